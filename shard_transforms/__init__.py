@@ -1,0 +1,31 @@
+"""Optax transformations for gradients that cross shards and towers."""
+
+from shard_transforms._src.axes import per_shard
+from shard_transforms._src.cross_shard import cross_shard_mean
+from shard_transforms._src.cross_shard import cross_shard_sum
+from shard_transforms._src.cross_shard import shard_mean
+from shard_transforms._src.gradients import value_and_grad
+from shard_transforms._src.placement import init_state
+from shard_transforms._src.placement import state_specs
+from shard_transforms._src.stacked_towers import reduce_towers
+from shard_transforms._src.staleness import DropStaleState
+from shard_transforms._src.staleness import drop_stale
+from shard_transforms._src.towers import TowerReduceState
+from shard_transforms._src.towers import tower_reduce
+
+__version__ = '0.1.0'
+
+__all__ = (
+    'DropStaleState',
+    'TowerReduceState',
+    'cross_shard_mean',
+    'cross_shard_sum',
+    'drop_stale',
+    'init_state',
+    'per_shard',
+    'reduce_towers',
+    'shard_mean',
+    'state_specs',
+    'tower_reduce',
+    'value_and_grad',
+)

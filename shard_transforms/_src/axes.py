@@ -1,0 +1,160 @@
+"""Mapped axes: their sizes, and what the type of a leaf says about them.
+
+The only file that knows how JAX binds axes and how its versions differ.
+"""
+
+from collections.abc import Hashable
+from collections.abc import Sequence
+import math
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+AxisName = Hashable | Sequence[Hashable]
+
+# 'untracked': under `pmap`, `vmap` and `shard_map(check_vma=False)` types say
+# nothing. 'invariant': the same on all shards, so it was reduced or replicated.
+State = Literal['varying', 'invariant', 'unreduced', 'untracked']
+
+
+def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+  """Checks an axis name, or a sequence of them, and returns them as a tuple."""
+  several = isinstance(axis_name, Sequence) and not isinstance(axis_name, str)
+  axes = tuple(axis_name) if several else (axis_name,)
+  if any(not isinstance(a, Hashable) or a is None for a in axes):
+    raise TypeError(
+        '`axis_name` must be the name of a mapped axis or a sequence of names,'
+        f' got {axis_name!r}.'
+    )
+  if not axes or len(set(axes)) < len(axes):
+    raise ValueError(
+        '`axis_name` must name at least one axis and none twice, got'
+        f' {axis_name!r}.'
+    )
+  return axes
+
+
+def size(axes: Sequence[Hashable], caller: str) -> int:
+  """Returns the number of shards over all of `axes`.
+
+  Raises:
+    NameError: If an axis is not bound.
+  """
+  return math.prod(_size(axis, caller) for axis in axes)
+
+
+def _size(axis, caller):
+  try:
+    return lax.axis_size(axis)
+  except NameError as error:
+    raise NameError(
+        f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
+        f' (mapped mesh axes: {_manual_axes()}). Call it inside'
+        ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
+        f' `jax.vmap` with `axis_name={axis!r}`; state that is kept per shard'
+        ' is made by `shard_transforms.init_state`. Under plain `jax.jit` with'
+        ' sharded arrays, gradients are global already: leave `'
+        f'{caller}` out.'
+    ) from error
+
+
+def _manual_axes():
+  mesh = jax.sharding.get_abstract_mesh()
+  manual = jax.sharding.AxisType.Manual
+  return tuple(
+      name
+      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+      if kind == manual
+  )
+
+
+def all_manual() -> bool:
+  """Whether no mesh axis is left to the compiler or to sharding in types."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return all(
+      kind == jax.sharding.AxisType.Manual or mesh.shape[name] == 1
+      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+  )
+
+
+def varying_axes(leaf: Any) -> frozenset[Hashable]:
+  """Returns the axes over which an array or its type says that it varies."""
+  kind = leaf if isinstance(leaf, jax.core.AbstractValue) else jax.typeof(leaf)
+  return frozenset(getattr(kind, 'manual_axis_type').varying)
+
+
+def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
+  """Returns the axes over which `leaf` still has to be summed."""
+  return frozenset(jax.typeof(leaf).manual_axis_type.unreduced)
+
+
+def is_tracked(axis: Hashable) -> bool:
+  """Whether types say which values vary over `axis`, a bound axis."""
+  # An index differs between shards by definition, so that its type tells.
+  return axis in varying_axes(lax.axis_index(axis))
+
+
+def states(leaves: Sequence[Any], axis: Hashable) -> list[State]:
+  """Returns what the type of each leaf says about `axis`, a bound axis."""
+  tracked = is_tracked(axis)
+
+  def state(leaf) -> State:
+    if axis in unreduced_axes(leaf):
+      return 'unreduced'
+    if axis in varying_axes(leaf):
+      return 'varying'
+    return 'invariant' if tracked else 'untracked'
+
+  return [state(leaf) for leaf in leaves]
+
+
+def to_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
+  """Marks `leaf` as varying over those of `axes` that are tracked."""
+  missing = tuple(
+      axis for axis in axes if states([leaf], axis)[0] == 'invariant'
+  )
+  return lax.pcast(leaf, missing, to='varying') if missing else leaf
+
+
+def per_shard(params: Any, axis_name: AxisName) -> Any:
+  """Marks replicated parameters as one copy a shard.
+
+  Under `jax.shard_map`, the gradient with respect to replicated parameters is
+  summed over the shards by JAX. The gradient with respect to `per_shard`
+  parameters is each shard's own, in every mapping mode, which is what the
+  transformations of this library reduce. Values do not change; nothing is sent.
+  Idempotent, and the identity under `jax.pmap`, `jax.vmap` and
+  `jax.shard_map(..., check_vma=False)`, where gradients are per shard already.
+
+  Args:
+    params: Tree of arrays of any shapes and dtypes.
+    axis_name: The mapped axis, or a sequence of them.
+
+  Returns:
+    The same tree, its leaves typed as varying over the axes where JAX tracks
+    this.
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If `axis_name` is not a name or a sequence of names.
+    ValueError: If `axis_name` is empty or names an axis twice.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> def gradient(w, x):
+    ...   w = shard_transforms.per_shard(w, 'data')
+    ...   return jax.grad(lambda w: jnp.sum(w * x))(w)[None]
+    >>> mapped = jax.shard_map(
+    ...     gradient, mesh=mesh, in_specs=(P(), P('data')), out_specs=P('data'))
+    >>> x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P('data')))
+    >>> print(mapped(jnp.float32(1), x))
+    [0. 1. 2. 3. 4. 5. 6. 7.]
+  """
+  axes = as_axes(axis_name)
+  size(axes, 'per_shard')
+  return jax.tree.map(lambda leaf: to_varying(leaf, axes), params)

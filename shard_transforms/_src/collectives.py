@@ -1,0 +1,280 @@
+"""Sums and means of trees over shards: the only file that sends gradients."""
+
+from collections.abc import Hashable
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from shard_transforms._src import arguments
+from shard_transforms._src import axes as axes_lib
+from shard_transforms._src import groups as groups_lib
+from shard_transforms._src import leaves as leaves_lib
+from shard_transforms._src import packing
+
+Kind = Literal['mean', 'sum']
+OnInvariant = Literal['error', 'summed', 'averaged']
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+  """How a tree is reduced over shards; checked when it is made.
+
+  Attributes:
+    caller: The public name that errors and profiles show.
+    kind: `'mean'` or `'sum'`.
+    axes: The mapped axes.
+    groups: The partition of the shards that reduce among themselves, or `None`.
+    on_invariant: What a leaf is that is the same on all shards.
+    bucket_bytes: The size of the buffers that small leaves share, or `'auto'`.
+  """
+
+  caller: str
+  kind: Kind
+  axes: tuple[Hashable, ...]
+  groups: groups_lib.Groups | None = None
+  on_invariant: OnInvariant = 'error'
+  bucket_bytes: int | str = 'auto'
+
+  def __post_init__(self):
+    if self.on_invariant not in ('error', 'summed', 'averaged'):
+      raise ValueError(
+          "`on_invariant` must be 'error', 'summed' or 'averaged', got"
+          f' {self.on_invariant!r}.'
+      )
+    if self.groups is not None and len(self.axes) > 1:
+      raise ValueError(
+          f'`groups` must come with one axis, got {self.axes!r}. Number the'
+          ' shards along a mesh of one axis.'
+      )
+    packing.check_bucket_bytes(self.bucket_bytes)
+
+  def __call__(self, tree: Any, weight: Any = None) -> Any:
+    """Returns the (weighted) sum or mean of `tree` over the shards.
+
+    Args:
+      tree: Real or complex leaves of any shapes; `float0` passes through.
+      weight: A scalar a shard, or `None` for equal ones.
+
+    Returns:
+      A tree of the same shapes and dtypes, the same on all shards of `axes`, or
+      of a group.
+
+    Raises:
+      NameError: If an axis is not bound.
+      TypeError: If a leaf carries no gradient or the weight is no number.
+      ValueError: If a leaf is reduced already and `on_invariant`, `weight` or
+        `groups` do not allow it, or `weight` or `groups` are wrong.
+    """
+    num_shards = axes_lib.size(self.axes, self.caller)
+    if self.groups is not None:
+      groups_lib.check_size(self.groups, num_shards)
+    leaves_lib.check_inexact(tree, self.caller)
+    if weight is not None or self.groups is not None:
+      check_per_shard(tree, self.axes, self.caller)
+    elif self.on_invariant == 'error':
+      _check_varying(tree, self.axes, self.caller)
+    if weight is not None:
+      weight = arguments.as_weight(weight, (), self.caller)
+    leaves, treedef = jax.tree.flatten(tree)
+    with jax.named_scope(self.caller):
+      return treedef.unflatten(self._reduce(leaves, weight))
+
+  def _reduce(self, leaves, weight):
+    """Reduces a list of checked leaves."""
+    total_weight = None
+    if weight is not None:
+      total_weight = self._sum(
+          axes_lib.to_varying(weight, self.axes), self.axes
+      )
+
+    def send(buffer, key):
+      total = self._sum(buffer, key.route.send)
+      if self.kind == 'sum':
+        return total * key.route.factor
+      if total_weight is not None:
+        return total / jnp.where(total_weight > 0, total_weight, 1)
+      return total / key.route.divisor
+
+    results = [self._pass_through(leaf) for leaf in leaves]
+    todo = [i for i, result in enumerate(results) if result is None]
+    values = [_accumulator(leaves[i]) for i in todo]
+    routes = self._routes(values)
+    values = [
+        weighted(lax.psum(x, route.pending) if route.pending else x, weight)
+        for x, route in zip(values, routes, strict=True)
+    ]
+    keys = [
+        _Key(route, x.dtype, axes_lib.varying_axes(x))
+        for x, route in zip(values, routes, strict=True)
+    ]
+    bucket_bytes = self.bucket_bytes if axes_lib.all_manual() else 0
+    reduced = packing.map_packed(send, values, keys, bucket_bytes)
+    for i, x in zip(todo, reduced, strict=True):
+      results[i] = x.astype(jnp.result_type(leaves[i]))
+    return results
+
+  def _pass_through(self, leaf):
+    """Returns the result for a leaf that holds no number, or `None`."""
+    if leaves_lib.is_float0(leaf):
+      return leaf
+    if jnp.size(leaf) > 0:
+      return None
+    stays = axes_lib.varying_axes(leaf)
+    if self.groups is None:
+      stays = stays.difference(self.axes)
+    zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
+    return axes_lib.to_varying(zeros, tuple(stays))
+
+  def _routes(self, leaves):
+    """Returns what has to be done with each leaf."""
+    per_axis = [axes_lib.states(leaves, axis) for axis in self.axes]
+    sizes = [axes_lib.size([axis], self.caller) for axis in self.axes]
+    return [
+        self._route(dict(zip(self.axes, zip(states, sizes), strict=True)))
+        for states in zip(*per_axis, strict=True)
+    ]
+
+  def _route(self, axes):
+    """Returns the route of a leaf of a known state over each axis."""
+    known = {axis for axis, (state, _) in axes.items() if state == 'invariant'}
+    averaged = known if self.on_invariant == 'averaged' else set()
+    size_of = lambda names: math.prod(axes[axis][1] for axis in names)
+    return _Route(
+        send=tuple(
+            axis
+            for axis, (state, _) in axes.items()
+            if state in ('varying', 'untracked')
+        ),
+        pending=tuple(
+            axis for axis, (state, _) in axes.items() if state == 'unreduced'
+        ),
+        divisor=size_of(axes.keys() - averaged),
+        factor=size_of(averaged),
+    )
+
+  def _sum(self, x, axes):
+    if self.groups is None:
+      return lax.psum(x, axes) if axes else x
+    return _sum_in_groups(x, axes[0], self.groups)
+
+
+class _Route(NamedTuple):
+  """What turns one leaf into its sum or mean.
+
+  Attributes:
+    send: The axes over which the shards' values are summed.
+    pending: The axes over which a delayed sum is still to be done.
+    divisor: The number of summands behind the sum.
+    factor: What an average has to be multiplied by to give the sum.
+  """
+
+  send: tuple[Hashable, ...]
+  pending: tuple[Hashable, ...]
+  divisor: int
+  factor: int
+
+
+class _Key(NamedTuple):
+  """What leaves must share to be sent together.
+
+  Attributes:
+    route: The axes and the scale.
+    dtype: The dtype that is sent.
+    varying: All axes over which the leaf varies; a shared buffer would vary
+      over the axes of all of its leaves.
+  """
+
+  route: _Route
+  dtype: Any
+  varying: frozenset[Hashable]
+
+
+def total(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+  """Returns the sum of a small array over the shards."""
+  return lax.psum(axes_lib.to_varying(x, axes), axes) if axes else x
+
+
+def agreed(decision: jax.Array) -> jax.Array:
+  """Returns a decision that is made where all shards that may differ make it."""
+  axes = tuple(axes_lib.varying_axes(decision))
+  return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
+
+
+def check_per_shard(tree: Any, axes: tuple[Hashable, ...], caller: str) -> None:
+  """Checks that each shard still has its own values, of an equal standing.
+
+  Raises:
+    ValueError: If a leaf is reduced over an axis, or its sum is pending.
+  """
+  _check_varying(tree, axes, caller, also_refused='unreduced')
+
+
+def _check_varying(tree, axes, caller, also_refused=None):
+  found = jax.tree.leaves_with_path(tree)
+  found = [(p, leaf) for p, leaf in found if not leaves_lib.is_float0(leaf)]
+  for axis in axes:
+    states = axes_lib.states([leaf for _, leaf in found], axis)
+    for (path, leaf), state in zip(found, states, strict=True):
+      if state in ('invariant', also_refused):
+        raise ValueError(
+            _REDUCED.format(
+                caller=caller,
+                axis=axis,
+                leaf=jax.tree_util.keystr(path) or 'the root',
+                shape=list(jnp.shape(leaf)),
+                state=state,
+            )
+        )
+
+
+_REDUCED = (
+    '`updates` of `{caller}` must be per shard over the axis {axis!r}, got a'
+    ' leaf that is already reduced: {leaf} {shape} is typed {state}.'
+    ' `jax.grad` sums the gradient of replicated parameters under'
+    ' `jax.shard_map`, and an earlier reduction leaves the same type. Either'
+    ' take the gradient of `shard_transforms.per_shard(params, {axis!r})` (as'
+    ' `shard_transforms.value_and_grad` does) and reduce it once, or, where'
+    ' neither weights, groups nor a gate need the gradient of each shard, tell'
+    " `cross_shard_mean` or `cross_shard_sum` that it is on_invariant='summed'"
+    " or 'averaged'."
+)
+
+
+def _accumulator(leaf):
+  leaf = jnp.asarray(leaf)
+  return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
+
+
+def weighted(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+  """Returns `weight * x`, which is zero for a weight of zero even of a NaN."""
+  return x if weight is None else jnp.where(weight > 0, weight * x, 0)
+
+
+def _sum_in_groups(x, axis, groups):
+  """Returns the sum of `x` over the shards of each shard's own group."""
+  if groups_lib.is_even(groups):
+    try:
+      return _scatter_and_gather(x, axis, groups)
+    except NotImplementedError:
+      pass  # JAX has no grouped collective under `vmap`.
+  return _sum_one_hot(x, axis, groups)
+
+
+def _scatter_and_gather(x, axis, groups):
+  # Unlike `psum`, these know groups under `shard_map(check_vma=True)` too.
+  kwargs = dict(axis_index_groups=groups, tiled=True)
+  flat = jnp.pad(x.ravel(), (0, -x.size % len(groups[0])))
+  scattered = lax.psum_scatter(flat, axis, **kwargs)
+  return lax.all_gather(scattered, axis, **kwargs)[: x.size].reshape(x.shape)
+
+
+def _sum_one_hot(x, axis, groups):
+  """Sums [number of groups, *shape] with a row a group, and picks its own."""
+  row = jnp.asarray(groups_lib.group_of_shard(groups))[lax.axis_index(axis)]
+  rows = jnp.arange(len(groups)).reshape((-1,) + (1,) * x.ndim)
+  total = lax.psum(jnp.where(rows == row, x[None], 0), axis)
+  return axes_lib.to_varying(total, (axis,))[row]

@@ -1,0 +1,94 @@
+"""Groups: a partition of the shards into sets that reduce among themselves."""
+
+import collections
+from collections.abc import Sequence
+import operator
+from typing import Any
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def as_groups(groups: Any) -> Groups:
+  """Checks that `groups` is a partition of `range(number of ids)`.
+
+  Raises:
+    TypeError: If it is not a sequence of sequences of integers.
+    ValueError: If an id is negative, repeated, missing or too large, or a group
+      is empty.
+  """
+  checked = tuple(_as_group(group, groups) for group in _items(groups, groups))
+  ids = [shard for group in checked for shard in group]
+  if not ids or not all(checked):
+    raise ValueError(
+        f'`groups` must not be empty nor hold an empty group, got {groups!r}.'
+    )
+  counts = collections.Counter(ids)
+  negative = sorted(shard for shard in counts if shard < 0)
+  repeated = sorted(shard for shard in counts if counts[shard] > 1)
+  missing = sorted(set(range(len(ids))) - set(ids))
+  too_large = sorted(shard for shard in counts if shard >= len(ids))
+  for found, problem in (
+      (negative, 'negative ids'),
+      (repeated, 'ids in more than one place'),
+      (missing, f'gaps (too large for {len(ids)} ids: {too_large}) at the ids'),
+  ):
+    if found:
+      raise ValueError(
+          '`groups` must hold every id from 0 to the number of shards less one'
+          f' exactly once, got {problem} {found} in {groups!r}.'
+      )
+  return checked
+
+
+def check_size(groups: Groups, num_shards: int) -> None:
+  """Checks that `groups` covers an axis of `num_shards`.
+
+  Raises:
+    ValueError: If ids are missing or not on the axis.
+  """
+  ids = {shard for group in groups for shard in group}
+  wrong = sorted(ids ^ set(range(num_shards)))
+  if wrong:
+    problem = 'are missing' if num_shards > len(ids) else 'are no shards'
+    raise ValueError(
+        f'`groups` must be a partition of the {num_shards} shards of the axis,'
+        f' but the ids {wrong} {problem}.'
+    )
+
+
+def is_even(groups: Groups) -> bool:
+  """Whether all groups are of one size."""
+  return len({len(group) for group in groups}) == 1
+
+
+def group_of_shard(groups: Groups) -> np.ndarray:
+  """Returns the position in `groups` of each shard's group [number of shards]."""
+  found = {shard: i for i, group in enumerate(groups) for shard in group}
+  return np.asarray([found[shard] for shard in range(len(found))], np.int32)
+
+
+def _items(value, groups):
+  if isinstance(value, np.ndarray):
+    value = value.tolist()
+  if isinstance(value, str) or not isinstance(value, Sequence):
+    raise TypeError(
+        '`groups` must be a sequence of sequences of shard ids, got'
+        f' {groups!r}.'
+    )
+  return value
+
+
+def _as_group(group, groups):
+  ids = []
+  for shard in _items(group, groups):
+    try:
+      if isinstance(shard, (bool, np.bool_)):
+        raise TypeError
+      ids.append(operator.index(shard))
+    except TypeError as error:
+      raise TypeError(
+          f'`groups` must hold integer shard ids, got {shard!r} in {groups!r}.'
+      ) from error
+  return tuple(ids)

@@ -1,0 +1,73 @@
+"""Which leaves of a tree carry a gradient, and in which dtype they add up."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_float0(leaf: Any) -> bool:
+  """Whether `leaf` is the empty gradient of an integer parameter."""
+  return jnp.result_type(leaf) == jax.dtypes.float0
+
+
+def dtype_of(leaf: Any) -> Any:
+  """Returns the dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
+  return jnp.dtype(getattr(leaf, 'dtype', None) or jnp.result_type(leaf))
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+  """Returns the dtype in which values of `dtype` are summed."""
+  narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+  return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def check_inexact(tree: Any, caller: str) -> None:
+  """Checks that every leaf of `tree` is real or complex, or a `float0`.
+
+  Raises:
+    TypeError: If a leaf is of another dtype.
+  """
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.inexact) and not is_float0(leaf):
+      raise TypeError(
+          f'`updates` of `{caller}` must be real or complex, got'
+          f' {dtype.name}{list(jnp.shape(leaf))} at'
+          f' {jax.tree_util.keystr(path) or "the root"}. Leave such leaves out'
+          ' with `optax.masked`.'
+      )
+
+
+def check_like(tree: Any, reference: Any, caller: str) -> None:
+  """Checks `tree` against `reference`; a leaf of either may be `None`.
+
+  Raises:
+    TypeError: If a leaf is complex where the reference is real.
+    ValueError: If a leaf is missing, unknown or of another shape.
+  """
+  is_none = lambda leaf: leaf is None
+  got = dict(jax.tree.leaves_with_path(tree, is_leaf=is_none))
+  want = dict(jax.tree.leaves_with_path(reference, is_leaf=is_none))
+  for path in [*want, *got]:
+    name = jax.tree_util.keystr(path) or 'the root'
+    if path not in got or path not in want:
+      raise ValueError(
+          f'`updates` of `{caller}` must have the tree that its state was made'
+          f' for, but {name} is only in'
+          f' {"the state" if path in want else "the updates"}. Call `init` with'
+          ' parameters of the same tree.'
+      )
+    if got[path] is None or want[path] is None:
+      continue
+    if jnp.iscomplexobj(got[path]) and not jnp.iscomplexobj(want[path]):
+      raise TypeError(
+          f'`updates` of `{caller}` must be real where the parameters are, got'
+          f' a complex leaf at {name}.'
+      )
+    if jnp.shape(got[path]) != jnp.shape(want[path]):
+      raise ValueError(
+          f'`updates` of `{caller}` must have the shapes that its state was'
+          f' made for, got {jnp.shape(got[path])} instead of'
+          f' {jnp.shape(want[path])} at {name}.'
+      )

@@ -1,0 +1,164 @@
+"""`drop_stale`: updates that were computed too many steps ago do not count."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src import arguments
+from shard_transforms._src import axes as axes_lib
+from shard_transforms._src import collectives
+from shard_transforms._src import gating
+from shard_transforms._src import leaves
+
+
+class DropStaleState(NamedTuple):
+  """State of `drop_stale`, the same on all shards.
+
+  Attributes:
+    global_step: Number of accepted updates, int32 [].
+    stale_count: Number of updates that were dropped because of their age,
+      int32 [].
+    stale_shard_count: Number of updates of single shards that were left out,
+      int32 []; without `axis_name`, the caller counts as one shard.
+    inner_state: State of the inner transformation.
+  """
+
+  global_step: jax.Array
+  stale_count: jax.Array
+  stale_shard_count: jax.Array
+  inner_state: optax.OptState
+
+  @property
+  def stale_fraction(self) -> jax.Array:
+    """The part of all updates that was dropped, float32 []; 0 at the start."""
+    total = self.global_step + self.stale_count
+    return self.stale_count / jnp.maximum(total, 1)
+
+
+def drop_stale(
+    staleness: int,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    axis_name: axes_lib.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Drops updates that were computed too many steps ago.
+
+  Each call of `update` comes with `local_step`, the global step at which the
+  parameters behind the update were read. It is accepted exactly when
+
+  .. math:: \text{global\_step} - \text{local\_step} \le \text{staleness}
+
+  and then `inner` runs and the global step grows by one. A dropped update is
+  zero; the global step and every bit of the state of `inner` stay, and
+  `stale_count` grows by one. Read the step with
+  `optax.tree_utils.tree_get(state, 'global_step')` when you read the
+  parameters, and hand it in with the gradient of these parameters.
+
+  With `axis_name`, each shard brings its own `local_step`. Shards that are too
+  late, or whose extra argument `weight` is zero, get weight zero, and `inner`
+  is handed that weight: a `cross_shard_mean` inside leaves them out. Where no
+  shard has any weight left, nothing changes, and that counts as dropped if any
+  of them was late. The decision is taken over all shards of the axis, also
+  where `inner` reduces in groups.
+
+  Without `inner`, the update goes to the next link of an `optax.chain`, as
+  zeros where it is dropped: right for links that keep no moments only.
+
+  Args:
+    staleness: The age up to which updates are accepted, in steps. 0 accepts
+      what was computed from the present parameters; a negative number only what
+      claims to come from later ones.
+    inner: The transformation that accepted updates go through.
+    axis_name: The mapped axis, or a sequence of them, between whose shards
+      `local_step` may differ; needs `inner`. `None` where it is the same on
+      all shards: a difference then hangs collectives inside `inner`, and raises
+      where JAX tracks it.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `DropStaleState`, whose
+    `update` requires the extra argument `local_step`, an integer scalar.
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If `staleness` is not an integer; in `update`, if `local_step` is
+      missing or not an integer.
+    ValueError: If `axis_name` is given without `inner`; in `update`, if
+      `local_step` is not a scalar or differs between shards without
+      `axis_name`, or updates are already reduced although it is given.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = shard_transforms.drop_stale(1, optax.sgd(1.0))
+    >>> state = tx.init(jnp.zeros(()))
+    >>> for local_step in 0, 0, 0, 2:
+    ...   updates, state = tx.update(jnp.ones(()), state, local_step=local_step)
+    ...   print(updates, state.global_step, state.stale_count)
+    -1.0 1 0
+    -1.0 2 0
+    0.0 2 1
+    -1.0 3 1
+    >>> print(state.stale_fraction)
+    0.25
+
+  References:
+    `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
+  """
+  caller = 'drop_stale'
+  staleness = arguments.as_int('staleness', staleness)
+  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+  if axes and inner is None:
+    raise ValueError(
+        f'`axis_name` of `drop_stale` must come with `inner`, got {axis_name!r}'
+        ' alone. A link of a chain cannot tell the next which shards to leave'
+        ' out: write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
+    )
+  inner = optax.with_extra_args_support(inner or optax.identity())
+
+  def init_fn(params):
+    return DropStaleState(
+        global_step=jnp.zeros([], jnp.int32),
+        stale_count=jnp.zeros([], jnp.int32),
+        stale_shard_count=jnp.zeros([], jnp.int32),
+        inner_state=inner.init(params),
+    )
+
+  def update_fn(
+      updates, state, params=None, *, local_step=None, weight=None, **extra_args
+  ):
+    leaves.check_inexact(updates, caller)
+    step = arguments.as_local_step(local_step, caller)
+    fresh = state.global_step - step <= staleness
+    accept, num_stale = fresh, jnp.where(fresh, 0, 1)
+    if axes:
+      axes_lib.size(axes, caller)
+      collectives.check_per_shard(updates, axes, caller)
+      weight = 1.0 if weight is None else weight
+      weight = jnp.where(fresh, arguments.as_weight(weight, (), caller), 0)
+      total_weight, num_stale = collectives.total(
+          jnp.stack([weight, jnp.where(fresh, 0.0, 1.0)]), axes
+      )
+      accept = total_weight > 0
+    extra_args['local_step'] = local_step
+    if weight is not None:
+      extra_args['weight'] = weight
+
+    def run(inner_state):
+      return inner.update(updates, inner_state, params, **extra_args)
+
+    applied, inner_state = gating.run_or_skip(accept, run, state.inner_state)
+    return applied, DropStaleState(
+        global_step=_count(state.global_step, accept),
+        stale_count=_count(state.stale_count, ~accept & (num_stale > 0)),
+        stale_shard_count=state.stale_shard_count + num_stale.astype(jnp.int32),
+        inner_state=inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _count(counter, happened):
+  return jnp.where(happened, optax.safe_increment(counter), counter)
