@@ -10,8 +10,8 @@ from shard_transforms._src.placement import state_specs
 from shard_transforms._src.stacked_towers import reduce_towers
 from shard_transforms._src.staleness import DropStaleState
 from shard_transforms._src.staleness import drop_stale
-from shard_transforms._src.towers import TowerReduceState
 from shard_transforms._src.towers import tower_reduce
+from shard_transforms._src.windows import TowerReduceState
 
 __version__ = '0.1.0'
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -22,7 +23,7 @@ def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
   """Checks an axis name, or a sequence of them, and returns them as a tuple."""
   several = isinstance(axis_name, Sequence) and not isinstance(axis_name, str)
   axes = tuple(axis_name) if several else (axis_name,)
-  if any(not isinstance(a, Hashable) or a is None for a in axes):
+  if any(not isinstance(axis, Hashable) or axis is None for axis in axes):
     raise TypeError(
         '`axis_name` must be the name of a mapped axis or a sequence of names,'
         f' got {axis_name!r}.'
@@ -115,6 +116,13 @@ def to_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
       axis for axis in axes if states([leaf], axis)[0] == 'invariant'
   )
   return lax.pcast(leaf, missing, to='varying') if missing else leaf
+
+
+def zeros(kind: Any) -> jax.Array:
+  """Returns invariant zeros of an abstract value's shape, dtype and sharding."""
+  # The compiler wants both branches of a `cond` sharded alike on mesh axes of
+  # the explicit type.
+  return jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding)
 
 
 def per_shard(params: Any, axis_name: AxisName) -> Any:

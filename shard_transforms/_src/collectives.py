@@ -87,17 +87,16 @@ class Reduction:
     """Reduces a list of checked leaves."""
     total_weight = None
     if weight is not None:
-      total_weight = self._sum(
-          axes_lib.to_varying(weight, self.axes), self.axes
-      )
+      weight = axes_lib.to_varying(weight, self.axes)
+      total_weight = self._sum(weight, self.axes)
 
     def send(buffer, key):
-      total = self._sum(buffer, key.route.send)
+      summed = self._sum(buffer, key.route.send)
       if self.kind == 'sum':
-        return total * key.route.factor
+        return summed * key.route.factor
       if total_weight is not None:
-        return total / jnp.where(total_weight > 0, total_weight, 1)
-      return total / key.route.divisor
+        return summed / jnp.where(total_weight > 0, total_weight, 1)
+      return summed / key.route.divisor
 
     results = [self._pass_through(leaf) for leaf in leaves]
     todo = [i for i, result in enumerate(results) if result is None]
@@ -126,8 +125,7 @@ class Reduction:
     stays = axes_lib.varying_axes(leaf)
     if self.groups is None:
       stays = stays.difference(self.axes)
-    zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
-    return axes_lib.to_varying(zeros, tuple(stays))
+    return axes_lib.to_varying(axes_lib.zeros(jax.typeof(leaf)), tuple(stays))
 
   def _routes(self, leaves):
     """Returns what has to be done with each leaf."""
@@ -158,7 +156,7 @@ class Reduction:
 
   def _sum(self, x, axes):
     if self.groups is None:
-      return lax.psum(x, axes) if axes else x
+      return total(x, axes)
     return _sum_in_groups(x, axes[0], self.groups)
 
 
@@ -194,8 +192,20 @@ class _Key(NamedTuple):
 
 
 def total(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
-  """Returns the sum of a small array over the shards."""
-  return lax.psum(axes_lib.to_varying(x, axes), axes) if axes else x
+  """Returns the sum of one array over the shards.
+
+  Raises:
+    NotImplementedError: If JAX cannot sum over the axis here.
+  """
+  if not axes:
+    return x
+  try:
+    return lax.psum(axes_lib.to_varying(x, axes), axes)
+  except AssertionError as error:
+    raise NotImplementedError(
+        f'JAX cannot sum over the axes {axes!r} of `jax.vmap` inside'
+        ' `jax.shard_map`. Pass `check_vma=False` to `jax.shard_map`.'
+    ) from error
 
 
 def agreed(decision: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 from jax import lax
 import jax.extend
-import jax.numpy as jnp
 
 from shard_transforms._src import axes
 
@@ -47,25 +46,19 @@ def run_or_skip(
         f' {jax.tree.structure(out[1])} instead of {treedef}. Where a leaf has'
         ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
-  num_updates = len(jaxpr.out_avals) - len(leaves)
-  zeros = [(aval.shape, aval.dtype) for aval in jaxpr.out_avals[:num_updates]]
-  if_run = [axes.varying_axes(aval) for aval in jaxpr.out_avals]
-  if_skipped = [frozenset()] * num_updates
-  if_skipped += [axes.varying_axes(leaf) for leaf in leaves]
+  types = jaxpr.out_avals
+  num_updates = len(types) - len(leaves)
+  if_run = [tuple(axes.varying_axes(kind)) for kind in types]
+  if_skipped = [()] * num_updates
+  if_skipped += [tuple(axes.varying_axes(leaf)) for leaf in leaves]
 
   def accepted(leaves):
     outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*leaves)
-    return [
-        axes.to_varying(x, tuple(other))
-        for x, other in zip(outputs, if_skipped, strict=True)
-    ]
+    return list(map(axes.to_varying, outputs, if_skipped))
 
   def skipped(leaves):
-    outputs = [jnp.zeros(*zero) for zero in zeros] + leaves
-    return [
-        axes.to_varying(x, tuple(other))
-        for x, other in zip(outputs, if_run, strict=True)
-    ]
+    updates = [axes.zeros(kind) for kind in types[:num_updates]]
+    return list(map(axes.to_varying, updates + leaves, if_run))
 
   outputs = lax.cond(accept, accepted, skipped, leaves)
   return jax.tree.unflatten(jax.tree.structure(out), outputs)
