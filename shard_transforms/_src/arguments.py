@@ -59,50 +59,62 @@ def as_weight(weight: Any, shape: tuple[int, ...], caller: str) -> jax.Array:
     TypeError: If the weight is not real.
     ValueError: If it is not of `shape`, or is negative or not finite.
   """
-  dtype = jnp.result_type(weight)
-  real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(
-      dtype, jnp.integer
-  )
-  if not real and dtype != bool:
-    raise TypeError(
-        f'`weight` of `{caller}` must be a real number, got {weight!r}.'
-    )
+  name = f'`weight` of `{caller}`'
+  dtype = _dtype(weight)
+  kinds = (np.bool_, jnp.integer, jnp.floating)
+  if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+    raise TypeError(f'{name} must be a real number, got {weight!r}.')
   if jnp.shape(weight) != shape:
     raise ValueError(
-        f'`weight` of `{caller}` must have the shape {shape}, got'
-        f' {jnp.shape(weight)}. It is one number a shard and tower.'
+        f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
+        ' one number a shard and tower.'
     )
   if not isinstance(weight, jax.core.Tracer):
     known = np.asarray(weight, np.float64)
-    if not np.all(np.isfinite(known) & (known >= 0)):
+    if not np.all((known >= 0) & (known <= np.finfo(np.float32).max)):
       raise ValueError(
-          f'`weight` of `{caller}` must be finite and not negative, got'
-          f' {weight!r}.'
+          f'{name} must be finite and not negative, got {weight!r}.'
       )
   weight = jnp.asarray(weight, jnp.float32)
   return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0)
 
 
-def as_local_step(local_step: Any, caller: str, ndim: int = 0) -> jax.Array:
-  """Returns `local_step` in int32.
+def as_local_step(
+    local_step: Any, caller: str, shape: tuple[int, ...] = ()
+) -> jax.Array:
+  """Returns `local_step`, one step or one for each of `shape`, in int32.
 
   Raises:
     TypeError: If it is missing or not an integer.
-    ValueError: If it does not have `ndim` dimensions.
+    ValueError: If it is of another shape, or is known not to fit int32.
   """
+  name = f'`local_step` of `{caller}`'
   if local_step is None:
     raise TypeError(
-        f'`local_step` of `{caller}` must be the global step at which the'
-        ' parameters behind the updates were read, got None. Call'
-        ' `tx.update(updates, state, params, local_step=...)`.'
+        f'{name} must be the global step at which the parameters behind the'
+        ' updates were read, got None. Call `tx.update(updates, state, params,'
+        ' local_step=...)`.'
     )
-  if not jnp.issubdtype(jnp.result_type(local_step), jnp.integer):
-    raise TypeError(
-        f'`local_step` of `{caller}` must be an integer, got {local_step!r}.'
-    )
-  if jnp.ndim(local_step) != ndim:
+  dtype = _dtype(local_step)
+  if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+    raise TypeError(f'{name} must be an integer, got {local_step!r}.')
+  if jnp.shape(local_step) not in ((), shape):
+    allowed = ' or '.join(map(str, dict.fromkeys([(), shape])))
     raise ValueError(
-        f'`local_step` of `{caller}` must have {ndim} dimensions, got the shape'
-        f' {jnp.shape(local_step)}. It is one step for all leaves.'
+        f'{name} must have the shape {allowed}, got {jnp.shape(local_step)}.'
+        ' It is one step for all leaves.'
     )
+  if not isinstance(local_step, jax.core.Tracer):
+    int32 = np.iinfo(np.int32)
+    known = np.asarray(local_step)
+    if np.any((known < int32.min) | (known > int32.max)):
+      raise ValueError(f'{name} must fit int32, got {local_step!r}.')
   return jnp.asarray(local_step, jnp.int32)
+
+
+def _dtype(value):
+  """Returns the dtype of an array or a Python number, else `None`."""
+  if isinstance(value, (bool, int, float, complex)):
+    return np.asarray(value).dtype
+  is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+  return value.dtype if is_array else None

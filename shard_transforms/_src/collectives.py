@@ -96,6 +96,8 @@ class Reduction:
         return summed * key.route.factor
       if total_weight is not None:
         return summed / jnp.where(total_weight > 0, total_weight, 1)
+      if self.groups is not None:
+        return summed / self._group_size()
       return summed / key.route.divisor
 
     results = [self._pass_through(leaf) for leaf in leaves]
@@ -154,9 +156,16 @@ class Reduction:
         factor=size_of(averaged),
     )
 
+  def _group_size(self):
+    """Returns the number of shards of this shard's group."""
+    if groups_lib.is_even(self.groups):
+      return len(self.groups[0])
+    sizes = groups_lib.size_of_shard(self.groups)
+    return jnp.asarray(sizes)[lax.axis_index(self.axes[0])]
+
   def _sum(self, x, axes):
     if self.groups is None:
-      return total(x, axes)
+      return _psum(x, axes)
     return _sum_in_groups(x, axes[0], self.groups)
 
 
@@ -192,20 +201,8 @@ class _Key(NamedTuple):
 
 
 def total(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
-  """Returns the sum of one array over the shards.
-
-  Raises:
-    NotImplementedError: If JAX cannot sum over the axis here.
-  """
-  if not axes:
-    return x
-  try:
-    return lax.psum(axes_lib.to_varying(x, axes), axes)
-  except AssertionError as error:
-    raise NotImplementedError(
-        f'JAX cannot sum over the axes {axes!r} of `jax.vmap` inside'
-        ' `jax.shard_map`. Pass `check_vma=False` to `jax.shard_map`.'
-    ) from error
+  """Returns the sum of one array over the shards; itself without axes."""
+  return _psum(axes_lib.to_varying(x, axes), axes)
 
 
 def agreed(decision: jax.Array) -> jax.Array:
@@ -220,38 +217,40 @@ def check_per_shard(tree: Any, axes: tuple[Hashable, ...], caller: str) -> None:
   Raises:
     ValueError: If a leaf is reduced over an axis, or its sum is pending.
   """
-  _check_varying(tree, axes, caller, also_refused='unreduced')
+  _check_varying(tree, axes, caller, refused=('invariant', 'unreduced'))
 
 
-def _check_varying(tree, axes, caller, also_refused=None):
+def _check_varying(tree, axes, caller, refused=('invariant',)):
   found = jax.tree.leaves_with_path(tree)
   found = [(p, leaf) for p, leaf in found if not leaves_lib.is_float0(leaf)]
   for axis in axes:
     states = axes_lib.states([leaf for _, leaf in found], axis)
     for (path, leaf), state in zip(found, states, strict=True):
-      if state in ('invariant', also_refused):
+      if state in refused:
+        name = jax.tree_util.keystr(path) or 'the root'
+        got = f'{name} {list(jnp.shape(leaf))}, typed {state}'
         raise ValueError(
-            _REDUCED.format(
-                caller=caller,
-                axis=axis,
-                leaf=jax.tree_util.keystr(path) or 'the root',
-                shape=list(jnp.shape(leaf)),
-                state=state,
-            )
+            f'`updates` of `{caller}` must be per shard over the axis {axis!r},'
+            f' got {got}: {_REMEDIES[state].format(axis=axis)}'
         )
 
 
-_REDUCED = (
-    '`updates` of `{caller}` must be per shard over the axis {axis!r}, got a'
-    ' leaf that is already reduced: {leaf} {shape} is typed {state}.'
-    ' `jax.grad` sums the gradient of replicated parameters under'
-    ' `jax.shard_map`, and an earlier reduction leaves the same type. Either'
-    ' take the gradient of `shard_transforms.per_shard(params, {axis!r})` (as'
-    ' `shard_transforms.value_and_grad` does) and reduce it once, or, where'
-    ' neither weights, groups nor a gate need the gradient of each shard, tell'
-    " `cross_shard_mean` or `cross_shard_sum` that it is on_invariant='summed'"
-    " or 'averaged'."
-)
+_REMEDIES = {
+    'invariant': (
+        'it is already reduced. `jax.grad` sums the gradient of replicated'
+        ' parameters under `jax.shard_map`, and an earlier reduction leaves the'
+        ' same type. Take the gradient of `shard_transforms.per_shard(params,'
+        ' {axis!r})`, as `shard_transforms.value_and_grad` does, and reduce it'
+        ' once. Or, where neither weights, groups nor a wrapper need the'
+        ' gradient of each shard, tell `cross_shard_mean` or `cross_shard_sum`'
+        " that it is `on_invariant='summed'` or `'averaged'`."
+    ),
+    'unreduced': (
+        'its sum over the shards is pending. Weights, groups and wrappers need'
+        ' the gradient of each shard: take that of'
+        ' `shard_transforms.per_shard(params, {axis!r})`.'
+    ),
+}
 
 
 def _accumulator(leaf):
@@ -262,6 +261,16 @@ def _accumulator(leaf):
 def weighted(x: jax.Array, weight: jax.Array | None) -> jax.Array:
   """Returns `weight * x`, which is zero for a weight of zero even of a NaN."""
   return x if weight is None else jnp.where(weight > 0, weight * x, 0)
+
+
+def _psum(x, axes):
+  try:
+    return lax.psum(x, axes) if axes else x
+  except (AssertionError, ValueError) as error:
+    raise NotImplementedError(
+        f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
+        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
+    ) from error
 
 
 def _sum_in_groups(x, axis, groups):

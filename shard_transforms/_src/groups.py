@@ -69,6 +69,12 @@ def group_of_shard(groups: Groups) -> np.ndarray:
   return np.asarray([found[shard] for shard in range(len(found))], np.int32)
 
 
+def size_of_shard(groups: Groups) -> np.ndarray:
+  """Returns the size of each shard's group [number of shards]."""
+  sizes = np.asarray([len(group) for group in groups], np.int32)
+  return sizes[group_of_shard(groups)]
+
+
 def _items(value, groups):
   if isinstance(value, np.ndarray):
     value = value.tolist()

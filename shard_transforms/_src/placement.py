@@ -182,23 +182,23 @@ def _with_param_specs(tx, described, params, param_specs):
 
 def _spec(path, leaf, mesh, lead):
   """Returns the spec of a leaf of the state, with the axes `lead` in front."""
-  extra = tuple(
-      axis
-      for axis in mesh.axis_names
-      if axis in leaf.varying - _axes_of(leaf.like)
-  )
-  if extra and leaf.shape[:1] != (1,):
+  own = leaf.varying - _axes_of(leaf.like)
+  if own and leaf.shape[:1] != (1,):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1 or the shape of its parameter, got'
         f' {leaf.shape} at {jax.tree_util.keystr(path)}, which varies over'
-        f' {extra}. If parameters are sharded, tell how with `in_specs`.'
+        f' {sorted(own, key=str)}. If parameters are sharded, tell how with'
+        ' `in_specs`.'
     )
-  return P(*(_entry(axes) for axes in (lead, extra) if axes), *leaf.like)
+  split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
+  entries = [_entry(lead)] if lead else []
+  entries += [_entry(split)] if own else []
+  return P(*entries, *leaf.like)
 
 
 def _entry(axes):
-  return axes[0] if len(axes) == 1 else axes
+  return (axes[0] if len(axes) == 1 else axes) or None
 
 
 def _with_lead(state, lead):

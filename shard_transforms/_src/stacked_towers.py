@@ -95,17 +95,17 @@ def reduce_towers(
       summed = reduction == 'sum'
       extra_args['weight'] = jnp.sign(total_weight) if summed else total_weight
     if local_step is not None:
-      ndim = min(jnp.ndim(local_step), 1)
-      step = arguments.as_local_step(local_step, caller, ndim)
+      step = arguments.as_local_step(local_step, caller, (num_towers,))
       extra_args['local_step'] = jnp.min(step)
 
     def reduce(towers):
+      if leaves.is_float0(towers):
+        return towers[0]
       total = _sum(towers, weight)
-      return total if reduction == 'sum' else total / divisor
+      total = total if reduction == 'sum' else total / divisor
+      return total.astype(towers.dtype)
 
-    reduced = jax.tree.map(
-        lambda towers: reduce(towers).astype(leaves.dtype_of(towers)), updates
-    )
+    reduced = jax.tree.map(reduce, updates)
     return inner.update(reduced, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)

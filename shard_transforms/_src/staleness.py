@@ -12,6 +12,8 @@ from shard_transforms._src import collectives
 from shard_transforms._src import gating
 from shard_transforms._src import leaves
 
+_INT32 = jnp.iinfo(jnp.int32)
+
 
 class DropStaleState(NamedTuple):
   """State of `drop_stale`, the same on all shards.
@@ -23,6 +25,18 @@ class DropStaleState(NamedTuple):
     stale_shard_count: Number of updates of single shards that were left out,
       int32 []; without `axis_name`, the caller counts as one shard.
     inner_state: State of the inner transformation.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = optax.chain(shard_transforms.drop_stale(0), optax.sgd(0.1))
+    >>> state = tx.init(jnp.zeros(2))
+    >>> print(optax.tree_utils.tree_get(state, 'stale_count'))
+    0
+    >>> drop_state = optax.tree_utils.tree_get(state, 'DropStaleState')
+    >>> print(drop_state.stale_fraction)
+    0.0
   """
 
   global_step: jax.Array
@@ -33,8 +47,8 @@ class DropStaleState(NamedTuple):
   @property
   def stale_fraction(self) -> jax.Array:
     """The part of all updates that was dropped, float32 []; 0 at the start."""
-    total = self.global_step + self.stale_count
-    return self.stale_count / jnp.maximum(total, 1)
+    stale = jnp.asarray(self.stale_count, jnp.float32)
+    return stale / jnp.maximum(stale + self.global_step, 1)
 
 
 def drop_stale(
@@ -109,6 +123,7 @@ def drop_stale(
   """
   caller = 'drop_stale'
   staleness = arguments.as_int('staleness', staleness)
+  staleness = min(max(staleness, -_INT32.max), _INT32.max)
   axes = () if axis_name is None else axes_lib.as_axes(axis_name)
   if axes and inner is None:
     raise ValueError(
@@ -131,7 +146,7 @@ def drop_stale(
   ):
     leaves.check_inexact(updates, caller)
     step = arguments.as_local_step(local_step, caller)
-    fresh = state.global_step - step <= staleness
+    fresh = step >= _oldest_accepted(state.global_step, staleness)
     accept, num_stale = fresh, jnp.where(fresh, 0, 1)
     if axes:
       axes_lib.size(axes, caller)
@@ -153,12 +168,24 @@ def drop_stale(
     return applied, DropStaleState(
         global_step=_count(state.global_step, accept),
         stale_count=_count(state.stale_count, ~accept & (num_stale > 0)),
-        stale_shard_count=state.stale_shard_count + num_stale.astype(jnp.int32),
+        stale_shard_count=_saturating_add(state.stale_shard_count, num_stale),
         inner_state=inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _oldest_accepted(global_step, staleness):
+  # The global step less the staleness, bounded where int32 would wrap around.
+  lowest = _INT32.min + max(staleness, 0)
+  highest = _INT32.max + min(staleness, 0)
+  return jnp.clip(global_step, lowest, highest) - staleness
+
+
 def _count(counter, happened):
   return jnp.where(happened, optax.safe_increment(counter), counter)
+
+
+def _saturating_add(counter, number):
+  number = jnp.asarray(number, jnp.int32)
+  return jnp.minimum(counter, _INT32.max - number) + number

@@ -31,6 +31,14 @@ class TowerReduceState(NamedTuple):
     oldest_local_step: The least of their local steps, int32 []; the largest
       int32 where no tower told one.
     inner_state: State of the inner transformation.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
+    >>> print(optax.tree_utils.tree_get(state, 'tower'), state.total)
+    0 [0. 0.]
   """
 
   tower: jax.Array
