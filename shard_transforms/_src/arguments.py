@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 import jax
+from jax import core
 import jax.numpy as jnp
 import numpy as np
 
@@ -69,7 +70,7 @@ def as_weight(weight: Any, shape: tuple[int, ...], caller: str) -> jax.Array:
         f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
         ' one number a shard and tower.'
     )
-  if not isinstance(weight, jax.core.Tracer):
+  if not isinstance(weight, core.Tracer):
     known = np.asarray(weight, np.float64)
     if not np.all((known >= 0) & (known <= np.finfo(np.float32).max)):
       raise ValueError(
@@ -104,7 +105,7 @@ def as_local_step(
         f'{name} must have the shape {allowed}, got {jnp.shape(local_step)}.'
         ' It is one step for all leaves.'
     )
-  if not isinstance(local_step, jax.core.Tracer):
+  if not isinstance(local_step, core.Tracer):
     int32 = np.iinfo(np.int32)
     known = np.asarray(local_step)
     if np.any((known < int32.min) | (known > int32.max)):

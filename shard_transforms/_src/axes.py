@@ -9,6 +9,7 @@ import math
 from typing import Any, Literal
 
 import jax
+from jax import core
 from jax import lax
 import jax.numpy as jnp
 
@@ -21,8 +22,10 @@ State = Literal['varying', 'invariant', 'unreduced', 'untracked']
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
   """Checks an axis name, or a sequence of them, and returns them as a tuple."""
-  several = isinstance(axis_name, Sequence) and not isinstance(axis_name, str)
-  axes = tuple(axis_name) if several else (axis_name,)
+  if isinstance(axis_name, Sequence) and not isinstance(axis_name, str):
+    axes = tuple(axis_name)
+  else:
+    axes = (axis_name,)
   if any(not isinstance(axis, Hashable) or axis is None for axis in axes):
     raise TypeError(
         '`axis_name` must be the name of a mapped axis or a sequence of names,'
@@ -81,8 +84,8 @@ def all_manual() -> bool:
 
 def varying_axes(leaf: Any) -> frozenset[Hashable]:
   """Returns the axes over which an array or its type says that it varies."""
-  kind = leaf if isinstance(leaf, jax.core.AbstractValue) else jax.typeof(leaf)
-  return frozenset(getattr(kind, 'manual_axis_type').varying)
+  kind = leaf if isinstance(leaf, core.AbstractValue) else jax.typeof(leaf)
+  return frozenset(kind.manual_axis_type.varying)
 
 
 def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
@@ -99,15 +102,15 @@ def is_tracked(axis: Hashable) -> bool:
 def states(leaves: Sequence[Any], axis: Hashable) -> list[State]:
   """Returns what the type of each leaf says about `axis`, a bound axis."""
   tracked = is_tracked(axis)
+  return [_state(leaf, axis, tracked) for leaf in leaves]
 
-  def state(leaf) -> State:
-    if axis in unreduced_axes(leaf):
-      return 'unreduced'
-    if axis in varying_axes(leaf):
-      return 'varying'
-    return 'invariant' if tracked else 'untracked'
 
-  return [state(leaf) for leaf in leaves]
+def _state(leaf: Any, axis: Hashable, tracked: bool) -> State:
+  if axis in unreduced_axes(leaf):
+    return 'unreduced'
+  if axis in varying_axes(leaf):
+    return 'varying'
+  return 'invariant' if tracked else 'untracked'
 
 
 def to_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
@@ -119,7 +122,7 @@ def to_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
 
 
 def zeros(kind: Any) -> jax.Array:
-  """Returns invariant zeros of an abstract value's shape, dtype and sharding."""
+  """Returns invariant zeros of the shape, dtype and sharding of a type."""
   # The compiler wants both branches of a `cond` sharded alike on mesh axes of
   # the explicit type.
   return jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding)

@@ -97,7 +97,7 @@ class Reduction:
       if total_weight is not None:
         return summed / jnp.where(total_weight > 0, total_weight, 1)
       if self.groups is not None:
-        return summed / self._group_size()
+        return summed / _group_size(self.axes[0], self.groups)
       return summed / key.route.divisor
 
     results = [self._pass_through(leaf) for leaf in leaves]
@@ -112,7 +112,9 @@ class Reduction:
         _Key(route, x.dtype, axes_lib.varying_axes(x))
         for x, route in zip(values, routes, strict=True)
     ]
-    bucket_bytes = self.bucket_bytes if axes_lib.all_manual() else 0
+    # A buffer would gather what a mesh axis that is not mapped shards.
+    packs = axes_lib.all_manual() and any(route.send for route in routes)
+    bucket_bytes = self.bucket_bytes if packs else 0
     reduced = packing.map_packed(send, values, keys, bucket_bytes)
     for i, x in zip(todo, reduced, strict=True):
       results[i] = x.astype(jnp.result_type(leaves[i]))
@@ -131,37 +133,23 @@ class Reduction:
 
   def _routes(self, leaves):
     """Returns what has to be done with each leaf."""
-    per_axis = [axes_lib.states(leaves, axis) for axis in self.axes]
     sizes = [axes_lib.size([axis], self.caller) for axis in self.axes]
+    per_axis = [axes_lib.states(leaves, axis) for axis in self.axes]
     return [
-        self._route(dict(zip(self.axes, zip(states, sizes), strict=True)))
+        self._route(list(zip(self.axes, sizes, states, strict=True)))
         for states in zip(*per_axis, strict=True)
     ]
 
   def _route(self, axes):
-    """Returns the route of a leaf of a known state over each axis."""
-    known = {axis for axis, (state, _) in axes.items() if state == 'invariant'}
-    averaged = known if self.on_invariant == 'averaged' else set()
-    size_of = lambda names: math.prod(axes[axis][1] for axis in names)
+    """Returns the route of a leaf, given (axis, size, state) for each axis."""
+    averaged = self.on_invariant == 'averaged'
+    done = [n for _, n, s in axes if s == 'invariant' and averaged]
     return _Route(
-        send=tuple(
-            axis
-            for axis, (state, _) in axes.items()
-            if state in ('varying', 'untracked')
-        ),
-        pending=tuple(
-            axis for axis, (state, _) in axes.items() if state == 'unreduced'
-        ),
-        divisor=size_of(axes.keys() - averaged),
-        factor=size_of(averaged),
+        send=tuple(a for a, _, s in axes if s in ('varying', 'untracked')),
+        pending=tuple(a for a, _, s in axes if s == 'unreduced'),
+        divisor=math.prod(n for _, n, _ in axes) // math.prod(done),
+        factor=math.prod(done),
     )
-
-  def _group_size(self):
-    """Returns the number of shards of this shard's group."""
-    if groups_lib.is_even(self.groups):
-      return len(self.groups[0])
-    sizes = groups_lib.size_of_shard(self.groups)
-    return jnp.asarray(sizes)[lax.axis_index(self.axes[0])]
 
   def _sum(self, x, axes):
     if self.groups is None:
@@ -206,7 +194,7 @@ def total(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
 
 
 def agreed(decision: jax.Array) -> jax.Array:
-  """Returns a decision that is made where all shards that may differ make it."""
+  """Returns a decision that is yes where all shards that may differ say so."""
   axes = tuple(axes_lib.varying_axes(decision))
   return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
 
@@ -230,8 +218,8 @@ def _check_varying(tree, axes, caller, refused=('invariant',)):
         name = jax.tree_util.keystr(path) or 'the root'
         got = f'{name} {list(jnp.shape(leaf))}, typed {state}'
         raise ValueError(
-            f'`updates` of `{caller}` must be per shard over the axis {axis!r},'
-            f' got {got}: {_REMEDIES[state].format(axis=axis)}'
+            f'`updates` of `{caller}` must be per shard over {axis!r}, got'
+            f' {got}: {_REMEDIES[state].format(axis=axis)}'
         )
 
 
@@ -273,6 +261,13 @@ def _psum(x, axes):
     ) from error
 
 
+def _group_size(axis, groups):
+  """Returns the number of shards in each shard's own group."""
+  if groups_lib.is_even(groups):
+    return len(groups[0])
+  return jnp.asarray(groups_lib.size_of_shard(groups))[lax.axis_index(axis)]
+
+
 def _sum_in_groups(x, axis, groups):
   """Returns the sum of `x` over the shards of each shard's own group."""
   if groups_lib.is_even(groups):
@@ -285,10 +280,10 @@ def _sum_in_groups(x, axis, groups):
 
 def _scatter_and_gather(x, axis, groups):
   # Unlike `psum`, these know groups under `shard_map(check_vma=True)` too.
-  kwargs = dict(axis_index_groups=groups, tiled=True)
   flat = jnp.pad(x.ravel(), (0, -x.size % len(groups[0])))
-  scattered = lax.psum_scatter(flat, axis, **kwargs)
-  return lax.all_gather(scattered, axis, **kwargs)[: x.size].reshape(x.shape)
+  part = lax.psum_scatter(flat, axis, axis_index_groups=groups, tiled=True)
+  whole = lax.all_gather(part, axis, axis_index_groups=groups, tiled=True)
+  return whole[: x.size].reshape(x.shape)
 
 
 def _sum_one_hot(x, axis, groups):

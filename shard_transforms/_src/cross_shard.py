@@ -193,6 +193,5 @@ def _cross_shard(kind, axis_name, groups, on_invariant, bucket_bytes):
 
 
 def _as_float(leaf):
-  dtype = jnp.result_type(leaf)
-  exact = dtype == bool or jnp.issubdtype(dtype, jnp.integer)
-  return jnp.asarray(leaf, 'float32') if exact else leaf
+  exact = not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+  return jnp.asarray(leaf, jnp.float32) if exact else leaf

@@ -64,7 +64,7 @@ def is_even(groups: Groups) -> bool:
 
 
 def group_of_shard(groups: Groups) -> np.ndarray:
-  """Returns the position in `groups` of each shard's group [number of shards]."""
+  """Returns where each shard's group is in `groups` [number of shards]."""
   found = {shard: i for i, group in enumerate(groups) for shard in group}
   return np.asarray([found[shard] for shard in range(len(found))], np.int32)
 

@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 
 
+def is_none(leaf: Any) -> bool:
+  """Whether `leaf` is `None`, for the `is_leaf` of a tree map."""
+  return leaf is None
+
+
 def is_float0(leaf: Any) -> bool:
   """Whether `leaf` is the empty gradient of an integer parameter."""
   return jnp.result_type(leaf) == jax.dtypes.float0
@@ -46,7 +51,6 @@ def check_like(tree: Any, reference: Any, caller: str) -> None:
     TypeError: If a leaf is complex where the reference is real.
     ValueError: If a leaf is missing, unknown or of another shape.
   """
-  is_none = lambda leaf: leaf is None
   got = dict(jax.tree.leaves_with_path(tree, is_leaf=is_none))
   want = dict(jax.tree.leaves_with_path(reference, is_leaf=is_none))
   for path in [*want, *got]:

@@ -1,11 +1,12 @@
 """Where state lives: replicated, per shard, or sharded like the parameters."""
 
 from collections.abc import Hashable
+import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src import axes as axes_lib
@@ -66,13 +67,14 @@ def init_state(
       in_specs=(param_specs,),
       out_specs=specs,
   )
-  place = lambda leaf, spec: jax.sharding.NamedSharding(mesh, spec)
   leaves = jax.tree.leaves(params)
   if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
     shapes = jax.eval_shape(init, _abstract(params, param_specs, mesh))
     return _abstract(shapes, specs, mesh)
-  placed = jax.device_put(params, jax.tree.map(place, params, param_specs))
-  return jax.jit(init)(placed)
+  shardings = jax.tree.map(
+      lambda spec: jax.sharding.NamedSharding(mesh, spec), param_specs
+  )
+  return jax.jit(init)(jax.device_put(params, shardings))
 
 
 def state_specs(
@@ -141,8 +143,9 @@ def state_specs(
   )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Leaf:
-  """What the type of a leaf of the state says; not a tree by itself.
+  """What the type of a leaf of the state says.
 
   Attributes:
     shape: Its shape on a shard.
@@ -150,14 +153,13 @@ class _Leaf:
     like: The spec of the parameter that it is shaped like.
   """
 
-  def __init__(self, shape, varying, like=P()):
-    self.shape = shape
-    self.varying = varying
-    self.like = like
+  shape: tuple[int, ...]
+  varying: frozenset[Hashable]
+  like: P
 
 
 def _describe(leaf):
-  return _Leaf(jnp.shape(leaf), axes_lib.varying_axes(leaf))
+  return _Leaf(jnp.shape(leaf), axes_lib.varying_axes(leaf), P())
 
 
 def _with_param_specs(tx, described, params, param_specs):
@@ -207,7 +209,7 @@ def _with_lead(state, lead):
   return jax.tree.map(lambda x: axes_lib.to_varying(x[None], lead), state)
 
 
-def _free_axes(mesh, in_specs) -> tuple[Hashable, ...]:
+def _free_axes(mesh, in_specs):
   used = set().union(
       *map(_axes_of, jax.tree.leaves(in_specs, is_leaf=_is_spec))
   )
@@ -220,7 +222,7 @@ def _free_axes(mesh, in_specs) -> tuple[Hashable, ...]:
   return free
 
 
-def _axes_of(spec) -> frozenset[Hashable]:
+def _axes_of(spec):
   """Returns all axes that a `PartitionSpec` names."""
   entries = [e if isinstance(e, tuple) else (e,) for e in spec]
   return frozenset(axis for e in entries for axis in e if axis is not None)

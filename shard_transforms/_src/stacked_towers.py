@@ -1,6 +1,6 @@
 """`reduce_towers`: several updates of one shard, stacked, that are one step."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """`drop_stale`: updates that were computed too many steps ago do not count."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

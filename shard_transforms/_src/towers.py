@@ -93,7 +93,7 @@ def tower_reduce(
   def init_fn(params):
     if axes:
       axes_lib.size(axes, caller)
-    collected = params if num_towers > 1 else None
+    collected = params if num_towers > 1 else ()
     return windows.start(collected, inner.init(params), axes)
 
   def update_fn(

@@ -26,7 +26,7 @@ class TowerReduceState(NamedTuple):
   Attributes:
     tower: Number of towers collected since the last update, int32 [].
     total: Their (weighted) sum, a tree like the parameters, in float32 for
-      leaves of fewer bits; `None` where there is but one tower.
+      leaves of fewer bits; `()` where there is but one tower.
     total_weight: The sum of their weights, float32 [].
     oldest_local_step: The least of their local steps, int32 []; the largest
       int32 where no tower told one.
@@ -42,7 +42,7 @@ class TowerReduceState(NamedTuple):
   """
 
   tower: jax.Array
-  total: optax.Updates | None
+  total: optax.Updates
   total_weight: jax.Array
   oldest_local_step: jax.Array
   inner_state: optax.OptState
@@ -84,7 +84,7 @@ def collect(
       lambda t, u: _store(_add(t, u, weight), axes),
       total,
       updates,
-      is_leaf=_is_none,
+      is_leaf=leaves_lib.is_none,
   )
   total_weight = own(state.total_weight, axes)
   total_weight += 1 if weight is None else weight
@@ -93,7 +93,7 @@ def collect(
     step = arguments.as_local_step(local_step, _CALLER)
     oldest = jnp.minimum(oldest, step)
   window = TowerReduceState(
-      tower=optax.safe_increment(state.tower),
+      tower=jnp.asarray(optax.safe_increment(state.tower)),
       total=total,
       total_weight=_store(total_weight, axes),
       oldest_local_step=_store(oldest, axes),
@@ -124,7 +124,7 @@ def divide(
     like = total if like is None else like
     return (own(total, axes) / divisor).astype(leaves_lib.dtype_of(like))
 
-  return jax.tree.map(mean, total, updates, params, is_leaf=_is_none)
+  return jax.tree.map(mean, total, updates, params, is_leaf=leaves_lib.is_none)
 
 
 def emptied(window: TowerReduceState, inner_state: Any) -> TowerReduceState:
@@ -155,7 +155,7 @@ def own(leaf: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
   return leaf[0]
 
 
-def _store(leaf, axes):
+def _store(leaf: Any, axes: tuple[Hashable, ...]) -> Any:
   if leaf is None or not axes:
     return leaf
   return axes_lib.to_varying(leaf[None], axes)
@@ -183,7 +183,7 @@ def _check_not_hidden(total, updates):
     def per_shard(t, u, axis=axis):
       return u if t is not None and axis in axes_lib.varying_axes(t) else None
 
-    kept = jax.tree.map(per_shard, total, updates, is_leaf=_is_none)
+    kept = jax.tree.map(per_shard, total, updates, is_leaf=leaves_lib.is_none)
     collectives.check_per_shard(kept, (axis,), _CALLER)
 
 
@@ -202,7 +202,3 @@ def _check_kept(before, after):
             ' but is kept as if it were the same on all. Make the state with'
             ' `shard_transforms.init_state`.'
         )
-
-
-def _is_none(leaf):
-  return leaf is None
