@@ -76,6 +76,7 @@ def as_weight(weight: Any, shape: tuple[int, ...], caller: str) -> jax.Array:
       raise ValueError(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
+    weight = known
   weight = jnp.asarray(weight, jnp.float32)
   return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0)
 
@@ -116,6 +117,6 @@ def as_local_step(
 def _dtype(value):
   """Returns the dtype of an array or a Python number, else `None`."""
   if isinstance(value, (bool, int, float, complex)):
-    return np.asarray(value).dtype
+    return np.dtype(type(value))
   is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
   return value.dtype if is_array else None

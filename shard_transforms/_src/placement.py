@@ -188,10 +188,10 @@ def _spec(path, leaf, mesh, lead):
   if own and leaf.shape[:1] != (1,):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
-        ' dimension of length 1 or the shape of its parameter, got'
-        f' {leaf.shape} at {jax.tree_util.keystr(path)}, which varies over'
-        f' {sorted(own, key=str)}. If parameters are sharded, tell how with'
-        ' `in_specs`.'
+        ' dimension of length 1, or the shape of a parameter that `in_specs`'
+        f' shards alike, got the shape {leaf.shape} at'
+        f' {jax.tree_util.keystr(path) or "the root"}, which varies over'
+        f' {sorted(own, key=str)}.'
     )
   split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
   entries = [_entry(lead)] if lead else []

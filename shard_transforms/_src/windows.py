@@ -121,7 +121,8 @@ def divide(
     if total is None:
       return update
     like = param if update is None else update
-    like = total if like is None else like
+    if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
+      like = total
     return (own(total, axes) / divisor).astype(leaves_lib.dtype_of(like))
 
   return jax.tree.map(mean, total, updates, params, is_leaf=leaves_lib.is_none)
