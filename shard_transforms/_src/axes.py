@@ -84,7 +84,8 @@ def all_manual() -> bool:
 
 def varying_axes(leaf: Any) -> frozenset[Hashable]:
   """Returns the axes over which an array or its type says that it varies."""
-  kind = leaf if isinstance(leaf, core.AbstractValue) else jax.typeof(leaf)
+  is_type = isinstance(leaf, core.AbstractValue)
+  kind: Any = leaf if is_type else jax.typeof(leaf)
   return frozenset(kind.manual_axis_type.varying)
 
 

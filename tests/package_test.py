@@ -1,0 +1,430 @@
+"""Keeps the files of the repository in step with one another."""
+
+import ast
+import configparser
+import contextlib
+import doctest
+import importlib
+import importlib.metadata
+import inspect
+import io
+import itertools
+import json
+import os
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from typing import NamedTuple
+
+from absl.testing import parameterized
+
+import shard_transforms
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / 'shard_transforms'
+
+# A module of `_src` imports from the rows above its own alone.
+LAYERS = (
+    ('arguments', 'axes', 'groups', 'leaves', 'packing'),
+    ('collectives',),
+    ('gating', 'placement', 'windows'),
+    ('cross_shard', 'gradients', 'stacked_towers', 'staleness', 'towers'),
+)
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(
+        shard_transforms.__path__, 'shard_transforms.'
+    )
+]
+SRC_MODULES = sorted(
+    path.stem for path in PACKAGE.glob('_src/*.py') if path.stem != '__init__'
+)
+
+# Runs [line, code] pairs from stdin in one namespace, as a reader does who
+# pastes the blocks one after the other, and prints what each has printed.
+RUN_BLOCKS = """
+import contextlib, io, json, sys
+namespace, printed = {'__name__': '__main__'}, []
+for line, code in json.load(sys.stdin):
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    exec(compile('\\n' * line + code, 'README.md', 'exec'), namespace)
+  printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+class Fence(NamedTuple):
+  """A fenced block of a Markdown file.
+
+  Attributes:
+    line: The number of the line that opens it.
+    label: The language behind the opening fence.
+    code: The lines in between.
+  """
+
+  line: int
+  label: str
+  code: str
+
+
+def read(name):
+  return (ROOT / name).read_text(encoding='utf-8')
+
+
+def fences(name):
+  """Splits a Markdown file into its fenced blocks."""
+  found, opened = [], None
+  for number, line in enumerate(read(name).splitlines(), start=1):
+    if line.lstrip().startswith('```'):
+      if opened is None:
+        opened, code = (number, line.strip().strip('`')), []
+      else:
+        found.append(Fence(*opened, '\n'.join(code) + '\n'))
+        opened = None
+    elif opened is not None:
+      code.append(line)
+  if opened is not None:
+    raise ValueError(f'{name}:{opened[0]}: the fence is never closed.')
+  return found
+
+
+def bash_lines(name):
+  return [
+      line
+      for fence in fences(name)
+      if fence.label == 'bash'
+      for line in fence.code.splitlines()
+  ]
+
+
+def readme_commands():
+  """Returns extra, tool and arguments of the README's set-up lines."""
+  return [
+      re.fullmatch(
+          r"python3 -m venv \.venv && \.venv/bin/pip install '\.\[(\w+)\]' &&"
+          r' \.venv/bin/(\w+) (.+)',
+          line,
+      ).groups()
+      for line in bash_lines('README.md')
+      if line.startswith('python3 -m venv')
+  ]
+
+
+def requirement_lines():
+  """Returns the requirements of `setup.cfg`; the key '' has the base ones."""
+  config = configparser.ConfigParser()
+  config.read_string(read('setup.cfg'))
+  extras = dict(config['options.extras_require'])
+  extras[''] = config['options']['install_requires']
+  return {extra: lines.split() for extra, lines in extras.items()}
+
+
+def floors():
+  """Returns the lowest version of each requirement, and of Python."""
+  config = configparser.ConfigParser()
+  config.read_string(read('setup.cfg'))
+  found = {'python': config['options']['python_requires'].removeprefix('>=')}
+  for line in itertools.chain(*requirement_lines().values()):
+    name, _, version = line.partition('>=')
+    found[name.partition('[')[0]] = version
+  return found
+
+
+def distributions(extra):
+  """Returns the distributions that an extra installs, through other extras."""
+  names = set()
+  for line in requirement_lines()[extra]:
+    name, bracket, extras = line.partition('>=')[0].rstrip(']').partition('[')
+    if name == 'shard_transforms' and bracket:
+      names |= distributions(extras)
+    else:
+      names.add(name)
+  return names | (distributions('') if extra else {'shard_transforms', 'numpy'})
+
+
+def imported(path):
+  """Returns the full names that a file imports, at any place in it."""
+  names = set()
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      base = '.' * node.level + (node.module or '')
+      names |= {f'{base}.{alias.name}' for alias in node.names}
+  return names
+
+
+def sections(docstring):
+  """Returns the sections of a docstring by their headings."""
+  parts = re.split(r'^([A-Z][a-z]+):$', inspect.cleandoc(docstring), flags=re.M)
+  return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def run_examples(module):
+  """Runs the docstring examples of a module, each from an empty namespace."""
+  with contextlib.redirect_stdout(io.StringIO()) as report:
+    result = doctest.testmod(
+        module, globs={'__name__': '__main__'}, optionflags=doctest.ELLIPSIS
+    )
+  return result, report.getvalue()
+
+
+class SurfaceTest(parameterized.TestCase):
+
+  def test_all_is_sorted_and_complete(self):
+    names = shard_transforms.__all__
+    public = {
+        name
+        for name, value in vars(shard_transforms).items()
+        if not name.startswith('_') and not inspect.ismodule(value)
+    }
+
+    self.assertEqual(list(names), sorted(names))
+    self.assertEqual(public, set(names) - {'__version__'})
+
+  @parameterized.parameters(sorted(set(shard_transforms.__all__)))
+  def test_docstring_has_every_section(self, name):
+    value = getattr(shard_transforms, name)
+    if name == '__version__':
+      self.assertRegex(value, r'^\d+\.\d+\.\d+$')
+      return
+    found = sections(value.__doc__)
+    heading, names = (
+        ('Attributes', value._fields)
+        if inspect.isclass(value)
+        else ('Args', inspect.signature(value).parameters)
+    )
+
+    wanted = {heading, 'Examples'}
+    if not inspect.isclass(value):
+      wanted.add('Returns')
+    self.assertContainsSubset(wanted, found)
+    described = re.findall(r'^  (\w+):', found[heading], re.M)
+    self.assertEqual(described, list(names))
+    examples = doctest.DocTestParser().get_examples(found['Examples'])
+    self.assertTrue(any(e.want for e in examples), 'No example prints a result')
+
+  @parameterized.parameters(
+      [n for n in shard_transforms.__all__ if n != '__version__']
+  )
+  def test_signature_is_annotated(self, name):
+    signature = inspect.signature(getattr(shard_transforms, name))
+
+    unannotated = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.annotation is inspect.Parameter.empty
+    ]
+    self.assertEmpty(unannotated)
+    if inspect.isfunction(getattr(shard_transforms, name)):
+      self.assertIsNot(signature.return_annotation, inspect.Signature.empty)
+
+  @parameterized.parameters(['shard_transforms', *MODULES])
+  def test_docstring_examples_run(self, module):
+    result, report = run_examples(importlib.import_module(module))
+
+    self.assertEqual(result.failed, 0, report)
+
+  def test_import_starts_no_backend(self):
+    code = '\n'.join(f'import {name}' for name in MODULES) + (
+        '\nfrom jax._src import xla_bridge'
+        '\nassert not xla_bridge.backends_are_initialized()'
+    )
+
+    # With a platform that does not exist, making any array raises.
+    subprocess.run(
+        [sys.executable, '-W', 'error', '-c', code],
+        env={**os.environ, 'JAX_PLATFORMS': 'nowhere'},
+        check=True,
+        timeout=120,
+    )
+
+
+class LayoutTest(parameterized.TestCase):
+
+  def test_installed_package_is_this_checkout(self):
+    installed = pathlib.Path(shard_transforms.__file__).parent
+
+    def contents(folder):
+      files = [*folder.rglob('*.py'), folder / 'py.typed']
+      return {str(f.relative_to(folder)): f.read_text('utf-8') for f in files}
+
+    self.assertEqual(contents(installed), contents(PACKAGE))
+    self.assertEqual(
+        importlib.metadata.version('shard_transforms'),
+        shard_transforms.__version__,
+    )
+
+  def test_every_module_has_a_layer(self):
+    self.assertEqual(sorted(sum(LAYERS, ())), SRC_MODULES)
+
+  @parameterized.parameters(SRC_MODULES)
+  def test_imports_point_downward(self, module):
+    (layer,) = (i for i, row in enumerate(LAYERS) if module in row)
+    below = {f'shard_transforms._src.{m}' for m in sum(LAYERS[:layer], ())}
+
+    ours = {
+        name
+        for name in imported(PACKAGE / '_src' / f'{module}.py')
+        if name.startswith(('shard_transforms', '.'))
+    }
+    self.assertEmpty(ours - below)
+
+  @parameterized.parameters(SRC_MODULES)
+  def test_module_has_a_test_file(self, module):
+    self.assertTrue((ROOT / 'tests' / f'{module}_test.py').exists())
+
+  def test_no_module_is_a_drawer(self):
+    drawers = {'utils', 'util', 'common', 'helpers', 'helper', 'misc'}
+
+    stems = {path.stem for path in PACKAGE.rglob('*')}
+    self.assertEmpty({s for s in stems if drawers & set(s.split('_'))})
+
+  @parameterized.parameters(
+      ('shard_transforms', ''),
+      ('examples', 'examples'),
+      ('examples', 'test'),
+      ('benchmarks', 'test'),
+      ('tests', 'test'),
+  )
+  def test_imports_are_required_in_setup_cfg(self, folder, extra):
+    paths = list((ROOT / folder).rglob('*.py'))
+    self.assertNotEmpty(paths)
+    local = {path.stem for path in paths} | set(sys.stdlib_module_names)
+    origins = importlib.metadata.packages_distributions()
+
+    needed = {
+        origins.get(name.partition('.')[0], [name])[0].replace('_', '-')
+        for path in paths
+        for name in imported(path)
+        if name.partition('.')[0] not in local
+    }
+    allowed = {name.replace('_', '-') for name in distributions(extra)}
+    self.assertEmpty(needed - allowed)
+
+
+class RequirementsTest(parameterized.TestCase):
+
+  def test_requirements_are_floors(self):
+    for line in itertools.chain(*requirement_lines().values()):
+      self.assertRegex(
+          line, r'^([\w-]+(\[\w+\])?>=\d+(\.\d+)*|shard_transforms\[\w+\])$'
+      )
+
+  @parameterized.parameters('python', 'jax', 'optax')
+  def test_readme_states_the_floor(self, name):
+    stated = re.findall(
+        rf'\b{name}\b`?\s*(?:≥|>=)\s*(\d+(?:\.\d+)*)', read('README.md'), re.I
+    )
+
+    self.assertEqual(set(stated), {floors()[name]})
+
+  def test_tools_expect_the_lowest_python(self):
+    tools = tomllib.loads(read('pyproject.toml'))['tool']
+    python = floors()['python']
+
+    self.assertEqual(tools['pyright']['pythonVersion'], python)
+    self.assertEqual(
+        tools['ruff']['target-version'], 'py' + python.replace('.', '')
+    )
+    self.assertEqual(
+        tools['pyink']['target-version'], [tools['ruff']['target-version']]
+    )
+    self.assertIn(f'\nmain_version={python}\n', read('.ci/run'))
+    self.assertIn(f"'{python}'", read('.github/workflows/tests.yml'))
+
+  def test_hooks_have_the_versions_of_the_dev_extra(self):
+    hooks = re.findall(
+        r"additional_dependencies: \['(.+)'\]", read('.pre-commit-config.yaml')
+    )
+
+    self.assertNotEmpty(hooks)
+    self.assertContainsSubset(hooks, requirement_lines()['dev'])
+
+  def test_changelog_tells_of_this_version(self):
+    version = re.escape(shard_transforms.__version__)
+
+    self.assertRegex(
+        read('CHANGELOG.md'),
+        rf'(?m)^## \[(Unreleased\]|{version}\] - \d{{4}}-\d\d-\d\d)$',
+    )
+
+
+class CommandsTest(parameterized.TestCase):
+
+  def test_readme_has_the_two_commands(self):
+    self.assertEqual(
+        readme_commands(),
+        [
+            ('examples', 'python', 'examples/train_digits.py'),
+            ('test', 'pytest', '-n 2'),
+        ],
+    )
+
+  def test_ci_runs_the_commands_as_written(self):
+    shown = subprocess.run(
+        ['bash', ROOT / '.ci/run', '--show'],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+
+    test_line, lint_line = shown
+    self.assertIn(test_line, bash_lines('README.md'))
+    self.assertIn(f'.venv/bin/{readme_commands()[1][1]} ', test_line)
+    self.assertIn(lint_line, bash_lines('CONTRIBUTING.md'))
+    for tool in ('ruff', 'pyink', 'pyright'):
+      self.assertIn(f'.venv/bin/{tool} ', lint_line)
+    self.assertTrue(os.access(ROOT / '.ci/run', os.X_OK))
+    self.assertIn('run: bash .ci/run ', read('.github/workflows/tests.yml'))
+
+  @parameterized.parameters('README.md', 'CONTRIBUTING.md', '.ci/run')
+  def test_named_extras_exist(self, name):
+    extras = re.findall(r"pip install (?:-e )?'\.\[(\w+)\]'", read(name))
+
+    self.assertNotEmpty(extras)
+    self.assertContainsSubset(extras, requirement_lines())
+
+  @parameterized.parameters('README.md', 'CONTRIBUTING.md')
+  def test_named_files_exist(self, name):
+    links = re.findall(r'\]\((?![a-z]+:|#)([^)#\s]+)', read(name))
+    paths = re.findall(
+        r'\b((?:examples|benchmarks|colabs|tests)/[\w./-]+\w)',
+        '\n'.join(bash_lines(name)),
+    )
+
+    self.assertEmpty([p for p in links + paths if not (ROOT / p).exists()])
+
+
+class ReadmeTest(parameterized.TestCase):
+
+  def test_fences_have_a_known_label(self):
+    labels = {fence.label for fence in fences('README.md')}
+
+    # Python under any other label would not be run by the test below.
+    self.assertContainsSubset(labels, {'bash', 'python', 'text'})
+    self.assertIn('python', labels)
+
+  def test_snippets_run_in_order_and_print_what_is_shown(self):
+    shown = fences('README.md')
+    blocks = [fence for fence in shown if fence.label == 'python']
+
+    run = subprocess.run(
+        [sys.executable, '-W', 'error', '-c', RUN_BLOCKS],
+        input=json.dumps([(block.line, block.code) for block in blocks]),
+        cwd=self.enterContext(tempfile.TemporaryDirectory()),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    self.assertEqual(run.returncode, 0, run.stderr)
+    printed = dict(zip(blocks, json.loads(run.stdout), strict=True))
+
+    for block, output in itertools.pairwise(shown):
+      if block.label == 'python' and output.label == 'text':
+        self.assertEqual(printed[block], output.code)
