@@ -54,6 +54,7 @@ def check_reduction(reduction: Any) -> None:
 def as_weight(weight: Any, shape: tuple[int, ...], caller: str) -> jax.Array:
   """Returns `weight` in float32; what is not a positive number is zero.
 
+  So is what is positive but not a normal float32, which has no reciprocal.
   Where the value is known while tracing, a bad one is an error instead.
 
   Raises:
@@ -78,7 +79,8 @@ def as_weight(weight: Any, shape: tuple[int, ...], caller: str) -> jax.Array:
       )
     weight = known
   weight = jnp.asarray(weight, jnp.float32)
-  return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0)
+  tiny = jnp.finfo(jnp.float32).tiny
+  return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
 
 
 def as_local_step(

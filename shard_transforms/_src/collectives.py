@@ -89,16 +89,18 @@ class Reduction:
     if weight is not None:
       weight = axes_lib.to_varying(weight, self.axes)
       total_weight = self._sum(weight, self.axes)
+    elif self.groups is not None:
+      total_weight = _group_size(self.axes[0], self.groups)
 
     def send(buffer, key):
       summed = self._sum(buffer, key.route.send)
       if self.kind == 'sum':
         return summed * key.route.factor
-      if total_weight is not None:
-        return summed / jnp.where(total_weight > 0, total_weight, 1)
-      if self.groups is not None:
-        return summed / _group_size(self.axes[0], self.groups)
-      return summed / key.route.divisor
+      if total_weight is None:
+        return summed / key.route.divisor
+      # A division by an array becomes a product where the compiler likes the
+      # shape: packed leaves would get other bits.
+      return summed * _reciprocal(total_weight, summed.dtype)
 
     results = [self._pass_through(leaf) for leaf in leaves]
     todo = [i for i, result in enumerate(results) if result is None]
@@ -261,11 +263,17 @@ def _psum(x, axes):
     ) from error
 
 
+def _reciprocal(x, dtype):
+  """Returns `1 / x`, or 0 for 0, in the real dtype that goes with `dtype`."""
+  positive = x > 0
+  x = jnp.where(positive, x, 1).astype(jnp.finfo(dtype).dtype)
+  return jnp.where(positive, 1 / x, 0)
+
+
 def _group_size(axis, groups):
   """Returns the number of shards in each shard's own group."""
-  if groups_lib.is_even(groups):
-    return len(groups[0])
-  return jnp.asarray(groups_lib.size_of_shard(groups))[lax.axis_index(axis)]
+  sizes = jnp.asarray(groups_lib.size_of_shard(groups), jnp.float32)
+  return sizes[lax.axis_index(axis)]
 
 
 def _sum_in_groups(x, axis, groups):

@@ -1,0 +1,223 @@
+"""Reads the golden tapes, and says what their optimizers are in Optax."""
+
+import json
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+FOLDER = pathlib.Path(__file__).parent / 'golden'
+
+
+def read(pattern):
+  """Returns the cases of all files of a pattern by their id, in order."""
+  return {
+      case['id']: case
+      for path in sorted(FOLDER.glob(pattern))
+      for case in json.loads(path.read_text(encoding='utf-8'))['cases']
+  }
+
+
+def arrays(tape, lists):
+  """Returns the variables that `lists` has numbers for, in their shapes."""
+  shapes = {v['name']: v['shape'] for v in tape['variables']}
+  return {
+      name: np.asarray(flat, np.float32).reshape(shapes[name])
+      for name, flat in lists.items()
+      if flat is not None
+  }
+
+
+def params(tape):
+  return arrays(tape, {v['name']: v['init'] for v in tape['variables']})
+
+
+def inners(tape):
+  """Returns the inner optimizers, of which some tapes have two."""
+  return tape['inners'] if 'inners' in tape else [tape['inner']]
+
+
+def recorded(tape, state):
+  """Returns a state of a tape, in the form of `observed`."""
+  slots = state.get('slots_by_optimizer') or [state['slots']]
+  non_slots = state.get('non_slots_by_optimizer') or [state.get('non_slots')]
+  return {
+      'vars': arrays(tape, state['vars']),
+      'slots': [
+          {slot: arrays(tape, lists) for slot, lists in of_optimizer.items()}
+          for of_optimizer in slots
+      ],
+      # Tapes that leave the powers out still tell the number of updates.
+      'non_slots': [
+          _beta_powers(inner, state['global_step'])
+          if powers is None
+          else {name: np.float32(power) for name, power in powers.items()}
+          for inner, powers in zip(inners(tape), non_slots, strict=True)
+      ],
+  }
+
+
+def observed(tape, params, states):
+  """Returns what TensorFlow would call the variables and the slots.
+
+  Args:
+    tape: The case.
+    params: The variables by name.
+    states: The state of each inner optimizer, or a tree that holds it.
+
+  Returns:
+    The variables, the slots of each optimizer, and its powers of beta.
+  """
+  pairs = list(zip(inners(tape), states, strict=True))
+  return jax.device_get(
+      {
+          'vars': params,
+          'slots': [_slots(inner, state) for inner, state in pairs],
+          'non_slots': [
+              _beta_powers(inner, _num_updates(state)) for inner, state in pairs
+          ],
+      }
+  )
+
+
+def optimizer(inner):
+  """Returns the Optax transformation of an optimizer of `tf.train`."""
+  return _OPTIMIZERS[inner['class']](**inner['kwargs'])
+
+
+def _slots(inner, state):
+  found = {}
+  for slot, (field, sign) in _SLOTS[inner['class']].items():
+    of_variables = optax.tree_utils.tree_get(state, field)
+    if of_variables is not None:
+      found[slot] = {
+          name: sign * array
+          for name, array in of_variables.items()
+          if not isinstance(array, optax.MaskedNode)
+      }
+  return found
+
+
+def _num_updates(state):
+  adam = optax.tree_utils.tree_get(state, 'ScaleByAdamState')
+  return 0 if adam is None else int(adam.count)
+
+
+def _beta_powers(inner, num_updates):
+  if inner['class'] != 'AdamOptimizer':
+    return {}
+  betas = {'beta1': 0.9, 'beta2': 0.999}
+  return {
+      f'{name}_power': np.float32(
+          inner['kwargs'].get(name, default) ** (num_updates + 1)
+      )
+      for name, default in betas.items()
+  }
+
+
+def _momentum(learning_rate, momentum, use_nesterov=False):
+  return optax.sgd(learning_rate, momentum=momentum, nesterov=use_nesterov)
+
+
+def _adam(learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-8):
+  if epsilon <= 1e-8:
+    return optax.adam(learning_rate, beta1, beta2, eps=epsilon)
+  # TensorFlow adds epsilon before it corrects the bias of the second moment.
+  return optax.inject_hyperparams(optax.adam, static_args=('b1', 'b2'))(
+      learning_rate,
+      b1=beta1,
+      b2=beta2,
+      eps=lambda count: epsilon / jnp.sqrt(1 - beta2 ** (count + 1)),
+  )
+
+
+def _adagrad(learning_rate, initial_accumulator_value=0.1):
+  return optax.adagrad(learning_rate, initial_accumulator_value, eps=0.0)
+
+
+def _rmsprop(
+    learning_rate, decay=0.9, momentum=0.0, epsilon=1e-10, centered=False
+):
+  return optax.rmsprop(
+      learning_rate,
+      decay,
+      eps=epsilon,
+      initial_scale=1.0,
+      eps_in_sqrt=True,
+      centered=centered,
+      momentum=momentum,
+  )
+
+
+class FtrlState(NamedTuple):
+  """State of `ftrl`; both fields are trees like the parameters."""
+
+  accum: optax.Updates
+  linear: optax.Updates
+
+
+def ftrl(
+    learning_rate,
+    learning_rate_power=-0.5,
+    initial_accumulator_value=0.1,
+    l1_regularization_strength=0.0,
+    l2_regularization_strength=0.0,
+    l2_shrinkage_regularization_strength=0.0,
+):
+  """Returns `tf.train.FtrlOptimizer`, which Optax has nothing like."""
+
+  def init_fn(params):
+    return FtrlState(
+        accum=optax.tree_utils.tree_full_like(
+            params, initial_accumulator_value
+        ),
+        linear=optax.tree_utils.tree_zeros_like(params),
+    )
+
+  def advance(grad, accum, linear, param):
+    new = accum + grad * grad
+    power, new_power = (x**-learning_rate_power for x in (accum, new))
+    linear += grad + 2 * l2_shrinkage_regularization_strength * param
+    linear -= (new_power - power) / learning_rate * param
+    quadratic = new_power / learning_rate + 2 * l2_regularization_strength
+    shrunk = jnp.sign(linear) * l1_regularization_strength - linear
+    active = jnp.abs(linear) > l1_regularization_strength
+    target = jnp.where(active, shrunk / quadratic, 0)
+    return target - param, new, linear
+
+  def update_fn(updates, state, params):
+    advanced = jax.tree.map(advance, updates, state.accum, state.linear, params)
+    updates, accum, linear = jax.tree.transpose(
+        jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), advanced
+    )
+    return updates, FtrlState(accum, linear)
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+_OPTIMIZERS = {
+    'AdagradOptimizer': _adagrad,
+    'AdamOptimizer': _adam,
+    'FtrlOptimizer': ftrl,
+    'GradientDescentOptimizer': optax.sgd,
+    'MomentumOptimizer': _momentum,
+    'RMSPropOptimizer': _rmsprop,
+}
+
+# The field of the Optax state that is a slot, and its sign.
+_SLOTS = {
+    'AdagradOptimizer': {'accumulator': ('sum_of_squares', 1)},
+    'AdamOptimizer': {'m': ('mu', 1), 'v': ('nu', 1)},
+    'FtrlOptimizer': {'accum': ('accum', 1), 'linear': ('linear', 1)},
+    'GradientDescentOptimizer': {},
+    'MomentumOptimizer': {'momentum': ('trace', 1)},
+    # Optax's trace comes after the learning rate, whose sign it takes.
+    'RMSPropOptimizer': {
+        'rms': ('nu', 1),
+        'mg': ('mu', 1),
+        'momentum': ('trace', -1),
+    },
+}

@@ -1,0 +1,475 @@
+"""Replays what TensorFlow 1.15 computed, see `golden/README.md`.
+
+All replays run free: only the inputs of a step come from the tape. After each
+step, variables, slots and the powers of beta (for Adam, hence the number of
+updates) are compared. What else the global step of a tape counts is compared
+for `drop_stale` alone, because nothing else of the library keeps one.
+"""
+
+import functools
+import json
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import golden_tapes
+import shard_transforms
+
+# Cases that no functional call stands for, each with its reason.
+NOT_EXPRESSIBLE = {
+    'tw-a-054-sparse-momentum-sum-2': (
+        'The update by IndexedSlices leaves the momentum of the other rows as'
+        ' it is, but gradients in JAX are dense. What the original gave for the'
+        ' same gradients, passed dense, is replayed in its place.'
+    ),
+}
+
+# Files that hold no steps, each with its reason.
+NOT_STEPS = {
+    'calls_and_errors.json': 'Arguments and errors of methods of the classes.',
+    'facade.json': 'What methods of the classes return.',
+    'group_assignment.json': 'Forms of an argument of a method of a class.',
+}
+
+# What the replays know of; `seed` is of no use, because inputs are stored.
+KNOWN_FIELDS = {
+    'case': {
+        *('id', 'seed', 'inner', 'inners', 'variables', 'initial', 'loss'),
+        *('calls', 'clip_norm', 'no_gradient_for', 'steps', 'events'),
+        *('reduction', 'num_shards', 'group_assignment', 'groups'),
+        *('loss_reduction', 'towers', 'gradient_only_in_towers'),
+        *('same_as_dense_gradient', 'sync_replicas_to_aggregate'),
+        *('staleness', 'workers', 'owned_variables'),
+        # How the classes were called, with no influence on the numbers.
+        *('optimizer_given_as', 'global_step_passed_by', 'global_step_kind'),
+    },
+    'step': {
+        *('grads', 'targets', 'rows', 'row_grads', 'contributions'),
+        *('after', 'after_with_dense_gradient'),
+        *('op', 'worker', 'local_step', 'value', 'global_step_before'),
+        *('dropped', 'train_op_value', 'summary_tag', 'summary_value'),
+    },
+}
+
+# The loss of one shard, tower or worker, a term for each variable.
+TERMS = {
+    'linear': lambda variable, grad: jnp.sum(variable * grad),
+    'half_squared_error': lambda v, target: 0.5 * jnp.sum((v - target) ** 2),
+    'sparse_rows': lambda e, rows: jnp.sum(e[rows['ids']] * rows['grads']),
+}
+
+
+def replayed(pattern):
+  return {
+      case: tape
+      for case, tape in golden_tapes.read(pattern).items()
+      if case not in NOT_EXPRESSIBLE
+  }
+
+
+def with_dense_gradients(pattern):
+  """Returns what was recorded beside cases with IndexedSlices, by a new id."""
+  return {
+      f'{case}-dense': tape
+      | {
+          'steps': [
+              step | {'after': step['after_with_dense_gradient']}
+              for step in tape['steps']
+          ]
+      }
+      for case, tape in golden_tapes.read(pattern).items()
+      if not tape.get('same_as_dense_gradient', True)
+  }
+
+
+CROSS_SHARD = replayed('cross_shard_*.json')
+TOWERS = replayed('tower_*.json')
+DENSE_TOWERS = with_dense_gradients('tower_*.json')
+DROP_STALE = replayed('drop_stale_*.json')
+
+
+def named(ids):
+  return parameterized.named_parameters(*((f'_{i}', i) for i in ids))
+
+
+def assert_close(actual, expected):
+  chex.assert_trees_all_close(
+      actual, expected, rtol=1e-5, atol=1e-6, strict=True
+  )
+
+
+def inputs(tape, step, i):
+  """Returns what the loss of shard or tower `i` depends on, by variable."""
+  if tape['loss'] == 'sparse_rows':
+    ids = np.asarray(step['rows'][i], np.int32)
+    grads = np.asarray(step['row_grads'][i], np.float32)
+    return {'e': {'ids': ids, 'grads': grads.reshape(len(ids), -1)}}
+  lists = step['targets' if 'targets' in step else 'grads']
+  return golden_tapes.arrays(tape, {n: lists[n][i] for n in lists})
+
+
+def stack(trees):
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def gradient(kind, value_and_grad, params, data):
+  """Returns a gradient with `None` for variables that the loss is free of."""
+
+  def loss(used, data):
+    return sum(TERMS[kind](used[name], data[name]) for name in data)
+
+  _, grads = value_and_grad(loss)({n: params[n] for n in data}, data)
+  return dict.fromkeys(params) | grads
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def local_gradient(kind, params, data):
+  return gradient(kind, jax.value_and_grad, params, data)
+
+
+def apply(params, updates):
+  """As `optax.apply_updates`, but leaves variables without an update alone."""
+  return {
+      name: param if updates[name] is None else param + updates[name]
+      for name, param in params.items()
+  }
+
+
+def inner_optimizer(tape):
+  """Returns the inner optimizer, without slots where no gradient ever comes."""
+  towers_of = tape.get('gradient_only_in_towers', {})
+  left_out = tape.get('no_gradient_for', []) + [
+      name for name, towers in towers_of.items() if not towers
+  ]
+  tx = golden_tapes.optimizer(tape['inner'])
+  if not left_out:
+    return tx
+  names = [v['name'] for v in tape['variables']]
+  return optax.masked(tx, {name: name not in left_out for name in names})
+
+
+def clipped(tape, factor):
+  """Returns what happens to a gradient between the two calls of a class."""
+  clip = optax.clip_by_global_norm(tape['clip_norm'])
+  return optax.chain(optax.scale(factor), clip)
+
+
+def cross_shard(tape):
+  """Returns what turns gradients of shards into one."""
+  groups = tape['group_assignment']
+  mean = tape['reduction'] == 'weighted_mean'
+  total = shard_transforms.cross_shard_sum('data', groups=groups)
+  if 'clip_norm' in tape:
+    factor = 1 / tape['num_shards'] if mean else 1
+    return optax.chain(clipped(tape, factor), total)
+  if mean and tape['calls'] != 'apply_gradients':
+    return shard_transforms.cross_shard_mean('data', groups=groups)
+  # It is `compute_gradients` that divides by the number of shards.
+  return total
+
+
+def cross_shard_step(tape, mesh, reduction, inner):
+  """Returns the mapped step: parameters, state and the reduced gradient."""
+  grouped = tape['group_assignment'] is not None
+  value_and_grad = functools.partial(
+      shard_transforms.value_and_grad, axis_name='data'
+  )
+
+  def own(tree):
+    return jax.tree.map(lambda x: x[0], tree)
+
+  def step(params, state, data):
+    if grouped:
+      params, state = own((params, state))
+    grads = gradient(tape['loss'], value_and_grad, params, own(data))
+    reduced, before = reduction.update(grads, state[0], params)
+    updates, after = inner.update(reduced, state[1], params)
+    out = apply(params, updates), (before, after), reduced
+    return jax.tree.map(lambda x: x[None], out) if grouped else out
+
+  spec = P('data') if grouped else P()
+  return jax.jit(
+      jax.shard_map(
+          step,
+          mesh=mesh,
+          in_specs=(spec, spec, P('data')),
+          out_specs=spec,
+      )
+  )
+
+
+def sum_of_contributions(tape, step, group):
+  """Returns the sum of what the shards of a group handed to the sum."""
+  handed = [
+      golden_tapes.arrays(
+          tape, {name: c[i] for name, c in step['contributions'].items()}
+      )
+      for i in group
+  ]
+  return jax.tree.map(lambda *c: np.sum(c, axis=0, dtype=np.float32), *handed)
+
+
+class CrossShardTest(parameterized.TestCase):
+
+  @named(CROSS_SHARD)
+  def test_replays(self, case):
+    tape = CROSS_SHARD[case]
+    n, groups = tape['num_shards'], tape['groups']
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ('data',))
+    reduction, inner = cross_shard(tape), inner_optimizer(tape)
+    tx = optax.chain(reduction, inner)
+    params = golden_tapes.params(tape)
+    grouped = tape['group_assignment'] is not None
+    if grouped:
+      state = shard_transforms.init_state(tx, params, mesh, per_shard=True)
+      params = stack([params] * n)
+    else:
+      state = tx.init(params)
+    # What comes from the host has no sharding that would compile a step anew.
+    state = jax.device_get(state)
+    step = cross_shard_step(tape, mesh, reduction, inner)
+
+    def of_shard(i, tree):
+      return jax.tree.map(lambda x: x[i], tree) if grouped else tree
+
+    def check(expected):
+      for group, of_group in zip(groups, expected, strict=True):
+        shards = [of_shard(i, (params, state)) for i in group]
+        params_of_first, state_of_first = shards[0]
+        assert_close(
+            golden_tapes.observed(tape, params_of_first, [state_of_first]),
+            golden_tapes.recorded(tape, of_group),
+        )
+        chex.assert_trees_all_equal(*shards, shards[0], strict=True)
+
+    check([tape['initial']] * len(groups))
+    for recorded in tape['steps']:
+      data = stack([inputs(tape, recorded, i) for i in range(n)])
+      params, state, reduced = jax.device_get(step(params, state, data))
+
+      check(recorded['after'])
+      for group in groups if 'contributions' in recorded else []:
+        reduced_of_group = of_shard(group[0], reduced)
+        assert_close(
+            {k: x for k, x in reduced_of_group.items() if x is not None},
+            sum_of_contributions(tape, recorded, group),
+        )
+
+
+def tower_reduction(tape):
+  """Returns the prescribed reduction, and what precedes it in each tower."""
+  # The default is a mean, and so is everything else that the class accepts.
+  mean = tape['loss_reduction'] != 'weighted_sum'
+  if 'clip_norm' in tape:
+    return 'sum', clipped(tape, 1 / tape['towers'] if mean else 1)
+  return 'mean' if mean else 'sum', optax.identity()
+
+
+def towers_transform(tape, reduce):
+  """Returns the inner optimizers behind the reduction of towers."""
+  if 'inners' in tape:
+    return optax.partition(
+        {
+            i: reduce(golden_tapes.optimizer(inner))
+            for i, inner in enumerate(tape['inners'])
+        },
+        {
+            name: i
+            for i, names in enumerate(tape['owned_variables'])
+            for name in names
+        },
+    )
+  inner = inner_optimizer(tape)
+  if 'sync_replicas_to_aggregate' in tape:
+    # One worker that waits for gradients of as many replicas.
+    inner = shard_transforms.tower_reduce(
+        tape['sync_replicas_to_aggregate'], inner
+    )
+  return reduce(inner)
+
+
+def optimizer_states(tape, state):
+  if 'inners' not in tape:
+    return [state]
+  of_optimizers = optax.tree_utils.tree_get(state, 'inner_states')
+  return [of_optimizers[i] for i in range(len(tape['inners']))]
+
+
+class TowerTest(parameterized.TestCase):
+
+  def check(self, tape, params, state, expected):
+    states = optimizer_states(tape, state)
+    assert_close(
+        golden_tapes.observed(tape, params, states),
+        golden_tapes.recorded(tape, expected),
+    )
+
+  def replay(self, tape, tx, run_step):
+    params = golden_tapes.params(tape)
+    state = tx.init(params)
+    if 'initial' in tape:
+      self.check(tape, params, state, tape['initial'])
+    for recorded in tape['steps']:
+      towers = [inputs(tape, recorded, i) for i in range(tape['towers'])]
+      params, state = run_step(params, state, towers)
+
+      (after,) = recorded['after']
+      self.check(tape, params, state, after)
+
+  @named(TOWERS | DENSE_TOWERS)
+  def test_replays_towers_in_turn(self, case):
+    tape = (TOWERS | DENSE_TOWERS)[case]
+    reduction, prepare = tower_reduction(tape)
+    reduce = functools.partial(
+        shard_transforms.tower_reduce, tape['towers'], reduction=reduction
+    )
+    tx = optax.chain(prepare, towers_transform(tape, reduce))
+
+    @jax.jit
+    def run_tower(params, state, data):
+      grads = local_gradient(tape['loss'], params, data)
+      updates, state = tx.update(grads, state, params)
+      return apply(params, updates), state
+
+    def run_step(params, state, towers):
+      for data in towers[:-1]:
+        before = params
+        params, state = run_tower(params, state, data)
+        chex.assert_trees_all_equal(params, before, strict=True)
+      return run_tower(params, state, towers[-1])
+
+    self.replay(tape, tx, run_step)
+
+  @named(TOWERS | DENSE_TOWERS)
+  def test_replays_stacked_towers(self, case):
+    tape = (TOWERS | DENSE_TOWERS)[case]
+    reduction, prepare = tower_reduction(tape)
+    reduce = functools.partial(
+        shard_transforms.reduce_towers, tape['towers'], reduction=reduction
+    )
+    tx = towers_transform(tape, reduce)
+
+    def gradient_of_tower(params, data):
+      grads = local_gradient(tape['loss'], params, data)
+      return prepare.update(grads, prepare.init(params))[0]
+
+    @jax.jit
+    def run(params, state, data):
+      grads = jax.vmap(gradient_of_tower, in_axes=(None, 0))(params, data)
+      updates, state = tx.update(grads, state, params)
+      return apply(params, updates), state
+
+    def run_step(params, state, towers):
+      # A stack cannot lack a single tower, which then has a gradient of zero.
+      zeros = {
+          name: jax.tree.map(np.zeros_like, of_tower)
+          for data in towers
+          for name, of_tower in data.items()
+      }
+      return run(params, state, stack([zeros | data for data in towers]))
+
+    self.replay(tape, tx, run_step)
+
+
+class DropStaleTest(parameterized.TestCase):
+
+  @named(DROP_STALE)
+  def test_replays(self, case):
+    tape = DROP_STALE[case]
+    tx = shard_transforms.drop_stale(tape['staleness'], inner_optimizer(tape))
+    params = golden_tapes.params(tape)
+    state = tx.init(params)
+    held = {}
+
+    @jax.jit
+    def run(params, state, grads, local_step):
+      updates, state = tx.update(grads, state, params, local_step=local_step)
+      return apply(params, updates), state
+
+    def check(expected):
+      assert_close(
+          golden_tapes.observed(tape, params, [state]),
+          golden_tapes.recorded(tape, expected),
+      )
+      self.assertEqual(state.global_step, expected['global_step'])
+      self.assertEqual(state.stale_count, expected['stale_counter'])
+
+    check(tape['initial'])
+    for event in tape['events']:
+      match event['op']:
+        case 'set_global_step':
+          state = state._replace(global_step=jnp.int32(event['value']))
+
+        case 'compute':
+          data = event['targets' if 'targets' in event else 'grads']
+          data = golden_tapes.arrays(tape, data)
+          grads = local_gradient(tape['loss'], params, data)
+          held[event['worker']] = grads, state.global_step
+
+          self.assertEqual(state.global_step, event['local_step'])
+          assert_close(
+              {name: grads[name] for name in data},
+              golden_tapes.arrays(tape, event['grads']),
+          )
+
+        case 'apply':
+          grads, local_step = held.pop(event['worker'])
+          before = params, state
+          self.assertEqual(state.global_step, event['global_step_before'])
+
+          params, state = run(params, state, grads, local_step)
+
+          check(event['after'])
+          self.assertEqual(state.stale_count, event['train_op_value'])
+          self.assertAlmostEqual(
+              state.stale_count / (state.global_step + 1),
+              event['summary_value'],
+              places=6,
+          )
+          if event['dropped']:
+            chex.assert_trees_all_equal(
+                (params, state.inner_state),
+                (before[0], before[1].inner_state),
+                strict=True,
+            )
+          grown = state.stale_count - before[1].stale_count
+          self.assertEqual(grown, event['dropped'])
+
+        case unknown:
+          self.fail(f'No replay for the event {unknown!r}.')
+
+
+class CoverageTest(parameterized.TestCase):
+
+  def test_every_case_is_either_replayed_or_listed(self):
+    recorded = [
+        case['id']
+        for path in golden_tapes.FOLDER.glob('*.json')
+        if path.name not in NOT_STEPS
+        for case in json.loads(path.read_text(encoding='utf-8'))['cases']
+    ]
+
+    self.assertCountEqual(
+        [*CROSS_SHARD, *TOWERS, *DROP_STALE, *NOT_EXPRESSIBLE], recorded
+    )
+
+  @parameterized.parameters(*NOT_STEPS)
+  def test_listed_file_exists_and_holds_no_steps(self, name):
+    tapes = golden_tapes.read(name)
+
+    self.assertNotEmpty(tapes)
+    for tape in tapes.values():
+      self.assertNoCommonElements(tape, ['steps', 'events'])
+
+  def test_every_field_is_known(self):
+    tapes = golden_tapes.read('*_*.json').values()
+    tapes = [t for t in tapes if 'steps' in t or 'events' in t]
+    steps = [s for t in tapes for s in t.get('steps', t.get('events'))]
+
+    self.assertContainsSubset(set().union(*tapes), KNOWN_FIELDS['case'])
+    self.assertContainsSubset(set().union(*steps), KNOWN_FIELDS['step'])
