@@ -73,13 +73,12 @@ def _manual_axes():
   )
 
 
-def all_manual() -> bool:
-  """Whether no mesh axis is left to the compiler or to sharding in types."""
+def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
+  """Whether `axes` are of a mesh of which no axis is left to the compiler."""
   mesh = jax.sharding.get_abstract_mesh()
-  return all(
-      kind == jax.sharding.AxisType.Manual or mesh.shape[name] == 1
-      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-  )
+  mapped = _manual_axes()
+  rest = set(mesh.axis_names).difference(mapped)
+  return set(axes).issubset(mapped) and all(mesh.shape[a] == 1 for a in rest)
 
 
 def varying_axes(leaf: Any) -> frozenset[Hashable]:

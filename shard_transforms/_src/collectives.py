@@ -114,8 +114,10 @@ class Reduction:
         _Key(route, x.dtype, axes_lib.varying_axes(x))
         for x, route in zip(values, routes, strict=True)
     ]
-    # A buffer would gather what a mesh axis that is not mapped shards.
-    packs = axes_lib.all_manual() and any(route.send for route in routes)
+    # A buffer would gather what a mesh axis that is not mapped shards, and
+    # under `vmap` nothing travels.
+    packs = axes_lib.on_mapped_mesh(self.axes)
+    packs = packs and any(route.send for route in routes)
     bucket_bytes = self.bucket_bytes if packs else 0
     reduced = packing.map_packed(send, values, keys, bucket_bytes)
     for i, x in zip(todo, reduced, strict=True):

@@ -51,8 +51,9 @@ def cross_shard_mean(
       is). Nothing is sent for such a leaf.
     bucket_bytes: Leaves smaller than this travel together in buffers of up to
       this many bytes; 0 sends each leaf alone, with the same result to the bit.
-      `'auto'` is a size that was measured. Without effect where a mesh axis is
-      not mapped, because packing would gather what that axis shards.
+      `'auto'` is a size that was measured. Without effect under
+      `jax.vmap`, where nothing is sent, and where a mesh axis is not mapped,
+      because packing would gather what that axis shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
