@@ -280,11 +280,9 @@ def _group_size(axis, groups):
 
 def _sum_in_groups(x, axis, groups):
   """Returns the sum of `x` over the shards of each shard's own group."""
-  if groups_lib.is_even(groups):
-    try:
-      return _scatter_and_gather(x, axis, groups)
-    except NotImplementedError:
-      pass  # JAX has no grouped collective under `vmap`.
+  # JAX has no grouped collective under `vmap`.
+  if groups_lib.is_even(groups) and axes_lib.is_mesh_axis(axis):
+    return _scatter_and_gather(x, axis, groups)
   return _sum_one_hot(x, axis, groups)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -46,8 +47,8 @@ def value_and_grad(
     TypeError: If `axis_name` is not a name or a sequence of names.
     ValueError: If `axis_name` is empty or names an axis twice; when called, if
       the loss is already reduced over an axis, where JAX tracks this. Under
-      `jax.pmap` and `jax.shard_map(..., check_vma=False)` it cannot be seen,
-      and a `lax.psum` in the loss makes the gradient too large.
+      `jax.pmap`, `jax.vmap` and `jax.shard_map(..., check_vma=False)` it cannot
+      be seen, and a `lax.psum` in the loss makes the gradient too large.
 
   Examples:
     >>> import jax
@@ -78,7 +79,8 @@ def value_and_grad(
   differentiated = jax.value_and_grad(
       checked, argnums, has_aux, holomorphic, allow_int
   )
-  chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+  several = isinstance(argnums, Sequence)
+  chosen = tuple(argnums) if several else (operator.index(argnums),)
 
   @functools.wraps(fun)
   def value_and_grad_fn(*args, **kwargs):
