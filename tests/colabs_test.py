@@ -1,0 +1,72 @@
+"""Runs the notebooks from top to bottom, and checks what is saved in them."""
+
+import os
+import pathlib
+
+from absl.testing import parameterized
+import nbclient
+import nbformat
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / 'colabs').glob('*'))
+NAMES = [path.name for path in NOTEBOOKS]
+
+
+def read(name):
+  (path,) = (path for path in NOTEBOOKS if path.name == name)
+  return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook):
+  return [cell for cell in notebook.cells if cell.cell_type == 'code']
+
+
+def texts(cell):
+  """Returns what a cell has printed."""
+  return ''.join(out.text for out in cell.outputs if 'text' in out)
+
+
+def num_plots(cell):
+  return sum('image/png' in out.get('data', {}) for out in cell.outputs)
+
+
+class ColabsTest(parameterized.TestCase):
+
+  def test_there_are_notebooks_only(self):
+    self.assertNotEmpty(NOTEBOOKS)
+    self.assertEqual({path.suffix for path in NOTEBOOKS}, {'.ipynb'})
+
+  @parameterized.parameters(NAMES)
+  def test_runs_and_prints_what_is_saved(self, name):
+    saved, notebook = read(name), read(name)
+    for cell in code_cells(notebook):
+      cell.outputs = []
+
+    # This kernel is the interpreter that runs the tests.
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name='python3'
+    )
+    # It draws into the notebook, whatever the tests draw into.
+    env = {k: v for k, v in os.environ.items() if k != 'MPLBACKEND'}
+    client.execute(env=env)
+
+    for old, new in zip(code_cells(saved), code_cells(notebook), strict=True):
+      self.assertEqual(num_plots(new), num_plots(old), new.source)
+      self.assertEqual(bool(texts(new)), bool(texts(old)), new.source)
+
+  @parameterized.parameters(NAMES)
+  def test_is_saved_after_one_run_from_top_to_bottom(self, name):
+    cells = code_cells(read(name))
+
+    counts = [cell.execution_count for cell in cells]
+    self.assertEqual(counts, list(range(1, len(cells) + 1)))
+    self.assertGreater(sum(map(num_plots, cells)), 0)
+    self.assertTrue(any(map(texts, cells)))
+
+  @parameterized.parameters(NAMES)
+  def test_is_read_in_small_steps(self, name):
+    notebook = read(name)
+    cells = code_cells(notebook)
+
+    self.assertLessEqual(max(len(c.source.splitlines()) for c in cells), 15)
+    self.assertEqual(notebook.cells[0].cell_type, 'markdown')
+    self.assertIn('assert ', cells[-1].source)
