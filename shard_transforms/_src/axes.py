@@ -81,9 +81,14 @@ def is_mesh_axis(axis: Hashable) -> bool:
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
   """Whether `axes` are of a mesh of which no axis is left to the compiler."""
   mesh = jax.sharding.get_abstract_mesh()
-  mapped = _manual_axes()
-  rest = set(mesh.axis_names).difference(mapped)
-  return set(axes).issubset(mapped) and all(mesh.shape[a] == 1 for a in rest)
+  kinds = jax.sharding.AxisType
+  rest = [
+      name
+      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+      # An axis of length 1 shards nothing, but one in types forbids reshapes.
+      if kind == kinds.Explicit or (kind == kinds.Auto and mesh.shape[name] > 1)
+  ]
+  return not rest and set(axes).issubset(_manual_axes())
 
 
 def varying_axes(leaf: Any) -> frozenset[Hashable]:

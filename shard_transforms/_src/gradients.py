@@ -86,7 +86,8 @@ def value_and_grad(
   def value_and_grad_fn(*args, **kwargs):
     axes_lib.size(axes, 'value_and_grad')
     args = list(args)
-    for i in chosen:
+    # JAX has the better error for an argument that is not there.
+    for i in set(range(-len(args), len(args))).intersection(chosen):
       args[i] = axes_lib.per_shard(args[i], axes)
     return differentiated(*args, **kwargs)
 

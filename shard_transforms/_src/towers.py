@@ -44,7 +44,8 @@ def tower_reduce(
 
   Without `inner`, the result goes to the next link of an `optax.chain`, as
   zeros in all calls but the last: right for links that keep no moments, such as
-  `optax.sgd` without momentum. Weights then raise.
+  `optax.sgd` without momentum. Weights then raise, and the next link sees the
+  last tower's `local_step`.
 
   Args:
     num_towers: How many updates count as one step, at least 1. With 1, `inner`
