@@ -73,11 +73,6 @@ def _manual_axes():
   )
 
 
-def is_mesh_axis(axis: Hashable) -> bool:
-  """Whether `axis` is one of a mesh, as under `shard_map` and `pmap`."""
-  return axis in _manual_axes()
-
-
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
   """Whether `axes` are of a mesh of which no axis is left to the compiler."""
   mesh = jax.sharding.get_abstract_mesh()

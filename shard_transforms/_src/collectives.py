@@ -280,8 +280,9 @@ def _group_size(axis, groups):
 
 def _sum_in_groups(x, axis, groups):
   """Returns the sum of `x` over the shards of each shard's own group."""
-  # JAX has no grouped collective under `vmap`.
-  if groups_lib.is_even(groups) and axes_lib.is_mesh_axis(axis):
+  # JAX has no grouped collective under `vmap`, and flattening would gather what
+  # a mesh axis that is not mapped shards.
+  if groups_lib.is_even(groups) and axes_lib.on_mapped_mesh([axis]):
     return _scatter_and_gather(x, axis, groups)
   return _sum_one_hot(x, axis, groups)
 

@@ -4,19 +4,28 @@ A collective pays a price per leaf. Small leaves of one kind therefore travel
 together in a flat buffer, and large ones alone, in their own shape.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
+import functools
 import numbers
 import operator
 
 import jax
 import jax.numpy as jnp
 
-_AUTO_BUCKET_BYTES = 64 * 1024
+# What 'auto' means, for one process with XLA on CPU, where every operand of an
+# all-reduce pays for a meeting of all threads, and a buffer for two copies.
+# Leaves of 16 kB still gain, those of 48 kB lose, larger buffers gain no more:
+# python benchmarks/reduce.py --shapes=100x4_000,100x8_000,100x12_000
+#   --bucket_bytes=131072
+_AUTO_LEAF_BYTES = 32 * 1024
+_AUTO_BUCKET_BYTES = 128 * 1024
 
-# Compile time grows faster than linearly with the operands of a concatenation.
-_MAX_BUCKET_LEAVES = 32
+# How many leaves may share a buffer. XLA on CPU fuses a concatenation of up to
+# 8 operands with what makes them, which is slow to compile.
+_NUM_LEAVES = range(9, 33)
 
 
 def check_bucket_bytes(bucket_bytes: int | str) -> int | str:
@@ -82,26 +91,44 @@ def map_packed(
 
 def _buckets(leaves, keys, bucket_bytes):
   """Groups the positions of `leaves` by the buffer that they travel in."""
+  leaf_bytes = bucket_bytes
   if bucket_bytes == 'auto':
-    bucket_bytes = _AUTO_BUCKET_BYTES
+    leaf_bytes, bucket_bytes = _AUTO_LEAF_BYTES, _AUTO_BUCKET_BYTES
+  sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
   buckets = []
-  open_buckets = {}
-  for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
-    size = leaf.size * leaf.dtype.itemsize
-    if size >= bucket_bytes:
+  small = collections.defaultdict(list)
+  for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+    if size < leaf_bytes:
+      small[key].append(i)
+    else:
       buckets.append([i])
-      continue
-    bucket, filled = open_buckets.get(key, (None, 0))
-    if (
-        bucket is None
-        or filled + size > bucket_bytes
-        or len(bucket) == _MAX_BUCKET_LEAVES
-    ):
-      bucket, filled = [], 0
-      buckets.append(bucket)
-    bucket.append(i)
-    open_buckets[key] = (bucket, filled + size)
+  for positions in small.values():
+    fillings = [_fill(positions, sizes, bucket_bytes, n) for n in _NUM_LEAVES]
+    buckets += min(fillings, key=functools.partial(_cost, leaves=leaves))
+  return sorted(buckets)
+
+
+def _fill(positions, sizes, bucket_bytes, num_leaves):
+  """Cuts `positions` into buckets that break neither limit."""
+  buckets = []
+  room = 0
+  for i in positions:
+    if sizes[i] > room or len(buckets[-1]) == num_leaves:
+      buckets.append([])
+      room = bucket_bytes
+    buckets[-1].append(i)
+    room -= sizes[i]
   return buckets
+
+
+def _cost(buckets, leaves):
+  """Weighs the time of a step, by buckets, against that of compilation.
+
+  XLA compiles a kernel for each place in a buffer, but one for all buffers that
+  are alike. The layers of a network repeat, and so can its buffers.
+  """
+  kinds = {tuple(leaves[i].shape for i in bucket) for bucket in buckets}
+  return 2 * len(buckets) + sum(len(kind) for kind in kinds)
 
 
 def _apply(fn, members, key):

@@ -1,0 +1,426 @@
+"""Trains a classifier of handwritten digits in four ways that agree.
+
+(a) on one device with the large batch, (b) over shards with `cross_shard_mean`,
+(c) over shards with `tower_reduce`, (d) over shards with `drop_stale`, its
+gradients taken at old parameters. (b) and (c) must end where (a) does.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import functools
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import matplotlib.figure
+import numpy as np
+import optax
+import sklearn.datasets
+import tqdm
+
+import shard_transforms
+
+AXIS = 'data'
+NUM_TOWERS = 4
+STALENESS = 3
+MAX_AGE = 6
+STEPS = 500
+MIN_ACCURACY = 0.96
+MAX_DIFFERENCE = 1e-5
+
+_SHARDS = flags.DEFINE_integer(
+    'shards',
+    None,
+    'Number of shards; by default as many as there are devices, if the batch'
+    ' can be divided among them. Without an accelerator, this many virtual'
+    ' devices are started, or 8.',
+    lower_bound=1,
+)
+_STEPS = flags.DEFINE_integer(
+    'steps',
+    STEPS,
+    'Number of large batches; with fewer than by default, the accuracy is not'
+    ' checked.',
+    lower_bound=1,
+)
+_MODE = flags.DEFINE_enum(
+    'mode',
+    'shard_map',
+    ['shard_map', 'shard_map_unchecked', 'pmap'],
+    'How steps are mapped over the shards.',
+)
+_OUTPUT_DIR = flags.DEFINE_string(
+    'output_dir', 'digits_out', 'Folder that the figure is written to.'
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size', 256, 'Size of a large batch.', lower_bound=4, upper_bound=1024
+)
+_LEARNING_RATE = flags.DEFINE_float(
+    'learning_rate', 0.05, 'Learning rate.', lower_bound=0
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
+
+
+@flags.multi_flags_validator(['batch_size', 'shards'])
+def _can_be_divided(values):
+  parts = (values['shards'] or 1) * NUM_TOWERS
+  if values['batch_size'] % parts:
+    raise flags.ValidationError(
+        f'`--batch_size` must be a multiple of shards x {NUM_TOWERS} towers ='
+        f' {parts}.'
+    )
+  return True
+
+
+class Train(NamedTuple):
+  """What is carried from call to call."""
+
+  params: Any
+  opt_state: Any
+  # The latest parameters, those of step s at index s modulo the length.
+  history: Any = None
+
+
+class Run(NamedTuple):
+  """One of the four ways."""
+
+  name: str
+  place: Callable[..., tuple[Any, ...]]
+  tx: optax.GradientTransformationExtraArgs
+  step: Callable[..., tuple[Train, dict[str, jax.Array]]]
+  num_towers: int = 1
+
+
+def load_data() -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """Returns images [n, 8, 8, 1] and labels [n] to train on, and to test."""
+  images, labels = sklearn.datasets.load_digits(return_X_y=True)
+  images = np.asarray(images, np.float32).reshape(-1, 8, 8, 1) / 8 - 1
+  labels = np.asarray(labels, np.int32)
+  order = np.random.default_rng(_SEED.value).permutation(len(labels))
+  test, train = np.split(order, [len(order) // 5])
+  return [images[train], labels[train]], [images[test], labels[test]]
+
+
+def init_params() -> dict[str, jax.Array]:
+  """Returns the parameters of a convolution and a dense layer."""
+  keys = jax.random.split(jax.random.key(_SEED.value))
+  return {
+      'kernel': jax.random.normal(keys[0], (5, 5, 1, 32)) / 5,
+      'offset': jnp.zeros((1, 1, 1, 32)),
+      'w': jax.random.normal(keys[1], (512, 10)) / 512**0.5,
+      'b': jnp.zeros((1, 10)),
+  }
+
+
+def predict(params: Any, images: jax.Array) -> jax.Array:
+  """Returns logits [n, 10] for images [n, 8, 8, 1]."""
+  hidden = jax.lax.conv_general_dilated(
+      images,
+      params['kernel'],
+      window_strides=(2, 2),
+      padding='SAME',
+      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+  )
+  # Smooth, because at a kink rounding would turn into real differences.
+  hidden = jax.nn.gelu(hidden + params['offset'])
+  return hidden.reshape(len(images), -1) @ params['w'] + params['b']
+
+
+def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+  """Returns the mean cross entropy of a batch."""
+  return optax.softmax_cross_entropy_with_integer_labels(
+      predict(params, images), labels
+  ).mean()
+
+
+def shard_gradient(params: Any, images: jax.Array, labels: jax.Array) -> Any:
+  """Returns the loss over all shards, and the gradient of the shard's own."""
+  value_and_grad = shard_transforms.value_and_grad(loss_fn, AXIS)
+  loss, grads = value_and_grad(params, images, labels)
+  return shard_transforms.shard_mean(loss, AXIS), grads
+
+
+def train_step(tx, gradient, train, images, labels):
+  """Trains with the gradient at the present parameters."""
+  loss, grads = gradient(train.params, images, labels)
+  updates, opt_state = tx.update(grads, train.opt_state, train.params)
+  params = optax.apply_updates(train.params, updates)
+  return Train(params, opt_state), {'loss': loss}
+
+
+def stale_step(tx, gradient, train, images, labels):
+  """Trains with a gradient at parameters that are 0 to `MAX_AGE` steps old."""
+  params, state, history = train
+  num_calls = state.global_step + state.stale_count
+  key = jax.random.fold_in(jax.random.key(_SEED.value), num_calls)
+  age = jax.random.randint(key, (), 0, MAX_AGE + 1)
+  local_step = jnp.maximum(state.global_step - age, 0)
+  old_params = jax.tree.map(lambda h: h[local_step % len(h)], history)
+
+  loss, grads = gradient(old_params, images, labels)
+  updates, opt_state = tx.update(grads, state, params, local_step=local_step)
+  params = optax.apply_updates(params, updates)
+
+  history = jax.tree.map(
+      lambda h, p: h.at[opt_state.global_step % len(h)].set(p), history, params
+  )
+  metrics = {
+      'loss': loss,
+      'staleness': state.global_step - local_step,
+      'dropped': opt_state.stale_count > state.stale_count,
+  }
+  return Train(params, opt_state, history), metrics
+
+
+def place_on_one_device(run, params, history, num_shards):
+  """Returns the step, its first `Train`, and the ways to and from devices."""
+  del num_shards
+  step = functools.partial(run.step, run.tx, jax.value_and_grad(loss_fn))
+  train = Train(params, run.tx.init(params), history)
+  return jax.jit(step, donate_argnums=0), train, jax.device_put, jax.device_get
+
+
+def place_with_shard_map(run, params, history, num_shards):
+  """Does the same for shards on a mesh."""
+  devices = jax.devices()[:num_shards]
+  mesh = jax.make_mesh((num_shards,), (AXIS,), devices=devices)
+  specs = Train(P(), shard_transforms.state_specs(run.tx, params, mesh), P())
+  step = jax.shard_map(
+      functools.partial(run.step, run.tx, shard_gradient),
+      mesh=mesh,
+      in_specs=(specs, P(AXIS), P(AXIS)),
+      out_specs=(specs, P()),
+      check_vma=_MODE.value == 'shard_map',
+  )
+  opt_state = shard_transforms.init_state(run.tx, params, mesh)
+  params, history = jax.device_put((params, history), NamedSharding(mesh, P()))
+
+  def put(batch):
+    return jax.device_put(batch, NamedSharding(mesh, P(AXIS)))
+
+  train = Train(params, opt_state, history)
+  return jax.jit(step, donate_argnums=0), train, put, jax.device_get
+
+
+def place_with_pmap(run, params, history, num_shards):
+  """Does the same for shards of `jax.pmap`."""
+  devices = jax.devices()[:num_shards]
+  pmap = functools.partial(jax.pmap, axis_name=AXIS, devices=devices)
+  step = functools.partial(run.step, run.tx, shard_gradient)
+  params, history = jax.tree.map(
+      lambda x: jnp.stack([x] * num_shards), (params, history)
+  )
+
+  def put(batch):
+    return [x.reshape(num_shards, -1, *x.shape[1:]) for x in batch]
+
+  def get(tree):
+    return jax.tree.map(lambda x: x[0], jax.device_get(tree))
+
+  train = Train(params, pmap(run.tx.init)(params), history)
+  return pmap(step, donate_argnums=0), train, put, get
+
+
+def make_runs(num_shards: int) -> list[Run]:
+  """Returns the ways (a), (b), (c) and (d)."""
+  shards = f'{num_shards} shards'
+  place = place_with_pmap if _MODE.value == 'pmap' else place_with_shard_map
+  sgd = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
+  mean_sgd = optax.chain(shard_transforms.cross_shard_mean(AXIS), sgd)
+  towers = shard_transforms.tower_reduce(NUM_TOWERS, mean_sgd, axis_name=AXIS)
+  fresh = shard_transforms.drop_stale(STALENESS, mean_sgd)
+  towers_name = f'(c) tower_reduce, {shards} x {NUM_TOWERS} towers'
+  return [
+      Run('(a) one device', place_on_one_device, sgd, train_step),
+      Run(f'(b) cross_shard_mean, {shards}', place, mean_sgd, train_step),
+      Run(towers_name, place, towers, train_step, NUM_TOWERS),
+      Run(f'(d) drop_stale, {shards}', place, fresh, stale_step),
+  ]
+
+
+def batches(
+    run: Run, data: list[np.ndarray], num_shards: int
+) -> Iterator[list[np.ndarray]]:
+  """Yields what a call sees; every run sees the same large batches."""
+  rng = np.random.default_rng(_SEED.value)
+  size, order = _BATCH_SIZE.value, np.arange(0)
+  for _ in range(_STEPS.value):
+    if len(order) < size:
+      order = np.append(order, rng.permutation(len(data[0])))
+    batch, order = np.split(order, [size])
+    # A tower is the same part of the batch of each shard.
+    towers = batch.reshape(num_shards, run.num_towers, -1).swapaxes(0, 1)
+    for tower in towers:
+      yield [x[tower.ravel()] for x in data]
+
+
+def train_run(
+    run: Run, data: list[np.ndarray], num_shards: int, bar: tqdm.tqdm
+) -> tuple[Train, dict[str, np.ndarray]]:
+  """Returns what a run ends with, and its metrics [steps, num_towers]."""
+  bar.set_description(run.name)
+  params, history = init_params(), None
+  if run.step is stale_step:
+    history = jax.tree.map(lambda p: jnp.stack([p] * (MAX_AGE + 1)), params)
+  step, train, put, get = run.place(run, params, history, num_shards)
+  metrics = []
+  for batch in batches(run, data, num_shards):
+    train, metric = step(train, *put(batch))
+    metrics.append(metric)
+    # Virtual devices can hang with more than 32 calls under way.
+    jax.block_until_ready(metrics[-8:][0])
+    bar.update()
+  shape = (_STEPS.value, run.num_towers)
+  return get(train), jax.tree.map(
+      lambda *values: np.reshape(values, shape), *get(metrics)
+  )
+
+
+def accuracy(params: Any, images: np.ndarray, labels: np.ndarray) -> float:
+  """Returns the part of the examples that is classified correctly."""
+  logits = predict(params, jnp.asarray(images))
+  return float(np.mean(logits.argmax(axis=-1) == labels))
+
+
+def difference(params: Any, other: Any) -> float:
+  """Returns the largest difference of any parameter."""
+  apart = jax.tree.map(lambda x, y: np.max(np.abs(x - y)), params, other)
+  return float(np.max(jax.tree.leaves(apart)))
+
+
+def print_table(
+    runs: list[Run],
+    accuracies: list[float],
+    differences: list[float],
+    stale: shard_transforms.DropStaleState,
+) -> None:
+  """Prints a row for each run."""
+  num_gradients = stale.global_step + stale.stale_count
+  dropped = (
+      f'{stale.stale_count} of {num_gradients}'
+      f' (stale_fraction {stale.stale_fraction:.3f})'
+  )
+  rows = zip(
+      [run.name for run in runs],
+      [f'{a:.2%}' for a in accuracies],
+      ['-', *(f'{d:.1e}' for d in differences), '-'],
+      ['-', '-', '-', dropped],
+      strict=True,
+  )
+  for row in (('', 'test accuracy', 'difference from (a)', 'dropped'), *rows):
+    print('{:40}{:>13}{:>21}  {}'.format(*row))
+
+
+def plot(
+    runs: list[Run],
+    metrics: Sequence[dict[str, np.ndarray]],
+    path: pathlib.Path,
+) -> None:
+  """Draws the losses, and the staleness of accepted and dropped gradients."""
+  figure = matplotlib.figure.Figure(figsize=(11, 4.5), layout='constrained')
+  losses, ages = figure.subplots(1, 2, width_ratios=(3, 2))
+
+  # Three curves coincide, so that those below are drawn wider.
+  styles = (('0.8', 7, '-'), ('C0', 3, '-'), ('k', 1, ':'), ('C1', 1, '-'))
+  for run, metric, (color, width, line) in zip(
+      runs, metrics, styles, strict=True
+  ):
+    loss = metric['loss'].mean(axis=1)
+    losses.plot(loss, line, color=color, linewidth=width, label=run.name)
+  losses.set(yscale='log', title='Loss on the training data')
+  losses.set(xlabel='large batches', ylabel='cross entropy')
+  losses.legend()
+
+  staleness, dropped = metrics[-1]['staleness'], metrics[-1]['dropped']
+  ages.hist(
+      [staleness[~dropped], staleness[dropped]],
+      bins=np.arange(MAX_AGE + 2) - 0.5,
+      stacked=True,
+      rwidth=0.8,
+      color=['C0', 'C1'],
+      label=['accepted', 'dropped'],
+  )
+  ages.set(title=f'(d) drop_stale({STALENESS}): age of the gradients')
+  ages.set(xlabel='staleness (steps)', ylabel='gradients')
+  ages.margins(y=0.2)
+  ages.legend(loc='upper center', ncols=2)
+  figure.savefig(path, dpi=120)
+
+
+def start_devices() -> int:
+  """Starts JAX and returns the number of shards."""
+  # Of no effect where there are accelerators, which JAX lists instead.
+  if 'JAX_NUM_CPU_DEVICES' not in os.environ:
+    jax.config.update('jax_num_cpu_devices', _SHARDS.value or 8)
+  # Accelerators otherwise round factors to fewer bits than the 1e-5 asked for.
+  jax.config.update('jax_default_matmul_precision', 'highest')
+  num_devices = jax.device_count()
+  if _SHARDS.value is None:
+    candidates = range(1, num_devices + 1)
+    return max(
+        n for n in candidates if not _BATCH_SIZE.value % (n * NUM_TOWERS)
+    )
+  if _SHARDS.value > num_devices:
+    raise app.UsageError(
+        f'`--shards` must be at most {num_devices}, the number of'
+        f' {jax.default_backend()} devices, got {_SHARDS.value}.'
+    )
+  return _SHARDS.value
+
+
+def verdict(accuracies: list[float], differences: list[float]) -> str | None:
+  """Returns what is wrong, if anything."""
+  wrong = []
+  if not all(d <= MAX_DIFFERENCE for d in differences):
+    wrong.append(
+        f'FAILED: (b) and (c) must equal (a) within {MAX_DIFFERENCE:g}, got'
+        f' differences of {differences[0]:.1e} and {differences[1]:.1e}.'
+    )
+  if min(accuracies) < MIN_ACCURACY and _STEPS.value >= STEPS:
+    wrong.append(
+        f'FAILED: the test accuracy must be at least {MIN_ACCURACY:.0%}, got'
+        f' {min(accuracies):.2%}. Change `--learning_rate` or `--steps`.'
+    )
+  return '\n'.join(wrong) or None
+
+
+def main(argv: Sequence[str]) -> str | None:
+  """Trains in all four ways; returns what went wrong, if anything."""
+  if len(argv) > 1:
+    raise app.UsageError(f'There are flags only, got {argv[1:]}.')
+  # JAX informs about each platform that it does not find.
+  logging.set_verbosity(logging.WARNING)
+  num_shards = start_devices()
+  path = pathlib.Path(_OUTPUT_DIR.value) / 'train_digits.png'
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise app.UsageError(f'`--output_dir` must be a folder: {error}') from error
+
+  data, test_data = load_data()
+  runs = make_runs(num_shards)
+  num_calls = _STEPS.value * sum(run.num_towers for run in runs)
+  with tqdm.tqdm(total=num_calls, unit='call') as bar:
+    results = [train_run(run, data, num_shards, bar) for run in runs]
+  trains, metrics = zip(*results, strict=True)
+
+  accuracies = [accuracy(train.params, *test_data) for train in trains]
+  differences = [
+      difference(train.params, trains[0].params) for train in trains[1:3]
+  ]
+  print_table(runs, accuracies, differences, trains[-1].opt_state)
+  plot(runs, metrics, path)
+  print(f'Loss curves and staleness: {path}')
+  return verdict(accuracies, differences)
+
+
+if __name__ == '__main__':
+  app.run(main)

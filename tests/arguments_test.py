@@ -1,0 +1,328 @@
+import functools
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shard_transforms
+
+NAN = float('nan')
+INF = float('inf')
+
+INTEGERS = {
+    'num_towers of tower_reduce': shard_transforms.tower_reduce,
+    'num_towers of reduce_towers': shard_transforms.reduce_towers,
+    'staleness of drop_stale': shard_transforms.drop_stale,
+}
+
+
+def _cross_shard_mean(x, weight):
+  tx = shard_transforms.cross_shard_mean('data')
+  return tx.update(x, tx.init(x), weight=weight)[0]
+
+
+def _cross_shard_sum(x, weight):
+  tx = shard_transforms.cross_shard_sum('data')
+  return tx.update(x, tx.init(x), weight=weight)[0]
+
+
+def _shard_mean(x, weight):
+  return shard_transforms.shard_mean(x, 'data', weight=weight)
+
+
+def _tower_reduce(x, weight):
+  inner = shard_transforms.cross_shard_mean('data')
+  tx = shard_transforms.tower_reduce(2, inner, axis_name='data')
+  _, state = tx.update(x, tx.init(x), weight=weight)
+  return tx.update(x, state, weight=weight)[0]
+
+
+def _reduce_towers(x, weight):
+  inner = shard_transforms.cross_shard_mean('data')
+  tx = shard_transforms.reduce_towers(2, inner)
+  stacked = weight if weight is None else jnp.stack([weight, weight])
+  return tx.update(jnp.stack([x, x]), tx.init(x), weight=stacked)[0]
+
+
+def _drop_stale(x, weight):
+  inner = shard_transforms.cross_shard_mean('data')
+  tx = shard_transforms.drop_stale(1, inner, axis_name='data')
+  return tx.update(x, tx.init(x), local_step=0, weight=weight)[0]
+
+
+# Those that hand `weight` as it is to the check.
+SCALAR = {
+    'cross_shard_mean': _cross_shard_mean,
+    'cross_shard_sum': _cross_shard_sum,
+    'shard_mean': _shard_mean,
+    'tower_reduce': _tower_reduce,
+    'drop_stale': _drop_stale,
+}
+MEANS = {
+    name: fn
+    for name, fn in (SCALAR | {'reduce_towers': _reduce_towers}).items()
+    if name != 'cross_shard_sum'
+}
+
+
+@functools.cache
+def _jitted(caller):
+  return jax.jit(jax.vmap(MEANS[caller], axis_name='data'))
+
+
+def _over_shards(fn, x, weight=None):
+  """Maps `fn` with one weight, which stays what it is, for all shards."""
+  return jax.vmap(fn, (0, None), axis_name='data')(x, weight)
+
+
+class IntegerTest(parameterized.TestCase):
+
+  @parameterized.product(
+      argument=tuple(INTEGERS), value=(1.5, '2', None, True, np.True_, [2])
+  )
+  def test_refuses_what_is_no_integer(self, argument, value):
+    name = argument.split()[0]
+
+    with self.assertRaisesRegex(TypeError, f'`{name}` must be an integer, got'):
+      INTEGERS[argument](value)
+
+  @parameterized.product(
+      argument=tuple(INTEGERS), kind=(int, np.int64, np.uint8, np.array)
+  )
+  def test_takes_integers_of_any_kind(self, argument, kind):
+    INTEGERS[argument](kind(2))
+
+  @parameterized.parameters(*INTEGERS)
+  def test_an_array_of_jax_is_no_python_integer(self, argument):
+    name = argument.split()[0]
+
+    with self.assertRaisesRegex(
+        TypeError, f'`{name}` must be a Python integer.*`static_args`'
+    ):
+      INTEGERS[argument](jnp.int32(2))
+
+  @parameterized.parameters(
+      (shard_transforms.tower_reduce, 'num_towers'),
+      (shard_transforms.reduce_towers, 'num_towers'),
+      (shard_transforms.drop_stale, 'staleness'),
+  )
+  def test_injected_hyperparameters_need_static_args(self, factory, name):
+    params = jnp.zeros(3)
+    injected = optax.inject_hyperparams(factory)
+    static = optax.inject_hyperparams(factory, static_args=(name,))
+
+    with self.assertRaisesRegex(TypeError, f'`{name}`.*`static_args`'):
+      injected(2, optax.sgd(0.1)).init(params)
+    static(2, optax.sgd(0.1)).init(params)
+
+  @parameterized.product(
+      factory=(shard_transforms.tower_reduce, shard_transforms.reduce_towers),
+      num_towers=(0, -3),
+  )
+  def test_refuses_fewer_than_one_tower(self, factory, num_towers):
+    with self.assertRaisesRegex(
+        ValueError, f'`num_towers` must be at least 1, got {num_towers}'
+    ):
+      factory(num_towers)
+
+  @parameterized.product(
+      factory=(shard_transforms.tower_reduce, shard_transforms.reduce_towers),
+      reduction=('max', None, True),
+  )
+  def test_refuses_an_unknown_reduction(self, factory, reduction):
+    with self.assertRaisesRegex(
+        ValueError, f"`reduction` must be 'mean' or 'sum', got {reduction!r}"
+    ):
+      factory(2, reduction=reduction)
+
+
+class WeightTest(parameterized.TestCase):
+
+  @parameterized.product(
+      caller=tuple(SCALAR), weight=(-1, -0.5, NAN, INF, -INF, np.float32(-2))
+  )
+  def test_refuses_a_known_weight_that_is_no_weight(self, caller, weight):
+    with self.assertRaisesRegex(
+        ValueError, f'`weight` of `{caller}` must be finite and not negative'
+    ):
+      _over_shards(lambda x, _: SCALAR[caller](x, weight), jnp.ones(3))
+
+  def test_refuses_one_bad_weight_among_known_ones(self):
+    tx = shard_transforms.reduce_towers(3, optax.identity())
+
+    with self.assertRaisesRegex(
+        ValueError, '`weight` of `reduce_towers` must be finite and not negat'
+    ):
+      tx.update(jnp.ones(3), tx.init(1.0), weight=np.array([1.0, -2.0, 3.0]))
+
+  @parameterized.parameters(*SCALAR)
+  def test_refuses_a_weight_that_is_no_scalar(self, caller):
+    with self.assertRaisesRegex(
+        ValueError,
+        rf'`weight` of `{caller}` must have the shape \(\), got \(5,\)',
+    ):
+      _over_shards(SCALAR[caller], jnp.ones(3), jnp.ones(5))
+
+  @parameterized.parameters(((),), ((5,),), ((3, 1),))
+  def test_refuses_a_weight_that_is_not_one_a_tower(self, shape):
+    tx = shard_transforms.reduce_towers(3, optax.identity())
+
+    with self.assertRaisesRegex(
+        ValueError, r'`weight` of `reduce_towers` must have the shape \(3,\)'
+    ):
+      tx.update(jnp.ones((3, 5)), tx.init(jnp.ones(5)), weight=np.ones(shape))
+
+  @parameterized.product(caller=tuple(SCALAR), weight=(1j, np.complex64(2)))
+  def test_refuses_a_weight_that_is_not_real(self, caller, weight):
+    with self.assertRaisesRegex(
+        TypeError, f'`weight` of `{caller}` must be a real number, got'
+    ):
+      _over_shards(lambda x, _: SCALAR[caller](x, weight), jnp.ones(3))
+
+  @parameterized.parameters(
+      ([1.0],), ('1',), ('float32',), (object,), ((1, 2),)
+  )
+  def test_refuses_a_weight_that_is_no_number(self, weight):
+    with self.assertRaisesRegex(
+        TypeError, '`weight` of `cross_shard_mean` must be a real number, got'
+    ):
+      _over_shards(lambda x, _: _cross_shard_mean(x, weight), jnp.ones(3))
+
+  @parameterized.parameters(1e39, np.float64(1e300))
+  def test_refuses_a_known_weight_that_float32_cannot_hold(self, weight):
+    with self.assertRaisesRegex(
+        ValueError, '`weight` of `cross_shard_mean` must be finite and not neg'
+    ):
+      _over_shards(lambda x, _: _cross_shard_mean(x, weight), jnp.ones(3))
+
+  @parameterized.product(
+      caller=tuple(MEANS), dtype=('int32', 'bfloat16', 'float32')
+  )
+  def test_takes_traced_weights_of_any_real_dtype(self, caller, dtype):
+    x = jnp.array([2.0, 6.0, jnp.nan])
+
+    means = _jitted(caller)(x, jnp.array([3, 1, 0], dtype))
+
+    np.testing.assert_array_equal(means, np.full(3, 3, 'float32'), strict=True)
+
+  @parameterized.parameters(*MEANS)
+  def test_takes_traced_booleans(self, caller):
+    x = jnp.array([2.0, 6.0, jnp.nan])
+
+    means = _jitted(caller)(x, jnp.array([True, True, False]))
+
+    np.testing.assert_array_equal(means, np.full(3, 4, 'float32'), strict=True)
+
+  @parameterized.parameters(2, 0.5, True, np.float64(3), np.int8(4))
+  def test_takes_known_weights_of_any_real_kind(self, weight):
+    def fn(x, _):
+      return _cross_shard_mean(x, weight)
+
+    means = _over_shards(fn, jnp.array([2.0, 6.0, 7.0]))
+
+    np.testing.assert_array_equal(means, np.full(3, 5, 'float32'), strict=True)
+
+  @parameterized.parameters(*MEANS)
+  def test_takes_a_known_weight(self, caller):
+    def fn(x, _):
+      return MEANS[caller](x, np.float32(3))
+
+    means = _over_shards(fn, jnp.array([2.0, 6.0, 7.0]))
+
+    np.testing.assert_array_equal(means, np.full(3, 5, 'float32'), strict=True)
+
+  @parameterized.product(
+      caller=tuple(MEANS), weight=(-1.0, NAN, INF, -INF, -0.0)
+  )
+  def test_counts_a_traced_weight_that_is_no_weight_as_zero(
+      self, caller, weight
+  ):
+    x = jnp.array([2.0, 6.0, 100.0])
+
+    means = _jitted(caller)(x, jnp.array([3.0, 1.0, weight]))
+
+    np.testing.assert_array_equal(means, np.full(3, 3, 'float32'), strict=True)
+
+  @parameterized.parameters(*MEANS)
+  def test_a_total_weight_of_zero_gives_zeros(self, caller):
+    x = jnp.array([2.0, jnp.nan, jnp.inf])
+
+    means = _jitted(caller)(x, jnp.array([0.0, -1.0, jnp.nan]))
+
+    np.testing.assert_array_equal(means, np.zeros(3, 'float32'), strict=True)
+
+
+class LocalStepTest(parameterized.TestCase):
+
+  def test_drop_stale_refuses_a_missing_local_step(self):
+    tx = shard_transforms.drop_stale(1, optax.sgd(1.0))
+
+    with self.assertRaisesRegex(
+        TypeError, r'`local_step` of `drop_stale` must be the global step.*None'
+    ):
+      tx.update(1.0, tx.init(1.0))
+
+  @parameterized.product(
+      caller=('drop_stale', 'tower_reduce', 'reduce_towers'),
+      local_step=(1.0, True, np.float32(2), 1j),
+  )
+  def test_refuses_a_local_step_that_is_no_integer(self, caller, local_step):
+    tx = getattr(shard_transforms, caller)(2, optax.sgd(1.0))
+
+    with self.assertRaisesRegex(
+        TypeError, f'`local_step` of `{caller}` must be an integer, got'
+    ):
+      tx.update(jnp.ones(2), tx.init(jnp.ones(2)), local_step=local_step)
+
+  @parameterized.parameters(([1],), ('1',), ('int32',), (object,))
+  def test_refuses_a_local_step_that_is_no_number(self, local_step):
+    tx = shard_transforms.drop_stale(2, optax.sgd(1.0))
+
+    with self.assertRaisesRegex(
+        TypeError, '`local_step` of `drop_stale` must be an integer, got'
+    ):
+      tx.update(1.0, tx.init(1.0), local_step=local_step)
+
+  @parameterized.product(
+      caller=('drop_stale', 'tower_reduce'), shape=((1,), (2,), (1, 1))
+  )
+  def test_refuses_a_local_step_that_is_no_scalar(self, caller, shape):
+    tx = getattr(shard_transforms, caller)(2, optax.sgd(1.0))
+
+    with self.assertRaisesRegex(
+        ValueError, rf'`local_step` of `{caller}` must have the shape \(\), got'
+    ):
+      tx.update(1.0, tx.init(1.0), local_step=np.zeros(shape, int))
+
+  @parameterized.parameters(((1,),), ((5,),), ((3, 1),))
+  def test_refuses_a_local_step_that_is_not_one_a_tower(self, shape):
+    tx = shard_transforms.reduce_towers(3, optax.sgd(1.0))
+
+    with self.assertRaisesRegex(
+        ValueError,
+        r'`local_step` of `reduce_towers` must have the shape \(\) or \(3,\)',
+    ):
+      tx.update(jnp.ones(3), tx.init(1.0), local_step=np.zeros(shape, int))
+
+  @parameterized.parameters(2**31, -(2**31) - 1, np.int64(2**40))
+  def test_refuses_a_known_local_step_that_int32_cannot_hold(self, local_step):
+    tx = shard_transforms.drop_stale(2, optax.sgd(1.0))
+
+    with self.assertRaisesRegex(
+        ValueError, '`local_step` of `drop_stale` must fit int32, got'
+    ):
+      tx.update(1.0, tx.init(1.0), local_step=local_step)
+
+  @parameterized.parameters(int, np.int64, np.uint8, jnp.int16, np.array)
+  def test_takes_integers_of_any_kind(self, kind):
+    local_step = kind(1)
+    tx = shard_transforms.drop_stale(2, optax.sgd(1.0))
+    state = tx.init(1.0)._replace(global_step=jnp.int32(3))
+
+    _, accepted = tx.update(1.0, state, local_step=local_step)
+    _, dropped = tx.update(1.0, accepted, local_step=local_step)
+
+    self.assertEqual((accepted.global_step, accepted.stale_count), (4, 0))
+    self.assertEqual((dropped.global_step, dropped.stale_count), (4, 1))

@@ -1,0 +1,823 @@
+"""What every transformation keeps: one table of them, and one test a promise.
+
+A new transformation is a new row of `ROWS`.
+"""
+
+from collections.abc import Callable
+import functools
+import tempfile
+from typing import Any, Literal, NamedTuple
+
+from absl.testing import parameterized
+import chex
+from flax import serialization
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import orbax.checkpoint
+
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import cross_shard_sum
+from shard_transforms import drop_stale
+from shard_transforms import reduce_towers
+from shard_transforms import tower_reduce
+
+AXIS = modes.AXIS
+SHARDS, TOWERS, CALLS = 8, 3, 6
+
+# With a tiny `eps`, Adam would hide a wrong scale of what it is given.
+ADAM = optax.adam(0.1, eps=1.0)
+
+
+class Row(NamedTuple):
+  """A transformation, as the tests see it.
+
+  Attributes:
+    build: Takes an inner transformation and a number of towers; gives the
+      transformation around the inner one, or a chain of both.
+    per_shard: Whether it is given updates that differ between shards, and
+      reduces them. If not, the tests reduce them before.
+    towers: How the towers of a step arrive.
+    chained: Whether the inner transformation runs in every call.
+    takes_local_step: Whether `update` requires a local step.
+    factor: What the result is, in means over all shards and towers.
+  """
+
+  build: Callable[[optax.GradientTransformation, int], Any]
+  per_shard: bool = False
+  towers: Literal['one', 'in turn', 'stacked'] = 'one'
+  chained: bool = False
+  takes_local_step: bool = False
+  factor: int = 1
+
+
+def _mean(inner):
+  return optax.chain(cross_shard_mean(AXIS), inner)
+
+
+ROWS = {
+    'cross_shard_mean': Row(
+        lambda inner, n: _mean(inner), per_shard=True, chained=True
+    ),
+    'cross_shard_sum': Row(
+        lambda inner, n: optax.chain(cross_shard_sum(AXIS), inner),
+        per_shard=True,
+        chained=True,
+        factor=SHARDS,
+    ),
+    'tower_reduce': Row(
+        lambda inner, n: tower_reduce(n, inner), towers='in turn'
+    ),
+    'tower_reduce_in_chain': Row(
+        lambda inner, n: optax.chain(tower_reduce(n), inner),
+        towers='in turn',
+        chained=True,
+    ),
+    'tower_reduce_per_shard': Row(
+        lambda inner, n: tower_reduce(n, _mean(inner), axis_name=AXIS),
+        towers='in turn',
+        per_shard=True,
+    ),
+    'tower_reduce_in_chain_per_shard': Row(
+        lambda inner, n: optax.chain(
+            tower_reduce(n, axis_name=AXIS), _mean(inner)
+        ),
+        towers='in turn',
+        chained=True,
+        per_shard=True,
+    ),
+    'reduce_towers': Row(
+        lambda inner, n: reduce_towers(n, inner), towers='stacked'
+    ),
+    'reduce_towers_in_chain': Row(
+        lambda inner, n: optax.chain(reduce_towers(n), inner),
+        towers='stacked',
+        chained=True,
+    ),
+    'reduce_towers_per_shard': Row(
+        lambda inner, n: reduce_towers(n, _mean(inner)),
+        towers='stacked',
+        per_shard=True,
+    ),
+    'drop_stale': Row(
+        lambda inner, n: drop_stale(2, inner), takes_local_step=True
+    ),
+    'drop_stale_in_chain': Row(
+        lambda inner, n: optax.chain(drop_stale(2), inner),
+        takes_local_step=True,
+        chained=True,
+    ),
+    'drop_stale_per_shard': Row(
+        lambda inner, n: drop_stale(2, _mean(inner), axis_name=AXIS),
+        takes_local_step=True,
+        per_shard=True,
+    ),
+    'tower_reduce_of_drop_stale': Row(
+        lambda inner, n: tower_reduce(n, drop_stale(2, inner)),
+        takes_local_step=True,
+        towers='in turn',
+    ),
+    'tower_reduce_of_drop_stale_per_shard': Row(
+        lambda inner, n: tower_reduce(
+            n, drop_stale(2, _mean(inner), axis_name=AXIS), axis_name=AXIS
+        ),
+        takes_local_step=True,
+        towers='in turn',
+        per_shard=True,
+    ),
+}
+# Arguments that must be Python values.
+STATIC_ARGS = (
+    (cross_shard_mean, 'bucket_bytes', dict(axis_name=AXIS, bucket_bytes=64)),
+    (cross_shard_sum, 'bucket_bytes', dict(axis_name=AXIS, bucket_bytes=64)),
+    (tower_reduce, 'num_towers', dict(num_towers=3)),
+    (reduce_towers, 'num_towers', dict(num_towers=3)),
+    (drop_stale, 'staleness', dict(staleness=3)),
+)
+TOWER_FIELDS = {
+    'tower': jnp.int32,
+    'total_weight': jnp.float32,
+    'oldest_local_step': jnp.int32,
+}
+STALE_FIELDS = {
+    'global_step': jnp.int32,
+    'stale_count': jnp.int32,
+    'stale_shard_count': jnp.int32,
+}
+EACH_ROW = [dict(testcase_name=f'_{name}', name=name) for name in ROWS]
+EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
+EACH_STALE = [c for c in EACH_ROW if ROWS[c['name']].takes_local_step]
+EACH_ROW_AND_MODE = [
+    dict(testcase_name=f'_{name}_{mode}', name=name, mode=mode)
+    for name in ROWS
+    for mode in modes.MODES
+]
+
+
+class ProbeState(NamedTuple):
+  """What a probe was given in its last call.
+
+  Attributes:
+    seen_params: The parameters.
+    seen_value: The extra argument `value`.
+    num_calls: How often it was called.
+  """
+
+  seen_params: Any
+  seen_value: jax.Array
+  num_calls: jax.Array
+
+
+def probe():
+  """Returns a transformation that tells what it is given."""
+
+  def init_fn(params):
+    zero = jnp.zeros([], jnp.int32)
+    return ProbeState(jax.tree.map(jnp.zeros_like, params), zero, zero)
+
+  def update_fn(updates, state, params=None, *, value, **extra_args):
+    del extra_args
+    return updates, ProbeState(params, value, state.num_calls + 1)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def odd_params():
+  """Returns leaves of all kinds that a tree of parameters may have."""
+  return {
+      'scalar': jnp.float32(1),
+      'matrix': jnp.ones((2, 5)),
+      'half': jnp.ones(3, jnp.bfloat16),
+      'complex': jnp.ones(2, jnp.complex64),
+      'zero-sized': jnp.ones((0, 4)),
+      'empty': {},
+      'none': None,
+      'masked': optax.MaskedNode(),
+  }
+
+
+def plain_params():
+  return {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(0.5)}
+
+
+def shard_data(row, params, seed=0):
+  """Returns gradients [shards, calls, ...] like `params`.
+
+  They are integers, so that all but the matrix has an exact mean.
+  """
+  rng = np.random.default_rng(seed)
+  lead = (SHARDS, CALLS) + ((TOWERS,) if row.towers == 'stacked' else ())
+
+  def draw(param):
+    integers = TOWERS * rng.integers(-9, 10, (*lead, *param.shape))
+    if param.ndim == 2:
+      return rng.normal(size=integers.shape).astype(param.dtype)
+    return np.asarray(integers, param.dtype)
+
+  return jax.tree.map(draw, params)
+
+
+def expected_updates(row, data):
+  """Returns the updates [calls, ...] of each call for the inner identity."""
+
+  def mean(x):
+    wide = np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+    if row.towers == 'stacked':
+      return wide.mean((0, 2))
+    if row.towers == 'one':
+      return wide.mean(0)
+    num_windows = CALLS // TOWERS
+    windows = wide.reshape(SHARDS, num_windows, TOWERS, *x.shape[2:])
+    updates = np.zeros(wide.shape[1:], wide.dtype)
+    updates[TOWERS - 1 :: TOWERS] = windows.mean((0, 2))
+    return updates
+
+  return jax.tree.map(lambda x: (row.factor * mean(x)).astype(x.dtype), data)
+
+
+def runs_inner(row):
+  """Returns for each call whether the inner transformation runs in it."""
+  calls = np.arange(1, CALLS + 1)
+  waits = row.towers == 'in turn' and not row.chained
+  return calls % TOWERS == 0 if waits else calls > 0
+
+
+def gradient(row):
+  """Returns a function whose gradient is the data, taken for each shard."""
+
+  def loss(params, data):
+    products = jax.tree.map(lambda p, d: jnp.sum(p * d).real, params, data)
+    return sum(jax.tree.leaves(jax.tree.map(jnp.float32, products)))
+
+  def grad(params, data):
+    return shard_transforms.value_and_grad(loss, AXIS)(params, data)[1]
+
+  return jax.vmap(grad, (None, 0)) if row.towers == 'stacked' else grad
+
+
+def whole(row, inner, num_towers=TOWERS):
+  """Returns a transformation of updates that differ between shards."""
+  tx = row.build(inner, num_towers)
+  return tx if row.per_shard else _mean(tx)
+
+
+def extra_args_of(row, call):
+  """Returns the extra arguments of a call, none of them too old."""
+  return {'local_step': call} if row.takes_local_step else {}
+
+
+def kinds(tree):
+  """Returns what must stay from call to call, of each leaf."""
+  return jax.tree.map(lambda x: (jnp.shape(x), x.dtype, x.weak_type), tree)
+
+
+@functools.cache
+def outcome(name, mode):
+  """Runs all calls of a row around a probe, in a scan inside a mapping.
+
+  Returns:
+    The data, the parameters, and [shards, calls, ...] the updates and what the
+    probe was given; and what leaves of the state were before and after a call.
+  """
+  row = ROWS[name]
+  tx = whole(row, probe())
+  grad = gradient(row)
+  seen_kinds = []
+
+  def call(params, state, inputs):
+    number, data = inputs
+    params = jax.tree.map(lambda p: p + number.astype(p.dtype), params)
+    updates, new_state = tx.update(
+        grad(params, data),
+        state,
+        params,
+        value=number * 10,
+        **extra_args_of(row, number),
+    )
+    seen_kinds[:] = [kinds(state), kinds(new_state)]
+    seen = optax.tree_utils.tree_get(new_state, 'ProbeState')
+    return new_state, (updates, seen)
+
+  def fn(shared, own):
+    params, numbers = shared
+    call_fn = functools.partial(call, params)
+    return lax.scan(call_fn, tx.init(params), (numbers, own))[1]
+
+  params = odd_params()
+  data = shard_data(row, params)
+  shared = (params, jnp.arange(CALLS))
+  updates, seen = jax.device_get(modes.map_shards(mode, fn)(shared, data))
+  return params, data, updates, seen, tuple(seen_kinds)
+
+
+def run_calls(row, tx, mode, data, num_shards=SHARDS):
+  """Returns the updates [shards, calls, ...] for `plain_params`."""
+  grad = gradient(row)
+
+  def fn(shared, own):
+    params, numbers = shared
+
+    def call(state, inputs):
+      number, data = inputs
+      extra_args = extra_args_of(row, number)
+      updates, state = tx.update(
+          grad(params, data), state, params, **extra_args
+      )
+      return state, updates
+
+    return lax.scan(call, tx.init(params), (numbers, own))[1]
+
+  shared = (plain_params(), jnp.arange(CALLS))
+  mapped = modes.map_shards(mode, fn, num_shards)
+  return jax.device_get(mapped(shared, data))
+
+
+@functools.cache
+def in_combinator(name, combinator):
+  """Returns the data and the updates of a row inside a combinator of Optax."""
+  row = ROWS[name]
+  tx = whole(row, optax.sgd(0.5))
+  combined = {
+      'none': lambda: tx,
+      'chain': lambda: optax.chain(optax.identity(), tx, optax.scale(2.0)),
+      'masked': lambda: optax.masked(tx, {'w': True, 'b': False}),
+      'partition': lambda: optax.partition(
+          {'tx': tx, 'frozen': optax.set_to_zero()}, {'w': 'tx', 'b': 'frozen'}
+      ),
+      'around inject_hyperparams': lambda: whole(
+          row, optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+      ),
+      'inject_hyperparams': lambda: optax.inject_hyperparams(
+          lambda learning_rate: whole(row, optax.sgd(learning_rate))
+      )(learning_rate=0.5),
+  }[combinator]()
+  data = shard_data(row, plain_params())
+  return data, run_calls(row, combined, 'shard_map', data)
+
+
+class Run(NamedTuple):
+  """A row with Adam inside, and its step, which donates what it is given.
+
+  Attributes:
+    tx: The transformation.
+    start: Gives parameters and state.
+    step: Takes parameters, state, the data of a call and its number; gives
+      parameters and state.
+    data: Gradients [shards, calls, ...], or [calls, ...] of their means.
+  """
+
+  tx: optax.GradientTransformationExtraArgs
+  start: Callable[[], Any]
+  step: Callable[..., Any]
+  data: Any
+
+
+@functools.cache
+def run_of(name):
+  """Returns the run of a row, outside of a mapping where it needs none."""
+  row = ROWS[name]
+  tx = row.build(ADAM, TOWERS)
+
+  def step(params, state, updates, number):
+    extra_args = extra_args_of(row, number)
+    updates, state = tx.update(updates, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+  data = shard_data(row, plain_params())
+  if not row.per_shard:
+    data = jax.tree.map(lambda x: x.mean(0), data)
+
+    def start():
+      return plain_params(), tx.init(plain_params())
+
+    return Run(tx, start, jax.jit(step, donate_argnums=(0, 1)), data)
+
+  mesh = modes.mesh()
+  specs = shard_transforms.state_specs(tx, plain_params(), mesh)
+
+  def one_shard(params, state, updates, number):
+    updates = jax.tree.map(lambda x: x[0], updates)
+    return step(params, state, updates, number)
+
+  mapped = jax.shard_map(
+      one_shard,
+      mesh=mesh,
+      in_specs=(P(), specs, P(AXIS), P()),
+      out_specs=(P(), specs),
+  )
+
+  def start():
+    params = jax.device_put(plain_params(), jax.NamedSharding(mesh, P()))
+    return params, shard_transforms.init_state(tx, params, mesh)
+
+  return Run(tx, start, jax.jit(mapped, donate_argnums=(0, 1)), data)
+
+
+def data_of(name, call):
+  axis = 1 if ROWS[name].per_shard else 0
+  return jax.tree.map(lambda x: x.take(call, axis), run_of(name).data)
+
+
+def own_data(name):
+  """Returns the data of the first call of the first shard."""
+  row = ROWS[name]
+  return jax.tree.map(lambda x: x[0, 0], shard_data(row, plain_params()))
+
+
+def continue_run(name, params, state, calls):
+  """Returns parameters and state after more calls."""
+  for call in calls:
+    params, state = run_of(name).step(
+        params, state, data_of(name, call), jnp.int32(call)
+    )
+    # Calls that queue up on virtual devices can abort in JAX 0.10.
+    jax.block_until_ready(params)
+  return params, state
+
+
+@functools.cache
+def straight(name):
+  """Returns parameters and state after all calls."""
+  return jax.device_get(continue_run(name, *run_of(name).start(), range(CALLS)))
+
+
+# Within a window of towers.
+HALF = 4
+
+
+def halfway(name):
+  return continue_run(name, *run_of(name).start(), range(HALF))
+
+
+def placed_like(tree, like):
+  return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), tree, like)
+
+
+class MappedTest(parameterized.TestCase):
+  """Promises in every mode, on leaves of every kind."""
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_gives_the_mean_over_shards_and_towers(self, name, mode):
+    _, data, updates, _, _ = outcome(name, mode)
+
+    expected = expected_updates(ROWS[name], data)
+    expected = jax.tree.map(lambda x: np.stack([x] * SHARDS), expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, expected)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, atol=1e-6)
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_keeps_the_tree_shapes_and_dtypes_of_updates(self, name, mode):
+    params, _, updates, _, _ = outcome(name, mode)
+
+    of_one_call = jax.tree.map(lambda x: x[0, 0], updates)
+    chex.assert_trees_all_equal_structs(of_one_call, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(of_one_call, params)
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_keeps_the_tree_shapes_and_dtypes_of_state(self, name, mode):
+    before, after = outcome(name, mode)[-1]
+
+    self.assertEqual(before, after)
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_gives_the_same_bits_on_all_shards(self, name, mode):
+    updates = outcome(name, mode)[2]
+
+    bits = jax.tree.map(lambda x: x.view(np.uint8), updates)
+    first = jax.tree.map(lambda x: np.stack([x[0]] * SHARDS), bits)
+    chex.assert_trees_all_equal(bits, first, strict=True)
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_runs_the_inner_transformation_once_a_step(self, name, mode):
+    seen = outcome(name, mode)[3]
+
+    expected = np.cumsum(runs_inner(ROWS[name]))
+    np.testing.assert_array_equal(seen.num_calls, [expected] * SHARDS)
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_hands_on_extra_arguments(self, name, mode):
+    seen = outcome(name, mode)[3]
+
+    runs = np.flatnonzero(runs_inner(ROWS[name]))
+    np.testing.assert_array_equal(
+        seen.seen_value[:, runs], [10 * runs] * SHARDS
+    )
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_hands_on_parameters(self, name, mode):
+    params, _, _, seen, _ = outcome(name, mode)
+
+    runs = np.flatnonzero(runs_inner(ROWS[name]))
+    chex.assert_trees_all_equal_structs(seen.seen_params, params)
+    for call in runs:
+      actual = jax.tree.map(lambda x, call=call: x[:, call], seen.seen_params)
+      expected = jax.tree.map(
+          lambda x, call=call: np.stack([x + call] * SHARDS).astype(x.dtype),
+          params,
+      )
+      chex.assert_trees_all_equal(actual, expected, strict=True)
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_is_the_inner_transformation_at_one_shard_and_tower(self, name, mode):
+    row = ROWS[name]
+    # Exact products, so that it does not matter how the compiler fuses them.
+    inner = optax.sgd(0.5, momentum=0.5)
+    rng = np.random.default_rng(1)
+    data = jax.tree.map(
+        lambda x: np.float32(rng.normal(size=(1, CALLS, *x.shape))),
+        plain_params(),
+    )
+    given = data
+    if row.towers == 'stacked':
+      given = jax.tree.map(lambda x: x[:, :, None], data)
+
+    updates = run_calls(row, whole(row, inner, 1), mode, given, num_shards=1)
+
+    state = inner.init(plain_params())
+    for call in range(CALLS):
+      at_call = jax.tree.map(lambda x, call=call: x[0, call], data)
+      expected, state = inner.update(at_call, state)
+      actual = jax.tree.map(lambda x, call=call: x[0, call], updates)
+      chex.assert_trees_all_equal(actual, expected, strict=True)
+
+
+class CombinatorTest(parameterized.TestCase):
+  """Promises inside the combinators of Optax."""
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_works_in_chain(self, name):
+    _, updates = in_combinator(name, 'chain')
+
+    _, alone = in_combinator(name, 'none')
+    doubled = jax.tree.map(lambda x: 2 * x, alone)
+    chex.assert_trees_all_equal(updates, doubled, strict=True)
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_works_in_masked(self, name):
+    data, updates = in_combinator(name, 'masked')
+
+    _, alone = in_combinator(name, 'none')
+    expected = {'w': alone['w'], 'b': data['b']}
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_works_in_partition(self, name):
+    data, updates = in_combinator(name, 'partition')
+
+    _, alone = in_combinator(name, 'none')
+    expected = {'w': alone['w'], 'b': np.zeros_like(data['b'])}
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+
+  @parameterized.product(
+      name=tuple(ROWS),
+      combinator=('inject_hyperparams', 'around inject_hyperparams'),
+  )
+  def test_works_with_injected_hyperparameters(self, name, combinator):
+    _, updates = in_combinator(name, combinator)
+
+    _, alone = in_combinator(name, 'none')
+    chex.assert_trees_all_equal(updates, alone, strict=True)
+
+  @parameterized.parameters(*STATIC_ARGS)
+  def test_injects_arguments_that_are_named_static(self, factory, name, kwargs):
+    tx = optax.inject_hyperparams(factory, static_args=(name,))(**kwargs)
+
+    state = tx.init(plain_params())
+
+    self.assertEmpty(state.hyperparams)
+
+  @parameterized.parameters(*STATIC_ARGS)
+  def test_refuses_injected_arguments_that_are_static(
+      self, factory, name, kwargs
+  ):
+    tx = optax.inject_hyperparams(factory)(**kwargs)
+
+    with self.assertRaisesRegex(TypeError, f'`{name}` .*static_args'):
+      tx.init(plain_params())
+
+
+class StateTest(parameterized.TestCase):
+  """Promises about state between steps."""
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_steps_donate_parameters_and_state(self, name):
+    params, state = run_of(name).start()
+
+    for call in range(CALLS):
+      given = jax.tree.leaves((params, state))
+      params, state = continue_run(name, params, state, [call])
+      for leaf in given:
+        self.assertTrue(leaf.is_deleted())
+
+    chex.assert_trees_all_equal(
+        jax.device_get((params, state)), straight(name), strict=True
+    )
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_trains_as_the_inner_transformation_on_the_means(self, name):
+    row = ROWS[name]
+    updates = expected_updates(row, shard_data(row, plain_params()))
+
+    params, _ = straight(name)
+
+    expected = plain_params()
+    state = ADAM.init(expected)
+    for call in np.flatnonzero(runs_inner(row)):
+      at_call = jax.tree.map(lambda x, call=call: x[call], updates)
+      step, state = ADAM.update(at_call, state)
+      expected = optax.apply_updates(expected, step)
+    chex.assert_trees_all_close(params, expected, rtol=2e-6, atol=2e-6)
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_state_is_a_tree_of_arrays(self, name):
+    params, state = halfway(name)
+
+    mapped = jax.tree.map(lambda x: placed_like(np.asarray(x), x), state)
+
+    self.assertEqual(jax.tree.structure(mapped), jax.tree.structure(state))
+    after = continue_run(name, params, mapped, range(HALF, CALLS))
+    chex.assert_trees_all_equal(
+        jax.device_get(after), straight(name), strict=True
+    )
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_state_has_the_documented_fields(self, name):
+    row = ROWS[name]
+    fields = TOWER_FIELDS if row.towers == 'in turn' else {}
+    fields = fields | (STALE_FIELDS if row.takes_local_step else {})
+
+    _, state = run_of(name).start()
+
+    for field, dtype in fields.items():
+      value = optax.tree_utils.tree_get(state, field)
+      self.assertEqual((field, value.dtype), (field, dtype))
+      self.assertIn(value.shape, [(), (SHARDS,)])
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_continues_from_the_bytes_of_flax(self, name):
+    params, state = halfway(name)
+
+    saved = serialization.to_bytes(state)
+    restored = serialization.from_bytes(state, saved)
+
+    self.assertEqual(jax.tree.structure(restored), jax.tree.structure(state))
+    after = continue_run(
+        name, params, placed_like(restored, state), range(HALF, CALLS)
+    )
+    chex.assert_trees_all_equal(
+        jax.device_get(after), straight(name), strict=True
+    )
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_restores_the_state_dict_of_flax(self, name):
+    _, state = halfway(name)
+    _, fresh = run_of(name).start()
+
+    saved = serialization.to_state_dict(state)
+    restored = serialization.from_state_dict(fresh, saved)
+
+    chex.assert_trees_all_equal(restored, state, strict=True)
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_continues_from_a_checkpoint_of_orbax(self, name):
+    params, state = halfway(name)
+    target = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, state)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        orbax.checkpoint.StandardCheckpointer() as checkpointer,
+    ):
+      checkpointer.save(f'{folder}/state', state)
+      checkpointer.wait_until_finished()
+      restored = checkpointer.restore(f'{folder}/state', target)
+
+    self.assertEqual(jax.tree.structure(restored), jax.tree.structure(state))
+    after = continue_run(name, params, restored, range(HALF, CALLS))
+    chex.assert_trees_all_equal(
+        jax.device_get(after), straight(name), strict=True
+    )
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_makes_abstract_state_of_abstract_parameters(self, name):
+    tx, start, *_ = run_of(name)
+    _, state = start()
+    abstract = jax.eval_shape(plain_params)
+
+    if ROWS[name].per_shard:
+      described = shard_transforms.init_state(tx, abstract, modes.mesh())
+    else:
+      described = jax.eval_shape(tx.init, abstract)
+
+    chex.assert_trees_all_equal_structs(described, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(described, state)
+    if ROWS[name].per_shard:
+      shardings = jax.tree.map(lambda x: x.sharding, state)
+      self.assertEqual(jax.tree.map(lambda x: x.sharding, described), shardings)
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_an_error_changes_nothing(self, name):
+    run = run_of(name)
+    params, state = halfway(name)
+    before = jax.device_get((params, state))
+    wrong = jax.tree.map(lambda x: x.astype(np.int32), data_of(name, HALF))
+
+    with self.assertRaisesRegex(TypeError, r"`updates` of .* at \['b'\]"):
+      run.step(params, state, wrong, jnp.int32(HALF))
+
+    chex.assert_trees_all_equal(
+        jax.device_get((params, state)), before, strict=True
+    )
+    after = continue_run(name, params, state, range(HALF, CALLS))
+    chex.assert_trees_all_equal(
+        jax.device_get(after), straight(name), strict=True
+    )
+
+
+class RefusalTest(parameterized.TestCase):
+  """What no transformation lets pass, found while tracing."""
+
+  @parameterized.product(name=tuple(ROWS), dtype=('int32', 'bool'))
+  def test_refuses_leaves_without_a_gradient(self, name, dtype):
+    run = run_of(name)
+    wrong = {**data_of(name, 0)}
+    wrong['b'] = wrong['b'].astype(dtype)
+
+    with self.assertRaisesRegex(
+        TypeError, rf"`updates` of .* got {dtype}\[.*\] at \['b'\]"
+    ):
+      jax.eval_shape(run.step, *run.start(), wrong, jnp.int32(0))
+
+  @parameterized.named_parameters(EACH_PER_SHARD)
+  def test_refuses_an_axis_that_is_not_bound(self, name):
+    row, tx = ROWS[name], run_of(name).tx
+
+    with self.assertRaisesRegex(
+        NameError, "needs the mapped axis 'data'.*init_state"
+    ):
+      state = tx.init(plain_params())
+      tx.update(own_data(name), state, **extra_args_of(row, 0))
+
+  @parameterized.named_parameters(EACH_PER_SHARD)
+  def test_refuses_an_axis_of_another_mesh(self, name):
+    row, tx = ROWS[name], run_of(name).tx
+    mesh = jax.make_mesh((SHARDS,), ('other',))
+
+    def fn(params):
+      extra_args = extra_args_of(row, 0)
+      return tx.update(own_data(name), tx.init(params), **extra_args)
+
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
+
+    with self.assertRaisesRegex(
+        NameError, r"axis 'data', which is not bound .*\('other',\)"
+    ):
+      jax.eval_shape(mapped, plain_params())
+
+  @parameterized.named_parameters(EACH_PER_SHARD)
+  def test_refuses_a_gradient_that_jax_has_summed(self, name):
+    row = ROWS[name]
+
+    def loss(params, data):
+      return jnp.sum(params['w'] * data['w']) + params['b'] * data['b']
+
+    grad = jax.grad(loss)
+    if row.towers == 'stacked':
+      grad = jax.vmap(grad, (None, 0))
+
+    with self.assertRaisesRegex(
+        ValueError, r"over 'data', got \['b'\] .* already reduced.*per_shard"
+    ):
+      self.trace_first_call(row, run_of(name).tx, grad)
+
+  @parameterized.named_parameters(EACH_PER_SHARD)
+  def test_refuses_to_reduce_twice(self, name):
+    row = ROWS[name]
+    tx = row.build(cross_shard_mean(AXIS), TOWERS)
+
+    with self.assertRaisesRegex(
+        ValueError, r"`cross_shard_mean` .*\['b'\] .* already reduced"
+    ):
+      self.trace_first_call(row, tx, gradient(row))
+
+  @parameterized.named_parameters(EACH_STALE)
+  def test_refuses_to_guess_the_local_step(self, name):
+    row = ROWS[name]._replace(takes_local_step=False)
+
+    with self.assertRaisesRegex(TypeError, '`local_step` of .* got None'):
+      self.trace_first_call(row, whole(row, optax.identity()), gradient(row))
+
+  def trace_first_call(self, row, tx, grad):
+    def fn(params, data):
+      return tx.update(
+          grad(params, data), tx.init(params), params, **extra_args_of(row, 0)
+      )
+
+    data = shard_data(row, plain_params())
+    first_call = jax.tree.map(lambda x: x[:, 0], data)
+    mapped = modes.map_shards('shard_map', fn)
+    jax.eval_shape(mapped, plain_params(), first_call)

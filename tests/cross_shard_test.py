@@ -1,0 +1,681 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+
+FACTORIES = {
+    'mean': shard_transforms.cross_shard_mean,
+    'sum': shard_transforms.cross_shard_sum,
+}
+TRACKED = 'shard_map'
+UNTRACKED_MODES = tuple(mode for mode in modes.MODES if mode != TRACKED)
+
+# Small integers, so that sums are exact and means of 8 shards as well.
+DATA = np.random.default_rng(0).integers(-99, 99, (8, 3, 5)).astype(np.float32)
+PARAMS = {'w': np.ones((3, 5), np.float32), 'b': np.float32(2)}
+
+NAN = np.nan
+WEIGHTS = {
+    'integers': [3, 1, 2, 5, 7, 4, 6, 8],
+    'fractions': [0.5, 0.125, 1.0, 0.25, 2.0, 0.5, 4.0, 1.5],
+    'some_zero': [3, 0, 2, 0, 0, 4, 6, 1],
+    'one_left': [0, 0, 0, 0, 0, 4, 0, 0],
+    'negative': [3, 1, -2, 5, 7, -1, 6, 8],
+    'not_finite': [3, NAN, 2, np.inf, 7, -np.inf, 6, 8],
+    'none_left': [0, 0, -1, NAN, 0, 0, 0, 0],
+    'tiny': [2**-90, 2**-91, 0, 0, 2**-92, 0, 0, 2**-90],
+    'huge': [2**90, 2**91, 0, 0, 2**92, 0, 0, 2**90],
+}
+
+
+def _loss(params, x):
+  # The gradient is the shard's own data: `x`, and its upper left corner.
+  return jnp.sum(params['w'] * x) + params['b'] * x[0, 0]
+
+
+def _gradient(params, x):
+  return shard_transforms.value_and_grad(_loss, modes.AXIS)(params, x)[1]
+
+
+def _like_params(w):
+  """Returns the expectation for both parameters, given that of `w`."""
+  w = np.asarray(w, np.float32)
+  return {'w': w, 'b': w[..., 0, 0]}
+
+
+@functools.cache
+def _reduce(mode, kind, weighted=False):
+  """Maps the reduction of each shard's gradient."""
+  tx = FACTORIES[kind](modes.AXIS)
+
+  def shard(params, own):
+    x, weight = own
+    grads = _gradient(params, x)
+    weight = weight if weighted else None
+    updates, state = tx.update(grads, tx.init(params), params, weight=weight)
+    return updates, state
+
+  mapped = modes.map_shards(mode, shard)
+  return lambda x, weight: mapped(PARAMS, (x, np.asarray(weight, np.float32)))
+
+
+def _expected(kind, weight):
+  """Returns what all shards get, in float64."""
+  weight = np.asarray(weight, np.float64)
+  counted = np.isfinite(weight) & (weight > 0)
+  weight = np.where(counted, weight, 0)
+  total = np.tensordot(weight, DATA.astype(np.float64), 1)
+  if kind == 'mean' and counted.any():
+    total /= weight.sum()
+  return _like_params(np.broadcast_to(total, DATA.shape))
+
+
+class CrossShardTest(parameterized.TestCase):
+
+  def assert_same_on_all_shards(self, tree):
+    # Bits, so that a NaN equals itself and -0.0 is not 0.0.
+    for leaf in jax.tree.leaves(tree):
+      bits = np.asarray(leaf).view(f'u{leaf.dtype.itemsize}')
+      np.testing.assert_array_equal(bits, np.broadcast_to(bits[0], bits.shape))
+
+  @parameterized.product(mode=modes.MODES, kind=tuple(FACTORIES))
+  def test_reduces_the_gradients_of_all_shards(self, mode, kind):
+    updates, state = _reduce(mode, kind)(DATA, np.zeros(8))
+
+    total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
+    expected = _like_params(np.broadcast_to(total, DATA.shape))
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+    self.assertEqual(state, optax.EmptyState())
+
+  @parameterized.product(
+      mode=modes.MODES, kind=tuple(FACTORIES), weights=tuple(WEIGHTS)
+  )
+  def test_counts_each_shard_by_its_weight(self, mode, kind, weights):
+    weight = WEIGHTS[weights]
+
+    updates, _ = _reduce(mode, kind, weighted=True)(DATA, weight)
+
+    expected = _expected(kind, weight)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
+
+  @parameterized.product(
+      mode=modes.MODES, kind=tuple(FACTORIES), bad=(NAN, np.inf, -np.inf)
+  )
+  def test_a_shard_without_weight_contributes_nothing(self, mode, kind, bad):
+    weight = [3, 0, 2, -1, 5, NAN, 6, 8]
+    x = DATA.copy()
+    x[[1, 3, 5]] = bad
+
+    updates, _ = _reduce(mode, kind, weighted=True)(x, weight)
+
+    expected = _expected(kind, weight)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
+
+  @parameterized.product(mode=modes.MODES, kind=tuple(FACTORIES))
+  def test_no_weight_at_all_gives_zeros(self, mode, kind):
+    x = np.full_like(DATA, NAN)
+
+    updates, _ = _reduce(mode, kind, weighted=True)(x, np.zeros(8))
+
+    chex.assert_trees_all_equal(
+        updates, _like_params(np.zeros_like(DATA)), strict=True
+    )
+
+  @parameterized.product(mode=modes.MODES, exponent=(-60, -1, 1, 60))
+  def test_the_mean_does_not_depend_on_the_scale_of_weights(
+      self, mode, exponent
+  ):
+    reduce = _reduce(mode, 'mean', weighted=True)
+    x = np.random.default_rng(1).normal(size=DATA.shape).astype(np.float32)
+    weight = np.array(WEIGHTS['some_zero'], np.float32)
+
+    scaled, _ = reduce(x, weight * np.float32(2) ** exponent)
+
+    chex.assert_trees_all_equal(scaled, reduce(x, weight)[0], strict=True)
+
+  @parameterized.product(mode=modes.MODES, weight=(1.0, 0.25, 3.0))
+  def test_equal_weights_give_the_plain_mean(self, mode, weight):
+    weighted, _ = _reduce(mode, 'mean', True)(DATA, np.full(8, weight))
+
+    plain, _ = _reduce(mode, 'mean')(DATA, np.zeros(8))
+    chex.assert_trees_all_close(weighted, plain, rtol=1e-6, strict=True)
+
+  @parameterized.product(
+      mode=modes.MODES, kind=tuple(FACTORIES), weighted=(False, True)
+  )
+  def test_all_shards_get_the_same_bits(self, mode, kind, weighted):
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=DATA.shape).astype(np.float32)
+
+    updates, _ = _reduce(mode, kind, weighted)(x, rng.uniform(0.1, 9, size=8))
+
+    self.assert_same_on_all_shards(updates)
+
+  @parameterized.product(
+      mode=modes.MODES, kind=tuple(FACTORIES), weighted=(False, True)
+  )
+  def test_a_nan_reaches_all_shards(self, mode, kind, weighted):
+    x = DATA.copy()
+    x[3] = NAN
+
+    updates, _ = _reduce(mode, kind, weighted)(x, np.ones(8))
+
+    np.testing.assert_array_equal(updates['w'], np.full_like(DATA, NAN))
+
+  @parameterized.parameters(*FACTORIES)
+  def test_one_shard_is_left_as_it_is(self, kind):
+    tx = FACTORIES[kind](modes.AXIS)
+
+    def shard(params, x):
+      return tx.update(_gradient(params, x), tx.init(params))[0]
+
+    x = np.random.default_rng(1).normal(size=(1, 3, 5)).astype(np.float32)
+    x[0, 0, :2] = -0.0
+
+    for mode in modes.MODES:
+      updates = modes.map_shards(mode, shard, num_shards=1)(PARAMS, x)
+
+      chex.assert_trees_all_equal(updates, _like_params(x), strict=True)
+      np.testing.assert_array_equal(np.signbit(updates['w']), np.signbit(x))
+
+  def test_ignores_extra_arguments_that_are_not_for_it(self):
+    tx = shard_transforms.cross_shard_mean('data')
+
+    def reduce(x):
+      return tx.update(x, tx.init(x), x, value=x, local_step=3)[0]
+
+    updates = jax.vmap(reduce, axis_name='data')(jnp.array([1.0, 5.0]))
+
+    np.testing.assert_array_equal(updates, [3.0, 3.0])
+
+
+class DtypeTest(parameterized.TestCase):
+
+  # The sum of these and of seven ones is lost where each addition is rounded.
+  @parameterized.product(
+      mode=modes.MODES,
+      large=(
+          ('bfloat16', 256),
+          ('float16', 2048),
+          ('float8_e4m3fn', 16),
+          ('float8_e5m2', 8),
+      ),
+      weighted=(False, True),
+  )
+  def test_few_bits_are_summed_in_float32(self, mode, large, weighted):
+    dtype, first = large
+    mean = shard_transforms.cross_shard_mean(modes.AXIS)
+    total = shard_transforms.cross_shard_sum(modes.AXIS)
+
+    def shard(w, x):
+      w = shard_transforms.per_shard(w, modes.AXIS)
+      grads = jax.grad(lambda w: jnp.sum(w * x).astype(jnp.float32))(w)
+      weight = 1 if weighted else None
+      return {
+          'mean': mean.update(grads, mean.init(w), weight=weight)[0],
+          'sum': total.update(grads, total.init(w), weight=weight)[0],
+      }
+
+    w = jnp.ones(5, dtype)
+    x = np.ones((8, 5))
+    x[0] = first
+
+    updates = modes.map_shards(mode, shard)(w, x.astype(w.dtype))
+
+    expected = {'mean': (first + 7) / 8, 'sum': first + 7.0}
+    expected = {
+        kind: np.full((8, 5), value).astype(w.dtype)
+        for kind, value in expected.items()
+    }
+    self.assertNotEqual(expected['sum'][0, 0], first)
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+
+  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  def test_complex_leaves_are_reduced_like_real_ones(self, mode, weighted):
+    x = DATA[:, 0] + 1j * DATA[:, 1]
+    weight = np.array(WEIGHTS['some_zero'] if weighted else np.ones(8))
+    mean = shard_transforms.cross_shard_mean(modes.AXIS)
+
+    def shard(w, own):
+      x, weight = own
+      w = shard_transforms.per_shard(w, modes.AXIS)
+      # The gradient of the real part of a product is the other factor.
+      grads = jax.grad(lambda w: jnp.sum(jnp.real(w * x)))(w)
+      weight = weight if weighted else None
+      return mean.update(grads, mean.init(w), weight=weight)[0]
+
+    updates = modes.map_shards(mode, shard)(
+        jnp.ones(5, jnp.complex64), (x, weight)
+    )
+
+    expected = np.average(x.astype(np.complex128), axis=0, weights=weight)
+    np.testing.assert_allclose(
+        updates, np.tile(expected, (8, 1)).astype('complex64'), rtol=1e-6
+    )
+    self.assertEqual(updates.dtype, jnp.complex64)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_keeps_the_tree(self, mode):
+    mean = shard_transforms.cross_shard_mean(modes.AXIS)
+
+    def shard(_, x):
+      updates = {
+          'none': None,
+          'masked': optax.MaskedNode(),
+          'empty': {},
+          'list': [x, (x[:2], x[0])],
+          'size_zero': x[:0],
+          'matrix': jnp.outer(x, x[:3]),
+      }
+      out, _ = mean.update(updates, mean.init(updates))
+      chex.assert_trees_all_equal_structs(out, updates)
+      chex.assert_trees_all_equal_shapes_and_dtypes(out, updates)
+      return out
+
+    x = DATA[:, 0]
+
+    out = modes.map_shards(mode, shard)(0.0, x)
+
+    m = np.broadcast_to(x.mean(0), x.shape)
+    outer = np.mean([np.outer(row, row[:3]) for row in x], axis=0)
+    expected = {
+        'none': None,
+        'masked': optax.MaskedNode(),
+        'empty': {},
+        'list': [m, (m[:, :2], m[:, 0])],
+        'size_zero': np.zeros((8, 0), np.float32),
+        'matrix': np.broadcast_to(outer, (8, 5, 3)),
+    }
+    chex.assert_trees_all_equal(out, expected, strict=True)
+
+  @parameterized.parameters(*UNTRACKED_MODES)
+  def test_takes_leaves_that_are_no_arrays_of_jax(self, mode):
+    total = shard_transforms.cross_shard_sum(modes.AXIS)
+
+    def shard(_, x):
+      leaves = {'python': 1.5, 'numpy': np.full(3, 2.0, np.float16), 'x': x}
+      return total.update(leaves, total.init(leaves))[0]
+
+    out = modes.map_shards(mode, shard)(0.0, np.arange(8.0, dtype=np.float32))
+
+    expected = {
+        'python': np.full(8, 12, np.float32),
+        'numpy': np.full((8, 3), 16, np.float16),
+        'x': np.full(8, 28, np.float32),
+    }
+    chex.assert_trees_all_equal(out, expected, strict=True)
+
+
+class InvariantTest(parameterized.TestCase):
+  """Gradients that JAX, or an earlier link, has reduced already."""
+
+  @parameterized.product(
+      kind=tuple(FACTORIES), on_invariant=('summed', 'averaged')
+  )
+  def test_takes_a_reduced_gradient_for_what_the_user_says(
+      self, kind, on_invariant
+  ):
+    tx = FACTORIES[kind](modes.AXIS, on_invariant=on_invariant)
+
+    def shard(params, x):
+      # The parameters are replicated: JAX sums their gradient.
+      grads = jax.grad(_loss)(params, x)
+      if on_invariant == 'averaged':
+        grads = jax.tree.map(lambda g: g / 8, grads)
+      return tx.update(grads, tx.init(params))[0]
+
+    updates = modes.map_shards(TRACKED, shard)(PARAMS, DATA)
+
+    total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
+    expected = _like_params(np.broadcast_to(total, DATA.shape))
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+
+  @parameterized.product(
+      kind=tuple(FACTORIES), on_invariant=('summed', 'averaged')
+  )
+  def test_sends_nothing_for_a_reduced_gradient(self, kind, on_invariant):
+    tx = FACTORIES[kind](modes.AXIS, on_invariant=on_invariant)
+
+    def shard(params, _):
+      return tx.update(params, tx.init(params))[0]
+
+    mapped = modes.map_shards(TRACKED, shard)
+    jaxpr = str(jax.make_jaxpr(mapped)(PARAMS, DATA))
+
+    self.assertNotIn('psum', jaxpr)
+
+  @parameterized.product(
+      mode=modes.MODES,
+      kind=tuple(FACTORIES),
+      on_invariant=('summed', 'averaged'),
+  )
+  def test_still_reduces_gradients_that_are_per_shard(
+      self, mode, kind, on_invariant
+  ):
+    tx = FACTORIES[kind](modes.AXIS, on_invariant=on_invariant)
+
+    def shard(params, x):
+      return tx.update(_gradient(params, x), tx.init(params))[0]
+
+    updates = modes.map_shards(mode, shard)(PARAMS, DATA)
+
+    total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
+    expected = _like_params(np.broadcast_to(total, DATA.shape))
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+
+  @parameterized.parameters(*FACTORIES)
+  def test_refuses_a_reduced_gradient_by_default(self, kind):
+    tx = FACTORIES[kind](modes.AXIS)
+
+    def shard(params, x):
+      grads = jax.grad(_loss)(params, x)
+      return tx.update(grads, tx.init(params))[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        f'`updates` of `cross_shard_{kind}` must be per shard over'
+        r" 'data', got \['b'\] \[\], typed invariant: it is already reduced"
+        r".*`shard_transforms.per_shard\(params, 'data'\)`"
+        ".*`on_invariant='summed'` or `'averaged'`",
+    ):
+      jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
+
+  def test_names_the_one_leaf_that_is_reduced(self):
+    tx = shard_transforms.cross_shard_mean(modes.AXIS)
+
+    def shard(_, x):
+      updates = {'own': x, 'shared': [x, lax.pmean(x, modes.AXIS)]}
+      return tx.update(updates, tx.init(updates))[0]
+
+    with self.assertRaisesRegex(ValueError, r"\['shared'\]\[1\] \[3, 5\]"):
+      jax.eval_shape(modes.map_shards(TRACKED, shard), 0.0, DATA)
+
+  @parameterized.product(first=tuple(FACTORIES), second=tuple(FACTORIES))
+  def test_a_chain_that_reduces_twice_raises(self, first, second):
+    tx = optax.chain(
+        FACTORIES[first](modes.AXIS), FACTORIES[second](modes.AXIS)
+    )
+
+    def shard(params, x):
+      return tx.update(_gradient(params, x), tx.init(params))[0]
+
+    with self.assertRaisesRegex(
+        ValueError, f'`cross_shard_{second}`.*it is already reduced'
+    ):
+      jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
+
+  @parameterized.product(
+      kind=tuple(FACTORIES), on_invariant=('error', 'summed', 'averaged')
+  )
+  def test_refuses_a_weight_with_a_reduced_gradient(self, kind, on_invariant):
+    tx = FACTORIES[kind](modes.AXIS, on_invariant=on_invariant)
+
+    def shard(params, x):
+      grads = jax.grad(_loss)(params, x)
+      return tx.update(grads, tx.init(params), weight=x[0, 0])[0]
+
+    with self.assertRaisesRegex(ValueError, 'typed invariant'):
+      jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
+
+  @parameterized.product(
+      kind=tuple(FACTORIES), on_invariant=('error', 'summed', 'averaged')
+  )
+  def test_refuses_groups_with_a_reduced_gradient(self, kind, on_invariant):
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    tx = FACTORIES[kind](modes.AXIS, groups=groups, on_invariant=on_invariant)
+
+    def shard(params, x):
+      grads = jax.grad(_loss)(params, x)
+      return tx.update(grads, tx.init(params))[0]
+
+    with self.assertRaisesRegex(ValueError, 'typed invariant'):
+      jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
+
+  @parameterized.product(
+      kind=tuple(FACTORIES), on_invariant=('error', 'summed', 'averaged')
+  )
+  def test_does_a_delayed_sum(self, kind, on_invariant):
+    tx = FACTORIES[kind](modes.AXIS, on_invariant=on_invariant)
+
+    def shard(params, x):
+      params = jax.tree.map(_delay_sum, params)
+      grads = jax.grad(_loss)(params, x)
+      return tx.update(grads, tx.init(params))[0]
+
+    updates = modes.map_shards(TRACKED, shard)(PARAMS, DATA)
+
+    total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
+    expected = _like_params(np.broadcast_to(total, DATA.shape))
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+
+  @parameterized.parameters(
+      {'groups': None, 'weight': 1.0},
+      {'groups': [[0, 1, 2, 3], [4, 5, 6, 7]], 'weight': None},
+  )
+  def test_refuses_weights_and_groups_with_a_delayed_sum(self, groups, weight):
+    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
+
+    def shard(params, x):
+      grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
+      return tx.update(grads, tx.init(params), weight=weight)[0]
+
+    with self.assertRaisesRegex(
+        ValueError, 'typed unreduced: its sum over the shards is pending'
+    ):
+      jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
+
+  @parameterized.product(
+      factory=tuple(FACTORIES.values()), on_invariant=('mean', None, True)
+  )
+  def test_refuses_an_unknown_choice(self, factory, on_invariant):
+    with self.assertRaisesRegex(
+        ValueError,
+        "`on_invariant` must be 'error', 'summed' or 'averaged', got"
+        f' {on_invariant!r}',
+    ):
+      factory('data', on_invariant=on_invariant)
+
+
+def _delay_sum(param):
+  return lax.pcast(jnp.asarray(param), modes.AXIS, to='reduced')
+
+
+class SeveralAxesTest(parameterized.TestCase):
+  """Shards on a mesh of 2 hosts x 4 cores."""
+
+  def _over_mesh(self, fn, check_vma):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
+    spec = P(('host', 'core'))
+
+    def shard(params, x):
+      return jax.tree.map(lambda leaf: leaf[None], fn(params, x[0]))
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(P(), spec),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    return jax.jit(mapped)
+
+  @parameterized.product(
+      kind=tuple(FACTORIES),
+      check_vma=(True, False),
+      weighted=(False, True),
+      axes=(('host', 'core'), ('core', 'host'), 'core', 'host'),
+  )
+  def test_reduces_over_the_axes_that_it_is_given(
+      self, kind, check_vma, weighted, axes
+  ):
+    tx = FACTORIES[kind](axes)
+    weight = np.array(WEIGHTS['some_zero'], np.float32)
+
+    def shard(params, own):
+      x, weight = own[0, :-1].reshape(3, 5), own[0, -1]
+      grad = shard_transforms.value_and_grad(_loss, ('host', 'core'))
+      weight = weight if weighted else None
+      return tx.update(grad(params, x)[1], tx.init(params), weight=weight)[0]
+
+    own = np.concatenate([DATA.reshape(8, 1, 15), weight[:, None, None]], -1)
+
+    updates = self._over_mesh(shard, check_vma)(PARAMS, own)
+
+    w = (weight if weighted else np.ones(8)).reshape(2, 4, 1, 1)
+    reduced = tuple(i for i, a in enumerate(('host', 'core')) if a in axes)
+    x = DATA.astype(np.float64).reshape(2, 4, 3, 5)
+    total = np.sum(w * x, reduced, keepdims=True)
+    if kind == 'mean':
+      total /= np.sum(w, reduced, keepdims=True)
+    expected = np.broadcast_to(total, x.shape).reshape(8, 3, 5)
+    chex.assert_trees_all_close(
+        updates, _like_params(expected), rtol=1e-6, strict=True
+    )
+
+  @parameterized.parameters(*FACTORIES)
+  def test_works_under_nested_maps(self, kind):
+    tx = FACTORIES[kind](('host', 'core'))
+
+    def shard(x):
+      return tx.update(_gradient_of_both(x), optax.EmptyState())[0]
+
+    mapped = jax.vmap(jax.vmap(shard, axis_name='core'), axis_name='host')
+    x = DATA[:, 0].reshape(2, 4, 5)
+
+    total = x.sum((0, 1)) if kind == 'sum' else x.mean((0, 1))
+    expected = np.broadcast_to(total, x.shape)
+    np.testing.assert_array_equal(mapped(x), expected)
+    parallel = jax.pmap(jax.vmap(shard, axis_name='core'), axis_name='host')
+    np.testing.assert_array_equal(parallel(x), expected)
+
+  @parameterized.product(
+      kind=tuple(FACTORIES), on_invariant=('summed', 'averaged')
+  )
+  def test_takes_each_leaf_in_its_own_state(self, kind, on_invariant):
+    tx = FACTORIES[kind](('host', 'core'), on_invariant=on_invariant)
+    reduce = lax.psum if on_invariant == 'summed' else lax.pmean
+
+    def shard(_, x):
+      x = x.reshape(3, 5)
+      updates = {
+          'neither': x,
+          'host': reduce(x, 'host'),
+          'core': reduce(x, 'core'),
+          'both': reduce(x, ('host', 'core')),
+      }
+      return tx.update(updates, tx.init(updates))[0]
+
+    updates = self._over_mesh(shard, check_vma=True)(0.0, DATA)
+
+    total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
+    for name, update in updates.items():
+      np.testing.assert_array_equal(
+          update, np.broadcast_to(total, DATA.shape), err_msg=name
+      )
+
+  @parameterized.parameters('host', 'core')
+  def test_refuses_a_leaf_that_is_reduced_over_one_of_the_axes(self, axis):
+    tx = shard_transforms.cross_shard_mean(('host', 'core'))
+
+    def shard(_, x):
+      updates = {'own': x, 'half': lax.psum(x, axis)}
+      return tx.update(updates, tx.init(updates))[0]
+
+    with self.assertRaisesRegex(
+        ValueError, rf"per shard over '{axis}', got \['half'\]"
+    ):
+      jax.eval_shape(self._over_mesh(shard, check_vma=True), 0.0, DATA)
+
+
+def _gradient_of_both(x):
+  axes = ('host', 'core')
+  grad = shard_transforms.value_and_grad(lambda w: jnp.sum(w * x), axes)
+  return grad(jnp.ones_like(x))[1]
+
+
+class ShardMeanTest(parameterized.TestCase):
+
+  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  def test_averages_metrics_of_any_dtype(self, mode, weighted):
+    weight = np.array(WEIGHTS['some_zero'], np.float32)
+
+    def shard(params, own):
+      x, weight = own
+      loss, _ = shard_transforms.value_and_grad(_loss, modes.AXIS)(params, x)
+      metrics = {
+          'loss': loss,
+          'hits': jnp.sum(x > 0),
+          'right': x[0] > 0,
+          'half': x[1].astype(jnp.bfloat16),
+          'none': None,
+      }
+      weight = weight if weighted else None
+      return shard_transforms.shard_mean(metrics, modes.AXIS, weight=weight)
+
+    means = modes.map_shards(mode, shard)(PARAMS, (DATA, weight))
+
+    w = weight if weighted else np.ones(8)
+    average = functools.partial(np.average, axis=0, weights=w)
+    loss = DATA.sum((1, 2), dtype=np.float64) + 2 * DATA[:, 0, 0]
+    expected = {
+        'loss': np.float32(average(loss)),
+        'hits': np.float32(average((DATA > 0).sum((1, 2)))),
+        'right': np.float32(average(DATA[:, 0] > 0)),
+        'half': jnp.asarray(average(DATA[:, 1]), jnp.bfloat16),
+        'none': None,
+    }
+    expected = jax.tree.map(
+        lambda x: np.broadcast_to(x, (8, *np.shape(x))), expected
+    )
+    chex.assert_trees_all_close(means, expected, rtol=1e-6, strict=True)
+
+  def test_refuses_a_metric_that_is_the_same_on_all_shards(self):
+    def shard(step, x):
+      return shard_transforms.shard_mean({'x': x, 'step': step}, modes.AXIS)
+
+    with self.assertRaisesRegex(
+        ValueError, r"`updates` of `shard_mean` .*\['step'\] \[\], typed invar"
+    ):
+      jax.eval_shape(modes.map_shards(TRACKED, shard), 1.0, np.ones(8))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_leaves_a_metric_that_is_averaged_as_it_is(self, mode):
+    def shard(step, x):
+      metrics = {'x': x, 'step': step}
+      return shard_transforms.shard_mean(
+          metrics, modes.AXIS, on_invariant='averaged'
+      )
+
+    means = modes.map_shards(mode, shard)(
+        np.float32(7), np.arange(8, dtype=np.float32)
+    )
+
+    expected = {'x': np.full(8, 3.5, 'f'), 'step': np.full(8, 7, 'f')}
+    chex.assert_trees_all_equal(means, expected, strict=True)
+
+  def test_takes_a_summed_metric_for_what_it_is(self):
+    def shard(_, x):
+      total = lax.psum(x, modes.AXIS)
+      return shard_transforms.shard_mean(
+          total, modes.AXIS, on_invariant='summed'
+      )
+
+    means = modes.map_shards(TRACKED, shard)(
+        0.0, np.arange(8, dtype=np.float32)
+    )
+
+    np.testing.assert_array_equal(means, np.full(8, 3.5, np.float32))
+
+  def test_refuses_an_unknown_choice(self):
+    with self.assertRaisesRegex(ValueError, '`on_invariant` must be'):
+      shard_transforms.shard_mean(1.0, 'data', on_invariant='mean')

@@ -1,0 +1,228 @@
+"""A collective that not all shards reach hangs; no transformation has one.
+
+Each case runs in a process of its own, which XLA aborts if a collective is
+stuck. The cases are functions of the mode at the end of this file.
+"""
+
+import itertools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+
+AXIS = modes.AXIS
+SHARDS = 8
+FLAGS = (
+    '--xla_cpu_collective_call_warn_stuck_timeout_seconds=3'
+    ' --xla_cpu_collective_call_terminate_timeout_seconds=6'
+)
+FINISHED = 'finished'
+
+
+def run_in_process(case, mode):
+  source = pathlib.Path(shard_transforms.__file__).parents[1]
+  paths = [str(source), os.environ.get('PYTHONPATH', '')]
+  env = {
+      **os.environ,
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_NUM_CPU_DEVICES': str(SHARDS),
+      'PYTHONPATH': os.pathsep.join(filter(None, paths)),
+      'XLA_FLAGS': FLAGS,
+  }
+  with tempfile.TemporaryDirectory() as folder:
+    return subprocess.run(
+        [sys.executable, __file__, case, mode],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+class DeadlockTest(parameterized.TestCase):
+
+  def test_a_gate_that_shards_decide_alone_hangs(self):
+    done = run_in_process('decide_alone', 'pmap')
+
+    self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
+    self.assertNotIn(FINISHED, done.stdout)
+
+  @parameterized.product(
+      case=(
+          'stale_shards',
+          'stale_towers',
+          'weightless_shards',
+          'broken_shard',
+      ),
+      mode=modes.PARALLEL_MODES,
+  )
+  def test_finishes(self, case, mode):
+    done = run_in_process(case, mode)
+
+    self.assertEqual(done.returncode, 0, done.stderr)
+    self.assertIn(FINISHED, done.stdout)
+
+
+def decide_alone(mode):
+  """Waits for the shards below 4 for ever."""
+
+  def fn(_, x):
+    return lax.cond(x >= 4, lambda x: lax.psum(x, AXIS), lambda x: x, x)
+
+  print(modes.map_shards(mode, fn)(0.0, jnp.arange(8.0)))
+
+
+def subsets():
+  """Returns whether shards are in it, for each non-empty subset of them."""
+  return np.array(list(itertools.product([False, True], repeat=SHARDS)))[1:]
+
+
+def gradients():
+  """Returns different ones for each shard."""
+  return np.arange(1, SHARDS + 1, dtype=np.float32) ** 2
+
+
+def own_gradient(params, x):
+  value_and_grad = shard_transforms.value_and_grad(jnp.multiply, AXIS)
+  return value_and_grad(params, x)[1]
+
+
+def stale_shards(mode):
+  """Drops the updates of each subset of the shards after one of all."""
+  momentum = optax.sgd(1.0, momentum=0.5)
+  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), momentum)
+  tx = shard_transforms.drop_stale(1, inner, axis_name=AXIS)
+
+  def fn(params, own):
+    x, is_stale = own
+    grads = own_gradient(params, x)
+    _, state = tx.update(grads, tx.init(params), params, local_step=0)
+    return tx.update(
+        grads, state, params, local_step=jnp.where(is_stale, -1, 0)
+    )
+
+  x = gradients()
+  mapped = modes.map_shards(mode, fn)
+  for is_stale in subsets():
+    updates, state = jax.device_get(
+        mapped(jnp.zeros(()), (jnp.asarray(x), jnp.asarray(is_stale)))
+    )
+    dropped = is_stale.all()
+    trace = x.mean()
+    if not dropped:
+      trace = 0.5 * trace + x[~is_stale].mean()
+    check(updates, 0 if dropped else -trace)
+    check(optax.tree_utils.tree_get(state, 'trace'), trace)
+    check(state.global_step, 1 if dropped else 2)
+    check(state.stale_count, 1 if dropped else 0)
+    check(state.stale_shard_count, is_stale.sum())
+
+
+def stale_towers(mode):
+  """Drops what each subset of the shards has collected over two towers."""
+  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
+  inner = shard_transforms.drop_stale(1, inner, axis_name=AXIS)
+  tx = shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
+
+  def fn(params, own):
+    x, is_stale = own
+    grads = own_gradient(params, x)
+    state = tx.init(params)
+    # The oldest of a window counts.
+    for local_step in jnp.where(is_stale, -2, 0), 0:
+      updates, state = tx.update(grads, state, params, local_step=local_step)
+    return updates, state.inner_state.stale_shard_count
+
+  x = gradients()
+  mapped = modes.map_shards(mode, fn)
+  for is_stale in subsets():
+    updates, stale_shard_count = jax.device_get(
+        mapped(jnp.zeros(()), (jnp.asarray(x), jnp.asarray(is_stale)))
+    )
+    check(updates, 0 if is_stale.all() else -x[~is_stale].mean())
+    check(stale_shard_count, is_stale.sum())
+
+
+def weightless_shards(mode):
+  """Leaves out each subset of the shards by their weights, over two towers."""
+  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
+  tx = shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
+
+  def fn(params, own):
+    x, weight = own
+    grads = own_gradient(params, x)
+    _, state = tx.update(grads, tx.init(params), params, weight=weight)
+    updates, state = tx.update(3 * grads, state, params, weight=weight)
+    return updates, state.tower
+
+  x = gradients()
+  weights = np.arange(1, SHARDS + 1, dtype=np.float32)
+  # All of these count as no weight.
+  none = np.array([0, -1, np.nan, np.inf] * 2, np.float32)
+  mapped = modes.map_shards(mode, fn)
+  for is_out in subsets():
+    own = (np.where(is_out, np.nan, x), np.where(is_out, none, weights))
+    updates, tower = jax.device_get(
+        mapped(jnp.zeros(()), jax.tree.map(jnp.asarray, own))
+    )
+    total = weights[~is_out].sum()
+    mean = 2 * (weights * x)[~is_out].sum() / total if total else 0
+    check(updates, -mean)
+    check(tower, 0)
+
+
+def broken_shard(mode):
+  """Passes on the NaN of each of the shards through all gates."""
+  adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), adam)
+  inner = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
+  tx = shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
+
+  def fn(params, x):
+    grads = own_gradient(params, x)
+    state = tx.init(params)
+    for _ in range(2):
+      updates, state = tx.update(grads, state, params, local_step=0, weight=1)
+    return updates, state.inner_state.global_step
+
+  mapped = modes.map_shards(mode, fn)
+  for broken in range(SHARDS):
+    x = gradients()
+    x[broken] = np.nan
+    updates, global_step = jax.device_get(mapped(jnp.zeros(()), jnp.asarray(x)))
+    check(updates, np.nan)
+    check(global_step, 1)
+
+
+def check(actual, expected):
+  np.testing.assert_allclose(actual, [expected] * SHARDS, rtol=1e-6)
+
+
+CASES = {
+    fn.__name__: fn
+    for fn in (
+        decide_alone,
+        stale_shards,
+        stale_towers,
+        weightless_shards,
+        broken_shard,
+    )
+}
+
+if __name__ == '__main__':
+  CASES[sys.argv[1]](sys.argv[2])
+  print(FINISHED)

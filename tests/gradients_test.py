@@ -1,0 +1,266 @@
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+import modes
+import shard_transforms
+
+UNTRACKED_MODES = tuple(mode for mode in modes.MODES if mode != 'shard_map')
+
+X = np.random.default_rng(0).normal(size=(8, 3, 5)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
+PARAMS = {
+    'w': np.random.default_rng(2).normal(size=5).astype(np.float32),
+    'b': np.float32(0.5),
+}
+
+
+def _loss(params, x, y):
+  return jnp.mean((x @ params['w'] + params['b'] - y) ** 2)
+
+
+def _own_results(fn):
+  """Returns the results of `fn` for the data of each shard by itself."""
+  results = [fn(x, y) for x, y in zip(X, Y, strict=True)]
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
+
+
+class ValueAndGradTest(parameterized.TestCase):
+
+  def assert_close(self, actual, expected):
+    chex.assert_trees_all_close(
+        actual, expected, rtol=1e-5, atol=1e-6, strict=True
+    )
+
+  @parameterized.parameters(*modes.MODES)
+  def test_is_that_of_the_loss_of_each_shard(self, mode):
+    def shard(params, own):
+      return shard_transforms.value_and_grad(_loss, modes.AXIS)(params, *own)
+
+    results = modes.map_shards(mode, shard)(PARAMS, (X, Y))
+
+    alone = jax.jit(jax.value_and_grad(_loss))
+    self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_differentiates_the_chosen_arguments(self, mode):
+    choices = 0, 1, -1, (0,), (0, 2), (2, 0), (-3, 1), [1]
+    params = PARAMS['w'], np.float32(2), PARAMS['b']
+
+    def grads_of(grad, x, y):
+      def loss(w, scale, b):
+        return jnp.sum((scale * x @ w + b - y) ** 2)
+
+      return [grad(loss, argnums)(*params) for argnums in choices]
+
+    def shard(_, own):
+      def grad(loss, argnums):
+        return shard_transforms.value_and_grad(loss, modes.AXIS, argnums)
+
+      return grads_of(grad, *own)
+
+    results = modes.map_shards(mode, shard)(0.0, (X, Y))
+
+    alone = jax.jit(lambda x, y: grads_of(jax.value_and_grad, x, y))
+    self.assert_close(results, _own_results(alone))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_keeps_what_comes_with_the_loss(self, mode):
+    def loss(params, x, y):
+      aux = {'hits': jnp.sum(x > y[:, None]), 'logits': x @ params['w']}
+      return _loss(params, x, y), aux
+
+    def shard(params, own):
+      grad = shard_transforms.value_and_grad(loss, modes.AXIS, has_aux=True)
+      return grad(params, *own)
+
+    (value, aux), grads = modes.map_shards(mode, shard)(PARAMS, (X, Y))
+
+    alone = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    expected = _own_results(lambda x, y: alone(PARAMS, x, y))
+    self.assert_close(((value, aux), grads), expected)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_passes_keyword_arguments(self, mode):
+    def loss(params, *, x, y):
+      return _loss(params, x, y)
+
+    def shard(params, own):
+      x, y = own
+      return shard_transforms.value_and_grad(loss, modes.AXIS)(params, x=x, y=y)
+
+    results = modes.map_shards(mode, shard)(PARAMS, (X, Y))
+
+    alone = jax.jit(jax.value_and_grad(_loss))
+    self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_integers_have_float0_gradients_if_allowed(self, mode):
+    def loss(params, x, y):
+      return _loss(params, x, y) + params['steps']
+
+    def shard(params, own):
+      grad = shard_transforms.value_and_grad(loss, modes.AXIS, allow_int=True)
+      _, grads = grad(params, *own)
+      self.assertEqual(grads['steps'].dtype, jax.dtypes.float0)
+      return {'w': grads['w'], 'b': grads['b']}
+
+    params = PARAMS | {'steps': jnp.array([3])[0]}
+
+    grads = modes.map_shards(mode, shard)(params, (X, Y))
+
+    alone = jax.jit(jax.grad(_loss))
+    self.assert_close(grads, _own_results(lambda x, y: alone(PARAMS, x, y)))
+
+  def test_refuses_integers_otherwise(self):
+    step = shard_transforms.value_and_grad(lambda n: 2.0 * n, 'data')
+
+    with self.assertRaisesRegex(TypeError, 'real- or complex-valued inputs'):
+      jax.vmap(step, axis_name='data')(jnp.arange(3))
+
+  @parameterized.parameters({'argnums': 1}, {'argnums': (0, 1)})
+  def test_says_which_argument_is_missing(self, argnums):
+    step = shard_transforms.value_and_grad(jnp.sin, 'data', argnums)
+
+    with self.assertRaisesRegex(
+        TypeError, 'requires at least 2 positional arguments'
+    ):
+      jax.vmap(step, axis_name='data')(jnp.ones(3))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_holomorphic_functions_have_complex_gradients(self, mode):
+    def shard(w, x):
+      grad = shard_transforms.value_and_grad(
+          lambda w: jnp.sum(w**2 * x), modes.AXIS, holomorphic=True
+      )
+      return grad(w)
+
+    w = np.array([1 + 2j, 3 - 1j, 2j], np.complex64)
+    x = (X[..., 0] + 1j * X[..., 1]).astype(np.complex64)
+
+    value, grads = modes.map_shards(mode, shard)(w, x)
+
+    self.assert_close(value, np.sum(w**2 * x, axis=1))
+    self.assert_close(grads, 2 * w * x)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_works_inside_a_scan(self, mode):
+    def shard(params, own):
+      grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+      shape = jax.tree.map(jnp.zeros_like, params)
+
+      def add(total, example):
+        x, y = example
+        _, grads = grad(params, x[None], y[None])
+        return jax.tree.map(jnp.add, total, grads), None
+
+      start = shard_transforms.per_shard(shape, modes.AXIS)
+      total, _ = lax.scan(add, start, own)
+      return total
+
+    totals = modes.map_shards(mode, shard)(PARAMS, (X, Y))
+
+    alone = jax.jit(jax.grad(lambda *args: 3 * _loss(*args)))
+    self.assert_close(totals, _own_results(lambda x, y: alone(PARAMS, x, y)))
+
+  @parameterized.parameters(True, False)
+  def test_is_per_shard_over_each_of_several_axes(self, check_vma):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
+    grad = shard_transforms.value_and_grad(_loss, ['host', 'core'])
+
+    def shard(params, x, y):
+      return jax.tree.map(lambda leaf: leaf[None], grad(params, x[0], y[0]))
+
+    specs = P(('host', 'core'))
+    mapped = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(P(), specs, specs),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+
+    results = jax.jit(mapped)(PARAMS, X, Y)
+
+    alone = jax.jit(jax.value_and_grad(_loss))
+    self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
+
+  def test_takes_the_name_of_the_loss(self):
+    step = shard_transforms.value_and_grad(_loss, 'data')
+
+    self.assertEqual(step.__name__, '_loss')
+
+
+class ReducedLossTest(parameterized.TestCase):
+
+  @parameterized.product(
+      reduce=(lax.psum, lax.pmean, lax.pmax), has_aux=(False, True)
+  )
+  def test_refuses_a_loss_that_is_the_same_on_all_shards(self, reduce, has_aux):
+    def loss(params, x, y):
+      own = _loss(params, x, y)
+      reduced = reduce(lax.stop_gradient(own), modes.AXIS)
+      return (reduced, own) if has_aux else reduced
+
+    def shard(params, own):
+      grad = shard_transforms.value_and_grad(loss, modes.AXIS, has_aux=has_aux)
+      return grad(params, *own)[1]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        "The loss of `value_and_grad` must be per shard over 'data', got one"
+        ' that is the same on all shards.*`shard_transforms.shard_mean`',
+    ):
+      jax.eval_shape(modes.map_shards('shard_map', shard), PARAMS, (X, Y))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_takes_a_reduced_metric_beside_the_loss(self, mode):
+    def loss(params, x, y):
+      own = _loss(params, x, y)
+      return own, lax.pmean(own, modes.AXIS)
+
+    def shard(params, own):
+      grad = shard_transforms.value_and_grad(loss, modes.AXIS, has_aux=True)
+      return grad(params, *own)
+
+    (value, mean), _ = modes.map_shards(mode, shard)(PARAMS, (X, Y))
+
+    np.testing.assert_allclose(mean, np.full(8, np.mean(value)), rtol=1e-6)
+
+  @parameterized.parameters('host', 'core')
+  def test_names_the_axis_over_which_the_loss_is_reduced(self, axis):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
+    grad = shard_transforms.value_and_grad(
+        lambda w, x: lax.psum(jnp.sum(w * x), axis), ('host', 'core')
+    )
+    mapped = jax.shard_map(
+        lambda w, x: grad(w, x)[1][None],
+        mesh=mesh,
+        in_specs=(P(), P(('host', 'core'))),
+        out_specs=P(('host', 'core')),
+    )
+
+    with self.assertRaisesRegex(ValueError, f"per shard over '{axis}', got"):
+      jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
+
+  @parameterized.parameters(*UNTRACKED_MODES)
+  def test_cannot_see_a_reduced_loss_where_types_are_not_tracked(self, mode):
+    def shard(w, x):
+      def loss(w):
+        return lax.psum(w * x, modes.AXIS)
+
+      return shard_transforms.value_and_grad(loss, modes.AXIS)(w)
+
+    x = np.arange(8, dtype=np.float32)
+
+    value, grads = modes.map_shards(mode, shard)(np.float32(1), x)
+
+    np.testing.assert_array_equal(value, np.full(8, 28.0))
+    # 8 times too large, as the docstring says.
+    np.testing.assert_array_equal(grads, 8 * x)

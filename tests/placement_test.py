@@ -1,0 +1,478 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import shard_transforms
+
+KINDS = (AxisType.Auto, AxisType.Explicit)
+PARAMS = {
+    'w': np.arange(24, dtype=np.float32).reshape(3, 8),
+    'h': np.ones(4, jnp.bfloat16),
+    'b': np.float32(1),
+}
+# Over 4 shards of the axis `model`.
+MODEL_SPECS = {'w': P(None, 'model'), 'h': P('model'), 'b': P()}
+GROUPS = [[0, 5, 2], [1, 3], [7, 4, 6]]
+
+
+def _mesh(kind, shape=(8,)):
+  return jax.make_mesh(
+      shape, ('data', 'model')[: len(shape)], (kind,) * len(shape)
+  )
+
+
+def _momentum(**options):
+  return optax.chain(
+      shard_transforms.cross_shard_mean('data', **options), optax.trace(0.5)
+  )
+
+
+def _is_spec(node):
+  return isinstance(node, P)
+
+
+class StateSpecsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*KINDS)
+  def test_state_that_is_the_same_on_all_shards_is_replicated(self, kind):
+    inner = shard_transforms.drop_stale(2, optax.adam(0.1), axis_name='data')
+    tx = optax.chain(inner, optax.adafactor(min_dim_size_to_factor=2))
+
+    for shape in (8,), (2, 4):
+      specs = shard_transforms.state_specs(tx, PARAMS, _mesh(kind, shape))
+
+      expected = jax.tree.map(lambda _: P(), tx.init(PARAMS))
+      self.assertEqual(specs, expected)
+
+  @parameterized.parameters(*KINDS)
+  def test_what_is_kept_per_shard_is_sharded_over_its_axis(self, kind):
+    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
+
+    for shape in (8,), (2, 4):
+      specs = shard_transforms.state_specs(tx, PARAMS, _mesh(kind, shape))
+
+      expected = shard_transforms.TowerReduceState(
+          tower=P(),
+          total=dict.fromkeys(PARAMS, P('data')),
+          total_weight=P('data'),
+          oldest_local_step=P('data'),
+          inner_state=jax.tree.map(lambda _: P(), _momentum().init(PARAMS)),
+      )
+      self.assertEqual(specs, expected)
+
+  def test_what_varies_over_two_axes_is_sharded_over_both(self):
+    tx = shard_transforms.tower_reduce(2, axis_name=('model', 'data'))
+
+    specs = shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
+
+    both = P(('data', 'model'))
+    self.assertEqual(specs.total, dict.fromkeys(PARAMS, both))
+    self.assertEqual(specs.total_weight, both)
+
+  @parameterized.parameters(*KINDS)
+  def test_what_is_like_a_parameter_is_sharded_like_it(self, kind):
+    mask = {'w': True, 'h': False, 'b': True}
+    tx = optax.chain(
+        shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data'),
+        optax.masked(optax.trace(0.9), mask),
+        shard_transforms.tower_reduce(3, optax.sgd(0.1)),
+    )
+
+    specs = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(kind, (2, 4)), in_specs=MODEL_SPECS
+    )
+
+    per_shard = {'w': P('data', None, 'model'), 'h': P('data', 'model')}
+    self.assertEqual(specs[0].total, per_shard | {'b': P('data')})
+    self.assertEqual(specs[0].oldest_local_step, P('data'))
+    adam = specs[0].inner_state[0]
+    self.assertEqual((adam.mu, adam.nu), (MODEL_SPECS, MODEL_SPECS))
+    self.assertEqual(adam.count, P())
+    self.assertEqual(
+        specs[1].inner_state.trace, MODEL_SPECS | {'h': optax.MaskedNode()}
+    )
+    self.assertEqual(specs[2].total, MODEL_SPECS)
+    self.assertEqual(specs[2].total_weight, P())
+
+  def test_one_spec_stands_for_all_parameters_below(self):
+    params = {'layer': [jnp.ones((3, 8)), jnp.ones((5, 4))], 'b': jnp.ones(4)}
+    in_specs = {'layer': P(None, 'model'), 'b': P()}
+
+    specs = shard_transforms.state_specs(
+        optax.trace(0.9), params, _mesh(KINDS[0], (2, 4)), in_specs=in_specs
+    )
+
+    sharded = P(None, 'model')
+    self.assertEqual(specs.trace, {'layer': [sharded, sharded], 'b': P()})
+
+  @parameterized.parameters(
+      {'in_specs': P(), 'lead': ('data', 'model'), 'own': (P(), P(), P())},
+      {
+          'in_specs': MODEL_SPECS,
+          'lead': 'data',
+          'own': (P(None, 'model'), P('model'), P()),
+      },
+  )
+  def test_per_shard_puts_all_free_axes_in_front_of_every_leaf(
+      self, in_specs, lead, own
+  ):
+    specs = shard_transforms.state_specs(
+        optax.adam(0.1),
+        PARAMS,
+        _mesh(KINDS[0], (2, 4)),
+        in_specs=in_specs,
+        per_shard=True,
+    )
+
+    expected = {
+        name: P(lead, *spec) for name, spec in zip('whb', own, strict=True)
+    }
+    self.assertEqual(specs[0].mu, expected)
+    self.assertEqual(specs[0].count, P(lead))
+
+  def test_an_axis_in_front_is_not_named_again(self):
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
+
+    one = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(KINDS[0]), per_shard=True
+    )
+    two = shard_transforms.state_specs(
+        tx,
+        PARAMS,
+        _mesh(KINDS[0], (2, 4)),
+        in_specs=MODEL_SPECS,
+        per_shard=True,
+    )
+
+    self.assertEqual(one.total_weight, P('data', None))
+    self.assertEqual(one.total['w'], P('data', None))
+    self.assertEqual(one.inner_state[0].mu['w'], P('data'))
+    self.assertEqual(two.total['w'], P('data', None, None, 'model'))
+
+  def test_computes_nothing(self):
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
+    abstract = jax.eval_shape(lambda: PARAMS)
+    mesh = _mesh(KINDS[0])
+
+    specs = shard_transforms.state_specs(tx, abstract, mesh)
+
+    expected = shard_transforms.state_specs(tx, PARAMS, mesh)
+    self.assertEqual(specs, expected)
+
+  def test_names_an_axis_that_the_mesh_lacks(self):
+    tx = shard_transforms.tower_reduce(2, axis_name='batch')
+
+    with self.assertRaisesRegex(
+        NameError,
+        r"`tower_reduce` needs the mapped axis 'batch'.*\('data', 'model'\)",
+    ):
+      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
+
+  def test_refuses_a_leaf_that_differs_without_a_leading_axis(self):
+    tx = optax.GradientTransformation(
+        lambda _: {'seed': [lax.axis_index('data')]}, optax.identity().update
+    )
+
+    with self.assertRaisesRegex(
+        ValueError,
+        'Each leaf of the state that differs between shards must have a leading'
+        r' dimension of length 1, .*, got the shape \(\) at'
+        r" \['seed'\]\[0\], which varies over \['data'\]",
+    ):
+      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0]))
+
+  def test_names_a_state_of_one_leaf_the_root(self):
+    tx = optax.GradientTransformation(
+        lambda _: lax.axis_index('data'), optax.identity().update
+    )
+
+    with self.assertRaisesRegex(ValueError, 'at the root, which varies over'):
+      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0]))
+
+  def test_refuses_factors_of_sharded_parameters(self):
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
+
+    with self.assertRaisesRegex(
+        ValueError, r"v_row\['w'\], which varies over \['model'\]"
+    ):
+      shard_transforms.state_specs(
+          tx, PARAMS, _mesh(KINDS[0], (2, 4)), in_specs=MODEL_SPECS
+      )
+
+  @parameterized.parameters('state_specs', 'init_state')
+  def test_refuses_per_shard_where_no_axis_is_free(self, name):
+    with self.assertRaisesRegex(
+        ValueError,
+        '`per_shard` must be False where `in_specs` uses all axes of the mesh',
+    ):
+      getattr(shard_transforms, name)(
+          optax.trace(0.9),
+          {'w': jnp.ones(8)},
+          _mesh(KINDS[0], (2, 4)),
+          in_specs=P(('data', 'model')),
+          per_shard=True,
+      )
+
+
+class InitStateTest(parameterized.TestCase):
+
+  def assert_placed(self, state, specs, mesh):
+    def check(leaf, spec):
+      # Where there are no elements, there is nothing to shard.
+      sharding = jax.NamedSharding(mesh, spec)
+      self.assertTrue(
+          leaf.sharding.is_equivalent_to(sharding, leaf.ndim),
+          f'{leaf.sharding} is not {sharding}',
+      )
+
+    jax.tree.map(check, state, specs)
+
+  @parameterized.product(kind=KINDS, shape=((8,), (2, 4)))
+  def test_makes_global_state_with_an_axis_of_shards(self, kind, shape):
+    mesh = _mesh(kind, shape)
+    inner = optax.adam(0.1)
+    tx = shard_transforms.tower_reduce(2, inner, axis_name='data')
+
+    state = shard_transforms.init_state(tx, PARAMS, mesh)
+
+    n = shape[0]
+    total = {
+        'w': np.zeros((n, 3, 8), np.float32),
+        'h': np.zeros((n, 4), np.float32),
+        'b': np.zeros(n, np.float32),
+    }
+    expected = shard_transforms.TowerReduceState(
+        tower=np.int32(0),
+        total=total,
+        total_weight=np.zeros(n, np.float32),
+        oldest_local_step=np.full(n, np.iinfo(np.int32).max, np.int32),
+        inner_state=jax.device_get(inner.init(PARAMS)),
+    )
+    chex.assert_trees_all_equal(jax.device_get(state), expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, expected)
+    specs = shard_transforms.state_specs(tx, PARAMS, mesh)
+    self.assert_placed(state, specs, mesh)
+
+  @parameterized.parameters(*KINDS)
+  def test_shards_state_like_the_parameters(self, kind):
+    mesh = _mesh(kind, (2, 4))
+    tx = shard_transforms.tower_reduce(2, optax.ema(0.9), axis_name='data')
+    # A state that starts as the parameters tells which part lies where.
+    copy = optax.GradientTransformation(
+        lambda params: optax.TraceState(jax.tree.map(jnp.copy, params)),
+        optax.trace(0.9).update,
+    )
+    tx = optax.chain(tx, copy)
+
+    state = shard_transforms.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+
+    chex.assert_trees_all_equal(state[1].trace, PARAMS, strict=True)
+    chex.assert_shape(state[0].total['w'], (2, 3, 8))
+    chex.assert_shape(state[0].total['h'], (2, 4))
+    specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    self.assert_placed(state, specs, mesh)
+
+  @parameterized.product(
+      kind=KINDS,
+      options=(
+          {},
+          {'in_specs': MODEL_SPECS},
+          {'per_shard': True},
+          {'in_specs': MODEL_SPECS, 'per_shard': True},
+      ),
+  )
+  def test_abstract_parameters_give_abstract_state(self, kind, options):
+    mesh = _mesh(kind, (2, 4))
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
+    make = functools.partial(
+        shard_transforms.init_state, tx, mesh=mesh, **options
+    )
+
+    abstract = make(params=jax.eval_shape(lambda: PARAMS))
+
+    concrete = make(params=PARAMS)
+    chex.assert_trees_all_equal_structs(abstract, concrete)
+    for leaf, like in zip(
+        jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True
+    ):
+      self.assertIsInstance(leaf, jax.ShapeDtypeStruct)
+      self.assertEqual((leaf.shape, leaf.dtype), (like.shape, like.dtype))
+      self.assertTrue(leaf.sharding.is_equivalent_to(like.sharding, like.ndim))
+
+  @parameterized.parameters(
+      {'options': {'in_specs': P()}, 'lead': (8,)},
+      {'options': {'in_specs': MODEL_SPECS}, 'lead': (2,)},
+  )
+  def test_per_shard_gives_every_leaf_an_axis_of_shards(self, options, lead):
+    tx = optax.adam(0.1)
+
+    state = shard_transforms.init_state(
+        tx, PARAMS, _mesh(KINDS[0], (2, 4)), per_shard=True, **options
+    )
+
+    expected = jax.tree.map(
+        lambda x: np.broadcast_to(x, lead + x.shape), tx.init(PARAMS)
+    )
+    chex.assert_trees_all_equal(state, expected, strict=True)
+
+  def test_leaves_the_parameters_as_they_are(self):
+    mesh = _mesh(KINDS[0])
+    params = jax.device_put({'w': jnp.ones(5)}, jax.NamedSharding(mesh, P()))
+
+    state = shard_transforms.init_state(optax.trace(0.9), params, mesh)
+    params['w'].delete()
+
+    np.testing.assert_array_equal(state.trace['w'], np.zeros(5))
+
+  def test_pmap_needs_neither(self):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9), axis_name='data')
+    replicated = jnp.ones((8, 5))
+
+    state = jax.pmap(tx.init, axis_name='data')(replicated)
+
+    self.assertEqual(state.tower.shape, (8,))
+    self.assertEqual(state.total.shape, (8, 1, 5))
+    self.assertEqual(state.inner_state.trace.shape, (8, 5))
+
+
+# [calls, shards, features]
+DATA = np.random.default_rng(0).integers(-99, 99, (4, 8, 8)).astype(np.float32)
+
+
+def _loss(w, x):
+  return jnp.sum(w * x)
+
+
+class TrainingTest(parameterized.TestCase):
+
+  @parameterized.product(kind=KINDS, check_vma=(True, False))
+  def test_trains_with_state_that_is_kept_per_shard(self, kind, check_vma):
+    mesh = _mesh(kind)
+    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
+    w = np.zeros(8, np.float32)
+    specs = shard_transforms.state_specs(tx, w, mesh)
+
+    def step(w, state, x):
+      _, grads = shard_transforms.value_and_grad(_loss, 'data')(w, x[0])
+      updates, state = tx.update(grads, state, w)
+      return w - updates, state
+
+    step = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), specs, P('data')),
+        out_specs=(P(), specs),
+        check_vma=check_vma,
+    )
+    step = jax.jit(step, donate_argnums=(0, 1))
+
+    w = jax.device_put(w, jax.NamedSharding(mesh, P()))
+    state = start = shard_transforms.init_state(tx, w, mesh)
+    places = jax.tree.map(lambda leaf: leaf.sharding, start)
+    for x in DATA:
+      x = jax.device_put(x, jax.NamedSharding(mesh, P('data')))
+      w, state = step(w, state, x)
+
+    first, second = DATA.mean(1).reshape(2, 2, 8).mean(1)
+    np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
+    self.assertEqual(state.total.shape, (8, 8))
+    jax.tree.map(
+        lambda leaf, place: self.assertTrue(
+            leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        ),
+        state,
+        places,
+    )
+
+  @parameterized.product(kind=KINDS, check_vma=(True, False))
+  def test_trains_parameters_that_are_sharded(self, kind, check_vma):
+    mesh = _mesh(kind, (2, 4))
+    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
+    make = functools.partial(
+        shard_transforms.init_state, tx, mesh=mesh, in_specs=P('model')
+    )
+    w = jax.device_put(
+        np.zeros(8, np.float32), jax.NamedSharding(mesh, P('model'))
+    )
+    specs = shard_transforms.state_specs(tx, w, mesh, in_specs=P('model'))
+
+    def step(w, state, x):
+      self.assertEqual(w.shape, (2,))
+      _, grads = shard_transforms.value_and_grad(_loss, 'data')(w, x[0])
+      updates, state = tx.update(grads, state, w)
+      return w - updates, state
+
+    data_specs = P('data', 'model')
+    step = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P('model'), specs, data_specs),
+        out_specs=(P('model'), specs),
+        check_vma=check_vma,
+    )
+    step = jax.jit(step)
+
+    state = make(params=w)
+    for x in DATA[:, :2]:
+      x = jax.device_put(x, jax.NamedSharding(mesh, data_specs))
+      w, state = step(w, state, x)
+
+    first, second = DATA[:, :2].mean(1).reshape(2, 2, 8).mean(1)
+    np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
+    self.assertEqual(state.total.shape, (2, 8))
+
+  @parameterized.product(
+      kind=KINDS,
+      check_vma=(True, False),
+      wrap=(
+          lambda tx: tx,
+          lambda tx: shard_transforms.tower_reduce(2, tx, axis_name='data'),
+          lambda tx: shard_transforms.drop_stale(9, tx, axis_name='data'),
+      ),
+  )
+  def test_trains_each_group_by_itself(self, kind, check_vma, wrap):
+    mesh = _mesh(kind)
+    tx = wrap(_momentum(groups=GROUPS))
+    w = np.zeros(8, np.float32)
+
+    def step(own, x):
+      w, state = jax.tree.map(lambda leaf: leaf[0], own)
+      _, grads = shard_transforms.value_and_grad(_loss, 'data')(w, x[0])
+      updates, state = tx.update(grads, state, w, local_step=jnp.int32(0))
+      return jax.tree.map(lambda leaf: leaf[None], (w - updates, state))
+
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P('data'), P('data')),
+            out_specs=P('data'),
+            check_vma=check_vma,
+        )
+    )
+
+    place = jax.NamedSharding(mesh, P('data'))
+    state = shard_transforms.init_state(tx, w, mesh, per_shard=True)
+    own = jax.device_put(np.zeros((8, 8), np.float32), place), state
+    for x in DATA:
+      own = step(own, jax.device_put(x, place))
+
+    # The gradient of a group is the mean of its data.
+    means = np.zeros_like(DATA)
+    for group in GROUPS:
+      means[:, group] = DATA[:, group].mean(1, keepdims=True)
+    if isinstance(state, shard_transforms.TowerReduceState):
+      means = means.reshape(2, 2, 8, 8).mean(1)
+    expected, momentum = np.zeros((8, 8)), np.zeros((8, 8))
+    for mean in means.astype(np.float64):
+      momentum = mean + 0.5 * momentum
+      expected -= momentum
+    np.testing.assert_allclose(own[0], expected, rtol=1e-5)

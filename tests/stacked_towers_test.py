@@ -1,0 +1,311 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+
+NUM_TOWERS = 3
+
+# [shards, towers, features]
+DATA = np.random.default_rng(0).integers(-99, 99, (8, 3, 5)).astype(np.float32)
+WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 3)).astype(np.float32)
+
+
+def _loss(params, x):
+  return jnp.sum(params['w'] * x) + jnp.sum(params['m'] * x[:4, None])
+
+
+def _like_params(w):
+  """Returns the expectation for both parameters, given that of `w`."""
+  w = np.asarray(w, np.float32)
+  return {'w': w, 'm': np.broadcast_to(w[:, :4, None], (8, 4, 2))}
+
+
+@functools.cache
+def _reduce(mode, reduction='mean', weighted=False):
+  """Maps the reduction of the gradients of 3 towers of each shard."""
+  tx = shard_transforms.reduce_towers(
+      NUM_TOWERS,
+      shard_transforms.cross_shard_mean(modes.AXIS),
+      reduction=reduction,
+  )
+
+  def shard(params, own):
+    data, weight = own
+    grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+    _, grads = jax.vmap(grad, in_axes=(None, 0))(params, data)
+    weight = weight if weighted else None
+    return tx.update(grads, tx.init(params), params, weight=weight)[0]
+
+  mapped = modes.map_shards(mode, shard)
+  params = {'w': np.ones(5, np.float32), 'm': np.ones((4, 2), np.float32)}
+  return lambda data, weights: mapped(params, (data, weights))
+
+
+def _expected(data, weights, reduction):
+  """Returns what all shards get, in float64."""
+  kept = np.where(weights[..., None] > 0, data.astype(np.float64), 0)
+  total = np.einsum('st,stf->f', weights, kept)
+  counted = weights.any(1).sum() if reduction == 'sum' else weights.sum()
+  mean = total / counted if counted else np.zeros(5)
+  return _like_params(np.broadcast_to(mean, (8, 5)))
+
+
+class ReduceTowersTest(parameterized.TestCase):
+
+  def assert_reduces(self, mode, reduction, data, weights):
+    updates = _reduce(mode, reduction, weighted=True)(data, weights)
+
+    expected = _expected(data, weights, reduction)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
+
+  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  def test_reduces_all_towers_of_all_shards(self, mode, reduction):
+    updates = _reduce(mode, reduction)(DATA, WEIGHTS)
+
+    expected = _expected(DATA, np.ones((8, 3)), reduction)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
+
+  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  def test_counts_towers_by_their_weights(self, mode, reduction):
+    self.assert_reduces(mode, reduction, DATA, WEIGHTS)
+
+  @parameterized.product(
+      mode=modes.MODES, reduction=('mean', 'sum'), bad=(np.nan, np.inf)
+  )
+  def test_a_tower_without_weight_contributes_nothing(
+      self, mode, reduction, bad
+  ):
+    weights, data = WEIGHTS.copy(), DATA.copy()
+    without = ([0, 0, 3, 4, 4, 4, 7], [0, 2, 1, 0, 1, 2, 2])
+    weights[without] = 0
+    data[without] = bad
+
+    self.assert_reduces(mode, reduction, data, weights)
+
+  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  def test_no_weight_at_all_gives_zeros(self, mode, reduction):
+    data = np.full_like(DATA, np.nan)
+
+    updates = _reduce(mode, reduction, True)(data, np.zeros_like(WEIGHTS))
+
+    expected = _like_params(np.zeros((8, 5)))
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+
+  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  def test_is_a_link_of_a_chain_without_inner(self, mode, reduction):
+    tx = optax.chain(
+        shard_transforms.reduce_towers(NUM_TOWERS, reduction=reduction),
+        shard_transforms.cross_shard_mean(modes.AXIS),
+        optax.scale(-1.0),
+    )
+
+    def shard(params, data):
+      grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+      _, grads = jax.vmap(grad, in_axes=(None, 0))(params, data)
+      return tx.update(grads, tx.init(params), params)[0]
+
+    params = {'w': np.ones(5, np.float32), 'm': np.ones((4, 2), np.float32)}
+
+    updates = modes.map_shards(mode, shard)(params, DATA)
+
+    expected = _expected(DATA, np.ones((8, 3)), reduction)
+    expected = jax.tree.map(np.negative, expected)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
+
+  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  def test_hands_on_weight_step_and_other_arguments(self, mode, reduction):
+    tx = shard_transforms.reduce_towers(
+        NUM_TOWERS, _recorder(), reduction=reduction
+    )
+    weights = WEIGHTS.copy()
+    weights[3] = 0
+    steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
+
+    def shard(_, own):
+      data, weight, local_step = own
+      extra = {'weight': weight, 'local_step': local_step, 'value': data[0, 1]}
+      return tx.update(data, tx.init(data[0]), **extra)[1]
+
+    recorded = modes.map_shards(mode, shard)(0.0, (DATA, weights, steps))
+
+    total = weights.sum(1)
+    expected = {
+        'weight': np.sign(total) if reduction == 'sum' else total,
+        'local_step': steps.min(1),
+        'value': DATA[:, 0, 1],
+    }
+    chex.assert_trees_all_equal(recorded, expected, strict=True)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_one_tower_is_taken_as_it_is(self, mode):
+    tx = shard_transforms.reduce_towers(1, optax.identity())
+
+    def shard(_, x):
+      return tx.update(x, tx.init(x[0]))[0]
+
+    x = DATA[:, :1].copy()
+    x[:, :, 0] = -0.0
+
+    updates = modes.map_shards(mode, shard)(0.0, x)
+
+    np.testing.assert_array_equal(updates, x[:, 0], strict=True)
+    np.testing.assert_array_equal(np.signbit(updates), np.signbit(x[:, 0]))
+
+  def test_one_local_step_stands_for_all_towers(self):
+    tx = shard_transforms.reduce_towers(2, _recorder())
+
+    _, recorded = tx.update(jnp.ones((2, 3)), tx.init(None), local_step=7)
+
+    self.assertEqual(recorded['local_step'], 7)
+
+  def test_the_state_is_that_of_inner_for_the_parameters(self):
+    inner = optax.adam(0.1)
+    tx = shard_transforms.reduce_towers(2, inner)
+    params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(())}
+    towers = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), params)
+
+    updates, state = tx.update(towers, tx.init(params), params)
+
+    twice = jax.tree.map(lambda x: 2 * x, params)
+    expected = inner.update(twice, inner.init(params), params)
+    chex.assert_trees_all_equal((updates, state), expected, strict=True)
+
+
+class LeavesTest(parameterized.TestCase):
+
+  @parameterized.product(
+      towers=(
+          ('bfloat16', [256, 1, 1]),
+          ('float16', [2048, 1, 1]),
+          ('float8_e4m3fn', [16, 1, 1]),
+      ),
+      reduction=('mean', 'sum'),
+      weighted=(False, True),
+  )
+  def test_few_bits_add_up_in_float32(self, towers, reduction, weighted):
+    dtype, values = towers
+    tx = shard_transforms.reduce_towers(
+        3, optax.identity(), reduction=reduction
+    )
+    updates = jnp.array(values, dtype)[:, None]
+    weight = np.ones(3) if weighted else None
+
+    reduced, _ = tx.update(updates, tx.init(None), weight=weight)
+
+    total = sum(values) / (1 if reduction == 'sum' else 3)
+    expected = np.array([total]).astype(jnp.dtype(dtype))
+    self.assertNotEqual(sum(values), values[0])
+    np.testing.assert_array_equal(reduced, expected, strict=True)
+
+  def test_keeps_the_tree(self):
+    tx = shard_transforms.reduce_towers(2)
+    updates = {
+        'none': None,
+        'masked': optax.MaskedNode(),
+        'empty': {},
+        'scalar': jnp.array([1.0, 3.0]),
+        'numpy': np.array([[2.0, 0.0], [4.0, 8.0]], np.float32),
+        'complex': jnp.array([1 + 2j, 3 - 1j], jnp.complex64),
+    }
+
+    reduced, _ = tx.update(updates, tx.init(None))
+
+    expected = {
+        'none': None,
+        'masked': optax.MaskedNode(),
+        'empty': {},
+        'scalar': np.float32(2),
+        'numpy': np.array([3.0, 4.0], np.float32),
+        'complex': np.complex64(2 + 0.5j),
+    }
+    chex.assert_trees_all_equal(reduced, expected)
+    chex.assert_trees_all_equal_dtypes(reduced, expected)
+
+  @parameterized.parameters(
+      (lambda: jnp.ones((2, 5)), r'\(2, 5\)'),
+      (lambda: jnp.ones((5, 3)), r'\(5, 3\)'),
+      (lambda: jnp.ones(()), r'\(\)'),
+      (lambda: 1.0, r'\(\)'),
+  )
+  def test_refuses_a_leaf_without_the_axis_of_towers(self, make, shape):
+    tx = shard_transforms.reduce_towers(3)
+    updates = {'good': jnp.ones((3, 5)), 'bad': [make()]}
+
+    with self.assertRaisesRegex(
+        ValueError,
+        '`updates` of `reduce_towers` must have a leading axis of 3 towers, got'
+        rf" the shape {shape} at \['bad'\]\[0\]",
+    ):
+      tx.update(updates, tx.init(None))
+
+  def test_names_the_root(self):
+    tx = shard_transforms.reduce_towers(3)
+
+    with self.assertRaisesRegex(ValueError, 'at the root'):
+      tx.update(jnp.ones(2), tx.init(None))
+
+
+class WeightTest(parameterized.TestCase):
+
+  def test_a_chain_refuses_weights(self):
+    tx = shard_transforms.reduce_towers(2)
+
+    with self.assertRaisesRegex(
+        ValueError,
+        '`weight` of `reduce_towers` must come with `inner`, got none.*write'
+        r' `reduce_towers\(num_towers, optax.chain\(...\)\)`',
+    ):
+      tx.update(jnp.ones((2, 3)), tx.init(None), weight=jnp.ones(2))
+
+  def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
+    tx = shard_transforms.reduce_towers(2, optax.identity())
+
+    def shard(params, weight):
+      grads = jax.vmap(jax.grad(lambda p, w: p * w), in_axes=(None, 0))(
+          params, weight
+      )
+      return tx.update(grads, tx.init(params), weight=weight)[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        "`updates` of `reduce_towers` must be per shard over 'data'",
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(()), jnp.ones((8, 2)))
+
+  def test_takes_common_weights_for_updates_that_are_already_reduced(self):
+    tx = shard_transforms.reduce_towers(2, optax.identity())
+
+    def shard(towers, _):
+      return tx.update(towers, tx.init(towers[0]), weight=np.array([3, 1]))[0]
+
+    updates = modes.map_shards('shard_map', shard)(
+        np.array([2.0, 6.0], np.float32), np.zeros(8)
+    )
+
+    np.testing.assert_array_equal(updates, np.full(8, 3, np.float32))
+
+
+def _recorder():
+  """An inner transformation whose state is what it was handed last."""
+
+  def init(params):
+    del params
+    return {
+        'weight': jnp.float32(-1),
+        'local_step': jnp.int32(-1),
+        'value': jnp.float32(-1),
+    }
+
+  def update(updates, state, params=None, **extra_args):
+    del params
+    return updates, state | extra_args
+
+  return optax.GradientTransformationExtraArgs(init, update)

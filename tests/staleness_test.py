@@ -1,0 +1,655 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+
+STALENESS = 1
+LEARNING_RATE = 0.1
+DECAY = 0.9
+INT32 = np.iinfo(np.int32)
+
+# [shards, calls, features] and [shards, calls]
+DATA = np.random.default_rng(0).normal(size=(8, 7, 5)).astype(np.float32)
+WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 7)).astype(np.float32)
+# Of parameters that are 0 to 3 steps old, as the calls advance.
+STEPS = np.arange(7) - np.random.default_rng(2).integers(0, 4, (8, 7))
+STEPS = STEPS.astype(np.int32)
+
+
+# Meshes of 2 hosts x 4 cores, with and without types that are tracked.
+MESH_MODES = ('2x4', '2x4_unchecked')
+
+
+def _axis_name(mode):
+  return ('host', 'core') if mode in MESH_MODES else modes.AXIS
+
+
+def _map_shards(mode, shard):
+  """As `modes.map_shards`, and over the meshes of two axes too."""
+  if mode not in MESH_MODES:
+    return modes.map_shards(mode, shard)
+
+  def one_shard(shared, own):
+    out = shard(shared, jax.tree.map(lambda x: x[0], own))
+    return jax.tree.map(lambda x: x[None], out)
+
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  spec = P(('host', 'core'))
+  mapped = jax.shard_map(
+      one_shard,
+      mesh=jax.make_mesh((2, 4), ('host', 'core'), auto),
+      in_specs=(P(), spec),
+      out_specs=spec,
+      check_vma=mode == '2x4',
+  )
+  return jax.jit(mapped)
+
+
+def _loss(params, x):
+  return 0.5 * jnp.sum((params - x) ** 2)
+
+
+def _momentum(axis_name=modes.AXIS):
+  return optax.chain(
+      shard_transforms.cross_shard_mean(axis_name),
+      optax.trace(DECAY),
+      optax.scale(-LEARNING_RATE),
+  )
+
+
+@functools.cache
+def _train(mode, weighted=False, per_shard=True):
+  """Maps 7 calls; gives what each gave, and the state after it."""
+  axis_name = _axis_name(mode)
+  tx = shard_transforms.drop_stale(
+      STALENESS,
+      _momentum(axis_name),
+      axis_name=axis_name if per_shard else None,
+  )
+
+  def call(carry, given):
+    params, state = carry
+    x, weight, local_step = given
+    grad = shard_transforms.value_and_grad(_loss, axis_name)
+    _, grads = grad(params, x)
+    weight = weight if weighted else None
+    updates, state = tx.update(
+        grads, state, params, local_step=local_step, weight=weight
+    )
+    params = optax.apply_updates(params, updates)
+    momentum = optax.tree_utils.tree_get(state, 'trace')
+    return (params, state), (updates, momentum, *state[:3])
+
+  def shard(shared, own):
+    params, common_steps = shared
+    data, weights, steps = own
+    steps = steps if per_shard else common_steps
+    start = params, tx.init(params)
+    return lax.scan(call, start, (data, weights, steps))[1]
+
+  mapped = _map_shards(mode, shard)
+
+  def train(data=DATA, weights=WEIGHTS, steps=STEPS):
+    shared = np.zeros(5, np.float32), np.asarray(steps[0])
+    return mapped(shared, (data, weights, steps))
+
+  return train
+
+
+def _expected(data, weights, steps, staleness=STALENESS):
+  """Returns the same in float64 and exact integers."""
+  params, momentum = np.zeros(5), np.zeros(5)
+  global_step, dropped, left_out = 0, 0, 0
+  calls = []
+  for x, weight, step in zip(
+      data.swapaxes(0, 1), weights.T, steps.T, strict=True
+  ):
+    late = global_step - step.astype(int) > staleness
+    weight = np.where(late, 0, weight).astype(np.float64)
+    update = np.zeros(5)
+    if weight.any():
+      kept = np.where(weight[:, None] > 0, x, params)
+      mean = np.average(params - kept, axis=0, weights=weight)
+      momentum = mean + DECAY * momentum
+      update = -LEARNING_RATE * momentum
+      params = params + update
+      global_step += 1
+    elif late.any():
+      dropped += 1
+    left_out += late.sum()
+    calls.append((update, momentum, global_step, dropped, left_out))
+
+  def on_all(kind, *x):
+    return np.broadcast_to(np.stack(x), (8, 7, *x[0].shape))
+
+  columns = zip(*calls, strict=True)
+  kinds = np.float32, np.float32, np.int32, np.int32, np.int32
+  return tuple(
+      on_all(kind, *map(kind, column))
+      for kind, column in zip(kinds, columns, strict=True)
+  )
+
+
+class DropStaleTest(parameterized.TestCase):
+
+  def assert_close(self, calls, expected):
+    chex.assert_trees_all_close(
+        calls, expected, rtol=1e-5, atol=1e-6, strict=True
+    )
+
+  @parameterized.parameters(*modes.MODES, *MESH_MODES)
+  def test_drops_what_is_too_old_on_all_shards(self, mode):
+    steps = np.broadcast_to(STEPS[0], (8, 7))
+
+    calls = _train(mode, per_shard=False)(steps=steps)
+
+    expected = _expected(DATA, np.ones((8, 7)), steps)
+    # A call is dropped or not; without an axis, it counts as one shard.
+    self.assertIn(0, np.diff(expected[2][0]))
+    self.assertIn(1, np.diff(expected[2][0]))
+    self.assert_close(calls, (*expected[:4], expected[3]))
+
+  @parameterized.parameters(*modes.MODES, *MESH_MODES)
+  def test_leaves_out_the_shards_that_are_too_late(self, mode):
+    calls = _train(mode)(steps=STEPS)
+
+    self.assert_close(calls, _expected(DATA, np.ones((8, 7)), STEPS))
+
+  @parameterized.parameters(*modes.MODES, *MESH_MODES)
+  def test_counts_the_shards_in_time_by_their_weights(self, mode):
+    calls = _train(mode, weighted=True)(steps=STEPS)
+
+    self.assert_close(calls, _expected(DATA, WEIGHTS, STEPS))
+
+  @parameterized.product(mode=modes.MODES, bad=(np.nan, np.inf))
+  def test_a_shard_that_is_left_out_contributes_nothing(self, mode, bad):
+    data, weights = DATA.copy(), WEIGHTS.copy()
+    steps = np.broadcast_to(np.arange(7, dtype=np.int32), (8, 7)).copy()
+    steps[[1, 6]] = -9
+    weights[3] = 0
+    data[[1, 3, 6]] = bad
+
+    calls = _train(mode, weighted=True)(data, weights, steps)
+
+    self.assert_close(calls, _expected(data, weights, steps))
+
+  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  def test_nothing_changes_where_all_shards_are_late(self, mode, weighted):
+    data = DATA.copy()
+    steps = np.broadcast_to(np.arange(7, dtype=np.int32), (8, 7)).copy()
+    steps[:, 2:5] = -9
+    data[:, 2:5] = np.nan
+
+    updates, momenta, global_steps, dropped, left_out = _train(mode, weighted)(
+        data, WEIGHTS, steps
+    )
+
+    np.testing.assert_array_equal(updates[:, 2:5], np.zeros((8, 3, 5)))
+    np.testing.assert_array_equal(momenta[:, 2:5], momenta[:, [1, 1, 1]])
+    rows = {
+        'global_steps': (global_steps, [1, 2, 2, 2, 2, 3, 4]),
+        'dropped': (dropped, [0, 0, 1, 2, 3, 3, 3]),
+        'left_out': (left_out, [0, 0, 8, 16, 24, 24, 24]),
+    }
+    for name, (counts, expected) in rows.items():
+      np.testing.assert_array_equal(
+          counts, np.tile(expected, (8, 1)), err_msg=name
+      )
+
+  @parameterized.parameters(*modes.MODES)
+  def test_a_shard_without_weight_is_not_stale(self, mode):
+    weights = WEIGHTS.copy()
+    weights[:, 1] = 0
+    weights[2:5, 3] = 0
+    steps = np.broadcast_to(np.arange(7, dtype=np.int32), (8, 7)).copy()
+    # Where no shard has any weight, one of them is late as well.
+    weights[:, 5] = 0
+    steps[4, 5] = -9
+
+    calls = _train(mode, weighted=True)(DATA, weights, steps)
+
+    self.assert_close(calls, _expected(DATA, weights, steps))
+    _, _, global_steps, dropped, left_out = calls
+    np.testing.assert_array_equal(global_steps[0], [1, 1, 2, 3, 4, 4, 5])
+    np.testing.assert_array_equal(dropped[0], [0, 0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(left_out[0], [0, 0, 0, 0, 0, 1, 1])
+
+  @parameterized.parameters(*modes.MODES)
+  def test_is_a_link_of_a_chain_without_inner(self, mode):
+    tx = optax.chain(
+        shard_transforms.drop_stale(STALENESS),
+        shard_transforms.cross_shard_mean(modes.AXIS),
+        optax.scale(-1.0),
+    )
+
+    def shard(shared, data):
+      params, steps = shared
+
+      def call(state, given):
+        x, local_step = given
+        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+        updates, state = tx.update(
+            grad(params, x)[1], state, local_step=local_step
+        )
+        return state, (updates, state[0].stale_count)
+
+      return lax.scan(call, tx.init(params), (data, steps))[1]
+
+    steps = np.array([0, 0, 0, 5, 0, 2, 0], np.int32)
+
+    updates, dropped = modes.map_shards(mode, shard)(
+        (np.zeros(5, np.float32), steps), DATA
+    )
+
+    passed = np.array([1, 1, 0, 1, 0, 1, 0])
+    mean = DATA.astype(np.float64).mean(0) * passed[:, None]
+    np.testing.assert_allclose(
+        updates, np.tile(mean, (8, 1, 1)), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_array_equal(
+        dropped, np.tile(np.cumsum(1 - passed), (8, 1))
+    )
+
+  def test_an_axis_needs_inner(self):
+    with self.assertRaisesRegex(
+        ValueError,
+        "`axis_name` of `drop_stale` must come with `inner`, got 'data' alone.*"
+        r'write `drop_stale\(staleness, optax.chain\(...\), axis_name=...\)`',
+    ):
+      shard_transforms.drop_stale(1, axis_name='data')
+
+  @parameterized.parameters('invariant', 'unreduced')
+  def test_refuses_updates_that_are_already_reduced(self, state):
+    tx = shard_transforms.drop_stale(1, _momentum(), axis_name=modes.AXIS)
+
+    def shard(params, x):
+      given = params
+      if state == 'unreduced':
+        given = lax.pcast(params, modes.AXIS, to='reduced')
+      grads = jax.grad(_loss)(given, x)
+      return tx.update(grads, tx.init(params), local_step=0)[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        "`updates` of `drop_stale` must be per shard over 'data', got the root"
+        rf' \[5\], typed {state}',
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.zeros(5), DATA[:, 0])
+
+
+@functools.cache
+def _count(staleness):
+  """Compiles a call from a state that has counted already."""
+  tx = shard_transforms.drop_stale(staleness, optax.trace(0.5))
+
+  @jax.jit
+  def call(global_step, local_step):
+    state = tx.init(jnp.zeros(3))._replace(global_step=global_step)
+    return tx.update(jnp.ones(3), state, local_step=local_step)
+
+  return lambda *steps: call(*map(np.int32, steps))
+
+
+class AcceptanceTest(parameterized.TestCase):
+
+  @parameterized.product(
+      staleness=(-2, -1, 0, 1, 3),
+      global_step=(0, 1, 10),
+      age=tuple(range(-3, 6)),
+  )
+  def test_accepts_exactly_up_to_the_staleness(
+      self, staleness, global_step, age
+  ):
+    updates, state = _count(staleness)(global_step, global_step - age)
+
+    accepted = age <= staleness
+    np.testing.assert_array_equal(updates, np.full(3, float(accepted)))
+    np.testing.assert_array_equal(state.inner_state.trace, updates)
+    self.assertEqual(state.global_step, global_step + accepted)
+    self.assertEqual(state.stale_count, not accepted)
+    self.assertEqual(state.stale_shard_count, not accepted)
+
+  @parameterized.parameters(
+      # (staleness, global step, local step, accepted)
+      (2, 1, INT32.min, False),
+      (2, INT32.max, INT32.min, False),
+      (2, 0, INT32.max, True),
+      (0, INT32.max, INT32.max, True),
+      (INT32.max, 0, INT32.min, False),
+      (INT32.max, 0, -INT32.max, True),
+      (2**40, 5, -1000, True),
+      (-(2**40), 5, 1000, False),
+  )
+  def test_does_not_wrap_around(
+      self, staleness, global_step, local_step, accepted
+  ):
+    updates, _ = _count(staleness)(global_step, local_step)
+
+    np.testing.assert_array_equal(updates, np.full(3, float(accepted)))
+
+  def test_a_staleness_of_minus_one_never_trains(self):
+    call = _count(-1)
+    global_step = 0
+
+    for _ in range(4):
+      _, state = call(global_step, global_step)
+      global_step = state.global_step
+
+    self.assertEqual(global_step, 0)
+
+
+class StateTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      lambda: optax.adam(0.1), lambda: optax.sgd(0.1, momentum=0.9)
+  )
+  def test_a_drop_changes_no_bit_of_the_inner_state(self, make):
+    tx = shard_transforms.drop_stale(0, make())
+    step = jax.jit(tx.update)
+    params = {'w': jnp.array([-0.0, 1e-30, 3.0]), 'b': jnp.float32(1)}
+    _, before = step(params, tx.init(params), params, local_step=0)
+
+    nans = jax.tree.map(lambda x: jnp.nan * x, params)
+    updates, after = step(nans, before, params, local_step=0)
+
+    chex.assert_trees_all_equal(
+        _bits(after.inner_state), _bits(before.inner_state), strict=True
+    )
+    zeros = jax.tree.map(np.zeros_like, params)
+    chex.assert_trees_all_equal(_bits(updates), _bits(zeros), strict=True)
+
+  def test_starts_at_zero(self):
+    state = shard_transforms.drop_stale(2, optax.sgd(0.1)).init(jnp.ones(3))
+
+    self.assertIsInstance(state, shard_transforms.DropStaleState)
+    zero = np.zeros((), np.int32)
+    chex.assert_trees_all_equal(tuple(state[:3]), (zero,) * 3, strict=True)
+    self.assertEqual(state.stale_fraction, 0.0)
+
+  @parameterized.parameters(
+      (0, 0, 0.0),
+      (4, 0, 0.0),
+      (0, 4, 1.0),
+      (3, 1, 0.25),
+      (INT32.max, INT32.max, 0.5),
+  )
+  def test_the_fraction_is_that_of_all_updates(
+      self, global_step, stale_count, fraction
+  ):
+    state = shard_transforms.DropStaleState(
+        jnp.int32(global_step), jnp.int32(stale_count), jnp.int32(99), None
+    )
+
+    self.assertEqual(state.stale_fraction.dtype, jnp.float32)
+    self.assertEqual(state.stale_fraction, fraction)
+
+  def test_the_fraction_can_be_read_from_arrays_of_numpy(self):
+    state = shard_transforms.drop_stale(2, optax.sgd(0.1)).init(jnp.ones(3))
+    state = jax.device_get(state._replace(stale_count=jnp.int32(2)))
+
+    self.assertEqual(state.stale_fraction, 1.0)
+
+  def test_counters_saturate(self):
+    tx = shard_transforms.drop_stale(0, optax.identity())
+    full = jnp.int32(INT32.max)
+    state = tx.init(jnp.ones(3))._replace(
+        global_step=full, stale_count=full, stale_shard_count=full
+    )
+
+    _, dropped = tx.update(jnp.ones(3), state, local_step=0)
+    _, accepted = tx.update(jnp.ones(3), state, local_step=INT32.max)
+
+    for state in dropped, accepted:
+      self.assertEqual(list(map(int, state[:3])), [INT32.max] * 3)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_the_count_of_shards_saturates(self, mode):
+    tx = shard_transforms.drop_stale(0, _momentum(), axis_name=modes.AXIS)
+
+    def shard(params, x):
+      full = jnp.int32(INT32.max - 3)
+      state = tx.init(params)._replace(stale_shard_count=full)
+      return tx.update(x, state, local_step=-1)[1].stale_shard_count
+
+    counts = modes.map_shards(mode, shard)(np.zeros(5, 'float32'), DATA[:, 0])
+
+    np.testing.assert_array_equal(counts, np.full(8, INT32.max, np.int32))
+
+  def test_can_be_read_and_set_back_by_name(self):
+    tx = optax.chain(
+        shard_transforms.drop_stale(0, optax.trace(0.5)), optax.scale(-1.0)
+    )
+    step = jax.jit(tx.update)
+    state = tx.init(jnp.zeros(3))
+    tree_get = optax.tree_utils.tree_get
+    for _ in range(3):
+      local_step = tree_get(state, 'global_step')
+      _, state = step(jnp.ones(3), state, local_step=local_step)
+
+    back = optax.tree_utils.tree_set(state, global_step=jnp.int32(1))
+    _, late = step(jnp.ones(3), state, local_step=1)
+    _, fresh = step(jnp.ones(3), back, local_step=1)
+    _, ahead = step(jnp.ones(3), back, local_step=3)
+
+    self.assertEqual(tree_get(state, 'global_step'), 3)
+    self.assertEqual(tree_get(late, 'stale_count'), 1)
+    self.assertEqual(tree_get(late, 'stale_shard_count'), 1)
+    for accepted in fresh, ahead:
+      self.assertEqual(tree_get(accepted, 'global_step'), 2)
+      self.assertEqual(tree_get(accepted, 'stale_count'), 0)
+    drop_state = tree_get(late, 'DropStaleState')
+    self.assertEqual(drop_state.stale_fraction, 0.25)
+
+  def test_can_be_donated(self):
+    tx = shard_transforms.drop_stale(0, optax.trace(0.5))
+    step = jax.jit(
+        lambda state, s: tx.update(jnp.ones(3), state, local_step=s)[1],
+        donate_argnums=0,
+    )
+    state = jax.jit(tx.init)(jnp.zeros(3))
+
+    for local_step in range(3):
+      before = jax.tree.leaves(state)
+      state = step(state, local_step)
+      self.assertTrue(all(leaf.is_deleted() for leaf in before))
+
+    np.testing.assert_array_equal(state.inner_state.trace, np.full(3, 1.75))
+
+
+class HandedOnTest(parameterized.TestCase):
+
+  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  def test_hands_on_a_weight_of_zero_where_a_shard_is_late(
+      self, mode, weighted
+  ):
+    tx = shard_transforms.drop_stale(1, _recorder(), axis_name=modes.AXIS)
+
+    def shard(params, own):
+      x, weight, local_step = own
+      weight = weight if weighted else None
+      state = tx.init(params)._replace(global_step=jnp.int32(3))
+      _, state = tx.update(x, state, weight=weight, local_step=local_step)
+      return state.inner_state
+
+    steps = np.array([3, 2, 1, 0, 9, -1, 2, 1], np.int32)
+
+    recorded = modes.map_shards(mode, shard)(
+        np.zeros(5, np.float32), (DATA[:, 0], WEIGHTS[:, 0], steps)
+    )
+
+    in_time = np.array([1, 1, 0, 0, 1, 0, 1, 0], np.float32)
+    expected = {
+        'weight': in_time * (WEIGHTS[:, 0] if weighted else 1),
+        'local_step': steps,
+    }
+    chex.assert_trees_all_equal(recorded, expected, strict=True)
+
+  def test_hands_a_weight_on_as_it_is_without_axis_name(self):
+    tx = shard_transforms.drop_stale(1, _recorder())
+
+    _, state = tx.update(
+        jnp.ones(3), tx.init(None), local_step=0, weight=jnp.float32(2.5)
+    )
+
+    self.assertEqual(state.inner_state['weight'], 2.5)
+
+  def test_hands_on_no_weight_where_there_is_none(self):
+    tx = shard_transforms.drop_stale(1, _recorder())
+
+    _, state = tx.update(jnp.ones(3), tx.init(None), local_step=0)
+
+    self.assertEqual(state.inner_state['weight'], -1.0)
+
+  def test_hands_on_parameters_and_other_arguments(self):
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+      seen.update(extra_args, params=params)
+      return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = shard_transforms.drop_stale(1, inner)
+    params = jnp.ones(3)
+
+    tx.update(params, tx.init(params), params, local_step=0, value='any')
+
+    self.assertEqual(seen['value'], 'any')
+    self.assertIs(seen['params'], params)
+
+
+def _recorder():
+  """An inner transformation whose state is what it was handed last."""
+
+  def init(params):
+    del params
+    return {'weight': jnp.float32(-1), 'local_step': jnp.int32(-1)}
+
+  def update(updates, state, params=None, **extra_args):
+    del params
+    return updates, state | extra_args
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+class TowersTest(parameterized.TestCase):
+
+  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  def test_the_oldest_step_of_a_window_counts(self, mode, weighted):
+    tx = shard_transforms.tower_reduce(
+        2,
+        shard_transforms.drop_stale(
+            STALENESS, _momentum(), axis_name=modes.AXIS
+        ),
+        axis_name=modes.AXIS,
+    )
+
+    def call(carry, given):
+      params, state = carry
+      x, weight, local_step = given
+      grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+      weight = weight if weighted else None
+      updates, state = tx.update(
+          grad(params, x)[1], state, weight=weight, local_step=local_step
+      )
+      params = optax.apply_updates(params, updates)
+      return (params, state), (updates, *state.inner_state[:3])
+
+    def shard(params, own):
+      return lax.scan(call, (params, tx.init(params)), own)[1]
+
+    own = DATA[:, :6], WEIGHTS[:, :6], STEPS[:, :6] // 2
+
+    calls = modes.map_shards(mode, shard)(np.zeros(5, np.float32), own)
+
+    # A window is one call with the mean of its towers.
+    weights = own[1] if weighted else np.ones((8, 6))
+    windows = weights.reshape(8, 3, 2)
+    data = np.einsum('scwf,scw->scf', own[0].reshape(8, 3, 2, 5), windows)
+    total = windows.sum(2)
+    # Unweighted, each shard in time counts the same, here all have 2 towers.
+    expected = _expected_of_windows(
+        data / total[..., None], total, own[2].reshape(8, 3, 2).min(2)
+    )
+    ends = jax.tree.map(lambda x: x[:, 1::2], calls)
+    chex.assert_trees_all_close(ends, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(calls[0][:, ::2], np.zeros((8, 3, 5)))
+    self.assertLess(0, expected[3][0, -1])
+
+
+def _expected_of_windows(data, weights, steps):
+  # Of 3 calls instead of 7.
+  def pad(x):
+    return np.concatenate([x, np.repeat(x[:, -1:], 4, 1)], 1)
+
+  expected = _expected(pad(data), pad(weights), pad(steps))
+  updates, _, *counts = (x[:, :3] for x in expected)
+  return updates, *counts
+
+
+class CollectivesTest(parameterized.TestCase):
+
+  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  def test_decides_by_one_sum_of_two_numbers(self, mode, weighted):
+    tx = shard_transforms.drop_stale(1, optax.trace(0.9), axis_name=modes.AXIS)
+
+    def shard(params, own):
+      x, weight, local_step = own
+      weight = weight if weighted else None
+      grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+      state = tx.init(shard_transforms.per_shard(params, modes.AXIS))
+      state = state._replace(global_step=jnp.int32(0))
+      return tx.update(
+          grad(params, x)[1], state, local_step=local_step, weight=weight
+      )[0]
+
+    mapped = modes.map_shards(mode, shard)
+    jaxpr = jax.make_jaxpr(mapped)(
+        np.zeros(5, np.float32), (DATA[:, 0], WEIGHTS[:, 0], STEPS[:, 0])
+    )
+
+    sums = [
+        eqn for eqn in _all_eqns(jaxpr.jaxpr) if 'psum' in str(eqn.primitive)
+    ]
+    self.assertLen(sums, 1)
+    self.assertEqual(sums[0].outvars[0].aval.shape, (2,))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_decides_without_any_where_steps_are_the_same(self, mode):
+    tx = shard_transforms.drop_stale(1, optax.trace(0.9))
+
+    def shard(params, x):
+      grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+      return tx.update(grad(params, x)[1], tx.init(params), local_step=0)[0]
+
+    mapped = modes.map_shards(mode, shard)
+    jaxpr = jax.make_jaxpr(mapped)(np.zeros(5, np.float32), DATA[:, 0])
+
+    self.assertNotIn('psum', str(jaxpr))
+
+
+def _all_eqns(jaxpr):
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for below in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
+      if _is_jaxpr(below):
+        yield from _all_eqns(getattr(below, 'jaxpr', below))
+
+
+def _is_jaxpr(node):
+  return hasattr(node, 'eqns')
+
+
+def _bits(tree):
+  return jax.tree.map(
+      lambda x: np.asarray(x).view(f'u{x.dtype.itemsize}'), tree
+  )

@@ -1,0 +1,632 @@
+import functools
+import re
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+
+NUM_TOWERS = 3
+LEARNING_RATE = 0.1
+DECAY = 0.9
+
+# [shards, calls, features]
+DATA = np.random.default_rng(0).normal(size=(8, 6, 5)).astype(np.float32)
+WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 6)).astype(np.float32)
+
+
+# Meshes of 2 hosts x 4 cores, with and without types that are tracked.
+MESH_MODES = ('2x4', '2x4_unchecked')
+
+
+def _axis_name(mode):
+  return ('host', 'core') if mode in MESH_MODES else modes.AXIS
+
+
+def _map_shards(mode, shard):
+  """As `modes.map_shards`, and over the meshes of two axes too."""
+  if mode not in MESH_MODES:
+    return modes.map_shards(mode, shard)
+
+  def one_shard(shared, own):
+    out = shard(shared, jax.tree.map(lambda x: x[0], own))
+    return jax.tree.map(lambda x: x[None], out)
+
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  spec = P(('host', 'core'))
+  mapped = jax.shard_map(
+      one_shard,
+      mesh=jax.make_mesh((2, 4), ('host', 'core'), auto),
+      in_specs=(P(), spec),
+      out_specs=spec,
+      check_vma=mode == '2x4',
+  )
+  return jax.jit(mapped)
+
+
+def _loss(params, x):
+  return 0.5 * jnp.sum((params - x) ** 2)
+
+
+def _momentum(axis_name=modes.AXIS):
+  return optax.chain(
+      shard_transforms.cross_shard_mean(axis_name),
+      optax.trace(DECAY),
+      optax.scale(-LEARNING_RATE),
+  )
+
+
+@functools.cache
+def _train(mode, reduction='mean', weighted=False):
+  """Maps 6 calls; gives what each call gave and the inner state after it."""
+  axis_name = _axis_name(mode)
+  tx = shard_transforms.tower_reduce(
+      NUM_TOWERS,
+      _momentum(axis_name),
+      axis_name=axis_name,
+      reduction=reduction,
+  )
+
+  def call(carry, tower):
+    params, state = carry
+    x, weight = tower
+    grad = shard_transforms.value_and_grad(_loss, axis_name)
+    _, grads = grad(params, x)
+    weight = weight if weighted else None
+    updates, state = tx.update(grads, state, params, weight=weight)
+    params = optax.apply_updates(params, updates)
+    momentum = optax.tree_utils.tree_get(state, 'trace')
+    return (params, state), (updates, momentum, state.tower)
+
+  def shard(params, own):
+    (params, state), calls = lax.scan(call, (params, tx.init(params)), own)
+    return params, state, calls
+
+  mapped = _map_shards(mode, shard)
+  return lambda data, weights: mapped(np.zeros(5, np.float32), (data, weights))
+
+
+def _expected(data, weights, reduction='mean'):
+  """Returns updates, momenta and parameters of the same calls in float64."""
+  data = data.astype(np.float64)
+  params, momentum = np.zeros(5), np.zeros(5)
+  updates, momenta = [], []
+  for end in range(NUM_TOWERS, data.shape[1] + 1, NUM_TOWERS):
+    window = slice(end - NUM_TOWERS, end)
+    # What has no weight is left out, whatever it holds.
+    counts = np.ones((8, NUM_TOWERS))
+    if weights is not None:
+      counts = weights[:, window].astype(np.float64)
+    counts = counts[..., None]
+    kept = np.where(counts > 0, data[:, window], 0)
+    grads = counts * (params - kept)
+    update = np.zeros(5)
+    momenta += [momentum] * (NUM_TOWERS - 1)
+    if counts.any():
+      shards = counts.any((1, 2)).sum() if reduction == 'sum' else counts.sum()
+      momentum = grads.sum((0, 1)) / shards + DECAY * momentum
+      update = -LEARNING_RATE * momentum
+      params = params + update
+    updates += [np.zeros(5)] * (NUM_TOWERS - 1) + [update]
+    momenta.append(momentum)
+
+  def on_all(x):
+    return np.broadcast_to(x, (8, *np.shape(x))).astype(np.float32)
+
+  return on_all(np.stack(updates)), on_all(np.stack(momenta)), on_all(params)
+
+
+class TowerReduceTest(parameterized.TestCase):
+
+  def assert_trains_like(self, mode, data, weights, reduction='mean'):
+    train = _train(mode, reduction, weights is not None)
+    ignored = WEIGHTS if weights is None else weights
+    params, state, (updates, momenta, towers) = train(data, ignored)
+
+    expected = _expected(data, weights, reduction)
+    chex.assert_trees_all_close(
+        (updates, momenta, params), expected, rtol=1e-5, atol=1e-6, strict=True
+    )
+    np.testing.assert_array_equal(towers, np.tile([1, 2, 0, 1, 2, 0], (8, 1)))
+    self.assertIsInstance(state, shard_transforms.TowerReduceState)
+
+  @parameterized.product(
+      mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum')
+  )
+  def test_trains_on_all_towers_of_all_shards(self, mode, reduction):
+    self.assert_trains_like(mode, DATA, None, reduction)
+
+  @parameterized.product(
+      mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum')
+  )
+  def test_counts_towers_by_their_weights(self, mode, reduction):
+    self.assert_trains_like(mode, DATA, WEIGHTS, reduction)
+
+  @parameterized.product(
+      mode=modes.MODES, reduction=('mean', 'sum'), bad=(np.nan, np.inf)
+  )
+  def test_a_tower_without_weight_contributes_nothing(
+      self, mode, reduction, bad
+  ):
+    weights, data = WEIGHTS.copy(), DATA.copy()
+    without = ([0, 0, 3, 4, 4, 4, 7], [0, 4, 2, 0, 1, 2, 5])
+    weights[without] = 0
+    data[without] = bad
+
+    self.assert_trains_like(mode, data, weights, reduction)
+
+  @parameterized.product(
+      mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum')
+  )
+  def test_a_window_without_weight_changes_nothing(self, mode, reduction):
+    weights, data = WEIGHTS.copy(), DATA.copy()
+    weights[:, 3:] = 0
+    data[:, 3:] = np.nan
+
+    train = _train(mode, reduction, weighted=True)
+    _, state, (updates, momenta, towers) = train(data, weights)
+
+    np.testing.assert_array_equal(updates[:, 3:], np.zeros((8, 3, 5)))
+    np.testing.assert_array_equal(momenta[:, 3:], momenta[:, [2, 2, 2]])
+    np.testing.assert_array_equal(towers[:, -1], np.zeros(8))
+    for leaf in state.total, state.total_weight:
+      np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  def test_starts_again_after_a_window_without_weight(self, mode, reduction):
+    weights, data = WEIGHTS.copy(), DATA.copy()
+    weights[:, :3] = 0
+    data[:, :3] = np.nan
+
+    self.assert_trains_like(mode, data, weights, reduction)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_gives_exact_zeros_and_keeps_the_inner_bits_between(self, mode):
+    _, _, (updates, momenta, _) = _train(mode)(DATA, WEIGHTS)
+
+    waiting = updates[:, [0, 1, 3, 4]]
+    np.testing.assert_array_equal(waiting, np.zeros_like(waiting))
+    np.testing.assert_array_equal(momenta[:, [0, 1]], np.zeros((8, 2, 5)))
+    np.testing.assert_array_equal(momenta[:, [3, 4]], momenta[:, [2, 2]])
+
+  @parameterized.parameters(*modes.MODES)
+  def test_collects_what_is_already_the_same_on_all_shards(self, mode):
+    inner = shard_transforms.tower_reduce(NUM_TOWERS, optax.trace(DECAY))
+    tx = optax.chain(
+        shard_transforms.cross_shard_mean(modes.AXIS),
+        inner,
+        optax.scale(-LEARNING_RATE),
+    )
+
+    def shard(params, data):
+      def call(carry, x):
+        params, state = carry
+        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+        updates, state = tx.update(grad(params, x)[1], state, params)
+        return (optax.apply_updates(params, updates), state), updates
+
+      return lax.scan(call, (params, tx.init(params)), data)[1]
+
+    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
+
+    np.testing.assert_allclose(
+        updates, _expected(DATA, None)[0], rtol=1e-5, atol=1e-6, strict=True
+    )
+
+  @parameterized.product(
+      mode=modes.MODES, reduction=('mean', 'sum'), axis_name=(modes.AXIS, None)
+  )
+  def test_is_a_link_of_a_chain_without_inner(self, mode, reduction, axis_name):
+    mean = shard_transforms.cross_shard_mean(modes.AXIS)
+    towers = shard_transforms.tower_reduce(
+        NUM_TOWERS, axis_name=axis_name, reduction=reduction
+    )
+    links = (towers, mean) if axis_name else (mean, towers)
+    tx = optax.chain(*links, optax.scale(-1.0))
+
+    def shard(params, data):
+      def call(state, x):
+        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+        return tx.update(grad(params, x)[1], state, params)[::-1]
+
+      return lax.scan(call, tx.init(params), data)[1]
+
+    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
+
+    last = DATA.astype(np.float64).reshape(8, 2, 3, 5).sum(2).mean(0)
+    expected = np.zeros((8, 2, 3, 5), np.float32)
+    expected[:, :, -1] = last if reduction == 'sum' else last / 3
+    np.testing.assert_allclose(
+        updates, expected.reshape(8, 6, 5), rtol=1e-5, atol=1e-6, strict=True
+    )
+
+  def test_a_chain_refuses_weights(self):
+    tx = shard_transforms.tower_reduce(2)
+
+    with self.assertRaisesRegex(
+        ValueError,
+        '`weight` of `tower_reduce` must come with `inner`, got none.*write'
+        r' `tower_reduce\(num_towers, optax.chain\(...\)\)`',
+    ):
+      tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=1.0)
+
+  @parameterized.product(
+      mode=modes.MODES, axis_name=(modes.AXIS, None), reduction=('mean', 'sum')
+  )
+  def test_one_tower_is_the_inner_transformation_to_the_bit(
+      self, mode, axis_name, reduction
+  ):
+    inner = _momentum()
+    tx = shard_transforms.tower_reduce(
+        1, inner, axis_name=axis_name, reduction=reduction
+    )
+
+    def shard(params, own):
+      def call(tx, carry, x):
+        params, state = carry
+        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+        updates, state = tx.update(grad(params, x)[1], state, params)
+        momentum = optax.tree_utils.tree_get(state, 'trace')
+        return (params + updates, state), (updates, momentum)
+
+      def train(tx):
+        step = functools.partial(call, tx)
+        return lax.scan(step, (params, tx.init(params)), own)[1]
+
+      return train(tx), train(inner)
+
+    wrapped, bare = modes.map_shards(mode, shard)(
+        np.full(5, -0.0, np.float32), DATA
+    )
+
+    chex.assert_trees_all_equal(wrapped, bare, strict=True)
+
+  @parameterized.product(
+      mode=modes.MODES, axis_name=(modes.AXIS, None), reduction=('mean', 'sum')
+  )
+  def test_one_tower_keeps_the_sign_of_zero(self, mode, axis_name, reduction):
+    tx = shard_transforms.tower_reduce(
+        1, optax.identity(), axis_name=axis_name, reduction=reduction
+    )
+
+    def shard(_, x):
+      return tx.update(x, tx.init(x))[0]
+
+    x = np.full((8, 5), -0.0, np.float32)
+
+    updates = modes.map_shards(mode, shard)(0.0, x)
+
+    np.testing.assert_array_equal(np.signbit(updates), np.signbit(x))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_one_tower_hands_all_extra_arguments_on(self, mode):
+    tx = shard_transforms.tower_reduce(1, _recorder(), axis_name=modes.AXIS)
+
+    def shard(_, own):
+      x, weight, local_step, value = own
+      extra = {'weight': weight, 'local_step': local_step, 'value': value}
+      return tx.update(x, tx.init(x), **extra)[1].inner_state
+
+    own = DATA[:, 0], WEIGHTS[:, 0], np.arange(8, dtype=np.int32), DATA[:, 1, 0]
+
+    recorded = modes.map_shards(mode, shard)(0.0, own)
+
+    expected = dict(
+        zip(('weight', 'local_step', 'value'), own[1:], strict=True)
+    )
+    chex.assert_trees_all_equal(recorded, expected, strict=True)
+
+
+def _recorder():
+  """An inner transformation whose state is what it was handed last."""
+
+  def init(params):
+    del params
+    return {
+        'weight': jnp.float32(-1),
+        'local_step': jnp.int32(-1),
+        'value': jnp.float32(-1),
+    }
+
+  def update(updates, state, params=None, **extra_args):
+    del params
+    return updates, state | extra_args
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+class HandedOnTest(parameterized.TestCase):
+
+  def _record(self, mode, own, reduction='mean', **fixed):
+    """Returns what the inner transformation was handed by 3 calls."""
+    tx = shard_transforms.tower_reduce(
+        NUM_TOWERS, _recorder(), axis_name=modes.AXIS, reduction=reduction
+    )
+
+    def shard(_, own):
+      state = tx.init(jnp.zeros(5))
+      for i in range(NUM_TOWERS):
+        extra = {name: x[i] for name, x in own.items() if name != 'x'}
+        _, state = tx.update(own['x'][i], state, **extra, **fixed)
+      return state.inner_state
+
+    return modes.map_shards(mode, shard)(0.0, {'x': DATA[:, :3]} | own)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_hands_on_the_oldest_local_step_of_each_shard(self, mode):
+    steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
+
+    recorded = self._record(mode, {'local_step': steps})
+
+    np.testing.assert_array_equal(recorded['local_step'], steps.min(1))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_hands_on_the_total_weight_of_each_shard(self, mode):
+    recorded = self._record(mode, {'weight': WEIGHTS[:, :3]})
+
+    np.testing.assert_array_equal(
+        recorded['weight'], WEIGHTS[:, :3].sum(1), strict=True
+    )
+
+  @parameterized.parameters(*modes.MODES)
+  def test_a_sum_hands_on_which_shards_have_any_weight(self, mode):
+    weights = WEIGHTS[:, :3].copy()
+    weights[3] = 0
+    weights[5, :2] = 0
+
+    recorded = self._record(mode, {'weight': weights}, reduction='sum')
+
+    expected = np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)
+    np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_other_arguments_are_those_of_the_last_tower(self, mode):
+    recorded = self._record(mode, {'value': DATA[:, :3, 0]})
+
+    np.testing.assert_array_equal(recorded['value'], DATA[:, 2, 0])
+
+  def test_hands_on_no_weight_and_no_local_step_where_there_was_none(self):
+    recorded = self._record('vmap', {}, value=jnp.float32(7))
+
+    expected = {'weight': -1.0, 'local_step': -1, 'value': 7.0}
+    for name, value in expected.items():
+      np.testing.assert_array_equal(recorded[name], np.full(8, value))
+
+  def test_starts_each_window_with_new_steps_and_weights(self):
+    tx = shard_transforms.tower_reduce(2, _recorder())
+    state = tx.init(jnp.zeros(3))
+
+    recorded = []
+    for step, weight in (1, 5.0), (2, 6.0), (8, 1.0), (7, 2.0):
+      _, state = tx.update(
+          jnp.ones(3), state, local_step=step, weight=weight, value=0.0
+      )
+      recorded.append(jax.tree.map(float, state.inner_state))
+
+    first = {'weight': 11.0, 'local_step': 1.0, 'value': 0.0}
+    second = {'weight': 3.0, 'local_step': 7.0, 'value': 0.0}
+    start = {'weight': -1.0, 'local_step': -1.0, 'value': -1.0}
+    self.assertEqual(recorded, [start, first, first, second])
+
+  def test_schedules_move_once_a_window(self):
+    tx = shard_transforms.tower_reduce(2, optax.sgd(lambda count: 10.0**count))
+    state = tx.init(jnp.zeros(()))
+
+    updates = []
+    for _ in range(6):
+      update, state = tx.update(jnp.ones(()), state)
+      updates.append(float(update))
+
+    self.assertEqual(updates, [0.0, -1.0, 0.0, -10.0, 0.0, -100.0])
+    self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 3)
+
+
+class MissingGradientTest(parameterized.TestCase):
+  """`None` in place of a leaf."""
+
+  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  def test_counts_as_zero(self, mode, weighted):
+    tx = shard_transforms.tower_reduce(
+        NUM_TOWERS,
+        shard_transforms.cross_shard_mean(modes.AXIS),
+        axis_name=modes.AXIS,
+    )
+    params = {name: np.zeros(5, np.float32) for name in 'abcd'}
+    missing = {'a': (), 'b': (0, 2), 'c': (2,), 'd': (0, 1, 2)}
+
+    def shard(params, own):
+      data, weights = own
+      state = tx.init(params)
+      for i in range(NUM_TOWERS):
+        grad = shard_transforms.value_and_grad(_loss_of_all, modes.AXIS)
+        _, grads = grad(params, data[i])
+        grads = {k: None if i in missing[k] else g for k, g in grads.items()}
+        weight = weights[i] if weighted else None
+        updates, state = tx.update(grads, state, params, weight=weight)
+      return updates
+
+    updates = modes.map_shards(mode, shard)(params, (DATA[:, :3], WEIGHTS))
+
+    weights = WEIGHTS[:, :3] if weighted else np.ones((8, 3))
+    for name, towers in missing.items():
+      counted = weights.astype(np.float64).copy()
+      counted[:, towers] = 0
+      total = np.einsum('st,stf->f', counted, DATA[:, :3])
+      expected = np.broadcast_to(total / weights.sum(), (8, 5))
+      np.testing.assert_allclose(
+          updates[name], expected, rtol=1e-5, atol=1e-6, err_msg=name
+      )
+
+  @parameterized.parameters('float32', 'bfloat16')
+  def test_of_the_last_tower_has_the_dtype_of_the_parameter(self, dtype):
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+    params = {'w': jnp.ones(3, dtype)}
+
+    _, state = tx.update({'w': jnp.ones(3, dtype)}, tx.init(params), params)
+    updates, _ = tx.update({'w': None}, state, params)
+
+    chex.assert_trees_all_equal(
+        updates, {'w': np.full(3, 0.5, jnp.dtype(dtype))}, strict=True
+    )
+
+  def test_of_all_towers_without_parameters_gives_float32_zeros(self):
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+    state = tx.init({'w': jnp.ones(3, jnp.bfloat16)})
+
+    _, state = tx.update({'w': None}, state)
+    updates, _ = tx.update({'w': None}, state)
+
+    chex.assert_trees_all_equal(
+        updates, {'w': np.zeros(3, np.float32)}, strict=True
+    )
+
+  def test_passes_what_carries_no_gradient(self):
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+    params = {'w': jnp.ones(3), 'steps': jnp.arange(4)}
+    float0 = np.zeros(4, jax.dtypes.float0)
+
+    state = tx.init(params)
+    for steps in None, float0:
+      _, state = tx.update({'w': jnp.ones(3), 'steps': float0}, state)
+      updates, state = tx.update({'w': jnp.ones(3), 'steps': steps}, state)
+
+      np.testing.assert_array_equal(updates['w'], np.ones(3))
+      if steps is None:
+        self.assertIsNone(updates['steps'])
+      else:
+        self.assertEqual(updates['steps'].dtype, jax.dtypes.float0)
+
+
+def _loss_of_all(params, x):
+  return sum(jnp.sum(param * x) for param in params.values())
+
+
+class DtypeTest(parameterized.TestCase):
+
+  @parameterized.product(
+      towers=(
+          ('bfloat16', [256, 1, 1]),
+          ('float16', [2048, 1, 1]),
+          ('float8_e4m3fn', [16, 1, 1]),
+      ),
+      reduction=('mean', 'sum'),
+      weight=(None, 1.0),
+  )
+  def test_few_bits_add_up_in_float32(self, towers, reduction, weight):
+    dtype, values = towers
+    tx = shard_transforms.tower_reduce(3, optax.identity(), reduction=reduction)
+    state = tx.init(jnp.zeros(5, dtype))
+
+    for value in values:
+      updates, state = tx.update(
+          jnp.full(5, value, dtype), state, weight=weight
+      )
+
+    total = sum(values) / (1 if reduction == 'sum' else 3)
+    expected = np.full(5, total).astype(jnp.dtype(dtype))
+    self.assertNotEqual(sum(values), values[0])
+    np.testing.assert_array_equal(updates, expected, strict=True)
+
+  def test_complex_updates_keep_their_parts(self):
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+    x = jnp.array([1 + 2j, -3j], jnp.complex64)
+
+    _, state = tx.update(x, tx.init(x))
+    updates, _ = tx.update(3 * x, state)
+
+    np.testing.assert_array_equal(updates, 2 * np.asarray(x), strict=True)
+
+
+class CollectivesTest(parameterized.TestCase):
+
+  @parameterized.product(
+      mode=modes.MODES, weighted=(False, True), num_calls=(1, 4, 8)
+  )
+  def test_sends_in_one_of_four_calls(self, mode, weighted, num_calls):
+    inner = optax.chain(
+        shard_transforms.cross_shard_mean(modes.AXIS), optax.adam(1e-3)
+    )
+    tx = shard_transforms.tower_reduce(4, inner, axis_name=modes.AXIS)
+
+    def shard(params, own):
+      x, weight = own
+      weight = weight if weighted else None
+      state = tx.init(params)
+      for _ in range(num_calls):
+        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+        updates, state = tx.update(grad(params, x)[1], state, weight=weight)
+      return updates
+
+    mapped = modes.map_shards(mode, shard)
+    jaxpr = jax.make_jaxpr(mapped)(np.zeros(5), (DATA[:, 0], WEIGHTS[:, 0]))
+
+    outside, inside = _count_psums(jaxpr.jaxpr)
+    self.assertEqual(outside, 0)
+    # A weight adds one scalar to decide whether there is any at all, and one
+    # to divide by.
+    self.assertEqual(inside, num_calls * (3 if weighted else 1))
+
+
+def _count_psums(jaxpr, in_branch=False):
+  """Counts the sums over shards outside and inside of branches."""
+  counts = np.zeros(2, int)
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    if re.match('psum|pmin|pmax|all_|reduce_scatter', name):
+      counts[int(in_branch)] += 1
+    for below in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
+      if _is_jaxpr(below):
+        below = getattr(below, 'jaxpr', below)
+        counts += _count_psums(below, in_branch or name == 'cond')
+  return counts
+
+
+def _is_jaxpr(node):
+  return hasattr(node, 'eqns')
+
+
+class JitTest(parameterized.TestCase):
+
+  def test_can_be_donated_with_its_parameters(self):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.5))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, x):
+      updates, state = tx.update(params['w'] - x, state)
+      return {'w': params['w'] - updates}, state
+
+    params = {'w': jnp.zeros(5)}
+    state = jax.jit(tx.init)(params['w'])
+    for x in 1.0, 3.0, 2.0, 4.0:
+      before = jax.tree.leaves((params, state))
+      params, state = step(params, state, x)
+      self.assertTrue(all(leaf.is_deleted() for leaf in before))
+
+    # -(-2), then -(-1 + 0.5 * -2).
+    np.testing.assert_array_equal(params['w'], np.full(5, 4.0))
+
+  def test_the_state_holds_no_buffer_of_the_parameters(self):
+    params = {'w': jnp.ones(5)}
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+
+    state = tx.init(params)
+    params['w'].delete()
+
+    np.testing.assert_array_equal(state.total['w'], np.zeros(5))
+
+  def test_compiles_once_for_all_calls_of_a_window(self):
+    tx = shard_transforms.tower_reduce(3, optax.adam(0.1))
+    step = jax.jit(chex.assert_max_traces(lambda u, s: tx.update(u, s), 1))
+
+    state = jax.jit(tx.init)(jnp.zeros(5))
+    for _ in range(4):
+      _, state = step(jnp.ones(5), state)
+
+    self.assertEqual(optax.tree_utils.tree_get(state, 'tower'), 1)

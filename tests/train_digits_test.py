@@ -1,0 +1,118 @@
+"""Runs the main job as a user does."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import parameterized
+
+SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
+
+
+class TrainDigitsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def run_script(self, *flags, **env):
+    outer = {k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
+    return subprocess.run(
+        [sys.executable, '-W', 'error', SCRIPT, *flags],
+        cwd=self.folder,
+        env={**outer, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+  def files(self):
+    paths = self.folder.rglob('*')
+    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+
+  def read_table(self, run):
+    """Returns names, accuracies, differences, and what was dropped."""
+    header, *rows = run.stdout.splitlines()[:5]
+    self.assertEqual(
+        re.split('  +', header.strip()),
+        ['test accuracy', 'difference from (a)', 'dropped'],
+    )
+    cells = [re.split('  +', row) for row in rows]
+    return list(zip(*cells, strict=True))
+
+  @parameterized.parameters(
+      # With its defaults, it also checks that it reaches its accuracy.
+      ('digits_out', 8, 500),
+      # Of 5 devices, 3 divide this batch.
+      ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24'),
+      ('out', 2, 12, '--mode=pmap', '--shards=2', '--seed=1'),
+  )
+  def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
+    if flags:
+      flags += (f'--output_dir={folder}', f'--steps={steps}')
+    env = {'JAX_NUM_CPU_DEVICES': '5'} if num_shards == 3 else {}
+
+    run = self.run_script(*flags, **env)
+
+    self.assertEqual(run.returncode, 0, run.stderr)
+    names, accuracies, differences, dropped = self.read_table(run)
+    self.assertEqual(
+        names,
+        (
+            '(a) one device',
+            f'(b) cross_shard_mean, {num_shards} shards',
+            f'(c) tower_reduce, {num_shards} shards x 4 towers',
+            f'(d) drop_stale, {num_shards} shards',
+        ),
+    )
+    for accuracy in accuracies:
+      self.assertGreaterEqual(
+          float(accuracy.rstrip('%')), 96 if steps == 500 else 20
+      )
+    self.assertEqual((differences[0], differences[3]), ('-', '-'))
+    for difference in differences[1:3]:
+      self.assertLessEqual(float(difference), 1e-5)
+    self.assertEqual(dropped[:3], ('-', '-', '-'))
+    num_dropped = int(dropped[3].split()[0])
+    self.assertBetween(num_dropped, 1, steps // 2)
+    self.assertEqual(
+        dropped[3],
+        f'{num_dropped} of {steps}'
+        f' (stale_fraction {num_dropped / steps:.3f})',
+    )
+    # Of 7 calls a large batch, 4 are the towers of (c).
+    self.assertIn(f'{7 * steps}/{7 * steps}', run.stderr)
+    self.check_figure(f'{folder}/train_digits.png')
+
+  def check_figure(self, name):
+    self.assertEqual(self.files(), [name])
+    png = (self.folder / name).read_bytes()
+    self.assertStartsWith(png, b'\x89PNG\r\n\x1a\n')
+    width, height = (int.from_bytes(png[i : i + 4], 'big') for i in (16, 20))
+    self.assertGreater(width, 1000)
+    self.assertGreater(height, 400)
+
+  def test_fails_where_it_misses_its_aims(self):
+    run = self.run_script('--learning_rate=1e6', '--shards=1', '--batch_size=4')
+
+    self.assertEqual(run.returncode, 1, run.stderr)
+    self.assertRegex(run.stderr, r'FAILED: .* must equal \(a\) .* nan')
+    self.assertRegex(run.stderr, r'FAILED: the test accuracy must be .* 96%')
+
+  @parameterized.parameters(
+      ('--mode=vmap', r'mode=vmap: .*<shard_map\|shard_map_unchecked\|pmap>'),
+      ('--shards=3', 'batch_size.* must be a multiple of .* = 12'),
+      ('pmap', r"There are flags only, got \['pmap'\]"),
+      ('--shards=4', '`--shards` must be at most 2, .* cpu devices, got 4'),
+      (f'--output_dir={SCRIPT}', '`--output_dir` must be a folder: .*exists'),
+  )
+  def test_refuses_bad_flag(self, flag, message):
+    run = self.run_script(flag, JAX_NUM_CPU_DEVICES='2')
+
+    self.assertEqual(run.returncode, 1)
+    self.assertRegex(run.stderr, message)
+    self.assertNotIn('Traceback', run.stderr)
+    self.assertEmpty(self.files())
