@@ -13,6 +13,7 @@ hold 95 % of bootstrap resamples of the rounds.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import re
 import time
 from typing import Any
 
@@ -37,24 +38,46 @@ def _transformer_shapes(num_layers=4, width=256, vocabulary=1_000, length=128):
   return [(vocabulary, width), (length, width), *num_layers * layer, *norm]
 
 
-SHAPES = {
-    '200x1_000': 200 * [(1_000,)],
-    '200x30_000': 200 * [(30_000,)],
-    '20x1_000_000': 20 * [(1_000_000,)],
-    'transformer': _transformer_shapes(),
-}
+_COUNT_X_SIZE = re.compile(r'([1-9]\d*)x([1-9]\d*(?:_\d+)*)')
+
+
+def shapes_of(name: str) -> list[tuple[int, ...]]:
+  """Returns the shapes of the gradients that `--shapes` names.
+
+  Args:
+    name: 'transformer', or the number of leaves and the size of each.
+
+  Returns:
+    A shape for each leaf.
+
+  Raises:
+    ValueError: If `name` is neither.
+  """
+  if name == 'transformer':
+    return _transformer_shapes()
+  match = _COUNT_X_SIZE.fullmatch(name)
+  if match is None:
+    raise ValueError(
+        "must hold 'transformer' or a number of leaves and the size of each,"
+        f" such as '200x1_000', got {name!r}"
+    )
+  return int(match[1]) * [(int(match[2]),)]
+
 
 _SHAPES = flags.DEFINE_list(
-    'shapes', list(SHAPES), f'Gradients to reduce: {", ".join(SHAPES)}.'
+    'shapes',
+    ['200x1_000', '200x30_000', '20x1_000_000', 'transformer'],
+    "Gradients to reduce: 'transformer', or the number of leaves and the size"
+    ' of each.',
 )
 _SHARDS = flags.DEFINE_integer(
     'shards', 8, 'Virtual devices, one a shard.', lower_bound=1
 )
 _REPEATS = flags.DEFINE_integer(
-    'repeats', 15, 'Timed calls of each program.', lower_bound=2
+    'repeats', 11, 'Timed calls of each program.', lower_bound=2
 )
 _REDUCTIONS = flags.DEFINE_integer(
-    'reductions', 5, 'Reductions in a call.', lower_bound=1
+    'reductions', 10, 'Reductions in a call.', lower_bound=1
 )
 _COMPILATIONS = flags.DEFINE_integer(
     'compilations', 5, 'Timed compilations of each program.', lower_bound=1
@@ -64,9 +87,12 @@ _BUCKET_BYTES = flags.DEFINE_string(
 )
 
 
-@flags.validator('shapes', message=f'must be among {", ".join(SHAPES)}')
+@flags.validator('shapes')
 def _are_shapes(names):
-  return bool(names) and set(names) <= set(SHAPES)
+  try:
+    return all(shapes_of(name) for name in names or [''])
+  except ValueError as error:
+    raise flags.ValidationError(str(error)) from error
 
 
 @flags.validator('bucket_bytes', message="must be 'auto' or a number of bytes")
@@ -121,7 +147,7 @@ def seconds_in_turn(calls: Sequence[Callable], rounds: int) -> np.ndarray:
   """
   seconds = np.zeros([len(calls), rounds])
   for turn in range(rounds):
-    for i in np.roll(np.arange(len(calls)), -turn):
+    for i in np.roll(np.arange(len(calls)), -turn).tolist():
       start = time.perf_counter()
       jax.block_until_ready(calls[i]())
       seconds[i, turn] = time.perf_counter() - start
@@ -169,7 +195,7 @@ HEADER = (
 
 def row(name: str, mesh: jax.sharding.Mesh) -> str:
   """Measures one kind of gradients and returns its line of the table."""
-  grads = random_grads(SHAPES[name], mesh)
+  grads = random_grads(shapes_of(name), mesh)
   size = _BUCKET_BYTES.value
   size = size if size == 'auto' else int(size)
   means = [mean_by_hand, functools.partial(mean_by_library, bucket_bytes=size)]

@@ -300,4 +300,4 @@ def _sum_one_hot(x, axis, groups):
   row = jnp.asarray(groups_lib.group_of_shard(groups))[lax.axis_index(axis)]
   rows = jnp.arange(len(groups)).reshape((-1,) + (1,) * x.ndim)
   total = lax.psum(jnp.where(rows == row, x[None], 0), axis)
-  return axes_lib.to_varying(total, (axis,))[row]
+  return total[row]

@@ -10,9 +10,9 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
 import numbers
-import operator
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 # What 'auto' means, for one process with XLA on CPU, where every operand of an
@@ -28,35 +28,31 @@ _AUTO_BUCKET_BYTES = 128 * 1024
 _NUM_LEAVES = range(9, 33)
 
 
-def check_bucket_bytes(bucket_bytes: int | str) -> int | str:
-  """Validates the size of a buffer.
+def check_bucket_bytes(bucket_bytes: int | str) -> None:
+  """Checks the size of the buffers, as the user gives it.
 
   Args:
-    bucket_bytes: a number of bytes that is at least 0, or 'auto'.
-
-  Returns:
-    `bucket_bytes`, an integer of any kind as an `int`.
+    bucket_bytes: What is to be an integer of at least 0, or `'auto'`.
 
   Raises:
-    TypeError: if `bucket_bytes` is neither an integer nor 'auto'.
-    ValueError: if `bucket_bytes` is negative.
+    TypeError: If it is neither an integer nor `'auto'`.
+    ValueError: If it is negative.
   """
   required = "`bucket_bytes` must be 'auto' or an integer of at least 0"
   if isinstance(bucket_bytes, jax.Array):
     raise TypeError(
-        f'{required}, got {bucket_bytes!r}. It decides the shapes of buffers'
-        " and cannot be an array: name it in `static_args=('bucket_bytes',)`"
-        ' of `optax.inject_hyperparams`.'
+        f'{required}, got {bucket_bytes!r}. It decides the shapes of buffers:'
+        " under `optax.inject_hyperparams`, add 'bucket_bytes' to"
+        ' `static_args`.'
     )
   if isinstance(bucket_bytes, str) and bucket_bytes == 'auto':
-    return bucket_bytes
-  if isinstance(bucket_bytes, bool) or not isinstance(
+    return
+  if isinstance(bucket_bytes, bool | str) or not isinstance(
       bucket_bytes, numbers.Integral
   ):
     raise TypeError(f'{required}, got {bucket_bytes!r}.')
   if bucket_bytes < 0:
     raise ValueError(f'{required}, got {bucket_bytes!r}.')
-  return operator.index(bucket_bytes)
 
 
 def map_packed(
@@ -65,28 +61,28 @@ def map_packed(
     keys: Sequence[Hashable],
     bucket_bytes: int | str,
 ) -> list[jax.Array]:
-  """Applies an element-wise function to leaves, small ones packed together.
+  """Applies a function to leaves, small ones packed together.
 
   Args:
-    fn: takes an array and its key, gives an array of the same shape and dtype;
-      every element of the result depends on the same element alone (over all
-      shards), as in a sum over shards.
-    leaves: arrays, none of size zero.
-    keys: a key for each leaf; only leaves of equal keys share a buffer, and
-      leaves of equal keys have one dtype.
-    bucket_bytes: the most that a buffer holds; leaves of at least this size
-      travel alone. 0 packs nothing, 'auto' is chosen by measurement.
+    fn: Takes an array and its key and returns an array of the same shape and
+      dtype, in which each element follows from the elements at the same place
+      alone, as in a sum over shards.
+    leaves: Arrays, none of size zero.
+    keys: Of each leaf; only leaves of equal keys share a buffer. Equal keys
+      imply equal dtypes.
+    bucket_bytes: The most that a buffer holds; a leaf of this size or more
+      travels alone, in its own shape. 0 packs nothing; `'auto'` packs what
+      gains by it.
 
   Returns:
-    The results in the order of `leaves`.
+    The results, in the order of `leaves`.
   """
-  results = [None] * len(leaves)
+  results = {}
   for bucket in _buckets(leaves, keys, bucket_bytes):
     members = [leaves[i] for i in bucket]
     outputs = _apply(fn, members, keys[bucket[0]])
-    for i, output in zip(bucket, outputs, strict=True):
-      results[i] = output
-  return results
+    results.update(zip(bucket, outputs, strict=True))
+  return [results[i] for i in range(len(leaves))]
 
 
 def _buckets(leaves, keys, bucket_bytes):
@@ -136,10 +132,8 @@ def _apply(fn, members, key):
   if len(members) == 1:
     return [fn(members[0], key)]
   buffer = fn(jnp.concatenate([leaf.ravel() for leaf in members]), key)
-  outputs = []
-  start = 0
-  for leaf in members:
-    stop = start + leaf.size
-    outputs.append(buffer[start:stop].reshape(leaf.shape))
-    start = stop
-  return outputs
+  parts = lax.split(buffer, [leaf.size for leaf in members])
+  return [
+      part.reshape(leaf.shape)
+      for part, leaf in zip(parts, members, strict=True)
+  ]
