@@ -46,6 +46,7 @@ class Row(NamedTuple):
     chained: Whether the inner transformation runs in every call.
     takes_local_step: Whether `update` requires a local step.
     factor: What the result is, in means over all shards and towers.
+    refuser: What in it refuses updates that are reduced already.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -54,6 +55,7 @@ class Row(NamedTuple):
   chained: bool = False
   takes_local_step: bool = False
   factor: int = 1
+  refuser: str = 'cross_shard_mean'
 
 
 def _mean(inner):
@@ -69,6 +71,7 @@ ROWS = {
         per_shard=True,
         chained=True,
         factor=SHARDS,
+        refuser='cross_shard_sum',
     ),
     'tower_reduce': Row(
         lambda inner, n: tower_reduce(n, inner), towers='in turn'
@@ -82,6 +85,7 @@ ROWS = {
         lambda inner, n: tower_reduce(n, _mean(inner), axis_name=AXIS),
         towers='in turn',
         per_shard=True,
+        refuser='tower_reduce',
     ),
     'tower_reduce_in_chain_per_shard': Row(
         lambda inner, n: optax.chain(
@@ -90,6 +94,7 @@ ROWS = {
         towers='in turn',
         chained=True,
         per_shard=True,
+        refuser='tower_reduce',
     ),
     'reduce_towers': Row(
         lambda inner, n: reduce_towers(n, inner), towers='stacked'
@@ -116,6 +121,7 @@ ROWS = {
         lambda inner, n: drop_stale(2, _mean(inner), axis_name=AXIS),
         takes_local_step=True,
         per_shard=True,
+        refuser='drop_stale',
     ),
     'tower_reduce_of_drop_stale': Row(
         lambda inner, n: tower_reduce(n, drop_stale(2, inner)),
@@ -129,6 +135,7 @@ ROWS = {
         takes_local_step=True,
         towers='in turn',
         per_shard=True,
+        refuser='tower_reduce',
     ),
 }
 # Arguments that must be Python values.
@@ -151,6 +158,13 @@ STALE_FIELDS = {
 }
 EACH_ROW = [dict(testcase_name=f'_{name}', name=name) for name in ROWS]
 EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
+# Those that keep a value a shard need an axis.
+EACH_UNMAPPED_INIT = [
+    case
+    for case in EACH_ROW
+    if not ROWS[case['name']].per_shard
+    or ROWS[case['name']].towers != 'in turn'
+]
 EACH_STALE = [c for c in EACH_ROW if ROWS[c['name']].takes_local_step]
 EACH_ROW_AND_MODE = [
     dict(testcase_name=f'_{name}_{mode}', name=name, mode=mode)
@@ -393,7 +407,8 @@ def run_of(name):
     data = jax.tree.map(lambda x: x.mean(0), data)
 
     def start():
-      return plain_params(), tx.init(plain_params())
+      params = plain_params()
+      return params, tx.init(params)
 
     return Run(tx, start, jax.jit(step, donate_argnums=(0, 1)), data)
 
@@ -719,6 +734,14 @@ class StateTest(parameterized.TestCase):
       shardings = jax.tree.map(lambda x: x.sharding, state)
       self.assertEqual(jax.tree.map(lambda x: x.sharding, described), shardings)
 
+  @parameterized.named_parameters(EACH_UNMAPPED_INIT)
+  def test_makes_state_of_abstract_parameters(self, name):
+    tx = run_of(name).tx
+
+    state = tx.init(jax.eval_shape(plain_params))
+
+    chex.assert_trees_all_equal(state, tx.init(plain_params()), strict=True)
+
   @parameterized.named_parameters(EACH_ROW)
   def test_an_error_changes_nothing(self, name):
     run = run_of(name)
@@ -789,10 +812,14 @@ class RefusalTest(parameterized.TestCase):
     if row.towers == 'stacked':
       grad = jax.vmap(grad, (None, 0))
 
-    with self.assertRaisesRegex(
-        ValueError, r"over 'data', got \['b'\] .* already reduced.*per_shard"
-    ):
-      self.trace_first_call(row, run_of(name).tx, grad)
+    for num_towers in {1, TOWERS} if row.towers == 'in turn' else {TOWERS}:
+      with self.assertRaisesRegex(
+          ValueError,
+          rf"`{row.refuser}` .* over 'data', got \['b'\] .* already reduced"
+          '.*per_shard',
+      ):
+        tx = row.build(optax.identity(), num_towers)
+        self.trace_first_call(row, tx, grad)
 
   @parameterized.named_parameters(EACH_PER_SHARD)
   def test_refuses_to_reduce_twice(self, name):

@@ -221,3 +221,23 @@ class GroupsTest(parameterized.TestCase):
     reduced = _reduced(mode, weighted=True)[kind][name]
 
     self.assert_close(reduced, _expected(kind, name, WEIGHTS))
+
+  @parameterized.product(mode=modes.MODES, name=('strided', 'uneven'))
+  def test_a_nan_stays_in_its_group(self, mode, name):
+    tx = shard_transforms.cross_shard_sum('data', groups=PARTITIONS[name])
+
+    def shard(w, x):
+      grad = shard_transforms.value_and_grad(lambda w: jnp.sum(w * x), 'data')
+      return tx.update(grad(w)[1], tx.init(w))[0]
+
+    x = DATA.copy()
+    x[1] = np.nan
+
+    updates = modes.map_shards(mode, shard)(jnp.ones(5), x)
+
+    group = next(group for group in PARTITIONS[name] if 1 in group)
+    poisoned = np.isnan(updates).all(1)
+    np.testing.assert_array_equal(poisoned, np.isin(np.arange(8), group))
+    others = np.delete(np.arange(8), group)
+    expected = _expected('sum', name, np.ones(8))['w']
+    np.testing.assert_array_equal(updates[others], expected[others])

@@ -483,6 +483,47 @@ class MappingTest(parameterized.TestCase):
     expected, _ = one_device(MOMENTUM, batches)
     assert_same(jax.tree.map(lambda *xs: np.stack(xs), *history), expected)
 
+  def test_trains_step_by_step_with_all_state_per_shard(self):
+    groups = ((0, 3, 2), (1, 4, 5, 6, 7))
+    mesh = modes.mesh()
+    batches = even_batches(SHARDS, STEPS, TOWERS)
+    mean = shard_transforms.cross_shard_mean(AXIS, groups=groups)
+    tx = shard_transforms.tower_reduce(
+        TOWERS, optax.chain(mean, MOMENTUM), axis_name=AXIS
+    )
+    params = jax.device_put(
+        on_each_shard(initial_params()), jax.NamedSharding(mesh, P(AXIS))
+    )
+    state = shard_transforms.init_state(
+        tx, initial_params(), mesh, per_shard=True
+    )
+
+    def one_shard(*args):
+      params, state, batch = jax.tree.map(lambda x: x[0], args)
+      value_and_grad = shard_transforms.value_and_grad(loss_mean, AXIS)
+      _, grads = value_and_grad(params, batch)
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+      return jax.tree.map(lambda x: x[None], (params, state))
+
+    step = jax.jit(
+        jax.shard_map(
+            one_shard, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+        ),
+        donate_argnums=(0, 1),
+    )
+    for i in range(STEPS):
+      for tower in range(TOWERS):
+        batch = jax.tree.map(lambda x, i=i, t=tower: x[:, i, t], batches)
+        params, state = step(params, state, batch)
+        jax.block_until_ready(params)
+
+    for group in groups:
+      expected, _ = one_device(MOMENTUM, of_shards(group, batches))
+      trained = jax.tree.map(lambda x: x[-1], expected)
+      actual = of_shards(group, params)
+      assert_same(actual, on_each_shard(trained, len(group)))
+
 
 def map_over_two_axes(mode, fn):
   """Maps `fn(shared, own)` over 2 × 4 shards."""
