@@ -266,10 +266,8 @@ def _psum(x, axes):
 
 
 def _reciprocal(x, dtype):
-  """Returns `1 / x`, or 0 for 0, in the real dtype that goes with `dtype`."""
-  positive = x > 0
-  x = jnp.where(positive, x, 1).astype(jnp.finfo(dtype).dtype)
-  return jnp.where(positive, 1 / x, 0)
+  """Returns `1 / x`, or 1 for 0, in the real dtype that goes with `dtype`."""
+  return 1 / jnp.where(x > 0, x, 1).astype(jnp.finfo(dtype).dtype)
 
 
 def _group_size(axis, groups):
