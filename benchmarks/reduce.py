@@ -7,12 +7,13 @@ arrays of all devices enter and leave a call.
 
 Beside the ratio of the medians stands that of the hand-written mean to itself,
 from the same rounds (A/A): what lies inside its interval is noise. Intervals
-hold 95 % of bootstrap resamples of the rounds.
+hold 95 % of bootstrap resamples of the rounds. Compilation includes tracing.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import math
 import re
 import time
 from typing import Any
@@ -27,6 +28,8 @@ import optax
 import shard_transforms
 
 AXIS = 'data'
+# What a call reduces in all, on each shard: a bound on the time of a run.
+MAX_ELEMENTS = 32_000_000
 
 
 def _transformer_shapes(num_layers=4, width=256, vocabulary=1_000, length=128):
@@ -74,10 +77,13 @@ _SHARDS = flags.DEFINE_integer(
     'shards', 8, 'Virtual devices, one a shard.', lower_bound=1
 )
 _REPEATS = flags.DEFINE_integer(
-    'repeats', 11, 'Timed calls of each program.', lower_bound=2
+    'repeats', 21, 'Timed calls of each program.', lower_bound=2
 )
 _REDUCTIONS = flags.DEFINE_integer(
-    'reductions', 10, 'Reductions in a call.', lower_bound=1
+    'reductions',
+    10,
+    'The most reductions in a call; large gradients get fewer.',
+    lower_bound=1,
 )
 _COMPILATIONS = flags.DEFINE_integer(
     'compilations', 5, 'Timed compilations of each program.', lower_bound=1
@@ -111,12 +117,15 @@ def mean_by_library(grads: Any, bucket_bytes: int | str) -> Any:
   return tx.update(grads, optax.EmptyState())[0]
 
 
-def compiled(mean: Callable, grads: Any, mesh: jax.sharding.Mesh) -> Callable:
-  """Compiles a call that takes the mean `--reductions` times in a row.
+def compiled(
+    mean: Callable, grads: Any, reductions: int, mesh: jax.sharding.Mesh
+) -> Callable:
+  """Compiles a call that takes the mean several times in a row.
 
   Args:
     mean: Takes and returns the gradients of a shard.
     grads: Arrays of shape [shards, ...].
+    reductions: How often.
     mesh: Holds one axis, over the shards.
 
   Returns:
@@ -126,12 +135,12 @@ def compiled(mean: Callable, grads: Any, mesh: jax.sharding.Mesh) -> Callable:
   def step(_, grads):
     return shard_transforms.per_shard(mean(grads), AXIS)
 
-  def reductions(grads):
+  def repeated(grads):
     grads = jax.tree.map(lambda g: g[0], grads)
-    return lax.fori_loop(0, _REDUCTIONS.value, step, grads)
+    return lax.fori_loop(0, reductions, step, grads)
 
   spec = jax.P(AXIS)
-  mapped = jax.shard_map(reductions, mesh=mesh, in_specs=spec, out_specs=spec)
+  mapped = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec)
   return jax.jit(mapped).lower(grads).compile()
 
 
@@ -195,26 +204,55 @@ HEADER = (
 
 def row(name: str, mesh: jax.sharding.Mesh) -> str:
   """Measures one kind of gradients and returns its line of the table."""
-  grads = random_grads(shapes_of(name), mesh)
-  size = _BUCKET_BYTES.value
-  size = size if size == 'auto' else int(size)
-  means = [mean_by_hand, functools.partial(mean_by_library, bucket_bytes=size)]
-  makers = [functools.partial(compiled, mean, grads, mesh) for mean in means]
-  hand, library = (make() for make in makers)
-  unpacked = compiled(
-      functools.partial(mean_by_library, bucket_bytes=0), grads, mesh
+  shapes = shapes_of(name)
+  grads = random_grads(shapes, mesh)
+  num_elements = sum(math.prod(shape) for shape in shapes)
+  reductions = min(_REDUCTIONS.value, 1 + MAX_ELEMENTS // num_elements)
+  make_hand, make_library, make_unpacked = (
+      functools.partial(compiled, mean, grads, reductions, mesh)
+      for mean in (
+          mean_by_hand,
+          functools.partial(mean_by_library, bucket_bytes=_bucket_bytes()),
+          functools.partial(mean_by_library, bucket_bytes=0),
+      )
   )
-  same = same_bits(library(grads), unpacked(grads))
+  hand = functools.partial(make_hand(), grads)
+  library = functools.partial(make_library(), grads)
+  same = same_bits(library(), make_unpacked()(grads))
+  run_seconds = seconds_in_turn([hand, library, hand], _REPEATS.value)
+  compile_seconds = seconds_in_turn(
+      [make_hand, make_library], _COMPILATIONS.value
+  )
+  return line(name, run_seconds / reductions, compile_seconds, same)
 
-  runs = [functools.partial(call, grads) for call in (hand, library, hand)]
-  times = seconds_in_turn(runs, _REPEATS.value) / _REDUCTIONS.value
-  hand_ms, library_ms, _ = 1e3 * np.median(times, 1)
-  makings = np.median(seconds_in_turn(makers, _COMPILATIONS.value), 1)
+
+def _bucket_bytes():
+  value = _BUCKET_BYTES.value
+  return value if value == 'auto' else int(value)
+
+
+def line(
+    name: str, run_seconds: np.ndarray, compile_seconds: np.ndarray, same: bool
+) -> str:
+  """Formats a line of the table.
+
+  Args:
+    name: What was reduced.
+    run_seconds: By hand, by the library and by hand again: [3, repeats].
+    compile_seconds: By hand and by the library: [2, compilations].
+    same: Whether packed and unpacked gradients give the same bits.
+
+  Returns:
+    The line.
+  """
+  hand, library, again = run_seconds
+  hand_ms, library_ms, _ = 1e3 * np.median(run_seconds, 1)
+  hand_compile, library_compile = np.median(compile_seconds, 1)
   return (
       f'{name:14}{hand_ms:9.2f}{library_ms:9.2f} '
-      f'{ratio(times[1], times[0]):^21}{ratio(times[2], times[0]):^21}'
-      f'{makings[0]:8.2f}{makings[1]:9.2f}{makings[1] / makings[0]:7.2f}'
-      f'{"same" if same else "DIFFER":>8}'
+      f'{ratio(library, hand):^21}{ratio(again, hand):^21}'
+      f'{hand_compile:8.2f}{library_compile:9.2f}'
+      f'{library_compile / hand_compile:7.2f}{"same" if same else "DIFFER":>8}'
   )
 
 
@@ -230,7 +268,9 @@ def main(argv: Sequence[str]) -> None:
   )
   print(
       f'JAX {jax.__version__}, {_SHARDS.value} virtual devices, medians of'
-      f' {_REPEATS.value} calls of {_REDUCTIONS.value} reductions\n\n{HEADER}'
+      f' {_REPEATS.value} calls of up to {_REDUCTIONS.value} reductions.\n'
+      f'"bits": whether packed and unpacked gradients give the same.\n\n'
+      f'{HEADER}'
   )
   for name in _SHAPES.value:
     print(row(name, mesh), flush=True)

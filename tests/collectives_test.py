@@ -13,6 +13,7 @@ import numpy as np
 
 import modes
 import shard_transforms
+from shard_transforms._src import axes as axes_lib
 
 FACTORIES = {
     'mean': shard_transforms.cross_shard_mean,
@@ -159,6 +160,28 @@ class NumberOfCollectivesTest(parameterized.TestCase):
     self.assertRegex(
         lowered.as_text(debug_info=True), f'cross_shard_{kind}/psum'
     )
+
+
+class TypeTest(parameterized.TestCase):
+
+  @parameterized.product(
+      kind=tuple(FACTORIES),
+      groups=(None, EVEN, UNEVEN),
+      weight=(None, 2.0),
+      bucket_bytes=('auto', 0),
+  )
+  def test_says_whether_shards_differ(self, kind, groups, weight, bucket_bytes):
+    tx = FACTORIES[kind](modes.AXIS, groups=groups, bucket_bytes=bucket_bytes)
+
+    def shard(params, data):
+      updates = _reduce(tx, params, data, weight)
+      varying = jax.tree.map(axes_lib.varying_axes, updates)
+      expected = frozenset([modes.AXIS] if groups else [])
+      self.assertEqual(varying, jax.tree.map(lambda _: expected, updates))
+      return updates
+
+    mapped = modes.map_shards('shard_map', shard)
+    jax.eval_shape(mapped, _params(), _params([8]))
 
 
 class PackingTest(parameterized.TestCase):

@@ -290,43 +290,46 @@ def kinds(tree):
   return jax.tree.map(lambda x: (jnp.shape(x), x.dtype, x.weak_type), tree)
 
 
-@functools.cache
-def outcome(name, mode):
+def on_shards(tree):
+  return jax.tree.map(lambda x: np.stack([x] * SHARDS), tree)
+
+
+def params_of_call(params, call):
+  return jax.tree.map(lambda p: p + jnp.asarray(call, p.dtype), params)
+
+
+def outcome(row, mode, params, data):
   """Runs all calls of a row around a probe, in a scan inside a mapping.
 
   Returns:
-    The data, the parameters, and [shards, calls, ...] the updates and what the
-    probe was given; and what leaves of the state were before and after a call.
+    The updates [shards, calls, ...], the states of the probe, and the kinds of
+    the leaves of the state before and after a call.
   """
-  row = ROWS[name]
   tx = whole(row, probe())
   grad = gradient(row)
-  seen_kinds = []
-
-  def call(params, state, inputs):
-    number, data = inputs
-    params = jax.tree.map(lambda p: p + number.astype(p.dtype), params)
-    updates, new_state = tx.update(
-        grad(params, data),
-        state,
-        params,
-        value=number * 10,
-        **extra_args_of(row, number),
-    )
-    seen_kinds[:] = [kinds(state), kinds(new_state)]
-    seen = optax.tree_utils.tree_get(new_state, 'ProbeState')
-    return new_state, (updates, seen)
+  traced = {}
 
   def fn(shared, own):
-    params, numbers = shared
-    call_fn = functools.partial(call, params)
-    return lax.scan(call_fn, tx.init(params), (numbers, own))[1]
+    params, calls = shared
 
-  params = odd_params()
-  data = shard_data(row, params)
+    def one_call(state, inputs):
+      call, data = inputs
+      updates, new_state = tx.update(
+          grad(params, data),
+          state,
+          params_of_call(params, call),
+          value=10 * call,
+          **extra_args_of(row, call),
+      )
+      traced.update(before=kinds(state), after=kinds(new_state))
+      seen = optax.tree_utils.tree_get(new_state, 'ProbeState')
+      return new_state, (updates, seen)
+
+    return lax.scan(one_call, tx.init(params), (calls, own))[1]
+
   shared = (params, jnp.arange(CALLS))
   updates, seen = jax.device_get(modes.map_shards(mode, fn)(shared, data))
-  return params, data, updates, seen, tuple(seen_kinds)
+  return updates, seen, traced['before'], traced['after']
 
 
 def run_calls(row, tx, mode, data, num_shards=SHARDS):
@@ -477,65 +480,40 @@ class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  def test_gives_the_mean_over_shards_and_towers(self, name, mode):
-    _, data, updates, _, _ = outcome(name, mode)
+  def test_keeps_its_promises(self, name, mode):
+    row = ROWS[name]
+    params = odd_params()
+    data = shard_data(row, params)
+    runs = np.flatnonzero(runs_inner(row))
 
-    expected = expected_updates(ROWS[name], data)
-    expected = jax.tree.map(lambda x: np.stack([x] * SHARDS), expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(updates, expected)
-    chex.assert_trees_all_close(updates, expected, rtol=1e-6, atol=1e-6)
+    updates, seen, kinds_before, kinds_after = outcome(row, mode, params, data)
 
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  def test_keeps_the_tree_shapes_and_dtypes_of_updates(self, name, mode):
-    params, _, updates, _, _ = outcome(name, mode)
-
-    of_one_call = jax.tree.map(lambda x: x[0, 0], updates)
-    chex.assert_trees_all_equal_structs(of_one_call, params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(of_one_call, params)
-
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  def test_keeps_the_tree_shapes_and_dtypes_of_state(self, name, mode):
-    before, after = outcome(name, mode)[-1]
-
-    self.assertEqual(before, after)
-
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  def test_gives_the_same_bits_on_all_shards(self, name, mode):
-    updates = outcome(name, mode)[2]
-
-    bits = jax.tree.map(lambda x: x.view(np.uint8), updates)
-    first = jax.tree.map(lambda x: np.stack([x[0]] * SHARDS), bits)
-    chex.assert_trees_all_equal(bits, first, strict=True)
-
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  def test_runs_the_inner_transformation_once_a_step(self, name, mode):
-    seen = outcome(name, mode)[3]
-
-    expected = np.cumsum(runs_inner(ROWS[name]))
-    np.testing.assert_array_equal(seen.num_calls, [expected] * SHARDS)
-
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  def test_hands_on_extra_arguments(self, name, mode):
-    seen = outcome(name, mode)[3]
-
-    runs = np.flatnonzero(runs_inner(ROWS[name]))
-    np.testing.assert_array_equal(
-        seen.seen_value[:, runs], [10 * runs] * SHARDS
-    )
-
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  def test_hands_on_parameters(self, name, mode):
-    params, _, _, seen, _ = outcome(name, mode)
-
-    runs = np.flatnonzero(runs_inner(ROWS[name]))
-    chex.assert_trees_all_equal_structs(seen.seen_params, params)
-    for call in runs:
-      actual = jax.tree.map(lambda x, call=call: x[:, call], seen.seen_params)
-      expected = jax.tree.map(
-          lambda x, call=call: np.stack([x + call] * SHARDS).astype(x.dtype),
-          params,
-      )
-      chex.assert_trees_all_equal(actual, expected, strict=True)
+    with self.subTest('gives the mean over shards and towers'):
+      expected = on_shards(expected_updates(row, data))
+      chex.assert_trees_all_equal_shapes_and_dtypes(updates, expected)
+      chex.assert_trees_all_close(updates, expected, rtol=1e-6, atol=1e-6)
+    with self.subTest('gives the same bits on all shards'):
+      bits = jax.tree.map(lambda x: x.view(np.uint8), updates)
+      of_first = on_shards(jax.tree.map(lambda x: x[0], bits))
+      chex.assert_trees_all_equal(bits, of_first, strict=True)
+    with self.subTest('keeps the tree, shapes and dtypes of updates'):
+      of_call = jax.tree.map(lambda x: x[0, 0], updates)
+      chex.assert_trees_all_equal_structs(of_call, params)
+      chex.assert_trees_all_equal_shapes_and_dtypes(of_call, params)
+    with self.subTest('keeps the tree, shapes and dtypes of state'):
+      self.assertEqual(kinds_before, kinds_after)
+    with self.subTest('runs the inner transformation once a step'):
+      num_calls = np.cumsum(runs_inner(row))
+      np.testing.assert_array_equal(seen.num_calls, [num_calls] * SHARDS)
+    with self.subTest('hands on extra arguments'):
+      values = seen.seen_value[:, runs]
+      np.testing.assert_array_equal(values, [10 * runs] * SHARDS)
+    with self.subTest('hands on parameters'):
+      chex.assert_trees_all_equal_structs(seen.seen_params, params)
+      for call in runs:
+        actual = jax.tree.map(lambda x, i=call: x[:, i], seen.seen_params)
+        expected = on_shards(params_of_call(params, call))
+        chex.assert_trees_all_equal(actual, expected, strict=True)
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
   def test_is_the_inner_transformation_at_one_shard_and_tower(self, name, mode):

@@ -1,6 +1,7 @@
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -150,6 +151,27 @@ class GateTest(parameterized.TestCase):
       for leaf in updates, state.inner_state.trace:
         self.assertEqual(axes_lib.varying_axes(leaf), {modes.AXIS})
       return updates
+
+    mapped = modes.map_shards('shard_map', shard)
+    jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
+
+  @parameterized.parameters(*GATES)
+  def test_what_only_inner_makes_the_same_is_typed_as_varying(self, gate):
+    # The state differs between shards until `inner` has run once.
+    average = optax.GradientTransformation(
+        lambda params: params,
+        lambda updates, _, params=None: (
+            updates,
+            lax.pmean(updates, modes.AXIS),
+        ),
+    )
+    tx = GATES[gate](average)
+
+    def shard(params, x):
+      own = shard_transforms.per_shard(params, modes.AXIS)
+      _, state = tx.update(x, tx.init(own), local_step=0)
+      self.assertEqual(axes_lib.varying_axes(state.inner_state), {modes.AXIS})
+      return x
 
     mapped = modes.map_shards('shard_map', shard)
     jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))

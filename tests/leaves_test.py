@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import modes
 import shard_transforms
 
 FLOAT0 = jax.dtypes.float0
@@ -83,6 +84,27 @@ class InexactTest(parameterized.TestCase):
         {name: out[name] for name in ('none', 'masked', 'empty')},
         {name: updates[name] for name in ('none', 'masked', 'empty')},
     )
+
+  @parameterized.product(kind=('mean', 'sum'), mode=modes.MODES)
+  def test_passes_the_gradients_of_integers(self, kind, mode):
+    factory = getattr(shard_transforms, f'cross_shard_{kind}')
+    tx = shard_transforms.tower_reduce(
+        1, factory(modes.AXIS), axis_name=modes.AXIS
+    )
+
+    def shard(params, x):
+      grad = shard_transforms.value_and_grad(
+          lambda p: jnp.sum(p['w'] * x), modes.AXIS, allow_int=True
+      )
+      grads = grad(params)[1] | {'constant': np.zeros(4, FLOAT0)}
+      updates, _ = tx.update(grads, tx.init(grads))
+      for name in 'n', 'constant':
+        self.assertEqual(updates[name].dtype, FLOAT0)
+        self.assertEqual(updates[name].shape, (4,))
+      return x
+
+    params = {'w': jnp.ones(5), 'n': jnp.arange(4)}
+    jax.eval_shape(modes.map_shards(mode, shard), params, jnp.ones((8, 5)))
 
 
 class AccumulatorTest(parameterized.TestCase):
