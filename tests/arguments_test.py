@@ -215,7 +215,7 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(means, np.full(3, 4, 'float32'), strict=True)
 
-  @parameterized.parameters(2, 0.5, True, np.float64(3), np.int8(4))
+  @parameterized.parameters(2, 2**70, 0.5, True, np.float64(3), np.int8(4))
   def test_takes_known_weights_of_any_real_kind(self, weight):
     def fn(x, _):
       return _cross_shard_mean(x, weight)

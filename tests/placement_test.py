@@ -102,6 +102,18 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs[2].total, MODEL_SPECS)
     self.assertEqual(specs[2].total_weight, P())
 
+  def test_what_is_not_like_its_parameter_is_replicated(self):
+    # Where it does not factor, Adafactor keeps placeholders of length 1.
+    tx = optax.adafactor(0.1)
+    params = {'h': jnp.ones(8)}
+
+    specs = shard_transforms.state_specs(
+        tx, params, _mesh(KINDS[0], (2, 4)), in_specs=P('model')
+    )
+
+    self.assertEqual(specs[0].v, {'h': P('model')})
+    self.assertEqual((specs[0].v_row, specs[0].v_col), ({'h': P()},) * 2)
+
   def test_one_spec_stands_for_all_parameters_below(self):
     params = {'layer': [jnp.ones((3, 8)), jnp.ones((5, 4))], 'b': jnp.ones(4)}
     in_specs = {'layer': P(None, 'model'), 'b': P()}

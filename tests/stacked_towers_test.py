@@ -98,6 +98,17 @@ class ReduceTowersTest(parameterized.TestCase):
     expected = _like_params(np.zeros((8, 5)))
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
+  @parameterized.parameters('mean', 'sum')
+  def test_hands_on_zeros_where_no_tower_has_a_weight(self, reduction):
+    tx = shard_transforms.reduce_towers(
+        2, optax.identity(), reduction=reduction
+    )
+    towers = jnp.full((2, 5), jnp.nan)
+
+    updates, _ = tx.update(towers, tx.init(None), weight=np.zeros(2))
+
+    np.testing.assert_array_equal(updates, np.zeros(5, np.float32), strict=True)
+
   @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_is_a_link_of_a_chain_without_inner(self, mode, reduction):
     tx = optax.chain(

@@ -386,6 +386,29 @@ class HandedOnTest(parameterized.TestCase):
     expected = np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)
     np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
 
+  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  def test_hands_on_zeros_where_a_shard_has_no_weight(self, mode, reduction):
+    tx = shard_transforms.tower_reduce(
+        2, optax.identity(), axis_name=modes.AXIS, reduction=reduction
+    )
+
+    def shard(_, own):
+      data, weight = own
+      state = tx.init(data[0])
+      for i in range(2):
+        updates, state = tx.update(data[i], state, weight=weight)
+      return updates
+
+    data = DATA[:, :2].copy()
+    data[3] = np.nan
+    weights = WEIGHTS[:, 0].copy()
+    weights[3] = 0
+
+    updates = modes.map_shards(mode, shard)(0.0, (data, weights))
+
+    np.testing.assert_array_equal(updates[3], np.zeros(5))
+    self.assertFalse(np.isnan(updates).any())
+
   @parameterized.parameters(*modes.MODES)
   def test_other_arguments_are_those_of_the_last_tower(self, mode):
     recorded = self._record(mode, {'value': DATA[:, :3, 0]})
@@ -532,6 +555,16 @@ class DtypeTest(parameterized.TestCase):
     total = sum(values) / (1 if reduction == 'sum' else 3)
     expected = np.full(5, total).astype(jnp.dtype(dtype))
     self.assertNotEqual(sum(values), values[0])
+    np.testing.assert_array_equal(updates, expected, strict=True)
+
+  def test_a_real_last_tower_leaves_a_complex_sum_complex(self):
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+    x = jnp.array([1 + 2j, -3j], jnp.complex64)
+
+    _, state = tx.update(x, tx.init(x))
+    updates, _ = tx.update(jnp.ones(2), state)
+
+    expected = np.array([1 + 1j, 0.5 - 1.5j], np.complex64)
     np.testing.assert_array_equal(updates, expected, strict=True)
 
   def test_complex_updates_keep_their_parts(self):
