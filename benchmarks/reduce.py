@@ -29,7 +29,7 @@ import shard_transforms
 
 AXIS = 'data'
 # What a call reduces in all, on each shard: a bound on the time of a run.
-MAX_ELEMENTS = 32_000_000
+MAX_ELEMENTS = 16_000_000
 
 
 def _transformer_shapes(num_layers=4, width=256, vocabulary=1_000, length=128):
