@@ -21,7 +21,12 @@ State = Literal['varying', 'invariant', 'unreduced', 'untracked']
 
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
-  """Checks an axis name, or a sequence of them, and returns them as a tuple."""
+  """Returns an axis name, or a sequence of them, as a tuple.
+
+  Raises:
+    TypeError: If a name cannot be one.
+    ValueError: If there is none, or one twice.
+  """
   if isinstance(axis_name, Sequence) and not isinstance(axis_name, str):
     axes = tuple(axis_name)
   else:
