@@ -68,6 +68,15 @@ def _size(axis, caller):
     ) from error
 
 
+def is_bound(axis: Hashable) -> bool:
+  """Whether a mapped axis of this name is bound here."""
+  try:
+    lax.axis_size(axis)
+  except NameError:
+    return False
+  return True
+
+
 def _manual_axes():
   mesh = jax.sharding.get_abstract_mesh()
   manual = jax.sharding.AxisType.Manual

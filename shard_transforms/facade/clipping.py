@@ -1,0 +1,43 @@
+"""`clip_by_global_norm` as TensorFlow 1 has it: on a list."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def clip_by_global_norm(
+    t_list: Sequence[Any], clip_norm: Any
+) -> tuple[list[Any], jax.Array]:
+  """Scales a list of gradients so that its global norm is at most `clip_norm`.
+
+  Between `compute_gradients` and `apply_gradients`, each shard or tower clips
+  by the norm of its own, scaled gradients.
+
+  Args:
+    t_list: Arrays of any shapes; `None` stays.
+    clip_norm: The largest norm, a positive number.
+
+  Returns:
+    The list of scaled arrays, and the norm before, [].
+
+  Raises:
+    TypeError: If `t_list` is not a sequence.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> clipped, norm = facade.clip_by_global_norm([3.0, None, 4.0], 1.0)
+    >>> print([None if c is None else f'{c:.1f}' for c in clipped], norm)
+    ['0.6', None, '0.8'] 5.0
+
+  References:
+    `tf.clip_by_global_norm` of TensorFlow 1.15.
+  """
+  if not isinstance(t_list, Sequence) or isinstance(t_list, str):
+    raise TypeError(f'`t_list` must be a sequence, got {t_list!r}.')
+  arrays = [None if t is None else jnp.asarray(t) for t in t_list]
+  tx = optax.clip_by_global_norm(clip_norm)
+  clipped, _ = tx.update(arrays, tx.init(arrays))
+  return clipped, optax.tree.norm(arrays)

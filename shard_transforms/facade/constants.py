@@ -1,0 +1,80 @@
+"""Names of TensorFlow 1 that stand for a choice."""
+
+
+class Reduction:
+  """How the losses and gradients of shards or towers become one.
+
+  `CrossShardOptimizer` takes `MEAN` and `SUM`. For towers, `SUM` adds up, and
+  every other but `NONE`, which is refused, is a mean over the towers.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.Reduction.MEAN)
+    weighted_mean
+
+  References:
+    `tf.losses.Reduction` of TensorFlow 1.15.
+  """
+
+  NONE = 'none'
+  SUM = 'weighted_sum'
+  SUM_OVER_BATCH_SIZE = 'weighted_sum_over_batch_size'
+  MEAN = 'weighted_mean'
+  SUM_BY_NONZERO_WEIGHTS = 'weighted_sum_by_nonzero_weights'
+  SUM_OVER_NONZERO_WEIGHTS = SUM_BY_NONZERO_WEIGHTS
+
+  @classmethod
+  def all(cls) -> tuple[str, ...]:
+    """Returns all of them."""
+    return (
+        cls.NONE,
+        cls.SUM,
+        cls.MEAN,
+        cls.SUM_OVER_BATCH_SIZE,
+        cls.SUM_BY_NONZERO_WEIGHTS,
+    )
+
+  @classmethod
+  def validate(cls, key: str) -> None:
+    """Checks a name.
+
+    Raises:
+      ValueError: If it is none of them.
+    """
+    if key not in cls.all():
+      raise ValueError(f'Invalid Reduction: {key!r}. Use one of {cls.all()}.')
+
+
+class AggregationMethod:
+  """How TensorFlow 1 added up the parts of one gradient; without effect here.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.AggregationMethod.DEFAULT)
+    0
+
+  References:
+    `tf.AggregationMethod` of TensorFlow 1.15.
+  """
+
+  ADD_N = 0
+  DEFAULT = ADD_N
+  EXPERIMENTAL_TREE = 1
+  EXPERIMENTAL_ACCUMULATE_N = 2
+
+
+class ModeKeys:
+  """What a `model_fn` is called for.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.ModeKeys.TRAIN)
+    train
+
+  References:
+    `tf.estimator.ModeKeys` of TensorFlow 1.15.
+  """
+
+  TRAIN = 'train'
+  EVAL = 'eval'
+  PREDICT = 'infer'

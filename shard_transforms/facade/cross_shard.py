@@ -1,0 +1,155 @@
+"""`CrossShardOptimizer`: one update from the gradients of all shards."""
+
+from typing import Any
+
+import numpy as np
+import optax
+
+import shard_transforms
+from shard_transforms._src import axes as axes_lib
+from shard_transforms._src import groups as groups_lib
+from shard_transforms.facade import constants
+from shard_transforms.facade import contexts
+from shard_transforms.facade import optimizer
+from shard_transforms.facade import wrappers
+
+
+class CrossShardOptimizer(wrappers.Wrapper):
+  """Averages gradients over shards, and applies them with another optimizer.
+
+  `compute_gradients` divides the loss by the number of shards (`MEAN`; the size
+  of a group where there are groups), and `apply_gradients` sums up: what
+  happens between the two, like clipping, sees the scaled gradient of each
+  shard, and `apply_gradients` alone gives a sum. It stands for
+  `optax.chain(cross_shard_sum(...), inner)`.
+
+  Both calls belong into the computation of `shard`, which tells the number of
+  shards. With groups, variables and slots differ between the groups afterwards,
+  and keep a value a shard.
+
+  Args:
+    opt: The optimizer that applies the reduced gradients.
+    reduction: `Reduction.MEAN` or `Reduction.SUM`.
+    name: The name.
+    group_assignment: A partition of the shards into groups of one size that
+      reduce among themselves, a list of lists of shard ids (tuples and arrays
+      will do); all shards are one group if `None` or empty.
+
+  Raises:
+    TypeError: If `opt` is no optimizer of the façade, or one that gathers
+      gradients itself.
+    ValueError: If `reduction` is neither, or `name` empty. In
+      `compute_gradients` and `apply_gradients`, outside of a `shard_context`,
+      or if `group_assignment` is no such partition.
+    NameError: In `apply_gradients`, among several shards without a mapped axis.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(0.0)
+    >>> opt = facade.CrossShardOptimizer(
+    ...     facade.MomentumOptimizer(1.0, 0.9))
+    >>> def step(x):
+    ...   opt.minimize(lambda: 0.5 * jnp.mean((w - x) ** 2), var_list=[w])
+    >>> _ = facade.shard(step, [jnp.arange(16.0)], num_shards=8)
+    >>> print(w, opt.get_slot(w, 'momentum'))
+    7.5 -7.5
+
+  References:
+    `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15.
+  """
+
+  def __init__(
+      self,
+      opt: optimizer.Optimizer,
+      reduction: str = constants.Reduction.MEAN,
+      name: str = 'CrossShardOptimizer',
+      group_assignment: Any = None,
+  ):
+    kinds = constants.Reduction.SUM, constants.Reduction.MEAN
+    if reduction not in kinds:
+      raise ValueError(
+          f'Unsupported reduction: {reduction!r}. `reduction` must be one of'
+          f' {kinds}.'
+      )
+    super().__init__('opt', opt, False, name)
+    self._reduction = reduction
+    self._group_assignment = group_assignment
+
+  def _transformation(self):
+    shards, groups = self._reduced_over()
+    inner = self._opt._transformation()
+    if shards.num_shards == 1:
+      return optax.chain(optax.identity(), inner)
+    if not axes_lib.is_bound(shards.axis_name):
+      raise NameError(
+          f'`CrossShardOptimizer` of {shards.num_shards} shards needs the mapped'
+          f' axis {shards.axis_name!r}, which is not bound here. Call it in a'
+          ' computation that `facade.shard` runs.'
+      )
+    size = axes_lib.size([shards.axis_name], 'CrossShardOptimizer')
+    if size != shards.num_shards:
+      raise ValueError(
+          f'The axis {shards.axis_name!r} must have the {shards.num_shards}'
+          f' shards of its `shard_context`, got {size}.'
+      )
+    reduction = shard_transforms.cross_shard_sum(
+        shards.axis_name, groups=groups
+    )
+    return optax.chain(reduction, inner)
+
+  def _load(self, variables, global_step):
+    return optax.EmptyState(), self._opt._load(variables, global_step)
+
+  def _store(self, variables, global_step, state):
+    shards, groups = self._reduced_over()
+    if groups is not None:
+      shards.parted.update(dict.fromkeys([*variables, *self.variables()]))
+    return self._opt._store(variables, global_step, state[1])
+
+  def _compute(self, loss, var_list, grad_loss, scale=None):
+    shards, groups = self._reduced_over()
+    size = shards.num_shards if groups is None else len(groups[0])
+    if self._reduction == constants.Reduction.MEAN and size > 1:
+      scale = 1 / size if scale is None else scale / size
+    return self._opt._compute(loss, var_list, grad_loss, scale)
+
+  def _reduced_over(self):
+    """Returns the shards around the caller, and the groups among them."""
+    shards = contexts.shards()
+    if shards is None:
+      raise ValueError(
+          '`CrossShardOptimizer` must be used inside a shard context, got none:'
+          ' it would train each shard by itself. Call it in a computation that'
+          ' `facade.shard` runs, for one device with `num_shards=1`.'
+      )
+    return shards, _as_groups(self._group_assignment, shards.num_shards)
+
+
+def _as_groups(group_assignment, num_shards):
+  """Returns a checked partition, or `None` without groups."""
+  if group_assignment is None or np.size(group_assignment) == 0 and np.ndim(group_assignment) == 1:
+    return None
+  try:
+    groups = groups_lib.as_groups(
+        group_assignment.tolist()
+        if hasattr(group_assignment, 'tolist')
+        else group_assignment
+    )
+    groups_lib.check_size(groups, num_shards)
+  except TypeError as error:
+    raise ValueError(
+        '`group_assignment` must be a list of lists of shard ids, got'
+        f' {group_assignment!r}.'
+    ) from error
+  except ValueError as error:
+    raise ValueError(
+        '`group_assignment` must be a partition of the shards, a permutation'
+        f' of range({num_shards}), got {group_assignment!r}: {error}'
+    ) from error
+  if not groups_lib.is_even(groups):
+    raise ValueError(
+        'The size of each group in `group_assignment` must be equal, got'
+        f' {group_assignment!r}.'
+    )
+  return groups

@@ -1,0 +1,168 @@
+"""Which array a variable stands for: here, in this thread, while tracing.
+
+Between calls a variable keeps an array of its own. Inside a call that JAX
+traces, it stands for a tracer that nobody else may see. A frame holds these;
+frames are stacked, and each thread has its own stack.
+"""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Iterator
+import collections
+import contextlib
+import threading
+from typing import Any
+
+import jax
+
+
+class _Thread(threading.local):
+  """The frames and templates that are active in this thread."""
+
+  def __init__(self):
+    self.frames = []
+    self.templates = []
+
+
+_thread = _Thread()
+
+
+class Frame:
+  """The arrays that variables stand for inside one call.
+
+  Attributes:
+    is_traced: Whether what is read from outside must be an argument of the
+      call, because JAX would take it for a constant.
+    values: The array of each variable that was used, or is an argument.
+    used: The variables that were read or written, in order.
+    written: The variables that were written, in order.
+    locks: What has to be held whenever the call runs.
+    mesh: The mesh over which the call is mapped, if any.
+  """
+
+  def __init__(self, values: Iterable[tuple[Any, Any]], is_traced: bool):
+    self.is_traced = is_traced
+    self.values = dict(values)
+    self.used = {}
+    self.written = {}
+    self.locks = {}
+    self.mesh = None
+
+
+@contextlib.contextmanager
+def frame(
+    values: Iterable[tuple[Any, Any]] = (), *, is_traced: bool = False
+) -> Iterator[Frame]:
+  """Opens a frame; what is written in it is gone with it unless committed."""
+  opened = Frame(values, is_traced)
+  _thread.frames.append(opened)
+  try:
+    yield opened
+  finally:
+    _thread.frames.pop()
+
+
+def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+  """Writes what a frame that is closed has left."""
+  for variable, array in zip(variables, arrays, strict=True):
+    write(variable, array)
+
+
+def read(variable: Any) -> Any:
+  """Returns the array that `variable` stands for here."""
+  return _read(variable, _thread.frames)
+
+
+def _read(variable, frames):
+  if not frames:
+    return variable.stored
+  innermost = frames[-1]
+  innermost.used[variable] = None
+  if variable not in innermost.values:
+    innermost.values[variable] = _read(variable, frames[:-1])
+  return innermost.values[variable]
+
+
+def write(variable: Any, array: Any) -> None:
+  """Makes `variable` stand for `array` from here on.
+
+  Raises:
+    ValueError: If the array is a tracer that would outlive its trace.
+  """
+  if _thread.frames:
+    innermost = _thread.frames[-1]
+    innermost.used[variable] = innermost.written[variable] = None
+    innermost.values[variable] = array
+  elif isinstance(array, jax.core.Tracer):
+    raise ValueError(
+        f'Variable {variable.name!r} must not be assigned inside a function'
+        ' that JAX traces, which would forget it. Compile the step with'
+        ' `facade.function`, and map it with `facade.shard`.'
+    )
+  else:
+    variable.stored = array
+
+
+def is_tracing() -> bool:
+  """Whether this thread is inside a call that is traced."""
+  return any(frame.is_traced for frame in _thread.frames)
+
+
+def mark_mapped(mesh: Any) -> None:
+  """Tells the frames around that they hold a call over `mesh`."""
+  for opened in _thread.frames:
+    opened.mesh = mesh
+
+
+@contextlib.contextmanager
+def held(lock: Any) -> Iterator[None]:
+  """Holds a lock, and makes the traced calls around hold it when they run."""
+  for opened in _thread.frames:
+    opened.locks[lock] = None
+  with lock:
+    yield
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+  """Leaves all frames and traces: what is computed inside is concrete."""
+  frames, _thread.frames = _thread.frames, []
+  try:
+    with jax.ensure_compile_time_eval():
+      yield
+  finally:
+    _thread.frames = frames
+
+
+class Template:
+  """Remembers what a function makes, so that each call finds it again.
+
+  TensorFlow 1 built a graph once and ran it often. Here, the function itself
+  runs again: the n-th object of a kind that one call makes is the n-th that
+  every other call gets.
+  """
+
+  def __init__(self):
+    self._made = {}
+
+  @contextlib.contextmanager
+  def call(self) -> Iterator[None]:
+    """Counts from the start: what follows is one call of the function."""
+    _thread.templates.append((self._made, collections.Counter()))
+    try:
+      yield
+    finally:
+      _thread.templates.pop()
+
+
+def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
+  """Returns a new object; inside a template, the one of its earlier calls."""
+  if not _thread.templates:
+    return make()
+  made, counts = _thread.templates[-1]
+  key = kind, counts[kind]
+  counts[kind] += 1
+  if key not in made:
+    made[key] = make()
+  return made[key]

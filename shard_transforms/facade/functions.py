@@ -1,0 +1,148 @@
+"""`function`: a compiled step whose variables become inputs and outputs."""
+
+from collections.abc import Callable
+import contextlib
+import functools
+import threading
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from shard_transforms.facade import frames
+
+# A call that is traced anew finds variables that no earlier one has found.
+_MAX_TRACES = 32
+
+
+class Retraced(Exception):  # noqa: N818
+  """Ends a trace that met what its arguments lack; it starts again with it."""
+
+
+class Function:
+  """What `function` returns: call it, or `build` what a call would make."""
+
+  def __init__(self, fn: Callable[..., Any]):
+    functools.update_wrapper(self, fn)
+    self._fn = fn
+    self._template = frames.Template()
+    self._variables = []
+    self._locks = []
+    self._mesh = None
+    self._growing = threading.RLock()
+    self._run = jax.jit(self._traced)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Runs the step, and returns what it returns, variables as arrays."""
+    for _ in range(_MAX_TRACES):
+      variables = tuple(self._variables)
+      with contextlib.ExitStack() as stack:
+        # In one order everywhere, so that no two calls wait for each other.
+        for lock in sorted(self._locks, key=id):
+          stack.enter_context(frames.held(lock))
+        arrays = tuple(map(frames.read, variables))
+        try:
+          out, written = self._run(arrays, args, kwargs)
+        except Retraced:
+          self._place()
+          continue
+        for i, array in written.items():
+          frames.write(variables[i], array)
+        return out
+    raise _unsettled(self._fn)
+
+  def build(self, *args: Any, **kwargs: Any) -> None:
+    """Makes the variables and slots that a call would make; runs nothing.
+
+    Args:
+      *args: As for a call; `jax.ShapeDtypeStruct` will do for arrays.
+      **kwargs: The same.
+    """
+    for _ in range(_MAX_TRACES):
+      try:
+        jax.eval_shape(
+            self._traced, tuple(map(frames.read, self._variables)), args, kwargs
+        )
+      except Retraced:
+        continue
+      return self._place()
+    raise _unsettled(self._fn)
+
+  def _traced(self, arrays, args, kwargs):
+    """The pure function: what was written, by its place among the variables."""
+    variables = self._variables[: len(arrays)]
+    with frames.frame(
+        zip(variables, arrays, strict=True), is_traced=True
+    ) as frame:
+      with self._template.call():
+        out = self._fn(*args, **kwargs)
+      out = jax.tree.map(lambda x: x, out)
+    self._mesh = frame.mesh or self._mesh
+    with self._growing:
+      variables += [v for v in frame.used if v not in variables]
+      locks = [lock for lock in frame.locks if lock not in self._locks]
+      self._locks += locks
+      news = [v for v in variables if v not in self._variables]
+      self._variables += news
+    if locks or len(variables) > len(arrays):
+      raise Retraced
+    places = {variable: i for i, variable in enumerate(variables)}
+    return out, {places[v]: frame.values[v] for v in frame.written}
+
+  def _place(self):
+    """Puts variables where the step leaves them, lest it compiles twice."""
+    if self._mesh is None or frames.is_tracing():
+      return
+    for variable in self._variables:
+      array = frames.read(variable)
+      per_shard = array.ndim > variable.ndim
+      spec = P(self._mesh.axis_names[0]) if per_shard else P()
+      sharding = jax.sharding.NamedSharding(self._mesh, spec)
+      frames.write(variable, jax.device_put(array, sharding))
+
+
+def function(fn: Callable[..., Any]) -> Function:
+  """Compiles a training step that reads and assigns variables.
+
+  At the first call, JAX traces `fn` twice: once to see which variables it uses
+  and to make the slots of its optimizers, and once with these variables as
+  inputs and outputs. Later calls with arguments of the same shapes and dtypes
+  run what was compiled. As under `jax.jit`, Python code in `fn` runs while
+  tracing only.
+
+  `build(*args)` of the result makes what a first call would make, and runs
+  nothing: call it before `set_values`.
+
+  Args:
+    fn: A function of arrays, or of trees of them, that returns such.
+
+  Returns:
+    A function of the same arguments.
+
+  Raises:
+    ValueError: When called, if `fn` makes a `Variable` by its constructor.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(jnp.zeros(2), name='w')
+    >>> opt = facade.GradientDescentOptimizer(0.5)
+    >>> @facade.function
+    ... def step(x):
+    ...   return opt.minimize(lambda: jnp.sum((w - x) ** 2), var_list=[w])
+    >>> for _ in range(2):
+    ...   _ = step(jnp.array([1.0, 2.0]))
+    >>> print(w)
+    [1. 2.]
+  """
+  if not callable(fn):
+    raise TypeError(f'`fn` must be a function, got {fn!r}.')
+  return Function(fn)
+
+
+def _unsettled(fn):
+  return RuntimeError(
+      f'{fn!r} met new variables in each of {_MAX_TRACES} traces. What makes'
+      ' them must make the same at every call.'
+  )

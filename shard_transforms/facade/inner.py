@@ -1,0 +1,363 @@
+"""The optimizers of `tf.train`, each an Optax transformation underneath."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src import adam
+from shard_transforms._src import ftrl
+from shard_transforms.facade import optimizer
+
+
+class OptaxOptimizer(optimizer.SlotOptimizer):
+  """Any transformation of Optax, as an optimizer of the façade.
+
+  Its slots are named after the fields of the transformation's state (`'mu'` and
+  `'nu'` for `optax.adam`); what belongs to no variable, like a count, is in
+  `variables()`. The transformation sees the parameters as a dict by
+  `Variable.op.name`, of the variables that have a gradient in this call.
+
+  Args:
+    tx: The transformation.
+    use_locking: Whether an update excludes those of other threads.
+    name: The name.
+
+  Raises:
+    TypeError: If `tx` is no transformation.
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> import optax
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0, name='w')
+    ...   opt = facade.OptaxOptimizer(optax.adam(0.1))
+    ...   opt.apply_gradients([(2.0, w)])
+    >>> print(opt.get_slot_names(), opt.get_slot(w, 'mu'))
+    ['mu', 'nu'] 0.2
+  """
+
+  def __init__(
+      self,
+      tx: optax.GradientTransformation,
+      use_locking: bool = False,
+      name: str = 'Optax',
+  ):
+    super().__init__(use_locking, name)
+    if not isinstance(tx, optax.GradientTransformation):
+      raise TypeError(f'`tx` must be a transformation of Optax, got {tx!r}.')
+    self._tx = optax.with_extra_args_support(tx)
+
+  def _transformation(self):
+    return self._tx
+
+
+class GradientDescentOptimizer(optimizer.SlotOptimizer):
+  """Gradient descent: `optax.sgd`.
+
+  Args:
+    learning_rate: A number, a scalar array or `Variable`, or a function of no
+      arguments that returns one; it is read at each update.
+    use_locking: Whether an update excludes those of other threads.
+    name: The name.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> opt = facade.GradientDescentOptimizer(0.5)
+    >>> opt.apply_gradients([(1.0, w)])
+    >>> print(w)
+    0.5
+
+  References:
+    `tf.train.GradientDescentOptimizer` of TensorFlow 1.15.
+  """
+
+  def __init__(
+      self,
+      learning_rate: Any,
+      use_locking: bool = False,
+      name: str = 'GradientDescent',
+  ):
+    super().__init__(use_locking, name)
+    self._learning_rate = learning_rate
+
+  def _transformation(self):
+    return optax.sgd(_number(self._learning_rate))
+
+
+class MomentumOptimizer(optimizer.SlotOptimizer):
+  """Gradient descent with momentum: `optax.sgd`; slot `momentum`.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    momentum: The decay of the momentum, given in the same forms.
+    use_locking: Whether an update excludes those of other threads.
+    name: The name.
+    use_nesterov: Whether to look ahead.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> opt = facade.MomentumOptimizer(0.5, 0.9)
+    >>> opt.apply_gradients([(1.0, w)])
+    >>> print(w, opt.get_slot(w, 'momentum'))
+    0.5 1.0
+
+  References:
+    `tf.train.MomentumOptimizer` of TensorFlow 1.15.
+  """
+
+  _SLOT_NAMES = {'trace': 'momentum'}
+
+  def __init__(
+      self,
+      learning_rate: Any,
+      momentum: Any,
+      use_locking: bool = False,
+      name: str = 'Momentum',
+      use_nesterov: bool = False,
+  ):
+    super().__init__(use_locking, name)
+    self._learning_rate = learning_rate
+    self._momentum = momentum
+    self._use_nesterov = use_nesterov
+
+  def _transformation(self):
+    return optax.sgd(
+        _number(self._learning_rate),
+        momentum=_number(self._momentum),
+        nesterov=self._use_nesterov,
+    )
+
+
+class AdamOptimizer(optimizer.SlotOptimizer):
+  """Adam; slots `m` and `v`, and the variables `beta1_power`, `beta2_power`.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    beta1: The decay of the first moment, given in the same forms.
+    beta2: The decay of the second moment, the same.
+    epsilon: What keeps the divisor from zero, the same; the paper's "epsilon
+      hat".
+    use_locking: Whether an update excludes those of other threads.
+    name: The name.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> opt = facade.AdamOptimizer(0.5)
+    >>> opt.apply_gradients([(2.0, w)])
+    >>> print(f'{w.value():.3f}', opt.get_slot_names())
+    0.500 ['m', 'v']
+
+  References:
+    `tf.train.AdamOptimizer` of TensorFlow 1.15.
+  """
+
+  _SLOT_NAMES = {'m': 'm', 'v': 'v'}
+
+  def __init__(
+      self,
+      learning_rate: Any = 0.001,
+      beta1: Any = 0.9,
+      beta2: Any = 0.999,
+      epsilon: Any = 1e-8,
+      use_locking: bool = False,
+      name: str = 'Adam',
+  ):
+    super().__init__(use_locking, name)
+    self._hyperparameters = learning_rate, beta1, beta2, epsilon
+
+  def _transformation(self):
+    return adam.adam(*map(_number, self._hyperparameters))
+
+
+class AdagradOptimizer(optimizer.SlotOptimizer):
+  """Adagrad: `optax.adagrad` without epsilon; slot `accumulator`.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    initial_accumulator_value: What the sum of squares starts from, positive.
+    use_locking: Whether an update excludes those of other threads.
+    name: The name.
+
+  Raises:
+    ValueError: If `name` is empty, or `initial_accumulator_value` not positive.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> opt = facade.AdagradOptimizer(0.5, initial_accumulator_value=3.0)
+    >>> opt.apply_gradients([(1.0, w)])
+    >>> print(w, opt.get_slot(w, 'accumulator'))
+    0.75 4.0
+
+  References:
+    `tf.train.AdagradOptimizer` of TensorFlow 1.15.
+  """
+
+  _SLOT_NAMES = {'sum_of_squares': 'accumulator'}
+
+  def __init__(
+      self,
+      learning_rate: Any,
+      initial_accumulator_value: float = 0.1,
+      use_locking: bool = False,
+      name: str = 'Adagrad',
+  ):
+    super().__init__(use_locking, name)
+    if initial_accumulator_value <= 0:
+      raise ValueError(
+          '`initial_accumulator_value` must be positive, got'
+          f' {initial_accumulator_value!r}.'
+      )
+    self._learning_rate = learning_rate
+    self._initial_accumulator_value = initial_accumulator_value
+
+  def _transformation(self):
+    return optax.adagrad(
+        _number(self._learning_rate), self._initial_accumulator_value, eps=0.0
+    )
+
+
+class RMSPropOptimizer(optimizer.SlotOptimizer):
+  """RMSProp of Optax's parts; slots `rms`, `momentum`, and `mg` if centered.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    decay: The decay of the moments.
+    momentum: The decay of the momentum, which holds the learning rate.
+    epsilon: What is added to the second moment under the root.
+    use_locking: Whether an update excludes those of other threads.
+    centered: Whether the mean gradient is taken off the second moment.
+    name: The name.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> opt = facade.RMSPropOptimizer(0.5)
+    >>> opt.apply_gradients([(1.0, w)])
+    >>> print(w, opt.get_slot_names())
+    0.5 ['momentum', 'rms']
+
+  References:
+    `tf.train.RMSPropOptimizer` of TensorFlow 1.15.
+  """
+
+  _SLOT_NAMES = {'nu': 'rms', 'mu': 'mg', 'trace': 'momentum'}
+
+  def __init__(
+      self,
+      learning_rate: Any,
+      decay: Any = 0.9,
+      momentum: Any = 0.0,
+      epsilon: Any = 1e-10,
+      use_locking: bool = False,
+      centered: bool = False,
+      name: str = 'RMSProp',
+  ):
+    super().__init__(use_locking, name)
+    self._learning_rate = learning_rate
+    self._decay, self._momentum, self._epsilon = decay, momentum, epsilon
+    self._centered = centered
+
+  def _transformation(self):
+    scale = optax.scale_by_stddev if self._centered else optax.scale_by_rms
+    # As `optax.rmsprop`, but the sign comes last: the trace is TensorFlow's.
+    return optax.chain(
+        scale(
+            decay=_number(self._decay),
+            eps=_number(self._epsilon),
+            initial_scale=1.0,
+            eps_in_sqrt=True,
+        ),
+        optax.scale(_number(self._learning_rate)),
+        optax.trace(_number(self._momentum)),
+        optax.scale(-1),
+    )
+
+
+class FtrlOptimizer(optimizer.SlotOptimizer):
+  """Follow the regularized leader; slots `accum` and `linear`.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    learning_rate_power: How the rate decays, not positive.
+    initial_accumulator_value: What the sum of squares starts from, not
+      negative.
+    l1_regularization_strength: Not negative.
+    l2_regularization_strength: Not negative.
+    use_locking: Whether an update excludes those of other threads.
+    name: The name.
+    accum_name: The second part of the name of the slot `accum`, if not `name`.
+    linear_name: The same for the slot `linear`.
+    l2_shrinkage_regularization_strength: Not negative.
+
+  Raises:
+    ValueError: If `name` is empty, or an argument has the wrong sign.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(0.0)
+    >>> opt = facade.FtrlOptimizer(0.5)
+    >>> opt.apply_gradients([(1.0, w)])
+    >>> print(f'{w.value():.3f}', opt.get_slot_names())
+    -0.477 ['accum', 'linear']
+
+  References:
+    `tf.train.FtrlOptimizer` of TensorFlow 1.15.
+  """
+
+  _SLOT_NAMES = {'accum': 'accum', 'linear': 'linear'}
+
+  def __init__(
+      self,
+      learning_rate: Any,
+      learning_rate_power: float = -0.5,
+      initial_accumulator_value: float = 0.1,
+      l1_regularization_strength: float = 0.0,
+      l2_regularization_strength: float = 0.0,
+      use_locking: bool = False,
+      name: str = 'Ftrl',
+      accum_name: str | None = None,
+      linear_name: str | None = None,
+      l2_shrinkage_regularization_strength: float = 0.0,
+  ):
+    super().__init__(use_locking, name)
+    self._learning_rate = learning_rate
+    self._names = {'accum': accum_name, 'linear': linear_name}
+    self._options = (
+        learning_rate_power,
+        initial_accumulator_value,
+        l1_regularization_strength,
+        l2_regularization_strength,
+        l2_shrinkage_regularization_strength,
+    )
+    ftrl.ftrl(1.0, *self._options)  # Raises now what would raise later.
+
+  def _transformation(self):
+    return ftrl.ftrl(_number(self._learning_rate), *self._options)
+
+  def _op_names(self):
+    given = {slot: name for slot, name in self._names.items() if name}
+    return super()._op_names() | given
+
+
+def _number(value):
+  """Returns a hyperparameter as it is at this update."""
+  value = value() if callable(value) else value
+  return value if isinstance(value, int | float) else jnp.asarray(value)

@@ -1,0 +1,107 @@
+"""Losses: Python functions, and their gradients for the variables they read."""
+
+from collections.abc import Callable
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import shard_transforms
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
+from shard_transforms.facade import pairs
+from shard_transforms.facade import variables as variables_lib
+
+
+def compute_gradients(
+    loss: Callable[..., Any],
+    var_list: Any = None,
+    grad_loss: Any = None,
+    scale: float | None = None,
+) -> pairs.Pairs:
+  """Returns the gradient of a loss for each variable, `None` where unread.
+
+  Args:
+    loss: A function of no arguments, or of the values of `var_list`.
+    var_list: The variables; all trainable ones of the graph if `None`.
+    grad_loss: The gradient for the loss, of its shape or a scalar; ones if
+      `None`, so that the elements of a loss add up.
+    scale: A number that the loss is multiplied by.
+
+  Returns:
+    The pairs, in the order of `var_list`. Among shards, gradients are each
+    shard's own.
+
+  Raises:
+    TypeError: If `loss` is no function, or its result no real array.
+    ValueError: If there are no variables, one is of an integer type, `loss`
+      takes another number of arguments, or is already reduced over the shards.
+  """
+  if not callable(loss):
+    raise TypeError(
+        '`loss` must be a function of no arguments, or of the values of'
+        f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
+    )
+  chosen = var_list is not None
+  found = var_list if chosen else variables_lib.trainable_variables()
+  found = pairs.check_variables(found)
+  takes_values = _takes_values(loss, len(found) if chosen else None)
+  written = []
+
+  def differentiated(values):
+    with frames.frame(zip(found, values, strict=True)) as frame:
+      out = loss(*values) if takes_values else loss()
+      out = _as_loss(out)
+    read = [takes_values or v in frame.used for v in found]
+    written[:] = frame.written
+    if scale is not None:
+      out = out * scale
+    total = jnp.sum(out if grad_loss is None else out * grad_loss)
+    return total, (read, [frame.values[v] for v in frame.written])
+
+  axes = contexts.mapped_axes()
+  if axes:
+    value_and_grad = shard_transforms.value_and_grad(
+        differentiated, axes, has_aux=True
+    )
+  else:
+    value_and_grad = jax.value_and_grad(differentiated, has_aux=True)
+  (_, (read, assigned)), grads = value_and_grad([v.value() for v in found])
+  frames.commit(written, assigned)
+  return [
+      (grad if is_read else None, variable)
+      for grad, is_read, variable in zip(grads, read, found, strict=True)
+  ]
+
+
+def _takes_values(loss, num_variables):
+  """Whether a loss is a function of the values of the variables."""
+  signature = inspect.signature(loss)
+  try:
+    signature.bind()
+    return False
+  except TypeError:
+    if num_variables is None:
+      raise ValueError(
+          '`loss` must be a function of no arguments where `var_list` is not'
+          f' given, got one of {signature}.'
+      ) from None
+  try:
+    signature.bind(*range(num_variables))
+    return True
+  except TypeError:
+    raise ValueError(
+        f'`loss` must be a function of no arguments or of {num_variables}, the'
+        f' length of `var_list`, got one of {signature}.'
+    ) from None
+
+
+def _as_loss(out):
+  try:
+    out = jnp.asarray(out)
+  except TypeError as error:
+    raise TypeError(f'`loss` must return an array, got {out!r}.') from error
+  if not jnp.issubdtype(out.dtype, jnp.floating):
+    raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
+  return out

@@ -1,0 +1,327 @@
+"""`Optimizer`: the methods that all optimizers of the façade share."""
+
+import abc
+from collections.abc import Callable
+from collections.abc import Iterable
+import contextlib
+from typing import Any
+
+import jax
+import optax
+
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
+from shard_transforms.facade import losses
+from shard_transforms.facade import pairs as pairs_lib
+from shard_transforms.facade import slots as slots_lib
+from shard_transforms.facade import variables as variables_lib
+
+Variable = variables_lib.Variable
+
+
+class Optimizer(abc.ABC):
+  """What updates variables by gradients; the base of all in the façade.
+
+  An optimizer is an Optax transformation and the place of its state:
+  `apply_gradients` calls the transformation's `update` on the values of the
+  variables and of its slots, and assigns what comes back. Nothing else
+  computes. Under `function`, all of it becomes part of the compiled step.
+
+  Not to be made itself: `OptaxOptimizer` takes any Optax transformation.
+
+  Attributes:
+    GATE_NONE: A value of `gate_gradients`, without effect.
+    GATE_OP: The same.
+    GATE_GRAPH: The same.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> opt = facade.MomentumOptimizer(0.1, 0.9)
+    >>> print(isinstance(opt, facade.Optimizer), opt.get_name())
+    True Momentum
+
+  References:
+    `tf.train.Optimizer` of TensorFlow 1.15.
+  """
+
+  GATE_NONE = 0
+  GATE_OP = 1
+  GATE_GRAPH = 2
+
+  def __init__(self, use_locking: bool, name: str):
+    if not name:
+      raise ValueError('Must specify the optimizer name')
+    self._use_locking = use_locking
+    self._name = name
+
+  def minimize(
+      self,
+      loss: Callable[..., Any],
+      global_step: Variable | None = None,
+      var_list: Iterable[Variable] | None = None,
+      gate_gradients: int = GATE_OP,
+      aggregation_method: int | None = None,
+      colocate_gradients_with_ops: bool = False,
+      name: str | None = None,
+      grad_loss: Any = None,
+  ) -> jax.Array | None:
+    """Calls `compute_gradients` and `apply_gradients`.
+
+    Args:
+      loss: As in `compute_gradients`.
+      global_step: As in `apply_gradients`.
+      var_list: As in `compute_gradients`.
+      gate_gradients: The same.
+      aggregation_method: The same.
+      colocate_gradients_with_ops: The same.
+      name: As in `apply_gradients`.
+      grad_loss: As in `compute_gradients`.
+
+    Returns:
+      What `apply_gradients` returns.
+
+    Raises:
+      TypeError: As they do.
+      ValueError: As they do; and if the loss reads none of the variables.
+    """
+    grads_and_vars = self.compute_gradients(
+        loss,
+        var_list,
+        gate_gradients,
+        aggregation_method,
+        colocate_gradients_with_ops,
+        grad_loss,
+    )
+    pairs_lib.check_any_gradient(
+        grads_and_vars, ', of which the loss must read one'
+    )
+    return self.apply_gradients(grads_and_vars, global_step, name)
+
+  def compute_gradients(
+      self,
+      loss: Callable[..., Any],
+      var_list: Iterable[Variable] | None = None,
+      gate_gradients: int = GATE_OP,
+      aggregation_method: int | None = None,
+      colocate_gradients_with_ops: bool = False,
+      grad_loss: Any = None,
+  ) -> pairs_lib.Pairs:
+    """Returns the gradient of a loss for each variable.
+
+    Args:
+      loss: A function of no arguments, or of the values of `var_list`, that
+        returns real numbers; if several, they add up.
+      var_list: The variables; the trainable ones of the graph if `None`.
+      gate_gradients: Checked, then ignored.
+      aggregation_method: Ignored.
+      colocate_gradients_with_ops: Ignored.
+      grad_loss: The gradient for the loss, of its shape; ones if `None`.
+
+    Returns:
+      Pairs of a gradient and its variable; `None` where the loss does not read
+      the variable.
+
+    Raises:
+      TypeError: If `loss` is not such a function, or an item of `var_list` not
+        a `Variable`.
+      ValueError: If there are no variables, one is of an integer type, or
+        `gate_gradients` is none of the class's members.
+    """
+    del aggregation_method, colocate_gradients_with_ops
+    check_gate(gate_gradients)
+    return self._compute(loss, var_list, grad_loss)
+
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[Any, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+  ) -> jax.Array | None:
+    """Updates variables by gradients.
+
+    Args:
+      grads_and_vars: Pairs of a gradient, of the shape of the variable, and the
+        variable. Where the gradient is `None`, variable and slots stay.
+      global_step: A variable to be increased by one.
+      name: Ignored.
+
+    Returns:
+      The new global step, `None` without one.
+
+    Raises:
+      TypeError: If a gradient is no array, or a variable not a `Variable`.
+      ValueError: If no pair has a gradient, an item is no pair, a variable
+        comes twice, or a gradient is of another shape.
+    """
+    del name
+    return self._apply(pairs_lib.check(grads_and_vars), global_step)
+
+  @abc.abstractmethod
+  def get_slot(self, var: Variable, name: str) -> Variable | None:
+    """Returns the slot of a name for a variable, `None` if there is none."""
+
+  @abc.abstractmethod
+  def get_slot_names(self) -> list[str]:
+    """Returns the names of the slots that exist, sorted."""
+
+  @abc.abstractmethod
+  def variables(self) -> list[Variable]:
+    """Returns all variables that hold the optimizer's state, by name."""
+
+  def get_name(self) -> str:
+    """Returns the name that was given at construction."""
+    return self._name
+
+  @abc.abstractmethod
+  def _compute(self, loss, var_list, grad_loss, scale=None):
+    """Returns the pairs of `compute_gradients`, for the scaled loss."""
+
+  @abc.abstractmethod
+  def _apply(self, pairs, global_step):
+    """Does what `apply_gradients` does, with checked pairs."""
+
+
+class FunctionalOptimizer(Optimizer):
+  """An optimizer whose `apply_gradients` is one call of `update`.
+
+  It is described by its transformation, by where the state of that lives, and
+  by the optimizer at the heart of it, which keeps the slots.
+  """
+
+  @property
+  @abc.abstractmethod
+  def root(self) -> 'SlotOptimizer':
+    """The optimizer that keeps the slots: the innermost one."""
+
+  @abc.abstractmethod
+  def _transformation(self):
+    """Returns the Optax transformation, for this call."""
+
+  @abc.abstractmethod
+  def _load(self, variables, global_step):
+    """Returns the state of the transformation for these variables."""
+
+  @abc.abstractmethod
+  def _store(self, variables, global_step, state):
+    """Takes the next state, and returns what `apply_gradients` returns."""
+
+  def _extra_args(self):
+    """Returns the extra arguments of `update`, for this call."""
+    return {}
+
+  def _compute(self, loss, var_list, grad_loss, scale=None):
+    return losses.compute_gradients(loss, var_list, grad_loss, scale)
+
+  def _apply(self, pairs, global_step):
+    _check_wrapped()
+    pairs_lib.check_any_gradient(pairs)
+    given = [variable for grad, variable in pairs if grad is not None]
+    grads = {v.op.name: grad for grad, v in pairs if grad is not None}
+    with self._held():
+      params = {v.op.name: v.value() for v in given}
+      state = self._load(given, global_step)
+      updates, state = self._transformation().update(
+          grads, state, params, **self._extra_args()
+      )
+      params = optax.apply_updates(params, updates)
+      for variable in given:
+        variable.assign(params[variable.op.name])
+      return self._store(given, global_step, state)
+
+  def _held(self):
+    if not self._use_locking:
+      return contextlib.nullcontext()
+    return frames.held(self.root.slots.lock)
+
+
+class SlotOptimizer(FunctionalOptimizer):
+  """An optimizer that keeps the state of its own transformation in slots.
+
+  Attributes:
+    slots: The state.
+  """
+
+  # Which fields of the state are slots, and how TensorFlow 1 calls them, in
+  # the order in which it makes them; any others keep their names.
+  _SLOT_NAMES: dict[str, str] = {}
+
+  def __init__(self, use_locking: bool, name: str):
+    super().__init__(use_locking, name)
+    self.slots = frames.persistent(
+        (type(self).__name__, name), slots_lib.Slots
+    )
+
+  @property
+  def root(self) -> 'SlotOptimizer':
+    """Itself."""
+    return self
+
+  def get_slot(self, var: Variable, name: str) -> Variable | None:
+    """Returns the slot of a name for a variable, `None` if there is none."""
+    return self.slots.get(var, name)
+
+  def get_slot_names(self) -> list[str]:
+    """Returns the names of the slots that exist, sorted."""
+    return self.slots.names()
+
+  def variables(self) -> list[Variable]:
+    """Returns the slots and what else is the optimizer's state, by name."""
+    return self.slots.variables()
+
+  def _load(self, variables, global_step):
+    del global_step
+    return self.slots.load(
+        self._transformation(), variables, self._SLOT_NAMES, self._op_names()
+    )
+
+  def _store(self, variables, global_step, state):
+    self.slots.store(variables, state)
+    return None if global_step is None else global_step.assign_add(1)
+
+  def _op_names(self):
+    """Returns the second part of a slot's name, for each slot and the rest."""
+    return {None: self._name}
+
+
+def check_gate(gate_gradients: Any) -> None:
+  """Checks `gate_gradients`.
+
+  Raises:
+    ValueError: If it is none of the members of `Optimizer`.
+  """
+  gates = Optimizer.GATE_NONE, Optimizer.GATE_OP, Optimizer.GATE_GRAPH
+  if gate_gradients not in gates:
+    raise ValueError(
+        '`gate_gradients` must be one of: Optimizer.GATE_NONE,'
+        f' Optimizer.GATE_OP, Optimizer.GATE_GRAPH, got {gate_gradients!r}.'
+    )
+
+
+def check_optimizer(
+    name: str, opt: Any, kind: type[Optimizer] = Optimizer
+) -> Any:
+  """Returns `opt` if it is an optimizer of the façade.
+
+  Raises:
+    TypeError: If it is not.
+  """
+  if isinstance(opt, kind):
+    return opt
+  if isinstance(opt, Optimizer):
+    raise TypeError(
+        f'`{name}` must be an optimizer that applies a gradient in one call,'
+        f' got a {type(opt).__name__}. Put that one outside.'
+    )
+  raise TypeError(
+      f'`{name}` must be an optimizer of the façade, got {opt!r}. Wrap a'
+      ' transformation of Optax in `facade.OptaxOptimizer`.'
+  )
+
+
+def _check_wrapped():
+  towers = contexts.towers()
+  if towers is not None and not towers.is_applying:
+    raise ValueError(
+        'Please wrap optimizers with TowerOptimizer in order to use'
+        f' `replicate_model_fn` with {towers.num_towers} towers.'
+    )

@@ -1,0 +1,260 @@
+"""`replicate_model_fn`: one model function, a batch, and several towers."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+import shard_transforms
+from shard_transforms.facade import constants
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
+from shard_transforms.facade import shards
+from shard_transforms.facade import towers as towers_lib
+
+
+class EstimatorSpec(NamedTuple):
+  """What a `model_fn` returns.
+
+  Attributes:
+    mode: One of `ModeKeys`.
+    predictions: Arrays with an axis of examples in front, or trees of them.
+    loss: The loss, a scalar.
+    train_op: What `minimize` or `apply_gradients` returned.
+    eval_metric_ops: Metrics by name, means over the examples.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.EstimatorSpec(facade.ModeKeys.EVAL, loss=1.0).loss)
+    1.0
+
+  References:
+    `tf.estimator.EstimatorSpec` of TensorFlow 1.15.
+  """
+
+  mode: str
+  predictions: Any = None
+  loss: Any = None
+  train_op: Any = None
+  eval_metric_ops: Any = None
+
+
+def replicate_model_fn(
+    model_fn: Callable[..., EstimatorSpec],
+    loss_reduction: str = constants.Reduction.SUM_BY_NONZERO_WEIGHTS,
+    devices: Sequence[Any] | None = None,
+) -> Callable[..., EstimatorSpec]:
+  """Runs a model function once for each tower, on its part of the batch.
+
+  The optimizers inside have to be wrapped in `TowerOptimizer`. Each call of the
+  result is a step; inside a `function`, it is compiled. What a call makes –
+  optimizers and variables of `get_variable` – is found again by the next, as
+  TensorFlow built its graph once.
+
+  Args:
+    model_fn: Takes `features` and, as far as it has arguments of these names,
+      `labels`, `mode`, `params` and `config`; returns an `EstimatorSpec`.
+    loss_reduction: `Reduction.SUM` adds the towers' losses and gradients up;
+      any other but `Reduction.NONE` takes their mean.
+    devices: The devices of the towers, or their names (`'/gpu:0'`). Where all
+      are different, there is one tower to a device, and `model_fn` runs once,
+      mapped over them; where all are the same, the towers take turns. All local
+      devices if `None`.
+
+  Returns:
+    A function (features, labels, mode, params=None, config=None) that returns
+    an `EstimatorSpec`: the loss and metrics of all towers, predictions one
+    behind the other, and the `train_op` of the last tower.
+
+  Raises:
+    TypeError: When called, if `model_fn` does not return an `EstimatorSpec`.
+    ValueError: If `loss_reduction` is `NONE` or unknown, or `devices` empty,
+      unknown or neither all the same nor all different; when called, if the
+      batch cannot be divided, an optimizer is not wrapped, or towers differ in
+      the calls that they make. No variable changes then.
+
+  Examples:
+    See `TowerOptimizer`.
+
+  References:
+    `tf.contrib.estimator.replicate_model_fn` of TensorFlow 1.15.
+  """
+  if loss_reduction == constants.Reduction.NONE:
+    raise ValueError(
+        'Tower losses need to be reduced in some way, yet `loss_reduction` is'
+        ' Reduction.NONE.'
+    )
+  constants.Reduction.validate(loss_reduction)
+  placed = _devices(devices)
+  in_turn = len(set(placed)) < len(placed)
+  template = frames.Template()
+  accepted = inspect.signature(model_fn).parameters
+
+  def call_model_fn(features, labels, **rest):
+    given = {'labels': labels} | rest
+    given = {name: x for name, x in given.items() if name in accepted}
+    spec = model_fn(features, **given)
+    if not isinstance(spec, EstimatorSpec):
+      raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
+    return spec
+
+  def replicated(features, labels=None, mode=None, params=None, config=None):
+    batch = features, labels
+    rest = {'mode': mode, 'params': params, 'config': config}
+    towers = contexts.Towers(len(placed), loss_reduction)
+    with contexts.tower_context(towers):
+      try:
+        if len(placed) == 1:
+          with template.call():
+            return call_model_fn(*batch, **rest)
+        _check_divisible(batch, len(placed))
+        run = _in_turn if in_turn else _one_to_a_device
+        return run(call_model_fn, batch, rest, towers, template, placed)
+      finally:
+        towers_lib.forget_use()
+
+  return replicated
+
+
+def _in_turn(call_model_fn, batch, rest, towers, template, placed):
+  """Runs the towers one after the other, on one device."""
+  del placed
+  n = towers.num_towers
+  specs = []
+  # Nothing is assigned before all towers have proved to agree.
+  with frames.frame() as frame:
+    for tower in range(n):
+      towers.tower = tower
+      towers.calls.append([])
+      part = jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch)
+      with template.call():
+        specs.append(call_model_fn(*part, **rest))
+    towers_lib.check_calls(towers)
+    _check_used(rest['mode'], towers)
+  frames.commit(frame.written, [frame.values[v] for v in frame.written])
+
+  def join(of, *trees):
+    return jax.tree.map(lambda *x: of(jnp.stack(_inexact(x))), *trees)
+
+  def reduce(kind):
+    tx = shard_transforms.reduce_towers(n, reduction=kind)
+    return lambda x: tx.update(x, tx.init(None))[0]
+
+  return specs[-1]._replace(
+      loss=join(reduce(_kind(towers)), *(s.loss for s in specs)),
+      predictions=jax.tree.map(
+          lambda *x: jnp.concatenate(x), *(s.predictions for s in specs)
+      ),
+      eval_metric_ops=join(
+          reduce('mean'), *(s.eval_metric_ops for s in specs)
+      ),
+  )
+
+
+def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
+  """Runs the towers at once, each on its own device."""
+  axis = towers.axis_name = contexts.TOWER_AXIS
+  returned = []
+
+  def reduce(kind):
+    reductions = {
+        'mean': shard_transforms.cross_shard_mean,
+        'sum': shard_transforms.cross_shard_sum,
+    }
+    tx = reductions[kind](axis)
+    return lambda x: tx.update(
+        shard_transforms.per_shard(_inexact([x])[0], axis), tx.init(None)
+    )[0]
+
+  def run(features, labels):
+    towers.calls[:] = [[]]
+    with template.call():
+      spec = call_model_fn(features, labels, **rest)
+    _check_used(rest['mode'], towers)
+    leaves, treedef = jax.tree.flatten((
+        spec.predictions,
+        jax.tree.map(reduce(_kind(towers)), spec.loss),
+        spec.train_op,
+        jax.tree.map(reduce('mean'), spec.eval_metric_ops),
+    ))
+    returned[:] = [spec.mode, treedef]
+    return leaves, ()
+
+  outputs = shards.map_variables(
+      run,
+      batch,
+      [P(axis), P(axis)],
+      jax.sharding.Mesh(np.array(placed), (axis,)),
+  )
+  mode, treedef = returned
+  predictions, *reduced = treedef.unflatten(outputs)
+  predictions = jax.tree.map(
+      lambda x: x.reshape(-1, *x.shape[2:]), predictions
+  )
+  return EstimatorSpec(
+      mode, predictions, *jax.tree.map(lambda x: x[0], reduced)
+  )
+
+
+def _kind(towers):
+  is_sum = towers.reduction == constants.Reduction.SUM
+  return 'sum' if is_sum else 'mean'
+
+
+def _inexact(values):
+  """Returns numbers as arrays of which a mean can be taken."""
+  return [jnp.asarray(x, jnp.result_type(x, jnp.float32)) for x in values]
+
+
+def _check_used(mode, towers):
+  if mode == constants.ModeKeys.TRAIN and not any(towers.calls):
+    raise ValueError(
+        'Please wrap optimizers with TowerOptimizer in order to use'
+        f' `replicate_model_fn` with {towers.num_towers} towers: no gradients'
+        ' were applied.'
+    )
+
+
+def _check_divisible(batch, num_towers):
+  for path, x in jax.tree.leaves_with_path(batch):
+    if not jnp.ndim(x) or jnp.shape(x)[0] % num_towers:
+      raise ValueError(
+          f'Batch size must be divisible by the number of towers, {num_towers},'
+          f' got the shape {jnp.shape(x)} at (features, labels)'
+          f'{jax.tree_util.keystr(path)}.'
+      )
+
+
+def _devices(devices):
+  """Returns the devices of the towers."""
+  if isinstance(devices, str):
+    devices = [devices]
+  placed = [
+      _device(device) if isinstance(device, str) else device
+      for device in (jax.local_devices() if devices is None else devices)
+  ]
+  if not placed or len(set(placed)) not in (1, len(placed)):
+    raise ValueError(
+        '`devices` must be all different (one tower to a device) or all the'
+        f' same (towers in turn), got {devices!r}.'
+    )
+  return placed
+
+
+def _device(name):
+  """Returns the device of a name of TensorFlow 1."""
+  parsed = re.fullmatch(r'/(?:device:)?(\w+):(\d+)', name)
+  try:
+    if parsed is None:
+      raise ValueError
+    return jax.local_devices(backend=parsed[1].lower())[int(parsed[2])]
+  except (ValueError, RuntimeError, IndexError) as error:
+    raise ValueError(
+        f"`devices` must name local devices, like '/gpu:0', got {name!r}."
+    ) from error

@@ -1,0 +1,246 @@
+"""`shard`: a computation on variables, mapped over the shards of a mesh."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from shard_transforms._src import axes as axes_lib
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
+from shard_transforms.facade import functions
+
+_MAX_TRACES = 32
+
+
+def shard(
+    computation: Callable[..., Any],
+    inputs: Sequence[Any] | None = None,
+    num_shards: int = 1,
+    input_shard_axes: Sequence[int] | None = None,
+    outputs_from_all_shards: bool | Sequence[bool] = True,
+    output_shard_axes: Sequence[int] | None = None,
+    infeed_queue: None = None,
+    device_assignment: Sequence[jax.Device] | None = None,
+    name: str | None = None,
+) -> list[Any]:
+  """Runs a computation on each shard of a mesh.
+
+  Every input is cut into `num_shards` equal parts. Variables are the same on
+  all shards, and have to be so after the computation: update them by a
+  `CrossShardOptimizer`. Where it reduces in groups, the groups' variables part
+  ways, and keep a value a shard.
+
+  Call it inside a `function`, which compiles it once; by itself, it compiles at
+  each call.
+
+  Args:
+    computation: A function of the parts of the inputs that returns an array, a
+      sequence of arrays, or `None`.
+    inputs: Arrays.
+    num_shards: The number of shards.
+    input_shard_axes: The dimension along which each input is cut; 0 if `None`.
+    outputs_from_all_shards: Whether an output is what all shards gave, one
+      behind the other, or the first shard's; one for all outputs, or a
+      sequence.
+    output_shard_axes: The dimension along which each output of all shards is
+      joined, 0 if `None`. Scalars become an array [num_shards].
+    infeed_queue: Must be `None`.
+    device_assignment: The devices; the first of `jax.devices()` if `None`.
+    name: Ignored.
+
+  Returns:
+    A list of the outputs.
+
+  Raises:
+    TypeError: If an output is no array, or an argument of the wrong kind.
+    ValueError: If there are too few devices, an input cannot be cut, an
+      argument has the wrong length, or a variable would differ between shards.
+    NotImplementedError: Inside another `shard`, or with `infeed_queue`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(0.1))
+    >>> def computation(x):
+    ...   opt.minimize(lambda: jnp.mean(w * x), var_list=[w])
+    >>> facade.shard(computation, [jnp.arange(16.0)], num_shards=8)
+    []
+    >>> print(w)
+    0.25
+
+  References:
+    `tf.compat.v1.tpu.shard` of TensorFlow 1.15.
+  """
+  del name
+  if infeed_queue is not None:
+    raise NotImplementedError('`infeed_queue` must be None: hand in `inputs`.')
+  if contexts.shards() is not None:
+    raise NotImplementedError('`shard` cannot be nested.')
+  inputs = [jnp.asarray(x) for x in inputs or ()]
+  axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
+  template = frames.persistent('shard', frames.Template)
+
+  def run(*parts):
+    with contexts.shard_context(num_shards) as shards, template.call():
+      out = computation(*parts)
+    return _as_list(out), shards.parted
+
+  if num_shards == 1:
+    return run(*inputs)[0]
+  devices = _devices(device_assignment, num_shards)
+  for i, (x, axis) in enumerate(zip(inputs, axes, strict=True)):
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] % num_shards:
+      raise ValueError(
+          f'Input {i} must have a dimension {axis} that {num_shards} shards'
+          f' divide, got the shape {x.shape}.'
+      )
+  specs = [
+      P(*[None] * (axis % x.ndim), contexts.SHARD_AXIS)
+      for x, axis in zip(inputs, axes, strict=True)
+  ]
+  mesh = jax.sharding.Mesh(np.array(devices), (contexts.SHARD_AXIS,))
+  outputs = map_variables(run, inputs, specs, mesh)
+  keep = _per_item(
+      'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
+  )
+  joined = _per_item('output_shard_axes', output_shard_axes or 0, len(outputs))
+  return [
+      _join(x, axis) if from_all else x[0]
+      for x, from_all, axis in zip(outputs, keep, joined, strict=True)
+  ]
+
+
+def map_variables(
+    run: Callable[..., tuple[list[Any], Any]],
+    inputs: Sequence[Any],
+    specs: Sequence[P],
+    mesh: jax.sharding.Mesh,
+) -> list[Any]:
+  """Maps a function that reads and writes variables over a mesh of one axis.
+
+  Args:
+    run: Takes the parts of the inputs; returns its outputs, and the variables
+      that may differ between the shards after it.
+    inputs: Arrays or trees of them.
+    specs: The `PartitionSpec` of each input.
+    mesh: The mesh.
+
+  Returns:
+    The outputs, stacked along a leading axis.
+
+  Raises:
+    ValueError: If another variable would differ between the shards.
+    RuntimeError: If each call makes new variables.
+  """
+  (axis,) = mesh.axis_names
+  frames.mark_mapped(mesh)
+  variables, parted = [], {}
+
+  def spec_of(variable, array):
+    return P(axis) if np.ndim(array) > variable.ndim else P()
+
+  def body(arrays, inputs):
+    own = [
+        x[0] if x.ndim > v.ndim else x
+        for v, x in zip(variables, arrays, strict=True)
+    ]
+    with frames.frame(
+        zip(variables, own, strict=True), is_traced=True
+    ) as frame:
+      outputs, may_part = run(*inputs)
+      outputs = [_stack(x, axis) for x in outputs]
+    news = [v for v in frame.used if v not in variables]
+    differs = {
+        v: axis in axes_lib.varying_axes(frame.values[v]) for v in frame.written
+    }
+    if news or differs != parted:
+      for variable, does in differs.items():
+        if does and variable not in may_part:
+          raise ValueError(
+              f'Variable {variable.name!r} would differ between the shards.'
+              ' Update it by a `CrossShardOptimizer`, or assign what'
+              ' `shard_transforms.shard_mean` gives.'
+          )
+      variables.extend(news)
+      parted.clear()
+      parted.update(differs)
+      raise functions.Retraced
+    return outputs, [
+        frame.values[v][None] if does else frame.values[v]
+        for v, does in parted.items()
+    ]
+
+  for _ in range(_MAX_TRACES):
+    arrays = [frames.read(v) for v in variables]
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=([*map(spec_of, variables, arrays)], list(specs)),
+        out_specs=(P(axis), [P(axis) if p else P() for p in parted.values()]),
+    )
+    try:
+      outputs, written = jax.jit(mapped)(arrays, list(inputs))
+    except functions.Retraced:
+      continue
+    frames.commit(parted, written)
+    return outputs
+  raise RuntimeError(
+      f'The computation met new variables in each of {_MAX_TRACES} traces.'
+  )
+
+
+def _stack(x, axis):
+  if isinstance(x, str) or not hasattr(x, 'dtype') and not np.isscalar(x):
+    raise TypeError(f'An output of `shard` must be an array, got {x!r}.')
+  return axes_lib.to_varying(jnp.asarray(x)[None], [axis])
+
+
+def _join(x, axis):
+  """Returns what all shards gave [num_shards, ...], one behind the other."""
+  if x.ndim == 1:
+    return x
+  axis = operator.index(axis) % (x.ndim - 1)
+  x = jnp.moveaxis(x, 0, axis)
+  return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def _as_list(out):
+  if out is None:
+    return []
+  return list(out) if isinstance(out, list | tuple) else [out]
+
+
+def _per_item(name, value, length):
+  """Returns one value for each of `length` items."""
+  values = list(value) if isinstance(value, Sequence) else [value] * length
+  if len(values) != length:
+    raise ValueError(
+        f'`{name}` must have {length} items, one for each, got {value!r}.'
+    )
+  return [operator.index(v) for v in values]
+
+
+def _devices(device_assignment, num_shards):
+  if device_assignment is not None:
+    devices = list(device_assignment)
+    if len(devices) != num_shards:
+      raise ValueError(
+          f'`device_assignment` must name {num_shards} devices, got'
+          f' {device_assignment!r}.'
+      )
+    return devices
+  devices = jax.devices()
+  if len(devices) < num_shards:
+    raise ValueError(
+        f'`num_shards` must not exceed the number of devices, {len(devices)},'
+        f' got {num_shards}. On a CPU, ask for more before JAX starts:'
+        f" `jax.config.update('jax_num_cpu_devices', {num_shards})`."
+    )
+  return devices[:num_shards]

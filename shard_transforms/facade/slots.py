@@ -1,0 +1,167 @@
+"""Slots: the leaves of an Optax state, as variables."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms.facade import frames
+from shard_transforms.facade import variables as variables_lib
+
+Variable = variables_lib.Variable
+
+
+class Slots:
+  """The state of one transformation, each leaf a variable.
+
+  A leaf is known by its path in the state, where parameters are a dict by
+  name. So a state for some of the variables is put together from the leaves for
+  these, and what belongs to no variable, like a count, is shared by all.
+
+  Attributes:
+    lock: What makes one update of the state exclude the others.
+  """
+
+  def __init__(self):
+    self.lock = threading.RLock()
+    self._variables = {}
+    self._leaves = {}
+    self._counters = {}
+    self._slots = {}
+    self._calls = {}
+
+  def get(self, variable: Variable, name: str) -> Variable | None:
+    """Returns the slot of a name for a variable, `None` if there is none."""
+    slots = self._slots.get(name, {})
+    return slots.get(variable)
+
+  def names(self) -> list[str]:
+    """Returns the names of all slots, sorted."""
+    return sorted(self._slots)
+
+  def variables(self) -> list[Variable]:
+    """Returns all leaves, by name."""
+    return sorted(self._leaves.values(), key=lambda leaf: leaf.name)
+
+  def counter(self, name: str) -> Variable:
+    """Returns a variable that counts beside the state; makes it at 0."""
+    with self.lock:
+      if name not in self._counters:
+        with frames.outside():
+          zero = jnp.zeros([], jnp.int32)
+          self._counters[name] = Variable(zero, trainable=False, name=name)
+      return self._counters[name]
+
+  def load(
+      self,
+      tx: optax.GradientTransformation,
+      variables: Sequence[Variable],
+      slot_names: Mapping[str, str],
+      op_names: Mapping[str | None, str],
+  ) -> Any:
+    """Returns the state for some variables; makes what it lacks.
+
+    Args:
+      tx: The transformation.
+      variables: The variables that are to be updated.
+      slot_names: The names of slots that differ from the fields of the state,
+        in the order in which they are made.
+      op_names: The second part of a slot's own name; under `None`, the one for
+        slots that are not listed.
+
+    Returns:
+      The state, with the present values of the leaves.
+
+    Raises:
+      ValueError: If a variable of another graph has the name of one that has
+        slots already.
+    """
+    call = tuple(variables)
+    if call not in self._calls:
+      with self.lock:
+        self._make(tx, call, slot_names, op_names)
+    treedef, leaves = self._calls[call]
+    return treedef.unflatten(map(frames.read, leaves))
+
+  def store(self, variables: Sequence[Variable], state: Any) -> None:
+    """Takes the next state for some variables."""
+    _, leaves = self._calls[tuple(variables)]
+    for leaf, value in zip(leaves, jax.tree.leaves(state), strict=True):
+      leaf.assign(value)
+
+  def _make(self, tx, variables, slot_names, op_names):
+    for variable in variables:
+      known = self._variables.setdefault(variable.op.name, variable)
+      if known is not variable:
+        raise ValueError(
+            f'The optimizer already has slots of another {variable.name!r}.'
+            ' Make an optimizer for each graph.'
+        )
+    with frames.outside():
+      if any(variable.is_per_shard for variable in variables):
+        raise ValueError(
+            'Slots must be made before their variable gets a value per shard:'
+            ' let one optimizer update it, from the start.'
+        )
+      params = {v.op.name: v.value() for v in variables}
+      found, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params))
+      described = [
+          _Leaf(path, value, *_describe(path, params, slot_names))
+          for path, value in found
+      ]
+      order = {name: i for i, name in enumerate(slot_names.values())}
+      # TensorFlow 1 makes what belongs to no variable first, and then the slots
+      # of one variable after the other.
+      rank = {None: -1} | {v.op.name: i for i, v in enumerate(variables)}
+      for leaf in sorted(
+          described,
+          key=lambda leaf: (rank[leaf.of], order.get(leaf.slot, len(order))),
+      ):
+        if leaf.path not in self._leaves:
+          self._add(leaf, variables[0].graph, op_names)
+    leaves = [self._leaves[leaf.path] for leaf in described]
+    self._calls[variables] = treedef, leaves
+
+  def _add(self, leaf, graph, op_names):
+    op_name = op_names.get(leaf.slot, op_names[None])
+    name = leaf.slot if leaf.of is None else f'{leaf.of}/{op_name}'
+    with graph.as_default():
+      made = Variable(leaf.value, trainable=False, name=name)
+    self._leaves[leaf.path] = made
+    if leaf.of is not None:
+      slot, number = leaf.slot, 0
+      of = self._variables[leaf.of]
+      while of in self._slots.setdefault(slot, {}):
+        number += 1
+        slot = f'{leaf.slot}_{number}'
+      self._slots[slot][of] = made
+
+
+class _Leaf(NamedTuple):
+  """A leaf of a state as `init` gives it.
+
+  Attributes:
+    path: Where it is in the state.
+    value: What it starts from.
+    of: The name of the variable that it belongs to, `None` if to all.
+    slot: The name of the slot, or of what belongs to all.
+  """
+
+  path: tuple[Any, ...]
+  value: Any
+  of: str | None
+  slot: str
+
+
+def _describe(path, params, slot_names):
+  """Returns the variable that a leaf belongs to, and its name."""
+  names = [getattr(k, 'name', getattr(k, 'key', None)) for k in path]
+  is_slot = bool(names) and names[-1] in params
+  of = names.pop() if is_slot else None
+  fields = [name for name in names if isinstance(name, str)]
+  field = fields[-1] if fields else 'state'
+  return of, slot_names.get(field, field)

@@ -1,0 +1,166 @@
+"""`DropStaleGradientOptimizer`: gradients that are too old do not count."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shard_transforms
+from shard_transforms._src import arguments
+from shard_transforms.facade import frames
+from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import optimizer
+from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrappers
+
+Variable = variables_lib.Variable
+
+# What a thread without a recorded step has: older than any gradient.
+_NO_STEP = np.iinfo(np.int32).min
+
+
+class DropStaleGradientOptimizer(wrappers.Wrapper):
+  """Drops gradients that were computed too many steps ago.
+
+  `compute_gradients` records the global step before it evaluates the loss.
+  `apply_gradients` applies the gradients if the global step has moved on by at
+  most `staleness` since, or else leaves everything as it is and counts a drop.
+  Where several `compute_gradients` came before one `apply_gradients` in a
+  thread, the oldest step counts. It stands for `drop_stale(staleness, inner)`.
+
+  For workers that are threads: each makes a wrapper of its own around one
+  shared `opt`. Variables, slots, the global step and the counter are shared.
+
+  Args:
+    opt: The optimizer that applies the gradients.
+    staleness: The age up to which gradients are applied, in steps.
+    use_locking: Whether reading the step, comparing and applying is one step
+      that no other thread comes between. Without it, updates can be lost.
+    name: The name.
+
+  Raises:
+    TypeError: If `opt` is no optimizer of the façade, one that gathers
+      gradients itself, or `staleness` no integer.
+    ValueError: If `name` is empty; in `compute_gradients`, if the graph has no
+      global step; in `apply_gradients`, if `global_step` is left out, or before
+      `compute_gradients`. (Inside a `function`, which cannot tell, a gradient
+      without a recorded step is dropped.)
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0)
+    ...   step = facade.get_or_create_global_step()
+    ...   opt = facade.DropStaleGradientOptimizer(
+    ...       facade.GradientDescentOptimizer(0.5), staleness=0)
+    ...   pairs = opt.compute_gradients(lambda: w * w)
+    ...   _ = step.assign_add(1)  # Another worker was faster.
+    ...   print(opt.apply_gradients(pairs, step), w)
+    1 1.0
+
+  References:
+    `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
+  """
+
+  def __init__(
+      self,
+      opt: optimizer.Optimizer,
+      staleness: int,
+      use_locking: bool = False,
+      name: str = 'DropStaleGradient',
+  ):
+    super().__init__('opt', opt, use_locking, name)
+    self._staleness = arguments.as_int('staleness', staleness)
+    self._local_step = frames.persistent('local_step', _LocalStep)
+
+  @property
+  def stale_counter(self) -> Variable:
+    """The number of drops so far, by all wrappers of the innermost optimizer."""
+    return self.root.slots.counter('stale_counter')
+
+  def stale_fraction(self, global_step: Variable) -> jax.Array:
+    """Returns the part of all gradients that was dropped, float32 []."""
+    return self._load_own(global_step, ()).stale_fraction
+
+  def gradient_staleness_percentage(self, global_step: Variable) -> jax.Array:
+    """Returns drops / (global step + 1), which TensorFlow 1 called so."""
+    return self.stale_counter / (global_step + 1.0)
+
+  def variables(self) -> list[Variable]:
+    """Returns all variables that hold state, by name."""
+    found = [*self._opt.variables(), self.stale_counter]
+    return sorted(found, key=lambda variable: variable.name)
+
+  def _compute(self, loss, var_list, grad_loss, scale=None):
+    step = variables_lib.get_global_step()
+    if step is None:
+      raise ValueError(
+          '`compute_gradients` of `DropStaleGradientOptimizer` needs the global'
+          ' step, which the graph lacks. Call'
+          ' `facade.get_or_create_global_step()` first.'
+      )
+    recorded = self._local_step.value()
+    step = jnp.asarray(step.value(), jnp.int32)
+    oldest = jnp.where(recorded == _NO_STEP, step, jnp.minimum(recorded, step))
+    self._local_step.assign(oldest)
+    return self._opt._compute(loss, var_list, grad_loss, scale)
+
+  def _apply(self, pairs, global_step):
+    if global_step is None:
+      raise ValueError(
+          '`global_step` of `DropStaleGradientOptimizer` must be a variable,'
+          ' got None: without it, no gradient has an age.'
+      )
+    recorded = self._local_step.value()
+    if not isinstance(recorded, jax.core.Tracer) and recorded == _NO_STEP:
+      raise ValueError(
+          '`compute_gradients` must come before `apply_gradients`, in the same'
+          ' thread: it records the step that the gradients belong to.'
+      )
+    return super()._apply(pairs, global_step)
+
+  def _transformation(self):
+    return shard_transforms.drop_stale(
+        self._staleness, self._opt._transformation()
+    )
+
+  def _extra_args(self):
+    return {'local_step': self._local_step.value()}
+
+  def _load(self, variables, global_step):
+    return self._load_own(global_step, self._opt._load(variables, global_step))
+
+  def _load_own(self, global_step, inner_state):
+    count = self.stale_counter.value()
+    return shard_transforms.DropStaleState(
+        global_step=jnp.asarray(global_step.value(), jnp.int32),
+        stale_count=count,
+        stale_shard_count=count,
+        inner_state=inner_state,
+    )
+
+  def _store(self, variables, global_step, state):
+    self._opt._store(variables, None, state.inner_state)
+    global_step.assign(state.global_step)
+    self._local_step.assign(_NO_STEP)
+    return self.stale_counter.assign(state.stale_count)
+
+
+class _LocalStep(Variable):
+  """The oldest recorded step, of each thread its own."""
+
+  def __init__(self):
+    self._of_thread = threading.local()
+    with frames.outside(), graph_lib.Graph().as_default():
+      super().__init__(_NO_STEP, trainable=False, name='local_step')
+
+  @property
+  def stored(self) -> Any:
+    """What the calling thread has recorded."""
+    return getattr(self._of_thread, 'step', np.int32(_NO_STEP))
+
+  @stored.setter
+  def stored(self, value: Any):
+    self._of_thread.step = value

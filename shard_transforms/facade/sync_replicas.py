@@ -1,0 +1,200 @@
+"""`SyncReplicasOptimizer`: threads that train in step, some as backup."""
+
+from collections.abc import Sequence
+import queue
+import threading
+from typing import Any
+
+import optax
+
+import shard_transforms
+from shard_transforms._src import arguments
+from shard_transforms.facade import frames
+from shard_transforms.facade import optimizer
+from shard_transforms.facade import pairs as pairs_lib
+from shard_transforms.facade import variables as variables_lib
+
+Variable = variables_lib.Variable
+
+
+class SyncReplicasOptimizer(optimizer.Optimizer):
+  """Averages the first gradients of each step, whichever workers they come from.
+
+  Workers are threads that share one object of this class. A worker's
+  `apply_gradients` hands its gradients in and waits for a token, which says
+  from which step to go on. Gradients from an earlier step than the present are
+  dropped. As soon as `replicas_to_aggregate` of this step are there, their mean
+  is applied once, and tokens for the next step are given out: workers beyond
+  that number are backup.
+
+  In a `function`, threads cannot meet: there, it works with one replica alone.
+  Gradients that were handed in for an unfinished step are not saved.
+
+  Args:
+    opt: The optimizer that applies the mean.
+    replicas_to_aggregate: The number of gradients in a step.
+    total_num_replicas: The number of workers; `replicas_to_aggregate` if
+      `None`. With fewer, each hands in several gradients a step.
+    variable_averages: What has a method `apply`, like a moving average; it is
+      called with `variables_to_average` after each step.
+    variables_to_average: The variables.
+    use_locking: Without effect: a step always excludes the other threads.
+    name: The name.
+
+  Attributes:
+    token_timeout_secs: How long a worker waits for the others, in seconds.
+
+  Raises:
+    TypeError: If `opt` is no optimizer of the façade, or a number no integer.
+    ValueError: If `opt` gathers gradients itself, a number is not positive,
+      `name` is empty, or `variables_to_average` comes without
+      `variable_averages` or the reverse. In `apply_gradients`, if `global_step`
+      is left out, or for several replicas inside a traced function.
+    TimeoutError: In `apply_gradients`, if no token comes in time.
+
+  Examples:
+    >>> import threading
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(0.0)
+    >>> step = facade.get_or_create_global_step()
+    >>> opt = facade.SyncReplicasOptimizer(
+    ...     facade.GradientDescentOptimizer(1.0), replicas_to_aggregate=2)
+    >>> workers = [
+    ...     threading.Thread(
+    ...         target=opt.apply_gradients, args=([(grad, w)], step))
+    ...     for grad in (1.0, 3.0)]
+    >>> for worker in workers:
+    ...   worker.start()
+    >>> for worker in workers:
+    ...   worker.join()
+    >>> print(w)
+    -2.0
+
+  References:
+    `tf.train.SyncReplicasOptimizer` of TensorFlow 1.15; Chen et al., Revisiting
+    distributed synchronous SGD, 2016, https://arxiv.org/abs/1604.00981.
+  """
+
+  token_timeout_secs = 600.0
+
+  def __init__(
+      self,
+      opt: optimizer.Optimizer,
+      replicas_to_aggregate: int,
+      total_num_replicas: int | None = None,
+      variable_averages: Any = None,
+      variables_to_average: Sequence[Variable] | None = None,
+      use_locking: bool = False,
+      name: str = 'sync_replicas',
+  ):
+    super().__init__(use_locking, name)
+    opt = optimizer.check_optimizer('opt', opt)
+    if not isinstance(opt, optimizer.FunctionalOptimizer):
+      raise ValueError(
+          f'`opt` of SyncReplicasOptimizer must not be a {type(opt).__name__},'
+          ' whose gradients would be lost but for the last tower. Put it'
+          ' outside: `TowerOptimizer(SyncReplicasOptimizer(opt, ...))`.'
+      )
+    if (variable_averages is None) != (variables_to_average is None):
+      raise ValueError(
+          '`variable_averages` and `variables_to_average` must come together.'
+      )
+    self._opt = opt
+    self._num_needed = _positive('replicas_to_aggregate', replicas_to_aggregate)
+    self._num_replicas = self._num_needed
+    if total_num_replicas is not None:
+      self._num_replicas = _positive('total_num_replicas', total_num_replicas)
+    self._averages = variable_averages
+    self._to_average = variables_to_average
+    self._is_alone = self._num_needed == self._num_replicas == 1
+    self._lock = threading.Lock()
+    self._handed_in = []
+    self._local = threading.local()
+    # Fewer workers than gradients in a step have some of them go on at once.
+    self._tokens = queue.SimpleQueue()
+    for _ in range(self._num_needed - self._num_replicas):
+      self._tokens.put(None)
+
+  def get_slot(self, var: Variable, name: str) -> Variable | None:
+    """Returns the wrapped optimizer's slot of a name, `None` without one."""
+    return self._opt.get_slot(var, name)
+
+  def get_slot_names(self) -> list[str]:
+    """Returns the names of the wrapped optimizer's slots, sorted."""
+    return self._opt.get_slot_names()
+
+  def variables(self) -> list[Variable]:
+    """Returns all variables that hold state, by name."""
+    return self._opt.variables()
+
+  def _compute(self, loss, var_list, grad_loss, scale=None):
+    step = variables_lib.get_global_step()
+    if step is not None and not self._is_alone:
+      self._local_step(step)
+    return self._opt._compute(loss, var_list, grad_loss, scale)
+
+  def _apply(self, pairs, global_step):
+    if global_step is None:
+      raise ValueError(
+          '`global_step` of SyncReplicasOptimizer must be a variable, got None:'
+          ' gradients are collected for a step.'
+      )
+    if self._is_alone:
+      return self._apply_mean([pairs], global_step)
+    if frames.is_tracing():
+      raise ValueError(
+          f'SyncReplicasOptimizer of {self._num_replicas} replicas must not be'
+          ' used inside a traced function, where threads cannot wait for each'
+          ' other. Compile what computes the gradients alone.'
+      )
+    with self._lock:
+      if self._local_step(global_step) >= int(global_step):
+        self._hand_in(pairs)
+      if len(self._handed_in) == self._num_needed:
+        calls, self._handed_in = self._handed_in, []
+        self._apply_mean(calls, global_step)
+        for _ in range(max(self._num_replicas, self._num_needed)):
+          self._tokens.put(int(global_step))
+    try:
+      token = self._tokens.get(timeout=self.token_timeout_secs)
+    except queue.Empty as error:
+      raise TimeoutError(
+          f'No token came within {self.token_timeout_secs} s: fewer than'
+          f' {self._num_needed} workers have handed in gradients for step'
+          f' {int(global_step)}.'
+      ) from error
+    if token is not None:
+      self._local.step = token
+    return global_step.value()
+
+  def _hand_in(self, pairs):
+    names = [v.name for _, v in pairs]
+    for other in self._handed_in[:1]:
+      if names != [v.name for _, v in other]:
+        raise ValueError(
+            'All workers must hand in gradients of the same variables, got'
+            f' {names} after {[v.name for _, v in other]}.'
+        )
+    self._handed_in.append(pairs)
+
+  def _apply_mean(self, calls, global_step):
+    tx = shard_transforms.reduce_towers(len(calls))
+    mean, _ = tx.update(pairs_lib.stack(calls), optax.EmptyState())
+    pairs = [(mean.get(v.op.name), v) for _, v in calls[0]]
+    step = self._opt._apply(pairs, global_step)
+    if self._averages is not None:
+      self._averages.apply(self._to_average)
+    return step
+
+  def _local_step(self, global_step):
+    """Returns the step from which the calling thread goes on."""
+    if not hasattr(self._local, 'step'):
+      self._local.step = int(global_step)
+    return self._local.step
+
+
+def _positive(name, number):
+  number = arguments.as_int(name, number)
+  if number < 1:
+    raise ValueError(f'`{name}` must be at least 1, got {number!r}.')
+  return number

@@ -1,0 +1,166 @@
+"""`TowerOptimizer`: gathers the gradients of all towers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+import shard_transforms
+from shard_transforms.facade import constants
+from shard_transforms.facade import contexts
+from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import optimizer
+from shard_transforms.facade import pairs as pairs_lib
+from shard_transforms.facade import variables as variables_lib
+
+Variable = variables_lib.Variable
+
+_COLLECTION = 'replicate_model_fn_graph_states'
+
+
+class TowerOptimizer(optimizer.Optimizer):
+  """Gathers the gradients of all towers, and applies them with the last one.
+
+  Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
+  number of towers, unless the reduction is a sum, and `apply_gradients` adds
+  up the gradients that the towers give in the same call; the last tower's call
+  applies them, with its `global_step`. It stands for `reduce_towers` (one
+  tower after the other) or `cross_shard_sum` (one to a device), followed by the
+  call of the wrapped optimizer. Anywhere else, and with one tower, calls pass
+  through.
+
+  Args:
+    optimizer_or_optimizer_fn: The optimizer that applies the sum, or a function
+      of no arguments that returns one.
+
+  Raises:
+    TypeError: If it is no optimizer of the façade.
+    ValueError: If it is a `TowerOptimizer` already; in `apply_gradients`, if
+      towers do not make the same calls.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(0.0)
+    >>> def model_fn(features, labels, mode):
+    ...   opt = facade.TowerOptimizer(facade.GradientDescentOptimizer(1.0))
+    ...   loss = lambda: 0.5 * jnp.mean((w * features - labels) ** 2)
+    ...   train_op = opt.minimize(loss, var_list=[w])
+    ...   return facade.EstimatorSpec(mode, loss=loss(), train_op=train_op)
+    >>> two_towers = facade.replicate_model_fn(
+    ...     model_fn, devices=['/cpu:0', '/cpu:0'])
+    >>> spec = two_towers(jnp.ones(4), jnp.arange(4.0), facade.ModeKeys.TRAIN)
+    >>> print(w)
+    1.5
+
+  References:
+    `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
+  """
+
+  COLLECTION_FOR_GRAPH_STATES = _COLLECTION
+
+  def __init__(
+      self,
+      optimizer_or_optimizer_fn: (
+          optimizer.Optimizer | Callable[[], optimizer.Optimizer]
+      ),
+  ):
+    given = optimizer_or_optimizer_fn
+    if callable(given) and not isinstance(given, optimizer.Optimizer):
+      given = given()
+    opt = optimizer.check_optimizer('optimizer_or_optimizer_fn', given)
+    if isinstance(opt, TowerOptimizer):
+      raise ValueError(
+          '`optimizer_or_optimizer_fn` must not be a TowerOptimizer, got one:'
+          ' towers are gathered once.'
+      )
+    super().__init__(False, opt._name)
+    self._opt = opt
+
+  @staticmethod
+  def has_been_used() -> bool:
+    """Returns whether a method of one was called in the default graph."""
+    return bool(graph_lib.get_default_graph().get_collection(_COLLECTION))
+
+  def get_name(self) -> str:
+    """Returns the name of the wrapped optimizer."""
+    return self._used().get_name()
+
+  def get_slot(self, var: Variable, name: str) -> Variable | None:
+    """Returns the wrapped optimizer's slot of a name, `None` without one."""
+    return self._used().get_slot(var, name)
+
+  def get_slot_names(self) -> list[str]:
+    """Returns the names of the wrapped optimizer's slots, sorted."""
+    return self._used().get_slot_names()
+
+  def variables(self) -> list[Variable]:
+    """Returns all variables that hold state, by name."""
+    return self._used().variables()
+
+  def _used(self):
+    """Returns the wrapped optimizer, and notes that the graph uses it."""
+    found = graph_lib.get_default_graph().get_collection_ref(_COLLECTION)
+    if not found:
+      found.append(True)
+    return self._opt
+
+  def _compute(self, loss, var_list, grad_loss, scale=None):
+    towers = contexts.towers()
+    if towers is not None and towers.reduction != constants.Reduction.SUM:
+      scale = (scale or 1) / towers.num_towers
+    return self._used()._compute(loss, var_list, grad_loss, scale)
+
+  def _apply(self, pairs, global_step):
+    opt, towers = self._used(), contexts.towers()
+    if towers is None:
+      return opt._apply(pairs, global_step)
+    gathered = _gather(towers, pairs)
+    if gathered is None:
+      return None
+    towers.is_applying = True
+    try:
+      return opt._apply(gathered, global_step)
+    finally:
+      towers.is_applying = False
+
+
+def forget_use() -> None:
+  """Makes `TowerOptimizer.has_been_used` start anew in the default graph."""
+  graph_lib.get_default_graph().get_collection_ref(_COLLECTION).clear()
+
+
+def check_calls(towers: contexts.Towers) -> None:
+  """Checks that all towers that were run made the same calls.
+
+  Raises:
+    ValueError: If they did not.
+  """
+  made = [[[v.name for _, v in call] for call in c] for c in towers.calls]
+  for tower, calls in enumerate(made):
+    if calls != made[0]:
+      raise ValueError(
+          'Each invocation of model_fn was supposed to make the same optimizer'
+          f' calls, but tower 0 updated {made[0]} and tower {tower} {calls}.'
+      )
+
+
+def _gather(towers, pairs) -> pairs_lib.Pairs | None:
+  """Returns the sum over the towers, `None` before the last one."""
+  own = towers.calls[towers.tower]
+  own.append(pairs)
+  if towers.axis_name is not None:
+    grads = {v.op.name: grad for grad, v in pairs if grad is not None}
+    reduction = shard_transforms.cross_shard_sum(towers.axis_name)
+  elif towers.tower < towers.num_towers - 1:
+    return None
+  else:
+    if any(len(calls) < len(own) for calls in towers.calls):
+      check_calls(towers)
+    calls = [of_tower[len(own) - 1] for of_tower in towers.calls]
+    grads = pairs_lib.stack(calls)
+    reduction = shard_transforms.reduce_towers(
+        towers.num_towers, reduction='sum'
+    )
+  summed, _ = reduction.update(grads, optax.EmptyState())
+  return [(summed.get(v.op.name), v) for _, v in pairs]

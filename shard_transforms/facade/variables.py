@@ -1,0 +1,484 @@
+"""Variables: named arrays that a computation reads and writes in place."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms.facade import frames
+from shard_transforms.facade import graph as graph_lib
+
+_KEYS = graph_lib.GraphKeys
+
+
+class Operation(NamedTuple):
+  """What has a name without the number of an output.
+
+  Attributes:
+    name: The name, as checkpoints of TensorFlow 1 use it.
+  """
+
+  name: str
+
+
+class Variable(np.lib.mixins.NDArrayOperatorsMixin):
+  """A named array that can be assigned to.
+
+  Usable wherever an array is: in arithmetic, in functions of `jax.numpy` and
+  NumPy, and as an argument of what `jax.jit` and `jax.grad` return, where it
+  stands for its present value. (The primitives of `jax.lax` take nothing but
+  arrays: hand them `value()`.) In a tree it is one leaf, which
+  `jax.tree.map`, `flax.serialization` and orbax see as an array.
+
+  Shape and dtype never change. Where `CrossShardOptimizer` has groups, a
+  variable gets a value a shard; it then refuses to be read as if it had one,
+  and `shard_values` gives all of them.
+
+  Attributes:
+    name: The name with the output's number, `'w:0'`.
+    op: What has the name without it: `op.name` is `'w'`.
+    trainable: Whether optimizers take it if they are not told what to take.
+    graph: The graph whose collections hold it.
+    shape: The shape of the array.
+    dtype: The dtype of the array.
+
+  Args:
+    initial_value: An array of any shape and dtype, or a function of no
+      arguments that returns one.
+    trainable: Whether it joins the trainable variables.
+    name: Its name; if taken, a number is appended.
+    dtype: The dtype; that of `initial_value` if `None`.
+
+  Raises:
+    TypeError: If the value is no array of numbers.
+    ValueError: If a traced function makes it: there would be a new one at each
+      call, where `get_variable` finds the same.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable([1.0, 2.0], name='w')
+    >>> print(w.name, jnp.sum(3 * w), w.assign_add([1.0, 1.0]))
+    w:0 9.0 [2. 3.]
+
+  References:
+    `tf.Variable` of TensorFlow 1.15.
+  """
+
+  # Two variables are equal if they are one, as in TensorFlow 1.
+  __eq__ = object.__eq__
+  __ne__ = object.__ne__
+  __hash__ = object.__hash__
+
+  def __init__(
+      self,
+      initial_value: Any,
+      trainable: bool = True,
+      *,
+      name: str | None = None,
+      dtype: Any = None,
+  ):
+    if frames.is_tracing():
+      raise ValueError(
+          '`Variable` must not be made inside a traced function, got'
+          f' {name or "one without a name"!r}. Make it outside, or use'
+          ' `facade.get_variable`, which finds it again at the next call.'
+      )
+    value = initial_value() if callable(initial_value) else initial_value
+    self.stored = _as_array(value, dtype, f'The initial value of {name!r}')
+    if isinstance(self.stored, jax.core.Tracer):
+      raise ValueError(
+          f'The initial value of {name!r} must be known before anything is'
+          f' traced, got {self.stored!r}.'
+      )
+    self.shape = self.stored.shape
+    self.dtype = self.stored.dtype
+    self.trainable = trainable
+    self.graph = graph_lib.get_default_graph()
+    self.op = Operation(self.graph.unique_name(name or 'Variable'))
+    self.name = f'{self.op.name}:0'
+    self.graph.add_to_collection(_KEYS.GLOBAL_VARIABLES, self)
+    if trainable:
+      self.graph.add_to_collection(_KEYS.TRAINABLE_VARIABLES, self)
+
+  @property
+  def ndim(self) -> int:
+    """The number of dimensions."""
+    return len(self.shape)
+
+  @property
+  def size(self) -> int:
+    """The number of elements."""
+    return int(np.prod(self.shape))
+
+  @property
+  def is_per_shard(self) -> bool:
+    """Whether it has a value a shard, here."""
+    return np.ndim(frames.read(self)) > self.ndim
+
+  def value(self) -> jax.Array:
+    """Returns the present array.
+
+    Raises:
+      ValueError: If there is one a shard.
+    """
+    array = frames.read(self)
+    if np.ndim(array) > self.ndim:
+      raise ValueError(
+          f'Variable {self.name!r} has a value per shard, {len(array)} of them,'
+          ' because a `CrossShardOptimizer` with `group_assignment` updated'
+          ' it. Read all with `shard_values()`, or assign one to all.'
+      )
+    return array
+
+  read_value = value
+
+  def shard_values(self) -> jax.Array:
+    """Returns the values of all shards, [number of shards, ...].
+
+    Raises:
+      ValueError: If all shards share one value.
+    """
+    array = frames.read(self)
+    if np.ndim(array) == self.ndim:
+      raise ValueError(
+          f'Variable {self.name!r} has one value for all shards: use `value()`.'
+      )
+    return array
+
+  def assign(self, value: Any) -> jax.Array:
+    """Sets the value, of all shards if there are several, and returns it.
+
+    Raises:
+      TypeError: If the value is no array of numbers, or would lose its kind.
+      ValueError: If it has another shape.
+    """
+    array = _as_array(value, self.dtype, f'The value of {self.name!r}')
+    if array.shape != self.shape:
+      raise ValueError(
+          f'The value of {self.name!r} must have the shape {self.shape}, got'
+          f' {array.shape}.'
+      )
+    frames.write(self, array)
+    return array
+
+  def assign_add(self, delta: Any) -> jax.Array:
+    """Adds to the value, and returns it."""
+    return self.assign(self + delta)
+
+  def assign_sub(self, delta: Any) -> jax.Array:
+    """Subtracts from the value, and returns it."""
+    return self.assign(self - delta)
+
+  def __jax_array__(self) -> jax.Array:
+    return self.value()
+
+  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    return np.array(self.value(), dtype, copy=copy)
+
+  def __array_ufunc__(
+      self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
+  ) -> Any:
+    # All operators come here, and the functions of NumPy behind them.
+    if 'out' in kwargs:
+      raise TypeError(
+          f'Variable {self.name!r} must not be changed by an operator: use'
+          ' `assign`, `assign_add` or `assign_sub`.'
+      )
+    of_arrays = getattr(jnp, ufunc.__name__, None)
+    if of_arrays is None or method != '__call__':
+      return NotImplemented
+    return of_arrays(*map(_operand, inputs), **kwargs)
+
+  def __getitem__(self, index: Any) -> jax.Array:
+    return self.value()[index]
+
+  def __len__(self) -> int:
+    return len(self.value())
+
+  def __bool__(self) -> bool:
+    return bool(self.value())
+
+  def __int__(self) -> int:
+    return int(self.value())
+
+  def __float__(self) -> float:
+    return float(self.value())
+
+  def __index__(self) -> int:
+    return operator.index(self.value())
+
+  def __format__(self, spec: str) -> str:
+    return format(self.value(), spec)
+
+  def __str__(self) -> str:
+    return repr(self) if self.is_per_shard else str(self.value())
+
+  def __repr__(self) -> str:
+    note = ' with a value per shard' if self.is_per_shard else ''
+    return (
+        f'<Variable {self.name!r} shape={self.shape} dtype={self.dtype}{note}>'
+    )
+
+
+# Rebuilt, it is the array: inside a traced function, nothing can be assigned
+# to an argument.
+jax.tree_util.register_pytree_node(
+    Variable,
+    lambda variable: ((variable.value(),), None),
+    lambda _, children: children[0],
+)
+
+
+def _operand(value):
+  if isinstance(value, Variable):
+    return value.value()
+  return jnp.asarray(value) if isinstance(value, list | tuple) else value
+
+
+def _as_array(value, dtype, what):
+  """Returns `value` as an array of `dtype`, if that keeps its kind."""
+  try:
+    array = jnp.asarray(value)
+  except TypeError as error:
+    raise TypeError(f'{what} must be an array, got {value!r}.') from error
+  dtype = array.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return array
+  kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+  rank, wanted = (
+      next(i for i, kind in enumerate(kinds) if jnp.issubdtype(t, kind))
+      for t in (array.dtype, dtype)
+  )
+  if rank > wanted:
+    raise TypeError(f'{what} must be {dtype}, got {array.dtype}.')
+  # A weak type would compile what reads the variable again once it is gone.
+  return jax.lax.convert_element_type(array, dtype)
+
+
+def get_variable(
+    name: str,
+    initializer: Any = None,
+    *,
+    shape: Iterable[int] | None = None,
+    dtype: Any = None,
+    trainable: bool = True,
+) -> Variable:
+  """Returns the variable of a name in the default graph; makes it if needed.
+
+  What traced functions, and the `model_fn` of `replicate_model_fn`, are to make
+  their variables with: every call, and every tower, gets the same.
+
+  Args:
+    name: The name.
+    initializer: What it starts from: an array, or a function of no arguments,
+      or, with `shape`, of the shape and the dtype.
+    shape: The shape that the initializer is asked for, and that a variable
+      which is there must have.
+    dtype: The dtype that the initializer is asked for, float32 if `None`.
+    trainable: Whether it joins the trainable variables.
+
+  Returns:
+    The `Variable`.
+
+  Raises:
+    ValueError: If it is not there and there is no initializer, or if it is
+      there in another shape.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.get_variable('w', jnp.zeros, shape=[2])
+    ...   print(w, facade.get_variable('w', shape=[2]) is w)
+    <Variable 'w:0' shape=(2,) dtype=float32> True
+
+  References:
+    `tf.get_variable` of TensorFlow 1.15, in a scope with `tf.AUTO_REUSE`.
+  """
+  shape = None if shape is None else tuple(shape)
+  graph = graph_lib.get_default_graph()
+  with graph.lock:
+    for variable in graph.get_collection(_KEYS.GLOBAL_VARIABLES):
+      if variable.op.name == name:
+        if shape not in (None, variable.shape):
+          raise ValueError(
+              f'`shape` of {name!r} must be {variable.shape}, got {shape}.'
+          )
+        return variable
+    if initializer is None:
+      raise ValueError(f'`initializer` of {name!r} must be given, got None.')
+    with frames.outside():
+      if shape is not None and callable(initializer):
+        initializer = initializer(shape, dtype or jnp.float32)
+      return Variable(initializer, trainable, name=name, dtype=dtype)
+
+
+def global_variables() -> list[Variable]:
+  """Returns all variables of the default graph, in the order of their making.
+
+  Returns:
+    A new list.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   step = facade.get_or_create_global_step()
+    ...   print(facade.global_variables())
+    [<Variable 'global_step:0' shape=() dtype=int32>]
+
+  References:
+    `tf.global_variables` of TensorFlow 1.15.
+  """
+  graph = graph_lib.get_default_graph()
+  return graph.get_collection(_KEYS.GLOBAL_VARIABLES)
+
+
+def trainable_variables() -> list[Variable]:
+  """Returns the trainable variables of the default graph, oldest first.
+
+  Returns:
+    A new list.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0, name='w')
+    ...   mean = facade.Variable(0.0, trainable=False)
+    ...   print(facade.trainable_variables())
+    [<Variable 'w:0' shape=() dtype=float32>]
+
+  References:
+    `tf.trainable_variables` of TensorFlow 1.15.
+  """
+  graph = graph_lib.get_default_graph()
+  return graph.get_collection(_KEYS.TRAINABLE_VARIABLES)
+
+
+def get_global_step() -> Variable | None:
+  """Returns the global step of the default graph, or `None` without one.
+
+  Returns:
+    The `Variable`, an integer [].
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   print(facade.get_global_step())
+    None
+
+  References:
+    `tf.train.get_global_step` of TensorFlow 1.15.
+  """
+  graph = graph_lib.get_default_graph()
+  found = graph.get_collection(_KEYS.GLOBAL_STEP)
+  return found[0] if found else None
+
+
+def get_or_create_global_step() -> Variable:
+  """Returns the global step of the default graph; makes it at 0 if needed.
+
+  Returns:
+    The `Variable`, int32 [] and not trainable.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   step = facade.get_or_create_global_step()
+    ...   print(step.name, step.value())
+    global_step:0 0
+
+  References:
+    `tf.train.get_or_create_global_step` of TensorFlow 1.15.
+  """
+  graph = graph_lib.get_default_graph()
+  with graph.lock:
+    step = get_global_step()
+    if step is None:
+      zero = np.zeros([], np.int32)
+      step = get_variable('global_step', zero, trainable=False)
+      graph.add_to_collection(_KEYS.GLOBAL_STEP, step)
+    return step
+
+
+def get_values(variables: Iterable[Variable]) -> dict[str, jax.Array]:
+  """Returns what has to be saved of variables, by name.
+
+  Args:
+    variables: The variables, say `global_variables()`.
+
+  Returns:
+    The arrays by `op.name`, to be saved by `flax.serialization` or orbax; where
+    a variable has a value a shard, all of them along a leading axis.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0, name='w')
+    >>> saved = facade.get_values([w])
+    >>> _ = w.assign(5.0)
+    >>> facade.set_values([w], saved)
+    >>> print(saved['w'], w)
+    1.0 1.0
+  """
+  return {v.op.name: frames.read(v) for v in variables}
+
+
+def set_values(
+    variables: Iterable[Variable], values: Mapping[str, Any]
+) -> None:
+  """Restores variables from what `get_values` gave; all of them or none.
+
+  Slots have to be there: `function(...).build(...)` makes what a first call
+  would make, without running anything.
+
+  Args:
+    variables: The variables, as they were handed to `get_values`.
+    values: The arrays by name.
+
+  Raises:
+    ValueError: If a name is missing or of no variable, or an array has another
+      shape or a value that the dtype of its variable does not hold. Nothing is
+      changed.
+
+  Examples:
+    See `get_values`.
+  """
+  by_name = {variable.op.name: variable for variable in variables}
+  wrong = sorted(by_name.keys() ^ values.keys())
+  if wrong:
+    raise ValueError(
+        f'`values` must hold the names of `variables`, but {wrong} are in one'
+        ' of them only. Make slots with `facade.function(...).build(...)`'
+        ' before restoring.'
+    )
+  arrays = {n: _restored(v, values[n]) for n, v in by_name.items()}
+  for name, variable in by_name.items():
+    frames.write(variable, arrays[name])
+
+
+def _restored(variable, value):
+  """Returns a saved value as an array for `variable`."""
+  is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
+  if is_key or isinstance(value, jax.core.Tracer):
+    array = saved = value
+  else:
+    saved = np.asarray(value)
+    array = saved.astype(variable.dtype)
+  if variable.shape not in (saved.shape, saved.shape[1:]):
+    raise ValueError(
+        f'The value of {variable.name!r} must have the shape'
+        f' {variable.shape}, got {saved.shape}.'
+    )
+  if array is not saved and not np.array_equal(array, saved, equal_nan=True):
+    raise ValueError(
+        f'The value of {variable.name!r} must fit {variable.dtype}, got'
+        f' {saved.dtype} {saved!r}.'
+    )
+  return jnp.asarray(array)
