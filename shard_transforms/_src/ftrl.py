@@ -102,7 +102,7 @@ def ftrl(
   def update_fn(updates, state, params=None, **extra_args):
     del extra_args
     if params is None:
-      raise ValueError(optax.NO_PARAMS_MSG)
+      raise ValueError('`update` of `ftrl` must be given the parameters.')
     advanced = jax.tree.map(advance, updates, state.accum, state.linear, params)
     updates, accum, linear = jax.tree.transpose(
         jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), advanced

@@ -37,7 +37,7 @@ def clip_by_global_norm(
   """
   if not isinstance(t_list, Sequence) or isinstance(t_list, str):
     raise TypeError(f'`t_list` must be a sequence, got {t_list!r}.')
-  arrays = [None if t is None else jnp.asarray(t) for t in t_list]
+  arrays: Any = [None if t is None else jnp.asarray(t) for t in t_list]
   tx = optax.clip_by_global_norm(clip_norm)
-  clipped, _ = tx.update(arrays, tx.init(arrays))
+  clipped: Any = tx.update(arrays, tx.init(arrays))[0]
   return clipped, optax.tree.norm(arrays)

@@ -28,12 +28,33 @@ class Shards:
   parted: dict = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class Towers:
+  """The towers of one call of a replicated `model_fn`.
+
+  Attributes:
+    num_towers: Their number.
+    reduction: How their losses and gradients become one.
+    axis_name: The mapped axis that they lie along; `None` if they take turns.
+    tower: The one whose turn it is.
+    calls: What each tower has handed to its optimizers, call by call.
+    is_applying: Whether a `TowerOptimizer` is at work, inside which other
+      optimizers apply what it has gathered.
+  """
+
+  num_towers: int
+  reduction: str
+  axis_name: Hashable | None = None
+  tower: int = 0
+  calls: list = dataclasses.field(default_factory=list)
+  is_applying: bool = False
+
+
 class _Thread(threading.local):
 
   def __init__(self):
-    self.shards = None
-    self.is_parting = False
-    self.towers = None
+    self.shards: Shards | None = None
+    self.towers: Towers | None = None
 
 
 _thread = _Thread()
@@ -78,9 +99,9 @@ def shard_context(
     raise ValueError(f'`num_shards` must be at least 1, got {num_shards!r}.')
   if _thread.shards is not None:
     raise NotImplementedError('`shard_context` cannot be nested.')
-  _thread.shards = Shards(num_shards, axis_name)
+  _thread.shards = around = Shards(num_shards, axis_name)
   try:
-    yield _thread.shards
+    yield around
   finally:
     _thread.shards = None
 
@@ -99,28 +120,6 @@ def mapped_axes() -> tuple[Hashable, ...]:
   if _thread.towers is not None and _thread.towers.axis_name is not None:
     axes.append(_thread.towers.axis_name)
   return tuple(axes)
-
-
-@dataclasses.dataclass
-class Towers:
-  """The towers of one call of a replicated `model_fn`.
-
-  Attributes:
-    num_towers: Their number.
-    reduction: How their losses and gradients become one.
-    axis_name: The mapped axis that they lie along; `None` if they take turns.
-    tower: The one whose turn it is.
-    calls: What each tower has handed to its optimizers, call by call.
-    is_applying: Whether a `TowerOptimizer` is at work, inside which other
-      optimizers apply what it has gathered.
-  """
-
-  num_towers: int
-  reduction: str
-  axis_name: Hashable | None = None
-  tower: int = 0
-  calls: list = dataclasses.field(default_factory=list)
-  is_applying: bool = False
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -83,9 +84,9 @@ class CrossShardOptimizer(wrappers.Wrapper):
       return optax.chain(optax.identity(), inner)
     if not axes_lib.is_bound(shards.axis_name):
       raise NameError(
-          f'`CrossShardOptimizer` of {shards.num_shards} shards needs the mapped'
-          f' axis {shards.axis_name!r}, which is not bound here. Call it in a'
-          ' computation that `facade.shard` runs.'
+          f'`CrossShardOptimizer` of {shards.num_shards} shards needs the'
+          f' mapped axis {shards.axis_name!r}, which is not bound here. Call it'
+          ' in a computation that `facade.shard` runs.'
       )
     size = axes_lib.size([shards.axis_name], 'CrossShardOptimizer')
     if size != shards.num_shards:
@@ -128,14 +129,12 @@ class CrossShardOptimizer(wrappers.Wrapper):
 
 def _as_groups(group_assignment, num_shards):
   """Returns a checked partition, or `None` without groups."""
-  if group_assignment is None or np.size(group_assignment) == 0 and np.ndim(group_assignment) == 1:
+  if isinstance(group_assignment, jax.Array | np.ndarray):
+    group_assignment = group_assignment.tolist()
+  if group_assignment is None or group_assignment in ([], ()):
     return None
   try:
-    groups = groups_lib.as_groups(
-        group_assignment.tolist()
-        if hasattr(group_assignment, 'tolist')
-        else group_assignment
-    )
+    groups = groups_lib.as_groups(group_assignment)
     groups_lib.check_size(groups, num_shards)
   except TypeError as error:
     raise ValueError(

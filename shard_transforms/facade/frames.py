@@ -5,16 +5,17 @@ traces, it stands for a tracer that nobody else may see. A frame holds these;
 frames are stacked, and each thread has its own stack.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Iterator
-import collections
 import contextlib
 import threading
 from typing import Any
 
 import jax
+from jax import core
 
 
 class _Thread(threading.local):
@@ -94,7 +95,7 @@ def write(variable: Any, array: Any) -> None:
     innermost = _thread.frames[-1]
     innermost.used[variable] = innermost.written[variable] = None
     innermost.values[variable] = array
-  elif isinstance(array, jax.core.Tracer):
+  elif isinstance(array, core.Tracer):
     raise ValueError(
         f'Variable {variable.name!r} must not be assigned inside a function'
         ' that JAX traces, which would forget it. Compile the step with'

@@ -15,12 +15,17 @@ from shard_transforms.facade import frames
 _MAX_TRACES = 32
 
 
-class Retraced(Exception):  # noqa: N818
+class Retraced(Exception):
   """Ends a trace that met what its arguments lack; it starts again with it."""
 
 
 class Function:
   """What `function` returns: call it, or `build` what a call would make."""
+
+  _UNSETTLED = (
+      f'{{!r}} met new variables in each of {_MAX_TRACES} traces. It must use'
+      ' the same at every call.'
+  )
 
   def __init__(self, fn: Callable[..., Any]):
     functools.update_wrapper(self, fn)
@@ -33,7 +38,18 @@ class Function:
     self._run = jax.jit(self._traced)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Runs the step, and returns what it returns, variables as arrays."""
+    """Runs the step, and returns what it returns, variables as arrays.
+
+    Args:
+      *args: Arrays, or trees of them.
+      **kwargs: The same.
+
+    Returns:
+      What the function returns.
+
+    Raises:
+      RuntimeError: If each trace makes new variables.
+    """
     for _ in range(_MAX_TRACES):
       variables = tuple(self._variables)
       with contextlib.ExitStack() as stack:
@@ -49,7 +65,7 @@ class Function:
         for i, array in written.items():
           frames.write(variables[i], array)
         return out
-    raise _unsettled(self._fn)
+    raise RuntimeError(self._UNSETTLED.format(self._fn))
 
   def build(self, *args: Any, **kwargs: Any) -> None:
     """Makes the variables and slots that a call would make; runs nothing.
@@ -57,6 +73,9 @@ class Function:
     Args:
       *args: As for a call; `jax.ShapeDtypeStruct` will do for arrays.
       **kwargs: The same.
+
+    Raises:
+      RuntimeError: If each trace makes new variables.
     """
     for _ in range(_MAX_TRACES):
       try:
@@ -66,7 +85,7 @@ class Function:
       except Retraced:
         continue
       return self._place()
-    raise _unsettled(self._fn)
+    raise RuntimeError(self._UNSETTLED.format(self._fn))
 
   def _traced(self, arrays, args, kwargs):
     """The pure function: what was written, by its place among the variables."""
@@ -120,6 +139,7 @@ def function(fn: Callable[..., Any]) -> Function:
     A function of the same arguments.
 
   Raises:
+    TypeError: If `fn` is no function.
     ValueError: When called, if `fn` makes a `Variable` by its constructor.
 
   Examples:
@@ -139,10 +159,3 @@ def function(fn: Callable[..., Any]) -> Function:
   if not callable(fn):
     raise TypeError(f'`fn` must be a function, got {fn!r}.')
   return Function(fn)
-
-
-def _unsettled(fn):
-  return RuntimeError(
-      f'{fn!r} met new variables in each of {_MAX_TRACES} traces. What makes'
-      ' them must make the same at every call.'
-  )

@@ -1,5 +1,6 @@
 """The optimizers of `tf.train`, each an Optax transformation underneath."""
 
+import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ class MomentumOptimizer(optimizer.SlotOptimizer):
     `tf.train.MomentumOptimizer` of TensorFlow 1.15.
   """
 
-  _SLOT_NAMES = {'trace': 'momentum'}
+  _SLOT_NAMES = types.MappingProxyType({'trace': 'momentum'})
 
   def __init__(
       self,
@@ -165,7 +166,7 @@ class AdamOptimizer(optimizer.SlotOptimizer):
     `tf.train.AdamOptimizer` of TensorFlow 1.15.
   """
 
-  _SLOT_NAMES = {'m': 'm', 'v': 'v'}
+  _SLOT_NAMES = types.MappingProxyType({'m': 'm', 'v': 'v'})
 
   def __init__(
       self,
@@ -207,7 +208,7 @@ class AdagradOptimizer(optimizer.SlotOptimizer):
     `tf.train.AdagradOptimizer` of TensorFlow 1.15.
   """
 
-  _SLOT_NAMES = {'sum_of_squares': 'accumulator'}
+  _SLOT_NAMES = types.MappingProxyType({'sum_of_squares': 'accumulator'})
 
   def __init__(
       self,
@@ -258,7 +259,9 @@ class RMSPropOptimizer(optimizer.SlotOptimizer):
     `tf.train.RMSPropOptimizer` of TensorFlow 1.15.
   """
 
-  _SLOT_NAMES = {'nu': 'rms', 'mu': 'mg', 'trace': 'momentum'}
+  _SLOT_NAMES = types.MappingProxyType(
+      {'nu': 'rms', 'mu': 'mg', 'trace': 'momentum'}
+  )
 
   def __init__(
       self,
@@ -322,7 +325,7 @@ class FtrlOptimizer(optimizer.SlotOptimizer):
     `tf.train.FtrlOptimizer` of TensorFlow 1.15.
   """
 
-  _SLOT_NAMES = {'accum': 'accum', 'linear': 'linear'}
+  _SLOT_NAMES = types.MappingProxyType({'accum': 'accum', 'linear': 'linear'})
 
   def __init__(
       self,
@@ -354,7 +357,7 @@ class FtrlOptimizer(optimizer.SlotOptimizer):
 
   def _op_names(self):
     given = {slot: name for slot, name in self._names.items() if name}
-    return super()._op_names() | given
+    return {**super()._op_names(), **given}
 
 
 def _number(value):

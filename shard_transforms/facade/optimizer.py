@@ -3,7 +3,10 @@
 import abc
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
+import types
 from typing import Any
 
 import jax
@@ -173,11 +176,15 @@ class Optimizer(abc.ABC):
     return self._name
 
   @abc.abstractmethod
-  def _compute(self, loss, var_list, grad_loss, scale=None):
+  def _compute(
+      self, loss: Any, var_list: Any, grad_loss: Any, scale: float | None = None
+  ) -> pairs_lib.Pairs:
     """Returns the pairs of `compute_gradients`, for the scaled loss."""
 
   @abc.abstractmethod
-  def _apply(self, pairs, global_step):
+  def _apply(
+      self, pairs: pairs_lib.Pairs, global_step: Variable | None
+  ) -> jax.Array | None:
     """Does what `apply_gradients` does, with checked pairs."""
 
 
@@ -194,18 +201,25 @@ class FunctionalOptimizer(Optimizer):
     """The optimizer that keeps the slots: the innermost one."""
 
   @abc.abstractmethod
-  def _transformation(self):
+  def _transformation(self) -> optax.GradientTransformationExtraArgs:
     """Returns the Optax transformation, for this call."""
 
   @abc.abstractmethod
-  def _load(self, variables, global_step):
+  def _load(
+      self, variables: Sequence[Variable], global_step: Variable | None
+  ) -> Any:
     """Returns the state of the transformation for these variables."""
 
   @abc.abstractmethod
-  def _store(self, variables, global_step, state):
+  def _store(
+      self,
+      variables: Sequence[Variable],
+      global_step: Variable | None,
+      state: Any,
+  ) -> jax.Array | None:
     """Takes the next state, and returns what `apply_gradients` returns."""
 
-  def _extra_args(self):
+  def _extra_args(self) -> dict[str, Any]:
     """Returns the extra arguments of `update`, for this call."""
     return {}
 
@@ -218,12 +232,12 @@ class FunctionalOptimizer(Optimizer):
     given = [variable for grad, variable in pairs if grad is not None]
     grads = {v.op.name: grad for grad, v in pairs if grad is not None}
     with self._held():
-      params = {v.op.name: v.value() for v in given}
+      params: Any = {v.op.name: v.value() for v in given}
       state = self._load(given, global_step)
       updates, state = self._transformation().update(
           grads, state, params, **self._extra_args()
       )
-      params = optax.apply_updates(params, updates)
+      params: Any = optax.apply_updates(params, updates)
       for variable in given:
         variable.assign(params[variable.op.name])
       return self._store(given, global_step, state)
@@ -243,13 +257,11 @@ class SlotOptimizer(FunctionalOptimizer):
 
   # Which fields of the state are slots, and how TensorFlow 1 calls them, in
   # the order in which it makes them; any others keep their names.
-  _SLOT_NAMES: dict[str, str] = {}
+  _SLOT_NAMES: Mapping[str, str] = types.MappingProxyType({})
 
   def __init__(self, use_locking: bool, name: str):
     super().__init__(use_locking, name)
-    self.slots = frames.persistent(
-        (type(self).__name__, name), slots_lib.Slots
-    )
+    self.slots = frames.persistent((type(self).__name__, name), slots_lib.Slots)
 
   @property
   def root(self) -> 'SlotOptimizer':
@@ -278,7 +290,7 @@ class SlotOptimizer(FunctionalOptimizer):
     self.slots.store(variables, state)
     return None if global_step is None else global_step.assign_add(1)
 
-  def _op_names(self):
+  def _op_names(self) -> Mapping[str | None, str]:
     """Returns the second part of a slot's name, for each slot and the rest."""
     return {None: self._name}
 

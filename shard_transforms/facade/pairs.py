@@ -24,9 +24,7 @@ def check_variables(var_list: Any) -> list[variables.Variable]:
   found = [var_list] if single else list(var_list)
   for item in found:
     if not isinstance(item, variables.Variable):
-      raise TypeError(
-          f'`var_list` must hold `facade.Variable`s, got {item!r}.'
-      )
+      raise TypeError(f'`var_list` must hold `facade.Variable`s, got {item!r}.')
     if not jnp.issubdtype(item.dtype, jnp.inexact):
       raise ValueError(
           f'Invalid type {item.dtype} for {item.name}: only real and complex'

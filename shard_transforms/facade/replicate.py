@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 
 import shard_transforms
 from shard_transforms.facade import constants
@@ -53,9 +54,9 @@ def replicate_model_fn(
   """Runs a model function once for each tower, on its part of the batch.
 
   The optimizers inside have to be wrapped in `TowerOptimizer`. Each call of the
-  result is a step; inside a `function`, it is compiled. What a call makes –
-  optimizers and variables of `get_variable` – is found again by the next, as
-  TensorFlow built its graph once.
+  result is a step; inside a `function`, it is compiled. The optimizers that a
+  call makes, and the variables of `get_variable`, are found again by the next,
+  as TensorFlow built its graph once.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,
@@ -144,16 +145,14 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
 
   def reduce(kind):
     tx = shard_transforms.reduce_towers(n, reduction=kind)
-    return lambda x: tx.update(x, tx.init(None))[0]
+    return lambda x: tx.update(x, optax.EmptyState())[0]
 
   return specs[-1]._replace(
       loss=join(reduce(_kind(towers)), *(s.loss for s in specs)),
       predictions=jax.tree.map(
           lambda *x: jnp.concatenate(x), *(s.predictions for s in specs)
       ),
-      eval_metric_ops=join(
-          reduce('mean'), *(s.eval_metric_ops for s in specs)
-      ),
+      eval_metric_ops=join(reduce('mean'), *(s.eval_metric_ops for s in specs)),
   )
 
 
@@ -169,7 +168,7 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
     }
     tx = reductions[kind](axis)
     return lambda x: tx.update(
-        shard_transforms.per_shard(_inexact([x])[0], axis), tx.init(None)
+        shard_transforms.per_shard(_inexact([x])[0], axis), optax.EmptyState()
     )[0]
 
   def run(features, labels):
@@ -177,12 +176,14 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
     with template.call():
       spec = call_model_fn(features, labels, **rest)
     _check_used(rest['mode'], towers)
-    leaves, treedef = jax.tree.flatten((
-        spec.predictions,
-        jax.tree.map(reduce(_kind(towers)), spec.loss),
-        spec.train_op,
-        jax.tree.map(reduce('mean'), spec.eval_metric_ops),
-    ))
+    leaves, treedef = jax.tree.flatten(
+        (
+            spec.predictions,
+            jax.tree.map(reduce(_kind(towers)), spec.loss),
+            spec.train_op,
+            jax.tree.map(reduce('mean'), spec.eval_metric_ops),
+        )
+    )
     returned[:] = [spec.mode, treedef]
     return leaves, ()
 
@@ -194,9 +195,7 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
   )
   mode, treedef = returned
   predictions, *reduced = treedef.unflatten(outputs)
-  predictions = jax.tree.map(
-      lambda x: x.reshape(-1, *x.shape[2:]), predictions
-  )
+  predictions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), predictions)
   return EstimatorSpec(
       mode, predictions, *jax.tree.map(lambda x: x[0], reduced)
   )

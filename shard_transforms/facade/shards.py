@@ -26,7 +26,7 @@ def shard(
     outputs_from_all_shards: bool | Sequence[bool] = True,
     output_shard_axes: Sequence[int] | None = None,
     infeed_queue: None = None,
-    device_assignment: Sequence[jax.Device] | None = None,
+    device_assignment: Sequence[Any] | None = None,
     name: str | None = None,
 ) -> list[Any]:
   """Runs a computation on each shard of a mesh.
@@ -67,13 +67,13 @@ def shard(
     >>> import jax.numpy as jnp
     >>> from shard_transforms import facade
     >>> w = facade.Variable(1.0)
-    >>> opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(0.1))
+    >>> opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(1.0))
     >>> def computation(x):
     ...   opt.minimize(lambda: jnp.mean(w * x), var_list=[w])
     >>> facade.shard(computation, [jnp.arange(16.0)], num_shards=8)
     []
     >>> print(w)
-    0.25
+    -6.5
 
   References:
     `tf.compat.v1.tpu.shard` of TensorFlow 1.15.
@@ -197,7 +197,7 @@ def map_variables(
 
 
 def _stack(x, axis):
-  if isinstance(x, str) or not hasattr(x, 'dtype') and not np.isscalar(x):
+  if isinstance(x, str) or (not hasattr(x, 'dtype') and not np.isscalar(x)):
     raise TypeError(f'An output of `shard` must be an array, got {x!r}.')
   return axes_lib.to_varying(jnp.asarray(x)[None], [axis])
 

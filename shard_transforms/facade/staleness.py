@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import jax
+from jax import core
 import jax.numpy as jnp
 import numpy as np
 
@@ -77,7 +78,7 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
 
   @property
   def stale_counter(self) -> Variable:
-    """The number of drops so far, by all wrappers of the innermost optimizer."""
+    """The number of drops so far, by all wrappers of one inner optimizer."""
     return self.root.slots.counter('stale_counter')
 
   def stale_fraction(self, global_step: Variable) -> jax.Array:
@@ -114,7 +115,7 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
           ' got None: without it, no gradient has an age.'
       )
     recorded = self._local_step.value()
-    if not isinstance(recorded, jax.core.Tracer) and recorded == _NO_STEP:
+    if not isinstance(recorded, core.Tracer) and recorded == _NO_STEP:
       raise ValueError(
           '`compute_gradients` must come before `apply_gradients`, in the same'
           ' thread: it records the step that the gradients belong to.'
@@ -143,7 +144,8 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
 
   def _store(self, variables, global_step, state):
     self._opt._store(variables, None, state.inner_state)
-    global_step.assign(state.global_step)
+    if global_step is not None:
+      global_step.assign(state.global_step)
     self._local_step.assign(_NO_STEP)
     return self.stale_counter.assign(state.stale_count)
 

@@ -18,7 +18,7 @@ Variable = variables_lib.Variable
 
 
 class SyncReplicasOptimizer(optimizer.Optimizer):
-  """Averages the first gradients of each step, whichever workers they come from.
+  """Averages the first gradients of a step, whichever workers bring them.
 
   Workers are threads that share one object of this class. A worker's
   `apply_gradients` hands its gradients in and waits for a token, which says
@@ -179,7 +179,7 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
 
   def _apply_mean(self, calls, global_step):
     tx = shard_transforms.reduce_towers(len(calls))
-    mean, _ = tx.update(pairs_lib.stack(calls), optax.EmptyState())
+    mean: Any = tx.update(pairs_lib.stack(calls), optax.EmptyState())[0]
     pairs = [(mean.get(v.op.name), v) for _, v in calls[0]]
     step = self._opt._apply(pairs, global_step)
     if self._averages is not None:

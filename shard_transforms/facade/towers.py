@@ -145,7 +145,9 @@ def check_calls(towers: contexts.Towers) -> None:
       )
 
 
-def _gather(towers, pairs) -> pairs_lib.Pairs | None:
+def _gather(
+    towers: contexts.Towers, pairs: pairs_lib.Pairs
+) -> pairs_lib.Pairs | None:
   """Returns the sum over the towers, `None` before the last one."""
   own = towers.calls[towers.tower]
   own.append(pairs)
@@ -162,5 +164,5 @@ def _gather(towers, pairs) -> pairs_lib.Pairs | None:
     reduction = shard_transforms.reduce_towers(
         towers.num_towers, reduction='sum'
     )
-  summed, _ = reduction.update(grads, optax.EmptyState())
+  summed: Any = reduction.update(grads, optax.EmptyState())[0]
   return [(summed.get(v.op.name), v) for _, v in pairs]

@@ -6,6 +6,7 @@ import operator
 from typing import Any, NamedTuple
 
 import jax
+from jax import core
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,9 +73,14 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   """
 
   # Two variables are equal if they are one, as in TensorFlow 1.
-  __eq__ = object.__eq__
-  __ne__ = object.__ne__
-  __hash__ = object.__hash__
+  def __eq__(self, other: Any) -> Any:
+    return self is other
+
+  def __ne__(self, other: Any) -> Any:
+    return self is not other
+
+  def __hash__(self) -> int:
+    return id(self)
 
   def __init__(
       self,
@@ -92,7 +98,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       )
     value = initial_value() if callable(initial_value) else initial_value
     self.stored = _as_array(value, dtype, f'The initial value of {name!r}')
-    if isinstance(self.stored, jax.core.Tracer):
+    if isinstance(self.stored, core.Tracer):
       raise ValueError(
           f'The initial value of {name!r} must be known before anything is'
           f' traced, got {self.stored!r}.'
@@ -227,12 +233,14 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     )
 
 
+def _rebuild(_: None, children: Any) -> Any:
+  return children[0]
+
+
 # Rebuilt, it is the array: inside a traced function, nothing can be assigned
 # to an argument.
 jax.tree_util.register_pytree_node(
-    Variable,
-    lambda variable: ((variable.value(),), None),
-    lambda _, children: children[0],
+    Variable, lambda variable: ((variable.value(),), None), _rebuild
 )
 
 
@@ -297,7 +305,7 @@ def get_variable(
     >>> with facade.Graph().as_default():
     ...   w = facade.get_variable('w', jnp.zeros, shape=[2])
     ...   print(w, facade.get_variable('w', shape=[2]) is w)
-    <Variable 'w:0' shape=(2,) dtype=float32> True
+    [0. 0.] True
 
   References:
     `tf.get_variable` of TensorFlow 1.15, in a scope with `tf.AUTO_REUSE`.
@@ -466,7 +474,7 @@ def set_values(
 def _restored(variable, value):
   """Returns a saved value as an array for `variable`."""
   is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
-  if is_key or isinstance(value, jax.core.Tracer):
+  if is_key or isinstance(value, core.Tracer):
     array = saved = value
   else:
     saved = np.asarray(value)
