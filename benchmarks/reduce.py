@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import functools
 import math
 import re
-import time
 from typing import Any
 
 from absl import app
@@ -24,6 +23,7 @@ import jax
 from jax import lax
 import numpy as np
 import optax
+import timing
 
 import shard_transforms
 
@@ -144,35 +144,6 @@ def compiled(
   return jax.jit(mapped).lower(grads).compile()
 
 
-def seconds_in_turn(calls: Sequence[Callable], rounds: int) -> np.ndarray:
-  """Times calls in turn, beginning each round with the next one.
-
-  Args:
-    calls: Functions without arguments.
-    rounds: How often each is called.
-
-  Returns:
-    The seconds, of shape [number of calls, rounds].
-  """
-  seconds = np.zeros([len(calls), rounds])
-  for turn in range(rounds):
-    for i in np.roll(np.arange(len(calls)), -turn).tolist():
-      start = time.perf_counter()
-      jax.block_until_ready(calls[i]())
-      seconds[i, turn] = time.perf_counter() - start
-  return seconds
-
-
-def ratio(seconds: np.ndarray, reference: np.ndarray) -> str:
-  """Returns the ratio of the medians of paired times, and its interval."""
-  rng = np.random.default_rng(0)
-  draws = rng.integers(len(seconds), size=[2_000, len(seconds)])
-  ratios = np.median(seconds[draws], 1) / np.median(reference[draws], 1)
-  low, high = np.quantile(ratios, [0.025, 0.975])
-  middle = np.median(seconds) / np.median(reference)
-  return f'{middle:.2f} [{low:.2f}, {high:.2f}]'
-
-
 def same_bits(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
   """Returns whether two lists of arrays hold the same bits."""
   pairs = zip(some, others, strict=True)
@@ -219,8 +190,8 @@ def row(name: str, mesh: jax.sharding.Mesh) -> str:
   hand = functools.partial(make_hand(), grads)
   library = functools.partial(make_library(), grads)
   same = same_bits(library(), make_unpacked()(grads))
-  run_seconds = seconds_in_turn([hand, library, hand], _REPEATS.value)
-  compile_seconds = seconds_in_turn(
+  run_seconds = timing.seconds_in_turn([hand, library, hand], _REPEATS.value)
+  compile_seconds = timing.seconds_in_turn(
       [make_hand, make_library], _COMPILATIONS.value
   )
   return line(name, run_seconds / reductions, compile_seconds, same)
@@ -250,7 +221,7 @@ def line(
   hand_compile, library_compile = np.median(compile_seconds, 1)
   return (
       f'{name:14}{hand_ms:9.2f}{library_ms:9.2f} '
-      f'{ratio(library, hand):^21}{ratio(again, hand):^21}'
+      f'{timing.ratio(library, hand):^21}{timing.ratio(again, hand):^21}'
       f'{hand_compile:8.2f}{library_compile:9.2f}'
       f'{library_compile / hand_compile:7.2f}{"same" if same else "DIFFER":>8}'
   )

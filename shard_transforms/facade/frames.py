@@ -35,6 +35,7 @@ class Frame:
   Attributes:
     is_traced: Whether what is read from outside must be an argument of the
       call, because JAX would take it for a constant.
+    enter: Takes a variable and its array outside; returns the one inside.
     values: The array of each variable that was used, or is an argument.
     used: The variables that were read or written, in order.
     written: The variables that were written, in order.
@@ -42,9 +43,15 @@ class Frame:
     mesh: The mesh over which the call is mapped, if any.
   """
 
-  def __init__(self, values: Iterable[tuple[Any, Any]], is_traced: bool):
+  def __init__(
+      self,
+      values: Iterable[tuple[Any, Any]],
+      is_traced: bool,
+      enter: Callable[[Any, Any], Any],
+  ):
     self.is_traced = is_traced
-    self.values = dict(values)
+    self.enter = enter
+    self.values = {v: enter(v, array) for v, array in values}
     self.used = {}
     self.written = {}
     self.locks = {}
@@ -53,10 +60,13 @@ class Frame:
 
 @contextlib.contextmanager
 def frame(
-    values: Iterable[tuple[Any, Any]] = (), *, is_traced: bool = False
+    values: Iterable[tuple[Any, Any]] = (),
+    *,
+    is_traced: bool = False,
+    enter: Callable[[Any, Any], Any] = lambda variable, array: array,
 ) -> Iterator[Frame]:
   """Opens a frame; what is written in it is gone with it unless committed."""
-  opened = Frame(values, is_traced)
+  opened = Frame(values, is_traced, enter)
   _thread.frames.append(opened)
   try:
     yield opened
@@ -75,13 +85,20 @@ def read(variable: Any) -> Any:
   return _read(variable, _thread.frames)
 
 
+def read_all(variables: Iterable[Any]) -> tuple[Any, ...]:
+  """Returns the arrays that several variables stand for here."""
+  opened = _thread.frames
+  return tuple([_read(variable, opened) for variable in variables])
+
+
 def _read(variable, frames):
   if not frames:
     return variable.stored
   innermost = frames[-1]
   innermost.used[variable] = None
   if variable not in innermost.values:
-    innermost.values[variable] = _read(variable, frames[:-1])
+    outside = _read(variable, frames[:-1])
+    innermost.values[variable] = innermost.enter(variable, outside)
   return innermost.values[variable]
 
 
@@ -146,24 +163,29 @@ class Template:
 
   def __init__(self):
     self._made = {}
+    self._lock = threading.Lock()
 
   @contextlib.contextmanager
   def call(self) -> Iterator[None]:
     """Counts from the start: what follows is one call of the function."""
-    _thread.templates.append((self._made, collections.Counter()))
+    _thread.templates.append((self, collections.Counter()))
     try:
       yield
     finally:
       _thread.templates.pop()
+
+  def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Returns what was made under a key; makes it if needed."""
+    with self._lock:
+      if key not in self._made:
+        self._made[key] = make()
+      return self._made[key]
 
 
 def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
   """Returns a new object; inside a template, the one of its earlier calls."""
   if not _thread.templates:
     return make()
-  made, counts = _thread.templates[-1]
-  key = kind, counts[kind]
+  template, counts = _thread.templates[-1]
   counts[kind] += 1
-  if key not in made:
-    made[key] = make()
-  return made[key]
+  return template.find((kind, counts[kind]), make)

@@ -51,12 +51,9 @@ class Function:
       RuntimeError: If each trace makes new variables.
     """
     for _ in range(_MAX_TRACES):
-      variables = tuple(self._variables)
-      with contextlib.ExitStack() as stack:
-        # In one order everywhere, so that no two calls wait for each other.
-        for lock in sorted(self._locks, key=id):
-          stack.enter_context(frames.held(lock))
-        arrays = tuple(map(frames.read, variables))
+      variables = self._variables
+      with self._held():
+        arrays = frames.read_all(variables)
         try:
           out, written = self._run(arrays, args, kwargs)
         except Retraced:
@@ -80,12 +77,21 @@ class Function:
     for _ in range(_MAX_TRACES):
       try:
         jax.eval_shape(
-            self._traced, tuple(map(frames.read, self._variables)), args, kwargs
+            self._traced, frames.read_all(self._variables), args, kwargs
         )
       except Retraced:
         continue
       return self._place()
     raise RuntimeError(self._UNSETTLED.format(self._fn))
+
+  def _held(self):
+    """Holds the locks of the step, in one order: no two calls then block."""
+    if not self._locks:
+      return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for lock in sorted(self._locks, key=id):
+      stack.enter_context(frames.held(lock))
+    return stack
 
   def _traced(self, arrays, args, kwargs):
     """The pure function: what was written, by its place among the variables."""
@@ -101,6 +107,7 @@ class Function:
       variables += [v for v in frame.used if v not in variables]
       locks = [lock for lock in frame.locks if lock not in self._locks]
       self._locks += locks
+      # Appended to, so that the places of others stay.
       news = [v for v in variables if v not in self._variables]
       self._variables += news
     if locks or len(variables) > len(arrays):

@@ -36,24 +36,43 @@ def compute_gradients(
   Raises:
     TypeError: If `loss` is no function, or its result no real array.
     ValueError: If there are no variables, one is of an integer type, `loss`
-      takes another number of arguments, or is already reduced over the shards.
+      takes another number of arguments or is already reduced over the shards,
+      `grad_loss` is of another shape, or the loss makes new variables each
+      time.
   """
   if not callable(loss):
     raise TypeError(
         '`loss` must be a function of no arguments, or of the values of'
         f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
     )
-  chosen = var_list is not None
-  found = var_list if chosen else variables_lib.trainable_variables()
-  found = pairs.check_variables(found)
-  takes_values = _takes_values(loss, len(found) if chosen else None)
+  chosen = None if var_list is None else pairs.check_variables(var_list)
+  arity = _arity(loss, None if chosen is None else len(chosen))
+  # A loss may make variables, for which the second round has the gradient.
+  for _ in range(2):
+    found = variables_lib.trainable_variables() if chosen is None else chosen
+    if found:
+      pairs.check_variables(found)
+    grads, written, assigned = _differentiate(
+        loss, found, grad_loss, scale, arity
+    )
+    if chosen is not None or found == variables_lib.trainable_variables():
+      pairs.check_variables(found)
+      frames.commit(written, assigned)
+      return list(zip(grads, found, strict=True))
+  raise ValueError(
+      '`loss` must not make other variables each time, as `facade.Variable`'
+      ' does. Use `facade.get_variable`, or make them outside.'
+  )
+
+
+def _differentiate(loss, found, grad_loss, scale, arity):
+  """Returns the gradients, and what the loss has assigned to what."""
   written = []
 
   def differentiated(values):
     with frames.frame(zip(found, values, strict=True)) as frame:
-      out = loss(*values) if takes_values else loss()
-      out = _as_loss(out)
-    read = [takes_values or v in frame.used for v in found]
+      out = _as_loss(loss(*values[:arity]), grad_loss)
+    read = [arity > 0 or v in frame.used for v in found]
     written[:] = frame.written
     if scale is not None:
       out = out * scale
@@ -68,19 +87,18 @@ def compute_gradients(
   else:
     value_and_grad = jax.value_and_grad(differentiated, has_aux=True)
   (_, (read, assigned)), grads = value_and_grad([v.value() for v in found])
-  frames.commit(written, assigned)
-  return [
-      (grad if is_read else None, variable)
-      for grad, is_read, variable in zip(grads, read, found, strict=True)
+  grads = [
+      g if is_read else None for g, is_read in zip(grads, read, strict=True)
   ]
+  return grads, written, assigned
 
 
-def _takes_values(loss, num_variables):
-  """Whether a loss is a function of the values of the variables."""
+def _arity(loss, num_variables):
+  """Returns how many values a loss takes: none, or those of all variables."""
   signature = inspect.signature(loss)
   try:
     signature.bind()
-    return False
+    return 0
   except TypeError:
     if num_variables is None:
       raise ValueError(
@@ -89,7 +107,7 @@ def _takes_values(loss, num_variables):
       ) from None
   try:
     signature.bind(*range(num_variables))
-    return True
+    return num_variables
   except TypeError:
     raise ValueError(
         f'`loss` must be a function of no arguments or of {num_variables}, the'
@@ -97,11 +115,17 @@ def _takes_values(loss, num_variables):
     ) from None
 
 
-def _as_loss(out):
+def _as_loss(out, grad_loss):
+  """Returns the loss as an array, checked against the gradient for it."""
   try:
     out = jnp.asarray(out)
   except TypeError as error:
     raise TypeError(f'`loss` must return an array, got {out!r}.') from error
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
+  if grad_loss is not None and jnp.shape(grad_loss) not in ((), out.shape):
+    raise ValueError(
+        f'`grad_loss` must have the shape of the loss, {out.shape}, got'
+        f' {jnp.shape(grad_loss)}.'
+    )
   return out

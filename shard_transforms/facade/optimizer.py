@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from shard_transforms.facade import contexts
@@ -152,11 +153,15 @@ class Optimizer(abc.ABC):
       The new global step, `None` without one.
 
     Raises:
-      TypeError: If a gradient is no array, or a variable not a `Variable`.
-      ValueError: If no pair has a gradient, an item is no pair, a variable
-        comes twice, or a gradient is of another shape.
+      TypeError: If a gradient is no array, or a variable or the global step not
+        a `Variable`.
+      ValueError: If the global step is no integer scalar, no pair has a
+        gradient, an item is no pair, a variable comes twice, or a gradient is
+        of another shape.
     """
     del name
+    if global_step is not None:
+      _check_step(global_step)
     return self._apply(pairs_lib.check(grads_and_vars), global_step)
 
   @abc.abstractmethod
@@ -328,6 +333,17 @@ def check_optimizer(
       f'`{name}` must be an optimizer of the façade, got {opt!r}. Wrap a'
       ' transformation of Optax in `facade.OptaxOptimizer`.'
   )
+
+
+def _check_step(global_step):
+  if not isinstance(global_step, Variable):
+    raise TypeError(
+        f'`global_step` must be a `facade.Variable`, got {global_step!r}.'
+    )
+  if not jnp.issubdtype(global_step.dtype, jnp.integer) or global_step.shape:
+    raise ValueError(
+        f'`global_step` must be an integer scalar, got {global_step!r}.'
+    )
 
 
 def _check_wrapped():

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shard_transforms.facade import variables
 
@@ -93,12 +92,19 @@ def _check_pair(pair):
     )
   if grad is None:
     return None, variable
-  if not isinstance(grad, jax.Array | np.ndarray | np.generic | float):
+  try:
+    grad = jnp.asarray(grad)
+    if jnp.issubdtype(grad.dtype, jnp.integer):
+      grad = grad.astype(variable.dtype)
+  except (TypeError, ValueError) as error:
     raise TypeError(
         f'The gradient of {variable.name} must be an array or None, got'
         f' {grad!r}.'
+    ) from error
+  if not jnp.issubdtype(grad.dtype, jnp.inexact):
+    raise TypeError(
+        f'The gradient of {variable.name} must hold numbers, got {grad.dtype}.'
     )
-  grad = jnp.asarray(grad)
   if grad.shape != variable.shape:
     raise ValueError(
         f'The gradient of {variable.name} must have the shape'

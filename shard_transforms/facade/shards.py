@@ -144,15 +144,16 @@ def map_variables(
   variables, parted = [], {}
 
   def spec_of(variable, array):
-    return P(axis) if np.ndim(array) > variable.ndim else P()
+    return P(axis) if array.ndim > variable.ndim else P()
+
+  def own(variable, array):
+    if array.ndim == variable.ndim:
+      return array
+    return axes_lib.to_varying(array[0], [axis])
 
   def body(arrays, inputs):
-    own = [
-        x[0] if x.ndim > v.ndim else x
-        for v, x in zip(variables, arrays, strict=True)
-    ]
     with frames.frame(
-        zip(variables, own, strict=True), is_traced=True
+        zip(variables, arrays, strict=True), is_traced=True, enter=own
     ) as frame:
       outputs, may_part = run(*inputs)
       outputs = [_stack(x, axis) for x in outputs]
@@ -171,6 +172,9 @@ def map_variables(
       variables.extend(news)
       parted.clear()
       parted.update(differs)
+      for variable, does in differs.items():
+        if does:
+          variable.num_parts = mesh.size
       raise functions.Retraced
     return outputs, [
         frame.values[v][None] if does else frame.values[v]

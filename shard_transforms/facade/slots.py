@@ -159,9 +159,11 @@ class _Leaf(NamedTuple):
 
 def _describe(path, params, slot_names):
   """Returns the variable that a leaf belongs to, and its name."""
-  names = [getattr(k, 'name', getattr(k, 'key', None)) for k in path]
-  is_slot = bool(names) and names[-1] in params
-  of = names.pop() if is_slot else None
+  *_, last = path
+  is_slot = isinstance(last, jax.tree_util.DictKey) and last.key in params
+  of = last.key if is_slot else None
+  above = path[:-1] if is_slot else path
+  names = [getattr(k, 'name', getattr(k, 'key', None)) for k in above]
   fields = [name for name in names if isinstance(name, str)]
   field = fields[-1] if fields else 'state'
   return of, slot_names.get(field, field)

@@ -4,7 +4,6 @@ import threading
 from typing import Any
 
 import jax
-from jax import core
 import jax.numpy as jnp
 import numpy as np
 
@@ -114,8 +113,8 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
           '`global_step` of `DropStaleGradientOptimizer` must be a variable,'
           ' got None: without it, no gradient has an age.'
       )
-    recorded = self._local_step.value()
-    if not isinstance(recorded, core.Tracer) and recorded == _NO_STEP:
+    # Within a trace, nobody knows what will have been recorded.
+    if not frames.is_tracing() and int(self._local_step) == _NO_STEP:
       raise ValueError(
           '`compute_gradients` must come before `apply_gradients`, in the same'
           ' thread: it records the step that the gradients belong to.'

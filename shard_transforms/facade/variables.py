@@ -1,6 +1,7 @@
 """Variables: named arrays that a computation reads and writes in place."""
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 import operator
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     name: The name with the output's number, `'w:0'`.
     op: What has the name without it: `op.name` is `'w'`.
     trainable: Whether optimizers take it if they are not told what to take.
+    num_parts: The number of shards between which it may differ, `None` if it
+      is always the same on all.
     graph: The graph whose collections hold it.
     shape: The shape of the array.
     dtype: The dtype of the array.
@@ -106,6 +109,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     self.shape = self.stored.shape
     self.dtype = self.stored.dtype
     self.trainable = trainable
+    self.num_parts: int | None = None
     self.graph = graph_lib.get_default_graph()
     self.op = Operation(self.graph.unique_name(name or 'Variable'))
     self.name = f'{self.op.name}:0'
@@ -126,7 +130,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   @property
   def is_per_shard(self) -> bool:
     """Whether it has a value a shard, here."""
-    return np.ndim(frames.read(self)) > self.ndim
+    return frames.read(self).ndim > self.ndim
 
   def value(self) -> jax.Array:
     """Returns the present array.
@@ -135,7 +139,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       ValueError: If there is one a shard.
     """
     array = frames.read(self)
-    if np.ndim(array) > self.ndim:
+    if array.ndim > self.ndim:
       raise ValueError(
           f'Variable {self.name!r} has a value per shard, {len(array)} of them,'
           ' because a `CrossShardOptimizer` with `group_assignment` updated'
@@ -152,7 +156,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       ValueError: If all shards share one value.
     """
     array = frames.read(self)
-    if np.ndim(array) == self.ndim:
+    if array.ndim == self.ndim:
       raise ValueError(
           f'Variable {self.name!r} has one value for all shards: use `value()`.'
       )
@@ -191,19 +195,23 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   def __array_ufunc__(
       self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
   ) -> Any:
-    # All operators come here, and the functions of NumPy behind them.
-    if 'out' in kwargs:
+    # All operators come here, and many functions of NumPy.
+    if any(isinstance(out, Variable) for out in kwargs.get('out', ())):
       raise TypeError(
           f'Variable {self.name!r} must not be changed by an operator: use'
           ' `assign`, `assign_add` or `assign_sub`.'
       )
-    of_arrays = getattr(jnp, ufunc.__name__, None)
-    if of_arrays is None or method != '__call__':
-      return NotImplemented
-    return of_arrays(*map(_operand, inputs), **kwargs)
+    of_jax = getattr(jnp, ufunc.__name__, None)
+    if of_jax is not None and method == '__call__' and 'out' not in kwargs:
+      return of_jax(*map(_operand, inputs), **kwargs)
+    operands = [np.asarray(_operand(x)) for x in inputs]
+    return getattr(ufunc, method)(*operands, **kwargs)
 
   def __getitem__(self, index: Any) -> jax.Array:
     return self.value()[index]
+
+  def __iter__(self) -> Iterator[jax.Array]:
+    return iter(self.value())
 
   def __len__(self) -> int:
     return len(self.value())
@@ -254,7 +262,7 @@ def _as_array(value, dtype, what):
   """Returns `value` as an array of `dtype`, if that keeps its kind."""
   try:
     array = jnp.asarray(value)
-  except TypeError as error:
+  except (TypeError, ValueError, OverflowError) as error:
     raise TypeError(f'{what} must be an array, got {value!r}.') from error
   dtype = array.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
   if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -479,7 +487,8 @@ def _restored(variable, value):
   else:
     saved = np.asarray(value)
     array = saved.astype(variable.dtype)
-  if variable.shape not in (saved.shape, saved.shape[1:]):
+  per_shard = variable.num_parts and (variable.num_parts, *variable.shape)
+  if saved.shape not in (variable.shape, per_shard):
     raise ValueError(
         f'The value of {variable.name!r} must have the shape'
         f' {variable.shape}, got {saved.shape}.'
@@ -489,4 +498,8 @@ def _restored(variable, value):
         f'The value of {variable.name!r} must fit {variable.dtype}, got'
         f' {saved.dtype} {saved!r}.'
     )
-  return jnp.asarray(array)
+  if frames.is_tracing() or saved.shape != variable.stored.shape:
+    return jnp.asarray(array)
+  # Where the variable is, lest what reads it is compiled again.
+  committed = variable.stored.committed
+  return jax.device_put(array, variable.stored.sharding if committed else None)

@@ -1,0 +1,37 @@
+"""Times calls side by side, and compares the times."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import time
+
+import jax
+import numpy as np
+
+
+def seconds_in_turn(calls: Sequence[Callable], rounds: int) -> np.ndarray:
+  """Times calls in turn, beginning each round with the next one.
+
+  Args:
+    calls: Functions without arguments.
+    rounds: How often each is called.
+
+  Returns:
+    The seconds, of shape [number of calls, rounds].
+  """
+  seconds = np.zeros([len(calls), rounds])
+  for turn in range(rounds):
+    for i in np.roll(np.arange(len(calls)), -turn).tolist():
+      start = time.perf_counter()
+      jax.block_until_ready(calls[i]())
+      seconds[i, turn] = time.perf_counter() - start
+  return seconds
+
+
+def ratio(seconds: np.ndarray, reference: np.ndarray) -> str:
+  """Returns the ratio of the medians of paired times, and its interval."""
+  rng = np.random.default_rng(0)
+  draws = rng.integers(len(seconds), size=[2_000, len(seconds)])
+  ratios = np.median(seconds[draws], 1) / np.median(reference[draws], 1)
+  low, high = np.quantile(ratios, [0.025, 0.975])
+  middle = np.median(seconds) / np.median(reference)
+  return f'{middle:.2f} [{low:.2f}, {high:.2f}]'
