@@ -165,15 +165,6 @@ class Template:
     self._made = {}
     self._lock = threading.Lock()
 
-  @contextlib.contextmanager
-  def call(self) -> Iterator[None]:
-    """Counts from the start: what follows is one call of the function."""
-    _thread.templates.append((self, collections.Counter()))
-    try:
-      yield
-    finally:
-      _thread.templates.pop()
-
   def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
     """Returns what was made under a key; makes it if needed."""
     with self._lock:
@@ -182,10 +173,40 @@ class Template:
       return self._made[key]
 
 
+@contextlib.contextmanager
+def call_of(template: Template | None) -> Iterator[None]:
+  """Counts from the start: what follows is one call of a function.
+
+  Without a template, nothing that it would have to find again may be made.
+  """
+  _thread.templates.append((template, collections.Counter()))
+  try:
+    yield
+  finally:
+    _thread.templates.pop()
+
+
+def subtemplate() -> Template | None:
+  """Returns the template of a function inside the one around, if any."""
+  if not _thread.templates or _thread.templates[-1][0] is None:
+    return None
+  return persistent('template', Template)
+
+
 def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
-  """Returns a new object; inside a template, the one of its earlier calls."""
+  """Returns a new object; inside a template, the one of its earlier calls.
+
+  Raises:
+    ValueError: In a call without a template.
+  """
   if not _thread.templates:
     return make()
   template, counts = _thread.templates[-1]
+  if template is None:
+    raise ValueError(
+        'An optimizer must not be made in a computation that `shard` runs by'
+        ' itself: its slots would start anew at each call. Make it outside, or'
+        ' call `shard` in a `function`.'
+    )
   counts[kind] += 1
   return template.find((kind, counts[kind]), make)

@@ -99,7 +99,7 @@ class Function:
     with frames.frame(
         zip(variables, arrays, strict=True), is_traced=True
     ) as frame:
-      with self._template.call():
+      with frames.call_of(self._template):
         out = self._fn(*args, **kwargs)
       out = jax.tree.map(lambda x: x, out)
     self._mesh = frame.mesh or self._mesh

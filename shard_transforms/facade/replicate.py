@@ -112,7 +112,7 @@ def replicate_model_fn(
     with contexts.tower_context(towers):
       try:
         if len(placed) == 1:
-          with template.call():
+          with frames.call_of(template):
             return call_model_fn(*batch, **rest)
         _check_divisible(batch, len(placed))
         run = _in_turn if in_turn else _one_to_a_device
@@ -134,7 +134,7 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
       towers.tower = tower
       towers.calls.append([])
       part = jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch)
-      with template.call():
+      with frames.call_of(template):
         specs.append(call_model_fn(*part, **rest))
     towers_lib.check_calls(towers)
     _check_used(rest['mode'], towers)
@@ -173,7 +173,7 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
 
   def run(features, labels):
     towers.calls[:] = [[]]
-    with template.call():
+    with frames.call_of(template):
       spec = call_model_fn(features, labels, **rest)
     _check_used(rest['mode'], towers)
     leaves, treedef = jax.tree.flatten(

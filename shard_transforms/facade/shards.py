@@ -60,7 +60,8 @@ def shard(
   Raises:
     TypeError: If an output is no array, or an argument of the wrong kind.
     ValueError: If there are too few devices, an input cannot be cut, an
-      argument has the wrong length, or a variable would differ between shards.
+      argument has the wrong length, a variable would differ between shards, or
+      the computation makes an optimizer outside of a `function`.
     NotImplementedError: Inside another `shard`, or with `infeed_queue`.
 
   Examples:
@@ -85,10 +86,13 @@ def shard(
     raise NotImplementedError('`shard` cannot be nested.')
   inputs = [jnp.asarray(x) for x in inputs or ()]
   axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
-  template = frames.persistent('shard', frames.Template)
+  template = frames.subtemplate()
 
   def run(*parts):
-    with contexts.shard_context(num_shards) as shards, template.call():
+    with (
+        contexts.shard_context(num_shards) as shards,
+        frames.call_of(template),
+    ):
       out = computation(*parts)
     return _as_list(out), shards.parted
 
