@@ -1,6 +1,6 @@
 """Times a compiled step of the façade against the functional step.
 
-Both train one multilayer perceptron with momentum, in one process, in turn, over
+Both train one perceptron with momentum, in one process, in turn, over
 virtual CPU devices: the façade by `CrossShardOptimizer.minimize` in `shard` in
 a `function`, the other by `cross_shard_sum` and Optax under `jax.shard_map`.
 

@@ -128,7 +128,7 @@ class CrossShardOptimizer(wrappers.Wrapper):
 
 
 def _as_groups(group_assignment, num_shards):
-  """Returns a checked partition, or `None` without groups."""
+  """Returns a checked partition, or `None` if all shards are one group."""
   if isinstance(group_assignment, jax.Array | np.ndarray):
     group_assignment = group_assignment.tolist()
   if group_assignment is None or group_assignment in ([], ()):
@@ -151,4 +151,4 @@ def _as_groups(group_assignment, num_shards):
         'The size of each group in `group_assignment` must be equal, got'
         f' {group_assignment!r}.'
     )
-  return groups
+  return groups if len(groups) > 1 else None

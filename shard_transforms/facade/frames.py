@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax import core
+from jax.sharding import PartitionSpec as P
 
 
 class _Thread(threading.local):
@@ -125,6 +126,30 @@ def write(variable: Any, array: Any) -> None:
 def is_tracing() -> bool:
   """Whether this thread is inside a call that is traced."""
   return any(frame.is_traced for frame in _thread.frames)
+
+
+def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
+  """Puts variables on a mesh of one axis; returns whether any was elsewhere.
+
+  Nothing is moved inside a trace, where all arrays are placed already.
+  """
+  if is_tracing():
+    return False
+  moved = False
+  for variable in variables:
+    array = read(variable)
+    spec = spec_of(variable, array, mesh)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    placed = jax.device_put(array, sharding)
+    if getattr(array, 'sharding', None) != placed.sharding:
+      write(variable, placed)
+      moved = True
+  return moved
+
+
+def spec_of(variable: Any, array: Any, mesh: jax.sharding.Mesh) -> P:
+  """Returns how an array lies on a mesh: alike on all shards, or by shard."""
+  return P(*mesh.axis_names) if array.ndim > variable.ndim else P()
 
 
 def mark_mapped(mesh: Any) -> None:

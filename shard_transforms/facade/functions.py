@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from shard_transforms.facade import frames
 
@@ -59,6 +58,11 @@ class Function:
         except Retraced:
           self._place()
           continue
+        except ValueError:
+          # So JAX refuses arrays that others have left on other devices.
+          if not self._place():
+            raise
+          continue
         for i, array in written.items():
           frames.write(variables[i], array)
         return out
@@ -81,7 +85,8 @@ class Function:
         )
       except Retraced:
         continue
-      return self._place()
+      self._place()
+      return
     raise RuntimeError(self._UNSETTLED.format(self._fn))
 
   def _held(self):
@@ -117,14 +122,9 @@ class Function:
 
   def _place(self):
     """Puts variables where the step leaves them, lest it compiles twice."""
-    if self._mesh is None or frames.is_tracing():
-      return
-    for variable in self._variables:
-      array = frames.read(variable)
-      per_shard = array.ndim > variable.ndim
-      spec = P(self._mesh.axis_names[0]) if per_shard else P()
-      sharding = jax.sharding.NamedSharding(self._mesh, spec)
-      frames.write(variable, jax.device_put(array, sharding))
+    if self._mesh is None:
+      return False
+    return frames.place(self._variables, self._mesh)
 
 
 def function(fn: Callable[..., Any]) -> Function:

@@ -84,6 +84,7 @@ def shard(
     raise NotImplementedError('`infeed_queue` must be None: hand in `inputs`.')
   if contexts.shards() is not None:
     raise NotImplementedError('`shard` cannot be nested.')
+  num_shards = contexts.as_num_shards(num_shards)
   inputs = [jnp.asarray(x) for x in inputs or ()]
   axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
   template = frames.subtemplate()
@@ -147,13 +148,14 @@ def map_variables(
   frames.mark_mapped(mesh)
   variables, parted = [], {}
 
-  def spec_of(variable, array):
-    return P(axis) if array.ndim > variable.ndim else P()
-
   def own(variable, array):
     if array.ndim == variable.ndim:
       return array
-    return axes_lib.to_varying(array[0], [axis])
+    # Of what is no argument yet, the shape will do: there is another trace.
+    mine = (
+        array[0] if len(array) == 1 else jnp.zeros(variable.shape, array.dtype)
+    )
+    return axes_lib.to_varying(mine, [axis])
 
   def body(arrays, inputs):
     with frames.frame(
@@ -186,11 +188,16 @@ def map_variables(
     ]
 
   for _ in range(_MAX_TRACES):
-    arrays = [frames.read(v) for v in variables]
+    frames.place(variables, mesh)
+    arrays = frames.read_all(variables)
+    array_specs = tuple(
+        frames.spec_of(v, x, mesh)
+        for v, x in zip(variables, arrays, strict=True)
+    )
     mapped = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=([*map(spec_of, variables, arrays)], list(specs)),
+        in_specs=(array_specs, list(specs)),
         out_specs=(P(axis), [P(axis) if p else P() for p in parted.values()]),
     )
     try:

@@ -17,7 +17,7 @@ from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
 
-# What a thread without a recorded step has: older than any gradient.
+# What a thread has that never recorded a step: older than any gradient.
 _NO_STEP = np.iinfo(np.int32).min
 
 
@@ -28,7 +28,8 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
   `apply_gradients` applies the gradients if the global step has moved on by at
   most `staleness` since, or else leaves everything as it is and counts a drop.
   Where several `compute_gradients` came before one `apply_gradients` in a
-  thread, the oldest step counts. It stands for `drop_stale(staleness, inner)`.
+  thread, the oldest step counts; where several `apply_gradients` follow, it
+  counts for each. It stands for `drop_stale(staleness, inner)`.
 
   For workers that are threads: each makes a wrapper of its own around one
   shared `opt`. Variables, slots, the global step and the counter are shared.
@@ -101,10 +102,10 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
           ' step, which the graph lacks. Call'
           ' `facade.get_or_create_global_step()` first.'
       )
-    recorded = self._local_step.value()
+    oldest, is_used = self._local_step.value()
     step = jnp.asarray(step.value(), jnp.int32)
-    oldest = jnp.where(recorded == _NO_STEP, step, jnp.minimum(recorded, step))
-    self._local_step.assign(oldest)
+    step = jnp.where(is_used, step, jnp.minimum(oldest, step))
+    self._local_step.assign(jnp.stack([step, 0]))
     return self._opt._compute(loss, var_list, grad_loss, scale)
 
   def _apply(self, pairs, global_step):
@@ -114,7 +115,7 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
           ' got None: without it, no gradient has an age.'
       )
     # Within a trace, nobody knows what will have been recorded.
-    if not frames.is_tracing() and int(self._local_step) == _NO_STEP:
+    if not frames.is_tracing() and int(self._local_step[0]) == _NO_STEP:
       raise ValueError(
           '`compute_gradients` must come before `apply_gradients`, in the same'
           ' thread: it records the step that the gradients belong to.'
@@ -127,7 +128,7 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
     )
 
   def _extra_args(self):
-    return {'local_step': self._local_step.value()}
+    return {'local_step': self._local_step[0]}
 
   def _load(self, variables, global_step):
     return self._load_own(global_step, self._opt._load(variables, global_step))
@@ -145,22 +146,27 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
     self._opt._store(variables, None, state.inner_state)
     if global_step is not None:
       global_step.assign(state.global_step)
-    self._local_step.assign(_NO_STEP)
+    self._local_step.assign(jnp.stack([self._local_step[0], 1]))
     return self.stale_counter.assign(state.stale_count)
 
 
 class _LocalStep(Variable):
-  """The oldest recorded step, of each thread its own."""
+  """The oldest step recorded since the last update, and whether that was.
+
+  Each thread has its own.
+  """
+
+  _NOTHING = np.array([_NO_STEP, 1], np.int32)
 
   def __init__(self):
     self._of_thread = threading.local()
     with frames.outside(), graph_lib.Graph().as_default():
-      super().__init__(_NO_STEP, trainable=False, name='local_step')
+      super().__init__(self._NOTHING, trainable=False, name='local_step')
 
   @property
   def stored(self) -> Any:
     """What the calling thread has recorded."""
-    return getattr(self._of_thread, 'step', np.int32(_NO_STEP))
+    return getattr(self._of_thread, 'step', self._NOTHING)
 
   @stored.setter
   def stored(self, value: Any):
