@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shard_transforms.facade import frames
+from shard_transforms.facade import graph as graph_lib
 
 # A call that is traced anew finds variables that no earlier one has found.
 _MAX_TRACES = 32
@@ -29,6 +30,7 @@ class Function:
   def __init__(self, fn: Callable[..., Any]):
     functools.update_wrapper(self, fn)
     self._fn = fn
+    self._graph = graph_lib.get_default_graph()
     self._template = frames.Template()
     self._variables = []
     self._locks = []
@@ -48,6 +50,7 @@ class Function:
 
     Raises:
       RuntimeError: If each trace makes new variables.
+      ValueError: If what it computes raises one.
     """
     for _ in range(_MAX_TRACES):
       variables = self._variables
@@ -104,7 +107,7 @@ class Function:
     with frames.frame(
         zip(variables, arrays, strict=True), is_traced=True
     ) as frame:
-      with frames.call_of(self._template):
+      with self._graph.as_default(), frames.call_of(self._template):
         out = self._fn(*args, **kwargs)
       out = jax.tree.map(lambda x: x, out)
     self._mesh = frame.mesh or self._mesh
@@ -134,7 +137,8 @@ def function(fn: Callable[..., Any]) -> Function:
   and to make the slots of its optimizers, and once with these variables as
   inputs and outputs. Later calls with arguments of the same shapes and dtypes
   run what was compiled. As under `jax.jit`, Python code in `fn` runs while
-  tracing only.
+  tracing only. It runs in the graph that was the default when `function` was
+  called, wherever and in whichever thread the result is.
 
   `build(*args)` of the result makes what a first call would make, and runs
   nothing: call it before `set_values`.

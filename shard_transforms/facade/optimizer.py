@@ -71,6 +71,8 @@ class Optimizer(abc.ABC):
   ) -> jax.Array | None:
     """Calls `compute_gradients` and `apply_gradients`.
 
+    A loss that is evaluated after this is the loss of the new values.
+
     Args:
       loss: As in `compute_gradients`.
       global_step: As in `apply_gradients`.

@@ -1,7 +1,6 @@
 """`SyncReplicasOptimizer`: threads that train in step, some as backup."""
 
 from collections.abc import Sequence
-import queue
 import threading
 from typing import Any
 
@@ -21,11 +20,12 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
   """Averages the first gradients of a step, whichever workers bring them.
 
   Workers are threads that share one object of this class. A worker's
-  `apply_gradients` hands its gradients in and waits for a token, which says
-  from which step to go on. Gradients from an earlier step than the present are
-  dropped. As soon as `replicas_to_aggregate` of this step are there, their mean
-  is applied once, and tokens for the next step are given out: workers beyond
-  that number are backup.
+  `apply_gradients` hands its gradients in and waits for the step to end, which
+  it does as soon as `replicas_to_aggregate` gradients are there: their mean is
+  applied once. Gradients that come later belong to an earlier step than the
+  present one, and are dropped: workers beyond that number are backup. Let
+  workers go on until the global step is reached, not for a number of rounds:
+  the last of them would wait for others that are done.
 
   In a `function`, threads cannot meet: there, it works with one replica alone.
   Gradients that were handed in for an unfinished step are not saved.
@@ -42,7 +42,7 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
     name: The name.
 
   Attributes:
-    token_timeout_secs: How long a worker waits for the others, in seconds.
+    timeout_secs: How long a worker waits for the others, in seconds.
 
   Raises:
     TypeError: If `opt` is no optimizer of the façade, or a number no integer.
@@ -50,7 +50,7 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
       `name` is empty, or `variables_to_average` comes without
       `variable_averages` or the reverse. In `apply_gradients`, if `global_step`
       is left out, or for several replicas inside a traced function.
-    TimeoutError: In `apply_gradients`, if no token comes in time.
+    TimeoutError: In `apply_gradients`, if the step does not end in time.
 
   Examples:
     >>> import threading
@@ -75,7 +75,7 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
     distributed synchronous SGD, 2016, https://arxiv.org/abs/1604.00981.
   """
 
-  token_timeout_secs = 600.0
+  timeout_secs = 600.0
 
   def __init__(
       self,
@@ -107,13 +107,11 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
     self._averages = variable_averages
     self._to_average = variables_to_average
     self._is_alone = self._num_needed == self._num_replicas == 1
-    self._lock = threading.Lock()
+    self._condition = threading.Condition()
     self._handed_in = []
+    # With fewer workers than gradients in a step, some go on without waiting.
+    self._num_free = self._num_needed - self._num_replicas
     self._local = threading.local()
-    # Fewer workers than gradients in a step have some of them go on at once.
-    self._tokens = queue.SimpleQueue()
-    for _ in range(self._num_needed - self._num_replicas):
-      self._tokens.put(None)
 
   def get_slot(self, var: Variable, name: str) -> Variable | None:
     """Returns the wrapped optimizer's slot of a name, `None` without one."""
@@ -147,25 +145,32 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
           ' used inside a traced function, where threads cannot wait for each'
           ' other. Compile what computes the gradients alone.'
       )
-    with self._lock:
-      if self._local_step(global_step) >= int(global_step):
+    with self._condition:
+      step = int(global_step)
+      if self._local_step(global_step) >= step:
         self._hand_in(pairs)
-      if len(self._handed_in) == self._num_needed:
-        calls, self._handed_in = self._handed_in, []
-        self._apply_mean(calls, global_step)
-        for _ in range(max(self._num_replicas, self._num_needed)):
-          self._tokens.put(int(global_step))
-    try:
-      token = self._tokens.get(timeout=self.token_timeout_secs)
-    except queue.Empty as error:
-      raise TimeoutError(
-          f'No token came within {self.token_timeout_secs} s: fewer than'
-          f' {self._num_needed} workers have handed in gradients for step'
-          f' {int(global_step)}.'
-      ) from error
-    if token is not None:
-      self._local.step = token
+        if len(self._handed_in) == self._num_needed:
+          calls, self._handed_in = self._handed_in, []
+          self._num_free = self._num_needed - self._num_replicas
+          self._apply_mean(calls, global_step)
+          self._condition.notify_all()
+        elif self._num_free > 0:
+          self._num_free -= 1
+        else:
+          self._wait(pairs, global_step, step)
+      self._local.step = int(global_step)
     return global_step.value()
+
+  def _wait(self, pairs, global_step, step):
+    """Waits until the step is over."""
+    if not self._condition.wait_for(
+        lambda: int(global_step) > step, self.timeout_secs
+    ):
+      self._handed_in = [p for p in self._handed_in if p is not pairs]
+      raise TimeoutError(
+          f'Step {step} was not over within {self.timeout_secs} s: fewer than'
+          f' {self._num_needed} gradients were handed in.'
+      )
 
   def _hand_in(self, pairs):
     names = [v.name for _, v in pairs]

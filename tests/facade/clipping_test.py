@@ -1,0 +1,82 @@
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms import facade
+
+GRADS = np.float32([3, 0]), np.float32([[4]])
+
+
+class ClipByGlobalNormTest(parameterized.TestCase):
+
+  def assert_close(self, actual, expected):
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6, strict=True)
+
+  @parameterized.parameters((1.0, 0.2), (2.5, 0.5), (5.0, 1.0), (7.0, 1.0))
+  def test_scales_to_the_norm_and_returns_the_one_before(
+      self, clip_norm, scale
+  ):
+    clipped, norm = facade.clip_by_global_norm(GRADS, clip_norm)
+
+    self.assert_close(clipped, [scale * g for g in map(jnp.asarray, GRADS)])
+    self.assert_close(norm, jnp.float32(5))
+
+  def test_leaves_smaller_gradients_alone(self):
+    grads = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+
+    clipped, _ = facade.clip_by_global_norm(list(grads), 100.0)
+
+    chex.assert_trees_all_equal(
+        clipped, [jnp.asarray(g) for g in grads], strict=True
+    )
+
+  def test_none_stays_in_its_place(self):
+    first, second = GRADS
+
+    clipped, norm = facade.clip_by_global_norm([None, first, None, second], 2.5)
+
+    self.assertEqual([c is None for c in clipped], [True, False, True, False])
+    self.assert_close(
+        clipped[1::2], [jnp.float32([1.5, 0]), jnp.float32([[2]])]
+    )
+    self.assert_close(norm, jnp.float32(5))
+
+  def test_zeros_stay_zeros(self):
+    clipped, norm = facade.clip_by_global_norm([np.zeros(2, np.float32)], 1.0)
+
+    self.assert_close((clipped, norm), ([jnp.zeros(2)], jnp.float32(0)))
+
+  def test_takes_variables_and_tracers(self):
+    with facade.Graph().as_default():
+      variable = facade.Variable(3.0)
+
+    clipped, norm = jax.jit(
+        lambda x: facade.clip_by_global_norm((variable, x), x / 2)
+    )(4.0)
+
+    self.assert_close(
+        (clipped, norm),
+        ([jnp.float32(1.2), jnp.float32(1.6)], jnp.float32(5)),
+    )
+
+  @parameterized.parameters(
+      'text', 3.0, (np.float32([3, 4]),), ({'w': 1.0},), (iter([1.0]),)
+  )
+  def test_needs_a_sequence(self, given):
+    with self.assertRaisesRegex(TypeError, '`t_list` must be a sequence'):
+      facade.clip_by_global_norm(given, 1.0)
+
+  def test_goes_between_gradients_and_their_application(self):
+    with facade.Graph().as_default():
+      w = facade.Variable([3.0, 4.0])
+      opt = facade.GradientDescentOptimizer(1.0)
+      grads, variables = zip(
+          *opt.compute_gradients(lambda: jnp.sum(w * w) / 2), strict=True
+      )
+      clipped, _ = facade.clip_by_global_norm(grads, 1.0)
+
+      opt.apply_gradients(zip(clipped, variables, strict=True))
+
+    self.assert_close(w.value(), jnp.float32([2.4, 3.2]))

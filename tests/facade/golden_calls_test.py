@@ -1,0 +1,695 @@
+"""Replays through the façade single calls that TensorFlow 1.15 was asked for.
+
+What a call gives is what it gave there, or an error of the same class, but for
+the `DEPARTURES`. What tapes call a result is the variables after the call.
+"""
+
+import ast
+import json
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import golden_tapes
+from shard_transforms import facade
+
+GROUPS = golden_tapes.read('group_assignment.json')
+CALLS = golden_tapes.read('calls_and_errors.json')
+
+_NO_CONTEXT = (
+    'Outside of a shard context, the original took the number of shards for 1,'
+    ' and trained each shard by itself.'
+)
+_OVERLAP = 'The original takes groups that overlap, or that repeat a shard.'
+_SEQUENCE = 'Any type of sequence will do for groups.'
+_LOSS = 'Losses are functions here.'
+_PAIR = 'One error for whatever is no pair.'
+_CALLS = 'The calls of towers are compared one by one, not only counted.'
+_OPS = 'There are no operations here.'
+
+# What a case gives here, where it must not be what the original gave, and why.
+DEPARTURES = {
+    'ga-a-000': (ValueError, _NO_CONTEXT),
+    'ga-a-001': (ValueError, _NO_CONTEXT),
+    'ga-a-024': (ValueError, _OVERLAP),
+    'ga-a-025': (ValueError, _OVERLAP),
+    'ga-a-026': (ValueError, _OVERLAP),
+    'ga-a-027': (ValueError, _OVERLAP),
+    'ga-a-028': (ValueError, _OVERLAP),
+    'ga-a-029': (ValueError, _OVERLAP),
+    'ga-a-030': ({'gradient_scale': 0.5}, _SEQUENCE),
+    'ga-a-031': ({'gradient_scale': 1.0}, _SEQUENCE),
+    'ga-a-032': ({'gradient_scale': 0.5}, _SEQUENCE),
+    'ga-a-033': ({'gradient_scale': 1.0}, _SEQUENCE),
+    'ga-a-052': (ValueError, _NO_CONTEXT),
+    'ga-a-053': (ValueError, _NO_CONTEXT),
+    'ga-a-054': ({'gradient_scale': 0.5}, _SEQUENCE),
+    'ga-a-055': ({'gradient_scale': 1.0}, _SEQUENCE),
+    'cs-err-a-011': (ValueError, _PAIR),
+    'cs-err-a-013': ({'gradient': [0.5, 1.0]}, _LOSS),
+    'tw-err-a-005': (ValueError, 'The original takes any word for a mean.'),
+    'tw-err-a-008': (ValueError, 'The original indexes a list out of range.'),
+    'tw-err-a-009': (ValueError, _CALLS),
+    'tw-err-a-011': (ValueError, _CALLS),
+    'tw-err-a-013': (
+        {'c': -101.0, 'd': 20.0},
+        'The original consumes an iterator for one tower, and loses others.',
+    ),
+    'tw-err-a-014': (
+        {'c': -1.0, 'd': 20.0},
+        'The original takes for not wrapped what has not been used before.',
+    ),
+    'tw-err-a-016': (ValueError, 'The original indexes a list out of range.'),
+    'tw-err-a-025': ({'c': 4.5, 'd': 20.0}, _LOSS),
+    'tw-err-a-026': (
+        {'e': [-1.0, -1.0, -3.0, -3.0, -2.0, -2.0, 0.0, 0.0]},
+        'All gradients are dense here.',
+    ),
+    'tw-err-a-028': (
+        {'c': -1.0, 'd': 20.0},
+        'The signature is that of all other optimizers.',
+    ),
+    'tw-err-a-029': ({'c': -1.0, 'd': 20.0}, _OPS),
+    'ds-err-a-002': (
+        ValueError,
+        'The original adds a number to None.',
+    ),
+    'ds-err-a-008': (
+        ValueError,
+        'The original looks for a private attribute.',
+    ),
+    'ds-err-a-009': (
+        {
+            'train_op_type': 'Tensor',
+            'train_op_value': 0.0,
+            'v': [0.0, 1.0],
+            'w': 0.0,
+            'global_step': 1,
+        },
+        'The original consumes an iterator before it is of use.',
+    ),
+    'ds-err-a-010': (
+        {
+            'train_op_type': 'Tensor',
+            'train_op_value': 0.0,
+            'v': [-1.0, 0.0],
+            'w': -1.0,
+            'global_step': 2,
+        },
+        'The original makes its counter a second time.',
+    ),
+    'ds-err-a-014': (
+        {
+            'train_op_type': 'Tensor',
+            'train_op_value': 0.0,
+            'v': [0.0, 1.0],
+            'w': 1.0,
+            'global_step': 1,
+        },
+        'The original looks for the operation of a gradient.',
+    ),
+    'ds-err-a-015': ({'gradient': [2.0, 4.0]}, _LOSS),
+    'ds-err-a-017': (TypeError, 'The same class as for all other types.'),
+    'ds-err-a-020': ({'train_op': []}, _OPS),
+}
+
+
+def sgd():
+  return facade.GradientDescentOptimizer(1.0)
+
+
+def values(**variables):
+  """Returns variables in the form of the results of the tapes."""
+  rounded = {n: np.round(np.float64(v), 5) for n, v in variables.items()}
+  return {
+      name: array.ravel().tolist() if array.ndim else array.item()
+      for name, array in rounded.items()
+  }
+
+
+def gradient_of(pairs):
+  ((gradient, _),) = pairs
+  return {'gradient': gradient.tolist()}
+
+
+# CrossShardOptimizer.
+
+
+def v_and_w():
+  v = facade.Variable([1.0, 2.0], name='v')
+  w = facade.Variable(1.0, name='w')
+  return v, w
+
+
+def cross_shard(**kwargs):
+  facade.CrossShardOptimizer(sgd(), **kwargs)
+
+
+def apply_in_shard(pairs_of):
+  """Applies the pairs that a function makes of `v` and `w`."""
+  v, w = v_and_w()
+  with facade.shard_context(1):
+    facade.CrossShardOptimizer(sgd()).apply_gradients(pairs_of(v, w))
+  return values(v=v, w=w)
+
+
+def square_in_shards(num_shards, reduction):
+  v = facade.Variable([1.0, 2.0], name='v')
+  opt = facade.CrossShardOptimizer(sgd(), reduction)
+  with facade.shard_context(num_shards):
+    return gradient_of(opt.compute_gradients(lambda: jnp.sum(v * v)))
+
+
+def in_shard(call):
+  """Hands the optimizer and a variable `v` to a function in a shard context."""
+  v = facade.Variable([1.0, 2.0], name='v')
+  with facade.shard_context(1):
+    return call(facade.CrossShardOptimizer(sgd()), v)
+
+
+def no_variables():
+  with facade.shard_context(1):
+    facade.CrossShardOptimizer(sgd()).compute_gradients(lambda: jnp.ones([]))
+
+
+def slots_before_use():
+  v = facade.Variable([1.0, 2.0], name='v')
+  opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.9))
+  return {
+      'slot': opt.get_slot(v, 'momentum'),
+      'names': opt.get_slot_names(),
+      'variables': opt.variables(),
+  }
+
+
+def nested_contexts():
+  with facade.shard_context(2), facade.shard_context(2):
+    pass
+
+
+# TowerOptimizer. Towers have the features 1, 10 and 100, which is the gradient
+# of `c`.
+
+
+def tower_sgd(learning_rate=1.0):
+  return facade.TowerOptimizer(facade.GradientDescentOptimizer(learning_rate))
+
+
+def train_towers(step, num_towers=2, reduction='weighted_sum', features=None):
+  """Runs a replicated `model_fn`.
+
+  Args:
+    step: Takes the tower, its feature, the variables `c` and `d`, and the
+      global step.
+    num_towers: The number of towers.
+    reduction: The reduction of losses.
+    features: The features, if not 1, 10 and 100.
+
+  Returns:
+    The variables afterwards.
+  """
+  c = facade.Variable(10.0, name='c')
+  d = facade.Variable(20.0, name='d')
+  global_step = facade.get_or_create_global_step()
+  towers = iter(range(num_towers))
+
+  def model_fn(features, mode):
+    train_op = step(next(towers), features[0], c, d, global_step)
+    return facade.EstimatorSpec(mode, loss=features[0], train_op=train_op)
+
+  if features is None:
+    features = [1.0, 10.0, 100.0][:num_towers]
+  facade.replicate_model_fn(model_fn, reduction, ['/cpu:0'] * num_towers)(
+      jnp.array(features), mode=facade.ModeKeys.TRAIN
+  )
+  return values(c=c, d=d)
+
+
+def minimize(make=tower_sgd):
+  """Returns a step of one call."""
+  return lambda tower, x, c, d, step: make().minimize(lambda: x * c)
+
+
+def wrapped_only_in(towers):
+  def step(tower, x, c, d, global_step):
+    opt = tower_sgd() if tower in towers else sgd()
+    return opt.minimize(lambda: x * c)
+
+  return train_towers(step)
+
+
+def numbers_of_calls(*numbers):
+  def step(tower, x, c, d, global_step):
+    opt = tower_sgd()
+    for _ in range(numbers[tower]):
+      train_op = opt.minimize(lambda: x * c)
+    return train_op
+
+  return train_towers(step)
+
+
+def two_optimizers(swapped):
+  def step(tower, x, c, d, global_step):
+    calls = [
+        lambda: tower_sgd(1.0).minimize(lambda: x * c, var_list=[c]),
+        lambda: tower_sgd(0.1).minimize(lambda: 2 * x * d, var_list=[d]),
+    ]
+    if tower in swapped:
+      calls.reverse()
+    for call in calls:
+      train_op = call()
+    return train_op
+
+  return train_towers(step)
+
+
+def apply_in_towers(pairs_of, num_towers=2, reduction='weighted_sum', **kwargs):
+  """Applies the pairs that a function makes of the feature and `c`."""
+
+  def step(tower, x, c, d, global_step):
+    return tower_sgd().apply_gradients(pairs_of(x, c), **kwargs)
+
+  return train_towers(step, num_towers, reduction)
+
+
+def named_before_use():
+  def step(tower, x, c, d, global_step):
+    opt = tower_sgd()
+    opt.get_name()
+    return opt.apply_gradients([(x, c)])
+
+  return train_towers(step, reduction='weighted_mean')
+
+
+def global_step_in(towers):
+  def step(tower, x, c, d, global_step):
+    passed = global_step if tower in towers else None
+    return tower_sgd().minimize(lambda: x * c, passed)
+
+  result = train_towers(step)
+  return result | {'global_step': float(facade.get_global_step())}
+
+
+def sparse_in(sparse_tower):
+  """The gradient of a table, in one tower by rows."""
+  e = facade.Variable(jnp.zeros([4, 2]), name='e')
+  dense = jnp.array([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+
+  def step(tower, x, c, d, global_step):
+    rows = jnp.array([1, 2])
+    losses = [lambda: jnp.sum(e * dense), lambda: 2 * jnp.sum(e[rows])]
+    loss = losses[tower == sparse_tower]
+    return tower_sgd().minimize(loss, var_list=[e])
+
+  train_towers(step)
+  return values(e=e)
+
+
+# DropStaleGradientOptimizer.
+
+
+def drop_stale(staleness=0, **kwargs):
+  return facade.DropStaleGradientOptimizer(sgd(), staleness, **kwargs)
+
+
+def drop_stale_step(call, staleness=0, has_step=True, other=None):
+  """Calls what is given on a loss whose gradients are ones.
+
+  Args:
+    call: Takes the optimizer, the loss, `v`, `w` and the step; returns the
+      train op.
+    staleness: The threshold.
+    has_step: Whether the graph has a global step.
+    other: What another step variable holds, which `call` gets in place of the
+      global step.
+
+  Returns:
+    The train op, the variables and the step afterwards.
+  """
+  v, w = v_and_w()
+  step = facade.get_or_create_global_step() if has_step else None
+  if other is not None:
+    step = facade.Variable(other, trainable=False, name='other')
+  train_op = call(drop_stale(staleness), lambda: jnp.sum(v) + w, v, w, step)
+  # An array is what running a tensor gave.
+  kind = 'Tensor' if isinstance(train_op, jax.Array) else type(train_op)
+  found = {'train_op_type': kind, 'train_op_value': float(train_op)}
+  return found | values(v=v, w=w, global_step=step)
+
+
+def compute_and_apply(opt, loss, v, w, step):
+  return opt.apply_gradients(opt.compute_gradients(loss), step)
+
+
+def computed(pairs_of):
+  """Returns what applies other pairs than `compute_gradients` gave."""
+
+  def call(opt, loss, v, w, step):
+    pairs = opt.compute_gradients(loss)
+    return opt.apply_gradients(pairs_of(pairs, v, w), step)
+
+  return call
+
+
+def apply_twice(opt, loss, v, w, step):
+  pairs = opt.compute_gradients(loss)
+  opt.apply_gradients(pairs, step)
+  return opt.apply_gradients(pairs, step)
+
+
+def gradient_of_square():
+  v = facade.Variable([1.0, 2.0], name='v')
+  facade.get_or_create_global_step()
+  return gradient_of(drop_stale().compute_gradients(lambda: jnp.sum(v * v)))
+
+
+def ops_in_a_collection():
+  v, w = v_and_w()
+  step = facade.get_or_create_global_step()
+  drop_stale().minimize(lambda: jnp.sum(v) + w, step)
+  return {'train_op': facade.get_default_graph().get_collection('train_op')}
+
+
+def none_gradients(*variables):
+  return [(None, variable) for variable in variables]
+
+
+ONES = np.ones(2, np.float32)
+
+# Calls that give something.
+RESULTS = {
+    'cs-err-a-001': lambda: cross_shard(reduction='weighted_sum'),
+    'cs-err-a-002': lambda: cross_shard(reduction='weighted_mean'),
+    'cs-err-a-007': lambda: apply_in_shard(lambda v, w: [(None, v), (1.0, w)]),
+    'cs-err-a-010': lambda: apply_in_shard(lambda v, w: iter([(ONES, v)])),
+    'cs-err-a-013': lambda: square_in_shards(4, 'weighted_mean'),
+    'cs-err-a-014': lambda: square_in_shards(4, 'weighted_sum'),
+    'cs-err-a-015': lambda: square_in_shards(1, 'weighted_mean'),
+    'cs-err-a-019': slots_before_use,
+    'tw-err-a-001': lambda: train_towers(minimize(sgd), 1),
+    'tw-err-a-010': lambda: two_optimizers(swapped=[]),
+    'tw-err-a-012': lambda: apply_in_towers(lambda x, c: [(x, c)], 3),
+    'tw-err-a-013': lambda: apply_in_towers(lambda x, c: iter([(x, c)]), 3),
+    'tw-err-a-014': lambda: apply_in_towers(
+        lambda x, c: [(x, c)], 2, 'weighted_mean'
+    ),
+    'tw-err-a-015': named_before_use,
+    'tw-err-a-022': lambda: global_step_in([0]),
+    'tw-err-a-023': lambda: global_step_in([1]),
+    'tw-err-a-024': lambda: global_step_in([0, 1]),
+    'tw-err-a-025': lambda: train_towers(minimize(), reduction='weighted_mean'),
+    'tw-err-a-026': lambda: sparse_in(0),
+    'tw-err-a-027': lambda: sparse_in(1),
+    'tw-err-a-028': lambda: train_towers(
+        lambda t, x, c, *_: tower_sgd().apply_gradients(
+            [(x, c)], None, 'my_name'
+        )
+    ),
+    'tw-err-a-029': lambda: apply_in_towers(
+        lambda x, c: [(x, c)], name='my_name'
+    ),
+    'ds-err-a-005': lambda: drop_stale_step(
+        lambda opt, loss, v, w, step: opt.minimize(loss, step)
+    ),
+    'ds-err-a-006': lambda: drop_stale_step(compute_and_apply, other=5),
+    'ds-err-a-007': lambda: drop_stale_step(
+        compute_and_apply, staleness=5, other=5
+    ),
+    'ds-err-a-009': lambda: drop_stale_step(
+        computed(lambda pairs, v, w: iter(pairs))
+    ),
+    'ds-err-a-010': lambda: drop_stale_step(apply_twice, staleness=1),
+    'ds-err-a-011': lambda: drop_stale_step(
+        computed(lambda pairs, v, w: [pairs[0], (None, w)])
+    ),
+    'ds-err-a-014': lambda: drop_stale_step(
+        computed(lambda pairs, v, w: [(ONES, v)])
+    ),
+    'ds-err-a-015': gradient_of_square,
+    'ds-err-a-019': lambda: drop_stale_step(compute_and_apply, staleness=-1),
+    'ds-err-a-020': ops_in_a_collection,
+}
+
+# Calls that must not, and what the message has to say.
+ERRORS = {
+    'cs-err-a-000': (
+        lambda: cross_shard(reduction='none'),
+        'Unsupported reduction: .none',
+    ),
+    'cs-err-a-003': (
+        lambda: cross_shard(reduction='weighted_sum_over_batch_size'),
+        'Unsupported reduction: .weighted_sum_over_batch_size',
+    ),
+    'cs-err-a-004': (
+        lambda: facade.CrossShardOptimizer(optax.sgd(1.0)),
+        'must be an optimizer of the façade',
+    ),
+    'cs-err-a-005': (
+        lambda: facade.CrossShardOptimizer(optax.sgd(1.0), reduction='none'),
+        'Unsupported reduction',
+    ),
+    'cs-err-a-006': (
+        lambda: cross_shard(name=''),
+        'Must specify the optimizer name',
+    ),
+    'cs-err-a-008': (
+        lambda: apply_in_shard(none_gradients),
+        "No gradients provided for any variable: .'v:0', 'w:0'",
+    ),
+    'cs-err-a-009': (
+        lambda: apply_in_shard(lambda v, w: []),
+        'No variables provided',
+    ),
+    'cs-err-a-011': (
+        lambda: apply_in_shard(lambda v, w: [v, w]),
+        'must hold pairs',
+    ),
+    'cs-err-a-012': (
+        lambda: apply_in_shard(lambda v, w: [(ONES, v, 'v')]),
+        'must hold pairs',
+    ),
+    'cs-err-a-016': (
+        lambda: in_shard(lambda opt, v: opt.minimize(lambda: jnp.ones([]))),
+        "No gradients provided for any variable.*'v:0'",
+    ),
+    'cs-err-a-017': (no_variables, 'No variables to optimize'),
+    'cs-err-a-018': (
+        lambda: in_shard(
+            lambda opt, v: opt.compute_gradients(
+                lambda: jnp.sum(v), gate_gradients=7
+            )
+        ),
+        'gate_gradients.* must be one of',
+    ),
+    'cs-err-a-020': (nested_contexts, 'cannot be nested'),
+    'tw-err-a-000': (
+        lambda: train_towers(minimize(sgd)),
+        'Please wrap optimizers with TowerOptimizer',
+    ),
+    # An optimizer that is not wrapped is met before calls are compared.
+    'tw-err-a-002': (lambda: wrapped_only_in([0]), 'Please wrap optimizers'),
+    'tw-err-a-003': (lambda: wrapped_only_in([1]), 'Please wrap optimizers'),
+    'tw-err-a-004': (
+        lambda: train_towers(minimize(), reduction='none'),
+        'need to be reduced in some way',
+    ),
+    'tw-err-a-005': (
+        lambda: train_towers(minimize(), reduction='anything else'),
+        'Invalid Reduction: .anything else',
+    ),
+    'tw-err-a-006': (
+        lambda: train_towers(minimize(), features=[1.0, 10.0, 100.0]),
+        'must be divisible by the number of towers, 2',
+    ),
+    'tw-err-a-007': (lambda: numbers_of_calls(2, 1), 'same optimizer calls'),
+    'tw-err-a-008': (lambda: numbers_of_calls(1, 2), 'same optimizer calls'),
+    'tw-err-a-009': (lambda: numbers_of_calls(3, 1), 'same optimizer calls'),
+    'tw-err-a-011': (
+        lambda: two_optimizers(swapped=[1]),
+        'same optimizer calls',
+    ),
+    'tw-err-a-016': (
+        lambda: train_towers(
+            minimize(lambda: facade.TowerOptimizer(tower_sgd()))
+        ),
+        'must not be a TowerOptimizer',
+    ),
+    'tw-err-a-017': (
+        lambda: train_towers(lambda t, x, *_: tower_sgd().minimize(lambda: x)),
+        "No gradients provided for any variable.*'c:0', 'd:0'",
+    ),
+    'tw-err-a-018': (
+        lambda: apply_in_towers(lambda x, c: none_gradients(c)),
+        'No gradients provided',
+    ),
+    'tw-err-a-019': (
+        lambda: apply_in_towers(lambda x, c: none_gradients(c), 1),
+        "No gradients provided for any variable: .'c:0'",
+    ),
+    'tw-err-a-020': (
+        lambda: apply_in_towers(lambda x, c: []),
+        'No variables provided',
+    ),
+    'tw-err-a-021': (
+        lambda: apply_in_towers(lambda x, c: [], 1),
+        'No variables provided',
+    ),
+    'ds-err-a-000': (
+        lambda: facade.DropStaleGradientOptimizer(sgd()),
+        "missing 1 required positional argument: 'staleness'",
+    ),
+    'ds-err-a-001': (
+        lambda: drop_stale(name=''),
+        'Must specify the optimizer name',
+    ),
+    'ds-err-a-002': (
+        lambda: drop_stale_step(compute_and_apply, has_step=False),
+        'get_or_create_global_step',
+    ),
+    'ds-err-a-003': (
+        lambda: drop_stale_step(
+            lambda opt, loss, *_: opt.apply_gradients(
+                opt.compute_gradients(loss)
+            )
+        ),
+        'global_step.* must be a variable',
+    ),
+    'ds-err-a-004': (
+        lambda: drop_stale_step(lambda opt, loss, *_: opt.minimize(loss)),
+        'global_step.* must be a variable',
+    ),
+    'ds-err-a-008': (
+        lambda: drop_stale_step(
+            lambda opt, loss, v, w, step: opt.apply_gradients([(ONES, v)], step)
+        ),
+        'compute_gradients.* must come before',
+    ),
+    'ds-err-a-012': (
+        lambda: drop_stale_step(
+            computed(lambda pairs, v, w: none_gradients(v, w))
+        ),
+        "No gradients provided for any variable: .'v:0', 'w:0'",
+    ),
+    'ds-err-a-013': (
+        lambda: drop_stale_step(computed(lambda pairs, v, w: [])),
+        'No variables provided',
+    ),
+    'ds-err-a-016': (
+        lambda: drop_stale_step(compute_and_apply, staleness=1.5),
+        'staleness.* must be an integer',
+    ),
+    'ds-err-a-017': (
+        lambda: drop_stale_step(compute_and_apply, staleness=None),
+        'staleness.* must be an integer',
+    ),
+    'ds-err-a-018': (
+        lambda: drop_stale_step(compute_and_apply, staleness='1'),
+        'staleness.* must be an integer',
+    ),
+}
+
+
+def original(tape):
+  """Returns the result, or the name of the class of the error."""
+  return tape['error'] if tape['outcome'] == 'error' else tape['result']
+
+
+def named(ids):
+  return parameterized.named_parameters(*((f'_{i}', i) for i in ids))
+
+
+class CallTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(facade.Graph().as_default())
+
+  def assert_outcome(self, tape, call, message=None):
+    """Checks that a call gives what it gave there, or what is listed."""
+    departs = tape['id'] in DEPARTURES
+    expected = DEPARTURES[tape['id']][0] if departs else original(tape)
+    name = expected.__name__ if isinstance(expected, type) else expected
+    if departs:
+      # Or else the case need not be listed.
+      self.assertNotEqual(name, original(tape))
+    if isinstance(name, str):
+      with self.assertRaisesRegex(Exception, message or '') as raised:
+        call()
+      self.assertEqual(type(raised.exception).__name__, name)
+    else:
+      self.assertEqual(call(), expected)
+
+  @named(RESULTS)
+  def test_call_gives_what_it_gave(self, case):
+    self.assert_outcome(CALLS[case], RESULTS[case])
+
+  @named(ERRORS)
+  def test_call_is_refused(self, case):
+    self.assert_outcome(CALLS[case], *ERRORS[case])
+
+  @named(GROUPS)
+  def test_group_assignment_is_accepted_or_refused(self, case):
+    tape = GROUPS[case]
+    text = tape['group_assignment_python']
+    is_array = text.startswith('array(')
+    groups = ast.literal_eval(text[len('array(') : -1] if is_array else text)
+    groups = np.array(groups) if is_array else groups
+    w = facade.Variable(1.0, name='w')
+    opt = facade.CrossShardOptimizer(
+        sgd(), tape['reduction'], group_assignment=groups
+    )
+
+    def call():
+      if tape['num_shards'] is None:
+        [(scale, _)] = opt.compute_gradients(lambda: 1.0 * w)
+      else:
+        with facade.shard_context(tape['num_shards']):
+          [(scale, _)] = opt.compute_gradients(lambda: 1.0 * w)
+      return {'gradient_scale': float(scale)}
+
+    message = 'group_assignment'
+    if tape['num_shards'] is None:
+      message = 'shard context'
+    self.assert_outcome(tape, call, message)
+
+  def test_tower_optimizer_has_been_used(self):
+    path = golden_tapes.FOLDER / 'calls_and_errors.json'
+    recorded = json.loads(path.read_text(encoding='utf-8'))['has_been_used']
+    trace = []
+
+    def note(event):
+      trace.append([event, facade.TowerOptimizer.has_been_used()])
+
+    def model_fn(features, mode):
+      w = facade.get_variable('w', jnp.ones, shape=[])
+      opt = tower_sgd()
+      note('model_fn, constructed')
+      train_op = opt.minimize(lambda: features[0] * w)
+      note('model_fn, minimize called')
+      return facade.EstimatorSpec(mode, loss=0.0, train_op=train_op)
+
+    note('new graph')
+    opt = tower_sgd()
+    note('constructed')
+    opt.get_slot_names()
+    note('get_slot_names() called')
+    with facade.Graph().as_default():
+      note('another graph')
+      facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)(
+          jnp.ones(2), mode=facade.ModeKeys.TRAIN
+      )
+      note('replicated model_fn returned')
+
+    self.assertEqual(trace, recorded)
+
+
+class CoverageTest(parameterized.TestCase):
+
+  def test_every_call_is_replayed(self):
+    self.assertCountEqual([*RESULTS, *ERRORS], CALLS)
+
+  def test_every_departure_is_of_a_case(self):
+    self.assertContainsSubset(DEPARTURES, [*GROUPS, *CALLS])

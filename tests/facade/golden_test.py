@@ -1,0 +1,436 @@
+"""Replays through the façade what TensorFlow 1.15 computed, by its own calls.
+
+All replays run free: only the inputs of a step come from the tape. After each
+step, variables, slots by their names in TensorFlow, powers of beta and the
+global step are compared, see `../golden/README.md`. Single calls, and what the
+methods return, are in `golden_calls_test.py`.
+"""
+
+import functools
+import json
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import golden_tapes
+from shard_transforms import facade
+
+# Cases whose numbers must be others here, each with its reason.
+DEPARTURES = {
+    'tw-a-054-sparse-momentum-sum-2': (
+        'The update by IndexedSlices leaves the momentum of the other rows as'
+        ' it is, but gradients in JAX are dense. What the original gave for the'
+        ' same gradients, passed dense, is replayed in its place.'
+    ),
+}
+
+# Files that hold no steps.
+SINGLE_CALLS = {
+    'calls_and_errors.json',
+    'facade.json',
+    'group_assignment.json',
+}
+
+CROSS_SHARD = golden_tapes.read('cross_shard_*.json')
+TOWERS = golden_tapes.read('tower_*.json')
+DROP_STALE = golden_tapes.read('drop_stale_*.json')
+
+TOWERS_AS_RECORDED = [case for case in TOWERS if case not in DEPARTURES]
+
+# The loss of one shard, tower or worker, a term for each variable.
+TERMS = {
+    'linear': lambda variable, grad: jnp.sum(variable * grad),
+    'half_squared_error': lambda v, target: 0.5 * jnp.sum((v - target) ** 2),
+    'sparse_rows': lambda e, rows: jnp.sum(e[rows['ids']] * rows['grads']),
+}
+
+
+def named(ids):
+  return parameterized.named_parameters(*((f'_{i}', i) for i in ids))
+
+
+def assert_close(actual, expected):
+  chex.assert_trees_all_close(
+      actual, expected, rtol=1e-5, atol=1e-6, strict=True
+  )
+
+
+def inner_optimizer(inner):
+  return getattr(facade, inner['class'])(**inner['kwargs'])
+
+
+def make_variables(tape):
+  """Makes the variables of a tape, and its global step."""
+  variables = [
+      facade.Variable(param, name=name)
+      for name, param in golden_tapes.params(tape).items()
+  ]
+  return variables, facade.get_or_create_global_step()
+
+
+def loss_of(tape, variables, data):
+  """Returns the loss, which reads the variables that `data` is for."""
+  term = TERMS[tape['loss']]
+  return lambda: sum(
+      (term(v, data[v.op.name]) for v in variables if v.op.name in data),
+      start=jnp.zeros([]),
+  )
+
+
+def lists_of(step):
+  return step['targets' if 'targets' in step else 'grads']
+
+
+def stacked(tape, step):
+  """Returns what the losses depend on, by variable [shards or towers, ...].
+
+  A stack cannot lack a part: where a loss is free of a variable, the part is of
+  zeros.
+  """
+  if tape['loss'] == 'sparse_rows':
+    ids = np.asarray(step['rows'], np.int32)
+    grads = np.asarray(step['row_grads'], np.float32)
+    return {'e': {'ids': ids, 'grads': grads.reshape(*ids.shape, -1)}}
+  data = {}
+  for variable in tape['variables']:
+    parts = lists_of(step).get(variable['name'], [])
+    filled = [[0.0] * np.size(p) for p in parts if p is not None]
+    if filled:
+      filled = [filled[0] if p is None else p for p in parts]
+      shape = len(parts), *variable['shape']
+      data[variable['name']] = np.asarray(filled, np.float32).reshape(shape)
+  return data
+
+
+def call(tape, opt, loss, data, variables, global_step):
+  """Calls the optimizer as the original was called.
+
+  Args:
+    tape: The case.
+    opt: The optimizer.
+    loss: The loss.
+    data: The gradients, where `apply_gradients` is called alone.
+    variables: The variables.
+    global_step: The global step, or `None`.
+
+  Returns:
+    What the last call returned, and what `apply_gradients` was handed, unless
+    `minimize` calls it.
+  """
+  match tape['calls']:
+    case 'minimize':
+      return opt.minimize(loss, global_step, variables), {}
+    case 'apply_gradients':
+      pairs = [(data[v.op.name], v) for v in variables]
+    case 'compute_gradients+apply_gradients':
+      pairs = opt.compute_gradients(loss, variables)
+  if 'clip_norm' in tape:
+    grads, owned = zip(*pairs, strict=True)
+    clipped, _ = facade.clip_by_global_norm(grads, tape['clip_norm'])
+    pairs = list(zip(clipped, owned, strict=True))
+  handed = {v.op.name: grad for grad, v in pairs if grad is not None}
+  return opt.apply_gradients(pairs, global_step=global_step), handed
+
+
+def value_of(variable):
+  return variable.value()
+
+
+def observed(variables, opts, value=value_of):
+  """Returns variables and slots in the form of `golden_tapes.recorded`."""
+  slots, non_slots = [], []
+  for opt in opts:
+    of_optimizer = {
+        name: {
+            v.op.name: opt.get_slot(v, name)
+            for v in variables
+            if opt.get_slot(v, name) is not None
+        }
+        for name in opt.get_slot_names()
+    }
+    slots.append(of_optimizer)
+    of_variables = jax.tree.leaves(
+        of_optimizer, is_leaf=lambda x: isinstance(x, facade.Variable)
+    )
+    non_slots.append(
+        {v.op.name: v for v in opt.variables() if v not in of_variables}
+    )
+  found = {
+      'vars': {v.op.name: v for v in variables},
+      'slots': slots,
+      'non_slots': non_slots,
+  }
+  return jax.device_get(
+      jax.tree.map(
+          value, found, is_leaf=lambda x: isinstance(x, facade.Variable)
+      )
+  )
+
+
+class ReplayTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(facade.Graph().as_default())
+
+  def assert_state(self, tape, found, global_step, expected):
+    assert_close(found, golden_tapes.recorded(tape, expected))
+    self.assertEqual(int(global_step), expected['global_step'])
+
+
+class CrossShardTest(ReplayTest):
+
+  @named(CROSS_SHARD)
+  def test_replays(self, case):
+    tape = CROSS_SHARD[case]
+    n, groups = tape['num_shards'], tape['groups']
+    grouped = len(groups) > 1
+    variables, global_step = make_variables(tape)
+    opt = facade.CrossShardOptimizer(
+        inner_optimizer(tape['inner']),
+        tape['reduction'],
+        group_assignment=tape['group_assignment'],
+    )
+
+    @facade.function
+    def train(data):
+      handed = {}
+
+      def computation(*parts):
+        own = {name: part[0] for name, part in zip(data, parts, strict=True)}
+        loss = loss_of(tape, variables, own)
+        _, grads = call(tape, opt, loss, own, variables, global_step)
+        handed.update(grads)
+        return [grad[None] for grad in grads.values()]
+
+      outputs = facade.shard(computation, list(data.values()), num_shards=n)
+      return dict(zip(handed, outputs, strict=True))
+
+    def check(expected):
+      for group, of_group in zip(groups, expected, strict=True):
+        shards = [
+            observed(variables, [opt], functools.partial(value_in, i))
+            for i in group
+        ]
+        self.assert_state(tape, shards[0], global_step, of_group)
+        chex.assert_trees_all_equal(*shards, shards[0], strict=True)
+
+    def value_in(i, variable):
+      if variable.is_per_shard:
+        return variable.shard_values()[i]
+      return variable.value()
+
+    train.build(stacked(tape, tape['steps'][0]))
+    check([tape['initial']] * len(groups))
+    for recorded in tape['steps']:
+      handed = train(stacked(tape, recorded))
+
+      check(recorded['after'])
+      for variable in variables:
+        updated = variable.op.name not in tape.get('no_gradient_for', [])
+        self.assertEqual(variable.is_per_shard, grouped and updated)
+      if handed and 'contributions' in recorded:
+        contributions = stacked(tape, {'grads': recorded['contributions']})
+        assert_close(jax.device_get(handed), contributions)
+
+
+def sync_replicas(tape):
+  """Returns the optimizers that each `TowerOptimizer` of a tape is around."""
+  opts = [inner_optimizer(inner) for inner in golden_tapes.inners(tape)]
+  number = tape.get('sync_replicas_to_aggregate')
+  if number is None:
+    return opts
+  return [facade.SyncReplicasOptimizer(opt, number) for opt in opts]
+
+
+def tower_optimizers(tape):
+  """Returns what makes the optimizers of one call of the `model_fn`."""
+  match tape.get('optimizer_given_as', 'instance'):
+    case 'instance':
+      return lambda: [facade.TowerOptimizer(o) for o in sync_replicas(tape)]
+    case 'function':
+      return lambda: [facade.TowerOptimizer(lambda: sync_replicas(tape)[0])]
+    case 'shared_instance':
+      shared = sync_replicas(tape)
+      return lambda: [facade.TowerOptimizer(opt) for opt in shared]
+
+
+class TowerTest(ReplayTest):
+
+  def replay(self, tape, devices, is_compiled, after='after'):
+    variables, global_step = make_variables(tape)
+    make = tower_optimizers(tape)
+    made = []
+    in_turn = devices.count(devices[0]) == len(devices)
+
+    def model_fn(features, mode):
+      data = jax.tree.map(lambda x: x[0], features)
+      if in_turn:
+        # Mapped, it is one program: a variable that some towers read, all do,
+        # and the others have a gradient of zero.
+        towers = tape.get('gradient_only_in_towers', {})
+        free = [n for n, of in towers.items() if len(made) not in of]
+        data = {name: x for name, x in data.items() if name not in free}
+      loss = loss_of(tape, variables, data)
+      opts = make()
+      made.append(opts)
+      for i, opt in enumerate(opts):
+        owned, passed = variables, global_step
+        if 'inners' in tape:
+          names = tape['owned_variables'][i]
+          owned = [v for v in variables if v.op.name in names]
+          passed = global_step if tape['global_step_passed_by'][i] else None
+        train_op, _ = call(tape, opt, loss, data, owned, passed)
+      return facade.EstimatorSpec(mode, loss=loss(), train_op=train_op)
+
+    reduction = tape['loss_reduction']
+    given = {} if reduction is None else {'loss_reduction': reduction}
+    run = facade.replicate_model_fn(model_fn, devices=devices, **given)
+
+    def train(features):
+      made.clear()
+      run(features, mode=facade.ModeKeys.TRAIN)
+
+    compiled = facade.function(train)
+    compiled.build(stacked(tape, tape['steps'][0]))
+    if 'initial' in tape:
+      self.assert_state(
+          tape, observed(variables, made[-1]), global_step, tape['initial']
+      )
+    for recorded in tape['steps']:
+      (compiled if is_compiled else train)(stacked(tape, recorded))
+
+      (expected,) = recorded[after]
+      self.assert_state(
+          tape, observed(variables, made[-1]), global_step, expected
+      )
+
+  @named(TOWERS_AS_RECORDED)
+  def test_replays_towers_in_turn(self, case):
+    tape = TOWERS[case]
+    self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=True)
+
+  # By itself, the `model_fn` runs anew for each tower of each step. Ways of
+  # calling it are enough, because the numbers are the same.
+  @named(
+      [
+          *golden_tapes.read('tower_calls.json'),
+          *golden_tapes.read('tower_sync_replicas.json'),
+          *golden_tapes.read('tower_two_optimizers.json'),
+      ]
+  )
+  def test_replays_towers_in_turn_outside_a_function(self, case):
+    tape = TOWERS[case]
+    self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=False)
+
+  @named(TOWERS_AS_RECORDED)
+  def test_replays_towers_one_to_a_device(self, case):
+    tape = TOWERS[case]
+    self.replay(tape, jax.devices()[: tape['towers']], is_compiled=True)
+
+  @parameterized.product(case=[*DEPARTURES], one_to_a_device=[False, True])
+  def test_replays_dense_gradients(self, case, one_to_a_device):
+    tape = TOWERS[case]
+    towers = tape['towers']
+    devices = jax.devices()[:towers] if one_to_a_device else ['/cpu:0'] * towers
+
+    self.replay(tape, devices, True, 'after_with_dense_gradient')
+    # Or else the case need not be listed.
+    with self.assertRaises(AssertionError), facade.Graph().as_default():
+      self.replay(tape, devices, True)
+
+
+class DropStaleTest(ReplayTest):
+
+  @named(DROP_STALE)
+  def test_replays(self, case):
+    tape = DROP_STALE[case]
+    variables, global_step = make_variables(tape)
+
+    def apply(opt, grads):
+      pairs = zip(grads, variables, strict=True)
+      return opt.apply_gradients(pairs, global_step=global_step)
+
+    inner = inner_optimizer(tape['inner'])
+    workers = [
+        facade.DropStaleGradientOptimizer(inner, tape['staleness'])
+        for _ in range(tape['workers'])
+    ]
+    # Gradients are held outside of what is compiled, as other workers may come
+    # between the two calls.
+    applies = [
+        facade.function(functools.partial(apply, opt)) for opt in workers
+    ]
+    held = {}
+
+    def loss(event):
+      return loss_of(
+          tape, variables, golden_tapes.arrays(tape, lists_of(event))
+      )
+
+    def check(opt, expected):
+      found = observed(variables, [opt])
+      counter = found['non_slots'][0].pop('stale_counter')
+      self.assert_state(tape, found, global_step, expected)
+      self.assertEqual(counter, expected['stale_counter'])
+
+    first = tape['events'][0]
+    applies[0].build([g for g, _ in inner.compute_gradients(loss(first))])
+    for opt in workers:
+      check(opt, tape['initial'])
+    for event in tape['events']:
+      match event['op']:
+        case 'set_global_step':
+          global_step.assign(event['value'])
+
+        case 'compute':
+          opt = workers[event['worker']]
+          self.assertEqual(int(global_step), event['local_step'])
+
+          pairs = opt.compute_gradients(loss(event), variables)
+
+          held[event['worker']] = pairs
+          assert_close(
+              {v.op.name: grad for grad, v in pairs if grad is not None},
+              golden_tapes.arrays(tape, event['grads']),
+          )
+
+        case 'apply':
+          opt = workers[event['worker']]
+          pairs = held.pop(event['worker'])
+          before = observed(variables, [inner])
+          self.assertEqual(int(global_step), event['global_step_before'])
+
+          train_op = applies[event['worker']]([grad for grad, _ in pairs])
+
+          check(opt, event['after'])
+          self.assertEqual(train_op, event['train_op_value'])
+          self.assertAlmostEqual(
+              float(opt.gradient_staleness_percentage(global_step)),
+              event['summary_value'],
+              places=6,
+          )
+          if event['dropped']:
+            chex.assert_trees_all_equal(
+                observed(variables, [inner]), before, strict=True
+            )
+
+        case unknown:
+          self.fail(f'No replay for the event {unknown!r}.')
+
+
+class CoverageTest(parameterized.TestCase):
+
+  def test_every_case_is_replayed(self):
+    recorded = [
+        case['id']
+        for path in golden_tapes.FOLDER.glob('*.json')
+        if path.name not in SINGLE_CALLS
+        for case in json.loads(path.read_text(encoding='utf-8'))['cases']
+    ]
+
+    self.assertCountEqual([*CROSS_SHARD, *TOWERS, *DROP_STALE], recorded)
+    self.assertContainsSubset(DEPARTURES, recorded)

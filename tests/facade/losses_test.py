@@ -1,0 +1,244 @@
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms import facade
+
+W = np.float32([1, 2, 4])
+X = np.float32([3, -1, 2])
+
+
+class ComputeGradientsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(facade.Graph().as_default())
+    self.w = facade.Variable(W, name='w')
+    self.b = facade.Variable(0.5, name='b')
+    self.opt = facade.GradientDescentOptimizer(0.1)
+
+  def assert_equal(self, actual, expected):
+    chex.assert_trees_all_equal(actual, expected, strict=True)
+
+  def assert_unchanged(self):
+    self.assert_equal(
+        (self.w.value(), self.b.value()), (jnp.asarray(W), jnp.float32(0.5))
+    )
+
+  def test_differentiates_a_loss_of_no_arguments(self):
+    pairs = self.opt.compute_gradients(
+        lambda: jnp.sum(self.w * X) * self.b, [self.w, self.b]
+    )
+
+    grads, variables = zip(*pairs, strict=True)
+    self.assertEqual(variables, (self.w, self.b))
+    self.assert_equal(grads, (jnp.asarray(0.5 * X), jnp.float32(9)))
+    self.assert_unchanged()
+
+  def test_differentiates_a_loss_of_the_values(self):
+    def loss(b, w):
+      self.assertIsInstance(b, jax.Array)
+      return jnp.sum(w * X) * b
+
+    pairs = self.opt.compute_gradients(loss, [self.b, self.w])
+
+    grads, variables = zip(*pairs, strict=True)
+    self.assertEqual(variables, (self.b, self.w))
+    self.assert_equal(grads, (jnp.float32(9), jnp.asarray(0.5 * X)))
+
+  def test_a_loss_of_the_values_may_read_the_variables_as_well(self):
+    [(grad, _)] = self.opt.compute_gradients(lambda b: b * self.b, self.b)
+
+    self.assert_equal(grad, jnp.float32(1))
+
+  def test_takes_all_trainable_variables_if_not_told(self):
+    facade.Variable(1.0, trainable=False)
+    facade.get_or_create_global_step()
+
+    pairs = self.opt.compute_gradients(lambda: self.b**2)
+
+    self.assertEqual([v for _, v in pairs], [self.w, self.b])
+
+  @parameterized.parameters(False, True)
+  def test_gives_none_where_the_loss_does_not_read(self, compiled):
+    def step():
+      return [g for g, _ in self.opt.compute_gradients(lambda: self.b**2)]
+
+    grads = (facade.function(step) if compiled else step)()
+
+    self.assert_equal(grads, [None, jnp.float32(1)])
+
+  def test_gives_zero_where_the_loss_reads_and_does_not_depend(self):
+    pairs = self.opt.compute_gradients(lambda: self.b**2 + 0 * self.w[0])
+
+    self.assert_equal([g for g, _ in pairs], [jnp.zeros(3), jnp.float32(1)])
+
+  def test_default_variables_include_those_that_the_loss_makes(self):
+    pairs = self.opt.compute_gradients(
+        lambda: facade.get_variable('new', lambda: 3.0) ** 2
+    )
+
+    grads = {variable.op.name: grad for grad, variable in pairs}
+    self.assert_equal(grads, {'w': None, 'b': None, 'new': jnp.float32(6)})
+
+  def test_the_first_variables_may_be_made_by_the_loss(self):
+    with facade.Graph().as_default():
+      self.opt.minimize(lambda: facade.get_variable('new', lambda: 3.0) ** 2)
+
+      [variable] = facade.trainable_variables()
+    chex.assert_trees_all_close(variable.value(), jnp.float32(2.4), strict=True)
+
+  def test_refuses_a_loss_that_makes_others_each_time(self):
+    with self.assertRaisesRegex(ValueError, 'Use `facade.get_variable`'):
+      self.opt.compute_gradients(lambda: facade.Variable(3.0) ** 2)
+
+  def test_the_elements_of_a_loss_add_up(self):
+    [(grad, _)] = self.opt.compute_gradients(lambda: self.w**2, self.w)
+
+    self.assert_equal(grad, jnp.asarray(2 * W))
+
+  @parameterized.parameters(3.0, np.float32(3), (np.float32([3, 3, 3]),))
+  def test_grad_loss_scales_the_gradient(self, grad_loss):
+    [(grad, _)] = self.opt.compute_gradients(
+        lambda: self.w**2, self.w, grad_loss=grad_loss
+    )
+
+    self.assert_equal(grad, jnp.asarray(6 * W))
+
+  def test_grad_loss_scales_each_element_by_its_own(self):
+    [(grad, _)] = self.opt.compute_gradients(
+        lambda: self.w**2, self.w, grad_loss=X
+    )
+
+    self.assert_equal(grad, jnp.asarray(2 * W * X))
+
+  @parameterized.parameters(([1.0, 2.0, 3.0],), ([[3.0]],))
+  def test_refuses_grad_loss_of_another_shape(self, grad_loss):
+    with self.assertRaisesRegex(ValueError, r'`grad_loss`.*loss, \(\), got'):
+      self.opt.compute_gradients(
+          lambda: self.b**2, self.b, grad_loss=jnp.asarray(grad_loss)
+      )
+
+  def test_what_the_loss_assigns_is_kept(self):
+    mean = facade.Variable(0.0, trainable=False)
+
+    def loss():
+      mean.assign_add(jnp.sum(self.w))
+      return mean * self.b
+
+    pairs = self.opt.compute_gradients(loss)
+
+    # The loss is that of the value which it has assigned itself.
+    self.assert_equal(
+        [g for g, _ in pairs], [jnp.float32([0.5] * 3), jnp.float32(7)]
+    )
+    self.assert_equal(mean.value(), jnp.float32(7))
+    self.assert_unchanged()
+
+  @parameterized.parameters(False, True)
+  def test_an_exception_in_the_loss_changes_nothing(self, compiled):
+    def loss():
+      self.b.assign(2.0)
+      raise KeyError
+
+    def step():
+      self.opt.minimize(loss)
+
+    with self.assertRaises(KeyError):
+      (facade.function(step) if compiled else step)()
+
+    self.assert_unchanged()
+
+  def test_keeps_the_dtypes_of_the_variables(self):
+    half = facade.Variable([1, 2], dtype=jnp.bfloat16)
+
+    [(grad, _)] = self.opt.compute_gradients(
+        lambda: jnp.sum(half.value().astype(jnp.float32) ** 2), half
+    )
+
+    self.assert_equal(grad, jnp.array([2, 4], jnp.bfloat16))
+
+  @parameterized.parameters('GATE_NONE', 'GATE_OP', 'GATE_GRAPH')
+  def test_ignores_how_tensorflow_would_compute(self, gate):
+    pairs = self.opt.compute_gradients(
+        lambda: self.b**2,
+        [self.b],
+        gate_gradients=getattr(facade.Optimizer, gate),
+        aggregation_method=facade.AggregationMethod.EXPERIMENTAL_TREE,
+        colocate_gradients_with_ops=True,
+    )
+
+    self.assert_equal([g for g, _ in pairs], [jnp.float32(1)])
+
+  @parameterized.parameters(3, -1, 'GATE_OP', None)
+  def test_refuses_another_gate(self, gate):
+    with self.assertRaisesRegex(ValueError, '`gate_gradients` must be one of'):
+      self.opt.compute_gradients(lambda: self.b, gate_gradients=gate)
+
+  def test_takes_any_function(self):
+    class Model:
+
+      def loss(self, w, scale=2.0):
+        return jnp.sum(scale * w)
+
+    class Called:
+
+      def __call__(self, w):
+        return jnp.sum(2.0 * w)
+
+    for loss in Model().loss, Called(), lambda *values: 2 * jnp.sum(values[0]):
+      with self.subTest(loss):
+        [(grad, _)] = self.opt.compute_gradients(
+            lambda *values, loss=loss: loss(*(values or [self.w])), [self.w]
+        )
+        self.assert_equal(grad, jnp.float32([2, 2, 2]))
+
+  @parameterized.parameters(3.0, (np.float32(2),), None)
+  def test_refuses_a_loss_that_is_no_function(self, loss):
+    with self.assertRaisesRegex(TypeError, '`loss` must be.*Write `lambda'):
+      self.opt.compute_gradients(loss, [self.w])
+
+  def test_refuses_a_loss_that_is_a_variable(self):
+    with self.assertRaisesRegex(TypeError, '`loss` must be a function'):
+      self.opt.compute_gradients(self.b)
+
+  @parameterized.parameters(
+      (lambda: 3, 'real numbers, got int32'),
+      (lambda: True, 'real numbers, got bool'),
+      (lambda: 1j, 'real numbers, got complex64'),
+      (lambda: 'text', "an array, got 'text'"),
+      (lambda: None, 'an array, got None'),
+  )
+  def test_refuses_a_loss_that_returns_no_real_numbers(self, loss, message):
+    with self.assertRaisesRegex(TypeError, f'`loss` must return {message}'):
+      self.opt.compute_gradients(loss)
+
+  @parameterized.parameters(
+      (lambda x: x, None, r'`var_list` is not given, got one of \(x\)'),
+      (lambda x: x, 2, r'no arguments or of 2,.* got one of \(x\)'),
+      (lambda x, y, z: x, 2, r'no arguments or of 2,.*\(x, y, z\)'),
+      (lambda *, x: x, 1, r'no arguments or of 1,.*\(\*, x\)'),
+  )
+  def test_refuses_another_number_of_arguments(self, loss, count, message):
+    var_list = None if count is None else [self.w, self.b][:count]
+
+    with self.assertRaisesRegex(ValueError, message):
+      self.opt.compute_gradients(loss, var_list)
+
+  def test_needs_variables(self):
+    with facade.Graph().as_default():
+      for var_list in None, []:
+        with self.assertRaisesRegex(ValueError, 'No variables to optimize'):
+          self.opt.compute_gradients(lambda: 1.0, var_list)
+
+  def test_a_refused_loss_is_not_committed(self):
+    def loss():
+      self.b.assign(2.0)
+      return 3
+
+    with self.assertRaises(TypeError):
+      self.opt.compute_gradients(loss)
+
+    self.assert_unchanged()

@@ -1,0 +1,533 @@
+import itertools
+import operator
+import tempfile
+
+from absl.testing import parameterized
+import chex
+from flax import serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+
+from shard_transforms import facade
+
+OPERATORS = (
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    operator.pow,
+    operator.matmul,
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+)
+IN_PLACE = (
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.imatmul,
+)
+X = np.float32([1.5, 2, 3])
+W = np.float32([1, 2, 4])
+OTHERS = {
+    'NumPy': lambda: X,
+    'JAX': lambda: jnp.asarray(X),
+    'Variable': lambda: facade.Variable(X),
+}
+
+
+class GraphTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.graph = self.enterContext(facade.Graph().as_default())
+
+  def assert_equal(self, actual, expected):
+    chex.assert_trees_all_equal(actual, expected, strict=True)
+
+  def assert_holds(self, variable, expected):
+    self.assert_equal(variable.value(), jnp.asarray(expected))
+
+
+class MakingTest(GraphTest):
+
+  @parameterized.parameters(
+      (np.float32([1, 2]), jnp.float32),
+      ([1, 2], jnp.int32),
+      ((1.0, 2.0), jnp.float32),
+      (3, jnp.int32),
+      (3.0, jnp.float32),
+      (True, jnp.bool_),
+      (np.float64(0.5), jnp.float32),
+      (np.uint8([7]), jnp.uint8),
+      (1j, jnp.complex64),
+      (lambda: [1.0], jnp.float32),
+  )
+  def test_starts_from_its_initial_value(self, initial, dtype):
+    variable = facade.Variable(initial)
+
+    given = initial() if callable(initial) else initial
+    self.assert_equal(variable.value(), jnp.asarray(given, dtype))
+    self.assertEqual(variable.dtype, dtype)
+    self.assertEqual(variable.shape, np.shape(given))
+    self.assertEqual(variable.ndim, np.ndim(given))
+    self.assertEqual(variable.size, np.size(given))
+
+  def test_starts_from_the_value_of_another(self):
+    first = facade.Variable(W)
+    second = facade.Variable(first)
+
+    first.assign(X)
+
+    self.assert_holds(second, W)
+
+  @parameterized.parameters(jnp.float16, jnp.bfloat16, jnp.complex64)
+  def test_takes_the_dtype_that_it_is_given(self, dtype):
+    variable = facade.Variable([1, 2], dtype=dtype)
+
+    self.assert_holds(variable, jnp.array([1, 2], dtype))
+
+  def test_a_python_number_makes_no_weak_type(self):
+    variable = facade.Variable(1.0)
+
+    self.assertFalse(variable.value().weak_type)
+
+  def test_has_the_name_of_tensorflow(self):
+    variable = facade.Variable(1.0, name='w')
+
+    self.assertEqual(variable.name, 'w:0')
+    self.assertEqual(variable.op.name, 'w')
+
+  def test_appends_a_number_to_a_name_that_is_taken(self):
+    made = [facade.Variable(1.0, name='w') for _ in range(3)]
+    unnamed = [facade.Variable(1.0) for _ in range(2)]
+
+    self.assertEqual(
+        [v.name for v in made + unnamed],
+        ['w:0', 'w_1:0', 'w_2:0', 'Variable:0', 'Variable_1:0'],
+    )
+
+  def test_joins_the_collections_of_its_graph(self):
+    w = facade.Variable(1.0)
+    mean = facade.Variable(1.0, trainable=False)
+
+    self.assertEqual(facade.global_variables(), [w, mean])
+    self.assertEqual(facade.trainable_variables(), [w])
+    self.assertEqual([w.trainable, mean.trainable], [True, False])
+    self.assertIs(w.graph, self.graph)
+
+  @parameterized.parameters('text', None, object())
+  def test_refuses_what_is_no_array(self, initial):
+    with self.assertRaisesRegex(TypeError, "The initial value of 'w'"):
+      facade.Variable(initial, name='w')
+
+    self.assertEqual(facade.global_variables(), [])
+
+  def test_refuses_a_dtype_that_would_lose_the_kind(self):
+    with self.assertRaisesRegex(TypeError, 'must be int32, got float32'):
+      facade.Variable(0.5, dtype=jnp.int32)
+
+  @parameterized.parameters(facade.function, jax.jit)
+  def test_is_not_made_inside_a_traced_function(self, compiler):
+    @compiler
+    def step():
+      facade.Variable(np.zeros(2), name='w')
+
+    with self.assertRaisesRegex(ValueError, "'w'"):
+      step()
+
+    self.assertEqual(facade.global_variables(), [])
+
+
+class ArrayTest(GraphTest):
+
+  @parameterized.product(
+      op=OPERATORS, of=tuple(OTHERS), on_the_left=(True, False)
+  )
+  def test_works_with_operators_on_both_sides(self, op, of, on_the_left):
+    other = OTHERS[of]()
+    w = facade.Variable(W)
+
+    result = op(w, other) if on_the_left else op(other, w)
+
+    arrays = (jnp.asarray(W), jnp.asarray(X))
+    self.assert_equal(result, op(*(arrays if on_the_left else arrays[::-1])))
+
+  @parameterized.parameters(2, 0.5, np.float32(0.5), ([[1, 2, 3]],))
+  def test_works_with_numbers_and_lists(self, other):
+    w = facade.Variable([W])
+
+    results = w * other, other * w
+
+    expected = jnp.asarray([W]) * jnp.asarray(other)
+    self.assert_equal(results, (expected, expected))
+
+  def test_works_with_unary_operators(self):
+    w = facade.Variable(-W)
+
+    self.assert_equal((-w, +w, abs(w)), tuple(map(jnp.asarray, (W, -W, W))))
+
+  def test_keeps_bfloat16_beside_python_numbers(self):
+    w = facade.Variable([1, 2], dtype=jnp.bfloat16)
+
+    self.assert_equal(2.0 * w + 1, jnp.array([3, 5], jnp.bfloat16))
+
+  def test_works_in_functions_of_jax(self):
+    w = facade.Variable(W)
+
+    results = (
+        jnp.sum(w),
+        jnp.dot(w, X),
+        jnp.stack([w, w]),
+        jnp.where(w > 1, w, 0),
+        jnp.asarray(w),
+        jax.nn.relu(w),
+    )
+
+    a = jnp.asarray(W)
+    self.assert_equal(
+        results,
+        (
+            jnp.sum(a),
+            jnp.dot(a, X),
+            jnp.stack([a, a]),
+            jnp.where(a > 1, a, 0),
+            a,
+            a,
+        ),
+    )
+
+  @parameterized.parameters(
+      np.sum, np.max, np.min, np.prod, np.mean, np.exp, np.sqrt, np.asarray
+  )
+  def test_works_in_functions_of_numpy(self, fn):
+    w = facade.Variable(W)
+
+    np.testing.assert_allclose(np.asarray(fn(w)), fn(W), rtol=1e-6)
+
+  def test_is_an_argument_of_transformed_functions(self):
+    w = facade.Variable(W)
+
+    def fn(x):
+      return jnp.sum(x * x)
+
+    self.assert_equal(jax.jit(fn)(w), jnp.float32(21))
+    self.assert_equal(jax.grad(fn)(w), jnp.asarray(2 * W))
+    self.assert_equal(jax.vmap(fn)(w), jnp.asarray(W * W))
+
+  def test_is_one_leaf_of_a_tree(self):
+    w = facade.Variable(W)
+    tree = {'w': w, 'b': [jnp.zeros(2)]}
+
+    doubled = jax.tree.map(lambda x: 2 * x, tree)
+
+    self.assertLen(jax.tree.leaves(tree), 2)
+    self.assert_equal(doubled, {'w': jnp.asarray(2 * W), 'b': [jnp.zeros(2)]})
+
+  def test_is_saved_by_flax_as_an_array(self):
+    w = facade.Variable(W)
+
+    saved = serialization.msgpack_restore(serialization.to_bytes({'w': w}))
+
+    self.assert_equal(saved, {'w': W})
+
+  def test_gives_its_elements_and_slices(self):
+    w = facade.Variable(W)
+
+    self.assert_equal(
+        (w[0], w[1:], w[jnp.array([2, 0])]),
+        (jnp.float32(1), jnp.float32([2, 4]), jnp.float32([4, 1])),
+    )
+    self.assertLen(w, 3)
+
+  def test_iteration_ends(self):
+    w = facade.Variable(W)
+
+    # One more than there are: an endless iteration must fail, not hang.
+    elements = list(itertools.islice(iter(w), 4))
+
+    self.assertEqual(elements, [1, 2, 4])
+
+  def test_a_scalar_becomes_a_python_number(self):
+    self.assertEqual(float(facade.Variable(1.5)), 1.5)
+    self.assertEqual(int(facade.Variable(3)), 3)
+    self.assertEqual('abcd'[facade.Variable(3)], 'd')
+    self.assertFalse(bool(facade.Variable(0)))
+    self.assertEqual(f'{facade.Variable(1.5):.3f}', '1.500')
+
+  def test_prints_its_value_and_represents_itself(self):
+    w = facade.Variable(W, name='w')
+
+    self.assertEqual(str(w), '[1. 2. 4.]')
+    self.assertEqual(repr(w), "<Variable 'w:0' shape=(3,) dtype=float32>")
+
+  def test_is_equal_to_itself_only(self):
+    w, other = facade.Variable(W), facade.Variable(W)
+
+    self.assertTrue(w == w)
+    self.assertFalse(w != w)
+    self.assertFalse(w == other)
+    self.assertTrue(w != other)
+    self.assertIs(w == W, False)
+    self.assertEqual({w: 'w', other: 'other'}[w], 'w')
+
+  @parameterized.parameters(*IN_PLACE)
+  def test_refuses_to_be_changed_by_an_operator(self, op):
+    w = facade.Variable(W, name='w')
+
+    with self.assertRaisesRegex(TypeError, "'w:0'.*assign_add"):
+      op(w, X)
+
+    self.assert_holds(w, W)
+
+  def test_refuses_to_be_changed_by_an_index(self):
+    w = facade.Variable(W)
+
+    with self.assertRaisesRegex(TypeError, 'item assignment'):
+      w[0] = 1
+
+  def test_adds_in_place_to_a_numpy_array(self):
+    w = facade.Variable(W)
+    x = X.copy()
+
+    x += w
+
+    np.testing.assert_array_equal(x, X + W, strict=True)
+
+
+class AssignTest(GraphTest):
+
+  @parameterized.parameters('assign', 'assign_add', 'assign_sub')
+  def test_sets_the_value_and_returns_it(self, method):
+    w = facade.Variable(W)
+
+    returned = getattr(w, method)(X)
+
+    expected = {'assign': X, 'assign_add': W + X, 'assign_sub': W - X}[method]
+    self.assert_equal(returned, jnp.asarray(expected))
+    self.assert_holds(w, expected)
+
+  @parameterized.parameters(jnp.int32, jnp.bfloat16, jnp.float32)
+  def test_keeps_the_dtype(self, dtype):
+    w = facade.Variable([1, 2], dtype=dtype)
+
+    w.assign([3, 4])
+    w.assign_add([1, 1])
+
+    self.assert_holds(w, jnp.array([4, 5], dtype))
+
+  def test_takes_another_variable_and_lists(self):
+    w, x = facade.Variable(W), facade.Variable(X)
+
+    w.assign(x)
+    x.assign_sub([1.0, 1.0, 1.0])
+
+    self.assert_holds(w, X)
+    self.assert_holds(x, X - 1)
+
+  @parameterized.parameters('assign', 'assign_add', 'assign_sub')
+  def test_refuses_another_shape(self, method):
+    w = facade.Variable(1.0, name='w')
+
+    with self.assertRaisesRegex(
+        ValueError, r"'w:0' must have the shape \(\), got \(3,\)"
+    ):
+      getattr(w, method)(X)
+
+    self.assert_holds(w, np.float32(1))
+
+  @parameterized.parameters(0.5, np.float32(2))
+  def test_refuses_to_lose_the_kind(self, value):
+    step = facade.Variable(3)
+
+    for change in step.assign, step.assign_add:
+      with self.assertRaisesRegex(TypeError, 'must be int32, got float32'):
+        change(value)
+
+    self.assert_holds(step, 3)
+
+  @parameterized.parameters(jax.jit, jax.grad, jax.vmap)
+  def test_refuses_to_leak_out_of_a_trace(self, transform):
+    w = facade.Variable(1.0, name='w')
+    x = jnp.ones(4) if transform is jax.vmap else 1.0
+
+    with self.assertRaisesRegex(ValueError, "'w:0'.*facade.function"):
+      transform(lambda x: w.assign(2 * x))(x)
+
+    self.assert_holds(w, np.float32(1))
+
+
+class GetVariableTest(GraphTest):
+
+  def test_makes_a_variable_once(self):
+    made = facade.get_variable('w', W, trainable=False)
+
+    found = facade.get_variable('w', X)
+
+    self.assertIs(found, made)
+    self.assert_holds(found, W)
+    self.assertEqual(made.op.name, 'w')
+    self.assertFalse(made.trainable)
+
+  @parameterized.parameters(
+      (lambda: [1, 2], None, None, jnp.array([1, 2])),
+      (lambda: [1, 2], None, jnp.float32, jnp.array([1.0, 2.0])),
+      (jnp.ones, [2], None, jnp.ones(2)),
+      (jnp.ones, (2,), jnp.bfloat16, jnp.ones(2, jnp.bfloat16)),
+  )
+  def test_calls_its_initializer(self, initializer, shape, dtype, expected):
+    made = facade.get_variable('w', initializer, shape=shape, dtype=dtype)
+
+    self.assert_holds(made, expected)
+
+  def test_makes_a_variable_inside_a_traced_function(self):
+    @facade.function
+    def step(x):
+      w = facade.get_variable(
+          'w',
+          lambda s, t: jax.random.normal(jax.random.key(0), s, t),
+          shape=[3],
+      )
+      return w.assign_add(x)
+
+    result = step(X)
+
+    start = jax.random.normal(jax.random.key(0), [3])
+    self.assert_equal(result, start + X)
+    self.assertLen(facade.global_variables(), 1)
+
+  def test_names_an_initial_value_that_is_traced(self):
+    step = facade.function(
+        lambda: facade.get_variable('w', jnp.zeros(3)).value()
+    )
+
+    with self.assertRaisesRegex(ValueError, "initial value of 'w'"):
+      step()
+
+  def test_refuses_another_shape(self):
+    facade.get_variable('w', W)
+
+    with self.assertRaisesRegex(ValueError, r"'w' must be \(3,\), got \(2,\)"):
+      facade.get_variable('w', shape=[2])
+
+  def test_needs_an_initializer_for_a_new_name(self):
+    with self.assertRaisesRegex(ValueError, "`initializer` of 'w'"):
+      facade.get_variable('w')
+
+
+class GlobalStepTest(GraphTest):
+
+  def test_there_is_none_at_first(self):
+    self.assertIsNone(facade.get_global_step())
+
+  def test_is_made_once(self):
+    step = facade.get_or_create_global_step()
+
+    self.assertIs(facade.get_or_create_global_step(), step)
+    self.assertIs(facade.get_global_step(), step)
+    self.assertEqual(step.name, 'global_step:0')
+    self.assert_holds(step, np.int32(0))
+    self.assertEqual(facade.trainable_variables(), [])
+
+  def test_each_graph_has_its_own(self):
+    step = facade.get_or_create_global_step()
+
+    with facade.Graph().as_default():
+      self.assertIsNone(facade.get_global_step())
+      self.assertIsNot(facade.get_or_create_global_step(), step)
+
+
+class ValuesTest(GraphTest):
+
+  def setUp(self):
+    super().setUp()
+    rng = np.random.default_rng(0)
+    facade.Variable(rng.normal(size=3).astype(np.float32), name='w')
+    facade.Variable(rng.normal(size=2), name='h', dtype=jnp.bfloat16)
+    facade.Variable(np.float32('nan'), name='nan')
+    facade.get_or_create_global_step().assign(7)
+    self.variables = facade.global_variables()
+    self.saved = facade.get_values(self.variables)
+
+  def clear(self):
+    for variable in self.variables:
+      variable.assign(jnp.zeros_like(variable))
+
+  def assert_restored(self):
+    self.assert_equal(facade.get_values(self.variables), self.saved)
+
+  def test_have_the_names_of_variables(self):
+    self.assertEqual(list(self.saved), ['w', 'h', 'nan', 'global_step'])
+    self.assert_equal(self.saved['global_step'], jnp.int32(7))
+
+  def test_are_restored(self):
+    self.clear()
+
+    facade.set_values(self.variables, self.saved)
+
+    self.assert_restored()
+
+  def test_are_restored_from_the_bytes_of_flax(self):
+    saved = serialization.to_bytes(self.saved)
+    self.clear()
+
+    facade.set_values(self.variables, serialization.msgpack_restore(saved))
+
+    self.assert_restored()
+
+  def test_are_restored_from_a_checkpoint_of_orbax(self):
+    target = jax.tree.map(
+        orbax.checkpoint.utils.to_shape_dtype_struct, self.saved
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        orbax.checkpoint.StandardCheckpointer() as checkpointer,
+    ):
+      checkpointer.save(f'{folder}/saved', self.saved)
+      checkpointer.wait_until_finished()
+      self.clear()
+
+      facade.set_values(
+          self.variables, checkpointer.restore(f'{folder}/saved', target)
+      )
+
+    self.assert_restored()
+
+  def test_take_another_dtype_that_loses_nothing(self):
+    facade.set_values(self.variables, self.saved | {'global_step': np.int64(9)})
+
+    self.assert_holds(facade.get_global_step(), np.int32(9))
+
+  @parameterized.parameters(
+      ({'other': 1.0}, "'other'"),
+      ({'w': np.ones(2, np.float32)}, r"'w:0' must have the shape \(3,\)"),
+      ({'w': np.ones((2, 3), np.float32)}, r'\(3,\), got \(2, 3\)'),
+      ({'w': np.full(3, 0.1)}, "'w:0' must fit float32"),
+      ({'global_step': 0.5}, "'global_step:0' must fit int32"),
+      ({'global_step': np.int64(2**40)}, "'global_step:0' must fit int32"),
+  )
+  def test_that_do_not_fit_change_nothing(self, wrong, message):
+    values = jax.tree.map(jnp.zeros_like, self.saved) | wrong
+
+    with self.assertRaisesRegex(ValueError, message):
+      facade.set_values(self.variables, values)
+
+    self.assert_restored()
+
+  def test_that_lack_a_name_change_nothing(self):
+    values = jax.tree.map(jnp.zeros_like, self.saved)
+    del values['h']
+
+    with self.assertRaisesRegex(ValueError, r"\['h'\].*build"):
+      facade.set_values(self.variables, values)
+
+    self.assert_restored()

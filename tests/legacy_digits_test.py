@@ -1,0 +1,91 @@
+"""Runs the ported script as a user does."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import parameterized
+import flax.serialization
+
+SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/legacy_digits.py'
+
+SHAPES = {'w_0': (64, 96), 'b_0': (96,), 'w_1': (96, 10), 'b_1': (10,)}
+
+
+class LegacyDigitsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def run_script(self, *flags):
+    return subprocess.run(
+        [sys.executable, '-W', 'error', SCRIPT, *flags],
+        cwd=self.folder,
+        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+  def files(self):
+    paths = self.folder.rglob('*')
+    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+
+  def test_trains_saves_and_resumes(self):
+    run = self.run_script('--output_dir=a/b')
+
+    self.assertEqual(run.returncode, 0, run.stderr)
+    *slots, header, a, b, c, d, written = run.stdout.splitlines()
+    self.check_slots(slots)
+    self.assertEqual(header.split(), ['test', 'accuracy', 'difference'])
+    names, accuracies, notes = zip(
+        *(re.split('  +', row) for row in (a, b, c, d)), strict=True
+    )
+    self.assertEqual(
+        names,
+        (
+            '(a) 8 shards',
+            '(b) resumed',
+            '(c) 8 shards, never clipped',
+            '(d) 1 shard, never clipped',
+        ),
+    )
+    for accuracy in accuracies:
+      self.assertGreaterEqual(float(accuracy.rstrip('%')), 97)
+    self.assertEqual(notes[:3], ('-', 'bit-identical to (a)', '-'))
+    apart, other = notes[3].split(' from ')
+    self.assertLessEqual(float(apart), 1e-5)
+    self.assertEqual(other, '(c)')
+
+    saved = 'a/b/legacy_digits.msgpack'
+    self.assertEqual(written, f'Checkpoint of step 150: {saved}')
+    self.assertEqual(self.files(), [saved])
+    self.check_checkpoint(self.folder / saved)
+
+  def check_slots(self, lines):
+    rows = [re.fullmatch(r'(\S+) +(\(.+\))  norm (.+)', x) for x in lines]
+    self.assertEqual(
+        [(row[1], row[2]) for row in rows],
+        [(f'{n}/Momentum:0', f'{shape}') for n, shape in SHAPES.items()],
+    )
+    for row in rows:
+      self.assertGreater(float(row[3]), 0)
+
+  def check_checkpoint(self, path):
+    values = flax.serialization.msgpack_restore(path.read_bytes())
+    shapes = {name: value.shape for name, value in values.items()}
+    slots = {f'{name}/Momentum': shape for name, shape in SHAPES.items()}
+    self.assertEqual(shapes, SHAPES | slots | {'global_step': ()})
+    self.assertEqual(values['global_step'], 150)
+
+  def test_refuses_argument(self):
+    run = self.run_script('out')
+
+    self.assertEqual(run.returncode, 1)
+    self.assertRegex(run.stderr, r"There are flags only, got \['out'\]")
+    self.assertNotIn('Traceback', run.stderr)
+    self.assertEmpty(self.files())
