@@ -23,16 +23,27 @@ from typing import NamedTuple
 from absl.testing import parameterized
 
 import shard_transforms
+from shard_transforms import facade
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'shard_transforms'
 
 # A module of `_src` imports from the rows above its own alone.
 LAYERS = (
-    ('arguments', 'axes', 'groups', 'leaves', 'packing'),
+    ('adam', 'arguments', 'axes', 'ftrl', 'groups', 'leaves', 'packing'),
     ('collectives',),
     ('gating', 'placement', 'windows'),
     ('cross_shard', 'gradients', 'stacked_towers', 'staleness', 'towers'),
+)
+
+FACADE_LAYERS = (
+    ('clipping', 'constants', 'contexts', 'frames', 'graph'),
+    ('functions', 'variables'),
+    ('pairs', 'shards', 'slots'),
+    ('losses',),
+    ('optimizer',),
+    ('inner', 'sync_replicas', 'towers', 'wrappers'),
+    ('cross_shard', 'replicate', 'staleness'),
 )
 
 MODULES = [
@@ -41,9 +52,21 @@ MODULES = [
         shard_transforms.__path__, 'shard_transforms.'
     )
 ]
-SRC_MODULES = sorted(
-    path.stem for path in PACKAGE.glob('_src/*.py') if path.stem != '__init__'
+SRC_MODULES, FACADE_MODULES = (
+    sorted(
+        path.stem
+        for path in (PACKAGE / folder).glob('*.py')
+        if path.stem != '__init__'
+    )
+    for folder in ('_src', 'facade')
 )
+
+# Everything public, each with the package that it is imported from.
+PUBLIC = [
+    (package, name)
+    for package in (shard_transforms, facade)
+    for name in package.__all__
+]
 
 # Runs [line, code] pairs from stdin in one namespace, as a reader does who
 # pastes the blocks one after the other, and prints what each has printed.
@@ -159,10 +182,27 @@ def imported(path):
   return names
 
 
+def imported_of_ours(path):
+  """Returns which modules of the package a file of it imports."""
+  names = imported(PACKAGE / path)
+  return {name for name in names if name.startswith(('shard_transforms', '.'))}
+
+
 def sections(docstring):
   """Returns the sections of a docstring by their headings."""
   parts = re.split(r'^([A-Z][a-z]+):$', inspect.cleandoc(docstring), flags=re.M)
   return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def takes_arguments(value):
+  """Whether users hand arguments to a function or a class."""
+  if inspect.isclass(value) and inspect.isabstract(value):
+    return False
+  return bool(inspect.signature(value).parameters)
+
+
+def returns_something(function):
+  return inspect.signature(function).return_annotation is not None
 
 
 def run_examples(module):
@@ -176,44 +216,47 @@ def run_examples(module):
 
 class SurfaceTest(parameterized.TestCase):
 
-  def test_all_is_sorted_and_complete(self):
-    names = shard_transforms.__all__
+  @parameterized.parameters(shard_transforms, facade)
+  def test_all_is_sorted_and_complete(self, package):
+    names = package.__all__
     public = {
         name
-        for name, value in vars(shard_transforms).items()
+        for name, value in vars(package).items()
         if not name.startswith('_') and not inspect.ismodule(value)
     }
 
     self.assertEqual(list(names), sorted(names))
-    self.assertEqual(public, set(names) - {'__version__'})
+    self.assertEqual(public, set(names))
 
-  @parameterized.parameters(sorted(set(shard_transforms.__all__)))
-  def test_docstring_has_every_section(self, name):
-    value = getattr(shard_transforms, name)
-    if name == '__version__':
-      self.assertRegex(value, r'^\d+\.\d+\.\d+$')
-      return
+  def test_version_is_three_numbers(self):
+    self.assertRegex(shard_transforms.__version__, r'^\d+\.\d+\.\d+$')
+
+  @parameterized.parameters(*PUBLIC)
+  def test_docstring_has_every_section(self, package, name):
+    value = getattr(package, name)
     found = sections(value.__doc__)
-    heading, names = (
-        ('Attributes', value._fields)
-        if inspect.isclass(value)
-        else ('Args', inspect.signature(value).parameters)
-    )
+    wanted = {'Examples': None}
+    if hasattr(value, '_fields'):
+      wanted['Attributes'] = value._fields
+    elif takes_arguments(value):
+      wanted['Args'] = tuple(inspect.signature(value).parameters)
+    if inspect.isgeneratorfunction(inspect.unwrap(value)):
+      wanted['Yields'] = None
+    elif not inspect.isclass(value) and returns_something(value):
+      wanted['Returns'] = None
 
-    wanted = {heading, 'Examples'}
-    if not inspect.isclass(value):
-      wanted.add('Returns')
     self.assertContainsSubset(wanted, found)
-    described = re.findall(r'^  (\w+):', found[heading], re.M)
-    self.assertEqual(described, list(names))
+    for heading, names in wanted.items():
+      if names is not None:
+        described = re.findall(r'^  (\w+):', found[heading], re.M)
+        self.assertEqual(described, list(names))
     examples = doctest.DocTestParser().get_examples(found['Examples'])
     self.assertTrue(any(e.want for e in examples), 'No example prints a result')
 
-  @parameterized.parameters(
-      [n for n in shard_transforms.__all__ if n != '__version__']
-  )
-  def test_signature_is_annotated(self, name):
-    signature = inspect.signature(getattr(shard_transforms, name))
+  @parameterized.parameters(*PUBLIC)
+  def test_signature_is_annotated(self, package, name):
+    value = getattr(package, name)
+    signature = inspect.signature(value)
 
     unannotated = [
         parameter.name
@@ -221,7 +264,7 @@ class SurfaceTest(parameterized.TestCase):
         if parameter.annotation is inspect.Parameter.empty
     ]
     self.assertEmpty(unannotated)
-    if inspect.isfunction(getattr(shard_transforms, name)):
+    if inspect.isfunction(value):
       self.assertIsNot(signature.return_annotation, inspect.Signature.empty)
 
   @parameterized.parameters(['shard_transforms', *MODULES])
@@ -262,22 +305,32 @@ class LayoutTest(parameterized.TestCase):
 
   def test_every_module_has_a_layer(self):
     self.assertEqual(sorted(sum(LAYERS, ())), SRC_MODULES)
+    self.assertEqual(sorted(sum(FACADE_LAYERS, ())), FACADE_MODULES)
 
   @parameterized.parameters(SRC_MODULES)
   def test_imports_point_downward(self, module):
     (layer,) = (i for i, row in enumerate(LAYERS) if module in row)
     below = {f'shard_transforms._src.{m}' for m in sum(LAYERS[:layer], ())}
 
-    ours = {
-        name
-        for name in imported(PACKAGE / '_src' / f'{module}.py')
-        if name.startswith(('shard_transforms', '.'))
-    }
-    self.assertEmpty(ours - below)
+    self.assertEmpty(imported_of_ours(f'_src/{module}.py') - below)
 
-  @parameterized.parameters(SRC_MODULES)
-  def test_module_has_a_test_file(self, module):
-    self.assertTrue((ROOT / 'tests' / f'{module}_test.py').exists())
+  @parameterized.parameters(FACADE_MODULES)
+  def test_imports_of_the_facade_point_downward(self, module):
+    (layer,) = (i for i, row in enumerate(FACADE_LAYERS) if module in row)
+    rows = FACADE_LAYERS[:layer]
+    below = {f'shard_transforms.facade.{m}' for m in sum(rows, ())}
+    below |= {f'shard_transforms._src.{m}' for m in LAYERS[0]}
+    # What is public is all that it may compute with.
+    below.add('shard_transforms')
+
+    self.assertEmpty(imported_of_ours(f'facade/{module}.py') - below)
+
+  @parameterized.parameters(
+      *((module, '') for module in SRC_MODULES),
+      *((module, 'facade') for module in FACADE_MODULES),
+  )
+  def test_module_has_a_test_file(self, module, folder):
+    self.assertTrue((ROOT / 'tests' / folder / f'{module}_test.py').exists())
 
   def test_no_module_is_a_drawer(self):
     drawers = {'utils', 'util', 'common', 'helpers', 'helper', 'misc'}

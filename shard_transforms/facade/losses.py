@@ -119,7 +119,7 @@ def _as_loss(out, grad_loss):
   """Returns the loss as an array, checked against the gradient for it."""
   try:
     out = jnp.asarray(out)
-  except TypeError as error:
+  except (TypeError, ValueError) as error:
     raise TypeError(f'`loss` must return an array, got {out!r}.') from error
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')

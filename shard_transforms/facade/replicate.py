@@ -56,7 +56,8 @@ def replicate_model_fn(
   The optimizers inside have to be wrapped in `TowerOptimizer`. Each call of the
   result is a step; inside a `function`, it is compiled. The optimizers that a
   call makes, and the variables of `get_variable`, are found again by the next,
-  as TensorFlow built its graph once.
+  as TensorFlow built its graph once. Evaluate the loss that you return before
+  you minimize it: afterwards, the last tower has other values.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,
@@ -81,7 +82,14 @@ def replicate_model_fn(
       the calls that they make. No variable changes then.
 
   Examples:
-    See `TowerOptimizer`.
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import facade
+    >>> def model_fn(features, mode):
+    ...   return facade.EstimatorSpec(mode, predictions=2 * features)
+    >>> towers = facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)
+    >>> spec = towers(jnp.arange(4), mode=facade.ModeKeys.PREDICT)
+    >>> print(spec.predictions)
+    [0 2 4 6]
 
   References:
     `tf.contrib.estimator.replicate_model_fn` of TensorFlow 1.15.

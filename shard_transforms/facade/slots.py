@@ -159,10 +159,10 @@ class _Leaf(NamedTuple):
 
 def _describe(path, params, slot_names):
   """Returns the variable that a leaf belongs to, and its name."""
-  *_, last = path
-  is_slot = isinstance(last, jax.tree_util.DictKey) and last.key in params
-  of = last.key if is_slot else None
-  above = path[:-1] if is_slot else path
+  last = path[-1] if path else None
+  of = last.key if isinstance(last, jax.tree_util.DictKey) else None
+  of = of if of in params else None
+  above = path if of is None else path[:-1]
   names = [getattr(k, 'name', getattr(k, 'key', None)) for k in above]
   fields = [name for name in names if isinstance(name, str)]
   field = fields[-1] if fields else 'state'

@@ -33,8 +33,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   Usable wherever an array is: in arithmetic, in functions of `jax.numpy` and
   NumPy, and as an argument of what `jax.jit` and `jax.grad` return, where it
   stands for its present value. (The primitives of `jax.lax` take nothing but
-  arrays: hand them `value()`.) In a tree it is one leaf, which
-  `jax.tree.map`, `flax.serialization` and orbax see as an array.
+  arrays: hand them `value()`.) In a tree it is one leaf, which `jax.tree.map`
+  sees as an array; what saves trees wants `get_values`.
 
   Shape and dtype never change. Where `CrossShardOptimizer` has groups, a
   variable gets a value a shard; it then refuses to be read as if it had one,
@@ -93,7 +93,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       name: str | None = None,
       dtype: Any = None,
   ):
-    if frames.is_tracing():
+    if isinstance(jnp.zeros([]), core.Tracer):
       raise ValueError(
           '`Variable` must not be made inside a traced function, got'
           f' {name or "one without a name"!r}. Make it outside, or use'
@@ -464,7 +464,12 @@ def set_values(
       changed.
 
   Examples:
-    See `get_values`.
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable([1.0, 2.0], name='w')
+    >>> facade.set_values([w], {'w': [3.0, 4.0]})
+    >>> print(w)
+    [3. 4.]
   """
   by_name = {variable.op.name: variable for variable in variables}
   wrong = sorted(by_name.keys() ^ values.keys())

@@ -212,6 +212,29 @@ class FunctionTest(StepTest):
           strict=True,
       )
 
+  @parameterized.parameters(False, True)
+  def test_may_be_a_loss(self, compiled):
+    loss = facade.function(lambda: jnp.sum(self.w**2) / 2)
+    opt = facade.GradientDescentOptimizer(0.5)
+
+    def step():
+      opt.minimize(loss)
+
+    for _ in range(2):
+      (facade.function(step) if compiled else step)()
+
+    self.assert_equal(self.w.value(), jnp.float32([1, 1.25, 1.5]))
+    self.assert_equal(loss(), jnp.float32((1 + 1.25**2 + 1.5**2) / 2))
+
+  @parameterized.parameters(jax.jit, jax.grad)
+  def test_refuses_to_leak_out_of_a_trace_around_it(self, transform):
+    step = facade.function(lambda x: jnp.sum(self.w.assign_add(x)))
+
+    with self.assertRaisesRegex(ValueError, "'w:0' must not be assigned"):
+      transform(step)(X)
+
+    self.assert_equal(self.w.value(), jnp.float32([4, 5, 6]))
+
   def test_an_exception_changes_nothing(self):
     fails = []
 
