@@ -11,11 +11,14 @@ from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
+import functools
 import threading
 from typing import Any
 
 import jax
 from jax import core
+import jax.extend
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 
@@ -150,6 +153,27 @@ def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
 def spec_of(variable: Any, array: Any, mesh: jax.sharding.Mesh) -> P:
   """Returns how an array lies on a mesh: alike on all shards, or by shard."""
   return P(*mesh.axis_names) if array.ndim > variable.ndim else P()
+
+
+def is_staged() -> bool:
+  """Whether JAX traces here for itself, and caches what it traced.
+
+  It would take an array that is read here for a constant, for ever.
+  """
+  if is_tracing() or _trace_state() == _clean_trace_state():
+    return False
+  # Under `jax.vmap` and `jax.grad` alone, arrays are made as they are outside.
+  return isinstance(jnp.zeros([]), core.Tracer)
+
+
+def _trace_state():
+  return jax.extend.core.get_opaque_trace_state(convention='flax')
+
+
+@functools.cache
+def _clean_trace_state():
+  with jax.ensure_compile_time_eval():
+    return _trace_state()
 
 
 def mark_mapped(mesh: Any) -> None:

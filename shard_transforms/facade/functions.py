@@ -22,11 +22,6 @@ class Retraced(Exception):
 class Function:
   """What `function` returns: call it, or `build` what a call would make."""
 
-  _UNSETTLED = (
-      f'{{!r}} met new variables in each of {_MAX_TRACES} traces. It must use'
-      ' the same at every call.'
-  )
-
   def __init__(self, fn: Callable[..., Any]):
     functools.update_wrapper(self, fn)
     self._fn = fn
@@ -35,6 +30,7 @@ class Function:
     self._variables = []
     self._locks = []
     self._mesh = None
+    self._is_built = False
     self._growing = threading.RLock()
     self._run = jax.jit(self._traced)
 
@@ -52,6 +48,8 @@ class Function:
       RuntimeError: If each trace makes new variables.
       ValueError: If what it computes raises one.
     """
+    if not self._is_built:
+      self.build(*args, **kwargs)
     for _ in range(_MAX_TRACES):
       variables = self._variables
       with self._held():
@@ -59,7 +57,7 @@ class Function:
         try:
           out, written = self._run(arrays, args, kwargs)
         except Retraced:
-          self._place()
+          self.build(*args, **kwargs)
           continue
         except ValueError:
           # So JAX refuses arrays that others have left on other devices.
@@ -69,7 +67,10 @@ class Function:
         for i, array in written.items():
           frames.write(variables[i], array)
         return out
-    raise RuntimeError(self._UNSETTLED.format(self._fn))
+    raise RuntimeError(
+        f'{self._fn!r} met new variables in each of {_MAX_TRACES} traces. It'
+        ' must use the same at every call.'
+    )
 
   def build(self, *args: Any, **kwargs: Any) -> None:
     """Makes the variables and slots that a call would make; runs nothing.
@@ -77,20 +78,19 @@ class Function:
     Args:
       *args: As for a call; `jax.ShapeDtypeStruct` will do for arrays.
       **kwargs: The same.
-
-    Raises:
-      RuntimeError: If each trace makes new variables.
     """
-    for _ in range(_MAX_TRACES):
-      try:
-        jax.eval_shape(
-            self._traced, frames.read_all(self._variables), args, kwargs
-        )
-      except Retraced:
-        continue
-      self._place()
-      return
-    raise RuntimeError(self._UNSETTLED.format(self._fn))
+    variables = self._graph.get_collection(graph_lib.GraphKeys.GLOBAL_VARIABLES)
+    # All are arguments, lest what JAX caches inside holds one as a constant.
+    variables = list(dict.fromkeys([*self._variables, *variables]))
+
+    def trace(arrays, args, kwargs):
+      out, frame = self._trace(variables, arrays, args, kwargs)
+      self._learn(frame)
+      return out
+
+    jax.eval_shape(trace, frames.read_all(variables), args, kwargs)
+    self._is_built = True
+    self._place()
 
   def _held(self):
     """Holds the locks of the step, in one order: no two calls then block."""
@@ -101,24 +101,31 @@ class Function:
       stack.enter_context(frames.held(lock))
     return stack
 
-  def _traced(self, arrays, args, kwargs):
-    """The pure function: what was written, by its place among the variables."""
-    variables = self._variables[: len(arrays)]
+  def _trace(self, variables, arrays, args, kwargs):
+    """Returns the outputs, and the frame with what was used and written."""
     with frames.frame(
         zip(variables, arrays, strict=True), is_traced=True
     ) as frame:
       with self._graph.as_default(), frames.call_of(self._template):
         out = self._fn(*args, **kwargs)
-      out = jax.tree.map(lambda x: x, out)
-    self._mesh = frame.mesh or self._mesh
+      return jax.tree.map(lambda x: x, out), frame
+
+  def _learn(self, frame):
+    """Notes what a trace has used; returns whether anything is new."""
     with self._growing:
-      variables += [v for v in frame.used if v not in variables]
-      locks = [lock for lock in frame.locks if lock not in self._locks]
-      self._locks += locks
       # Appended to, so that the places of others stay.
-      news = [v for v in variables if v not in self._variables]
-      self._variables += news
-    if locks or len(variables) > len(arrays):
+      new_variables = [v for v in frame.used if v not in self._variables]
+      new_locks = [lock for lock in frame.locks if lock not in self._locks]
+      self._variables += new_variables
+      self._locks += new_locks
+      self._mesh = frame.mesh or self._mesh
+    return bool(new_variables or new_locks)
+
+  def _traced(self, arrays, args, kwargs):
+    """The pure function: what was written, by its place among the variables."""
+    variables = self._variables[: len(arrays)]
+    out, frame = self._trace(variables, arrays, args, kwargs)
+    if self._learn(frame) or not frame.used.keys() <= set(variables):
       raise Retraced
     places = {variable: i for i, variable in enumerate(variables)}
     return out, {places[v]: frame.values[v] for v in frame.written}

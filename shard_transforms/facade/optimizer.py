@@ -116,7 +116,8 @@ class Optimizer(abc.ABC):
 
     Args:
       loss: A function of no arguments, or of the values of `var_list`, that
-        returns real numbers; if several, they add up.
+        returns real numbers; if several, they add up. Compile it, if at all,
+        with `function`: `jax.jit` would keep what it reads.
       var_list: The variables; the trainable ones of the graph if `None`.
       gate_gradients: Checked, then ignored.
       aggregation_method: Ignored.
@@ -290,7 +291,7 @@ class SlotOptimizer(FunctionalOptimizer):
   def _load(self, variables, global_step):
     del global_step
     return self.slots.load(
-        self._transformation(), variables, self._SLOT_NAMES, self._op_names()
+        self._transformation, variables, self._SLOT_NAMES, self._op_names()
     )
 
   def _store(self, variables, global_step, state):

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import jax
+from jax import core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -14,6 +15,7 @@ from shard_transforms._src import axes as axes_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import functions
+from shard_transforms.facade import graph as graph_lib
 
 _MAX_TRACES = 32
 
@@ -59,7 +61,8 @@ def shard(
 
   Raises:
     TypeError: If an output is no array, or an argument of the wrong kind.
-    ValueError: If there are too few devices, an input cannot be cut, an
+    ValueError: If there are too few devices, an input cannot be cut or is
+      sharded over another mesh whose axes are explicit, an
       argument has the wrong length, a variable would differ between shards, or
       the computation makes an optimizer outside of a `function`.
     NotImplementedError: Inside another `shard`, or with `infeed_queue`.
@@ -111,6 +114,10 @@ def shard(
       for x, axis in zip(inputs, axes, strict=True)
   ]
   mesh = jax.sharding.Mesh(np.array(devices), (contexts.SHARD_AXIS,))
+  inputs = [
+      _place(f'Input {i}', x, jax.sharding.NamedSharding(mesh, spec))
+      for i, (x, spec) in enumerate(zip(inputs, specs, strict=True))
+  ]
   outputs = map_variables(run, inputs, specs, mesh)
   keep = _per_item(
       'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
@@ -146,7 +153,10 @@ def map_variables(
   """
   (axis,) = mesh.axis_names
   frames.mark_mapped(mesh)
-  variables, parted = [], {}
+  graph = graph_lib.get_default_graph()
+  # At first all, lest what JAX caches inside holds one as a constant.
+  variables = graph.get_collection(graph_lib.GraphKeys.GLOBAL_VARIABLES)
+  parted = {}
 
   def own(variable, array):
     if array.ndim == variable.ndim:
@@ -163,11 +173,11 @@ def map_variables(
     ) as frame:
       outputs, may_part = run(*inputs)
       outputs = [_stack(x, axis) for x in outputs]
-    news = [v for v in frame.used if v not in variables]
+    used = list(frame.used)
     differs = {
         v: axis in axes_lib.varying_axes(frame.values[v]) for v in frame.written
     }
-    if news or differs != parted:
+    if used != variables or differs != parted:
       for variable, does in differs.items():
         if does and variable not in may_part:
           raise ValueError(
@@ -175,7 +185,7 @@ def map_variables(
               ' Update it by a `CrossShardOptimizer`, or assign what'
               ' `shard_transforms.shard_mean` gives.'
           )
-      variables.extend(news)
+      variables[:] = used
       parted.clear()
       parted.update(differs)
       for variable, does in differs.items():
@@ -209,6 +219,20 @@ def map_variables(
   raise RuntimeError(
       f'The computation met new variables in each of {_MAX_TRACES} traces.'
   )
+
+
+def _place(name, x, sharding):
+  """Puts an input where it is needed, unless JAX is to do it while tracing."""
+  if not isinstance(x, core.Tracer):
+    return jax.device_put(x, sharding)
+  typed = jax.typeof(x).sharding.mesh
+  if jax.sharding.AxisType.Explicit in typed.axis_types:
+    raise ValueError(
+        f'{name} must not be sharded over the explicit axes {typed.axis_names}'
+        ' of another mesh. Hand in an array of the host, as `jax.device_get`'
+        ' gives it.'
+    )
+  return x
 
 
 def _stack(x, axis):

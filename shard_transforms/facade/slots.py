@@ -1,5 +1,6 @@
 """Slots: the leaves of an Optax state, as variables."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import threading
@@ -58,7 +59,7 @@ class Slots:
 
   def load(
       self,
-      tx: optax.GradientTransformation,
+      transformation: Callable[[], optax.GradientTransformation],
       variables: Sequence[Variable],
       slot_names: Mapping[str, str],
       op_names: Mapping[str | None, str],
@@ -66,7 +67,7 @@ class Slots:
     """Returns the state for some variables; makes what it lacks.
 
     Args:
-      tx: The transformation.
+      transformation: Returns the transformation.
       variables: The variables that are to be updated.
       slot_names: The names of slots that differ from the fields of the state,
         in the order in which they are made.
@@ -83,7 +84,7 @@ class Slots:
     call = tuple(variables)
     if call not in self._calls:
       with self.lock:
-        self._make(tx, call, slot_names, op_names)
+        self._make(transformation, call, slot_names, op_names)
     treedef, leaves = self._calls[call]
     return treedef.unflatten(map(frames.read, leaves))
 
@@ -93,7 +94,7 @@ class Slots:
     for leaf, value in zip(leaves, jax.tree.leaves(state), strict=True):
       leaf.assign(value)
 
-  def _make(self, tx, variables, slot_names, op_names):
+  def _make(self, transformation, variables, slot_names, op_names):
     for variable in variables:
       known = self._variables.setdefault(variable.op.name, variable)
       if known is not variable:
@@ -108,7 +109,8 @@ class Slots:
             ' let one optimizer update it, from the start.'
         )
       params = {v.op.name: v.value() for v in variables}
-      found, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params))
+      state = transformation().init(params)
+      found, treedef = jax.tree_util.tree_flatten_with_path(state)
       described = [
           _Leaf(path, value, *_describe(path, params, slot_names))
           for path, value in found
@@ -159,9 +161,10 @@ class _Leaf(NamedTuple):
 
 def _describe(path, params, slot_names):
   """Returns the variable that a leaf belongs to, and its name."""
-  last = path[-1] if path else None
-  of = last.key if isinstance(last, jax.tree_util.DictKey) else None
-  of = of if of in params else None
+  of = None
+  match path:
+    case (*_, jax.tree_util.DictKey(key=key)) if key in params:
+      of = key
   above = path if of is None else path[:-1]
   names = [getattr(k, 'name', getattr(k, 'key', None)) for k in above]
   fields = [name for name in names if isinstance(name, str)]

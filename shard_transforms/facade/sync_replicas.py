@@ -127,7 +127,7 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
 
   def _compute(self, loss, var_list, grad_loss, scale=None):
     step = variables_lib.get_global_step()
-    if step is not None and not self._is_alone:
+    if step is not None and not frames.is_tracing():
       self._local_step(step)
     return self._opt._compute(loss, var_list, grad_loss, scale)
 

@@ -93,7 +93,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       name: str | None = None,
       dtype: Any = None,
   ):
-    if isinstance(jnp.zeros([]), core.Tracer):
+    if frames.is_tracing() or frames.is_staged():
       raise ValueError(
           '`Variable` must not be made inside a traced function, got'
           f' {name or "one without a name"!r}. Make it outside, or use'
@@ -136,9 +136,16 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     """Returns the present array.
 
     Raises:
-      ValueError: If there is one a shard.
+      ValueError: If there is one a shard, or in a function that `jax.jit`
+        traces, which would never read it again.
     """
     array = frames.read(self)
+    if not isinstance(array, core.Tracer) and frames.is_staged():
+      raise ValueError(
+          f'Variable {self.name!r} must not be read inside a function that JAX'
+          ' compiles, where its present value would become a constant. Compile'
+          ' with `facade.function`, or hand it over as an argument.'
+      )
     if array.ndim > self.ndim:
       raise ValueError(
           f'Variable {self.name!r} has a value per shard, {len(array)} of them,'

@@ -1,6 +1,5 @@
 from absl.testing import parameterized
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,7 +51,7 @@ class ClipByGlobalNormTest(parameterized.TestCase):
     with facade.Graph().as_default():
       variable = facade.Variable(3.0)
 
-    clipped, norm = jax.jit(
+    clipped, norm = facade.function(
         lambda x: facade.clip_by_global_norm((variable, x), x / 2)
     )(4.0)
 

@@ -333,9 +333,23 @@ class FunctionTest(StepTest):
       self.num_traces += 1
       facade.get_variable(f'w{self.num_traces}', lambda: 1.0).assign(2.0)
 
-    for use in step, step.build:
-      with self.assertRaisesRegex(RuntimeError, 'step.*new variables'):
-        use()
+    with self.assertRaisesRegex(RuntimeError, 'step.*new variables'):
+      step()
+
+
+class GraphOfFunctionTest(StepTest):
+
+  def test_runs_in_the_graph_that_it_was_made_in(self):
+    with facade.Graph().as_default() as graph:
+      step = facade.function(
+          lambda: facade.get_variable('v', lambda: 1.0).assign_add(1.0)
+      )
+
+    results = [float(step()) for _ in range(2)]
+
+    self.assertEqual(results, [2.0, 3.0])
+    with graph.as_default():
+      self.assertLen(facade.global_variables(), 1)
 
 
 class BuildTest(StepTest):

@@ -197,6 +197,17 @@ class ShardTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       facade.shard(lambda x: x, [x], **given)
 
+  def test_an_input_on_another_mesh(self):
+    mesh = jax.make_mesh((4,), ('data',))
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P('data')))
+
+    def run(x):
+      return facade.shard(lambda x: 2 * x, [x], 4)
+
+    chex.assert_trees_all_equal(run(x), [2 * np.arange(8.0, dtype=np.float32)])
+    with self.assertRaisesRegex(ValueError, r'explicit axes.*jax\.device_get'):
+      facade.function(run)(x)
+
   def test_refuses_what_is_no_array(self):
     with self.assertRaisesRegex(TypeError, 'must be an array'):
       facade.shard(lambda: ['loss'], num_shards=4)

@@ -300,6 +300,49 @@ class ArrayTest(GraphTest):
     np.testing.assert_array_equal(x, X + W, strict=True)
 
 
+class StagedTest(GraphTest):
+  """Reading where JAX would keep the present value for ever."""
+
+  def test_is_refused_in_what_jax_compiles(self):
+    w = facade.Variable(2.0, name='w')
+
+    for read in (
+        jax.jit(lambda x: x * w),
+        lambda x: jax.lax.scan(lambda c, _: (c * w, None), x, None, 3),
+        jax.vmap(jax.jit(lambda x: x * w)),
+    ):
+      with self.assertRaisesRegex(ValueError, "'w:0' must not be read.*func"):
+        read(jnp.ones(2))
+
+  def test_works_under_transformations_that_keep_nothing(self):
+    w = facade.Variable(2.0)
+
+    self.assertEqual(float(jax.grad(lambda x: x * w)(1.0)), 2.0)
+    self.assert_equal(
+        jax.vmap(lambda x: x * w)(jnp.ones(2)), jnp.float32([2, 2])
+    )
+
+  def test_is_never_kept_by_what_a_function_calls(self):
+    w = facade.Variable(2.0)
+    helper = jax.jit(lambda x: x * w)
+    step = facade.function(lambda x: helper(x))
+
+    # JAX itself notices that what it has kept is of the first trace.
+    with self.assertRaises(jax.errors.UnexpectedTracerError):
+      step(jnp.float32(1))
+
+  def test_works_in_loops_of_a_function(self):
+    w = facade.Variable(2.0)
+
+    @facade.function
+    def step(x):
+      return jax.lax.scan(lambda c, _: (c * w, None), x, None, 3)[0]
+
+    for value in (2.0, 3.0):
+      w.assign(value)
+      self.assertEqual(float(step(jnp.float32(1))), value**3)
+
+
 class AssignTest(GraphTest):
 
   @parameterized.parameters('assign', 'assign_add', 'assign_sub')
