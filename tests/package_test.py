@@ -37,9 +37,9 @@ LAYERS = (
 )
 
 FACADE_LAYERS = (
-    ('clipping', 'constants', 'contexts', 'frames', 'graph'),
+    ('clipping', 'constants', 'contexts', 'frames', 'graph', 'templates'),
     ('functions', 'variables'),
-    ('pairs', 'shards', 'slots'),
+    ('pairs', 'shards', 'slots', 'values'),
     ('losses',),
     ('optimizer',),
     ('inner', 'sync_replicas', 'towers', 'wrappers'),

@@ -25,13 +25,13 @@ from shard_transforms.facade.shards import shard
 from shard_transforms.facade.staleness import DropStaleGradientOptimizer
 from shard_transforms.facade.sync_replicas import SyncReplicasOptimizer
 from shard_transforms.facade.towers import TowerOptimizer
+from shard_transforms.facade.values import get_values
+from shard_transforms.facade.values import set_values
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.variables import get_global_step
 from shard_transforms.facade.variables import get_or_create_global_step
-from shard_transforms.facade.variables import get_values
 from shard_transforms.facade.variables import get_variable
 from shard_transforms.facade.variables import global_variables
-from shard_transforms.facade.variables import set_values
 from shard_transforms.facade.variables import trainable_variables
 
 __all__ = (

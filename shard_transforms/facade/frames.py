@@ -5,9 +5,7 @@ traces, it stands for a tracer that nobody else may see. A frame holds these;
 frames are stacked, and each thread has its own stack.
 """
 
-import collections
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
@@ -20,17 +18,6 @@ from jax import core
 import jax.extend
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-
-
-class _Thread(threading.local):
-  """The frames and templates that are active in this thread."""
-
-  def __init__(self):
-    self.frames = []
-    self.templates = []
-
-
-_thread = _Thread()
 
 
 class Frame:
@@ -60,6 +47,16 @@ class Frame:
     self.written = {}
     self.locks = {}
     self.mesh = None
+
+
+class _Thread(threading.local):
+  """The frames that are open in this thread."""
+
+  def __init__(self):
+    self.frames: list[Frame] = []
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
@@ -200,62 +197,3 @@ def outside() -> Iterator[None]:
       yield
   finally:
     _thread.frames = frames
-
-
-class Template:
-  """Remembers what a function makes, so that each call finds it again.
-
-  TensorFlow 1 built a graph once and ran it often. Here, the function itself
-  runs again: the n-th object of a kind that one call makes is the n-th that
-  every other call gets.
-  """
-
-  def __init__(self):
-    self._made = {}
-    self._lock = threading.Lock()
-
-  def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Returns what was made under a key; makes it if needed."""
-    with self._lock:
-      if key not in self._made:
-        self._made[key] = make()
-      return self._made[key]
-
-
-@contextlib.contextmanager
-def call_of(template: Template | None) -> Iterator[None]:
-  """Counts from the start: what follows is one call of a function.
-
-  Without a template, nothing that it would have to find again may be made.
-  """
-  _thread.templates.append((template, collections.Counter()))
-  try:
-    yield
-  finally:
-    _thread.templates.pop()
-
-
-def subtemplate() -> Template | None:
-  """Returns the template of a function inside the one around, if any."""
-  if not _thread.templates or _thread.templates[-1][0] is None:
-    return None
-  return persistent('template', Template)
-
-
-def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
-  """Returns a new object; inside a template, the one of its earlier calls.
-
-  Raises:
-    ValueError: In a call without a template.
-  """
-  if not _thread.templates:
-    return make()
-  template, counts = _thread.templates[-1]
-  if template is None:
-    raise ValueError(
-        'An optimizer must not be made in a computation that `shard` runs by'
-        ' itself: its slots would start anew at each call. Make it outside, or'
-        ' call `shard` in a `function`.'
-    )
-  counts[kind] += 1
-  return template.find((kind, counts[kind]), make)

@@ -10,6 +10,7 @@ import jax
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import templates
 
 # A call that is traced anew finds variables that no earlier one has found.
 _MAX_TRACES = 32
@@ -26,7 +27,7 @@ class Function:
     functools.update_wrapper(self, fn)
     self._fn = fn
     self._graph = graph_lib.get_default_graph()
-    self._template = frames.Template()
+    self._template = templates.Template()
     self._variables = []
     self._locks = []
     self._mesh = None
@@ -106,7 +107,7 @@ class Function:
     with frames.frame(
         zip(variables, arrays, strict=True), is_traced=True
     ) as frame:
-      with self._graph.as_default(), frames.call_of(self._template):
+      with self._graph.as_default(), templates.call_of(self._template):
         out = self._fn(*args, **kwargs)
       return jax.tree.map(lambda x: x, out), frame
 

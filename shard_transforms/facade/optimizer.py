@@ -18,6 +18,7 @@ from shard_transforms.facade import frames
 from shard_transforms.facade import losses
 from shard_transforms.facade import pairs as pairs_lib
 from shard_transforms.facade import slots as slots_lib
+from shard_transforms.facade import templates
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
@@ -269,7 +270,9 @@ class SlotOptimizer(FunctionalOptimizer):
 
   def __init__(self, use_locking: bool, name: str):
     super().__init__(use_locking, name)
-    self.slots = frames.persistent((type(self).__name__, name), slots_lib.Slots)
+    self.slots = templates.persistent(
+        (type(self).__name__, name), slots_lib.Slots
+    )
 
   @property
   def root(self) -> 'SlotOptimizer':

@@ -17,6 +17,7 @@ from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import shards
+from shard_transforms.facade import templates
 from shard_transforms.facade import towers as towers_lib
 
 
@@ -102,7 +103,7 @@ def replicate_model_fn(
   constants.Reduction.validate(loss_reduction)
   placed = _devices(devices)
   in_turn = len(set(placed)) < len(placed)
-  template = frames.Template()
+  template = templates.Template()
   accepted = inspect.signature(model_fn).parameters
 
   def call_model_fn(features, labels, **rest):
@@ -120,7 +121,7 @@ def replicate_model_fn(
     with contexts.tower_context(towers):
       try:
         if len(placed) == 1:
-          with frames.call_of(template):
+          with templates.call_of(template):
             return call_model_fn(*batch, **rest)
         _check_divisible(batch, len(placed))
         run = _in_turn if in_turn else _one_to_a_device
@@ -142,7 +143,7 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
       towers.tower = tower
       towers.calls.append([])
       part = jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch)
-      with frames.call_of(template):
+      with templates.call_of(template):
         specs.append(call_model_fn(*part, **rest))
     towers_lib.check_calls(towers)
     _check_used(rest['mode'], towers)
@@ -181,7 +182,7 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
 
   def run(features, labels):
     towers.calls[:] = [[]]
-    with frames.call_of(template):
+    with templates.call_of(template):
       spec = call_model_fn(features, labels, **rest)
     _check_used(rest['mode'], towers)
     leaves, treedef = jax.tree.flatten(

@@ -16,6 +16,7 @@ from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import functions
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import templates
 
 _MAX_TRACES = 32
 
@@ -90,12 +91,12 @@ def shard(
   num_shards = contexts.as_num_shards(num_shards)
   inputs = [jnp.asarray(x) for x in inputs or ()]
   axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
-  template = frames.subtemplate()
+  template = templates.subtemplate()
 
   def run(*parts):
     with (
         contexts.shard_context(num_shards) as shards,
-        frames.call_of(template),
+        templates.call_of(template),
     ):
       out = computation(*parts)
     return _as_list(out), shards.parted

@@ -12,6 +12,7 @@ from shard_transforms._src import arguments
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import optimizer
+from shard_transforms.facade import templates
 from shard_transforms.facade import variables as variables_lib
 from shard_transforms.facade import wrappers
 
@@ -74,7 +75,7 @@ class DropStaleGradientOptimizer(wrappers.Wrapper):
   ):
     super().__init__('opt', opt, use_locking, name)
     self._staleness = arguments.as_int('staleness', staleness)
-    self._local_step = frames.persistent('local_step', _LocalStep)
+    self._local_step = templates.persistent('local_step', _LocalStep)
 
   @property
   def stale_counter(self) -> Variable:

@@ -1,0 +1,102 @@
+"""`get_values` and `set_values`: what has to be saved, and restored."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax import core
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms.facade import frames
+from shard_transforms.facade import variables as variables_lib
+
+
+def get_values(
+    variables: Iterable[variables_lib.Variable],
+) -> dict[str, jax.Array]:
+  """Returns what has to be saved of variables, by name.
+
+  Args:
+    variables: The variables, say `global_variables()`.
+
+  Returns:
+    The arrays by `op.name`, to be saved by `flax.serialization` or orbax; where
+    a variable has a value a shard, all of them along a leading axis.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0, name='w')
+    >>> saved = facade.get_values([w])
+    >>> _ = w.assign(5.0)
+    >>> facade.set_values([w], saved)
+    >>> print(saved['w'], w)
+    1.0 1.0
+  """
+  return {v.op.name: frames.read(v) for v in variables}
+
+
+def set_values(
+    variables: Iterable[variables_lib.Variable], values: Mapping[str, Any]
+) -> None:
+  """Restores variables from what `get_values` gave; all of them or none.
+
+  Slots have to be there: `function(...).build(...)` makes what a first call
+  would make, without running anything.
+
+  Args:
+    variables: The variables, as they were handed to `get_values`.
+    values: The arrays by name.
+
+  Raises:
+    ValueError: If a name is missing or of no variable, or an array has another
+      shape or a value that the dtype of its variable does not hold. Nothing is
+      changed.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable([1.0, 2.0], name='w')
+    >>> facade.set_values([w], {'w': [3.0, 4.0]})
+    >>> print(w)
+    [3. 4.]
+  """
+  by_name = {variable.op.name: variable for variable in variables}
+  wrong = sorted(by_name.keys() ^ values.keys())
+  if wrong:
+    raise ValueError(
+        f'`values` must hold the names of `variables`, but {wrong} are in one'
+        ' of them only. Make slots with `facade.function(...).build(...)`'
+        ' before restoring.'
+    )
+  arrays = {n: _restored(v, values[n]) for n, v in by_name.items()}
+  for name, variable in by_name.items():
+    frames.write(variable, arrays[name])
+
+
+def _restored(variable, value):
+  """Returns a saved value as an array for `variable`."""
+  is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
+  if is_key or isinstance(value, core.Tracer):
+    array = saved = value
+  else:
+    saved = np.asarray(value)
+    array = saved.astype(variable.dtype)
+  per_shard = variable.num_parts and (variable.num_parts, *variable.shape)
+  if saved.shape not in (variable.shape, per_shard):
+    raise ValueError(
+        f'The value of {variable.name!r} must have the shape'
+        f' {variable.shape}, got {saved.shape}.'
+    )
+  if array is not saved and not np.array_equal(array, saved, equal_nan=True):
+    raise ValueError(
+        f'The value of {variable.name!r} must fit {variable.dtype}, got'
+        f' {saved.dtype} {saved!r}.'
+    )
+  if frames.is_tracing() or saved.shape != variable.stored.shape:
+    return jnp.asarray(array)
+  # Where the variable is, lest what reads it is compiled again.
+  committed = variable.stored.committed
+  return jax.device_put(array, variable.stored.sharding if committed else None)
