@@ -2,12 +2,13 @@
 
 import json
 import pathlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from shard_transforms._src import ftrl
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
 
@@ -152,56 +153,10 @@ def _rmsprop(
   )
 
 
-class FtrlState(NamedTuple):
-  """State of `ftrl`; both fields are trees like the parameters."""
-
-  accum: optax.Updates
-  linear: optax.Updates
-
-
-def ftrl(
-    learning_rate,
-    learning_rate_power=-0.5,
-    initial_accumulator_value=0.1,
-    l1_regularization_strength=0.0,
-    l2_regularization_strength=0.0,
-    l2_shrinkage_regularization_strength=0.0,
-):
-  """Returns `tf.train.FtrlOptimizer`, which Optax has nothing like."""
-
-  def init_fn(params):
-    return FtrlState(
-        accum=optax.tree_utils.tree_full_like(
-            params, initial_accumulator_value
-        ),
-        linear=optax.tree_utils.tree_zeros_like(params),
-    )
-
-  def advance(grad, accum, linear, param):
-    new = accum + grad * grad
-    power, new_power = (x**-learning_rate_power for x in (accum, new))
-    linear += grad + 2 * l2_shrinkage_regularization_strength * param
-    linear -= (new_power - power) / learning_rate * param
-    quadratic = new_power / learning_rate + 2 * l2_regularization_strength
-    shrunk = jnp.sign(linear) * l1_regularization_strength - linear
-    active = jnp.abs(linear) > l1_regularization_strength
-    target = jnp.where(active, shrunk / quadratic, 0)
-    return target - param, new, linear
-
-  def update_fn(updates, state, params):
-    advanced = jax.tree.map(advance, updates, state.accum, state.linear, params)
-    updates, accum, linear = jax.tree.transpose(
-        jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), advanced
-    )
-    return updates, FtrlState(accum, linear)
-
-  return optax.GradientTransformation(init_fn, update_fn)
-
-
 _OPTIMIZERS = {
     'AdagradOptimizer': _adagrad,
     'AdamOptimizer': _adam,
-    'FtrlOptimizer': ftrl,
+    'FtrlOptimizer': ftrl.ftrl,
     'GradientDescentOptimizer': optax.sgd,
     'MomentumOptimizer': _momentum,
     'RMSPropOptimizer': _rmsprop,

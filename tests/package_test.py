@@ -42,8 +42,9 @@ FACADE_LAYERS = (
     ('pairs', 'shards', 'slots', 'values'),
     ('losses',),
     ('optimizer',),
-    ('inner', 'sync_replicas', 'towers', 'wrappers'),
-    ('cross_shard', 'replicate', 'staleness'),
+    ('inner', 'wrappers'),
+    ('cross_shard', 'staleness', 'sync_replicas', 'towers'),
+    ('replicate',),
 )
 
 MODULES = [

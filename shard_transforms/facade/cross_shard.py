@@ -15,7 +15,7 @@ from shard_transforms.facade import optimizer
 from shard_transforms.facade import wrappers
 
 
-class CrossShardOptimizer(wrappers.Wrapper):
+class CrossShardOptimizer(wrappers.FunctionalWrapper):
   """Averages gradients over shards, and applies them with another optimizer.
 
   `compute_gradients` divides the loss by the number of shards (`MEAN`; the size
@@ -73,13 +73,13 @@ class CrossShardOptimizer(wrappers.Wrapper):
           f'Unsupported reduction: {reduction!r}. `reduction` must be one of'
           f' {kinds}.'
       )
-    super().__init__('opt', opt, False, name)
+    super().__init__(opt, False, name)
     self._reduction = reduction
     self._group_assignment = group_assignment
 
   def _transformation(self):
     shards, groups = self._reduced_over()
-    inner = self._opt._transformation()
+    inner = self._inner._transformation()
     if shards.num_shards == 1:
       return optax.chain(optax.identity(), inner)
     if not axes_lib.is_bound(shards.axis_name):
@@ -100,20 +100,20 @@ class CrossShardOptimizer(wrappers.Wrapper):
     return optax.chain(reduction, inner)
 
   def _load(self, variables, global_step):
-    return optax.EmptyState(), self._opt._load(variables, global_step)
+    return optax.EmptyState(), self._inner._load(variables, global_step)
 
   def _store(self, variables, global_step, state):
     shards, groups = self._reduced_over()
     if groups is not None:
       shards.parted.update(dict.fromkeys([*variables, *self.variables()]))
-    return self._opt._store(variables, global_step, state[1])
+    return self._inner._store(variables, global_step, state[1])
 
   def _compute(self, loss, var_list, grad_loss, scale=None):
     shards, groups = self._reduced_over()
     size = shards.num_shards if groups is None else len(groups[0])
     if self._reduction == constants.Reduction.MEAN and size > 1:
       scale = 1 / size if scale is None else scale / size
-    return self._opt._compute(loss, var_list, grad_loss, scale)
+    return self._inner._compute(loss, var_list, grad_loss, scale)
 
   def _reduced_over(self):
     """Returns the shards around the caller, and the groups among them."""

@@ -145,7 +145,8 @@ def function(fn: Callable[..., Any]) -> Function:
   and to make the slots of its optimizers, and once with these variables as
   inputs and outputs. Later calls with arguments of the same shapes and dtypes
   run what was compiled. As under `jax.jit`, Python code in `fn` runs while
-  tracing only. It runs in the graph that was the default when `function` was
+  tracing only. The old arrays of variables are not donated, because other
+  threads may be reading them. It runs in the graph that was the default when `function` was
   called, wherever and in whichever thread the result is.
 
   `build(*args)` of the result makes what a first call would make, and runs

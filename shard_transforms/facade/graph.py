@@ -20,6 +20,13 @@ class GraphKeys:
   GLOBAL_VARIABLES = 'variables'
   TRAINABLE_VARIABLES = 'trainable_variables'
   GLOBAL_STEP = 'global_step'
+  # Nobody fills these but the user.
+  LOCAL_VARIABLES = 'local_variables'
+  LOSSES = 'losses'
+  REGULARIZATION_LOSSES = 'regularization_losses'
+  SUMMARIES = 'summaries'
+  TRAIN_OP = 'train_op'
+  UPDATE_OPS = 'update_ops'
 
 
 class Graph:

@@ -12,11 +12,12 @@ from shard_transforms.facade import frames
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import pairs as pairs_lib
 from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
 
 
-class SyncReplicasOptimizer(optimizer.Optimizer):
+class SyncReplicasOptimizer(wrappers.Wrapper):
   """Averages the first gradients of a step, whichever workers bring them.
 
   Workers are threads that share one object of this class. A worker's
@@ -87,8 +88,8 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
       use_locking: bool = False,
       name: str = 'sync_replicas',
   ):
-    super().__init__(use_locking, name)
     opt = optimizer.check_optimizer('opt', opt)
+    super().__init__(opt, use_locking, name)
     if not isinstance(opt, optimizer.FunctionalOptimizer):
       raise ValueError(
           f'`opt` of SyncReplicasOptimizer must not be a {type(opt).__name__},'
@@ -99,7 +100,6 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
       raise ValueError(
           '`variable_averages` and `variables_to_average` must come together.'
       )
-    self._opt = opt
     self._num_needed = _positive('replicas_to_aggregate', replicas_to_aggregate)
     self._num_replicas = self._num_needed
     if total_num_replicas is not None:
@@ -112,18 +112,6 @@ class SyncReplicasOptimizer(optimizer.Optimizer):
     # With fewer workers than gradients in a step, some go on without waiting.
     self._num_free = self._num_needed - self._num_replicas
     self._local = threading.local()
-
-  def get_slot(self, var: Variable, name: str) -> Variable | None:
-    """Returns the wrapped optimizer's slot of a name, `None` without one."""
-    return self._opt.get_slot(var, name)
-
-  def get_slot_names(self) -> list[str]:
-    """Returns the names of the wrapped optimizer's slots, sorted."""
-    return self._opt.get_slot_names()
-
-  def variables(self) -> list[Variable]:
-    """Returns all variables that hold state, by name."""
-    return self._opt.variables()
 
   def _compute(self, loss, var_list, grad_loss, scale=None):
     step = variables_lib.get_global_step()

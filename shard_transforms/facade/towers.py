@@ -12,13 +12,14 @@ from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import pairs as pairs_lib
 from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
 
 _COLLECTION = 'replicate_model_fn_graph_states'
 
 
-class TowerOptimizer(optimizer.Optimizer):
+class TowerOptimizer(wrappers.Wrapper):
   """Gathers the gradients of all towers, and applies them with the last one.
 
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
@@ -74,45 +75,33 @@ class TowerOptimizer(optimizer.Optimizer):
           '`optimizer_or_optimizer_fn` must not be a TowerOptimizer, got one:'
           ' towers are gathered once.'
       )
-    super().__init__(False, opt._name)
-    self._opt = opt
+    super().__init__(opt, False, opt._name)
 
   @staticmethod
   def has_been_used() -> bool:
     """Returns whether a method of one was called in the default graph."""
     return bool(graph_lib.get_default_graph().get_collection(_COLLECTION))
 
-  def get_name(self) -> str:
-    """Returns the name of the wrapped optimizer."""
-    return self._used().get_name()
-
-  def get_slot(self, var: Variable, name: str) -> Variable | None:
-    """Returns the wrapped optimizer's slot of a name, `None` without one."""
-    return self._used().get_slot(var, name)
-
-  def get_slot_names(self) -> list[str]:
-    """Returns the names of the wrapped optimizer's slots, sorted."""
-    return self._used().get_slot_names()
-
-  def variables(self) -> list[Variable]:
-    """Returns all variables that hold state, by name."""
-    return self._used().variables()
-
-  def _used(self):
-    """Returns the wrapped optimizer, and notes that the graph uses it."""
+  @property
+  def _opt(self) -> optimizer.Optimizer:
+    """The optimizer inside; whoever asks for it, uses this one."""
     found = graph_lib.get_default_graph().get_collection_ref(_COLLECTION)
     if not found:
       found.append(True)
-    return self._opt
+    return self._wrapped
+
+  def get_name(self) -> str:
+    """Returns the name of the wrapped optimizer."""
+    return self._opt.get_name()
 
   def _compute(self, loss, var_list, grad_loss, scale=None):
     towers = contexts.towers()
     if towers is not None and towers.reduction != constants.Reduction.SUM:
       scale = (scale or 1) / towers.num_towers
-    return self._used()._compute(loss, var_list, grad_loss, scale)
+    return self._opt._compute(loss, var_list, grad_loss, scale)
 
   def _apply(self, pairs, global_step):
-    opt, towers = self._used(), contexts.towers()
+    opt, towers = self._opt, contexts.towers()
     if towers is None:
       return opt._apply(pairs, global_step)
     gathered = _gather(towers, pairs)

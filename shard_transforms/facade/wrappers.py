@@ -1,4 +1,4 @@
-"""`Wrapper`: an optimizer around another, which keeps the slots."""
+"""Optimizers around another optimizer, which keeps the slots."""
 
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
@@ -6,25 +6,17 @@ from shard_transforms.facade import variables as variables_lib
 Variable = variables_lib.Variable
 
 
-class Wrapper(optimizer.FunctionalOptimizer):
-  """An optimizer whose transformation goes around that of another."""
+class Wrapper(optimizer.Optimizer):
+  """An optimizer that leaves its slots to another."""
 
-  def __init__(
-      self,
-      argument: str,
-      opt: optimizer.Optimizer,
-      use_locking: bool,
-      name: str,
-  ):
+  def __init__(self, opt: optimizer.Optimizer, use_locking: bool, name: str):
     super().__init__(use_locking, name)
-    self._opt: optimizer.FunctionalOptimizer = optimizer.check_optimizer(
-        argument, opt, optimizer.FunctionalOptimizer
-    )
+    self._wrapped = opt
 
   @property
-  def root(self) -> optimizer.SlotOptimizer:
-    """The innermost optimizer."""
-    return self._opt.root
+  def _opt(self) -> optimizer.Optimizer:
+    """The optimizer inside."""
+    return self._wrapped
 
   def get_slot(self, var: Variable, name: str) -> Variable | None:
     """Returns the wrapped optimizer's slot of a name, `None` without one."""
@@ -37,3 +29,19 @@ class Wrapper(optimizer.FunctionalOptimizer):
   def variables(self) -> list[Variable]:
     """Returns all variables that hold state, by name."""
     return self._opt.variables()
+
+
+class FunctionalWrapper(Wrapper, optimizer.FunctionalOptimizer):
+  """An optimizer whose transformation goes around that of another."""
+
+  def __init__(self, opt: optimizer.Optimizer, use_locking: bool, name: str):
+    functional = optimizer.FunctionalOptimizer
+    self._inner: optimizer.FunctionalOptimizer = optimizer.check_optimizer(
+        'opt', opt, functional
+    )
+    super().__init__(opt, use_locking, name)
+
+  @property
+  def root(self) -> optimizer.SlotOptimizer:
+    """The innermost optimizer."""
+    return self._inner.root
