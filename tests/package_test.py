@@ -31,15 +31,16 @@ PACKAGE = ROOT / 'shard_transforms'
 # A module of `_src` imports from the rows above its own alone.
 LAYERS = (
     ('adam', 'arguments', 'axes', 'ftrl', 'groups', 'leaves', 'packing'),
-    ('collectives',),
-    ('gating', 'placement', 'windows'),
+    ('collectives', 'jaxprs', 'reports'),
+    ('gating', 'mistakes', 'placement', 'windows'),
     ('cross_shard', 'gradients', 'stacked_towers', 'staleness', 'towers'),
+    ('wire',),
 )
 
 FACADE_LAYERS = (
     ('clipping', 'constants', 'contexts', 'frames', 'graph', 'templates'),
     ('functions', 'variables'),
-    ('pairs', 'shards', 'slots', 'values'),
+    ('local_steps', 'pairs', 'shards', 'slots', 'values'),
     ('losses',),
     ('optimizer',),
     ('inner', 'wrappers'),

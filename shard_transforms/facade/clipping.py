@@ -9,7 +9,10 @@ import optax
 
 
 def clip_by_global_norm(
-    t_list: Sequence[Any], clip_norm: Any
+    t_list: Sequence[Any],
+    clip_norm: Any,
+    use_norm: Any = None,
+    name: str | None = None,
 ) -> tuple[list[Any], jax.Array]:
   """Scales a list of gradients so that its global norm is at most `clip_norm`.
 
@@ -19,6 +22,8 @@ def clip_by_global_norm(
   Args:
     t_list: Arrays of any shapes; `None` stays.
     clip_norm: The largest norm, a positive number.
+    use_norm: The norm, if it is known already.
+    name: Ignored.
 
   Returns:
     The list of scaled arrays, and the norm before, [].
@@ -37,7 +42,12 @@ def clip_by_global_norm(
   """
   if not isinstance(t_list, Sequence) or isinstance(t_list, str):
     raise TypeError(f'`t_list` must be a sequence, got {t_list!r}.')
+  del name
   arrays: Any = [None if t is None else jnp.asarray(t) for t in t_list]
-  tx = optax.clip_by_global_norm(clip_norm)
-  clipped: Any = tx.update(arrays, tx.init(arrays))[0]
-  return clipped, optax.tree.norm(arrays)
+  if use_norm is None:
+    tx = optax.clip_by_global_norm(clip_norm)
+    clipped: Any = tx.update(arrays, tx.init(arrays))[0]
+    return clipped, optax.tree.norm(arrays)
+  norm = jnp.asarray(use_norm)
+  scale = jnp.minimum(clip_norm / norm, 1)
+  return optax.tree.scale(scale, arrays), norm

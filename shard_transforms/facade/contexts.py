@@ -118,6 +118,11 @@ def as_num_shards(num_shards: Any) -> int:
   return num_shards
 
 
+def is_any() -> bool:
+  """Whether the caller is among shards or towers."""
+  return _thread.shards is not None or _thread.towers is not None
+
+
 def shards() -> Shards | None:
   """Returns the shards around the caller, if any."""
   return _thread.shards

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import contextlib
 import functools
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import core
@@ -19,34 +19,53 @@ import jax.extend
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from shard_transforms.facade import templates
+
+Kind = Literal['plain', 'traced', 'discovered']
+
+# JAX keeps what it traced of `lax.scan`, `jax.checkpoint` or `jax.jit` by the
+# function alone, but what a function reads changes. It keeps apart what it
+# traced under other values of this.
+_generation = jax.make_user_context(None)
+
+
+class Retraced(Exception):
+  """Ends a trace that needs what is none of its arguments."""
+
 
 class Frame:
   """The arrays that variables stand for inside one call.
 
   Attributes:
-    is_traced: Whether what is read from outside must be an argument of the
-      call, because JAX would take it for a constant.
+    kind: What the call is: `'plain'`; `'traced'`, where what is not an argument
+      must not be used, because JAX would take it for a constant; or
+      `'discovered'`, a trace that is thrown away once it has shown what is
+      used.
     enter: Takes a variable and its array outside; returns the one inside.
     values: The array of each variable that was used, or is an argument.
     used: The variables that were read or written, in order.
     written: The variables that were written, in order.
     locks: What has to be held whenever the call runs.
     mesh: The mesh over which the call is mapped, if any.
+    trace_state: Where JAX was when the frame was opened.
+    generation: What keeps apart what JAX traces before and after a write.
   """
 
   def __init__(
       self,
+      kind: Kind,
       values: Iterable[tuple[Any, Any]],
-      is_traced: bool,
       enter: Callable[[Any, Any], Any],
   ):
-    self.is_traced = is_traced
+    self.kind = kind
     self.enter = enter
     self.values = {v: enter(v, array) for v, array in values}
     self.used = {}
     self.written = {}
     self.locks = {}
-    self.mesh = None
+    self.mesh: jax.sharding.Mesh | None = None
+    self.trace_state = _trace_state()
+    self.generation = contextlib.ExitStack()
 
 
 class _Thread(threading.local):
@@ -61,24 +80,35 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def frame(
+    kind: Kind = 'plain',
     values: Iterable[tuple[Any, Any]] = (),
     *,
-    is_traced: bool = False,
     enter: Callable[[Any, Any], Any] = lambda variable, array: array,
 ) -> Iterator[Frame]:
   """Opens a frame; what is written in it is gone with it unless committed."""
-  opened = Frame(values, is_traced, enter)
+  opened = Frame(kind, values, enter)
   _thread.frames.append(opened)
   try:
+    _begin_generation(opened)
     yield opened
   finally:
+    opened.generation.close()
     _thread.frames.pop()
 
 
-def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-  """Writes what a frame that is closed has left."""
-  for variable, array in zip(variables, arrays, strict=True):
-    write(variable, array)
+def _begin_generation(opened):
+  # Outside of any trace, everything would be compiled anew.
+  if is_tracing():
+    opened.generation.close()
+    opened.generation.enter_context(_generation(object()))
+
+
+@contextlib.contextmanager
+def transaction() -> Iterator[None]:
+  """Writes all that is written inside in the end, or nothing on an error."""
+  with frame() as opened:
+    yield
+  commit(opened.written, [opened.values[v] for v in opened.written])
 
 
 def read(variable: Any) -> Any:
@@ -96,66 +126,88 @@ def _read(variable, frames):
   if not frames:
     return variable.stored
   innermost = frames[-1]
-  innermost.used[variable] = None
+  _use(variable, innermost)
   if variable not in innermost.values:
     outside = _read(variable, frames[:-1])
     innermost.values[variable] = innermost.enter(variable, outside)
   return innermost.values[variable]
 
 
+def _use(variable, frame):
+  if frame.kind == 'traced' and variable not in frame.values:
+    raise Retraced
+  frame.used[variable] = None
+
+
+def known(variables: Iterable[Any]) -> dict[Any, Any]:
+  """Returns what may be read here, with its arrays, and uses none of it.
+
+  Args:
+    variables: What may be read outside of any trace.
+  """
+  found = {} if is_tracing() else {v: v.stored for v in variables}
+  for opened in _thread.frames:
+    found.update(opened.values)
+  return found
+
+
 def write(variable: Any, array: Any) -> None:
   """Makes `variable` stand for `array` from here on.
 
   Raises:
-    ValueError: If the array is a tracer that would outlive its trace.
+    ValueError: If JAX stages what runs here: it would be done once, while
+      tracing, or the array would outlive its trace.
   """
-  if _thread.frames:
-    innermost = _thread.frames[-1]
-    innermost.used[variable] = innermost.written[variable] = None
-    innermost.values[variable] = array
-  elif isinstance(array, core.Tracer):
+  frames = _thread.frames
+  here = frames[-1].trace_state == _trace_state() if frames else not is_staged()
+  if not here:
     raise ValueError(
-        f'Variable {variable.name!r} must not be assigned inside a function'
-        ' that JAX traces, which would forget it. Compile the step with'
-        ' `facade.function`, and map it with `facade.shard`.'
+        f'Variable {variable.name!r} must not be assigned inside a branch, a'
+        ' loop or a function that JAX traces by itself. Return the value from'
+        ' it, and assign it outside; compile steps with `facade.function`, and'
+        ' map them with `facade.shard`.'
     )
-  else:
-    variable.stored = array
+  commit([variable], [array])
+
+
+def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+  """Writes what has been computed for the place where the caller is.
+
+  Raises:
+    ValueError: If an array is a tracer that would outlive its trace.
+  """
+  opened = _thread.frames[-1] if _thread.frames else None
+  for variable, array in zip(variables, arrays, strict=True):
+    if opened is not None:
+      _use(variable, opened)
+      opened.written[variable] = None
+      opened.values[variable] = array
+    elif isinstance(array, core.Tracer):
+      raise ValueError(
+          f'Variable {variable.name!r} must not be assigned inside a function'
+          ' that JAX traces by itself, which would forget it. Compile the step'
+          ' with `facade.function`, and map it with `facade.shard`.'
+      )
+    else:
+      variable.stored = array
+  if opened is not None:
+    _begin_generation(opened)
+
+
+def is_open() -> bool:
+  """Whether this thread is inside any frame."""
+  return bool(_thread.frames)
 
 
 def is_tracing() -> bool:
   """Whether this thread is inside a call that is traced."""
-  return any(frame.is_traced for frame in _thread.frames)
-
-
-def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
-  """Puts variables on a mesh of one axis; returns whether any was elsewhere.
-
-  Nothing is moved inside a trace, where all arrays are placed already.
-  """
-  if is_tracing():
-    return False
-  moved = False
-  for variable in variables:
-    array = read(variable)
-    spec = spec_of(variable, array, mesh)
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    placed = jax.device_put(array, sharding)
-    if getattr(array, 'sharding', None) != placed.sharding:
-      write(variable, placed)
-      moved = True
-  return moved
-
-
-def spec_of(variable: Any, array: Any, mesh: jax.sharding.Mesh) -> P:
-  """Returns how an array lies on a mesh: alike on all shards, or by shard."""
-  return P(*mesh.axis_names) if array.ndim > variable.ndim else P()
+  return any(opened.kind != 'plain' for opened in _thread.frames)
 
 
 def is_staged() -> bool:
-  """Whether JAX traces here for itself, and caches what it traced.
+  """Whether JAX traces here for itself, and keeps what it traced.
 
-  It would take an array that is read here for a constant, for ever.
+  It would take what is read here for a constant, for ever.
   """
   if is_tracing() or _trace_state() == _clean_trace_state():
     return False
@@ -173,27 +225,75 @@ def _clean_trace_state():
     return _trace_state()
 
 
-def mark_mapped(mesh: Any) -> None:
-  """Tells the frames around that they hold a call over `mesh`."""
-  for opened in _thread.frames:
-    opened.mesh = mesh
-
-
 @contextlib.contextmanager
 def held(lock: Any) -> Iterator[None]:
   """Holds a lock, and makes the traced calls around hold it when they run."""
   for opened in _thread.frames:
     opened.locks[lock] = None
   with lock:
+    if is_tracing():
+      yield
+    else:
+      with at_once():
+        yield
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+  """Lets other threads see all that was written, and each further write.
+
+  Transactions around have read and written for themselves so far; what they
+  have written cannot be taken back any more.
+  """
+  frames, _thread.frames = _thread.frames, []
+  try:
+    for opened in frames:
+      commit(opened.written, [opened.values[v] for v in opened.written])
+      opened.values.clear()
+      opened.written.clear()
     yield
+  finally:
+    _thread.frames = frames
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-  """Leaves all frames and traces: what is computed inside is concrete."""
+  """Leaves all frames, calls and traces: what is computed is concrete."""
   frames, _thread.frames = _thread.frames, []
   try:
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), templates.suspended():
       yield
   finally:
     _thread.frames = frames
+
+
+def mark_mapped(mesh: jax.sharding.Mesh) -> None:
+  """Tells the frames around that they hold a call over `mesh`."""
+  for opened in _thread.frames:
+    opened.mesh = mesh
+
+
+def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
+  """Puts variables on a mesh of one axis; returns whether any was elsewhere.
+
+  Nothing is moved inside a trace, where all arrays are placed already.
+  """
+  if is_tracing():
+    return False
+  moved = False
+  for variable in variables:
+    array = read(variable)
+    if isinstance(array, core.Tracer):
+      continue
+    spec = spec_of(variable, array, mesh)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    placed = jax.device_put(array, sharding)
+    if getattr(array, 'sharding', None) != placed.sharding:
+      commit([variable], [placed])
+      moved = True
+  return moved
+
+
+def spec_of(variable: Any, array: Any, mesh: jax.sharding.Mesh) -> P:
+  """Returns how an array lies on a mesh: alike on all shards, or by shard."""
+  return P(*mesh.axis_names) if array.ndim > variable.ndim else P()

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import templates
@@ -16,16 +17,13 @@ from shard_transforms.facade import templates
 _MAX_TRACES = 32
 
 
-class Retraced(Exception):
-  """Ends a trace that met what its arguments lack; it starts again with it."""
-
-
 class Function:
   """What `function` returns: call it, or `build` what a call would make."""
 
   def __init__(self, fn: Callable[..., Any]):
     functools.update_wrapper(self, fn)
     self._fn = fn
+    self._attribute = ''
     self._graph = graph_lib.get_default_graph()
     self._template = templates.Template()
     self._variables = []
@@ -34,6 +32,16 @@ class Function:
     self._is_built = False
     self._growing = threading.RLock()
     self._run = jax.jit(self._traced)
+
+  def __set_name__(self, owner: type, name: str):
+    self._attribute = name
+
+  def __get__(self, instance: Any, owner: type | None = None) -> 'Function':
+    if instance is None:
+      return self
+    # Kept by the instance: found there, this is not asked again.
+    bound = Function(self._fn.__get__(instance))
+    return vars(instance).setdefault(self._attribute, bound)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step, and returns what it returns, variables as arrays.
@@ -49,6 +57,9 @@ class Function:
       RuntimeError: If each trace makes new variables.
       ValueError: If what it computes raises one.
     """
+    if frames.is_open() or contexts.is_any():
+      # Part of a call that compiles it, or of one shard or tower of several.
+      return self._inline(args, kwargs)
     if not self._is_built:
       self.build(*args, **kwargs)
     for _ in range(_MAX_TRACES):
@@ -57,7 +68,7 @@ class Function:
         arrays = frames.read_all(variables)
         try:
           out, written = self._run(arrays, args, kwargs)
-        except Retraced:
+        except frames.Retraced:
           self.build(*args, **kwargs)
           continue
         except ValueError:
@@ -65,8 +76,7 @@ class Function:
           if not self._place():
             raise
           continue
-        for i, array in written.items():
-          frames.write(variables[i], array)
+        frames.commit([variables[i] for i in written], written.values())
         return out
     raise RuntimeError(
         f'{self._fn!r} met new variables in each of {_MAX_TRACES} traces. It'
@@ -80,16 +90,18 @@ class Function:
       *args: As for a call; `jax.ShapeDtypeStruct` will do for arrays.
       **kwargs: The same.
     """
-    variables = self._graph.get_collection(graph_lib.GraphKeys.GLOBAL_VARIABLES)
-    # All are arguments, lest what JAX caches inside holds one as a constant.
-    variables = list(dict.fromkeys([*self._variables, *variables]))
+    everything = self._graph.get_collection(
+        graph_lib.GraphKeys.GLOBAL_VARIABLES
+    )
+    known = frames.known([*self._variables, *everything])
 
     def trace(arrays, args, kwargs):
-      out, frame = self._trace(variables, arrays, args, kwargs)
+      with frames.frame('discovered', zip(known, arrays, strict=True)) as frame:
+        out = self._inline(args, kwargs)
       self._learn(frame)
       return out
 
-    jax.eval_shape(trace, frames.read_all(variables), args, kwargs)
+    jax.eval_shape(trace, list(known.values()), args, kwargs)
     self._is_built = True
     self._place()
 
@@ -102,14 +114,11 @@ class Function:
       stack.enter_context(frames.held(lock))
     return stack
 
-  def _trace(self, variables, arrays, args, kwargs):
-    """Returns the outputs, and the frame with what was used and written."""
-    with frames.frame(
-        zip(variables, arrays, strict=True), is_traced=True
-    ) as frame:
-      with self._graph.as_default(), templates.call_of(self._template):
-        out = self._fn(*args, **kwargs)
-      return jax.tree.map(lambda x: x, out), frame
+  def _inline(self, args, kwargs):
+    """Runs the function where it stands."""
+    with self._graph.as_default(), templates.call_of(self._template):
+      out = self._fn(*args, **kwargs)
+    return jax.tree.map(lambda x: x, out)
 
   def _learn(self, frame):
     """Notes what a trace has used; returns whether anything is new."""
@@ -125,9 +134,10 @@ class Function:
   def _traced(self, arrays, args, kwargs):
     """The pure function: what was written, by its place among the variables."""
     variables = self._variables[: len(arrays)]
-    out, frame = self._trace(variables, arrays, args, kwargs)
-    if self._learn(frame) or not frame.used.keys() <= set(variables):
-      raise Retraced
+    with frames.frame('traced', zip(variables, arrays, strict=True)) as frame:
+      out = self._inline(args, kwargs)
+    if self._learn(frame):
+      raise frames.Retraced
     places = {variable: i for i, variable in enumerate(variables)}
     return out, {places[v]: frame.values[v] for v in frame.written}
 
@@ -146,8 +156,9 @@ def function(fn: Callable[..., Any]) -> Function:
   inputs and outputs. Later calls with arguments of the same shapes and dtypes
   run what was compiled. As under `jax.jit`, Python code in `fn` runs while
   tracing only. The old arrays of variables are not donated, because other
-  threads may be reading them. It runs in the graph that was the default when `function` was
-  called, wherever and in whichever thread the result is.
+  threads may be reading them. `fn` runs in the graph that was the default when
+  `function` was called, wherever and in whichever thread the result is. Inside
+  of what another `function` or a loss runs, it becomes part of that.
 
   `build(*args)` of the result makes what a first call would make, and runs
   nothing: call it before `set_values`.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import re
 import threading
 from typing import Any
 
@@ -50,10 +51,19 @@ class Graph:
     self._collections = {}
     self._names = {}
     self.lock = threading.RLock()
+    self.update_lock = threading.RLock()
 
-  def get_collection(self, name: str) -> list[Any]:
-    """Returns a copy of a collection; it is empty if nobody added to it."""
-    return list(self._collections.get(name, ()))
+  def get_collection(self, name: str, scope: str | None = None) -> list[Any]:
+    """Returns a copy of a collection; it is empty if nobody added to it.
+
+    Args:
+      name: Its name.
+      scope: A regular expression: if given, only items whose name begins so.
+    """
+    found = list(self._collections.get(name, ()))
+    if scope is None:
+      return found
+    return [item for item in found if re.match(scope, item.name)]
 
   def get_collection_ref(self, name: str) -> list[Any]:
     """Returns a collection itself."""

@@ -1,5 +1,6 @@
 """The optimizers of `tf.train`, each an Optax transformation underneath."""
 
+import inspect
 import types
 from typing import Any
 
@@ -12,16 +13,19 @@ from shard_transforms.facade import optimizer
 
 
 class OptaxOptimizer(optimizer.SlotOptimizer):
-  """Any transformation of Optax, as an optimizer of the façade.
+  """A transformation of Optax, as an optimizer of the façade.
 
   Its slots are named after the fields of the transformation's state (`'mu'` and
   `'nu'` for `optax.adam`); what belongs to no variable, like a count, is in
   `variables()`. The transformation sees the parameters as a dict by
-  `Variable.op.name`, of the variables that have a gradient in this call.
+  `Variable.op.name`, of the variables that have a gradient in this call. It has
+  to make do with these: what needs other arguments (`value`, for line searches)
+  or other parameters (`optax.lookahead`) does not fit.
 
   Args:
     tx: The transformation.
-    use_locking: Whether an update excludes those of other threads.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
     name: The name.
 
   Raises:
@@ -41,11 +45,13 @@ class OptaxOptimizer(optimizer.SlotOptimizer):
 
   def __init__(
       self,
-      tx: optax.GradientTransformation,
+      tx: optax.GradientTransformation | optax.MultiSteps,
       use_locking: bool = False,
       name: str = 'Optax',
   ):
     super().__init__(use_locking, name)
+    if isinstance(tx, optax.MultiSteps):
+      tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
       raise TypeError(f'`tx` must be a transformation of Optax, got {tx!r}.')
     self._tx = optax.with_extra_args_support(tx)
@@ -60,7 +66,8 @@ class GradientDescentOptimizer(optimizer.SlotOptimizer):
   Args:
     learning_rate: A number, a scalar array or `Variable`, or a function of no
       arguments that returns one; it is read at each update.
-    use_locking: Whether an update excludes those of other threads.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
     name: The name.
 
   Raises:
@@ -97,7 +104,8 @@ class MomentumOptimizer(optimizer.SlotOptimizer):
   Args:
     learning_rate: As in `GradientDescentOptimizer`.
     momentum: The decay of the momentum, given in the same forms.
-    use_locking: Whether an update excludes those of other threads.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
     name: The name.
     use_nesterov: Whether to look ahead.
 
@@ -148,7 +156,8 @@ class AdamOptimizer(optimizer.SlotOptimizer):
     beta2: The decay of the second moment, the same.
     epsilon: What keeps the divisor from zero, the same; the paper's "epsilon
       hat".
-    use_locking: Whether an update excludes those of other threads.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
     name: The name.
 
   Raises:
@@ -190,7 +199,8 @@ class AdagradOptimizer(optimizer.SlotOptimizer):
   Args:
     learning_rate: As in `GradientDescentOptimizer`.
     initial_accumulator_value: What the sum of squares starts from, positive.
-    use_locking: Whether an update excludes those of other threads.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
     name: The name.
 
   Raises:
@@ -240,7 +250,8 @@ class RMSPropOptimizer(optimizer.SlotOptimizer):
     decay: The decay of the moments.
     momentum: The decay of the momentum, which holds the learning rate.
     epsilon: What is added to the second moment under the root.
-    use_locking: Whether an update excludes those of other threads.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
     centered: Whether the mean gradient is taken off the second moment.
     name: The name.
 
@@ -304,7 +315,8 @@ class FtrlOptimizer(optimizer.SlotOptimizer):
       negative.
     l1_regularization_strength: Not negative.
     l2_regularization_strength: Not negative.
-    use_locking: Whether an update excludes those of other threads.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
     name: The name.
     accum_name: The second part of the name of the slot `accum`, if not `name`.
     linear_name: The same for the slot `linear`.
@@ -362,5 +374,13 @@ class FtrlOptimizer(optimizer.SlotOptimizer):
 
 def _number(value):
   """Returns a hyperparameter as it is at this update."""
-  value = value() if callable(value) else value
+  if callable(value):
+    try:
+      inspect.signature(value).bind()
+    except TypeError as error:
+      raise TypeError(
+          'A hyperparameter must be a number or a function of no arguments, got'
+          f' {value!r}. Write `lambda: schedule(global_step.value())`.'
+      ) from error
+    value = value()
   return value if isinstance(value, int | float) else jnp.asarray(value)

@@ -34,7 +34,8 @@ def compute_gradients(
     shard's own.
 
   Raises:
-    TypeError: If `loss` is no function, or its result no real array.
+    TypeError: If `loss` is no function, its result no real array, or
+      `grad_loss` no array.
     ValueError: If there are no variables, one is of an integer type, `loss`
       takes another number of arguments or is already reduced over the shards,
       `grad_loss` is of another shape, or the loss makes new variables each
@@ -70,7 +71,7 @@ def _differentiate(loss, found, grad_loss, scale, arity):
   written = []
 
   def differentiated(values):
-    with frames.frame(zip(found, values, strict=True)) as frame:
+    with frames.frame('plain', zip(found, values, strict=True)) as frame:
       out = _as_loss(loss(*values[:arity]), grad_loss)
     read = [arity > 0 or v in frame.used for v in found]
     written[:] = frame.written
@@ -96,6 +97,9 @@ def _differentiate(loss, found, grad_loss, scale, arity):
 def _arity(loss, num_variables):
   """Returns how many values a loss takes: none, or those of all variables."""
   signature = inspect.signature(loss)
+  kinds = {p.kind for p in signature.parameters.values()}
+  if num_variables and inspect.Parameter.VAR_POSITIONAL in kinds:
+    return num_variables
   try:
     signature.bind()
     return 0
@@ -123,6 +127,9 @@ def _as_loss(out, grad_loss):
     raise TypeError(f'`loss` must return an array, got {out!r}.') from error
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
+  is_array = hasattr(grad_loss, 'shape') or isinstance(grad_loss, int | float)
+  if grad_loss is not None and not is_array:
+    raise TypeError(f'`grad_loss` must be an array, got {grad_loss!r}.')
   if grad_loss is not None and jnp.shape(grad_loss) not in ((), out.shape):
     raise ValueError(
         f'`grad_loss` must have the shape of the loss, {out.shape}, got'

@@ -240,21 +240,25 @@ class FunctionalOptimizer(Optimizer):
     pairs_lib.check_any_gradient(pairs)
     given = [variable for grad, variable in pairs if grad is not None]
     grads = {v.op.name: grad for grad, v in pairs if grad is not None}
-    with self._held():
+    with self._held(given), frames.transaction():
       params: Any = {v.op.name: v.value() for v in given}
+      tx = self._transformation()
       state = self._load(given, global_step)
-      updates, state = self._transformation().update(
-          grads, state, params, **self._extra_args()
-      )
+      updates, state = tx.update(grads, state, params, **self._extra_args())
       params: Any = optax.apply_updates(params, updates)
       for variable in given:
         variable.assign(params[variable.op.name])
       return self._store(given, global_step, state)
 
-  def _held(self):
-    if not self._use_locking:
+  @property
+  def uses_locking(self) -> bool:
+    """Whether an update excludes the others of the graph that say so."""
+    return self._use_locking
+
+  def _held(self, variables):
+    if not self.uses_locking:
       return contextlib.nullcontext()
-    return frames.held(self.root.slots.lock)
+    return frames.held(variables[0].graph.update_lock)
 
 
 class SlotOptimizer(FunctionalOptimizer):
@@ -332,8 +336,8 @@ def check_optimizer(
     return opt
   if isinstance(opt, Optimizer):
     raise TypeError(
-        f'`{name}` must be an optimizer that applies a gradient in one call,'
-        f' got a {type(opt).__name__}. Put that one outside.'
+        f'`{name}` must not gather gradients of several calls itself, got a'
+        f' {type(opt).__name__}. Put that one outside.'
     )
   raise TypeError(
       f'`{name}` must be an optimizer of the façade, got {opt!r}. Wrap a'

@@ -17,17 +17,17 @@ def check_variables(var_list: Any) -> list[variables.Variable]:
 
   Raises:
     TypeError: If an item is no `Variable`.
-    ValueError: If there is none, one twice, or one of an integer type.
+    ValueError: If there is none, one twice, or one that is not real.
   """
   single = isinstance(var_list, variables.Variable)
   found = [var_list] if single else list(var_list)
   for item in found:
     if not isinstance(item, variables.Variable):
       raise TypeError(f'`var_list` must hold `facade.Variable`s, got {item!r}.')
-    if not jnp.issubdtype(item.dtype, jnp.inexact):
+    if not jnp.issubdtype(item.dtype, jnp.floating):
       raise ValueError(
-          f'Invalid type {item.dtype} for {item.name}: only real and complex'
-          ' variables have a gradient. Make it with `trainable=False`.'
+          f'Invalid type {item.dtype} for {item.name}: optimizers take real'
+          ' variables. Make it with `trainable=False`.'
       )
   if not found:
     raise ValueError('No variables to optimize.')
@@ -101,9 +101,10 @@ def _check_pair(pair):
         f'The gradient of {variable.name} must be an array or None, got'
         f' {grad!r}.'
     ) from error
-  if not jnp.issubdtype(grad.dtype, jnp.inexact):
+  if not jnp.issubdtype(grad.dtype, jnp.floating):
     raise TypeError(
-        f'The gradient of {variable.name} must hold numbers, got {grad.dtype}.'
+        f'The gradient of {variable.name} must hold real numbers, got'
+        f' {grad.dtype}.'
     )
   if grad.shape != variable.shape:
     raise ValueError(

@@ -30,6 +30,12 @@ class EstimatorSpec(NamedTuple):
     loss: The loss, a scalar.
     train_op: What `minimize` or `apply_gradients` returned.
     eval_metric_ops: Metrics by name, means over the examples.
+    export_outputs: Ignored, as all that follow.
+    training_chief_hooks: Ignored.
+    training_hooks: Ignored.
+    scaffold: Ignored.
+    evaluation_hooks: Ignored.
+    prediction_hooks: Ignored.
 
   Examples:
     >>> from shard_transforms import facade
@@ -45,6 +51,12 @@ class EstimatorSpec(NamedTuple):
   loss: Any = None
   train_op: Any = None
   eval_metric_ops: Any = None
+  export_outputs: Any = None
+  training_chief_hooks: Any = None
+  training_hooks: Any = None
+  scaffold: Any = None
+  evaluation_hooks: Any = None
+  prediction_hooks: Any = None
 
 
 def replicate_model_fn(
@@ -80,7 +92,8 @@ def replicate_model_fn(
     ValueError: If `loss_reduction` is `NONE` or unknown, or `devices` empty,
       unknown or neither all the same nor all different; when called, if the
       batch cannot be divided, an optimizer is not wrapped, or towers differ in
-      the calls that they make. No variable changes then.
+      the calls that they make. No variable changes then, unless an optimizer
+      with `use_locking` has shown its update to other threads already.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -138,7 +151,7 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
   n = towers.num_towers
   specs = []
   # Nothing is assigned before all towers have proved to agree.
-  with frames.frame() as frame:
+  with frames.transaction():
     for tower in range(n):
       towers.tower = tower
       towers.calls.append([])
@@ -147,7 +160,6 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
         specs.append(call_model_fn(*part, **rest))
     towers_lib.check_calls(towers)
     _check_used(rest['mode'], towers)
-  frames.commit(frame.written, [frame.values[v] for v in frame.written])
 
   def join(of, *trees):
     return jax.tree.map(lambda *x: of(jnp.stack(_inexact(x))), *trees)
@@ -167,6 +179,12 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
 
 def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
   """Runs the towers at once, each on its own device."""
+  if contexts.mapped_axes():
+    raise ValueError(
+        'Towers on several devices must not be inside of `shard`, which is'
+        ' mapped over devices already. Let them take turns: name one device'
+        ' several times.'
+    )
   axis = towers.axis_name = contexts.TOWER_AXIS
   returned = []
 

@@ -78,8 +78,9 @@ class Slots:
       The state, with the present values of the leaves.
 
     Raises:
-      ValueError: If a variable of another graph has the name of one that has
-        slots already.
+      ValueError: If a variable is of another graph than those that have slots
+        already, if it has a value per shard before it has slots, or if the
+        state mixes variables and these are others.
     """
     call = tuple(variables)
     if call not in self._calls:
@@ -96,19 +97,20 @@ class Slots:
 
   def _make(self, transformation, variables, slot_names, op_names):
     for variable in variables:
-      known = self._variables.setdefault(variable.op.name, variable)
-      if known is not variable:
+      known = next(iter(self._variables.values()), variable)
+      if variable.graph is not known.graph:
         raise ValueError(
-            f'The optimizer already has slots of another {variable.name!r}.'
-            ' Make an optimizer for each graph.'
+            f'The optimizer already has slots of {known.name!r} of another'
+            f' graph, got {variable.name!r}. Make an optimizer for each graph.'
         )
+    self._variables.update({v.op.name: v for v in variables})
     with frames.outside():
-      if any(variable.is_per_shard for variable in variables):
-        raise ValueError(
-            'Slots must be made before their variable gets a value per shard:'
-            ' let one optimizer update it, from the start.'
-        )
-      params = {v.op.name: v.value() for v in variables}
+      parted = {v.op.name for v in variables if v.is_per_shard}
+      # Only for the shapes, where there are several values.
+      params = {
+          v.op.name: frames.read(v)[0] if v.is_per_shard else v.value()
+          for v in variables
+      }
       state = transformation().init(params)
       found, treedef = jax.tree_util.tree_flatten_with_path(state)
       described = [
@@ -124,7 +126,18 @@ class Slots:
           key=lambda leaf: (rank[leaf.of], order.get(leaf.slot, len(order))),
       ):
         if leaf.path not in self._leaves:
+          if leaf.of in parted:
+            raise ValueError(
+                f'The slots of {leaf.of!r} must be made before it gets a value'
+                ' per shard: let one optimizer update it, from the start.'
+            )
           self._add(leaf, variables[0].graph, op_names)
+        elif self._leaves[leaf.path].shape != jnp.shape(leaf.value):
+          raise ValueError(
+              f'The state {leaf.slot!r} of the optimizer has another shape for'
+              f' the variables {list(params)} than before. Always update the'
+              ' same variables with it.'
+          )
     leaves = [self._leaves[leaf.path] for leaf in described]
     self._calls[variables] = treedef, leaves
 
@@ -161,12 +174,15 @@ class _Leaf(NamedTuple):
 
 def _describe(path, params, slot_names):
   """Returns the variable that a leaf belongs to, and its name."""
-  of = None
-  match path:
-    case (*_, jax.tree_util.DictKey(key=key)) if key in params:
-      of = key
-  above = path if of is None else path[:-1]
-  names = [getattr(k, 'name', getattr(k, 'key', None)) for k in above]
-  fields = [name for name in names if isinstance(name, str)]
-  field = fields[-1] if fields else 'state'
+  keys = [getattr(k, 'name', getattr(k, 'key', None)) for k in path]
+  # The innermost dict is that of the parameters: labels may have their names.
+  places = [
+      i
+      for i, (key, k) in enumerate(zip(path, keys, strict=True))
+      if isinstance(key, jax.tree_util.DictKey) and k in params
+  ]
+  place = places[-1] if places else None
+  of = None if place is None else keys[place]
+  names = [k for i, k in enumerate(keys) if isinstance(k, str) and i != place]
+  field = names[-1] if names else 'state'
   return of, slot_names.get(field, field)

@@ -1,25 +1,18 @@
 """`DropStaleGradientOptimizer`: gradients that are too old do not count."""
 
-import threading
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import shard_transforms
 from shard_transforms._src import arguments
 from shard_transforms.facade import frames
-from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import local_steps
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import templates
 from shard_transforms.facade import variables as variables_lib
 from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
-
-# What a thread has that never recorded a step: older than any gradient.
-_NO_STEP = np.iinfo(np.int32).min
 
 
 class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
@@ -76,7 +69,7 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
   ):
     super().__init__(opt, use_locking, name)
     self._staleness = arguments.as_int('staleness', staleness)
-    self._local_step = templates.persistent('local_step', _LocalStep)
+    self._local_step = templates.persistent('local_step', local_steps.LocalStep)
 
   @property
   def stale_counter(self) -> Variable:
@@ -104,25 +97,10 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
           ' step, which the graph lacks. Call'
           ' `facade.get_or_create_global_step()` first.'
       )
-    oldest, is_used = self._local_step.value()
-    step = jnp.asarray(step.value(), jnp.int32)
-    step = jnp.where(is_used, step, jnp.minimum(oldest, step))
-    self._local_step.assign(jnp.stack([step, 0]))
-    return self._inner._compute(loss, var_list, grad_loss, scale)
-
-  def _apply(self, pairs, global_step):
-    if global_step is None:
-      raise ValueError(
-          '`global_step` of `DropStaleGradientOptimizer` must be a variable,'
-          ' got None: without it, no gradient has an age.'
-      )
-    # Within a trace, nobody knows what will have been recorded.
-    if not frames.is_tracing() and int(self._local_step[0]) == _NO_STEP:
-      raise ValueError(
-          '`compute_gradients` must come before `apply_gradients`, in the same'
-          ' thread: it records the step that the gradients belong to.'
-      )
-    return super()._apply(pairs, global_step)
+    read_at = step.value()
+    pairs = self._inner._compute(loss, var_list, grad_loss, scale)
+    self._local_step.record(read_at)
+    return pairs
 
   def _transformation(self):
     return shard_transforms.drop_stale(
@@ -130,12 +108,25 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
     )
 
   def _extra_args(self):
-    return {'local_step': self._local_step[0]}
+    return {'local_step': self._local_step.step}
 
   def _load(self, variables, global_step):
-    return self._load_own(
-        global_step, self._inner._load(variables, global_step)
-    )
+    if global_step is None:
+      raise ValueError(
+          '`global_step` of `DropStaleGradientOptimizer` must be a variable,'
+          ' got None: without it, no gradient has an age.'
+      )
+    # Within a trace, nobody knows what will have been recorded.
+    if (
+        not frames.is_tracing()
+        and int(self._local_step.step) == local_steps.NO_STEP
+    ):
+      raise ValueError(
+          '`compute_gradients` must come before `apply_gradients`, in the same'
+          ' thread: it records the step that the gradients belong to.'
+      )
+    inner_state = self._inner._load(variables, global_step)
+    return self._load_own(global_step, inner_state)
 
   def _load_own(self, global_step, inner_state):
     count = self.stale_counter.value()
@@ -150,28 +141,5 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
     self._inner._store(variables, None, state.inner_state)
     if global_step is not None:
       global_step.assign(state.global_step)
-    self._local_step.assign(jnp.stack([self._local_step[0], 1]))
+    self._local_step.use()
     return self.stale_counter.assign(state.stale_count)
-
-
-class _LocalStep(Variable):
-  """The oldest step recorded since the last update, and whether that was.
-
-  Each thread has its own.
-  """
-
-  _NOTHING = np.array([_NO_STEP, 1], np.int32)
-
-  def __init__(self):
-    self._of_thread = threading.local()
-    with frames.outside(), graph_lib.Graph().as_default():
-      super().__init__(self._NOTHING, trainable=False, name='local_step')
-
-  @property
-  def stored(self) -> Any:
-    """What the calling thread has recorded."""
-    return getattr(self._of_thread, 'step', self._NOTHING)
-
-  @stored.setter
-  def stored(self, value: Any):
-    self._of_thread.step = value

@@ -1,6 +1,7 @@
 """`SyncReplicasOptimizer`: threads that train in step, some as backup."""
 
 from collections.abc import Sequence
+import dataclasses
 import threading
 from typing import Any
 
@@ -9,8 +10,10 @@ import optax
 import shard_transforms
 from shard_transforms._src import arguments
 from shard_transforms.facade import frames
+from shard_transforms.facade import local_steps
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import pairs as pairs_lib
+from shard_transforms.facade import templates
 from shard_transforms.facade import variables as variables_lib
 from shard_transforms.facade import wrappers
 
@@ -52,6 +55,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
       `variable_averages` or the reverse. In `apply_gradients`, if `global_step`
       is left out, or for several replicas inside a traced function.
     TimeoutError: In `apply_gradients`, if the step does not end in time.
+    RuntimeError: In `apply_gradients`, if another worker could not end it.
 
   Examples:
     >>> import threading
@@ -92,9 +96,9 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
     super().__init__(opt, use_locking, name)
     if not isinstance(opt, optimizer.FunctionalOptimizer):
       raise ValueError(
-          f'`opt` of SyncReplicasOptimizer must not be a {type(opt).__name__},'
-          ' whose gradients would be lost but for the last tower. Put it'
-          ' outside: `TowerOptimizer(SyncReplicasOptimizer(opt, ...))`.'
+          '`opt` of SyncReplicasOptimizer must not gather gradients itself, got'
+          f' a {type(opt).__name__}: all but the last tower would be lost. Put'
+          ' it outside: `TowerOptimizer(SyncReplicasOptimizer(opt, ...))`.'
       )
     if (variable_averages is None) != (variables_to_average is None):
       raise ValueError(
@@ -107,17 +111,19 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
     self._averages = variable_averages
     self._to_average = variables_to_average
     self._is_alone = self._num_needed == self._num_replicas == 1
-    self._condition = threading.Condition()
-    self._handed_in = []
     # With fewer workers than gradients in a step, some go on without waiting.
-    self._num_free = self._num_needed - self._num_replicas
-    self._local = threading.local()
+    self._num_extra = self._num_needed - self._num_replicas
+    self._round = _Round(self._num_extra)
+    self._condition = threading.Condition()
+    self._local_step = templates.persistent('local_step', local_steps.LocalStep)
 
   def _compute(self, loss, var_list, grad_loss, scale=None):
     step = variables_lib.get_global_step()
-    if step is not None and not frames.is_tracing():
-      self._local_step(step)
-    return self._opt._compute(loss, var_list, grad_loss, scale)
+    read_at = None if step is None else step.value()
+    pairs = self._opt._compute(loss, var_list, grad_loss, scale)
+    if read_at is not None:
+      self._local_step.record(read_at)
+    return pairs
 
   def _apply(self, pairs, global_step):
     if global_step is None:
@@ -133,42 +139,52 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
           ' used inside a traced function, where threads cannot wait for each'
           ' other. Compile what computes the gradients alone.'
       )
-    with self._condition:
-      step = int(global_step)
-      if self._local_step(global_step) >= step:
-        self._hand_in(pairs)
-        if len(self._handed_in) == self._num_needed:
-          calls, self._handed_in = self._handed_in, []
-          self._num_free = self._num_needed - self._num_replicas
-          self._apply_mean(calls, global_step)
-          self._condition.notify_all()
-        elif self._num_free > 0:
-          self._num_free -= 1
-        else:
-          self._wait(pairs, global_step, step)
-      self._local.step = int(global_step)
-    return global_step.value()
+    with frames.at_once(), self._condition:
+      own = int(self._local_step.step)
+      if own == local_steps.NO_STEP or own >= int(global_step):
+        self._hand_in(pairs, global_step)
+      self._local_step.set(global_step.value())
+      return global_step.value()
 
-  def _wait(self, pairs, global_step, step):
-    """Waits until the step is over."""
-    if not self._condition.wait_for(
-        lambda: int(global_step) > step, self.timeout_secs
-    ):
-      self._handed_in = [p for p in self._handed_in if p is not pairs]
-      raise TimeoutError(
-          f'Step {step} was not over within {self.timeout_secs} s: fewer than'
-          f' {self._num_needed} gradients were handed in.'
-      )
-
-  def _hand_in(self, pairs):
+  def _hand_in(self, pairs, global_step):
+    """Hands gradients in for the present step, and waits for its end."""
+    current = self._round
     names = [v.name for _, v in pairs]
-    for other in self._handed_in[:1]:
+    for other in current.calls[:1]:
       if names != [v.name for _, v in other]:
         raise ValueError(
             'All workers must hand in gradients of the same variables, got'
             f' {names} after {[v.name for _, v in other]}.'
         )
-    self._handed_in.append(pairs)
+    current.calls.append(pairs)
+    if len(current.calls) == self._num_needed:
+      self._finish(global_step)
+    elif current.num_free > 0:
+      current.num_free -= 1
+    elif not self._condition.wait_for(
+        lambda: current.is_over, self.timeout_secs
+    ):
+      current.calls = [call for call in current.calls if call is not pairs]
+      raise TimeoutError(
+          f'Step {int(global_step)} was not over within {self.timeout_secs} s:'
+          f' fewer than {self._num_needed} gradients were handed in.'
+      )
+    elif current.error is not None:
+      raise RuntimeError(
+          'Another worker could not apply the mean of the gradients.'
+      ) from current.error
+
+  def _finish(self, global_step):
+    """Applies the mean of a round, tells those who wait, and begins anew."""
+    current, self._round = self._round, _Round(self._num_extra)
+    try:
+      self._apply_mean(current.calls, global_step)
+    except Exception as error:
+      current.error = error
+      raise
+    finally:
+      current.is_over = True
+      self._condition.notify_all()
 
   def _apply_mean(self, calls, global_step):
     tx = shard_transforms.reduce_towers(len(calls))
@@ -179,11 +195,22 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
       self._averages.apply(self._to_average)
     return step
 
-  def _local_step(self, global_step):
-    """Returns the step from which the calling thread goes on."""
-    if not hasattr(self._local, 'step'):
-      self._local.step = int(global_step)
-    return self._local.step
+
+@dataclasses.dataclass
+class _Round:
+  """The gradients of one step.
+
+  Attributes:
+    num_free: How many workers may still go on without waiting.
+    calls: The pairs that were handed in.
+    is_over: Whether the step is over.
+    error: What went wrong when it ended.
+  """
+
+  num_free: int
+  calls: list[pairs_lib.Pairs] = dataclasses.field(default_factory=list)
+  is_over: bool = False
+  error: Exception | None = None
 
 
 def _positive(name, number):

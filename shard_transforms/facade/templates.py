@@ -52,6 +52,21 @@ def call_of(template: Template | None) -> Iterator[None]:
     _thread.calls.pop()
 
 
+def is_within() -> bool:
+  """Whether a call is under way, which will run again."""
+  return bool(_thread.calls)
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+  """Makes what is made inside belong to no call."""
+  calls, _thread.calls = _thread.calls, []
+  try:
+    yield
+  finally:
+    _thread.calls = calls
+
+
 def subtemplate() -> Template | None:
   """Returns the template of a function inside the one around, if any."""
   if not _thread.calls or _thread.calls[-1][0] is None:

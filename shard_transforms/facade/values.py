@@ -23,7 +23,11 @@ def get_values(
 
   Returns:
     The arrays by `op.name`, to be saved by `flax.serialization` or orbax; where
-    a variable has a value a shard, all of them along a leading axis.
+    a variable has a value a shard, all of them along a leading axis. Keys of
+    random numbers are given as the numbers behind them.
+
+  Raises:
+    ValueError: If two variables, of two graphs, have one name.
 
   Examples:
     >>> from shard_transforms import facade
@@ -35,7 +39,11 @@ def get_values(
     >>> print(saved['w'], w)
     1.0 1.0
   """
-  return {v.op.name: frames.read(v) for v in variables}
+  arrays = {name: frames.read(v) for name, v in _by_name(variables).items()}
+  return {
+      name: jax.random.key_data(array) if _is_key(array) else array
+      for name, array in arrays.items()
+  }
 
 
 def set_values(
@@ -51,9 +59,9 @@ def set_values(
     values: The arrays by name.
 
   Raises:
-    ValueError: If a name is missing or of no variable, or an array has another
-      shape or a value that the dtype of its variable does not hold. Nothing is
-      changed.
+    ValueError: If a name is missing, of no variable or of two, or an array has
+      another shape or a value that the dtype of its variable does not hold.
+      Nothing is changed.
 
   Examples:
     >>> from shard_transforms import facade
@@ -63,7 +71,7 @@ def set_values(
     >>> print(w)
     [3. 4.]
   """
-  by_name = {variable.op.name: variable for variable in variables}
+  by_name = _by_name(variables)
   wrong = sorted(by_name.keys() ^ values.keys())
   if wrong:
     raise ValueError(
@@ -76,10 +84,27 @@ def set_values(
     frames.write(variable, arrays[name])
 
 
+def _by_name(variables):
+  found = {}
+  for variable in variables:
+    if found.setdefault(variable.op.name, variable) is not variable:
+      raise ValueError(
+          f'Two variables have the name {variable.op.name!r}. Save those of'
+          ' each graph by themselves.'
+      )
+  return found
+
+
+def _is_key(array):
+  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def _restored(variable, value):
   """Returns a saved value as an array for `variable`."""
-  is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
-  if is_key or isinstance(value, core.Tracer):
+  if _is_key(variable):
+    impl = jax.random.key_impl(variable.stored)
+    array = saved = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
+  elif isinstance(value, core.Tracer):
     array = saved = value
   else:
     saved = np.asarray(value)

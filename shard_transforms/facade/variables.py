@@ -12,6 +12,7 @@ import numpy as np
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import templates
 
 _KEYS = graph_lib.GraphKeys
 
@@ -32,8 +33,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   Usable wherever an array is: in arithmetic, in functions of `jax.numpy` and
   NumPy, and as an argument of what `jax.jit` and `jax.grad` return, where it
   stands for its present value. (The primitives of `jax.lax` take nothing but
-  arrays: hand them `value()`.) In a tree it is one leaf, which `jax.tree.map`
-  sees as an array; what saves trees wants `get_values`.
+  arrays: hand them `value()`, which also has the methods of an array.) In a
+  tree it is one leaf, which `jax.tree.map` sees as an array; what saves trees
+  wants `get_values`.
 
   Shape and dtype never change. Where `CrossShardOptimizer` has groups, a
   variable gets a value a shard; it then refuses to be read as if it had one,
@@ -58,8 +60,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
   Raises:
     TypeError: If the value is no array of numbers.
-    ValueError: If a traced function makes it: there would be a new one at each
-      call, where `get_variable` finds the same.
+    ValueError: If a function that runs at each step makes it: there would be a
+      new one each time, where `get_variable` finds the same.
 
   Examples:
     >>> import jax
@@ -92,11 +94,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       name: str | None = None,
       dtype: Any = None,
   ):
-    if frames.is_tracing() or frames.is_staged():
+    if frames.is_tracing() or templates.is_within() or frames.is_staged():
       raise ValueError(
-          '`Variable` must not be made inside a traced function, got'
-          f' {name or "one without a name"!r}. Make it outside, or use'
-          ' `facade.get_variable`, which finds it again at the next call.'
+          '`Variable` must not be made inside a function that runs at each'
+          f' step, got {name or "one without a name"!r}. Make it outside, or'
+          ' use `facade.get_variable`, which finds it again at the next call.'
       )
     value = initial_value() if callable(initial_value) else initial_value
     self.stored = _as_array(value, dtype, f'The initial value of {name!r}')
@@ -139,7 +141,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         traces, which would never read it again.
     """
     array = frames.read(self)
-    if not isinstance(array, core.Tracer) and frames.is_staged():
+    if frames.is_staged():
       raise ValueError(
           f'Variable {self.name!r} must not be read inside a function that JAX'
           ' compiles, where its present value would become a constant. Compile'
@@ -168,13 +170,29 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       )
     return array
 
-  def assign(self, value: Any) -> jax.Array:
+  def assign(
+      self,
+      value: Any,
+      use_locking: bool = False,
+      name: str | None = None,
+      read_value: bool = True,
+  ) -> jax.Array:
     """Sets the value, of all shards if there are several, and returns it.
+
+    Args:
+      value: An array of the variable's shape.
+      use_locking: Ignored.
+      name: Ignored.
+      read_value: Ignored.
+
+    Returns:
+      The value.
 
     Raises:
       TypeError: If the value is no array of numbers, or would lose its kind.
       ValueError: If it has another shape.
     """
+    del use_locking, name, read_value
     array = _as_array(value, self.dtype, f'The value of {self.name!r}')
     if array.shape != self.shape:
       raise ValueError(
@@ -184,12 +202,14 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     frames.write(self, array)
     return array
 
-  def assign_add(self, delta: Any) -> jax.Array:
-    """Adds to the value, and returns it."""
+  def assign_add(self, delta: Any, **ignored: Any) -> jax.Array:
+    """Adds to the value, and returns it; takes the arguments of `assign`."""
+    del ignored
     return self.assign(self + delta)
 
-  def assign_sub(self, delta: Any) -> jax.Array:
-    """Subtracts from the value, and returns it."""
+  def assign_sub(self, delta: Any, **ignored: Any) -> jax.Array:
+    """Subtracts from the value, and returns it, as `assign_add` adds."""
+    del ignored
     return self.assign(self - delta)
 
   def __jax_array__(self) -> jax.Array:
@@ -265,14 +285,20 @@ def _operand(value):
 
 
 def _as_array(value, dtype, what):
-  """Returns `value` as an array of `dtype`, if that keeps its kind."""
+  """Returns `value` as an array of `dtype` that nobody else can change."""
   try:
-    array = jnp.asarray(value)
+    # JAX may go on using the memory of a NumPy array.
+    own = np.array(value) if isinstance(value, np.ndarray) else value
+    array = jnp.asarray(own)
   except (TypeError, ValueError, OverflowError) as error:
     raise TypeError(f'{what} must be an array, got {value!r}.') from error
-  dtype = array.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  if dtype is None or array.dtype == dtype:
+    dtype = array.dtype
+  if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if dtype != array.dtype:
+      raise TypeError(f'{what} must be {dtype}, got {array.dtype}.')
     return array
+  dtype = jax.dtypes.canonicalize_dtype(dtype)
   kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
   rank, wanted = (
       next(i for i, kind in enumerate(kinds) if jnp.issubdtype(t, kind))
@@ -280,16 +306,24 @@ def _as_array(value, dtype, what):
   )
   if rank > wanted:
     raise TypeError(f'{what} must be {dtype}, got {array.dtype}.')
+  if wanted == 1 and not isinstance(array, core.Tracer):
+    _check_fits(value, dtype, what)
   # A weak type would compile what reads the variable again once it is gone.
   return jax.lax.convert_element_type(array, dtype)
 
 
+def _check_fits(value, dtype, what):
+  given = np.asarray(value)
+  if given.dtype != dtype and not np.array_equal(given.astype(dtype), given):
+    raise ValueError(f'{what} must fit {dtype}, got {value!r}.')
+
+
 def get_variable(
     name: str,
-    initializer: Any = None,
-    *,
     shape: Iterable[int] | None = None,
     dtype: Any = None,
+    initializer: Any = None,
+    *,
     trainable: bool = True,
 ) -> Variable:
   """Returns the variable of a name in the default graph; makes it if needed.
@@ -299,26 +333,26 @@ def get_variable(
 
   Args:
     name: The name.
-    initializer: What it starts from: an array, or a function of no arguments,
-      or, with `shape`, of the shape and the dtype.
     shape: The shape that the initializer is asked for, and that a variable
       which is there must have.
     dtype: The dtype that the initializer is asked for, float32 if `None`.
+    initializer: What it starts from: an array, or a function of no arguments,
+      or, with `shape`, of the shape and the dtype.
     trainable: Whether it joins the trainable variables.
 
   Returns:
     The `Variable`.
 
   Raises:
-    ValueError: If it is not there and there is no initializer, or if it is
-      there in another shape.
+    ValueError: If it is not there and there is no initializer, if it is there
+      in another shape, or if the initializer gives another one.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> from shard_transforms import facade
     >>> with facade.Graph().as_default():
-    ...   w = facade.get_variable('w', jnp.zeros, shape=[2])
-    ...   print(w, facade.get_variable('w', shape=[2]) is w)
+    ...   w = facade.get_variable('w', [2], initializer=jnp.zeros)
+    ...   print(w, facade.get_variable('w', [2]) is w)
     [0. 0.] True
 
   References:
@@ -329,21 +363,28 @@ def get_variable(
   with graph.lock:
     for variable in graph.get_collection(_KEYS.GLOBAL_VARIABLES):
       if variable.op.name == name:
-        if shape not in (None, variable.shape):
-          raise ValueError(
-              f'`shape` of {name!r} must be {variable.shape}, got {shape}.'
-          )
+        _check_shape(variable.shape, shape, name)
         return variable
     if initializer is None:
       raise ValueError(f'`initializer` of {name!r} must be given, got None.')
     with frames.outside():
       if shape is not None and callable(initializer):
         initializer = initializer(shape, dtype or jnp.float32)
-      return Variable(initializer, trainable, name=name, dtype=dtype)
+      value: Any = initializer() if callable(initializer) else initializer
+      _check_shape(np.shape(value), shape, name)
+      return Variable(value, trainable, name=name, dtype=dtype)
 
 
-def global_variables() -> list[Variable]:
+def _check_shape(found, wanted, name):
+  if wanted not in (None, found):
+    raise ValueError(f'`shape` of {name!r} must be {found}, got {wanted}.')
+
+
+def global_variables(scope: str | None = None) -> list[Variable]:
   """Returns all variables of the default graph, in the order of their making.
+
+  Args:
+    scope: A regular expression that their names have to begin with, if given.
 
   Returns:
     A new list.
@@ -359,11 +400,14 @@ def global_variables() -> list[Variable]:
     `tf.global_variables` of TensorFlow 1.15.
   """
   graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.GLOBAL_VARIABLES)
+  return graph.get_collection(_KEYS.GLOBAL_VARIABLES, scope)
 
 
-def trainable_variables() -> list[Variable]:
+def trainable_variables(scope: str | None = None) -> list[Variable]:
   """Returns the trainable variables of the default graph, oldest first.
+
+  Args:
+    scope: A regular expression that their names have to begin with, if given.
 
   Returns:
     A new list.
@@ -380,11 +424,14 @@ def trainable_variables() -> list[Variable]:
     `tf.trainable_variables` of TensorFlow 1.15.
   """
   graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.TRAINABLE_VARIABLES)
+  return graph.get_collection(_KEYS.TRAINABLE_VARIABLES, scope)
 
 
-def get_global_step() -> Variable | None:
-  """Returns the global step of the default graph, or `None` without one.
+def get_global_step(graph: graph_lib.Graph | None = None) -> Variable | None:
+  """Returns the global step of a graph, or `None` without one.
+
+  Args:
+    graph: The graph; the default one if `None`.
 
   Returns:
     The `Variable`, an integer [].
@@ -398,13 +445,16 @@ def get_global_step() -> Variable | None:
   References:
     `tf.train.get_global_step` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
+  graph = graph or graph_lib.get_default_graph()
   found = graph.get_collection(_KEYS.GLOBAL_STEP)
   return found[0] if found else None
 
 
-def get_or_create_global_step() -> Variable:
-  """Returns the global step of the default graph; makes it at 0 if needed.
+def get_or_create_global_step(graph: graph_lib.Graph | None = None) -> Variable:
+  """Returns the global step of a graph; makes it at 0 if needed.
+
+  Args:
+    graph: The graph; the default one if `None`.
 
   Returns:
     The `Variable`, int32 [] and not trainable.
@@ -419,11 +469,11 @@ def get_or_create_global_step() -> Variable:
   References:
     `tf.train.get_or_create_global_step` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
-  with graph.lock:
+  graph = graph or graph_lib.get_default_graph()
+  with graph.as_default(), graph.lock:
     step = get_global_step()
     if step is None:
       zero = np.zeros([], np.int32)
-      step = get_variable('global_step', zero, trainable=False)
+      step = get_variable('global_step', initializer=zero, trainable=False)
       graph.add_to_collection(_KEYS.GLOBAL_STEP, step)
     return step

@@ -45,3 +45,11 @@ class FunctionalWrapper(Wrapper, optimizer.FunctionalOptimizer):
   def root(self) -> optimizer.SlotOptimizer:
     """The innermost optimizer."""
     return self._inner.root
+
+  @property
+  def uses_locking(self) -> bool:
+    """Whether this optimizer or one inside wants its update to be alone."""
+    return self._use_locking or self._inner.uses_locking
+
+  def _extra_args(self):
+    return self._inner._extra_args()

@@ -41,6 +41,12 @@ class ConstantsTest(parameterized.TestCase):
               'GLOBAL_VARIABLES': 'variables',
               'TRAINABLE_VARIABLES': 'trainable_variables',
               'GLOBAL_STEP': 'global_step',
+              'LOCAL_VARIABLES': 'local_variables',
+              'LOSSES': 'losses',
+              'REGULARIZATION_LOSSES': 'regularization_losses',
+              'SUMMARIES': 'summaries',
+              'TRAIN_OP': 'train_op',
+              'UPDATE_OPS': 'update_ops',
           },
       ),
   )

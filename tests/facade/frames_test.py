@@ -50,21 +50,23 @@ class FramesTest(parameterized.TestCase):
     self.assertEqual([around, float(self.w)], [5, 1])
 
   def test_variables_stand_for_what_a_frame_is_given(self):
-    with frames.frame([(self.w, jnp.float32(7))]):
+    with frames.frame('plain', [(self.w, jnp.float32(7))]):
       inside = float(self.w), float(self.b)
 
     self.assertEqual(inside, (7, 2))
 
   def test_enters_what_comes_from_outside(self):
     with frames.frame(
-        [(self.w, jnp.float32(7))], enter=lambda variable, array: -array
+        'plain',
+        [(self.w, jnp.float32(7))],
+        enter=lambda variable, array: -array,
     ):
       inside = float(self.w), float(self.b), float(self.b)
 
     self.assertEqual(inside, (-7, -2, -2))
 
   def test_tells_what_was_used_and_written(self):
-    with frames.frame([(self.w, jnp.float32(7))]) as frame:
+    with frames.frame('plain', [(self.w, jnp.float32(7))]) as frame:
       unused = list(frame.used)
       self.b.assign(3.0)
       self.w.value()
@@ -80,7 +82,7 @@ class FramesTest(parameterized.TestCase):
     self.assertEqual(list(outer.used), [self.w])
 
   def test_tells_whether_it_is_traced(self):
-    with frames.frame(is_traced=True), frames.frame():
+    with frames.frame('discovered'), frames.frame():
       inside = frames.is_tracing()
       with frames.outside():
         outside = frames.is_tracing()
@@ -90,7 +92,7 @@ class FramesTest(parameterized.TestCase):
   def test_other_threads_do_not_see_it(self):
     seen = []
 
-    with frames.frame(is_traced=True):
+    with frames.frame('discovered'):
       self.w.assign(5.0)
       thread = threading.Thread(
           target=lambda: seen.extend([float(self.w), frames.is_tracing()])
@@ -105,7 +107,7 @@ class FramesTest(parameterized.TestCase):
 
     @jax.jit
     def traced(x):
-      with frames.frame([(self.w, x)], is_traced=True):
+      with frames.frame('traced', [(self.w, x)]):
         with frames.outside():
           found.append(2 * self.w + jnp.ones(2))
         return self.w + 1

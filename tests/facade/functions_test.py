@@ -280,8 +280,12 @@ class FunctionTest(StepTest):
     @facade.function
     def step(x):
       if x.ndim:
-        return facade.get_variable('vector', lambda: X).assign_add(x)
-      return facade.get_variable('scalar', lambda: 1.0).assign_add(x)
+        return facade.get_variable('vector', initializer=lambda: X).assign_add(
+            x
+        )
+      return facade.get_variable('scalar', initializer=lambda: 1.0).assign_add(
+          x
+      )
 
     self.assert_equal(step(np.float32(2)), jnp.float32(3))
     self.assert_equal(step(X), jnp.asarray(2 * X))
@@ -331,7 +335,9 @@ class FunctionTest(StepTest):
     @facade.function
     def step():
       self.num_traces += 1
-      facade.get_variable(f'w{self.num_traces}', lambda: 1.0).assign(2.0)
+      facade.get_variable(
+          f'w{self.num_traces}', initializer=lambda: 1.0
+      ).assign(2.0)
 
     with self.assertRaisesRegex(RuntimeError, 'step.*new variables'):
       step()
@@ -342,7 +348,9 @@ class GraphOfFunctionTest(StepTest):
   def test_runs_in_the_graph_that_it_was_made_in(self):
     with facade.Graph().as_default() as graph:
       step = facade.function(
-          lambda: facade.get_variable('v', lambda: 1.0).assign_add(1.0)
+          lambda: facade.get_variable('v', initializer=lambda: 1.0).assign_add(
+              1.0
+          )
       )
 
     results = [float(step()) for _ in range(2)]

@@ -664,7 +664,7 @@ class CallTest(parameterized.TestCase):
       trace.append([event, facade.TowerOptimizer.has_been_used()])
 
     def model_fn(features, mode):
-      w = facade.get_variable('w', jnp.ones, shape=[])
+      w = facade.get_variable('w', initializer=jnp.ones, shape=[])
       opt = tower_sgd()
       note('model_fn, constructed')
       train_op = opt.minimize(lambda: features[0] * w)

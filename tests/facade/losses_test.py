@@ -77,7 +77,7 @@ class ComputeGradientsTest(parameterized.TestCase):
 
   def test_default_variables_include_those_that_the_loss_makes(self):
     pairs = self.opt.compute_gradients(
-        lambda: facade.get_variable('new', lambda: 3.0) ** 2
+        lambda: facade.get_variable('new', initializer=lambda: 3.0) ** 2
     )
 
     grads = {variable.op.name: grad for grad, variable in pairs}
@@ -85,7 +85,9 @@ class ComputeGradientsTest(parameterized.TestCase):
 
   def test_the_first_variables_may_be_made_by_the_loss(self):
     with facade.Graph().as_default():
-      self.opt.minimize(lambda: facade.get_variable('new', lambda: 3.0) ** 2)
+      self.opt.minimize(
+          lambda: facade.get_variable('new', initializer=lambda: 3.0) ** 2
+      )
 
       [variable] = facade.trainable_variables()
     chex.assert_trees_all_close(variable.value(), jnp.float32(2.4), strict=True)

@@ -88,7 +88,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
   @parameterized.parameters([IN_TURN], [AT_ONCE])
   def test_towers_share_variables(self, devices):
     def model_fn(features, mode):
-      w = facade.get_variable('w', jnp.zeros, shape=[2])
+      w = facade.get_variable('w', initializer=jnp.zeros, shape=[2])
       opt = facade.TowerOptimizer(facade.AdamOptimizer(0.1))
       train_op = opt.minimize(lambda: jnp.sum(features @ w))
       return facade.EstimatorSpec(mode, train_op=train_op)

@@ -121,10 +121,28 @@ class SlotsTest(parameterized.TestCase):
     with facade.Graph().as_default():
       other = facade.Variable([1.0, 2.0], name='w')
 
-      with self.assertRaisesRegex(ValueError, "another 'w:0'.*for each graph"):
+      with self.assertRaisesRegex(
+          ValueError, "'w:0' of another graph.*for each"
+      ):
         self.load([other])
 
       self.assertEqual(facade.global_variables(), [other])
+
+  def test_labels_may_have_the_names_of_variables(self):
+    tx = optax.partition(
+        {'w': optax.trace(0.5), 'b': optax.trace(0.9)}, {'w': 'b', 'b': 'w'}
+    )
+
+    self.load([self.w, self.b], tx)
+
+    self.assertEqual(self.slots.names(), ['trace'])
+    self.assertEqual(self.slots.get(self.w, 'trace').shape, (2,))
+
+  def test_a_parameter_may_have_several_leaves(self):
+    self.load([self.w, self.b], optax.sm3(0.1))
+
+    self.assertIn('mu', self.slots.names())
+    self.assertIsNotNone(self.slots.get(self.w, 'mu'))
 
   def test_makes_slots_inside_a_trace(self):
     @jax.jit

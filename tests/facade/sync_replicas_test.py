@@ -202,7 +202,7 @@ class SyncReplicasOptimizerTest(parameterized.TestCase):
         opt.apply_gradients(
             [(jnp.ones(variable.shape), variable)], self.global_step
         )
-    late._hand_in([(jnp.ones(4), self.w)])
+    late._round.calls.append([(jnp.ones(4), self.w)])
 
     with self.assertRaisesRegex(ValueError, 'of the same variables'):
       late.apply_gradients([(1.0, other)], self.global_step)
