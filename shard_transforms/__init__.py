@@ -7,17 +7,22 @@ from shard_transforms._src.cross_shard import shard_mean
 from shard_transforms._src.gradients import value_and_grad
 from shard_transforms._src.placement import init_state
 from shard_transforms._src.placement import state_specs
+from shard_transforms._src.reports import Collective
+from shard_transforms._src.reports import WireReport
 from shard_transforms._src.stacked_towers import reduce_towers
 from shard_transforms._src.staleness import DropStaleState
 from shard_transforms._src.staleness import drop_stale
 from shard_transforms._src.towers import tower_reduce
 from shard_transforms._src.windows import TowerReduceState
+from shard_transforms._src.wire import wire_report
 
 __version__ = '0.1.0'
 
 __all__ = (
+    'Collective',
     'DropStaleState',
     'TowerReduceState',
+    'WireReport',
     'cross_shard_mean',
     'cross_shard_sum',
     'drop_stale',
@@ -28,4 +33,5 @@ __all__ = (
     'state_specs',
     'tower_reduce',
     'value_and_grad',
+    'wire_report',
 )

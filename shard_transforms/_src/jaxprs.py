@@ -1,0 +1,146 @@
+"""Programs as JAX has traced them, flat: calls are replaced by what they do."""
+
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax.extend
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+  """What a step takes or gives; equal to itself alone.
+
+  Attributes:
+    aval: Its type.
+    is_literal: Whether the program names the number itself.
+  """
+
+  aval: Any
+  is_literal: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+  """An operation, or a loop or branch with its bodies.
+
+  Attributes:
+    name: The primitive, by one name for all of its variants.
+    params: What the primitive is told.
+    inputs: What it takes.
+    outputs: What it gives.
+    scope: The `jax.named_scope`s around it, outermost first.
+    axis_sizes: The sizes of the mapped mesh axes around it.
+    bodies: The programs that it holds, in the order of the primitive.
+  """
+
+  name: str
+  params: Mapping[str, Any]
+  inputs: tuple[Value, ...]
+  outputs: tuple[Value, ...]
+  scope: str
+  axis_sizes: Mapping[Hashable, int]
+  bodies: 'tuple[Program, ...]'
+
+  @property
+  def axes(self) -> tuple[Hashable, ...]:
+    """The mapped axes that a collective is over."""
+    return tuple(axis for axis in self._axes() if not isinstance(axis, int))
+
+  @property
+  def positional_axes(self) -> tuple[int, ...]:
+    """The axes of its input that it is over as well, as under `jax.vmap`."""
+    return tuple(axis for axis in self._axes() if isinstance(axis, int))
+
+  def _axes(self):
+    axes = self.params.get('axes', self.params.get('axis_name', ()))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+  """Steps in the order in which they were traced.
+
+  Attributes:
+    inputs: What it takes.
+    steps: What it does.
+    outputs: What it gives.
+  """
+
+  inputs: tuple[Value, ...]
+  steps: tuple[Step, ...]
+  outputs: tuple[Value, ...]
+
+
+def flatten(
+    jaxpr: jax.extend.core.Jaxpr,
+    inputs: Sequence[Value] | None = None,
+    scope: str = '',
+    axis_sizes: Mapping[Hashable, int] | None = None,
+) -> Program:
+  """Returns a program in which only loops and branches have bodies.
+
+  Args:
+    jaxpr: What JAX has traced.
+    inputs: What it is called with; `None` for values of its own.
+    scope: The scopes around the call.
+    axis_sizes: The sizes of the mapped mesh axes around the call.
+  """
+  if inputs is None:
+    inputs = [Value(var.aval) for var in jaxpr.invars]
+  axis_sizes = axis_sizes or {}
+  values = {var: Value(var.aval) for var in jaxpr.constvars}
+  values.update(zip(jaxpr.invars, inputs, strict=True))
+
+  def read(atoms):
+    return tuple(
+        Value(atom.aval, is_literal=True)
+        if isinstance(atom, jax.extend.core.Literal)
+        else values[atom]
+        for atom in atoms
+    )
+
+  steps = []
+  for eqn in jaxpr.eqns:
+    stack = str(eqn.source_info.name_stack)
+    around = '/'.join(part for part in (scope, stack) if part)
+    sizes = axis_sizes
+    if eqn.primitive.name == 'shard_map':
+      sizes = {**axis_sizes, **eqn.params['mesh'].shape}
+    held = tuple(jax.extend.core.jaxprs_in_params(eqn.params))
+    if _is_call(eqn, held):
+      called = flatten(held[0], read(eqn.invars), around, sizes)
+      steps += called.steps
+      outputs = called.outputs
+    else:
+      outputs = tuple(Value(var.aval) for var in eqn.outvars)
+      step = Step(
+          name=_name(eqn.primitive.name),
+          params=eqn.params,
+          inputs=read(eqn.invars),
+          outputs=outputs,
+          scope=around,
+          axis_sizes=sizes,
+          bodies=tuple(flatten(j, None, around, sizes) for j in held),
+      )
+      steps.append(step)
+    values.update(zip(eqn.outvars, outputs, strict=True))
+  return Program(tuple(inputs), tuple(steps), read(jaxpr.outvars))
+
+
+def _is_call(eqn, held):
+  """Whether an equation runs the one program that it holds, once, as it is."""
+  # A scan may look like a call.
+  if eqn.primitive.name == 'scan' or len(held) != 1:
+    return False
+  arity = len(held[0].invars), len(held[0].outvars)
+  return arity == (len(eqn.invars), len(eqn.outvars))
+
+
+def _name(primitive):
+  # JAX has primitives of their own for what types track (`psum_invariant`) and
+  # for what starts early (`psum_start`).
+  name = primitive.removeprefix('unreduced_').removesuffix('_start')
+  return name.removesuffix('_invariant').removesuffix('_reduced')
