@@ -38,7 +38,8 @@ LAYERS = (
 )
 
 FACADE_LAYERS = (
-    ('clipping', 'constants', 'contexts', 'frames', 'graph', 'templates'),
+    ('clipping', 'constants', 'contexts', 'graph', 'templates'),
+    ('frames',),
     ('functions', 'variables'),
     ('local_steps', 'pairs', 'shards', 'slots', 'values'),
     ('losses',),
