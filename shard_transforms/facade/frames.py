@@ -105,7 +105,12 @@ def _begin_generation(opened):
 
 @contextlib.contextmanager
 def transaction() -> Iterator[None]:
-  """Writes all that is written inside in the end, or nothing on an error."""
+  """Writes all that is written inside in the end, or nothing on an error.
+
+  Raises:
+    ValueError: Where nothing can be written.
+  """
+  _check_here('Variables')
   with frame() as opened:
     yield
   commit(opened.written, [opened.values[v] for v in opened.written])
@@ -158,16 +163,20 @@ def write(variable: Any, array: Any) -> None:
     ValueError: If JAX stages what runs here: it would be done once, while
       tracing, or the array would outlive its trace.
   """
+  _check_here(f'Variable {variable.name!r}')
+  commit([variable], [array])
+
+
+def _check_here(what):
   frames = _thread.frames
   here = frames[-1].trace_state == _trace_state() if frames else not is_staged()
   if not here:
     raise ValueError(
-        f'Variable {variable.name!r} must not be assigned inside a branch, a'
-        ' loop or a function that JAX traces by itself. Return the value from'
-        ' it, and assign it outside; compile steps with `facade.function`, and'
-        ' map them with `facade.shard`.'
+        f'{what} must not be assigned inside a branch, a loop or a function'
+        ' that JAX traces by itself. Return the value from it, and assign it'
+        ' outside; compile steps with `facade.function`, and map them with'
+        ' `facade.shard`.'
     )
-  commit([variable], [array])
 
 
 def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:

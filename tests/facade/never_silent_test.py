@@ -153,6 +153,19 @@ class CachedByJaxTest(parameterized.TestCase):
         run(self.w) if run is assign else run()
     self.assertEqual(float(self.w), 1.0)
 
+  def test_an_update_in_a_loop_of_jax(self):
+    opt = facade.GradientDescentOptimizer(0.1)
+
+    @facade.function
+    def step():
+      return lax.fori_loop(
+          0, 3, lambda _, x: x + (opt.minimize(lambda: self.w * x) or 0), 1.0
+      )
+
+    with self.assertRaisesRegex(ValueError, 'Variables must not be assigned'):
+      step()
+    self.assertEqual(float(self.w), 1.0)
+
 
 class ContextTest(parameterized.TestCase):
 
