@@ -40,10 +40,11 @@ LAYERS = (
 FACADE_LAYERS = (
     ('clipping', 'constants', 'contexts', 'graph', 'templates'),
     ('frames',),
-    ('functions', 'variables'),
-    ('local_steps', 'pairs', 'shards', 'slots', 'values'),
+    ('functions', 'mapping', 'variables'),
+    ('local_steps', 'lookup', 'pairs', 'shards', 'slots', 'values'),
     ('losses',),
     ('optimizer',),
+    ('functional',),
     ('inner', 'wrappers'),
     ('cross_shard', 'staleness', 'sync_replicas', 'towers'),
     ('replicate',),

@@ -18,6 +18,11 @@ from shard_transforms.facade.inner import GradientDescentOptimizer
 from shard_transforms.facade.inner import MomentumOptimizer
 from shard_transforms.facade.inner import OptaxOptimizer
 from shard_transforms.facade.inner import RMSPropOptimizer
+from shard_transforms.facade.lookup import get_global_step
+from shard_transforms.facade.lookup import get_or_create_global_step
+from shard_transforms.facade.lookup import get_variable
+from shard_transforms.facade.lookup import global_variables
+from shard_transforms.facade.lookup import trainable_variables
 from shard_transforms.facade.optimizer import Optimizer
 from shard_transforms.facade.replicate import EstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
@@ -28,11 +33,6 @@ from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.values import get_values
 from shard_transforms.facade.values import set_values
 from shard_transforms.facade.variables import Variable
-from shard_transforms.facade.variables import get_global_step
-from shard_transforms.facade.variables import get_or_create_global_step
-from shard_transforms.facade.variables import get_variable
-from shard_transforms.facade.variables import global_variables
-from shard_transforms.facade.variables import trainable_variables
 
 __all__ = (
     'AdagradOptimizer',

@@ -9,10 +9,10 @@ import optax
 
 from shard_transforms._src import adam
 from shard_transforms._src import ftrl
-from shard_transforms.facade import optimizer
+from shard_transforms.facade import functional
 
 
-class OptaxOptimizer(optimizer.SlotOptimizer):
+class OptaxOptimizer(functional.SlotOptimizer):
   """A transformation of Optax, as an optimizer of the façade.
 
   Its slots are named after the fields of the transformation's state (`'mu'` and
@@ -60,7 +60,7 @@ class OptaxOptimizer(optimizer.SlotOptimizer):
     return self._tx
 
 
-class GradientDescentOptimizer(optimizer.SlotOptimizer):
+class GradientDescentOptimizer(functional.SlotOptimizer):
   """Gradient descent: `optax.sgd`.
 
   Args:
@@ -98,7 +98,7 @@ class GradientDescentOptimizer(optimizer.SlotOptimizer):
     return optax.sgd(_number(self._learning_rate))
 
 
-class MomentumOptimizer(optimizer.SlotOptimizer):
+class MomentumOptimizer(functional.SlotOptimizer):
   """Gradient descent with momentum: `optax.sgd`; slot `momentum`.
 
   Args:
@@ -147,7 +147,7 @@ class MomentumOptimizer(optimizer.SlotOptimizer):
     )
 
 
-class AdamOptimizer(optimizer.SlotOptimizer):
+class AdamOptimizer(functional.SlotOptimizer):
   """Adam; slots `m` and `v`, and the variables `beta1_power`, `beta2_power`.
 
   Args:
@@ -193,7 +193,7 @@ class AdamOptimizer(optimizer.SlotOptimizer):
     return adam.adam(*map(_number, self._hyperparameters))
 
 
-class AdagradOptimizer(optimizer.SlotOptimizer):
+class AdagradOptimizer(functional.SlotOptimizer):
   """Adagrad: `optax.adagrad` without epsilon; slot `accumulator`.
 
   Args:
@@ -242,7 +242,7 @@ class AdagradOptimizer(optimizer.SlotOptimizer):
     )
 
 
-class RMSPropOptimizer(optimizer.SlotOptimizer):
+class RMSPropOptimizer(functional.SlotOptimizer):
   """RMSProp of Optax's parts; slots `rms`, `momentum`, and `mg` if centered.
 
   Args:
@@ -305,7 +305,7 @@ class RMSPropOptimizer(optimizer.SlotOptimizer):
     )
 
 
-class FtrlOptimizer(optimizer.SlotOptimizer):
+class FtrlOptimizer(functional.SlotOptimizer):
   """Follow the regularized leader; slots `accum` and `linear`.
 
   Args:

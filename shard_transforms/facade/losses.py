@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import shard_transforms
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
+from shard_transforms.facade import lookup
 from shard_transforms.facade import pairs
-from shard_transforms.facade import variables as variables_lib
 
 
 def compute_gradients(
@@ -50,13 +50,13 @@ def compute_gradients(
   arity = _arity(loss, None if chosen is None else len(chosen))
   # A loss may make variables, for which the second round has the gradient.
   for _ in range(2):
-    found = variables_lib.trainable_variables() if chosen is None else chosen
+    found = lookup.trainable_variables() if chosen is None else chosen
     if found:
       pairs.check_variables(found)
     grads, written, assigned = _differentiate(
         loss, found, grad_loss, scale, arity
     )
-    if chosen is not None or found == variables_lib.trainable_variables():
+    if chosen is not None or found == lookup.trainable_variables():
       pairs.check_variables(found)
       frames.commit(written, assigned)
       return list(zip(grads, found, strict=True))

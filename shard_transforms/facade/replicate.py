@@ -16,7 +16,7 @@ import shard_transforms
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import shards
+from shard_transforms.facade import mapping
 from shard_transforms.facade import templates
 from shard_transforms.facade import towers as towers_lib
 
@@ -214,7 +214,7 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
     returned[:] = [spec.mode, treedef]
     return leaves, ()
 
-  outputs = shards.map_variables(
+  outputs = mapping.map_variables(
       run,
       batch,
       [P(axis), P(axis)],

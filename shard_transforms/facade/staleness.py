@@ -7,6 +7,7 @@ import shard_transforms
 from shard_transforms._src import arguments
 from shard_transforms.facade import frames
 from shard_transforms.facade import local_steps
+from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import templates
 from shard_transforms.facade import variables as variables_lib
@@ -90,7 +91,7 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
     return sorted(found, key=lambda variable: variable.name)
 
   def _compute(self, loss, var_list, grad_loss, scale=None):
-    step = variables_lib.get_global_step()
+    step = lookup.get_global_step()
     if step is None:
       raise ValueError(
           '`compute_gradients` of `DropStaleGradientOptimizer` needs the global'

@@ -10,7 +10,9 @@ import optax
 import shard_transforms
 from shard_transforms._src import arguments
 from shard_transforms.facade import frames
+from shard_transforms.facade import functional
 from shard_transforms.facade import local_steps
+from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import pairs as pairs_lib
 from shard_transforms.facade import templates
@@ -94,7 +96,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
   ):
     opt = optimizer.check_optimizer('opt', opt)
     super().__init__(opt, use_locking, name)
-    if not isinstance(opt, optimizer.FunctionalOptimizer):
+    if not isinstance(opt, functional.FunctionalOptimizer):
       raise ValueError(
           '`opt` of SyncReplicasOptimizer must not gather gradients itself, got'
           f' a {type(opt).__name__}: all but the last tower would be lost. Put'
@@ -118,7 +120,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
     self._local_step = templates.persistent('local_step', local_steps.LocalStep)
 
   def _compute(self, loss, var_list, grad_loss, scale=None):
-    step = variables_lib.get_global_step()
+    step = lookup.get_global_step()
     read_at = None if step is None else step.value()
     pairs = self._opt._compute(loss, var_list, grad_loss, scale)
     if read_at is not None:

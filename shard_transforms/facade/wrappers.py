@@ -1,5 +1,6 @@
 """Optimizers around another optimizer, which keeps the slots."""
 
+from shard_transforms.facade import functional
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
 
@@ -31,18 +32,17 @@ class Wrapper(optimizer.Optimizer):
     return self._opt.variables()
 
 
-class FunctionalWrapper(Wrapper, optimizer.FunctionalOptimizer):
+class FunctionalWrapper(Wrapper, functional.FunctionalOptimizer):
   """An optimizer whose transformation goes around that of another."""
 
   def __init__(self, opt: optimizer.Optimizer, use_locking: bool, name: str):
-    functional = optimizer.FunctionalOptimizer
-    self._inner: optimizer.FunctionalOptimizer = optimizer.check_optimizer(
-        'opt', opt, functional
+    self._inner: functional.FunctionalOptimizer = optimizer.check_optimizer(
+        'opt', opt, functional.FunctionalOptimizer
     )
     super().__init__(opt, use_locking, name)
 
   @property
-  def root(self) -> optimizer.SlotOptimizer:
+  def root(self) -> functional.SlotOptimizer:
     """The innermost optimizer."""
     return self._inner.root
 

@@ -61,44 +61,6 @@ class ShardTest(parameterized.TestCase):
     self.assertLen(facade.shard(lambda x: x, [jnp.zeros(4)], 4), 1)
     self.assertEqual(facade.shard(lambda: None, num_shards=4), [])
 
-  def test_variables_are_read_and_assigned(self):
-    w = facade.Variable([1.0, 2.0])
-    step = facade.get_or_create_global_step()
-
-    def computation(x):
-      w.assign_add(x.mean() * 0 + w)
-      step.assign_add(1)
-      return x * w[1]
-
-    # The variable has been assigned what is the same on all shards.
-    def reduced(x):
-      w.assign_add(jax.lax.pmean(x.sum(), 'shard') * jnp.ones(2))
-      step.assign_add(1)
-      return x * w[1]
-
-    with self.assertRaisesRegex(ValueError, "'Variable:0' would differ"):
-      facade.shard(computation, [jnp.arange(4.0)], 4)
-    chex.assert_trees_all_equal(w.value(), jnp.array([1.0, 2.0]))
-    self.assertEqual(int(step), 0)
-
-    (out,) = facade.shard(reduced, [jnp.arange(4.0)], 4)
-
-    chex.assert_trees_all_equal(w.value(), jnp.array([2.5, 3.5]), strict=True)
-    chex.assert_trees_all_equal(out, 3.5 * jnp.arange(4.0), strict=True)
-    self.assertEqual(int(step), 1)
-
-  def test_an_optimizer_that_does_not_reduce_is_refused(self):
-    w = facade.Variable(1.0, name='w')
-    opt = facade.GradientDescentOptimizer(0.1)
-
-    with self.assertRaisesRegex(
-        ValueError, "'w:0' would differ between the shards"
-    ):
-      facade.shard(
-          lambda x: opt.minimize(lambda: (w * x).sum()), [jnp.arange(4.0)], 4
-      )
-    self.assertEqual(float(w), 1.0)
-
   def test_compiles_once_in_a_function(self):
     w = facade.Variable(1.0)
     opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(0.1, 0.9))
@@ -157,18 +119,6 @@ class ShardTest(parameterized.TestCase):
     )
 
     self.assertEqual(out.sharding.device_set, set(devices))
-
-  def test_weights_that_were_trained_on_fewer_shards_go_on(self):
-    w = facade.Variable(0.0)
-    opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
-
-    def computation(x):
-      opt.minimize(lambda: jnp.mean(w * x))
-
-    for num_shards in (2, 8, 1, 4):
-      facade.shard(computation, [jnp.ones(8)], num_shards)
-
-    self.assertEqual(float(w), -(1 + 1.5 + 1.75 + 1.875))
 
   @parameterized.named_parameters(
       ('indivisible', ValueError, 'dimension 0 that 4 shards', {'x': 6}),

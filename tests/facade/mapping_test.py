@@ -1,0 +1,67 @@
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+
+from shard_transforms import facade
+
+
+def setUpModule():
+  chex.assert_devices_available(8, 'cpu')
+
+
+class MapVariablesTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(facade.Graph().as_default())
+
+  def test_variables_are_read_and_assigned(self):
+    w = facade.Variable([1.0, 2.0])
+    step = facade.get_or_create_global_step()
+
+    def computation(x):
+      w.assign_add(x.mean() * 0 + w)
+      step.assign_add(1)
+      return x * w[1]
+
+    # The variable has been assigned what is the same on all shards.
+    def reduced(x):
+      w.assign_add(jax.lax.pmean(x.sum(), 'shard') * jnp.ones(2))
+      step.assign_add(1)
+      return x * w[1]
+
+    with self.assertRaisesRegex(ValueError, "'Variable:0' would differ"):
+      facade.shard(computation, [jnp.arange(4.0)], 4)
+    chex.assert_trees_all_equal(w.value(), jnp.array([1.0, 2.0]))
+    self.assertEqual(int(step), 0)
+
+    (out,) = facade.shard(reduced, [jnp.arange(4.0)], 4)
+
+    chex.assert_trees_all_equal(w.value(), jnp.array([2.5, 3.5]), strict=True)
+    chex.assert_trees_all_equal(out, 3.5 * jnp.arange(4.0), strict=True)
+    self.assertEqual(int(step), 1)
+
+  def test_an_optimizer_that_does_not_reduce_is_refused(self):
+    w = facade.Variable(1.0, name='w')
+    opt = facade.GradientDescentOptimizer(0.1)
+
+    with self.assertRaisesRegex(
+        ValueError, "'w:0' would differ between the shards"
+    ):
+      facade.shard(
+          lambda x: opt.minimize(lambda: (w * x).sum()), [jnp.arange(4.0)], 4
+      )
+    self.assertEqual(float(w), 1.0)
+
+  def test_weights_that_were_trained_on_fewer_shards_go_on(self):
+    w = facade.Variable(0.0)
+    opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
+
+    def computation(x):
+      opt.minimize(lambda: jnp.mean(w * x))
+
+    for num_shards in (2, 8, 1, 4):
+      facade.shard(computation, [jnp.ones(8)], num_shards)
+
+    self.assertEqual(float(w), -(1 + 1.5 + 1.75 + 1.875))
