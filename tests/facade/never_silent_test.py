@@ -235,7 +235,10 @@ class ValuesTest(parameterized.TestCase):
 
   @parameterized.parameters(10, 100_000)
   def test_a_buffer_that_is_used_again(self, size):
-    buffer = np.zeros(size, np.float32)
+    # JAX takes over memory of this alignment as it is.
+    memory = np.zeros(4 * size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    buffer = memory[start : start + 4 * size].view(np.float32)
     w = facade.Variable(buffer)
     buffer[:] = 7
     self.assertEqual(float(w.value().sum()), 0)
