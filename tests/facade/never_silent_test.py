@@ -233,19 +233,18 @@ class ValuesTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(facade.Graph().as_default())
 
-  @parameterized.parameters(10, 100_000)
-  def test_a_buffer_that_is_used_again(self, size):
-    # JAX takes over memory of this alignment as it is.
-    memory = np.zeros(4 * size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    buffer = memory[start : start + 4 * size].view(np.float32)
-    w = facade.Variable(buffer)
-    buffer[:] = 7
-    self.assertEqual(float(w.value().sum()), 0)
+  def test_a_buffer_that_is_used_again(self):
+    # Whether JAX goes on using a buffer depends on where it lies.
+    for _ in range(20):
+      buffer = np.zeros(1_000_000, np.float32)
+      w = facade.Variable(buffer)
+      buffer[:] = 7
+      self.assertEqual(float(w.value().max()), 0)
 
-    w.assign(buffer)
-    buffer[:] = 8
-    self.assertEqual(float(w.value().max()), 7)
+      buffer = np.ones(1_000_000, np.float32)
+      w.assign(buffer)
+      buffer[:] = 8
+      self.assertEqual(float(w.value().max()), 1)
 
   def test_numbers_that_would_wrap_around(self):
     for start, value in ((np.uint8(0), 300), (0, np.int64(2**40))):
