@@ -36,7 +36,8 @@ def map_variables(
     The outputs, stacked along a leading axis.
 
   Raises:
-    ValueError: If another variable would differ between the shards.
+    ValueError: If another variable would differ between the shards, or one has
+      values for another number of them.
     RuntimeError: If each call makes new variables.
   """
   (axis,) = mesh.axis_names
@@ -47,8 +48,9 @@ def map_variables(
   def own(variable, array):
     if array.ndim == variable.ndim:
       return array
-    # Of what is no argument yet, the shape will do.
-    mine = array[0] if len(array) == 1 else jnp.zeros_like(array[0])
+    is_argument = len(array) == 1
+    # Of what is none yet, the shape will do.
+    mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
     return axes_lib.to_varying(mine, [axis])
 
   def mapped(body, arrays, out_specs):
@@ -78,7 +80,11 @@ def map_variables(
 
   for _ in range(_MAX_TRACES):
     found = []
-    known = frames.known(everything)
+    known = {
+        v: x
+        for v, x in frames.known(everything).items()
+        if x.ndim == v.ndim or len(x) == mesh.size
+    }
     jax.eval_shape(*mapped(functools.partial(discover, found), known, None))
     frame, may_part = found
     _check_size(frame.used, mesh)

@@ -58,9 +58,10 @@ def shard(
   Raises:
     TypeError: If an output is no array, or an argument of the wrong kind.
     ValueError: If there are too few devices, an input cannot be cut or is
-      sharded over another mesh whose axes are explicit, an
-      argument has the wrong length, a variable would differ between shards, or
-      the computation makes an optimizer outside of a `function`.
+      sharded over another mesh whose axes are explicit, an argument has the
+      wrong length, a variable would differ between shards or has values for
+      another number of them, or the computation makes an optimizer outside of
+      a `function`.
     NotImplementedError: Inside another `shard`, or with `infeed_queue`.
 
   Examples:

@@ -108,7 +108,9 @@ class Slots:
       parted = {v.op.name for v in variables if v.is_per_shard}
       # Only for the shapes, where there are several values.
       params = {
-          v.op.name: frames.read(v)[0] if v.is_per_shard else v.value()
+          v.op.name: (
+              jnp.zeros(v.shape, v.dtype) if v.is_per_shard else v.value()
+          )
           for v in variables
       }
       state = transformation().init(params)

@@ -60,6 +60,15 @@ class ClipByGlobalNormTest(parameterized.TestCase):
         ([jnp.float32(1.2), jnp.float32(1.6)], jnp.float32(5)),
     )
 
+  @parameterized.parameters((5.0, 0.2), (0.5, 1.0))
+  def test_takes_a_norm_that_is_known(self, norm, scale):
+    clipped, used = facade.clip_by_global_norm([3.0, None], 1.0, norm, 'name')
+
+    self.assert_close(
+        (clipped, used),
+        ([jnp.float32(3 * scale), None], jnp.float32(norm)),
+    )
+
   @parameterized.parameters(
       'text', 3.0, (np.float32([3, 4]),), ({'w': 1.0},), (iter([1.0]),)
   )

@@ -7,36 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import facade_cases
 from shard_transforms import facade
 
-W = np.float32([1, 2])
-MADE = {
-    'gradient_descent': lambda: facade.GradientDescentOptimizer(0.5),
-    'adam': lambda: facade.AdamOptimizer(0.1),
-    'optax': lambda: facade.OptaxOptimizer(optax.adamw(0.1)),
-}
+W = facade_cases.W
+MADE = facade_cases.OPTIMIZERS
 
 
-class OptimizerTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.graph = self.enterContext(facade.Graph().as_default())
-    self.w = facade.Variable(W, name='w')
-    self.b = facade.Variable(3.0, name='b')
-    self.step = facade.get_or_create_global_step()
-
-  def assert_equal(self, actual, expected):
-    chex.assert_trees_all_equal(actual, expected, strict=True)
-
-  def values(self):
-    return facade.get_values(facade.global_variables())
-
-  def run_step(self, step, compiled):
-    return (facade.function(step) if compiled else step)()
-
-
-class ApplyGradientsTest(OptimizerTest):
+class ApplyGradientsTest(facade_cases.OptimizerTest):
 
   @parameterized.product(name=tuple(MADE), compiled=(False, True))
   def test_without_a_gradient_variable_and_slots_stay(self, name, compiled):

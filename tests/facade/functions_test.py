@@ -343,6 +343,32 @@ class FunctionTest(StepTest):
       step()
 
 
+class MethodTest(StepTest):
+
+  def test_a_method_is_compiled_for_each_object(self):
+    traces = []
+
+    class Trainer:
+
+      def __init__(self, rate):
+        self.w = facade.Variable(0.0)
+        self.opt = facade.GradientDescentOptimizer(rate)
+
+      @facade.function
+      def step(self, x):
+        traces.append(1)
+        self.opt.minimize(lambda: self.w * x, var_list=[self.w])
+
+    trainers = [Trainer(0.5), Trainer(0.25)]
+    for _ in range(3):
+      for trainer in trainers:
+        trainer.step(2.0)
+
+    self.assertEqual([float(t.w) for t in trainers], [-3.0, -1.5])
+    self.assertLen(traces, 4)
+    self.assertIsInstance(Trainer.step, type(trainers[0].step))
+
+
 class GraphOfFunctionTest(StepTest):
 
   def test_runs_in_the_graph_that_it_was_made_in(self):

@@ -395,6 +395,25 @@ class InnerTest(UpdateTest):
 
 class OptaxTest(UpdateTest):
 
+  def test_takes_multi_steps(self):
+    opt = facade.OptaxOptimizer(optax.MultiSteps(optax.sgd(1.0), 2))
+
+    with facade.Graph().as_default():
+      w = facade.Variable(0.0)
+      for grad in (1.0, 3.0):
+        opt.apply_gradients([(grad, w)])
+
+    self.assertEqual(float(w), -2.0)
+
+  def test_says_how_to_give_a_schedule(self):
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    opt = facade.GradientDescentOptimizer(schedule)
+
+    with facade.Graph().as_default():
+      w = facade.Variable(0.0)
+      with self.assertRaisesRegex(TypeError, r'lambda: schedule\(global_step'):
+        opt.apply_gradients([(1.0, w)])
+
   @parameterized.parameters('adam', None, (optax.adam,))
   def test_refuses_what_is_no_transformation(self, tx):
     with self.assertRaisesRegex(TypeError, '`tx` must be a transformation of'):

@@ -1,60 +1,16 @@
-import operator
-
 from absl.testing import parameterized
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import facade_cases
 from shard_transforms import facade
 
-OPERATORS = (
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.truediv,
-    operator.floordiv,
-    operator.mod,
-    operator.pow,
-    operator.matmul,
-    operator.lt,
-    operator.le,
-    operator.gt,
-    operator.ge,
-)
-IN_PLACE = (
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ifloordiv,
-    operator.imod,
-    operator.ipow,
-    operator.imatmul,
-)
 X = np.float32([1.5, 2, 3])
 W = np.float32([1, 2, 4])
-OTHERS = {
-    'NumPy': lambda: X,
-    'JAX': lambda: jnp.asarray(X),
-    'Variable': lambda: facade.Variable(X),
-}
 
 
-class GraphTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.graph = self.enterContext(facade.Graph().as_default())
-
-  def assert_equal(self, actual, expected):
-    chex.assert_trees_all_equal(actual, expected, strict=True)
-
-  def assert_holds(self, variable, expected):
-    self.assert_equal(variable.value(), jnp.asarray(expected))
-
-
-class GetVariableTest(GraphTest):
+class GetVariableTest(facade_cases.GraphTest):
 
   def test_makes_a_variable_once(self):
     made = facade.get_variable('w', initializer=W, trainable=False)
@@ -114,7 +70,26 @@ class GetVariableTest(GraphTest):
       facade.get_variable('w')
 
 
-class GlobalStepTest(GraphTest):
+class ScopeTest(facade_cases.GraphTest):
+
+  def test_keeps_the_names_that_begin_so(self):
+    for name in ('a/w', 'b/w', 'a/b/w'):
+      facade.Variable(0.0, name=name)
+
+    for find in (facade.global_variables, facade.trainable_variables):
+      names = [v.op.name for v in find('a/')]
+      self.assertEqual(names, ['a/w', 'a/b/w'])
+
+  def test_the_step_of_a_graph_that_is_not_the_default(self):
+    other = facade.Graph()
+    step = facade.get_or_create_global_step(other)
+
+    self.assertIs(facade.get_global_step(other), step)
+    self.assertIs(facade.get_or_create_global_step(other), step)
+    self.assertIsNone(facade.get_global_step())
+
+
+class GlobalStepTest(facade_cases.GraphTest):
 
   def test_there_is_none_at_first(self):
     self.assertIsNone(facade.get_global_step())

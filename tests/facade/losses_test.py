@@ -10,6 +10,18 @@ W = np.float32([1, 2, 4])
 X = np.float32([3, -1, 2])
 
 
+class GradLossTest(parameterized.TestCase):
+
+  @parameterized.parameters([[1.0]], 'text', [lambda: 1.0])
+  def test_must_be_an_array(self, grad_loss):
+    with facade.Graph().as_default():
+      w = facade.Variable(1.0)
+    opt = facade.GradientDescentOptimizer(0.1)
+
+    with self.assertRaisesRegex(TypeError, '`grad_loss` must be an array'):
+      opt.compute_gradients(lambda: w * w, [w], grad_loss=grad_loss)
+
+
 class ComputeGradientsTest(parameterized.TestCase):
 
   def setUp(self):

@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shard_transforms import facade
 
@@ -65,3 +66,57 @@ class MapVariablesTest(parameterized.TestCase):
       facade.shard(computation, [jnp.ones(8)], num_shards)
 
     self.assertEqual(float(w), -(1 + 1.5 + 1.75 + 1.875))
+
+  def parted(self, num_shards=4):
+    w = facade.Variable(0.0, name='w')
+    opt = facade.CrossShardOptimizer(
+        facade.GradientDescentOptimizer(1.0),
+        group_assignment=np.arange(num_shards).reshape(2, -1),
+    )
+    x = jnp.arange(float(num_shards))
+    facade.shard(
+        lambda x: opt.minimize(lambda: jnp.sum(w * x)), [x], num_shards
+    )
+    return w
+
+  def test_a_value_per_shard_on_another_number_of_shards(self):
+    w = self.parted()
+
+    with self.assertRaisesRegex(ValueError, 'each of 4 shards.*used on 8'):
+      facade.shard(lambda: w.value(), num_shards=8)
+
+  def test_others_may_have_values_of_another_number_of_shards(self):
+    self.parted()
+    v = facade.Variable(2.0)
+
+    (out,) = facade.shard(lambda: v.value(), num_shards=8)
+
+    chex.assert_trees_all_equal(out, jnp.full(8, 2.0), strict=True)
+
+  def test_slots_for_what_has_a_value_per_shard(self):
+    w = self.parted()
+
+    def update(inner):
+      opt = facade.CrossShardOptimizer(inner, group_assignment=[[0, 1], [2, 3]])
+      facade.shard(lambda: opt.apply_gradients([(w * 0 + 1, w)]), num_shards=4)
+
+    before = w.shard_values()
+    update(facade.GradientDescentOptimizer(1.0))
+    chex.assert_trees_all_equal(w.shard_values(), before - 2, strict=True)
+    with self.assertRaisesRegex(ValueError, 'made before it gets a value per'):
+      update(facade.MomentumOptimizer(1.0, 0.9))
+
+  def test_inside_a_loss(self):
+    w = facade.Variable(2.0)
+    opt = facade.GradientDescentOptimizer(1.0)
+
+    def loss():
+      (parts,) = facade.shard(lambda x: w * x, [jnp.arange(8.0)], 4)
+      return jnp.sum(parts)
+
+    [(eager, _)] = opt.compute_gradients(loss, [w])
+    compiled = facade.function(
+        lambda: [g for g, _ in opt.compute_gradients(loss, [w])]
+    )()
+
+    self.assertEqual([float(eager), *map(float, compiled)], [28.0, 28.0])

@@ -206,6 +206,21 @@ class ReplicateModelFnTest(parameterized.TestCase):
     with self.assertRaisesRegex(NotImplementedError, 'cannot be nested'):
       facade.replicate_model_fn(inner, devices=IN_TURN)(jnp.zeros(16))
 
+  def test_towers_on_devices_inside_of_shard(self):
+    step = facade.replicate_model_fn(
+        lambda features: facade.EstimatorSpec(None), devices=AT_ONCE
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must not be inside of `shard`'):
+      facade.shard(lambda x: step(x).loss, [jnp.zeros(16)], 4)
+
+  def test_a_spec_takes_what_an_estimator_would_use(self):
+    spec = facade.EstimatorSpec(
+        'train', training_hooks=[], export_outputs={}, scaffold=None
+    )
+
+    self.assertEqual(spec.mode, 'train')
+
   def test_takes_devices(self):
     replicated = facade.replicate_model_fn(
         lambda features: facade.EstimatorSpec(None, predictions=features),

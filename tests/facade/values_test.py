@@ -1,30 +1,17 @@
 import tempfile
 
 from absl.testing import parameterized
-import chex
 from flax import serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 
+import facade_cases
 from shard_transforms import facade
 
 
-class GraphTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.graph = self.enterContext(facade.Graph().as_default())
-
-  def assert_equal(self, actual, expected):
-    chex.assert_trees_all_equal(actual, expected, strict=True)
-
-  def assert_holds(self, variable, expected):
-    self.assert_equal(variable.value(), jnp.asarray(expected))
-
-
-class ValuesTest(GraphTest):
+class ValuesTest(facade_cases.GraphTest):
 
   def setUp(self):
     super().setUp()

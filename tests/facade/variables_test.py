@@ -2,11 +2,11 @@ import itertools
 import operator
 
 from absl.testing import parameterized
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import facade_cases
 from shard_transforms import facade
 
 OPERATORS = (
@@ -42,20 +42,7 @@ OTHERS = {
 }
 
 
-class GraphTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.graph = self.enterContext(facade.Graph().as_default())
-
-  def assert_equal(self, actual, expected):
-    chex.assert_trees_all_equal(actual, expected, strict=True)
-
-  def assert_holds(self, variable, expected):
-    self.assert_equal(variable.value(), jnp.asarray(expected))
-
-
-class MakingTest(GraphTest):
+class MakingTest(facade_cases.GraphTest):
 
   @parameterized.parameters(
       (np.float32([1, 2]), jnp.float32),
@@ -148,7 +135,7 @@ class MakingTest(GraphTest):
     self.assertEqual(facade.global_variables(), [])
 
 
-class ArrayTest(GraphTest):
+class ArrayTest(facade_cases.GraphTest):
 
   @parameterized.product(
       op=OPERATORS, of=tuple(OTHERS), on_the_left=(True, False)
@@ -297,7 +284,7 @@ class ArrayTest(GraphTest):
     np.testing.assert_array_equal(x, X + W, strict=True)
 
 
-class StagedTest(GraphTest):
+class StagedTest(facade_cases.GraphTest):
   """Reading where JAX would keep the present value for ever."""
 
   def test_is_refused_in_what_jax_compiles(self):
@@ -331,7 +318,16 @@ class StagedTest(GraphTest):
       self.assertEqual(float(step(jnp.float32(1))), value**3)
 
 
-class AssignTest(GraphTest):
+class AssignTest(facade_cases.GraphTest):
+
+  def test_takes_the_arguments_of_tensorflow(self):
+    w = facade.Variable(1.0)
+
+    w.assign(2.0, use_locking=True, name='a', read_value=False)
+    w.assign_add(3.0, use_locking=True, name='b')
+    w.assign_sub(1.0, use_locking=True, name='c')
+
+    self.assertEqual(float(w), 4.0)
 
   @parameterized.parameters('assign', 'assign_add', 'assign_sub')
   def test_sets_the_value_and_returns_it(self, method):
