@@ -87,6 +87,8 @@ class ScopeTest(facade_cases.GraphTest):
     self.assertIs(facade.get_global_step(other), step)
     self.assertIs(facade.get_or_create_global_step(other), step)
     self.assertIsNone(facade.get_global_step())
+    self.assertIs(step.graph, other)
+    self.assertEmpty(facade.global_variables())
 
 
 class GlobalStepTest(facade_cases.GraphTest):
