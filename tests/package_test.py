@@ -31,8 +31,8 @@ PACKAGE = ROOT / 'shard_transforms'
 # A module of `_src` imports from the rows above its own alone.
 LAYERS = (
     ('adam', 'arguments', 'axes', 'ftrl', 'groups', 'leaves', 'packing'),
-    ('collectives', 'jaxprs', 'reports'),
-    ('gating', 'mistakes', 'placement', 'windows'),
+    ('collectives', 'jaxprs', 'reports', 'slices', 'tracking'),
+    ('gating', 'mistakes', 'placement', 'reduction', 'windows'),
     ('cross_shard', 'gradients', 'stacked_towers', 'staleness', 'towers'),
     ('wire',),
 )

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src import axes
-from shard_transforms._src import collectives
 from shard_transforms._src import groups as groups_lib
+from shard_transforms._src import reduction as reduction_lib
 
 
 def cross_shard_mean(
     axis_name: axes.AxisName,
     *,
     groups: Any = None,
-    on_invariant: collectives.OnInvariant = 'error',
+    on_invariant: reduction_lib.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
@@ -89,7 +89,7 @@ def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
     groups: Any = None,
-    on_invariant: collectives.OnInvariant = 'error',
+    on_invariant: reduction_lib.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
@@ -135,7 +135,7 @@ def shard_mean(
     axis_name: axes.AxisName,
     *,
     weight: Any = None,
-    on_invariant: collectives.OnInvariant = 'error',
+    on_invariant: reduction_lib.OnInvariant = 'error',
 ) -> Any:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
@@ -166,14 +166,14 @@ def shard_mean(
     >>> print(jax.vmap(mean, axis_name='data')(losses, tokens))
     [1.5 1.5]
   """
-  mean = collectives.Reduction(
+  mean = reduction_lib.Reduction(
       'shard_mean', 'mean', axes.as_axes(axis_name), on_invariant=on_invariant
   )
   return mean(jax.tree.map(_as_float, tree), weight)
 
 
 def _cross_shard(kind, axis_name, groups, on_invariant, bucket_bytes):
-  reduction = collectives.Reduction(
+  reduction = reduction_lib.Reduction(
       f'cross_shard_{kind}',
       kind,
       axes.as_axes(axis_name),

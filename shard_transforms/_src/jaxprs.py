@@ -16,10 +16,12 @@ class Value:
   Attributes:
     aval: Its type.
     is_literal: Whether the program names the number itself.
+    number: That number.
   """
 
   aval: Any
   is_literal: bool = False
+  number: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +98,7 @@ def flatten(
 
   def read(atoms):
     return tuple(
-        Value(atom.aval, is_literal=True)
+        Value(atom.aval, is_literal=True, number=atom.val)
         if isinstance(atom, jax.extend.core.Literal)
         else values[atom]
         for atom in atoms

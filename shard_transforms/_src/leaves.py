@@ -27,6 +27,11 @@ def accumulator_dtype(dtype: Any) -> Any:
   return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
+def weighted(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+  """Returns `weight * x`, which is zero for a weight of zero even of a NaN."""
+  return x if weight is None else jnp.where(weight > 0, weight * x, 0)
+
+
 def check_inexact(tree: Any, caller: str) -> None:
   """Checks that every leaf of `tree` is real or complex, or a `float0`.
 

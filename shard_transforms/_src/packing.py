@@ -60,19 +60,23 @@ def map_packed(
     leaves: Sequence[jax.Array],
     keys: Sequence[Hashable],
     bucket_bytes: int | str,
+    num_rows: int | None = None,
 ) -> list[jax.Array]:
   """Applies a function to leaves, small ones packed together.
 
   Args:
-    fn: Takes an array and its key and returns an array of the same shape and
-      dtype, in which each element follows from the elements at the same place
-      alone, as in a sum over shards.
+    fn: Takes an array and its key and returns an array of the same dtype, in
+      which each element follows from the elements at the same place alone, as
+      in a sum over shards. It may take rows, [num_rows, ...], and give one of
+      them, or take one and give rows.
     leaves: Arrays, none of size zero.
     keys: Of each leaf; only leaves of equal keys share a buffer. Equal keys
       imply equal dtypes.
     bucket_bytes: The most that a buffer holds; a leaf of this size or more
       travels alone, in its own shape. 0 packs nothing; `'auto'` packs what
       gains by it.
+    num_rows: How many rows each leaf has, along its first axis, all of which
+      go to `fn` together; `None` where leaves are no rows.
 
   Returns:
     The results, in the order of `leaves`.
@@ -80,7 +84,7 @@ def map_packed(
   results = {}
   for bucket in _buckets(leaves, keys, bucket_bytes):
     members = [leaves[i] for i in bucket]
-    outputs = _apply(fn, members, keys[bucket[0]])
+    outputs = _apply(fn, members, keys[bucket[0]], num_rows)
     results.update(zip(bucket, outputs, strict=True))
   return [results[i] for i in range(len(leaves))]
 
@@ -127,13 +131,16 @@ def _cost(buckets, leaves):
   return 2 * len(buckets) + sum(len(kind) for kind in kinds)
 
 
-def _apply(fn, members, key):
+def _apply(fn, members, key, num_rows):
   """Applies `fn` to a bucket: one leaf as it is, several as one buffer."""
   if len(members) == 1:
     return [fn(members[0], key)]
-  buffer = fn(jnp.concatenate([leaf.ravel() for leaf in members]), key)
-  parts = lax.split(buffer, [leaf.size for leaf in members])
+  lead = () if num_rows is None else (num_rows,)
+  shapes = [leaf.shape[len(lead) :] for leaf in members]
+  flat = [leaf.reshape((*lead, -1)) for leaf in members]
+  buffer = fn(jnp.concatenate(flat, axis=-1), key)
+  parts = lax.split(buffer, [leaf.shape[-1] for leaf in flat], buffer.ndim - 1)
   return [
-      part.reshape(leaf.shape)
-      for part, leaf in zip(parts, members, strict=True)
+      part.reshape(part.shape[:-1] + shape)
+      for part, shape in zip(parts, shapes, strict=True)
   ]

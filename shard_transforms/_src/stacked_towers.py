@@ -8,8 +8,8 @@ import optax
 
 from shard_transforms._src import arguments
 from shard_transforms._src import axes
-from shard_transforms._src import collectives
 from shard_transforms._src import leaves
+from shard_transforms._src import tracking
 
 
 def reduce_towers(
@@ -89,7 +89,7 @@ def reduce_towers(
         )
       weight = arguments.as_weight(weight, (num_towers,), caller)
       differs = tuple(axes.varying_axes(weight))
-      collectives.check_per_shard(updates, differs, caller)
+      tracking.check_per_shard(updates, differs, caller)
       total_weight = jnp.sum(weight)
       divisor = jnp.where(total_weight > 0, total_weight, 1)
       summed = reduction == 'sum'
@@ -117,7 +117,7 @@ def _sum(towers, weight):
     return towers[0]
   if weight is not None:
     weight = weight.reshape((-1,) + (1,) * (towers.ndim - 1))
-  return jnp.sum(collectives.weighted(towers, weight), axis=0)
+  return jnp.sum(leaves.weighted(towers, weight), axis=0)
 
 
 def _check_stacked(updates, num_towers):

@@ -11,6 +11,7 @@ from shard_transforms._src import axes as axes_lib
 from shard_transforms._src import collectives
 from shard_transforms._src import gating
 from shard_transforms._src import leaves
+from shard_transforms._src import tracking
 
 _INT32 = jnp.iinfo(jnp.int32)
 
@@ -150,7 +151,7 @@ def drop_stale(
     accept, num_stale = fresh, jnp.where(fresh, 0, 1)
     if axes:
       axes_lib.size(axes, caller)
-      collectives.check_per_shard(updates, axes, caller)
+      tracking.check_per_shard(updates, axes, caller)
       weight = 1.0 if weight is None else weight
       weight = jnp.where(fresh, arguments.as_weight(weight, (), caller), 0)
       total_weight, num_stale = collectives.total(

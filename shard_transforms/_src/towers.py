@@ -10,6 +10,7 @@ from shard_transforms._src import axes as axes_lib
 from shard_transforms._src import collectives
 from shard_transforms._src import gating
 from shard_transforms._src import leaves
+from shard_transforms._src import tracking
 from shard_transforms._src import windows
 
 
@@ -103,7 +104,7 @@ def tower_reduce(
     leaves.check_inexact(updates, caller)
     if axes:
       axes_lib.size(axes, caller)
-      collectives.check_per_shard(updates, axes, caller)
+      tracking.check_per_shard(updates, axes, caller)
     if chained and weight is not None:
       raise ValueError(
           '`weight` of `tower_reduce` must come with `inner`, got none. A link'

@@ -9,8 +9,8 @@ import optax
 
 from shard_transforms._src import arguments
 from shard_transforms._src import axes as axes_lib
-from shard_transforms._src import collectives
 from shard_transforms._src import leaves as leaves_lib
+from shard_transforms._src import tracking
 
 _CALLER = 'tower_reduce'
 _NO_STEP = jnp.iinfo(jnp.int32).max
@@ -174,7 +174,7 @@ def _zeros(param, axes):
 def _add(total, update, weight):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
-  return total + collectives.weighted(jnp.asarray(update, total.dtype), weight)
+  return total + leaves_lib.weighted(jnp.asarray(update, total.dtype), weight)
 
 
 def _check_not_hidden(total, updates):
@@ -185,7 +185,7 @@ def _check_not_hidden(total, updates):
       return u if t is not None and axis in axes_lib.varying_axes(t) else None
 
     kept = jax.tree.map(per_shard, total, updates, is_leaf=leaves_lib.is_none)
-    collectives.check_per_shard(kept, (axis,), _CALLER)
+    tracking.check_per_shard(kept, (axis,), _CALLER)
 
 
 def _check_kept(before, after):

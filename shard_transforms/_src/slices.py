@@ -1,0 +1,33 @@
+"""One slice of an array for each shard.
+
+A leaf is cut flat, into as many equal parts as there are shards, after zeros
+were put behind its last element. A slice keeps the rank of its leaf, with all
+elements along the last axis. What has fewer elements than there are shards is
+not cut.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shard_transforms._src import leaves as leaves_lib
+
+
+def is_cut(leaf: Any, num_slices: int) -> bool:
+  """Whether a leaf carries a gradient and has an element for each slice."""
+  is_inexact = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.inexact)
+  return is_inexact and jnp.size(leaf) >= num_slices > 1
+
+
+def cut(leaf: Any, num_slices: int) -> jax.Array:
+  """Returns all slices of a leaf, [num_slices, 1, ..., 1, elements]."""
+  flat = jnp.ravel(leaf)
+  if padding := -flat.size % num_slices:
+    flat = jnp.pad(flat, (0, padding))
+  return flat.reshape((num_slices, *(1,) * (jnp.ndim(leaf) - 1), -1))
+
+
+def join(slices: jax.Array, like: Any) -> jax.Array:
+  """Returns the array of the shape of `like` of which these are the slices."""
+  return slices.ravel()[: jnp.size(like)].reshape(jnp.shape(like))
