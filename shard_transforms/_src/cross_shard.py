@@ -17,6 +17,7 @@ def cross_shard_mean(
     groups: Any = None,
     on_invariant: reduction_lib.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
+    algorithm: reduction_lib.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -54,6 +55,10 @@ def cross_shard_mean(
       `'auto'` is a size that was measured. Without effect under
       `jax.vmap`, where nothing is sent, and where a mesh axis is not mapped,
       because packing would gather what that axis shards.
+    algorithm: How several axes are summed over: `'flat'` at once, or
+      `'hierarchical'`. The last axis is then the fast one, such as the cores of
+      a host: its B shards sum a part of 1/B each, sum the parts over the other
+      axes, and gather them, so that the slow axes carry 1/B of the bytes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -82,7 +87,9 @@ def cross_shard_mean(
     `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15 with
     `reduction=Reduction.MEAN`.
   """
-  return _cross_shard('mean', axis_name, groups, on_invariant, bucket_bytes)
+  return _cross_shard(
+      'mean', axis_name, groups, on_invariant, bucket_bytes, algorithm
+  )
 
 
 def cross_shard_sum(
@@ -91,6 +98,7 @@ def cross_shard_sum(
     groups: Any = None,
     on_invariant: reduction_lib.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
+    algorithm: reduction_lib.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
@@ -104,6 +112,7 @@ def cross_shard_sum(
       shards: `'error'`, `'summed'` (left as it is) or `'averaged'` (multiplied
       by the number of shards).
     bucket_bytes: Leaves smaller than this travel together; 0 for none.
+    algorithm: `'flat'`, or `'hierarchical'` for several axes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -127,7 +136,9 @@ def cross_shard_sum(
     `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15 with
     `reduction=Reduction.SUM`.
   """
-  return _cross_shard('sum', axis_name, groups, on_invariant, bucket_bytes)
+  return _cross_shard(
+      'sum', axis_name, groups, on_invariant, bucket_bytes, algorithm
+  )
 
 
 def shard_mean(
@@ -172,7 +183,9 @@ def shard_mean(
   return mean(jax.tree.map(_as_float, tree), weight)
 
 
-def _cross_shard(kind, axis_name, groups, on_invariant, bucket_bytes):
+def _cross_shard(
+    kind, axis_name, groups, on_invariant, bucket_bytes, algorithm
+):
   reduction = reduction_lib.Reduction(
       f'cross_shard_{kind}',
       kind,
@@ -180,6 +193,7 @@ def _cross_shard(kind, axis_name, groups, on_invariant, bucket_bytes):
       None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
       bucket_bytes,
+      algorithm,
   )
 
   def init_fn(params):

@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src import arguments
@@ -130,7 +131,8 @@ class Reduction:
     def own(leaf):
       if not slices.is_cut(leaf, num_slices):
         return leaf
-      return slices.cut(leaf, num_slices)[index]
+      rows = slices.cut(leaf, num_slices)
+      return lax.dynamic_index_in_dim(rows, index, keepdims=False)
 
     return jax.tree.map(own, tree)
 

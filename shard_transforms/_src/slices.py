@@ -6,6 +6,7 @@ elements along the last axis. What has fewer elements than there are shards is
 not cut.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from shard_transforms._src import leaves as leaves_lib
 def is_cut(leaf: Any, num_slices: int) -> bool:
   """Whether a leaf carries a gradient and has an element for each slice."""
   is_inexact = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.inexact)
-  return is_inexact and jnp.size(leaf) >= num_slices > 1
+  return is_inexact and math.prod(jnp.shape(leaf)) >= num_slices > 1
 
 
 def cut(leaf: Any, num_slices: int) -> jax.Array:
@@ -26,6 +27,15 @@ def cut(leaf: Any, num_slices: int) -> jax.Array:
   if padding := -flat.size % num_slices:
     flat = jnp.pad(flat, (0, padding))
   return flat.reshape((num_slices, *(1,) * (jnp.ndim(leaf) - 1), -1))
+
+
+def kind(leaf: Any, num_slices: int) -> Any:
+  """Returns the shape and dtype of a slice, or the leaf if it is not cut."""
+  if not is_cut(leaf, num_slices):
+    return leaf
+  num_elements = -(-math.prod(jnp.shape(leaf)) // num_slices)
+  shape = (1,) * (jnp.ndim(leaf) - 1) + (num_elements,)
+  return jax.ShapeDtypeStruct(shape, leaves_lib.dtype_of(leaf))
 
 
 def join(slices: jax.Array, like: Any) -> jax.Array:
