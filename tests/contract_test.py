@@ -25,6 +25,7 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import reduce_towers
+from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 
 AXIS = modes.AXIS
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     takes_local_step: Whether `update` requires a local step.
     factor: What the result is, in means over all shards and towers.
     refuser: What in it refuses updates that are reduced already.
+    cuts: Whether the inner transformation sees each shard's slice of leaves.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -56,6 +58,7 @@ class Row(NamedTuple):
   takes_local_step: bool = False
   factor: int = 1
   refuser: str = 'cross_shard_mean'
+  cuts: bool = False
 
 
 def _mean(inner):
@@ -72,6 +75,30 @@ ROWS = {
         chained=True,
         factor=SHARDS,
         refuser='cross_shard_sum',
+    ),
+    'shard_update': Row(
+        lambda inner, n: shard_update(inner, AXIS),
+        per_shard=True,
+        refuser='shard_update',
+        cuts=True,
+    ),
+    'tower_reduce_of_shard_update': Row(
+        lambda inner, n: tower_reduce(
+            n, shard_update(inner, AXIS), axis_name=AXIS
+        ),
+        towers='in turn',
+        per_shard=True,
+        refuser='tower_reduce',
+        cuts=True,
+    ),
+    'drop_stale_of_shard_update': Row(
+        lambda inner, n: drop_stale(
+            2, shard_update(inner, AXIS), axis_name=AXIS
+        ),
+        takes_local_step=True,
+        per_shard=True,
+        refuser='drop_stale',
+        cuts=True,
     ),
     'tower_reduce': Row(
         lambda inner, n: tower_reduce(n, inner), towers='in turn'
@@ -162,8 +189,10 @@ EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
 EACH_UNMAPPED_INIT = [
     case
     for case in EACH_ROW
-    if not ROWS[case['name']].per_shard
-    or ROWS[case['name']].towers != 'in turn'
+    if not ROWS[case['name']].cuts
+    and not (
+        ROWS[case['name']].per_shard and ROWS[case['name']].towers == 'in turn'
+    )
 ]
 EACH_STALE = [c for c in EACH_ROW if ROWS[c['name']].takes_local_step]
 EACH_ROW_AND_MODE = [
@@ -292,6 +321,14 @@ def kinds(tree):
 
 def on_shards(tree):
   return jax.tree.map(lambda x: np.stack([x] * SHARDS), tree)
+
+
+def cut_in_numpy(param):
+  """Returns the slices [shards, ...] that shards keep of a parameter."""
+  if param.size < SHARDS:
+    return on_shards(param)
+  flat = np.pad(np.ravel(param), (0, -param.size % SHARDS))
+  return flat.reshape(SHARDS, *(1,) * param.ndim, -1)
 
 
 def params_of_call(params, call):
@@ -512,7 +549,10 @@ class MappedTest(parameterized.TestCase):
       chex.assert_trees_all_equal_structs(seen.seen_params, params)
       for call in runs:
         actual = jax.tree.map(lambda x, i=call: x[:, i], seen.seen_params)
-        expected = on_shards(params_of_call(params, call))
+        expected = params_of_call(params, call)
+        expected = jax.tree.map(
+            cut_in_numpy if row.cuts else on_shards, expected
+        )
         chex.assert_trees_all_equal(actual, expected, strict=True)
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
@@ -804,9 +844,10 @@ class RefusalTest(parameterized.TestCase):
     row = ROWS[name]
     tx = row.build(cross_shard_mean(AXIS), TOWERS)
 
-    with self.assertRaisesRegex(
-        ValueError, r"`cross_shard_mean` .*\['b'\] .* already reduced"
-    ):
+    refusal = r"`cross_shard_mean` .*\['b'\] .* already reduced"
+    if row.cuts:
+      refusal = '`inner` of `shard_update` .* several of them together'
+    with self.assertRaisesRegex(ValueError, refusal):
       self.trace_first_call(row, tx, gradient(row))
 
   @parameterized.named_parameters(EACH_STALE)

@@ -49,6 +49,31 @@ def _sent(leaves, bucket_bytes):
 
 class MapPackedTest(parameterized.TestCase):
 
+  @parameterized.parameters(0, 64, 10**9, 'auto')
+  def test_rows_are_packed_side_by_side(self, bucket_bytes):
+    shapes = [(3, *shape) for shape in SHAPES]
+    leaves = list(map(jnp.asarray, _leaves(shapes)))
+
+    results = packing.map_packed(
+        lambda rows, _: rows[1], leaves, [0] * len(leaves), bucket_bytes, 3
+    )
+
+    chex.assert_trees_all_equal(results, [x[1] for x in leaves], strict=True)
+
+  @parameterized.parameters(0, 64, 10**9, 'auto')
+  def test_rows_come_of_what_is_packed(self, bucket_bytes):
+    leaves = list(map(jnp.asarray, _leaves(SHAPES)))
+
+    results = packing.map_packed(
+        lambda row, _: jnp.stack([row, 2 * row]),
+        leaves,
+        [0] * len(leaves),
+        bucket_bytes,
+    )
+
+    expected = [jnp.stack([x, 2 * x]) for x in leaves]
+    chex.assert_trees_all_equal(results, expected, strict=True)
+
   @parameterized.parameters(0, 1, 28, 64, 10**9, np.int64(64), 'auto')
   def test_results_are_those_of_each_leaf_alone(self, bucket_bytes):
     leaves = _leaves(SHAPES)

@@ -1,3 +1,4 @@
+import collections
 import functools
 
 from absl.testing import parameterized
@@ -157,6 +158,56 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(GRADS_BYTES, num_shards), 2)
     for collective in report.collectives:
       self.assertEqual(collective.num_shards, num_shards)
+
+  @parameterized.product(way=('shard_map', 'shard_map_unchecked', 'axis_sizes'))
+  def test_cross_shard_by_levels_spares_the_slow_axis(self, way):
+    tx = shard_transforms.cross_shard_mean(
+        ('host', 'core'), algorithm='hierarchical'
+    )
+
+    report = _report_on_mesh(way, update_with(tx), GRADS)
+
+    sent = collections.Counter()
+    for collective in report.collectives:
+      sent[collective.axes] += collective.sent_bytes
+    # One of 4 cores has a quarter of what there is to send between 2 hosts.
+    self.assertAlmostEqual(sent['host',], all_reduce(GRADS_BYTES / 4, 2))
+    self.assertAlmostEqual(sent['core',], 2 * scatter(GRADS_BYTES, 4))
+    self.assert_sends(report, sum(sent.values()), 6)
+
+  @parameterized.product(way=WAYS, bucket=({'auto': 2}, {0: 3}, {2**20: 1}))
+  def test_shard_update(self, way, bucket):
+    ((bucket_bytes, num_buffers),) = bucket.items()
+    tx = shard_transforms.shard_update(
+        optax.adam(0.1), AXIS, bucket_bytes=bucket_bytes
+    )
+
+    report = report_on(way, update_with(tx), GRADS)
+
+    self.assert_sends(report, 2 * scatter(GRADS_BYTES), 2 * num_buffers)
+
+  @parameterized.parameters(*WAYS)
+  def test_shard_update_gathers_what_inner_gives(self, way):
+    def halve(updates, params=None):
+      del params
+      return jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)
+
+    tx = shard_transforms.shard_update(optax.stateless(halve), AXIS)
+    grads = jax.ShapeDtypeStruct((50_000,), jnp.float32)
+
+    report = report_on(way, update_with(tx, weight=SCALAR), grads, SCALAR)
+
+    total = scatter(200_000) + scatter(100_000) + all_reduce(4)
+    self.assert_sends(report, total, 3)
+
+  @parameterized.parameters(*WAYS)
+  def test_tower_reduce_of_shard_update_sends_once_a_window(self, way):
+    inner = shard_transforms.shard_update(optax.adam(0.1), AXIS)
+    tx = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
+
+    report = report_on(way, update_with(tx), GRADS)
+
+    self.assertEqual(split(report), (0, 2 * scatter(GRADS_BYTES)))
 
   @parameterized.product(
       on_invariant=('summed', 'averaged'), kind=('mean', 'sum')

@@ -61,6 +61,7 @@ def map_packed(
     keys: Sequence[Hashable],
     bucket_bytes: int | str,
     num_rows: int | None = None,
+    growth: int = 1,
 ) -> list[jax.Array]:
   """Applies a function to leaves, small ones packed together.
 
@@ -77,24 +78,25 @@ def map_packed(
       gains by it.
     num_rows: How many rows each leaf has, along its first axis, all of which
       go to `fn` together; `None` where leaves are no rows.
+    growth: How many times as large as a leaf its result is.
 
   Returns:
     The results, in the order of `leaves`.
   """
   results = {}
-  for bucket in _buckets(leaves, keys, bucket_bytes):
+  sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
+  for bucket in _buckets(leaves, sizes, keys, bucket_bytes):
     members = [leaves[i] for i in bucket]
     outputs = _apply(fn, members, keys[bucket[0]], num_rows)
     results.update(zip(bucket, outputs, strict=True))
   return [results[i] for i in range(len(leaves))]
 
 
-def _buckets(leaves, keys, bucket_bytes):
+def _buckets(leaves, sizes, keys, bucket_bytes):
   """Groups the positions of `leaves` by the buffer that they travel in."""
   leaf_bytes = bucket_bytes
   if bucket_bytes == 'auto':
     leaf_bytes, bucket_bytes = _AUTO_LEAF_BYTES, _AUTO_BUCKET_BYTES
-  sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
   buckets = []
   small = collections.defaultdict(list)
   for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):

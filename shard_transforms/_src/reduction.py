@@ -154,7 +154,9 @@ class Reduction:
 
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in own]
     with jax.named_scope(self.caller):
-      rows = packing.map_packed(gather, own, keys, self._bucket_bytes())
+      rows = packing.map_packed(
+          gather, own, keys, self._bucket_bytes(), growth=num_slices
+      )
       for i, slices_of_leaf in zip(cut, rows, strict=True):
         leaves[i] = slices.join(slices_of_leaf, like[i])
     return treedef.unflatten(leaves)

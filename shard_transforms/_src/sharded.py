@@ -158,8 +158,8 @@ def shard_update(
     return ShardUpdateState(jax.tree.map(_store, own_state, whole_kinds))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    _raise(find_problem(updates, params, extra_args))
     reduced = reduce.scatter(updates, weight)
+    _raise(find_problem(updates, params, extra_args))
     own_params = None if params is None else reduce.own(params)
     like = updates if params is None else params
     whole_kinds = jax.eval_shape(inner.init, like)
