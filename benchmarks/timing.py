@@ -8,12 +8,17 @@ import jax
 import numpy as np
 
 
-def seconds_in_turn(calls: Sequence[Callable], rounds: int) -> np.ndarray:
+def seconds_in_turn(
+    calls: Sequence[Callable],
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+) -> np.ndarray:
   """Times calls in turn, beginning each round with the next one.
 
   Args:
     calls: Functions without arguments.
     rounds: How often each is called.
+    before: Is called before each, outside its time.
 
   Returns:
     The seconds, of shape [number of calls, rounds].
@@ -21,6 +26,7 @@ def seconds_in_turn(calls: Sequence[Callable], rounds: int) -> np.ndarray:
   seconds = np.zeros([len(calls), rounds])
   for turn in range(rounds):
     for i in np.roll(np.arange(len(calls)), -turn).tolist():
+      before()
       start = time.perf_counter()
       jax.block_until_ready(calls[i]())
       seconds[i, turn] = time.perf_counter() - start

@@ -3,6 +3,9 @@
 (a) on one device with the large batch, (b) over shards with `cross_shard_mean`,
 (c) over shards with `tower_reduce`, (d) over shards with `drop_stale`, its
 gradients taken at old parameters. (b) and (c) must end where (a) does.
+
+With `--processes 2`, the shards are those of two processes, which this program
+starts; on a cluster, `shard_transforms.join_processes` says what to set.
 """
 
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 import functools
 import os
 import pathlib
+import sys
 from typing import Any, NamedTuple
 
 from absl import app
@@ -39,9 +43,16 @@ MAX_DIFFERENCE = 1e-5
 _SHARDS = flags.DEFINE_integer(
     'shards',
     None,
-    'Number of shards; by default as many as there are devices, if the batch'
-    ' can be divided among them. Without an accelerator, this many virtual'
-    ' devices are started, or 8.',
+    'Number of shards, those of all processes together; by default as many as'
+    ' there are devices, if the batch can be divided among them. Without an'
+    ' accelerator, this many virtual devices are started, or 8.',
+    lower_bound=1,
+)
+_PROCESSES = flags.DEFINE_integer(
+    'processes',
+    1,
+    'Number of processes to start on this host; of no effect where the'
+    ' environment names a cluster to join.',
     lower_bound=1,
 )
 _STEPS = flags.DEFINE_integer(
@@ -69,9 +80,9 @@ _LEARNING_RATE = flags.DEFINE_float(
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
 
 
-@flags.multi_flags_validator(['batch_size', 'shards'])
+@flags.multi_flags_validator(['batch_size', 'shards', 'processes'])
 def _can_be_divided(values):
-  parts = (values['shards'] or 1) * NUM_TOWERS
+  parts = (values['shards'] or values['processes']) * NUM_TOWERS
   if values['batch_size'] % parts:
     raise flags.ValidationError(
         f'`--batch_size` must be a multiple of shards x {NUM_TOWERS} towers ='
@@ -180,18 +191,17 @@ def stale_step(tx, gradient, train, images, labels):
   return Train(params, opt_state, history), metrics
 
 
-def place_on_one_device(run, params, history, num_shards):
+def place_on_one_device(run, params, history, devices):
   """Returns the step, its first `Train`, and the ways to and from devices."""
-  del num_shards
+  del devices
   step = functools.partial(run.step, run.tx, jax.value_and_grad(loss_fn))
   train = Train(params, run.tx.init(params), history)
   return jax.jit(step, donate_argnums=0), train, jax.device_put, jax.device_get
 
 
-def place_with_shard_map(run, params, history, num_shards):
+def place_with_shard_map(run, params, history, devices):
   """Does the same for shards on a mesh."""
-  devices = jax.devices()[:num_shards]
-  mesh = jax.make_mesh((num_shards,), (AXIS,), devices=devices)
+  mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices)
   specs = Train(P(), shard_transforms.state_specs(run.tx, params, mesh), P())
   step = jax.shard_map(
       functools.partial(run.step, run.tx, shard_gradient),
@@ -204,28 +214,40 @@ def place_with_shard_map(run, params, history, num_shards):
   params, history = jax.device_put((params, history), NamedSharding(mesh, P()))
 
   def put(batch):
-    return jax.device_put(batch, NamedSharding(mesh, P(AXIS)))
+    # Each process has all of the batch, and places what its shards need.
+    sharding = NamedSharding(mesh, P(AXIS))
+    return [
+        jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+        for x in batch
+    ]
+
+  def get(tree):
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), tree)
 
   train = Train(params, opt_state, history)
-  return jax.jit(step, donate_argnums=0), train, put, jax.device_get
+  return jax.jit(step, donate_argnums=0), train, put, get
 
 
-def place_with_pmap(run, params, history, num_shards):
+def place_with_pmap(run, params, history, devices):
   """Does the same for shards of `jax.pmap`."""
-  devices = jax.devices()[:num_shards]
   pmap = functools.partial(jax.pmap, axis_name=AXIS, devices=devices)
   step = functools.partial(run.step, run.tx, shard_gradient)
+  here = [d.process_index == jax.process_index() for d in devices]
   params, history = jax.tree.map(
-      lambda x: jnp.stack([x] * num_shards), (params, history)
+      lambda x: jnp.stack([x] * sum(here)), (params, history)
   )
 
   def put(batch):
-    return [x.reshape(num_shards, -1, *x.shape[1:]) for x in batch]
+    # `jax.pmap` takes the parts of the shards of this process alone.
+    return [x.reshape(len(devices), -1, *x.shape[1:])[here] for x in batch]
 
   def get(tree):
-    return jax.tree.map(lambda x: x[0], jax.device_get(tree))
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
 
-  train = Train(params, pmap(run.tx.init)(params), history)
+  def init(params, history):
+    return Train(params, run.tx.init(params), history)
+
+  train = pmap(init)(params, history)
   return pmap(step, donate_argnums=0), train, put, get
 
 
@@ -263,16 +285,19 @@ def batches(
 
 
 def train_run(
-    run: Run, data: list[np.ndarray], num_shards: int, bar: tqdm.tqdm
+    run: Run,
+    data: list[np.ndarray],
+    devices: list[Any],
+    bar: tqdm.tqdm,
 ) -> tuple[Train, dict[str, np.ndarray]]:
   """Returns what a run ends with, and its metrics [steps, num_towers]."""
   bar.set_description(run.name)
   params, history = init_params(), None
   if run.step is stale_step:
     history = jax.tree.map(lambda p: jnp.stack([p] * (MAX_AGE + 1)), params)
-  step, train, put, get = run.place(run, params, history, num_shards)
+  step, train, put, get = run.place(run, params, history, devices)
   metrics = []
-  for batch in batches(run, data, num_shards):
+  for batch in batches(run, data, len(devices)):
     train, metric = step(train, *put(batch))
     metrics.append(metric)
     # Virtual devices can hang with more than 32 calls under way.
@@ -355,25 +380,33 @@ def plot(
   figure.savefig(path, dpi=120)
 
 
-def start_devices() -> int:
-  """Starts JAX and returns the number of shards."""
+def start_devices(num_processes: int) -> list[Any]:
+  """Starts JAX and returns the shards' devices, as many of each process."""
   # Of no effect where there are accelerators, which JAX lists instead.
   if 'JAX_NUM_CPU_DEVICES' not in os.environ:
-    jax.config.update('jax_num_cpu_devices', _SHARDS.value or 8)
+    num_devices = (_SHARDS.value or 8) // num_processes
+    jax.config.update('jax_num_cpu_devices', max(num_devices, 1))
   # Accelerators otherwise round factors to fewer bits than the 1e-5 asked for.
   jax.config.update('jax_default_matmul_precision', 'highest')
-  num_devices = jax.device_count()
-  if _SHARDS.value is None:
-    candidates = range(1, num_devices + 1)
-    return max(
-        n for n in candidates if not _BATCH_SIZE.value % (n * NUM_TOWERS)
-    )
-  if _SHARDS.value > num_devices:
+  num_shards = [
+      n
+      for n in range(num_processes, jax.device_count() + 1, num_processes)
+      if _SHARDS.value in (None, n) and not _BATCH_SIZE.value % (n * NUM_TOWERS)
+  ]
+  if not num_shards:
     raise app.UsageError(
-        f'`--shards` must be at most {num_devices}, the number of'
-        f' {jax.default_backend()} devices, got {_SHARDS.value}.'
+        f'`--shards` must be at most {jax.device_count()}, the number of'
+        f' {jax.default_backend()} devices, and a multiple of {num_processes},'
+        f' the number of processes, got {_SHARDS.value}. The batch of'
+        f' {_BATCH_SIZE.value} must be a multiple of shards x {NUM_TOWERS}.'
     )
-  return _SHARDS.value
+  return [
+      device
+      for process in range(num_processes)
+      for device in jax.local_devices(process)[
+          : num_shards[-1] // num_processes
+      ]
+  ]
 
 
 def verdict(accuracies: list[float], differences: list[float]) -> str | None:
@@ -392,13 +425,28 @@ def verdict(accuracies: list[float], differences: list[float]) -> str | None:
   return '\n'.join(wrong) or None
 
 
+def supervise() -> str | None:
+  """Runs this program in several processes; returns what went wrong, if any."""
+  try:
+    shard_transforms.run_processes(
+        _PROCESSES.value, [sys.executable, *sys.orig_argv[1:]]
+    )
+  except RuntimeError as error:
+    return f'FAILED: {error}'
+  return None
+
+
 def main(argv: Sequence[str]) -> str | None:
   """Trains in all four ways; returns what went wrong, if anything."""
   if len(argv) > 1:
     raise app.UsageError(f'There are flags only, got {argv[1:]}.')
   # JAX informs about each platform that it does not find.
   logging.set_verbosity(logging.WARNING)
-  num_shards = start_devices()
+  num_processes = shard_transforms.join_processes()
+  if num_processes < _PROCESSES.value:
+    return supervise()
+  devices = start_devices(num_processes)
+  is_first = jax.process_index() == 0
   path = pathlib.Path(_OUTPUT_DIR.value) / 'train_digits.png'
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -406,10 +454,12 @@ def main(argv: Sequence[str]) -> str | None:
     raise app.UsageError(f'`--output_dir` must be a folder: {error}') from error
 
   data, test_data = load_data()
-  runs = make_runs(num_shards)
+  runs = make_runs(len(devices))
   num_calls = _STEPS.value * sum(run.num_towers for run in runs)
-  with tqdm.tqdm(total=num_calls, unit='call') as bar:
-    results = [train_run(run, data, num_shards, bar) for run in runs]
+  with tqdm.tqdm(total=num_calls, unit='call', disable=not is_first) as bar:
+    results = [train_run(run, data, devices, bar) for run in runs]
+  if not is_first:
+    return None
   trains, metrics = zip(*results, strict=True)
 
   accuracies = [accuracy(train.params, *test_data) for train in trains]

@@ -5,10 +5,14 @@ from shard_transforms._src.cross_shard import cross_shard_mean
 from shard_transforms._src.cross_shard import cross_shard_sum
 from shard_transforms._src.cross_shard import shard_mean
 from shard_transforms._src.gradients import value_and_grad
+from shard_transforms._src.joining import join_processes
 from shard_transforms._src.placement import init_state
 from shard_transforms._src.placement import state_specs
+from shard_transforms._src.processes import run_processes
 from shard_transforms._src.reports import Collective
 from shard_transforms._src.reports import WireReport
+from shard_transforms._src.sharded import ShardUpdateState
+from shard_transforms._src.sharded import shard_update
 from shard_transforms._src.stacked_towers import reduce_towers
 from shard_transforms._src.staleness import DropStaleState
 from shard_transforms._src.staleness import drop_stale
@@ -21,15 +25,19 @@ __version__ = '0.1.0'
 __all__ = (
     'Collective',
     'DropStaleState',
+    'ShardUpdateState',
     'TowerReduceState',
     'WireReport',
     'cross_shard_mean',
     'cross_shard_sum',
     'drop_stale',
     'init_state',
+    'join_processes',
     'per_shard',
     'reduce_towers',
+    'run_processes',
     'shard_mean',
+    'shard_update',
     'state_specs',
     'tower_reduce',
     'value_and_grad',

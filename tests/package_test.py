@@ -31,9 +31,24 @@ PACKAGE = ROOT / 'shard_transforms'
 # A module of `_src` imports from the rows above its own alone.
 LAYERS = (
     ('adam', 'arguments', 'axes', 'ftrl', 'groups', 'leaves', 'packing'),
-    ('collectives', 'jaxprs', 'reports', 'slices', 'tracking'),
-    ('gating', 'mistakes', 'placement', 'reduction', 'windows'),
-    ('cross_shard', 'gradients', 'stacked_towers', 'staleness', 'towers'),
+    ('collectives', 'jaxprs', 'joining', 'reports', 'slices', 'tracking'),
+    (
+        'elementwise',
+        'gating',
+        'mistakes',
+        'placement',
+        'processes',
+        'reduction',
+        'windows',
+    ),
+    (
+        'cross_shard',
+        'gradients',
+        'sharded',
+        'stacked_towers',
+        'staleness',
+        'towers',
+    ),
     ('wire',),
 )
 

@@ -29,7 +29,7 @@ def _leaves(shapes, dtype=np.float32):
   ]
 
 
-def _map_doubled(leaves, keys, bucket_bytes):
+def _map_doubled(leaves, keys, bucket_bytes, between_processes=False):
   """Doubles the leaves; returns the arrays and keys that were sent as well."""
   sent = []
 
@@ -37,38 +37,66 @@ def _map_doubled(leaves, keys, bucket_bytes):
     sent.append((array, key))
     return 2 * array
 
-  return packing.map_packed(double, leaves, keys, bucket_bytes), sent
+  levels = packing.levels(bucket_bytes, between_processes)
+  return packing.map_packed(double, leaves, keys, levels), sent
 
 
-def _sent(leaves, bucket_bytes):
+def _sent(leaves, bucket_bytes, between_processes=False):
   """Returns the arrays that are sent of leaves with one key."""
-  return [
-      a for a, _ in _map_doubled(leaves, [0] * len(leaves), bucket_bytes)[1]
-  ]
+  keys = [0] * len(leaves)
+  sent = _map_doubled(leaves, keys, bucket_bytes, between_processes)[1]
+  return [array for array, _ in sent]
 
 
 class MapPackedTest(parameterized.TestCase):
 
-  @parameterized.parameters(0, 64, 10**9, 'auto')
-  def test_rows_are_packed_side_by_side(self, bucket_bytes):
+  def test_between_processes_all_of_a_kind_travels_together(self):
+    leaves = _leaves([*SHAPES, (300, 1000), (40_000,), *100 * [(5,)]])
+    leaves[1::3] = [x.astype(jnp.bfloat16) for x in leaves[1::3]]
+    keys = [x.dtype for x in leaves]
+
+    results, sent = _map_doubled(leaves, keys, 'auto', between_processes=True)
+
+    self.assertCountEqual([a.dtype for a, _ in sent], set(keys))
+    self.assertEqual(sum(a.size for a, _ in sent), sum(x.size for x in leaves))
+    chex.assert_trees_all_equal(results, [2 * x for x in leaves], strict=True)
+
+  def test_between_processes_buffers_are_bounded(self):
+    leaves = [np.zeros(2**20, np.float32)] * 40  # 160 MiB in leaves of 4.
+
+    sizes = [a.nbytes for a in _sent(leaves, 'auto', between_processes=True)]
+
+    self.assertEqual(sizes, [64 * 2**20, 64 * 2**20, 32 * 2**20])
+
+  @parameterized.product(
+      bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
+  )
+  def test_rows_are_packed_side_by_side(self, bucket_bytes, between_processes):
     shapes = [(3, *shape) for shape in SHAPES]
     leaves = list(map(jnp.asarray, _leaves(shapes)))
 
     results = packing.map_packed(
-        lambda rows, _: rows[1], leaves, [0] * len(leaves), bucket_bytes, 3
+        lambda rows, _: rows[1],
+        leaves,
+        [0] * len(leaves),
+        packing.levels(bucket_bytes, between_processes),
+        num_rows=3,
     )
 
     chex.assert_trees_all_equal(results, [x[1] for x in leaves], strict=True)
 
-  @parameterized.parameters(0, 64, 10**9, 'auto')
-  def test_rows_come_of_what_is_packed(self, bucket_bytes):
+  @parameterized.product(
+      bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
+  )
+  def test_rows_come_of_what_is_packed(self, bucket_bytes, between_processes):
     leaves = list(map(jnp.asarray, _leaves(SHAPES)))
 
     results = packing.map_packed(
         lambda row, _: jnp.stack([row, 2 * row]),
         leaves,
         [0] * len(leaves),
-        bucket_bytes,
+        packing.levels(bucket_bytes, between_processes),
+        growth=2,
     )
 
     expected = [jnp.stack([x, 2 * x]) for x in leaves]
@@ -195,7 +223,9 @@ class MapPackedTest(parameterized.TestCase):
       return array
 
     jax.eval_shape(
-        lambda leaves: packing.map_packed(record, leaves, [0] * 45, 'auto'),
+        lambda leaves: packing.map_packed(
+            record, leaves, [0] * 45, packing.levels('auto', False)
+        ),
         _leaves(SHAPES),
     )
 

@@ -1,8 +1,10 @@
 """Runs the main job as a user does."""
 
+import concurrent.futures
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,9 @@ class TrainDigitsTest(parameterized.TestCase):
 
   def read_table(self, run):
     """Returns names, accuracies, differences, and what was dropped."""
-    header, *rows = run.stdout.splitlines()[:5]
+    # Sockets between processes announce themselves on the same output.
+    table = run.stdout[run.stdout.index(' ' * 40) :]
+    header, *rows = table.splitlines()[:5]
     self.assertEqual(
         re.split('  +', header.strip()),
         ['test accuracy', 'difference from (a)', 'dropped'],
@@ -49,6 +53,8 @@ class TrainDigitsTest(parameterized.TestCase):
       # Of 5 devices, 3 divide this batch.
       ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24'),
       ('out', 2, 12, '--mode=pmap', '--shards=2', '--seed=1'),
+      ('in_two', 8, 12, '--processes=2'),
+      ('in_two', 4, 12, '--processes=2', '--mode=pmap', '--shards=4'),
   )
   def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
     if flags:
@@ -102,11 +108,43 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertRegex(run.stderr, r'FAILED: .* must equal \(a\) .* nan')
     self.assertRegex(run.stderr, r'FAILED: the test accuracy must be .* 96%')
 
+  def test_joins_the_processes_that_the_environment_names(self):
+    with socket.socket() as probe:
+      probe.bind(('127.0.0.1', 0))
+      address = f'127.0.0.1:{probe.getsockname()[1]}'
+    env = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2'}
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      first, second = [
+          run.result()
+          for run in [
+              pool.submit(self.run_script, '--steps=2', **env, JAX_PROCESS_ID=i)
+              for i in '01'
+          ]
+      ]
+
+    self.assertEqual(first.returncode, 0, first.stderr)
+    self.assertEqual(second.returncode, 0, second.stderr)
+    self.assertIn('(b) cross_shard_mean, 8 shards', first.stdout)
+    self.assertNotIn('cross_shard_mean', second.stdout + second.stderr)
+    self.check_figure('digits_out/train_digits.png')
+
+  def test_tells_that_a_process_failed(self):
+    run = self.run_script(
+        '--processes=2', '--shards=4', JAX_NUM_CPU_DEVICES='1'
+    )
+
+    self.assertEqual(run.returncode, 1)
+    self.assertIn('`--shards` must be at most 2, the number of', run.stderr)
+    self.assertRegex(run.stderr, 'FAILED: .* got process . of 2 that exited')
+    self.assertEmpty(self.files())
+
   @parameterized.parameters(
       ('--mode=vmap', r'mode=vmap: .*<shard_map\|shard_map_unchecked\|pmap>'),
       ('--shards=3', 'batch_size.* must be a multiple of .* = 12'),
       ('pmap', r"There are flags only, got \['pmap'\]"),
-      ('--shards=4', '`--shards` must be at most 2, .* cpu devices, got 4'),
+      ('--shards=4', '`--shards` must be at most 2, .* cpu devices.* got 4'),
+      ('--processes=65', 'batch_size.* must be a multiple of .* = 260'),
       (f'--output_dir={SCRIPT}', '`--output_dir` must be a folder: .*exists'),
   )
   def test_refuses_bad_flag(self, flag, message):

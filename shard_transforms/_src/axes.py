@@ -100,6 +100,12 @@ def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
   return not rest and set(axes).issubset(_manual_axes())
 
 
+def between_processes() -> bool:
+  """Whether CPU devices may be those of several processes, joined by gloo."""
+  # What is traced has no devices yet, so that the axis itself does not tell.
+  return jax.process_count() > 1 and jax.default_backend() == 'cpu'
+
+
 def varying_axes(leaf: Any) -> frozenset[Hashable]:
   """Returns the axes over which an array or its type says that it varies."""
   is_type = isinstance(leaf, core.AbstractValue)

@@ -9,23 +9,45 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
+import math
 import numbers
+from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-# What 'auto' means, for one process with XLA on CPU, where every operand of an
-# all-reduce pays for a meeting of all threads, and a buffer for two copies.
-# Leaves of 16 kB still gain, those of 48 kB lose, larger buffers gain no more:
+
+class Level(NamedTuple):
+  """One of the steps in which leaves are packed.
+
+  Attributes:
+    leaf_bytes: Arrays smaller than this share a buffer.
+    bucket_bytes: The most that a buffer holds.
+    num_leaves: How many arrays may share one: candidates, of which that is
+      taken which is cheapest to send and to compile.
+  """
+
+  leaf_bytes: int
+  bucket_bytes: int
+  # XLA on CPU fuses the concatenation of up to 8 arrays with what makes them,
+  # which is slow to compile, as is that of many.
+  num_leaves: range = range(9, 33)
+
+
+# With XLA on CPU in one process, every operand of an all-reduce pays for a
+# meeting of all threads, and a buffer for two copies. Leaves of 16 kB still
+# gain, those of 48 kB lose, larger buffers gain no more:
 # python benchmarks/reduce.py --shapes=100x4_000,100x8_000,100x12_000
 #   --bucket_bytes=131072
-_AUTO_LEAF_BYTES = 32 * 1024
-_AUTO_BUCKET_BYTES = 128 * 1024
+_IN_ONE_PROCESS = (Level(32 * 1024, 128 * 1024),)
 
-# How many leaves may share a buffer. XLA on CPU fuses a concatenation of up to
-# 8 operands with what makes them, which is slow to compile.
-_NUM_LEAVES = range(9, 33)
+# Between processes, with gloo, every operand pays for a hand-over between
+# threads, of up to a tick of the scheduler: all travels together, up to a size
+# at which that no longer counts, in several steps of few arrays each.
+# python benchmarks/processes.py
+_ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2, range(32, 33))
+_BETWEEN_PROCESSES = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
 
 
 def check_bucket_bytes(bucket_bytes: int | str) -> None:
@@ -55,11 +77,27 @@ def check_bucket_bytes(bucket_bytes: int | str) -> None:
     raise ValueError(f'{required}, got {bucket_bytes!r}.')
 
 
+def levels(
+    bucket_bytes: int | str, between_processes: bool
+) -> tuple[Level, ...]:
+  """Returns the steps in which leaves are packed.
+
+  Args:
+    bucket_bytes: Checked by `check_bucket_bytes`. A number is that of both
+      limits of one step, and 0 packs nothing; `'auto'` is what was measured.
+    between_processes: Whether what is packed travels between processes.
+  """
+  if bucket_bytes == 'auto':
+    return _BETWEEN_PROCESSES if between_processes else _IN_ONE_PROCESS
+  limit = int(bucket_bytes)
+  return (Level(limit, limit),) if limit else ()
+
+
 def map_packed(
     fn: Callable[[jax.Array, Hashable], jax.Array],
     leaves: Sequence[jax.Array],
     keys: Sequence[Hashable],
-    bucket_bytes: int | str,
+    levels: Sequence[Level],
     num_rows: int | None = None,
     growth: int = 1,
 ) -> list[jax.Array]:
@@ -73,9 +111,8 @@ def map_packed(
     leaves: Arrays, none of size zero.
     keys: Of each leaf; only leaves of equal keys share a buffer. Equal keys
       imply equal dtypes.
-    bucket_bytes: The most that a buffer holds; a leaf of this size or more
-      travels alone, in its own shape. 0 packs nothing; `'auto'` packs what
-      gains by it.
+    levels: The steps in which they are packed. What is too large to share a
+      buffer travels alone, in its own shape.
     num_rows: How many rows each leaf has, along its first axis, all of which
       go to `fn` together; `None` where leaves are no rows.
     growth: How many times as large as a leaf its result is.
@@ -83,29 +120,35 @@ def map_packed(
   Returns:
     The results, in the order of `leaves`.
   """
+  if not levels:
+    return [fn(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
+  level, *further = levels
+  lead = () if num_rows is None else (num_rows,)
+  buckets = _buckets(leaves, keys, level, growth)
+  buffers = [_join([leaves[i] for i in bucket], lead) for bucket in buckets]
+  bucket_keys = [keys[bucket[0]] for bucket in buckets]
+  packed = map_packed(fn, buffers, bucket_keys, further, num_rows, growth)
   results = {}
-  sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
-  for bucket in _buckets(leaves, sizes, keys, bucket_bytes):
-    members = [leaves[i] for i in bucket]
-    outputs = _apply(fn, members, keys[bucket[0]], num_rows)
-    results.update(zip(bucket, outputs, strict=True))
+  for bucket, result in zip(buckets, packed, strict=True):
+    shapes = [leaves[i].shape[len(lead) :] for i in bucket]
+    results.update(zip(bucket, _split(result, shapes), strict=True))
   return [results[i] for i in range(len(leaves))]
 
 
-def _buckets(leaves, sizes, keys, bucket_bytes):
+def _buckets(leaves, keys, level, growth):
   """Groups the positions of `leaves` by the buffer that they travel in."""
-  leaf_bytes = bucket_bytes
-  if bucket_bytes == 'auto':
-    leaf_bytes, bucket_bytes = _AUTO_LEAF_BYTES, _AUTO_BUCKET_BYTES
+  sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
   buckets = []
   small = collections.defaultdict(list)
   for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-    if size < leaf_bytes:
+    if size < level.leaf_bytes:
       small[key].append(i)
     else:
       buckets.append([i])
   for positions in small.values():
-    fillings = [_fill(positions, sizes, bucket_bytes, n) for n in _NUM_LEAVES]
+    fillings = [
+        _fill(positions, sizes, level.bucket_bytes, n) for n in level.num_leaves
+    ]
     buckets += min(fillings, key=functools.partial(_cost, leaves=leaves))
   return sorted(buckets)
 
@@ -133,15 +176,18 @@ def _cost(buckets, leaves):
   return 2 * len(buckets) + sum(len(kind) for kind in kinds)
 
 
-def _apply(fn, members, key, num_rows):
-  """Applies `fn` to a bucket: one leaf as it is, several as one buffer."""
+def _join(members, lead):
+  """Returns one leaf as it is, several as one buffer [*lead, elements]."""
   if len(members) == 1:
-    return [fn(members[0], key)]
-  lead = () if num_rows is None else (num_rows,)
-  shapes = [leaf.shape[len(lead) :] for leaf in members]
-  flat = [leaf.reshape((*lead, -1)) for leaf in members]
-  buffer = fn(jnp.concatenate(flat, axis=-1), key)
-  parts = lax.split(buffer, [leaf.shape[-1] for leaf in flat], buffer.ndim - 1)
+    return members[0]
+  return jnp.concatenate([x.reshape((*lead, -1)) for x in members], axis=-1)
+
+
+def _split(buffer, shapes):
+  """Returns the parts of a buffer in their shapes, with its rows if any."""
+  if len(shapes) == 1:
+    return [buffer]
+  parts = lax.split(buffer, list(map(math.prod, shapes)), buffer.ndim - 1)
   return [
       part.reshape(part.shape[:-1] + shape)
       for part, shape in zip(parts, shapes, strict=True)

@@ -155,7 +155,7 @@ class Reduction:
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in own]
     with jax.named_scope(self.caller):
       rows = packing.map_packed(
-          gather, own, keys, self._bucket_bytes(), growth=num_slices
+          gather, own, keys, self._levels(), growth=num_slices
       )
       for i, slices_of_leaf in zip(cut, rows, strict=True):
         leaves[i] = slices.join(slices_of_leaf, like[i])
@@ -233,17 +233,18 @@ class Reduction:
         _Key(route, x.dtype, axes_lib.varying_axes(x))
         for x, route in zip(values, routes, strict=True)
     ]
-    packs = any(route.send for route in routes)
-    bucket_bytes = self._bucket_bytes() if packs else 0
-    reduced = packing.map_packed(send, values, keys, bucket_bytes, num_rows)
+    levels = self._levels() if any(route.send for route in routes) else ()
+    reduced = packing.map_packed(send, values, keys, levels, num_rows)
     for i, x in zip(todo, reduced, strict=True):
       results[i] = x.astype(jnp.result_type(leaves[i]))
     return results
 
-  def _bucket_bytes(self):
+  def _levels(self):
     # A buffer would gather what a mesh axis that is not mapped shards, and
     # under `vmap` nothing travels.
-    return self.bucket_bytes if axes_lib.on_mapped_mesh(self.axes) else 0
+    if not axes_lib.on_mapped_mesh(self.axes):
+      return ()
+    return packing.levels(self.bucket_bytes, axes_lib.between_processes())
 
   def _pass_through(self, leaf):
     """Returns the result for a leaf that holds no number, or `None`."""

@@ -1,0 +1,113 @@
+"""Several processes train as one does; none waits for one that died."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl.testing import parameterized
+import chex
+import numpy as np
+
+import distributed_worker
+import shard_transforms
+
+WORKER = distributed_worker.__file__
+SHARDS = distributed_worker.SHARDS
+# The supervisor runs in a process of its own, so that its output is caught.
+SUPERVISOR = """
+import sys
+import shard_transforms
+shard_transforms.run_processes(
+    int(sys.argv[1]), [sys.executable, '-W', 'error', *sys.argv[2:]]
+)
+"""
+
+
+def run_worker(num_processes, *args):
+  source = pathlib.Path(shard_transforms.__file__).parents[1]
+  paths = [str(source), os.environ.get('PYTHONPATH', '')]
+  return subprocess.run(
+      [sys.executable, '-c', SUPERVISOR, str(num_processes), WORKER, *args],
+      env={
+          **os.environ,
+          'JAX_PLATFORMS': 'cpu',
+          'JAX_NUM_CPU_DEVICES': str(SHARDS // num_processes),
+          'PYTHONPATH': os.pathsep.join(filter(None, paths)),
+      },
+      capture_output=True,
+      text=True,
+      timeout=240,
+      check=False,
+  )
+
+
+def train(num_processes):
+  """Returns what each of the shards has of every array, with them in front."""
+  with tempfile.TemporaryDirectory() as folder:
+    done = run_worker(num_processes, 'train', folder)
+    if done.returncode:
+      raise RuntimeError(done.stderr)
+    saved = [
+        dict(np.load(pathlib.Path(folder) / f'{process}.npz'))
+        for process in range(num_processes)
+    ]
+  return {
+      name: np.concatenate([arrays[name] for arrays in saved])
+      for name in saved[0]
+  }
+
+
+class DistributedTest(parameterized.TestCase):
+
+  def test_trains_alike_in_one_two_and_four_processes(self):
+    alone = train(1)
+
+    self.check_that_shards_agree(alone)
+    for num_processes in (2, 4):
+      together = train(num_processes)
+      self.check_that_shards_agree(together)
+      # Sockets add in another order than memory does.
+      chex.assert_trees_all_close(
+          together, alone, rtol=1e-6, atol=1e-6, strict=True
+      )
+
+  def check_that_shards_agree(self, arrays):
+    """Checks who has the same bits, and that something was trained."""
+    rows = distributed_worker.ROWS
+    seen = {tuple(name.split('/')[:2]) for name in arrays}
+    self.assertLen(seen, 3 * len(rows) - 1)
+    for name, array in arrays.items():
+      row, _, path = name.split('/', maxsplit=2)
+      agree = all(shard.tobytes() == array[0].tobytes() for shard in array)
+      self.assertLen(array, SHARDS, name)
+      if path.startswith("['losses']"):
+        self.assertTrue(agree, name)
+      elif path.startswith("['params']"):
+        self.assertEqual(agree, not rows[row].per_shard, name)
+      elif path.endswith('stale_shard_count'):
+        self.assertGreater(array.min(), 0, name)
+
+  @parameterized.parameters(
+      ('kill', 0, 'that was killed by SIGKILL'),
+      ('kill', 1, 'that was killed by SIGKILL'),
+      ('raise', 1, 'that exited with status 1'),
+  )
+  def test_who_dies_is_named_and_the_others_end(self, how, process, end):
+    start = time.monotonic()
+
+    done = run_worker(2, 'die', how, str(process))
+
+    self.assertEqual(done.returncode, 1, done.stderr)
+    self.assertRegex(
+        done.stderr, f'RuntimeError: .*got .*process {process} of 2 {end}'
+    )
+    # The other one speaks for itself.
+    survivor = 'Connection (closed|reset) by peer|another task died'
+    self.assertTrue(re.search(survivor, done.stderr), done.stderr)
+    if how == 'raise':
+      self.assertIn('ArithmeticError: out of numbers', done.stderr)
+    self.assertLess(time.monotonic() - start, 60)

@@ -1,0 +1,307 @@
+"""Trains with every transformation over the devices of all processes.
+
+A program for `distributed_test.py`. A new transformation is a new row of
+`ROWS`.
+"""
+
+import itertools
+import os
+import pathlib
+import signal
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import cross_shard_sum
+from shard_transforms import drop_stale
+from shard_transforms import reduce_towers
+from shard_transforms import shard_update
+from shard_transforms import tower_reduce
+
+AXIS = 'data'
+SHARDS, CALLS, ROWS_A_SHARD, FEATURES = 4, 4, 6, 5
+MODES = ('shard_map', 'shard_map_unchecked', 'pmap')
+# `jax.pmap` maps over the first of them alone.
+AXES = ({AXIS: SHARDS}, {'a': 2, 'b': 2})
+ADAM = optax.adam(0.1, eps=1.0)
+
+
+class Row(NamedTuple):
+  """A transformation, as the training sees it.
+
+  Attributes:
+    tx: The transformation.
+    axes: The axes of the mesh with their sizes.
+    takes_weight: Whether each shard hands in a weight of its own.
+    local_step: Whose local step it is, if it takes one.
+    reduced: Whether it is given updates that are the same on all shards.
+    stacked: Whether it is given those of two towers at once.
+    per_shard: Whether parameters and state differ between shards.
+  """
+
+  tx: optax.GradientTransformationExtraArgs
+  axes: dict[str, int] = AXES[0]
+  takes_weight: bool = False
+  local_step: str | None = None
+  reduced: bool = False
+  stacked: bool = False
+  per_shard: bool = False
+
+  @property
+  def axis_name(self):
+    return AXIS if AXIS in self.axes else tuple(self.axes)
+
+
+def _then_adam(link):
+  return optax.chain(link, ADAM)
+
+
+_MEAN = _then_adam(cross_shard_mean(AXIS))
+# All of them join shards of different processes.
+_EVEN_GROUPS = [[0, 3], [1, 2]]
+_UNEVEN_GROUPS = [[1], [0, 2, 3]]
+
+ROWS = {
+    'mean': Row(_MEAN),
+    'sum': Row(_then_adam(cross_shard_sum(AXIS))),
+    'weighted_mean': Row(_MEAN, takes_weight=True),
+    'weighted_sum': Row(_then_adam(cross_shard_sum(AXIS)), takes_weight=True),
+    'even_groups': Row(
+        _then_adam(cross_shard_mean(AXIS, groups=_EVEN_GROUPS)), per_shard=True
+    ),
+    'uneven_groups': Row(
+        _then_adam(cross_shard_mean(AXIS, groups=_UNEVEN_GROUPS)),
+        takes_weight=True,
+        per_shard=True,
+    ),
+    'two_axes': Row(
+        _then_adam(cross_shard_mean(('a', 'b'))),
+        axes=AXES[1],
+        takes_weight=True,
+    ),
+    'tower_reduce': Row(tower_reduce(2, ADAM), reduced=True),
+    'tower_reduce_of_shards': Row(
+        tower_reduce(2, _MEAN, axis_name=AXIS), takes_weight=True
+    ),
+    'reduce_towers': Row(reduce_towers(2, _MEAN), stacked=True),
+    'drop_stale': Row(drop_stale(1, ADAM), local_step='all', reduced=True),
+    'drop_stale_of_shards': Row(
+        drop_stale(1, _MEAN, axis_name=AXIS), local_step='own'
+    ),
+    'shard_update': Row(shard_update(ADAM, AXIS), takes_weight=True),
+    'all_together': Row(
+        tower_reduce(
+            2,
+            drop_stale(
+                0,
+                optax.chain(
+                    cross_shard_mean(AXIS),
+                    optax.clip_by_global_norm(1.0),
+                    ADAM,
+                ),
+                axis_name=AXIS,
+            ),
+            axis_name=AXIS,
+        ),
+        takes_weight=True,
+        local_step='own',
+    ),
+}
+
+
+class Batch(NamedTuple):
+  """What a call sees, with a leading axis of shards outside of them."""
+
+  x: Any
+  y: Any
+  weight: Any
+  local_step: Any
+
+
+def make_batches() -> list[Batch]:
+  """Returns different data for each shard, some of it too old."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(CALLS, SHARDS, ROWS_A_SHARD, FEATURES))
+  y = rng.normal(size=(CALLS, SHARDS, ROWS_A_SHARD))
+  weight = rng.integers(0, 5, (CALLS, SHARDS))
+  local_step = np.arange(CALLS)[:, None] // 2 * np.ones(SHARDS)
+  local_step[1, 2] = local_step[2, :3] = -9
+  float32 = [array.astype(np.float32) for array in (x, y, weight)]
+  return [
+      Batch(*call)
+      for call in zip(*float32, local_step.astype(np.int32), strict=True)
+  ]
+
+
+def make_params():
+  return {'w': np.arange(FEATURES, dtype=np.float32), 'b': np.float32(1)}
+
+
+def loss_fn(params, x, y):
+  return jnp.mean((x @ params['w'] + params['b'] - y) ** 2)
+
+
+def step(row, params, state, batch, call):
+  """Trains one shard with its own batch."""
+  value_and_grad = shard_transforms.value_and_grad(loss_fn, row.axis_name)
+  if row.stacked:
+    halves = zip(jnp.split(batch.x, 2), jnp.split(batch.y, 2), strict=True)
+    towers = [value_and_grad(params, *half) for half in halves]
+    loss, grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *towers)
+    loss = loss.mean()
+  else:
+    loss, grads = value_and_grad(params, batch.x, batch.y)
+  if row.reduced:
+    grads = shard_transforms.shard_mean(grads, row.axis_name)
+  extra_args = {'weight': batch.weight} if row.takes_weight else {}
+  if row.local_step:
+    own = row.local_step == 'own'
+    # The second call of four brings an update that is too old.
+    extra_args['local_step'] = (
+        batch.local_step if own else jnp.where(call == 1, -9, call // 2)
+    )
+  updates, state = row.tx.update(grads, state, params, **extra_args)
+  loss = shard_transforms.shard_mean(loss, row.axis_name)
+  return (optax.apply_updates(params, updates), state), loss
+
+
+def train_with_shard_map(rows, check_vma):
+  """Returns parameters and state of each row, and its losses."""
+  (axes,) = {tuple(row.axes.items()) for row in rows.values()}
+  names, sizes = zip(*axes, strict=True)
+  auto = (jax.sharding.AxisType.Auto,) * len(axes)
+  mesh = jax.make_mesh(sizes, names, auto)
+  split = P(names)
+  trained, specs = {}, {}
+  for name, row in rows.items():
+    place = (row.tx, make_params(), mesh)
+    state = shard_transforms.init_state(*place, per_shard=row.per_shard)
+    state_specs = shard_transforms.state_specs(*place, per_shard=row.per_shard)
+    params = jax.tree.map(
+        lambda x, row=row: np.stack([x] * SHARDS) if row.per_shard else x,
+        make_params(),
+    )
+    specs[name] = (split if row.per_shard else P(), state_specs)
+    trained[name] = (put(params, mesh, specs[name][0]), state)
+
+  def train_one_shard(trained, batch, call):
+    batch = jax.tree.map(lambda x: x[0], batch)
+    losses, after = {}, {}
+    for name, row in rows.items():
+      own = trained[name]
+      if row.per_shard:
+        own = jax.tree.map(lambda x: x[0], own)
+      own, losses[name] = step(row, *own, batch, call)
+      if row.per_shard:
+        own = jax.tree.map(lambda x: x[None], own)
+      after[name] = own
+    return after, losses
+
+  mapped = jax.jit(
+      jax.shard_map(
+          train_one_shard,
+          mesh=mesh,
+          in_specs=(specs, split, P()),
+          out_specs=(specs, P()),
+          check_vma=check_vma,
+      )
+  )
+  losses = []
+  for call, batch in enumerate(make_batches()):
+    batch = put(batch, mesh, split)
+    trained, loss = mapped(trained, batch, np.int32(call))
+    losses.append(loss)
+  return trained, losses
+
+
+def put(tree, mesh, spec):
+  """Places arrays that each process has as a whole."""
+  sharding = NamedSharding(mesh, spec)
+  return jax.tree.map(
+      lambda x: jax.make_array_from_callback(
+          x.shape, sharding, lambda index: x[index]
+      ),
+      tree,
+  )
+
+
+def train_with_pmap(rows):
+  """Does the same, with an axis of this process's shards in front."""
+  num_local = jax.local_device_count()
+  first = jax.process_index() * num_local
+
+  def init(params):
+    return {name: (params, row.tx.init(params)) for name, row in rows.items()}
+
+  def train_one_shard(trained, batch, call):
+    results = {
+        n: step(row, *trained[n], batch, call) for n, row in rows.items()
+    }
+    return {n: r[0] for n, r in results.items()}, {
+        n: r[1] for n, r in results.items()
+    }
+
+  trained = jax.pmap(init, AXIS)(
+      jax.tree.map(lambda x: np.stack([x] * num_local), make_params())
+  )
+  mapped = jax.pmap(train_one_shard, AXIS, in_axes=(0, 0, None))
+  losses = []
+  for call, batch in enumerate(make_batches()):
+    own = jax.tree.map(lambda x: x[first : first + num_local], batch)
+    trained, loss = mapped(trained, own, np.int32(call))
+    losses.append(loss)
+  return trained, losses
+
+
+def train(mode, rows):
+  if mode == 'pmap':
+    return train_with_pmap(rows)
+  return train_with_shard_map(rows, check_vma=mode == 'shard_map')
+
+
+def of_own_shards(leaf):
+  """Returns what each of this process's shards has of an array."""
+  shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
+  return np.stack([np.asarray(shard.data) for shard in shards])
+
+
+def train_and_save(folder):
+  """Saves what each of this process's shards ends with."""
+  saved = {}
+  for mode in MODES:
+    # All rows of a mesh train in one program, which is compiled much faster.
+    for axes in AXES if mode != 'pmap' else AXES[:1]:
+      rows = {name: row for name, row in ROWS.items() if row.axes == axes}
+      trained, losses = train(mode, rows)
+      for name in rows:
+        params, state = trained[name]
+        parts = {'params': params, 'state': state}
+        parts['losses'] = [loss[name] for loss in losses]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parts):
+          key = f'{name}/{mode}/{jax.tree_util.keystr(path)}'
+          saved[key] = of_own_shards(leaf)
+  np.savez(pathlib.Path(folder) / f'{jax.process_index()}.npz', **saved)
+
+
+def train_and_die(how, process_id):
+  """Trains until one process dies, while the others go on."""
+  rows = {'mean': ROWS['mean']}
+  for times in itertools.count():
+    jax.block_until_ready(train('shard_map', rows))
+    if times == 1 and jax.process_index() == int(process_id):
+      if how == 'kill':
+        os.kill(os.getpid(), signal.SIGKILL)
+      raise ArithmeticError('out of numbers')
+
+
+if __name__ == '__main__':
+  shard_transforms.join_processes(heartbeat_timeout=5)
+  {'train': train_and_save, 'die': train_and_die}[sys.argv[1]](*sys.argv[2:])
