@@ -162,8 +162,8 @@ def main(argv: Sequence[str]) -> None:
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', max(map(int, _SHARDS.value)))
   print(
-      f'JAX {jax.__version__}, {_ROWS.value} rows, medians of'
-      f' {_REPEATS.value} calls in milliseconds.\n\n'
+      f'{timing.setting(f"{_ROWS.value} rows")}\n'
+      f'Medians of {_REPEATS.value} calls in milliseconds.\n\n'
       f'{"model":8}{"shards":>6}{"functional":>11}{"façade":>9}  '
       f'{"façade / func.":^19}{"func. / func.":^19}{"traces":>7}{"bits":>8}'
   )

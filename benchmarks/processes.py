@@ -20,10 +20,10 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
-import shlex
 import sys
 import tempfile
 from typing import Any
@@ -338,7 +338,16 @@ BASES = {
 
 
 def start_processes() -> None:
-  """Runs this program in all processes."""
+  """Runs this program in all processes, and says in what setting."""
+  torch = 'no torch'
+  if importlib.util.find_spec('torch') is not None:
+    torch = f'torch {importlib.metadata.version("torch")}'
+  pinned = ', one core each' if _PIN.value else ''
+  processes = f'{_PROCESSES.value} processes{pinned}'
+  print(
+      f'{timing.setting(torch, processes)}\nMedians of {_ROUNDS.value} calls.',
+      flush=True,
+  )
   # Read when XLA and PyTorch start; gloo's own choice is not loopback.
   os.environ['XLA_FLAGS'] = '--xla_cpu_multi_thread_eigen=false'
   os.environ['OMP_NUM_THREADS'] = '1'
@@ -379,14 +388,6 @@ def main(argv: Sequence[str]) -> None:
       (_PROCESSES.value,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
   )
   barrier = raw_psum(mesh, 1)
-  print(
-      f'{shlex.join(["python", *sys.argv[:-1]])}\n'
-      f'JAX {jax.__version__},'
-      f' {f"torch {torch.__version__}" if torch else "torch is not installed"},'
-      f' {_PROCESSES.value} processes on {num_cores} cores'
-      f'{", one core each" if _PIN.value else ""}, medians of'
-      f' {_ROUNDS.value} calls.'
-  )
   for name in _MODELS.value:
     print(report(name, mesh, barrier, torch), flush=True)
   if torch is not None:

@@ -238,8 +238,9 @@ def main(argv: Sequence[str]) -> None:
       (_SHARDS.value,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
   )
   print(
-      f'JAX {jax.__version__}, {_SHARDS.value} virtual devices, medians of'
-      f' {_REPEATS.value} calls of up to {_REDUCTIONS.value} reductions.\n'
+      f'{timing.setting(f"{_SHARDS.value} virtual devices")}\n'
+      f'Medians of {_REPEATS.value} calls of up to {_REDUCTIONS.value}'
+      ' reductions.\n'
       f'"bits": whether packed and unpacked gradients give the same.\n\n'
       f'{HEADER}'
   )

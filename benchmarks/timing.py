@@ -1,7 +1,10 @@
-"""Times calls side by side, and compares the times."""
+"""Times calls side by side, compares the times, and says where."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import os
+import shlex
+import sys
 import time
 
 import jax
@@ -31,6 +34,12 @@ def seconds_in_turn(
       jax.block_until_ready(calls[i]())
       seconds[i, turn] = time.perf_counter() - start
   return seconds
+
+
+def setting(*more: str) -> str:
+  """Returns the command line and what it runs on, for the head of a table."""
+  where = [f'JAX {jax.__version__}', f'{os.cpu_count()} cores', *more]
+  return f'{shlex.join(["python", *sys.argv])}\n{", ".join(where)}'
 
 
 def ratio(seconds: np.ndarray, reference: np.ndarray) -> str:

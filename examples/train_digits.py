@@ -443,7 +443,7 @@ def main(argv: Sequence[str]) -> str | None:
   # JAX informs about each platform that it does not find.
   logging.set_verbosity(logging.WARNING)
   num_processes = shard_transforms.join_processes()
-  if num_processes < _PROCESSES.value:
+  if num_processes == 1 and _PROCESSES.value > 1:
     return supervise()
   devices = start_devices(num_processes)
   is_first = jax.process_index() == 0

@@ -41,6 +41,8 @@ elif deed == 'report':
 elif deed == 'print':
   print(*(os.environ[name] for name in sorted(os.environ) if 'JAX_' in name))
   sys.stderr.write(f'error {number}\\n')
+elif deed == 'print memory':
+  print(os.environ['MALLOC_MMAP_THRESHOLD_'])
 else:
   time.sleep(60)
 """
@@ -76,7 +78,7 @@ class ProcessesTest(parameterized.TestCase):
     command = [sys.executable, '-c', CHILD, self.folder, *deeds]
     shard_transforms.run_processes(len(deeds), command, grace=grace)
 
-  def start_supervisor(self, *deeds):
+  def start_supervisor(self, *deeds, env=None):
     source = pathlib.Path(shard_transforms.__file__).parents[1]
     paths = [str(source), os.environ.get('PYTHONPATH', '')]
     return subprocess.Popen(
@@ -84,6 +86,7 @@ class ProcessesTest(parameterized.TestCase):
         env={
             **{k: v for k, v in os.environ.items() if 'JAX_' not in k},
             'PYTHONPATH': os.pathsep.join(filter(None, paths)),
+            **(env or {}),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -100,6 +103,15 @@ class ProcessesTest(parameterized.TestCase):
     self.assertCountEqual(
         err.split('\n'), ['error 0', 'error 1', 'error 2', '']
     )
+
+  @parameterized.parameters((None, '1073741824'), ('4096', '4096'))
+  def test_keeps_memory_unless_told_otherwise(self, given, expected):
+    env = {'MALLOC_MMAP_THRESHOLD_': given} if given else {}
+
+    supervisor = self.start_supervisor('print memory', env=env)
+    out, err = supervisor.communicate(timeout=60)
+
+    self.assertEqual((supervisor.returncode, out), (0, expected + '\n'), err)
 
   @parameterized.parameters(
       (('exit', 'wait'), 'got process 0 of 2 that exited with status 7.'),

@@ -15,6 +15,12 @@ import time
 from shard_transforms._src import arguments
 from shard_transforms._src import joining
 
+# In bytes, and more than a step takes.
+_KEEP_MEMORY = {
+    'MALLOC_MMAP_THRESHOLD_': str(2**30),
+    'MALLOC_TRIM_THRESHOLD_': str(2**34),
+}
+
 
 def run_processes(
     num_processes: int,
@@ -28,7 +34,10 @@ def run_processes(
   (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`), for
   `join_processes` to read. What process 0 writes to the standard output and all
   of them to the standard error passes through; the standard output of the
-  others, which run the same program, is discarded.
+  others, which run the same program, is discarded. Unless it is set, they also
+  get an environment in which glibc keeps the memory that a step frees
+  (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`): mapping it afresh in
+  each step can take as long as sending the gradients.
 
   As soon as one fails, the others have `grace` seconds to report what they
   miss; then they get SIGTERM, and after as many seconds SIGKILL. None is left
@@ -81,6 +90,7 @@ def run_processes(
       address = f'127.0.0.1:{_free_port()}'
       for process_id in range(num_processes):
         env = {
+            **_KEEP_MEMORY,
             **os.environ,
             joining.ADDRESS: address,
             joining.NUM_PROCESSES: str(num_processes),
