@@ -14,9 +14,13 @@ PARAMS = {
 }
 
 
-def problem_of(inner, params=PARAMS, **extra_args):
+def noise_like(x):
+  return jax.random.normal(jax.random.key(0), x.shape)
+
+
+def problem_of(inner, params=PARAMS, num_slices=4, **extra_args):
   inner = optax.with_extra_args_support(inner)
-  return elementwise.find_problem(inner, params, params, extra_args)
+  return elementwise.find_problem(inner, params, params, extra_args, num_slices)
 
 
 def leafwise(fn):
@@ -117,7 +121,33 @@ class ElementwiseTest(parameterized.TestCase):
           lambda u, p: u * jnp.sum(jnp.ones(u.shape)),
           '`reduce_sum` takes several',
       ),
+      (
+          'a reduction of its own',
+          lambda u, p: u * lax.reduce(u, 0.0, lax.add, range(u.ndim)),
+          '`reduce.*` takes several',
+      ),
       ('its size', lambda u, p: u / u.size, 'depends on their shapes'),
+      ('its size as a power', lambda u, p: u**u.size, 'on their shapes'),
+      (
+          'its size as turns',
+          lambda u, p: u * lax.fori_loop(0, u.size, lambda _, x: 2 * x, 1.0),
+          'on their shapes',
+      ),
+      (
+          'its size as a sum',
+          lambda u, p: u * jnp.sum(jnp.ones((u.size, 2))),
+          'on their shapes',
+      ),
+      (
+          'its size as a table',
+          lambda u, p: u * np.arange(u.size).max(),
+          'on their shapes',
+      ),
+      (
+          'its size as a limit',
+          lambda u, p: 2 * u if u.size > 3 else u,
+          'on their shapes',
+      ),
       (
           'its length',
           lambda u, p: u if p.shape[-1:] == (5,) else 2 * u,
@@ -131,6 +161,35 @@ class ElementwiseTest(parameterized.TestCase):
   )
   def test_refuses(self, fn, problem):
     self.assertRegex(problem_of(leafwise(fn)), problem)
+
+  @parameterized.named_parameters(
+      (
+          'a norm',
+          lambda p: optax.tree_utils.tree_norm(p),
+          '`reduce_sum` .* in its state at',
+      ),
+      (
+          'centered',
+          lambda p: jax.tree.map(lambda x: x - jnp.mean(x), p),
+          '`reduce_sum` .* in its state at',
+      ),
+      (
+          'noise',
+          lambda p: jax.tree.map(noise_like, p),
+          '`random_.*has other numbers at other places, in its state',
+      ),
+      (
+          'sizes',
+          lambda p: jnp.float32(sum(x.size for x in jax.tree.leaves(p))),
+          'how its state starts depends on their shapes',
+      ),
+  )
+  def test_looks_at_how_state_starts(self, init, problem):
+    inner = optax.GradientTransformation(
+        init, lambda updates, state, params=None: (updates, state)
+    )
+
+    self.assertRegex(problem_of(inner), problem)
 
   def test_refuses_a_table_of_a_number_for_each_element(self):
     table = np.arange(15.0, dtype=np.float32).reshape(3, 5)

@@ -33,8 +33,8 @@ LAYERS = (
     ('adam', 'arguments', 'axes', 'ftrl', 'groups', 'leaves', 'packing'),
     ('collectives', 'jaxprs', 'joining', 'reports', 'slices', 'tracking'),
     (
-        'elementwise',
         'gating',
+        'likeness',
         'mistakes',
         'placement',
         'processes',
@@ -43,13 +43,13 @@ LAYERS = (
     ),
     (
         'cross_shard',
+        'elementwise',
         'gradients',
-        'sharded',
         'stacked_towers',
         'staleness',
         'towers',
     ),
-    ('wire',),
+    ('sharded', 'wire'),
 )
 
 FACADE_LAYERS = (

@@ -453,7 +453,6 @@ class RefusalTest(parameterized.TestCase):
       (optax.apply_if_finite(optax.sgd(0.1), 3),),
       (optax.zero_nans(),),
       (optax.lbfgs(),),
-      (cross_shard_mean(AXIS),),
   )
   def test_refuses_at_init_what_looks_across_elements(self, inner):
     tx = shard_update(inner, AXIS)
@@ -475,6 +474,50 @@ class RefusalTest(parameterized.TestCase):
 
     step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
     with self.assertRaisesRegex(ValueError, '`inner` of `shard_update` must'):
+      jax.eval_shape(step, jnp.ones(16))
+
+  @parameterized.named_parameters(
+      ('an extra argument', lambda tx, p, own: ({'value': own}, p)),
+      ('parameters', lambda tx, p, own: ({'value': 1.0}, p + own)),
+  )
+  def test_refuses_what_shards_bring_of_their_own(self, make):
+    def update(updates, state, params=None, *, value, **extra_args):
+      del extra_args
+      return updates * value + 0.1 * params, state
+
+    tx = shard_update(
+        optax.GradientTransformationExtraArgs(optax.identity().init, update),
+        AXIS,
+    )
+
+    def step(params, own):
+      extra_args, params = make(tx, params, own[0])
+      grads = shard_transforms.per_shard(jnp.ones(16), AXIS)
+      return tx.update(grads, tx.init(params), params, **extra_args)[0]
+
+    step = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
+    )
+    with self.assertRaisesRegex(
+        ValueError, 'shards bring numbers of their own'
+    ):
+      jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
+
+  @parameterized.product(
+      kind=(AxisType.Auto, AxisType.Explicit), check_vma=(True, False)
+  )
+  def test_refuses_a_mesh_that_is_mapped_in_part(self, kind, check_vma):
+    tx = shard_update(optax.adam(0.1), AXIS)
+
+    step = jax.shard_map(
+        lambda params: tx.init(params).inner_state[0].count,
+        mesh=jax.make_mesh((4, 2), (AXIS, 'model'), (kind, kind)),
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={AXIS},
+        check_vma=check_vma,
+    )
+    with self.assertRaisesRegex(ValueError, r"not mapped, got \('model',\)"):
       jax.eval_shape(step, jnp.ones(16))
 
   @parameterized.parameters(1, SHARDS)

@@ -89,15 +89,21 @@ def _manual_axes():
 
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
   """Whether `axes` are of a mesh of which no axis is left to the compiler."""
+  return set(axes).issubset(_manual_axes()) and not unmapped_axes(axes)
+
+
+def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
+  """Returns the axes of the mesh of `axes` that are left to the compiler."""
+  if not set(axes).issubset(_manual_axes()):
+    return ()
   mesh = jax.sharding.get_abstract_mesh()
   kinds = jax.sharding.AxisType
-  rest = [
+  return tuple(
       name
       for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
       # An axis of length 1 shards nothing, but one in types forbids reshapes.
       if kind == kinds.Explicit or (kind == kinds.Auto and mesh.shape[name] > 1)
-  ]
-  return not rest and set(axes).issubset(_manual_axes())
+  )
 
 
 def between_processes() -> bool:

@@ -1,19 +1,24 @@
 """Which transformations treat each element of a parameter alone.
 
 Such a transformation gives the same numbers on slices of the parameters as on
-the whole. It is recognised by tracing its `update` on shapes alone, and by
-following what becomes of the elements of each parameter.
+the whole. It is recognised by tracing its `init` and `update` on shapes alone,
+and by following what becomes of the elements of each parameter.
 """
 
+from collections.abc import Hashable
 from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src import jaxprs
+from shard_transforms._src import axes as axes_lib
+from shard_transforms._src import likeness
 from shard_transforms._src import slices
 
 # What makes each element of the elements at the same place.
@@ -21,18 +26,10 @@ _ELEMENTWISE = frozenset().union(
     ('add', 'add_any', 'sub', 'mul', 'div', 'rem', 'neg', 'abs', 'sign'),
     ('max', 'min', 'clamp', 'ceil', 'floor', 'round', 'nextafter'),
     ('eq', 'ne', 'lt', 'le', 'gt', 'ge', 'is_finite', 'select_n'),
-    (
-        'square',
-        'one_minus_square',
-        'sqrt',
-        'rsqrt',
-        'cbrt',
-        'integer_pow',
-        'pow',
-    ),
+    ('square', 'sqrt', 'rsqrt', 'cbrt', 'integer_pow', 'pow'),
     ('exp', 'exp2', 'expm1', 'log', 'log1p', 'log2', 'logistic'),
     ('sin', 'cos', 'tan', 'asin', 'acos', 'atan', 'atan2'),
-    ('sinh', 'cosh', 'tanh', 'asinh', 'acosh', 'atanh'),
+    ('sinh', 'cosh', 'tanh', 'asinh', 'acosh', 'atanh', 'one_minus_square'),
     ('erf', 'erfc', 'erf_inv', 'lgamma', 'digamma', 'polygamma'),
     ('igamma', 'igammac', 'regularized_incomplete_beta'),
     ('bessel_i0e', 'bessel_i1e', 'real', 'imag', 'complex', 'conj'),
@@ -43,9 +40,6 @@ _ELEMENTWISE = frozenset().union(
     ('pvary', 'preduced', 'reduced_vary_cast', 'reduced_vary_cast_p'),
     ('vary_unreduced_cast', 'vary_unreduced_cast_p'),
 )
-
-# What repeats one number.
-_REPEATING = frozenset(('broadcast_in_dim', 'reshape', 'squeeze'))
 
 
 class _Cut(NamedTuple):
@@ -82,49 +76,69 @@ def find_problem(
     updates: Any,
     params: Any,
     extra_args: Mapping[str, Any],
+    num_slices: int,
+    axes: Sequence[Hashable] = (),
 ) -> str | None:
-  """Returns why `inner` does not treat each element of a parameter alone.
+  """Returns why `inner` cannot run on slices of the parameters alone.
 
-  Nothing is computed; `inner` is traced twice, as the shapes of the parameters
-  must not decide what it does.
+  Nothing is computed; `inner` is traced on the whole and on slices.
 
   Args:
     inner: The transformation.
     updates: What it is to be given, in the shapes of the parameters.
     params: The parameters, or `None`.
     extra_args: As for `inner.update`.
+    num_slices: Into how many slices leaves are cut.
+    axes: The axes over which no result may vary.
 
   Returns:
     A clause that says what it does, or `None` if it treats each element alone.
   """
   like = updates if params is None else params
-  state = jax.eval_shape(inner.init, like)
-  longer_state = jax.eval_shape(inner.init, _longer(like))
+  shapes = {jnp.shape(x) for x in jax.tree.leaves(like) if _can_be_cut(x)}
+  init, state = likeness.trace(inner.init, like)
+  # Of a length that no other array has, so that it tells what is shaped alike.
+  longer_state = jax.eval_shape(inner.init, _map_cut(_longer, like))
   if jax.tree.structure(state) != jax.tree.structure(longer_state):
     return 'its state depends on their shapes'
   state_kinds = jax.tree.map(_kind_of_state, state, longer_state)
-  shapes = {jnp.shape(x) for x in jax.tree.leaves(like) if _can_be_cut(x)}
   for path, kind in _with_path(state_kinds):
     if isinstance(kind, _Cut) and kind.shape not in shapes:
       name = jax.tree_util.keystr(path)
       return f'its state at {name} has a shape of its own, {kind.shape}'
 
-  program, out = _trace(inner, updates, state, params, extra_args)
-  if out != jax.tree.structure((updates, state)):
-    return 'it changes the tree of the updates or of its state'
-  before = jax.tree.map(_kind_of_leaf, updates), state_kinds
-  taken = *before, jax.tree.map(_kind_of_leaf, params)
-  results = _follow(program, [kind for _, kind in _with_path(taken)], shapes)
-  for (path, kind), result in zip(_with_path(before), results, strict=True):
-    problem = _problem(result, isinstance(kind, _Cut))
-    if problem:
-      number, *rest = path
-      name = jax.tree_util.keystr(tuple(rest)) or 'the root'
-      return f'{problem}, in its {("updates", "state")[number.idx]} at {name}'
+  def run(updates, state, params):
+    return inner.update(updates, state, params, **extra_args)
 
-  longer = _longer(updates), longer_state, _longer(params)
-  longer_program, _ = _trace(inner, *longer, extra_args)
-  if _outline(program) != _outline(longer_program):
+  update, results = likeness.trace(run, updates, state, params)
+  given = jax.tree.map(_kind_of_leaf, updates), state_kinds
+  if jax.tree.structure(results) != jax.tree.structure((updates, state)):
+    return 'it changes the tree of the updates or of its state'
+  taken = *given, jax.tree.map(_kind_of_leaf, params)
+  init_kinds = (jax.tree.map(_kind_of_leaf, like),)
+  problem = _problem_of(init, init_kinds, ((), state_kinds), shapes)
+  problem = problem or _problem_of(update, taken, given, shapes)
+  if problem:
+    return problem
+  for path, result in jax.tree.leaves_with_path(results):
+    if axes_lib.varying_axes(result) & set(axes):
+      return f'shards bring numbers of their own into {_name(path)}'
+
+  # At one slice, which is the whole, all that can be told is from longer ones.
+  cut = _longer
+  if num_slices > 1:
+    cut = functools.partial(_first_slice, num_slices=num_slices)
+  sliced, sliced_params = _map_cut(cut, updates), _map_cut(cut, params)
+  sliced_like = sliced if params is None else sliced_params
+  sliced_init, sliced_state = likeness.trace(inner.init, sliced_like)
+  if jax.tree.structure(state) != jax.tree.structure(sliced_state):
+    return 'its state depends on their shapes'
+  sliced_update, _ = likeness.trace(run, sliced, sliced_state, sliced_params)
+  pairs = zip(jax.tree.leaves(like), jax.tree.leaves(sliced_like), strict=True)
+  alike = {(jnp.shape(x), jnp.shape(y)) for x, y in pairs}
+  if not likeness.are_alike(init, sliced_init, alike):
+    return 'how its state starts depends on their shapes'
+  if not likeness.are_alike(update, sliced_update, alike):
     return 'what it does depends on their shapes'
   return None
 
@@ -133,42 +147,27 @@ def _can_be_cut(leaf):
   return slices.is_cut(leaf, num_slices=2)
 
 
-def _longer(tree):
-  """Returns the tree with another number of elements in each leaf."""
+def _map_cut(fn, tree):
+  """Returns the types of what `fn` makes of the leaves that can be cut."""
   leaves, treedef = jax.tree.flatten(tree)
   chosen = [i for i, leaf in enumerate(leaves) if _can_be_cut(leaf)]
-
-  def longer(x):
-    return jnp.pad(x.ravel(), (0, 1)).reshape((1,) * (x.ndim - 1) + (-1,))
-
-  longer_leaves = jax.eval_shape(
-      lambda xs: [longer(x) for x in xs], [leaves[i] for i in chosen]
+  made = jax.eval_shape(
+      lambda chosen: list(map(fn, chosen)), [leaves[i] for i in chosen]
   )
-  for i, leaf in zip(chosen, longer_leaves, strict=True):
+  for i, leaf in zip(chosen, made, strict=True):
     leaves[i] = leaf
   return treedef.unflatten(leaves)
 
 
-def _trace(inner, updates, state, params, extra_args):
-  """Returns the program of `inner.update`, and the tree of its results."""
-
-  def update(updates, state, params):
-    return inner.update(updates, state, params, **extra_args)
-
-  jaxpr, out = jax.make_jaxpr(update, return_shape=True)(updates, state, params)
-  return jaxprs.flatten(jaxpr.jaxpr), jax.tree.structure(out)
+def _longer(leaf):
+  flat = jnp.pad(jnp.ravel(leaf), (0, 1))
+  return flat.reshape((1,) * (jnp.ndim(leaf) - 1) + (-1,))
 
 
-def _outline(program):
-  """Returns what a program does, but for shapes."""
-  return [
-      (
-          step.name,
-          [repr(x.number) for x in step.inputs if x.is_literal],
-          [_outline(body) for body in step.bodies],
-      )
-      for step in program.steps
-  ]
+def _first_slice(leaf, num_slices):
+  if not slices.is_cut(leaf, num_slices):
+    return leaf
+  return lax.index_in_dim(slices.cut(leaf, num_slices), 0, keepdims=False)
 
 
 def _kind_of_state(leaf, longer):
@@ -188,23 +187,37 @@ def _fixed(leaf, origin):
   return _Uniform() if math.prod(jnp.shape(leaf)) == 1 else _Whole(origin)
 
 
-def _is_kind(kind):
-  return isinstance(kind, _Kind)
-
-
 def _with_path(kinds):
-  return jax.tree.leaves_with_path(kinds, is_leaf=_is_kind)
+  return jax.tree.leaves_with_path(
+      kinds, is_leaf=lambda kind: isinstance(kind, _Kind)
+  )
 
 
-def _problem(kind, was_cut):
-  """Returns what is wrong with a result, if anything."""
-  match kind:
-    case _Mixed(reason):
-      return reason
-    case _Whole() if was_cut:
-      return kind.differs
-    case _Cut() if not was_cut:
-      return 'elements get into what is not cut'
+def _name(path):
+  number, *rest = path
+  name = jax.tree_util.keystr(tuple(rest)) or 'the root'
+  return f'its {("updates", "state")[number.idx]} at {name}'
+
+
+def _problem_of(traced, taken, given, shapes):
+  """Returns what is wrong with the results of a program, if anything.
+
+  Args:
+    traced: The program.
+    taken: The kinds of what it takes.
+    given: The kinds of what it is to give: of updates and of the state.
+    shapes: Those of the parameters.
+  """
+  kinds = [kind for _, kind in _with_path(taken)]
+  results = _follow(traced.program, kinds, shapes)
+  for (path, kind), result in zip(_with_path(given), results, strict=True):
+    match result:
+      case _Mixed(reason):
+        return f'{reason}, in {_name(path)}'
+      case _Whole() if isinstance(kind, _Cut):
+        return f'{result.differs}, in {_name(path)}'
+      case _Cut() if not isinstance(kind, _Cut):
+        return f'elements get into what is not cut, {_name(path)}'
   return None
 
 
@@ -246,14 +259,14 @@ def _make(step, kinds, value, shapes):
   merged = _merge(kinds)
   if isinstance(merged, _Mixed):
     return merged
-  # How often a number is repeated depends on how the parameter is cut.
-  repeated = any(
-      isinstance(kind, _Uniform) and x.aval.shape in shapes
-      for kind, x in zip(kinds, step.inputs, strict=True)
-  )
-  if isinstance(merged, _Cut) or repeated:
-    return _Mixed(f'`{step.name}` takes several of them together')
-  if isinstance(merged, _Uniform) and kinds and step.name in _REPEATING:
+  if isinstance(merged, _Uniform) and kinds and step.name in likeness.REPEATING:
     return merged
-  is_whole = isinstance(merged, _Whole)
-  return _fixed(value.aval, merged.origin if is_whole else f'`{step.name}`')
+  # Of an array of that shape, other numbers come if the parameter is cut.
+  has_shape = any(x.aval.shape in shapes for x in step.inputs)
+  if isinstance(merged, _Whole):
+    if has_shape:
+      return _Mixed(merged.differs)
+    return _fixed(value.aval, merged.origin)
+  if has_shape:
+    return _Mixed(f'`{step.name}` takes several of them together')
+  return _fixed(value.aval, f'`{step.name}`')

@@ -137,8 +137,14 @@ def _is_call(eqn, held):
   # A scan may look like a call.
   if eqn.primitive.name == 'scan' or len(held) != 1:
     return False
-  arity = len(held[0].invars), len(held[0].outvars)
-  return arity == (len(eqn.invars), len(eqn.outvars))
+  if eqn.primitive.name == 'shard_map':
+    return True
+  # A reduction holds what it does to two elements.
+  inside = [v.aval for v in (*held[0].invars, *held[0].outvars)]
+  outside = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+  return len(held[0].invars) == len(eqn.invars) and (
+      [x.shape for x in inside] == [x.shape for x in outside]
+  )
 
 
 def _name(primitive):

@@ -40,9 +40,9 @@ def run_processes(
   each step can take as long as sending the gradients.
 
   As soon as one fails, the others have `grace` seconds to report what they
-  miss; then they get SIGTERM, and after as many seconds SIGKILL. None is left
-  behind, whatever ends the call: an error, Ctrl-C or, in the main thread,
-  SIGTERM.
+  miss; then they get SIGTERM, and after as many seconds SIGKILL. None of them
+  is left behind, whatever ends the call: an error, Ctrl-C or, in the main
+  thread, SIGTERM. What they start themselves is theirs to end.
 
   Args:
     num_processes: How many processes to start.

@@ -135,19 +135,29 @@ def shard_update(
   checked = set()
 
   def find_problem(updates, params, extra_args):
+    """Returns why `inner` cannot run on slices, if it cannot."""
+    # Tracing takes long, and a state is made for what is updated then.
     leaves, treedef = jax.tree.flatten((updates, params))
-    kinds = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
-    key = treedef, tuple(kinds)
+    num_slices = reduce.num_slices()
+    key = num_slices, treedef, _describe(leaves, reduce.axes)
     if key in checked and not extra_args:
       return None
+    # What is reduced over all shards is the same on all of them.
+    invariant = () if groups else reduce.axes
     problem = elementwise.find_problem(
-        inner, *_shapes((updates, params), reduce.axes), extra_args
+        inner,
+        _shapes(updates, invariant),
+        _shapes(params, ()),
+        extra_args,
+        num_slices,
+        invariant,
     )
     if problem is None and not extra_args:
       checked.add(key)
     return problem
 
   def init_fn(params):
+    _check_mapped(reduce.axes)
     problem = None
     # `inner` may need extra arguments, which only `update` has.
     with contextlib.suppress(Exception):
@@ -158,6 +168,7 @@ def shard_update(
     return ShardUpdateState(jax.tree.map(_store, own_state, whole_kinds))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    _check_mapped(reduce.axes)
     reduced = reduce.scatter(updates, weight)
     _raise(find_problem(updates, params, extra_args))
     own_params = None if params is None else reduce.own(params)
@@ -179,30 +190,56 @@ def shard_update(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _check_mapped(axes):
+  """Refuses a mesh of which an axis is left to the compiler.
+
+  Raises:
+    ValueError: If there is one.
+  """
+  unmapped = axes_lib.unmapped_axes(axes)
+  if unmapped:
+    raise ValueError(
+        'The mesh of `shard_update` must have no axis that is not mapped, got'
+        f' {unmapped!r}: cutting a leaf would gather what such an axis shards.'
+        ' Name all axes in `axis_names` of `jax.shard_map`.'
+    )
+
+
 def _raise(problem):
   if problem:
     raise ValueError(
         '`inner` of `shard_update` must treat each element of the parameters'
-        ' alone, whatever their shapes, because each shard holds a slice of'
-        f' them, but {problem}. Keep such a transformation whole, as in'
-        ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
-        ' parameters, or for some of them with `optax.partition`. Or, if it'
-        ' comes first, let it see what is reduced:'
+        ' alone, whatever their shapes, and alike on all shards, because each'
+        f' shard holds a slice of them, but {problem}. Keep such a'
+        ' transformation whole, as in `optax.chain(cross_shard_mean(axis_name),'
+        ' inner)`: for all parameters, or for some of them with'
+        ' `optax.partition`. Or, if it comes first, let it see what is reduced:'
         ' `optax.chain(cross_shard_mean(axis_name), clip_by_global_norm(1.0),'
         " shard_update(inner, axis_name, on_invariant='averaged'))`."
     )
 
 
-def _shapes(tree, axes):
-  """Returns shapes and dtypes, typed as what differs between shards."""
+def _describe(leaves, axes):
+  """Returns what the check of `inner` depends on."""
+  tracked = tuple(map(axes_lib.is_tracked, axes))
+  kinds = [
+      (jnp.shape(leaf), jnp.result_type(leaf), axes_lib.varying_axes(leaf))
+      for leaf in leaves
+  ]
+  return tracked, tuple(kinds)
 
-  def typed(leaf):
+
+def _shapes(tree, invariant):
+  """Returns the types of leaves, as if they were the same over some axes."""
+
+  def zeros(leaf):
     if leaves_lib.is_float0(leaf):
       return leaf
+    varying = axes_lib.varying_axes(leaf).difference(invariant)
     zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
-    return axes_lib.to_varying(zeros, axes)
+    return axes_lib.to_varying(zeros, tuple(varying))
 
-  return jax.eval_shape(lambda: jax.tree.map(typed, tree))
+  return jax.eval_shape(lambda: jax.tree.map(zeros, tree))
 
 
 def _store(own, whole):

@@ -1,0 +1,61 @@
+from absl.testing import parameterized
+import jax
+from jax import core
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms._src import likeness
+
+SHORT, LONG = np.ones(3, np.float32), np.ones(5, np.float32)
+ALIKE = {(SHORT.shape, LONG.shape)}
+
+
+def are_alike(fn, other=None, alike=ALIKE):
+  some, _ = likeness.trace(fn, SHORT)
+  others, _ = likeness.trace(other or fn, LONG)
+  return likeness.are_alike(some, others, alike)
+
+
+class LikenessTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ('arithmetic', lambda x: 2 * x + jnp.sin(x)),
+      ('a sum', jnp.sum),
+      ('a number for all', lambda x: x + jnp.full_like(x, 3)),
+      ('a branch', lambda x: lax.cond(True, jnp.sin, jnp.cos, x)),
+      ('a loop', lambda x: lax.fori_loop(0, 3, lambda _, x: x + 1, x)),
+      ('a table', lambda x: x * np.arange(4.0)[2]),
+      ('an array of its own', lambda x: x * jnp.sum(TABLE)),
+  )
+  def test_does_the_same(self, fn):
+    self.assertTrue(are_alike(fn))
+
+  @parameterized.named_parameters(
+      ('an operation', lambda x: jnp.sin(x) if x.size == 3 else jnp.cos(x)),
+      ('a number', lambda x: x * x.size),
+      ('a result', lambda x: x.size),
+      ('a power', lambda x: x**x.size),
+      ('turns', lambda x: lax.fori_loop(0, x.size, lambda _, x: x + 1, x)),
+      ('a shape', lambda x: jnp.sum(jnp.ones((x.size, 2)))),
+      ('a table', lambda x: np.arange(2.0) if x.size == 3 else np.ones(2)),
+      ('a step more', lambda x: x if x.size == 3 else x + 1),
+      (
+          'in a branch',
+          lambda x: lax.cond(True, lambda x: x * x.size, lambda x: x, x),
+      ),
+  )
+  def test_does_something_else(self, fn):
+    self.assertFalse(are_alike(fn))
+
+  def test_shapes_must_be_said_to_be_alike(self):
+    self.assertFalse(are_alike(jnp.sin, alike=set()))
+
+  def test_traces_types_of_results(self):
+    _, result = likeness.trace(lambda x: {'a': x[:2]}, SHORT)
+
+    self.assertEqual(result['a'].shape, (2,))
+    self.assertIsInstance(result['a'], core.AbstractValue)
+
+
+TABLE = np.arange(7, dtype=np.float32)
