@@ -78,6 +78,7 @@ class ElementwiseTest(parameterized.TestCase):
           'noise for all',
           scalar_of(lambda u: jax.random.normal(jax.random.key(0))),
       ),
+      ('a table like a leaf', scalar_of(lambda u: jnp.sum(np.arange(5.0)))),
       ('a small leaf', scalar_of(lambda u: jnp.sum(u['s']))),
   )
   def test_accepts_transformations(self, inner):
@@ -119,7 +120,7 @@ class ElementwiseTest(parameterized.TestCase):
       (
           'a mean of ones',
           lambda u, p: u * jnp.sum(jnp.ones(u.shape)),
-          '`reduce_sum` takes several',
+          'depends on their shapes',
       ),
       (
           'a reduction of its own',

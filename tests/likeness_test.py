@@ -1,5 +1,4 @@
 from absl.testing import parameterized
-import jax
 from jax import core
 from jax import lax
 import jax.numpy as jnp
@@ -8,13 +7,22 @@ import numpy as np
 from shard_transforms._src import likeness
 
 SHORT, LONG = np.ones(3, np.float32), np.ones(5, np.float32)
+FLEXIBLE = {
+    'add',
+    'mul',
+    'sin',
+    'cos',
+    'broadcast_in_dim',
+    'cond',
+    'reduce_sum',
+}
 ALIKE = {(SHORT.shape, LONG.shape)}
 
 
 def are_alike(fn, other=None, alike=ALIKE):
   some, _ = likeness.trace(fn, SHORT)
   others, _ = likeness.trace(other or fn, LONG)
-  return likeness.are_alike(some, others, alike)
+  return likeness.are_alike(some, others, alike, FLEXIBLE)
 
 
 class LikenessTest(parameterized.TestCase):
@@ -24,8 +32,9 @@ class LikenessTest(parameterized.TestCase):
       ('a sum', jnp.sum),
       ('a number for all', lambda x: x + jnp.full_like(x, 3)),
       ('a branch', lambda x: lax.cond(True, jnp.sin, jnp.cos, x)),
-      ('a loop', lambda x: lax.fori_loop(0, 3, lambda _, x: x + 1, x)),
+      ('a loop', lambda x: x * lax.fori_loop(0, 3, lambda _, y: y + 1, 1.0)),
       ('a table', lambda x: x * np.arange(4.0)[2]),
+      ('what is not used', lambda x: (jnp.max(x), x + 1)[1]),
       ('an array of its own', lambda x: x * jnp.sum(TABLE)),
   )
   def test_does_the_same(self, fn):
@@ -36,9 +45,14 @@ class LikenessTest(parameterized.TestCase):
       ('a number', lambda x: x * x.size),
       ('a result', lambda x: x.size),
       ('a power', lambda x: x**x.size),
-      ('turns', lambda x: lax.fori_loop(0, x.size, lambda _, x: x + 1, x)),
+      (
+          'turns',
+          lambda x: x * lax.fori_loop(0, x.size, lambda _, y: y + 1, 1.0),
+      ),
       ('a shape', lambda x: jnp.sum(jnp.ones((x.size, 2)))),
       ('a table', lambda x: np.arange(2.0) if x.size == 3 else np.ones(2)),
+      ('a dtype', lambda x: x * (x.astype('bfloat16') if x.size == 3 else x)),
+      ('what is not flexible', lambda x: x * jnp.max(x)),
       ('a step more', lambda x: x if x.size == 3 else x + 1),
       (
           'in a branch',

@@ -292,6 +292,20 @@ class StateTest(parameterized.TestCase):
     expected = np.append(np.arange(15.0), 0).reshape(8, 1, 2)
     np.testing.assert_array_equal(state.inner_state, expected)
 
+  @parameterized.parameters((('host', 'core'),), (('core', 'host'),))
+  def test_slices_are_in_the_order_of_the_mesh(self, axes):
+    copy = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.copy, params),
+        lambda updates, state, params=None: (updates, state),
+    )
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
+
+    tx = shard_update(copy, axes)
+    state = shard_transforms.init_state(tx, jnp.arange(16.0), mesh)
+
+    expected = np.arange(16.0).reshape(8, 2)
+    np.testing.assert_array_equal(state.inner_state, expected)
+
   @parameterized.parameters(
       {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(1, 2\) at .*\[0\]'},
       {'shapes': ((16,), (16,)), 'shards': 4, 'got': r'\(2, 2\) at .*\[0\]'},

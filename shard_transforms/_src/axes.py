@@ -106,6 +106,14 @@ def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   )
 
 
+def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
+  """Returns `axes` in the order in which arrays are sharded over them."""
+  names = jax.sharding.get_abstract_mesh().axis_names
+  if not set(axes).issubset(names):
+    return tuple(axes)
+  return tuple(sorted(axes, key=names.index))
+
+
 def between_processes() -> bool:
   """Whether CPU devices may be those of several processes, joined by gloo."""
   # What is traced has no devices yet, so that the axis itself does not tell.

@@ -5,6 +5,7 @@ all of them where JAX tracks this.
 """
 
 from collections.abc import Hashable
+import contextlib
 
 import jax
 from jax import lax
@@ -33,13 +34,8 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
   Raises:
     NotImplementedError: If JAX has no sum here.
   """
-  try:
+  with _explaining(x, axes):
     return lax.psum(x, axes) if axes else x
-  except (AssertionError, ValueError) as error:
-    raise NotImplementedError(
-        f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
-        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
-    ) from error
 
 
 def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
@@ -70,20 +66,26 @@ def scatter(
 
   Args:
     rows: An array of shape [number of shards, ...] that has a row for each
-      shard, in the order of `row_index`.
+      shard, in the order of the mesh; see `row_index`.
     axes: The mapped axes.
     groups: Even groups; `rows` is then [size of a group, ...].
+
+  Raises:
+    NotImplementedError: If JAX has no sum here.
   """
   if groups is not None:
     if _can_group(axes[0], groups):
       return lax.psum_scatter(rows, axes[0], axis_index_groups=groups)
     rows = _psum_one_hot(rows, axes[0], groups)
     return rows[row_index(axes, groups)]
+  left = list(axes_lib.in_mesh_order(axes))
+  rows = rows.reshape((*map(lax.axis_size, left), *rows.shape[1:]))
   # The last axis is the fast one, and the others are left but a part to sum.
   for axis in reversed(axes):
-    rows = rows.reshape((lax.axis_size(axis), -1, *rows.shape[1:]))
-    rows = lax.psum_scatter(rows, axis)
-  return rows[0]
+    with _explaining(rows, axes):
+      rows = lax.psum_scatter(rows, axis, scatter_dimension=left.index(axis))
+    left.remove(axis)
+  return rows
 
 
 def gather(
@@ -104,10 +106,12 @@ def gather(
       return lax.all_gather(row, axes[0], axis_index_groups=groups)
     members = jnp.asarray(groups)[_group_index(axes[0], groups)]
     return lax.all_gather(row, axes[0])[members]
-  rows = row[None]
+  order, gathered, rows = axes_lib.in_mesh_order(axes), set(), row
   for axis in axes:
-    rows = _all_gather(rows, axis).reshape((-1, *row.shape))
-  return rows
+    before = order[: order.index(axis)]
+    rows = _all_gather(rows, axis, dimension=len(gathered.intersection(before)))
+    gathered.add(axis)
+  return rows.reshape((-1, *row.shape))
 
 
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
@@ -115,16 +119,29 @@ def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
   if groups is not None:
     ranks = jnp.asarray(groups_lib.rank_of_shard(groups))
     return ranks[lax.axis_index(axes[0])]
-  index = jnp.zeros([], jnp.int32)
-  for axis in reversed(axes):
-    index = index * lax.axis_size(axis) + lax.axis_index(axis)
-  return index
+  return lax.axis_index(axes_lib.in_mesh_order(axes))
 
 
 def group_size(axis: Hashable, groups: groups_lib.Groups) -> jax.Array:
   """Returns the number of shards in each shard's own group, float32 []."""
   sizes = jnp.asarray(groups_lib.size_of_shard(groups), jnp.float32)
   return sizes[lax.axis_index(axis)]
+
+
+@contextlib.contextmanager
+def _explaining(x, axes):
+  """Says what to do where JAX has no sum.
+
+  Raises:
+    NotImplementedError: If JAX raises in this context.
+  """
+  try:
+    yield
+  except (AssertionError, ValueError) as error:
+    raise NotImplementedError(
+        f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
+        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
+    ) from error
 
 
 def _can_group(axis, groups):
@@ -146,11 +163,13 @@ def _scatter_and_gather(x, axis, others, groups=None):
   return whole[: x.size].reshape(x.shape)
 
 
-def _all_gather(x, axis, groups=None, tiled=False):
+def _all_gather(x, axis, groups=None, dimension=0, tiled=False):
   """Gathers what is then the same on all shards, and typed so if tracked."""
   if groups is None and axes_lib.is_tracked(axis):
-    return lax.all_gather(x, axis, tiled=tiled, to='invarying')
-  return lax.all_gather(x, axis, axis_index_groups=groups, tiled=tiled)
+    return lax.all_gather(x, axis, axis=dimension, tiled=tiled, to='invarying')
+  return lax.all_gather(
+      x, axis, axis_index_groups=groups, axis=dimension, tiled=tiled
+  )
 
 
 def _psum_one_hot(x, axis, groups):

@@ -35,11 +35,15 @@ _ELEMENTWISE = frozenset().union(
     ('bessel_i0e', 'bessel_i1e', 'real', 'imag', 'complex', 'conj'),
     ('and', 'or', 'xor', 'not', 'population_count', 'clz', 'shift_left'),
     ('shift_right_arithmetic', 'shift_right_logical'),
-    ('convert_element_type', 'reduce_precision', 'copy', 'copy_p', 'name'),
+    ('convert_element_type', 'reduce_precision', 'stop_gradient', 'name'),
+    ('copy', 'copy_p'),
     # Changes of what a type says, in JAX 0.10 with `_p`.
     ('pvary', 'preduced', 'reduced_vary_cast', 'reduced_vary_cast_p'),
     ('vary_unreduced_cast', 'vary_unreduced_cast_p'),
 )
+
+# What may be given other shapes where a parameter is cut.
+_FLEXIBLE = _ELEMENTWISE | likeness.REPEATING | {'cond'}
 
 
 class _Cut(NamedTuple):
@@ -116,13 +120,16 @@ def find_problem(
     return 'it changes the tree of the updates or of its state'
   taken = *given, jax.tree.map(_kind_of_leaf, params)
   init_kinds = (jax.tree.map(_kind_of_leaf, like),)
-  problem = _problem_of(init, init_kinds, ((), state_kinds), shapes)
-  problem = problem or _problem_of(update, taken, given, shapes)
+  problem = _problem_of(init, init_kinds, ((), state_kinds))
+  problem = problem or _problem_of(update, taken, given)
   if problem:
     return problem
   for path, result in jax.tree.leaves_with_path(results):
     if axes_lib.varying_axes(result) & set(axes):
-      return f'shards bring numbers of their own into {_name(path)}'
+      return (
+          f'shards bring numbers of their own into {_name(path)}; the update'
+          ' takes replicated parameters, not those of `per_shard`'
+      )
 
   # At one slice, which is the whole, all that can be told is from longer ones.
   cut = _longer
@@ -136,9 +143,9 @@ def find_problem(
   sliced_update, _ = likeness.trace(run, sliced, sliced_state, sliced_params)
   pairs = zip(jax.tree.leaves(like), jax.tree.leaves(sliced_like), strict=True)
   alike = {(jnp.shape(x), jnp.shape(y)) for x, y in pairs}
-  if not likeness.are_alike(init, sliced_init, alike):
+  if not likeness.are_alike(init, sliced_init, alike, _FLEXIBLE):
     return 'how its state starts depends on their shapes'
-  if not likeness.are_alike(update, sliced_update, alike):
+  if not likeness.are_alike(update, sliced_update, alike, _FLEXIBLE):
     return 'what it does depends on their shapes'
   return None
 
@@ -199,17 +206,16 @@ def _name(path):
   return f'its {("updates", "state")[number.idx]} at {name}'
 
 
-def _problem_of(traced, taken, given, shapes):
+def _problem_of(traced, taken, given):
   """Returns what is wrong with the results of a program, if anything.
 
   Args:
     traced: The program.
     taken: The kinds of what it takes.
     given: The kinds of what it is to give: of updates and of the state.
-    shapes: Those of the parameters.
   """
   kinds = [kind for _, kind in _with_path(taken)]
-  results = _follow(traced.program, kinds, shapes)
+  results = _follow(traced.program, kinds)
   for (path, kind), result in zip(_with_path(given), results, strict=True):
     match result:
       case _Mixed(reason):
@@ -221,7 +227,7 @@ def _problem_of(traced, taken, given, shapes):
   return None
 
 
-def _follow(program, kinds, shapes):
+def _follow(program, kinds):
   """Returns the kinds of what a program gives, by those of what it takes."""
   found = dict(zip(program.inputs, kinds, strict=True))
 
@@ -233,13 +239,13 @@ def _follow(program, kinds, shapes):
   for step in program.steps:
     inputs = [kind_of(value) for value in step.inputs]
     if step.name == 'cond':
-      branches = [_follow(body, inputs[1:], shapes) for body in step.bodies]
+      branches = [_follow(body, inputs[1:]) for body in step.bodies]
       merged = [[inputs[0], *kinds] for kinds in zip(*branches, strict=True)]
       outputs = map(_merge, merged)
     elif step.name in _ELEMENTWISE:
       outputs = [_merge(inputs)] * len(step.outputs)
     else:
-      outputs = [_make(step, inputs, value, shapes) for value in step.outputs]
+      outputs = [_make(step, inputs, value) for value in step.outputs]
     found.update(zip(step.outputs, outputs, strict=True))
   return [kind_of(value) for value in program.outputs]
 
@@ -254,19 +260,14 @@ def _merge(kinds):
   return by_class.get(_Cut, by_class.get(_Whole, _Uniform()))
 
 
-def _make(step, kinds, value, shapes):
+def _make(step, kinds, value):
   """Returns the kind of what is made by anything else."""
   merged = _merge(kinds)
   if isinstance(merged, _Mixed):
     return merged
   if isinstance(merged, _Uniform) and kinds and step.name in likeness.REPEATING:
     return merged
-  # Of an array of that shape, other numbers come if the parameter is cut.
-  has_shape = any(x.aval.shape in shapes for x in step.inputs)
-  if isinstance(merged, _Whole):
-    if has_shape:
-      return _Mixed(merged.differs)
-    return _fixed(value.aval, merged.origin)
-  if has_shape:
+  if isinstance(merged, _Cut):
     return _Mixed(f'`{step.name}` takes several of them together')
-  return _fixed(value.aval, f'`{step.name}`')
+  is_whole = isinstance(merged, _Whole)
+  return _fixed(value.aval, merged.origin if is_whole else f'`{step.name}`')

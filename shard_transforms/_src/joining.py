@@ -35,7 +35,9 @@ def join_processes(
   it raises at once ("Connection closed by peer"). Where process 0 is gone, or
   another has sent no sign of life for a while, JAX ends the rest with SIGABRT
   and a message ("another task died"). A process that an exception ends exits
-  with status 1, and does not wait for the others.
+  with status 1, and does not wait for the others. One that leaves early in
+  silence, by `sys.exit`, waits for them as if it had finished, until the
+  shutdown times out: raise an exception instead.
 
   CPU devices of several processes talk through sockets that listen on the
   address of the host's name, which JAX gives no choice of.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +39,10 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Traced, Any]:
 
 
 def are_alike(
-    some: Traced, other: Traced, alike: set[tuple[Shape, Shape]]
+    some: Traced,
+    other: Traced,
+    alike: set[tuple[Shape, Shape]],
+    flexible: Set[str],
 ) -> bool:
   """Whether two traces do the same, but for shapes.
 
@@ -47,38 +51,51 @@ def are_alike(
     other: The other.
     alike: Pairs of shapes, of the one and of the other, that may stand for each
       other.
+    flexible: The primitives that may be given these shapes.
   """
   return (
       len(some.constants) == len(other.constants)
       and all(map(_equal, some.constants, other.constants))
-      and _same_steps(some.program, other.program, alike)
+      and _same_steps(some.program, other.program, alike, flexible)
   )
 
 
-def _same_steps(some, other, alike):
+def _same_steps(some, other, alike, flexible):
+  steps, other_steps = _used_steps(some), _used_steps(other)
   return (
-      len(some.steps) == len(other.steps)
+      len(steps) == len(other_steps)
       and all(
-          _same_step(a, b, alike)
-          for a, b in zip(some.steps, other.steps, strict=True)
+          _same_step(a, b, alike, flexible)
+          for a, b in zip(steps, other_steps, strict=True)
       )
       and _same_values(some.outputs, other.outputs, alike)
   )
 
 
-def _same_step(some, other, alike):
+def _used_steps(program):
+  """Returns the steps that a result depends on, the last one first."""
+  used, steps = set(program.outputs), []
+  for step in reversed(program.steps):
+    if not used.isdisjoint(step.outputs):
+      steps.append(step)
+      used.update(step.inputs)
+  return steps
+
+
+def _same_step(some, other, alike, flexible):
+  allowed = alike if some.name in flexible else ()
   ignored = _SHAPE_PARAMS if some.name in REPEATING else ()
   return (
       some.name == other.name
-      and _same_values(some.inputs, other.inputs, alike)
-      and _same_values(some.outputs, other.outputs, alike)
+      and _same_values(some.inputs, other.inputs, allowed)
+      and _same_values(some.outputs, other.outputs, allowed)
       and all(
           param == other.params.get(name)
           for name, param in some.params.items()
           if name not in ignored and _is_plain(param)
       )
       and all(
-          _same_steps(body, other_body, alike)
+          _same_steps(body, other_body, alike, flexible)
           for body, other_body in zip(some.bodies, other.bodies, strict=True)
       )
   )
@@ -92,8 +109,11 @@ def _same_values(some, other, alike):
 
 def _same_value(some, other, alike):
   shapes = some.aval.shape, other.aval.shape
-  same_shape = shapes[0] == shapes[1] or shapes in alike
-  return same_shape and repr(some.number) == repr(other.number)
+  return (
+      (shapes[0] == shapes[1] or shapes in alike)
+      and some.aval.dtype == other.aval.dtype
+      and repr(some.number) == repr(other.number)
+  )
 
 
 def _equal(some, other):

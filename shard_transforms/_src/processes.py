@@ -34,8 +34,8 @@ def run_processes(
   (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`), for
   `join_processes` to read. What process 0 writes to the standard output and all
   of them to the standard error passes through; the standard output of the
-  others, which run the same program, is discarded. Unless it is set, they also
-  get an environment in which glibc keeps the memory that a step frees
+  others, which run the same program, is discarded. All get an environment in
+  which glibc keeps the memory that a step frees, unless it is set otherwise
   (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`): mapping it afresh in
   each step can take as long as sending the gradients.
 

@@ -67,7 +67,9 @@ def shard_update(
 
   Leaves that have fewer elements than there are shards are not cut: they are
   reduced as by `cross_shard_mean`, and all shards update them. Make the state
-  with `init_state`, and map it with the specs of `state_specs`.
+  with `init_state`, and map it with the specs of `state_specs`; it fits this
+  number of shards alone. All axes of the mesh must be mapped, and parameters
+  may be sharded over others than `axis_name`.
 
   Args:
     inner: The transformation that runs on slices.
@@ -259,9 +261,9 @@ def _take(state, own_kinds, whole_kinds):
 
   def take(path, leaf, own, whole):
     is_slice = own.shape != whole.shape
-    if leaf.shape != (1,) * is_slice + own.shape:
+    if jnp.shape(leaf) != (1,) * is_slice + own.shape:
       raise ValueError(
-          f'{_MADE_FOR_OTHERS}the shape {leaf.shape} at'
+          f'{_MADE_FOR_OTHERS}the shape {jnp.shape(leaf)} at'
           f' {jax.tree_util.keystr(path)}, where a shard has'
           f' {(1,) * is_slice + own.shape}.'
       )
