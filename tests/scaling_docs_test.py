@@ -1,0 +1,107 @@
+import collections
+import importlib.util
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import optax
+
+import shard_transforms
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / 'docs' / 'scaling.md'
+SHAPE = (64_000,)
+
+
+def commands():
+  """Returns the arguments of the commands that the page shows."""
+  lines = DOCS.read_text(encoding='utf-8').splitlines()
+  start = '.venv/bin/python benchmarks/plan.py'
+  return [line.removeprefix(start) for line in lines if line.startswith(start)]
+
+
+def plan():
+  """Returns the module that the commands run."""
+  sys.path.insert(0, str(ROOT / 'benchmarks'))
+  try:
+    spec = importlib.util.spec_from_file_location(
+        'plan', ROOT / 'benchmarks' / 'plan.py'
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+  finally:
+    sys.path.pop(0)
+
+
+PLAN = plan()
+
+
+def sent(tx, num_slow, num_fast):
+  """Returns the bytes that a step sends, by the axes that carry them."""
+  grads = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+  report = shard_transforms.wire_report(
+      lambda grads: tx.update(grads, tx.init(grads), grads)[0],
+      grads,
+      axis_sizes={'slow': num_slow, 'fast': num_fast},
+  )
+  of_axes = collections.Counter()
+  for collective in report.collectives:
+    of_axes[collective.axes] += collective.sent_bytes
+  return of_axes
+
+
+class ScalingDocsTest(parameterized.TestCase):
+
+  def test_tables_are_what_the_commands_print(self):
+    printed = set()
+    for command in commands():
+      run = subprocess.run(
+          [sys.executable, 'benchmarks/plan.py', *shlex.split(command)],
+          cwd=ROOT,
+          capture_output=True,
+          text=True,
+          check=True,
+          timeout=60,
+      )
+      printed.update(run.stdout.splitlines())
+
+    lines = DOCS.read_text(encoding='utf-8').splitlines()
+    rows = [x for x in lines if re.match(r'\| [\d,]+ \|', x)]
+    # The last table shows those of two commands side by side.
+    *traffic, memory = [rows[i : i + 5] for i in range(0, 20, 5)]
+    for row in memory:
+      shards, *gigabytes = row.strip('| ').split(' | ')
+      for pair in gigabytes[:2], gigabytes[2:]:
+        self.assertIn(f'| {" | ".join([shards, *pair])} |', printed)
+    self.assertLen(rows, 20)
+    self.assertContainsSubset(sum(traffic, []), printed)
+
+  @parameterized.parameters((8, 8), (4, 2), (64, 8))
+  def test_a_flat_sum_sends_what_is_planned(self, num_slow, num_fast):
+    tx = shard_transforms.cross_shard_mean(('slow', 'fast'))
+
+    of_axes = sent(tx, num_slow, num_fast)
+
+    planned = PLAN.flat(4 * SHAPE[0], num_slow * num_fast, num_fast)
+    self.assertAlmostEqual(
+        of_axes['slow', 'fast'], planned.fast_bytes + planned.slow_bytes
+    )
+
+  @parameterized.product(sizes=((8, 8), (4, 2), (64, 8)), sharded=(False, True))
+  def test_levels_send_what_is_planned(self, sizes, sharded):
+    axes = ('slow', 'fast')
+    tx = shard_transforms.cross_shard_mean(axes, algorithm='hierarchical')
+    if sharded:
+      tx = shard_transforms.shard_update(optax.sgd(0.1), axes)
+
+    of_axes = sent(tx, *sizes)
+
+    planned = PLAN.by_levels(4 * SHAPE[0], sizes[0] * sizes[1], sizes[1])
+    self.assertAlmostEqual(of_axes['fast',], planned.fast_bytes)
+    self.assertAlmostEqual(of_axes['slow',], planned.slow_bytes)
