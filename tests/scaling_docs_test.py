@@ -1,5 +1,6 @@
 import collections
 import importlib.util
+import itertools
 import pathlib
 import re
 import shlex
@@ -80,7 +81,8 @@ class ScalingDocsTest(parameterized.TestCase):
       for pair in gigabytes[:2], gigabytes[2:]:
         self.assertIn(f'| {" | ".join([shards, *pair])} |', printed)
     self.assertLen(rows, 20)
-    self.assertContainsSubset(sum(traffic, []), printed)
+    for row in itertools.chain(*traffic):
+      self.assertIn(row, printed)
 
   @parameterized.parameters((8, 8), (4, 2), (64, 8))
   def test_a_flat_sum_sends_what_is_planned(self, num_slow, num_fast):
