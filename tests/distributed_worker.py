@@ -87,6 +87,11 @@ ROWS = {
         axes=AXES[1],
         takes_weight=True,
     ),
+    'two_axes_by_levels': Row(
+        _then_adam(cross_shard_mean(('a', 'b'), algorithm='hierarchical')),
+        axes=AXES[1],
+        takes_weight=True,
+    ),
     'tower_reduce': Row(tower_reduce(2, ADAM), reduced=True),
     'tower_reduce_of_shards': Row(
         tower_reduce(2, _MEAN, axis_name=AXIS), takes_weight=True
@@ -97,6 +102,12 @@ ROWS = {
         drop_stale(1, _MEAN, axis_name=AXIS), local_step='own'
     ),
     'shard_update': Row(shard_update(ADAM, AXIS), takes_weight=True),
+    'shard_update_in_groups': Row(
+        shard_update(ADAM, AXIS, groups=_EVEN_GROUPS), per_shard=True
+    ),
+    'shard_update_over_two_axes': Row(
+        shard_update(ADAM, ('a', 'b')), axes=AXES[1], takes_weight=True
+    ),
     'all_together': Row(
         tower_reduce(
             2,

@@ -52,9 +52,11 @@ def cross_shard_mean(
       is). Nothing is sent for such a leaf.
     bucket_bytes: Leaves smaller than this travel together in buffers of up to
       this many bytes; 0 sends each leaf alone, with the same result to the bit.
-      `'auto'` is a size that was measured. Without effect under
-      `jax.vmap`, where nothing is sent, and where a mesh axis is not mapped,
-      because packing would gather what that axis shards.
+      `'auto'` is what was measured: in one process, leaves of less than 32 KiB
+      in buffers of up to 128 KiB; where CPU devices belong to several
+      processes, all leaves of a dtype, in buffers of up to 64 MiB. Without
+      effect under `jax.vmap`, where nothing is sent, and where a mesh axis is
+      not mapped, because packing would gather what that axis shards.
     algorithm: How several axes are summed over: `'flat'` at once, or
       `'hierarchical'`. The last axis is then the fast one, such as the cores of
       a host: its B shards sum a part of 1/B each, sum the parts over the other
