@@ -7,15 +7,9 @@ import numpy as np
 from shard_transforms._src import likeness
 
 SHORT, LONG = np.ones(3, np.float32), np.ones(5, np.float32)
-FLEXIBLE = {
-    'add',
-    'mul',
-    'sin',
-    'cos',
-    'broadcast_in_dim',
-    'cond',
-    'reduce_sum',
-}
+FLEXIBLE = likeness.REPEATING.union(
+    ('add', 'mul', 'sin', 'cos', 'reduce_sum', 'cond', 'convert_element_type')
+)
 ALIKE = {(SHORT.shape, LONG.shape)}
 
 
@@ -52,6 +46,10 @@ class LikenessTest(parameterized.TestCase):
       ('a shape', lambda x: jnp.sum(jnp.ones((x.size, 2)))),
       ('a table', lambda x: np.arange(2.0) if x.size == 3 else np.ones(2)),
       ('a dtype', lambda x: x * (x.astype('bfloat16') if x.size == 3 else x)),
+      (
+          'a dtype in between',
+          lambda x: x * x.astype('bfloat16' if x.size == 3 else 'float16'),
+      ),
       ('what is not flexible', lambda x: x * jnp.max(x)),
       ('a step more', lambda x: x if x.size == 3 else x + 1),
       (

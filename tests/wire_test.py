@@ -1,5 +1,6 @@
 import collections
 import functools
+from unittest import mock
 
 from absl.testing import parameterized
 import jax
@@ -93,6 +94,15 @@ class LibraryTest(parameterized.TestCase):
     for collective in report.collectives:
       self.assertEqual(collective.scope, f'cross_shard_{kind}')
       self.assertEqual(collective.axes, (AXIS,))
+
+  @parameterized.parameters(*WAYS)
+  def test_cross_shard_between_processes_sends_one_buffer(self, way):
+    tx = shard_transforms.cross_shard_mean(AXIS)
+
+    with mock.patch.object(jax, 'process_count', return_value=2):
+      report = report_on(way, update_with(tx), GRADS)
+
+    self.assert_sends(report, all_reduce(GRADS_BYTES), 1)
 
   @parameterized.product(way=WAYS, kind=('mean', 'sum'))
   def test_cross_shard_with_weight(self, way, kind):
