@@ -31,7 +31,15 @@ PACKAGE = ROOT / 'shard_transforms'
 # A module of `_src` imports from the rows above its own alone.
 LAYERS = (
     ('adam', 'arguments', 'axes', 'ftrl', 'groups', 'leaves', 'packing'),
-    ('collectives', 'jaxprs', 'joining', 'reports', 'slices', 'tracking'),
+    (
+        'collectives',
+        'jaxprs',
+        'joining',
+        'reports',
+        'routes',
+        'slices',
+        'tracking',
+    ),
     (
         'gating',
         'likeness',

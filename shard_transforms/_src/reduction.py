@@ -2,8 +2,7 @@
 
 from collections.abc import Hashable
 import dataclasses
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -15,6 +14,7 @@ from shard_transforms._src import collectives
 from shard_transforms._src import groups as groups_lib
 from shard_transforms._src import leaves as leaves_lib
 from shard_transforms._src import packing
+from shard_transforms._src import routes
 from shard_transforms._src import slices
 from shard_transforms._src import tracking
 
@@ -103,12 +103,12 @@ class Reduction:
     weight = self._check(tree, weight)
     leaves, treedef = jax.tree.flatten(tree)
     num_slices = self.num_slices()
-    routes = self._routes(leaves)
+    found = self._routes(leaves)
     # What is not sent over all axes is the same on some shards, and stays so.
     scattered = [
         i
         for i, leaf in enumerate(leaves)
-        if slices.is_cut(leaf, num_slices) and routes[i].send == self.axes
+        if slices.is_cut(leaf, num_slices) and found[i].send == self.axes
     ]
     others = [i for i in range(len(leaves)) if i not in set(scattered)]
     with jax.named_scope(self.caller):
@@ -224,16 +224,16 @@ class Reduction:
     results = [self._pass_through(leaf) for leaf in leaves]
     todo = [i for i, result in enumerate(results) if result is None]
     values = [_accumulator(leaves[i]) for i in todo]
-    routes = self._routes(values)
+    found = self._routes(values)
     values = [
         leaves_lib.weighted(collectives.psum(x, route.pending), weight)
-        for x, route in zip(values, routes, strict=True)
+        for x, route in zip(values, found, strict=True)
     ]
     keys = [
-        _Key(route, x.dtype, axes_lib.varying_axes(x))
-        for x, route in zip(values, routes, strict=True)
+        routes.Key(route, x.dtype, axes_lib.varying_axes(x))
+        for x, route in zip(values, found, strict=True)
     ]
-    levels = self._levels() if any(route.send for route in routes) else ()
+    levels = self._levels() if any(route.send for route in found) else ()
     reduced = packing.map_packed(send, values, keys, levels, num_rows)
     for i, x in zip(todo, reduced, strict=True):
       results[i] = x.astype(jnp.result_type(leaves[i]))
@@ -258,24 +258,8 @@ class Reduction:
     return axes_lib.to_varying(axes_lib.zeros(jax.typeof(leaf)), tuple(stays))
 
   def _routes(self, leaves):
-    """Returns what has to be done with each leaf."""
-    sizes = [axes_lib.size([axis], self.caller) for axis in self.axes]
-    per_axis = [axes_lib.states(leaves, axis) for axis in self.axes]
-    return [
-        self._route(list(zip(self.axes, sizes, states, strict=True)))
-        for states in zip(*per_axis, strict=True)
-    ]
-
-  def _route(self, axes):
-    """Returns the route of a leaf, given (axis, size, state) for each axis."""
     averaged = self.on_invariant == 'averaged'
-    done = [n for _, n, s in axes if s == 'invariant' and averaged]
-    return _Route(
-        send=tuple(a for a, _, s in axes if s in ('varying', 'untracked')),
-        pending=tuple(a for a, _, s in axes if s == 'unreduced'),
-        divisor=math.prod(n for _, n, _ in axes) // math.prod(done),
-        factor=math.prod(done),
-    )
+    return routes.find(leaves, self.axes, averaged, self.caller)
 
   def _psum(self, x, axes):
     if self.groups is not None:
@@ -286,37 +270,6 @@ class Reduction:
 
   def _scatter(self, rows, axes):
     return collectives.scatter(rows, axes, self.groups)
-
-
-class _Route(NamedTuple):
-  """What turns one leaf into its sum or mean.
-
-  Attributes:
-    send: The axes over which the shards' values are summed.
-    pending: The axes over which a delayed sum is still to be done.
-    divisor: The number of summands behind the sum.
-    factor: What an average has to be multiplied by to give the sum.
-  """
-
-  send: tuple[Hashable, ...]
-  pending: tuple[Hashable, ...]
-  divisor: int
-  factor: int
-
-
-class _Key(NamedTuple):
-  """What leaves must share to be sent together.
-
-  Attributes:
-    route: The axes and the scale.
-    dtype: The dtype that is sent.
-    varying: All axes over which the leaf varies; a shared buffer would vary
-      over the axes of all of its leaves.
-  """
-
-  route: _Route
-  dtype: Any
-  varying: frozenset[Hashable]
 
 
 def _accumulator(leaf):
