@@ -49,8 +49,11 @@ else:
 
 # Runs the same through a supervisor of its own, which can be interrupted.
 SUPERVISOR = """
+import signal
 import sys
 import shard_transforms
+# What runs in the background of a shell ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 shard_transforms.run_processes(
     len(sys.argv) - 3, [sys.executable, '-c', *sys.argv[1:]], grace=0.5
 )
@@ -81,7 +84,7 @@ class ProcessesTest(parameterized.TestCase):
   def start_supervisor(self, *deeds, env=None):
     source = pathlib.Path(shard_transforms.__file__).parents[1]
     paths = [str(source), os.environ.get('PYTHONPATH', '')]
-    return subprocess.Popen(
+    supervisor = subprocess.Popen(
         [sys.executable, '-c', SUPERVISOR, CHILD, self.folder, *deeds],
         env={
             **{k: v for k, v in os.environ.items() if 'JAX_' not in k},
@@ -92,6 +95,10 @@ class ProcessesTest(parameterized.TestCase):
         stderr=subprocess.PIPE,
         text=True,
     )
+    # In reverse order: it is killed, and then its pipes are closed.
+    self.enterContext(supervisor)
+    self.addCleanup(supervisor.kill)
+    return supervisor
 
   def test_tells_each_process_who_it_is(self):
     supervisor = self.start_supervisor('print', 'print', 'print')
