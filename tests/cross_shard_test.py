@@ -511,14 +511,35 @@ class SeveralAxesTest(parameterized.TestCase):
 
   @parameterized.product(
       kind=tuple(FACTORIES),
+      wrong=(
+          (('host', 'core'), 'ring', "must be 'flat' or 'hier.*got 'ring'"),
+          ('core', 'hierarchical', r"two axes or more.*got \('core',\)"),
+      ),
+  )
+  def test_refuses_an_algorithm_that_does_not_fit(self, kind, wrong):
+    axes, algorithm, message = wrong
+
+    with self.assertRaisesRegex(ValueError, f'`algorithm.*{message}'):
+      FACTORIES[kind](axes, algorithm=algorithm)
+
+  @parameterized.product(
+      kind=tuple(FACTORIES),
       check_vma=(True, False),
       weighted=(False, True),
-      axes=(('host', 'core'), ('core', 'host'), 'core', 'host'),
+      axes=(
+          (('host', 'core'), 'flat'),
+          (('core', 'host'), 'flat'),
+          ('core', 'flat'),
+          ('host', 'flat'),
+          (('host', 'core'), 'hierarchical'),
+          (('core', 'host'), 'hierarchical'),
+      ),
   )
   def test_reduces_over_the_axes_that_it_is_given(
       self, kind, check_vma, weighted, axes
   ):
-    tx = FACTORIES[kind](axes)
+    axes, algorithm = axes
+    tx = FACTORIES[kind](axes, algorithm=algorithm)
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
     def shard(params, own):
@@ -542,9 +563,11 @@ class SeveralAxesTest(parameterized.TestCase):
         updates, _like_params(expected), rtol=1e-6, strict=True
     )
 
-  @parameterized.parameters(*FACTORIES)
-  def test_works_under_nested_maps(self, kind):
-    tx = FACTORIES[kind](('host', 'core'))
+  @parameterized.product(
+      kind=tuple(FACTORIES), algorithm=('flat', 'hierarchical')
+  )
+  def test_works_under_nested_maps(self, kind, algorithm):
+    tx = FACTORIES[kind](('host', 'core'), algorithm=algorithm)
 
     def shard(x):
       return tx.update(_gradient_of_both(x), optax.EmptyState())[0]

@@ -517,6 +517,21 @@ class RefusalTest(parameterized.TestCase):
     ):
       jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
 
+  def test_says_what_to_do_about_a_vmap_in_a_shard_map(self):
+    tx = shard_update(optax.sgd(0.1), (AXIS, 'inner'))
+
+    def step(grads):
+      return tx.update(grads, optax.EmptyState())[0]
+
+    mapped = jax.shard_map(
+        jax.vmap(step, axis_name='inner'),
+        mesh=modes.mesh(),
+        in_specs=P(None, AXIS),
+        out_specs=P(None, AXIS),
+    )
+    with self.assertRaisesRegex(NotImplementedError, 'needs `check_vma=False`'):
+      jax.eval_shape(mapped, jnp.zeros((4, 8 * 64)))
+
   @parameterized.product(
       kind=(AxisType.Auto, AxisType.Explicit), check_vma=(True, False)
   )

@@ -101,7 +101,7 @@ def find_problem(
   like = updates if params is None else params
   shapes = {jnp.shape(x) for x in jax.tree.leaves(like) if _can_be_cut(x)}
   init, state = likeness.trace(inner.init, like)
-  # Of a length that no other array has, so that it tells what is shaped alike.
+  # What is then shaped otherwise is shaped like the parameters.
   longer_state = jax.eval_shape(inner.init, _map_cut(_longer, like))
   if jax.tree.structure(state) != jax.tree.structure(longer_state):
     return 'its state depends on their shapes'
