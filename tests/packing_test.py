@@ -51,7 +51,7 @@ def _sent(leaves, bucket_bytes, between_processes=False):
 class MapPackedTest(parameterized.TestCase):
 
   def test_between_processes_all_of_a_kind_travels_together(self):
-    leaves = _leaves([*SHAPES, (300, 1000), (40_000,), *100 * [(5,)]])
+    leaves = _leaves([*SHAPES, (300, 1000), *100 * [(40_000,)], (5,)])
     leaves[1::3] = [x.astype(jnp.bfloat16) for x in leaves[1::3]]
     keys = [x.dtype for x in leaves]
 
