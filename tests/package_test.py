@@ -30,14 +30,19 @@ PACKAGE = ROOT / 'shard_transforms'
 
 # A module of `_src` imports from the rows above its own alone.
 LAYERS = (
-    ('adam', 'arguments', 'axes', 'ftrl', 'groups', 'leaves', 'packing'),
+    ('adam', 'arguments', 'axes', 'counters', 'ftrl', 'groups', 'leaves'),
     (
+        'checksums',
         'collectives',
         'jaxprs',
         'joining',
+        'kept',
+        'packing',
         'reports',
         'routes',
         'slices',
+        'specs',
+        'spikes',
         'tracking',
     ),
     (
@@ -51,13 +56,17 @@ LAYERS = (
     ),
     (
         'cross_shard',
-        'elementwise',
+        'divergence',
+        'following',
         'gradients',
+        'norms',
         'stacked_towers',
         'staleness',
         'towers',
     ),
-    ('sharded', 'wire'),
+    ('elementwise', 'guard', 'wire'),
+    ('health', 'sharded'),
+    ('resizing',),
 )
 
 FACADE_LAYERS = (

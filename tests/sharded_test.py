@@ -270,14 +270,18 @@ class StateTest(parameterized.TestCase):
     self.assertLessEqual(own, (1 / SHARDS + 0.01) * whole)
 
   def test_specs_say_which_leaves_are_cut(self):
-    params = {'cut': jnp.zeros((3, 5)), 'few': jnp.zeros(3)}
+    params = {
+        'cut': jnp.zeros((3, 5)),
+        'few': jnp.zeros(3),
+        'one': jnp.zeros(()),
+    }
     tx = shard_update(optax.adam(0.1), AXIS)
 
     specs = shard_transforms.state_specs(tx, params, modes.mesh())
 
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
     mu = optax.tree_utils.tree_get(specs, 'mu')
-    self.assertEqual(mu, {'cut': P(AXIS), 'few': P()})
+    self.assertEqual(mu, {'cut': P(AXIS), 'few': P(AXIS), 'one': P()})
 
   def test_state_starts_from_a_shards_own_slice_of_the_parameters(self):
     copy = optax.GradientTransformation(

@@ -36,7 +36,7 @@ class SlicesTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ((8,), 'float32', 8, True),
-      ((7,), 'float32', 8, False),
+      ((7,), 'float32', 8, True),
       ((), 'float32', 2, False),
       ((8,), 'bfloat16', 8, True),
       ((8,), 'complex64', 8, True),
@@ -44,7 +44,7 @@ class SlicesTest(parameterized.TestCase):
       ((8,), 'float32', 1, False),
       ((0, 3), 'float32', 2, False),
   )
-  def test_cuts_what_has_a_gradient_for_each_slice(
+  def test_cuts_what_has_a_gradient_and_an_axis(
       self, shape, dtype, num_slices, expected
   ):
     leaf = jax.ShapeDtypeStruct(shape, dtype)

@@ -28,17 +28,34 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f'`{name}` must be an integer, got {value!r}.') from error
 
 
-def as_num_towers(num_towers: Any) -> int:
-  """Returns `num_towers` as a Python integer.
+def as_at_least(name: str, value: Any, least: int) -> int:
+  """Returns `value` as a Python integer that is not less than `least`.
 
   Raises:
     TypeError: If it is not an integer that is known at construction.
-    ValueError: If it is less than 1.
+    ValueError: If it is less.
   """
-  num_towers = as_int('num_towers', num_towers)
-  if num_towers < 1:
-    raise ValueError(f'`num_towers` must be at least 1, got {num_towers!r}.')
-  return num_towers
+  value = as_int(name, value)
+  if value < least:
+    raise ValueError(f'`{name}` must be at least {least}, got {value!r}.')
+  return value
+
+
+def as_positive(name: str, value: Any) -> Any:
+  """Returns a real number, which may be traced, if it is positive.
+
+  Raises:
+    TypeError: If it is not a real scalar.
+    ValueError: If it is known, and not positive.
+  """
+  dtype = _dtype(value)
+  kinds = (jnp.integer, jnp.floating)
+  is_real = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
+  if not is_real or jnp.shape(value):
+    raise TypeError(f'`{name}` must be a real number, got {value!r}.')
+  if not isinstance(value, core.Tracer) and not value > 0:
+    raise ValueError(f'`{name}` must be positive, got {value!r}.')
+  return value
 
 
 def check_reduction(reduction: Any) -> None:

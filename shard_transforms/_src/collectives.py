@@ -28,6 +28,20 @@ def agreed(decision: jax.Array) -> jax.Array:
   return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
 
 
+def largest(x: jax.Array) -> jax.Array:
+  """Returns the largest of the numbers of all shards that may differ."""
+  axes = tuple(axes_lib.varying_axes(x))
+  return lax.pmax(x, axes) if axes else x
+
+
+def spread(x: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the largest less the smallest of the integers of all shards."""
+  # The smallest has the largest complement, so that one collective does.
+  both = axes_lib.to_varying(jnp.stack([x, ~x]), axes)
+  most, complement = lax.pmax(both, axes)
+  return most - ~complement
+
+
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
   """Returns the sum of `x` over the shards; itself without axes.
 

@@ -12,8 +12,9 @@ from shard_transforms._src import axes
 
 def run_or_skip(
     accept: jax.Array,
-    run: Callable[[Any], tuple[Any, Any]],
+    run: Callable[..., tuple[Any, Any]],
     state: Any,
+    weight: jax.Array | None = None,
 ) -> tuple[Any, Any]:
   """Returns `run(state)` where `accept`, else zero updates and `state`.
 
@@ -22,16 +23,18 @@ def run_or_skip(
 
   Args:
     accept: Whether to run, bool [].
-    run: Takes the state; gives updates and the next state.
+    run: Takes the state, and `weight` if there is one; gives updates and the
+      next state.
     state: Tree of arrays.
+    weight: How much this shard counts, which `run` must heed.
 
   Returns:
     The updates and the next state. A leaf is typed as varying over the axes
     over which it varies after either.
 
   Raises:
-    ValueError: If `accept` can differ between shards, or `run` changes the tree
-      of the state.
+    ValueError: If `accept` can differ between shards, `run` changes the tree of
+      the state, or it gives updates whatever the weight.
   """
   if axes.varying_axes(accept):
     raise ValueError(
@@ -39,13 +42,16 @@ def run_or_skip(
         f' the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
     )
   leaves, treedef = jax.tree.flatten(state)
-  jaxpr, out = jax.make_jaxpr(run, return_shape=True)(state)
+  given = [] if weight is None else [weight]
+  jaxpr, out = jax.make_jaxpr(run, return_shape=True)(state, *given)
   if jax.tree.structure(out[1]) != treedef:
     raise ValueError(
         'The inner transformation must keep the tree of its state, got'
         f' {jax.tree.structure(out[1])} instead of {treedef}. Where a leaf has'
         ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
+  if weight is not None:
+    _check_heeded(jaxpr.jaxpr)
   types = jaxpr.out_avals
   num_updates = len(types) - len(leaves)
   if_run = [tuple(axes.varying_axes(kind)) for kind in types]
@@ -53,7 +59,7 @@ def run_or_skip(
   if_skipped += [tuple(axes.varying_axes(leaf)) for leaf in leaves]
 
   def accepted(leaves):
-    outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*leaves)
+    outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*leaves, *given)
     return list(map(axes.to_varying, outputs, if_skipped))
 
   def skipped(leaves):
@@ -62,3 +68,20 @@ def run_or_skip(
 
   outputs = lax.cond(accept, accepted, skipped, leaves)
   return jax.tree.unflatten(jax.tree.structure(out), outputs)
+
+
+def _check_heeded(jaxpr):
+  """Checks that what runs depends on its last input, a weight.
+
+  Raises:
+    ValueError: If it does not, although it depends on something.
+  """
+  read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
+  if jaxpr.eqns and id(jaxpr.invars[-1]) not in read:
+    raise ValueError(
+        'The inner transformation must heed the extra argument `weight`, which'
+        ' leaves out some shards, got one that does not read it: a reduction by'
+        ' hand counts them all. Reduce with `cross_shard_mean`,'
+        ' `cross_shard_sum` or `shard_update`, and see that what is around it'
+        ' forwards extra arguments.'
+    )

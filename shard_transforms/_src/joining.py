@@ -69,8 +69,7 @@ def join_processes(
       'shutdown_timeout': shutdown_timeout,
   }
   for name, seconds in timeouts.items():
-    if arguments.as_int(name, seconds) < 1:
-      raise ValueError(f'`{name}` must be at least 1, got {seconds!r}.')
+    arguments.as_at_least(name, seconds, 1)
   names = (ADDRESS, NUM_PROCESSES, PROCESS_ID)
   if not any(os.environ.get(name) for name in names):
     return 1

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
-from collections.abc import Set
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +41,7 @@ def are_alike(
     some: Traced,
     other: Traced,
     alike: set[tuple[Shape, Shape]],
-    flexible: Set[str],
+    flexible: Callable[[jaxprs.Step], bool],
 ) -> bool:
   """Whether two traces do the same, but for shapes.
 
@@ -51,7 +50,7 @@ def are_alike(
     other: The other.
     alike: Pairs of shapes, of the one and of the other, that may stand for each
       other.
-    flexible: The primitives that may be given these shapes.
+    flexible: Whether a step of the one may be given these shapes.
   """
   return (
       len(some.constants) == len(other.constants)
@@ -83,7 +82,7 @@ def _used_steps(program):
 
 
 def _same_step(some, other, alike, flexible):
-  allowed = alike if some.name in flexible else ()
+  allowed = alike if flexible(some) else ()
   ignored = _SHAPE_PARAMS if some.name in REPEATING else ()
   return (
       some.name == other.name

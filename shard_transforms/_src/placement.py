@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src import axes as axes_lib
+from shard_transforms._src import specs as specs_lib
 
 
 def init_state(
@@ -60,7 +61,7 @@ def init_state(
   """
   specs = state_specs(tx, params, mesh, in_specs=in_specs, per_shard=per_shard)
   lead = _free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = _per_leaf(in_specs, params)
+  param_specs = specs_lib.per_leaf(in_specs, params)
   init = jax.shard_map(
       lambda params: _with_lead(tx.init(params), lead),
       mesh=mesh,
@@ -121,13 +122,13 @@ def state_specs(
     P() P('data',)
   """
   lead = _free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = _per_leaf(in_specs, params)
+  param_specs = specs_lib.per_leaf(in_specs, params)
   traced = []
 
   def trace(params):
     state = tx.init(params)
     described = jax.tree.map(_describe, state)
-    if any(_axes_of(spec) for spec in jax.tree.leaves(param_specs)):
+    if any(specs_lib.axes_of(spec) for spec in jax.tree.leaves(param_specs)):
       described = _with_param_specs(tx, described, params, param_specs)
     traced.append(described)
     return ()
@@ -184,7 +185,7 @@ def _with_param_specs(tx, described, params, param_specs):
 
 def _spec(path, leaf, mesh, lead):
   """Returns the spec of a leaf of the state, with the axes `lead` in front."""
-  own = leaf.varying - _axes_of(leaf.like)
+  own = leaf.varying - specs_lib.axes_of(leaf.like)
   if own and leaf.shape[:1] != (1,):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
@@ -211,7 +212,10 @@ def _with_lead(state, lead):
 
 def _free_axes(mesh, in_specs):
   used = set().union(
-      *map(_axes_of, jax.tree.leaves(in_specs, is_leaf=_is_spec))
+      *map(
+          specs_lib.axes_of,
+          jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec),
+      )
   )
   free = tuple(axis for axis in mesh.axis_names if axis not in used)
   if not free:
@@ -220,26 +224,6 @@ def _free_axes(mesh, in_specs):
         f' got True with {in_specs!r}.'
     )
   return free
-
-
-def _axes_of(spec):
-  """Returns all axes that a `PartitionSpec` names."""
-  entries = [e if isinstance(e, tuple) else (e,) for e in spec]
-  return frozenset(axis for e in entries for axis in e if axis is not None)
-
-
-def _is_spec(spec):
-  return isinstance(spec, P)
-
-
-def _per_leaf(in_specs, params):
-  """Returns a spec for each parameter out of the head of a tree of specs."""
-  return jax.tree.map(
-      lambda spec, below: jax.tree.map(lambda _: spec, below),
-      in_specs,
-      params,
-      is_leaf=_is_spec,
-  )
 
 
 def _abstract(tree, specs, mesh):

@@ -70,11 +70,7 @@ def run_processes(
         ...
     RuntimeError: ... got process 0 of 1 that exited with status 3. ...
   """
-  num_processes = arguments.as_int('num_processes', num_processes)
-  if num_processes < 1:
-    raise ValueError(
-        f'`num_processes` must be at least 1, got {num_processes!r}.'
-    )
+  num_processes = arguments.as_at_least('num_processes', num_processes, 1)
   if isinstance(command, (str, bytes)) or not isinstance(command, Sequence):
     raise TypeError(
         f'`command` must be a sequence of arguments, got {command!r}.'

@@ -11,7 +11,6 @@ from shard_transforms._src import arguments
 from shard_transforms._src import axes as axes_lib
 from shard_transforms._src import elementwise
 from shard_transforms._src import groups as groups_lib
-from shard_transforms._src import leaves as leaves_lib
 from shard_transforms._src import reduction as reduction_lib
 from shard_transforms._src import slices
 
@@ -62,14 +61,15 @@ def shard_update(
   elements of a slice along the last axis: masks and labels that go by path or
   rank work as ever. It must treat each element alone, as SGD, Adam, AdamW,
   Lion, Adagrad and RMSProp do. What looks across elements is refused, because
-  a shard sees a slice: clipping by the global norm, LAMB, Adafactor, Muon,
-  noise.
+  a shard sees a slice: LAMB, Adafactor, Muon, noise. To clip by the global
+  norm, `clip_by_global_norm(max_norm, axis_name)` of this library comes first
+  in `inner`.
 
-  Leaves that have fewer elements than there are shards are not cut: they are
-  reduced as by `cross_shard_mean`, and all shards update them. Make the state
-  with `init_state`, and map it with the specs of `state_specs`; it fits this
-  number of shards alone. All axes of the mesh must be mapped, and parameters
-  may be sharded over others than `axis_name`.
+  Scalars are not cut: they are reduced as by `cross_shard_mean`, and all shards
+  update them. Make the state with `init_state`, and map it with the specs of
+  `state_specs`; it fits this number of shards alone, and `resize_state` makes
+  it fit another. All axes of the mesh must be mapped, and parameters may be
+  sharded over others than `axis_name`.
 
   Args:
     inner: The transformation that runs on slices.
@@ -147,12 +147,7 @@ def shard_update(
     # What is reduced over all shards is the same on all of them.
     invariant = () if groups else reduce.axes
     problem = elementwise.find_problem(
-        inner,
-        _shapes(updates, invariant),
-        _shapes(params, ()),
-        extra_args,
-        num_slices,
-        invariant,
+        inner, updates, params, extra_args, num_slices, invariant
     )
     if problem is None and not extra_args:
       checked.add(key)
@@ -229,19 +224,6 @@ def _describe(leaves, axes):
       for leaf in leaves
   ]
   return tracked, tuple(kinds)
-
-
-def _shapes(tree, invariant):
-  """Returns the types of leaves, as if they were the same over some axes."""
-
-  def zeros(leaf):
-    if leaves_lib.is_float0(leaf):
-      return leaf
-    varying = axes_lib.varying_axes(leaf).difference(invariant)
-    zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
-    return axes_lib.to_varying(zeros, tuple(varying))
-
-  return jax.eval_shape(lambda: jax.tree.map(zeros, tree))
 
 
 def _store(own, whole):

@@ -2,8 +2,7 @@
 
 A leaf is cut flat, into as many equal parts as there are shards, after zeros
 were put behind its last element. A slice keeps the rank of its leaf, with all
-elements along the last axis. What has fewer elements than there are shards is
-not cut.
+elements along the last axis. Scalars are not cut: they have no axis.
 """
 
 import math
@@ -16,9 +15,10 @@ from shard_transforms._src import leaves as leaves_lib
 
 
 def is_cut(leaf: Any, num_slices: int) -> bool:
-  """Whether a leaf carries a gradient and has an element for each slice."""
+  """Whether a leaf carries a gradient, and is neither empty nor a scalar."""
   is_inexact = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.inexact)
-  return is_inexact and math.prod(jnp.shape(leaf)) >= num_slices > 1
+  has_axis = bool(jnp.shape(leaf)) and math.prod(jnp.shape(leaf)) > 0
+  return is_inexact and has_axis and num_slices > 1
 
 
 def cut(leaf: Any, num_slices: int) -> jax.Array:

@@ -69,7 +69,7 @@ def reduce_towers(
     `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
   """
   caller = 'reduce_towers'
-  num_towers = arguments.as_num_towers(num_towers)
+  num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
   chained = inner is None
   inner = optax.with_extra_args_support(inner or optax.identity())

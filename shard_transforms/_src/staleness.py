@@ -9,6 +9,7 @@ import optax
 from shard_transforms._src import arguments
 from shard_transforms._src import axes as axes_lib
 from shard_transforms._src import collectives
+from shard_transforms._src import counters
 from shard_transforms._src import gating
 from shard_transforms._src import leaves
 from shard_transforms._src import tracking
@@ -167,9 +168,9 @@ def drop_stale(
 
     applied, inner_state = gating.run_or_skip(accept, run, state.inner_state)
     return applied, DropStaleState(
-        global_step=_count(state.global_step, accept),
-        stale_count=_count(state.stale_count, ~accept & (num_stale > 0)),
-        stale_shard_count=_saturating_add(state.stale_shard_count, num_stale),
+        global_step=counters.add(state.global_step, accept),
+        stale_count=counters.add(state.stale_count, ~accept & (num_stale > 0)),
+        stale_shard_count=counters.add(state.stale_shard_count, num_stale),
         inner_state=inner_state,
     )
 
@@ -181,12 +182,3 @@ def _oldest_accepted(global_step, staleness):
   lowest = _INT32.min + max(staleness, 0)
   highest = _INT32.max + min(staleness, 0)
   return jnp.clip(global_step, lowest, highest) - staleness
-
-
-def _count(counter, happened):
-  return jnp.where(happened, optax.safe_increment(counter), counter)
-
-
-def _saturating_add(counter, number):
-  number = jnp.asarray(number, jnp.int32)
-  return jnp.minimum(counter, _INT32.max - number) + number

@@ -9,6 +9,7 @@ from shard_transforms._src import arguments
 from shard_transforms._src import axes as axes_lib
 from shard_transforms._src import collectives
 from shard_transforms._src import gating
+from shard_transforms._src import kept
 from shard_transforms._src import leaves
 from shard_transforms._src import tracking
 from shard_transforms._src import windows
@@ -86,7 +87,7 @@ def tower_reduce(
     `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
   """
   caller = 'tower_reduce'
-  num_towers = arguments.as_num_towers(num_towers)
+  num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
   axes = () if axis_name is None else axes_lib.as_axes(axis_name)
   chained = inner is None
@@ -119,7 +120,7 @@ def tower_reduce(
       return applied, state._replace(inner_state=inner_state)
 
     def apply(state):
-      total_weight = windows.own(state.total_weight, axes)
+      total_weight = kept.own(state.total_weight, axes, caller)
       divisor = num_towers if weight is None else total_weight
       divisor = 1 if reduction == 'sum' else divisor
       reduced = windows.divide(state.total, divisor, axes, updates, params)
@@ -130,7 +131,8 @@ def tower_reduce(
             jnp.sign(total_weight) if used_up else total_weight
         )
       if local_step is not None:
-        handed_on['local_step'] = windows.own(state.oldest_local_step, axes)
+        oldest = kept.own(state.oldest_local_step, axes, caller)
+        handed_on['local_step'] = oldest
 
       def run(inner_state):
         return inner.update(

@@ -9,11 +9,12 @@ import optax
 
 from shard_transforms._src import arguments
 from shard_transforms._src import axes as axes_lib
+from shard_transforms._src import kept
 from shard_transforms._src import leaves as leaves_lib
 from shard_transforms._src import tracking
 
 _CALLER = 'tower_reduce'
-_NO_STEP = jnp.iinfo(jnp.int32).max
+NO_STEP = jnp.iinfo(jnp.int32).max
 
 
 class TowerReduceState(NamedTuple):
@@ -55,8 +56,8 @@ def start(
   return TowerReduceState(
       tower=jnp.zeros([], jnp.int32),
       total=jax.tree.map(lambda param: _zeros(param, axes), params),
-      total_weight=_store(jnp.zeros([], jnp.float32), axes),
-      oldest_local_step=_store(jnp.full([], _NO_STEP, jnp.int32), axes),
+      total_weight=kept.store(jnp.zeros([], jnp.float32), axes),
+      oldest_local_step=kept.store(jnp.full([], NO_STEP, jnp.int32), axes),
       inner_state=inner_state,
   )
 
@@ -77,26 +78,26 @@ def collect(
   """
   if weight is not None:
     weight = arguments.as_weight(weight, (), _CALLER)
-  total = jax.tree.map(lambda leaf: own(leaf, axes), state.total)
+  total = jax.tree.map(lambda leaf: kept.own(leaf, axes, _CALLER), state.total)
   leaves_lib.check_like(updates, total, _CALLER)
   _check_not_hidden(total, updates)
   total = jax.tree.map(
-      lambda t, u: _store(_add(t, u, weight), axes),
+      lambda t, u: kept.store(_add(t, u, weight), axes),
       total,
       updates,
       is_leaf=leaves_lib.is_none,
   )
-  total_weight = own(state.total_weight, axes)
+  total_weight = kept.own(state.total_weight, axes, _CALLER)
   total_weight += 1 if weight is None else weight
-  oldest = own(state.oldest_local_step, axes)
+  oldest = kept.own(state.oldest_local_step, axes, _CALLER)
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
     oldest = jnp.minimum(oldest, step)
   window = TowerReduceState(
       tower=jnp.asarray(optax.safe_increment(state.tower)),
       total=total,
-      total_weight=_store(total_weight, axes),
-      oldest_local_step=_store(oldest, axes),
+      total_weight=kept.store(total_weight, axes),
+      oldest_local_step=kept.store(oldest, axes),
       inner_state=state.inner_state,
   )
   _check_kept(state, window)
@@ -117,15 +118,18 @@ def divide(
   divisor = jnp.where(divisor > 0, divisor, 1)
   params = updates if params is None else params
 
-  def mean(total, update, param):
+  def divide(total, update, param):
     if total is None:
       return update
     like = param if update is None else update
     if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
       like = total
-    return (own(total, axes) / divisor).astype(leaves_lib.dtype_of(like))
+    mean = kept.own(total, axes, _CALLER) / divisor
+    return mean.astype(leaves_lib.dtype_of(like))
 
-  return jax.tree.map(mean, total, updates, params, is_leaf=leaves_lib.is_none)
+  return jax.tree.map(
+      divide, total, updates, params, is_leaf=leaves_lib.is_none
+  )
 
 
 def emptied(window: TowerReduceState, inner_state: Any) -> TowerReduceState:
@@ -134,32 +138,9 @@ def emptied(window: TowerReduceState, inner_state: Any) -> TowerReduceState:
       tower=jnp.zeros_like(window.tower),
       total=jax.tree.map(jnp.zeros_like, window.total),
       total_weight=jnp.zeros_like(window.total_weight),
-      oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
+      oldest_local_step=jnp.full_like(window.oldest_local_step, NO_STEP),
       inner_state=inner_state,
   )
-
-
-def own(leaf: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
-  """Takes a shard's own value out of a leaf that is kept per shard.
-
-  Raises:
-    ValueError: If the leaf does not have a leading axis of length 1.
-  """
-  if not axes:
-    return leaf
-  if leaf.shape[:1] != (1,):
-    raise ValueError(
-        'State of `tower_reduce` with `axis_name` must have a leading axis of'
-        f' length 1 on each shard, got the shape {leaf.shape}. Map it with the'
-        ' specs of `shard_transforms.state_specs`.'
-    )
-  return leaf[0]
-
-
-def _store(leaf: Any, axes: tuple[Hashable, ...]) -> Any:
-  if leaf is None or not axes:
-    return leaf
-  return axes_lib.to_varying(leaf[None], axes)
 
 
 def _zeros(param, axes):
@@ -168,7 +149,7 @@ def _zeros(param, axes):
   if not jnp.issubdtype(dtype, jnp.inexact):
     return None
   zeros = jnp.zeros_like(param, dtype=leaves_lib.accumulator_dtype(dtype))
-  return _store(zeros, axes)
+  return kept.store(zeros, axes)
 
 
 def _add(total, update, weight):
@@ -184,8 +165,8 @@ def _check_not_hidden(total, updates):
     def per_shard(t, u, axis=axis):
       return u if t is not None and axis in axes_lib.varying_axes(t) else None
 
-    kept = jax.tree.map(per_shard, total, updates, is_leaf=leaves_lib.is_none)
-    tracking.check_per_shard(kept, (axis,), _CALLER)
+    held = jax.tree.map(per_shard, total, updates, is_leaf=leaves_lib.is_none)
+    tracking.check_per_shard(held, (axis,), _CALLER)
 
 
 def _check_kept(before, after):
@@ -193,8 +174,8 @@ def _check_kept(before, after):
   for field in ('total', 'total_weight', 'oldest_local_step'):
     old = jax.tree.leaves(getattr(before, field))
     new = jax.tree.leaves_with_path(getattr(after, field))
-    for kept, (path, leaf) in zip(old, new, strict=True):
-      differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(kept)
+    for held, (path, leaf) in zip(old, new, strict=True):
+      differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(held)
       if differs:
         raise ValueError(
             '`axis_name` of `tower_reduce` must name'

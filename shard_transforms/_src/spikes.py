@@ -1,0 +1,76 @@
+"""Norms of the last steps, and what is a spike among them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class NormWindow(NamedTuple):
+  """The norms of the last accepted updates, the same on all shards.
+
+  Attributes:
+    mean: Of each step, the mean norm over its shards, float32 [window].
+    variance: Of each step, the variance over its shards, float32 [window].
+    num_recorded: The number of steps so far, int32 [].
+  """
+
+  mean: jax.Array
+  variance: jax.Array
+  num_recorded: jax.Array
+
+
+def start(window: int) -> NormWindow:
+  """Returns an empty window of that many steps."""
+  return NormWindow(
+      mean=jnp.zeros(window, jnp.float32),
+      variance=jnp.zeros(window, jnp.float32),
+      num_recorded=jnp.zeros([], jnp.int32),
+  )
+
+
+def limit(norms: NormWindow, max_stds: Any) -> jax.Array:
+  """Returns the mean of a window plus so many standard deviations.
+
+  That is over all its steps and their shards; infinite until the window is
+  full.
+  """
+  variance = norms.variance.mean() + norms.mean.var()
+  bound = norms.mean.mean() + max_stds * jnp.sqrt(variance)
+  is_full = norms.num_recorded >= norms.mean.size
+  return jnp.where(is_full, bound, jnp.inf)
+
+
+def deviations(norms: NormWindow, norm: jax.Array) -> jax.Array:
+  """Returns what `record` takes the sum of over shards, float32 [2].
+
+  Differences from a number that is near keep the bits that squares would lose.
+  """
+  apart = norm - _last_mean(norms)
+  return jnp.stack([apart, apart**2])
+
+
+def record(
+    norms: NormWindow, total: jax.Array, num_shards: jax.Array
+) -> NormWindow:
+  """Returns the window with one more step instead of its oldest.
+
+  Args:
+    norms: The window.
+    total: The sum of the `deviations` of shards, float32 [2].
+    num_shards: How many they are, float32 [].
+  """
+  mean, mean_square = total / jnp.maximum(num_shards, 1)
+  slot = norms.num_recorded % norms.mean.size
+  return NormWindow(
+      mean=norms.mean.at[slot].set(_last_mean(norms) + mean),
+      variance=norms.variance.at[slot].set(
+          jnp.maximum(mean_square - mean**2, 0)
+      ),
+      num_recorded=jnp.asarray(optax.safe_increment(norms.num_recorded)),
+  )
+
+
+def _last_mean(norms):
+  return norms.mean[(norms.num_recorded - 1) % norms.mean.size]
