@@ -5,13 +5,16 @@
 gradients taken at old parameters. (b) and (c) must end where (a) does.
 
 With `--processes 2`, the shards are those of two processes, which this program
-starts; on a cluster, `shard_transforms.join_processes` says what to set.
+starts; on a cluster, `shard_transforms.join_processes` says what to set. With
+`--checkpoint_dir`, the same command goes on where the one before was ended.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
+import itertools
+import math
 import os
 import pathlib
 import sys
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 from absl import app
 from absl import flags
 from absl import logging
+import checkpoints
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -78,6 +82,18 @@ _LEARNING_RATE = flags.DEFINE_float(
     'learning_rate', 0.05, 'Learning rate.', lower_bound=0
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
+_CHECKPOINT_DIR = flags.DEFINE_string(
+    'checkpoint_dir',
+    None,
+    'Folder of checkpoints, to go on from where there are any; all processes'
+    ' must see the same. By default, there are none.',
+)
+_CHECKPOINT_EVERY = flags.DEFINE_integer(
+    'checkpoint_every',
+    50,
+    'Number of calls between checkpoints.',
+    lower_bound=1,
+)
 
 
 @flags.multi_flags_validator(['batch_size', 'shards', 'processes'])
@@ -288,6 +304,7 @@ def train_run(
     run: Run,
     data: list[np.ndarray],
     devices: list[Any],
+    saved: checkpoints.Checkpoints,
     bar: tqdm.tqdm,
 ) -> tuple[Train, dict[str, np.ndarray]]:
   """Returns what a run ends with, and its metrics [steps, num_towers]."""
@@ -296,16 +313,25 @@ def train_run(
   if run.step is stale_step:
     history = jax.tree.map(lambda p: jnp.stack([p] * (MAX_AGE + 1)), params)
   step, train, put, get = run.place(run, params, history, devices)
-  metrics = []
-  for batch in batches(run, data, len(devices)):
-    train, metric = step(train, *put(batch))
-    metrics.append(metric)
-    # Virtual devices can hang with more than 32 calls under way.
-    jax.block_until_ready(metrics[-8:][0])
-    bar.update()
   shape = (_STEPS.value, run.num_towers)
+  train, metrics = saved.resume(run.name[1], math.prod(shape), train)
+  bar.update(len(metrics))
+  recent = []
+  for batch in itertools.islice(
+      batches(run, data, len(devices)), len(metrics), None
+  ):
+    train, metric = step(train, *put(batch))
+    recent.append(metric)
+    # Virtual devices can hang with more than 32 calls under way.
+    jax.block_until_ready(recent[-8:][0])
+    bar.update()
+    if saved.is_due():
+      metrics += get(recent)
+      recent = []
+      saved.save(train, metrics)
+  metrics += get(recent)
   return get(train), jax.tree.map(
-      lambda *values: np.reshape(values, shape), *get(metrics)
+      lambda *values: np.reshape(values, shape), *metrics
   )
 
 
@@ -428,8 +454,9 @@ def verdict(accuracies: list[float], differences: list[float]) -> str | None:
 def supervise() -> str | None:
   """Runs this program in several processes; returns what went wrong, if any."""
   try:
+    # When told to stop, they save first, and may be in the midst of compiling.
     shard_transforms.run_processes(
-        _PROCESSES.value, [sys.executable, *sys.orig_argv[1:]]
+        _PROCESSES.value, [sys.executable, *sys.orig_argv[1:]], grace=10
     )
   except RuntimeError as error:
     return f'FAILED: {error}'
@@ -456,8 +483,23 @@ def main(argv: Sequence[str]) -> str | None:
   data, test_data = load_data()
   runs = make_runs(len(devices))
   num_calls = _STEPS.value * sum(run.num_towers for run in runs)
-  with tqdm.tqdm(total=num_calls, unit='call', disable=not is_first) as bar:
-    results = [train_run(run, data, devices, bar) for run in runs]
+  saved = checkpoints.Checkpoints(
+      _CHECKPOINT_DIR.value,
+      _CHECKPOINT_EVERY.value,
+      {
+          'shards': len(devices),
+          'processes': num_processes,
+          **{
+              flag.name: flag.value
+              for flag in (_STEPS, _MODE, _BATCH_SIZE, _LEARNING_RATE, _SEED)
+          },
+      },
+  )
+  try:
+    with tqdm.tqdm(total=num_calls, unit='call', disable=not is_first) as bar:
+      results = [train_run(run, data, devices, saved, bar) for run in runs]
+  except checkpoints.CheckpointError as error:
+    return f'FAILED: {error}'
   if not is_first:
     return None
   trains, metrics = zip(*results, strict=True)

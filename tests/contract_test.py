@@ -21,12 +21,15 @@ import orbax.checkpoint
 
 import modes
 import shard_transforms
+from shard_transforms import clip_by_global_norm
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
+from shard_transforms import guard
 from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms import track_divergence
 
 AXIS = modes.AXIS
 SHARDS, TOWERS, CALLS = 8, 3, 6
@@ -49,6 +52,7 @@ class Row(NamedTuple):
     factor: What the result is, in means over all shards and towers.
     refuser: What in it refuses updates that are reduced already.
     cuts: Whether the inner transformation sees each shard's slice of leaves.
+    guards: Whether it is a guard, with a value that it keeps per shard.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -59,6 +63,7 @@ class Row(NamedTuple):
   factor: int = 1
   refuser: str = 'cross_shard_mean'
   cuts: bool = False
+  guards: bool = False
 
 
 def _mean(inner):
@@ -164,6 +169,46 @@ ROWS = {
         per_shard=True,
         refuser='tower_reduce',
     ),
+    'guard': Row(lambda inner, n: guard(inner, max_norm=1e9)),
+    'guard_per_shard': Row(
+        lambda inner, n: guard(
+            _mean(inner), AXIS, max_norm=1e9, max_stds=1e9, window=2
+        ),
+        per_shard=True,
+        refuser='guard',
+        guards=True,
+    ),
+    'guard_that_excludes': Row(
+        lambda inner, n: guard(
+            _mean(inner), AXIS, on_bad='exclude', min_shards=1
+        ),
+        per_shard=True,
+        refuser='guard',
+        guards=True,
+    ),
+    'tower_reduce_of_guard_of_shard_update': Row(
+        lambda inner, n: tower_reduce(
+            n,
+            guard(shard_update(inner, AXIS), AXIS, on_bad='exclude'),
+            axis_name=AXIS,
+        ),
+        towers='in turn',
+        per_shard=True,
+        refuser='tower_reduce',
+        cuts=True,
+        guards=True,
+    ),
+    'clip_by_global_norm': Row(
+        lambda inner, n: optax.chain(clip_by_global_norm(1e9), inner),
+        chained=True,
+    ),
+    'track_divergence': Row(
+        lambda inner, n: optax.chain(
+            cross_shard_mean(AXIS), track_divergence(AXIS, every=2), inner
+        ),
+        per_shard=True,
+        chained=True,
+    ),
 }
 # Arguments that must be Python values.
 STATIC_ARGS = (
@@ -172,6 +217,7 @@ STATIC_ARGS = (
     (tower_reduce, 'num_towers', dict(num_towers=3)),
     (reduce_towers, 'num_towers', dict(num_towers=3)),
     (drop_stale, 'staleness', dict(staleness=3)),
+    (track_divergence, 'every', dict(axis_name=AXIS, every=3)),
 )
 TOWER_FIELDS = {
     'tower': jnp.int32,
@@ -183,6 +229,14 @@ STALE_FIELDS = {
     'stale_count': jnp.int32,
     'stale_shard_count': jnp.int32,
 }
+GUARD_FIELDS = {
+    'num_updates': jnp.int32,
+    'skipped_count': jnp.int32,
+    'consecutive_skipped': jnp.int32,
+    'bad_shard_count': jnp.int32,
+    'last_bad_step': jnp.int32,
+    'max_consecutive': jnp.int32,
+}
 EACH_ROW = [dict(testcase_name=f'_{name}', name=name) for name in ROWS]
 EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
 # Those that keep a value a shard need an axis.
@@ -190,6 +244,7 @@ EACH_UNMAPPED_INIT = [
     case
     for case in EACH_ROW
     if not ROWS[case['name']].cuts
+    and not ROWS[case['name']].guards
     and not (
         ROWS[case['name']].per_shard and ROWS[case['name']].towers == 'in turn'
     )
@@ -325,7 +380,7 @@ def on_shards(tree):
 
 def cut_in_numpy(param):
   """Returns the slices [shards, ...] that shards keep of a parameter."""
-  if param.size < SHARDS:
+  if not param.ndim or not param.size:
     return on_shards(param)
   flat = np.pad(np.ravel(param), (0, -param.size % SHARDS))
   return flat.reshape(SHARDS, *(1,) * param.ndim, -1)
@@ -683,6 +738,7 @@ class StateTest(parameterized.TestCase):
     row = ROWS[name]
     fields = TOWER_FIELDS if row.towers == 'in turn' else {}
     fields = fields | (STALE_FIELDS if row.takes_local_step else {})
+    fields = fields | (GUARD_FIELDS if row.guards else {})
 
     _, state = run_of(name).start()
 

@@ -55,8 +55,9 @@ def run_in_process(case, mode):
 
 class DeadlockTest(parameterized.TestCase):
 
-  def test_a_gate_that_shards_decide_alone_hangs(self):
-    done = run_in_process('decide_alone', 'pmap')
+  @parameterized.parameters('decide_alone', 'finite_alone')
+  def test_a_gate_that_shards_decide_alone_hangs(self, case):
+    done = run_in_process(case, 'pmap')
 
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
     self.assertNotIn(FINISHED, done.stdout)
@@ -67,6 +68,8 @@ class DeadlockTest(parameterized.TestCase):
           'stale_towers',
           'weightless_shards',
           'broken_shard',
+          'guarded_shards',
+          'excluded_shards',
       ),
       mode=modes.PARALLEL_MODES,
   )
@@ -76,6 +79,10 @@ class DeadlockTest(parameterized.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr)
     self.assertIn(FINISHED, done.stdout)
 
+  @parameterized.parameters('guarded_shards', 'excluded_shards')
+  def test_decides_alike_under_vmap(self, case):
+    CASES[case]('vmap')
+
 
 def decide_alone(mode):
   """Waits for the shards below 4 for ever."""
@@ -84,6 +91,24 @@ def decide_alone(mode):
     return lax.cond(x >= 4, lambda x: lax.psum(x, AXIS), lambda x: x, x)
 
   print(modes.map_shards(mode, fn)(0.0, jnp.arange(8.0)))
+
+
+def finite_alone(mode):
+  """Does with Optax what `guarded_shards` does, for one bad shard."""
+  tx = optax.apply_if_finite(momentum(), max_consecutive_errors=10)
+
+  def fn(params, x):
+    return tx.update(own_gradient(params, x), tx.init(params), params)
+
+  x = gradients()
+  x[3] = np.nan
+  print(modes.map_shards(mode, fn)(jnp.zeros(()), jnp.asarray(x)))
+
+
+def momentum():
+  return optax.chain(
+      shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0, momentum=0.5)
+  )
 
 
 def subsets():
@@ -103,9 +128,7 @@ def own_gradient(params, x):
 
 def stale_shards(mode):
   """Drops the updates of each subset of the shards after one of all."""
-  momentum = optax.sgd(1.0, momentum=0.5)
-  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), momentum)
-  tx = shard_transforms.drop_stale(1, inner, axis_name=AXIS)
+  tx = shard_transforms.drop_stale(1, momentum(), axis_name=AXIS)
 
   def fn(params, own):
     x, is_stale = own
@@ -208,6 +231,55 @@ def broken_shard(mode):
     check(global_step, 1)
 
 
+def run_guarded(mode, **kwargs):
+  """Yields subsets of bad shards, and what a step after one of all gives."""
+  tx = shard_transforms.guard(momentum(), AXIS, **kwargs)
+
+  def fn(params, own):
+    x, second = own
+    state = tx.init(params)
+    _, state = tx.update(own_gradient(params, x), state, params)
+    return tx.update(own_gradient(params, second), state, params)
+
+  mapped = modes.map_shards(mode, fn)
+  not_finite = np.array([np.nan, np.inf, -np.inf, np.nan] * 2, np.float32)
+  for is_bad in subsets():
+    own = (gradients(), np.where(is_bad, not_finite, gradients()))
+    updates, state = jax.device_get(
+        mapped(jnp.zeros(()), jax.tree.map(jnp.asarray, own))
+    )
+    check(state.bad_shard_count, is_bad.sum())
+    np.testing.assert_array_equal(
+        state.last_bad_step[:, 0], np.where(is_bad, 1, -1)
+    )
+    yield is_bad, updates, state
+
+
+def guarded_shards(mode):
+  """Skips the step in which each subset of the shards is bad."""
+  for _, updates, state in run_guarded(mode):
+    check(updates, 0)
+    check(optax.tree_utils.tree_get(state, 'trace'), gradients().mean())
+    check(state.skipped_count, 1)
+    check(state.consecutive_skipped, 1)
+
+
+def excluded_shards(mode):
+  """Leaves out each subset of the shards, as long as two are left."""
+  x = gradients()
+  for is_bad, updates, state in run_guarded(
+      mode, on_bad='exclude', min_shards=2
+  ):
+    skipped = is_bad.sum() > SHARDS - 2
+    trace = x.mean()
+    if not skipped:
+      trace = 0.5 * trace + x[~is_bad].mean()
+    check(updates, 0 if skipped else -trace)
+    check(optax.tree_utils.tree_get(state, 'trace'), trace)
+    check(state.skipped_count, int(skipped))
+    check(state.consecutive_skipped, int(skipped))
+
+
 def check(actual, expected):
   np.testing.assert_allclose(actual, [expected] * SHARDS, rtol=1e-6)
 
@@ -216,10 +288,13 @@ CASES = {
     fn.__name__: fn
     for fn in (
         decide_alone,
+        finite_alone,
         stale_shards,
         stale_towers,
         weightless_shards,
         broken_shard,
+        guarded_shards,
+        excluded_shards,
     )
 }
 

@@ -19,12 +19,15 @@ import numpy as np
 import optax
 
 import shard_transforms
+from shard_transforms import clip_by_global_norm
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
+from shard_transforms import guard
 from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms import track_divergence
 
 AXIS = 'data'
 SHARDS, CALLS, ROWS_A_SHARD, FEATURES = 4, 4, 6, 5
@@ -107,6 +110,25 @@ ROWS = {
     ),
     'shard_update_over_two_axes': Row(
         shard_update(ADAM, ('a', 'b')), axes=AXES[1], takes_weight=True
+    ),
+    'guard': Row(
+        guard(
+            optax.chain(
+                track_divergence(AXIS, every=2),
+                shard_update(
+                    optax.chain(
+                        clip_by_global_norm(1.0, AXIS, sharded=P(AXIS)), ADAM
+                    ),
+                    AXIS,
+                ),
+            ),
+            AXIS,
+            on_bad='exclude',
+            max_norm=12.0,
+            max_stds=2.0,
+            window=2,
+        ),
+        takes_weight=True,
     ),
     'all_together': Row(
         tower_reduce(

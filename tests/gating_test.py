@@ -12,6 +12,15 @@ import modes
 import shard_transforms
 from shard_transforms._src import axes as axes_lib
 
+AXIS = modes.AXIS
+WEIGHING = {
+    'drop_stale': lambda inner: shard_transforms.drop_stale(
+        0, inner, axis_name=AXIS
+    ),
+    'guard': lambda inner: shard_transforms.guard(
+        inner, AXIS, on_bad='exclude'
+    ),
+}
 GATES = {
     'drop_stale': lambda inner: shard_transforms.drop_stale(0, inner),
     'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
@@ -272,3 +281,47 @@ def _collectives(jaxpr, in_branch=False):
 
 def _is_jaxpr(node):
   return hasattr(node, 'eqns')
+
+
+class WeightTest(parameterized.TestCase):
+  """What leaves out some shards insists on being heeded."""
+
+  def update(self, gate, inner, mode, params=None):
+    tx = WEIGHING[gate](inner)
+
+    def fn(params, x):
+      updates = jax.tree.map(lambda p: x * p, params)
+      updates = shard_transforms.per_shard(updates, AXIS)
+      return tx.update(updates, tx.init(params), params, local_step=0)
+
+    params = {'w': jnp.ones(3)} if params is None else params
+    return modes.map_shards(mode, fn)(params, jnp.arange(8.0))
+
+  @parameterized.product(gate=tuple(WEIGHING), mode=modes.MODES)
+  def test_refuses_a_reduction_by_hand(self, gate, mode):
+    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+    inner = optax.chain(by_hand, optax.adam(0.1))
+
+    with self.assertRaisesRegex(ValueError, 'must heed .* `weight`.* by hand'):
+      self.update(gate, inner, mode)
+
+  @parameterized.product(gate=tuple(WEIGHING), params=({}, {'w': None}))
+  def test_has_nothing_to_refuse_without_leaves(self, gate, params):
+    updates, _ = self.update(gate, optax.identity(), 'pmap', params)
+
+    self.assertEqual(updates, params)
+
+  @parameterized.parameters(*WEIGHING)
+  def test_finds_the_weight_in_what_is_compiled_apart(self, gate):
+    mean = shard_transforms.cross_shard_mean(AXIS)
+
+    def update(updates, state, params=None, *, weight, **extra_args):
+      del params, extra_args
+      run = jax.jit(lambda u, w: mean.update(u, state, weight=w))
+      return run(updates, weight)
+
+    inner = optax.GradientTransformationExtraArgs(mean.init, update)
+
+    updates, _ = self.update(gate, inner, 'shard_map')
+
+    np.testing.assert_allclose(updates['w'], np.full((8, 3), 3.5))

@@ -44,6 +44,7 @@ LAYERS = (
         'specs',
         'spikes',
         'tracking',
+        'wrapping',
     ),
     (
         'gating',

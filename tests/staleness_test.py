@@ -600,14 +600,17 @@ class CollectivesTest(parameterized.TestCase):
 
   @parameterized.product(mode=modes.MODES, weighted=(False, True))
   def test_decides_by_one_sum_of_two_numbers(self, mode, weighted):
-    tx = shard_transforms.drop_stale(1, optax.trace(0.9), axis_name=modes.AXIS)
+    own_share = optax.GradientTransformationExtraArgs(
+        optax.identity().init,
+        lambda u, state, _, weight, **__: (u * weight, state),
+    )
+    tx = shard_transforms.drop_stale(1, own_share, axis_name=modes.AXIS)
 
     def shard(params, own):
       x, weight, local_step = own
       weight = weight if weighted else None
       grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-      state = tx.init(shard_transforms.per_shard(params, modes.AXIS))
-      state = state._replace(global_step=jnp.int32(0))
+      state = tx.init(params)
       return tx.update(
           grad(params, x)[1], state, local_step=local_step, weight=weight
       )[0]

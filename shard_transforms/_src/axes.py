@@ -31,10 +31,14 @@ def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
     axes = tuple(axis_name)
   else:
     axes = (axis_name,)
-  if any(not isinstance(axis, Hashable) or axis is None for axis in axes):
+  # An integer is a positional axis to JAX's collectives, not a mapped one.
+  if any(
+      not isinstance(axis, Hashable) or axis is None or isinstance(axis, int)
+      for axis in axes
+  ):
     raise TypeError(
         '`axis_name` must be the name of a mapped axis or a sequence of names,'
-        f' got {axis_name!r}.'
+        f' none of them an integer, got {axis_name!r}.'
     )
   if not axes or len(set(axes)) < len(axes):
     raise ValueError(
@@ -178,7 +182,8 @@ def per_shard(params: Any, axis_name: AxisName) -> Any:
   `jax.shard_map(..., check_vma=False)`, where gradients are per shard already.
 
   Args:
-    params: Tree of arrays of any shapes and dtypes.
+    params: Tree of arrays of any shapes and dtypes. What is no array, such as a
+      function in a model of Equinox, stays.
     axis_name: The mapped axis, or a sequence of them.
 
   Returns:
@@ -207,4 +212,11 @@ def per_shard(params: Any, axis_name: AxisName) -> Any:
   """
   axes = as_axes(axis_name)
   size(axes, 'per_shard')
-  return jax.tree.map(lambda leaf: to_varying(leaf, axes), params)
+  return jax.tree.map(
+      lambda leaf: to_varying(leaf, axes) if _is_array(leaf) else leaf, params
+  )
+
+
+def _is_array(leaf):
+  numbers = bool | int | float | complex
+  return hasattr(leaf, 'dtype') or isinstance(leaf, numbers)

@@ -50,13 +50,7 @@ def find_problem(
   Returns:
     A clause that says what it does, or `None` if it treats each element alone.
   """
-  for path, leaf in jax.tree.leaves_with_path(params):
-    if axes_lib.varying_axes(leaf).intersection(axes):
-      return (
-          'shards bring numbers of their own into the parameters at'
-          f' {_name_of(path)}; the update takes replicated ones, not those of'
-          ' `per_shard`'
-      )
+  param_kinds = jax.tree.map(lambda x: _kind_of_param(x, axes), params)
   updates, params = _on_shard((updates, params), num_slices, axes)
   like = updates if params is None else params
   shapes = {jnp.shape(x) for x in jax.tree.leaves(like) if _can_be_cut(x)}
@@ -79,8 +73,8 @@ def find_problem(
   given = jax.tree.map(_kind_of_leaf, updates), state_kinds
   if jax.tree.structure(results) != jax.tree.structure((updates, state)):
     return 'it changes the tree of the updates or of its state'
-  taken = *given, jax.tree.map(_kind_of_leaf, params)
-  init_kinds = (jax.tree.map(_kind_of_leaf, like),)
+  taken = *given, param_kinds
+  init_kinds = given[:1] if params is None else (param_kinds,)
   problem, _ = _problem_of(init, init_kinds, ((), state_kinds), axes)
   if problem:
     return problem
@@ -180,13 +174,19 @@ def _kind_of_leaf(leaf):
   return following.fixed(leaf, 'a parameter that is not cut')
 
 
-def _name_of(path):
-  return jax.tree_util.keystr(tuple(path)) or 'the root'
+def _kind_of_param(leaf, axes):
+  if axes_lib.varying_axes(leaf).intersection(axes):
+    return following.Mixed(
+        'shards bring numbers of their own, such as parameters of `per_shard`'
+        ' in place of replicated ones'
+    )
+  return _kind_of_leaf(leaf)
 
 
 def _name(path):
   number, *rest = path
-  return f'its {("updates", "state")[number.idx]} at {_name_of(rest)}'
+  name = jax.tree_util.keystr(tuple(rest)) or 'the root'
+  return f'its {("updates", "state")[number.idx]} at {name}'
 
 
 def _problem_of(traced, taken, given, axes):

@@ -18,6 +18,7 @@ from shard_transforms._src import norms as norms_lib
 from shard_transforms._src import specs
 from shard_transforms._src import spikes
 from shard_transforms._src import tracking
+from shard_transforms._src import wrapping
 
 NEVER = -1
 
@@ -123,7 +124,7 @@ def guard(
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean.
+      integer or boolean, or the state is of another transformation.
     ValueError: If an argument has a wrong value, or `on_bad='exclude'` comes
       without `axis_name`, or `min_shards` without it; in `init` and `update`,
       if there are fewer shards than `min_shards`; in `update`, if updates are
@@ -175,7 +176,7 @@ def guard(
     max_stds = arguments.as_positive('max_stds', max_stds)
   most = counters.MAX if max_consecutive is None else max_consecutive
   most = arguments.as_at_least('max_consecutive', most, 1)
-  inner = optax.with_extra_args_support(inner)
+  inner = wrapping.as_inner(inner, caller)
 
   def init_fn(params):
     _check_enough(axes, min_shards)
@@ -191,6 +192,7 @@ def guard(
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    wrapping.check_state(state, GuardState, caller)
     leaves.check_inexact(updates, caller)
     if axes:
       _check_enough(axes, min_shards)
@@ -290,4 +292,7 @@ def _are_finite(updates, sliced):
 
 
 def _zero_if(bad, update):
-  return update if leaves.is_float0(update) else jnp.where(bad, 0, update)
+  # JAX forgets that nothing, chosen by each shard, is each shard's own.
+  if leaves.is_float0(update) or not jnp.size(update):
+    return update
+  return jnp.where(bad, 0, update)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import jax
 import jax.extend
 
 
@@ -56,6 +57,13 @@ class Step:
     """The axes of its input that it is over as well, as under `jax.vmap`."""
     return tuple(axis for axis in self._axes() if isinstance(axis, int))
 
+  @property
+  def label(self) -> str:
+    """What a sentence calls it."""
+    return (
+        f'`{self.name}` in {self.scope!r}' if self.scope else f'`{self.name}`'
+    )
+
   def _axes(self):
     axes = self.params.get('axes', self.params.get('axis_name', ()))
     return axes if isinstance(axes, tuple) else (axes,)
@@ -84,6 +92,9 @@ def flatten(
 ) -> Program:
   """Returns a program in which only loops and branches have bodies.
 
+  Of a map there stays a step `shard_map` for each array that goes in or comes
+  out in slices, over its `axes`.
+
   Args:
     jaxpr: What JAX has traced.
     inputs: What it is called with; `None` for values of its own.
@@ -108,12 +119,17 @@ def flatten(
   for eqn in jaxpr.eqns:
     stack = str(eqn.source_info.name_stack)
     around = '/'.join(part for part in (scope, stack) if part)
-    sizes = axis_sizes
+    held = tuple(jax.extend.core.jaxprs_in_params(eqn.params))
     if eqn.primitive.name == 'shard_map':
       sizes = {**axis_sizes, **eqn.params['mesh'].shape}
-    held = tuple(jax.extend.core.jaxprs_in_params(eqn.params))
-    if _is_call(eqn, held):
-      called = flatten(held[0], read(eqn.invars), around, sizes)
+      specs, own = eqn.params['in_specs'], held[0].invars
+      given, cuts = _cross(read(eqn.invars), own, specs, around, sizes)
+      called = flatten(held[0], given, around, sizes)
+      specs, own = eqn.params['out_specs'], eqn.outvars
+      outputs, joins = _cross(called.outputs, own, specs, around, axis_sizes)
+      steps += [*cuts, *called.steps, *joins]
+    elif _is_call(eqn, held):
+      called = flatten(held[0], read(eqn.invars), around, axis_sizes)
       steps += called.steps
       outputs = called.outputs
     else:
@@ -124,12 +140,40 @@ def flatten(
           inputs=read(eqn.invars),
           outputs=outputs,
           scope=around,
-          axis_sizes=sizes,
-          bodies=tuple(flatten(j, None, around, sizes) for j in held),
+          axis_sizes=axis_sizes,
+          bodies=tuple(flatten(j, None, around, axis_sizes) for j in held),
       )
       steps.append(step)
     values.update(zip(eqn.outvars, outputs, strict=True))
   return Program(tuple(inputs), tuple(steps), read(jaxpr.outvars))
+
+
+def carry(scan: Step) -> tuple[Value, ...]:
+  """Returns those inputs of the body of a scan that are its carry."""
+  # How a scan counts its inputs differs between versions of JAX. They are the
+  # constants, the carry, and what is scanned; the outputs are the carry and
+  # what is stacked. The body lacks an axis of what is scanned or stacked.
+  (body,) = scan.bodies
+  num_carry = _num_whole(scan.outputs, body.outputs)
+  num_whole = _num_whole(scan.inputs, body.inputs)
+  return body.inputs[num_whole - num_carry : num_whole]
+
+
+def _num_whole(outer, inner):
+  pairs = zip(outer, inner, strict=True)
+  return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
+
+
+def _cross(values, variables, specs, scope, axis_sizes):
+  """Returns what is made of values at an edge of a map, and the steps there."""
+  made, steps = list(values), []
+  for i, spec in enumerate(specs):
+    axes = tuple(jax.tree.leaves(tuple(spec)))
+    if axes:
+      made[i] = Value(variables[i].aval)
+      ends, params = ((values[i],), (made[i],)), {'axes': axes}
+      steps.append(Step('shard_map', params, *ends, scope, axis_sizes, ()))
+  return made, steps
 
 
 def _is_call(eqn, held):
@@ -137,8 +181,6 @@ def _is_call(eqn, held):
   # A scan may look like a call.
   if eqn.primitive.name == 'scan' or len(held) != 1:
     return False
-  if eqn.primitive.name == 'shard_map':
-    return True
   # A reduction holds what it does to two elements.
   inside = [v.aval for v in (*held[0].invars, *held[0].outvars)]
   outside = [v.aval for v in (*eqn.invars, *eqn.outvars)]

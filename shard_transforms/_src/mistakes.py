@@ -69,7 +69,7 @@ def _reduced_twice(program, reduced):
     again = [axis for axis in step.axes if axis in before]
     if again and (_is_sum(step) or step.name == 'reduce_scatter'):
       yield (
-          f'{_where(step)} sums over {_text(again)} what has been summed over'
+          f'{step.label} sums over {_text(again)} what has been summed over'
           ' it before: reduce it once.'
       )
     if _is_sum(step) and step.params.get('axis_index_groups') is None:
@@ -90,27 +90,11 @@ def _handed_over(step, body):
     return zip(step.inputs[1:], body.inputs, strict=True), ()
   if step.name == 'scan':
     # A carry is what it was handed in as in the first turn alone.
-    carry = set(_carry(step))
+    carry = set(jaxprs.carry(step))
     before = zip(step.inputs, body.inputs, strict=True)
     after = zip(step.outputs, body.outputs, strict=True)
     return [pair for pair in before if pair[1] not in carry], after
   return (), ()
-
-
-def _carry(scan):
-  """Returns those inputs of the body of a scan that are its carry."""
-  # How a scan counts its inputs differs between versions of JAX. They are the
-  # constants, the carry, and what is scanned; the outputs are the carry and
-  # what is stacked. The body lacks an axis of what is scanned or stacked.
-  (body,) = scan.bodies
-  num_carry = _num_whole(scan.outputs, body.outputs)
-  num_whole = _num_whole(scan.inputs, body.inputs)
-  return body.inputs[num_whole - num_carry : num_whole]
-
-
-def _num_whole(outer, inner):
-  pairs = zip(outer, inner, strict=True)
-  return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
 
 def _reduced_too_often(program):
@@ -120,7 +104,7 @@ def _reduced_too_often(program):
     if step.name == 'scan' and step.params['length'] > 1:
       for late in _can_wait(step):
         yield (
-            f'{_where(late)} sums over {_text(late.axes)} in each of'
+            f'{late.label} sums over {_text(late.axes)} in each of'
             f" {step.params['length']:,} turns of a scan what is only added up"
             ' there: sum once, after the scan.'
         )
@@ -129,7 +113,7 @@ def _reduced_too_often(program):
 def _can_wait(scan):
   """Returns the sums that only add to parts of the carry that only add up."""
   (body,) = scan.bodies
-  carry = _carry(scan)
+  carry = jaxprs.carry(scan)
   # Which outputs a value is added to; `None` is any other use.
   ends = collections.defaultdict(set)
   for i, output in enumerate(body.outputs):
@@ -167,10 +151,6 @@ def _is_linear(step):
 def _is_inexact(value):
   # What is rounded to integers is not linear.
   return jnp.issubdtype(value.aval.dtype, jnp.inexact)
-
-
-def _where(step):
-  return f'`{step.name}` in {step.scope!r}' if step.scope else f'`{step.name}`'
 
 
 def _text(axes):

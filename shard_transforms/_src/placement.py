@@ -45,6 +45,8 @@ def init_state(
     (the target of a checkpoint restore) if the parameters are abstract.
 
   Raises:
+    NameError: As in `state_specs`.
+    TypeError: As in `state_specs`.
     ValueError: As in `state_specs`.
 
   Examples:
@@ -105,6 +107,7 @@ def state_specs(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
+    TypeError: If `mesh` is none.
     ValueError: If a leaf varies over an axis and neither has a leading
       dimension of 1 nor the shape of its parameter, or if `per_shard` is true
       and `in_specs` uses all axes.
@@ -121,6 +124,7 @@ def state_specs(
     >>> print(specs.tower, specs.total)
     P() P('data',)
   """
+  _check_mesh(mesh)
   lead = _free_axes(mesh, in_specs) if per_shard else ()
   param_specs = specs_lib.per_leaf(in_specs, params)
   traced = []
@@ -157,6 +161,19 @@ class _Leaf:
   shape: tuple[int, ...]
   varying: frozenset[Hashable]
   like: P
+
+
+def _check_mesh(mesh):
+  """Checks a mesh.
+
+  Raises:
+    TypeError: If it is none.
+  """
+  if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+    raise TypeError(
+        f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}. Make one with'
+        " `jax.make_mesh((8,), ('data',))`."
+    )
 
 
 def _describe(leaf):

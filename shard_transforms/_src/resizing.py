@@ -1,6 +1,6 @@
 """`resize_state`: the same state for another number of shards."""
 
-import math
+import functools
 from typing import Any, Literal
 
 import jax
@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+from shard_transforms._src import arguments
 from shard_transforms._src import guard
 from shard_transforms._src import placement
 from shard_transforms._src import sharded
@@ -50,10 +51,11 @@ def resize_state(
     mesh: The mesh to go on with.
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
     reduction: How shards are reduced inside of `tower_reduce`; needed for a
-      window that was begun without weights.
+      window that was begun without weights, or with weights of 1.
 
   Returns:
-    A new state, placed on the mesh as by `init_state`; `state` stays as it is.
+    A new state, placed on the mesh as by `init_state`, that shares no memory
+    with `state`.
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
@@ -76,35 +78,26 @@ def resize_state(
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
     (4, 1, 4)
   """
-  if reduction not in (None, 'mean', 'sum'):
-    raise ValueError(
-        f"`reduction` must be 'mean', 'sum' or None, got {reduction!r}."
-    )
-  params = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
-  )
+  if reduction is not None:
+    arguments.check_reduction(reduction)
+  params = jax.eval_shape(lambda params: params, params)
   target = placement.init_state(tx, params, mesh, in_specs=in_specs)
   if jax.tree.structure(state) != jax.tree.structure(target):
     raise ValueError(
         f'{_MADE_FOR_OTHERS}the tree {jax.tree.structure(state)} instead of'
         f' {jax.tree.structure(target)}.'
     )
-  one_shard = jax.sharding.AbstractMesh(
-      (1,) * len(mesh.axis_names), mesh.axis_names, axis_types=mesh.axis_types
-  )
-  whole = placement.init_state(tx, params, one_shard, in_specs=in_specs)
   values = jax.tree_util.tree_map_with_path(_as_numpy, state, target)
   told = jax.tree.leaves(in_specs, is_leaf=specs.is_spec)
   rules = _rules(values, reduction, any(map(specs.axes_of, told)))
 
-  def carry_over(path, value, rule, target, whole):
-    if value.shape != target.shape:
-      value = rule(_name(path), value, target, whole)
+  def carry_over(path, value, rule, target):
+    # Slices of the same shape may be of other parts of a sharded parameter.
+    if value.shape != target.shape or rule is _refuse_cut:
+      value = rule(_name(path), value, target)
     return _place(value, target.sharding)
 
-  return jax.tree_util.tree_map_with_path(
-      carry_over, values, rules, target, whole
-  )
+  return jax.tree_util.tree_map_with_path(carry_over, values, rules, target)
 
 
 _MADE_FOR_OTHERS = (
@@ -114,12 +107,7 @@ _MADE_FOR_OTHERS = (
 
 
 def _as_numpy(path, leaf, target):
-  """Returns a leaf of the state as an array of this process.
-
-  Raises:
-    TypeError: If it is of another dtype than its target.
-    ValueError: If it is on other processes.
-  """
+  """Returns a leaf of the state as an array of this process."""
   if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
     if not leaf.is_fully_replicated:
       raise ValueError(
@@ -127,24 +115,28 @@ def _as_numpy(path, leaf, target):
           f' {_name(path)}. Save it, and restore it as arrays of NumPy.'
       )
     leaf = leaf.addressable_data(0)
-  if jnp.result_type(leaf) != target.dtype:
+  dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
+  if dtype != target.dtype:
     raise TypeError(
-        f'{_MADE_FOR_OTHERS}{jnp.result_type(leaf).name} instead of'
-        f' {target.dtype.name} at {_name(path)}.'
+        f'{_MADE_FOR_OTHERS}{dtype.name} instead of {target.dtype.name} at'
+        f' {_name(path)}.'
     )
-  return leaf if _is_key(leaf) else np.asarray(leaf)
+  # JAX may keep the memory of an array of NumPy that it is given.
+  return leaf if _is_key(target) else np.array(leaf, target.dtype)
 
 
 def _place(value, sharding):
   if _is_key(value):
-    return jax.device_put(value, sharding)
+    # The key of another array would share its memory.
+    bits = _place(np.array(jax.random.key_data(value)), sharding)
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
   return jax.make_array_from_callback(
       value.shape, sharding, value.__getitem__, dtype=value.dtype
   )
 
 
 def _is_key(leaf):
-  return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _name(path):
@@ -155,48 +147,42 @@ def _rules(tree, reduction, are_sharded):
   """Returns for each leaf of a state how it gets another shape."""
 
   def rules_of(node):
-    match node:
-      case windows.TowerReduceState():
-        return _rules_of_window(node, reduction, are_sharded)
-      case guard.GuardState():
-        return jax.tree.map(lambda _: _refuse, node)._replace(
-            last_bad_step=_merging(np.max, empty=guard.NEVER),
-            inner_state=_rules(node.inner_state, reduction, are_sharded),
-        )
-      case sharded.ShardUpdateState():
-        rule = _refuse if are_sharded else _cut_anew
-        return jax.tree.map(lambda _: rule, node)
-    return _refuse
+    if isinstance(node, sharded.ShardUpdateState):
+      rule = _refuse_cut if are_sharded else _cut_anew
+      return jax.tree.map(lambda _: rule, node)
+    if isinstance(node, windows.TowerReduceState):
+      rules = _rules_of_window(node, reduction)
+    elif isinstance(node, guard.GuardState):
+      never = functools.partial(_merge, np.max, guard.NEVER)
+      rules = jax.tree.map(lambda _: _refuse, node)
+      rules = rules._replace(last_bad_step=never)
+    else:
+      return _refuse
+    inner_rules = _rules(node.inner_state, reduction, are_sharded)
+    return rules._replace(inner_state=inner_rules)
 
   return jax.tree.map(
       rules_of, tree, is_leaf=lambda node: isinstance(node, _KNOWN)
   )
 
 
-def _rules_of_window(state, reduction, are_sharded):
-  add = _merging(np.sum, empty=0)
-  is_weighted = np.any(state.total_weight != state.tower)
-  weight_rule = add
-  if not is_weighted and state.tower:
+def _rules_of_window(state, reduction):
+  total = total_weight = functools.partial(_merge, np.sum, 0)
+  if state.tower and np.all(state.total_weight == state.tower):
     # Without weights, each shard keeps the number of its towers for one.
-    weight_rule = _merging(np.max, empty=state.tower)
-    add = _merging_without_weights(reduction)
-  return windows.TowerReduceState(
+    total = functools.partial(_merge_unweighted, reduction)
+    total_weight = functools.partial(_merge, np.max, state.tower)
+  return state._replace(
       tower=_refuse,
-      total=jax.tree.map(lambda _: add, state.total),
-      total_weight=weight_rule,
-      oldest_local_step=_merging(np.min, empty=windows.NO_STEP),
-      inner_state=_rules(state.inner_state, reduction, are_sharded),
+      total=jax.tree.map(lambda _: total, state.total),
+      total_weight=total_weight,
+      oldest_local_step=functools.partial(_merge, np.min, windows.NO_STEP),
   )
 
 
-def _refuse(name, old, target, whole):
-  """Says which leaf cannot be carried over.
-
-  Raises:
-    ValueError: Always.
-  """
-  del whole
+def _refuse(name, old, target):
+  """Says why a leaf cannot be carried over."""
+  _check_fits(_are_rows(old, target), name, old, target)
   raise ValueError(
       '`resize_state` must know what a leaf is that depends on the number of'
       f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
@@ -205,58 +191,84 @@ def _refuse(name, old, target, whole):
   )
 
 
-def _merging(combine, empty):
-  """Returns a rule that combines the rows of shards, or adds empty ones."""
-
-  def merge(name, old, target, whole):
-    if old.shape[1:] != target.shape[1:]:
-      return _refuse(name, old, target, whole)
-    num_shards = target.shape[0]
-    if num_shards > len(old):
-      more = np.full((num_shards - len(old), *old.shape[1:]), empty, old.dtype)
-      return np.concatenate([old, more])
-    rows = [combine(part, axis=0) for part in np.array_split(old, num_shards)]
-    return np.stack(rows).astype(old.dtype)
-
-  return merge
-
-
-def _merging_without_weights(reduction):
-  """Returns the rule for the totals of a window that has no weights."""
-  add = _merging(np.sum, empty=0)
-
-  def merge(name, old, target, whole):
-    if reduction is None:
-      raise ValueError(
-          "`reduction` of `resize_state` must be 'mean' or 'sum', got None: the"
-          f' window that was begun without weights, at {name}, ends with the'
-          ' same result only if it is known how its shards are reduced.'
-      )
-    merged = add(name, old, target, whole)
-    if reduction == 'sum':
-      return merged
-    # A mean divides by the number of shards.
-    factor = np.asarray(target.shape[0] / len(old), merged.dtype)
-    return merged * factor
-
-  return merge
-
-
-def _cut_anew(name, old, target, whole):
-  """Joins the slices of a leaf, and cuts it into others.
-
-  Raises:
-    ValueError: If they are not those of a leaf of this size.
-  """
-  size = math.prod(whole.shape)
-  per_shard = -(-size // len(old)) if old.ndim > len(whole.shape) else None
-  if old.shape != whole.shape and old.shape[1:] != (1,) * (
-      len(whole.shape) - 1
-  ) + (per_shard,):
+def _refuse_cut(name, old, target):
+  """Returns what is not cut."""
+  if _has_rows(target) or old.ndim != target.ndim:
     raise ValueError(
-        f'{_MADE_FOR_OTHERS}the shape {old.shape} at {name}, which are no'
-        f' slices of {whole.shape}.'
+        '`in_specs` of `resize_state` must not shard parameters of which'
+        f' `shard_update` keeps slices, got {old.shape} at {name}. Go on with'
+        ' the same mesh, or start this part of the state again with'
+        ' `init_state`.'
     )
-  flat = np.zeros(math.prod(target.shape), old.dtype)
-  flat[:size] = old.ravel()[:size]
+  _check_fits(old.shape == target.shape, name, old, target)
+  return old
+
+
+def _merge(combine, empty, name, old, target):
+  """Combines the rows of neighbouring shards, or adds empty ones."""
+  _check_fits(_are_rows(old, target), name, old, target)
+  num_new = target.shape[0] - len(old)
+  if num_new > 0:
+    rows = np.full((num_new, *old.shape[1:]), empty, old.dtype)
+    return np.concatenate([old, rows])
+  parts = np.array_split(old, target.shape[0])
+  return np.stack([combine(part, axis=0) for part in parts]).astype(old.dtype)
+
+
+def _merge_unweighted(reduction, name, old, target):
+  """Merges the totals of a window that has no weights."""
+  if reduction is None:
+    raise ValueError(
+        "`reduction` of `resize_state` must be 'mean' or 'sum', got None: the"
+        f' window that was begun without weights, at {name}, ends with the same'
+        ' result only if it is known how its shards are reduced.'
+    )
+  merged = _merge(np.sum, 0, name, old, target)
+  # A mean will divide by another number of shards.
+  factor = len(merged) / len(old) if reduction == 'mean' else 1
+  return merged * np.asarray(factor, old.dtype)
+
+
+def _cut_anew(name, old, target):
+  """Joins the slices of a leaf, and cuts it into others."""
+  _check_fits(_are_of_one_leaf(old, target), name, old, target)
+  # What is behind the last element of the leaf never counts.
+  flat = np.pad(np.ravel(old), (0, target.size))[: target.size]
   return flat.reshape(target.shape)
+
+
+def _check_fits(fits, name, old, target):
+  """Checks that a leaf may have been made for the same parameters."""
+  if not fits:
+    raise ValueError(
+        f'{_MADE_FOR_OTHERS}the shape {old.shape} at {name}, which does not go'
+        f' into {target.shape}.'
+    )
+
+
+def _has_rows(target):
+  """Whether a leaf has a leading axis of shards."""
+  is_sharded = any(target.sharding.spec[:1])
+  return is_sharded and target.sharding.shard_shape(target.shape)[0] == 1
+
+
+def _are_rows(old, target):
+  is_same = old.ndim == target.ndim and old.shape[1:] == target.shape[1:]
+  return is_same and _has_rows(target)
+
+
+def _are_of_one_leaf(old, target):
+  """Whether two leaves can be slices of the same one, or one of them that."""
+  is_cut = _has_rows(target)
+  # One element is its own slice, and gets no axis.
+  can_be_one = old.ndim == target.ndim and (is_cut or target.size == 1)
+  if can_be_one and {*old.shape[1:], *target.shape[1:]} <= {1}:
+    return True
+  rank = target.ndim - is_cut
+  if {rank, old.ndim, target.ndim} != {rank, rank + 1} or not rank:
+    return False
+  if old.ndim > rank and set(old.shape[1:-1]) - {1}:
+    return False
+  # Each shard but the first can have one element of padding.
+  fewest = [x.size - (x.shape[0] - 1) * (x.ndim > rank) for x in (old, target)]
+  return max(fewest) <= min(old.size, target.size)

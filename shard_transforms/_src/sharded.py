@@ -13,6 +13,7 @@ from shard_transforms._src import elementwise
 from shard_transforms._src import groups as groups_lib
 from shard_transforms._src import reduction as reduction_lib
 from shard_transforms._src import slices
+from shard_transforms._src import wrapping
 
 
 class ShardUpdateState(NamedTuple):
@@ -92,7 +93,8 @@ def shard_update(
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, or `weight` is not a real number.
+      integer or boolean, `weight` is not a real number, or the state is of
+      another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
       sizes; in `init` and `update`, if `inner` looks across elements; in
       `update`, as in `cross_shard_mean`, or if the state was made for other
@@ -132,7 +134,7 @@ def shard_update(
       on_invariant,
       bucket_bytes,
   )
-  inner = optax.with_extra_args_support(inner)
+  inner = wrapping.as_inner(inner, caller)
 
   checked = set()
 
@@ -165,6 +167,7 @@ def shard_update(
     return ShardUpdateState(jax.tree.map(_store, own_state, whole_kinds))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    wrapping.check_state(state, ShardUpdateState, caller)
     _check_mapped(reduce.axes)
     reduced = reduce.scatter(updates, weight)
     _raise(find_problem(updates, params, extra_args))

@@ -10,6 +10,7 @@ from shard_transforms._src import arguments
 from shard_transforms._src import axes
 from shard_transforms._src import leaves
 from shard_transforms._src import tracking
+from shard_transforms._src import wrapping
 
 
 def reduce_towers(
@@ -48,8 +49,9 @@ def reduce_towers(
     [num_towers].
 
   Raises:
-    TypeError: If `num_towers` is not an integer; in `update`, if a leaf is an
-      integer or boolean, or an extra argument is of the wrong kind.
+    TypeError: If `num_towers` is not an integer, or `inner` no transformation;
+      in `update`, if a leaf is an integer or boolean, or an extra argument is
+      of the wrong kind.
     ValueError: If `num_towers` is less than 1 or `reduction` unknown; in
       `update`, if a leaf lacks the leading axis, updates are already reduced
       over an axis over which their weights differ, or an extra argument has a
@@ -72,7 +74,8 @@ def reduce_towers(
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
   chained = inner is None
-  inner = optax.with_extra_args_support(inner or optax.identity())
+  inner = optax.identity() if inner is None else inner
+  inner = wrapping.as_inner(inner, caller)
 
   def update_fn(
       updates, state, params=None, *, weight=None, local_step=None, **extra_args

@@ -13,6 +13,7 @@ from shard_transforms._src import counters
 from shard_transforms._src import gating
 from shard_transforms._src import leaves
 from shard_transforms._src import tracking
+from shard_transforms._src import wrapping
 
 _INT32 = jnp.iinfo(jnp.int32)
 
@@ -98,11 +99,13 @@ def drop_stale(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If `staleness` is not an integer; in `update`, if `local_step` is
-      missing or not an integer.
+    TypeError: If `staleness` is not an integer, or `inner` no transformation;
+      in `update`, if `local_step` is missing or not an integer, or the state is
+      of another transformation.
     ValueError: If `axis_name` is given without `inner`; in `update`, if
       `local_step` is not a scalar or differs between shards without
-      `axis_name`, or updates are already reduced although it is given.
+      `axis_name`, or, with it, updates are already reduced or `inner` does not
+      heed the weight.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -133,7 +136,8 @@ def drop_stale(
         ' alone. A link of a chain cannot tell the next which shards to leave'
         ' out: write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
     )
-  inner = optax.with_extra_args_support(inner or optax.identity())
+  inner = optax.identity() if inner is None else inner
+  inner = wrapping.as_inner(inner, caller)
 
   def init_fn(params):
     return DropStaleState(
@@ -146,6 +150,7 @@ def drop_stale(
   def update_fn(
       updates, state, params=None, *, local_step=None, weight=None, **extra_args
   ):
+    wrapping.check_state(state, DropStaleState, caller)
     leaves.check_inexact(updates, caller)
     step = arguments.as_local_step(local_step, caller)
     fresh = step >= _oldest_accepted(state.global_step, staleness)
@@ -160,13 +165,14 @@ def drop_stale(
       )
       accept = total_weight > 0
     extra_args['local_step'] = local_step
-    if weight is not None:
-      extra_args['weight'] = weight
 
-    def run(inner_state):
-      return inner.update(updates, inner_state, params, **extra_args)
+    def run(inner_state, weight=weight):
+      given = {} if weight is None else {'weight': weight}
+      return inner.update(updates, inner_state, params, **extra_args, **given)
 
-    applied, inner_state = gating.run_or_skip(accept, run, state.inner_state)
+    applied, inner_state = gating.run_or_skip(
+        accept, run, state.inner_state, weight if axes else None
+    )
     return applied, DropStaleState(
         global_step=counters.add(state.global_step, accept),
         stale_count=counters.add(state.stale_count, ~accept & (num_stale > 0)),

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -13,6 +14,7 @@ from shard_transforms._src import kept
 from shard_transforms._src import leaves
 from shard_transforms._src import tracking
 from shard_transforms._src import windows
+from shard_transforms._src import wrapping
 
 
 def tower_reduce(
@@ -64,8 +66,9 @@ def tower_reduce(
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If `num_towers` is not an integer; in `update`, if a leaf is an
-      integer or boolean, or an extra argument is of the wrong kind.
+    TypeError: If `num_towers` is not an integer, or `inner` no transformation;
+      in `update`, if a leaf is an integer or boolean, an extra argument is of
+      the wrong kind, or the state is of another transformation.
     ValueError: If `num_towers` is less than 1 or `reduction` unknown; in
       `update`, if the tree is not the one that the state was made for, updates
       are already reduced although `axis_name` is given, or differ between
@@ -91,7 +94,7 @@ def tower_reduce(
   arguments.check_reduction(reduction)
   axes = () if axis_name is None else axes_lib.as_axes(axis_name)
   chained = inner is None
-  inner = optax.with_extra_args_support(optax.identity() if chained else inner)
+  inner = wrapping.as_inner(optax.identity() if chained else inner, caller)
 
   def init_fn(params):
     if axes:
@@ -102,6 +105,7 @@ def tower_reduce(
   def update_fn(
       updates, state, params=None, *, weight=None, local_step=None, **extra_args
   ):
+    wrapping.check_state(state, windows.TowerReduceState, caller)
     leaves.check_inexact(updates, caller)
     if axes:
       axes_lib.size(axes, caller)
@@ -113,6 +117,7 @@ def tower_reduce(
           ' `tower_reduce(num_towers, optax.chain(...))`.'
       )
     if num_towers == 1:
+      _check_empty(state)
       extra_args |= _given(weight=weight, local_step=local_step)
       applied, inner_state = inner.update(
           updates, state.inner_state, params, **extra_args
@@ -153,6 +158,19 @@ def tower_reduce(
     return gating.run_or_skip(is_last, apply, state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_empty(state):
+  """Checks that a single tower does not forget those of a window.
+
+  Raises:
+    ValueError: If the state is one of several towers.
+  """
+  if jax.tree.leaves(state.total):
+    raise ValueError(
+        'State of `tower_reduce` must be made for as many towers, got that of a'
+        ' window of several where `num_towers` is 1. Make it with `init`.'
+    )
 
 
 def _given(**extra_args: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src import arguments
 from shard_transforms._src import axes as axes_lib
+from shard_transforms._src import hanging
 from shard_transforms._src import jaxprs
 from shard_transforms._src import mistakes
 from shard_transforms._src import reports
@@ -41,7 +42,13 @@ def wire_report(
   `warnings` name a sum over an axis of what a sum over that axis gave, and a
   sum in each turn of a scan that one sum after the scan could replace, where
   this is sure: where the values are only cast, reshaped, added and multiplied
-  by numbers in between.
+  by numbers in between. They also name a collective that hangs as soon as
+  shards decide differently whether to run it: in a branch of a `lax.cond`, or
+  in a `lax.while_loop`, that goes by arrays of which each shard is handed a
+  slice of its own, or by `lax.axis_index`, and not by what a collective has
+  made of them. A single number for each shard does not count, as it may be a
+  copy, nor do arguments where `axis_sizes` maps `fn`, as none says which of
+  them differ.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or
@@ -88,9 +95,8 @@ def wire_report(
         " in `axis_sizes={'data': 8}`."
     ) from error
   program = jaxprs.flatten(jaxpr.jaxpr)
-  return reports.WireReport(
-      tuple(_collectives(program)), mistakes.find(program)
-  )
+  warnings = *mistakes.find(program), *hanging.find(program)
+  return reports.WireReport(tuple(_collectives(program)), warnings)
 
 
 def _mapped(fn, axis_sizes):

@@ -1,0 +1,34 @@
+"""What a wrapper is given: the transformation inside, and its own state."""
+
+from typing import Any
+
+import optax
+
+
+def as_inner(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
+  """Returns what a wrapper wraps, as one that takes extra arguments.
+
+  Raises:
+    TypeError: If it is no transformation.
+  """
+  parts = (getattr(inner, name, None) for name in ('init', 'update'))
+  if not all(map(callable, parts)):
+    raise TypeError(
+        f'`inner` of `{caller}` must be an Optax gradient transformation, got'
+        f' {inner!r}. Call its factory, as in `optax.sgd(0.1)`.'
+    )
+  return optax.with_extra_args_support(inner)
+
+
+def check_state(state: Any, kind: type, caller: str) -> None:
+  """Checks that `update` is given the state of its own transformation.
+
+  Raises:
+    TypeError: If it is given another one.
+  """
+  if not isinstance(state, kind):
+    raise TypeError(
+        f'`state` of `{caller}` must be a `{kind.__name__}`, as its `init`'
+        f' returns, got {type(state).__name__}. A checkpoint is restored with'
+        ' the state of `init` or `init_state` as the target.'
+    )

@@ -1,0 +1,46 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import modes
+from shard_transforms._src import kept
+
+AXES = (modes.AXIS,)
+
+
+class KeptTest(parameterized.TestCase):
+
+  @parameterized.parameters(*modes.MODES)
+  def test_gives_back_what_it_has_stored(self, mode):
+    def fn(shared, x):
+      stored = kept.store(x, AXES)
+      return kept.own(stored, AXES, 'caller'), stored, kept.store(shared, AXES)
+
+    x = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+    own, stored, shared = modes.map_shards(mode, fn)(jnp.zeros(3), x)
+
+    np.testing.assert_array_equal(own, x)
+    np.testing.assert_array_equal(stored, x[:, None])
+    np.testing.assert_array_equal(shared, np.zeros((8, 1, 3)))
+
+  def test_marks_what_is_stored_as_varying(self):
+    def fn(shared, x):
+      stored = jax.typeof(kept.store(shared, AXES))
+      self.assertEqual(stored.manual_axis_type.varying, {modes.AXIS})
+      return x
+
+    modes.map_shards('shard_map', fn)(jnp.zeros(3), jnp.zeros(8))
+
+  def test_leaves_what_is_the_same_on_all_shards(self):
+    x = jnp.zeros(3)
+
+    self.assertIs(kept.store(x, ()), x)
+    self.assertIs(kept.own(x, (), 'caller'), x)
+    self.assertIsNone(kept.store(None, AXES))
+
+  @parameterized.parameters(((),), ((3,),), ((8, 1),))
+  def test_refuses_what_has_no_leading_axis(self, shape):
+    message = r'State of `caller` .* length 1 on each shard.*`.*state_specs`'
+    with self.assertRaisesRegex(ValueError, message):
+      kept.own(jnp.zeros(shape), AXES, 'caller')

@@ -1,0 +1,363 @@
+"""The main job is killed, stopped, or out of disk, and goes on to the bit."""
+
+import functools
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from absl.testing import parameterized
+import chex
+import jax
+import numpy as np
+import orbax.checkpoint
+
+SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
+NUM_KILLS = 10
+STEPS = 12
+# One call of seven is of (a), one of (b), four of (c) and one of (d).
+ENDS = {'a': STEPS, 'b': 2 * STEPS, 'c': 6 * STEPS, 'd': 7 * STEPS}
+# Not a multiple of the towers, so that windows are half full where it saves.
+EVERY = 3
+TWO_PROCESSES = ('--processes=2', '--shards=2')
+
+
+def start(folder, *flags, full=False):
+  """Starts the script in a folder, on a disk that takes small files alone."""
+  # In blocks of 512 or of 1024 bytes.
+  limit = ['sh', '-c', 'ulimit -f 8 && exec "$0" "$@"'] if full else []
+  return subprocess.Popen(
+      [
+          *limit,
+          sys.executable,
+          SCRIPT,
+          f'--steps={STEPS}',
+          '--checkpoint_dir=saved',
+          f'--checkpoint_every={EVERY}',
+          *flags,
+      ],
+      cwd=folder,
+      env={
+          **{k: v for k, v in os.environ.items() if 'JAX_' not in k},
+          'JAX_COMPILATION_CACHE_DIR': cache(),
+          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+          'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+          # What is compiled has large files as well.
+          'JAX_ENABLE_COMPILATION_CACHE': str(not full),
+      },
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+  )
+
+
+@functools.cache
+def cache():
+  """Returns a folder in which programs stay compiled."""
+  folder = tempfile.TemporaryDirectory()
+  unittest.addModuleCleanup(folder.cleanup)
+  return folder.name
+
+
+@functools.cache
+def never_killed(*flags):
+  """Returns the folder of a training from start to end, and what it printed."""
+  folder = tempfile.TemporaryDirectory()
+  unittest.addModuleCleanup(folder.cleanup)
+  process = start(folder.name, *flags)
+  out, err = process.communicate(timeout=300)
+  if process.returncode:
+    raise AssertionError(err)
+  return pathlib.Path(folder.name), out
+
+
+def calls(folder, run='?'):
+  """Returns the numbers of the checkpoints that are complete."""
+  paths = folder.glob(f'saved/{run}/*')
+  return sorted(int(path.name) for path in paths if path.name.isdigit())
+
+
+def half_written(folder):
+  return list(folder.glob('saved/?/*tmp*'))
+
+
+def table(out):
+  # Sockets between processes announce themselves on the same output.
+  return out[out.index(' ' * 40) :].splitlines()[:5]
+
+
+def read(folder):
+  """Returns the bits of the last checkpoint of each run."""
+  states = {}
+  for run in ENDS:
+    with orbax.checkpoint.CheckpointManager(folder / 'saved' / run) as manager:
+      restore = orbax.checkpoint.args.StandardRestore()
+      state = manager.restore(
+          manager.latest_step(),
+          args=orbax.checkpoint.args.Composite(
+              train=restore, metrics_so_far=restore
+          ),
+      )
+    # As bits, for a zero equals another of the other sign.
+    states[run] = jax.tree.map(
+        lambda x: np.atleast_1d(x).view(np.uint8), dict(state.items())
+    )
+  return states
+
+
+def flip(data):
+  """Returns the data with another bit in the middle."""
+  middle = len(data) // 2
+  return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+class KilledTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def start(self, *flags, **kwargs):
+    process = start(self.folder, *flags, **kwargs)
+    # In reverse order: it is killed, and then its pipes are closed.
+    self.enterContext(process)
+    self.addCleanup(process.kill)
+    return process
+
+  def run_script(self, *flags, **kwargs):
+    """Returns how the script ends, and the rest of what it writes."""
+    process = self.start(*flags, **kwargs)
+    return process, *process.communicate(timeout=300)
+
+  def wait_until(self, condition, process):
+    deadline = time.monotonic() + 120
+    while not condition():
+      self.assertIsNone(process.poll(), 'it ended before')
+      self.assertLess(time.monotonic(), deadline)
+      time.sleep(0.001)
+
+  def wait_until_saved(self, call, process):
+    self.wait_until(lambda: max(calls(self.folder), default=0) >= call, process)
+
+  def children(self, process):
+    """Returns the process ids of the two, in the order of their start."""
+    ps = subprocess.check_output(['ps', '-A', '-o', 'pid=,ppid='], text=True)
+    pids = [
+        int(pid)
+        for pid, parent in map(str.split, ps.splitlines())
+        if int(parent) == process.pid
+    ]
+    self.assertLen(pids, 2)
+    return sorted(pids)
+
+  def copy(self, *flags):
+    """Begins with what a training has left that was never killed."""
+    shutil.copytree(never_killed(*flags)[0], self.folder, dirs_exist_ok=True)
+
+  def assert_ends_like_one_never_killed(self, *flags):
+    process, out, err = self.run_script(*flags)
+    self.assertEqual(process.returncode, 0, err)
+    self.assertIn('Goes on from ', err)
+    folder, expected_out = never_killed(*flags)
+    self.assertEqual(table(out), table(expected_out))
+    figure = 'digits_out/train_digits.png'
+    self.assertEqual(
+        (self.folder / figure).read_bytes(), (folder / figure).read_bytes()
+    )
+    chex.assert_trees_all_equal(read(self.folder), read(folder), strict=True)
+    self.assertEmpty(half_written(self.folder))
+
+  def test_is_killed_ten_times_and_ends_with_the_same_bits(self):
+    rng = random.Random(0)
+    never_killed(*TWO_PROCESSES)
+    # It runs on for a few calls while it is killed.
+    moments = sorted(rng.sample(range(1, 5 * STEPS), NUM_KILLS))
+
+    for moment in moments:
+      saved = max(calls(self.folder), default=0)
+      victim = rng.randrange(2)
+      process = self.start(*TWO_PROCESSES)
+      self.wait_until_saved(max(moment, saved + 1), process)
+      os.kill(self.children(process)[victim], signal.SIGKILL)
+      start = time.monotonic()
+      _, err = process.communicate(timeout=60)
+
+      self.assertLess(time.monotonic() - start, 30)
+      self.assertEqual(process.returncode, 1, err)
+      self.assertRegex(
+          err,
+          f'FAILED: .* process {victim} of 2 that was killed by SIGKILL',
+      )
+      if saved:
+        self.assertRegex(err, f'Goes on from .*/{saved}\\.')
+
+    self.assert_ends_like_one_never_killed(*TWO_PROCESSES)
+
+  def test_is_killed_while_it_writes(self):
+    flags = ('--shards=2', '--checkpoint_every=1')
+    process = self.start(*flags)
+    for _ in range(5):
+      # The next is of a call at which the restarted one does not save.
+      self.wait_until_saved(ENDS['b'] + EVERY, process)
+      self.wait_until(lambda: half_written(self.folder), process)
+      process.kill()
+      process.wait()
+      if half_written(self.folder):
+        break
+      process = self.start(*flags)
+
+    self.assertLen(half_written(self.folder), 1)
+    self.assertLen(calls(self.folder, 'c'), 2)
+    self.assert_ends_like_one_never_killed('--shards=2')
+
+  @parameterized.parameters(
+      ('--mode=shard_map_unchecked', '--shards=2'),
+      ('--mode=pmap', '--shards=4', '--processes=2'),
+  )
+  def test_goes_on_in_the_middle_of_a_window(self, *flags):
+    self.copy(*flags)
+    self.forget_end()
+
+    self.assert_ends_like_one_never_killed(*flags)
+
+  def forget_end(self):
+    """Removes all from the end of (c) on, but not the checkpoint before."""
+    shutil.rmtree(self.folder / 'digits_out')
+    shutil.rmtree(self.folder / 'saved/d')
+    shutil.rmtree(self.folder / f'saved/c/{ENDS["c"]}')
+    self.assertEqual(calls(self.folder, 'c'), [ENDS['c'] - EVERY])
+
+  @parameterized.parameters([('--shards=2',)], [TWO_PROCESSES])
+  def test_saves_and_stops_on_sigterm(self, flags):
+    process = self.start(*flags)
+    self.wait_until_saved(EVERY, process)
+
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+
+    self.assertEqual(process.returncode, 128 + signal.SIGTERM, err)
+    self.assert_tells_what_it_saved(out, err)
+    self.assert_ends_like_one_never_killed(*flags)
+
+  def assert_tells_what_it_saved(self, out, err):
+    self.assertNotIn(' ' * 40, out)
+    self.assertNotIn('Traceback', err)
+    call = calls(self.folder)[-1]
+    self.assertIn(f'Stopped by SIGTERM, and saved call {call}.', err)
+
+  def test_saves_and_stops_when_one_process_gets_sigterm(self):
+    process = self.start(*TWO_PROCESSES)
+    self.wait_until_saved(EVERY, process)
+
+    os.kill(self.children(process)[1], signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+
+    self.assert_both_fail(process, err, 128 + signal.SIGTERM)
+    self.assert_tells_what_it_saved(out, err)
+
+  def test_fails_where_the_disk_is_full(self):
+    self.copy(*TWO_PROCESSES)
+    self.forget_end()
+    before = self.contents()
+
+    process, _, err = self.run_script(*TWO_PROCESSES, full=True)
+
+    self.assert_both_fail(process, err, 1)
+    self.assertRegex(err, r'FAILED: Cannot save to .*/saved/c: .*too large')
+    self.assertRegex(err, r'FAILED: Process 0 cannot save to .*/saved/c\.')
+    self.assertEqual(self.contents(), before)
+
+  def contents(self):
+    """Returns the files of all checkpoints that are complete."""
+    paths = [p for p in self.folder.rglob('*') if p.is_file()]
+    return {
+        p: p.read_bytes()
+        for p in paths
+        if 'tmp' not in str(p.relative_to(self.folder))
+    }
+
+  def assert_both_fail(self, process, err, status):
+    self.assertEqual(process.returncode, 1, err)
+    for child in range(2):
+      end = f'process {child} of 2 that exited with status {status}'
+      self.assertRegex(err, f'FAILED: .* {end}[,.]')
+
+  def test_fails_where_the_folder_cannot_be_used(self):
+    (self.folder / 'saved').write_text('')
+
+    process, _, err = self.run_script(*TWO_PROCESSES)
+
+    self.assert_both_fail(process, err, 1)
+    self.assertRegex(err, 'FAILED: Cannot open .*/saved/a: NotADirectoryError')
+    self.assertRegex(err, r'FAILED: Process 0 cannot open .*/saved/a\.')
+    self.assertNotIn('Traceback', err)
+
+  def test_refuses_a_checkpoint_that_was_cut_off(self):
+    self.copy('--shards=2')
+    broken = self.break_last(lambda data: data[: len(data) // 2])
+
+    self.assert_is_refused(broken, '.')
+
+  def test_refuses_changed_bits_and_goes_on_from_those_before(self):
+    self.copy('--shards=2')
+    broken = self.break_last(flip)
+
+    self.assert_is_refused(broken, 'ValueError: its bits have changed')
+    shutil.rmtree(broken)
+    self.assert_ends_like_one_never_killed('--shards=2')
+
+  def break_last(self, change):
+    """Changes the largest file of the last checkpoint; returns its folder."""
+    path = self.folder / f'saved/d/{ENDS["d"]}'
+    files = [file for file in path.rglob('*') if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    largest.write_bytes(change(largest.read_bytes()))
+    return path
+
+  def assert_is_refused(self, path, message):
+    process, out, err = self.run_script('--shards=2')
+
+    self.assertEqual((process.returncode, out), (1, ''), err)
+    self.assertRegex(err, f'FAILED: Cannot resume from {path}: {message}')
+    self.assertIn('Without that folder, it goes on from the one before', err)
+
+  @parameterized.parameters(('seed', 0, 1), ('shards', 2, 1))
+  def test_refuses_the_checkpoints_of_another_training(self, flag, old, new):
+    self.copy('--shards=2')
+    shutil.rmtree(self.folder / 'digits_out')
+
+    process, out, err = self.run_script('--shards=2', f'--{flag}={new}')
+
+    self.assertEqual(process.returncode, 1, err)
+    self.assertRegex(
+        err,
+        'FAILED: .*/saved must hold checkpoints of the same training, got'
+        f' `--{flag}` {old!r} instead of {new!r}',
+    )
+    self.assertNotIn('Traceback', err)
+    self.assertNotIn(' ' * 40, out)
+    self.assertEqual(calls(self.folder), calls(never_killed('--shards=2')[0]))
+
+  def test_knows_a_training_by_its_flags(self):
+    folder, _ = never_killed('--shards=2')
+    (about,) = folder.glob(f'saved/a/{STEPS}/about/metadata')
+
+    self.assertEqual(
+        json.loads(about.read_text())['settings'],
+        {
+            'shards': 2,
+            'processes': 1,
+            'steps': STEPS,
+            'mode': 'shard_map',
+            'batch_size': 256,
+            'learning_rate': 0.05,
+            'seed': 0,
+        },
+    )

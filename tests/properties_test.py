@@ -1,0 +1,562 @@
+"""What holds for any split, order, scale, age and tree, with drawn examples.
+
+Compiling dominates. Where only values are drawn, one program of fixed shapes
+runs for all examples.
+"""
+
+import dataclasses
+import functools
+import os
+from typing import Any, Literal, NamedTuple
+
+from absl.testing import parameterized
+import chex
+import hypothesis
+from hypothesis import strategies
+from hypothesis.extra import numpy as arrays
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import cross_shard_sum
+from shard_transforms import drop_stale
+from shard_transforms import reduce_towers
+from shard_transforms import shard_update
+from shard_transforms import tower_reduce
+
+# Without a database too, Hypothesis keeps notes in the current folder.
+hypothesis.configuration.set_hypothesis_home_dir(os.devnull)
+
+AXIS = modes.AXIS
+SHARDS, TOWERS, TOKENS, FEATURES, CALLS = 8, 3, 7, 5, 10
+INT32 = np.iinfo(np.int32)
+
+SEEDS = strategies.integers(0, 2**16)
+
+
+def examples(number: int) -> hypothesis.settings:
+  """Returns settings under which every run draws the same examples."""
+  return hypothesis.settings(
+      max_examples=number,
+      derandomize=True,
+      deadline=None,
+      database=None,
+      # A busy machine is no failure.
+      suppress_health_check=[hypothesis.HealthCheck.too_slow],
+  )
+
+
+def each(shape, elements, dtype=np.int64):
+  """Returns a strategy for arrays whose elements are drawn one by one."""
+  fill = strategies.nothing()
+  return arrays.arrays(dtype, shape, elements=elements, fill=fill)
+
+
+def mean_of(inner: optax.GradientTransformation) -> Any:
+  return optax.chain(cross_shard_mean(AXIS), inner)
+
+
+def mean_loss(w, x, y, num_tokens):
+  """Returns the mean over a tower's tokens, where it has none 0 / 0."""
+  # Data rather than errors are masked, so that the gradient is NaN there too.
+  is_token = jnp.arange(TOKENS) < num_tokens
+  x, y = jnp.where(is_token[:, None], x, 0), jnp.where(is_token, y, 0)
+  return jnp.sum((x @ w - y) ** 2) / num_tokens
+
+
+@functools.cache
+def token_step(mode, towers):
+  """Returns the update of a step over `towers`, 'in turn' or 'stacked'."""
+  grad = shard_transforms.value_and_grad(mean_loss, AXIS)
+  inner = mean_of(optax.identity())
+
+  def in_turn(w, own):
+    tx = tower_reduce(TOWERS, inner, axis_name=AXIS)
+
+    def tower(state, batch):
+      _, grads = grad(w, *batch)
+      updates, state = tx.update(grads, state, w, weight=batch[-1])
+      return state, updates
+
+    return lax.scan(tower, tx.init(w), own)[1][-1]
+
+  def stacked(w, own):
+    tx = reduce_towers(TOWERS, inner)
+    _, grads = jax.vmap(grad, (None, 0, 0, 0))(w, *own)
+    return tx.update(grads, tx.init(w), w, weight=own[-1])[0]
+
+  return modes.map_shards(mode, in_turn if towers == 'in turn' else stacked)
+
+
+def token_mean(w, x, y, num_tokens):
+  """Returns the mean gradient over all tokens of all towers, in float64."""
+  counted = np.arange(TOKENS) < num_tokens[..., None]
+  x, y = np.float64(x[counted]), np.float64(y[counted])
+  return 2 * x.T @ (x @ w - y) / max(len(x), 1)
+
+
+class Weighted(NamedTuple):
+  """A transformation that takes weights.
+
+  Attributes:
+    tx: The transformation.
+    towers: How the towers of a step arrive.
+    degree: The power of a factor of all weights that comes out as a factor.
+  """
+
+  tx: optax.GradientTransformationExtraArgs
+  towers: Literal['one', 'in turn', 'stacked'] = 'one'
+  degree: int = 0
+
+
+WEIGHTED = {
+    'cross_shard_mean': Weighted(cross_shard_mean(AXIS)),
+    'cross_shard_sum': Weighted(cross_shard_sum(AXIS), degree=1),
+    'shard_update': Weighted(shard_update(optax.sgd(0.5), AXIS)),
+    'drop_stale': Weighted(
+        drop_stale(0, mean_of(optax.sgd(0.5)), axis_name=AXIS)
+    ),
+    'tower_reduce': Weighted(
+        tower_reduce(TOWERS, mean_of(optax.identity()), axis_name=AXIS),
+        'in turn',
+    ),
+    'tower_reduce to a sum': Weighted(
+        tower_reduce(
+            TOWERS,
+            mean_of(optax.identity()),
+            axis_name=AXIS,
+            reduction='sum',
+        ),
+        'in turn',
+        degree=1,
+    ),
+    'tower_reduce of drop_stale': Weighted(
+        tower_reduce(
+            TOWERS,
+            drop_stale(0, mean_of(optax.identity()), axis_name=AXIS),
+            axis_name=AXIS,
+        ),
+        'in turn',
+    ),
+    'reduce_towers': Weighted(
+        reduce_towers(TOWERS, mean_of(optax.identity())), 'stacked'
+    ),
+}
+# Zero, or with room for a power of two that leaves all products normal.
+WEIGHTS = strategies.just(0.0) | strategies.floats(2**-10, 2**10, width=32)
+MAX_POWER = 70
+
+
+def at(tree, index):
+  return jax.tree.map(lambda x: x[index], tree)
+
+
+def weighted_updates(params, own):
+  """Returns the results of all of `WEIGHTED` for one shard's towers."""
+  updates, weights, local_steps = own
+  mean = functools.partial(shard_transforms.shard_mean, axis_name=AXIS)
+  results = {'shard_mean': mean(at(updates, 0), weight=weights[0])}
+  for name, (tx, towers, _) in WEIGHTED.items():
+    state = tx.init(params)
+    calls = {'one': [0], 'in turn': range(TOWERS), 'stacked': [slice(None)]}
+    for i in calls[towers]:
+      # What `shard_update` hands to its optimizer must not differ by shard.
+      own_step = {'local_step': local_steps[i]} if 'drop' in name else {}
+      reduced, state = tx.update(
+          at(updates, i), state, weight=weights[i], **own_step
+      )
+    results[name] = reduced
+    if 'drop_stale' in name:
+      counted = optax.tree_utils.tree_get(state, 'DropStaleState')
+      results[f'counters of {name}'] = counted._replace(inner_state=())
+  return results
+
+
+@functools.cache
+def weighted_step(mode):
+  step = modes.map_shards(mode, weighted_updates)
+  params = jax.tree.map(lambda x: jnp.zeros_like(x[0, 0]), draw_updates(0))
+  return functools.partial(step, params)
+
+
+def draw_updates(seed):
+  """Returns updates [shards, towers, ...] of two dtypes."""
+  rng = np.random.default_rng(seed)
+  lead = SHARDS, TOWERS
+  return {
+      'kernel': rng.normal(size=(*lead, 2, FEATURES)).astype(np.float32),
+      'bias': rng.normal(size=lead).astype(np.float32),
+      'half': rng.normal(size=(*lead, FEATURES)).astype(jnp.bfloat16),
+  }
+
+
+class ValuesTest(parameterized.TestCase):
+  """Properties of values, in every mode."""
+
+  @parameterized.product(mode=modes.MODES, towers=('in turn', 'stacked'))
+  @hypothesis.given(
+      num_tokens=each((SHARDS, TOWERS), strategies.integers(0, TOKENS)),
+      seed=SEEDS,
+  )
+  @examples(20)
+  def test_any_split_of_tokens_gives_their_mean(
+      self, mode, towers, num_tokens, seed
+  ):
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=FEATURES).astype(np.float32)
+    lead = SHARDS, TOWERS, TOKENS
+    x = rng.normal(size=(*lead, FEATURES)).astype(np.float32)
+    y = rng.normal(size=lead).astype(np.float32)
+
+    updates = token_step(mode, towers)(w, (x, y, num_tokens.astype(np.int32)))
+
+    expected = token_mean(w, x, y, num_tokens)
+    np.testing.assert_allclose(
+        updates, np.tile(expected, (SHARDS, 1)), rtol=1e-4, atol=1e-5
+    )
+
+  @parameterized.parameters(*modes.MODES)
+  @hypothesis.given(
+      order=strategies.permutations(range(SHARDS)),
+      weights=each((SHARDS, TOWERS), strategies.integers(0, 9)),
+      local_steps=each((SHARDS, TOWERS), strategies.integers(-1, 1)),
+      seed=SEEDS,
+  )
+  @examples(20)
+  def test_the_order_of_shards_changes_only_rounding(
+      self, mode, order, weights, local_steps, seed
+  ):
+    step = weighted_step(mode)
+    own = (
+        draw_updates(seed),
+        weights.astype(np.float32),
+        local_steps.astype(np.int32),
+    )
+
+    permuted = step(at(own, np.array(order)))
+
+    for actual, expected in zip(
+        jax.tree.leaves(permuted), jax.tree.leaves(step(own)), strict=True
+    ):
+      exact = not jnp.issubdtype(actual.dtype, jnp.inexact)
+      ulp = 0 if exact else float(jnp.finfo(actual.dtype).eps)
+      np.testing.assert_allclose(
+          np.float64(actual),
+          np.float64(expected),
+          rtol=2 * ulp,
+          atol=0 if exact else 1e-4,
+      )
+
+  @parameterized.parameters(*modes.MODES)
+  @hypothesis.given(
+      power=strategies.integers(-MAX_POWER, MAX_POWER),
+      weights=each((SHARDS, TOWERS), WEIGHTS, np.float32),
+      seed=SEEDS,
+  )
+  @examples(20)
+  def test_a_power_of_two_in_all_weights_changes_no_bit(
+      self, mode, power, weights, seed
+  ):
+    step = weighted_step(mode)
+    updates = draw_updates(seed)
+    local_steps = np.zeros((SHARDS, TOWERS), np.int32)
+
+    scaled = step((updates, np.ldexp(weights, power), local_steps))
+
+    expected = jax.device_get(step((updates, weights, local_steps)))
+    for name, row in WEIGHTED.items():
+      factor = 2.0 ** (power * row.degree)
+      expected[name] = jax.tree.map(
+          lambda x, f=factor: x * x.dtype.type(f), expected[name]
+      )
+    chex.assert_trees_all_equal(jax.device_get(scaled), expected, strict=True)
+
+
+def model_of_drop_stale(staleness, calls):
+  """Yields what comes of calls of (local step, weight, update) a shard."""
+  global_step = stale_count = stale_shard_count = velocity = 0
+  for call in calls:
+    fresh = [global_step - step <= staleness for step, _, _ in call]
+    kept = [
+        w * u for ok, (_, w, u) in zip(fresh, call, strict=True) if ok and w
+    ]
+    if kept:
+      global_step, velocity = global_step + 1, velocity / 2 + sum(kept)
+    elif not all(fresh):
+      stale_count += 1
+    stale_shard_count += fresh.count(False)
+    update = -velocity if kept else 0
+    yield update, global_step, stale_count, stale_shard_count
+
+
+@functools.cache
+def stale_step(staleness, mode):
+  """Returns a function of calls; `mode` is `None` for a single stream."""
+  inner = optax.sgd(1.0, momentum=0.5)
+  tx = drop_stale(staleness, inner)
+  if mode is not None:
+    # A sum, because a mean of any number of shards is not exact.
+    inner = optax.chain(cross_shard_sum(AXIS), inner)
+    tx = drop_stale(staleness, inner, axis_name=AXIS)
+
+  def run(_, calls):
+    def one_call(state, call):
+      local_step, weight, update = call
+      update, state = tx.update(
+          update, state, local_step=local_step, weight=weight
+      )
+      return state, (update, *state[:3])
+
+    return lax.scan(one_call, tx.init(jnp.float32(0)), calls)[1]
+
+  return jax.jit(run) if mode is None else modes.map_shards(mode, run)
+
+
+def local_steps_of(ages):
+  """Returns steps [..., calls] that are as old if no call is dropped."""
+  steps = np.arange(CALLS) - ages
+  return np.clip(steps, INT32.min, INT32.max).astype(np.int32)
+
+
+AGES = strategies.sampled_from([*range(-2, 8), 2**40, -(2**40)])
+
+
+class DropStaleTest(parameterized.TestCase):
+  """`drop_stale` against a model in plain Python."""
+
+  @parameterized.parameters(-1, 0, 2, INT32.max, -INT32.max)
+  @hypothesis.given(ages=each(CALLS, AGES), seed=SEEDS)
+  @examples(60)
+  def test_one_stream_is_as_the_model(self, staleness, ages, seed):
+    updates = np.random.default_rng(seed).integers(-8, 9, CALLS)
+    local_steps, weights = local_steps_of(ages), np.ones(CALLS, np.float32)
+    calls = local_steps, weights, updates.astype(np.float32)
+
+    history = stale_step(staleness, None)(0.0, calls)
+
+    by_call = np.stack(calls, -1).astype(np.float64)[:, None]
+    expected = model_of_drop_stale(staleness, by_call.tolist())
+    np.testing.assert_array_equal(np.stack(history, -1), list(expected))
+
+  @parameterized.product(mode=modes.MODES, staleness=(0, 2))
+  @hypothesis.given(
+      ages=each((SHARDS, CALLS), AGES),
+      weights=each((SHARDS, CALLS), strategies.integers(0, 2)),
+      seed=SEEDS,
+  )
+  @examples(15)
+  def test_shards_are_as_the_model(self, mode, staleness, ages, weights, seed):
+    updates = np.random.default_rng(seed).integers(-8, 9, (SHARDS, CALLS))
+    # What has no weight must not count, whatever it is.
+    updates = np.where(weights > 0, updates, np.nan).astype(np.float32)
+    calls = local_steps_of(ages), weights.astype(np.float32), updates
+
+    history = stale_step(staleness, mode)(0.0, calls)
+
+    by_call = np.stack(calls, -1).astype(np.float64).swapaxes(0, 1)
+    expected = list(model_of_drop_stale(staleness, by_call.tolist()))
+    np.testing.assert_array_equal(np.stack(history, -1), [expected] * SHARDS)
+
+
+class Pair(NamedTuple):
+  """Two trees.
+
+  Attributes:
+    left: The one.
+    right: The other.
+  """
+
+  left: Any
+  right: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=['kernel', 'bias'],
+    meta_fields=['name'],
+)
+@dataclasses.dataclass
+class Layer:
+  """Two trees, and a name that is none.
+
+  Attributes:
+    kernel: The one.
+    bias: The other.
+    name: What JAX does not see.
+  """
+
+  kernel: Any
+  bias: Any
+  name: str = 'layer'
+
+
+@chex.dataclass
+class Block:
+  """One tree, in a dataclass of chex.
+
+  Attributes:
+    inside: The tree.
+  """
+
+  inside: Any
+
+
+# What comes first is drawn most: types are tracked under `shard_map`.
+ANY_MODE = strategies.sampled_from(modes.MODES[2:] + modes.MODES[:2])
+LENGTHS = strategies.sampled_from([2, 3, 5, 1, 0])
+SHAPES = strategies.lists(LENGTHS, max_size=4).map(tuple)
+DTYPES = strategies.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
+LEAVES = strategies.builds(jax.ShapeDtypeStruct, SHAPES, DTYPES)
+
+
+def nodes(trees):
+  """Returns a strategy for what holds `trees`, or none of them."""
+  several = strategies.lists(trees, max_size=4)
+  keys = strategies.sampled_from(['a', 'b', 'c', 'd'])
+  return strategies.one_of(
+      strategies.dictionaries(keys, trees, max_size=4),
+      several,
+      several.map(tuple),
+      strategies.builds(Pair, trees, trees),
+      strategies.builds(Layer, trees, trees),
+      strategies.builds(Block, inside=several),
+  )
+
+
+# Most of what is no node is an array.
+TREES = strategies.recursive(
+    strategies.one_of(LEAVES, LEAVES, LEAVES, strategies.none()),
+    nodes,
+    max_leaves=8,
+)
+
+
+class Row(NamedTuple):
+  """A transformation that gives a multiple of the mean of what it is given.
+
+  Attributes:
+    tx: The transformation.
+    towers: How the towers of a step arrive.
+    factor: What the result is, in means over all shards and towers.
+    summed: Whether the result is a sum over the shards instead.
+  """
+
+  tx: optax.GradientTransformationExtraArgs
+  towers: Literal['one', 'in turn', 'stacked'] = 'one'
+  factor: float = 1.0
+  summed: bool = False
+
+
+IDENTITY, SGD = optax.identity(), optax.sgd(0.5)
+FEW = 2  # Towers, of which a mean is exact.
+# A new transformation is a new row.
+ROWS = {
+    'cross_shard_mean': Row(cross_shard_mean(AXIS)),
+    'cross_shard_mean, unpacked': Row(cross_shard_mean(AXIS, bucket_bytes=0)),
+    'cross_shard_sum': Row(cross_shard_sum(AXIS), summed=True),
+    'shard_update': Row(shard_update(IDENTITY, AXIS)),
+    'shard_update of sgd': Row(shard_update(SGD, AXIS), factor=-0.5),
+    'tower_reduce of one': Row(
+        tower_reduce(1, mean_of(IDENTITY), axis_name=AXIS)
+    ),
+    'tower_reduce': Row(
+        tower_reduce(FEW, mean_of(SGD), axis_name=AXIS), 'in turn', factor=-0.5
+    ),
+    'tower_reduce in a chain': Row(
+        optax.chain(mean_of(tower_reduce(FEW)), SGD), 'in turn', factor=-0.5
+    ),
+    'tower_reduce of drop_stale of shard_update': Row(
+        tower_reduce(
+            FEW,
+            drop_stale(0, shard_update(SGD, AXIS), axis_name=AXIS),
+            axis_name=AXIS,
+        ),
+        'in turn',
+        factor=-0.5,
+    ),
+    'reduce_towers': Row(reduce_towers(FEW, mean_of(IDENTITY)), 'stacked'),
+    'drop_stale': Row(drop_stale(0, mean_of(IDENTITY), axis_name=AXIS)),
+    'drop_stale in a chain': Row(mean_of(drop_stale(0))),
+}
+
+
+def updates_of_rows(params, own):
+  """Returns what each row gives for one shard's towers."""
+  results = {}
+  for name, row in ROWS.items():
+    state = row.tx.init(params)
+    calls = {'one': [0], 'in turn': range(FEW), 'stacked': [slice(None)]}
+    for i in calls[row.towers]:
+      results[name], state = row.tx.update(
+          at(own, i), state, params, local_step=0
+      )
+  return results
+
+
+def run_rows(mode, updates, num_shards):
+  """Returns what each row gives on each shard [shards, ...]."""
+  # A tree without leaves tells no number of shards.
+  own = updates, np.arange(num_shards)
+  params = jax.tree.map(lambda x: np.zeros_like(x[0, 0]), updates)
+  step = modes.map_shards(
+      mode, lambda params, own: updates_of_rows(params, own[0]), num_shards
+  )
+  return jax.device_get(step(params, own))
+
+
+def expected_of_rows(updates, num_shards):
+  """Returns the same, computed with NumPy."""
+
+  def mean(row, x):
+    counted = x[:, :1] if row.towers == 'one' else x
+    factor = row.factor * (num_shards if row.summed else 1)
+    mean = factor * np.float64(counted).mean((0, 1))
+    return np.broadcast_to(mean, x[:, 0].shape).astype(x.dtype)
+
+  return {
+      name: jax.tree.map(functools.partial(mean, row), updates)
+      for name, row in ROWS.items()
+  }
+
+
+class TreesTest(parameterized.TestCase):
+  """Every transformation on trees of any kind, in a mode that is drawn too."""
+
+  @hypothesis.given(tree=TREES, mode=ANY_MODE)
+  @examples(15)
+  def test_trees_pass_unchanged_at_one_shard(self, tree, mode):
+    rng = np.random.default_rng(0)
+    updates = jax.tree.map(
+        lambda x: rng.normal(size=(1, 1, *x.shape)).astype(x.dtype), tree
+    )
+    # The same in all towers.
+    updates = jax.tree.map(lambda x: x.repeat(FEW, axis=1), updates)
+
+    actual = run_rows(mode, updates, num_shards=1)
+
+    chex.assert_trees_all_equal(
+        actual, expected_of_rows(updates, num_shards=1), strict=True
+    )
+
+  @hypothesis.given(tree=TREES, mode=ANY_MODE)
+  @examples(30)
+  def test_trees_reduce_exactly(self, tree, mode):
+    # Their sums are exact in all dtypes, and their means are integers.
+    rng = np.random.default_rng(0)
+    updates = jax.tree.map(
+        lambda x: (
+            SHARDS * FEW * rng.integers(-2, 3, (SHARDS, FEW, *x.shape))
+        ).astype(x.dtype),
+        tree,
+    )
+
+    actual = run_rows(mode, updates, SHARDS)
+
+    chex.assert_trees_all_equal(
+        actual, expected_of_rows(updates, SHARDS), strict=True
+    )

@@ -1,0 +1,984 @@
+"""What people use beside this library: frameworks, and wrappers of Optax.
+
+`ROWS` is the table of `docs/composing.md`: each wrapper of Optax inside and
+around each transformation, and what becomes of it.
+"""
+
+from collections.abc import Callable
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+from absl.testing import parameterized
+import chex
+import equinox as eqx
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+
+AXIS = modes.AXIS
+SHARDS, STEPS, TOWERS, BATCH, FEATURES, HIDDEN, OUTPUTS = 8, 3, 2, 4, 5, 7, 3
+DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
+FLAGS = (
+    '--xla_cpu_collective_call_warn_stuck_timeout_seconds=1'
+    ' --xla_cpu_collective_call_terminate_timeout_seconds=2'
+)
+FINISHED = 'finished'
+
+# The largest difference that rounding makes in any of these tests is 6e-7.
+TOLERANCE = dict(rtol=2e-6, atol=2e-6)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+MEAN = shard_transforms.cross_shard_mean(AXIS)
+
+
+def batches_of(calls, *, even=False, broken=False):
+  """Returns batches [shards, calls, ...] of 1 to `BATCH` examples each.
+
+  Args:
+    calls: How many batches each shard has.
+    even: Whether no batch has padding.
+    broken: Whether an input of one shard in one call is NaN.
+  """
+  rng = np.random.default_rng(1)
+  inputs = rng.normal(size=(SHARDS, calls, BATCH, FEATURES))
+  inputs = inputs.astype(np.float32)
+  lengths = rng.integers(1, BATCH + 1, (SHARDS, calls))
+  if broken:
+    inputs[3, 2, 0, 0] = np.nan
+  return {
+      'inputs': inputs,
+      'labels': np.sin(2 * inputs[..., :OUTPUTS]),
+      'counts': np.float32(np.arange(BATCH) < lengths[..., None]) ** (not even),
+  }
+
+
+def merged(batches, towers=1):
+  """Returns batches [shards, steps * towers, ...] as those of one device."""
+
+  def merge(x):
+    x = np.moveaxis(x, 0, 1)
+    return x.reshape(-1, towers * SHARDS * BATCH, *x.shape[3:])
+
+  return jax.tree.map(merge, batches)
+
+
+def squared_error(outputs, batch):
+  errors = jnp.sum((outputs - batch['labels']) ** 2, axis=-1)
+  return jnp.sum(batch['counts'] * errors) / jnp.sum(batch['counts'])
+
+
+def num_examples(batch):
+  return jnp.sum(batch['counts'])
+
+
+def own_value_and_grad(fun):
+  return shard_transforms.value_and_grad(fun, AXIS)
+
+
+def on_each_shard(tree):
+  return jax.tree.map(lambda x: np.stack([x] * SHARDS), tree)
+
+
+def assert_same(actual, expected):
+  chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+  chex.assert_trees_all_close(actual, expected, **TOLERANCE)
+
+
+def plain_dict(tx, value_and_grad, extra_args):
+  """Returns how to train parameters in a dict, as do the frameworks below.
+
+  Args:
+    tx: The transformation.
+    value_and_grad: What takes the place of `jax.value_and_grad`.
+    extra_args: Gives the extra arguments of a batch.
+
+  Returns:
+    A training state, a step, and a function of the state for its parameters.
+  """
+  rng = np.random.default_rng(0)
+  params = {
+      'w': jnp.asarray(rng.normal(size=(FEATURES, OUTPUTS)), jnp.float32),
+      'b': jnp.zeros(OUTPUTS),
+  }
+
+  def loss_fn(params, batch):
+    outputs = jnp.tanh(batch['inputs'] @ params['w'] + params['b'][None])
+    return squared_error(outputs, batch)
+
+  def step(carry, batch):
+    params, state = carry
+    _, grads = value_and_grad(loss_fn)(params, batch)
+    updates, state = tx.update(grads, state, params, **extra_args(batch))
+    return optax.apply_updates(params, updates), state
+
+  return (params, tx.init(params)), step, lambda carry: carry[0]
+
+
+class LinenNet(nn.Module):
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(OUTPUTS)(jnp.tanh(nn.Dense(HIDDEN)(x)))
+
+
+def linen_train_state(tx):
+  net = LinenNet()
+  variables = net.init(jax.random.key(0), jnp.zeros((1, FEATURES)))
+  return train_state.TrainState.create(
+      apply_fn=net.apply, params=variables['params'], tx=tx
+  )
+
+
+def linen_loss(state):
+  def loss_fn(params, batch):
+    outputs = state.apply_fn({'params': params}, batch['inputs'])
+    return squared_error(outputs, batch)
+
+  return loss_fn
+
+
+def linen(tx, value_and_grad, extra_args):
+  def step(state, batch):
+    _, grads = value_and_grad(linen_loss(state))(state.params, batch)
+    updates, opt_state = state.tx.update(
+        grads, state.opt_state, state.params, **extra_args(batch)
+    )
+    return state.replace(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+    )
+
+  return linen_train_state(tx), step, lambda state: state.params
+
+
+class NnxNet(nnx.Module):
+
+  def __init__(self, rngs):
+    self.hidden = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
+    self.out = nnx.Linear(HIDDEN, OUTPUTS, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(jnp.tanh(self.hidden(x)))
+
+
+def nnx_loss(model, batch):
+  return squared_error(model(batch['inputs']), batch)
+
+
+def nnx_optimizer(tx, value_and_grad, extra_args):
+  model = NnxNet(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  graph, state = nnx.split((model, optimizer))
+
+  def step(state, batch):
+    model, optimizer = nnx.merge(graph, state)
+    _, grads = value_and_grad(nnx_loss)(model, batch)
+    optimizer.update(model, grads, **extra_args(batch))
+    return nnx.state((model, optimizer))
+
+  return state, step, lambda state: nnx.to_pure_dict(state)[0]
+
+
+def equinox(tx, value_and_grad, extra_args):
+  # The activation is a leaf that is no array.
+  model = eqx.nn.MLP(
+      FEATURES, OUTPUTS, HIDDEN, 1, jnp.tanh, key=jax.random.key(0)
+  )
+  arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+
+  def loss_fn(arrays, batch):
+    model = eqx.combine(arrays, rest)
+    return squared_error(jax.vmap(model)(batch['inputs']), batch)
+
+  def step(carry, batch):
+    arrays, state = carry
+    _, grads = value_and_grad(loss_fn)(arrays, batch)
+    updates, state = tx.update(grads, state, arrays, **extra_args(batch))
+    return eqx.apply_updates(arrays, updates), state
+
+  return (arrays, tx.init(arrays)), step, lambda carry: carry[0]
+
+
+def no_extra_args(batch):
+  del batch
+  return {}
+
+
+def weight_of(batch):
+  return {'weight': num_examples(batch)}
+
+
+def weight_and_local_step_of(batch):
+  return {'weight': num_examples(batch), 'local_step': 0}
+
+
+def history(step, params_of):
+  """Returns a function of a training state and batches: parameters by step."""
+
+  def body(state, batch):
+    state = step(state, batch)
+    return state, params_of(state)
+
+  return lambda state, batches: lax.scan(body, state, batches)[1]
+
+
+class FrameworkTest(parameterized.TestCase):
+
+  @parameterized.product(
+      mode=modes.MODES, framework=(plain_dict, linen, nnx_optimizer, equinox)
+  )
+  def test_weighted_shards_train_as_one_device(self, mode, framework):
+    batches = batches_of(STEPS)
+    tx = shard_transforms.drop_stale(
+        STEPS, optax.chain(MEAN, MOMENTUM), axis_name=AXIS
+    )
+    state, step, params_of = framework(
+        tx, own_value_and_grad, weight_and_local_step_of
+    )
+
+    actual = modes.map_shards(mode, history(step, params_of))(state, batches)
+
+    state, step, params_of = framework(
+        MOMENTUM, jax.value_and_grad, no_extra_args
+    )
+    expected = jax.jit(history(step, params_of))(state, merged(batches))
+    assert_same(actual, on_each_shard(expected))
+
+  @parameterized.parameters('shard_map', 'pmap')
+  def test_apply_gradients_trains_as_one_device(self, mode):
+    batches = batches_of(STEPS, even=True)
+
+    def trainer(tx, value_and_grad):
+      def step(state, batch):
+        _, grads = value_and_grad(linen_loss(state))(state.params, batch)
+        return state.apply_gradients(grads=grads)
+
+      return linen_train_state(tx), history(step, lambda state: state.params)
+
+    state, train = trainer(optax.chain(MEAN, MOMENTUM), own_value_and_grad)
+    actual = modes.map_shards(mode, train)(state, batches)
+
+    state, train = trainer(MOMENTUM, jax.value_and_grad)
+    expected = jax.jit(train)(state, merged(batches))
+    assert_same(actual, on_each_shard(expected))
+
+  @parameterized.parameters('shard_map', 'pmap')
+  def test_apply_gradients_takes_a_weight_for_a_field(self, mode):
+    state = linen_train_state(optax.chain(MEAN, MOMENTUM))
+    step = self.apply_gradients_with(weight=1)
+
+    with self.assertRaisesRegex(TypeError, "unexpected keyword .*'weight'"):
+      modes.map_shards(mode, step)(state, batches_of(STEPS))
+
+  @parameterized.parameters('shard_map', 'pmap')
+  def test_apply_gradients_does_not_hand_on_a_local_step(self, mode):
+    inner = optax.chain(MEAN, MOMENTUM)
+    tx = shard_transforms.drop_stale(1, inner, axis_name=AXIS)
+    state = linen_train_state(tx)
+    step = self.apply_gradients_with(local_step=0)
+
+    with self.assertRaisesRegex(TypeError, '`local_step` .*, got None'):
+      modes.map_shards(mode, step)(state, batches_of(STEPS))
+
+  def apply_gradients_with(self, **extra_args):
+    def step(state, batch):
+      grads = jax.tree.map(lambda x: x * num_examples(batch), state.params)
+      return state.apply_gradients(grads=grads, **extra_args)
+
+    return step
+
+  def test_trains_inside_shard_map_of_nnx_as_one_device(self):
+    batch = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[3:]), batches_of(1, even=True)
+    )
+
+    def train(tx, value_and_grad, wrap):
+      model = NnxNet(nnx.Rngs(0))
+      optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+      def step(model, optimizer, batch):
+        _, grads = value_and_grad(model, batch)
+        optimizer.update(model, grads)
+
+      nnx.jit(wrap(step))(model, optimizer, batch)
+      return nnx.to_pure_dict(nnx.state(model))
+
+    specs = dict(in_specs=(P(), P(), P(AXIS)), out_specs=None)
+    actual = train(
+        optax.chain(MEAN, MOMENTUM),
+        own_value_and_grad(nnx_loss),
+        nnx.shard_map(mesh=modes.mesh(), **specs),
+    )
+
+    expected = train(MOMENTUM, nnx.value_and_grad(nnx_loss), lambda step: step)
+    assert_same(actual, expected)
+
+  def test_gradients_of_nnx_are_per_shard_with_per_shard_models(self):
+    batches = batches_of(STEPS)
+
+    def of_per_shard(fun):
+      def fn(model, batch):
+        model = shard_transforms.per_shard(model, AXIS)
+        return nnx.value_and_grad(fun)(model, batch)
+
+      return fn
+
+    def train(value_and_grad):
+      state, step, params_of = nnx_optimizer(
+          optax.chain(MEAN, MOMENTUM), value_and_grad, weight_of
+      )
+      train = history(step, params_of)
+      return modes.map_shards('shard_map', train)(state, batches)
+
+    chex.assert_trees_all_equal(
+        train(of_per_shard), train(own_value_and_grad), strict=True
+    )
+    with self.assertRaisesRegex(ValueError, 'must be per shard'):
+      train(nnx.value_and_grad)
+
+  def test_whole_model_of_equinox_is_refused(self):
+    model = eqx.nn.MLP(2, 2, 2, 1, jnp.tanh, key=jax.random.key(0))
+    tx = optax.chain(MEAN, MOMENTUM)
+
+    with self.assertRaisesRegex(TypeError, 'requires ndarray'):
+      tx.init(model)
+
+
+def wrapped_momentum(wrap):
+  return wrap(MOMENTUM)
+
+
+class Place(NamedTuple):
+  """Where a wrapper goes.
+
+  Attributes:
+    sharded: Takes the wrapper, a function of a transformation; gives what each
+      shard runs.
+    alone: The same for what one device runs.
+    towers: How many calls are one step of that device.
+    takes_local_step: Whether `update` requires a local step.
+  """
+
+  sharded: Callable[[Any], Any]
+  alone: Callable[[Any], Any] = wrapped_momentum
+  towers: int = 1
+  takes_local_step: bool = False
+
+
+def shard_update(inner):
+  return shard_transforms.shard_update(inner, AXIS)
+
+
+def tower_reduce(inner):
+  inner = optax.chain(MEAN, inner)
+  return shard_transforms.tower_reduce(TOWERS, inner, axis_name=AXIS)
+
+
+def drop_stale(inner):
+  inner = optax.chain(MEAN, inner)
+  return shard_transforms.drop_stale(1, inner, axis_name=AXIS)
+
+
+def collect_alone(inner):
+  return shard_transforms.tower_reduce(TOWERS, inner)
+
+
+INSIDE = {
+    'after `cross_shard_mean`': Place(
+        lambda wrap: optax.chain(MEAN, wrap(MOMENTUM))
+    ),
+    'in `shard_update`': Place(lambda wrap: shard_update(wrap(MOMENTUM))),
+    'in `tower_reduce`': Place(
+        lambda wrap: tower_reduce(wrap(MOMENTUM)), towers=TOWERS
+    ),
+    'in `drop_stale`': Place(
+        lambda wrap: drop_stale(wrap(MOMENTUM)), takes_local_step=True
+    ),
+}
+AROUND = {
+    'around `cross_shard_mean`': Place(
+        lambda wrap: wrap(optax.chain(MEAN, MOMENTUM))
+    ),
+    'around `shard_update`': Place(lambda wrap: wrap(shard_update(MOMENTUM))),
+    'around `tower_reduce`': Place(
+        lambda wrap: wrap(tower_reduce(MOMENTUM)),
+        alone=lambda wrap: wrap(collect_alone(MOMENTUM)),
+    ),
+    'around `drop_stale`': Place(
+        lambda wrap: wrap(drop_stale(MOMENTUM)), takes_local_step=True
+    ),
+}
+PLACES = INSIDE | AROUND
+
+
+class Refusal(NamedTuple):
+  """An error, by its class and the words to search for."""
+
+  kind: type[Exception]
+  words: str
+
+
+ARGUMENTS = Refusal(TypeError, 'got an unexpected keyword argument')
+REFUSALS = {
+    'ours: elements': Refusal(ValueError, 'must treat each element'),
+    'ours: reduced': Refusal(ValueError, 'must be per shard over'),
+    'ours: tree': Refusal(ValueError, 'must have the tree that its state was'),
+    'JAX: types': Refusal(TypeError, 'must have equal'),
+    'Optax: arguments': ARGUMENTS,
+}
+TRAINS = ('yes', 'no weights', 'even only', 'differs', 'diverges', 'hangs')
+
+
+class Row(NamedTuple):
+  """A wrapper, and what becomes of it in each place.
+
+  Attributes:
+    wrap: Takes a transformation; gives the wrapper around it.
+    inside: For each place of `INSIDE`, one of `TRAINS` or `REFUSALS`: under
+      checked `jax.shard_map`, and after a slash, if that differs, elsewhere.
+    around: The same for `AROUND`.
+    broken: Whether it is there for gradients that are not finite.
+  """
+
+  wrap: Callable[[Any], Any]
+  inside: tuple[str, ...]
+  around: tuple[str, ...] = ('-',) * len(AROUND)
+  broken: bool = False
+
+
+def is_even(step):
+  return step % 2 == 0
+
+
+def injected(inner):
+  def scaled(factor):
+    return optax.chain(inner, optax.scale(factor))
+
+  return optax.inject_hyperparams(scaled)(factor=0.5)
+
+
+YES = ('yes',) * 4
+CUT = ('yes', 'ours: elements', 'yes', 'yes')
+NOT_FORWARDED = (*('no weights',) * 3, 'Optax: arguments')
+
+ROWS = {
+    '`MultiSteps`': Row(
+        lambda inner: optax.MultiSteps(inner, 2),
+        YES,
+        ('ours: reduced / even only',) * 4,
+    ),
+    '`MultiSteps` with `skip_not_finite`': Row(
+        lambda inner: optax.MultiSteps(
+            inner, 2, should_skip_update_fn=optax.skip_not_finite
+        ),
+        CUT,
+        ('ours: reduced / hangs',) * 4,
+        broken=True,
+    ),
+    '`apply_if_finite`': Row(
+        lambda inner: optax.apply_if_finite(inner, 3),
+        CUT,
+        ('JAX: types / hangs',) * 4,
+        broken=True,
+    ),
+    '`lookahead`': Row(
+        lambda inner: optax.lookahead(inner, 2, 0.5),
+        ('yes', 'ours: elements', 'ours: tree', 'yes'),
+        NOT_FORWARDED,
+    ),
+    '`contrib.schedule_free`': Row(
+        lambda inner: optax.contrib.schedule_free(inner, 0.1, b1=0.9), YES, YES
+    ),
+    '`conditionally_mask`': Row(
+        lambda inner: optax.conditionally_mask(inner, is_even),
+        YES,
+        ('JAX: types / yes',) * 4,
+    ),
+    '`conditionally_transform`': Row(
+        lambda inner: optax.conditionally_transform(inner, is_even),
+        YES,
+        ('JAX: types / diverges',) * 4,
+    ),
+    '`masked`, for some leaves': Row(
+        lambda inner: optax.masked(inner, {'w': True, 'b': False}),
+        YES,
+        ('JAX: types / diverges',) * 4,
+    ),
+    '`partition`': Row(
+        lambda inner: optax.partition(
+            {'decay': optax.chain(inner, optax.scale(0.5)), 'no decay': inner},
+            {'w': 'decay', 'b': 'no decay'},
+        ),
+        YES,
+        YES,
+    ),
+    '`inject_hyperparams`': Row(injected, YES, YES),
+    '`flatten`': Row(optax.flatten, CUT, YES),
+    '`contrib.split_real_and_imaginary`': Row(
+        optax.contrib.split_real_and_imaginary, YES, NOT_FORWARDED
+    ),
+    '`clip_by_global_norm`, then': Row(
+        lambda inner: optax.chain(optax.clip_by_global_norm(0.5), inner),
+        CUT,
+        ('differs',) * 4,
+    ),
+    '`ema`, then': Row(
+        lambda inner: optax.chain(optax.ema(0.9), inner),
+        YES,
+        ('JAX: types / even only',) * 4,
+    ),
+    '`apply_every`, then': Row(
+        lambda inner: optax.chain(optax.apply_every(2), inner),
+        YES,
+        ('JAX: types / even only',) * 4,
+    ),
+    '`adamw`': Row(lambda inner: optax.adamw(0.1, eps=1e-2), YES),
+    '`contrib.schedule_free_adamw`': Row(
+        lambda inner: optax.contrib.schedule_free_adamw(0.1, eps=1e-2), YES
+    ),
+    '`contrib.muon`': Row(lambda inner: optax.contrib.muon(0.1), CUT),
+}
+EACH_ROW = [
+    dict(testcase_name='_' + re.sub(r'\W+', '_', name).strip('_'), name=name)
+    for name in ROWS
+]
+EACH_EVEN_ROW = [
+    case for case in EACH_ROW if 'even only' in str(ROWS[case['name']].around)
+]
+EACH_ROW_AND_MODE = [
+    dict(testcase_name=f"{case['testcase_name']}_{mode}", mode=mode, **row)
+    for case in EACH_ROW
+    for row in [dict(name=case['name'])]
+    for mode in ('shard_map', 'pmap')
+]
+
+
+def outcomes(name, mode):
+  """Returns what becomes of a wrapper in each place, under a mode."""
+  cells = (*ROWS[name].inside, *ROWS[name].around)
+  checked = mode == 'shard_map'
+  found = [cell.split(' / ')[0 if checked else -1] for cell in cells]
+  return dict(zip(PLACES, found, strict=True))
+
+
+def initial_params(name):
+  rng = np.random.default_rng(0)
+
+  def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+  params = {'w': normal(FEATURES, OUTPUTS), 'b': normal(OUTPUTS)}
+  if 'imaginary' in name:
+    params['w'] += 1j * normal(FEATURES, OUTPUTS)
+  if 'lookahead' in name:
+    return optax.LookaheadParams.init_synced(params)
+  return params
+
+
+def trained(params):
+  return getattr(params, 'fast', params)
+
+
+def loss(params, batch):
+  outputs = batch['inputs'] @ params['w']
+  if jnp.iscomplexobj(outputs):
+    outputs = outputs.real * outputs.imag
+  return squared_error(jnp.tanh(outputs + params['b'][None]), batch)
+
+
+def trainer(tx, value_and_grad, *, weighted, local_step):
+  """Returns a function of parameters and batches: parameters by call."""
+
+  def step(carry, batch):
+    params, state = carry
+    _, grads = value_and_grad(loss)(trained(params), batch)
+    extra_args = weight_of(batch) if weighted else {}
+    if local_step:
+      extra_args['local_step'] = STEPS * TOWERS
+    updates, state = tx.update(grads, state, params, **extra_args)
+    params = optax.apply_updates(params, updates)
+    return (params, state), params
+
+  def train(params, batches):
+    return lax.scan(step, (params, tx.init(params)), batches)[1]
+
+  return train
+
+
+def shards(name, label, *, weighted):
+  """Returns the training of each shard, for a wrapper in a place."""
+  place = PLACES[label]
+  return trainer(
+      place.sharded(ROWS[name].wrap),
+      own_value_and_grad,
+      weighted=weighted,
+      local_step=place.takes_local_step,
+  )
+
+
+class Job(NamedTuple):
+  """A training to compare with that of one device.
+
+  Attributes:
+    label: The place of the wrapper.
+    weighted: Whether batches are uneven, and weights are handed in.
+    broken: Whether an input is NaN.
+  """
+
+  label: str
+  weighted: bool
+  broken: bool = False
+
+  def batches(self):
+    calls = 2 * STEPS if 'tower' in self.label else STEPS + 1
+    return batches_of(calls, even=not self.weighted, broken=self.broken)
+
+
+def train_on_shards(mode, name, jobs):
+  """Returns parameters by shard and step, for each job."""
+  fns = [shards(name, job.label, weighted=job.weighted) for job in jobs]
+
+  # One program for all of them compiles several times as fast.
+  def train(params, batches):
+    return [fn(params, x) for fn, x in zip(fns, batches, strict=True)]
+
+  histories = modes.map_shards(mode, train)(
+      initial_params(name), [job.batches() for job in jobs]
+  )
+  found = {}
+  for job, params in zip(jobs, histories, strict=True):
+    towers = PLACES[job.label].towers
+    last = slice(towers - 1, None, towers)
+    found[job] = jax.tree.map(lambda x, i=last: np.asarray(x)[:, i], params)
+  return found
+
+
+def train_alone(name, jobs):
+  """Returns parameters by step of one device, for each job."""
+  # In most places it is the same training.
+  keys = {job: (*PLACES[job.label][1:3], *job[1:]) for job in jobs}
+  chosen = {key: job for job, key in keys.items()}
+  fns, batches = {}, {}
+  for key, job in chosen.items():
+    place = PLACES[job.label]
+    fns[key] = trainer(
+        place.alone(ROWS[name].wrap),
+        jax.value_and_grad,
+        # Where towers are still to be collected, weights are.
+        weighted=job.weighted and place.alone is not wrapped_momentum,
+        local_step=False,
+    )
+    batches[key] = merged(job.batches(), place.towers)
+
+  @jax.jit
+  def train(params, batches):
+    return [fn(params, x) for fn, x in zip(fns.values(), batches, strict=True)]
+
+  histories = train(initial_params(name), list(batches.values()))
+  found = dict(zip(batches, histories, strict=True))
+  return {job: found[key] for job, key in keys.items()}
+
+
+def jobs_of(name, mode):
+  """Returns what the table says about each training under a mode."""
+  jobs = {}
+  for label, outcome in outcomes(name, mode).items():
+    # What has no collective inside is the same program in all modes.
+    if outcome in TRAINS and (mode == 'shard_map' or label in AROUND):
+      broken = ROWS[name].broken and outcome == 'yes'
+      weighted = outcome in ('yes', 'differs', 'diverges')
+      jobs[Job(label, weighted, broken)] = outcome
+  return jobs
+
+
+def trees_differ(some, other):
+  pairs = zip(jax.tree.leaves(some), jax.tree.leaves(other), strict=True)
+  return any(
+      np.abs(np.asarray(x) - np.asarray(y)).max() > 1e-3 for x, y in pairs
+  )
+
+
+class ComposingTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_trains_as_one_device_where_the_table_says_so(self, name):
+    by_mode = {mode: jobs_of(name, mode) for mode in ('shard_map', 'pmap')}
+    by_mode = {mode: jobs for mode, jobs in by_mode.items() if jobs}
+    alone = train_alone(name, sorted(set().union(*by_mode.values())))
+
+    for mode, jobs in by_mode.items():
+      shards = train_on_shards(mode, name, list(jobs))
+      for job, outcome in jobs.items():
+        with self.subTest(mode=mode, place=job.label):
+          self.check(outcome, shards[job], on_each_shard(alone[job]))
+
+  def check(self, outcome, actual, expected):
+    if outcome in ('differs', 'diverges'):
+      first = jax.tree.map(lambda x: x[:1].repeat(SHARDS, 0), actual)
+      self.assertEqual(trees_differ(actual, first), outcome == 'diverges')
+      self.assertTrue(trees_differ(actual, expected))
+    else:
+      assert_same(actual, expected)
+
+  @parameterized.named_parameters(EACH_EVEN_ROW)
+  def test_loses_weights_where_the_table_says_even_only(self, name):
+    found = outcomes(name, 'pmap').items()
+    jobs = [Job(label, True) for label, word in found if word == 'even only']
+
+    shards = train_on_shards('pmap', name, jobs)
+
+    alone = train_alone(name, jobs)
+    for job in jobs:
+      with self.subTest(place=job.label):
+        self.check('differs', shards[job], on_each_shard(alone[job]))
+
+  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  def test_refuses_where_the_table_says_so(self, name, mode):
+    for label, outcome in outcomes(name, mode).items():
+      refusal = ARGUMENTS if outcome == 'no weights' else REFUSALS.get(outcome)
+      if refusal is None:
+        continue
+      with self.subTest(label):
+        train = modes.map_shards(mode, shards(name, label, weighted=True))
+        with self.assertRaisesRegex(refusal.kind, refusal.words):
+          jax.eval_shape(train, initial_params(name), batches_of(2 * STEPS))
+
+  @parameterized.named_parameters(EACH_ROW)
+  def test_shards_decide_alone_where_the_table_says_that_it_hangs(self, name):
+    for label, outcome in outcomes(name, 'pmap').items():
+      if outcome not in TRAINS:
+        continue
+      with self.subTest(label):
+        place = PLACES[label]
+        tx = place.sharded(ROWS[name].wrap)
+        extra_args = {'local_step': 0} if place.takes_local_step else {}
+        self.assertEqual(can_hang(name, tx, extra_args), outcome == 'hangs')
+
+  @parameterized.parameters(
+      ('`apply_if_finite`', 'around `cross_shard_mean`'),
+      ('`MultiSteps` with `skip_not_finite`', 'around `tower_reduce`'),
+  )
+  def test_hangs_once_a_shard_is_not_finite(self, name, label):
+    source = pathlib.Path(shard_transforms.__file__).parents[1]
+    paths = [str(source), os.environ.get('PYTHONPATH', '')]
+    env = {
+        **os.environ,
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_NUM_CPU_DEVICES': '2',
+        'PYTHONPATH': os.pathsep.join(filter(None, paths)),
+        'XLA_FLAGS': FLAGS,
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, name, label],
+        env=env,
+        cwd=self.enterContext(tempfile.TemporaryDirectory()),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    self.assertEqual(done.stdout.split(), [FINISHED], done.stderr)
+    self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
+
+
+class LostTest(parameterized.TestCase):
+  """Extra arguments that Optax drops in silence."""
+
+  @parameterized.named_parameters(
+      ('lookahead', '`lookahead`', lambda tx: optax.lookahead(tx, 2, 0.5)),
+      (
+          'split_real_and_imaginary',
+          '`contrib.split_real_and_imaginary`',
+          optax.contrib.split_real_and_imaginary,
+      ),
+      (
+          'multi_steps',
+          '`MultiSteps`',
+          lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+      ),
+  )
+  def test_chain_around_it_loses_weights(self, name, wrap):
+    tx = optax.chain(wrap(optax.chain(MEAN, MOMENTUM)))
+    batches = batches_of(STEPS)
+
+    def train(weighted):
+      fn = trainer(tx, own_value_and_grad, weighted=weighted, local_step=False)
+      return modes.map_shards('pmap', fn)(initial_params(name), batches)
+
+    chex.assert_trees_all_equal(train(True), train(False), strict=True)
+
+
+class SilentTest(parameterized.TestCase):
+  """What the document says beside its tables."""
+
+  def rates(self, mode, value_of):
+    plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+
+    def fn(params, x):
+      state = plateau.init(params)
+      for i in range(5):
+        value = value_of(x * i)
+        _, state = plateau.update(params, state, value=value)
+      return state.scale
+
+    return modes.map_shards(mode, fn)(jnp.ones(()), jnp.arange(8.0) - 3)
+
+  @parameterized.parameters('shard_map', 'pmap')
+  def test_rates_are_the_same_by_the_mean_of_values(self, mode):
+    rates = self.rates(mode, lambda x: shard_transforms.shard_mean(x, AXIS))
+
+    np.testing.assert_array_equal(rates, np.full(8, rates[0]))
+
+  def test_rates_differ_by_the_values_of_shards(self):
+    self.assertGreater(np.ptp(self.rates('pmap', lambda x: x)), 0.1)
+    with self.assertRaisesRegex(TypeError, 'must have equal'):
+      self.rates('shard_map', lambda x: x)
+
+  def test_nothing_refuses_what_hangs_with_groups(self):
+    mean = shard_transforms.cross_shard_mean(
+        AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]]
+    )
+    tx = optax.apply_if_finite(optax.chain(mean, MOMENTUM), 3)
+
+    def fn(params, x):
+      params = shard_transforms.per_shard(params, AXIS)
+      updates = jax.tree.map(lambda p: p * x, params)
+      return tx.update(updates, tx.init(params), params)[0]
+
+    params = initial_params('')
+    self.assertTrue(can_hang('', tx, {}))
+    jax.eval_shape(modes.map_shards('shard_map', fn), params, jnp.ones(8))
+
+
+SENDING = frozenset(('psum', 'pmin', 'pmax', 'all_gather', 'reduce_scatter'))
+
+
+def can_hang(name, tx, extra_args):
+  """Whether shards decide by their own updates whether to send anything."""
+
+  def fn(updates, params):
+    return tx.update(updates, tx.init(params), params, **extra_args)
+
+  params = initial_params(name)
+  updates, num_updates = trained(params), len(jax.tree.leaves(trained(params)))
+  jaxpr = jax.make_jaxpr(fn, axis_env=[(AXIS, SHARDS)])(updates, params).jaxpr
+  differ = [i < num_updates for i, _ in enumerate(jaxpr.invars)]
+  return follow(jaxpr, differ)[1]
+
+
+def follow(jaxpr, differ):
+  """Returns which outputs differ between shards, and whether it can hang."""
+  found = dict(zip(jaxpr.invars, differ, strict=True))
+
+  def differs(value):
+    return not isinstance(value, core.Literal) and found.get(value, False)
+
+  hangs = False
+  for eqn in jaxpr.eqns:
+    name, bodies = eqn.primitive.name, bodies_of(eqn)
+    inputs = [differs(value) for value in eqn.invars]
+    results = any(inputs) or name == 'axis_index'
+    if name in SENDING:
+      results = name == 'reduce_scatter'
+    outputs = [results] * len(eqn.outvars)
+    if any(map(sends, bodies)):
+      chosen = inputs.pop(0) if name == 'cond' else False
+      hangs |= chosen
+      ends = [follow(body, inputs) for body in bodies]
+      hangs |= any(body_hangs for _, body_hangs in ends)
+      of_bodies = zip(*(outputs for outputs, _ in ends), strict=True)
+      outputs = [chosen or any(of_each) for of_each in of_bodies]
+    found.update(zip(eqn.outvars, outputs, strict=True))
+  return [differs(value) for value in jaxpr.outvars], hangs
+
+
+def sends(jaxpr):
+  return any(
+      eqn.primitive.name in SENDING or any(map(sends, bodies_of(eqn)))
+      for eqn in jaxpr.eqns
+  )
+
+
+def bodies_of(eqn):
+  leaves = jax.tree.leaves(
+      list(eqn.params.values()),
+      is_leaf=lambda x: isinstance(x, core.ClosedJaxpr | core.Jaxpr),
+  )
+  return [
+      x.jaxpr if isinstance(x, core.ClosedJaxpr) else x
+      for x in leaves
+      if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+  ]
+
+
+def lines(header, rows):
+  """Returns a Markdown table as lines."""
+  first, *rest = ('| ' + ' | '.join(row) + ' |' for row in (header, *rows))
+  return [first, '|---' * len(header) + '|', *rest]
+
+
+class DocumentTest(parameterized.TestCase):
+
+  @parameterized.parameters('inside', 'around')
+  def test_tables_of_the_document_are_those_that_are_tested(self, where):
+    places = {'inside': INSIDE, 'around': AROUND}[where]
+    rows = [(name, *getattr(row, where)) for name, row in ROWS.items()]
+    rows = [row for row in rows if row[1] != '-']
+
+    table = lines(('of Optax', *places), rows)
+    self.assertIn('\n\n' + '\n'.join(table) + '\n\n', DOCUMENT.read_text())
+
+  def test_refusals_of_the_document_are_those_that_are_tested(self):
+    rows = [
+        (name, f'`{refusal.kind.__name__}`', f'“{refusal.words} …”')
+        for name, refusal in REFUSALS.items()
+    ]
+
+    table = lines(('word', 'error', 'what it says'), rows)
+    self.assertIn('\n\n' + '\n'.join(table) + '\n\n', DOCUMENT.read_text())
+
+  def test_every_word_of_the_tables_is_explained(self):
+    text = DOCUMENT.read_text()
+    for word in TRAINS:
+      self.assertIn(f'\n- **{word}**: ', text)
+
+
+def hang(name, label):
+  """Trains with two shards, and then once more with a NaN on one of them."""
+  place = PLACES[label]
+  tx = place.sharded(ROWS[name].wrap)
+
+  def fn(params, x):
+    state = tx.init(params)
+    for _ in range(2 * TOWERS):
+      updates = jax.tree.map(lambda p: jnp.full_like(p, x), params)
+      _, state = tx.update(updates, state, params)
+    return state
+
+  mapped = modes.map_shards('pmap', fn, num_shards=2)
+  params = initial_params(name)
+  jax.block_until_ready(mapped(params, jnp.array([1.0, 2.0])))
+  print(FINISHED, flush=True)
+  jax.block_until_ready(mapped(params, jnp.array([1.0, jnp.nan])))
+  print(FINISHED, flush=True)
+
+
+if __name__ == '__main__':
+  hang(*sys.argv[1:])
