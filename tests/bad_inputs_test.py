@@ -23,19 +23,25 @@ import numpy as np
 import optax
 
 import modes
+from shard_transforms import check_health
+from shard_transforms import clip_by_global_norm
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import facade
+from shard_transforms import global_norm
+from shard_transforms import guard
 from shard_transforms import init_state
 from shard_transforms import join_processes
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
+from shard_transforms import resize_state
 from shard_transforms import run_processes
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
 from shard_transforms import state_specs
 from shard_transforms import tower_reduce
+from shard_transforms import track_divergence
 from shard_transforms import value_and_grad
 from shard_transforms import wire_report
 
@@ -440,6 +446,85 @@ CALLS = {
         "`JAX_COORDINATOR_ADDRESS` must be of the form host:port, got 'host'",
         joining(coordinator_address='host', num_processes='2', process_id='0'),
     ),
+    # Health.
+    'unknown answer to what is bad': Call(
+        of(guard, SGD, on_bad='drop'),
+        ValueError,
+        "`on_bad` must be 'skip' or 'exclude', got 'drop'",
+    ),
+    'exclusion of what is reduced': Call(
+        of(guard, SGD, on_bad='exclude'),
+        ValueError,
+        "`on_bad='exclude'` of `guard` must come with `axis_name`",
+    ),
+    'quorum where none may be bad': Call(
+        of(guard, SGD, AXIS, min_shards=2),
+        ValueError,
+        "`min_shards` of `guard` must come with `on_bad='exclude'`",
+    ),
+    'no quorum': Call(
+        of(guard, SGD, AXIS, on_bad='exclude', min_shards=0),
+        ValueError,
+        f'`min_shards` {ONE_OR_MORE} 0',
+    ),
+    'more for a quorum than there are': Call(
+        of(
+            init_state,
+            guard(SGD, AXIS, on_bad='exclude', min_shards=9),
+            PARAMS,
+            MESH,
+        ),
+        ValueError,
+        '`min_shards` of `guard` must be at most the number of shards, 8',
+    ),
+    'negative limit of norms': Call(
+        of(guard, SGD, max_norm=-1.0), ValueError, '`max_norm` must be positive'
+    ),
+    'factory for an inner transformation': Call(
+        of(tower_reduce, 2, optax.sgd),
+        TypeError,
+        '`inner` of `tower_reduce` must be an Optax gradient transformation',
+    ),
+    'no limit to clip to': Call(
+        of(clip_by_global_norm, None),
+        TypeError,
+        '`max_norm` must be a real number, got None',
+    ),
+    'specs of slices without their axis': Call(
+        of(global_norm, PARAMS, sharded=P(AXIS)),
+        ValueError,
+        '`sharded` of `global_norm` must come with `axis_name`',
+    ),
+    'slices that no type tells': Call(
+        of(on_shards(lambda x: global_norm(x, AXIS)), MATRIX),
+        ValueError,
+        '`sharded` of `global_norm` must say which leaves are sliced',
+    ),
+    'check after no update': Call(
+        of(track_divergence, AXIS, every=0),
+        ValueError,
+        f'`every` {ONE_OR_MORE} 0',
+    ),
+    'health of what is not guarded': Call(
+        of(check_health, SGD.init(PARAMS)),
+        ValueError,
+        '`state` must hold a `GuardState` or a `DivergenceState`, got none',
+    ),
+    'state of another for another number of shards': Call(
+        of(resize_state, optax.EmptyState(), SGD, PARAMS, MESH),
+        ValueError,
+        '`state` of `resize_state` must be made by this transformation',
+    ),
+    'text for a mesh': Call(
+        of(init_state, SGD, PARAMS, AXIS),
+        TypeError,
+        "`mesh` must be a `jax.sharding.Mesh`, got 'data'",
+    ),
+    'number for an axis': Call(
+        of(cross_shard_mean, 0),
+        TypeError,
+        '`axis_name` must be the name of a mapped axis .* got 0',
+    ),
 }
 
 
@@ -491,6 +576,8 @@ BENCHES = {
         'shard_map',
         extra_args=READ,
     ),
+    'guarded': Bench(guard(MEAN, AXIS, on_bad='exclude')),
+    'tracked guarded': Bench(guard(MEAN, AXIS), 'shard_map'),
 }
 
 
@@ -582,6 +669,16 @@ def other_state(tx, params):
   """Returns a function that makes the state of something else."""
   init = jax.vmap(tx.init, None, axis_name=AXIS, axis_size=SHARDS)
   return lambda _: init(jax.tree.map(jnp.asarray, params))
+
+
+def by_hand():
+  """Returns a reduction that counts all shards, with the state of `MEAN`."""
+
+  def update(updates, state, params=None):
+    updates, own = SGD.update(lax.pmean(updates, AXIS), state[1], params)
+    return updates, (state[0], own)
+
+  return optax.GradientTransformation(MEAN.init, update)
 
 
 def as_int(leaf):
@@ -815,6 +912,31 @@ UPDATES = {
         {'tx': summed_before},
         ValueError,
         f'`updates` of `drop_stale` must be per shard {REDUCED}',
+    ),
+    'reduced before a guard': Update(
+        'tracked guarded',
+        {'tx': summed_before},
+        ValueError,
+        f'`updates` of `guard` must be per shard {REDUCED}',
+    ),
+    # Guards.
+    'integer for a guard': Update(
+        'guarded',
+        {'updates': with_leaf(b=as_int)},
+        TypeError,
+        f'`updates` of `guard` .*{INT_AT_B}',
+    ),
+    'state of another for a guard': Update(
+        'guarded',
+        {'state': other_state(SGD, PARAMS)},
+        TypeError,
+        '`state` of `guard` must be a `GuardState`, .* got tuple',
+    ),
+    'reduction by hand in a guard': Update(
+        'guarded',
+        {'tx': lambda _: guard(by_hand(), AXIS, on_bad='exclude')},
+        ValueError,
+        'must heed the extra argument `weight`.* by hand counts them all',
     ),
     # Axes and groups.
     'mean over an axis that is not there': Update(

@@ -199,6 +199,8 @@ def run_alone(function, *args, num_devices):
   code = f'import sys, checkpoint_test as t; t.{function}(*sys.argv[1:])'
   done = subprocess.run(
       [sys.executable, '-W', 'error', '-c', code, *args],
+      # With a command, Python looks here first.
+      cwd=source,
       env={
           **os.environ,
           'JAX_PLATFORMS': 'cpu',

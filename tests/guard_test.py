@@ -515,11 +515,12 @@ class RefusalTest(parameterized.TestCase):
 
   def test_refuses_an_unbound_axis(self):
     tx = guard(optax.sgd(1.0), AXIS)
+    state = guard(optax.sgd(1.0)).init(jnp.zeros(2))
 
     with self.assertRaisesRegex(NameError, '`guard` needs the mapped axis'):
       tx.init(jnp.zeros(2))
     with self.assertRaisesRegex(NameError, '`guard` needs the mapped axis'):
-      tx.update(jnp.zeros(2), None)
+      tx.update(jnp.zeros(2), state)
 
   def test_refuses_integers(self):
     tx = guard(optax.sgd(1.0))

@@ -17,10 +17,9 @@ def _names(program):
   return [step.name for step in program.steps]
 
 
-def _mapped(fn, check_vma=True):
+def _mapped(fn, check_vma=True, spec=P(('host', 'core'))):
   auto = (jax.sharding.AxisType.Auto,) * 2
   mesh = jax.sharding.AbstractMesh((2, 4), ('host', 'core'), axis_types=auto)
-  spec = P(('host', 'core'))
   return jax.shard_map(
       fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
   )
@@ -39,8 +38,8 @@ class FlattenTest(parameterized.TestCase):
   @parameterized.parameters(
       jax.jit,
       jax.checkpoint,
-      _mapped,
-      functools.partial(_mapped, check_vma=False),
+      functools.partial(_mapped, spec=P()),
+      functools.partial(_mapped, spec=P(), check_vma=False),
       lambda fn: jax.jit(jax.jit(fn)),
       lambda _: _with_rule,
   )
@@ -57,6 +56,23 @@ class FlattenTest(parameterized.TestCase):
     self.assertIs(program.outputs[0], neg.outputs[0])
     self.assertTrue(mul.inputs[1].is_literal)
     self.assertFalse(mul.inputs[0].is_literal)
+
+  @parameterized.parameters(True, False)
+  def test_a_map_cuts_and_joins(self, check_vma):
+    fn = _mapped(jnp.sin, check_vma, spec=P(None, ('host', 'core')))
+
+    program = _flatten(lambda x: -fn(x), jax.ShapeDtypeStruct((3, 8), 'f'))
+
+    self.assertEqual(_names(program), ['shard_map', 'sin', 'shard_map', 'neg'])
+    cut, sin, join, neg = program.steps
+    self.assertIs(cut.inputs[0], program.inputs[0])
+    self.assertIs(sin.inputs[0], cut.outputs[0])
+    self.assertIs(join.inputs[0], sin.outputs[0])
+    self.assertIs(neg.inputs[0], join.outputs[0])
+    shapes = [step.inputs[0].aval.shape for step in program.steps]
+    self.assertEqual(shapes, [(3, 8), (3, 1), (3, 1), (3, 8)])
+    self.assertEqual([cut.axes, join.axes], [('host', 'core')] * 2)
+    self.assertEqual([len(s.axis_sizes) for s in program.steps], [2, 2, 0, 0])
 
   def test_each_call_of_one_function_is_its_own(self):
     fn = jax.jit(jnp.sin)
@@ -83,6 +99,24 @@ class FlattenTest(parameterized.TestCase):
     self.assertEqual(bodies['scan'], [['sin']])
     self.assertCountEqual(bodies['while'], [['lt'], ['exp']])
     self.assertEqual(bodies['cond'], [['tan'], ['cos']])
+
+  def test_carry_of_a_scan_is_what_it_hands_on(self):
+    def fn(x, ys):
+      def turn(carry, y):
+        return (carry[0] + y, carry[1] * jnp.sum(x)), carry[0]
+
+      return lax.scan(turn, (0.0, 1.0), ys)
+
+    program = _flatten(fn, jnp.ones(3), jnp.ones(3))
+
+    (scan,) = (step for step in program.steps if step.name == 'scan')
+    self.assertEqual(jaxprs.carry(scan), scan.bodies[0].inputs[-3:-1])
+
+  def test_sentences_name_a_step_and_its_scope(self):
+    program = _flatten(lambda x: jax.named_scope('outer')(jnp.sin)(-x), 1.0)
+
+    labels = [step.label for step in program.steps]
+    self.assertEqual(labels, ['`neg`', "`sin` in 'outer'"])
 
   def test_scopes_and_axes_reach_into_calls_and_bodies(self):
     @jax.named_scope('inner')

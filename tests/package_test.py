@@ -48,6 +48,7 @@ LAYERS = (
     ),
     (
         'gating',
+        'hanging',
         'likeness',
         'mistakes',
         'placement',

@@ -17,17 +17,21 @@ from hypothesis.extra import numpy as arrays
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 import modes
 import shard_transforms
+from shard_transforms import clip_by_global_norm
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
+from shard_transforms import guard
 from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms import track_divergence
 
 # Without a database too, Hypothesis keeps notes in the current folder.
 hypothesis.configuration.set_hypothesis_home_dir(os.devnull)
@@ -142,6 +146,10 @@ WEIGHTED = {
             axis_name=AXIS,
         ),
         'in turn',
+    ),
+    'guard': Weighted(guard(mean_of(optax.sgd(0.5)), AXIS, on_bad='exclude')),
+    'guard of shard_update': Weighted(
+        guard(shard_update(optax.sgd(0.5), AXIS), AXIS)
     ),
     'reduce_towers': Weighted(
         reduce_towers(TOWERS, mean_of(optax.identity())), 'stacked'
@@ -482,6 +490,24 @@ ROWS = {
     'reduce_towers': Row(reduce_towers(FEW, mean_of(IDENTITY)), 'stacked'),
     'drop_stale': Row(drop_stale(0, mean_of(IDENTITY), axis_name=AXIS)),
     'drop_stale in a chain': Row(mean_of(drop_stale(0))),
+    'guard': Row(
+        guard(mean_of(SGD), AXIS, on_bad='exclude', max_stds=3.0), factor=-0.5
+    ),
+    'clip_by_global_norm of track_divergence': Row(
+        optax.chain(mean_of(clip_by_global_norm(1e6)), track_divergence(AXIS))
+    ),
+    'guard of shard_update of clip_by_global_norm': Row(
+        guard(
+            shard_update(
+                optax.chain(
+                    clip_by_global_norm(1e6, AXIS, sharded=P(AXIS)), SGD
+                ),
+                AXIS,
+            ),
+            AXIS,
+        ),
+        factor=-0.5,
+    ),
 }
 
 

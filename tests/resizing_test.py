@@ -399,6 +399,7 @@ class CutTest(parameterized.TestCase):
       {'shape': (2, 3, 5), 'before': 1, 'other': (5, 6), 'after': 8},
       {'shape': (1,), 'before': 1, 'other': (), 'after': 4},
       {'shape': (8,), 'before': 8, 'other': (), 'after': 4},
+      {'shape': (3,), 'before': 1, 'other': (5,), 'after': 1},
   )
   def test_refuses_slices_of_other_leaves(self, shape, before, other, after):
     tx = shard_update(copying(), AXIS)
@@ -552,7 +553,7 @@ class WindowTest(parameterized.TestCase):
     ):
       resize_state(state, tx, jnp.zeros(2), modes.mesh(4))
 
-  @parameterized.parameters(P(), P(AXIS))
+  @parameterized.parameters({'specs': P()}, {'specs': P(AXIS)})
   def test_refuses_a_window_of_other_parameters_without_an_axis(self, specs):
     tx = tower_reduce(4, optax.sgd(0.1))
     state = state_of(tx, jnp.zeros((4, 2)), 8)
@@ -582,6 +583,15 @@ def keep():
 
 class CopyTest(parameterized.TestCase):
   """What is copied, how it is given, and what is refused."""
+
+  def test_reads_nothing_of_the_parameters_but_their_shapes(self):
+    params = jnp.zeros(3)
+    state = state_of(optax.trace(0.9), params, 8)
+    params.delete()
+
+    resized = resize_state(state, optax.trace(0.9), params, modes.mesh(4))
+
+    np.testing.assert_array_equal(resized.trace, np.zeros(3))
 
   def test_keys_are_copied(self):
     tx = averaged(optax.add_noise(0.1, 0.5, jax.random.key(3)))
@@ -782,6 +792,8 @@ class ProcessesTest(parameterized.TestCase):
 
     done = subprocess.run(
         [sys.executable, '-c', main, WORKER],
+        # With a command, Python looks here first.
+        cwd=source,
         env={
             **os.environ,
             'JAX_PLATFORMS': 'cpu',

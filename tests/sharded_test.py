@@ -525,7 +525,7 @@ class RefusalTest(parameterized.TestCase):
     tx = shard_update(optax.sgd(0.1), (AXIS, 'inner'))
 
     def step(grads):
-      return tx.update(grads, optax.EmptyState())[0]
+      return tx.update(grads, shard_transforms.ShardUpdateState(()))[0]
 
     mapped = jax.shard_map(
         jax.vmap(step, axis_name='inner'),

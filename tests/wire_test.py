@@ -670,6 +670,18 @@ class WireReportTest(parameterized.TestCase):
 
     self.assertEqual(reports[0].total_bytes, 168)
 
+  def test_counts_what_a_shard_has_of_an_argument(self):
+    mapped = jax.shard_map(
+        lambda x: lax.psum(x, AXIS),
+        mesh=modes.mesh(),
+        in_specs=P(AXIS),
+        out_specs=P(),
+    )
+
+    report = shard_transforms.wire_report(mapped, VECTOR)
+
+    self.assertEqual(report.collectives[0].payload_bytes, 3 * 4)
+
   def test_runs_nothing(self):
     ran = []
 
@@ -699,6 +711,21 @@ class WireReportTest(parameterized.TestCase):
 
     (warning,) = report.warnings
     self.assertIn(f'warning: {warning}', str(report))
+
+  @parameterized.parameters('pmap', 'shard_map_unchecked', 'axis_sizes')
+  def test_warns_of_what_hangs_where_it_is_known_what_differs(self, way):
+    inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+    tx = optax.apply_if_finite(inner, 5)
+
+    report = report_on(way, update_with(tx), VECTOR)
+
+    self.assertEqual(report.num_collectives, 1)
+    if way == 'axis_sizes':
+      self.assertEmpty(report.warnings)
+    else:
+      (warning,) = report.warnings
+      self.assertStartsWith(warning, '`cond` runs `psum`')
+      self.assertIn(f'warning: {warning}', str(report))
 
 
 class ErrorTest(parameterized.TestCase):

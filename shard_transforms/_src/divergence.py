@@ -181,8 +181,13 @@ def assert_reduced(tree: Any, axis_name: axes_lib.AxisName) -> None:
     >>> import shard_transforms
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> shard_transforms.assert_reduced(
-    ...     jax.device_put(jnp.ones(3), NamedSharding(mesh, P())), 'data')
+    >>> x = jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))
+    >>> shard_transforms.assert_reduced(x, 'data')
+    >>> x = jax.device_put(x, NamedSharding(mesh, P('data')))
+    >>> shard_transforms.assert_reduced(x, 'data')
+    Traceback (most recent call last):
+        ...
+    AssertionError: the root [8] is not reduced over ['data']: ...
   """
   axes = axes_lib.as_axes(axis_name)
   for path, leaf in jax.tree.leaves_with_path(tree):

@@ -66,13 +66,12 @@ def resize_state(
 
   Examples:
     >>> import jax
-    >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
     >>> eight = jax.make_mesh((8,), ('data',))
     >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
-    >>> params = jnp.ones((3, 5))
+    >>> params = jax.numpy.ones((3, 5))
     >>> state = shard_transforms.init_state(tx, params, eight)
     >>> state = shard_transforms.resize_state(state, tx, params, four)
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
@@ -94,7 +93,8 @@ def resize_state(
   def carry_over(path, value, rule, target):
     # Slices of the same shape may be of other parts of a sharded parameter.
     if value.shape != target.shape or rule is _refuse_cut:
-      value = rule(_name(path), value, target)
+      name = jax.tree_util.keystr(path) or 'the root'
+      value = rule(name, value, target)
     return _place(value, target.sharding)
 
   return jax.tree_util.tree_map_with_path(carry_over, values, rules, target)
@@ -108,39 +108,33 @@ _MADE_FOR_OTHERS = (
 
 def _as_numpy(path, leaf, target):
   """Returns a leaf of the state as an array of this process."""
-  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-    if not leaf.is_fully_replicated:
-      raise ValueError(
-          '`state` of `resize_state` must be on this process, got a part of'
-          f' {_name(path)}. Save it, and restore it as arrays of NumPy.'
-      )
-    leaf = leaf.addressable_data(0)
+  name = jax.tree_util.keystr(path) or 'the root'
+  is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+  if not is_here and not leaf.is_fully_replicated:
+    raise ValueError(
+        '`state` of `resize_state` must be on this process, got a part of'
+        f' {name}. Save it, and restore it as arrays of NumPy.'
+    )
   dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
   if dtype != target.dtype:
     raise TypeError(
         f'{_MADE_FOR_OTHERS}{dtype.name} instead of {target.dtype.name} at'
-        f' {_name(path)}.'
+        f' {name}.'
     )
+  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return leaf
   # JAX may keep the memory of an array of NumPy that it is given.
-  return leaf if _is_key(target) else np.array(leaf, target.dtype)
+  return np.array(leaf, dtype)
 
 
 def _place(value, sharding):
-  if _is_key(value):
-    # The key of another array would share its memory.
+  if isinstance(value, jax.Array):
+    # A key: placed as it is, it would share its memory.
     bits = _place(np.array(jax.random.key_data(value)), sharding)
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
   return jax.make_array_from_callback(
       value.shape, sharding, value.__getitem__, dtype=value.dtype
   )
-
-
-def _is_key(leaf):
-  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _name(path):
-  return jax.tree_util.keystr(path) or 'the root'
 
 
 def _rules(tree, reduction, are_sharded):
@@ -153,9 +147,9 @@ def _rules(tree, reduction, are_sharded):
     if isinstance(node, windows.TowerReduceState):
       rules = _rules_of_window(node, reduction)
     elif isinstance(node, guard.GuardState):
-      never = functools.partial(_merge, np.max, guard.NEVER)
-      rules = jax.tree.map(lambda _: _refuse, node)
-      rules = rules._replace(last_bad_step=never)
+      rules = jax.tree.map(lambda _: _refuse, node)._replace(
+          last_bad_step=functools.partial(_merge, np.max, guard.NEVER)
+      )
     else:
       return _refuse
     inner_rules = _rules(node.inner_state, reduction, are_sharded)
@@ -186,8 +180,8 @@ def _refuse(name, old, target):
   raise ValueError(
       '`resize_state` must know what a leaf is that depends on the number of'
       f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
-      ' of which it does not. Go on with as many shards as before, or start'
-      ' this part of the state again with `init_state`.'
+      ' of which it does not. Go on with as many as before, or begin this'
+      ' part anew with `init_state`.'
   )
 
 
@@ -197,8 +191,7 @@ def _refuse_cut(name, old, target):
     raise ValueError(
         '`in_specs` of `resize_state` must not shard parameters of which'
         f' `shard_update` keeps slices, got {old.shape} at {name}. Go on with'
-        ' the same mesh, or start this part of the state again with'
-        ' `init_state`.'
+        ' the same mesh, or begin anew with `init_state`.'
     )
   _check_fits(old.shape == target.shape, name, old, target)
   return old

@@ -24,7 +24,7 @@ class ShardUpdateState(NamedTuple):
       parameter that is cut hold each shard's slice, of shape
       [1, 1, ..., 1, elements]: a leading axis, of length 1 inside the mapped
       function and of the number of shards outside, and as many axes as the
-      parameter has.
+      parameter has. (A parameter of a single element has no further axis.)
 
   Examples:
     >>> import jax
