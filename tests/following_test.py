@@ -107,6 +107,27 @@ class FollowingTest(parameterized.TestCase):
     self.assertIn(reason, kind.reason)
     self.assertLessEqual(num_sums, 1)
 
+  @parameterized.parameters(0, 1)
+  def test_a_sum_along_one_dimension_is_none_over_all(self, dimension):
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sum(x, dimension))(jnp.ones((4, 4)))
+    cut = following.Cut((4, 4), ends_in_zeros=True)
+
+    program = jaxprs.flatten(jaxpr.jaxpr)
+    (kind,), _ = following.follow(program, [cut], (AXIS,))
+
+    self.assertIsInstance(kind, following.Mixed)
+
+  @parameterized.parameters(((AXIS, 'other'),), ('other',))
+  def test_a_sum_over_other_axes_is_none_over_all(self, axes):
+    def fn(x):
+      return lax.psum(jnp.sum(x), axes)
+
+    axis_env = [(AXIS, 8), ('other', 2)]
+    program = jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(4)).jaxpr
+    (kind,), _ = following.follow(jaxprs.flatten(program), [CUT], (AXIS,))
+
+    self.assertIsInstance(kind, following.Mixed)
+
   def test_a_sum_over_some_slices_is_none_over_all(self):
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
 

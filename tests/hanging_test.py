@@ -139,7 +139,18 @@ HANGS = {
     'condition_of_while': lambda x: lax.while_loop(
         lambda x: jnp.sum(x + first(x)) > 1, lambda x: x / 2, x
     ),
-    'turns_of_while': lambda x: if_positive(first)(until_small(x, lambda x: x)),
+    'all_of_while': lambda x: lax.while_loop(
+        lambda x: jnp.sum(x + first(x)) > 1, permute, x
+    ),
+    'turns_of_while': lambda x: lax.cond(
+        lax.while_loop(lambda n: n < x[0, 0], lambda n: n + 1, 0.0) > 3,
+        first,
+        lambda x: x,
+        x,
+    ),
+    'in_a_branch': lambda x: lax.cond(
+        psum(jnp.sum(x)) > 0, if_positive(permute), lambda x: x, x
+    ),
     'bound_of_loop': lambda x: lax.fori_loop(
         0, jnp.argmax(x[0]), lambda _, x: permute(x), x
     ),
@@ -159,6 +170,11 @@ HANGS = {
     ),
     'groups': if_positive(
         lambda x: lax.all_gather(x, AXIS, axis_index_groups=HALVES)[0]
+    ),
+    'in_a_solver': lambda x: lax.custom_linear_solve(
+        lambda y: 2 * y,
+        x,
+        lambda _, y: lax.cond(index() < 4, permute, lambda y: y, y),
     ),
     'partly_scanned': lambda x: lax.scan(
         lambda c, y: (c, if_positive(permute)(y)), 0.0, x
@@ -217,9 +233,7 @@ FINE = {
         )[0]
     ),
     'reduced_in_a_solver': lambda x: if_positive(permute)(
-        lax.custom_linear_solve(
-            lambda y: 2 * pmean(y), pmean(x), lambda _, y: y / 2
-        )
+        lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: pmean(y) / 2)
     ),
 }
 

@@ -40,6 +40,7 @@ LAYERS = (
         'packing',
         'reports',
         'routes',
+        'rows',
         'slices',
         'specs',
         'spikes',

@@ -511,7 +511,18 @@ class WindowTest(parameterized.TestCase):
     resized = resize_state(state, tx, jnp.arange(9.0), modes.mesh(4))
 
     expected = state_of(tx, jnp.arange(9.0), 4)
+    norms = jax.tree.map(jnp.zeros_like, norms)
     assert_same(resized, replaced(expected, bad_shard_count=4, norms=norms))
+
+  def test_norms_stay_with_as_many_shards(self):
+    tx = guard(averaged(optax.identity()), AXIS, max_stds=3, window=2)
+    state = state_of(tx, jnp.zeros(2), 8)
+    norms = state.norms._replace(mean=state.norms.mean + 7)
+    state = replaced(state, norms=norms)
+
+    resized = resize_state(state, tx, jnp.zeros(2), modes.mesh(8))
+
+    assert_same(resized, state)
 
   @parameterized.parameters({'tower': 0, 'after': 4}, {'tower': 3, 'after': 8})
   def test_reduction_is_not_needed(self, tower, after):

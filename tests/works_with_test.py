@@ -22,7 +22,6 @@ from flax import nnx
 from flax.training import train_state
 import jax
 from jax import lax
-from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -867,65 +866,20 @@ class SilentTest(parameterized.TestCase):
     jax.eval_shape(modes.map_shards('shard_map', fn), params, jnp.ones(8))
 
 
-SENDING = frozenset(('psum', 'pmin', 'pmax', 'all_gather', 'reduce_scatter'))
-
-
 def can_hang(name, tx, extra_args):
-  """Whether shards decide by their own updates whether to send anything."""
+  """Whether shards are found to decide alone whether to send anything."""
 
-  def fn(updates, params):
+  def fn(params, updates):
     return tx.update(updates, tx.init(params), params, **extra_args)
 
   params = initial_params(name)
-  updates, num_updates = trained(params), len(jax.tree.leaves(trained(params)))
-  jaxpr = jax.make_jaxpr(fn, axis_env=[(AXIS, SHARDS)])(updates, params).jaxpr
-  differ = [i < num_updates for i, _ in enumerate(jaxpr.invars)]
-  return follow(jaxpr, differ)[1]
-
-
-def follow(jaxpr, differ):
-  """Returns which outputs differ between shards, and whether it can hang."""
-  found = dict(zip(jaxpr.invars, differ, strict=True))
-
-  def differs(value):
-    return not isinstance(value, core.Literal) and found.get(value, False)
-
-  hangs = False
-  for eqn in jaxpr.eqns:
-    name, bodies = eqn.primitive.name, bodies_of(eqn)
-    inputs = [differs(value) for value in eqn.invars]
-    results = any(inputs) or name == 'axis_index'
-    if name in SENDING:
-      results = name == 'reduce_scatter'
-    outputs = [results] * len(eqn.outvars)
-    if any(map(sends, bodies)):
-      chosen = inputs.pop(0) if name == 'cond' else False
-      hangs |= chosen
-      ends = [follow(body, inputs) for body in bodies]
-      hangs |= any(body_hangs for _, body_hangs in ends)
-      of_bodies = zip(*(outputs for outputs, _ in ends), strict=True)
-      outputs = [chosen or any(of_each) for of_each in of_bodies]
-    found.update(zip(eqn.outvars, outputs, strict=True))
-  return [differs(value) for value in jaxpr.outvars], hangs
-
-
-def sends(jaxpr):
-  return any(
-      eqn.primitive.name in SENDING or any(map(sends, bodies_of(eqn)))
-      for eqn in jaxpr.eqns
+  updates = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((SHARDS, *x.shape), x.dtype),
+      trained(params),
   )
-
-
-def bodies_of(eqn):
-  leaves = jax.tree.leaves(
-      list(eqn.params.values()),
-      is_leaf=lambda x: isinstance(x, core.ClosedJaxpr | core.Jaxpr),
-  )
-  return [
-      x.jaxpr if isinstance(x, core.ClosedJaxpr) else x
-      for x in leaves
-      if isinstance(x, core.ClosedJaxpr | core.Jaxpr)
-  ]
+  mapped = modes.map_shards('pmap', fn)
+  report = shard_transforms.wire_report(mapped, params, updates)
+  return any('on those shards alone' in text for text in report.warnings)
 
 
 def lines(header, rows):

@@ -67,11 +67,11 @@ def _plain(step, differing):
     # What is in its bodies may make shards alike.
     return [frozenset() for _ in step.outputs]
   inputs = _of(step.inputs, differing)
-  if step.name in _ALIKE:
-    return [frozenset(d for d in x if d.axis not in step.axes) for x in inputs]
   if step.name == 'optimization_barrier':
     return inputs
   result = frozenset().union(*inputs)
+  if step.name in _ALIKE:
+    result = frozenset(d for d in result if d.axis not in step.axes)
   if step.name == 'axis_index':
     result = frozenset(_Difference(axis, True) for axis in step.axes)
   if step.name == 'shard_map' and step.outputs[0].aval.size > 1:
