@@ -18,6 +18,7 @@ import chex
 import jax
 import numpy as np
 import orbax.checkpoint
+import psutil
 
 SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
 NUM_KILLS = 10
@@ -148,12 +149,7 @@ class KilledTest(parameterized.TestCase):
 
   def children(self, process):
     """Returns the process ids of the two, in the order of their start."""
-    ps = subprocess.check_output(['ps', '-A', '-o', 'pid=,ppid='], text=True)
-    pids = [
-        int(pid)
-        for pid, parent in map(str.split, ps.splitlines())
-        if int(parent) == process.pid
-    ]
+    pids = [child.pid for child in psutil.Process(process.pid).children()]
     self.assertLen(pids, 2)
     return sorted(pids)
 

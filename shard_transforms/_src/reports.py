@@ -101,7 +101,7 @@ class WireReport:
 
   Args:
     collectives: The arrays that shards exchange, in the order of the program.
-    warnings: Sentences about what is sent in vain.
+    warnings: Sentences about what is sent in vain, or hangs.
 
   Examples:
     >>> import shard_transforms
