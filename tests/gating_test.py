@@ -15,10 +15,13 @@ from shard_transforms._src import axes as axes_lib
 AXIS = modes.AXIS
 WEIGHING = {
     'drop_stale': lambda inner: shard_transforms.drop_stale(
-        0, inner, axis_name=AXIS
+        9, inner, axis_name=AXIS
     ),
     'guard': lambda inner: shard_transforms.guard(
         inner, AXIS, on_bad='exclude'
+    ),
+    'tower_reduce': lambda inner: shard_transforms.tower_reduce(
+        2, inner, axis_name=AXIS
     ),
 }
 GATES = {
@@ -292,7 +295,11 @@ class WeightTest(parameterized.TestCase):
     def fn(params, x):
       updates = jax.tree.map(lambda p: x * p, params)
       updates = shard_transforms.per_shard(updates, AXIS)
-      return tx.update(updates, tx.init(params), params, local_step=0)
+      state = tx.init(params)
+      for _ in range(2):
+        result = tx.update(updates, state, params, local_step=0, weight=1.0)
+        state = result[1]
+      return result
 
     params = {'w': jnp.ones(3)} if params is None else params
     return modes.map_shards(mode, fn)(params, jnp.arange(8.0))
@@ -304,6 +311,14 @@ class WeightTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'must heed .* `weight`.* by hand'):
       self.update(gate, inner, mode)
+
+  @parameterized.parameters(*WEIGHING)
+  def test_refuses_what_does_not_hand_the_weight_on(self, gate):
+    mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+    inner = optax.contrib.split_real_and_imaginary(mean)
+
+    with self.assertRaisesRegex(ValueError, 'forwards extra arguments'):
+      self.update(gate, inner, 'pmap')
 
   @parameterized.product(gate=tuple(WEIGHING), params=({}, {'w': None}))
   def test_has_nothing_to_refuse_without_leaves(self, gate, params):

@@ -8,6 +8,8 @@ from jax import lax
 import jax.extend
 
 from shard_transforms._src import axes
+from shard_transforms._src import jaxprs
+from shard_transforms._src import reports
 
 
 def run_or_skip(
@@ -15,6 +17,7 @@ def run_or_skip(
     run: Callable[..., tuple[Any, Any]],
     state: Any,
     weight: jax.Array | None = None,
+    may_be_local: bool = False,
 ) -> tuple[Any, Any]:
   """Returns `run(state)` where `accept`, else zero updates and `state`.
 
@@ -27,6 +30,7 @@ def run_or_skip(
       next state.
     state: Tree of arrays.
     weight: How much this shard counts, which `run` must heed.
+    may_be_local: Whether it need not where it sends nothing between shards.
 
   Returns:
     The updates and the next state. A leaf is typed as varying over the axes
@@ -51,7 +55,7 @@ def run_or_skip(
         ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
   if weight is not None:
-    _check_heeded(jaxpr.jaxpr)
+    _check_heeded(jaxpr.jaxpr, may_be_local)
   types = jaxpr.out_avals
   num_updates = len(types) - len(leaves)
   if_run = [tuple(axes.varying_axes(kind)) for kind in types]
@@ -70,14 +74,16 @@ def run_or_skip(
   return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
 
-def _check_heeded(jaxpr):
+def _check_heeded(jaxpr, may_be_local):
   """Checks that what runs depends on its last input, a weight.
 
   Raises:
     ValueError: If it does not, although it depends on something.
   """
   read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
-  if jaxpr.eqns and id(jaxpr.invars[-1]) not in read:
+  if not jaxpr.eqns or id(jaxpr.invars[-1]) in read:
+    return
+  if not may_be_local or _sends(jaxprs.flatten(jaxpr)):
     raise ValueError(
         'The inner transformation must heed the extra argument `weight`, which'
         ' leaves out some shards, got one that does not read it: a reduction by'
@@ -85,3 +91,10 @@ def _check_heeded(jaxpr):
         ' `cross_shard_sum` or `shard_update`, and see that what is around it'
         ' forwards extra arguments.'
     )
+
+
+def _sends(program):
+  return any(
+      (step.name in reports.SENT and step.axes) or any(map(_sends, step.bodies))
+      for step in program.steps
+  )

@@ -72,7 +72,8 @@ def tower_reduce(
     ValueError: If `num_towers` is less than 1 or `reduction` unknown; in
       `update`, if the tree is not the one that the state was made for, updates
       are already reduced although `axis_name` is given, or differ between
-      shards although it is not, or an extra argument has a wrong value.
+      shards although it is not, an extra argument has a wrong value, or `inner`
+      reduces over shards without the weight.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -129,27 +130,25 @@ def tower_reduce(
       divisor = num_towers if weight is None else total_weight
       divisor = 1 if reduction == 'sum' else divisor
       reduced = windows.divide(state.total, divisor, axes, updates, params)
-      handed_on = {}
-      if weight is not None:
-        used_up = reduction == 'sum'
-        handed_on['weight'] = (
-            jnp.sign(total_weight) if used_up else total_weight
-        )
-      if local_step is not None:
-        oldest = kept.own(state.oldest_local_step, axes, caller)
-        handed_on['local_step'] = oldest
+      left = jnp.sign(total_weight) if reduction == 'sum' else total_weight
+      left = None if weight is None else left
+      oldest = kept.own(state.oldest_local_step, axes, caller)
+      oldest = None if local_step is None else oldest
 
-      def run(inner_state):
-        return inner.update(
-            reduced, inner_state, params, **extra_args, **handed_on
-        )
+      def run(inner_state, weight=left):
+        given = _given(weight=weight, local_step=oldest)
+        return inner.update(reduced, inner_state, params, **extra_args, **given)
 
-      if weight is None:
+      if left is None:
         applied, inner_state = run(state.inner_state)
       else:
         any_weight = collectives.total(total_weight, axes) > 0
         applied, inner_state = gating.run_or_skip(
-            any_weight, run, state.inner_state
+            any_weight,
+            run,
+            state.inner_state,
+            left if axes else None,
+            may_be_local=True,
         )
       return applied, windows.emptied(state, inner_state)
 
