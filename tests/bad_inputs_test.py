@@ -936,7 +936,7 @@ UPDATES = {
         'guarded',
         {'tx': lambda _: guard(by_hand(), AXIS, on_bad='exclude')},
         ValueError,
-        'must heed the extra argument `weight`.* by hand counts them all',
+        'must heed the extra argument `weight`.* by hand, or none, counts',
     ),
     # Axes and groups.
     'mean over an axis that is not there': Update(

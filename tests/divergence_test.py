@@ -242,6 +242,30 @@ class TrackTest(parameterized.TestCase):
 
     self.assertEqual(state.diverged_count, 0)
 
+  @parameterized.parameters(True, False)
+  def test_all_slices_learn_of_a_difference(self, check_vma):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    tx = track_divergence(AXIS)
+
+    def fn(x):
+      x = x[:, 0]
+      state = tx.update(x, tx.init(x), x)[1]
+      return state.diverged_count[None, None]
+
+    x = jnp.zeros((8, 4)).at[5, 2].set(1.0)
+    sharding = NamedSharding(mesh, P('model', AXIS))
+    counts = jax.jit(
+        jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=P('model', AXIS),
+            out_specs=P('model', AXIS),
+            check_vma=False,
+        )
+    )(jax.device_put(x, sharding))
+
+    np.testing.assert_array_equal(counts, np.ones((2, 4)))
+
   def test_the_update_trains_as_without_it(self):
     links = [shard_transforms.cross_shard_mean(AXIS), optax.adam(0.1)]
     tracked = optax.chain(links[0], track_divergence(AXIS, every=2), links[1])

@@ -16,11 +16,16 @@ TABLE = following.Whole('a table')
 AXIS = 'data'
 
 
+def total(x):
+  with jax.named_scope('global_norm'):
+    return lax.psum(jnp.sum(x), AXIS)
+
+
 def kind_of(fn, *kinds):
   """Returns the kind of what a function makes of values of these kinds."""
   is_array = following.Cut | following.Whole
   values = [jnp.ones((4,) * isinstance(kind, is_array)) for kind in kinds]
-  jaxpr = jax.make_jaxpr(fn, axis_env=[(AXIS, 8)])(*values)
+  jaxpr = jax.make_jaxpr(fn, axis_env=[(AXIS, 8), ('model', 2)])(*values)
   program = jaxprs.flatten(jaxpr.jaxpr)
   (kind,), sums = following.follow(program, kinds, (AXIS,))
   return kind, len(sums)
@@ -73,13 +78,17 @@ class FollowingTest(parameterized.TestCase):
     self.assertFalse(kind_of(branch, ONE, CUT)[0].ends_in_zeros)
 
   def test_a_sum_over_all_slices_is_one_number(self):
-    norm = kind_of(lambda x: lax.psum(jnp.sum(x**2), AXIS), CUT)
-    several = kind_of(
-        lambda x: lax.psum(jnp.sum(x) + jnp.sum(2 * x), AXIS), CUT
-    )
+    def several(x):
+      with jax.named_scope('around'), jax.named_scope('clip_by_global_norm'):
+        return lax.psum(jnp.sum(x) + jnp.sum(2 * x), (AXIS, 'model'))
 
-    self.assertEqual(norm, (ONE, 1))
-    self.assertEqual(several, (ONE, 2))
+    self.assertEqual(kind_of(lambda x: total(x**2), CUT), (ONE, 1))
+    self.assertEqual(kind_of(several, CUT), (ONE, 2))
+
+  def test_a_sum_by_hand_does_not_know_of_slices(self):
+    kind, _ = kind_of(lambda x: lax.psum(jnp.sum(x), AXIS), CUT)
+
+    self.assertIn('as if over all', kind.reason)
 
   @parameterized.parameters(
       (lambda x: jnp.sum(x), PART),
@@ -99,6 +108,11 @@ class FollowingTest(parameterized.TestCase):
       (lambda x: jnp.sum(x.reshape(2, 2), 1), 'several of them together'),
       (lambda x: jnp.max(x), '`reduce_max` takes several'),
       (lambda x: x * lax.axis_index(AXIS), 'numbers of their own'),
+      (
+          lambda x: x
+          * lax.fori_loop(0, 2, lambda i, y: y + lax.axis_index(AXIS), 1),
+          'numbers of their own',
+      ),
   )
   def test_says_what_is_wrong(self, fn, reason):
     kind, num_sums = kind_of(fn, CUT)
@@ -117,30 +131,23 @@ class FollowingTest(parameterized.TestCase):
 
     self.assertIsInstance(kind, following.Mixed)
 
-  @parameterized.parameters(((AXIS, 'other'),), ('other',))
-  def test_a_sum_over_other_axes_is_none_over_all(self, axes):
+  def test_a_sum_over_other_axes_is_none_over_all(self):
     def fn(x):
-      return lax.psum(jnp.sum(x), axes)
+      with jax.named_scope('global_norm'):
+        return lax.psum(jnp.sum(x), 'model')
 
-    axis_env = [(AXIS, 8), ('other', 2)]
-    program = jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(4)).jaxpr
-    (kind,), _ = following.follow(jaxprs.flatten(program), [CUT], (AXIS,))
-
-    self.assertIsInstance(kind, following.Mixed)
+    self.assertIsInstance(kind_of(fn, CUT)[0], following.Mixed)
 
   def test_a_sum_over_some_slices_is_none_over_all(self):
     groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
-    kind, _ = kind_of(
-        lambda x: lax.psum(jnp.sum(x), AXIS, axis_index_groups=groups), CUT
-    )
+    def fn(x):
+      with jax.named_scope('global_norm'):
+        return lax.psum(jnp.sum(x), AXIS, axis_index_groups=groups)
 
-    self.assertIsInstance(kind, following.Mixed)
+    self.assertIsInstance(kind_of(fn, CUT)[0], following.Mixed)
 
   def test_knows_sums_within_branches(self):
-    def total(x):
-      return lax.psum(jnp.sum(x), AXIS)
-
     def fn(one, x):
       return lax.cond(one > 0, total, jnp.max, x)
 

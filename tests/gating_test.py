@@ -286,6 +286,24 @@ def _is_jaxpr(node):
   return hasattr(node, 'eqns')
 
 
+class StateTest(parameterized.TestCase):
+
+  @parameterized.parameters(*GATES)
+  def test_names_state_of_which_the_dtype_changes(self, gate):
+    # As that of Adam for parameters of fewer bits than their gradients.
+    tx = GATES[gate](optax.trace(0.9, accumulator_dtype=None))
+    params = {'w': jnp.ones(3, jnp.bfloat16)}
+    updates = {'w': jnp.ones(3)}
+    if gate == 'tower_reduce':
+      tx = shard_transforms.tower_reduce(
+          1, GATES['drop_stale'](optax.trace(0.9))
+      )
+
+    message = r"keep the shapes and dtypes .* float32\[3\] .* at .*\['w'\]"
+    with self.assertRaisesRegex(ValueError, message):
+      tx.update(updates, tx.init(params), params, local_step=0)
+
+
 class WeightTest(parameterized.TestCase):
   """What leaves out some shards insists on being heeded."""
 
@@ -319,6 +337,68 @@ class WeightTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'forwards extra arguments'):
       self.update(gate, inner, 'pmap')
+
+  @parameterized.product(
+      gate=tuple(WEIGHING), within=('jit', 'guard', 'partition', 'cond', 'scan')
+  )
+  def test_refuses_a_reduction_by_hand_within(self, gate, within):
+    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+
+    def update(updates, state, params=None, **extra_args):
+      del params, extra_args
+      if within == 'jit':
+        updates = jax.jit(lambda u, _: lax.pmean(u, AXIS))(updates, 0)
+      elif within == 'cond':
+        updates = lax.cond(
+            True, lambda u: lax.pmean(u, AXIS), lambda u: u, updates
+        )
+      else:
+
+        def turn(u, _):
+          return (lax.pmean(u, AXIS), None)
+
+        updates, _ = lax.scan(turn, updates, length=2)
+      return updates, state
+
+    mean = shard_transforms.cross_shard_mean(AXIS)
+    inner = {
+        'guard': lambda: shard_transforms.guard(by_hand, AXIS),
+        'partition': lambda: optax.partition(
+            {'own': mean, 'hand': by_hand}, {'w': 'hand', 'v': 'own'}
+        ),
+    }.get(
+        within, lambda: optax.GradientTransformationExtraArgs(mean.init, update)
+    )
+    params = {'w': jnp.ones(3), 'v': jnp.ones(3)}
+
+    with self.assertRaisesRegex(ValueError, 'must heed .* `weight`'):
+      self.update(gate, inner(), 'pmap', params)
+
+  @parameterized.parameters(*WEIGHING)
+  def test_nothing_is_wrong_where_nothing_is_summed(self, gate):
+    updates, _ = self.update(gate, optax.set_to_zero(), 'pmap')
+
+    np.testing.assert_array_equal(updates['w'], np.zeros((8, 3)))
+
+  def test_updates_that_are_not_summed_are_not_dropped(self):
+    with self.assertRaisesRegex(ValueError, 'by hand, or none, counts them'):
+      self.update('drop_stale', optax.sgd(1.0), 'pmap')
+
+  @parameterized.parameters(*WEIGHING)
+  def test_other_sums_need_no_weight(self, gate):
+    # Of what is the same on all shards, and over other axes.
+    mean = shard_transforms.cross_shard_mean(AXIS)
+
+    def update(updates, state, params=None, **extra_args):
+      updates, state = mean.update(updates, state, params, **extra_args)
+      lr = lax.pmean(jnp.sum(params['w']), AXIS)
+      return jax.tree.map(lambda u: lr * u, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(mean.init, update)
+
+    updates, _ = self.update(gate, inner, 'pmap')
+
+    np.testing.assert_allclose(updates['w'], np.full((8, 3), 3 * 3.5))
 
   @parameterized.product(gate=tuple(WEIGHING), params=({}, {'w': None}))
   def test_has_nothing_to_refuse_without_leaves(self, gate, params):

@@ -377,8 +377,76 @@ class SpikeTest(parameterized.TestCase):
       guarded = optax.tree_utils.tree_get(state, 'GuardState')
       self.assertEqual(guarded.skipped_count, skipped)
 
+  def test_an_infinite_norm_does_not_end_the_window(self):
+    x = data(steps=9)
+    x[3, 1] = 1e30
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=50.0, window=3)
+
+    updates, state = run(tx, x)
+
+    np.testing.assert_array_equal(np.all(updates[0] == 0, -1).nonzero(), [[1]])
+    self.assertEqual(state.norms.num_recorded[0], 8)
+    self.assertTrue(np.all(np.isfinite(state.norms.mean)))
+
+  def test_norms_that_stay_the_same_are_no_spikes(self):
+    x = np.full((SHARDS, 30, 5), 7**0.5 / 5**0.5, np.float32)
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=1.0, window=5)
+
+    _, state = run(tx, x)
+    with jax.enable_x64(True):
+      wide = guard(optax.identity(), max_stds=1.0, window=5)
+      wide_state = wide.init(jnp.zeros(5, jnp.float64))
+      for _ in range(9):
+        _, wide_state = wide.update(jnp.full(5, 7**0.5), wide_state)
+
+    self.assertEqual(state.skipped_count[0], 0)
+    self.assertEqual(wide_state.skipped_count, 0)
+
+  @parameterized.parameters(
+      ({}, dict(max_stds=3.0)),
+      (dict(max_stds=3.0), {}),
+      (dict(max_stds=3.0, window=4), dict(max_stds=3.0, window=5)),
+  )
+  def test_refuses_the_norms_of_other_options(self, before, after):
+    state = guard(optax.identity(), **before).init(jnp.zeros(2))
+    tx = guard(optax.identity(), **after)
+
+    with self.assertRaisesRegex(ValueError, 'must have the norms of .* steps'):
+      tx.update(jnp.ones(2), state)
+
 
 class ModelAxisTest(parameterized.TestCase):
+
+  def test_does_not_guess_what_is_sliced_without_types(self):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS)
+
+    def step(x):
+      return tx.update(x, tx.init(x), x)[0]
+
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
+    )
+    with self.assertRaisesRegex(ValueError, r"`sharded` .* over \['model'\]"):
+      step(jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, P(AXIS))))
+
+  @parameterized.parameters('model', ('model',), 3)
+  def test_refuses_what_is_no_spec(self, sharded):
+    for factory in (
+        lambda: guard(optax.sgd(1.0), AXIS, sharded=sharded),
+        lambda: shard_transforms.clip_by_global_norm(
+            1.0, AXIS, sharded=sharded
+        ),
+        lambda: shard_transforms.global_norm(1.0, AXIS, sharded=sharded),
+    ):
+      with self.assertRaisesRegex(TypeError, 'must be a `PartitionSpec`'):
+        factory()
+
+  def test_needs_the_axes_of_its_specs(self):
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, sharded=P('model'))
+
+    with self.assertRaisesRegex(NameError, "`guard` needs .* axis 'model'"):
+      run(tx, data(), mode='vmap')
 
   @parameterized.parameters(True, False)
   def test_slices_of_a_shard_are_judged_together(self, check_vma):
@@ -501,6 +569,16 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'must heed the extra .* `weight`'):
       run(tx, data(), mode=mode)
+
+  def test_a_reduction_by_hand_must_not_be_given_weights(self):
+    x = data()
+    x[3] = NAN
+    weights = np.ones((SHARDS, 3), np.float32)
+    weights[3] = 0
+    by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
+
+    with self.assertRaisesRegex(ValueError, 'must heed the extra .* `weight`'):
+      run(guard(by_hand, AXIS), x, weights, mode='pmap')
 
   def test_a_reduction_by_hand_may_skip(self):
     x = data()

@@ -385,6 +385,56 @@ class ShardUpdateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'several of them together|part'):
       shard_transforms.init_state(tx, jnp.ones(3), modes.mesh())
 
+  @parameterized.parameters('psum of leaves', 'pmean', 'psum of sums')
+  def test_refuses_a_norm_by_hand(self, kind):
+    # A scalar is not cut, so that a sum over shards counts it once for each.
+    def update(updates, params):
+      del params
+      squares = jax.tree.map(lambda u: jnp.sum(u**2), updates)
+      if kind == 'psum of leaves':
+        squares = lax.psum(squares, AXIS)
+      elif kind == 'pmean':
+        squares = lax.pmean(squares, AXIS)
+      else:
+        squares = lax.psum(squares['w'] + squares['s'], AXIS), 0.0
+      norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
+      return jax.tree.map(lambda u: u / norm, updates)
+
+    tx = shard_transforms.shard_update(optax.stateless(update), AXIS)
+    params = {'w': jnp.ones(5), 's': jnp.ones(())}
+
+    def fn(params, x):
+      updates = jax.tree.map(lambda p: p * x, params)
+      updates = shard_transforms.per_shard(updates, AXIS)
+      return tx.update(updates, tx.init(params), params)[0]
+
+    with self.assertRaisesRegex(ValueError, 'must treat each element'):
+      modes.map_shards('pmap', fn)(params, jnp.ones(SHARDS))
+
+  @parameterized.parameters(True, False)
+  def test_counts_parameters_that_are_sharded_over_another_axis(
+      self, check_vma
+  ):
+    specs = {'a': P('model'), 'b': P()}
+    # Inside, slices over the mapped axis are of what the other has left.
+    sharded = {'a': P((AXIS, 'model')), 'b': P(AXIS)}
+    clip = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
+    tx = shard_transforms.shard_update(optax.chain(clip, optax.sgd(-1.0)), AXIS)
+    tree = {
+        'a': np.arange(1.0, 7, dtype=np.float32),
+        'b': np.ones(3, 'float32'),
+    }
+
+    def fn(tree):
+      updates = shard_transforms.per_shard(tree, AXIS)
+      return tx.update(updates, tx.init(tree), tree)[0]
+
+    updates = on_mesh(fn, specs, check_vma, specs)(tree)
+
+    chex.assert_trees_all_close(
+        updates, jax.tree.map(lambda x: x / norm_of(tree), tree), rtol=1e-6
+    )
+
   def test_refuses_it_in_groups(self):
     tx = shard_transforms.shard_update(
         optax.chain(clip_by_global_norm(1.0, AXIS), optax.sgd(1.0)),

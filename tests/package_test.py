@@ -30,11 +30,20 @@ PACKAGE = ROOT / 'shard_transforms'
 
 # A module of `_src` imports from the rows above its own alone.
 LAYERS = (
-    ('adam', 'arguments', 'axes', 'counters', 'ftrl', 'groups', 'leaves'),
+    (
+        'adam',
+        'arguments',
+        'axes',
+        'counters',
+        'ftrl',
+        'groups',
+        'jaxprs',
+        'leaves',
+    ),
     (
         'checksums',
         'collectives',
-        'jaxprs',
+        'heeding',
         'joining',
         'kept',
         'packing',

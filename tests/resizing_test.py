@@ -514,6 +514,20 @@ class WindowTest(parameterized.TestCase):
     norms = jax.tree.map(jnp.zeros_like, norms)
     assert_same(resized, replaced(expected, bad_shard_count=4, norms=norms))
 
+  def test_a_window_with_weights_of_one_keeps_them(self):
+    tx = tower_reduce(2, averaged(optax.identity()), axis_name=AXIS)
+    state = state_of(tx, jnp.zeros(2), 8)
+    state = replaced(
+        state, tower=1, total_weight=np.ones(8), total=np.ones((8, 2))
+    )
+
+    resized = resize_state(
+        state, tx, jnp.zeros(2), modes.mesh(3), reduction='weighted'
+    )
+
+    np.testing.assert_array_equal(resized.total_weight, [3, 3, 2])
+    np.testing.assert_array_equal(resized.total[:, 0], [3, 3, 2])
+
   def test_norms_stay_with_as_many_shards(self):
     tx = guard(averaged(optax.identity()), AXIS, max_stds=3, window=2)
     state = state_of(tx, jnp.zeros(2), 8)
@@ -545,7 +559,8 @@ class WindowTest(parameterized.TestCase):
     )
 
     with self.assertRaisesRegex(
-        ValueError, r"`reduction` .* 'mean' or 'sum', got None.* \.total\['w'\]"
+        ValueError,
+        r"`reduction` .* or 'weighted', got None.* \.total\['w'\]",
     ):
       resize_state(state, tx, {'w': jnp.zeros(2)}, modes.mesh(4))
 

@@ -296,6 +296,17 @@ class StateTest(parameterized.TestCase):
     expected = np.append(np.arange(15.0), 0).reshape(8, 1, 2)
     np.testing.assert_array_equal(state.inner_state, expected)
 
+  def test_state_that_is_made_of_shapes_is_cut_as_well(self):
+    def init(params):
+      return jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
+
+    inner = optax.GradientTransformation(init, lambda u, s, _: (u, u))
+    tx = shard_update(inner, AXIS)
+
+    specs = shard_transforms.state_specs(tx, jnp.zeros((3, 5)), modes.mesh())
+
+    self.assertEqual(specs.inner_state, P(AXIS))
+
   @parameterized.parameters((('host', 'core'),), (('core', 'host'),))
   def test_slices_are_in_the_order_of_the_mesh(self, axes):
     copy = optax.GradientTransformation(

@@ -472,14 +472,17 @@ class HandedOnTest(parameterized.TestCase):
   def test_hands_on_a_weight_of_zero_where_a_shard_is_late(
       self, mode, weighted
   ):
-    tx = shard_transforms.drop_stale(1, _recorder(), axis_name=modes.AXIS)
+    mean = shard_transforms.cross_shard_mean(modes.AXIS)
+    inner = optax.chain(mean, _recorder())
+    tx = shard_transforms.drop_stale(1, inner, axis_name=modes.AXIS)
 
     def shard(params, own):
       x, weight, local_step = own
       weight = weight if weighted else None
+      x = shard_transforms.per_shard(x, modes.AXIS)
       state = tx.init(params)._replace(global_step=jnp.int32(3))
       _, state = tx.update(x, state, weight=weight, local_step=local_step)
-      return state.inner_state
+      return state.inner_state[1]
 
     steps = np.array([3, 2, 1, 0, 9, -1, 2, 1], np.int32)
 

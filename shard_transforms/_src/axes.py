@@ -124,6 +124,15 @@ def between_processes() -> bool:
   return jax.process_count() > 1 and jax.default_backend() == 'cpu'
 
 
+def untracked_axes() -> tuple[Hashable, ...]:
+  """Returns the mapped mesh axes of which types do not tell what varies."""
+  return tuple(
+      axis
+      for axis in _manual_axes()
+      if lax.axis_size(axis) > 1 and not is_tracked(axis)
+  )
+
+
 def varying_axes(leaf: Any) -> frozenset[Hashable]:
   """Returns the axes over which an array or its type says that it varies."""
   is_type = isinstance(leaf, core.AbstractValue)

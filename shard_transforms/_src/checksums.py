@@ -18,8 +18,8 @@ _SEEDS = np.asarray([0x243F6A89, 0xB7E15163], np.uint32)
 def checksum(tree: Any) -> jax.Array:
   """Returns two words that depend on each bit of a tree and on its place.
 
-  Trees that differ in one element alone never have the same two words; others
-  do with a probability of about 2**-64.
+  Trees that differ in one element of up to 32 bits alone never have the same
+  two words; others do with a probability of about 2**-64.
 
   Args:
     tree: Tree of arrays of any dtypes and shapes.

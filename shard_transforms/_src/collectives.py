@@ -30,7 +30,7 @@ def agreed(decision: jax.Array) -> jax.Array:
 
 def largest(x: jax.Array) -> jax.Array:
   """Returns the largest of the numbers of all shards that may differ."""
-  axes = tuple(axes_lib.varying_axes(x))
+  axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())
   return lax.pmax(x, axes) if axes else x
 
 

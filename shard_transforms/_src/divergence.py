@@ -48,9 +48,9 @@ def shard_divergence(tree: Any, axis_name: axes_lib.AxisName) -> jax.Array:
 
   The checksum is over the bits of all leaves, so that `-0.0` and `0.0` differ,
   and a NaN is the same as itself. Shards that hold the same bits give 0. Those
-  that differ in one element alone, if only by a bit, never do; those that
-  differ in more do with a probability of about 2**-64. What is sent are 16
-  bytes.
+  that differ in one element of up to 32 bits alone, if only by a bit, never do;
+  those that differ in more do with a probability of about 2**-64. What is sent
+  are 16 bytes.
 
   Args:
     tree: Tree of arrays of any dtypes and shapes.

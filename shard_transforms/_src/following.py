@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from shard_transforms._src import axes as axes_lib
 from shard_transforms._src import jaxprs
 from shard_transforms._src import likeness
@@ -32,6 +34,8 @@ ELEMENTWISE = frozenset().union(
 )
 _COPIES = frozenset(('convert_element_type', 'copy', 'copy_p', 'pvary'))
 _SUMS = frozenset(('add', 'add_any'))
+# The scopes in which `norms` sums what it knows to be slices.
+_NORMS = frozenset(('global_norm', 'clip_by_global_norm'))
 # What makes zeros of zeros.
 _KEEPS_ZEROS = _COPIES | _SUMS.union(
     ('sub', 'neg', 'abs', 'sign', 'square', 'sqrt', 'real', 'imag', 'conj'),
@@ -134,11 +138,13 @@ _OWN_NUMBERS = Mixed('shards bring numbers of their own')
 def _make(step, kinds, axes, value):
   """Returns the kind of a result of a step."""
   partial = Partial() in kinds
+  if any(map(_asks_for_place, step.bodies)):
+    return _OWN_NUMBERS
   if step.name == 'axis_index':
     return _OWN_NUMBERS
   if step.name == 'psum' and partial and _is_over_all_slices(step, axes):
     return Uniform()
-  if partial and step.name in _COPIES | _SUMS and set(kinds) == {Partial()}:
+  if partial and set(kinds) == {Partial()} and _is_linear(step):
     return Partial()
   if step.name in ELEMENTWISE:
     return _at_each_place(kinds, _gives_zeros(step, kinds))
@@ -193,9 +199,26 @@ def _gives_zeros(step, kinds):
   return step.name in _KEEPS_ZEROS and _all_end_in_zeros(kinds)
 
 
+def _is_linear(step):
+  is_exact = any(
+      jnp.issubdtype(x.aval.dtype, jnp.integer) for x in step.outputs
+  )
+  return step.name in _COPIES | _SUMS and not is_exact
+
+
 def _is_over_all_slices(step, axes):
+  # What else sums over shards does not know that it is given slices, of some
+  # leaves alone.
+  is_norm = not _NORMS.isdisjoint(step.scope.split('/'))
   groups = step.params.get('axis_index_groups')
-  return groups is None and bool(axes) and set(step.axes) == set(axes)
+  return is_norm and groups is None and axes and set(step.axes) >= set(axes)
+
+
+def _asks_for_place(program):
+  return any(
+      step.name == 'axis_index' or any(map(_asks_for_place, step.bodies))
+      for step in program.steps
+  )
 
 
 def _is_over_all_axes(step):

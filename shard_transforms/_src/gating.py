@@ -1,23 +1,27 @@
 """Running an inner transformation, or leaving everything as it is."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 import jax.extend
+import jax.numpy as jnp
 
 from shard_transforms._src import axes
+from shard_transforms._src import heeding
 from shard_transforms._src import jaxprs
-from shard_transforms._src import reports
 
 
 def run_or_skip(
     accept: jax.Array,
     run: Callable[..., tuple[Any, Any]],
     state: Any,
-    weight: jax.Array | None = None,
-    may_be_local: bool = False,
+    shares: tuple[Any, jax.Array | None] | None = None,
+    shard_axes: Sequence[Hashable] = (),
+    may_be_local: bool = True,
 ) -> tuple[Any, Any]:
   """Returns `run(state)` where `accept`, else zero updates and `state`.
 
@@ -26,19 +30,21 @@ def run_or_skip(
 
   Args:
     accept: Whether to run, bool [].
-    run: Takes the state, and `weight` if there is one; gives updates and the
+    run: Takes the state, and the two `shares` if given; gives updates and the
       next state.
     state: Tree of arrays.
-    weight: How much this shard counts, which `run` must heed.
-    may_be_local: Whether it need not where it sends nothing between shards.
+    shares: The updates of this shard, and how much it counts, or `None`.
+    shard_axes: The axes over which what is summed must heed the latter.
+    may_be_local: Whether updates of a shard may go through without it where
+      they are not summed.
 
   Returns:
     The updates and the next state. A leaf is typed as varying over the axes
     over which it varies after either.
 
   Raises:
-    ValueError: If `accept` can differ between shards, `run` changes the tree of
-      the state, or it gives updates whatever the weight.
+    ValueError: If `accept` can differ between shards, `run` changes the tree or
+      the dtypes of the state, or it does not heed the weight.
   """
   if axes.varying_axes(accept):
     raise ValueError(
@@ -46,7 +52,7 @@ def run_or_skip(
         f' the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
     )
   leaves, treedef = jax.tree.flatten(state)
-  given = [] if weight is None else [weight]
+  given = () if shares is None else shares
   jaxpr, out = jax.make_jaxpr(run, return_shape=True)(state, *given)
   if jax.tree.structure(out[1]) != treedef:
     raise ValueError(
@@ -54,16 +60,25 @@ def run_or_skip(
         f' {jax.tree.structure(out[1])} instead of {treedef}. Where a leaf has'
         ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
-  if weight is not None:
-    _check_heeded(jaxpr.jaxpr, may_be_local)
   types = jaxpr.out_avals
   num_updates = len(types) - len(leaves)
+  paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+  for path, before, after in zip(
+      paths, jaxpr.in_avals, types[num_updates:], strict=False
+  ):
+    _check_state(before, after, path)
+  if shares is not None and shares[1] is not None and shard_axes:
+    _check_heeded(
+        jaxpr.jaxpr, len(leaves), num_updates, shard_axes, may_be_local
+    )
   if_run = [tuple(axes.varying_axes(kind)) for kind in types]
   if_skipped = [()] * num_updates
   if_skipped += [tuple(axes.varying_axes(leaf)) for leaf in leaves]
 
   def accepted(leaves):
-    outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*leaves, *given)
+    outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(
+        *leaves, *jax.tree.leaves(given)
+    )
     return list(map(axes.to_varying, outputs, if_skipped))
 
   def skipped(leaves):
@@ -74,27 +89,41 @@ def run_or_skip(
   return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
 
-def _check_heeded(jaxpr, may_be_local):
-  """Checks that what runs depends on its last input, a weight.
+def _check_state(before, after, path):
+  """Checks that a leaf of the state is of the same kind after a step.
 
   Raises:
-    ValueError: If it does not, although it depends on something.
+    ValueError: If it is not.
   """
-  read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
-  if not jaxpr.eqns or id(jaxpr.invars[-1]) in read:
-    return
-  if not may_be_local or _sends(jaxprs.flatten(jaxpr)):
+  if (before.shape, before.dtype) != (after.shape, after.dtype):
     raise ValueError(
-        'The inner transformation must heed the extra argument `weight`, which'
-        ' leaves out some shards, got one that does not read it: a reduction by'
-        ' hand counts them all. Reduce with `cross_shard_mean`,'
-        ' `cross_shard_sum` or `shard_update`, and see that what is around it'
-        ' forwards extra arguments.'
+        'The inner transformation must keep the shapes and dtypes of its state,'
+        f' got {after.dtype.name}{list(after.shape)} instead of'
+        f' {before.dtype.name}{list(before.shape)} at'
+        f' {jax.tree_util.keystr(path) or "the root"}. Cast the updates to the'
+        ' dtypes of the parameters.'
     )
 
 
-def _sends(program):
-  return any(
-      (step.name in reports.SENT and step.axes) or any(map(_sends, step.bodies))
-      for step in program.steps
+def _check_heeded(jaxpr, num_before, num_updates, axes, may_be_local):
+  """Checks that shards count by their weights in what is run.
+
+  Raises:
+    ValueError: If updates are reduced without the weight, or handed through
+      where that is not allowed.
+  """
+  program = jaxprs.flatten(jaxpr)
+  *updates, weight = program.inputs[num_before:]
+  sums, alone = heeding.sums_without(program, updates, weight, axes)
+  goes_through = any(
+      is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact) and x.aval.size
+      for x, is_alone in zip(program.outputs, alone[:num_updates], strict=False)
   )
+  if sums or (goes_through and not may_be_local):
+    raise ValueError(
+        'The inner transformation must heed the extra argument `weight`, which'
+        ' leaves out some shards, got one that does not: a reduction by hand,'
+        ' or none, counts them all. Reduce with `cross_shard_mean`,'
+        ' `cross_shard_sum` or `shard_update`, and see that what is around it'
+        ' forwards extra arguments.'
+    )

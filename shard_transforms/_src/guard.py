@@ -107,8 +107,9 @@ def guard(
     max_norm: The largest norm of a shard's update that is no spike.
     max_stds: How many standard deviations above its rolling mean the norm of a
       shard's update may be, once `window` steps were accepted. The mean is over
-      these steps and their good shards. A level of norms that rises for good is
-      skipped for ever.
+      these steps and their good shards. An infinite norm, of what is finite but
+      too large for its square, is a spike from the first step on. A level of
+      norms that rises for good is skipped for ever.
     window: The number of accepted steps that the rolling mean is over.
     min_shards: The number of good shards, at least 1, that is enough for a step
       with `on_bad='exclude'`; 1 by default.
@@ -129,7 +130,8 @@ def guard(
       without `axis_name`, or `min_shards` without it; in `init` and `update`,
       if there are fewer shards than `min_shards`; in `update`, if updates are
       already reduced although `axis_name` is given, differ between shards
-      although it is not, or `inner` does not heed the weight.
+      although it is not, `sharded` is missing, `inner` does not heed the
+      weight, or the state is one of other options.
 
   Examples:
     >>> import jax
@@ -176,6 +178,7 @@ def guard(
     max_stds = arguments.as_positive('max_stds', max_stds)
   most = counters.MAX if max_consecutive is None else max_consecutive
   most = arguments.as_at_least('max_consecutive', most, 1)
+  specs.check(sharded, caller)
   inner = wrapping.as_inner(inner, caller)
 
   def init_fn(params):
@@ -193,6 +196,7 @@ def guard(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     wrapping.check_state(state, GuardState, caller)
+    _check_window(state, max_stds, window)
     leaves.check_inexact(updates, caller)
     if axes:
       _check_enough(axes, min_shards)
@@ -203,7 +207,7 @@ def guard(
     squares = norms_lib.sum_of_squares(
         updates, sliced, sharded if sliced else None, caller
     )
-    norm = jnp.sqrt(squares)
+    norm = jnp.sqrt(squares).astype(jnp.float32)
     if max_norm is not None:
       healthy &= norm <= max_norm
     if max_stds is not None:
@@ -225,12 +229,12 @@ def guard(
       # Some of `inner` may come before its reduction, and keep moments.
       updates = jax.tree.map(lambda u: _zero_if(bad, u), updates)
 
-    def run(inner_state, weight=weight):
+    def run(inner_state, updates, weight):
       extra = {} if weight is None else {'weight': weight}
       return inner.update(updates, inner_state, params, **extra_args, **extra)
 
     applied, inner_state = gating.run_or_skip(
-        accept, run, state.inner_state, weight if excludes else None
+        accept, run, state.inner_state, (updates, weight), axes
     )
     norms = state.norms
     if max_stds is not None:
@@ -271,15 +275,46 @@ def _check_enough(axes, min_shards):
     )
 
 
+def _check_window(state, max_stds, window):
+  """Checks that the norms in a state are those of these options.
+
+  Raises:
+    ValueError: If they are not.
+  """
+  found = state.norms.mean.size if state.norms else 0
+  expected = 0 if max_stds is None else window
+  if found != expected:
+    raise ValueError(
+        f'State of `guard` must have the norms of {expected} steps for its'
+        f' `max_stds` and `window`, got those of {found}. Make it with the same'
+        ' options.'
+    )
+
+
 def _sliced_over(updates, axes, sharded):
-  """Returns the axes, other than those given, over which leaves are sliced."""
+  """Returns the axes, other than those given, over which leaves are sliced.
+
+  Raises:
+    NameError: If an axis of `sharded` is not bound.
+    ValueError: If it is missing where types do not tell.
+  """
   found = frozenset[Hashable]()
   if sharded is not None:
     told = jax.tree.leaves(sharded, is_leaf=specs.is_spec)
     found = found.union(*map(specs.axes_of, told))
   elif axes:
     found = found.union(*map(axes_lib.varying_axes, jax.tree.leaves(updates)))
-  return tuple(sorted(found.difference(axes), key=str))
+    unknown = set(axes_lib.untracked_axes()).difference(axes)
+    if unknown:
+      raise ValueError(
+          '`sharded` of `guard` must say which leaves are sliced over'
+          f' {sorted(unknown, key=str)}, because JAX does not track it here,'
+          ' got None. Give the `PartitionSpec`s of the leaves, or `P()` for'
+          ' none.'
+      )
+  sliced = tuple(sorted(found.difference(axes), key=str))
+  axes_lib.size(sliced, 'guard')
+  return sliced
 
 
 def _are_finite(updates, sliced):

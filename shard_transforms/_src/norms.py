@@ -41,11 +41,13 @@ def global_norm(
       over an axis is a slice.
 
   Returns:
-    The norm, float32 [], the same on all shards of `axis_name`.
+    The norm, float32 [] (float64 if a leaf is), the same on all shards of
+    `axis_name`.
 
   Raises:
     NameError: If an axis is not bound.
-    TypeError: If a leaf is an integer or boolean.
+    TypeError: If a leaf is an integer or boolean, or `sharded` is not made of
+      `PartitionSpec`s.
     ValueError: If `sharded` is missing where JAX does not track types,
       contradicts the types, or has no place in the tree; or if it comes without
       `axis_name`.
@@ -61,6 +63,7 @@ def global_norm(
     [5. 5.]
   """
   caller = 'global_norm'
+  specs.check(sharded, caller)
   axes = () if axis_name is None else axes_lib.as_axes(axis_name)
   return jnp.sqrt(sum_of_squares(tree, axes, sharded, caller))
 
@@ -102,8 +105,8 @@ def clip_by_global_norm(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If `max_norm` is not a real number; in `update`, if a leaf is an
-      integer or boolean.
+    TypeError: If `max_norm` is not a real number, or `sharded` not made of
+      `PartitionSpec`s; in `update`, if a leaf is an integer or boolean.
     ValueError: If `max_norm` is not positive; in `update`, as in `global_norm`,
       or if without `axis_name` some leaves vary over an axis and some do not.
 
@@ -123,6 +126,7 @@ def clip_by_global_norm(
   """
   caller = 'clip_by_global_norm'
   max_norm = arguments.as_positive('max_norm', max_norm)
+  specs.check(sharded, caller)
   axes = () if axis_name is None else axes_lib.as_axes(axis_name)
 
   def init_fn(params):
@@ -138,9 +142,10 @@ def clip_by_global_norm(
     def clip(leaf):
       if leaves_lib.is_float0(leaf):
         return leaf
+      leaf = jnp.asarray(leaf)
       scaled = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
       scaled = (scaled / norm) * max_norm
-      return jnp.where(norm < max_norm, leaf, scaled.astype(leaf.dtype))
+      return jnp.where(norm <= max_norm, leaf, scaled.astype(leaf.dtype))
 
     return jax.tree.map(clip, updates), state
 
@@ -150,7 +155,7 @@ def clip_by_global_norm(
 def sum_of_squares(
     tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
 ) -> jax.Array:
-  """Returns the sum of the squares of all elements, float32 [].
+  """Returns the sum of the squares of all elements, float32 or wider [].
 
   Raises:
     NameError: If an axis is not bound.
@@ -174,6 +179,7 @@ def sum_of_squares(
 
 
 def _squares(leaf):
+  leaf = jnp.asarray(leaf)
   if jnp.iscomplexobj(leaf):
     return _squares(leaf.real) + _squares(leaf.imag)
   return jnp.sum(

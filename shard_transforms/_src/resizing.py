@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
-from shard_transforms._src import arguments
 from shard_transforms._src import guard
 from shard_transforms._src import placement
 from shard_transforms._src import rows
@@ -31,7 +30,7 @@ def resize_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: Any = P(),
-    reduction: Literal['mean', 'sum'] | None = None,
+    reduction: Literal['mean', 'sum', 'weighted'] | None = None,
 ) -> optax.OptState:
   """Returns the same state for another number of shards.
 
@@ -53,7 +52,8 @@ def resize_state(
     mesh: The mesh to go on with.
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
     reduction: How shards are reduced inside of `tower_reduce`; needed for a
-      window that was begun without weights, or with weights of 1.
+      window that was begun without weights, or with weights of 1, which look
+      the same: `'weighted'` for these.
 
   Returns:
     A new state, placed on the mesh as by `init_state`, that shares no memory
@@ -79,8 +79,11 @@ def resize_state(
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
     (4, 1, 4)
   """
-  if reduction is not None:
-    arguments.check_reduction(reduction)
+  if reduction not in (None, 'mean', 'sum', 'weighted'):
+    raise ValueError(
+        "`reduction` must be 'mean', 'sum', 'weighted' or None, got"
+        f' {reduction!r}.'
+    )
   params = jax.eval_shape(lambda params: params, params)
   target = placement.init_state(tx, params, mesh, in_specs=in_specs)
   if jax.tree.structure(state) != jax.tree.structure(target):
@@ -168,7 +171,8 @@ def _rules_of_guard(state, target):
 
 def _rules_of_window(state, reduction):
   total = total_weight = functools.partial(rows.merge, np.sum, 0)
-  if state.tower and np.all(state.total_weight == state.tower):
+  may_be_unweighted = np.all(state.total_weight == state.tower)
+  if state.tower and may_be_unweighted and reduction != 'weighted':
     # Without weights, each shard keeps the number of its towers for one.
     total = functools.partial(rows.merge_unweighted, reduction)
     total_weight = functools.partial(rows.merge, np.max, state.tower)

@@ -24,8 +24,8 @@ def refuse(name, old, target):
 
 
 def begin_anew(name, old, target):
-  del name, target
-  return np.zeros_like(old)
+  del name
+  return np.zeros(target.shape, old.dtype)
 
 
 def refuse_cut(name, old, target):
@@ -56,9 +56,9 @@ def merge_unweighted(reduction, name, old, target):
   """Merges the totals of a window that has no weights."""
   if reduction is None:
     raise ValueError(
-        "`reduction` of `resize_state` must be 'mean' or 'sum', got None: the"
-        f' window that was begun without weights, at {name}, ends with the same'
-        ' result only if it is known how its shards are reduced.'
+        "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted', got"
+        f' None: the window that was begun without weights, at {name}, ends'
+        ' with the same result only if it is known how its shards are reduced.'
     )
   merged = merge(np.sum, 0, name, old, target)
   # A mean will divide by another number of shards.

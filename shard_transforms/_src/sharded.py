@@ -11,6 +11,7 @@ from shard_transforms._src import arguments
 from shard_transforms._src import axes as axes_lib
 from shard_transforms._src import elementwise
 from shard_transforms._src import groups as groups_lib
+from shard_transforms._src import kept
 from shard_transforms._src import reduction as reduction_lib
 from shard_transforms._src import slices
 from shard_transforms._src import wrapping
@@ -64,7 +65,7 @@ def shard_update(
   Lion, Adagrad and RMSProp do. What looks across elements is refused, because
   a shard sees a slice: LAMB, Adafactor, Muon, noise. To clip by the global
   norm, `clip_by_global_norm(max_norm, axis_name)` of this library comes first
-  in `inner`.
+  in `inner`; a sum over shards by hand is refused.
 
   Scalars are not cut: they are reduced as by `cross_shard_mean`, and all shards
   update them. Make the state with `init_state`, and map it with the specs of
@@ -155,6 +156,13 @@ def shard_update(
       checked.add(key)
     return problem
 
+  def store(own_state, whole_kinds):
+    def store(own, whole):
+      is_slice = jnp.shape(own) != jnp.shape(whole)
+      return kept.store(own, reduce.axes) if is_slice else own
+
+    return jax.tree.map(store, own_state, whole_kinds)
+
   def init_fn(params):
     _check_mapped(reduce.axes)
     problem = None
@@ -164,7 +172,7 @@ def shard_update(
     _raise(problem)
     own_state = inner.init(reduce.own(params))
     whole_kinds = jax.eval_shape(inner.init, params)
-    return ShardUpdateState(jax.tree.map(_store, own_state, whole_kinds))
+    return ShardUpdateState(store(own_state, whole_kinds))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     wrapping.check_state(state, ShardUpdateState, caller)
@@ -184,7 +192,7 @@ def shard_update(
         own_params,
         **extra_args,
     )
-    new_state = jax.tree.map(_store, own_state, whole_kinds)
+    new_state = store(own_state, whole_kinds)
     return reduce.gather(own_updates, updates), ShardUpdateState(new_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -213,8 +221,10 @@ def _raise(problem):
         f' shard holds a slice of them, but {problem}. Keep such a'
         ' transformation whole, as in `optax.chain(cross_shard_mean(axis_name),'
         ' inner)`: for all parameters, or for some of them with'
-        ' `optax.partition`. Or, if it comes first, let it see what is reduced:'
-        ' `optax.chain(cross_shard_mean(axis_name), clip_by_global_norm(1.0),'
+        ' `optax.partition`. To clip by the global norm, put'
+        ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first in'
+        ' `inner`. Or let what comes first see what is reduced:'
+        ' `optax.chain(cross_shard_mean(axis_name), first,'
         " shard_update(inner, axis_name, on_invariant='averaged'))`."
     )
 
@@ -227,11 +237,6 @@ def _describe(leaves, axes):
       for leaf in leaves
   ]
   return tracked, tuple(kinds)
-
-
-def _store(own, whole):
-  """Puts an axis of shards in front of what is a slice of a leaf."""
-  return own if jnp.shape(own) == jnp.shape(whole) else own[None]
 
 
 def _take(state, own_kinds, whole_kinds):

@@ -37,6 +37,20 @@ def per_leaf(specs: Any, tree: Any) -> Any:
   )
 
 
+def check(sharded: Any, caller: str) -> None:
+  """Checks that what is to say how leaves are sharded is made of specs.
+
+  Raises:
+    TypeError: If it is not.
+  """
+  if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
+    raise TypeError(
+        f'`sharded` of `{caller}` must be a `PartitionSpec` or a tree of them,'
+        f" got {sharded!r}. Write `PartitionSpec('model')`, or"
+        ' `PartitionSpec()` for what is whole.'
+    )
+
+
 def sliced_axes(
     tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
 ) -> list[tuple[Hashable, ...]]:

@@ -33,13 +33,15 @@ def start(window: int) -> NormWindow:
 def limit(norms: NormWindow, max_stds: Any) -> jax.Array:
   """Returns the mean of a window plus so many standard deviations.
 
-  That is over all its steps and their shards; infinite until the window is
-  full.
+  That is over all its steps and their shards; the largest number until the
+  window is full, so that an infinite norm is never recorded.
   """
   variance = norms.variance.mean() + norms.mean.var()
   bound = norms.mean.mean() + max_stds * jnp.sqrt(variance)
   is_full = norms.num_recorded >= norms.mean.size
-  return jnp.where(is_full, bound, jnp.inf)
+  # Norms that stay the same are no spikes for the rounding of their mean.
+  largest = jnp.finfo(jnp.float32).max
+  return jnp.minimum(jnp.where(is_full, bound * (1 + 1e-6), largest), largest)
 
 
 def deviations(norms: NormWindow, norm: jax.Array) -> jax.Array:

@@ -166,12 +166,17 @@ def drop_stale(
       accept = total_weight > 0
     extra_args['local_step'] = local_step
 
-    def run(inner_state, weight=weight):
+    def run(inner_state, updates, weight):
       given = {} if weight is None else {'weight': weight}
       return inner.update(updates, inner_state, params, **extra_args, **given)
 
     applied, inner_state = gating.run_or_skip(
-        accept, run, state.inner_state, weight if axes else None
+        accept,
+        run,
+        state.inner_state,
+        (updates, weight),
+        axes,
+        may_be_local=False,
     )
     return applied, DropStaleState(
         global_step=counters.add(state.global_step, accept),

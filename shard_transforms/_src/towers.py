@@ -135,20 +135,16 @@ def tower_reduce(
       oldest = kept.own(state.oldest_local_step, axes, caller)
       oldest = None if local_step is None else oldest
 
-      def run(inner_state, weight=left):
+      def run(inner_state, reduced, weight):
         given = _given(weight=weight, local_step=oldest)
         return inner.update(reduced, inner_state, params, **extra_args, **given)
 
       if left is None:
-        applied, inner_state = run(state.inner_state)
+        applied, inner_state = run(state.inner_state, reduced, None)
       else:
         any_weight = collectives.total(total_weight, axes) > 0
         applied, inner_state = gating.run_or_skip(
-            any_weight,
-            run,
-            state.inner_state,
-            left if axes else None,
-            may_be_local=True,
+            any_weight, run, state.inner_state, (reduced, left), axes
         )
       return applied, windows.emptied(state, inner_state)
 
