@@ -64,6 +64,7 @@ LAYERS = (
         'placement',
         'processes',
         'reduction',
+        'symptoms',
         'windows',
     ),
     (

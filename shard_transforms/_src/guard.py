@@ -1,6 +1,5 @@
 """`guard`: no step is taken with what is not finite, or is a spike."""
 
-from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from shard_transforms._src import leaves
 from shard_transforms._src import norms as norms_lib
 from shard_transforms._src import specs
 from shard_transforms._src import spikes
+from shard_transforms._src import symptoms
 from shard_transforms._src import tracking
 from shard_transforms._src import wrapping
 
@@ -202,8 +202,8 @@ def guard(
       _check_enough(axes, min_shards)
       tracking.check_per_shard(updates, axes, caller)
     given = arguments.as_weight(1.0 if weight is None else weight, (), caller)
-    sliced = _sliced_over(updates, axes, sharded)
-    healthy = _are_finite(updates, sliced)
+    sliced = symptoms.sliced_over(updates, axes, sharded)
+    healthy = symptoms.are_finite(updates, sliced)
     squares = norms_lib.sum_of_squares(
         updates, sliced, sharded if sliced else None, caller
     )
@@ -227,7 +227,7 @@ def guard(
     if excludes:
       weight = jnp.where(good, given, 0)
       # Some of `inner` may come before its reduction, and keep moments.
-      updates = jax.tree.map(lambda u: _zero_if(bad, u), updates)
+      updates = symptoms.zero_if(bad, updates)
 
     def run(inner_state, updates, weight):
       extra = {} if weight is None else {'weight': weight}
@@ -289,45 +289,3 @@ def _check_window(state, max_stds, window):
         f' `max_stds` and `window`, got those of {found}. Make it with the same'
         ' options.'
     )
-
-
-def _sliced_over(updates, axes, sharded):
-  """Returns the axes, other than those given, over which leaves are sliced.
-
-  Raises:
-    NameError: If an axis of `sharded` is not bound.
-    ValueError: If it is missing where types do not tell.
-  """
-  found = frozenset[Hashable]()
-  if sharded is not None:
-    told = jax.tree.leaves(sharded, is_leaf=specs.is_spec)
-    found = found.union(*map(specs.axes_of, told))
-  elif axes:
-    found = found.union(*map(axes_lib.varying_axes, jax.tree.leaves(updates)))
-    unknown = set(axes_lib.untracked_axes()).difference(axes)
-    if unknown:
-      raise ValueError(
-          '`sharded` of `guard` must say which leaves are sliced over'
-          f' {sorted(unknown, key=str)}, because JAX does not track it here,'
-          ' got None. Give the `PartitionSpec`s of the leaves, or `P()` for'
-          ' none.'
-      )
-  sliced = tuple(sorted(found.difference(axes), key=str))
-  axes_lib.size(sliced, 'guard')
-  return sliced
-
-
-def _are_finite(updates, sliced):
-  """Whether all elements of all slices are finite."""
-  finite = jnp.asarray(True)
-  for leaf in jax.tree.leaves(updates):
-    if not leaves.is_float0(leaf):
-      finite &= jnp.isfinite(leaf).all()
-  return collectives.total(jnp.float32(~finite), sliced) == 0
-
-
-def _zero_if(bad, update):
-  # JAX forgets that nothing, chosen by each shard, is each shard's own.
-  if leaves.is_float0(update) or not jnp.size(update):
-    return update
-  return jnp.where(bad, 0, update)

@@ -4,6 +4,9 @@ A rule takes the name of a leaf, its old values, and its new shape and sharding,
 and returns its new values.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 MADE_FOR_OTHERS = (
@@ -12,8 +15,12 @@ MADE_FOR_OTHERS = (
 )
 
 
-def refuse(name, old, target):
-  """Says why a leaf cannot be carried over."""
+def refuse(name: str, old: np.ndarray, target: Any) -> np.ndarray:
+  """Says why a leaf cannot be carried over.
+
+  Raises:
+    ValueError: Always.
+  """
   _check_fits(_are_rows(old, target), name, old, target)
   raise ValueError(
       '`resize_state` must know what a leaf is that depends on the number of'
@@ -23,13 +30,18 @@ def refuse(name, old, target):
   )
 
 
-def begin_anew(name, old, target):
+def begin_anew(name: str, old: np.ndarray, target: Any) -> np.ndarray:
+  """Returns zeros."""
   del name
   return np.zeros(target.shape, old.dtype)
 
 
-def refuse_cut(name, old, target):
-  """Returns a leaf that is not cut."""
+def refuse_cut(name: str, old: np.ndarray, target: Any) -> np.ndarray:
+  """Returns a leaf that is not cut.
+
+  Raises:
+    ValueError: If it is.
+  """
   # Slices of the same shape may be of other parts of a sharded parameter.
   if _has_rows(target) or old.ndim != target.ndim:
     raise ValueError(
@@ -41,8 +53,18 @@ def refuse_cut(name, old, target):
   return old
 
 
-def merge(combine, empty, name, old, target):
-  """Combines the rows of neighbouring shards, or adds empty ones."""
+def merge(
+    combine: Callable[..., Any],
+    empty: Any,
+    name: str,
+    old: np.ndarray,
+    target: Any,
+) -> np.ndarray:
+  """Combines the rows of neighbouring shards, or adds empty ones.
+
+  Raises:
+    ValueError: If they are not of the same parameters.
+  """
   _check_fits(_are_rows(old, target), name, old, target)
   num_new = target.shape[0] - len(old)
   if num_new > 0:
@@ -52,8 +74,15 @@ def merge(combine, empty, name, old, target):
   return np.stack([combine(part, axis=0) for part in parts]).astype(old.dtype)
 
 
-def merge_unweighted(reduction, name, old, target):
-  """Merges the totals of a window that has no weights."""
+def merge_unweighted(
+    reduction: str | None, name: str, old: np.ndarray, target: Any
+) -> np.ndarray:
+  """Merges the totals of a window that has no weights.
+
+  Raises:
+    ValueError: If it is not known how they are reduced, or they are not of the
+      same parameters.
+  """
   if reduction is None:
     raise ValueError(
         "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted', got"
@@ -66,8 +95,12 @@ def merge_unweighted(reduction, name, old, target):
   return merged * np.asarray(factor, old.dtype)
 
 
-def cut_anew(name, old, target):
-  """Joins the slices of a leaf, and cuts it into others."""
+def cut_anew(name: str, old: np.ndarray, target: Any) -> np.ndarray:
+  """Joins the slices of a leaf, and cuts it into others.
+
+  Raises:
+    ValueError: If they are not of the same parameters.
+  """
   _check_fits(_are_of_one_leaf(old, target), name, old, target)
   # What is behind the last element of the leaf never counts.
   flat = np.pad(np.ravel(old), (0, target.size))[: target.size]
