@@ -24,14 +24,12 @@ import shard_transforms
 
 AXIS = modes.AXIS
 SHARDS = 8
-FLAGS = (
-    '--xla_cpu_collective_call_warn_stuck_timeout_seconds=3'
-    ' --xla_cpu_collective_call_terminate_timeout_seconds=6'
-)
+# How long a collective may take that is to be reached, and one that is not.
+PATIENCE, IMPATIENCE = 6, 2
 FINISHED = 'finished'
 
 
-def run_in_process(case, mode):
+def run_in_process(case, mode, seconds=PATIENCE):
   source = pathlib.Path(shard_transforms.__file__).parents[1]
   paths = [str(source), os.environ.get('PYTHONPATH', '')]
   env = {
@@ -39,7 +37,10 @@ def run_in_process(case, mode):
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': str(SHARDS),
       'PYTHONPATH': os.pathsep.join(filter(None, paths)),
-      'XLA_FLAGS': FLAGS,
+      'XLA_FLAGS': (
+          '--xla_cpu_collective_call_warn_stuck_timeout_seconds=1'
+          f' --xla_cpu_collective_call_terminate_timeout_seconds={seconds}'
+      ),
   }
   with tempfile.TemporaryDirectory() as folder:
     return subprocess.run(
@@ -57,7 +58,7 @@ class DeadlockTest(parameterized.TestCase):
 
   @parameterized.parameters('decide_alone', 'finite_alone')
   def test_a_gate_that_shards_decide_alone_hangs(self, case):
-    done = run_in_process(case, 'pmap')
+    done = run_in_process(case, 'pmap', IMPATIENCE)
 
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
     self.assertNotIn(FINISHED, done.stdout)

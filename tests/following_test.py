@@ -121,6 +121,11 @@ class FollowingTest(parameterized.TestCase):
     self.assertIn(reason, kind.reason)
     self.assertLessEqual(num_sums, 1)
 
+  def test_whole_numbers_do_not_add_up(self):
+    kind, _ = kind_of(lambda x: jnp.sum(x).astype(jnp.int32), CUT)
+
+    self.assertIn('as if over all', kind.reason)
+
   @parameterized.parameters(0, 1)
   def test_a_sum_along_one_dimension_is_none_over_all(self, dimension):
     jaxpr = jax.make_jaxpr(lambda x: jnp.sum(x, dimension))(jnp.ones((4, 4)))

@@ -380,6 +380,18 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(updates['w'], np.zeros((8, 3)))
 
+  def test_what_is_no_number_may_go_through(self):
+    mean = shard_transforms.cross_shard_mean(AXIS)
+    tx = shard_transforms.drop_stale(1, mean, axis_name=AXIS)
+
+    def fn(x):
+      updates = {'w': x, 'steps': np.zeros(3, jax.dtypes.float0)}
+      return tx.update(updates, tx.init(updates), local_step=0)[0]['w']
+
+    mapped = jax.vmap(fn, axis_name=AXIS)
+
+    np.testing.assert_array_equal(mapped(jnp.arange(3.0)), [1.0] * 3)
+
   def test_updates_that_are_not_summed_are_not_dropped(self):
     with self.assertRaisesRegex(ValueError, 'by hand, or none, counts them'):
       self.update('drop_stale', optax.sgd(1.0), 'pmap')

@@ -554,7 +554,7 @@ class TreesTest(parameterized.TestCase):
   """Every transformation on trees of any kind, in a mode that is drawn too."""
 
   @hypothesis.given(tree=TREES, mode=ANY_MODE)
-  @examples(15)
+  @examples(8)
   def test_trees_pass_unchanged_at_one_shard(self, tree, mode):
     rng = np.random.default_rng(0)
     updates = jax.tree.map(
@@ -570,7 +570,7 @@ class TreesTest(parameterized.TestCase):
     )
 
   @hypothesis.given(tree=TREES, mode=ANY_MODE)
-  @examples(30)
+  @examples(15)
   def test_trees_reduce_exactly(self, tree, mode):
     # Their sums are exact in all dtypes, and their means are integers.
     rng = np.random.default_rng(0)

@@ -116,7 +116,7 @@ def _check_heeded(jaxpr, num_before, num_updates, axes, may_be_local):
   *updates, weight = program.inputs[num_before:]
   sums, alone = heeding.sums_without(program, updates, weight, axes)
   goes_through = any(
-      is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact) and x.aval.size
+      is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact)
       for x, is_alone in zip(program.outputs, alone[:num_updates], strict=False)
   )
   if sums or (goes_through and not may_be_local):

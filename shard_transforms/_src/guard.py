@@ -207,7 +207,7 @@ def guard(
     squares = norms_lib.sum_of_squares(
         updates, sliced, sharded if sliced else None, caller
     )
-    norm = jnp.sqrt(squares).astype(jnp.float32)
+    norm = jnp.sqrt(squares)
     if max_norm is not None:
       healthy &= norm <= max_norm
     if max_stds is not None:
