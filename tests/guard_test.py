@@ -395,9 +395,9 @@ class SpikeTest(parameterized.TestCase):
     _, state = run(tx, x)
     with jax.enable_x64(True):
       wide = guard(optax.identity(), max_stds=1.0, window=5)
-      wide_state = wide.init(jnp.zeros(5, jnp.float64))
+      wide_state = wide.init(jnp.zeros(1, jnp.float64))
       for _ in range(9):
-        _, wide_state = wide.update(jnp.full(5, 7**0.5), wide_state)
+        _, wide_state = wide.update(jnp.full(1, 7**0.5), wide_state)
 
     self.assertEqual(state.skipped_count[0], 0)
     self.assertEqual(wide_state.skipped_count, 0)
