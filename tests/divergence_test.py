@@ -260,7 +260,7 @@ class TrackTest(parameterized.TestCase):
             mesh=mesh,
             in_specs=P('model', AXIS),
             out_specs=P('model', AXIS),
-            check_vma=False,
+            check_vma=check_vma,
         )
     )(jax.device_put(x, sharding))
 
