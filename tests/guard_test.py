@@ -198,20 +198,29 @@ class ExcludeTest(parameterized.TestCase):
     self.assertEqual(state.skipped_count[0], 0)
     self.assertEqual(state.bad_shard_count[0], 2)
 
-  def test_moments_before_the_reduction_see_no_nan(self):
+  @parameterized.parameters(
+      ('exclude', 'shard_map', None),
+      ('exclude', 'pmap', 0),
+      ('skip', 'shard_map', 0),
+      ('skip', 'pmap', 0),
+  )
+  def test_moments_before_the_reduction_see_no_nan(self, on_bad, mode, weight):
     x = data()
     x[3, 1] = NAN
     inner = optax.chain(optax.trace(0.5), cross_shard_mean(AXIS))
-    tx = guard(inner, AXIS, on_bad='exclude')
+    tx = guard(inner, AXIS, on_bad=on_bad)
 
     def fn(params, x):
       # Moments of each shard are marked as such.
       state = tx.init(shard_transforms.per_shard(params, AXIS))
       for step in range(3):
-        updates, state = tx.update(x[step], state, params)
+        given = {}
+        if weight is not None:
+          given['weight'] = jnp.where(jnp.isfinite(x[step]).all(), 1, weight)
+        updates, state = tx.update(x[step], state, params, **given)
       return updates, state.inner_state[0].trace
 
-    _, trace = modes.map_shards('shard_map', fn)(jnp.zeros(5), x)
+    _, trace = modes.map_shards(mode, fn)(jnp.zeros(5), x)
 
     expected = 0.25 * x[:, 0] + 0.5 * np.nan_to_num(x[:, 1]) + x[:, 2]
     np.testing.assert_allclose(trace, expected, rtol=1e-5)

@@ -204,10 +204,11 @@ def guard(
     given = arguments.as_weight(1.0 if weight is None else weight, (), caller)
     sliced = symptoms.sliced_over(updates, axes, sharded)
     healthy = symptoms.are_finite(updates, sliced)
-    squares = norms_lib.sum_of_squares(
-        updates, sliced, sharded if sliced else None, caller
-    )
-    norm = jnp.sqrt(squares)
+    norm = jnp.float32(0)
+    if max_norm is not None or max_stds is not None:
+      told = sharded if sliced else None
+      squares = norms_lib.sum_of_squares(updates, sliced, told, caller)
+      norm = jnp.sqrt(squares)
     if max_norm is not None:
       healthy &= norm <= max_norm
     if max_stds is not None:
@@ -226,8 +227,9 @@ def guard(
     accept &= (num_good >= min_shards) if excludes else (num_bad == 0)
     if excludes:
       weight = jnp.where(good, given, 0)
+    if weight is not None:
       # Some of `inner` may come before its reduction, and keep moments.
-      updates = symptoms.zero_if(bad, updates)
+      updates = symptoms.zero_if(~healthy, updates)
 
     def run(inner_state, updates, weight):
       extra = {} if weight is None else {'weight': weight}
