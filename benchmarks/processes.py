@@ -355,7 +355,7 @@ def start_processes() -> None:
   with tempfile.TemporaryDirectory() as folder:
     rendezvous = f'--rendezvous={folder}/torch'
     command = [sys.executable, *sys.argv, rendezvous]
-    shard_transforms.run_processes(_PROCESSES.value, command)
+    shard_transforms.launch.run_processes(_PROCESSES.value, command)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -373,7 +373,7 @@ def main(argv: Sequence[str]) -> None:
     # Threads that start later inherit it: those of XLA and gloo do.
     process_id = int(os.environ['JAX_PROCESS_ID'])
     os.sched_setaffinity(0, {process_id % num_cores})
-  shard_transforms.join_processes()
+  shard_transforms.launch.join_processes()
   torch = None
   if importlib.util.find_spec('torch') is not None:
     torch = importlib.import_module('torch')

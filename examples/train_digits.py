@@ -5,8 +5,9 @@
 gradients taken at old parameters. (b) and (c) must end where (a) does.
 
 With `--processes 2`, the shards are those of two processes, which this program
-starts; on a cluster, `shard_transforms.join_processes` says what to set. With
-`--checkpoint_dir`, the same command goes on where the one before was ended.
+starts; on a cluster, `shard_transforms.launch.join_processes` says what to set.
+With `--checkpoint_dir`, the same command goes on where the one before was
+ended.
 """
 
 from collections.abc import Callable
@@ -455,7 +456,7 @@ def supervise() -> str | None:
   """Runs this program in several processes; returns what went wrong, if any."""
   try:
     # When told to stop, they save first, and may be in the midst of compiling.
-    shard_transforms.run_processes(
+    shard_transforms.launch.run_processes(
         _PROCESSES.value, [sys.executable, *sys.orig_argv[1:]], grace=10
     )
   except RuntimeError as error:
@@ -469,7 +470,7 @@ def main(argv: Sequence[str]) -> str | None:
     raise app.UsageError(f'There are flags only, got {argv[1:]}.')
   # JAX informs about each platform that it does not find.
   logging.set_verbosity(logging.WARNING)
-  num_processes = shard_transforms.join_processes()
+  num_processes = shard_transforms.launch.join_processes()
   if num_processes == 1 and _PROCESSES.value > 1:
     return supervise()
   devices = start_devices(num_processes)

@@ -21,7 +21,7 @@ SHARDS = distributed_worker.SHARDS
 SUPERVISOR = """
 import sys
 import shard_transforms
-shard_transforms.run_processes(
+shard_transforms.launch.run_processes(
     int(sys.argv[1]), [sys.executable, '-W', 'error', *sys.argv[2:]]
 )
 """

@@ -336,5 +336,5 @@ def train_and_die(how, process_id):
 
 
 if __name__ == '__main__':
-  shard_transforms.join_processes(heartbeat_timeout=5)
+  shard_transforms.launch.join_processes(heartbeat_timeout=5)
   {'train': train_and_save, 'die': train_and_die}[sys.argv[1]](*sys.argv[2:])

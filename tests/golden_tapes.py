@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src import ftrl
+from shard_transforms._src.tf1 import ftrl
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
 

@@ -1,9 +1,11 @@
 """Keeps the files of the repository in step with one another."""
 
 import ast
+import collections
 import configparser
 import contextlib
 import doctest
+import graphlib
 import importlib
 import importlib.metadata
 import inspect
@@ -21,78 +23,23 @@ import tomllib
 from typing import NamedTuple
 
 from absl.testing import parameterized
+import optax
 
 import shard_transforms
 from shard_transforms import facade
+from shard_transforms import launch
+from shard_transforms import monitoring
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'shard_transforms'
 
-# A module of `_src` imports from the rows above its own alone.
-LAYERS = (
-    (
-        'adam',
-        'arguments',
-        'axes',
-        'counters',
-        'ftrl',
-        'groups',
-        'jaxprs',
-        'leaves',
-    ),
-    (
-        'checksums',
-        'collectives',
-        'heeding',
-        'joining',
-        'kept',
-        'packing',
-        'reports',
-        'routes',
-        'rows',
-        'slices',
-        'specs',
-        'spikes',
-        'tracking',
-        'wrapping',
-    ),
-    (
-        'gating',
-        'hanging',
-        'likeness',
-        'mistakes',
-        'placement',
-        'processes',
-        'reduction',
-        'symptoms',
-        'windows',
-    ),
-    (
-        'cross_shard',
-        'divergence',
-        'following',
-        'gradients',
-        'norms',
-        'stacked_towers',
-        'staleness',
-        'towers',
-    ),
-    ('elementwise', 'guard', 'wire'),
-    ('health', 'sharded'),
-    ('resizing',),
-)
-
-FACADE_LAYERS = (
-    ('clipping', 'constants', 'contexts', 'graph', 'templates'),
-    ('frames',),
-    ('functions', 'mapping', 'variables'),
-    ('local_steps', 'lookup', 'pairs', 'shards', 'slots', 'values'),
-    ('losses',),
-    ('optimizer',),
-    ('functional',),
-    ('inner', 'wrappers'),
-    ('cross_shard', 'staleness', 'sync_replicas', 'towers'),
-    ('replicate',),
+# Each package of `_src`, with those whose modules its own may import besides
+# each other: the floors of the house, from the ground up.
+FLOORS = (
+    ('base', 'tf1'),
+    ('launch', 'reduction', 'state'),
+    ('tracing',),
+    ('monitoring', 'staleness', 'transforms'),
 )
 
 MODULES = [
@@ -101,21 +48,20 @@ MODULES = [
         shard_transforms.__path__, 'shard_transforms.'
     )
 ]
-SRC_MODULES, FACADE_MODULES = (
-    sorted(
-        path.stem
-        for path in (PACKAGE / folder).glob('*.py')
-        if path.stem != '__init__'
-    )
-    for folder in ('_src', 'facade')
+SRC_MODULES = sorted(
+    (path.parent.name, path.stem)
+    for path in (PACKAGE / '_src').glob('*/*.py')
+    if path.stem != '__init__'
 )
+FACADE_MODULES = sorted(
+    path.stem
+    for path in (PACKAGE / 'facade').glob('*.py')
+    if path.stem != '__init__'
+)
+NAMESPACES = (shard_transforms, facade, launch, monitoring)
 
 # Everything public, each with the package that it is imported from.
-PUBLIC = [
-    (package, name)
-    for package in (shard_transforms, facade)
-    for name in package.__all__
-]
+PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 
 # Runs [line, code] pairs from stdin in one namespace, as a reader does who
 # pastes the blocks one after the other, and prints what each has printed.
@@ -237,6 +183,23 @@ def imported_of_ours(path):
   return {name for name in names if name.startswith(('shard_transforms', '.'))}
 
 
+def package_of(name):
+  """Returns the package of `_src` in a full name, else the public package."""
+  parts = name.split('.')
+  if parts[1:2] == ['_src']:
+    return parts[2]
+  return 'facade' if parts[1:2] == ['facade'] else parts[0]
+
+
+def is_factory(value):
+  """Whether a public value makes transformations."""
+  if not inspect.isfunction(value):
+    return False
+  return inspect.signature(value).return_annotation is (
+      optax.GradientTransformationExtraArgs
+  )
+
+
 def sections(docstring):
   """Returns the sections of a docstring by their headings."""
   parts = re.split(r'^([A-Z][a-z]+):$', inspect.cleandoc(docstring), flags=re.M)
@@ -265,7 +228,7 @@ def run_examples(module):
 
 class SurfaceTest(parameterized.TestCase):
 
-  @parameterized.parameters(shard_transforms, facade)
+  @parameterized.parameters(*NAMESPACES)
   def test_all_is_sorted_and_complete(self, package):
     names = package.__all__
     public = {
@@ -352,34 +315,83 @@ class LayoutTest(parameterized.TestCase):
         shard_transforms.__version__,
     )
 
-  def test_every_module_has_a_layer(self):
-    self.assertEqual(sorted(sum(LAYERS, ())), SRC_MODULES)
-    self.assertEqual(sorted(sum(FACADE_LAYERS, ())), FACADE_MODULES)
+  def test_every_package_has_a_floor(self):
+    self.assertEqual(
+        sorted(itertools.chain(*FLOORS)),
+        sorted({package for package, _ in SRC_MODULES}),
+    )
+    self.assertEmpty(
+        [p.stem for p in (PACKAGE / '_src').glob('*.py') if p.stem[0] != '_']
+    )
 
-  @parameterized.parameters(SRC_MODULES)
-  def test_imports_point_downward(self, module):
-    (layer,) = (i for i, row in enumerate(LAYERS) if module in row)
-    below = {f'shard_transforms._src.{m}' for m in sum(LAYERS[:layer], ())}
+  @parameterized.parameters(*SRC_MODULES)
+  def test_imports_point_downward(self, package, module):
+    (floor,) = (i for i, row in enumerate(FLOORS) if package in row)
+    allowed = {package, *itertools.chain(*FLOORS[:floor])}
 
-    self.assertEmpty(imported_of_ours(f'_src/{module}.py') - below)
+    found = imported_of_ours(f'_src/{package}/{module}.py')
+    self.assertEmpty(
+        {name for name in found if package_of(name) not in allowed}
+    )
 
-  @parameterized.parameters(FACADE_MODULES)
-  def test_imports_of_the_facade_point_downward(self, module):
-    (layer,) = (i for i, row in enumerate(FACADE_LAYERS) if module in row)
-    rows = FACADE_LAYERS[:layer]
-    below = {f'shard_transforms.facade.{m}' for m in sum(rows, ())}
-    below |= {f'shard_transforms._src.{m}' for m in LAYERS[0]}
-    # What is public is all that it may compute with.
-    below.add('shard_transforms')
+  @parameterized.parameters(*FACADE_MODULES)
+  def test_facade_computes_with_what_is_public(self, module):
+    found = imported_of_ours(f'facade/{module}.py')
 
-    self.assertEmpty(imported_of_ours(f'facade/{module}.py') - below)
+    allowed = {'shard_transforms', 'base', 'tf1', 'facade'}
+    self.assertEmpty(
+        {name for name in found if package_of(name) not in allowed}
+    )
+
+  def test_imports_run_in_no_circle(self):
+    folder = 'shard_transforms'
+    graph = {
+        f'{folder}.{".".join(path.with_suffix("").parts)}': imported_of_ours(
+            path
+        )
+        for file in PACKAGE.rglob('*.py')
+        if (path := file.relative_to(PACKAGE)).stem != '__init__'
+    }
+
+    # Raises a `CycleError` that names the modules.
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    self.assertContainsSubset(graph, order)
+
+  def test_transformations_do_not_import_each_other(self):
+    homes = {
+        getattr(package, name).__module__
+        for package, name in PUBLIC
+        if package is not facade and is_factory(getattr(package, name))
+    }
+    self.assertGreater(len(homes), 6)
+
+    found = {
+        f'{package}/{module}': homes
+        & imported_of_ours(f'_src/{package}/{module}.py')
+        for package, module in SRC_MODULES
+    }
+    self.assertEmpty(
+        {module: names for module, names in found.items() if names}
+    )
+
+  def test_public_names_have_one_home(self):
+    # The names of the facade are those of TensorFlow.
+    counts = collections.Counter(
+        name for package, name in PUBLIC if package is not facade
+    )
+
+    self.assertEmpty([name for name, n in counts.items() if n > 1])
+
+  def test_packages_say_what_lives_in_them(self):
+    for package in itertools.chain(*FLOORS):
+      module = importlib.import_module(f'shard_transforms._src.{package}')
+      self.assertRegex(module.__doc__, r'\AFloor \d: .+\n\n[^\0]*Imports ')
 
   @parameterized.parameters(
-      *((module, '') for module in SRC_MODULES),
-      *((module, 'facade') for module in FACADE_MODULES),
+      *SRC_MODULES, *(('facade', module) for module in FACADE_MODULES)
   )
-  def test_module_has_a_test_file(self, module, folder):
-    self.assertTrue((ROOT / 'tests' / folder / f'{module}_test.py').exists())
+  def test_module_has_a_test_file(self, package, module):
+    self.assertTrue((ROOT / 'tests' / package / f'{module}_test.py').exists())
 
   def test_no_module_is_a_drawer(self):
     drawers = {'utils', 'util', 'common', 'helpers', 'helper', 'misc'}

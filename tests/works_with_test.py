@@ -878,7 +878,7 @@ def can_hang(name, tx, extra_args):
       trained(params),
   )
   mapped = modes.map_shards('pmap', fn)
-  report = shard_transforms.wire_report(mapped, params, updates)
+  report = shard_transforms.monitoring.wire_report(mapped, params, updates)
   return any('on those shards alone' in text for text in report.warnings)
 
 

@@ -7,8 +7,8 @@ import dataclasses
 import threading
 from typing import Any
 
-from shard_transforms._src import arguments
-from shard_transforms._src import axes as axes_lib
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
 
 SHARD_AXIS = 'shard'
 TOWER_AXIS = 'tower'

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 import shard_transforms
-from shard_transforms._src import axes as axes_lib
-from shard_transforms._src import groups as groups_lib
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import groups as groups_lib
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import optimizer

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src import adam
-from shard_transforms._src import ftrl
+from shard_transforms._src.tf1 import adam
+from shard_transforms._src.tf1 import ftrl
 from shard_transforms.facade import functional
 
 

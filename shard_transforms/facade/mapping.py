@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from shard_transforms._src import axes as axes_lib
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import shard_transforms
-from shard_transforms._src import arguments
+from shard_transforms._src.base import arguments
 from shard_transforms.facade import frames
 from shard_transforms.facade import local_steps
 from shard_transforms.facade import lookup

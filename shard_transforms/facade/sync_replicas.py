@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 import shard_transforms
-from shard_transforms._src import arguments
+from shard_transforms._src.base import arguments
 from shard_transforms.facade import frames
 from shard_transforms.facade import functional
 from shard_transforms.facade import local_steps

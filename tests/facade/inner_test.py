@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from shard_transforms import facade
-from shard_transforms._src import adam
-from shard_transforms._src import ftrl
+from shard_transforms._src.tf1 import adam
+from shard_transforms._src.tf1 import ftrl
 
 RATE = 0.3
 RNG = np.random.default_rng(0)

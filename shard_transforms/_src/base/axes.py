@@ -1,0 +1,180 @@
+"""Mapped axes: their sizes, and what the type of a leaf says about them.
+
+The only file that knows how JAX binds axes and how its versions differ.
+"""
+
+from collections.abc import Hashable
+from collections.abc import Sequence
+import math
+from typing import Any, Literal
+
+import jax
+from jax import core
+from jax import lax
+import jax.numpy as jnp
+
+AxisName = Hashable | Sequence[Hashable]
+
+# 'untracked': under `pmap`, `vmap` and `shard_map(check_vma=False)` types say
+# nothing. 'invariant': the same on all shards, so it was reduced or replicated.
+State = Literal['varying', 'invariant', 'unreduced', 'untracked']
+
+
+def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+  """Returns an axis name, or a sequence of them, as a tuple.
+
+  Raises:
+    TypeError: If a name cannot be one.
+    ValueError: If there is none, or one twice.
+  """
+  if isinstance(axis_name, Sequence) and not isinstance(axis_name, str):
+    axes = tuple(axis_name)
+  else:
+    axes = (axis_name,)
+  # An integer is a positional axis to JAX's collectives, not a mapped one.
+  if any(
+      not isinstance(axis, Hashable) or axis is None or isinstance(axis, int)
+      for axis in axes
+  ):
+    raise TypeError(
+        '`axis_name` must be the name of a mapped axis or a sequence of names,'
+        f' none of them an integer, got {axis_name!r}.'
+    )
+  if not axes or len(set(axes)) < len(axes):
+    raise ValueError(
+        '`axis_name` must name at least one axis and none twice, got'
+        f' {axis_name!r}.'
+    )
+  return axes
+
+
+def size(axes: Sequence[Hashable], caller: str) -> int:
+  """Returns the number of shards over all of `axes`.
+
+  Raises:
+    NameError: If an axis is not bound.
+  """
+  return math.prod(_size(axis, caller) for axis in axes)
+
+
+def _size(axis, caller):
+  try:
+    return lax.axis_size(axis)
+  except NameError as error:
+    raise NameError(
+        f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
+        f' (mapped mesh axes: {_manual_axes()}). Call it inside'
+        ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
+        f' `jax.vmap` with `axis_name={axis!r}`; state that is kept per shard'
+        ' is made by `shard_transforms.init_state`. Under plain `jax.jit` with'
+        ' sharded arrays, gradients are global already: leave `'
+        f'{caller}` out.'
+    ) from error
+
+
+def is_bound(axis: Hashable) -> bool:
+  """Whether a mapped axis of this name is bound here."""
+  try:
+    lax.axis_size(axis)
+  except NameError:
+    return False
+  return True
+
+
+def _manual_axes():
+  mesh = jax.sharding.get_abstract_mesh()
+  manual = jax.sharding.AxisType.Manual
+  return tuple(
+      name
+      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+      if kind == manual
+  )
+
+
+def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
+  """Whether `axes` are of a mesh of which no axis is left to the compiler."""
+  return set(axes).issubset(_manual_axes()) and not unmapped_axes(axes)
+
+
+def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
+  """Returns the axes of the mesh of `axes` that are left to the compiler."""
+  if not set(axes).issubset(_manual_axes()):
+    return ()
+  mesh = jax.sharding.get_abstract_mesh()
+  kinds = jax.sharding.AxisType
+  return tuple(
+      name
+      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+      # An axis of length 1 shards nothing, but one in types forbids reshapes.
+      if kind == kinds.Explicit or (kind == kinds.Auto and mesh.shape[name] > 1)
+  )
+
+
+def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
+  """Returns `axes` in the order in which arrays are sharded over them."""
+  names = jax.sharding.get_abstract_mesh().axis_names
+  if not set(axes).issubset(names):
+    return tuple(axes)
+  return tuple(sorted(axes, key=names.index))
+
+
+def between_processes() -> bool:
+  """Whether CPU devices may be those of several processes, joined by gloo."""
+  # What is traced has no devices yet, so that the axis itself does not tell.
+  return jax.process_count() > 1 and jax.default_backend() == 'cpu'
+
+
+def untracked_axes() -> tuple[Hashable, ...]:
+  """Returns the mapped mesh axes of which types do not tell what varies."""
+  return tuple(
+      axis
+      for axis in _manual_axes()
+      if lax.axis_size(axis) > 1 and not is_tracked(axis)
+  )
+
+
+def varying_axes(leaf: Any) -> frozenset[Hashable]:
+  """Returns the axes over which an array or its type says that it varies."""
+  is_type = isinstance(leaf, core.AbstractValue)
+  kind: Any = leaf if is_type else jax.typeof(leaf)
+  return frozenset(kind.manual_axis_type.varying)
+
+
+def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
+  """Returns the axes over which `leaf` still has to be summed."""
+  return frozenset(jax.typeof(leaf).manual_axis_type.unreduced)
+
+
+def is_tracked(axis: Hashable) -> bool:
+  """Whether types say which values vary over `axis`, a bound axis."""
+  # An index differs between shards by definition, so that its type tells.
+  return axis in varying_axes(lax.axis_index(axis))
+
+
+def states(leaves: Sequence[Any], axis: Hashable) -> list[State]:
+  """Returns what the type of each leaf says about `axis`, a bound axis."""
+  tracked = is_tracked(axis)
+  return [_state(leaf, axis, tracked) for leaf in leaves]
+
+
+def _state(leaf: Any, axis: Hashable, tracked: bool) -> State:
+  if axis in unreduced_axes(leaf):
+    return 'unreduced'
+  if axis in varying_axes(leaf):
+    return 'varying'
+  return 'invariant' if tracked else 'untracked'
+
+
+def to_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
+  """Marks `leaf` as varying over those of `axes` that are tracked."""
+  missing = tuple(
+      axis for axis in axes if states([leaf], axis)[0] == 'invariant'
+  )
+  return lax.pcast(leaf, missing, to='varying') if missing else leaf
+
+
+def zeros(kind: Any) -> jax.Array:
+  """Returns invariant zeros of the shape, dtype and sharding of a type."""
+  # The compiler wants both branches of a `cond` sharded alike on mesh axes of
+  # the explicit type.
+  return jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding)

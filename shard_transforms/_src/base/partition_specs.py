@@ -1,0 +1,110 @@
+"""`PartitionSpec`s of trees: which leaves are sharded, and over which axes."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+
+
+def is_spec(spec: Any) -> bool:
+  """Whether `spec` is a `PartitionSpec`, for the `is_leaf` of a tree map."""
+  return isinstance(spec, P)
+
+
+def axes_of(spec: P) -> frozenset[Hashable]:
+  """Returns all axes that a `PartitionSpec` names."""
+  entries = [e if isinstance(e, tuple) else (e,) for e in spec]
+  return frozenset(axis for e in entries for axis in e if axis is not None)
+
+
+def per_leaf(specs: Any, tree: Any) -> Any:
+  """Returns a spec for each leaf of a tree out of the head of a tree of specs.
+
+  Raises:
+    ValueError: If that is not the head of the tree.
+  """
+  return jax.tree.map(
+      lambda spec, below: jax.tree.map(lambda _: spec, below),
+      specs,
+      tree,
+      is_leaf=is_spec,
+  )
+
+
+def check(sharded: Any, caller: str) -> None:
+  """Checks that what is to say how leaves are sharded is made of specs.
+
+  Raises:
+    TypeError: If it is not.
+  """
+  if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
+    raise TypeError(
+        f'`sharded` of `{caller}` must be a `PartitionSpec` or a tree of them,'
+        f" got {sharded!r}. Write `PartitionSpec('model')`, or"
+        ' `PartitionSpec()` for what is whole.'
+    )
+
+
+def sliced_axes(
+    tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
+) -> list[tuple[Hashable, ...]]:
+  """Returns over which of `axes` each leaf of a tree is sliced.
+
+  Args:
+    tree: Tree of arrays.
+    axes: Mapped axes.
+    sharded: The head of a tree of specs; `None` for what the types tell.
+    caller: The public name that errors show.
+
+  Raises:
+    NameError: If an axis is not bound.
+    ValueError: If the types do not tell, or tell otherwise.
+  """
+  if sharded is not None and not axes:
+    raise ValueError(
+        f'`sharded` of `{caller}` must come with `axis_name`, got {sharded!r}'
+        ' alone. Name the axes over which leaves are sliced.'
+    )
+  axes_lib.size(axes, caller)
+  leaves = jax.tree.leaves_with_path(tree)
+  told = [None] * len(leaves)
+  if sharded is not None:
+    told = jax.tree.leaves(per_leaf(sharded, tree), is_leaf=is_spec)
+  return [
+      tuple(axis for axis in axes if _is_sliced(path, leaf, axis, spec, caller))
+      for (path, leaf), spec in zip(leaves, told, strict=True)
+  ]
+
+
+def _is_sliced(path, leaf, axis, spec, caller):
+  # Nothing is left of what has no elements, and no scalar can be cut.
+  if leaves_lib.is_float0(leaf) or not jnp.size(leaf):
+    return False
+  state = axes_lib.states([leaf], axis)[0]
+  told = None
+  if spec is not None:
+    told = axis in axes_of(spec) and jnp.ndim(leaf) > 0
+  name = jax.tree_util.keystr(path) or 'the root'
+  if told is None and state == 'untracked':
+    raise ValueError(
+        f'`sharded` of `{caller}` must say which leaves are sliced over'
+        f' {axis!r}, because JAX does not track it here, got None. Give the'
+        ' `PartitionSpec`s of the leaves.'
+    )
+  by_type = told if state == 'untracked' else state == 'varying'
+  contradicted = told is not None and told != by_type
+  # What is whole is its own slice where there is but one shard.
+  if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
+    raise ValueError(
+        f'`sharded` of `{caller}` must be as the types of the leaves say, got'
+        f' {spec!r} for {name} {list(jnp.shape(leaf))}, typed {state} over'
+        f' {axis!r}. A gradient that is still to be reduced over an axis is no'
+        ' slice.'
+    )
+  return by_type if told is None else told

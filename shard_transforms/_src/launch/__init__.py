@@ -1,0 +1,4 @@
+"""Floor 2: several processes that train together.
+
+Imports `base`.
+"""

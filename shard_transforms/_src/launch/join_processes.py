@@ -1,0 +1,139 @@
+"""`join_processes`: one program in many processes, over the devices of all."""
+
+import atexit
+import ipaddress
+import math
+import os
+import sys
+
+import jax
+
+from shard_transforms._src.base import arguments
+
+# JAX reads the first by itself; the others are named after its arguments.
+ADDRESS = 'JAX_COORDINATOR_ADDRESS'
+NUM_PROCESSES = 'JAX_NUM_PROCESSES'
+PROCESS_ID = 'JAX_PROCESS_ID'
+
+
+def join_processes(
+    *,
+    initialization_timeout: int = 60,
+    heartbeat_timeout: int = 10,
+    shutdown_timeout: int = 30,
+) -> int:
+  """Joins the processes that the environment names, if it names any.
+
+  Where `JAX_COORDINATOR_ADDRESS` ("host:port"), `JAX_NUM_PROCESSES` and
+  `JAX_PROCESS_ID` are set, as by `run_processes` or by hand on each host of a
+  cluster, it calls `jax.distributed.initialize` with them, and `jax.devices()`
+  lists the devices of all processes. A coordinator on loopback listens there
+  alone. Call it before anything starts a backend of JAX; without the variables
+  it does nothing, and the program runs alone.
+
+  No process waits for ever for one that dies. A collective of CPU devices with
+  it raises at once ("Connection closed by peer"). Where process 0 is gone, or
+  another has sent no sign of life for a while, JAX ends the rest with SIGABRT
+  and a message ("another task died"). A process that an exception ends exits
+  with status 1, and does not wait for the others. One that leaves early in
+  silence, by `sys.exit`, waits for them as if it had finished, until the
+  shutdown times out: raise an exception instead.
+
+  CPU devices of several processes talk through sockets that listen on the
+  address of the host's name, which JAX gives no choice of.
+
+  Args:
+    initialization_timeout: Seconds in which all processes must have joined.
+    heartbeat_timeout: Seconds without a sign of life after which a process
+      counts as dead.
+    shutdown_timeout: Seconds that processes may end apart from each other. The
+      others wait that long for what one that exits early would have sent.
+
+  Returns:
+    The number of processes; 1 for a program that runs alone.
+
+  Raises:
+    RuntimeError: If JAX has started a backend, or has joined before.
+    TypeError: If a time-out is not an integer.
+    ValueError: If only some of the variables are set, one of them cannot be
+      understood, or a time-out is less than 1.
+
+  Examples:
+    >>> import shard_transforms
+    >>> print(shard_transforms.launch.join_processes())
+    1
+  """
+  timeouts = {
+      'initialization_timeout': initialization_timeout,
+      'heartbeat_timeout': heartbeat_timeout,
+      'shutdown_timeout': shutdown_timeout,
+  }
+  for name, seconds in timeouts.items():
+    arguments.as_at_least(name, seconds, 1)
+  names = (ADDRESS, NUM_PROCESSES, PROCESS_ID)
+  if not any(os.environ.get(name) for name in names):
+    return 1
+  for name in names:
+    if not os.environ.get(name):
+      raise ValueError(
+          f'`{name}` must be set where one of {", ".join(names)} is, got'
+          f' {os.environ.get(name)!r}. Set all of them, or none.'
+      )
+  address = os.environ[ADDRESS]
+  num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
+  process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
+  jax.distributed.initialize(
+      address,
+      num_processes,
+      process_id,
+      # What is named is all; JAX would ask schedulers for the rest.
+      cluster_detection_method='deactivate',
+      coordinator_bind_address=address if _is_loopback(address) else None,
+      initialization_timeout=initialization_timeout,
+      heartbeat_timeout_seconds=heartbeat_timeout,
+      shutdown_timeout_seconds=shutdown_timeout,
+  )
+  atexit.register(_leave_at_once_if_failed, process_id, num_processes)
+  return num_processes
+
+
+def _read_number(name, low, high):
+  text = os.environ[name]
+  if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+    limits = f'from {low} to {high}' if high < math.inf else f'of {low} or more'
+    raise ValueError(f'`{name}` must be an integer {limits}, got {text!r}.')
+  return int(text)
+
+
+def _is_loopback(address):
+  """Returns whether the host of an address is this one as seen by itself.
+
+  Raises:
+    ValueError: If it is not of the form host:port.
+  """
+  host, _, port = address.rpartition(':')
+  if not host or not port.isdigit():
+    raise ValueError(
+        f'`{ADDRESS}` must be of the form host:port, got {address!r}.'
+    )
+  try:
+    return ipaddress.ip_address(host.strip('[]')).is_loopback
+  except ValueError:
+    return host == 'localhost'
+
+
+def _leave_at_once_if_failed(process_id, num_processes):
+  """Ends a process that an exception has ended, before JAX waits for others.
+
+  JAX otherwise waits until the shutdown times out, and then aborts them all.
+  """
+  if getattr(sys, 'last_value', None) is None:
+    return
+  print(
+      f'Process {process_id} of {num_processes} failed, and leaves the others.'
+      ' If the error above tells of a lost connection, another process died.',
+      file=sys.stderr,
+  )
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(1)

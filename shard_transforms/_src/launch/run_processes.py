@@ -1,0 +1,172 @@
+"""`run_processes`: several processes of one host, none of them left behind."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.launch import join_processes
+
+# In bytes, and more than a step takes.
+_KEEP_MEMORY = {
+    'MALLOC_MMAP_THRESHOLD_': str(2**30),
+    'MALLOC_TRIM_THRESHOLD_': str(2**34),
+}
+
+
+def run_processes(
+    num_processes: int,
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    grace: float = 5.0,
+) -> None:
+  """Runs a program in several processes of this host, and waits for them.
+
+  Their environment names a coordinator on loopback and which of them they are
+  (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`), for
+  `join_processes` to read. What process 0 writes to the standard output and all
+  of them to the standard error passes through; the standard output of the
+  others, which run the same program, is discarded. All get an environment in
+  which glibc keeps the memory that a step frees, unless it is set otherwise
+  (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`): mapping it afresh in
+  each step can take as long as sending the gradients.
+
+  As soon as one fails, the others have `grace` seconds to report what they
+  miss; then they get SIGTERM, and after as many seconds SIGKILL. None of them
+  is left behind, whatever ends the call: an error, Ctrl-C or, in the main
+  thread, SIGTERM. What they start themselves is theirs to end.
+
+  Args:
+    num_processes: How many processes to start.
+    command: The program and its arguments. A program runs itself again as
+      `[sys.executable, *sys.orig_argv[1:]]`.
+    grace: Seconds to wait for the others once a process has failed, and again
+      once they are told to end.
+
+  Raises:
+    OSError: If the program cannot be started.
+    RuntimeError: If a process exits with a status other than 0, or is killed.
+    SystemExit: If SIGTERM arrives.
+    TypeError: If `num_processes` is not an integer, or `command` not a
+      sequence of arguments.
+    ValueError: If `num_processes` is less than 1, `command` is empty, or
+      `grace` is negative.
+
+  Examples:
+    >>> import sys
+    >>> import shard_transforms
+    >>> shard_transforms.launch.run_processes(2, [sys.executable, '-c', 'pass'])
+    >>> shard_transforms.launch.run_processes(
+    ...     1, [sys.executable, '-c', 'import sys; sys.exit(3)'])
+    Traceback (most recent call last):
+        ...
+    RuntimeError: ... got process 0 of 1 that exited with status 3. ...
+  """
+  num_processes = arguments.as_at_least('num_processes', num_processes, 1)
+  if isinstance(command, (str, bytes)) or not isinstance(command, Sequence):
+    raise TypeError(
+        f'`command` must be a sequence of arguments, got {command!r}.'
+    )
+  if not command:
+    raise ValueError(f'`command` must name a program, got {command!r}.')
+  if not grace >= 0:
+    raise ValueError(f'`grace` must be at least 0 seconds, got {grace!r}.')
+
+  children: list[subprocess.Popen] = []
+  with _noting_sigterm() as sigterms:
+    try:
+      address = f'127.0.0.1:{_free_port()}'
+      for process_id in range(num_processes):
+        env = {
+            **_KEEP_MEMORY,
+            **os.environ,
+            join_processes.ADDRESS: address,
+            join_processes.NUM_PROCESSES: str(num_processes),
+            join_processes.PROCESS_ID: str(process_id),
+        }
+        stdout = subprocess.DEVNULL if process_id else None
+        children.append(subprocess.Popen(command, env=env, stdout=stdout))
+      failed = _wait_for_all(children, grace, sigterms)
+    finally:
+      _stop(children, grace)
+  if sigterms:
+    sys.exit(128 + signal.SIGTERM)
+  if failed:
+    ends = [
+        f'process {process_id} of {num_processes} that {_end(status)}'
+        for process_id, status in failed.items()
+    ]
+    raise RuntimeError(
+        '`command` must exit with status 0 in every process, got'
+        f' {", then ".join(ends)}. What they wrote to the standard error says'
+        ' why.'
+    )
+
+
+@contextlib.contextmanager
+def _noting_sigterm() -> Iterator[list[int]]:
+  """Yields a list of the SIGTERMs so far, which else would end the process."""
+  noted = []
+  if threading.current_thread() is not threading.main_thread():
+    yield noted
+    return
+  former = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+  try:
+    yield noted
+  finally:
+    signal.signal(signal.SIGTERM, former)
+
+
+def _free_port():
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return probe.getsockname()[1]
+
+
+def _wait_for_all(children, grace, sigterms):
+  """Returns who failed, with what status, in the order in which it was seen."""
+  failed = {}
+  deadline = math.inf
+  while not sigterms and time.monotonic() < deadline:
+    statuses = [child.poll() for child in children]
+    failed.update({i: status for i, status in enumerate(statuses) if status})
+    if None not in statuses:
+      break
+    if failed:
+      deadline = min(deadline, time.monotonic() + grace)
+    time.sleep(0.02)
+  return failed
+
+
+def _stop(children, grace):
+  """Leaves no child behind."""
+  try:
+    for child in children:
+      child.terminate()
+    deadline = time.monotonic() + grace
+    while any(child.poll() is None for child in children):
+      if time.monotonic() >= deadline:
+        break
+      time.sleep(0.02)
+  finally:
+    for child in children:
+      child.kill()
+      child.wait()
+
+
+def _end(status):
+  """Says in words how a process ended."""
+  if status >= 0:
+    return f'exited with status {status}'
+  try:
+    return f'was killed by {signal.Signals(-status).name}'
+  except ValueError:
+    return f'was killed by signal {-status}'

@@ -1,0 +1,249 @@
+"""Whether shards still hold the same bits where they should."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import core
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import partition_specs
+from shard_transforms._src.monitoring import checksums
+from shard_transforms._src.reduction import collectives
+
+_NEVER = -1
+
+
+class DivergenceState(NamedTuple):
+  """State of `track_divergence`, the same on all shards.
+
+  Attributes:
+    num_updates: Number of updates so far, int32 [].
+    divergence: What `shard_divergence` gave at the last check, uint32 [].
+    diverged_count: Number of checks that found a difference, int32 [].
+    first_diverged_step: The update at which the first of them was, counted from
+      0, int32 []; -1 where none was.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> tx = shard_transforms.monitoring.track_divergence('data')
+    >>> print(tx.init(jnp.zeros(2)).first_diverged_step)
+    -1
+  """
+
+  num_updates: jax.Array
+  divergence: jax.Array
+  diverged_count: jax.Array
+  first_diverged_step: jax.Array
+
+
+def shard_divergence(tree: Any, axis_name: axes_lib.AxisName) -> jax.Array:
+  """Returns how far the checksums of the shards are apart: 0 if they agree.
+
+  The checksum is over the bits of all leaves, so that `-0.0` and `0.0` differ,
+  and a NaN is the same as itself. Shards that hold the same bits give 0. Those
+  that differ in one element of up to 32 bits alone, if only by a bit, never do;
+  those that differ in more do with a probability of about 2**-64. What is sent
+  are 16 bytes.
+
+  Args:
+    tree: Tree of arrays of any dtypes and shapes.
+    axis_name: The mapped axis, or a sequence of them.
+
+  Returns:
+    The largest difference between two shards of either word of the checksum,
+    uint32 [], the same on all shards.
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If `axis_name` is not a name or a sequence of names.
+    ValueError: If `axis_name` is empty or names an axis twice.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import monitoring
+    >>> differ = lambda x: monitoring.shard_divergence(x, 'data') > 0
+    >>> differ = jax.vmap(differ, axis_name='data')
+    >>> x = jnp.ones((4, 3))
+    >>> print(differ(x), differ(x.at[2, 1].add(1e-7)))
+    [False False False False] [ True  True  True  True]
+  """
+  axes = axes_lib.as_axes(axis_name)
+  axes_lib.size(axes, 'shard_divergence')
+  with jax.named_scope('shard_divergence'):
+    return collectives.spread(checksums.checksum(tree), axes).max()
+
+
+def track_divergence(
+    axis_name: axes_lib.AxisName, *, every: int = 100
+) -> optax.GradientTransformationExtraArgs:
+  """Checks now and then that all shards hold the same parameters.
+
+  Updates pass through. Every so many of them, `shard_divergence` compares the
+  parameters, or the updates where `update` is not given parameters, and the
+  state records what it finds; `check_health` raises if it was not 0. Belongs
+  where updates and parameters are the same on all shards: behind the reduction.
+
+  Args:
+    axis_name: The mapped axis, or a sequence of them.
+    every: The number of updates from check to check, at least 1; the first of
+      them is checked.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `DivergenceState`.
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If `axis_name` is empty or names an axis twice, or `every` is
+      less than 1.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> tx = shard_transforms.monitoring.track_divergence('data', every=2)
+    >>> def diverged_count(params):
+    ...   state = tx.init(params)
+    ...   for _ in range(3):
+    ...     _, state = tx.update(params, state, params)
+    ...   return state.diverged_count
+    >>> diverged_count = jax.vmap(diverged_count, axis_name='data')
+    >>> print(diverged_count(jnp.array([1.0, 1.0, 2.0])))
+    [2 2 2]
+  """
+  axes = axes_lib.as_axes(axis_name)
+  every = arguments.as_at_least('every', every, 1)
+
+  def init_fn(params):
+    del params
+    return DivergenceState(
+        num_updates=jnp.zeros([], jnp.int32),
+        divergence=jnp.zeros([], jnp.uint32),
+        diverged_count=jnp.zeros([], jnp.int32),
+        first_diverged_step=jnp.full([], _NEVER, jnp.int32),
+    )
+
+  def update_fn(updates, state, params=None, **extra_args):
+    del extra_args
+    axes_lib.size(axes, 'track_divergence')
+    tree = updates if params is None else params
+    is_due = collectives.agreed(state.num_updates % every == 0)
+    divergence = lax.cond(
+        is_due,
+        lambda: collectives.largest(shard_divergence(tree, axes)),
+        lambda: state.divergence,
+    )
+    differs = is_due & (divergence > 0)
+    is_first = differs & (state.first_diverged_step == _NEVER)
+    return updates, DivergenceState(
+        num_updates=counters.add(state.num_updates, 1),
+        divergence=divergence,
+        diverged_count=counters.add(state.diverged_count, differs),
+        first_diverged_step=jnp.where(
+            is_first, state.num_updates, state.first_diverged_step
+        ),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def assert_reduced(tree: Any, axis_name: axes_lib.AxisName) -> None:
+  """Asserts that a tree is the same on all shards of a mapped axis; for tests.
+
+  Inside a mapped function, the types of the leaves must say so. Outside, the
+  devices along the axis of a mesh must hold the same bits of each array, those
+  of this process; what `jax.shard_map` without checks declares to be the same
+  often is not.
+
+  Args:
+    tree: Tree of arrays: inside a function that checked `jax.shard_map` maps,
+      or what a mapped function has returned over a mesh.
+    axis_name: The mapped axis, or a sequence of them.
+
+  Raises:
+    AssertionError: If a leaf is not the same on all shards.
+    NameError: In a mapped function, if an axis is not bound.
+    TypeError: If `axis_name` is not a name or a sequence of names.
+    ValueError: If there is no telling: in a function mapped without types, or
+      for an array that is not on a mesh with this axis.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> x = jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))
+    >>> shard_transforms.monitoring.assert_reduced(x, 'data')
+    >>> x = jax.device_put(x, NamedSharding(mesh, P('data')))
+    >>> shard_transforms.monitoring.assert_reduced(x, 'data')
+    Traceback (most recent call last):
+        ...
+    AssertionError: the root [8] is not reduced over ['data']: ...
+  """
+  axes = axes_lib.as_axes(axis_name)
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    name = jax.tree_util.keystr(path) or 'the root'
+    if isinstance(leaf, core.Tracer):
+      _assert_typed(name, leaf, axes)
+    else:
+      _assert_held(name, leaf, axes)
+
+
+def _assert_typed(name, leaf, axes):
+  axes_lib.size(axes, 'assert_reduced')
+  for axis in axes:
+    state = axes_lib.states([leaf], axis)[0]
+    if state == 'untracked':
+      raise ValueError(
+          f'`assert_reduced` must be told by types what is the same over'
+          f' {axis!r}, but JAX does not track it here. Call it on what the'
+          ' mapped function returns, or let that return `shard_divergence`.'
+      )
+    if state != 'invariant':
+      raise AssertionError(
+          f'{name} {list(leaf.shape)} is not reduced over {axis!r}: its type'
+          f' says {state}.'
+      )
+
+
+def _assert_held(name, leaf, axes):
+  sharding = getattr(leaf, 'sharding', None)
+  if not isinstance(sharding, jax.sharding.NamedSharding) or not set(
+      axes
+  ).issubset(sharding.mesh.axis_names):
+    raise ValueError(
+        f'`assert_reduced` must be given arrays on a mesh with the axes'
+        f' {axes!r}, got {type(leaf).__name__} at {name} with {sharding}.'
+    )
+  sliced = partition_specs.axes_of(sharding.spec).intersection(axes)
+  if sliced:
+    raise AssertionError(
+        f'{name} {list(leaf.shape)} is not reduced over'
+        f' {sorted(sliced, key=str)}: it is sharded over them, as'
+        f' {sharding.spec}.'
+    )
+  first = {}
+  mesh = sharding.mesh
+  for shard in leaf.addressable_shards:
+    place = np.argwhere(mesh.devices == shard.device)[0]
+    elsewhere = tuple(
+        n
+        for axis, n in zip(mesh.axis_names, place, strict=True)
+        if axis not in axes
+    )
+    data = np.asarray(checksums.checksum(shard.data)).tobytes()
+    device, expected = first.setdefault(elsewhere, (shard.device, data))
+    if data != expected:
+      raise AssertionError(
+          f'{name} {list(leaf.shape)} is not reduced over {axes!r}: the bits on'
+          f' {shard.device} are not those on {device}.'
+      )

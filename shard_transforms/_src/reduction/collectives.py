@@ -1,0 +1,193 @@
+"""What shards send each other: the only file that calls JAX's collectives.
+
+Every function is called with at least one axis, and with values that vary over
+all of them where JAX tracks this.
+"""
+
+from collections.abc import Hashable
+import contextlib
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import groups as groups_lib
+
+Axes = tuple[Hashable, ...]
+
+
+def total(x: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the sum of one array over the shards; itself without axes."""
+  return psum(axes_lib.to_varying(x, axes), axes)
+
+
+def agreed(decision: jax.Array) -> jax.Array:
+  """Returns a decision that is yes where all shards that may differ say so."""
+  axes = tuple(axes_lib.varying_axes(decision))
+  return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
+
+
+def largest(x: jax.Array) -> jax.Array:
+  """Returns the largest of the numbers of all shards that may differ."""
+  axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())
+  return lax.pmax(x, axes) if axes else x
+
+
+def spread(x: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the largest less the smallest of the integers of all shards."""
+  # The smallest has the largest complement, so that one collective does.
+  both = axes_lib.to_varying(jnp.stack([x, ~x]), axes)
+  most, complement = lax.pmax(both, axes)
+  return most - ~complement
+
+
+def psum(x: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the sum of `x` over the shards; itself without axes.
+
+  Raises:
+    NotImplementedError: If JAX has no sum here.
+  """
+  with _explaining(x, axes):
+    return lax.psum(x, axes) if axes else x
+
+
+def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the same sum, of which all but the last axis see but a part.
+
+  The shards along the last axis sum a part each, sum the parts over the other
+  axes, and gather them.
+  """
+  *slow, fast = axes
+  if not axes_lib.on_mapped_mesh(axes):
+    return psum(x, axes)
+  return _scatter_and_gather(x, fast, tuple(slow))
+
+
+def psum_in_groups(
+    x: jax.Array, axis: Hashable, groups: groups_lib.Groups
+) -> jax.Array:
+  """Returns the sum of `x` over the shards of each shard's own group."""
+  if _can_group(axis, groups):
+    return _scatter_and_gather(x, axis, (), groups)
+  return _psum_one_hot(x, axis, groups)
+
+
+def scatter(
+    rows: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
+) -> jax.Array:
+  """Returns the row of each shard, summed over all shards or a group of them.
+
+  Args:
+    rows: An array of shape [number of shards, ...] that has a row for each
+      shard, in the order of the mesh; see `row_index`.
+    axes: The mapped axes.
+    groups: Even groups; `rows` is then [size of a group, ...].
+
+  Raises:
+    NotImplementedError: If JAX has no sum here.
+  """
+  if groups is not None:
+    if _can_group(axes[0], groups):
+      return lax.psum_scatter(rows, axes[0], axis_index_groups=groups)
+    rows = _psum_one_hot(rows, axes[0], groups)
+    return rows[row_index(axes, groups)]
+  left = list(axes_lib.in_mesh_order(axes))
+  rows = rows.reshape((*map(lax.axis_size, left), *rows.shape[1:]))
+  # The last axis is the fast one, and the others are left but a part to sum.
+  for axis in reversed(axes):
+    with _explaining(rows, axes):
+      rows = lax.psum_scatter(rows, axis, scatter_dimension=left.index(axis))
+    left.remove(axis)
+  return rows
+
+
+def gather(
+    row: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
+) -> jax.Array:
+  """Returns the rows of all shards, or of each shard's own group.
+
+  Args:
+    row: A shard's own, of any shape.
+    axes: The mapped axes.
+    groups: As in `scatter`.
+
+  Returns:
+    An array of shape [number of shards, ...], or [size of a group, ...].
+  """
+  if groups is not None:
+    if _can_group(axes[0], groups):
+      return lax.all_gather(row, axes[0], axis_index_groups=groups)
+    members = jnp.asarray(groups)[_group_index(axes[0], groups)]
+    return lax.all_gather(row, axes[0])[members]
+  order, gathered, rows = axes_lib.in_mesh_order(axes), set(), row
+  for axis in axes:
+    before = order[: order.index(axis)]
+    rows = _all_gather(rows, axis, dimension=len(gathered.intersection(before)))
+    gathered.add(axis)
+  return rows.reshape((-1, *row.shape))
+
+
+def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
+  """Returns which row of `scatter` and `gather` is a shard's own, int32 []."""
+  if groups is not None:
+    ranks = jnp.asarray(groups_lib.rank_of_shard(groups))
+    return ranks[lax.axis_index(axes[0])]
+  return lax.axis_index(axes_lib.in_mesh_order(axes))
+
+
+def group_size(axis: Hashable, groups: groups_lib.Groups) -> jax.Array:
+  """Returns the number of shards in each shard's own group, float32 []."""
+  sizes = jnp.asarray(groups_lib.size_of_shard(groups), jnp.float32)
+  return sizes[lax.axis_index(axis)]
+
+
+@contextlib.contextmanager
+def _explaining(x, axes):
+  """Says what to do where JAX has no sum.
+
+  Raises:
+    NotImplementedError: If JAX raises in this context.
+  """
+  try:
+    yield
+  except (AssertionError, ValueError) as error:
+    raise NotImplementedError(
+        f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
+        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
+    ) from error
+
+
+def _can_group(axis, groups):
+  # JAX has no grouped collective under `vmap`, and flattening would gather what
+  # a mesh axis that is not mapped shards.
+  return groups_lib.is_even(groups) and axes_lib.on_mapped_mesh([axis])
+
+
+def _group_index(axis, groups):
+  return jnp.asarray(groups_lib.group_of_shard(groups))[lax.axis_index(axis)]
+
+
+def _scatter_and_gather(x, axis, others, groups=None):
+  # Unlike `psum`, these know groups under `shard_map(check_vma=True)` too.
+  size = lax.axis_size(axis) if groups is None else len(groups[0])
+  flat = jnp.pad(x.ravel(), (0, -x.size % size))
+  part = lax.psum_scatter(flat, axis, axis_index_groups=groups, tiled=True)
+  whole = _all_gather(psum(part, others), axis, groups, tiled=True)
+  return whole[: x.size].reshape(x.shape)
+
+
+def _all_gather(x, axis, groups=None, dimension=0, tiled=False):
+  """Gathers what is then the same on all shards, and typed so if tracked."""
+  if groups is None and axes_lib.is_tracked(axis):
+    return lax.all_gather(x, axis, axis=dimension, tiled=tiled, to='invarying')
+  return lax.all_gather(
+      x, axis, axis_index_groups=groups, axis=dimension, tiled=tiled
+  )
+
+
+def _psum_one_hot(x, axis, groups):
+  """Sums [number of groups, *shape] with a row a group, and picks its own."""
+  row = _group_index(axis, groups)
+  rows = jnp.arange(len(groups)).reshape((-1,) + (1,) * x.ndim)
+  return lax.psum(jnp.where(rows == row, x[None], 0), axis)[row]

@@ -1,0 +1,101 @@
+"""Norms of trees of which shards may hold slices."""
+
+import collections
+from collections.abc import Hashable
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import partition_specs
+from shard_transforms._src.reduction import collectives
+
+
+def global_norm(
+    tree: Any,
+    axis_name: axes_lib.AxisName | None = None,
+    *,
+    sharded: Any = None,
+) -> jax.Array:
+  r"""Returns the norm of all elements of a tree, each counted once.
+
+  .. math:: \lVert u \rVert = \sqrt{\sum_l \sum_{i \in S_l} \lVert u_{l,i}
+     \rVert^2}
+
+  where :math:`S_l` are the shards over which the leaf l is sliced, or one shard
+  where it is the same on all of them.
+
+  Args:
+    tree: Tree of real or complex arrays of any shapes; `float0` counts as zero.
+    axis_name: The mapped axis, or a sequence of them, over which leaves may be
+      sliced. `None` for the norm of what this shard holds.
+    sharded: Which leaves are sliced over these axes: the `PartitionSpec`s of
+      the leaves, as for `in_specs` of `jax.shard_map`, a tree or the head of
+      one. A scalar is never sliced. `None` where the types tell: what varies
+      over an axis is a slice.
+
+  Returns:
+    The norm, float32 [] (float64 if a leaf is), the same on all shards of
+    `axis_name`.
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If a leaf is an integer or boolean, or `sharded` is not made of
+      `PartitionSpec`s.
+    ValueError: If `sharded` is missing where JAX does not track types,
+      contradicts the types, or has no place in the tree; or if it comes without
+      `axis_name`.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from jax.sharding import PartitionSpec as P
+    >>> norm = lambda slice: shard_transforms.global_norm(
+    ...     slice, 'model', sharded=P('model'))
+    >>> print(jax.vmap(norm, axis_name='model')(jnp.array([[3.0], [4.0]])))
+    [5. 5.]
+  """
+  caller = 'global_norm'
+  partition_specs.check(sharded, caller)
+  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+  return jnp.sqrt(sum_of_squares(tree, axes, sharded, caller))
+
+
+def sum_of_squares(
+    tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
+) -> jax.Array:
+  """Returns the sum of the squares of all elements, float32 or wider [].
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If a leaf is an integer or boolean.
+    ValueError: As `global_norm`.
+  """
+  leaves_lib.check_inexact(tree, caller)
+  by_axes = collections.defaultdict(list)
+  sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
+  for leaf, sliced in zip(jax.tree.leaves(tree), sliced_axes, strict=True):
+    if not leaves_lib.is_float0(leaf):
+      by_axes[sliced].append(_squares(leaf))
+  with jax.named_scope(caller):
+    totals = [
+        # A sum that starts from zero could not be told from one of other things
+        # where `shard_update` looks for sums over its slices.
+        collectives.total(functools.reduce(operator.add, squares), sliced)
+        for sliced, squares in by_axes.items()
+    ]
+  return sum(totals, jnp.float32(0))
+
+
+def _squares(leaf):
+  leaf = jnp.asarray(leaf)
+  if jnp.iscomplexobj(leaf):
+    return _squares(leaf.real) + _squares(leaf.imag)
+  return jnp.sum(
+      jnp.square(leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype)))
+  )

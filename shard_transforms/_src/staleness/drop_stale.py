@@ -1,0 +1,195 @@
+"""`drop_stale`: updates that were computed too many steps ago do not count."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import wrapper
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.tracing import gating
+
+_INT32 = jnp.iinfo(jnp.int32)
+
+
+class DropStaleState(NamedTuple):
+  """State of `drop_stale`, the same on all shards.
+
+  Attributes:
+    global_step: Number of accepted updates, int32 [].
+    stale_count: Number of updates that were dropped because of their age,
+      int32 [].
+    stale_shard_count: Number of updates of single shards that were left out,
+      int32 []; without `axis_name`, the caller counts as one shard.
+    inner_state: State of the inner transformation.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = optax.chain(shard_transforms.drop_stale(0), optax.sgd(0.1))
+    >>> state = tx.init(jnp.zeros(2))
+    >>> print(optax.tree_utils.tree_get(state, 'stale_count'))
+    0
+    >>> drop_state = optax.tree_utils.tree_get(state, 'DropStaleState')
+    >>> print(drop_state.stale_fraction)
+    0.0
+  """
+
+  global_step: jax.Array
+  stale_count: jax.Array
+  stale_shard_count: jax.Array
+  inner_state: optax.OptState
+
+  @property
+  def stale_fraction(self) -> jax.Array:
+    """The part of all updates that was dropped, float32 []; 0 at the start."""
+    stale = jnp.asarray(self.stale_count, jnp.float32)
+    return stale / jnp.maximum(stale + self.global_step, 1)
+
+
+def drop_stale(
+    staleness: int,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    axis_name: axes_lib.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Drops updates that were computed too many steps ago.
+
+  Each call of `update` comes with `local_step`, the global step at which the
+  parameters behind the update were read. It is accepted exactly when
+
+  .. math:: \text{global\_step} - \text{local\_step} \le \text{staleness}
+
+  and then `inner` runs and the global step grows by one. A dropped update is
+  zero; the global step and every bit of the state of `inner` stay, and
+  `stale_count` grows by one. Read the step with
+  `optax.tree_utils.tree_get(state, 'global_step')` when you read the
+  parameters, and hand it in with the gradient of these parameters.
+
+  With `axis_name`, each shard brings its own `local_step`. Shards that are too
+  late, or whose extra argument `weight` is zero, get weight zero, and `inner`
+  is handed that weight: a `cross_shard_mean` inside leaves them out. Where no
+  shard has any weight left, nothing changes, and that counts as dropped if any
+  of them was late. The decision is taken over all shards of the axis, also
+  where `inner` reduces in groups.
+
+  Without `inner`, the update goes to the next link of an `optax.chain`, as
+  zeros where it is dropped: right for links that keep no moments only.
+
+  Args:
+    staleness: The age up to which updates are accepted, in steps. 0 accepts
+      what was computed from the present parameters; a negative number only what
+      claims to come from later ones.
+    inner: The transformation that accepted updates go through.
+    axis_name: The mapped axis, or a sequence of them, between whose shards
+      `local_step` may differ; needs `inner`. `None` where it is the same on
+      all shards: a difference then hangs collectives inside `inner`, and raises
+      where JAX tracks it.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `DropStaleState`, whose
+    `update` requires the extra argument `local_step`, an integer scalar.
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If `staleness` is not an integer, or `inner` no transformation;
+      in `update`, if `local_step` is missing or not an integer, or the state is
+      of another transformation.
+    ValueError: If `axis_name` is given without `inner`; in `update`, if
+      `local_step` is not a scalar or differs between shards without
+      `axis_name`, or, with it, updates are already reduced or `inner` does not
+      heed the weight.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = shard_transforms.drop_stale(1, optax.sgd(1.0))
+    >>> state = tx.init(jnp.zeros(()))
+    >>> for local_step in 0, 0, 0, 2:
+    ...   updates, state = tx.update(jnp.ones(()), state, local_step=local_step)
+    ...   print(updates, state.global_step, state.stale_count)
+    -1.0 1 0
+    -1.0 2 0
+    0.0 2 1
+    -1.0 3 1
+    >>> print(state.stale_fraction)
+    0.25
+
+  References:
+    `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
+  """
+  caller = 'drop_stale'
+  staleness = arguments.as_int('staleness', staleness)
+  staleness = min(max(staleness, -_INT32.max), _INT32.max)
+  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+  if axes and inner is None:
+    raise ValueError(
+        f'`axis_name` of `drop_stale` must come with `inner`, got {axis_name!r}'
+        ' alone. A link of a chain cannot tell the next which shards to leave'
+        ' out: write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
+    )
+  inner = optax.identity() if inner is None else inner
+  inner = wrapper.as_inner(inner, caller)
+
+  def init_fn(params):
+    return DropStaleState(
+        global_step=jnp.zeros([], jnp.int32),
+        stale_count=jnp.zeros([], jnp.int32),
+        stale_shard_count=jnp.zeros([], jnp.int32),
+        inner_state=inner.init(params),
+    )
+
+  def update_fn(
+      updates, state, params=None, *, local_step=None, weight=None, **extra_args
+  ):
+    wrapper.check_state(state, DropStaleState, caller)
+    leaves.check_inexact(updates, caller)
+    step = arguments.as_local_step(local_step, caller)
+    fresh = step >= _oldest_accepted(state.global_step, staleness)
+    accept, num_stale = fresh, jnp.where(fresh, 0, 1)
+    if axes:
+      axes_lib.size(axes, caller)
+      varying.check_per_shard(updates, axes, caller)
+      weight = 1.0 if weight is None else weight
+      weight = jnp.where(fresh, arguments.as_weight(weight, (), caller), 0)
+      total_weight, num_stale = collectives.total(
+          jnp.stack([weight, jnp.where(fresh, 0.0, 1.0)]), axes
+      )
+      accept = total_weight > 0
+    extra_args['local_step'] = local_step
+
+    def run(inner_state, updates, weight):
+      given = {} if weight is None else {'weight': weight}
+      return inner.update(updates, inner_state, params, **extra_args, **given)
+
+    applied, inner_state = gating.run_or_skip(
+        accept,
+        run,
+        state.inner_state,
+        (updates, weight),
+        axes,
+        may_be_local=False,
+    )
+    return applied, DropStaleState(
+        global_step=counters.add(state.global_step, accept),
+        stale_count=counters.add(state.stale_count, ~accept & (num_stale > 0)),
+        stale_shard_count=counters.add(state.stale_shard_count, num_stale),
+        inner_state=inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _oldest_accepted(global_step, staleness):
+  # The global step less the staleness, bounded where int32 would wrap around.
+  lowest = _INT32.min + max(staleness, 0)
+  highest = _INT32.max + min(staleness, 0)
+  return jnp.clip(global_step, lowest, highest) - staleness

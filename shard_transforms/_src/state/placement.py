@@ -1,0 +1,255 @@
+"""Where state lives: replicated, per shard, or sharded like the parameters."""
+
+from collections.abc import Hashable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import partition_specs as specs_lib
+
+
+def init_state(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    *,
+    in_specs: Any = P(),
+    per_shard: bool = False,
+) -> Any:
+  """Returns the state of a transformation as global arrays on a mesh.
+
+  Calls `tx.init` inside `jax.shard_map`, where the axes are bound, for
+  transformations that keep a value a shard, such as `tower_reduce` with
+  `axis_name`. Pass the state to a mapped function with the specs of
+  `state_specs`. Under `jax.pmap`, use
+  `jax.pmap(tx.init, axis_name=...)(replicated_params)` in place of both.
+
+  Args:
+    tx: The transformation.
+    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
+    mesh: The mesh of the step.
+    in_specs: The `PartitionSpec`s of the parameters, as for `jax.shard_map`: a
+      tree or the head of one.
+    per_shard: Whether *every* leaf gets a leading axis of shards, over all mesh
+      axes that `in_specs` does not use. For steps in which parameters and all
+      state differ between shards, as with `groups`: take `x[0]` of every leaf
+      at the start of the mapped function and return `x[None]`.
+
+  Returns:
+    The state, each leaf a global array; `jax.ShapeDtypeStruct`s with shardings
+    (the target of a checkpoint restore) if the parameters are abstract.
+
+  Raises:
+    NameError: As in `state_specs`.
+    TypeError: As in `state_specs`.
+    ValueError: As in `state_specs`.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = shard_transforms.tower_reduce(
+    ...     4, optax.sgd(0.1), axis_name='data')
+    >>> state = shard_transforms.init_state(tx, {'w': jnp.ones(3)}, mesh)
+    >>> print(state.tower.shape, state.total['w'].shape)
+    () (8, 3)
+  """
+  specs = state_specs(tx, params, mesh, in_specs=in_specs, per_shard=per_shard)
+  lead = _free_axes(mesh, in_specs) if per_shard else ()
+  param_specs = specs_lib.per_leaf(in_specs, params)
+  init = jax.shard_map(
+      lambda params: _with_lead(tx.init(params), lead),
+      mesh=mesh,
+      in_specs=(param_specs,),
+      out_specs=specs,
+  )
+  leaves = jax.tree.leaves(params)
+  if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+    shapes = jax.eval_shape(init, _abstract(params, param_specs, mesh))
+    return _abstract(shapes, specs, mesh)
+  shardings = jax.tree.map(
+      lambda spec: jax.sharding.NamedSharding(mesh, spec), param_specs
+  )
+  return jax.jit(init)(jax.device_put(params, shardings))
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    *,
+    in_specs: Any = P(),
+    per_shard: bool = False,
+) -> Any:
+  """Returns the `PartitionSpec`s of the state of a transformation.
+
+  They are read off the types of the leaves of `tx.init`, which is traced inside
+  `jax.shard_map`; nothing is computed. A leaf that differs between shards is
+  sharded along its first dimension, of length 1 a shard; a leaf that is shaped
+  like a parameter is sharded like it.
+
+  Args:
+    tx: The transformation.
+    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
+    mesh: The mesh of the step.
+    in_specs: The `PartitionSpec`s of the parameters, as for `jax.shard_map`.
+    per_shard: As in `init_state`.
+
+  Returns:
+    A tree like the state, for `in_specs` and `out_specs` of `jax.shard_map`.
+
+  Raises:
+    NameError: If the transformation names an axis that the mesh lacks.
+    TypeError: If `mesh` is none.
+    ValueError: If a leaf varies over an axis and neither has a leading
+      dimension of 1 nor the shape of its parameter, or if `per_shard` is true
+      and `in_specs` uses all axes.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = shard_transforms.tower_reduce(
+    ...     4, optax.identity(), axis_name='data')
+    >>> specs = shard_transforms.state_specs(tx, jnp.ones(3), mesh)
+    >>> print(specs.tower, specs.total)
+    P() P('data',)
+  """
+  _check_mesh(mesh)
+  lead = _free_axes(mesh, in_specs) if per_shard else ()
+  param_specs = specs_lib.per_leaf(in_specs, params)
+  traced = []
+
+  def trace(params):
+    state = tx.init(params)
+    described = jax.tree.map(_describe, state)
+    if any(specs_lib.axes_of(spec) for spec in jax.tree.leaves(param_specs)):
+      described = _with_param_specs(tx, described, params, param_specs)
+    traced.append(described)
+    return ()
+
+  mapped = jax.shard_map(
+      trace, mesh=mesh, in_specs=(param_specs,), out_specs=()
+  )
+  jax.eval_shape(mapped, _abstract(params, param_specs, mesh))
+  return jax.tree_util.tree_map_with_path(
+      lambda path, leaf: _spec(path, leaf, mesh, lead),
+      traced[0],
+      is_leaf=lambda leaf: isinstance(leaf, _Leaf),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  """What the type of a leaf of the state says.
+
+  Attributes:
+    shape: Its shape on a shard.
+    varying: The axes over which it varies.
+    like: The spec of the parameter that it is shaped like.
+  """
+
+  shape: tuple[int, ...]
+  varying: frozenset[Hashable]
+  like: P
+
+
+def _check_mesh(mesh):
+  """Checks a mesh.
+
+  Raises:
+    TypeError: If it is none.
+  """
+  if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+    raise TypeError(
+        f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}. Make one with'
+        " `jax.make_mesh((8,), ('data',))`."
+    )
+
+
+def _describe(leaf):
+  return _Leaf(jnp.shape(leaf), axes_lib.varying_axes(leaf), P())
+
+
+def _with_param_specs(tx, described, params, param_specs):
+  """Notes at each leaf that is shaped like a parameter how that is sharded."""
+
+  def note(leaf, param, spec):
+    if not isinstance(leaf, _Leaf):
+      return leaf
+    lead = len(leaf.shape) - jnp.ndim(param)
+    alike = leaf.shape == (1,) * lead + jnp.shape(param) and lead in (0, 1)
+    return _Leaf(leaf.shape, leaf.varying, spec) if alike else leaf
+
+  return optax.tree_utils.tree_map_params(
+      tx,
+      note,
+      described,
+      params,
+      param_specs,
+      is_leaf=lambda leaf: leaf is None or isinstance(leaf, optax.MaskedNode),
+  )
+
+
+def _spec(path, leaf, mesh, lead):
+  """Returns the spec of a leaf of the state, with the axes `lead` in front."""
+  own = leaf.varying - specs_lib.axes_of(leaf.like)
+  if own and leaf.shape[:1] != (1,):
+    raise ValueError(
+        'Each leaf of the state that differs between shards must have a leading'
+        ' dimension of length 1, or the shape of a parameter that `in_specs`'
+        f' shards alike, got the shape {leaf.shape} at'
+        f' {jax.tree_util.keystr(path) or "the root"}, which varies over'
+        f' {sorted(own, key=str)}.'
+    )
+  split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
+  entries = [_entry(lead)] if lead else []
+  entries += [_entry(split)] if own else []
+  return P(*entries, *leaf.like)
+
+
+def _entry(axes):
+  return (axes[0] if len(axes) == 1 else axes) or None
+
+
+def _with_lead(state, lead):
+  if not lead:
+    return state
+  return jax.tree.map(lambda x: axes_lib.to_varying(x[None], lead), state)
+
+
+def _free_axes(mesh, in_specs):
+  used = set().union(
+      *map(
+          specs_lib.axes_of,
+          jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec),
+      )
+  )
+  free = tuple(axis for axis in mesh.axis_names if axis not in used)
+  if not free:
+    raise ValueError(
+        '`per_shard` must be False where `in_specs` uses all axes of the mesh,'
+        f' got True with {in_specs!r}.'
+    )
+  return free
+
+
+def _abstract(tree, specs, mesh):
+  return jax.tree.map(
+      lambda leaf, spec: jax.ShapeDtypeStruct(
+          jnp.shape(leaf),
+          jnp.result_type(leaf),
+          sharding=jax.sharding.NamedSharding(mesh, spec),
+      ),
+      tree,
+      specs,
+  )

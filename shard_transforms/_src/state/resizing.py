@@ -1,0 +1,186 @@
+"""`resize_state`: the same state for another number of shards."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+from shard_transforms._src.base import partition_specs
+from shard_transforms._src.state import placement
+from shard_transforms._src.state import resize_rules
+from shard_transforms._src.transforms import guard
+from shard_transforms._src.transforms import shard_update
+from shard_transforms._src.transforms import tower_window
+
+_KNOWN = (
+    guard.GuardState,
+    shard_update.ShardUpdateState,
+    tower_window.TowerReduceState,
+)
+
+
+def resize_state(
+    state: optax.OptState,
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    *,
+    in_specs: Any = P(),
+    reduction: Literal['mean', 'sum', 'weighted'] | None = None,
+) -> optax.OptState:
+  """Returns the same state for another number of shards.
+
+  What is the same on all shards is copied, and so is what is sharded like a
+  parameter. Slices of `shard_update` are joined and cut anew. A window that
+  `tower_reduce` has begun is merged or spread, so that it ends with the same
+  result: the totals and the total weights of all shards stay, or, without
+  weights, what `reduction` makes of them. The last bad step of a shard of
+  `guard` is that of the shards it is merged from, and its rolling mean of norms
+  begins anew, because other batches have other norms. All else that differs
+  between shards cannot be carried over, and raises.
+
+  Args:
+    state: What `init_state` has made for any number of shards and `tx.update`
+      has gone on with, in arrays of this process: of NumPy as well, as from a
+      checkpoint.
+    tx: The transformation.
+    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
+    mesh: The mesh to go on with.
+    in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
+    reduction: How shards are reduced inside of `tower_reduce`; needed for a
+      window that was begun without weights, or with weights of 1, which look
+      the same: `'weighted'` for these.
+
+  Returns:
+    A new state, placed on the mesh as by `init_state`, that shares no memory
+    with `state`.
+
+  Raises:
+    NameError: If the transformation names an axis that the mesh lacks.
+    TypeError: If a leaf is of another dtype than the transformation keeps.
+    ValueError: If `state` is not one of `tx` for these parameters, a leaf
+      cannot be carried over, is not on this process, or `reduction` is missing
+      or unknown.
+
+  Examples:
+    >>> import jax
+    >>> import optax
+    >>> import shard_transforms
+    >>> eight = jax.make_mesh((8,), ('data',))
+    >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
+    >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
+    >>> params = jax.numpy.ones((3, 5))
+    >>> state = shard_transforms.init_state(tx, params, eight)
+    >>> state = shard_transforms.resize_state(state, tx, params, four)
+    >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
+    (4, 1, 4)
+  """
+  if reduction not in (None, 'mean', 'sum', 'weighted'):
+    raise ValueError(
+        "`reduction` must be 'mean', 'sum', 'weighted' or None, got"
+        f' {reduction!r}.'
+    )
+  params = jax.eval_shape(lambda params: params, params)
+  target = placement.init_state(tx, params, mesh, in_specs=in_specs)
+  if jax.tree.structure(state) != jax.tree.structure(target):
+    raise ValueError(
+        f'{resize_rules.MADE_FOR_OTHERS}the tree {jax.tree.structure(state)}'
+        f' instead of {jax.tree.structure(target)}.'
+    )
+  values = jax.tree_util.tree_map_with_path(_as_numpy, state, target)
+  told = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
+  are_sharded = any(map(partition_specs.axes_of, told))
+  rules = _rules(values, target, reduction, are_sharded)
+
+  def carry_over(path, value, rule, target):
+    always = rule in (resize_rules.begin_anew, resize_rules.refuse_cut)
+    if always or value.shape != target.shape:
+      name = jax.tree_util.keystr(path) or 'the root'
+      value = rule(name, value, target)
+    return _place(value, target.sharding)
+
+  return jax.tree_util.tree_map_with_path(carry_over, values, rules, target)
+
+
+def _as_numpy(path, leaf, target):
+  """Returns a leaf of the state as an array of this process."""
+  name = jax.tree_util.keystr(path) or 'the root'
+  is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+  if not is_here and not leaf.is_fully_replicated:
+    raise ValueError(
+        '`state` of `resize_state` must be on this process, got a part of'
+        f' {name}. Save it, and restore it as arrays of NumPy.'
+    )
+  dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
+  if dtype != target.dtype:
+    raise TypeError(
+        f'{resize_rules.MADE_FOR_OTHERS}{dtype.name} instead of'
+        f' {target.dtype.name} at {name}.'
+    )
+  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return leaf
+  # JAX may keep the memory of an array of NumPy that it is given.
+  return np.array(leaf, dtype)
+
+
+def _place(value, sharding):
+  if isinstance(value, jax.Array):
+    # A key: placed as it is, it would share its memory.
+    bits = _place(np.array(jax.random.key_data(value)), sharding)
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+  return jax.make_array_from_callback(
+      value.shape, sharding, value.__getitem__, dtype=value.dtype
+  )
+
+
+def _rules(tree, target, reduction, are_sharded):
+  """Returns for each leaf of a state how it gets another shape."""
+
+  def rules_of(node, target):
+    if isinstance(node, shard_update.ShardUpdateState):
+      rule = resize_rules.refuse_cut if are_sharded else resize_rules.cut_anew
+      return jax.tree.map(lambda _: rule, node)
+    if isinstance(node, tower_window.TowerReduceState):
+      rules = _rules_of_window(node, reduction)
+    elif isinstance(node, guard.GuardState):
+      rules = _rules_of_guard(node, target)
+    else:
+      return resize_rules.refuse
+    inner_states = node.inner_state, target.inner_state
+    inner_rules = _rules(*inner_states, reduction, are_sharded)
+    return rules._replace(inner_state=inner_rules)
+
+  return jax.tree.map(
+      rules_of, tree, target, is_leaf=lambda node: isinstance(node, _KNOWN)
+  )
+
+
+def _rules_of_guard(state, target):
+  is_resized = state.last_bad_step.shape != target.last_bad_step.shape
+  # Larger batches have smaller norms: those of other shards tell of no spike.
+  norm_rule = resize_rules.begin_anew if is_resized else resize_rules.refuse
+  return jax.tree.map(lambda _: resize_rules.refuse, state)._replace(
+      last_bad_step=functools.partial(resize_rules.merge, np.max, guard.NEVER),
+      norms=jax.tree.map(lambda _: norm_rule, state.norms),
+  )
+
+
+def _rules_of_window(state, reduction):
+  total = total_weight = functools.partial(resize_rules.merge, np.sum, 0)
+  may_be_unweighted = np.all(state.total_weight == state.tower)
+  if state.tower and may_be_unweighted and reduction != 'weighted':
+    # Without weights, each shard keeps the number of its towers for one.
+    total = functools.partial(resize_rules.merge_unweighted, reduction)
+    total_weight = functools.partial(resize_rules.merge, np.max, state.tower)
+  return state._replace(
+      tower=resize_rules.refuse,
+      total=jax.tree.map(lambda _: total, state.total),
+      total_weight=total_weight,
+      oldest_local_step=functools.partial(
+          resize_rules.merge, np.min, tower_window.NO_STEP
+      ),
+  )

@@ -1,0 +1,229 @@
+"""What becomes of the elements of arrays in a program."""
+
+from collections.abc import Hashable
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.tracing import equivalence
+from shard_transforms._src.tracing import jaxprs
+
+# What makes each element of the elements at the same place.
+ELEMENTWISE = frozenset().union(
+    ('add', 'add_any', 'sub', 'mul', 'div', 'rem', 'neg', 'abs', 'sign'),
+    ('max', 'min', 'clamp', 'ceil', 'floor', 'round', 'nextafter'),
+    ('eq', 'ne', 'lt', 'le', 'gt', 'ge', 'is_finite', 'select_n'),
+    ('square', 'sqrt', 'rsqrt', 'cbrt', 'integer_pow', 'pow'),
+    ('exp', 'exp2', 'expm1', 'log', 'log1p', 'log2', 'logistic'),
+    ('sin', 'cos', 'tan', 'asin', 'acos', 'atan', 'atan2'),
+    ('sinh', 'cosh', 'tanh', 'asinh', 'acosh', 'atanh', 'one_minus_square'),
+    ('erf', 'erfc', 'erf_inv', 'lgamma', 'digamma', 'polygamma'),
+    ('igamma', 'igammac', 'regularized_incomplete_beta'),
+    ('bessel_i0e', 'bessel_i1e', 'real', 'imag', 'complex', 'conj'),
+    ('and', 'or', 'xor', 'not', 'population_count', 'clz', 'shift_left'),
+    ('shift_right_arithmetic', 'shift_right_logical'),
+    ('convert_element_type', 'reduce_precision', 'stop_gradient', 'name'),
+    ('copy', 'copy_p'),
+    # Changes of what a type says, in JAX 0.10 with `_p`.
+    ('pvary', 'preduced', 'reduced_vary_cast', 'reduced_vary_cast_p'),
+    ('vary_unreduced_cast', 'vary_unreduced_cast_p'),
+)
+_COPIES = frozenset(('convert_element_type', 'copy', 'copy_p', 'pvary'))
+_SUMS = frozenset(('add', 'add_any'))
+# The scopes in which `norms` sums what it knows to be slices.
+_NORMS = frozenset(('global_norm', 'clip_by_global_norm'))
+# What makes zeros of zeros.
+_KEEPS_ZEROS = _COPIES | _SUMS.union(
+    ('sub', 'neg', 'abs', 'sign', 'square', 'sqrt', 'real', 'imag', 'conj'),
+    ('complex', 'mul', 'max', 'min'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+  """A number for each element of a parameter, made of that element alone.
+
+  Attributes:
+    shape: The shape of the parameter.
+    ends_in_zeros: Whether what is behind its last element, in the last of its
+      slices, is zero.
+  """
+
+  shape: tuple[int, ...]
+  ends_in_zeros: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+  """A sum over a slice, of which other shards hold the rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """An array of which no slices are made, such as noise or a table."""
+
+  origin: str
+
+  @property
+  def differs(self) -> str:
+    """Says why elements cannot be combined with it."""
+    return f'{self.origin} has other numbers at other places'
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+  """What does not come of one element of a parameter alone, and why."""
+
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+  """One number, perhaps at many places."""
+
+
+Kind = Cut | Partial | Whole | Mixed | Uniform
+
+
+def fixed(aval: Any, origin: str) -> Kind:
+  """Returns the kind of what does not depend on elements of parameters."""
+  return Uniform() if math.prod(aval.shape) == 1 else Whole(origin)
+
+
+def follow(
+    program: jaxprs.Program, kinds: Sequence[Kind], axes: Sequence[Hashable]
+) -> tuple[list[Kind], set[jaxprs.Step]]:
+  """Returns the kinds of what a program gives, and its sums over slices.
+
+  Args:
+    program: The program.
+    kinds: The kinds of what it takes.
+    axes: The mapped axes over which a sum is one over all slices.
+  """
+  found = dict(zip(program.inputs, kinds, strict=True))
+  sums = set()
+
+  def kind_of(value):
+    if value in found:
+      return found[value]
+    if axes_lib.varying_axes(value.aval).intersection(axes):
+      return _OWN_NUMBERS
+    return fixed(value.aval, 'a constant')
+
+  for step in program.steps:
+    inputs = [kind_of(value) for value in step.inputs]
+    if step.name == 'cond':
+      followed = [follow(body, inputs[1:], axes) for body in step.bodies]
+      branches, inner_sums = zip(*followed, strict=True)
+      sums.update(*inner_sums)
+      outputs = [
+          _at_each_place([inputs[0], *given], _all_end_in_zeros(given))
+          for given in zip(*branches, strict=True)
+      ]
+    else:
+      outputs = [_make(step, inputs, axes, value) for value in step.outputs]
+    if step.name == 'reduce_sum' and outputs == [Partial()]:
+      sums.add(step)
+    found.update(zip(step.outputs, outputs, strict=True))
+  return [kind_of(value) for value in program.outputs], sums
+
+
+_OWN_NUMBERS = Mixed('shards bring numbers of their own')
+
+
+def _make(step, kinds, axes, value):
+  """Returns the kind of a result of a step."""
+  partial = Partial() in kinds
+  if any(map(_asks_for_place, step.bodies)):
+    return _OWN_NUMBERS
+  if step.name == 'axis_index':
+    return _OWN_NUMBERS
+  if step.name == 'psum' and partial and _is_over_all_slices(step, axes):
+    return Uniform()
+  if partial and set(kinds) == {Partial()} and _is_linear(step):
+    return Partial()
+  if step.name in ELEMENTWISE:
+    return _at_each_place(kinds, _gives_zeros(step, kinds))
+  merged = _at_each_place(kinds)
+  if (
+      isinstance(merged, Uniform)
+      and kinds
+      and step.name in equivalence.REPEATING
+  ):
+    return merged
+  if isinstance(merged, Cut):
+    if step.name == 'reduce_sum' and axes and _is_over_all_axes(step):
+      if merged.ends_in_zeros:
+        return Partial()
+      return Mixed(
+          '`reduce_sum` takes several of them together, of which those behind'
+          ' the last element may not be zero'
+      )
+    return Mixed(f'`{step.name}` takes several of them together')
+  if isinstance(merged, Mixed):
+    return merged
+  is_whole = isinstance(merged, Whole)
+  return fixed(value.aval, merged.origin if is_whole else f'`{step.name}`')
+
+
+def _at_each_place(kinds, ends_in_zeros=None):
+  """Returns the kind of what is made place by place."""
+  by_class = {type(kind): kind for kind in kinds}
+  if Mixed in by_class:
+    return by_class[Mixed]
+  if Partial in by_class:
+    return Mixed('a sum over the slice of one shard is used as if over all')
+  if Cut in by_class and Whole in by_class:
+    return Mixed(by_class[Whole].differs)
+  if Cut in by_class:
+    if ends_in_zeros is None:
+      ends_in_zeros = _all_end_in_zeros(kinds)
+    return Cut(by_class[Cut].shape, ends_in_zeros)
+  return by_class.get(Whole, Uniform())
+
+
+def _all_end_in_zeros(kinds):
+  return all(isinstance(kind, Cut) and kind.ends_in_zeros for kind in kinds)
+
+
+def _gives_zeros(step, kinds):
+  """Whether an element-wise step makes zeros of the zeros of slices."""
+  if step.name == 'select_n':
+    return _all_end_in_zeros(kinds[1:])
+  if step.name == 'integer_pow':
+    return step.params['y'] > 0 and _all_end_in_zeros(kinds)
+  if step.name == 'div':
+    return _all_end_in_zeros(kinds[:1]) and kinds[1] == Uniform()
+  if step.name == 'mul':
+    kinds = [kind for kind in kinds if kind != Uniform()]
+  return step.name in _KEEPS_ZEROS and _all_end_in_zeros(kinds)
+
+
+def _is_linear(step):
+  is_exact = any(
+      jnp.issubdtype(x.aval.dtype, jnp.integer) for x in step.outputs
+  )
+  return step.name in _COPIES | _SUMS and not is_exact
+
+
+def _is_over_all_slices(step, axes):
+  # What else sums over shards does not know that it is given slices, of some
+  # leaves alone.
+  is_norm = not _NORMS.isdisjoint(step.scope.split('/'))
+  groups = step.params.get('axis_index_groups')
+  return is_norm and groups is None and axes and set(step.axes) >= set(axes)
+
+
+def _asks_for_place(program):
+  return any(
+      step.name == 'axis_index' or any(map(_asks_for_place, step.bodies))
+      for step in program.steps
+  )
+
+
+def _is_over_all_axes(step):
+  return len(step.params['axes']) == len(step.inputs[0].aval.shape)

@@ -1,0 +1,157 @@
+"""The two classic mistakes in what a program sends, by rules that are sure.
+
+Both follow values through linear steps alone: casts to floats, changes of
+shape, sums, and products with numbers that the program itself names. What they
+do not see they do not tell of.
+"""
+
+import collections
+import functools
+import operator
+
+import jax.numpy as jnp
+
+from shard_transforms._src.tracing import jaxprs
+
+_LINEAR = (
+    'add',
+    'add_any',
+    'broadcast_in_dim',
+    'convert_element_type',
+    'copy',
+    'copy_p',
+    'div',
+    'mul',
+    'neg',
+    'pvary',
+    'reduce_precision',
+    'reshape',
+    'rev',
+    'slice',
+    'split',
+    'squeeze',
+    'sub',
+    'transpose',
+)
+
+
+def find(program: jaxprs.Program) -> tuple[str, ...]:
+  """Returns what is wrong, in sentences, each once.
+
+  Reduced twice: a sum over an axis of what is, through linear steps, the result
+  of a sum over that axis.
+
+  Reduced too often: a sum in a scan, of which all that becomes of it is to be
+  added, through linear steps, to parts of the carry that nothing else reads. It
+  would give the same as one sum after the scan.
+  """
+  reduced = collections.defaultdict(frozenset)
+  found = [*_reduced_twice(program, reduced), *_reduced_too_often(program)]
+  counts = collections.Counter(found)
+  return tuple(
+      f'{text} ({count} arrays.)' if count > 1 else text
+      for text, count in counts.items()
+  )
+
+
+def _reduced_twice(program, reduced):
+  """Yields a sentence for each sum of what is summed already.
+
+  Args:
+    program: Where to look.
+    reduced: The axes over which a value is a sum; what is found is added.
+  """
+  for step in program.steps:
+    sources = [reduced[v] for v in step.inputs if not v.is_literal]
+    before = (
+        functools.reduce(operator.and_, sources) if sources else frozenset()
+    )
+    again = [axis for axis in step.axes if axis in before]
+    if again and (_is_sum(step) or step.name == 'reduce_scatter'):
+      yield (
+          f'{step.label} sums over {_text(again)} what has been summed over'
+          ' it before: reduce it once.'
+      )
+    if _is_sum(step) and step.params.get('axis_index_groups') is None:
+      before |= frozenset(step.axes)
+    elif not _is_linear(step) and step.name != 'concatenate':
+      before = frozenset()
+    reduced.update((output, before) for output in step.outputs)
+    for body in step.bodies:
+      handed_in, handed_out = _handed_over(step, body)
+      reduced.update((inner, reduced[outer]) for outer, inner in handed_in)
+      yield from _reduced_twice(body, reduced)
+      reduced.update((outer, reduced[inner]) for outer, inner in handed_out)
+
+
+def _handed_over(step, body):
+  """Returns pairs of inputs, and of outputs, that a step and its body share."""
+  if step.name == 'cond':
+    return zip(step.inputs[1:], body.inputs, strict=True), ()
+  if step.name == 'scan':
+    # A carry is what it was handed in as in the first turn alone.
+    carry = set(jaxprs.carry(step))
+    before = zip(step.inputs, body.inputs, strict=True)
+    after = zip(step.outputs, body.outputs, strict=True)
+    return [pair for pair in before if pair[1] not in carry], after
+  return (), ()
+
+
+def _reduced_too_often(program):
+  for step in program.steps:
+    for body in step.bodies:
+      yield from _reduced_too_often(body)
+    if step.name == 'scan' and step.params['length'] > 1:
+      for late in _can_wait(step):
+        yield (
+            f'{late.label} sums over {_text(late.axes)} in each of'
+            f" {step.params['length']:,} turns of a scan what is only added up"
+            ' there: sum once, after the scan.'
+        )
+
+
+def _can_wait(scan):
+  """Returns the sums that only add to parts of the carry that only add up."""
+  (body,) = scan.bodies
+  carry = jaxprs.carry(scan)
+  # Which outputs a value is added to; `None` is any other use.
+  ends = collections.defaultdict(set)
+  for i, output in enumerate(body.outputs):
+    ends[output].add(i)
+  for step in reversed(body.steps):
+    results = set().union(*(ends[output] for output in step.outputs))
+    for value in step.inputs:
+      ends[value] |= results if _is_linear(step) else {None}
+  added_up = {i for i, value in enumerate(carry) if ends[value] == {i}}
+  sums = [step for step in body.steps if _is_sum(step)]
+  return [s for s in sums if set() < ends[s.outputs[0]] <= added_up]
+
+
+def _is_sum(step):
+  return step.name == 'psum' and bool(step.axes)
+
+
+def _is_linear(step):
+  """Whether outputs are linear in all inputs but literals, and no larger."""
+  if step.name not in _LINEAR:
+    return False
+  literal = [value.is_literal for value in step.inputs]
+  sizes = [value.aval.size for value in step.inputs if not value.is_literal]
+  if any(output.aval.size > size for output in step.outputs for size in sizes):
+    return False
+  if step.name == 'mul':
+    return any(literal)
+  if step.name == 'div':
+    return literal == [False, True] and _is_inexact(step.outputs[0])
+  if step.name == 'convert_element_type':
+    return _is_inexact(step.outputs[0])
+  return not any(literal)
+
+
+def _is_inexact(value):
+  # What is rounded to integers is not linear.
+  return jnp.issubdtype(value.aval.dtype, jnp.inexact)
+
+
+def _text(axes):
+  return ', '.join(map(repr, axes))

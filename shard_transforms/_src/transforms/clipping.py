@@ -1,0 +1,114 @@
+"""`clip_by_global_norm`: updates scaled down to a norm over all slices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import partition_specs
+from shard_transforms._src.reduction import norms
+
+
+def clip_by_global_norm(
+    max_norm: Any,
+    axis_name: axes_lib.AxisName | None = None,
+    *,
+    sharded: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Scales updates down so that their norm is at most `max_norm`.
+
+  .. math:: u \cdot \min(1, \text{max\_norm} / \lVert u \rVert)
+
+  Before the reduction, each shard is clipped by its own norm, so that the
+  explosion of one does not drown the others; after it, all are clipped by the
+  norm of the mean:
+
+  ```python
+  optax.chain(clip_by_global_norm(1.0), cross_shard_mean('data'), adam)
+  optax.chain(cross_shard_mean('data'), clip_by_global_norm(1.0), adam)
+  ```
+
+  Name the axes over which leaves are sliced, such as those of a model that is
+  larger than a device, or the axis of `shard_update` inside of it:
+  `shard_update(optax.chain(clip_by_global_norm(1.0, 'data'), adam), 'data')`.
+
+  A norm of zero leaves zeros; one that is infinite gives zeros for what is
+  finite, and what is not finite becomes NaN.
+
+  Args:
+    max_norm: The norm above which updates are scaled down, a positive number.
+    axis_name: As in `global_norm`.
+    sharded: As in `global_norm`; inside `shard_update` it is
+      `PartitionSpec(axis_name)`.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` without state.
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If `max_norm` is not a real number, or `sharded` not made of
+      `PartitionSpec`s; in `update`, if a leaf is an integer or boolean.
+    ValueError: If `max_norm` is not positive; in `update`, as in `global_norm`,
+      or if without `axis_name` some leaves vary over an axis and some do not.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> tx = shard_transforms.clip_by_global_norm(1.0)
+    >>> updates = {'w': jnp.array([3.0]), 'b': jnp.array([4.0])}
+    >>> updates, _ = tx.update(updates, tx.init(updates))
+    >>> print(updates['w'], updates['b'])
+    [0.6] [0.8]
+
+  References:
+    `tf.clip_by_global_norm` of TensorFlow 1.15; Pascanu et al., On the
+    difficulty of training Recurrent Neural Networks, 2012,
+    https://arxiv.org/abs/1211.5063.
+  """
+  caller = 'clip_by_global_norm'
+  max_norm = arguments.as_positive('max_norm', max_norm)
+  partition_specs.check(sharded, caller)
+  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+
+  def init_fn(params):
+    del params
+    return optax.EmptyState()
+
+  def update_fn(updates, state, params=None, **extra_args):
+    del params, extra_args
+    if not axes:
+      _check_alike(updates)
+    norm = jnp.sqrt(norms.sum_of_squares(updates, axes, sharded, caller))
+
+    def clip(leaf):
+      if leaves_lib.is_float0(leaf):
+        return leaf
+      leaf = jnp.asarray(leaf)
+      scaled = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+      scaled = (scaled / norm) * max_norm
+      return jnp.where(norm <= max_norm, leaf, scaled.astype(leaf.dtype))
+
+    return jax.tree.map(clip, updates), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_alike(tree):
+  """Checks that no leaf is a slice where another is whole.
+
+  Raises:
+    ValueError: If one seems to be.
+  """
+  kinds = {axes_lib.varying_axes(leaf) for leaf in jax.tree.leaves(tree)}
+  if len(kinds) > 1:
+    some = frozenset.union(*kinds) - frozenset.intersection(*kinds)
+    raise ValueError(
+        '`axis_name` of `clip_by_global_norm` must name'
+        f' {sorted(some, key=str)}, over which some leaves vary and some do'
+        ' not: clipping by the norm of what a shard holds would make the same'
+        ' leaf differ between shards.'
+    )

@@ -1,0 +1,133 @@
+"""`reduce_towers`: several updates of one shard, stacked, that are one step."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes
+from shard_transforms._src.base import leaves
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import wrapper
+
+
+def reduce_towers(
+    num_towers: int,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    reduction: Literal['mean', 'sum'] = 'mean',
+) -> optax.GradientTransformationExtraArgs:
+  r"""Reduces updates with a leading axis of towers to one update.
+
+  Each leaf [num_towers, ...], as `jax.vmap(jax.grad(...))` over a batch that
+  was split into towers gives it, becomes its mean (or sum) [...] over the
+  towers. With the extra argument `weight`, a :math:`w_t` for each tower, and
+
+  .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
+     \quad W = \sum_{t: w_t > 0} w_t
+
+  `inner` is handed the weight :math:`W`, a scalar, so that a
+  `cross_shard_mean` inside gives the mean over all tokens. With
+  `reduction='sum'` it is handed 1 where any tower has a weight, else 0. A total
+  of zero gives a zero update. Of several `local_step`s, one a tower, the least
+  is handed on.
+
+  `tower_reduce` does the same for towers that come one call after another.
+
+  Args:
+    num_towers: The length of the leading axis, at least 1.
+    inner: The transformation that the result goes through. `None` leaves it to
+      the next link of an `optax.chain`; weights then raise.
+    reduction: `'mean'` or `'sum'` over the towers.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` whose state is that of `inner`
+    for the parameters, which have no axis of towers. Its `update` takes the
+    optional extra arguments `weight` [num_towers] and `local_step`, [] or
+    [num_towers].
+
+  Raises:
+    TypeError: If `num_towers` is not an integer, or `inner` no transformation;
+      in `update`, if a leaf is an integer or boolean, or an extra argument is
+      of the wrong kind.
+    ValueError: If `num_towers` is less than 1 or `reduction` unknown; in
+      `update`, if a leaf lacks the leading axis, updates are already reduced
+      over an axis over which their weights differ, or an extra argument has a
+      wrong value.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = shard_transforms.reduce_towers(2, optax.sgd(1.0))
+    >>> towers = jnp.array([[1.0, 1.0], [5.0, 9.0]])
+    >>> state = tx.init(jnp.zeros(2))
+    >>> print(tx.update(towers, state, weight=jnp.array([30, 10]))[0])
+    [-2. -3.]
+
+  References:
+    `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
+  """
+  caller = 'reduce_towers'
+  num_towers = arguments.as_at_least('num_towers', num_towers, 1)
+  arguments.check_reduction(reduction)
+  chained = inner is None
+  inner = optax.identity() if inner is None else inner
+  inner = wrapper.as_inner(inner, caller)
+
+  def update_fn(
+      updates, state, params=None, *, weight=None, local_step=None, **extra_args
+  ):
+    leaves.check_inexact(updates, caller)
+    _check_stacked(updates, num_towers)
+    divisor = num_towers
+    if weight is not None:
+      if chained:
+        raise ValueError(
+            '`weight` of `reduce_towers` must come with `inner`, got none. A'
+            ' link of a chain cannot hand the total weight on to the next:'
+            ' write `reduce_towers(num_towers, optax.chain(...))`.'
+        )
+      weight = arguments.as_weight(weight, (num_towers,), caller)
+      differs = tuple(axes.varying_axes(weight))
+      varying.check_per_shard(updates, differs, caller)
+      total_weight = jnp.sum(weight)
+      divisor = jnp.where(total_weight > 0, total_weight, 1)
+      summed = reduction == 'sum'
+      extra_args['weight'] = jnp.sign(total_weight) if summed else total_weight
+    if local_step is not None:
+      step = arguments.as_local_step(local_step, caller, (num_towers,))
+      extra_args['local_step'] = jnp.min(step)
+
+    def reduce(towers):
+      if leaves.is_float0(towers):
+        return towers[0]
+      total = _sum(towers, weight)
+      total = total if reduction == 'sum' else total / divisor
+      return total.astype(towers.dtype)
+
+    reduced = jax.tree.map(reduce, updates)
+    return inner.update(reduced, state, params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def _sum(towers, weight):
+  towers = jnp.asarray(towers, leaves.accumulator_dtype(towers.dtype))
+  if len(towers) == 1 and weight is None:
+    return towers[0]
+  if weight is not None:
+    weight = weight.reshape((-1,) + (1,) * (towers.ndim - 1))
+  return jnp.sum(leaves.weighted(towers, weight), axis=0)
+
+
+def _check_stacked(updates, num_towers):
+  for path, leaf in jax.tree.leaves_with_path(updates):
+    if jnp.shape(leaf)[:1] != (num_towers,):
+      raise ValueError(
+          '`updates` of `reduce_towers` must have a leading axis of'
+          f' {num_towers} towers, got the shape {jnp.shape(leaf)} at'
+          f' {jax.tree_util.keystr(path) or "the root"}.'
+      )

@@ -1,0 +1,172 @@
+"""`tower_reduce`: several updates of one shard, in turn, that are one step."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import wrapper
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.tracing import gating
+from shard_transforms._src.transforms import tower_window
+
+
+def tower_reduce(
+    num_towers: int,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    axis_name: axes_lib.AxisName | None = None,
+    reduction: Literal['mean', 'sum'] = 'mean',
+) -> optax.GradientTransformationExtraArgs:
+  r"""Collects the updates of several calls and applies them as one.
+
+  Each call of `update` hands in the update of one tower. All but the last of
+  `num_towers` give zero updates and leave the inner transformation alone; the
+  last gives to `inner` the mean (or sum) over all of them. With the extra
+  argument `weight`, a scalar :math:`w_t` a tower, that mean is
+
+  .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
+     \quad W = \sum_{t: w_t > 0} w_t
+
+  and `inner` is handed the weight :math:`W`, so that a `cross_shard_mean`
+  inside gives the mean over all tokens of all towers of all shards. With
+  `reduction='sum'` the weights are used up, and `inner` is handed 1 for a shard
+  that has any, else 0. Where the total over all shards is zero, nothing
+  changes but the window starts again. Give `weight` with every tower of a
+  window or with none.
+
+  A tower that has no gradient for a leaf (`None` in its place) counts as zero
+  there; the divisor stays. The least of the `local_step`s of a window is
+  handed on; any other extra argument is the last tower's. Collectives inside
+  `inner` run once a window.
+
+  Without `inner`, the result goes to the next link of an `optax.chain`, as
+  zeros in all calls but the last: right for links that keep no moments, such as
+  `optax.sgd` without momentum. Weights then raise, and the next link sees the
+  last tower's `local_step`.
+
+  Args:
+    num_towers: How many updates count as one step, at least 1. With 1, `inner`
+      is called as it is.
+    inner: The transformation that is applied once a window.
+    axis_name: The mapped axis, or a sequence of them, between whose shards the
+      updates differ; the sum is then kept per shard (see `init_state`). `None`
+      where updates are already the same on all shards.
+    reduction: `'mean'` or `'sum'` over the towers.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
+    `update` takes the optional extra arguments `weight` and `local_step`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If `num_towers` is not an integer, or `inner` no transformation;
+      in `update`, if a leaf is an integer or boolean, an extra argument is of
+      the wrong kind, or the state is of another transformation.
+    ValueError: If `num_towers` is less than 1 or `reduction` unknown; in
+      `update`, if the tree is not the one that the state was made for, updates
+      are already reduced although `axis_name` is given, or differ between
+      shards although it is not, an extra argument has a wrong value, or `inner`
+      reduces over shards without the weight.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = shard_transforms.tower_reduce(2, optax.sgd(1.0))
+    >>> state = tx.init(jnp.zeros(2))
+    >>> for tower, weight in ([1.0, 1.0], 30), ([5.0, 9.0], 10):
+    ...   updates, state = tx.update(jnp.array(tower), state, weight=weight)
+    ...   print(updates)
+    [0. 0.]
+    [-2. -3.]
+
+  References:
+    `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
+  """
+  caller = 'tower_reduce'
+  num_towers = arguments.as_at_least('num_towers', num_towers, 1)
+  arguments.check_reduction(reduction)
+  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+  chained = inner is None
+  inner = wrapper.as_inner(optax.identity() if chained else inner, caller)
+
+  def init_fn(params):
+    if axes:
+      axes_lib.size(axes, caller)
+    collected = params if num_towers > 1 else ()
+    return tower_window.start(collected, inner.init(params), axes)
+
+  def update_fn(
+      updates, state, params=None, *, weight=None, local_step=None, **extra_args
+  ):
+    wrapper.check_state(state, tower_window.TowerReduceState, caller)
+    leaves.check_inexact(updates, caller)
+    if axes:
+      axes_lib.size(axes, caller)
+      varying.check_per_shard(updates, axes, caller)
+    if chained and weight is not None:
+      raise ValueError(
+          '`weight` of `tower_reduce` must come with `inner`, got none. A link'
+          ' of a chain cannot hand the total weight on to the next: write'
+          ' `tower_reduce(num_towers, optax.chain(...))`.'
+      )
+    if num_towers == 1:
+      _check_empty(state)
+      extra_args |= _given(weight=weight, local_step=local_step)
+      applied, inner_state = inner.update(
+          updates, state.inner_state, params, **extra_args
+      )
+      return applied, state._replace(inner_state=inner_state)
+
+    def apply(state):
+      total_weight = per_shard_state.own(state.total_weight, axes, caller)
+      divisor = num_towers if weight is None else total_weight
+      divisor = 1 if reduction == 'sum' else divisor
+      reduced = tower_window.divide(state.total, divisor, axes, updates, params)
+      left = jnp.sign(total_weight) if reduction == 'sum' else total_weight
+      left = None if weight is None else left
+      oldest = per_shard_state.own(state.oldest_local_step, axes, caller)
+      oldest = None if local_step is None else oldest
+
+      def run(inner_state, reduced, weight):
+        given = _given(weight=weight, local_step=oldest)
+        return inner.update(reduced, inner_state, params, **extra_args, **given)
+
+      if left is None:
+        applied, inner_state = run(state.inner_state, reduced, None)
+      else:
+        any_weight = collectives.total(total_weight, axes) > 0
+        applied, inner_state = gating.run_or_skip(
+            any_weight, run, state.inner_state, (reduced, left), axes
+        )
+      return applied, tower_window.emptied(state, inner_state)
+
+    state = tower_window.collect(state, updates, weight, local_step, axes)
+    is_last = collectives.agreed(state.tower >= num_towers)
+    return gating.run_or_skip(is_last, apply, state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_empty(state):
+  """Checks that a single tower does not forget those of a window.
+
+  Raises:
+    ValueError: If the state is one of several towers.
+  """
+  if jax.tree.leaves(state.total):
+    raise ValueError(
+        'State of `tower_reduce` must be made for as many towers, got that of a'
+        ' window of several where `num_towers` is 1. Make it with `init`.'
+    )
+
+
+def _given(**extra_args: Any) -> dict[str, Any]:
+  return {name: x for name, x in extra_args.items() if x is not None}

@@ -1,0 +1,190 @@
+"""The window of towers that `tower_reduce` collects, kept in its state."""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import varying
+
+_CALLER = 'tower_reduce'
+NO_STEP = jnp.iinfo(jnp.int32).max
+
+
+class TowerReduceState(NamedTuple):
+  """State of `tower_reduce`.
+
+  With `axis_name`, `total`, `total_weight` and `oldest_local_step` differ
+  between shards: their leaves have a leading axis, of length 1 inside the
+  mapped function and of the number of shards outside.
+
+  Attributes:
+    tower: Number of towers collected since the last update, int32 [].
+    total: Their (weighted) sum, a tree like the parameters, in float32 for
+      leaves of fewer bits; `()` where there is but one tower.
+    total_weight: The sum of their weights, float32 [].
+    oldest_local_step: The least of their local steps, int32 []; the largest
+      int32 where no tower told one.
+    inner_state: State of the inner transformation.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
+    >>> print(optax.tree_utils.tree_get(state, 'tower'), state.total)
+    0 [0. 0.]
+  """
+
+  tower: jax.Array
+  total: optax.Updates
+  total_weight: jax.Array
+  oldest_local_step: jax.Array
+  inner_state: optax.OptState
+
+
+def start(
+    params: Any, inner_state: Any, axes: tuple[Hashable, ...]
+) -> TowerReduceState:
+  """Returns an empty window for leaves like `params`."""
+  return TowerReduceState(
+      tower=jnp.zeros([], jnp.int32),
+      total=jax.tree.map(lambda param: _zeros(param, axes), params),
+      total_weight=per_shard_state.store(jnp.zeros([], jnp.float32), axes),
+      oldest_local_step=per_shard_state.store(
+          jnp.full([], NO_STEP, jnp.int32), axes
+      ),
+      inner_state=inner_state,
+  )
+
+
+def collect(
+    state: TowerReduceState,
+    updates: Any,
+    weight: Any,
+    local_step: Any,
+    axes: tuple[Hashable, ...],
+) -> TowerReduceState:
+  """Returns the window with one more tower in it.
+
+  Raises:
+    TypeError: If the weight or the local step are of the wrong kind.
+    ValueError: If the updates do not fit the window, or what is collected is
+      not kept per shard where it differs between shards.
+  """
+  if weight is not None:
+    weight = arguments.as_weight(weight, (), _CALLER)
+  total = jax.tree.map(
+      lambda leaf: per_shard_state.own(leaf, axes, _CALLER), state.total
+  )
+  leaves_lib.check_like(updates, total, _CALLER)
+  _check_not_hidden(total, updates)
+  total = jax.tree.map(
+      lambda t, u: per_shard_state.store(_add(t, u, weight), axes),
+      total,
+      updates,
+      is_leaf=leaves_lib.is_none,
+  )
+  total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
+  total_weight += 1 if weight is None else weight
+  oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
+  if local_step is not None:
+    step = arguments.as_local_step(local_step, _CALLER)
+    oldest = jnp.minimum(oldest, step)
+  window = TowerReduceState(
+      tower=jnp.asarray(optax.safe_increment(state.tower)),
+      total=total,
+      total_weight=per_shard_state.store(total_weight, axes),
+      oldest_local_step=per_shard_state.store(oldest, axes),
+      inner_state=state.inner_state,
+  )
+  _check_kept(state, window)
+  return window
+
+
+def divide(
+    total: Any,
+    divisor: Any,
+    axes: tuple[Hashable, ...],
+    updates: Any,
+    params: Any,
+) -> Any:
+  """Returns the mean of a window, in the dtypes of the last tower's updates.
+
+  Where the last tower has no gradient, the dtype is that of the parameter.
+  """
+  divisor = jnp.where(divisor > 0, divisor, 1)
+  params = updates if params is None else params
+
+  def divide(total, update, param):
+    if total is None:
+      return update
+    like = param if update is None else update
+    if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
+      like = total
+    mean = per_shard_state.own(total, axes, _CALLER) / divisor
+    return mean.astype(leaves_lib.dtype_of(like))
+
+  return jax.tree.map(
+      divide, total, updates, params, is_leaf=leaves_lib.is_none
+  )
+
+
+def emptied(window: TowerReduceState, inner_state: Any) -> TowerReduceState:
+  """Returns the state at the start of the next window."""
+  return TowerReduceState(
+      tower=jnp.zeros_like(window.tower),
+      total=jax.tree.map(jnp.zeros_like, window.total),
+      total_weight=jnp.zeros_like(window.total_weight),
+      oldest_local_step=jnp.full_like(window.oldest_local_step, NO_STEP),
+      inner_state=inner_state,
+  )
+
+
+def _zeros(param, axes):
+  """Returns the empty sum for a parameter; `None` where it has no gradient."""
+  dtype = leaves_lib.dtype_of(param)
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    return None
+  zeros = jnp.zeros_like(param, dtype=leaves_lib.accumulator_dtype(dtype))
+  return per_shard_state.store(zeros, axes)
+
+
+def _add(total, update, weight):
+  if total is None or update is None or leaves_lib.is_float0(update):
+    return total
+  return total + leaves_lib.weighted(jnp.asarray(update, total.dtype), weight)
+
+
+def _check_not_hidden(total, updates):
+  """Checks that no sum per shard hides that an update is already reduced."""
+  for axis in set().union(*map(axes_lib.varying_axes, jax.tree.leaves(total))):
+
+    def per_shard(t, u, axis=axis):
+      return u if t is not None and axis in axes_lib.varying_axes(t) else None
+
+    held = jax.tree.map(per_shard, total, updates, is_leaf=leaves_lib.is_none)
+    varying.check_per_shard(held, (axis,), _CALLER)
+
+
+def _check_kept(before, after):
+  """Checks that nothing that differs between shards gets into shared state."""
+  for field in ('total', 'total_weight', 'oldest_local_step'):
+    old = jax.tree.leaves(getattr(before, field))
+    new = jax.tree.leaves_with_path(getattr(after, field))
+    for held, (path, leaf) in zip(old, new, strict=True):
+      differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(held)
+      if differs:
+        raise ValueError(
+            '`axis_name` of `tower_reduce` must name'
+            f' {sorted(differs, key=str)}, because what is collected differs'
+            f' between those shards, at {field}{jax.tree_util.keystr(path)},'
+            ' but is kept as if it were the same on all. Make the state with'
+            ' `shard_transforms.init_state`.'
+        )

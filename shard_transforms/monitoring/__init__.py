@@ -1,0 +1,21 @@
+"""What a training step sends, and whether its shards are still sound."""
+
+from shard_transforms._src.monitoring.divergence import DivergenceState
+from shard_transforms._src.monitoring.divergence import assert_reduced
+from shard_transforms._src.monitoring.divergence import shard_divergence
+from shard_transforms._src.monitoring.divergence import track_divergence
+from shard_transforms._src.monitoring.health import check_health
+from shard_transforms._src.monitoring.report_table import Collective
+from shard_transforms._src.monitoring.report_table import WireReport
+from shard_transforms._src.monitoring.wire_report import wire_report
+
+__all__ = (
+    'Collective',
+    'DivergenceState',
+    'WireReport',
+    'assert_reduced',
+    'check_health',
+    'shard_divergence',
+    'track_divergence',
+    'wire_report',
+)

@@ -1,0 +1,271 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+from shard_transforms._src.base import axes as axes_lib
+
+UNTRACKED_MODES = tuple(mode for mode in modes.MODES if mode != 'shard_map')
+
+FACTORIES = {
+    'cross_shard_mean': shard_transforms.cross_shard_mean,
+    'cross_shard_sum': shard_transforms.cross_shard_sum,
+    'shard_mean': lambda axis_name: shard_transforms.shard_mean(1.0, axis_name),
+    'per_shard': lambda axis_name: shard_transforms.per_shard(1.0, axis_name),
+    'value_and_grad': lambda axis_name: shard_transforms.value_and_grad(
+        jnp.sum, axis_name
+    ),
+}
+# `None` is a value of their `axis_name`.
+GATES = {
+    'tower_reduce': lambda axis_name: shard_transforms.tower_reduce(
+        2, optax.sgd(1.0), axis_name=axis_name
+    ),
+    'drop_stale': lambda axis_name: shard_transforms.drop_stale(
+        2, optax.sgd(1.0), axis_name=axis_name
+    ),
+}
+
+
+def _mesh_2x4():
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  return jax.make_mesh((2, 4), ('host', 'core'), auto)
+
+
+class AxisNameTest(parameterized.TestCase):
+
+  @parameterized.product(
+      factory=tuple(FACTORIES), axis_name=(None, {'data'}, [['a']])
+  )
+  def test_refuses_what_is_no_name(self, factory, axis_name):
+    with self.assertRaisesRegex(
+        TypeError, '`axis_name` must be the name of a mapped axis or a sequence'
+    ):
+      FACTORIES[factory](axis_name)
+
+  @parameterized.product(
+      factory=tuple(GATES), axis_name=({'data'}, ['data', None])
+  )
+  def test_gates_refuse_what_is_no_name(self, factory, axis_name):
+    with self.assertRaisesRegex(
+        TypeError, '`axis_name` must be the name of a mapped axis or a sequence'
+    ):
+      GATES[factory](axis_name)
+
+  @parameterized.product(
+      factory=(*FACTORIES, *GATES), axis_name=((), [], ('data', 'data'))
+  )
+  def test_refuses_no_name_and_one_name_twice(self, factory, axis_name):
+    with self.assertRaisesRegex(
+        ValueError, '`axis_name` must name at least one axis and none twice'
+    ):
+      (FACTORIES | GATES)[factory](axis_name)
+
+  @parameterized.parameters(
+      {'axis_name': 'data'}, {'axis_name': ('data',)}, {'axis_name': ['data']}
+  )
+  def test_takes_a_name_and_sequences_of_names(self, axis_name):
+    def mean(x):
+      return shard_transforms.shard_mean(x, axis_name)
+
+    means = jax.vmap(mean, axis_name='data')(jnp.array([1.0, 4.0, 7.0]))
+
+    np.testing.assert_array_equal(means, [4.0, 4.0, 4.0])
+
+
+class BoundAxisTest(parameterized.TestCase):
+
+  @parameterized.parameters(*FACTORIES, *GATES)
+  def test_names_the_caller_and_an_axis_that_is_not_bound(self, factory):
+    made = (FACTORIES | GATES).get(factory)
+    updates = jnp.ones(3)
+
+    with self.assertRaisesRegex(
+        NameError,
+        f"`{factory}` needs the mapped axis 'data', which is not bound here"
+        r' \(mapped mesh axes: \(\)\)[^`]*`jax.shard_map` over a mesh with that'
+        ".*with `axis_name='data'`.*is made by `shard_transforms.init_state`"
+        f'.*Under plain `jax.jit`.*leave `{factory}` out',
+    ) as caught:
+      tx = made('data')
+      if factory == 'value_and_grad':
+        tx(updates)
+      if factory == 'drop_stale':
+        tx.update(updates, tx.init(updates), local_step=0)
+      tx.update(updates, tx.init(updates))
+    self.assertIsInstance(caught.exception.__cause__, NameError)
+
+  @parameterized.parameters('shard_map', 'shard_map_unchecked')
+  def test_names_the_axes_of_the_mesh_where_another_is_meant(self, mode):
+    def reduce(_, own):
+      return shard_transforms.shard_mean(own, 'batch')
+
+    with self.assertRaisesRegex(
+        NameError, r"axis 'batch'.*\(mapped mesh axes: \('data',\)\)"
+    ):
+      jax.eval_shape(modes.map_shards(mode, reduce), 0.0, jnp.ones(8))
+
+  def test_leaves_axes_that_are_not_mapped_out_of_the_error(self):
+    mapped = jax.shard_map(
+        lambda x: shard_transforms.shard_mean(x, 'core'),
+        mesh=_mesh_2x4(),
+        in_specs=P('host'),
+        out_specs=P('host'),
+        axis_names={'host'},
+    )
+
+    with self.assertRaisesRegex(NameError, r"mapped mesh axes: \('host',\)\)"):
+      jax.eval_shape(mapped, jnp.ones(2))
+
+
+class PerShardTest(parameterized.TestCase):
+
+  @parameterized.parameters(*modes.MODES)
+  def test_keeps_values_and_tree(self, mode):
+    params = {
+        'w': jnp.array([-0.0, 1.0, jnp.nan]),
+        'n': jnp.array(3),
+        'none': None,
+        'empty': {},
+        'masked': optax.MaskedNode(),
+    }
+
+    def mark(shared, _):
+      return shard_transforms.per_shard(shared, modes.AXIS)
+
+    marked = modes.map_shards(mode, mark)(params, jnp.zeros(8))
+
+    expected = jax.tree.map(lambda x: np.stack([x] * 8), params)
+    chex.assert_trees_all_equal(marked, expected, strict=True)
+    np.testing.assert_array_equal(
+        np.signbit(marked['w']), np.signbit(expected['w'])
+    )
+
+  @parameterized.parameters(*modes.MODES)
+  def test_makes_gradients_per_shard(self, mode):
+    def gradient(w, x):
+      w = shard_transforms.per_shard(w, modes.AXIS)
+      return jax.grad(lambda w: jnp.sum(w * x))(w)
+
+    x = np.arange(40, dtype=np.float32).reshape(8, 5)
+
+    gradients = modes.map_shards(mode, gradient)(jnp.ones(5), x)
+
+    np.testing.assert_array_equal(gradients, x, strict=True)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_marks_marked_parameters_once(self, mode):
+    def gradient(w, x):
+      w = shard_transforms.per_shard(w, modes.AXIS)
+      again = shard_transforms.per_shard(w, modes.AXIS)
+      self.assertIs(again, w)
+      return jax.grad(lambda w: jnp.sum(w * x))(again)
+
+    x = np.arange(8, dtype=np.float32)
+
+    gradients = modes.map_shards(mode, gradient)(1.0, x)
+
+    np.testing.assert_array_equal(gradients, x, strict=True)
+
+  @parameterized.parameters(*UNTRACKED_MODES)
+  def test_is_the_identity_where_types_are_not_tracked(self, mode):
+    def mark(w, x):
+      self.assertIs(shard_transforms.per_shard(w, modes.AXIS), w)
+      return x
+
+    modes.map_shards(mode, mark)(jnp.ones(3), jnp.zeros(8))
+
+  def test_sends_nothing(self):
+    def mark(w, _):
+      return shard_transforms.per_shard(w, modes.AXIS)
+
+    jaxpr = str(
+        jax.make_jaxpr(modes.map_shards('shard_map', mark))(1.0, jnp.ones(8))
+    )
+
+    self.assertIn('pvary', jaxpr)
+    self.assertNotIn('psum', jaxpr)
+    self.assertNotIn('all_gather', jaxpr)
+
+  def test_marks_each_leaf_over_the_axes_that_it_lacks(self):
+    def types(x):
+      params = {
+          'neither': lax.psum(x, ('host', 'core')),
+          'host': lax.psum(x, 'core'),
+          'core': lax.psum(x, 'host'),
+          'both': x,
+      }
+      marked = shard_transforms.per_shard(params, ['host', 'core'])
+      for leaf in marked.values():
+        self.assertEqual(axes_lib.varying_axes(leaf), {'host', 'core'})
+      one = shard_transforms.per_shard(params, 'core')
+      self.assertEqual(axes_lib.varying_axes(one['neither']), {'core'})
+      return marked
+
+    mapped = jax.shard_map(
+        types,
+        mesh=_mesh_2x4(),
+        in_specs=P(('host', 'core')),
+        out_specs=P(('host', 'core')),
+    )
+    jax.eval_shape(mapped, jnp.ones(8))
+
+  def test_undoes_a_delayed_sum_of_reduced_parameters(self):
+    def gradient(w, x):
+      w = lax.pcast(w, modes.AXIS, to='reduced')
+      w = shard_transforms.per_shard(w, modes.AXIS)
+      return jax.grad(lambda w: w * x)(w)
+
+    x = np.arange(8, dtype=np.float32)
+
+    gradients = modes.map_shards('shard_map', gradient)(jnp.float32(1), x)
+
+    np.testing.assert_array_equal(gradients, x, strict=True)
+
+
+class StatesTest(parameterized.TestCase):
+
+  def test_says_what_types_say_where_they_are_tracked(self):
+    def look(w, x):
+      reduced = lax.pcast(w, modes.AXIS, to='reduced')
+      delayed = jax.grad(lambda w: w * x)(reduced)
+      leaves = [x, w, delayed, reduced, np.ones(3), 2.0]
+      self.assertEqual(
+          axes_lib.states(leaves, modes.AXIS),
+          ['varying', 'invariant', 'unreduced', *['invariant'] * 3],
+      )
+      return x
+
+    mapped = modes.map_shards('shard_map', look)
+    jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
+
+  @parameterized.parameters(*UNTRACKED_MODES)
+  def test_says_untracked_where_types_say_nothing(self, mode):
+    def look(w, x):
+      states = axes_lib.states([w, x, lax.psum(x, modes.AXIS), 2.0], modes.AXIS)
+      self.assertEqual(states, ['untracked'] * 4)
+      return x
+
+    modes.map_shards(mode, look)(1.0, jnp.ones(8))
+
+  def test_tells_axes_of_one_mesh_apart(self):
+    def look(x):
+      leaves = [x, lax.psum(x, 'core')]
+      states = functools.partial(axes_lib.states, leaves)
+      self.assertEqual(states('host'), ['varying', 'varying'])
+      self.assertEqual(states('core'), ['varying', 'invariant'])
+      return x
+
+    specs = P(('host', 'core'))
+    mapped = jax.shard_map(
+        look, mesh=_mesh_2x4(), in_specs=specs, out_specs=specs
+    )
+    jax.eval_shape(mapped, jnp.ones(8))

@@ -1,0 +1,50 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import modes
+from shard_transforms._src.base import per_shard_state
+
+AXES = (modes.AXIS,)
+
+
+class KeptTest(parameterized.TestCase):
+
+  @parameterized.parameters(*modes.MODES)
+  def test_gives_back_what_it_has_stored(self, mode):
+    def fn(shared, x):
+      stored = per_shard_state.store(x, AXES)
+      return (
+          per_shard_state.own(stored, AXES, 'caller'),
+          stored,
+          per_shard_state.store(shared, AXES),
+      )
+
+    x = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+    own, stored, shared = modes.map_shards(mode, fn)(jnp.zeros(3), x)
+
+    np.testing.assert_array_equal(own, x)
+    np.testing.assert_array_equal(stored, x[:, None])
+    np.testing.assert_array_equal(shared, np.zeros((8, 1, 3)))
+
+  def test_marks_what_is_stored_as_varying(self):
+    def fn(shared, x):
+      stored = jax.typeof(per_shard_state.store(shared, AXES))
+      self.assertEqual(stored.manual_axis_type.varying, {modes.AXIS})
+      return x
+
+    modes.map_shards('shard_map', fn)(jnp.zeros(3), jnp.zeros(8))
+
+  def test_leaves_what_is_the_same_on_all_shards(self):
+    x = jnp.zeros(3)
+
+    self.assertIs(per_shard_state.store(x, ()), x)
+    self.assertIs(per_shard_state.own(x, (), 'caller'), x)
+    self.assertIsNone(per_shard_state.store(None, AXES))
+
+  @parameterized.parameters(((),), ((3,),), ((8, 1),))
+  def test_refuses_what_has_no_leading_axis(self, shape):
+    message = r'State of `caller` .* length 1 on each shard.*`.*state_specs`'
+    with self.assertRaisesRegex(ValueError, message):
+      per_shard_state.own(jnp.zeros(shape), AXES, 'caller')

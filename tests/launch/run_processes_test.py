@@ -1,0 +1,215 @@
+"""Processes of one host: who fails is named, and none is left behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from absl.testing import parameterized
+
+import shard_transforms
+
+# Each process writes its number into a file, and then does what it is told:
+# the words after it are the deeds of process 0, 1 and so on.
+CHILD = """
+import os, pathlib, signal, sys, time
+folder, *deeds = sys.argv[1:]
+number = int(os.environ['JAX_PROCESS_ID'])
+path = pathlib.Path(folder) / f'{number}.pid'
+deed = deeds[number]
+if deed == 'ignore_sigterm':
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif deed == 'tidy_up':
+  signal.signal(signal.SIGTERM, lambda *_: (path.unlink(), sys.exit()))
+path.with_suffix('.new').write_text(str(os.getpid()))
+path.with_suffix('.new').rename(path)
+deadline = time.monotonic() + 60
+while len(list(path.parent.glob('*.pid'))) < len(deeds):
+  assert time.monotonic() < deadline
+  time.sleep(0.01)
+if deed == 'exit':
+  sys.exit(7)
+elif deed == 'be_killed':
+  os.kill(os.getpid(), signal.SIGKILL)
+elif deed == 'report':
+  time.sleep(0.3)
+  sys.exit('my peer is gone')
+elif deed == 'print':
+  print(*(os.environ[name] for name in sorted(os.environ) if 'JAX_' in name))
+  sys.stderr.write(f'error {number}\\n')
+elif deed == 'print memory':
+  print(os.environ['MALLOC_MMAP_THRESHOLD_'])
+else:
+  time.sleep(60)
+"""
+
+# Runs the same through a supervisor of its own, which can be interrupted.
+SUPERVISOR = """
+import signal
+import sys
+import shard_transforms
+# What runs in the background of a shell ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+shard_transforms.launch.run_processes(
+    len(sys.argv) - 3, [sys.executable, '-c', *sys.argv[1:]], grace=0.5
+)
+"""
+
+
+def is_alive(pid):
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  return True
+
+
+class ProcessesTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def pids(self):
+    return [int(path.read_text()) for path in self.folder.glob('*.pid')]
+
+  def run_children(self, *deeds, grace=5.0):
+    command = [sys.executable, '-c', CHILD, self.folder, *deeds]
+    shard_transforms.launch.run_processes(len(deeds), command, grace=grace)
+
+  def start_supervisor(self, *deeds, env=None):
+    source = pathlib.Path(shard_transforms.__file__).parents[1]
+    paths = [str(source), os.environ.get('PYTHONPATH', '')]
+    supervisor = subprocess.Popen(
+        [sys.executable, '-c', SUPERVISOR, CHILD, self.folder, *deeds],
+        env={
+            **{k: v for k, v in os.environ.items() if 'JAX_' not in k},
+            'PYTHONPATH': os.pathsep.join(filter(None, paths)),
+            **(env or {}),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # In reverse order: it is killed, and then its pipes are closed.
+    self.enterContext(supervisor)
+    self.addCleanup(supervisor.kill)
+    return supervisor
+
+  def test_tells_each_process_who_it_is(self):
+    supervisor = self.start_supervisor('print', 'print', 'print')
+    out, err = supervisor.communicate(timeout=60)
+
+    self.assertEqual(supervisor.returncode, 0, err)
+    # The others print the same, which nobody wants to read again.
+    self.assertRegex(out, r'\A127\.0\.0\.1:\d+ 3 0\n\Z')
+    self.assertCountEqual(
+        err.split('\n'), ['error 0', 'error 1', 'error 2', '']
+    )
+
+  @parameterized.parameters((None, '1073741824'), ('4096', '4096'))
+  def test_keeps_memory_unless_told_otherwise(self, given, expected):
+    env = {'MALLOC_MMAP_THRESHOLD_': given} if given else {}
+
+    supervisor = self.start_supervisor('print memory', env=env)
+    out, err = supervisor.communicate(timeout=60)
+
+    self.assertEqual((supervisor.returncode, out), (0, expected + '\n'), err)
+
+  @parameterized.parameters(
+      (('exit', 'wait'), 'got process 0 of 2 that exited with status 7.'),
+      (('wait', 'exit'), 'got process 1 of 2 that exited with status 7.'),
+      (
+          ('wait', 'be_killed', 'wait'),
+          'got process 1 of 3 .* killed by SIGKILL.',
+      ),
+      (
+          ('report', 'be_killed'),
+          r'got process 1 of 2 .* SIGKILL, then process 0 of 2 .* status 1\.',
+      ),
+  )
+  def test_names_who_failed_and_ends_the_others(self, deeds, message):
+    grace = 5.0 if 'report' in deeds else 0.2
+
+    with self.assertRaisesRegex(
+        RuntimeError, '`command` must exit.*' + message
+    ):
+      self.run_children(*deeds, grace=grace)
+
+    self.assertLen(self.pids(), len(deeds))
+    self.assertFalse(any(map(is_alive, self.pids())))
+
+  def test_lets_the_others_tidy_up(self):
+    with self.assertRaisesRegex(RuntimeError, 'got process 0 of 2 .* status 7'):
+      self.run_children('exit', 'tidy_up', grace=2)
+
+    self.assertLen(self.pids(), 1)
+
+  def test_kills_who_ignores_sigterm(self):
+    start = time.monotonic()
+
+    with self.assertRaisesRegex(RuntimeError, 'got process 1 .* status 7'):
+      self.run_children('ignore_sigterm', 'exit', grace=0.2)
+
+    self.assertLess(time.monotonic() - start, 30)
+    self.assertFalse(any(map(is_alive, self.pids())))
+
+  @parameterized.parameters(
+      (signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)
+  )
+  def test_leaves_nobody_behind_when_interrupted(self, number, status):
+    supervisor = self.start_supervisor('wait', 'ignore_sigterm')
+    deadline = time.monotonic() + 60
+    while len(self.pids()) < 2 and time.monotonic() < deadline:
+      time.sleep(0.01)
+
+    supervisor.send_signal(number)
+    _, err = supervisor.communicate(timeout=60)
+
+    self.assertEqual(supervisor.returncode, status, err)
+    self.assertLen(self.pids(), 2)
+    self.assertFalse(any(map(is_alive, self.pids())))
+
+  def test_restores_the_handler_of_sigterm(self):
+    before = signal.getsignal(signal.SIGTERM)
+
+    self.run_children('print')
+
+    self.assertEqual(signal.getsignal(signal.SIGTERM), before)
+
+  def test_runs_in_a_thread(self):
+    failures = []
+
+    def run():
+      try:
+        self.run_children('exit')
+      except RuntimeError as error:
+        failures.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=60)
+
+    self.assertLen(failures, 1)
+    self.assertIn('process 0 of 1 that exited with status 7', failures[0])
+
+  @parameterized.parameters(
+      (0, ['true'], ValueError, '`num_processes` must be at least 1, got 0'),
+      (2.0, ['true'], TypeError, '`num_processes` must be an integer, got 2.0'),
+      (1, 'true', TypeError, "`command` must be a sequence .*, got 'true'"),
+      (1, None, TypeError, '`command` must be a sequence .*, got None'),
+      (1, [], ValueError, r'`command` must name a program, got \[\]'),
+      (1, ['/nowhere'], FileNotFoundError, 'nowhere'),
+  )
+  def test_refuses_bad_argument(self, num_processes, command, error, message):
+    with self.assertRaisesRegex(error, message):
+      shard_transforms.launch.run_processes(num_processes, command)
+
+  @parameterized.parameters(-1, float('nan'))
+  def test_refuses_bad_grace(self, grace):
+    with self.assertRaisesRegex(ValueError, '`grace` must be at least 0 sec'):
+      shard_transforms.launch.run_processes(1, ['true'], grace=grace)

@@ -1,0 +1,372 @@
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+from shard_transforms import assert_reduced
+from shard_transforms import shard_divergence
+from shard_transforms import track_divergence
+
+AXIS = modes.AXIS
+SHARDS = 8
+DTYPES = (
+    'float32',
+    'bfloat16',
+    'float16',
+    'complex64',
+    'int32',
+    'int8',
+    'bool',
+    'uint32',
+    'float8_e4m3fn',
+    'int4',
+)
+
+
+def divergence(mode, own):
+  """Returns what each of the shards is told about their own trees."""
+  fn = modes.map_shards(mode, lambda _, own: shard_divergence(own, AXIS))
+  return np.asarray(fn(0.0, own))
+
+
+def copies(tree):
+  return jax.tree.map(lambda x: jnp.stack([x] * SHARDS), tree)
+
+
+def tree_of(seed=0):
+  rng = np.random.default_rng(seed)
+  return {
+      'w': rng.normal(size=(3, 5)).astype(np.float32),
+      'half': jnp.asarray(rng.normal(size=7), jnp.bfloat16),
+      'steps': np.int32(3),
+      'empty': np.zeros((0, 2), np.float32),
+      'none': None,
+  }
+
+
+def flip(x, element, bit):
+  """Returns an array with one bit changed, as seen in its bytes."""
+  x = np.array(x)
+  flat = x.reshape(-1).view(np.uint8).reshape(x.size, -1)
+  flat[element, bit // 8] ^= np.uint8(1 << bit % 8)
+  return x
+
+
+class DivergenceTest(parameterized.TestCase):
+
+  @parameterized.parameters(*modes.MODES)
+  def test_is_zero_where_all_bits_agree(self, mode):
+    np.testing.assert_array_equal(
+        divergence(mode, copies(tree_of())), [0] * SHARDS
+    )
+
+  @parameterized.parameters(*modes.MODES)
+  def test_every_shard_learns_that_one_bit_of_one_differs(self, mode):
+    own = copies(tree_of())
+    own['w'] = own['w'].at[5].set(flip(own['w'][5], 7, 3))
+
+    told = divergence(mode, own)
+
+    self.assertGreater(told[0], 0)
+    np.testing.assert_array_equal(told, [told[0]] * SHARDS)
+
+  def test_sees_each_bit_of_each_element(self):
+    x = np.asarray(tree_of()['w'])
+    flipped = [flip(x, e, b) for e in range(x.size) for b in range(32)]
+    of_pair = jax.vmap(
+        jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
+    )
+
+    told = of_pair(jnp.stack([np.stack([x, y]) for y in flipped]))
+
+    self.assertEqual(told.shape, (15 * 32, 2))
+    self.assertTrue(np.all(told > 0))
+
+  @parameterized.parameters(*DTYPES)
+  def test_knows_all_dtypes(self, dtype):
+    x = jnp.asarray([1, 0, 1, 1], dtype)
+    same = jnp.stack([x, x])
+    other = jnp.stack([x, jnp.asarray([1, 1, 1, 1], dtype)])
+    fn = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
+
+    self.assertEqual(fn(same)[0], 0)
+    self.assertGreater(fn(other)[0], 0)
+
+  def test_knows_wide_numbers_and_keys(self):
+    fn = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
+    with jax.enable_x64(True):
+      wide = jnp.stack([jnp.float64(1), jnp.float64(1) + 2**-50])
+      self.assertGreater(fn(wide)[0], 0)
+      self.assertEqual(fn(wide[jnp.array([0, 0])])[0], 0)
+    keys = jax.random.split(jax.random.key(0))
+    self.assertGreater(fn(keys)[0], 0)
+    self.assertEqual(fn(keys[jnp.array([0, 0])])[0], 0)
+
+  @parameterized.parameters(
+      ([0.0, 1.0], [-0.0, 1.0]),
+      # A sum of the bits, or of what is odd times them, would not tell.
+      ([1.0, 2.0], [2.0, 1.0]),
+      ([1.0, 2.0], [-1.0, -2.0]),
+      ([1.0, 1.0], [-1.0, -1.0]),
+      ([0.0, 0.0, 1.0], [1.0, 0.0, 0.0]),
+  )
+  def test_sees_order_and_signs(self, some, other):
+    fn = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
+
+    self.assertGreater(fn(jnp.array([some, other]))[0], 0)
+
+  def test_sees_what_moves_between_leaves(self):
+    fn = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
+    one = jnp.array([0.0, 1.0])
+
+    self.assertGreater(fn({'a': one, 'b': one[::-1]})[0], 0)
+
+  def test_a_nan_is_itself(self):
+    x = copies(jnp.array([jnp.nan, jnp.inf]))
+
+    np.testing.assert_array_equal(divergence('shard_map', x), [0] * SHARDS)
+
+  def test_sees_what_types_do_not(self):
+    # Replicated as far as any type knows, and different on each device.
+    def hide(x):
+      return x[0]
+
+    mesh = modes.mesh()
+    hidden = jax.jit(
+        jax.shard_map(
+            hide, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
+        )
+    )(jnp.arange(8.0))
+
+    told = jax.jit(
+        jax.shard_map(
+            lambda x: shard_divergence(x, AXIS),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+        )
+    )(hidden)
+
+    self.assertGreater(told, 0)
+
+  def test_sends_sixteen_bytes(self):
+    report = shard_transforms.monitoring.wire_report(
+        lambda x: shard_divergence(x, AXIS),
+        jnp.zeros(1000),
+        axis_sizes={AXIS: SHARDS},
+    )
+
+    (sent,) = report.collectives
+    self.assertEqual((sent.payload_bytes, sent.primitive), (16, 'pmax'))
+
+  def test_needs_its_axis(self):
+    with self.assertRaisesRegex(NameError, '`shard_divergence` needs'):
+      shard_divergence(jnp.zeros(3), AXIS)
+
+
+class TrackTest(parameterized.TestCase):
+
+  @parameterized.parameters(*modes.MODES)
+  def test_checks_every_so_many_updates(self, mode):
+    tx = track_divergence(AXIS, every=3)
+
+    def fn(updates, own):
+      def step(state, params):
+        passed, state = tx.update(updates, state, params)
+        return state, (passed, state)
+
+      return lax.scan(step, tx.init(own[0]), own)[1]
+
+    # From the fifth update on, one shard holds another number.
+    own = np.ones((SHARDS, 8, 2), np.float32)
+    own[3, 4:, 1] = 2
+    updates, state = modes.map_shards(mode, fn)(jnp.array([5.0, 6.0]), own)
+
+    np.testing.assert_array_equal(updates[3, 7], [5.0, 6.0])
+    np.testing.assert_array_equal(
+        state.divergence[3] > 0, [False] * 6 + [True] * 2
+    )
+    np.testing.assert_array_equal(state.diverged_count[3], [0] * 6 + [1] * 2)
+    np.testing.assert_array_equal(
+        state.first_diverged_step[3], [-1] * 6 + [6] * 2
+    )
+    np.testing.assert_array_equal(state.num_updates[0], range(1, 9))
+
+  def test_keeps_the_first(self):
+    tx = track_divergence(AXIS, every=1)
+
+    def fn(_, x):
+      state = tx.init(x)
+      for _ in range(3):
+        _, state = tx.update(x, state, x)
+      return state
+
+    state = modes.map_shards('shard_map', fn)(0.0, jnp.arange(8.0))
+
+    self.assertEqual(state.first_diverged_step[0], 0)
+    self.assertEqual(state.diverged_count[0], 3)
+
+  def test_compares_updates_where_there_are_no_parameters(self):
+    tx = track_divergence(AXIS)
+
+    def fn(_, x):
+      return tx.update(x, tx.init(x))[1].diverged_count
+
+    counts = modes.map_shards('shard_map', fn)(0.0, jnp.arange(8.0))
+
+    np.testing.assert_array_equal(counts, [1] * SHARDS)
+
+  @parameterized.parameters(True, False)
+  def test_works_with_parameters_that_are_sharded_over_another_axis(
+      self, check_vma
+  ):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    tx = track_divergence(AXIS)
+    params = jax.device_put(jnp.arange(6.0), NamedSharding(mesh, P('model')))
+
+    state = jax.jit(
+        jax.shard_map(
+            lambda params: tx.update(params, tx.init(params), params)[1],
+            mesh=mesh,
+            in_specs=P('model'),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+    )(params)
+
+    self.assertEqual(state.diverged_count, 0)
+
+  @parameterized.parameters(True, False)
+  def test_all_slices_learn_of_a_difference(self, check_vma):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    tx = track_divergence(AXIS)
+
+    def fn(x):
+      x = x[:, 0]
+      state = tx.update(x, tx.init(x), x)[1]
+      return state.diverged_count[None, None]
+
+    x = jnp.zeros((8, 4)).at[5, 2].set(1.0)
+    sharding = NamedSharding(mesh, P('model', AXIS))
+    counts = jax.jit(
+        jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=P('model', AXIS),
+            out_specs=P('model', AXIS),
+            check_vma=check_vma,
+        )
+    )(jax.device_put(x, sharding))
+
+    np.testing.assert_array_equal(counts, np.ones((2, 4)))
+
+  def test_the_update_trains_as_without_it(self):
+    links = [shard_transforms.cross_shard_mean(AXIS), optax.adam(0.1)]
+    tracked = optax.chain(links[0], track_divergence(AXIS, every=2), links[1])
+
+    def fn(params, x):
+      results = []
+      for tx in tracked, optax.chain(*links):
+        updates, _ = tx.update(x, tx.init(params), params)
+        results.append(updates)
+      return results
+
+    actual, expected = modes.map_shards('shard_map', fn)(
+        jnp.zeros(()), jnp.arange(8.0)
+    )
+
+    np.testing.assert_array_equal(actual, expected)
+
+  @parameterized.parameters(
+      (dict(axis_name=AXIS, every=0), ValueError, '`every` must be at least 1'),
+      (dict(axis_name=AXIS, every=1.5), TypeError, '`every` must be an int'),
+      (dict(axis_name=()), ValueError, 'at least one axis'),
+      (dict(axis_name=None), TypeError, '`axis_name` must be the name'),
+  )
+  def test_refuses_argument(self, kwargs, error, message):
+    with self.assertRaisesRegex(error, message):
+      track_divergence(**kwargs)
+
+  def test_needs_its_axis(self):
+    tx = track_divergence(AXIS)
+
+    with self.assertRaisesRegex(NameError, '`track_divergence` needs'):
+      tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
+
+
+class AssertReducedTest(parameterized.TestCase):
+
+  def test_believes_the_types(self):
+    def fn(params, x):
+      assert_reduced({'p': params, 'm': lax.pmean(x, AXIS)}, AXIS)
+      with self.assertRaisesRegex(AssertionError, r"\['x'\] \[2\] .* varying"):
+        assert_reduced({'p': params, 'x': x}, AXIS)
+      return x
+
+    modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
+
+  @parameterized.parameters('vmap', 'pmap', 'shard_map_unchecked')
+  def test_does_not_guess_without_types(self, mode):
+    def fn(params, x):
+      assert_reduced(params, AXIS)
+      return x
+
+    with self.assertRaisesRegex(ValueError, 'told by types .* not track'):
+      modes.map_shards(mode, fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
+
+  def returned(self, fn, out_specs=P()):
+    """Returns what unchecked shards return as if it were the same."""
+    mapped = jax.shard_map(
+        fn,
+        mesh=modes.mesh(),
+        in_specs=P(AXIS),
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    return {'w': jax.jit(mapped)(jnp.arange(16.0).reshape(8, 2))}
+
+  def test_compares_what_devices_hold(self):
+    assert_reduced(self.returned(lambda x: lax.pmean(x, AXIS)), AXIS)
+
+    with self.assertRaisesRegex(AssertionError, r"\['w'\] .* the bits on"):
+      assert_reduced(self.returned(lambda x: x), AXIS)
+
+  def test_a_slice_is_not_reduced(self):
+    with self.assertRaisesRegex(AssertionError, 'it is sharded over them'):
+      assert_reduced(self.returned(lambda x: x, P(AXIS)), AXIS)
+
+  def test_devices_may_differ_along_another_axis(self):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    hidden = jax.jit(
+        jax.shard_map(
+            lambda x: x,
+            mesh=mesh,
+            in_specs=P('model'),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )(jax.device_put(jnp.arange(2.0), NamedSharding(mesh, P('model'))))
+
+    assert_reduced(hidden, AXIS)
+    for axes in 'model', (AXIS, 'model'):
+      with self.assertRaisesRegex(AssertionError, 'the bits on'):
+        assert_reduced(hidden, axes)
+
+  @parameterized.parameters((np.ones(2),), (jnp.ones(2),), (1.0,))
+  def test_refuses_what_is_on_no_mesh(self, leaf):
+    with self.assertRaisesRegex(ValueError, 'arrays on a mesh with the axes'):
+      assert_reduced({'w': leaf}, AXIS)
+
+  def test_refuses_a_mesh_without_the_axis(self):
+    tree = self.returned(lambda x: lax.pmean(x, AXIS))
+
+    with self.assertRaisesRegex(
+        ValueError, r"axes \('model',\), got ArrayImpl"
+    ):
+      assert_reduced(tree, 'model')

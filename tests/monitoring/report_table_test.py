@@ -1,0 +1,91 @@
+import dataclasses
+
+from absl.testing import parameterized
+
+import shard_transforms
+
+SUM = shard_transforms.monitoring.Collective(
+    'psum', 'float32', payload_bytes=4000, axes=('data',), num_shards=8
+)
+
+TABLE = """\
+primitive   dtype     payload  axes       shards  times       sent  scope
+psum        float32     4,000  data            8    <=1      7,000  mean
+all_gather  float32     4,000  host,core       8    >=1     28,000
+psum        bfloat16    4,000  data            8  1,200  8,400,000
+total                                             1,202  8,435,000
+<=: if the dearest branch is taken each time
+>=: one turn of each `while` loop
+warning: This is wrong.
+warning: So is that."""
+
+
+class CollectiveTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('psum', 3 / 2),
+      ('pmax', 3 / 2),
+      ('pmin', 3 / 2),
+      ('reduce_scatter', 3 / 4),
+      ('all_to_all', 3 / 4),
+      ('ragged_all_to_all', 3 / 4),
+      ('all_gather', 3),
+      ('ppermute', 1),
+      ('psend', 1),
+      ('pbroadcast', 1),
+  )
+  def test_costs_what_a_ring_of_4_sends(self, primitive, factor):
+    collective = dataclasses.replace(SUM, primitive=primitive, num_shards=4)
+
+    self.assertEqual(collective.sent_bytes, 4000 * factor)
+
+  @parameterized.parameters('psum', 'all_gather', 'all_to_all', 'ppermute')
+  def test_costs_nothing_for_one_shard(self, primitive):
+    collective = dataclasses.replace(SUM, primitive=primitive, num_shards=1)
+
+    self.assertEqual(collective.sent_bytes, 0)
+
+  def test_costs_as_often_as_it_runs(self):
+    collective = dataclasses.replace(SUM, times=3)
+
+    self.assertEqual(collective.sent_bytes, 3 * 7000)
+
+  def test_cannot_be_changed(self):
+    with self.assertRaises(dataclasses.FrozenInstanceError):
+      SUM.times = 2
+
+
+class WireReportTest(parameterized.TestCase):
+
+  def test_totals_are_over_all_collectives(self):
+    gather = dataclasses.replace(SUM, primitive='all_gather', times=3)
+
+    report = shard_transforms.monitoring.WireReport((SUM, gather))
+
+    self.assertEqual(report.total_bytes, 7000 + 3 * 28000)
+    self.assertEqual(report.num_collectives, 4)
+
+  def test_nothing_has_no_table(self):
+    report = shard_transforms.monitoring.WireReport(())
+
+    self.assertEqual(str(report), 'nothing is sent')
+    self.assertEqual((report.total_bytes, report.num_collectives), (0, 0))
+
+  def test_prints_a_table(self):
+    report = shard_transforms.monitoring.WireReport(
+        (
+            dataclasses.replace(SUM, scope='mean', conditional=True),
+            dataclasses.replace(
+                SUM,
+                primitive='all_gather',
+                axes=('host', 'core'),
+                in_while=True,
+            ),
+            # Rows that are alike print as one.
+            dataclasses.replace(SUM, dtype='bfloat16', times=600),
+            dataclasses.replace(SUM, dtype='bfloat16', times=600),
+        ),
+        ('This is wrong.', 'So is that.'),
+    )
+
+    self.assertEqual(str(report), TABLE)

@@ -1,0 +1,287 @@
+import functools
+import re
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shard_transforms
+from shard_transforms._src.reduction import bucketing
+
+# Of all ranks, none like its neighbour, and more than one buffer holds.
+SHAPES = [(), (1,), (3, 5), (7,), (2, 1, 4)] * 9
+
+FACTORIES = {
+    'mean': shard_transforms.cross_shard_mean,
+    'sum': shard_transforms.cross_shard_sum,
+}
+
+
+def _leaves(shapes, dtype=np.float32):
+  """Returns arrays in which no number comes twice."""
+  ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+  return [
+      np.arange(end - np.prod(shape), end).astype(dtype).reshape(shape)
+      for end, shape in zip(ends, shapes, strict=True)
+  ]
+
+
+def _map_doubled(leaves, keys, bucket_bytes, between_processes=False):
+  """Doubles the leaves; returns the arrays and keys that were sent as well."""
+  sent = []
+
+  def double(array, key):
+    sent.append((array, key))
+    return 2 * array
+
+  levels = bucketing.levels(bucket_bytes, between_processes)
+  return bucketing.map_packed(double, leaves, keys, levels), sent
+
+
+def _sent(leaves, bucket_bytes, between_processes=False):
+  """Returns the arrays that are sent of leaves with one key."""
+  keys = [0] * len(leaves)
+  sent = _map_doubled(leaves, keys, bucket_bytes, between_processes)[1]
+  return [array for array, _ in sent]
+
+
+class MapPackedTest(parameterized.TestCase):
+
+  def test_between_processes_all_of_a_kind_travels_together(self):
+    leaves = _leaves([*SHAPES, (300, 1000), *100 * [(40_000,)], (5,)])
+    leaves[1::3] = [x.astype(jnp.bfloat16) for x in leaves[1::3]]
+    keys = [x.dtype for x in leaves]
+
+    results, sent = _map_doubled(leaves, keys, 'auto', between_processes=True)
+
+    self.assertCountEqual([a.dtype for a, _ in sent], set(keys))
+    self.assertEqual(sum(a.size for a, _ in sent), sum(x.size for x in leaves))
+    chex.assert_trees_all_equal(results, [2 * x for x in leaves], strict=True)
+
+  def test_between_processes_buffers_are_bounded(self):
+    leaves = [np.zeros(2**20, np.float32)] * 40  # 160 MiB in leaves of 4.
+
+    sizes = [a.nbytes for a in _sent(leaves, 'auto', between_processes=True)]
+
+    self.assertEqual(sizes, [64 * 2**20, 64 * 2**20, 32 * 2**20])
+
+  @parameterized.product(
+      bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
+  )
+  def test_rows_are_packed_side_by_side(self, bucket_bytes, between_processes):
+    shapes = [(3, *shape) for shape in SHAPES]
+    leaves = list(map(jnp.asarray, _leaves(shapes)))
+
+    results = bucketing.map_packed(
+        lambda rows, _: rows[1],
+        leaves,
+        [0] * len(leaves),
+        bucketing.levels(bucket_bytes, between_processes),
+        num_rows=3,
+    )
+
+    chex.assert_trees_all_equal(results, [x[1] for x in leaves], strict=True)
+
+  @parameterized.product(
+      bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
+  )
+  def test_rows_come_of_what_is_packed(self, bucket_bytes, between_processes):
+    leaves = list(map(jnp.asarray, _leaves(SHAPES)))
+
+    results = bucketing.map_packed(
+        lambda row, _: jnp.stack([row, 2 * row]),
+        leaves,
+        [0] * len(leaves),
+        bucketing.levels(bucket_bytes, between_processes),
+        growth=2,
+    )
+
+    expected = [jnp.stack([x, 2 * x]) for x in leaves]
+    chex.assert_trees_all_equal(results, expected, strict=True)
+
+  @parameterized.parameters(0, 1, 28, 64, 10**9, np.int64(64), 'auto')
+  def test_results_are_those_of_each_leaf_alone(self, bucket_bytes):
+    leaves = _leaves(SHAPES)
+    leaves[1::3] = _leaves(SHAPES[1::3], jnp.bfloat16)
+    leaves[2::3] = _leaves(SHAPES[2::3], np.complex64)
+
+    results, _ = _map_doubled(leaves, [x.dtype for x in leaves], bucket_bytes)
+
+    chex.assert_trees_all_equal(results, [2 * x for x in leaves], strict=True)
+
+  @parameterized.parameters(64, 10**9, 'auto')
+  def test_a_buffer_holds_leaves_of_one_key(self, bucket_bytes):
+    keys = ['ab'[i % 2] for i in range(len(SHAPES))]
+    leaves = [
+        np.full(shape, ord(key), np.float32)
+        for shape, key in zip(SHAPES, keys, strict=True)
+    ]
+
+    _, sent = _map_doubled(leaves, keys, bucket_bytes)
+
+    self.assertLess(len(sent), len(leaves))
+    for array, key in sent:
+      chex.assert_trees_all_equal(np.unique(array), np.float32([ord(key)]))
+
+  @parameterized.parameters(64, 100, 10**9, 'auto')
+  def test_buffers_keep_the_order_of_the_leaves(self, bucket_bytes):
+    leaves = _leaves(SHAPES)
+
+    sent = _sent(leaves, bucket_bytes)
+
+    self.assertLess(len(sent), len(leaves))
+    chex.assert_trees_all_equal(
+        np.concatenate([np.ravel(array) for array in sent]),
+        np.concatenate([leaf.ravel() for leaf in leaves]),
+        strict=True,
+    )
+
+  @parameterized.product(bucket_bytes=(61, 64, 100), itemsize=(2, 4))
+  def test_a_buffer_holds_no_more_than_its_size(self, bucket_bytes, itemsize):
+    leaves = _leaves(SHAPES, f'float{8 * itemsize}')
+
+    sizes = [array.nbytes for array in _sent(leaves, bucket_bytes)]
+
+    self.assertLess(len(sizes), len(leaves))
+    self.assertLessEqual(max(sizes), bucket_bytes)
+
+  def test_leaves_may_fill_a_buffer_to_the_last_byte(self):
+    leaves = _leaves([(5,), (2, 4), (3,)])
+
+    sizes = [array.size for array in _sent(leaves, bucket_bytes=64)]
+
+    self.assertEqual(sizes, [16])
+
+  @parameterized.parameters(0, 1, 4)
+  def test_no_leaf_is_smaller_than_a_buffer_this_small(self, bucket_bytes):
+    leaves = _leaves(SHAPES)
+
+    for leaf, array in zip(leaves, _sent(leaves, bucket_bytes), strict=True):
+      self.assertIs(array, leaf)
+
+  def test_a_leaf_of_the_size_of_a_buffer_travels_as_it_is(self):
+    leaves = _leaves([(2,), (4, 4), (3,), (5, 5)])
+
+    whole_1, whole_2, buffer = sorted(
+        _sent(leaves, bucket_bytes=64), key=lambda array: -array.ndim
+    )
+
+    self.assertIs(whole_1, leaves[1])
+    self.assertIs(whole_2, leaves[3])
+    chex.assert_trees_all_equal(
+        buffer, jnp.concatenate([leaves[0], leaves[2]]), strict=True
+    )
+
+  def test_a_small_leaf_without_company_travels_as_it_is(self):
+    leaves = _leaves([(2, 3), (1, 2)])
+
+    _, sent = _map_doubled(leaves, ['a', 'b'], 10**9)
+
+    self.assertIs(sent[0][0], leaves[0])
+    self.assertIs(sent[1][0], leaves[1])
+
+  def test_no_leaves_are_no_results(self):
+    self.assertEqual(_map_doubled([], [], 'auto'), ([], []))
+
+  @parameterized.parameters(10**9, 'auto')
+  def test_a_buffer_holds_at_most_32_leaves(self, bucket_bytes):
+    counts = [array.size for array in _sent(_leaves([()] * 999), bucket_bytes)]
+
+    self.assertLessEqual(max(counts), 32)
+    self.assertEqual(sum(counts), 999)
+
+  @parameterized.parameters(
+      ([(1_000,)] * 200, 10),
+      # Four such leaves fill a buffer.
+      ([(8_000,)] * 40, 10),
+      ([(8_192,)] * 40, 40),
+      ([(30_000,)] * 200, 200),
+  )
+  def test_auto_packs_only_what_gains_by_it(self, shapes, num_sent):
+    leaves = [np.zeros(shape, np.float32) for shape in shapes]
+
+    self.assertLen(_sent(leaves, 'auto'), num_sent)
+
+  @parameterized.parameters(5, 8, 9, 11, 16)
+  def test_layers_that_repeat_share_the_layout_of_their_buffers(self, period):
+    layer = [(1 + i,) for i in range(period)]
+
+    sizes = {array.size for array in _sent(_leaves(layer * 12), 'auto')}
+
+    # XLA compiles the kernels of each layout anew.
+    self.assertLen(sizes, 1)
+
+  def test_layout_follows_from_shapes_alone(self):
+    sizes = []
+
+    def record(array, key):
+      del key
+      sizes.append(array.size)
+      return array
+
+    jax.eval_shape(
+        lambda leaves: bucketing.map_packed(
+            record, leaves, [0] * 45, bucketing.levels('auto', False)
+        ),
+        _leaves(SHAPES),
+    )
+
+    chex.assert_trees_all_equal(
+        sizes, [array.size for array in _sent(_leaves(SHAPES), 'auto')]
+    )
+
+
+class BucketBytesTest(parameterized.TestCase):
+
+  @parameterized.product(
+      factory=tuple(FACTORIES.values()),
+      value=(
+          True,
+          1.0,
+          'large',
+          '64',
+          None,
+          [64],
+          np.array([1, 2]),
+          np.bool(1),
+      ),
+  )
+  def test_refuses_what_is_no_size(self, factory, value):
+    with self.assertRaisesRegex(
+        TypeError,
+        "`bucket_bytes` must be 'auto' or an integer of at least 0, got"
+        f' {re.escape(repr(value))}.',
+    ):
+      factory('data', bucket_bytes=value)
+
+  @parameterized.parameters(*FACTORIES.values())
+  def test_refuses_a_negative_size(self, factory):
+    with self.assertRaisesRegex(
+        ValueError,
+        "`bucket_bytes` must be 'auto' or an integer of at least 0, got -1.",
+    ):
+      factory('data', bucket_bytes=-1)
+
+  @parameterized.parameters(*FACTORIES.values())
+  def test_refuses_an_array_and_names_static_args(self, factory):
+    tx = optax.inject_hyperparams(factory)('data', bucket_bytes=64)
+
+    with self.assertRaisesRegex(
+        TypeError, r"`bucket_bytes` must be .*'bucket_bytes' to `static_args`"
+    ):
+      tx.init(jnp.zeros(3))
+
+  @parameterized.product(
+      factory=tuple(FACTORIES.values()), value=(64, np.int32(64), 'auto')
+  )
+  def test_is_a_static_argument_of_inject_hyperparams(self, factory, value):
+    inject = functools.partial(
+        optax.inject_hyperparams, static_args='bucket_bytes'
+    )
+
+    state = inject(factory)('data', bucket_bytes=value).init(jnp.zeros(3))
+
+    self.assertEmpty(state.hyperparams)

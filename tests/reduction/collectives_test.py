@@ -1,0 +1,116 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+import modes
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.reduction import collectives
+
+AXIS = modes.AXIS
+ROWS = np.random.default_rng(0).integers(-99, 99, (8, 8, 3)).astype(np.float32)
+GROUPS = ((0, 4), (5, 1), (2, 6), (3, 7))
+
+
+class RowsTest(parameterized.TestCase):
+  """`scatter` and `gather`, each of which knows whose row is whose."""
+
+  @parameterized.parameters(*modes.MODES)
+  def test_scatters_sums_and_gathers_them(self, mode):
+    def fn(_, rows):
+      own = collectives.scatter(rows, (AXIS,))
+      return own, collectives.gather(own, (AXIS,))
+
+    own, gathered = modes.map_shards(mode, fn)(0.0, ROWS)
+
+    np.testing.assert_array_equal(own, ROWS.sum(0))
+    np.testing.assert_array_equal(gathered, [ROWS.sum(0)] * 8)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_scatters_and_gathers_in_groups(self, mode):
+    def fn(_, rows):
+      own = collectives.scatter(rows[:2], (AXIS,), GROUPS)
+      index = collectives.row_index((AXIS,), GROUPS)
+      return own, collectives.gather(own, (AXIS,), GROUPS), index
+
+    own, gathered, index = modes.map_shards(mode, fn)(0.0, ROWS)
+
+    for group in GROUPS:
+      total = ROWS[list(group), :2].sum(0)
+      for rank, shard in enumerate(group):
+        self.assertEqual(index[shard], rank)
+        np.testing.assert_array_equal(own[shard], total[rank])
+        np.testing.assert_array_equal(gathered[shard], total)
+
+  @parameterized.product(
+      axes=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
+  )
+  def test_several_axes_agree_on_whose_row_is_whose(self, axes, check_vma):
+    def fn(rows):
+      own = collectives.scatter(rows[0], axes)
+      index = collectives.row_index(axes)
+      whole = collectives.gather(own, axes)
+      return own[None], axes_lib.to_varying(index, axes)[None], whole
+
+    every = P(('host', 'core'))
+    mapped = jax.shard_map(
+        fn,
+        mesh=jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2),
+        in_specs=every,
+        out_specs=(every, every, P()),
+        check_vma=check_vma,
+    )
+
+    own, index, whole = jax.jit(mapped)(ROWS)
+
+    self.assertCountEqual(index.tolist(), range(8))
+    np.testing.assert_array_equal(own, ROWS.sum(0)[index])
+    np.testing.assert_array_equal(whole, ROWS.sum(0))
+
+
+class SumTest(parameterized.TestCase):
+
+  @parameterized.product(
+      axes=(('host', 'core'), ('core', 'host')),
+      check_vma=(True, False),
+      shape=((), (3,), (5, 7)),
+      sizes=((2, 4), (1, 8), (8, 1)),
+  )
+  def test_sums_by_levels(self, axes, check_vma, shape, sizes):
+    x = np.random.default_rng(0).integers(-99, 99, (8, *shape))
+    x = x.astype(np.float32)
+    mapped = jax.shard_map(
+        lambda x: collectives.psum_by_levels(x[0], axes),
+        mesh=jax.make_mesh(sizes, ('host', 'core'), (AxisType.Auto,) * 2),
+        in_specs=P(('host', 'core')),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+
+    np.testing.assert_array_equal(jax.jit(mapped)(x), x.sum(0))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_totals_need_no_axes(self, mode):
+    def fn(shared, x):
+      both = collectives.total(x, (AXIS,)), collectives.total(x, ())
+      return (*both, collectives.total(shared, (AXIS,)))
+
+    totals, own, counted = modes.map_shards(mode, fn)(
+        jnp.float32(2), jnp.arange(8.0)
+    )
+
+    np.testing.assert_array_equal(totals, np.full(8, 28.0))
+    np.testing.assert_array_equal(own, np.arange(8.0))
+    np.testing.assert_array_equal(counted, np.full(8, 16.0))
+
+  def test_agrees_where_all_shards_say_so(self):
+    def fn(_, x):
+      decisions = collectives.agreed(x >= 0), collectives.agreed(x > 0)
+      return jax.tree.map(lambda d: axes_lib.to_varying(d, (AXIS,)), decisions)
+
+    yes, no = modes.map_shards('shard_map', fn)(0.0, jnp.arange(8.0))
+
+    self.assertTrue(yes.all())
+    self.assertFalse(no.any())

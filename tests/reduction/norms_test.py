@@ -1,0 +1,168 @@
+import itertools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+from shard_transforms import global_norm
+from sliced_trees import norm_of
+from sliced_trees import on_mesh
+from sliced_trees import tree_of
+
+AXIS = modes.AXIS
+SHARDS = 8
+
+
+# Every mix of leaves that are whole or sliced over one axis, another, or both.
+MIXES = [
+    dict(a=a, b=b, c=P(), s=P())
+    for a, b in itertools.product(
+        (P(), P(AXIS), P('model'), P((AXIS, 'model')), P(None, None)),
+        (P(), P(None, AXIS), P('model', AXIS)),
+    )
+]
+
+
+class GlobalNormTest(parameterized.TestCase):
+
+  @parameterized.product(mix=[*range(len(MIXES))], check_vma=(True, False))
+  def test_is_that_of_the_whole_for_every_mix(self, mix, check_vma):
+    tree, specs = tree_of(), MIXES[mix]
+    axes = (AXIS, 'model')
+    norm = on_mesh(
+        lambda tree: global_norm(
+            tree, axes, sharded=None if check_vma else specs
+        ),
+        specs,
+        check_vma,
+    )
+
+    actual = norm(tree)
+
+    np.testing.assert_allclose(actual, norm_of(tree), rtol=1e-6)
+
+  def test_types_and_specs_may_both_be_given(self):
+    tree, specs = tree_of(), dict(MIXES[2])
+    norm = on_mesh(
+        lambda tree: global_norm(tree, (AXIS, 'model'), sharded=specs), specs
+    )
+
+    np.testing.assert_allclose(norm(tree), norm_of(tree), rtol=1e-6)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_without_an_axis_it_is_the_shards_own(self, mode):
+    x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
+
+    norms = modes.map_shards(mode, lambda _, x: global_norm(x))(0.0, x)
+
+    np.testing.assert_allclose(norms, np.linalg.norm(x, axis=1), rtol=1e-6)
+
+  @parameterized.parameters(*modes.MODES)
+  def test_joins_slices_in_every_mode(self, mode):
+    x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
+
+    def fn(whole, x):
+      tree = {'sliced': x, 'whole': whole, 'scalar': whole[0]}
+      specs = {'sliced': P(AXIS), 'whole': P(), 'scalar': P(AXIS)}
+      return global_norm(tree, AXIS, sharded=specs)
+
+    norms = modes.map_shards(mode, fn)(jnp.array([3.0, 4.0]), x)
+
+    expected = (np.sum(x**2) + 25 + 9) ** 0.5
+    np.testing.assert_allclose(norms, [expected] * SHARDS, rtol=1e-6)
+
+  def test_leaves_of_all_kinds(self):
+    tree = {
+        'half': jnp.full(1000, 100, jnp.float16),
+        'complex': jnp.array([3 + 4j]),
+        'none': None,
+        'masked': optax.MaskedNode(),
+        'empty': jnp.ones((0, 3)),
+        'float0': np.zeros(3, jax.dtypes.float0),
+    }
+
+    norm = global_norm(tree)
+
+    # The square of a half would overflow, as would their sum.
+    np.testing.assert_allclose(norm, (1000 * 1e4 + 25) ** 0.5, rtol=1e-6)
+    self.assertEqual(norm.dtype, jnp.float32)
+
+  @parameterized.parameters(({},), ([],), (None,))
+  def test_of_nothing_is_zero(self, tree):
+    chex.assert_trees_all_equal(global_norm(tree), jnp.float32(0), strict=True)
+
+  def test_is_the_same_on_all_shards(self):
+    specs = MIXES[1]
+
+    def fn(tree):
+      norm = global_norm(tree, (AXIS, 'model'))
+      shard_transforms.monitoring.assert_reduced(norm, (AXIS, 'model'))
+      return norm
+
+    self.assertEqual(on_mesh(fn, specs)(tree_of()).shape, ())
+
+  def test_sends_one_number_for_each_way_of_slicing(self):
+    tree = {'a': jnp.ones(6), 'b': jnp.ones(7), 'c': jnp.ones(8)}
+
+    report = shard_transforms.monitoring.wire_report(
+        lambda tree: global_norm(
+            tree, AXIS, sharded={'a': P(AXIS), 'b': P(AXIS), 'c': P()}
+        ),
+        tree,
+        axis_sizes={AXIS: SHARDS},
+    )
+
+    (sent,) = report.collectives
+    self.assertEqual((sent.payload_bytes, sent.scope), (4, 'global_norm'))
+
+  @parameterized.parameters(
+      (
+          dict(axis_name=AXIS),
+          '`sharded` of .* must say which leaves .* not track',
+      ),
+      (dict(sharded=P(AXIS)), '`sharded` of .* must come with `axis_name`'),
+  )
+  def test_does_not_guess(self, kwargs, message):
+    def fn(_, x):
+      return global_norm(x, **kwargs)
+
+    with self.assertRaisesRegex(ValueError, message):
+      modes.map_shards('pmap', fn)(0.0, jnp.ones((SHARDS, 2)))
+
+  @parameterized.parameters(True, False)
+  def test_refuses_specs_that_the_types_contradict(self, sliced):
+    def fn(whole, own):
+      leaf, spec = (own, P()) if sliced else (whole, P(AXIS))
+      return global_norm({'w': leaf}, AXIS, sharded=spec)
+
+    with self.assertRaisesRegex(ValueError, r"as the types .* \['w'\] \[2\]"):
+      modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
+
+  def test_refuses_specs_of_another_tree(self):
+    def fn(_, x):
+      return global_norm({'w': x}, AXIS, sharded={'v': P(AXIS)})
+
+    with self.assertRaisesRegex(ValueError, 'key|structure'):
+      modes.map_shards('pmap', fn)(0.0, jnp.ones((SHARDS, 2)))
+
+  def test_refuses_a_sum_that_is_pending(self):
+    def fn(shared, own):
+      reduced = lax.pcast(shared, AXIS, to='reduced')
+      grads = jax.grad(lambda w: jnp.sum(w * own))(reduced)
+      return global_norm(grads, AXIS)
+
+    with self.assertRaisesRegex(ValueError, 'typed unreduced'):
+      modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
+
+  def test_refuses_integers_and_unbound_axes(self):
+    with self.assertRaisesRegex(TypeError, '`global_norm` must be real'):
+      global_norm(jnp.arange(3))
+    with self.assertRaisesRegex(NameError, '`global_norm` needs the mapped'):
+      global_norm(jnp.ones(3), 'nowhere')

@@ -1,0 +1,75 @@
+from absl.testing import parameterized
+from jax import core
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms._src.tracing import equivalence
+
+SHORT, LONG = np.ones(3, np.float32), np.ones(5, np.float32)
+FLEXIBLE = equivalence.REPEATING.union(
+    ('add', 'mul', 'sin', 'cos', 'reduce_sum', 'cond', 'convert_element_type')
+)
+ALIKE = {(SHORT.shape, LONG.shape)}
+
+
+def are_alike(fn, other=None, alike=ALIKE):
+  some, _ = equivalence.trace(fn, SHORT)
+  others, _ = equivalence.trace(other or fn, LONG)
+  return equivalence.are_alike(
+      some, others, alike, lambda step: step.name in FLEXIBLE
+  )
+
+
+class LikenessTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ('arithmetic', lambda x: 2 * x + jnp.sin(x)),
+      ('a sum', jnp.sum),
+      ('a number for all', lambda x: x + jnp.full_like(x, 3)),
+      ('a branch', lambda x: lax.cond(True, jnp.sin, jnp.cos, x)),
+      ('a loop', lambda x: x * lax.fori_loop(0, 3, lambda _, y: y + 1, 1.0)),
+      ('a table', lambda x: x * np.arange(4.0)[2]),
+      ('what is not used', lambda x: (jnp.max(x), x + 1)[1]),
+      ('an array of its own', lambda x: x * jnp.sum(TABLE)),
+  )
+  def test_does_the_same(self, fn):
+    self.assertTrue(are_alike(fn))
+
+  @parameterized.named_parameters(
+      ('an operation', lambda x: jnp.sin(x) if x.size == 3 else jnp.cos(x)),
+      ('a number', lambda x: x * x.size),
+      ('a result', lambda x: x.size),
+      ('a power', lambda x: x**x.size),
+      (
+          'turns',
+          lambda x: x * lax.fori_loop(0, x.size, lambda _, y: y + 1, 1.0),
+      ),
+      ('a shape', lambda x: jnp.sum(jnp.ones((x.size, 2)))),
+      ('a table', lambda x: np.arange(2.0) if x.size == 3 else np.ones(2)),
+      ('a dtype', lambda x: x * (x.astype('bfloat16') if x.size == 3 else x)),
+      (
+          'a dtype in between',
+          lambda x: x * x.astype('bfloat16' if x.size == 3 else 'float16'),
+      ),
+      ('what is not flexible', lambda x: x * jnp.max(x)),
+      ('a step more', lambda x: x if x.size == 3 else x + 1),
+      (
+          'in a branch',
+          lambda x: lax.cond(True, lambda x: x * x.size, lambda x: x, x),
+      ),
+  )
+  def test_does_something_else(self, fn):
+    self.assertFalse(are_alike(fn))
+
+  def test_shapes_must_be_said_to_be_alike(self):
+    self.assertFalse(are_alike(jnp.sin, alike=set()))
+
+  def test_traces_types_of_results(self):
+    _, result = equivalence.trace(lambda x: {'a': x[:2]}, SHORT)
+
+    self.assertEqual(result['a'].shape, (2,))
+    self.assertIsInstance(result['a'], core.AbstractValue)
+
+
+TABLE = np.arange(7, dtype=np.float32)

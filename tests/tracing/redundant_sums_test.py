@@ -1,0 +1,282 @@
+import functools
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+
+import modes
+import shard_transforms
+
+VECTOR = jax.ShapeDtypeStruct((5,), jnp.float32)
+BATCHES = jax.ShapeDtypeStruct((4, 5), jnp.float32)
+
+psum = functools.partial(lax.psum, axis_name='data')
+pmean = functools.partial(lax.pmean, axis_name='data')
+
+
+def _warnings(fn, *args):
+  return shard_transforms.monitoring.wire_report(
+      fn, *args, axis_sizes={'data': 8}
+  ).warnings
+
+
+def _in_cond(x):
+  return lax.cond(True, pmean, lambda x: x, x)
+
+
+def _in_scan(x):
+  return lax.scan(lambda c, _: (c, pmean(x)), 0.0, length=3)[1]
+
+
+def _over_rows(x):
+  return lax.map(pmean, jnp.stack([x, x]))
+
+
+def _twice_under_jit(x):
+  return jax.jit(pmean)(jax.jit(pmean)(x))
+
+
+class ReducedTwiceTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      lambda x: pmean(pmean(x)),
+      lambda x: psum(psum(x)),
+      lambda x: pmean((-2 * psum(x) / 3).astype(jnp.bfloat16)),
+      lambda x: pmean(jnp.reshape(psum(x), (5, 1))[::-1].T),
+      lambda x: pmean(psum(x) - psum(x * x)),
+      lambda x: psum(jnp.concatenate([psum(x), psum(x * x)])),
+      lambda x: psum(lax.split(psum(x), (2, 3))[1]),
+      lambda x: lax.psum_scatter(psum(jnp.tile(x, (8, 1))), 'data'),
+      lambda x: _in_cond(psum(x)),
+      lambda x: _in_scan(psum(x)),
+      lambda x: psum(_in_scan(x)),
+      lambda x: psum(lax.scan(lambda c, y: (pmean(y), None), 0.0, x)[0]),
+      _twice_under_jit,
+  )
+  def test_is_found(self, fn):
+    (warning,) = _warnings(fn, VECTOR)
+
+    self.assertRegex(
+        warning,
+        "^`(psum|reduce_scatter)` sums over 'data' what has been summed over it"
+        ' before: reduce it once.$',
+    )
+
+  @parameterized.parameters('mean', 'sum')
+  def test_is_found_where_the_library_cannot(self, kind):
+    factory = getattr(shard_transforms, f'cross_shard_{kind}')
+    inner = optax.chain(factory('data'), optax.sgd(0.1))
+    tx = shard_transforms.drop_stale(0, inner)
+
+    def step(grads):
+      grads = jax.tree.map(pmean, grads)
+      return tx.update(grads, tx.init(grads), local_step=0)[0]
+
+    warnings = _warnings(step, {'w': VECTOR, 'b': BATCHES})
+
+    self.assertLen(warnings, 1)
+    self.assertIn(f"`psum` in 'cross_shard_{kind}' sums over", warnings[0])
+
+  def test_is_found_where_jax_has_summed_the_gradient(self):
+    def step(w, x):
+      return pmean(jax.grad(lambda w: jnp.sum(w * x))(w))
+
+    mapped = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(P(), P('data')), out_specs=P()
+    )
+    x = jax.ShapeDtypeStruct((40,), jnp.float32)
+    report = shard_transforms.monitoring.wire_report(mapped, VECTOR, x)
+
+    self.assertLen(report.warnings, 1)
+    self.assertIn("over 'data' what has been summed", report.warnings[0])
+
+  def test_names_the_axes_that_are_reduced_twice(self):
+    report = shard_transforms.monitoring.wire_report(
+        lambda x: lax.psum(lax.psum(x, ('host', 'data')), ('data', 'core')),
+        VECTOR,
+        axis_sizes={'host': 2, 'data': 2, 'core': 2},
+    )
+
+    (warning,) = report.warnings
+    self.assertStartsWith(warning, "`psum` sums over 'data' what")
+
+  def test_remembers_the_axes_of_all_sums(self):
+    def fn(x):
+      return lax.psum(lax.psum(lax.psum(x, 'host'), 'core'), 'host')
+
+    report = shard_transforms.monitoring.wire_report(
+        fn, VECTOR, axis_sizes={'host': 2, 'core': 2}
+    )
+
+    self.assertLen(report.warnings, 1)
+
+  def test_tells_of_arrays_that_are_alike_once(self):
+    (warning,) = _warnings(
+        lambda *xs: pmean(pmean(xs)), VECTOR, VECTOR, BATCHES
+    )
+
+    self.assertEndsWith(warning, 'reduce it once. (3 arrays.)')
+
+  @parameterized.parameters(
+      pmean,
+      # What a sum of sums does not give.
+      lambda x: psum(1 / psum(x)),
+      lambda x: psum(psum(x) + 1),
+      # Over another axis.
+      lambda x: lax.psum(pmean(x), 'model'),
+      # What the shards' own values are mixed into.
+      lambda x: psum(psum(x) * x),
+      lambda x: psum(psum(x) + x),
+      lambda x: psum(jnp.concatenate([psum(x), x])),
+      lambda x: psum((x - pmean(x)) ** 2),
+      lambda x: psum(psum(x)[lax.axis_index('data')]),
+      # The gradient through a sum in an unchecked map.
+      jax.grad(lambda x: jnp.sum(pmean(x))),
+      lambda x: pmean(jax.grad(lambda w: pmean(jnp.sum(w * x)))(x)),
+      jax.grad(lambda x: -jnp.log(psum(jnp.sum(jnp.exp(x))))),
+      # A sum of sums over groups.
+      lambda x: psum(lax.psum(x, 'data', axis_index_groups=[[0, 1], [2, 3]])),
+      # A count of shards, and other reductions.
+      lambda x: psum(jnp.ones(5)) + pmean(x),
+      lambda x: psum(lax.pmax(x, 'data')),
+      lambda x: lax.pmax(psum(x), 'data'),
+      lambda x: lax.all_gather(lax.psum_scatter(x[:4], 'data'), 'data'),
+      lambda x: lax.scan(lambda c, _: (psum(c * x), None), psum(x), length=3),
+      lambda x: lax.scan(lambda c, _: (psum(c) * x, None), psum(x), length=3),
+      lambda x: psum(lax.scan(lambda c, _: (c, pmean(c) * c), x, length=3)[1]),
+      lambda x: psum(lax.scan(lambda c, y: (y, pmean(y)), 0.0, x)[0]),
+      lambda x: lax.while_loop(lambda c: c[0] < 1, psum, psum(x)),
+  )
+  def test_is_not_found_in_what_is_right(self, fn):
+    report = shard_transforms.monitoring.wire_report(
+        fn, VECTOR, axis_sizes={'data': 4, 'model': 2}
+    )
+
+    self.assertEmpty(report.warnings)
+    self.assertGreater(report.num_collectives, 0)
+
+
+def _scan(add, carry=None):
+  """Returns a function that scans over batches with `add(carry, batch)`."""
+
+  def fn(batches):
+    start = jnp.zeros(5) if carry is None else carry
+    return lax.scan(lambda c, x: (add(c, x), None), start, batches)[0]
+
+  return fn
+
+
+def _accumulate_packed(total, batch):
+  tx = shard_transforms.cross_shard_mean('data')
+  updates = {'w': batch, 'b': jnp.exp(batch[0])}
+  return jax.tree.map(jnp.add, total, tx.update(updates, tx.init(updates))[0])
+
+
+def _adds_up_in_a_branch(total, batch):
+  return lax.cond(total[0] > 0, lambda: total + pmean(batch), lambda: total)
+
+
+def _train(params, batch):
+  return params - 0.1 * pmean(jnp.cos(params) * batch)
+
+
+def _watch(total, batch):
+  loss = pmean(batch)
+  return total + loss, loss
+
+
+class ReducedTooOftenTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      _scan(lambda total, x: total + pmean(x)),
+      _scan(lambda total, x: total - psum(x)),
+      _scan(lambda total, x: 0.9 * total + pmean(x)),
+      _scan(lambda total, x: total + jax.jit(pmean)(jnp.sin(x))),
+      _scan(lambda total, x: total + psum(x.astype('bfloat16')).astype('f')),
+      _scan(lambda total, x: total + (x + psum(x)[::-1])),
+      _scan(
+          lambda c, x: (c[0] * 2, c[1] + pmean(x * c[0])),
+          carry=(1.0, jnp.zeros(5)),
+      ),
+      _scan(_accumulate_packed, carry={'w': jnp.zeros(5), 'b': 0.0}),
+      lambda xs: lax.map(_scan(lambda c, x: c + psum(x)), jnp.stack([xs, xs])),
+  )
+  def test_is_found(self, fn):
+    (warning,) = _warnings(fn, BATCHES)
+
+    self.assertRegex(
+        warning,
+        "^`psum`( in 'cross_shard_mean')? sums over 'data' in each of 4 turns"
+        ' of a scan what is only added up there: sum once, after the scan.$',
+    )
+
+  def test_is_found_where_jax_sums_in_the_backward_pass(self):
+    def step(w, batches):
+      def loss(w):
+        states = lax.scan(
+            lambda h, x: (jnp.tanh(h * w + x), None), batches[0], batches
+        )
+        return jnp.sum(states[0])
+
+      return jax.grad(loss)(w)
+
+    mapped = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(P(), P(None, 'data')), out_specs=P()
+    )
+    x = jax.ShapeDtypeStruct((4, 40), jnp.float32)
+    report = shard_transforms.monitoring.wire_report(mapped, VECTOR, x)
+
+    self.assertLen(report.warnings, 1)
+    self.assertIn('in each of 4 turns', report.warnings[0])
+
+  @parameterized.parameters(
+      # Each turn needs the sum of the last.
+      _scan(_train),
+      _scan(lambda c, x: (c + pmean(x)) * x),
+      _scan(lambda c, x: c * pmean(x)),
+      _scan(lambda c, x: jnp.maximum(c, 0) + pmean(x)),
+      _scan(lambda c, x: c + jnp.tanh(pmean(x))),
+      _scan(lambda c, x: c + psum(x).astype(int).astype('f')),
+      _scan(lambda c, x: c + 1 / psum(x)),
+      _scan(lambda c, x: c + (psum(x) + 1)),
+      _scan(
+          lambda c, x: c + lax.div(psum(x.astype(int)), 2),
+          carry=jnp.zeros(5, int),
+      ),
+      _scan(lambda c, x: pmean(c + x)),
+      _scan(lambda c, x: pmean(x)),
+      _scan(
+          lambda c, x: (c[0] + pmean(x), c[1] * c[0]),
+          carry=(jnp.zeros(5), jnp.ones(5)),
+      ),
+      # What is never used is none of our business.
+      _scan(lambda c, x: (c + x, psum(x))[0]),
+      # Not in each turn.
+      _scan(_adds_up_in_a_branch),
+      # What is kept for each turn has to be sent for each.
+      functools.partial(lax.scan, _watch, jnp.zeros(5)),
+      lambda xs: lax.scan(lambda c, x: (c, pmean(x)), 0.0, xs),
+      _scan(
+          lambda c, x: jnp.concatenate([c[1:], psum(x[:1])]),
+          carry=jnp.zeros(100),
+      ),
+      # One sum at the end would send more.
+      _scan(lambda c, x: c + psum(x[0]), carry=jnp.zeros(100)),
+      _scan(lambda c, x: c + lax.psum_scatter(x[:4], 'data'), carry=0.0),
+      # One turn is no loop.
+      lambda xs: _scan(lambda c, x: c + psum(x))(xs[:1]),
+      # The sum is after the scan already.
+      lambda xs: pmean(_scan(lambda c, x: c + x)(xs)),
+      # A maximum is no sum.
+      _scan(lambda c, x: c + lax.pmax(x, 'data')),
+  )
+  def test_is_not_found_in_what_is_right(self, fn):
+    report = shard_transforms.monitoring.wire_report(
+        fn, BATCHES, axis_sizes={'data': 4}
+    )
+
+    self.assertEmpty(report.warnings)
+    self.assertGreater(report.num_collectives, 0)

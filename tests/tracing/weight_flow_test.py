@@ -1,0 +1,57 @@
+"""Whole transformations are in gating_test."""
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from shard_transforms._src.tracing import jaxprs
+from shard_transforms._src.tracing import weight_flow
+
+AXIS = 'data'
+
+
+def by_weight(u, w):
+  return lax.psum(u * w, AXIS) / lax.psum(w, AXIS)
+
+
+def by_hand(u, w):
+  del w
+  return lax.pmean(u, AXIS)
+
+
+def in_branch(fn):
+  return lambda u, w: lax.cond(w > 0, fn, lambda u, w: u * w, u, w)
+
+
+def in_loop(fn):
+  return lambda u, w: lax.fori_loop(0, 2, lambda _, u: fn(u, w), u)
+
+
+class HeedingTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (by_weight, False, False),
+      (by_hand, True, True),
+      (jax.jit(by_hand), True, True),
+      (in_branch(by_weight), False, False),
+      (in_branch(by_hand), True, False),
+      (lambda u, w: by_weight(u, w) + by_hand(u, w), True, False),
+      (lambda u, w: u, False, True),
+      (lambda u, w: u * w, False, False),
+      (lambda u, w: jnp.zeros_like(u), False, False),
+      (lambda u, w: lax.pmax(u, AXIS) * w, False, False),
+      (lambda u, w: lax.psum(u, 'model') * w, False, False),
+      (lambda u, w: lax.psum_scatter(u, AXIS), True, True),
+      (lambda u, w: lax.all_gather(u, AXIS), True, True),
+      (in_loop(lambda u, w: u * w), False, False),
+  )
+  def test_follows_updates_and_weight(self, fn, sums, alone):
+    axis_env = [(AXIS, 8), ('model', 2)]
+    jaxpr = jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(8), 1.0).jaxpr
+    program = jaxprs.flatten(jaxpr)
+    updates, weight = program.inputs
+
+    found = weight_flow.sums_without(program, [updates], weight, (AXIS,))
+
+    self.assertEqual(found, (sums, [alone]))

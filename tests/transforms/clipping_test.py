@@ -1,0 +1,265 @@
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+from shard_transforms import clip_by_global_norm
+from sliced_trees import norm_of
+from sliced_trees import on_mesh
+from sliced_trees import tree_of
+
+AXIS = modes.AXIS
+SHARDS = 8
+
+
+class ClipTest(parameterized.TestCase):
+
+  @parameterized.product(
+      mode=modes.MODES, order=('before', 'after'), max_norm=(0.5, 2.0, 1e3)
+  )
+  def test_clips_before_or_after_the_reduction(self, mode, order, max_norm):
+    x = np.random.default_rng(0).normal(size=(SHARDS, 5)).astype(np.float32)
+    links = [
+        clip_by_global_norm(max_norm),
+        shard_transforms.cross_shard_mean(AXIS),
+    ]
+    tx = optax.chain(*(links if order == 'before' else links[::-1]))
+
+    def fn(params, x):
+      grads = shard_transforms.value_and_grad(jnp.vdot, AXIS)(params, x)[1]
+      return tx.update(grads, tx.init(params), params)[0]
+
+    updates = modes.map_shards(mode, fn)(jnp.zeros(5), x)
+
+    def clip(x):
+      norms = np.linalg.norm(x, axis=-1, keepdims=True)
+      return x * np.minimum(1, max_norm / norms)
+
+    expected = clip(x).mean(0) if order == 'before' else clip(x.mean(0))
+    np.testing.assert_allclose(updates, [expected] * SHARDS, rtol=1e-5)
+
+  @parameterized.parameters(0.5, 1e3)
+  def test_is_that_of_optax_to_the_bit(self, max_norm):
+    tree = tree_of()
+    tx, expected = (
+        fn(max_norm) for fn in (clip_by_global_norm, optax.clip_by_global_norm)
+    )
+
+    updates, _ = tx.update(tree, tx.init(tree))
+
+    chex.assert_trees_all_equal(
+        updates, expected.update(tree, expected.init(tree))[0], strict=True
+    )
+
+  @parameterized.product(
+      mix=[*range(0, len(MIXES), 3)], check_vma=(True, False)
+  )
+  def test_clips_slices_by_the_norm_of_the_whole(self, mix, check_vma):
+    tree, specs = tree_of(), MIXES[mix]
+    sharded = None if check_vma else specs
+    tx = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
+    clip = on_mesh(
+        lambda tree: tx.update(tree, tx.init(tree))[0], specs, check_vma, specs
+    )
+
+    updates = clip(tree)
+
+    chex.assert_trees_all_close(
+        updates, jax.tree.map(lambda x: x / norm_of(tree), tree), rtol=1e-6
+    )
+    self.assertLessEqual(norm_of(updates), 1 + 1e-6)
+
+  def test_keeps_dtypes(self):
+    tree = {
+        'half': jnp.full(4, 3, jnp.bfloat16),
+        'complex': jnp.full(2, 3 + 4j),
+        'none': None,
+        'float0': np.zeros(3, jax.dtypes.float0),
+    }
+    tx = clip_by_global_norm(1.0)
+
+    updates, _ = tx.update(tree, tx.init(tree))
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, tree)
+
+  @parameterized.parameters(
+      ([0.0, 0.0], [0.0, 0.0]),
+      ([np.inf, 1.0], [np.nan, 0.0]),
+      ([np.nan, 1.0], [np.nan, np.nan]),
+  )
+  def test_knows_norms_that_are_zero_or_not_finite(self, updates, expected):
+    tx = clip_by_global_norm(1.0)
+
+    updates, _ = tx.update(jnp.array(updates), tx.init(updates))
+
+    np.testing.assert_array_equal(updates, expected)
+
+  def test_the_limit_may_be_a_hyperparameter(self):
+    tx = optax.inject_hyperparams(clip_by_global_norm)(
+        max_norm=optax.constant_schedule(0.5)
+    )
+
+    updates, _ = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+
+    np.testing.assert_allclose(updates, [0.3, 0.4], rtol=1e-6)
+
+  def test_refuses_to_make_whole_leaves_differ(self):
+    tx = clip_by_global_norm(1.0)
+    specs = {'a': P('model'), 'b': P(), 'c': P(), 's': P()}
+    clip = on_mesh(lambda tree: tx.update(tree, tx.init(tree))[0], specs)
+
+    with self.assertRaisesRegex(ValueError, r"must name \['model'\]"):
+      clip(tree_of())
+
+  @parameterized.parameters(
+      (0.0, ValueError, '`max_norm` must be positive, got 0.0'),
+      (-1, ValueError, '`max_norm` must be positive, got -1'),
+      (np.nan, ValueError, '`max_norm` must be positive, got nan'),
+      (None, TypeError, '`max_norm` must be a real number, got None'),
+      (True, TypeError, '`max_norm` must be a real number, got True'),
+      ([1.0], TypeError, '`max_norm` must be a real number'),
+      (1j, TypeError, '`max_norm` must be a real number, got 1j'),
+  )
+  def test_refuses_a_limit_that_is_none(self, max_norm, error, message):
+    with self.assertRaisesRegex(error, message):
+      clip_by_global_norm(max_norm)
+
+
+class ShardUpdateTest(parameterized.TestCase):
+
+  @parameterized.product(mode=modes.MODES, num_shards=(1, 3, SHARDS))
+  def test_clips_inside_by_the_norm_of_the_whole(self, mode, num_shards):
+    params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(2), 's': jnp.ones(())}
+    clip = clip_by_global_norm(1.0, AXIS, sharded=P(AXIS))
+    tx = shard_transforms.shard_update(
+        optax.chain(clip, optax.adam(0.1, eps=1.0)), AXIS
+    )
+    whole = optax.chain(
+        shard_transforms.cross_shard_mean(AXIS),
+        optax.clip_by_global_norm(1.0),
+        optax.adam(0.1, eps=1.0),
+    )
+
+    def fn(params, x):
+      grads = jax.tree.map(lambda p: p * x, params)
+      grads = shard_transforms.per_shard(grads, AXIS)
+      results = []
+      for t in tx, whole:
+        _, state = t.update(grads, t.init(params), params)
+        results.append(t.update(grads, state, params)[0])
+      return results
+
+    mapped = modes.map_shards(mode, fn, num_shards)
+    actual, expected = mapped(params, jnp.arange(1.0, num_shards + 1))
+
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5)
+
+  def test_types_tell_what_is_sliced(self):
+    tx = shard_transforms.shard_update(
+        optax.chain(clip_by_global_norm(1.0, AXIS), optax.sgd(-1.0)), AXIS
+    )
+
+    def fn(params, x):
+      return tx.update(x, tx.init(params), params)[0]
+
+    updates = modes.map_shards('shard_map', fn)(
+        jnp.zeros(3), jnp.full((SHARDS, 3), 7.0)
+    )
+
+    np.testing.assert_allclose(updates, np.full((SHARDS, 3), 3**-0.5), 1e-6)
+
+  def test_clips_twice(self):
+    clip = clip_by_global_norm(1.0, AXIS)
+    scaled = optax.chain(clip, optax.scale(3.0), clip, optax.sgd(-1.0))
+    tx = shard_transforms.shard_update(scaled, AXIS)
+
+    def fn(params, x):
+      return tx.update(x, tx.init(params), params)[0]
+
+    updates = modes.map_shards('shard_map', fn)(
+        jnp.zeros(3), jnp.full((SHARDS, 3), 7.0)
+    )
+
+    np.testing.assert_allclose(updates, np.full((SHARDS, 3), 3**-0.5), 1e-6)
+
+  @parameterized.parameters(
+      # Of the moments it is not known what is behind their last element.
+      (lambda: optax.chain(optax.adam(0.1), clip_by_global_norm(1.0, AXIS)),),
+      (lambda: clip_by_global_norm(1.0),),
+      (lambda: optax.clip_by_global_norm(1.0),),
+  )
+  def test_refuses_a_norm_that_it_does_not_know(self, inner):
+    tx = shard_transforms.shard_update(inner(), AXIS)
+
+    with self.assertRaisesRegex(ValueError, 'several of them together|part'):
+      shard_transforms.init_state(tx, jnp.ones(3), modes.mesh())
+
+  @parameterized.parameters('psum of leaves', 'pmean', 'psum of sums')
+  def test_refuses_a_norm_by_hand(self, kind):
+    # A scalar is not cut, so that a sum over shards counts it once for each.
+    def update(updates, params):
+      del params
+      squares = jax.tree.map(lambda u: jnp.sum(u**2), updates)
+      if kind == 'psum of leaves':
+        squares = lax.psum(squares, AXIS)
+      elif kind == 'pmean':
+        squares = lax.pmean(squares, AXIS)
+      else:
+        squares = lax.psum(squares['w'] + squares['s'], AXIS), 0.0
+      norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
+      return jax.tree.map(lambda u: u / norm, updates)
+
+    tx = shard_transforms.shard_update(optax.stateless(update), AXIS)
+    params = {'w': jnp.ones(5), 's': jnp.ones(())}
+
+    def fn(params, x):
+      updates = jax.tree.map(lambda p: p * x, params)
+      updates = shard_transforms.per_shard(updates, AXIS)
+      return tx.update(updates, tx.init(params), params)[0]
+
+    with self.assertRaisesRegex(ValueError, 'must treat each element'):
+      modes.map_shards('pmap', fn)(params, jnp.ones(SHARDS))
+
+  @parameterized.parameters(True, False)
+  def test_counts_parameters_that_are_sharded_over_another_axis(
+      self, check_vma
+  ):
+    specs = {'a': P('model'), 'b': P()}
+    # Inside, slices over the mapped axis are of what the other has left.
+    sharded = {'a': P((AXIS, 'model')), 'b': P(AXIS)}
+    clip = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
+    tx = shard_transforms.shard_update(optax.chain(clip, optax.sgd(-1.0)), AXIS)
+    tree = {
+        'a': np.arange(1.0, 7, dtype=np.float32),
+        'b': np.ones(3, 'float32'),
+    }
+
+    def fn(tree):
+      updates = shard_transforms.per_shard(tree, AXIS)
+      return tx.update(updates, tx.init(tree), tree)[0]
+
+    updates = on_mesh(fn, specs, check_vma, specs)(tree)
+
+    chex.assert_trees_all_close(
+        updates, jax.tree.map(lambda x: x / norm_of(tree), tree), rtol=1e-6
+    )
+
+  def test_refuses_it_in_groups(self):
+    tx = shard_transforms.shard_update(
+        optax.chain(clip_by_global_norm(1.0, AXIS), optax.sgd(1.0)),
+        AXIS,
+        groups=[[0, 1, 2, 3], [4, 5, 6, 7]],
+    )
+
+    def fn(params, x):
+      params = shard_transforms.per_shard(params, AXIS)
+      return tx.update(x, tx.init(params), params)[0]
+
+    with self.assertRaisesRegex(ValueError, 'several of them together'):
+      modes.map_shards('shard_map', fn)(jnp.zeros(3), jnp.ones((SHARDS, 3)))

@@ -1,0 +1,630 @@
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import guard
+
+AXIS = modes.AXIS
+SHARDS = 8
+NAN = np.nan
+
+
+def mean_of(inner):
+  return optax.chain(cross_shard_mean(AXIS), inner)
+
+
+def run(tx, x, weight=None, mode='shard_map', params=None):
+  """Returns the updates [shards, steps, ...] and the last state.
+
+  Args:
+    tx: The transformation.
+    x: The gradients of shards [shards, steps, ...].
+    weight: Their weights [shards, steps], or `None`.
+    mode: How it is mapped.
+    params: The parameters; zeros by default.
+  """
+  if params is None:
+    params = jnp.zeros(x.shape[2:])
+
+  def fn(params, own):
+    def step(state, inputs):
+      x, weight = inputs
+      grads = shard_transforms.value_and_grad(jnp.vdot, AXIS)(params, x)[1]
+      given = {} if weight is None else {'weight': weight}
+      updates, state = tx.update(grads, state, params, **given)
+      return state, updates
+
+    return lax.scan(step, tx.init(params), own)
+
+  own = jax.tree.map(jnp.asarray, (x, weight))
+  state, updates = jax.device_get(modes.map_shards(mode, fn)(params, own))
+  return updates, state
+
+
+def data(steps=3, seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=(SHARDS, steps, 5)).astype(np.float32)
+
+
+class SkipTest(parameterized.TestCase):
+
+  @parameterized.parameters(*modes.MODES)
+  def test_hands_on_what_is_good_to_the_bit(self, mode):
+    inner = mean_of(optax.adam(0.1))
+
+    updates, state = run(guard(inner, AXIS), data(), mode=mode)
+
+    expected, inner_state = run(inner, data(), mode=mode)
+    chex.assert_trees_all_equal(updates, expected, strict=True)
+    chex.assert_trees_all_equal(state.inner_state, inner_state, strict=True)
+    np.testing.assert_array_equal(state.num_updates, [3] * SHARDS)
+    np.testing.assert_array_equal(state.skipped_count, [0] * SHARDS)
+    np.testing.assert_array_equal(state.last_bad_step, [[-1]] * SHARDS)
+
+  @parameterized.product(mode=modes.MODES, bad=(NAN, np.inf, -np.inf))
+  def test_a_bad_shard_leaves_every_bit_of_the_state(self, mode, bad):
+    x = data()
+    x[3, 1, 2] = bad
+    inner = mean_of(optax.adam(0.1))
+
+    updates, state = run(guard(inner, AXIS), x, mode=mode)
+
+    expected, inner_state = run(inner, x[:, [0, 2]], mode=mode)
+    chex.assert_trees_all_equal(updates[:, [0, 2]], expected)
+    np.testing.assert_array_equal(updates[:, 1], np.zeros((SHARDS, 5)))
+    chex.assert_trees_all_equal(state.inner_state, inner_state, strict=True)
+
+  def test_counts(self):
+    x = data(steps=6)
+    x[3, [1, 2, 4, 5]] = NAN
+    x[6, 2] = np.inf
+
+    _, state = run(guard(mean_of(optax.sgd(0.1)), AXIS), x)
+
+    self.assertEqual(state.num_updates[0], 6)
+    self.assertEqual(state.skipped_count[0], 4)
+    self.assertEqual(state.consecutive_skipped[0], 2)
+    self.assertEqual(state.bad_shard_count[0], 5)
+    np.testing.assert_array_equal(
+        state.last_bad_step[:, 0], [-1, -1, -1, 5, -1, -1, 2, -1]
+    )
+
+  def test_counters_of_all_shards_are_the_same(self):
+    def fn(params, x):
+      tx = guard(mean_of(optax.sgd(0.1)), AXIS, max_stds=3.0)
+      _, state = tx.update(x, tx.init(params), params)
+      shard_transforms.monitoring.assert_reduced(
+          state._replace(last_bad_step=()), AXIS
+      )
+      return state.last_bad_step
+
+    last_bad_step = modes.map_shards('shard_map', fn)(
+        jnp.zeros(()), jnp.arange(8.0)
+    )
+
+    np.testing.assert_array_equal(last_bad_step, [[-1]] * SHARDS)
+
+  @parameterized.parameters(0.0, -1.0, NAN)
+  def test_a_shard_without_weight_is_not_bad(self, weight):
+    x = data()
+    x[3] = NAN
+    weights = np.ones((SHARDS, 3), np.float32)
+    weights[3] = weight
+
+    updates, state = run(guard(mean_of(optax.sgd(-1.0)), AXIS), x, weights)
+
+    good = np.delete(x, 3, axis=0)
+    np.testing.assert_allclose(updates[0], good.mean(0), rtol=1e-5)
+    self.assertEqual(state.bad_shard_count[0], 0)
+
+  @parameterized.parameters('skip', 'exclude')
+  def test_skips_a_step_without_weight(self, on_bad):
+    weights = np.ones((SHARDS, 3), np.float32)
+    weights[:, 1] = 0
+    tx = guard(mean_of(optax.adam(0.1)), AXIS, on_bad=on_bad)
+
+    updates, state = run(tx, data(), weights)
+
+    np.testing.assert_array_equal(updates[:, 1], np.zeros((SHARDS, 5)))
+    adam = optax.tree_utils.tree_get(state, 'ScaleByAdamState')
+    self.assertEqual(adam.count[0], 2)
+    self.assertEqual(state.skipped_count[0], 1)
+    self.assertEqual(state.bad_shard_count[0], 0)
+
+  def test_decides_for_what_is_reduced_already(self):
+    x = data()
+    x[3, 1, 2] = NAN
+    tx = optax.chain(cross_shard_mean(AXIS), guard(optax.adam(0.1)))
+
+    updates, (_, state) = run(tx, x)
+
+    expected, _ = run(mean_of(optax.adam(0.1)), x[:, [0, 2]])
+    chex.assert_trees_all_equal(updates[:, [0, 2]], expected)
+    np.testing.assert_array_equal(state.last_bad_step, [1] * SHARDS)
+    np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
+
+  def test_examines_leaves_of_all_kinds(self):
+    params = {
+        'half': jnp.ones(3, jnp.bfloat16),
+        'complex': jnp.ones(2, jnp.complex64),
+        'none': None,
+        'empty': jnp.ones((0, 2)),
+    }
+    for name in 'half', 'complex':
+      bad = dict(params, **{name: params[name].at[0].set(jnp.nan)})
+      tx = guard(optax.identity())
+
+      updates, state = tx.update(bad, tx.init(params))
+
+      self.assertEqual(state.skipped_count, 1, name)
+      chex.assert_trees_all_equal(
+          updates, jax.tree.map(jnp.zeros_like, params), strict=True
+      )
+
+  def test_a_square_that_overflows_is_not_bad(self):
+    # The square of what is finite may be infinite, which is no reason to skip.
+    tx = guard(optax.identity())
+    updates = jnp.full(2, 1e30)
+
+    out, state = tx.update(updates, tx.init(updates))
+
+    np.testing.assert_array_equal(out, updates)
+    self.assertEqual(state.skipped_count, 0)
+
+
+class ExcludeTest(parameterized.TestCase):
+
+  @parameterized.product(mode=modes.MODES, weighted=(True, False))
+  def test_gives_the_mean_of_the_good(self, mode, weighted):
+    x = data()
+    x[3, 1, 2] = NAN
+    x[5, 1] = np.inf
+    weights = np.arange(1.0, 25, dtype=np.float32).reshape(SHARDS, 3)
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude')
+
+    updates, state = run(tx, x, weights if weighted else None, mode)
+
+    counts = weights if weighted else np.ones_like(weights)
+    counts = np.where(np.isfinite(x).all(-1), counts, 0)
+    good = np.where(np.isfinite(x), x, 0)
+    expected = (counts[..., None] * good).sum(0) / counts.sum(0)[:, None]
+    np.testing.assert_allclose(updates[0], expected, rtol=1e-5, atol=1e-6)
+    self.assertEqual(state.skipped_count[0], 0)
+    self.assertEqual(state.bad_shard_count[0], 2)
+
+  @parameterized.parameters(
+      ('exclude', 'shard_map', None),
+      ('exclude', 'pmap', 0),
+      ('skip', 'shard_map', 0),
+      ('skip', 'pmap', 0),
+  )
+  def test_moments_before_the_reduction_see_no_nan(self, on_bad, mode, weight):
+    x = data()
+    x[3, 1] = NAN
+    inner = optax.chain(optax.trace(0.5), cross_shard_mean(AXIS))
+    tx = guard(inner, AXIS, on_bad=on_bad)
+
+    def fn(params, x):
+      # Moments of each shard are marked as such.
+      state = tx.init(shard_transforms.per_shard(params, AXIS))
+      for step in range(3):
+        given = {}
+        if weight is not None:
+          given['weight'] = jnp.where(jnp.isfinite(x[step]).all(), 1, weight)
+        updates, state = tx.update(x[step], state, params, **given)
+      return updates, state.inner_state[0].trace
+
+    _, trace = modes.map_shards(mode, fn)(jnp.zeros(5), x)
+
+    expected = 0.25 * x[:, 0] + 0.5 * np.nan_to_num(x[:, 1]) + x[:, 2]
+    np.testing.assert_allclose(trace, expected, rtol=1e-5)
+
+  def test_hands_the_weights_to_towers(self):
+    x = data(steps=2)
+    x[3, 0] = NAN
+    towers = shard_transforms.tower_reduce(
+        2, mean_of(optax.sgd(-1.0)), axis_name=AXIS
+    )
+
+    updates, _ = run(guard(towers, AXIS, on_bad='exclude'), x)
+
+    good = x.reshape(-1, 5)
+    np.testing.assert_allclose(
+        updates[0, 1], good[np.isfinite(good).all(1)].mean(0), rtol=1e-5
+    )
+
+  def test_heeds_what_drop_stale_leaves_out(self):
+    x = data(steps=1)[:, 0]
+    x[3] = NAN
+    inner = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude')
+    tx = shard_transforms.drop_stale(0, inner, axis_name=AXIS)
+
+    def fn(params, own):
+      x, local_step = own
+      return tx.update(x, tx.init(params), params, local_step=local_step)[0]
+
+    local_step = jnp.where(jnp.arange(8) < 2, -1, 0)
+    updates = modes.map_shards('shard_map', fn)(jnp.zeros(5), (x, local_step))
+
+    np.testing.assert_allclose(updates[0], x[[2, 4, 5, 6, 7]].mean(0), 1e-5)
+
+  @parameterized.parameters(
+      (1, 7, False),
+      (1, 8, True),
+      (5, 3, False),
+      (5, 4, True),
+      (8, 0, False),
+      (8, 1, True),
+  )
+  def test_needs_a_quorum(self, min_shards, num_bad, skips):
+    x = data()
+    x[:num_bad, 1] = NAN
+    tx = guard(
+        mean_of(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=min_shards
+    )
+
+    updates, state = run(tx, x)
+
+    self.assertEqual(bool(np.all(updates[:, 1] == 0)), skips)
+    self.assertEqual(state.skipped_count[0], int(skips))
+
+  def test_who_has_no_weight_is_not_of_the_quorum(self):
+    weights = np.ones((SHARDS, 3), np.float32)
+    weights[:4, 1] = 0
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=5)
+
+    _, state = run(tx, data(), weights)
+
+    self.assertEqual(state.skipped_count[0], 1)
+
+
+class SpikeTest(parameterized.TestCase):
+
+  @parameterized.parameters(*modes.MODES)
+  def test_a_norm_above_the_limit_is_bad(self, mode):
+    x = data()
+    x[3, 1] *= 100
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', max_norm=20.0)
+
+    updates, state = run(tx, x, mode=mode)
+
+    good = np.delete(x[:, 1], 3, axis=0)
+    np.testing.assert_allclose(updates[0, 1], good.mean(0), rtol=1e-5)
+    self.assertEqual(state.last_bad_step[3], 1)
+    self.assertEqual(state.bad_shard_count[0], 1)
+
+  def test_a_norm_that_is_just_the_limit_is_good(self):
+    tx = guard(optax.identity(), max_norm=5.0)
+
+    _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+
+    self.assertEqual(state.skipped_count, 0)
+
+  def test_a_norm_far_above_the_last_ones_is_bad(self):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(SHARDS, 40, 5)).astype(np.float32)
+    norms = np.linalg.norm(x, axis=-1)
+    # Once its 16 steps are full, so that the first spike passes.
+    x[2, 8] *= 30 / norms[2, 8]
+    x[4, 33] *= 30 / norms[4, 33]
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=6.0, window=16)
+
+    updates, state = run(tx, x)
+
+    np.testing.assert_array_equal(np.all(updates[0] == 0, -1).nonzero(), [[33]])
+    self.assertEqual(state.last_bad_step[4], 33)
+    self.assertEqual(state.bad_shard_count[0], 1)
+    accepted = np.linalg.norm(np.delete(x, 33, axis=1)[:, -16:], axis=-1)
+    order = np.arange(39 - 16, 39) % 16
+    np.testing.assert_allclose(
+        state.norms.mean[0][order], accepted.mean(0), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        state.norms.variance[0][order], accepted.var(0), rtol=1e-4
+    )
+
+  @parameterized.parameters((2.9, True), (3.2, False))
+  def test_the_limit_is_so_many_deviations_above_the_mean(self, max_stds, bad):
+    # The norms of two shards in two steps: mean 4, variance (9+1+1+9)/4 = 5.
+    x = np.array([[1.0, 3.0], [5.0, 7.0]]).T[:, :, None]
+    limit = 4 + 3 * 5**0.5
+    x = np.append(x, [[[limit]], [[4.0]]], axis=1).astype(np.float32)
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=max_stds, window=2)
+
+    def fn(params, x):
+      state = tx.init(params)
+      for step in range(3):
+        _, state = tx.update(x[step], state, params)
+      return state.skipped_count
+
+    skipped_count = modes.map_shards('shard_map', fn, 2)(jnp.zeros(1), x)
+
+    np.testing.assert_array_equal(skipped_count, [int(bad)] * 2)
+
+  def test_excluded_shards_are_not_recorded(self):
+    x = data(steps=1)
+    x[3] = 1e6
+    tx = guard(
+        mean_of(optax.sgd(1.0)),
+        AXIS,
+        on_bad='exclude',
+        max_norm=100.0,
+        max_stds=3.0,
+        window=2,
+    )
+
+    _, state = run(tx, x)
+
+    good = np.linalg.norm(np.delete(x[:, 0], 3, axis=0), axis=-1)
+    np.testing.assert_allclose(state.norms.mean[0], [good.mean(), 0], 1e-5)
+
+  def test_skipped_steps_are_not_recorded(self):
+    x = data()
+    x[3, 1] = NAN
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=3.0, window=4)
+
+    _, state = run(tx, x)
+
+    norms = np.linalg.norm(x[:, [0, 2]], axis=-1).mean(0)
+    self.assertEqual(state.norms.num_recorded[0], 2)
+    np.testing.assert_allclose(state.norms.mean[0], [*norms, 0, 0], 1e-5)
+
+  def test_the_limit_may_be_a_hyperparameter(self):
+    tx = optax.inject_hyperparams(
+        lambda max_norm: guard(optax.identity(), max_norm=max_norm)
+    )(max_norm=optax.piecewise_constant_schedule(10.0, {1: 0.1}))
+    state = tx.init(jnp.zeros(2))
+
+    for skipped in 0, 1:
+      _, state = tx.update(jnp.array([3.0, 4.0]), state)
+      guarded = optax.tree_utils.tree_get(state, 'GuardState')
+      self.assertEqual(guarded.skipped_count, skipped)
+
+  def test_an_infinite_norm_does_not_end_the_window(self):
+    x = data(steps=9)
+    x[3, 1] = 1e30
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=50.0, window=3)
+
+    updates, state = run(tx, x)
+
+    np.testing.assert_array_equal(np.all(updates[0] == 0, -1).nonzero(), [[1]])
+    self.assertEqual(state.norms.num_recorded[0], 8)
+    self.assertTrue(np.all(np.isfinite(state.norms.mean)))
+
+  def test_norms_that_stay_the_same_are_no_spikes(self):
+    x = np.full((SHARDS, 30, 5), 7**0.5 / 5**0.5, np.float32)
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=1.0, window=5)
+
+    _, state = run(tx, x)
+    with jax.enable_x64(True):
+      wide = guard(optax.identity(), max_stds=1.0, window=5)
+      wide_state = wide.init(jnp.zeros(1, jnp.float64))
+      for _ in range(9):
+        _, wide_state = wide.update(jnp.full(1, 7**0.5), wide_state)
+
+    self.assertEqual(state.skipped_count[0], 0)
+    self.assertEqual(wide_state.skipped_count, 0)
+
+  @parameterized.parameters(
+      ({}, dict(max_stds=3.0)),
+      (dict(max_stds=3.0), {}),
+      (dict(max_stds=3.0, window=4), dict(max_stds=3.0, window=5)),
+  )
+  def test_refuses_the_norms_of_other_options(self, before, after):
+    state = guard(optax.identity(), **before).init(jnp.zeros(2))
+    tx = guard(optax.identity(), **after)
+
+    with self.assertRaisesRegex(ValueError, 'must have the norms of .* steps'):
+      tx.update(jnp.ones(2), state)
+
+
+class ModelAxisTest(parameterized.TestCase):
+
+  def test_does_not_guess_what_is_sliced_without_types(self):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS)
+
+    def step(x):
+      return tx.update(x, tx.init(x), x)[0]
+
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
+    )
+    with self.assertRaisesRegex(ValueError, r"`sharded` .* over \['model'\]"):
+      step(jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, P(AXIS))))
+
+  @parameterized.parameters('model', ('model',), 3)
+  def test_refuses_what_is_no_spec(self, sharded):
+    for factory in (
+        lambda: guard(optax.sgd(1.0), AXIS, sharded=sharded),
+        lambda: shard_transforms.clip_by_global_norm(
+            1.0, AXIS, sharded=sharded
+        ),
+        lambda: shard_transforms.global_norm(1.0, AXIS, sharded=sharded),
+    ):
+      with self.assertRaisesRegex(TypeError, 'must be a `PartitionSpec`'):
+        factory()
+
+  def test_needs_the_axes_of_its_specs(self):
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, sharded=P('model'))
+
+    with self.assertRaisesRegex(NameError, "`guard` needs .* axis 'model'"):
+      run(tx, data(), mode='vmap')
+
+  @parameterized.parameters(True, False)
+  def test_slices_of_a_shard_are_judged_together(self, check_vma):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    specs = {'sliced': P('model'), 'whole': P()}
+    sharded = None if check_vma else specs
+    # The norm of slices is below the limit, that of the leaf above it.
+    tx = guard(
+        mean_of(optax.sgd(-1.0)),
+        AXIS,
+        on_bad='exclude',
+        max_norm=6.0,
+        sharded=sharded,
+    )
+    state_specs = shard_transforms.GuardState(*[P()] * 4, P(AXIS), *[P()] * 3)
+
+    def step(x):
+      x = jax.tree.map(lambda x: x[0], x)
+      return tx.update(x, tx.init(x), x)
+
+    x = {
+        'sliced': np.ones((4, 2), np.float32),
+        'whole': np.zeros((4, 3), np.float32),
+    }
+    x['sliced'][0] = 5.0
+    x['sliced'][1, 1] = np.nan
+    x['whole'][3] = 1.0
+    in_specs = {'sliced': P(AXIS, 'model'), 'whole': P(AXIS)}
+    shardings = {
+        name: jax.NamedSharding(mesh, spec) for name, spec in in_specs.items()
+    }
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(in_specs,),
+            out_specs=(specs, state_specs),
+            check_vma=check_vma,
+        )
+    )
+
+    updates, state = step(jax.device_put(x, shardings))
+
+    np.testing.assert_array_equal(updates['sliced'], [1.0, 1.0])
+    np.testing.assert_array_equal(updates['whole'], [0.5] * 3)
+    np.testing.assert_array_equal(state.last_bad_step, [0, 0, -1, -1])
+
+
+class WireTest(parameterized.TestCase):
+
+  @parameterized.parameters(({}, 12), ({'max_stds': 3.0}, 20))
+  def test_sends_a_few_numbers_at_once_and_first(self, kwargs, payload):
+    tx = guard(mean_of(optax.adam(0.1)), AXIS, **kwargs)
+
+    report = shard_transforms.monitoring.wire_report(
+        lambda x: tx.update(x, tx.init(x)),
+        jnp.zeros(1000),
+        axis_sizes={AXIS: SHARDS},
+    )
+
+    flag, mean = report.collectives
+    self.assertEqual(flag.scope, 'guard')
+    self.assertEqual(flag.payload_bytes, payload)
+    self.assertFalse(flag.conditional)
+    self.assertTrue(mean.conditional)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (dict(on_bad='drop'), ValueError, "`on_bad` must be 'skip' or 'exclude'"),
+      (dict(on_bad='exclude'), ValueError, 'must come with `axis_name`'),
+      (dict(min_shards=2), ValueError, "must come with `on_bad='exclude'`"),
+      (dict(max_norm=0.0), ValueError, '`max_norm` must be positive, got 0.0'),
+      (dict(max_norm=NAN), ValueError, '`max_norm` must be positive, got nan'),
+      (dict(max_norm='1'), TypeError, '`max_norm` must be a real number'),
+      (dict(max_stds=-1), ValueError, '`max_stds` must be positive'),
+      (dict(max_stds=jnp.ones(2)), TypeError, '`max_stds` must be a real'),
+      (dict(window=1), ValueError, '`window` must be at least 2'),
+      (dict(window=2.0), TypeError, '`window` must be an integer'),
+      (dict(max_consecutive=0), ValueError, '`max_consecutive` must be at'),
+      (dict(axis_name=()), ValueError, 'must name at least one axis'),
+  )
+  def test_refuses_argument(self, kwargs, error, message):
+    with self.assertRaisesRegex(error, message):
+      guard(optax.identity(), **kwargs)
+
+  @parameterized.parameters(0, 9)
+  def test_refuses_a_quorum_that_cannot_be(self, min_shards):
+    message = '`min_shards`.* must be at (least 1|most .* 8)'
+    with self.assertRaisesRegex(ValueError, message):
+      tx = guard(
+          mean_of(optax.sgd(1.0)),
+          AXIS,
+          on_bad='exclude',
+          min_shards=min_shards,
+      )
+      shard_transforms.init_state(tx, jnp.zeros(2), modes.mesh())
+
+  def test_refuses_what_is_reduced_already(self):
+    tx = guard(optax.sgd(1.0), AXIS)
+
+    def fn(params, x):
+      grads = jax.grad(lambda p: jnp.sum(p * x))(params)
+      return tx.update(grads, tx.init(params), params)
+
+    with self.assertRaisesRegex(ValueError, '`updates` of `guard` .* reduced'):
+      modes.map_shards('shard_map', fn)(jnp.zeros(5), data()[:, 0])
+
+  def test_refuses_what_differs_between_shards_without_an_axis(self):
+    tx = guard(optax.sgd(1.0))
+
+    with self.assertRaisesRegex(ValueError, 'decided alike .* `axis_name`'):
+      run(tx, data())
+
+  @parameterized.parameters(*modes.MODES)
+  def test_refuses_a_reduction_that_counts_all(self, mode):
+    by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
+    tx = guard(by_hand, AXIS, on_bad='exclude')
+
+    with self.assertRaisesRegex(ValueError, 'must heed the extra .* `weight`'):
+      run(tx, data(), mode=mode)
+
+  def test_a_reduction_by_hand_must_not_be_given_weights(self):
+    x = data()
+    x[3] = NAN
+    weights = np.ones((SHARDS, 3), np.float32)
+    weights[3] = 0
+    by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
+
+    with self.assertRaisesRegex(ValueError, 'must heed the extra .* `weight`'):
+      run(guard(by_hand, AXIS), x, weights, mode='pmap')
+
+  def test_a_reduction_by_hand_may_skip(self):
+    x = data()
+    x[3, 1] = NAN
+    by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
+
+    updates, _ = run(guard(by_hand, AXIS), x, mode='pmap')
+
+    expected = x.mean(0)
+    expected[1] = 0
+    np.testing.assert_allclose(updates[0], expected, rtol=1e-5, atol=1e-6)
+
+  def test_refuses_an_unbound_axis(self):
+    tx = guard(optax.sgd(1.0), AXIS)
+    state = guard(optax.sgd(1.0)).init(jnp.zeros(2))
+
+    with self.assertRaisesRegex(NameError, '`guard` needs the mapped axis'):
+      tx.init(jnp.zeros(2))
+    with self.assertRaisesRegex(NameError, '`guard` needs the mapped axis'):
+      tx.update(jnp.zeros(2), state)
+
+  def test_refuses_integers(self):
+    tx = guard(optax.sgd(1.0))
+
+    with self.assertRaisesRegex(TypeError, '`updates` of `guard` must be real'):
+      tx.update(jnp.zeros(2, jnp.int32), tx.init(jnp.zeros(2)))
+
+  def test_refuses_state_that_is_not_kept_per_shard(self):
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS)
+
+    def fn(params, x):
+      state = tx.init(params)
+      return tx.update(
+          x, state._replace(last_bad_step=jnp.zeros((), jnp.int32))
+      )
+
+    with self.assertRaisesRegex(ValueError, 'State of `guard` .* leading axis'):
+      modes.map_shards('shard_map', fn)(jnp.zeros(()), jnp.arange(8.0))

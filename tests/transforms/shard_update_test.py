@@ -1,0 +1,586 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import shard_update
+
+AXIS = modes.AXIS
+SHARDS, STEPS = 8, 4
+WEIGHTS = np.array([3, 1, 0, 5, 0.1, 2, 0.7, 4], np.float32)
+EVEN = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def params_of(seed=0):
+  """Returns leaves that are cut evenly, with padding, and not at all."""
+  normal = np.random.default_rng(seed).normal
+  return {
+      'even': normal(size=(4, 6)).astype(np.float32),
+      'padded': normal(size=(3, 5, 1)).astype(np.float32),
+      'vector': normal(size=71).astype(np.float32),
+      'few': normal(size=3).astype(np.float32),
+      'scalar': np.float32(normal()),
+  }
+
+
+def gradients():
+  """Returns other ones for each shard and step: [shards, steps, ...]."""
+  rng = np.random.default_rng(1)
+  return jax.tree.map(
+      lambda p: rng.normal(size=(SHARDS, STEPS, *p.shape)).astype(p.dtype),
+      params_of(),
+  )
+
+
+def ranked(params):
+  return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
+
+
+def by_path(params):
+  return jax.tree_util.tree_map_with_path(
+      lambda path, _: 'sgd' if path[-1].key in ('even', 'few') else 'adam',
+      params,
+  )
+
+
+INNERS = {
+    'sgd': lambda: optax.sgd(0.1),
+    'momentum': lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    'adam': lambda: optax.adam(0.1),
+    'adamw': lambda: optax.adamw(0.1, weight_decay=0.1, mask=ranked),
+    'lion': lambda: optax.lion(0.1),
+    'adagrad': lambda: optax.adagrad(0.1),
+    'rmsprop': lambda: optax.rmsprop(0.1, momentum=0.9, centered=True),
+    'adabelief': lambda: optax.adabelief(0.1),
+    'schedule': lambda: optax.adam(optax.cosine_decay_schedule(0.1, 3)),
+    'table': lambda: optax.adam(
+        optax.piecewise_constant_schedule(0.1, {1: 0.5, 3: 0.1})
+    ),
+    'injected': lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.linear_schedule(0.1, 0.01, 3), b1=0.8
+    ),
+    'masked': lambda: optax.masked(optax.trace(0.9), ranked),
+    'partition': lambda: optax.partition(
+        {'sgd': optax.sgd(0.1), 'adam': optax.adam(0.1)}, by_path
+    ),
+    'clipped by value': lambda: optax.chain(optax.clip(0.1), optax.adam(0.1)),
+    'schedule-free': lambda: optax.contrib.schedule_free_adamw(0.1),
+    'several steps': lambda: optax.MultiSteps(optax.adam(0.1), 2),
+    'towers': lambda: shard_transforms.tower_reduce(2, optax.adam(0.1)),
+    'frozen': optax.set_to_zero,
+}
+
+
+def train(tx, mode='shard_map', weights=None, apart=False):
+  """Returns the parameters [shards, ...] after some steps.
+
+  Args:
+    tx: The transformation.
+    mode: How it is mapped.
+    weights: Of each shard, if any.
+    apart: Whether parameters and state come to differ between shards.
+  """
+
+  def loss(params, data):
+    products = jax.tree.map(
+        lambda p, d: jnp.sum(p * d).astype(jnp.float32), params, data
+    )
+    return sum(jax.tree.leaves(products))
+
+  def fn(params, own):
+    data, weight = own
+    extra_args = {} if weights is None else {'weight': weight}
+
+    def step(carry, data):
+      params, state = carry
+      value_and_grad = shard_transforms.value_and_grad(loss, AXIS)
+      grads = value_and_grad(params, data)[1]
+      updates, state = tx.update(grads, state, params, **extra_args)
+      return (optax.apply_updates(params, updates), state), None
+
+    start = params, tx.init(params)
+    if apart:
+      start = shard_transforms.per_shard(start, AXIS)
+    return lax.scan(step, start, data)[0][0]
+
+  own = gradients(), np.ones(SHARDS) if weights is None else weights
+  mapped = modes.map_shards(mode, fn)
+  return jax.device_get(mapped(params_of(), own))
+
+
+@functools.cache
+def replicated(name, mode='shard_map'):
+  return train(optax.chain(cross_shard_mean(AXIS), INNERS[name]()), mode)
+
+
+def assert_close(actual, expected):
+  chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+  chex.assert_trees_all_close(actual, expected, rtol=2e-6, atol=2e-6)
+
+
+class EqualityTest(parameterized.TestCase):
+  """It trains as the replicated optimizer does."""
+
+  @parameterized.parameters(*INNERS)
+  def test_trains_as_the_replicated_optimizer(self, name):
+    actual = train(shard_update(INNERS[name](), AXIS))
+
+    assert_close(actual, replicated(name))
+
+  @parameterized.product(name=('adamw', 'injected'), mode=modes.MODES)
+  def test_trains_alike_in_every_mode(self, name, mode):
+    actual = train(shard_update(INNERS[name](), AXIS), mode)
+
+    assert_close(actual, replicated(name, mode))
+
+  @parameterized.parameters(0, 64, 10**6)
+  def test_buckets_of_any_size_give_the_same_bits(self, bucket_bytes):
+    tx = shard_update(optax.sgd(0.5), AXIS, bucket_bytes=bucket_bytes)
+
+    actual = train(tx)
+
+    expected = train(shard_update(optax.sgd(0.5), AXIS))
+    chex.assert_trees_all_equal(actual, expected, strict=True)
+
+  def test_sums(self):
+    tx = shard_update(optax.sgd(0.1), AXIS, reduction='sum')
+
+    actual = train(tx)
+
+    summed = optax.chain(shard_transforms.cross_shard_sum(AXIS), optax.sgd(0.1))
+    assert_close(actual, train(summed))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_counts_shards_by_their_weight(self, mode):
+    actual = train(shard_update(optax.adam(0.1), AXIS), mode, WEIGHTS)
+
+    whole = optax.chain(cross_shard_mean(AXIS), optax.adam(0.1))
+    assert_close(actual, train(whole, mode, WEIGHTS))
+
+  @parameterized.parameters(*modes.MODES)
+  def test_groups_train_apart(self, mode):
+    tx = shard_update(optax.adam(0.1), AXIS, groups=EVEN)
+
+    actual = train(tx, mode, apart=True)
+
+    whole = optax.chain(cross_shard_mean(AXIS, groups=EVEN), optax.adam(0.1))
+    assert_close(actual, train(whole, mode, apart=True))
+
+  @parameterized.named_parameters(('', None), ('_weighted', WEIGHTS))
+  def test_works_inside_tower_reduce(self, weights):
+    def tx(inner):
+      return shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
+
+    actual = train(tx(shard_update(optax.adam(0.1), AXIS)), weights=weights)
+
+    whole = optax.chain(cross_shard_mean(AXIS), optax.adam(0.1))
+    assert_close(actual, train(tx(whole), weights=weights))
+
+  def test_padding_that_turns_bad_does_not_leak(self):
+    # Zero over zero where nothing is.
+    inner = optax.scale_by_rms(eps=0.0, decay=0.9)
+
+    actual = train(shard_update(inner, AXIS))
+
+    self.assertTrue(all(np.isfinite(x).all() for x in actual.values()))
+    whole = optax.chain(cross_shard_mean(AXIS), inner)
+    assert_close(actual, train(whole))
+
+  @parameterized.parameters('bfloat16', 'float16', 'complex64')
+  def test_reduces_leaves_of_other_dtypes(self, dtype):
+    rng = np.random.default_rng(0)
+    grads = rng.integers(-9, 9, (SHARDS, 3, 7)).astype(jnp.dtype(dtype))
+
+    def fn(params, grads):
+      tx = shard_update(optax.sgd(1.0, momentum=0.5), AXIS)
+      return tx.update(grads, tx.init(params), params)[0]
+
+    updates = modes.map_shards('shard_map', fn)(grads[0], grads)
+
+    self.assertEqual(updates.dtype, dtype)
+    wide = grads.astype(np.promote_types(grads.dtype, np.float32))
+    expected = -wide.mean(0).astype(grads.dtype)
+    np.testing.assert_array_equal(updates, [expected] * SHARDS)
+
+  def test_a_shard_of_weight_zero_does_not_count_even_with_nan(self):
+    tx = shard_update(optax.sgd(1.0), AXIS)
+
+    def fn(_, own):
+      grads, weight = own
+      params = jnp.zeros(9)
+      return tx.update(grads, tx.init(params), params, weight=weight)[0]
+
+    grads = np.ones((SHARDS, 9), np.float32)
+    grads[3] = np.nan
+    weight = np.ones(SHARDS, np.float32)
+    weight[3] = 0
+    updates = modes.map_shards('shard_map', fn)((), (grads, weight))
+
+    np.testing.assert_array_equal(updates, -np.ones((SHARDS, 9)))
+
+  def test_leaves_without_a_gradient_pass(self):
+    params = {'x': jnp.ones(16), 'count': jnp.arange(9), 'none': None}
+    tx = shard_update(optax.identity(), AXIS)
+
+    def fn(shared, scale):
+      params, zeros = shared
+      grads = {'x': scale * params['x'], 'count': zeros, 'none': None}
+      updates, _ = tx.update(grads, tx.init(params), params)
+      self.assertEqual(updates['count'].dtype, jax.dtypes.float0)
+      self.assertIsNone(updates['none'])
+      return updates['x']
+
+    zeros = np.zeros(9, jax.dtypes.float0)
+    mapped = modes.map_shards(
+        'shard_map', lambda params, scale: fn((params, zeros), scale)
+    )
+    updates = mapped(params, jnp.arange(8.0))
+
+    np.testing.assert_array_equal(updates, np.full((SHARDS, 16), 3.5))
+
+
+class StateTest(parameterized.TestCase):
+  """What a shard keeps."""
+
+  def test_a_shard_keeps_its_part_of_the_state(self):
+    params = {
+        'kernel': jnp.zeros((128, 100)),
+        'bias': jnp.zeros(100),
+        'scale': jnp.zeros(()),
+    }
+    tx = shard_update(optax.adam(0.1), AXIS)
+
+    state = shard_transforms.init_state(tx, params, modes.mesh())
+
+    own = sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves(state)
+    )
+    whole = sum(x.nbytes for x in jax.tree.leaves(optax.adam(0.1).init(params)))
+    self.assertLessEqual(own, (1 / SHARDS + 0.01) * whole)
+
+  def test_specs_say_which_leaves_are_cut(self):
+    params = {
+        'cut': jnp.zeros((3, 5)),
+        'few': jnp.zeros(3),
+        'one': jnp.zeros(()),
+    }
+    tx = shard_update(optax.adam(0.1), AXIS)
+
+    specs = shard_transforms.state_specs(tx, params, modes.mesh())
+
+    self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
+    mu = optax.tree_utils.tree_get(specs, 'mu')
+    self.assertEqual(mu, {'cut': P(AXIS), 'few': P(AXIS), 'one': P()})
+
+  def test_state_starts_from_a_shards_own_slice_of_the_parameters(self):
+    copy = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.copy, params),
+        lambda updates, state, params=None: (updates, state),
+    )
+    tx = shard_update(copy, AXIS)
+    params = jnp.arange(15.0).reshape(3, 5)
+
+    state = shard_transforms.init_state(tx, params, modes.mesh())
+
+    expected = np.append(np.arange(15.0), 0).reshape(8, 1, 2)
+    np.testing.assert_array_equal(state.inner_state, expected)
+
+  def test_state_that_is_made_of_shapes_is_cut_as_well(self):
+    def init(params):
+      return jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
+
+    inner = optax.GradientTransformation(init, lambda u, s, _: (u, u))
+    tx = shard_update(inner, AXIS)
+
+    specs = shard_transforms.state_specs(tx, jnp.zeros((3, 5)), modes.mesh())
+
+    self.assertEqual(specs.inner_state, P(AXIS))
+
+  @parameterized.parameters((('host', 'core'),), (('core', 'host'),))
+  def test_slices_are_in_the_order_of_the_mesh(self, axes):
+    copy = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.copy, params),
+        lambda updates, state, params=None: (updates, state),
+    )
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
+
+    tx = shard_update(copy, axes)
+    state = shard_transforms.init_state(tx, jnp.arange(16.0), mesh)
+
+    expected = np.arange(16.0).reshape(8, 2)
+    np.testing.assert_array_equal(state.inner_state, expected)
+
+  @parameterized.parameters(
+      {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(1, 2\) at .*\[0\]'},
+      {'shapes': ((16,), (16,)), 'shards': 4, 'got': r'\(2, 2\) at .*\[0\]'},
+  )
+  def test_refuses_state_of_others(self, shapes, shards, got):
+    tx = shard_update(optax.trace(0.9), AXIS)
+    before, params = ([jnp.zeros(shape)] for shape in shapes)
+    state = shard_transforms.init_state(tx, before, modes.mesh())
+
+    def step(state, grads):
+      grads = shard_transforms.per_shard(grads, AXIS)
+      return tx.update(grads, state, params)[0]
+
+    step = jax.shard_map(
+        step,
+        mesh=modes.mesh(shards),
+        in_specs=(P(AXIS), P()),
+        out_specs=P(),
+    )
+    with self.assertRaisesRegex(
+        ValueError, f'this number of shards .*init_state.*{got}'
+    ):
+      jax.eval_shape(step, state, params)
+
+  def test_refuses_state_of_another_transformation(self):
+    tx = shard_update(optax.trace(0.9), AXIS)
+
+    def step(grads):
+      state = shard_update(optax.adam(0.1), AXIS).init(grads)
+      return tx.update(shard_transforms.per_shard(grads, AXIS), state)[0]
+
+    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
+    with self.assertRaisesRegex(ValueError, 'State of .* got the tree'):
+      jax.eval_shape(step, jnp.zeros(16))
+
+
+class AxesTest(parameterized.TestCase):
+  """Several axes, and parameters that are sharded already."""
+
+  def mesh(self):
+    return jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
+
+  @parameterized.product(
+      axes=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
+  )
+  def test_reduces_and_cuts_over_several_axes(self, axes, check_vma):
+    mesh = self.mesh()
+    params = params_of()
+    results = []
+    for tx in (
+        shard_update(optax.adam(0.1), axes),
+        optax.chain(cross_shard_mean(axes), optax.adam(0.1)),
+    ):
+      specs = shard_transforms.state_specs(tx, params, mesh)
+
+      def step(params, state, data, tx=tx):
+        grads = jax.tree.map(lambda x: x[0, 0], data)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+      step = jax.jit(
+          jax.shard_map(
+              step,
+              mesh=mesh,
+              in_specs=(P(), specs, P(('host', 'core'))),
+              out_specs=(P(), specs),
+              check_vma=check_vma,
+          )
+      )
+      state = shard_transforms.init_state(tx, params, mesh)
+      new_params, state = step(params, state, gradients())
+      results.append(step(new_params, state, gradients())[0])
+
+    assert_close(*map(jax.device_get, results))
+
+  def test_parameters_may_be_sharded_over_another_axis(self):
+    mesh = self.mesh()
+    params = {'w': np.float32(np.arange(80).reshape(8, 10)) / 80, 'b': 1.0}
+    in_specs = {'w': P('core'), 'b': P()}
+    data = np.float32(np.random.default_rng(0).normal(size=(2, 8, 10)))
+    results = []
+    for tx in (
+        shard_update(optax.adam(0.1), 'host'),
+        optax.chain(cross_shard_mean('host'), optax.adam(0.1)),
+    ):
+      specs = shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
+
+      def step(params, state, data, tx=tx):
+        def loss(params):
+          return jnp.sum(params['w'] ** 2 * data[0]) + params['b']
+
+        params_here = shard_transforms.per_shard(params, 'host')
+        grads = jax.grad(loss)(params_here)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+      step = jax.jit(
+          jax.shard_map(
+              step,
+              mesh=mesh,
+              in_specs=(in_specs, specs, P('host', 'core')),
+              out_specs=(in_specs, specs),
+          )
+      )
+      state = shard_transforms.init_state(tx, params, mesh, in_specs=in_specs)
+      new_params, state = step(params, state, data)
+      results.append(step(new_params, state, data)[0])
+
+    assert_close(*map(jax.device_get, results))
+
+  @parameterized.parameters('summed', 'averaged')
+  def test_takes_what_is_reduced_already_without_sending(self, on_invariant):
+    mesh = modes.mesh()
+    tx = shard_update(optax.sgd(1.0), AXIS, on_invariant=on_invariant)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P())
+    def step(grads):
+      return tx.update(grads, tx.init(grads), grads)[0]
+
+    grads = jnp.arange(20.0)
+    updates = step(grads)
+
+    factor = SHARDS if on_invariant == 'summed' else 1
+    np.testing.assert_array_equal(updates, -grads / factor)
+    report = shard_transforms.monitoring.wire_report(step, grads)
+    self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
+
+  def test_clips_by_the_global_norm_before_it(self):
+    clip = optax.clip_by_global_norm(0.1)
+    tx = optax.chain(
+        cross_shard_mean(AXIS),
+        clip,
+        shard_update(optax.adam(0.1), AXIS, on_invariant='averaged'),
+    )
+
+    actual = train(tx)
+
+    whole = optax.chain(cross_shard_mean(AXIS), clip, optax.adam(0.1))
+    assert_close(actual, train(whole))
+
+
+class RefusalTest(parameterized.TestCase):
+  """Found while tracing."""
+
+  @parameterized.parameters(
+      (optax.lamb(0.1),),
+      (optax.lars(0.1),),
+      (optax.adafactor(0.1),),
+      (optax.contrib.muon(0.1),),
+      (optax.novograd(0.1),),
+      (optax.fromage(0.1),),
+      (optax.centralize(),),
+      (optax.clip_by_global_norm(1.0),),
+      (optax.clip_by_block_rms(1.0),),
+      (optax.adaptive_grad_clip(0.1),),
+      (optax.normalize_by_update_norm(),),
+      (optax.add_noise(0.1, 0.5, jax.random.key(0)),),
+      (optax.apply_if_finite(optax.sgd(0.1), 3),),
+      (optax.zero_nans(),),
+      (optax.lbfgs(),),
+  )
+  def test_refuses_at_init_what_looks_across_elements(self, inner):
+    tx = shard_update(inner, AXIS)
+    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+
+    with self.assertRaisesRegex(
+        ValueError,
+        '`inner` of `shard_update` must treat each element .*optax.partition',
+    ):
+      shard_transforms.init_state(tx, params, modes.mesh())
+
+  def test_refuses_at_update_what_needs_extra_arguments_to_be_known(self):
+    tx = shard_update(optax.polyak_sgd(), AXIS)
+
+    def step(params):
+      grads = shard_transforms.per_shard(params, AXIS)
+      state = tx.init(params)
+      return tx.update(grads, state, params, value=jnp.float32(1))[0]
+
+    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
+    with self.assertRaisesRegex(ValueError, '`inner` of `shard_update` must'):
+      jax.eval_shape(step, jnp.ones(16))
+
+  @parameterized.named_parameters(
+      ('an extra argument', lambda tx, p, own: ({'value': own}, p)),
+      ('parameters', lambda tx, p, own: ({'value': 1.0}, p + own)),
+  )
+  def test_refuses_what_shards_bring_of_their_own(self, make):
+    def update(updates, state, params=None, *, value, **extra_args):
+      del extra_args
+      return updates * value + 0.1 * params, state
+
+    tx = shard_update(
+        optax.GradientTransformationExtraArgs(optax.identity().init, update),
+        AXIS,
+    )
+
+    def step(params, own):
+      extra_args, params = make(tx, params, own[0])
+      grads = shard_transforms.per_shard(jnp.ones(16), AXIS)
+      return tx.update(grads, tx.init(params), params, **extra_args)[0]
+
+    step = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
+    )
+    with self.assertRaisesRegex(
+        ValueError, 'shards bring numbers of their own'
+    ):
+      jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
+
+  def test_says_what_to_do_about_a_vmap_in_a_shard_map(self):
+    tx = shard_update(optax.sgd(0.1), (AXIS, 'inner'))
+
+    def step(grads):
+      return tx.update(grads, shard_transforms.ShardUpdateState(()))[0]
+
+    mapped = jax.shard_map(
+        jax.vmap(step, axis_name='inner'),
+        mesh=modes.mesh(),
+        in_specs=P(None, AXIS),
+        out_specs=P(None, AXIS),
+    )
+    with self.assertRaisesRegex(NotImplementedError, 'needs `check_vma=False`'):
+      jax.eval_shape(mapped, jnp.zeros((4, 8 * 64)))
+
+  @parameterized.product(
+      kind=(AxisType.Auto, AxisType.Explicit), check_vma=(True, False)
+  )
+  def test_refuses_a_mesh_that_is_mapped_in_part(self, kind, check_vma):
+    tx = shard_update(optax.adam(0.1), AXIS)
+
+    step = jax.shard_map(
+        lambda params: tx.init(params).inner_state[0].count,
+        mesh=jax.make_mesh((4, 2), (AXIS, 'model'), (kind, kind)),
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={AXIS},
+        check_vma=check_vma,
+    )
+    with self.assertRaisesRegex(ValueError, r"not mapped, got \('model',\)"):
+      jax.eval_shape(step, jnp.ones(16))
+
+  @parameterized.parameters(1, SHARDS)
+  def test_refuses_it_for_any_number_of_shards(self, shards):
+    tx = shard_update(optax.clip_by_global_norm(1.0), AXIS)
+
+    with self.assertRaisesRegex(ValueError, 'several of them together'):
+      shard_transforms.init_state(tx, jnp.ones(3), modes.mesh(shards))
+
+  def test_refuses_groups_of_different_sizes(self):
+    with self.assertRaisesRegex(ValueError, '`groups` of .* of one size'):
+      shard_update(optax.sgd(0.1), AXIS, groups=[[0, 1, 2], [3]])
+
+  @parameterized.parameters(
+      ({'reduction': 'max'}, ValueError, '`reduction` must be'),
+      ({'on_invariant': 'guess'}, ValueError, '`on_invariant` must be'),
+      ({'bucket_bytes': -1}, ValueError, '`bucket_bytes` must be'),
+      ({'groups': 'ab'}, TypeError, '`groups` must be'),
+  )
+  def test_refuses_wrong_arguments(self, kwargs, error, message):
+    with self.assertRaisesRegex(error, message):
+      shard_update(optax.sgd(0.1), AXIS, **kwargs)
