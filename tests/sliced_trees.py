@@ -1,5 +1,7 @@
 """Trees of which shards hold slices, on a mesh of two axes."""
 
+import itertools
+
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,3 +46,13 @@ def tree_of(dtype=np.float32):
 def norm_of(tree):
   leaves = [np.ravel(x) for x in jax.tree.leaves(tree)]
   return np.linalg.norm(np.concatenate(leaves))
+
+
+# Every mix of leaves that are whole or sliced over one axis, another, or both.
+MIXES = [
+    dict(a=a, b=b, c=P(), s=P())
+    for a, b in itertools.product(
+        (P(), P(AXIS), P('model'), P((AXIS, 'model')), P(None, None)),
+        (P(), P(None, AXIS), P('model', AXIS)),
+    )
+]

@@ -1,5 +1,3 @@
-import itertools
-
 from absl.testing import parameterized
 import chex
 import jax
@@ -18,16 +16,6 @@ from sliced_trees import tree_of
 
 AXIS = modes.AXIS
 SHARDS = 8
-
-
-# Every mix of leaves that are whole or sliced over one axis, another, or both.
-MIXES = [
-    dict(a=a, b=b, c=P(), s=P())
-    for a, b in itertools.product(
-        (P(), P(AXIS), P('model'), P((AXIS, 'model')), P(None, None)),
-        (P(), P(None, AXIS), P('model', AXIS)),
-    )
-]
 
 
 class GlobalNormTest(parameterized.TestCase):
