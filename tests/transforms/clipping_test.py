@@ -10,6 +10,7 @@ import optax
 import modes
 import shard_transforms
 from shard_transforms import clip_by_global_norm
+from sliced_trees import MIXES
 from sliced_trees import norm_of
 from sliced_trees import on_mesh
 from sliced_trees import tree_of
