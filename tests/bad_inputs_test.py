@@ -23,7 +23,6 @@ import numpy as np
 import optax
 
 import modes
-from shard_transforms import check_health
 from shard_transforms import clip_by_global_norm
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
@@ -32,18 +31,19 @@ from shard_transforms import facade
 from shard_transforms import global_norm
 from shard_transforms import guard
 from shard_transforms import init_state
-from shard_transforms import join_processes
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
 from shard_transforms import resize_state
-from shard_transforms import run_processes
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
 from shard_transforms import state_specs
 from shard_transforms import tower_reduce
-from shard_transforms import track_divergence
 from shard_transforms import value_and_grad
-from shard_transforms import wire_report
+from shard_transforms.launch import join_processes
+from shard_transforms.launch import run_processes
+from shard_transforms.monitoring import check_health
+from shard_transforms.monitoring import track_divergence
+from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
 SHARDS, TOWERS = 8, 3

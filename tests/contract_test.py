@@ -29,7 +29,7 @@ from shard_transforms import guard
 from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms import track_divergence
+from shard_transforms.monitoring import track_divergence
 
 AXIS = modes.AXIS
 SHARDS, TOWERS, CALLS = 8, 3, 6

@@ -31,7 +31,7 @@ from shard_transforms import guard
 from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms import track_divergence
+from shard_transforms.monitoring import track_divergence
 
 # Without a database too, Hypothesis keeps notes in the current folder.
 hypothesis.configuration.set_hypothesis_home_dir(os.devnull)

@@ -9,9 +9,9 @@ import optax
 
 import modes
 import shard_transforms
-from shard_transforms import assert_reduced
-from shard_transforms import shard_divergence
-from shard_transforms import track_divergence
+from shard_transforms.monitoring import assert_reduced
+from shard_transforms.monitoring import shard_divergence
+from shard_transforms.monitoring import track_divergence
 
 AXIS = modes.AXIS
 SHARDS = 8

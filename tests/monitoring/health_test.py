@@ -7,7 +7,7 @@ import optax
 
 import modes
 import shard_transforms
-from shard_transforms import check_health
+from shard_transforms.monitoring import check_health
 
 AXIS = modes.AXIS
 SHARDS = 8

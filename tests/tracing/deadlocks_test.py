@@ -13,7 +13,7 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import tower_reduce
-from shard_transforms import track_divergence
+from shard_transforms.monitoring import track_divergence
 
 AXIS = modes.AXIS
 # Where types do not refuse most of what hangs.
