@@ -2,6 +2,7 @@
 
 from shard_transforms import launch as launch
 from shard_transforms import monitoring as monitoring
+from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.gradients import per_shard
 from shard_transforms._src.base.gradients import value_and_grad
 from shard_transforms._src.reduction.norms import global_norm

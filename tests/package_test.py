@@ -29,6 +29,7 @@ import shard_transforms
 from shard_transforms import facade
 from shard_transforms import launch
 from shard_transforms import monitoring
+from shard_transforms import state_rules
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'shard_transforms'
@@ -58,7 +59,7 @@ FACADE_MODULES = sorted(
     for path in (PACKAGE / 'facade').glob('*.py')
     if path.stem != '__init__'
 )
-NAMESPACES = (shard_transforms, facade, launch, monitoring)
+NAMESPACES = (shard_transforms, facade, launch, monitoring, state_rules)
 
 # Everything public, each with the package that it is imported from.
 PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
@@ -70,7 +71,7 @@ import contextlib, io, json, sys
 namespace, printed = {'__name__': '__main__'}, []
 for line, code in json.load(sys.stdin):
   with contextlib.redirect_stdout(io.StringIO()) as out:
-    exec(compile('\\n' * line + code, 'README.md', 'exec'), namespace)
+    exec(compile('\\n' * line + code, sys.argv[1], 'exec'), namespace)
   printed.append(out.getvalue())
 print(json.dumps(printed))
 """
@@ -515,21 +516,23 @@ class CommandsTest(parameterized.TestCase):
     self.assertEmpty([p for p in links + paths if not (ROOT / p).exists()])
 
 
-class ReadmeTest(parameterized.TestCase):
+class SnippetsTest(parameterized.TestCase):
 
-  def test_fences_have_a_known_label(self):
-    labels = {fence.label for fence in fences('README.md')}
+  @parameterized.parameters('README.md', 'CONTRIBUTING.md')
+  def test_fences_have_a_known_label(self, name):
+    labels = {fence.label for fence in fences(name)}
 
     # Python under any other label would not be run by the test below.
     self.assertContainsSubset(labels, {'bash', 'python', 'text'})
     self.assertIn('python', labels)
 
-  def test_snippets_run_in_order_and_print_what_is_shown(self):
-    shown = fences('README.md')
+  @parameterized.parameters('README.md', 'CONTRIBUTING.md')
+  def test_snippets_run_in_order_and_print_what_is_shown(self, name):
+    shown = fences(name)
     blocks = [fence for fence in shown if fence.label == 'python']
 
     run = subprocess.run(
-        [sys.executable, '-W', 'error', '-c', RUN_BLOCKS],
+        [sys.executable, '-W', 'error', '-c', RUN_BLOCKS, name],
         input=json.dumps([(block.line, block.code) for block in blocks]),
         cwd=self.enterContext(tempfile.TemporaryDirectory()),
         capture_output=True,

@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import declared_state
 import modes
 import shard_transforms
 from shard_transforms.monitoring import check_health
@@ -147,3 +148,18 @@ class HealthTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(TypeError, 'called outside of traced code'):
       jax.jit(check_health)(state)
+
+  def test_asks_a_state_of_ones_own_and_what_is_inside(self):
+    inner = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+    good = inner.init(jnp.zeros(2))
+    _, bad = inner.update(jnp.full(2, jnp.nan), good)
+
+    def chained(seen, inner_state):
+      tally = declared_state.TallyState(seen, 0, 0, 0, {}, 0, inner_state)
+      return (optax.EmptyState(), tally)
+
+    check_health(chained(1, good))
+    with self.assertRaisesRegex(RuntimeError, 'Updates were lost: -1'):
+      check_health(chained(-1, good))
+    with self.assertRaisesRegex(RuntimeError, '`guard` has skipped'):
+      check_health(chained(1, bad))

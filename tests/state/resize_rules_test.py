@@ -7,6 +7,7 @@ import numpy as np
 
 import modes
 from shard_transforms._src.state import resize_rules
+from shard_transforms.state_rules import ResizeRule
 
 
 def target(shape, spec=P(modes.AXIS), num_shards=4):
@@ -17,54 +18,93 @@ def target(shape, spec=P(modes.AXIS), num_shards=4):
 class RowsTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      (np.sum, 0, 3, [3, 12, 13]),
-      (np.max, -1, 3, [2, 5, 7]),
-      (np.min, 9, 3, [0, 3, 6]),
-      (np.sum, 0, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+      ('sum', 3, [3, 12, 13]),
+      ('maximum', 3, [2, 5, 7]),
+      ('minimum', 3, [0, 3, 6]),
+      ('sum', 8, [0, 1, 2, 3, 4, 5, 6, 7]),
   )
-  def test_merges_neighbours(self, combine, empty, num_shards, expected):
+  def test_merges_neighbours(self, kind, num_shards, expected):
     old = np.arange(8, dtype=np.float32)
     new = target((num_shards,), num_shards=num_shards)
 
-    merged = resize_rules.merge(combine, empty, 'leaf', old, new)
+    merged = resize_rules.apply(ResizeRule(kind), 'leaf', old, new)
 
     np.testing.assert_array_equal(merged, expected)
     self.assertEqual(merged.dtype, old.dtype)
 
-  def test_adds_empty_rows(self):
-    old = np.ones((3, 2), np.float32)
+  @parameterized.parameters(
+      (ResizeRule('maximum', -1), [-1, -1]),
+      (ResizeRule('maximum'), [4, 5]),
+      (ResizeRule('minimum'), [0, 1]),
+      (ResizeRule('sum'), [0, 0]),
+  )
+  def test_adds_empty_rows(self, rule, expected):
+    old = np.arange(6, dtype=np.float32).reshape(3, 2)
 
-    merged = resize_rules.merge(np.max, -1, 'leaf', old, target((4, 2)))
+    merged = resize_rules.apply(rule, 'leaf', old, target((4, 2)))
 
-    np.testing.assert_array_equal(merged, [[1, 1]] * 3 + [[-1, -1]])
+    np.testing.assert_array_equal(merged, [*old, expected])
+
+  @parameterized.product(
+      num_shards=(2, 3, 4, 6, 7), dtype=(np.float32, np.int32)
+  )
+  def test_a_mean_over_shards_stays(self, num_shards, dtype):
+    old = np.arange(0, 840, 210).astype(dtype)
+    new = target((num_shards,), num_shards=num_shards)
+
+    merged = resize_rules.apply(ResizeRule('mean'), 'leaf', old, new)
+
+    self.assertEqual(merged.dtype, dtype)
+    np.testing.assert_allclose(merged.mean(), old.mean(), rtol=1e-6)
+
+  def test_begins_anew_with_what_is_empty(self):
+    old = np.ones(3, np.int32)
+
+    begun = resize_rules.apply(
+        ResizeRule('begin_anew', 7), 'leaf', old, target((3,), P())
+    )
+
+    np.testing.assert_array_equal(begun, [7, 7, 7])
+    self.assertEqual(begun.dtype, old.dtype)
 
   @parameterized.parameters(('mean', 0.5), ('sum', 1.0))
-  def test_keeps_what_a_reduction_makes_of_rows(self, reduction, factor):
+  def test_keeps_what_a_reduction_makes_of_rows(self, kind, factor):
     old = np.arange(8, dtype=np.float32)
 
-    merged = resize_rules.merge_unweighted(reduction, 'leaf', old, target((4,)))
+    merged = resize_rules.apply(ResizeRule(kind), 'leaf', old, target((4,)))
 
     np.testing.assert_array_equal(merged, factor * np.float32([1, 5, 9, 13]))
 
   def test_cuts_anew(self):
     old = np.arange(16, dtype=np.float32).reshape(8, 1, 2)
 
-    cut = resize_rules.cut_anew('leaf', old, target((4, 1, 4)))
+    cut = resize_rules.apply(
+        ResizeRule('cut_anew'), 'leaf', old, target((4, 1, 4))
+    )
 
     np.testing.assert_array_equal(cut.ravel(), range(16))
 
   @parameterized.parameters(
-      (resize_rules.cut_anew, (8, 1, 2), (4, 1, 5)),
-      (resize_rules.cut_anew, (8, 2, 2), (4, 1, 8)),
-      (resize_rules.refuse, (8, 2), (4, 3)),
-      (lambda *leaf: resize_rules.merge(np.sum, 0, *leaf), (8, 2), (4, 3)),
+      ('cut_anew', (8, 1, 2), (4, 1, 5)),
+      ('cut_anew', (8, 2, 2), (4, 1, 8)),
+      ('keep', (8, 2), (4, 3)),
+      ('sum', (8, 2), (4, 3)),
   )
-  def test_names_what_is_of_other_parameters(self, rule, old, new):
+  def test_names_what_is_of_other_parameters(self, kind, old, new):
+    old = np.ones(old, np.float32)
+
     with self.assertRaisesRegex(ValueError, r'made by .* at the leaf, which'):
-      rule('the leaf', np.ones(old, np.float32), target(new))
+      resize_rules.apply(ResizeRule(kind), 'the leaf', old, target(new))
 
   def test_names_what_it_does_not_know(self):
     old = np.ones((8, 2), np.float32)
 
     with self.assertRaisesRegex(ValueError, 'must know what .* at the leaf'):
-      resize_rules.refuse('the leaf', old, target((4, 2)))
+      resize_rules.apply(ResizeRule('keep'), 'the leaf', old, target((4, 2)))
+
+  def test_gives_the_reason_of_a_state(self):
+    old = np.ones((8, 2), np.float32)
+    rule = ResizeRule('refuse', reason='{name} is of these shards.')
+
+    with self.assertRaisesRegex(ValueError, r'^\.m is of these shards\.$'):
+      resize_rules.apply(rule, '.m', old, target((4, 2)))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import declared_state
 import modes
 import shard_transforms
 from shard_transforms import cross_shard_mean
@@ -838,3 +839,54 @@ class ProcessesTest(parameterized.TestCase):
         r'`state` of `resize_state` must be on this process, got a part of'
         r' \.inner_state\.trace',
     )
+
+
+class DeclaredStateTest(parameterized.TestCase):
+  """States outside of the library say themselves what becomes of them."""
+
+  def resized(self, num_shards, **values):
+    """Returns a state in a guard in a chain, begun on 4 shards."""
+    tx = optax.chain(
+        guard(declared_state.tally(shard_update(adam(), AXIS), AXIS), AXIS),
+        optax.identity(),
+    )
+    params = jnp.arange(5.0)
+    state = init_state(tx, params, modes.mesh(4))
+    state = optax.tree_utils.tree_set(
+        state, **{k: jnp.asarray(v) for k, v in values.items()}
+    )
+    state = resize_state(state, tx, params, modes.mesh(num_shards))
+    return state[0].inner_state
+
+  @parameterized.named_parameters(
+      ('fewer', 2, [3, 7], [3.0, 7.0], [1, 3], [6, 8]),
+      ('uneven', 3, [3, 3, 4], [2.25, 2.25, 3], [1, 3, 4], [6, 7, 8]),
+      ('more', 5, [1, 2, 3, 4, 0], None, [1, 2, 3, 4, 100], [5, 6, 7, 8, 8]),
+  )
+  def test_each_rule_is_kept(self, num_shards, seen, rate, least, most):
+    values = np.arange(1, 5, dtype=np.int32)
+
+    state = self.resized(
+        num_shards,
+        seen=values,
+        rate=2 * values.astype(np.float32),
+        least=values,
+        most=values + 4,
+        last_norms=jnp.full(3, 7.0),
+        unit=jnp.full(2, 7.0),
+    )
+
+    np.testing.assert_array_equal(state.seen, seen)
+    np.testing.assert_allclose(np.mean(state.rate), 5, rtol=1e-6)
+    np.testing.assert_array_equal(state.least, least)
+    np.testing.assert_array_equal(state.most, most)
+    np.testing.assert_array_equal(state.recent['last_norms'], [-1] * 3)
+    np.testing.assert_array_equal(state.unit, [7, 7])
+    # What is inside is asked as well.
+    mu = optax.tree_utils.tree_get(state, 'mu')
+    self.assertEqual(mu.shape, (num_shards, -(-5 // num_shards)))
+
+  def test_nothing_begins_anew_on_as_many_shards(self):
+    state = self.resized(4, last_norms=jnp.full(3, 7.0))
+
+    np.testing.assert_array_equal(state.recent['last_norms'], [7] * 3)

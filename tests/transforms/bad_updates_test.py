@@ -8,8 +8,10 @@ import numpy as np
 
 from shard_transforms._src.transforms import bad_updates
 
+NO_LIMITS = bad_updates.Limits(max_norm=None, max_stds=None, window=2)
 
-class SymptomsTest(parameterized.TestCase):
+
+class DiagnosisTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ({}, True),
@@ -22,7 +24,10 @@ class SymptomsTest(parameterized.TestCase):
       ({'a': np.array([1, 1j * np.nan])}, False),
   )
   def test_looks_at_each_element(self, updates, expected):
-    self.assertEqual(bad_updates.are_finite(updates, ()), expected)
+    diagnosis = bad_updates.diagnose(updates, (), NO_LIMITS, (), None)
+
+    self.assertEqual(diagnosis.is_healthy, expected)
+    self.assertEmpty(diagnosis.deviations)
 
   def test_puts_zeros_in_place_of_what_is_bad(self):
     updates = {
@@ -39,5 +44,18 @@ class SymptomsTest(parameterized.TestCase):
     np.testing.assert_array_equal(bad['a'], [0, 0])
     self.assertIs(bad['f'], updates['f'])
 
-  def test_no_axis_is_sliced_over_without_a_map(self):
-    self.assertEqual(bad_updates.sliced_over({'a': jnp.ones(2)}, (), None), ())
+  @parameterized.parameters((4.9, False), (5.0, True))
+  def test_compares_the_norm_with_the_largest(self, max_norm, expected):
+    limits = bad_updates.Limits(max_norm, max_stds=None, window=2)
+    updates = {'a': jnp.array([3.0]), 'b': jnp.array([4.0])}
+
+    diagnosis = bad_updates.diagnose(updates, (), limits, (), None)
+
+    self.assertEqual(diagnosis.is_healthy, expected)
+
+  def test_limits_fit_the_norms_that_they_start(self):
+    limits = bad_updates.Limits(max_norm=None, max_stds=3.0, window=5)
+
+    limits.check_fits(limits.start())
+    with self.assertRaisesRegex(ValueError, 'norms of 5 steps .* those of 0'):
+      limits.check_fits(NO_LIMITS.start())

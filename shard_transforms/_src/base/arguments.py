@@ -1,4 +1,4 @@
-"""Checks of the numbers that users hand in: counts, weights and local steps."""
+"""Checks of the numbers that users hand in, such as counts and local steps."""
 
 import operator
 from typing import Any
@@ -48,7 +48,7 @@ def as_positive(name: str, value: Any) -> Any:
     TypeError: If it is not a real scalar.
     ValueError: If it is known, and not positive.
   """
-  dtype = _dtype(value)
+  dtype = dtype_of_number(value)
   kinds = (jnp.integer, jnp.floating)
   is_real = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
   if not is_real or jnp.shape(value):
@@ -68,38 +68,6 @@ def check_reduction(reduction: Any) -> None:
     raise ValueError(f"`reduction` must be 'mean' or 'sum', got {reduction!r}.")
 
 
-def as_weight(weight: Any, shape: tuple[int, ...], caller: str) -> jax.Array:
-  """Returns `weight` in float32; what is not a positive number is zero.
-
-  So is what is positive but not a normal float32, which has no reciprocal.
-  Where the value is known while tracing, a bad one is an error instead.
-
-  Raises:
-    TypeError: If the weight is not real.
-    ValueError: If it is not of `shape`, or is negative or not finite.
-  """
-  name = f'`weight` of `{caller}`'
-  dtype = _dtype(weight)
-  kinds = (np.bool_, jnp.integer, jnp.floating)
-  if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
-    raise TypeError(f'{name} must be a real number, got {weight!r}.')
-  if jnp.shape(weight) != shape:
-    raise ValueError(
-        f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
-        ' one number a shard and tower.'
-    )
-  if not isinstance(weight, core.Tracer):
-    known = np.asarray(weight, np.float64)
-    if not np.all((known >= 0) & (known <= np.finfo(np.float32).max)):
-      raise ValueError(
-          f'{name} must be finite and not negative, got {weight!r}.'
-      )
-    weight = known
-  weight = jnp.asarray(weight, jnp.float32)
-  tiny = jnp.finfo(jnp.float32).tiny
-  return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
-
-
 def as_local_step(
     local_step: Any, caller: str, shape: tuple[int, ...] = ()
 ) -> jax.Array:
@@ -116,7 +84,7 @@ def as_local_step(
         ' updates were read, got None. Call `tx.update(updates, state, params,'
         ' local_step=...)`.'
     )
-  dtype = _dtype(local_step)
+  dtype = dtype_of_number(local_step)
   if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(f'{name} must be an integer, got {local_step!r}.')
   if jnp.shape(local_step) not in ((), shape):
@@ -133,7 +101,7 @@ def as_local_step(
   return jnp.asarray(local_step, jnp.int32)
 
 
-def _dtype(value):
+def dtype_of_number(value: Any) -> np.dtype | None:
   """Returns the dtype of an array or a Python number, else `None`."""
   if isinstance(value, (bool, int, float, complex)):
     return np.dtype(type(value))

@@ -48,6 +48,16 @@ def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
   return axes
 
 
+def optional_axes(axis_name: AxisName | None) -> tuple[Hashable, ...]:
+  """Returns `as_axes(axis_name)`; no axes for `None`.
+
+  Raises:
+    TypeError: As `as_axes`.
+    ValueError: As `as_axes`.
+  """
+  return () if axis_name is None else as_axes(axis_name)
+
+
 def size(axes: Sequence[Hashable], caller: str) -> int:
   """Returns the number of shards over all of `axes`.
 

@@ -1,9 +1,20 @@
 """Which leaves of a tree carry a gradient, and in which dtype they add up."""
 
+from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+
+# Parameters, or their shapes where nothing is computed with them.
+ParamTree = (
+    optax.Params
+    | jax.ShapeDtypeStruct
+    | Iterable['ParamTree']
+    | Mapping[Any, 'ParamTree']
+)
 
 
 def is_none(leaf: Any) -> bool:
@@ -25,11 +36,6 @@ def accumulator_dtype(dtype: Any) -> Any:
   """Returns the dtype in which values of `dtype` are summed."""
   narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
-
-
-def weighted(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-  """Returns `weight * x`, which is zero for a weight of zero even of a NaN."""
-  return x if weight is None else jnp.where(weight > 0, weight * x, 0)
 
 
 def check_inexact(tree: Any, caller: str) -> None:

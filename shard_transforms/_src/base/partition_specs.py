@@ -1,6 +1,8 @@
 """`PartitionSpec`s of trees: which leaves are sharded, and over which axes."""
 
 from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+
+# `PartitionSpec`s in a tree or the head of one, as for `jax.shard_map`.
+SpecTree = P | None | Iterable['SpecTree'] | Mapping[Any, 'SpecTree']
 
 
 def is_spec(spec: Any) -> bool:

@@ -1,8 +1,13 @@
 """What a wrapper is given: the transformation inside, and its own state."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves
+from shard_transforms._src.base import varying
 
 
 def as_inner(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
@@ -32,3 +37,26 @@ def check_state(state: Any, kind: type, caller: str) -> None:
         f' returns, got {type(state).__name__}. A checkpoint is restored with'
         ' the state of `init` or `init_state` as the target.'
     )
+
+
+def check_update(
+    updates: optax.Updates,
+    state: Any,
+    kind: type,
+    axes: tuple[Hashable, ...],
+    caller: str,
+) -> None:
+  """Checks what `update` of a gate is given, before any arithmetic.
+
+  What a gate makes of updates, such as a mask, may vary over the axes where
+  they do not, and would hide that they are reduced already.
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If the state is another one, or a leaf an integer or boolean.
+    ValueError: If updates are already reduced over one of `axes`.
+  """
+  check_state(state, kind, caller)
+  leaves.check_inexact(updates, caller)
+  axes_lib.size(axes, caller)
+  varying.check_per_shard(updates, axes, caller)

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shard_transforms._src.base import addressable
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.monitoring import checksums
 from shard_transforms._src.reduction import collectives
-
-_NEVER = -1
 
 
 class DivergenceState(NamedTuple):
@@ -41,6 +40,19 @@ class DivergenceState(NamedTuple):
   divergence: jax.Array
   diverged_count: jax.Array
   first_diverged_step: jax.Array
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if shards have diverged."""
+    if not addressable.largest(self.diverged_count):
+      return None
+    return (
+        'Shards must hold the same bits, but `track_divergence` found that they'
+        f' differ in {addressable.largest(self.diverged_count)} of its checks,'
+        f' first at update {addressable.largest(self.first_diverged_step)}. Go'
+        ' back to a checkpoint from before it. If it comes again, something'
+        ' that differs between shards gets into the parameters; else suspect'
+        ' the hardware.'
+    )
 
 
 def shard_divergence(tree: Any, axis_name: axes_lib.AxisName) -> jax.Array:
@@ -125,10 +137,10 @@ def track_divergence(
   def init_fn(params):
     del params
     return DivergenceState(
-        num_updates=jnp.zeros([], jnp.int32),
+        num_updates=counters.zero(),
         divergence=jnp.zeros([], jnp.uint32),
-        diverged_count=jnp.zeros([], jnp.int32),
-        first_diverged_step=jnp.full([], _NEVER, jnp.int32),
+        diverged_count=counters.zero(),
+        first_diverged_step=jnp.full([], counters.NEVER, jnp.int32),
     )
 
   def update_fn(updates, state, params=None, **extra_args):
@@ -142,7 +154,7 @@ def track_divergence(
         lambda: state.divergence,
     )
     differs = is_due & (divergence > 0)
-    is_first = differs & (state.first_diverged_step == _NEVER)
+    is_first = differs & (state.first_diverged_step == counters.NEVER)
     return updates, DivergenceState(
         num_updates=counters.add(state.num_updates, 1),
         divergence=divergence,

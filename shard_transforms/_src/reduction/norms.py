@@ -6,6 +6,7 @@ import functools
 import operator
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -16,10 +17,10 @@ from shard_transforms._src.reduction import collectives
 
 
 def global_norm(
-    tree: Any,
+    tree: chex.ArrayTree,
     axis_name: axes_lib.AxisName | None = None,
     *,
-    sharded: Any = None,
+    sharded: partition_specs.SpecTree = None,
 ) -> jax.Array:
   r"""Returns the norm of all elements of a tree, each counted once.
 
@@ -62,7 +63,7 @@ def global_norm(
   """
   caller = 'global_norm'
   partition_specs.check(sharded, caller)
-  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+  axes = axes_lib.optional_axes(axis_name)
   return jnp.sqrt(sum_of_squares(tree, axes, sharded, caller))
 
 

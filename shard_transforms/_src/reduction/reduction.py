@@ -8,11 +8,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import flat_slices
@@ -186,7 +186,7 @@ class Reduction:
       varying.check_not_reduced(tree, self.axes, self.caller)
     if weight is None:
       return None
-    weight = arguments.as_weight(weight, (), self.caller)
+    weight = weights.as_weight(weight, (), self.caller)
     return axes_lib.to_varying(weight, self.axes)
 
   def _total_weight(self, weight):
@@ -226,7 +226,7 @@ class Reduction:
     values = [_accumulator(leaves[i]) for i in todo]
     found = self._routes(values)
     values = [
-        leaves_lib.weighted(collectives.psum(x, route.pending), weight)
+        weights.weighted(collectives.psum(x, route.pending), weight)
         for x, route in zip(values, found, strict=True)
     ]
     keys = [

@@ -9,12 +9,12 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
-from shard_transforms._src.base import leaves
-from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.tracing import gating
 
+_CALLER = 'drop_stale'
 _INT32 = jnp.iinfo(jnp.int32)
 
 
@@ -126,10 +126,9 @@ def drop_stale(
   References:
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
-  caller = 'drop_stale'
   staleness = arguments.as_int('staleness', staleness)
   staleness = min(max(staleness, -_INT32.max), _INT32.max)
-  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+  axes = axes_lib.optional_axes(axis_name)
   if axes and inner is None:
     raise ValueError(
         f'`axis_name` of `drop_stale` must come with `inner`, got {axis_name!r}'
@@ -137,45 +136,34 @@ def drop_stale(
         ' out: write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
     )
   inner = optax.identity() if inner is None else inner
-  inner = wrapper.as_inner(inner, caller)
+  inner = wrapper.as_inner(inner, _CALLER)
 
   def init_fn(params):
     return DropStaleState(
-        global_step=jnp.zeros([], jnp.int32),
-        stale_count=jnp.zeros([], jnp.int32),
-        stale_shard_count=jnp.zeros([], jnp.int32),
+        global_step=counters.zero(),
+        stale_count=counters.zero(),
+        stale_shard_count=counters.zero(),
         inner_state=inner.init(params),
     )
 
   def update_fn(
       updates, state, params=None, *, local_step=None, weight=None, **extra_args
   ):
-    wrapper.check_state(state, DropStaleState, caller)
-    leaves.check_inexact(updates, caller)
-    step = arguments.as_local_step(local_step, caller)
-    fresh = step >= _oldest_accepted(state.global_step, staleness)
-    accept, num_stale = fresh, jnp.where(fresh, 0, 1)
+    wrapper.check_update(updates, state, DropStaleState, axes, _CALLER)
+    step = arguments.as_local_step(local_step, _CALLER)
+    is_fresh = step >= _oldest_accepted(state.global_step, staleness)
+    accept, num_stale = is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:
-      axes_lib.size(axes, caller)
-      varying.check_per_shard(updates, axes, caller)
-      weight = 1.0 if weight is None else weight
-      weight = jnp.where(fresh, arguments.as_weight(weight, (), caller), 0)
-      total_weight, num_stale = collectives.total(
-          jnp.stack([weight, jnp.where(fresh, 0.0, 1.0)]), axes
-      )
-      accept = total_weight > 0
-    extra_args['local_step'] = local_step
-
-    def run(inner_state, updates, weight):
-      given = {} if weight is None else {'weight': weight}
-      return inner.update(updates, inner_state, params, **extra_args, **given)
-
-    applied, inner_state = gating.run_or_skip(
+      accept, num_stale, weight = _decide(is_fresh, weight, axes)
+    applied, inner_state = gating.update_or_skip(
         accept,
-        run,
+        inner,
+        updates,
         state.inner_state,
-        (updates, weight),
-        axes,
+        params,
+        weight=weight,
+        axes=axes,
+        extra_args={**extra_args, 'local_step': local_step},
         may_be_local=False,
     )
     return applied, DropStaleState(
@@ -186,6 +174,16 @@ def drop_stale(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _decide(is_fresh, weight, axes):
+  """Returns whether any shard counts, how many are late, and its own weight."""
+  weight = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
+  weight = jnp.where(is_fresh, weight, 0)
+  total_weight, num_stale = collectives.total(
+      jnp.stack([weight, jnp.where(is_fresh, 0.0, 1.0)]), axes
+  )
+  return total_weight > 0, num_stale, weight
 
 
 def _oldest_accepted(global_step, staleness):

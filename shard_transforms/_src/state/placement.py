@@ -10,17 +10,18 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 
 
 def init_state(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: leaves_lib.ParamTree,
     mesh: jax.sharding.Mesh,
     *,
-    in_specs: Any = P(),
+    in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,
-) -> Any:
+) -> optax.OptState:
   """Returns the state of a transformation as global arrays on a mesh.
 
   Calls `tx.init` inside `jax.shard_map`, where the axes are bound, for
@@ -82,10 +83,10 @@ def init_state(
 
 def state_specs(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: leaves_lib.ParamTree,
     mesh: jax.sharding.Mesh,
     *,
-    in_specs: Any = P(),
+    in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,
 ) -> Any:
   """Returns the `PartitionSpec`s of the state of a transformation.

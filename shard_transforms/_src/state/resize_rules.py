@@ -1,43 +1,47 @@
-"""How a leaf that depends on the number of shards fits another number.
+"""How a leaf that depends on the number of shards fits another number."""
 
-A rule takes the name of a leaf, its old values, and its new shape and sharding,
-and returns its new values.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from shard_transforms._src.base import state_rules
 
 MADE_FOR_OTHERS = (
     '`state` of `resize_state` must be made by this transformation for these'
     ' parameters, got '
 )
+_COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
-def refuse(name: str, old: np.ndarray, target: Any) -> np.ndarray:
-  """Says why a leaf cannot be carried over.
+def apply(
+    rule: state_rules.ResizeRule, name: str, old: np.ndarray, target: Any
+) -> np.ndarray:
+  """Returns the values of a leaf for another number of shards.
+
+  Args:
+    rule: What becomes of it.
+    name: What errors call it.
+    old: Its values.
+    target: Its new shape and sharding.
 
   Raises:
-    ValueError: Always.
+    ValueError: If it cannot be carried over, or was not made for the same
+      parameters.
   """
-  _check_fits(_are_rows(old, target), name, old, target)
-  raise ValueError(
-      '`resize_state` must know what a leaf is that depends on the number of'
-      f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
-      ' of which it does not. Go on with as many as before, or begin this'
-      ' part anew with `init_state`.'
-  )
+  match rule.kind:
+    case 'begin_anew':
+      empty = 0 if rule.empty is None else rule.empty
+      return np.full(target.shape, empty, old.dtype)
+    case 'cut_anew':
+      return _cut_anew(name, old, target)
+    case 'keep' | 'refuse':
+      _refuse(rule, name, old, target)
+  return _merge(rule, name, old, target)
 
 
-def begin_anew(name: str, old: np.ndarray, target: Any) -> np.ndarray:
-  """Returns zeros."""
-  del name
-  return np.zeros(target.shape, old.dtype)
-
-
-def refuse_cut(name: str, old: np.ndarray, target: Any) -> np.ndarray:
-  """Returns a leaf that is not cut.
+def check_not_cut(name: str, old: np.ndarray, target: Any) -> None:
+  """Checks that a leaf is not cut.
 
   Raises:
     ValueError: If it is.
@@ -50,57 +54,55 @@ def refuse_cut(name: str, old: np.ndarray, target: Any) -> np.ndarray:
         ' the same mesh, or begin anew with `init_state`.'
     )
   _check_fits(old.shape == target.shape, name, old, target)
-  return old
 
 
-def merge(
-    combine: Callable[..., Any],
-    empty: Any,
-    name: str,
-    old: np.ndarray,
-    target: Any,
-) -> np.ndarray:
-  """Combines the rows of neighbouring shards, or adds empty ones.
+def _refuse(rule, name, old, target):
+  """Says why a leaf cannot be carried over.
 
   Raises:
-    ValueError: If they are not of the same parameters.
+    ValueError: Always.
   """
   _check_fits(_are_rows(old, target), name, old, target)
+  if rule.reason:
+    raise ValueError(rule.reason.replace('{name}', name))
+  raise ValueError(
+      '`resize_state` must know what a leaf is that depends on the number of'
+      f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
+      ' of which it does not. Go on with as many as before, or begin this'
+      ' part anew with `init_state`.'
+  )
+
+
+def _merge(rule, name, old, target):
+  """Combines the rows of neighbouring shards, or adds empty ones."""
+  _check_fits(_are_rows(old, target), name, old, target)
+  combine = _COMBINE[rule.kind]
   num_new = target.shape[0] - len(old)
   if num_new > 0:
-    rows = np.full((num_new, *old.shape[1:]), empty, old.dtype)
-    return np.concatenate([old, rows])
-  parts = np.array_split(old, target.shape[0])
-  return np.stack([combine(part, axis=0) for part in parts]).astype(old.dtype)
+    rows = np.broadcast_to(_empty(rule, old), (num_new, *old.shape[1:]))
+    merged = np.concatenate([old, rows.astype(old.dtype)])
+  else:
+    parts = np.array_split(old, target.shape[0])
+    merged = np.stack([combine(part, axis=0) for part in parts])
+  if rule.kind == 'mean':
+    # It will divide by another number of shards.
+    is_exact = not jnp.issubdtype(old.dtype, jnp.inexact)
+    factor = np.asarray(len(merged) / len(old), None if is_exact else old.dtype)
+    merged = np.rint(merged * factor) if is_exact else merged * factor
+  return merged.astype(old.dtype)
 
 
-def merge_unweighted(
-    reduction: str | None, name: str, old: np.ndarray, target: Any
-) -> np.ndarray:
-  """Merges the totals of a window that has no weights.
-
-  Raises:
-    ValueError: If it is not known how they are reduced, or they are not of the
-      same parameters.
-  """
-  if reduction is None:
-    raise ValueError(
-        "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted', got"
-        f' None: the window that was begun without weights, at {name}, ends'
-        ' with the same result only if it is known how its shards are reduced.'
-    )
-  merged = merge(np.sum, 0, name, old, target)
-  # A mean will divide by another number of shards.
-  factor = len(merged) / len(old) if reduction == 'mean' else 1
-  return merged * np.asarray(factor, old.dtype)
+def _empty(rule, old):
+  """Returns what a shard that is added begins with."""
+  if rule.empty is not None:
+    return rule.empty
+  if rule.kind in ('minimum', 'maximum'):
+    return _COMBINE[rule.kind](old, axis=0)
+  return 0
 
 
-def cut_anew(name: str, old: np.ndarray, target: Any) -> np.ndarray:
-  """Joins the slices of a leaf, and cuts it into others.
-
-  Raises:
-    ValueError: If they are not of the same parameters.
-  """
+def _cut_anew(name, old, target):
+  """Joins the slices of a leaf, and cuts it into others."""
   _check_fits(_are_of_one_leaf(old, target), name, old, target)
   # What is behind the last element of the leaf never counts.
   flat = np.pad(np.ravel(old), (0, target.size))[: target.size]

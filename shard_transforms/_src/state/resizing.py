@@ -1,36 +1,26 @@
 """`resize_state`: the same state for another number of shards."""
 
-import functools
-from typing import Any, Literal
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.state import placement
 from shard_transforms._src.state import resize_rules
-from shard_transforms._src.transforms import guard
-from shard_transforms._src.transforms import shard_update
-from shard_transforms._src.transforms import tower_window
-
-_KNOWN = (
-    guard.GuardState,
-    shard_update.ShardUpdateState,
-    tower_window.TowerReduceState,
-)
 
 
 def resize_state(
     state: optax.OptState,
     tx: optax.GradientTransformation,
-    params: Any,
+    params: leaves_lib.ParamTree,
     mesh: jax.sharding.Mesh,
     *,
-    in_specs: Any = P(),
-    reduction: Literal['mean', 'sum', 'weighted'] | None = None,
+    in_specs: partition_specs.SpecTree = P(),
+    reduction: state_rules.Reduction | None = None,
 ) -> optax.OptState:
   """Returns the same state for another number of shards.
 
@@ -40,8 +30,10 @@ def resize_state(
   result: the totals and the total weights of all shards stay, or, without
   weights, what `reduction` makes of them. The last bad step of a shard of
   `guard` is that of the shards it is merged from, and its rolling mean of norms
-  begins anew, because other batches have other norms. All else that differs
-  between shards cannot be carried over, and raises.
+  begins anew, because other batches have other norms. A state of your own
+  declares what becomes of it by `resize_rules`; see
+  `shard_transforms.state_rules.ResizeRule`. All else that differs between
+  shards cannot be carried over, and raises.
 
   Args:
     state: What `init_state` has made for any number of shards and `tx.update`
@@ -91,19 +83,58 @@ def resize_state(
         f'{resize_rules.MADE_FOR_OTHERS}the tree {jax.tree.structure(state)}'
         f' instead of {jax.tree.structure(target)}.'
     )
-  values = jax.tree_util.tree_map_with_path(_as_numpy, state, target)
+  values = jax.tree.map_with_path(_as_numpy, state, target)
   told = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
   are_sharded = any(map(partition_specs.axes_of, told))
-  rules = _rules(values, target, reduction, are_sharded)
 
   def carry_over(path, value, rule, target):
-    always = rule in (resize_rules.begin_anew, resize_rules.refuse_cut)
-    if always or value.shape != target.shape:
-      name = jax.tree_util.keystr(path) or 'the root'
-      value = rule(name, value, target)
+    name = jax.tree_util.keystr(path) or 'the root'
+    if rule.kind == 'cut_anew' and are_sharded:
+      resize_rules.check_not_cut(name, value, target)
+    elif rule.kind == 'begin_anew' or value.shape != target.shape:
+      value = resize_rules.apply(rule, name, value, target)
     return _place(value, target.sharding)
 
-  return jax.tree_util.tree_map_with_path(carry_over, values, rules, target)
+  rules = _rules(values, target, reduction)
+  return jax.tree.map_with_path(carry_over, values, rules, target)
+
+
+def _rules(state, target, reduction):
+  """Returns for each leaf of a state what becomes of it, as its nodes say."""
+
+  def rules_of(node, target):
+    if not _declares_rules(node):
+      return state_rules.ResizeRule('keep')
+    declared = node.resize_rules(reduction)
+    is_resized = any(
+        rule.kind != 'begin_anew' and _shapes(field) != _shapes(field_of_target)
+        for field, field_of_target, rule in (
+            (getattr(node, name), getattr(target, name), rule)
+            for name, rule in declared.items()
+        )
+    )
+
+    def rules_of_field(path, field, target):
+      rule = declared.get(path[0].name)
+      if rule is None:
+        return _rules(field, target, reduction)
+      if rule.kind == 'begin_anew' and not is_resized:
+        rule = state_rules.ResizeRule('keep')
+      return jax.tree.map(lambda _: rule, field)
+
+    return jax.tree.map_with_path(
+        rules_of_field, node, target, is_leaf=lambda part: part is not node
+    )
+
+  return jax.tree.map(rules_of, state, target, is_leaf=_declares_rules)
+
+
+def _declares_rules(node):
+  return hasattr(node, 'resize_rules')
+
+
+def _shapes(tree):
+  return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
 def _as_numpy(path, leaf, target):
@@ -134,53 +165,4 @@ def _place(value, sharding):
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
   return jax.make_array_from_callback(
       value.shape, sharding, value.__getitem__, dtype=value.dtype
-  )
-
-
-def _rules(tree, target, reduction, are_sharded):
-  """Returns for each leaf of a state how it gets another shape."""
-
-  def rules_of(node, target):
-    if isinstance(node, shard_update.ShardUpdateState):
-      rule = resize_rules.refuse_cut if are_sharded else resize_rules.cut_anew
-      return jax.tree.map(lambda _: rule, node)
-    if isinstance(node, tower_window.TowerReduceState):
-      rules = _rules_of_window(node, reduction)
-    elif isinstance(node, guard.GuardState):
-      rules = _rules_of_guard(node, target)
-    else:
-      return resize_rules.refuse
-    inner_states = node.inner_state, target.inner_state
-    inner_rules = _rules(*inner_states, reduction, are_sharded)
-    return rules._replace(inner_state=inner_rules)
-
-  return jax.tree.map(
-      rules_of, tree, target, is_leaf=lambda node: isinstance(node, _KNOWN)
-  )
-
-
-def _rules_of_guard(state, target):
-  is_resized = state.last_bad_step.shape != target.last_bad_step.shape
-  # Larger batches have smaller norms: those of other shards tell of no spike.
-  norm_rule = resize_rules.begin_anew if is_resized else resize_rules.refuse
-  return jax.tree.map(lambda _: resize_rules.refuse, state)._replace(
-      last_bad_step=functools.partial(resize_rules.merge, np.max, guard.NEVER),
-      norms=jax.tree.map(lambda _: norm_rule, state.norms),
-  )
-
-
-def _rules_of_window(state, reduction):
-  total = total_weight = functools.partial(resize_rules.merge, np.sum, 0)
-  may_be_unweighted = np.all(state.total_weight == state.tower)
-  if state.tower and may_be_unweighted and reduction != 'weighted':
-    # Without weights, each shard keeps the number of its towers for one.
-    total = functools.partial(resize_rules.merge_unweighted, reduction)
-    total_weight = functools.partial(resize_rules.merge, np.max, state.tower)
-  return state._replace(
-      tower=resize_rules.refuse,
-      total=jax.tree.map(lambda _: total, state.total),
-      total_weight=total_weight,
-      oldest_local_step=functools.partial(
-          resize_rules.merge, np.min, tower_window.NO_STEP
-      ),
   )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,110 +10,157 @@ import jax
 from jax import lax
 import jax.extend
 import jax.numpy as jnp
+import optax
 
-from shard_transforms._src.base import axes
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import weights
 from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import weight_flow
+
+
+def update_or_skip(
+    accept: jax.Array,
+    inner: optax.GradientTransformationExtraArgs,
+    updates: optax.Updates,
+    inner_state: optax.OptState,
+    params: optax.Params | None,
+    *,
+    weight: jax.Array | None = None,
+    axes: Sequence[Hashable] = (),
+    extra_args: Mapping[str, Any],
+    may_be_local: bool = True,
+) -> tuple[optax.Updates, optax.OptState]:
+  """Returns `inner.update(...)` where `accept`, else zeros and the same state.
+
+  Args:
+    accept: Whether to run, bool [].
+    inner: The transformation.
+    updates: Those of this shard.
+    inner_state: Its state.
+    params: As for `inner.update`.
+    weight: How much this shard counts, handed to `inner`; or `None`.
+    axes: The axes over which what is summed must heed the weight.
+    extra_args: As for `inner.update`.
+    may_be_local: Whether updates of a shard may go through without the weight
+      where they are not summed.
+
+  Raises:
+    ValueError: As `run_or_skip`, or if `inner` does not heed the weight.
+  """
+
+  def run(inner_state, updates, weight):
+    given = weights.given(weight=weight)
+    return inner.update(updates, inner_state, params, **extra_args, **given)
+
+  def check(jaxpr):
+    if weight is not None and axes:
+      num_before = len(jax.tree.leaves(inner_state))
+      _check_heeded(jaxpr, num_before, axes, may_be_local)
+
+  return run_or_skip(accept, run, inner_state, updates, weight, check=check)
 
 
 def run_or_skip(
     accept: jax.Array,
     run: Callable[..., tuple[Any, Any]],
-    state: Any,
-    shares: tuple[Any, jax.Array | None] | None = None,
-    shard_axes: Sequence[Hashable] = (),
-    may_be_local: bool = True,
+    state: optax.OptState,
+    *args: Any,
+    check: Callable[[jax.extend.core.Jaxpr], None] | None = None,
 ) -> tuple[Any, Any]:
-  """Returns `run(state)` where `accept`, else zero updates and `state`.
+  """Returns `run(state, *args)` where `accept`, else zero updates and `state`.
 
   `run` may hold collectives, so `accept` must be the same on all shards. It is
   traced once; on a skip nothing of it is executed, and `state` keeps its bits.
 
   Args:
     accept: Whether to run, bool [].
-    run: Takes the state, and the two `shares` if given; gives updates and the
-      next state.
+    run: Gives updates and the next state.
     state: Tree of arrays.
-    shares: The updates of this shard, and how much it counts, or `None`.
-    shard_axes: The axes over which what is summed must heed the latter.
-    may_be_local: Whether updates of a shard may go through without it where
-      they are not summed.
+    args: Trees of arrays that it takes as well.
+    check: Looks at what `run` does, and raises if it must not.
 
   Returns:
     The updates and the next state. A leaf is typed as varying over the axes
     over which it varies after either.
 
   Raises:
-    ValueError: If `accept` can differ between shards, `run` changes the tree or
-      the dtypes of the state, or it does not heed the weight.
+    ValueError: If `accept` can differ between shards, or `run` changes the tree
+      or the dtypes of the state.
   """
-  if axes.varying_axes(accept):
+  if axes_lib.varying_axes(accept):
     raise ValueError(
         'Whether a transformation runs must be decided alike on all shards, but'
         f' the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
     )
-  leaves, treedef = jax.tree.flatten(state)
-  given = () if shares is None else shares
-  jaxpr, out = jax.make_jaxpr(run, return_shape=True)(state, *given)
-  if jax.tree.structure(out[1]) != treedef:
-    raise ValueError(
-        'The inner transformation must keep the tree of its state, got'
-        f' {jax.tree.structure(out[1])} instead of {treedef}. Where a leaf has'
-        ' no gradient, leave it out of the transformation with `optax.masked`.'
-    )
-  types = jaxpr.out_avals
-  num_updates = len(types) - len(leaves)
-  paths = [path for path, _ in jax.tree.leaves_with_path(state)]
-  for path, before, after in zip(
-      paths, jaxpr.in_avals, types[num_updates:], strict=False
-  ):
-    _check_state(before, after, path)
-  if shares is not None and shares[1] is not None and shard_axes:
-    _check_heeded(
-        jaxpr.jaxpr, len(leaves), num_updates, shard_axes, may_be_local
-    )
-  if_run = [tuple(axes.varying_axes(kind)) for kind in types]
-  if_skipped = [()] * num_updates
-  if_skipped += [tuple(axes.varying_axes(leaf)) for leaf in leaves]
+  jaxpr, out = jax.make_jaxpr(run, return_shape=True)(state, *args)
+  _check_state(state, out[1], jaxpr)
+  if check is not None:
+    check(jaxpr.jaxpr)
+  leaves = jax.tree.leaves(state)
+  given = jax.tree.leaves(args)
+  # The branches of a `cond` must agree on types, and a skip has the types of
+  # what went in: what one of them has typed as varying, the other casts to.
+  zeros = jaxpr.out_avals[: len(jaxpr.out_avals) - len(leaves)]
+  if_run = [tuple(axes_lib.varying_axes(kind)) for kind in jaxpr.out_avals]
+  if_skipped = [()] * len(zeros)
+  if_skipped += [tuple(axes_lib.varying_axes(leaf)) for leaf in leaves]
 
   def accepted(leaves):
-    outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(
-        *leaves, *jax.tree.leaves(given)
-    )
-    return list(map(axes.to_varying, outputs, if_skipped))
+    outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*leaves, *given)
+    return list(map(axes_lib.to_varying, outputs, if_skipped))
 
   def skipped(leaves):
-    updates = [axes.zeros(kind) for kind in types[:num_updates]]
-    return list(map(axes.to_varying, updates + leaves, if_run))
+    outputs = [*map(axes_lib.zeros, zeros), *leaves]
+    return list(map(axes_lib.to_varying, outputs, if_run))
 
   outputs = lax.cond(accept, accepted, skipped, leaves)
   return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
 
-def _check_state(before, after, path):
-  """Checks that a leaf of the state is of the same kind after a step.
+def _check_state(state, new_state, jaxpr):
+  """Checks that a state keeps its tree, its shapes and its dtypes.
 
   Raises:
-    ValueError: If it is not.
+    ValueError: If it does not.
   """
-  if (before.shape, before.dtype) != (after.shape, after.dtype):
+  before, after = jax.tree.structure(state), jax.tree.structure(new_state)
+  if after != before:
     raise ValueError(
-        'The inner transformation must keep the shapes and dtypes of its state,'
-        f' got {after.dtype.name}{list(after.shape)} instead of'
-        f' {before.dtype.name}{list(before.shape)} at'
-        f' {jax.tree_util.keystr(path) or "the root"}. Cast the updates to the'
-        ' dtypes of the parameters.'
+        'The inner transformation must keep the tree of its state, got'
+        f' {after} instead of {before}. Where a leaf has'
+        ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
+  paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+  num_updates = len(jaxpr.out_avals) - len(paths)
+  for path, before, after in zip(
+      paths, jaxpr.in_avals, jaxpr.out_avals[num_updates:], strict=False
+  ):
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+      raise ValueError(
+          'The inner transformation must keep the shapes and dtypes of its'
+          f' state, got {after.dtype.name}{list(after.shape)} instead of'
+          f' {before.dtype.name}{list(before.shape)} at'
+          f' {jax.tree_util.keystr(path) or "the root"}. Cast the updates to'
+          ' the dtypes of the parameters.'
+      )
 
 
-def _check_heeded(jaxpr, num_before, num_updates, axes, may_be_local):
+def _check_heeded(jaxpr, num_before, axes, may_be_local):
   """Checks that shards count by their weights in what is run.
+
+  Args:
+    jaxpr: Takes a state of so many leaves, updates and a weight, and gives
+      updates and a state.
+    num_before: The leaves of the state.
+    axes: The axes of the shards.
+    may_be_local: As for `update_or_skip`.
 
   Raises:
     ValueError: If updates are reduced without the weight, or handed through
       where that is not allowed.
   """
   program = jaxprs.flatten(jaxpr)
+  num_updates = len(program.outputs) - num_before
   *updates, weight = program.inputs[num_before:]
   sums, alone = weight_flow.sums_without(program, updates, weight, axes)
   goes_through = any(

@@ -2,26 +2,133 @@
 
 from collections.abc import Hashable
 from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
+import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import norms as norms_lib
+from shard_transforms._src.transforms import norm_window
+
+_CALLER = 'guard'
+# An empty window, of a guard that records no norms.
+Norms = norm_window.NormWindow | tuple[()]
 
 
-def sliced_over(
-    updates: Any, axes: Sequence[Hashable], sharded: Any
-) -> tuple[Hashable, ...]:
-  """Returns the axes, other than those given, over which leaves are sliced.
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What the norm of an update may be; checked when it is made.
+
+  Attributes:
+    max_norm: The largest norm, or `None`.
+    max_stds: The most standard deviations above the rolling mean, or `None`.
+    window: The number of steps that the mean is over.
+  """
+
+  max_norm: chex.Numeric | None
+  max_stds: chex.Numeric | None
+  window: int
+
+  def __post_init__(self):
+    arguments.as_at_least('window', self.window, 2)
+    for name in ('max_norm', 'max_stds'):
+      if (value := getattr(self, name)) is not None:
+        arguments.as_positive(name, value)
+
+  def start(self) -> Norms:
+    """Returns the norms of no steps so far."""
+    return () if self.max_stds is None else norm_window.start(self.window)
+
+  def check_fits(self, norms: Norms) -> None:
+    """Checks that the norms in a state are those of these limits.
+
+    Raises:
+      ValueError: If they are not.
+    """
+    found = norms.mean.size if isinstance(norms, norm_window.NormWindow) else 0
+    expected = 0 if self.max_stds is None else self.window
+    if found != expected:
+      raise ValueError(
+          f'State of `guard` must have the norms of {expected} steps for its'
+          f' `max_stds` and `window`, got those of {found}. Make it with the'
+          ' same options.'
+      )
+
+
+class Diagnosis(NamedTuple):
+  """What a shard finds in its own update.
+
+  Attributes:
+    is_healthy: Whether it is finite and within the limits, bool [].
+    deviations: Of its norm from those of the window, each float32 []; none
+      without a window.
+  """
+
+  is_healthy: jax.Array
+  deviations: tuple[jax.Array, ...]
+
+
+def diagnose(
+    updates: optax.Updates,
+    norms: Norms,
+    limits: Limits,
+    axes: tuple[Hashable, ...],
+    sharded: partition_specs.SpecTree,
+) -> Diagnosis:
+  """Returns what a shard finds in all slices of its update.
+
+  Args:
+    updates: The update of this shard.
+    norms: The norms so far.
+    limits: What its norm may be.
+    axes: The axes between whose shards updates differ.
+    sharded: As in `guard`.
 
   Raises:
-    NameError: If an axis of `sharded` is not bound.
-    ValueError: If it is missing where types do not tell.
+    NameError: If an axis is not bound.
+    ValueError: If `sharded` is missing, or contradicts the types.
   """
+  sliced = _sliced_over(updates, axes, sharded)
+  is_healthy = _are_finite(updates, sliced)
+  deviations = ()
+  # A norm reads all updates once more, so that nobody pays for it unasked.
+  if limits.max_norm is not None or limits.max_stds is not None:
+    told = sharded if sliced else None
+    norm = jnp.sqrt(norms_lib.sum_of_squares(updates, sliced, told, _CALLER))
+    if limits.max_norm is not None:
+      is_healthy &= norm <= limits.max_norm
+    if isinstance(norms, norm_window.NormWindow):
+      is_healthy &= norm <= norm_window.limit(norms, limits.max_stds)
+      deviations = tuple(norm_window.deviations(norms, norm))
+  return Diagnosis(is_healthy, deviations)
+
+
+def zero_if(is_bad: jax.Array, updates: optax.Updates) -> optax.Updates:
+  """Returns zeros in place of updates that are bad."""
+
+  def zero(update):
+    # JAX forgets that nothing, chosen by each shard, is each shard's own.
+    if leaves.is_float0(update) or not jnp.size(update):
+      return update
+    return jnp.where(is_bad, 0, update)
+
+  return jax.tree.map(zero, updates)
+
+
+def _sliced_over(
+    updates: optax.Updates,
+    axes: Sequence[Hashable],
+    sharded: partition_specs.SpecTree,
+) -> tuple[Hashable, ...]:
+  """Returns the axes, other than those given, over which leaves are sliced."""
   found = frozenset[Hashable]()
   if sharded is not None:
     told = jax.tree.leaves(sharded, is_leaf=partition_specs.is_spec)
@@ -37,26 +144,14 @@ def sliced_over(
           ' none.'
       )
   sliced = tuple(sorted(found.difference(axes), key=str))
-  axes_lib.size(sliced, 'guard')
+  axes_lib.size(sliced, _CALLER)
   return sliced
 
 
-def are_finite(updates: Any, sliced: tuple[Hashable, ...]) -> jax.Array:
-  """Whether all elements of all slices are finite."""
+def _are_finite(updates, sliced):
+  """Whether all elements of all slices are finite, bool []."""
   finite = jnp.asarray(True)
   for leaf in jax.tree.leaves(updates):
     if not leaves.is_float0(leaf):
       finite &= jnp.isfinite(leaf).all()
   return collectives.total(jnp.float32(~finite), sliced) == 0
-
-
-def zero_if(bad: jax.Array, updates: Any) -> Any:
-  """Returns zeros in place of updates that are bad."""
-
-  def zero(update):
-    # JAX forgets that nothing, chosen by each shard, is each shard's own.
-    if leaves.is_float0(update) or not jnp.size(update):
-      return update
-    return jnp.where(bad, 0, update)
-
-  return jax.tree.map(zero, updates)

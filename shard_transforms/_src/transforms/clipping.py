@@ -1,7 +1,6 @@
 """`clip_by_global_norm`: updates scaled down to a norm over all slices."""
 
-from typing import Any
-
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,10 +13,10 @@ from shard_transforms._src.reduction import norms
 
 
 def clip_by_global_norm(
-    max_norm: Any,
+    max_norm: chex.Numeric,
     axis_name: axes_lib.AxisName | None = None,
     *,
-    sharded: Any = None,
+    sharded: partition_specs.SpecTree = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Scales updates down so that their norm is at most `max_norm`.
 
@@ -72,7 +71,7 @@ def clip_by_global_norm(
   caller = 'clip_by_global_norm'
   max_norm = arguments.as_positive('max_norm', max_norm)
   partition_specs.check(sharded, caller)
-  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
+  axes = axes_lib.optional_axes(axis_name)
 
   def init_fn(params):
     del params

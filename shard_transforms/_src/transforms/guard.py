@@ -1,26 +1,28 @@
 """`guard`: no step is taken with what is not finite, or is a spike."""
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from shard_transforms._src.base import addressable
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
-from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import varying
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import wrapper
-from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import norms as norms_lib
 from shard_transforms._src.tracing import gating
 from shard_transforms._src.transforms import bad_updates
+from shard_transforms._src.transforms import guard_decision
 from shard_transforms._src.transforms import norm_window
 
-NEVER = -1
+_CALLER = 'guard'
 
 
 class GuardState(NamedTuple):
@@ -58,8 +60,33 @@ class GuardState(NamedTuple):
   bad_shard_count: jax.Array
   last_bad_step: jax.Array
   max_consecutive: jax.Array
-  norms: norm_window.NormWindow | tuple[()]
+  norms: bad_updates.Norms
   inner_state: optax.OptState
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its fields."""
+    del reduction
+    # Larger batches have smaller norms: those of other shards tell of no spike.
+    return {
+        'last_bad_step': state_rules.ResizeRule('maximum', counters.NEVER),
+        'norms': state_rules.ResizeRule('begin_anew'),
+    }
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if too many steps were skipped."""
+    num_skipped = addressable.largest(self.consecutive_skipped)
+    if num_skipped < addressable.largest(self.max_consecutive):
+      return None
+    num_updates = addressable.largest(self.num_updates)
+    first = num_updates - num_skipped
+    return (
+        f'`guard` has skipped the last {num_skipped} updates, {first} to'
+        f' {num_updates - 1}: training does not go on.'
+        f'{_bad_shards(self.last_bad_step, first)} Look at the data and the'
+        ' learning rate, and go back to a checkpoint from before them.'
+    )
 
 
 def guard(
@@ -67,12 +94,12 @@ def guard(
     axis_name: axes_lib.AxisName | None = None,
     *,
     on_bad: Literal['skip', 'exclude'] = 'skip',
-    max_norm: Any = None,
-    max_stds: Any = None,
+    max_norm: chex.Numeric | None = None,
+    max_stds: chex.Numeric | None = None,
     window: int = 128,
     min_shards: int | None = None,
     max_consecutive: int | None = None,
-    sharded: Any = None,
+    sharded: partition_specs.SpecTree = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Lets no bad update of a shard reach an inner transformation.
 
@@ -154,144 +181,98 @@ def guard(
     Scaling Language Modeling with Pathways, 2022, section 5.1,
     https://arxiv.org/abs/2204.02311.
   """
-  caller = 'guard'
-  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
-  excludes = on_bad == 'exclude'
-  if on_bad not in ('skip', 'exclude'):
-    raise ValueError(f"`on_bad` must be 'skip' or 'exclude', got {on_bad!r}.")
-  if excludes and not axes:
-    raise ValueError(
-        "`on_bad='exclude'` of `guard` must come with `axis_name`, got None."
-        ' What is reduced already has the bad shards in it.'
-    )
-  if min_shards is not None and not excludes:
-    raise ValueError(
-        "`min_shards` of `guard` must come with `on_bad='exclude'`, got"
-        f' {min_shards!r} with {on_bad!r}, where no shard may be bad.'
-    )
-  min_shards = 1 if min_shards is None else min_shards
-  min_shards = arguments.as_at_least('min_shards', min_shards, 1)
-  window = arguments.as_at_least('window', window, 2)
-  if max_norm is not None:
-    max_norm = arguments.as_positive('max_norm', max_norm)
-  if max_stds is not None:
-    max_stds = arguments.as_positive('max_stds', max_stds)
+  rule = guard_decision.Rule(
+      axes_lib.optional_axes(axis_name), on_bad, min_shards
+  )
+  limits = bad_updates.Limits(max_norm, max_stds, window)
   most = counters.MAX if max_consecutive is None else max_consecutive
-  most = arguments.as_at_least('max_consecutive', most, 1)
-  partition_specs.check(sharded, caller)
-  inner = wrapper.as_inner(inner, caller)
+  most = min(arguments.as_at_least('max_consecutive', most, 1), counters.MAX)
+  partition_specs.check(sharded, _CALLER)
+  inner = wrapper.as_inner(inner, _CALLER)
 
   def init_fn(params):
-    _check_enough(axes, min_shards)
+    rule.check_enough_shards()
+    never = jnp.full([], counters.NEVER, jnp.int32)
     return GuardState(
-        num_updates=jnp.zeros([], jnp.int32),
-        skipped_count=jnp.zeros([], jnp.int32),
-        consecutive_skipped=jnp.zeros([], jnp.int32),
-        bad_shard_count=jnp.zeros([], jnp.int32),
-        last_bad_step=per_shard_state.store(
-            jnp.full([], NEVER, jnp.int32), axes
-        ),
-        max_consecutive=jnp.asarray(min(most, counters.MAX), jnp.int32),
-        norms=() if max_stds is None else norm_window.start(window),
+        num_updates=counters.zero(),
+        skipped_count=counters.zero(),
+        consecutive_skipped=counters.zero(),
+        bad_shard_count=counters.zero(),
+        last_bad_step=per_shard_state.store(never, rule.axes),
+        max_consecutive=jnp.asarray(most, jnp.int32),
+        norms=limits.start(),
         inner_state=inner.init(params),
     )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    wrapper.check_state(state, GuardState, caller)
-    _check_window(state, max_stds, window)
-    leaves.check_inexact(updates, caller)
-    if axes:
-      _check_enough(axes, min_shards)
-      varying.check_per_shard(updates, axes, caller)
-    given = arguments.as_weight(1.0 if weight is None else weight, (), caller)
-    sliced = bad_updates.sliced_over(updates, axes, sharded)
-    healthy = bad_updates.are_finite(updates, sliced)
-    norm = jnp.float32(0)
-    if max_norm is not None or max_stds is not None:
-      told = sharded if sliced else None
-      squares = norms_lib.sum_of_squares(updates, sliced, told, caller)
-      norm = jnp.sqrt(squares)
-    if max_norm is not None:
-      healthy &= norm <= max_norm
-    if max_stds is not None:
-      healthy &= norm <= norm_window.limit(state.norms, max_stds)
-    # A shard without a weight does no harm.
-    counts = given > 0
-    good, bad = counts & healthy, counts & ~healthy
-    tally = [good, bad, jnp.where(good, given, 0)]
-    if max_stds is not None:
-      tally += list(
-          jnp.where(good, norm_window.deviations(state.norms, norm), 0)
-      )
-    with jax.named_scope(caller):
-      num_good, num_bad, total_weight, *deviations = collectives.total(
-          jnp.stack([jnp.asarray(x, jnp.float32) for x in tally]), axes
-      )
-    accept = total_weight > 0
-    accept &= (num_good >= min_shards) if excludes else (num_bad == 0)
-    if excludes:
-      weight = jnp.where(good, given, 0)
+    wrapper.check_update(updates, state, GuardState, rule.axes, _CALLER)
+    rule.check_enough_shards()
+    limits.check_fits(state.norms)
+    diagnosis = bad_updates.diagnose(
+        updates, state.norms, limits, rule.axes, sharded
+    )
+    decision = guard_decision.decide(diagnosis, weight, rule)
+    if on_bad == 'exclude':
+      weight = decision.weight
     if weight is not None:
       # Some of `inner` may come before its reduction, and keep moments.
-      updates = bad_updates.zero_if(~healthy, updates)
-
-    def run(inner_state, updates, weight):
-      extra = {} if weight is None else {'weight': weight}
-      return inner.update(updates, inner_state, params, **extra_args, **extra)
-
-    applied, inner_state = gating.run_or_skip(
-        accept, run, state.inner_state, (updates, weight), axes
+      updates = bad_updates.zero_if(~diagnosis.is_healthy, updates)
+    applied, inner_state = gating.update_or_skip(
+        decision.accept,
+        inner,
+        updates,
+        state.inner_state,
+        params,
+        weight=weight,
+        axes=rule.axes,
+        extra_args=extra_args,
     )
-    norms = state.norms
-    if max_stds is not None:
-      recorded = norm_window.record(norms, jnp.stack(deviations), num_good)
-      norms = jax.tree.map(
-          lambda new, old: jnp.where(accept, new, old), recorded, norms
-      )
-    last_bad_step = per_shard_state.own(state.last_bad_step, axes, caller)
-    last_bad_step = jnp.where(bad, state.num_updates, last_bad_step)
-    return applied, GuardState(
-        num_updates=counters.add(state.num_updates, 1),
-        skipped_count=counters.add(state.skipped_count, ~accept),
-        consecutive_skipped=jnp.where(
-            accept, 0, counters.add(state.consecutive_skipped, 1)
-        ),
-        bad_shard_count=counters.add(state.bad_shard_count, num_bad),
-        last_bad_step=per_shard_state.store(last_bad_step, axes),
-        max_consecutive=state.max_consecutive,
-        norms=norms,
-        inner_state=inner_state,
-    )
+    return applied, _count(state, decision, rule.axes, inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_enough(axes, min_shards):
-  """Checks that there are as many shards as must be good.
-
-  Raises:
-    NameError: If an axis is not bound.
-    ValueError: If there are not.
-  """
-  num_shards = axes_lib.size(axes, 'guard')
-  if num_shards < min_shards:
-    raise ValueError(
-        '`min_shards` of `guard` must be at most the number of shards,'
-        f' {num_shards}, got {min_shards!r}.'
+def _count(state, decision, axes, inner_state):
+  """Returns the state after an update."""
+  accept = decision.accept
+  last_bad_step = per_shard_state.own(state.last_bad_step, axes, _CALLER)
+  last_bad_step = jnp.where(decision.is_bad, state.num_updates, last_bad_step)
+  norms = state.norms
+  if isinstance(norms, norm_window.NormWindow):
+    recorded = norm_window.record(
+        norms, jnp.stack(decision.deviations), decision.num_good
     )
-
-
-def _check_window(state, max_stds, window):
-  """Checks that the norms in a state are those of these options.
-
-  Raises:
-    ValueError: If they are not.
-  """
-  found = state.norms.mean.size if state.norms else 0
-  expected = 0 if max_stds is None else window
-  if found != expected:
-    raise ValueError(
-        f'State of `guard` must have the norms of {expected} steps for its'
-        f' `max_stds` and `window`, got those of {found}. Make it with the same'
-        ' options.'
+    norms = jax.tree.map(
+        lambda new, old: jnp.where(accept, new, old), recorded, norms
     )
+  return GuardState(
+      num_updates=counters.add(state.num_updates, 1),
+      skipped_count=counters.add(state.skipped_count, ~accept),
+      consecutive_skipped=jnp.where(
+          accept, 0, counters.add(state.consecutive_skipped, 1)
+      ),
+      bad_shard_count=counters.add(state.bad_shard_count, decision.num_bad),
+      last_bad_step=per_shard_state.store(last_bad_step, axes),
+      max_consecutive=state.max_consecutive,
+      norms=norms,
+      inner_state=inner_state,
+  )
+
+
+def _bad_shards(last_bad_step, first):
+  """Says in words which shards were bad since an update."""
+  found = sorted(
+      {
+          start + i
+          for start, steps in addressable.pieces(last_bad_step)
+          for i, step in enumerate(np.ravel(steps))
+          if step >= first
+      }
+  )
+  if not found:
+    return (
+        ' No shard here was bad: all weights were zero, if none elsewhere was.'
+    )
+  if not jnp.ndim(last_bad_step):
+    return ' They were not finite, or spikes.'
+  return f' Not finite, or spikes, were those of the shards {found}.'

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+
+from shard_transforms._src.base import counters
 
 
 class NormWindow(NamedTuple):
@@ -26,7 +27,7 @@ def start(window: int) -> NormWindow:
   return NormWindow(
       mean=jnp.zeros(window, jnp.float32),
       variance=jnp.zeros(window, jnp.float32),
-      num_recorded=jnp.zeros([], jnp.int32),
+      num_recorded=counters.zero(),
   )
 
 
@@ -70,7 +71,7 @@ def record(
       variance=norms.variance.at[slot].set(
           jnp.maximum(mean_square - mean**2, 0)
       ),
-      num_recorded=jnp.asarray(optax.safe_increment(norms.num_recorded)),
+      num_recorded=counters.add(norms.num_recorded, 1),
   )
 
 

@@ -10,7 +10,10 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
+
+_CALLER = 'reduce_towers'
 
 
 def reduce_towers(
@@ -70,48 +73,42 @@ def reduce_towers(
   References:
     `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
   """
-  caller = 'reduce_towers'
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
-  chained = inner is None
-  inner = optax.identity() if inner is None else inner
-  inner = wrapper.as_inner(inner, caller)
+  is_link = inner is None
+  inner = wrapper.as_inner(optax.identity() if is_link else inner, _CALLER)
 
   def update_fn(
       updates, state, params=None, *, weight=None, local_step=None, **extra_args
   ):
-    leaves.check_inexact(updates, caller)
+    leaves.check_inexact(updates, _CALLER)
     _check_stacked(updates, num_towers)
+    if is_link:
+      weights.check_not_in_chain(weight, _CALLER)
     divisor = num_towers
     if weight is not None:
-      if chained:
-        raise ValueError(
-            '`weight` of `reduce_towers` must come with `inner`, got none. A'
-            ' link of a chain cannot hand the total weight on to the next:'
-            ' write `reduce_towers(num_towers, optax.chain(...))`.'
-        )
-      weight = arguments.as_weight(weight, (num_towers,), caller)
+      weight = weights.as_weight(weight, (num_towers,), _CALLER)
       differs = tuple(axes.varying_axes(weight))
-      varying.check_per_shard(updates, differs, caller)
+      varying.check_per_shard(updates, differs, _CALLER)
       total_weight = jnp.sum(weight)
-      divisor = jnp.where(total_weight > 0, total_weight, 1)
-      summed = reduction == 'sum'
-      extra_args['weight'] = jnp.sign(total_weight) if summed else total_weight
+      divisor = weights.safe_divisor(total_weight)
+      extra_args['weight'] = weights.handed_on(total_weight, reduction)
     if local_step is not None:
-      step = arguments.as_local_step(local_step, caller, (num_towers,))
+      step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
       extra_args['local_step'] = jnp.min(step)
-
-    def reduce(towers):
-      if leaves.is_float0(towers):
-        return towers[0]
-      total = _sum(towers, weight)
-      total = total if reduction == 'sum' else total / divisor
-      return total.astype(towers.dtype)
-
-    reduced = jax.tree.map(reduce, updates)
+    divisor = 1 if reduction == 'sum' else divisor
+    reduced = jax.tree.map(lambda x: _reduce(x, weight, divisor), updates)
     return inner.update(reduced, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def _reduce(towers, weight, divisor):
+  """Returns the sum of the towers of a leaf by a divisor, in its own dtype."""
+  if leaves.is_float0(towers):
+    return towers[0]
+  total = _sum(towers, weight)
+  return (total / divisor).astype(towers.dtype)
 
 
 def _sum(towers, weight):
@@ -120,7 +117,7 @@ def _sum(towers, weight):
     return towers[0]
   if weight is not None:
     weight = weight.reshape((-1,) + (1,) * (towers.ndim - 1))
-  return jnp.sum(leaves.weighted(towers, weight), axis=0)
+  return jnp.sum(weights.weighted(towers, weight), axis=0)
 
 
 def _check_stacked(updates, num_towers):

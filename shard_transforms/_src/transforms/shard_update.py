@@ -1,5 +1,6 @@
 """`shard_update`: each shard runs the optimizer on its slice of the whole."""
 
+from collections.abc import Mapping
 import contextlib
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import flat_slices
 from shard_transforms._src.reduction import reduction as reduction_lib
@@ -40,6 +42,13 @@ class ShardUpdateState(NamedTuple):
   """
 
   inner_state: optax.OptState
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its field."""
+    del reduction
+    return {'inner_state': state_rules.ResizeRule('cut_anew')}
 
 
 def shard_update(

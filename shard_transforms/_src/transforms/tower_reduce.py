@@ -1,20 +1,19 @@
 """`tower_reduce`: several updates of one shard, in turn, that are one step."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.tracing import gating
 from shard_transforms._src.transforms import tower_window
+
+_CALLER = 'tower_reduce'
 
 
 def tower_reduce(
@@ -90,73 +89,60 @@ def tower_reduce(
   References:
     `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
   """
-  caller = 'tower_reduce'
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
-  axes = () if axis_name is None else axes_lib.as_axes(axis_name)
-  chained = inner is None
-  inner = wrapper.as_inner(optax.identity() if chained else inner, caller)
+  axes = axes_lib.optional_axes(axis_name)
+  is_link = inner is None
+  inner = wrapper.as_inner(optax.identity() if is_link else inner, _CALLER)
 
   def init_fn(params):
-    if axes:
-      axes_lib.size(axes, caller)
+    axes_lib.size(axes, _CALLER)
     collected = params if num_towers > 1 else ()
     return tower_window.start(collected, inner.init(params), axes)
 
   def update_fn(
       updates, state, params=None, *, weight=None, local_step=None, **extra_args
   ):
-    wrapper.check_state(state, tower_window.TowerReduceState, caller)
-    leaves.check_inexact(updates, caller)
-    if axes:
-      axes_lib.size(axes, caller)
-      varying.check_per_shard(updates, axes, caller)
-    if chained and weight is not None:
-      raise ValueError(
-          '`weight` of `tower_reduce` must come with `inner`, got none. A link'
-          ' of a chain cannot hand the total weight on to the next: write'
-          ' `tower_reduce(num_towers, optax.chain(...))`.'
-      )
+    wrapper.check_update(
+        updates, state, tower_window.TowerReduceState, axes, _CALLER
+    )
+    if is_link:
+      weights.check_not_in_chain(weight, _CALLER)
     if num_towers == 1:
-      _check_empty(state)
-      extra_args |= _given(weight=weight, local_step=local_step)
-      applied, inner_state = inner.update(
-          updates, state.inner_state, params, **extra_args
+      extra_args |= weights.given(weight=weight, local_step=local_step)
+      return _apply_alone(inner, updates, state, params, extra_args)
+
+    def end(window):
+      reduced, total_weight, oldest = tower_window.reduce(
+          window,
+          reduction,
+          num_towers if weight is None else None,
+          axes,
+          updates,
+          params,
       )
-      return applied, state._replace(inner_state=inner_state)
+      told = {} if local_step is None else {'local_step': oldest}
+      applied, inner_state = _apply(
+          inner,
+          reduced,
+          window.inner_state,
+          params,
+          None if weight is None else total_weight,
+          reduction,
+          axes,
+          extra_args | told,
+      )
+      return applied, tower_window.emptied(window, inner_state)
 
-    def apply(state):
-      total_weight = per_shard_state.own(state.total_weight, axes, caller)
-      divisor = num_towers if weight is None else total_weight
-      divisor = 1 if reduction == 'sum' else divisor
-      reduced = tower_window.divide(state.total, divisor, axes, updates, params)
-      left = jnp.sign(total_weight) if reduction == 'sum' else total_weight
-      left = None if weight is None else left
-      oldest = per_shard_state.own(state.oldest_local_step, axes, caller)
-      oldest = None if local_step is None else oldest
-
-      def run(inner_state, reduced, weight):
-        given = _given(weight=weight, local_step=oldest)
-        return inner.update(reduced, inner_state, params, **extra_args, **given)
-
-      if left is None:
-        applied, inner_state = run(state.inner_state, reduced, None)
-      else:
-        any_weight = collectives.total(total_weight, axes) > 0
-        applied, inner_state = gating.run_or_skip(
-            any_weight, run, state.inner_state, (reduced, left), axes
-        )
-      return applied, tower_window.emptied(state, inner_state)
-
-    state = tower_window.collect(state, updates, weight, local_step, axes)
-    is_last = collectives.agreed(state.tower >= num_towers)
-    return gating.run_or_skip(is_last, apply, state)
+    window = tower_window.collect(state, updates, weight, local_step, axes)
+    is_last = collectives.agreed(window.tower >= num_towers)
+    return gating.run_or_skip(is_last, end, window)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_empty(state):
-  """Checks that a single tower does not forget those of a window.
+def _apply_alone(inner, updates, state, params, extra_args):
+  """Applies a single tower, which does not forget those of a window.
 
   Raises:
     ValueError: If the state is one of several towers.
@@ -166,7 +152,25 @@ def _check_empty(state):
         'State of `tower_reduce` must be made for as many towers, got that of a'
         ' window of several where `num_towers` is 1. Make it with `init`.'
     )
+  applied, inner_state = inner.update(
+      updates, state.inner_state, params, **extra_args
+  )
+  return applied, state._replace(inner_state=inner_state)
 
 
-def _given(**extra_args: Any) -> dict[str, Any]:
-  return {name: x for name, x in extra_args.items() if x is not None}
+def _apply(
+    inner, reduced, state, params, total_weight, reduction, axes, extra_args
+):
+  """Applies a window, unless it has weights and they are zero on all shards."""
+  if total_weight is None:
+    return inner.update(reduced, state, params, **extra_args)
+  return gating.update_or_skip(
+      collectives.total(total_weight, axes) > 0,
+      inner,
+      reduced,
+      state,
+      params,
+      weight=weights.handed_on(total_weight, reduction),
+      axes=axes,
+      extra_args=extra_args,
+  )

@@ -1,17 +1,23 @@
 """The window of towers that `tower_reduce` collects, kept in its state."""
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
 
 _CALLER = 'tower_reduce'
 NO_STEP = jnp.iinfo(jnp.int32).max
@@ -48,13 +54,35 @@ class TowerReduceState(NamedTuple):
   oldest_local_step: jax.Array
   inner_state: optax.OptState
 
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its fields.
+
+    The window ends with the same result: the totals and the total weights of
+    all shards stay, or what `reduction` makes of them where there are none.
+    """
+    total = total_weight = state_rules.ResizeRule('sum')
+    may_be_unweighted = np.all(self.total_weight == self.tower)
+    if self.tower and may_be_unweighted and reduction != 'weighted':
+      # Without weights, each shard keeps the number of its towers for one.
+      total_weight = state_rules.ResizeRule('maximum', self.tower)
+      total = _rule_of_unweighted(reduction)
+    return {
+        'total': total,
+        'total_weight': total_weight,
+        'oldest_local_step': state_rules.ResizeRule('minimum', NO_STEP),
+    }
+
 
 def start(
-    params: Any, inner_state: Any, axes: tuple[Hashable, ...]
+    params: optax.Params,
+    inner_state: optax.OptState,
+    axes: tuple[Hashable, ...],
 ) -> TowerReduceState:
   """Returns an empty window for leaves like `params`."""
   return TowerReduceState(
-      tower=jnp.zeros([], jnp.int32),
+      tower=counters.zero(),
       total=jax.tree.map(lambda param: _zeros(param, axes), params),
       total_weight=per_shard_state.store(jnp.zeros([], jnp.float32), axes),
       oldest_local_step=per_shard_state.store(
@@ -66,9 +94,9 @@ def start(
 
 def collect(
     state: TowerReduceState,
-    updates: Any,
-    weight: Any,
-    local_step: Any,
+    updates: optax.Updates,
+    weight: chex.Numeric | None,
+    local_step: chex.Numeric | None,
     axes: tuple[Hashable, ...],
 ) -> TowerReduceState:
   """Returns the window with one more tower in it.
@@ -79,7 +107,7 @@ def collect(
       not kept per shard where it differs between shards.
   """
   if weight is not None:
-    weight = arguments.as_weight(weight, (), _CALLER)
+    weight = weights.as_weight(weight, (), _CALLER)
   total = jax.tree.map(
       lambda leaf: per_shard_state.own(leaf, axes, _CALLER), state.total
   )
@@ -98,7 +126,7 @@ def collect(
     step = arguments.as_local_step(local_step, _CALLER)
     oldest = jnp.minimum(oldest, step)
   window = TowerReduceState(
-      tower=jnp.asarray(optax.safe_increment(state.tower)),
+      tower=counters.add(state.tower, 1),
       total=total,
       total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(oldest, axes),
@@ -108,18 +136,34 @@ def collect(
   return window
 
 
-def divide(
-    total: Any,
-    divisor: Any,
+def reduce(
+    window: TowerReduceState,
+    reduction: weights.Kind,
+    num_towers: int | None,
     axes: tuple[Hashable, ...],
-    updates: Any,
-    params: Any,
-) -> Any:
-  """Returns the mean of a window, in the dtypes of the last tower's updates.
+    updates: optax.Updates,
+    params: optax.Params | None,
+) -> tuple[optax.Updates, jax.Array, jax.Array]:
+  """Returns what the towers of a full window make together.
 
-  Where the last tower has no gradient, the dtype is that of the parameter.
+  Args:
+    window: The window.
+    reduction: `'mean'` or `'sum'`.
+    num_towers: What a mean divides by, or `None` for the total weight.
+    axes: The axes between whose shards the window differs.
+    updates: Those of the last tower, of which the result has the dtypes.
+    params: Where the last tower has no gradient, the dtype is that of these.
+
+  Returns:
+    The mean or sum; the total weight of this shard, and its oldest local step.
   """
-  divisor = jnp.where(divisor > 0, divisor, 1)
+  total_weight = per_shard_state.own(window.total_weight, axes, _CALLER)
+  if reduction == 'sum':
+    divisor = 1
+  elif num_towers is None:
+    divisor = weights.safe_divisor(total_weight)
+  else:
+    divisor = num_towers
   params = updates if params is None else params
 
   def divide(total, update, param):
@@ -128,15 +172,19 @@ def divide(
     like = param if update is None else update
     if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
       like = total
-    mean = per_shard_state.own(total, axes, _CALLER) / divisor
-    return mean.astype(leaves_lib.dtype_of(like))
+    reduced = per_shard_state.own(total, axes, _CALLER) / divisor
+    return reduced.astype(leaves_lib.dtype_of(like))
 
-  return jax.tree.map(
-      divide, total, updates, params, is_leaf=leaves_lib.is_none
+  reduced = jax.tree.map(
+      divide, window.total, updates, params, is_leaf=leaves_lib.is_none
   )
+  oldest = per_shard_state.own(window.oldest_local_step, axes, _CALLER)
+  return reduced, total_weight, oldest
 
 
-def emptied(window: TowerReduceState, inner_state: Any) -> TowerReduceState:
+def emptied(
+    window: TowerReduceState, inner_state: optax.OptState
+) -> TowerReduceState:
   """Returns the state at the start of the next window."""
   return TowerReduceState(
       tower=jnp.zeros_like(window.tower),
@@ -145,6 +193,21 @@ def emptied(window: TowerReduceState, inner_state: Any) -> TowerReduceState:
       oldest_local_step=jnp.full_like(window.oldest_local_step, NO_STEP),
       inner_state=inner_state,
   )
+
+
+def _rule_of_unweighted(reduction):
+  """Returns what becomes of the totals of a window that has no weights."""
+  if reduction is None:
+    return state_rules.ResizeRule(
+        'refuse',
+        reason=(
+            "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
+            ' got None: the window that was begun without weights, at {name},'
+            ' ends with the same result only if it is known how its shards are'
+            ' reduced.'
+        ),
+    )
+  return state_rules.ResizeRule(reduction)
 
 
 def _zeros(param, axes):
@@ -159,7 +222,7 @@ def _zeros(param, axes):
 def _add(total, update, weight):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
-  return total + leaves_lib.weighted(jnp.asarray(update, total.dtype), weight)
+  return total + weights.weighted(jnp.asarray(update, total.dtype), weight)
 
 
 def _check_not_hidden(total, updates):

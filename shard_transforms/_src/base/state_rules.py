@@ -1,0 +1,138 @@
+"""What a state declares beside itself: how it is resized, when it is unhealthy.
+
+`resize_state` and `check_health` know no state by name. They ask each node of a
+state for `resize_rules` and `health_problem`, which any class may have.
+"""
+
+import abc
+from collections.abc import Mapping
+import dataclasses
+from typing import Literal, Protocol
+
+import chex
+
+Reduction = Literal['mean', 'sum', 'weighted']
+_KINDS = (
+    'keep',
+    'sum',
+    'mean',
+    'minimum',
+    'maximum',
+    'cut_anew',
+    'begin_anew',
+    'refuse',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResizeRule:
+  """What becomes of a part of a state on another number of shards.
+
+  For `'sum'`, `'mean'`, `'minimum'` and `'maximum'` each shard has a row: the
+  leading axis that differs between shards, of length 1 inside the mapped
+  function. Neighbouring shards are combined into one, or shards are added, so
+  that the sum, mean, minimum or maximum over all shards stays as it is.
+
+  Args:
+    kind: `'keep'` for what does not depend on the number of shards; `'sum'`,
+      `'mean'`, `'minimum'` or `'maximum'`; `'cut_anew'` for slices of one
+      array, which are joined and cut again; `'begin_anew'` for what is to be as
+      at the start once there are other shards; `'refuse'` for what cannot be
+      carried over.
+    empty: What a shard that is added begins with, and what is filled in where a
+      part begins anew. `None` is 0, and for `'minimum'` and `'maximum'` that of
+      all shards so far.
+    reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
+      the name of the leaf.
+
+  Raises:
+    ValueError: If the kind is unknown.
+
+  Examples:
+    A transformation of your own that counts, on each shard, its large updates:
+
+    >>> from typing import NamedTuple
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> from shard_transforms import state_rules
+    >>> class CountLargeState(NamedTuple):
+    ...   large_count: jax.Array  # Of each shard, int32 [1].
+    ...   def resize_rules(self, reduction):
+    ...     return {'large_count': state_rules.ResizeRule('sum')}
+    >>> def init(params):
+    ...   count = jnp.zeros(1, jnp.int32)
+    ...   return CountLargeState(shard_transforms.per_shard(count, 'data'))
+    >>> tx = optax.GradientTransformation(init, lambda *args: args[:2])
+    >>> eight = jax.make_mesh((8,), ('data',))
+    >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
+    >>> params = jnp.zeros(3)
+    >>> state = shard_transforms.init_state(tx, params, eight)
+    >>> state = CountLargeState(state.large_count.at[:2].set(5))
+    >>> state = shard_transforms.resize_state(state, tx, params, four)
+    >>> print(state.large_count)
+    [10  0  0  0]
+  """
+
+  kind: Literal[
+      'keep',
+      'sum',
+      'mean',
+      'minimum',
+      'maximum',
+      'cut_anew',
+      'begin_anew',
+      'refuse',
+  ] = 'keep'
+  empty: chex.Numeric | None = None
+  reason: str = ''
+
+  def __post_init__(self):
+    if self.kind not in _KINDS:
+      raise ValueError(f'`kind` must be one of {_KINDS}, got {self.kind!r}.')
+
+
+class ResizableState(Protocol):
+  """A state, such as a `NamedTuple`, of which `resize_state` asks the rules.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
+    >>> print(state.resize_rules('sum')['total'].kind)
+    sum
+  """
+
+  @abc.abstractmethod
+  def resize_rules(
+      self, reduction: Reduction | None
+  ) -> Mapping[str, ResizeRule]:
+    """Returns the rules of its fields, by name.
+
+    A field without a rule is kept, or asked itself if it is such a state.
+
+    Args:
+      reduction: What `resize_state` was told of how shards are reduced.
+    """
+
+
+class MonitoredState(Protocol):
+  """A state that `check_health` asks whether training still goes on.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> state = shard_transforms.guard(optax.sgd(0.1)).init(jnp.zeros(2))
+    >>> print(state.health_problem())
+    None
+  """
+
+  @abc.abstractmethod
+  def health_problem(self) -> str | None:
+    """Returns what is wrong, in sentences, or `None`.
+
+    Called outside of traced code. Of an array over several processes, read what
+    is addressable.
+    """

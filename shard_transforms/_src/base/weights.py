@@ -1,0 +1,92 @@
+"""How much shards and towers count: a scalar each, of which 0 is not at all.
+
+Whatever decides whether an update counts is a weight that is handed down: a
+number of tokens, the age of a stale update, a shard that is not finite. The
+reduction uses it up, so that all of them compose.
+"""
+
+from typing import Any, Literal
+
+import chex
+import jax
+from jax import core
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms._src.base import arguments
+
+Kind = Literal['mean', 'sum']
+
+
+def as_weight(
+    weight: chex.Numeric, shape: tuple[int, ...], caller: str
+) -> jax.Array:
+  """Returns `weight` in float32; what is not a positive number is zero.
+
+  So is what is positive but not a normal float32, which has no reciprocal.
+  Where the value is known while tracing, a bad one is an error instead.
+
+  Raises:
+    TypeError: If the weight is not real.
+    ValueError: If it is not of `shape`, or is negative or not finite.
+  """
+  name = f'`weight` of `{caller}`'
+  dtype = arguments.dtype_of_number(weight)
+  kinds = (np.bool_, jnp.integer, jnp.floating)
+  if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+    raise TypeError(f'{name} must be a real number, got {weight!r}.')
+  if jnp.shape(weight) != shape:
+    raise ValueError(
+        f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
+        ' one number a shard and tower.'
+    )
+  if not isinstance(weight, core.Tracer):
+    known = np.asarray(weight, np.float64)
+    if not np.all((known >= 0) & (known <= np.finfo(np.float32).max)):
+      raise ValueError(
+          f'{name} must be finite and not negative, got {weight!r}.'
+      )
+    weight = known
+  weight = jnp.asarray(weight, jnp.float32)
+  tiny = jnp.finfo(jnp.float32).tiny
+  return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
+
+
+def weighted(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+  """Returns `weight * x`, which is zero for a weight of zero even of a NaN."""
+  return x if weight is None else jnp.where(weight > 0, weight * x, 0)
+
+
+def safe_divisor(total_weight: jax.Array) -> jax.Array:
+  """Returns a total weight to divide by: 1 in place of 0, of which all is 0."""
+  return jnp.where(total_weight > 0, total_weight, 1)
+
+
+def handed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
+  """Returns the weight of what was reduced: a mean's total, 1 or 0 for a sum.
+
+  A sum has used its weights up: what is left is whether there was any.
+  """
+  return jnp.sign(total_weight) if reduction == 'sum' else total_weight
+
+
+def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
+  """Checks that a wrapper without `inner` is given no weight.
+
+  Raises:
+    ValueError: If it is given one.
+  """
+  if weight is not None:
+    raise ValueError(
+        f'`weight` of `{caller}` must come with `inner`, got none. A link of a'
+        ' chain cannot hand the total weight on to the next: write'
+        f' `{caller}(num_towers, optax.chain(...))`.'
+    )
+
+
+def given(**extra_args: Any) -> dict[str, Any]:
+  """Returns those extra arguments that are not `None`.
+
+  An inner transformation may take no `weight`, or read one that is `None`.
+  """
+  return {name: x for name, x in extra_args.items() if x is not None}

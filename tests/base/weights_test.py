@@ -1,0 +1,47 @@
+"""What counts by weights is in the tests of the transformations."""
+
+from absl.testing import parameterized
+import chex
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms._src.base import weights
+
+
+class WeightsTest(parameterized.TestCase):
+
+  def test_zero_weighs_nothing_even_of_nan(self):
+    x = jnp.array([jnp.nan, 2.0])
+
+    chex.assert_trees_all_equal(
+        weights.weighted(x, jnp.float32(0)), jnp.zeros(2), strict=True
+    )
+    np.testing.assert_array_equal(
+        weights.weighted(x, jnp.float32(3)), [np.nan, 6]
+    )
+    self.assertIs(weights.weighted(x, None), x)
+
+  def test_divides_by_one_in_place_of_zero(self):
+    total = jnp.array([0.0, 0.5, 7.0])
+
+    np.testing.assert_array_equal(weights.safe_divisor(total), [1, 0.5, 7])
+
+  @parameterized.parameters(
+      ('mean', 0.0, 0.0), ('mean', 7.0, 7.0), ('sum', 0.0, 0.0), ('sum', 7.0, 1)
+  )
+  def test_a_sum_uses_weights_up(self, reduction, total, expected):
+    left = weights.handed_on(jnp.float32(total), reduction)
+
+    self.assertEqual(left, expected)
+
+  def test_hands_on_only_what_is_given(self):
+    self.assertEqual(
+        weights.given(weight=None, local_step=0), {'local_step': 0}
+    )
+
+  def test_a_link_of_a_chain_takes_no_weight(self):
+    weights.check_not_in_chain(None, 'caller')
+    with self.assertRaisesRegex(
+        ValueError, r'`weight` of `caller` must .*`caller\(num_towers, optax'
+    ):
+      weights.check_not_in_chain(1.0, 'caller')

@@ -1,0 +1,75 @@
+"""A wrapper as someone outside of the library writes it, with its rules."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shard_transforms
+from shard_transforms import state_rules
+
+
+class TallyState(NamedTuple):
+  """Of each shard, [1] each; all but `unit`, `frozen_sum` and `inner_state`.
+
+  Attributes:
+    seen: How many updates.
+    rate: A number of which the mean over shards counts.
+    least: The least first element.
+    most: The largest.
+    recent: Its last norms, [3], which tell nothing of other shards.
+    unit: The same on all shards.
+    inner_state: State of what is inside.
+  """
+
+  seen: jax.Array
+  rate: jax.Array
+  least: jax.Array
+  most: jax.Array
+  recent: dict[str, jax.Array]
+  unit: jax.Array
+  inner_state: optax.OptState
+
+  def resize_rules(self, reduction):
+    del reduction
+    rule = state_rules.ResizeRule
+    return {
+        'seen': rule('sum'),
+        'rate': rule('mean'),
+        'least': rule('minimum', 100),
+        'most': rule('maximum'),
+        'recent': rule('begin_anew', -1),
+    }
+
+  def health_problem(self):
+    if jnp.min(self.seen) < 0:
+      return f'Updates were lost: {self.seen}.'
+    return None
+
+
+def tally(inner, axis_name):
+  """Runs `inner`, and keeps a tally whose values are set by hand in tests."""
+
+  def init_fn(params):
+    def own(dtype):
+      zero = jnp.zeros(1, dtype)
+      return shard_transforms.per_shard(zero, axis_name)
+
+    return TallyState(
+        seen=own(jnp.int32),
+        rate=own(jnp.float32),
+        least=own(jnp.int32),
+        most=own(jnp.int32),
+        recent={'last_norms': jnp.zeros(3)},
+        unit=jnp.ones(2),
+        inner_state=inner.init(params),
+    )
+
+  def update_fn(updates, state, params=None, **extra_args):
+    updates, inner_state = inner.update(
+        updates, state.inner_state, params, **extra_args
+    )
+    return updates, state._replace(inner_state=inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
