@@ -386,7 +386,7 @@ class LayoutTest(parameterized.TestCase):
   def test_packages_say_what_lives_in_them(self):
     for package in itertools.chain(*FLOORS):
       module = importlib.import_module(f'shard_transforms._src.{package}')
-      self.assertRegex(module.__doc__, r'\AFloor \d: .+\n\n[^\0]*Imports ')
+      self.assertRegex(module.__doc__, r'\AFloor \d: .+\n\n[^\0]*Imports\s')
 
   @parameterized.parameters(
       *SRC_MODULES, *(('facade', module) for module in FACADE_MODULES)
