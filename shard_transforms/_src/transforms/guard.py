@@ -192,17 +192,7 @@ def guard(
 
   def init_fn(params):
     rule.check_enough_shards()
-    never = jnp.full([], counters.NEVER, jnp.int32)
-    return GuardState(
-        num_updates=counters.zero(),
-        skipped_count=counters.zero(),
-        consecutive_skipped=counters.zero(),
-        bad_shard_count=counters.zero(),
-        last_bad_step=per_shard_state.store(never, rule.axes),
-        max_consecutive=jnp.asarray(most, jnp.int32),
-        norms=limits.start(),
-        inner_state=inner.init(params),
-    )
+    return _start(inner.init(params), most, limits.start(), rule.axes)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     wrapper.check_update(updates, state, GuardState, rule.axes, _CALLER)
@@ -230,6 +220,21 @@ def guard(
     return applied, _count(state, decision, rule.axes, inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _start(inner_state, max_consecutive, norms, axes):
+  """Returns the state before the first update."""
+  never = jnp.full([], counters.NEVER, jnp.int32)
+  return GuardState(
+      num_updates=counters.zero(),
+      skipped_count=counters.zero(),
+      consecutive_skipped=counters.zero(),
+      bad_shard_count=counters.zero(),
+      last_bad_step=per_shard_state.store(never, axes),
+      max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
+      norms=norms,
+      inner_state=inner_state,
+  )
 
 
 def _count(state, decision, axes, inner_state):

@@ -1,7 +1,9 @@
 """`tower_reduce`: several updates of one shard, in turn, that are one step."""
 
-from typing import Literal
+import functools
+from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import optax
 
@@ -112,30 +114,10 @@ def tower_reduce(
       extra_args |= weights.given(weight=weight, local_step=local_step)
       return _apply_alone(inner, updates, state, params, extra_args)
 
-    def end(window):
-      reduced, total_weight, oldest = tower_window.reduce(
-          window,
-          reduction,
-          num_towers if weight is None else None,
-          axes,
-          updates,
-          params,
-      )
-      told = {} if local_step is None else {'local_step': oldest}
-      applied, inner_state = _apply(
-          inner,
-          reduced,
-          window.inner_state,
-          params,
-          None if weight is None else total_weight,
-          reduction,
-          axes,
-          extra_args | told,
-      )
-      return applied, tower_window.emptied(window, inner_state)
-
+    tower = _Tower(updates, params, weight, local_step, extra_args)
     window = tower_window.collect(state, updates, weight, local_step, axes)
     is_last = collectives.agreed(window.tower >= num_towers)
+    end = functools.partial(_end, inner, tower, num_towers, reduction, axes)
     return gating.run_or_skip(is_last, end, window)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -158,19 +140,45 @@ def _apply_alone(inner, updates, state, params, extra_args):
   return applied, state._replace(inner_state=inner_state)
 
 
-def _apply(
-    inner, reduced, state, params, total_weight, reduction, axes, extra_args
-):
-  """Applies a window, unless it has weights and they are zero on all shards."""
-  if total_weight is None:
-    return inner.update(reduced, state, params, **extra_args)
-  return gating.update_or_skip(
-      collectives.total(total_weight, axes) > 0,
-      inner,
-      reduced,
-      state,
-      params,
-      weight=weights.handed_on(total_weight, reduction),
-      axes=axes,
-      extra_args=extra_args,
+class _Tower(NamedTuple):
+  """What the last tower of a window brings."""
+
+  updates: optax.Updates
+  params: optax.Params | None
+  weight: chex.Numeric | None
+  local_step: chex.Numeric | None
+  extra_args: dict[str, Any]
+
+
+def _end(inner, last, num_towers, reduction, axes, window):
+  """Applies what a full window holds, and empties it.
+
+  With weights that are zero on all shards, the inner transformation stays.
+  """
+  reduced, total_weight, oldest = tower_window.reduce(
+      window,
+      reduction,
+      num_towers if last.weight is None else None,
+      axes,
+      last.updates,
+      last.params,
   )
+  extra_args = dict(last.extra_args)
+  if last.local_step is not None:
+    extra_args['local_step'] = oldest
+  if last.weight is None:
+    applied, inner_state = inner.update(
+        reduced, window.inner_state, last.params, **extra_args
+    )
+  else:
+    applied, inner_state = gating.update_or_skip(
+        collectives.total(total_weight, axes) > 0,
+        inner,
+        reduced,
+        window.inner_state,
+        last.params,
+        weight=weights.handed_on(total_weight, reduction),
+        axes=axes,
+        extra_args=extra_args,
+    )
+  return applied, tower_window.emptied(window, inner_state)
