@@ -29,7 +29,7 @@ def clip_by_global_norm(
     The list of scaled arrays, and the norm before, [].
 
   Raises:
-    TypeError: If `t_list` is not a sequence.
+    TypeError: If `t_list` is not a sequence of floating-point arrays.
 
   Examples:
     >>> from shard_transforms import facade
@@ -44,6 +44,12 @@ def clip_by_global_norm(
     raise TypeError(f'`t_list` must be a sequence, got {t_list!r}.')
   del name
   arrays: Any = [None if t is None else jnp.asarray(t) for t in t_list]
+  for i, array in enumerate(arrays):
+    if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+      raise TypeError(
+          '`t_list` must hold floating-point arrays, got one of'
+          f' {array.dtype} at {i}.'
+      )
   if use_norm is None:
     tx = optax.clip_by_global_norm(clip_norm)
     clipped: Any = tx.update(arrays, tx.init(arrays))[0]

@@ -35,7 +35,7 @@ def compute_gradients(
 
   Raises:
     TypeError: If `loss` is no function, its result no real array, or
-      `grad_loss` no array.
+      `grad_loss` no real array.
     ValueError: If there are no variables, one is of an integer type, `loss`
       takes another number of arguments or is already reduced over the shards,
       `grad_loss` is of another shape, or the loss makes new variables each
@@ -127,12 +127,20 @@ def _as_loss(out, grad_loss):
     raise TypeError(f'`loss` must return an array, got {out!r}.') from error
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
+  if grad_loss is not None:
+    _check_grad_loss(grad_loss, out.shape)
+  return out
+
+
+def _check_grad_loss(grad_loss, shape):
   is_array = hasattr(grad_loss, 'shape') or isinstance(grad_loss, int | float)
-  if grad_loss is not None and not is_array:
+  if not is_array:
     raise TypeError(f'`grad_loss` must be an array, got {grad_loss!r}.')
-  if grad_loss is not None and jnp.shape(grad_loss) not in ((), out.shape):
+  dtype = jnp.result_type(grad_loss)
+  if not any(jnp.issubdtype(dtype, k) for k in (jnp.integer, jnp.floating)):
+    raise TypeError(f'`grad_loss` must hold real numbers, got {dtype}.')
+  if jnp.shape(grad_loss) not in ((), shape):
     raise ValueError(
-        f'`grad_loss` must have the shape of the loss, {out.shape}, got'
+        f'`grad_loss` must have the shape of the loss, {shape}, got'
         f' {jnp.shape(grad_loss)}.'
     )
-  return out

@@ -120,8 +120,8 @@ class Optimizer(abc.ABC):
       the variable.
 
     Raises:
-      TypeError: If `loss` is not such a function, or an item of `var_list` not
-        a `Variable`.
+      TypeError: If `loss` is not such a function, `grad_loss` no array of real
+        numbers, or an item of `var_list` not a `Variable`.
       ValueError: If there are no variables, one is of an integer type, or
         `gate_gradients` is none of the class's members.
     """
@@ -135,11 +135,12 @@ class Optimizer(abc.ABC):
       global_step: Variable | None = None,
       name: str | None = None,
   ) -> jax.Array | None:
-    """Updates variables by gradients.
+    """Updates variables by gradients, once all of them have been checked.
 
     Args:
-      grads_and_vars: Pairs of a gradient, of the shape of the variable, and the
-        variable. Where the gradient is `None`, variable and slots stay.
+      grads_and_vars: Pairs of a gradient, floating-point numbers in the shape
+        of the variable, and the variable. Where the gradient is `None`,
+        variable and slots stay.
       global_step: A variable to be increased by one.
       name: Ignored.
 
@@ -147,8 +148,8 @@ class Optimizer(abc.ABC):
       The new global step, `None` without one.
 
     Raises:
-      TypeError: If a gradient is no array, or a variable or the global step not
-        a `Variable`.
+      TypeError: If a gradient is no array, a variable or the global step not a
+        `Variable`, or a gradient or its variable not of a floating-point type.
       ValueError: If the global step is no integer scalar, no pair has a
         gradient, an item is no pair, a variable comes twice, or a gradient is
         of another shape.

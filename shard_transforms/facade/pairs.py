@@ -39,7 +39,8 @@ def check(grads_and_vars: Iterable[Any]) -> Pairs:
   """Returns checked pairs, with gradients as arrays or `None`.
 
   Raises:
-    TypeError: If a gradient is no array, or a variable no `Variable`.
+    TypeError: If a gradient is no array, a variable no `Variable`, or one of
+      the two not of a floating-point type.
     ValueError: If there is no pair, an item is not a pair, a variable comes
       twice, or a gradient has another shape than its variable.
   """
@@ -94,17 +95,17 @@ def _check_pair(pair):
     return None, variable
   try:
     grad = jnp.asarray(grad)
-    if jnp.issubdtype(grad.dtype, jnp.integer):
-      grad = grad.astype(variable.dtype)
   except (TypeError, ValueError) as error:
     raise TypeError(
         f'The gradient of {variable.name} must be an array or None, got'
         f' {grad!r}.'
     ) from error
-  if not jnp.issubdtype(grad.dtype, jnp.floating):
+  dtypes = grad.dtype, variable.dtype
+  if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
     raise TypeError(
-        f'The gradient of {variable.name} must hold real numbers, got'
-        f' {grad.dtype}.'
+        '`grads_and_vars` must hold floating-point gradients of floating-point'
+        f' variables, got {grad.dtype} for {variable.name} of'
+        f' {variable.dtype}.'
     )
   if grad.shape != variable.shape:
     raise ValueError(

@@ -76,6 +76,12 @@ class ClipByGlobalNormTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, '`t_list` must be a sequence'):
       facade.clip_by_global_norm(given, 1.0)
 
+  @parameterized.parameters(3, True, 1j, (np.int32([3, 4]),))
+  def test_needs_floating_point_numbers(self, given):
+    for use_norm in None, 5.0:
+      with self.assertRaisesRegex(TypeError, '`t_list` must hold.* at 2'):
+        facade.clip_by_global_norm([3.0, None, given], 1.0, use_norm)
+
   def test_goes_between_gradients_and_their_application(self):
     with facade.Graph().as_default():
       w = facade.Variable([3.0, 4.0])

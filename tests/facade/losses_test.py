@@ -21,6 +21,15 @@ class GradLossTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, '`grad_loss` must be an array'):
       opt.compute_gradients(lambda: w * w, [w], grad_loss=grad_loss)
 
+  @parameterized.parameters(True, np.bool_(1), np.complex64(1))
+  def test_must_hold_real_numbers(self, grad_loss):
+    with facade.Graph().as_default():
+      w = facade.Variable(1.0)
+    opt = facade.GradientDescentOptimizer(0.1)
+
+    with self.assertRaisesRegex(TypeError, '`grad_loss` must hold real'):
+      opt.compute_gradients(lambda: w * w, [w], grad_loss=grad_loss)
+
 
 class ComputeGradientsTest(parameterized.TestCase):
 

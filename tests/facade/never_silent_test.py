@@ -227,6 +227,107 @@ class ContextTest(parameterized.TestCase):
     self.assertEqual(float(v), 0.0)
 
 
+class GradientsOfAnotherKindTest(parameterized.TestCase):
+  """Integers, truth values and complex numbers are no gradients of floats."""
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(facade.Graph().as_default())
+    self.w = facade.Variable(1.0, name='w')
+    self.v = facade.Variable(2.0, name='v')
+    self.step = facade.get_or_create_global_step()
+
+  def optimizers(self, name):
+    """Returns an inner optimizer, and what goes around it."""
+    inner = {
+        'adagrad': lambda: facade.AdagradOptimizer(0.1),
+        'ftrl': lambda: facade.FtrlOptimizer(0.1),
+        'gradient_descent': lambda: facade.GradientDescentOptimizer(0.1),
+        'momentum': lambda: facade.MomentumOptimizer(0.1, 0.9),
+        'optax': lambda: facade.OptaxOptimizer(optax.sgd(0.1, momentum=0.9)),
+        'rms_prop': lambda: facade.RMSPropOptimizer(0.1),
+    }.get(name, lambda: facade.AdamOptimizer(0.1))()
+    wrap = {
+        'cross_shard': facade.CrossShardOptimizer,
+        'drop_stale': lambda opt: facade.DropStaleGradientOptimizer(opt, 0),
+        'sync_replicas': lambda opt: facade.SyncReplicasOptimizer(opt, 1),
+        'tower': facade.TowerOptimizer,
+    }.get(name, lambda opt: opt)
+    return inner, wrap(inner)
+
+  @parameterized.product(
+      name=(
+          *('adagrad', 'adam', 'ftrl', 'gradient_descent', 'momentum'),
+          *('optax', 'rms_prop'),
+          *('cross_shard', 'drop_stale', 'sync_replicas', 'tower'),
+      ),
+      compiled=(False, True),
+  )
+  def test_change_nothing(self, name, compiled):
+    inner, opt = self.optimizers(name)
+
+    def step(grad):
+      with facade.shard_context(1):
+        opt.compute_gradients(lambda: self.w * self.v)
+        opt.apply_gradients([(1.0, self.v), (grad, self.w)], self.step)
+
+    def values():
+      return facade.get_values([self.w, self.v, self.step, *inner.variables()])
+
+    before = values()
+    for grad in (jnp.int32(1), jnp.bool_(1), jnp.complex64(1)):
+      with self.assertRaisesRegex(TypeError, f'got {grad.dtype} for w:0'):
+        (facade.function(step) if compiled else step)(grad)
+      chex.assert_trees_all_equal(values(), before, strict=True)
+    self.assertEqual(inner.get_slot_names(), [])
+
+    (facade.function(step) if compiled else step)(jnp.float32(1))
+    self.assertEqual(int(self.step), 1)
+    self.assertLess(float(self.w), 1)
+
+  def test_change_nothing_among_shards(self):
+    inner, opt = self.optimizers('cross_shard')
+
+    with self.assertRaisesRegex(TypeError, 'got int32 for w:0'):
+      facade.shard(
+          lambda x: opt.apply_gradients([(x[0], self.w)], self.step),
+          [jnp.arange(8)],
+          num_shards=8,
+      )
+
+    self.assertEqual([float(self.w), int(self.step)], [1, 0])
+    self.assertEqual(inner.get_slot_names(), [])
+
+  @parameterized.parameters(
+      (['/cpu:0', '/cpu:0'],), (['/device:CPU:0', '/device:CPU:1'],)
+  )
+  def test_change_nothing_among_towers(self, devices):
+    inner, opt = self.optimizers('tower')
+
+    def model_fn(features, labels, mode):
+      opt.apply_gradients([(features[0], self.v)])
+      opt.apply_gradients([(labels[0], self.w)], self.step)
+      return facade.EstimatorSpec(mode, loss=0.0)
+
+    towers = facade.replicate_model_fn(model_fn, devices=devices)
+    with self.assertRaisesRegex(TypeError, 'got int32 for w:0'):
+      towers(jnp.ones(2), jnp.arange(2), facade.ModeKeys.TRAIN)
+
+    self.assertEqual([float(self.w), float(self.v), int(self.step)], [1, 2, 0])
+    self.assertIsNone(inner.get_slot(self.w, 'm'))
+
+  def test_are_not_handed_in_for_others(self):
+    inner = facade.GradientDescentOptimizer(1.0)
+    opt = facade.SyncReplicasOptimizer(inner, 2, total_num_replicas=1)
+
+    with self.assertRaisesRegex(TypeError, 'got int32 for w:0'):
+      opt.apply_gradients([(jnp.int32(5), self.w)], self.step)
+    for _ in range(2):
+      opt.apply_gradients([(0.5, self.w)], self.step)
+
+    self.assertEqual([float(self.w), int(self.step)], [0.5, 1])
+
+
 class ValuesTest(parameterized.TestCase):
 
   def setUp(self):
@@ -260,7 +361,7 @@ class ValuesTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'Invalid type complex64'):
       opt.minimize(lambda: jnp.abs(w.value()) ** 2, var_list=[w])
-    with self.assertRaisesRegex(TypeError, 'must hold real numbers'):
+    with self.assertRaisesRegex(TypeError, 'floating-point.*complex64 for v:0'):
       opt.apply_gradients([(1 + 2j, v)])
 
   def test_two_variables_of_one_name(self):

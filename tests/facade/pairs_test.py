@@ -62,13 +62,13 @@ class CheckTest(PairsTest):
     chex.assert_trees_all_equal(grad, jnp.float32([1, 2]), strict=True)
     self.assertEqual([w, none, b], [self.w, None, self.b])
 
-  @parameterized.parameters(3, 3.0, np.float64(3), np.int32(3))
+  @parameterized.parameters(3.0, np.float32(3), np.float64(3))
   def test_numbers_can_be_gradients(self, grad):
     [(grad, _)] = pairs.check([(grad, self.b)])
 
     chex.assert_trees_all_equal(grad, jnp.float32(3))
 
-  @parameterized.parameters(([1.0, 2.0],), ((1, 2),))
+  @parameterized.parameters(([1.0, 2.0],), ((1.0, 2),))
   def test_lists_can_be_gradients(self, grad):
     [(grad, _)] = pairs.check([(grad, self.w)])
 
@@ -102,6 +102,42 @@ class CheckTest(PairsTest):
   def test_refuses_gradients_that_are_no_arrays(self, grad):
     with self.assertRaisesRegex(TypeError, 'The gradient of b:0 must be'):
       pairs.check([(grad, self.b)])
+
+  @parameterized.parameters(
+      (3, 'int32'),
+      (True, 'bool'),
+      (1j, 'complex64'),
+      (np.int32(3), 'int32'),
+      (np.uint8(3), 'uint8'),
+      (np.bool_(1), 'bool'),
+      (jnp.complex64(1), 'complex64'),
+  )
+  def test_refuses_another_kind_of_number(self, grad, dtype):
+    with self.assertRaisesRegex(
+        TypeError,
+        f'`grads_and_vars` must hold floating.*got {dtype} for b:0 of float32',
+    ):
+      pairs.check([(grad, self.b)])
+
+  @parameterized.parameters(jnp.int32, jnp.complex64)
+  def test_refuses_variables_of_another_kind(self, dtype):
+    variable = facade.Variable(1, dtype=dtype, name='v')
+
+    for grad in 1.0, dtype(1):
+      with self.assertRaisesRegex(
+          TypeError,
+          f'floating-point variables, got .* for v:0 of {dtype.dtype}',
+      ):
+        pairs.check([(grad, variable)])
+    self.assertEqual(pairs.check([(None, variable)]), [(None, variable)])
+
+  @parameterized.parameters(jnp.float16, jnp.bfloat16, jnp.float32)
+  def test_takes_another_precision(self, dtype):
+    half = facade.Variable(1.0, dtype=jnp.bfloat16)
+
+    [(grad, _)] = pairs.check([(dtype(3), half)])
+
+    chex.assert_trees_all_equal(grad, dtype(3), strict=True)
 
   @parameterized.parameters(([1.0, 2.0, 3.0],), ([[1.0, 2.0]],), 1.0)
   def test_refuses_another_shape(self, grad):
