@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -40,66 +41,15 @@ def map_variables(
       values for another number of them.
     RuntimeError: If each call makes new variables.
   """
-  (axis,) = mesh.axis_names
   frames.mark_mapped(mesh)
   graph = graph_lib.get_default_graph()
   everything = graph.get_collection(graph_lib.GraphKeys.GLOBAL_VARIABLES)
-
-  def own(variable, array):
-    if array.ndim == variable.ndim:
-      return array
-    is_argument = len(array) == 1
-    # Of what is none yet, the shape will do.
-    mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
-    return axes_lib.to_varying(mine, [axis])
-
-  def mapped(body, arrays, out_specs):
-    array_specs = [frames.spec_of(v, x, mesh) for v, x in arrays.items()]
-    of_values = jax.shard_map(
-        functools.partial(body, list(arrays)),
-        mesh=mesh,
-        in_specs=(array_specs, list(specs)),
-        out_specs=out_specs,
-    )
-    return of_values, list(arrays.values()), list(inputs)
-
-  def discover(found, variables, arrays, inputs):
-    values = zip(variables, arrays, strict=True)
-    with frames.frame('discovered', values, enter=own) as frame:
-      _, may_part = run(*inputs)
-    found.extend([frame, may_part])
-
-  def compute(written, variables, arrays, inputs):
-    values = zip(variables, arrays, strict=True)
-    with frames.frame('traced', values, enter=own) as frame:
-      outputs, _ = run(*inputs)
-      outputs = [_stack(x, axis) for x in outputs]
-    return outputs, [
-        _lead(frame.values[v], differs) for v, differs in written.items()
-    ]
-
+  mapping = _Mapping(run, inputs, specs, mesh)
   for _ in range(_MAX_TRACES):
-    found = []
-    known = {
-        v: x
-        for v, x in frames.known(everything).items()
-        if x.ndim == v.ndim or len(x) == mesh.size
-    }
-    jax.eval_shape(*mapped(functools.partial(discover, found), known, None))
-    frame, may_part = found
-    _check_size(frame.used, mesh)
-    written = {
-        v: axis in axes_lib.varying_axes(frame.values[v]) for v in frame.written
-    }
-    _check_parted([v for v, differs in written.items() if differs], may_part)
-    frames.place(frame.used, mesh)
-    arrays = {v: frames.read(v) for v in frame.used}
-    specs_of_written = [P(axis) if d else P() for d in written.values()]
-    call, *arguments = mapped(
-        functools.partial(compute, written), arrays, (P(axis), specs_of_written)
-    )
+    used, written = mapping.discover(everything)
+    frames.place(used, mesh)
     try:
-      outputs, new = jax.jit(call)(*arguments)
+      outputs, new = mapping.compute(used, written)
     except frames.Retraced:
       continue
     for variable, differs in written.items():
@@ -109,6 +59,85 @@ def map_variables(
   raise RuntimeError(
       f'The computation met new variables in each of {_MAX_TRACES} traces.'
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapping:
+  """The arguments of `map_variables`, and the traces of the function."""
+
+  run: Callable[..., tuple[list[Any], Any]]
+  inputs: Sequence[Any]
+  specs: Sequence[P]
+  mesh: jax.sharding.Mesh
+
+  @property
+  def axis(self):
+    (axis,) = self.mesh.axis_names
+    return axis
+
+  def discover(self, everything):
+    """Returns what a call uses, and whether what it writes differs by shard."""
+    found = []
+
+    def traced(variables, arrays, inputs):
+      with self._frame('discovered', variables, arrays) as frame:
+        _, may_part = self.run(*inputs)
+      found.extend([frame, may_part])
+
+    known = {
+        v: x
+        for v, x in frames.known(everything).items()
+        if x.ndim == v.ndim or len(x) == self.mesh.size
+    }
+    jax.eval_shape(*self._mapped(traced, known, None))
+    frame, may_part = found
+    _check_size(frame.used, self.mesh)
+    written = {
+        v: self.axis in axes_lib.varying_axes(frame.values[v])
+        for v in frame.written
+    }
+    _check_parted([v for v, differs in written.items() if differs], may_part)
+    return frame.used, written
+
+  def compute(self, used, written):
+    """Returns the outputs, and the new arrays of what is written."""
+
+    def traced(variables, arrays, inputs):
+      with self._frame('traced', variables, arrays) as frame:
+        outputs, _ = self.run(*inputs)
+        outputs = [_stack(x, self.axis) for x in outputs]
+      return outputs, [
+          _lead(frame.values[v], differs) for v, differs in written.items()
+      ]
+
+    arrays = {v: frames.read(v) for v in used}
+    of_written = [P(self.axis) if d else P() for d in written.values()]
+    call, *arguments = self._mapped(traced, arrays, (P(self.axis), of_written))
+    return jax.jit(call)(*arguments)
+
+  def _mapped(self, traced, arrays, out_specs):
+    """Returns a function of values, mapped, and its arguments."""
+    specs = [frames.spec_of(v, x, self.mesh) for v, x in arrays.items()]
+    call = jax.shard_map(
+        functools.partial(traced, list(arrays)),
+        mesh=self.mesh,
+        in_specs=(specs, list(self.specs)),
+        out_specs=out_specs,
+    )
+    return call, list(arrays.values()), list(self.inputs)
+
+  def _frame(self, kind, variables, arrays):
+    values = zip(variables, arrays, strict=True)
+    return frames.frame(kind, values, enter=self._own)
+
+  def _own(self, variable, array):
+    """Returns a shard's part of an array."""
+    if array.ndim == variable.ndim:
+      return array
+    is_argument = len(array) == 1
+    # Of what is none yet, the shape will do.
+    mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
+    return axes_lib.to_varying(mine, [self.axis])
 
 
 def _check_size(variables, mesh):
