@@ -1,7 +1,5 @@
 """Variables: named arrays that a computation reads and writes in place."""
 
-from collections.abc import Iterator
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import operators
 from shard_transforms.facade import templates
 
 _KEYS = graph_lib.GraphKeys
@@ -26,7 +25,7 @@ class Operation(NamedTuple):
   name: str
 
 
-class Variable(np.lib.mixins.NDArrayOperatorsMixin):
+class Variable(operators.ArrayOperators):
   """A named array that can be assigned to.
 
   Usable wherever an array is: in arithmetic, in functions of `jax.numpy` and
@@ -211,51 +210,6 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     del ignored
     return self.assign(self - delta)
 
-  def __jax_array__(self) -> jax.Array:
-    return self.value()
-
-  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-    return np.array(self.value(), dtype, copy=copy)
-
-  def __array_ufunc__(
-      self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
-  ) -> Any:
-    # All operators come here, and many functions of NumPy.
-    if any(isinstance(out, Variable) for out in kwargs.get('out', ())):
-      raise TypeError(
-          f'Variable {self.name!r} must not be changed by an operator: use'
-          ' `assign`, `assign_add` or `assign_sub`.'
-      )
-    of_jax = getattr(jnp, ufunc.__name__, None)
-    if of_jax is not None and method == '__call__' and 'out' not in kwargs:
-      return of_jax(*map(_operand, inputs), **kwargs)
-    operands = [np.asarray(_operand(x)) for x in inputs]
-    return getattr(ufunc, method)(*operands, **kwargs)
-
-  def __getitem__(self, index: Any) -> jax.Array:
-    return self.value()[index]
-
-  def __iter__(self) -> Iterator[jax.Array]:
-    return iter(self.value())
-
-  def __len__(self) -> int:
-    return len(self.value())
-
-  def __bool__(self) -> bool:
-    return bool(self.value())
-
-  def __int__(self) -> int:
-    return int(self.value())
-
-  def __float__(self) -> float:
-    return float(self.value())
-
-  def __index__(self) -> int:
-    return operator.index(self.value())
-
-  def __format__(self, spec: str) -> str:
-    return format(self.value(), spec)
-
   def __str__(self) -> str:
     return repr(self) if self.is_per_shard else str(self.value())
 
@@ -275,12 +229,6 @@ def _rebuild(_: None, children: Any) -> Any:
 jax.tree_util.register_pytree_node(
     Variable, lambda variable: ((variable.value(),), None), _rebuild
 )
-
-
-def _operand(value):
-  if isinstance(value, Variable):
-    return value.value()
-  return jnp.asarray(value) if isinstance(value, list | tuple) else value
 
 
 def _as_array(value, dtype, what):
