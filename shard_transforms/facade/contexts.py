@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import threading
-from typing import Any
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
@@ -95,7 +94,7 @@ def shard_context(
   References:
     `tpu_function.tpu_shard_context` of TensorFlow 1.15.
   """
-  num_shards = as_num_shards(num_shards)
+  num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   if _thread.shards is not None:
     raise NotImplementedError('`shard_context` cannot be nested.')
   _thread.shards = around = Shards(num_shards, axis_name)
@@ -103,19 +102,6 @@ def shard_context(
     yield around
   finally:
     _thread.shards = None
-
-
-def as_num_shards(num_shards: Any) -> int:
-  """Returns a number of shards as a Python integer.
-
-  Raises:
-    TypeError: If it is not an integer.
-    ValueError: If it is less than 1.
-  """
-  num_shards = arguments.as_int('num_shards', num_shards)
-  if num_shards < 1:
-    raise ValueError(f'`num_shards` must be at least 1, got {num_shards!r}.')
-  return num_shards
 
 
 def is_any() -> bool:

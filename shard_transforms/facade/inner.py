@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.tf1 import adam
 from shard_transforms._src.tf1 import ftrl
 from shard_transforms.facade import functional
@@ -204,6 +205,7 @@ class AdagradOptimizer(functional.SlotOptimizer):
     name: The name.
 
   Raises:
+    TypeError: If `initial_accumulator_value` is no real number.
     ValueError: If `name` is empty, or `initial_accumulator_value` not positive.
 
   Examples:
@@ -228,13 +230,10 @@ class AdagradOptimizer(functional.SlotOptimizer):
       name: str = 'Adagrad',
   ):
     super().__init__(use_locking, name)
-    if initial_accumulator_value <= 0:
-      raise ValueError(
-          '`initial_accumulator_value` must be positive, got'
-          f' {initial_accumulator_value!r}.'
-      )
     self._learning_rate = learning_rate
-    self._initial_accumulator_value = initial_accumulator_value
+    self._initial_accumulator_value = arguments.as_positive(
+        'initial_accumulator_value', initial_accumulator_value
+    )
 
   def _transformation(self):
     return optax.adagrad(

@@ -188,16 +188,6 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
   axis = towers.axis_name = contexts.TOWER_AXIS
   returned = []
 
-  def reduce(kind):
-    reductions = {
-        'mean': shard_transforms.cross_shard_mean,
-        'sum': shard_transforms.cross_shard_sum,
-    }
-    tx = reductions[kind](axis)
-    return lambda x: tx.update(
-        shard_transforms.per_shard(_inexact([x])[0], axis), optax.EmptyState()
-    )[0]
-
   def run(features, labels):
     towers.calls[:] = [[]]
     with templates.call_of(template):
@@ -206,9 +196,9 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
     leaves, treedef = jax.tree.flatten(
         (
             spec.predictions,
-            jax.tree.map(reduce(_kind(towers)), spec.loss),
+            jax.tree.map(_over_axis(_kind(towers), axis), spec.loss),
             spec.train_op,
-            jax.tree.map(reduce('mean'), spec.eval_metric_ops),
+            jax.tree.map(_over_axis('mean', axis), spec.eval_metric_ops),
         )
     )
     returned[:] = [spec.mode, treedef]
@@ -226,6 +216,18 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
   return EstimatorSpec(
       mode, predictions, *jax.tree.map(lambda x: x[0], reduced)
   )
+
+
+def _over_axis(kind, axis):
+  """Returns a function of a tower's number that reduces it over the axis."""
+  reductions = {
+      'mean': shard_transforms.cross_shard_mean,
+      'sum': shard_transforms.cross_shard_sum,
+  }
+  tx = reductions[kind](axis)
+  return lambda x: tx.update(
+      shard_transforms.per_shard(_inexact([x])[0], axis), optax.EmptyState()
+  )[0]
 
 
 def _kind(towers):

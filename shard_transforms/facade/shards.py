@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from shard_transforms._src.base import arguments
 from shard_transforms.facade import contexts
 from shard_transforms.facade import mapping
 from shard_transforms.facade import templates
@@ -84,9 +85,9 @@ def shard(
     raise NotImplementedError('`infeed_queue` must be None: hand in `inputs`.')
   if contexts.shards() is not None:
     raise NotImplementedError('`shard` cannot be nested.')
-  num_shards = contexts.as_num_shards(num_shards)
+  num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   inputs = [jnp.asarray(x) for x in inputs or ()]
-  axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
+  axes = _axes('input_shard_axes', input_shard_axes, len(inputs))
   template = templates.subtemplate()
 
   def run(*parts):
@@ -100,15 +101,9 @@ def shard(
   if num_shards == 1:
     return run(*inputs)[0]
   devices = _devices(device_assignment, num_shards)
-  for i, (x, axis) in enumerate(zip(inputs, axes, strict=True)):
-    if not -x.ndim <= axis < x.ndim or x.shape[axis] % num_shards:
-      raise ValueError(
-          f'Input {i} must have a dimension {axis} that {num_shards} shards'
-          f' divide, got the shape {x.shape}.'
-      )
   specs = [
-      P(*[None] * (axis % x.ndim), contexts.SHARD_AXIS)
-      for x, axis in zip(inputs, axes, strict=True)
+      _spec(f'Input {i}', x, axis, num_shards)
+      for i, (x, axis) in enumerate(zip(inputs, axes, strict=True))
   ]
   mesh = jax.sharding.Mesh(np.array(devices), (contexts.SHARD_AXIS,))
   inputs = [
@@ -116,14 +111,17 @@ def shard(
       for i, (x, spec) in enumerate(zip(inputs, specs, strict=True))
   ]
   outputs = mapping.map_variables(run, inputs, specs, mesh)
-  keep = _per_item(
-      'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
-  )
-  joined = _per_item('output_shard_axes', output_shard_axes or 0, len(outputs))
-  return [
-      _join(x, axis) if from_all else x[0]
-      for x, from_all, axis in zip(outputs, keep, joined, strict=True)
-  ]
+  return _joined(outputs, outputs_from_all_shards, output_shard_axes)
+
+
+def _spec(name, x, axis, num_shards):
+  """Returns how an input is cut along one of its dimensions."""
+  if not -x.ndim <= axis < x.ndim or x.shape[axis] % num_shards:
+    raise ValueError(
+        f'{name} must have a dimension {axis} that {num_shards} shards divide,'
+        f' got the shape {x.shape}.'
+    )
+  return P(*[None] * (axis % x.ndim), contexts.SHARD_AXIS)
 
 
 def _place(name, x, sharding):
@@ -140,11 +138,22 @@ def _place(name, x, sharding):
   return x
 
 
+def _joined(outputs, from_all_shards, shard_axes):
+  """Returns each output as all shards gave it, or the first."""
+  num = len(outputs)
+  axes = _axes('output_shard_axes', shard_axes, num)
+  keep = _per_item('outputs_from_all_shards', from_all_shards, num)
+  return [
+      _join(x, axis) if operator.index(from_all) else x[0]
+      for x, from_all, axis in zip(outputs, keep, axes, strict=True)
+  ]
+
+
 def _join(x, axis):
   """Returns what all shards gave [num_shards, ...], one behind the other."""
   if x.ndim == 1:
     return x
-  axis = operator.index(axis) % (x.ndim - 1)
+  axis %= x.ndim - 1
   x = jnp.moveaxis(x, 0, axis)
   return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
@@ -155,6 +164,11 @@ def _as_list(out):
   return list(out) if isinstance(out, list | tuple) else [out]
 
 
+def _axes(name, value, length):
+  axes = _per_item(name, value or 0, length)
+  return [arguments.as_int(name, axis) for axis in axes]
+
+
 def _per_item(name, value, length):
   """Returns one value for each of `length` items."""
   values = list(value) if isinstance(value, Sequence) else [value] * length
@@ -162,7 +176,7 @@ def _per_item(name, value, length):
     raise ValueError(
         f'`{name}` must have {length} items, one for each, got {value!r}.'
     )
-  return [operator.index(v) for v in values]
+  return values
 
 
 def _devices(device_assignment, num_shards):

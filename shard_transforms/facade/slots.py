@@ -96,13 +96,7 @@ class Slots:
       leaf.assign(value)
 
   def _make(self, transformation, variables, slot_names, op_names):
-    for variable in variables:
-      known = next(iter(self._variables.values()), variable)
-      if variable.graph is not known.graph:
-        raise ValueError(
-            f'The optimizer already has slots of {known.name!r} of another'
-            f' graph, got {variable.name!r}. Make an optimizer for each graph.'
-        )
+    self._check_graph(variables)
     self._variables.update({v.op.name: v for v in variables})
     with frames.outside():
       parted = {v.op.name for v in variables if v.is_per_shard}
@@ -119,14 +113,7 @@ class Slots:
           _Leaf(path, value, *_describe(path, params, slot_names))
           for path, value in found
       ]
-      order = {name: i for i, name in enumerate(slot_names.values())}
-      # TensorFlow 1 makes what belongs to no variable first, and then the slots
-      # of one variable after the other.
-      rank = {None: -1} | {v.op.name: i for i, v in enumerate(variables)}
-      for leaf in sorted(
-          described,
-          key=lambda leaf: (rank[leaf.of], order.get(leaf.slot, len(order))),
-      ):
+      for leaf in _in_order(described, variables, slot_names):
         if leaf.path not in self._leaves:
           if leaf.of in parted:
             raise ValueError(
@@ -142,6 +129,15 @@ class Slots:
           )
     leaves = [self._leaves[leaf.path] for leaf in described]
     self._calls[variables] = treedef, leaves
+
+  def _check_graph(self, variables):
+    for variable in variables:
+      known = next(iter(self._variables.values()), variable)
+      if variable.graph is not known.graph:
+        raise ValueError(
+            f'The optimizer already has slots of {known.name!r} of another'
+            f' graph, got {variable.name!r}. Make an optimizer for each graph.'
+        )
 
   def _add(self, leaf, graph, op_names):
     op_name = op_names.get(leaf.slot, op_names[None])
@@ -172,6 +168,20 @@ class _Leaf(NamedTuple):
   value: Any
   of: str | None
   slot: str
+
+
+def _in_order(leaves, variables, slot_names):
+  """Returns leaves in the order in which TensorFlow 1 makes them.
+
+  What belongs to no variable comes first, and then the slots of one variable
+  after the other.
+  """
+  order = {name: i for i, name in enumerate(slot_names.values())}
+  rank = {None: -1} | {v.op.name: i for i, v in enumerate(variables)}
+  return sorted(
+      leaves,
+      key=lambda leaf: (rank[leaf.of], order.get(leaf.slot, len(order))),
+  )
 
 
 def _describe(path, params, slot_names):

@@ -106,10 +106,14 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
       raise ValueError(
           '`variable_averages` and `variables_to_average` must come together.'
       )
-    self._num_needed = _positive('replicas_to_aggregate', replicas_to_aggregate)
-    self._num_replicas = self._num_needed
-    if total_num_replicas is not None:
-      self._num_replicas = _positive('total_num_replicas', total_num_replicas)
+    self._num_needed = arguments.as_at_least(
+        'replicas_to_aggregate', replicas_to_aggregate, 1
+    )
+    if total_num_replicas is None:
+      total_num_replicas = self._num_needed
+    self._num_replicas = arguments.as_at_least(
+        'total_num_replicas', total_num_replicas, 1
+    )
     self._averages = variable_averages
     self._to_average = variables_to_average
     self._is_alone = self._num_needed == self._num_replicas == 1
@@ -213,10 +217,3 @@ class _Round:
   calls: list[pairs_lib.Pairs] = dataclasses.field(default_factory=list)
   is_over: bool = False
   error: Exception | None = None
-
-
-def _positive(name, number):
-  number = arguments.as_int(name, number)
-  if number < 1:
-    raise ValueError(f'`{name}` must be at least 1, got {number!r}.')
-  return number

@@ -372,6 +372,11 @@ class InnerTest(UpdateTest):
     with self.assertRaisesRegex(ValueError, 'initial_accumulator_value.*posit'):
       facade.AdagradOptimizer(RATE, initial_accumulator_value=value)
 
+  @parameterized.parameters('0.1', None, 1j, True)
+  def test_adagrad_starts_from_a_real_number(self, value):
+    with self.assertRaisesRegex(TypeError, 'initial_accumulator_value.*real'):
+      facade.AdagradOptimizer(RATE, initial_accumulator_value=value)
+
   @parameterized.parameters(
       ('learning_rate_power', 0.1),
       ('initial_accumulator_value', -0.1),

@@ -138,6 +138,24 @@ class ShardTest(parameterized.TestCase):
       ),
       ('many', ValueError, 'must not exceed', {'num_shards': 64, 'x': 64}),
       ('number', TypeError, '`num_shards` must be', {'num_shards': 2.0}),
+      (
+          'none',
+          ValueError,
+          '`num_shards` must be at least 1',
+          {'num_shards': 0},
+      ),
+      (
+          'axis_of_input',
+          TypeError,
+          '`input_shard_axes` must be an integer, got 0.5',
+          {'input_shard_axes': [0.5]},
+      ),
+      (
+          'axis_of_output',
+          TypeError,
+          '`output_shard_axes` must be an integer, got True',
+          {'output_shard_axes': [True]},
+      ),
       ('queue', NotImplementedError, '`infeed_queue`', {'infeed_queue': 1}),
   )
   def test_refuses(self, error, message, given):
