@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 import optax
 
 
 def clip_by_global_norm(
-    t_list: Sequence[Any],
-    clip_norm: Any,
-    use_norm: Any = None,
+    t_list: Sequence[npt.ArrayLike | None],
+    clip_norm: chex.Numeric,
+    use_norm: chex.Numeric | None = None,
     name: str | None = None,
-) -> tuple[list[Any], jax.Array]:
+) -> tuple[list[jax.Array | None], jax.Array]:
   """Scales a list of gradients so that its global norm is at most `clip_norm`.
 
   Between `compute_gradients` and `apply_gradients`, each shard or tower clips

@@ -1,6 +1,6 @@
 """`CrossShardOptimizer`: one update from the gradients of all shards."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -65,7 +65,9 @@ class CrossShardOptimizer(wrappers.FunctionalWrapper):
       opt: optimizer.Optimizer,
       reduction: str = constants.Reduction.MEAN,
       name: str = 'CrossShardOptimizer',
-      group_assignment: Any = None,
+      group_assignment: (
+          Sequence[Sequence[int]] | np.ndarray | jax.Array | None
+      ) = None,
   ):
     kinds = constants.Reduction.SUM, constants.Reduction.MEAN
     if reduction not in kinds:

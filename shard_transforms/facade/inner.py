@@ -1,9 +1,10 @@
 """The optimizers of `tf.train`, each an Optax transformation underneath."""
 
+from collections.abc import Callable
 import inspect
 import types
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -11,6 +12,10 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.tf1 import adam
 from shard_transforms._src.tf1 import ftrl
 from shard_transforms.facade import functional
+from shard_transforms.facade import variables
+
+_Number = jax.typing.ArrayLike | variables.Variable
+Hyperparameter = _Number | Callable[[], _Number]
 
 
 class OptaxOptimizer(functional.SlotOptimizer):
@@ -88,7 +93,7 @@ class GradientDescentOptimizer(functional.SlotOptimizer):
 
   def __init__(
       self,
-      learning_rate: Any,
+      learning_rate: Hyperparameter,
       use_locking: bool = False,
       name: str = 'GradientDescent',
   ):
@@ -129,8 +134,8 @@ class MomentumOptimizer(functional.SlotOptimizer):
 
   def __init__(
       self,
-      learning_rate: Any,
-      momentum: Any,
+      learning_rate: Hyperparameter,
+      momentum: Hyperparameter,
       use_locking: bool = False,
       name: str = 'Momentum',
       use_nesterov: bool = False,
@@ -180,10 +185,10 @@ class AdamOptimizer(functional.SlotOptimizer):
 
   def __init__(
       self,
-      learning_rate: Any = 0.001,
-      beta1: Any = 0.9,
-      beta2: Any = 0.999,
-      epsilon: Any = 1e-8,
+      learning_rate: Hyperparameter = 0.001,
+      beta1: Hyperparameter = 0.9,
+      beta2: Hyperparameter = 0.999,
+      epsilon: Hyperparameter = 1e-8,
       use_locking: bool = False,
       name: str = 'Adam',
   ):
@@ -224,7 +229,7 @@ class AdagradOptimizer(functional.SlotOptimizer):
 
   def __init__(
       self,
-      learning_rate: Any,
+      learning_rate: Hyperparameter,
       initial_accumulator_value: float = 0.1,
       use_locking: bool = False,
       name: str = 'Adagrad',
@@ -275,10 +280,10 @@ class RMSPropOptimizer(functional.SlotOptimizer):
 
   def __init__(
       self,
-      learning_rate: Any,
-      decay: Any = 0.9,
-      momentum: Any = 0.0,
-      epsilon: Any = 1e-10,
+      learning_rate: Hyperparameter,
+      decay: Hyperparameter = 0.9,
+      momentum: Hyperparameter = 0.0,
+      epsilon: Hyperparameter = 1e-10,
       use_locking: bool = False,
       centered: bool = False,
       name: str = 'RMSProp',
@@ -340,7 +345,7 @@ class FtrlOptimizer(functional.SlotOptimizer):
 
   def __init__(
       self,
-      learning_rate: Any,
+      learning_rate: Hyperparameter,
       learning_rate_power: float = -0.5,
       initial_accumulator_value: float = 0.1,
       l1_regularization_strength: float = 0.0,

@@ -42,7 +42,7 @@ class LocalStep(variables_lib.Variable):
     """The oldest recorded step, `NO_STEP` if there is none, int32 []."""
     return self.value()[0]
 
-  def record(self, step: Any) -> None:
+  def record(self, step: jax.typing.ArrayLike) -> None:
     """Records that a gradient is computed from the variables of a step."""
     oldest, is_used = self.value()
     step = jnp.asarray(step, jnp.int32)
@@ -53,6 +53,6 @@ class LocalStep(variables_lib.Variable):
     """Notes that an update has used the step; it counts until the next."""
     self.assign(jnp.stack([self.step, 1]))
 
-  def set(self, step: Any) -> None:
+  def set(self, step: jax.typing.ArrayLike) -> None:
     """Makes the thread go on from a step."""
     self.assign(jnp.stack([jnp.asarray(step, jnp.int32), 0]))

@@ -1,10 +1,12 @@
 """Variables that are found in a graph by their name or their kind."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -16,8 +18,8 @@ _KEYS = graph_lib.GraphKeys
 def get_variable(
     name: str,
     shape: Iterable[int] | None = None,
-    dtype: Any = None,
-    initializer: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    initializer: npt.ArrayLike | Callable[..., npt.ArrayLike] | None = None,
     *,
     trainable: bool = True,
 ) -> variables.Variable:
@@ -65,7 +67,7 @@ def get_variable(
     with frames.outside():
       if shape is not None and callable(initializer):
         initializer = initializer(shape, dtype or jnp.float32)
-      value: Any = initializer() if callable(initializer) else initializer
+      value = initializer() if callable(initializer) else initializer
       _check_shape(np.shape(value), shape, name)
       return variables.Variable(value, trainable, name=name, dtype=dtype)
 

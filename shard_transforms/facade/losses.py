@@ -1,23 +1,27 @@
 """Losses: Python functions, and their gradients for the variables they read."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 import inspect
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 
 import shard_transforms
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import lookup
 from shard_transforms.facade import pairs
+from shard_transforms.facade import variables as variables_lib
+
+Variable = variables_lib.Variable
 
 
 def compute_gradients(
-    loss: Callable[..., Any],
-    var_list: Any = None,
-    grad_loss: Any = None,
+    loss: Callable[..., npt.ArrayLike],
+    var_list: Variable | Iterable[Variable] | None = None,
+    grad_loss: jax.typing.ArrayLike | Variable | None = None,
     scale: float | None = None,
 ) -> pairs.Pairs:
   """Returns the gradient of a loss for each variable, `None` where unread.

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
@@ -26,11 +27,13 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
   def __jax_array__(self) -> jax.Array:
     return self.value()
 
-  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+  def __array__(
+      self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+  ) -> np.ndarray:
     return np.array(self.value(), dtype, copy=copy)
 
   def __array_ufunc__(
-      self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
+      self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
   ) -> Any:
     # All operators come here, and many functions of NumPy.
     if any(isinstance(out, ArrayOperators) for out in kwargs.get('out', ())):

@@ -3,10 +3,11 @@
 import abc
 from collections.abc import Callable
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 
 from shard_transforms.facade import pairs as pairs_lib
 from shard_transforms.facade import variables as variables_lib
@@ -51,14 +52,14 @@ class Optimizer(abc.ABC):
 
   def minimize(
       self,
-      loss: Callable[..., Any],
+      loss: Callable[..., npt.ArrayLike],
       global_step: Variable | None = None,
-      var_list: Iterable[Variable] | None = None,
+      var_list: Variable | Iterable[Variable] | None = None,
       gate_gradients: int = GATE_OP,
       aggregation_method: int | None = None,
       colocate_gradients_with_ops: bool = False,
       name: str | None = None,
-      grad_loss: Any = None,
+      grad_loss: jax.typing.ArrayLike | Variable | None = None,
   ) -> jax.Array | None:
     """Calls `compute_gradients` and `apply_gradients`.
 
@@ -96,12 +97,12 @@ class Optimizer(abc.ABC):
 
   def compute_gradients(
       self,
-      loss: Callable[..., Any],
-      var_list: Iterable[Variable] | None = None,
+      loss: Callable[..., npt.ArrayLike],
+      var_list: Variable | Iterable[Variable] | None = None,
       gate_gradients: int = GATE_OP,
       aggregation_method: int | None = None,
       colocate_gradients_with_ops: bool = False,
-      grad_loss: Any = None,
+      grad_loss: jax.typing.ArrayLike | Variable | None = None,
   ) -> pairs_lib.Pairs:
     """Returns the gradient of a loss for each variable.
 
@@ -131,7 +132,7 @@ class Optimizer(abc.ABC):
 
   def apply_gradients(
       self,
-      grads_and_vars: Iterable[tuple[Any, Variable]],
+      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
       global_step: Variable | None = None,
       name: str | None = None,
   ) -> jax.Array | None:
@@ -177,7 +178,11 @@ class Optimizer(abc.ABC):
 
   @abc.abstractmethod
   def _compute(
-      self, loss: Any, var_list: Any, grad_loss: Any, scale: float | None = None
+      self,
+      loss: Callable[..., npt.ArrayLike],
+      var_list: Variable | Iterable[Variable] | None,
+      grad_loss: jax.typing.ArrayLike | Variable | None,
+      scale: float | None = None,
   ) -> pairs_lib.Pairs:
     """Returns the pairs of `compute_gradients`, for the scaled loss."""
 
@@ -188,7 +193,10 @@ class Optimizer(abc.ABC):
     """Does what `apply_gradients` does, with checked pairs."""
 
 
-def check_gate(gate_gradients: Any) -> None:
+_Kind = TypeVar('_Kind', bound=Optimizer)
+
+
+def check_gate(gate_gradients: int) -> None:
   """Checks `gate_gradients`.
 
   Raises:
@@ -202,9 +210,7 @@ def check_gate(gate_gradients: Any) -> None:
     )
 
 
-def check_optimizer(
-    name: str, opt: Any, kind: type[Optimizer] = Optimizer
-) -> Any:
+def check_optimizer(name: str, opt: object, kind: type[_Kind]) -> _Kind:
   """Returns `opt` if it is an optimizer of the façade.
 
   Raises:

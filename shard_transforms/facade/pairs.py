@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 
 from shard_transforms.facade import variables
 
-Pairs = list[tuple[Any, variables.Variable]]
+Pairs = list[tuple[jax.Array | None, variables.Variable]]
 
 
-def check_variables(var_list: Any) -> list[variables.Variable]:
+def check_variables(
+    var_list: variables.Variable | Iterable[variables.Variable],
+) -> list[variables.Variable]:
   """Returns a variable, or several, as a list of those with a gradient.
 
   Raises:
@@ -35,7 +37,9 @@ def check_variables(var_list: Any) -> list[variables.Variable]:
   return found
 
 
-def check(grads_and_vars: Iterable[Any]) -> Pairs:
+def check(
+    grads_and_vars: Iterable[tuple[npt.ArrayLike | None, variables.Variable]],
+) -> Pairs:
   """Returns checked pairs, with gradients as arrays or `None`.
 
   Raises:
@@ -44,7 +48,7 @@ def check(grads_and_vars: Iterable[Any]) -> Pairs:
     ValueError: If there is no pair, an item is not a pair, a variable comes
       twice, or a gradient has another shape than its variable.
   """
-  found = [_check_pair(pair) for pair in grads_and_vars]
+  found: Pairs = [_check_pair(pair) for pair in grads_and_vars]
   if not found:
     raise ValueError('No variables provided.')
   _check_distinct([variable for _, variable in found])

@@ -1,11 +1,13 @@
 """`replicate_model_fn`: one model function, a batch, and several towers."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import inspect
 import re
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -47,10 +49,10 @@ class EstimatorSpec(NamedTuple):
   """
 
   mode: str
-  predictions: Any = None
-  loss: Any = None
-  train_op: Any = None
-  eval_metric_ops: Any = None
+  predictions: chex.ArrayTree | None = None
+  loss: jax.typing.ArrayLike | None = None
+  train_op: chex.ArrayTree | None = None
+  eval_metric_ops: Mapping[str, jax.typing.ArrayLike] | None = None
   export_outputs: Any = None
   training_chief_hooks: Any = None
   training_hooks: Any = None

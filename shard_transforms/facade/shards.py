@@ -10,6 +10,7 @@ from jax import core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import numpy.typing as npt
 
 from shard_transforms._src.base import arguments
 from shard_transforms.facade import contexts
@@ -18,8 +19,8 @@ from shard_transforms.facade import templates
 
 
 def shard(
-    computation: Callable[..., Any],
-    inputs: Sequence[Any] | None = None,
+    computation: Callable[..., npt.ArrayLike | Sequence[npt.ArrayLike] | None],
+    inputs: Sequence[npt.ArrayLike] | None = None,
     num_shards: int = 1,
     input_shard_axes: Sequence[int] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,

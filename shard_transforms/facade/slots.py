@@ -63,7 +63,7 @@ class Slots:
       variables: Sequence[Variable],
       slot_names: Mapping[str, str],
       op_names: Mapping[str | None, str],
-  ) -> Any:
+  ) -> optax.OptState:
     """Returns the state for some variables; makes what it lacks.
 
     Args:
@@ -89,7 +89,7 @@ class Slots:
     treedef, leaves = self._calls[call]
     return treedef.unflatten(map(frames.read, leaves))
 
-  def store(self, variables: Sequence[Variable], state: Any) -> None:
+  def store(self, variables: Sequence[Variable], state: optax.OptState) -> None:
     """Takes the next state for some variables."""
     _, leaves = self._calls[tuple(variables)]
     for leaf, value in zip(leaves, jax.tree.leaves(state), strict=True):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import optax
 
@@ -20,6 +20,13 @@ from shard_transforms.facade import variables as variables_lib
 from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
+
+
+class Averages(Protocol):
+  """What follows variables, like a moving average."""
+
+  def apply(self, variables: Sequence[Variable], /) -> object:
+    """Takes the present values in."""
 
 
 class SyncReplicasOptimizer(wrappers.Wrapper):
@@ -89,12 +96,12 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
       opt: optimizer.Optimizer,
       replicas_to_aggregate: int,
       total_num_replicas: int | None = None,
-      variable_averages: Any = None,
+      variable_averages: Averages | None = None,
       variables_to_average: Sequence[Variable] | None = None,
       use_locking: bool = False,
       name: str = 'sync_replicas',
   ):
-    opt = optimizer.check_optimizer('opt', opt)
+    opt = optimizer.check_optimizer('opt', opt, optimizer.Optimizer)
     super().__init__(opt, use_locking, name)
     if not isinstance(opt, functional.FunctionalOptimizer):
       raise ValueError(
@@ -197,7 +204,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
     mean: Any = tx.update(pairs_lib.stack(calls), optax.EmptyState())[0]
     pairs = [(mean.get(v.op.name), v) for _, v in calls[0]]
     step = self._opt._apply(pairs, global_step)
-    if self._averages is not None:
+    if self._averages is not None and self._to_average is not None:
       self._averages.apply(self._to_average)
     return step
 

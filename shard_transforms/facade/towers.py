@@ -70,7 +70,9 @@ class TowerOptimizer(wrappers.Wrapper):
     given = optimizer_or_optimizer_fn
     if callable(given) and not isinstance(given, optimizer.Optimizer):
       given = given()
-    opt = optimizer.check_optimizer('optimizer_or_optimizer_fn', given)
+    opt = optimizer.check_optimizer(
+        'optimizer_or_optimizer_fn', given, optimizer.Optimizer
+    )
     if isinstance(opt, TowerOptimizer):
       raise ValueError(
           '`optimizer_or_optimizer_fn` must not be a TowerOptimizer, got one:'

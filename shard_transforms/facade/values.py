@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax import core
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import variables as variables_lib
@@ -47,7 +47,8 @@ def get_values(
 
 
 def set_values(
-    variables: Iterable[variables_lib.Variable], values: Mapping[str, Any]
+    variables: Iterable[variables_lib.Variable],
+    values: Mapping[str, npt.ArrayLike],
 ) -> None:
   """Restores variables from what `get_values` gave; all of them or none.
 

@@ -1,11 +1,13 @@
 """Variables: named arrays that a computation reads and writes in place."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax import core
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -75,10 +77,10 @@ class Variable(operators.ArrayOperators):
   """
 
   # Two variables are equal if they are one, as in TensorFlow 1.
-  def __eq__(self, other: Any) -> Any:
+  def __eq__(self, other: object) -> bool:
     return self is other
 
-  def __ne__(self, other: Any) -> Any:
+  def __ne__(self, other: object) -> bool:
     return self is not other
 
   def __hash__(self) -> int:
@@ -86,11 +88,11 @@ class Variable(operators.ArrayOperators):
 
   def __init__(
       self,
-      initial_value: Any,
+      initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
       trainable: bool = True,
       *,
       name: str | None = None,
-      dtype: Any = None,
+      dtype: jax.typing.DTypeLike | None = None,
   ):
     if frames.is_tracing() or templates.is_within() or frames.is_staged():
       raise ValueError(
@@ -170,7 +172,7 @@ class Variable(operators.ArrayOperators):
 
   def assign(
       self,
-      value: Any,
+      value: npt.ArrayLike,
       use_locking: bool = False,
       name: str | None = None,
       read_value: bool = True,
@@ -200,12 +202,12 @@ class Variable(operators.ArrayOperators):
     frames.write(self, array)
     return array
 
-  def assign_add(self, delta: Any, **ignored: Any) -> jax.Array:
+  def assign_add(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Adds to the value, and returns it; takes the arguments of `assign`."""
     del ignored
     return self.assign(self + delta)
 
-  def assign_sub(self, delta: Any, **ignored: Any) -> jax.Array:
+  def assign_sub(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Subtracts from the value, and returns it, as `assign_add` adds."""
     del ignored
     return self.assign(self - delta)
