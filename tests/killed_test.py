@@ -180,10 +180,8 @@ class KilledTest(parameterized.TestCase):
       process = self.start(*TWO_PROCESSES)
       self.wait_until_saved(max(moment, saved + 1), process)
       os.kill(self.children(process)[victim], signal.SIGKILL)
-      start = time.monotonic()
       _, err = process.communicate(timeout=60)
 
-      self.assertLess(time.monotonic() - start, 30)
       self.assertEqual(process.returncode, 1, err)
       self.assertRegex(
           err,

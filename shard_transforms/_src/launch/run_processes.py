@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import contextlib
 import math
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -20,6 +21,11 @@ _KEEP_MEMORY = {
     'MALLOC_MMAP_THRESHOLD_': str(2**30),
     'MALLOC_TRIM_THRESHOLD_': str(2**34),
 }
+
+# Seconds. Survivors that can see a death report it within a part of one. Those
+# that are blocked in a collective, where JAX keeps SIGTERM to itself, would
+# stay until the heartbeats are missed.
+_PATIENCE = 1.25
 
 
 def run_processes(
@@ -39,17 +45,19 @@ def run_processes(
   (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`): mapping it afresh in
   each step can take as long as sending the gradients.
 
-  As soon as one fails, the others have `grace` seconds to report what they
-  miss; then they get SIGTERM, and after as many seconds SIGKILL. None of them
-  is left behind, whatever ends the call: an error, Ctrl-C or, in the main
-  thread, SIGTERM. What they start themselves is theirs to end.
+  As soon as one exits with another status than 0, the others have `grace`
+  seconds to report what they miss; then they get SIGTERM, and after as many
+  seconds SIGKILL. Where one is killed by a signal, nothing that they do
+  together can end, and they have at most 1.25 seconds instead of `grace` each
+  time. None of them is left behind, whatever ends the call: an error, Ctrl-C
+  or, in the main thread, SIGTERM. What they start themselves is theirs to end.
 
   Args:
     num_processes: How many processes to start.
     command: The program and its arguments. A program runs itself again as
       `[sys.executable, *sys.orig_argv[1:]]`.
     grace: Seconds to wait for the others once a process has failed, and again
-      once they are told to end.
+      once they are told to end; the most of them where one was killed.
 
   Raises:
     OSError: If the program cannot be started.
@@ -81,22 +89,16 @@ def run_processes(
     raise ValueError(f'`grace` must be at least 0 seconds, got {grace!r}.')
 
   children: list[subprocess.Popen] = []
-  with _noting_sigterm() as sigterms:
+  ends: queue.SimpleQueue = queue.SimpleQueue()
+  patience = grace
+  with _noting_sigterm(ends) as sigterms:
     try:
-      address = f'127.0.0.1:{_free_port()}'
-      for process_id in range(num_processes):
-        env = {
-            **_KEEP_MEMORY,
-            **os.environ,
-            join_processes.ADDRESS: address,
-            join_processes.NUM_PROCESSES: str(num_processes),
-            join_processes.PROCESS_ID: str(process_id),
-        }
-        stdout = subprocess.DEVNULL if process_id else None
-        children.append(subprocess.Popen(command, env=env, stdout=stdout))
-      failed = _wait_for_all(children, grace, sigterms)
+      _start(num_processes, command, children, ends)
+      failed = _wait_for_all(num_processes, ends, grace)
+      if not sigterms:
+        patience = _patience(failed, grace)
     finally:
-      _stop(children, grace)
+      _stop(children, patience)
   if sigterms:
     sys.exit(128 + signal.SIGTERM)
   if failed:
@@ -112,17 +114,46 @@ def run_processes(
 
 
 @contextlib.contextmanager
-def _noting_sigterm() -> Iterator[list[int]]:
-  """Yields a list of the SIGTERMs so far, which else would end the process."""
+def _noting_sigterm(ends: queue.SimpleQueue) -> Iterator[list[int]]:
+  """Yields a list of the SIGTERMs so far, which else would end the process.
+
+  Each puts a `None` among the ends, so that nobody waits on.
+  """
   noted = []
   if threading.current_thread() is not threading.main_thread():
     yield noted
     return
-  former = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+
+  def note(number, _):
+    noted.append(number)
+    ends.put(None)
+
+  former = signal.signal(signal.SIGTERM, note)
   try:
     yield noted
   finally:
     signal.signal(signal.SIGTERM, former)
+
+
+def _start(num_processes, command, children, ends):
+  """Starts the processes, each of which puts (number, status) at its end."""
+  address = f'127.0.0.1:{_free_port()}'
+  for process_id in range(num_processes):
+    env = {
+        **_KEEP_MEMORY,
+        **os.environ,
+        join_processes.ADDRESS: address,
+        join_processes.NUM_PROCESSES: str(num_processes),
+        join_processes.PROCESS_ID: str(process_id),
+    }
+    stdout = subprocess.DEVNULL if process_id else None
+    child = subprocess.Popen(command, env=env, stdout=stdout)
+    children.append(child)
+    # One that asks them in turn would take a survivor that ends a few
+    # milliseconds later for the first.
+    threading.Thread(
+        target=_put_end, args=(process_id, child, ends), daemon=True
+    ).start()
 
 
 def _free_port():
@@ -131,31 +162,53 @@ def _free_port():
     return probe.getsockname()[1]
 
 
-def _wait_for_all(children, grace, sigterms):
-  """Returns who failed, with what status, in the order in which it was seen."""
+def _put_end(process_id, child, ends):
+  ends.put((process_id, child.wait()))
+
+
+def _wait_for_all(num_left, ends, grace):
+  """Returns who failed, with what status, in the order of their ends."""
   failed = {}
   deadline = math.inf
-  while not sigterms and time.monotonic() < deadline:
-    statuses = [child.poll() for child in children]
-    failed.update({i: status for i, status in enumerate(statuses) if status})
-    if None not in statuses:
+  while num_left:
+    end = _next(ends, deadline)
+    if end is None:
       break
-    if failed:
-      deadline = min(deadline, time.monotonic() + grace)
-    time.sleep(0.02)
+    num_left -= 1
+    process_id, status = end
+    if status:
+      failed[process_id] = status
+      deadline = min(deadline, time.monotonic() + _patience(failed, grace))
   return failed
 
 
-def _stop(children, grace):
+def _next(ends, deadline):
+  """Returns the next end, or `None` at the deadline or when told to stop."""
+  timeout = None
+  if deadline < math.inf:
+    remaining = max(deadline - time.monotonic(), 0)
+    timeout = min(remaining, threading.TIMEOUT_MAX)
+  try:
+    return ends.get(timeout=timeout)
+  except queue.Empty:
+    return None
+
+
+def _patience(failed, grace):
+  """Returns how long to wait for those that are left."""
+  was_killed = any(status < 0 for status in failed.values())
+  return min(grace, _PATIENCE) if was_killed else grace
+
+
+def _stop(children, patience):
   """Leaves no child behind."""
   try:
     for child in children:
       child.terminate()
-    deadline = time.monotonic() + grace
-    while any(child.poll() is None for child in children):
-      if time.monotonic() >= deadline:
-        break
-      time.sleep(0.02)
+    deadline = time.monotonic() + patience
+    for child in children:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(max(deadline - time.monotonic(), 0))
   finally:
     for child in children:
       child.kill()
