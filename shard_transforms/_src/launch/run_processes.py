@@ -102,13 +102,13 @@ def run_processes(
   if sigterms:
     sys.exit(128 + signal.SIGTERM)
   if failed:
-    ends = [
+    deaths = [
         f'process {process_id} of {num_processes} that {_end(status)}'
         for process_id, status in failed.items()
     ]
     raise RuntimeError(
         '`command` must exit with status 0 in every process, got'
-        f' {", then ".join(ends)}. What they wrote to the standard error says'
+        f' {", then ".join(deaths)}. What they wrote to the standard error says'
         ' why.'
     )
 
