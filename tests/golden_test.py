@@ -9,6 +9,7 @@ for `drop_stale` alone, because nothing else of the library keeps one.
 import functools
 import json
 
+from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
@@ -165,7 +166,8 @@ def cross_shard(tape):
   mean = tape['reduction'] == 'weighted_mean'
   total = shard_transforms.cross_shard_sum('data', groups=groups)
   if 'clip_norm' in tape:
-    factor = 1 / tape['num_shards'] if mean else 1
+    # All groups are of one size.
+    factor = 1 / len(tape['groups'][0]) if mean else 1
     return optax.chain(clipped(tape, factor), total)
   if mean and tape['calls'] != 'apply_gradients':
     return shard_transforms.cross_shard_mean('data', groups=groups)
@@ -259,6 +261,35 @@ class CrossShardTest(parameterized.TestCase):
             {k: x for k, x in reduced_of_group.items() if x is not None},
             sum_of_contributions(tape, recorded, group),
         )
+
+
+class ClippedInGroupsTest(absltest.TestCase):
+
+  # No tape has both; a tape of groups that clips would be replayed like this.
+  def test_divides_by_the_size_of_a_group_before_it_clips(self):
+    groups = [[0, 3], [1, 2]]
+    tape = {
+        'calls': 'compute_gradients+apply_gradients',
+        'clip_norm': 2.0,
+        'reduction': 'weighted_mean',
+        'num_shards': 4,
+        'group_assignment': groups,
+        'groups': groups,
+    }
+    grads = jnp.float32([[3, 4], [0, 2], [4, 0], [0, 8]])
+
+    reduced = jax.vmap(
+        lambda grad: cross_shard(tape).update(grad, cross_shard(tape).init(0))[
+            0
+        ],
+        axis_name='data',
+    )(grads)
+
+    # A half of each; the norms 2.5 and 4 of shards 0 and 3 become 2.
+    of_outer, of_inner = [1.2, 1.6 + 2], [2, 1]
+    np.testing.assert_allclose(
+        reduced, [of_outer, of_inner, of_inner, of_outer], rtol=1e-6
+    )
 
 
 def tower_reduction(tape):
