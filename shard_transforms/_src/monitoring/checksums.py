@@ -1,7 +1,6 @@
 """Checksums over the bits of trees."""
 
-from typing import Any
-
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -9,13 +8,16 @@ import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
 
-# Odd numbers: the golden ratio, which spreads places over all words, and two
-# that make the halves of the checksum independent.
+# The first 32 bits after the point, made odd: of the golden ratio, a product
+# with which spreads places over all words; and of pi and of e, two numbers with
+# nothing up the sleeve, which make the halves of the checksum independent.
 _PLACES = np.uint32(0x9E3779B9)
 _SEEDS = np.asarray([0x243F6A89, 0xB7E15163], np.uint32)
+# Shifts and factors of `fmix32`, the last step of MurmurHash3 (A. Appleby).
+_SHIFTS_AND_FACTORS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
 
-def checksum(tree: Any) -> jax.Array:
+def checksum(tree: chex.ArrayTree) -> jax.Array:
   """Returns two words that depend on each bit of a tree and on its place.
 
   Trees that differ in one element of up to 32 bits alone never have the same
@@ -60,6 +62,6 @@ def _words(leaf):
 
 def _mix(words):
   """Returns other words for other words, in which each bit changes them all."""
-  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+  for shift, factor in _SHIFTS_AND_FACTORS:
     words = (words ^ (words >> np.uint32(shift))) * np.uint32(factor)
   return words ^ (words >> np.uint32(16))
