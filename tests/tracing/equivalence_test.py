@@ -21,13 +21,14 @@ def are_alike(fn, other=None, alike=ALIKE):
   )
 
 
-class LikenessTest(parameterized.TestCase):
+class EquivalenceTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
       ('arithmetic', lambda x: 2 * x + jnp.sin(x)),
       ('a sum', jnp.sum),
       ('a number for all', lambda x: x + jnp.full_like(x, 3)),
       ('a branch', lambda x: lax.cond(True, jnp.sin, jnp.cos, x)),
+      ('no number', lambda x: x * np.float32(np.nan)),
       ('a loop', lambda x: x * lax.fori_loop(0, 3, lambda _, y: y + 1, 1.0)),
       ('a table', lambda x: x * np.arange(4.0)[2]),
       ('what is not used', lambda x: (jnp.max(x), x + 1)[1]),
@@ -39,6 +40,11 @@ class LikenessTest(parameterized.TestCase):
   @parameterized.named_parameters(
       ('an operation', lambda x: jnp.sin(x) if x.size == 3 else jnp.cos(x)),
       ('a number', lambda x: x * x.size),
+      ('a number that prints alike', lambda x: x * NEIGHBOURS[x.size]),
+      (
+          'a zero of the other sign',
+          lambda x: x * (0.0 if x.size == 3 else -0.0),
+      ),
       ('a result', lambda x: x.size),
       ('a power', lambda x: x**x.size),
       (
@@ -73,3 +79,7 @@ class LikenessTest(parameterized.TestCase):
 
 
 TABLE = np.arange(7, dtype=np.float32)
+NEIGHBOURS = {
+    3: np.float32(0.001),
+    5: np.nextafter(np.float32(0.001), np.float32(1)),
+}

@@ -1,4 +1,11 @@
-"""Whether functions do the same with arrays of different shapes."""
+"""Whether functions do the same with arrays of different shapes.
+
+Two traces are compared step by step, in the order in which results need them.
+What follows from shapes, such as the size of a leaf, is a number or a parameter
+to a program, and nothing in one trace tells it from any other: only a second
+trace at other shapes does. That two programs are found alike is sure, as far as
+their steps and numbers go; programs that do the same by other steps are not.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -23,7 +30,8 @@ class Traced(NamedTuple):
 
   Attributes:
     program: Its steps.
-    constants: The arrays that it brings with it.
+    constants: The arrays that it brings with it, which the program does not
+      show.
   """
 
   program: jaxprs.Program
@@ -73,6 +81,7 @@ def _same_steps(some, other, alike, flexible):
 
 def _used_steps(program):
   """Returns the steps that a result depends on, the last one first."""
+  # Whatever the shapes do to what nobody uses, such as a norm for a log.
   used, steps = set(program.outputs), []
   for step in reversed(program.steps):
     if not used.isdisjoint(step.outputs):
@@ -111,20 +120,35 @@ def _same_value(some, other, alike):
   return (
       (shapes[0] == shapes[1] or shapes in alike)
       and some.aval.dtype == other.aval.dtype
-      and repr(some.number) == repr(other.number)
+      and _same_number(some, other)
   )
+
+
+def _same_number(some, other):
+  if not (some.is_literal and other.is_literal):
+    return some.is_literal == other.is_literal
+  # By their bits: a NaN is the same, a zero of the other sign is not. Printed,
+  # 0.001 and its neighbour in float32 are the same.
+  return _bits(some.number) == _bits(other.number)
+
+
+def _bits(number):
+  return np.asarray(number).tobytes()
 
 
 def _equal(some, other):
   """Whether two constants are known to be the same."""
   if some is other:
     return True
+  # The number in a tracer is not known before the program runs.
   if isinstance(some, core.Tracer) or isinstance(other, core.Tracer):
     return False
   return jnp.shape(some) == jnp.shape(other) and bool(np.all(some == other))
 
 
 def _is_plain(param):
+  # Other parameters are not compared: programs are, as bodies, and functions,
+  # such as what a custom derivative holds, are new in each trace.
   if isinstance(param, tuple):
     return all(map(_is_plain, param))
   return param is None or isinstance(param, bool | int | float | str)

@@ -1,16 +1,27 @@
-"""Programs as JAX has traced them, flat: calls are replaced by what they do."""
+"""Programs as JAX has traced them, flat: calls are replaced by what they do.
+
+A jaxpr nests: what `jax.jit`, `jax.checkpoint`, a custom derivative or
+`jax.shard_map` calls is a jaxpr of its own, with variables of its own. Whoever
+follows values through a program would have to enter and leave each of them. Here
+they are one sequence of steps, in which a value is the same object wherever it
+gets. Loops and branches keep their bodies, as what they mean is not one pass
+through these. Programs of thousands of leaves have tens of thousands of steps:
+what is made for each is kept small.
+"""
 
 from collections.abc import Hashable
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.extend
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+# Not frozen, as `Step` is not: that makes each of many take three times as long.
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
   """What a step takes or gives; equal to itself alone.
 
@@ -25,7 +36,7 @@ class Value:
   number: Any = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Step:
   """An operation, or a loop or branch with its bodies.
 
@@ -34,8 +45,7 @@ class Step:
     params: What the primitive is told.
     inputs: What it takes.
     outputs: What it gives.
-    scope: The `jax.named_scope`s around it, outermost first.
-    axis_sizes: The sizes of the mapped mesh axes around it.
+    surroundings: The calls and maps around it.
     bodies: The programs that it holds, in the order of the primitive.
   """
 
@@ -43,9 +53,21 @@ class Step:
   params: Mapping[str, Any]
   inputs: tuple[Value, ...]
   outputs: tuple[Value, ...]
-  scope: str
-  axis_sizes: Mapping[Hashable, int]
-  bodies: 'tuple[Program, ...]'
+  surroundings: '_Surroundings'
+  bodies: 'tuple[Program, ...]' = ()
+
+  @property
+  def scope(self) -> str:
+    """The `jax.named_scope`s around it, outermost first."""
+    # Written out only where asked for: few steps are, and that takes longer
+    # than all else that is done for one.
+    names = map(str, self.surroundings.name_stacks)
+    return '/'.join(filter(None, names))
+
+  @property
+  def axis_sizes(self) -> Mapping[Hashable, int]:
+    """The sizes of the mapped mesh axes around it."""
+    return self.surroundings.axis_sizes
 
   @property
   def axes(self) -> tuple[Hashable, ...]:
@@ -84,68 +106,25 @@ class Program:
   outputs: tuple[Value, ...]
 
 
-def flatten(
-    jaxpr: jax.extend.core.Jaxpr,
-    inputs: Sequence[Value] | None = None,
-    scope: str = '',
-    axis_sizes: Mapping[Hashable, int] | None = None,
-) -> Program:
+class _Surroundings(NamedTuple):
+  """What is around an equation.
+
+  Attributes:
+    name_stacks: JAX's own records of the scopes, one for each call entered.
+    axis_sizes: The sizes of the mapped mesh axes.
+  """
+
+  name_stacks: tuple[Any, ...]
+  axis_sizes: Mapping[Hashable, int]
+
+
+def flatten(jaxpr: jax.extend.core.Jaxpr) -> Program:
   """Returns a program in which only loops and branches have bodies.
 
   Of a map there stays a step `shard_map` for each array that goes in or comes
   out in slices, over its `axes`.
-
-  Args:
-    jaxpr: What JAX has traced.
-    inputs: What it is called with; `None` for values of its own.
-    scope: The scopes around the call.
-    axis_sizes: The sizes of the mapped mesh axes around the call.
   """
-  if inputs is None:
-    inputs = [Value(var.aval) for var in jaxpr.invars]
-  axis_sizes = axis_sizes or {}
-  values = {var: Value(var.aval) for var in jaxpr.constvars}
-  values.update(zip(jaxpr.invars, inputs, strict=True))
-
-  def read(atoms):
-    return tuple(
-        Value(atom.aval, is_literal=True, number=atom.val)
-        if isinstance(atom, jax.extend.core.Literal)
-        else values[atom]
-        for atom in atoms
-    )
-
-  steps = []
-  for eqn in jaxpr.eqns:
-    stack = str(eqn.source_info.name_stack)
-    around = '/'.join(part for part in (scope, stack) if part)
-    held = tuple(jax.extend.core.jaxprs_in_params(eqn.params))
-    if eqn.primitive.name == 'shard_map':
-      sizes = {**axis_sizes, **eqn.params['mesh'].shape}
-      specs, own = eqn.params['in_specs'], held[0].invars
-      given, cuts = _cross(read(eqn.invars), own, specs, around, sizes)
-      called = flatten(held[0], given, around, sizes)
-      specs, own = eqn.params['out_specs'], eqn.outvars
-      outputs, joins = _cross(called.outputs, own, specs, around, axis_sizes)
-      steps += [*cuts, *called.steps, *joins]
-    elif _is_call(eqn, held):
-      called = flatten(held[0], read(eqn.invars), around, axis_sizes)
-      steps += called.steps
-      outputs = called.outputs
-    else:
-      outputs = tuple(Value(var.aval) for var in eqn.outvars)
-      step = Step(
-          name=_name(eqn.primitive.name),
-          params=eqn.params,
-          inputs=read(eqn.invars),
-          outputs=outputs,
-          scope=around,
-          axis_sizes=axis_sizes,
-          bodies=tuple(flatten(j, None, around, axis_sizes) for j in held),
-      )
-      steps.append(step)
-    values.update(zip(eqn.outvars, outputs, strict=True))
-  return Program(tuple(inputs), tuple(steps), read(jaxpr.outvars))
+  return _flatten(jaxpr, _own_values(jaxpr.invars), _Surroundings((), {}))
 
 
 def carry(scan: Step) -> tuple[Value, ...]:
@@ -156,7 +135,9 @@ def carry(scan: Step) -> tuple[Value, ...]:
   (body,) = scan.bodies
   num_carry = _num_whole(scan.outputs, body.outputs)
   num_whole = _num_whole(scan.inputs, body.inputs)
-  return body.inputs[num_whole - num_carry : num_whole]
+  carried = body.inputs[num_whole - num_carry : num_whole]
+  chex.assert_equal(_kinds(carried), _kinds(body.outputs[:num_carry]))
+  return carried
 
 
 def _num_whole(outer, inner):
@@ -164,31 +145,95 @@ def _num_whole(outer, inner):
   return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
 
-def _cross(values, variables, specs, scope, axis_sizes):
+def _kinds(values):
+  return [(value.aval.shape, value.aval.dtype) for value in values]
+
+
+def _flatten(jaxpr, inputs, around):
+  """Returns what a jaxpr does with values that it is called with."""
+  values = dict(zip(jaxpr.invars, inputs, strict=True))
+  values.update(zip(jaxpr.constvars, _own_values(jaxpr.constvars), strict=True))
+  steps = []
+  for eqn in jaxpr.eqns:
+    found, outputs = _steps_of(eqn, _read(eqn.invars, values), around)
+    steps += found
+    values.update(zip(eqn.outvars, outputs, strict=True))
+  return Program(tuple(inputs), tuple(steps), _read(jaxpr.outvars, values))
+
+
+def _own_values(variables):
+  return tuple(Value(variable.aval) for variable in variables)
+
+
+def _read(atoms, values):
+  """Returns the values of variables; each literal is one of its own."""
+  return tuple(
+      Value(atom.aval, is_literal=True, number=atom.val)
+      if isinstance(atom, jax.extend.core.Literal)
+      else values[atom]
+      for atom in atoms
+  )
+
+
+def _steps_of(eqn, inputs, outside):
+  """Returns what an equation does with its inputs, and what it gives."""
+  name_stacks = *outside.name_stacks, eqn.source_info.name_stack
+  around = _Surroundings(name_stacks, outside.axis_sizes)
+  held = tuple(jax.extend.core.jaxprs_in_params(eqn.params))
+  if eqn.primitive.name == 'shard_map':
+    return _steps_of_map(eqn, held[0], inputs, around)
+  if _is_call(eqn, held):
+    called = _flatten(held[0], inputs, around)
+    return called.steps, called.outputs
+  step = Step(
+      name=_name(eqn.primitive.name),
+      params=eqn.params,
+      inputs=inputs,
+      outputs=_own_values(eqn.outvars),
+      surroundings=around,
+      bodies=tuple(_flatten(j, _own_values(j.invars), around) for j in held),
+  )
+  return (step,), step.outputs
+
+
+def _steps_of_map(eqn, body, inputs, outside):
+  sizes = {**outside.axis_sizes, **eqn.params['mesh'].shape}
+  inside = _Surroundings(outside.name_stacks, sizes)
+  given, cuts = _cross(inputs, body.invars, eqn.params['in_specs'], inside)
+  called = _flatten(body, given, inside)
+  outputs, joins = _cross(
+      called.outputs, eqn.outvars, eqn.params['out_specs'], outside
+  )
+  return (*cuts, *called.steps, *joins), outputs
+
+
+def _cross(values, variables, specs, around):
   """Returns what is made of values at an edge of a map, and the steps there."""
   made, steps = list(values), []
   for i, spec in enumerate(specs):
     axes = tuple(jax.tree.leaves(tuple(spec)))
     if axes:
       made[i] = Value(variables[i].aval)
-      ends, params = ((values[i],), (made[i],)), {'axes': axes}
-      steps.append(Step('shard_map', params, *ends, scope, axis_sizes, ()))
-  return made, steps
+      ends = (values[i],), (made[i],)
+      steps.append(Step('shard_map', {'axes': axes}, *ends, around))
+  return tuple(made), steps
 
 
 def _is_call(eqn, held):
   """Whether an equation runs the one program that it holds, once, as it is."""
-  # A scan may look like a call.
+  # A scan that neither scans nor stacks arrays looks like a call.
   if eqn.primitive.name == 'scan' or len(held) != 1:
     return False
-  # A reduction holds what it does to two elements.
-  inside = [v.aval for v in (*held[0].invars, *held[0].outvars)]
-  outside = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-  return len(held[0].invars) == len(eqn.invars) and (
-      [x.shape for x in inside] == [x.shape for x in outside]
-  )
+  (body,) = held
+  if len(body.invars) != len(eqn.invars):
+    return False
+  # So does a `lax.reduce` of one array: it takes the array and a number to
+  # start from, and its body two elements. Shapes tell.
+  inside = [v.aval.shape for v in (*body.invars, *body.outvars)]
+  return inside == [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
 
 
+@functools.cache
 def _name(primitive):
   # JAX has primitives of their own for what types track (`psum_invariant`) and
   # for what starts early (`psum_start`).
