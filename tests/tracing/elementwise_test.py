@@ -154,6 +154,23 @@ class ElementwiseTest(parameterized.TestCase):
           'on their shapes',
       ),
       (
+          'its size as a choice',
+          lambda u, p: u if u.size > 3 else p,
+          'on their shapes',
+      ),
+      (
+          'its size as a way',
+          lambda u, p: u + u * p if u.size > 3 else p + u * p,
+          'on their shapes',
+      ),
+      (
+          'its size as a table of what it calls',
+          lambda u, p: jax.jit(
+              lambda u: u * jnp.sum(np.ones(3) + (u.size > 3))
+          )(u),
+          'on their shapes',
+      ),
+      (
           'its length',
           lambda u, p: u if p.shape[-1:] == (5,) else 2 * u,
           'depends on their shapes',

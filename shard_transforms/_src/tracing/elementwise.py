@@ -199,7 +199,7 @@ def _problem_of(traced, taken, given, axes):
     axes: As for `find_problem`.
   """
   kinds = [kind for _, kind in jax.tree.leaves_with_path(taken)]
-  results, sums = element_flow.follow(traced.program, kinds, axes)
+  results, sums = element_flow.follow(traced, kinds, axes)
   for (path, kind), result in zip(
       jax.tree.leaves_with_path(given), results, strict=True
   ):

@@ -8,8 +8,8 @@ their steps and numbers go; programs that do the same by other steps are not.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 from jax import core
@@ -25,33 +25,20 @@ REPEATING = frozenset(('broadcast_in_dim', 'reshape', 'squeeze'))
 _SHAPE_PARAMS = frozenset(('shape', 'broadcast_dimensions', 'dimensions'))
 
 
-class Traced(NamedTuple):
-  """What a function does.
-
-  Attributes:
-    program: Its steps.
-    constants: The arrays that it brings with it, which the program does not
-      show.
-  """
-
-  program: jaxprs.Program
-  constants: Sequence[Any]
-
-
-def trace(fn: Callable[..., Any], *args: Any) -> tuple[Traced, Any]:
+def trace(fn: Callable[..., Any], *args: Any) -> tuple[jaxprs.Program, Any]:
   """Returns what `fn` does with arguments, and its results as types."""
   jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
   results = jax.tree.unflatten(jax.tree.structure(out), jaxpr.out_avals)
-  return Traced(jaxprs.flatten(jaxpr.jaxpr), jaxpr.consts), results
+  return jaxprs.flatten(jaxpr), results
 
 
 def are_alike(
-    some: Traced,
-    other: Traced,
+    some: jaxprs.Program,
+    other: jaxprs.Program,
     alike: set[tuple[Shape, Shape]],
     flexible: Callable[[jaxprs.Step], bool],
 ) -> bool:
-  """Whether two traces do the same, but for shapes.
+  """Whether two programs do the same, but for shapes.
 
   Args:
     some: The one.
@@ -60,23 +47,65 @@ def are_alike(
       other.
     flexible: Whether a step of the one may be given these shapes.
   """
-  return (
-      len(some.constants) == len(other.constants)
-      and all(map(_equal, some.constants, other.constants))
-      and _same_steps(some.program, other.program, alike, flexible)
-  )
+  return _Comparison(alike, flexible).of_programs(some, other)
 
 
-def _same_steps(some, other, alike, flexible):
-  steps, other_steps = _used_steps(some), _used_steps(other)
-  return (
-      len(steps) == len(other_steps)
-      and all(
-          _same_step(a, b, alike, flexible)
-          for a, b in zip(steps, other_steps, strict=True)
-      )
-      and _same_values(some.outputs, other.outputs, alike)
+@dataclasses.dataclass
+class _Comparison:
+  """A comparison of two programs, from their results backward.
+
+  Attributes:
+    alike: As for `are_alike`.
+    flexible: As for `are_alike`.
+    partners: For each value that was met, the one in its place in the other
+      program. Without them `x + x * y` and `y + x * y`, of which a function may
+      choose by shapes, would be the same two steps.
+  """
+
+  alike: set[tuple[Shape, Shape]]
+  flexible: Callable[[jaxprs.Step], bool]
+  partners: dict[jaxprs.Value, jaxprs.Value] = dataclasses.field(
+      default_factory=dict
   )
+
+  def of_programs(self, some, other):
+    steps, other_steps = _used_steps(some), _used_steps(other)
+    given = (*some.inputs, *some.constants)
+    other_given = (*other.inputs, *other.constants)
+    return (
+        len(steps) == len(other_steps)
+        and len(given) == len(other_given)
+        and all(map(_same_array, some.constants, other.constants))
+        and all(map(self._are_partners, given, other_given))
+        and self._of_values(some.outputs, other.outputs, self.alike)
+        and all(map(self._of_steps, steps, other_steps))
+    )
+
+  def _of_steps(self, some, other):
+    allowed = self.alike if self.flexible(some) else ()
+    return (
+        some.name == other.name
+        and self._of_values(some.inputs, other.inputs, allowed)
+        and self._of_values(some.outputs, other.outputs, allowed)
+        and _same_params(some, other)
+        and len(some.bodies) == len(other.bodies)
+        and all(map(self.of_programs, some.bodies, other.bodies))
+    )
+
+  def _of_values(self, some, other, alike):
+    return len(some) == len(other) and all(
+        _same_kind(x, y, alike) and self._are_partners(x, y)
+        for x, y in zip(some, other, strict=True)
+    )
+
+  def _are_partners(self, x, y):
+    if x.is_literal and y.is_literal:
+      return _bits(x.number) == _bits(y.number)
+    # Neither may stand for two.
+    return (
+        self.partners.setdefault(x, y) is y
+        and self.partners.setdefault(y, x) is x
+    )
 
 
 def _used_steps(program):
@@ -90,59 +119,35 @@ def _used_steps(program):
   return steps
 
 
-def _same_step(some, other, alike, flexible):
-  allowed = alike if flexible(some) else ()
+def _same_params(some, other):
   ignored = _SHAPE_PARAMS if some.name in REPEATING else ()
-  return (
-      some.name == other.name
-      and _same_values(some.inputs, other.inputs, allowed)
-      and _same_values(some.outputs, other.outputs, allowed)
-      and all(
-          param == other.params.get(name)
-          for name, param in some.params.items()
-          if name not in ignored and _is_plain(param)
-      )
-      and all(
-          _same_steps(body, other_body, alike, flexible)
-          for body, other_body in zip(some.bodies, other.bodies, strict=True)
-      )
+  return all(
+      param == other.params.get(name)
+      for name, param in some.params.items()
+      if name not in ignored and _is_plain(param)
   )
 
 
-def _same_values(some, other, alike):
-  return len(some) == len(other) and all(
-      _same_value(x, y, alike) for x, y in zip(some, other, strict=True)
-  )
-
-
-def _same_value(some, other, alike):
+def _same_kind(some, other, alike):
   shapes = some.aval.shape, other.aval.shape
   return (
-      (shapes[0] == shapes[1] or shapes in alike)
-      and some.aval.dtype == other.aval.dtype
-      and _same_number(some, other)
-  )
-
-
-def _same_number(some, other):
-  if not (some.is_literal and other.is_literal):
-    return some.is_literal == other.is_literal
-  # By their bits: a NaN is the same, a zero of the other sign is not. Printed,
-  # 0.001 and its neighbour in float32 are the same.
-  return _bits(some.number) == _bits(other.number)
+      shapes[0] == shapes[1] or shapes in alike
+  ) and some.aval.dtype == other.aval.dtype
 
 
 def _bits(number):
+  # A NaN is the same as itself, a zero of the other sign is not. Printed, 0.001
+  # and its neighbour in float32 are the same.
   return np.asarray(number).tobytes()
 
 
-def _equal(some, other):
+def _same_array(some, other):
   """Whether two constants are known to be the same."""
-  if some is other:
-    return True
-  # The number in a tracer is not known before the program runs.
-  if isinstance(some, core.Tracer) or isinstance(other, core.Tracer):
-    return False
+  some, other = some.number, other.number
+  # The numbers in a tracer are not known before the program runs.
+  unknown = core.Tracer | None
+  if some is other or isinstance(some, unknown) or isinstance(other, unknown):
+    return some is other is not None
   return jnp.shape(some) == jnp.shape(other) and bool(np.all(some == other))
 
 

@@ -2,11 +2,10 @@
 
 A jaxpr nests: what `jax.jit`, `jax.checkpoint`, a custom derivative or
 `jax.shard_map` calls is a jaxpr of its own, with variables of its own. Whoever
-follows values through a program would have to enter and leave each of them. Here
-they are one sequence of steps, in which a value is the same object wherever it
-gets. Loops and branches keep their bodies, as what they mean is not one pass
-through these. Programs of thousands of leaves have tens of thousands of steps:
-what is made for each is kept small.
+follows values through a program would have to enter and leave each of them.
+Here they are one sequence of steps, in which a value is the same object
+wherever it gets. Loops and branches keep their bodies, as what they mean is not
+one pass through these.
 """
 
 from collections.abc import Hashable
@@ -20,7 +19,8 @@ import jax
 import jax.extend
 
 
-# Not frozen, as `Step` is not: that makes each of many take three times as long.
+# Neither this nor `Step` is frozen: a tree of 1,000 leaves makes tens of
+# thousands of them, each of which would take longer to make.
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
   """What a step takes or gives; equal to itself alone.
@@ -28,7 +28,7 @@ class Value:
   Attributes:
     aval: Its type.
     is_literal: Whether the program names the number itself.
-    number: That number.
+    number: That number, or the array of a constant, if it is known.
   """
 
   aval: Any
@@ -99,11 +99,13 @@ class Program:
     inputs: What it takes.
     steps: What it does.
     outputs: What it gives.
+    constants: The arrays that it, and what it calls, brings with it.
   """
 
   inputs: tuple[Value, ...]
   steps: tuple[Step, ...]
   outputs: tuple[Value, ...]
+  constants: tuple[Value, ...] = ()
 
 
 class _Surroundings(NamedTuple):
@@ -118,7 +120,9 @@ class _Surroundings(NamedTuple):
   axis_sizes: Mapping[Hashable, int]
 
 
-def flatten(jaxpr: jax.extend.core.Jaxpr) -> Program:
+def flatten(
+    jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
+) -> Program:
   """Returns a program in which only loops and branches have bodies.
 
   Of a map there stays a step `shard_map` for each array that goes in or comes
@@ -151,14 +155,25 @@ def _kinds(values):
 
 def _flatten(jaxpr, inputs, around):
   """Returns what a jaxpr does with values that it is called with."""
-  values = dict(zip(jaxpr.invars, inputs, strict=True))
-  values.update(zip(jaxpr.constvars, _own_values(jaxpr.constvars), strict=True))
+  constants = _constants(jaxpr)
+  variables = *jaxpr.invars, *jaxpr.constvars
+  values = dict(zip(variables, (*inputs, *constants), strict=True))
   steps = []
   for eqn in jaxpr.eqns:
-    found, outputs = _steps_of(eqn, _read(eqn.invars, values), around)
-    steps += found
-    values.update(zip(eqn.outvars, outputs, strict=True))
-  return Program(tuple(inputs), tuple(steps), _read(jaxpr.outvars, values))
+    done = _program_of(eqn, _read(eqn.invars, values), around)
+    steps += done.steps
+    constants += done.constants
+    values.update(zip(eqn.outvars, done.outputs, strict=True))
+  outputs = _read(jaxpr.outvars, values)
+  return Program(inputs, tuple(steps), outputs, constants)
+
+
+def _constants(jaxpr):
+  known = getattr(jaxpr, 'consts', ())
+  if len(known) != len(jaxpr.constvars):
+    return _own_values(jaxpr.constvars)
+  pairs = zip(jaxpr.constvars, known, strict=True)
+  return tuple(Value(var.aval, number=array) for var, array in pairs)
 
 
 def _own_values(variables):
@@ -175,16 +190,15 @@ def _read(atoms, values):
   )
 
 
-def _steps_of(eqn, inputs, outside):
-  """Returns what an equation does with its inputs, and what it gives."""
+def _program_of(eqn, inputs, outside):
+  """Returns what an equation does with its inputs."""
   name_stacks = *outside.name_stacks, eqn.source_info.name_stack
   around = _Surroundings(name_stacks, outside.axis_sizes)
-  held = tuple(jax.extend.core.jaxprs_in_params(eqn.params))
+  held = _held(eqn.params)
   if eqn.primitive.name == 'shard_map':
-    return _steps_of_map(eqn, held[0], inputs, around)
+    return _program_of_map(eqn, held[0], inputs, around)
   if _is_call(eqn, held):
-    called = _flatten(held[0], inputs, around)
-    return called.steps, called.outputs
+    return _flatten(held[0], inputs, around)
   step = Step(
       name=_name(eqn.primitive.name),
       params=eqn.params,
@@ -193,10 +207,20 @@ def _steps_of(eqn, inputs, outside):
       surroundings=around,
       bodies=tuple(_flatten(j, _own_values(j.invars), around) for j in held),
   )
-  return (step,), step.outputs
+  return Program(inputs, (step,), step.outputs)
 
 
-def _steps_of_map(eqn, body, inputs, outside):
+def _held(params):
+  """Returns the jaxprs in the parameters of an equation."""
+  # Those of `jax.extend.core.jaxprs_in_params` come without their constants.
+  kinds = jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr
+  items = []
+  for param in params.values():
+    items += param if isinstance(param, tuple) else (param,)
+  return [item for item in items if isinstance(item, kinds)]
+
+
+def _program_of_map(eqn, body, inputs, outside):
   sizes = {**outside.axis_sizes, **eqn.params['mesh'].shape}
   inside = _Surroundings(outside.name_stacks, sizes)
   given, cuts = _cross(inputs, body.invars, eqn.params['in_specs'], inside)
@@ -204,7 +228,8 @@ def _steps_of_map(eqn, body, inputs, outside):
   outputs, joins = _cross(
       called.outputs, eqn.outvars, eqn.params['out_specs'], outside
   )
-  return (*cuts, *called.steps, *joins), outputs
+  steps = (*cuts, *called.steps, *joins)
+  return Program(inputs, steps, outputs, called.constants)
 
 
 def _cross(values, variables, specs, around):
