@@ -31,7 +31,7 @@ def kind_of(fn, *kinds):
   return kind, len(sums)
 
 
-class FollowingTest(parameterized.TestCase):
+class ElementFlowTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (lambda x: x * x, True),
@@ -103,6 +103,7 @@ class FollowingTest(parameterized.TestCase):
       (lambda x: jnp.sqrt(jnp.sum(x)), 'as if over all'),
       (lambda x: x / jnp.sum(x), 'as if over all'),
       (lambda x: 1 + jnp.sum(x), 'as if over all'),
+      (lambda x: jnp.float32(0) + jnp.sum(x), 'as if over all'),
       (lambda x: lax.pmax(jnp.sum(x), AXIS), 'as if over all'),
       (lambda x: jnp.sum(x + 1), 'may not be zero'),
       (lambda x: jnp.sum(x.reshape(2, 2), 1), 'several of them together'),

@@ -291,6 +291,23 @@ class ElementwiseTest(parameterized.TestCase):
         'has other numbers at other places',
     )
 
+  def test_a_leaf_of_one_element_is_cut_as_well(self):
+    params = {**PARAMS, 'b': jax.ShapeDtypeStruct((1,), jnp.float32)}
+
+    self.assertIsNone(problem_of(optax.adam(0.1), params))
+    self.assertRegex(
+        problem_of(scalar_of(lambda u: u['b'][0]), params),
+        '`squeeze` takes several',
+    )
+
+  def test_looks_at_a_tree_that_is_another_for_slices_alone(self):
+    def is_large(params):
+      return jax.tree.map(lambda x: x.size > 10, params)
+
+    inner = optax.masked(optax.trace(0.9), is_large)
+
+    self.assertRegex(problem_of(inner), 'its state depends on their shapes')
+
   def test_refuses_another_tree(self):
     inner = optax.stateless(lambda updates, params: list(updates.values()))
 

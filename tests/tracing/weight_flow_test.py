@@ -28,7 +28,7 @@ def in_loop(fn):
   return lambda u, w: lax.fori_loop(0, 2, lambda _, u: fn(u, w), u)
 
 
-class HeedingTest(parameterized.TestCase):
+class WeightFlowTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (by_weight, False, False),

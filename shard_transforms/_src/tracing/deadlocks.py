@@ -1,5 +1,11 @@
 """Collectives that some shards alone reach, and wait in for ever.
 
+An abstract interpretation: for each value it is known over which axes it
+differs between shards, as a set that only grows, so that loops come to an end.
+It is a warning, and says nothing where it does not know: arguments may differ
+of which the program does not show it, and branches that all send may still not
+meet.
+
 Shards reach one alone that decide by numbers of their own. These are slices of
 what a mapped function is handed, and what follows from `axis_index`. A slice of
 one element does not count: it may be a copy, as of a counter that `jax.pmap` is
@@ -64,10 +70,12 @@ def _plain(step, differing):
   """Returns how the results of a step without turns or branches differ."""
   axes = frozenset(_Difference(axis, False) for axis in step.axis_sizes)
   if any(_first_waiting(body, axes) for body in step.bodies):
-    # What is in its bodies may make shards alike.
+    # What is in its bodies may make shards alike, as in the iterative solver of
+    # a `lax.custom_linear_solve`.
     return [frozenset() for _ in step.outputs]
   inputs = _of(step.inputs, differing)
   if step.name == 'optimization_barrier':
+    # Of all other steps, each result may come of each input.
     return inputs
   result = frozenset().union(*inputs)
   if step.name in _ALIKE:
@@ -87,6 +95,7 @@ def _cond(step, differing):
     yield from _follow(body, differing)
     ends.append(_of(body.outputs, differing))
   yield from _sentences(step, chosen)
+  # Of branches that give 1 and 2, shards have what they have chosen.
   return [chosen.union(*axes) for axes in zip(*ends, strict=True)]
 
 
@@ -118,6 +127,7 @@ def _scan(step, differing):
 
 def _until_settled(body, carry, differing):
   """Follows turns of a loop until no more of its carry is found to differ."""
+  # A turn may decide by what the last one has put into the carry.
   before, now = None, _of(carry, differing)
   while now != before:
     yield from _follow(body, differing)
@@ -161,6 +171,7 @@ def _awaited(step, chosen):
   groups = step.params.get('axis_index_groups')
   if step.name not in _WAITING or (groups and max(map(len, groups)) == 1):
     return []
-  # The place of a shard may be that of its group.
+  # The place of a shard may be that of its group, as in `index() < 4` where
+  # each half gathers by itself.
   axes = {d.axis for d in chosen if groups is None or not d.by_index}
   return [axis for axis in step.axes if axis in axes]

@@ -1,26 +1,37 @@
 """Which transformations treat each element of a parameter alone.
 
 Such a transformation gives the same numbers on slices of the parameters as on
-the whole. It is recognised by tracing its `init` and `update` on shapes alone,
-and by following what becomes of the elements of each parameter.
+the whole. It is recognised without being run, from its program as traced on
+types, by two questions of which neither will do without the other:
+
+* What becomes of each element (`element_flow`)? An abstract interpretation,
+  with a kind in place of each array. Comparing programs does not show this: the
+  steps of `u * b[0]` are the same on slices where `b` has one element, although
+  all shards but one then multiply by the zero behind its end.
+* Is the program on slices the same, but for shapes (`equivalence`)? Following
+  elements does not show this: the size in `u / u.size` is a number to the
+  program.
+
+What is refused may be fine: whatever is not known to go element by element
+counts as not doing so. What is accepted is sure, as long as `inner` is the same
+each time that it is traced.
 """
 
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
+import dataclasses
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.reduction import flat_slices
 from shard_transforms._src.tracing import element_flow
 from shard_transforms._src.tracing import equivalence
+from shard_transforms._src.tracing import jaxprs
+from shard_transforms._src.tracing import slice_types
 
 # What may be given other shapes where a parameter is cut.
 _FLEXIBLE = element_flow.ELEMENTWISE | equivalence.REPEATING | {'cond'}
@@ -50,57 +61,183 @@ def find_problem(
   Returns:
     A clause that says what it does, or `None` if it treats each element alone.
   """
-  param_kinds = jax.tree.map(lambda x: _kind_of_param(x, axes), params)
-  updates, params = _on_shard((updates, params), num_slices, axes)
-  like = updates if params is None else params
-  shapes = {jnp.shape(x) for x in jax.tree.leaves(like) if _can_be_cut(x)}
-  init, state = equivalence.trace(inner.init, like)
-  # What is then shaped otherwise is shaped like the parameters.
-  longer_state = jax.eval_shape(inner.init, _map_cut(_longer, like))
+  cutting = slice_types.Cutting(num_slices, tuple(axes))
+  params_kinds = jax.tree.map(lambda x: _kind_of_param(x, axes), params)
+  given = _Given(*cutting.whole((updates, params)))
+  kinds = _Given(jax.tree.map(_kind_of_leaf, given.updates), params_kinds)
+  init, state = equivalence.trace(inner.init, given.like)
+  # What is then shaped otherwise is shaped like the parameters. Slices would
+  # not tell: that of a leaf of one element has the same shape.
+  longer_state = jax.eval_shape(inner.init, slice_types.longer(given.like))
   if jax.tree.structure(state) != jax.tree.structure(longer_state):
     return 'its state depends on their shapes'
   state_kinds = jax.tree.map(_kind_of_state, state, longer_state)
+  if problem := _problem_of_shapes(state_kinds, given.like):
+    return problem
+  task = _Task(inner, extra_args, cutting, kinds, state_kinds)
+  whole = task.trace(given, init, state)
+  problem, sums = _problem_of_elements(task, whole)
+  return problem or _problem_of_slices(task, whole, sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+  """What a transformation is given: types of arrays, or their kinds.
+
+  Attributes:
+    updates: Those of the updates.
+    params: Those of the parameters, or `None`.
+  """
+
+  updates: Any
+  params: Any
+
+  @property
+  def like(self) -> Any:
+    """What its `init` is given."""
+    return self.updates if self.params is None else self.params
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+  """What a transformation does with arrays of certain types.
+
+  Attributes:
+    given: These types.
+    state: The types of its state, as it comes back from the last step.
+    init: Its `init`.
+    update: Its `update`.
+    results: The types of its updates and its next state.
+  """
+
+  given: _Given
+  state: Any
+  init: jaxprs.Program
+  update: jaxprs.Program
+  results: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+  """What is to run on slices.
+
+  Attributes:
+    inner: The transformation.
+    extra_args: What it is given besides.
+    cutting: How leaves are cut.
+    kinds: What is known of what it is given.
+    state_kinds: What is known of its state.
+  """
+
+  inner: optax.GradientTransformationExtraArgs
+  extra_args: Mapping[str, Any]
+  cutting: slice_types.Cutting
+  kinds: _Given
+  state_kinds: Any
+
+  def trace(self, given, init, state):
+    """Traces `update`.
+
+    Args:
+      given: The types of the updates and parameters.
+      init: What `init` does with them.
+      state: The types of what it makes.
+    """
+
+    def update(updates, state, params):
+      return self.inner.update(updates, state, params, **self.extra_args)
+
+    is_cut = jax.tree.map(
+        lambda kind: isinstance(kind, element_flow.Cut), self.state_kinds
+    )
+    state = self.cutting.varying(state, is_cut)
+    program, results = equivalence.trace(
+        update, given.updates, state, given.params
+    )
+    return _Traced(given, state, init, program, results)
+
+
+def _problem_of_shapes(state_kinds, like):
+  """Returns what is wrong with how the leaves of the state are shaped."""
+  shapes = {
+      jnp.shape(x) for x in jax.tree.leaves(like) if slice_types.can_be_cut(x)
+  }
   for path, kind in jax.tree.leaves_with_path(state_kinds):
     if isinstance(kind, element_flow.Cut) and kind.shape not in shapes:
       name = jax.tree_util.keystr(path)
       return f'its state at {name} has a shape of its own, {kind.shape}'
+  return None
 
-  def run(updates, state, params):
-    return inner.update(updates, state, params, **extra_args)
 
-  state = _with_slices_varying(state, state_kinds, axes, num_slices)
-  update, results = equivalence.trace(run, updates, state, params)
-  given = jax.tree.map(_kind_of_leaf, updates), state_kinds
-  if jax.tree.structure(results) != jax.tree.structure((updates, state)):
-    return 'it changes the tree of the updates or of its state'
-  taken = *given, param_kinds
-  init_kinds = given[:1] if params is None else (param_kinds,)
-  problem, _ = _problem_of(init, init_kinds, ((), state_kinds), axes)
-  if problem:
-    return problem
-  problem, sums = _problem_of(update, taken, given, axes)
-  if problem:
-    return problem
-
-  # At one slice, which is the whole, all that can be told is from longer ones.
-  cut = _longer
-  if num_slices > 1:
-    cut = functools.partial(_first_slice, num_slices=num_slices)
-  sliced, sliced_params = _map_cut(cut, updates), _map_cut(cut, params)
-  sliced_like = sliced if params is None else sliced_params
-  sliced_init, sliced_state = equivalence.trace(inner.init, sliced_like)
-  if jax.tree.structure(state) != jax.tree.structure(sliced_state):
-    return 'its state depends on their shapes'
-  sliced_state = _with_slices_varying(
-      sliced_state, state_kinds, axes, num_slices
+def _problem_of_elements(task, whole):
+  """Returns what is wrong with where elements get, and the sums over slices."""
+  before = whole.given.updates, whole.state
+  if jax.tree.structure(whole.results) != jax.tree.structure(before):
+    return 'it changes the tree of the updates or of its state', set()
+  kinds, axes = task.kinds, task.cutting.axes
+  problem, _ = _problem_of_results(
+      whole.init, kinds.like, ((), task.state_kinds), axes
   )
-  sliced_update, _ = equivalence.trace(run, sliced, sliced_state, sliced_params)
-  pairs = zip(jax.tree.leaves(like), jax.tree.leaves(sliced_like), strict=True)
+  if problem:
+    return problem, set()
+  given = kinds.updates, task.state_kinds
+  return _problem_of_results(whole.update, (*given, kinds.params), given, axes)
+
+
+def _problem_of_results(program, taken, given, axes):
+  """Returns what is wrong with the results of a program, and its sums.
+
+  Args:
+    program: The program.
+    taken: The kinds of what it takes.
+    given: The kinds of what it is to give: of updates and of the state.
+    axes: As for `find_problem`.
+  """
+  results, sums = element_flow.follow(program, jax.tree.leaves(taken), axes)
+  for (path, kind), result in zip(
+      jax.tree.leaves_with_path(given), results, strict=True
+  ):
+    match result:
+      case element_flow.Mixed(reason):
+        return f'{reason}, in {_name(path)}', sums
+      case element_flow.Whole() if isinstance(kind, element_flow.Cut):
+        return f'{result.differs}, in {_name(path)}', sums
+      case element_flow.Partial():
+        return f'a sum over one slice gets into {_name(path)}', sums
+      case element_flow.Cut() if not isinstance(kind, element_flow.Cut):
+        return f'elements get into what is not cut, {_name(path)}', sums
+  return None, sums
+
+
+def _problem_of_slices(task, whole, sums):
+  """Returns what is wrong if something else is done with slices.
+
+  Args:
+    task: What is to run on slices.
+    whole: What it does with the whole.
+    sums: The steps in that which sum over all slices.
+  """
+  slices = task.cutting.slices
+  given = _Given(slices(whole.given.updates), slices(whole.given.params))
+  init, state = equivalence.trace(task.inner.init, given.like)
+  # A mask of leaves of more than ten elements is the same for longer leaves,
+  # and not for slices.
+  if jax.tree.structure(whole.state) != jax.tree.structure(state):
+    return 'its state depends on their shapes'
+  sliced = task.trace(given, init, state)
+  pairs = zip(
+      jax.tree.leaves(whole.given.like),
+      jax.tree.leaves(given.like),
+      strict=True,
+  )
   alike = {(jnp.shape(x), jnp.shape(y)) for x, y in pairs}
-  if not equivalence.are_alike(init, sliced_init, alike, _is_flexible):
+  if not equivalence.are_alike(whole.init, sliced.init, alike, _is_flexible):
     return 'how its state starts depends on their shapes'
   if not equivalence.are_alike(
-      update, sliced_update, alike, lambda x: x in sums or _is_flexible(x)
+      whole.update,
+      sliced.update,
+      alike,
+      lambda step: step in sums or _is_flexible(step),
   ):
     return 'what it does depends on their shapes'
   return None
@@ -110,58 +247,6 @@ def _is_flexible(step):
   return step.name in _FLEXIBLE
 
 
-def _can_be_cut(leaf):
-  return flat_slices.is_cut(leaf, num_slices=2)
-
-
-def _on_shard(tree, num_slices, axes):
-  """Returns the types of leaves of which a shard has slices, in full size."""
-
-  def zeros(leaf):
-    if leaves_lib.is_float0(leaf):
-      return leaf
-    varying = axes_lib.varying_axes(leaf).difference(axes)
-    if flat_slices.is_cut(leaf, num_slices):
-      varying = varying.union(axes)
-    zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
-    return axes_lib.to_varying(zeros, tuple(varying))
-
-  return jax.eval_shape(lambda: jax.tree.map(zeros, tree))
-
-
-def _with_slices_varying(state, kinds, axes, num_slices):
-  """Returns the types of the state as it comes back from the last step."""
-
-  def mark(leaf, kind):
-    is_slice = isinstance(kind, element_flow.Cut) and num_slices > 1
-    return axes_lib.to_varying(leaf, axes) if is_slice else leaf
-
-  return jax.eval_shape(lambda state: jax.tree.map(mark, state, kinds), state)
-
-
-def _map_cut(fn, tree):
-  """Returns the types of what `fn` makes of the leaves that can be cut."""
-  leaves, treedef = jax.tree.flatten(tree)
-  chosen = [i for i, leaf in enumerate(leaves) if _can_be_cut(leaf)]
-  made = jax.eval_shape(
-      lambda chosen: list(map(fn, chosen)), [leaves[i] for i in chosen]
-  )
-  for i, leaf in zip(chosen, made, strict=True):
-    leaves[i] = leaf
-  return treedef.unflatten(leaves)
-
-
-def _longer(leaf):
-  flat = jnp.pad(jnp.ravel(leaf), (0, 1))
-  return flat.reshape((1,) * (jnp.ndim(leaf) - 1) + (-1,))
-
-
-def _first_slice(leaf, num_slices):
-  if not flat_slices.is_cut(leaf, num_slices):
-    return leaf
-  return lax.index_in_dim(flat_slices.cut(leaf, num_slices), 0, keepdims=False)
-
-
 def _kind_of_state(leaf, longer):
   if leaf.shape != longer.shape:
     return element_flow.Cut(leaf.shape)
@@ -169,7 +254,7 @@ def _kind_of_state(leaf, longer):
 
 
 def _kind_of_leaf(leaf):
-  if _can_be_cut(leaf):
+  if slice_types.can_be_cut(leaf):
     return element_flow.Cut(jnp.shape(leaf), ends_in_zeros=True)
   return element_flow.fixed(leaf, 'a parameter that is not cut')
 
@@ -187,29 +272,3 @@ def _name(path):
   number, *rest = path
   name = jax.tree_util.keystr(tuple(rest)) or 'the root'
   return f'its {("updates", "state")[number.idx]} at {name}'
-
-
-def _problem_of(traced, taken, given, axes):
-  """Returns what is wrong with the results of a program, and its sums.
-
-  Args:
-    traced: The program.
-    taken: The kinds of what it takes.
-    given: The kinds of what it is to give: of updates and of the state.
-    axes: As for `find_problem`.
-  """
-  kinds = [kind for _, kind in jax.tree.leaves_with_path(taken)]
-  results, sums = element_flow.follow(traced, kinds, axes)
-  for (path, kind), result in zip(
-      jax.tree.leaves_with_path(given), results, strict=True
-  ):
-    match result:
-      case element_flow.Mixed(reason):
-        return f'{reason}, in {_name(path)}', sums
-      case element_flow.Whole() if isinstance(kind, element_flow.Cut):
-        return f'{result.differs}, in {_name(path)}', sums
-      case element_flow.Partial():
-        return f'a sum over one slice gets into {_name(path)}', sums
-      case element_flow.Cut() if not isinstance(kind, element_flow.Cut):
-        return f'elements get into what is not cut, {_name(path)}', sums
-  return None, sums

@@ -1,8 +1,14 @@
 """The two classic mistakes in what a program sends, by rules that are sure.
 
 Both follow values through linear steps alone: casts to floats, changes of
-shape, sums, and products with numbers that the program itself names. What they
-do not see they do not tell of.
+shape, sums, and products with numbers that the program itself names. Through
+others the same two sums may be right: the gradient of `log(psum(x))` is
+`psum(1 / psum(x))` where types are not tracked. What they do not see they do
+not tell of.
+
+An abstract interpretation, twice: forward, with the axes over which a value is
+a sum already; and backward through the body of a scan, with the outputs that a
+value is only added to.
 """
 
 import collections
@@ -63,6 +69,7 @@ def _reduced_twice(program, reduced):
   """
   for step in program.steps:
     sources = [reduced[v] for v in step.inputs if not v.is_literal]
+    # What is a sum in one input alone, as in `psum(x) + x`, is none.
     before = (
         functools.reduce(operator.and_, sources) if sources else frozenset()
     )
@@ -74,6 +81,7 @@ def _reduced_twice(program, reduced):
       )
     if _is_sum(step) and step.params.get('axis_index_groups') is None:
       before |= frozenset(step.axes)
+    # Parts that are sums, side by side, are one.
     elif not _is_linear(step) and step.name != 'concatenate':
       before = frozenset()
     reduced.update((output, before) for output in step.outputs)
@@ -133,6 +141,7 @@ def _is_sum(step):
 
 def _is_linear(step):
   """Whether outputs are linear in all inputs but literals, and no larger."""
+  # Larger ones would be more to send after a scan than in all of its turns.
   if step.name not in _LINEAR:
     return False
   literal = [value.is_literal for value in step.inputs]

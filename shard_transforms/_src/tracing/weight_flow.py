@@ -1,4 +1,10 @@
-"""Whether a program heeds how much each shard counts."""
+"""Whether the weights of shards get into what is summed over them.
+
+An abstract interpretation with two bits for each value: whether it comes of
+updates, and whether it comes of the weight. That a sum of updates comes of the
+weight too is seen, and not by which arithmetic: a reduction that reads a weight
+is trusted with it.
+"""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -62,5 +68,6 @@ def _pairs(step, body):
   """Returns pairs of inputs of a step, and of its body that they may go to."""
   if step.name == 'cond':
     return list(zip(step.inputs[1:], body.inputs, strict=True))
-  # Which input of a loop goes where, and in which turn, matters little.
+  # Which input of a loop goes where, and in which turn, matters little: all
+  # that it gives comes of all that it takes.
   return [(outer, inner) for outer in step.inputs for inner in body.inputs]
