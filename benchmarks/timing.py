@@ -15,6 +15,7 @@ def seconds_in_turn(
     calls: Sequence[Callable],
     rounds: int,
     before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> np.ndarray:
   """Times calls in turn, beginning each round with the next one.
 
@@ -22,6 +23,7 @@ def seconds_in_turn(
     calls: Functions without arguments.
     rounds: How often each is called.
     before: Is called before each, outside its time.
+    clock: Returns the time in seconds.
 
   Returns:
     The seconds, of shape [number of calls, rounds].
@@ -30,9 +32,9 @@ def seconds_in_turn(
   for turn in range(rounds):
     for i in np.roll(np.arange(len(calls)), -turn).tolist():
       before()
-      start = time.perf_counter()
+      start = clock()
       jax.block_until_ready(calls[i]())
-      seconds[i, turn] = time.perf_counter() - start
+      seconds[i, turn] = clock() - start
   return seconds
 
 
