@@ -17,17 +17,8 @@ class SpecsTest(parameterized.TestCase):
   def test_knows_the_axes_of_a_spec(self, spec, expected):
     self.assertEqual(partition_specs.axes_of(spec), set(expected))
 
-  def test_a_head_stands_for_all_below(self):
-    tree = {'a': {'x': 1, 'y': [2, 3]}, 'b': 4, 'c': None}
-
-    per_leaf = partition_specs.per_leaf(
-        {'a': P('m'), 'b': P(), 'c': P('m')}, tree
-    )
-
-    self.assertEqual(
-        per_leaf, {'a': {'x': P('m'), 'y': [P('m')] * 2}, 'b': P(), 'c': None}
-    )
-    self.assertTrue(partition_specs.is_spec(per_leaf['b']))
+  def test_knows_a_spec(self):
+    self.assertTrue(partition_specs.is_spec(P()))
     self.assertFalse(partition_specs.is_spec(('m',)))
 
   def test_no_axis_slices_nothing(self):

@@ -228,7 +228,7 @@ def assert_close(actual, expected):
         err_msg=jax.tree_util.keystr(path),
     )
 
-  jax.tree_util.tree_map_with_path(check, actual, expected)
+  jax.tree.map_with_path(check, actual, expected)
 
 
 def assert_same(actual, expected):

@@ -47,7 +47,7 @@ def ranked(params):
 
 
 def by_path(params):
-  return jax.tree_util.tree_map_with_path(
+  return jax.tree.map_with_path(
       lambda path, _: 'sgd' if path[-1].key in ('even', 'few') else 'adam',
       params,
   )

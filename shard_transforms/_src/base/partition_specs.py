@@ -28,20 +28,6 @@ def axes_of(spec: P) -> frozenset[Hashable]:
   return frozenset(axis for e in entries for axis in e if axis is not None)
 
 
-def per_leaf(specs: Any, tree: Any) -> Any:
-  """Returns a spec for each leaf of a tree out of the head of a tree of specs.
-
-  Raises:
-    ValueError: If that is not the head of the tree.
-  """
-  return jax.tree.map(
-      lambda spec, below: jax.tree.map(lambda _: spec, below),
-      specs,
-      tree,
-      is_leaf=is_spec,
-  )
-
-
 def check(sharded: Any, caller: str) -> None:
   """Checks that what is to say how leaves are sharded is made of specs.
 
@@ -80,7 +66,8 @@ def sliced_axes(
   leaves = jax.tree.leaves_with_path(tree)
   told = [None] * len(leaves)
   if sharded is not None:
-    told = jax.tree.leaves(per_leaf(sharded, tree), is_leaf=is_spec)
+    specs = jax.tree.broadcast(sharded, tree, is_leaf=is_spec)
+    told = jax.tree.leaves(specs, is_leaf=is_spec)
   return [
       tuple(axis for axis in axes if _is_sliced(path, leaf, axis, spec, caller))
       for (path, leaf), spec in zip(leaves, told, strict=True)

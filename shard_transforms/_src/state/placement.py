@@ -64,7 +64,7 @@ def init_state(
   """
   specs = state_specs(tx, params, mesh, in_specs=in_specs, per_shard=per_shard)
   lead = _free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = specs_lib.per_leaf(in_specs, params)
+  param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
   init = jax.shard_map(
       lambda params: _with_lead(tx.init(params), lead),
       mesh=mesh,
@@ -127,7 +127,7 @@ def state_specs(
   """
   _check_mesh(mesh)
   lead = _free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = specs_lib.per_leaf(in_specs, params)
+  param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
   traced = []
 
   def trace(params):
@@ -142,7 +142,7 @@ def state_specs(
       trace, mesh=mesh, in_specs=(param_specs,), out_specs=()
   )
   jax.eval_shape(mapped, _abstract(params, param_specs, mesh))
-  return jax.tree_util.tree_map_with_path(
+  return jax.tree.map_with_path(
       lambda path, leaf: _spec(path, leaf, mesh, lead),
       traced[0],
       is_leaf=lambda leaf: isinstance(leaf, _Leaf),
