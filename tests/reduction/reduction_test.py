@@ -1,7 +1,3 @@
-import collections
-import functools
-import re
-
 from absl.testing import parameterized
 import chex
 import jax
@@ -12,316 +8,35 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import modes
+import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
-
-FACTORIES = {
-    'mean': shard_transforms.cross_shard_mean,
-    'sum': shard_transforms.cross_shard_sum,
-}
-EVEN = ((0, 4), (1, 5), (2, 6), (3, 7))
-UNEVEN = ((0, 4, 1), (5, 2, 6, 3, 7))
-
-WEIGHT = np.array([3, 1, 0, 5, 0.1, 2, 0.7, 4], np.float32)
-
-
-def _params(shards=()):
-  """Returns parameters of many shapes and dtypes, or gradients for `shards`."""
-  normal = np.random.default_rng(0).normal
-
-  def some(*shape, dtype='float32'):
-    x = normal(size=(*shards, *shape))
-    if dtype == 'complex64':
-      x = x + 1j * normal(size=x.shape)
-    return x.astype(jnp.dtype(dtype))
-
-  return {
-      'w': some(3, 5),
-      'b': some(),
-      'v': some(71),
-      'half': some(4, 2, dtype='bfloat16'),
-      'halves': [some(3, dtype='bfloat16'), some(6, dtype='float16')],
-      'complex': [some(2, dtype='complex64'), some(dtype='complex64')],
-      'empty': some(0, 3),
-  }
-
-
-def _loss(params, data):
-  # The gradient is the data, whatever the shape and the dtype.
-  pairs = zip(jax.tree.leaves(params), jax.tree.leaves(data), strict=True)
-  return sum(jnp.real(jnp.sum(w * x)).astype('float32') for w, x in pairs)
-
-
-def _sent(fn, *args):
-  """Counts the collectives that a function would send."""
-  text = str(jax.make_jaxpr(fn)(*args))
-  names = re.findall(r'\b(psum|reduce_scatter|all_gather)\w*\[', text)
-  return collections.Counter(names)
-
-
-def _reduce(tx, params, data, weight=None):
-  """Returns the reduction of a shard's own gradient."""
-  grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-  _, grads = grad(params, data)
-  return tx.update(grads, tx.init(params), params, weight=weight)[0]
-
-
-def _mapped(mode, *transformations):
-  """Maps the reduction of gradients over 8 shards by each transformation."""
-
-  def shard(params, own):
-    data, weight = own
-    return [_reduce(tx, params, data, weight) for tx in transformations]
-
-  return modes.map_shards(mode, shard)
-
-
-def _some(*leaves):
-  """Returns parameters, and data without weights for 8 shards."""
-  data = [np.broadcast_to(leaf, (8, *leaf.shape)) for leaf in leaves]
-  return list(leaves), (data, None)
-
-
-class NumberOfCollectivesTest(parameterized.TestCase):
-
-  @parameterized.product(mode=modes.PARALLEL_MODES, kind=tuple(FACTORIES))
-  def test_small_leaves_travel_together(self, mode, kind):
-    mapped = _mapped(mode, FACTORIES[kind](modes.AXIS))
-    leaves = np.ones((3, 5)), np.ones(()), np.ones(7, jnp.bfloat16)
-
-    sent = _sent(mapped, *_some(*leaves))
-
-    self.assertEqual(sent, {'psum': 1})
-
-  def test_leaves_are_not_packed_under_vmap(self):
-    mapped = _mapped('vmap', shard_transforms.cross_shard_mean(modes.AXIS))
-
-    jaxpr = jax.make_jaxpr(mapped)(*_some(np.ones((3, 5)), np.ones(7)))
-
-    self.assertNotIn('concatenate', str(jaxpr))
-
-  @parameterized.product(mode=modes.MODES, kind=tuple(FACTORIES))
-  def test_zero_bucket_bytes_send_each_leaf_alone(self, mode, kind):
-    mapped = _mapped(mode, FACTORIES[kind](modes.AXIS, bucket_bytes=0))
-
-    sent = _sent(mapped, *_some(np.ones((3, 5)), np.ones(()), np.ones(7)))
-
-    self.assertEqual(sent, {'psum': 3})
-
-  @parameterized.parameters(*modes.PARALLEL_MODES)
-  def test_a_weight_is_sent_once(self, mode):
-    mapped = _mapped(mode, shard_transforms.cross_shard_mean(modes.AXIS))
-    params, (data, _) = _some(np.ones((3, 5)), np.ones(()), np.ones(7))
-
-    sent = _sent(mapped, params, (data, WEIGHT))
-
-    self.assertEqual(sent, {'psum': 2})
-
-  @parameterized.parameters(*modes.PARALLEL_MODES)
-  def test_dtypes_that_are_not_summed_alike_travel_apart(self, mode):
-    mapped = _mapped(mode, shard_transforms.cross_shard_mean(modes.AXIS))
-
-    sent = _sent(mapped, _params(), (_params([8]), None))
-
-    # float32, with all that has fewer bits, and complex64.
-    self.assertEqual(sent, {'psum': 2})
-
-  @parameterized.product(mode=modes.MODES, groups=(None, EVEN, UNEVEN))
-  def test_leaves_without_elements_are_not_sent(self, mode, groups):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
-    mapped = _mapped(mode, tx)
-
-    sent = _sent(mapped, *_some(np.ones((0, 3)), np.ones(0)))
-
-    self.assertEqual(sent, {})
-
-  @parameterized.parameters(*modes.PARALLEL_MODES)
-  def test_even_groups_scatter_and_gather(self, mode):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=EVEN)
-
-    sent = _sent(_mapped(mode, tx), *_some(np.ones((3, 5)), np.ones(())))
-
-    self.assertEqual(sent, {'reduce_scatter': 1, 'all_gather': 1})
-
-  @parameterized.parameters(*modes.PARALLEL_MODES)
-  def test_uneven_groups_take_one_sum(self, mode):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=UNEVEN)
-
-    sent = _sent(_mapped(mode, tx), *_some(np.ones((3, 5)), np.ones(())))
-
-    self.assertEqual(sent, {'psum': 1})
-
-  @parameterized.parameters(*FACTORIES)
-  def test_shows_its_name_in_profiles(self, kind):
-    mapped = _mapped('shard_map', FACTORIES[kind](modes.AXIS))
-
-    lowered = mapped.lower(*_some(np.ones((3, 5))))
-
-    self.assertRegex(
-        lowered.as_text(debug_info=True), f'cross_shard_{kind}/psum'
-    )
 
 
 class TypeTest(parameterized.TestCase):
 
   @parameterized.product(
-      kind=tuple(FACTORIES),
-      groups=(None, EVEN, UNEVEN),
+      kind=tuple(reductions.FACTORIES),
+      groups=(None, reductions.EVEN, reductions.UNEVEN),
       weight=(None, 2.0),
       bucket_bytes=('auto', 0),
   )
   def test_says_whether_shards_differ(self, kind, groups, weight, bucket_bytes):
-    tx = FACTORIES[kind](modes.AXIS, groups=groups, bucket_bytes=bucket_bytes)
+    tx = reductions.FACTORIES[kind](
+        modes.AXIS, groups=groups, bucket_bytes=bucket_bytes
+    )
 
     def shard(params, data):
-      updates = _reduce(tx, params, data, weight)
+      updates = reductions.reduce(tx, params, data, weight)
       varying = jax.tree.map(axes_lib.varying_axes, updates)
       expected = frozenset([modes.AXIS] if groups else [])
       self.assertEqual(varying, jax.tree.map(lambda _: expected, updates))
       return updates
 
     mapped = modes.map_shards('shard_map', shard)
-    jax.eval_shape(mapped, _params(), _params([8]))
-
-
-class PackingTest(parameterized.TestCase):
-
-  def assert_same_bits(self, mode, kind, weight=None, **options):
-    factory = functools.partial(FACTORIES[kind], modes.AXIS, **options)
-    mapped = _mapped(mode, factory(), factory(bucket_bytes=0))
-
-    packed, alone = mapped(_params(), (_params([8]), weight))
-
-    chex.assert_trees_all_equal(packed, alone, strict=True)
-
-  @parameterized.product(
-      mode=modes.MODES,
-      kind=tuple(FACTORIES),
-      groups=(None, EVEN, UNEVEN),
-      weight=(None, WEIGHT),
-  )
-  def test_packed_and_unpacked_give_the_same_bits(
-      self, mode, kind, groups, weight
-  ):
-    self.assert_same_bits(mode, kind, weight, groups=groups)
-
-
-class PartlyMappedMeshTest(parameterized.TestCase):
-  """A mesh of which JAX, and not the library, handles the axis `model`."""
-
-  def _mesh(self, kind, shape=(2, 4)):
-    kinds = (kind,) * 2
-    num_devices = np.prod(shape)
-    return jax.make_mesh(
-        shape, ('data', 'model'), kinds, devices=jax.devices()[:num_devices]
+    jax.eval_shape(
+        mapped, reductions.make_params(), reductions.make_params((8,))
     )
-
-  def _mapped(self, mesh, dtype='float32', axis_names=('data',)):
-    tx = shard_transforms.cross_shard_mean('data')
-
-    def shard(params, x):
-      grad = shard_transforms.value_and_grad(_loss_of_two, 'data')
-      _, grads = grad(params, x[0])
-      return tx.update(grads, tx.init(params))[0]
-
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(P(), P('data')),
-        out_specs=P(),
-        axis_names=set(axis_names),
-    )
-    params = {'w': np.ones((4, 8)), 'b': np.ones(8)}
-    specs = {'w': P(None, 'model'), 'b': P('model')}
-
-    def put(x, spec):
-      return jax.device_put(
-          x.astype(jnp.dtype(dtype)), jax.NamedSharding(mesh, spec)
-      )
-
-    # 1 is lost where it is added to 256 in bfloat16.
-    x = np.array([256, 1])[:, None] + np.zeros((2, 8))
-    args = jax.tree.map(put, params, specs), put(x, P('data', 'model'))
-    return jax.jit(mapped), args
-
-  # Types that name an axis forbid reshapes, even where it is of length 1.
-  @parameterized.parameters(
-      {'kind': AxisType.Auto, 'shape': (2, 4)},
-      {'kind': AxisType.Explicit, 'shape': (2, 4)},
-      {'kind': AxisType.Explicit, 'shape': (2, 1)},
-  )
-  def test_leaves_are_not_packed(self, kind, shape):
-    mapped, args = self._mapped(self._mesh(kind, shape))
-
-    jaxpr = jax.make_jaxpr(mapped)(*args)
-
-    self.assertNotIn('concatenate', str(jaxpr))
-    self.assertEqual(_sent(mapped, *args), {'psum': 2})
-
-  @parameterized.parameters(
-      {'kind': AxisType.Auto, 'shape': (2, 1), 'axis_names': ('data',)},
-      {
-          'kind': AxisType.Auto,
-          'shape': (2, 4),
-          'axis_names': ('data', 'model'),
-      },
-  )
-  def test_leaves_are_packed_where_nothing_else_is_sharded(
-      self, kind, shape, axis_names
-  ):
-    mapped, args = self._mapped(self._mesh(kind, shape), axis_names=axis_names)
-
-    jaxpr = jax.make_jaxpr(mapped)(*args)
-
-    self.assertIn('concatenate', str(jaxpr))
-    self.assertEqual(_sent(mapped, *args), {'psum': 1})
-
-  @parameterized.product(
-      kind=(AxisType.Auto, AxisType.Explicit), dtype=('bfloat16', 'float32')
-  )
-  def test_updates_keep_their_sharding_and_their_sum(self, kind, dtype):
-    mapped, args = self._mapped(self._mesh(kind), dtype)
-
-    updates = mapped(*args)
-
-    expected = {
-        'w': np.full((4, 8), 257 / 2, jnp.dtype(dtype)),
-        'b': np.full(8, 257, jnp.dtype(dtype)),
-    }
-    chex.assert_trees_all_equal(updates, expected, strict=True)
-    self.assertTrue(
-        updates['w'].sharding.is_equivalent_to(args[0]['w'].sharding, 2)
-    )
-
-  @parameterized.product(
-      kind=(AxisType.Auto, AxisType.Explicit),
-      groups=(((0,), (1,)), ((1, 0),)),
-      dtype=('bfloat16', 'float32'),
-  )
-  def test_groups_keep_the_sharding_of_other_axes(self, kind, groups, dtype):
-    mesh = self._mesh(kind)
-    tx = shard_transforms.cross_shard_mean('data', groups=groups)
-    mapped = jax.shard_map(
-        lambda x: tx.update(x, tx.init(x))[0],
-        mesh=mesh,
-        in_specs=P('data'),
-        out_specs=P('data'),
-        axis_names={'data'},
-    )
-    x = np.arange(16).reshape(2, 8).astype(jnp.dtype(dtype))
-    x = jax.device_put(x, jax.NamedSharding(mesh, P('data', 'model')))
-
-    updates = jax.jit(mapped)(x)
-
-    mean = np.broadcast_to(np.mean(x, 0), x.shape)
-    expected = x if len(groups) == 2 else mean.astype(x.dtype)
-    np.testing.assert_array_equal(updates, expected)
-    self.assertTrue(updates.sharding.is_equivalent_to(x.sharding, 2))
-
-
-def _loss_of_two(params, x):
-  terms = params['w'] * x[None] + 2 * (params['b'] * x)[None] / 4
-  return jnp.sum(terms.astype(jnp.float32))
 
 
 class SeveralMapsTest(parameterized.TestCase):
@@ -358,7 +73,7 @@ class SeveralMapsTest(parameterized.TestCase):
     }
     chex.assert_trees_all_equal(updates, expected, strict=True)
     # That over `model` is the test's own.
-    self.assertEqual(_sent(mapped, x), {'psum': 3})
+    self.assertEqual(reductions.count_sent(mapped, x), {'psum': 3})
 
   def _vmap_in_shard_map(self, axis_name, check_vma):
     tx = shard_transforms.cross_shard_mean(axis_name)

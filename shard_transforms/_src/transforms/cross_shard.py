@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,15 +10,16 @@ import optax
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.reduction import reduction as reduction_lib
+from shard_transforms._src.reduction import reduction_options
 
 
 def cross_shard_mean(
     axis_name: axes.AxisName,
     *,
     groups: Any = None,
-    on_invariant: reduction_lib.OnInvariant = 'error',
+    on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: reduction_lib.Algorithm = 'flat',
+    algorithm: reduction_options.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -98,9 +100,9 @@ def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
     groups: Any = None,
-    on_invariant: reduction_lib.OnInvariant = 'error',
+    on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: reduction_lib.Algorithm = 'flat',
+    algorithm: reduction_options.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
@@ -144,12 +146,12 @@ def cross_shard_sum(
 
 
 def shard_mean(
-    tree: Any,
+    tree: optax.Updates,
     axis_name: axes.AxisName,
     *,
-    weight: Any = None,
-    on_invariant: reduction_lib.OnInvariant = 'error',
-) -> Any:
+    weight: chex.Numeric | None = None,
+    on_invariant: reduction_options.OnInvariant = 'error',
+) -> optax.Updates:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
   The rule of `cross_shard_mean`, as a function, for losses, metrics and batch

@@ -13,9 +13,11 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import flat_slices
-from shard_transforms._src.reduction import reduction as reduction_lib
+from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.tracing import elementwise
 
 
@@ -55,9 +57,9 @@ def shard_update(
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
-    reduction: reduction_lib.Kind = 'mean',
+    reduction: weights.Kind = 'mean',
     groups: Any = None,
-    on_invariant: reduction_lib.OnInvariant = 'error',
+    on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Reduces updates, and has each shard run an optimizer on its slice of them.
@@ -136,7 +138,7 @@ def shard_update(
           f'`groups` of `{caller}` must be of one size, because each of them'
           f' holds the state once, in equal slices, got {groups!r}.'
       )
-  reduce = reduction_lib.Reduction(
+  reduce = sharded_reduction.ShardedReduction(
       caller,
       reduction,
       axes_lib.as_axes(axis_name),

@@ -1,0 +1,184 @@
+"""Sums and means of lists of leaves: each is sent, and scaled, once."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import bucketing
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import leaf_plan
+from shard_transforms._src.reduction import reduction_options
+
+
+class Share(NamedTuple):
+  """How much a shard counts.
+
+  Attributes:
+    weight: Its own, float32 [], or `None` where all count the same.
+    total: The divisor of a mean, or `None` where the axes alone tell it.
+  """
+
+  weight: jax.Array | None
+  total: jax.Array | None
+
+
+def check(
+    tree: optax.Updates,
+    weight: chex.Numeric | None,
+    options: reduction_options.ReductionOptions,
+) -> jax.Array | None:
+  """Checks what is to be reduced; returns the weight as an array.
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If a leaf carries no gradient or the weight is no number.
+    ValueError: If a leaf is reduced already and `on_invariant`, `weight` or
+      `groups` do not allow it, or `weight` or `groups` are wrong.
+  """
+  options.num_shards()
+  leaves_lib.check_inexact(tree, options.caller)
+  if weight is not None or options.groups is not None:
+    varying.check_per_shard(tree, options.axes, options.caller)
+  elif options.on_invariant == 'error':
+    varying.check_not_reduced(tree, options.axes, options.caller)
+  if weight is None:
+    return None
+  weight = weights.as_weight(weight, (), options.caller)
+  return axes_lib.to_varying(weight, options.axes)
+
+
+def share(
+    weight: jax.Array | None, options: reduction_options.ReductionOptions
+) -> Share:
+  """Returns the share of a shard, of which `check` has returned the weight."""
+  axes, groups = options.axes, options.groups
+  if groups is None:
+    total = None if weight is None else collectives.psum(weight, axes)
+  elif weight is None:
+    total = collectives.group_size(axes[0], groups)
+  else:
+    total = collectives.psum_in_groups(weight, axes[0], groups)
+  return Share(weight, total)
+
+
+def reduce(
+    leaves: Sequence[chex.Array],
+    own: Share,
+    options: reduction_options.ReductionOptions,
+) -> list[jax.Array]:
+  """Returns the sum or mean of each leaf, in its shape and dtype."""
+  sum_over = functools.partial(_psum, options=options)
+  return _reduce(sum_over, leaves, own, options)
+
+
+def scatter(
+    rows: Sequence[chex.Array],
+    own: Share,
+    options: reduction_options.ReductionOptions,
+    num_rows: int,
+) -> list[jax.Array]:
+  """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
+  sum_over = functools.partial(collectives.scatter, groups=options.groups)
+  return _reduce(sum_over, rows, own, options, num_rows)
+
+
+def _psum(x, axes, options):
+  if options.groups is not None:
+    return collectives.psum_in_groups(x, axes[0], options.groups)
+  if options.algorithm == 'hierarchical' and len(axes) > 1:
+    return collectives.psum_by_levels(x, axes)
+  return collectives.psum(x, axes)
+
+
+def _reduce(
+    sum_over: Callable[..., jax.Array],
+    leaves: Sequence[chex.Array],
+    own: Share,
+    options: reduction_options.ReductionOptions,
+    num_rows: int | None = None,
+) -> list[jax.Array]:
+  """Reduces a list of checked leaves.
+
+  Args:
+    sum_over: Takes an array and axes; gives the sum, or a row of it.
+    leaves: Arrays; with `num_rows`, of rows.
+    own: The share of this shard.
+    options: How to reduce them.
+    num_rows: As in `bucketing.map_packed`.
+
+  Returns:
+    What `sum_over` gives, scaled, in the dtype of each leaf.
+  """
+
+  def send(buffer, key):
+    summed = sum_over(buffer, key.route.send)
+    return _scaled(summed, key.route, own.total, options.kind)
+
+  results: list[Any] = [_pass_through(leaf, options) for leaf in leaves]
+  todo = [i for i, result in enumerate(results) if result is None]
+  values, keys = _prepare([leaves[i] for i in todo], own.weight, options)
+  sends = any(key.route.send for key in keys)
+  levels = options.levels() if sends else ()
+  reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
+  for i, x in zip(todo, reduced, strict=True):
+    results[i] = x.astype(jnp.result_type(leaves[i]))
+  return results
+
+
+def _prepare(leaves, weight, options):
+  """Returns the weighted values that are sent, and the key of each."""
+  values = [_accumulator(leaf) for leaf in leaves]
+  averaged = options.on_invariant == 'averaged'
+  routes = leaf_plan.find(values, options.axes, averaged, options.caller)
+  values = [
+      weights.weighted(collectives.psum(x, route.pending), weight)
+      for x, route in zip(values, routes, strict=True)
+  ]
+  keys = [
+      leaf_plan.Key(route, x.dtype, axes_lib.varying_axes(x))
+      for x, route in zip(values, routes, strict=True)
+  ]
+  return values, keys
+
+
+def _accumulator(leaf):
+  leaf = jnp.asarray(leaf)
+  return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
+
+
+def _scaled(summed, route, total, kind):
+  """Returns a sum, or the mean that goes with it."""
+  if kind == 'sum':
+    return summed * route.factor
+  if total is None:
+    return summed / route.divisor
+  # A division by an array becomes a product where the compiler likes the shape:
+  # packed leaves would get other bits.
+  return summed * _reciprocal(total, summed.dtype)
+
+
+def _reciprocal(x, dtype):
+  """Returns `1 / x`, or 1 for 0, in the real dtype that goes with `dtype`."""
+  return 1 / jnp.where(x > 0, x, 1).astype(jnp.finfo(dtype).dtype)
+
+
+def _pass_through(leaf, options):
+  """Returns the result for a leaf that holds no number, or `None`."""
+  if leaves_lib.is_float0(leaf):
+    return leaf
+  if jnp.size(leaf) > 0:
+    return None
+  stays = axes_lib.varying_axes(leaf)
+  if options.groups is None:
+    stays = stays.difference(options.axes)
+  return axes_lib.to_varying(axes_lib.zeros(jax.typeof(leaf)), tuple(stays))

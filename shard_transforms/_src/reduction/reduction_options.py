@@ -1,0 +1,79 @@
+"""What a reduction over shards is told, checked in one place."""
+
+from collections.abc import Hashable
+import dataclasses
+from typing import Literal
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import bucketing
+
+OnInvariant = Literal['error', 'summed', 'averaged']
+Algorithm = Literal['flat', 'hierarchical']
+
+
+@dataclasses.dataclass(frozen=True)
+class ReductionOptions:
+  """How a tree is reduced over shards; checked when it is made.
+
+  Attributes:
+    caller: The public name that errors and profiles show.
+    kind: `'mean'` or `'sum'`.
+    axes: The mapped axes.
+    groups: The partition of the shards that reduce among themselves, or `None`.
+    on_invariant: What a leaf is that is the same on all shards.
+    bucket_bytes: The size of the buffers that small leaves share, or `'auto'`.
+    algorithm: Whether several axes are summed over at once or level by level.
+  """
+
+  caller: str
+  kind: weights.Kind
+  axes: tuple[Hashable, ...]
+  groups: groups_lib.Groups | None = None
+  on_invariant: OnInvariant = 'error'
+  bucket_bytes: int | str = 'auto'
+  algorithm: Algorithm = 'flat'
+
+  def __post_init__(self):
+    if self.on_invariant not in ('error', 'summed', 'averaged'):
+      raise ValueError(
+          "`on_invariant` must be 'error', 'summed' or 'averaged', got"
+          f' {self.on_invariant!r}.'
+      )
+    if self.algorithm not in ('flat', 'hierarchical'):
+      raise ValueError(
+          "`algorithm` must be 'flat' or 'hierarchical', got"
+          f' {self.algorithm!r}.'
+      )
+    if self.algorithm == 'hierarchical' and len(self.axes) < 2:
+      raise ValueError(
+          "`algorithm='hierarchical'` must come with two axes or more, the fast"
+          f' one last, got {self.axes!r}.'
+      )
+    if self.groups is not None and len(self.axes) > 1:
+      raise ValueError(
+          f'`groups` must come with one axis, got {self.axes!r}. Number the'
+          ' shards along a mesh of one axis.'
+      )
+    bucketing.check_bucket_bytes(self.bucket_bytes)
+
+  def num_shards(self) -> int:
+    """Returns the number of all shards, which groups must be a partition of.
+
+    Raises:
+      NameError: If an axis is not bound.
+      ValueError: If `groups` do not fit the axis.
+    """
+    num_shards = axes_lib.size(self.axes, self.caller)
+    if self.groups is not None:
+      groups_lib.check_size(self.groups, num_shards)
+    return num_shards
+
+  def levels(self) -> tuple[bucketing.Level, ...]:
+    """Returns the steps in which leaves are packed where this is traced."""
+    # A buffer would gather what a mesh axis that is not mapped shards, and
+    # under `vmap` nothing travels.
+    if not axes_lib.on_mapped_mesh(self.axes):
+      return ()
+    return bucketing.levels(self.bucket_bytes, axes_lib.between_processes())

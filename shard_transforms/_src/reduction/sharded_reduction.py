@@ -1,0 +1,111 @@
+"""Sums and means of trees over shards, of which each has its slice."""
+
+import chex
+import jax
+from jax import lax
+import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.reduction import bucketing
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import flat_slices
+from shard_transforms._src.reduction import leaf_plan
+from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import reduction_options
+
+
+class ShardedReduction(reduction_options.ReductionOptions):
+  """The way of a tree to the slices of its shards, and back."""
+
+  def num_slices(self) -> int:
+    """Returns among how many shards a slice is one.
+
+    Raises:
+      NameError: If an axis is not bound.
+      ValueError: If `groups` do not fit the axis.
+    """
+    num_shards = self.num_shards()
+    return num_shards if self.groups is None else len(self.groups[0])
+
+  def scatter(
+      self, tree: optax.Updates, weight: chex.Numeric | None = None
+  ) -> optax.Updates:
+    """Returns each shard's slice of the (weighted) sum or mean of a tree.
+
+    Args:
+      tree: As of `Reduction`.
+      weight: As of `Reduction`.
+
+    Raises:
+      NameError: As `Reduction`.
+      TypeError: As `Reduction`.
+      ValueError: As `Reduction`.
+    """
+    weight = leaf_sums.check(tree, weight, self)
+    leaves, treedef = jax.tree.flatten(tree)
+    num_slices = self.num_slices()
+    is_sent = self._is_sent_in_slices(leaves)
+    sent = [i for i, is_sent_so in enumerate(is_sent) if is_sent_so]
+    whole = [i for i, is_sent_so in enumerate(is_sent) if not is_sent_so]
+    with jax.named_scope(self.caller):
+      share = leaf_sums.share(weight, self)
+      rows = [flat_slices.cut(leaves[i], num_slices) for i in sent]
+      scattered = leaf_sums.scatter(rows, share, self, num_slices)
+      reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
+      slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
+    by_position = dict(zip(sent + whole, slices, strict=True))
+    return treedef.unflatten([by_position[i] for i in range(len(leaves))])
+
+  def own(self, tree: optax.Updates) -> optax.Updates:
+    """Returns each shard's slice of a tree that is the same on all of them."""
+    num_slices = self.num_slices()
+    index = collectives.row_index(self.axes, self.groups)
+
+    def own(leaf):
+      if not flat_slices.is_cut(leaf, num_slices):
+        return leaf
+      rows = flat_slices.cut(leaf, num_slices)
+      return lax.dynamic_index_in_dim(rows, index, keepdims=False)
+
+    return jax.tree.map(own, tree)
+
+  def own_kinds(self, tree: optax.Updates) -> optax.Updates:
+    """Returns the shape and dtype of each shard's slice of each leaf."""
+    num_slices = self.num_slices()
+    return jax.tree.map(lambda x: flat_slices.kind(x, num_slices), tree)
+
+  def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
+    """Returns the tree of which each shard has its slice; the reverse of `own`.
+
+    Args:
+      tree: Each shard's slices of arrays of any dtypes.
+      like: A tree of leaves of the shapes and the kinds of the result.
+    """
+    num_slices = self.num_slices()
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds = treedef.flatten_up_to(like)
+    cut = [i for i, x in enumerate(kinds) if flat_slices.is_cut(x, num_slices)]
+    own = [axes_lib.to_varying(leaves[i], self.axes) for i in cut]
+
+    def gather(buffer, _):
+      return collectives.gather(buffer, self.axes, self.groups)
+
+    keys = [(x.dtype, axes_lib.varying_axes(x)) for x in own]
+    with jax.named_scope(self.caller):
+      rows = bucketing.map_packed(
+          gather, own, keys, self.levels(), growth=num_slices
+      )
+      for i, slices_of_leaf in zip(cut, rows, strict=True):
+        leaves[i] = flat_slices.join(slices_of_leaf, kinds[i])
+    return treedef.unflatten(leaves)
+
+  def _is_sent_in_slices(self, leaves):
+    """Returns of each leaf whether it is cut before it is sent."""
+    num_slices = self.num_slices()
+    averaged = self.on_invariant == 'averaged'
+    routes = leaf_plan.find(leaves, self.axes, averaged, self.caller)
+    # What is not sent over all axes is the same on some shards, and stays so.
+    return [
+        flat_slices.is_cut(leaf, num_slices) and route.send == self.axes
+        for leaf, route in zip(leaves, routes, strict=True)
+    ]

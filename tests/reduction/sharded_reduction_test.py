@@ -1,0 +1,97 @@
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import modes
+import reductions
+import shard_transforms
+from shard_transforms._src.reduction import reduction
+from shard_transforms._src.reduction import sharded_reduction
+
+WEIGHT = np.array([3, 1, 0, 5, 1, 2, 7, 4], np.float32)
+
+
+def whole_and_sharded(kind='mean', **options):
+  args = 'caller', kind, (modes.AXIS,)
+  return (
+      reduction.Reduction(*args, **options),
+      sharded_reduction.ShardedReduction(*args, **options),
+  )
+
+
+def grads_of(params, data):
+  grad = shard_transforms.value_and_grad(reductions.loss, modes.AXIS)
+  return grad(params, data)[1]
+
+
+class ShardedReductionTest(parameterized.TestCase):
+
+  @parameterized.product(
+      mode=modes.MODES,
+      kind=('mean', 'sum'),
+      groups=(None, reductions.EVEN),
+      weight=(None, WEIGHT),
+  )
+  def test_slices_of_all_shards_are_the_whole(self, mode, kind, groups, weight):
+    whole, sharded = whole_and_sharded(kind, groups=groups)
+
+    def shard(params, own):
+      data, weight = own
+      grads = grads_of(params, data)
+      slices = sharded.scatter(grads, weight)
+      return whole(grads, weight), sharded.gather(slices, grads)
+
+    expected, joined = modes.map_shards(mode, shard)(
+        reductions.make_params(), (reductions.make_params((8,)), weight)
+    )
+
+    # The sum is in another order.
+    chex.assert_trees_all_close(joined, expected, rtol=1e-2, atol=1e-2)
+    chex.assert_trees_all_equal_shapes_and_dtypes(joined, expected)
+
+  @parameterized.product(mode=modes.MODES, groups=(None, reductions.EVEN))
+  def test_each_shard_has_its_part_of_the_elements(self, mode, groups):
+    _, sharded = whole_and_sharded('sum', groups=groups)
+    x = np.arange(24.0).reshape(8, 3, 1) * np.ones(5)
+    members = [range(8)] if groups is None else groups
+    rank = {i: rank for group in members for rank, i in enumerate(group)}
+
+    own = modes.map_shards(
+        mode, lambda _, x: (sharded.scatter(x), sharded.own(x))
+    )(0, x)
+
+    for group in members:
+      summed = np.pad(x[list(group)].sum(0).ravel(), (0, -15 % len(group)))
+      for i in group:
+        first = np.pad(x[i].ravel(), (0, -15 % len(group)))
+        for part, whole in zip(own, (summed, first), strict=True):
+          expected = whole.reshape(len(group), 1, -1)[rank[i]]
+          np.testing.assert_array_equal(part[i], expected)
+
+  @parameterized.parameters((None, 8), (reductions.EVEN, 2))
+  def test_has_a_slice_for_each_shard_of_a_group(self, groups, expected):
+    _, sharded = whole_and_sharded(groups=groups)
+
+    found = modes.map_shards('vmap', lambda _, x: x * sharded.num_slices())(
+        0, jnp.ones(8)
+    )
+
+    self.assertEqual(found.tolist(), [expected] * 8)
+
+  def test_sends_slices_once_and_scalars_whole(self):
+    _, sharded = whole_and_sharded()
+    params = {'w': np.ones((3, 5)), 'v': np.ones(7), 'b': np.ones(())}
+
+    def shard(params, data):
+      grads = grads_of(params, data)
+      return sharded.gather(sharded.scatter(grads), grads)
+
+    sent = reductions.count_sent(
+        modes.map_shards('shard_map', shard),
+        params,
+        jax.tree.map(lambda x: np.stack([x] * 8), params),
+    )
+
+    self.assertEqual(sent, {'reduce_scatter': 1, 'all_gather': 1, 'psum': 1})
