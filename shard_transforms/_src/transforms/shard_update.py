@@ -1,24 +1,21 @@
 """`shard_update`: each shard runs the optimizer on its slice of the whole."""
 
 from collections.abc import Mapping
-import contextlib
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
-from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
-from shard_transforms._src.reduction import flat_slices
 from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
-from shard_transforms._src.tracing import elementwise
+from shard_transforms._src.transforms import slice_check
+from shard_transforms._src.transforms import sliced_state
 
 
 class ShardUpdateState(NamedTuple):
@@ -33,8 +30,7 @@ class ShardUpdateState(NamedTuple):
 
   Examples:
     >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
+    >>>     >>> import optax
     >>> import shard_transforms
     >>> mesh = jax.make_mesh((8,), ('data',))
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
@@ -114,8 +110,7 @@ def shard_update(
 
   Examples:
     >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
+    >>>     >>> import optax
     >>> import shard_transforms
     >>> tx = shard_transforms.shard_update(optax.sgd(0.1, 0.9), 'data')
     >>> def step(params, grads):
@@ -131,83 +126,59 @@ def shard_update(
   """
   caller = 'shard_update'
   arguments.check_reduction(reduction)
-  if groups is not None:
-    groups = groups_lib.as_groups(groups)
-    if not groups_lib.is_even(groups):
-      raise ValueError(
-          f'`groups` of `{caller}` must be of one size, because each of them'
-          f' holds the state once, in equal slices, got {groups!r}.'
-      )
   reduce = sharded_reduction.ShardedReduction(
       caller,
       reduction,
       axes_lib.as_axes(axis_name),
-      groups,
+      None if groups is None else _as_even_groups(groups),
       on_invariant,
       bucket_bytes,
   )
   inner = wrapper.as_inner(inner, caller)
-
-  checked = set()
-
-  def find_problem(updates, params, extra_args):
-    """Returns why `inner` cannot run on slices, if it cannot."""
-    # Tracing takes long, and a state is made for what is updated then.
-    leaves, treedef = jax.tree.flatten((updates, params))
-    num_slices = reduce.num_slices()
-    key = num_slices, treedef, _describe(leaves, reduce.axes)
-    if key in checked and not extra_args:
-      return None
-    # What is reduced over all shards is the same on all of them.
-    invariant = () if groups else reduce.axes
-    problem = elementwise.find_problem(
-        inner, updates, params, extra_args, num_slices, invariant
-    )
-    if problem is None and not extra_args:
-      checked.add(key)
-    return problem
-
-  def store(own_state, whole_kinds):
-    def store(own, whole):
-      is_slice = jnp.shape(own) != jnp.shape(whole)
-      return per_shard_state.store(own, reduce.axes) if is_slice else own
-
-    return jax.tree.map(store, own_state, whole_kinds)
+  slices = slice_check.SliceCheck(inner, reduce)
 
   def init_fn(params):
     _check_mapped(reduce.axes)
-    problem = None
-    # `inner` may need extra arguments, which only `update` has.
-    with contextlib.suppress(Exception):
-      problem = find_problem(params, params, {})
-    _raise(problem)
+    slices.check_init(params)
     own_state = inner.init(reduce.own(params))
     whole_kinds = jax.eval_shape(inner.init, params)
-    return ShardUpdateState(store(own_state, whole_kinds))
+    return ShardUpdateState(
+        sliced_state.store(own_state, whole_kinds, reduce.axes)
+    )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     wrapper.check_state(state, ShardUpdateState, caller)
     _check_mapped(reduce.axes)
     reduced = reduce.scatter(updates, weight)
-    _raise(find_problem(updates, params, extra_args))
+    slices.check_update(updates, params, extra_args)
     own_params = None if params is None else reduce.own(params)
     like = updates if params is None else params
     whole_kinds = jax.eval_shape(inner.init, like)
-    num_slices = reduce.num_slices()
-    own_kinds = jax.eval_shape(
-        inner.init,
-        jax.tree.map(lambda x: flat_slices.kind(x, num_slices), like),
-    )
+    own_kinds = jax.eval_shape(inner.init, reduce.own_kinds(like))
+    own_state = sliced_state.take(state.inner_state, own_kinds, whole_kinds)
     own_updates, own_state = inner.update(
-        reduced,
-        _take(state.inner_state, own_kinds, whole_kinds),
-        own_params,
-        **extra_args,
+        reduced, own_state, own_params, **extra_args
     )
-    new_state = store(own_state, whole_kinds)
-    return reduce.gather(own_updates, updates), ShardUpdateState(new_state)
+    inner_state = sliced_state.store(own_state, whole_kinds, reduce.axes)
+    return reduce.gather(own_updates, updates), ShardUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _as_even_groups(groups):
+  """Returns groups of one size, each of which can hold the state once.
+
+  Raises:
+    TypeError: If they are no groups.
+    ValueError: If they are of different sizes, or no partition.
+  """
+  groups = groups_lib.as_groups(groups)
+  if not groups_lib.is_even(groups):
+    raise ValueError(
+        '`groups` of `shard_update` must be of one size, because each of them'
+        f' holds the state once, in equal slices, got {groups!r}.'
+    )
+  return groups
 
 
 def _check_mapped(axes):
@@ -223,59 +194,3 @@ def _check_mapped(axes):
         f' {unmapped!r}: cutting a leaf would gather what such an axis shards.'
         ' Name all axes in `axis_names` of `jax.shard_map`.'
     )
-
-
-def _raise(problem):
-  if problem:
-    raise ValueError(
-        '`inner` of `shard_update` must treat each element of the parameters'
-        ' alone, whatever their shapes, and alike on all shards, because each'
-        f' shard holds a slice of them, but {problem}. Keep such a'
-        ' transformation whole, as in `optax.chain(cross_shard_mean(axis_name),'
-        ' inner)`: for all parameters, or for some of them with'
-        ' `optax.partition`. To clip by the global norm, put'
-        ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first in'
-        ' `inner`. Or let what comes first see what is reduced:'
-        ' `optax.chain(cross_shard_mean(axis_name), first,'
-        " shard_update(inner, axis_name, on_invariant='averaged'))`."
-    )
-
-
-def _describe(leaves, axes):
-  """Returns what the check of `inner` depends on."""
-  tracked = tuple(map(axes_lib.is_tracked, axes))
-  kinds = [
-      (jnp.shape(leaf), jnp.result_type(leaf), axes_lib.varying_axes(leaf))
-      for leaf in leaves
-  ]
-  return tracked, tuple(kinds)
-
-
-def _take(state, own_kinds, whole_kinds):
-  """Takes each shard's slices out of the state.
-
-  Raises:
-    ValueError: If it has other leaves, or leaves of other shapes.
-  """
-  found = jax.tree.structure(state), jax.tree.structure(own_kinds)
-  if found[0] != found[1]:
-    raise ValueError(_MADE_FOR_OTHERS + f'the tree {found[0]}.')
-
-  def take(path, leaf, own, whole):
-    is_slice = own.shape != whole.shape
-    if jnp.shape(leaf) != (1,) * is_slice + own.shape:
-      raise ValueError(
-          f'{_MADE_FOR_OTHERS}the shape {jnp.shape(leaf)} at'
-          f' {jax.tree_util.keystr(path)}, where a shard has'
-          f' {(1,) * is_slice + own.shape}.'
-      )
-    return leaf[0] if is_slice else leaf
-
-  return jax.tree_util.tree_map_with_path(take, state, own_kinds, whole_kinds)
-
-
-_MADE_FOR_OTHERS = (
-    'State of `shard_update` must be made for these parameters and this number'
-    ' of shards by `shard_transforms.init_state`, and mapped with the specs of'
-    ' `shard_transforms.state_specs`, got '
-)

@@ -1,0 +1,99 @@
+"""Whether an inner transformation may run on each shard's slices."""
+
+from collections.abc import Mapping
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.tracing import elementwise
+
+
+class SliceCheck:
+  """Refuses an inner transformation that looks across elements.
+
+  Tracing it takes long, and a state is made for what is updated then. What
+  passed last is therefore not traced again. That is one description of types
+  and no array, and it decides nothing but whether to look again: forgotten or
+  mixed up between threads, it costs time alone.
+  """
+
+  def __init__(
+      self,
+      inner: optax.GradientTransformationExtraArgs,
+      reduction: sharded_reduction.ShardedReduction,
+  ):
+    self._inner = inner
+    self._reduction = reduction
+    self._passed_last = None
+
+  def check_init(self, params: optax.Params) -> None:
+    """Checks what can be told from the parameters alone.
+
+    Raises:
+      ValueError: If the inner transformation looks across elements.
+    """
+    problem = None
+    # It may need extra arguments, which only `update` has.
+    with contextlib.suppress(Exception):
+      problem = self._find_problem(params, params, {})
+    _raise(problem)
+
+  def check_update(
+      self,
+      updates: optax.Updates,
+      params: optax.Params | None,
+      extra_args: Mapping[str, Any],
+  ) -> None:
+    """Checks what is known when updates come.
+
+    Raises:
+      ValueError: If the inner transformation looks across elements.
+    """
+    _raise(self._find_problem(updates, params, extra_args))
+
+  def _find_problem(self, updates, params, extra_args):
+    leaves, treedef = jax.tree.flatten((updates, params))
+    axes, groups = self._reduction.axes, self._reduction.groups
+    num_slices = self._reduction.num_slices()
+    seen = num_slices, treedef, _describe(leaves, axes)
+    if seen == self._passed_last and not extra_args:
+      return None
+    # What is reduced over all shards is the same on all of them.
+    invariant = () if groups else axes
+    problem = elementwise.find_problem(
+        self._inner, updates, params, extra_args, num_slices, invariant
+    )
+    if problem is None and not extra_args:
+      self._passed_last = seen
+    return problem
+
+
+def _describe(leaves, axes):
+  """Returns what the check depends on."""
+  tracked = tuple(map(axes_lib.is_tracked, axes))
+  kinds = [
+      (jnp.shape(leaf), jnp.result_type(leaf), axes_lib.varying_axes(leaf))
+      for leaf in leaves
+  ]
+  return tracked, tuple(kinds)
+
+
+def _raise(problem):
+  if problem:
+    raise ValueError(
+        '`inner` of `shard_update` must treat each element of the parameters'
+        ' alone, whatever their shapes, and alike on all shards, because each'
+        f' shard holds a slice of them, but {problem}. Keep such a'
+        ' transformation whole, as in `optax.chain(cross_shard_mean(axis_name),'
+        ' inner)`: for all parameters, or for some of them with'
+        ' `optax.partition`. To clip by the global norm, put'
+        ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first in'
+        ' `inner`. Or let what comes first see what is reduced:'
+        ' `optax.chain(cross_shard_mean(axis_name), first,'
+        " shard_update(inner, axis_name, on_invariant='averaged'))`."
+    )

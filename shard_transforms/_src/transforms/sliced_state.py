@@ -1,0 +1,72 @@
+"""The state of a transformation that runs on slices, as each shard keeps it.
+
+A leaf that is shaped otherwise on a slice than on the whole is itself a slice,
+and has the leading axis of what differs between shards.
+"""
+
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import per_shard_state
+
+
+def store(
+    own_state: optax.OptState,
+    whole_kinds: optax.OptState,
+    axes: tuple[Hashable, ...],
+) -> optax.OptState:
+  """Returns a shard's own state as it is kept.
+
+  Args:
+    own_state: State for the slices of a shard.
+    whole_kinds: Shapes and dtypes of the state for whole parameters.
+    axes: The mapped axes.
+  """
+
+  def store_leaf(own, whole):
+    is_slice = jnp.shape(own) != jnp.shape(whole)
+    return per_shard_state.store(own, axes) if is_slice else own
+
+  return jax.tree.map(store_leaf, own_state, whole_kinds)
+
+
+def take(
+    state: optax.OptState,
+    own_kinds: optax.OptState,
+    whole_kinds: optax.OptState,
+) -> optax.OptState:
+  """Returns a shard's own state, out of that which is kept.
+
+  Args:
+    state: As `store` returns it.
+    own_kinds: Shapes and dtypes of the state for the slices of a shard.
+    whole_kinds: Shapes and dtypes of the state for whole parameters.
+
+  Raises:
+    ValueError: If it has other leaves, or leaves of other shapes.
+  """
+  found = jax.tree.structure(state), jax.tree.structure(own_kinds)
+  if found[0] != found[1]:
+    raise ValueError(_MADE_FOR_OTHERS + f'the tree {found[0]}.')
+
+  def take_leaf(path, leaf, own, whole):
+    is_slice = own.shape != whole.shape
+    if jnp.shape(leaf) != (1,) * is_slice + own.shape:
+      raise ValueError(
+          f'{_MADE_FOR_OTHERS}the shape {jnp.shape(leaf)} at'
+          f' {jax.tree_util.keystr(path)}, where a shard has'
+          f' {(1,) * is_slice + own.shape}.'
+      )
+    return leaf[0] if is_slice else leaf
+
+  return jax.tree.map_with_path(take_leaf, state, own_kinds, whole_kinds)
+
+
+_MADE_FOR_OTHERS = (
+    'State of `shard_update` must be made for these parameters and this number'
+    ' of shards by `shard_transforms.init_state`, and mapped with the specs of'
+    ' `shard_transforms.state_specs`, got '
+)
