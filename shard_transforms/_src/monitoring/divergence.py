@@ -1,7 +1,8 @@
 """Whether shards still hold the same bits where they should."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import chex
 import jax
 from jax import core
 from jax import lax
@@ -55,7 +56,9 @@ class DivergenceState(NamedTuple):
     )
 
 
-def shard_divergence(tree: Any, axis_name: axes_lib.AxisName) -> jax.Array:
+def shard_divergence(
+    tree: chex.ArrayTree, axis_name: axes_lib.AxisName
+) -> jax.Array:
   """Returns how far the checksums of the shards are apart: 0 if they agree.
 
   The checksum is over the bits of all leaves, so that `-0.0` and `0.0` differ,
@@ -167,7 +170,7 @@ def track_divergence(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def assert_reduced(tree: Any, axis_name: axes_lib.AxisName) -> None:
+def assert_reduced(tree: chex.ArrayTree, axis_name: axes_lib.AxisName) -> None:
   """Asserts that a tree is the same on all shards of a mapped axis; for tests.
 
   Inside a mapped function, the types of the leaves must say so. Outside, the

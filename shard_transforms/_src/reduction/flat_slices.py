@@ -6,22 +6,24 @@ elements along the last axis. Scalars are not cut: they have no axis.
 """
 
 import math
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import leaves as leaves_lib
 
+Leaf = chex.Array | jax.ShapeDtypeStruct
 
-def is_cut(leaf: Any, num_slices: int) -> bool:
+
+def is_cut(leaf: Leaf, num_slices: int) -> bool:
   """Whether a leaf carries a gradient, and is neither empty nor a scalar."""
   is_inexact = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.inexact)
   has_axis = bool(jnp.shape(leaf)) and math.prod(jnp.shape(leaf)) > 0
   return is_inexact and has_axis and num_slices > 1
 
 
-def cut(leaf: Any, num_slices: int) -> jax.Array:
+def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
   """Returns all slices of a leaf, [num_slices, 1, ..., 1, elements]."""
   flat = jnp.ravel(leaf)
   if padding := -flat.size % num_slices:
@@ -29,15 +31,16 @@ def cut(leaf: Any, num_slices: int) -> jax.Array:
   return flat.reshape((num_slices, *(1,) * (jnp.ndim(leaf) - 1), -1))
 
 
-def kind(leaf: Any, num_slices: int) -> Any:
+def kind(leaf: Leaf, num_slices: int) -> Leaf:
   """Returns the shape and dtype of a slice, or the leaf if it is not cut."""
   if not is_cut(leaf, num_slices):
     return leaf
   num_elements = -(-math.prod(jnp.shape(leaf)) // num_slices)
-  shape = (1,) * (jnp.ndim(leaf) - 1) + (num_elements,)
+  shape = (1,) * (len(jnp.shape(leaf)) - 1) + (num_elements,)
   return jax.ShapeDtypeStruct(shape, leaves_lib.dtype_of(leaf))
 
 
-def join(slices: jax.Array, like: Any) -> jax.Array:
+def join(slices: jax.Array, like: Leaf) -> jax.Array:
   """Returns the array of the shape of `like` of which these are the slices."""
-  return slices.ravel()[: jnp.size(like)].reshape(jnp.shape(like))
+  shape = jnp.shape(like)
+  return slices.ravel()[: math.prod(shape)].reshape(shape)

@@ -3,7 +3,10 @@
 from collections.abc import Hashable
 from collections.abc import Sequence
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import chex
+import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
 
@@ -35,12 +38,12 @@ class Key(NamedTuple):
   """
 
   route: Route
-  dtype: Any
+  dtype: np.dtype
   varying: frozenset[Hashable]
 
 
 def find(
-    leaves: Sequence[Any],
+    leaves: Sequence[chex.Array],
     axes: Sequence[Hashable],
     averaged: bool,
     caller: str,

@@ -9,6 +9,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
@@ -68,7 +69,7 @@ def global_norm(
 
 
 def sum_of_squares(
-    tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
+    tree: optax.Updates, axes: tuple[Hashable, ...], sharded: Any, caller: str
 ) -> jax.Array:
   """Returns the sum of the squares of all elements, float32 or wider [].
 

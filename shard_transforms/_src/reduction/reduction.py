@@ -2,7 +2,6 @@
 
 import chex
 import jax
-import optax
 
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
@@ -12,8 +11,8 @@ class Reduction(reduction_options.ReductionOptions):
   """The sum or mean of a tree over shards, the same on all of them."""
 
   def __call__(
-      self, tree: optax.Updates, weight: chex.Numeric | None = None
-  ) -> optax.Updates:
+      self, tree: chex.ArrayTree, weight: chex.Numeric | None = None
+  ) -> chex.ArrayTree:
     """Returns the (weighted) sum or mean of `tree` over the shards.
 
     Args:

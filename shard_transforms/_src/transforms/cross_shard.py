@@ -146,12 +146,12 @@ def cross_shard_sum(
 
 
 def shard_mean(
-    tree: optax.Updates,
+    tree: chex.ArrayTree,
     axis_name: axes.AxisName,
     *,
     weight: chex.Numeric | None = None,
     on_invariant: reduction_options.OnInvariant = 'error',
-) -> optax.Updates:
+) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
   The rule of `cross_shard_mean`, as a function, for losses, metrics and batch
