@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import tempfile
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import modes
+import python_command
 import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
@@ -198,7 +198,7 @@ def run_alone(function, *args, num_devices):
   source = pathlib.Path(shard_transforms.__file__).parents[1]
   code = f'import sys, checkpoint_test as t; t.{function}(*sys.argv[1:])'
   done = subprocess.run(
-      [sys.executable, '-W', 'error', '-c', code, *args],
+      [*python_command.STRICT, '-c', code, *args],
       # With a command, Python looks here first.
       cwd=source,
       env={

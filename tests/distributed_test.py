@@ -11,6 +11,7 @@ import chex
 import numpy as np
 
 import distributed_worker
+import python_command
 import shard_transforms
 
 WORKER = distributed_worker.__file__
@@ -20,7 +21,7 @@ SUPERVISOR = """
 import sys
 import shard_transforms
 shard_transforms.launch.run_processes(
-    int(sys.argv[1]), [sys.executable, '-W', 'error', *sys.argv[2:]]
+    int(sys.argv[1]), sys.argv[2:]
 )
 """
 
@@ -29,7 +30,10 @@ def run_worker(num_processes, *args):
   source = pathlib.Path(shard_transforms.__file__).parents[1]
   paths = [str(source), os.environ.get('PYTHONPATH', '')]
   return subprocess.run(
-      [sys.executable, '-c', SUPERVISOR, str(num_processes), WORKER, *args],
+      [
+          *(sys.executable, '-c', SUPERVISOR, str(num_processes)),
+          *(*python_command.STRICT, WORKER, *args),
+      ],
       env={
           **os.environ,
           'JAX_PLATFORMS': 'cpu',

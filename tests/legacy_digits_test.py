@@ -4,11 +4,12 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 
 from absl.testing import parameterized
 import flax.serialization
+
+import python_command
 
 SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/legacy_digits.py'
 
@@ -23,7 +24,7 @@ class LegacyDigitsTest(parameterized.TestCase):
 
   def run_script(self, *flags):
     return subprocess.run(
-        [sys.executable, '-W', 'error', SCRIPT, *flags],
+        [*python_command.STRICT, SCRIPT, *flags],
         cwd=self.folder,
         env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
         capture_output=True,

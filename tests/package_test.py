@@ -25,6 +25,7 @@ from typing import NamedTuple
 from absl.testing import parameterized
 import optax
 
+import python_command
 import shard_transforms
 from shard_transforms import facade
 from shard_transforms import launch
@@ -532,7 +533,7 @@ class SnippetsTest(parameterized.TestCase):
     blocks = [fence for fence in shown if fence.label == 'python']
 
     run = subprocess.run(
-        [sys.executable, '-W', 'error', '-c', RUN_BLOCKS, name],
+        [*python_command.STRICT, '-c', RUN_BLOCKS, name],
         input=json.dumps([(block.line, block.code) for block in blocks]),
         cwd=self.enterContext(tempfile.TemporaryDirectory()),
         capture_output=True,

@@ -6,10 +6,11 @@ import pathlib
 import re
 import socket
 import subprocess
-import sys
 import tempfile
 
 from absl.testing import parameterized
+
+import python_command
 
 SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
 
@@ -23,7 +24,7 @@ class TrainDigitsTest(parameterized.TestCase):
   def run_script(self, *flags, **env):
     outer = {k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
     return subprocess.run(
-        [sys.executable, '-W', 'error', SCRIPT, *flags],
+        [*python_command.STRICT, SCRIPT, *flags],
         cwd=self.folder,
         env={**outer, **env},
         capture_output=True,
