@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+import cases
 import modes
 import python_command
 import shard_transforms
@@ -241,7 +242,7 @@ class CheckpointTest(parameterized.TestCase):
 class RestoreTest(CheckpointTest):
   """A restored training goes on bit for bit."""
 
-  @parameterized.parameters(*PHASES)
+  @cases.parameters(*PHASES)
   def test_goes_on_bit_for_bit(self, name):
     target = target_of(PHASES[name].build(), params_of())
 
@@ -256,7 +257,7 @@ class RestoreTest(CheckpointTest):
     )
     self.assert_goes_on(name, restored)
 
-  @parameterized.product(name=tuple(PHASES), num_shards=(3, 4))
+  @cases.product(name=tuple(PHASES), num_shards=(3, 4))
   def test_is_resized_as_what_was_saved(self, name, num_shards):
     tx, mesh = PHASES[name].build(), modes.mesh(num_shards)
     target = as_numpy(target_of(tx, params_of(), num_shards))
@@ -377,14 +378,14 @@ class RefusalTest(CheckpointTest):
     output = run_alone('try_all', cls.folder, num_devices=SHARDS)
     cls.outcomes = json.loads(output.splitlines()[-1])
 
-  @parameterized.parameters(*DAMAGES)
+  @cases.parameters(*DAMAGES)
   def test_refuses_what_is_broken(self, case):
     error, goes_on = self.outcomes[case]
 
     self.assertRegex(error, 'Error|error while reading')
     self.assertTrue(goes_on)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('transformation', 'tree structures do not match'),
       ('inner transformation', r'tree structures do not match[\s\S]*trace'),
       ('tree', r'tree structures do not match[\s\S]*\.b:'),

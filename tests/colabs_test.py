@@ -7,6 +7,8 @@ from absl.testing import parameterized
 import nbclient
 import nbformat
 
+import cases
+
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / 'colabs').glob('*'))
 NAMES = [path.name for path in NOTEBOOKS]
 
@@ -35,7 +37,7 @@ class ColabsTest(parameterized.TestCase):
     self.assertNotEmpty(NOTEBOOKS)
     self.assertEqual({path.suffix for path in NOTEBOOKS}, {'.ipynb'})
 
-  @parameterized.parameters(NAMES)
+  @cases.parameters(NAMES)
   def test_runs_and_prints_what_is_saved(self, name):
     saved, notebook = read(name), read(name)
     for cell in code_cells(notebook):
@@ -53,7 +55,7 @@ class ColabsTest(parameterized.TestCase):
       self.assertEqual(num_plots(new), num_plots(old), new.source)
       self.assertEqual(bool(texts(new)), bool(texts(old)), new.source)
 
-  @parameterized.parameters(NAMES)
+  @cases.parameters(NAMES)
   def test_is_saved_after_one_run_from_top_to_bottom(self, name):
     cells = code_cells(read(name))
 
@@ -62,7 +64,7 @@ class ColabsTest(parameterized.TestCase):
     self.assertGreater(sum(map(num_plots, cells)), 0)
     self.assertTrue(any(map(texts, cells)))
 
-  @parameterized.parameters(NAMES)
+  @cases.parameters(NAMES)
   def test_is_read_in_small_steps(self, name):
     notebook = read(name)
     cells = code_cells(notebook)

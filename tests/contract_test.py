@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import clip_by_global_norm
@@ -661,7 +662,7 @@ class CombinatorTest(parameterized.TestCase):
     expected = {'w': alone['w'], 'b': np.zeros_like(data['b'])}
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @parameterized.product(
+  @cases.product(
       name=tuple(ROWS),
       combinator=('inject_hyperparams', 'around inject_hyperparams'),
   )
@@ -671,7 +672,7 @@ class CombinatorTest(parameterized.TestCase):
     _, alone = in_combinator(name, 'none')
     chex.assert_trees_all_equal(updates, alone, strict=True)
 
-  @parameterized.parameters(*STATIC_ARGS)
+  @cases.parameters(*STATIC_ARGS)
   def test_injects_arguments_that_are_named_static(self, factory, name, kwargs):
     tx = optax.inject_hyperparams(factory, static_args=(name,))(**kwargs)
 
@@ -679,7 +680,7 @@ class CombinatorTest(parameterized.TestCase):
 
     self.assertEmpty(state.hyperparams)
 
-  @parameterized.parameters(*STATIC_ARGS)
+  @cases.parameters(*STATIC_ARGS)
   def test_refuses_injected_arguments_that_are_static(
       self, factory, name, kwargs
   ):
@@ -838,7 +839,7 @@ class StateTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
   """What no transformation lets pass, found while tracing."""
 
-  @parameterized.product(name=tuple(ROWS), dtype=('int32', 'bool'))
+  @cases.product(name=tuple(ROWS), dtype=('int32', 'bool'))
   def test_refuses_leaves_without_a_gradient(self, name, dtype):
     run = run_of(name)
     wrong = {**data_of(name, 0)}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -56,14 +57,14 @@ def run_in_process(case, mode, seconds=PATIENCE):
 
 class DeadlockTest(parameterized.TestCase):
 
-  @parameterized.parameters('decide_alone', 'finite_alone')
+  @cases.parameters('decide_alone', 'finite_alone')
   def test_a_gate_that_shards_decide_alone_hangs(self, case):
     done = run_in_process(case, 'pmap', IMPATIENCE)
 
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
     self.assertNotIn(FINISHED, done.stdout)
 
-  @parameterized.product(
+  @cases.product(
       case=(
           'stale_shards',
           'stale_towers',
@@ -80,7 +81,7 @@ class DeadlockTest(parameterized.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr)
     self.assertIn(FINISHED, done.stdout)
 
-  @parameterized.parameters('guarded_shards', 'excluded_shards')
+  @cases.parameters('guarded_shards', 'excluded_shards')
   def test_decides_alike_under_vmap(self, case):
     CASES[case]('vmap')
 

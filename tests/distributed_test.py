@@ -10,6 +10,7 @@ from absl.testing import parameterized
 import chex
 import numpy as np
 
+import cases
 import distributed_worker
 import python_command
 import shard_transforms
@@ -95,7 +96,7 @@ class DistributedTest(parameterized.TestCase):
       elif path.endswith('stale_shard_count'):
         self.assertGreater(array.min(), 0, name)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('kill', 0, 'that was killed by SIGKILL'),
       ('kill', 1, 'that was killed by SIGKILL'),
       ('raise', 1, 'that exited with status 1'),

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import golden_tapes
 import shard_transforms
 
@@ -489,7 +490,7 @@ class CoverageTest(parameterized.TestCase):
         [*CROSS_SHARD, *TOWERS, *DROP_STALE, *NOT_EXPRESSIBLE], recorded
     )
 
-  @parameterized.parameters(*NOT_STEPS)
+  @cases.parameters(*NOT_STEPS)
   def test_listed_file_exists_and_holds_no_steps(self, name):
     tapes = golden_tapes.read(name)
 

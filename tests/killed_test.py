@@ -20,6 +20,8 @@ import numpy as np
 import orbax.checkpoint
 import psutil
 
+import cases
+
 SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
 NUM_KILLS = 10
 STEPS = 12
@@ -223,7 +225,7 @@ class KilledTest(parameterized.TestCase):
     shutil.rmtree(self.folder / f'saved/c/{ENDS["c"]}')
     self.assertEqual(calls(self.folder, 'c'), [ENDS['c'] - EVERY])
 
-  @parameterized.parameters([('--shards=2',)], [TWO_PROCESSES])
+  @cases.parameters([('--shards=2',)], [TWO_PROCESSES])
   def test_saves_and_stops_on_sigterm(self, flags):
     process = self.start(*flags)
     self.wait_until_saved(EVERY, process)
@@ -317,7 +319,7 @@ class KilledTest(parameterized.TestCase):
     self.assertRegex(err, f'FAILED: Cannot resume from {path}: {message}')
     self.assertIn('Without that folder, it goes on from the one before', err)
 
-  @parameterized.parameters(('seed', 0, 1), ('shards', 2, 1))
+  @cases.parameters(('seed', 0, 1), ('shards', 2, 1))
   def test_refuses_the_checkpoints_of_another_training(self, flag, old, new):
     self.copy('--shards=2')
     shutil.rmtree(self.folder / 'digits_out')

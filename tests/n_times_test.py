@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -211,20 +212,20 @@ def ratio(name, mode):
 
 class NTimesTest(parameterized.TestCase):
 
-  @parameterized.parameters(*RIGHT)
+  @cases.parameters(*RIGHT)
   def test_is_the_true_mean(self, way, mode):
     actual = ratio(way, mode)
 
     np.testing.assert_array_equal(actual, [1] * SHARDS)
 
-  @parameterized.parameters(*REFUSED)
+  @cases.parameters(*REFUSED)
   def test_is_refused(self, way, mode):
     error, message = REFUSED[way, mode]
 
     with self.assertRaisesRegex(error, message):
       ratio(way, mode)
 
-  @parameterized.parameters(*UNDETECTABLE)
+  @cases.parameters(*UNDETECTABLE)
   def test_is_wrong_where_no_type_shows_it(self, way, mode):
     expected, _ = UNDETECTABLE[way, mode]
 
@@ -240,7 +241,7 @@ class NTimesTest(parameterized.TestCase):
     self.assertEmpty(REFUSED.keys() & UNDETECTABLE.keys())
     self.assertLessEqual(REFUSED.keys() | UNDETECTABLE.keys(), set(EACH))
 
-  @parameterized.parameters(*sorted(REASONS))
+  @cases.parameters(*sorted(REASONS))
   def test_documentation_tells(self, reason, pattern):
     readme = pathlib.Path(__file__).parents[1] / 'README.md'
     documented = (

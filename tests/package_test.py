@@ -25,6 +25,7 @@ from typing import NamedTuple
 from absl.testing import parameterized
 import optax
 
+import cases
 import python_command
 import shard_transforms
 from shard_transforms import facade
@@ -230,7 +231,7 @@ def run_examples(module):
 
 class SurfaceTest(parameterized.TestCase):
 
-  @parameterized.parameters(*NAMESPACES)
+  @cases.parameters(*NAMESPACES)
   def test_all_is_sorted_and_complete(self, package):
     names = package.__all__
     public = {
@@ -245,7 +246,7 @@ class SurfaceTest(parameterized.TestCase):
   def test_version_is_three_numbers(self):
     self.assertRegex(shard_transforms.__version__, r'^\d+\.\d+\.\d+$')
 
-  @parameterized.parameters(*PUBLIC)
+  @cases.parameters(*PUBLIC)
   def test_docstring_has_every_section(self, package, name):
     value = getattr(package, name)
     found = sections(value.__doc__)
@@ -267,7 +268,7 @@ class SurfaceTest(parameterized.TestCase):
     examples = doctest.DocTestParser().get_examples(found['Examples'])
     self.assertTrue(any(e.want for e in examples), 'No example prints a result')
 
-  @parameterized.parameters(*PUBLIC)
+  @cases.parameters(*PUBLIC)
   def test_signature_is_annotated(self, package, name):
     value = getattr(package, name)
     signature = inspect.signature(value)
@@ -281,7 +282,7 @@ class SurfaceTest(parameterized.TestCase):
     if inspect.isfunction(value):
       self.assertIsNot(signature.return_annotation, inspect.Signature.empty)
 
-  @parameterized.parameters(['shard_transforms', *MODULES])
+  @cases.parameters(['shard_transforms', *MODULES])
   def test_docstring_examples_run(self, module):
     result, report = run_examples(importlib.import_module(module))
 
@@ -326,7 +327,7 @@ class LayoutTest(parameterized.TestCase):
         [p.stem for p in (PACKAGE / '_src').glob('*.py') if p.stem[0] != '_']
     )
 
-  @parameterized.parameters(*SRC_MODULES)
+  @cases.parameters(*SRC_MODULES)
   def test_imports_point_downward(self, package, module):
     (floor,) = (i for i, row in enumerate(FLOORS) if package in row)
     allowed = {package, *itertools.chain(*FLOORS[:floor])}
@@ -336,7 +337,7 @@ class LayoutTest(parameterized.TestCase):
         {name for name in found if package_of(name) not in allowed}
     )
 
-  @parameterized.parameters(*FACADE_MODULES)
+  @cases.parameters(*FACADE_MODULES)
   def test_facade_computes_with_what_is_public(self, module):
     found = imported_of_ours(f'facade/{module}.py')
 
@@ -389,7 +390,7 @@ class LayoutTest(parameterized.TestCase):
       module = importlib.import_module(f'shard_transforms._src.{package}')
       self.assertRegex(module.__doc__, r'\AFloor \d: .+\n\n[^\0]*Imports\s')
 
-  @parameterized.parameters(
+  @cases.parameters(
       *SRC_MODULES, *(('facade', module) for module in FACADE_MODULES)
   )
   def test_module_has_a_test_file(self, package, module):
@@ -401,7 +402,7 @@ class LayoutTest(parameterized.TestCase):
     stems = {path.stem for path in PACKAGE.rglob('*')}
     self.assertEmpty({s for s in stems if drawers & set(s.split('_'))})
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('shard_transforms', ''),
       ('examples', 'examples'),
       ('examples', 'test'),
@@ -432,7 +433,7 @@ class RequirementsTest(parameterized.TestCase):
           line, r'^([\w-]+(\[\w+\])?>=\d+(\.\d+)*|shard_transforms\[\w+\])$'
       )
 
-  @parameterized.parameters('python', 'jax', 'optax')
+  @cases.parameters('python', 'jax', 'optax')
   def test_readme_states_the_floor(self, name):
     stated = re.findall(
         rf'\b{name}\b`?\s*(?:≥|>=)\s*(\d+(?:\.\d+)*)', read('README.md'), re.I
@@ -499,14 +500,14 @@ class CommandsTest(parameterized.TestCase):
     self.assertTrue(os.access(ROOT / '.ci/run', os.X_OK))
     self.assertIn('run: bash .ci/run ', read('.github/workflows/tests.yml'))
 
-  @parameterized.parameters('README.md', 'CONTRIBUTING.md', '.ci/run')
+  @cases.parameters('README.md', 'CONTRIBUTING.md', '.ci/run')
   def test_named_extras_exist(self, name):
     extras = re.findall(r"pip install (?:-e )?'\.\[(\w+)\]'", read(name))
 
     self.assertNotEmpty(extras)
     self.assertContainsSubset(extras, requirement_lines())
 
-  @parameterized.parameters('README.md', 'CONTRIBUTING.md')
+  @cases.parameters('README.md', 'CONTRIBUTING.md')
   def test_named_files_exist(self, name):
     links = re.findall(r'\]\((?![a-z]+:|#)([^)#\s]+)', read(name))
     paths = re.findall(
@@ -519,7 +520,7 @@ class CommandsTest(parameterized.TestCase):
 
 class SnippetsTest(parameterized.TestCase):
 
-  @parameterized.parameters('README.md', 'CONTRIBUTING.md')
+  @cases.parameters('README.md', 'CONTRIBUTING.md')
   def test_fences_have_a_known_label(self, name):
     labels = {fence.label for fence in fences(name)}
 
@@ -527,7 +528,7 @@ class SnippetsTest(parameterized.TestCase):
     self.assertContainsSubset(labels, {'bash', 'python', 'text'})
     self.assertIn('python', labels)
 
-  @parameterized.parameters('README.md', 'CONTRIBUTING.md')
+  @cases.parameters('README.md', 'CONTRIBUTING.md')
   def test_snippets_run_in_order_and_print_what_is_shown(self, name):
     shown = fences(name)
     blocks = [fence for fence in shown if fence.label == 'python']

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import clip_by_global_norm
@@ -206,7 +207,7 @@ def draw_updates(seed):
 class ValuesTest(parameterized.TestCase):
   """Properties of values, in every mode."""
 
-  @parameterized.product(mode=modes.MODES, towers=('in turn', 'stacked'))
+  @cases.product(mode=modes.MODES, towers=('in turn', 'stacked'))
   @hypothesis.given(
       num_tokens=each((SHARDS, TOWERS), strategies.integers(0, TOKENS)),
       seed=SEEDS,
@@ -228,7 +229,7 @@ class ValuesTest(parameterized.TestCase):
         updates, np.tile(expected, (SHARDS, 1)), rtol=1e-4, atol=1e-5
     )
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   @hypothesis.given(
       order=strategies.permutations(range(SHARDS)),
       weights=each((SHARDS, TOWERS), strategies.integers(0, 9)),
@@ -260,7 +261,7 @@ class ValuesTest(parameterized.TestCase):
           atol=0 if exact else 1e-4,
       )
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   @hypothesis.given(
       power=strategies.integers(-MAX_POWER, MAX_POWER),
       weights=each((SHARDS, TOWERS), WEIGHTS, np.float32),
@@ -337,7 +338,7 @@ AGES = strategies.sampled_from([*range(-2, 8), 2**40, -(2**40)])
 class DropStaleTest(parameterized.TestCase):
   """`drop_stale` against a model in plain Python."""
 
-  @parameterized.parameters(-1, 0, 2, INT32.max, -INT32.max)
+  @cases.parameters(-1, 0, 2, INT32.max, -INT32.max)
   @hypothesis.given(ages=each(CALLS, AGES), seed=SEEDS)
   @examples(60)
   def test_one_stream_is_as_the_model(self, staleness, ages, seed):
@@ -351,7 +352,7 @@ class DropStaleTest(parameterized.TestCase):
     expected = model_of_drop_stale(staleness, by_call.tolist())
     np.testing.assert_array_equal(np.stack(history, -1), list(expected))
 
-  @parameterized.product(mode=modes.MODES, staleness=(0, 2))
+  @cases.product(mode=modes.MODES, staleness=(0, 2))
   @hypothesis.given(
       ages=each((SHARDS, CALLS), AGES),
       weights=each((SHARDS, CALLS), strategies.integers(0, 2)),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import cases
 import shard_transforms
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -84,7 +85,7 @@ class ScalingDocsTest(parameterized.TestCase):
     for row in itertools.chain(*traffic):
       self.assertIn(row, printed)
 
-  @parameterized.parameters((8, 8), (4, 2), (64, 8))
+  @cases.parameters((8, 8), (4, 2), (64, 8))
   def test_a_flat_sum_sends_what_is_planned(self, num_slow, num_fast):
     tx = shard_transforms.cross_shard_mean(('slow', 'fast'))
 
@@ -95,7 +96,7 @@ class ScalingDocsTest(parameterized.TestCase):
         of_axes['slow', 'fast'], planned.fast_bytes + planned.slow_bytes
     )
 
-  @parameterized.product(sizes=((8, 8), (4, 2), (64, 8)), sharded=(False, True))
+  @cases.product(sizes=((8, 8), (4, 2), (64, 8)), sharded=(False, True))
   def test_levels_send_what_is_planned(self, sizes, sharded):
     axes = ('slow', 'fast')
     tx = shard_transforms.cross_shard_mean(axes, algorithm='hierarchical')

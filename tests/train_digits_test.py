@@ -10,6 +10,7 @@ import tempfile
 
 from absl.testing import parameterized
 
+import cases
 import python_command
 
 SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
@@ -48,7 +49,7 @@ class TrainDigitsTest(parameterized.TestCase):
     cells = [re.split('  +', row) for row in rows]
     return list(zip(*cells, strict=True))
 
-  @parameterized.parameters(
+  @cases.parameters(
       # With its defaults, it also checks that it reaches its accuracy.
       ('digits_out', 8, 500),
       # Of 5 devices, 3 divide this batch.
@@ -140,7 +141,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertRegex(run.stderr, 'FAILED: .* got process . of 2 that exited')
     self.assertEmpty(self.files())
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('--mode=vmap', r'mode=vmap: .*<shard_map\|shard_map_unchecked\|pmap>'),
       ('--shards=3', 'batch_size.* must be a multiple of .* = 12'),
       ('pmap', r"There are flags only, got \['pmap'\]"),

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -183,7 +184,7 @@ def assert_same(actual, expected):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, name=tuple(OPTIMIZERS))
+  @cases.product(mode=modes.MODES, name=tuple(OPTIMIZERS))
   def test_mean_trains_as_one_device(self, mode, name):
     batches = even_batches(SHARDS, STEPS)
     tx = optax.chain(shard_transforms.cross_shard_mean(AXIS), OPTIMIZERS[name])
@@ -215,7 +216,7 @@ class CrossShardTest(parameterized.TestCase):
     expected = one_device(MOMENTUM, batches)
     assert_same(history, on_each_shard(expected))
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES,
       groups=(
           ((0, 1, 2, 3), (4, 5, 6, 7)),
@@ -271,7 +272,7 @@ class CrossShardTest(parameterized.TestCase):
 
 class TowersTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_towers_in_turn_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -313,7 +314,7 @@ class TowersTest(parameterized.TestCase):
       actual = of_shards(group, after_last)
       assert_same(actual, on_each_shard(expected, len(group)))
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_stacked_towers_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -356,7 +357,7 @@ class StalenessTest(parameterized.TestCase):
     expected = one_device(MOMENTUM, batches)
     assert_same(history, on_each_shard(expected))
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_trains_on_the_batches_of_fresh_shards_alone(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS)
@@ -408,7 +409,7 @@ class PipelineTest(parameterized.TestCase):
 class MappingTest(parameterized.TestCase):
   """Ways to map beside the four modes."""
 
-  @parameterized.product(
+  @cases.product(
       mode=('vmap', 'shard_map', 'shard_map_unchecked'),
       split=(False, True),
   )
@@ -424,7 +425,7 @@ class MappingTest(parameterized.TestCase):
     expected = one_device(MOMENTUM, batches)
     assert_same(history, on_each_shard(expected))
 
-  @parameterized.parameters('vmap', 'shard_map')
+  @cases.parameters('vmap', 'shard_map')
   def test_trains_without_jit_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     weights = jnp.ones(FEATURES)

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -239,7 +240,7 @@ def history(step, params_of):
 
 class FrameworkTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, framework=(plain_dict, linen, nnx_optimizer, equinox)
   )
   def test_weighted_shards_train_as_one_device(self, mode, framework):
@@ -259,7 +260,7 @@ class FrameworkTest(parameterized.TestCase):
     expected = jax.jit(history(step, params_of))(state, merged(batches))
     assert_same(actual, on_each_shard(expected))
 
-  @parameterized.parameters('shard_map', 'pmap')
+  @cases.parameters('shard_map', 'pmap')
   def test_apply_gradients_trains_as_one_device(self, mode):
     batches = batches_of(STEPS, even=True)
 
@@ -277,7 +278,7 @@ class FrameworkTest(parameterized.TestCase):
     expected = jax.jit(train)(state, merged(batches))
     assert_same(actual, on_each_shard(expected))
 
-  @parameterized.parameters('shard_map', 'pmap')
+  @cases.parameters('shard_map', 'pmap')
   def test_apply_gradients_takes_a_weight_for_a_field(self, mode):
     state = linen_train_state(optax.chain(MEAN, MOMENTUM))
     step = self.apply_gradients_with(weight=1)
@@ -285,7 +286,7 @@ class FrameworkTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, "unexpected keyword .*'weight'"):
       modes.map_shards(mode, step)(state, batches_of(STEPS))
 
-  @parameterized.parameters('shard_map', 'pmap')
+  @cases.parameters('shard_map', 'pmap')
   def test_apply_gradients_does_not_hand_on_a_local_step(self, mode):
     inner = optax.chain(MEAN, MOMENTUM)
     tx = shard_transforms.drop_stale(1, inner, axis_name=AXIS)
@@ -769,7 +770,7 @@ class ComposingTest(parameterized.TestCase):
         extra_args = {'local_step': 0} if place.takes_local_step else {}
         self.assertEqual(can_hang(name, tx, extra_args), outcome == 'hangs')
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('`apply_if_finite`', 'around `cross_shard_mean`'),
       ('`MultiSteps` with `skip_not_finite`', 'around `tower_reduce`'),
   )
@@ -839,7 +840,7 @@ class SilentTest(parameterized.TestCase):
 
     return modes.map_shards(mode, fn)(jnp.ones(()), jnp.arange(8.0) - 3)
 
-  @parameterized.parameters('shard_map', 'pmap')
+  @cases.parameters('shard_map', 'pmap')
   def test_rates_are_the_same_by_the_mean_of_values(self, mode):
     rates = self.rates(mode, lambda x: shard_transforms.shard_mean(x, AXIS))
 
@@ -890,7 +891,7 @@ def lines(header, rows):
 
 class DocumentTest(parameterized.TestCase):
 
-  @parameterized.parameters('inside', 'around')
+  @cases.parameters('inside', 'around')
   def test_tables_of_the_document_are_those_that_are_tested(self, where):
     places = {'inside': INSIDE, 'around': AROUND}[where]
     rows = [(name, *getattr(row, where)) for name, row in ROWS.items()]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import shard_transforms
 
 NAN = float('nan')
@@ -79,7 +80,7 @@ def _over_shards(fn, x, weight=None):
 
 class IntegerTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       argument=tuple(INTEGERS), value=(1.5, '2', None, True, np.True_, [2])
   )
   def test_refuses_what_is_no_integer(self, argument, value):
@@ -88,13 +89,13 @@ class IntegerTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, f'`{name}` must be an integer, got'):
       INTEGERS[argument](value)
 
-  @parameterized.product(
+  @cases.product(
       argument=tuple(INTEGERS), kind=(int, np.int64, np.uint8, np.array)
   )
   def test_takes_integers_of_any_kind(self, argument, kind):
     INTEGERS[argument](kind(2))
 
-  @parameterized.parameters(*INTEGERS)
+  @cases.parameters(*INTEGERS)
   def test_an_array_of_jax_is_no_python_integer(self, argument):
     name = argument.split()[0]
 
@@ -103,7 +104,7 @@ class IntegerTest(parameterized.TestCase):
     ):
       INTEGERS[argument](jnp.int32(2))
 
-  @parameterized.parameters(
+  @cases.parameters(
       (shard_transforms.tower_reduce, 'num_towers'),
       (shard_transforms.reduce_towers, 'num_towers'),
       (shard_transforms.drop_stale, 'staleness'),
@@ -117,7 +118,7 @@ class IntegerTest(parameterized.TestCase):
       injected(2, optax.sgd(0.1)).init(params)
     static(2, optax.sgd(0.1)).init(params)
 
-  @parameterized.product(
+  @cases.product(
       factory=(shard_transforms.tower_reduce, shard_transforms.reduce_towers),
       num_towers=(0, -3),
   )
@@ -127,7 +128,7 @@ class IntegerTest(parameterized.TestCase):
     ):
       factory(num_towers)
 
-  @parameterized.product(
+  @cases.product(
       factory=(shard_transforms.tower_reduce, shard_transforms.reduce_towers),
       reduction=('max', None, True),
   )
@@ -140,7 +141,7 @@ class IntegerTest(parameterized.TestCase):
 
 class WeightTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       caller=tuple(SCALAR), weight=(-1, -0.5, NAN, INF, -INF, np.float32(-2))
   )
   def test_refuses_a_known_weight_that_is_no_weight(self, caller, weight):
@@ -157,7 +158,7 @@ class WeightTest(parameterized.TestCase):
     ):
       tx.update(jnp.ones(3), tx.init(1.0), weight=np.array([1.0, -2.0, 3.0]))
 
-  @parameterized.parameters(*SCALAR)
+  @cases.parameters(*SCALAR)
   def test_refuses_a_weight_that_is_no_scalar(self, caller):
     with self.assertRaisesRegex(
         ValueError,
@@ -165,7 +166,7 @@ class WeightTest(parameterized.TestCase):
     ):
       _over_shards(SCALAR[caller], jnp.ones(3), jnp.ones(5))
 
-  @parameterized.parameters(((),), ((5,),), ((3, 1),))
+  @cases.parameters(((),), ((5,),), ((3, 1),))
   def test_refuses_a_weight_that_is_not_one_a_tower(self, shape):
     tx = shard_transforms.reduce_towers(3, optax.identity())
 
@@ -174,32 +175,28 @@ class WeightTest(parameterized.TestCase):
     ):
       tx.update(jnp.ones((3, 5)), tx.init(jnp.ones(5)), weight=np.ones(shape))
 
-  @parameterized.product(caller=tuple(SCALAR), weight=(1j, np.complex64(2)))
+  @cases.product(caller=tuple(SCALAR), weight=(1j, np.complex64(2)))
   def test_refuses_a_weight_that_is_not_real(self, caller, weight):
     with self.assertRaisesRegex(
         TypeError, f'`weight` of `{caller}` must be a real number, got'
     ):
       _over_shards(lambda x, _: SCALAR[caller](x, weight), jnp.ones(3))
 
-  @parameterized.parameters(
-      ([1.0],), ('1',), ('float32',), (object,), ((1, 2),)
-  )
+  @cases.parameters(([1.0],), ('1',), ('float32',), (object,), ((1, 2),))
   def test_refuses_a_weight_that_is_no_number(self, weight):
     with self.assertRaisesRegex(
         TypeError, '`weight` of `cross_shard_mean` must be a real number, got'
     ):
       _over_shards(lambda x, _: _cross_shard_mean(x, weight), jnp.ones(3))
 
-  @parameterized.parameters(1e39, np.float64(1e300))
+  @cases.parameters(1e39, np.float64(1e300))
   def test_refuses_a_known_weight_that_float32_cannot_hold(self, weight):
     with self.assertRaisesRegex(
         ValueError, '`weight` of `cross_shard_mean` must be finite and not neg'
     ):
       _over_shards(lambda x, _: _cross_shard_mean(x, weight), jnp.ones(3))
 
-  @parameterized.product(
-      caller=tuple(MEANS), dtype=('int32', 'bfloat16', 'float32')
-  )
+  @cases.product(caller=tuple(MEANS), dtype=('int32', 'bfloat16', 'float32'))
   def test_takes_traced_weights_of_any_real_dtype(self, caller, dtype):
     x = jnp.array([2.0, 6.0, jnp.nan])
 
@@ -207,7 +204,7 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(means, np.full(3, 3, 'float32'), strict=True)
 
-  @parameterized.parameters(*MEANS)
+  @cases.parameters(*MEANS)
   def test_takes_traced_booleans(self, caller):
     x = jnp.array([2.0, 6.0, jnp.nan])
 
@@ -215,7 +212,7 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(means, np.full(3, 4, 'float32'), strict=True)
 
-  @parameterized.parameters(2, 2**70, 0.5, True, np.float64(3), np.int8(4))
+  @cases.parameters(2, 2**70, 0.5, True, np.float64(3), np.int8(4))
   def test_takes_known_weights_of_any_real_kind(self, weight):
     def fn(x, _):
       return _cross_shard_mean(x, weight)
@@ -224,7 +221,7 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(means, np.full(3, 5, 'float32'), strict=True)
 
-  @parameterized.parameters(*MEANS)
+  @cases.parameters(*MEANS)
   def test_takes_a_known_weight(self, caller):
     def fn(x, _):
       return MEANS[caller](x, np.float32(3))
@@ -233,9 +230,7 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(means, np.full(3, 5, 'float32'), strict=True)
 
-  @parameterized.product(
-      caller=tuple(MEANS), weight=(-1.0, NAN, INF, -INF, -0.0)
-  )
+  @cases.product(caller=tuple(MEANS), weight=(-1.0, NAN, INF, -INF, -0.0))
   def test_counts_a_traced_weight_that_is_no_weight_as_zero(
       self, caller, weight
   ):
@@ -245,7 +240,7 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(means, np.full(3, 3, 'float32'), strict=True)
 
-  @parameterized.parameters(*MEANS)
+  @cases.parameters(*MEANS)
   def test_a_total_weight_of_zero_gives_zeros(self, caller):
     x = jnp.array([2.0, jnp.nan, jnp.inf])
 
@@ -264,7 +259,7 @@ class LocalStepTest(parameterized.TestCase):
     ):
       tx.update(1.0, tx.init(1.0))
 
-  @parameterized.product(
+  @cases.product(
       caller=('drop_stale', 'tower_reduce', 'reduce_towers'),
       local_step=(1.0, True, np.float32(2), 1j),
   )
@@ -276,7 +271,7 @@ class LocalStepTest(parameterized.TestCase):
     ):
       tx.update(jnp.ones(2), tx.init(jnp.ones(2)), local_step=local_step)
 
-  @parameterized.parameters(([1],), ('1',), ('int32',), (object,))
+  @cases.parameters(([1],), ('1',), ('int32',), (object,))
   def test_refuses_a_local_step_that_is_no_number(self, local_step):
     tx = shard_transforms.drop_stale(2, optax.sgd(1.0))
 
@@ -285,7 +280,7 @@ class LocalStepTest(parameterized.TestCase):
     ):
       tx.update(1.0, tx.init(1.0), local_step=local_step)
 
-  @parameterized.product(
+  @cases.product(
       caller=('drop_stale', 'tower_reduce'), shape=((1,), (2,), (1, 1))
   )
   def test_refuses_a_local_step_that_is_no_scalar(self, caller, shape):
@@ -296,7 +291,7 @@ class LocalStepTest(parameterized.TestCase):
     ):
       tx.update(1.0, tx.init(1.0), local_step=np.zeros(shape, int))
 
-  @parameterized.parameters(((1,),), ((5,),), ((3, 1),))
+  @cases.parameters(((1,),), ((5,),), ((3, 1),))
   def test_refuses_a_local_step_that_is_not_one_a_tower(self, shape):
     tx = shard_transforms.reduce_towers(3, optax.sgd(1.0))
 
@@ -306,7 +301,7 @@ class LocalStepTest(parameterized.TestCase):
     ):
       tx.update(jnp.ones(3), tx.init(1.0), local_step=np.zeros(shape, int))
 
-  @parameterized.parameters(2**31, -(2**31) - 1, np.int64(2**40))
+  @cases.parameters(2**31, -(2**31) - 1, np.int64(2**40))
   def test_refuses_a_known_local_step_that_int32_cannot_hold(self, local_step):
     tx = shard_transforms.drop_stale(2, optax.sgd(1.0))
 
@@ -315,7 +310,7 @@ class LocalStepTest(parameterized.TestCase):
     ):
       tx.update(1.0, tx.init(1.0), local_step=local_step)
 
-  @parameterized.parameters(int, np.int64, np.uint8, jnp.int16, np.array)
+  @cases.parameters(int, np.int64, np.uint8, jnp.int16, np.array)
   def test_takes_integers_of_any_kind(self, kind):
     local_step = kind(1)
     tx = shard_transforms.drop_stale(2, optax.sgd(1.0))

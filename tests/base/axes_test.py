@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
@@ -42,25 +43,21 @@ def _mesh_2x4():
 
 class AxisNameTest(parameterized.TestCase):
 
-  @parameterized.product(
-      factory=tuple(FACTORIES), axis_name=(None, {'data'}, [['a']])
-  )
+  @cases.product(factory=tuple(FACTORIES), axis_name=(None, {'data'}, [['a']]))
   def test_refuses_what_is_no_name(self, factory, axis_name):
     with self.assertRaisesRegex(
         TypeError, '`axis_name` must be the name of a mapped axis or a sequence'
     ):
       FACTORIES[factory](axis_name)
 
-  @parameterized.product(
-      factory=tuple(GATES), axis_name=({'data'}, ['data', None])
-  )
+  @cases.product(factory=tuple(GATES), axis_name=({'data'}, ['data', None]))
   def test_gates_refuse_what_is_no_name(self, factory, axis_name):
     with self.assertRaisesRegex(
         TypeError, '`axis_name` must be the name of a mapped axis or a sequence'
     ):
       GATES[factory](axis_name)
 
-  @parameterized.product(
+  @cases.product(
       factory=(*FACTORIES, *GATES), axis_name=((), [], ('data', 'data'))
   )
   def test_refuses_no_name_and_one_name_twice(self, factory, axis_name):
@@ -69,7 +66,7 @@ class AxisNameTest(parameterized.TestCase):
     ):
       (FACTORIES | GATES)[factory](axis_name)
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'axis_name': 'data'}, {'axis_name': ('data',)}, {'axis_name': ['data']}
   )
   def test_takes_a_name_and_sequences_of_names(self, axis_name):
@@ -83,7 +80,7 @@ class AxisNameTest(parameterized.TestCase):
 
 class BoundAxisTest(parameterized.TestCase):
 
-  @parameterized.parameters(*FACTORIES, *GATES)
+  @cases.parameters(*FACTORIES, *GATES)
   def test_names_the_caller_and_an_axis_that_is_not_bound(self, factory):
     made = (FACTORIES | GATES).get(factory)
     updates = jnp.ones(3)
@@ -103,7 +100,7 @@ class BoundAxisTest(parameterized.TestCase):
       tx.update(updates, tx.init(updates))
     self.assertIsInstance(caught.exception.__cause__, NameError)
 
-  @parameterized.parameters('shard_map', 'shard_map_unchecked')
+  @cases.parameters('shard_map', 'shard_map_unchecked')
   def test_names_the_axes_of_the_mesh_where_another_is_meant(self, mode):
     def reduce(_, own):
       return shard_transforms.shard_mean(own, 'batch')
@@ -128,7 +125,7 @@ class BoundAxisTest(parameterized.TestCase):
 
 class PerShardTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_keeps_values_and_tree(self, mode):
     params = {
         'w': jnp.array([-0.0, 1.0, jnp.nan]),
@@ -149,7 +146,7 @@ class PerShardTest(parameterized.TestCase):
         np.signbit(marked['w']), np.signbit(expected['w'])
     )
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_makes_gradients_per_shard(self, mode):
     def gradient(w, x):
       w = shard_transforms.per_shard(w, modes.AXIS)
@@ -161,7 +158,7 @@ class PerShardTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(gradients, x, strict=True)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_marks_marked_parameters_once(self, mode):
     def gradient(w, x):
       w = shard_transforms.per_shard(w, modes.AXIS)
@@ -175,7 +172,7 @@ class PerShardTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(gradients, x, strict=True)
 
-  @parameterized.parameters(*UNTRACKED_MODES)
+  @cases.parameters(*UNTRACKED_MODES)
   def test_is_the_identity_where_types_are_not_tracked(self, mode):
     def mark(w, x):
       self.assertIs(shard_transforms.per_shard(w, modes.AXIS), w)
@@ -247,7 +244,7 @@ class StatesTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', look)
     jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
 
-  @parameterized.parameters(*UNTRACKED_MODES)
+  @cases.parameters(*UNTRACKED_MODES)
   def test_says_untracked_where_types_say_nothing(self, mode):
     def look(w, x):
       states = axes_lib.states([w, x, lax.psum(x, modes.AXIS), 2.0], modes.AXIS)

@@ -3,12 +3,13 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms._src.base import counters
 
 
 class CountersTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       (0, 1, 1),
       (5, 0, 5),
       (5, 3.0, 8),

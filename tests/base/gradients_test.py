@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
 import modes
 import shard_transforms
 
@@ -36,7 +37,7 @@ class ValueAndGradTest(parameterized.TestCase):
         actual, expected, rtol=1e-5, atol=1e-6, strict=True
     )
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_is_that_of_the_loss_of_each_shard(self, mode):
     def shard(params, own):
       return shard_transforms.value_and_grad(_loss, modes.AXIS)(params, *own)
@@ -46,7 +47,7 @@ class ValueAndGradTest(parameterized.TestCase):
     alone = jax.jit(jax.value_and_grad(_loss))
     self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_differentiates_the_chosen_arguments(self, mode):
     choices = 0, 1, -1, (0,), (0, 2), (2, 0), (-3, 1), [1]
     params = PARAMS['w'], np.float32(2), PARAMS['b']
@@ -68,7 +69,7 @@ class ValueAndGradTest(parameterized.TestCase):
     alone = jax.jit(lambda x, y: grads_of(jax.value_and_grad, x, y))
     self.assert_close(results, _own_results(alone))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_keeps_what_comes_with_the_loss(self, mode):
     def loss(params, x, y):
       aux = {'hits': jnp.sum(x > y[:, None]), 'logits': x @ params['w']}
@@ -84,7 +85,7 @@ class ValueAndGradTest(parameterized.TestCase):
     expected = _own_results(lambda x, y: alone(PARAMS, x, y))
     self.assert_close(((value, aux), grads), expected)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_passes_keyword_arguments(self, mode):
     def loss(params, *, x, y):
       return _loss(params, x, y)
@@ -98,7 +99,7 @@ class ValueAndGradTest(parameterized.TestCase):
     alone = jax.jit(jax.value_and_grad(_loss))
     self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_integers_have_float0_gradients_if_allowed(self, mode):
     def loss(params, x, y):
       return _loss(params, x, y) + params['steps']
@@ -122,7 +123,7 @@ class ValueAndGradTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, 'real- or complex-valued inputs'):
       jax.vmap(step, axis_name='data')(jnp.arange(3))
 
-  @parameterized.parameters({'argnums': 1}, {'argnums': (0, 1)})
+  @cases.parameters({'argnums': 1}, {'argnums': (0, 1)})
   def test_says_which_argument_is_missing(self, argnums):
     step = shard_transforms.value_and_grad(jnp.sin, 'data', argnums)
 
@@ -131,7 +132,7 @@ class ValueAndGradTest(parameterized.TestCase):
     ):
       jax.vmap(step, axis_name='data')(jnp.ones(3))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_holomorphic_functions_have_complex_gradients(self, mode):
     def shard(w, x):
       grad = shard_transforms.value_and_grad(
@@ -147,7 +148,7 @@ class ValueAndGradTest(parameterized.TestCase):
     self.assert_close(value, np.sum(w**2 * x, axis=1))
     self.assert_close(grads, 2 * w * x)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_works_inside_a_scan(self, mode):
     def shard(params, own):
       grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
@@ -167,7 +168,7 @@ class ValueAndGradTest(parameterized.TestCase):
     alone = jax.jit(jax.grad(lambda *args: 3 * _loss(*args)))
     self.assert_close(totals, _own_results(lambda x, y: alone(PARAMS, x, y)))
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_is_per_shard_over_each_of_several_axes(self, check_vma):
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
@@ -198,9 +199,7 @@ class ValueAndGradTest(parameterized.TestCase):
 
 class ReducedLossTest(parameterized.TestCase):
 
-  @parameterized.product(
-      reduce=(lax.psum, lax.pmean, lax.pmax), has_aux=(False, True)
-  )
+  @cases.product(reduce=(lax.psum, lax.pmean, lax.pmax), has_aux=(False, True))
   def test_refuses_a_loss_that_is_the_same_on_all_shards(self, reduce, has_aux):
     def loss(params, x, y):
       own = _loss(params, x, y)
@@ -218,7 +217,7 @@ class ReducedLossTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards('shard_map', shard), PARAMS, (X, Y))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_takes_a_reduced_metric_beside_the_loss(self, mode):
     def loss(params, x, y):
       own = _loss(params, x, y)
@@ -232,7 +231,7 @@ class ReducedLossTest(parameterized.TestCase):
 
     np.testing.assert_allclose(mean, np.full(8, np.mean(value)), rtol=1e-6)
 
-  @parameterized.parameters('host', 'core')
+  @cases.parameters('host', 'core')
   def test_names_the_axis_over_which_the_loss_is_reduced(self, axis):
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
@@ -249,7 +248,7 @@ class ReducedLossTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"per shard over '{axis}', got"):
       jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
 
-  @parameterized.parameters(*UNTRACKED_MODES)
+  @cases.parameters(*UNTRACKED_MODES)
   def test_cannot_see_a_reduced_loss_where_types_are_not_tracked(self, mode):
     def shard(w, x):
       def loss(w):

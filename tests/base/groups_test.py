@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -45,7 +46,7 @@ def _sum_by_group(groups, num_shards=8):
 
 class PartitionTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       factory=tuple(FACTORIES.values()),
       wrong=(
           ([[0, 1], [1, 2]], 'ids in more than one place [1]'),
@@ -66,7 +67,7 @@ class PartitionTest(parameterized.TestCase):
     ):
       factory('data', groups=groups)
 
-  @parameterized.product(
+  @cases.product(
       factory=tuple(FACTORIES.values()),
       groups=([], [[]], [[0, 1], []], ((), (0,))),
   )
@@ -76,7 +77,7 @@ class PartitionTest(parameterized.TestCase):
     ):
       factory('data', groups=groups)
 
-  @parameterized.product(
+  @cases.product(
       factory=tuple(FACTORIES.values()),
       groups=(
           3,
@@ -99,7 +100,7 @@ class PartitionTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, 'must be a sequence of sequences'):
       shard_transforms.cross_shard_mean('data', groups=np.arange(8))
 
-  @parameterized.parameters(
+  @cases.parameters(
       ([[0, 1.0]], '1.0'),
       ([[False, True]], 'False'),
       ([[0, '1']], "'1'"),
@@ -112,14 +113,14 @@ class PartitionTest(parameterized.TestCase):
     ):
       shard_transforms.cross_shard_sum('data', groups=groups)
 
-  @parameterized.parameters(float, bool)
+  @cases.parameters(float, bool)
   def test_refuses_arrays_that_do_not_hold_integers(self, dtype):
     groups = np.array([[0, 1]], dtype)
 
     with self.assertRaisesRegex(TypeError, 'must hold integer shard ids'):
       shard_transforms.cross_shard_sum('data', groups=groups)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (9, r'9 shards of the axis, but the ids \[8\] are missing'),
       (6, r'6 shards of the axis, but the ids \[6, 7\] are no shards'),
   )
@@ -129,7 +130,7 @@ class PartitionTest(parameterized.TestCase):
     ):
       _sum_by_group(PARTITIONS['strided'], num_shards)
 
-  @parameterized.parameters(*FACTORIES.values())
+  @cases.parameters(*FACTORIES.values())
   def test_refuses_groups_over_two_axes(self, factory):
     with self.assertRaisesRegex(
         ValueError,
@@ -137,7 +138,7 @@ class PartitionTest(parameterized.TestCase):
     ):
       factory(('host', 'core'), groups=[[0, 1]])
 
-  @parameterized.parameters(
+  @cases.parameters(
       list,
       tuple,
       np.array,
@@ -208,7 +209,7 @@ class GroupsTest(parameterized.TestCase):
     expected = jax.tree.map(np.float32, expected)
     chex.assert_trees_all_close(actual, expected, rtol=1e-6, strict=True)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, kind=tuple(FACTORIES), name=tuple(PARTITIONS)
   )
   def test_each_group_reduces_among_itself(self, mode, kind, name):
@@ -216,13 +217,13 @@ class GroupsTest(parameterized.TestCase):
 
     self.assert_close(reduced, _expected(kind, name, np.ones(8)))
 
-  @parameterized.product(mode=modes.MODES, kind=tuple(FACTORIES), name=WEIGHTED)
+  @cases.product(mode=modes.MODES, kind=tuple(FACTORIES), name=WEIGHTED)
   def test_each_group_reduces_by_its_weights(self, mode, kind, name):
     reduced = _reduced(mode, weighted=True)[kind][name]
 
     self.assert_close(reduced, _expected(kind, name, WEIGHTS))
 
-  @parameterized.product(mode=modes.MODES, name=('strided', 'uneven'))
+  @cases.product(mode=modes.MODES, name=('strided', 'uneven'))
   def test_a_nan_stays_in_its_group(self, mode, name):
     tx = shard_transforms.cross_shard_sum('data', groups=PARTITIONS[name])
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -35,9 +36,7 @@ def _callers():
 
 class InexactTest(parameterized.TestCase):
 
-  @parameterized.product(
-      caller=tuple(_callers()), dtype=('int32', 'uint8', 'bool')
-  )
+  @cases.product(caller=tuple(_callers()), dtype=('int32', 'uint8', 'bool'))
   def test_refuses_a_leaf_that_carries_no_gradient(self, caller, dtype):
     tx, extra_args = _callers()[caller]
     updates = {'a': [jnp.ones((2, 5)), jnp.ones((2, 4), dtype)]}
@@ -49,7 +48,7 @@ class InexactTest(parameterized.TestCase):
     ):
       _update(tx, updates, **extra_args)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda: jnp.array(1), r'int32\[\]'),
       (lambda: 1, r'int32\[\]'),
       (lambda: np.ones(4, bool), r'bool\[4\]'),
@@ -61,7 +60,7 @@ class InexactTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, f'got {kind} at the root'):
       _update(tx, make(), params=0.0)
 
-  @parameterized.parameters(*_callers())
+  @cases.parameters(*_callers())
   def test_passes_leaves_without_numbers(self, caller):
     tx, extra_args = _callers()[caller]
     updates = {
@@ -85,7 +84,7 @@ class InexactTest(parameterized.TestCase):
         {name: updates[name] for name in ('none', 'masked', 'empty')},
     )
 
-  @parameterized.product(kind=('mean', 'sum'), mode=modes.MODES)
+  @cases.product(kind=('mean', 'sum'), mode=modes.MODES)
   def test_passes_the_gradients_of_integers(self, kind, mode):
     factory = getattr(shard_transforms, f'cross_shard_{kind}')
     tx = shard_transforms.tower_reduce(
@@ -109,7 +108,7 @@ class InexactTest(parameterized.TestCase):
 
 class AccumulatorTest(parameterized.TestCase):
 
-  @parameterized.parameters(*NARROW, 'float32')
+  @cases.parameters(*NARROW, 'float32')
   def test_sums_of_few_bits_are_kept_in_float32(self, dtype):
     tx = shard_transforms.tower_reduce(3, optax.identity())
 
@@ -128,7 +127,7 @@ class AccumulatorTest(parameterized.TestCase):
         state.total, np.zeros(5, 'complex64'), strict=True
     )
 
-  @parameterized.parameters('int32', 'bool')
+  @cases.parameters('int32', 'bool')
   def test_keeps_no_sum_where_there_is_no_gradient(self, dtype):
     tx = shard_transforms.tower_reduce(3, optax.identity())
 
@@ -156,7 +155,7 @@ class AccumulatorTest(parameterized.TestCase):
         strict=True,
     )
 
-  @parameterized.parameters(*NARROW, 'float32', 'complex64')
+  @cases.parameters(*NARROW, 'float32', 'complex64')
   def test_updates_keep_their_dtype(self, dtype):
     updates = jnp.ones((2, 5), dtype)
 

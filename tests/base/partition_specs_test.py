@@ -2,13 +2,14 @@ from absl.testing import parameterized
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import cases
 from shard_transforms._src.base import partition_specs
 
 
 class SpecsTest(parameterized.TestCase):
   # What types and specs say of slices is tested through `global_norm`.
 
-  @parameterized.parameters(
+  @cases.parameters(
       (P(), ()),
       (P(None, None), ()),
       (P('a', None, 'b'), ('a', 'b')),

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import modes
 from shard_transforms._src.base import per_shard_state
 
@@ -11,7 +12,7 @@ AXES = (modes.AXIS,)
 
 class KeptTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_gives_back_what_it_has_stored(self, mode):
     def fn(shared, x):
       stored = per_shard_state.store(x, AXES)
@@ -43,7 +44,7 @@ class KeptTest(parameterized.TestCase):
     self.assertIs(per_shard_state.own(x, (), 'caller'), x)
     self.assertIsNone(per_shard_state.store(None, AXES))
 
-  @parameterized.parameters(((),), ((3,),), ((8, 1),))
+  @cases.parameters(((),), ((3,),), ((8, 1),))
   def test_refuses_what_has_no_leading_axis(self, shape):
     message = r'State of `caller` .* length 1 on each shard.*`.*state_specs`'
     with self.assertRaisesRegex(ValueError, message):

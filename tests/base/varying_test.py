@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
 import modes
 from shard_transforms._src.base import varying
 
@@ -27,11 +28,11 @@ def run(check, mode, make):
 
 class TrackingTest(parameterized.TestCase):
 
-  @parameterized.product(check=tuple(CHECKS), mode=modes.MODES)
+  @cases.product(check=tuple(CHECKS), mode=modes.MODES)
   def test_accepts_what_differs_between_shards(self, check, mode):
     run(CHECKS[check], mode, lambda x: 2 * x)
 
-  @parameterized.parameters(*CHECKS)
+  @cases.parameters(*CHECKS)
   def test_refuses_what_is_reduced(self, check):
     with self.assertRaisesRegex(
         ValueError,
@@ -40,13 +41,13 @@ class TrackingTest(parameterized.TestCase):
     ):
       run(CHECKS[check], 'shard_map', lambda x: lax.psum(x, AXIS))
 
-  @parameterized.product(
+  @cases.product(
       check=tuple(CHECKS), mode=('vmap', 'pmap', 'shard_map_unchecked')
   )
   def test_cannot_see_it_where_types_say_nothing(self, check, mode):
     run(CHECKS[check], mode, lambda x: lax.psum(x, AXIS))
 
-  @parameterized.parameters(*CHECKS)
+  @cases.parameters(*CHECKS)
   def test_float0_is_no_gradient(self, check):
     zeros = np.zeros(3, jax.dtypes.float0)
 

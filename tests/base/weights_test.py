@@ -5,6 +5,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms._src.base import weights
 
 
@@ -26,7 +27,7 @@ class WeightsTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(weights.safe_divisor(total), [1, 0.5, 7])
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('mean', 0.0, 0.0), ('mean', 7.0, 7.0), ('sum', 0.0, 0.0), ('sum', 7.0, 1)
   )
   def test_a_sum_uses_weights_up(self, reduction, total, expected):

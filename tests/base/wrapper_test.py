@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax.numpy as jnp
 import optax
 
+import cases
 import shard_transforms
 
 WRAPPERS = {
@@ -21,24 +22,22 @@ STATES = {
 
 class WrappingTest(parameterized.TestCase):
 
-  @parameterized.product(
-      name=tuple(WRAPPERS), inner=(optax.sgd, 'sgd', 3, (), False)
-  )
+  @cases.product(name=tuple(WRAPPERS), inner=(optax.sgd, 'sgd', 3, (), False))
   def test_refuses_what_is_no_transformation(self, name, inner):
     message = f'`inner` of `{name}` must be .* transformation, got .*Call its'
     with self.assertRaisesRegex(TypeError, message):
       WRAPPERS[name](inner)
 
-  @parameterized.parameters('guard', 'shard_update')
+  @cases.parameters('guard', 'shard_update')
   def test_needs_an_inner_transformation(self, name):
     with self.assertRaisesRegex(TypeError, f'`inner` of `{name}` .* got None'):
       WRAPPERS[name](None)
 
-  @parameterized.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS)
   def test_wraps_what_has_init_and_update(self, name):
     WRAPPERS[name](optax.MultiSteps(optax.sgd(0.1), 2))
 
-  @parameterized.product(
+  @cases.product(
       name=tuple(STATES),
       state=(None, optax.EmptyState(), {'tower': 0}, optax.ScaleState()),
   )

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms._src.monitoring import checksums
 
 
@@ -14,7 +15,7 @@ class ChecksumTest(parameterized.TestCase):
     self.assertEqual((words.shape, words.dtype), ((2,), jnp.uint32))
     self.assertNotEqual(words[0], words[1])
 
-  @parameterized.parameters(({},), (None,), (np.zeros(3, jax.dtypes.float0),))
+  @cases.parameters(({},), (None,), (np.zeros(3, jax.dtypes.float0),))
   def test_of_nothing_is_zero(self, tree):
     np.testing.assert_array_equal(checksums.checksum(tree), [0, 0])
 

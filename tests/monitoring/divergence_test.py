@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms.monitoring import assert_reduced
@@ -60,13 +61,13 @@ def flip(x, element, bit):
 
 class DivergenceTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_is_zero_where_all_bits_agree(self, mode):
     np.testing.assert_array_equal(
         divergence(mode, copies(tree_of())), [0] * SHARDS
     )
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_every_shard_learns_that_one_bit_of_one_differs(self, mode):
     own = copies(tree_of())
     own['w'] = own['w'].at[5].set(flip(own['w'][5], 7, 3))
@@ -88,7 +89,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertEqual(told.shape, (15 * 32, 2))
     self.assertTrue(np.all(told > 0))
 
-  @parameterized.parameters(*DTYPES)
+  @cases.parameters(*DTYPES)
   def test_knows_all_dtypes(self, dtype):
     x = jnp.asarray([1, 0, 1, 1], dtype)
     same = jnp.stack([x, x])
@@ -108,7 +109,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertGreater(fn(keys)[0], 0)
     self.assertEqual(fn(keys[jnp.array([0, 0])])[0], 0)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ([0.0, 1.0], [-0.0, 1.0]),
       # A sum of the bits, or of what is odd times them, would not tell.
       ([1.0, 2.0], [2.0, 1.0]),
@@ -172,7 +173,7 @@ class DivergenceTest(parameterized.TestCase):
 
 class TrackTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_checks_every_so_many_updates(self, mode):
     tx = track_divergence(AXIS, every=3)
 
@@ -222,7 +223,7 @@ class TrackTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(counts, [1] * SHARDS)
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_works_with_parameters_that_are_sharded_over_another_axis(
       self, check_vma
   ):
@@ -242,7 +243,7 @@ class TrackTest(parameterized.TestCase):
 
     self.assertEqual(state.diverged_count, 0)
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_all_slices_learn_of_a_difference(self, check_vma):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     tx = track_divergence(AXIS)
@@ -283,7 +284,7 @@ class TrackTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(actual, expected)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (dict(axis_name=AXIS, every=0), ValueError, '`every` must be at least 1'),
       (dict(axis_name=AXIS, every=1.5), TypeError, '`every` must be an int'),
       (dict(axis_name=()), ValueError, 'at least one axis'),
@@ -311,7 +312,7 @@ class AssertReducedTest(parameterized.TestCase):
 
     modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
 
-  @parameterized.parameters('vmap', 'pmap', 'shard_map_unchecked')
+  @cases.parameters('vmap', 'pmap', 'shard_map_unchecked')
   def test_does_not_guess_without_types(self, mode):
     def fn(params, x):
       assert_reduced(params, AXIS)
@@ -358,7 +359,7 @@ class AssertReducedTest(parameterized.TestCase):
       with self.assertRaisesRegex(AssertionError, 'the bits on'):
         assert_reduced(hidden, axes)
 
-  @parameterized.parameters((np.ones(2),), (jnp.ones(2),), (1.0,))
+  @cases.parameters((np.ones(2),), (jnp.ones(2),), (1.0,))
   def test_refuses_what_is_on_no_mesh(self, leaf):
     with self.assertRaisesRegex(ValueError, 'arrays on a mesh with the axes'):
       assert_reduced({'w': leaf}, AXIS)

@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import declared_state
 import modes
 import shard_transforms
@@ -41,7 +42,7 @@ def guarded(max_consecutive, inner=None, **kwargs):
 
 class HealthTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_raises_after_so_many_skipped_updates(self, mode):
     check_health(trained(mode, guarded(3), [2, 5]))
 
@@ -102,7 +103,7 @@ class HealthTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, 'were not finite, or spikes'):
       check_health(state)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_raises_where_shards_diverged(self, mode):
     tx = shard_transforms.monitoring.track_divergence(AXIS, every=2)
 

@@ -2,6 +2,7 @@ import dataclasses
 
 from absl.testing import parameterized
 
+import cases
 import shard_transforms
 
 SUM = shard_transforms.monitoring.Collective(
@@ -22,7 +23,7 @@ warning: So is that."""
 
 class CollectiveTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('psum', 3 / 2),
       ('pmax', 3 / 2),
       ('pmin', 3 / 2),
@@ -39,7 +40,7 @@ class CollectiveTest(parameterized.TestCase):
 
     self.assertEqual(collective.sent_bytes, 4000 * factor)
 
-  @parameterized.parameters('psum', 'all_gather', 'all_to_all', 'ppermute')
+  @cases.parameters('psum', 'all_gather', 'all_to_all', 'ppermute')
   def test_costs_nothing_for_one_shard(self, primitive):
     collective = dataclasses.replace(SUM, primitive=primitive, num_shards=1)
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -80,7 +81,7 @@ class LibraryTest(parameterized.TestCase):
     self.assertEqual(report.num_collectives, num_collectives)
     self.assertEmpty(report.warnings)
 
-  @parameterized.product(
+  @cases.product(
       way=WAYS,
       kind=('mean', 'sum'),
       bucket=({'auto': 2}, {0: 3}, {2**20: 1}),
@@ -97,7 +98,7 @@ class LibraryTest(parameterized.TestCase):
       self.assertEqual(collective.scope, f'cross_shard_{kind}')
       self.assertEqual(collective.axes, (AXIS,))
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_cross_shard_between_processes_sends_one_buffer(self, way):
     tx = shard_transforms.cross_shard_mean(AXIS)
 
@@ -106,7 +107,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assert_sends(report, all_reduce(GRADS_BYTES), 1)
 
-  @parameterized.product(way=WAYS, kind=('mean', 'sum'))
+  @cases.product(way=WAYS, kind=('mean', 'sum'))
   def test_cross_shard_with_weight(self, way, kind):
     tx = getattr(shard_transforms, f'cross_shard_{kind}')(AXIS)
 
@@ -114,7 +115,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assert_sends(report, all_reduce(GRADS_BYTES + 4), 3)
 
-  @parameterized.product(way=WAYS, dtype=('bfloat16', 'float16'))
+  @cases.product(way=WAYS, dtype=('bfloat16', 'float16'))
   def test_cross_shard_with_few_bits_sends_float32(self, way, dtype):
     tx = shard_transforms.cross_shard_mean(AXIS)
     grads = jax.ShapeDtypeStruct((1000,), dtype)
@@ -124,7 +125,7 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(4000), 1)
     self.assertEqual(report.collectives[0].dtype, 'float32')
 
-  @parameterized.product(way=WAYS, weighted=(False, True))
+  @cases.product(way=WAYS, weighted=(False, True))
   def test_cross_shard_with_even_groups(self, way, weighted):
     tx = shard_transforms.cross_shard_mean(AXIS, groups=EVEN, bucket_bytes=0)
     given = {'weight': SCALAR} if weighted else {}
@@ -135,7 +136,7 @@ class LibraryTest(parameterized.TestCase):
     reduced = GRADS_BYTES + (16 if weighted else 0)
     self.assert_sends(report, 2 * scatter(reduced, n=4), 8 if weighted else 6)
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_cross_shard_with_even_groups_pads(self, way):
     tx = shard_transforms.cross_shard_mean(AXIS, groups=EVEN)
     grads = jax.ShapeDtypeStruct((7,), jnp.float32)
@@ -146,7 +147,7 @@ class LibraryTest(parameterized.TestCase):
     names = [collective.primitive for collective in report.collectives]
     self.assertEqual(names, ['reduce_scatter', 'all_gather'])
 
-  @parameterized.product(way=WAYS, weighted=(False, True))
+  @cases.product(way=WAYS, weighted=(False, True))
   def test_cross_shard_with_uneven_groups(self, way, weighted):
     tx = shard_transforms.cross_shard_sum(AXIS, groups=UNEVEN)
     given = {'weight': SCALAR} if weighted else {}
@@ -157,7 +158,7 @@ class LibraryTest(parameterized.TestCase):
     # A row for each group goes through all shards.
     self.assert_sends(report, all_reduce(2 * reduced), 3 if weighted else 2)
 
-  @parameterized.product(
+  @cases.product(
       way=('shard_map', 'shard_map_unchecked', 'axis_sizes'),
       axes=((('host', 'core'), 8), ('core', 4), (('host',), 2)),
   )
@@ -171,7 +172,7 @@ class LibraryTest(parameterized.TestCase):
     for collective in report.collectives:
       self.assertEqual(collective.num_shards, num_shards)
 
-  @parameterized.product(way=('shard_map', 'shard_map_unchecked', 'axis_sizes'))
+  @cases.product(way=('shard_map', 'shard_map_unchecked', 'axis_sizes'))
   def test_cross_shard_by_levels_spares_the_slow_axis(self, way):
     tx = shard_transforms.cross_shard_mean(
         ('host', 'core'), algorithm='hierarchical'
@@ -187,7 +188,7 @@ class LibraryTest(parameterized.TestCase):
     self.assertAlmostEqual(sent['core',], 2 * scatter(GRADS_BYTES, 4))
     self.assert_sends(report, sum(sent.values()), 6)
 
-  @parameterized.product(way=WAYS, bucket=({'auto': 2}, {0: 3}, {2**20: 1}))
+  @cases.product(way=WAYS, bucket=({'auto': 2}, {0: 3}, {2**20: 1}))
   def test_shard_update(self, way, bucket):
     ((bucket_bytes, num_buffers),) = bucket.items()
     tx = shard_transforms.shard_update(
@@ -198,7 +199,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assert_sends(report, 2 * scatter(GRADS_BYTES), 2 * num_buffers)
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_shard_update_gathers_what_inner_gives(self, way):
     def halve(updates, params=None):
       del params
@@ -212,7 +213,7 @@ class LibraryTest(parameterized.TestCase):
     total = scatter(200_000) + scatter(100_000) + all_reduce(4)
     self.assert_sends(report, total, 3)
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_tower_reduce_of_shard_update_sends_once_a_window(self, way):
     inner = shard_transforms.shard_update(optax.adam(0.1), AXIS)
     tx = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
@@ -221,9 +222,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assertEqual(split(report), (0, 2 * scatter(GRADS_BYTES)))
 
-  @parameterized.product(
-      on_invariant=('summed', 'averaged'), kind=('mean', 'sum')
-  )
+  @cases.product(on_invariant=('summed', 'averaged'), kind=('mean', 'sum'))
   def test_cross_shard_of_what_is_reduced(self, on_invariant, kind):
     factory = getattr(shard_transforms, f'cross_shard_{kind}')
     tx = factory(AXIS, on_invariant=on_invariant)
@@ -235,7 +234,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assert_sends(report, 0, 0)
 
-  @parameterized.product(way=WAYS, weighted=(False, True))
+  @cases.product(way=WAYS, weighted=(False, True))
   def test_shard_mean(self, way, weighted):
     mean = functools.partial(shard_transforms.shard_mean, axis_name=AXIS)
     hits = jax.ShapeDtypeStruct((), jnp.bool_)
@@ -252,7 +251,7 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(12 if weighted else 8), 1 + weighted)
     self.assertEqual(report.collectives[0].scope, 'shard_mean')
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_tower_reduce(self, way):
     inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.adam(1))
     tx = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
@@ -262,7 +261,7 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(GRADS_BYTES), 2)
     self.assertEqual(split(report)[0], 0)
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_tower_reduce_with_weight(self, way):
     inner = shard_transforms.cross_shard_mean(AXIS)
     tx = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
@@ -273,7 +272,7 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(GRADS_BYTES + 4 + 4), 4)
     self.assertEqual(split(report)[0], 0)
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_tower_reduce_of_one_tower(self, way):
     inner = shard_transforms.cross_shard_mean(AXIS)
     tx = shard_transforms.tower_reduce(1, inner, axis_name=AXIS)
@@ -282,7 +281,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assertEqual(split(report), (all_reduce(GRADS_BYTES), 0))
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_tower_reduce_without_axis_name(self, way):
     tx = optax.chain(
         shard_transforms.cross_shard_mean(AXIS),
@@ -293,7 +292,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assertEqual(split(report), (all_reduce(GRADS_BYTES), 0))
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_drop_stale(self, way):
     inner = shard_transforms.cross_shard_mean(AXIS)
     tx = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
@@ -304,7 +303,7 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(8) + all_reduce(GRADS_BYTES + 4), 4)
     self.assertEqual(split(report)[0], all_reduce(8))
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_drop_stale_without_axis_name(self, way):
     inner = shard_transforms.cross_shard_mean(AXIS)
     tx = shard_transforms.drop_stale(2, inner)
@@ -316,7 +315,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assertEqual(split(report), (0, all_reduce(GRADS_BYTES)))
 
-  @parameterized.product(way=WAYS, reduced=(False, True))
+  @cases.product(way=WAYS, reduced=(False, True))
   def test_reduce_towers(self, way, reduced):
     inner = shard_transforms.cross_shard_mean(AXIS) if reduced else None
     tx = shard_transforms.reduce_towers(3, inner)
@@ -329,7 +328,7 @@ class LibraryTest(parameterized.TestCase):
     expected = (all_reduce(GRADS_BYTES), 2) if reduced else (0, 0)
     self.assert_sends(report, *expected)
 
-  @parameterized.parameters(*WAYS)
+  @cases.parameters(*WAYS)
   def test_a_whole_step(self, way):
     inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
     inner = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
@@ -411,7 +410,7 @@ def _scatter_later(x):
 class PrimitiveTest(parameterized.TestCase):
   """What each of JAX's collectives costs, by hand."""
 
-  @parameterized.product(
+  @cases.product(
       way=WAYS,
       case=(
           (lambda x: lax.psum(x, AXIS), 'psum', 168),
@@ -443,7 +442,7 @@ class PrimitiveTest(parameterized.TestCase):
     self.assertEqual(report.collectives, (expected,))
     self.assertEqual(report.total_bytes, sent_bytes)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda x: lax.all_gather(x, AXIS, to='invarying'), 'all_gather', 672),
       (lambda x: lax.all_gather(x, AXIS, to='reduced'), 'all_gather', 672),
       (_sum_later, 'psum', 168),
@@ -470,7 +469,7 @@ class PrimitiveTest(parameterized.TestCase):
 
     self.assertEqual((report.total_bytes, report.num_collectives), (168, 1))
 
-  @parameterized.parameters(
+  @cases.parameters(
       ([[0, 1], [2, 3], [4, 5], [6, 7]], 2),
       (UNEVEN, 6),
       ([[i] for i in range(8)], 1),
@@ -483,7 +482,7 @@ class PrimitiveTest(parameterized.TestCase):
 
     self.assertEqual(report.total_bytes, all_reduce(96, n))
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('bfloat16', 48), ('complex64', 192), ('int8', 24), ('bool', 24)
   )
   def test_counts_the_bytes_of_the_dtype(self, dtype, payload_bytes):
@@ -548,7 +547,7 @@ class ControlFlowTest(parameterized.TestCase):
     self.assertEqual(report.num_collectives, 7)
     self.assertFalse(report.collectives[0].in_while)
 
-  @parameterized.parameters(0, 1, 2)
+  @cases.parameters(0, 1, 2)
   def test_counts_the_branch_that_sends_most(self, dearest):
     def gather(x):
       return lax.all_gather(x, AXIS)[0]
@@ -660,7 +659,7 @@ class WireReportTest(parameterized.TestCase):
 
     self.assertEqual(report.total_bytes, all_reduce(96, 512 * 128))
 
-  @parameterized.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters(*modes.PARALLEL_MODES)
   def test_can_be_asked_for_inside_a_mapped_function(self, mode):
     reports = []
 
@@ -718,7 +717,7 @@ class WireReportTest(parameterized.TestCase):
     (warning,) = report.warnings
     self.assertIn(f'warning: {warning}', str(report))
 
-  @parameterized.parameters('pmap', 'shard_map_unchecked', 'axis_sizes')
+  @cases.parameters('pmap', 'shard_map_unchecked', 'axis_sizes')
   def test_warns_of_what_hangs_where_it_is_known_what_differs(self, way):
     inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
     tx = optax.apply_if_finite(inner, 5)
@@ -736,14 +735,14 @@ class WireReportTest(parameterized.TestCase):
 
 class ErrorTest(parameterized.TestCase):
 
-  @parameterized.parameters(None, 3, 'step')
+  @cases.parameters(None, 3, 'step')
   def test_refuses_what_is_no_function(self, fn):
     with self.assertRaisesRegex(
         TypeError, f'`fn` must be a function, got {fn!r}.'
     ):
       shard_transforms.monitoring.wire_report(fn, VECTOR)
 
-  @parameterized.parameters({}, {'axis_sizes': {'model': 8}})
+  @cases.parameters({}, {'axis_sizes': {'model': 8}})
   def test_explains_an_axis_that_is_not_bound(self, **given):
     with self.assertRaisesRegex(
         NameError,
@@ -754,7 +753,7 @@ class ErrorTest(parameterized.TestCase):
           lambda x: lax.psum(x, AXIS), VECTOR, **given
       )
 
-  @parameterized.parameters('data', 8, [[('data', 8)]])
+  @cases.parameters('data', 8, [[('data', 8)]])
   def test_refuses_sizes_that_are_no_mapping(self, axis_sizes):
     with self.assertRaisesRegex(
         TypeError, r"`axis_sizes` must be a mapping such as \{'data': 8\}, got"
@@ -763,7 +762,7 @@ class ErrorTest(parameterized.TestCase):
           jnp.sin, VECTOR, axis_sizes=axis_sizes
       )
 
-  @parameterized.parameters(8.0, None, '8', True)
+  @cases.parameters(8.0, None, '8', True)
   def test_refuses_a_size_that_is_no_integer(self, size):
     with self.assertRaisesRegex(
         TypeError, f'`axis_sizes` must be an integer, got {size!r}'
@@ -772,7 +771,7 @@ class ErrorTest(parameterized.TestCase):
           jnp.sin, VECTOR, axis_sizes={AXIS: size}
       )
 
-  @parameterized.parameters(0, -8)
+  @cases.parameters(0, -8)
   def test_refuses_a_size_that_is_too_small(self, size):
     with self.assertRaisesRegex(
         ValueError, f"`axis_sizes` must be at least 1, got {size} for 'data'"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import shard_transforms
 from shard_transforms._src.reduction import bucketing
 
@@ -68,7 +69,7 @@ class MapPackedTest(parameterized.TestCase):
 
     self.assertEqual(sizes, [64 * 2**20, 64 * 2**20, 32 * 2**20])
 
-  @parameterized.product(
+  @cases.product(
       bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
   )
   def test_rows_are_packed_side_by_side(self, bucket_bytes, between_processes):
@@ -85,7 +86,7 @@ class MapPackedTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(results, [x[1] for x in leaves], strict=True)
 
-  @parameterized.product(
+  @cases.product(
       bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
   )
   def test_rows_come_of_what_is_packed(self, bucket_bytes, between_processes):
@@ -102,7 +103,7 @@ class MapPackedTest(parameterized.TestCase):
     expected = [jnp.stack([x, 2 * x]) for x in leaves]
     chex.assert_trees_all_equal(results, expected, strict=True)
 
-  @parameterized.parameters(0, 1, 28, 64, 10**9, np.int64(64), 'auto')
+  @cases.parameters(0, 1, 28, 64, 10**9, np.int64(64), 'auto')
   def test_results_are_those_of_each_leaf_alone(self, bucket_bytes):
     leaves = _leaves(SHAPES)
     leaves[1::3] = _leaves(SHAPES[1::3], jnp.bfloat16)
@@ -112,7 +113,7 @@ class MapPackedTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(results, [2 * x for x in leaves], strict=True)
 
-  @parameterized.parameters(64, 10**9, 'auto')
+  @cases.parameters(64, 10**9, 'auto')
   def test_a_buffer_holds_leaves_of_one_key(self, bucket_bytes):
     keys = ['ab'[i % 2] for i in range(len(SHAPES))]
     leaves = [
@@ -126,7 +127,7 @@ class MapPackedTest(parameterized.TestCase):
     for array, key in sent:
       chex.assert_trees_all_equal(np.unique(array), np.float32([ord(key)]))
 
-  @parameterized.parameters(64, 100, 10**9, 'auto')
+  @cases.parameters(64, 100, 10**9, 'auto')
   def test_buffers_keep_the_order_of_the_leaves(self, bucket_bytes):
     leaves = _leaves(SHAPES)
 
@@ -139,7 +140,7 @@ class MapPackedTest(parameterized.TestCase):
         strict=True,
     )
 
-  @parameterized.product(bucket_bytes=(61, 64, 100), itemsize=(2, 4))
+  @cases.product(bucket_bytes=(61, 64, 100), itemsize=(2, 4))
   def test_a_buffer_holds_no_more_than_its_size(self, bucket_bytes, itemsize):
     leaves = _leaves(SHAPES, f'float{8 * itemsize}')
 
@@ -155,7 +156,7 @@ class MapPackedTest(parameterized.TestCase):
 
     self.assertEqual(sizes, [16])
 
-  @parameterized.parameters(0, 1, 4)
+  @cases.parameters(0, 1, 4)
   def test_no_leaf_is_smaller_than_a_buffer_this_small(self, bucket_bytes):
     leaves = _leaves(SHAPES)
 
@@ -186,14 +187,14 @@ class MapPackedTest(parameterized.TestCase):
   def test_no_leaves_are_no_results(self):
     self.assertEqual(_map_doubled([], [], 'auto'), ([], []))
 
-  @parameterized.parameters(10**9, 'auto')
+  @cases.parameters(10**9, 'auto')
   def test_a_buffer_holds_at_most_32_leaves(self, bucket_bytes):
     counts = [array.size for array in _sent(_leaves([()] * 999), bucket_bytes)]
 
     self.assertLessEqual(max(counts), 32)
     self.assertEqual(sum(counts), 999)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ([(1_000,)] * 200, 10),
       # Four such leaves fill a buffer.
       ([(8_000,)] * 40, 10),
@@ -205,7 +206,7 @@ class MapPackedTest(parameterized.TestCase):
 
     self.assertLen(_sent(leaves, 'auto'), num_sent)
 
-  @parameterized.parameters(5, 8, 9, 11, 16)
+  @cases.parameters(5, 8, 9, 11, 16)
   def test_layers_that_repeat_share_the_layout_of_their_buffers(self, period):
     layer = [(1 + i,) for i in range(period)]
 
@@ -236,7 +237,7 @@ class MapPackedTest(parameterized.TestCase):
 
 class BucketBytesTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       factory=tuple(FACTORIES.values()),
       value=(
           True,
@@ -257,7 +258,7 @@ class BucketBytesTest(parameterized.TestCase):
     ):
       factory('data', bucket_bytes=value)
 
-  @parameterized.parameters(*FACTORIES.values())
+  @cases.parameters(*FACTORIES.values())
   def test_refuses_a_negative_size(self, factory):
     with self.assertRaisesRegex(
         ValueError,
@@ -265,7 +266,7 @@ class BucketBytesTest(parameterized.TestCase):
     ):
       factory('data', bucket_bytes=-1)
 
-  @parameterized.parameters(*FACTORIES.values())
+  @cases.parameters(*FACTORIES.values())
   def test_refuses_an_array_and_names_static_args(self, factory):
     tx = optax.inject_hyperparams(factory)('data', bucket_bytes=64)
 
@@ -274,7 +275,7 @@ class BucketBytesTest(parameterized.TestCase):
     ):
       tx.init(jnp.zeros(3))
 
-  @parameterized.product(
+  @cases.product(
       factory=tuple(FACTORIES.values()), value=(64, np.int32(64), 'auto')
   )
   def test_is_a_static_argument_of_inject_hyperparams(self, factory, value):

@@ -5,6 +5,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
 import modes
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.reduction import collectives
@@ -17,7 +18,7 @@ GROUPS = ((0, 4), (5, 1), (2, 6), (3, 7))
 class RowsTest(parameterized.TestCase):
   """`scatter` and `gather`, each of which knows whose row is whose."""
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_scatters_sums_and_gathers_them(self, mode):
     def fn(_, rows):
       own = collectives.scatter(rows, (AXIS,))
@@ -28,7 +29,7 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(own, ROWS.sum(0))
     np.testing.assert_array_equal(gathered, [ROWS.sum(0)] * 8)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_scatters_and_gathers_in_groups(self, mode):
     def fn(_, rows):
       own = collectives.scatter(rows[:2], (AXIS,), GROUPS)
@@ -44,7 +45,7 @@ class RowsTest(parameterized.TestCase):
         np.testing.assert_array_equal(own[shard], total[rank])
         np.testing.assert_array_equal(gathered[shard], total)
 
-  @parameterized.product(
+  @cases.product(
       axes=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
   )
   def test_several_axes_agree_on_whose_row_is_whose(self, axes, check_vma):
@@ -72,7 +73,7 @@ class RowsTest(parameterized.TestCase):
 
 class SumTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       axes=(('host', 'core'), ('core', 'host')),
       check_vma=(True, False),
       shape=((), (3,), (5, 7)),
@@ -91,7 +92,7 @@ class SumTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(jax.jit(mapped)(x), x.sum(0))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_totals_need_no_axes(self, mode):
     def fn(shared, x):
       both = collectives.total(x, (AXIS,)), collectives.total(x, ())

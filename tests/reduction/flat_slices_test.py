@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms._src.reduction import flat_slices
 
 
 class SlicesTest(parameterized.TestCase):
 
-  @parameterized.product(
-      shape=((9,), (3, 5), (2, 1, 4)), num_slices=(1, 2, 4, 8)
-  )
+  @cases.product(shape=((9,), (3, 5), (2, 1, 4)), num_slices=(1, 2, 4, 8))
   def test_joins_what_it_has_cut(self, shape, num_slices):
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
@@ -21,7 +20,7 @@ class SlicesTest(parameterized.TestCase):
         flat_slices.join(cut, x), jnp.asarray(x), strict=True
     )
 
-  @parameterized.parameters(
+  @cases.parameters(
       ((9,), 8, (8, 2)), ((3, 5), 4, (4, 1, 4)), ((2, 2, 2), 2, (2, 1, 1, 4))
   )
   def test_a_slice_keeps_the_rank(self, shape, num_slices, expected):
@@ -34,7 +33,7 @@ class SlicesTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(cut, [[1, 2], [3, 4], [5, 0], [0, 0]])
 
-  @parameterized.parameters(
+  @cases.parameters(
       ((8,), 'float32', 8, True),
       ((7,), 'float32', 8, True),
       ((), 'float32', 2, False),
@@ -51,7 +50,7 @@ class SlicesTest(parameterized.TestCase):
 
     self.assertEqual(flat_slices.is_cut(leaf, num_slices), expected)
 
-  @parameterized.parameters((9,), (3, 5), (2, 1, 4), ())
+  @cases.parameters((9,), (3, 5), (2, 1, 4), ())
   def test_knows_the_kind_of_a_slice(self, *shape):
     leaf = jnp.ones(shape, jnp.bfloat16)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import cases
 import modes
 from shard_transforms._src.reduction import leaf_plan
 
@@ -32,19 +33,19 @@ def find(make, averaged, check_vma=True):
 
 class RoutesTest(parameterized.TestCase):
 
-  @parameterized.parameters(False, True)
+  @cases.parameters(False, True)
   def test_sends_what_differs_over_all_axes(self, averaged):
     route = find(lambda x: 2 * x, averaged)
 
     self.assertEqual(route, leaf_plan.Route(AXES, (), 8, 1))
 
-  @parameterized.parameters((False, 8, 1), (True, 2, 4))
+  @cases.parameters((False, 8, 1), (True, 2, 4))
   def test_sends_nothing_over_an_axis_that_is_done(self, averaged, *scale):
     route = find(lambda x: lax.psum(x, 'core'), averaged)
 
     self.assertEqual(route, leaf_plan.Route(('host',), (), *scale))
 
-  @parameterized.parameters((False, 8, 1), (True, 1, 8))
+  @cases.parameters((False, 8, 1), (True, 1, 8))
   def test_sends_nothing_of_what_is_done(self, averaged, *scale):
     route = find(lambda x: lax.psum(x, AXES), averaged)
 
@@ -60,7 +61,7 @@ class RoutesTest(parameterized.TestCase):
 
     self.assertEqual(route, leaf_plan.Route(AXES, (), 8, 1))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_names_who_needs_an_axis_that_is_not_bound(self, mode):
     def fn(_, x):
       return leaf_plan.find([x], ('other',), False, 'caller')

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import global_norm
@@ -21,7 +22,7 @@ SHARDS = 8
 
 class GlobalNormTest(parameterized.TestCase):
 
-  @parameterized.product(mix=[*range(len(MIXES))], check_vma=(True, False))
+  @cases.product(mix=[*range(len(MIXES))], check_vma=(True, False))
   def test_is_that_of_the_whole_for_every_mix(self, mix, check_vma):
     tree, specs = tree_of(), MIXES[mix]
     axes = (AXIS, 'model')
@@ -45,7 +46,7 @@ class GlobalNormTest(parameterized.TestCase):
 
     np.testing.assert_allclose(norm(tree), norm_of(tree), rtol=1e-6)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_without_an_axis_it_is_the_shards_own(self, mode):
     x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
 
@@ -53,7 +54,7 @@ class GlobalNormTest(parameterized.TestCase):
 
     np.testing.assert_allclose(norms, np.linalg.norm(x, axis=1), rtol=1e-6)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_joins_slices_in_every_mode(self, mode):
     x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
 
@@ -83,7 +84,7 @@ class GlobalNormTest(parameterized.TestCase):
     np.testing.assert_allclose(norm, (1000 * 1e4 + 25) ** 0.5, rtol=1e-6)
     self.assertEqual(norm.dtype, jnp.float32)
 
-  @parameterized.parameters(({},), ([],), (None,))
+  @cases.parameters(({},), ([],), (None,))
   def test_of_nothing_is_zero(self, tree):
     chex.assert_trees_all_equal(global_norm(tree), jnp.float32(0), strict=True)
 
@@ -111,7 +112,7 @@ class GlobalNormTest(parameterized.TestCase):
     (sent,) = report.collectives
     self.assertEqual((sent.payload_bytes, sent.scope), (4, 'global_norm'))
 
-  @parameterized.parameters(
+  @cases.parameters(
       (
           dict(axis_name=AXIS),
           '`sharded` of .* must say which leaves .* not track',
@@ -125,7 +126,7 @@ class GlobalNormTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       modes.map_shards('pmap', fn)(0.0, jnp.ones((SHARDS, 2)))
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_refuses_specs_that_the_types_contradict(self, sliced):
     def fn(whole, own):
       leaf, spec = (own, P()) if sliced else (whole, P(AXIS))

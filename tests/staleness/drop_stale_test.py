@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -146,7 +147,7 @@ class DropStaleTest(parameterized.TestCase):
         calls, expected, rtol=1e-5, atol=1e-6, strict=True
     )
 
-  @parameterized.parameters(*modes.MODES, *MESH_MODES)
+  @cases.parameters(*modes.MODES, *MESH_MODES)
   def test_drops_what_is_too_old_on_all_shards(self, mode):
     steps = np.broadcast_to(STEPS[0], (8, 7))
 
@@ -158,19 +159,19 @@ class DropStaleTest(parameterized.TestCase):
     self.assertIn(1, np.diff(expected[2][0]))
     self.assert_close(calls, (*expected[:4], expected[3]))
 
-  @parameterized.parameters(*modes.MODES, *MESH_MODES)
+  @cases.parameters(*modes.MODES, *MESH_MODES)
   def test_leaves_out_the_shards_that_are_too_late(self, mode):
     calls = _train(mode)(steps=STEPS)
 
     self.assert_close(calls, _expected(DATA, np.ones((8, 7)), STEPS))
 
-  @parameterized.parameters(*modes.MODES, *MESH_MODES)
+  @cases.parameters(*modes.MODES, *MESH_MODES)
   def test_counts_the_shards_in_time_by_their_weights(self, mode):
     calls = _train(mode, weighted=True)(steps=STEPS)
 
     self.assert_close(calls, _expected(DATA, WEIGHTS, STEPS))
 
-  @parameterized.product(mode=modes.MODES, bad=(np.nan, np.inf))
+  @cases.product(mode=modes.MODES, bad=(np.nan, np.inf))
   def test_a_shard_that_is_left_out_contributes_nothing(self, mode, bad):
     data, weights = DATA.copy(), WEIGHTS.copy()
     steps = np.broadcast_to(np.arange(7, dtype=np.int32), (8, 7)).copy()
@@ -182,7 +183,7 @@ class DropStaleTest(parameterized.TestCase):
 
     self.assert_close(calls, _expected(data, weights, steps))
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_nothing_changes_where_all_shards_are_late(self, mode, weighted):
     data = DATA.copy()
     steps = np.broadcast_to(np.arange(7, dtype=np.int32), (8, 7)).copy()
@@ -205,7 +206,7 @@ class DropStaleTest(parameterized.TestCase):
           counts, np.tile(expected, (8, 1)), err_msg=name
       )
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_a_shard_without_weight_is_not_stale(self, mode):
     weights = WEIGHTS.copy()
     weights[:, 1] = 0
@@ -223,7 +224,7 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(dropped[0], [0, 0, 0, 0, 0, 1, 1])
     np.testing.assert_array_equal(left_out[0], [0, 0, 0, 0, 0, 1, 1])
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_is_a_link_of_a_chain_without_inner(self, mode):
     tx = optax.chain(
         shard_transforms.drop_stale(STALENESS),
@@ -267,7 +268,7 @@ class DropStaleTest(parameterized.TestCase):
     ):
       shard_transforms.drop_stale(1, axis_name='data')
 
-  @parameterized.parameters('invariant', 'unreduced')
+  @cases.parameters('invariant', 'unreduced')
   def test_refuses_updates_that_are_already_reduced(self, state):
     tx = shard_transforms.drop_stale(1, _momentum(), axis_name=modes.AXIS)
 
@@ -302,7 +303,7 @@ def _count(staleness):
 
 class AcceptanceTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       staleness=(-2, -1, 0, 1, 3),
       global_step=(0, 1, 10),
       age=tuple(range(-3, 6)),
@@ -319,7 +320,7 @@ class AcceptanceTest(parameterized.TestCase):
     self.assertEqual(state.stale_count, not accepted)
     self.assertEqual(state.stale_shard_count, not accepted)
 
-  @parameterized.parameters(
+  @cases.parameters(
       # (staleness, global step, local step, accepted)
       (2, 1, INT32.min, False),
       (2, INT32.max, INT32.min, False),
@@ -350,7 +351,7 @@ class AcceptanceTest(parameterized.TestCase):
 
 class StateTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       lambda: optax.adam(0.1), lambda: optax.sgd(0.1, momentum=0.9)
   )
   def test_a_drop_changes_no_bit_of_the_inner_state(self, make):
@@ -376,7 +377,7 @@ class StateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(tuple(state[:3]), (zero,) * 3, strict=True)
     self.assertEqual(state.stale_fraction, 0.0)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (0, 0, 0.0),
       (4, 0, 0.0),
       (0, 4, 1.0),
@@ -412,7 +413,7 @@ class StateTest(parameterized.TestCase):
     for state in dropped, accepted:
       self.assertEqual(list(map(int, state[:3])), [INT32.max] * 3)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_the_count_of_shards_saturates(self, mode):
     tx = shard_transforms.drop_stale(0, _momentum(), axis_name=modes.AXIS)
 
@@ -468,7 +469,7 @@ class StateTest(parameterized.TestCase):
 
 class HandedOnTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_hands_on_a_weight_of_zero_where_a_shard_is_late(
       self, mode, weighted
   ):
@@ -546,7 +547,7 @@ def _recorder():
 
 class TowersTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_the_oldest_step_of_a_window_counts(self, mode, weighted):
     tx = shard_transforms.tower_reduce(
         2,
@@ -601,7 +602,7 @@ def _expected_of_windows(data, weights, steps):
 
 class CollectivesTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_decides_by_one_sum_of_two_numbers(self, mode, weighted):
     own_share = optax.GradientTransformationExtraArgs(
         optax.identity().init,
@@ -629,7 +630,7 @@ class CollectivesTest(parameterized.TestCase):
     self.assertLen(sums, 1)
     self.assertEqual(sums[0].outvars[0].aval.shape, (2,))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_decides_without_any_where_steps_are_the_same(self, mode):
     tx = shard_transforms.drop_stale(1, optax.trace(0.9))
 

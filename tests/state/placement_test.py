@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import shard_transforms
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
@@ -41,7 +42,7 @@ def _is_spec(node):
 
 class StateSpecsTest(parameterized.TestCase):
 
-  @parameterized.parameters(*KINDS)
+  @cases.parameters(*KINDS)
   def test_state_that_is_the_same_on_all_shards_is_replicated(self, kind):
     inner = shard_transforms.drop_stale(2, optax.adam(0.1), axis_name='data')
     tx = optax.chain(inner, optax.adafactor(min_dim_size_to_factor=2))
@@ -52,7 +53,7 @@ class StateSpecsTest(parameterized.TestCase):
       expected = jax.tree.map(lambda _: P(), tx.init(PARAMS))
       self.assertEqual(specs, expected)
 
-  @parameterized.parameters(*KINDS)
+  @cases.parameters(*KINDS)
   def test_what_is_kept_per_shard_is_sharded_over_its_axis(self, kind):
     tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
 
@@ -77,7 +78,7 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs.total, dict.fromkeys(PARAMS, both))
     self.assertEqual(specs.total_weight, both)
 
-  @parameterized.parameters(*KINDS)
+  @cases.parameters(*KINDS)
   def test_what_is_like_a_parameter_is_sharded_like_it(self, kind):
     mask = {'w': True, 'h': False, 'b': True}
     tx = optax.chain(
@@ -125,7 +126,7 @@ class StateSpecsTest(parameterized.TestCase):
     sharded = P(None, 'model')
     self.assertEqual(specs.trace, {'layer': [sharded, sharded], 'b': P()})
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'in_specs': P(), 'lead': ('data', 'model'), 'own': (P(), P(), P())},
       {
           'in_specs': MODEL_SPECS,
@@ -219,7 +220,7 @@ class StateSpecsTest(parameterized.TestCase):
           tx, PARAMS, _mesh(KINDS[0], (2, 4)), in_specs=MODEL_SPECS
       )
 
-  @parameterized.parameters('state_specs', 'init_state')
+  @cases.parameters('state_specs', 'init_state')
   def test_refuses_per_shard_where_no_axis_is_free(self, name):
     with self.assertRaisesRegex(
         ValueError,
@@ -247,7 +248,7 @@ class InitStateTest(parameterized.TestCase):
 
     jax.tree.map(check, state, specs)
 
-  @parameterized.product(kind=KINDS, shape=((8,), (2, 4)))
+  @cases.product(kind=KINDS, shape=((8,), (2, 4)))
   def test_makes_global_state_with_an_axis_of_shards(self, kind, shape):
     mesh = _mesh(kind, shape)
     inner = optax.adam(0.1)
@@ -273,7 +274,7 @@ class InitStateTest(parameterized.TestCase):
     specs = shard_transforms.state_specs(tx, PARAMS, mesh)
     self.assert_placed(state, specs, mesh)
 
-  @parameterized.parameters(*KINDS)
+  @cases.parameters(*KINDS)
   def test_shards_state_like_the_parameters(self, kind):
     mesh = _mesh(kind, (2, 4))
     tx = shard_transforms.tower_reduce(2, optax.ema(0.9), axis_name='data')
@@ -292,7 +293,7 @@ class InitStateTest(parameterized.TestCase):
     specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
     self.assert_placed(state, specs, mesh)
 
-  @parameterized.product(
+  @cases.product(
       kind=KINDS,
       options=(
           {},
@@ -319,7 +320,7 @@ class InitStateTest(parameterized.TestCase):
       self.assertEqual((leaf.shape, leaf.dtype), (like.shape, like.dtype))
       self.assertTrue(leaf.sharding.is_equivalent_to(like.sharding, like.ndim))
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'options': {'in_specs': P()}, 'lead': (8,)},
       {'options': {'in_specs': MODEL_SPECS}, 'lead': (2,)},
   )
@@ -365,7 +366,7 @@ def _loss(w, x):
 
 class TrainingTest(parameterized.TestCase):
 
-  @parameterized.product(kind=KINDS, check_vma=(True, False))
+  @cases.product(kind=KINDS, check_vma=(True, False))
   def test_trains_with_state_that_is_kept_per_shard(self, kind, check_vma):
     mesh = _mesh(kind)
     tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
@@ -404,7 +405,7 @@ class TrainingTest(parameterized.TestCase):
         places,
     )
 
-  @parameterized.product(kind=KINDS, check_vma=(True, False))
+  @cases.product(kind=KINDS, check_vma=(True, False))
   def test_trains_parameters_that_are_sharded(self, kind, check_vma):
     mesh = _mesh(kind, (2, 4))
     tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
@@ -441,7 +442,7 @@ class TrainingTest(parameterized.TestCase):
     np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
     self.assertEqual(state.total.shape, (2, 8))
 
-  @parameterized.product(
+  @cases.product(
       kind=KINDS,
       check_vma=(True, False),
       wrap=(

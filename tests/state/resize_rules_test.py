@@ -5,6 +5,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
 import modes
 from shard_transforms._src.state import resize_rules
 from shard_transforms.state_rules import ResizeRule
@@ -17,7 +18,7 @@ def target(shape, spec=P(modes.AXIS), num_shards=4):
 
 class RowsTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('sum', 3, [3, 12, 13]),
       ('maximum', 3, [2, 5, 7]),
       ('minimum', 3, [0, 3, 6]),
@@ -32,7 +33,7 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(merged, expected)
     self.assertEqual(merged.dtype, old.dtype)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (ResizeRule('maximum', -1), [-1, -1]),
       (ResizeRule('maximum'), [4, 5]),
       (ResizeRule('minimum'), [0, 1]),
@@ -45,9 +46,7 @@ class RowsTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(merged, [*old, expected])
 
-  @parameterized.product(
-      num_shards=(2, 3, 4, 6, 7), dtype=(np.float32, np.int32)
-  )
+  @cases.product(num_shards=(2, 3, 4, 6, 7), dtype=(np.float32, np.int32))
   def test_a_mean_over_shards_stays(self, num_shards, dtype):
     old = np.arange(0, 840, 210).astype(dtype)
     new = target((num_shards,), num_shards=num_shards)
@@ -67,7 +66,7 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(begun, [7, 7, 7])
     self.assertEqual(begun.dtype, old.dtype)
 
-  @parameterized.parameters(('mean', 0.5), ('sum', 1.0))
+  @cases.parameters(('mean', 0.5), ('sum', 1.0))
   def test_keeps_what_a_reduction_makes_of_rows(self, kind, factor):
     old = np.arange(8, dtype=np.float32)
 
@@ -84,7 +83,7 @@ class RowsTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(cut.ravel(), range(16))
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('cut_anew', (8, 1, 2), (4, 1, 5)),
       ('cut_anew', (8, 2, 2), (4, 1, 8)),
       ('keep', (8, 2), (4, 3)),

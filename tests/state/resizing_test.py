@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import declared_state
 import modes
 import shard_transforms
@@ -303,13 +304,13 @@ def is_key(leaf):
 class TrainingTest(parameterized.TestCase):
   """Training on another number of shards goes on as if it never had another."""
 
-  @parameterized.parameters(*TABLE)
+  @cases.parameters(*TABLE)
   def test_goes_on_on_half_the_shards_and_back(self, name):
     params, _ = train(name, [8, 8, 4, 4, 8, 8])
 
     assert_close(params, expected_params(TABLE[name]))
 
-  @parameterized.parameters('shard_update', 'towers')
+  @cases.parameters('shard_update', 'towers')
   def test_goes_on_on_any_number_of_shards(self, name):
     params, _ = train(name, [3, 8, 3, 1, 8, 8])
 
@@ -323,7 +324,7 @@ LEAVES = ((4, 6), (3, 5, 1), (71,), (3,), (1,), (1, 17))
 class CutTest(parameterized.TestCase):
   """The slices of `shard_update`."""
 
-  @parameterized.parameters(
+  @cases.parameters(
       (8, 4), (4, 8), (8, 3), (3, 8), (8, 1), (1, 8), (2, 3), (8, 8)
   )
   def test_slices_are_as_if_cut_there(self, before, after):
@@ -367,7 +368,7 @@ class CutTest(parameterized.TestCase):
       expected, actual = (elements_of(mu, like) for mu in mus)
       np.testing.assert_array_equal(actual, expected)
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'before': (2, 4), 'after': (1, 4)},
       {'before': (2, 4), 'after': (4, 2)},
       {'before': (1, 2), 'after': (2, 3)},
@@ -390,7 +391,7 @@ class CutTest(parameterized.TestCase):
 
     assert_same(resized, init_state(tx, params, mesh_of((4, 2))))
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'shape': (16,), 'before': 8, 'other': (24,), 'after': 4},
       {'shape': (16,), 'before': 8, 'other': (24,), 'after': 1},
       {'shape': (16,), 'before': 1, 'other': (24,), 'after': 8},
@@ -463,7 +464,7 @@ class WindowTest(parameterized.TestCase):
     )
     assert_same(resized, expected)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('mean', [0, 1, 2, 3, 4, 5, 6, 7], [0.5, 2.5, 4.5, 6.5]),
       ('mean', [0, 1, 2, 3, 4, 5, 6, 7], [3.5]),
       ('mean', [3, 6, 9], [8, 16, 24, 0, 0, 0, 0, 0]),
@@ -539,7 +540,7 @@ class WindowTest(parameterized.TestCase):
 
     assert_same(resized, state)
 
-  @parameterized.parameters({'tower': 0, 'after': 4}, {'tower': 3, 'after': 8})
+  @cases.parameters({'tower': 0, 'after': 4}, {'tower': 3, 'after': 8})
   def test_reduction_is_not_needed(self, tower, after):
     tx = tower_reduce(4, averaged(optax.identity()), axis_name=AXIS)
     weights = np.full(8, tower)
@@ -580,7 +581,7 @@ class WindowTest(parameterized.TestCase):
     ):
       resize_state(state, tx, jnp.zeros(2), modes.mesh(4))
 
-  @parameterized.parameters({'specs': P()}, {'specs': P(AXIS)})
+  @cases.parameters({'specs': P()}, {'specs': P(AXIS)})
   def test_refuses_a_window_of_other_parameters_without_an_axis(self, specs):
     tx = tower_reduce(4, optax.sgd(0.1))
     state = state_of(tx, jnp.zeros((4, 2)), 8)
@@ -632,7 +633,7 @@ class CopyTest(parameterized.TestCase):
     np.testing.assert_array_equal(jax.random.key_data(key), expected)
     self.assertEqual(key.sharding, NamedSharding(modes.mesh(4), P()))
 
-  @parameterized.parameters('shard_update', 'towers')
+  @cases.parameters('shard_update', 'towers')
   def test_takes_arrays_of_numpy_and_abstract_parameters(self, name):
     _, state = train(name, [8, 8])
     tx, reduction = TABLE[name].build(), TABLE[name].reduction
@@ -652,7 +653,7 @@ class CopyTest(parameterized.TestCase):
         ),
     )
 
-  @parameterized.parameters(4, 8)
+  @cases.parameters(4, 8)
   def test_old_state_stays_when_the_new_one_is_donated(self, num_shards):
     tx = optax.chain(
         shard_update(copying(), AXIS),
@@ -705,7 +706,7 @@ class CopyTest(parameterized.TestCase):
     assert_same(resized, replaced(expected, total={'w': total}))
     self.assertEqual(resized.total['w'].sharding.spec, P(AXIS, 'model'))
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'before': (4, 2), 'after': (2, 2)},
       # The slices have the same shapes.
       {'before': (4, 2), 'after': (2, 4)},
@@ -752,7 +753,7 @@ class CopyTest(parameterized.TestCase):
 
     assert_same(resized, state)
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'tx': optax.sgd(0.1), 'got': 'the tree'},
       {'tx': adam(), 'params': {'v': np.zeros(3)}, 'got': 'the tree'},
       {'tx': adam(), 'params': {'w': np.zeros(4)}, 'got': r'\(3,\) at .*mu'},
@@ -767,7 +768,7 @@ class CopyTest(parameterized.TestCase):
     ):
       resize_state(state, averaged(tx), params, modes.mesh(4))
 
-  @parameterized.parameters('bfloat16', 'float64')
+  @cases.parameters('bfloat16', 'float64')
   def test_refuses_another_dtype(self, dtype):
     state = jax.device_get(state_of(optax.trace(0.9), [jnp.zeros(3)], 8))
     state = state._replace(trace=[state.trace[0].astype(jnp.dtype(dtype))])

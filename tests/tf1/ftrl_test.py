@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms._src.tf1 import ftrl
 
 RNG = np.random.default_rng(0)
@@ -81,7 +82,7 @@ class FtrlTest(parameterized.TestCase):
         strict=True,
     )
 
-  @parameterized.parameters('l1', 'all')
+  @cases.parameters('l1', 'all')
   def test_the_cases_of_l1_have_zeros_and_others(self, name):
     zeros = by_hand(**OPTIONS[name])[0] == 0
 
@@ -168,7 +169,7 @@ class FtrlTest(parameterized.TestCase):
     ):
       ftrl.ftrl(RATE, learning_rate_power=0.5)
 
-  @parameterized.parameters(
+  @cases.parameters(
       'initial_accumulator_value',
       'l1_regularization_strength',
       'l2_regularization_strength',

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import cross_shard_mean
@@ -240,7 +241,7 @@ FINE = {
 
 class ProgramTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.PARALLEL_MODES, name=tuple(HANGS))
+  @cases.product(mode=modes.PARALLEL_MODES, name=tuple(HANGS))
   def test_is_found(self, mode, name):
     found = warnings(mode, HANGS[name])
 
@@ -248,7 +249,7 @@ class ProgramTest(parameterized.TestCase):
     for warning in found:
       self.assertIn("over 'data' on those shards alone", warning)
 
-  @parameterized.product(mode=UNCHECKED, name=tuple(FINE))
+  @cases.product(mode=UNCHECKED, name=tuple(FINE))
   def test_is_not_found_in_what_is_right(self, mode, name):
     self.assertEmpty(warnings(mode, FINE[name]))
 
@@ -321,7 +322,7 @@ class AxesTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     return shard_transforms.monitoring.wire_report(fn, x).warnings
 
-  @parameterized.parameters(
+  @cases.parameters(
       (P('host'), 'core', None),
       (P('host'), 'host', "'host'"),
       (P('host'), ('host', 'core'), "'host'"),
@@ -419,7 +420,7 @@ REDUCTIONS = {
 
 class TransformationTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       mode=STEPS_UNCHECKED, wrap=tuple(AROUND), name=tuple(REDUCTIONS)
   )
   def test_deciding_around_a_reduction_is_found(self, mode, wrap, name):
@@ -432,7 +433,7 @@ class TransformationTest(parameterized.TestCase):
     for warning in found:
       self.assertRegex(warning, "^`cond` .*runs `.*` over 'data' on those")
 
-  @parameterized.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters(*modes.PARALLEL_MODES)
   def test_deciding_around_groups_is_found(self, mode):
     tx = optax.apply_if_finite(mean_of(sgd, groups=HALVES), 5)
 
@@ -457,7 +458,7 @@ class TransformationTest(parameterized.TestCase):
 
     return warnings(mode, fn, PARAMS)
 
-  @parameterized.parameters(*UNCHECKED)
+  @cases.parameters(*UNCHECKED)
   def test_line_search_by_own_gradients_is_found(self, mode):
     # It takes those of `value_fn`, of which JAX sums only those that it tracks.
     (warning,) = self.line_search_warnings(mode)
@@ -467,7 +468,7 @@ class TransformationTest(parameterized.TestCase):
   def test_line_search_by_summed_gradients_is_right(self):
     self.assertEmpty(self.line_search_warnings('shard_map'))
 
-  @parameterized.product(
+  @cases.product(
       mode=(*modes.PARALLEL_MODES, 'pmap_of_copies'),
       case=(
           (mean_of(optax.apply_if_finite(sgd, 5)), {}),
@@ -493,7 +494,7 @@ class TransformationTest(parameterized.TestCase):
     self.assertNotEmpty(report.collectives)
     self.assertEmpty(report.warnings)
 
-  @parameterized.product(
+  @cases.product(
       mode=STEPS_UNCHECKED,
       case=(
           (optax.MultiSteps(mean_of(sgd), 3).gradient_transformation(), {}),

@@ -5,6 +5,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+import cases
 from shard_transforms._src.tracing import element_flow
 from shard_transforms._src.tracing import jaxprs
 
@@ -33,7 +34,7 @@ def kind_of(fn, *kinds):
 
 class ElementFlowTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda x: x * x, True),
       (lambda x: -jnp.abs(x), True),
       (lambda x: jnp.square(x) + jnp.sqrt(x), True),
@@ -57,7 +58,7 @@ class ElementFlowTest(parameterized.TestCase):
     self.assertIsInstance(kind, element_flow.Cut)
     self.assertEqual(kind.ends_in_zeros, expected)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda x, y: x + y, False),
       # Behind its end, the other may be infinite.
       (lambda x, y: x * y, False),
@@ -90,7 +91,7 @@ class ElementFlowTest(parameterized.TestCase):
 
     self.assertIn('as if over all', kind.reason)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda x: jnp.sum(x), PART),
       (lambda x: jnp.sum(x) + jnp.sum(x), PART),
       (lambda x: jnp.sum(x).astype(jnp.bfloat16), PART),
@@ -98,7 +99,7 @@ class ElementFlowTest(parameterized.TestCase):
   def test_a_sum_over_a_slice_is_a_part(self, fn, expected):
     self.assertEqual(kind_of(fn, CUT)[0], expected)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda x: 2 * jnp.sum(x), 'as if over all'),
       (lambda x: jnp.sqrt(jnp.sum(x)), 'as if over all'),
       (lambda x: x / jnp.sum(x), 'as if over all'),
@@ -127,7 +128,7 @@ class ElementFlowTest(parameterized.TestCase):
 
     self.assertIn('as if over all', kind.reason)
 
-  @parameterized.parameters(0, 1)
+  @cases.parameters(0, 1)
   def test_a_sum_along_one_dimension_is_none_over_all(self, dimension):
     jaxpr = jax.make_jaxpr(lambda x: jnp.sum(x, dimension))(jnp.ones((4, 4)))
     cut = element_flow.Cut((4, 4), ends_in_zeros=True)

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
@@ -42,7 +43,7 @@ def _pass_or_stop(gate, inner, params, updates):
 
 class GateTest(parameterized.TestCase):
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_keeps_every_bit_of_the_state_when_closed(self, gate):
     odd = {
         'zero': jnp.array([-0.0, 0.0]),
@@ -69,7 +70,7 @@ class GateTest(parameterized.TestCase):
         _bits(changed), _bits(jax.tree.map(_changed, odd)), strict=True
     )
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_gives_zeros_like_the_inner_updates_when_closed(self, gate):
     params = {'w': jnp.ones((3, 5)), 'h': jnp.ones(4, jnp.bfloat16), 'n': None}
     to_half = optax.stateless(
@@ -87,7 +88,7 @@ class GateTest(parameterized.TestCase):
     ones = jax.tree.map(np.ones_like, zeros)
     chex.assert_trees_all_equal(passed, ones, strict=True)
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_traces_inner_once(self, gate):
     calls = []
 
@@ -105,7 +106,7 @@ class GateTest(parameterized.TestCase):
 
     self.assertLen(calls, 1)
 
-  @parameterized.product(gate=tuple(GATES), mode=modes.MODES)
+  @cases.product(gate=tuple(GATES), mode=modes.MODES)
   def test_sends_nothing_outside_of_its_branch(self, gate, mode):
     inner = shard_transforms.cross_shard_mean(modes.AXIS)
     tx = GATES[gate](inner)
@@ -121,7 +122,7 @@ class GateTest(parameterized.TestCase):
     self.assertEmpty(outside)
     self.assertLen(inside, 1)
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_refuses_an_inner_that_changes_the_tree_of_its_state(self, gate):
     inner = optax.GradientTransformation(
         lambda params: {'momentum': params},
@@ -149,7 +150,7 @@ class GateTest(parameterized.TestCase):
       mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, jnp.ones(3), jnp.arange(8))
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_what_varies_after_either_branch_is_typed_as_varying(self, gate):
     inner = optax.trace(0.9)
     tx = GATES[gate](inner)
@@ -167,7 +168,7 @@ class GateTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_what_only_inner_makes_the_same_is_typed_as_varying(self, gate):
     # The state differs between shards until `inner` has run once.
     average = optax.GradientTransformation(
@@ -188,7 +189,7 @@ class GateTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_what_is_the_same_on_all_shards_stays_so(self, gate):
     inner = optax.chain(
         shard_transforms.cross_shard_mean(modes.AXIS), optax.trace(0.9)
@@ -207,9 +208,7 @@ class GateTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
 
-  @parameterized.product(
-      gate=tuple(GATES), kind=(AxisType.Auto, AxisType.Explicit)
-  )
+  @cases.product(gate=tuple(GATES), kind=(AxisType.Auto, AxisType.Explicit))
   def test_works_where_a_mesh_axis_is_not_mapped(self, gate, kind):
     mesh = jax.make_mesh((2, 4), ('data', 'model'), (kind,) * 2)
     mean = shard_transforms.cross_shard_mean('data')
@@ -288,7 +287,7 @@ def _is_jaxpr(node):
 
 class StateTest(parameterized.TestCase):
 
-  @parameterized.parameters(*GATES)
+  @cases.parameters(*GATES)
   def test_names_state_of_which_the_dtype_changes(self, gate):
     # As that of Adam for parameters of fewer bits than their gradients.
     tx = GATES[gate](optax.trace(0.9, accumulator_dtype=None))
@@ -322,7 +321,7 @@ class WeightTest(parameterized.TestCase):
     params = {'w': jnp.ones(3)} if params is None else params
     return modes.map_shards(mode, fn)(params, jnp.arange(8.0))
 
-  @parameterized.product(gate=tuple(WEIGHING), mode=modes.MODES)
+  @cases.product(gate=tuple(WEIGHING), mode=modes.MODES)
   def test_refuses_a_reduction_by_hand(self, gate, mode):
     by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
     inner = optax.chain(by_hand, optax.adam(0.1))
@@ -330,7 +329,7 @@ class WeightTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must heed .* `weight`.* by hand'):
       self.update(gate, inner, mode)
 
-  @parameterized.parameters(*WEIGHING)
+  @cases.parameters(*WEIGHING)
   def test_refuses_what_does_not_hand_the_weight_on(self, gate):
     mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
     inner = optax.contrib.split_real_and_imaginary(mean)
@@ -338,7 +337,7 @@ class WeightTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'forwards extra arguments'):
       self.update(gate, inner, 'pmap')
 
-  @parameterized.product(
+  @cases.product(
       gate=tuple(WEIGHING), within=('jit', 'guard', 'partition', 'cond', 'scan')
   )
   def test_refuses_a_reduction_by_hand_within(self, gate, within):
@@ -374,7 +373,7 @@ class WeightTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must heed .* `weight`'):
       self.update(gate, inner(), 'pmap', params)
 
-  @parameterized.parameters(*WEIGHING)
+  @cases.parameters(*WEIGHING)
   def test_nothing_is_wrong_where_nothing_is_summed(self, gate):
     updates, _ = self.update(gate, optax.set_to_zero(), 'pmap')
 
@@ -396,7 +395,7 @@ class WeightTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'by hand, or none, counts them'):
       self.update('drop_stale', optax.sgd(1.0), 'pmap')
 
-  @parameterized.parameters(*WEIGHING)
+  @cases.parameters(*WEIGHING)
   def test_other_sums_need_no_weight(self, gate):
     # Of what is the same on all shards, and over other axes.
     mean = shard_transforms.cross_shard_mean(AXIS)
@@ -412,13 +411,13 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_allclose(updates['w'], np.full((8, 3), 3 * 3.5))
 
-  @parameterized.product(gate=tuple(WEIGHING), params=({}, {'w': None}))
+  @cases.product(gate=tuple(WEIGHING), params=({}, {'w': None}))
   def test_has_nothing_to_refuse_without_leaves(self, gate, params):
     updates, _ = self.update(gate, optax.identity(), 'pmap', params)
 
     self.assertEqual(updates, params)
 
-  @parameterized.parameters(*WEIGHING)
+  @cases.parameters(*WEIGHING)
   def test_finds_the_weight_in_what_is_compiled_apart(self, gate):
     mean = shard_transforms.cross_shard_mean(AXIS)
 

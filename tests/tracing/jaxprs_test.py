@@ -6,6 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import cases
 from shard_transforms._src.tracing import jaxprs
 
 
@@ -35,7 +36,7 @@ _with_rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, t: (t * jnp.cos(x),))
 
 class FlattenTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       jax.jit,
       jax.checkpoint,
       functools.partial(_mapped, spec=P()),
@@ -57,7 +58,7 @@ class FlattenTest(parameterized.TestCase):
     self.assertTrue(mul.inputs[1].is_literal)
     self.assertFalse(mul.inputs[0].is_literal)
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_a_map_cuts_and_joins(self, check_vma):
     fn = _mapped(jnp.sin, check_vma, spec=P(None, ('host', 'core')))
 
@@ -135,7 +136,7 @@ class FlattenTest(parameterized.TestCase):
     for step in scan.bodies[0].steps:
       self.assertEqual((step.scope, step.axis_sizes), ('outer/inner', sizes))
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_variants_of_a_primitive_have_one_name(self, check_vma):
     def fn(x):
       x = lax.psum(x, ('host', 'core'))

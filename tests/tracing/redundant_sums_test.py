@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -41,7 +42,7 @@ def _twice_under_jit(x):
 
 class ReducedTwiceTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       lambda x: pmean(pmean(x)),
       lambda x: psum(psum(x)),
       lambda x: pmean((-2 * psum(x) / 3).astype(jnp.bfloat16)),
@@ -65,7 +66,7 @@ class ReducedTwiceTest(parameterized.TestCase):
         ' before: reduce it once.$',
     )
 
-  @parameterized.parameters('mean', 'sum')
+  @cases.parameters('mean', 'sum')
   def test_is_found_where_the_library_cannot(self, kind):
     factory = getattr(shard_transforms, f'cross_shard_{kind}')
     inner = optax.chain(factory('data'), optax.sgd(0.1))
@@ -120,7 +121,7 @@ class ReducedTwiceTest(parameterized.TestCase):
 
     self.assertEndsWith(warning, 'reduce it once. (3 arrays.)')
 
-  @parameterized.parameters(
+  @cases.parameters(
       pmean,
       # What a sum of sums does not give.
       lambda x: psum(1 / psum(x)),
@@ -190,7 +191,7 @@ def _watch(total, batch):
 
 class ReducedTooOftenTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       _scan(lambda total, x: total + pmean(x)),
       _scan(lambda total, x: total - psum(x)),
       _scan(lambda total, x: 0.9 * total + pmean(x)),
@@ -232,7 +233,7 @@ class ReducedTooOftenTest(parameterized.TestCase):
     self.assertLen(report.warnings, 1)
     self.assertIn('in each of 4 turns', report.warnings[0])
 
-  @parameterized.parameters(
+  @cases.parameters(
       # Each turn needs the sum of the last.
       _scan(_train),
       _scan(lambda c, x: (c + pmean(x)) * x),

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import modes
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.tracing import slice_types
@@ -41,9 +42,7 @@ class SliceTypesTest(parameterized.TestCase):
     }
     self.assertEqual(shapes(slices), expected)
 
-  @parameterized.parameters(
-      slice_types.longer, slice_types.Cutting(1, ()).slices
-  )
+  @cases.parameters(slice_types.longer, slice_types.Cutting(1, ()).slices)
   def test_longer_leaves_have_one_element_more(self, fn):
     expected = shapes(TREE) | {
         'matrix': (1, 16, 'float32'),

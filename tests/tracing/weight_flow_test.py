@@ -5,6 +5,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+import cases
 from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import weight_flow
 
@@ -30,7 +31,7 @@ def in_loop(fn):
 
 class WeightFlowTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       (by_weight, False, False),
       (by_hand, True, True),
       (jax.jit(by_hand), True, True),

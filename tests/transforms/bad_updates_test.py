@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms._src.transforms import bad_updates
 
 NO_LIMITS = bad_updates.Limits(max_norm=None, max_stds=None, window=2)
@@ -13,7 +14,7 @@ NO_LIMITS = bad_updates.Limits(max_norm=None, max_stds=None, window=2)
 
 class DiagnosisTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       ({}, True),
       ({'a': np.ones(3), 'b': None}, True),
       ({'a': np.ones((0, 2))}, True),
@@ -44,7 +45,7 @@ class DiagnosisTest(parameterized.TestCase):
     np.testing.assert_array_equal(bad['a'], [0, 0])
     self.assertIs(bad['f'], updates['f'])
 
-  @parameterized.parameters((4.9, False), (5.0, True))
+  @cases.parameters((4.9, False), (5.0, True))
   def test_compares_the_norm_with_the_largest(self, max_norm, expected):
     limits = bad_updates.Limits(max_norm, max_stds=None, window=2)
     updates = {'a': jnp.array([3.0]), 'b': jnp.array([4.0])}

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import clip_by_global_norm
@@ -21,7 +22,7 @@ SHARDS = 8
 
 class ClipTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, order=('before', 'after'), max_norm=(0.5, 2.0, 1e3)
   )
   def test_clips_before_or_after_the_reduction(self, mode, order, max_norm):
@@ -45,7 +46,7 @@ class ClipTest(parameterized.TestCase):
     expected = clip(x).mean(0) if order == 'before' else clip(x.mean(0))
     np.testing.assert_allclose(updates, [expected] * SHARDS, rtol=1e-5)
 
-  @parameterized.parameters(0.5, 1e3)
+  @cases.parameters(0.5, 1e3)
   def test_is_that_of_optax_to_the_bit(self, max_norm):
     tree = tree_of()
     tx, expected = (
@@ -58,9 +59,7 @@ class ClipTest(parameterized.TestCase):
         updates, expected.update(tree, expected.init(tree))[0], strict=True
     )
 
-  @parameterized.product(
-      mix=[*range(0, len(MIXES), 3)], check_vma=(True, False)
-  )
+  @cases.product(mix=[*range(0, len(MIXES), 3)], check_vma=(True, False))
   def test_clips_slices_by_the_norm_of_the_whole(self, mix, check_vma):
     tree, specs = tree_of(), MIXES[mix]
     sharded = None if check_vma else specs
@@ -89,7 +88,7 @@ class ClipTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, tree)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ([0.0, 0.0], [0.0, 0.0]),
       ([np.inf, 1.0], [np.nan, 0.0]),
       ([np.nan, 1.0], [np.nan, np.nan]),
@@ -118,7 +117,7 @@ class ClipTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"must name \['model'\]"):
       clip(tree_of())
 
-  @parameterized.parameters(
+  @cases.parameters(
       (0.0, ValueError, '`max_norm` must be positive, got 0.0'),
       (-1, ValueError, '`max_norm` must be positive, got -1'),
       (np.nan, ValueError, '`max_norm` must be positive, got nan'),
@@ -134,7 +133,7 @@ class ClipTest(parameterized.TestCase):
 
 class ShardUpdateTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, num_shards=(1, 3, SHARDS))
+  @cases.product(mode=modes.MODES, num_shards=(1, 3, SHARDS))
   def test_clips_inside_by_the_norm_of_the_whole(self, mode, num_shards):
     params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(2), 's': jnp.ones(())}
     clip = clip_by_global_norm(1.0, AXIS, sharded=P(AXIS))
@@ -189,7 +188,7 @@ class ShardUpdateTest(parameterized.TestCase):
 
     np.testing.assert_allclose(updates, np.full((SHARDS, 3), 3**-0.5), 1e-6)
 
-  @parameterized.parameters(
+  @cases.parameters(
       # Of the moments it is not known what is behind their last element.
       (lambda: optax.chain(optax.adam(0.1), clip_by_global_norm(1.0, AXIS)),),
       (lambda: clip_by_global_norm(1.0),),
@@ -201,7 +200,7 @@ class ShardUpdateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'several of them together|part'):
       shard_transforms.init_state(tx, jnp.ones(3), modes.mesh())
 
-  @parameterized.parameters('psum of leaves', 'pmean', 'psum of sums')
+  @cases.parameters('psum of leaves', 'pmean', 'psum of sums')
   def test_refuses_a_norm_by_hand(self, kind):
     # A scalar is not cut, so that a sum over shards counts it once for each.
     def update(updates, params):
@@ -227,7 +226,7 @@ class ShardUpdateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must treat each element'):
       modes.map_shards('pmap', fn)(params, jnp.ones(SHARDS))
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_counts_parameters_that_are_sharded_over_another_axis(
       self, check_vma
   ):

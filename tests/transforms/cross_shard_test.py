@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -87,7 +88,7 @@ class CrossShardTest(parameterized.TestCase):
       bits = np.asarray(leaf).view(f'u{leaf.dtype.itemsize}')
       np.testing.assert_array_equal(bits, np.broadcast_to(bits[0], bits.shape))
 
-  @parameterized.product(mode=modes.MODES, kind=tuple(FACTORIES))
+  @cases.product(mode=modes.MODES, kind=tuple(FACTORIES))
   def test_reduces_the_gradients_of_all_shards(self, mode, kind):
     updates, state = _reduce(mode, kind)(DATA, np.zeros(8))
 
@@ -96,7 +97,7 @@ class CrossShardTest(parameterized.TestCase):
     chex.assert_trees_all_equal(updates, expected, strict=True)
     self.assertEqual(state, optax.EmptyState())
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, kind=tuple(FACTORIES), weights=tuple(WEIGHTS)
   )
   def test_counts_each_shard_by_its_weight(self, mode, kind, weights):
@@ -107,7 +108,7 @@ class CrossShardTest(parameterized.TestCase):
     expected = _expected(kind, weight)
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, kind=tuple(FACTORIES), bad=(NAN, np.inf, -np.inf)
   )
   def test_a_shard_without_weight_contributes_nothing(self, mode, kind, bad):
@@ -120,7 +121,7 @@ class CrossShardTest(parameterized.TestCase):
     expected = _expected(kind, weight)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
-  @parameterized.product(mode=modes.MODES, kind=tuple(FACTORIES))
+  @cases.product(mode=modes.MODES, kind=tuple(FACTORIES))
   def test_no_weight_at_all_gives_zeros(self, mode, kind):
     x = np.full_like(DATA, NAN)
 
@@ -130,7 +131,7 @@ class CrossShardTest(parameterized.TestCase):
         updates, _like_params(np.zeros_like(DATA)), strict=True
     )
 
-  @parameterized.product(mode=modes.MODES, exponent=(-60, -1, 1, 60))
+  @cases.product(mode=modes.MODES, exponent=(-60, -1, 1, 60))
   def test_the_mean_does_not_depend_on_the_scale_of_weights(
       self, mode, exponent
   ):
@@ -142,14 +143,14 @@ class CrossShardTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(scaled, reduce(x, weight)[0], strict=True)
 
-  @parameterized.product(mode=modes.MODES, weight=(1.0, 0.25, 3.0))
+  @cases.product(mode=modes.MODES, weight=(1.0, 0.25, 3.0))
   def test_equal_weights_give_the_plain_mean(self, mode, weight):
     weighted, _ = _reduce(mode, 'mean', True)(DATA, np.full(8, weight))
 
     plain, _ = _reduce(mode, 'mean')(DATA, np.zeros(8))
     chex.assert_trees_all_close(weighted, plain, rtol=1e-6, strict=True)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, kind=tuple(FACTORIES), weighted=(False, True)
   )
   def test_all_shards_get_the_same_bits(self, mode, kind, weighted):
@@ -160,7 +161,7 @@ class CrossShardTest(parameterized.TestCase):
 
     self.assert_same_on_all_shards(updates)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, kind=tuple(FACTORIES), weighted=(False, True)
   )
   def test_a_nan_reaches_all_shards(self, mode, kind, weighted):
@@ -171,7 +172,7 @@ class CrossShardTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(updates['w'], np.full_like(DATA, NAN))
 
-  @parameterized.parameters(*FACTORIES)
+  @cases.parameters(*FACTORIES)
   def test_one_shard_is_left_as_it_is(self, kind):
     tx = FACTORIES[kind](modes.AXIS)
 
@@ -201,7 +202,7 @@ class CrossShardTest(parameterized.TestCase):
 class DtypeTest(parameterized.TestCase):
 
   # The sum of these and of seven ones is lost where each addition is rounded.
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES,
       large=(
           ('bfloat16', 256),
@@ -239,7 +240,7 @@ class DtypeTest(parameterized.TestCase):
     self.assertNotEqual(expected['sum'][0, 0], first)
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_complex_leaves_are_reduced_like_real_ones(self, mode, weighted):
     x = DATA[:, 0] + 1j * DATA[:, 1]
     weight = np.array(WEIGHTS['some_zero'] if weighted else np.ones(8))
@@ -263,7 +264,7 @@ class DtypeTest(parameterized.TestCase):
     )
     self.assertEqual(updates.dtype, jnp.complex64)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_keeps_the_tree(self, mode):
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
 
@@ -297,7 +298,7 @@ class DtypeTest(parameterized.TestCase):
     }
     chex.assert_trees_all_equal(out, expected, strict=True)
 
-  @parameterized.parameters(*UNTRACKED_MODES)
+  @cases.parameters(*UNTRACKED_MODES)
   def test_takes_leaves_that_are_no_arrays_of_jax(self, mode):
     total = shard_transforms.cross_shard_sum(modes.AXIS)
 
@@ -318,9 +319,7 @@ class DtypeTest(parameterized.TestCase):
 class InvariantTest(parameterized.TestCase):
   """Gradients that JAX, or an earlier link, has reduced already."""
 
-  @parameterized.product(
-      kind=tuple(FACTORIES), on_invariant=('summed', 'averaged')
-  )
+  @cases.product(kind=tuple(FACTORIES), on_invariant=('summed', 'averaged'))
   def test_takes_a_reduced_gradient_for_what_the_user_says(
       self, kind, on_invariant
   ):
@@ -339,9 +338,7 @@ class InvariantTest(parameterized.TestCase):
     expected = _like_params(np.broadcast_to(total, DATA.shape))
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @parameterized.product(
-      kind=tuple(FACTORIES), on_invariant=('summed', 'averaged')
-  )
+  @cases.product(kind=tuple(FACTORIES), on_invariant=('summed', 'averaged'))
   def test_sends_nothing_for_a_reduced_gradient(self, kind, on_invariant):
     tx = FACTORIES[kind](modes.AXIS, on_invariant=on_invariant)
 
@@ -353,7 +350,7 @@ class InvariantTest(parameterized.TestCase):
 
     self.assertNotIn('psum', jaxpr)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES,
       kind=tuple(FACTORIES),
       on_invariant=('summed', 'averaged'),
@@ -372,7 +369,7 @@ class InvariantTest(parameterized.TestCase):
     expected = _like_params(np.broadcast_to(total, DATA.shape))
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @parameterized.parameters(*FACTORIES)
+  @cases.parameters(*FACTORIES)
   def test_refuses_a_reduced_gradient_by_default(self, kind):
     tx = FACTORIES[kind](modes.AXIS)
 
@@ -399,7 +396,7 @@ class InvariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"\['shared'\]\[1\] \[3, 5\]"):
       jax.eval_shape(modes.map_shards(TRACKED, shard), 0.0, DATA)
 
-  @parameterized.product(first=tuple(FACTORIES), second=tuple(FACTORIES))
+  @cases.product(first=tuple(FACTORIES), second=tuple(FACTORIES))
   def test_a_chain_that_reduces_twice_raises(self, first, second):
     tx = optax.chain(
         FACTORIES[first](modes.AXIS), FACTORIES[second](modes.AXIS)
@@ -413,7 +410,7 @@ class InvariantTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
-  @parameterized.product(
+  @cases.product(
       kind=tuple(FACTORIES), on_invariant=('error', 'summed', 'averaged')
   )
   def test_refuses_a_weight_with_a_reduced_gradient(self, kind, on_invariant):
@@ -426,7 +423,7 @@ class InvariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'typed invariant'):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
-  @parameterized.product(
+  @cases.product(
       kind=tuple(FACTORIES), on_invariant=('error', 'summed', 'averaged')
   )
   def test_refuses_groups_with_a_reduced_gradient(self, kind, on_invariant):
@@ -440,7 +437,7 @@ class InvariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'typed invariant'):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
-  @parameterized.product(
+  @cases.product(
       kind=tuple(FACTORIES), on_invariant=('error', 'summed', 'averaged')
   )
   def test_does_a_delayed_sum(self, kind, on_invariant):
@@ -457,7 +454,7 @@ class InvariantTest(parameterized.TestCase):
     expected = _like_params(np.broadcast_to(total, DATA.shape))
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'groups': None, 'weight': 1.0},
       {'groups': [[0, 1, 2, 3], [4, 5, 6, 7]], 'weight': None},
   )
@@ -473,7 +470,7 @@ class InvariantTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
-  @parameterized.product(
+  @cases.product(
       factory=tuple(FACTORIES.values()), on_invariant=('mean', None, True)
   )
   def test_refuses_an_unknown_choice(self, factory, on_invariant):
@@ -509,7 +506,7 @@ class SeveralAxesTest(parameterized.TestCase):
     )
     return jax.jit(mapped)
 
-  @parameterized.product(
+  @cases.product(
       kind=tuple(FACTORIES),
       wrong=(
           (('host', 'core'), 'ring', "must be 'flat' or 'hier.*got 'ring'"),
@@ -522,7 +519,7 @@ class SeveralAxesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f'`algorithm.*{message}'):
       FACTORIES[kind](axes, algorithm=algorithm)
 
-  @parameterized.product(
+  @cases.product(
       kind=tuple(FACTORIES),
       check_vma=(True, False),
       weighted=(False, True),
@@ -563,9 +560,7 @@ class SeveralAxesTest(parameterized.TestCase):
         updates, _like_params(expected), rtol=1e-6, strict=True
     )
 
-  @parameterized.product(
-      kind=tuple(FACTORIES), algorithm=('flat', 'hierarchical')
-  )
+  @cases.product(kind=tuple(FACTORIES), algorithm=('flat', 'hierarchical'))
   def test_works_under_nested_maps(self, kind, algorithm):
     tx = FACTORIES[kind](('host', 'core'), algorithm=algorithm)
 
@@ -581,9 +576,7 @@ class SeveralAxesTest(parameterized.TestCase):
     parallel = jax.pmap(jax.vmap(shard, axis_name='core'), axis_name='host')
     np.testing.assert_array_equal(parallel(x), expected)
 
-  @parameterized.product(
-      kind=tuple(FACTORIES), on_invariant=('summed', 'averaged')
-  )
+  @cases.product(kind=tuple(FACTORIES), on_invariant=('summed', 'averaged'))
   def test_takes_each_leaf_in_its_own_state(self, kind, on_invariant):
     tx = FACTORIES[kind](('host', 'core'), on_invariant=on_invariant)
     reduce = lax.psum if on_invariant == 'summed' else lax.pmean
@@ -606,7 +599,7 @@ class SeveralAxesTest(parameterized.TestCase):
           update, np.broadcast_to(total, DATA.shape), err_msg=name
       )
 
-  @parameterized.parameters('host', 'core')
+  @cases.parameters('host', 'core')
   def test_refuses_a_leaf_that_is_reduced_over_one_of_the_axes(self, axis):
     tx = shard_transforms.cross_shard_mean(('host', 'core'))
 
@@ -628,7 +621,7 @@ def _gradient_of_both(x):
 
 class ShardMeanTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_averages_metrics_of_any_dtype(self, mode, weighted):
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
@@ -671,7 +664,7 @@ class ShardMeanTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards(TRACKED, shard), 1.0, np.ones(8))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_leaves_a_metric_that_is_averaged_as_it_is(self, mode):
     def shard(step, x):
       metrics = {'x': x, 'step': step}

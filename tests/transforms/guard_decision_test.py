@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import modes
 from shard_transforms._src.transforms import bad_updates
 from shard_transforms._src.transforms import guard_decision
@@ -14,7 +15,7 @@ HEALTHY = np.array([True, False, True, True])
 
 class DecisionTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES,
       case=(
           ('skip', None, [1, 1, 1, 1], False),

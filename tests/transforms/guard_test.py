@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import cross_shard_mean
@@ -56,7 +57,7 @@ def data(steps=3, seed=0):
 
 class SkipTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_hands_on_what_is_good_to_the_bit(self, mode):
     inner = mean_of(optax.adam(0.1))
 
@@ -69,7 +70,7 @@ class SkipTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.skipped_count, [0] * SHARDS)
     np.testing.assert_array_equal(state.last_bad_step, [[-1]] * SHARDS)
 
-  @parameterized.product(mode=modes.MODES, bad=(NAN, np.inf, -np.inf))
+  @cases.product(mode=modes.MODES, bad=(NAN, np.inf, -np.inf))
   def test_a_bad_shard_leaves_every_bit_of_the_state(self, mode, bad):
     x = data()
     x[3, 1, 2] = bad
@@ -112,7 +113,7 @@ class SkipTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(last_bad_step, [[-1]] * SHARDS)
 
-  @parameterized.parameters(0.0, -1.0, NAN)
+  @cases.parameters(0.0, -1.0, NAN)
   def test_a_shard_without_weight_is_not_bad(self, weight):
     x = data()
     x[3] = NAN
@@ -125,7 +126,7 @@ class SkipTest(parameterized.TestCase):
     np.testing.assert_allclose(updates[0], good.mean(0), rtol=1e-5)
     self.assertEqual(state.bad_shard_count[0], 0)
 
-  @parameterized.parameters('skip', 'exclude')
+  @cases.parameters('skip', 'exclude')
   def test_skips_a_step_without_weight(self, on_bad):
     weights = np.ones((SHARDS, 3), np.float32)
     weights[:, 1] = 0
@@ -182,7 +183,7 @@ class SkipTest(parameterized.TestCase):
 
 class ExcludeTest(parameterized.TestCase):
 
-  @parameterized.product(mode=modes.MODES, weighted=(True, False))
+  @cases.product(mode=modes.MODES, weighted=(True, False))
   def test_gives_the_mean_of_the_good(self, mode, weighted):
     x = data()
     x[3, 1, 2] = NAN
@@ -200,7 +201,7 @@ class ExcludeTest(parameterized.TestCase):
     self.assertEqual(state.skipped_count[0], 0)
     self.assertEqual(state.bad_shard_count[0], 2)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('exclude', 'shard_map', None),
       ('exclude', 'pmap', 0),
       ('skip', 'shard_map', 0),
@@ -256,7 +257,7 @@ class ExcludeTest(parameterized.TestCase):
 
     np.testing.assert_allclose(updates[0], x[[2, 4, 5, 6, 7]].mean(0), 1e-5)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (1, 7, False),
       (1, 8, True),
       (5, 3, False),
@@ -288,7 +289,7 @@ class ExcludeTest(parameterized.TestCase):
 
 class SpikeTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_a_norm_above_the_limit_is_bad(self, mode):
     x = data()
     x[3, 1] *= 100
@@ -331,7 +332,7 @@ class SpikeTest(parameterized.TestCase):
         state.norms.variance[0][order], accepted.var(0), rtol=1e-4
     )
 
-  @parameterized.parameters((2.9, True), (3.2, False))
+  @cases.parameters((2.9, True), (3.2, False))
   def test_the_limit_is_so_many_deviations_above_the_mean(self, max_stds, bad):
     # The norms of two shards in two steps: mean 4, variance (9+1+1+9)/4 = 5.
     x = np.array([[1.0, 3.0], [5.0, 7.0]]).T[:, :, None]
@@ -413,7 +414,7 @@ class SpikeTest(parameterized.TestCase):
     self.assertEqual(state.skipped_count[0], 0)
     self.assertEqual(wide_state.skipped_count, 0)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ({}, dict(max_stds=3.0)),
       (dict(max_stds=3.0), {}),
       (dict(max_stds=3.0, window=4), dict(max_stds=3.0, window=5)),
@@ -441,7 +442,7 @@ class ModelAxisTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"`sharded` .* over \['model'\]"):
       step(jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, P(AXIS))))
 
-  @parameterized.parameters('model', ('model',), 3)
+  @cases.parameters('model', ('model',), 3)
   def test_refuses_what_is_no_spec(self, sharded):
     for factory in (
         lambda: guard(optax.sgd(1.0), AXIS, sharded=sharded),
@@ -459,7 +460,7 @@ class ModelAxisTest(parameterized.TestCase):
     with self.assertRaisesRegex(NameError, "`guard` needs .* axis 'model'"):
       run(tx, data(), mode='vmap')
 
-  @parameterized.parameters(True, False)
+  @cases.parameters(True, False)
   def test_slices_of_a_shard_are_judged_together(self, check_vma):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     specs = {'sliced': P('model'), 'whole': P()}
@@ -508,7 +509,7 @@ class ModelAxisTest(parameterized.TestCase):
 
 class WireTest(parameterized.TestCase):
 
-  @parameterized.parameters(({}, 12), ({'max_stds': 3.0}, 20))
+  @cases.parameters(({}, 12), ({'max_stds': 3.0}, 20))
   def test_sends_a_few_numbers_at_once_and_first(self, kwargs, payload):
     tx = guard(mean_of(optax.adam(0.1)), AXIS, **kwargs)
 
@@ -527,7 +528,7 @@ class WireTest(parameterized.TestCase):
 
 class RefusalTest(parameterized.TestCase):
 
-  @parameterized.parameters(
+  @cases.parameters(
       (dict(on_bad='drop'), ValueError, "`on_bad` must be 'skip' or 'exclude'"),
       (dict(on_bad='exclude'), ValueError, 'must come with `axis_name`'),
       (dict(min_shards=2), ValueError, "must come with `on_bad='exclude'`"),
@@ -545,7 +546,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       guard(optax.identity(), **kwargs)
 
-  @parameterized.parameters(0, 9)
+  @cases.parameters(0, 9)
   def test_refuses_a_quorum_that_cannot_be(self, min_shards):
     message = '`min_shards`.* must be at (least 1|most .* 8)'
     with self.assertRaisesRegex(ValueError, message):
@@ -573,7 +574,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'decided alike .* `axis_name`'):
       run(tx, data())
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_refuses_a_reduction_that_counts_all(self, mode):
     by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
     tx = guard(by_hand, AXIS, on_bad='exclude')

@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms._src.transforms import norm_window
 
 
@@ -25,7 +26,7 @@ class SpikesTest(parameterized.TestCase):
     self.assertEqual(norm_window.limit(recorded(steps[:2], 3), 2.0), largest)
     self.assertLess(norm_window.limit(recorded(steps, 3), 2.0), 9)
 
-  @parameterized.parameters(4, 7, 20)
+  @cases.parameters(4, 7, 20)
   def test_limit_is_over_the_last_steps(self, num_steps):
     steps = np.random.default_rng(0).uniform(1, 9, size=(num_steps, 5))
 

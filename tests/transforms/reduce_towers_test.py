@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -65,18 +66,18 @@ class ReduceTowersTest(parameterized.TestCase):
     expected = _expected(data, weights, reduction)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
-  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_reduces_all_towers_of_all_shards(self, mode, reduction):
     updates = _reduce(mode, reduction)(DATA, WEIGHTS)
 
     expected = _expected(DATA, np.ones((8, 3)), reduction)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
-  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_counts_towers_by_their_weights(self, mode, reduction):
     self.assert_reduces(mode, reduction, DATA, WEIGHTS)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, reduction=('mean', 'sum'), bad=(np.nan, np.inf)
   )
   def test_a_tower_without_weight_contributes_nothing(
@@ -89,7 +90,7 @@ class ReduceTowersTest(parameterized.TestCase):
 
     self.assert_reduces(mode, reduction, data, weights)
 
-  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_no_weight_at_all_gives_zeros(self, mode, reduction):
     data = np.full_like(DATA, np.nan)
 
@@ -98,7 +99,7 @@ class ReduceTowersTest(parameterized.TestCase):
     expected = _like_params(np.zeros((8, 5)))
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @parameterized.parameters('mean', 'sum')
+  @cases.parameters('mean', 'sum')
   def test_hands_on_zeros_where_no_tower_has_a_weight(self, reduction):
     tx = shard_transforms.reduce_towers(
         2, optax.identity(), reduction=reduction
@@ -109,7 +110,7 @@ class ReduceTowersTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(updates, np.zeros(5, np.float32), strict=True)
 
-  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_is_a_link_of_a_chain_without_inner(self, mode, reduction):
     tx = optax.chain(
         shard_transforms.reduce_towers(NUM_TOWERS, reduction=reduction),
@@ -130,7 +131,7 @@ class ReduceTowersTest(parameterized.TestCase):
     expected = jax.tree.map(np.negative, expected)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
-  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_hands_on_weight_step_and_other_arguments(self, mode, reduction):
     tx = shard_transforms.reduce_towers(
         NUM_TOWERS, _recorder(), reduction=reduction
@@ -154,7 +155,7 @@ class ReduceTowersTest(parameterized.TestCase):
     }
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_one_tower_is_taken_as_it_is(self, mode):
     tx = shard_transforms.reduce_towers(1, optax.identity())
 
@@ -191,7 +192,7 @@ class ReduceTowersTest(parameterized.TestCase):
 
 class LeavesTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       towers=(
           ('bfloat16', [256, 1, 1]),
           ('float16', [2048, 1, 1]),
@@ -239,7 +240,7 @@ class LeavesTest(parameterized.TestCase):
     chex.assert_trees_all_equal(reduced, expected)
     chex.assert_trees_all_equal_dtypes(reduced, expected)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda: jnp.ones((2, 5)), r'\(2, 5\)'),
       (lambda: jnp.ones((5, 3)), r'\(5, 3\)'),
       (lambda: jnp.ones(()), r'\(\)'),

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import cross_shard_mean
@@ -131,19 +132,19 @@ def assert_close(actual, expected):
 class EqualityTest(parameterized.TestCase):
   """It trains as the replicated optimizer does."""
 
-  @parameterized.parameters(*INNERS)
+  @cases.parameters(*INNERS)
   def test_trains_as_the_replicated_optimizer(self, name):
     actual = train(shard_update(INNERS[name](), AXIS))
 
     assert_close(actual, replicated(name))
 
-  @parameterized.product(name=('adamw', 'injected'), mode=modes.MODES)
+  @cases.product(name=('adamw', 'injected'), mode=modes.MODES)
   def test_trains_alike_in_every_mode(self, name, mode):
     actual = train(shard_update(INNERS[name](), AXIS), mode)
 
     assert_close(actual, replicated(name, mode))
 
-  @parameterized.parameters(0, 64, 10**6)
+  @cases.parameters(0, 64, 10**6)
   def test_buckets_of_any_size_give_the_same_bits(self, bucket_bytes):
     tx = shard_update(optax.sgd(0.5), AXIS, bucket_bytes=bucket_bytes)
 
@@ -160,14 +161,14 @@ class EqualityTest(parameterized.TestCase):
     summed = optax.chain(shard_transforms.cross_shard_sum(AXIS), optax.sgd(0.1))
     assert_close(actual, train(summed))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_counts_shards_by_their_weight(self, mode):
     actual = train(shard_update(optax.adam(0.1), AXIS), mode, WEIGHTS)
 
     whole = optax.chain(cross_shard_mean(AXIS), optax.adam(0.1))
     assert_close(actual, train(whole, mode, WEIGHTS))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_groups_train_apart(self, mode):
     tx = shard_update(optax.adam(0.1), AXIS, groups=EVEN)
 
@@ -196,7 +197,7 @@ class EqualityTest(parameterized.TestCase):
     whole = optax.chain(cross_shard_mean(AXIS), inner)
     assert_close(actual, train(whole))
 
-  @parameterized.parameters('bfloat16', 'float16', 'complex64')
+  @cases.parameters('bfloat16', 'float16', 'complex64')
   def test_reduces_leaves_of_other_dtypes(self, dtype):
     rng = np.random.default_rng(0)
     grads = rng.integers(-9, 9, (SHARDS, 3, 7)).astype(jnp.dtype(dtype))
@@ -307,7 +308,7 @@ class StateTest(parameterized.TestCase):
 
     self.assertEqual(specs.inner_state, P(AXIS))
 
-  @parameterized.parameters((('host', 'core'),), (('core', 'host'),))
+  @cases.parameters((('host', 'core'),), (('core', 'host'),))
   def test_slices_are_in_the_order_of_the_mesh(self, axes):
     copy = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.copy, params),
@@ -321,7 +322,7 @@ class StateTest(parameterized.TestCase):
     expected = np.arange(16.0).reshape(8, 2)
     np.testing.assert_array_equal(state.inner_state, expected)
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(1, 2\) at .*\[0\]'},
       {'shapes': ((16,), (16,)), 'shards': 4, 'got': r'\(2, 2\) at .*\[0\]'},
   )
@@ -363,7 +364,7 @@ class AxesTest(parameterized.TestCase):
   def mesh(self):
     return jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
 
-  @parameterized.product(
+  @cases.product(
       axes=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
   )
   def test_reduces_and_cuts_over_several_axes(self, axes, check_vma):
@@ -431,7 +432,7 @@ class AxesTest(parameterized.TestCase):
 
     assert_close(*map(jax.device_get, results))
 
-  @parameterized.parameters('summed', 'averaged')
+  @cases.parameters('summed', 'averaged')
   def test_takes_what_is_reduced_already_without_sending(self, on_invariant):
     mesh = modes.mesh()
     tx = shard_update(optax.sgd(1.0), AXIS, on_invariant=on_invariant)
@@ -466,7 +467,7 @@ class AxesTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
   """Found while tracing."""
 
-  @parameterized.parameters(
+  @cases.parameters(
       (optax.lamb(0.1),),
       (optax.lars(0.1),),
       (optax.adafactor(0.1),),
@@ -547,7 +548,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(NotImplementedError, 'needs `check_vma=False`'):
       jax.eval_shape(mapped, jnp.zeros((4, 8 * 64)))
 
-  @parameterized.product(
+  @cases.product(
       kind=(AxisType.Auto, AxisType.Explicit), check_vma=(True, False)
   )
   def test_refuses_a_mesh_that_is_mapped_in_part(self, kind, check_vma):
@@ -564,7 +565,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"not mapped, got \('model',\)"):
       jax.eval_shape(step, jnp.ones(16))
 
-  @parameterized.parameters(1, SHARDS)
+  @cases.parameters(1, SHARDS)
   def test_refuses_it_for_any_number_of_shards(self, shards):
     tx = shard_update(optax.clip_by_global_norm(1.0), AXIS)
 
@@ -575,7 +576,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '`groups` of .* of one size'):
       shard_update(optax.sgd(0.1), AXIS, groups=[[0, 1, 2], [3]])
 
-  @parameterized.parameters(
+  @cases.parameters(
       ({'reduction': 'max'}, ValueError, '`reduction` must be'),
       ({'on_invariant': 'guess'}, ValueError, '`on_invariant` must be'),
       ({'bucket_bytes': -1}, ValueError, '`bucket_bytes` must be'),

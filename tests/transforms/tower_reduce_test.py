@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -137,19 +138,15 @@ class TowerReduceTest(parameterized.TestCase):
     np.testing.assert_array_equal(towers, np.tile([1, 2, 0, 1, 2, 0], (8, 1)))
     self.assertIsInstance(state, shard_transforms.TowerReduceState)
 
-  @parameterized.product(
-      mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum')
-  )
+  @cases.product(mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum'))
   def test_trains_on_all_towers_of_all_shards(self, mode, reduction):
     self.assert_trains_like(mode, DATA, None, reduction)
 
-  @parameterized.product(
-      mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum')
-  )
+  @cases.product(mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum'))
   def test_counts_towers_by_their_weights(self, mode, reduction):
     self.assert_trains_like(mode, DATA, WEIGHTS, reduction)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, reduction=('mean', 'sum'), bad=(np.nan, np.inf)
   )
   def test_a_tower_without_weight_contributes_nothing(
@@ -162,9 +159,7 @@ class TowerReduceTest(parameterized.TestCase):
 
     self.assert_trains_like(mode, data, weights, reduction)
 
-  @parameterized.product(
-      mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum')
-  )
+  @cases.product(mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum'))
   def test_a_window_without_weight_changes_nothing(self, mode, reduction):
     weights, data = WEIGHTS.copy(), DATA.copy()
     weights[:, 3:] = 0
@@ -179,7 +174,7 @@ class TowerReduceTest(parameterized.TestCase):
     for leaf in state.total, state.total_weight:
       np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
 
-  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_starts_again_after_a_window_without_weight(self, mode, reduction):
     weights, data = WEIGHTS.copy(), DATA.copy()
     weights[:, :3] = 0
@@ -187,7 +182,7 @@ class TowerReduceTest(parameterized.TestCase):
 
     self.assert_trains_like(mode, data, weights, reduction)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_gives_exact_zeros_and_keeps_the_inner_bits_between(self, mode):
     _, _, (updates, momenta, _) = _train(mode)(DATA, WEIGHTS)
 
@@ -196,7 +191,7 @@ class TowerReduceTest(parameterized.TestCase):
     np.testing.assert_array_equal(momenta[:, [0, 1]], np.zeros((8, 2, 5)))
     np.testing.assert_array_equal(momenta[:, [3, 4]], momenta[:, [2, 2]])
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_collects_what_is_already_the_same_on_all_shards(self, mode):
     inner = shard_transforms.tower_reduce(NUM_TOWERS, optax.trace(DECAY))
     tx = optax.chain(
@@ -220,7 +215,7 @@ class TowerReduceTest(parameterized.TestCase):
         updates, _expected(DATA, None)[0], rtol=1e-5, atol=1e-6, strict=True
     )
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, reduction=('mean', 'sum'), axis_name=(modes.AXIS, None)
   )
   def test_is_a_link_of_a_chain_without_inner(self, mode, reduction, axis_name):
@@ -257,7 +252,7 @@ class TowerReduceTest(parameterized.TestCase):
     ):
       tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=1.0)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, axis_name=(modes.AXIS, None), reduction=('mean', 'sum')
   )
   def test_one_tower_is_the_inner_transformation_to_the_bit(
@@ -288,7 +283,7 @@ class TowerReduceTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(wrapped, bare, strict=True)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, axis_name=(modes.AXIS, None), reduction=('mean', 'sum')
   )
   def test_one_tower_keeps_the_sign_of_zero(self, mode, axis_name, reduction):
@@ -305,7 +300,7 @@ class TowerReduceTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(np.signbit(updates), np.signbit(x))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_one_tower_hands_all_extra_arguments_on(self, mode):
     tx = shard_transforms.tower_reduce(1, _recorder(), axis_name=modes.AXIS)
 
@@ -359,7 +354,7 @@ class HandedOnTest(parameterized.TestCase):
 
     return modes.map_shards(mode, shard)(0.0, {'x': DATA[:, :3]} | own)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_hands_on_the_oldest_local_step_of_each_shard(self, mode):
     steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
 
@@ -367,7 +362,7 @@ class HandedOnTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(recorded['local_step'], steps.min(1))
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_hands_on_the_total_weight_of_each_shard(self, mode):
     recorded = self._record(mode, {'weight': WEIGHTS[:, :3]})
 
@@ -375,7 +370,7 @@ class HandedOnTest(parameterized.TestCase):
         recorded['weight'], WEIGHTS[:, :3].sum(1), strict=True
     )
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_a_sum_hands_on_which_shards_have_any_weight(self, mode):
     weights = WEIGHTS[:, :3].copy()
     weights[3] = 0
@@ -386,7 +381,7 @@ class HandedOnTest(parameterized.TestCase):
     expected = np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)
     np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
 
-  @parameterized.product(mode=modes.MODES, reduction=('mean', 'sum'))
+  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_hands_on_zeros_where_a_shard_has_no_weight(self, mode, reduction):
     tx = shard_transforms.tower_reduce(
         2, optax.identity(), axis_name=modes.AXIS, reduction=reduction
@@ -409,7 +404,7 @@ class HandedOnTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates[3], np.zeros(5))
     self.assertFalse(np.isnan(updates).any())
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_other_arguments_are_those_of_the_last_tower(self, mode):
     recorded = self._record(mode, {'value': DATA[:, :3, 0]})
 
@@ -454,7 +449,7 @@ class HandedOnTest(parameterized.TestCase):
 class MissingGradientTest(parameterized.TestCase):
   """`None` in place of a leaf."""
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_counts_as_zero(self, mode, weighted):
     tx = shard_transforms.tower_reduce(
         NUM_TOWERS,
@@ -487,7 +482,7 @@ class MissingGradientTest(parameterized.TestCase):
           updates[name], expected, rtol=1e-5, atol=1e-6, err_msg=name
       )
 
-  @parameterized.parameters('float32', 'bfloat16')
+  @cases.parameters('float32', 'bfloat16')
   def test_of_the_last_tower_has_the_dtype_of_the_parameter(self, dtype):
     tx = shard_transforms.tower_reduce(2, optax.identity())
     params = {'w': jnp.ones(3, dtype)}
@@ -533,7 +528,7 @@ def _loss_of_all(params, x):
 
 class DtypeTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       towers=(
           ('bfloat16', [256, 1, 1]),
           ('float16', [2048, 1, 1]),
@@ -579,9 +574,7 @@ class DtypeTest(parameterized.TestCase):
 
 class CollectivesTest(parameterized.TestCase):
 
-  @parameterized.product(
-      mode=modes.MODES, weighted=(False, True), num_calls=(1, 4, 8)
-  )
+  @cases.product(mode=modes.MODES, weighted=(False, True), num_calls=(1, 4, 8))
   def test_sends_in_one_of_four_calls(self, mode, weighted, num_calls):
     inner = optax.chain(
         shard_transforms.cross_shard_mean(modes.AXIS), optax.adam(1e-3)

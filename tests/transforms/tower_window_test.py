@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 
@@ -36,7 +37,7 @@ def _loss(params, x):
 
 class TowerReduceStateTest(parameterized.TestCase):
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_starts_empty_on_each_shard(self, mode):
     tx = shard_transforms.tower_reduce(3, INNER, axis_name=modes.AXIS)
 
@@ -64,7 +65,7 @@ class TowerReduceStateTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(state, expected, strict=True)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_has_no_axis_of_shards_where_updates_are_the_same(self, mode):
     tx = shard_transforms.tower_reduce(3, INNER)
 
@@ -77,7 +78,7 @@ class TowerReduceStateTest(parameterized.TestCase):
 
     modes.map_shards(mode, shard)(PARAMS, np.zeros(8))
 
-  @parameterized.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(False, True))
   def test_collects_on_each_shard(self, mode, weighted):
     tx = shard_transforms.tower_reduce(3, INNER, axis_name=modes.AXIS)
     params = {'w': PARAMS['w'], 'half': PARAMS['half']}
@@ -115,7 +116,7 @@ class TowerReduceStateTest(parameterized.TestCase):
         state.oldest_local_step, STEPS.min(1)[:, None], strict=True
     )
 
-  @parameterized.product(mode=modes.MODES, axis_name=(modes.AXIS, None))
+  @cases.product(mode=modes.MODES, axis_name=(modes.AXIS, None))
   def test_is_empty_again_after_the_last_tower(self, mode, axis_name):
     tx = shard_transforms.tower_reduce(2, optax.identity(), axis_name=axis_name)
 
@@ -189,7 +190,7 @@ class SharedStateTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     return jax.eval_shape(mapped, jnp.ones(()), jnp.arange(8))
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'updates': 'own', 'extra': {}, 'where': r"total\['w'\]"},
       {'updates': 'all', 'extra': {'weight': 'own'}, 'where': r"total\['w'\]"},
       {
@@ -210,7 +211,7 @@ class SharedStateTest(parameterized.TestCase):
   def test_takes_what_is_the_same_without_axis_name(self):
     self._update('all', weight=1.0, local_step=3)
 
-  @parameterized.parameters(('host', 'core'), ('core', 'host'))
+  @cases.parameters(('host', 'core'), ('core', 'host'))
   def test_names_the_axis_that_is_missing(self, named, missing):
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
@@ -228,7 +229,7 @@ class SharedStateTest(parameterized.TestCase):
 
 class PerShardStateTest(parameterized.TestCase):
 
-  @parameterized.parameters(1, 2)
+  @cases.parameters(1, 2)
   def test_refuses_updates_that_are_already_reduced(self, num_towers):
     tx = shard_transforms.tower_reduce(num_towers, INNER, axis_name=modes.AXIS)
 
@@ -270,7 +271,7 @@ class PerShardStateTest(parameterized.TestCase):
       mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_refuses_state_without_its_leading_axis(self, mode):
     tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
     other = shard_transforms.tower_reduce(2, INNER)
@@ -287,7 +288,7 @@ class PerShardStateTest(parameterized.TestCase):
       mapped = modes.map_shards(mode, shard)
       jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_sums_that_are_kept_per_shard_stay_per_shard(self, mode):
     # Without `axis_name`, where parameters and all state differ.
     tx = shard_transforms.tower_reduce(2, optax.identity())
@@ -303,7 +304,7 @@ class PerShardStateTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(updates, DATA.mean(1), strict=True)
 
-  @parameterized.parameters(*modes.MODES)
+  @cases.parameters(*modes.MODES)
   def test_a_counter_that_differs_in_type_only_is_agreed_on(self, mode):
     tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
 

@@ -1,0 +1,76 @@
+"""Parameters of tests, each case under a name that says what it is."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+import itertools
+import re
+from typing import Any
+
+from absl.testing import parameterized
+
+NAME_LENGTH = 60
+
+
+def parameters(*cases: Any) -> Callable[..., Any]:
+  """Is `parameterized.parameters`, with names made of the arguments."""
+  if len(cases) == 1 and not isinstance(cases[0], tuple | Mapping):
+    cases = tuple(cases[0])
+  labels = [' '.join(_labels(_arguments(case))) for case in cases]
+  return parameterized.named_parameters(*map(_named, _unique(labels), cases))
+
+
+def product(**choices: Iterable[Any]) -> Callable[..., Any]:
+  """Is `parameterized.product` of keywords, with names made of the choices."""
+  return parameters(
+      [
+          dict(zip(choices, combination, strict=True))
+          for combination in itertools.product(*choices.values())
+      ]
+  )
+
+
+def _arguments(case):
+  """Returns the arguments of a case by their names, or by their positions."""
+  if isinstance(case, Mapping):
+    return case
+  if isinstance(case, str | bytes) or not isinstance(case, Iterable):
+    return {0: case}
+  return dict(enumerate(case))
+
+
+def _named(name, case):
+  if isinstance(case, Mapping):
+    return {'testcase_name': name, **case}
+  return name, *_arguments(case).values()
+
+
+def _labels(arguments):
+  """Yields what there is to say of each argument."""
+  for name, value in arguments.items():
+    if isinstance(value, bool) and isinstance(name, str):
+      yield name if value else f'not {name}'
+    elif isinstance(value, int | float):
+      yield str(value).replace('-', 'minus_')
+    elif isinstance(value, str | None):
+      yield str(value)
+    elif isinstance(value, tuple | list):
+      yield from _labels(dict(enumerate(value)))
+    elif isinstance(value, Mapping):
+      yield from (str(key) for key in value)
+    elif (label := getattr(value, '__name__', '<')).isidentifier():
+      yield label
+
+
+def _unique(labels):
+  """Returns names for methods; of those that are alike, each has a number."""
+  names = [re.sub(r'\W+', '_', x)[:NAME_LENGTH].strip('_') for x in labels]
+  taken = {name for name in names if names.count(name) == 1} | {''}
+  found = []
+  for name in names:
+    if names.count(name) > 1 or not name:
+      numbered = (f'{name}_{i}'.strip('_') for i in itertools.count())
+      name = next(x for x in numbered if x not in taken)
+      taken.add(name)
+    found.append(f'_{name}')
+  return found
