@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from absl.testing import parameterized
+import optax
 
 NAME_LENGTH = 60
 
@@ -54,12 +55,20 @@ def _labels(arguments):
       yield str(value).replace('-', 'minus_')
     elif isinstance(value, str | None):
       yield str(value)
+    elif isinstance(value, optax.GradientTransformation):
+      yield _name(value.update)
     elif isinstance(value, tuple | list):
       yield from _labels(dict(enumerate(value)))
     elif isinstance(value, Mapping):
       yield from (str(key) for key in value)
-    elif (label := getattr(value, '__name__', '<')).isidentifier():
-      yield label
+    else:
+      yield _name(value)
+
+
+def _name(value):
+  """Returns the name of a class, a function or the function that made it."""
+  name = getattr(value, '__qualname__', '').partition('.<locals>')[0]
+  return name.rpartition('.')[2].replace('<lambda>', '')
 
 
 def _unique(labels):

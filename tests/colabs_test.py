@@ -6,6 +6,7 @@ import pathlib
 from absl.testing import parameterized
 import nbclient
 import nbformat
+import pytest
 
 import cases
 
@@ -38,6 +39,7 @@ class ColabsTest(parameterized.TestCase):
     self.assertEqual({path.suffix for path in NOTEBOOKS}, {'.ipynb'})
 
   @cases.parameters(NAMES)
+  @pytest.mark.slow_unless('quickstart')
   def test_runs_and_prints_what_is_saved(self, name):
     saved, notebook = read(name), read(name)
     for cell in code_cells(notebook):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint
+import pytest
 
 import cases
 import modes
@@ -573,6 +574,9 @@ class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  @pytest.mark.slow_unless(
+      '_shard_map$|_promises_(cross_shard_mean|guard_per_shard)_'
+  )
   def test_keeps_its_promises(self, name, mode):
     row = ROWS[name]
     params = odd_params()
@@ -612,6 +616,9 @@ class MappedTest(parameterized.TestCase):
         chex.assert_trees_all_equal(actual, expected, strict=True)
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  @pytest.mark.slow_unless(
+      '_shard_map$|_tower_(cross_shard_mean|guard_per_shard)_'
+  )
   def test_is_the_inner_transformation_at_one_shard_and_tower(self, name, mode):
     row = ROWS[name]
     # Exact products, so that it does not matter how the compiler fuses them.
@@ -666,6 +673,7 @@ class CombinatorTest(parameterized.TestCase):
       name=tuple(ROWS),
       combinator=('inject_hyperparams', 'around inject_hyperparams'),
   )
+  @pytest.mark.slow_unless('_inject_hyperparams$|_cross_shard_mean_')
   def test_works_with_injected_hyperparameters(self, name, combinator):
     _, updates = in_combinator(name, combinator)
 

@@ -9,6 +9,7 @@ import tempfile
 from absl.testing import parameterized
 import chex
 import numpy as np
+import pytest
 
 import cases
 import distributed_worker
@@ -43,7 +44,7 @@ def run_worker(num_processes, *args):
       },
       capture_output=True,
       text=True,
-      timeout=240,
+      timeout=600,
       check=False,
   )
 
@@ -66,6 +67,7 @@ def train(num_processes):
 
 class DistributedTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_trains_alike_in_one_two_and_four_processes(self):
     alone = train(1)
 
@@ -101,6 +103,7 @@ class DistributedTest(parameterized.TestCase):
       ('kill', 1, 'that was killed by SIGKILL'),
       ('raise', 1, 'that exited with status 1'),
   )
+  @pytest.mark.slow_unless('_kill_1_')
   def test_who_dies_is_named_and_the_others_end(self, how, process, end):
     done = run_worker(2, 'die', how, str(process))
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -208,6 +209,7 @@ class ValuesTest(parameterized.TestCase):
   """Properties of values, in every mode."""
 
   @cases.product(mode=modes.MODES, towers=('in turn', 'stacked'))
+  @pytest.mark.slow_unless('shard_map_in_turn$|vmap_stacked$')
   @hypothesis.given(
       num_tokens=each((SHARDS, TOWERS), strategies.integers(0, TOKENS)),
       seed=SEEDS,

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 
 from absl.testing import parameterized
+import pytest
 
 import cases
 import python_command
@@ -58,6 +59,7 @@ class TrainDigitsTest(parameterized.TestCase):
       # With `jax.shard_map`, killed_test runs in two processes.
       ('in_two', 4, 12, '--processes=2', '--mode=pmap', '--shards=4'),
   )
+  @pytest.mark.slow_unless('in_two')
   def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
     if flags:
       flags += (f'--output_dir={folder}', f'--steps={steps}')
@@ -103,6 +105,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertGreater(width, 1000)
     self.assertGreater(height, 400)
 
+  @pytest.mark.slow
   def test_fails_where_it_misses_its_aims(self):
     run = self.run_script('--learning_rate=1e6', '--shards=1', '--batch_size=4')
 
@@ -110,6 +113,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertRegex(run.stderr, r'FAILED: .* must equal \(a\) .* nan')
     self.assertRegex(run.stderr, r'FAILED: the test accuracy must be .* 96%')
 
+  @pytest.mark.slow
   def test_joins_the_processes_that_the_environment_names(self):
     with socket.socket() as probe:
       probe.bind(('127.0.0.1', 0))
@@ -131,6 +135,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertNotIn('cross_shard_mean', second.stdout + second.stderr)
     self.check_figure('digits_out/train_digits.png')
 
+  @pytest.mark.slow
   def test_tells_that_a_process_failed(self):
     run = self.run_script(
         '--processes=2', '--shards=4', JAX_NUM_CPU_DEVICES='1'
@@ -149,6 +154,7 @@ class TrainDigitsTest(parameterized.TestCase):
       ('--processes=65', 'batch_size.* must be a multiple of .* = 260'),
       (f'--output_dir={SCRIPT}', '`--output_dir` must be a folder: .*exists'),
   )
+  @pytest.mark.slow_unless('mode_vmap')
   def test_refuses_bad_flag(self, flag, message):
     run = self.run_script(flag, JAX_NUM_CPU_DEVICES='2')
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -774,6 +775,7 @@ class ComposingTest(parameterized.TestCase):
       ('`apply_if_finite`', 'around `cross_shard_mean`'),
       ('`MultiSteps` with `skip_not_finite`', 'around `tower_reduce`'),
   )
+  @pytest.mark.slow_unless('apply_if_finite')
   def test_hangs_once_a_shard_is_not_finite(self, name, label):
     source = pathlib.Path(shard_transforms.__file__).parents[1]
     paths = [str(source), os.environ.get('PYTHONPATH', '')]

@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import golden_tapes
 from shard_transforms import facade
@@ -184,6 +185,7 @@ class ReplayTest(parameterized.TestCase):
 class CrossShardTest(ReplayTest):
 
   @named(CROSS_SHARD)
+  @pytest.mark.slow_unless('_cs-a-0(0.|1[0-4]|23|39|5[07])-')
   def test_replays(self, case):
     tape = CROSS_SHARD[case]
     n, groups = tape['num_shards'], tape['groups']
@@ -309,6 +311,7 @@ class TowerTest(ReplayTest):
       )
 
   @named(TOWERS_AS_RECORDED)
+  @pytest.mark.slow_unless('_tw-a-0(0.|1[0-3]|29|41|4[78]|5.)-')
   def test_replays_towers_in_turn(self, case):
     tape = TOWERS[case]
     self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=True)
@@ -322,11 +325,13 @@ class TowerTest(ReplayTest):
           *golden_tapes.read('tower_two_optimizers.json'),
       ]
   )
+  @pytest.mark.slow_unless('_tw-a-0(35|47|55)-')
   def test_replays_towers_in_turn_outside_a_function(self, case):
     tape = TOWERS[case]
     self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=False)
 
   @named(TOWERS_AS_RECORDED)
+  @pytest.mark.slow_unless('_tw-a-0(02|13|23|35|53|55)-')
   def test_replays_towers_one_to_a_device(self, case):
     tape = TOWERS[case]
     self.replay(tape, jax.devices()[: tape['towers']], is_compiled=True)
@@ -346,6 +351,7 @@ class TowerTest(ReplayTest):
 class DropStaleTest(ReplayTest):
 
   @named(DROP_STALE)
+  @pytest.mark.slow_unless('_ds-a-0(02|06|08|1[2-4]|21|28|33)-')
   def test_replays(self, case):
     tape = DROP_STALE[case]
     variables, global_step = make_variables(tape)
