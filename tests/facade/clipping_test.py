@@ -3,6 +3,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms import facade
 
 GRADS = np.float32([3, 0]), np.float32([[4]])
@@ -13,7 +14,7 @@ class ClipByGlobalNormTest(parameterized.TestCase):
   def assert_close(self, actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=1e-6, strict=True)
 
-  @parameterized.parameters((1.0, 0.2), (2.5, 0.5), (5.0, 1.0), (7.0, 1.0))
+  @cases.parameters((1.0, 0.2), (2.5, 0.5), (5.0, 1.0), (7.0, 1.0))
   def test_scales_to_the_norm_and_returns_the_one_before(
       self, clip_norm, scale
   ):
@@ -60,7 +61,7 @@ class ClipByGlobalNormTest(parameterized.TestCase):
         ([jnp.float32(1.2), jnp.float32(1.6)], jnp.float32(5)),
     )
 
-  @parameterized.parameters((5.0, 0.2), (0.5, 1.0))
+  @cases.parameters((5.0, 0.2), (0.5, 1.0))
   def test_takes_a_norm_that_is_known(self, norm, scale):
     clipped, used = facade.clip_by_global_norm([3.0, None], 1.0, norm, 'name')
 
@@ -69,14 +70,14 @@ class ClipByGlobalNormTest(parameterized.TestCase):
         ([jnp.float32(3 * scale), None], jnp.float32(norm)),
     )
 
-  @parameterized.parameters(
+  @cases.parameters(
       'text', 3.0, (np.float32([3, 4]),), ({'w': 1.0},), (iter([1.0]),)
   )
   def test_needs_a_sequence(self, given):
     with self.assertRaisesRegex(TypeError, '`t_list` must be a sequence'):
       facade.clip_by_global_norm(given, 1.0)
 
-  @parameterized.parameters(3, True, 1j, (np.int32([3, 4]),))
+  @cases.parameters(3, True, 1j, (np.int32([3, 4]),))
   def test_needs_floating_point_numbers(self, given):
     for use_norm in None, 5.0:
       with self.assertRaisesRegex(TypeError, '`t_list` must hold.* at 2'):

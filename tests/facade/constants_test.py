@@ -1,5 +1,6 @@
 from absl.testing import parameterized
 
+import cases
 from shard_transforms import facade
 
 
@@ -10,7 +11,7 @@ def members(kind):
 class ConstantsTest(parameterized.TestCase):
 
   # The values of TensorFlow 1.15, which code may have written down.
-  @parameterized.parameters(
+  @cases.parameters(
       (
           facade.Reduction,
           {
@@ -60,7 +61,7 @@ class ConstantsTest(parameterized.TestCase):
     for key in facade.Reduction.all():
       facade.Reduction.validate(key)
 
-  @parameterized.parameters('mean', 'MEAN', '', None)
+  @cases.parameters('mean', 'MEAN', '', None)
   def test_others_are_not(self, key):
     with self.assertRaisesRegex(ValueError, f'Invalid Reduction: {key!r}'):
       facade.Reduction.validate(key)

@@ -5,6 +5,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 
+import cases
 from shard_transforms import facade
 from shard_transforms.facade import contexts
 
@@ -31,7 +32,7 @@ class ShardContextTest(parameterized.TestCase):
 
     self.assertIsNone(contexts.shards())
 
-  @parameterized.parameters((0, ValueError), (-1, ValueError), (2.0, TypeError))
+  @cases.parameters((0, ValueError), (-1, ValueError), (2.0, TypeError))
   def test_refuses_a_wrong_number(self, num_shards, error):
     with (
         self.assertRaisesRegex(error, '`num_shards` must be'),

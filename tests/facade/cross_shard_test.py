@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import shard_transforms
 from shard_transforms import facade
 
@@ -82,7 +83,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(facade.Graph().as_default())
 
-  @parameterized.product(
+  @cases.product(
       inner=list(INNERS),
       reduction=[facade.Reduction.MEAN, facade.Reduction.SUM],
       clip_norm=[None, 0.1],
@@ -120,7 +121,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
       chex.assert_trees_all_equal(model.params(), params, strict=True)
     self.assertEqual(int(model.global_step), 3)
 
-  @parameterized.parameters(*INNERS)
+  @cases.parameters(*INNERS)
   def test_trains_as_one_device(self, inner):
     of_facade, _ = INNERS[inner]
     results = []
@@ -134,7 +135,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
 
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6, strict=True)
 
-  @parameterized.parameters(*INNERS)
+  @cases.parameters(*INNERS)
   def test_one_shard_has_the_bits_of_the_inner_optimizer(self, inner):
     of_facade, _ = INNERS[inner]
     results = []
@@ -203,7 +204,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
           8,
       )
 
-  @parameterized.parameters('compute_gradients', 'apply_gradients')
+  @cases.parameters('compute_gradients', 'apply_gradients')
   def test_outside_of_a_shard_context_is_an_error(self, method):
     w = facade.Variable(1.0)
     opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(1.0))
@@ -245,9 +246,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, 'got a TowerOptimizer.*outside'):
       facade.CrossShardOptimizer(towers)
 
-  @parameterized.parameters(
-      'none', 'weighted_sum_over_batch_size', 'mean', None
-  )
+  @cases.parameters('none', 'weighted_sum_over_batch_size', 'mean', None)
   def test_refuses_another_reduction(self, reduction):
     with self.assertRaisesRegex(ValueError, 'Unsupported reduction'):
       facade.CrossShardOptimizer(
@@ -376,7 +375,7 @@ class GroupsTest(parameterized.TestCase):
           strict=True,
       )
 
-  @parameterized.parameters(
+  @cases.parameters(
       ([[0, 1, 2], [3]], 'size of each group'),
       ([[0, 1]], 'permutation of'),
       ([[0, 1], [1, 2], [2, 3]], 'permutation of'),

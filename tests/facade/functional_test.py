@@ -1,12 +1,12 @@
 import threading
 
-from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import facade_cases
 from shard_transforms import facade
 
@@ -16,7 +16,7 @@ MADE = facade_cases.OPTIMIZERS
 
 class ApplyGradientsTest(facade_cases.OptimizerTest):
 
-  @parameterized.product(name=tuple(MADE), compiled=(False, True))
+  @cases.product(name=tuple(MADE), compiled=(False, True))
   def test_without_a_gradient_variable_and_slots_stay(self, name, compiled):
     opt = MADE[name]()
     opt.apply_gradients([(W, self.w), (1.0, self.b)])
@@ -91,7 +91,7 @@ class ApplyGradientsTest(facade_cases.OptimizerTest):
     self.assert_equal(returned, [jnp.int32(1), jnp.int32(2), None])
     self.assert_equal(self.step.value(), jnp.int32(2))
 
-  @parameterized.parameters('given', 'none', 'wrong shape', 'no pair', 'twice')
+  @cases.parameters('given', 'none', 'wrong shape', 'no pair', 'twice')
   def test_what_is_refused_changes_nothing(self, wrong):
     opt = MADE['adam']()
     opt.apply_gradients([(W, self.w), (1.0, self.b)], self.step)
@@ -130,7 +130,7 @@ class ApplyGradientsTest(facade_cases.OptimizerTest):
     ):
       MADE['adam']().apply_gradients([(None, self.w)])
 
-  @parameterized.parameters(0, 'global_step', ([],))
+  @cases.parameters(0, 'global_step', ([],))
   def test_refuses_a_global_step_that_is_no_variable(self, step):
     before = self.values()
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms import facade
 
 X = np.float32([1, -2, 3])
@@ -98,7 +99,7 @@ class FunctionTest(StepTest):
 
     self.assertEqual(counts, [2, 2, 2, 2])
 
-  @parameterized.parameters('saved', 'saved as NumPy', 'assigned')
+  @cases.parameters('saved', 'saved as NumPy', 'assigned')
   def test_restored_values_compile_nothing(self, how):
     step = self.momentum_step()
     step(X)
@@ -212,7 +213,7 @@ class FunctionTest(StepTest):
           strict=True,
       )
 
-  @parameterized.parameters(False, True)
+  @cases.parameters(False, True)
   def test_may_be_a_loss(self, compiled):
     loss = facade.function(lambda: jnp.sum(self.w**2) / 2)
     opt = facade.GradientDescentOptimizer(0.5)
@@ -226,7 +227,7 @@ class FunctionTest(StepTest):
     self.assert_equal(self.w.value(), jnp.float32([1, 1.25, 1.5]))
     self.assert_equal(loss(), jnp.float32((1 + 1.25**2 + 1.5**2) / 2))
 
-  @parameterized.parameters(jax.jit, jax.grad)
+  @cases.parameters(jax.jit, jax.grad)
   def test_refuses_to_leak_out_of_a_trace_around_it(self, transform):
     step = facade.function(lambda x: jnp.sum(self.w.assign_add(x)))
 
@@ -326,7 +327,7 @@ class FunctionTest(StepTest):
     self.assertEqual(int(facade.get_global_step()), 100)
     self.assert_equal(self.w.value(), jnp.float32([4, 5, 6]) - 50 * X)
 
-  @parameterized.parameters(3, 'step', None)
+  @cases.parameters(3, 'step', None)
   def test_refuses_what_is_no_function(self, fn):
     with self.assertRaisesRegex(TypeError, '`fn` must be a function, got'):
       facade.function(fn)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
 import golden_tapes
 from shard_transforms import facade
 
@@ -336,7 +337,7 @@ class TowerTest(ReplayTest):
     tape = TOWERS[case]
     self.replay(tape, jax.devices()[: tape['towers']], is_compiled=True)
 
-  @parameterized.product(case=[*DEPARTURES], one_to_a_device=[False, True])
+  @cases.product(case=[*DEPARTURES], one_to_a_device=[False, True])
   def test_replays_dense_gradients(self, case, one_to_a_device):
     tape = TOWERS[case]
     towers = tape['towers']

@@ -2,6 +2,7 @@ import threading
 
 from absl.testing import parameterized
 
+import cases
 from shard_transforms import facade
 
 
@@ -95,7 +96,7 @@ class GraphTest(parameterized.TestCase):
 
     self.assertCountEqual(names, ['w', *(f'w_{i}' for i in range(1, 200))])
 
-  @parameterized.parameters(
+  @cases.parameters(
       (['w', 'w', 'w'], ['w', 'w_1', 'w_2']),
       (['w_1', 'w', 'w'], ['w_1', 'w', 'w_2']),
       (['w', 'w_1', 'w', 'w_1'], ['w', 'w_1', 'w_2', 'w_1_1']),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms import facade
 from shard_transforms._src.tf1 import adam
 from shard_transforms._src.tf1 import ftrl
@@ -236,7 +237,7 @@ class UpdateTest(parameterized.TestCase):
 
 class InnerTest(UpdateTest):
 
-  @parameterized.parameters(*SIGNATURES)
+  @cases.parameters(*SIGNATURES)
   def test_has_the_signature_of_tensorflow(self, kind):
     parameters = inspect.signature(kind).parameters
 
@@ -245,7 +246,7 @@ class InnerTest(UpdateTest):
         list(SIGNATURES[kind].items()),
     )
 
-  @parameterized.product(name=tuple(OPTIMIZERS), compiled=(False, True))
+  @cases.product(name=tuple(OPTIMIZERS), compiled=(False, True))
   def test_computes_what_optax_computes(self, name, compiled):
     make, make_tx = OPTIMIZERS[name]
     opt, tx = make(RATE), make_tx(RATE)
@@ -261,7 +262,7 @@ class InnerTest(UpdateTest):
         [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)],
     )
 
-  @parameterized.parameters(*OPTIMIZERS)
+  @cases.parameters(*OPTIMIZERS)
   def test_names_its_slots(self, name):
     opt = OPTIMIZERS[name][0](RATE)
 
@@ -278,7 +279,7 @@ class InnerTest(UpdateTest):
       self.assertIn(slot, opt.variables())
     self.assertIsNone(opt.get_slot(self.w, 'other'))
 
-  @parameterized.product(
+  @cases.product(
       name=TENSORFLOW, form=('array', 'NumPy', 'Variable', 'function')
   )
   def test_takes_a_learning_rate_in_any_form(self, name, form):
@@ -297,7 +298,7 @@ class InnerTest(UpdateTest):
     params, _ = functional(make_tx(jnp.float32(RATE)), grads=GRADS[:2])
     self.assert_equal(self.params(), params)
 
-  @parameterized.product(
+  @cases.product(
       name=TENSORFLOW, form=('Variable', 'function'), compiled=(False, True)
   )
   def test_reads_the_learning_rate_at_each_update(self, name, form, compiled):
@@ -337,7 +338,7 @@ class InnerTest(UpdateTest):
             self.params(), params, rtol=1e-5, strict=True
         )
 
-  @parameterized.parameters(*TENSORFLOW, 'optax_chain')
+  @cases.parameters(*TENSORFLOW, 'optax_chain')
   def test_keeps_bfloat16(self, name):
     make, make_tx = OPTIMIZERS[name]
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), START)
@@ -355,7 +356,7 @@ class InnerTest(UpdateTest):
     for slot in opt.get_slot_names():
       self.assertEqual(opt.get_slot(self.w, slot).dtype, jnp.bfloat16)
 
-  @parameterized.parameters(*SIGNATURES)
+  @cases.parameters(*SIGNATURES)
   def test_needs_a_name(self, kind):
     given = {
         name: optax.sgd(RATE) if name == 'tx' else RATE
@@ -367,17 +368,17 @@ class InnerTest(UpdateTest):
     with self.assertRaisesRegex(ValueError, 'specify the optimizer name'):
       kind(**given, name='')
 
-  @parameterized.parameters(0, 0.0, -0.1)
+  @cases.parameters(0, 0.0, -0.1)
   def test_adagrad_starts_from_a_positive_number(self, value):
     with self.assertRaisesRegex(ValueError, 'initial_accumulator_value.*posit'):
       facade.AdagradOptimizer(RATE, initial_accumulator_value=value)
 
-  @parameterized.parameters('0.1', None, 1j, True)
+  @cases.parameters('0.1', None, 1j, True)
   def test_adagrad_starts_from_a_real_number(self, value):
     with self.assertRaisesRegex(TypeError, 'initial_accumulator_value.*real'):
       facade.AdagradOptimizer(RATE, initial_accumulator_value=value)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('learning_rate_power', 0.1),
       ('initial_accumulator_value', -0.1),
       ('l1_regularization_strength', -0.1),
@@ -419,7 +420,7 @@ class OptaxTest(UpdateTest):
       with self.assertRaisesRegex(TypeError, r'lambda: schedule\(global_step'):
         opt.apply_gradients([(1.0, w)])
 
-  @parameterized.parameters('adam', None, (optax.adam,))
+  @cases.parameters('adam', None, (optax.adam,))
   def test_refuses_what_is_no_transformation(self, tx):
     with self.assertRaisesRegex(TypeError, '`tx` must be a transformation of'):
       facade.OptaxOptimizer(tx)

@@ -1,8 +1,8 @@
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import facade_cases
 from shard_transforms import facade
 
@@ -22,7 +22,7 @@ class GetVariableTest(facade_cases.GraphTest):
     self.assertEqual(made.op.name, 'w')
     self.assertFalse(made.trainable)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda: [1, 2], None, None, jnp.array([1, 2])),
       (lambda: [1, 2], None, jnp.float32, jnp.array([1.0, 2.0])),
       (jnp.ones, [2], None, jnp.ones(2)),

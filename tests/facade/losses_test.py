@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms import facade
 
 W = np.float32([1, 2, 4])
@@ -12,7 +13,7 @@ X = np.float32([3, -1, 2])
 
 class GradLossTest(parameterized.TestCase):
 
-  @parameterized.parameters([[1.0]], 'text', [lambda: 1.0])
+  @cases.parameters([[1.0]], 'text', [lambda: 1.0])
   def test_must_be_an_array(self, grad_loss):
     with facade.Graph().as_default():
       w = facade.Variable(1.0)
@@ -21,7 +22,7 @@ class GradLossTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, '`grad_loss` must be an array'):
       opt.compute_gradients(lambda: w * w, [w], grad_loss=grad_loss)
 
-  @parameterized.parameters(True, np.bool_(1), np.complex64(1))
+  @cases.parameters(True, np.bool_(1), np.complex64(1))
   def test_must_hold_real_numbers(self, grad_loss):
     with facade.Graph().as_default():
       w = facade.Variable(1.0)
@@ -82,7 +83,7 @@ class ComputeGradientsTest(parameterized.TestCase):
 
     self.assertEqual([v for _, v in pairs], [self.w, self.b])
 
-  @parameterized.parameters(False, True)
+  @cases.parameters(False, True)
   def test_gives_none_where_the_loss_does_not_read(self, compiled):
     def step():
       return [g for g, _ in self.opt.compute_gradients(lambda: self.b**2)]
@@ -122,7 +123,7 @@ class ComputeGradientsTest(parameterized.TestCase):
 
     self.assert_equal(grad, jnp.asarray(2 * W))
 
-  @parameterized.parameters(3.0, np.float32(3), (np.float32([3, 3, 3]),))
+  @cases.parameters(3.0, np.float32(3), (np.float32([3, 3, 3]),))
   def test_grad_loss_scales_the_gradient(self, grad_loss):
     [(grad, _)] = self.opt.compute_gradients(
         lambda: self.w**2, self.w, grad_loss=grad_loss
@@ -137,7 +138,7 @@ class ComputeGradientsTest(parameterized.TestCase):
 
     self.assert_equal(grad, jnp.asarray(2 * W * X))
 
-  @parameterized.parameters(([1.0, 2.0, 3.0],), ([[3.0]],))
+  @cases.parameters(([1.0, 2.0, 3.0],), ([[3.0]],))
   def test_refuses_grad_loss_of_another_shape(self, grad_loss):
     with self.assertRaisesRegex(ValueError, r'`grad_loss`.*loss, \(\), got'):
       self.opt.compute_gradients(
@@ -160,7 +161,7 @@ class ComputeGradientsTest(parameterized.TestCase):
     self.assert_equal(mean.value(), jnp.float32(7))
     self.assert_unchanged()
 
-  @parameterized.parameters(False, True)
+  @cases.parameters(False, True)
   def test_an_exception_in_the_loss_changes_nothing(self, compiled):
     def loss():
       self.b.assign(2.0)
@@ -183,7 +184,7 @@ class ComputeGradientsTest(parameterized.TestCase):
 
     self.assert_equal(grad, jnp.array([2, 4], jnp.bfloat16))
 
-  @parameterized.parameters('GATE_NONE', 'GATE_OP', 'GATE_GRAPH')
+  @cases.parameters('GATE_NONE', 'GATE_OP', 'GATE_GRAPH')
   def test_ignores_how_tensorflow_would_compute(self, gate):
     pairs = self.opt.compute_gradients(
         lambda: self.b**2,
@@ -195,7 +196,7 @@ class ComputeGradientsTest(parameterized.TestCase):
 
     self.assert_equal([g for g, _ in pairs], [jnp.float32(1)])
 
-  @parameterized.parameters(3, -1, 'GATE_OP', None)
+  @cases.parameters(3, -1, 'GATE_OP', None)
   def test_refuses_another_gate(self, gate):
     with self.assertRaisesRegex(ValueError, '`gate_gradients` must be one of'):
       self.opt.compute_gradients(lambda: self.b, gate_gradients=gate)
@@ -218,7 +219,7 @@ class ComputeGradientsTest(parameterized.TestCase):
         )
         self.assert_equal(grad, jnp.float32([2, 2, 2]))
 
-  @parameterized.parameters(3.0, (np.float32(2),), None)
+  @cases.parameters(3.0, (np.float32(2),), None)
   def test_refuses_a_loss_that_is_no_function(self, loss):
     with self.assertRaisesRegex(TypeError, '`loss` must be.*Write `lambda'):
       self.opt.compute_gradients(loss, [self.w])
@@ -227,7 +228,7 @@ class ComputeGradientsTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, '`loss` must be a function'):
       self.opt.compute_gradients(self.b)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda: 3, 'real numbers, got int32'),
       (lambda: True, 'real numbers, got bool'),
       (lambda: 1j, 'real numbers, got complex64'),
@@ -238,7 +239,7 @@ class ComputeGradientsTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, f'`loss` must return {message}'):
       self.opt.compute_gradients(loss)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda x: x, None, r'`var_list` is not given, got one of \(x\)'),
       (lambda x: x, 2, r'no arguments or of 2,.* got one of \(x\)'),
       (lambda x, y, z: x, 2, r'no arguments or of 2,.*\(x, y, z\)'),

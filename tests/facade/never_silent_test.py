@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms import facade
 
 
@@ -55,7 +56,7 @@ class CachedByJaxTest(parameterized.TestCase):
         'map': lambda x: lax.map(times, jnp.stack([x]))[0],
     }
 
-  @parameterized.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
+  @cases.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
   def test_sees_new_values_in_later_calls(self, name):
     net = self.bodies()[name]
     step = facade.function(net)
@@ -64,7 +65,7 @@ class CachedByJaxTest(parameterized.TestCase):
       self.w.assign(value)
       self.assertEqual(float(step(2.0)), 2 * value)
 
-  @parameterized.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
+  @cases.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
   def test_sees_what_was_assigned_in_the_same_call(self, name):
     net = self.bodies()[name]
 
@@ -77,7 +78,7 @@ class CachedByJaxTest(parameterized.TestCase):
     before, after = step(2.0)
     self.assertEqual([float(before), float(after)], [2, 20])
 
-  @parameterized.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
+  @cases.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
   def test_trains_what_was_computed_before(self, name):
     net = self.bodies()[name]
     opt = facade.GradientDescentOptimizer(0.1)
@@ -94,7 +95,7 @@ class CachedByJaxTest(parameterized.TestCase):
 
     self.assertAlmostEqual(float(self.w), 1 - 4 * 0.1 * 2, places=6)
 
-  @parameterized.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
+  @cases.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
   def test_functions_share_what_they_call(self, name):
     net = self.bodies()[name]
     opt = facade.GradientDescentOptimizer(0.1)
@@ -134,14 +135,14 @@ class CachedByJaxTest(parameterized.TestCase):
     v = facade.get_variable('v')
     self.assertAlmostEqual(float(v), 1 - 2 * 0.2, places=6)
 
-  @parameterized.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
+  @cases.parameters('scan', 'cond', 'checkpoint', 'jit', 'map')
   def test_is_refused_without_a_function(self, name):
     net = self.bodies()[name]
 
     with self.assertRaisesRegex(ValueError, r'must not be read.*facade\.funct'):
       net(jnp.float32(2))
 
-  @parameterized.parameters(
+  @cases.parameters(
       lambda w: lax.cond(True, lambda: w.assign(5.0), lambda: w.value()),
       lambda w: lax.scan(lambda c, _: (c, w.assign(c)), 1.0, None, 3),
       lambda w: jax.vmap(w.assign)(jnp.ones(3)),
@@ -203,7 +204,7 @@ class ContextTest(parameterized.TestCase):
 
     self.assertEqual(float(self.w), -1 - 2.0)
 
-  @parameterized.parameters(1, 2)
+  @cases.parameters(1, 2)
   def test_variables_that_each_call_would_make_anew(self, num_towers):
     def model_fn(features):
       facade.Variable(1.0)
@@ -255,7 +256,7 @@ class GradientsOfAnotherKindTest(parameterized.TestCase):
     }.get(name, lambda opt: opt)
     return inner, wrap(inner)
 
-  @parameterized.product(
+  @cases.product(
       name=(
           *('adagrad', 'adam', 'ftrl', 'gradient_descent', 'momentum'),
           *('optax', 'rms_prop'),
@@ -298,7 +299,7 @@ class GradientsOfAnotherKindTest(parameterized.TestCase):
     self.assertEqual([float(self.w), int(self.step)], [1, 0])
     self.assertEqual(inner.get_slot_names(), [])
 
-  @parameterized.parameters(
+  @cases.parameters(
       (['/cpu:0', '/cpu:0'],), (['/device:CPU:0', '/device:CPU:1'],)
   )
   def test_change_nothing_among_towers(self, devices):
@@ -474,7 +475,7 @@ class ThreadsTest(parameterized.TestCase):
     self.assertEqual(int(self.global_step), 20)
     self.assertEqual(float(self.w), 20.0)
 
-  @parameterized.parameters(
+  @cases.parameters(
       lambda opt: opt, facade.CrossShardOptimizer, facade.TowerOptimizer
   )
   def test_locking_of_the_innermost_optimizer_holds(self, wrap):

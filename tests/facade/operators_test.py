@@ -1,11 +1,11 @@
 import itertools
 import operator
 
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import facade_cases
 from shard_transforms import facade
 
@@ -44,9 +44,7 @@ OTHERS = {
 
 class ArrayOperatorsTest(facade_cases.GraphTest):
 
-  @parameterized.product(
-      op=OPERATORS, of=tuple(OTHERS), on_the_left=(True, False)
-  )
+  @cases.product(op=OPERATORS, of=tuple(OTHERS), on_the_left=(True, False))
   def test_works_with_operators_on_both_sides(self, op, of, on_the_left):
     other = OTHERS[of]()
     w = facade.Variable(W)
@@ -56,7 +54,7 @@ class ArrayOperatorsTest(facade_cases.GraphTest):
     arrays = (jnp.asarray(W), jnp.asarray(X))
     self.assert_equal(result, op(*(arrays if on_the_left else arrays[::-1])))
 
-  @parameterized.parameters(2, 0.5, np.float32(0.5), ([[1, 2, 3]],))
+  @cases.parameters(2, 0.5, np.float32(0.5), ([[1, 2, 3]],))
   def test_works_with_numbers_and_lists(self, other):
     w = facade.Variable([W])
 
@@ -100,7 +98,7 @@ class ArrayOperatorsTest(facade_cases.GraphTest):
         ),
     )
 
-  @parameterized.parameters(
+  @cases.parameters(
       np.sum, np.max, np.min, np.prod, np.mean, np.exp, np.sqrt, np.asarray
   )
   def test_works_in_functions_of_numpy(self, fn):
@@ -142,7 +140,7 @@ class ArrayOperatorsTest(facade_cases.GraphTest):
     self.assertFalse(bool(facade.Variable(0)))
     self.assertEqual(f'{facade.Variable(1.5):.3f}', '1.500')
 
-  @parameterized.parameters(*IN_PLACE)
+  @cases.parameters(*IN_PLACE)
   def test_refuses_to_be_changed_by_an_operator(self, op):
     w = facade.Variable(W, name='w')
 

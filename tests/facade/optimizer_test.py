@@ -1,9 +1,9 @@
 import inspect
 
-from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import facade_cases
 from shard_transforms import facade
 
@@ -13,7 +13,7 @@ MADE = facade_cases.OPTIMIZERS
 
 class MinimizeTest(facade_cases.OptimizerTest):
 
-  @parameterized.product(name=tuple(MADE), compiled=(False, True))
+  @cases.product(name=tuple(MADE), compiled=(False, True))
   def test_is_compute_and_apply_gradients(self, name, compiled):
     def loss():
       return jnp.sum(self.w**2) * self.b
@@ -69,7 +69,7 @@ class MinimizeTest(facade_cases.OptimizerTest):
       MADE['adam']().minimize(lambda: self.b, gate_gradients=3)
 
   # In TensorFlow 1.15, in this order.
-  @parameterized.parameters(
+  @cases.parameters(
       (
           'minimize',
           'loss global_step var_list gate_gradients aggregation_method'

@@ -3,6 +3,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms import facade
 from shard_transforms.facade import pairs
 
@@ -34,7 +35,7 @@ class CheckVariablesTest(PairsTest):
       with self.assertRaisesRegex(TypeError, '`var_list` must hold'):
         pairs.check_variables([self.w, item])
 
-  @parameterized.parameters(jnp.int32, jnp.uint8, jnp.bool_)
+  @cases.parameters(jnp.int32, jnp.uint8, jnp.bool_)
   def test_refuses_integers(self, dtype):
     step = facade.Variable(False, dtype=dtype, name='step')
 
@@ -62,13 +63,13 @@ class CheckTest(PairsTest):
     chex.assert_trees_all_equal(grad, jnp.float32([1, 2]), strict=True)
     self.assertEqual([w, none, b], [self.w, None, self.b])
 
-  @parameterized.parameters(3.0, np.float32(3), np.float64(3))
+  @cases.parameters(3.0, np.float32(3), np.float64(3))
   def test_numbers_can_be_gradients(self, grad):
     [(grad, _)] = pairs.check([(grad, self.b)])
 
     chex.assert_trees_all_equal(grad, jnp.float32(3))
 
-  @parameterized.parameters(([1.0, 2.0],), ((1.0, 2),))
+  @cases.parameters(([1.0, 2.0],), ((1.0, 2),))
   def test_lists_can_be_gradients(self, grad):
     [(grad, _)] = pairs.check([(grad, self.w)])
 
@@ -79,17 +80,17 @@ class CheckTest(PairsTest):
 
     chex.assert_trees_all_equal(grad, self.w.value(), strict=True)
 
-  @parameterized.parameters(([],), (zip(),))
+  @cases.parameters(([],), (zip(),))
   def test_refuses_no_pairs(self, given):
     with self.assertRaisesRegex(ValueError, 'No variables provided'):
       pairs.check(given)
 
-  @parameterized.parameters(1.0, (('a',),), ((1, 2, 3),), 'ab', None)
+  @cases.parameters(1.0, (('a',),), ((1, 2, 3),), 'ab', None)
   def test_refuses_what_is_no_pair(self, item):
     with self.assertRaisesRegex(ValueError, 'must hold pairs'):
       pairs.check([(1.0, self.b), item])
 
-  @parameterized.parameters('b', 1.0, None)
+  @cases.parameters('b', 1.0, None)
   def test_refuses_what_is_no_variable(self, item):
     with self.assertRaisesRegex(TypeError, 'must hold pairs.*in its place'):
       pairs.check([(1.0, item)])
@@ -98,12 +99,12 @@ class CheckTest(PairsTest):
     with self.assertRaisesRegex(TypeError, 'must hold pairs.*in its place'):
       pairs.check([(self.b, np.float32(1))])
 
-  @parameterized.parameters('text', object())
+  @cases.parameters('text', object())
   def test_refuses_gradients_that_are_no_arrays(self, grad):
     with self.assertRaisesRegex(TypeError, 'The gradient of b:0 must be'):
       pairs.check([(grad, self.b)])
 
-  @parameterized.parameters(
+  @cases.parameters(
       (3, 'int32'),
       (True, 'bool'),
       (1j, 'complex64'),
@@ -119,7 +120,7 @@ class CheckTest(PairsTest):
     ):
       pairs.check([(grad, self.b)])
 
-  @parameterized.parameters(jnp.int32, jnp.complex64)
+  @cases.parameters(jnp.int32, jnp.complex64)
   def test_refuses_variables_of_another_kind(self, dtype):
     variable = facade.Variable(1, dtype=dtype, name='v')
 
@@ -131,7 +132,7 @@ class CheckTest(PairsTest):
         pairs.check([(grad, variable)])
     self.assertEqual(pairs.check([(None, variable)]), [(None, variable)])
 
-  @parameterized.parameters(jnp.float16, jnp.bfloat16, jnp.float32)
+  @cases.parameters(jnp.float16, jnp.bfloat16, jnp.float32)
   def test_takes_another_precision(self, dtype):
     half = facade.Variable(1.0, dtype=jnp.bfloat16)
 
@@ -139,7 +140,7 @@ class CheckTest(PairsTest):
 
     chex.assert_trees_all_equal(grad, dtype(3), strict=True)
 
-  @parameterized.parameters(([1.0, 2.0, 3.0],), ([[1.0, 2.0]],), 1.0)
+  @cases.parameters(([1.0, 2.0, 3.0],), ([[1.0, 2.0]],), 1.0)
   def test_refuses_another_shape(self, grad):
     with self.assertRaisesRegex(
         ValueError, r'The gradient of w:0 must have the shape \(2,\), got'

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms import facade
 
 IN_TURN = ['/cpu:0'] * 4
@@ -20,7 +21,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(facade.Graph().as_default())
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE], [['/cpu:0']])
+  @cases.parameters([IN_TURN], [AT_ONCE], [['/cpu:0']])
   def test_splits_the_batch_and_joins_what_comes_back(self, devices):
     def model_fn(features, labels, mode):
       return facade.EstimatorSpec(
@@ -49,7 +50,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
     self.assertEqual(float(spec.eval_metric_ops['mean']), 3.5)
     self.assertEqual(float(spec.eval_metric_ops['ones']), 1.0)
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE])
+  @cases.parameters([IN_TURN], [AT_ONCE])
   def test_sums_losses(self, devices):
     replicated = facade.replicate_model_fn(
         lambda features, mode: facade.EstimatorSpec(
@@ -63,7 +64,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
 
     self.assertEqual(float(spec.loss), 28)
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE], [['/cpu:0']])
+  @cases.parameters([IN_TURN], [AT_ONCE], [['/cpu:0']])
   def test_hands_over_what_the_model_function_takes(self, devices):
     seen = []
 
@@ -85,7 +86,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
         set(map(repr, seen)), {"(True, 'infer', {'rate': 1}, 'config')"}
     )
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE])
+  @cases.parameters([IN_TURN], [AT_ONCE])
   def test_towers_share_variables(self, devices):
     def model_fn(features, mode):
       w = facade.get_variable('w', initializer=jnp.zeros, shape=[2])
@@ -102,7 +103,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
         ['w', 'beta1_power', 'beta2_power', 'w/Adam', 'w/Adam_1'],
     )
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE])
+  @cases.parameters([IN_TURN], [AT_ONCE])
   def test_compiles_once_in_a_function(self, devices):
     w = facade.Variable(np.zeros(2, np.float32))
     traces = []
@@ -134,7 +135,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
 
     self.assertEqual(set(towers), {(16 // jax.local_device_count(),)})
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE])
+  @cases.parameters([IN_TURN], [AT_ONCE])
   def test_an_optimizer_that_is_not_wrapped(self, devices):
     w = facade.Variable(1.0)
 
@@ -151,7 +152,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
       )
     self.assertEqual(float(w), 1.0)
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE])
+  @cases.parameters([IN_TURN], [AT_ONCE])
   def test_training_without_an_optimizer(self, devices):
     def model_fn(features, mode):
       return facade.EstimatorSpec(mode, loss=jnp.sum(features))
@@ -161,7 +162,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
           jnp.ones(4), mode=facade.ModeKeys.TRAIN
       )
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE])
+  @cases.parameters([IN_TURN], [AT_ONCE])
   def test_a_batch_that_cannot_be_divided(self, devices):
     replicated = facade.replicate_model_fn(
         lambda features: facade.EstimatorSpec(None), devices=devices
@@ -172,14 +173,14 @@ class ReplicateModelFnTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'divisible by'):
       replicated(jnp.zeros(4), jnp.zeros([]))
 
-  @parameterized.parameters([IN_TURN], [AT_ONCE], [['/cpu:0']])
+  @cases.parameters([IN_TURN], [AT_ONCE], [['/cpu:0']])
   def test_a_model_function_that_returns_something_else(self, devices):
     with self.assertRaisesRegex(TypeError, 'must return an EstimatorSpec'):
       facade.replicate_model_fn(lambda features: 1.0, devices=devices)(
           jnp.zeros(4)
       )
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('none', 'yet `loss_reduction` is'),
       ('anything else', 'Invalid Reduction'),
   )
@@ -187,7 +188,7 @@ class ReplicateModelFnTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       facade.replicate_model_fn(lambda features: None, reduction)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ([], 'all different'),
       (['/cpu:0', '/cpu:0', '/cpu:1'], 'all different'),
       (['/cpu:64'], 'local devices'),

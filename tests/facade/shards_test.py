@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 from shard_transforms import facade
 
 
@@ -26,7 +27,7 @@ class ShardTest(parameterized.TestCase):
         out, [jnp.asarray(2 * x), x.reshape(4, -1).sum(1)], strict=True
     )
 
-  @parameterized.parameters(1, 2, 4)
+  @cases.parameters(1, 2, 4)
   def test_axes_of_inputs_and_outputs(self, num_shards):
     x = np.arange(48.0, dtype=np.float32).reshape(3, 4, 4)
 
@@ -103,7 +104,7 @@ class ShardTest(parameterized.TestCase):
     names = [v.name for v in facade.global_variables()]
     self.assertEqual(names, ['w:0', 'w/Momentum:0'])
 
-  @parameterized.parameters(1, 4)
+  @cases.parameters(1, 4)
   def test_optimizers_that_would_forget_are_refused(self, num_shards):
     def computation():
       facade.MomentumOptimizer(1.0, 0.5)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms import facade
 from shard_transforms.facade import slots as slots_lib
 
@@ -163,7 +164,7 @@ class SlotsTest(parameterized.TestCase):
     self.assertEqual(state, tx.init(0.0))
     self.assertEqual(self.names(), [])
 
-  @parameterized.parameters(
+  @cases.parameters(
       (lambda params: jnp.int32(7), ['state:0'], []),
       (
           lambda params: (jnp.int32(7), jnp.int32(8)),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import shard_transforms
 from shard_transforms import facade
 
@@ -27,7 +28,7 @@ class DropStaleGradientOptimizerTest(parameterized.TestCase):
   def gradients(self, opt, scale=1.0):
     return opt.compute_gradients(lambda: scale * jnp.sum(self.w))
 
-  @parameterized.parameters(
+  @cases.parameters(
       (0, 0, True), (0, 1, False), (2, 2, True), (2, 3, False), (-1, 0, False)
   )
   def test_applies_what_is_fresh_enough(self, staleness, age, applies):
@@ -42,7 +43,7 @@ class DropStaleGradientOptimizerTest(parameterized.TestCase):
     expected = np.array([3.0, -1.0], np.float32) - applies
     chex.assert_trees_all_equal(self.w.value(), expected, strict=True)
 
-  @parameterized.parameters(False, True)
+  @cases.parameters(False, True)
   def test_has_the_bits_of_the_functional_path(self, compiled):
     opt = self.wrapped(1, facade.MomentumOptimizer(0.1, 0.9))
     tx = shard_transforms.drop_stale(1, optax.sgd(0.1, momentum=0.9))
@@ -283,7 +284,7 @@ class DropStaleGradientOptimizerTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must come before'):
       self.wrapped(0).apply_gradients([(jnp.ones(2), self.w)], self.global_step)
 
-  @parameterized.parameters(1.5, '1', None, True)
+  @cases.parameters(1.5, '1', None, True)
   def test_refuses_a_staleness_that_is_no_integer(self, staleness):
     with self.assertRaisesRegex(TypeError, '`staleness` must be an integer'):
       self.wrapped(staleness)
@@ -301,7 +302,7 @@ class WorkersTest(parameterized.TestCase):
   NUM_WORKERS = 4
   NUM_STEPS = 60
 
-  @parameterized.product(compiled=[False, True], staleness=[0, 1, 3])
+  @cases.product(compiled=[False, True], staleness=[0, 1, 3])
   def test_no_update_is_lost_and_none_applied_twice(self, compiled, staleness):
     num_steps = self.NUM_STEPS if compiled else 8
     graph = facade.Graph()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms import facade
 
 
@@ -59,9 +60,7 @@ class SyncReplicasOptimizerTest(parameterized.TestCase):
 
     return run
 
-  @parameterized.parameters(
-      facade.GradientDescentOptimizer, facade.AdamOptimizer
-  )
+  @cases.parameters(facade.GradientDescentOptimizer, facade.AdamOptimizer)
   def test_replicas_in_step_train_as_one_of_their_mean(self, make_inner):
     rng = np.random.default_rng(0)
     grads = rng.standard_normal([3, 5, 4]).astype(np.float32)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import shard_transforms
 from shard_transforms import facade
 
@@ -60,7 +61,7 @@ class TowerOptimizerTest(parameterized.TestCase):
 
     return facade.function(step) if compiled else step
 
-  @parameterized.product(
+  @cases.product(
       reduction=['weighted_sum', 'weighted_mean'], clip_norm=[None, 0.2]
   )
   def test_has_the_bits_of_the_functional_path(self, reduction, clip_norm):
@@ -102,7 +103,7 @@ class TowerOptimizerTest(parameterized.TestCase):
 
       chex.assert_trees_all_equal(self.w.value(), params['w'], strict=True)
 
-  @parameterized.product(
+  @cases.product(
       devices=[IN_TURN, AT_ONCE],
       make=[
           lambda: facade.MomentumOptimizer(0.1, 0.9),
@@ -130,7 +131,7 @@ class TowerOptimizerTest(parameterized.TestCase):
         (end, losses), (self.w.value(), expected), rtol=2e-5, atol=2e-6
     )
 
-  @parameterized.parameters([['/cpu:0']], [None])
+  @cases.parameters([['/cpu:0']], [None])
   def test_one_tower_has_the_bits_of_the_inner_optimizer(self, devices):
     # Without `replicate_model_fn`, a TowerOptimizer passes everything through.
     opt = facade.MomentumOptimizer(0.1, 0.9)
@@ -373,7 +374,7 @@ class TowerOptimizerTest(parameterized.TestCase):
     with facade.Graph().as_default():
       self.assertFalse(used())
 
-  @parameterized.parameters(
+  @cases.parameters(
       lambda opt: opt.get_slot_names(),
       lambda opt: opt.variables(),
       lambda opt: opt.get_slot(None, 'momentum'),
@@ -389,7 +390,7 @@ class TowerOptimizerTest(parameterized.TestCase):
 
     self.assertEqual(opt.get_name(), 'Mine')
 
-  @parameterized.parameters([optax.sgd(0.1)], None, [lambda: optax.sgd(0.1)])
+  @cases.parameters([optax.sgd(0.1)], None, [lambda: optax.sgd(0.1)])
   def test_refuses_what_is_no_optimizer(self, opt):
     with self.assertRaisesRegex(TypeError, r'facade\.OptaxOptimizer'):
       facade.TowerOptimizer(opt)

@@ -1,12 +1,12 @@
 import tempfile
 
-from absl.testing import parameterized
 from flax import serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 
+import cases
 import facade_cases
 from shard_transforms import facade
 
@@ -72,7 +72,7 @@ class ValuesTest(facade_cases.GraphTest):
 
     self.assert_holds(facade.get_global_step(), np.int32(9))
 
-  @parameterized.parameters(
+  @cases.parameters(
       ({'other': 1.0}, "'other'"),
       ({'w': np.ones(2, np.float32)}, r"'w:0' must have the shape \(3,\)"),
       ({'w': np.ones((2, 3), np.float32)}, r'\(3,\), got \(2, 3\)'),

@@ -1,8 +1,8 @@
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import facade_cases
 from shard_transforms import facade
 
@@ -12,7 +12,7 @@ W = np.float32([1, 2, 4])
 
 class MakingTest(facade_cases.GraphTest):
 
-  @parameterized.parameters(
+  @cases.parameters(
       (np.float32([1, 2]), jnp.float32),
       ([1, 2], jnp.int32),
       ((1.0, 2.0), jnp.float32),
@@ -42,7 +42,7 @@ class MakingTest(facade_cases.GraphTest):
 
     self.assert_holds(second, W)
 
-  @parameterized.parameters(jnp.float16, jnp.bfloat16, jnp.complex64)
+  @cases.parameters(jnp.float16, jnp.bfloat16, jnp.complex64)
   def test_takes_the_dtype_that_it_is_given(self, dtype):
     variable = facade.Variable([1, 2], dtype=dtype)
 
@@ -77,7 +77,7 @@ class MakingTest(facade_cases.GraphTest):
     self.assertEqual([w.trainable, mean.trainable], [True, False])
     self.assertIs(w.graph, self.graph)
 
-  @parameterized.parameters('text', None, object())
+  @cases.parameters('text', None, object())
   def test_refuses_what_is_no_array(self, initial):
     with self.assertRaisesRegex(TypeError, "The initial value of 'w'"):
       facade.Variable(initial, name='w')
@@ -88,7 +88,7 @@ class MakingTest(facade_cases.GraphTest):
     with self.assertRaisesRegex(TypeError, 'must be int32, got float32'):
       facade.Variable(0.5, dtype=jnp.int32)
 
-  @parameterized.product(
+  @cases.product(
       compiler=(facade.function, jax.jit),
       initial=(1.0, np.zeros(2), jnp.zeros(2), lambda: jnp.zeros(2)),
   )
@@ -182,7 +182,7 @@ class AssignTest(facade_cases.GraphTest):
 
     self.assertEqual(float(w), 4.0)
 
-  @parameterized.parameters('assign', 'assign_add', 'assign_sub')
+  @cases.parameters('assign', 'assign_add', 'assign_sub')
   def test_sets_the_value_and_returns_it(self, method):
     w = facade.Variable(W)
 
@@ -192,7 +192,7 @@ class AssignTest(facade_cases.GraphTest):
     self.assert_equal(returned, jnp.asarray(expected))
     self.assert_holds(w, expected)
 
-  @parameterized.parameters(jnp.int32, jnp.bfloat16, jnp.float32)
+  @cases.parameters(jnp.int32, jnp.bfloat16, jnp.float32)
   def test_keeps_the_dtype(self, dtype):
     w = facade.Variable([1, 2], dtype=dtype)
 
@@ -210,7 +210,7 @@ class AssignTest(facade_cases.GraphTest):
     self.assert_holds(w, X)
     self.assert_holds(x, X - 1)
 
-  @parameterized.parameters('assign', 'assign_add', 'assign_sub')
+  @cases.parameters('assign', 'assign_add', 'assign_sub')
   def test_refuses_another_shape(self, method):
     w = facade.Variable(1.0, name='w')
 
@@ -221,7 +221,7 @@ class AssignTest(facade_cases.GraphTest):
 
     self.assert_holds(w, np.float32(1))
 
-  @parameterized.parameters(0.5, np.float32(2))
+  @cases.parameters(0.5, np.float32(2))
   def test_refuses_to_lose_the_kind(self, value):
     step = facade.Variable(3)
 
@@ -231,7 +231,7 @@ class AssignTest(facade_cases.GraphTest):
 
     self.assert_holds(step, 3)
 
-  @parameterized.parameters(jax.jit, jax.grad, jax.vmap)
+  @cases.parameters(jax.jit, jax.grad, jax.vmap)
   def test_refuses_to_leak_out_of_a_trace(self, transform):
     w = facade.Variable(1.0, name='w')
     x = jnp.ones(4) if transform is jax.vmap else 1.0

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+import cases
 from shard_transforms import facade
 
 # Around an optimizer, each with a way to run a step of it.
@@ -99,7 +100,7 @@ class WrappersTest(parameterized.TestCase):
       return jax.device_get(facade.get_values(facade.global_variables()))
 
   # A gate is a `lax.cond`, in which XLA rounds Adam's arithmetic otherwise.
-  @parameterized.parameters(*(n for n in WRAPPERS if 'drop_stale' not in n))
+  @cases.parameters(*(n for n in WRAPPERS if 'drop_stale' not in n))
   def test_one_shard_or_tower_has_the_bits_of_the_inner_optimizer(self, name):
     bare = self.steps(WRAPPERS['bare'])
     wrapped = self.steps(WRAPPERS[name])
@@ -108,7 +109,7 @@ class WrappersTest(parameterized.TestCase):
         {key: wrapped[key] for key in bare}, bare, strict=True
     )
 
-  @parameterized.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS)
   def test_resumes_to_the_bit_through_orbax(self, name):
     saved = self.steps(WRAPPERS[name], 2)
     folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -123,7 +124,7 @@ class WrappersTest(parameterized.TestCase):
         resumed, self.steps(WRAPPERS[name], 3), strict=True
     )
 
-  @parameterized.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS)
   def test_lists_all_its_variables(self, name):
     opt = WRAPPERS[name](facade.AdamOptimizer(0.1))
 
@@ -135,7 +136,7 @@ class WrappersTest(parameterized.TestCase):
     names = [v.name for v in opt.variables()]
     self.assertEqual(names, sorted(names))
 
-  @parameterized.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS)
   def test_returns_the_global_step_or_the_drops(self, name):
     opt = WRAPPERS[name](facade.GradientDescentOptimizer(0.1))
     drops = 'drop_stale' in name
@@ -146,7 +147,7 @@ class WrappersTest(parameterized.TestCase):
       if not drops and 'sync' not in name:
         self.assertIsNone(opt.minimize(lambda: jnp.sum(self.w**2)))
 
-  @parameterized.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS)
   def test_is_an_optimizer_of_the_same_face(self, name):
     opt = WRAPPERS[name](facade.MomentumOptimizer(0.1, 0.9))
 
@@ -160,7 +161,7 @@ class WrappersTest(parameterized.TestCase):
     self.assertEqual(opt.get_slot(self.w, 'momentum').name, 'w/Momentum:0')
     self.assertIsNone(opt.get_slot(self.w, 'no_such_slot'))
 
-  @parameterized.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS)
   def test_refuses_a_wrong_gate(self, name):
     opt = WRAPPERS[name](facade.MomentumOptimizer(0.1, 0.9))
 
@@ -170,7 +171,7 @@ class WrappersTest(parameterized.TestCase):
     ):
       opt.compute_gradients(lambda: jnp.sum(self.w), gate_gradients=7)
 
-  @parameterized.parameters(
+  @cases.parameters(
       facade.CrossShardOptimizer,
       lambda opt, name: facade.DropStaleGradientOptimizer(opt, 0, name=name),
       lambda opt, name: facade.SyncReplicasOptimizer(opt, 1, name=name),
@@ -182,7 +183,7 @@ class WrappersTest(parameterized.TestCase):
 
 class SignaturesTest(parameterized.TestCase):
 
-  @parameterized.parameters(*SIGNATURES.items())
+  @cases.parameters(*SIGNATURES.items())
   def test_signature(self, name, expected):
     self.assertEqual(signature(getattr(facade, name)), expected)
 

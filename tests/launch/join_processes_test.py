@@ -9,6 +9,7 @@ from unittest import mock
 from absl.testing import parameterized
 import jax
 
+import cases
 import shard_transforms
 
 NAMES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
@@ -80,14 +81,14 @@ class JoiningTest(parameterized.TestCase):
         check=False,
     )
 
-  @parameterized.parameters((), ('', '', ''))
+  @cases.parameters((), ('', '', ''))
   def test_does_nothing_where_no_coordinator_is_named(self, *values):
     num_processes, initialize = self.join(*values)
 
     self.assertEqual(num_processes, 1)
     initialize.assert_not_called()
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('127.0.0.1:80', True),
       ('127.1.2.3:80', True),
       ('[::1]:80', True),
@@ -126,7 +127,7 @@ class JoiningTest(parameterized.TestCase):
     self.assertEqual(kwargs['heartbeat_timeout_seconds'], 2)
     self.assertEqual(kwargs['shutdown_timeout_seconds'], 3)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ((None, '2', '0'), '`JAX_COORDINATOR_ADDRESS` must be set .*, got None'),
       (('h:80', None, '0'), '`JAX_NUM_PROCESSES` must be set .*, got None'),
       (('h:80', '2', ''), "`JAX_PROCESS_ID` must be set .*, got ''. Set all"),
@@ -143,7 +144,7 @@ class JoiningTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       self.join(*values)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('initialization_timeout', 0, ValueError, 'at least 1, got 0'),
       ('heartbeat_timeout', 0.5, TypeError, 'an integer, got 0.5'),
       ('shutdown_timeout', -1, ValueError, 'at least 1, got -1'),

@@ -11,6 +11,7 @@ import time
 
 from absl.testing import parameterized
 
+import cases
 import shard_transforms
 
 # Each process writes its number into a file, and then does what it is told:
@@ -117,7 +118,7 @@ class ProcessesTest(parameterized.TestCase):
         err.split('\n'), ['error 0', 'error 1', 'error 2', '']
     )
 
-  @parameterized.parameters((None, '1073741824'), ('4096', '4096'))
+  @cases.parameters((None, '1073741824'), ('4096', '4096'))
   def test_keeps_memory_unless_told_otherwise(self, given, expected):
     env = {'MALLOC_MMAP_THRESHOLD_': given} if given else {}
 
@@ -126,7 +127,7 @@ class ProcessesTest(parameterized.TestCase):
 
     self.assertEqual((supervisor.returncode, out), (0, expected + '\n'), err)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (('exit', 'wait'), 'got process 0 of 2 that exited with status 7.'),
       (('wait', 'exit'), 'got process 1 of 2 that exited with status 7.'),
       (
@@ -143,7 +144,7 @@ class ProcessesTest(parameterized.TestCase):
     self.assertLen(self.pids(), len(deeds))
     self.assertFalse(any(map(is_alive, self.pids())))
 
-  @parameterized.parameters(
+  @cases.parameters(
       (('report', 'be_killed'), (1, 0)), (('be_killed', 'report'), (0, 1))
   )
   def test_names_them_in_the_order_of_their_ends(self, deeds, order):
@@ -157,7 +158,7 @@ class ProcessesTest(parameterized.TestCase):
     ):
       self.run_children(*deeds)
 
-  @parameterized.parameters(
+  @cases.parameters(
       (('note_sigterm', 'be_killed'), 1), (('be_killed', 'note_sigterm'), 0)
   )
   def test_waits_for_no_grace_where_one_was_killed(self, deeds, killed):
@@ -183,9 +184,7 @@ class ProcessesTest(parameterized.TestCase):
 
     self.assertFalse(any(map(is_alive, self.pids())))
 
-  @parameterized.parameters(
-      (signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)
-  )
+  @cases.parameters((signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143))
   def test_leaves_nobody_behind_when_interrupted(self, number, status):
     supervisor = self.start_supervisor('wait', 'ignore_sigterm')
     deadline = time.monotonic() + 60
@@ -222,7 +221,7 @@ class ProcessesTest(parameterized.TestCase):
     self.assertLen(failures, 1)
     self.assertIn('process 0 of 1 that exited with status 7', failures[0])
 
-  @parameterized.parameters(
+  @cases.parameters(
       (0, ['true'], ValueError, '`num_processes` must be at least 1, got 0'),
       (2.0, ['true'], TypeError, '`num_processes` must be an integer, got 2.0'),
       (1, 'true', TypeError, "`command` must be a sequence .*, got 'true'"),
@@ -234,7 +233,7 @@ class ProcessesTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       shard_transforms.launch.run_processes(num_processes, command)
 
-  @parameterized.parameters(-1, float('nan'))
+  @cases.parameters(-1, float('nan'))
   def test_refuses_bad_grace(self, grace):
     with self.assertRaisesRegex(ValueError, '`grace` must be at least 0 sec'):
       shard_transforms.launch.run_processes(1, ['true'], grace=grace)

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
 import modes
 import reductions
 import shard_transforms
@@ -15,9 +16,7 @@ import shard_transforms
 
 class NumberOfCollectivesTest(parameterized.TestCase):
 
-  @parameterized.product(
-      mode=modes.PARALLEL_MODES, kind=tuple(reductions.FACTORIES)
-  )
+  @cases.product(mode=modes.PARALLEL_MODES, kind=tuple(reductions.FACTORIES))
   def test_small_leaves_travel_together(self, mode, kind):
     mapped = reductions.map_reductions(
         mode, reductions.FACTORIES[kind](modes.AXIS)
@@ -39,7 +38,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertNotIn('concatenate', str(jaxpr))
 
-  @parameterized.product(mode=modes.MODES, kind=tuple(reductions.FACTORIES))
+  @cases.product(mode=modes.MODES, kind=tuple(reductions.FACTORIES))
   def test_zero_bucket_bytes_send_each_leaf_alone(self, mode, kind):
     mapped = reductions.map_reductions(
         mode, reductions.FACTORIES[kind](modes.AXIS, bucket_bytes=0)
@@ -51,7 +50,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertEqual(sent, {'psum': 3})
 
-  @parameterized.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters(*modes.PARALLEL_MODES)
   def test_a_weight_is_sent_once(self, mode):
     mapped = reductions.map_reductions(
         mode, shard_transforms.cross_shard_mean(modes.AXIS)
@@ -64,7 +63,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertEqual(sent, {'psum': 2})
 
-  @parameterized.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters(*modes.PARALLEL_MODES)
   def test_dtypes_that_are_not_summed_alike_travel_apart(self, mode):
     mapped = reductions.map_reductions(
         mode, shard_transforms.cross_shard_mean(modes.AXIS)
@@ -77,7 +76,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
     # float32, with all that has fewer bits, and complex64.
     self.assertEqual(sent, {'psum': 2})
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES, groups=(None, reductions.EVEN, reductions.UNEVEN)
   )
   def test_leaves_without_elements_are_not_sent(self, mode, groups):
@@ -90,7 +89,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertEqual(sent, {})
 
-  @parameterized.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters(*modes.PARALLEL_MODES)
   def test_even_groups_scatter_and_gather(self, mode):
     tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=reductions.EVEN)
 
@@ -101,7 +100,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertEqual(sent, {'reduce_scatter': 1, 'all_gather': 1})
 
-  @parameterized.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters(*modes.PARALLEL_MODES)
   def test_uneven_groups_take_one_sum(self, mode):
     tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=reductions.UNEVEN)
 
@@ -112,7 +111,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertEqual(sent, {'psum': 1})
 
-  @parameterized.parameters(*reductions.FACTORIES)
+  @cases.parameters(*reductions.FACTORIES)
   def test_shows_its_name_in_profiles(self, kind):
     mapped = reductions.map_reductions(
         'shard_map', reductions.FACTORIES[kind](modes.AXIS)
@@ -139,7 +138,7 @@ class PackingTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(packed, alone, strict=True)
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES,
       kind=tuple(reductions.FACTORIES),
       groups=(None, reductions.EVEN, reductions.UNEVEN),
@@ -190,7 +189,7 @@ class PartlyMappedMeshTest(parameterized.TestCase):
     return jax.jit(mapped), args
 
   # Types that name an axis forbid reshapes, even where it is of length 1.
-  @parameterized.parameters(
+  @cases.parameters(
       {'kind': AxisType.Auto, 'shape': (2, 4)},
       {'kind': AxisType.Explicit, 'shape': (2, 4)},
       {'kind': AxisType.Explicit, 'shape': (2, 1)},
@@ -203,7 +202,7 @@ class PartlyMappedMeshTest(parameterized.TestCase):
     self.assertNotIn('concatenate', str(jaxpr))
     self.assertEqual(reductions.count_sent(mapped, *args), {'psum': 2})
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'kind': AxisType.Auto, 'shape': (2, 1), 'axis_names': ('data',)},
       {
           'kind': AxisType.Auto,
@@ -221,7 +220,7 @@ class PartlyMappedMeshTest(parameterized.TestCase):
     self.assertIn('concatenate', str(jaxpr))
     self.assertEqual(reductions.count_sent(mapped, *args), {'psum': 1})
 
-  @parameterized.product(
+  @cases.product(
       kind=(AxisType.Auto, AxisType.Explicit), dtype=('bfloat16', 'float32')
   )
   def test_updates_keep_their_sharding_and_their_sum(self, kind, dtype):
@@ -238,7 +237,7 @@ class PartlyMappedMeshTest(parameterized.TestCase):
         updates['w'].sharding.is_equivalent_to(args[0]['w'].sharding, 2)
     )
 
-  @parameterized.product(
+  @cases.product(
       kind=(AxisType.Auto, AxisType.Explicit),
       groups=(((0,), (1,)), ((1, 0),)),
       dtype=('bfloat16', 'float32'),

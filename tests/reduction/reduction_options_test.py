@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 
+import cases
 import modes
 from shard_transforms._src.reduction import reduction
 from shard_transforms._src.reduction import reduction_options
@@ -18,7 +19,7 @@ def make(
 
 class ReductionOptionsTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       kind=KINDS,
       case=(
           ({'on_invariant': 'averagd'}, "`on_invariant` must be .* 'averagd'"),
@@ -48,7 +49,7 @@ class ReductionOptionsTest(parameterized.TestCase):
     four = jax.vmap(shard, axis_name=modes.AXIS)(jnp.ones(4))
     self.assertEqual(four.tolist(), [4] * 4)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ('vmap', 'auto', 0), ('shard_map', 'auto', 1), ('shard_map', 0, 0)
   )
   def test_packs_only_where_something_travels(self, mode, bucket_bytes, number):

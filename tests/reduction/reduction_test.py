@@ -7,6 +7,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
 import modes
 import reductions
 import shard_transforms
@@ -15,7 +16,7 @@ from shard_transforms._src.base import axes as axes_lib
 
 class TypeTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       kind=tuple(reductions.FACTORIES),
       groups=(None, reductions.EVEN, reductions.UNEVEN),
       weight=(None, 2.0),
@@ -89,7 +90,7 @@ class SeveralMapsTest(parameterized.TestCase):
     )
     return jax.jit(mapped)
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'axis_name': 'example'}, {'axis_name': ('example', 'data')}
   )
   def test_says_what_to_do_about_a_vmap_in_a_shard_map(self, axis_name):
@@ -102,7 +103,7 @@ class SeveralMapsTest(parameterized.TestCase):
     ):
       jax.eval_shape(mapped, jnp.ones((8, 3)))
 
-  @parameterized.parameters(
+  @cases.parameters(
       {'axis_name': 'example', 'reduced': (1,)},
       {'axis_name': 'data', 'reduced': (0,)},
       {'axis_name': ('example', 'data'), 'reduced': (0, 1)},

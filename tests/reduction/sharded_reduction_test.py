@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import modes
 import reductions
 import shard_transforms
@@ -28,7 +29,7 @@ def grads_of(params, data):
 
 class ShardedReductionTest(parameterized.TestCase):
 
-  @parameterized.product(
+  @cases.product(
       mode=modes.MODES,
       kind=('mean', 'sum'),
       groups=(None, reductions.EVEN),
@@ -51,7 +52,7 @@ class ShardedReductionTest(parameterized.TestCase):
     chex.assert_trees_all_close(joined, expected, rtol=1e-2, atol=1e-2)
     chex.assert_trees_all_equal_shapes_and_dtypes(joined, expected)
 
-  @parameterized.product(mode=modes.MODES, groups=(None, reductions.EVEN))
+  @cases.product(mode=modes.MODES, groups=(None, reductions.EVEN))
   def test_each_shard_has_its_part_of_the_elements(self, mode, groups):
     _, sharded = whole_and_sharded('sum', groups=groups)
     x = np.arange(24.0).reshape(8, 3, 1) * np.ones(5)
@@ -70,7 +71,7 @@ class ShardedReductionTest(parameterized.TestCase):
           expected = whole.reshape(len(group), 1, -1)[rank[i]]
           np.testing.assert_array_equal(part[i], expected)
 
-  @parameterized.parameters((None, 8), (reductions.EVEN, 2))
+  @cases.parameters((None, 8), (reductions.EVEN, 2))
   def test_has_a_slice_for_each_shard_of_a_group(self, groups, expected):
     _, sharded = whole_and_sharded(groups=groups)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import cases
 from shard_transforms._src.transforms import sliced_state
 
 AXES = ('data',)
@@ -36,7 +37,7 @@ class SlicedStateTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(take(kept), OWN, strict=True)
 
-  @parameterized.parameters(
+  @cases.parameters(
       ({'w': jnp.zeros((1, 2))}, r'the shape \(1, 2\) at .*w.* \(1, 1, 2\)'),
       ({'w': jnp.zeros((1, 1, 3))}, r'the shape \(1, 1, 3\) at .*w'),
       ({'b': jnp.zeros(1)}, r'the shape \(1,\) at .*b'),
