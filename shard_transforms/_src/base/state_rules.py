@@ -7,12 +7,12 @@ state for `resize_rules` and `health_problem`, which any class may have.
 import abc
 from collections.abc import Mapping
 import dataclasses
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import chex
 
 Reduction = Literal['mean', 'sum', 'weighted']
-_KINDS = (
+Kind = Literal[
     'keep',
     'sum',
     'mean',
@@ -21,7 +21,7 @@ _KINDS = (
     'cut_anew',
     'begin_anew',
     'refuse',
-)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,22 +75,14 @@ class ResizeRule:
     [10  0  0  0]
   """
 
-  kind: Literal[
-      'keep',
-      'sum',
-      'mean',
-      'minimum',
-      'maximum',
-      'cut_anew',
-      'begin_anew',
-      'refuse',
-  ] = 'keep'
+  kind: Kind = 'keep'
   empty: chex.Numeric | None = None
   reason: str = ''
 
   def __post_init__(self):
-    if self.kind not in _KINDS:
-      raise ValueError(f'`kind` must be one of {_KINDS}, got {self.kind!r}.')
+    kinds = get_args(Kind)
+    if self.kind not in kinds:
+      raise ValueError(f'`kind` must be one of {kinds}, got {self.kind!r}.')
 
 
 class ResizableState(Protocol):
