@@ -54,6 +54,7 @@ class ResizeRule:
     >>> from typing import NamedTuple
     >>> import jax
     >>> import jax.numpy as jnp
+    >>> import numpy as np
     >>> import optax
     >>> import shard_transforms
     >>> from shard_transforms import state_rules
@@ -69,10 +70,12 @@ class ResizeRule:
     >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
     >>> params = jnp.zeros(3)
     >>> state = shard_transforms.init_state(tx, params, eight)
-    >>> state = CountLargeState(state.large_count.at[:2].set(5))
+    >>> print(state.large_count)
+    [0 0 0 0 0 0 0 0]
+    >>> state = CountLargeState(np.arange(8, dtype=np.int32))  # Restored.
     >>> state = shard_transforms.resize_state(state, tx, params, four)
     >>> print(state.large_count)
-    [10  0  0  0]
+    [ 1  5  9 13]
   """
 
   kind: Kind = 'keep'
