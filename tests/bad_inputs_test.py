@@ -508,7 +508,7 @@ CALLS = {
     'health of what is not guarded': Call(
         of(check_health, SGD.init(PARAMS)),
         ValueError,
-        '`state` must hold a `GuardState` or a `DivergenceState`, got none',
+        '`state` must hold a `GuardState`, a `DivergenceState` or another that',
     ),
     'state of another for another number of shards': Call(
         of(resize_state, optax.EmptyState(), SGD, PARAMS, MESH),
@@ -1067,7 +1067,7 @@ FACADE = {
     'truth for a gradient': Facade(
         lambda desk: desk.opt.apply_gradients([(np.ones(2, bool), desk.w)]),
         TypeError,
-        'gradient of w:0 must hold real numbers, got bool',
+        'must hold floating-point gradients .* got bool for w:0 of float32',
     ),
     'variable twice': Facade(
         lambda desk: desk.opt.apply_gradients([(np.ones(2), desk.w)] * 2),
