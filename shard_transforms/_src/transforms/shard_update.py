@@ -30,7 +30,8 @@ class ShardUpdateState(NamedTuple):
 
   Examples:
     >>> import jax
-    >>>     >>> import optax
+    >>> import jax.numpy as jnp
+    >>> import optax
     >>> import shard_transforms
     >>> mesh = jax.make_mesh((8,), ('data',))
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
@@ -110,7 +111,8 @@ def shard_update(
 
   Examples:
     >>> import jax
-    >>>     >>> import optax
+    >>> import jax.numpy as jnp
+    >>> import optax
     >>> import shard_transforms
     >>> tx = shard_transforms.shard_update(optax.sgd(0.1, 0.9), 'data')
     >>> def step(params, grads):
