@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
+# What users hand in.
+GroupsLike = Sequence[Sequence[int]] | np.ndarray
 
 
 def as_groups(groups: Any) -> Groups:

@@ -4,7 +4,6 @@ import collections
 from collections.abc import Hashable
 import functools
 import operator
-from typing import Any
 
 import chex
 import jax
@@ -69,7 +68,10 @@ def global_norm(
 
 
 def sum_of_squares(
-    tree: optax.Updates, axes: tuple[Hashable, ...], sharded: Any, caller: str
+    tree: optax.Updates,
+    axes: tuple[Hashable, ...],
+    sharded: partition_specs.SpecTree,
+    caller: str,
 ) -> jax.Array:
   """Returns the sum of the squares of all elements, float32 or wider [].
 

@@ -1,7 +1,5 @@
 """`cross_shard_mean` and `cross_shard_sum`: one update from all shards."""
 
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ from shard_transforms._src.reduction import reduction_options
 def cross_shard_mean(
     axis_name: axes.AxisName,
     *,
-    groups: Any = None,
+    groups: groups_lib.GroupsLike | None = None,
     on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     algorithm: reduction_options.Algorithm = 'flat',
@@ -99,7 +97,7 @@ def cross_shard_mean(
 def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
-    groups: Any = None,
+    groups: groups_lib.GroupsLike | None = None,
     on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     algorithm: reduction_options.Algorithm = 'flat',

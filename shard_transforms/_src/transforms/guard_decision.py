@@ -105,6 +105,7 @@ def decide(
     TypeError: If the weight is not a real number.
     ValueError: If it is not a scalar, or known to be negative.
   """
+  chex.assert_rank([diagnosis.is_healthy, *diagnosis.deviations], 0)
   given = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
   # A shard without a weight does no harm.
   counts = given > 0

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -64,6 +65,7 @@ def record(
     total: The sum of the `deviations` of shards, float32 [2].
     num_shards: How many they are, float32 [].
   """
+  chex.assert_shape(total, (2,))
   mean, mean_square = total / jnp.maximum(num_shards, 1)
   slot = norms.num_recorded % norms.mean.size
   return NormWindow(

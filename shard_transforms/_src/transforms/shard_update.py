@@ -1,7 +1,7 @@
 """`shard_update`: each shard runs the optimizer on its slice of the whole."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -55,7 +55,7 @@ def shard_update(
     axis_name: axes_lib.AxisName,
     *,
     reduction: weights.Kind = 'mean',
-    groups: Any = None,
+    groups: groups_lib.GroupsLike | None = None,
     on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
 ) -> optax.GradientTransformationExtraArgs:
