@@ -328,6 +328,9 @@ class AcceptanceTest(parameterized.TestCase):
       (0, INT32.max, INT32.max, True),
       (INT32.max, 0, INT32.min, False),
       (INT32.max, 0, -INT32.max, True),
+      (-INT32.max, 0, INT32.max, True),
+      (-INT32.max, 1, INT32.max, False),
+      (-2, INT32.max - 1, INT32.max, False),
       (2**40, 5, -1000, True),
       (-(2**40), 5, 1000, False),
   )

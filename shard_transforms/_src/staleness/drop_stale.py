@@ -151,7 +151,7 @@ def drop_stale(
   ):
     wrapper.check_update(updates, state, DropStaleState, axes, _CALLER)
     step = arguments.as_local_step(local_step, _CALLER)
-    is_fresh = step >= _oldest_accepted(state.global_step, staleness)
+    is_fresh = _is_fresh(step, state.global_step, staleness)
     accept, num_stale = is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:
       accept, num_stale, weight = _decide(is_fresh, weight, axes)
@@ -186,8 +186,11 @@ def _decide(is_fresh, weight, axes):
   return total_weight > 0, num_stale, weight
 
 
-def _oldest_accepted(global_step, staleness):
-  # The global step less the staleness, bounded where int32 would wrap around.
+def _is_fresh(local_step, global_step, staleness):
+  """Whether global step less local step is at most `staleness`, bool []."""
+  # The oldest step that is accepted, where int32 would wrap around: below its
+  # range every step is new enough, and above it none is.
   lowest = _INT32.min + max(staleness, 0)
   highest = _INT32.max + min(staleness, 0)
-  return jnp.clip(global_step, lowest, highest) - staleness
+  oldest = jnp.clip(global_step, lowest, highest) - staleness
+  return (local_step >= oldest) & (global_step <= highest)
