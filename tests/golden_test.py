@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import golden_tapes
@@ -220,6 +221,7 @@ def sum_of_contributions(tape, step, group):
 class CrossShardTest(parameterized.TestCase):
 
   @named(CROSS_SHARD)
+  @pytest.mark.slow_unless('_cs-a-0(0.|1[0-4]|2[23]|3[09]|44|5.)-')
   def test_replays(self, case):
     tape = CROSS_SHARD[case]
     n, groups = tape['num_shards'], tape['groups']
@@ -378,6 +380,7 @@ class TowerTest(parameterized.TestCase):
     self.replay(tape, tx, run_step)
 
   @named(TOWERS | DENSE_TOWERS)
+  @pytest.mark.slow_unless('_tw-a-0(0[0-4]|23|4[78]|53)-')
   def test_replays_stacked_towers(self, case):
     tape = (TOWERS | DENSE_TOWERS)[case]
     reduction, prepare = tower_reduction(tape)

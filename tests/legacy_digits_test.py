@@ -8,6 +8,7 @@ import tempfile
 
 from absl.testing import parameterized
 import flax.serialization
+import pytest
 
 import python_command
 
@@ -83,6 +84,7 @@ class LegacyDigitsTest(parameterized.TestCase):
     self.assertEqual(shapes, SHAPES | slots | {'global_step': ()})
     self.assertEqual(values['global_step'], 150)
 
+  @pytest.mark.slow
   def test_refuses_argument(self):
     run = self.run_script('out')
 

@@ -232,6 +232,7 @@ class ValuesTest(parameterized.TestCase):
     )
 
   @cases.parameters(*modes.MODES)
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   @hypothesis.given(
       order=strategies.permutations(range(SHARDS)),
       weights=each((SHARDS, TOWERS), strategies.integers(0, 9)),
@@ -264,6 +265,7 @@ class ValuesTest(parameterized.TestCase):
       )
 
   @cases.parameters(*modes.MODES)
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   @hypothesis.given(
       power=strategies.integers(-MAX_POWER, MAX_POWER),
       weights=each((SHARDS, TOWERS), WEIGHTS, np.float32),
@@ -355,6 +357,7 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.stack(history, -1), list(expected))
 
   @cases.product(mode=modes.MODES, staleness=(0, 2))
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   @hypothesis.given(
       ages=each((SHARDS, CALLS), AGES),
       weights=each((SHARDS, CALLS), strategies.integers(0, 2)),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -195,6 +196,7 @@ class CrossShardTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @parameterized.named_parameters(EACH_MODE)
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_sum_of_a_loss_that_is_a_part_trains_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     tx = optax.chain(shard_transforms.cross_shard_sum(AXIS), MOMENTUM)
@@ -206,6 +208,7 @@ class CrossShardTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @parameterized.named_parameters(EACH_MODE)
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_weights_of_uneven_batches_train_as_one_device(self, mode):
     batches = uneven_batches(SHARDS, STEPS)
     tx = optax.chain(shard_transforms.cross_shard_mean(AXIS), MOMENTUM)
@@ -223,6 +226,7 @@ class CrossShardTest(parameterized.TestCase):
           ((0, 3), (1, 2, 4, 5, 6), (7,)),
       ),
   )
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_each_group_trains_as_one_device(self, mode, groups):
     batches = even_batches(SHARDS, STEPS)
     mean = shard_transforms.cross_shard_mean(AXIS, groups=groups)
@@ -239,6 +243,7 @@ class CrossShardTest(parameterized.TestCase):
       assert_same(actual, on_each_shard(expected, len(group)))
 
   @parameterized.named_parameters(EACH_MODE)
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_weights_within_groups_train_as_one_device(self, mode):
     groups = ((0, 3, 2), (1, 4, 5, 6, 7))
     batches = uneven_batches(SHARDS, STEPS)
@@ -273,6 +278,7 @@ class CrossShardTest(parameterized.TestCase):
 class TowersTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, weighted=(False, True))
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_towers_in_turn_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -293,6 +299,7 @@ class TowersTest(parameterized.TestCase):
       assert_same(after_tower(tower, history), on_each_shard(now))
 
   @parameterized.named_parameters(EACH_MODE)
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_towers_within_groups_train_as_one_device(self, mode):
     groups = ((0, 3, 2), (1, 4, 5, 6, 7))
     batches = even_batches(SHARDS, STEPS, TOWERS)
@@ -315,6 +322,7 @@ class TowersTest(parameterized.TestCase):
       assert_same(actual, on_each_shard(expected, len(group)))
 
   @cases.product(mode=modes.MODES, weighted=(False, True))
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_stacked_towers_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -346,6 +354,7 @@ class TowersTest(parameterized.TestCase):
 class StalenessTest(parameterized.TestCase):
 
   @parameterized.named_parameters(EACH_MODE)
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_fresh_gradients_train_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), MOMENTUM)
@@ -358,6 +367,7 @@ class StalenessTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @cases.product(mode=modes.MODES, weighted=(False, True))
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_trains_on_the_batches_of_fresh_shards_alone(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS)
@@ -413,6 +423,7 @@ class MappingTest(parameterized.TestCase):
       mode=('vmap', 'shard_map', 'shard_map_unchecked'),
       split=(False, True),
   )
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_two_axes_train_as_one_device(self, mode, split):
     axes = ('a', 'd')
     batches = even_batches(SHARDS, STEPS)
@@ -426,6 +437,7 @@ class MappingTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @cases.parameters('vmap', 'shard_map')
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_trains_without_jit_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     weights = jnp.ones(FEATURES)

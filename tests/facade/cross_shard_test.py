@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import shard_transforms
@@ -88,6 +89,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
       reduction=[facade.Reduction.MEAN, facade.Reduction.SUM],
       clip_norm=[None, 0.1],
   )
+  @pytest.mark.slow_unless('_momentum_')
   def test_has_the_bits_of_the_functional_path(
       self, inner, reduction, clip_norm
   ):

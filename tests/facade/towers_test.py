@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import shard_transforms
@@ -112,6 +113,7 @@ class TowerOptimizerTest(parameterized.TestCase):
       ],
       compiled=[True, False],
   )
+  @pytest.mark.slow_unless('_0$')
   def test_towers_train_as_one(self, devices, make, compiled):
     start = self.w.value()
     step = self.step(self.model_fn(make), 'weighted_mean', devices)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import pytest
 
 import cases
 import modes
@@ -144,6 +145,7 @@ class PackingTest(parameterized.TestCase):
       groups=(None, reductions.EVEN, reductions.UNEVEN),
       weight=(None, reductions.WEIGHT),
   )
+  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_packed_and_unpacked_give_the_same_bits(
       self, mode, kind, groups, weight
   ):

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import declared_state
@@ -305,6 +306,7 @@ class TrainingTest(parameterized.TestCase):
   """Training on another number of shards goes on as if it never had another."""
 
   @cases.parameters(*TABLE)
+  @pytest.mark.slow_unless('_back_(shard_update|towers)$')
   def test_goes_on_on_half_the_shards_and_back(self, name):
     params, _ = train(name, [8, 8, 4, 4, 8, 8])
 
@@ -789,6 +791,7 @@ class CopyTest(parameterized.TestCase):
 # Two processes with a device each; the state of one lives in both.
 WORKER = """
 import jax, jax.numpy as jnp, numpy as np, optax
+import pytest
 import shard_transforms as st
 st.launch.join_processes()
 mesh = jax.make_mesh((2,), ('data',), (jax.sharding.AxisType.Auto,))
@@ -811,6 +814,7 @@ except ValueError as error:
 
 class ProcessesTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_state_of_several_processes(self):
     source = pathlib.Path(shard_transforms.__file__).parents[1]
     main = (

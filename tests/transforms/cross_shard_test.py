@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -532,6 +533,7 @@ class SeveralAxesTest(parameterized.TestCase):
           (('core', 'host'), 'hierarchical'),
       ),
   )
+  @pytest.mark.slow_unless('_mean_check_vma')
   def test_reduces_over_the_axes_that_it_is_given(
       self, kind, check_vma, weighted, axes
   ):

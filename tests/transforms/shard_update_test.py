@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -133,6 +134,9 @@ class EqualityTest(parameterized.TestCase):
   """It trains as the replicated optimizer does."""
 
   @cases.parameters(*INNERS)
+  @pytest.mark.slow_unless(
+      '_(adam|masked|momentum|schedule_free|table|towers)$'
+  )
   def test_trains_as_the_replicated_optimizer(self, name):
     actual = train(shard_update(INNERS[name](), AXIS))
 
