@@ -169,7 +169,7 @@ def _scaled(summed, route, total, kind):
 
 def _reciprocal(x, dtype):
   """Returns `1 / x`, or 1 for 0, in the real dtype that goes with `dtype`."""
-  return 1 / jnp.where(x > 0, x, 1).astype(jnp.finfo(dtype).dtype)
+  return 1 / weights.safe_divisor(x).astype(jnp.finfo(dtype).dtype)
 
 
 def _pass_through(leaf, options):
