@@ -791,7 +791,6 @@ class CopyTest(parameterized.TestCase):
 # Two processes with a device each; the state of one lives in both.
 WORKER = """
 import jax, jax.numpy as jnp, numpy as np, optax
-import pytest
 import shard_transforms as st
 st.launch.join_processes()
 mesh = jax.make_mesh((2,), ('data',), (jax.sharding.AxisType.Auto,))
