@@ -31,6 +31,7 @@ from shard_transforms import init_state
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms.state_rules import ResizeRule
 
 AXIS = modes.AXIS
 # Rows of a call are divided evenly among 8, 4, 3 or 1 shards.
@@ -863,9 +864,13 @@ class DeclaredStateTest(parameterized.TestCase):
     return state[0].inner_state
 
   @parameterized.named_parameters(
-      ('fewer', 2, [3, 7], [3.0, 7.0], [1, 3], [6, 8]),
-      ('uneven', 3, [3, 3, 4], [2.25, 2.25, 3], [1, 3, 4], [6, 7, 8]),
-      ('more', 5, [1, 2, 3, 4, 0], None, [1, 2, 3, 4, 100], [5, 6, 7, 8, 8]),
+      ('fewer', 2, [3, 7], [3, 7], [1, 3], [6, 8]),
+      ('uneven', 3, [3, 3, 4], [4.5, 4.5, 6], [1, 3, 4], [6, 7, 8]),
+      (
+          'more',
+          *(5, [1, 2, 3, 4, 0], [2.5, 5, 7.5, 10, 0]),
+          *([1, 2, 3, 4, 100], [5, 6, 7, 8, 8]),
+      ),
   )
   def test_each_rule_is_kept(self, num_shards, seen, rate, least, most):
     values = np.arange(1, 5, dtype=np.int32)
@@ -881,7 +886,7 @@ class DeclaredStateTest(parameterized.TestCase):
     )
 
     np.testing.assert_array_equal(state.seen, seen)
-    np.testing.assert_allclose(np.mean(state.rate), 5, rtol=1e-6)
+    np.testing.assert_array_equal(state.rate, rate)
     np.testing.assert_array_equal(state.least, least)
     np.testing.assert_array_equal(state.most, most)
     np.testing.assert_array_equal(state.recent['last_norms'], [-1] * 3)
@@ -894,3 +899,23 @@ class DeclaredStateTest(parameterized.TestCase):
     state = self.resized(4, last_norms=jnp.full(3, 7.0))
 
     np.testing.assert_array_equal(state.recent['last_norms'], [7] * 3)
+
+  @parameterized.named_parameters(
+      ('field', {'seem': ResizeRule('sum')}, ValueError, "fields .* 'seem'"),
+      ('rule', {'seen': 'sum'}, TypeError, "`ResizeRule` .*'sum' for 'seen'"),
+  )
+  def test_names_what_is_declared_wrongly(self, rules, error, message):
+    class State(NamedTuple):
+      seen: jax.Array
+
+      def resize_rules(self, reduction):
+        del reduction
+        return rules
+
+    tx = optax.GradientTransformation(lambda _: State(jnp.zeros(2)), None)
+    params = jnp.zeros(2)
+
+    with self.assertRaisesRegex(
+        error, f'`resize_rules` of `State` .*{message}'
+    ):
+      resize_state(tx.init(params), tx, params, modes.mesh(2))

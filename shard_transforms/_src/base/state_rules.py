@@ -31,7 +31,9 @@ class ResizeRule:
   For `'sum'`, `'mean'`, `'minimum'` and `'maximum'` each shard has a row: the
   leading axis that differs between shards, of length 1 inside the mapped
   function. Neighbouring shards are combined into one, or shards are added, so
-  that the sum, mean, minimum or maximum over all shards stays as it is.
+  that the sum, mean, minimum or maximum over all shards stays as it is, but for
+  rounding. A mean is merged as a sum is, and scaled by the new number of shards
+  over the old one.
 
   Args:
     kind: `'keep'` for what does not depend on the number of shards; `'sum'`,

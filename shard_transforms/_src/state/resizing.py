@@ -53,10 +53,11 @@ def resize_state(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a leaf is of another dtype than the transformation keeps.
+    TypeError: If a leaf is of another dtype than the transformation keeps, or a
+      state declares what is no `ResizeRule`.
     ValueError: If `state` is not one of `tx` for these parameters, a leaf
-      cannot be carried over, is not on this process, or `reduction` is missing
-      or unknown.
+      cannot be carried over, is not on this process, `reduction` is missing or
+      unknown, or a state declares a rule for a field that it lacks.
 
   Examples:
     >>> import jax
@@ -106,6 +107,7 @@ def _rules(state, target, reduction):
     if not _declares_rules(node):
       return state_rules.ResizeRule('keep')
     declared = node.resize_rules(reduction)
+    _check_declared(node, declared)
     is_resized = any(
         rule.kind != 'begin_anew' and _shapes(field) != _shapes(field_of_target)
         for field, field_of_target, rule in (
@@ -115,7 +117,8 @@ def _rules(state, target, reduction):
     )
 
     def rules_of_field(path, field, target):
-      rule = declared.get(path[0].name)
+      # What is in a state that is no class with named fields has no name.
+      rule = declared.get(getattr(path[0], 'name', None))
       if rule is None:
         return _rules(field, target, reduction)
       if rule.kind == 'begin_anew' and not is_resized:
@@ -131,6 +134,24 @@ def _rules(state, target, reduction):
 
 def _declares_rules(node):
   return hasattr(node, 'resize_rules')
+
+
+def _check_declared(node, declared):
+  """Checks that a state declares rules for its own fields.
+
+  Raises:
+    TypeError: If a rule is no `ResizeRule`.
+    ValueError: If a field is not there.
+  """
+  name = f'`resize_rules` of `{type(node).__name__}`'
+  for field, rule in declared.items():
+    if not hasattr(node, field):
+      raise ValueError(f'{name} must name fields of the state, got {field!r}.')
+    if not isinstance(rule, state_rules.ResizeRule):
+      raise TypeError(
+          f'{name} must give a `ResizeRule` for each field, got {rule!r} for'
+          f' {field!r}.'
+      )
 
 
 def _shapes(tree):
