@@ -94,14 +94,10 @@ class Call(NamedTuple):
   environ: Any = ()
 
 
-STATIC = r'`{}` must be .*`static_args`'
 ONE_OR_MORE = 'must be at least 1, got'
 UNBOUND = "needs the mapped axis 'data', which is not bound .*`jax.shard_map`"
 CALLS = {
     # Numbers and choices.
-    'no tower': Call(
-        of(tower_reduce, 0), ValueError, f'`num_towers` {ONE_OR_MORE} 0'
-    ),
     'fractional number of towers': Call(
         of(tower_reduce, 2.5),
         TypeError,
@@ -112,11 +108,6 @@ CALLS = {
     ),
     'array for a number of stacked towers': Call(
         of(reduce_towers, np.ones(3)), TypeError, '`num_towers` must be an int'
-    ),
-    'injected number of towers': Call(
-        of(optax.inject_hyperparams(tower_reduce)(2, SGD).init, PARAMS),
-        TypeError,
-        STATIC.format('num_towers'),
     ),
     'unknown reduction of towers': Call(
         of(tower_reduce, 2, reduction='max'),
@@ -133,11 +124,6 @@ CALLS = {
     ),
     'truth for staleness': Call(
         of(drop_stale, True), TypeError, '`staleness` must be an integer, got T'
-    ),
-    'injected staleness': Call(
-        of(optax.inject_hyperparams(drop_stale)(2, SGD).init, PARAMS),
-        TypeError,
-        STATIC.format('staleness'),
     ),
     'axis of drop_stale without inner': Call(
         of(drop_stale, 2, axis_name=AXIS),

@@ -104,20 +104,6 @@ class IntegerTest(parameterized.TestCase):
     ):
       INTEGERS[argument](jnp.int32(2))
 
-  @cases.parameters(
-      (shard_transforms.tower_reduce, 'num_towers'),
-      (shard_transforms.reduce_towers, 'num_towers'),
-      (shard_transforms.drop_stale, 'staleness'),
-  )
-  def test_injected_hyperparameters_need_static_args(self, factory, name):
-    params = jnp.zeros(3)
-    injected = optax.inject_hyperparams(factory)
-    static = optax.inject_hyperparams(factory, static_args=(name,))
-
-    with self.assertRaisesRegex(TypeError, f'`{name}`.*`static_args`'):
-      injected(2, optax.sgd(0.1)).init(params)
-    static(2, optax.sgd(0.1)).init(params)
-
   @cases.product(
       factory=(shard_transforms.tower_reduce, shard_transforms.reduce_towers),
       num_towers=(0, -3),

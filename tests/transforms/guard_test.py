@@ -529,8 +529,6 @@ class WireTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
-      (dict(on_bad='drop'), ValueError, "`on_bad` must be 'skip' or 'exclude'"),
-      (dict(on_bad='exclude'), ValueError, 'must come with `axis_name`'),
       (dict(min_shards=2), ValueError, "must come with `on_bad='exclude'`"),
       (dict(max_norm=0.0), ValueError, '`max_norm` must be positive, got 0.0'),
       (dict(max_norm=NAN), ValueError, '`max_norm` must be positive, got nan'),

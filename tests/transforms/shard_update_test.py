@@ -581,7 +581,6 @@ class RefusalTest(parameterized.TestCase):
       shard_update(optax.sgd(0.1), AXIS, groups=[[0, 1, 2], [3]])
 
   @cases.parameters(
-      ({'reduction': 'max'}, ValueError, '`reduction` must be'),
       ({'on_invariant': 'guess'}, ValueError, '`on_invariant` must be'),
       ({'bucket_bytes': -1}, ValueError, '`bucket_bytes` must be'),
       ({'groups': 'ab'}, TypeError, '`groups` must be'),
