@@ -152,10 +152,12 @@ class TrainDigitsTest(parameterized.TestCase):
       ('pmap', r"There are flags only, got \['pmap'\]"),
       ('--shards=4', '`--shards` must be at most 2, .* cpu devices.* got 4'),
       ('--processes=65', 'batch_size.* must be a multiple of .* = 260'),
-      (f'--output_dir={SCRIPT}', '`--output_dir` must be a folder: .*exists'),
+      ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
   )
   @pytest.mark.slow_unless('mode_vmap')
   def test_refuses_bad_flag(self, flag, message):
+    flag = flag.format(script=SCRIPT)
+
     run = self.run_script(flag, JAX_NUM_CPU_DEVICES='2')
 
     self.assertEqual(run.returncode, 1)
