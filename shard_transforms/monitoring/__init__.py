@@ -1,7 +1,7 @@
 """What a training step sends, and whether its shards are still sound."""
 
+from shard_transforms._src.monitoring.assert_reduced import assert_reduced
 from shard_transforms._src.monitoring.divergence import DivergenceState
-from shard_transforms._src.monitoring.divergence import assert_reduced
 from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
 from shard_transforms._src.monitoring.health import check_health
