@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
 import cases
 import modes
@@ -243,6 +244,7 @@ class RestoreTest(CheckpointTest):
   """A restored training goes on bit for bit."""
 
   @cases.parameters(*PHASES)
+  @pytest.mark.slow_after(2)
   def test_goes_on_bit_for_bit(self, name):
     target = target_of(PHASES[name].build(), params_of())
 
@@ -379,6 +381,7 @@ class RefusalTest(CheckpointTest):
     cls.outcomes = json.loads(output.splitlines()[-1])
 
   @cases.parameters(*DAMAGES)
+  @pytest.mark.slow_after(4)
   def test_refuses_what_is_broken(self, case):
     error, goes_on = self.outcomes[case]
 

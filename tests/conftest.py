@@ -1,11 +1,13 @@
 """Settings that all tests share, made before JAX starts a backend."""
 
+import collections
 import os
 import pathlib
 import re
 import shutil
 
 import jax
+import pytest
 
 # Programs stay compiled from run to run, until they take a gigabyte.
 CACHE = pathlib.Path(__file__).parents[1] / '.jax_cache'
@@ -18,6 +20,15 @@ FAST_COMPILATION = [
 ]
 if jax.__version_info__[:2] == (0, 10):
   FAST_COMPILATION.append('--xla_cpu_use_fusion_emitters=false')
+
+# Ways to run, in names of cases, and those that stand for them.
+OTHER_MODES = [
+    ('vmap', 'shard_map'),
+    ('pmap', 'shard_map'),
+    ('_unchecked', ''),
+    ('not_check_vma', 'check_vma'),
+    ('not_compiled', 'compiled'),
+]
 
 os.environ.setdefault('XLA_FLAGS', ' '.join(FAST_COMPILATION))
 # The environment is for the processes that tests start.
@@ -42,7 +53,29 @@ def pytest_configure(config):
       shutil.rmtree(CACHE)
 
 
-def pytest_itemcollected(item):
-  mark = item.get_closest_marker('slow_unless')
-  if mark is not None and not re.search(mark.args[0], item.name):
-    item.add_marker('slow')
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  """Marks what repeats other cases as slow, which is left out by default."""
+  names = {item.nodeid for item in items}
+  num_cases = collections.Counter()
+  for item in items:
+    pattern = item.get_closest_marker('slow_unless')
+    first = item.get_closest_marker('slow_after')
+    if pattern is not None:
+      slow = not re.search(pattern.args[0], item.name)
+    elif _repeats(item, names):
+      slow = True
+    else:
+      # The cases of a test share the mark.
+      num_cases[id(first)] += 1
+      slow = first is not None and num_cases[id(first)] > first.args[0]
+    if slow:
+      item.add_marker('slow')
+
+
+def _repeats(item, names):
+  """Whether the same case in another mode stands for this one."""
+  return item.get_closest_marker('every_mode') is None and any(
+      mode in item.nodeid and item.nodeid.replace(mode, other) in names
+      for mode, other in OTHER_MODES
+  )

@@ -240,6 +240,11 @@ GUARD_FIELDS = {
     'max_consecutive': jnp.int32,
 }
 EACH_ROW = [dict(testcase_name=f'_{name}', name=name) for name in ROWS]
+# For `slow_unless`.
+ONE_LEVEL = (
+    '_(flax|combinators|nothing)_(clip_by_global_norm|cross_shard_mean|drop_stale'
+    '|guard|guard_that_excludes|reduce_towers|shard_update|tower_reduce)$'
+)
 EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
 # Those that keep a value a shard need an axis.
 EACH_UNMAPPED_INIT = [
@@ -575,9 +580,7 @@ class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  @pytest.mark.slow_unless(
-      '_shard_map$|_promises_(cross_shard_mean|guard_per_shard)_'
-  )
+  @pytest.mark.slow_unless('_shard_map$|_promises_cross_shard_mean_')
   def test_keeps_its_promises(self, name, mode):
     row = ROWS[name]
     params = odd_params()
@@ -617,9 +620,7 @@ class MappedTest(parameterized.TestCase):
         chex.assert_trees_all_equal(actual, expected, strict=True)
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  @pytest.mark.slow_unless(
-      '_shard_map$|_tower_(cross_shard_mean|guard_per_shard)_'
-  )
+  @pytest.mark.slow_unless('_shard_map$|_tower_cross_shard_mean_')
   def test_is_the_inner_transformation_at_one_shard_and_tower(self, name, mode):
     row = ROWS[name]
     # Exact products, so that it does not matter how the compiler fuses them.
@@ -648,6 +649,7 @@ class CombinatorTest(parameterized.TestCase):
   """Promises inside the combinators of Optax."""
 
   @parameterized.named_parameters(EACH_ROW)
+  @pytest.mark.slow_unless(ONE_LEVEL)
   def test_works_in_combinators(self, name):
     row = ROWS[name]
     tx = whole(row, optax.sgd(0.5))
@@ -749,6 +751,7 @@ class StateTest(parameterized.TestCase):
       self.assertIn(value.shape, [(), (SHARDS,)])
 
   @parameterized.named_parameters(EACH_ROW)
+  @pytest.mark.slow_unless(ONE_LEVEL)
   def test_continues_from_the_bytes_of_flax(self, name):
     params, state = halfway(name)
     _, fresh = run_of(name).start()
@@ -812,6 +815,7 @@ class StateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(state, tx.init(plain_params()), strict=True)
 
   @parameterized.named_parameters(EACH_ROW)
+  @pytest.mark.slow_unless(ONE_LEVEL)
   def test_an_error_changes_nothing(self, name):
     run = run_of(name)
     params, state = halfway(name)

@@ -120,7 +120,7 @@ def flip(data):
   return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
-@pytest.mark.slow_unless('is_killed_while_it_writes')
+@pytest.mark.slow
 class KilledTest(parameterized.TestCase):
 
   def setUp(self):

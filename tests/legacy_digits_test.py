@@ -37,6 +37,7 @@ class LegacyDigitsTest(parameterized.TestCase):
     paths = self.folder.rglob('*')
     return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
 
+  @pytest.mark.slow
   def test_trains_saves_and_resumes(self):
     run = self.run_script('--output_dir=a/b')
 

@@ -232,7 +232,6 @@ class ValuesTest(parameterized.TestCase):
     )
 
   @cases.parameters(*modes.MODES)
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   @hypothesis.given(
       order=strategies.permutations(range(SHARDS)),
       weights=each((SHARDS, TOWERS), strategies.integers(0, 9)),
@@ -265,7 +264,6 @@ class ValuesTest(parameterized.TestCase):
       )
 
   @cases.parameters(*modes.MODES)
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   @hypothesis.given(
       power=strategies.integers(-MAX_POWER, MAX_POWER),
       weights=each((SHARDS, TOWERS), WEIGHTS, np.float32),
@@ -357,7 +355,6 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.stack(history, -1), list(expected))
 
   @cases.product(mode=modes.MODES, staleness=(0, 2))
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   @hypothesis.given(
       ages=each((SHARDS, CALLS), AGES),
       weights=each((SHARDS, CALLS), strategies.integers(0, 2)),
@@ -559,6 +556,7 @@ def expected_of_rows(updates, num_shards):
 class TreesTest(parameterized.TestCase):
   """Every transformation on trees of any kind, in a mode that is drawn too."""
 
+  @pytest.mark.slow
   @hypothesis.given(tree=TREES, mode=ANY_MODE)
   @examples(8)
   def test_trees_pass_unchanged_at_one_shard(self, tree, mode):
@@ -576,7 +574,7 @@ class TreesTest(parameterized.TestCase):
     )
 
   @hypothesis.given(tree=TREES, mode=ANY_MODE)
-  @examples(15)
+  @examples(10)
   def test_trees_reduce_exactly(self, tree, mode):
     # Their sums are exact in all dtypes, and their means are integers.
     rng = np.random.default_rng(0)

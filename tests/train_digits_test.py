@@ -59,7 +59,7 @@ class TrainDigitsTest(parameterized.TestCase):
       # With `jax.shard_map`, killed_test runs in two processes.
       ('in_two', 4, 12, '--processes=2', '--mode=pmap', '--shards=4'),
   )
-  @pytest.mark.slow_unless('in_two')
+  @pytest.mark.slow_unless('_ways_out_')
   def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
     if flags:
       flags += (f'--output_dir={folder}', f'--steps={steps}')
@@ -154,7 +154,7 @@ class TrainDigitsTest(parameterized.TestCase):
       ('--processes=65', 'batch_size.* must be a multiple of .* = 260'),
       ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
   )
-  @pytest.mark.slow_unless('mode_vmap')
+  @pytest.mark.slow
   def test_refuses_bad_flag(self, flag, message):
     flag = flag.format(script=SCRIPT)
 

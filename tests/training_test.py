@@ -196,7 +196,6 @@ class CrossShardTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @parameterized.named_parameters(EACH_MODE)
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_sum_of_a_loss_that_is_a_part_trains_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     tx = optax.chain(shard_transforms.cross_shard_sum(AXIS), MOMENTUM)
@@ -208,7 +207,7 @@ class CrossShardTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @parameterized.named_parameters(EACH_MODE)
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
+  @pytest.mark.every_mode
   def test_weights_of_uneven_batches_train_as_one_device(self, mode):
     batches = uneven_batches(SHARDS, STEPS)
     tx = optax.chain(shard_transforms.cross_shard_mean(AXIS), MOMENTUM)
@@ -226,7 +225,6 @@ class CrossShardTest(parameterized.TestCase):
           ((0, 3), (1, 2, 4, 5, 6), (7,)),
       ),
   )
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_each_group_trains_as_one_device(self, mode, groups):
     batches = even_batches(SHARDS, STEPS)
     mean = shard_transforms.cross_shard_mean(AXIS, groups=groups)
@@ -243,7 +241,6 @@ class CrossShardTest(parameterized.TestCase):
       assert_same(actual, on_each_shard(expected, len(group)))
 
   @parameterized.named_parameters(EACH_MODE)
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_weights_within_groups_train_as_one_device(self, mode):
     groups = ((0, 3, 2), (1, 4, 5, 6, 7))
     batches = uneven_batches(SHARDS, STEPS)
@@ -278,7 +275,6 @@ class CrossShardTest(parameterized.TestCase):
 class TowersTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, weighted=(False, True))
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_towers_in_turn_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -299,7 +295,6 @@ class TowersTest(parameterized.TestCase):
       assert_same(after_tower(tower, history), on_each_shard(now))
 
   @parameterized.named_parameters(EACH_MODE)
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_towers_within_groups_train_as_one_device(self, mode):
     groups = ((0, 3, 2), (1, 4, 5, 6, 7))
     batches = even_batches(SHARDS, STEPS, TOWERS)
@@ -322,7 +317,6 @@ class TowersTest(parameterized.TestCase):
       assert_same(actual, on_each_shard(expected, len(group)))
 
   @cases.product(mode=modes.MODES, weighted=(False, True))
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_stacked_towers_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -354,7 +348,6 @@ class TowersTest(parameterized.TestCase):
 class StalenessTest(parameterized.TestCase):
 
   @parameterized.named_parameters(EACH_MODE)
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_fresh_gradients_train_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), MOMENTUM)
@@ -367,7 +360,6 @@ class StalenessTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @cases.product(mode=modes.MODES, weighted=(False, True))
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_trains_on_the_batches_of_fresh_shards_alone(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS)
@@ -395,6 +387,7 @@ class StalenessTest(parameterized.TestCase):
 class PipelineTest(parameterized.TestCase):
 
   @parameterized.named_parameters(EACH_MODE)
+  @pytest.mark.every_mode
   def test_all_together_train_as_one_device(self, mode):
     batches = uneven_batches(SHARDS, STEPS, TOWERS)
     # Some of the steps are clipped.
@@ -423,7 +416,6 @@ class MappingTest(parameterized.TestCase):
       mode=('vmap', 'shard_map', 'shard_map_unchecked'),
       split=(False, True),
   )
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
   def test_two_axes_train_as_one_device(self, mode, split):
     axes = ('a', 'd')
     batches = even_batches(SHARDS, STEPS)
@@ -437,7 +429,7 @@ class MappingTest(parameterized.TestCase):
     assert_same(history, on_each_shard(expected))
 
   @cases.parameters('vmap', 'shard_map')
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
+  @pytest.mark.slow_unless('vmap')
   def test_trains_without_jit_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     weights = jnp.ones(FEATURES)

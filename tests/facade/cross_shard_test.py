@@ -138,6 +138,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6, strict=True)
 
   @cases.parameters(*INNERS)
+  @pytest.mark.slow_after(2)
   def test_one_shard_has_the_bits_of_the_inner_optimizer(self, inner):
     of_facade, _ = INNERS[inner]
     results = []
@@ -277,6 +278,7 @@ class GroupsTest(parameterized.TestCase):
       ('tuples', tuple(map(tuple, GROUPS))),
       ('array', np.array(GROUPS)),
   )
+  @pytest.mark.slow_after(1)
   def test_each_group_trains_as_one_device(self, groups):
     model, _ = self.trained(3, groups)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 from shard_transforms import facade
@@ -301,6 +302,7 @@ class InnerTest(UpdateTest):
   @cases.product(
       name=TENSORFLOW, form=('Variable', 'function'), compiled=(False, True)
   )
+  @pytest.mark.slow_after(8)
   def test_reads_the_learning_rate_at_each_update(self, name, form, compiled):
     make, make_tx = OPTIMIZERS[name]
     rate = facade.Variable(0.0, trainable=False)

@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 from shard_transforms import facade
@@ -264,6 +265,7 @@ class GradientsOfAnotherKindTest(parameterized.TestCase):
       ),
       compiled=(False, True),
   )
+  @pytest.mark.slow_after(8)
   def test_change_nothing(self, name, compiled):
     inner, opt = self.optimizers(name)
 

@@ -2,6 +2,7 @@ import inspect
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import facade_cases
@@ -14,6 +15,7 @@ MADE = facade_cases.OPTIMIZERS
 class MinimizeTest(facade_cases.OptimizerTest):
 
   @cases.product(name=tuple(MADE), compiled=(False, True))
+  @pytest.mark.slow_after(2)
   def test_is_compute_and_apply_gradients(self, name, compiled):
     def loss():
       return jnp.sum(self.w**2) * self.b

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import shard_transforms
@@ -303,6 +304,7 @@ class WorkersTest(parameterized.TestCase):
   NUM_STEPS = 60
 
   @cases.product(compiled=[False, True], staleness=[0, 1, 3])
+  @pytest.mark.slow_after(1)
   def test_no_update_is_lost_and_none_applied_twice(self, compiled, staleness):
     num_steps = self.NUM_STEPS if compiled else 8
     graph = facade.Graph()

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+import pytest
 
 import cases
 from shard_transforms import facade
@@ -101,6 +102,7 @@ class WrappersTest(parameterized.TestCase):
 
   # A gate is a `lax.cond`, in which XLA rounds Adam's arithmetic otherwise.
   @cases.parameters(*(n for n in WRAPPERS if 'drop_stale' not in n))
+  @pytest.mark.slow_after(2)
   def test_one_shard_or_tower_has_the_bits_of_the_inner_optimizer(self, name):
     bare = self.steps(WRAPPERS['bare'])
     wrapped = self.steps(WRAPPERS[name])
@@ -110,6 +112,7 @@ class WrappersTest(parameterized.TestCase):
     )
 
   @cases.parameters(*WRAPPERS)
+  @pytest.mark.slow_after(2)
   def test_resumes_to_the_bit_through_orbax(self, name):
     saved = self.steps(WRAPPERS[name], 2)
     folder = self.enterContext(tempfile.TemporaryDirectory())

@@ -8,6 +8,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 import jax
+import pytest
 
 import cases
 import shard_transforms
@@ -153,6 +154,7 @@ class JoiningTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, f'`{name}` must be {message}'):
       self.join(**{name: seconds})
 
+  @pytest.mark.slow
   def test_coordinator_on_loopback_listens_there_alone(self):
     run = self.start(PROBE)
 

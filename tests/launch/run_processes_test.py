@@ -10,6 +10,7 @@ import threading
 import time
 
 from absl.testing import parameterized
+import pytest
 
 import cases
 import shard_transforms
@@ -119,6 +120,7 @@ class ProcessesTest(parameterized.TestCase):
     )
 
   @cases.parameters((None, '1073741824'), ('4096', '4096'))
+  @pytest.mark.slow_after(1)
   def test_keeps_memory_unless_told_otherwise(self, given, expected):
     env = {'MALLOC_MMAP_THRESHOLD_': given} if given else {}
 
@@ -185,6 +187,7 @@ class ProcessesTest(parameterized.TestCase):
     self.assertFalse(any(map(is_alive, self.pids())))
 
   @cases.parameters((signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143))
+  @pytest.mark.slow_after(1)
   def test_leaves_nobody_behind_when_interrupted(self, number, status):
     supervisor = self.start_supervisor('wait', 'ignore_sigterm')
     deadline = time.monotonic() + 60

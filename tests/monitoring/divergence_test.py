@@ -6,6 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -89,6 +90,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertTrue(np.all(told > 0))
 
   @cases.parameters(*DTYPES)
+  @pytest.mark.slow_after(3)
   def test_knows_all_dtypes(self, dtype):
     x = jnp.asarray([1, 0, 1, 1], dtype)
     same = jnp.stack([x, x])

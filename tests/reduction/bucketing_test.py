@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import shard_transforms
@@ -141,6 +142,7 @@ class MapPackedTest(parameterized.TestCase):
     )
 
   @cases.product(bucket_bytes=(61, 64, 100), itemsize=(2, 4))
+  @pytest.mark.slow_after(3)
   def test_a_buffer_holds_no_more_than_its_size(self, bucket_bytes, itemsize):
     leaves = _leaves(SHAPES, f'float{8 * itemsize}')
 

@@ -145,7 +145,7 @@ class PackingTest(parameterized.TestCase):
       groups=(None, reductions.EVEN, reductions.UNEVEN),
       weight=(None, reductions.WEIGHT),
   )
-  @pytest.mark.slow_unless('shard_map(?!_unchecked)')
+  @pytest.mark.slow_after(4)
   def test_packed_and_unpacked_give_the_same_bits(
       self, mode, kind, groups, weight
   ):

@@ -330,6 +330,7 @@ class CutTest(parameterized.TestCase):
   @cases.parameters(
       (8, 4), (4, 8), (8, 3), (3, 8), (8, 1), (1, 8), (2, 3), (8, 8)
   )
+  @pytest.mark.slow_after(3)
   def test_slices_are_as_if_cut_there(self, before, after):
     tx = shard_update(copying(), AXIS)
     params = [
@@ -376,6 +377,7 @@ class CutTest(parameterized.TestCase):
       {'before': (2, 4), 'after': (4, 2)},
       {'before': (1, 2), 'after': (2, 3)},
   )
+  @pytest.mark.slow_after(1)
   def test_slices_are_cut_over_several_axes(self, before, after):
     tx = shard_update(copying(), ('hosts', 'cores'))
     params = jnp.arange(1.0, 18.0)

@@ -488,6 +488,7 @@ class RefusalTest(parameterized.TestCase):
       (optax.zero_nans(),),
       (optax.lbfgs(),),
   )
+  @pytest.mark.slow_after(5)
   def test_refuses_at_init_what_looks_across_elements(self, inner):
     tx = shard_update(inner, AXIS)
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -537,6 +538,7 @@ class DtypeTest(parameterized.TestCase):
       reduction=('mean', 'sum'),
       weight=(None, 1.0),
   )
+  @pytest.mark.slow_after(4)
   def test_few_bits_add_up_in_float32(self, towers, reduction, weight):
     dtype, values = towers
     tx = shard_transforms.tower_reduce(3, optax.identity(), reduction=reduction)
