@@ -1,7 +1,7 @@
 """A collective that not all shards reach hangs; no transformation has one.
 
-Each case runs in a process of its own, which XLA aborts if a collective is
-stuck. The cases are functions of the mode at the end of this file.
+The cases, functions of the mode at the end of this file, run in processes that
+XLA aborts if a collective is stuck.
 """
 
 import itertools
@@ -31,7 +31,7 @@ PATIENCE, IMPATIENCE = 100, 2
 FINISHED = 'finished'
 
 
-def run_in_process(case, mode, seconds=PATIENCE):
+def run_in_process(mode, *names, seconds=PATIENCE):
   source = pathlib.Path(shard_transforms.__file__).parents[1]
   paths = [str(source), os.environ.get('PYTHONPATH', '')]
   env = {
@@ -40,13 +40,14 @@ def run_in_process(case, mode, seconds=PATIENCE):
       'JAX_NUM_CPU_DEVICES': str(SHARDS),
       'PYTHONPATH': os.pathsep.join(filter(None, paths)),
       'XLA_FLAGS': (
-          '--xla_cpu_collective_call_warn_stuck_timeout_seconds=1'
+          f'{os.environ["XLA_FLAGS"]}'
+          ' --xla_cpu_collective_call_warn_stuck_timeout_seconds=1'
           f' --xla_cpu_collective_call_terminate_timeout_seconds={seconds}'
       ),
   }
   with tempfile.TemporaryDirectory() as folder:
     return subprocess.run(
-        [sys.executable, __file__, case, mode],
+        [sys.executable, __file__, mode, *names],
         env=env,
         cwd=folder,
         capture_output=True,
@@ -61,28 +62,27 @@ class DeadlockTest(parameterized.TestCase):
   @cases.parameters('decide_alone', 'finite_alone')
   @pytest.mark.slow_unless('decide_alone$')
   def test_a_gate_that_shards_decide_alone_hangs(self, case):
-    done = run_in_process(case, 'pmap', IMPATIENCE)
+    done = run_in_process('pmap', case, seconds=IMPATIENCE)
 
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
     self.assertNotIn(FINISHED, done.stdout)
 
-  @cases.product(
-      case=(
-          'stale_shards',
-          'stale_towers',
-          'weightless_shards',
-          'broken_shard',
-          'guarded_shards',
-          'excluded_shards',
-      ),
-      mode=modes.PARALLEL_MODES,
-  )
-  @pytest.mark.slow_unless('guarded_shards_shard_map$')
-  def test_finishes(self, case, mode):
-    done = run_in_process(case, mode)
+  @cases.parameters(*modes.PARALLEL_MODES)
+  def test_finishes(self, mode):
+    names = [
+        'stale_shards',
+        'stale_towers',
+        'weightless_shards',
+        'broken_shard',
+        'guarded_shards',
+        'excluded_shards',
+    ]
 
+    done = run_in_process(mode, *names)
+
+    finished = [f'{name} {FINISHED}' for name in names]
+    self.assertEqual(done.stdout.splitlines(), finished, done.stderr)
     self.assertEqual(done.returncode, 0, done.stderr)
-    self.assertIn(FINISHED, done.stdout)
 
   @cases.parameters('guarded_shards', 'excluded_shards')
   def test_decides_alike_under_vmap(self, case):
@@ -304,5 +304,7 @@ CASES = {
 }
 
 if __name__ == '__main__':
-  CASES[sys.argv[1]](sys.argv[2])
-  print(FINISHED)
+  mode, *names = sys.argv[1:]
+  for name in names:
+    CASES[name](mode)
+    print(name, FINISHED, flush=True)

@@ -49,10 +49,10 @@ def run_worker(num_processes, *args):
   )
 
 
-def train(num_processes):
+def train(num_processes, modes=distributed_worker.MODES):
   """Returns what each of the shards has of every array, with them in front."""
   with tempfile.TemporaryDirectory() as folder:
-    done = run_worker(num_processes, 'train', folder)
+    done = run_worker(num_processes, 'train', folder, *modes)
     if done.returncode:
       raise RuntimeError(done.stderr)
     saved = [
@@ -72,21 +72,25 @@ class DistributedTest(parameterized.TestCase):
     alone = train(1)
 
     self.check_that_shards_agree(alone)
-    for num_processes in (2, 4):
-      together = train(num_processes)
-      self.check_that_shards_agree(together)
+    # With one device to a process, one mode stands for all.
+    modes_of = {2: distributed_worker.MODES, 4: ('shard_map',)}
+    for num_processes, modes in modes_of.items():
+      together = train(num_processes, modes)
+      self.check_that_shards_agree(together, modes)
+      of_modes = {k: alone[k] for k in alone if k.split('/')[1] in modes}
       # Sockets add in another order than memory does.
       chex.assert_trees_all_close(
-          together, alone, rtol=1e-6, atol=1e-6, strict=True
+          together, of_modes, rtol=1e-6, atol=1e-6, strict=True
       )
 
-  def check_that_shards_agree(self, arrays):
+  def check_that_shards_agree(self, arrays, modes=distributed_worker.MODES):
     """Checks who has the same bits, and that something was trained."""
     rows = distributed_worker.ROWS
     seen = {tuple(name.split('/')[:2]) for name in arrays}
     # `jax.pmap` has one axis.
     num_pmapped = sum(len(row.axes) == 1 for row in rows.values())
-    self.assertLen(seen, 2 * len(rows) + num_pmapped)
+    num_rows = {'pmap': num_pmapped}
+    self.assertLen(seen, sum(num_rows.get(m, len(rows)) for m in modes))
     for name, array in arrays.items():
       row, _, path = name.split('/', maxsplit=2)
       agree = all(shard.tobytes() == array[0].tobytes() for shard in array)

@@ -24,7 +24,7 @@ import pytest
 import cases
 
 SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
-NUM_KILLS = 10
+NUM_KILLS = 4
 STEPS = 12
 # One call of seven is of (a), one of (b), four of (c) and one of (d).
 ENDS = {'a': STEPS, 'b': 2 * STEPS, 'c': 6 * STEPS, 'd': 7 * STEPS}
@@ -172,7 +172,7 @@ class KilledTest(parameterized.TestCase):
     chex.assert_trees_all_equal(read(self.folder), read(folder), strict=True)
     self.assertEmpty(half_written(self.folder))
 
-  def test_is_killed_ten_times_and_ends_with_the_same_bits(self):
+  def test_is_killed_again_and_again_and_ends_with_the_same_bits(self):
     rng = random.Random(0)
     never_killed(*TWO_PROCESSES)
     # It runs on for a few calls while it is killed.
