@@ -15,12 +15,12 @@ class WeightsTest(parameterized.TestCase):
     x = jnp.array([jnp.nan, 2.0])
 
     chex.assert_trees_all_equal(
-        weights.weighted(x, jnp.float32(0)), jnp.zeros(2), strict=True
+        weights.weighing(jnp.float32(0))(x), jnp.zeros(2), strict=True
     )
     np.testing.assert_array_equal(
-        weights.weighted(x, jnp.float32(3)), [np.nan, 6]
+        weights.weighing(jnp.float32(3))(x), [np.nan, 6]
     )
-    self.assertIs(weights.weighted(x, None), x)
+    self.assertIs(weights.weighing(None)(x), x)
 
   def test_divides_by_one_in_place_of_zero(self):
     total = jnp.array([0.0, 0.5, 7.0])

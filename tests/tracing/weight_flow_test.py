@@ -6,7 +6,6 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
-from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import weight_flow
 
 AXIS = 'data'
@@ -50,9 +49,8 @@ class WeightFlowTest(parameterized.TestCase):
   def test_follows_updates_and_weight(self, fn, sums, alone):
     axis_env = [(AXIS, 8), ('model', 2)]
     jaxpr = jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(8), 1.0).jaxpr
-    program = jaxprs.flatten(jaxpr)
-    updates, weight = program.inputs
+    given = [weight_flow.UPDATES, weight_flow.WEIGHT]
 
-    found = weight_flow.sums_without(program, [updates], weight, (AXIS,))
+    found = weight_flow.sums_without(jaxpr, given, (AXIS,))
 
     self.assertEqual(found, (sums, [alone]))

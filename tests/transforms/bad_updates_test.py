@@ -38,7 +38,7 @@ class DiagnosisTest(parameterized.TestCase):
     }
 
     bad, good = (
-        bad_updates.zero_if(jnp.asarray(x), updates) for x in (True, False)
+        bad_updates.zero_unless(jnp.asarray(x), updates) for x in (False, True)
     )
 
     chex.assert_trees_all_equal(good['a'], updates['a'], strict=True)

@@ -5,6 +5,7 @@ The only file that knows how JAX binds axes and how its versions differ.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
+import functools
 import math
 from typing import Any, Literal
 
@@ -175,11 +176,22 @@ def _state(leaf: Any, axis: Hashable, tracked: bool) -> State:
   return 'invariant' if tracked else 'untracked'
 
 
-def to_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
-  """Marks `leaf` as varying over those of `axes` that are tracked."""
-  missing = tuple(
-      axis for axis in axes if states([leaf], axis)[0] == 'invariant'
-  )
+def to_varying(tree: Any, axes: Sequence[Hashable]) -> Any:
+  """Marks the leaves of `tree` as varying over those of `axes` with types."""
+  tracked = functools.cache(is_tracked)
+
+  def mark(leaf):
+    known = varying_axes(leaf) | unreduced_axes(leaf)
+    return mark_varying(
+        leaf, [a for a in axes if a not in known and tracked(a)]
+    )
+
+  return jax.tree.map(mark, tree) if axes else tree
+
+
+def mark_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
+  """Marks a leaf as varying over `axes`, which are all tracked."""
+  missing = tuple(axis for axis in axes if axis not in varying_axes(leaf))
   return lax.pcast(leaf, missing, to='varying') if missing else leaf
 
 

@@ -1,10 +1,13 @@
 """Which leaves of a tree carry a gradient, and in which dtype they add up."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -36,6 +39,20 @@ def accumulator_dtype(dtype: Any) -> Any:
   """Returns the dtype in which values of `dtype` are summed."""
   narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
+  """Returns what gives zeros for an array, unless a condition that fits it."""
+  zeros = functools.cache(jnp.zeros)
+
+  def choose(x):
+    # `jnp.where` takes several times as long to trace.
+    is_kept = condition
+    if is_kept.ndim:
+      is_kept = jnp.broadcast_to(is_kept, x.shape)
+    return lax.select_n(is_kept, zeros(x.shape, x.dtype), x)
+
+  return choose
 
 
 def check_inexact(tree: Any, caller: str) -> None:

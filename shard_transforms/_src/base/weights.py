@@ -5,6 +5,7 @@ number of tokens, the age of a stale update, a shard that is not finite. The
 reduction uses it up, so that all of them compose.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import chex
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.base import leaves
 
 Kind = Literal['mean', 'sum']
 
@@ -52,9 +54,12 @@ def as_weight(
   return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
 
 
-def weighted(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-  """Returns `weight * x`, which is zero for a weight of zero even of a NaN."""
-  return x if weight is None else jnp.where(weight > 0, weight * x, 0)
+def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
+  """Returns what multiplies by a weight, which for zero gives 0 even of NaN."""
+  if weight is None:
+    return lambda x: x
+  zero_unless_counted = leaves.zeroing_unless(weight > 0)
+  return lambda x: zero_unless_counted(weight * x)
 
 
 def safe_divisor(total_weight: jax.Array) -> jax.Array:

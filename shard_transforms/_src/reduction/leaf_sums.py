@@ -119,14 +119,19 @@ def _reduce(
   Returns:
     What `sum_over` gives, scaled, in the dtype of each leaf.
   """
-
-  def send(buffer, key):
-    summed = sum_over(buffer, key.route.send)
-    return _scaled(summed, key.route, own.total, options.kind)
-
   results: list[Any] = [_pass_through(leaf, options) for leaf in leaves]
   todo = [i for i, result in enumerate(results) if result is None]
   values, keys = _prepare([leaves[i] for i in todo], own.weight, options)
+  factors = {}
+  if options.kind == 'mean' and own.total is not None:
+    factors = {
+        d: _reciprocal(own.total, d) for d in {key.dtype for key in keys}
+    }
+
+  def send(buffer, key):
+    summed = sum_over(buffer, key.route.send)
+    return _scaled(summed, key.route, factors.get(key.dtype), options.kind)
+
   sends = any(key.route.send for key in keys)
   levels = options.levels() if sends else ()
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
@@ -140,8 +145,9 @@ def _prepare(leaves, weight, options):
   values = [_accumulator(leaf) for leaf in leaves]
   averaged = options.on_invariant == 'averaged'
   routes = leaf_plan.find(values, options.axes, averaged, options.caller)
+  weigh = weights.weighing(weight)
   values = [
-      weights.weighted(collectives.psum(x, route.pending), weight)
+      weigh(collectives.psum(x, route.pending))
       for x, route in zip(values, routes, strict=True)
   ]
   keys = [
@@ -156,15 +162,15 @@ def _accumulator(leaf):
   return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
 
 
-def _scaled(summed, route, total, kind):
-  """Returns a sum, or the mean that goes with it."""
+def _scaled(summed, route, factor, kind):
+  """Returns a sum, or the mean of a total whose reciprocal is `factor`."""
   if kind == 'sum':
     return summed * route.factor
-  if total is None:
+  if factor is None:
     return summed / route.divisor
   # A division by an array becomes a product where the compiler likes the shape:
   # packed leaves would get other bits.
-  return summed * _reciprocal(total, summed.dtype)
+  return summed * factor
 
 
 def _reciprocal(x, dtype):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import weights
-from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import weight_flow
 
 
@@ -92,12 +92,13 @@ def run_or_skip(
         'Whether a transformation runs must be decided alike on all shards, but'
         f' the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
     )
+  # JAX keeps the program of what it has compiled: the branch traces it no more.
+  run = jax.jit(run)
   jaxpr, out = jax.make_jaxpr(run, return_shape=True)(state, *args)
   _check_state(state, out[1], jaxpr)
   if check is not None:
     check(jaxpr.jaxpr)
   leaves = jax.tree.leaves(state)
-  given = jax.tree.leaves(args)
   # The branches of a `cond` must agree on types, and a skip has the types of
   # what went in: what one of them has typed as varying, the other casts to.
   zeros = jaxpr.out_avals[: len(jaxpr.out_avals) - len(leaves)]
@@ -105,15 +106,16 @@ def run_or_skip(
   if_skipped = [()] * len(zeros)
   if_skipped += [tuple(axes_lib.varying_axes(leaf)) for leaf in leaves]
 
-  def accepted(leaves):
-    outputs = jax.extend.core.jaxpr_as_fun(jaxpr)(*leaves, *given)
-    return list(map(axes_lib.to_varying, outputs, if_skipped))
+  def accepted(state):
+    outputs = jax.tree.leaves(run(state, *args))
+    return list(map(axes_lib.mark_varying, outputs, if_skipped))
 
-  def skipped(leaves):
-    outputs = [*map(axes_lib.zeros, zeros), *leaves]
-    return list(map(axes_lib.to_varying, outputs, if_run))
+  def skipped(state):
+    zero = functools.cache(axes_lib.zeros)
+    outputs = [*map(zero, zeros), *jax.tree.leaves(state)]
+    return list(map(axes_lib.mark_varying, outputs, if_run))
 
-  outputs = lax.cond(accept, accepted, skipped, leaves)
+  outputs = lax.cond(accept, accepted, skipped, state)
   return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
 
@@ -159,13 +161,14 @@ def _check_heeded(jaxpr, num_before, axes, may_be_local):
     ValueError: If updates are reduced without the weight, or handed through
       where that is not allowed.
   """
-  program = jaxprs.flatten(jaxpr)
-  num_updates = len(program.outputs) - num_before
-  *updates, weight = program.inputs[num_before:]
-  sums, alone = weight_flow.sums_without(program, updates, weight, axes)
+  num_updates = len(jaxpr.outvars) - num_before
+  given = [weight_flow.UPDATES] * len(jaxpr.invars)
+  given[:num_before] = [0] * num_before
+  given[-1] = weight_flow.WEIGHT
+  sums, alone = weight_flow.sums_without(jaxpr, given, axes)
   goes_through = any(
       is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-      for x, is_alone in zip(program.outputs, alone[:num_updates], strict=False)
+      for x, is_alone in zip(jaxpr.outvars, alone[:num_updates], strict=False)
   )
   if sums or (goes_through and not may_be_local):
     raise ValueError(

@@ -10,6 +10,7 @@ one pass through these.
 
 from collections.abc import Hashable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -72,12 +73,12 @@ class Step:
   @property
   def axes(self) -> tuple[Hashable, ...]:
     """The mapped axes that a collective is over."""
-    return tuple(axis for axis in self._axes() if not isinstance(axis, int))
+    return mapped_axes(self.params)
 
   @property
   def positional_axes(self) -> tuple[int, ...]:
     """The axes of its input that it is over as well, as under `jax.vmap`."""
-    return tuple(axis for axis in self._axes() if isinstance(axis, int))
+    return tuple(axis for axis in _axes(self.params) if isinstance(axis, int))
 
   @property
   def label(self) -> str:
@@ -85,10 +86,6 @@ class Step:
     return (
         f'`{self.name}` in {self.scope!r}' if self.scope else f'`{self.name}`'
     )
-
-  def _axes(self):
-    axes = self.params.get('axes', self.params.get('axis_name', ()))
-    return axes if isinstance(axes, tuple) else (axes,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,6 +126,11 @@ def flatten(
   out in slices, over its `axes`.
   """
   return _flatten(jaxpr, _own_values(jaxpr.invars), _Surroundings((), {}))
+
+
+def mapped_axes(params: Mapping[str, Any]) -> tuple[Hashable, ...]:
+  """Returns the mapped axes that a collective of these parameters is over."""
+  return tuple(axis for axis in _axes(params) if not isinstance(axis, int))
 
 
 def carry(scan: Step) -> tuple[Value, ...]:
@@ -194,23 +196,30 @@ def _program_of(eqn, inputs, outside):
   """Returns what an equation does with its inputs."""
   name_stacks = *outside.name_stacks, eqn.source_info.name_stack
   around = _Surroundings(name_stacks, outside.axis_sizes)
-  held = _held(eqn.params)
+  bodies = held(eqn.params)
   if eqn.primitive.name == 'shard_map':
-    return _program_of_map(eqn, held[0], inputs, around)
-  if _is_call(eqn, held):
-    return _flatten(held[0], inputs, around)
+    return _program_of_map(eqn, bodies[0], inputs, around)
+  if is_call(eqn, bodies):
+    return _flatten(bodies[0], inputs, around)
   step = Step(
-      name=_name(eqn.primitive.name),
+      name=common_name(eqn.primitive.name),
       params=eqn.params,
       inputs=inputs,
       outputs=_own_values(eqn.outvars),
       surroundings=around,
-      bodies=tuple(_flatten(j, _own_values(j.invars), around) for j in held),
+      bodies=tuple(_flatten(j, _own_values(j.invars), around) for j in bodies),
   )
   return Program(inputs, (step,), step.outputs)
 
 
-def _held(params):
+def _axes(params):
+  axes = params.get('axes', params.get('axis_name', ()))
+  return axes if isinstance(axes, tuple) else (axes,)
+
+
+def held(
+    params: Mapping[str, Any],
+) -> list[jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr]:
   """Returns the jaxprs in the parameters of an equation."""
   # Those of `jax.extend.core.jaxprs_in_params` come without their constants.
   kinds = jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr
@@ -244,12 +253,15 @@ def _cross(values, variables, specs, around):
   return tuple(made), steps
 
 
-def _is_call(eqn, held):
+def is_call(
+    eqn: jax.extend.core.JaxprEqn,
+    bodies: Sequence[jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr],
+) -> bool:
   """Whether an equation runs the one program that it holds, once, as it is."""
   # A scan that neither scans nor stacks arrays looks like a call.
-  if eqn.primitive.name == 'scan' or len(held) != 1:
+  if eqn.primitive.name == 'scan' or len(bodies) != 1:
     return False
-  (body,) = held
+  (body,) = bodies
   if len(body.invars) != len(eqn.invars):
     return False
   # So does a `lax.reduce` of one array: it takes the array and a number to
@@ -259,7 +271,8 @@ def _is_call(eqn, held):
 
 
 @functools.cache
-def _name(primitive):
+def common_name(primitive: str) -> str:
+  """Returns one name for all variants of a primitive."""
   # JAX has primitives of their own for what types track (`psum_invariant`) and
   # for what starts early (`psum_start`).
   name = primitive.removeprefix('unreduced_').removesuffix('_start')

@@ -1,73 +1,103 @@
 """Whether the weights of shards get into what is summed over them.
 
-An abstract interpretation with two bits for each value: whether it comes of
+An abstract interpretation with two bits for each variable: whether it comes of
 updates, and whether it comes of the weight. That a sum of updates comes of the
 weight too is seen, and not by which arithmetic: a reduction that reads a weight
 is trusted with it.
+
+Each trace of a gate asks, so that this reads jaxprs as they are: `jaxprs` would
+copy each of their equations.
 """
 
 from collections.abc import Hashable
 from collections.abc import Sequence
 
+import jax.extend
+
 from shard_transforms._src.tracing import jaxprs
 
+UPDATES, WEIGHT = 1, 2
 _SUMMING = frozenset(('all_gather', 'all_to_all', 'psum', 'reduce_scatter'))
-
-_Values = set[jaxprs.Value]
 
 
 def sums_without(
-    program: jaxprs.Program,
-    updates: Sequence[jaxprs.Value],
-    weight: jaxprs.Value,
+    jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
+    given: Sequence[int],
     axes: Sequence[Hashable],
 ) -> tuple[bool, list[bool]]:
   """Returns where updates of shards are used without their weight.
 
   Args:
-    program: Where to look.
-    updates: Its inputs that differ between shards.
-    weight: Its input that says how much the shard counts.
+    jaxpr: Where to look.
+    given: What each of its inputs is: `UPDATES` that differ between shards, the
+      `WEIGHT` that says how much the shard counts, or 0.
     axes: The mapped axes of these shards.
 
   Returns:
     Whether anything is summed over the shards that comes of updates and not of
     the weight; and for each output, whether it comes of updates alone.
   """
-  of_updates, of_weight = set(updates), {weight}
-  found = _follow(program, of_updates, of_weight, set(axes))
-  alone = of_updates - of_weight
-  return found, [output in alone for output in program.outputs]
+  found, outputs = _follow(jaxpr, tuple(given), frozenset(axes), {})
+  return found, [bits == UPDATES for bits in outputs]
 
 
-def _follow(program, of_updates, of_weight, axes):
-  """Adds to both sets what comes of them; returns whether a sum is wrong."""
-  found = False
-  for step in program.steps:
-    for body in step.bodies:
-      given = _pairs(step, body)
-      for values in of_updates, of_weight:
-        values.update(inner for outer, inner in given if outer in values)
-      found |= _follow(body, of_updates, of_weight, axes)
-    results = [body.outputs for body in step.bodies]
-    for values in of_updates, of_weight:
-      if step.name == 'cond':
-        for output, *ends in zip(step.outputs, *results, strict=True):
-          if not values.isdisjoint(ends):
-            values.add(output)
-      elif not values.isdisjoint(step.inputs):
-        values.update(step.outputs)
-    is_sum = step.name in _SUMMING and not axes.isdisjoint(step.axes)
-    inputs = set(step.inputs)
-    is_wrong = inputs & of_updates and not inputs & of_weight
-    found |= bool(is_sum and is_wrong)
-  return found
+def _follow(jaxpr, given, axes, known):
+  """Returns whether a sum is wrong, and the bits of the outputs.
+
+  Args:
+    jaxpr: The program.
+    given: The bits of its inputs.
+    axes: As for `sums_without`.
+    known: What was found of programs before: many calls are of the same.
+  """
+  key = id(jaxpr), given
+  if key not in known:
+    bits = dict(zip(jaxpr.invars, given, strict=True))
+    found = False
+    for eqn in jaxpr.eqns:
+      is_wrong, outputs = _equation(eqn, _read(eqn.invars, bits), axes, known)
+      found |= is_wrong
+      bits.update(zip(eqn.outvars, outputs, strict=True))
+    known[key] = found, _read(jaxpr.outvars, bits)
+  return known[key]
 
 
-def _pairs(step, body):
-  """Returns pairs of inputs of a step, and of its body that they may go to."""
-  if step.name == 'cond':
-    return list(zip(step.inputs[1:], body.inputs, strict=True))
+def _read(atoms, bits):
+  """Returns the bits of variables; constants have none, nor have literals."""
+  literal = jax.extend.core.Literal
+  return tuple(
+      0 if isinstance(atom, literal) else bits.get(atom, 0) for atom in atoms
+  )
+
+
+def _equation(eqn, given, axes, known):
+  """Returns whether it is a wrong sum, or holds one, and bits of the outputs."""
+  bodies = jaxprs.held(eqn.params)
+  together = _union(given)
+  if not bodies:
+    is_wrong = (
+        together == UPDATES
+        and jaxprs.common_name(eqn.primitive.name) in _SUMMING
+        and not axes.isdisjoint(jaxprs.mapped_axes(eqn.params))
+    )
+    return is_wrong, [together] * len(eqn.outvars)
+  if eqn.primitive.name == 'shard_map' or jaxprs.is_call(eqn, bodies):
+    return _follow(bodies[0], given, axes, known)
+  if eqn.primitive.name == 'cond':
+    ends = [_follow(body, given[1:], axes, known) for body in bodies]
+    outputs = map(_union, zip(*(end[1] for end in ends), strict=True))
+    return any(end[0] for end in ends), list(outputs)
   # Which input of a loop goes where, and in which turn, matters little: all
   # that it gives comes of all that it takes.
-  return [(outer, inner) for outer in step.inputs for inner in body.inputs]
+  ends = [
+      _follow(body, (together,) * len(body.invars), axes, known)
+      for body in bodies
+  ]
+  return any(end[0] for end in ends), [together] * len(eqn.outvars)
+
+
+def _union(bits):
+  result = 0
+  for some in bits:
+    result |= some
+  return result

@@ -3,10 +3,12 @@
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -111,14 +113,15 @@ def diagnose(
   return Diagnosis(is_healthy, deviations)
 
 
-def zero_if(is_bad: jax.Array, updates: optax.Updates) -> optax.Updates:
+def zero_unless(is_healthy: jax.Array, updates: optax.Updates) -> optax.Updates:
   """Returns zeros in place of updates that are bad."""
+  choose = leaves.zeroing_unless(is_healthy)
 
   def zero(update):
     # JAX forgets that nothing, chosen by each shard, is each shard's own.
     if leaves.is_float0(update) or not jnp.size(update):
       return update
-    return jnp.where(is_bad, 0, update)
+    return choose(jnp.asarray(update))
 
   return jax.tree.map(zero, updates)
 
@@ -153,5 +156,16 @@ def _are_finite(updates, sliced):
   finite = jnp.asarray(True)
   for leaf in jax.tree.leaves(updates):
     if not leaves.is_float0(leaf):
-      finite &= jnp.isfinite(leaf).all()
+      finite = lax.bitwise_and(finite, _is_finite(jnp.asarray(leaf)))
   return collectives.total(jnp.float32(~finite), sliced) == 0
+
+
+def _is_finite(leaf):
+  """Whether all elements of a leaf are finite, bool []."""
+  # `jnp.isfinite` and `jnp.all` take several times as long to trace.
+  parts = [leaf]
+  if jnp.iscomplexobj(leaf):
+    parts = [leaf.real, leaf.imag]
+  axes = tuple(range(leaf.ndim))
+  flags = [lax.reduce_and(lax.is_finite(part), axes) for part in parts]
+  return functools.reduce(lax.bitwise_and, flags)

@@ -206,7 +206,7 @@ def guard(
       weight = decision.weight
     if weight is not None:
       # Some of `inner` may come before its reduction, and keep moments.
-      updates = bad_updates.zero_if(~diagnosis.is_healthy, updates)
+      updates = bad_updates.zero_unless(diagnosis.is_healthy, updates)
     applied, inner_state = gating.update_or_skip(
         decision.accept,
         inner,

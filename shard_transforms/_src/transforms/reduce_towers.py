@@ -117,7 +117,7 @@ def _sum(towers, weight):
     return towers[0]
   if weight is not None:
     weight = weight.reshape((-1,) + (1,) * (towers.ndim - 1))
-  return jnp.sum(weights.weighted(towers, weight), axis=0)
+  return jnp.sum(weights.weighing(weight)(towers), axis=0)
 
 
 def _check_stacked(updates, num_towers):

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from collections.abc import Mapping
+import functools
 from typing import NamedTuple
 
 import chex
@@ -108,17 +109,11 @@ def collect(
   """
   if weight is not None:
     weight = weights.as_weight(weight, (), _CALLER)
-  total = jax.tree.map(
-      lambda leaf: per_shard_state.own(leaf, axes, _CALLER), state.total
-  )
+  total = per_shard_state.own(state.total, axes, _CALLER)
   leaves_lib.check_like(updates, total, _CALLER)
   _check_not_hidden(total, updates)
-  total = jax.tree.map(
-      lambda t, u: per_shard_state.store(_add(t, u, weight), axes),
-      total,
-      updates,
-      is_leaf=leaves_lib.is_none,
-  )
+  add = functools.partial(_add, weights.weighing(weight))
+  total = jax.tree.map(add, total, updates, is_leaf=leaves_lib.is_none)
   total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
   total_weight += 1 if weight is None else weight
   oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
@@ -127,7 +122,7 @@ def collect(
     oldest = jnp.minimum(oldest, step)
   window = TowerReduceState(
       tower=counters.add(state.tower, 1),
-      total=total,
+      total=per_shard_state.store(total, axes),
       total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(oldest, axes),
       inner_state=state.inner_state,
@@ -172,11 +167,12 @@ def reduce(
     like = param if update is None else update
     if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
       like = total
-    reduced = per_shard_state.own(total, axes, _CALLER) / divisor
+    reduced = total / divisor
     return reduced.astype(leaves_lib.dtype_of(like))
 
+  total = per_shard_state.own(window.total, axes, _CALLER)
   reduced = jax.tree.map(
-      divide, window.total, updates, params, is_leaf=leaves_lib.is_none
+      divide, total, updates, params, is_leaf=leaves_lib.is_none
   )
   oldest = per_shard_state.own(window.oldest_local_step, axes, _CALLER)
   return reduced, total_weight, oldest
@@ -219,10 +215,10 @@ def _zeros(param, axes):
   return per_shard_state.store(zeros, axes)
 
 
-def _add(total, update, weight):
+def _add(weigh, total, update):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
-  return total + weights.weighted(jnp.asarray(update, total.dtype), weight)
+  return total + weigh(jnp.asarray(update, total.dtype))
 
 
 def _check_not_hidden(total, updates):
