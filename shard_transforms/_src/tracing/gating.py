@@ -55,7 +55,8 @@ def update_or_skip(
   def check(jaxpr):
     if weight is not None and axes:
       num_before = len(jax.tree.leaves(inner_state))
-      _check_heeded(jaxpr, num_before, axes, may_be_local)
+      num_given = num_before + len(jax.tree.leaves(updates)) + 1
+      _check_heeded(jaxpr, num_given, num_before, axes, may_be_local)
 
   return run_or_skip(accept, run, inner_state, updates, weight, check=check)
 
@@ -94,8 +95,9 @@ def run_or_skip(
     )
   # JAX keeps the program of what it has compiled: the branch traces it no more.
   run = jax.jit(run)
-  jaxpr, out = jax.make_jaxpr(run, return_shape=True)(state, *args)
-  _check_state(state, out[1], jaxpr)
+  traced = run.trace(state, *args)
+  jaxpr, out = traced.jaxpr, traced.out_info
+  _check_state(state, out[1], jaxpr.out_avals)
   if check is not None:
     check(jaxpr.jaxpr)
   leaves = jax.tree.leaves(state)
@@ -119,7 +121,7 @@ def run_or_skip(
   return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
 
-def _check_state(state, new_state, jaxpr):
+def _check_state(state, new_state, out_avals):
   """Checks that a state keeps its tree, its shapes and its dtypes.
 
   Raises:
@@ -132,11 +134,10 @@ def _check_state(state, new_state, jaxpr):
         f' {after} instead of {before}. Where a leaf has'
         ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
-  paths = [path for path, _ in jax.tree.leaves_with_path(state)]
-  num_updates = len(jaxpr.out_avals) - len(paths)
-  for path, before, after in zip(
-      paths, jaxpr.in_avals, jaxpr.out_avals[num_updates:], strict=False
-  ):
+  paths = jax.tree.leaves_with_path(state)
+  num_updates = len(out_avals) - len(paths)
+  for (path, leaf), after in zip(paths, out_avals[num_updates:], strict=True):
+    before = jax.typeof(leaf)
     if (before.shape, before.dtype) != (after.shape, after.dtype):
       raise ValueError(
           'The inner transformation must keep the shapes and dtypes of its'
@@ -147,12 +148,13 @@ def _check_state(state, new_state, jaxpr):
       )
 
 
-def _check_heeded(jaxpr, num_before, axes, may_be_local):
+def _check_heeded(jaxpr, num_given, num_before, axes, may_be_local):
   """Checks that shards count by their weights in what is run.
 
   Args:
-    jaxpr: Takes a state of so many leaves, updates and a weight, and gives
-      updates and a state.
+    jaxpr: Takes a state, updates and a weight, after what it closes over, and
+      gives updates and a state.
+    num_given: The leaves of all three.
     num_before: The leaves of the state.
     axes: The axes of the shards.
     may_be_local: As for `update_or_skip`.
@@ -162,9 +164,10 @@ def _check_heeded(jaxpr, num_before, axes, may_be_local):
       where that is not allowed.
   """
   num_updates = len(jaxpr.outvars) - num_before
-  given = [weight_flow.UPDATES] * len(jaxpr.invars)
-  given[:num_before] = [0] * num_before
-  given[-1] = weight_flow.WEIGHT
+  # What `run` closes over comes first.
+  given = [0] * (len(jaxpr.invars) - num_given + num_before)
+  given += [weight_flow.UPDATES] * (num_given - num_before - 1)
+  given.append(weight_flow.WEIGHT)
   sums, alone = weight_flow.sums_without(jaxpr, given, axes)
   goes_through = any(
       is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact)
