@@ -14,7 +14,7 @@ from shard_transforms._src.base import axes as axes_lib
 
 
 def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
-  """Returns a shard's own values as its state keeps them; as is without axes."""
+  """Returns a shard's own values as its state keeps them."""
   if not axes:
     return tree
   # Indexing takes several times as long to trace.

@@ -19,6 +19,8 @@ import chex
 import jax
 import jax.extend
 
+_JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
+
 
 # Neither this nor `Step` is frozen: a tree of 1,000 leaves makes tens of
 # thousands of them, each of which would take longer to make.
@@ -222,11 +224,11 @@ def held(
 ) -> list[jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr]:
   """Returns the jaxprs in the parameters of an equation."""
   # Those of `jax.extend.core.jaxprs_in_params` come without their constants.
-  kinds = jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr
-  items = []
+  found = []
   for param in params.values():
-    items += param if isinstance(param, tuple) else (param,)
-  return [item for item in items if isinstance(item, kinds)]
+    items = param if isinstance(param, tuple) else (param,)
+    found += [item for item in items if isinstance(item, _JAXPRS)]
+  return found
 
 
 def _program_of_map(eqn, body, inputs, outside):

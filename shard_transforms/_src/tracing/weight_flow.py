@@ -64,14 +64,15 @@ def _follow(jaxpr, given, axes, known):
 
 def _read(atoms, bits):
   """Returns the bits of variables; constants have none, nor have literals."""
+  # A literal cannot be looked up.
   literal = jax.extend.core.Literal
   return tuple(
-      0 if isinstance(atom, literal) else bits.get(atom, 0) for atom in atoms
+      [0 if isinstance(atom, literal) else bits.get(atom, 0) for atom in atoms]
   )
 
 
 def _equation(eqn, given, axes, known):
-  """Returns whether it is a wrong sum, or holds one, and bits of the outputs."""
+  """Returns whether an equation has a wrong sum, and the bits it gives."""
   bodies = jaxprs.held(eqn.params)
   together = _union(given)
   if not bodies:

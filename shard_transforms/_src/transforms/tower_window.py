@@ -182,9 +182,10 @@ def emptied(
     window: TowerReduceState, inner_state: optax.OptState
 ) -> TowerReduceState:
   """Returns the state at the start of the next window."""
+  zeros = functools.cache(axes_lib.zeros)
   return TowerReduceState(
       tower=jnp.zeros_like(window.tower),
-      total=jax.tree.map(jnp.zeros_like, window.total),
+      total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
       total_weight=jnp.zeros_like(window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, NO_STEP),
       inner_state=inner_state,
