@@ -75,6 +75,18 @@ class SliceCheckTest(absltest.TestCase):
 
     self.assertEqual(self.find_problem.call_count, 1)
 
+  def test_knows_updates_that_vary_from_parameters_that_do_not(self):
+    checks = make(optax.adam(0.1))
+
+    def shard(params, updates):
+      checks.check_init(params)
+      checks.check_update(updates, params, {})
+      return updates
+
+    modes.map_shards('shard_map', shard)(jnp.ones(9), jnp.ones((8, 9)))
+
+    self.assertEqual(self.find_problem.call_count, 1)
+
   def test_remembers_one_tree_alone(self):
     checks = make(optax.adam(0.1))
 

@@ -57,10 +57,15 @@ class SliceCheck:
     _raise(self._find_problem(updates, params, extra_args))
 
   def _find_problem(self, updates, params, extra_args):
-    leaves, treedef = jax.tree.flatten((updates, params))
     axes, groups = self._reduction.axes, self._reduction.groups
     num_slices = self._reduction.num_slices()
-    seen = num_slices, treedef, _describe(leaves, axes)
+    # Whether updates vary over these axes does not matter: slices of them will.
+    ignored = () if groups else axes
+    seen = (
+        num_slices,
+        _describe(updates, axes, ignored),
+        _describe(params, axes),
+    )
     if seen == self._passed_last and not extra_args:
       return None
     # What is reduced over all shards is the same on all of them.
@@ -73,14 +78,19 @@ class SliceCheck:
     return problem
 
 
-def _describe(leaves, axes):
-  """Returns what the check depends on."""
+def _describe(tree, axes, ignored=()):
+  """Returns what the check depends on; not that leaves vary over `ignored`."""
   tracked = tuple(map(axes_lib.is_tracked, axes))
+  leaves, treedef = jax.tree.flatten(tree)
   kinds = [
-      (jnp.shape(leaf), jnp.result_type(leaf), axes_lib.varying_axes(leaf))
+      (
+          jnp.shape(leaf),
+          jnp.result_type(leaf),
+          axes_lib.varying_axes(leaf).difference(ignored),
+      )
       for leaf in leaves
   ]
-  return tracked, tuple(kinds)
+  return tracked, treedef, tuple(kinds)
 
 
 def _raise(problem):
