@@ -147,8 +147,9 @@ def _collectives(program):
           dataclasses.replace(c, times=length * c.times) for c in inner[0]
       ]
     elif step.name == 'while':
+      turns = {'conditional' if step.is_gate else 'in_while': True}
       found += [
-          dataclasses.replace(c, in_while=True) for c in itertools.chain(*inner)
+          dataclasses.replace(c, **turns) for c in itertools.chain(*inner)
       ]
     elif step.name in report_table.SENT and step.axes:
       found.append(_collective(step))

@@ -146,16 +146,23 @@ def drop_stale(
         inner_state=inner.init(params),
     )
 
-  def update_fn(
-      updates, state, params=None, *, local_step=None, weight=None, **extra_args
+  def step(
+      gate,
+      updates,
+      state,
+      params=None,
+      *,
+      local_step=None,
+      weight=None,
+      **extra_args,
   ):
     wrapper.check_update(updates, state, DropStaleState, axes, _CALLER)
-    step = arguments.as_local_step(local_step, _CALLER)
-    is_fresh = _is_fresh(step, state.global_step, staleness)
+    own_step = arguments.as_local_step(local_step, _CALLER)
+    is_fresh = _is_fresh(own_step, state.global_step, staleness)
     accept, num_stale = is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:
       accept, num_stale, weight = _decide(is_fresh, weight, axes)
-    applied, inner_state = gating.update_or_skip(
+    applied, inner_state = gate.update_or_skip(
         accept,
         inner,
         updates,
@@ -173,7 +180,7 @@ def drop_stale(
         inner_state=inner_state,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return gating.transformation(init_fn, step)
 
 
 def _decide(is_fresh, weight, axes):

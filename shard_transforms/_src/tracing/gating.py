@@ -1,9 +1,15 @@
-"""Running an inner transformation, or leaving everything as it is."""
+"""Running an inner transformation, or leaving everything as it is.
+
+A gate gives updates, which are zero where it skips, or applies them to the
+parameters itself, which then stay as they are. `Gate` is both: what is written
+once for a transformation serves its `update` and `update_and_apply`.
+"""
 
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,113 +21,257 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import weights
+from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import weight_flow
 
+_APPLYING = 'update_and_apply'
 
-def update_or_skip(
-    accept: jax.Array,
-    inner: optax.GradientTransformationExtraArgs,
+
+def transformation(
+    init: optax.TransformInitFn, step: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation whose `step` takes a `Gate` before all else."""
+
+  def update(updates, state, params=None, **extra_args):
+    return step(Gate(applies=False), updates, state, params, **extra_args)
+
+  update.__qualname__ = step.__qualname__
+  setattr(update, _APPLYING, functools.partial(step, Gate(applies=True)))
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def update_and_apply(
+    tx: optax.GradientTransformation,
     updates: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
-    *,
-    weight: jax.Array | None = None,
-    axes: Sequence[Hashable] = (),
-    extra_args: Mapping[str, Any],
-    may_be_local: bool = True,
-) -> tuple[optax.Updates, optax.OptState]:
-  """Returns `inner.update(...)` where `accept`, else zeros and the same state.
-
-  Args:
-    accept: Whether to run, bool [].
-    inner: The transformation.
-    updates: Those of this shard.
-    inner_state: Its state.
-    params: As for `inner.update`.
-    weight: How much this shard counts, handed to `inner`; or `None`.
-    axes: The axes over which what is summed must heed the weight.
-    extra_args: As for `inner.update`.
-    may_be_local: Whether updates of a shard may go through without the weight
-      where they are not summed.
-
-  Raises:
-    ValueError: As `run_or_skip`, or if `inner` does not heed the weight.
-  """
-
-  def run(inner_state, updates, weight):
-    given = weights.given(weight=weight)
-    return inner.update(updates, inner_state, params, **extra_args, **given)
-
-  def check(jaxpr):
-    if weight is not None and axes:
-      num_before = len(jax.tree.leaves(inner_state))
-      num_given = num_before + len(jax.tree.leaves(updates)) + 1
-      _check_heeded(jaxpr, num_given, num_before, axes, may_be_local)
-
-  return run_or_skip(accept, run, inner_state, updates, weight, check=check)
-
-
-def run_or_skip(
-    accept: jax.Array,
-    run: Callable[..., tuple[Any, Any]],
     state: optax.OptState,
-    *args: Any,
-    check: Callable[[jax.extend.core.Jaxpr], None] | None = None,
-) -> tuple[Any, Any]:
-  """Returns `run(state, *args)` where `accept`, else zero updates and `state`.
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+  """Returns the parameters and the state after a step, for less memory traffic.
 
-  `run` may hold collectives, so `accept` must be the same on all shards. It is
-  traced once; on a skip nothing of it is executed, and `state` keeps its bits.
+  It is `tx.update` and `optax.apply_updates` in one, for any Optax
+  transformation. Of `guard`, `drop_stale`, `tower_reduce` and these inside each
+  other, the step that is taken has the bits of one without them, and one that
+  is left out touches neither parameters nor the state of what is inside, where
+  `tx.update` writes zeros that are added then. Inside a transformation of Optax
+  such as `optax.chain` they give updates as always. Donate the parameters and
+  the state to `jax.jit`, so that they are written in place.
+
+  A parameter of -0.0 stays so in a step that is left out, where adding zeros
+  makes 0.0 of it. Steps of `tower_reduce` can be differentiated forward
+  (`jax.jvp`) and not backward (`jax.grad`): use `tx.update` for that.
 
   Args:
-    accept: Whether to run, bool [].
-    run: Gives updates and the next state.
-    state: Tree of arrays.
-    args: Trees of arrays that it takes as well.
-    check: Looks at what `run` does, and raises if it must not.
+    tx: The transformation.
+    updates: As for `tx.update`, such as gradients.
+    state: As for `tx.update`.
+    params: The parameters, in the shapes of the updates.
+    extra_args: As for `tx.update`; those that it does not take are left out.
 
   Returns:
-    The updates and the next state. A leaf is typed as varying over the axes
-    over which it varies after either.
+    The next parameters, in their dtypes, and the next state.
 
   Raises:
-    ValueError: If `accept` can differ between shards, or `run` changes the tree
-      or the dtypes of the state.
+    ValueError: If `params` is `None`; and what `tx.update` raises.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = shard_transforms.guard(optax.sgd(0.5))
+    >>> @jax.jit
+    ... def step(params, state, grads):
+    ...   return shard_transforms.update_and_apply(tx, grads, state, params)
+    >>> params = jnp.array([1.0, 2.0])
+    >>> state = tx.init(params)
+    >>> for grads in jnp.array([[2.0, 2.0], [jnp.nan, 2.0]]):
+    ...   params, state = step(params, state, grads)
+    ...   print(params, state.skipped_count)
+    [0. 1.] 0
+    [0. 1.] 1
   """
-  if axes_lib.varying_axes(accept):
+  if params is None:
     raise ValueError(
-        'Whether a transformation runs must be decided alike on all shards, but'
-        f' the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
+        '`params` of `update_and_apply` must be the parameters, got None.'
     )
-  # JAX keeps the program of what it has compiled: the branch traces it no more.
-  run = jax.jit(run)
-  traced = run.trace(state, *args)
-  jaxpr, out = traced.jaxpr, traced.out_info
-  _check_state(state, out[1], jaxpr.out_avals)
-  if check is not None:
-    check(jaxpr.jaxpr)
-  leaves = jax.tree.leaves(state)
-  # The branches of a `cond` must agree on types, and a skip has the types of
-  # what went in: what one of them has typed as varying, the other casts to.
-  zeros = jaxpr.out_avals[: len(jaxpr.out_avals) - len(leaves)]
-  if_run = [tuple(axes_lib.varying_axes(kind)) for kind in jaxpr.out_avals]
-  if_skipped = [()] * len(zeros)
-  if_skipped += [tuple(axes_lib.varying_axes(leaf)) for leaf in leaves]
-
-  def accepted(state):
-    outputs = jax.tree.leaves(run(state, *args))
-    return list(map(axes_lib.mark_varying, outputs, if_skipped))
-
-  def skipped(state):
-    zero = functools.cache(axes_lib.zeros)
-    outputs = [*map(zero, zeros), *jax.tree.leaves(state)]
-    return list(map(axes_lib.mark_varying, outputs, if_run))
-
-  outputs = lax.cond(accept, accepted, skipped, state)
-  return jax.tree.unflatten(jax.tree.structure(out), outputs)
+  applying = getattr(tx.update, _APPLYING, None)
+  if applying is not None:
+    return applying(updates, state, params, **extra_args)
+  tx = optax.with_extra_args_support(tx)
+  updates, state = tx.update(updates, state, params, **extra_args)
+  return optax.apply_updates(params, updates), state
 
 
-def _check_state(state, new_state, out_avals):
+@dataclasses.dataclass(frozen=True)
+class Gate:
+  """Runs or skips steps that give updates, or parameters with these applied.
+
+  Attributes:
+    applies: Whether a step gives the next parameters.
+  """
+
+  applies: bool
+
+  def update(
+      self,
+      inner: optax.GradientTransformationExtraArgs,
+      updates: optax.Updates,
+      inner_state: optax.OptState,
+      params: Any,
+      **extra_args: Any,
+  ) -> tuple[Any, optax.OptState]:
+    """Returns the updates, or the next parameters, and the next state."""
+    if not self.applies:
+      return inner.update(updates, inner_state, params, **extra_args)
+    return update_and_apply(inner, updates, inner_state, params, **extra_args)
+
+  def update_or_skip(
+      self,
+      accept: jax.Array,
+      inner: optax.GradientTransformationExtraArgs,
+      updates: optax.Updates,
+      inner_state: optax.OptState,
+      params: optax.Params | None,
+      *,
+      weight: jax.Array | None = None,
+      axes: Sequence[Hashable] = (),
+      extra_args: Mapping[str, Any],
+      may_be_local: bool = True,
+  ) -> tuple[Any, optax.OptState]:
+    """Returns what `update` does where `accept`, else what is as it was.
+
+    Args:
+      accept: Whether to run, bool [].
+      inner: The transformation.
+      updates: Those of this shard.
+      inner_state: Its state.
+      params: As for `inner.update`.
+      weight: How much this shard counts, handed to `inner`; or `None`.
+      axes: The axes over which what is summed must heed the weight.
+      extra_args: As for `inner.update`.
+      may_be_local: Whether updates of a shard may go through without the weight
+        where they are not summed.
+
+    Raises:
+      ValueError: As `run_or_skip`, or if `inner` does not heed the weight.
+    """
+
+    def run(state, params, updates, weight):
+      given = weights.given(weight=weight)
+      return self.update(inner, updates, state, params, **extra_args, **given)
+
+    def check(jaxpr):
+      if weight is not None and axes:
+        given = [weight_flow.UPDATES for _ in jax.tree.leaves(updates)]
+        given.append(weight_flow.WEIGHT)
+        num_after = len(jax.tree.leaves(inner_state))
+        _check_heeded(jaxpr, given, num_after, axes, may_be_local)
+
+    return self.run_or_skip(
+        accept, run, inner_state, params, updates, weight, check=check
+    )
+
+  def run_or_skip(
+      self,
+      accept: jax.Array,
+      run: Callable[..., tuple[Any, Any]],
+      state: optax.OptState,
+      params: optax.Params | None,
+      *args: Any,
+      check: Callable[[jax.extend.core.Jaxpr], None] | None = None,
+      seldom: bool = False,
+  ) -> tuple[Any, Any]:
+    """Returns `run(state, params, *args)` where `accept`, else what was before.
+
+    `run` may hold collectives, so `accept` must be the same on all shards. It
+    is traced once; on a skip nothing of it is executed, and `state` keeps its
+    bits, as do `params` where `run` gives parameters.
+
+    Args:
+      accept: Whether to run, bool [].
+      run: Gives updates, or the next parameters, and the next state.
+      state: Tree of arrays.
+      params: The parameters.
+      args: Trees of arrays that it takes as well.
+      check: Looks at what `run` does, and raises if it must not.
+      seldom: Whether most steps are skipped, so that these should cost least.
+
+    Returns:
+      The updates, zero on a skip, or the parameters; and the next state. A leaf
+      is typed as varying over the axes over which it varies after either.
+
+    Raises:
+      ValueError: If `accept` can differ between shards, or `run` changes the
+        tree or the dtypes of the state.
+    """
+    if axes_lib.varying_axes(accept):
+      raise ValueError(
+          'Whether a transformation runs must be decided alike on all shards,'
+          f' but the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
+      )
+    if not self.applies:
+      run, params = _with_params(run, params), None
+    # JAX keeps the program of what it compiles: it is not traced once more.
+    run = jax.jit(run)
+    traced = run.trace(state, params, *args)
+    kinds = traced.jaxpr.out_avals
+    _check_state(state, traced.out_info[1], kinds)
+    if check is not None:
+      check(traced.jaxpr.jaxpr)
+    before, treedef = jax.tree.flatten((params, state))
+    # There are updates to give, or none beside the parameters and the state.
+    zeros = kinds[: len(kinds) - len(before)]
+    if_run = list(map(_varying, kinds))
+    if_skipped = [()] * len(zeros) + list(map(_varying, before))
+
+    def accepted(before):
+      params, state = treedef.unflatten(before)
+      outputs = jax.tree.leaves(run(state, params, *args))
+      return list(map(axes_lib.mark_varying, outputs, if_skipped))
+
+    def skipped(before):
+      zero = functools.cache(axes_lib.zeros)
+      outputs = [*map(zero, zeros), *before]
+      return list(map(axes_lib.mark_varying, outputs, if_run))
+
+    if self.applies and seldom:
+      outputs = _loop(accept, accepted, skipped(before))
+    else:
+      # Branches must agree on types: what one of them has typed as varying, the
+      # other casts to.
+      outputs = lax.cond(accept, accepted, skipped, before)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), outputs)
+
+
+def _with_params(run, params):
+  """Returns `run` with parameters as they are, which need not be arrays."""
+  return lambda state, _, *args: run(state, params, *args)
+
+
+def _loop(accept, run, before):
+  """Returns the leaves that `run` makes of those before, or these.
+
+  A loop of one turn or none writes in place what a `lax.cond` copies. Where it
+  turns, it may take longer: JAX 0.12 runs such loops on one thread of a CPU.
+  """
+
+  def is_due(carry):
+    return carry[0]
+
+  def turn(carry):
+    is_due, leaves = carry
+    return jnp.zeros_like(is_due), run(leaves)
+
+  with jax.named_scope(jaxprs.GATE):
+    return lax.while_loop(is_due, turn, (accept, before))[1]
+
+
+def _varying(leaf):
+  return tuple(axes_lib.varying_axes(leaf))
+
+
+def _check_state(state, new_state, kinds):
   """Checks that a state keeps its tree, its shapes and its dtypes.
 
   Raises:
@@ -134,9 +284,10 @@ def _check_state(state, new_state, out_avals):
         f' {after} instead of {before}. Where a leaf has'
         ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
-  paths = jax.tree.leaves_with_path(state)
-  num_updates = len(out_avals) - len(paths)
-  for (path, leaf), after in zip(paths, out_avals[num_updates:], strict=True):
+  leaves = jax.tree.leaves_with_path(state)
+  for (path, leaf), after in zip(
+      leaves, kinds[len(kinds) - len(leaves) :], strict=True
+  ):
     before = jax.typeof(leaf)
     if (before.shape, before.dtype) != (after.shape, after.dtype):
       raise ValueError(
@@ -148,30 +299,26 @@ def _check_state(state, new_state, out_avals):
       )
 
 
-def _check_heeded(jaxpr, num_given, num_before, axes, may_be_local):
+def _check_heeded(jaxpr, given, num_after, axes, may_be_local):
   """Checks that shards count by their weights in what is run.
 
   Args:
-    jaxpr: Takes a state, updates and a weight, after what it closes over, and
-      gives updates and a state.
-    num_given: The leaves of all three.
-    num_before: The leaves of the state.
+    jaxpr: What is run.
+    given: What each of its last arguments is, as for `weight_flow`.
+    num_after: The number of its last results that are a state.
     axes: The axes of the shards.
-    may_be_local: As for `update_or_skip`.
+    may_be_local: As for `Gate.update_or_skip`.
 
   Raises:
     ValueError: If updates are reduced without the weight, or handed through
       where that is not allowed.
   """
-  num_updates = len(jaxpr.outvars) - num_before
-  # What `run` closes over comes first.
-  given = [0] * (len(jaxpr.invars) - num_given + num_before)
-  given += [weight_flow.UPDATES] * (num_given - num_before - 1)
-  given.append(weight_flow.WEIGHT)
+  given = [0] * (len(jaxpr.invars) - len(given)) + given
   sums, alone = weight_flow.sums_without(jaxpr, given, axes)
+  results = jaxpr.outvars[: len(jaxpr.outvars) - num_after]
   goes_through = any(
       is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-      for x, is_alone in zip(jaxpr.outvars, alone[:num_updates], strict=False)
+      for x, is_alone in zip(results, alone, strict=False)
   )
   if sums or (goes_through and not may_be_local):
     raise ValueError(

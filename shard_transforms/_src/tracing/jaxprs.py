@@ -19,6 +19,8 @@ import chex
 import jax
 import jax.extend
 
+# The scope of a loop that makes one turn or none.
+GATE = 'gate'
 _JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 
 
@@ -81,6 +83,11 @@ class Step:
   def positional_axes(self) -> tuple[int, ...]:
     """The axes of its input that it is over as well, as under `jax.vmap`."""
     return tuple(axis for axis in _axes(self.params) if isinstance(axis, int))
+
+  @property
+  def is_gate(self) -> bool:
+    """Whether it is a loop of one turn or none, as `GATE` says."""
+    return self.name == 'while' and self.scope.split('/')[-1] == GATE
 
   @property
   def label(self) -> str:
@@ -219,9 +226,7 @@ def _axes(params):
   return axes if isinstance(axes, tuple) else (axes,)
 
 
-def held(
-    params: Mapping[str, Any],
-) -> list[jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr]:
+def held(params: Mapping[str, Any]) -> list[Any]:
   """Returns the jaxprs in the parameters of an equation."""
   # Those of `jax.extend.core.jaxprs_in_params` come without their constants.
   found = []
@@ -255,10 +260,7 @@ def _cross(values, variables, specs, around):
   return tuple(made), steps
 
 
-def is_call(
-    eqn: jax.extend.core.JaxprEqn,
-    bodies: Sequence[jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr],
-) -> bool:
+def is_call(eqn: jax.extend.core.JaxprEqn, bodies: Sequence[Any]) -> bool:
   """Whether an equation runs the one program that it holds, once, as it is."""
   # A scan that neither scans nor stacks arrays looks like a call.
   if eqn.primitive.name == 'scan' or len(bodies) != 1:
@@ -268,8 +270,11 @@ def is_call(
     return False
   # So does a `lax.reduce` of one array: it takes the array and a number to
   # start from, and its body two elements. Shapes tell.
-  inside = [v.aval.shape for v in (*body.invars, *body.outvars)]
-  return inside == [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+  return _shapes(body) == _shapes(eqn)
+
+
+def _shapes(program):
+  return [v.aval.shape for v in (*program.invars, *program.outvars)]
 
 
 @functools.cache

@@ -194,7 +194,7 @@ def guard(
     rule.check_enough_shards()
     return _start(inner.init(params), most, limits.start(), rule.axes)
 
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+  def step(gate, updates, state, params=None, *, weight=None, **extra_args):
     wrapper.check_update(updates, state, GuardState, rule.axes, _CALLER)
     rule.check_enough_shards()
     limits.check_fits(state.norms)
@@ -207,7 +207,7 @@ def guard(
     if weight is not None:
       # Some of `inner` may come before its reduction, and keep moments.
       updates = bad_updates.zero_unless(diagnosis.is_healthy, updates)
-    applied, inner_state = gating.update_or_skip(
+    applied, inner_state = gate.update_or_skip(
         decision.accept,
         inner,
         updates,
@@ -219,7 +219,7 @@ def guard(
     )
     return applied, _count(state, decision, rule.axes, inner_state)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return gating.transformation(init_fn, step)
 
 
 def _start(inner_state, max_consecutive, norms, axes):

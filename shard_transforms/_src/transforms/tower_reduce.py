@@ -102,8 +102,15 @@ def tower_reduce(
     collected = params if num_towers > 1 else ()
     return tower_window.start(collected, inner.init(params), axes)
 
-  def update_fn(
-      updates, state, params=None, *, weight=None, local_step=None, **extra_args
+  def step(
+      gate,
+      updates,
+      state,
+      params=None,
+      *,
+      weight=None,
+      local_step=None,
+      **extra_args,
   ):
     wrapper.check_update(
         updates, state, tower_window.TowerReduceState, axes, _CALLER
@@ -112,18 +119,20 @@ def tower_reduce(
       weights.check_not_in_chain(weight, _CALLER)
     if num_towers == 1:
       extra_args |= weights.given(weight=weight, local_step=local_step)
-      return _apply_alone(inner, updates, state, params, extra_args)
+      return _apply_alone(gate, inner, updates, state, params, extra_args)
 
-    tower = _Tower(updates, params, weight, local_step, extra_args)
+    tower = _Tower(updates, weight, local_step, extra_args)
     window = tower_window.collect(state, updates, weight, local_step, axes)
     is_last = collectives.agreed(window.tower >= num_towers)
-    end = functools.partial(_end, inner, tower, num_towers, reduction, axes)
-    return gating.run_or_skip(is_last, end, window)
+    end = functools.partial(
+        _end, gate, inner, tower, num_towers, reduction, axes
+    )
+    return gate.run_or_skip(is_last, end, window, params, seldom=True)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return gating.transformation(init_fn, step)
 
 
-def _apply_alone(inner, updates, state, params, extra_args):
+def _apply_alone(gate, inner, updates, state, params, extra_args):
   """Applies a single tower, which does not forget those of a window.
 
   Raises:
@@ -134,8 +143,8 @@ def _apply_alone(inner, updates, state, params, extra_args):
         'State of `tower_reduce` must be made for as many towers, got that of a'
         ' window of several where `num_towers` is 1. Make it with `init`.'
     )
-  applied, inner_state = inner.update(
-      updates, state.inner_state, params, **extra_args
+  applied, inner_state = gate.update(
+      inner, updates, state.inner_state, params, **extra_args
   )
   return applied, state._replace(inner_state=inner_state)
 
@@ -144,13 +153,12 @@ class _Tower(NamedTuple):
   """What the last tower of a window brings."""
 
   updates: optax.Updates
-  params: optax.Params | None
   weight: chex.Numeric | None
   local_step: chex.Numeric | None
   extra_args: dict[str, Any]
 
 
-def _end(inner, last, num_towers, reduction, axes, window):
+def _end(gate, inner, last, num_towers, reduction, axes, window, params):
   """Applies what a full window holds, and empties it.
 
   With weights that are zero on all shards, the inner transformation stays.
@@ -161,22 +169,22 @@ def _end(inner, last, num_towers, reduction, axes, window):
       num_towers if last.weight is None else None,
       axes,
       last.updates,
-      last.params,
+      params,
   )
   extra_args = dict(last.extra_args)
   if last.local_step is not None:
     extra_args['local_step'] = oldest
   if last.weight is None:
-    applied, inner_state = inner.update(
-        reduced, window.inner_state, last.params, **extra_args
+    applied, inner_state = gate.update(
+        inner, reduced, window.inner_state, params, **extra_args
     )
   else:
-    applied, inner_state = gating.update_or_skip(
+    applied, inner_state = gate.update_or_skip(
         collectives.total(total_weight, axes) > 0,
         inner,
         reduced,
         window.inner_state,
-        last.params,
+        params,
         weight=weights.handed_on(total_weight, reduction),
         axes=axes,
         extra_args=extra_args,

@@ -1,0 +1,131 @@
+"""Times steps behind gates that accept, beside the same step without a gate.
+
+A step is `update` and `optax.apply_updates`, or `update_and_apply`, under
+`jax.jit` with donated parameters and state, on one device. "Collecting" is a
+call of `tower_reduce` that does not end a window; a window of four counts a
+quarter of its four calls. All programs run in turn in one process; beside each
+ratio of the medians stands an interval that holds 95 % of bootstrap resamples
+of the rounds, and the second row is the plain step once more.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import timing
+
+import shard_transforms
+
+_LEAVES = flags.DEFINE_integer(
+    'leaves', 4, 'Number of leaves of the parameters.', lower_bound=1
+)
+_ELEMENTS = flags.DEFINE_integer(
+    'elements', 2_000_000, 'Number of elements of a leaf.', lower_bound=1
+)
+_ROUNDS = flags.DEFINE_integer(
+    'rounds', 15, 'Timed runs of four steps of each program.', lower_bound=2
+)
+
+STEPS = 4
+OPTIMIZERS = {
+    'momentum': lambda: optax.sgd(0.1, momentum=0.9),
+    'adam': lambda: optax.adam(1e-3),
+}
+HEADER = (
+    f'{"optimizer":10}{"step":18}{"milliseconds":>13}'
+    f'{"update":^21}{"update_and_apply":^21}'
+)
+
+
+def gates(
+    inner: optax.GradientTransformation,
+) -> dict[str, optax.GradientTransformation]:
+  """Returns `inner` alone, twice, and behind each gate."""
+  return {
+      'plain': inner,
+      'plain, A/A': inner,
+      'drop_stale': shard_transforms.drop_stale(2**30, inner),
+      'guard': shard_transforms.guard(inner),
+      'collecting': shard_transforms.tower_reduce(2**30, inner),
+      'window of four': shard_transforms.tower_reduce(4, inner),
+  }
+
+
+def apart(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any,
+    **extra_args: Any,
+) -> tuple[Any, Any]:
+  """Is `update_and_apply` by hand."""
+  tx = optax.with_extra_args_support(tx)
+  updates, state = tx.update(updates, state, params, **extra_args)
+  return optax.apply_updates(params, updates), state
+
+
+def steps(
+    advance: Callable[..., Any], tx: optax.GradientTransformation
+) -> Callable[[], Any]:
+  """Returns a call of four steps, each from where the last one ended."""
+
+  def step(params, state, grads):
+    return advance(tx, grads, state, params, local_step=0)
+
+  step = jax.jit(step, donate_argnums=(0, 1))
+  params, grads = make_params(0), make_params(1)
+  ends = [(params, tx.init(params))]
+
+  def run():
+    for _ in range(STEPS):
+      ends.append(step(*ends.pop(), grads))
+    return ends[0]
+
+  return run
+
+
+def make_params(seed: int) -> list[jax.Array]:
+  """Returns the leaves of parameters, or of their gradients."""
+  rng = np.random.default_rng(seed)
+  return [
+      jnp.asarray(rng.normal(size=_ELEMENTS.value), jnp.float32)
+      for _ in range(_LEAVES.value)
+  ]
+
+
+def rows(name: str) -> list[str]:
+  """Measures the steps of an optimizer and returns their lines of the table."""
+  txs = gates(OPTIMIZERS[name]())
+  ways = [apart, shard_transforms.update_and_apply]
+  calls = [steps(way, tx) for tx in txs.values() for way in ways]
+  timing.seconds_in_turn(calls, 1)
+  seconds = timing.seconds_in_turn(calls, _ROUNDS.value)
+  plain = seconds[0]
+  return [
+      f'{name:10}{row:18}{1e3 * np.median(of_update) / STEPS:13.1f}'
+      f'{timing.ratio(of_update, plain):^21}{timing.ratio(of_both, plain):^21}'
+      for row, of_update, of_both in zip(
+          txs, seconds[::2], seconds[1::2], strict=True
+      )
+  ]
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints the table."""
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  jax.config.update('jax_platforms', 'cpu')
+  setting = timing.setting(f'{_LEAVES.value} x {_ELEMENTS.value:,} float32')
+  print(f'{setting}\nTimes of a step; without a gate = 1.\n\n{HEADER}')
+  for name in OPTIMIZERS:
+    print('\n'.join(rows(name)), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)
