@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 from unittest import mock
@@ -31,6 +32,25 @@ for host, is_free in (('127.0.0.1', False), ('127.0.0.2', True)):
       assert is_free, host
     except OSError:
       assert not is_free, host
+"""
+# Whether what is freed is used once more: it lies where it lay, untouched.
+MEMORY = """
+import ctypes
+from unittest import mock
+import jax
+import shard_transforms
+with mock.patch.object(jax.distributed, 'initialize'):
+  shard_transforms.launch.join_processes({})
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.malloc.argtypes = [ctypes.c_size_t]
+size = 48 * 2**20
+block = libc.malloc(size)
+ctypes.memset(block, 7, size)
+libc.free(block)
+again = libc.malloc(size)
+middle = ctypes.string_at(again + size // 2, 1)
+print(middle == bytes([7]))
 """
 FAILURE = """
 import time
@@ -81,6 +101,27 @@ class JoiningTest(parameterized.TestCase):
         timeout=60,
         check=False,
     )
+
+  @pytest.mark.skipif(
+      platform.libc_ver()[0] != 'glibc', reason='It is for glibc alone.'
+  )
+  @cases.parameters(
+      ('', {}, True),
+      ('keep_memory=False', {}, False),
+      ('', {'MALLOC_MMAP_THRESHOLD_': '4096'}, False),
+  )
+  def test_keeps_memory_unless_told_otherwise(self, argument, env, kept):
+    done = subprocess.run(
+        [sys.executable, '-c', MEMORY.format(argument)],
+        env=environment('127.0.0.1:80', '1', '0') | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    self.assertEqual(done.returncode, 0, done.stderr)
+    self.assertEqual(done.stdout, f'{kept}\n')
 
   @cases.parameters((), ('', '', ''))
   def test_does_nothing_where_no_coordinator_is_named(self, *values):

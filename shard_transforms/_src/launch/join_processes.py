@@ -9,6 +9,7 @@ import sys
 import jax
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.launch import allocator
 
 # JAX reads the first by itself; the others are named after its arguments.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
@@ -21,6 +22,7 @@ def join_processes(
     initialization_timeout: int = 60,
     heartbeat_timeout: int = 10,
     shutdown_timeout: int = 30,
+    keep_memory: bool = True,
 ) -> int:
   """Joins the processes that the environment names, if it names any.
 
@@ -48,6 +50,11 @@ def join_processes(
       counts as dead.
     shutdown_timeout: Seconds that processes may end apart from each other. The
       others wait that long for what one that exits early would have sent.
+    keep_memory: Whether glibc is told to keep the memory that a step frees, by
+      `mallopt` for the whole process, which otherwise maps it afresh in each
+      step: that can take longer than sending the gradients. What the
+      environment sets (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`) goes
+      before; other C libraries are left alone.
 
   Returns:
     The number of processes; 1 for a program that runs alone.
@@ -82,6 +89,8 @@ def join_processes(
   address = os.environ[ADDRESS]
   num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
   process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
+  if keep_memory:
+    allocator.keep_memory()
   jax.distributed.initialize(
       address,
       num_processes,

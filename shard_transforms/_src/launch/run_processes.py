@@ -14,13 +14,8 @@ import threading
 import time
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.launch import allocator
 from shard_transforms._src.launch import join_processes
-
-# In bytes, and more than a step takes.
-_KEEP_MEMORY = {
-    'MALLOC_MMAP_THRESHOLD_': str(2**30),
-    'MALLOC_TRIM_THRESHOLD_': str(2**34),
-}
 
 # Seconds. Survivors that can see a death report it within a part of one. Those
 # that are blocked in a collective, where JAX keeps SIGTERM to itself, would
@@ -140,7 +135,7 @@ def _start(num_processes, command, children, ends):
   address = f'127.0.0.1:{_free_port()}'
   for process_id in range(num_processes):
     env = {
-        **_KEEP_MEMORY,
+        **allocator.ENVIRONMENT,
         **os.environ,
         join_processes.ADDRESS: address,
         join_processes.NUM_PROCESSES: str(num_processes),
