@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 from unittest import mock
@@ -13,6 +12,7 @@ import pytest
 
 import cases
 import shard_transforms
+from shard_transforms._src.launch import allocator
 
 NAMES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
@@ -32,25 +32,6 @@ for host, is_free in (('127.0.0.1', False), ('127.0.0.2', True)):
       assert is_free, host
     except OSError:
       assert not is_free, host
-"""
-# Whether what is freed is used once more: it lies where it lay, untouched.
-MEMORY = """
-import ctypes
-from unittest import mock
-import jax
-import shard_transforms
-with mock.patch.object(jax.distributed, 'initialize'):
-  shard_transforms.launch.join_processes({})
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-libc.malloc.argtypes = [ctypes.c_size_t]
-size = 48 * 2**20
-block = libc.malloc(size)
-ctypes.memset(block, 7, size)
-libc.free(block)
-again = libc.malloc(size)
-middle = ctypes.string_at(again + size // 2, 1)
-print(middle == bytes([7]))
 """
 FAILURE = """
 import time
@@ -72,14 +53,14 @@ def environment(address=None, num_processes=None, process_id=None):
 
 class JoiningTest(parameterized.TestCase):
 
-  def join(self, *values, **timeouts):
+  def join(self, *values, **kwargs):
     """Joins with `jax.distributed.initialize` replaced, which it returns."""
     with (
         mock.patch.dict(os.environ, environment(*values), clear=True),
         mock.patch.object(jax.distributed, 'initialize') as initialize,
         mock.patch('atexit.register') as register,
     ):
-      num_processes = shard_transforms.launch.join_processes(**timeouts)
+      num_processes = shard_transforms.launch.join_processes(**kwargs)
     self.assertEqual(register.called, initialize.called)
     return num_processes, initialize
 
@@ -102,26 +83,14 @@ class JoiningTest(parameterized.TestCase):
         check=False,
     )
 
-  @pytest.mark.skipif(
-      platform.libc_ver()[0] != 'glibc', reason='It is for glibc alone.'
-  )
-  @cases.parameters(
-      ('', {}, True),
-      ('keep_memory=False', {}, False),
-      ('', {'MALLOC_MMAP_THRESHOLD_': '4096'}, False),
-  )
-  def test_keeps_memory_unless_told_otherwise(self, argument, env, kept):
-    done = subprocess.run(
-        [sys.executable, '-c', MEMORY.format(argument)],
-        env=environment('127.0.0.1:80', '1', '0') | env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+  @cases.parameters(True, False)
+  def test_keeps_memory_if_it_joins(self, keep_memory):
+    with mock.patch.object(allocator, 'keep_memory') as keep:
+      self.join(keep_memory=keep_memory)
+      keep.assert_not_called()
+      self.join('127.0.0.1:80', '1', '0', keep_memory=keep_memory)
 
-    self.assertEqual(done.returncode, 0, done.stderr)
-    self.assertEqual(done.stdout, f'{kept}\n')
+    self.assertEqual(keep.called, keep_memory)
 
   @cases.parameters((), ('', '', ''))
   def test_does_nothing_where_no_coordinator_is_named(self, *values):
