@@ -30,6 +30,22 @@ class DiagnosisTest(parameterized.TestCase):
     self.assertEqual(diagnosis.is_healthy, expected)
     self.assertEmpty(diagnosis.deviations)
 
+  @cases.parameters(
+      ('nan', np.nan, False),
+      ('infinity', np.inf, False),
+      ('minus infinity', -np.inf, False),
+      # The sum of these is infinite.
+      ('largest', np.finfo(np.float32).max, True),
+  )
+  def test_finds_one_among_many(self, _, element, expected):
+    updates = jnp.full(70_000, np.finfo(np.float32).max)
+
+    is_healthy = jax.jit(
+        lambda x: bad_updates.diagnose(x, (), NO_LIMITS, (), None).is_healthy
+    )(updates.at[65_537].set(element))
+
+    self.assertEqual(is_healthy, expected)
+
   def test_puts_zeros_in_place_of_what_is_bad(self):
     updates = {
         'a': jnp.array([1.0, jnp.nan]),
