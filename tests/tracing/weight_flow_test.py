@@ -28,6 +28,11 @@ def in_loop(fn):
   return lambda u, w: lax.fori_loop(0, 2, lambda _, u: fn(u, w), u)
 
 
+@jax.jit
+def total(x):
+  return lax.psum(x, AXIS)
+
+
 class WeightFlowTest(parameterized.TestCase):
 
   @cases.parameters(
@@ -37,6 +42,7 @@ class WeightFlowTest(parameterized.TestCase):
       (in_branch(by_weight), False, False),
       (in_branch(by_hand), True, False),
       (lambda u, w: by_weight(u, w) + by_hand(u, w), True, False),
+      (lambda u, w: total(u * w) + total(u), True, False),
       (lambda u, w: u, False, True),
       (lambda u, w: u * w, False, False),
       (lambda u, w: jnp.zeros_like(u), False, False),
