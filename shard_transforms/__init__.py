@@ -11,7 +11,7 @@ from shard_transforms._src.staleness.drop_stale import drop_stale
 from shard_transforms._src.state.placement import init_state
 from shard_transforms._src.state.placement import state_specs
 from shard_transforms._src.state.resizing import resize_state
-from shard_transforms._src.tracing.gating import update_and_apply
+from shard_transforms._src.tracing.application import update_and_apply
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
