@@ -35,8 +35,8 @@ def wire_report(
 
   What is in a `lax.scan` counts for each turn. Of the branches of a `lax.cond`
   the one that sends most counts, as `conditional`, as does the end of a window
-  in `update_and_apply`; of any other `lax.while_loop` one turn, as `in_while`. Any
-  other primitive that holds programs is taken to run
+  in `update_and_apply`; of any other `lax.while_loop` one turn, as `in_while`.
+  Any other primitive that holds programs is taken to run
   each of them once. What the compiler adds to the program, as it does for
   sharded arrays under plain `jax.jit`, merges or removes is not known here.
 
