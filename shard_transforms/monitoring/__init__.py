@@ -1,6 +1,7 @@
 """What a training step sends, and whether its shards are still sound."""
 
 from shard_transforms._src.monitoring.assert_reduced import assert_reduced
+from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
 from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
@@ -15,6 +16,7 @@ __all__ = (
     'WireReport',
     'assert_reduced',
     'check_health',
+    'digest',
     'shard_divergence',
     'track_divergence',
     'wire_report',

@@ -1,0 +1,111 @@
+"""Checkpoints of an asynchronous run, by orbax."""
+
+from collections.abc import Iterator
+import pathlib
+from typing import Any, NamedTuple
+import warnings
+
+import orbax.checkpoint as ocp
+
+from shard_transforms._src.monitoring import digests
+
+_FOLDER = 'checkpoints'
+
+
+class Checkpoint(NamedTuple):
+  """Where a run goes on.
+
+  Attributes:
+    params: The parameters, in NumPy arrays.
+    state: The state of `drop_stale`, in NumPy arrays.
+    num_records: How many records the journal had.
+    next_batch: The first batch that had not been handed out.
+    ready: The batches before it that were to be done again.
+  """
+
+  params: Any
+  state: Any
+  num_records: int
+  next_batch: int
+  ready: list[int]
+
+
+class Checkpoints:
+  """The last two checkpoints of a run, written while it goes on."""
+
+  def __init__(self, folder: pathlib.Path):
+    self._manager = ocp.CheckpointManager(
+        (folder / _FOLDER).absolute(),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=2,
+            create=True,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+        ),
+    )
+
+  def save(self, global_step: int, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint once the one before has been written.
+
+    Raises:
+      OSError: If that one could not be written; other errors of orbax as well.
+    """
+    self._manager.wait_until_finished()
+    trees = {'params': checkpoint.params, 'state': checkpoint.state}
+    about = {
+        'num_records': checkpoint.num_records,
+        'next_batch': checkpoint.next_batch,
+        'ready': checkpoint.ready,
+        'digest': digests.digest(trees),
+    }
+    self._manager.save(
+        global_step,
+        args=ocp.args.Composite(
+            trees=ocp.args.StandardSave(trees),
+            about=ocp.args.JsonSave(about),
+        ),
+        force=True,
+    )
+
+  def restore(self, params: Any, state: Any) -> Iterator[Checkpoint]:
+    """Yields the checkpoints that are whole, the latest first.
+
+    Args:
+      params: Parameters of the same tree, shapes and dtypes.
+      state: Such a state.
+    """
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        yield self._read(step, {'params': params, 'state': state})
+      except Exception as error:  # Whatever orbax finds.
+        line = f'{type(error).__name__}: {error}'.splitlines()[0]
+        warnings.warn(
+            f'Checkpoint {step} of {self._manager.directory} cannot be used,'
+            f' and the run goes on from before it: {line}',
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self._manager.delete(step)
+
+  def close(self) -> None:
+    """Waits until the last checkpoint has been written.
+
+    Raises:
+      OSError: If it could not be written; other errors of orbax as well.
+    """
+    self._manager.wait_until_finished()
+    self._manager.close()
+
+  def _read(self, step, like):
+    """Returns a checkpoint, if its bits are those that were written."""
+    found = self._manager.restore(
+        step,
+        args=ocp.args.Composite(
+            trees=ocp.args.StandardRestore(like),
+            about=ocp.args.JsonRestore(),
+        ),
+    )
+    about = dict(found['about'])
+    if digests.digest(found['trees']) != about.pop('digest'):
+      raise ValueError('its bits have changed since they were written.')
+    return Checkpoint(**found['trees'], **about)

@@ -1,0 +1,247 @@
+"""The journal of a run: what became of each gradient, in order."""
+
+from collections.abc import Mapping
+import enum
+import fcntl
+import json
+import os
+import pathlib
+from typing import Any, Self
+import zlib
+
+import numpy as np
+
+_FILE = 'journal.bin'
+_MAGIC = b'shard_transforms journal 1\n'
+
+
+class Fate(enum.IntEnum):
+  """What became of a gradient."""
+
+  ACCEPTED = 0
+  DROPPED = 1  # Too old.
+  LATE = 2  # Another worker got the batch.
+  LOST = 3  # Its worker was no more.
+  FAILED = 4  # A function of the task raised an error.
+
+
+RECORD = np.dtype(
+    [
+        ('sequence', '<i8'),
+        ('batch', '<i8'),
+        ('local_step', '<i4'),
+        ('global_step', '<i4'),
+        ('worker', '<i4'),
+        ('attempt', '<i4'),
+        ('fate', '<i4'),
+        ('weight', '<f4'),
+        ('seconds', '<f4'),
+        ('checksum', '<u4'),
+        ('crc', '<u4'),
+    ]
+)
+_SIGNED = RECORD.itemsize - RECORD['crc'].itemsize
+
+
+def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
+  """Returns the journal of an asynchronous run.
+
+  It may be read while the run goes on. What is written of a record whose end
+  is missing, as after a crash, is left out.
+
+  Args:
+    folder: The folder of the run.
+
+  Returns:
+    A structured array [number of gradients], in the order in which they came
+    back, with the fields `sequence` (0, 1, 2, ...), `batch`, `local_step` and
+    `global_step` (the age is their difference), `worker`, `attempt`, `fate` (0
+    accepted, 1 dropped as too old, 2 late, 3 lost with its worker, 4 failed),
+    `weight`, `seconds` since the program was started, `checksum` of the
+    gradient, and `crc` of the record.
+
+  Raises:
+    FileNotFoundError: If there is no journal.
+    ValueError: If it is damaged.
+
+  Examples:
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(3),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   _ = asynchronous.train(
+    ...       task, optax.sgd(0.1), num_updates=5, num_workers=3, staleness=1,
+    ...       cluster=None, folder=folder)
+    ...   journal = asynchronous.read_journal(folder)
+    >>> print(journal['global_step'] - journal['local_step'])
+    [0 1 1 1 1]
+  """
+  return _parse(_path(folder))[1]
+
+
+def read_header(folder: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns what the journal says of its run.
+
+  Raises:
+    FileNotFoundError: If there is no journal.
+    ValueError: If it is damaged.
+  """
+  return _parse(_path(folder))[0]
+
+
+class Journal:
+  """The journal of a run that goes on; no other run may write it meanwhile.
+
+  What is written is the operating system's when `write` returns: it outlives
+  the process, and with `sync` the machine.
+  """
+
+  def __init__(self, folder: pathlib.Path, header: Mapping[str, Any]):
+    """Opens the journal of a folder, or begins one.
+
+    Args:
+      folder: The folder of the run.
+      header: What must be the same whenever the run goes on.
+
+    Raises:
+      OSError: If it cannot be written.
+      ValueError: If it is damaged, of another run, or in use.
+    """
+    path = _path(folder)
+    self._file = open(path, 'a+b', buffering=0)  # noqa: SIM115
+    try:
+      _lock(self._file, path)
+      if self._file.seek(0, os.SEEK_END) <= len(_MAGIC):
+        # A journal that was never begun to its end has no records.
+        self._file.truncate(0)
+        _write_all(self._file, _header_bytes(header))
+      found, self.records, size = _parse(path)
+      check_header(found, header, folder)
+      self._file.truncate(size)
+    except BaseException:
+      self.close()
+      raise
+    self._size = size
+    self._next = len(self.records)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+  @property
+  def num_records(self) -> int:
+    """The number of records, those from before included."""
+    return self._next
+
+  def write(self, **fields: Any) -> None:
+    """Adds a record.
+
+    Raises:
+      OSError: If it cannot be written; nothing is left of it then.
+    """
+    record = np.zeros((), RECORD)
+    record['sequence'] = self._next
+    for name, value in fields.items():
+      record[name] = value
+    record['crc'] = zlib.crc32(record.tobytes()[:_SIGNED])
+    try:
+      _write_all(self._file, record.tobytes())
+    except OSError:
+      self._file.truncate(self._size)
+      raise
+    self._size += RECORD.itemsize
+    self._next += 1
+
+  def sync(self) -> None:
+    """Waits until the disk has what was written."""
+    os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    """Lets others write the journal."""
+    self._file.close()
+
+
+def check_header(
+    found: Mapping[str, Any],
+    header: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+) -> None:
+  """Checks that a journal is of the same run.
+
+  Raises:
+    ValueError: If it is not.
+  """
+  for name, value in header.items():
+    if found.get(name) != value:
+      raise ValueError(
+          f'`folder` must be of the same {name}, got {os.fspath(folder)!r} of'
+          f' {found.get(name)!r} instead of {value!r}. Name another folder, or'
+          ' use what the run was begun with.'
+      )
+
+
+def _path(folder):
+  return pathlib.Path(folder) / _FILE
+
+
+def _lock(file, path):
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    raise ValueError(
+        f'`folder` must not be in use, got {str(path.parent)!r}, which another'
+        ' run writes to.'
+    ) from error
+
+
+def _header_bytes(header):
+  line = json.dumps(header, sort_keys=True).encode()
+  return _MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode()
+
+
+def _write_all(file, data):
+  """Writes all bytes, where a disk that runs full takes a part of them."""
+  while data:
+    data = data[file.write(data) :]
+
+
+def _parse(path):
+  """Returns the header, the records, and where the last whole one ends.
+
+  Raises:
+    FileNotFoundError: If there is no journal.
+    ValueError: If it is damaged before its end.
+  """
+  data = path.read_bytes()
+  lines = data.split(b'\n', 3)
+  if len(lines) < 4 or not data.startswith(_MAGIC):
+    raise ValueError(
+        f'`folder` must hold the journal of a run, got {str(path)!r}, which is'
+        ' none, or has lost its beginning.'
+    )
+  if lines[2] != str(zlib.crc32(lines[1])).encode():
+    raise ValueError(f'{str(path)!r} is damaged in its header.')
+  start = len(data) - len(lines[3])
+  size = len(lines[3]) // RECORD.itemsize * RECORD.itemsize
+  records = np.frombuffer(lines[3][:size], RECORD)
+  bad = [
+      i
+      for i, record in enumerate(records)
+      if record['sequence'] != i
+      or record['crc'] != zlib.crc32(record.tobytes()[:_SIGNED])
+  ]
+  if bad:
+    raise ValueError(
+        f'{str(path)!r} is damaged at record {bad[0]} of {len(records)}: its'
+        f' bits have changed since they were written. Cut it there, to'
+        f' {start + bad[0] * RECORD.itemsize} bytes, to go on from the record'
+        ' before, if no checkpoint is later.'
+    )
+  return json.loads(lines[1]), records, start + size

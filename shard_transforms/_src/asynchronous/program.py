@@ -1,0 +1,231 @@
+"""Runs a job in a child process that starts or joins Ray, and ends with it.
+
+So this process imports no Ray, and nothing of a run outlives it: the child ends
+when the connection to it does.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import contextlib
+import multiprocessing
+from multiprocessing import connection
+import os
+import pathlib
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+
+from shard_transforms._src.asynchronous import report
+
+_CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
+# Seconds: to start or join Ray, and to end it.
+_START_TIMEOUT = 60
+_END_TIMEOUT = 10
+# Ray puts sockets there, whose paths must be shorter than 108 bytes.
+_LONGEST_FOLDER = 40
+
+# Settings of JAX that decide what is computed.
+_CONFIG = (
+    'jax_compilation_cache_dir',
+    'jax_default_matmul_precision',
+    'jax_default_prng_impl',
+    'jax_enable_x64',
+    'jax_numpy_dtype_promotion',
+    'jax_numpy_rank_promotion',
+    'jax_platforms',
+    'jax_threefry_partitionable',
+)
+
+# What a child may raise; all else is a `RuntimeError`.
+_ERRORS = {
+    error.__name__: error
+    for error in (
+        ConnectionError,
+        FileNotFoundError,
+        OSError,
+        TypeError,
+        ValueError,
+    )
+}
+
+
+class Job(NamedTuple):
+  """What the child does.
+
+  Attributes:
+    make: Makes what drives the workers, such as a `Holder`, in the process that
+      holds the parameters.
+    task: What the workers compute.
+    num_workers: The number of workers.
+    cluster: As for `train`.
+    resources: As for `train`.
+    is_resumable: Whether another may go on where the driver is killed.
+  """
+
+  make: Callable[[], Any]
+  task: Any
+  num_workers: int
+  cluster: str
+  resources: Mapping[str, Any] | None
+  is_resumable: bool
+
+
+class Settings(NamedTuple):
+  """What the child is told: it need not know the task.
+
+  Attributes:
+    make: The `make` of the job, pickled.
+    task: Its task, pickled.
+    num_workers: As in the job.
+    cluster: As in the job.
+    resources: As in the job.
+    is_resumable: As in the job.
+    config: Settings of JAX.
+    folder: The folder for what is temporary, to be deleted.
+  """
+
+  make: bytes
+  task: bytes
+  num_workers: int
+  cluster: str
+  resources: dict[str, Any]
+  is_resumable: bool
+  config: dict[str, Any]
+  folder: str
+
+
+def run(
+    job: Job, on_progress: Callable[[report.Report], Any] | None
+) -> report.Result:
+  """Returns what a job ends with.
+
+  Raises:
+    ConnectionError: If the cluster cannot be reached.
+    Exception: What the job raises.
+  """
+  with _folder() as folder, _child(job, folder) as child:
+    child.send_bytes(pickle.dumps(_settings(job, folder)))
+    if not child.poll(_START_TIMEOUT):
+      raise ConnectionError(
+          f'`cluster` must be reached within {_START_TIMEOUT} s, got'
+          f' {job.cluster!r}, which was not.'
+      )
+    while True:
+      kind, value = _receive(child)
+      if kind == 'error':
+        name, message = value
+        raise _ERRORS.get(name, RuntimeError)(message)
+      if kind == 'result':
+        if on_progress is not None:
+          on_progress(value.report)
+        return value
+      if kind == 'progress' and on_progress is not None:
+        on_progress(value)
+
+
+def _receive(child):
+  """Returns the next message of the child.
+
+  Raises:
+    RuntimeError: If there is none.
+  """
+  try:
+    # From a process of our own, over a pair of sockets that none else has.
+    return pickle.loads(child.recv_bytes())
+  except (EOFError, ConnectionResetError) as error:
+    raise RuntimeError(
+        'The process that runs Ray has died. What it wrote to the standard'
+        ' error says why. With a `folder`, the same call goes on.'
+    ) from error
+
+
+def _settings(job, folder):
+  """Returns what the child is told.
+
+  Raises:
+    TypeError: If the task or the optimizer cannot be sent to another process.
+  """
+  # A part of the extra `ray`, as Ray is.
+  import cloudpickle
+
+  try:
+    make, task = cloudpickle.dumps(job.make), cloudpickle.dumps(job.task)
+  except Exception as error:  # Whatever an object raises that is pickled.
+    raise TypeError(
+        '`task` and `tx` must be such that they can be sent to other processes,'
+        f' got {type(error).__name__}: {error}'
+    ) from error
+  return Settings(
+      make,
+      task,
+      job.num_workers,
+      job.cluster,
+      dict(job.resources or {'num_cpus': 1}),
+      job.is_resumable,
+      {name: getattr(jax.config, name) for name in _CONFIG},
+      folder,
+  )
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+  """Yields a folder for what is temporary, with a short name."""
+  parent = tempfile.gettempdir()
+  if len(parent) > _LONGEST_FOLDER:
+    parent = '/tmp'
+  with tempfile.TemporaryDirectory(
+      prefix='st', dir=parent, ignore_cleanup_errors=True
+  ) as folder:
+    yield folder
+
+
+@contextlib.contextmanager
+def _child(job: Job, folder: str) -> Iterator[connection.Connection]:
+  """Yields a connection to a child, and ends all of its processes after it."""
+  ours, theirs = multiprocessing.Pipe()
+  with ours:
+    with theirs:
+      process = subprocess.Popen(
+          [sys.executable, '-m', _CHILD, str(theirs.fileno())],
+          stdin=subprocess.DEVNULL,
+          stdout=sys.__stderr__,
+          pass_fds=[theirs.fileno()],
+          env=_environment(job.cluster),
+          # Ctrl-C is ours; and what it starts can be ended together.
+          start_new_session=True,
+      )
+    try:
+      yield ours
+    finally:
+      ours.close()
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_TIMEOUT)
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+
+
+def _environment(cluster):
+  """Returns the environment of the child."""
+  paths = [str(pathlib.Path(path).absolute()) for path in sys.path]
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
+  environment.setdefault('RAY_USAGE_STATS_ENABLED', '0')
+  if cluster == 'local':
+    environment.update(
+        {
+            # Everything listens on loopback alone.
+            'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '0',
+            # Without one, Ray writes a token to the home folder.
+            'RAY_AUTH_TOKEN': secrets.token_hex(32),
+            # Gradients and parameters are freed at once, not by the hundred.
+            'RAY_free_objects_batch_size': '1',
+        }
+    )
+  return environment

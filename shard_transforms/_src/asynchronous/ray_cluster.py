@@ -1,0 +1,144 @@
+"""The child process that starts or joins Ray, and sees that a job is done.
+
+It starts no JAX backend, and ends when the process that has started it does.
+"""
+
+from collections.abc import Iterator
+import contextlib
+from multiprocessing import connection
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+from ray import exceptions
+from ray.util import scheduling_strategies
+
+from shard_transforms._src.asynchronous import program
+from shard_transforms._src.asynchronous import ray_workers
+
+# How often the driver may die without an update in between.
+_MAX_DEATHS = 3
+# Seconds: in which it must be back, and until one asks again.
+_RESTART_TIMEOUT = 60.0
+_BETWEEN_CALLS = 0.1
+
+
+def main() -> None:
+  """Does the job that comes over the connection which is the argument."""
+  with connection.Connection(int(sys.argv[1])) as parent:
+    # From the process that has started this one, over a pair of sockets.
+    settings = pickle.loads(parent.recv_bytes())
+    threading.Thread(
+        target=_end_with, args=(parent, settings.folder), daemon=True
+    ).start()
+    try:
+      with _ray(settings):
+        parent.send_bytes(pickle.dumps(('connected', None)))
+        for message in _run(settings):
+          parent.send_bytes(pickle.dumps(message, protocol=5))
+    except ConnectionError as error:
+      message = 'error', ('ConnectionError', str(error))
+      parent.send_bytes(pickle.dumps(message))
+
+
+def _run(settings: program.Settings) -> Iterator[Any]:
+  """Yields the messages of the driver, which is started again if it dies."""
+  computers = [
+      ray_workers.Computer.options(
+          **{'max_restarts': -1, **settings.resources}
+      ).remote(settings.task, settings.config)
+      for _ in range(settings.num_workers)
+  ]
+  # The folder of the run is on this host.
+  node = ray.get_runtime_context().get_node_id()
+  driver = ray_workers.Driver.options(
+      num_cpus=0,
+      max_restarts=-1,
+      scheduling_strategy=(
+          scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+      ),
+  ).remote(settings.make, settings.config)
+  step = deaths = 0
+  while True:
+    try:
+      for ref in driver.run.options(num_returns='streaming').remote(computers):
+        kind, value = message = ray.get(ref)
+        yield message
+        if kind in ('result', 'error'):
+          return
+        if kind == 'progress' and value.global_step > step:
+          step, deaths = value.global_step, 0
+    except exceptions.RayError as error:
+      deaths += 1
+      if not settings.is_resumable or deaths > _MAX_DEATHS:
+        yield 'error', ('RuntimeError', _died(error, deaths))
+        return
+      _wait_until_back(driver)
+
+
+def _wait_until_back(actor):
+  """Waits until Ray has started an actor again, for a while."""
+  end = time.monotonic() + _RESTART_TIMEOUT
+  while time.monotonic() < end:
+    with contextlib.suppress(exceptions.RayError):
+      ray.get(actor.__ray_ready__.remote(), timeout=_RESTART_TIMEOUT)
+      return
+    time.sleep(_BETWEEN_CALLS)
+
+
+def _died(error, deaths):
+  line = str(error).splitlines()[0]
+  return (
+      'The process that holds the parameters must live, or have a `folder` to'
+      f' go on from, got one that has died {deaths} times without an update in'
+      f' between: {line}'
+  )
+
+
+@contextlib.contextmanager
+def _ray(settings: program.Settings) -> Iterator[None]:
+  """Starts or joins Ray.
+
+  Raises:
+    ConnectionError: If the cluster cannot be reached.
+  """
+  if settings.cluster == 'local':
+    # Workers may wait, so that there may be more of them than cores.
+    needed = settings.num_workers * settings.resources.get('num_cpus', 1)
+    arguments: dict[str, Any] = {
+        'address': 'local',
+        'num_cpus': max(int(needed) + 1, os.cpu_count() or 1),
+        'include_dashboard': False,
+        '_temp_dir': settings.folder,
+    }
+  else:
+    arguments = {'address': settings.cluster}
+  try:
+    ray.init(**arguments, configure_logging=False)
+  except Exception as error:  # Ray raises errors of many kinds.
+    line = f'{type(error).__name__}: {error}'.splitlines()[0]
+    raise ConnectionError(
+        f'`cluster` must be reached, got {settings.cluster!r}: {line}'
+    ) from error
+  try:
+    yield
+  finally:
+    ray.shutdown()
+
+
+def _end_with(parent: connection.Connection, folder: str) -> None:
+  """Ends this process, and Ray, when the one that has started it ends."""
+  with contextlib.suppress(EOFError, OSError):
+    parent.recv_bytes()
+  ray.shutdown()
+  shutil.rmtree(folder, ignore_errors=True)
+  os._exit(1)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,187 @@
+"""Workers that are actors of Ray, and the actor that drives them."""
+
+from collections.abc import Iterator
+import contextlib
+import functools
+import pickle
+import time
+from typing import Any
+
+import jax
+import ray
+from ray import exceptions
+
+from shard_transforms._src.asynchronous import machine
+from shard_transforms._src.asynchronous import task as task_lib
+from shard_transforms._src.asynchronous import workers as workers_lib
+
+# Parameters up to so many bytes go with each call, not through the store.
+_SMALL = 100_000
+# Seconds: until one asks again whether a worker is back, and for a gradient.
+_BETWEEN_CALLS = 0.2
+_FETCH_TIMEOUT = 60.0
+
+
+class _Computer:
+  """Computes the gradients of a task."""
+
+  def __init__(self, task: bytes, config: dict[str, Any]):
+    self._problem = ''
+    try:
+      _configure(config)
+      # From the program that has started this run.
+      self._task = pickle.loads(task)
+    except Exception as error:  # Whatever the modules of the task raise.
+      self._problem = f'{type(error).__name__}: {error}'
+
+  def describe(self) -> tuple[str, str]:
+    """Returns the versions of what computes, and why it cannot."""
+    return machine.versions(), self._problem
+
+  def gradient(self, params: Any, batch: int) -> tuple[task_lib.Outcome, Any]:
+    """Returns what is to be told of a gradient, and the gradient."""
+    return task_lib.evaluate(self._task, params, batch)
+
+
+class _Driver:
+  """Drives workers, with what a job makes for it."""
+
+  def __init__(self, make: bytes, config: dict[str, Any]):
+    self._make = make
+    self._config = config
+
+  def run(self, computers: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields how it goes, and in the end the result or an error."""
+    try:
+      _configure(self._config)
+      # From the program that has started this run.
+      holder = pickle.loads(self._make)()
+      with contextlib.closing(holder):
+        for progress in holder.run(RayWorkers(computers)):
+          yield 'progress', progress
+        result = holder.result()
+      yield 'result', result
+    except Exception as error:  # It is raised where the run was started.
+      yield 'error', (_name(error), str(error))
+
+
+# Calls of Ray, which makes classes of another kind of these.
+Computer: Any = ray.remote(_Computer)
+Driver: Any = ray.remote(_Driver)
+
+
+class RayWorkers:
+  """Actors of Ray as `Workers`; Ray starts those again that die."""
+
+  def __init__(self, computers: list[Any]):
+    self._computers = computers
+    self._ready: set[int] = set()
+    # Calls under way, by the reference to their result.
+    self._flying: dict[Any, tuple[int, Any]] = {}
+    self._asked: dict[Any, int] = {}
+    self._ask_again: dict[int, float] = dict.fromkeys(range(len(computers)), 0)
+    self._replaced: set[int] = set()
+
+  def ready(self) -> set[int]:
+    return self._ready
+
+  def publish(self, params: Any) -> Any:
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    return params if size <= _SMALL else ray.put(params)
+
+  def start(self, worker: int, published: Any, batch: int) -> None:
+    outcome, grads = (
+        self._computers[worker]
+        .gradient.options(num_returns=2)
+        .remote(published, batch)
+    )
+    self._flying[outcome] = worker, grads
+
+  def wait(self, seconds: float) -> list[workers_lib.Event]:
+    """Returns what has happened, after so many seconds at most.
+
+    Raises:
+      ValueError: If a worker cannot import the task, or has other versions.
+    """
+    self._ask()
+    refs = [*self._flying, *self._asked]
+    if self._ask_again:
+      seconds = min(seconds, _BETWEEN_CALLS)
+    if not refs:
+      time.sleep(seconds)
+      return []
+    events = []
+    # Of a gradient, what there is to tell: a lost host would keep the rest.
+    for ref in ray.wait(refs, timeout=seconds)[0]:
+      if ref in self._asked:
+        self._hear(ref)
+      else:
+        events.append(self._take(ref))
+    return events
+
+  def replace(self, worker: int) -> None:
+    if worker not in self._replaced:
+      self._replaced.add(worker)
+      ray.kill(self._computers[worker], no_restart=False)
+
+  def _ask(self):
+    """Asks those whether they are there who have not said so."""
+    now = time.monotonic()
+    for worker in [w for w, due in self._ask_again.items() if due <= now]:
+      del self._ask_again[worker]
+      self._asked[self._computers[worker].describe.remote()] = worker
+
+  def _hear(self, ref):
+    """Takes the answer of a worker that was asked whether it is there."""
+    worker = self._asked.pop(ref)
+    try:
+      versions, problem = ray.get(ref)
+    except exceptions.RayError:
+      self._ask_again[worker] = time.monotonic() + _BETWEEN_CALLS
+      return
+    if problem:
+      raise ValueError(
+          '`task` must be made of functions that workers can import, got'
+          f' {problem} on worker {worker}. Define them in the main program, or'
+          ' in a module that is installed on all nodes.'
+      )
+    if versions != machine.versions():
+      raise ValueError(
+          '`cluster` must have the same versions on all nodes, got'
+          f' {versions} on worker {worker} instead of {machine.versions()}.'
+      )
+    self._ready.add(worker)
+
+  def _take(self, ref):
+    """Takes what there is to tell of a gradient."""
+    worker, grads = self._flying.pop(ref)
+    try:
+      outcome: Any = ray.get(ref)
+    except exceptions.RayError:
+      self._ready.discard(worker)
+      self._replaced.discard(worker)
+      self._ask_again[worker] = 0
+      return workers_lib.Event(worker)
+    return workers_lib.Event(worker, outcome, functools.partial(_fetch, grads))
+
+
+def _fetch(ref):
+  """Returns a gradient, or `None` if it has been lost."""
+  try:
+    return ray.get(ref, timeout=_FETCH_TIMEOUT)
+  except exceptions.RayError:
+    return None
+
+
+def _configure(config):
+  for name, value in config.items():
+    jax.config.update(name, value)
+
+
+def _name(error):
+  """Returns the name of the closest error that is built in."""
+  return next(
+      kind.__name__
+      for kind in type(error).__mro__
+      if kind.__module__ == 'builtins'
+  )

@@ -1,0 +1,94 @@
+"""How an asynchronous run goes, and what it ends with."""
+
+import collections
+from collections.abc import Mapping
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+
+from shard_transforms._src.asynchronous import journal
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """How an asynchronous run goes.
+
+  Attributes:
+    global_step: Number of accepted updates, those before a restart included.
+    num_dropped: Number of gradients that were too old.
+    num_late: Number of gradients whose batch another worker was given.
+    num_lost: Number of gradients whose worker was no more.
+    num_failed: Number of attempts in which the task raised an error.
+    num_recovered: Number of accepted updates that were computed once more from
+      the journal when the run went on after a kill.
+    mean_age: Mean staleness of the accepted updates, in steps.
+    seconds: How long the run has taken since it was started, or went on.
+    metrics: Those of the latest accepted update.
+
+  Of what was before a restart, all but `global_step` are those of the journal,
+  and 0 without one.
+  """
+
+  global_step: int
+  num_dropped: int = 0
+  num_late: int = 0
+  num_lost: int = 0
+  num_failed: int = 0
+  num_recovered: int = 0
+  mean_age: float = 0.0
+  seconds: float = 0.0
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Result(NamedTuple):
+  """What a run ends with.
+
+  Attributes:
+    params: The parameters, in NumPy arrays.
+    opt_state: A `DropStaleState` around the state of the optimizer, in NumPy
+      arrays; `optax.tree_utils.tree_get` finds what is in it.
+    report: How the run went.
+  """
+
+  params: Any
+  opt_state: optax.OptState
+  report: Report
+
+
+class Tally:
+  """Counts what became of the gradients of a run."""
+
+  def __init__(self):
+    self._fates = collections.Counter[int]()
+    self._total_age = 0
+    self.num_recovered = 0
+    self.metrics: Mapping[str, float] = {}
+
+  def add(self, fate: int, age: int) -> None:
+    """Counts a gradient."""
+    self._fates[int(fate)] += 1
+    if fate == journal.Fate.ACCEPTED:
+      self._total_age += int(age)
+
+  def add_all(self, records: np.ndarray) -> None:
+    """Counts the records of a journal."""
+    ages = records['global_step'] - records['local_step']
+    for fate, age in zip(records['fate'], ages, strict=True):
+      self.add(fate, age)
+
+  def report(self, global_step: int, seconds: float) -> Report:
+    """Returns how the run goes at a global step."""
+    fates = self._fates
+    return Report(
+        global_step=global_step,
+        num_dropped=fates[journal.Fate.DROPPED],
+        num_late=fates[journal.Fate.LATE],
+        num_lost=fates[journal.Fate.LOST],
+        num_failed=fates[journal.Fate.FAILED],
+        num_recovered=self.num_recovered,
+        mean_age=self._total_age / max(fates[journal.Fate.ACCEPTED], 1),
+        seconds=seconds,
+        metrics=self.metrics,
+    )

@@ -1,0 +1,98 @@
+"""What is kept of a run: its journal and its checkpoints, in one folder."""
+
+from collections.abc import Mapping
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from shard_transforms._src.asynchronous import checkpoints
+from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import tickets as tickets_lib
+
+
+class Store:
+  """The folder of a run; no other run may use it meanwhile."""
+
+  def __init__(self, folder: pathlib.Path, header: Mapping[str, Any]):
+    """Opens a folder, or makes one.
+
+    Raises:
+      OSError: If it cannot be written.
+      ValueError: If it is damaged, of another run, or in use.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    self._journal = journal.Journal(folder, header)
+    self._checkpoints = checkpoints.Checkpoints(folder)
+    # The global step of the latest checkpoint.
+    self.saved_step = 0
+
+  @property
+  def records(self) -> np.ndarray:
+    """What the journal had when it was opened."""
+    return self._journal.records
+
+  def write(self, **fields: Any) -> None:
+    """Adds a record to the journal.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    self._journal.write(**fields)
+
+  def save(
+      self,
+      server: parameter_server.ParameterServer,
+      tickets: tickets_lib.Tickets,
+  ) -> None:
+    """Lets a checkpoint be written, where nothing is with a worker that counts.
+
+    Raises:
+      OSError: If the journal or the checkpoint before cannot be written.
+    """
+    if server.global_step == self.saved_step:
+      return
+    self._journal.sync()
+    self._checkpoints.save(
+        server.global_step,
+        checkpoints.Checkpoint(
+            server.params,
+            server.state,
+            self._journal.num_records,
+            tickets.next_batch,
+            tickets.ready,
+        ),
+    )
+    self.saved_step = server.global_step
+
+  def restore(
+      self, server: parameter_server.ParameterServer
+  ) -> checkpoints.Checkpoint | None:
+    """Brings a server to where the latest whole checkpoint was written, if any.
+
+    Raises:
+      ValueError: If the journal has lost records that were before it.
+    """
+    found = next(self._checkpoints.restore(server.params, server.state), None)
+    if found is not None:
+      if found.num_records > len(self.records):
+        raise ValueError(
+            f'The journal must have at least {found.num_records} records, as'
+            ' when its latest checkpoint was written, got'
+            f' {len(self.records)}.'
+        )
+      server.restore(found.params, found.state)
+      self.saved_step = server.global_step
+    return found
+
+  def close(self) -> None:
+    """Ends what is being written, and lets others use the folder.
+
+    Raises:
+      OSError: If the last checkpoint could not be written.
+    """
+    try:
+      self._checkpoints.close()
+    finally:
+      self._journal.close()

@@ -1,0 +1,189 @@
+"""What workers compute: `Task`, and its gradient at a batch."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import traceback
+from typing import Any, NamedTuple
+import zlib
+
+import chex
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What is trained, and on what: the functions that workers call.
+
+  Workers are other processes. They import the modules of these functions, or
+  get a copy of those that are defined in the main program.
+
+  Attributes:
+    init: Takes nothing and returns the parameters, a tree of arrays.
+    gradient: Takes the parameters and a batch, and returns the gradient, in the
+      tree, shapes and dtypes of the parameters, and a dict of scalar metrics.
+      Compile it with `jax.jit`.
+    batch: Takes the number of a batch, 0, 1, 2, ..., and returns the batch.
+    rollout: In place of `batch`, takes parameters and a number and returns a
+      batch that was made with these parameters, as the actors of reinforcement
+      learning do. The staleness of its gradient counts from them.
+
+  All of them must be pure: another worker may do the same work again, and
+  `replay` does. Draw chance from the number of the batch, such as
+  `jax.random.fold_in(jax.random.key(seed), number)`.
+
+  Raises:
+    TypeError: If one of them is not a function.
+    ValueError: If `batch` and `rollout` are both given, or neither.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(3),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
+  """
+
+  init: Callable[[], Any]
+  gradient: Callable[[Any, Any], tuple[Any, Mapping[str, chex.Numeric]]]
+  batch: Callable[[int], Any] | None = None
+  rollout: Callable[[Any, int], Any] | None = None
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if value is None and field.name in ('batch', 'rollout'):
+        continue
+      if not callable(value):
+        raise TypeError(
+            f'`{field.name}` of `Task` must be a function, got {value!r}.'
+        )
+    if (self.batch is None) == (self.rollout is None):
+      given = 'neither' if self.batch is None else 'both'
+      raise ValueError(
+          f'`Task` must have one of `batch` and `rollout`, got {given}.'
+      )
+
+  def make_batch(self, params: Any, number: int) -> Any:
+    """Returns a batch, made with the parameters if it is a rollout."""
+    if self.rollout is not None:
+      return self.rollout(params, number)
+    return self.batch and self.batch(number)
+
+
+class Failure(NamedTuple):
+  """What a function of a task raised.
+
+  Attributes:
+    function: The name of the function.
+    message: The name of the error, and its text.
+    trace: Where it was raised, for people.
+    is_final: Whether another attempt cannot help.
+  """
+
+  function: str
+  message: str
+  trace: str
+  is_final: bool = False
+
+
+class Outcome(NamedTuple):
+  """What a worker tells of a gradient, beside the gradient itself.
+
+  Attributes:
+    metrics: Those of the batch.
+    checksum: Of the bits of the gradient.
+    failure: What went wrong, if anything.
+  """
+
+  metrics: Mapping[str, float]
+  checksum: int
+  failure: Failure | None = None
+
+
+def evaluate(task: Task, params: Any, number: int) -> tuple[Outcome, Any]:
+  """Returns what is to be told of a gradient, and the gradient, on the host.
+
+  Args:
+    task: The task.
+    params: The parameters, on the host.
+    number: The number of the batch.
+  """
+  function = 'rollout' if task.batch is None else 'batch'
+  # Of memory that others share, it is an alias and not a copy.
+  params = jax.device_put(params)
+  try:
+    batch = task.make_batch(params, number)
+    function = 'gradient'
+    grads, metrics = _checked(task.gradient(params, batch), params)
+    grads = jax.tree.map(np.asarray, grads)
+    return Outcome(metrics, checksum(grads)), grads
+  except Exception as error:  # Whatever a user's function raises.
+    return Outcome({}, 0, _failure(function, error)), None
+
+
+def checksum(tree: Any) -> int:
+  """Returns 32 bits that change with each bit of a tree of NumPy arrays.
+
+  It takes one pass over the memory. Leaves that change places are seen, and two
+  elements of one leaf that do so are not.
+  """
+  total = 0
+  for leaf in jax.tree.leaves(tree):
+    data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+    cut = len(data) - len(data) % 8
+    words = int(data[:cut].view(np.uint64).sum(dtype=np.uint64))
+    total = zlib.crc32(words.to_bytes(8, 'little'), total)
+    total = zlib.crc32(data[cut:].tobytes(), total)
+  return total
+
+
+class _WrongGradientError(Exception):
+  """Says how a result is not a gradient: there is no use in trying again."""
+
+
+def _checked(result, params):
+  """Returns a gradient and its metrics as numbers.
+
+  Raises:
+    _WrongGradientError: If it is not one of the parameters.
+  """
+  if not isinstance(result, tuple) or len(result) != 2:
+    raise _WrongGradientError(
+        'it must return the gradient and a dict of metrics, got'
+        f' {type(result).__name__}.'
+    )
+  grads, metrics = result
+  if jax.tree.structure(grads) != jax.tree.structure(params):
+    raise _WrongGradientError(
+        'its gradient must be a tree like the parameters, got'
+        f' {jax.tree.structure(grads)} instead of {jax.tree.structure(params)}.'
+    )
+  for (path, x), p in zip(
+      jax.tree.leaves_with_path(grads), jax.tree.leaves(params), strict=True
+  ):
+    kind, due = (np.shape(x), np.asarray(x).dtype), (p.shape, p.dtype)
+    if kind != due:
+      raise _WrongGradientError(
+          'its gradient must have the shapes and dtypes of the parameters, got'
+          f' {kind[1]}{list(kind[0])} instead of {due[1]}{list(due[0])} at'
+          f' {jax.tree_util.keystr(path) or "the root"}.'
+      )
+  if not isinstance(metrics, Mapping) or any(map(np.shape, metrics.values())):
+    raise _WrongGradientError(
+        f'its metrics must be a dict of scalars, got {metrics!r}.'
+    )
+  return grads, {str(name): float(x) for name, x in metrics.items()}
+
+
+def _failure(function, error):
+  if isinstance(error, _WrongGradientError):
+    return Failure(function, str(error), '', is_final=True)
+  return Failure(
+      function,
+      f'{type(error).__name__}: {error}',
+      ''.join(traceback.format_exception(error)),
+  )
