@@ -26,7 +26,7 @@ from shard_transforms._src.asynchronous import report
 
 _CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
 # Seconds: to start or join Ray, and to end it.
-_START_TIMEOUT = 60
+_START_TIMEOUT = 120
 _END_TIMEOUT = 10
 # Ray puts sockets there, whose paths must be shorter than 108 bytes.
 _LONGEST_FOLDER = 40
@@ -226,6 +226,8 @@ def _environment(cluster):
             'RAY_AUTH_TOKEN': secrets.token_hex(32),
             # Gradients and parameters are freed at once, not by the hundred.
             'RAY_free_objects_batch_size': '1',
+        # A busy machine takes longer than the 30 s that Ray waits.
+        'RAY_raylet_start_wait_time_s': str(_START_TIMEOUT),
         }
     )
   return environment

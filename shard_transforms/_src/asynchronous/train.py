@@ -90,7 +90,7 @@ def train(
     The parameters, the state, and how it went.
 
   Raises:
-    ConnectionError: If the cluster cannot be reached within a minute.
+    ConnectionError: If the cluster cannot be reached within two minutes.
     ImportError: If what `cluster` or `folder` needs is not installed: the extra
       `ray` has it.
     OSError: If `folder` cannot be written.
@@ -137,6 +137,8 @@ def train(
   for name, function in ('weight', weight), ('on_progress', on_progress):
     if function is not None and not callable(function):
       raise TypeError(f'`{name}` must be a function, got {function!r}.')
+  if resources is not None and not isinstance(resources, Mapping):
+    raise TypeError(f'`resources` must be a dict, got {resources!r}.')
   _check_cluster(cluster)
   path = None if folder is None else pathlib.Path(folder).absolute()
   if path is not None:

@@ -1,0 +1,133 @@
+import os
+import resource
+import signal
+
+from absl.testing import parameterized
+import numpy as np
+
+import asynchronous_cases
+import cases
+from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import journal as journal_lib
+
+HEADER = {'optimizer': 'a', 'machine': 'b'}
+SIZE = journal_lib.RECORD.itemsize
+
+
+class JournalTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+    self.folder.mkdir()
+    self.path = self.folder / 'journal.bin'
+
+  def write(self, num_records, header=HEADER):
+    with journal_lib.Journal(self.folder, header) as journal:
+      for _ in range(num_records):
+        number = journal.num_records
+        journal.write(batch=number, worker=2, fate=number % 3, weight=0.5)
+
+  def flip(self, place):
+    data = bytearray(self.path.read_bytes())
+    data[place] ^= 4
+    self.path.write_bytes(data)
+
+  def test_reads_what_was_written(self):
+    self.write(5)
+
+    found = asynchronous.read_journal(self.folder)
+
+    np.testing.assert_array_equal(found['sequence'], np.arange(5))
+    np.testing.assert_array_equal(found['batch'], np.arange(5))
+    np.testing.assert_array_equal(found['fate'], [0, 1, 2, 0, 1])
+    np.testing.assert_array_equal(found['weight'], np.full(5, 0.5, np.float32))
+
+  def test_goes_on_where_it_ended(self):
+    self.write(3)
+    self.write(2)
+
+    found = asynchronous.read_journal(os.fspath(self.folder))
+
+    np.testing.assert_array_equal(found['sequence'], np.arange(5))
+
+  @cases.parameters(1, SIZE // 2, SIZE - 1)
+  def test_cuts_a_record_without_its_end(self, num_missing):
+    self.write(4)
+    os.truncate(self.path, self.path.stat().st_size - num_missing)
+
+    self.assertLen(asynchronous.read_journal(self.folder), 3)
+    self.write(1)
+    found = asynchronous.read_journal(self.folder)
+    np.testing.assert_array_equal(found['batch'], np.arange(4))
+
+  @cases.parameters(0, 1, 3)
+  def test_flipped_bit_is_told_with_its_record(self, record):
+    self.write(4)
+    self.flip(-SIZE * (4 - record) + 9)
+
+    for open_it in self.write, lambda _: asynchronous.read_journal(self.folder):
+      with self.assertRaisesRegex(ValueError, f'damaged at record {record} of'):
+        open_it(1)
+
+  def test_flipped_bit_of_the_header_is_told(self):
+    self.write(1)
+    self.flip(40)
+
+    with self.assertRaisesRegex(ValueError, 'damaged in its header'):
+      asynchronous.read_journal(self.folder)
+
+  @cases.parameters(b'', b'shard_transforms jour', b'PK\x03\x04 something else')
+  def test_what_is_no_journal_is_told(self, data):
+    self.path.write_bytes(data)
+
+    with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
+      asynchronous.read_journal(self.folder)
+
+  def test_journal_that_was_hardly_begun_begins_anew(self):
+    self.path.write_bytes(b'shard_transforms jour')
+
+    self.write(2)
+
+    self.assertLen(asynchronous.read_journal(self.folder), 2)
+
+  def test_other_file_is_left_alone(self):
+    self.path.write_bytes(data := bytes(1000))
+
+    with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
+      self.write(1)
+    self.assertEqual(self.path.read_bytes(), data)
+
+  def test_refuses_another_run(self):
+    self.write(2)
+
+    with self.assertRaisesRegex(ValueError, "same optimizer, got .* 'a' inst"):
+      self.write(1, HEADER | {'optimizer': 'c'})
+    self.assertLen(asynchronous.read_journal(self.folder), 2)
+
+  def test_refuses_two_at_once(self):
+    with journal_lib.Journal(self.folder, HEADER):
+      with self.assertRaisesRegex(ValueError, 'must not be in use'):
+        self.write(1)
+
+    self.write(1)
+
+  def test_missing_journal_is_told(self):
+    with self.assertRaises(FileNotFoundError):
+      asynchronous.read_journal(self.folder)
+
+  def test_full_disk_leaves_whole_records(self):
+    self.write(3)
+    size = self.path.stat().st_size
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    self.addCleanup(signal.signal, signal.SIGXFSZ, handler)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + SIZE + 9, limits[1]))
+
+    with self.assertRaises(OSError):
+      self.write(5)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    self.assertEqual(self.path.stat().st_size, size + SIZE)
+    self.assertLen(asynchronous.read_journal(self.folder), 4)

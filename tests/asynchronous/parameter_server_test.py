@@ -1,0 +1,132 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import asynchronous_cases
+import cases
+import shard_transforms
+from shard_transforms import monitoring
+from shard_transforms._src.asynchronous import parameter_server
+
+STALENESS = 1
+
+OPTIMIZERS = (
+    ('sgd', lambda: optax.sgd(0.1, momentum=0.9)),
+    ('adamw', lambda: optax.adamw(optax.linear_schedule(0.1, 0.01, 5))),
+    ('guard', lambda: shard_transforms.guard(optax.adam(0.1))),
+    ('towers', lambda: shard_transforms.tower_reduce(3, optax.adam(0.1))),
+    (
+        'injected',
+        lambda: optax.inject_hyperparams(optax.sgd)(
+            optax.linear_schedule(0.1, 0.01, 5)
+        ),
+    ),
+)
+
+
+def gradients():
+  """Returns gradients of some ages, one of which is not finite."""
+  found = []
+  for number in range(9):
+    batch = asynchronous_cases.batch(number)
+    grads, _ = asynchronous_cases.gradient(asynchronous_cases.init(), batch)
+    found.append(jax.tree.map(np.array, grads))
+  found[4]['w'][2] = np.nan
+  return found
+
+
+class ParameterServerTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*OPTIMIZERS)
+  def test_state_is_that_of_drop_stale_to_the_bit(self, make):
+    tx = shard_transforms.drop_stale(STALENESS, make())
+    params = asynchronous_cases.init()
+    state = tx.init(params)
+    step = jax.jit(
+        lambda params, state, grads, local_step: (
+            shard_transforms.update_and_apply(
+                tx, grads, state, params, local_step=local_step
+            )
+        )
+    )
+    server = parameter_server.ParameterServer(make(), params)
+
+    for number, grads in enumerate(gradients()):
+      local_step = max(server.global_step - number % 3, 0)
+      params, state = step(params, state, grads, local_step)
+      if server.global_step - local_step <= STALENESS:
+        server.accept(grads, local_step, None)
+      else:
+        server.drop()
+
+    self.assertGreater(server.state.stale_count, 1)
+    asynchronous_cases.assert_same_bits(
+        (server.params, server.state),
+        jax.tree.map(np.asarray, (params, state)),
+    )
+
+  def test_weight_multiplies_the_gradient(self):
+    server = parameter_server.ParameterServer(
+        optax.sgd(1.0), {'w': jnp.zeros(2), 'h': jnp.zeros(2, jnp.bfloat16)}
+    )
+    grads = {'w': np.ones(2, np.float32), 'h': np.ones(2, jnp.bfloat16)}
+
+    server.accept(grads, 0, 0.25)
+
+    np.testing.assert_array_equal(server.params['w'], [-0.25, -0.25])
+    self.assertEqual(server.params['h'].dtype, jnp.bfloat16)
+
+  def test_what_was_read_stays_as_it_is(self):
+    server = parameter_server.ParameterServer(optax.sgd(1.0), jnp.zeros(2))
+    params, state = server.params, server.state
+
+    server.accept(np.ones(2, np.float32), 0, None)
+
+    np.testing.assert_array_equal(params, [0, 0])
+    self.assertEqual(state.global_step, 0)
+
+  def test_restores_to_the_bit(self):
+    first = parameter_server.ParameterServer(optax.adam(0.1), jnp.zeros(3))
+    first.accept(np.ones(3, np.float32), 0, None)
+    first.drop()
+    second = parameter_server.ParameterServer(optax.adam(0.1), jnp.zeros(3))
+
+    second.restore(first.params, first.state)
+
+    for server in first, second:
+      server.accept(np.full(3, 0.3, np.float32), 1, None)
+    self.assertEqual(second.global_step, 2)
+    asynchronous_cases.assert_same_bits(
+        (first.params, first.state), (second.params, second.state)
+    )
+
+  def test_state_is_healthy_until_a_limit_is_reached(self):
+    server = parameter_server.ParameterServer(
+        shard_transforms.guard(optax.sgd(0.1), max_consecutive=2), jnp.zeros(2)
+    )
+    bad = np.full(2, np.nan, np.float32)
+    server.accept(bad, 0, None)
+    monitoring.check_health(server.state)
+
+    for _ in range(2):
+      server.accept(bad, 0, None)
+
+    with self.assertRaises(RuntimeError):
+      monitoring.check_health(server.state)
+
+  @cases.parameters(
+      (optax.sgd(0.2), {}),
+      (optax.adam(0.1), {}),
+      (optax.sgd(0.1), {'v': jnp.zeros(1)}),
+      (optax.sgd(optax.constant_schedule(0.1)), {}),
+  )
+  def test_fingerprint_tells_optimizers_and_trees_apart(self, tx, more):
+    params = {'w': jnp.zeros(3)}
+    first = parameter_server.ParameterServer(optax.sgd(0.1), params)
+    same = parameter_server.ParameterServer(optax.sgd(0.1), params)
+    other = parameter_server.ParameterServer(tx, params | more)
+
+    self.assertEqual(first.fingerprint(), same.fingerprint())
+    self.assertNotEqual(first.fingerprint(), other.fingerprint())

@@ -1,0 +1,176 @@
+"""What Ray workers do; the faults they survive are in `ray_cluster_test`."""
+
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import parameterized
+import numpy as np
+import optax
+import pytest
+
+import asynchronous_cases
+import cases
+import python_command
+from shard_transforms import asynchronous
+
+train = asynchronous_cases.train
+
+
+def unlike_the_holder():
+  """As `init`; it runs in the holder, which then has another version."""
+  from shard_transforms._src.asynchronous import machine
+
+  machine.versions = lambda: 'Python 2.7, jaxlib 0.1'
+  return asynchronous_cases.init()
+
+
+class RayWorkersTest(parameterized.TestCase):
+
+  def test_bits_are_those_of_the_journal_whoever_computes(self):
+    folder = asynchronous_cases.folder(self)
+    tx = optax.adam(0.1)
+
+    result = train(
+        asynchronous_cases.TASK,
+        tx,
+        cluster='local',
+        num_workers=2,
+        num_updates=100,
+        save_every=30,
+        folder=folder,
+    )
+
+    journal = asynchronous.read_journal(folder)
+    accepted = asynchronous_cases.accepted(journal)
+    np.testing.assert_array_equal(accepted['global_step'], np.arange(100))
+    self.assertLen(set(accepted['batch'].tolist()), 100)
+    self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, asynchronous_cases.TASK, tx), result
+    )
+
+  @pytest.mark.slow
+  def test_replays_with_workers(self):
+    folder = asynchronous_cases.folder(self)
+    tx = optax.adam(0.1)
+    task = asynchronous_cases.TASK
+    result = train(task, tx, pace=False, staleness=1, folder=folder)
+
+    again = asynchronous.replay(folder, task, tx, num_workers=3)
+
+    asynchronous_cases.assert_same_bits(again, result)
+
+  @pytest.mark.slow
+  def test_large_parameters_go_through_the_store(self):
+    task = asynchronous.Task(
+        lambda: {'w': np.zeros(100_000, np.float32)},
+        lambda params, batch: ({'w': params['w'] - batch}, {}),
+        lambda number: np.float32(number % 2),
+    )
+    folder = asynchronous_cases.folder(self)
+    tx = optax.adam(0.1)
+
+    result = train(task, tx, cluster='local', num_workers=2, folder=folder)
+
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, task, tx), result
+    )
+
+  @pytest.mark.slow
+  def test_different_versions_are_refused(self):
+    task = asynchronous.Task(
+        unlike_the_holder,
+        asynchronous_cases.gradient,
+        asynchronous_cases.batch,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'instead of Python 2.7, jaxlib 0'):
+      train(task, optax.sgd(0.1), cluster='local', num_workers=1)
+
+  @pytest.mark.slow
+  def test_module_that_workers_cannot_import_is_told(self):
+    folder = asynchronous_cases.folder(self)
+    folder.mkdir()
+    (folder / 'hidden.py').write_text(
+        'from asynchronous_cases import TASK, batch, gradient\n'
+        'def init(): return TASK.init()\n'
+    )
+    # The folder is on no path that others know.
+    code = (
+        'import importlib.util as u, optax, sys, asynchronous_cases as cases\n'
+        f'spec = u.spec_from_file_location("hidden", "{folder}/hidden.py")\n'
+        'm = sys.modules["hidden"] = u.module_from_spec(spec)\n'
+        'spec.loader.exec_module(m)\n'
+        'task = cases.asynchronous.Task(m.init, cases.gradient, cases.batch)\n'
+        'try: cases.train(task, optax.sgd(0.1), cluster="local")\n'
+        'except Exception as error: print(type(error).__name__, error)\n'
+    )
+
+    printed = subprocess.run(
+        [*python_command.STRICT, '-c', code],
+        cwd=pathlib.Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+
+    self.assertRegex(printed, "No module named 'hidden'")
+
+  @pytest.mark.slow
+  def test_functions_of_the_main_program_are_sent(self):
+    code = (
+        'import jax.numpy as jnp, optax\n'
+        'from shard_transforms import asynchronous\n'
+        'task = asynchronous.Task(lambda: jnp.zeros(2),\n'
+        '    lambda params, batch: (params - batch, {}),\n'
+        '    lambda number: jnp.ones(2))\n'
+        'print(asynchronous.train(task, optax.sgd(1.0), num_updates=3,'
+        ' num_workers=1, staleness=0).params)\n'
+    )
+
+    printed = subprocess.run(
+        [*python_command.STRICT, '-c', code],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+
+    self.assertEqual(printed, '[1. 1.]\n')
+
+
+class UserErrorTest(parameterized.TestCase):
+
+  @pytest.mark.slow
+  @cases.parameters(
+      ('poison', '`batch` of `task` .* OSError: no such .* in batch 7 on wor'),
+      ('deadly', 'worker of batch 7 has died 2 times'),
+  )
+  def test_poison_is_named(self, name, message):
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        getattr(asynchronous_cases, name),
+    )
+
+    with self.assertRaisesRegex(RuntimeError, message):
+      train(
+          task,
+          optax.sgd(0.1),
+          cluster='local',
+          num_workers=2,
+          max_attempts=2,
+      )
+
+  @pytest.mark.slow
+  def test_what_cannot_be_sent_is_told(self):
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        sys.stdout.write,
+    )
+
+    with self.assertRaisesRegex(TypeError, 'can be sent to other processes'):
+      train(task, optax.sgd(0.1), cluster='local')

@@ -1,0 +1,121 @@
+import os
+import shutil
+
+from absl.testing import parameterized
+import numpy as np
+import optax
+
+import asynchronous_cases
+import cases
+from shard_transforms import asynchronous
+
+TASK = asynchronous_cases.TASK
+TX = optax.adam(0.1)
+# Where the ages differ, and some gradients are dropped.
+OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
+
+
+class RecoveryTest(parameterized.TestCase):
+  """A run of 30 updates, of which a part of the journal is left."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+
+  def cut(self, num_records, num_checkpoints=0):
+    """Trains, and leaves what a killed run would have left."""
+    asynchronous_cases.train(TASK, TX, folder=self.folder, **OPTIONS)
+    path = self.folder / 'journal.bin'
+    size = asynchronous.read_journal(self.folder).itemsize
+    num_all = len(asynchronous.read_journal(self.folder))
+    os.truncate(path, path.stat().st_size - size * (num_all - num_records))
+    saved = sorted(
+        (self.folder / 'checkpoints').iterdir(), key=lambda p: int(p.name)
+    )
+    for folder in saved[num_checkpoints:]:
+      shutil.rmtree(folder)
+
+  def go_on(self, task=TASK, tx=TX, **options):
+    return asynchronous_cases.train(
+        task, tx, folder=self.folder, **(OPTIONS | options)
+    )
+
+  @cases.parameters(
+      ('again', 11, 0), ('again', 38, 1), ('forget', 11, 0), ('forget', 38, 1)
+  )
+  def test_loses_no_update_and_counts_no_batch_twice(
+      self, on_drop, num_records, num_checkpoints
+  ):
+    self.cut(num_records, num_checkpoints)
+    before = asynchronous.read_journal(self.folder).copy()
+
+    result = self.go_on(on_drop=on_drop)
+
+    journal = asynchronous.read_journal(self.folder)
+    self.assertEqual(journal[:num_records].tobytes(), before.tobytes())
+    accepted = asynchronous_cases.accepted(journal)
+    np.testing.assert_array_equal(accepted['global_step'], np.arange(30))
+    self.assertLen(set(accepted['batch'].tolist()), 30)
+    self.assertGreater(result.report.num_recovered, 0)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(self.folder, TASK, TX), result
+    )
+
+  def test_every_batch_is_done_in_the_end(self):
+    self.cut(11)
+
+    self.go_on()
+
+    accepted = asynchronous_cases.accepted(
+        asynchronous.read_journal(self.folder)
+    )
+    # Beyond the last, four were in flight at most.
+    self.assertContainsSubset(range(26), accepted['batch'].tolist())
+
+  def test_goes_on_from_before_a_damaged_checkpoint(self):
+    self.go_on()
+    for path in (self.folder / 'checkpoints/30').rglob('*'):
+      if path.is_file():
+        path.write_bytes(bytes(path.stat().st_size))
+    first = asynchronous.replay(self.folder, TASK, TX)
+
+    with self.assertWarnsRegex(RuntimeWarning, 'Checkpoint 30'):
+      again = self.go_on()
+
+    asynchronous_cases.assert_same_bits(first, again)
+    self.assertGreater(again.report.num_recovered, 0)
+
+  def test_finished_run_ends_at_once(self):
+    first = self.go_on()
+
+    again = self.go_on()
+
+    asynchronous_cases.assert_same_bits(first, again)
+    self.assertEqual(again.report.global_step, 30)
+    self.assertEqual(again.report.num_dropped, first.report.num_dropped)
+
+  @cases.parameters(0, 1)
+  def test_refuses_another_task(self, num_checkpoints):
+    self.cut(38, num_checkpoints)
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        lambda number: asynchronous_cases.batch(number) + 1,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+      self.go_on(task)
+    self.assertLen(asynchronous.read_journal(self.folder), 38)
+
+  def test_refuses_another_optimizer_and_other_parameters(self):
+    self.go_on()
+    task = asynchronous.Task(
+        lambda: {'w': np.ones(3, np.float32)},
+        asynchronous_cases.gradient,
+        asynchronous_cases.batch,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must be of the same optimizer'):
+      self.go_on(tx=optax.adam(0.2))
+    with self.assertRaisesRegex(ValueError, 'same initial parameters'):
+      self.go_on(task)

@@ -1,0 +1,96 @@
+from absl.testing import parameterized
+import chex
+import jax
+import optax
+
+import asynchronous_cases
+import cases
+import shard_transforms
+from shard_transforms import asynchronous
+
+TASK = asynchronous_cases.TASK
+
+
+class ReplayTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+
+  def train(self, tx, **options):
+    return asynchronous_cases.train(TASK, tx, folder=self.folder, **options)
+
+  @parameterized.named_parameters(
+      ('adam', optax.adam(0.1)),
+      ('schedule', optax.sgd(optax.linear_schedule(0.1, 0.0, 30))),
+      ('guard', shard_transforms.guard(optax.adam(0.1))),
+      ('towers', shard_transforms.tower_reduce(4, optax.adam(0.1))),
+  )
+  def test_gives_the_same_bits(self, tx):
+    first = self.train(tx, staleness=1, pace=False)
+
+    again = asynchronous.replay(self.folder, TASK, tx)
+
+    asynchronous_cases.assert_same_bits(first, again)
+    self.assertEqual(again.report.num_dropped, first.report.num_dropped)
+    self.assertEqual(again.report.mean_age, first.report.mean_age)
+
+  @cases.parameters(0, 1, 10)
+  def test_stops_where_it_is_told(self, until):
+    self.train(optax.sgd(0.1), staleness=0)
+    params = asynchronous_cases.init()
+    for number in range(until):
+      batch = asynchronous_cases.batch(number)
+      grads, _ = asynchronous_cases.gradient(params, batch)
+      params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    found = asynchronous.replay(
+        self.folder, TASK, optax.sgd(0.1), until=until
+    )
+
+    self.assertEqual(found.opt_state.global_step, until)
+    chex.assert_trees_all_close(found.params, params, rtol=1e-5)
+
+  @cases.parameters(
+      ({'until': 31}, ValueError, '`until` must be at most the 30 updates'),
+      ({'until': -1}, ValueError, '`until` must be at least 0'),
+      ({'until': 1.5}, TypeError, '`until` must be an integer'),
+      ({'num_workers': -1}, ValueError, '`num_workers` must be at least 0'),
+  )
+  def test_refuses_bad_numbers(self, change, error, message):
+    self.train(optax.sgd(0.1))
+
+    with self.assertRaisesRegex(error, message):
+      asynchronous.replay(self.folder, TASK, optax.sgd(0.1), **change)
+
+  def test_refuses_another_run(self):
+    self.train(optax.sgd(0.1))
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        lambda number: asynchronous_cases.batch(number) * 2,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must be of the same optimizer'):
+      asynchronous.replay(self.folder, TASK, optax.sgd(0.2))
+    with self.assertRaisesRegex(ValueError, 'at batch 0 must have the bits'):
+      asynchronous.replay(self.folder, task, optax.sgd(0.1))
+
+  def test_batches_that_are_not_pure_are_found(self):
+    calls = []
+
+    def batch(number):
+      calls.append(number)
+      return asynchronous_cases.batch(len(calls))
+
+    task = asynchronous.Task(
+        asynchronous_cases.init, asynchronous_cases.gradient, batch
+    )
+    asynchronous_cases.train(task, optax.sgd(0.1), folder=self.folder)
+
+    with self.assertRaisesRegex(ValueError, 'its functions are not pure'):
+      asynchronous.replay(self.folder, task, optax.sgd(0.1))
+
+  def test_missing_folder_is_told(self):
+    with self.assertRaises(FileNotFoundError):
+      asynchronous.replay(self.folder, TASK, optax.sgd(0.1))

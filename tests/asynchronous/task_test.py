@@ -1,0 +1,90 @@
+from absl.testing import parameterized
+import jax.numpy as jnp
+import numpy as np
+
+import asynchronous_cases
+import cases
+from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import task as task_lib
+
+
+class TaskTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ({'init': 3}, TypeError, '`init` of `Task` must be a function'),
+      ({'gradient': None}, TypeError, '`gradient` of `Task` must be'),
+      ({'batch': 'data'}, TypeError, '`batch` of `Task` must be'),
+      ({'batch': None}, ValueError, 'one of .*, got neither'),
+      ({'rollout': max}, ValueError, 'one of .*, got both'),
+  )
+  def test_refuses_what_is_no_task(self, change, error, message):
+    functions = {'init': max, 'gradient': max, 'batch': max}
+
+    with self.assertRaisesRegex(error, message):
+      asynchronous.Task(**(functions | change))
+
+  def test_rollout_sees_the_parameters(self):
+    task = asynchronous.Task(
+        init=max,
+        gradient=lambda params, batch: (params * 0 + batch, {}),
+        rollout=lambda params, number: params.sum() + number,
+    )
+
+    outcome, grads = task_lib.evaluate(task, np.ones(3, np.float32), 4)
+
+    np.testing.assert_array_equal(grads, np.full(3, 7, np.float32))
+    self.assertIsNone(outcome.failure)
+
+  @cases.parameters(
+      (lambda p, b: p, 'must return the gradient and a dict'),
+      (lambda p, b: ([p], {}), 'must be a tree like the parameters'),
+      (lambda p, b: (p[:1], {}), r'float32\[1\] instead of float32\[3\]'),
+      (lambda p, b: (p.astype(jnp.int32), {}), r'int32\[3\] instead'),
+      (lambda p, b: (p, {'loss': p}), 'must be a dict of scalars'),
+      (lambda p, b: (p, 3), 'must be a dict of scalars'),
+  )
+  def test_what_is_no_gradient_is_not_tried_again(self, gradient, message):
+    task = asynchronous.Task(max, gradient, lambda number: number)
+
+    outcome, grads = task_lib.evaluate(task, np.ones(3, np.float32), 0)
+
+    self.assertIsNone(grads)
+    self.assertTrue(outcome.failure.is_final)
+    self.assertRegex(outcome.failure.message, message)
+
+  def test_failure_names_function_and_line(self):
+    task = asynchronous.Task(max, max, asynchronous_cases.poison)
+
+    outcome, _ = task_lib.evaluate(task, np.ones(3, np.float32), 7)
+
+    self.assertEqual(outcome.failure.function, 'batch')
+    self.assertEqual(
+        outcome.failure.message, 'OSError: no such shard of the data'
+    )
+    self.assertIn('asynchronous_cases.py', outcome.failure.trace)
+    self.assertFalse(outcome.failure.is_final)
+
+
+class ChecksumTest(parameterized.TestCase):
+
+  @cases.parameters(np.float32, np.float16, np.int8, np.complex64)
+  def test_sees_each_bit(self, dtype):
+    x = np.arange(1, 12).astype(dtype)
+    before = task_lib.checksum({'x': x})
+    data = x.view(np.uint8)
+
+    for i in range(8 * data.size):
+      data[i // 8] ^= 1 << i % 8
+      self.assertNotEqual(task_lib.checksum({'x': x}), before)
+      data[i // 8] ^= 1 << i % 8
+    self.assertEqual(task_lib.checksum({'x': x}), before)
+
+  def test_sees_leaves_that_change_places(self):
+    a, b = np.arange(3.0), np.arange(3.0) + 1
+
+    self.assertNotEqual(task_lib.checksum([a, b]), task_lib.checksum([b, a]))
+
+  def test_takes_scalars_and_empty_leaves(self):
+    tree = [np.zeros((0, 3)), np.float32(1.0), np.asfortranarray(np.eye(3))]
+
+    self.assertEqual(task_lib.checksum(tree), task_lib.checksum(tree))

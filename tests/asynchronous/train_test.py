@@ -1,0 +1,272 @@
+import resource
+import signal
+import subprocess
+from unittest import mock
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import asynchronous_cases
+import cases
+import python_command
+import shard_transforms
+from shard_transforms import asynchronous
+
+TASK = asynchronous_cases.TASK
+train = asynchronous_cases.train
+
+
+def plain_loop(tx, num_updates, first=0):
+  """Trains with one gradient after the other."""
+
+  @jax.jit
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = asynchronous_cases.init()
+  state = tx.init(params)
+  for number in range(first, first + num_updates):
+    batch = asynchronous_cases.batch(number)
+    grads, _ = asynchronous_cases.gradient(params, batch)
+    params, state = step(params, state, grads)
+  return params, state
+
+
+class TrainTest(parameterized.TestCase):
+
+  @cases.parameters(1, 3)
+  def test_without_staleness_it_is_the_plain_loop(self, num_workers):
+    result = train(
+        TASK, optax.adam(0.1), staleness=0, num_workers=num_workers
+    )
+
+    params, state = plain_loop(optax.adam(0.1), 30)
+    asynchronous_cases.assert_same_bits(
+        (result.params, result.opt_state.inner_state), (params, state)
+    )
+    self.assertEqual(result.report.mean_age, 0)
+
+  def test_without_a_bound_ages_are_those_of_the_workers(self):
+    folder = asynchronous_cases.folder(self)
+
+    train(TASK, optax.sgd(0.01), staleness=None, folder=folder)
+
+    journal = asynchronous.read_journal(folder)
+    ages = journal['global_step'] - journal['local_step']
+    np.testing.assert_array_equal(ages[:5], [0, 1, 2, 3, 3])
+    np.testing.assert_array_equal(ages[5:27], np.full(22, 3))
+
+  def test_gradients_are_those_of_the_local_step(self):
+    # Plain SGD by hand, its gradients as old as the journal says.
+    folder = asynchronous_cases.folder(self)
+    result = train(
+        TASK, optax.sgd(0.01), staleness=2, pace=False, folder=folder
+    )
+    history = [asynchronous_cases.init()]
+    journal = asynchronous.read_journal(folder)
+
+    for record in asynchronous_cases.accepted(journal):
+      batch = asynchronous_cases.batch(int(record['batch']))
+      old = history[record['local_step']]
+      grads, _ = asynchronous_cases.gradient(old, batch)
+      history.append(
+          jax.tree.map(lambda p, g: p - 0.01 * g, history[-1], grads)
+      )
+
+    chex.assert_trees_all_close(result.params, history[-1], rtol=1e-6)
+    self.assertGreater(result.report.num_dropped, 0)
+    self.assertEqual(result.opt_state.stale_count, result.report.num_dropped)
+
+  def test_pacing_drops_nothing(self):
+    folder = asynchronous_cases.folder(self)
+
+    report = train(TASK, optax.sgd(0.01), staleness=1, folder=folder).report
+
+    journal = asynchronous.read_journal(folder)
+    self.assertEqual(report.num_dropped, 0)
+    self.assertEqual((journal['global_step'] - journal['local_step']).max(), 1)
+
+  def test_forgotten_batches_are_not_done(self):
+    folder = asynchronous_cases.folder(self)
+    options = {'staleness': 1, 'pace': False, 'folder': folder}
+
+    train(TASK, optax.sgd(0.01), on_drop='forget', **options)
+
+    journal = asynchronous.read_journal(folder)
+    dropped = set(journal['batch'][journal['fate'] == 1].tolist())
+    accepted = set(asynchronous_cases.accepted(journal)['batch'].tolist())
+    self.assertNotEmpty(dropped)
+    self.assertEmpty(dropped & accepted)
+
+  def test_weight_counts_gradients_by_their_age(self):
+    folder = asynchronous_cases.folder(self)
+    result = train(
+        TASK,
+        optax.sgd(0.01),
+        staleness=None,
+        weight=lambda age: 1 / (1 + age),
+        folder=folder,
+    )
+
+    records = asynchronous_cases.accepted(asynchronous.read_journal(folder))
+    ages = records['global_step'] - records['local_step']
+    np.testing.assert_allclose(records['weight'], 1 / (1 + ages))
+    without = train(TASK, optax.sgd(0.01), staleness=None)
+    self.assertFalse(np.allclose(result.params['w'], without.params['w']))
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, TASK, optax.sgd(0.01)), result
+    )
+
+  def test_guard_keeps_out_what_is_not_finite(self):
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.nan_at_seven,
+        asynchronous_cases.batch,
+    )
+
+    result = train(task, shard_transforms.guard(optax.adam(0.1)))
+
+    self.assertTrue(np.isfinite(result.params['w']).all())
+    self.assertEqual(result.opt_state.inner_state.skipped_count, 1)
+    self.assertEqual(result.opt_state.global_step, 30)
+
+  def test_rollouts_are_made_with_the_parameters_of_the_local_step(self):
+    # Actors sample around their parameters: the data changes with them.
+    def rollout(params, number):
+      key = jax.random.fold_in(jax.random.key(1), number)
+      actions = params['mean'] + jax.random.normal(key, (64, 2))
+      return actions, -jnp.sum((actions - 3.0) ** 2, axis=1)
+
+    @jax.jit
+    def gradient(params, batch):
+      actions, rewards = batch
+
+      def loss(params):
+        score = -0.5 * jnp.sum((actions - params['mean']) ** 2, axis=1)
+        return -jnp.mean(score * (rewards - rewards.mean()))
+
+      return jax.grad(loss)(params), {'reward': rewards.mean()}
+
+    task = asynchronous.Task(
+        lambda: {'mean': jnp.zeros((1, 2))}, gradient, rollout=rollout
+    )
+    folder = asynchronous_cases.folder(self)
+    tx = optax.adam(0.1)
+
+    result = train(task, tx, num_updates=100, folder=folder)
+
+    np.testing.assert_allclose(result.params['mean'], [[3, 3]], atol=0.3)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, task, tx), result
+    )
+
+  def test_progress_is_told_up_to_the_end(self):
+    seen = []
+
+    result = train(TASK, optax.sgd(0.01), on_progress=seen.append)
+
+    self.assertEqual(seen[-1], result.report)
+    self.assertEqual(seen[-1].global_step, 30)
+    self.assertIn('loss', seen[-1].metrics)
+
+  def test_full_disk_ends_the_run_and_it_goes_on(self):
+    folder = asynchronous_cases.folder(self)
+    options = {'folder': folder, 'save_every': 1000}
+    # What is compiled is not written to that disk.
+    name = 'jax_persistent_cache_min_compile_time_secs'
+    jax.config.update(name, 1e9)
+    self.addCleanup(jax.config.update, name, 0)
+    train(TASK, optax.sgd(0.01), num_updates=3, **options)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    self.addCleanup(signal.signal, signal.SIGXFSZ, handler)
+    size = (folder / 'journal.bin').stat().st_size
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))
+    with self.assertRaises(OSError):
+      train(TASK, optax.sgd(0.01), **options)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    result = train(TASK, optax.sgd(0.01), **options)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, TASK, optax.sgd(0.01)), result
+    )
+    self.assertGreater(result.report.num_recovered, 0)
+
+  def test_folder_that_cannot_be_is_told(self):
+    file = asynchronous_cases.folder(self)
+    file.touch()
+
+    # Nobody may make a folder in the second.
+    for folder in file / 'run', '/proc/run':
+      with self.assertRaises(OSError):
+        train(TASK, optax.sgd(0.01), folder=folder)
+
+
+class BadInputTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ({'num_workers': 0}, ValueError, '`num_workers` must be at least 1'),
+      ({'num_workers': -1}, ValueError, '`num_workers` must be at least 1'),
+      ({'num_updates': 0}, ValueError, '`num_updates` must be at least 1'),
+      ({'num_updates': 2.5}, TypeError, '`num_updates` must be an integer'),
+      ({'staleness': -1}, ValueError, '`staleness` must be at least 0 with'),
+      ({'staleness': 'x'}, TypeError, '`staleness` must be an integer'),
+      ({'patience': 0.5}, ValueError, '`patience` must be at least 1'),
+      ({'patience': 'x'}, TypeError, '`patience` must be a real number'),
+      ({'save_every': 0}, ValueError, '`save_every` must be at least 1'),
+      ({'max_attempts': 0}, ValueError, '`max_attempts` must be at least 1'),
+      ({'on_drop': 'never'}, ValueError, "`on_drop` must be 'again' or"),
+      ({'weight': 0.5}, TypeError, '`weight` must be a function'),
+      ({'on_progress': 3}, TypeError, '`on_progress` must be a function'),
+      ({'cluster': 'nowhere'}, ValueError, "`cluster` must be None, 'local'"),
+      ({'cluster': 7}, ValueError, "`cluster` must be None, 'local'"),
+      ({'resources': 3}, TypeError, '`resources` must be a dict'),
+      (
+          {'weight': lambda age: -1.0},
+          ValueError,
+          '`weight` must give a finite number .* got -1.0 at age 0',
+      ),
+  )
+  def test_is_refused_and_nothing_is_started(self, change, error, message):
+    with self.assertRaisesRegex(error, message):
+      train(TASK, optax.sgd(0.1), **change)
+
+  def test_refuses_what_is_no_task_or_optimizer(self):
+    with self.assertRaisesRegex(TypeError, '`task` must be a `Task`'):
+      train(asynchronous_cases.gradient, optax.sgd(0.1))
+    with self.assertRaisesRegex(TypeError, '`tx` must be an `optax.Gradient'):
+      train(TASK, 0.1)
+
+  @cases.parameters(
+      ('ray', {'cluster': 'local'}), ('orbax.checkpoint', {'folder': 'run'})
+  )
+  def test_missing_library_names_the_extra(self, module, options):
+    with mock.patch(
+        'importlib.util.find_spec',
+        lambda name: None if name == module else mock.DEFAULT,
+    ):
+      with self.assertRaisesRegex(ImportError, r"install 'shard_transforms\[r"):
+        train(TASK, optax.sgd(0.1), **options)
+
+  def test_import_imports_neither_ray_nor_orbax(self):
+    code = (
+        'import sys; from shard_transforms import asynchronous;'
+        'print([m for m in ("ray", "orbax") if m in sys.modules])'
+    )
+
+    printed = subprocess.run(
+        [*python_command.STRICT, '-c', code],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+
+    self.assertEqual(printed, '[]\n')

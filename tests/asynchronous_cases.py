@@ -1,0 +1,103 @@
+"""Tasks that workers can import, and runs of them."""
+
+import os
+import pathlib
+import tempfile
+import time
+import unittest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms import asynchronous
+
+FEATURES = 5
+
+
+def init():
+  return {'w': jnp.zeros(FEATURES), 'b': jnp.ones((2, 3))}
+
+
+def batch(number):
+  key = jax.random.fold_in(jax.random.key(0), number)
+  return jax.random.normal(key, (FEATURES,))
+
+
+def _loss(params, x):
+  return jnp.sum((params['w'] - x) ** 2) + jnp.sum(params['b'] ** 4)
+
+
+@jax.jit
+def gradient(params, x):
+  loss, grads = jax.value_and_grad(_loss)(params, x)
+  return grads, {'loss': loss}
+
+
+def slow_gradient(params, x):
+  time.sleep(0.05)
+  return gradient(params, x)
+
+
+TASK = asynchronous.Task(init, gradient, batch)
+SLOW_TASK = asynchronous.Task(init, slow_gradient, batch)
+
+
+def folder(test: unittest.TestCase) -> pathlib.Path:
+  """Returns a folder that is deleted after a test."""
+  made = tempfile.TemporaryDirectory()
+  test.addCleanup(made.cleanup)
+  return pathlib.Path(made.name) / 'run'
+
+
+def train(task, tx, **options):
+  """Trains with four workers of this process, if nothing else is said."""
+  defaults = {
+      'num_updates': 30,
+      'num_workers': 4,
+      'staleness': 2,
+      'cluster': None,
+  }
+  return asynchronous.train(task, tx, **(defaults | options))
+
+
+def assert_same_bits(first, second):
+  """Checks that two results have the same parameters and the same state."""
+  a, b = first[:2], second[:2]
+  if jax.tree.structure(a) != jax.tree.structure(b):
+    raise AssertionError(f'{jax.tree.structure(a)} {jax.tree.structure(b)}')
+  for (path, x), y in zip(
+      jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True
+  ):
+    same = x.dtype == y.dtype and x.tobytes() == y.tobytes()
+    if not same:
+      raise AssertionError(f'{jax.tree_util.keystr(path)}: {x} is not {y}')
+
+
+# What goes wrong in a worker, at one batch or in one process.
+def poison(number):
+  if number == 7:
+    raise OSError('no such shard of the data')
+  return batch(number)
+
+
+def deadly(number):
+  if number == 7:
+    os._exit(1)
+  return batch(number)
+
+
+def other_dtype(params, x):
+  grads, metrics = gradient(params, x)
+  return jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), metrics
+
+
+def nan_at_seven(params, x):
+  grads, metrics = gradient(params, x)
+  factor = jnp.where(x[0] == batch(7)[0], jnp.nan, 1.0)
+  return jax.tree.map(lambda g: factor * g, grads), metrics
+
+
+def accepted(journal: np.ndarray) -> np.ndarray:
+  """Returns the records of accepted gradients."""
+  return journal[journal['fate'] == 0]
