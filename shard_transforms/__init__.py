@@ -7,8 +7,14 @@ from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.gradients import per_shard
 from shard_transforms._src.base.gradients import value_and_grad
 from shard_transforms._src.reduction.norms import global_norm
+from shard_transforms._src.staleness.compensation import CompensateDelayState
+from shard_transforms._src.staleness.compensation import compensate_delay
+from shard_transforms._src.staleness.delay import DelayUpdatesState
+from shard_transforms._src.staleness.delay import delay_updates
 from shard_transforms._src.staleness.drop_stale import DropStaleState
 from shard_transforms._src.staleness.drop_stale import drop_stale
+from shard_transforms._src.staleness.weighting import ScaleByStalenessState
+from shard_transforms._src.staleness.weighting import scale_by_staleness
 from shard_transforms._src.state.placement import init_state
 from shard_transforms._src.state.placement import state_specs
 from shard_transforms._src.state.resizing import resize_state
@@ -28,13 +34,18 @@ from shard_transforms._src.transforms.tower_window import TowerReduceState
 __version__ = '0.1.0'
 
 __all__ = (
+    'CompensateDelayState',
+    'DelayUpdatesState',
     'DropStaleState',
     'GuardState',
+    'ScaleByStalenessState',
     'ShardUpdateState',
     'TowerReduceState',
     'clip_by_global_norm',
+    'compensate_delay',
     'cross_shard_mean',
     'cross_shard_sum',
+    'delay_updates',
     'drop_stale',
     'global_norm',
     'guard',
@@ -42,6 +53,7 @@ __all__ = (
     'per_shard',
     'reduce_towers',
     'resize_state',
+    'scale_by_staleness',
     'shard_mean',
     'shard_update',
     'state_specs',

@@ -48,13 +48,40 @@ def as_positive(name: str, value: Any) -> Any:
     TypeError: If it is not a real scalar.
     ValueError: If it is known, and not positive.
   """
+  return _as_real(name, value, 'be positive', lambda x: x > 0)
+
+
+def as_not_negative(name: str, value: Any) -> Any:
+  """Returns a real number, which may be traced, if it is not negative.
+
+  Raises:
+    TypeError: If it is not a real scalar.
+    ValueError: If it is known, and negative.
+  """
+  return _as_real(name, value, 'not be negative', lambda x: x >= 0)
+
+
+def as_decay(name: str, value: Any) -> Any:
+  """Returns the decay of a moving mean, which may be traced.
+
+  Raises:
+    TypeError: If it is not a real scalar.
+    ValueError: If it is known, and not from 0 to below 1.
+  """
+  return _as_real(
+      name, value, 'be at least 0 and less than 1', lambda x: 0 <= x < 1
+  )
+
+
+def _as_real(name, value, requirement, fits):
+  """Returns a real scalar that fits a requirement, as far as it is known."""
   dtype = dtype_of_number(value)
   kinds = (jnp.integer, jnp.floating)
   is_real = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
   if not is_real or jnp.shape(value):
     raise TypeError(f'`{name}` must be a real number, got {value!r}.')
-  if not isinstance(value, core.Tracer) and not value > 0:
-    raise ValueError(f'`{name}` must be positive, got {value!r}.')
+  if not isinstance(value, core.Tracer) and not fits(value):
+    raise ValueError(f'`{name}` must {requirement}, got {value!r}.')
   return value
 
 

@@ -38,3 +38,23 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
           ' the specs of `shard_transforms.state_specs`.'
       )
   return jax.tree.map(lambda leaf: lax.squeeze(leaf, (0,)), tree)
+
+
+def check_kept(before: Any, after: Any, caller: str) -> None:
+  """Checks that nothing that differs between shards gets into shared state.
+
+  Raises:
+    ValueError: If a leaf varies over an axis over which it did not before.
+  """
+  old = jax.tree.leaves(before)
+  new = jax.tree.leaves_with_path(after)
+  for held, (path, leaf) in zip(old, new, strict=True):
+    differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(held)
+    if differs:
+      name = jax.tree_util.keystr(path) or 'the root'
+      raise ValueError(
+          f'`axis_name` of `{caller}` must name {sorted(differs, key=str)},'
+          ' because what is collected differs between those shards, at'
+          f' {name.removeprefix(".")}, but is kept as if it were the same on'
+          ' all. Make the state with `shard_transforms.init_state`.'
+      )

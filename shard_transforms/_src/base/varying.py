@@ -46,6 +46,30 @@ def check_not_reduced(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
   _check(tree, axes, caller, refused=('invariant',))
 
 
+def check_varies_with(tree: Any, others: Any, caller: str) -> None:
+  """Checks that a leaf differs between all shards between which another does.
+
+  What is made of both differs, and would hide that the leaf is reduced already.
+
+  Args:
+    tree: The leaves, any of which may be `None`.
+    others: For each of them another array, or `None`.
+    caller: What errors name.
+
+  Raises:
+    ValueError: If a leaf is reduced where the other is not, or is pending.
+  """
+  axes = set().union(*map(axes_lib.varying_axes, jax.tree.leaves(others)))
+  for axis in sorted(axes, key=str):
+
+    def to_check(other, leaf, axis=axis):
+      varies = other is not None and axis in axes_lib.varying_axes(other)
+      return leaf if varies else None
+
+    found = jax.tree.map(to_check, others, tree, is_leaf=leaves_lib.is_none)
+    check_per_shard(found, (axis,), caller)
+
+
 def _check(tree, axes, caller, refused):
   found = jax.tree.leaves_with_path(tree)
   found = [(p, leaf) for p, leaf in found if not leaves_lib.is_float0(leaf)]

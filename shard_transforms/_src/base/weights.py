@@ -49,7 +49,11 @@ def as_weight(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
     weight = known
-  weight = jnp.asarray(weight, jnp.float32)
+  return sane(jnp.asarray(weight, jnp.float32))
+
+
+def sane(weight: jax.Array) -> jax.Array:
+  """Returns a weight in float32; what is no positive normal number is zero."""
   tiny = jnp.finfo(jnp.float32).tiny
   return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
 

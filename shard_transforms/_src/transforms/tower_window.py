@@ -111,7 +111,7 @@ def collect(
     weight = weights.as_weight(weight, (), _CALLER)
   total = per_shard_state.own(state.total, axes, _CALLER)
   leaves_lib.check_like(updates, total, _CALLER)
-  _check_not_hidden(total, updates)
+  varying.check_varies_with(updates, total, _CALLER)
   add = functools.partial(_add, weights.weighing(weight))
   total = jax.tree.map(add, total, updates, is_leaf=leaves_lib.is_none)
   total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
@@ -127,7 +127,7 @@ def collect(
       oldest_local_step=per_shard_state.store(oldest, axes),
       inner_state=state.inner_state,
   )
-  _check_kept(state, window)
+  per_shard_state.check_kept(state, window, _CALLER)
   return window
 
 
@@ -220,31 +220,3 @@ def _add(weigh, total, update):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
   return total + weigh(jnp.asarray(update, total.dtype))
-
-
-def _check_not_hidden(total, updates):
-  """Checks that no sum per shard hides that an update is already reduced."""
-  for axis in set().union(*map(axes_lib.varying_axes, jax.tree.leaves(total))):
-
-    def per_shard(t, u, axis=axis):
-      return u if t is not None and axis in axes_lib.varying_axes(t) else None
-
-    held = jax.tree.map(per_shard, total, updates, is_leaf=leaves_lib.is_none)
-    varying.check_per_shard(held, (axis,), _CALLER)
-
-
-def _check_kept(before, after):
-  """Checks that nothing that differs between shards gets into shared state."""
-  for field in ('total', 'total_weight', 'oldest_local_step'):
-    old = jax.tree.leaves(getattr(before, field))
-    new = jax.tree.leaves_with_path(getattr(after, field))
-    for held, (path, leaf) in zip(old, new, strict=True):
-      differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(held)
-      if differs:
-        raise ValueError(
-            '`axis_name` of `tower_reduce` must name'
-            f' {sorted(differs, key=str)}, because what is collected differs'
-            f' between those shards, at {field}{jax.tree_util.keystr(path)},'
-            ' but is kept as if it were the same on all. Make the state with'
-            ' `shard_transforms.init_state`.'
-        )

@@ -1,0 +1,280 @@
+"""`compensate_delay`: old gradients, corrected for what has happened since."""
+
+from collections.abc import Mapping
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
+from shard_transforms._src.base import wrapper
+
+_CALLER = 'compensate_delay'
+
+
+class CompensateDelayState(NamedTuple):
+  """State of `compensate_delay`.
+
+  With `axis_name`, the leaves of `mean_square` have a leading axis, of length 1
+  inside the mapped function and of the number of shards outside.
+
+  Attributes:
+    mean_square: The moving mean of squared updates, a tree like the parameters,
+      in float32 for leaves of fewer bits; `()` without `decay`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> tx = shard_transforms.compensate_delay(2.0, decay=0.95)
+    >>> print(tx.init(jnp.ones(3)).mean_square)
+    [0. 0. 0.]
+  """
+
+  mean_square: optax.Updates
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its field.
+
+    Of larger mean squares comes less compensation: with the largest, there is
+    never more of it on other shards than there was.
+    """
+    del reduction
+    return {'mean_square': state_rules.ResizeRule('maximum')}
+
+
+def compensate_delay(
+    lam: chex.Numeric,
+    *,
+    decay: chex.Numeric | None = None,
+    eps: chex.Numeric = 1e-7,
+    axis_name: axes_lib.AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Corrects gradients for how far parameters have moved since.
+
+  A gradient :math:`u` that was computed from the parameters
+  :math:`x_\text{read}` becomes nearer to that at the present ones, :math:`x`,
+
+  .. math:: u + \lambda u \odot u \odot (x - x_\text{read})
+
+  where :math:`\lambda u \odot u` stands for the diagonal of the Hessian. With
+  `decay`, :math:`\lambda` adapts to each element, by the moving mean of squares
+  :math:`m \leftarrow \text{decay} \cdot m + (1 - \text{decay}) u \odot u`:
+
+  .. math:: \lambda_t = \lambda / \sqrt{m + \epsilon}
+
+  An element that has not moved keeps its gradient, to the bit. Of complex
+  leaves, the square is that of the absolute value.
+
+  Whoever keeps the parameters that were read, a training loop or the server of
+  an asynchronous one, hands them in with the gradient. Belongs where updates
+  are still gradients: first in a chain, on each shard's own before the
+  reduction, or on the mean of shards that have read the same parameters. Before
+  the reduction, a shard whose extra argument `weight` is zero leaves its moving
+  mean as it is.
+
+  Args:
+    lam: How much is compensated, a number that is not negative. The paper has
+      0.04, and 2 with `decay`.
+    decay: The decay of the moving mean of squares, at least 0 and less than 1,
+      0.95 in the paper; `None` for a constant :math:`\lambda`.
+    eps: What is added to the moving mean, a positive number.
+    axis_name: The mapped axis, or a sequence of them, between whose shards the
+      updates differ; the moving mean is then kept per shard (see `init_state`).
+      `None` where updates are already the same on all shards.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `CompensateDelayState`,
+    whose `update` requires `params` and the extra argument `read_params`, a
+    tree like them, and takes the optional extra argument `weight`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If an argument is not a real number; in `update`, if
+      `read_params` is missing, a leaf is an integer or boolean, or the state is
+      of another transformation.
+    ValueError: If `lam` is negative, `decay` not a decay or `eps` not positive;
+      in `update`, if `params` is missing, a tree does not fit another, updates
+      are already reduced although `axis_name` is given or `read_params` differ,
+      or differ between shards although it is not.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> tx = shard_transforms.compensate_delay(0.5)
+    >>> params = jnp.array([1.0, 3.0])
+    >>> updates, _ = tx.update(
+    ...     jnp.array([2.0, 2.0]), tx.init(params), params,
+    ...     read_params=jnp.array([1.0, 2.0]))
+    >>> print(updates)
+    [2. 4.]
+
+  References:
+    Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
+    Compensation, 2017, https://arxiv.org/abs/1609.08326.
+  """
+  lam = arguments.as_not_negative('lam', lam)
+  eps = arguments.as_positive('eps', eps)
+  if decay is not None:
+    decay = arguments.as_decay('decay', decay)
+  axes = axes_lib.optional_axes(axis_name)
+
+  def init_fn(params):
+    axes_lib.size(axes, _CALLER)
+    if decay is None:
+      return CompensateDelayState(())
+    start = functools.partial(_start, axes=axes)
+    return CompensateDelayState(jax.tree.map(start, params))
+
+  def update_fn(
+      updates,
+      state,
+      params=None,
+      *,
+      read_params=None,
+      weight=None,
+      **extra_args,
+  ):
+    del extra_args
+    wrapper.check_update(updates, state, CompensateDelayState, axes, _CALLER)
+    moved = _moved(updates, params, read_params)
+    varying.check_varies_with(updates, moved, _CALLER)
+    squares = jax.tree.map(_square, updates)
+    lams = jax.tree.map(lambda _: lam, updates)
+    if decay is not None:
+      counts = _counts(weight) if axes else True
+      mean_square = _record(state.mean_square, squares, decay, counts, axes)
+      lams = jax.tree.map(lambda m: lam / jnp.sqrt(m + eps), mean_square)
+      state = _kept(state, mean_square, axes)
+    return _map(_compensate, updates, moved, squares, lams), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _start(param, axes):
+  """Returns the mean of nothing yet; `None` where there is no gradient."""
+  dtype = leaves_lib.dtype_of(param)
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    return None
+  dtype = jnp.finfo(leaves_lib.accumulator_dtype(dtype)).dtype
+  return per_shard_state.store(jnp.zeros_like(param, dtype=dtype), axes)
+
+
+def _moved(updates, params, read_params):
+  """Returns for each update how far its parameter has moved since.
+
+  Raises:
+    TypeError: If `read_params` is missing.
+    ValueError: If `params` is, or what is there does not fit the updates.
+  """
+  if params is None:
+    raise ValueError(
+        '`params` of `compensate_delay` must be the present parameters, got'
+        ' None. Call `tx.update(updates, state, params, read_params=...)`.'
+    )
+  if read_params is None:
+    raise TypeError(
+        '`read_params` of `compensate_delay` must be the parameters that the'
+        ' updates were computed from, got None. Call `tx.update(updates, state,'
+        ' params, read_params=...)`.'
+    )
+  # By path, because what masks updates and parameters does not mask the rest.
+  now = dict(jax.tree.leaves_with_path(params))
+  read = dict(jax.tree.leaves_with_path(read_params))
+
+  def moved(path, update):
+    if leaves_lib.is_float0(update):
+      return None
+    _check_fits('params', now, path, update)
+    _check_fits('read_params', read, path, update)
+    dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(now[path]))
+    return jnp.asarray(now[path], dtype) - jnp.asarray(read[path], dtype)
+
+  return jax.tree.map_with_path(moved, updates)
+
+
+def _check_fits(name, leaves, path, update):
+  if path not in leaves or jnp.shape(leaves[path]) != jnp.shape(update):
+    found = jnp.shape(leaves[path]) if path in leaves else 'nothing'
+    raise ValueError(
+        f'`{name}` of `compensate_delay` must have the leaves and the shapes of'
+        f' the updates, got {found} instead of {jnp.shape(update)} at'
+        f' {jax.tree_util.keystr(path) or "the root"}.'
+    )
+
+
+def _square(update):
+  """Returns the squares of a leaf, in the dtype of the moving mean."""
+  if leaves_lib.is_float0(update):
+    return update
+  update = _widened(update)
+  if jnp.iscomplexobj(update):
+    return update.real**2 + update.imag**2
+  return update**2
+
+
+def _widened(update):
+  """Returns an update in the dtype in which it is computed with."""
+  dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(update))
+  return jnp.asarray(update, dtype)
+
+
+def _counts(weight):
+  """Whether the squares of a shard go into its moving mean, bool []."""
+  if weight is None:
+    return True
+  return weights.as_weight(weight, (), _CALLER) > 0
+
+
+def _record(kept, squares, decay, counts, axes):
+  """Returns a shard's own moving mean of squares with one more in it.
+
+  Raises:
+    ValueError: If the squares do not fit the mean, or are reduced already.
+  """
+
+  def record(mean, square):
+    if mean is None or square is None:
+      return mean
+    after = decay * mean + (1 - decay) * square
+    return jnp.where(counts, after.astype(mean.dtype), mean)
+
+  mean_square = per_shard_state.own(kept, axes, _CALLER)
+  leaves_lib.check_like(squares, mean_square, _CALLER)
+  varying.check_varies_with(squares, mean_square, _CALLER)
+  return _map(record, mean_square, squares)
+
+
+def _kept(state, mean_square, axes):
+  """Returns the state after an update.
+
+  Raises:
+    ValueError: If it differs between shards, and is kept as if it did not.
+  """
+  after = CompensateDelayState(per_shard_state.store(mean_square, axes))
+  per_shard_state.check_kept(state, after, _CALLER)
+  return after
+
+
+def _compensate(update, moved, square, lam):
+  """Returns the update of a leaf, with what is added where it has moved."""
+  if update is None or moved is None:
+    return update
+  nearer = _widened(update) + lam * square * moved
+  nearer = nearer.astype(leaves_lib.dtype_of(update))
+  # A sum with zero may change the sign of a zero, and is NaN for infinity.
+  return jnp.where(moved == 0, update, nearer)
+
+
+def _map(fn, tree, *rest):
+  return jax.tree.map(fn, tree, *rest, is_leaf=leaves_lib.is_none)

@@ -1,0 +1,212 @@
+"""`delay_updates`: updates that are applied some steps later."""
+
+from collections.abc import Mapping
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import wrapper
+
+_CALLER = 'delay_updates'
+
+
+class DelayUpdatesState(NamedTuple):
+  """State of `delay_updates`.
+
+  With `axis_name`, the leaves of `pending` have a leading axis, of length 1
+  inside the mapped function and of the number of shards outside.
+
+  Attributes:
+    slot: Which of the pending updates is the oldest, int32 [].
+    pending: The updates that are still to come, a tree like the parameters,
+      each leaf [steps, ...]; `()` where there is no delay.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> state = shard_transforms.delay_updates(2).init(jnp.zeros(3))
+    >>> print(state.pending.shape)
+    (2, 3)
+  """
+
+  slot: jax.Array
+  pending: optax.Updates
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its fields.
+
+    What the shards make of each pending update together stays as it is.
+    """
+    if reduction in ('mean', 'sum'):
+      return {'pending': state_rules.ResizeRule(reduction)}
+    reason = (
+        "`reduction` of `resize_state` must be 'mean' or 'sum', got"
+        f' {reduction!r}: the updates that are pending on each shard, at'
+        ' {name}, give the same result only if it is known how shards are'
+        ' reduced.'
+    )
+    return {'pending': state_rules.ResizeRule('refuse', reason=reason)}
+
+
+def delay_updates(
+    steps: int, *, axis_name: axes_lib.AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces updates by those of some steps ago.
+
+  .. math:: u_t \leftarrow u_{t - \text{steps}}
+
+  and the first `steps` calls give zeros. For training with gradients that are
+  as stale as those of an asynchronous run, but the same in each run; or so that
+  a reduction sends what is ready before the gradient of the step is:
+
+  ```python
+  optax.chain(cross_shard_mean('data'), delay_updates(2), adam)  # Simulation.
+  optax.chain(
+      delay_updates(1, axis_name='data'), cross_shard_mean('data'), adam)
+  ```
+
+  It is a link of a chain: the extra arguments of a call go to the other links
+  at once. The `weight` of a shard would thus meet the update of another step,
+  so that it is refused before a reduction, that is, with `axis_name`; behind
+  the reduction it is used up.
+
+  Updates are kept in the dtypes of the parameters. A leaf without a gradient in
+  a call (`None` in its place) stays so in that call, and counts as zero later.
+
+  Args:
+    steps: By how many calls updates are late, at least 0. With 0, they pass as
+      they are.
+    axis_name: The mapped axis, or a sequence of them, between whose shards the
+      updates differ; those pending are then kept per shard (see `init_state`).
+      `None` where updates are already the same on all shards.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `DelayUpdatesState`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If `steps` is not an integer; in `update`, if a leaf is an
+      integer or boolean, or the state is of another transformation.
+    ValueError: If `steps` is negative; in `update`, if the tree is not the one
+      that the state was made for, updates are already reduced although
+      `axis_name` is given, or differ between shards although it is not, or
+      `weight` comes before the reduction.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> tx = shard_transforms.delay_updates(2)
+    >>> state = tx.init(jnp.zeros(()))
+    >>> for update in 1.0, 2.0, 3.0, 4.0:
+    ...   updates, state = tx.update(jnp.float32(update), state)
+    ...   print(updates)
+    0.0
+    0.0
+    1.0
+    2.0
+  """
+  steps = arguments.as_at_least('steps', steps, 0)
+  axes = axes_lib.optional_axes(axis_name)
+
+  def init_fn(params):
+    axes_lib.size(axes, _CALLER)
+    start = functools.partial(_start, steps=steps, axes=axes)
+    pending = jax.tree.map(start, params) if steps else ()
+    return DelayUpdatesState(counters.zero(), pending)
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    wrapper.check_update(updates, state, DelayUpdatesState, axes, _CALLER)
+    pending = per_shard_state.own(state.pending, axes, _CALLER)
+    _check_steps(pending, steps)
+    if not steps:
+      return updates, state
+    if axes:
+      _check_unweighted(weight)
+    oldest = jax.tree.map(functools.partial(_take, state.slot), pending)
+    leaves_lib.check_like(updates, oldest, _CALLER)
+    varying.check_varies_with(updates, oldest, _CALLER)
+    put = functools.partial(_put, state.slot)
+    pending = jax.tree.map(put, pending, updates, is_leaf=leaves_lib.is_none)
+    after = DelayUpdatesState(
+        (state.slot + 1) % steps, per_shard_state.store(pending, axes)
+    )
+    per_shard_state.check_kept(state, after, _CALLER)
+    delayed = jax.tree.map(_like, updates, oldest, is_leaf=leaves_lib.is_none)
+    return delayed, after
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _start(param, steps, axes):
+  """Returns zeros for each step; `None` where there is no gradient."""
+  dtype = leaves_lib.dtype_of(param)
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    return None
+  # Unlike `jnp.zeros`, these vary over the axes over which the parameter does.
+  zeros = jnp.zeros_like(param, dtype=dtype)
+  return per_shard_state.store(lax.broadcast(zeros, (steps,)), axes)
+
+
+def _take(slot, pending):
+  return lax.dynamic_index_in_dim(pending, slot, keepdims=False)
+
+
+def _put(slot, pending, update):
+  """Returns the pending updates of a leaf with one of them replaced."""
+  if pending is None:
+    return None
+  if update is None:
+    update = jnp.zeros_like(pending[0])
+  update = jnp.asarray(update, pending.dtype)
+  return lax.dynamic_update_index_in_dim(pending, update, slot, 0)
+
+
+def _like(update, oldest):
+  """Returns the oldest update of a leaf, in the dtype of that of this call."""
+  if update is None or oldest is None:
+    return update
+  return oldest.astype(leaves_lib.dtype_of(update))
+
+
+def _check_steps(pending, steps):
+  """Checks that a state was made for as many steps.
+
+  Raises:
+    ValueError: If it was not.
+  """
+  found = {leaf.shape[0] for leaf in jax.tree.leaves(pending)}
+  if found - {steps}:
+    raise ValueError(
+        f'State of `{_CALLER}` must be made for {steps} steps, got that of'
+        f' {min(found)}. Make it with `init`.'
+    )
+
+
+def _check_unweighted(weight: chex.Numeric | None):
+  """Checks that no weight meets the update of another step.
+
+  Raises:
+    ValueError: If one would.
+  """
+  if weight is not None:
+    raise ValueError(
+        '`weight` of `delay_updates` must come behind the reduction, got one'
+        ' before it, where it would meet the update of another step. Write'
+        " `optax.chain(cross_shard_mean('data'), delay_updates(steps), ...)`:"
+        ' the mean is delayed as its terms would be.'
+    )
