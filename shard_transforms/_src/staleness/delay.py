@@ -29,16 +29,17 @@ class DelayUpdatesState(NamedTuple):
   inside the mapped function and of the number of shards outside.
 
   Attributes:
-    slot: Which of the pending updates is the oldest, int32 [].
-    pending: The updates that are still to come, a tree like the parameters,
-      each leaf [steps, ...]; `()` where there is no delay.
+    slot: Which of the pending updates is replaced next, int32 [].
+    pending: The last updates, those that are still to come and the one that has
+      come last, a tree like the parameters, each leaf [steps + 1, ...]; `()`
+      where there is no delay.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> import shard_transforms
     >>> state = shard_transforms.delay_updates(2).init(jnp.zeros(3))
     >>> print(state.pending.shape)
-    (2, 3)
+    (3, 3)
   """
 
   slot: jax.Array
@@ -137,17 +138,14 @@ def delay_updates(
       return updates, state
     if axes:
       _check_unweighted(weight)
-    oldest = jax.tree.map(functools.partial(_take, state.slot), pending)
-    leaves_lib.check_like(updates, oldest, _CALLER)
-    varying.check_varies_with(updates, oldest, _CALLER)
+    _check_like(updates, pending)
     put = functools.partial(_put, state.slot)
-    pending = jax.tree.map(put, pending, updates, is_leaf=leaves_lib.is_none)
-    after = DelayUpdatesState(
-        (state.slot + 1) % steps, per_shard_state.store(pending, axes)
-    )
+    pending = _map(put, pending, updates)
+    slot = (state.slot + 1) % (steps + 1)
+    oldest = jax.tree.map(functools.partial(_take, slot), pending)
+    after = DelayUpdatesState(slot, per_shard_state.store(pending, axes))
     per_shard_state.check_kept(state, after, _CALLER)
-    delayed = jax.tree.map(_like, updates, oldest, is_leaf=leaves_lib.is_none)
-    return delayed, after
+    return _map(_like, updates, oldest), after
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -159,10 +157,13 @@ def _start(param, steps, axes):
     return None
   # Unlike `jnp.zeros`, these vary over the axes over which the parameter does.
   zeros = jnp.zeros_like(param, dtype=dtype)
-  return per_shard_state.store(lax.broadcast(zeros, (steps,)), axes)
+  # With a slot more than steps, XLA writes in place: what is read is another
+  # slot than that which is written, and read after it.
+  return per_shard_state.store(lax.broadcast(zeros, (steps + 1,)), axes)
 
 
 def _take(slot, pending):
+  """Returns one of the pending updates of a leaf."""
   return lax.dynamic_index_in_dim(pending, slot, keepdims=False)
 
 
@@ -189,12 +190,24 @@ def _check_steps(pending, steps):
   Raises:
     ValueError: If it was not.
   """
-  found = {leaf.shape[0] for leaf in jax.tree.leaves(pending)}
+  found = {leaf.shape[0] - 1 for leaf in jax.tree.leaves(pending)}
   if found - {steps}:
     raise ValueError(
         f'State of `{_CALLER}` must be made for {steps} steps, got that of'
         f' {min(found)}. Make it with `init`.'
     )
+
+
+def _check_like(updates, pending):
+  """Checks that updates fit those that are pending.
+
+  Raises:
+    TypeError: If a leaf is complex where the parameter is real.
+    ValueError: If the tree or a shape is another, or a leaf is reduced already.
+  """
+  some = jax.tree.map(functools.partial(_take, 0), pending)
+  leaves_lib.check_like(updates, some, _CALLER)
+  varying.check_varies_with(updates, some, _CALLER)
 
 
 def _check_unweighted(weight: chex.Numeric | None):
@@ -210,3 +223,7 @@ def _check_unweighted(weight: chex.Numeric | None):
         " `optax.chain(cross_shard_mean('data'), delay_updates(steps), ...)`:"
         ' the mean is delayed as its terms would be.'
     )
+
+
+def _map(fn, tree, *rest):
+  return jax.tree.map(fn, tree, *rest, is_leaf=leaves_lib.is_none)

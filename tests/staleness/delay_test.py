@@ -1,0 +1,385 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import delay_updates
+
+AXIS = modes.AXIS
+LEARNING_RATE, DECAY, CALLS = 0.1, 0.9, 7
+
+# [shards, calls, features]
+DATA = np.random.default_rng(0).normal(size=(8, CALLS, 5)).astype(np.float32)
+
+
+def _loss(params, x):
+  return 0.5 * jnp.sum((params['w'] - x) ** 2) + params['b'] * x[0]
+
+
+def _grads(params, x):
+  return shard_transforms.value_and_grad(_loss, AXIS)(params, x)[1]
+
+
+def _params():
+  return {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(2)}
+
+
+def _chain(steps, place):
+  mean = cross_shard_mean(AXIS)
+  momentum = optax.trace(DECAY), optax.scale(-LEARNING_RATE)
+  if place == 'before':
+    return optax.chain(delay_updates(steps, axis_name=AXIS), mean, *momentum)
+  return optax.chain(mean, delay_updates(steps), *momentum)
+
+
+def _expected(steps):
+  """Returns the updates of each call, in float64."""
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), _params())
+  momentum = jax.tree.map(np.zeros_like, params)
+  late = [momentum] * steps
+  calls = []
+  for x in DATA.swapaxes(0, 1).astype(np.float64):
+    late.append({'w': params['w'] - x.mean(0), 'b': x[:, 0].mean()})
+    momentum = {k: u + DECAY * momentum[k] for k, u in late.pop(0).items()}
+    updates = {k: -LEARNING_RATE * m for k, m in momentum.items()}
+    params = {k: params[k] + u for k, u in updates.items()}
+    calls.append(updates)
+  return jax.tree.map(lambda *x: np.stack([np.stack(x)] * 8), *calls)
+
+
+class DelayTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.MODES, place=('before', 'after'), steps=(1, 3))
+  def test_trains_with_the_updates_of_some_steps_ago(self, mode, place, steps):
+    tx = _chain(steps, place)
+
+    def call(carry, x):
+      params, state = carry
+      updates, state = tx.update(_grads(params, x), state, params)
+      return (optax.apply_updates(params, updates), state), updates
+
+    def shard(params, own):
+      return lax.scan(call, (params, tx.init(params)), own)[1]
+
+    updates = modes.map_shards(mode, shard)(_params(), DATA)
+
+    chex.assert_trees_all_close(updates, _expected(steps), rtol=1e-5, atol=1e-6)
+    first = jax.tree.map(lambda x: x[:, :steps], updates)
+    zeros = jax.tree.map(np.zeros_like, first)
+    chex.assert_trees_all_equal(first, zeros, strict=True)
+
+  @cases.product(steps=(0, 1, 2, 9))
+  def test_gives_back_every_bit(self, steps):
+    tx = delay_updates(steps)
+    rng = np.random.default_rng(3)
+    params = {
+        'w': jnp.ones((2, 3)),
+        'half': jnp.ones(4, jnp.bfloat16),
+        'complex': jnp.ones(2, jnp.complex64),
+        'empty': jnp.ones((0, 3)),
+        'none': None,
+        'masked': optax.MaskedNode(),
+    }
+
+    def draw(param):
+      bits = rng.integers(0, 256, (12, param.size * param.itemsize), np.uint8)
+      return jnp.asarray(bits.view(param.dtype).reshape(12, *param.shape))
+
+    given = jax.tree.map(draw, params)
+    update = jax.jit(tx.update)
+    state = tx.init(params)
+    late = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), params)
+    late = jax.tree.map(lambda *x: jnp.concatenate(x), late, given)
+    for call in range(12):
+      at_call, expected = (
+          jax.tree.map(lambda x, call=call: x[call], tree)
+          for tree in (given, late)
+      )
+      updates, state = update(at_call, state)
+      chex.assert_trees_all_equal(_bits(updates), _bits(expected), strict=True)
+
+  def test_no_delay_is_the_identity(self):
+    tx = delay_updates(0)
+    updates = jnp.ones(3)
+
+    same, state = tx.update(updates, tx.init(updates), weight=3.0)
+
+    self.assertIs(same, updates)
+    self.assertEqual(state.pending, ())
+
+  def test_gives_dtypes_of_updates_and_keeps_those_of_parameters(self):
+    tx = delay_updates(1)
+    state = tx.init(jnp.ones(2, jnp.bfloat16))
+
+    _, state = tx.update(jnp.full(2, 1.5), state)
+    updates, state = tx.update(jnp.ones(2), state)
+
+    chex.assert_trees_all_equal(updates, jnp.full(2, 1.5), strict=True)
+    self.assertEqual(state.pending.dtype, jnp.bfloat16)
+
+  def test_what_has_no_gradient_in_a_call_counts_as_zero_later(self):
+    tx = delay_updates(1)
+    params = {'a': jnp.ones(2), 'i': jnp.ones(2, jnp.int32)}
+    float0 = np.zeros(2, jax.dtypes.float0)
+    state = tx.init(params)
+
+    found = []
+    for a in (jnp.ones(2), None, jnp.full(2, 3.0), jnp.ones(2)):
+      updates, state = tx.update({'a': a, 'i': float0}, state)
+      self.assertIs(updates['i'], float0)
+      found.append(updates['a'])
+
+    self.assertIsNone(found[1])
+    np.testing.assert_array_equal(
+        np.stack([found[0], found[2], found[3]]), [[0, 0], [0, 0], [3, 3]]
+    )
+
+  def test_can_be_donated_and_shares_nothing_with_parameters(self):
+    tx = delay_updates(2)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    for call in range(5):
+      before = jax.tree.leaves((params, state))
+      params, state = step(params, state, jnp.full(3, call + 1.0))
+      self.assertTrue(all(leaf.is_deleted() for leaf in before))
+
+    np.testing.assert_array_equal(params, np.full(3, 1.0 + 2 + 3))
+
+  def test_writes_in_place(self):
+    tx = delay_updates(8)
+    params = jnp.zeros(100_000)
+    step = jax.jit(tx.update, donate_argnums=1)
+
+    memory = step.lower(params, tx.init(params)).compile().memory_analysis()
+
+    # A copy of what is pending would take 9 updates.
+    self.assertLess(memory.temp_size_in_bytes, params.nbytes)
+    self.assertGreaterEqual(memory.alias_size_in_bytes, 9 * params.nbytes)
+
+
+class GatesTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_a_skipped_step_delays_nothing(self, mode):
+    inner = optax.chain(cross_shard_mean(AXIS), delay_updates(1))
+    tx = shard_transforms.guard(inner, AXIS)
+
+    def shard(params, own):
+      def step(state, x):
+        return tx.update(_grads(params, x), state)[::-1]
+
+      return lax.scan(step, tx.init(params), own)[1]['w']
+
+    data = DATA.copy()
+    data[3, 2] = np.nan
+    updates = modes.map_shards(mode, shard)(_params(), data)
+
+    means = np.linspace(-1, 1, 5) - DATA.mean(0)
+    zero = np.zeros(5)
+    expected = [zero, means[0], zero, means[1], *means[3:6]]
+    np.testing.assert_allclose(
+        updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
+    )
+
+  def test_a_window_of_towers_is_delayed_as_one(self):
+    tx = shard_transforms.tower_reduce(
+        2,
+        optax.chain(delay_updates(1, axis_name=AXIS), cross_shard_mean(AXIS)),
+        axis_name=AXIS,
+    )
+
+    def shard(params, own):
+      def step(state, x):
+        return tx.update(x, state)[::-1]
+
+      return lax.scan(step, tx.init(params), own)[1]
+
+    updates = modes.map_shards('vmap', shard)(jnp.zeros(5), DATA[:, :6])
+
+    expected = np.zeros((6, 5))
+    expected[3] = DATA[:, 0:2].mean((0, 1))
+    expected[5] = DATA[:, 2:4].mean((0, 1))
+    np.testing.assert_allclose(
+        updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
+    )
+
+  def test_simulates_the_staleness_that_drop_stale_sees(self):
+    tx = optax.chain(
+        shard_transforms.drop_stale(1, delay_updates(2)), optax.scale(-1.0)
+    )
+    state = tx.init(jnp.zeros(()))
+
+    found = []
+    for call in range(6):
+      local_step = -9 if call == 1 else call - 1
+      updates, state = tx.update(
+          jnp.float32(call), state, local_step=local_step
+      )
+      found.append(float(updates))
+
+    # The dropped update of the call 1 never comes.
+    self.assertEqual(found, [0, 0, 0, 0, -2, -3])
+
+  def test_refuses_weights_before_the_reduction(self):
+    tx = _chain(1, 'before')
+
+    def shard(params, x):
+      grads = _grads(params, x)
+      return tx.update(grads, tx.init(params), params, weight=2.0)[0]
+
+    with self.assertRaisesRegex(
+        ValueError, '`weight` of `delay_updates` must come behind the reduction'
+    ):
+      jax.eval_shape(modes.map_shards('vmap', shard), _params(), DATA[:, 0])
+
+  @cases.parameters(*modes.MODES)
+  def test_takes_weights_behind_the_reduction(self, mode):
+    tx = _chain(1, 'after')
+
+    def shard(params, own):
+      x, weight = own
+      state = tx.init(params)
+      _, state = tx.update(_grads(params, x), state, params, weight=weight)
+      return tx.update(_grads(params, x), state, params, weight=1.0)[0]['b']
+
+    weights = np.arange(8, dtype=np.float32)
+    updates = modes.map_shards(mode, shard)(_params(), (DATA[:, 0], weights))
+
+    mean = np.average(DATA[:, 0, 0].astype(float), weights=weights)
+    np.testing.assert_allclose(updates, -LEARNING_RATE * mean, rtol=1e-5)
+
+
+class StateTest(parameterized.TestCase):
+
+  def test_lives_per_shard_and_like_parameters(self):
+    params = _params()
+    tx = delay_updates(2, axis_name=AXIS)
+
+    state = shard_transforms.init_state(tx, params, modes.mesh())
+
+    self.assertEqual(state.pending['w'].shape, (8, 3, 5))
+    self.assertEqual(state.pending['b'].shape, (8, 3))
+    self.assertEqual(state.slot.shape, ())
+
+  @cases.parameters(
+      ('mean', 4, [0.5, 2.5, 4.5, 6.5]),
+      ('sum', 4, [1, 5, 9, 13]),
+      ('mean', 1, [3.5]),
+  )
+  def test_what_is_pending_stays_with_fewer_shards(self, how, after, rows):
+    tx = delay_updates(1, axis_name=AXIS)
+    state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh())
+    pending = np.arange(8, dtype=np.float32)[:, None, None]
+    pending = pending * np.array([1.0, 10.0], np.float32)[None, :, None]
+    state = state._replace(
+        slot=np.int32(1), pending=np.tile(pending, (1, 1, 3))
+    )
+
+    resized = shard_transforms.resize_state(
+        state, tx, jnp.zeros(3), modes.mesh(after), reduction=how
+    )
+
+    self.assertEqual(resized.slot, 1)
+    expected = np.stack([np.outer([1, 10], [row] * 3) for row in rows])
+    np.testing.assert_array_equal(resized.pending, expected)
+
+  @cases.parameters(None, 'weighted')
+  def test_is_resized_only_if_it_is_known_how(self, how):
+    tx = delay_updates(1, axis_name=AXIS)
+    state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh())
+
+    with self.assertRaisesRegex(
+        ValueError, r"`reduction` .* must be 'mean' or 'sum'.* at \.pending"
+    ):
+      shard_transforms.resize_state(
+          state, tx, jnp.zeros(3), modes.mesh(4), reduction=how
+      )
+
+  def test_is_resized_as_it_is_behind_the_reduction(self):
+    tx = delay_updates(1)
+    state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh())
+    pending = np.arange(6, dtype=np.float32).reshape(2, 3)
+    state = state._replace(slot=np.int32(1), pending=pending)
+
+    resized = shard_transforms.resize_state(
+        state, tx, jnp.zeros(3), modes.mesh(4)
+    )
+
+    chex.assert_trees_all_equal(jax.device_get(resized), state, strict=True)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (-1, ValueError, '`steps` must be at least 0, got -1'),
+      (1.0, TypeError, '`steps` must be an integer, got 1.0'),
+      (np.ones(2), TypeError, '`steps` must be an integer'),
+  )
+  def test_refuses_bad_steps(self, steps, error, message):
+    with self.assertRaisesRegex(error, message):
+      delay_updates(steps)
+
+  @cases.parameters((2, 3), (1, 0), (0, 2))
+  def test_refuses_the_state_of_other_steps(self, before, after):
+    state = delay_updates(before).init(jnp.ones(3))
+
+    with self.assertRaisesRegex(
+        ValueError, 'made for' if before else 'must have the tree'
+    ):
+      delay_updates(after).update(jnp.ones(3), state)
+
+  def test_refuses_another_tree(self):
+    tx = delay_updates(1)
+
+    with self.assertRaisesRegex(
+        ValueError, '`updates` of `delay_updates` must'
+    ):
+      tx.update({'a': jnp.ones(3)}, tx.init({'a': jnp.ones(4)}))
+
+  def test_refuses_the_state_of_another(self):
+    with self.assertRaisesRegex(TypeError, '`DelayUpdatesState`'):
+      delay_updates(1).update(jnp.ones(3), optax.EmptyState())
+
+  def test_refuses_updates_that_are_already_reduced(self):
+    tx = delay_updates(1, axis_name=AXIS)
+
+    def shard(params, x):
+      return tx.update(jax.grad(_loss)(params, x), tx.init(params))[0]
+
+    with self.assertRaisesRegex(
+        ValueError, '`updates` of `delay_updates` .* already reduced'
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, _params(), DATA[:, 0])
+
+  def test_refuses_updates_that_differ_without_an_axis(self):
+    tx = delay_updates(1)
+
+    def shard(params, x):
+      return tx.update(_grads(params, x), tx.init(params))[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        r"`axis_name` of `delay_updates` must name \['data'\].*pending\['b'\]",
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, _params(), DATA[:, 0])
+
+
+def _bits(tree):
+  return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), tree)

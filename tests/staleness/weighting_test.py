@@ -1,0 +1,532 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import scale_by_staleness
+
+AXIS = modes.AXIS
+LEARNING_RATE, DECAY, RATE = 0.1, 0.9, 0.4
+INT32 = np.iinfo(np.int32)
+
+# [shards, calls, features] and [shards, calls]
+DATA = np.random.default_rng(0).normal(size=(8, 7, 5)).astype(np.float32)
+WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 7)).astype(np.float32)
+# Of parameters that are up to 3 steps old, or seem to be of the future.
+STEPS = np.arange(7) - np.random.default_rng(2).integers(-1, 4, (8, 7))
+STEPS = STEPS.astype(np.int32)
+
+# By name: the arguments, and the factor in NumPy.
+KINDS = {
+    'inverse': (('inverse',), {}, lambda age: 1 / np.maximum(age, 1)),
+    'exponential': (
+        ('exponential',),
+        {'rate': RATE},
+        lambda age: np.exp(-RATE * age),
+    ),
+    'function': (
+        (lambda age: 3 - jnp.minimum(age, 4),),
+        {},
+        # Factors below zero count as zero.
+        lambda age: np.maximum(3.0 - age, 0),
+    ),
+}
+
+
+def _loss(params, x):
+  return 0.5 * jnp.sum((params - x) ** 2)
+
+
+def _grads(params, x):
+  return shard_transforms.value_and_grad(_loss, AXIS)(params, x)[1]
+
+
+def _mean():
+  return shard_transforms.cross_shard_mean(AXIS)
+
+
+def _momentum():
+  return optax.chain(optax.trace(DECAY), optax.scale(-LEARNING_RATE))
+
+
+def _weighted(kind, inner=None):
+  args, kwargs, _ = KINDS[kind]
+  inner = optax.chain(_mean(), _momentum()) if inner is None else inner
+  return scale_by_staleness(*args, inner, axis_name=AXIS, **kwargs)
+
+
+def _expected(kind, data, weights, steps):
+  """Returns updates, momenta and global steps, in float64."""
+  params, momentum, global_step = np.zeros(5), np.zeros(5), 0
+  calls = []
+  for x, weight, step in zip(
+      data.swapaxes(0, 1), weights.T, steps.T, strict=True
+  ):
+    ages = np.maximum(global_step - step.astype(int), 0)
+    counted = weight * KINDS[kind][2](ages)
+    update = np.zeros(5)
+    if counted.any():
+      kept = np.where(counted[:, None] > 0, x, params)
+      mean = np.average(params - kept, axis=0, weights=counted)
+      momentum = mean + DECAY * momentum
+      update = -LEARNING_RATE * momentum
+      params = params + update
+      global_step += 1
+    calls.append((update, momentum, global_step))
+
+  def on_all(dtype, *x):
+    stacked = np.stack(x).astype(dtype)
+    return np.broadcast_to(stacked, (8, *stacked.shape))
+
+  dtypes = np.float32, np.float32, np.int32
+  columns = zip(*calls, strict=True)
+  return tuple(on_all(d, *c) for d, c in zip(dtypes, columns, strict=True))
+
+
+@functools.cache
+def _train(mode, kind, weighted):
+  tx = _weighted(kind)
+
+  def call(carry, given):
+    params, state = carry
+    x, weight, local_step = given
+    given = {'weight': weight} if weighted else {}
+    updates, state = tx.update(
+        _grads(params, x), state, params, local_step=local_step, **given
+    )
+    params = optax.apply_updates(params, updates)
+    momentum = optax.tree_utils.tree_get(state, 'trace')
+    return (params, state), (updates, momentum, state.global_step)
+
+  def shard(params, own):
+    return lax.scan(call, (params, tx.init(params)), own)[1]
+
+  mapped = modes.map_shards(mode, shard)
+  return lambda *own: mapped(np.zeros(5, np.float32), own)
+
+
+class WeightTest(parameterized.TestCase):
+  """With `inner` and `axis_name`."""
+
+  def assert_close(self, calls, expected):
+    chex.assert_trees_all_close(
+        calls, expected, rtol=1e-5, atol=1e-6, strict=True
+    )
+
+  @cases.product(mode=modes.MODES, kind=tuple(KINDS))
+  def test_shards_count_by_their_ages(self, mode, kind):
+    calls = _train(mode, kind, weighted=False)(DATA, WEIGHTS, STEPS)
+
+    self.assert_close(calls, _expected(kind, DATA, np.ones((8, 7)), STEPS))
+
+  @cases.parameters(*modes.MODES)
+  def test_ages_multiply_weights(self, mode):
+    calls = _train(mode, 'inverse', weighted=True)(DATA, WEIGHTS, STEPS)
+
+    self.assert_close(calls, _expected('inverse', DATA, WEIGHTS, STEPS))
+
+  @cases.parameters(*modes.MODES)
+  def test_shards_without_weight_contribute_nothing(self, mode):
+    data, weights = DATA.copy(), WEIGHTS.copy()
+    weights[3] = 0
+    # In one call, no shard counts at all.
+    weights[:, 4] = 0
+    data[weights == 0] = np.nan
+
+    calls = _train(mode, 'inverse', weighted=True)(data, weights, STEPS)
+
+    self.assert_close(calls, _expected('inverse', data, weights, STEPS))
+    updates, momenta, global_steps = calls
+    np.testing.assert_array_equal(updates[:, 4], np.zeros((8, 5)))
+    np.testing.assert_array_equal(momenta[:, 4], momenta[:, 3])
+    np.testing.assert_array_equal(global_steps[0], [1, 2, 3, 4, 4, 5, 6])
+
+  @cases.parameters(*modes.MODES)
+  def test_shards_of_factor_zero_contribute_nothing(self, mode):
+    data, steps = DATA.copy(), STEPS.copy()
+    steps[5] = -9
+    data[5] = np.inf
+
+    calls = _train(mode, 'function', weighted=False)(data, WEIGHTS, steps)
+
+    self.assert_close(
+        calls, _expected('function', data, np.ones((8, 7)), steps)
+    )
+
+  def test_fresh_shards_give_the_plain_mean_to_the_bit(self):
+    tx = _weighted('exponential', _mean())
+
+    def shard(params, x):
+      plain = _mean().update(x, _mean().init(params), weight=1.0)[0]
+      return tx.update(x, tx.init(params), local_step=0)[0], plain
+
+    updates, plain = modes.map_shards('vmap', shard)(np.zeros(5), DATA[:, 0])
+
+    np.testing.assert_array_equal(updates, plain)
+
+  def test_sends_one_number_beside_the_reduction(self):
+    tx = _weighted('inverse')
+
+    def shard(params, x):
+      return tx.update(_grads(params, x), tx.init(params), local_step=0)[0]
+
+    mapped = modes.map_shards('shard_map', shard)
+    report = shard_transforms.monitoring.wire_report(
+        mapped, np.zeros(5, np.float32), DATA[:, 0]
+    )
+
+    payloads = sorted(
+        collective.payload_bytes for collective in report.collectives
+    )
+    # The weights, and the mean of five elements with its weight.
+    self.assertEqual(sum(payloads), 4 * (1 + 5 + 1))
+
+  @cases.parameters('no reduction', 'reduction by hand')
+  def test_refuses_what_does_not_heed_the_weight(self, which):
+    by_hand = optax.stateless(lambda u, _: lax.pmean(u, AXIS))
+    inner = optax.sgd(0.1) if which == 'no reduction' else by_hand
+    tx = _weighted('inverse', inner)
+
+    def shard(params, x):
+      return tx.update(x, tx.init(params), local_step=0)[0]
+
+    with self.assertRaisesRegex(ValueError, 'heed the extra argument `weight`'):
+      jax.eval_shape(modes.map_shards('vmap', shard), np.zeros(5), DATA[:, 0])
+
+
+class UpdateTest(parameterized.TestCase):
+  """Without them."""
+
+  @cases.product(mode=modes.MODES, place=('before', 'after'))
+  def test_scales_updates_around_a_reduction(self, mode, place):
+    tx = scale_by_staleness('inverse')
+    links = [tx, _mean()] if place == 'before' else [_mean(), tx]
+    chain = optax.chain(*links, optax.scale(-1.0))
+
+    def call(state, given):
+      params, x, local_step = given
+      updates, state = chain.update(
+          _grads(params, x), state, params, local_step=local_step
+      )
+      return state, updates
+
+    def shard(shared, own):
+      params, common_steps = shared
+      x, steps = own
+      steps = steps if place == 'before' else common_steps
+      params = jnp.broadcast_to(params, (7, 5))
+      return lax.scan(call, chain.init(params[0]), (params, x, steps))[1]
+
+    shared = np.zeros(5, np.float32), STEPS[0]
+    updates = modes.map_shards(mode, shard)(shared, (DATA, STEPS))
+
+    steps = STEPS if place == 'before' else np.tile(STEPS[0], (8, 1))
+    factors = 1 / np.maximum(np.arange(7) - steps.astype(int), 1)
+    expected = np.mean(DATA.astype(np.float64) * factors[..., None], axis=0)
+    np.testing.assert_allclose(
+        updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
+    )
+
+  @cases.parameters(*KINDS)
+  def test_a_fresh_update_keeps_every_bit(self, kind):
+    args, kwargs, _ = KINDS[kind]
+    if kind == 'function':
+      args = (lambda age: 1 + age,)
+    tx = scale_by_staleness(*args, **kwargs)
+    updates = {
+        'w': jnp.array([-0.0, 0.0, 1e-30, jnp.inf, -jnp.inf, 3.1]),
+        'half': jnp.array([1.1, -0.0], jnp.bfloat16),
+        'complex': jnp.array([1.5 - 2j]),
+    }
+
+    scaled, _ = tx.update(updates, tx.init(updates), local_step=0)
+
+    chex.assert_trees_all_equal(_bits(scaled), _bits(updates), strict=True)
+
+  def test_a_factor_of_zero_gives_zero_of_a_nan(self):
+    tx = scale_by_staleness(lambda age: jnp.where(age > 0, jnp.nan, 1))
+    state = tx.init(jnp.zeros(3))
+
+    fresh, state = tx.update(jnp.ones(3), state, local_step=0)
+    old, state = tx.update(jnp.full(3, jnp.nan), state, local_step=0)
+
+    np.testing.assert_array_equal(fresh, np.ones(3))
+    np.testing.assert_array_equal(old, np.zeros(3))
+    self.assertEqual(state.global_step, 2)
+
+  def test_keeps_leaves_of_every_kind(self):
+    tx = scale_by_staleness('inverse')
+    updates = {
+        'half': jnp.full(3, 3.0, jnp.bfloat16),
+        'complex': jnp.array([1.0 + 2j]),
+        'none': None,
+        'masked': optax.MaskedNode(),
+        'integer': np.zeros(2, jax.dtypes.float0),
+    }
+    state = tx.init(updates)._replace(global_step=jnp.int32(2))
+
+    scaled, _ = tx.update(updates, state, local_step=0)
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(scaled, updates)
+    np.testing.assert_array_equal(scaled['half'].astype(float), np.full(3, 1.5))
+    np.testing.assert_array_equal(scaled['complex'], [0.5 + 1j])
+
+  def test_refuses_reduced_updates_where_local_steps_differ(self):
+    tx = scale_by_staleness('inverse')
+
+    def shard(params, own):
+      x, local_step = own
+      state = tx.init(params)
+      mean = _mean().update(_grads(params, x), optax.EmptyState())[0]
+      return tx.update(mean, state, local_step=local_step)[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        '`updates` of `scale_by_staleness` must be per shard .*already reduced',
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, np.zeros(5, 'float32'), (DATA[:, 0], STEPS[:, 0]))
+
+
+class AgeTest(parameterized.TestCase):
+
+  @cases.parameters(
+      # (global step, local step, age)
+      (0, 0, 0),
+      (5, 2, 3),
+      (5, 9, 0),
+      (0, INT32.max, 0),
+      (0, INT32.min, INT32.max),
+      (INT32.max, INT32.min, INT32.max),
+      (INT32.max, -1, INT32.max),
+      (INT32.max, 0, INT32.max),
+      (INT32.max, INT32.max - 1, 1),
+  )
+  def test_does_not_wrap_around(self, global_step, local_step, age):
+    seen = []
+    tx = scale_by_staleness(lambda age: seen.append(age) or 1.0)
+    state = tx.init(0.0)._replace(global_step=jnp.int32(global_step))
+
+    tx.update(jnp.ones(()), state, local_step=local_step)
+
+    chex.assert_trees_all_equal(seen, [jnp.int32(age)], strict=True)
+
+  def test_the_global_step_saturates(self):
+    tx = scale_by_staleness('inverse')
+    state = tx.init(0.0)._replace(global_step=jnp.int32(INT32.max))
+
+    _, state = tx.update(jnp.ones(()), state, local_step=0)
+
+    self.assertEqual(state.global_step, INT32.max)
+
+
+class GatesTest(parameterized.TestCase):
+  """Inside and around the gates, through which local steps flow."""
+
+  @cases.parameters('shard_map', 'pmap')
+  def test_counts_what_drop_stale_lets_through(self, mode):
+    tx = shard_transforms.drop_stale(2, _weighted('inverse'), axis_name=AXIS)
+
+    def shard(params, own):
+      def call(state, given):
+        x, local_step = given
+        updates, state = tx.update(
+            _grads(params, x), state, local_step=local_step
+        )
+        inner = state.inner_state
+        return state, (updates, state.global_step, inner.global_step)
+
+      return lax.scan(call, tx.init(params), own)[1]
+
+    steps = STEPS.copy()
+    steps[:, 3] = -9
+    updates, outer, inner = modes.map_shards(mode, shard)(
+        np.zeros(5, np.float32), (DATA, steps)
+    )
+
+    np.testing.assert_array_equal(outer, inner)
+    momentum, step = np.zeros(5), 0
+    for call in range(7):
+      ages = step - steps[:, call].astype(int)
+      weights = np.where(ages > 2, 0, 1 / np.maximum(ages, 1))
+      expected = np.zeros(5)
+      if weights.any():
+        mean = np.average(-DATA[:, call].astype(float), axis=0, weights=weights)
+        momentum = mean + DECAY * momentum
+        expected = -LEARNING_RATE * momentum
+        step += 1
+      np.testing.assert_allclose(
+          updates[:, call], np.tile(expected, (8, 1)), rtol=1e-5, atol=1e-6
+      )
+    self.assertEqual(step, 6)
+
+  def test_the_oldest_tower_of_a_window_counts(self):
+    tx = shard_transforms.tower_reduce(
+        2, _weighted('inverse', _mean()), axis_name=AXIS
+    )
+
+    def shard(params, own):
+      state = tx.init(params)
+      inner_state = state.inner_state._replace(global_step=jnp.int32(6))
+      state = state._replace(inner_state=inner_state)
+      return lax.scan(
+          lambda state, given: tx.update(
+              given[0], state, local_step=given[1], weight=given[2]
+          )[::-1],
+          state,
+          own,
+      )[1]
+
+    own = DATA[:, :2], STEPS[:, :2], WEIGHTS[:, :2]
+    updates = modes.map_shards('vmap', shard)(np.zeros(5, np.float32), own)
+
+    factors = 1 / (6 - STEPS[:, :2].min(1).astype(float))
+    expected = np.average(
+        DATA[:, :2].reshape(16, 5).astype(float),
+        axis=0,
+        weights=(WEIGHTS[:, :2] * factors[:, None]).ravel(),
+    )
+    np.testing.assert_allclose(
+        updates[:, 1], np.tile(expected, (8, 1)), rtol=1e-5
+    )
+
+  @cases.parameters('around', 'inside')
+  def test_a_guard_excludes_bad_shards(self, place):
+    scaled = functools.partial(_weighted, 'inverse')
+    guarded = functools.partial(
+        shard_transforms.guard, axis_name=AXIS, on_bad='exclude'
+    )
+    tx = scaled(guarded(_mean()))
+    if place == 'around':
+      tx = guarded(scaled(_mean()))
+
+    def shard(params, own):
+      x, local_step = own
+      return tx.update(x, tx.init(params), local_step=local_step)[0]
+
+    data = DATA[:, 0].copy()
+    data[[2, 5]] = np.nan
+    steps = -np.arange(8, dtype=np.int32)
+    updates = modes.map_shards('vmap', shard)(
+        np.zeros(5, 'float32'), (data, steps)
+    )
+
+    weights = 1 / np.maximum(np.arange(8.0), 1)
+    weights[[2, 5]] = 0
+    expected = np.average(np.nan_to_num(data), axis=0, weights=weights)
+    np.testing.assert_allclose(updates, np.tile(expected, (8, 1)), rtol=1e-5)
+
+  def test_hands_on_everything(self):
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+      seen.update(extra_args, params=params)
+      return updates * extra_args['weight'], state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = _weighted('inverse', inner)
+
+    def shard(params, x):
+      tx.update(x, tx.init(params), params, local_step=0, value='any')
+      return x
+
+    jax.eval_shape(modes.map_shards('vmap', shard), np.zeros(5), DATA[:, 0])
+
+    self.assertEqual(seen['value'], 'any')
+    self.assertEqual(seen['local_step'], 0)
+    self.assertEqual(seen['params'].shape, (5,))
+
+  def test_applies_as_it_updates(self):
+    params = jnp.array([1.0, 2.0])
+    tx = scale_by_staleness('inverse')
+    state = tx.init(params)._replace(global_step=jnp.int32(4))
+
+    applied, _ = shard_transforms.update_and_apply(
+        tx, jnp.ones(2), state, params, local_step=0
+    )
+
+    np.testing.assert_array_equal(applied, [1.25, 2.25])
+
+  def test_the_rate_can_be_injected(self):
+    tx = optax.inject_hyperparams(scale_by_staleness)(
+        'exponential', rate=optax.linear_schedule(1.0, 0.0, 2)
+    )
+    state = tx.init(jnp.zeros(()))
+
+    scaled = []
+    for _ in range(2):
+      updates, state = tx.update(jnp.ones(()), state, local_step=-2)
+      scaled.append(updates)
+
+    np.testing.assert_allclose(scaled, np.exp([-1.0 * 2, -0.5 * 3]), rtol=1e-6)
+
+  def test_some_leaves_can_be_masked(self):
+    tx = optax.masked(scale_by_staleness('inverse'), {'a': True, 'b': False})
+    updates = {'a': jnp.ones(2), 'b': jnp.ones(3)}
+
+    scaled, _ = tx.update(updates, tx.init(updates), local_step=-4)
+
+    np.testing.assert_array_equal(scaled['a'], np.full(2, 0.25))
+    np.testing.assert_array_equal(scaled['b'], np.ones(3))
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (('linear',), {}, ValueError, "`kind` .* 'exponential' or .*'linear'"),
+      (
+          (0.5,),
+          {},
+          TypeError,
+          '`kind` .*a function of the age, got 0.5.*static',
+      ),
+      (('exponential',), {}, ValueError, '`rate` .*must come with .*None'),
+      (('inverse',), {'rate': 1}, ValueError, "`rate` .*got 1 with 'inverse'"),
+      (('exponential',), {'rate': 0}, ValueError, '`rate` must be positive'),
+      (('exponential',), {'rate': '1'}, TypeError, '`rate` must be a real'),
+      (('inverse', optax.identity()), {}, ValueError, 'must come together'),
+      (('inverse',), {'axis_name': AXIS}, ValueError, 'must come together'),
+      (('inverse', 3), {'axis_name': AXIS}, TypeError, '`inner` of `scale_by'),
+  )
+  def test_refuses_bad_arguments(self, args, kwargs, error, message):
+    with self.assertRaisesRegex(error, message):
+      scale_by_staleness(*args, **kwargs)
+
+  @cases.parameters(
+      (lambda age: None, TypeError, 'must be a real number, got None'),
+      (lambda age: 1j * age, TypeError, 'must be a real number'),
+      (lambda age: jnp.ones(3), ValueError, r'a scalar, got the shape \(3,\)'),
+  )
+  def test_refuses_what_is_no_factor(self, kind, error, message):
+    tx = scale_by_staleness(kind)
+
+    with self.assertRaisesRegex(error, f'The factor .*{message}'):
+      tx.update(jnp.ones(3), tx.init(jnp.ones(3)), local_step=0)
+
+  @cases.parameters(
+      ({}, TypeError, '`local_step` of `scale_by_staleness` .*got None'),
+      ({'local_step': 0.5}, TypeError, '`local_step` of .* an integer'),
+  )
+  def test_refuses_bad_local_steps(self, given, error, message):
+    tx = scale_by_staleness('inverse')
+
+    with self.assertRaisesRegex(error, message):
+      tx.update(jnp.ones(3), tx.init(jnp.ones(3)), **given)
+
+  def test_refuses_the_state_of_another(self):
+    tx = scale_by_staleness('inverse')
+
+    with self.assertRaisesRegex(TypeError, '`ScaleByStalenessState`'):
+      tx.update(jnp.ones(3), optax.EmptyState(), local_step=0)
+
+
+def _bits(tree):
+  return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), tree)
