@@ -24,11 +24,14 @@ import cases
 import modes
 import shard_transforms
 from shard_transforms import clip_by_global_norm
+from shard_transforms import compensate_delay
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
+from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import reduce_towers
+from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.monitoring import track_divergence
@@ -55,6 +58,8 @@ class Row(NamedTuple):
     refuser: What in it refuses updates that are reduced already.
     cuts: Whether the inner transformation sees each shard's slice of leaves.
     guards: Whether it is a guard, with a value that it keeps per shard.
+    keeps: Whether it keeps a tree of each shard.
+    delays: Whether the result is late, by one call less than towers.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -66,6 +71,17 @@ class Row(NamedTuple):
   refuser: str = 'cross_shard_mean'
   cuts: bool = False
   guards: bool = False
+  keeps: bool = False
+  delays: bool = False
+
+
+def _of_present(tx):
+  """Returns a transformation of updates that come of the present parameters."""
+
+  def update_fn(updates, state, params=None, **extra_args):
+    return tx.update(updates, state, params, read_params=params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
 
 def _mean(inner):
@@ -157,6 +173,50 @@ ROWS = {
         per_shard=True,
         refuser='drop_stale',
     ),
+    'scale_by_staleness': Row(
+        lambda inner, n: optax.chain(scale_by_staleness('inverse'), inner),
+        takes_local_step=True,
+        chained=True,
+    ),
+    'scale_by_staleness_per_shard': Row(
+        lambda inner, n: scale_by_staleness(
+            'exponential', _mean(inner), rate=2.0, axis_name=AXIS
+        ),
+        takes_local_step=True,
+        per_shard=True,
+        refuser='scale_by_staleness',
+    ),
+    'compensate_delay': Row(
+        lambda inner, n: optax.chain(
+            _of_present(compensate_delay(2.0, decay=0.9)), inner
+        ),
+        chained=True,
+    ),
+    'compensate_delay_per_shard': Row(
+        lambda inner, n: optax.chain(
+            _of_present(compensate_delay(2.0, decay=0.9, axis_name=AXIS)),
+            _mean(inner),
+        ),
+        per_shard=True,
+        chained=True,
+        refuser='compensate_delay',
+        keeps=True,
+    ),
+    'delay_updates': Row(
+        lambda inner, n: optax.chain(delay_updates(n - 1), inner),
+        chained=True,
+        delays=True,
+    ),
+    'delay_updates_per_shard': Row(
+        lambda inner, n: optax.chain(
+            delay_updates(n - 1, axis_name=AXIS), _mean(inner)
+        ),
+        per_shard=True,
+        chained=True,
+        refuser='delay_updates',
+        keeps=True,
+        delays=True,
+    ),
     'tower_reduce_of_drop_stale': Row(
         lambda inner, n: tower_reduce(n, drop_stale(2, inner)),
         takes_local_step=True,
@@ -219,6 +279,7 @@ STATIC_ARGS = (
     (tower_reduce, 'num_towers', dict(num_towers=3)),
     (reduce_towers, 'num_towers', dict(num_towers=3)),
     (drop_stale, 'staleness', dict(staleness=3)),
+    (delay_updates, 'steps', dict(steps=3)),
     (track_divergence, 'every', dict(axis_name=AXIS, every=3)),
 )
 TOWER_FIELDS = {
@@ -242,8 +303,9 @@ GUARD_FIELDS = {
 EACH_ROW = [dict(testcase_name=f'_{name}', name=name) for name in ROWS]
 # For `slow_unless`.
 ONE_LEVEL = (
-    '_(flax|combinators|nothing)_(clip_by_global_norm|cross_shard_mean|drop_stale'
-    '|guard|guard_that_excludes|reduce_towers|shard_update|tower_reduce)$'
+    '_(flax|combinators|nothing)_(clip_by_global_norm|compensate_delay'
+    '|cross_shard_mean|delay_updates|drop_stale|guard|guard_that_excludes'
+    '|reduce_towers|scale_by_staleness|shard_update|tower_reduce)$'
 )
 EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
 # Those that keep a value a shard need an axis.
@@ -252,6 +314,7 @@ EACH_UNMAPPED_INIT = [
     for case in EACH_ROW
     if not ROWS[case['name']].cuts
     and not ROWS[case['name']].guards
+    and not ROWS[case['name']].keeps
     and not (
         ROWS[case['name']].per_shard and ROWS[case['name']].towers == 'in turn'
     )
@@ -334,6 +397,9 @@ def expected_updates(row, data):
     wide = np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
     if row.towers == 'stacked':
       return wide.mean((0, 2))
+    if row.delays:
+      late = np.zeros((TOWERS - 1, *wide.shape[2:]), wide.dtype)
+      return np.concatenate([late, wide.mean(0)])[:CALLS]
     if row.towers == 'one':
       return wide.mean(0)
     num_windows = CALLS // TOWERS
@@ -740,7 +806,10 @@ class StateTest(parameterized.TestCase):
   def test_state_has_the_documented_fields(self, name):
     row = ROWS[name]
     fields = TOWER_FIELDS if row.towers == 'in turn' else {}
-    fields = fields | (STALE_FIELDS if row.takes_local_step else {})
+    fields = fields | (STALE_FIELDS if 'drop_stale' in name else {})
+    fields = fields | (
+        {'global_step': jnp.int32} if row.takes_local_step else {}
+    )
     fields = fields | (GUARD_FIELDS if row.guards else {})
 
     _, state = run_of(name).start()
