@@ -103,6 +103,27 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs[2].total, MODEL_SPECS)
     self.assertEqual(specs[2].total_weight, P())
 
+  @cases.parameters(*KINDS)
+  def test_a_stack_of_parameters_is_sharded_like_them(self, kind):
+    mesh = _mesh(kind, (2, 4))
+    links = (
+        shard_transforms.delay_updates(2, axis_name='data'),
+        shard_transforms.delay_updates(2),
+    )
+    tx = optax.chain(*links)
+
+    specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    state = shard_transforms.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+
+    stacked = {'w': P(None, None, 'model'), 'h': P(None, 'model'), 'b': P()}
+    self.assertEqual(specs[1].pending, stacked)
+    per_shard = {'w': P('data', None, None, 'model'), 'b': P('data')}
+    per_shard['h'] = P('data', None, 'model')
+    self.assertEqual(specs[0].pending, per_shard)
+    for name, param in PARAMS.items():
+      self.assertEqual(state[0].pending[name].shape, (2, 3, *param.shape))
+      self.assertEqual(state[1].pending[name].shape, (3, *param.shape))
+
   def test_what_is_not_like_its_parameter_is_replicated(self):
     # Where it does not factor, Adafactor keeps placeholders of length 1.
     tx = optax.adafactor(0.1)

@@ -94,7 +94,7 @@ def state_specs(
   They are read off the types of the leaves of `tx.init`, which is traced inside
   `jax.shard_map`; nothing is computed. A leaf that differs between shards is
   sharded along its first dimension, of length 1 a shard; a leaf that is shaped
-  like a parameter is sharded like it.
+  like a parameter, or like several in a stack, is sharded like it.
 
   Args:
     tx: The transformation.
@@ -156,7 +156,7 @@ class _Leaf:
   Attributes:
     shape: Its shape on a shard.
     varying: The axes over which it varies.
-    like: The spec of the parameter that it is shaped like.
+    like: How it is sharded like a parameter, but for a row of each shard.
   """
 
   shape: tuple[int, ...]
@@ -187,9 +187,8 @@ def _with_param_specs(tx, described, params, param_specs):
   def note(leaf, param, spec):
     if not isinstance(leaf, _Leaf):
       return leaf
-    lead = len(leaf.shape) - jnp.ndim(param)
-    alike = leaf.shape == (1,) * lead + jnp.shape(param) and lead in (0, 1)
-    return _Leaf(leaf.shape, leaf.varying, spec) if alike else leaf
+    like = _spec_like(leaf, jnp.shape(param), spec)
+    return _Leaf(leaf.shape, leaf.varying, like)
 
   return optax.tree_utils.tree_map_params(
       tx,
@@ -199,6 +198,19 @@ def _with_param_specs(tx, described, params, param_specs):
       param_specs,
       is_leaf=lambda leaf: leaf is None or isinstance(leaf, optax.MaskedNode),
   )
+
+
+def _spec_like(leaf, shape, spec):
+  """Returns the spec of a leaf like a parameter, or like a stack of it."""
+  lead = len(leaf.shape) - len(shape)
+  axes = specs_lib.axes_of(spec)
+  if lead < 0 or leaf.shape[lead:] != shape or not axes:
+    return P()
+  # What is no row of a shard may look like a stack by chance.
+  if leaf.shape[:lead] not in ((), (1,)) and not axes <= leaf.varying:
+    return P()
+  is_own = bool(leaf.varying - axes)
+  return P(*(None,) * (lead - is_own), *spec)
 
 
 def _spec(path, leaf, mesh, lead):
