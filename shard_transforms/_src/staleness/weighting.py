@@ -1,7 +1,6 @@
 """`scale_by_staleness`: the older an update is, the less it counts."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -16,11 +15,10 @@ from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.staleness import age
 from shard_transforms._src.tracing import gating
 
 _CALLER = 'scale_by_staleness'
-
-Kind = Literal['inverse', 'exponential'] | Callable[[jax.Array], chex.Numeric]
 
 
 class ScaleByStalenessState(NamedTuple):
@@ -45,7 +43,7 @@ class ScaleByStalenessState(NamedTuple):
 
 
 def scale_by_staleness(
-    kind: Kind,
+    kind: age.Kind,
     inner: optax.GradientTransformation | None = None,
     *,
     rate: chex.Numeric | None = None,
@@ -133,7 +131,7 @@ def scale_by_staleness(
     Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, 2015,
     https://arxiv.org/abs/1511.05950 (`'inverse'`).
   """
-  factor_of = _as_factor(kind, rate)
+  factor_of = age.as_factor(kind, rate)
   axes = axes_lib.optional_axes(axis_name)
   if bool(axes) != (inner is not None):
     raise ValueError(
@@ -160,7 +158,7 @@ def scale_by_staleness(
   ):
     wrapper.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     own_step = arguments.as_local_step(local_step, _CALLER)
-    factor = factor_of(_age(own_step, state.global_step))
+    factor = factor_of(age.of(own_step, state.global_step))
     accept = True
     if axes:
       weight = _weigh(weight, factor)
@@ -185,63 +183,6 @@ def scale_by_staleness(
     )
 
   return gating.transformation(init_fn, step)
-
-
-def _as_factor(kind: Any, rate: Any) -> Callable[[jax.Array], jax.Array]:
-  """Returns a function of the age for the factor, float32 [].
-
-  Raises:
-    TypeError: If `kind` is neither a name nor a function, or `rate` no number.
-    ValueError: If `kind` is unknown, or `rate` not for it, or not positive.
-  """
-  if not isinstance(kind, str) and not callable(kind):
-    raise TypeError(
-        '`kind` of `scale_by_staleness` must be a name or a function of the'
-        f' age, got {kind!r}. Under `optax.inject_hyperparams`, name it in'
-        ' `static_args`.'
-    )
-  if isinstance(kind, str) and kind not in ('inverse', 'exponential'):
-    raise ValueError(
-        "`kind` of `scale_by_staleness` must be 'inverse', 'exponential' or a"
-        f' function of the age, got {kind!r}.'
-    )
-  if (rate is None) == (kind == 'exponential'):
-    raise ValueError(
-        "`rate` of `scale_by_staleness` must come with 'exponential', and with"
-        f' no other `kind`, got {rate!r} with {kind!r}.'
-    )
-  if kind == 'inverse':
-    return lambda age: 1 / jnp.maximum(age, 1).astype(jnp.float32)
-  if kind == 'exponential':
-    rate = arguments.as_positive('rate', rate)
-    return lambda age: jnp.exp(-jnp.asarray(rate, jnp.float32) * age)
-  return lambda age: _as_scalar(kind(age))
-
-
-def _as_scalar(factor):
-  """Returns what a function gives for the age, if it is a factor.
-
-  Raises:
-    TypeError: If it is not real.
-    ValueError: If it is no scalar.
-  """
-  name = 'The factor that `kind` of `scale_by_staleness` gives'
-  dtype = arguments.dtype_of_number(factor)
-  if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
-    raise TypeError(f'{name} must be a real number, got {factor!r}.')
-  if jnp.shape(factor):
-    raise ValueError(
-        f'{name} must be a scalar, got the shape {jnp.shape(factor)}.'
-    )
-  return jnp.asarray(factor, jnp.float32)
-
-
-def _age(local_step, global_step):
-  """Returns how many steps ago parameters were read, at least 0, int32 []."""
-  # The difference may not fit int32; it fits uint32 where it is not negative.
-  age = global_step.astype(jnp.uint32) - local_step.astype(jnp.uint32)
-  age = jnp.minimum(age, counters.MAX).astype(jnp.int32)
-  return jnp.where(local_step < global_step, age, 0)
 
 
 def _weigh(weight, factor):

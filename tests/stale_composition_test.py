@@ -1,0 +1,138 @@
+"""What of the staleness suite goes inside what: a table of the documents."""
+
+import pathlib
+import re
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms as st
+
+AXIS = modes.AXIS
+DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
+PARAMS = {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(2)}
+SGD = optax.sgd(0.1, momentum=0.9)
+
+# By name: how it goes before the rest, and what is refused around it.
+ROWS = {
+    '`scale_by_staleness` with `inner`': lambda inner: st.scale_by_staleness(
+        'inverse', inner, axis_name=AXIS
+    ),
+    '`scale_by_staleness`, then': lambda inner: optax.chain(
+        st.scale_by_staleness('inverse'), inner
+    ),
+    '`compensate_delay`, then': lambda inner: optax.chain(
+        st.compensate_delay(2.0, decay=0.95, axis_name=AXIS), inner
+    ),
+    '`delay_updates` before the reduction': lambda inner: optax.chain(
+        st.delay_updates(1, axis_name=AXIS), inner
+    ),
+    '`delay_updates` behind the reduction': None,
+}
+PLACES = {
+    'in `drop_stale`': lambda tx: st.drop_stale(8, tx, axis_name=AXIS),
+    'in `guard`': lambda tx: st.guard(tx, AXIS),
+    'in `tower_reduce`': lambda tx: st.tower_reduce(2, tx, axis_name=AXIS),
+    'in `shard_update`': lambda tx: st.shard_update(tx, AXIS),
+}
+
+
+def build(row, place):
+  is_cut = 'shard_update' in place
+  mean = optax.identity() if is_cut else st.cross_shard_mean(AXIS)
+  if ROWS[row] is None:
+    return PLACES[place](optax.chain(mean, st.delay_updates(1), SGD))
+  return PLACES[place](ROWS[row](optax.chain(mean, SGD)))
+
+
+def trace(tx, **extra_args):
+  """Traces two steps, of gradients that are taken inside."""
+
+  def loss(params, x):
+    return jnp.sum(params['w'] * x) + params['b']
+
+  def shard(params, x):
+    state = tx.init(params)
+    for _ in range(2):
+      _, grads = st.value_and_grad(loss, AXIS)(params, x)
+      updates, state = tx.update(grads, state, params, **extra_args)
+    return updates
+
+  mapped = modes.map_shards('shard_map', shard)
+  return jax.eval_shape(mapped, PARAMS, jnp.ones((8, 5)))
+
+
+def outcome(row, place):
+  tx = build(row, place)
+  given = {'local_step': 0, 'read_params': PARAMS}
+  words = 'yes'
+  try:
+    trace(tx, **given)
+    words = 'no weights'
+    trace(tx, weight=2.0, **given)
+  except ValueError:
+    return 'refused' if words == 'yes' else words
+  return 'yes'
+
+
+class CompositionTest(parameterized.TestCase):
+
+  @cases.parameters(*ROWS)
+  def test_the_table_is_what_happens(self, row):
+    found = [outcome(row, place) for place in PLACES]
+
+    line = '| ' + ' | '.join([row, *found]) + ' |'
+    self.assertIn(f'\n{line}\n', DOCUMENT.read_text())
+
+  def test_the_table_has_no_other_rows(self):
+    (table,) = re.findall(
+        r'\n\| \| in `drop_stale` .*\n\|---.*\n((?:\|.*\n)+)',
+        DOCUMENT.read_text(),
+    )
+
+    self.assertLen(table.splitlines(), len(ROWS))
+
+  def test_the_example_trains(self):
+    text = DOCUMENT.read_text().partition('## Stale gradients')[2]
+    code = re.findall(r'```python\n(.*?)```', text, re.DOTALL)[0]
+    make, call = code.split('updates, state = ')
+    scope = {'st': st, 'optax': optax}
+    exec(make, scope)
+
+    def shard(params, own):
+      grads, step_read = own
+      names = {
+          'tx': scope['tx'],
+          'grads': grads,
+          'params': params,
+          'state': scope['tx'].init(params),
+          'step_read': step_read,
+          'params_read': params,
+      }
+      return eval(call, names)[0]
+
+    grads = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+    steps = -np.arange(8, dtype=np.int32)
+    updates = modes.map_shards('shard_map', shard)(jnp.zeros(5), (grads, steps))
+
+    weights = 1 / np.maximum(np.arange(8.0), 1)
+    mean = np.average(grads, axis=0, weights=weights)
+    np.testing.assert_allclose(
+        updates, np.tile(-1e-3 * np.sign(mean), (8, 1)), rtol=1e-3
+    )
+
+  def test_both_global_steps_are_found(self):
+    tx = build('`scale_by_staleness` with `inner`', 'in `drop_stale`')
+    state = tx.init(PARAMS)
+
+    with self.assertRaisesRegex(KeyError, 'multiple values'):
+      optax.tree_utils.tree_get(state, 'global_step')
+    chex.assert_trees_all_equal(
+        state.global_step, state.inner_state.global_step, strict=True
+    )
