@@ -24,8 +24,10 @@ import optax
 
 import modes
 from shard_transforms import clip_by_global_norm
+from shard_transforms import compensate_delay
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
+from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import facade
 from shard_transforms import global_norm
@@ -34,6 +36,7 @@ from shard_transforms import init_state
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
 from shard_transforms import resize_state
+from shard_transforms import scale_by_staleness
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
 from shard_transforms import state_specs
@@ -129,6 +132,24 @@ CALLS = {
         of(drop_stale, 2, axis_name=AXIS),
         ValueError,
         '`axis_name` of `drop_stale` must come with `inner`',
+    ),
+    'unknown way to scale by staleness': Call(
+        of(scale_by_staleness, 'linear'),
+        ValueError,
+        "`kind` of `scale_by_staleness` must be 'inverse', 'exponential' or",
+    ),
+    'weights by age without inner': Call(
+        of(scale_by_staleness, 'inverse', axis_name=AXIS),
+        ValueError,
+        '`inner` and `axis_name` of `scale_by_staleness` must come together',
+    ),
+    'negative compensation': Call(
+        of(compensate_delay, -1.0),
+        ValueError,
+        '`lam` must not be negative, got -1.0',
+    ),
+    'negative delay': Call(
+        of(delay_updates, -1), ValueError, '`steps` must be at least 0, got -1'
     ),
     # Axes.
     'no axis': Call(

@@ -31,6 +31,7 @@ from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import reduce_towers
+from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.monitoring import track_divergence
@@ -148,6 +149,18 @@ WEIGHTED = {
             axis_name=AXIS,
         ),
         'in turn',
+    ),
+    'drop_stale of scale_by_staleness': Weighted(
+        drop_stale(
+            1,
+            scale_by_staleness(
+                'exponential',
+                mean_of(optax.identity()),
+                rate=1.0,
+                axis_name=AXIS,
+            ),
+            axis_name=AXIS,
+        )
     ),
     'guard': Weighted(guard(mean_of(optax.sgd(0.5)), AXIS, on_bad='exclude')),
     'guard of shard_update': Weighted(

@@ -16,6 +16,7 @@ INTEGERS = {
     'num_towers of tower_reduce': shard_transforms.tower_reduce,
     'num_towers of reduce_towers': shard_transforms.reduce_towers,
     'staleness of drop_stale': shard_transforms.drop_stale,
+    'steps of delay_updates': shard_transforms.delay_updates,
 }
 
 
@@ -307,3 +308,34 @@ class LocalStepTest(parameterized.TestCase):
 
     self.assertEqual((accepted.global_step, accepted.stale_count), (4, 0))
     self.assertEqual((dropped.global_step, dropped.stale_count), (4, 1))
+
+
+class RealTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ('lam', 0, True),
+      ('lam', 2.5, True),
+      ('lam', np.float32(1), True),
+      ('lam', -1e-9, False),
+      ('lam', NAN, False),
+      ('decay', 0, True),
+      ('decay', 0.95, True),
+      ('decay', 1.0, False),
+      ('decay', -0.1, False),
+      ('decay', NAN, False),
+  )
+  def test_takes_what_fits(self, name, value, fits):
+    kwargs = {'lam': 1.0, name: value}
+    if fits:
+      shard_transforms.compensate_delay(**kwargs)
+      return
+
+    with self.assertRaisesRegex(ValueError, f'`{name}` must .*, got'):
+      shard_transforms.compensate_delay(**kwargs)
+
+  def test_takes_what_is_traced(self):
+    def build(x):
+      shard_transforms.compensate_delay(x, decay=x, eps=x)
+      return x
+
+    jax.eval_shape(build, -1.0)

@@ -49,3 +49,19 @@ class KeptTest(parameterized.TestCase):
     message = r'State of `caller` .* length 1 on each shard.*`.*state_specs`'
     with self.assertRaisesRegex(ValueError, message):
       per_shard_state.own(jnp.zeros(shape), AXES, 'caller')
+
+  def test_refuses_what_would_be_kept_as_if_it_were_the_same(self):
+    def fn(shared, x):
+      before = {'a': shared}
+      per_shard_state.check_kept(before, {'a': 2 * shared}, 'caller')
+      per_shard_state.check_kept({'a': x}, {'a': 2 * x}, 'caller')
+      with self.assertRaisesRegex(
+          ValueError,
+          r"`axis_name` of `caller` must name \['data'\].* at \['a'\], but is"
+          ' kept as if it were the same',
+      ):
+        per_shard_state.check_kept(before, {'a': shared + x}, 'caller')
+      return x
+
+    mapped = modes.map_shards('shard_map', fn)
+    jax.eval_shape(mapped, jnp.zeros(3), jnp.zeros((8, 3)))

@@ -67,3 +67,26 @@ class TrackingTest(parameterized.TestCase):
         fn, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
     )
     jax.eval_shape(mapped, jnp.zeros(8))
+
+  @cases.parameters(*modes.MODES)
+  def test_varies_with_what_differs(self, mode):
+    def fn(shared, x):
+      varying.check_varies_with({'a': x}, {'a': shared}, 'caller')
+      varying.check_varies_with({'a': x}, {'a': x}, 'caller')
+      varying.check_varies_with({'a': shared}, {'a': None}, 'caller')
+      varying.check_varies_with({'a': None}, {'a': x}, 'caller')
+      return x
+
+    jax.eval_shape(modes.map_shards(mode, fn), 0.0, jnp.zeros((8, 3)))
+
+  def test_refuses_what_is_reduced_beside_what_differs(self):
+    def fn(shared, x):
+      trees = {'a': x, 'b': shared}, {'a': shared, 'b': x}
+      varying.check_varies_with(*trees, 'caller')
+      return x
+
+    with self.assertRaisesRegex(
+        ValueError, r"`updates` of `caller` .* got \['b'\].* already reduced"
+    ):
+      mapped = modes.map_shards('shard_map', fn)
+      jax.eval_shape(mapped, 0.0, jnp.zeros((8, 3)))
