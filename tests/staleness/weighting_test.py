@@ -5,6 +5,7 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -161,6 +162,32 @@ class WeightTest(parameterized.TestCase):
         calls, _expected('function', data, np.ones((8, 7)), steps)
     )
 
+  @cases.parameters(True, False)
+  def test_counts_over_several_axes(self, check_vma):
+    axes = 'host', 'core'
+    mean = shard_transforms.cross_shard_mean(axes)
+    tx = scale_by_staleness('inverse', mean, axis_name=axes)
+
+    def shard(params, x, local_step):
+      _, grads = shard_transforms.value_and_grad(_loss, axes)(params, x[0])
+      state = tx.init(params)
+      return tx.update(grads, state, local_step=local_step[0])[0]
+
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mapped = jax.shard_map(
+        shard,
+        mesh=jax.make_mesh((2, 4), axes, auto),
+        in_specs=(P(), P(axes), P(axes)),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    steps = -np.arange(8, dtype=np.int32)
+    updates = jax.jit(mapped)(np.zeros(5, np.float32), DATA[:, 0], steps)
+
+    weights = 1 / np.maximum(np.arange(8.0), 1)
+    expected = np.average(-DATA[:, 0].astype(float), axis=0, weights=weights)
+    np.testing.assert_allclose(updates, expected, rtol=1e-5)
+
   def test_fresh_shards_give_the_plain_mean_to_the_bit(self):
     tx = _weighted('exponential', _mean())
 
@@ -251,8 +278,9 @@ class UpdateTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(_bits(scaled), _bits(updates), strict=True)
 
-  def test_a_factor_of_zero_gives_zero_of_a_nan(self):
-    tx = scale_by_staleness(lambda age: jnp.where(age > 0, jnp.nan, 1))
+  @cases.parameters(0.0, -1.0, np.inf, np.nan)
+  def test_what_is_no_factor_gives_zero_of_a_nan(self, factor):
+    tx = scale_by_staleness(lambda age: jnp.where(age > 0, factor, 1))
     state = tx.init(jnp.zeros(3))
 
     fresh, state = tx.update(jnp.ones(3), state, local_step=0)
@@ -423,7 +451,7 @@ class GatesTest(parameterized.TestCase):
     self.assertEqual(seen['local_step'], 0)
     self.assertEqual(seen['params'].shape, (5,))
 
-  def test_applies_as_it_updates(self):
+  def test_a_link_applies_as_it_updates(self):
     params = jnp.array([1.0, 2.0])
     tx = scale_by_staleness('inverse')
     state = tx.init(params)._replace(global_step=jnp.int32(4))
@@ -433,6 +461,25 @@ class GatesTest(parameterized.TestCase):
     )
 
     np.testing.assert_array_equal(applied, [1.25, 2.25])
+
+  @cases.parameters(*modes.MODES)
+  def test_a_gate_applies_as_it_updates(self, mode):
+    tx = _weighted('function')
+
+    def shard(params, own):
+      x, local_step = own
+      given = _grads(params, x), tx.init(params), params
+      updates, after = tx.update(*given, local_step=local_step)
+      updated = optax.apply_updates(params, updates), after
+      return updated, shard_transforms.update_and_apply(
+          tx, *given, local_step=local_step
+      )
+
+    # The factor of all shards is zero in the second of two calls.
+    mapped = modes.map_shards(mode, shard)
+    for steps in STEPS[:, 0], np.full(8, -9, np.int32):
+      updated, applied = mapped(np.ones(5, np.float32), (DATA[:, 0], steps))
+      chex.assert_trees_all_close(applied, updated, rtol=1e-6, strict=True)
 
   def test_the_rate_can_be_injected(self):
     tx = optax.inject_hyperparams(scale_by_staleness)(
