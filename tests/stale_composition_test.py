@@ -7,6 +7,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -136,3 +137,33 @@ class CompositionTest(parameterized.TestCase):
     chex.assert_trees_all_equal(
         state.global_step, state.inner_state.global_step, strict=True
     )
+
+
+class PlainJitTest(parameterized.TestCase):
+  """Without a mapping, where gradients are global."""
+
+  @cases.product(
+      kind=('Auto', 'Explicit'),
+      tx=(
+          st.scale_by_staleness(lambda age: 1.0 + 0 * age),
+          st.compensate_delay(2.0, decay=0.95),
+          st.delay_updates(1),
+      ),
+  )
+  def test_keeps_what_is_sharded(self, kind, tx):
+    mesh = jax.make_mesh((8,), (AXIS,), (jax.sharding.AxisType[kind],))
+    sharding = jax.NamedSharding(mesh, P(None, AXIS))
+    params = np.arange(16.0, dtype=np.float32).reshape(2, 8)
+
+    def step(params):
+      state = tx.init(params)
+      given = {'local_step': -1, 'read_params': params}
+      for _ in range(2):
+        updates, state = tx.update(params, state, params, **given)
+      return updates
+
+    with jax.set_mesh(mesh):
+      updates = jax.jit(step)(jax.device_put(params, sharding))
+
+    self.assertTrue(updates.sharding.is_equivalent_to(sharding, 2))
+    np.testing.assert_array_equal(updates, params)

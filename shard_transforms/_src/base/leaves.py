@@ -11,6 +11,8 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.base import axes as axes_lib
+
 # Parameters, or their shapes where nothing is computed with them.
 ParamTree = (
     optax.Params
@@ -43,14 +45,14 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
   """Returns what gives zeros for an array, unless a condition that fits it."""
-  zeros = functools.cache(jnp.zeros)
+  zeros = functools.cache(axes_lib.zeros)
 
   def choose(x):
     # `jnp.where` takes several times as long to trace.
     is_kept = condition
     if is_kept.ndim:
       is_kept = jnp.broadcast_to(is_kept, x.shape)
-    return lax.select_n(is_kept, zeros(x.shape, x.dtype), x)
+    return lax.select_n(is_kept, zeros(jax.typeof(x)), x)
 
   return choose
 
