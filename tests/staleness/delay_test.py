@@ -123,7 +123,8 @@ class DelayTest(parameterized.TestCase):
     _, state = tx.update(jnp.full(2, 1.5), state)
     updates, state = tx.update(jnp.ones(2), state)
 
-    chex.assert_trees_all_equal(updates, jnp.full(2, 1.5), strict=True)
+    self.assertEqual(updates.dtype, jnp.float32)
+    np.testing.assert_array_equal(updates, np.full(2, 1.5))
     self.assertEqual(state.pending.dtype, jnp.bfloat16)
 
   def test_what_has_no_gradient_in_a_call_counts_as_zero_later(self):
@@ -133,14 +134,15 @@ class DelayTest(parameterized.TestCase):
     state = tx.init(params)
 
     found = []
-    for a in (jnp.ones(2), None, jnp.full(2, 3.0), jnp.ones(2)):
+    for value in (1, 2, None, 4, 5):
+      a = None if value is None else jnp.full(2, float(value))
       updates, state = tx.update({'a': a, 'i': float0}, state)
       self.assertIs(updates['i'], float0)
       found.append(updates['a'])
 
-    self.assertIsNone(found[1])
+    self.assertIsNone(found.pop(2))
     np.testing.assert_array_equal(
-        np.stack([found[0], found[2], found[3]]), [[0, 0], [0, 0], [3, 3]]
+        np.stack(found), [[0, 0], [1, 1], [0, 0], [4, 4]]
     )
 
   def test_can_be_donated_and_shares_nothing_with_parameters(self):
@@ -355,8 +357,9 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, '`DelayUpdatesState`'):
       delay_updates(1).update(jnp.ones(3), optax.EmptyState())
 
-  def test_refuses_updates_that_are_already_reduced(self):
-    tx = delay_updates(1, axis_name=AXIS)
+  @cases.parameters(0, 1)
+  def test_refuses_updates_that_are_already_reduced(self, steps):
+    tx = delay_updates(steps, axis_name=AXIS)
 
     def shard(params, x):
       return tx.update(jax.grad(_loss)(params, x), tx.init(params))[0]

@@ -28,10 +28,12 @@ def resize_state(
   parameter. Slices of `shard_update` are joined and cut anew. A window that
   `tower_reduce` has begun is merged or spread, so that it ends with the same
   result: the totals and the total weights of all shards stay, or, without
-  weights, what `reduction` makes of them. The last bad step of a shard of
-  `guard` is that of the shards it is merged from, and its rolling mean of norms
-  begins anew, because other batches have other norms. A state of your own
-  declares what becomes of it by `resize_rules`; see
+  weights, what `reduction` makes of them; so does what `reduction` makes of the
+  updates that are pending on each shard in `delay_updates`. The mean squares of
+  `compensate_delay` are the largest that they were. The last bad step of a
+  shard of `guard` is that of the shards it is merged from, and its rolling mean
+  of norms begins anew, because other batches have other norms. A state of your
+  own declares what becomes of it by `resize_rules`; see
   `shard_transforms.state_rules.ResizeRule`. All else that differs between
   shards cannot be carried over, and raises.
 
@@ -45,7 +47,8 @@ def resize_state(
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
     reduction: How shards are reduced inside of `tower_reduce`; needed for a
       window that was begun without weights, or with weights of 1, which look
-      the same: `'weighted'` for these.
+      the same: `'weighted'` for these. Needed for `delay_updates` before the
+      reduction, too.
 
   Returns:
     A new state, placed on the mesh as by `init_state`, that shares no memory
