@@ -1,5 +1,6 @@
 """Tasks that workers can import, and runs of them."""
 
+import contextlib
 import os
 import pathlib
 import tempfile
@@ -9,6 +10,7 @@ import unittest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 
 from shard_transforms import asynchronous
 
@@ -101,3 +103,24 @@ def nan_at_seven(params, x):
 def accepted(journal: np.ndarray) -> np.ndarray:
   """Returns the records of accepted gradients."""
   return journal[journal['fate'] == 0]
+
+
+def hang_once(path, number):
+  """As `batch`, but that number 30 never comes in the first worker."""
+  if number == 30:
+    try:
+      pathlib.Path(path).touch(exist_ok=False)
+    except FileExistsError:
+      return batch(number)
+    time.sleep(1000)
+  return batch(number)
+
+
+def processes(name, root=None):
+  """Returns the descendants of a process that run an actor of that name."""
+  found = []
+  for process in (root or psutil.Process()).children(recursive=True):
+    with contextlib.suppress(psutil.Error):
+      if process.cmdline()[:1] and process.cmdline()[0].startswith(name):
+        found.append(process)
+  return found

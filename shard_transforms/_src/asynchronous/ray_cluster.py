@@ -9,6 +9,7 @@ from multiprocessing import connection
 import os
 import pickle
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,8 @@ _MAX_DEATHS = 3
 # Seconds: in which it must be back, and until one asks again.
 _RESTART_TIMEOUT = 60.0
 _BETWEEN_CALLS = 0.1
+# Seconds for a host of a cluster to answer.
+_KNOCK_TIMEOUT = 20.0
 
 
 def main() -> None:
@@ -119,6 +122,8 @@ def _ray(settings: program.Settings) -> Iterator[None]:
   else:
     arguments = {'address': settings.cluster}
   try:
+    if settings.cluster != 'local':
+      _knock(settings.cluster)
     ray.init(**arguments, configure_logging=False)
   except Exception as error:  # Ray raises errors of many kinds.
     line = f'{type(error).__name__}: {error}'.splitlines()[0]
@@ -129,6 +134,17 @@ def _ray(settings: program.Settings) -> Iterator[None]:
     yield
   finally:
     ray.shutdown()
+
+
+def _knock(address):
+  """Looks whether anybody listens; Ray itself would try for minutes.
+
+  Raises:
+    OSError: If not.
+  """
+  host, _, port = address.rpartition(':')
+  with socket.create_connection((host, int(port)), timeout=_KNOCK_TIMEOUT):
+    pass
 
 
 def _end_with(parent: connection.Connection, folder: str) -> None:

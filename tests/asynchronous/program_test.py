@@ -1,0 +1,60 @@
+import sys
+import tempfile
+from unittest import mock
+
+from absl.testing import parameterized
+import optax
+import pytest
+
+import asynchronous_cases
+from shard_transforms._src.asynchronous import program
+
+
+class ProgramTest(parameterized.TestCase):
+
+  def test_child_that_dies_is_told(self):
+    with mock.patch.object(program, '_CHILD', 'no_such_module'):
+      with self.assertRaisesRegex(RuntimeError, 'that runs Ray has died'):
+        asynchronous_cases.train(
+            asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
+        )
+
+  def test_child_that_never_answers_is_told_and_ended(self):
+    folder = asynchronous_cases.folder(self)
+    folder.mkdir()
+    (folder / 'silent.py').write_text('import time; time.sleep(1000)')
+
+    with (
+        mock.patch.object(program, '_CHILD', 'silent'),
+        mock.patch.object(sys, 'path', [*sys.path, str(folder)]),
+        mock.patch.object(program, '_START_TIMEOUT', 0.1),
+        mock.patch.object(program, '_END_TIMEOUT', 0.1),
+        self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'),
+    ):
+      asynchronous_cases.train(
+          asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
+      )
+
+  def test_long_names_of_temporary_folders_are_avoided(self):
+    with (
+        tempfile.TemporaryDirectory(prefix='x' * 60) as long,
+        mock.patch.object(tempfile, 'tempdir', long),
+        program._folder() as folder,
+    ):
+      self.assertLess(len(folder), 50)
+
+  @pytest.mark.slow
+  def test_error_of_the_caller_ends_the_run(self):
+    def on_progress(report):
+      raise ZeroDivisionError
+
+    with self.assertRaises(ZeroDivisionError):
+      asynchronous_cases.train(
+          asynchronous_cases.TASK,
+          optax.sgd(0.1),
+          cluster='local',
+          num_updates=10**6,
+          on_progress=on_progress,
+      )
+
+    self.assertEmpty(asynchronous_cases.processes('ray::'))

@@ -1,0 +1,296 @@
+"""Asynchronous runs whose processes are killed, to the bits that they must."""
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from absl.testing import parameterized
+import numpy as np
+import optax
+import psutil
+import pytest
+
+import asynchronous_cases
+import cases
+import python_command
+from shard_transforms import asynchronous
+
+TASK = asynchronous_cases.TASK
+TX = optax.adam(0.1)
+WORKER, HOLDER = 'ray::_Computer', 'ray::_Driver'
+RUN = """
+import sys
+import asynchronous_cases, optax
+print(asynchronous_cases.train(
+    asynchronous_cases.SLOW_TASK, optax.adam(0.1), cluster='local',
+    num_workers=2, num_updates=int(sys.argv[2]), save_every=40,
+    folder=sys.argv[1], on_progress=lambda r: print(r.global_step, flush=True),
+).report)
+"""
+
+
+def kill(*names):
+  """Kills one process of each name, of those that there are."""
+  for name in names:
+    for process in asynchronous_cases.processes(name)[:1]:
+      process.kill()
+
+
+def wait_until(condition, seconds=60):
+  """Waits until something is true.
+
+  Raises:
+    TimeoutError: If it does not become so.
+  """
+  end = time.monotonic() + seconds
+  while not condition():
+    if time.monotonic() > end:
+      raise TimeoutError
+    time.sleep(0.05)
+
+
+class Killer(threading.Thread):
+  """Kills by chance, once the run has made progress, and so many times."""
+
+  def __init__(self, seed, number):
+    super().__init__(daemon=True)
+    self._random = random.Random(seed)
+    self._number = number
+    self.kills = []
+
+  def on_progress(self, report):
+    if report.global_step and not self.is_alive() and not self.kills:
+      self.start()
+
+  def run(self):
+    while len(self.kills) < self._number:
+      time.sleep(self._random.uniform(0.2, 2.5))
+      name = self._random.choice([WORKER, WORKER, HOLDER])
+      alive = asynchronous_cases.processes(name)
+      if alive:
+        self.kills.append(name)
+        self._random.choice(alive).kill()
+
+
+@pytest.mark.slow
+class FaultsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+
+  def train(self, task=TASK, **options):
+    defaults = {
+        'cluster': 'local',
+        'num_workers': 3,
+        'save_every': 100,
+        'folder': self.folder,
+    }
+    return asynchronous_cases.train(task, TX, **(defaults | options))
+
+  def check(self, result, task=TASK):
+    """Checks that no update was lost and that no batch counts twice."""
+    journal = asynchronous.read_journal(self.folder)
+    accepted = asynchronous_cases.accepted(journal)
+    num_updates = result.report.global_step
+    np.testing.assert_array_equal(
+        accepted['global_step'], np.arange(num_updates)
+    )
+    self.assertLen(set(accepted['batch'].tolist()), num_updates)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(self.folder, task, TX), result
+    )
+
+  @cases.parameters(0, 1, 2)
+  def test_kills_by_chance_lose_nothing(self, seed):
+    killer = Killer(seed, number=7)
+
+    num_updates = 500
+    result = self.train(num_updates=num_updates, on_progress=killer.on_progress)
+    while len(killer.kills) < 7:
+      # It goes on until all have been killed.
+      num_updates += 500
+      result = self.train(
+          num_updates=num_updates, on_progress=killer.on_progress
+      )
+    killer.join()
+
+    self.check(result)
+
+  def test_holder_and_all_workers_at_once(self):
+    killed = []
+
+    def on_progress(report):
+      if report.global_step > 120 and not killed:
+        killed.extend(asynchronous_cases.processes(WORKER))
+        killed.extend(asynchronous_cases.processes(HOLDER))
+        for process in killed:
+          process.kill()
+
+    result = self.train(num_updates=600, on_progress=on_progress)
+
+    self.assertLen(killed, 4)
+    self.check(result)
+
+  def test_worker_that_dies_while_the_journal_is_gone_through(self):
+    kills = []
+
+    def on_progress(report):
+      if report.global_step == 60 and not kills:
+        kills.append(HOLDER)
+        kill(HOLDER)
+      elif len(kills) == 1 and report.global_step < 40:
+        # It is back, and has not come to where it was.
+        kills.append(WORKER)
+        kill(WORKER)
+
+    result = self.train(
+        asynchronous_cases.SLOW_TASK,
+        num_updates=120,
+        num_workers=2,
+        save_every=1000,
+        on_progress=on_progress,
+    )
+
+    self.assertEqual(kills, [HOLDER, WORKER])
+    self.assertGreaterEqual(result.report.num_recovered, 60)
+    self.check(result, asynchronous_cases.SLOW_TASK)
+
+  def test_worker_that_hangs_is_replaced(self):
+    path = self.folder.parent / 'hung'
+    batch = functools.partial(asynchronous_cases.hang_once, path)
+    task = asynchronous.Task(
+        asynchronous_cases.init, asynchronous_cases.slow_gradient, batch
+    )
+
+    result = self.train(task, num_updates=300, num_workers=2)
+
+    journal = asynchronous.read_journal(self.folder)
+    fates = journal['fate'][journal['batch'] == 30].tolist()
+    self.assertEqual((fates[0], fates[-1]), (2, 0))
+    self.check(result, task)
+
+  def test_holder_that_dies_without_a_folder_ends_the_run(self):
+    def on_progress(report):
+      if report.global_step:
+        kill(HOLDER)
+
+    with self.assertRaisesRegex(RuntimeError, 'or have a `folder` to go on'):
+      self.train(
+          asynchronous_cases.SLOW_TASK,
+          num_updates=1000,
+          folder=None,
+          on_progress=on_progress,
+      )
+
+  def test_cluster_that_is_not_there_is_told(self):
+    with self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'):
+      self.train(cluster='127.0.0.1:1')
+
+
+@pytest.mark.slow
+class CallerTest(parameterized.TestCase):
+  """The program that has called `train` is killed."""
+
+  def start(self, folder, home, num_updates):
+    return subprocess.Popen(
+        [*python_command.STRICT, '-c', RUN, folder, str(num_updates)],
+        env={
+            **os.environ,
+            'HOME': str(home),
+            'PYTHONPATH': os.pathsep.join(sys.path),
+            'IS_ASYNCHRONOUS_TEST': str(folder),
+        },
+        cwd=home,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+  def marked(self, folder):
+    """Returns all processes of a run, whoever their parents are."""
+    found = []
+    for process in psutil.process_iter():
+      try:
+        if process.environ().get('IS_ASYNCHRONOUS_TEST') == str(folder):
+          found.append(process)
+      except psutil.Error:
+        pass
+    return found
+
+  def test_leaves_nothing_behind_and_goes_on(self):
+    folder = asynchronous_cases.folder(self)
+    home = folder.parent / 'home'
+    home.mkdir()
+    process = self.start(folder, home, 100_000)
+    self.addCleanup(process.wait)
+    self.addCleanup(process.kill)
+    for line in process.stdout:
+      if int(line) > 50:
+        break
+    process.stdout.close()
+    listening = [
+        connection.laddr.ip
+        for marked in self.marked(folder)
+        for connection in marked.net_connections('inet')
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+    process.send_signal(signal.SIGKILL)
+
+    wait_until(lambda: not self.marked(folder), seconds=5)
+    self.assertNotEmpty(listening)
+    self.assertContainsSubset(
+        set(listening), {'127.0.0.1', '::ffff:127.0.0.1', '::1'}
+    )
+    self.assertEmpty(list(home.iterdir()))
+    num_updates = len(
+        asynchronous_cases.accepted(asynchronous.read_journal(folder))
+    )
+    second = self.start(folder, home, num_updates + 20)
+    out, _ = second.communicate(timeout=200)
+    self.assertRegex(out.splitlines()[-1], f'global_step={num_updates + 20}')
+    result = asynchronous.replay(folder, asynchronous_cases.SLOW_TASK, TX)
+    self.assertEqual(result.opt_state.global_step, num_updates + 20)
+
+
+@pytest.mark.slow
+class TwoNodesTest(parameterized.TestCase):
+
+  def test_node_that_dies_takes_no_update_with_it(self):
+    folder = asynchronous_cases.folder(self)
+    code = """
+import asynchronous_cases, numpy as np, optax, ray, ray.cluster_utils, sys
+cluster = ray.cluster_utils.Cluster(
+    initialize_head=True, head_node_args={'num_cpus': 2, 'resources': {'w': 1}})
+second = cluster.add_node(num_cpus=2, resources={'w': 1})
+killed = []
+def on_progress(report):
+  if report.global_step > 100 and not killed:
+    killed.append(second)
+    cluster.remove_node(second, allow_graceful=False)
+asynchronous_cases.train(
+    asynchronous_cases.SLOW_TASK, optax.adam(0.1), cluster=cluster.address,
+    num_workers=2, num_updates=300, folder=sys.argv[1],
+    resources={'num_cpus': 1, 'resources': {'w': 1}}, on_progress=on_progress)
+cluster.shutdown()
+print(len(killed))
+"""
+    printed = subprocess.run(
+        [sys.executable, '-c', code, folder],
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    ).stdout
+
+    self.assertEqual(printed.splitlines()[-1], '1')
+    journal = asynchronous.read_journal(folder)
+    self.assertContainsSubset({0, 1}, set(journal['worker'].tolist()))
+    result = asynchronous.replay(folder, asynchronous_cases.SLOW_TASK, TX)
+    self.assertEqual(result.opt_state.global_step, 300)
