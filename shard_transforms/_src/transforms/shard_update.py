@@ -152,15 +152,13 @@ def shard_update(
     wrapper.check_state(state, ShardUpdateState, caller)
     _check_mapped(reduce.axes)
     reduced = reduce.scatter(updates, weight)
-    slices.check_update(updates, params, extra_args)
+    update = slices.check_update(updates, params, extra_args)
     own_params = None if params is None else reduce.own(params)
     like = updates if params is None else params
     whole_kinds = jax.eval_shape(inner.init, like)
     own_kinds = jax.eval_shape(inner.init, reduce.own_kinds(like))
     own_state = sliced_state.take(state.inner_state, own_kinds, whole_kinds)
-    own_updates, own_state = inner.update(
-        reduced, own_state, own_params, **extra_args
-    )
+    own_updates, own_state = update(reduced, own_state, own_params)
     inner_state = sliced_state.store(own_state, whole_kinds, reduce.axes)
     return reduce.gather(own_updates, updates), ShardUpdateState(inner_state)
 

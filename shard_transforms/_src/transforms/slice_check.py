@@ -1,7 +1,9 @@
 """Whether an inner transformation may run on each shard's slices."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -40,7 +42,7 @@ class SliceCheck:
     problem = None
     # It may need extra arguments, which only `update` has.
     with contextlib.suppress(Exception):
-      problem = self._find_problem(params, params, {})
+      _, problem = self._look(params, params, {})
     _raise(problem)
 
   def check_update(
@@ -48,15 +50,23 @@ class SliceCheck:
       updates: optax.Updates,
       params: optax.Params | None,
       extra_args: Mapping[str, Any],
-  ) -> None:
+  ) -> Callable[..., tuple[optax.Updates, optax.OptState]]:
     """Checks what is known when updates come.
+
+    Returns:
+      What `update` of the inner transformation does with slices of the updates,
+      its state and slices of the parameters.
 
     Raises:
       ValueError: If the inner transformation looks across elements.
     """
-    _raise(self._find_problem(updates, params, extra_args))
+    update, problem = self._look(updates, params, extra_args)
+    _raise(problem)
+    return update
 
-  def _find_problem(self, updates, params, extra_args):
+  def _look(self, updates, params, extra_args):
+    """Returns `update` with extra arguments, and what is wrong with it."""
+    update = functools.partial(self._inner.update, **extra_args)
     axes, groups = self._reduction.axes, self._reduction.groups
     num_slices = self._reduction.num_slices()
     # Whether updates vary over these axes does not matter: slices of them will.
@@ -67,15 +77,23 @@ class SliceCheck:
         _describe(params, axes),
     )
     if seen == self._passed_last and not extra_args:
-      return None
+      return update, None
+    # JAX keeps the program of what it compiles: what is traced on slices to be
+    # looked at is not traced once more to be run.
+    update = jax.jit(update)
     # What is reduced over all shards is the same on all of them.
     invariant = () if groups else axes
     problem = elementwise.find_problem(
-        self._inner, updates, params, extra_args, num_slices, invariant
+        self._inner._replace(update=update),
+        updates,
+        params,
+        {},
+        num_slices,
+        invariant,
     )
     if problem is None and not extra_args:
       self._passed_last = seen
-    return problem
+    return update, problem
 
 
 def _describe(tree, axes, ignored=()):
