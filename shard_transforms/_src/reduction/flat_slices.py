@@ -9,6 +9,7 @@ import math
 
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import leaves as leaves_lib
@@ -25,10 +26,11 @@ def is_cut(leaf: Leaf, num_slices: int) -> bool:
 
 def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
   """Returns all slices of a leaf, [num_slices, 1, ..., 1, elements]."""
-  flat = jnp.ravel(leaf)
-  if padding := -flat.size % num_slices:
-    flat = jnp.pad(flat, (0, padding))
-  return flat.reshape((num_slices, *(1,) * (jnp.ndim(leaf) - 1), -1))
+  rows = jnp.asarray(leaf)
+  if padding := -rows.size % num_slices:
+    rows = jnp.pad(rows.ravel(), (0, padding))
+  shape = num_slices, *(1,) * (jnp.ndim(leaf) - 1), rows.size // num_slices
+  return lax.reshape(rows, shape)
 
 
 def kind(leaf: Leaf, num_slices: int) -> Leaf:
@@ -43,4 +45,7 @@ def kind(leaf: Leaf, num_slices: int) -> Leaf:
 def join(slices: jax.Array, like: Leaf) -> jax.Array:
   """Returns the array of the shape of `like` of which these are the slices."""
   shape = jnp.shape(like)
-  return slices.ravel()[: math.prod(shape)].reshape(shape)
+  num_elements = math.prod(shape)
+  if slices.size > num_elements:
+    slices = lax.slice(slices.ravel(), (0,), (num_elements,))
+  return lax.reshape(slices, shape)

@@ -85,7 +85,7 @@ class ShardedReduction(reduction_options.ReductionOptions):
     leaves, treedef = jax.tree.flatten(tree)
     kinds = treedef.flatten_up_to(like)
     cut = [i for i, x in enumerate(kinds) if flat_slices.is_cut(x, num_slices)]
-    own = [axes_lib.to_varying(leaves[i], self.axes) for i in cut]
+    own = axes_lib.to_varying([leaves[i] for i in cut], self.axes)
 
     def gather(buffer, _):
       return collectives.gather(buffer, self.axes, self.groups)

@@ -125,6 +125,10 @@ class _Surroundings(NamedTuple):
   name_stacks: tuple[Any, ...]
   axis_sizes: Mapping[Hashable, int]
 
+  def within(self, name_stack: Any) -> '_Surroundings':
+    """Returns what is around an equation of this scope in what is called."""
+    return self._replace(name_stacks=(*self.name_stacks, name_stack))
+
 
 def flatten(
     jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
@@ -170,11 +174,22 @@ def _flatten(jaxpr, inputs, around):
   variables = *jaxpr.invars, *jaxpr.constvars
   values = dict(zip(variables, (*inputs, *constants), strict=True))
   steps = []
+  name_stack = inside = None
   for eqn in jaxpr.eqns:
-    done = _program_of(eqn, _read(eqn.invars, values), around)
-    steps += done.steps
-    constants += done.constants
-    values.update(zip(eqn.outvars, done.outputs, strict=True))
+    if inside is None or eqn.source_info.name_stack is not name_stack:
+      name_stack = eqn.source_info.name_stack
+      inside = around.within(name_stack)
+    given = _read(eqn.invars, values)
+    bodies = held(eqn.params)
+    called = _called(eqn, bodies, given, inside)
+    if called is None:
+      outputs = _own_values(eqn.outvars)
+      steps.append(_step(eqn, bodies, given, outputs, inside))
+    else:
+      outputs = called.outputs
+      steps += called.steps
+      constants += called.constants
+    values.update(zip(eqn.outvars, outputs, strict=True))
   outputs = _read(jaxpr.outvars, values)
   return Program(inputs, tuple(steps), outputs, constants)
 
@@ -201,24 +216,26 @@ def _read(atoms, values):
   )
 
 
-def _program_of(eqn, inputs, outside):
-  """Returns what an equation does with its inputs."""
-  name_stacks = *outside.name_stacks, eqn.source_info.name_stack
-  around = _Surroundings(name_stacks, outside.axis_sizes)
-  bodies = held(eqn.params)
+def _called(eqn, bodies, inputs, around):
+  """Returns what an equation calls or maps, or `None` if it is a step."""
+  if not bodies:
+    return None
   if eqn.primitive.name == 'shard_map':
     return _program_of_map(eqn, bodies[0], inputs, around)
   if is_call(eqn, bodies):
     return _flatten(bodies[0], inputs, around)
-  step = Step(
+  return None
+
+
+def _step(eqn, bodies, inputs, outputs, around):
+  return Step(
       name=common_name(eqn.primitive.name),
       params=eqn.params,
       inputs=inputs,
-      outputs=_own_values(eqn.outvars),
+      outputs=outputs,
       surroundings=around,
       bodies=tuple(_flatten(j, _own_values(j.invars), around) for j in bodies),
   )
-  return Program(inputs, (step,), step.outputs)
 
 
 def _axes(params):

@@ -7,6 +7,7 @@ and has the leading axis of what differs between shards.
 from collections.abc import Hashable
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -26,11 +27,14 @@ def store(
     axes: The mapped axes.
   """
 
-  def store_leaf(own, whole):
-    is_slice = jnp.shape(own) != jnp.shape(whole)
-    return per_shard_state.store(own, axes) if is_slice else own
-
-  return jax.tree.map(store_leaf, own_state, whole_kinds)
+  leaves, treedef = jax.tree.flatten(own_state)
+  wholes = treedef.flatten_up_to(whole_kinds)
+  pairs = enumerate(zip(leaves, wholes, strict=True))
+  cut = [i for i, (x, y) in pairs if jnp.shape(x) != jnp.shape(y)]
+  stored = per_shard_state.store([leaves[i] for i in cut], axes)
+  for i, leaf in zip(cut, stored, strict=True):
+    leaves[i] = leaf
+  return treedef.unflatten(leaves)
 
 
 def take(
@@ -60,7 +64,7 @@ def take(
           f' {jax.tree_util.keystr(path)}, where a shard has'
           f' {(1,) * is_slice + own.shape}.'
       )
-    return leaf[0] if is_slice else leaf
+    return lax.squeeze(leaf, (0,)) if is_slice else leaf
 
   return jax.tree.map_with_path(take_leaf, state, own_kinds, whole_kinds)
 
