@@ -21,6 +21,7 @@ from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,6 +62,9 @@ def find_problem(
   Returns:
     A clause that says what it does, or `None` if it treats each element alone.
   """
+  if extra_args:
+    update = functools.partial(inner.update, **extra_args)
+    inner = inner._replace(update=update)
   cutting = slice_types.Cutting(num_slices, tuple(axes))
   params_kinds = jax.tree.map(lambda x: _kind_of_param(x, axes), params)
   given = _Given(*cutting.whole((updates, params)))
@@ -74,7 +78,7 @@ def find_problem(
   state_kinds = jax.tree.map(_kind_of_state, state, longer_state)
   if problem := _problem_of_shapes(state_kinds, given.like):
     return problem
-  task = _Task(inner, extra_args, cutting, kinds, state_kinds)
+  task = _Task(inner, cutting, kinds, state_kinds)
   whole = task.trace(given, init, state)
   problem, sums = _problem_of_elements(task, whole)
   return problem or _problem_of_slices(task, whole, sums)
@@ -123,14 +127,12 @@ class _Task:
 
   Attributes:
     inner: The transformation.
-    extra_args: What it is given besides.
     cutting: How leaves are cut.
     kinds: What is known of what it is given.
     state_kinds: What is known of its state.
   """
 
   inner: optax.GradientTransformationExtraArgs
-  extra_args: Mapping[str, Any]
   cutting: slice_types.Cutting
   kinds: _Given
   state_kinds: Any
@@ -143,16 +145,12 @@ class _Task:
       init: What `init` does with them.
       state: The types of what it makes.
     """
-
-    def update(updates, state, params):
-      return self.inner.update(updates, state, params, **self.extra_args)
-
     is_cut = jax.tree.map(
         lambda kind: isinstance(kind, element_flow.Cut), self.state_kinds
     )
     state = self.cutting.varying(state, is_cut)
     program, results = equivalence.trace(
-        update, given.updates, state, given.params
+        self.inner.update, given.updates, state, given.params
     )
     return _Traced(given, state, init, program, results)
 

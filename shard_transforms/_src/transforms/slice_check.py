@@ -78,9 +78,6 @@ class SliceCheck:
     )
     if seen == self._passed_last and not extra_args:
       return update, None
-    # JAX keeps the program of what it compiles: what is traced on slices to be
-    # looked at is not traced once more to be run.
-    update = jax.jit(update)
     # What is reduced over all shards is the same on all of them.
     invariant = () if groups else axes
     problem = elementwise.find_problem(
@@ -93,7 +90,9 @@ class SliceCheck:
     )
     if problem is None and not extra_args:
       self._passed_last = seen
-    return update, problem
+    # JAX keeps the programs of a function: what was traced on slices, to be
+    # looked at, is not traced once more to be run.
+    return jax.jit(update), problem
 
 
 def _describe(tree, axes, ignored=()):
