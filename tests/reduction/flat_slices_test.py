@@ -49,13 +49,3 @@ class SlicesTest(parameterized.TestCase):
     leaf = jax.ShapeDtypeStruct(shape, dtype)
 
     self.assertEqual(flat_slices.is_cut(leaf, num_slices), expected)
-
-  @cases.parameters((9,), (3, 5), (2, 1, 4), ())
-  def test_knows_the_kind_of_a_slice(self, *shape):
-    leaf = jnp.ones(shape, jnp.bfloat16)
-
-    kind = flat_slices.kind(leaf, 4)
-
-    expected = flat_slices.cut(leaf, 4)[0] if shape else leaf
-    self.assertEqual(kind.shape, expected.shape)
-    self.assertEqual(kind.dtype, expected.dtype)

@@ -361,6 +361,26 @@ class StateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'State of .* got the tree'):
       jax.eval_shape(step, jnp.zeros(16))
 
+  @cases.product(mode=modes.MODES, extra_args=({}, {'value': 1.0}))
+  def test_runs_what_was_traced_on_slices_to_be_checked(self, mode, extra_args):
+    traced = []
+
+    def update(updates, state, params=None, **extra_args):
+      del params, extra_args
+      traced.append(updates.shape)
+      return updates, state
+
+    def step(params, grads):
+      tx = shard_update(
+          optax.GradientTransformationExtraArgs(lambda _: (), update), AXIS
+      )
+      state = shard_transforms.ShardUpdateState(())
+      return tx.update(grads, state, params, **extra_args)[0]
+
+    modes.map_shards(mode, step)(jnp.ones(9), jnp.ones((SHARDS, 9)))
+
+    self.assertEqual(traced, [(9,), (2,)])
+
 
 class AxesTest(parameterized.TestCase):
   """Several axes, and parameters that are sharded already."""

@@ -93,7 +93,8 @@ def scatter(
     rows = _psum_one_hot(rows, axes[0], groups)
     return rows[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
-  rows = rows.reshape((*map(lax.axis_size, left), *rows.shape[1:]))
+  sizes = map(lax.axis_size, left)
+  rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
   # The last axis is the fast one, and the others are left but a part to sum.
   for axis in reversed(axes):
     with _explaining(rows, axes):
@@ -125,7 +126,8 @@ def gather(
     before = order[: order.index(axis)]
     rows = _all_gather(rows, axis, dimension=len(gathered.intersection(before)))
     gathered.add(axis)
-  return rows.reshape((-1, *row.shape))
+  num_rows = rows.size // row.size
+  return lax.reshape(rows, (num_rows, *row.shape))
 
 
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:

@@ -33,15 +33,6 @@ def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
   return lax.reshape(rows, shape)
 
 
-def kind(leaf: Leaf, num_slices: int) -> Leaf:
-  """Returns the shape and dtype of a slice, or the leaf if it is not cut."""
-  if not is_cut(leaf, num_slices):
-    return leaf
-  num_elements = -(-math.prod(jnp.shape(leaf)) // num_slices)
-  shape = (1,) * (len(jnp.shape(leaf)) - 1) + (num_elements,)
-  return jax.ShapeDtypeStruct(shape, leaves_lib.dtype_of(leaf))
-
-
 def join(slices: jax.Array, like: Leaf) -> jax.Array:
   """Returns the array of the shape of `like` of which these are the slices."""
   shape = jnp.shape(like)

@@ -69,11 +69,6 @@ class ShardedReduction(reduction_options.ReductionOptions):
 
     return jax.tree.map(own, tree)
 
-  def own_kinds(self, tree: optax.Updates) -> optax.Updates:
-    """Returns the shape and dtype of each shard's slice of each leaf."""
-    num_slices = self.num_slices()
-    return jax.tree.map(lambda x: flat_slices.kind(x, num_slices), tree)
-
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
     """Returns the tree of which each shard has its slice; the reverse of `own`.
 

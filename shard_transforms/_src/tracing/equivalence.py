@@ -100,7 +100,8 @@ class _Comparison:
 
   def _are_partners(self, x, y):
     if x.is_literal and y.is_literal:
-      return _bits(x.number) == _bits(y.number)
+      # Many come of one program that JAX has traced once, such as that of `**`.
+      return x.number is y.number or _bits(x.number) == _bits(y.number)
     # Neither may stand for two.
     return (
         self.partners.setdefault(x, y) is y

@@ -156,7 +156,8 @@ def shard_update(
     own_params = None if params is None else reduce.own(params)
     like = updates if params is None else params
     whole_kinds = jax.eval_shape(inner.init, like)
-    own_kinds = jax.eval_shape(inner.init, reduce.own_kinds(like))
+    own_like = reduced if params is None else own_params
+    own_kinds = jax.eval_shape(inner.init, own_like)
     own_state = sliced_state.take(state.inner_state, own_kinds, whole_kinds)
     own_updates, own_state = update(reduced, own_state, own_params)
     inner_state = sliced_state.store(own_state, whole_kinds, reduce.axes)

@@ -26,7 +26,6 @@ def store(
     whole_kinds: Shapes and dtypes of the state for whole parameters.
     axes: The mapped axes.
   """
-
   leaves, treedef = jax.tree.flatten(own_state)
   wholes = treedef.flatten_up_to(whole_kinds)
   pairs = enumerate(zip(leaves, wholes, strict=True))
