@@ -79,7 +79,7 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
     ...       cluster=None, folder=folder)
     ...   journal = asynchronous.read_journal(folder)
     >>> print(journal['global_step'] - journal['local_step'])
-    [0 1 1 1 1]
+    [0 1 0 1 0]
   """
   return _parse(_path(folder))[1]
 

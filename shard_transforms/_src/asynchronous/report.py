@@ -15,7 +15,7 @@ from shard_transforms._src.asynchronous import journal
 class Report:
   """How an asynchronous run goes.
 
-  Attributes:
+  Args:
     global_step: Number of accepted updates, those before a restart included.
     num_dropped: Number of gradients that were too old.
     num_late: Number of gradients whose batch another worker was given.
@@ -27,8 +27,14 @@ class Report:
     seconds: How long the run has taken since it was started, or went on.
     metrics: Those of the latest accepted update.
 
-  Of what was before a restart, all but `global_step` are those of the journal,
-  and 0 without one.
+  All of them count what was before a restart, too, but for `num_recovered` and
+  `seconds`; while a run catches up with its journal, `global_step` alone does.
+
+  Examples:
+    >>> from shard_transforms import asynchronous
+    >>> report = asynchronous.Report(global_step=30, num_dropped=10)
+    >>> print(report.num_dropped / (report.global_step + report.num_dropped))
+    0.25
   """
 
   global_step: int
@@ -50,6 +56,20 @@ class Result(NamedTuple):
     opt_state: A `DropStaleState` around the state of the optimizer, in NumPy
       arrays; `optax.tree_utils.tree_get` finds what is in it.
     report: How the run went.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(2),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.ones(2))
+    >>> result = asynchronous.train(
+    ...     task, optax.sgd(1.0), num_updates=1, num_workers=1, staleness=0,
+    ...     cluster=None)
+    >>> print(result.params, result.report.global_step)
+    [1. 1.] 1
   """
 
   params: Any

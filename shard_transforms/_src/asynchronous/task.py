@@ -19,7 +19,7 @@ class Task:
   Workers are other processes. They import the modules of these functions, or
   get a copy of those that are defined in the main program.
 
-  Attributes:
+  Args:
     init: Takes nothing and returns the parameters, a tree of arrays.
     gradient: Takes the parameters and a batch, and returns the gradient, in the
       tree, shapes and dtypes of the parameters, and a dict of scalar metrics.
@@ -45,6 +45,8 @@ class Task:
     ...     init=lambda: jnp.zeros(3),
     ...     gradient=lambda params, batch: (params - batch, {}),
     ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
+    >>> print(task.gradient(task.init(), task.batch(1)))
+    (Array([-1., -1., -1.], dtype=float32), {})
   """
 
   init: Callable[[], Any]

@@ -29,10 +29,10 @@ def digest(tree: chex.ArrayTree) -> str:
     >>> before = {'w': np.zeros(3, np.float32)}
     >>> after = {'w': np.zeros(3, np.float32)}
     >>> shard_transforms.monitoring.digest(before)[:8]
-    '
+    'af4a442c'
     >>> after['w'][1] = -0.0
     >>> shard_transforms.monitoring.digest(after)[:8]
-    '
+    '8e24fc78'
   """
   total = hashlib.sha256()
   for path, leaf in jax.tree.leaves_with_path(tree):
