@@ -45,6 +45,7 @@ from shard_transforms import value_and_grad
 from shard_transforms.launch import join_processes
 from shard_transforms.launch import run_processes
 from shard_transforms.monitoring import check_health
+from shard_transforms.monitoring import hlo_wire_report
 from shard_transforms.monitoring import track_divergence
 from shard_transforms.monitoring import wire_report
 
@@ -369,6 +370,27 @@ CALLS = {
         of(wire_report, functools.partial(shard_mean, axis_name=AXIS), MATRIX),
         NameError,
         "`fn` of `wire_report` .*'data'.*give its size",
+    ),
+    'report of a compiled program with sizes': Call(
+        of(wire_report, jnp.sum, MATRIX, axis_sizes={AXIS: 8}, compiled=True),
+        ValueError,
+        '`axis_sizes` must be left out where a compiled program is read',
+    ),
+    'report of a compiled program on another mesh': Call(
+        of(
+            wire_report,
+            jnp.sum,
+            MATRIX,
+            compiled=True,
+            mesh=jax.sharding.AbstractMesh((4,), (AXIS,)),
+        ),
+        ValueError,
+        '`mesh` must have the 1 devices of the program, got 4',
+    ),
+    'report of another text': Call(
+        of(hlo_wire_report, 'module @jit_step {}'),
+        ValueError,
+        '`text` must hold an `HloModule`',
     ),
     # Processes.
     'no process': Call(

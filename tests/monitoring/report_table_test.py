@@ -90,3 +90,106 @@ class WireReportTest(parameterized.TestCase):
     )
 
     self.assertEqual(str(report), TABLE)
+
+
+class MergedTest(parameterized.TestCase):
+
+  def test_joins_what_one_operation_sends(self):
+    parts = (
+        dataclasses.replace(SUM, op='r', times=3),
+        dataclasses.replace(SUM, op='r', times=3, payload_bytes=400),
+        dataclasses.replace(SUM, op='s', dtype='bfloat16'),
+        dataclasses.replace(SUM, op='s'),
+        SUM,
+        SUM,
+    )
+    report = shard_transforms.monitoring.WireReport(parts, ('wrong',))
+
+    merged = report.merged
+
+    found = [(c.dtype, c.payload_bytes, c.times) for c in merged.collectives]
+    self.assertEqual(
+        found,
+        [
+            ('float32', 4400, 3),
+            ('bfloat16+float32', 8000, 1),
+            ('float32', 4000, 1),
+            ('float32', 4000, 1),
+        ],
+    )
+    self.assertEqual(merged.total_bytes, report.total_bytes)
+    self.assertEqual(merged.warnings, report.warnings)
+    self.assertEqual(merged.merged, merged)
+
+  def test_is_the_same_for_a_traced_program(self):
+    report = shard_transforms.monitoring.WireReport((SUM, SUM))
+
+    self.assertEqual(report.merged, report)
+
+  def test_shows_lines_where_they_are_known(self):
+    one = dataclasses.replace(SUM, source='/home/train.py:7', op='r')
+    report = shard_transforms.monitoring.WireReport((one, one, SUM))
+
+    self.assertEqual(
+        str(report),
+        """\
+primitive  dtype    payload  axes  shards  times    sent  scope  source
+psum       float32    4,000  data       8      2  14,000         train.py:7
+psum       float32    4,000  data       8      1   7,000
+total                                          3  21,000
+merged by the compiler into 2 collectives""",
+    )
+
+
+class SecondsTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ({'bytes_per_second': 7e3}, {('data',): 4.0, ('data', 'host'): 1.0}),
+      (
+          {'bytes_per_second': 7e3, 'latency': 0.5},
+          {('data',): 6.0, ('data', 'host'): 1.5},
+      ),
+      (
+          {
+              'bytes_per_second': {'data': 7e3, 'host': 14e3},
+              'latency': {'data': 0.25, 'host': 0.5, 'model': 9},
+          },
+          {('data',): 5.0, ('data', 'host'): 0.75},
+      ),
+  )
+  def test_is_what_is_sent_over_the_bandwidth(self, given, seconds):
+    report = shard_transforms.monitoring.WireReport(
+        (
+            SUM,
+            dataclasses.replace(SUM, times=3),
+            dataclasses.replace(SUM, axes=('data', 'host')),
+            dataclasses.replace(SUM, axes=(), num_shards=1),
+        )
+    )
+
+    self.assertEqual(report.seconds(**given), seconds)
+
+  @cases.parameters(
+      ({'bytes_per_second': {'host': 1}}, ValueError, "number for 'data', got"),
+      ({'bytes_per_second': 0}, ValueError, 'be more than 0, got 0 for'),
+      ({'bytes_per_second': -1.0}, ValueError, 'be more than 0, got -1.0'),
+      ({'bytes_per_second': '1'}, TypeError, "be a number, got '1'"),
+      ({'bytes_per_second': True}, TypeError, 'be a number, got True'),
+      ({'bytes_per_second': {'data': None}}, TypeError, 'number, got None'),
+  )
+  def test_refuses_a_bandwidth_that_is_none(self, given, error, message):
+    report = shard_transforms.monitoring.WireReport((SUM,))
+
+    with self.assertRaisesRegex(error, f'`bytes_per_second` must .*{message}'):
+      report.seconds(**given)
+
+  @cases.parameters(
+      (-1.0, ValueError, 'be at least 0, got -1.0'),
+      (None, TypeError, 'be a number, got None'),
+      ({}, ValueError, "have a number for 'data'"),
+  )
+  def test_refuses_a_latency_that_is_none(self, latency, error, message):
+    report = shard_transforms.monitoring.WireReport((SUM,))
+
+    with self.assertRaisesRegex(error, f'`latency` must {message}'):
+      report.seconds(1.0, latency)

@@ -2,8 +2,13 @@
 
 import collections
 from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
+from numbers import Real
+import os
 
 
 def _all_reduce(n, x):
@@ -25,6 +30,7 @@ def _pass_on(n, x):
 # What a shard sends, of `n` on a ring, for an operand of `x` bytes.
 SENT = {
     'all_gather': _gather,
+    'all_reduce': _all_reduce,
     'all_to_all': _exchange,
     'pbroadcast': _pass_on,
     'pbroadcast_dynamic': _pass_on,
@@ -47,6 +53,7 @@ _HEADINGS = (
     'times',
     'sent',
     'scope',
+    'source',
 )
 _NUMBERS = ('payload', 'shards', 'times', 'sent')
 
@@ -69,6 +76,9 @@ class Collective:
     in_while: Whether it is in a `while` loop, whose turns are counted as one;
       `times` is then the least.
     scope: The `jax.named_scope`s around it, outermost first.
+    source: The line of the program that asked for it, as `file:line`, where a
+      compiled program tells.
+    op: The operation of a compiled program that sends it, maybe with others.
 
   Examples:
     >>> import shard_transforms
@@ -87,6 +97,8 @@ class Collective:
   conditional: bool = False
   in_while: bool = False
   scope: str = ''
+  source: str = ''
+  op: str = ''
 
   @property
   def sent_bytes(self) -> float:
@@ -122,21 +134,116 @@ class WireReport:
     """How many collectives run."""
     return sum(c.times for c in self.collectives)
 
+  @property
+  def merged(self) -> 'WireReport':
+    """The same with what one operation of a compiled program sends as one."""
+    found = []
+    for op, parts in itertools.groupby(self.collectives, lambda c: c.op):
+      parts = list(parts)
+      found += [_as_one(parts)] if op else parts
+    return dataclasses.replace(self, collectives=tuple(found))
+
+  def seconds(
+      self,
+      bytes_per_second: float | Mapping[Hashable, float],
+      latency: float | Mapping[Hashable, float] = 0.0,
+  ) -> dict[tuple[Hashable, ...], float]:
+    """Returns how long sending takes at least, on paper, for each set of axes.
+
+    That is what each shard sends, as the table counts it, over the bandwidth,
+    and a latency for each collective. What else there is to wait for, and what
+    is computed meanwhile, is not in it.
+
+    Args:
+      bytes_per_second: What a shard sends in a second; by axis, if axes differ.
+        Over several axes at once, the fastest counts.
+      latency: The seconds until a collective starts to arrive; by axis, if axes
+        differ. Of several, the least counts.
+
+    Returns:
+      The seconds by `Collective.axes`.
+
+    Raises:
+      TypeError: If a number is none.
+      ValueError: If an axis is missing, or a number is out of range.
+
+    Examples:
+      >>> import shard_transforms
+      >>> report = shard_transforms.monitoring.WireReport((
+      ...     shard_transforms.monitoring.Collective(
+      ...         'psum', 'float32', 4000, axes=('data',), num_shards=8),))
+      >>> report.seconds(bytes_per_second=7e6, latency=0.5)
+      {('data',): 0.501}
+    """
+    found = collections.defaultdict(float)
+    for collective in self.collectives:
+      axes = collective.axes
+      if not axes:
+        continue
+      rate = max(_by_axis('bytes_per_second', bytes_per_second, axes))
+      wait = min(_by_axis('latency', latency, axes))
+      if rate <= 0:
+        raise ValueError(
+            f'`bytes_per_second` must be more than 0, got {rate!r} for {axes}.'
+        )
+      if wait < 0:
+        raise ValueError(
+            f'`latency` must be at least 0, got {wait!r} for {axes}.'
+        )
+      found[axes] += collective.sent_bytes / rate + collective.times * wait
+    return dict(found)
+
   def __str__(self) -> str:
-    rows = [
-        _row(c, n) for c, n in collections.Counter(self.collectives).items()
-    ]
-    if not rows:
+    if not self.collectives:
       return 'nothing is sent'
+    alike = collections.Counter(
+        dataclasses.replace(c, op='') for c in self.collectives
+    )
+    headings = _HEADINGS if any(c.source for c in alike) else _HEADINGS[:-1]
     total = ['total', '', '', '', '', f'{self.num_collectives:,}']
-    rows = [_HEADINGS, *rows, [*total, f'{self.total_bytes:,.0f}', '']]
+    total += [f'{self.total_bytes:,.0f}', '', '']
+    rows = [headings, *itertools.starmap(_row, alike.items()), total]
+    rows = [row[: len(headings)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
     if any(c.conditional for c in self.collectives):
       lines.append('<=: if the dearest branch is taken each time')
     if any(c.in_while for c in self.collectives):
       lines.append('>=: one turn of each `while` loop')
+    if (merged := self.merged.num_collectives) < self.num_collectives:
+      lines.append(f'merged by the compiler into {merged:,} collectives')
     return '\n'.join([*lines, *(f'warning: {w}' for w in self.warnings)])
+
+
+def _as_one(parts):
+  """Returns what one operation does with several arrays."""
+  dtypes = '+'.join(dict.fromkeys(c.dtype for c in parts))
+  payload_bytes = sum(c.payload_bytes for c in parts)
+  return dataclasses.replace(
+      parts[0], dtype=dtypes, payload_bytes=payload_bytes
+  )
+
+
+def _by_axis(
+    argument: str,
+    numbers: float | Mapping[Hashable, float],
+    axes: tuple[Hashable, ...],
+) -> Sequence[float]:
+  """Returns the numbers of axes."""
+  if isinstance(numbers, Mapping):
+    missing = [axis for axis in axes if axis not in numbers]
+    if missing:
+      raise ValueError(
+          f'`{argument}` must have a number for {missing[0]!r}, got'
+          f' {numbers!r}.'
+      )
+    found = [numbers[axis] for axis in axes]
+  else:
+    found = [numbers]
+  for number in found:
+    if isinstance(number, bool) or not isinstance(number, Real):
+      raise TypeError(f'`{argument}` must be a number, got {number!r}.')
+  return found
 
 
 def _row(collective, count):
@@ -152,12 +259,13 @@ def _row(collective, count):
       f'{at_most}{at_least}{count * collective.times:,}',
       f'{count * collective.sent_bytes:,.0f}',
       collective.scope,
+      os.path.basename(collective.source),
   )
 
 
 def _line(row, widths):
   cells = [
       cell.rjust(width) if heading in _NUMBERS else cell.ljust(width)
-      for heading, cell, width in zip(_HEADINGS, row, widths, strict=True)
+      for heading, cell, width in zip(_HEADINGS, row, widths, strict=False)
   ]
   return '  '.join(cells).rstrip()

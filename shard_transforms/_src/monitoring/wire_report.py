@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.monitoring import hlo_wire_report
 from shard_transforms._src.monitoring import report_table
 from shard_transforms._src.tracing import deadlocks
 from shard_transforms._src.tracing import jaxprs
@@ -20,9 +21,11 @@ from shard_transforms._src.tracing import redundant_sums
 
 
 def wire_report(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | jax.stages.Lowered | jax.stages.Compiled,
     *args: Any,
     axis_sizes: Mapping[Hashable, int] | None = None,
+    compiled: bool = False,
+    mesh: hlo_wire_report.Mesh | None = None,
     **kwargs: Any,
 ) -> report_table.WireReport:
   r"""Says what each shard sends when a function runs once.
@@ -38,7 +41,14 @@ def wire_report(
   in `update_and_apply`; of any other `lax.while_loop` one turn, as `in_while`.
   Any other primitive that holds programs is taken to run
   each of them once. What the compiler adds to the program, as it does for
-  sharded arrays under plain `jax.jit`, merges or removes is not known here.
+  sharded arrays under plain `jax.jit`, merges or removes is not known then.
+
+  With `compiled=True`, or given a lowered or compiled program, it is the
+  program of the compiler that is read, and nothing runs either. The table is
+  the same, with the line of the program that asked for each array; `merged` is
+  the report with the arrays that one operation sends as one. Loops of which the
+  compiler knows the turns count for each. If JAX finds a program in its
+  compilation cache, lines and scopes are those of when it was compiled.
 
   `warnings` name a sum over an axis of what a sum over that axis gave, and a
   sum in each turn of a scan that one sum after the scan could replace, where
@@ -49,15 +59,26 @@ def wire_report(
   slice of its own, or by `lax.axis_index`, and not by what a collective has
   made of them. A single number for each shard does not count, as it may be a
   copy, nor do arguments where `axis_sizes` maps `fn`, as none says which of
-  them differ.
+  them differ. Of a compiled program, they name a reduction in each turn of a
+  loop that only adds up its results; what each turn of a loop gathers although
+  it stays the same; a floating-point sum in fewer than 32 bits, which rounds
+  each step of it; an array that is gathered whole to take a part; and an
+  argument like a result, as state and parameters are, that changes its sharding
+  in each step.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or
-      `jax.pmap`, compiled or not, or one that `axis_sizes` maps.
+      `jax.pmap`, compiled or not, or one that `axis_sizes` maps. Or what
+      `jax.jit(fn).lower(...)` or the `compile` of that gives; its arguments may
+      then be left out.
     args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
     axis_sizes: The axes over which to map `fn`, with their sizes, for a
       function of one shard's own arrays. It is traced as by
       `jax.shard_map(..., check_vma=False)`; no devices are needed.
+    compiled: Whether to compile `fn`, by `jax.jit` if it is not yet, and to
+      read what the compiler makes of it.
+    mesh: The mesh of a compiled program, whose axes are to be named; the one of
+      its arguments and results if left out.
     kwargs: Its keyword arguments, like `args`.
 
   Returns:
@@ -65,9 +86,11 @@ def wire_report(
 
   Raises:
     NameError: If `fn` uses an axis that is not bound.
-    TypeError: If `fn` cannot be called, `axis_sizes` is no mapping, or a size
-      is no integer.
-    ValueError: If a size is less than 1.
+    TypeError: If `fn` cannot be called, `axis_sizes` is no mapping, a size is
+      no integer, or `mesh` no mesh.
+    ValueError: If a size is less than 1; or a compiled program is for other
+      arguments or another backend, or its mesh is of another size, not known,
+      or given for what is traced.
 
   Examples:
     >>> import jax
@@ -83,8 +106,15 @@ def wire_report(
     psum       float32    4,000  data       8      1  7,000  cross_shard_mean
     total                                          1  7,000
   """
-  if not callable(fn):
+  if not callable(fn) and not isinstance(fn, jax.stages.Lowered):
     raise TypeError(f'`fn` must be a function, got {fn!r}.')
+  if compiled or isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
+    return _of_compiled(fn, args, kwargs, axis_sizes, mesh)
+  if mesh is not None:
+    raise ValueError(
+        f'`mesh` must be left out unless `compiled` is true, got {mesh!r}: the'
+        ' traced program names its axes.'
+    )
   if axis_sizes is not None:
     fn = _mapped(fn, axis_sizes)
   try:
@@ -98,6 +128,18 @@ def wire_report(
   program = jaxprs.flatten(jaxpr.jaxpr)
   warnings = *redundant_sums.find(program), *deadlocks.find(program)
   return report_table.WireReport(tuple(_collectives(program)), warnings)
+
+
+def _of_compiled(fn, args, kwargs, axis_sizes, mesh):
+  if axis_sizes is not None:
+    raise ValueError(
+        '`axis_sizes` must be left out where a compiled program is read, got'
+        f' {axis_sizes!r}. Map `fn` with `jax.shard_map` over devices.'
+    )
+  if not isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
+    lower = fn.lower if hasattr(fn, 'lower') else jax.jit(fn).lower
+    fn, args, kwargs = lower(*args, **kwargs), (), {}
+  return hlo_wire_report.report_program(fn, args, kwargs, mesh)
 
 
 def _mapped(fn, axis_sizes):

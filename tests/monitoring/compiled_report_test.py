@@ -1,0 +1,336 @@
+import collections
+import dataclasses
+import inspect
+import pathlib
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import cross_shard_sum
+from shard_transforms import drop_stale
+from shard_transforms import guard
+from shard_transforms import reduce_towers
+from shard_transforms import shard_update
+from shard_transforms import tower_reduce
+from shard_transforms._src.monitoring import compiled_report
+from shard_transforms.monitoring import hlo_wire_report
+from shard_transforms.monitoring import track_divergence
+from shard_transforms.monitoring import wire_report
+
+AXIS = modes.AXIS
+AUTO = jax.sharding.AxisType.Auto
+HLO = pathlib.Path(__file__).parents[1] / 'hlo'
+MESH = jax.sharding.AbstractMesh((4, 2), ('data', 'model'))
+PARAMS = {
+    'w': jax.ShapeDtypeStruct((10, 100), jnp.float32),
+    'b': jax.ShapeDtypeStruct((8,), jnp.float32),
+    'e': jax.ShapeDtypeStruct((50_000,), jnp.float32),
+}
+ADAM = optax.adam(0.1)
+MEAN = cross_shard_mean(AXIS)
+CHAIN = optax.chain(MEAN, ADAM)
+
+TRANSFORMS = {
+    'cross_shard_mean': MEAN,
+    'cross_shard_sum': cross_shard_sum(AXIS, bucket_bytes=0),
+    'one_bucket': cross_shard_mean(AXIS, bucket_bytes=2**20),
+    'even_groups': cross_shard_mean(AXIS, groups=[[0, 2, 4, 6], [1, 3, 5, 7]]),
+    'uneven_groups': cross_shard_mean(
+        AXIS, groups=[[0, 1], [2, 3, 4, 5, 6, 7]]
+    ),
+    'shard_update': shard_update(ADAM, AXIS),
+    'tower_reduce': tower_reduce(4, CHAIN, axis_name=AXIS),
+    'tower_reduce_without_axis_name': optax.chain(MEAN, tower_reduce(4, ADAM)),
+    'drop_stale': drop_stale(2, CHAIN, axis_name=AXIS),
+    'guard': guard(CHAIN, axis_name=AXIS),
+    'nested': drop_stale(
+        2,
+        tower_reduce(4, guard(CHAIN, axis_name=AXIS), axis_name=AXIS),
+        axis_name=AXIS,
+    ),
+    'clipping': optax.chain(
+        MEAN, shard_transforms.clip_by_global_norm(1.0), ADAM
+    ),
+    'clipping_of_slices': shard_update(
+        optax.chain(
+            shard_transforms.clip_by_global_norm(1.0, AXIS, sharded=P(AXIS)),
+            ADAM,
+        ),
+        AXIS,
+    ),
+    'track_divergence': optax.chain(CHAIN, track_divergence(AXIS, every=10)),
+    'reduce_towers': reduce_towers(3, CHAIN),
+}
+
+
+def sent_by_axes(report):
+  """Returns the bytes that a report counts, by axes."""
+  found = collections.Counter()
+  for collective in report.collectives:
+    found[collective.axes] += collective.sent_bytes
+  return found
+
+
+def step_of(name, check_vma):
+  """Returns a step of a transformation, and what to give it."""
+  tx = TRANSFORMS[name]
+  mesh = modes.mesh()
+  state = shard_transforms.init_state(tx, PARAMS, mesh)
+  specs = shard_transforms.state_specs(tx, PARAMS, mesh)
+  towers = (3,) if name == 'reduce_towers' else ()
+  per_shard = 'groups' in name
+
+  def step(params, state, grads, weight):
+    grads = jax.tree.map(lambda g: g[0], grads)
+    given = {'local_step': 0, 'weight': weight[0]}
+    if name == 'tower_reduce_without_axis_name':
+      # Its inner transformation reduces nothing that could have a weight.
+      del given['weight']
+    updates, state = tx.update(grads, state, params, **given)
+    if per_shard:
+      updates = jax.tree.map(lambda u: u[None], updates)
+    return updates, state
+
+  mapped = jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(P(), specs, P(AXIS), P(AXIS)),
+      out_specs=(P(AXIS) if per_shard else P(), specs),
+      check_vma=check_vma,
+  )
+  grads = jax.tree.map(
+      lambda p: jax.ShapeDtypeStruct((8, *towers, *p.shape), p.dtype), PARAMS
+  )
+  weight = jax.ShapeDtypeStruct((8, *towers), jnp.float32)
+  return jax.jit(mapped), (PARAMS, state, grads, weight)
+
+
+class AgreementTest(parameterized.TestCase):
+  """What the compiler sends is what the traced program says."""
+
+  @cases.product(name=TRANSFORMS, check_vma=(True, False))
+  def test_sends_what_the_traced_program_does(self, name, check_vma):
+    step, given = step_of(name, check_vma)
+
+    traced = wire_report(step, *given)
+    compiled = wire_report(step, *given, compiled=True)
+
+    expected = sent_by_axes(traced)
+    if name == 'cross_shard_sum':
+      # Nothing is divided by the total weight, so that the compiler drops it.
+      expected[AXIS,] -= 7
+    self.assertEqual(sent_by_axes(compiled), expected)
+    self.assertEqual(compiled.total_bytes, compiled.merged.total_bytes)
+    self.assertLessEqual(
+        compiled.merged.num_collectives, traced.num_collectives
+    )
+    scopes = {collective.scope for collective in traced.collectives}
+    self.assertEqual({c.scope for c in compiled.collectives}, scopes)
+    self.assertEmpty(compiled.warnings)
+
+  @cases.parameters(True, False)
+  def test_sends_what_the_traced_program_does_over_two_axes(self, check_vma):
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), (AUTO, AUTO))
+    tx = cross_shard_mean(('host', 'core'), algorithm='hierarchical')
+
+    def step(grads):
+      return tx.update(jax.tree.map(lambda g: g[0], grads), tx.init(grads))[0]
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=P(('host', 'core')),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    grads = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct((8, *p.shape), p.dtype), PARAMS
+    )
+
+    traced = wire_report(mapped, grads)
+    compiled = wire_report(mapped, grads, compiled=True)
+
+    self.assertEqual(sent_by_axes(compiled), sent_by_axes(traced))
+    self.assertEqual(set(sent_by_axes(traced)), {('host',), ('core',)})
+
+
+def step_over_axes(fn):
+  """Maps a function of a shard's rows over a mesh of two axes."""
+  mesh = jax.make_mesh((4, 2), ('data', 'model'), (AUTO, AUTO))
+  spec = P(('data', 'model'))
+  return jax.shard_map(
+      fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+  )
+
+
+ROWS = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+RING = [(i, (i + 1) % 4) for i in range(4)]
+
+
+class ControlFlowTest(parameterized.TestCase):
+  """Every collective that JAX has, in every surrounding."""
+
+  @cases.parameters(
+      lambda x: lax.psum(x, 'data'),
+      lambda x: lax.psum(x, ('data', 'model')),
+      lambda x: lax.pmax(x, 'model'),
+      lambda x: lax.pmin(x, 'data'),
+      lambda x: lax.psum(x.astype(jnp.float16), 'data'),
+      lambda x: lax.psum(x > 0, 'data'),
+      lambda x: lax.all_gather(x, 'data')[0] * 2,
+      lambda x: lax.psum_scatter(x, 'data', tiled=True),
+      lambda x: lax.all_to_all(x, 'data', 1, 0, tiled=True),
+      lambda x: lax.ppermute(x, 'data', RING),
+      lambda x: lax.ppermute(x, 'model', [(0, 1)]),
+      lambda x: lax.scan(
+          lambda x, _: (jnp.sin(lax.pmax(x, 'data')), None), x, length=5
+      )[0],
+      lambda x: lax.while_loop(
+          lambda x: lax.psum(x[0, 0], 'data') < 9,
+          lambda x: jnp.sin(lax.pmax(x, 'model')),
+          x,
+      ),
+      lambda x: lax.cond(
+          lax.psum(x, 'data')[0, 0] > 0,
+          lambda x: lax.psum(x, 'model'),
+          lambda x: lax.all_gather(x, 'data').sum(0),
+          x,
+      ),
+      lambda x: lax.switch(
+          lax.psum(x, 'data')[0, 0].astype(int),
+          [jnp.sin, lambda x: lax.pmax(x, 'data'), jnp.cos],
+          x,
+      ),
+  )
+  def test_agrees_with_the_traced_program(self, fn):
+    step = step_over_axes(fn)
+
+    traced = wire_report(step, ROWS)
+    compiled = wire_report(step, ROWS, compiled=True)
+
+    self.assertCountEqual(
+        [without_source(c) for c in compiled.collectives],
+        traced.collectives,
+    )
+
+  def test_finds_what_the_partitioner_adds(self):
+    mesh = jax.make_mesh((4, 2), ('data', 'model'), (AUTO, AUTO))
+    w = jax.ShapeDtypeStruct(
+        (16, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, 'model'))
+    )
+    x = jax.ShapeDtypeStruct(
+        (32, 16), jnp.float32, sharding=NamedSharding(mesh, P('data'))
+    )
+
+    def loss(w, x):
+      with jax.named_scope('layer'):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    report = wire_report(
+        jax.jit(jax.grad(loss), out_shardings=w.sharding), w, x, compiled=True
+    )
+
+    (collective,) = report.collectives
+    self.assertEqual(
+        without_source(collective),
+        shard_transforms.monitoring.Collective(
+            'psum', 'float32', 16 * 32 * 4, ('data',), 4, scope='layer'
+        ),
+    )
+
+  def test_names_the_line_that_asked_for_it(self):
+    line = inspect.currentframe().f_lineno + 4
+
+    def fn(x):
+      # The number keeps JAX from finding a program of other lines.
+      return lax.psum(x * line, 'data')
+
+    report = wire_report(step_over_axes(fn), ROWS, compiled=True)
+
+    self.assertEqual(report.collectives[0].source, f'{__file__}:{line}')
+    self.assertIn(f'  compiled_report_test.py:{line}', str(report))
+
+  def test_merges_what_one_operation_sends(self):
+    step = step_over_axes(
+        lambda x: [lax.psum(x[:3], 'data'), lax.psum(x, 'data')]
+    )
+
+    report = wire_report(step, ROWS, compiled=True)
+
+    self.assertEqual(report.num_collectives, 2)
+    (collective,) = report.merged.collectives
+    self.assertEqual(collective.payload_bytes, (3 + 8) * 16 * 4)
+    self.assertIn('merged by the compiler into 1 collectives', str(report))
+    self.assertNotIn('merged', str(report.merged))
+
+
+def without_source(collective):
+  return dataclasses.replace(collective, source='', op='')
+
+
+class ScopeTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ('jit(step)/shard_map/cross_shard_mean/psum', 'cross_shard_mean'),
+      ('jit(f)/while/body/closed_call/transpose(jvp())/dot_general', ''),
+      ('jit(f)/jit(main)/transpose(jvp(layer))/dot_general', 'layer'),
+      ('jit(f)/outer/cond/branch_1_fun/inner/psum', 'outer/inner'),
+      ('jit(f)/vmap(jvp(a/b))/c/psum', 'a/b/c'),
+      ('', ''),
+      ('psum', ''),
+  )
+  def test_leaves_what_the_user_named(self, op_name, scope):
+    self.assertEqual(compiled_report.scope(op_name), scope)
+
+
+class BackendsTest(parameterized.TestCase):
+  """Texts by hand, as no such device is here."""
+
+  def test_reads_a_program_for_gpu(self):
+    report = hlo_wire_report(HLO.joinpath('gpu.txt').read_text(), MESH)
+
+    self.assertEqual(
+        [
+            (c.primitive, c.dtype, c.payload_bytes, c.axes, c.times)
+            for c in report.collectives
+        ],
+        [
+            ('psum', 'float32', 4096, ('data',), 1),
+            ('psum', 'float32', 4, ('data',), 1),
+            ('all_gather', 'bfloat16', 4096, ('data', 'model'), 1),
+            ('reduce_scatter', 'float32', 4096, ('data', 'model'), 1),
+            ('all_to_all', 'float32', 1024, ('model',), 1),
+            ('ppermute', 'float32', 1024, ('data',), 3),
+            ('pbroadcast', 'float32', 4096, ('model',), 1),
+            ('psend', 'float32', 4096, ('data',), 1),
+        ],
+    )
+    first = report.collectives[0]
+    self.assertEqual(first.source, '/home/user/train.py:9')
+    self.assertEqual(first.scope, 'mean')
+    self.assertEmpty(report.warnings)
+
+  def test_reads_a_program_for_tpu(self):
+    report = hlo_wire_report(HLO.joinpath('tpu.txt').read_text(), MESH)
+
+    self.assertEqual(
+        [
+            (c.primitive, c.dtype, c.payload_bytes, c.axes, c.scope)
+            for c in report.collectives
+        ],
+        [
+            ('ppermute', 'float32', 8192, ('model',), ''),
+            ('ragged_all_to_all', 'float32', 8192, ('data',), ''),
+            # An all-reduce of which each shard keeps a slice.
+            ('reduce_scatter', 'bfloat16', 2**24, ('data', 'model'), 'grads'),
+        ],
+    )

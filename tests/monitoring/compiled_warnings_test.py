@@ -1,0 +1,336 @@
+"""Programs that just earn a warning, beside those that just do not."""
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cases
+import modes
+from shard_transforms.monitoring import hlo_wire_report
+from shard_transforms.monitoring import wire_report
+
+
+def sharding(*spec):
+  return NamedSharding(modes.mesh(), P(*spec))
+
+
+def array(*shape, spec=(), dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(*spec))
+
+
+def gradient(w, x):
+  return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+def accumulate(combine, start=jnp.zeros_like):
+  """Returns a step that combines the gradients of micro-batches in a scan."""
+
+  def step(w, xs):
+    def turn(total, x):
+      return combine(total, gradient(w, x)), None
+
+    return lax.scan(turn, start(w), xs)[0]
+
+  return step
+
+
+MICRO_BATCHES = array(16, 4), array(4, 64, 16, spec=(None, 'data'))
+
+
+class AccumulationTest(parameterized.TestCase):
+
+  @cases.parameters(
+      lambda total, grad: total + grad,
+      lambda total, grad: total - 0.5 * grad,
+      lambda total, grad: (total.T + grad.T / 3).T,
+  )
+  def test_warns_of_a_reduction_that_could_wait(self, combine):
+    report = wire_report(accumulate(combine), *MICRO_BATCHES, compiled=True)
+
+    (warning,) = report.warnings
+    self.assertContainsInOrder(
+        [
+            # XLA has the gradient transposed.
+            '`psum`',
+            'reduces float32[4,16] in each of 4 turns of a loop that only adds',
+            'which sends 1,792 bytes: add up what each shard has, and reduce',
+            '`tower_reduce`',
+        ],
+        warning,
+    )
+    self.assertEqual(report.total_bytes, 1792)
+
+  def test_warns_where_the_turns_are_not_known(self):
+    def step(w, x, count):
+      def turn(i, total):
+        return total + gradient(w, x * i)
+
+      return lax.fori_loop(0, count, turn, jnp.zeros_like(w))
+
+    report = wire_report(
+        step,
+        *(array(16, 4), array(64, 16, spec=('data',)), array(dtype=jnp.int32)),
+        compiled=True,
+    )
+
+    (warning,) = report.warnings
+    self.assertIn('in each turn of a loop', warning)
+    self.assertTrue(report.collectives[0].in_while)
+
+  def test_counts_the_arrays_that_can_wait_alone(self):
+    def step(w, xs):
+      def turn(carry, x):
+        total, largest = carry
+        grad = gradient(w, x)
+        other = gradient(jnp.ones((16, 5)), x)
+        return (total + grad, jnp.maximum(largest, other)), None
+
+      return lax.scan(turn, (jnp.zeros((16, 4)), jnp.zeros((16, 5))), xs)[0]
+
+    report = wire_report(step, *MICRO_BATCHES, compiled=True)
+
+    (warning,) = report.warnings
+    self.assertIn('which sends 1,792 bytes', warning)
+    self.assertEqual(report.total_bytes, 4 * 2 * 7 / 8 * 4 * (64 + 80))
+
+  @cases.parameters(
+      # What is not linear in the gradient.
+      lambda total, grad: total + grad**2,
+      lambda total, grad: jnp.maximum(total, grad),
+      # What the next turn reads.
+      lambda total, grad: total + grad * total,
+      lambda total, grad: 0.9 * total.at[0].set(total[0] ** 2) + grad,
+      lambda total, grad: total + grad.astype(jnp.int32),
+  )
+  def test_does_not_warn_of_one_that_cannot(self, combine):
+    report = wire_report(accumulate(combine), *MICRO_BATCHES, compiled=True)
+
+    self.assertEqual(report.num_collectives, 4)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_steps_in_a_loop(self):
+    def steps(w, xs):
+      return lax.scan(lambda w, x: (w - gradient(w, x), None), w, xs)[0]
+
+    report = wire_report(steps, *MICRO_BATCHES, compiled=True)
+
+    self.assertEqual(report.num_collectives, 4)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_what_is_stacked(self):
+    def step(w, xs):
+      return lax.scan(lambda c, x: (c, gradient(w, x)), 0, xs)[1]
+
+    report = wire_report(step, *MICRO_BATCHES, compiled=True)
+
+    self.assertEqual(report.num_collectives, 4)
+    self.assertEmpty(report.warnings)
+
+
+def _whole(w):
+  return lax.with_sharding_constraint(w, sharding())
+
+
+class RepeatedGatherTest(parameterized.TestCase):
+
+  def test_warns_of_what_is_gathered_in_each_turn(self):
+    # What is computed again for the gradient, XLA does not take out of a loop.
+    @jax.checkpoint
+    def layer(w, x):
+      return jnp.tanh(x @ _whole(w))
+
+    def step(w, x, ys):
+      def loss(w):
+        return lax.scan(lambda x, y: (layer(w, x) + y, None), x, ys)[0].sum()
+
+      return jax.grad(loss)(w)
+
+    report = wire_report(
+        step,
+        array(16, 16, spec=('data',)),
+        array(16, 16),
+        array(5, 16, 16),
+        compiled=True,
+    )
+
+    (warning,) = report.warnings
+    self.assertRegex(
+        warning,
+        r'`all_gather` .* gathers the same float32\[16,16\] in each of 5 turns'
+        ' of a loop, which sends 4,480 bytes: gather it once before the loop',
+    )
+
+  def test_does_not_warn_of_what_the_compiler_takes_out_of_the_loop(self):
+    def step(w, x):
+      return lax.scan(lambda x, _: (x @ _whole(w), None), x, length=5)[0]
+
+    report = wire_report(
+        step, array(16, 16, spec=('data',)), array(16, 16), compiled=True
+    )
+
+    self.assertEqual(report.num_collectives, 1)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_the_layers_of_a_model(self):
+    def step(layers, x):
+      return lax.scan(lambda x, w: (x @ _whole(w), None), x, layers)[0]
+
+    report = wire_report(
+        step,
+        array(5, 16, 16, spec=(None, 'data')),
+        array(16, 16),
+        compiled=True,
+    )
+
+    self.assertEqual(report.num_collectives, 5)
+    self.assertEmpty(report.warnings)
+
+
+class FewBitsTest(parameterized.TestCase):
+
+  # On CPU, XLA itself sums `bfloat16` in `float32`.
+  @cases.parameters('f16', 'bf16', 'f8e5m2')
+  def test_warns_of_a_sum_that_rounds(self, dtype):
+    report = hlo_wire_report(_all_reduce(dtype, 'add'))
+
+    (warning,) = report.warnings
+    self.assertRegex(
+        warning, r"`psum` \('grads', train.py:7\) sums \d+ bytes of"
+    )
+    self.assertIn('over 8 shards with the rounding of', warning)
+    self.assertIn('cast to float32 before', warning)
+
+  @cases.parameters(
+      ('f32', 'add'), ('s8', 'add'), ('f16', 'maximum'), ('c64', 'add')
+  )
+  def test_does_not_warn_of_one_that_does_not(self, dtype, combine):
+    self.assertEmpty(hlo_wire_report(_all_reduce(dtype, combine)).warnings)
+
+  @cases.parameters(('float16', 1), ('bfloat16', 0), ('float32', 0))
+  def test_warns_of_what_jax_compiles(self, dtype, num_warnings):
+    mapped = modes.map_shards(
+        'shard_map', lambda _, x: lax.psum(x, modes.AXIS)[None][0]
+    )
+
+    x = jax.ShapeDtypeStruct((8, 24), dtype)
+    report = wire_report(mapped, 0.0, x, compiled=True)
+
+    self.assertLen(report.warnings, num_warnings)
+
+
+def _all_reduce(dtype, combine):
+  return f"""HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%reducer {{
+  %x = {dtype}[] parameter(0)
+  %y = {dtype}[] parameter(1)
+  ROOT %z = {dtype}[] {combine}(%x, %y)
+}}
+
+ENTRY %main {{
+  %p = {dtype}[24] parameter(0)
+  ROOT %r = {dtype}[24] all-reduce(%p), \
+replica_groups=mesh['data'=8] {{'data'}}, to_apply=%reducer, \
+metadata={{op_name="jit(f)/grads/psum" \
+source_file="/home/user/train.py" source_line=7}}
+}}
+"""
+
+
+class SlicedGatherTest(parameterized.TestCase):
+
+  def test_warns_of_what_is_gathered_to_take_a_slice(self):
+    def step(table, i):
+      return _whole(lax.dynamic_slice_in_dim(table, i, 4))
+
+    report = wire_report(
+        step, array(64, 16, spec=('data',)), array(dtype='int32'), compiled=True
+    )
+
+    (warning,) = report.warnings
+    self.assertRegex(
+        warning,
+        r'`all_gather`.* gathers the whole float32\[64,16\], which sends 3,584'
+        ' bytes, of which only 64 elements are taken: slice it before',
+    )
+
+  @cases.parameters(
+      # The parts are the whole.
+      lambda table, i: jnp.split(_whole(table), 2),
+      lambda table, i: (lax.dynamic_slice_in_dim(table, i, 4), _whole(table)),
+      lambda table, i: lax.dynamic_slice_in_dim(jnp.tanh(_whole(table)), i, 64),
+      # So are what is left of a padded array.
+      lambda table, i: _whole(table)[:61],
+  )
+  def test_does_not_warn_where_all_is_used(self, step):
+    report = wire_report(
+        step,
+        array(64, 16, spec=('data',)),
+        array(dtype='int32'),
+        compiled=True,
+    )
+
+    self.assertGreater(report.num_collectives, 0)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_a_slice_of_another_dimension(self):
+    def step(table, i):
+      return lax.dynamic_slice_in_dim(table, i, 4, axis=1)
+
+    report = wire_report(
+        step, array(64, 16, spec=('data',)), array(dtype='int32'), compiled=True
+    )
+
+    self.assertEqual(str(report), 'nothing is sent')
+
+
+def _sharded(x, *spec):
+  return lax.with_sharding_constraint(x, sharding(*spec))
+
+
+class ReshardedArgumentTest(parameterized.TestCase):
+
+  def test_warns_of_state_that_changes_its_sharding(self):
+    def step(state, x):
+      inside = _sharded(state['mu'], None, 'data')
+      return {'mu': _sharded(inside * 2 + x, 'data')}
+
+    state = {'mu': array(16, 32, spec=('data',))}
+    report = wire_report(step, state, array(), compiled=True)
+
+    (warning,) = report.warnings
+    self.assertRegex(
+        warning,
+        r'`all_to_all`.* changes the sharding of the argument `state\['
+        r"'mu'\]` \(float32\[2,32\] on a device\) in each step, which sends 224"
+        ' bytes: hand it in',
+    )
+
+  def test_does_not_warn_of_a_batch(self):
+    def step(state, x):
+      inside = _sharded(x, None, 'data')
+      return state + inside.sum(0)[0]
+
+    report = wire_report(
+        step, array(7, 3), array(16, 32, spec=('data',)), compiled=True
+    )
+
+    self.assertIn('all_to_all', [c.primitive for c in report.collectives])
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_what_is_asked_for(self):
+    def step(state):
+      ring = [(i, (i + 1) % 8) for i in range(8)]
+      return lax.ppermute(state, modes.AXIS, ring)
+
+    spec = P(modes.AXIS)
+    mapped = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=spec, out_specs=spec
+    )
+    report = wire_report(mapped, array(16, spec=('data',)), compiled=True)
+
+    self.assertEqual(report.num_collectives, 1)
+    self.assertEmpty(report.warnings)
