@@ -2,6 +2,7 @@ import collections
 import dataclasses
 import inspect
 import pathlib
+import re
 
 from absl.testing import parameterized
 import jax
@@ -57,6 +58,7 @@ TRANSFORMS = {
         tower_reduce(4, guard(CHAIN, axis_name=AXIS), axis_name=AXIS),
         axis_name=AXIS,
     ),
+    'update_and_apply': tower_reduce(4, CHAIN, axis_name=AXIS),
     'clipping': optax.chain(
         MEAN, shard_transforms.clip_by_global_norm(1.0), ADAM
     ),
@@ -73,10 +75,10 @@ TRANSFORMS = {
 
 
 def sent_by_axes(report):
-  """Returns the bytes that a report counts, by axes."""
+  """Returns the bytes of a report by axes, and by whether they are sent."""
   found = collections.Counter()
-  for collective in report.collectives:
-    found[collective.axes] += collective.sent_bytes
+  for c in report.collectives:
+    found[c.axes, c.conditional] += c.sent_bytes
   return found
 
 
@@ -95,6 +97,10 @@ def step_of(name, check_vma):
     if name == 'tower_reduce_without_axis_name':
       # Its inner transformation reduces nothing that could have a weight.
       del given['weight']
+    if name == 'update_and_apply':
+      return shard_transforms.update_and_apply(
+          tx, grads, state, params, **given
+      )
     updates, state = tx.update(grads, state, params, **given)
     if per_shard:
       updates = jax.tree.map(lambda u: u[None], updates)
@@ -127,7 +133,7 @@ class AgreementTest(parameterized.TestCase):
     expected = sent_by_axes(traced)
     if name == 'cross_shard_sum':
       # Nothing is divided by the total weight, so that the compiler drops it.
-      expected[AXIS,] -= 7
+      expected[(AXIS,), False] -= 7
     self.assertEqual(sent_by_axes(compiled), expected)
     self.assertEqual(compiled.total_bytes, compiled.merged.total_bytes)
     self.assertLessEqual(
@@ -160,7 +166,7 @@ class AgreementTest(parameterized.TestCase):
     compiled = wire_report(mapped, grads, compiled=True)
 
     self.assertEqual(sent_by_axes(compiled), sent_by_axes(traced))
-    self.assertEqual(set(sent_by_axes(traced)), {('host',), ('core',)})
+    self.assertLen(sent_by_axes(traced), 2)
 
 
 def step_over_axes(fn):
@@ -275,6 +281,39 @@ class ControlFlowTest(parameterized.TestCase):
 
 def without_source(collective):
   return dataclasses.replace(collective, source='', op='')
+
+
+class SourceTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (('/home/main.py', '/home/train.py'), '/home/train.py:2'),
+      (('/home/train.py', '/v/site-packages/flax/a.py'), '/home/train.py:1'),
+      (('/home/train.py', compiled_report.__file__), '/home/train.py:1'),
+      # Where nothing is the user's own, it is better than nothing.
+      (('/v/site-packages/flax/a.py',), '/v/site-packages/flax/a.py:1'),
+  )
+  def test_is_the_innermost_line_of_the_user(self, files, source):
+    numbered = [*enumerate(files, start=1)]
+    tables = [
+        'FileNames',
+        *(f'{i} "{file}"' for i, file in numbered),
+        'FileLocations',
+        *(f'{i} {{file_name_id={i} line={i}}}' for i, _ in numbered),
+        'StackFrames',
+        *(
+            f'{i} {{file_location_id={i} parent_frame_id={i}}}'
+            for i, _ in numbered
+        ),
+    ]
+    text = HLO.joinpath('gpu.txt').read_text()
+    head, _, body = text.partition('\n')
+    body = re.sub(
+        'source_file=.* source_line=9', f'stack_frame_id={len(files)}', body
+    )
+
+    report = hlo_wire_report('\n'.join([head, *tables, body]), MESH)
+
+    self.assertEqual(report.collectives[0].source, source)
 
 
 class ScopeTest(parameterized.TestCase):

@@ -7,8 +7,6 @@ import os
 import re
 from typing import Any
 
-import optax
-
 from shard_transforms._src.monitoring import compiled_warnings
 from shard_transforms._src.monitoring import report_table
 from shard_transforms._src.tracing import hlo_text
@@ -34,10 +32,9 @@ _NOT_SCOPES = re.compile(
     r'|rematted_computation|custom_[jv][jv]p_call|custom_lin|p?jit(\(.*)?|pmap'
 )
 _AROUND_SCOPES = re.compile(r'^(?:jvp|transpose|vmap|remat)\((.*)\)$')
-# Whose lines a user does not look for.
-_LIBRARIES = tuple(
-    os.path.dirname(file) + os.sep
-    for file in (os.path.dirname(os.path.dirname(__file__)), optax.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_INSTALLED = tuple(
+    f'{os.sep}{folder}{os.sep}' for folder in ('site-packages', 'dist-packages')
 )
 
 
@@ -216,8 +213,10 @@ def _levels(op_name):
 
 
 def _source(frames):
-  """Returns the innermost line that is neither of this library nor of Optax."""
-  for file, line in frames:
-    if not file.startswith(_LIBRARIES):
-      return f'{file}:{line}'
-  return ''
+  """Returns the innermost line that is the user's own, if there is any."""
+  own = [frame for frame in frames if not _is_installed(frame[0])]
+  return ''.join(f'{file}:{line}' for file, line in [*own, *frames][:1])
+
+
+def _is_installed(file):
+  return file.startswith(_PACKAGE) or any(part in file for part in _INSTALLED)
