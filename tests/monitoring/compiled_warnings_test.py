@@ -80,21 +80,27 @@ class AccumulationTest(parameterized.TestCase):
     self.assertIn('in each turn of a loop', warning)
     self.assertTrue(report.collectives[0].in_while)
 
-  def test_counts_the_arrays_that_can_wait_alone(self):
-    def step(w, xs):
+  @cases.parameters(True, False)
+  def test_counts_the_arrays_that_can_wait_alone(self, swapped):
+    # One operation reduces both; which of them comes first must not matter.
+    widths = (5, 4) if swapped else (4, 5)
+
+    def step(xs):
       def turn(carry, x):
         total, largest = carry
-        grad = gradient(w, x)
-        other = gradient(jnp.ones((16, 5)), x)
-        return (total + grad, jnp.maximum(largest, other)), None
+        grads = [gradient(jnp.ones((16, width)), x) for width in widths]
+        return (total + grads[0], jnp.maximum(largest, grads[1])), None
 
-      return lax.scan(turn, (jnp.zeros((16, 4)), jnp.zeros((16, 5))), xs)[0]
+      zeros = tuple(jnp.zeros((16, width)) for width in widths)
+      return lax.scan(turn, zeros, xs)[0]
 
-    report = wire_report(step, *MICRO_BATCHES, compiled=True)
+    report = wire_report(step, MICRO_BATCHES[1], compiled=True)
 
     (warning,) = report.warnings
-    self.assertIn('which sends 1,792 bytes', warning)
-    self.assertEqual(report.total_bytes, 4 * 2 * 7 / 8 * 4 * (64 + 80))
+    sent = 4 * 2 * 7 / 8 * 4 * 16
+    self.assertIn(f'which sends {sent * widths[0]:,.0f} bytes', warning)
+    self.assertEqual(report.total_bytes, sent * sum(widths))
+    self.assertEqual(report.merged.num_collectives, 4)
 
   @cases.parameters(
       # What is not linear in the gradient.
