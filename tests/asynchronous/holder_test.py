@@ -9,6 +9,7 @@ import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import holder as holder_lib
+from shard_transforms._src.asynchronous import tickets as tickets_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 TASK = asynchronous_cases.TASK
@@ -106,9 +107,11 @@ class HolderTest(parameterized.TestCase):
     self.assertEqual(result.report.num_lost, 1)
 
   def test_worker_that_hangs_is_late_and_replaced(self):
-    with mock.patch('shard_transforms._src.asynchronous.tickets._LEAST_HANG', 0):
+    with mock.patch.object(tickets_lib, '_LEAST_HANG', 0):
       result, workers = self.run_with(
-          lambda task: Faulty(task, 2, hang=[8]), num_updates=2000, patience=8.0
+          lambda task: Faulty(task, 2, hang=[8]),
+          num_updates=2000,
+          patience=8.0,
       )
 
     self.assertEqual(result.report.global_step, 2000)
@@ -131,7 +134,8 @@ class HolderTest(parameterized.TestCase):
     task = asynchronous.Task(**(functions | change))
 
     with self.assertRaisesRegex(
-        RuntimeError, message + r'[^\0]* in batch \d+ on worker \d, in attempt 3'
+        RuntimeError,
+        message + r'[^\0]* in batch \d+ on worker \d, in attempt 3',
     ):
       self.run_with(lambda task: workers_lib.LocalWorkers(task, 2), task)
 
@@ -173,9 +177,11 @@ class HolderTest(parameterized.TestCase):
       def ready(self):
         return set()
 
-    with mock.patch.object(holder_lib, '_WITHOUT_WORKERS', 0.01):
-      with self.assertRaisesRegex(RuntimeError, 'No worker was ready'):
-        self.run_with(lambda task: Absent(task, 2))
+    with (
+        mock.patch.object(holder_lib, '_WITHOUT_WORKERS', 0.01),
+        self.assertRaisesRegex(RuntimeError, 'No worker was ready'),
+    ):
+      self.run_with(lambda task: Absent(task, 2))
 
   def test_each_fate_is_written_before_anybody_sees_the_parameters(self):
     seen = []

@@ -106,9 +106,11 @@ class JournalTest(parameterized.TestCase):
     self.assertLen(asynchronous.read_journal(self.folder), 2)
 
   def test_refuses_two_at_once(self):
-    with journal_lib.Journal(self.folder, HEADER):
-      with self.assertRaisesRegex(ValueError, 'must not be in use'):
-        self.write(1)
+    with (
+        journal_lib.Journal(self.folder, HEADER),
+        self.assertRaisesRegex(ValueError, 'must not be in use'),
+    ):
+      self.write(1)
 
     self.write(1)
 

@@ -13,11 +13,13 @@ from shard_transforms._src.asynchronous import program
 class ProgramTest(parameterized.TestCase):
 
   def test_child_that_dies_is_told(self):
-    with mock.patch.object(program, '_CHILD', 'no_such_module'):
-      with self.assertRaisesRegex(RuntimeError, 'that runs Ray has died'):
-        asynchronous_cases.train(
-            asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
-        )
+    with (
+        mock.patch.object(program, '_CHILD', 'no_such_module'),
+        self.assertRaisesRegex(RuntimeError, 'that runs Ray has died'),
+    ):
+      asynchronous_cases.train(
+          asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
+      )
 
   def test_child_that_never_answers_is_told_and_ended(self):
     folder = asynchronous_cases.folder(self)

@@ -44,9 +44,7 @@ class ReplayTest(parameterized.TestCase):
       grads, _ = asynchronous_cases.gradient(params, batch)
       params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
-    found = asynchronous.replay(
-        self.folder, TASK, optax.sgd(0.1), until=until
-    )
+    found = asynchronous.replay(self.folder, TASK, optax.sgd(0.1), until=until)
 
     self.assertEqual(found.opt_state.global_step, until)
     chex.assert_trees_all_close(found.params, params, rtol=1e-5)

@@ -36,14 +36,13 @@ class TicketsTest(parameterized.TestCase):
   def test_pace_keeps_every_age_within_staleness(self, staleness):
     # Of 8 workers, the one that comes back is always the latest.
     tickets = make(staleness=staleness)
-    step, ages = 0, []
-    for _ in range(50):
+    ages = []
+    for step in range(50):
       for worker in tickets.idle(range(8)):
         if tickets.may_start(step, 1000):
           tickets.start(worker, step, 0.0)
       worker = max(set(range(8)) - set(tickets.idle(range(8))))
       ages.append(step - tickets.finish(worker, 1.0)[0].local_step)
-      step += 1
 
     self.assertLessEqual(max(ages), staleness)
 

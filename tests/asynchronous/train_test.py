@@ -41,9 +41,7 @@ class TrainTest(parameterized.TestCase):
 
   @cases.parameters(1, 3)
   def test_without_staleness_it_is_the_plain_loop(self, num_workers):
-    result = train(
-        TASK, optax.adam(0.1), staleness=0, num_workers=num_workers
-    )
+    result = train(TASK, optax.adam(0.1), staleness=0, num_workers=num_workers)
 
     params, state = plain_loop(optax.adam(0.1), 30)
     asynchronous_cases.assert_same_bits(
@@ -248,12 +246,14 @@ class BadInputTest(parameterized.TestCase):
       ('ray', {'cluster': 'local'}), ('orbax.checkpoint', {'folder': 'run'})
   )
   def test_missing_library_names_the_extra(self, module, options):
-    with mock.patch(
-        'importlib.util.find_spec',
-        lambda name: None if name == module else mock.DEFAULT,
+    with (
+        mock.patch(
+            'importlib.util.find_spec',
+            lambda name: None if name == module else mock.DEFAULT,
+        ),
+        self.assertRaisesRegex(ImportError, r"install 'shard_transforms\[r"),
     ):
-      with self.assertRaisesRegex(ImportError, r"install 'shard_transforms\[r"):
-        train(TASK, optax.sgd(0.1), **options)
+      train(TASK, optax.sgd(0.1), **options)
 
   def test_import_imports_neither_ray_nor_orbax(self):
     code = (

@@ -19,14 +19,14 @@ class DigestTest(parameterized.TestCase):
     self.assertLen(monitoring.digest(TREE), 64)
 
   @cases.parameters(
-      {'a': np.asarray([0, 1, 3], np.float32)},
-      {'a': np.asarray([-0.0, 1, 2], np.float32)},
-      {'a': np.arange(3, dtype=np.int32)},
-      {'a': np.arange(3, dtype=np.float32)[None]},
-      {'a': np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))},
-      {'b': (np.int32(2), None)},
-      {'b': [np.int32(1), None, np.int32(0)]},
-      {'c': np.zeros(0)},
+      ({'a': np.asarray([0, 1, 3], np.float32)},),
+      ({'a': np.asarray([-0.0, 1, 2], np.float32)},),
+      ({'a': np.arange(3, dtype=np.int32)},),
+      ({'a': np.arange(3, dtype=np.float32)[None]},),
+      ({'a': np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))},),
+      ({'b': (np.int32(2), None)},),
+      ({'b': [np.int32(1), None, np.int32(0)]},),
+      ({'c': np.zeros(0)},),
   )
   def test_changes_with_bits_dtypes_shapes_and_names(self, change):
     self.assertNotEqual(

@@ -226,8 +226,8 @@ def _environment(cluster):
             'RAY_AUTH_TOKEN': secrets.token_hex(32),
             # Gradients and parameters are freed at once, not by the hundred.
             'RAY_free_objects_batch_size': '1',
-        # A busy machine takes longer than the 30 s that Ray waits.
-        'RAY_raylet_start_wait_time_s': str(_START_TIMEOUT),
+            # A busy machine takes longer than the 30 s that Ray waits.
+            'RAY_raylet_start_wait_time_s': str(_START_TIMEOUT),
         }
     )
   return environment
