@@ -7,6 +7,8 @@ import sys
 
 import jax
 
+_PROCESSORS = pathlib.Path('/proc/cpuinfo')
+
 
 def describe() -> str:
   """Returns the processor, the devices and the libraries that compute."""
@@ -31,7 +33,7 @@ def versions() -> str:
 def _processor():
   """Returns the name of the processor, as far as the system tells."""
   try:
-    for line in pathlib.Path('/proc/cpuinfo').read_text().splitlines():
+    for line in _PROCESSORS.read_text().splitlines():
       if line.startswith('model name'):
         return line.split(':', 1)[1].strip()
   except OSError:
