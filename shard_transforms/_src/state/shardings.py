@@ -1,0 +1,220 @@
+"""`state_shardings`: each device keeps a part of the state, under `jax.jit`."""
+
+from collections.abc import Hashable
+import dataclasses
+import math
+from typing import Any, Literal
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import optax
+
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import partition_specs as specs_lib
+
+_CALLER = 'state_shardings'
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params: leaves_lib.ParamTree,
+    mesh: jax.sharding.Mesh,
+    *,
+    shard_over: Hashable = 'data',
+    on_whole: Literal['warn', 'raise', 'ignore'] = 'warn',
+) -> Any:
+  """Returns shardings under which `jax.jit` divides the state of an optimizer.
+
+  For programs under plain `jax.jit`, in which the compiler puts the collectives
+  in (ZeRO stage 1): each device along `shard_over` keeps and computes a part of
+  the moments, and sends the updates of its part. In functions that are mapped
+  by hand, use `shard_update`.
+
+  A leaf of the state that is shaped like its parameter is sharded like it, and
+  besides over `shard_over`: along the first dimension that the parameter does
+  not use and that divides, else along one that it uses. Where the parameter is
+  already sharded over `shard_over`, so is the leaf, and no more. All other
+  leaves are replicated. Leaves with more than one element that are not divided
+  are named in a warning, for they cost each device their whole memory.
+
+  Make the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, which
+  holds no device's part anywhere else, and keep it so with `out_shardings` of
+  the step. A checkpoint is restored to them on any number of devices.
+
+  Args:
+    tx: Any transformation that needs no bound axis.
+    params: Tree of arrays or of `jax.ShapeDtypeStruct`; their shardings say
+      how the parameters are sharded, and what has none is replicated.
+    mesh: The mesh of the step.
+    shard_over: The axis of the mesh, as a rule the one of the batch.
+    on_whole: What to do where leaves cannot be divided: `'warn'`, `'raise'` or
+      `'ignore'`.
+
+  Returns:
+    A tree like the state, of a `jax.sharding.NamedSharding` for each leaf.
+
+  Raises:
+    NameError: If `tx` reduces over a mapped axis in `init`.
+    TypeError: If `mesh` is none.
+    ValueError: If the mesh has no axis `shard_over`, or one that is not of type
+      `Auto`; if a parameter is on another mesh; or, with `'raise'`, if a leaf
+      cannot be divided.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> auto = jax.sharding.AxisType.Auto
+    >>> mesh = jax.make_mesh((8,), ('data',), (auto,))
+    >>> tx = optax.adam(1e-3)
+    >>> params = {'w': jnp.ones((3, 16))}
+    >>> shardings = shard_transforms.state_shardings(tx, params, mesh)
+    >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+    >>> mu = optax.tree_utils.tree_get(state, 'mu')['w']
+    >>> print(mu.sharding.spec, mu.addressable_shards[0].data.shape)
+    P(None, 'data') (3, 2)
+
+  References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models, 2020, https://arxiv.org/abs/1910.02054 (stage 1);
+    Xu et al., Automatic Cross-Replica Sharding of Weight Update in
+    Data-Parallel Training, 2020, https://arxiv.org/abs/2004.13336.
+  """
+  _check(mesh, shard_over, on_whole)
+  shapes = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
+  whole = jax.tree.map(lambda leaf: _Leaf(leaf.shape, leaf.dtype), shapes)
+
+  def divide(leaf, param):
+    if not isinstance(leaf, _Leaf) or leaf.shape != jnp.shape(param):
+      return leaf
+    spec = _divided(leaf.shape, _spec_of(param, mesh), mesh, shard_over)
+    return dataclasses.replace(leaf, spec=spec)
+
+  leaves = optax.tree_utils.tree_map_params(
+      tx,
+      divide,
+      whole,
+      params,
+      is_leaf=lambda x: isinstance(x, (_Leaf, optax.MaskedNode)),
+  )
+  _tell_whole(leaves, shard_over, on_whole)
+  return jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.spec), leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  """A leaf of the state.
+
+  Attributes:
+    shape: Its shape.
+    dtype: Its dtype.
+    spec: How it is sharded.
+  """
+
+  shape: tuple[int, ...]
+  dtype: Any
+  spec: P = dataclasses.field(default_factory=P)
+
+
+def _check(mesh, shard_over, on_whole):
+  if not isinstance(mesh, jax.sharding.Mesh):
+    raise TypeError(
+        f'`mesh` of `{_CALLER}` must be a `jax.sharding.Mesh`, got {mesh!r}.'
+    )
+  if shard_over not in mesh.shape:
+    raise ValueError(
+        f'`shard_over` must be an axis of the mesh, {tuple(mesh.shape)}, got'
+        f' {shard_over!r}.'
+    )
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  if kinds[shard_over] != jax.sharding.AxisType.Auto:
+    raise ValueError(
+        f'`shard_over` must be an axis of type `Auto`, got {shard_over!r} of'
+        f' type `{kinds[shard_over].name}`: where JAX tracks shardings, an'
+        ' optimizer cannot mix updates and moments that are sharded otherwise.'
+        ' Make the mesh with `AxisType.Auto`, or use `shard_update`.'
+    )
+  if on_whole not in ('warn', 'raise', 'ignore'):
+    raise ValueError(
+        f"`on_whole` must be 'warn', 'raise' or 'ignore', got {on_whole!r}."
+    )
+
+
+def _shape(x):
+  return jax.ShapeDtypeStruct(jnp.shape(x), leaves_lib.dtype_of(x))
+
+
+def _spec_of(param, mesh):
+  """Returns how a parameter is sharded, with an entry for each dimension.
+
+  Raises:
+    ValueError: If that is on another mesh.
+  """
+  sharding = getattr(param, 'sharding', None)
+  if not isinstance(sharding, NamedSharding):
+    return (None,) * jnp.ndim(param)
+  if dict(sharding.mesh.shape) != dict(mesh.shape):
+    raise ValueError(
+        f'`params` of `{_CALLER}` must be on the mesh {dict(mesh.shape)}, got'
+        f' one on {dict(sharding.mesh.shape)}.'
+    )
+  spec = tuple(sharding.spec)
+  return spec + (None,) * (jnp.ndim(param) - len(spec))
+
+
+def _divided(shape, spec, mesh, axis):
+  """Returns the spec of a leaf that is divided over one more axis, if it can.
+
+  Args:
+    shape: Its shape.
+    spec: How its parameter is sharded, an entry for each dimension.
+    mesh: The mesh.
+    axis: The axis.
+  """
+  if axis in specs_lib.axes_of(P(*spec)):
+    return P(*spec)
+  used = [entry is not None for entry in spec]
+  for dim in sorted(range(len(shape)), key=used.__getitem__):
+    entry = spec[dim] if isinstance(spec[dim], tuple) else (spec[dim],)
+    entry = (*(a for a in entry if a is not None), axis)
+    if shape[dim] and shape[dim] % math.prod(map(mesh.shape.get, entry)) == 0:
+      divided = entry if len(entry) > 1 else axis
+      return P(*spec[:dim], divided, *spec[dim + 1 :])
+  return P(*spec)
+
+
+def _tell_whole(leaves, axis, on_whole):
+  """Tells of the leaves that each device keeps the whole of.
+
+  Raises:
+    ValueError: If there must be none.
+  """
+  found = {
+      jax.tree_util.keystr(path) or 'the root': leaf
+      for path, leaf in jax.tree.leaves_with_path(leaves)
+      if axis not in specs_lib.axes_of(leaf.spec) and math.prod(leaf.shape) > 1
+  }
+  if not found or on_whole == 'ignore':
+    return
+  sizes = {name: _num_bytes(leaf) for name, leaf in found.items()}
+  all_bytes = sum(map(_num_bytes, jax.tree.leaves(leaves)))
+  listed = ', '.join(
+      f'{name} {found[name].dtype.name}{list(found[name].shape)}'
+      for name in sorted(sizes, key=sizes.__getitem__, reverse=True)
+  )
+  message = (
+      f'The state must have dimensions that can be divided over {axis!r}, got'
+      f' {len(found)} leaves, {sum(sizes.values()):,} of {all_bytes:,} bytes,'
+      f' that each device keeps whole: {listed}.'
+  )
+  if on_whole == 'raise':
+    raise ValueError(message)
+  warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _num_bytes(leaf):
+  return math.prod(leaf.shape) * leaf.dtype.itemsize

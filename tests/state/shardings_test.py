@@ -1,0 +1,287 @@
+import tempfile
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import orbax.checkpoint
+
+import cases
+import shard_transforms
+from shard_transforms import monitoring
+
+AUTO = jax.sharding.AxisType.Auto
+SPECS = {'w': P(None, 'model'), 'v': P('model'), 'k': P(), 'b': P()}
+
+OPTIMIZERS = (
+    ('adam', lambda: optax.adam(0.1)),
+    (
+        'adamw_with_mask',
+        lambda: optax.adamw(
+            0.1, mask={'w': True, 'v': False, 'k': True, 'b': False}
+        ),
+    ),
+    ('adafactor', lambda: optax.adafactor(0.1, min_dim_size_to_factor=4)),
+    ('muon', lambda: optax.contrib.muon(0.1)),
+    (
+        'multi_steps',
+        lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    ),
+    (
+        'schedule',
+        lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 5), momentum=0.9),
+    ),
+    ('injected', lambda: optax.inject_hyperparams(optax.adam)(0.1)),
+    ('guard', lambda: shard_transforms.guard(optax.adam(0.1))),
+    (
+        'drop_stale',
+        lambda: shard_transforms.drop_stale(1, optax.adam(0.1)),
+    ),
+    ('towers', lambda: shard_transforms.tower_reduce(2, optax.adam(0.1))),
+)
+
+
+def make_mesh(sizes=(4, 2)):
+  return jax.make_mesh(sizes, ('data', 'model'), (AUTO,) * 2)
+
+
+def make_params(mesh=None):
+  """Returns parameters, placed on a mesh if there is one."""
+  key = jax.random.key(0)
+  params = {
+      'w': jax.random.normal(key, (16, 8)),
+      'v': jnp.ones(8),
+      'k': jnp.ones((3, 4, 5)),
+      'b': jnp.ones(3),
+  }
+  if mesh is None:
+    return params
+  return {
+      name: jax.device_put(x, NamedSharding(mesh, SPECS[name]))
+      for name, x in params.items()
+  }
+
+
+def make_step(tx):
+  def loss(params, x):
+    squares = [jnp.sum(p**2) for p in (params['v'], params['k'], params['b'])]
+    return jnp.mean((x @ params['w']) ** 2) + sum(squares)
+
+  def step(params, state, x):
+    grads = jax.grad(loss)(params, x)
+    updates, state = tx.update(grads, state, params, local_step=0)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def train(tx, params, state, shardings=None):
+  """Returns parameters and state after some steps."""
+  x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+  placed = None
+  if shardings is not None:
+    placed = jax.tree.map(lambda p: p.sharding, params), shardings
+    mesh = params['w'].sharding.mesh
+    x = jax.device_put(x, NamedSharding(mesh, P('data')))
+  step = jax.jit(
+      make_step(optax.with_extra_args_support(tx)), out_shardings=placed
+  )
+  for _ in range(4):
+    params, state = step(params, state, x)
+  return params, state
+
+
+class StateShardingsTest(parameterized.TestCase):
+
+  def test_divides_what_the_parameter_leaves_free(self):
+    mesh = make_mesh()
+
+    shardings = shard_transforms.state_shardings(
+        optax.adam(0.1), make_params(mesh), mesh, on_whole='ignore'
+    )
+
+    mu = shardings[0].mu
+    self.assertEqual(mu['w'].spec, P('data', 'model'))
+    self.assertEqual(mu['v'].spec, P(('model', 'data')))
+    self.assertEqual(mu['k'].spec, P(None, 'data', None))
+    self.assertEqual(mu['b'].spec, P(None))
+    self.assertEqual(shardings[0].count.spec, P())
+
+  def test_parameter_that_is_divided_already_is_the_measure(self):
+    mesh = make_mesh()
+    w = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P(None, 'data')))
+
+    shardings = shard_transforms.state_shardings(optax.adam(0.1), w, mesh)
+
+    self.assertEqual(shardings[0].mu.spec, P(None, 'data'))
+
+  @parameterized.named_parameters(*OPTIMIZERS)
+  def test_trains_as_one_device_does(self, make):
+    tx, mesh = make(), make_mesh()
+    params = make_params(mesh)
+    shardings = shard_transforms.state_shardings(
+        tx, params, mesh, on_whole='ignore'
+    )
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+
+    after = train(tx, params, state, shardings)
+
+    one = make_params()
+    expected = train(tx, one, tx.init(one))
+    chex.assert_trees_all_close(
+        jax.device_get(after), jax.device_get(expected), rtol=1e-4, atol=1e-6
+    )
+    is_kept = jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), after[1], shardings
+    )
+    self.assertTrue(jax.tree.all(is_kept))
+
+  def test_each_device_holds_and_makes_one_part(self):
+    mesh = jax.make_mesh((8,), ('data',), (AUTO,))
+    tx = optax.adam(0.1)
+    params = jax.device_put(
+        {'w': jnp.ones((512, 128)), 'v': jnp.ones(2048)},
+        NamedSharding(mesh, P()),
+    )
+    shardings = shard_transforms.state_shardings(
+        tx, params, mesh, on_whole='raise'
+    )
+
+    init = jax.jit(tx.init, out_shardings=shardings).lower(params).compile()
+    state = init(params)
+
+    whole = 2 * sum(x.nbytes for x in jax.tree.leaves(params))
+    memory = init.memory_analysis()
+    held = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    part = sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)
+    )
+    self.assertLessEqual(held, whole * 1.01 / 8)
+    self.assertLessEqual(part, whole * 1.01 / 8)
+
+  def test_no_step_gathers_the_state(self):
+    mesh = jax.make_mesh((8,), ('data',), (AUTO,))
+    tx = optax.adam(0.1)
+    params = {'w': jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P()))}
+    shardings = shard_transforms.state_shardings(tx, params, mesh)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+
+    def step(params, state, x):
+      grads = jax.grad(lambda p: jnp.sum((x @ p['w']) ** 2))(params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P('data')))
+    placed = jax.tree.map(lambda p: p.sharding, params), shardings
+    report = monitoring.wire_report(
+        jax.jit(step, out_shardings=placed), params, state, x, compiled=True
+    )
+
+    gathered = [c for c in report.collectives if c.primitive == 'all_gather']
+    # The updates, or the parameters, once; neither of the moments.
+    self.assertLen(gathered, 1)
+
+  def test_restores_on_another_number_of_devices(self):
+    tx = optax.adam(0.1)
+    mesh, other = make_mesh((4, 2)), make_mesh((2, 4))
+    params = make_params(mesh)
+    state = jax.jit(
+        tx.init,
+        out_shardings=shard_transforms.state_shardings(
+            tx, params, mesh, on_whole='ignore'
+        ),
+    )(params)
+    _, state = train(tx, params, state)
+    shardings = shard_transforms.state_shardings(
+        tx, make_params(other), other, on_whole='ignore'
+    )
+    target = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, params),
+        shardings,
+    )
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        orbax.checkpoint.StandardCheckpointer() as checkpointer,
+    ):
+      checkpointer.save(folder + '/state', state)
+      checkpointer.wait_until_finished()
+      restored = checkpointer.restore(folder + '/state', target)
+
+    chex.assert_trees_all_equal(
+        jax.device_get(restored), jax.device_get(state), strict=True
+    )
+    self.assertEqual(restored[0].mu['w'].sharding, shardings[0].mu['w'])
+
+  def test_takes_shapes_for_parameters(self):
+    mesh = make_mesh()
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        make_params(mesh),
+    )
+
+    found, expected = (
+        shard_transforms.state_shardings(
+            optax.adam(0.1), params, mesh, on_whole='ignore'
+        )
+        for params in (abstract, make_params(mesh))
+    )
+
+    self.assertEqual(found, expected)
+
+  def test_what_stays_whole_is_named_with_its_bytes(self):
+    mesh = make_mesh()
+    args = optax.adam(0.1), make_params(mesh), mesh
+
+    with self.assertWarnsRegex(
+        UserWarning, r"2 leaves, 24 of .* bytes, .*\[0\].mu\['b'\] float32\[3\]"
+    ):
+      shard_transforms.state_shardings(*args)
+    with self.assertRaisesRegex(ValueError, r"over 'data', got 2 leaves"):
+      shard_transforms.state_shardings(*args, on_whole='raise')
+
+  def test_leaves_of_other_shapes_are_named_too(self):
+    mesh = make_mesh()
+
+    with self.assertWarnsRegex(UserWarning, r"v_row\['w'\] float32\[8\]"):
+      shard_transforms.state_shardings(
+          optax.adafactor(0.1, min_dim_size_to_factor=4),
+          {'w': make_params(mesh)['w']},
+          mesh,
+      )
+
+  @cases.parameters(
+      ({'mesh': 3}, TypeError, '`mesh` of `state_shardings` must be a'),
+      ({'shard_over': 'x'}, ValueError, "must be an axis of the mesh, .*'x'"),
+      ({'on_whole': 'hide'}, ValueError, "`on_whole` must be 'warn'"),
+  )
+  def test_refuses_bad_input(self, change, error, message):
+    mesh = make_mesh()
+    arguments = {'mesh': mesh, 'params': make_params(mesh)}
+
+    with self.assertRaisesRegex(error, message):
+      shard_transforms.state_shardings(optax.adam(0.1), **(arguments | change))
+
+  def test_refuses_another_mesh_and_types_that_are_tracked(self):
+    explicit = jax.make_mesh(
+        (4, 2), ('data', 'model'), (jax.sharding.AxisType.Explicit,) * 2
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must be on the mesh'):
+      shard_transforms.state_shardings(
+          optax.adam(0.1), make_params(make_mesh((2, 4))), make_mesh()
+      )
+    with self.assertRaisesRegex(ValueError, 'axis of type `Auto`, got'):
+      shard_transforms.state_shardings(optax.adam(0.1), make_params(), explicit)
+
+  def test_refuses_a_transformation_that_needs_an_axis(self):
+    mesh = make_mesh()
+    tx = shard_transforms.tower_reduce(2, optax.sgd(0.1), axis_name='data')
+
+    with self.assertRaises(NameError):
+      shard_transforms.state_shardings(tx, make_params(mesh), mesh)
