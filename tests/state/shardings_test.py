@@ -111,6 +111,26 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertEqual(mu['b'].spec, P(None))
     self.assertEqual(shardings[0].count.spec, P())
 
+  @cases.parameters(
+      # The first that is free, else one that the parameter uses.
+      ((8, 8), P('model'), P('model', 'data')),
+      ((3, 8, 4), P(None, 'model'), P(None, 'model', 'data')),
+      ((3, 8, 5), P(None, 'model'), P(None, ('model', 'data'), None)),
+      # Over 4 x 2 devices together, 4 elements cannot be.
+      ((4,), P('model'), P('model')),
+      ((0,), P(), P(None)),
+      ((), P(), P()),
+  )
+  def test_divides_the_dimension_that_can_be(self, shape, spec, expected):
+    mesh = make_mesh()
+    param = jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
+
+    shardings = shard_transforms.state_shardings(
+        optax.adam(0.1), param, mesh, on_whole='ignore'
+    )
+
+    self.assertEqual(shardings[0].mu.spec, expected)
+
   def test_parameter_that_is_divided_already_is_the_measure(self):
     mesh = make_mesh()
     w = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P(None, 'data')))
