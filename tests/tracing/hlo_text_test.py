@@ -58,6 +58,16 @@ class ParseTest(parameterized.TestCase):
     self.assertEqual(instruction('r').collective, 'all-reduce')
     self.assertIsNone(instruction('w').collective)
 
+  def test_groups_that_number_their_devices_are_one_attribute(self):
+    groups = "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}"
+    line = f'%n = f32[] all-reduce(%c), channel_id=1, replica_groups={groups}'
+    text = TEXT.replace(CONSTANT, f'{CONSTANT}\n  {line}, to_apply=%add')
+
+    found = hlo_text.parse(text).entry.instructions['n']
+
+    self.assertEqual(found.attributes['replica_groups'], groups)
+    self.assertEqual(found.attributes['to_apply'], '%add')
+
   @cases.parameters(('w', 4), ('v', 12), ('u', None))
   def test_reads_the_turns_of_a_loop(self, name, num_turns):
     self.assertEqual(instruction(name).num_turns, num_turns)

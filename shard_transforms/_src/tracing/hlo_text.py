@@ -386,10 +386,15 @@ def _split(text):
       depth += 1
     elif token[0] in ')]}':
       depth -= 1
-    elif token[0] == ',' and depth == 0:
+    elif token[0] == ',' and depth == 0 and not _goes_on(text, token.end()):
       parts.append(text[start : token.start()].strip())
       start = token.end()
   return [*filter(None, [*parts, text[start:].strip()])]
+
+
+def _goes_on(text, place):
+  """Whether what follows a comma is still of the groups of devices before."""
+  return text.startswith(' device_ids=', place)
 
 
 def _sizes(dims):
