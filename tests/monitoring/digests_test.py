@@ -1,3 +1,5 @@
+import hashlib
+
 from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,14 @@ class DigestTest(parameterized.TestCase):
 
     self.assertEqual(monitoring.digest(there), monitoring.digest(TREE))
     self.assertLen(monitoring.digest(TREE), 64)
+
+  @cases.parameters('float32', 'bfloat16', 'int4', 'bool')
+  def test_is_that_of_names_kinds_and_bytes(self, dtype):
+    w = jnp.arange(6).reshape(2, 3).astype(dtype)
+    total = hashlib.sha256(f"['w'] {dtype} (2, 3) ".encode())
+    total.update(np.asarray(w).tobytes())
+
+    self.assertEqual(monitoring.digest({'w': w}), total.hexdigest())
 
   @cases.parameters(
       ({'a': np.asarray([0, 1, 3], np.float32)},),

@@ -38,5 +38,6 @@ def digest(tree: chex.ArrayTree) -> str:
   for path, leaf in jax.tree.leaves_with_path(tree):
     x = np.asarray(leaf)
     total.update(f'{jax.tree_util.keystr(path)} {x.dtype} {x.shape} '.encode())
-    total.update(np.ascontiguousarray(x).data)
+    # As bytes: not all dtypes, such as bfloat16, can be read in a buffer.
+    total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
   return total.hexdigest()
