@@ -8,7 +8,6 @@ must therefore fit into one host; beyond that, orbax saves arrays in parts.
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
-import hashlib
 import pathlib
 import signal
 import sys
@@ -19,6 +18,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 import numpy as np
 import orbax.checkpoint as ocp
+
+import shard_transforms
 
 Metrics = list[dict[str, np.ndarray]]
 
@@ -119,7 +120,10 @@ class Checkpoints:
             lambda *values: np.stack(values), *metrics
         ),
     }
-    about = {'settings': self._settings, 'digest': _digest(state)}
+    about = {
+        'settings': self._settings,
+        'digest': shard_transforms.monitoring.digest(state),
+    }
     is_first = jax.process_index() == 0
     with _in_unison(f'save to {self._manager.directory}'):
       if is_first:
@@ -160,7 +164,10 @@ class Checkpoints:
             metrics_so_far=ocp.args.StandardRestore(),
         ),
     )
-    if _digest(dict(state.items())) != about['digest']:
+    if (
+        shard_transforms.monitoring.digest(dict(state.items()))
+        != about['digest']
+    ):
       raise ValueError('its bits have changed since they were written.')
     return state['train'], state['metrics_so_far']
 
@@ -233,12 +240,3 @@ def _place(value, like):
   return jax.make_array_from_callback(
       like.shape, like.sharding, value.__getitem__
   )
-
-
-def _digest(state):
-  """Returns a digest of names, types, shapes and bits."""
-  digest = hashlib.sha256()
-  for path, x in jax.tree.leaves_with_path(state):
-    digest.update(f'{jax.tree_util.keystr(path)} {x.dtype} {x.shape} '.encode())
-    digest.update(x.tobytes())
-  return digest.hexdigest()
