@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 import numpy as np
 import orbax.checkpoint as ocp
 
-import shard_transforms
+from shard_transforms import monitoring
 
 Metrics = list[dict[str, np.ndarray]]
 
@@ -120,10 +120,7 @@ class Checkpoints:
             lambda *values: np.stack(values), *metrics
         ),
     }
-    about = {
-        'settings': self._settings,
-        'digest': shard_transforms.monitoring.digest(state),
-    }
+    about = {'settings': self._settings, 'digest': monitoring.digest(state)}
     is_first = jax.process_index() == 0
     with _in_unison(f'save to {self._manager.directory}'):
       if is_first:
@@ -164,10 +161,7 @@ class Checkpoints:
             metrics_so_far=ocp.args.StandardRestore(),
         ),
     )
-    if (
-        shard_transforms.monitoring.digest(dict(state.items()))
-        != about['digest']
-    ):
+    if monitoring.digest(dict(state.items())) != about['digest']:
       raise ValueError('its bits have changed since they were written.')
     return state['train'], state['metrics_so_far']
 

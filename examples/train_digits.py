@@ -25,6 +25,7 @@ from absl import app
 from absl import flags
 from absl import logging
 import checkpoints
+import digits
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -32,7 +33,6 @@ from jax.sharding import PartitionSpec as P
 import matplotlib.figure
 import numpy as np
 import optax
-import sklearn.datasets
 import tqdm
 
 import shard_transforms
@@ -127,51 +127,9 @@ class Run(NamedTuple):
   num_towers: int = 1
 
 
-def load_data() -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Returns images [n, 8, 8, 1] and labels [n] to train on, and to test."""
-  images, labels = sklearn.datasets.load_digits(return_X_y=True)
-  images = np.asarray(images, np.float32).reshape(-1, 8, 8, 1) / 8 - 1
-  labels = np.asarray(labels, np.int32)
-  order = np.random.default_rng(_SEED.value).permutation(len(labels))
-  test, train = np.split(order, [len(order) // 5])
-  return [images[train], labels[train]], [images[test], labels[test]]
-
-
-def init_params() -> dict[str, jax.Array]:
-  """Returns the parameters of a convolution and a dense layer."""
-  keys = jax.random.split(jax.random.key(_SEED.value))
-  return {
-      'kernel': jax.random.normal(keys[0], (5, 5, 1, 32)) / 5,
-      'offset': jnp.zeros((1, 1, 1, 32)),
-      'w': jax.random.normal(keys[1], (512, 10)) / 512**0.5,
-      'b': jnp.zeros((1, 10)),
-  }
-
-
-def predict(params: Any, images: jax.Array) -> jax.Array:
-  """Returns logits [n, 10] for images [n, 8, 8, 1]."""
-  hidden = jax.lax.conv_general_dilated(
-      images,
-      params['kernel'],
-      window_strides=(2, 2),
-      padding='SAME',
-      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
-  )
-  # Smooth, because at a kink rounding would turn into real differences.
-  hidden = jax.nn.gelu(hidden + params['offset'])
-  return hidden.reshape(len(images), -1) @ params['w'] + params['b']
-
-
-def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-  """Returns the mean cross entropy of a batch."""
-  return optax.softmax_cross_entropy_with_integer_labels(
-      predict(params, images), labels
-  ).mean()
-
-
 def shard_gradient(params: Any, images: jax.Array, labels: jax.Array) -> Any:
   """Returns the loss over all shards, and the gradient of the shard's own."""
-  value_and_grad = shard_transforms.value_and_grad(loss_fn, AXIS)
+  value_and_grad = shard_transforms.value_and_grad(digits.loss_fn, AXIS)
   loss, grads = value_and_grad(params, images, labels)
   return shard_transforms.shard_mean(loss, AXIS), grads
 
@@ -211,7 +169,7 @@ def stale_step(tx, gradient, train, images, labels):
 def place_on_one_device(run, params, history, devices):
   """Returns the step, its first `Train`, and the ways to and from devices."""
   del devices
-  step = functools.partial(run.step, run.tx, jax.value_and_grad(loss_fn))
+  step = functools.partial(run.step, run.tx, jax.value_and_grad(digits.loss_fn))
   train = Train(params, run.tx.init(params), history)
   return jax.jit(step, donate_argnums=0), train, jax.device_put, jax.device_get
 
@@ -310,7 +268,7 @@ def train_run(
 ) -> tuple[Train, dict[str, np.ndarray]]:
   """Returns what a run ends with, and its metrics [steps, num_towers]."""
   bar.set_description(run.name)
-  params, history = init_params(), None
+  params, history = digits.init_params(_SEED.value), None
   if run.step is stale_step:
     history = jax.tree.map(lambda p: jnp.stack([p] * (MAX_AGE + 1)), params)
   step, train, put, get = run.place(run, params, history, devices)
@@ -334,12 +292,6 @@ def train_run(
   return get(train), jax.tree.map(
       lambda *values: np.reshape(values, shape), *metrics
   )
-
-
-def accuracy(params: Any, images: np.ndarray, labels: np.ndarray) -> float:
-  """Returns the part of the examples that is classified correctly."""
-  logits = predict(params, jnp.asarray(images))
-  return float(np.mean(logits.argmax(axis=-1) == labels))
 
 
 def difference(params: Any, other: Any) -> float:
@@ -481,7 +433,7 @@ def main(argv: Sequence[str]) -> str | None:
   except OSError as error:
     raise app.UsageError(f'`--output_dir` must be a folder: {error}') from error
 
-  data, test_data = load_data()
+  data, test_data = digits.load_data(_SEED.value)
   runs = make_runs(len(devices))
   num_calls = _STEPS.value * sum(run.num_towers for run in runs)
   saved = checkpoints.Checkpoints(
@@ -505,7 +457,7 @@ def main(argv: Sequence[str]) -> str | None:
     return None
   trains, metrics = zip(*results, strict=True)
 
-  accuracies = [accuracy(train.params, *test_data) for train in trains]
+  accuracies = [digits.accuracy(train.params, *test_data) for train in trains]
   differences = [
       difference(train.params, trains[0].params) for train in trains[1:3]
   ]

@@ -1,0 +1,464 @@
+"""Trains a classifier of handwritten digits with workers that do not wait.
+
+In four ways: (a) each gradient counts, however old it is, (b) those that are
+too old are dropped, (c) workers are paced, so that none becomes too old, (d) old
+gradients count less. The workers are processes, which `--cluster` says where to
+start. Each run is kept in a journal, from which (c) is computed once more: it
+must end with the same bits, and with `--kill` it must although a worker and the
+process that holds the parameters are killed on the way.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import pathlib
+import signal
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+from absl import app
+from absl import flags
+from absl import logging
+import digits
+import jax
+import matplotlib.axes
+import matplotlib.figure
+import matplotlib.patches
+import numpy as np
+import optax
+import psutil
+import tqdm
+
+from shard_transforms import asynchronous
+
+UPDATES = 600
+MIN_ACCURACY = 0.95
+FATES = {
+    0: ('accepted', 'C0'),
+    1: ('dropped', 'C1'),
+    2: ('late', 'C4'),
+    3: ('lost', 'C3'),
+    4: ('failed', 'k'),
+}
+# What Ray calls the processes of workers, and of what holds the parameters.
+WORKER, HOLDER = 'ray::_Computer', 'ray::_Driver'
+
+_WORKERS = flags.DEFINE_integer(
+    'workers', 4, 'Number of workers.', lower_bound=1
+)
+_UPDATES = flags.DEFINE_integer(
+    'updates',
+    UPDATES,
+    'Number of accepted updates of each way; with fewer than by default, the'
+    ' accuracy is not checked.',
+    lower_bound=1,
+)
+_STALENESS = flags.DEFINE_integer(
+    'staleness',
+    2,
+    'The age, in updates, up to which (b) and (c) accept gradients.',
+    lower_bound=0,
+)
+_WAIT = flags.DEFINE_float(
+    'wait',
+    20,
+    'Mean time in milliseconds for which a gradient waits, between none and'
+    ' twice as long, as if it were that much work: so ages differ.',
+    lower_bound=0,
+)
+_CLUSTER = flags.DEFINE_string(
+    'cluster',
+    'local',
+    "Where the workers are: 'local' starts Ray on this machine, 'host:port'"
+    " joins a cluster, on whose nodes the module `digits` can be imported, and"
+    " 'none' computes in this process, one after the other.",
+)
+_KILL = flags.DEFINE_boolean(
+    'kill', False, 'Whether to kill a worker and the holder of (c) on the way.'
+)
+_OUTPUT_DIR = flags.DEFINE_string(
+    'output_dir', 'digits_out', 'Folder that the figure is written to.'
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size', 64, 'Size of a batch.', lower_bound=1, upper_bound=1024
+)
+_LEARNING_RATE = flags.DEFINE_float(
+    'learning_rate', 0.05, 'Learning rate.', lower_bound=0
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
+
+
+@flags.multi_flags_validator(['kill', 'cluster'])
+def _can_be_killed(values):
+  if values['kill'] and values['cluster'] != 'local':
+    raise flags.ValidationError(
+        '`--kill` must go with `--cluster=local`: only there are the processes'
+        ' of this program.'
+    )
+  return True
+
+
+class Way(NamedTuple):
+  """One of the four ways."""
+
+  name: str
+  options: Mapping[str, Any]
+
+
+class Run(NamedTuple):
+  """What a way ends with.
+
+  Attributes:
+    name: The name of the way.
+    result: What `train` returns.
+    journal: What became of each gradient.
+    losses: Pairs of seconds and the loss of a batch.
+    rate: Accepted updates a second.
+  """
+
+  name: str
+  result: asynchronous.Result
+  journal: np.ndarray
+  losses: list[tuple[float, float]]
+  rate: float
+
+
+def make_ways() -> list[Way]:
+  """Returns the ways (a), (b), (c) and (d)."""
+  bound = _STALENESS.value
+  return [
+      Way('(a) no bound', {'staleness': None, 'pace': False}),
+      Way(f'(b) dropping beyond {bound}', {'staleness': bound, 'pace': False}),
+      Way(f'(c) pacing within {bound}', {'staleness': bound}),
+      Way(
+          '(d) weights by age',
+          {
+              'staleness': None,
+              'pace': False,
+              'weight': lambda age: 1 / max(age, 1),
+          },
+      ),
+  ]
+
+
+def make_task(seed: int, batch_size: int, wait: float) -> asynchronous.Task:
+  """Returns what the workers compute, waiting so many seconds on average."""
+  # Of values and not of flags, which workers do not parse.
+  return asynchronous.Task(
+      init=functools.partial(digits.init_params, seed),
+      gradient=gradient,
+      batch=functools.partial(make_batch, seed, batch_size, wait),
+  )
+
+
+def make_batch(
+    seed: int, batch_size: int, wait: float, number: int
+) -> tuple[float, list[np.ndarray]]:
+  """Returns how long to wait, and images and labels; the same each time."""
+  rng = np.random.default_rng([seed, number])
+  data, _ = digits.load_data(seed)
+  chosen = rng.choice(len(data[0]), batch_size, replace=False)
+  return rng.uniform(0, 2 * wait), [x[chosen] for x in data]
+
+
+def gradient(
+    params: Any, batch: tuple[float, list[np.ndarray]]
+) -> tuple[Any, dict[str, jax.Array]]:
+  """Returns the gradient at a batch, and the loss."""
+  seconds, (images, labels) = batch
+  time.sleep(seconds)
+  loss, grads = value_and_grad(params, images, labels)
+  return grads, {'loss': loss}
+
+
+value_and_grad = jax.jit(jax.value_and_grad(digits.loss_fn))
+
+
+class Progress:
+  """Shows how a run goes, and keeps its losses."""
+
+  def __init__(self, bar: tqdm.tqdm):
+    self._bar = bar
+    self._first: tuple[float, int] | None = None
+    self.losses: list[tuple[float, float]] = []
+
+  def __call__(self, report: asynchronous.Report) -> None:
+    now = time.monotonic()
+    if self._first is None:
+      if not report.global_step:
+        return
+      # Before the first update, workers start.
+      self._first = now, report.global_step
+      self._bar.unpause()
+    # After a kill, there are fewer again for a while.
+    self._bar.update(report.global_step - self._bar.n)
+    self._bar.set_postfix_str(
+        f'dropped {report.num_dropped}, mean age {report.mean_age:.1f}'
+    )
+    if 'loss' in report.metrics:
+      seconds = now - self._first[0]
+      self.losses.append((seconds, report.metrics['loss']))
+
+  def rate(self) -> float:
+    """Returns the accepted updates a second, from the first to the last."""
+    if self._first is None:
+      return 0.0
+    start, step = self._first
+    return (self._bar.n - step) / max(time.monotonic() - start, 1e-3)
+
+
+class Killer:
+  """Kills a worker after a third of a run, and the holder after two thirds."""
+
+  def __init__(self, num_updates: int):
+    third = num_updates // 3
+    self._due = [(third, WORKER), (2 * third, HOLDER)]
+
+  def __call__(self, report: asynchronous.Report) -> None:
+    if not self._due or report.global_step < self._due[0][0]:
+      return
+    _, name = self._due.pop(0)
+    processes = find_processes(name)
+    if processes:
+      processes[0].send_signal(signal.SIGKILL)
+      tqdm.tqdm.write(
+          f'Killed {name} (process {processes[0].pid}) after update'
+          f' {report.global_step}.'
+      )
+
+  def is_done(self) -> bool:
+    """Returns whether there is nothing left to kill."""
+    return not self._due
+
+
+def find_processes(name: str) -> list[psutil.Process]:
+  """Returns the processes below this one whose names begin so."""
+  found = []
+  for process in psutil.Process().children(recursive=True):
+    try:
+      if process.cmdline()[:1] and process.cmdline()[0].startswith(name):
+        found.append(process)
+    except psutil.Error:  # It has ended meanwhile.
+      continue
+  return found
+
+
+def train(
+    way: Way,
+    folder: pathlib.Path,
+    killer: Callable[[asynchronous.Report], None] | None,
+) -> Run:
+  """Trains in one of the ways, with its journal in a folder."""
+  with tqdm.tqdm(total=_UPDATES.value, desc=way.name, unit=' updates') as bar:
+    progress = Progress(bar)
+
+    def on_progress(report):
+      progress(report)
+      if killer is not None:
+        killer(report)
+
+    result = asynchronous.train(
+        make_task(_SEED.value, _BATCH_SIZE.value, _WAIT.value / 1000),
+        make_optimizer(),
+        num_updates=_UPDATES.value,
+        num_workers=_WORKERS.value,
+        cluster=None if _CLUSTER.value == 'none' else _CLUSTER.value,
+        folder=folder,
+        on_progress=on_progress,
+        **way.options,
+    )
+    rate = progress.rate()
+  journal = asynchronous.read_journal(folder)
+  return Run(way.name, result, journal, progress.losses, rate)
+
+
+def make_optimizer() -> optax.GradientTransformation:
+  """Returns an optimizer; momentum suffers from stale gradients."""
+  return optax.sgd(_LEARNING_RATE.value, momentum=0.9)
+
+
+def is_replayed(run: Run, folder: pathlib.Path) -> bool:
+  """Returns whether a run is computed to the same bits from its journal."""
+  # To wait changes no bit.
+  task = make_task(_SEED.value, _BATCH_SIZE.value, wait=0)
+  again = asynchronous.replay(folder, task, make_optimizer())
+  return all(
+      x.tobytes() == y.tobytes()
+      for x, y in zip(
+          jax.tree.leaves((run.result.params, run.result.opt_state)),
+          jax.tree.leaves((again.params, again.opt_state)),
+          strict=True,
+      )
+  )
+
+
+def print_table(runs: Sequence[Run], accuracies: Sequence[float]) -> None:
+  """Prints a row for each run."""
+  row = '{:26}{:>13}{:>11}{:>9}{:>9}{:>6}{:>6}{:>10}'
+  print(
+      row.format(
+          *('', 'test accuracy', 'updates/s', 'accepted', 'dropped'),
+          *('late', 'lost', 'mean age'),
+      )
+  )
+  for run, accuracy in zip(runs, accuracies, strict=True):
+    report = run.result.report
+    print(
+        row.format(
+            *(run.name, f'{accuracy:.2%}', f'{run.rate:.0f}'),
+            *(report.global_step, report.num_dropped, report.num_late),
+            *(report.num_lost, f'{report.mean_age:.2f}'),
+        )
+    )
+
+
+def plot(runs: Sequence[Run], path: pathlib.Path) -> None:
+  """Draws losses, ages, and what workers did where gradients were dropped."""
+  figure = matplotlib.figure.Figure(figsize=(12, 9), layout='constrained')
+  top, middle, bottom = figure.subfigures(3, 1, height_ratios=(5, 3, 3))
+  losses, ages = top.subplots(1, 2, width_ratios=(3, 2))
+  plot_losses(losses, runs)
+  plot_ages(ages, runs)
+  for part, run in zip((middle, bottom), runs[1:3], strict=True):
+    plot_tickets(part.subplots(), run)
+  figure.savefig(path, dpi=120)
+
+
+def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
+  """Draws the losses of batches against time."""
+  for run in runs:
+    axes.plot(*np.reshape(run.losses, (-1, 2)).T, label=run.name, linewidth=1)
+  axes.set(yscale='log', title='Loss of a batch')
+  axes.set(xlabel='seconds since the first update', ylabel='cross entropy')
+  axes.legend()
+
+
+def plot_ages(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
+  """Draws how many accepted gradients had which age."""
+  of_runs = [
+      (run.journal['global_step'] - run.journal['local_step'])[
+          run.journal['fate'] == 0
+      ]
+      for run in runs
+  ]
+  bins = np.arange(max(map(np.max, of_runs)) + 2) - 0.5
+  axes.hist(of_runs, bins=bins, label=[run.name for run in runs])
+  axes.set(title='Ages of the gradients that were accepted')
+  axes.set(xlabel='staleness (updates)', ylabel='gradients')
+  axes.legend()
+
+
+def plot_tickets(axes: matplotlib.axes.Axes, run: Run) -> None:
+  """Draws a strip for each worker: when it computed, and what for."""
+  starts, ends, restarts = when(run.journal)
+  for fate, (_, color) in FATES.items():
+    chosen = run.journal['fate'] == fate
+    axes.barh(
+        run.journal['worker'][chosen],
+        (ends - starts)[chosen],
+        left=starts[chosen],
+        color=color,
+        edgecolor='w',
+        linewidth=0.5,
+    )
+  axes.vlines(restarts, -0.5, _WORKERS.value - 0.5, 'k', 'dashed')
+  handles = [
+      matplotlib.patches.Patch(color=color, label=name)
+      for fate, (name, color) in FATES.items()
+      if fate in run.journal['fate']
+  ]
+  axes.legend(handles=handles, ncols=len(handles), loc='upper right')
+  axes.set(title=f'{run.name}: what became of the gradients of each worker')
+  axes.set(xlabel='seconds', ylabel='worker', yticks=range(_WORKERS.value))
+  axes.set(ylim=(-0.6, _WORKERS.value + 0.4), xlim=(0, ends.max()))
+
+
+def when(journal: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[float]]:
+  """Returns when gradients were begun and ended, and the holder restarted.
+
+  A journal tells when gradients have come back. Each was begun as soon as there
+  were its parameters, and its worker had nothing else to do.
+  """
+  seconds = journal['seconds'].astype(float)
+  # The clock of a holder begins anew.
+  is_first = np.append(False, np.diff(seconds) < 0)
+  before = np.append(0, seconds[:-1])
+  ends = seconds + np.cumsum(np.where(is_first, before, 0))
+  since = ends[0]
+  free = dict.fromkeys(journal['worker'].tolist(), since)
+  reached = {0: since}
+  starts = np.zeros_like(ends)
+  for i, record in enumerate(journal):
+    if is_first[i]:
+      free = dict.fromkeys(free, ends[i - 1])
+    worker = int(record['worker'])
+    starts[i] = max(free[worker], reached[int(record['local_step'])])
+    free[worker] = ends[i]
+    if record['fate'] == 0:
+      reached[int(record['global_step']) + 1] = ends[i]
+  restarts = (ends[np.flatnonzero(is_first) - 1] - since).tolist()
+  return starts - since, ends - since, restarts
+
+
+def verdict(
+    runs: Sequence[Run],
+    accuracies: Sequence[float],
+    same: bool,
+    killer: Killer | None,
+) -> str | None:
+  """Returns what is wrong, if anything."""
+  wrong = []
+  if not same:
+    wrong.append('FAILED: the replay of (c) must have its bits, got others.')
+  if killer is not None and not killer.is_done():
+    wrong.append('FAILED: (c) ended too early to be killed. Raise `--updates`.')
+  bounded = min(accuracies[1:3])
+  if bounded < MIN_ACCURACY and _UPDATES.value >= UPDATES:
+    wrong.append(
+        f'FAILED: the test accuracy of {runs[1].name} and {runs[2].name} must'
+        f' be at least {MIN_ACCURACY:.0%}, got {bounded:.2%}. Change'
+        ' `--learning_rate`, `--staleness` or `--updates`.'
+    )
+  return '\n'.join(wrong) or None
+
+
+def main(argv: Sequence[str]) -> str | None:
+  """Trains in all four ways; returns what went wrong, if anything."""
+  if len(argv) > 1:
+    raise app.UsageError(f'There are flags only, got {argv[1:]}.')
+  # JAX informs about each platform that it does not find.
+  logging.set_verbosity(logging.WARNING)
+  path = pathlib.Path(_OUTPUT_DIR.value) / 'train_async.png'
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise app.UsageError(f'`--output_dir` must be a folder: {error}') from error
+
+  killer = Killer(_UPDATES.value) if _KILL.value else None
+  ways = make_ways()
+  runs = []
+  try:
+    with tempfile.TemporaryDirectory() as folder:
+      folders = [pathlib.Path(folder) / way.name[1] for way in ways]
+      for way, own in zip(ways, folders, strict=True):
+        runs.append(train(way, own, killer if way is ways[2] else None))
+      same = is_replayed(runs[2], folders[2])
+  except (ImportError, OSError, RuntimeError, ValueError) as error:
+    return f'FAILED: {error}'
+
+  _, test_data = digits.load_data(_SEED.value)
+  accuracies = [
+      digits.accuracy(run.result.params, *test_data) for run in runs
+  ]
+  print_table(runs, accuracies)
+  bits = 'the same bits' if same else 'OTHER BITS'
+  print(f'{runs[2].name}, computed once more from its journal: {bits}')
+  plot(runs, path)
+  print(f'Losses, ages and workers: {path}')
+  return verdict(runs, accuracies, same, killer)
+
+
+if __name__ == '__main__':
+  app.run(main)
