@@ -1,11 +1,11 @@
 """Trains a classifier of handwritten digits with workers that do not wait.
 
 In four ways: (a) each gradient counts, however old it is, (b) those that are
-too old are dropped, (c) workers are paced, so that none becomes too old, (d) old
-gradients count less. The workers are processes, which `--cluster` says where to
-start. Each run is kept in a journal, from which (c) is computed once more: it
-must end with the same bits, and with `--kill` it must although a worker and the
-process that holds the parameters are killed on the way.
+too old are dropped, (c) workers are paced, so that none becomes too old, (d)
+old gradients count less. The workers are processes of Ray. Each run is kept in
+a journal, from which (c) is computed once more, and must end with the same
+bits. With `--kill`, a worker and the process that holds the parameters are
+killed on its way.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,18 @@ from shard_transforms import asynchronous
 UPDATES = 600
 MIN_ACCURACY = 0.95
 FATES = {
-    0: ('accepted', 'C0'),
-    1: ('dropped', 'C1'),
-    2: ('late', 'C4'),
-    3: ('lost', 'C3'),
-    4: ('failed', 'k'),
+    0: ('accepted', '0.75'),
+    1: ('dropped', 'k'),
+    2: ('late', 'orchid'),
+    3: ('lost', 'crimson'),
+    4: ('failed', 'gold'),
 }
-# What Ray calls the processes of workers, and of what holds the parameters.
-WORKER, HOLDER = 'ray::_Computer', 'ray::_Driver'
+# Seconds that the strips of workers show, and without a report that are a gap.
+WINDOW = 2.5
+GAP = 1.0
+# What Ray calls the processes of workers that compute, and of what holds the
+# parameters.
+WORKER, HOLDER = 'ray::_Computer.gradient', 'ray::_Driver'
 
 _WORKERS = flags.DEFINE_integer(
     'workers', 4, 'Number of workers.', lower_bound=1
@@ -72,7 +76,7 @@ _CLUSTER = flags.DEFINE_string(
     'cluster',
     'local',
     "Where the workers are: 'local' starts Ray on this machine, 'host:port'"
-    " joins a cluster, on whose nodes the module `digits` can be imported, and"
+    ' joins a cluster, on whose nodes the module `digits` can be imported, and'
     " 'none' computes in this process, one after the other.",
 )
 _KILL = flags.DEFINE_boolean(
@@ -85,7 +89,10 @@ _BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 64, 'Size of a batch.', lower_bound=1, upper_bound=1024
 )
 _LEARNING_RATE = flags.DEFINE_float(
-    'learning_rate', 0.05, 'Learning rate.', lower_bound=0
+    'learning_rate',
+    0.1,
+    'Learning rate; by default so large that old gradients do harm.',
+    lower_bound=0,
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
 
@@ -114,14 +121,14 @@ class Run(NamedTuple):
     name: The name of the way.
     result: What `train` returns.
     journal: What became of each gradient.
-    losses: Pairs of seconds and the loss of a batch.
+    losses: Seconds since the first update, and losses of a batch [2, n].
     rate: Accepted updates a second.
   """
 
   name: str
   result: asynchronous.Result
   journal: np.ndarray
-  losses: list[tuple[float, float]]
+  losses: np.ndarray
   rate: float
 
 
@@ -181,16 +188,18 @@ class Progress:
 
   def __init__(self, bar: tqdm.tqdm):
     self._bar = bar
-    self._first: tuple[float, int] | None = None
-    self.losses: list[tuple[float, float]] = []
+    self._losses: list[tuple[float, float]] = []
+    self._start = time.monotonic()
+    self._first_step = 0
 
   def __call__(self, report: asynchronous.Report) -> None:
-    now = time.monotonic()
-    if self._first is None:
-      if not report.global_step:
-        return
-      # Before the first update, workers start.
-      self._first = now, report.global_step
+    """Shows a report."""
+    if not report.global_step:
+      return
+    if not self._first_step:
+      # Workers have started.
+      self._start = time.monotonic()
+      self._first_step = report.global_step
       self._bar.unpause()
     # After a kill, there are fewer again for a while.
     self._bar.update(report.global_step - self._bar.n)
@@ -198,15 +207,18 @@ class Progress:
         f'dropped {report.num_dropped}, mean age {report.mean_age:.1f}'
     )
     if 'loss' in report.metrics:
-      seconds = now - self._first[0]
-      self.losses.append((seconds, report.metrics['loss']))
+      self._losses.append((self._seconds(), report.metrics['loss']))
 
   def rate(self) -> float:
     """Returns the accepted updates a second, from the first to the last."""
-    if self._first is None:
-      return 0.0
-    start, step = self._first
-    return (self._bar.n - step) / max(time.monotonic() - start, 1e-3)
+    return (self._bar.n - self._first_step) / max(self._seconds(), 1e-3)
+
+  def losses(self) -> np.ndarray:
+    """Returns seconds and losses [2, n]."""
+    return np.reshape(self._losses, (-1, 2)).T
+
+  def _seconds(self):
+    return time.monotonic() - self._start
 
 
 class Killer:
@@ -217,11 +229,13 @@ class Killer:
     self._due = [(third, WORKER), (2 * third, HOLDER)]
 
   def __call__(self, report: asynchronous.Report) -> None:
+    """Kills what is due at a report."""
     if not self._due or report.global_step < self._due[0][0]:
       return
-    _, name = self._due.pop(0)
+    name = self._due[0][1]
     processes = find_processes(name)
     if processes:
+      del self._due[0]
       processes[0].send_signal(signal.SIGKILL)
       tqdm.tqdm.write(
           f'Killed {name} (process {processes[0].pid}) after update'
@@ -264,6 +278,8 @@ def train(
         make_optimizer(),
         num_updates=_UPDATES.value,
         num_workers=_WORKERS.value,
+        # A busy machine makes short gradients long.
+        patience=10,
         cluster=None if _CLUSTER.value == 'none' else _CLUSTER.value,
         folder=folder,
         on_progress=on_progress,
@@ -271,7 +287,7 @@ def train(
     )
     rate = progress.rate()
   journal = asynchronous.read_journal(folder)
-  return Run(way.name, result, journal, progress.losses, rate)
+  return Run(way.name, result, journal, progress.losses(), rate)
 
 
 def make_optimizer() -> optax.GradientTransformation:
@@ -315,21 +331,28 @@ def print_table(runs: Sequence[Run], accuracies: Sequence[float]) -> None:
 
 
 def plot(runs: Sequence[Run], path: pathlib.Path) -> None:
-  """Draws losses, ages, and what workers did where gradients were dropped."""
+  """Draws losses, ages, and what became of the gradients of each worker."""
   figure = matplotlib.figure.Figure(figsize=(12, 9), layout='constrained')
-  top, middle, bottom = figure.subfigures(3, 1, height_ratios=(5, 3, 3))
-  losses, ages = top.subplots(1, 2, width_ratios=(3, 2))
-  plot_losses(losses, runs)
-  plot_ages(ages, runs)
-  for part, run in zip((middle, bottom), runs[1:3], strict=True):
-    plot_tickets(part.subplots(), run)
+  grid = figure.add_gridspec(3, 5, height_ratios=(5, 3, 3))
+  plot_losses(figure.add_subplot(grid[0, :3]), runs)
+  plot_ages(figure.add_subplot(grid[0, 3:]), runs)
+  plot_tickets(figure.add_subplot(grid[1, :]), runs[1])
+  plot_tickets(figure.add_subplot(grid[2, :]), runs[2])
   figure.savefig(path, dpi=120)
 
 
 def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
   """Draws the losses of batches against time."""
   for run in runs:
-    axes.plot(*np.reshape(run.losses, (-1, 2)).T, label=run.name, linewidth=1)
+    seconds, losses = run.losses
+    # No line leads over the time in which a holder is replaced.
+    gaps = np.flatnonzero(np.diff(seconds) > GAP) + 1
+    axes.plot(
+        np.insert(seconds, gaps, np.nan),
+        np.insert(losses, gaps, np.nan),
+        label=run.name,
+        linewidth=1,
+    )
   axes.set(yscale='log', title='Loss of a batch')
   axes.set(xlabel='seconds since the first update', ylabel='cross entropy')
   axes.legend()
@@ -351,8 +374,8 @@ def plot_ages(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
 
 
 def plot_tickets(axes: matplotlib.axes.Axes, run: Run) -> None:
-  """Draws a strip for each worker: when it computed, and what for."""
-  starts, ends, restarts = when(run.journal)
+  """Draws a strip for each worker: when it computed, and what came of it."""
+  starts, ends = when(run.journal)
   for fate, (_, color) in FATES.items():
     chosen = run.journal['fate'] == fate
     axes.barh(
@@ -361,45 +384,49 @@ def plot_tickets(axes: matplotlib.axes.Axes, run: Run) -> None:
         left=starts[chosen],
         color=color,
         edgecolor='w',
-        linewidth=0.5,
     )
-  axes.vlines(restarts, -0.5, _WORKERS.value - 0.5, 'k', 'dashed')
+  # After a third of the updates, where `--kill` kills a worker.
+  step = run.journal['global_step']
+  middle = ends[np.argmax(step >= step[-1] // 3)]
+  begin = max(min(middle - WINDOW / 3, ends[-1] - WINDOW), 0)
   handles = [
       matplotlib.patches.Patch(color=color, label=name)
       for fate, (name, color) in FATES.items()
       if fate in run.journal['fate']
   ]
   axes.legend(handles=handles, ncols=len(handles), loc='upper right')
-  axes.set(title=f'{run.name}: what became of the gradients of each worker')
+  axes.set(title=f'{run.name}: gradients of each worker, {WINDOW} s of the run')
   axes.set(xlabel='seconds', ylabel='worker', yticks=range(_WORKERS.value))
-  axes.set(ylim=(-0.6, _WORKERS.value + 0.4), xlim=(0, ends.max()))
+  axes.set(ylim=(-0.6, _WORKERS.value + 0.5), xlim=(begin, begin + WINDOW))
 
 
-def when(journal: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[float]]:
-  """Returns when gradients were begun and ended, and the holder restarted.
+def when(journal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the seconds at which gradients were begun, and ended.
 
   A journal tells when gradients have come back. Each was begun as soon as there
-  were its parameters, and its worker had nothing else to do.
+  were its parameters, and its worker had nothing else to do. That is not known
+  of the first one of a worker, which is taken for usual.
   """
   seconds = journal['seconds'].astype(float)
-  # The clock of a holder begins anew.
-  is_first = np.append(False, np.diff(seconds) < 0)
+  # The clock of a holder that takes the place of another begins anew.
+  is_restart = np.append(False, np.diff(seconds) < 0)
   before = np.append(0, seconds[:-1])
-  ends = seconds + np.cumsum(np.where(is_first, before, 0))
-  since = ends[0]
-  free = dict.fromkeys(journal['worker'].tolist(), since)
-  reached = {0: since}
-  starts = np.zeros_like(ends)
+  ends = seconds + np.cumsum(np.where(is_restart, before, 0))
+  starts = np.full_like(ends, np.nan)
+  idle, reached = {}, {}
   for i, record in enumerate(journal):
-    if is_first[i]:
-      free = dict.fromkeys(free, ends[i - 1])
+    if is_restart[i]:
+      idle, reached = {}, {}
     worker = int(record['worker'])
-    starts[i] = max(free[worker], reached[int(record['local_step'])])
-    free[worker] = ends[i]
+    starts[i] = np.fmax(
+        idle.get(worker, np.nan),
+        reached.get(int(record['local_step']), np.nan),
+    )
+    idle[worker] = ends[i]
     if record['fate'] == 0:
       reached[int(record['global_step']) + 1] = ends[i]
-  restarts = (ends[np.flatnonzero(is_first) - 1] - since).tolist()
-  return starts - since, ends - since, restarts
+  usual = np.nanmedian(ends - starts)
+  return np.where(np.isnan(starts), ends - usual, starts), ends
 
 
 def verdict(
@@ -449,11 +476,9 @@ def main(argv: Sequence[str]) -> str | None:
     return f'FAILED: {error}'
 
   _, test_data = digits.load_data(_SEED.value)
-  accuracies = [
-      digits.accuracy(run.result.params, *test_data) for run in runs
-  ]
+  accuracies = [digits.accuracy(run.result.params, *test_data) for run in runs]
   print_table(runs, accuracies)
-  bits = 'the same bits' if same else 'OTHER BITS'
+  bits = 'same bits' if same else 'other bits'
   print(f'{runs[2].name}, computed once more from its journal: {bits}')
   plot(runs, path)
   print(f'Losses, ages and workers: {path}')

@@ -38,6 +38,6 @@ def digest(tree: chex.ArrayTree) -> str:
   for path, leaf in jax.tree.leaves_with_path(tree):
     x = np.asarray(leaf)
     total.update(f'{jax.tree_util.keystr(path)} {x.dtype} {x.shape} '.encode())
-    # As bytes: not all dtypes, such as bfloat16, can be read in a buffer.
-    total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    # Not all dtypes have a buffer: bfloat16 has none.
+    total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
   return total.hexdigest()

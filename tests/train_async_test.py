@@ -1,0 +1,98 @@
+"""Runs the asynchronous example as a user does."""
+
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+
+from absl.testing import parameterized
+import pytest
+
+import cases
+import python_command
+
+SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_async.py'
+
+
+class TrainAsyncTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def run_script(self, *flags):
+    return subprocess.run(
+        [*python_command.STRICT, SCRIPT, *flags],
+        cwd=self.folder,
+        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+  def files(self):
+    paths = self.folder.rglob('*')
+    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+
+  def check_output(self, run, num_updates):
+    """Checks the table and the figure; returns rows of it by letters."""
+    self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+    header, *rows, bits, written = run.stdout.splitlines()[-7:]
+    columns = re.split('  +', header.strip())
+    self.assertEqual(columns[:3], ['test accuracy', 'updates/s', 'accepted'])
+    found = {}
+    for row in rows:
+      name, *cells = re.split('  +', row)
+      found[name[1]] = dict(zip(columns, cells, strict=True))
+    self.assertEqual(
+        {letter: row['accepted'] for letter, row in found.items()},
+        dict.fromkeys('abcd', f'{num_updates}'),
+    )
+    self.assertEndsWith(bits, 'computed once more from its journal: same bits')
+    self.assertEqual(written, 'Losses, ages and workers: out/train_async.png')
+    self.assertEqual(self.files(), ['out/train_async.png'])
+    png = (self.folder / 'out/train_async.png').read_bytes()
+    self.assertStartsWith(png, b'\x89PNG\r\n\x1a\n')
+    return found
+
+  @pytest.mark.slow
+  def test_trains_in_four_ways_in_one_process(self):
+    run = self.run_script(
+        '--cluster=none', '--updates=30', '--wait=0', '--output_dir=out'
+    )
+
+    rows = self.check_output(run, 30)
+    # Of 4 workers that take turns, all gradients are 3 steps old in the end.
+    self.assertEqual(rows['a']['mean age'], '2.80')
+    self.assertGreater(int(rows['b']['dropped']), 0)
+    self.assertEqual(rows['c']['dropped'], '0')
+
+  @pytest.mark.slow
+  def test_is_killed_and_ends_with_the_bits_of_its_replay(self):
+    run = self.run_script(
+        *('--workers=2', '--updates=60', '--staleness=1', '--wait=15'),
+        *('--kill', '--output_dir=out'),
+    )
+
+    rows = self.check_output(run, 60)
+    self.assertEqual(rows['c']['dropped'], '0')
+    killed = re.findall(r'Killed (ray::_\w+)', run.stdout)
+    self.assertEqual(killed, ['ray::_Computer', 'ray::_Driver'])
+
+  @cases.parameters(
+      ('--kill --cluster=none', '`--kill` must go with `--cluster=local`'),
+      (
+          '--cluster=there --updates=1',
+          "FAILED: `cluster` must be None, 'local'",
+      ),
+      ('out', r"There are flags only, got \['out'\]"),
+      ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
+  )
+  @pytest.mark.slow
+  def test_refuses_bad_flag(self, given, message):
+    run = self.run_script(*given.format(script=SCRIPT).split())
+
+    self.assertEqual(run.returncode, 1)
+    self.assertRegex(run.stderr, message)
+    self.assertNotIn('Traceback', run.stderr)
