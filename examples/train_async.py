@@ -312,7 +312,7 @@ def is_replayed(run: Run, folder: pathlib.Path) -> bool:
 
 def print_table(runs: Sequence[Run], accuracies: Sequence[float]) -> None:
   """Prints a row for each run."""
-  row = '{:26}{:>13}{:>11}{:>9}{:>9}{:>6}{:>6}{:>10}'
+  row = '{:23}{:>13}{:>11}{:>10}{:>9}{:>6}{:>6}{:>10}'
   print(
       row.format(
           *('', 'test accuracy', 'updates/s', 'accepted', 'dropped'),

@@ -537,7 +537,7 @@ class CommandsTest(parameterized.TestCase):
 
 class SnippetsTest(parameterized.TestCase):
 
-  @cases.parameters('README.md', 'CONTRIBUTING.md')
+  @cases.parameters('README.md', 'CONTRIBUTING.md', 'docs/asynchronous.md')
   def test_fences_have_a_known_label(self, name):
     labels = {fence.label for fence in fences(name)}
 
@@ -545,7 +545,7 @@ class SnippetsTest(parameterized.TestCase):
     self.assertContainsSubset(labels, {'bash', 'python', 'text'})
     self.assertIn('python', labels)
 
-  @cases.parameters('README.md', 'CONTRIBUTING.md')
+  @cases.parameters('README.md', 'CONTRIBUTING.md', 'docs/asynchronous.md')
   def test_snippets_run_in_order_and_print_what_is_shown(self, name):
     shown = fences(name)
     blocks = [fence for fence in shown if fence.label == 'python']
