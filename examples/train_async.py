@@ -33,7 +33,7 @@ import tqdm
 
 from shard_transforms import asynchronous
 
-UPDATES = 600
+UPDATES = 400
 MIN_ACCURACY = 0.95
 FATES = {
     0: ('accepted', '0.75'),
@@ -278,8 +278,8 @@ def train(
         make_optimizer(),
         num_updates=_UPDATES.value,
         num_workers=_WORKERS.value,
-        # A busy machine makes short gradients long.
-        patience=10,
+        # Gradients are short; to notice that a worker died takes a while.
+        patience=50,
         cluster=None if _CLUSTER.value == 'none' else _CLUSTER.value,
         folder=folder,
         on_progress=on_progress,

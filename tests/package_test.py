@@ -71,6 +71,14 @@ NAMESPACES = (
 # Everything public, each with the package that it is imported from.
 PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 
+# Whose snippets run.
+DOCUMENTS = (
+    'README.md',
+    'CONTRIBUTING.md',
+    'docs/asynchronous.md',
+    'docs/porting_from_tf1.md',
+)
+
 # Runs [line, code] pairs from stdin in one namespace, as a reader does who
 # pastes the blocks one after the other, and prints what each has printed.
 RUN_BLOCKS = """
@@ -537,7 +545,7 @@ class CommandsTest(parameterized.TestCase):
 
 class SnippetsTest(parameterized.TestCase):
 
-  @cases.parameters('README.md', 'CONTRIBUTING.md', 'docs/asynchronous.md')
+  @cases.parameters(*DOCUMENTS)
   def test_fences_have_a_known_label(self, name):
     labels = {fence.label for fence in fences(name)}
 
@@ -545,7 +553,7 @@ class SnippetsTest(parameterized.TestCase):
     self.assertContainsSubset(labels, {'bash', 'python', 'text'})
     self.assertIn('python', labels)
 
-  @cases.parameters('README.md', 'CONTRIBUTING.md', 'docs/asynchronous.md')
+  @cases.parameters(*DOCUMENTS)
   def test_snippets_run_in_order_and_print_what_is_shown(self, name):
     shown = fences(name)
     blocks = [fence for fence in shown if fence.label == 'python']
