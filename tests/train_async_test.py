@@ -82,6 +82,7 @@ class TrainAsyncTest(parameterized.TestCase):
     self.assertEqual(killed, ['ray::_Computer', 'ray::_Driver'])
 
   @cases.parameters(
+      ('--ways=abd', '`--ways` must be letters of abcd, with c'),
       ('--kill --cluster=none', '`--kill` must go with `--cluster=local`'),
       (
           '--cluster=there --updates=1',
