@@ -95,6 +95,15 @@ class TicketsTest(parameterized.TestCase):
     self.assertEqual(tickets.finish(0, 203.0)[1], False)
     self.assertEqual(tickets.finish(1, 203.0)[1], True)
 
+  def test_batch_that_takes_long_has_twice_the_time_in_each_attempt(self):
+    tickets = make(patience=2.0)
+    know(tickets, 1.0, 1.0, 1.0)
+
+    for worker, limit in enumerate([2.0, 4.0, 8.0]):
+      tickets.start(worker, 0, 200.0)
+      self.assertEmpty(tickets.make_late(200.0 + limit - 0.1))
+      self.assertLen(tickets.make_late(200.0 + limit + 0.1), 1)
+
   def test_late_tickets_hold_nobody_back(self):
     tickets = make(patience=2.0, staleness=0)
     know(tickets, 1.0, 1.0)

@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Collection
 from collections.abc import Iterable
+import math
 import statistics
 from typing import Literal, NamedTuple
 
@@ -47,7 +48,8 @@ class Tickets:
   the first and takes one from the second, so that it holds on.
 
   A ticket that takes `patience` times the median is late: another worker gets
-  its batch, and what comes of it after all is ignored.
+  its batch, and what comes of it after all is ignored. Each attempt has twice
+  the time of the one before, for it may be the batch that takes long.
   """
 
   def __init__(
@@ -143,11 +145,11 @@ class Tickets:
 
   def make_late(self, now: float) -> list[Ticket]:
     """Returns the tickets that have become late; their batches are ready."""
-    limit = self._limit()
     late = [
         ticket
         for ticket in self._flying.values()
-        if now - ticket.start > limit and ticket.worker in self._seconds
+        if now - ticket.start > self._limit(ticket)
+        and ticket.worker in self._seconds
     ]
     for ticket in late:
       self._late[ticket.worker] = self._flying.pop(ticket.worker)
@@ -156,20 +158,20 @@ class Tickets:
 
   def hung(self, now: float) -> list[int]:
     """Returns the workers that have been late for so long that they hang."""
-    limit = max(_HANGS * self._limit(), _LEAST_HANG)
     return [
         ticket.worker
         for ticket in self._late.values()
-        if now - ticket.start > limit
+        if now - ticket.start > max(_HANGS * self._limit(ticket), _LEAST_HANG)
     ]
 
   def seconds_left(self, now: float) -> float:
     """Returns after how long a ticket becomes late, if none comes back."""
-    starts = [ticket.start for ticket in self._flying.values()]
-    return max(min(starts, default=now) + self._limit() - now, 0)
+    ends = [t.start + self._limit(t) for t in self._flying.values()]
+    return max(min(ends, default=math.inf) - now, 0)
 
-  def _limit(self):
+  def _limit(self, ticket):
     """Returns the seconds after which a ticket is late."""
     if not self._durations:
-      return float('inf')
-    return self._patience * statistics.median(self._durations)
+      return math.inf
+    median = statistics.median(self._durations)
+    return self._patience * median * 2 ** (ticket.attempt - 1)

@@ -67,7 +67,8 @@ def train(
     pace: Whether a worker waits where a gradient would become too old by what
       the others do. Then no gradient is dropped, and none is computed in vain.
     patience: After how many times the usual duration of a gradient another
-      worker gets its batch. One that takes five times as long is replaced.
+      worker gets its batch, with twice the time in each further attempt. One
+      that takes five times as long is replaced.
     cluster: `'local'` starts Ray on this machine, on loopback, and ends it with
       the call; `'host:port'` joins a cluster of Ray, on whose nodes this
       package and the modules of the task must be installed. `None` computes
