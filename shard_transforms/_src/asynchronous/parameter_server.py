@@ -67,7 +67,7 @@ class ParameterServer:
     self._params, self._inner_state = self._step(
         self._params,
         self._inner_state,
-        jax.device_put(grads),
+        grads,
         np.int32(local_step),
         None if weight is None else np.float32(weight),
     )
