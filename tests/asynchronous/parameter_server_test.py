@@ -80,11 +80,13 @@ class ParameterServerTest(parameterized.TestCase):
 
   def test_what_was_read_stays_as_it_is(self):
     server = parameter_server.ParameterServer(optax.sgd(1.0), jnp.zeros(2))
-    params, state = server.params, server.state
+    params, published, state = server.params, server.published, server.state
 
     server.accept(np.ones(2, np.float32), 0, None)
 
     np.testing.assert_array_equal(params, [0, 0])
+    np.testing.assert_array_equal(published, [0, 0])
+    self.assertFalse(published.flags.writeable)
     self.assertEqual(state.global_step, 0)
 
   def test_restores_to_the_bit(self):

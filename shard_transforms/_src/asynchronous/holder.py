@@ -159,7 +159,7 @@ class Holder:
       if not self._tickets.may_start(step, self._options.num_updates):
         return
       if self._published[0] != step:
-        self._published = step, workers.publish(self._server.params)
+        self._published = step, workers.publish(self._server.published)
       ticket = self._tickets.start(worker, step, time.monotonic())
       workers.start(worker, self._published[1], ticket.batch)
 

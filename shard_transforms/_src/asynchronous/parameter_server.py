@@ -40,6 +40,14 @@ class ParameterServer:
     return jax.tree.map(np.array, self._params)
 
   @property
+  def published(self) -> Any:
+    """The parameters as they are, in NumPy arrays that nobody can write to.
+
+    On the host, nothing is copied: what an array still shows is not donated.
+    """
+    return jax.tree.map(np.asarray, self._params)
+
+  @property
   def shapes(self) -> Any:
     """The shapes and dtypes of the parameters."""
     return jax.tree.map(_shape, self._params)

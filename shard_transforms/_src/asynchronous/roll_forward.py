@@ -78,7 +78,7 @@ class _Gradients:
     """Lets workers have the present parameters, if a record was at them."""
     step = server.global_step
     if self._uses[step] and step not in self._published:
-      self._published[step] = self._workers.publish(server.params)
+      self._published[step] = self._workers.publish(server.published)
 
   def has(self, place):
     return place in self._done
