@@ -1,0 +1,353 @@
+"""Times asynchronous training beside what one would write by hand.
+
+Each run starts its processes anew and counts accepted updates a second after a
+warm-up. Runs take turns; each line has the ratio of the medians of its first
+program to its second, an interval that holds 95 % of bootstrap resamples of the
+rounds, and the ratio of the first program to itself. The parts:
+
+* ray, pipes, shared: the library, with any staleness, over the programs of
+  `asynchronous_programs.py`;
+* waiting: four workers over one, where each gradient waits for 50 ms;
+* pacing: pacing over dropping, four workers that wait so, and staleness 2;
+* slow_worker: the same, where one of them waits ten times as long;
+* journal: with a journal over without, and with checkpoints besides;
+* apply: the time in which the holder applies a gradient over that of the
+  plain step of the optimizer, in this process;
+* memory: the most that Ray's object store has held, and what the holder of the
+  parameters has after 1,000 and after 10,000 updates.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent import futures
+import functools
+import multiprocessing
+import os
+import sys
+import tempfile
+from typing import Any
+
+from absl import app
+from absl import flags
+import asynchronous_programs as programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import timing
+
+from shard_transforms._src.asynchronous import parameter_server
+
+PARTS = (
+    'apply',
+    'ray',
+    'waiting',
+    'pacing',
+    'slow_worker',
+    'journal',
+    'pipes',
+    'shared',
+    'memory',
+)
+
+_PARTS = flags.DEFINE_multi_enum('parts', PARTS, PARTS, 'What is measured.')
+_SIZES = flags.DEFINE_multi_enum(
+    'size', list(programs.MODELS), list(programs.MODELS), 'Models to train.'
+)
+_ROUNDS = flags.DEFINE_integer(
+    'rounds', 5, 'Runs of each program.', lower_bound=2
+)
+_SECONDS = flags.DEFINE_float(
+    'seconds', 6.0, 'About how long a run is.', lower_bound=1
+)
+
+# About how many updates a second two workers make, to choose their number.
+SPEEDS = {'digits': 400, '5M': 20, '25M': 5}
+NUM_WORKERS = 2
+WAIT = 0.05
+# Calls in a row that are timed, and rounds, of what takes no process.
+STEPS = {'digits': 200, '5M': 8, '25M': 4}
+APPLY_ROUNDS = 25
+MANY_UPDATES = 10_000
+HEADER = (
+    f'{"part":12}{"size":8}{"first":>9}{"second":>9}{"first / second":^22}'
+    f'{"first / first":^22}aim'
+)
+
+
+def in_process(
+    program: Callable[..., float], *arguments: Any
+) -> Callable[[], float]:
+  """Returns a call of a program in a process of its own."""
+
+  def call():
+    context = multiprocessing.get_context('spawn')
+    with futures.ProcessPoolExecutor(1, context) as pool:
+      return pool.submit(program, *arguments).result()
+
+  return call
+
+
+def library(
+    model: str,
+    num_workers: int,
+    num_updates: float,
+    wait: float = 0,
+    *,
+    slow: bool = False,
+    **options: Any,
+) -> Callable[[], float]:
+  """Returns a call of the library, in processes of its own.
+
+  Args:
+    model: The name of the model.
+    num_workers: The number of workers.
+    num_updates: The number of updates.
+    wait: Seconds for which each gradient waits.
+    slow: Whether one worker waits ten times as long.
+    **options: As for `train`; with `save_every`, there is a folder.
+  """
+
+  def call():
+    with tempfile.TemporaryDirectory() as folder:
+      more = dict(options)
+      if wait:
+        mark = f'{folder}/slow' if slow else None
+        more['compute'] = functools.partial(
+            programs.waiting_gradient, wait, mark
+        )
+      if 'save_every' in options:
+        more['folder'] = f'{folder}/run'
+      return programs.library(model, num_workers, int(num_updates), **more)[0]
+
+  return call
+
+
+def rates(calls: Sequence[Callable[[], float]], rounds: int) -> np.ndarray:
+  """Returns what calls return in turn, of shape [number of calls, rounds]."""
+  found = np.zeros([len(calls), rounds])
+  for turn in range(rounds):
+    for i in np.roll(np.arange(len(calls)), -turn).tolist():
+      found[i, turn] = calls[i]()
+      print(f'round {turn}: {i}: {found[i, turn]:.1f}', file=sys.stderr)
+  return found
+
+
+def line(
+    part: str, size: str, first: Any, second: Any, again: Any, aim: str
+) -> str:
+  """Returns a line of the table."""
+  return (
+      f'{part:12}{size:8}{np.median(first):9.1f}{np.median(second):9.1f}'
+      f'{timing.ratio(first, second):^22}{timing.ratio(again, first):^22}{aim}'
+  )
+
+
+def compare(
+    part: str,
+    size: str,
+    first: Callable[[], float],
+    second: Callable[[], float],
+    aim: str,
+) -> None:
+  """Measures two programs, the first of them twice, and prints their line."""
+  one, two, again = rates([first, second, first], _ROUNDS.value)
+  print(line(part, size, one, two, again, aim), flush=True)
+
+
+def rival(part: str, program: Callable, aims: Mapping[str, str]) -> None:
+  """Compares two workers of the library with two of a program by hand."""
+  for size in _SIZES.value:
+    num_updates = _SECONDS.value * SPEEDS[size]
+    compare(
+        part,
+        size,
+        library(size, NUM_WORKERS, num_updates),
+        in_process(program, size, NUM_WORKERS, int(num_updates)),
+        aims.get(size, ''),
+    )
+
+
+def waiting(part: str) -> None:
+  """Compares four workers with one."""
+  updates = _SECONDS.value / WAIT
+  many = library('digits', 4, 4 * updates, WAIT)
+  one = library('digits', 1, updates, WAIT)
+  compare(part, 'digits', many, one, 'at least 3.6')
+
+
+def pacing(part: str, *, slow: bool, aim: str) -> None:
+  """Compares pacing with dropping."""
+  run = functools.partial(
+      library,
+      'digits',
+      4,
+      _SECONDS.value / WAIT * (1 if slow else 2),
+      WAIT,
+      staleness=2,
+      slow=slow,
+  )
+  compare(part, 'digits', run(pace=True), run(pace=False), aim)
+
+
+def journal(part: str) -> None:
+  """Compares runs that keep something with runs that keep nothing."""
+  for size in _SIZES.value:
+    num_updates = _SECONDS.value * SPEEDS[size]
+    run = functools.partial(library, size, NUM_WORKERS, num_updates)
+    never, often = run(save_every=10**9), run(save_every=100)
+    compare(part, size, never, run(), 'at least 0.97')
+    compare('checkpoints', size, often, run(), '')
+
+
+def apply(part: str) -> None:
+  """Compares the times of `ParameterServer.accept` and of a plain step."""
+  for size in _SIZES.value:
+    calls = accepting(size), plain(size), accepting(size)
+    timing.seconds_in_turn(calls, 2)
+    seconds = timing.seconds_in_turn(calls, APPLY_ROUNDS)
+    milliseconds = 1e3 / STEPS[size] * seconds
+    print(line(part, size, *milliseconds, 'at most 1.15'), flush=True)
+
+
+def accepting(size: str) -> Callable[[], Any]:
+  """Returns a call in which a server accepts gradients."""
+  params = programs.init(size)
+  server = parameter_server.ParameterServer(programs.optimizer(), params)
+  grads = from_store(params)
+
+  def call():
+    for _ in range(STEPS[size]):
+      server.accept(grads, server.global_step, None)
+    return server._params
+
+  return call
+
+
+def plain(size: str) -> Callable[[], Any]:
+  """Returns a call of as many steps of the optimizer."""
+  tx = programs.optimizer()
+  step = jax.jit(functools.partial(programs.apply, tx), donate_argnums=(0, 1))
+  params = jax.tree.map(jnp.array, programs.init(size))
+  grads = from_store(params)
+  ends = [(params, tx.init(params))]
+
+  def call():
+    for _ in range(STEPS[size]):
+      ends.append(step(*ends.pop(), grads))
+    return ends[0]
+
+  return call
+
+
+def from_store(tree: Any) -> Any:
+  """Returns NumPy arrays as they come from Ray: read-only, and aligned."""
+  return jax.tree.map(lambda x: np.asarray(jnp.array(x)), tree)
+
+
+def memory(part: str) -> None:
+  """Prints what is held in memory."""
+  for size in _SIZES.value:
+    if size != 'digits':
+      updates = int(_SECONDS.value * SPEEDS[size])
+      most, spilled = store_use(size, updates)
+      print(
+          f'{part:12}{size:8}object store at most {most:.1f} x the parameters,'
+          f' {spilled} bytes spilled (aim: at most 5, none)',
+          flush=True,
+      )
+  megabytes = holder_megabytes([1_000, MANY_UPDATES])
+  print(
+      f'{part:12}{"digits":8}holder after 1,000 and {MANY_UPDATES:,} updates:'
+      f' {" and ".join(f"{size:.0f} MB" for size in megabytes)}',
+      flush=True,
+  )
+
+
+def store_use(size: str, updates: int) -> tuple[float, int]:
+  """Returns the most in the object store, in parameters, and bytes spilled."""
+  seen = []
+  programs.library(
+      size,
+      NUM_WORKERS,
+      updates,
+      compute=programs.watching_gradient,
+      on_progress=lambda report: seen.append(report.metrics),
+  )
+  num_bytes = sum(x.nbytes for x in jax.tree.leaves(programs.init(size)))
+  stored, spilled = (
+      max(metrics.get(name, 0) for metrics in seen)
+      for name in ('stored', 'spilled')
+  )
+  return stored / num_bytes, int(spilled)
+
+
+def holder_megabytes(steps: Sequence[int]) -> list[float]:
+  """Returns the memory of the holder after so many updates."""
+  found = []
+
+  def look(report):
+    if len(found) < len(steps) and report.global_step >= steps[len(found)]:
+      found.append(_holder().memory_info().rss / 1e6)
+
+  programs.library('digits', NUM_WORKERS, steps[-1] + 200, on_progress=look)
+  return found
+
+
+def _holder():
+  """Returns the process that has the parameters."""
+  return next(
+      process
+      for process in psutil.Process().children(recursive=True)
+      if process.cmdline() and process.cmdline()[0].startswith('ray::_Driver')
+  )
+
+
+MEASURES = {
+    'apply': apply,
+    'ray': functools.partial(
+        rival,
+        program=programs.ray_server,
+        aims={
+            'digits': 'at least 1.1',
+            '5M': 'at least 1.0',
+            '25M': 'at least 1.1',
+        },
+    ),
+    'waiting': waiting,
+    'pacing': functools.partial(pacing, slow=False, aim='at least 0.9'),
+    'slow_worker': functools.partial(pacing, slow=True, aim='at least 0.8'),
+    'journal': journal,
+    'pipes': functools.partial(
+        rival,
+        program=programs.pipes,
+        aims={'5M': 'at least 1.3', '25M': 'at least 3'},
+    ),
+    'shared': functools.partial(
+        rival,
+        program=programs.shared_memory,
+        aims={'5M': 'at least 0.6', '25M': 'at least 0.75'},
+    ),
+    'memory': memory,
+}
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints the table."""
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  jax.config.update('jax_platforms', 'cpu')
+  rounds = f'{_ROUNDS.value} rounds'
+  print(
+      f'{timing.setting(rounds)}\nAccepted updates a second; for "apply",'
+      f' milliseconds a gradient.\n\n{HEADER}',
+      flush=True,
+  )
+  for part in _PARTS.value:
+    MEASURES[part](part)
+
+
+if __name__ == '__main__':
+  app.run(main)
