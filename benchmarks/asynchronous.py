@@ -207,8 +207,8 @@ def apply(part: str) -> None:
     calls = accepting(size), plain(size), accepting(size)
     timing.seconds_in_turn(calls, 2)
     seconds = timing.seconds_in_turn(calls, APPLY_ROUNDS)
-    milliseconds = 1e3 / STEPS[size] * seconds
-    print(line(part, size, *milliseconds, 'at most 1.15'), flush=True)
+    first, second, again = 1e3 / STEPS[size] * seconds
+    print(line(part, size, first, second, again, 'at most 1.15'), flush=True)
 
 
 def accepting(size: str) -> Callable[[], Any]:
