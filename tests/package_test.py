@@ -76,6 +76,7 @@ DOCUMENTS = (
     'README.md',
     'CONTRIBUTING.md',
     'docs/asynchronous.md',
+    'docs/plain_jit.md',
     'docs/porting_from_tf1.md',
 )
 
