@@ -1,5 +1,6 @@
 """Asynchronous runs whose processes are killed, to the bits that they must."""
 
+import contextlib
 import functools
 import os
 import random
@@ -203,6 +204,7 @@ class CallerTest(parameterized.TestCase):
         env={
             **os.environ,
             'HOME': str(home),
+            'TMPDIR': str(home.parent / 't'),
             'PYTHONPATH': os.pathsep.join(sys.path),
             'IS_ASYNCHRONOUS_TEST': str(folder),
         },
@@ -222,10 +224,26 @@ class CallerTest(parameterized.TestCase):
         pass
     return found
 
+  def listening(self, folder):
+    """Returns the addresses that processes of a run listen on."""
+    found = []
+    for process in self.marked(folder):
+      # Some of Ray's end by themselves meanwhile.
+      with contextlib.suppress(psutil.Error, OSError):
+        connections = process.net_connections('inet')
+        found += [
+            connection.laddr.ip
+            for connection in connections
+            if connection.status == psutil.CONN_LISTEN
+        ]
+    return found
+
   def test_leaves_nothing_behind_and_goes_on(self):
     folder = asynchronous_cases.folder(self)
     home = folder.parent / 'home'
     home.mkdir()
+    temporary = folder.parent / 't'
+    temporary.mkdir()
     process = self.start(folder, home, 100_000)
     self.addCleanup(process.wait)
     self.addCleanup(process.kill)
@@ -233,12 +251,7 @@ class CallerTest(parameterized.TestCase):
       if int(line) > 50:
         break
     process.stdout.close()
-    listening = [
-        connection.laddr.ip
-        for marked in self.marked(folder)
-        for connection in marked.net_connections('inet')
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    listening = self.listening(folder)
 
     process.send_signal(signal.SIGKILL)
 
@@ -248,6 +261,7 @@ class CallerTest(parameterized.TestCase):
         set(listening), {'127.0.0.1', '::ffff:127.0.0.1', '::1'}
     )
     self.assertEmpty(list(home.iterdir()))
+    self.assertEmpty(list(temporary.iterdir()))
     num_updates = len(
         asynchronous_cases.accepted(asynchronous.read_journal(folder))
     )

@@ -119,6 +119,10 @@ def run(
       )
     while True:
       kind, value = _receive(child)
+      if kind in ('error', 'result'):
+        # It has done its work, and ends by itself.
+        with contextlib.suppress(OSError):
+          child.send_bytes(b'')
       if kind == 'error':
         name, message = value
         raise _ERRORS.get(name, RuntimeError)(message)

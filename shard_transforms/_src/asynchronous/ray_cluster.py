@@ -8,8 +8,8 @@ import contextlib
 from multiprocessing import connection
 import os
 import pickle
-import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +27,15 @@ _MAX_DEATHS = 3
 # Seconds: in which it must be back, and until one asks again.
 _RESTART_TIMEOUT = 60.0
 _BETWEEN_CALLS = 0.1
+# Ends a group of processes after a while, and deletes a folder.
+_SWEEP = """
+import contextlib, os, shutil, signal, sys, time
+time.sleep(2)
+with contextlib.suppress(ProcessLookupError):
+  os.killpg(int(sys.argv[1]), signal.SIGKILL)
+time.sleep(0.5)
+shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
 # Seconds for a host of a cluster to answer.
 _KNOCK_TIMEOUT = 20.0
 
@@ -41,12 +50,17 @@ def main() -> None:
     ).start()
     try:
       with _ray(settings):
-        parent.send_bytes(pickle.dumps(('connected', None)))
+        _tell(parent, ('connected', None))
         for message in _run(settings):
-          parent.send_bytes(pickle.dumps(message, protocol=5))
+          _tell(parent, message)
     except ConnectionError as error:
-      message = 'error', ('ConnectionError', str(error))
-      parent.send_bytes(pickle.dumps(message))
+      _tell(parent, ('error', ('ConnectionError', str(error))))
+
+
+def _tell(parent: connection.Connection, message: Any) -> None:
+  """Sends a message, if there is still somebody to hear it."""
+  with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    parent.send_bytes(pickle.dumps(message, protocol=5))
 
 
 def _run(settings: program.Settings) -> Iterator[Any]:
@@ -148,11 +162,19 @@ def _knock(address):
 
 
 def _end_with(parent: connection.Connection, folder: str) -> None:
-  """Ends this process, and Ray, when the one that has started it ends."""
+  """Ends this process, and Ray, when the one that has started it ends.
+
+  Not so where that one has said before that it has what it wants.
+  """
   with contextlib.suppress(EOFError, OSError):
     parent.recv_bytes()
+    return
+  # It outlives this process, and all that Ray has not ended by itself.
+  subprocess.Popen(
+      [sys.executable, '-I', '-c', _SWEEP, str(os.getpgid(0)), folder],
+      start_new_session=True,
+  )
   ray.shutdown()
-  shutil.rmtree(folder, ignore_errors=True)
   os._exit(1)
 
 
