@@ -114,12 +114,19 @@ class TicketsTest(parameterized.TestCase):
 
     self.assertTrue(tickets.may_start(0, 10))
 
-  def test_first_ticket_of_a_worker_is_never_late(self):
+  def test_first_ticket_of_a_worker_has_time_to_be_compiled(self):
     tickets = make(patience=2.0)
     know(tickets, 1.0)
     tickets.start(1, 0, 200.0)
 
-    self.assertEmpty(tickets.make_late(299.0))
+    self.assertEmpty(tickets.make_late(321.9))
+    self.assertLen(tickets.make_late(322.1), 1)
+
+  def test_nothing_is_late_before_there_is_a_median(self):
+    tickets = make()
+    tickets.start(0, 0, 0.0)
+
+    self.assertEmpty(tickets.make_late(1e9))
 
   def test_worker_that_stays_late_hangs(self):
     tickets = make(patience=2.0)

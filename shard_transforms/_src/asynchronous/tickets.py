@@ -13,6 +13,8 @@ OnDrop = Literal['again', 'forget']
 # before so many seconds, for a pause of the machine is none.
 _HANGS = 5
 _LEAST_HANG = 5.0
+# Seconds that the first of a worker may take longer.
+_COMPILATION = 120.0
 # The latest durations, whose median is what a gradient takes.
 _NUM_DURATIONS = 101
 
@@ -149,7 +151,6 @@ class Tickets:
         ticket
         for ticket in self._flying.values()
         if now - ticket.start > self._limit(ticket)
-        and ticket.worker in self._seconds
     ]
     for ticket in late:
       self._late[ticket.worker] = self._flying.pop(ticket.worker)
@@ -174,4 +175,6 @@ class Tickets:
     if not self._durations:
       return math.inf
     median = statistics.median(self._durations)
-    return self._patience * median * 2 ** (ticket.attempt - 1)
+    is_first = ticket.worker not in self._seconds
+    begin = _COMPILATION if is_first else 0
+    return begin + self._patience * median * 2 ** (ticket.attempt - 1)
