@@ -1,5 +1,5 @@
 """The library, floor by floor: a package imports from the floors below alone.
 
 1 base, tf1; 2 reduction, state, launch; 3 tracing; 4 transforms, staleness,
-monitoring. Packages of one floor do not import each other.
+monitoring; 5 asynchronous. Packages of one floor do not import each other.
 """
