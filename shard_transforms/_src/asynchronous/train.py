@@ -68,7 +68,8 @@ def train(
       the others do. Then no gradient is dropped, and none is computed in vain.
     patience: After how many times the usual duration of a gradient another
       worker gets its batch, with twice the time in each further attempt. One
-      that takes five times as long is replaced.
+      that takes five times as long, and at least 5 seconds, is replaced. The
+      first gradient of a worker, which is compiled, has two minutes more.
     cluster: `'local'` starts Ray on this machine, on loopback, and ends it with
       the call; `'host:port'` joins a cluster of Ray, on whose nodes this
       package and the modules of the task must be installed. `None` computes
