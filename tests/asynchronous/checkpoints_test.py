@@ -1,4 +1,5 @@
 import unittest
+from unittest import mock
 
 import numpy as np
 
@@ -58,6 +59,17 @@ class CheckpointsTest(unittest.TestCase):
       found = self.restore()
 
     self.assertEqual([c.num_records for c in found], [1])
+
+  def test_bits_that_have_changed_are_told(self):
+    self.save(1)
+
+    with (
+        mock.patch.object(checkpoints_lib.digests, 'digest', lambda tree: 'x'),
+        self.assertWarnsRegex(RuntimeWarning, 'its bits have changed'),
+    ):
+      found = self.restore()
+
+    self.assertEqual(found, [])
 
   def test_empty_folder_has_none(self):
     self.assertEqual(self.restore(), [])

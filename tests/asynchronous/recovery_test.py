@@ -107,6 +107,17 @@ class RecoveryTest(parameterized.TestCase):
       self.go_on(task)
     self.assertLen(asynchronous.read_journal(self.folder), 38)
 
+  def test_refuses_another_task_where_a_checkpoint_has_all(self):
+    self.go_on()
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        lambda number: asynchronous_cases.batch(number) + 1,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+      self.go_on(task, num_updates=35)
+
   def test_refuses_another_optimizer_and_other_parameters(self):
     self.go_on()
     task = asynchronous.Task(
