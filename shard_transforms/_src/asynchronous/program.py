@@ -221,6 +221,8 @@ def _environment(cluster):
   paths = [str(pathlib.Path(path).absolute()) for path in sys.path]
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
   environment.setdefault('RAY_USAGE_STATS_ENABLED', '0')
+  # A call after its end would start another Ray, in another folder.
+  environment['RAY_ENABLE_AUTO_CONNECT'] = '0'
   if cluster == 'local':
     environment.update(
         {
