@@ -1,3 +1,5 @@
+import weakref
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
@@ -80,7 +82,7 @@ class ParameterServerTest(parameterized.TestCase):
 
   def test_what_was_read_stays_as_it_is(self):
     server = parameter_server.ParameterServer(optax.sgd(1.0), jnp.zeros(2))
-    params, published, state = server.params, server.published, server.state
+    params, published, state = server.params, server.publish(), server.state
 
     server.accept(np.ones(2, np.float32), 0, None)
 
@@ -88,6 +90,46 @@ class ParameterServerTest(parameterized.TestCase):
     np.testing.assert_array_equal(published, [0, 0])
     self.assertFalse(published.flags.writeable)
     self.assertEqual(state.global_step, 0)
+
+  def test_optimizer_is_given_what_was_read(self):
+    tx = optax.chain(
+        shard_transforms.compensate_delay(2.0, decay=0.5), optax.sgd(0.5)
+    )
+    server = parameter_server.ParameterServer(tx, jnp.ones(3))
+    params, state, read = jnp.ones(3), tx.init(jnp.ones(3)), []
+    step = jax.jit(
+        lambda params, state, grads, read: shard_transforms.update_and_apply(
+            tx, grads, state, params, read_params=read
+        )
+    )
+
+    for number in range(6):
+      read.append(params)
+      server.publish()
+      local_step = max(number - number % 3, 0)
+      grads = np.float32([0.3, -0.2, 0.1]) * (number + 1)
+      server.accept(grads, local_step, None)
+      params, state = step(params, state, grads, read[local_step])
+
+    asynchronous_cases.assert_same_bits(
+        (server.params, server.state.inner_state),
+        jax.tree.map(np.asarray, (params, state)),
+    )
+
+  @cases.parameters(
+      (shard_transforms.compensate_delay(2.0), 0, True),
+      (shard_transforms.compensate_delay(2.0), 1, False),
+      (optax.sgd(0.1), 0, False),
+  )
+  def test_published_parameters_are_kept_as_long_as_needed(
+      self, tx, step, are_kept
+  ):
+    server = parameter_server.ParameterServer(tx, jnp.zeros(2))
+    published = weakref.ref(server.publish())
+
+    server.forget(step)
+
+    self.assertEqual(published() is not None, are_kept)
 
   def test_restores_to_the_bit(self):
     first = parameter_server.ParameterServer(optax.adam(0.1), jnp.zeros(3))

@@ -25,6 +25,12 @@ class ReplayTest(parameterized.TestCase):
       ('schedule', optax.sgd(optax.linear_schedule(0.1, 0.0, 30))),
       ('guard', shard_transforms.guard(optax.adam(0.1))),
       ('towers', shard_transforms.tower_reduce(4, optax.adam(0.1))),
+      (
+          'compensated',
+          optax.chain(
+              shard_transforms.compensate_delay(2.0, decay=0.9), optax.sgd(0.1)
+          ),
+      ),
   )
   def test_gives_the_same_bits(self, tx):
     first = self.train(tx, staleness=1, pace=False)

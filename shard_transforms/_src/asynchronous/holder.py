@@ -159,7 +159,7 @@ class Holder:
       if not self._tickets.may_start(step, self._options.num_updates):
         return
       if self._published[0] != step:
-        self._published = step, workers.publish(self._server.published)
+        self._published = step, workers.publish(self._server.publish())
       ticket = self._tickets.start(worker, step, time.monotonic())
       workers.start(worker, self._published[1], ticket.batch)
 
@@ -181,6 +181,7 @@ class Holder:
     self._note(ticket, fate, outcome, weight)
     if fate == _Fate.ACCEPTED:
       self._server.accept(grads, ticket.local_step, weight)
+      self._server.forget(self._tickets.oldest(self._server.global_step))
       self._tally.metrics = event.outcome.metrics
     elif fate == _Fate.DROPPED:
       self._server.drop()

@@ -31,6 +31,8 @@ class ParameterServer:
     )
     self._params = jax.tree.map(jnp.array, params)
     self._inner_state = self._tx.init(self._params)
+    self._is_read_asked_for = self._asks_for_read_params()
+    self._read: dict[int, Any] = {}
     self.global_step = 0
     self._stale_count = counters.zero()
 
@@ -38,14 +40,6 @@ class ParameterServer:
   def params(self) -> Any:
     """A copy of the parameters, in NumPy arrays."""
     return jax.tree.map(np.array, self._params)
-
-  @property
-  def published(self) -> Any:
-    """The parameters as they are, in NumPy arrays that nobody can write to.
-
-    On the host, nothing is copied: what an array still shows is not donated.
-    """
-    return jax.tree.map(np.asarray, self._params)
 
   @property
   def shapes(self) -> Any:
@@ -70,6 +64,23 @@ class ParameterServer:
     )
     self.global_step = int(state.global_step)
 
+  def publish(self) -> Any:
+    """Returns the parameters, in NumPy arrays that nobody can write to.
+
+    On the host, nothing is copied: what an array still shows is not donated.
+    An optimizer that takes `read_params` is given them with the gradients of
+    this step; they are kept until `forget`.
+    """
+    params = jax.tree.map(np.asarray, self._params)
+    if self._is_read_asked_for:
+      self._read[self.global_step] = params
+    return params
+
+  def forget(self, step: int) -> None:
+    """Ends to keep what was published before a global step."""
+    for old in [read for read in self._read if read < step]:
+      del self._read[old]
+
   def accept(self, grads: Any, local_step: int, weight: float | None) -> None:
     """Moves the parameters by a gradient at those of a local step."""
     self._params, self._inner_state = self._step(
@@ -78,6 +89,7 @@ class ParameterServer:
         grads,
         np.int32(local_step),
         None if weight is None else np.float32(weight),
+        self._read[local_step] if self._is_read_asked_for else None,
     )
     self.global_step += 1
 
@@ -87,11 +99,7 @@ class ParameterServer:
 
   def fingerprint(self) -> str:
     """Returns what differs between optimizers, and kinds of parameters."""
-    weight = jax.ShapeDtypeStruct((), jnp.float32)
-    local_step = jax.ShapeDtypeStruct((), jnp.int32)
-    jaxpr = jax.make_jaxpr(functools.partial(_step, self._tx))(
-        self._params, self._inner_state, self.shapes, local_step, weight
-    )
+    jaxpr = self._trace(self.shapes if self._is_read_asked_for else None)
     digest = hashlib.sha256()
     # What has no text of its own is named by its place in memory.
     digest.update(re.sub(r'0x[0-9a-f]+', '', str(jaxpr)).encode())
@@ -100,15 +108,34 @@ class ParameterServer:
     digest.update(str(jax.tree.structure(self._params)).encode())
     return digest.hexdigest()
 
+  def _asks_for_read_params(self):
+    """Whether the optimizer computes with the extra argument `read_params`."""
+    jaxpr = self._trace(self.shapes).jaxpr
+    num_others = len(jaxpr.invars) - len(jax.tree.leaves(self._params))
+    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
+    return any(id(var) in used for var in jaxpr.invars[num_others:])
+
+  def _trace(self, read_params):
+    """Returns the program of a step."""
+    return jax.make_jaxpr(functools.partial(_step, self._tx))(
+        self._params,
+        self._inner_state,
+        self.shapes,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        read_params,
+    )
+
 
 def _shape(x):
   return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _step(tx, params, state, grads, local_step, weight):
+def _step(tx, params, state, grads, local_step, weight, read_params):
   """Returns the next parameters and the next state of the optimizer."""
   if weight is not None:
     grads = jax.tree.map(lambda g: (weight * g).astype(g.dtype), grads)
+  extra_args = {} if read_params is None else {'read_params': read_params}
   return application.update_and_apply(
-      tx, grads, state, params, local_step=local_step
+      tx, grads, state, params, local_step=local_step, **extra_args
   )

@@ -57,6 +57,7 @@ def roll_forward(
         int(record['local_step']),
         None if np.isnan(weight) else float(weight),
     )
+    server.forget(gradients.oldest(server.global_step))
 
 
 class _Gradients:
@@ -78,13 +79,19 @@ class _Gradients:
     """Lets workers have the present parameters, if a record was at them."""
     step = server.global_step
     if self._uses[step] and step not in self._published:
-      self._published[step] = self._workers.publish(server.published)
+      self._published[step] = self._workers.publish(server.publish())
 
   def has(self, place):
     return place in self._done
 
   def pop(self, place):
     return self._done.pop(place)
+
+  def oldest(self, global_step):
+    """Returns the first local step of a gradient that is still to come."""
+    places = [*self._waiting, *self._flying.values(), *self._done]
+    steps = self._records['local_step'][places]
+    return int(steps.min(initial=global_step))
 
   def turn(self):
     """Hands out what can be computed, and takes what has been."""

@@ -103,11 +103,15 @@ class Tickets:
     num_flying = len(self._flying)
     if global_step + num_flying >= num_updates:
       return False
-    steps = [ticket.local_step for ticket in self._flying.values()]
-    oldest = min(steps, default=global_step)
+    oldest = self.oldest(global_step)
     return (
         not self._pace or global_step + num_flying - oldest <= self._staleness
     )
+
+  def oldest(self, global_step: int) -> int:
+    """Returns the first local step of which a gradient may still count."""
+    steps = [ticket.local_step for ticket in self._flying.values()]
+    return min(steps, default=global_step)
 
   def start(self, worker: int, global_step: int, now: float) -> Ticket:
     """Hands out the next batch."""

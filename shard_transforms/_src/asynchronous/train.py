@@ -59,7 +59,9 @@ def train(
 
   Args:
     task: What is trained, and on what.
-    tx: The optimizer. It gets the extra argument `local_step`.
+    tx: The optimizer. It gets the extra argument `local_step`, and where it
+      uses `read_params`, as `compensate_delay` does, the parameters that the
+      gradient was computed from, which are then kept that long.
     num_updates: Number of accepted updates after which the run ends.
     num_workers: Number of workers.
     staleness: The age up to which gradients are accepted, in steps; `None` for
