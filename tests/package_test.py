@@ -78,6 +78,7 @@ DOCUMENTS = (
     'docs/asynchronous.md',
     'docs/plain_jit.md',
     'docs/porting_from_tf1.md',
+    'docs/silent_mistakes.md',
 )
 
 # Runs [line, code] pairs from stdin in one namespace, as a reader does who
