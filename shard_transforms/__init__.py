@@ -6,6 +6,9 @@ from shard_transforms import monitoring as monitoring
 from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.gradients import per_shard
 from shard_transforms._src.base.gradients import value_and_grad
+from shard_transforms._src.local_updates.local_state import LocalUpdatesState
+from shard_transforms._src.local_updates.local_state import local_params
+from shard_transforms._src.local_updates.local_updates import local_updates
 from shard_transforms._src.reduction.norms import global_norm
 from shard_transforms._src.staleness.compensation import CompensateDelayState
 from shard_transforms._src.staleness.compensation import compensate_delay
@@ -39,6 +42,7 @@ __all__ = (
     'DelayUpdatesState',
     'DropStaleState',
     'GuardState',
+    'LocalUpdatesState',
     'ScaleByStalenessState',
     'ShardUpdateState',
     'TowerReduceState',
@@ -51,6 +55,8 @@ __all__ = (
     'global_norm',
     'guard',
     'init_state',
+    'local_params',
+    'local_updates',
     'per_shard',
     'reduce_towers',
     'resize_state',

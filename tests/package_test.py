@@ -43,7 +43,7 @@ FLOORS = (
     ('base', 'tf1'),
     ('launch', 'reduction', 'state'),
     ('tracing',),
-    ('monitoring', 'staleness', 'transforms'),
+    ('local_updates', 'monitoring', 'staleness', 'transforms'),
     ('asynchronous',),
 )
 

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Literal, Protocol, get_args
 
 import chex
+import numpy as np
 
 Reduction = Literal['mean', 'sum', 'weighted']
 Kind = Literal[
@@ -18,6 +19,7 @@ Kind = Literal[
     'mean',
     'minimum',
     'maximum',
+    'average',
     'cut_anew',
     'begin_anew',
     'refuse',
@@ -37,7 +39,8 @@ class ResizeRule:
 
   Args:
     kind: `'keep'` for what does not depend on the number of shards; `'sum'`,
-      `'mean'`, `'minimum'` or `'maximum'`; `'cut_anew'` for slices of one
+      `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows each of which
+      becomes the mean of all finite ones; `'cut_anew'` for slices of one
       array, which are joined and cut again; `'begin_anew'` for what is to be as
       at the start once there are other shards; `'refuse'` for what cannot be
       carried over.
@@ -46,6 +49,8 @@ class ResizeRule:
       all shards so far.
     reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
       the name of the leaf.
+    row_weights: For `'average'`, how much each row counts, [rows]; all the same
+      if left out, or if those of all finite rows are 0.
 
   Raises:
     ValueError: If the kind is unknown.
@@ -83,6 +88,7 @@ class ResizeRule:
   kind: Kind = 'keep'
   empty: chex.Numeric | None = None
   reason: str = ''
+  row_weights: np.ndarray | None = None
 
   def __post_init__(self):
     kinds = get_args(Kind)

@@ -10,7 +10,9 @@ from shard_transforms._src.base import leaves
 from shard_transforms._src.base import varying
 
 
-def as_inner(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
+def as_inner(
+    inner: Any, caller: str, argument: str = 'inner'
+) -> optax.GradientTransformationExtraArgs:
   """Returns what a wrapper wraps, as one that takes extra arguments.
 
   Raises:
@@ -19,8 +21,8 @@ def as_inner(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
   parts = (getattr(inner, name, None) for name in ('init', 'update'))
   if not all(map(callable, parts)):
     raise TypeError(
-        f'`inner` of `{caller}` must be an Optax gradient transformation, got'
-        f' {inner!r}. Call its factory, as in `optax.sgd(0.1)`.'
+        f'`{argument}` of `{caller}` must be an Optax gradient transformation,'
+        f' got {inner!r}. Call its factory, as in `optax.sgd(0.1)`.'
     )
   return optax.with_extra_args_support(inner)
 

@@ -37,6 +37,8 @@ def apply(
       return _cut_anew(name, old, target)
     case 'keep' | 'refuse':
       _refuse(rule, name, old, target)
+    case 'average':
+      return _average(rule, name, old, target)
   return _merge(rule, name, old, target)
 
 
@@ -90,6 +92,26 @@ def _merge(rule, name, old, target):
     factor = np.asarray(len(merged) / len(old), None if is_exact else old.dtype)
     merged = np.rint(merged * factor) if is_exact else merged * factor
   return merged.astype(old.dtype)
+
+
+def _average(rule, name, old, target):
+  """Returns the mean of all rows that are finite in place of each row."""
+  _check_fits(_are_rows(old, target), name, old, target)
+  rows = old.reshape(len(old), -1)
+  row = rows[0]
+  # Rows that are alike keep their bits.
+  if not np.all(rows == row):
+    is_finite = np.isfinite(rows).all(axis=-1)
+    counts = is_finite if is_finite.any() else np.ones(len(old), bool)
+    weights = rule.row_weights
+    if weights is None or not np.any(weights[counts]):
+      weights = np.ones(len(old))
+    row = np.average(rows[counts], axis=0, weights=weights[counts])
+    if not jnp.issubdtype(old.dtype, jnp.inexact):
+      row = np.rint(row)
+  return np.broadcast_to(row.reshape(old.shape[1:]), target.shape).astype(
+      old.dtype
+  )
 
 
 def _empty(rule, old):

@@ -1,0 +1,1 @@
+"""Floor 4: shards that train by themselves and meet once a round."""

@@ -1,0 +1,226 @@
+"""The state of `local_updates`, and each shard's own parameters in it."""
+
+from collections.abc import Hashable
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shard_transforms._src.base import addressable
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
+
+CALLER = 'local_updates'
+# What takes the parameters of each shard is in this scope; see `local_steps`.
+SCOPE = 'local_params'
+
+
+class LocalUpdatesState(NamedTuple):
+  """State of `local_updates`.
+
+  The leaves of `own_params`, `inner_state` and `total_weight` differ between
+  shards: they have a leading axis, of length 1 inside the mapped function and
+  of the number of shards outside.
+
+  Attributes:
+    step: Number of steps of this round so far, int32 [].
+    num_rounds: Number of rounds that have ended, int32 [].
+    own_params: Each shard's own parameters, a tree like the parameters; `None`
+      for leaves that are not real or complex.
+    inner_state: State of the inner transformation, each shard's own.
+    total_weight: The sum of the weights of the steps since each fragment was
+      sent, float32 [fragments].
+    outer_state: For each fragment, the state of the outer transformation.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> outer = optax.chain(
+    ...     shard_transforms.cross_shard_mean('data'), optax.sgd(0.7, 0.9))
+    >>> tx = shard_transforms.local_updates(
+    ...     optax.adam(0.1), outer, 'data', every=20)
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> state = shard_transforms.init_state(tx, jnp.zeros(3), mesh)
+    >>> print(state.own_params.shape, state.num_rounds)
+    (8, 3) 0
+  """
+
+  step: jax.Array
+  num_rounds: jax.Array
+  own_params: optax.Params
+  inner_state: optax.OptState
+  total_weight: jax.Array
+  outer_state: tuple[optax.OptState, ...]
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its fields.
+
+    Each shard goes on from the mean over all shards so far, by their weights:
+    what a round that was begun ends with has each of them in it.
+    """
+    del reduction
+    # A shard that has seen nothing since the last meeting has nothing to add.
+    weights = np.asarray(self.total_weight).mean(axis=-1)
+    own = state_rules.ResizeRule('average', row_weights=weights)
+    return {
+        'own_params': own,
+        'inner_state': own,
+        'total_weight': state_rules.ResizeRule('average'),
+    }
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if no shard here is finite."""
+    leaves = jax.tree.leaves(self.own_params)
+    finite: dict[int, bool] = {}
+    for leaf in leaves:
+      for start, rows in addressable.pieces(leaf):
+        for i, row in enumerate(rows, start):
+          finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
+    if not finite or any(finite.values()):
+      return None
+    return (
+        'The own parameters of a shard of `local_updates` must be finite, but'
+        f' those of all shards here, {sorted(finite)}, are not, in round'
+        f' {addressable.largest(self.num_rounds)}. Go back to a checkpoint from'
+        ' before it, and put `guard` into `outer`: it leaves out a shard that'
+        ' is not finite.'
+    )
+
+
+def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
+  """Returns each shard's own parameters, at which it takes its gradient.
+
+  What `local_updates` is given must be the gradient at these, and not at the
+  parameters themselves, which change once a round:
+
+  ```python
+  own = local_params(params, state)
+  loss, grads = value_and_grad(loss_fn, 'data')(own, batch)
+  updates, state = tx.update(grads, state, params)
+  params = optax.apply_updates(params, updates)
+  ```
+
+  A gradient at `params` is of the same type, and each step of a round then goes
+  the same way. `monitoring.wire_report` of a step warns of it.
+
+  Args:
+    params: The parameters, as for `tx.update`.
+    state: What `tx.init` and `tx.update` return, with the state of
+      `local_updates` anywhere in it.
+
+  Returns:
+    A tree like the parameters. Leaves that `local_updates` does not keep, such
+    as integers or those that `optax.masked` leaves out, are those of `params`.
+
+  Raises:
+    TypeError: If there is no state of `local_updates` in `state`.
+    ValueError: If it is not that of a shard, or of other parameters.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> outer = optax.chain(
+    ...     shard_transforms.cross_shard_mean('data'), optax.sgd(1.0))
+    >>> tx = shard_transforms.local_updates(
+    ...     optax.sgd(1.0), outer, 'data', every=2)
+    >>> def step(grad):
+    ...   params = jnp.zeros(())
+    ...   updates, state = tx.update(grad, tx.init(params), params)
+    ...   return updates, shard_transforms.local_params(params, state)
+    >>> print(*jax.vmap(step, axis_name='data')(jnp.array([1.0, 3.0])))
+    [0. 0.] [-1. -3.]
+  """
+  found = [node for node in _nodes(state) if isinstance(node, _STATE)]
+  if not found:
+    raise TypeError(
+        '`state` of `local_params` must hold a `LocalUpdatesState`, got'
+        f' {type(state).__name__}. Give it what `init` of the whole'
+        ' transformation returns.'
+    )
+  for node in found:
+    params = _take_over(node, params)
+  return params
+
+
+_STATE = LocalUpdatesState
+
+
+def holds_local_updates(state: optax.OptState) -> bool:
+  """Whether a state, or the types of one, has one of `local_updates` in it."""
+  return any(isinstance(node, _STATE) for node in _nodes(state))
+
+
+def trained(params: Any) -> Any:
+  """Returns parameters with `None` in place of those without a gradient."""
+
+  def keep(param):
+    dtype = leaves_lib.dtype_of(param)
+    return param if jnp.issubdtype(dtype, jnp.inexact) else None
+
+  return jax.tree.map(keep, params)
+
+
+def replaced(params: Any, leaves: Any) -> Any:
+  """Returns parameters with others in place of those that are trained."""
+  return jax.tree.map(
+      lambda leaf, param: param if _is_absent(leaf) else leaf,
+      leaves,
+      params,
+      is_leaf=_is_absent,
+  )
+
+
+def start(
+    params: optax.Params,
+    inner_state: optax.OptState,
+    outer_state: tuple[optax.OptState, ...],
+    axes: tuple[Hashable, ...],
+) -> LocalUpdatesState:
+  """Returns the state before the first step."""
+  total_weight = jnp.zeros(len(outer_state), jnp.float32)
+  return LocalUpdatesState(
+      step=counters.zero(),
+      num_rounds=counters.zero(),
+      own_params=per_shard_state.store(trained(params), axes),
+      inner_state=per_shard_state.store(inner_state, axes),
+      total_weight=per_shard_state.store(total_weight, axes),
+      outer_state=outer_state,
+  )
+
+
+def _nodes(state: Any):
+  return jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, _STATE))
+
+
+def _is_absent(leaf):
+  return leaf is None or isinstance(leaf, optax.MaskedNode)
+
+
+def _take_over(state, params):
+  """Returns parameters with a shard's own in their places.
+
+  Raises:
+    ValueError: If these are of another tree, or not those of one shard.
+  """
+  with jax.named_scope(SCOPE):
+    # The name of any axis: it is there.
+    own = per_shard_state.own(state.own_params, ('',), CALLER)
+  try:
+    return replaced(params, own)
+  except ValueError as error:
+    raise ValueError(
+        '`params` of `local_params` must have the tree that the state was made'
+        f' for, got {jax.tree.structure(params)} instead of'
+        f' {jax.tree.structure(own)}.'
+    ) from error
