@@ -4,8 +4,8 @@ from collections.abc import Hashable
 from typing import Any
 
 import chex
-from jax import core
 import jax
+from jax import core
 import optax
 
 from shard_transforms._src.base import arguments

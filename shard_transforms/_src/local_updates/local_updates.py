@@ -5,7 +5,6 @@ import dataclasses
 from typing import Any
 
 import chex
-import jax
 import jax.numpy as jnp
 import optax
 

@@ -114,10 +114,10 @@ def send(
     return _like(moved, anchor), state
 
   def check(jaxpr):
-    before = jax.tree.leaves((state, given, () if gate.applies else anchor))
+    num_own, num_after = (len(jax.tree.leaves(tree)) for tree in (own, weight))
     differs = [frozenset()] * len(jaxpr.invars)
-    num_own = len(jax.tree.leaves(own))
-    differs[len(before) : len(before) + num_own] = [frozenset(axes)] * num_own
+    first = len(differs) - num_after - num_own
+    differs[first : first + num_own] = [frozenset(axes)] * num_own
     found = shard_flow.differing(jaxprs.flatten(jaxpr), differs)
     _check_reduced(found[: len(jax.tree.leaves(given))], axes)
 
@@ -230,8 +230,8 @@ def _check_reduced(differing, axes):
   found = sorted(set().union(*differing).intersection(axes), key=str)
   if found:
     raise ValueError(
-        '`outer` of `local_updates` must reduce over all of `axis_name`, got one'
-        f' whose updates differ between shards along {found}. Begin it with'
+        '`outer` of `local_updates` must reduce over all of `axis_name`, got'
+        f' one whose updates differ between shards along {found}. Begin it with'
         " `cross_shard_mean`, as in `optax.chain(cross_shard_mean('data'),"
         ' optax.sgd(0.7, 0.9, nesterov=True))`.'
     )
