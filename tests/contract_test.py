@@ -30,6 +30,7 @@ from shard_transforms import cross_shard_sum
 from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import guard
+from shard_transforms import local_updates
 from shard_transforms import reduce_towers
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
@@ -60,6 +61,8 @@ class Row(NamedTuple):
     guards: Whether it is a guard, with a value that it keeps per shard.
     keeps: Whether it keeps a tree of each shard.
     delays: Whether the result is late, by one call less than towers.
+    moves: Whether it keeps parameters of its own, and has to be given those
+      that its updates have been applied to.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -73,6 +76,7 @@ class Row(NamedTuple):
   guards: bool = False
   keeps: bool = False
   delays: bool = False
+  moves: bool = False
 
 
 def _of_present(tx):
@@ -202,6 +206,19 @@ ROWS = {
         refuser='compensate_delay',
         keeps=True,
     ),
+    # With rounds of one step, each of which the shards begin at one place.
+    'local_updates': Row(
+        lambda inner, n: local_updates(
+            optax.sgd(1.0),
+            optax.chain(cross_shard_mean(AXIS), inner),
+            AXIS,
+            every=1,
+        ),
+        per_shard=True,
+        refuser='local_updates',
+        keeps=True,
+        moves=True,
+    ),
     'delay_updates': Row(
         lambda inner, n: optax.chain(delay_updates(n - 1), inner),
         chained=True,
@@ -307,6 +324,7 @@ ONE_LEVEL = (
     '|cross_shard_mean|delay_updates|drop_stale|guard|guard_that_excludes'
     '|reduce_towers|scale_by_staleness|shard_update|tower_reduce)$'
 )
+EACH_OF_ANY_PARAMS = [c for c in EACH_ROW if not ROWS[c['name']].moves]
 EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
 # Those that keep a value a shard need an axis.
 EACH_UNMAPPED_INIT = [
@@ -324,6 +342,7 @@ EACH_ROW_AND_MODE = [
     dict(testcase_name=f'_{name}_{mode}', name=name, mode=mode)
     for name in ROWS
     for mode in modes.MODES
+    if not ROWS[name].moves
 ]
 
 
@@ -714,7 +733,7 @@ class MappedTest(parameterized.TestCase):
 class CombinatorTest(parameterized.TestCase):
   """Promises inside the combinators of Optax."""
 
-  @parameterized.named_parameters(EACH_ROW)
+  @parameterized.named_parameters(EACH_OF_ANY_PARAMS)
   @pytest.mark.slow_unless(ONE_LEVEL)
   def test_works_in_combinators(self, name):
     row = ROWS[name]

@@ -1,0 +1,291 @@
+import functools
+import json
+import pathlib
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cases
+import local_methods
+import modes
+import reductions
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import guard
+from shard_transforms import local_params
+from shard_transforms import local_updates
+
+AXIS = modes.AXIS
+SHARDS = 8
+TORCHFT = pathlib.Path(__file__).parent / 'torchft'
+# [steps, shards, features]
+CENTRES = np.random.default_rng(0).normal(size=(12, SHARDS, 5))
+
+
+def _mean(*rest):
+  return optax.chain(cross_shard_mean(AXIS), *rest)
+
+
+def _params():
+  whole = jnp.linspace(-1, 1, 5)
+  return {'a': whole[:2], 'b': whole[2:]}
+
+
+def _loss(params, centre):
+  whole = jnp.concatenate([params['a'], params['b']])
+  return 0.5 * jnp.sum((whole - centre) ** 2)
+
+
+def _joined(tree):
+  return np.concatenate([tree['a'], tree['b']], axis=-1)
+
+
+def _train(tx, params, own, apply=False, loss=_loss, weights=None, **kwargs):
+  """Returns parameters and own parameters [steps, ...] of a shard."""
+
+  def step(carry, inputs):
+    params, state = carry
+    data, weight = inputs
+    own = local_params(params, state)
+    _, grads = shard_transforms.value_and_grad(loss, AXIS)(own, data)
+    given = {} if weight is None else {'weight': weight}
+    if apply:
+      params, state = shard_transforms.update_and_apply(
+          tx, grads, state, params, **given
+      )
+    else:
+      updates, state = tx.update(grads, state, params, **given)
+      params = optax.apply_updates(params, updates)
+    return (params, state), (params, local_params(params, state))
+
+  start = params, tx.init(params)
+  (_, state), seen = lax.scan(step, start, (own, weights), **kwargs)
+  return *seen, state
+
+
+class MethodTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.MODES, apply=(False, True))
+  def test_is_each_method_of_the_table(self, mode, apply):
+    methods = local_methods.METHODS
+    txs = {name: method.build() for name, method in methods.items()}
+
+    def shard(params, own):
+      return {
+          name: _train(tx, params, own, apply)[:2] for name, tx in txs.items()
+      }
+
+    own = np.float32(CENTRES.swapaxes(0, 1))
+    found = jax.device_get(modes.map_shards(mode, shard)(_params(), own))
+
+    for name, method in methods.items():
+      with self.subTest(name):
+        anchor, own = map(_joined, found[name])
+        want_anchor, want_own = method.model(CENTRES)
+        np.testing.assert_allclose(anchor, [want_anchor] * SHARDS, atol=1e-6)
+        np.testing.assert_allclose(own.swapaxes(0, 1), want_own, atol=1e-6)
+        bits = anchor.view(np.uint32)
+        np.testing.assert_array_equal(bits, [bits[0]] * SHARDS)
+        if 'mixing' not in method.options:
+          # Shards have the bits of the anchor where a round has ended.
+          is_end = np.ptp(want_own, axis=1).max(axis=-1) == 0
+          self.assertTrue(is_end.any())
+          np.testing.assert_array_equal(
+              own[:, is_end].view(np.uint32), bits[:, is_end]
+          )
+
+  @cases.product(mode=modes.MODES, case=(0, 1, 2, 3, 4, 5))
+  @pytest.mark.slow_unless('_shard_map_')
+  def test_gives_the_histories_of_torchft(self, mode, case):
+    delay, mixing = case // 3, 0.5 * (case % 3)
+    tx = local_updates(
+        optax.sgd(1.0),
+        _mean(optax.sgd(2.0)),
+        AXIS,
+        every=6,
+        mixing=mixing,
+        fragments=2,
+        delay=delay,
+    )
+    loss = lambda params, x: 2 * sum(map(jnp.sum, params)) + 0 * x
+    shard = lambda params, own: _train(tx, params, own, loss=loss)[:2]
+    ones = [jnp.ones((1, 1)), jnp.ones((1, 1))]
+
+    anchor, own = modes.map_shards(mode, shard)(ones, np.zeros((SHARDS, 15)))
+
+    anchor, own = (np.stack(tree, -1)[..., 0, 0, :] for tree in (anchor, own))
+    if mixing == 1:
+      # Nothing of the anchor gets into what shards have.
+      history = np.stack([1 - 2 * np.arange(1, 16)] * 2, -1)
+      np.testing.assert_array_equal(own, [history] * SHARDS)
+      return
+    recorded = json.loads((TORCHFT / f'torchft_{case}.json').read_text())[0][0]
+    history = _of_layers(recorded['history'])
+    np.testing.assert_array_equal(
+        own, [[history[i] for i in range(1, 16)]] * SHARDS
+    )
+    for step, layers in _of_layers(
+        recorded['global_parameter_history']
+    ).items():
+      if step:
+        np.testing.assert_array_equal(anchor[:, step - 1], [layers] * SHARDS)
+
+  def test_gives_the_numbers_of_maxtext(self):
+    x = np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]])
+    y = np.float32([[[1], [2]], [[2], [3]]])
+    params = {'w': jnp.array([[2.0], [1.0]]), 'b': jnp.ones(1)}
+    outer = _mean(optax.sgd(1.0, 0.9, nesterov=True))
+    tx = local_updates(optax.sgd(0.1), outer, AXIS, every=3)
+
+    def loss(params, data):
+      x, y = data
+      return jnp.mean((x @ params['w'] + params['b'][None] - y) ** 2)
+
+    def shard(params, data):
+      run = functools.partial(_train, tx, params, loss=loss)
+      repeated = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), data)
+      anchor, own, _ = run(repeated)
+      before = jax.tree.map(
+          lambda first, rest: jnp.concatenate([first[None], rest]), params, own
+      )
+      return jax.vmap(loss, (0, None))(before, data), anchor
+
+    mapped = modes.map_shards('shard_map', shard, num_shards=2)
+    losses, anchor = mapped(params, (x, y))
+
+    np.testing.assert_allclose(losses[0], [1, 0.49, 0.2401, 0.2075], atol=5e-5)
+    np.testing.assert_allclose(
+        anchor['w'][0, -1], [[1.5345], [1.0494]], atol=5e-5
+    )
+    np.testing.assert_allclose(anchor['b'][0, -1], [0.5839], atol=5e-5)
+
+  @cases.parameters(*modes.MODES)
+  def test_is_data_parallel_with_rounds_of_one_step(self, mode):
+    tx = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=1)
+
+    shard = lambda params, own: _train(tx, params, own)[0]
+    own = np.float32(CENTRES.swapaxes(0, 1))
+    found = _joined(modes.map_shards(mode, shard)(_params(), own))
+
+    params, want = np.linspace(-1, 1, 5), []
+    for centres in CENTRES:
+      params = params - 0.3 * (params - centres.mean(0))
+      want.append(params)
+    np.testing.assert_allclose(found, [want] * SHARDS, atol=1e-6)
+
+  @cases.parameters(*modes.MODES)
+  def test_weighs_shards_by_the_tokens_of_the_round(self, mode):
+    tx = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=3)
+    tokens = np.random.default_rng(1).integers(0, 4, (SHARDS, 12))
+    tokens[2, :3] = 0
+    tokens[:, 9:] = 0
+    own = np.float32(CENTRES.swapaxes(0, 1)).copy()
+    own[tokens == 0] = np.nan
+
+    def shard(params, data):
+      return _train(tx, params, data[0], weights=data[1])[:2]
+
+    mapped = modes.map_shards(mode, shard)
+    anchor, own = map(_joined, mapped(_params(), (own, tokens)))
+
+    params = np.linspace(-1, 1, 5)
+    x = np.stack([params] * SHARDS)
+    for i, (centres, weight) in enumerate(zip(CENTRES, tokens.T, strict=True)):
+      counts = weight[:, None] > 0
+      x = np.where(counts, x - 0.3 * (x - centres), x)
+      if i % 3 == 2:
+        total = tokens[:, i - 2 : i + 1].sum(1)
+        if total.any():
+          params = np.average(x, axis=0, weights=total)
+        x = np.stack([params] * SHARDS)
+      np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
+      np.testing.assert_allclose(own[:, i], x, atol=1e-6)
+
+  def test_sends_nothing_between_meetings(self):
+    tx = local_updates(
+        optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6, fragments=2
+    )
+
+    def shard(params, own):
+      return _train(tx, params, own, length=1)[:2]
+
+    own = np.zeros((SHARDS, 1, 5), np.float32)
+    mapped = modes.map_shards('shard_map', shard)
+    report = shard_transforms.monitoring.wire_report(mapped, _params(), own)
+
+    # Of five numbers, each is sent once in a round.
+    self.assertTrue(all(c.conditional for c in report.collectives))
+    self.assertEqual(report.total_bytes, 2 * 7 / 8 * 5 * 4)
+    self.assertEmpty(report.warnings)
+
+
+def _of_layers(history):
+  return {
+      int(step): [layers[name][0][0] for name in sorted(layers)]
+      for step, layers in history.items()
+  }
+
+
+class SickShardTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.MODES, fragments=(1, 2))
+  def test_leaves_out_a_shard_that_is_not_finite_and_renews_it(
+      self, mode, fragments
+  ):
+    outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=2)
+    tx = local_updates(
+        optax.adam(0.1), outer, AXIS, every=4, fragments=fragments
+    )
+    data = np.float32(CENTRES.swapaxes(0, 1)).copy()
+    data[5, 0] = np.nan
+
+    def shard(params, own):
+      return _train(tx, params, own)
+
+    anchor, own, state = modes.map_shards(mode, shard)(_params(), data)
+
+    self.assertTrue(np.isfinite(_joined(anchor)).all())
+    finite = np.isfinite(_joined(own)).all(-1)
+    self.assertFalse(finite[5, 0])
+    self.assertTrue(finite[5, 4:].all())
+    self.assertTrue(finite[np.arange(SHARDS) != 5].all())
+    # Its moments have begun again.
+    num_steps = optax.tree_utils.tree_get(state.inner_state, 'count')
+    want = np.where(np.arange(SHARDS) == 5, 12 - 4 // fragments, 12)
+    np.testing.assert_array_equal(np.ravel(num_steps), want)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  @pytest.mark.every_mode
+  def test_refuses_an_inner_that_sends(self, mode):
+    tx = local_updates(_mean(optax.sgd(0.1)), _mean(), AXIS, every=2)
+
+    self.check_refused(mode, tx, '`inner` .* must not send .*`psum`.*`outer`')
+
+  @cases.parameters(*modes.MODES)
+  @pytest.mark.every_mode
+  def test_refuses_an_outer_that_does_not_reduce(self, mode):
+    for outer in (
+        optax.sgd(0.7, 0.9),
+        cross_shard_mean(AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+        optax.masked(_mean(), {'a': True, 'b': False}),
+    ):
+      tx = local_updates(optax.sgd(0.1), outer, AXIS, every=2)
+
+      self.check_refused(
+          mode, tx, "`outer` .* must reduce .*along \\['data'\\]"
+      )
+
+  def check_refused(self, mode, tx, message):
+    shard = lambda params, own: _train(tx, params, own)[0]
+    own = np.float32(CENTRES.swapaxes(0, 1))
+    with self.assertRaisesRegex(ValueError, message):
+      jax.eval_shape(modes.map_shards(mode, shard), _params(), own)
