@@ -3,7 +3,6 @@ import json
 import pathlib
 
 from absl.testing import parameterized
-import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import pytest
 import cases
 import local_methods
 import modes
-import reductions
 import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import guard
@@ -113,8 +111,13 @@ class MethodTest(parameterized.TestCase):
         fragments=2,
         delay=delay,
     )
-    loss = lambda params, x: 2 * sum(map(jnp.sum, params)) + 0 * x
-    shard = lambda params, own: _train(tx, params, own, loss=loss)[:2]
+
+    def loss(params, x):
+      return 2 * sum(map(jnp.sum, params)) + 0 * x
+
+    def shard(params, own):
+      return _train(tx, params, own, loss=loss)[:2]
+
     ones = [jnp.ones((1, 1)), jnp.ones((1, 1))]
 
     anchor, own = modes.map_shards(mode, shard)(ones, np.zeros((SHARDS, 15)))
@@ -169,7 +172,9 @@ class MethodTest(parameterized.TestCase):
   def test_is_data_parallel_with_rounds_of_one_step(self, mode):
     tx = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=1)
 
-    shard = lambda params, own: _train(tx, params, own)[0]
+    def shard(params, own):
+      return _train(tx, params, own)[0]
+
     own = np.float32(CENTRES.swapaxes(0, 1))
     found = _joined(modes.map_shards(mode, shard)(_params(), own))
 
@@ -285,7 +290,9 @@ class RefusalTest(parameterized.TestCase):
       )
 
   def check_refused(self, mode, tx, message):
-    shard = lambda params, own: _train(tx, params, own)[0]
+    def shard(params, own):
+      return _train(tx, params, own)[0]
+
     own = np.float32(CENTRES.swapaxes(0, 1))
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(modes.map_shards(mode, shard), _params(), own)

@@ -1,0 +1,133 @@
+import itertools
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cases
+import modes
+from shard_transforms import cross_shard_mean
+from shard_transforms import local_params
+from shard_transforms import local_updates
+
+AXIS = modes.AXIS
+
+
+def _make(**kwargs):
+  options = {
+      'inner': optax.sgd(0.1, 0.9),
+      'outer': optax.chain(cross_shard_mean(AXIS), optax.sgd(1.0, 0.9)),
+      'axis_name': AXIS,
+      'every': 4,
+  }
+  return local_updates(**(options | kwargs))
+
+
+def _params():
+  return {'a': jnp.ones(2), 'b': jnp.ones(3)}
+
+
+def _update(fn, mode='shard_map'):
+  """Traces what `fn` does with parameters and an own gradient on a shard."""
+  mapped = modes.map_shards(mode, fn)
+  own = jax.tree.map(lambda x: np.ones((8, *x.shape), x.dtype), _params())
+  jax.eval_shape(mapped, _params(), own)
+
+
+class ArgumentTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (dict(inner=1), TypeError, '`inner` of `local_updates` must be an Optax'),
+      (dict(outer=1), TypeError, '`outer` of `local_updates` must be an Optax'),
+      (dict(axis_name=3), TypeError, '`axis_name` must be the name'),
+      (dict(mixing=-0.1), ValueError, '`mixing` must be from 0 to 1, got -0.1'),
+      (dict(mixing=1.5), ValueError, '`mixing` must be from 0 to 1, got 1.5'),
+      (dict(mixing='a'), TypeError, "`mixing` must be a real number, got 'a'"),
+      (dict(elastic=True), ValueError, '`elastic` .* come with `mixing`'),
+      (dict(elastic=1), TypeError, '`elastic` must be a boolean, got 1'),
+      (
+          dict(elastic=True, mixing=0.5, delay=1),
+          ValueError,
+          '`delay` .* 0 with `elastic`, got 1',
+      ),
+  )
+  def test_refuses_bad_arguments(self, kwargs, error, message):
+    with self.assertRaisesRegex(error, message):
+      _make(**kwargs)
+
+  @cases.parameters('inner', 'outer')
+  def test_refuses_local_updates_in_local_updates(self, place):
+    tx = _make(**{place: optax.chain(_make())})
+
+    with self.assertRaisesRegex(ValueError, "must not hold .*'host'"):
+      _update(lambda params, _: tx.init(params))
+
+
+class UpdateTest(parameterized.TestCase):
+
+  def test_refuses_a_gradient_of_replicated_parameters(self):
+    tx = _make()
+
+    def shard(params, own):
+      def loss(params):
+        return optax.tree.vdot(params, own)
+
+      return tx.update(jax.grad(loss)(params), tx.init(params), params)
+
+    with self.assertRaisesRegex(
+        ValueError, r"got \['a'\] .* already reduced.*`.*local_params\(params"
+    ):
+      _update(shard)
+
+  @cases.parameters(
+      (None, 'must be the parameters, got None'),
+      ('own', r"same on all shards, got \['a'\].*along \['data'\].*local_par"),
+  )
+  def test_refuses_what_is_not_the_anchor(self, given, message):
+    tx = _make()
+
+    def shard(params, own):
+      state = tx.init(params)
+      given_params = local_params(params, state) if given else None
+      return tx.update(own, state, given_params)
+
+    with self.assertRaisesRegex(ValueError, message):
+      _update(shard)
+
+  @cases.parameters(*modes.MODES)
+  @pytest.mark.slow_unless('_shard_map$|vmap')
+  def test_refuses_the_state_of_other_fragments(self, mode):
+    txs = [
+        _make(fragments=2),
+        _make(fragments={'a': 'x', 'b': 'y'}),
+        _make(fragments={'a': 0, 'b': 0}),
+    ]
+
+    for made, given in itertools.permutations(txs, 2):
+
+      def shard(params, own, made=made, given=given):
+        return given.update(own, made.init(params), params)
+
+      with self.assertRaisesRegex(ValueError, 'same fragments'):
+        _update(shard, mode)
+
+  def test_refuses_the_state_of_other_parameters(self):
+    tx = _make()
+
+    def shard(params, own):
+      state = tx.init(params)
+      params = {'a': jnp.ones(2), 'b': jnp.ones(3, jnp.bfloat16)}
+      return tx.update(own, state, params)
+
+    with self.assertRaisesRegex(ValueError, '`params` .* its state was made'):
+      _update(shard)
+
+  def test_refuses_the_state_of_another_transformation(self):
+    def shard(params, own):
+      return _make().update(own, optax.EmptyState(), params)
+
+    with self.assertRaisesRegex(TypeError, 'must be a `LocalUpdatesState`'):
+      _update(shard)

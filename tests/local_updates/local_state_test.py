@@ -1,0 +1,164 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import local_params
+from shard_transforms import local_updates
+from shard_transforms import monitoring
+
+AXIS = modes.AXIS
+
+
+def _outer():
+  return optax.chain(cross_shard_mean(AXIS), optax.sgd(1.0, 0.5))
+
+
+def _tx():
+  return local_updates(optax.adam(0.1), _outer(), AXIS, every=3)
+
+
+def _on_shard(fn):
+  """Returns what a function gives on each of 8 shards."""
+  return modes.map_shards('shard_map', fn)
+
+
+class LocalParamsTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (lambda tx: tx, 'ab'),
+      (lambda tx: optax.chain(optax.identity(), tx), 'ab'),
+      (lambda tx: optax.masked(tx, {'a': True, 'b': False, 'n': False}), 'a'),
+      (
+          lambda tx: optax.partition(
+              {'x': tx, 'y': _tx()}, {'a': 'x', 'b': 'y', 'n': 'x'}
+          ),
+          'ab',
+      ),
+      (lambda tx: shard_transforms.tower_reduce(1, tx, axis_name=AXIS), 'ab'),
+  )
+  def test_finds_own_parameters_in_any_state(self, around, want):
+    tx = around(_tx())
+    params = {'a': jnp.zeros(2), 'b': jnp.zeros(()), 'n': jnp.arange(3)}
+
+    def shard(params, x):
+      state = tx.init(params)
+      own = local_params(params, state)
+      grads = jax.tree.map(lambda p: x + 0.0 * p, own)
+      grads['n'] = np.zeros(3, jax.dtypes.float0)
+      _, state = tx.update(grads, state, params)
+      own = local_params(params, state)
+      return {'n': own.pop('n'), **own}
+
+    own = _on_shard(shard)(params, np.float32(1 + np.arange(8)))
+
+    np.testing.assert_array_equal(own['n'], [np.arange(3)] * 8)
+    for name in 'ab':
+      moved = -0.1 if name in want else 0.0
+      want_own = np.full_like(own[name], moved)
+      np.testing.assert_allclose(own[name], want_own, rtol=1e-5)
+
+  def test_refuses_a_state_without_own_parameters(self):
+    with self.assertRaisesRegex(TypeError, '`state` of `local_params` .*Empty'):
+      local_params(jnp.zeros(3), optax.EmptyState())
+
+  def test_refuses_a_state_of_all_shards(self):
+    state = shard_transforms.init_state(_tx(), jnp.zeros(3), modes.mesh())
+
+    with self.assertRaisesRegex(ValueError, 'leading axis of length 1'):
+      local_params(jnp.zeros(3), state)
+
+  def test_refuses_other_parameters(self):
+    def shard(params, _):
+      return local_params({'b': params}, _tx().init({'a': params}))
+
+    with self.assertRaisesRegex(ValueError, '`params` of `local_params` must'):
+      _on_shard(shard)(jnp.zeros(3), np.zeros(8))
+
+
+class HealthTest(parameterized.TestCase):
+
+  def test_is_healthy_as_long_as_a_shard_is_finite(self):
+    state = shard_transforms.init_state(
+        _tx(), {'a': jnp.zeros(2), 'b': jnp.zeros(())}, modes.mesh()
+    )
+    sick = {k: x.at[1:].set(jnp.nan) for k, x in state.own_params.items()}
+    lost = {**sick, 'b': sick['b'].at[0].set(jnp.inf)}
+
+    monitoring.check_health(state)
+    monitoring.check_health(state._replace(own_params=sick))
+    with self.assertRaisesRegex(
+        RuntimeError, r'own parameters .* \[0, 1, .*7\], are not, in round 0'
+    ):
+      monitoring.check_health(state._replace(own_params=lost))
+
+
+class ResizeTest(parameterized.TestCase):
+
+  @cases.product(sizes=((8, 4, 8), (8, 3)), step=(2, 3))
+  def test_ends_a_round_with_what_all_shards_have_done(self, sizes, step):
+    tx = _tx()
+    params = jnp.linspace(-1, 1, 5)
+    meshes = [modes.mesh(size) for size in sizes]
+    state = shard_transforms.init_state(tx, params, meshes[0])
+    rng = np.random.default_rng(0)
+    for _ in range(step):
+      grads = np.float32(rng.normal(size=(8, 5)))
+      params, state = _step(tx, meshes[0])(params, state, grads)
+    before = jax.device_get(state)
+
+    for mesh in meshes[1:]:
+      state = shard_transforms.resize_state(state, tx, params, mesh)
+
+    after = jax.device_get(state)
+    mean = before.own_params.astype(np.float64).mean(0)
+    np.testing.assert_allclose(after.own_params, [mean] * sizes[-1], rtol=1e-6)
+    jax.tree.map(
+        np.testing.assert_array_equal, before.outer_state, after.outer_state
+    )
+    counts = optax.tree_utils.tree_get(after.inner_state, 'count')
+    np.testing.assert_array_equal(counts, np.full(sizes[-1], step))
+    if step == 3:
+      # Between rounds, all shards have the bits of the anchor.
+      np.testing.assert_array_equal(
+          after.own_params, np.stack([params] * sizes[-1])
+      )
+    self.assertEqual((after.step, after.num_rounds), (step % 3, step // 3))
+
+  def test_weighs_shards_of_a_round_and_leaves_out_those_that_are_lost(self):
+    tx = _tx()
+    params = jnp.zeros(2)
+    state = shard_transforms.init_state(tx, params, modes.mesh())
+    own = np.arange(16, dtype=np.float32).reshape(8, 2)
+    own[7] = np.nan
+    weights = np.float32([[1], [0], [3], [0], [0], [0], [0], [9]])
+    state = state._replace(own_params=own, total_weight=weights)
+
+    state = shard_transforms.resize_state(state, tx, params, modes.mesh(3))
+
+    want = (own[0] + 3 * own[2]) / 4
+    np.testing.assert_allclose(state.own_params, [want] * 3)
+    np.testing.assert_allclose(state.total_weight, np.full((3, 1), 13 / 8))
+
+
+def _step(tx, mesh):
+  P = jax.sharding.PartitionSpec
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads[0], state, params)
+    return optax.apply_updates(params, updates), state
+
+  specs = shard_transforms.state_specs(tx, jnp.zeros(5), mesh)
+  return jax.jit(
+      jax.shard_map(
+          step,
+          mesh=mesh,
+          in_specs=(P(), specs, P(AXIS)),
+          out_specs=(P(), specs),
+      )
+  )
