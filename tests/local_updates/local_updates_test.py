@@ -227,7 +227,36 @@ class MethodTest(parameterized.TestCase):
     # Of five numbers, each is sent once in a round.
     self.assertTrue(all(c.conditional for c in report.collectives))
     self.assertEqual(report.total_bytes, 2 * 7 / 8 * 5 * 4)
+    self.assertEqual(report.peak_bytes, 2 * 7 / 8 * 3 * 4)
+    self.assertAlmostEqual(report.mean_bytes, report.total_bytes / 6)
+    self.assertIn('a step sends 6 on average and 21 at most', str(report))
     self.assertEmpty(report.warnings)
+
+  @cases.parameters(*modes.MODES)
+  @pytest.mark.every_mode
+  def test_a_report_warns_of_a_gradient_at_the_shared_parameters(self, mode):
+    tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
+
+    def shard(params, own, at=lambda params, state: params):
+      state = tx.init(params)
+      grad = shard_transforms.value_and_grad(_loss, AXIS)
+      for _ in range(2):
+        _, grads = grad(at(params, state), own)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+      return params
+
+    right = functools.partial(shard, at=local_params)
+    own = np.zeros((SHARDS, 5), np.float32)
+    found = [
+        shard_transforms.monitoring.wire_report(
+            modes.map_shards(mode, fn), _params(), own
+        ).warnings
+        for fn in (shard, right)
+    ]
+
+    self.assertEqual([len(warnings) for warnings in found], [1, 0])
+    self.assertRegex(found[0][0], 'taken at `params`.*local_params')
 
 
 def _of_layers(history):

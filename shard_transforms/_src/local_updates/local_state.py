@@ -16,8 +16,6 @@ from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 
 CALLER = 'local_updates'
-# What takes the parameters of each shard is in this scope; see `local_steps`.
-SCOPE = 'local_params'
 
 
 class LocalUpdatesState(NamedTuple):
@@ -213,9 +211,8 @@ def _take_over(state, params):
   Raises:
     ValueError: If these are of another tree, or not those of one shard.
   """
-  with jax.named_scope(SCOPE):
-    # The name of any axis: it is there.
-    own = per_shard_state.own(state.own_params, ('',), CALLER)
+  # Any name: there are axes.
+  own = per_shard_state.own(state.own_params, ('',), CALLER)
   try:
     return replaced(params, own)
   except ValueError as error:

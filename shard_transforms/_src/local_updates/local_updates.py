@@ -20,6 +20,8 @@ from shard_transforms._src.local_updates import local_steps
 from shard_transforms._src.local_updates import meetings
 from shard_transforms._src.local_updates import rounds as rounds_lib
 from shard_transforms._src.tracing import gating
+from shard_transforms._src.tracing import gradient_points
+from shard_transforms._src.tracing import meeting_scopes
 
 _CALLER = local_state.CALLER
 
@@ -140,6 +142,7 @@ def local_updates(
       axes=axes_lib.as_axes(axis_name),
       mixing=checks.as_mixing(mixing, elastic, delay),
       fragments=fragments_lib.as_fragments(fragments),
+      known_every=None if callable(every) else every,
   )
   rounds = rounds_lib.Rounds(every, delay, task.fragments.num)
 
@@ -158,6 +161,9 @@ def local_updates(
     if weight is not None:
       weight = weights.as_weight(weight, (), _CALLER)
     due = rounds.at(state.step, state.num_rounds)
+    marked = gradient_points.mark(updates, state.own_params, anchor)
+    updates, own_params, anchor = marked
+    state = state._replace(own_params=own_params)
     state = task.step_alone(updates, state, weight, extra_args)
     moved, state = task.send(gate, due, state, anchor, weight, extra_args)
     if gate.applies:
@@ -180,6 +186,7 @@ class _Task:
   axes: tuple[Hashable, ...]
   mixing: meetings.Mixing
   fragments: fragments_lib.Fragments
+  known_every: int | None
 
   def own(self, kept: Any) -> Any:
     """Takes a shard's own values out of the state."""
@@ -216,27 +223,22 @@ class _Task:
   def send(self, gate, due, state, anchor, weight, extra_args):
     """Returns what the anchor moves by, or is then, and the state."""
     total_weight = self.own(state.total_weight)
-    parts = zip(
-        due.sends,
-        state.outer_state,
-        self.fragments.split(anchor),
-        self.fragments.split(self.own(state.own_params)),
-        total_weight,
-        strict=True,
-    )
+    shared = self.fragments.split(anchor)
+    own = self.fragments.split(self.own(state.own_params))
     sent = [
         meetings.send(
             gate,
-            is_due,
+            due.sends[i],
             self.outer,
-            outer_state,
-            shared,
-            own,
-            weight=None if weight is None else part_weight,
+            state.outer_state[i],
+            shared[i],
+            own[i],
+            weight=None if weight is None else total_weight[i],
             axes=self.axes,
             extra_args=extra_args,
+            scope=meeting_scopes.scope(i, self.known_every),
         )
-        for is_due, outer_state, shared, own, part_weight in parts
+        for i in range(self.fragments.num)
     ]
     moved, outer_state = zip(*sent, strict=True)
     total_weight = jnp.where(jnp.stack(due.sends), 0, total_weight)

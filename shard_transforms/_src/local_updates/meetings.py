@@ -72,6 +72,7 @@ def send(
     weight: jax.Array | None,
     axes: tuple[Hashable, ...],
     extra_args: Mapping[str, Any],
+    scope: str,
 ) -> tuple[Any, optax.OptState]:
   """Moves the anchor by what all shards have come away from it.
 
@@ -85,6 +86,7 @@ def send(
     weight: How much this shard counts, or `None`.
     axes: The axes of the shards.
     extra_args: Those of `outer.update`.
+    scope: What the meeting is called in the program.
 
   Returns:
     The updates of the anchor, zero unless due, or the next anchor; and the next
@@ -121,17 +123,18 @@ def send(
     found = shard_flow.differing(jaxprs.flatten(jaxpr), differs)
     _check_reduced(found[: len(jax.tree.leaves(given))], axes)
 
-  moved, state = _SELDOM.run_or_skip(
-      is_due,
-      run,
-      state,
-      given,
-      () if gate.applies else anchor,
-      own,
-      weight,
-      check=check,
-      seldom=True,
-  )
+  with jax.named_scope(scope):
+    moved, state = _SELDOM.run_or_skip(
+        is_due,
+        run,
+        state,
+        given,
+        () if gate.applies else anchor,
+        own,
+        weight,
+        check=check,
+        seldom=True,
+    )
   _check_reduced(map(axes_lib.varying_axes, jax.tree.leaves(moved)), axes)
   return moved, state
 

@@ -59,11 +59,6 @@ class Rounds:
           ' over before the next is.'
       )
 
-  @property
-  def known_length(self) -> int | None:
-    """The number of steps of each round, where it is one."""
-    return None if callable(self.every) else self.every
-
   def at(self, step: jax.Array, num_rounds: jax.Array) -> Meetings:
     """Returns what happens in a step.
 

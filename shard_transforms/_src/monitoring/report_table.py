@@ -79,6 +79,8 @@ class Collective:
     source: The line of the program that asked for it, as `file:line`, where a
       compiled program tells.
     op: The operation of a compiled program that sends it, maybe with others.
+    every: In one of how many steps this is done; 1 where that is not known.
+    meeting: Which of the meetings of `local_updates` it is in, if in one.
 
   Examples:
     >>> import shard_transforms
@@ -99,6 +101,8 @@ class Collective:
   scope: str = ''
   source: str = ''
   op: str = ''
+  every: int = 1
+  meeting: int | None = None
 
   @property
   def sent_bytes(self) -> float:
@@ -128,6 +132,32 @@ class WireReport:
   def total_bytes(self) -> float:
     """What each shard sends in all."""
     return math.fsum(c.sent_bytes for c in self.collectives)
+
+  @property
+  def mean_bytes(self) -> float:
+    """What each shard sends in a step on average, over rounds of local steps.
+
+    Like `total_bytes`, but for meetings of `local_updates`, which in a round of
+    a known number of steps are held once.
+    """
+    return math.fsum(c.sent_bytes / c.every for c in self.collectives)
+
+  @property
+  def peak_bytes(self) -> float:
+    """What each shard sends at most in one step.
+
+    Like `total_bytes`, but for meetings of `local_updates`, of which a step has
+    one if there are no more than steps.
+    """
+    held = collections.defaultdict(float)
+    for c in self.collectives:
+      if c.meeting is not None:
+        held[c.meeting, c.every] += c.sent_bytes
+    always = [c.sent_bytes for c in self.collectives if c.meeting is None]
+    for every in {every for _, every in held}:
+      sizes = sorted(size for (_, of), size in held.items() if of == every)
+      always += sizes[-len(sizes) // every :]
+    return math.fsum(always)
 
   @property
   def num_collectives(self) -> int:
@@ -208,6 +238,11 @@ class WireReport:
     lines = [_line(row, widths) for row in rows]
     if any(c.conditional for c in self.collectives):
       lines.append('<=: if the dearest branch is taken each time')
+    if any(c.every > 1 for c in self.collectives):
+      lines.append(
+          f'a step sends {self.mean_bytes:,.0f} on average and'
+          f' {self.peak_bytes:,.0f} at most'
+      )
     if any(c.in_while for c in self.collectives):
       lines.append('>=: one turn of each `while` loop')
     if (merged := self.merged.num_collectives) < self.num_collectives:

@@ -16,7 +16,9 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.monitoring import hlo_wire_report
 from shard_transforms._src.monitoring import report_table
 from shard_transforms._src.tracing import deadlocks
+from shard_transforms._src.tracing import gradient_points
 from shard_transforms._src.tracing import jaxprs
+from shard_transforms._src.tracing import meeting_scopes
 from shard_transforms._src.tracing import redundant_sums
 
 
@@ -38,10 +40,11 @@ def wire_report(
 
   What is in a `lax.scan` counts for each turn. Of the branches of a `lax.cond`
   the one that sends most counts, as `conditional`, as does the end of a window
-  in `update_and_apply`; of any other `lax.while_loop` one turn, as `in_while`.
-  Any other primitive that holds programs is taken to run
-  each of them once. What the compiler adds to the program, as it does for
-  sharded arrays under plain `jax.jit`, merges or removes is not known then.
+  in `update_and_apply` or a meeting of `local_updates`; of any other
+  `lax.while_loop` one turn, as `in_while`. Any other primitive that holds
+  programs is taken to run each of them once. What the compiler adds to the
+  program, as it does for sharded arrays under plain `jax.jit`, merges or
+  removes is not known then.
 
   With `compiled=True`, or given a lowered or compiled program, it is the
   program of the compiler that is read, and nothing runs either. The table is
@@ -59,12 +62,13 @@ def wire_report(
   slice of its own, or by `lax.axis_index`, and not by what a collective has
   made of them. A single number for each shard does not count, as it may be a
   copy, nor do arguments where `axis_sizes` maps `fn`, as none says which of
-  them differ. Of a compiled program, they name a reduction in each turn of a
-  loop that only adds up its results; what each turn of a loop gathers although
-  it stays the same; a floating-point sum in fewer than 32 bits, which rounds
-  each step of it; an array that is gathered whole to take a part; and an
-  argument like a result, as state and parameters are, that changes its sharding
-  in each step.
+  them differ. They name a gradient for `local_updates` that was taken at
+  `params`, and not at `local_params(params, state)`. Of a compiled program,
+  they name a reduction in each turn of a loop that only adds up its results;
+  what each turn of a loop gathers although it stays the same; a floating-point
+  sum in fewer than 32 bits, which rounds each step of it; an array that is
+  gathered whole to take a part; and an argument like a result, as state and
+  parameters are, that changes its sharding in each step.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or
@@ -126,7 +130,11 @@ def wire_report(
         " in `axis_sizes={'data': 8}`."
     ) from error
   program = jaxprs.flatten(jaxpr.jaxpr)
-  warnings = *redundant_sums.find(program), *deadlocks.find(program)
+  warnings = (
+      *redundant_sums.find(program),
+      *deadlocks.find(program),
+      *gradient_points.find(program),
+  )
   return report_table.WireReport(tuple(_collectives(program)), warnings)
 
 
@@ -190,7 +198,11 @@ def _collectives(program):
           dataclasses.replace(c, times=length * c.times) for c in inner[0]
       ]
     elif step.name == 'while':
-      turns = {'conditional' if step.is_gate else 'in_while': True}
+      turns: dict[str, Any] = {
+          'conditional' if step.is_gate else 'in_while': True
+      }
+      if meeting := meeting_scopes.parse(step.scope):
+        turns |= {'every': meeting.every, 'meeting': meeting.number}
       found += [
           dataclasses.replace(c, **turns) for c in itertools.chain(*inner)
       ]
