@@ -1,0 +1,274 @@
+"""What `outer` may hold, and what may be around."""
+
+import functools
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import local_params
+from shard_transforms import local_updates
+
+AXIS = modes.AXIS
+STEPS = 6
+# [shards, steps, features]
+CENTRES = np.float32(np.random.default_rng(0).normal(size=(8, STEPS, 5)))
+
+
+def _params():
+  whole = jnp.linspace(-1, 1, 5)
+  return {'a': whole[:2], 'b': whole[2:]}
+
+
+def _loss(params, centre):
+  whole = jnp.concatenate([params['a'], params['b']])
+  return 0.5 * jnp.sum((whole - centre) ** 2)
+
+
+def _outer(*rest):
+  return optax.chain(cross_shard_mean(AXIS), *rest)
+
+
+def _local(outer, **kwargs):
+  return local_updates(optax.sgd(0.3), outer, AXIS, every=2, **kwargs)
+
+
+def _run(tx, params, own, **extra_args):
+  """Returns parameters, own parameters and state after each step."""
+
+  def step(carry, data):
+    params, state = carry
+    at = local_params(params, state)
+    _, grads = shard_transforms.value_and_grad(_loss, AXIS)(at, data)
+    given = {k: fn(state) for k, fn in extra_args.items()}
+    updates, state = tx.update(grads, state, params, **given)
+    params = optax.apply_updates(params, updates)
+    return (params, state), (params, local_params(params, state))
+
+  (_, state), seen = lax.scan(step, (params, tx.init(params)), own)
+  return *seen, state
+
+
+def _on_shards(mode, fn):
+  return modes.map_shards(mode, fn)(_params(), CENTRES)
+
+
+def _joined(tree):
+  return np.concatenate([tree['a'], tree['b']], axis=-1)
+
+
+def _anchors(mode, **txs):
+  """Returns the parameters [shards, steps, features] of each."""
+
+  def shard(params, own):
+    return {name: _run(tx, params, own)[0] for name, tx in txs.items()}
+
+  return {k: _joined(x) for k, x in _on_shards(mode, shard).items()}
+
+
+class OuterTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_clips_what_the_anchor_moves_by(self, mode):
+    tx = _local(_outer(optax.clip_by_global_norm(0.1), optax.sgd(1.0)))
+
+    anchor = _anchors(mode, tx=tx)['tx']
+
+    moved = np.diff(anchor[:, 1::2], axis=1)
+    norms = np.linalg.norm(moved, axis=-1)
+    np.testing.assert_allclose(norms, np.full_like(norms, 0.1), rtol=1e-5)
+
+  @cases.product(mode=modes.MODES, fragments=(1, 2))
+  def test_keeps_the_momentum_in_slices(self, mode, fragments):
+    momentum = optax.sgd(0.7, 0.9, nesterov=True)
+    sliced = shard_transforms.shard_update(momentum, AXIS)
+
+    found = _anchors(
+        mode,
+        whole=_local(_outer(momentum), fragments=fragments),
+        sliced=_local(sliced, fragments=fragments),
+    )
+
+    np.testing.assert_allclose(found['sliced'], found['whole'], rtol=1e-6)
+
+  def test_skips_a_round_without_a_quorum(self):
+    outer = shard_transforms.guard(
+        _outer(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=8
+    )
+    data = CENTRES.copy()
+    data[3, 0] = np.nan
+
+    def shard(params, own):
+      return _run(_local(outer), params, own)
+
+    anchor, own, state = modes.map_shards('shard_map', shard)(_params(), data)
+
+    first = np.broadcast_to(_joined(_params()), (8, 3, 5))
+    np.testing.assert_array_equal(_joined(anchor)[:, :3], first)
+    np.testing.assert_array_equal(_joined(own)[:, 1], first[:, 1])
+    self.assertFalse(np.array_equal(_joined(anchor)[:, 3], first[:, 0]))
+    skipped = optax.tree_utils.tree_get(state, 'skipped_count')
+    np.testing.assert_array_equal(skipped, np.ones(8))
+
+  def test_tells_how_far_shards_have_drifted(self):
+    def shard(params, own):
+      _, own, _ = _run(_local(_outer(optax.sgd(1.0))), params, own)
+      diverge = functools.partial(
+          shard_transforms.monitoring.shard_divergence, axis_name=AXIS
+      )
+      return jnp.stack(
+          [diverge(jax.tree.map(lambda x, i=i: x[i], own)) for i in range(2)]
+      )
+
+    found = _on_shards('shard_map', shard)
+
+    self.assertTrue((found[:, 0] > 0).all())
+    np.testing.assert_array_equal(found[:, 1], np.zeros(8))
+
+
+class SurroundingsTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_steps_once_a_window_of_towers(self, mode):
+    plain = _local(_outer(optax.sgd(1.0)))
+    towers = shard_transforms.tower_reduce(2, plain, axis_name=AXIS)
+
+    def shard(params, own):
+      found = _run(towers, params, own)[0]
+      # The mean of two gradients at one place is that of the mean centre.
+      means = own.reshape(STEPS // 2, 2, 5).mean(1)
+      return found, _run(plain, params, means)[0]
+
+    found, want = map(_joined, _on_shards(mode, shard))
+
+    np.testing.assert_allclose(found[:, 1::2], want, rtol=1e-5, atol=1e-6)
+
+  @cases.parameters(*modes.MODES)
+  def test_a_stale_shard_does_not_step(self, mode):
+    tx = shard_transforms.drop_stale(
+        0, _local(_outer(optax.sgd(1.0))), axis_name=AXIS
+    )
+
+    def shard(params, own):
+      is_late = lax.axis_index(AXIS) == 3
+
+      def local_step(state):
+        return state.global_step - jnp.where(is_late, 1, 0)
+
+      return _run(tx, params, own, local_step=local_step)[:2]
+
+    anchor, own = map(_joined, _on_shards(mode, shard))
+
+    start = _joined(_params())
+    np.testing.assert_array_equal(own[3, 0], start)
+    x = np.stack([start] * 8)
+    for i in range(2):
+      x += 0.3 * (CENTRES[:, i] - x)
+    want = x[np.arange(8) != 3].mean(0)
+    np.testing.assert_allclose(anchor[:, 1], [want] * 8, rtol=1e-5, atol=1e-6)
+
+  @cases.parameters(*modes.MODES)
+  @pytest.mark.slow_unless('_shard_map$')
+  def test_leaves_out_what_is_masked(self, mode):
+    tx = optax.partition(
+        {'local': _local(_outer(optax.sgd(1.0))), 'whole': _outer()},
+        {'a': 'local', 'b': 'whole'},
+    )
+
+    def shard(params, own):
+      return _run(tx, params, own)[:2]
+
+    anchor, own = _on_shards(mode, shard)
+
+    np.testing.assert_array_equal(anchor['b'], own['b'])
+    self.assertGreater(np.ptp(own['a'][:, 0], axis=0).min(), 0)
+    np.testing.assert_array_equal(anchor['a'][:, 1], own['a'][:, 1])
+
+
+class MeshTest(parameterized.TestCase):
+
+  @cases.parameters(True, False)
+  def test_islands_reduce_among_themselves_and_meet_once_a_round(self, check):
+    mesh = jax.make_mesh(
+        (4, 2), ('host', 'core'), (jax.sharding.AxisType.Auto,) * 2
+    )
+    inner = optax.chain(cross_shard_mean('core'), optax.sgd(0.3))
+    outer = optax.chain(cross_shard_mean('host'), optax.sgd(1.0))
+    tx = local_updates(inner, outer, 'host', every=2)
+    specs = shard_transforms.state_specs(tx, _params(), mesh)
+
+    def step(params, state, data):
+      own = local_params(params, state)
+      axes = ('host', 'core')
+      grad = shard_transforms.value_and_grad(_loss, axes)
+      _, grads = grad(own, data[0])
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P(), specs, P(('host', 'core'))),
+            out_specs=(P(), specs),
+            check_vma=check,
+        )
+    )
+    params = _params()
+    state = shard_transforms.init_state(tx, params, mesh)
+    for i in range(2):
+      params, state = step(params, state, CENTRES[:, i])
+
+    x = np.stack([_joined(_params())] * 4)
+    for i in range(2):
+      x += 0.3 * (CENTRES[:, i].reshape(4, 2, 5).mean(1) - x)
+    np.testing.assert_allclose(_joined(params), x.mean(0), rtol=1e-5, atol=1e-6)
+    self.assertEqual(state.own_params['a'].shape, (4, 2))
+
+  @cases.parameters(True, False)
+  def test_parameters_may_be_sharded_over_another_axis(self, check):
+    mesh = jax.make_mesh(
+        (4, 2), (AXIS, 'model'), (jax.sharding.AxisType.Auto,) * 2
+    )
+    tx = local_updates(
+        optax.adam(0.3), _outer(optax.sgd(0.7, 0.9)), AXIS, every=2
+    )
+    params = jnp.linspace(-1, 1, 6)
+    specs = shard_transforms.state_specs(tx, params, mesh, in_specs=P('model'))
+    data = np.float32(np.random.default_rng(1).normal(size=(4, 3, 6)))
+    data[1, 0, 2] = np.nan
+
+    def step(params, state, data):
+      own = local_params(params, state)
+      updates, state = tx.update(own - data[0], state, params)
+      return optax.apply_updates(params, updates), state
+
+    def run(own_specs):
+      mapped = jax.shard_map(
+          step,
+          mesh=mesh,
+          in_specs=(own_specs, specs, P(AXIS, *own_specs)),
+          out_specs=(own_specs, specs),
+          check_vma=check,
+      )
+      state = shard_transforms.init_state(tx, params, mesh, in_specs=own_specs)
+      found = params
+      for i in range(3):
+        found, state = jax.jit(mapped)(found, state, data[:, i])
+      return found, state
+
+    found, state = run(P('model'))
+
+    self.assertEqual(specs.own_params, P(AXIS, 'model'))
+    self.assertEqual(state.own_params.shape, (4, 6))
+    # The mean has the NaN of one shard, in its own place alone.
+    self.assertEqual(np.flatnonzero(np.isnan(found)).tolist(), [2])
