@@ -76,6 +76,7 @@ DOCUMENTS = (
     'README.md',
     'CONTRIBUTING.md',
     'docs/asynchronous.md',
+    'docs/local_updates.md',
     'docs/plain_jit.md',
     'docs/porting_from_tf1.md',
     'docs/silent_mistakes.md',

@@ -1,8 +1,11 @@
+import tempfile
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 
 import cases
 import modes
@@ -109,7 +112,7 @@ class ResizeTest(parameterized.TestCase):
     rng = np.random.default_rng(0)
     for _ in range(step):
       grads = np.float32(rng.normal(size=(8, 5)))
-      params, state = _step(tx, meshes[0])(params, state, grads)
+      params, state = _step(tx, meshes[0], params)(params, state, grads)
     before = jax.device_get(state)
 
     for mesh in meshes[1:]:
@@ -146,14 +149,15 @@ class ResizeTest(parameterized.TestCase):
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 13 / 8))
 
 
-def _step(tx, mesh):
+def _step(tx, mesh, like):
   P = jax.sharding.PartitionSpec
 
   def step(params, state, grads):
-    updates, state = tx.update(grads[0], state, params)
+    grads = jax.tree.map(lambda x: x[0], grads)
+    updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  specs = shard_transforms.state_specs(tx, jnp.zeros(5), mesh)
+  specs = shard_transforms.state_specs(tx, like, mesh)
   return jax.jit(
       jax.shard_map(
           step,
@@ -162,3 +166,52 @@ def _step(tx, mesh):
           out_specs=(P(), specs),
       )
   )
+
+
+class CheckpointTest(parameterized.TestCase):
+
+  @cases.parameters(1, 2)
+  def test_goes_on_in_the_middle_of_a_round_and_of_a_delay(self, fragments):
+    tx = local_updates(
+        optax.adam(0.1),
+        _outer(),
+        AXIS,
+        every=6,
+        delay=2,
+        mixing=0.5,
+        fragments=fragments,
+    )
+    mesh = modes.mesh()
+    start = {'a': jnp.linspace(-1, 1, 2), 'b': jnp.ones(3)}
+    step = _step(tx, mesh, start)
+    rng = np.random.default_rng(0)
+    grads = [
+        {
+            k: np.float32(rng.normal(size=(8, *x.shape)))
+            for k, x in start.items()
+        }
+        for _ in range(9)
+    ]
+    params, state = start, shard_transforms.init_state(tx, start, mesh)
+    for at_step in grads[:5]:
+      params, state = step(params, state, at_step)
+    target = shard_transforms.init_state(
+        tx, jax.eval_shape(lambda: start), mesh
+    )
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        orbax.checkpoint.StandardCheckpointer() as checkpointer,
+    ):
+      checkpointer.save(f'{folder}/state', state)
+      checkpointer.wait_until_finished()
+      restored = checkpointer.restore(f'{folder}/state', target)
+
+    ends = []
+    for after in (state, restored):
+      moved = params
+      for at_step in grads[5:]:
+        moved, after = step(moved, after, at_step)
+      ends.append(jax.device_get((moved, after)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    self.assertEqual(ends[0][1].num_rounds, 1)

@@ -56,6 +56,38 @@ class RowsTest(parameterized.TestCase):
     self.assertEqual(merged.dtype, dtype)
     np.testing.assert_allclose(merged.mean(), old.mean(), rtol=1e-6)
 
+  @cases.product(num_shards=(1, 3, 6), dtype=(np.float32, np.int32))
+  def test_an_average_is_in_each_row(self, num_shards, dtype):
+    old = np.arange(0, 840, 210).astype(dtype)
+    new = target((num_shards,), num_shards=num_shards)
+    weighted = ResizeRule('average', row_weights=np.array([0, 1, 0, 2]))
+    unknown = ResizeRule('average', row_weights=np.zeros(4))
+
+    for rule, want in (
+        (ResizeRule('average'), 315),
+        (unknown, 315),
+        (weighted, 490),
+    ):
+      averaged = resize_rules.apply(rule, 'leaf', old, new)
+
+      self.assertEqual(averaged.dtype, dtype)
+      np.testing.assert_array_equal(averaged, [want] * num_shards)
+
+  def test_an_average_is_of_finite_rows_and_keeps_their_bits(self):
+    alike = np.full((3, 2), np.float32(0.1))
+    some = np.float32([[1, np.nan], [2, 4], [4, 8]])
+    none = np.full((3, 2), np.nan, np.float32)
+    rule = ResizeRule('average', row_weights=np.array([1, 0, 0]))
+
+    averaged = [
+        resize_rules.apply(rule, 'leaf', old, target((4, 2)))
+        for old in (alike, some, none)
+    ]
+
+    np.testing.assert_array_equal(averaged[0], [alike[0]] * 4)
+    np.testing.assert_array_equal(averaged[1], [[3, 6]] * 4)
+    self.assertTrue(np.isnan(averaged[2]).all())
+
   def test_begins_anew_with_what_is_empty(self):
     old = np.ones(3, np.int32)
 
