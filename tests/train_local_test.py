@@ -1,0 +1,42 @@
+"""Runs the example of local updates as a user does."""
+
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+
+from absl.testing import parameterized
+import pytest
+
+import cases
+import python_command
+
+SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_local.py'
+
+
+class TrainLocalTest(parameterized.TestCase):
+
+  @cases.parameters((), ('--processes=2',))
+  @pytest.mark.slow
+  def test_sends_a_twentieth(self, *flags):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+
+    run = subprocess.run(
+        [*python_command.STRICT, SCRIPT, '--steps=21', *flags],
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    self.assertEqual(run.returncode, 0, run.stderr)
+    rows = re.findall(r'^\([abc]\) .* ([\d,]+) +([\d,]+)$', run.stdout, re.M)
+    sent = [[int(x.replace(',', '')) for x in row] for row in rows]
+    (mean, _), (diloco, peak), (streaming, streaming_peak) = sent
+    self.assertAlmostEqual(diloco, mean / 20, delta=1)
+    self.assertEqual((diloco, mean), (streaming, peak))
+    self.assertLess(streaming_peak, 0.3 * peak)
+    figure = pathlib.Path(folder) / 'digits_out/train_local.png'
+    self.assertGreater(figure.stat().st_size, 1000)
