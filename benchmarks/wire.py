@@ -1,0 +1,225 @@
+"""Times training steps of two processes over a link of a known rate.
+
+Each process has one CPU device, and an end of its own of the link: two network
+namespaces of this machine, whose ends send at 100 Mbit/s, for example. A step
+is the forward and backward pass of an MLP over the process's own batch and what
+an optimizer of `OPTIMIZERS` does. Means are over whole rounds of the optimizer;
+the slower process counts.
+
+Needs root, `ip` and `tc`. Where these are missing, it says so, and prints the
+bytes that steps send alone.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import shaped_link
+
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import local_updates
+
+AXIS = 'data'
+EVERY = 20
+PORT = 12355
+
+_RATES = flags.DEFINE_list(
+    'rates',
+    ['none', '1gbit', '100mbit'],
+    "What the ends of the link send at, as `tc` writes it, or 'none'.",
+)
+_LAYERS = flags.DEFINE_integer('layers', 20, 'Layers of the MLP.')
+_WIDTH = flags.DEFINE_integer('width', 512, 'Their width.')
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Rows of each process.')
+_STEPS = flags.DEFINE_integer(
+    'steps', 4, 'Timed steps of what sends in each, or a tenth of the others.'
+)
+_RESULTS = flags.DEFINE_string(
+    'results', None, 'Set for the processes: the file that times are put in.'
+)
+
+
+class Optimizer(NamedTuple):
+  """What is timed.
+
+  Attributes:
+    tx: The transformation, with its reduction.
+    every: The number of steps of a round.
+    at: At which parameters the gradient is taken.
+  """
+
+  tx: optax.GradientTransformationExtraArgs
+  every: int = 1
+  at: Callable[[Any, Any], Any] = lambda params, state: params
+
+
+def _local(**options):
+  outer = optax.chain(
+      cross_shard_mean(AXIS), optax.sgd(0.7, 0.9, nesterov=True)
+  )
+  tx = local_updates(optax.adam(1e-3), outer, AXIS, every=EVERY, **options)
+  return Optimizer(tx, EVERY, shard_transforms.local_params)
+
+
+def make_optimizers() -> dict[str, Optimizer]:
+  """Returns what is compared; the first is what others are divided by."""
+  mean = optax.chain(cross_shard_mean(AXIS), optax.adam(1e-3))
+  return {
+      'cross_shard_mean': Optimizer(mean),
+      f'DiLoCo {EVERY}': _local(),
+      f'streaming {EVERY} / 4': _local(fragments=4),
+  }
+
+
+def make_params() -> list[dict[str, jax.Array]]:
+  """Returns the parameters, the same on all processes."""
+  rng, width = np.random.default_rng(0), _WIDTH.value
+  return [
+      {
+          'w': jnp.float32(rng.normal(size=(width, width)) / width**0.5),
+          'b': jnp.zeros(width),
+      }
+      for _ in range(_LAYERS.value)
+  ]
+
+
+def loss_fn(params: Any, inputs: jax.Array) -> jax.Array:
+  """Returns the loss of the MLP."""
+  for layer in params:
+    inputs = jnp.tanh(inputs @ layer['w'] + layer['b'][None])
+  return jnp.mean(inputs**2)
+
+
+def train_step(optimizer, params, state, inputs):
+  """Returns the parameters and the state after a step."""
+  at = optimizer.at(params, state)
+  _, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(at, inputs)
+  return shard_transforms.update_and_apply(optimizer.tx, grads, state, params)
+
+
+def seconds_a_step(optimizer: Optimizer) -> float:
+  """Returns what this process sees, of whole rounds."""
+  mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
+  params = make_params()
+  specs = shard_transforms.state_specs(optimizer.tx, params, mesh)
+  step = jax.shard_map(
+      functools.partial(train_step, optimizer),
+      mesh=mesh,
+      in_specs=(P(), specs, P(AXIS)),
+      out_specs=(P(), specs),
+  )
+  step = jax.jit(step, donate_argnums=(0, 1))
+  state = shard_transforms.init_state(optimizer.tx, params, mesh)
+  params = jax.device_put(params, jax.NamedSharding(mesh, P()))
+  shape = _BATCH_SIZE.value, _WIDTH.value
+  own = np.random.default_rng(jax.process_index()).normal(size=shape)
+  inputs = jax.make_array_from_process_local_data(
+      jax.NamedSharding(mesh, P(AXIS)), np.float32(own)
+  )
+  num_steps = _STEPS.value if optimizer.every == 1 else 10 * _STEPS.value
+  num_steps = -(-num_steps // optimizer.every) * optimizer.every
+  for number in range(optimizer.every + num_steps):
+    if number == optimizer.every:
+      jax.block_until_ready(params)
+      start = time.perf_counter()
+    params, state = step(params, state, inputs)
+  jax.block_until_ready(params)
+  return (time.perf_counter() - start) / num_steps
+
+
+def measure() -> None:
+  """Times all optimizers in one of the processes."""
+  shard_transforms.launch.join_processes()
+  found = {k: seconds_a_step(o) for k, o in make_optimizers().items()}
+  with open(f'{_RESULTS.value}{jax.process_index()}', 'w') as file:
+    json.dump(found, file)
+
+
+def times_at(rate: str) -> dict[str, float]:
+  """Returns the seconds a step of each optimizer, over a link."""
+  with (
+      tempfile.TemporaryDirectory() as folder,
+      shaped_link.shaped_link(rate) as ends,
+  ):
+    processes = [
+        subprocess.Popen(
+            [*end, sys.executable, *sys.argv, f'--results={folder}/'],
+            env={
+                **os.environ,
+                'JAX_PLATFORMS': 'cpu',
+                'JAX_COORDINATOR_ADDRESS': f'{shaped_link.ADDRESSES[0]}:{PORT}',
+                'JAX_NUM_PROCESSES': '2',
+                'JAX_PROCESS_ID': str(number),
+                'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
+            },
+            stdout=subprocess.DEVNULL,
+        )
+        for number, end in enumerate(ends)
+    ]
+    try:
+      if any(process.wait() for process in processes):
+        raise RuntimeError('A process has failed; see above.')
+    finally:
+      for process in processes:
+        process.kill()
+    found = []
+    for number in range(2):
+      with open(f'{folder}/{number}') as file:
+        found.append(json.load(file))
+  return {name: max(times[name] for times in found) for name in found[0]}
+
+
+def print_bytes() -> None:
+  """Prints what a step of each optimizer sends."""
+  params = jax.eval_shape(make_params)
+  print(f'{"":20}  bytes a step  bytes at most')
+  for name, optimizer in make_optimizers().items():
+    report = shard_transforms.monitoring.wire_report(
+        lambda grads, tx=optimizer.tx: tx.update(grads, tx.init(grads), grads),
+        params,
+        axis_sizes={AXIS: 2},
+    )
+    print(f'{name:20}  {report.mean_bytes:12,.0f}  {report.peak_bytes:13,.0f}')
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints what steps send, and how long they take at each rate."""
+  # JAX informs about each platform that it does not find.
+  logging.set_verbosity(logging.WARNING)
+  if len(argv) > 1:
+    raise app.UsageError(f'There are flags only, got {argv[1:]}.')
+  if _RESULTS.value is not None:
+    measure()
+    return
+  print_bytes()
+  if not shaped_link.is_available():
+    print('No link can be shaped here: that needs root, `ip` and `tc`.')
+    return
+  print(f'\n{"":20}  ' + '  '.join(f'{rate:>16}' for rate in _RATES.value))
+  columns = [times_at(rate) for rate in _RATES.value]
+  for name in columns[0]:
+    cells = []
+    for times in columns:
+      ratio = times[name] / next(iter(times.values()))
+      cells.append(f'{1e3 * times[name]:8.1f} ms {ratio:.3f}')
+    print(f'{name:20}  ' + '  '.join(f'{cell:>16}' for cell in cells))
+
+
+if __name__ == '__main__':
+  app.run(main)
