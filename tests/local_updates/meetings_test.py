@@ -3,6 +3,7 @@
 import functools
 
 from absl.testing import parameterized
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -192,6 +193,57 @@ class SurroundingsTest(parameterized.TestCase):
     np.testing.assert_array_equal(anchor['b'], own['b'])
     self.assertGreater(np.ptp(own['a'][:, 0], axis=0).min(), 0)
     np.testing.assert_array_equal(anchor['a'][:, 1], own['a'][:, 1])
+
+
+class LeafTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.MODES, fragments=(1, 4), apply=(False, True))
+  @pytest.mark.slow_unless('_shard_map_(1_not_apply|4_apply)$')
+  def test_keeps_leaves_of_all_kinds(self, mode, fragments, apply):
+    params = {
+        'scalar': jnp.float32(1),
+        'matrix': jnp.ones((2, 5)),
+        'half': jnp.ones(3, jnp.bfloat16),
+        'complex': jnp.ones(2, jnp.complex64),
+        'zero-sized': jnp.ones((0, 4)),
+        'empty': {},
+        'none': None,
+        'masked': optax.MaskedNode(),
+    }
+    tx = local_updates(
+        optax.sgd(0.5, 0.5),
+        _outer(optax.sgd(1.0, 0.5)),
+        AXIS,
+        every=4,
+        fragments=fragments,
+    )
+    steps = np.arange(8, dtype=np.float32)
+
+    def shard(params, own):
+      state = tx.init(params)
+      for i in range(4):
+        grads = jax.tree.map(
+            lambda x, i=i: (x * (own + i)).astype(x.dtype), params
+        )
+        grads = shard_transforms.per_shard(grads, AXIS)
+        if apply:
+          params, state = shard_transforms.update_and_apply(
+              tx, grads, state, params
+          )
+        else:
+          updates, state = tx.update(grads, state, params)
+          params = optax.apply_updates(params, updates)
+      return params, local_params(params, state)
+
+    found, own = modes.map_shards(mode, shard)(params, steps)
+
+    kinds = jax.eval_shape(lambda: params)
+    of_first = jax.tree.map(lambda x: jax.typeof(x[0]), found)
+    chex.assert_trees_all_equal_shapes_and_dtypes(of_first, kinds)
+    # The last fragment is taken over in the last step.
+    if fragments == 1:
+      chex.assert_trees_all_equal(found, own, strict=True)
+    self.assertTrue((found['matrix'] < 0).all())
 
 
 class MeshTest(parameterized.TestCase):

@@ -32,10 +32,12 @@ def resize_state(
   updates that are pending on each shard in `delay_updates`. The mean squares of
   `compensate_delay` are the largest that they were. The last bad step of a
   shard of `guard` is that of the shards it is merged from, and its rolling mean
-  of norms begins anew, because other batches have other norms. A state of your
-  own declares what becomes of it by `resize_rules`; see
-  `shard_transforms.state_rules.ResizeRule`. All else that differs between
-  shards cannot be carried over, and raises.
+  of norms begins anew, because other batches have other norms. The shards of
+  `local_updates` all go on from the mean of their own parameters and of their
+  inner states, weighted by what each has seen, so that a round that was begun
+  ends with the work of all. A state of your own declares what becomes of it by
+  `resize_rules`; see `shard_transforms.state_rules.ResizeRule`. All else that
+  differs between shards cannot be carried over, and raises.
 
   Args:
     state: What `init_state` has made for any number of shards and `tx.update`
