@@ -21,7 +21,7 @@ from shard_transforms import local_updates
 
 AXIS = modes.AXIS
 SHARDS = 8
-TORCHFT = pathlib.Path(__file__).parent / 'torchft'
+TORCHFT = pathlib.Path(__file__).parent / 'torchft.json'
 # [steps, shards, features]
 CENTRES = np.random.default_rng(0).normal(size=(12, SHARDS, 5))
 
@@ -128,16 +128,18 @@ class MethodTest(parameterized.TestCase):
       history = np.stack([1 - 2 * np.arange(1, 16)] * 2, -1)
       np.testing.assert_array_equal(own, [history] * SHARDS)
       return
-    recorded = json.loads((TORCHFT / f'torchft_{case}.json').read_text())[0][0]
-    history = _of_layers(recorded['history'])
-    np.testing.assert_array_equal(
-        own, [[history[i] for i in range(1, 16)]] * SHARDS
+    (recorded,) = (
+        x
+        for x in json.loads(TORCHFT.read_text(encoding='utf-8'))['cases']
+        if (x['delay'], x['mixing']) == (delay, mixing)
     )
-    for step, layers in _of_layers(
-        recorded['global_parameter_history']
-    ).items():
-      if step:
-        np.testing.assert_array_equal(anchor[:, step - 1], [layers] * SHARDS)
+    history = [recorded['history'][str(i)] for i in range(1, 16)]
+    np.testing.assert_array_equal(own, [history] * SHARDS)
+    for step, layers in recorded['global_parameter_history'].items():
+      if step != '0':
+        np.testing.assert_array_equal(
+            anchor[:, int(step) - 1], [layers] * SHARDS
+        )
 
   def test_gives_the_numbers_of_maxtext(self):
     x = np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]])
@@ -257,13 +259,6 @@ class MethodTest(parameterized.TestCase):
 
     self.assertEqual([len(warnings) for warnings in found], [1, 0])
     self.assertRegex(found[0][0], 'taken at `params`.*local_params')
-
-
-def _of_layers(history):
-  return {
-      int(step): [layers[name][0][0] for name in sorted(layers)]
-      for step, layers in history.items()
-  }
 
 
 class SickShardTest(parameterized.TestCase):

@@ -30,9 +30,12 @@ def as_mixing(
       without it or with a delay.
   """
   mixing = arguments.as_fraction('mixing', mixing)
+  is_known = not isinstance(mixing, core.Tracer)
+  # In traced code, even the number in an array would not be known.
+  mixing = float(mixing) if is_known else mixing
   if not isinstance(elastic, bool):
     raise TypeError(f'`elastic` must be a boolean, got {elastic!r}.')
-  if elastic and not isinstance(mixing, core.Tracer) and mixing == 0:
+  if elastic and is_known and mixing == 0:
     raise ValueError(
         '`elastic` of `local_updates` must come with `mixing`, got 0 for that:'
         ' nothing of its own would be left of a shard. For a shard that moves'
