@@ -88,7 +88,10 @@ class ResizeRule:
   kind: Kind = 'keep'
   empty: chex.Numeric | None = None
   reason: str = ''
-  row_weights: np.ndarray | None = None
+  # Arrays cannot be compared as a whole.
+  row_weights: np.ndarray | None = dataclasses.field(
+      default=None, compare=False
+  )
 
   def __post_init__(self):
     kinds = get_args(Kind)
