@@ -42,6 +42,15 @@ class TallyState(NamedTuple):
         'recent': rule('begin_anew', -1),
     }
 
+  def metric_rules(self):
+    rule = state_rules.MetricRule
+    return {
+        'seen': rule('sum'),
+        'rate': rule('mean'),
+        'least': rule('minimum'),
+        'most': rule('maximum'),
+    }
+
   def health_problem(self):
     if jnp.min(self.seen) < 0:
       return f'Updates were lost: {self.seen}.'

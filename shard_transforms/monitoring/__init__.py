@@ -7,6 +7,7 @@ from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
 from shard_transforms._src.monitoring.health import check_health
 from shard_transforms._src.monitoring.hlo_wire_report import hlo_wire_report
+from shard_transforms._src.monitoring.metrics import metrics
 from shard_transforms._src.monitoring.report_table import Collective
 from shard_transforms._src.monitoring.report_table import WireReport
 from shard_transforms._src.monitoring.wire_report import wire_report
@@ -19,6 +20,7 @@ __all__ = (
     'check_health',
     'digest',
     'hlo_wire_report',
+    'metrics',
     'shard_divergence',
     'track_divergence',
     'wire_report',

@@ -1,7 +1,15 @@
-"""What a state of your own declares for `resize_state` and `check_health`."""
+"""What a state of your own declares: for resizing, health and metrics."""
 
+from shard_transforms._src.base.state_rules import MeasuredState
+from shard_transforms._src.base.state_rules import MetricRule
 from shard_transforms._src.base.state_rules import MonitoredState
 from shard_transforms._src.base.state_rules import ResizableState
 from shard_transforms._src.base.state_rules import ResizeRule
 
-__all__ = ('MonitoredState', 'ResizableState', 'ResizeRule')
+__all__ = (
+    'MeasuredState',
+    'MetricRule',
+    'MonitoredState',
+    'ResizableState',
+    'ResizeRule',
+)

@@ -1,7 +1,8 @@
-"""What rules do is in the tests of `resize_state` and `check_health`."""
+"""What rules do is in the tests of those functions that ask for them."""
 
 from absl.testing import absltest
 
+from shard_transforms.state_rules import MetricRule
 from shard_transforms.state_rules import ResizeRule
 
 
@@ -13,3 +14,13 @@ class ResizeRuleTest(absltest.TestCase):
   def test_refuses_an_unknown_kind(self):
     with self.assertRaisesRegex(ValueError, "`kind` must be one of .*'median'"):
       ResizeRule('median')
+
+
+class MetricRuleTest(absltest.TestCase):
+
+  def test_is_the_same_on_all_shards_by_default(self):
+    self.assertEqual(MetricRule(), MetricRule('same'))
+
+  def test_refuses_an_unknown_kind(self):
+    with self.assertRaisesRegex(ValueError, "`kind` must be one of .*'median'"):
+      MetricRule('median')

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.base import state_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,13 @@ class Report:
   mean_age: float = 0.0
   seconds: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `monitoring.metrics` does with its attributes."""
+    return {
+        field.name: state_rules.MetricRule()
+        for field in dataclasses.fields(self)
+    }
 
 
 class Result(NamedTuple):

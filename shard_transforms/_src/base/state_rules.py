@@ -1,15 +1,19 @@
-"""What a state declares beside itself: how it is resized, when it is unhealthy.
+"""What a state declares beside itself: resizing, health and metrics.
 
-`resize_state` and `check_health` know no state by name. They ask each node of a
-state for `resize_rules` and `health_problem`, which any class may have.
+`resize_state`, `check_health` and `metrics` know no state of this library by
+name. They ask each node of a state for `resize_rules`, `health_problem` and
+`metric_rules`, which any class may have.
 """
 
 import abc
+from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import chex
+import jax
 import numpy as np
 
 Reduction = Literal['mean', 'sum', 'weighted']
@@ -24,6 +28,7 @@ Kind = Literal[
     'begin_anew',
     'refuse',
 ]
+Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,3 +147,71 @@ class MonitoredState(Protocol):
     Called outside of traced code. Of an array over several processes, read what
     is addressable.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricRule:
+  """How the shards' values of a part of a state become one number.
+
+  Args:
+    kind: `'same'` for what is the same on all shards; `'sum'`, `'mean'`,
+      `'minimum'` or `'maximum'` over the shards for what each of them has its
+      own of: a leading axis, of length 1 inside the mapped function.
+
+  Raises:
+    ValueError: If the kind is unknown.
+
+  Examples:
+    A transformation of your own that counts, on each shard, its large updates:
+
+    >>> from typing import NamedTuple
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import monitoring
+    >>> from shard_transforms import state_rules
+    >>> class CountLargeState(NamedTuple):
+    ...   large_count: jax.Array  # Of each shard, int32 [1].
+    ...   def metric_rules(self):
+    ...     return {'large_count': state_rules.MetricRule('sum')}
+    >>> state = CountLargeState(jnp.array([1, 0, 4]))  # Of three shards.
+    >>> print(monitoring.metrics(state))
+    {'count_large/large_count': Array(5, dtype=int32)}
+  """
+
+  kind: Summary = 'same'
+
+  def __post_init__(self):
+    kinds = get_args(Summary)
+    if self.kind not in kinds:
+      raise ValueError(f'`kind` must be one of {kinds}, got {self.kind!r}.')
+
+
+class MeasuredState(Protocol):
+  """A state that `metrics` asks for what a person may look at.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> state = shard_transforms.drop_stale(2).init(jnp.zeros(2))
+    >>> print(*state.metric_rules())
+    global_step stale_count stale_shard_count stale_fraction
+  """
+
+  @abc.abstractmethod
+  def metric_rules(self) -> Mapping[str, MetricRule]:
+    """Returns a rule for each attribute that is a metric, by name.
+
+    An attribute may be a property, computed from fields. One that is a mapping
+    gives a metric for each of its values.
+    """
+
+
+def nodes(tree: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+  """Yields those parts of a state that are wanted, outermost first."""
+  # Optax finds nodes by name (`optax.tree.get_all_with_path`); these are found
+  # by what they can do.
+  for node in filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)):
+    yield node
+    parts = jax.tree.leaves(node, is_leaf=lambda x, node=node: x is not node)
+    # A node that is no tree is its own only part.
+    yield from nodes([x for x in parts if x is not node], is_wanted)

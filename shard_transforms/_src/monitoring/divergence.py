@@ -1,5 +1,6 @@
 """Whether shards still hold the same bits where they should."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import chex
@@ -12,6 +13,7 @@ from shard_transforms._src.base import addressable
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.monitoring import checksums
 from shard_transforms._src.reduction import collectives
 
@@ -38,6 +40,15 @@ class DivergenceState(NamedTuple):
   divergence: jax.Array
   diverged_count: jax.Array
   first_diverged_step: jax.Array
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {
+        'num_updates': state_rules.MetricRule(),
+        'divergence': state_rules.MetricRule(),
+        'diverged_count': state_rules.MetricRule(),
+        'first_diverged_step': state_rules.MetricRule(),
+    }
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if shards have diverged."""

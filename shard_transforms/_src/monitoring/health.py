@@ -1,7 +1,5 @@
 """`check_health`: what traced code has counted, raised outside of it."""
 
-from collections.abc import Iterator
-
 import jax
 from jax import core
 import optax
@@ -40,7 +38,7 @@ def check_health(state: optax.OptState) -> None:
         ...
     RuntimeError: `guard` has skipped the last 2 updates, 1 to 2: ...
   """
-  found = list(_monitored(state))
+  found = list(state_rules.nodes(state, _is_monitored))
   if not found:
     raise ValueError(
         '`state` must hold a `GuardState`, a `DivergenceState` or another that'
@@ -54,21 +52,6 @@ def check_health(state: optax.OptState) -> None:
       )
     if problem := node.health_problem():
       raise RuntimeError(problem)
-
-
-def _monitored(tree: optax.OptState) -> Iterator[state_rules.MonitoredState]:
-  """Yields the nodes that can be asked, outermost first."""
-  # Optax finds nodes by name (`optax.tree.get_all_with_path`); these are found
-  # by what they can do.
-  for node in filter(
-      _is_monitored, jax.tree.leaves(tree, is_leaf=_is_monitored)
-  ):
-    yield node
-    yield from _monitored(_fields(node))
-
-
-def _fields(node):
-  return jax.tree.leaves(node, is_leaf=lambda part: part is not node)
 
 
 def _is_monitored(node):

@@ -6,6 +6,7 @@ all of them where JAX tracks this.
 
 from collections.abc import Hashable
 import contextlib
+from typing import Literal
 
 import jax
 from jax import lax
@@ -32,6 +33,23 @@ def largest(x: jax.Array) -> jax.Array:
   """Returns the largest of the numbers of all shards that may differ."""
   axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())
   return lax.pmax(x, axes) if axes else x
+
+
+def combine(
+    x: jax.Array,
+    axes: Axes,
+    kind: Literal['sum', 'mean', 'minimum', 'maximum'],
+) -> jax.Array:
+  """Returns what the numbers of all shards make; itself without axes."""
+  if not axes:
+    return x
+  send = {
+      'sum': lax.psum,
+      'mean': lax.pmean,
+      'minimum': lax.pmin,
+      'maximum': lax.pmax,
+  }[kind]
+  return send(axes_lib.to_varying(x, axes), axes)
 
 
 def spread(x: jax.Array, axes: Axes) -> jax.Array:

@@ -1,5 +1,6 @@
 """`drop_stale`: updates that were computed too many steps ago do not count."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import collectives
@@ -52,6 +54,15 @@ class DropStaleState(NamedTuple):
     """The part of all updates that was dropped, float32 []; 0 at the start."""
     stale = jnp.asarray(self.stale_count, jnp.float32)
     return stale / jnp.maximum(stale + self.global_step, 1)
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {
+        'global_step': state_rules.MetricRule(),
+        'stale_count': state_rules.MetricRule(),
+        'stale_shard_count': state_rules.MetricRule(),
+        'stale_fraction': state_rules.MetricRule(),
+    }
 
 
 def drop_stale(

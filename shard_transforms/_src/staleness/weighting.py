@@ -1,5 +1,6 @@
 """`scale_by_staleness`: the older an update is, the less it counts."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import chex
@@ -11,6 +12,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
@@ -40,6 +42,10 @@ class ScaleByStalenessState(NamedTuple):
 
   global_step: jax.Array
   inner_state: optax.OptState
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {'global_step': state_rules.MetricRule()}
 
 
 def scale_by_staleness(

@@ -74,6 +74,16 @@ class GuardState(NamedTuple):
         'norms': state_rules.ResizeRule('begin_anew'),
     }
 
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {
+        'num_updates': state_rules.MetricRule(),
+        'skipped_count': state_rules.MetricRule(),
+        'consecutive_skipped': state_rules.MetricRule(),
+        'bad_shard_count': state_rules.MetricRule(),
+        'last_bad_step': state_rules.MetricRule('maximum'),
+    }
+
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if too many steps were skipped."""
     num_skipped = addressable.largest(self.consecutive_skipped)

@@ -1,12 +1,15 @@
 """Norms of the last steps, and what is a spike among them."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import counters
+from shard_transforms._src.base import state_rules
 
 
 class NormWindow(NamedTuple):
@@ -21,6 +24,17 @@ class NormWindow(NamedTuple):
   mean: jax.Array
   variance: jax.Array
   num_recorded: jax.Array
+
+  @property
+  def last_mean(self) -> jax.Array:
+    """The mean norm of the last accepted step, float32 []; 0 at the start."""
+    window = self.mean.shape[-1]
+    slot = (jnp.max(self.num_recorded) - 1) % window
+    return lax.dynamic_index_in_dim(self.mean, slot, axis=-1, keepdims=False)
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {'last_mean': state_rules.MetricRule()}
 
 
 def start(window: int) -> NormWindow:
@@ -51,7 +65,7 @@ def deviations(norms: NormWindow, norm: jax.Array) -> jax.Array:
 
   Differences from a number that is near keep the bits that squares would lose.
   """
-  apart = norm - _last_mean(norms)
+  apart = norm - norms.last_mean
   return jnp.stack([apart, apart**2])
 
 
@@ -69,13 +83,9 @@ def record(
   mean, mean_square = total / jnp.maximum(num_shards, 1)
   slot = norms.num_recorded % norms.mean.size
   return NormWindow(
-      mean=norms.mean.at[slot].set(_last_mean(norms) + mean),
+      mean=norms.mean.at[slot].set(norms.last_mean + mean),
       variance=norms.variance.at[slot].set(
           jnp.maximum(mean_square - mean**2, 0)
       ),
       num_recorded=counters.add(norms.num_recorded, 1),
   )
-
-
-def _last_mean(norms):
-  return norms.mean[(norms.num_recorded - 1) % norms.mean.size]

@@ -75,6 +75,13 @@ class TowerReduceState(NamedTuple):
         'oldest_local_step': state_rules.ResizeRule('minimum', NO_STEP),
     }
 
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {
+        'tower': state_rules.MetricRule(),
+        'total_weight': state_rules.MetricRule('sum'),
+    }
+
 
 def start(
     params: optax.Params,
