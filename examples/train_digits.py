@@ -7,12 +7,13 @@ gradients taken at old parameters. (b) and (c) must end where (a) does.
 With `--processes 2`, the shards are those of two processes, which this program
 starts; on a cluster, `shard_transforms.launch.join_processes` says what to set.
 With `--checkpoint_dir`, the same command goes on where the one before was
-ended.
+ended. With `--log_dir`, each way writes a CSV of its metrics, a row a call.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import csv
 import functools
 import itertools
 import math
@@ -36,6 +37,7 @@ import optax
 import tqdm
 
 import shard_transforms
+from shard_transforms import monitoring
 
 AXIS = 'data'
 NUM_TOWERS = 4
@@ -89,6 +91,13 @@ _CHECKPOINT_DIR = flags.DEFINE_string(
     'Folder of checkpoints, to go on from where there are any; all processes'
     ' must see the same. By default, there are none.',
 )
+_LOG_DIR = flags.DEFINE_string(
+    'log_dir',
+    None,
+    'Folder that the metrics of each way are written to; by default, none are.',
+    # `absl.logging` has one of this name, for files that it does not write here.
+    allow_override=True,
+)
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
     'checkpoint_every',
     50,
@@ -134,15 +143,16 @@ def shard_gradient(params: Any, images: jax.Array, labels: jax.Array) -> Any:
   return shard_transforms.shard_mean(loss, AXIS), grads
 
 
-def train_step(tx, gradient, train, images, labels):
+def train_step(tx, gradient, axis_name, train, images, labels):
   """Trains with the gradient at the present parameters."""
   loss, grads = gradient(train.params, images, labels)
   updates, opt_state = tx.update(grads, train.opt_state, train.params)
   params = optax.apply_updates(train.params, updates)
-  return Train(params, opt_state), {'loss': loss}
+  told = monitoring.metrics(opt_state, axis_name=axis_name)
+  return Train(params, opt_state), {'loss': loss, **told}
 
 
-def stale_step(tx, gradient, train, images, labels):
+def stale_step(tx, gradient, axis_name, train, images, labels):
   """Trains with a gradient at parameters that are 0 to `MAX_AGE` steps old."""
   params, state, history = train
   num_calls = state.global_step + state.stale_count
@@ -162,6 +172,7 @@ def stale_step(tx, gradient, train, images, labels):
       'loss': loss,
       'staleness': state.global_step - local_step,
       'dropped': opt_state.stale_count > state.stale_count,
+      **monitoring.metrics(opt_state, axis_name=axis_name),
   }
   return Train(params, opt_state, history), metrics
 
@@ -169,7 +180,8 @@ def stale_step(tx, gradient, train, images, labels):
 def place_on_one_device(run, params, history, devices):
   """Returns the step, its first `Train`, and the ways to and from devices."""
   del devices
-  step = functools.partial(run.step, run.tx, jax.value_and_grad(digits.loss_fn))
+  gradient = jax.value_and_grad(digits.loss_fn)
+  step = functools.partial(run.step, run.tx, gradient, None)
   train = Train(params, run.tx.init(params), history)
   return jax.jit(step, donate_argnums=0), train, jax.device_put, jax.device_get
 
@@ -179,7 +191,7 @@ def place_with_shard_map(run, params, history, devices):
   mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices)
   specs = Train(P(), shard_transforms.state_specs(run.tx, params, mesh), P())
   step = jax.shard_map(
-      functools.partial(run.step, run.tx, shard_gradient),
+      functools.partial(run.step, run.tx, shard_gradient, AXIS),
       mesh=mesh,
       in_specs=(specs, P(AXIS), P(AXIS)),
       out_specs=(specs, P()),
@@ -206,7 +218,7 @@ def place_with_shard_map(run, params, history, devices):
 def place_with_pmap(run, params, history, devices):
   """Does the same for shards of `jax.pmap`."""
   pmap = functools.partial(jax.pmap, axis_name=AXIS, devices=devices)
-  step = functools.partial(run.step, run.tx, shard_gradient)
+  step = functools.partial(run.step, run.tx, shard_gradient, AXIS)
   here = [d.process_index == jax.process_index() for d in devices]
   params, history = jax.tree.map(
       lambda x: jnp.stack([x] * sum(here)), (params, history)
@@ -388,6 +400,31 @@ def start_devices(num_processes: int) -> list[Any]:
   ]
 
 
+def write_metrics(
+    name: str, metrics: dict[str, np.ndarray], folder: pathlib.Path
+) -> None:
+  """Writes what each call of a run told, [steps, num_towers], as a table."""
+  with (folder / f'{name}.csv').open('w', newline='') as file:
+    writer = csv.writer(file)
+    writer.writerow(['call', *metrics])
+    columns = [values.ravel().tolist() for values in metrics.values()]
+    writer.writerows(zip(itertools.count(), *columns, strict=False))
+
+
+def make_folder(name: str, path: str) -> pathlib.Path:
+  """Returns the folder that a flag names.
+
+  Raises:
+    UsageError: If it cannot be made.
+  """
+  folder = pathlib.Path(path)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise app.UsageError(f'`--{name}` must be a folder: {error}') from error
+  return folder
+
+
 def verdict(accuracies: list[float], differences: list[float]) -> str | None:
   """Returns what is wrong, if anything."""
   wrong = []
@@ -427,11 +464,7 @@ def main(argv: Sequence[str]) -> str | None:
     return supervise()
   devices = start_devices(num_processes)
   is_first = jax.process_index() == 0
-  path = pathlib.Path(_OUTPUT_DIR.value) / 'train_digits.png'
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise app.UsageError(f'`--output_dir` must be a folder: {error}') from error
+  path = make_folder('output_dir', _OUTPUT_DIR.value) / 'train_digits.png'
 
   data, test_data = digits.load_data(_SEED.value)
   runs = make_runs(len(devices))
@@ -463,6 +496,10 @@ def main(argv: Sequence[str]) -> str | None:
   ]
   print_table(runs, accuracies, differences, trains[-1].opt_state)
   plot(runs, metrics, path)
+  if _LOG_DIR.value:
+    folder = make_folder('log_dir', _LOG_DIR.value)
+    for run, metric in zip(runs, metrics, strict=True):
+      write_metrics(run.name[1], metric, folder)
   print(f'Loss curves and staleness: {path}')
   return verdict(accuracies, differences)
 

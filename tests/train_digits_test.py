@@ -1,6 +1,7 @@
 """Runs the main job as a user does."""
 
 import concurrent.futures
+import csv
 import os
 import pathlib
 import re
@@ -55,7 +56,7 @@ class TrainDigitsTest(parameterized.TestCase):
       ('digits_out', 8, 500),
       # Of 5 devices, 3 divide this batch.
       ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24'),
-      ('out', 2, 12, '--mode=pmap', '--shards=2', '--seed=1'),
+      ('out', 2, 12, '--mode=pmap', '--shards=2', '--log_dir=out/logs'),
       # With `jax.shard_map`, killed_test runs in two processes.
       ('in_two', 4, 12, '--processes=2', '--mode=pmap', '--shards=4'),
   )
@@ -97,8 +98,25 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertIn(f'{7 * steps}/{7 * steps}', run.stderr)
     self.check_figure(f'{folder}/train_digits.png')
 
+    if 'logs' in ''.join(flags):
+      self.check_logs(steps)
+
+  def check_logs(self, steps):
+    tables = {}
+    for run in 'abcd':
+      with (self.folder / f'out/logs/{run}.csv').open(newline='') as file:
+        tables[run] = list(csv.DictReader(file))
+    self.assertEqual(list(tables['a'][0]), ['call', 'loss'])
+    towers = [row['tower_reduce/tower'] for row in tables['c']]
+    self.assertEqual(towers, ['1', '2', '3', '0'] * steps)
+    *_, last = tables['d']
+    self.assertEqual(last['call'], str(steps - 1))
+    num_calls = int(last['drop_stale/global_step'])
+    num_calls += int(last['drop_stale/stale_count'])
+    self.assertEqual(num_calls, steps)
+
   def check_figure(self, name):
-    self.assertEqual(self.files(), [name])
+    self.assertEqual([x for x in self.files() if '.csv' not in x], [name])
     png = (self.folder / name).read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n\x1a\n')
     width, height = (int.from_bytes(png[i : i + 4], 'big') for i in (16, 20))
