@@ -1,5 +1,6 @@
 """Optax transformations for gradients that cross shards and towers."""
 
+from shard_transforms import aggregators as aggregators
 from shard_transforms import asynchronous as asynchronous
 from shard_transforms import launch as launch
 from shard_transforms import monitoring as monitoring

@@ -42,7 +42,7 @@ PACKAGE = ROOT / 'shard_transforms'
 FLOORS = (
     ('base', 'tf1'),
     ('launch', 'reduction', 'state'),
-    ('tracing',),
+    ('aggregators', 'tracing'),
     ('local_updates', 'monitoring', 'staleness', 'transforms'),
     ('asynchronous',),
 )
@@ -64,7 +64,7 @@ FACADE_MODULES = sorted(
     if path.stem != '__init__'
 )
 NAMESPACES = (
-    *(shard_transforms, asynchronous, facade),
+    *(shard_transforms, aggregators, asynchronous, facade),
     *(launch, monitoring, state_rules),
 )
 
@@ -75,8 +75,10 @@ PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 DOCUMENTS = (
     'README.md',
     'CONTRIBUTING.md',
+    'docs/aggregators.md',
     'docs/asynchronous.md',
     'docs/local_updates.md',
+    'docs/metrics.md',
     'docs/plain_jit.md',
     'docs/porting_from_tf1.md',
     'docs/silent_mistakes.md',

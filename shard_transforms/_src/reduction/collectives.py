@@ -121,6 +121,17 @@ def scatter(
   return rows
 
 
+def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the rows that all shards have for this one.
+
+  Args:
+    rows: An array [number of shards, ...] that has a row for each shard, in the
+      order of the mesh; see `row_index`.
+    axes: The axes of a mesh.
+  """
+  return lax.all_to_all(rows, axes_lib.in_mesh_order(axes), 0, 0)
+
+
 def gather(
     row: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
 ) -> jax.Array:

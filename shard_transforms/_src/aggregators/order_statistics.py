@@ -1,0 +1,199 @@
+"""`coordinate_median`, `trimmed_mean`: what a few lying shards cannot move far.
+
+Each element is treated alone. Weight and lies travel with the values: a shard
+that does not count sends NaN, and the NaN of one that does is infinite, the
+largest lie there is.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.aggregators import aggregator
+from shard_transforms._src.aggregators import exchange
+from shard_transforms._src.aggregators import sorting_network
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+
+
+def coordinate_median(
+    axis_name: axes_lib.AxisName,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces updates by their median over all shards, element by element.
+
+  With an even number of shards, it is the mean of the two in the middle. As
+  long as fewer than half of the shards lie, whatever they send, NaN and
+  infinity included, each element stays between the least and the largest of
+  those of the others. Belongs in the place of `cross_shard_mean`.
+
+  A shard whose extra argument `weight` is zero is left out; all others count
+  the same, because a shard that lies may lie about its weight. Where all are
+  left out, the update is zero. What is sent is what `cross_shard_mean` sends:
+  slices all-to-all, and the medians back. Where a mesh axis is not mapped, each
+  shard gathers the updates of all instead.
+
+  Complex leaves have the median of their real and imaginary parts.
+
+  Args:
+    axis_name: The mapped axis to reduce over, or a sequence of them.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` without state, whose `update`
+    takes the optional extra argument `weight`.
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If `axis_name` is not a name or a sequence of names; in `update`,
+      if a leaf is an integer or boolean, or `weight` is not a real number.
+    ValueError: If `axis_name` is empty or names an axis twice; in `update`, if
+      a leaf is already reduced, or `weight` is not a scalar or known to be
+      negative.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import aggregators
+    >>> tx = aggregators.coordinate_median('data')
+    >>> reduce = lambda update: tx.update(update, tx.init(update))[0]
+    >>> updates = jnp.array([1.0, 2.0, jnp.nan, -1e30, 1.5])
+    >>> print(jax.vmap(reduce, axis_name='data')(updates))
+    [1.5 1.5 1.5 1.5 1.5]
+
+  References:
+    Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal
+    Statistical Rates, 2018, https://arxiv.org/abs/1803.01498.
+  """
+  return aggregator.transformation(
+      'coordinate_median', axis_name, functools.partial(_aggregate, _median)
+  )
+
+
+def trimmed_mean(
+    axis_name: axes_lib.AxisName, num_trimmed: int
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces updates by their mean over shards without the extreme ones.
+
+  Of the values that the shards have of an element, the `num_trimmed` least and
+  as many of the largest are left out. As long as no more shards lie than that,
+  whatever they send, NaN and infinity included, each element stays between the
+  least and the largest of those of the others. Belongs in the place of
+  `cross_shard_mean`.
+
+  A shard whose extra argument `weight` is zero is left out before; all others
+  count the same, because a shard that lies may lie about its weight. If fewer
+  than :math:`2 \cdot \text{num\_trimmed} + 1` are left, as many are trimmed as
+  leave one or two; if none is, the update is zero. What is sent is as for
+  `coordinate_median`.
+
+  Args:
+    axis_name: The mapped axis to reduce over, or a sequence of them.
+    num_trimmed: How many values are left out at each end, at least 0 and less
+      than half of the shards.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` without state, whose `update`
+    takes the optional extra argument `weight`.
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, or `weight` is not a real number.
+    ValueError: If an argument has a wrong value; in `update`, if `num_trimmed`
+      is half of the shards or more, a leaf is already reduced, or `weight` is
+      not a scalar or known to be negative.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import aggregators
+    >>> tx = aggregators.trimmed_mean('data', 1)
+    >>> reduce = lambda update: tx.update(update, tx.init(update))[0]
+    >>> updates = jnp.array([1.0, 2.0, 1.5, -1e30])
+    >>> print(jax.vmap(reduce, axis_name='data')(updates))
+    [1.25 1.25 1.25 1.25]
+
+  References:
+    Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal
+    Statistical Rates, 2018, https://arxiv.org/abs/1803.01498.
+  """
+  num_trimmed = arguments.as_at_least('num_trimmed', num_trimmed, 0)
+
+  def aggregate(leaves, counts, axes):
+    num_shards = axes_lib.size(axes, 'trimmed_mean')
+    if 2 * num_trimmed >= num_shards and num_trimmed:
+      raise ValueError(
+          '`num_trimmed` of `trimmed_mean` must be less than half of the'
+          f' {num_shards} shards, got {num_trimmed!r}. With as many liars, no'
+          ' aggregator can tell who lies.'
+      )
+    combine = functools.partial(_trimmed_mean, num_trimmed)
+    return _aggregate(combine, leaves, counts, axes)
+
+  return aggregator.transformation('trimmed_mean', axis_name, aggregate)
+
+
+def _aggregate(
+    combine: Callable[[list[jax.Array], Any], jax.Array],
+    leaves: list[jax.Array],
+    counts: jax.Array | None,
+    axes: aggregator.Axes,
+) -> list[jax.Array]:
+  """Applies a function of sorted rows and of how many of them count."""
+  if axes_lib.size(axes, '') == 1:
+    return aggregator.alone(leaves, counts, axes)
+
+  def combine_values(values):
+    num_counted = len(values)
+    if counts is not None:
+      # Left out are whole rows, which the first elements tell.
+      firsts = values.reshape(num_counted, -1)[:, 0]
+      num_counted = jnp.sum(~jnp.isnan(firsts))
+    values = jnp.where(jnp.isnan(values), jnp.inf, values)
+    return combine(sorting_network.sort(values), num_counted)
+
+  marked = [_mark(leaf, counts) for leaf in leaves]
+  return exchange.map_elements(combine_values, marked, axes)
+
+
+def _mark(leaf, counts):
+  """Returns what a shard sends: infinity for NaN, and NaN if it is left out."""
+  if counts is None:
+    return leaf
+  told = jnp.where(jnp.isnan(leaf), jnp.inf, leaf)
+  return jnp.where(counts, told, jnp.nan)
+
+
+def _median(rows, num_counted):
+  """Returns the median of sorted rows, of which so many count."""
+  low, high = (_row(rows, (num_counted - i) // 2) for i in (1, 0))
+  # A sum of halves overflows nowhere; what is alike stays as it is.
+  median = jnp.where(low == high, low, low / 2 + high / 2)
+  return _zero_without(num_counted, median)
+
+
+def _trimmed_mean(num_trimmed, rows, num_counted):
+  """Returns the mean of those sorted rows that are left in the middle."""
+  if isinstance(num_counted, int):
+    kept = rows[num_trimmed : num_counted - num_trimmed]
+    return sum(kept[1:], kept[0]) / len(kept)
+  least = jnp.clip((num_counted - 1) // 2, 0, num_trimmed)
+  num_kept = num_counted - 2 * least
+  is_kept = [(i >= least) & (i < num_counted - least) for i in range(len(rows))]
+  kept = [jnp.where(k, row, 0) for k, row in zip(is_kept, rows, strict=True)]
+  return sum(kept[1:], kept[0]) / jnp.maximum(num_kept, 1).astype(kept[0].dtype)
+
+
+def _row(rows, index):
+  if isinstance(index, int):
+    return rows[index]
+  return jnp.stack(rows)[jnp.clip(index, 0, len(rows) - 1)]
+
+
+def _zero_without(num_counted, x):
+  if isinstance(num_counted, int):
+    return x
+  return jnp.where(num_counted > 0, x, 0)

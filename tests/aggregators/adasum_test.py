@@ -1,0 +1,164 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+import lying_shards
+import modes
+import shard_transforms
+from shard_transforms import aggregators
+
+AXIS = modes.AXIS
+# A hundred times the rounding of float32.
+TOLERANCE = 100 * float(np.finfo(np.float32).eps)
+
+
+def adasum(updates):
+  """Returns the adaptive sum of vectors, in float64."""
+  nodes = [np.asarray(x, np.float64) for x in updates]
+  while len(nodes) > 1:
+    pairs = zip(nodes[::2], nodes[1::2], strict=False)
+    nodes = [_pair(*pair) for pair in pairs] + nodes[len(nodes) // 2 * 2 :]
+  return nodes[0]
+
+
+def _pair(a, b):
+  dot, *squares = np.sum(a * b), np.sum(a * a), np.sum(b * b)
+  along = [dot / (2 * x) if x else 0 for x in squares]
+  return (1 - along[0]) * a + (1 - along[1]) * b
+
+
+def aggregated(updates, mode='shard_map', weight=None, **kwargs):
+  """Returns the adaptive sum on the first shard."""
+  tx = aggregators.adasum(AXIS, **kwargs)
+  found = lying_shards.aggregated(tx, mode, updates, weight, _len(updates))
+  return jax.tree.map(lambda x: x[0], found)
+
+
+def _len(tree):
+  return len(jax.tree.leaves(tree)[0])
+
+
+def assert_close(found, expected):
+  scale = np.max(np.abs(expected))
+  np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * scale)
+
+
+class AdasumTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.MODES, num_shards=(2, 5, 8))
+  def test_is_the_tree_of_pairs_of_each_leaf(self, mode, num_shards):
+    updates = lying_shards.tree(num_shards)
+
+    found = aggregated(updates, mode)
+
+    for name, x in updates.items():
+      assert_close(found[name], adasum(x))
+
+  @cases.parameters(*modes.MODES)
+  def test_is_that_of_the_whole_tree(self, mode):
+    updates = lying_shards.tree()
+    flat = np.concatenate([x.reshape(8, -1) for x in updates.values()], axis=1)
+
+    found = aggregated(updates, mode, over='tree')
+
+    found = np.concatenate([x.ravel() for x in found.values()])
+    assert_close(found, adasum(flat))
+
+  @cases.parameters(*modes.MODES)
+  def test_shards_of_weight_zero_are_as_if_zero(self, mode):
+    weight = np.float32([3, 0, 1, 0, 2, 1, np.nan, 0.5])
+    updates = lying_shards.tree()['w']
+    lies, left = updates.copy(), updates.copy()
+    lies[[1, 3]], left[[1, 3, 6]] = np.nan, 0
+
+    assert_close(aggregated(lies, mode, weight), adasum(left))
+
+  @cases.parameters(2, 4, 7, 8)
+  def test_orthogonal_updates_add(self, num_shards):
+    updates = np.eye(num_shards, dtype=np.float32) * np.arange(1, 1 + num_shards)
+
+    found = aggregated(np.float32(updates))
+
+    assert_close(found, np.arange(1, 1 + num_shards))
+
+  @cases.parameters(2, 4, 8)
+  def test_parallel_updates_average(self, num_shards):
+    direction = np.random.default_rng(0).normal(size=33)
+    lengths = np.arange(1, 1 + num_shards)
+
+    found = aggregated(np.float32(lengths[:, None] * direction))
+
+    assert_close(found, lengths.mean() * direction)
+
+  @cases.parameters(3, 5, 7)
+  def test_equal_updates_stay_whatever_their_number(self, num_shards):
+    update = np.random.default_rng(0).normal(size=33)
+
+    assert_close(aggregated(np.float32([update] * num_shards)), update)
+
+  def test_opposite_updates_vanish_and_leave_the_others_alone(self):
+    update = np.random.default_rng(0).normal(size=(3, 33))
+    a, b, c = np.float32(update)
+
+    assert_close(aggregated(np.stack([a, -a, b, c])), adasum([b, c]))
+
+  @cases.product(
+      sizes=[
+          (1e-30,) * 4,
+          (1e30,) * 4,
+          (1e-30, 1e30, 1e-30, 1e30),
+          (1e30, 1.0, 1e-30, 1e-10),
+          (1e-30, 1e-30, 1e15, 1e30),
+      ],
+      parallel=(False, True),
+  )
+  def test_norms_neither_overflow_nor_underflow(self, sizes, parallel):
+    rng = np.random.default_rng(0)
+    updates = rng.normal(size=(1 if parallel else 4, 50))
+    updates = np.float32(updates * np.float64(sizes)[:, None])
+
+    found = aggregated(updates)
+
+    self.assertTrue(np.isfinite(found).all())
+    assert_close(found, adasum(updates))
+
+  @cases.parameters(*modes.MODES)
+  def test_zeros_give_zero_and_zero_gives_the_other(self, mode):
+    other = np.float32([1, -2, 3])
+
+    np.testing.assert_array_equal(
+        aggregated(np.zeros([8, 3], np.float32), mode), np.zeros(3)
+    )
+    assert_close(aggregated(np.stack([0 * other, other]), mode), other)
+
+  @cases.parameters(*modes.MODES)
+  def test_is_the_identity_at_one_shard_to_the_bit(self, mode):
+    update = np.float32([[1e-40, -0.0, np.nan, -np.inf, 3.3]])
+
+    tx = aggregators.adasum(AXIS)
+    found = lying_shards.mapped(tx, mode, 1)(0.0, ({'w': update}, None))['w']
+
+    np.testing.assert_array_equal(
+        found.view(np.uint32), update.view(np.uint32)
+    )
+
+  def test_sends_an_all_reduce_and_three_numbers_a_pair(self):
+    num_leaves, elements = 3, 8 * 4096
+    grads = [jax.ShapeDtypeStruct((elements,), jnp.float32)] * num_leaves
+    tx = aggregators.adasum(AXIS)
+
+    report = shard_transforms.monitoring.wire_report(
+        lambda u: tx.update(u, tx.init(u))[0], grads, axis_sizes={AXIS: 8}
+    )
+
+    whole = 2 * num_leaves * elements * 4 * 7 / 8
+    # Of seven pairs, in three levels.
+    products = 2 * num_leaves * 7 * 3 * 4 * 7 / 8
+    scales = 7 * num_leaves * 4
+    self.assertEqual(report.total_bytes, whole + products + scales)
+
+  def test_refuses_an_unknown_part(self):
+    with self.assertRaisesRegex(ValueError, "`over` must be .* got 'layer'"):
+      aggregators.adasum(AXIS, over='layer')

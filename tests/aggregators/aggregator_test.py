@@ -1,0 +1,178 @@
+"""What all aggregators have in common, and how they meet other gates."""
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import lying_shards
+import modes
+import shard_transforms
+from shard_transforms import aggregators
+
+AXIS = modes.AXIS
+AGGREGATORS = {
+    'adasum': lambda: aggregators.adasum(AXIS),
+    'coordinate_median': lambda: aggregators.coordinate_median(AXIS),
+    'majority_vote': lambda: aggregators.majority_vote(AXIS),
+    'trimmed_mean': lambda: aggregators.trimmed_mean(AXIS, 2),
+}
+
+
+def alone(name, updates):
+  """Returns the aggregate of some updates, of as many shards."""
+  found = lying_shards.aggregated(
+      AGGREGATORS[name](), 'vmap', updates, None, len(updates)
+  )
+  return found[0]
+
+
+def run(tx, mode, updates, **extra_args):
+  """Returns the updates of one call behind all gates, of the first shard."""
+
+  def fn(params, own):
+    update, extra = own
+    update = shard_transforms.per_shard(update, AXIS)
+    return tx.update(update, tx.init(params), params, **extra)[0]
+
+  mapped = modes.map_shards(mode, fn)
+  params = jnp.zeros(updates.shape[-1])
+  return np.asarray(mapped(params, (updates, extra_args)))[0]
+
+
+class AggregatorTest(parameterized.TestCase):
+
+  @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
+  def test_guard_leaves_out_what_is_not_finite(self, name, mode):
+    updates = lying_shards.tree()['w']
+    updates[2, 5] = np.nan
+    tx = shard_transforms.guard(
+        AGGREGATORS[name](), AXIS, on_bad='exclude', min_shards=5
+    )
+
+    found = run(tx, mode, updates)
+
+    if name == 'adasum':
+      expected = updates.copy()
+      expected[2] = 0
+    else:
+      expected = np.delete(updates, 2, axis=0)
+    np.testing.assert_allclose(found, alone(name, expected), rtol=2e-5)
+
+  @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
+  def test_drop_stale_leaves_out_what_is_late(self, name, mode):
+    updates = lying_shards.tree()['w']
+    tx = shard_transforms.drop_stale(0, AGGREGATORS[name](), axis_name=AXIS)
+    local_step = np.where(np.arange(8) == 3, -5, 0).astype(np.int32)
+
+    found = run(tx, mode, updates, local_step=local_step)
+
+    if name == 'adasum':
+      updates[3] = 0
+    else:
+      updates = np.delete(updates, 3, axis=0)
+    np.testing.assert_allclose(found, alone(name, updates), rtol=2e-5)
+
+  @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
+  def test_towers_are_averaged_first_by_their_weights(self, name, mode):
+    updates = np.random.default_rng(0).normal(size=(8, 2, 6)).astype('float32')
+    weight = np.float32([[3, 1]] * 8)
+    tx = shard_transforms.tower_reduce(2, AGGREGATORS[name](), axis_name=AXIS)
+
+    def fn(params, own):
+      state = tx.init(params)
+      for tower in range(2):
+        update = shard_transforms.per_shard(own[0][tower], AXIS)
+        found, state = tx.update(update, state, params, weight=own[1][tower])
+      return found
+
+    found = modes.map_shards(mode, fn)(jnp.zeros(6), (updates, weight))
+
+    of_shards = (3 * updates[:, 0] + updates[:, 1]) / 4
+    np.testing.assert_allclose(found[0], alone(name, of_shards), rtol=3e-5)
+
+  @cases.parameters(*AGGREGATORS)
+  def test_comes_before_a_sharded_optimizer(self, name):
+    updates = lying_shards.tree()['w']
+    inner = optax.sgd(1.0)
+    tx = optax.chain(
+        AGGREGATORS[name](),
+        shard_transforms.shard_update(inner, AXIS, on_invariant='averaged'),
+    )
+
+    found = run(tx, 'shard_map', updates)
+
+    np.testing.assert_allclose(found, -alone(name, updates), rtol=2e-5)
+
+  @cases.parameters(*AGGREGATORS)
+  def test_a_sharded_optimizer_refuses_it_and_says_what_to_do(self, name):
+    tx = shard_transforms.shard_update(AGGREGATORS[name](), AXIS)
+
+    with self.assertRaisesRegex(
+        ValueError,
+        rf"(?s)`updates` of `{name}` must be per shard .*`shard_update`.*"
+        r"chain\(.*on_invariant='averaged'",
+    ):
+      run(tx, 'shard_map', lying_shards.tree()['w'])
+
+  @cases.product(name=AGGREGATORS, mode=modes.MODES)
+  def test_keeps_kinds_of_leaves(self, name, mode):
+    rng = np.random.default_rng(0)
+    updates = {
+        'half': rng.normal(size=(8, 3)).astype(jnp.bfloat16),
+        'complex': rng.normal(size=(8, 3, 2)).view(np.complex128),
+        'empty': np.zeros((8, 0, 3), np.float32),
+        'none': None,
+        'masked': optax.MaskedNode(),
+    }
+    updates['complex'] = updates['complex'][..., 0].astype(np.complex64)
+
+    found = lying_shards.aggregated(AGGREGATORS[name](), mode, updates)
+
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(updates))
+    for key in ('half', 'complex', 'empty'):
+      self.assertEqual(found[key].dtype, updates[key].dtype)
+      self.assertEqual(found[key].shape, updates[key].shape)
+    if name == 'coordinate_median':
+      z = updates['complex']
+      expected = np.median(z.real, 0) + 1j * np.median(z.imag, 0)
+      np.testing.assert_allclose(found['complex'][0], expected, rtol=1e-6)
+
+  @cases.product(
+      name=AGGREGATORS,
+      weight=[(-1.0, ValueError), (np.ones(2), ValueError), ('a', TypeError)],
+  )
+  def test_refuses_a_bad_weight(self, name, weight):
+    weight, error = weight
+    tx = AGGREGATORS[name]()
+
+    def fn(_, update):
+      return tx.update(update, tx.init(update), weight=weight)[0]
+
+    with self.assertRaisesRegex(error, f'`weight` of `{name}` must'):
+      modes.map_shards('shard_map', fn)(0.0, np.ones([8, 3]))
+
+  @cases.parameters((0, TypeError), ((), ValueError))
+  def test_refuses_a_bad_axis(self, axis_name, error):
+    for make in (
+        aggregators.adasum,
+        aggregators.coordinate_median,
+        aggregators.majority_vote,
+    ):
+      with self.assertRaisesRegex(error, '`axis_name` must'):
+        make(axis_name)
+
+  def test_float0_passes(self):
+    tx = AGGREGATORS['coordinate_median']()
+
+    def fn(update):
+      tree = {'i': np.zeros(2, jax.dtypes.float0), 'x': update[0]}
+      return tx.update(tree, tx.init(tree))[0]['x']
+
+    mapped = jax.shard_map(
+        fn, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
+    )
+    np.testing.assert_array_equal(mapped(np.ones([8, 3])), np.ones(3))

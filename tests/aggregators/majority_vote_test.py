@@ -1,0 +1,82 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+import lying_shards
+import modes
+import shard_transforms
+from shard_transforms import aggregators
+
+AXIS = modes.AXIS
+VOTE = aggregators.majority_vote(AXIS)
+
+
+def winners(x):
+  return np.where(2 * np.sum(x < 0, axis=0) > len(x), -1, 1)
+
+
+class MajorityVoteTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.MODES, num_shards=(8, 5, 1))
+  def test_is_the_sign_of_most_shards(self, mode, num_shards):
+    updates = lying_shards.tree(num_shards)
+
+    found = lying_shards.aggregated(VOTE, mode, updates, None, num_shards)
+
+    for name, x in updates.items():
+      for of_shard in found[name]:
+        np.testing.assert_array_equal(of_shard, winners(x))
+
+  @cases.parameters(*modes.MODES)
+  def test_shards_of_weight_zero_have_no_vote(self, mode):
+    weight = np.float32([3, 0, 1, 0, 2, 1, np.nan, 0.5])
+    updates = lying_shards.tree()
+
+    found = lying_shards.aggregated(VOTE, mode, updates, weight)
+
+    for name, x in updates.items():
+      left = winners(x[[0, 2, 4, 5, 7]])
+      np.testing.assert_array_equal(found[name], np.stack([left] * 8))
+
+  @cases.parameters(*modes.MODES)
+  def test_without_any_vote_the_update_is_zero(self, mode):
+    weight = np.zeros(8, np.float32)
+
+    found = lying_shards.aggregated(VOTE, mode, lying_shards.tree(), weight)
+
+    for x in found.values():
+      np.testing.assert_array_equal(x, np.zeros_like(x))
+
+  @cases.parameters(*modes.MODES)
+  def test_zeros_nan_and_ties_are_positive(self, mode):
+    sign = np.float32([1, -1] * 4)
+    updates = np.stack([0 * sign, np.nan * sign, sign, -1 - 0 * sign], axis=1)
+
+    found = lying_shards.aggregated(VOTE, mode, {'x': updates})['x']
+
+    np.testing.assert_array_equal(found[0], [1, 1, 1, -1])
+
+  def test_three_liars_of_eight_change_nothing_unanimous(self):
+    updates = np.float32([[1, -1, 2, -3]] * 8)
+    lies = updates.copy()
+    lies[[1, 4, 6]] = [-np.inf, 1e38, np.nan, np.inf]
+
+    found = lying_shards.aggregated(VOTE, 'shard_map', {'x': lies})['x']
+
+    np.testing.assert_array_equal(found, np.sign(updates))
+
+  def test_sends_a_bit_an_element_both_ways(self):
+    grads = jax.ShapeDtypeStruct((8 * 8 * 1000,), jnp.float32)
+
+    def sent(weight):
+      return shard_transforms.monitoring.wire_report(
+          lambda u: VOTE.update(u, VOTE.init(u), weight=weight)[0],
+          grads,
+          axis_sizes={AXIS: 8},
+      ).total_bytes
+
+    self.assertEqual(sent(None), 2 * 8000 * 7 / 8)
+    # And from each shard to each other one a byte.
+    self.assertEqual(sent(1.0), 2 * 8000 * 7 / 8 + 7)
