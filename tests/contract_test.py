@@ -23,6 +23,7 @@ import pytest
 import cases
 import modes
 import shard_transforms
+from shard_transforms import aggregators
 from shard_transforms import clip_by_global_norm
 from shard_transforms import compensate_delay
 from shard_transforms import cross_shard_mean
@@ -35,6 +36,7 @@ from shard_transforms import reduce_towers
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms.aggregators import trimmed_mean
 from shard_transforms.monitoring import track_divergence
 
 AXIS = modes.AXIS
@@ -63,6 +65,11 @@ class Row(NamedTuple):
     delays: Whether the result is late, by one call less than towers.
     moves: Whether it keeps parameters of its own, and has to be given those
       that its updates have been applied to.
+    aggregate: What it makes of the updates of all shards [shards, ...] in a
+      call, if not `factor` times their mean.
+    positive: Whether it is given positive updates: those that nearly cancel out
+      would not have a result in few bits.
+    tolerance: How far the result may be from what it is in many bits.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -77,6 +84,9 @@ class Row(NamedTuple):
   keeps: bool = False
   delays: bool = False
   moves: bool = False
+  aggregate: Callable[[np.ndarray], np.ndarray] | None = None
+  positive: bool = False
+  tolerance: float = 1e-6
 
 
 def _of_present(tx):
@@ -86,6 +96,34 @@ def _of_present(tx):
     return tx.update(updates, state, params, read_params=params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(tx.init, update_fn)
+
+
+def _by_parts(aggregate):
+  """Returns what treats real and imaginary parts of complex leaves alone."""
+
+  def parts(x):
+    if np.iscomplexobj(x):
+      return aggregate(x.real) + 1j * aggregate(x.imag)
+    return aggregate(x)
+
+  return parts
+
+
+def _adasum(x):
+  while len(x) > 1:
+    x = np.stack([_pair(*pair) for pair in zip(x[::2], x[1::2], strict=True)])
+  return x[0]
+
+
+def _pair(a, b):
+  dot = np.sum(a * b.conj()).real
+  squares = [np.sum(x * x.conj()).real for x in (a, b)]
+  along = [dot / (2 * square) if square else 0 for square in squares]
+  return (1 - along[0]) * a + (1 - along[1]) * b
+
+
+def _signs(x):
+  return np.where(2 * np.sum(x < 0, axis=0) > len(x), -1, 1).astype(x.dtype)
 
 
 def _mean(inner):
@@ -281,6 +319,40 @@ ROWS = {
         lambda inner, n: optax.chain(clip_by_global_norm(1e9), inner),
         chained=True,
     ),
+    'adasum': Row(
+        lambda inner, n: optax.chain(aggregators.adasum(AXIS), inner),
+        per_shard=True,
+        chained=True,
+        refuser='adasum',
+        aggregate=_adasum,
+        positive=True,
+        # The last bit of a leaf of 16 bits.
+        tolerance=1e-2,
+    ),
+    'coordinate_median': Row(
+        lambda inner, n: optax.chain(
+            aggregators.coordinate_median(AXIS), inner
+        ),
+        per_shard=True,
+        chained=True,
+        refuser='coordinate_median',
+        aggregate=_by_parts(lambda x: np.median(x, axis=0)),
+    ),
+    'trimmed_mean': Row(
+        lambda inner, n: optax.chain(
+            aggregators.trimmed_mean(AXIS, 0), inner
+        ),
+        per_shard=True,
+        chained=True,
+        refuser='trimmed_mean',
+    ),
+    'majority_vote': Row(
+        lambda inner, n: optax.chain(aggregators.majority_vote(AXIS), inner),
+        per_shard=True,
+        chained=True,
+        refuser='majority_vote',
+        aggregate=_by_parts(_signs),
+    ),
     'track_divergence': Row(
         lambda inner, n: optax.chain(
             cross_shard_mean(AXIS), track_divergence(AXIS, every=2), inner
@@ -297,6 +369,7 @@ STATIC_ARGS = (
     (reduce_towers, 'num_towers', dict(num_towers=3)),
     (drop_stale, 'staleness', dict(staleness=3)),
     (delay_updates, 'steps', dict(steps=3)),
+    (trimmed_mean, 'num_trimmed', dict(axis_name=AXIS, num_trimmed=1)),
     (track_divergence, 'every', dict(axis_name=AXIS, every=3)),
 )
 TOWER_FIELDS = {
@@ -401,8 +474,9 @@ def shard_data(row, params, seed=0):
   lead = (SHARDS, CALLS) + ((TOWERS,) if row.towers == 'stacked' else ())
 
   def draw(param):
-    integers = TOWERS * rng.integers(-9, 10, (*lead, *param.shape))
-    if param.ndim == 2:
+    least = 1 if row.positive else -9
+    integers = TOWERS * rng.integers(least, 10, (*lead, *param.shape))
+    if param.ndim == 2 and not row.positive:
       return rng.normal(size=integers.shape).astype(param.dtype)
     return np.asarray(integers, param.dtype)
 
@@ -414,6 +488,8 @@ def expected_updates(row, data):
 
   def mean(x):
     wide = np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+    if row.aggregate is not None:
+      return np.stack([row.aggregate(x) for x in wide.swapaxes(0, 1)])
     if row.towers == 'stacked':
       return wide.mean((0, 2))
     if row.delays:
@@ -677,7 +753,10 @@ class MappedTest(parameterized.TestCase):
     with self.subTest('gives the mean over shards and towers'):
       expected = on_shards(expected_updates(row, data))
       chex.assert_trees_all_equal_shapes_and_dtypes(updates, expected)
-      chex.assert_trees_all_close(updates, expected, rtol=1e-6, atol=1e-6)
+      tolerance = row.tolerance
+      chex.assert_trees_all_close(
+          updates, expected, rtol=tolerance, atol=tolerance
+      )
     with self.subTest('gives the same bits on all shards'):
       bits = jax.tree.map(lambda x: x.view(np.uint8), updates)
       of_first = on_shards(jax.tree.map(lambda x: x[0], bits))
@@ -725,6 +804,8 @@ class MappedTest(parameterized.TestCase):
     state = inner.init(plain_params())
     for call in range(CALLS):
       at_call = jax.tree.map(lambda x, call=call: x[0, call], data)
+      if row.aggregate is not None:
+        at_call = jax.tree.map(lambda x: row.aggregate(x[None]), at_call)
       expected, state = inner.update(at_call, state)
       actual = jax.tree.map(lambda x, call=call: x[0, call], updates)
       chex.assert_trees_all_equal(actual, expected, strict=True)

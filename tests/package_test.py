@@ -28,6 +28,7 @@ import optax
 import cases
 import python_command
 import shard_transforms
+from shard_transforms import aggregators
 from shard_transforms import asynchronous
 from shard_transforms import facade
 from shard_transforms import launch

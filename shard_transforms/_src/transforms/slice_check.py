@@ -122,5 +122,6 @@ def _raise(problem):
         ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first in'
         ' `inner`. Or let what comes first see what is reduced:'
         ' `optax.chain(cross_shard_mean(axis_name), first,'
-        " shard_update(inner, axis_name, on_invariant='averaged'))`."
+        " shard_update(inner, axis_name, on_invariant='averaged'))`. So do"
+        ' `shard_transforms.aggregators`, in the place of `cross_shard_mean`.'
     )
