@@ -37,7 +37,9 @@ from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.aggregators import trimmed_mean
+from shard_transforms.monitoring import track_agreement
 from shard_transforms.monitoring import track_divergence
+from shard_transforms.monitoring import track_noise_scale
 
 AXIS = modes.AXIS
 SHARDS, TOWERS, CALLS = 8, 3, 6
@@ -352,6 +354,21 @@ ROWS = {
         chained=True,
         refuser='majority_vote',
         aggregate=_by_parts(_signs),
+    ),
+    'track_noise_scale': Row(
+        lambda inner, n: optax.chain(track_noise_scale(AXIS), inner),
+        per_shard=True,
+        chained=True,
+        refuser='track_noise_scale',
+    ),
+    'track_agreement': Row(
+        lambda inner, n: optax.chain(
+            track_agreement(AXIS, cross_shard_mean(AXIS)), inner
+        ),
+        per_shard=True,
+        chained=True,
+        refuser='track_agreement',
+        keeps=True,
     ),
     'track_divergence': Row(
         lambda inner, n: optax.chain(

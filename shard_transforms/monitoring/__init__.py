@@ -1,5 +1,7 @@
 """What a training step sends, and whether its shards are still sound."""
 
+from shard_transforms._src.monitoring.agreement import AgreementState
+from shard_transforms._src.monitoring.agreement import track_agreement
 from shard_transforms._src.monitoring.assert_reduced import assert_reduced
 from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
@@ -8,13 +10,17 @@ from shard_transforms._src.monitoring.divergence import track_divergence
 from shard_transforms._src.monitoring.health import check_health
 from shard_transforms._src.monitoring.hlo_wire_report import hlo_wire_report
 from shard_transforms._src.monitoring.metrics import metrics
+from shard_transforms._src.monitoring.noise_scale import NoiseScaleState
+from shard_transforms._src.monitoring.noise_scale import track_noise_scale
 from shard_transforms._src.monitoring.report_table import Collective
 from shard_transforms._src.monitoring.report_table import WireReport
 from shard_transforms._src.monitoring.wire_report import wire_report
 
 __all__ = (
+    'AgreementState',
     'Collective',
     'DivergenceState',
+    'NoiseScaleState',
     'WireReport',
     'assert_reduced',
     'check_health',
@@ -22,6 +28,8 @@ __all__ = (
     'hlo_wire_report',
     'metrics',
     'shard_divergence',
+    'track_agreement',
     'track_divergence',
+    'track_noise_scale',
     'wire_report',
 )

@@ -1,0 +1,181 @@
+"""`track_agreement`: which shard pulls another way than the others."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import weights
+from shard_transforms._src.base import wrapper
+from shard_transforms._src.monitoring import watched_reduction
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import norms
+
+_CALLER = 'track_agreement'
+
+
+class AgreementState(NamedTuple):
+  """State of `track_agreement`; all but `cosine` is the same on all shards.
+
+  Attributes:
+    cosine: The moving average of the cosine of each shard's update with what
+      comes of all, float32 []; it starts at 1. It has a leading axis, of length
+      1 inside the mapped function and of the number of shards outside.
+    least_cosine: The least of them, float32 [].
+    least_shard: Which shard has it, int32 []; -1 before the first update.
+    inner_state: State of the reduction.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> tx = shard_transforms.monitoring.track_agreement('data')
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> state = shard_transforms.init_state(tx, jnp.zeros(2), mesh)
+    >>> print(state.cosine, state.least_shard)
+    [1. 1. 1. 1. 1. 1. 1. 1.] -1
+  """
+
+  cosine: jax.Array
+  least_cosine: jax.Array
+  least_shard: jax.Array
+  inner_state: optax.OptState
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {
+        'cosine': state_rules.MetricRule('mean'),
+        'least_cosine': state_rules.MetricRule(),
+        'least_shard': state_rules.MetricRule(),
+    }
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does: a merged shard has the worse part."""
+    del reduction
+    return {
+        'cosine': state_rules.ResizeRule('minimum', 1.0),
+        'least_shard': state_rules.ResizeRule('begin_anew', counters.NEVER),
+    }
+
+
+def track_agreement(
+    axis_name: axes_lib.AxisName,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    decay: chex.Numeric = 0.9,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Measures how far the updates of shards agree with what they are reduced to.
+
+  Of each shard, the state keeps a moving average of the cosine of its update
+  :math:`u_i` with the mean :math:`g`,
+  :math:`u_i \cdot g / (\|u_i\| \|g\|)`; and of all shards, the least and whose
+  it is. A shard that has wrong labels, or data of another kind, is below the
+  others for long. That all are low is noise: see `track_noise_scale`.
+
+  Belongs where per-shard gradients become one, in the place of
+  `cross_shard_mean` or around it, or around one of
+  `shard_transforms.aggregators`. Updates are those of the reduction, to the
+  bit. The cosine of an update that is zero is 0. In a step in which a shard has
+  no weight, or its norm is not finite, its average stays. Beside the reduction,
+  each shard sends one number to each other.
+
+  Args:
+    axis_name: The mapped axis, or a sequence of them.
+    inner: What reduces the updates; `cross_shard_mean(axis_name)` by default.
+    decay: How much of the moving averages stays in a step, from 0 to below 1.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with an `AgreementState`, whose
+    `update` takes the optional extra argument `weight`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is of
+      another transformation.
+    ValueError: If an argument has a wrong value; in `update`, if a leaf is
+      already reduced, or `weight` is not a scalar or known to be negative.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import monitoring
+    >>> tx = monitoring.track_agreement('data', decay=0.0)
+    >>> def measure(update):
+    ...   _, state = tx.update(update, tx.init(update))
+    ...   return state.cosine[0], state.least_shard
+    >>> measure = jax.vmap(measure, axis_name='data')
+    >>> print(*measure(jnp.array([[1.0, 0.0], [1.0, 0.0], [0.0, -1.0]])))
+    [0.8944272 0.8944272 0.4472136] [2 2 2]
+  """
+  axes = axes_lib.as_axes(axis_name)
+  arguments.as_decay('decay', decay)
+  inner = watched_reduction.as_reduction(inner, axes, _CALLER)
+
+  def init_fn(params):
+    axes_lib.size(axes, _CALLER)
+    one = jnp.ones([], jnp.float32)
+    return AgreementState(
+        cosine=per_shard_state.store(one, axes),
+        least_cosine=one,
+        least_shard=jnp.full([], counters.NEVER, jnp.int32),
+        inner_state=inner.init(params),
+    )
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    wrapper.check_update(updates, state, AgreementState, axes, _CALLER)
+    reduced, inner_state = inner.update(
+        updates,
+        state.inner_state,
+        params,
+        **weights.given(weight=weight),
+        **extra_args,
+    )
+    weight = watched_reduction.weight_of(weight, _CALLER)
+    found = _cosine(updates, reduced)
+    cosine = watched_reduction.averaged(
+        per_shard_state.own(state.cosine, axes, _CALLER),
+        found,
+        decay,
+        jnp.isfinite(found) & (weight > 0),
+    )
+    with jax.named_scope(_CALLER):
+      of_all = collectives.gather(axes_lib.to_varying(cosine, axes), axes)
+    return reduced, AgreementState(
+        cosine=per_shard_state.store(cosine, axes),
+        least_cosine=of_all.min(),
+        least_shard=of_all.argmin().astype(jnp.int32),
+        inner_state=inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _cosine(one, other):
+  """Returns the cosine of two trees, float32 []; 0 where one is zero."""
+  squares = [norms.sum_of_squares(x, (), None, _CALLER) for x in (one, other)]
+  products = [
+      jnp.sum((_wide(x) * _wide(y).conj()).real)
+      for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+      if not leaves_lib.is_float0(x)
+  ]
+  lengths = jnp.sqrt(squares[0]) * jnp.sqrt(squares[1])
+  is_zero = lengths == 0
+  cosine = sum(products, jnp.float32(0)) / jnp.where(is_zero, 1, lengths)
+  return jnp.where(is_zero, 0, cosine).astype(jnp.float32)
+
+
+def _wide(leaf):
+  leaf = jnp.asarray(leaf)
+  return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))

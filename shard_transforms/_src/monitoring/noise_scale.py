@@ -1,0 +1,185 @@
+"""`track_noise_scale`: how large a batch still pays."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import weights
+from shard_transforms._src.base import wrapper
+from shard_transforms._src.monitoring import watched_reduction
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import norms
+
+_CALLER = 'track_noise_scale'
+
+
+class NoiseScaleState(NamedTuple):
+  """State of `track_noise_scale`, the same on all shards.
+
+  Attributes:
+    num_measured: Number of updates of which two shards or more counted, int32
+      [].
+    gradient_square: The moving average of the square of the true gradient,
+      float32 []; it starts at 0, as the other one does.
+    noise: The moving average of the trace of the covariance of the gradient of
+      a single example, float32 [].
+    inner_state: State of the reduction.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import monitoring
+    >>> tx = monitoring.track_noise_scale('data')
+    >>> print(tx.init(jnp.zeros(2)).noise_scale)
+    0.0
+  """
+
+  num_measured: jax.Array
+  gradient_square: jax.Array
+  noise: jax.Array
+  inner_state: optax.OptState
+
+  @property
+  def noise_scale(self) -> jax.Array:
+    """The gradient noise scale, float32 []; 0 where it is not known."""
+    # What both moving averages lack at the start goes out in the quotient.
+    is_known = jnp.asarray(self.gradient_square) > 0
+    divisor = jnp.where(is_known, self.gradient_square, 1)
+    return jnp.where(is_known, self.noise / divisor, 0)
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    names = 'num_measured', 'gradient_square', 'noise', 'noise_scale'
+    return dict.fromkeys(names, state_rules.MetricRule())
+
+
+def track_noise_scale(
+    axis_name: axes_lib.AxisName,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    decay: chex.Numeric = 0.95,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Measures the gradient noise scale while it reduces updates to their mean.
+
+  Of the updates :math:`u_i` of n shards, of which each is the mean over
+  :math:`w_i` examples, the extra argument `weight`, and of their mean g over
+  all :math:`W = \sum_i w_i` examples, estimates are
+
+  .. math:: S = \frac{W}{n - 1} \left(\sum_i \frac{w_i}{W} \|u_i\|^2 -
+     \|g\|^2\right), \quad G^2 = \|g\|^2 - S / W
+
+  of the trace of the covariance of one example's gradient and of the square of
+  the true one, without bias, whether shards have as many examples or not. The
+  noise scale is the quotient of their moving averages: the number of examples
+  at which noise and gradient are equal. A batch that is much smaller loses
+  little by being smaller, and one that is much larger gains little.
+
+  Without `weight`, the batch of a shard counts as one example: the noise scale
+  is then a number of shards.
+
+  Belongs where per-shard gradients become one, in the place of
+  `cross_shard_mean` or around it. Updates are those of the reduction, to the
+  bit. A step is not measured if fewer than two shards have a weight, or if a
+  norm is not finite. What is sent beside the reduction are three numbers. Under
+  `tower_reduce`, put it inside: what a shard has collected is one small batch.
+
+  Args:
+    axis_name: The mapped axis, or a sequence of them.
+    inner: What reduces the updates to their mean, weighted if `weight` is
+      given; `cross_shard_mean(axis_name)` by default.
+    decay: How much of the moving averages stays in a step, from 0 to below 1.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `NoiseScaleState`, whose
+    `update` takes the optional extra argument `weight`.
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is of
+      another transformation.
+    ValueError: If an argument has a wrong value; in `update`, if a leaf is
+      already reduced, or `weight` is not a scalar or known to be negative.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import monitoring
+    >>> tx = monitoring.track_noise_scale('data')
+    >>> def measure(update):
+    ...   mean, state = tx.update(update, tx.init(update))
+    ...   return mean, state.noise_scale
+    >>> measure = jax.vmap(measure, axis_name='data')
+    >>> print(*measure(jnp.array([1.0, 2.0, 3.0, 2.0])))
+    [2. 2. 2. 2.] [0.17391303 0.17391303 0.17391303 0.17391303]
+
+  References:
+    McCandlish et al., An Empirical Model of Large-Batch Training, 2018,
+    appendix A.1, https://arxiv.org/abs/1812.06162.
+  """
+  axes = axes_lib.as_axes(axis_name)
+  arguments.as_decay('decay', decay)
+  inner = watched_reduction.as_reduction(inner, axes, _CALLER)
+
+  def init_fn(params):
+    zero = jnp.zeros([], jnp.float32)
+    return NoiseScaleState(counters.zero(), zero, zero, inner.init(params))
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    wrapper.check_update(updates, state, NoiseScaleState, axes, _CALLER)
+    reduced, inner_state = inner.update(
+        updates,
+        state.inner_state,
+        params,
+        **weights.given(weight=weight),
+        **extra_args,
+    )
+    weight = watched_reduction.weight_of(weight, _CALLER)
+    noise, gradient_square = _estimates(
+        _square(updates), _square(reduced), weight, axes
+    )
+    is_known = jnp.isfinite(noise) & jnp.isfinite(gradient_square)
+
+    def average(old, new):
+      return watched_reduction.averaged(old, new, decay, is_known)
+
+    return reduced, NoiseScaleState(
+        num_measured=counters.add(state.num_measured, is_known),
+        gradient_square=average(state.gradient_square, gradient_square),
+        noise=average(state.noise, noise),
+        inner_state=inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _square(tree):
+  return norms.sum_of_squares(tree, (), None, _CALLER).astype(jnp.float32)
+
+
+def _estimates(square, square_of_mean, weight, axes):
+  """Returns the trace of the covariance and the square of the gradient.
+
+  Both are NaN where they are not known.
+  """
+  counts = weight > 0
+  with jax.named_scope(_CALLER):
+    total_square, total_weight, num_counted = collectives.total(
+        jnp.stack([
+            jnp.where(counts, weight * square, 0),
+            weight,
+            counts.astype(jnp.float32),
+        ]),
+        axes,
+    )
+  is_known = num_counted > 1
+  degrees = jnp.where(is_known, num_counted - 1, jnp.nan)
+  noise = (total_square - total_weight * square_of_mean) / degrees
+  return noise, square_of_mean - noise / weights.safe_divisor(total_weight)
