@@ -95,7 +95,7 @@ _LOG_DIR = flags.DEFINE_string(
     'log_dir',
     None,
     'Folder that the metrics of each way are written to; by default, none are.',
-    # `absl.logging` has one of this name, for files that it does not write here.
+    # `absl.logging` has one of this name, for files that are not written here.
     allow_override=True,
 )
 _CHECKPOINT_EVERY = flags.DEFINE_integer(

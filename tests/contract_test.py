@@ -341,9 +341,7 @@ ROWS = {
         aggregate=_by_parts(lambda x: np.median(x, axis=0)),
     ),
     'trimmed_mean': Row(
-        lambda inner, n: optax.chain(
-            aggregators.trimmed_mean(AXIS, 0), inner
-        ),
+        lambda inner, n: optax.chain(aggregators.trimmed_mean(AXIS, 0), inner),
         per_shard=True,
         chained=True,
         refuser='trimmed_mean',

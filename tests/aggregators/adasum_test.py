@@ -77,7 +77,9 @@ class AdasumTest(parameterized.TestCase):
 
   @cases.parameters(2, 4, 7, 8)
   def test_orthogonal_updates_add(self, num_shards):
-    updates = np.eye(num_shards, dtype=np.float32) * np.arange(1, 1 + num_shards)
+    updates = np.eye(num_shards, dtype=np.float32) * np.arange(
+        1, 1 + num_shards
+    )
 
     found = aggregated(np.float32(updates))
 
@@ -140,9 +142,7 @@ class AdasumTest(parameterized.TestCase):
     tx = aggregators.adasum(AXIS)
     found = lying_shards.mapped(tx, mode, 1)(0.0, ({'w': update}, None))['w']
 
-    np.testing.assert_array_equal(
-        found.view(np.uint32), update.view(np.uint32)
-    )
+    np.testing.assert_array_equal(found.view(np.uint32), update.view(np.uint32))
 
   def test_sends_an_all_reduce_and_three_numbers_a_pair(self):
     num_leaves, elements = 3, 8 * 4096

@@ -60,7 +60,9 @@ class AggregatorTest(parameterized.TestCase):
       expected[2] = 0
     else:
       expected = np.delete(updates, 2, axis=0)
-    np.testing.assert_allclose(found, alone(name, expected), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, alone(name, expected), rtol=2e-5, atol=1e-6
+    )
 
   @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
   def test_drop_stale_leaves_out_what_is_late(self, name, mode):
@@ -74,7 +76,9 @@ class AggregatorTest(parameterized.TestCase):
       updates[3] = 0
     else:
       updates = np.delete(updates, 3, axis=0)
-    np.testing.assert_allclose(found, alone(name, updates), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, alone(name, updates), rtol=2e-5, atol=1e-6
+    )
 
   @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
   def test_towers_are_averaged_first_by_their_weights(self, name, mode):
@@ -92,7 +96,9 @@ class AggregatorTest(parameterized.TestCase):
     found = modes.map_shards(mode, fn)(jnp.zeros(6), (updates, weight))
 
     of_shards = (3 * updates[:, 0] + updates[:, 1]) / 4
-    np.testing.assert_allclose(found[0], alone(name, of_shards), rtol=3e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found[0], alone(name, of_shards), rtol=3e-5, atol=1e-6
+    )
 
   @cases.parameters(*AGGREGATORS)
   def test_comes_before_a_sharded_optimizer(self, name):
@@ -105,7 +111,9 @@ class AggregatorTest(parameterized.TestCase):
 
     found = run(tx, 'shard_map', updates)
 
-    np.testing.assert_allclose(found, -alone(name, updates), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found, -alone(name, updates), rtol=2e-5, atol=1e-6
+    )
 
   @cases.product(
       name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'), elements=(29, 16)

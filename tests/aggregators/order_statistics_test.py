@@ -33,9 +33,7 @@ class OrderStatisticsTest(parameterized.TestCase):
         (aggregators.trimmed_mean(AXIS, 1), lambda x: trimmed(x, 1)),
         (aggregators.trimmed_mean(AXIS, 0), lambda x: trimmed(x, 0)),
     ):
-      found = lying_shards.aggregated(
-          tx, mode, updates, num_shards=num_shards
-      )
+      found = lying_shards.aggregated(tx, mode, updates, num_shards=num_shards)
       for name, x in updates.items():
         np.testing.assert_allclose(found[name][0], expected(x), rtol=3e-6)
       chex.assert_trees_all_equal(

@@ -97,7 +97,7 @@ class AgreementTest(parameterized.TestCase):
     )
     np.testing.assert_array_equal(found(jnp.array([[0.0], [1.0]])), [0.5, 1.0])
 
-  def test_each_shard_sends_one_number(self):
+  def test_each_shard_sends_two_numbers(self):
     grads = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
     def sent(tx):
@@ -106,9 +106,7 @@ class AgreementTest(parameterized.TestCase):
       ).total_bytes
 
     mean = shard_transforms.cross_shard_mean(AXIS)
-    self.assertEqual(
-        sent(monitoring.track_agreement(AXIS)), sent(mean) + 4 * 7
-    )
+    self.assertEqual(sent(monitoring.track_agreement(AXIS)), sent(mean) + 8 * 7)
 
   def test_a_merged_shard_has_the_worse_part(self):
     tx = monitoring.track_agreement(AXIS)

@@ -56,9 +56,7 @@ class NoiseScaleTest(parameterized.TestCase):
     alike = measured(updates, None)
     weighted = measured(updates, np.full(8, 32, np.float32))
 
-    np.testing.assert_allclose(
-        32 * alike.noise, weighted.noise, rtol=1e-5
-    )
+    np.testing.assert_allclose(32 * alike.noise, weighted.noise, rtol=1e-5)
     np.testing.assert_allclose(
         alike.gradient_square, weighted.gradient_square, rtol=1e-3, atol=1e-6
     )

@@ -35,9 +35,9 @@ def adasum(
   A shard whose extra argument `weight` is zero is left out, as if its update
   were zero; all others count the same. What is sent is what `cross_shard_mean`
   sends, and for each leaf and pair three numbers, in as many small sums as the
-  tree has levels. Norms are taken of scaled values, so that they neither overflow nor
-  underflow for updates from 1e-30 to 1e30. It believes every shard: put `guard`
-  around it against what is not finite.
+  tree has levels. Norms are taken of scaled values, so that they neither
+  overflow nor underflow for updates from 1e-30 to 1e30. It believes every
+  shard: put `guard` around it against what is not finite.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
@@ -159,10 +159,13 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
   sizes = jnp.max(jnp.abs(factors), axis=0)
   factors /= jnp.where(sizes > 0, sizes, 1)[None]
   merged = [
-      jnp.concatenate([
-          f[0, :, None].astype(a.dtype) * a + f[1, :, None].astype(b.dtype) * b,
-          row[2 * num_pairs :],
-      ])
+      jnp.concatenate(
+          [
+              f[0, :, None].astype(a.dtype) * a
+              + f[1, :, None].astype(b.dtype) * b,
+              row[2 * num_pairs :],
+          ]
+      )
       for f, a, b, row in zip(
           factors.swapaxes(0, 1), firsts, seconds, nodes.rows, strict=True
       )

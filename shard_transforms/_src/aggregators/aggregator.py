@@ -19,9 +19,7 @@ Axes = tuple[Hashable, ...]
 # Takes real arrays, of each shard its own; whether this shard counts, bool [],
 # or `None` where all do; and the axes. Gives arrays of the same shapes and
 # dtypes, the same on all shards.
-Aggregate = Callable[
-    [list[jax.Array], jax.Array | None, Axes], list[jax.Array]
-]
+Aggregate = Callable[[list[jax.Array], jax.Array | None, Axes], list[jax.Array]]
 
 
 def transformation(

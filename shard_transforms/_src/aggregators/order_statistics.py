@@ -7,6 +7,7 @@ largest lie there is.
 
 from collections.abc import Callable
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -153,7 +154,7 @@ def _aggregate(
       firsts = values.reshape(num_counted, -1)[:, 0]
       num_counted = jnp.sum(~jnp.isnan(firsts))
     values = jnp.where(jnp.isnan(values), jnp.inf, values)
-    return combine(sorting_network.sort(values), num_counted)
+    return combine(sorting_network.sort(list(values)), num_counted)
 
   marked = [_mark(leaf, counts) for leaf in leaves]
   return exchange.map_elements(combine_values, marked, axes)
@@ -179,12 +180,16 @@ def _trimmed_mean(num_trimmed, rows, num_counted):
   """Returns the mean of those sorted rows that are left in the middle."""
   if isinstance(num_counted, int):
     kept = rows[num_trimmed : num_counted - num_trimmed]
-    return sum(kept[1:], kept[0]) / len(kept)
+    return _total(kept) / len(kept)
   least = jnp.clip((num_counted - 1) // 2, 0, num_trimmed)
   num_kept = num_counted - 2 * least
   is_kept = [(i >= least) & (i < num_counted - least) for i in range(len(rows))]
   kept = [jnp.where(k, row, 0) for k, row in zip(is_kept, rows, strict=True)]
-  return sum(kept[1:], kept[0]) / jnp.maximum(num_kept, 1).astype(kept[0].dtype)
+  return _total(kept) / jnp.maximum(num_kept, 1).astype(kept[0].dtype)
+
+
+def _total(rows: list[jax.Array]) -> jax.Array:
+  return functools.reduce(operator.add, rows)
 
 
 def _row(rows, index):

@@ -75,7 +75,7 @@ def track_agreement(
     *,
     decay: chex.Numeric = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Measures how far the updates of shards agree with what they are reduced to.
+  r"""Measures how far the updates of each shard agree with those of all.
 
   Of each shard, the state keeps a moving average of the cosine of its update
   :math:`u_i` with the mean :math:`g`,
@@ -88,7 +88,7 @@ def track_agreement(
   `shard_transforms.aggregators`. Updates are those of the reduction, to the
   bit. The cosine of an update that is zero is 0. In a step in which a shard has
   no weight, or its norm is not finite, its average stays. Beside the reduction,
-  each shard sends one number to each other.
+  each shard sends two numbers to each other.
 
   Args:
     axis_name: The mapped axis, or a sequence of them.
@@ -144,22 +144,35 @@ def track_agreement(
     )
     weight = watched_reduction.weight_of(weight, _CALLER)
     found = _cosine(updates, reduced)
-    cosine = watched_reduction.averaged(
-        per_shard_state.own(state.cosine, axes, _CALLER),
-        found,
-        decay,
-        jnp.isfinite(found) & (weight > 0),
-    )
-    with jax.named_scope(_CALLER):
-      of_all = collectives.gather(axes_lib.to_varying(cosine, axes), axes)
+    is_known = jnp.isfinite(found) & (weight > 0)
+    before = per_shard_state.own(state.cosine, axes, _CALLER)
+    cosine = watched_reduction.averaged(before, found, decay, is_known)
+    least_cosine, least_shard = _least(cosine, is_known, state, axes)
     return reduced, AgreementState(
         cosine=per_shard_state.store(cosine, axes),
-        least_cosine=of_all.min(),
-        least_shard=of_all.argmin().astype(jnp.int32),
+        least_cosine=least_cosine,
+        least_shard=least_shard,
         inner_state=inner_state,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _least(cosine, is_known, state, axes):
+  """Returns the least cosine of all shards and whose it is.
+
+  They stay where nothing new is known of any shard.
+  """
+  own = jnp.stack([cosine, is_known.astype(jnp.float32)])
+  with jax.named_scope(_CALLER):
+    rows = collectives.gather(axes_lib.to_varying(own, axes), axes)
+  cosines, is_any_known = rows[:, 0], rows[:, 1].any()
+  return (
+      jnp.where(is_any_known, cosines.min(), state.least_cosine),
+      jnp.where(
+          is_any_known, cosines.argmin().astype(jnp.int32), state.least_shard
+      ),
+  )
 
 
 def _cosine(one, other):

@@ -120,7 +120,7 @@ def _is_measured(node):
 def _numbers(
     node: Any,
 ) -> tuple[str, Iterator[tuple[str, Any, state_rules.MetricRule]]]:
-  """Returns the name of a state; and each of its numbers, with name and rule."""
+  """Returns the name of a state, and its numbers with names and rules."""
   if isinstance(node, _WITH_HYPERPARAMS):
     return 'hyperparams', _entries('', node.hyperparams, _SAME)
   if hasattr(node, 'metric_rules'):

@@ -172,11 +172,13 @@ def _estimates(square, square_of_mean, weight, axes):
   counts = weight > 0
   with jax.named_scope(_CALLER):
     total_square, total_weight, num_counted = collectives.total(
-        jnp.stack([
-            jnp.where(counts, weight * square, 0),
-            weight,
-            counts.astype(jnp.float32),
-        ]),
+        jnp.stack(
+            [
+                jnp.where(counts, weight * square, 0),
+                weight,
+                counts.astype(jnp.float32),
+            ]
+        ),
         axes,
     )
   is_known = num_counted > 1
