@@ -109,12 +109,23 @@ class OrderStatisticsTest(parameterized.TestCase):
       self.assertTrue(np.all(found['median'][i] >= low), subset)
       self.assertTrue(np.all(found['median'][i] <= high), subset)
 
-  def test_a_majority_of_nan_is_seen(self):
-    updates = {'w': np.full([8, 3], np.nan, np.float32)}
+  @cases.parameters(*range(9))
+  def test_what_is_nan_is_left_out_of_each_element(self, num_nan):
+    updates = np.random.default_rng(num_nan).normal(size=(8, 3))
+    updates = updates.astype('float32')
+    updates[:num_nan, 1] = np.nan
+    left = updates[num_nan:, 1]
 
-    for weight in None, np.ones(8, np.float32):
-      found = lying_shards.aggregated(MEDIAN, 'shard_map', updates, weight)
-      self.assertFalse(np.isfinite(found['w']).any())
+    for tx, expected in (
+        (MEDIAN, np.median),
+        (
+            aggregators.trimmed_mean(AXIS, 2),
+            lambda x: trimmed(x, min(2, (len(x) - 1) // 2)),
+        ),
+    ):
+      found = lying_shards.aggregated(tx, 'shard_map', updates)[0, 1]
+      wanted = expected(left) if num_nan < 8 else 0
+      np.testing.assert_allclose(found, wanted, rtol=3e-6)
 
   @cases.parameters(*modes.MODES)
   def test_is_the_identity_at_one_shard_to_the_bit(self, mode):

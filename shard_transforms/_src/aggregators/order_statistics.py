@@ -1,14 +1,12 @@
 """`coordinate_median`, `trimmed_mean`: what a few lying shards cannot move far.
 
-Each element is treated alone. Weight and lies travel with the values: a shard
-that does not count sends NaN, and the NaN of one that does is infinite, the
-largest lie there is.
+Each element is treated alone. Weights travel with the values: a shard that does
+not count sends NaN, and what is NaN is missing.
 """
 
 from collections.abc import Callable
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,8 @@ from shard_transforms._src.aggregators import exchange
 from shard_transforms._src.aggregators import sorting_network
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+
+_CALLER = 'trimmed_mean'
 
 
 def coordinate_median(
@@ -32,8 +32,9 @@ def coordinate_median(
   those of the others. Belongs in the place of `cross_shard_mean`.
 
   A shard whose extra argument `weight` is zero is left out; all others count
-  the same, because a shard that lies may lie about its weight. Where all are
-  left out, the update is zero. What is sent is what `cross_shard_mean` sends:
+  the same, because a shard that lies may lie about its weight. What is NaN is
+  left out as well. Where nothing is left, the update is zero: put `guard`
+  around it to be told. What is sent is what `cross_shard_mean` sends:
   slices all-to-all, and the medians back. Where a mesh axis is not mapped, each
   shard gathers the updates of all instead.
 
@@ -124,7 +125,7 @@ def trimmed_mean(
   num_trimmed = arguments.as_at_least('num_trimmed', num_trimmed, 0)
 
   def aggregate(leaves, counts, axes):
-    num_shards = axes_lib.size(axes, 'trimmed_mean')
+    num_shards = axes_lib.size(axes, _CALLER)
     if 2 * num_trimmed >= num_shards and num_trimmed:
       raise ValueError(
           '`num_trimmed` of `trimmed_mean` must be less than half of the'
@@ -134,71 +135,48 @@ def trimmed_mean(
     combine = functools.partial(_trimmed_mean, num_trimmed)
     return _aggregate(combine, leaves, counts, axes)
 
-  return aggregator.transformation('trimmed_mean', axis_name, aggregate)
+  return aggregator.transformation(_CALLER, axis_name, aggregate)
 
 
 def _aggregate(
-    combine: Callable[[list[jax.Array], Any], jax.Array],
+    combine: Callable[[list[jax.Array], jax.Array], jax.Array],
     leaves: list[jax.Array],
     counts: jax.Array | None,
     axes: aggregator.Axes,
 ) -> list[jax.Array]:
-  """Applies a function of sorted rows and of how many of them count."""
-  if axes_lib.size(axes, '') == 1:
+  """Applies a function of sorted rows, and of how many of them hold a value."""
+  if axes_lib.size(axes, _CALLER) == 1:
     return aggregator.alone(leaves, counts, axes)
 
   def combine_values(values):
-    num_counted = len(values)
-    if counts is not None:
-      # Left out are whole rows, which the first elements tell.
-      firsts = values.reshape(num_counted, -1)[:, 0]
-      num_counted = jnp.sum(~jnp.isnan(firsts))
-    values = jnp.where(jnp.isnan(values), jnp.inf, values)
-    return combine(sorting_network.sort(list(values)), num_counted)
+    is_missing = jnp.isnan(values)
+    num_values = len(values) - jnp.sum(is_missing, axis=0, dtype=jnp.int32)
+    # What is missing is behind all values.
+    rows = jnp.where(is_missing, jnp.inf, values)
+    return combine(sorting_network.sort(list(rows)), num_values)
 
-  marked = [_mark(leaf, counts) for leaf in leaves]
-  return exchange.map_elements(combine_values, marked, axes)
-
-
-def _mark(leaf, counts):
-  """Returns what a shard sends: infinity for NaN, and NaN if it is left out."""
-  if counts is None:
-    return leaf
-  told = jnp.where(jnp.isnan(leaf), jnp.inf, leaf)
-  return jnp.where(counts, told, jnp.nan)
+  if counts is not None:
+    leaves = [jnp.where(counts, leaf, jnp.nan) for leaf in leaves]
+  return exchange.map_elements(combine_values, leaves, axes)
 
 
-def _median(rows, num_counted):
-  """Returns the median of sorted rows, of which so many count."""
-  low, high = (_row(rows, (num_counted - i) // 2) for i in (1, 0))
+def _median(rows, num_values):
+  """Returns the median of sorted rows, of which so many hold a value."""
+  low, high = rows[0], rows[0]
+  for i, row in enumerate(rows[: len(rows) // 2 + 1]):
+    low = jnp.where(num_values > 2 * i, row, low)
+    high = jnp.where(num_values >= 2 * i, row, high)
   # A sum of halves overflows nowhere; what is alike stays as it is.
   median = jnp.where(low == high, low, low / 2 + high / 2)
-  return _zero_without(num_counted, median)
+  return jnp.where(num_values > 0, median, 0)
 
 
-def _trimmed_mean(num_trimmed, rows, num_counted):
+def _trimmed_mean(num_trimmed, rows, num_values):
   """Returns the mean of those sorted rows that are left in the middle."""
-  if isinstance(num_counted, int):
-    kept = rows[num_trimmed : num_counted - num_trimmed]
-    return _total(kept) / len(kept)
-  least = jnp.clip((num_counted - 1) // 2, 0, num_trimmed)
-  num_kept = num_counted - 2 * least
-  is_kept = [(i >= least) & (i < num_counted - least) for i in range(len(rows))]
-  kept = [jnp.where(k, row, 0) for k, row in zip(is_kept, rows, strict=True)]
-  return _total(kept) / jnp.maximum(num_kept, 1).astype(kept[0].dtype)
-
-
-def _total(rows: list[jax.Array]) -> jax.Array:
-  return functools.reduce(operator.add, rows)
-
-
-def _row(rows, index):
-  if isinstance(index, int):
-    return rows[index]
-  return jnp.stack(rows)[jnp.clip(index, 0, len(rows) - 1)]
-
-
-def _zero_without(num_counted, x):
-  if isinstance(num_counted, int):
-    return x
-  return jnp.where(num_counted > 0, x, 0)
+  least = jnp.clip((num_values - 1) // 2, 0, num_trimmed)
+  kept = [
+      jnp.where((i >= least) & (i < num_values - least), row, 0)
+      for i, row in enumerate(rows)
+  ]
+  num_kept = jnp.maximum(num_values - 2 * least, 1)
+  return functools.reduce(operator.add, kept) / num_kept.astype(kept[0].dtype)

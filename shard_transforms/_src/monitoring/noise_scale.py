@@ -112,13 +112,13 @@ def track_noise_scale(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms import monitoring
-    >>> tx = monitoring.track_noise_scale('data')
+    >>> tx = monitoring.track_noise_scale('data', decay=0.5)
     >>> def measure(update):
     ...   mean, state = tx.update(update, tx.init(update))
     ...   return mean, state.noise_scale
     >>> measure = jax.vmap(measure, axis_name='data')
-    >>> print(*measure(jnp.array([1.0, 2.0, 3.0, 2.0])))
-    [2. 2. 2. 2.] [0.17391303 0.17391303 0.17391303 0.17391303]
+    >>> print(*measure(jnp.array([1.0, 4.0])))
+    [2.5 2.5] [1.125 1.125]
 
   References:
     McCandlish et al., An Empirical Model of Large-Batch Training, 2018,
