@@ -1,18 +1,19 @@
 """Aggregators where shards lie: accuracy on digits, bytes and time.
 
 Eight shards train a small network on handwritten digits, of which none to three
-send a lie in place of their gradient: its opposite, a hundred times of it, noise
-a hundred times as large, or NaN. The accuracy is that on test data; `guard` is the
-mean around which a guard leaves out what is not finite. Bytes and time are those
-of one reduction of large leaves under `jax.shard_map`, beside the mean, all
-programs in turn in one process; beside each ratio of the medians stands an
-interval that holds 95 % of bootstrap resamples of the rounds, and the second row
-is the mean once more.
+send a lie in place of their gradient: its opposite, a hundred times of it,
+noise a hundred times as large, or NaN. The accuracy is that on test data;
+`guard` is the mean around which a guard leaves out what is not finite. Bytes
+and time are those of one reduction of large leaves under `jax.shard_map`,
+beside the mean, all programs in turn in one process; beside each ratio of the
+medians stands an interval that holds 95 % of bootstrap resamples of the rounds,
+and the second row is the mean once more.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import time
+from typing import Any
 
 from absl import app
 from absl import flags
@@ -66,7 +67,7 @@ def load_digits() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
   return shards, (images[1408:], labels[1408:])
 
 
-def init_params() -> list[jax.Array]:
+def init_params() -> Any:
   """Returns the parameters of two dense layers."""
   keys = jax.random.split(jax.random.key(0))
   return [
@@ -75,13 +76,13 @@ def init_params() -> list[jax.Array]:
   ]
 
 
-def predict(params: list[jax.Array], images: jax.Array) -> jax.Array:
+def predict(params: Any, images: jax.Array | np.ndarray) -> jax.Array:
   """Returns logits [n, 10]."""
   return jax.nn.relu(images @ params[0]) @ params[1]
 
 
 def loss_fn(
-    params: list[jax.Array], images: jax.Array, labels: jax.Array
+    params: Any, images: jax.Array | np.ndarray, labels: jax.Array
 ) -> jax.Array:
   """Returns the mean cross entropy of a batch."""
   return optax.softmax_cross_entropy_with_integer_labels(
@@ -90,11 +91,11 @@ def loss_fn(
 
 
 def told(
-    grads: list[jax.Array],
+    grads: Any,
     lie: jax.Array,
     num_liars: jax.Array,
     step: jax.Array,
-) -> list[jax.Array]:
+) -> Any:
   """Returns what a shard sends: its gradient, or a lie."""
   shard = lax.axis_index(AXIS)
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(1), step), shard)
@@ -166,9 +167,7 @@ def programs() -> dict[str, Callable[[], object]]:
   return {'mean': found.pop('mean'), 'mean, A/A': compiled(mean), **found}
 
 
-def shard_state(
-    tx: optax.GradientTransformation, own: list[jax.Array]
-) -> optax.OptState:
+def shard_state(tx: optax.GradientTransformation, own: Any) -> optax.OptState:
   """Returns the first state of a shard."""
   return tx.init(jax.tree.map(jnp.zeros_like, own))
 
@@ -215,6 +214,7 @@ def print_costs() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+  """Prints both tables."""
   if len(argv) > 1:
     raise app.UsageError(f'There are flags only, got {argv[1:]}.')
   jax.config.update('jax_num_cpu_devices', SHARDS)

@@ -63,7 +63,7 @@ def coordinate_median(
     >>> reduce = lambda update: tx.update(update, tx.init(update))[0]
     >>> updates = jnp.array([1.0, 2.0, jnp.nan, -1e30, 1.5])
     >>> print(jax.vmap(reduce, axis_name='data')(updates))
-    [1.5 1.5 1.5 1.5 1.5]
+    [1.25 1.25 1.25 1.25 1.25]
 
   References:
     Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal
