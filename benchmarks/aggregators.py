@@ -62,7 +62,8 @@ def load_digits() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
   """Returns images and labels to train on, [shards, n, ...], and to test."""
   images, labels = datasets.load_digits(return_X_y=True)
   order = np.random.default_rng(0).permutation(len(labels))
-  images, labels = np.float32(images[order] / 8 - 1), labels[order]
+  images = np.asarray(images[order] / 8 - 1, np.float32)
+  labels = labels[order]
   shards = images[:1408].reshape(SHARDS, -1, 64), labels[:1408].reshape(8, -1)
   return shards, (images[1408:], labels[1408:])
 

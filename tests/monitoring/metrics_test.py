@@ -118,6 +118,20 @@ class MetricsTest(parameterized.TestCase):
     ):
       mapped(jnp.zeros(3), jnp.arange(8.0))
 
+  @cases.parameters(*modes.MODES)
+  def test_what_is_not_kept_per_shard_is_not_summed(self, mode):
+    tx = shard_transforms.tower_reduce(2)
+
+    def fn(params, _):
+      _, state = tx.update(params, tx.init(params), params)
+      return metrics(state, axis_name=AXIS)
+
+    found = modes.map_shards(mode, fn)(jnp.zeros(3), jnp.arange(8.0))
+
+    np.testing.assert_array_equal(
+        found['tower_reduce/total_weight'], np.ones(8)
+    )
+
   def test_refuses_an_axis_that_is_not_bound(self):
     with self.assertRaisesRegex(NameError, "`metrics` needs .* 'data'"):
       metrics(optax.EmptyState(), axis_name=AXIS)

@@ -157,7 +157,8 @@ def _scalar(
     ValueError: If it is not known over which axes they differ.
   """
   combined = _COMBINE[rule.kind](jnp.asarray(value))
-  if rule.kind == 'same':
+  # What has no leading axis is not kept per shard.
+  if rule.kind == 'same' or not jnp.ndim(value):
     return jnp.copy(combined)
   if not axes and (unknown := axes_lib.untracked_axes()):
     raise ValueError(
