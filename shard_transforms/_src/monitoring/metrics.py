@@ -159,7 +159,7 @@ def _scalar(
   combined = _COMBINE[rule.kind](jnp.asarray(value))
   # What has no leading axis is not kept per shard.
   if rule.kind == 'same' or not jnp.ndim(value):
-    return jnp.copy(combined)
+    return combined
   if not axes and (unknown := axes_lib.untracked_axes()):
     raise ValueError(
         f'`axis_name` of `metrics` must be given, because {name!r} differs'
@@ -168,4 +168,4 @@ def _scalar(
         ' call `metrics` outside of the mapped function.'
     )
   axes = axes or tuple(sorted(axes_lib.varying_axes(combined), key=str))
-  return collectives.combine(jnp.copy(combined), axes, rule.kind)
+  return collectives.combine(combined, axes, rule.kind)
