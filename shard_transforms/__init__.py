@@ -20,9 +20,10 @@ from shard_transforms._src.staleness.drop_stale import drop_stale
 from shard_transforms._src.staleness.weighting import ScaleByStalenessState
 from shard_transforms._src.staleness.weighting import scale_by_staleness
 from shard_transforms._src.state.placement import init_state
-from shard_transforms._src.state.placement import state_specs
 from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
+from shard_transforms._src.state.specs import state_specs
+from shard_transforms._src.state.vmapped_state import state_axes
 from shard_transforms._src.tracing.application import update_and_apply
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
@@ -64,6 +65,7 @@ __all__ = (
     'scale_by_staleness',
     'shard_mean',
     'shard_update',
+    'state_axes',
     'state_shardings',
     'state_specs',
     'tower_reduce',

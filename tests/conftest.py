@@ -24,6 +24,8 @@ if jax.__version_info__[:2] == (0, 10):
 
 # Ways to run, in names of cases, and those that stand for them.
 OTHER_MODES = [
+    ('spmd_vmap_explicit', 'vmap'),
+    ('spmd_vmap', 'vmap'),
     ('vmap', 'shard_map'),
     ('pmap', 'shard_map'),
     ('_unchecked', ''),

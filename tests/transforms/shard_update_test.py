@@ -361,7 +361,10 @@ class StateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'State of .* got the tree'):
       jax.eval_shape(step, jnp.zeros(16))
 
-  @cases.product(mode=modes.MODES, extra_args=({}, {'value': 1.0}))
+  # Where a mesh is in use, JAX traces the same once more to run it.
+  @cases.product(
+      mode=('vmap', *modes.PARALLEL_MODES), extra_args=({}, {'value': 1.0})
+  )
   def test_runs_what_was_traced_on_slices_to_be_checked(self, mode, extra_args):
     traced = []
 

@@ -185,7 +185,9 @@ def _explaining(x, axes):
   except (AssertionError, ValueError) as error:
     raise NotImplementedError(
         f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
-        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
+        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`, and'
+        ' one that is an axis of a mesh of type `Explicit` needs'
+        ' `jax.sharding.auto_axes` around `jax.vmap`.'
     ) from error
 
 

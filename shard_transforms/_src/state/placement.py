@@ -1,17 +1,16 @@
-"""Where state lives: replicated, per shard, or sharded like the parameters."""
+"""Where state lives: it is made on the devices of a mesh, for a mapped step."""
 
 from collections.abc import Hashable
-import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.state import specs
+from shard_transforms._src.state import vmapped_state
 
 
 def init_state(
@@ -21,6 +20,7 @@ def init_state(
     *,
     in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,
+    spmd_axis_name: Hashable | None = None,
 ) -> optax.OptState:
   """Returns the state of a transformation as global arrays on a mesh.
 
@@ -40,6 +40,10 @@ def init_state(
       axes that `in_specs` does not use. For steps in which parameters and all
       state differ between shards, as with `groups`: take `x[0]` of every leaf
       at the start of the mapped function and return `x[None]`.
+    spmd_axis_name: The axis of the mesh that `jax.vmap` maps, if it maps the
+      step in place of `jax.shard_map`, as its argument of this name says. What
+      each shard keeps has an axis of shards of its own then, in front of the
+      one of length 1; `state_axes` tells `in_axes` and `out_axes`.
 
   Returns:
     The state, each leaf a global array; `jax.ShapeDtypeStruct`s with shardings
@@ -48,7 +52,8 @@ def init_state(
   Raises:
     NameError: As in `state_specs`.
     TypeError: As in `state_specs`.
-    ValueError: As in `state_specs`.
+    ValueError: As in `state_specs`; or if `spmd_axis_name` is no axis of the
+      mesh, is used in `in_specs` or comes with `per_shard`.
 
   Examples:
     >>> import jax
@@ -62,207 +67,35 @@ def init_state(
     >>> print(state.tower.shape, state.total['w'].shape)
     () (8, 3)
   """
-  specs = state_specs(tx, params, mesh, in_specs=in_specs, per_shard=per_shard)
-  lead = _free_axes(mesh, in_specs) if per_shard else ()
+  if spmd_axis_name is not None:
+    if per_shard:
+      raise ValueError(
+          '`per_shard` must be False where `jax.vmap` maps the step, got True'
+          f' with spmd_axis_name={spmd_axis_name!r}. Map every leaf over axis 0'
+          ' there.'
+      )
+    return vmapped_state.init(tx, params, mesh, in_specs, spmd_axis_name)
+  out_specs = specs.state_specs(
+      tx, params, mesh, in_specs=in_specs, per_shard=per_shard
+  )
+  lead = specs.free_axes(mesh, in_specs) if per_shard else ()
   param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
   init = jax.shard_map(
       lambda params: _with_lead(tx.init(params), lead),
       mesh=mesh,
       in_specs=(param_specs,),
-      out_specs=specs,
+      out_specs=out_specs,
   )
-  leaves = jax.tree.leaves(params)
-  if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-    shapes = jax.eval_shape(init, _abstract(params, param_specs, mesh))
-    return _abstract(shapes, specs, mesh)
+  if specs.is_abstract(params):
+    shapes = jax.eval_shape(init, specs.abstract(params, param_specs, mesh))
+    return specs.abstract(shapes, out_specs, mesh)
   shardings = jax.tree.map(
       lambda spec: jax.sharding.NamedSharding(mesh, spec), param_specs
   )
   return jax.jit(init)(jax.device_put(params, shardings))
 
 
-def state_specs(
-    tx: optax.GradientTransformation,
-    params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh,
-    *,
-    in_specs: specs_lib.SpecTree = P(),
-    per_shard: bool = False,
-) -> Any:
-  """Returns the `PartitionSpec`s of the state of a transformation.
-
-  They are read off the types of the leaves of `tx.init`, which is traced inside
-  `jax.shard_map`; nothing is computed. A leaf that differs between shards is
-  sharded along its first dimension, of length 1 a shard; a leaf that is shaped
-  like a parameter, or like several in a stack, is sharded like it.
-
-  Args:
-    tx: The transformation.
-    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
-    mesh: The mesh of the step.
-    in_specs: The `PartitionSpec`s of the parameters, as for `jax.shard_map`.
-    per_shard: As in `init_state`.
-
-  Returns:
-    A tree like the state, for `in_specs` and `out_specs` of `jax.shard_map`.
-
-  Raises:
-    NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If `mesh` is none.
-    ValueError: If a leaf varies over an axis and neither has a leading
-      dimension of 1 nor the shape of its parameter, or if `per_shard` is true
-      and `in_specs` uses all axes.
-
-  Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import shard_transforms
-    >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = shard_transforms.tower_reduce(
-    ...     4, optax.identity(), axis_name='data')
-    >>> specs = shard_transforms.state_specs(tx, jnp.ones(3), mesh)
-    >>> print(specs.tower, specs.total)
-    P() P('data',)
-  """
-  _check_mesh(mesh)
-  lead = _free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
-  traced = []
-
-  def trace(params):
-    state = tx.init(params)
-    described = jax.tree.map(_describe, state)
-    if any(specs_lib.axes_of(spec) for spec in jax.tree.leaves(param_specs)):
-      described = _with_param_specs(tx, described, params, param_specs)
-    traced.append(described)
-    return ()
-
-  mapped = jax.shard_map(
-      trace, mesh=mesh, in_specs=(param_specs,), out_specs=()
-  )
-  jax.eval_shape(mapped, _abstract(params, param_specs, mesh))
-  return jax.tree.map_with_path(
-      lambda path, leaf: _spec(path, leaf, mesh, lead),
-      traced[0],
-      is_leaf=lambda leaf: isinstance(leaf, _Leaf),
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-  """What the type of a leaf of the state says.
-
-  Attributes:
-    shape: Its shape on a shard.
-    varying: The axes over which it varies.
-    like: How it is sharded like a parameter, but for a row of each shard.
-  """
-
-  shape: tuple[int, ...]
-  varying: frozenset[Hashable]
-  like: P
-
-
-def _check_mesh(mesh):
-  """Checks a mesh.
-
-  Raises:
-    TypeError: If it is none.
-  """
-  if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
-    raise TypeError(
-        f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}. Make one with'
-        " `jax.make_mesh((8,), ('data',))`."
-    )
-
-
-def _describe(leaf):
-  return _Leaf(jnp.shape(leaf), axes_lib.varying_axes(leaf), P())
-
-
-def _with_param_specs(tx, described, params, param_specs):
-  """Notes at each leaf that is shaped like a parameter how that is sharded."""
-
-  def note(leaf, param, spec):
-    if not isinstance(leaf, _Leaf):
-      return leaf
-    like = _spec_like(leaf, jnp.shape(param), spec)
-    return _Leaf(leaf.shape, leaf.varying, like)
-
-  return optax.tree_utils.tree_map_params(
-      tx,
-      note,
-      described,
-      params,
-      param_specs,
-      is_leaf=lambda leaf: leaf is None or isinstance(leaf, optax.MaskedNode),
-  )
-
-
-def _spec_like(leaf, shape, spec):
-  """Returns the spec of a leaf like a parameter, or like a stack of it."""
-  lead = len(leaf.shape) - len(shape)
-  axes = specs_lib.axes_of(spec)
-  if lead < 0 or leaf.shape[lead:] != shape or not axes:
-    return P()
-  # What is no row of a shard may look like a stack by chance.
-  if leaf.shape[:lead] not in ((), (1,)) and not axes <= leaf.varying:
-    return P()
-  is_own = bool(leaf.varying - axes)
-  return P(*(None,) * (lead - is_own), *spec)
-
-
-def _spec(path, leaf, mesh, lead):
-  """Returns the spec of a leaf of the state, with the axes `lead` in front."""
-  own = leaf.varying - specs_lib.axes_of(leaf.like)
-  if own and leaf.shape[:1] != (1,):
-    raise ValueError(
-        'Each leaf of the state that differs between shards must have a leading'
-        ' dimension of length 1, or the shape of a parameter that `in_specs`'
-        f' shards alike, got the shape {leaf.shape} at'
-        f' {jax.tree_util.keystr(path) or "the root"}, which varies over'
-        f' {sorted(own, key=str)}.'
-    )
-  split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
-  entries = [_entry(lead)] if lead else []
-  entries += [_entry(split)] if own else []
-  return P(*entries, *leaf.like)
-
-
-def _entry(axes):
-  return (axes[0] if len(axes) == 1 else axes) or None
-
-
 def _with_lead(state, lead):
   if not lead:
     return state
   return jax.tree.map(lambda x: axes_lib.to_varying(x[None], lead), state)
-
-
-def _free_axes(mesh, in_specs):
-  used = set().union(
-      *map(
-          specs_lib.axes_of,
-          jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec),
-      )
-  )
-  free = tuple(axis for axis in mesh.axis_names if axis not in used)
-  if not free:
-    raise ValueError(
-        '`per_shard` must be False where `in_specs` uses all axes of the mesh,'
-        f' got True with {in_specs!r}.'
-    )
-  return free
-
-
-def _abstract(tree, specs, mesh):
-  return jax.tree.map(
-      lambda leaf, spec: jax.ShapeDtypeStruct(
-          jnp.shape(leaf),
-          jnp.result_type(leaf),
-          sharding=jax.sharding.NamedSharding(mesh, spec),
-      ),
-      tree,
-      specs,
-  )

@@ -1,0 +1,234 @@
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import shard_transforms
+
+KINDS = (AxisType.Auto, AxisType.Explicit)
+PARAMS = {
+    'w': np.arange(24, dtype=np.float32).reshape(3, 8),
+    'h': np.ones(4, jnp.bfloat16),
+    'b': np.float32(1),
+}
+# Over 4 shards of the axis `model`.
+MODEL_SPECS = {'w': P(None, 'model'), 'h': P('model'), 'b': P()}
+
+
+def _mesh(kind, shape=(8,)):
+  return jax.make_mesh(
+      shape, ('data', 'model')[: len(shape)], (kind,) * len(shape)
+  )
+
+
+def _momentum(**options):
+  return optax.chain(
+      shard_transforms.cross_shard_mean('data', **options), optax.trace(0.5)
+  )
+
+
+class StateSpecsTest(parameterized.TestCase):
+
+  @cases.parameters(*KINDS)
+  def test_state_that_is_the_same_on_all_shards_is_replicated(self, kind):
+    inner = shard_transforms.drop_stale(2, optax.adam(0.1), axis_name='data')
+    tx = optax.chain(inner, optax.adafactor(min_dim_size_to_factor=2))
+
+    for shape in (8,), (2, 4):
+      specs = shard_transforms.state_specs(tx, PARAMS, _mesh(kind, shape))
+
+      expected = jax.tree.map(lambda _: P(), tx.init(PARAMS))
+      self.assertEqual(specs, expected)
+
+  @cases.parameters(*KINDS)
+  def test_what_is_kept_per_shard_is_sharded_over_its_axis(self, kind):
+    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
+
+    for shape in (8,), (2, 4):
+      specs = shard_transforms.state_specs(tx, PARAMS, _mesh(kind, shape))
+
+      expected = shard_transforms.TowerReduceState(
+          tower=P(),
+          total=dict.fromkeys(PARAMS, P('data')),
+          total_weight=P('data'),
+          oldest_local_step=P('data'),
+          inner_state=jax.tree.map(lambda _: P(), _momentum().init(PARAMS)),
+      )
+      self.assertEqual(specs, expected)
+
+  def test_what_varies_over_two_axes_is_sharded_over_both(self):
+    tx = shard_transforms.tower_reduce(2, axis_name=('model', 'data'))
+
+    specs = shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
+
+    both = P(('data', 'model'))
+    self.assertEqual(specs.total, dict.fromkeys(PARAMS, both))
+    self.assertEqual(specs.total_weight, both)
+
+  @cases.parameters(*KINDS)
+  def test_what_is_like_a_parameter_is_sharded_like_it(self, kind):
+    mask = {'w': True, 'h': False, 'b': True}
+    tx = optax.chain(
+        shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data'),
+        optax.masked(optax.trace(0.9), mask),
+        shard_transforms.tower_reduce(3, optax.sgd(0.1)),
+    )
+
+    specs = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(kind, (2, 4)), in_specs=MODEL_SPECS
+    )
+
+    per_shard = {'w': P('data', None, 'model'), 'h': P('data', 'model')}
+    self.assertEqual(specs[0].total, per_shard | {'b': P('data')})
+    self.assertEqual(specs[0].oldest_local_step, P('data'))
+    adam = specs[0].inner_state[0]
+    self.assertEqual((adam.mu, adam.nu), (MODEL_SPECS, MODEL_SPECS))
+    self.assertEqual(adam.count, P())
+    self.assertEqual(
+        specs[1].inner_state.trace, MODEL_SPECS | {'h': optax.MaskedNode()}
+    )
+    self.assertEqual(specs[2].total, MODEL_SPECS)
+    self.assertEqual(specs[2].total_weight, P())
+
+  @cases.parameters(*KINDS)
+  def test_a_stack_of_parameters_is_sharded_like_them(self, kind):
+    mesh = _mesh(kind, (2, 4))
+    links = (
+        shard_transforms.delay_updates(2, axis_name='data'),
+        shard_transforms.delay_updates(2),
+    )
+    tx = optax.chain(*links)
+
+    specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    state = shard_transforms.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+
+    stacked = {'w': P(None, None, 'model'), 'h': P(None, 'model'), 'b': P()}
+    self.assertEqual(specs[1].pending, stacked)
+    per_shard = {'w': P('data', None, None, 'model'), 'b': P('data')}
+    per_shard['h'] = P('data', None, 'model')
+    self.assertEqual(specs[0].pending, per_shard)
+    for name, param in PARAMS.items():
+      self.assertEqual(state[0].pending[name].shape, (2, 3, *param.shape))
+      self.assertEqual(state[1].pending[name].shape, (3, *param.shape))
+
+  def test_what_is_not_like_its_parameter_is_replicated(self):
+    # Where it does not factor, Adafactor keeps placeholders of length 1.
+    tx = optax.adafactor(0.1)
+    params = {'h': jnp.ones(8)}
+
+    specs = shard_transforms.state_specs(
+        tx, params, _mesh(KINDS[0], (2, 4)), in_specs=P('model')
+    )
+
+    self.assertEqual(specs[0].v, {'h': P('model')})
+    self.assertEqual((specs[0].v_row, specs[0].v_col), ({'h': P()},) * 2)
+
+  def test_one_spec_stands_for_all_parameters_below(self):
+    params = {'layer': [jnp.ones((3, 8)), jnp.ones((5, 4))], 'b': jnp.ones(4)}
+    in_specs = {'layer': P(None, 'model'), 'b': P()}
+
+    specs = shard_transforms.state_specs(
+        optax.trace(0.9), params, _mesh(KINDS[0], (2, 4)), in_specs=in_specs
+    )
+
+    sharded = P(None, 'model')
+    self.assertEqual(specs.trace, {'layer': [sharded, sharded], 'b': P()})
+
+  @cases.parameters(
+      {'in_specs': P(), 'lead': ('data', 'model'), 'own': (P(), P(), P())},
+      {
+          'in_specs': MODEL_SPECS,
+          'lead': 'data',
+          'own': (P(None, 'model'), P('model'), P()),
+      },
+  )
+  def test_per_shard_puts_all_free_axes_in_front_of_every_leaf(
+      self, in_specs, lead, own
+  ):
+    specs = shard_transforms.state_specs(
+        optax.adam(0.1),
+        PARAMS,
+        _mesh(KINDS[0], (2, 4)),
+        in_specs=in_specs,
+        per_shard=True,
+    )
+
+    expected = {
+        name: P(lead, *spec) for name, spec in zip('whb', own, strict=True)
+    }
+    self.assertEqual(specs[0].mu, expected)
+    self.assertEqual(specs[0].count, P(lead))
+
+  def test_an_axis_in_front_is_not_named_again(self):
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
+
+    one = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(KINDS[0]), per_shard=True
+    )
+    two = shard_transforms.state_specs(
+        tx,
+        PARAMS,
+        _mesh(KINDS[0], (2, 4)),
+        in_specs=MODEL_SPECS,
+        per_shard=True,
+    )
+
+    self.assertEqual(one.total_weight, P('data', None))
+    self.assertEqual(one.total['w'], P('data', None))
+    self.assertEqual(one.inner_state[0].mu['w'], P('data'))
+    self.assertEqual(two.total['w'], P('data', None, None, 'model'))
+
+  def test_computes_nothing(self):
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
+    abstract = jax.eval_shape(lambda: PARAMS)
+    mesh = _mesh(KINDS[0])
+
+    specs = shard_transforms.state_specs(tx, abstract, mesh)
+
+    expected = shard_transforms.state_specs(tx, PARAMS, mesh)
+    self.assertEqual(specs, expected)
+
+  def test_names_an_axis_that_the_mesh_lacks(self):
+    tx = shard_transforms.tower_reduce(2, axis_name='batch')
+
+    with self.assertRaisesRegex(
+        NameError,
+        r"`tower_reduce` needs the mapped axis 'batch'.*\('data', 'model'\)",
+    ):
+      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
+
+  def test_refuses_a_leaf_that_differs_without_a_leading_axis(self):
+    tx = optax.GradientTransformation(
+        lambda _: {'seed': [lax.axis_index('data')]}, optax.identity().update
+    )
+
+    with self.assertRaisesRegex(
+        ValueError,
+        'Each leaf of the state that differs between shards must have a leading'
+        r' dimension of length 1, .*, got the shape \(\) at'
+        r" \['seed'\]\[0\], which varies over \['data'\]",
+    ):
+      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0]))
+
+  def test_names_a_state_of_one_leaf_the_root(self):
+    tx = optax.GradientTransformation(
+        lambda _: lax.axis_index('data'), optax.identity().update
+    )
+
+    with self.assertRaisesRegex(ValueError, 'at the root, which varies over'):
+      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0]))
+
+  def test_refuses_factors_of_sharded_parameters(self):
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
+
+    with self.assertRaisesRegex(
+        ValueError, r"v_row\['w'\], which varies over \['model'\]"
+    ):
+      shard_transforms.state_specs(
+          tx, PARAMS, _mesh(KINDS[0], (2, 4)), in_specs=MODEL_SPECS
+      )

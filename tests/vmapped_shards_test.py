@@ -1,0 +1,218 @@
+"""Shards that `jax.vmap` makes under plain `jax.jit`, on a mesh of two axes."""
+
+import collections
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import monitoring
+
+AXIS = modes.AXIS
+SHARDS, CALLS = 4, 6
+KINDS = ('Auto', 'Explicit')
+ADAM = optax.adam(0.1, eps=1e-2)
+CHAIN = optax.chain(shard_transforms.cross_shard_mean(AXIS), ADAM)
+# [calls, shards, batch, features]
+BATCHES = np.random.default_rng(0).normal(size=(CALLS, SHARDS, 4, 6))
+BATCHES = BATCHES.astype(np.float32)
+
+TRANSFORMS = {
+    'cross_shard_mean': CHAIN,
+    'cross_shard_sum': optax.chain(
+        shard_transforms.cross_shard_sum(AXIS), optax.scale(1 / SHARDS), ADAM
+    ),
+    'tower_reduce': shard_transforms.tower_reduce(2, CHAIN, axis_name=AXIS),
+    'drop_stale': shard_transforms.drop_stale(2, CHAIN, axis_name=AXIS),
+    'scale_by_staleness': shard_transforms.scale_by_staleness(
+        'inverse', CHAIN, axis_name=AXIS
+    ),
+    'guard': shard_transforms.guard(CHAIN, AXIS),
+    'guard_that_excludes': shard_transforms.guard(
+        CHAIN, AXIS, on_bad='exclude', max_stds=1e9, window=2
+    ),
+    'compensate_delay': optax.chain(
+        shard_transforms.compensate_delay(0.0, axis_name=AXIS), CHAIN
+    ),
+    'delay_updates': optax.chain(
+        shard_transforms.delay_updates(1, axis_name=AXIS), CHAIN
+    ),
+    'track_divergence': optax.chain(
+        CHAIN, monitoring.track_divergence(AXIS, every=2)
+    ),
+    'shard_update': shard_transforms.shard_update(ADAM, AXIS),
+    'reduce_towers': shard_transforms.reduce_towers(2, CHAIN),
+    'nested': shard_transforms.tower_reduce(
+        2,
+        shard_transforms.drop_stale(
+            2, shard_transforms.guard(CHAIN, AXIS), axis_name=AXIS
+        ),
+        axis_name=AXIS,
+    ),
+}
+
+
+def make_params():
+  return {
+      'w': jax.random.normal(jax.random.key(0), (6, 8)),
+      'v': jnp.ones(8) / 8,
+      'b': jnp.float32(0.5),
+  }
+
+
+SPECS = {'w': P(None, 'model'), 'v': P('model'), 'b': P()}
+
+
+def loss(params, x):
+  outputs = jnp.tanh(x @ params['w']) @ params['v']
+  return jnp.mean((outputs + params['b'] - 1) ** 2)
+
+
+def make_step(name):
+  """Returns the step of a shard."""
+  tx = TRANSFORMS[name]
+  takes_step = name in ('drop_stale', 'scale_by_staleness', 'nested')
+
+  def grad(params, x):
+    return shard_transforms.value_and_grad(loss, AXIS)(params, x)[1]
+
+  def grad_of_towers(params, x):
+    return jax.vmap(grad, (None, 0))(params, x.reshape(2, 2, 6))
+
+  def step(params, state, x):
+    extra = {}
+    if takes_step:
+      found = optax.tree_utils.tree_get_all_with_path(state, 'global_step')
+      # Each shard tells its own.
+      extra['local_step'] = found[0][1] - (x[0, 0] > 1)
+    if name == 'compensate_delay':
+      extra['read_params'] = params
+    grads = (grad_of_towers if name == 'reduce_towers' else grad)(params, x)
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def placed(tree, mesh, specs):
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  return jax.device_put(tree, shardings)
+
+
+def vmapped(name, mesh):
+  """Returns the step of all shards, its parameters and its state."""
+  tx = TRANSFORMS[name]
+  params = placed(make_params(), mesh, SPECS)
+  state = shard_transforms.init_state(
+      tx, params, mesh, in_specs=SPECS, spmd_axis_name=AXIS
+  )
+  axes = shard_transforms.state_axes(tx, params, mesh, AXIS)
+  specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))
+  step = modes.map_spmd(
+      make_step(name), mesh, (None, axes, 0), (None, axes), specs
+  )
+  shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+  step = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+  return step, params, state
+
+
+def mesh_of(name, kind):
+  # Cutting a leaf would gather what the other axis shards.
+  return modes.spmd_mesh(kind, num_parts=1 if name == 'shard_update' else 2)
+
+
+def by_hand(name):
+  """Returns the same under `shard_map`, an axis left to the compiler."""
+  tx = TRANSFORMS[name]
+  mesh = mesh_of(name, 'Auto')
+  params = placed(make_params(), mesh, SPECS)
+  state = shard_transforms.init_state(tx, params, mesh)
+  specs = shard_transforms.state_specs(tx, params, mesh)
+
+  def one_shard(params, state, x):
+    return make_step(name)(params, state, x[0])
+
+  step = jax.shard_map(
+      one_shard,
+      mesh=mesh,
+      axis_names={AXIS} if mesh.shape['model'] > 1 else {AXIS, 'model'},
+      in_specs=(P(), specs, P(AXIS)),
+      out_specs=(P(), specs),
+  )
+  return jax.jit(step), params, state
+
+
+def sent_over_data(report):
+  """Returns the bytes that cross shards, in a branch and outside of one."""
+  found = collections.Counter()
+  for c in report.collectives:
+    if AXIS in c.axes:
+      found[c.axes, c.conditional] += c.sent_bytes
+  return found
+
+
+@pytest.mark.slow_unless('nested_Explicit|shard_update_Auto')
+class VmappedShardsTest(parameterized.TestCase):
+
+  @cases.product(name=TRANSFORMS, kind=KINDS)
+  def test_train_and_send_as_under_shard_map(self, name, kind):
+    mesh = mesh_of(name, kind)
+    step, params, state = vmapped(name, mesh)
+    mapped, params_by_hand, state_by_hand = by_hand(name)
+    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+    batches = [placed(x, mesh, P(AXIS)) for x in BATCHES]
+
+    with jax.set_mesh(mesh):
+      report = monitoring.wire_report(
+          step, params, state, batches[0], compiled=True
+      )
+      for x in batches:
+        params, state = step(params, state, x)
+    expected_report = monitoring.wire_report(
+        mapped, params_by_hand, state_by_hand, BATCHES[0], compiled=True
+    )
+    for x in BATCHES:
+      params_by_hand, state_by_hand = mapped(params_by_hand, state_by_hand, x)
+      jax.block_until_ready(params_by_hand)
+
+    with self.subTest('trains alike'):
+      chex.assert_trees_all_close(
+          jax.device_get(params),
+          jax.device_get(params_by_hand),
+          rtol=1e-5,
+          atol=1e-6,
+      )
+    with self.subTest('keeps its shardings'):
+      jax.tree.map(
+          lambda x, sharding: self.assertTrue(
+              x.sharding.is_equivalent_to(sharding, x.ndim), x.sharding
+          ),
+          (params, state),
+          shardings,
+      )
+    with self.subTest('sends as much'):
+      expected = sent_over_data(expected_report)
+      if name == 'track_divergence':
+        # Nothing can differ that is not typed so by `vmap`.
+        del expected[(AXIS,), True]
+      if name == 'shard_update':
+        # XLA makes no reduce-scatter of an all-reduce on CPU: the sum is sent
+        # whole, and then what the slices of `w` and `v` give.
+        expected[(AXIS,), False] += 3 / 4 * 4 * (6 * 8 + 8)
+      self.assertEqual(sent_over_data(report), expected)
+    with self.subTest('gathers neither parameters nor state'):
+      gathered = [
+          c
+          for c in report.collectives
+          if c.primitive == 'all_gather' and c.axes != (AXIS,)
+      ]
+      self.assertEmpty(gathered)
