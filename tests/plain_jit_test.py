@@ -45,6 +45,9 @@ GATES = {
     'clip_by_global_norm': lambda: shard_transforms.guard(
         optax.chain(shard_transforms.clip_by_global_norm(0.5), adam())
     ),
+    'reduce_towers': lambda: shard_transforms.reduce_towers(
+        2, shard_transforms.guard(adam())
+    ),
 }
 
 
@@ -58,13 +61,20 @@ def loss(params, x):
   return jnp.mean(hidden * params['v'][None])
 
 
-def make_step(tx, applies):
+def grad_of_towers(params, x):
+  """Returns the gradients of every other example and of the rest."""
+  towers = x.reshape(4, 2, 16)
+  return jax.vmap(jax.grad(loss), (None, 1))(params, towers)
+
+
+def make_step(gate, tx, applies):
   """Returns a step, which applies the updates at once or after the update."""
+  grad = grad_of_towers if gate == 'reduce_towers' else jax.grad(loss)
 
   def step(carry, batch):
     params, state = carry
     x, local_step = batch
-    grads = jax.grad(loss)(params, x)
+    grads = grad(params, x)
     if applies:
       after = shard_transforms.update_and_apply(
           tx, grads, state, params, local_step=local_step
@@ -76,8 +86,7 @@ def make_step(tx, applies):
   return step
 
 
-def train(tx, carry, batches, applies, scans):
-  step = make_step(tx, applies)
+def train(step, carry, batches, scans):
   if scans:
     many = jax.jit(lambda carry, xs: lax.scan(step, carry, xs)[0])
     return many(carry, (batches, LOCAL_STEPS))
@@ -108,10 +117,11 @@ class PlainJitTest(parameterized.TestCase):
 
     with jax.set_mesh(mesh):
       state = jax.jit(tx.init)(params)
-      after = train(tx, (params, state), batches, applies, scans)
+      step = make_step(gate, tx, applies)
+      after = train(step, (params, state), batches, scans)
 
     one = make_params()
-    expected = train(tx, (one, tx.init(one)), BATCHES, applies, scans)
+    expected = train(step, (one, tx.init(one)), BATCHES, scans)
     chex.assert_trees_all_close(
         jax.device_get(after), jax.device_get(expected), rtol=1e-4, atol=1e-6
     )
@@ -130,7 +140,7 @@ class PlainJitTest(parameterized.TestCase):
         for name, x in make_params().items()
     }
     x = jax.device_put(BATCHES[0], NamedSharding(mesh, P('data')))
-    step = jax.jit(make_step(tx, applies), donate_argnums=0)
+    step = jax.jit(make_step(gate, tx, applies), donate_argnums=0)
 
     report = monitoring.wire_report(
         step, (params, jax.jit(tx.init)(params)), (x, 0), compiled=True

@@ -23,9 +23,9 @@ def state_axes(
   """Returns over which axis `jax.vmap` maps each leaf of the state.
 
   For steps that plain `jax.jit` compiles, and of which `jax.vmap` makes one a
-  shard: its `axis_name` and `spmd_axis_name` both name an axis of the mesh. What
-  the state keeps per shard is mapped; all else is the same for all shards, so
-  that conditions on it stay conditions. `init_state` makes such a state.
+  shard: its `axis_name` and its `spmd_axis_name` name one axis of the mesh.
+  What the state keeps per shard is mapped; all else is the same for all shards,
+  so that conditions on it stay conditions. `init_state` makes such a state.
 
   Args:
     tx: The transformation.
