@@ -2,6 +2,9 @@
 
 from absl.testing import parameterized
 import chex
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -148,4 +151,112 @@ class PlainJitTest(parameterized.TestCase):
 
     sent = {c.primitive for c in report.collectives}
     # Gradients, losses, and whether all of them are finite.
+    self.assertContainsSubset(sent, {'psum', 'pmin'})
+
+
+def kernel_spec(x):
+  """Returns how what is shaped like a layer's parameter is sharded."""
+  return {(16, 8): P(None, 'model'), (8,): P('model')}.get(np.shape(x), P())
+
+
+def mean_of_squares(outputs):
+  return jnp.mean((jnp.tanh(outputs) - 1) ** 2)
+
+
+def nnx_optimizer(tx):
+  """Returns a layer with its optimizer, and a step, of `flax.nnx`."""
+
+  def make():
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  def step(state, batch):
+    model, optimizer = nnx.merge(graph, state)
+    x, local_step = batch
+    grads = nnx.grad(lambda model: mean_of_squares(model(x)))(model)
+    optimizer.update(model, grads, local_step=local_step)
+    return nnx.state((model, optimizer)), ()
+
+  graph, state = nnx.split(make())
+  return state, step
+
+
+def linen_train_state(tx):
+  """Returns a layer's training state, and a step, of `flax.linen`."""
+  net = nn.Dense(8)
+
+  def step(state, batch):
+    x, local_step = batch
+
+    def loss(params):
+      return mean_of_squares(state.apply_fn(params, x))
+
+    updates, opt_state = state.tx.update(
+        jax.grad(loss)(state.params),
+        state.opt_state,
+        state.params,
+        local_step=local_step,
+    )
+    params = optax.apply_updates(state.params, updates)
+    return state.replace(params=params, opt_state=opt_state), ()
+
+  params = net.init(jax.random.key(0), jnp.zeros((1, 16)))
+  return (
+      train_state.TrainState.create(apply_fn=net.apply, params=params, tx=tx),
+      step,
+  )
+
+
+def apply_gradients(tx):
+  """Returns the same, with the step of `TrainState` itself."""
+  state, _ = linen_train_state(tx)
+
+  def step(state, batch):
+
+    def loss(params):
+      return mean_of_squares(state.apply_fn(params, batch[0]))
+
+    return state.apply_gradients(grads=jax.grad(loss)(state.params)), ()
+
+  return state, step
+
+
+@pytest.mark.slow_unless('Auto_not_scans|nnx_optimizer_Explicit_not_scans')
+class FlaxTest(parameterized.TestCase):
+
+  @cases.product(
+      framework=(nnx_optimizer, linen_train_state, apply_gradients),
+      kind=['Auto', 'Explicit'],
+      scans=[False, True],
+  )
+  def test_trains_as_one_device_does(self, framework, kind, scans):
+    tx = GATES['tower_reduce']() if framework is apply_gradients else nested()
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((4, 2), ('data', 'model'), (kind,) * 2)
+    one, step = framework(tx)
+
+    def place(x):
+      sharding = NamedSharding(mesh, kernel_spec(x))
+      return jax.device_put(jnp.copy(x), sharding)
+
+    batches = jax.device_put(BATCHES, NamedSharding(mesh, P(None, 'data')))
+
+    state = jax.tree.map(place, one)
+    with jax.set_mesh(mesh):
+      report = monitoring.wire_report(
+          jax.jit(step), state, (batches[0], 0), compiled=True
+      )
+      after = train(step, state, batches, scans)
+
+    expected = train(step, one, BATCHES, scans)
+    # The methods in the tree of a `TrainState` are no equal ones.
+    chex.assert_trees_all_close(
+        jax.device_get(jax.tree.leaves(after)),
+        jax.device_get(jax.tree.leaves(expected)),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    for leaf in jax.tree.leaves(after):
+      self.assertEqual(leaf.sharding.spec, kernel_spec(leaf))
+    sent = {c.primitive for c in report.collectives}
     self.assertContainsSubset(sent, {'psum', 'pmin'})
