@@ -1,0 +1,49 @@
+"""Runs the example of a model that the compiler shards as a user does."""
+
+import os
+import pathlib
+import re
+import subprocess
+
+from absl.testing import absltest
+import pytest
+
+import python_command
+
+SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_transformer.py'
+
+
+class TrainTransformerTest(absltest.TestCase):
+
+  def run_script(self, *flags):
+    return subprocess.run(
+        [*python_command.STRICT, SCRIPT, *flags],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+  @pytest.mark.slow
+  def test_reduces_once_in_four_micro_batches(self):
+    run = self.run_script('--steps=30')
+
+    self.assertEqual(run.returncode, 0, run.stderr)
+    rows = re.findall(
+        r'(.*\S)  +(\S+) -> (\S+)  +([\d,]+)  +([\d,]+)', run.stdout
+    )
+    names, first, last, sent, memory = zip(*rows, strict=True)
+    self.assertEqual(names, ('jit, lax.scan', 'tower_reduce'))
+    # The embedding of what is read and of what is told is reduced twice there.
+    self.assertEqual(sent, ('369,432', '89,286'))
+    self.assertEqual(first[0], first[1])
+    self.assertEqual(last[0], last[1])
+    self.assertLess(float(last[0]), 0.8 * float(first[0]))
+    plain, collecting = (int(x.replace(',', '')) for x in memory)
+    self.assertLess(collecting, 1.25 * plain)
+
+  def test_refuses_batches_that_cannot_be_divided(self):
+    run = self.run_script('--batch_size=24')
+
+    self.assertNotEqual(run.returncode, 0)
+    self.assertIn('multiple of 4 micro-batches x 4 shards', run.stderr)
