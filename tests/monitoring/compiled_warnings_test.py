@@ -80,19 +80,18 @@ class AccumulationTest(parameterized.TestCase):
     self.assertIn('in each turn of a loop', warning)
     self.assertTrue(report.collectives[0].in_while)
 
-  @cases.parameters(True, False)
-  def test_counts_the_arrays_that_can_wait_alone(self, swapped):
+  @cases.product(widths=((4, 5), (5, 4)), is_first=(True, False))
+  def test_counts_the_arrays_that_can_wait_alone(self, widths, is_first):
     # One operation reduces both; which of them comes first must not matter.
-    widths = (5, 4) if swapped else (4, 5)
-
     def step(xs):
       def turn(carry, x):
-        total, largest = carry
+        total, largest = carry if is_first else carry[::-1]
         grads = [gradient(jnp.ones((16, width)), x) for width in widths]
-        return (total + grads[0], jnp.maximum(largest, grads[1])), None
+        carry = (total + grads[0], jnp.maximum(largest, grads[1]))
+        return carry if is_first else carry[::-1], None
 
       zeros = tuple(jnp.zeros((16, width)) for width in widths)
-      return lax.scan(turn, zeros, xs)[0]
+      return lax.scan(turn, zeros if is_first else zeros[::-1], xs)[0]
 
     report = wire_report(step, MICRO_BATCHES[1], compiled=True)
 
