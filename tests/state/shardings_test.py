@@ -17,6 +17,40 @@ from shard_transforms import monitoring
 AUTO = jax.sharding.AxisType.Auto
 SPECS = {'w': P(None, 'model'), 'v': P('model'), 'k': P(), 'b': P()}
 
+
+def shampoo(learning_rate):
+  """Returns Shampoo: a square statistic for each dimension of a matrix."""
+
+  def statistics(g):
+    return (g @ g.T, g.T @ g) if g.ndim == 2 else (g**2,)
+
+  def root(x):
+    values, vectors = jnp.linalg.eigh(x + 1e-2 * jnp.eye(len(x)))
+    return vectors * values[None] ** -0.25 @ vectors.T
+
+  def precondition(g, kept):
+    if g.ndim == 2:
+      return root(kept[0]) @ g @ root(kept[1])
+    return g / jnp.sqrt(kept[0] + 1e-2)
+
+  def init_fn(params):
+    return jax.tree.map(lambda p: statistics(jnp.zeros_like(p)), params)
+
+  def update_fn(updates, state, params=None):
+    del params
+    state = jax.tree.map(
+        lambda g, kept: jax.tree.map(jnp.add, kept, statistics(g)),
+        updates,
+        state,
+    )
+    return jax.tree.map(precondition, updates, state), state
+
+  return optax.chain(
+      optax.GradientTransformation(init_fn, update_fn),
+      optax.scale(-learning_rate),
+  )
+
+
 OPTIMIZERS = (
     ('adam', lambda: optax.adam(0.1)),
     (
@@ -35,6 +69,7 @@ OPTIMIZERS = (
         'schedule',
         lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 5), momentum=0.9),
     ),
+    ('shampoo', lambda: shampoo(0.01)),
     ('injected', lambda: optax.inject_hyperparams(optax.adam)(0.1)),
     ('guard', lambda: shard_transforms.guard(optax.adam(0.1))),
     (
@@ -159,6 +194,12 @@ class StateShardingsTest(parameterized.TestCase):
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), after[1], shardings
     )
     self.assertTrue(jax.tree.all(is_kept))
+
+  def test_names_statistics_that_are_like_no_parameter(self):
+    mesh = make_mesh()
+
+    with self.assertWarnsRegex(UserWarning, r"\['w'\]\[0\] float32\[16, 16\]"):
+      shard_transforms.state_shardings(shampoo(0.1), make_params(mesh), mesh)
 
   def test_each_device_holds_and_makes_one_part(self):
     mesh = jax.make_mesh((8,), ('data',), (AUTO,))

@@ -14,6 +14,7 @@ import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.state import param_leaves
 
 _CALLER = 'state_shardings'
 
@@ -89,18 +90,12 @@ def state_shardings(
   whole = jax.tree.map(lambda leaf: _Leaf(leaf.shape, leaf.dtype), shapes)
 
   def divide(leaf, param):
-    if not isinstance(leaf, _Leaf) or leaf.shape != jnp.shape(param):
+    if leaf.shape != jnp.shape(param):
       return leaf
     spec = _divided(leaf.shape, _spec_of(param, mesh), mesh, shard_over)
     return dataclasses.replace(leaf, spec=spec)
 
-  leaves = optax.tree_utils.tree_map_params(
-      tx,
-      divide,
-      whole,
-      params,
-      is_leaf=lambda x: isinstance(x, (_Leaf, optax.MaskedNode)),
-  )
+  leaves = param_leaves.map_with_params(tx, divide, whole, params)
   _tell_whole(leaves, shard_over, on_whole)
   return jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.spec), leaves)
 

@@ -12,6 +12,7 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.state import param_leaves
 
 
 def state_specs(
@@ -145,19 +146,10 @@ def _with_param_specs(tx, described, params, param_specs, mapped):
   """Notes at each leaf that is shaped like a parameter how that is sharded."""
 
   def note(leaf, param, spec):
-    if not isinstance(leaf, _Leaf):
-      return leaf
     like = _spec_like(leaf, jnp.shape(param), spec, mapped)
     return _Leaf(leaf.shape, leaf.varying, like)
 
-  return optax.tree_utils.tree_map_params(
-      tx,
-      note,
-      described,
-      params,
-      param_specs,
-      is_leaf=lambda leaf: leaf is None or isinstance(leaf, optax.MaskedNode),
-  )
+  return param_leaves.map_with_params(tx, note, described, params, param_specs)
 
 
 def _spec_like(leaf, shape, spec, mapped):
