@@ -438,7 +438,9 @@ class LayoutTest(parameterized.TestCase):
     if not extra:
       paths = [path for path in paths if path.parent.name != 'asynchronous']
     self.assertNotEmpty(paths)
-    local = {path.stem for path in paths} | set(sys.stdlib_module_names)
+    # A benchmark may measure an example.
+    own = [*paths, *(ROOT / 'examples').glob('*.py')]
+    local = {path.stem for path in own} | set(sys.stdlib_module_names)
     origins = importlib.metadata.packages_distributions()
 
     needed = {
