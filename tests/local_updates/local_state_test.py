@@ -101,6 +101,19 @@ class HealthTest(parameterized.TestCase):
       monitoring.check_health(state._replace(own_params=lost))
 
 
+class MetricsTest(parameterized.TestCase):
+
+  def test_tells_rounds_and_steps(self):
+    state = shard_transforms.init_state(
+        _tx(), jnp.zeros(2), jax.make_mesh((8,), (AXIS,))
+    )
+
+    found = monitoring.metrics(state._replace(num_rounds=jnp.int32(7)))
+
+    self.assertEqual(found['local_updates/num_rounds'], 7)
+    self.assertEqual(found['local_updates/step'], 0)
+
+
 class ResizeTest(parameterized.TestCase):
 
   @cases.product(sizes=((8, 4, 8), (8, 3)), step=(2, 3))

@@ -75,6 +75,13 @@ class LocalUpdatesState(NamedTuple):
         'total_weight': state_rules.ResizeRule('average'),
     }
 
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {
+        'step': state_rules.MetricRule(),
+        'num_rounds': state_rules.MetricRule(),
+    }
+
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if no shard here is finite."""
     leaves = jax.tree.leaves(self.own_params)
