@@ -2,6 +2,7 @@
 
 from shard_transforms import aggregators as aggregators
 from shard_transforms import asynchronous as asynchronous
+from shard_transforms import compression as compression
 from shard_transforms import launch as launch
 from shard_transforms import monitoring as monitoring
 from shard_transforms import state_rules as state_rules

@@ -17,6 +17,8 @@ from shard_transforms._src.base import groups as groups_lib
 
 Axes = tuple[Hashable, ...]
 
+_PIECE_BYTES = 512 * 1024
+
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
   """Returns the sum of one array over the shards; itself without axes."""
@@ -159,6 +161,24 @@ def gather(
   return lax.reshape(rows, (num_rows, *row.shape))
 
 
+def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the rows that the shards have for this one, in their order.
+
+  Args:
+    rows: An array of shape [number of shards, elements] that has a row for
+      each shard, in the order of the mesh; see `row_index`.
+    axes: The mapped axes.
+  """
+  order = axes_lib.in_mesh_order(axes)
+  sizes = map(lax.axis_size, order)
+  num_rows, length = rows.shape
+  rows = lax.reshape(rows, (*sizes, length))
+  pieces = _pieces(rows) if axes_lib.between_processes() else [rows]
+  for dimension, axis in enumerate(order):
+    pieces = [lax.all_to_all(x, axis, dimension, dimension) for x in pieces]
+  return lax.reshape(jnp.concatenate(pieces, axis=-1), (num_rows, length))
+
+
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
   """Returns which row of `scatter` and `gather` is a shard's own, int32 []."""
   if groups is not None:
@@ -208,6 +228,16 @@ def _scatter_and_gather(x, axis, others, groups=None):
   part = lax.psum_scatter(flat, axis, axis_index_groups=groups, tiled=True)
   whole = _all_gather(psum(part, others), axis, groups, tiled=True)
   return whole[: x.size].reshape(x.shape)
+
+
+def _pieces(rows):
+  """Cuts what is exchanged into parts that are small for each peer.
+
+  Of large ones, gloo hardly receives one while it sends another.
+  """
+  *_, length = rows.shape
+  size = max(_PIECE_BYTES // rows.dtype.itemsize, 1)
+  return [rows[..., i : i + size] for i in range(0, length, size)]
 
 
 def _all_gather(x, axis, groups=None, dimension=0, tiled=False):

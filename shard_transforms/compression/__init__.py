@@ -1,0 +1,25 @@
+"""Fewer bytes between shards, with feedback of what is not sent."""
+
+from shard_transforms._src.compression.compressed_mean import compressed_mean
+from shard_transforms._src.compression.compressed_reduction import (
+    CompressedMeanState,
+)
+from shard_transforms._src.compression.compressor import Compressor
+from shard_transforms._src.compression.quantization import cast
+from shard_transforms._src.compression.quantization import quantize
+from shard_transforms._src.compression.quantization import scaled_sign
+from shard_transforms._src.compression.sparsification import group_max
+from shard_transforms._src.compression.sparsification import random_k
+from shard_transforms._src.compression.sparsification import top_k
+
+__all__ = (
+    'CompressedMeanState',
+    'Compressor',
+    'cast',
+    'compressed_mean',
+    'group_max',
+    'quantize',
+    'random_k',
+    'scaled_sign',
+    'top_k',
+)

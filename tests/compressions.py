@@ -1,0 +1,121 @@
+"""Compressed means of gradients over steps, and what must add up in them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+import modes
+import shard_transforms
+from shard_transforms import compression
+
+# Blocks that fit the small leaves of tests.
+COMPRESSORS = {
+    'sign': compression.scaled_sign(16),
+    'int8': compression.quantize(8, block=16),
+    'int4': compression.quantize(4, block=16),
+    'int8_stochastic': compression.quantize(8, block=16, stochastic=True),
+    'top_k': compression.top_k(0.25, block=16),
+    'group_max': compression.group_max(4),
+    'random_k': compression.random_k(0.25, block=16),
+    'bfloat16': compression.cast('bfloat16'),
+}
+
+
+def make_params() -> dict[str, Any]:
+  """Returns leaves of which the first two are compressed."""
+  return {
+      'w': jnp.zeros((7, 19)),
+      'half': jnp.zeros(70, jnp.bfloat16),
+      'b': jnp.zeros(5),
+      'scalar': jnp.float32(0),
+      'complex': jnp.zeros(80, jnp.complex64),
+      'empty': jnp.zeros((0, 3)),
+  }
+
+
+def make_data(
+    num_shards: int, steps: int, params: Any, seed: int = 0
+) -> dict[str, Any]:
+  """Returns gradients [num_shards, steps, ...] like parameters."""
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+      lambda x: rng.normal(size=(num_shards, steps, *x.shape)).astype(x.dtype),
+      params,
+  )
+
+
+def loss(params: Any, data: Any) -> jax.Array:
+  # The gradient is the data, whatever the shape and the dtype.
+  pairs = zip(jax.tree.leaves(params), jax.tree.leaves(data), strict=True)
+  return sum(jnp.real(jnp.sum(w * x)).astype('float32') for w, x in pairs)
+
+
+def run(
+    transformations: dict[str, Any],
+    mode: str,
+    data: Any,
+    params: Any,
+    weight: Any = None,
+) -> dict[str, Any]:
+  """Returns the updates [shards, steps, ...] and last states, by name.
+
+  Args:
+    transformations: Those that are run, all in one program.
+    mode: How the axis is bound.
+    data: Gradients [shards, steps, ...].
+    params: Parameters.
+    weight: Weights [shards, steps], or `None`.
+  """
+  num_shards = len(jax.tree.leaves(data)[0])
+
+  def shard(shared, own):
+    def one(tx):
+      def step(state, inputs):
+        grads, weight = inputs
+        grad = shard_transforms.value_and_grad(loss, modes.AXIS)
+        _, grads = grad(shared, grads)
+        given = {} if weight is None else {'weight': weight}
+        updates, state = tx.update(grads, state, shared, **given)
+        return state, updates
+
+      state, updates = lax.scan(step, tx.init(shared), own)
+      return updates, state
+
+    return {name: one(tx) for name, tx in transformations.items()}
+
+  mapped = modes.map_shards(mode, shard, num_shards)
+  return jax.device_get(mapped(params, (data, weight)))
+
+
+def held_back(state: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns the mean over the shards of what is held back of a leaf.
+
+  Args:
+    state: State [shards, 1, ...] as `run` returns it.
+    name: Which leaf.
+    shape: The shape of the leaf.
+  """
+  residual = np.asarray(state.residual[name], np.float64).mean(0)[0]
+  server = np.asarray(state.server_residual[name], np.float64).ravel()
+  return residual + server[: residual.size].reshape(shape)
+
+
+def assert_nothing_lost(
+    updates: Any,
+    state: Any,
+    means: np.ndarray,
+    name: str,
+    tolerance: float = 1e-5,
+) -> None:
+  """Checks that results and what is held back add up to the means."""
+  total = np.asarray(updates[name][0], np.float64).sum(0)
+  total += held_back(state, name, total.shape)
+  expected = means.sum(0)
+  error = np.linalg.norm(total - expected) / np.linalg.norm(means)
+  assert error <= tolerance, (name, error)
+
+
