@@ -1,11 +1,11 @@
 """Compressed means of gradients over steps, and what must add up in them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import modes
@@ -95,11 +95,12 @@ def held_back(state: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
   """Returns the mean over the shards of what is held back of a leaf.
 
   Args:
-    state: State [shards, 1, ...] as `run` returns it.
+    state: State, as `run` or `go_on` return it.
     name: Which leaf.
     shape: The shape of the leaf.
   """
-  residual = np.asarray(state.residual[name], np.float64).mean(0)[0]
+  residual = np.asarray(state.residual[name], np.float64)
+  residual = residual.reshape(-1, *shape).mean(0)
   server = np.asarray(state.server_residual[name], np.float64).ravel()
   return residual + server[: residual.size].reshape(shape)
 
@@ -119,3 +120,24 @@ def assert_nothing_lost(
   assert error <= tolerance, (name, error)
 
 
+def go_on(
+    tx: Any, params: Any, mesh: jax.sharding.Mesh, state: Any, data: Any
+) -> Any:
+  """Returns updates [steps, ...] and state of a run on a mesh."""
+  specs = shard_transforms.state_specs(tx, params, mesh)
+
+  def shard(params, state, data):
+    def step(state, grads):
+      updates, state = tx.update(grads, state, params)
+      return state, updates
+
+    state, updates = lax.scan(step, state, jax.tree.map(lambda x: x[0], data))
+    return updates, state
+
+  mapped = jax.shard_map(
+      shard,
+      mesh=mesh,
+      in_specs=(P(), specs, P(modes.AXIS)),
+      out_specs=(P(), specs),
+  )
+  return jax.jit(mapped)(params, state, data)

@@ -5,6 +5,12 @@ from shard_transforms._src.compression.compressed_reduction import (
     CompressedMeanState,
 )
 from shard_transforms._src.compression.compressor import Compressor
+from shard_transforms._src.compression.one_bit_adam import (
+    ScaleByOneBitAdamState,
+)
+from shard_transforms._src.compression.one_bit_adam import scale_by_one_bit_adam
+from shard_transforms._src.compression.power_sgd import PowerSGDState
+from shard_transforms._src.compression.power_sgd import power_sgd
 from shard_transforms._src.compression.quantization import cast
 from shard_transforms._src.compression.quantization import quantize
 from shard_transforms._src.compression.quantization import scaled_sign
@@ -15,11 +21,15 @@ from shard_transforms._src.compression.sparsification import top_k
 __all__ = (
     'CompressedMeanState',
     'Compressor',
+    'PowerSGDState',
+    'ScaleByOneBitAdamState',
     'cast',
     'compressed_mean',
     'group_max',
+    'power_sgd',
     'quantize',
     'random_k',
+    'scale_by_one_bit_adam',
     'scaled_sign',
     'top_k',
 )

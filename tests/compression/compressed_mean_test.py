@@ -1,6 +1,7 @@
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,6 +22,10 @@ def build(compressor, **options):
 
 
 ALL = {name: build(x) for name, x in compressions.COMPRESSORS.items()}
+
+
+def on_shards(tree):
+  return jax.tree.map(lambda x: np.stack([x] * 8), tree)
 
 
 class NothingLostTest(parameterized.TestCase):
@@ -50,3 +55,309 @@ class NothingLostTest(parameterized.TestCase):
           np.testing.assert_allclose(
               updates[leaf][0], data[leaf].mean(0), atol=1e-6
           )
+
+  def test_exact_compressors_lose_nothing_to_the_bit(self):
+    exact = {name: ALL[name] for name in ('top_k', 'group_max', 'random_k')} | {
+        'float32': build(compression.cast('float32'))
+    }
+    params = {'w': jnp.zeros((7, 19))}
+    rng = np.random.default_rng(0)
+    data = {'w': rng.integers(-99, 99, (8, 12, 7, 19)).astype(np.float32)}
+
+    found = compressions.run(exact, 'shard_map', data, params)
+
+    means = data['w'].astype(np.float64).mean(0)
+    for name, (updates, state) in found.items():
+      compressions.assert_nothing_lost(updates, state, means, 'w', 0)
+      if name == 'float32':
+        np.testing.assert_array_equal(updates['w'][0], means)
+
+  @cases.parameters('shard_map', 'vmap', 'pmap', 'shard_map_unchecked')
+  def test_weights_and_shards_that_do_not_count(self, mode):
+    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+    data = compressions.make_data(8, 12, params)
+    rng = np.random.default_rng(1)
+    weight = rng.choice([0, 0.5, 1, 7], (8, 12)).astype(np.float32)
+    weight[:, 5] = 0  # No shard counts.
+    weight[2, 3] = 0
+    clean = jax.tree.map(np.copy, data)
+    for leaf in data.values():
+      leaf[weight == 0] = np.nan
+    for leaf in clean.values():
+      leaf[weight == 0] = 0
+
+    found = compressions.run(ALL, mode, data, params, weight)
+
+    w = weight.astype(np.float64)
+    total = np.where(w.sum(0) > 0, w.sum(0), 1)
+    means = np.einsum('nt,ntij->tij', w / total, clean['w'])
+    for name, (updates, state) in found.items():
+      with self.subTest(name):
+        compressions.assert_nothing_lost(updates, state, means, 'w')
+        np.testing.assert_array_equal(updates['w'][:, 5], 0)
+
+  def test_a_shard_of_weight_zero_keeps_what_it_holds_back(self):
+    params = {'w': jnp.zeros((7, 19))}
+    data = compressions.make_data(8, 2, params)
+    weight = np.ones((8, 2), np.float32)
+    weight[3, 1] = 0
+
+    def residual(steps):
+      first = jax.tree.map(lambda x: x[:, :steps], data)
+      some = {'sign': ALL['sign']}
+      found = compressions.run(some, 'vmap', first, params, weight[:, :steps])
+      return found['sign'][1].residual['w']
+
+    before, after = residual(1), residual(2)
+    np.testing.assert_array_equal(after[3], before[3])
+    self.assertTrue((after[[0, 1, 2, 4, 5, 6, 7]] != before[:1]).any())
+
+
+class OneShardTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_is_the_identity_to_the_bit(self, mode):
+    params = compressions.make_params()
+    data = compressions.make_data(1, 3, params)
+    data['w'][0, 0, 0, :2] = [-0.0, 3e38]
+    weight = np.array([[3.0, 0.7, 1e-3]], np.float32)
+
+    found = compressions.run(ALL, mode, data, params)
+    weighted = compressions.run(ALL, mode, data, params, weight)
+
+    bits = jax.tree.map(lambda x: x.view(np.uint8), data)
+    for results in (found, weighted):
+      for updates, _ in results.values():
+        for leaf in ('w', 'half'):
+          np.testing.assert_array_equal(
+              updates[leaf].view(np.uint8), bits[leaf]
+          )
+
+
+class OptionsTest(parameterized.TestCase):
+
+  def test_padding_holds_nothing_back(self):
+    # 8 slices of 9 elements hold 65, in blocks of 16.
+    params = {'w': jnp.zeros(65)}
+    data = compressions.make_data(8, 6, params)
+
+    found = compressions.run(ALL, 'shard_map', data, params)
+
+    for _, state in found.values():
+      server = state.server_residual['w']
+      self.assertEqual(server.shape, (8, 1, 9))
+      np.testing.assert_array_equal(server.ravel()[65:], 0)
+
+  def test_warmup_is_the_plain_mean_and_holds_nothing_back(self):
+    params = compressions.make_params()
+    data = compressions.make_data(8, 5, params)
+    transformations = {
+        'mean': shard_transforms.cross_shard_mean(AXIS),
+        'all': build(compression.scaled_sign(16), warmup_steps=5),
+        'part': build(compression.scaled_sign(16), warmup_steps=3),
+    }
+
+    found = compressions.run(transformations, 'shard_map', data, params)
+
+    mean, _ = found['mean']
+    updates, state = found['all']
+    chex.assert_trees_all_equal(updates, mean, strict=True)
+    np.testing.assert_array_equal(state.residual['w'], 0)
+    np.testing.assert_array_equal(state.server_residual['w'], 0)
+    updates, state = found['part']
+    np.testing.assert_array_equal(updates['w'][:, :3], mean['w'][:, :3])
+    self.assertTrue((updates['w'][:, 3] != mean['w'][:, 3]).any())
+    means = data['w'].astype(np.float64).mean(0)
+    compressions.assert_nothing_lost(updates, state, means, 'w')
+
+  def test_without_feedback_each_step_is_alone(self):
+    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+    data = compressions.make_data(8, 1, params)
+    data = jax.tree.map(lambda x: np.repeat(x, 3, axis=1), data)
+    some = {'sign': build(compression.scaled_sign(16), feedback=None)}
+
+    updates, state = compressions.run(some, 'shard_map', data, params)['sign']
+
+    self.assertEmpty(jax.tree.leaves((state.residual, state.server_residual)))
+    np.testing.assert_array_equal(updates['w'][:, 1:], updates['w'][:, :2])
+
+  @cases.parameters(('host', 'core'), ('core', 'host'))
+  def test_two_axes_are_one(self, *axes):
+    tx = compression.compressed_mean(
+        axes, compression.scaled_sign(16), min_elements=64
+    )
+    params = {'w': jnp.zeros((7, 19))}
+    data = compressions.make_data(8, 4, params)
+    mesh = jax.make_mesh((2, 4), ('host', 'core'))
+    specs = shard_transforms.state_specs(tx, params, mesh)
+    every = jax.P(('host', 'core'))
+
+    def shard(params, state, data):
+      for i in range(4):
+        grads = jax.tree.map(lambda x, i=i: x[0, i], data)
+        updates, state = tx.update(grads, state, params)
+      return updates, state
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(jax.P(), specs, every),
+        out_specs=(jax.P(), specs),
+    )
+    state = shard_transforms.init_state(tx, params, mesh)
+    updates, _ = jax.jit(mapped)(
+        params, state, jax.device_put(data, jax.NamedSharding(mesh, every))
+    )
+
+    one = {'sign': ALL['sign']}
+    expected, _ = compressions.run(one, 'shard_map', data, params)['sign']
+    np.testing.assert_allclose(updates['w'], expected['w'][0, 3], rtol=1e-5)
+
+
+class ResizeTest(parameterized.TestCase):
+
+  def test_nothing_is_lost_across_numbers_of_shards(self):
+    tx = optax.chain(build(compression.scaled_sign(16)))
+    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+    state = shard_transforms.init_state(tx, params, modes.mesh(8))
+    results, means = 0, []
+
+    for seed, num_shards in enumerate((8, 3, 8, 1)):
+      mesh = modes.mesh(num_shards)
+      data = compressions.make_data(num_shards, 5, params, seed)
+      state = shard_transforms.resize_state(state, tx, params, mesh)
+      updates, state = compressions.go_on(tx, params, mesh, state, data)
+      results += np.asarray(updates['w'], np.float64).sum(0)
+      means.append(np.asarray(data['w'], np.float64).mean(0))
+      total = results + compressions.held_back(state[0], 'w', (7, 19))
+      expected = np.concatenate(means)
+      error = np.linalg.norm(total - expected.sum(0))
+      self.assertLess(error / np.linalg.norm(expected), 1e-5)
+
+    # One shard sends all that was held back.
+    np.testing.assert_array_equal(state[0].residual['w'], 0)
+    np.testing.assert_array_equal(state[0].server_residual['w'], 0)
+
+  def test_refuses_the_state_of_another_number_of_shards(self):
+    tx = build(compression.scaled_sign(16))
+    params = {'w': jnp.zeros((7, 19))}
+    state = shard_transforms.init_state(tx, params, modes.mesh(4))
+    half = jax.tree.map(lambda x: np.concatenate([x, x]), state.residual)
+    state = state._replace(
+        residual=half,
+        server_residual=jax.tree.map(
+            lambda x: np.concatenate([x, x]), state.server_residual
+        ),
+        update_norm=np.zeros(8, np.float32),
+    )
+
+    with self.assertRaisesRegex(ValueError, 'made for 8 shards.*resize_state'):
+      compressions.go_on(
+          tx,
+          params,
+          modes.mesh(8),
+          state,
+          compressions.make_data(8, 1, params),
+      )
+
+
+class ConvergenceTest(parameterized.TestCase):
+  """The examples of Karimireddy et al. (1901.09847), section 3."""
+
+  def descend(self, gradient, start, rate, steps):
+    """Returns where sign leads, without and with feedback."""
+
+    def shard(start, keys):
+      def one(feedback):
+        tx = build(
+            compression.scaled_sign(8), min_elements=1, feedback=feedback
+        )
+
+        def step(carry, key):
+          x, state = carry
+          updates, state = tx.update(gradient(x, key), state)
+          return (x - rate * updates, state), None
+
+        (x, _), _ = lax.scan(step, (start, tx.init(start)), keys)
+        return x
+
+      return one(None), one('residual')
+
+    # Both shards draw alike, so that there is one gradient.
+    keys = jnp.stack([jax.random.split(jax.random.key(0), steps)] * 2)
+    mapped = jax.jit(jax.vmap(shard, (None, 0), axis_name=AXIS))
+    return [np.asarray(x[0]) for x in mapped(start, keys)]
+
+  def test_signs_that_mislead_on_average(self):
+    def gradient(x, key):
+      # The mean is 1/4, but three of four elements are negative.
+      return jnp.where(jax.random.bernoulli(key, 0.25, x.shape), 4.0, -1.0)
+
+    alone, fed_back = self.descend(gradient, jnp.zeros(16), 0.01, 400)
+
+    self.assertGreater(alone.mean(), 2)
+    self.assertBetween(fed_back.mean(), -1.5, -0.5)
+
+  def test_signs_that_never_point_to_the_minimum(self):
+    def loss(x):
+      first, second = x.reshape(8, 2).T
+      return jnp.mean(jnp.abs(first + second) / 2 + jnp.abs(first - second))
+
+    def gradient(x, key):
+      del key
+      return 8 * jax.grad(loss)(x)
+
+    start = jnp.ones(16).at[::2].add(1e-3)
+    alone, fed_back = self.descend(gradient, start, 0.003, 2000)
+
+    self.assertGreater(loss(alone), 0.9)
+    self.assertLess(loss(fed_back), 0.05)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (dict(feedback='all'), "`feedback` must be 'residual' or None"),
+      (dict(min_elements=0), '`min_elements` must be at least 1, got 0'),
+      (dict(warmup_steps=-1), '`warmup_steps` must be at least 0, got -1'),
+  )
+  def test_refuses_wrong_values(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      build(compression.scaled_sign(), **options)
+
+  @cases.parameters(compression.scaled_sign, 'sign', None)
+  def test_refuses_what_is_no_compressor(self, compressor):
+    with self.assertRaisesRegex(
+        TypeError, '`compressor` of `compressed_mean` must be a `Compressor`'
+    ):
+      build(compressor)
+
+  @cases.parameters(
+      (dict(min_elements=2), 'same `feedback` and `min_elements`.*lacks'),
+      (dict(feedback=None), 'same `feedback` and `min_elements`.*keeps'),
+  )
+  def test_refuses_a_state_of_other_options(self, options, message):
+    params = {'w': jnp.zeros(80), 'b': jnp.zeros(5)}
+    other = build(compression.scaled_sign(16), **options)
+
+    def shard(params, grads):
+      return other.update(grads, ALL['sign'].init(params))
+
+    mapped = jax.vmap(shard, (None, 0), axis_name=AXIS)
+    with self.assertRaisesRegex(ValueError, message):
+      jax.eval_shape(mapped, params, on_shards(params))
+
+  @cases.parameters(
+      (lambda x: x[:7], ValueError, r"shapes .* at \['w'\]"),
+      (lambda x: x + 0j, TypeError, r"complex leaf at \['w'\]"),
+  )
+  def test_refuses_other_updates(self, change, error, message):
+    params = {'w': jnp.zeros(80)}
+
+    def shard(params, grads):
+      state = ALL['sign'].init(params)
+      return ALL['sign'].update({'w': change(grads['w'])}, state)
+
+    mapped = jax.vmap(shard, (None, 0), axis_name=AXIS)
+    with self.assertRaisesRegex(error, message):
+      jax.eval_shape(mapped, params, on_shards(params))

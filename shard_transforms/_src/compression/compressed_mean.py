@@ -30,9 +30,9 @@ def compressed_mean(
   .. math:: p_i = u_i + e_i, \quad s_j = \frac1N \sum_i C(p_i)_j + E_j, \quad
      u \leftarrow C(s)
 
-  What is not sent is held back and added in the next step, :math:`e_i \leftarrow
-  p_i - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that nothing is lost:
-  the sum of all results, with :math:`\frac1N \sum_i e_i + E`, is the sum of all
+  What is not sent is held back and added in the next step, :math:`e_i
+  \leftarrow p_i - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that
+  nothing is lost: the sum of all results, with :math:`\frac1N \sum_i e_i + E`, is the sum of all
   means. The result is the same on all shards, to the bit; of one shard, it is
   the update itself.
 

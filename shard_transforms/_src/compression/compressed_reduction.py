@@ -168,9 +168,7 @@ class CompressedReduction:
       ValueError: If a leaf is reduced already, the weight is no scalar or
         negative, or the state was made for other parameters or shards.
     """
-    options = reduction_options.ReductionOptions(
-        self.caller, 'mean', self.axes
-    )
+    options = reduction_options.ReductionOptions(self.caller, 'mean', self.axes)
     weight = leaf_sums.check(updates, weight, options)
     varying.check_per_shard(updates, self.axes, self.caller)
     kept = per_shard_state.own(tuple(state[1:]), self.axes, self.caller)
@@ -246,10 +244,11 @@ class CompressedReduction:
     for leaf, e, s in zip(leaves, *found, strict=True):
       has_residual = self.feedback is not None and self.compresses(leaf)
       if leaf is not None and has_residual != (e is not None):
+        verb = 'lacks' if e is None else 'keeps'
         raise ValueError(
             f'State of `{self.caller}` must be made with the same `feedback`'
-            f' and `min_elements`, got one that {"keeps" if e is not None else "lacks"}'
-            f' a residual for a leaf of the shape {jnp.shape(leaf)}.'
+            f' and `min_elements`, got one that {verb} a residual for a leaf of'
+            f' the shape {jnp.shape(leaf)}.'
         )
       if e is None:
         continue

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import weights
 from shard_transforms._src.compression import blocks
+from shard_transforms._src.compression import counting as counting_lib
+from shard_transforms._src.compression import residuals as residuals_lib
 from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -57,95 +57,33 @@ def mean(
     share: How much it counts.
     exchange: How it sends.
   """
-  counting = Counting.of(share, exchange)
-  values = [counting.weigh(as_accumulator(leaf)) for leaf in leaves]
-  if axes_lib.size(exchange.axes, 'compression') == 1:
-    means, after = _flushed(values, held, counting)
+  num_shards = axes_lib.size(exchange.axes, 'compression')
+  counting = counting_lib.Counting.of(share, num_shards)
+  values = [counting.weigh(leaf) for leaf in leaves]
+  if num_shards == 1:
+    means, after = _flushed(values, held, counting, exchange.axes)
   else:
     means, after = _compressed(values, held, counting, exchange)
   if any(e is not None for e in held.residual):
-    norm = counting.keep(norm_of(values), held.update_norm)
+    norm = counting.keep(residuals_lib.norm(values), held.update_norm)
     after = after._replace(update_norm=norm)
   return [
       x.astype(leaf.dtype) for x, leaf in zip(means, leaves, strict=True)
   ], after
 
 
-class Counting(NamedTuple):
-  """Whether a shard counts, and how much.
-
-  Attributes:
-    factor: What its updates are multiplied by in an unweighted mean, float32
-      [], or `None` where all shards count the same.
-    is_any: Whether any shard counts, bool [], or `None`.
-  """
-
-  factor: jax.Array | None
-  is_any: jax.Array | None
-
-  @classmethod
-  def of(
-      cls, share: leaf_sums.Share, exchange: two_phase.Exchange
-  ) -> 'Counting':
-    """Returns that of a share."""
-    if share.weight is None or share.total is None:
-      return cls(None, None)
-    num_shards = axes_lib.size(exchange.axes, 'compression')
-    total = weights.safe_divisor(share.total)
-    return cls(share.weight * num_shards / total, share.total > 0)
-
-  def weigh(self, x: jax.Array) -> jax.Array:
-    """Returns an update as it enters an unweighted mean."""
-    return weights.weighing(self.factor)(x)
-
-  def only(self, x: jax.Array) -> jax.Array:
-    """Returns `x`, or zeros for a shard that does not count."""
-    if self.factor is None:
-      return x
-    return leaves_lib.zeroing_unless(self.factor > 0)(x)
-
-  def only_of_any(self, x: jax.Array) -> jax.Array:
-    """Returns `x`, or zeros where no shard counts."""
-    return x if self.is_any is None else leaves_lib.zeroing_unless(self.is_any)(x)
-
-  def keep(self, after: jax.Array, before: jax.Array) -> jax.Array:
-    """Returns `after`, or `before` for a shard that does not count."""
-    if self.factor is None:
-      return after
-    return jnp.where(self.factor > 0, after, before)
-
-  def keep_of_any(self, after: jax.Array, before: jax.Array) -> jax.Array:
-    """Returns `after`, or `before` where no shard counts."""
-    if self.is_any is None:
-      return after
-    return jnp.where(self.is_any, after, before)
-
-
-def as_accumulator(leaf: jax.Array) -> jax.Array:
-  """Returns a leaf in the dtype in which it is held back."""
-  leaf = jnp.asarray(leaf)
-  return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
-
-
-def norm_of(values: Sequence[jax.Array]) -> jax.Array:
-  """Returns the norm of all elements of some arrays, float32 []."""
-  squares = [jnp.sum(jnp.square(x)).astype(jnp.float32) for x in values]
-  return jnp.sqrt(sum(squares, jnp.float32(0)))
-
-
-def _flushed(values, held, counting):
-  """Returns what one shard alone gives: its update, and all it has held back."""
+def _flushed(values, held, counting, axes):
+  """Returns what one shard alone gives, and that nothing is held back."""
   means, residual, server_residual = [], [], []
-  for v, e, s in zip(values, held.residual, held.server_residual, strict=True):
-    if e is not None:
-      pending = counting.only(e + s.reshape(e.shape))
-      # Adding zero would turn a -0 into a 0.
-      v = jnp.where(pending == 0, v, v + pending)
-      e = counting.keep(jnp.zeros_like(e), e)
-      s = counting.keep(jnp.zeros_like(s), s)
-    means.append(v)
-    residual.append(e)
-    server_residual.append(s)
+  for value, *kept in zip(
+      values, held.residual, held.server_residual, strict=True
+  ):
+    pending = [x for x in kept if x is not None]
+    value, pending = counting.flush(value, pending, axes)
+    kept = pending or kept
+    means.append(value)
+    residual.append(kept[0])
+    server_residual.append(kept[1])
   return means, held._replace(
       residual=residual, server_residual=server_residual
   )

@@ -164,8 +164,7 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
   dtype = jnp.dtype(dtype)
   if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 32:
     raise ValueError(
-        '`dtype` must be real and of 32 bits or fewer, got'
-        f' {dtype.name}.'
+        '`dtype` must be real and of 32 bits or fewer, got' f' {dtype.name}.'
     )
   most = float(jnp.finfo(dtype).max)
 

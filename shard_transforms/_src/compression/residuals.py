@@ -1,5 +1,6 @@
 """What residuals tell from outside: whether they are finite, and how large."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,3 +45,9 @@ def squares(
   for leaf in jax.tree.leaves(residual):
     total += jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
   return total, jnp.square(update_norm)
+
+
+def norm(values: Sequence[jax.Array]) -> jax.Array:
+  """Returns the norm of all elements of some arrays, float32 []."""
+  squares = [jnp.sum(jnp.square(x)).astype(jnp.float32) for x in values]
+  return jnp.sqrt(sum(squares, jnp.float32(0)))

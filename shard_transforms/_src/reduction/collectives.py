@@ -172,6 +172,9 @@ def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
   order = axes_lib.in_mesh_order(axes)
   sizes = map(lax.axis_size, order)
   num_rows, length = rows.shape
+  if not axes_lib.on_mapped_mesh(axes):
+    # Under `vmap`, JAX 0.10 takes what is the same on all shards for one row.
+    rows = rows + jnp.zeros_like(rows) * row_index(axes).astype(rows.dtype)
   rows = lax.reshape(rows, (*sizes, length))
   pieces = _pieces(rows) if axes_lib.between_processes() else [rows]
   for dimension, axis in enumerate(order):

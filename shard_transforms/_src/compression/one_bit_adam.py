@@ -1,0 +1,221 @@
+"""`scale_by_one_bit_adam`: Adam whose momentum crosses shards in few bits."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import weights
+from shard_transforms._src.base import wrapper
+from shard_transforms._src.compression import compressed_reduction
+from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.compression import quantization
+from shard_transforms._src.reduction import collectives
+
+_CALLER = 'scale_by_one_bit_adam'
+
+
+class ScaleByOneBitAdamState(NamedTuple):
+  """State of `scale_by_one_bit_adam`.
+
+  Attributes:
+    mu: The momentum, a tree like the parameters, the same on all shards.
+    nu: The mean square of the gradient, which stays after the warm-up.
+    mean_state: The `CompressedMeanState` of the momentum, with `step`, the
+      number of updates.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from shard_transforms import compression
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = compression.scale_by_one_bit_adam('data', warmup_steps=100)
+    >>> state = shard_transforms.init_state(tx, jnp.ones((200, 300)), mesh)
+    >>> print(state.mu.shape, state.mean_state.residual.shape)
+    (200, 300) (8, 200, 300)
+  """
+
+  mu: optax.Updates
+  nu: optax.Updates
+  mean_state: Any
+
+
+def scale_by_one_bit_adam(
+    axis_name: axes_lib.AxisName,
+    *,
+    warmup_steps: int,
+    b1: chex.Numeric = 0.9,
+    b2: chex.Numeric = 0.999,
+    eps: chex.Numeric = 1e-8,
+    compressor: compressor_lib.Compressor | None = None,
+    min_elements: int = 16384,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Rescales the mean update over shards by Adam, in one bit an element.
+
+  Takes the place of `cross_shard_mean` and `optax.scale_by_adam` together. For
+  `warmup_steps` steps it is these two. Then the mean square v of the gradient
+  stays as it is, and what the shards send is not their gradients :math:`u_i`
+  but how each would move the momentum m, compressed with feedback as by
+  `compressed_mean`:
+
+  .. math:: m \leftarrow C\text{-mean}_i (\beta_1 m + (1 - \beta_1) u_i), \quad
+     u \leftarrow \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^T)} +
+     \epsilon}
+
+  with T the steps of the warm-up. Elements whose mean square is zero, as those
+  of embeddings that no batch of the warm-up has seen, stay at zero; so the
+  warm-up must be long enough for each to be seen, and for v to settle: the
+  paper takes 15 to 25 % of all steps.
+
+  Weights, the leaves that are not compressed, and the state between numbers of
+  shards are as in `compressed_mean`. Gradients must be real.
+
+  Args:
+    axis_name: The mapped axis to reduce over, or a sequence of them.
+    warmup_steps: For how many steps it is plain Adam, at least 1.
+    b1: The decay of the momentum.
+    b2: The decay of the mean square.
+    eps: What is added to the root of the mean square.
+    compressor: What makes blocks of momenta to fewer bytes; `scaled_sign()` if
+      left out.
+    min_elements: The least number of elements of a leaf that is compressed.
+    seed: What the keys of compressors that draw at random come of.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `ScaleByOneBitAdamState`,
+    whose `update` takes the optional extra argument `weight`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is
+      not real, `weight` is not a real number, or the state is of another
+      transformation.
+    ValueError: If an argument has a wrong value; in `update`, as in
+      `compressed_mean`.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import compression
+    >>> tx = compression.scale_by_one_bit_adam('data', warmup_steps=10)
+    >>> step = lambda update: tx.update(update, tx.init(update))[0]
+    >>> print(jax.vmap(step, axis_name='data')(jnp.array([[3.0], [5.0]])))
+    [[1.]
+     [1.]]
+
+  References:
+    Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with
+    Adam's Convergence Speed, 2021, https://arxiv.org/abs/2102.02888.
+  """
+  reduce = compressed_reduction.CompressedReduction(
+      _CALLER,
+      axes_lib.as_axes(axis_name),
+      quantization.scaled_sign() if compressor is None else compressor,
+      'residual',
+      arguments.as_at_least('min_elements', min_elements, 1),
+      arguments.as_at_least('warmup_steps', warmup_steps, 1),
+      arguments.as_int('seed', seed),
+  )
+  b1, b2 = arguments.as_decay('b1', b1), arguments.as_decay('b2', b2)
+  eps = arguments.as_not_negative('eps', eps)
+
+  def init_fn(params):
+    zeros = jax.tree.map(_zeros, params)
+    mean_state = reduce.start(params)
+    return ScaleByOneBitAdamState(
+        zeros, jax.tree.map(jnp.copy, zeros), mean_state
+    )
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    wrapper.check_state(state, ScaleByOneBitAdamState, _CALLER)
+    _check_real(updates)
+    varying.check_per_shard(updates, reduce.axes, _CALLER)
+    leaves_lib.check_like(updates, state.mu, _CALLER)
+    step = state.mean_state.step
+    is_warm = step < warmup_steps
+
+    def to_send(update, mu, nu):
+      if mu is None or update is None:
+        return update
+      update = jnp.asarray(update, mu.dtype)
+      moved = jnp.where(nu > 0, b1 * mu + (1 - b1) * update, 0)
+      return jnp.where(is_warm, update, moved)
+
+    means, mean_state = reduce(
+        _map(to_send, updates, state.mu, state.nu), state.mean_state, weight
+    )
+    is_any = _is_any(weight, reduce.axes)
+
+    def next_mu(mean, mu, nu):
+      if mu is None or mean is None:
+        return mu
+      of_gradient = (1 - b1) * mean + b1 * mu
+      # Where no shard counts, the mean is zero, and no momentum.
+      sent = jnp.where(is_any, jnp.where(nu > 0, mean, 0), b1 * mu)
+      return jnp.where(is_warm, of_gradient, sent)
+
+    def next_nu(mean, nu):
+      if nu is None or mean is None:
+        return nu
+      return jnp.where(is_warm, (1 - b2) * jnp.square(mean) + b2 * nu, nu)
+
+    def rescale(update, mu, nu):
+      if mu is None or update is None:
+        return update
+      mu = mu / (1 - b1 ** (step + 1))
+      nu = nu / (1 - b2 ** jnp.minimum(step + 1, warmup_steps))
+      rescaled = mu / (jnp.sqrt(nu) + eps)
+      return rescaled.astype(jnp.result_type(update))
+
+    mu = _map(next_mu, means, state.mu, state.nu)
+    nu = _map(next_nu, means, state.nu)
+    return _map(rescale, updates, mu, nu), ScaleByOneBitAdamState(
+        mu, nu, mean_state
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _zeros(param):
+  """Returns the moment of a parameter; `None` where it has no gradient."""
+  dtype = leaves_lib.dtype_of(param)
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    return None
+  return jnp.zeros_like(param, leaves_lib.accumulator_dtype(dtype))
+
+
+def _check_real(updates):
+  """Checks that no leaf is complex, nor without a gradient.
+
+  Raises:
+    TypeError: If one is.
+  """
+  leaves_lib.check_inexact(updates, _CALLER)
+  for path, leaf in jax.tree.leaves_with_path(updates):
+    if jnp.iscomplexobj(leaf):
+      raise TypeError(
+          f'`updates` of `{_CALLER}` must be real, got a complex leaf at'
+          f' {jax.tree_util.keystr(path) or "the root"}. Leave such leaves out'
+          ' with `optax.masked`.'
+      )
+
+
+def _is_any(weight, axes):
+  """Returns whether any shard counts."""
+  if weight is None:
+    return True
+  weight = weights.as_weight(weight, (), _CALLER)
+  return collectives.total(weight, axes) > 0
+
+
+def _map(fn, tree, *rest):
+  return jax.tree.map(fn, tree, *rest, is_leaf=leaves_lib.is_none)

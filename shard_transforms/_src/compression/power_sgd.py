@@ -1,0 +1,375 @@
+"""`power_sgd`: the mean of matrices over shards, as two thin factors."""
+
+from collections.abc import Hashable
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import varying
+from shard_transforms._src.base import wrapper
+from shard_transforms._src.compression import counting as counting_lib
+from shard_transforms._src.compression import residuals
+from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import reduction_options
+
+_CALLER = 'power_sgd'
+
+
+class PowerSGDState(NamedTuple):
+  """State of `power_sgd`.
+
+  A leaf that is not compressed has `None` in place of its residual and sketch.
+
+  Attributes:
+    step: Number of updates, int32 [].
+    residual: What each shard has not yet sent of its updates, a tree like the
+      parameters, each leaf [1, ...], in float32 for leaves of fewer bits: a
+      leading axis, of length 1 inside the mapped function and of the number of
+      shards outside.
+    sketch: The right factor of the last mean of each matrix, float32 [1,
+      columns, rank], the same on all shards.
+    update_norm: The norm of the compressed leaves of each shard's last update
+      that counted, float32 [1].
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from shard_transforms import compression
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = compression.power_sgd('data', 2)
+    >>> params = {'w': jnp.ones((20, 30)), 'b': jnp.ones(30)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> print(state.residual['w'].shape, state.sketch['w'].shape)
+    (8, 20, 30) (1, 30, 2)
+  """
+
+  step: jax.Array
+  residual: Any
+  sketch: Any
+  update_norm: jax.Array
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its fields."""
+    del reduction
+    return {
+        'residual': state_rules.ResizeRule('mean'),
+        'update_norm': state_rules.ResizeRule('maximum'),
+    }
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if a residual is not finite."""
+    return residuals.problem(self.residual)
+
+  def error_squares(self) -> tuple[jax.Array, jax.Array]:
+    """Returns the squares that `compression_error` is made of, per shard."""
+    return residuals.squares(self.residual, self.update_norm)
+
+
+def power_sgd(
+    axis_name: axes_lib.AxisName,
+    rank: int,
+    *,
+    min_ratio: float = 2.0,
+    warmup_steps: int = 0,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Replaces matrices by a low-rank mean over all shards of a mapped axis.
+
+  Takes the place of `cross_shard_mean` where the link between shards is slow.
+  For each leaf of two axes or more, seen as a matrix [n, m] of its first axis
+  by all others, with a sketch Q [m, r] of the last step:
+
+  .. math:: M_i = u_i + e_i, \quad P = \operatorname{orth} \Big(\frac1N \sum_i
+     M_i Q\Big), \quad Q \leftarrow \frac1N \sum_i M_i^\top P, \quad
+     u \leftarrow P Q^\top
+
+  so that :math:`r (n + m)` numbers are sent in place of :math:`n m`, by plain
+  sums. What is not sent is held back and added in the next step, :math:`e_i
+  \leftarrow M_i - P (M_i^\top P)^\top`: the sum of all results, with the mean
+  of :math:`e_i`, is the sum of all means. A mean of a rank of at most r, that
+  stays as it is, is exact from the second step.
+
+  All other leaves, and those that two factors make smaller by less than
+  `min_ratio`, as they are where `rank` is not far below both dimensions, are
+  reduced as by `cross_shard_mean`, in the same sum as the first factors. The
+  result of one shard is its update itself. Weights, and what becomes of a NaN,
+  are as in `compressed_mean`.
+
+  Args:
+    axis_name: The mapped axis to reduce over, or a sequence of them.
+    rank: The number of columns r of the factors, at least 1.
+    min_ratio: The least number of times that a matrix must get smaller to be
+      compressed, at least 1.
+    warmup_steps: For how many steps nothing is compressed.
+    seed: What the first sketches are drawn from.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `PowerSGDState`, whose
+    `update` takes the optional extra argument `weight`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is of
+      another transformation.
+    ValueError: If an argument has a wrong value; in `update`, if a leaf is
+      already reduced, `weight` is not a scalar or known to be negative, or the
+      state was made for other parameters, another rank or `min_ratio`.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import compression
+    >>> tx = compression.power_sgd('data', 1)
+    >>> def two_steps(update):
+    ...   _, state = tx.update(update, tx.init(update))
+    ...   return tx.update(update, state)[0]
+    >>> one_row = jnp.zeros((2, 8, 8)).at[:, 3].set(jnp.arange(8.0))
+    >>> updates = jax.vmap(two_steps, axis_name='data')(one_row)
+    >>> print(updates[0, 3].round().astype(int))
+    [0 1 2 3 4 5 6 7]
+
+  References:
+    Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization, 2019, https://arxiv.org/abs/1905.13727.
+  """
+  factors = _Factors(
+      axes_lib.as_axes(axis_name),
+      arguments.as_at_least('rank', rank, 1),
+      _as_ratio(min_ratio),
+      arguments.as_at_least('warmup_steps', warmup_steps, 0),
+      arguments.as_int('seed', seed),
+  )
+
+  def init_fn(params):
+    return factors.start(params)
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    wrapper.check_state(state, PowerSGDState, _CALLER)
+    return factors.reduce(updates, state, weight)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _as_ratio(min_ratio):
+  """Returns the least ratio, checked.
+
+  Raises:
+    TypeError: If it is no real number.
+    ValueError: If it is less than 1.
+  """
+  min_ratio = arguments.as_positive('min_ratio', min_ratio)
+  if min_ratio < 1:
+    raise ValueError(f'`min_ratio` must be at least 1, got {min_ratio!r}.')
+  return min_ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+  """What `power_sgd` is told, and its steps."""
+
+  axes: tuple[Hashable, ...]
+  rank: int
+  min_ratio: float
+  warmup_steps: int
+  seed: int
+
+  def start(self, params):
+    """Returns the state before the first step."""
+    axes_lib.size(self.axes, _CALLER)
+    leaves, treedef = jax.tree.flatten(params)
+    residual, sketch = [], []
+    for i, param in enumerate(leaves):
+      is_compressed = self.compresses(param)
+      residual.append(_zeros(param) if is_compressed else None)
+      sketch.append(self._draw(param, i) if is_compressed else None)
+    norm = jnp.zeros([], jnp.float32)
+    held, norm = per_shard_state.store(
+        (treedef.unflatten(residual), norm), self.axes
+    )
+    return PowerSGDState(counters.zero(), held, treedef.unflatten(sketch), norm)
+
+  def reduce(self, updates, state, weight):
+    """Returns the mean of a tree over the shards, and the state."""
+    options = reduction_options.ReductionOptions(_CALLER, 'mean', self.axes)
+    weight = leaf_sums.check(updates, weight, options)
+    varying.check_per_shard(updates, self.axes, _CALLER)
+    own = (state.residual, state.update_norm)
+    kept, norm = per_shard_state.own(own, self.axes, _CALLER)
+    leaves_lib.check_like(updates, kept, _CALLER)
+    leaves, treedef = jax.tree.flatten(updates, is_leaf=leaves_lib.is_none)
+    residual = treedef.flatten_up_to(kept)
+    sketch = treedef.flatten_up_to(state.sketch)
+    self._check(leaves, residual, sketch)
+    compressed = [i for i, x in enumerate(leaves) if self.compresses(x)]
+    others = [
+        i
+        for i, x in enumerate(leaves)
+        if x is not None and not self.compresses(x)
+    ]
+    held = _Held(
+        [residual[i] for i in compressed], [sketch[i] for i in compressed], norm
+    )
+    with jax.named_scope(_CALLER):
+      share = leaf_sums.share(weight, options)
+      means, plain, held = self._send(
+          [leaves[i] for i in compressed],
+          [leaves[i] for i in others],
+          held,
+          share,
+          state.step,
+          options,
+      )
+    for i, x in zip(others + compressed, plain + means, strict=True):
+      leaves[i] = x
+    for i, e, q in zip(compressed, *held[:2], strict=True):
+      residual[i], sketch[i] = e, q
+    kept, norm = per_shard_state.store(
+        (treedef.unflatten(residual), held.update_norm), self.axes
+    )
+    step = counters.add(state.step, 1)
+    after = PowerSGDState(step, kept, treedef.unflatten(sketch), norm)
+    return treedef.unflatten(leaves), after
+
+  def compresses(self, leaf):
+    """Whether a leaf is a matrix that two factors make smaller enough."""
+    if jnp.ndim(leaf) < 2:
+      return False
+    *rows, columns = jnp.shape(leaf)
+    is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
+    size = math.prod(rows) * columns
+    sent = self.rank * (math.prod(rows) + columns)
+    return is_real and size > 0 and size >= self.min_ratio * sent
+
+  def _send(self, leaves, others, held, share, step, options):
+    """Returns the means of both kinds of leaves, and what is held back."""
+
+    def plain(held):
+      return *_split_mean(leaves, others, share, options), held
+
+    def compressed(held):
+      return _mean(leaves, others, held, share, options)
+
+    if not leaves:
+      return plain(held)
+    if not self.warmup_steps:
+      return compressed(held)
+    return lax.cond(step < self.warmup_steps, plain, compressed, held)
+
+  def _draw(self, param, number):
+    """Returns the first sketch of a leaf, alike on all shards."""
+    key = jax.random.fold_in(jax.random.key(self.seed), number)
+    sketch = jax.random.normal(key, (1, param.shape[-1], self.rank))
+    return axes_lib.to_varying(sketch, tuple(axes_lib.varying_axes(param)))
+
+  def _check(self, leaves, residual, sketch):
+    """Checks that a state was made for these leaves, with these options.
+
+    Raises:
+      ValueError: If it was not.
+    """
+    for leaf, e, q in zip(leaves, residual, sketch, strict=True):
+      if leaf is None:
+        continue
+      columns = jnp.shape(leaf)[-1:]
+      shape = (1, *columns, self.rank) if self.compresses(leaf) else None
+      if (e is None) != (shape is None) or getattr(q, 'shape', None) != shape:
+        raise ValueError(
+            f'State of `{_CALLER}` must be made with the same `rank` and'
+            f' `min_ratio`, got a sketch of the shape'
+            f' {getattr(q, "shape", None)} in place of {shape}.'
+        )
+
+
+class _Held(NamedTuple):
+  """What a shard keeps of a list of leaves."""
+
+  residual: list[jax.Array]
+  sketch: list[jax.Array]
+  update_norm: jax.Array
+
+
+def _mean(leaves, others, held, share, options):
+  """Returns the means of matrices and of other leaves, and what is kept."""
+  num_shards = axes_lib.size(options.axes, _CALLER)
+  counting = counting_lib.Counting.of(share, num_shards)
+  values = [counting.weigh(leaf) for leaf in leaves]
+  norm = counting.keep(residuals.norm(values), held.update_norm)
+  if num_shards == 1:
+    pairs = [
+        counting.flush(value, [e], options.axes)
+        for value, e in zip(values, held.residual, strict=True)
+    ]
+    means = [_like(x, leaf) for (x, _), leaf in zip(pairs, leaves, strict=True)]
+    plain = leaf_sums.reduce(others, share, options)
+    return means, plain, _Held([e for _, (e,) in pairs], held.sketch, norm)
+
+  matrices = [
+      counting.only(value + e).reshape(-1, value.shape[-1])
+      for value, e in zip(values, held.residual, strict=True)
+  ]
+  pairs = list(zip(matrices, held.sketch, strict=True))
+  lefts = [_product(m, _normalized(q[0])) for m, q in pairs]
+  lefts, plain = _split_sums(lefts, others, share, options)
+  lefts = [jnp.linalg.qr(p)[0] for p in lefts]
+  own_rights = [_product(m.T, p) for m, p in zip(matrices, lefts, strict=True)]
+  rights = leaf_sums.reduce(own_rights, leaf_sums.Share(None, None), options)
+  means, residual, sketch = [], [], []
+  for i, leaf in enumerate(leaves):
+    rest = matrices[i] - _product(lefts[i], own_rights[i].T)
+    means.append(_like(_product(lefts[i], rights[i].T), leaf))
+    residual.append(counting.keep(rest.reshape(leaf.shape), held.residual[i]))
+    sketch.append(counting.keep_of_any(rights[i][None], held.sketch[i]))
+  return means, plain, _Held(residual, sketch, norm)
+
+
+def _split_sums(lefts, others, share, options):
+  """Returns the unweighted means of some arrays, and the means of others."""
+  unweighted = leaf_sums.Share(None, None)
+  if share.weight is not None:
+    lefts = leaf_sums.reduce(lefts, unweighted, options)
+    return lefts, leaf_sums.reduce(others, share, options)
+  return _split_mean(lefts, others, share, options)
+
+
+def _split_mean(leaves, others, share, options):
+  """Returns the means of two lists of arrays that travel together."""
+  means = leaf_sums.reduce([*leaves, *others], share, options)
+  return means[: len(leaves)], means[len(leaves) :]
+
+
+def _zeros(param):
+  dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
+  return jnp.zeros_like(param, dtype)
+
+
+def _normalized(sketch):
+  """Returns columns of a largest element of 1, of the same span."""
+  # The product of two sketches of small gradients would be no normal number.
+  largest = jnp.max(jnp.abs(sketch), axis=0, keepdims=True)
+  return sketch / jnp.where(largest > 0, largest, 1)
+
+
+def _product(x, y):
+  # What the shards subtract must be what they add, on all platforms.
+  return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
+def _like(mean, leaf):
+  return mean.reshape(leaf.shape).astype(leaf.dtype)

@@ -1,0 +1,225 @@
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import compressions
+import modes
+import shard_transforms
+from shard_transforms import compression
+
+AXIS = modes.AXIS
+
+
+def in_numpy(data, sketch, weight=None):
+  """Returns the results and residuals of a model in float64.
+
+  Args:
+    data: Matrices [shards, steps, n, m].
+    sketch: The first one, [m, r].
+    weight: Weights [shards, steps], or `None`.
+  """
+  data = np.asarray(data, np.float64)
+  num_shards, steps = data.shape[:2]
+  weight = np.ones((num_shards, steps)) if weight is None else weight
+  residual = np.zeros((num_shards, *data.shape[2:]))
+  results = []
+  for t in range(steps):
+    w = weight[:, t].astype(np.float64)
+    factor = w * num_shards / w.sum()
+    counts = (w > 0)[:, None, None]
+    matrices = np.where(counts, factor[:, None, None] * data[:, t], 0)
+    matrices = np.where(counts, matrices + residual, 0)
+    left, _ = np.linalg.qr(matrices.mean(0) @ sketch)
+    rights = matrices.transpose(0, 2, 1) @ left
+    sketch = rights.mean(0)
+    results.append(left @ sketch.T)
+    rest = matrices - left @ rights.transpose(0, 2, 1)
+    residual = np.where(counts, rest, residual)
+  return np.stack(results), residual
+
+
+def first_sketch(tx, params, name):
+  mapped = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
+  return np.asarray(mapped(jnp.zeros(2)).sketch[name])[0, 0]
+
+
+class PowerSGDTest(parameterized.TestCase):
+
+  @cases.product(num_shards=(8, 3), mode=modes.MODES)
+  @pytest.mark.slow_unless('(8_shard_map|3_vmap)$')
+  def test_is_the_model_in_numpy(self, num_shards, mode):
+    tx = compression.power_sgd(AXIS, 2)
+    params = {
+        'w': jnp.zeros((12, 20)),
+        'conv': jnp.zeros((3, 4, 10), jnp.bfloat16),
+        'b': jnp.zeros(20),
+        'small': jnp.zeros((2, 2)),
+        'complex': jnp.zeros((12, 20), jnp.complex64),
+        'empty': jnp.zeros((0, 3)),
+    }
+    data = compressions.make_data(num_shards, 9, params)
+    weight = (
+        np.random.default_rng(1)
+        .choice([0, 0.5, 1, 7], (num_shards, 9))
+        .astype(np.float32)
+    )
+    weight[0] = 1
+    transformations = {'power_sgd': tx}
+
+    found = [
+        compressions.run(transformations, mode, data, params, w)['power_sgd']
+        for w in (None, weight)
+    ]
+
+    for (updates, state), w in zip(found, (None, weight), strict=True):
+      sketch = first_sketch(tx, params, 'w').astype(np.float64)
+      results, residual = in_numpy(data['w'], sketch, w)
+      np.testing.assert_allclose(updates['w'][0], results, atol=3e-5)
+      np.testing.assert_allclose(state.residual['w'][:, 0], residual, atol=3e-4)
+      for leaf, values in updates.items():
+        self.assertEqual(values.dtype, data[leaf].dtype)
+        bits = values.view(np.uint8)
+        np.testing.assert_array_equal(bits, np.stack([bits[0]] * num_shards))
+      share = np.ones((num_shards, 9)) if w is None else w
+      share = share / share.sum(0)
+      for leaf in ('b', 'small', 'complex'):
+        mean = np.einsum('nt,nt...->t...', share, data[leaf])
+        np.testing.assert_allclose(updates[leaf][0], mean, atol=1e-5)
+      # Nothing is lost of leaves of three axes and of 16 bits.
+      conv = np.asarray(data['conv'], np.float64)
+      means = np.einsum('nt,nt...->t...', share, conv)
+      total = np.asarray(updates['conv'][0], np.float64).sum(0)
+      total += np.asarray(state.residual['conv'], np.float64)[:, 0].mean(0)
+      np.testing.assert_allclose(total, means.sum(0), atol=0.1)
+
+  def test_nothing_is_lost_over_many_steps(self):
+    params = {'w': jnp.zeros((12, 20))}
+    data = compressions.make_data(8, 200, params)
+    some = {'power_sgd': compression.power_sgd(AXIS, 1, min_ratio=1)}
+
+    updates, state = compressions.run(some, 'vmap', data, params)['power_sgd']
+
+    means = data['w'].astype(np.float64).mean(0)
+    total = updates['w'][0].astype(np.float64).sum(0)
+    total += state.residual['w'][:, 0].astype(np.float64).mean(0)
+    error = np.linalg.norm(total - means.sum(0)) / np.linalg.norm(means)
+    self.assertLess(error, 1e-5)
+
+  @cases.parameters(1.0, 1e-18, 1e30)
+  def test_is_exact_for_fixed_matrices_of_the_rank(self, scale):
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(size=(8, 12, 3)), rng.normal(size=(3, 20))
+    fixed = (scale * left @ right).astype(np.float32)
+    data = {'w': np.repeat(fixed[:, None], 4, axis=1)}
+    params = {'w': jnp.zeros((12, 20))}
+    some = {'power_sgd': compression.power_sgd(AXIS, 3, min_ratio=1)}
+
+    updates, state = compressions.run(some, 'vmap', data, params)['power_sgd']
+
+    mean = fixed.astype(np.float64).mean(0)
+    for step in (0, 3):
+      error = updates['w'][0, step] - mean
+      self.assertLess(np.abs(error).max(), 1e-5 * scale)
+    # Shards hold back what cancels.
+    held = state.residual['w'].astype(np.float64).mean(0)
+    self.assertLess(np.abs(held).max(), 1e-4 * scale)
+
+  def test_the_left_factor_is_orthonormal(self):
+    # The result is P Q', so that its columns are in the span of P, on which
+    # projecting with the left singular vectors changes nothing.
+    params = {'w': jnp.zeros((12, 20))}
+    data = compressions.make_data(8, 3, params)
+    some = {'power_sgd': compression.power_sgd(AXIS, 2)}
+
+    updates, state = compressions.run(some, 'vmap', data, params)['power_sgd']
+
+    result, right = updates['w'][0, -1], state.sketch['w'][0, 0]
+    self.assertEqual(np.linalg.matrix_rank(result, tol=1e-4), 2)
+    left = result @ np.linalg.pinv(right.T)
+    np.testing.assert_allclose(left.T @ left, np.eye(2), atol=1e-4)
+
+  def test_zeros_are_safe_and_forgotten(self):
+    params = {'w': jnp.zeros((12, 20))}
+    data = compressions.make_data(8, 6, params)
+    data['w'][:, :3] = 0
+    some = {'power_sgd': compression.power_sgd(AXIS, 2)}
+
+    updates, state = compressions.run(some, 'vmap', data, params)['power_sgd']
+
+    np.testing.assert_array_equal(updates['w'][:, :3], 0)
+    self.assertTrue(np.isfinite(state.sketch['w']).all())
+    self.assertGreater(np.linalg.norm(updates['w'][0, 5]), 0.1)
+
+  @cases.parameters(*modes.MODES)
+  def test_one_shard_is_the_identity_to_the_bit(self, mode):
+    params = {'w': jnp.zeros((12, 20)), 'b': jnp.zeros(20)}
+    data = compressions.make_data(1, 3, params)
+    data['w'][0, 0, 0, 0] = -0.0
+    weight = np.array([[3.0, 0.7, 1e-3]], np.float32)
+    some = {'power_sgd': compression.power_sgd(AXIS, 2)}
+
+    for w in (None, weight):
+      updates, _ = compressions.run(some, mode, data, params, w)['power_sgd']
+      np.testing.assert_array_equal(
+          updates['w'].view(np.uint8), data['w'].view(np.uint8)
+      )
+
+  def test_a_warmup_and_a_rank_above_the_matrix_are_the_plain_mean(self):
+    params = {'w': jnp.zeros((12, 20)), 'b': jnp.zeros(20)}
+    data = compressions.make_data(8, 3, params)
+    transformations = {
+        'mean': shard_transforms.cross_shard_mean(AXIS),
+        'warmup': compression.power_sgd(AXIS, 2, warmup_steps=3),
+        'rank': compression.power_sgd(AXIS, 12, min_ratio=1),
+    }
+
+    found = compressions.run(transformations, 'shard_map', data, params)
+
+    mean, _ = found.pop('mean')
+    for updates, _ in found.values():
+      chex.assert_trees_all_equal(updates, mean, strict=True)
+    self.assertEmpty(jax.tree.leaves(found['rank'][1].residual))
+
+  def test_nothing_is_lost_across_numbers_of_shards(self):
+    tx = compression.power_sgd(AXIS, 2)
+    params = {'w': jnp.zeros((12, 20)), 'b': jnp.zeros(20)}
+    state = shard_transforms.init_state(tx, params, modes.mesh(8))
+    results, means = 0, 0
+
+    for seed, num_shards in enumerate((8, 3, 8, 1)):
+      mesh = modes.mesh(num_shards)
+      data = compressions.make_data(num_shards, 4, params, seed)
+      state = shard_transforms.resize_state(state, tx, params, mesh)
+      updates, state = compressions.go_on(tx, params, mesh, state, data)
+      results += np.asarray(updates['w'], np.float64).sum(0)
+      means += np.asarray(data['w'], np.float64).mean(0).sum(0)
+      held = np.asarray(state.residual['w'], np.float64).mean(0)
+      np.testing.assert_allclose(results + held, means, atol=3e-5)
+
+    np.testing.assert_array_equal(state.residual['w'], 0)
+
+  @cases.parameters(
+      (dict(rank=0), ValueError, '`rank` must be at least 1, got 0'),
+      (dict(rank=1.0), TypeError, '`rank` must be an integer'),
+      (dict(min_ratio=0.5), ValueError, '`min_ratio` must be at least 1'),
+      (dict(warmup_steps=-1), ValueError, '`warmup_steps` must be at least 0'),
+  )
+  def test_refuses_wrong_options(self, options, error, message):
+    options = {'rank': 1, **options}
+    with self.assertRaisesRegex(error, message):
+      compression.power_sgd(AXIS, **options)
+
+  def test_refuses_the_state_of_another_rank(self):
+    params = {'w': jnp.zeros((12, 20))}
+
+    def shard(params, grads):
+      state = compression.power_sgd(AXIS, 1).init(params)
+      return compression.power_sgd(AXIS, 2).update(grads, state)
+
+    mapped = jax.vmap(shard, (None, 0), axis_name=AXIS)
+    with self.assertRaisesRegex(ValueError, 'same `rank` and `min_ratio`'):
+      jax.eval_shape(mapped, params, {'w': np.zeros((8, 12, 20), np.float32)})

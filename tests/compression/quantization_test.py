@@ -1,0 +1,161 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+from shard_transforms import compression
+
+KEY = jax.random.key(3)
+ALL = {
+    'sign': compression.scaled_sign(64),
+    'int8': compression.quantize(8, block=64),
+    'int4': compression.quantize(4, block=64),
+    'stochastic': compression.quantize(8, block=64, stochastic=True),
+    'stochastic4': compression.quantize(4, block=64, stochastic=True),
+    'bfloat16': compression.cast('bfloat16'),
+    'float16': compression.cast('float16'),
+    'float32': compression.cast('float32'),
+    'top_k': compression.top_k(0.1, block=64),
+    'group_max': compression.group_max(64),
+    'random_k': compression.random_k(0.1, block=64),
+}
+
+
+@jax.jit
+def compress_by_all(rows):
+  """Returns what each compressor makes of rows [r, 64]."""
+  return {
+      name: c.decode(c.encode(rows, KEY, KEY), KEY) for name, c in ALL.items()
+  }
+
+
+def contraction(p, q):
+  """Returns delta of each row."""
+  p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
+  return 1 - ((p - q) ** 2).sum(1) / (p**2).sum(1)
+
+
+def normal_rows(num_rows=50, seed=0):
+  rng = np.random.default_rng(seed)
+  # Of light and of heavy tails.
+  rows = rng.normal(size=(num_rows, 64)) ** rng.choice([1, 3], (num_rows, 1))
+  return rows.astype(np.float32)
+
+
+class EveryCompressorTest(parameterized.TestCase):
+
+  def test_zero_stays_zero_to_the_bit(self):
+    found = compress_by_all(np.zeros((3, 64), np.float32))
+
+    for name, rows in found.items():
+      np.testing.assert_array_equal(np.abs(rows), 0, name)
+
+  @cases.parameters(1e30, 1e-30, 1e-37, 1e-42)
+  def test_all_magnitudes_stay_finite(self, scale):
+    # Denormals may be flushed to zero, but must not become infinite.
+    rows = (normal_rows() * np.float64(scale)).astype(np.float32)
+
+    found = compress_by_all(rows)
+
+    for name, compressed in found.items():
+      self.assertTrue(np.isfinite(compressed).all(), name)
+      error = np.abs(compressed - np.asarray(rows)).max()
+      most = 4 * np.abs(rows).max()
+      self.assertLessEqual(error, most, name)
+
+  def test_a_block_contracts_as_its_docstring_states(self):
+    rows = normal_rows()
+    l1, l2 = np.abs(rows).sum(1), np.sqrt((rows.astype(float) ** 2).sum(1))
+    least = {
+        'sign': l1**2 / (64 * l2**2),
+        'int8': max(1 / 64, 1 - 64 / (2 * 127) ** 2),
+        'int4': max(1 / 64, 1 - 64 / (2 * 7) ** 2),
+        'bfloat16': 1 - 2.0**-14,
+        'float16': 1 - 2.0**-18,
+        'float32': 1,
+        'top_k': 6 / 64,
+        'group_max': 1 / 64,
+        'random_k': 0,
+    }
+
+    found = compress_by_all(rows)
+
+    for name, delta in least.items():
+      with self.subTest(name):
+        excess = contraction(rows, found[name]) - delta
+        self.assertGreaterEqual(excess.min(), -1e-6)
+    # As an equality.
+    np.testing.assert_allclose(
+        contraction(rows, found['sign']), least['sign'], atol=1e-5
+    )
+
+  def test_rows_are_compressed_alone(self):
+    rows = normal_rows()
+
+    together = compress_by_all(rows)
+    alone = compress_by_all(rows[7:8])
+
+    for name in set(ALL) - {'stochastic', 'stochastic4'}:
+      np.testing.assert_array_equal(together[name][7:8], alone[name], name)
+
+  @cases.parameters('bfloat16', 'float16')
+  def test_what_is_too_large_for_a_dtype_is_sent_as_its_largest(self, dtype):
+    cast = compression.cast(dtype)
+
+    found = cast.decode(cast.encode(jnp.full((1, 64), 3.4e38), KEY, KEY), KEY)
+
+    np.testing.assert_array_equal(found, float(jnp.finfo(dtype).max))
+
+
+class QuantizeTest(parameterized.TestCase):
+
+  @cases.parameters(8, 4)
+  def test_stochastic_rounding_has_the_right_mean(self, bits):
+    tx = compression.quantize(bits, block=64, stochastic=True)
+    rows = normal_rows(2)
+    scale = np.abs(rows).max(1, keepdims=True) / (2 ** (bits - 1) - 1)
+
+    @jax.vmap
+    def compress(key):
+      return tx.decode(tx.encode(rows, KEY, key), KEY)
+
+    many = np.asarray(jax.jit(compress)(jax.random.split(KEY, 3000)))
+
+    error = (many.mean(0) - rows) / scale
+    # Five standard deviations of the mean of 3000.
+    self.assertLess(np.abs(error).max(), 5 * 0.5 / np.sqrt(3000))
+    self.assertLessEqual(np.abs(many - rows).max(), scale.max() * 1.001)
+
+  @cases.parameters(8, 4)
+  def test_gives_the_nearest_level(self, bits):
+    tx = compression.quantize(bits, block=64)
+    rows = normal_rows()
+    most = 2 ** (bits - 1) - 1
+    scale = np.abs(rows).max(1, keepdims=True) / most
+
+    found = tx.decode(tx.encode(rows, KEY, KEY), KEY)
+
+    self.assertLess((np.abs(found - rows) / scale).max(), 0.5001)
+    levels = found / scale
+    np.testing.assert_allclose(levels, np.round(levels), atol=1e-4)
+
+  @cases.parameters(
+      (lambda: compression.quantize(7), '`bits` must be 8 or 4, got 7'),
+      (lambda: compression.quantize(8, block=3), '`block` must be a multiple'),
+      (lambda: compression.quantize(8, block=0), '`block` must be at least 2'),
+      (lambda: compression.scaled_sign(12), 'multiple of 8, got 12'),
+      (lambda: compression.cast('int8'), '`dtype` must be real'),
+      (lambda: compression.cast('float64'), '32 bits or fewer'),
+  )
+  def test_refuses_wrong_values(self, make, message):
+    with self.assertRaisesRegex(ValueError, message):
+      make()
+
+  @cases.parameters(
+      (lambda: compression.quantize(8.0), '`bits` must be an integer'),
+      (lambda: compression.scaled_sign('8'), '`block` must be an integer'),
+  )
+  def test_refuses_wrong_kinds(self, make, message):
+    with self.assertRaisesRegex(TypeError, message):
+      make()
