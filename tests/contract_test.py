@@ -37,6 +37,9 @@ from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.aggregators import trimmed_mean
+from shard_transforms.compression import cast
+from shard_transforms.compression import compressed_mean
+from shard_transforms.compression import power_sgd
 from shard_transforms.monitoring import track_agreement
 from shard_transforms.monitoring import track_divergence
 from shard_transforms.monitoring import track_noise_scale
@@ -317,6 +320,23 @@ ROWS = {
         cuts=True,
         guards=True,
     ),
+    'compressed_mean': Row(
+        lambda inner, n: optax.chain(
+            compressed_mean(AXIS, cast('float32'), min_elements=3), inner
+        ),
+        per_shard=True,
+        chained=True,
+        refuser='compressed_mean',
+        keeps=True,
+    ),
+    'power_sgd': Row(
+        # Of full rank.
+        lambda inner, n: optax.chain(power_sgd(AXIS, 1, min_ratio=1), inner),
+        per_shard=True,
+        chained=True,
+        refuser='power_sgd',
+        keeps=True,
+    ),
     'clip_by_global_norm': Row(
         lambda inner, n: optax.chain(clip_by_global_norm(1e9), inner),
         chained=True,
@@ -385,6 +405,12 @@ STATIC_ARGS = (
     (drop_stale, 'staleness', dict(staleness=3)),
     (delay_updates, 'steps', dict(steps=3)),
     (trimmed_mean, 'num_trimmed', dict(axis_name=AXIS, num_trimmed=1)),
+    (
+        compressed_mean,
+        'min_elements',
+        dict(axis_name=AXIS, compressor=cast('float32'), min_elements=3),
+    ),
+    (power_sgd, 'rank', dict(axis_name=AXIS, rank=1)),
     (track_divergence, 'every', dict(axis_name=AXIS, every=3)),
 )
 TOWER_FIELDS = {
@@ -409,7 +435,7 @@ EACH_ROW = [dict(testcase_name=f'_{name}', name=name) for name in ROWS]
 # For `slow_unless`.
 ONE_LEVEL = (
     '_(flax|combinators|nothing)_(clip_by_global_norm|compensate_delay'
-    '|cross_shard_mean|delay_updates|drop_stale|guard|guard_that_excludes'
+    '|compressed_mean|cross_shard_mean|delay_updates|drop_stale|guard|guard_that_excludes'
     '|reduce_towers|scale_by_staleness|shard_update|tower_reduce)$'
 )
 EACH_OF_ANY_PARAMS = [c for c in EACH_ROW if not ROWS[c['name']].moves]

@@ -30,6 +30,7 @@ import python_command
 import shard_transforms
 from shard_transforms import aggregators
 from shard_transforms import asynchronous
+from shard_transforms import compression
 from shard_transforms import facade
 from shard_transforms import launch
 from shard_transforms import monitoring
@@ -43,7 +44,7 @@ PACKAGE = ROOT / 'shard_transforms'
 FLOORS = (
     ('base', 'tf1'),
     ('launch', 'reduction', 'state'),
-    ('aggregators', 'tracing'),
+    ('aggregators', 'compression', 'tracing'),
     ('local_updates', 'monitoring', 'staleness', 'transforms'),
     ('asynchronous',),
 )
@@ -65,7 +66,7 @@ FACADE_MODULES = sorted(
     if path.stem != '__init__'
 )
 NAMESPACES = (
-    *(shard_transforms, aggregators, asynchronous, facade),
+    *(shard_transforms, aggregators, asynchronous, compression, facade),
     *(launch, monitoring, state_rules),
 )
 

@@ -39,7 +39,7 @@ def signs(p):
 
 
 def in_numpy(data):
-  """Returns the updates of a model in float64, of [shards, steps, shards 8 k]."""
+  """Returns the updates of a model in float64 of [shards, steps, elements]."""
   data = np.asarray(data, np.float64)
   num_shards, steps, size = data.shape
   m, v = np.zeros(size), np.zeros(size)

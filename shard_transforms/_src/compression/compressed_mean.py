@@ -32,9 +32,9 @@ def compressed_mean(
 
   What is not sent is held back and added in the next step, :math:`e_i
   \leftarrow p_i - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that
-  nothing is lost: the sum of all results, with :math:`\frac1N \sum_i e_i + E`, is the sum of all
-  means. The result is the same on all shards, to the bit; of one shard, it is
-  the update itself.
+  nothing is lost: the sum of all results, with :math:`\frac1N \sum_i e_i + E`,
+  is the sum of all means. The result is the same on all shards, to the bit; of
+  one shard, it is the update itself.
 
   With the extra argument `weight`, a scalar :math:`w_i` a shard, :math:`u_i`
   stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero sends zeros

@@ -237,8 +237,7 @@ class CompressedReduction:
         feedback or `min_elements`.
     """
     num_shards = axes_lib.size(self.axes, self.caller)
-    residual, server_residual, _ = kept
-    leaves_lib.check_like(updates, residual, self.caller)
+    leaves_lib.check_like(updates, kept[0], self.caller)
     leaves = treedef.flatten_up_to(updates)
     found = [treedef.flatten_up_to(tree) for tree in kept[:2]]
     for leaf, e, s in zip(leaves, *found, strict=True):

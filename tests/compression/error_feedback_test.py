@@ -1,0 +1,40 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import modes
+from shard_transforms import compression
+from shard_transforms._src.compression import error_feedback
+from shard_transforms._src.compression import two_phase
+from shard_transforms._src.reduction import leaf_sums
+
+
+class ErrorFeedbackTest(parameterized.TestCase):
+
+  def test_follows_the_formulas(self):
+    exchange = two_phase.Exchange(
+        compression.top_k(0.5, block=2), (modes.AXIS,), jax.random.key(0)
+    )
+    u = np.array([[4.0, 1.0, -1.0, 0.0], [2.0, 1.0, 3.0, 8.0]], np.float32)
+    e = np.array([[0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 1.0, 0.0]], np.float32)
+    server = np.array([[1.0, 2.0], [-3.0, 0.0]], np.float32)
+
+    def fn(_, own):
+      u, e, server = own
+      held = error_feedback.Held([e], [server], jnp.float32(0))
+      share = leaf_sums.Share(None, None)
+      (mean,), held = error_feedback.mean([u], held, share, exchange)
+      return mean, held
+
+    mean, held = modes.map_shards('shard_map', fn, 2)(0.0, (u, e, server))
+
+    # Sent are [4, 0 | 0, 2] and [2, 0 | 0, 8]; the owners have [4, 2] of the
+    # mean [3, 0] and [1, 2], and [-3, 5] of [0, 5] and [-3, 0].
+    np.testing.assert_array_equal(mean, [[4, 0, 0, 5]] * 2)
+    np.testing.assert_array_equal(
+        held.residual[0], [[0, 2, -1, 0], [0, 1, 4, 0]]
+    )
+    np.testing.assert_array_equal(held.server_residual[0], [[0, 2], [-3, 0]])
+    norms = np.linalg.norm(u, axis=1)
+    np.testing.assert_allclose(held.update_norm, norms, rtol=1e-6)

@@ -1,0 +1,61 @@
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+from shard_transforms import compression
+from shard_transforms._src.compression import payload as payload_lib
+
+KEY = jax.random.key(0)
+
+
+def compressor(encode, decode=None):
+  return compression.Compressor(4, lambda rows, *keys: encode(rows), decode)
+
+
+class PayloadTest(parameterized.TestCase):
+
+  def test_bytes_give_the_payload_back_to_the_bit(self):
+    rng = np.random.default_rng(0)
+    payload = {
+        'float': rng.normal(size=(5, 3)).astype(np.float32),
+        'half': rng.normal(size=5).astype(jnp.bfloat16),
+        'levels': rng.integers(-128, 128, (5, 2, 3)).astype(np.int8),
+        'places': rng.integers(0, 65536, (5, 1)).astype(np.uint16),
+    }
+    payload['float'][0, 0] = np.nan
+    payload = jax.tree.map(jnp.asarray, payload)
+
+    sent = payload_lib.to_bytes(payload)
+    found = payload_lib.from_bytes(sent[1:3], payload)
+
+    self.assertEqual((sent.shape, sent.dtype), ((5, 22), jnp.uint8))
+    for name, x in payload.items():
+      self.assertEqual(found[name].dtype, x.dtype)
+      np.testing.assert_array_equal(
+          np.asarray(found[name]).view(np.uint8),
+          np.asarray(x[1:3]).view(np.uint8),
+      )
+
+  @cases.parameters(
+      (lambda rows: rows[0], ValueError, 'arrays of 3 rows.*shape'),
+      (lambda rows: rows > 0, TypeError, 'numbers of whole bytes, got bool'),
+      (lambda rows: rows + 0j, TypeError, 'whole bytes, got complex64'),
+      (lambda rows: rows.astype('int4'), TypeError, 'whole bytes, got int4'),
+  )
+  def test_refuses_what_cannot_be_sent(self, encode, error, message):
+    wrong = compressor(encode, lambda payload, key: payload)
+
+    with self.assertRaisesRegex(error, message):
+      payload_lib.encode(wrong, jnp.ones((3, 4)), KEY, KEY)
+
+  @cases.parameters(
+      (lambda payload, key: payload[:, :2], r'float32\[3, 4\], got .*\[3, 2\]'),
+      (lambda payload, key: payload.astype('float16'), 'got float16'),
+  )
+  def test_refuses_what_are_no_rows(self, decode, message):
+    wrong = compressor(lambda rows: rows, decode)
+
+    with self.assertRaisesRegex(ValueError, message):
+      payload_lib.decode(wrong, jnp.ones((3, 4)), KEY)
