@@ -248,7 +248,7 @@ class ResizeTest(parameterized.TestCase):
         server_residual=jax.tree.map(
             lambda x: np.concatenate([x, x]), state.server_residual
         ),
-        update_norm=np.zeros(8, np.float32),
+        update_norm={'w': np.zeros(8, np.float32)},
     )
 
     with self.assertRaisesRegex(ValueError, 'made for 8 shards.*resize_state'):

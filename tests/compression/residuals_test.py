@@ -18,11 +18,15 @@ class ResidualsTest(parameterized.TestCase):
   def test_squares_are_of_each_shard(self):
     tree = {'a': jnp.array([[3.0, 4.0], [0.0, 1.0]]), 'b': jnp.ones((2, 1))}
 
-    of_residual, of_update = residuals.squares(tree, jnp.array([2.0, 3.0]))
+    norms = {'a': jnp.array([2.0, 3.0]), 'b': jnp.array([1.0, 0.0])}
+    of_residual, of_update = residuals.squares(tree, norms)
 
     np.testing.assert_array_equal(of_residual, [26, 2])
-    np.testing.assert_array_equal(of_update, [4, 9])
+    np.testing.assert_array_equal(of_update, [5, 9])
+    self.assertEqual(residuals.squares({'a': None}, {'a': None}), (None, None))
 
-  def test_norm_is_of_all_arrays(self):
-    self.assertEqual(residuals.norm([jnp.full(4, 3.0), jnp.full((), 8.0)]), 10)
-    self.assertEqual(residuals.norm([]), 0)
+  def test_norm_is_of_the_last_update_that_is_not_zero(self):
+    update = jnp.array([3.0, 4.0])
+
+    self.assertEqual(residuals.next_norm(update, jnp.float32(2)), 5)
+    self.assertEqual(residuals.next_norm(0 * update, jnp.float32(2)), 2)

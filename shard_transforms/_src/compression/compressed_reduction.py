@@ -43,8 +43,8 @@ class CompressedMeanState(NamedTuple):
       parameters, each leaf [1, ...], in float32 for leaves of fewer bits.
     server_residual: What each shard has not yet sent of the mean of the slice
       of each leaf that it owns, each leaf [1, 1, ..., 1, elements].
-    update_norm: The norm of the compressed leaves of each shard's last update
-      that counted, float32 [1].
+    update_norm: The norm of each leaf of each shard's last update that was not
+      zero, float32 [1].
 
   Examples:
     >>> import jax
@@ -64,7 +64,7 @@ class CompressedMeanState(NamedTuple):
   step: jax.Array
   residual: Any
   server_residual: Any
-  update_norm: jax.Array
+  update_norm: Any
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -84,7 +84,7 @@ class CompressedMeanState(NamedTuple):
     """Returns what `check_health` raises, if a residual is not finite."""
     return residuals.problem((self.residual, self.server_residual))
 
-  def error_squares(self) -> tuple[jax.Array, jax.Array]:
+  def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the squares that `compression_error` is made of, per shard."""
     return residuals.squares(self.residual, self.update_norm)
 
@@ -129,30 +129,22 @@ class CompressedReduction:
     """
     num_shards = axes_lib.size(self.axes, self.caller)
 
-    def residual(param):
+    def start(param):
       if self.feedback is None or not self.compresses(param):
         return None
       dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
-      return jnp.zeros_like(param, dtype)
+      length = blocks.slice_length(param.shape, num_shards)
+      flat = axes_lib.to_varying(
+          jnp.zeros(length, jnp.float32), tuple(axes_lib.varying_axes(param))
+      )
+      return error_feedback.Held(
+          jnp.zeros_like(param, dtype),
+          flat.reshape((1,) * (param.ndim - 1) + (length,)),
+          residuals.no_norm(param),
+      )
 
-    def server_residual(param):
-      zeros = residual(param)
-      if zeros is None:
-        return None
-      length = blocks.slice_length(zeros.shape, num_shards)
-      # Of a slice of the parameter, it varies over the axes that this does.
-      flat = jnp.zeros_like(zeros, jnp.float32, shape=(length,))
-      flat = axes_lib.to_varying(flat, tuple(axes_lib.varying_axes(param)))
-      return flat.reshape((1,) * (zeros.ndim - 1) + (length,))
-
-    held = (
-        jax.tree.map(residual, params),
-        jax.tree.map(server_residual, params),
-        jnp.zeros([], jnp.float32),
-    )
-    return CompressedMeanState(
-        counters.zero(), *per_shard_state.store(held, self.axes)
-    )
+    leaves, treedef = jax.tree.flatten(params)
+    return self._state(counters.zero(), treedef, list(map(start, leaves)))
 
   def __call__(
       self,
@@ -171,38 +163,30 @@ class CompressedReduction:
     options = reduction_options.ReductionOptions(self.caller, 'mean', self.axes)
     weight = leaf_sums.check(updates, weight, options)
     varying.check_per_shard(updates, self.axes, self.caller)
-    kept = per_shard_state.own(tuple(state[1:]), self.axes, self.caller)
     leaves, treedef = jax.tree.flatten(updates, is_leaf=leaves_lib.is_none)
-    residual, server_residual = self._flatten(updates, treedef, kept)
+    held = self._held(updates, treedef, state)
     compressed = [i for i, x in enumerate(leaves) if self.compresses(x)]
     others = [
         i
         for i, x in enumerate(leaves)
         if x is not None and not self.compresses(x)
     ]
-    held = error_feedback.Held(
-        [residual[i] for i in compressed],
-        [server_residual[i] for i in compressed],
-        kept[2],
-    )
     with jax.named_scope(self.caller):
       share = leaf_sums.share(weight, options)
       plain = leaf_sums.reduce([leaves[i] for i in others], share, options)
-      means, held = self._send(
-          [leaves[i] for i in compressed], held, share, state.step, options
+      means, kept = self._send(
+          [leaves[i] for i in compressed],
+          [held[i] for i in compressed],
+          share,
+          state.step,
+          options,
       )
     for i, x in zip(others + compressed, plain + means, strict=True):
       leaves[i] = x
-    for i, e, s in zip(compressed, *held[:2], strict=True):
-      residual[i], server_residual[i] = e, s
-    held = (
-        treedef.unflatten(residual),
-        treedef.unflatten(server_residual),
-        held.update_norm,
-    )
-    return treedef.unflatten(leaves), CompressedMeanState(
-        counters.add(state.step, 1), *per_shard_state.store(held, self.axes)
-    )
+    for i, x in zip(compressed, kept, strict=True):
+      held[i] = x
+    step = counters.add(state.step, 1)
+    return treedef.unflatten(leaves), self._state(step, treedef, held)
 
   def compresses(self, leaf: Any) -> bool:
     """Whether a leaf is compressed; complex ones and small ones are not."""
@@ -228,7 +212,15 @@ class CompressedReduction:
       return compressed(held)
     return lax.cond(step < self.warmup_steps, plain, compressed, held)
 
-  def _flatten(self, updates, treedef, kept):
+  def _state(self, step, treedef, held):
+    """Returns the state that holds what is held back of each leaf."""
+    trees = [
+        treedef.unflatten([None if x is None else x[i] for x in held])
+        for i in range(3)
+    ]
+    return CompressedMeanState(step, *per_shard_state.store(trees, self.axes))
+
+  def _held(self, updates, treedef, state):
     """Returns what is held back of each leaf, checked.
 
     Raises:
@@ -236,26 +228,38 @@ class CompressedReduction:
       ValueError: If the state was made for other parameters, number of shards,
         feedback or `min_elements`.
     """
+    trees = per_shard_state.own(list(state[1:]), self.axes, self.caller)
+    leaves_lib.check_like(updates, trees[0], self.caller)
     num_shards = axes_lib.size(self.axes, self.caller)
-    leaves_lib.check_like(updates, kept[0], self.caller)
-    leaves = treedef.flatten_up_to(updates)
-    found = [treedef.flatten_up_to(tree) for tree in kept[:2]]
-    for leaf, e, s in zip(leaves, *found, strict=True):
-      has_residual = self.feedback is not None and self.compresses(leaf)
-      if leaf is not None and has_residual != (e is not None):
-        verb = 'lacks' if e is None else 'keeps'
+    fields = [treedef.flatten_up_to(tree) for tree in trees]
+    held = []
+    for leaf, *kept in zip(
+        treedef.flatten_up_to(updates), *fields, strict=True
+    ):
+      is_held = kept[0] is not None
+      keeps = self.feedback is not None and self.compresses(leaf)
+      if leaf is not None and keeps != is_held:
+        verb = 'keeps' if is_held else 'lacks'
         raise ValueError(
             f'State of `{self.caller}` must be made with the same `feedback`'
             f' and `min_elements`, got one that {verb} a residual for a leaf of'
             f' the shape {jnp.shape(leaf)}.'
         )
-      if e is None:
-        continue
-      length = blocks.slice_length(e.shape, num_shards)
-      if s is None or s.size != length:
-        raise ValueError(
-            f'State of `{self.caller}` must be made for {num_shards} shards,'
-            f' got slices of the shape {jnp.shape(s)} of {e.shape}. Make it fit'
-            ' them with `shard_transforms.resize_state`.'
-        )
-    return found
+      held.append(error_feedback.Held(*kept) if is_held else None)
+      if is_held:
+        self._check_slice(*kept[:2], num_shards)
+    return held
+
+  def _check_slice(self, residual, server_residual, num_shards):
+    """Checks that a state was made for this number of shards.
+
+    Raises:
+      ValueError: If it was not.
+    """
+    length = blocks.slice_length(residual.shape, num_shards)
+    if server_residual.size != length:
+      raise ValueError(
+          f'State of `{self.caller}` must be made for {num_shards} shards, got'
+          f' slices of {server_residual.size} elements of {residual.shape}.'
+          ' Make it fit them with `shard_transforms.resize_state`.'
+      )

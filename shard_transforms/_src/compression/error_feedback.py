@@ -19,33 +19,33 @@ import jax.numpy as jnp
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.compression import blocks
 from shard_transforms._src.compression import counting as counting_lib
-from shard_transforms._src.compression import residuals as residuals_lib
+from shard_transforms._src.compression import residuals
 from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 
 
 class Held(NamedTuple):
-  """What a shard holds back of a list of leaves.
+  """What a shard holds back of a leaf, between steps.
 
   Attributes:
-    residual: Of its own updates, shaped like the leaves, or `None` for each.
-    server_residual: Of the mean of the slices that it owns, [1, ..., 1,
-      elements], or `None` for each.
-    update_norm: The norm of its last update that counted, float32 [].
+    residual: Of its own updates, shaped like the leaf.
+    server_residual: Of the mean of the slice that it owns, [1, ..., 1,
+      elements].
+    update_norm: The norm of its last update that was not zero, float32 [].
   """
 
-  residual: list[jax.Array | None]
-  server_residual: list[jax.Array | None]
+  residual: jax.Array
+  server_residual: jax.Array
   update_norm: jax.Array
 
 
 def mean(
     leaves: Sequence[jax.Array],
-    held: Held,
+    held: Sequence[Held | None],
     share: leaf_sums.Share,
     exchange: two_phase.Exchange,
-) -> tuple[list[jax.Array], Held]:
+) -> tuple[list[jax.Array], list[Held | None]]:
   """Returns the compressed mean of real leaves, and what is held back next.
 
   A shard of weight zero sends zeros and holds back what it did; a total weight
@@ -53,88 +53,69 @@ def mean(
 
   Args:
     leaves: Those of a shard, none of them empty.
-    held: What it holds back.
+    held: What it holds back of each, or `None` without feedback.
     share: How much it counts.
     exchange: How it sends.
   """
   num_shards = axes_lib.size(exchange.axes, 'compression')
   counting = counting_lib.Counting.of(share, num_shards)
   values = [counting.weigh(leaf) for leaf in leaves]
+  reduced: dict[int, tuple[jax.Array, Held | None]] = {}
   if num_shards == 1:
-    means, after = _flushed(values, held, counting, exchange.axes)
+    for i, value in enumerate(values):
+      reduced[i] = _flushed(value, held[i], counting, exchange.axes)
   else:
-    means, after = _compressed(values, held, counting, exchange)
-  if any(e is not None for e in held.residual):
-    norm = counting.keep(residuals_lib.norm(values), held.update_norm)
-    after = after._replace(update_norm=norm)
-  return [
-      x.astype(leaf.dtype) for x, leaf in zip(means, leaves, strict=True)
-  ], after
+    # Blocks of leaves that differ over other axes must not travel together:
+    # all of them would differ.
+    alike = collections.defaultdict(list)
+    for i, value in enumerate(values):
+      alike[axes_lib.varying_axes(value)].append(i)
+    for positions in alike.values():
+      some = [values[i] for i in positions], [held[i] for i in positions]
+      found = _compressed(*some, counting, exchange)
+      reduced.update(zip(positions, found, strict=True))
+  means = [reduced[i][0].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
+  return means, [reduced[i][1] for i in range(len(leaves))]
 
 
-def _flushed(values, held, counting, axes):
+def _flushed(value, held, counting, axes):
   """Returns what one shard alone gives, and that nothing is held back."""
-  means, residual, server_residual = [], [], []
-  for value, *kept in zip(
-      values, held.residual, held.server_residual, strict=True
-  ):
-    pending = [x for x in kept if x is not None]
-    value, pending = counting.flush(value, pending, axes)
-    kept = pending or kept
-    means.append(value)
-    residual.append(kept[0])
-    server_residual.append(kept[1])
-  return means, held._replace(
-      residual=residual, server_residual=server_residual
-  )
+  if held is None:
+    return counting.flush(value, (), axes)[0], None
+  whole, zeros = counting.flush(value, held[:2], axes)
+  return whole, Held(*zeros, residuals.next_norm(value, held.update_norm))
 
 
 def _compressed(values, held, counting, exchange):
-  """Returns the means, and what is held back, leaf by leaf."""
-  means: list = [None] * len(values)
-  residual, server_residual = list(means), list(means)
-  # A block of leaves that differ over other axes would make all of them differ.
-  alike = collections.defaultdict(list)
-  for i, value in enumerate(values):
-    alike[axes_lib.varying_axes(value)].append(i)
-  for positions in alike.values():
-    found = _mean_of_alike(
-        *(
-            [part[i] for i in positions]
-            for part in (values, held.residual, held.server_residual)
-        ),
-        counting,
-        exchange,
-    )
-    for i, m, e, s in zip(positions, *found, strict=True):
-      means[i], residual[i], server_residual[i] = m, e, s
-  return means, held._replace(
-      residual=residual, server_residual=server_residual
-  )
-
-
-def _mean_of_alike(values, residual, server_residual, counting, exchange):
-  """Returns the means of leaves that travel together, and what is held back."""
-  shapes = [value.shape for value in values]
+  """Returns the mean of each leaf, and what is held back of it."""
   pending = [
-      value if e is None else counting.only(value + e)
-      for value, e in zip(values, residual, strict=True)
+      value if kept is None else counting.only(value + kept.residual)
+      for value, kept in zip(values, held, strict=True)
   ]
   slices, sent = scatter(pending, exchange)
   slices = [
-      counting.only_of_any(part if s is None else part + s.ravel())
-      for part, s in zip(slices, server_residual, strict=True)
+      counting.only_of_any(
+          part if kept is None else part + kept.server_residual.ravel()
+      )
+      for part, kept in zip(slices, held, strict=True)
   ]
+  shapes = [value.shape for value in values]
   means, own_rest = gather(slices, shapes, exchange)
-  residual = [
-      None if e is None else counting.keep(p - q.astype(p.dtype), e)
-      for p, q, e in zip(pending, sent, residual, strict=True)
-  ]
-  server_residual = [
-      None if s is None else counting.keep_of_any(r.reshape(s.shape), s)
-      for r, s in zip(own_rest, server_residual, strict=True)
-  ]
-  return means, residual, server_residual
+  after = []
+  for i, kept in enumerate(held):
+    if kept is None:
+      after.append(None)
+      continue
+    rest = pending[i] - sent[i].astype(pending[i].dtype)
+    server_rest = own_rest[i].reshape(kept.server_residual.shape)
+    after.append(
+        Held(
+            counting.keep(rest, kept.residual),
+            counting.keep_of_any(server_rest, kept.server_residual),
+            residuals.next_norm(values[i], kept.update_norm),
+        )
+    )
+  return list(zip(means, after, strict=True))
 
 
 def scatter(

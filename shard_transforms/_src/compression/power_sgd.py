@@ -19,7 +19,7 @@ from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import varying
 from shard_transforms._src.base import wrapper
-from shard_transforms._src.compression import counting as counting_lib
+from shard_transforms._src.compression import low_rank
 from shard_transforms._src.compression import residuals
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
@@ -40,8 +40,8 @@ class PowerSGDState(NamedTuple):
       shards outside.
     sketch: The right factor of the last mean of each matrix, float32 [1,
       columns, rank], the same on all shards.
-    update_norm: The norm of the compressed leaves of each shard's last update
-      that counted, float32 [1].
+    update_norm: The norm of each leaf of each shard's last update that was not
+      zero, float32 [1].
 
   Examples:
     >>> import jax
@@ -59,7 +59,7 @@ class PowerSGDState(NamedTuple):
   step: jax.Array
   residual: Any
   sketch: Any
-  update_norm: jax.Array
+  update_norm: Any
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -75,7 +75,7 @@ class PowerSGDState(NamedTuple):
     """Returns what `check_health` raises, if a residual is not finite."""
     return residuals.problem(self.residual)
 
-  def error_squares(self) -> tuple[jax.Array, jax.Array]:
+  def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the squares that `compression_error` is made of, per shard."""
     return residuals.squares(self.residual, self.update_norm)
 
@@ -194,62 +194,48 @@ class _Factors:
     """Returns the state before the first step."""
     axes_lib.size(self.axes, _CALLER)
     leaves, treedef = jax.tree.flatten(params)
-    residual, sketch = [], []
-    for i, param in enumerate(leaves):
-      is_compressed = self.compresses(param)
-      residual.append(_zeros(param) if is_compressed else None)
-      sketch.append(self._draw(param, i) if is_compressed else None)
-    norm = jnp.zeros([], jnp.float32)
-    held, norm = per_shard_state.store(
-        (treedef.unflatten(residual), norm), self.axes
-    )
-    return PowerSGDState(counters.zero(), held, treedef.unflatten(sketch), norm)
+    key = jax.random.key(self.seed)
+    held = [
+        low_rank.start(param, self.rank, jax.random.fold_in(key, i))
+        if self.compresses(param)
+        else None
+        for i, param in enumerate(leaves)
+    ]
+    return self._state(counters.zero(), treedef, held)
 
   def reduce(self, updates, state, weight):
     """Returns the mean of a tree over the shards, and the state."""
     options = reduction_options.ReductionOptions(_CALLER, 'mean', self.axes)
     weight = leaf_sums.check(updates, weight, options)
     varying.check_per_shard(updates, self.axes, _CALLER)
-    own = (state.residual, state.update_norm)
-    kept, norm = per_shard_state.own(own, self.axes, _CALLER)
-    leaves_lib.check_like(updates, kept, _CALLER)
     leaves, treedef = jax.tree.flatten(updates, is_leaf=leaves_lib.is_none)
-    residual = treedef.flatten_up_to(kept)
-    sketch = treedef.flatten_up_to(state.sketch)
-    self._check(leaves, residual, sketch)
+    held = self._held(updates, treedef, state)
     compressed = [i for i, x in enumerate(leaves) if self.compresses(x)]
     others = [
         i
         for i, x in enumerate(leaves)
         if x is not None and not self.compresses(x)
     ]
-    held = _Held(
-        [residual[i] for i in compressed], [sketch[i] for i in compressed], norm
-    )
     with jax.named_scope(_CALLER):
       share = leaf_sums.share(weight, options)
-      means, plain, held = self._send(
+      means, plain, kept = self._send(
           [leaves[i] for i in compressed],
           [leaves[i] for i in others],
-          held,
+          [held[i] for i in compressed],
           share,
           state.step,
           options,
       )
     for i, x in zip(others + compressed, plain + means, strict=True):
       leaves[i] = x
-    for i, e, q in zip(compressed, *held[:2], strict=True):
-      residual[i], sketch[i] = e, q
-    kept, norm = per_shard_state.store(
-        (treedef.unflatten(residual), held.update_norm), self.axes
-    )
+    for i, x in zip(compressed, kept, strict=True):
+      held[i] = x
     step = counters.add(state.step, 1)
-    after = PowerSGDState(step, kept, treedef.unflatten(sketch), norm)
-    return treedef.unflatten(leaves), after
+    return treedef.unflatten(leaves), self._state(step, treedef, held)
 
   def compresses(self, leaf):
     """Whether a leaf is a matrix that two factors make smaller enough."""
-    if jnp.ndim(leaf) < 2:
+    if leaf is None or jnp.ndim(leaf) < 2:
       return False
     *rows, columns = jnp.shape(leaf)
     is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
@@ -261,10 +247,11 @@ class _Factors:
     """Returns the means of both kinds of leaves, and what is held back."""
 
     def plain(held):
-      return *_split_mean(leaves, others, share, options), held
+      means = leaf_sums.reduce([*leaves, *others], share, options)
+      return means[: len(leaves)], means[len(leaves) :], held
 
     def compressed(held):
-      return _mean(leaves, others, held, share, options)
+      return low_rank.mean(leaves, others, held, share, options)
 
     if not leaves:
       return plain(held)
@@ -272,104 +259,37 @@ class _Factors:
       return compressed(held)
     return lax.cond(step < self.warmup_steps, plain, compressed, held)
 
-  def _draw(self, param, number):
-    """Returns the first sketch of a leaf, alike on all shards."""
-    key = jax.random.fold_in(jax.random.key(self.seed), number)
-    sketch = jax.random.normal(key, (1, param.shape[-1], self.rank))
-    return axes_lib.to_varying(sketch, tuple(axes_lib.varying_axes(param)))
+  def _state(self, step, treedef, held):
+    """Returns the state that holds what is held back of each leaf."""
+    residual, sketch, norm = (
+        treedef.unflatten([None if x is None else x[i] for x in held])
+        for i in range(3)
+    )
+    residual, norm = per_shard_state.store((residual, norm), self.axes)
+    return PowerSGDState(step, residual, sketch, norm)
 
-  def _check(self, leaves, residual, sketch):
-    """Checks that a state was made for these leaves, with these options.
+  def _held(self, updates, treedef, state):
+    """Returns what is held back of each leaf, checked.
 
     Raises:
-      ValueError: If it was not.
+      TypeError: If a leaf is complex where the parameter is real.
+      ValueError: If the state was made for other parameters, another rank or
+        `min_ratio`.
     """
-    for leaf, e, q in zip(leaves, residual, sketch, strict=True):
-      if leaf is None:
-        continue
-      columns = jnp.shape(leaf)[-1:]
-      shape = (1, *columns, self.rank) if self.compresses(leaf) else None
-      if (e is None) != (shape is None) or getattr(q, 'shape', None) != shape:
+    own = state.residual, state.update_norm
+    residual, norm = per_shard_state.own(own, self.axes, _CALLER)
+    leaves_lib.check_like(updates, residual, _CALLER)
+    trees = updates, residual, state.sketch, norm
+    held = []
+    for leaf, *kept in zip(*map(treedef.flatten_up_to, trees), strict=True):
+      is_held = kept[0] is not None
+      is_same = is_held and kept[1].shape[-1] == self.rank
+      if leaf is not None and self.compresses(leaf) != is_same:
+        shape = None if kept[1] is None else kept[1].shape
         raise ValueError(
             f'State of `{_CALLER}` must be made with the same `rank` and'
-            f' `min_ratio`, got a sketch of the shape'
-            f' {getattr(q, "shape", None)} in place of {shape}.'
+            f' `min_ratio`, got a sketch of the shape {shape} for a leaf of the'
+            f' shape {jnp.shape(leaf)}.'
         )
-
-
-class _Held(NamedTuple):
-  """What a shard keeps of a list of leaves."""
-
-  residual: list[jax.Array]
-  sketch: list[jax.Array]
-  update_norm: jax.Array
-
-
-def _mean(leaves, others, held, share, options):
-  """Returns the means of matrices and of other leaves, and what is kept."""
-  num_shards = axes_lib.size(options.axes, _CALLER)
-  counting = counting_lib.Counting.of(share, num_shards)
-  values = [counting.weigh(leaf) for leaf in leaves]
-  norm = counting.keep(residuals.norm(values), held.update_norm)
-  if num_shards == 1:
-    pairs = [
-        counting.flush(value, [e], options.axes)
-        for value, e in zip(values, held.residual, strict=True)
-    ]
-    means = [_like(x, leaf) for (x, _), leaf in zip(pairs, leaves, strict=True)]
-    plain = leaf_sums.reduce(others, share, options)
-    return means, plain, _Held([e for _, (e,) in pairs], held.sketch, norm)
-
-  matrices = [
-      counting.only(value + e).reshape(-1, value.shape[-1])
-      for value, e in zip(values, held.residual, strict=True)
-  ]
-  pairs = list(zip(matrices, held.sketch, strict=True))
-  lefts = [_product(m, _normalized(q[0])) for m, q in pairs]
-  lefts, plain = _split_sums(lefts, others, share, options)
-  lefts = [jnp.linalg.qr(p)[0] for p in lefts]
-  own_rights = [_product(m.T, p) for m, p in zip(matrices, lefts, strict=True)]
-  rights = leaf_sums.reduce(own_rights, leaf_sums.Share(None, None), options)
-  means, residual, sketch = [], [], []
-  for i, leaf in enumerate(leaves):
-    rest = matrices[i] - _product(lefts[i], own_rights[i].T)
-    means.append(_like(_product(lefts[i], rights[i].T), leaf))
-    residual.append(counting.keep(rest.reshape(leaf.shape), held.residual[i]))
-    sketch.append(counting.keep_of_any(rights[i][None], held.sketch[i]))
-  return means, plain, _Held(residual, sketch, norm)
-
-
-def _split_sums(lefts, others, share, options):
-  """Returns the unweighted means of some arrays, and the means of others."""
-  unweighted = leaf_sums.Share(None, None)
-  if share.weight is not None:
-    lefts = leaf_sums.reduce(lefts, unweighted, options)
-    return lefts, leaf_sums.reduce(others, share, options)
-  return _split_mean(lefts, others, share, options)
-
-
-def _split_mean(leaves, others, share, options):
-  """Returns the means of two lists of arrays that travel together."""
-  means = leaf_sums.reduce([*leaves, *others], share, options)
-  return means[: len(leaves)], means[len(leaves) :]
-
-
-def _zeros(param):
-  dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
-  return jnp.zeros_like(param, dtype)
-
-
-def _normalized(sketch):
-  """Returns columns of a largest element of 1, of the same span."""
-  # The product of two sketches of small gradients would be no normal number.
-  largest = jnp.max(jnp.abs(sketch), axis=0, keepdims=True)
-  return sketch / jnp.where(largest > 0, largest, 1)
-
-
-def _product(x, y):
-  # What the shards subtract must be what they add, on all platforms.
-  return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
-
-
-def _like(mean, leaf):
-  return mean.reshape(leaf.shape).astype(leaf.dtype)
+      held.append(low_rank.Held(*kept) if is_held else None)
+    return held

@@ -1,6 +1,5 @@
 """What residuals tell from outside: whether they are finite, and how large."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.base import addressable
+from shard_transforms._src.base import axes as axes_lib
 
 
 def problem(residuals: Any) -> str | None:
@@ -33,21 +33,42 @@ def problem(residuals: Any) -> str | None:
 
 
 def squares(
-    residual: Any, update_norm: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    residual: Any, update_norm: Any
+) -> tuple[jax.Array | None, jax.Array | None]:
   """Returns the squared norms of what each shard holds back, and of its update.
 
   Args:
     residual: A tree of arrays [shards, ...].
-    update_norm: The norm of the update, [shards].
+    update_norm: The norms of the leaves of the update, [shards], or [shards
+      times those of a model axis], in the order of the shards.
+
+  Returns:
+    Two arrays [shards], or `None` where there are no residuals.
   """
-  total = jnp.zeros_like(update_norm)
-  for leaf in jax.tree.leaves(residual):
-    total += jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
-  return total, jnp.square(update_norm)
+  leaves = jax.tree.leaves(residual)
+  if not leaves:
+    return None, None
+  num_shards = len(leaves[0])
+  held = [jnp.square(x).reshape(num_shards, -1).sum(1) for x in leaves]
+  norms = [
+      jnp.square(x).reshape(num_shards, -1).sum(1)
+      for x in jax.tree.leaves(update_norm)
+  ]
+  return sum(held[1:], held[0]), sum(norms[1:], norms[0])
 
 
-def norm(values: Sequence[jax.Array]) -> jax.Array:
-  """Returns the norm of all elements of some arrays, float32 []."""
-  squares = [jnp.sum(jnp.square(x)).astype(jnp.float32) for x in values]
-  return jnp.sqrt(sum(squares, jnp.float32(0)))
+def next_norm(update: jax.Array, before: jax.Array) -> jax.Array:
+  """Returns the norm of an update, or that of the last one if it is zero.
+
+  Args:
+    update: A leaf of the update.
+    before: The norm of its last update that was not zero, float32 [].
+  """
+  norm = jnp.sqrt(jnp.sum(jnp.square(update))).astype(jnp.float32)
+  return jnp.where(norm == 0, before, norm)
+
+
+def no_norm(param: jax.Array) -> jax.Array:
+  """Returns the norm before the first update, which varies as the parameter."""
+  zero = jnp.zeros([], jnp.float32)
+  return axes_lib.to_varying(zero, tuple(axes_lib.varying_axes(param)))

@@ -1,0 +1,258 @@
+"""Compression among gates, masks, partitions and model axes."""
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import cases
+import compressions
+import modes
+import shard_transforms
+from shard_transforms import compression
+from shard_transforms.monitoring import check_health
+
+AXIS = modes.AXIS
+PARAMS = {'w': jnp.zeros((12, 16)), 'b': jnp.zeros(5)}
+
+
+def sign(**options):
+  options = {'min_elements': 64, **options}
+  return compression.compressed_mean(
+      AXIS, compression.scaled_sign(8), **options
+  )
+
+
+LINKS = {
+    'sign': sign(),
+    'top_k': compression.compressed_mean(
+        AXIS, compression.top_k(0.25, block=16), min_elements=64
+    ),
+    'power_sgd': compression.power_sgd(AXIS, 1),
+}
+
+
+def held_back(state):
+  """Returns the mean of what is held back of `w` by a state of `run`."""
+  if hasattr(state, 'server_residual'):
+    return compressions.held_back(state, 'w', (12, 16))
+  residual = np.asarray(state.residual['w'], np.float64)
+  return residual.reshape(-1, 12, 16).mean(0)
+
+
+def state_of(state):
+  """Returns the state of the compression anywhere in a state."""
+
+  def is_ours(node):
+    return hasattr(node, 'error_squares')
+
+  found = jax.tree.leaves(state, is_leaf=is_ours)
+  return next(node for node in found if is_ours(node))
+
+
+class GateTest(parameterized.TestCase):
+
+  @cases.parameters('shard_map', 'vmap', 'pmap', 'shard_map_unchecked')
+  def test_guard_keeps_nan_out_of_residuals(self, mode):
+    data = compressions.make_data(8, 10, PARAMS)
+    clean = jax.tree.map(np.copy, data)
+    is_bad = np.random.default_rng(1).random((8, 10)) < 0.2
+    is_bad[:, 4] = True
+    data['w'][is_bad, 3, 2] = np.nan
+    guarded = {
+        name: shard_transforms.guard(tx, AXIS, on_bad='exclude', min_shards=1)
+        for name, tx in LINKS.items()
+    }
+
+    found = compressions.run(guarded, mode, data, PARAMS)
+
+    counts = (~is_bad).astype(np.float64)
+    share = counts / np.maximum(counts.sum(0), 1)
+    means = np.einsum('nt,ntij->tij', share, clean['w'])
+    for name, (updates, state) in found.items():
+      with self.subTest(name):
+        state = state_of(state)
+        self.assertIsNone(state.health_problem())
+        total = updates['w'][0].astype(np.float64).sum(0) + held_back(state)
+        np.testing.assert_allclose(total, means.sum(0), atol=3e-5)
+        np.testing.assert_array_equal(updates['w'][:, 4], 0)
+
+  def test_guard_that_skips_leaves_the_residuals(self):
+    data = compressions.make_data(8, 2, PARAMS)
+    data['w'][5, 1] = np.nan
+    some = {
+        name: shard_transforms.guard(tx, AXIS) for name, tx in LINKS.items()
+    }
+
+    after_one = compressions.run(
+        some, 'shard_map', jax.tree.map(lambda x: x[:, :1], data), PARAMS
+    )
+    after_two = compressions.run(some, 'shard_map', data, PARAMS)
+
+    for name in some:
+      chex.assert_trees_all_equal(
+          state_of(after_two[name][1]),
+          state_of(after_one[name][1]),
+          strict=True,
+      )
+
+  @cases.parameters(*LINKS)
+  def test_without_a_guard_a_nan_is_found(self, name):
+    data = compressions.make_data(8, 2, PARAMS)
+    data['w'][5, 0] = np.nan
+
+    some = {name: LINKS[name]}
+    _, state = compressions.run(some, 'vmap', data, PARAMS)[name]
+
+    with self.assertRaisesRegex(RuntimeError, 'not finite.*guard'):
+      check_health(state)
+
+  def test_towers_are_one_update(self):
+    data = compressions.make_data(8, 6, PARAMS)
+    pairs = jax.tree.map(
+        lambda x: x.reshape(8, 3, 2, *x.shape[2:]).mean(2), data
+    )
+    towers = {
+        name: shard_transforms.tower_reduce(2, tx, axis_name=AXIS)
+        for name, tx in LINKS.items()
+    }
+
+    found = compressions.run(towers, 'shard_map', data, PARAMS)
+    expected = compressions.run(LINKS, 'shard_map', pairs, PARAMS)
+
+    for name, (updates, state) in found.items():
+      np.testing.assert_array_equal(updates['w'][:, ::2], 0)
+      np.testing.assert_allclose(
+          updates['w'][:, 1::2], expected[name][0]['w'], atol=1e-5
+      )
+      self.assertEqual(state_of(state).step[0], 3)
+
+  def test_stale_shards_keep_what_they_hold_back(self):
+    data = compressions.make_data(8, 8, PARAMS)
+    is_stale = np.random.default_rng(1).random((8, 8)) < 0.3
+
+    def shard(params, own):
+      def one(tx):
+        tx = shard_transforms.drop_stale(1, tx, axis_name=AXIS)
+
+        def step(state, inputs):
+          grads, is_stale = inputs
+          local_step = state.global_step - jnp.where(is_stale, 3, 0)
+          updates, state = tx.update(
+              grads, state, params, local_step=local_step
+          )
+          return state, updates
+
+        state, updates = lax.scan(step, tx.init(params), own)
+        return updates, state
+
+      return {name: one(tx) for name, tx in LINKS.items()}
+
+    mapped = modes.map_shards('shard_map', shard)
+    found = jax.device_get(mapped(PARAMS, (data, is_stale)))
+
+    counts = (~is_stale).astype(np.float64)
+    self.assertGreater(counts.sum(0).min(), 0)
+    means = np.einsum('nt,ntij->tij', counts / counts.sum(0), data['w'])
+    for updates, state in found.values():
+      total = updates['w'][0].astype(np.float64).sum(0)
+      total += held_back(state_of(state))
+      np.testing.assert_allclose(total, means.sum(0), atol=3e-5)
+
+
+class PartTest(parameterized.TestCase):
+
+  def test_masked_leaves_stay(self):
+    data = compressions.make_data(8, 2, PARAMS)
+    masked = {
+        name: optax.masked(tx, {'w': True, 'b': False})
+        for name, tx in LINKS.items()
+    }
+
+    found = compressions.run(masked, 'shard_map_unchecked', data, PARAMS)
+    alone = compressions.run(LINKS, 'shard_map_unchecked', data, PARAMS)
+
+    for name, (updates, _) in found.items():
+      np.testing.assert_array_equal(updates['b'], data['b'])
+      # The first sketch depends on the number of leaves before.
+      if name != 'power_sgd':
+        np.testing.assert_array_equal(updates['w'], alone[name][0]['w'])
+
+  def test_partition_compresses_the_matrices_alone(self):
+    params = {'dense': PARAMS, 'norm': {'scale': jnp.zeros(200)}}
+    data = compressions.make_data(8, 4, params)
+
+    def kind(path, leaf):
+      del leaf
+      is_matrix = jax.tree_util.keystr(path).endswith("['w']")
+      return 'matrix' if is_matrix else 'other'
+
+    tx = optax.partition(
+        {
+            'matrix': compression.power_sgd(AXIS, 1),
+            'other': shard_transforms.cross_shard_mean(AXIS),
+        },
+        lambda tree: jax.tree.map_with_path(kind, tree),
+    )
+    tx = shard_transforms.guard(tx, AXIS)
+
+    updates, state = compressions.run({'tx': tx}, 'shard_map', data, params)[
+        'tx'
+    ]
+
+    for leaf in (lambda x: x['norm']['scale'], lambda x: x['dense']['b']):
+      mean = leaf(data).mean(0)
+      np.testing.assert_allclose(leaf(updates)[0], mean, atol=1e-6)
+    rank = np.linalg.matrix_rank(updates['dense']['w'][0, 3], tol=1e-5)
+    self.assertEqual(rank, 1)
+    self.assertLen(jax.tree.leaves(state_of(state).residual), 1)
+
+  @cases.product(name=tuple(LINKS), check_vma=(True, False))
+  @pytest.mark.slow_unless('(sign|power_sgd)_check_vma$|top_k_not')
+  def test_parameters_over_a_model_axis(self, name, check_vma):
+    tx = LINKS[name]
+    params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros((12, 16))}
+    in_specs = {'w': P('model'), 'v': P()}
+    mesh = jax.make_mesh(
+        (4, 2), (AXIS, 'model'), (jax.sharding.AxisType.Auto,) * 2
+    )
+    data = compressions.make_data(4, 6, params)
+    specs = shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
+    state = shard_transforms.init_state(tx, params, mesh, in_specs=in_specs)
+
+    def shard(params, state, data):
+      def step(state, grads):
+        updates, state = tx.update(grads, state, params)
+        return state, updates
+
+      data = jax.tree.map(lambda x: x[0], data)
+      state, updates = lax.scan(step, state, data)
+      return updates, state
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(in_specs, specs, {'w': P(AXIS, None, 'model'), 'v': P(AXIS)}),
+        out_specs=({'w': P(None, 'model'), 'v': P()}, specs),
+        check_vma=check_vma,
+    )
+    updates, after = jax.jit(mapped)(params, state, data)
+
+    # As if each model shard were alone.
+    for part in range(2):
+      rows = slice(12 * part, 12 * (part + 1))
+      own = {'w': data['w'][:, :, rows], 'v': data['v']}
+      like = {'w': jnp.zeros((12, 16)), 'v': jnp.zeros((12, 16))}
+      expected, _ = compressions.run({name: tx}, 'vmap', own, like)[name]
+      np.testing.assert_allclose(
+          updates['w'][:, rows], expected['w'][0], atol=1e-5
+      )
+      np.testing.assert_allclose(updates['v'], expected['v'][0], atol=1e-5)
+    for piece in updates['v'].addressable_shards:
+      np.testing.assert_array_equal(piece.data, updates['v'])
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
