@@ -79,6 +79,7 @@ DOCUMENTS = (
     'CONTRIBUTING.md',
     'docs/aggregators.md',
     'docs/asynchronous.md',
+    'docs/compression.md',
     'docs/local_updates.md',
     'docs/metrics.md',
     'docs/plain_jit.md',

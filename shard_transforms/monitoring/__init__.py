@@ -3,6 +3,7 @@
 from shard_transforms._src.monitoring.agreement import AgreementState
 from shard_transforms._src.monitoring.agreement import track_agreement
 from shard_transforms._src.monitoring.assert_reduced import assert_reduced
+from shard_transforms._src.monitoring.compression_error import compression_error
 from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
 from shard_transforms._src.monitoring.divergence import shard_divergence
@@ -24,6 +25,7 @@ __all__ = (
     'WireReport',
     'assert_reduced',
     'check_health',
+    'compression_error',
     'digest',
     'hlo_wire_report',
     'metrics',
