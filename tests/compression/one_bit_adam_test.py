@@ -51,10 +51,11 @@ def in_numpy(data):
       m = B1 * m + (1 - B1) * g
       v = B2 * v + (1 - B2) * g**2
     else:
-      p = np.where(v > 0, B1 * m + (1 - B1) * data[:, t], 0) + e
+      d = np.sqrt(v / (1 - B2**WARMUP)) + EPS
+      p = np.where(v > 0, (B1 * m + (1 - B1) * data[:, t]) / d, 0) + e
       s = signs(p).mean(0) + server
       e, server = p - signs(p), s - signs(s)
-      m = np.where(v > 0, signs(s), 0)
+      m = np.where(v > 0, d * signs(s), 0)
     v_hat = v / (1 - B2 ** min(t + 1, WARMUP))
     updates.append(m / (1 - B1 ** (t + 1)) / (np.sqrt(v_hat) + EPS))
   return np.stack(updates)

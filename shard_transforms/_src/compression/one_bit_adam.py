@@ -63,14 +63,16 @@ def scale_by_one_bit_adam(
   Takes the place of `cross_shard_mean` and `optax.scale_by_adam` together. For
   `warmup_steps` steps it is these two. Then the mean square v of the gradient
   stays as it is, and what the shards send is not their gradients :math:`u_i`
-  but how each would move the momentum m, compressed with feedback as by
-  `compressed_mean`:
+  but how each would move the momentum m, rescaled, and compressed with feedback
+  as by `compressed_mean`:
 
-  .. math:: m \leftarrow C\text{-mean}_i (\beta_1 m + (1 - \beta_1) u_i), \quad
-     u \leftarrow \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^T)} +
-     \epsilon}
+  .. math:: d = \sqrt{v / (1 - \beta_2^T)} + \epsilon, \quad m \leftarrow d \,
+     \text{mean}_i \frac{\beta_1 m + (1 - \beta_1) u_i}{d}, \quad u \leftarrow
+     \frac{m}{(1 - \beta_1^t) \, d}
 
-  with T the steps of the warm-up. Elements whose mean square is zero, as those
+  with T the steps of the warm-up. (The paper sends the momentum as it is. The
+  scale that elements of a block share then moves those of a small mean square
+  by many times as much as Adam would.) Elements whose mean square is zero, as those
   of embeddings that no batch of the warm-up has seen, stay at zero; so the
   warm-up must be long enough for each to be seen, and for v to settle: the
   paper takes 15 to 25 % of all steps.
@@ -144,12 +146,17 @@ def scale_by_one_bit_adam(
     step = state.mean_state.step
     is_warm = step < warmup_steps
 
+    def divisor(nu, num_steps):
+      seen = jnp.clip(num_steps, 1, warmup_steps)
+      return jnp.sqrt(nu / (1 - b2**seen)) + eps
+
     def to_send(update, mu, nu):
       if mu is None or update is None:
         return update
       update = jnp.asarray(update, mu.dtype)
-      moved = jnp.where(nu > 0, b1 * mu + (1 - b1) * update, 0)
-      return jnp.where(is_warm, update, moved)
+      # Rescaled, all elements of a block are of one order.
+      moved = (b1 * mu + (1 - b1) * update) / divisor(nu, step)
+      return jnp.where(is_warm, update, jnp.where(nu > 0, moved, 0))
 
     means, mean_state = reduce(
         _map(to_send, updates, state.mu, state.nu), state.mean_state, weight
@@ -161,7 +168,8 @@ def scale_by_one_bit_adam(
         return mu
       of_gradient = (1 - b1) * mean + b1 * mu
       # Where no shard counts, the mean is zero, and no momentum.
-      sent = jnp.where(is_any, jnp.where(nu > 0, mean, 0), b1 * mu)
+      moved = jnp.where(nu > 0, mean * divisor(nu, step), 0)
+      sent = jnp.where(is_any, moved, b1 * mu)
       return jnp.where(is_warm, of_gradient, sent)
 
     def next_nu(mean, nu):
@@ -173,8 +181,7 @@ def scale_by_one_bit_adam(
       if mu is None or update is None:
         return update
       mu = mu / (1 - b1 ** (step + 1))
-      nu = nu / (1 - b2 ** jnp.minimum(step + 1, warmup_steps))
-      rescaled = mu / (jnp.sqrt(nu) + eps)
+      rescaled = mu / divisor(nu, step + 1)
       return rescaled.astype(jnp.result_type(update))
 
     mu = _map(next_mu, means, state.mu, state.nu)
