@@ -233,10 +233,11 @@ class CompressedReduction:
     num_shards = axes_lib.size(self.axes, self.caller)
     fields = [treedef.flatten_up_to(tree) for tree in trees]
     held = []
-    for leaf, *kept in zip(
-        treedef.flatten_up_to(updates), *fields, strict=True
+    leaves = treedef.flatten_up_to(updates)
+    for leaf, residual, server_residual, norm in zip(
+        leaves, *fields, strict=True
     ):
-      is_held = kept[0] is not None
+      is_held = residual is not None
       keeps = self.feedback is not None and self.compresses(leaf)
       if leaf is not None and keeps != is_held:
         verb = 'keeps' if is_held else 'lacks'
@@ -245,9 +246,10 @@ class CompressedReduction:
             f' and `min_elements`, got one that {verb} a residual for a leaf of'
             f' the shape {jnp.shape(leaf)}.'
         )
-      held.append(error_feedback.Held(*kept) if is_held else None)
       if is_held:
-        self._check_slice(*kept[:2], num_shards)
+        self._check_slice(residual, server_residual, num_shards)
+      kept = error_feedback.Held(residual, server_residual, norm)
+      held.append(kept if is_held else None)
     return held
 
   def _check_slice(self, residual, server_residual, num_shards):

@@ -82,8 +82,9 @@ def _flushed(value, held, counting, axes):
   """Returns what one shard alone gives, and that nothing is held back."""
   if held is None:
     return counting.flush(value, (), axes)[0], None
-  whole, zeros = counting.flush(value, held[:2], axes)
-  return whole, Held(*zeros, residuals.next_norm(value, held.update_norm))
+  whole, (residual, server_residual) = counting.flush(value, held[:2], axes)
+  norm = residuals.next_norm(value, held.update_norm)
+  return whole, Held(residual, server_residual, norm)
 
 
 def _compressed(values, held, counting, exchange):
