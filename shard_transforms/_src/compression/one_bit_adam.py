@@ -74,8 +74,7 @@ def scale_by_one_bit_adam(
   scale that elements of a block share then moves those of a small mean square
   by many times as much as Adam would.) Elements whose mean square is zero, as
   those of embeddings that no batch of the warm-up has seen, stay at zero; so
-  the warm-up must be long enough for each to be seen, and for v to settle: the
-  paper takes 15 to 25 % of all steps.
+  the warm-up must be long enough for each to be seen, and for v to settle.
 
   Weights, the leaves that are not compressed, and the state between numbers of
   shards are as in `compressed_mean`. Gradients must be real.
