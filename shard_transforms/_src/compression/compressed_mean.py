@@ -38,9 +38,9 @@ def compressed_mean(
 
   With the extra argument `weight`, a scalar :math:`w_i` a shard, :math:`u_i`
   stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero sends zeros
-  and keeps what it holds back; a total of zero gives a zero update, and all keep
-  what they hold back. A NaN that counts gets into the residuals and stays there: put
-  `guard` around it, which keeps it out.
+  and keeps what it holds back; a total of zero gives a zero update, and all
+  keep what they hold back. A NaN that counts gets into the residuals and stays
+  there: put `guard` around it, which keeps it out.
 
   Leaves of fewer than `min_elements` elements and complex leaves are reduced as
   by `cross_shard_mean`. Compression goes before what keeps moments. Make the
