@@ -1,7 +1,12 @@
 from absl.testing import parameterized
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
+import shard_transforms
+from shard_transforms import compression
+from shard_transforms import monitoring
 from shard_transforms._src.compression import residuals
 
 
@@ -30,3 +35,15 @@ class ResidualsTest(parameterized.TestCase):
 
     self.assertEqual(residuals.next_norm(update, jnp.float32(2)), 5)
     self.assertEqual(residuals.next_norm(0 * update, jnp.float32(2)), 2)
+
+  @cases.parameters(
+      (compression.compressed_mean('data', compression.cast('bfloat16')),),
+      (compression.power_sgd('data', 1),),
+  )
+  def test_metrics_tell_the_steps(self, tx):
+    mesh = jax.make_mesh((8,), ('data',))
+    state = shard_transforms.init_state(tx, jnp.zeros(2), mesh)
+
+    found = monitoring.metrics(state._replace(step=jnp.int32(3)))
+
+    self.assertEqual([int(x) for x in found.values()], [3])

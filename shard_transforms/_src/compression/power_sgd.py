@@ -71,6 +71,10 @@ class PowerSGDState(NamedTuple):
         'update_norm': state_rules.ResizeRule('maximum'),
     }
 
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {'step': state_rules.MetricRule()}
+
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if a residual is not finite."""
     return residuals.problem(self.residual)

@@ -123,17 +123,6 @@ def scatter(
   return rows
 
 
-def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the rows that all shards have for this one.
-
-  Args:
-    rows: An array [number of shards, ...] that has a row for each shard, in the
-      order of the mesh; see `row_index`.
-    axes: The axes of a mesh.
-  """
-  return lax.all_to_all(rows, axes_lib.in_mesh_order(axes), 0, 0)
-
-
 def gather(
     row: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
 ) -> jax.Array:
@@ -165,21 +154,16 @@ def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
   """Returns the rows that the shards have for this one, in their order.
 
   Args:
-    rows: An array of shape [number of shards, elements] that has a row for
-      each shard, in the order of the mesh; see `row_index`.
+    rows: An array of shape [number of shards, elements] that has a row for each
+      shard, in the order of the mesh; see `row_index`.
     axes: The mapped axes.
   """
   order = axes_lib.in_mesh_order(axes)
-  sizes = map(lax.axis_size, order)
-  num_rows, length = rows.shape
   if not axes_lib.on_mapped_mesh(axes):
-    # Under `vmap`, JAX 0.10 takes what is the same on all shards for one row.
-    rows = rows + jnp.zeros_like(rows) * row_index(axes).astype(rows.dtype)
-  rows = lax.reshape(rows, (*sizes, length))
+    return _exchange_by_axes(rows, order)
   pieces = _pieces(rows) if axes_lib.between_processes() else [rows]
-  for dimension, axis in enumerate(order):
-    pieces = [lax.all_to_all(x, axis, dimension, dimension) for x in pieces]
-  return lax.reshape(jnp.concatenate(pieces, axis=-1), (num_rows, length))
+  pieces = [lax.all_to_all(piece, order, 0, 0) for piece in pieces]
+  return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
 
 
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
@@ -231,6 +215,17 @@ def _scatter_and_gather(x, axis, others, groups=None):
   part = lax.psum_scatter(flat, axis, axis_index_groups=groups, tiled=True)
   whole = _all_gather(psum(part, others), axis, groups, tiled=True)
   return whole[: x.size].reshape(x.shape)
+
+
+def _exchange_by_axes(rows, order):
+  """Returns what `exchange` does where an axis is that of `vmap`."""
+  # JAX 0.10 takes what is the same on all shards for one row.
+  rows = rows + jnp.zeros_like(rows) * row_index(order).astype(rows.dtype)
+  sizes = map(lax.axis_size, order)
+  parts = lax.reshape(rows, (*sizes, rows.shape[1]))
+  for dimension, axis in enumerate(order):
+    parts = lax.all_to_all(parts, axis, dimension, dimension)
+  return lax.reshape(parts, rows.shape)
 
 
 def _pieces(rows):
