@@ -105,14 +105,12 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
   """Returns each shard's own parameters, at which it takes its gradient.
 
   What `local_updates` is given must be the gradient at these, and not at the
-  parameters themselves, which change once a round:
+  parameters themselves, which change once a round::
 
-  ```python
-  own = local_params(params, state)
-  loss, grads = value_and_grad(loss_fn, 'data')(own, batch)
-  updates, state = tx.update(grads, state, params)
-  params = optax.apply_updates(params, updates)
-  ```
+    own = local_params(params, state)
+    loss, grads = value_and_grad(loss_fn, 'data')(own, batch)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
 
   A gradient at `params` is of the same type, and each step of a round then goes
   the same way. `monitoring.wire_report` of a step warns of it.

@@ -50,13 +50,11 @@ def local_updates(
 
   with `mixing` :math:`m`; where that is 0, all shards go on from the anchor.
   `outer` holds the reduction, and what else is to be done once a round, such as
-  clipping or a `guard`:
+  clipping or a `guard`::
 
-  ```python
-  outer = optax.chain(
-      cross_shard_mean('data'), optax.sgd(0.7, 0.9, nesterov=True))
-  tx = local_updates(optax.adamw(4e-4), outer, 'data', every=20)  # DiLoCo.
-  ```
+    outer = optax.chain(
+        cross_shard_mean('data'), optax.sgd(0.7, 0.9, nesterov=True))
+    tx = local_updates(optax.adamw(4e-4), outer, 'data', every=20)  # DiLoCo.
 
   Take the gradient at `local_params(params, state)` and not at `params`, which
   is of the same type, and wrong. Both `params` and `apply_updates` are for the

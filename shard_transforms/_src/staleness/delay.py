@@ -72,13 +72,11 @@ def delay_updates(
 
   and the first `steps` calls give zeros. For training with gradients that are
   as stale as those of an asynchronous run, but the same in each run; or so that
-  a reduction sends what is ready before the gradient of the step is:
+  a reduction sends what is ready before the gradient of the step is::
 
-  ```python
-  optax.chain(cross_shard_mean('data'), delay_updates(2), adam)  # Simulation.
-  optax.chain(
-      delay_updates(1, axis_name='data'), cross_shard_mean('data'), adam)
-  ```
+    optax.chain(cross_shard_mean('data'), delay_updates(2), adam)  # Simulation.
+    optax.chain(
+        delay_updates(1, axis_name='data'), cross_shard_mean('data'), adam)
 
   It is a link of a chain: the extra arguments of a call go to the other links
   at once. The `weight` of a shard would thus meet the update of another step,

@@ -24,12 +24,10 @@ def clip_by_global_norm(
 
   Before the reduction, each shard is clipped by its own norm, so that the
   explosion of one does not drown the others; after it, all are clipped by the
-  norm of the mean:
+  norm of the mean::
 
-  ```python
-  optax.chain(clip_by_global_norm(1.0), cross_shard_mean('data'), adam)
-  optax.chain(cross_shard_mean('data'), clip_by_global_norm(1.0), adam)
-  ```
+    optax.chain(clip_by_global_norm(1.0), cross_shard_mean('data'), adam)
+    optax.chain(cross_shard_mean('data'), clip_by_global_norm(1.0), adam)
 
   Name the axes over which leaves are sliced, such as those of a model that is
   larger than a device, or the axis of `shard_update` inside of it:

@@ -1,0 +1,63 @@
+"""Settings of Sphinx, which makes the pages of the site."""
+
+import re
+
+import shard_transforms
+
+project = 'shard_transforms'
+author = 'The shard_transforms authors'
+copyright = f'2026, {author}'
+release = version = shard_transforms.__version__
+
+extensions = [
+    'myst_nb',
+    'sphinx.ext.autodoc',
+    'sphinx.ext.napoleon',
+    'sphinx.ext.viewcode',
+    'sphinx_copybutton',
+    # Formulas without asking another server.
+    'sphinx-mathjax-offline',
+]
+exclude_patterns = ['_build']
+
+html_theme = 'sphinx_book_theme'
+html_title = 'shard_transforms'
+html_theme_options = {'show_toc_level': 2}
+
+# Blocks of pages are executed by the tests, and notebooks hold their results.
+nb_execution_mode = 'off'
+myst_enable_extensions = ['dollarmath']
+myst_heading_anchors = 3
+
+# As docstrings have names.
+default_role = 'code'
+autodoc_typehints = 'none'
+autodoc_member_order = 'alphabetical'
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+# What `resize_state`, `check_health` and `metrics` ask a state for.
+_FOR_THE_LIBRARY = {
+    'error_squares',
+    'health_problem',
+    'metric_rules',
+    'resize_rules',
+}
+
+
+def _skip(app, what, name, obj, skip, options):
+  del app, options
+  # Fields are among the attributes that the docstring of a class lists.
+  is_field = type(obj).__name__ == '_tuplegetter'
+  return skip or is_field or (what == 'class' and name in _FOR_THE_LIBRARY)
+
+
+def _write_plurals(app, what, name, obj, options, lines):
+  del app, what, name, obj, options
+  # What follows a name at once must be told apart from it.
+  lines[:] = [re.sub(r'(`[^`]+`)(?=[a-z])', r'\1\\ ', line) for line in lines]
+
+
+def setup(app):
+  app.connect('autodoc-process-docstring', _write_plurals)
+  app.connect('autodoc-skip-member', _skip)
