@@ -59,5 +59,6 @@ def _write_plurals(app, what, name, obj, options, lines):
 
 
 def setup(app):
+  """Tells Sphinx how docstrings are read."""
   app.connect('autodoc-process-docstring', _write_plurals)
   app.connect('autodoc-skip-member', _skip)
