@@ -15,6 +15,8 @@ import pytest
 import cases
 import modes
 import shard_transforms
+from shard_transforms import aggregators
+from shard_transforms import compression
 from shard_transforms import cross_shard_mean
 from shard_transforms import local_params
 from shard_transforms import local_updates
@@ -100,6 +102,39 @@ class OuterTest(parameterized.TestCase):
     )
 
     np.testing.assert_allclose(found['sliced'], found['whole'], rtol=1e-6)
+
+  @cases.parameters(*modes.MODES)
+  def test_sends_the_way_compressed(self, mode):
+    def outer(dtype):
+      compressor = compression.cast(dtype)
+      mean = compression.compressed_mean(AXIS, compressor, min_elements=1)
+      return optax.chain(mean, optax.sgd(0.7, 0.9))
+
+    found = _anchors(
+        mode,
+        plain=_local(_outer(optax.sgd(0.7, 0.9))),
+        exact=_local(outer('float32')),
+        half=_local(outer('bfloat16')),
+    )
+
+    np.testing.assert_allclose(found['exact'], found['plain'], rtol=1e-5)
+    np.testing.assert_allclose(found['half'], found['plain'], atol=0.02)
+    self.assertFalse(np.array_equal(found['half'], found['plain']))
+    self.assertEqual(np.ptp(found['half'], axis=0).max(), 0)
+
+  @cases.parameters(*modes.MODES)
+  def test_a_shard_that_lies_moves_the_median_no_further(self, mode):
+    data = CENTRES.copy()
+    data[5] = 1e20
+    median = optax.chain(aggregators.coordinate_median(AXIS), optax.sgd(1.0))
+    tx = _local(median)
+
+    def shard(params, own):
+      return _run(tx, params, own)[0]
+
+    anchor = _joined(modes.map_shards(mode, shard)(_params(), data))
+
+    self.assertLess(np.abs(anchor).max(), np.abs(CENTRES).max() + 1)
 
   def test_skips_a_round_without_a_quorum(self):
     outer = shard_transforms.guard(
