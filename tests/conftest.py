@@ -58,7 +58,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """Marks what repeats other cases as slow, which is left out by default."""
+  """Marks what repeats other cases, which is slow and left out by default."""
   names = {item.nodeid for item in items}
   num_cases = collections.Counter()
   for item in items:
@@ -74,6 +74,7 @@ def pytest_collection_modifyitems(items):
       slow = first is not None and num_cases[id(first)] > first.args[0]
     if slow:
       item.add_marker('slow')
+      item.add_marker('repeated')
 
 
 def pytest_collection_finish():
