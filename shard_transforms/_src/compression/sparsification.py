@@ -121,8 +121,8 @@ def random_k(
   draw the same places, others in each step, so that none is sent and the
   result is the plain mean at these. The mean of delta over the draws is k / B.
 
-  Of as many elements, `top_k` always keeps at least as much; as the sums of this
-  one are plain, its errors are the easiest to reason about.
+  Of as many elements, `top_k` always keeps at least as much; as the sums of
+  this one are plain, its errors are the easiest to reason about.
 
   Args:
     fraction: The part of the elements that is sent, above 0 and at most 1.
