@@ -8,6 +8,7 @@ import optax
 import cases
 import modes
 import shard_transforms
+from shard_transforms._src.base import leaves
 
 FLOAT0 = jax.dtypes.float0
 NARROW = ('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
@@ -165,6 +166,24 @@ class AccumulatorTest(parameterized.TestCase):
     }
 
     self.assertEqual(set(kinds.values()), {jnp.dtype(dtype)}, kinds)
+
+
+class ZerosTest(parameterized.TestCase):
+
+  def test_gives_zeros_unless_a_condition_holds(self):
+    updates = {
+        'a': jnp.array([1.0, jnp.nan]),
+        'b': None,
+        'f': np.zeros(3, jax.dtypes.float0),
+    }
+
+    bad, good = (
+        leaves.zero_unless(jnp.asarray(x), updates) for x in (False, True)
+    )
+
+    chex.assert_trees_all_equal(good['a'], updates['a'], strict=True)
+    np.testing.assert_array_equal(bad['a'], [0, 0])
+    self.assertIs(bad['f'], updates['f'])
 
 
 class TreeTest(parameterized.TestCase):

@@ -1,7 +1,6 @@
 """What shards make of it together is in guard_test."""
 
 from absl.testing import parameterized
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,21 +44,6 @@ class DiagnosisTest(parameterized.TestCase):
     )(updates.at[65_537].set(element))
 
     self.assertEqual(is_healthy, expected)
-
-  def test_puts_zeros_in_place_of_what_is_bad(self):
-    updates = {
-        'a': jnp.array([1.0, jnp.nan]),
-        'b': None,
-        'f': np.zeros(3, jax.dtypes.float0),
-    }
-
-    bad, good = (
-        bad_updates.zero_unless(jnp.asarray(x), updates) for x in (False, True)
-    )
-
-    chex.assert_trees_all_equal(good['a'], updates['a'], strict=True)
-    np.testing.assert_array_equal(bad['a'], [0, 0])
-    self.assertIs(bad['f'], updates['f'])
 
   @cases.parameters((4.9, False), (5.0, True))
   def test_compares_the_norm_with_the_largest(self, max_norm, expected):

@@ -57,6 +57,19 @@ def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
   return choose
 
 
+def zero_unless(condition: jax.Array, tree: Any) -> Any:
+  """Returns a tree of zeros, unless a scalar condition holds."""
+  choose = zeroing_unless(condition)
+
+  def zero(leaf):
+    # JAX forgets that nothing, chosen by each shard, is each shard's own.
+    if is_float0(leaf) or not jnp.size(leaf):
+      return leaf
+    return choose(jnp.asarray(leaf))
+
+  return jax.tree.map(zero, tree)
+
+
 def check_inexact(tree: Any, caller: str) -> None:
   """Checks that every leaf of `tree` is real or complex, or a `float0`.
 

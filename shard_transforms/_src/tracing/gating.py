@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves
 from shard_transforms._src.base import weights
 from shard_transforms._src.tracing import application
 from shard_transforms._src.tracing import jaxprs
@@ -75,6 +76,7 @@ class Gate:
       params: optax.Params | None,
       *,
       weight: jax.Array | None = None,
+      is_healthy: jax.Array | None = None,
       axes: Sequence[Hashable] = (),
       extra_args: Mapping[str, Any],
       may_be_local: bool = True,
@@ -88,6 +90,8 @@ class Gate:
       inner_state: Its state.
       params: As for `inner.update`.
       weight: How much this shard counts, handed to `inner`; or `None`.
+      is_healthy: Whether `inner` gets the updates of this shard, bool [], and
+        zeros otherwise; `None` is true.
       axes: The axes over which what is summed must heed the weight.
       extra_args: As for `inner.update`.
       may_be_local: Whether updates of a shard may go through without the weight
@@ -97,7 +101,10 @@ class Gate:
       ValueError: As `run_or_skip`, or if `inner` does not heed the weight.
     """
 
-    def run(state, params, updates, weight):
+    def run(state, params, is_healthy, updates, weight):
+      if is_healthy is not None:
+        # Inside the branch, where the compiler fuses it with what reads them.
+        updates = leaves.zero_unless(is_healthy, updates)
       given = weights.given(weight=weight)
       return self.update(inner, updates, state, params, **extra_args, **given)
 
@@ -109,7 +116,14 @@ class Gate:
         _check_heeded(jaxpr, given, num_after, axes, may_be_local)
 
     return self.run_or_skip(
-        accept, run, inner_state, params, updates, weight, check=check
+        accept,
+        run,
+        inner_state,
+        params,
+        is_healthy,
+        updates,
+        weight,
+        check=check,
     )
 
   def run_or_skip(

@@ -113,19 +113,6 @@ def diagnose(
   return Diagnosis(is_healthy, deviations)
 
 
-def zero_unless(is_healthy: jax.Array, updates: optax.Updates) -> optax.Updates:
-  """Returns zeros in place of updates that are bad."""
-  choose = leaves.zeroing_unless(is_healthy)
-
-  def zero(update):
-    # JAX forgets that nothing, chosen by each shard, is each shard's own.
-    if leaves.is_float0(update) or not jnp.size(update):
-      return update
-    return choose(jnp.asarray(update))
-
-  return jax.tree.map(zero, updates)
-
-
 def _sliced_over(
     updates: optax.Updates,
     axes: Sequence[Hashable],

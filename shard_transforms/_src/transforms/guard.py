@@ -214,9 +214,6 @@ def guard(
     decision = guard_decision.decide(diagnosis, weight, rule)
     if on_bad == 'exclude':
       weight = decision.weight
-    if weight is not None:
-      # Some of `inner` may come before its reduction, and keep moments.
-      updates = bad_updates.zero_unless(diagnosis.is_healthy, updates)
     applied, inner_state = gate.update_or_skip(
         decision.accept,
         inner,
@@ -224,6 +221,8 @@ def guard(
         state.inner_state,
         params,
         weight=weight,
+        # Some of `inner` may come before its reduction, and keep moments.
+        is_healthy=None if weight is None else diagnosis.is_healthy,
         axes=rule.axes,
         extra_args=extra_args,
     )
