@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import zlib
 
 import jax
 import pytest
@@ -48,6 +49,23 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
+def pytest_addoption(parser):
+  parser.addoption(
+      '--sample',
+      type=_as_sample,
+      default=(0, 1),
+      metavar='NUMBER/PARTS',
+      help='run only this part of the cases that are marked `repeated`',
+  )
+
+
+def _as_sample(text):
+  number, parts = map(int, text.split('/'))
+  if not 0 <= number < parts:
+    raise ValueError(f'`--sample` must be NUMBER/PARTS, got {text!r}.')
+  return number, parts
+
+
 def pytest_configure(config):
   # The workers of pytest-xdist share what their controller has left.
   if not hasattr(config, 'workerinput'):
@@ -57,7 +75,7 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
   """Marks what repeats other cases, which is slow and left out by default."""
   names = {item.nodeid for item in items}
   num_cases = collections.Counter()
@@ -75,6 +93,18 @@ def pytest_collection_modifyitems(items):
     if slow:
       item.add_marker('slow')
       item.add_marker('repeated')
+  sample, others = [], []
+  for item in items:
+    is_sampled = _is_sampled(item, *config.option.sample)
+    (sample if is_sampled else others).append(item)
+  config.hook.pytest_deselected(items=others)
+  items[:] = sample
+
+
+def _is_sampled(item, number, parts):
+  """Whether a case repeats no other, or is of the part that is asked for."""
+  is_repeated = item.get_closest_marker('repeated') is not None
+  return not is_repeated or zlib.crc32(item.nodeid.encode()) % parts == number
 
 
 def pytest_collection_finish():

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from absl.testing import parameterized
 import optax
+import pytest
 
 import cases
 import python_command
@@ -534,6 +535,26 @@ class CommandsTest(parameterized.TestCase):
       self.assertIn(f'.venv/bin/{tool} ', lint_line)
     self.assertTrue(os.access(ROOT / '.ci/run', os.X_OK))
     self.assertIn('run: bash .ci/run ', read('.github/workflows/tests.yml'))
+
+  @pytest.mark.slow
+  def test_samples_of_repeated_cases_have_each_once(self):
+    def names(*arguments):
+      command = [sys.executable, '-m', 'pytest', '--collect-only', '-q']
+      return subprocess.run(
+          [*command, 'tests/transforms/guard_decision_test.py', *arguments],
+          check=True,
+          capture_output=True,
+          text=True,
+          cwd=ROOT,
+      ).stdout.splitlines()[:-2]
+
+    first = names('-m', '', '--sample=0/2')
+    second = names('-m', '', '--sample=1/2')
+
+    common = [x for x in first if x in second]
+    self.assertLess(len(common), min(len(first), len(second)))
+    self.assertCountEqual(first + second, names('-m', '') + common)
+    self.assertCountEqual(common, names('-m', 'not repeated'))
 
   @cases.parameters('README.md', 'CONTRIBUTING.md', '.ci/run')
   def test_named_extras_exist(self, name):
