@@ -1,5 +1,7 @@
 """`resize_state`: the same state for another number of shards."""
 
+from collections.abc import Hashable
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -11,6 +13,7 @@ from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.state import placement
 from shard_transforms._src.state import resize_rules
+from shard_transforms._src.state import vmapped_state
 
 
 def resize_state(
@@ -21,6 +24,7 @@ def resize_state(
     *,
     in_specs: partition_specs.SpecTree = P(),
     reduction: state_rules.Reduction | None = None,
+    spmd_axis_name: Hashable | None = None,
 ) -> optax.OptState:
   """Returns the same state for another number of shards.
 
@@ -51,6 +55,8 @@ def resize_state(
       window that was begun without weights, or with weights of 1, which look
       the same: `'weighted'` for these. Needed for `delay_updates` before the
       reduction, too.
+    spmd_axis_name: As for `init_state`, for state that was made and goes on
+      under `jax.vmap` with this axis.
 
   Returns:
     A new state, placed on the mesh as by `init_state`, that shares no memory
@@ -83,26 +89,35 @@ def resize_state(
         f' {reduction!r}.'
     )
   params = jax.eval_shape(lambda params: params, params)
-  target = placement.init_state(tx, params, mesh, in_specs=in_specs)
+  target = placement.init_state(
+      tx, params, mesh, in_specs=in_specs, spmd_axis_name=spmd_axis_name
+  )
   if jax.tree.structure(state) != jax.tree.structure(target):
     raise ValueError(
         f'{resize_rules.MADE_FOR_OTHERS}the tree {jax.tree.structure(state)}'
         f' instead of {jax.tree.structure(target)}.'
     )
   values = jax.tree.map_with_path(_as_numpy, state, target)
-  told = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
-  are_sharded = any(map(partition_specs.axes_of, told))
+  are_sharded = False
+  places = target
+  if spmd_axis_name is None:
+    told = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
+    are_sharded = any(map(partition_specs.axes_of, told))
+  else:
+    axes = vmapped_state.state_axes(tx, params, mesh, spmd_axis_name)
+    values = vmapped_state.without_own_axis(values, axes)
+    target = vmapped_state.without_own_axis(target, axes)
 
-  def carry_over(path, value, rule, target):
+  def carry_over(path, value, rule, target, place):
     name = jax.tree_util.keystr(path) or 'the root'
     if rule.kind == 'cut_anew' and are_sharded:
       resize_rules.check_not_cut(name, value, target)
     elif rule.kind == 'begin_anew' or value.shape != target.shape:
       value = resize_rules.apply(rule, name, value, target)
-    return _place(value, target.sharding)
+    return _place(value.reshape(place.shape), place.sharding)
 
   rules = _rules(values, target, reduction)
-  return jax.tree.map_with_path(carry_over, values, rules, target)
+  return jax.tree.map_with_path(carry_over, values, rules, target, places)
 
 
 def _rules(state, target, reduction):

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -102,6 +103,36 @@ def init(
   shardings = _shardings(state_specs, auto_mesh)
   state = jax.jit(vmapped, out_shardings=shardings)(params)
   return jax.device_put(state, _shardings(state_specs, mesh))
+
+
+def without_own_axis(state: optax.OptState, axes: Any) -> optax.OptState:
+  """Returns a state as `jax.shard_map` has it, with one axis of shards.
+
+  Args:
+    state: Arrays, or `jax.ShapeDtypeStruct`s with shardings.
+    axes: What `state_axes` returns.
+
+  Raises:
+    ValueError: If what each shard keeps has no axis of its own, of length 1.
+  """
+
+  def without(path, leaf, axis):
+    if axis is None:
+      return leaf
+    if jnp.ndim(leaf) < 2 or leaf.shape[1] != 1:
+      raise ValueError(
+          'State that each shard keeps must be made by `init_state` with'
+          f' `spmd_axis_name`, got the shape {leaf.shape} at'
+          f' {jax.tree_util.keystr(path) or "the root"}.'
+      )
+    shape = leaf.shape[:1] + leaf.shape[2:]
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+      return leaf.reshape(shape)
+    lead, _, *others = leaf.sharding.spec
+    sharding = NamedSharding(leaf.sharding.mesh, P(lead, *others))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+  return jax.tree.map_with_path(without, state, axes)
 
 
 def _read(tx, params, mesh, param_specs, axis):
