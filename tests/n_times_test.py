@@ -247,13 +247,13 @@ class NTimesTest(parameterized.TestCase):
 
   @cases.parameters(*sorted(REASONS))
   def test_documentation_tells(self, reason, pattern):
-    readme = pathlib.Path(__file__).parents[1] / 'README.md'
+    page = pathlib.Path(__file__).parents[1] / 'docs' / 'types.md'
     documented = (
         shard_transforms.cross_shard_mean,
         shard_transforms.per_shard,
         shard_transforms.value_and_grad,
     )
-    text = readme.read_text(encoding='utf-8')
+    text = page.read_text(encoding='utf-8')
     text = ' '.join([text, *(fn.__doc__ for fn in documented)])
 
     self.assertRegex(re.sub(r'\s+', ' ', text), pattern, reason)

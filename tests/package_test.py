@@ -21,6 +21,7 @@ import sys
 import tempfile
 import tomllib
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 from absl.testing import parameterized
 import optax
@@ -80,12 +81,29 @@ DOCUMENTS = (
     'CONTRIBUTING.md',
     'docs/aggregators.md',
     'docs/asynchronous.md',
+    'docs/averaging.md',
+    'docs/bad_shards.md',
+    'docs/checkpoints.md',
     'docs/compression.md',
+    'docs/frameworks.md',
+    'docs/gradient_accumulation.md',
     'docs/local_updates.md',
     'docs/metrics.md',
     'docs/plain_jit.md',
     'docs/porting_from_tf1.md',
+    'docs/processes.md',
+    'docs/sending_less.md',
+    'docs/sharded_optimizer.md',
     'docs/silent_mistakes.md',
+    'docs/stale_gradients.md',
+    'docs/types.md',
+    'docs/wire_report.md',
+)
+
+# What people search for.
+SEARCHED = (
+    *('all-reduce', 'gradient accumulation', 'deadlock', 'ZeRO', 'DiLoCo'),
+    *('local SGD', 'stale', 'asynchronous', 'compress', 'NaN'),
 )
 
 # Runs [line, code] pairs from stdin in one namespace, as a reader does who
@@ -501,6 +519,79 @@ class RequirementsTest(parameterized.TestCase):
         read('CHANGELOG.md'),
         rf'(?m)^## \[(Unreleased\]|{version}\] - \d{{4}}-\d\d-\d\d)$',
     )
+
+
+class DocumentationTest(parameterized.TestCase):
+
+  def test_readme_is_read_to_its_end(self):
+    text = read('README.md')
+    table = text.partition('## What you want to do')[2].partition('\n## ')[0]
+
+    self.assertLessEqual(len(text.splitlines()), 170)
+    self.assertLessEqual(len(re.findall(r'^\| ', table, re.M)), 1 + 10)
+    introduction = text.partition('```')[0]
+    for word in SEARCHED:
+      self.assertIn(word, introduction)
+
+  def test_every_page_with_python_is_executed(self):
+    pages = {
+        f'docs/{path.name}'
+        for path in (ROOT / 'docs').glob('*.md')
+        if any(fence.label == 'python' for fence in fences(f'docs/{path.name}'))
+    }
+
+    # The lines of its programs have their own test.
+    pages.remove('docs/compiled_programs.md')
+    self.assertContainsSubset(pages, DOCUMENTS)
+
+  def test_contributing_has_the_floors(self):
+    section = read('CONTRIBUTING.md').partition('## The floors')[2]
+    rows = re.findall(r'^\| (\d) \| `(\w+)` \|', section, re.M)
+
+    expected = {
+        (str(floor), package)
+        for floor, packages in enumerate(FLOORS, start=1)
+        for package in packages
+    }
+    self.assertCountEqual(rows, expected)
+
+  def test_contributing_has_the_folders(self):
+    section = read('CONTRIBUTING.md').partition('## Where things are')[2]
+    section = section.partition('\n## ')[0]
+    firsts = re.findall(r'^\| (`.+?`) \|', section, re.M)
+    namespaces = {
+        path.parent.name
+        for path in PACKAGE.glob('*/__init__.py')
+        if path.parent.name not in ('_src', 'facade')
+    }
+    (listed,) = (cell for cell in firsts if 'monitoring' in cell)
+
+    named = [name for cell in firsts for name in re.findall('`(.+?)`', cell)]
+    self.assertCountEqual(
+        re.findall(r'(\w+)/`', listed), namespaces, 'public namespaces'
+    )
+    for name in named:
+      self.assertTrue((ROOT / name).exists() or (PACKAGE / name).exists(), name)
+    tops = {name.partition('/')[0] for name in named}
+    self.assertContainsSubset(
+        {path.parent.name for path in ROOT.glob('*/*.py')}, tops
+    )
+
+  def test_picture_shows_the_floors(self):
+    picture = ElementTree.fromstring(read('docs/images/floors.svg'))
+    name = '{http://www.w3.org/2000/svg}'
+
+    shown = {
+        (group.get('id'), text.text)
+        for group in picture.iter(f'{name}g')
+        for text in group.iter(f'{name}text')
+    }
+    expected = {
+        (f'floor-{floor}', text)
+        for floor, packages in enumerate(FLOORS, start=1)
+        for text in (str(floor), *packages)
+    }
+    self.assertEqual(shown, expected)
 
 
 class CommandsTest(parameterized.TestCase):

@@ -15,7 +15,7 @@ psum        float32     4,000  data            8    <=1      7,000  mean
 all_gather  float32     4,000  host,core       8    >=1     28,000
 psum        bfloat16    4,000  data            8  1,200  8,400,000
 total                                             1,202  8,435,000
-<=: if the dearest branch is taken each time
+<=: if the branch that sends most is taken each time
 >=: one turn of each `while` loop
 warning: This is wrong.
 warning: So is that."""

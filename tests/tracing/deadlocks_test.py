@@ -247,7 +247,8 @@ class ProgramTest(parameterized.TestCase):
 
     self.assertNotEmpty(found)
     for warning in found:
-      self.assertIn("over 'data' on those shards alone", warning)
+      self.assertIn("over 'data' under a predicate", warning)
+      self.assertIn('deadlocks', warning)
 
   @cases.product(mode=UNCHECKED, name=tuple(FINE))
   def test_is_not_found_in_what_is_right(self, mode, name):
@@ -263,10 +264,9 @@ class ProgramTest(parameterized.TestCase):
 
     self.assertEqual(
         cond,
-        "`cond` in 'outer/inner' runs `psum` over 'data' on those shards alone"
-        ' that decide so by numbers of their own, and they wait for the others'
-        ' for ever: reduce the decision first, as `guard` does, or put what'
-        ' decides after the reduction.',
+        "`cond` in 'outer/inner' runs `psum` over 'data' under a predicate"
+        ' that differs between shards, which deadlocks: reduce the decision'
+        ' first, as `guard` does, or put what decides after the reduction.',
     )
     self.assertStartsWith(loop, "`while` in 'outer' runs `psum` over 'data'")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """What is trained, and on what: the functions that workers call.
+  """A training task: the functions that workers call.
 
   Workers are other processes. They import the modules of these functions, or
   get a copy of those that are defined in the main program.

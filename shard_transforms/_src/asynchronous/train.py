@@ -40,7 +40,7 @@ def train(
     resources: Mapping[str, Any] | None = None,
     on_progress: Callable[[report.Report], Any] | None = None,
 ) -> report.Result:
-  r"""Trains with gradients of workers that do not wait for each other.
+  r"""Trains asynchronously, by workers that do not wait for each other.
 
   Each worker computes gradients at the parameters that it was given last. When
   one comes back, it is accepted if its age
@@ -67,7 +67,7 @@ def train(
     staleness: The age up to which gradients are accepted, in steps; `None` for
       any age.
     pace: Whether a worker waits where a gradient would become too old by what
-      the others do. Then no gradient is dropped, and none is computed in vain.
+      the others do. Then no gradient is dropped.
     patience: After how many times the usual duration of a gradient another
       worker gets its batch, with twice the time in each further attempt. One
       that takes five times as long, and at least 5 seconds, is replaced. The

@@ -38,7 +38,7 @@ def as_groups(groups: Any) -> Groups:
   ):
     if found:
       raise ValueError(
-          '`groups` must hold every id from 0 to the number of shards less one'
+          '`groups` must hold every id from 0 to the number of shards minus 1'
           f' exactly once, got {problem} {found} in {groups!r}.'
       )
   return checked

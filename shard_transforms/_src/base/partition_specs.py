@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 
-# `PartitionSpec`s in a tree or the head of one, as for `jax.shard_map`.
+# `PartitionSpec`s in a tree or a prefix tree, as for `jax.shard_map`.
 SpecTree = P | None | Iterable['SpecTree'] | Mapping[Any, 'SpecTree']
 
 
@@ -50,7 +50,7 @@ def sliced_axes(
   Args:
     tree: Tree of arrays.
     axes: Mapped axes.
-    sharded: The head of a tree of specs; `None` for what the types tell.
+    sharded: A prefix tree of specs; `None` to read them off the types.
     caller: The public name that errors show.
 
   Raises:

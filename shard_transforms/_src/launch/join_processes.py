@@ -33,13 +33,13 @@ def join_processes(
   alone. Call it before anything starts a backend of JAX; without the variables
   it does nothing, and the program runs alone.
 
-  No process waits for ever for one that dies. A collective of CPU devices with
-  it raises at once ("Connection closed by peer"). Where process 0 is gone, or
-  another has sent no sign of life for a while, JAX ends the rest with SIGABRT
-  and a message ("another task died"). A process that an exception ends exits
-  with status 1, and does not wait for the others. One that leaves early in
-  silence, by `sys.exit`, waits for them as if it had finished, until the
-  shutdown times out: raise an exception instead.
+  A process that dies does not leave the others waiting. A collective of CPU
+  devices with it raises at once ("Connection closed by peer"). Where process 0
+  is gone, or another has sent no sign of life for a while, JAX ends the rest
+  with SIGABRT and a message ("another task died"). A process that an exception
+  ends exits with status 1, and does not wait for the others. One that leaves
+  early in silence, by `sys.exit`, waits for them as if it had finished, until
+  the shutdown times out: raise an exception instead.
 
   CPU devices of several processes talk through sockets that listen on the
   address of the host's name, which JAX gives no choice of.

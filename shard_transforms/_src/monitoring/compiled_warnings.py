@@ -1,4 +1,4 @@
-"""What a compiled program sends in vain, by rules that are sure.
+"""Redundant communication of a compiled program, by rules that are sure.
 
 Values are followed through what hands on their elements, and through linear
 steps; what the rules do not see they do not tell of.
@@ -36,7 +36,7 @@ def find(
     module: hlo_text.Module,
     collectives: Sequence[report_table.Collective],
 ) -> tuple[str, ...]:
-  """Returns what is sent in vain or with too few bits, in sentences, each once.
+  """Returns sentences on what is redundant or has too few bits, each once.
 
   Args:
     module: The program.

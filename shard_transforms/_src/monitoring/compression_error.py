@@ -8,7 +8,7 @@ import optax
 
 
 def compression_error(state: optax.OptState) -> jax.Array:
-  r"""Returns what each shard holds back, in norms of its last update.
+  r"""Returns the norm of what each shard holds back, over that of its update.
 
   .. math:: \lVert e_i \rVert / \lVert u_i \rVert
 

@@ -107,7 +107,7 @@ def shard_divergence(
 def track_divergence(
     axis_name: axes_lib.AxisName, *, every: int = 100
 ) -> optax.GradientTransformationExtraArgs:
-  """Checks now and then that all shards hold the same parameters.
+  """Checks every few steps that all shards hold the same parameters.
 
   Updates pass through. Every so many of them, `shard_divergence` compares the
   parameters, or the updates where `update` is not given parameters, and the

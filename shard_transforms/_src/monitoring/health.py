@@ -1,4 +1,4 @@
-"""`check_health`: what traced code has counted, raised outside of it."""
+"""`check_health`: errors that traced code can only count."""
 
 import jax
 from jax import core
@@ -8,7 +8,7 @@ from shard_transforms._src.base import state_rules
 
 
 def check_health(state: optax.OptState) -> None:
-  """Raises if a training run only seems to go on.
+  """Raises if training has stalled or shards have diverged.
 
   Looks for the states of `guard` and `track_divergence` anywhere in `state`,
   and for those of yours that have a method `health_problem`; see

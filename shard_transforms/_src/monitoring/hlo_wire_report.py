@@ -21,7 +21,7 @@ _LOWERED_AXIS = re.compile(r'"([^"]*)"=(\d+)')
 def hlo_wire_report(
     text: str, mesh: Mesh | None = None
 ) -> report_table.WireReport:
-  r"""Says what each device sends when a compiled program runs once.
+  r"""Reports what each device sends when a compiled program runs once.
 
   This is `wire_report(..., compiled=True)` for a program that was compiled
   elsewhere, of which there is the text alone. Texts of programs for CPUs, GPUs

@@ -117,7 +117,7 @@ class WireReport:
 
   Args:
     collectives: The arrays that shards exchange, in the order of the program.
-    warnings: Sentences about what is sent in vain, or hangs.
+    warnings: Sentences about redundant communication and deadlocks.
 
   Examples:
     >>> import shard_transforms
@@ -237,7 +237,7 @@ class WireReport:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
     if any(c.conditional for c in self.collectives):
-      lines.append('<=: if the dearest branch is taken each time')
+      lines.append('<=: if the branch that sends most is taken each time')
     if any(c.every > 1 for c in self.collectives):
       lines.append(
           f'a step sends {self.mean_bytes:,.0f} on average and'

@@ -30,7 +30,7 @@ def wire_report(
     mesh: hlo_wire_report.Mesh | None = None,
     **kwargs: Any,
 ) -> report_table.WireReport:
-  r"""Says what each shard sends when a function runs once.
+  r"""Reports what each shard sends when a function runs once.
 
   The function is traced, not run, and every collective of the program counted
   with what a ring of :math:`N` shards sends for it: :math:`2 x (N-1)/N` for an
@@ -56,8 +56,8 @@ def wire_report(
   `warnings` name a sum over an axis of what a sum over that axis gave, and a
   sum in each turn of a scan that one sum after the scan could replace, where
   this is sure: where the values are only cast, reshaped, added and multiplied
-  by numbers in between. They also name a collective that hangs as soon as
-  shards decide differently whether to run it: in a branch of a `lax.cond`, or
+  by numbers in between. They also name a collective under a predicate that
+  differs between shards, which deadlocks: in a branch of a `lax.cond`, or
   in a `lax.while_loop`, that goes by arrays of which each shard is handed a
   slice of its own, or by `lax.axis_index`, and not by what a collective has
   made of them. A single number for each shard does not count, as it may be a

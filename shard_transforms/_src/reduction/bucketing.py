@@ -24,8 +24,8 @@ class Level(NamedTuple):
   Attributes:
     leaf_bytes: Arrays smaller than this share a buffer.
     bucket_bytes: The most that a buffer holds.
-    num_leaves: How many arrays may share one: candidates, of which that is
-      taken which is cheapest to send and to compile.
+    num_leaves: How many arrays may share one; of these candidates, the cheapest
+      to send and to compile is used.
   """
 
   leaf_bytes: int

@@ -26,13 +26,13 @@ def total(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def agreed(decision: jax.Array) -> jax.Array:
-  """Returns a decision that is yes where all shards that may differ say so."""
+  """Returns the logical AND over the shards that may decide differently."""
   axes = tuple(axes_lib.varying_axes(decision))
   return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
 
 
 def largest(x: jax.Array) -> jax.Array:
-  """Returns the largest of the numbers of all shards that may differ."""
+  """Returns the maximum over the shards that may hold different numbers."""
   axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())
   return lax.pmax(x, axes) if axes else x
 
@@ -42,7 +42,7 @@ def combine(
     axes: Axes,
     kind: Literal['sum', 'mean', 'minimum', 'maximum'],
 ) -> jax.Array:
-  """Returns what the numbers of all shards make; itself without axes."""
+  """Returns a reduction of a kind over shards; `x` itself without axes."""
   if not axes:
     return x
   send = {
@@ -55,7 +55,7 @@ def combine(
 
 
 def spread(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the largest less the smallest of the integers of all shards."""
+  """Returns max minus min over shards, of integers."""
   # The smallest has the largest complement, so that one collective does.
   both = axes_lib.to_varying(jnp.stack([x, ~x]), axes)
   most, complement = lax.pmax(both, axes)

@@ -35,7 +35,7 @@ def global_norm(
     axis_name: The mapped axis, or a sequence of them, over which leaves may be
       sliced. `None` for the norm of what this shard holds.
     sharded: Which leaves are sliced over these axes: the `PartitionSpec`s of
-      the leaves, as for `in_specs` of `jax.shard_map`, a tree or the head of
+      the leaves, as for `in_specs` of `jax.shard_map`, a tree or a prefix of
       one. A scalar is never sliced. `None` where the types tell: what varies
       over an axis is a slice.
 

@@ -1,4 +1,4 @@
-"""`compensate_delay`: old gradients, corrected for what has happened since."""
+"""`compensate_delay`: stale gradients, corrected for how parameters moved."""
 
 from collections.abc import Mapping
 import functools
@@ -60,7 +60,7 @@ def compensate_delay(
     eps: chex.Numeric = 1e-7,
     axis_name: axes_lib.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Corrects gradients for how far parameters have moved since.
+  r"""Corrects stale gradients for how far parameters have moved (DC-ASGD).
 
   A gradient :math:`u` that was computed from the parameters
   :math:`x_\text{read}` becomes nearer to that at the present ones, :math:`x`,

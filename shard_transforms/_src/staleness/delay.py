@@ -70,9 +70,9 @@ def delay_updates(
 
   .. math:: u_t \leftarrow u_{t - \text{steps}}
 
-  and the first `steps` calls give zeros. For training with gradients that are
-  as stale as those of an asynchronous run, but the same in each run; or so that
-  a reduction sends what is ready before the gradient of the step is::
+  and the first `steps` calls give zeros. Use it to simulate the staleness of an
+  asynchronous run reproducibly; or to overlap a reduction with the computation
+  of the next gradient::
 
     optax.chain(cross_shard_mean('data'), delay_updates(2), adam)  # Simulation.
     optax.chain(

@@ -1,4 +1,4 @@
-"""`drop_stale`: updates that were computed too many steps ago do not count."""
+"""`drop_stale`: drops updates that were computed too many steps ago."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class DropStaleState(NamedTuple):
 
   @property
   def stale_fraction(self) -> jax.Array:
-    """The part of all updates that was dropped, float32 []; 0 at the start."""
+    """The fraction of updates that was dropped, float32 []; 0 at the start."""
     stale = jnp.asarray(self.stale_count, jnp.float32)
     return stale / jnp.maximum(stale + self.global_step, 1)
 
@@ -101,8 +101,8 @@ def drop_stale(
     inner: The transformation that accepted updates go through.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; needs `inner`. `None` where it is the same on
-      all shards: a difference then hangs collectives inside `inner`, and raises
-      where JAX tracks it.
+      all shards: a difference then deadlocks collectives inside `inner`, and
+      raises where JAX tracks it.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DropStaleState`, whose

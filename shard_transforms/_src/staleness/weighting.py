@@ -55,7 +55,7 @@ def scale_by_staleness(
     rate: chex.Numeric | None = None,
     axis_name: axes_lib.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lets updates count the less, the more steps ago they were computed.
+  r"""Scales updates down by how many steps ago they were computed.
 
   Each call of `update` comes with `local_step`, the global step at which the
   parameters behind the update were read, as for `drop_stale`. Its age is

@@ -1,4 +1,4 @@
-"""Where state lives: it is made on the devices of a mesh, for a mapped step."""
+"""`init_state`: state on the devices of a mesh, for a mapped step."""
 
 from collections.abc import Hashable
 
@@ -35,7 +35,7 @@ def init_state(
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The mesh of the step.
     in_specs: The `PartitionSpec`s of the parameters, as for `jax.shard_map`: a
-      tree or the head of one.
+      tree or a prefix tree.
     per_shard: Whether *every* leaf gets a leading axis of shards, over all mesh
       axes that `in_specs` does not use. For steps in which parameters and all
       state differ between shards, as with `groups`: take `x[0]` of every leaf

@@ -1,4 +1,4 @@
-"""Collectives that some shards alone reach, and wait in for ever.
+"""Deadlocks: collectives that some shards reach and others do not.
 
 An abstract interpretation: for each value it is known over which axes it
 differs between shards, as a set that only grows, so that loops come to an end.
@@ -6,8 +6,8 @@ It is a warning, and says nothing where it does not know: arguments may differ
 of which the program does not show it, and branches that all send may still not
 meet.
 
-Shards reach one alone that decide by numbers of their own. These are slices of
-what a mapped function is handed, and what follows from `axis_index`. A slice of
+A predicate differs between shards that is computed from slices of what a mapped
+function is handed, or from `axis_index`. A slice of
 one element does not count: it may be a copy, as of a counter that `jax.pmap` is
 handed once for each shard.
 """
@@ -37,7 +37,7 @@ _Differing = dict[jaxprs.Value, frozenset[_Difference]]
 
 
 def find(program: jaxprs.Program) -> tuple[str, ...]:
-  """Returns what hangs once shards decide differently, in sentences.
+  """Returns what deadlocks once shards decide differently, in sentences.
 
   That is a loop that holds a collective over an axis over which its condition
   differs; and a branch that does, where another of its `cond` holds none.
@@ -148,10 +148,9 @@ def _sentences(step, chosen):
     late = next(filter(None, found))
     axes = ', '.join(map(repr, _awaited(late, chosen)))
     yield (
-        f'{step.label} runs `{late.name}` over {axes} on those shards alone'
-        ' that decide so by numbers of their own, and they wait for the others'
-        ' for ever: reduce the decision first, as `guard` does, or put what'
-        ' decides after the reduction.'
+        f'{step.label} runs `{late.name}` over {axes} under a predicate'
+        ' that differs between shards, which deadlocks: reduce the decision'
+        ' first, as `guard` does, or put what decides after the reduction.'
     )
 
 

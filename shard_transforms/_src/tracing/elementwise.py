@@ -1,4 +1,4 @@
-"""Which transformations treat each element of a parameter alone.
+"""Which transformations are element-wise.
 
 Such a transformation gives the same numbers on slices of the parameters as on
 the whole. It is recognised without being run, from its program as traced on

@@ -1,4 +1,4 @@
-"""Running an inner transformation, or leaving everything as it is.
+"""Gates: run an inner transformation, or keep all state as it is.
 
 A gate gives updates, which are zero where it skips, or applies them to the
 parameters itself, which then stay as they are. `Gate` is both: what is written

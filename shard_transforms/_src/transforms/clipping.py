@@ -22,9 +22,9 @@ def clip_by_global_norm(
 
   .. math:: u \cdot \min(1, \text{max\_norm} / \lVert u \rVert)
 
-  Before the reduction, each shard is clipped by its own norm, so that the
-  explosion of one does not drown the others; after it, all are clipped by the
-  norm of the mean::
+  Before the reduction, each shard is clipped by its own norm, so that an
+  exploding gradient does not dominate the mean; after it, all are clipped by
+  the norm of the mean::
 
     optax.chain(clip_by_global_norm(1.0), cross_shard_mean('data'), adam)
     optax.chain(cross_shard_mean('data'), clip_by_global_norm(1.0), adam)

@@ -1,4 +1,4 @@
-"""`guard`: no step is taken with what is not finite, or is a spike."""
+"""`guard`: skips updates that are not finite, or are spikes."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -111,15 +111,15 @@ def guard(
     max_consecutive: int | None = None,
     sharded: partition_specs.SpecTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lets no bad update of a shard reach an inner transformation.
+  r"""Skips updates that are not finite or spikes, or leaves their shards out.
 
   A shard is bad if an element of its update is not finite, or its norm is more
   than `max_norm` or than the rolling mean and `max_stds` standard deviations. A
   shard whose extra argument `weight` is zero does not count, and is not bad.
 
   All shards decide together, by one reduction of a few numbers that comes first
-  and in every step, so that no bad shard can leave the others waiting: what
-  `optax.apply_if_finite` around a reduction does. With `on_bad='skip'`, one bad
+  and in every step, so that a bad shard cannot deadlock the others, as it does
+  with `optax.apply_if_finite` around a reduction. With `on_bad='skip'`, one bad
   shard is enough for a step without updates, in which not a bit of the state of
   `inner` changes. With `on_bad='exclude'`, bad shards get weight zero, and
   `inner` is handed that weight: a `cross_shard_mean` inside gives
@@ -129,10 +129,10 @@ def guard(
   as long as at least `min_shards` are good; else the step is skipped. So is,
   either way, a step in which the total weight is zero.
 
-  Skipped steps are counted. That they never end is not noticed in traced code:
-  call `check_health` on the state now and then, which raises after
-  `max_consecutive` of them in a row. The decision is taken over all shards of
-  the axis, also where `inner` reduces in groups.
+  Skipped steps are counted. Traced code cannot raise if training has stalled:
+  call `check_health` on the state every few steps, which raises after
+  `max_consecutive` skipped steps in a row. The decision is taken over all
+  shards of the axis, also where `inner` reduces in groups.
 
   Args:
     inner: The transformation that healthy updates go through, with the
@@ -145,8 +145,8 @@ def guard(
     max_stds: How many standard deviations above its rolling mean the norm of a
       shard's update may be, once `window` steps were accepted. The mean is over
       these steps and their good shards. An infinite norm, of what is finite but
-      too large for its square, is a spike from the first step on. A level of
-      norms that rises for good is skipped for ever.
+      too large for its square, is a spike from the first step on. If norms rise
+      and stay high, all later steps are skipped.
     window: The number of accepted steps that the rolling mean is over.
     min_shards: The number of good shards, at least 1, that is enough for a step
       with `on_bad='exclude'`; 1 by default.

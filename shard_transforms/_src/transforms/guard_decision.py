@@ -39,7 +39,7 @@ class Rule:
     if self.on_bad == 'exclude' and not self.axes:
       raise ValueError(
           "`on_bad='exclude'` of `guard` must come with `axis_name`, got None."
-          ' What is reduced already has the bad shards in it.'
+          ' A reduced update contains those of the bad shards.'
       )
     if self.min_shards is not None and self.on_bad != 'exclude':
       raise ValueError(

@@ -1,4 +1,4 @@
-"""`reduce_towers`: several updates of one shard, stacked, that are one step."""
+"""`reduce_towers`: gradient accumulation over updates that are stacked."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ def reduce_towers(
     *,
     reduction: Literal['mean', 'sum'] = 'mean',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Reduces updates with a leading axis of towers to one update.
+  r"""Gradient accumulation: reduces a leading axis of updates to one update.
 
   Each leaf [num_towers, ...], as `jax.vmap(jax.grad(...))` over a batch that
   was split into towers gives it, becomes its mean (or sum) [...] over the

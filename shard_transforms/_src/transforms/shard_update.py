@@ -59,7 +59,7 @@ def shard_update(
     on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Reduces updates, and has each shard run an optimizer on its slice of them.
+  r"""Shards the optimizer (ZeRO-1): each shard updates its slice of every leaf.
 
   Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
   state and the work of `inner` divided among the N shards: a reduce-scatter
@@ -69,7 +69,7 @@ def shard_update(
 
   `inner` sees the tree of the parameters, and the rank of each, with all
   elements of a slice along the last axis: masks and labels that go by path or
-  rank work as ever. It must treat each element alone, as SGD, Adam, AdamW,
+  rank work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
   Lion, Adagrad and RMSProp do. What looks across elements is refused, because
   a shard sees a slice: LAMB, Adafactor, Muon, noise. To clip by the global
   norm, `clip_by_global_norm(max_norm, axis_name)` of this library comes first
@@ -85,7 +85,7 @@ def shard_update(
     inner: The transformation that runs on slices.
     axis_name: The mapped axis, or a sequence of them, the fast one last, over
       whose shards the updates are reduced and cut. The last axis is scattered
-      first, so that the others carry but a part.
+      first, so that the others carry only a part.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.

@@ -1,4 +1,4 @@
-"""`tower_reduce`: several updates of one shard, in turn, that are one step."""
+"""`tower_reduce`: gradient accumulation over several calls of `update`."""
 
 import functools
 from typing import Any, Literal, NamedTuple
@@ -25,12 +25,12 @@ def tower_reduce(
     axis_name: axes_lib.AxisName | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Collects the updates of several calls and applies them as one.
+  r"""Gradient accumulation: sums the updates of calls, to apply them once.
 
-  Each call of `update` hands in the update of one tower. All but the last of
-  `num_towers` give zero updates and leave the inner transformation alone; the
-  last gives to `inner` the mean (or sum) over all of them. With the extra
-  argument `weight`, a scalar :math:`w_t` a tower, that mean is
+  Each call of `update` hands in the update of one tower, that is, of one
+  micro-batch. All but the last of `num_towers` calls return zero updates and do
+  not run `inner`; the last runs `inner` with the mean (or sum) over all towers.
+  With the extra argument `weight`, a scalar :math:`w_t` a tower, that mean is
 
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
@@ -38,9 +38,9 @@ def tower_reduce(
   and `inner` is handed the weight :math:`W`, so that a `cross_shard_mean`
   inside gives the mean over all tokens of all towers of all shards. With
   `reduction='sum'` the weights are used up, and `inner` is handed 1 for a shard
-  that has any, else 0. Where the total over all shards is zero, nothing
-  changes but the window starts again. Give `weight` with every tower of a
-  window or with none.
+  that has any, else 0. Where the total over all shards is zero, the update is
+  zero, `inner` is not run, and the window starts again. Give `weight` with
+  every tower of a window or with none.
 
   A tower that has no gradient for a leaf (`None` in its place) counts as zero
   there; the divisor stays. The least of the `local_step`s of a window is
