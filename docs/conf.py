@@ -22,7 +22,10 @@ exclude_patterns = ['_build']
 
 html_theme = 'sphinx_book_theme'
 html_title = 'shard_transforms'
-html_theme_options = {'show_toc_level': 2}
+# The sidebar has the search already.
+html_theme_options = {'show_toc_level': 2, 'navbar_persistent': []}
+# Else the theme logs an error when somebody comes for the first time.
+html_context = {'default_mode': 'auto'}
 
 # Blocks of pages are executed by the tests, and notebooks hold their results.
 nb_execution_mode = 'off'
@@ -35,6 +38,8 @@ autodoc_typehints = 'none'
 autodoc_member_order = 'alphabetical'
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
+maximum_signature_line_length = 60
 
 # What `resize_state`, `check_health` and `metrics` ask a state for.
 _FOR_THE_LIBRARY = {

@@ -62,7 +62,7 @@ class PartitionTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        '`groups` must hold every id from 0 to the number of shards less one'
+        '`groups` must hold every id from 0 to the number of shards minus 1'
         f' exactly once, got {re.escape(f"{problem} in {groups}")}',
     ):
       factory('data', groups=groups)

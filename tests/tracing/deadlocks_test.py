@@ -339,7 +339,7 @@ class AxesTest(parameterized.TestCase):
       self.assertEmpty(found)
     else:
       (warning,) = found
-      self.assertIn(f'runs `psum` over {named} on', warning)
+      self.assertIn(f'runs `psum` over {named} under', warning)
 
   def test_a_sum_over_one_leaves_the_other(self):
     def fn(x):
@@ -350,7 +350,7 @@ class AxesTest(parameterized.TestCase):
 
     (warning,) = self.found(_on_mesh(fn, P('host', 'core')))
 
-    self.assertIn("over 'host' on", warning)
+    self.assertIn("over 'host' under", warning)
 
   def test_what_is_done_with_all_slices_is_alike(self):
     choose = _on_mesh(
@@ -431,7 +431,7 @@ class TransformationTest(parameterized.TestCase):
 
     self.assertNotEmpty(found)
     for warning in found:
-      self.assertRegex(warning, "^`cond` .*runs `.*` over 'data' on those")
+      self.assertRegex(warning, "^`cond` .*runs `.*` over 'data' under a")
 
   @cases.parameters(*modes.PARALLEL_MODES)
   def test_deciding_around_groups_is_found(self, mode):

@@ -25,7 +25,7 @@ def tower_reduce(
     axis_name: axes_lib.AxisName | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Gradient accumulation: sums the updates of calls, to apply them once.
+  r"""Gradient accumulation: sums several updates and applies them once.
 
   Each call of `update` hands in the update of one tower, that is, of one
   micro-batch. All but the last of `num_towers` calls return zero updates and do
