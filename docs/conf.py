@@ -40,6 +40,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 maximum_signature_line_length = 60
+add_module_names = False
 
 # What `resize_state`, `check_health` and `metrics` ask a state for.
 _FOR_THE_LIBRARY = {

@@ -216,7 +216,7 @@ def is_tracing() -> bool:
 def is_staged() -> bool:
   """Whether JAX traces here for itself, and keeps what it traced.
 
-  It would take what is read here for a constant, for ever.
+  It would keep what is read here as a constant.
   """
   if is_tracing() or _trace_state() == _clean_trace_state():
     return False

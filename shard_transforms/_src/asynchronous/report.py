@@ -14,13 +14,13 @@ from shard_transforms._src.base import state_rules
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """How an asynchronous run goes.
+  """The progress of an asynchronous run.
 
   Args:
     global_step: Number of accepted updates, those before a restart included.
     num_dropped: Number of gradients that were too old.
     num_late: Number of gradients whose batch another worker was given.
-    num_lost: Number of gradients whose worker was no more.
+    num_lost: Number of gradients whose worker had died.
     num_failed: Number of attempts in which the task raised an error.
     num_recovered: Number of accepted updates that were computed once more from
       the journal when the run went on after a kill.

@@ -51,11 +51,11 @@ def train(
   The state is that of `drop_stale(staleness, tx)`, to the bit.
 
   With a `folder`, what becomes of each gradient is written to a journal before
-  anybody sees the new parameters, and parameters and state to a checkpoint now
-  and then. The same call goes on where the one before has ended, however that
-  was; no accepted update is lost, and no batch counts twice. A worker that dies
-  is replaced at any time; with a folder, so is the process that holds the
-  parameters. `replay` computes the same bits from the journal.
+  anybody sees the new parameters, and parameters and state to a checkpoint
+  every `save_every` updates. The same call resumes where the last one ended,
+  however it ended; no accepted update is lost, and no batch counts twice. A
+  worker that dies is replaced at any time; with a folder, so is the process
+  that holds the parameters. `replay` computes the same bits from the journal.
 
   Args:
     task: What is trained, and on what.
@@ -66,8 +66,8 @@ def train(
     num_workers: Number of workers.
     staleness: The age up to which gradients are accepted, in steps; `None` for
       any age.
-    pace: Whether a worker waits where a gradient would become too old by what
-      the others do. Then no gradient is dropped.
+    pace: Whether a worker waits if its gradient would become too old because of
+      the updates of the others. Then no gradient is dropped.
     patience: After how many times the usual duration of a gradient another
       worker gets its batch, with twice the time in each further attempt. One
       that takes five times as long, and at least 5 seconds, is replaced. The
@@ -76,8 +76,8 @@ def train(
       the call; `'host:port'` joins a cluster of Ray, on whose nodes this
       package and the modules of the task must be installed. `None` computes
       in this process, without Ray, the workers one after the other.
-    folder: Where the journal and the checkpoints are, of one run alone; this
-      process, or with a cluster this host, must have it. `None` keeps nothing.
+    folder: The folder of the journal and the checkpoints, for one run alone, on
+      this host. `None` keeps nothing.
     save_every: Number of updates between checkpoints. No worker starts while
       the last ones come back before each.
     on_drop: What becomes of the batch of a gradient that is too old: it is

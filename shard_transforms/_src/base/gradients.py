@@ -12,7 +12,7 @@ from shard_transforms._src.base import axes as axes_lib
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
-  """Marks replicated parameters as one copy a shard.
+  """Marks replicated parameters as varying: one copy a shard.
 
   Under `jax.shard_map`, the gradient with respect to replicated parameters is
   summed over the shards by JAX. The gradient with respect to `per_shard`

@@ -33,7 +33,7 @@ Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
 @dataclasses.dataclass(frozen=True)
 class ResizeRule:
-  """What becomes of a part of a state on another number of shards.
+  """How a part of a state is resized to another number of shards.
 
   For `'sum'`, `'mean'`, `'minimum'` and `'maximum'` each shard has a row: the
   leading axis that differs between shards, of length 1 inside the mapped
@@ -46,9 +46,8 @@ class ResizeRule:
     kind: `'keep'` for what does not depend on the number of shards; `'sum'`,
       `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows each of which
       becomes the mean of all finite ones; `'cut_anew'` for slices of one
-      array, which are joined and cut again; `'begin_anew'` for what is to be as
-      at the start once there are other shards; `'refuse'` for what cannot be
-      carried over.
+      array, which are joined and cut again; `'begin_anew'` for what is
+      initialized again; `'refuse'` for what cannot be carried over.
     empty: What a shard that is added begins with, and what is filled in where a
       part begins anew. `None` is 0, and for `'minimum'` and `'maximum'` that of
       all shards so far.
@@ -129,7 +128,7 @@ class ResizableState(Protocol):
 
 
 class MonitoredState(Protocol):
-  """A state that `check_health` asks whether training still goes on.
+  """A state that tells `check_health` whether training is healthy.
 
   Examples:
     >>> import jax.numpy as jnp

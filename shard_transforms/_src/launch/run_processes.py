@@ -41,11 +41,12 @@ def run_processes(
   each step can take as long as sending the gradients.
 
   As soon as one exits with another status than 0, the others have `grace`
-  seconds to report what they miss; then they get SIGTERM, and after as many
+  seconds to report their errors; then they get SIGTERM, and after as many
   seconds SIGKILL. Where one is killed by a signal, nothing that they do
   together can end, and they have at most 1.25 seconds instead of `grace` each
   time. None of them is left behind, whatever ends the call: an error, Ctrl-C
-  or, in the main thread, SIGTERM. What they start themselves is theirs to end.
+  or, in the main thread, SIGTERM. Processes that they start themselves are not
+  ended.
 
   Args:
     num_processes: How many processes to start.

@@ -27,7 +27,7 @@ def assert_reduced(tree: chex.ArrayTree, axis_name: axes_lib.AxisName) -> None:
     AssertionError: If a leaf is not the same on all shards.
     NameError: In a mapped function, if an axis is not bound.
     TypeError: If `axis_name` is not a name or a sequence of names.
-    ValueError: If there is no telling: in a function mapped without types, or
+    ValueError: If it cannot be known: in a function mapped without types, or
       for an array that is not on a mesh with this axis.
 
   Examples:

@@ -70,10 +70,9 @@ def shard_divergence(
   """Returns how far the checksums of the shards are apart: 0 if they agree.
 
   The checksum is over the bits of all leaves, so that `-0.0` and `0.0` differ,
-  and a NaN is the same as itself. Shards that hold the same bits give 0. Those
-  that differ in one element of up to 32 bits alone, if only by a bit, never do;
-  those that differ in more do with a probability of about 2**-64. What is sent
-  are 16 bytes.
+  and a NaN is the same as itself. Shards that hold the same bits give 0. Shards
+  that differ in a single element of up to 32 bits never give 0; shards that
+  differ in more give 0 with a probability of about 2**-64. It sends 16 bytes.
 
   Args:
     tree: Tree of arrays of any dtypes and shapes.

@@ -76,16 +76,15 @@ def compensate_delay(
   An element that has not moved keeps its gradient, to the bit. Of complex
   leaves, the square is that of the absolute value.
 
-  Whoever keeps the parameters that were read, a training loop or the server of
-  an asynchronous one, hands them in with the gradient. Belongs where updates
-  are still gradients: first in a chain, on each shard's own before the
-  reduction, or on the mean of shards that have read the same parameters. Before
-  the reduction, a shard whose extra argument `weight` is zero leaves its moving
-  mean as it is.
+  The caller keeps the parameters that were read, and hands them in with the
+  gradient. Belongs where updates are still gradients: first in a chain, on each
+  shard's own before the reduction, or on the mean of shards that have read the
+  same parameters. Before the reduction, a shard whose extra argument `weight`
+  is zero leaves its moving mean as it is.
 
   Args:
-    lam: How much is compensated, a number that is not negative. The paper has
-      0.04, and 2 with `decay`.
+    lam: The strength of the correction, a number that is not negative. The
+      paper has 0.04, and 2 with `decay`.
     decay: The decay of the moving mean of squares, at least 0 and less than 1,
       0.95 in the paper; `None` for a constant :math:`\lambda`.
     eps: What is added to the moving mean, a positive number.

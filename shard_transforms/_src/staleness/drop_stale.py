@@ -96,8 +96,8 @@ def drop_stale(
 
   Args:
     staleness: The age up to which updates are accepted, in steps. 0 accepts
-      what was computed from the present parameters; a negative number only what
-      claims to come from later ones.
+      what was computed from the present parameters; a negative number accepts
+      only updates that claim a later step.
     inner: The transformation that accepted updates go through.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; needs `inner`. `None` where it is the same on

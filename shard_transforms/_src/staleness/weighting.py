@@ -1,4 +1,4 @@
-"""`scale_by_staleness`: the older an update is, the less it counts."""
+"""`scale_by_staleness`: updates scaled down by their age."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Redundant sums: what a program sends in vain, by rules that are sure.
+"""Redundant sums of a program, by rules that are sure.
 
 Both follow values through linear steps alone: casts to floats, changes of
 shape, sums, and products with numbers that the program itself names. Through

@@ -46,7 +46,7 @@ def cross_shard_mean(
     groups: A partition of the shards, such as `[[0, 1], [2, 3]]`, each of which
       reduces among itself; groups may differ in size. What comes out then
       differs between shards; see `init_state(..., per_shard=True)`.
-    on_invariant: What a leaf is whose type says that it is the same on all
+    on_invariant: How to read a leaf whose type says that it is the same on all
       shards: `'error'`, `'summed'` (as by `jax.grad` with respect to replicated
       parameters: divided by the number of shards) or `'averaged'` (left as it
       is). Nothing is sent for such a leaf.
@@ -110,7 +110,7 @@ def cross_shard_sum(
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
     groups: A partition of the shards, each of which reduces among itself.
-    on_invariant: What a leaf is whose type says that it is the same on all
+    on_invariant: How to read a leaf whose type says that it is the same on all
       shards: `'error'`, `'summed'` (left as it is) or `'averaged'` (multiplied
       by the number of shards).
     bucket_bytes: Leaves smaller than this travel together; 0 for none.

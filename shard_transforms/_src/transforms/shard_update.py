@@ -89,7 +89,7 @@ def shard_update(
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.
-    on_invariant: What a leaf is whose type says that it is the same on all
+    on_invariant: How to read a leaf whose type says that it is the same on all
       shards; see `cross_shard_mean`. Nothing is sent to reduce such a leaf.
     bucket_bytes: Slices of leaves that are smaller than this travel together;
       see `cross_shard_mean`.
