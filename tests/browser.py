@@ -73,6 +73,13 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     self.wfile.write(content)
 
 
+class _Server(http.server.ThreadingHTTPServer):
+
+  def handle_error(self, request, client_address):
+    # A browser that is ended leaves requests behind.
+    del request, client_address
+
+
 def pages(site):
   """Returns the addresses of all pages of a site."""
   names = (p.relative_to(site) for p in pathlib.Path(site).rglob('*.html'))
@@ -83,7 +90,7 @@ def pages(site):
 def _serving(site, results):
   """Yields the address of a site, and of the page that visits it."""
   handler = functools.partial(_Handler, results=results, directory=str(site))
-  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+  with _Server(('127.0.0.1', 0), handler) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
       yield f'http://127.0.0.1:{server.server_port}'
