@@ -675,8 +675,16 @@ class SnippetsTest(parameterized.TestCase):
     self.assertContainsSubset(labels, {'bash', 'python', 'text'})
     self.assertIn('python', labels)
 
-  @cases.parameters(*DOCUMENTS)
+  def test_snippets_of_the_readme_run_in_order_and_print_what_is_shown(self):
+    self._check_snippets('README.md')
+
+  # Each starts a process.
+  @pytest.mark.slow
+  @cases.parameters(*(name for name in DOCUMENTS if name != 'README.md'))
   def test_snippets_run_in_order_and_print_what_is_shown(self, name):
+    self._check_snippets(name)
+
+  def _check_snippets(self, name):
     shown = fences(name)
     blocks = [fence for fence in shown if fence.label == 'python']
 
