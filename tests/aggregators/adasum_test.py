@@ -56,6 +56,14 @@ class AdasumTest(parameterized.TestCase):
     for name, x in updates.items():
       assert_close(found[name], adasum(x))
 
+  def test_of_many_shards_is_that_of_whole_levels_first(self):
+    updates = lying_shards.tree(37)
+
+    found = aggregated(updates, 'vmap')
+
+    for name, x in updates.items():
+      assert_close(found[name], adasum(x))
+
   @cases.parameters(*modes.MODES)
   def test_is_that_of_the_whole_tree(self, mode):
     updates = lying_shards.tree()
@@ -162,3 +170,90 @@ class AdasumTest(parameterized.TestCase):
   def test_refuses_an_unknown_part(self):
     with self.assertRaisesRegex(ValueError, "`over` must be .* got 'layer'"):
       aggregators.adasum(AXIS, over='layer')
+
+
+class HorovodTest(parameterized.TestCase):
+  """The vectors of Horovod's own tests, and how near they ask to be.
+
+  Those of `test_adasum_pytorch.py` and `test_adasum_tensorflow.py` in
+  `test/parallel` of https://github.com/horovod/horovod: normal ones drawn in
+  the same order from the same seed, orthogonal or parallel, of which the sum
+  or the mean is known; and matrices of which a tree of pairs is.
+  """
+
+  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  def test_orthogonal_vectors_add(self, num_shards, dtype):
+    def draw(rng, dtype):
+      for length in self.lengths(num_shards, 17):
+        columns = rng.normal(0, 1, (length, num_shards))
+        yield np.linalg.qr(columns)[0].astype(dtype)
+
+    self.check(draw, dtype, 1)
+
+  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  def test_parallel_vectors_average(self, num_shards, dtype):
+    def draw(rng, dtype):
+      for length in self.lengths(num_shards, 13):
+        direction = rng.normal(0, 1, (length, 1))
+        sizes = rng.normal(0, 1, (num_shards, 1))
+        yield (direction @ sizes.T).astype(dtype)
+
+    self.check(draw, dtype, num_shards)
+
+  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  def test_is_stable_near_the_least_numbers(self, num_shards, dtype):
+    def draw(rng, dtype):
+      least = float(np.finfo(dtype).tiny)
+      if dtype == 'float32':
+        # Of theirs, half are below, where XLA on a CPU knows zero alone.
+        least *= 2**24
+      direction = rng.normal(0, least, (1024, 1))
+      sizes = rng.normal(0, 1, (num_shards, 1))
+      yield (direction @ sizes.T).astype(dtype)
+
+    self.check(draw, dtype, num_shards)
+
+  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  def test_is_stable_from_the_least_to_the_largest(self, num_shards, dtype):
+    def draw(rng, dtype):
+      least = float(np.finfo(dtype).tiny)
+      largest = np.sqrt(float(np.finfo(dtype).max))
+      direction = rng.normal(0, 1, (1024, 1))
+      share = np.arange(1, num_shards + 1) / num_shards
+      sizes = (largest**share * least ** (1 - share))[:, None]
+      rng.shuffle(sizes)
+      yield (direction @ sizes.T).astype(dtype)
+
+    self.check(draw, dtype, num_shards)
+
+  @cases.parameters('float16', 'float32', 'float64')
+  def test_is_the_tree_of_each_matrix(self, dtype):
+    updates = np.random.default_rng(2).random(size=(2, 8, 2, 2))
+    updates = updates.astype(dtype)
+
+    with jax.enable_x64(dtype == 'float64'):
+      found = aggregated(list(updates))
+
+    # That of TensorFlow's `assertAllCloseAccordingToType`.
+    tolerance = 1e-3 if dtype == 'float16' else 1e-6
+    for x, y in zip(found, updates, strict=True):
+      self.assertEqual(x.dtype, dtype)
+      np.testing.assert_allclose(
+          x.astype('float64'), adasum(y), rtol=tolerance, atol=tolerance
+      )
+
+  def lengths(self, num_shards, less):
+    return num_shards * 20 - less, num_shards * 2 + 1, num_shards + 2, 2**19
+
+  def check(self, draw, dtype, divisor):
+    rng = np.random.RandomState(2)
+    drawn = {name: list(draw(rng, name)) for name in ('float32', 'float16')}
+
+    found = aggregated([columns.T for columns in drawn[dtype]])
+
+    bound = 100 * float(np.finfo(dtype).eps)
+    for x, columns in zip(found, drawn[dtype], strict=True):
+      self.assertEqual(x.dtype, dtype)
+      expected = columns.astype('float64').sum(1) / divisor
+      distance = np.linalg.norm(x.astype('float64') - expected)
+      self.assertLess(distance, bound * np.linalg.norm(expected))

@@ -101,6 +101,25 @@ class AggregatorTest(parameterized.TestCase):
     )
 
   @cases.parameters(*AGGREGATORS)
+  def test_reduces_the_ways_of_shards_that_train_alone(self, name):
+    updates = np.random.default_rng(0).normal(size=(8, 2, 6)).astype('float32')
+    outer = optax.chain(AGGREGATORS[name](), optax.sgd(1.0))
+    tx = shard_transforms.local_updates(optax.sgd(0.5), outer, AXIS, every=2)
+
+    def fn(params, own):
+      state = tx.init(params)
+      for step in range(2):
+        update = shard_transforms.per_shard(own[step], AXIS)
+        found, state = tx.update(update, state, params)
+      return found
+
+    found = modes.map_shards('shard_map', fn)(jnp.zeros(6), updates)
+
+    np.testing.assert_allclose(
+        found[0], -alone(name, 0.5 * updates.sum(1)), rtol=3e-5, atol=1e-6
+    )
+
+  @cases.parameters(*AGGREGATORS)
   def test_comes_before_a_sharded_optimizer(self, name):
     updates = lying_shards.tree()['w']
     inner = optax.sgd(1.0)

@@ -40,6 +40,19 @@ class MajorityVoteTest(parameterized.TestCase):
       left = winners(x[[0, 2, 4, 5, 7]])
       np.testing.assert_array_equal(found[name], np.stack([left] * 8))
 
+  def test_one_shard_votes_as_several_of_one_mind_do(self):
+    update = np.float32([[1e-40, -0.0, np.nan, -np.inf, -3.3]])
+
+    one, three = (
+        lying_shards.aggregated(
+            VOTE, 'shard_map', np.concatenate([update] * n), num_shards=n
+        )[0]
+        for n in (1, 3)
+    )
+
+    np.testing.assert_array_equal(one, three)
+    np.testing.assert_array_equal(one, [1, 1, 1, -1, -1])
+
   @cases.parameters(*modes.MODES)
   def test_without_any_vote_the_update_is_zero(self, mode):
     weight = np.zeros(8, np.float32)

@@ -14,6 +14,8 @@ from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'adasum'
+# Row by row is faster, and more to compile.
+_MAX_ROWS = 32
 
 
 def adasum(
@@ -99,11 +101,12 @@ class _Nodes(NamedTuple):
   neither underflow nor overflow.
 
   Attributes:
-    rows: For each leaf, this shard's slice of all nodes, [nodes, elements].
+    rows: For each leaf, this shard's slice of all nodes, [nodes, elements], or
+      a list of [elements].
     sizes: [leaves, nodes].
   """
 
-  rows: list[jax.Array]
+  rows: list[jax.Array | list[jax.Array]]
   sizes: jax.Array
 
 
@@ -143,59 +146,72 @@ def _rows(leaves, axes):
 
 def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
   """Returns the next level; where the number is odd, the last node stays."""
-  num_pairs = nodes.sizes.shape[1] // 2
-  firsts = [row[: 2 * num_pairs : 2] for row in nodes.rows]
-  seconds = [row[1 : 2 * num_pairs : 2] for row in nodes.rows]
-  dots = [
-      jnp.stack([jnp.sum(x * y, axis=1) for x, y in ((a, b), (a, a), (b, b))])
-      for a, b in zip(firsts, seconds, strict=True)
-  ]
-  dots = jnp.stack(dots)
+  num_nodes = nodes.sizes.shape[1]
+  end = num_nodes - num_nodes % 2
+  rows = nodes.rows
+  if num_nodes <= _MAX_ROWS:
+    rows = list(map(list, rows))
+  pairs = [(row[:end:2], row[1:end:2]) for row in rows]
+  dots = jnp.stack([jnp.asarray(_each(_dots, *pair)) for pair in pairs])
   if exchange.is_cut(axes):
     dots = collectives.total(dots, axes)
   if over == 'tree':
     dots = jnp.broadcast_to(dots.sum(0, keepdims=True), dots.shape)
-  factors = _factors(dots, nodes.sizes[:, : 2 * num_pairs])
-  sizes = jnp.max(jnp.abs(factors), axis=0)
-  factors /= jnp.where(sizes > 0, sizes, 1)[None]
+  factors = _factors(dots, nodes.sizes[:, :end])
+  sizes = jnp.max(jnp.abs(factors), axis=2)
+  factors /= jnp.where(sizes > 0, sizes, 1)[..., None]
   merged = [
-      jnp.concatenate(
-          [
-              f[0, :, None].astype(a.dtype) * a
-              + f[1, :, None].astype(b.dtype) * b,
-              row[2 * num_pairs :],
-          ]
-      )
-      for f, a, b, row in zip(
-          factors.swapaxes(0, 1), firsts, seconds, nodes.rows, strict=True
-      )
+      _joined(_each(_merged, *pair, f), row[end:])
+      for pair, f, row in zip(pairs, factors, rows, strict=True)
   ]
-  sizes = jnp.concatenate([sizes, nodes.sizes[:, 2 * num_pairs :]], axis=1)
-  return _Nodes(merged, sizes)
+  return _Nodes(merged, jnp.append(sizes, nodes.sizes[:, end:], axis=1))
+
+
+def _each(fn, *rows):
+  """Applies a function to each row, of lists or of arrays."""
+  if isinstance(rows[0], list):
+    return [fn(*row) for row in zip(*rows, strict=True)]
+  return jax.vmap(fn)(*rows)
+
+
+def _joined(rows, others):
+  if isinstance(rows, list):
+    return rows + others
+  return jnp.concatenate([rows, others])
+
+
+def _dots(a, b):
+  return jnp.stack([jnp.sum(x * y) for x, y in ((a, b), (a, a), (b, b))])
+
+
+def _merged(a, b, factors):
+  of_a, of_b = factors.astype(a.dtype)
+  return of_a * a + of_b * b
 
 
 def _factors(dots, sizes):
-  """Returns what the rows of pairs are multiplied by, [2, leaves, pairs].
+  """Returns what the rows of pairs are multiplied by, [leaves, pairs, 2].
 
   Args:
-    dots: Of each pair of rows the products ab, aa and bb, [leaves, 3, pairs].
+    dots: Of each pair of rows the products ab, aa and bb, [leaves, pairs, 3].
     sizes: Of all nodes in pairs, [leaves, 2 * pairs].
   """
-  dot, square_of_a, square_of_b = dots.swapaxes(0, 1)
+  dot, square_of_a, square_of_b = jnp.moveaxis(dots, 2, 0)
   size_of_a, size_of_b = sizes[:, ::2], sizes[:, 1::2]
   along_a, along_b = (
       jnp.where(x > 0, dot / (2 * jnp.where(x > 0, x, 1)), 0)
       for x in (square_of_a, square_of_b)
   )
   return jnp.stack(
-      [size_of_a - size_of_b * along_a, size_of_b - size_of_a * along_b]
+      [size_of_a - size_of_b * along_a, size_of_b - size_of_a * along_b],
+      axis=2,
   )
 
 
 def _whole(nodes, leaves, axes):
   """Returns the arrays of which each shard has a slice, the last node."""
   slices = [
-      row[0] * size.astype(row.dtype)
+      row[0] * size.astype(row[0].dtype)
       for row, size in zip(nodes.rows, nodes.sizes[:, 0], strict=True)
   ]
   if not exchange.is_cut(axes):

@@ -149,11 +149,12 @@ def _aggregate(
     return aggregator.alone(leaves, counts, axes)
 
   def combine_values(values):
-    is_missing = jnp.isnan(values)
-    num_values = len(values) - jnp.sum(is_missing, axis=0, dtype=jnp.int32)
+    # Of rows alone, XLA makes no array again.
+    rows = list(values)
+    num_values = sum((~jnp.isnan(row)).astype(jnp.int32) for row in rows)
     # What is missing is behind all values.
-    rows = jnp.where(is_missing, jnp.inf, values)
-    return combine(sorting_network.sort(list(rows)), num_values)
+    rows = [jnp.where(jnp.isnan(row), jnp.inf, row) for row in rows]
+    return combine(sorting_network.sort(rows), num_values)
 
   if counts is not None:
     leaves = [jnp.where(counts, leaf, jnp.nan) for leaf in leaves]

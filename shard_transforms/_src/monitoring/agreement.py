@@ -14,8 +14,6 @@ from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
 from shard_transforms._src.monitoring import watched_reduction
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import norms
@@ -119,43 +117,33 @@ def track_agreement(
     >>> print(*measure(jnp.array([[1.0, 0.0], [1.0, 0.0], [0.0, -1.0]])))
     [0.8944272 0.8944272 0.4472136] [2 2 2]
   """
-  axes = axes_lib.as_axes(axis_name)
   arguments.as_decay('decay', decay)
-  inner = watched_reduction.as_reduction(inner, axes, _CALLER)
 
-  def init_fn(params):
+  def start(axes, inner_state):
     axes_lib.size(axes, _CALLER)
     one = jnp.ones([], jnp.float32)
     return AgreementState(
         cosine=per_shard_state.store(one, axes),
         least_cosine=one,
         least_shard=jnp.full([], counters.NEVER, jnp.int32),
-        inner_state=inner.init(params),
-    )
-
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    wrapper.check_update(updates, state, AgreementState, axes, _CALLER)
-    reduced, inner_state = inner.update(
-        updates,
-        state.inner_state,
-        params,
-        **weights.given(weight=weight),
-        **extra_args,
-    )
-    weight = watched_reduction.weight_of(weight, _CALLER)
-    found = _cosine(updates, reduced)
-    is_known = jnp.isfinite(found) & (weight > 0)
-    before = per_shard_state.own(state.cosine, axes, _CALLER)
-    cosine = watched_reduction.averaged(before, found, decay, is_known)
-    least_cosine, least_shard = _least(cosine, is_known, state, axes)
-    return reduced, AgreementState(
-        cosine=per_shard_state.store(cosine, axes),
-        least_cosine=least_cosine,
-        least_shard=least_shard,
         inner_state=inner_state,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def watch(seen, state, axes):
+    found = _cosine(seen.updates, seen.reduced)
+    is_known = jnp.isfinite(found) & (seen.weight > 0)
+    before = per_shard_state.own(state.cosine, axes, _CALLER)
+    cosine = watched_reduction.averaged(before, found, decay, is_known)
+    least_cosine, least_shard = _least(cosine, is_known, state, axes)
+    return {
+        'cosine': per_shard_state.store(cosine, axes),
+        'least_cosine': least_cosine,
+        'least_shard': least_shard,
+    }
+
+  return watched_reduction.transformation(
+      _CALLER, axis_name, inner, AgreementState, start, watch
+  )
 
 
 def _least(cosine, is_known, state, axes):

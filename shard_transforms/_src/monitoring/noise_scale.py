@@ -13,7 +13,6 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
 from shard_transforms._src.monitoring import watched_reduction
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import norms
@@ -54,6 +53,11 @@ class NoiseScaleState(NamedTuple):
     divisor = jnp.where(is_known, self.gradient_square, 1)
     return jnp.where(is_known, self.noise / divisor, 0)
 
+  @property
+  def asks_for_tower_squares(self) -> bool:
+    """Whether `tower_reduce` is to tell the squares of its towers."""
+    return True
+
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns what `metrics` does with its attributes."""
     names = 'num_measured', 'gradient_square', 'noise', 'noise_scale'
@@ -87,8 +91,15 @@ def track_noise_scale(
   Belongs where per-shard gradients become one, in the place of
   `cross_shard_mean` or around it. Updates are those of the reduction, to the
   bit. A step is not measured if fewer than two shards have a weight, or if a
-  norm is not finite. What is sent beside the reduction are three numbers. Under
-  `tower_reduce`, put it inside: what a shard has collected is one small batch.
+  norm is not finite. What is sent beside the reduction are three numbers.
+
+  Under `tower_reduce`, put it inside: each tower of each shard then is a small
+  batch of its own, and n their number, so that the estimates are less noisy,
+  and known for one shard too; a weight, and without one the example, is that of
+  all towers of a shard. So it is where gates are between, and where nothing
+  between changes the mean that a shard has collected; behind what does, such as
+  clipping or a mask, or with `reduction='sum'`, what a shard has collected is
+  one small batch.
 
   Args:
     axis_name: The mapped axis, or a sequence of them.
@@ -124,64 +135,63 @@ def track_noise_scale(
     McCandlish et al., An Empirical Model of Large-Batch Training, 2018,
     appendix A.1, https://arxiv.org/abs/1812.06162.
   """
-  axes = axes_lib.as_axes(axis_name)
   arguments.as_decay('decay', decay)
-  inner = watched_reduction.as_reduction(inner, axes, _CALLER)
 
-  def init_fn(params):
+  def start(axes, inner_state):
+    del axes
     zero = jnp.zeros([], jnp.float32)
-    return NoiseScaleState(counters.zero(), zero, zero, inner.init(params))
+    return NoiseScaleState(counters.zero(), zero, zero, inner_state)
 
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    wrapper.check_update(updates, state, NoiseScaleState, axes, _CALLER)
-    reduced, inner_state = inner.update(
-        updates,
-        state.inner_state,
-        params,
-        **weights.given(weight=weight),
-        **extra_args,
-    )
-    weight = watched_reduction.weight_of(weight, _CALLER)
-    noise, gradient_square = _estimates(
-        _square(updates), _square(reduced), weight, axes
-    )
+  def watch(seen, state, axes):
+    noise, gradient_square = _estimates(seen, axes)
     is_known = jnp.isfinite(noise) & jnp.isfinite(gradient_square)
 
     def average(old, new):
       return watched_reduction.averaged(old, new, decay, is_known)
 
-    return reduced, NoiseScaleState(
-        num_measured=counters.add(state.num_measured, is_known),
-        gradient_square=average(state.gradient_square, gradient_square),
-        noise=average(state.noise, noise),
-        inner_state=inner_state,
-    )
+    return {
+        'num_measured': counters.add(state.num_measured, is_known),
+        'gradient_square': average(state.gradient_square, gradient_square),
+        'noise': average(state.noise, noise),
+    }
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _square(tree):
-  return norms.sum_of_squares(tree, (), None, _CALLER).astype(jnp.float32)
+  return watched_reduction.transformation(
+      _CALLER, axis_name, inner, NoiseScaleState, start, watch
+  )
 
 
-def _estimates(square, square_of_mean, weight, axes):
+def _estimates(seen, axes):
   """Returns the trace of the covariance and the square of the gradient.
 
   Both are NaN where they are not known.
   """
-  counts = weight > 0
+  num_batches, square = _small_batches(seen)
+  counts = seen.weight > 0
+  own = jnp.stack([seen.weight * square, seen.weight, num_batches])
   with jax.named_scope(_CALLER):
-    total_square, total_weight, num_counted = collectives.total(
-        jnp.stack(
-            [
-                jnp.where(counts, weight * square, 0),
-                weight,
-                counts.astype(jnp.float32),
-            ]
-        ),
-        axes,
+    total_square, total_weight, num_batches = collectives.total(
+        jnp.where(counts, own, 0), axes
     )
-  is_known = num_counted > 1
-  degrees = jnp.where(is_known, num_counted - 1, jnp.nan)
+  degrees = jnp.where(num_batches > 1, num_batches - 1, jnp.nan)
+  square_of_mean = _square(seen.reduced)
   noise = (total_square - total_weight * square_of_mean) / degrees
   return noise, square_of_mean - noise / weights.safe_divisor(total_weight)
+
+
+def _small_batches(seen):
+  """Returns their number on this shard, and the mean of their squares."""
+  square = _square(seen.updates)
+  towers = seen.tower_squares
+  if towers is None:
+    return jnp.ones_like(square), square
+  # What is between, such as clipping or a mask, may have changed the mean of
+  # the towers; what is seen is then one batch.
+  is_their_mean = jnp.isclose(square, towers.of_mean, rtol=1e-3, atol=0)
+  return (
+      jnp.where(is_their_mean, towers.num_towers, 1),
+      jnp.where(is_their_mean, towers.mean, square),
+  )
+
+
+def _square(tree):
+  return norms.sum_of_squares(tree, (), None, _CALLER).astype(jnp.float32)

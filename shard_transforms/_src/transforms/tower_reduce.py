@@ -12,6 +12,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import tower_squares
 from shard_transforms._src.tracing import gating
 from shard_transforms._src.transforms import tower_window
 
@@ -99,8 +100,13 @@ def tower_reduce(
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
-    collected = params if num_towers > 1 else ()
-    return tower_window.start(collected, inner.init(params), axes)
+    inner_state = inner.init(params)
+    if num_towers == 1:
+      return tower_window.start((), inner_state, (), axes)
+    squares = ()
+    if reduction == 'mean':
+      squares = tower_squares.start(inner_state, axes)
+    return tower_window.start(params, inner_state, squares, axes)
 
   def step(
       gate,
@@ -174,6 +180,10 @@ def _end(gate, inner, last, num_towers, reduction, axes, window, params):
   extra_args = dict(last.extra_args)
   if last.local_step is not None:
     extra_args['local_step'] = oldest
+  if not isinstance(window.tower_squares, tuple):
+    extra_args['tower_squares'] = tower_squares.of_window(
+        window.tower_squares, total_weight, reduced, axes
+    )
   if last.weight is None:
     applied, inner_state = gate.update(
         inner, reduced, window.inner_state, params, **extra_args

@@ -19,6 +19,7 @@ from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import tower_squares
 
 _CALLER = 'tower_reduce'
 NO_STEP = jnp.iinfo(jnp.int32).max
@@ -39,6 +40,9 @@ class TowerReduceState(NamedTuple):
     oldest_local_step: The least of their local steps, int32 []; the largest
       int32 where no tower told one.
     inner_state: State of the inner transformation.
+    tower_squares: The sum of the squares of the norms of their updates, each
+      times its weight, and how many have one, float32 [2]; per shard as
+      `total`; `()` unless something in `inner_state` asks for it.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -54,6 +58,7 @@ class TowerReduceState(NamedTuple):
   total_weight: jax.Array
   oldest_local_step: jax.Array
   inner_state: optax.OptState
+  tower_squares: jax.Array | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -73,6 +78,7 @@ class TowerReduceState(NamedTuple):
         'total': total,
         'total_weight': total_weight,
         'oldest_local_step': state_rules.ResizeRule('minimum', NO_STEP),
+        'tower_squares': tower_squares.resize_rule(self.tower),
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
@@ -86,6 +92,7 @@ class TowerReduceState(NamedTuple):
 def start(
     params: optax.Params,
     inner_state: optax.OptState,
+    squares: jax.Array | tuple[()],
     axes: tuple[Hashable, ...],
 ) -> TowerReduceState:
   """Returns an empty window for leaves like `params`."""
@@ -97,6 +104,7 @@ def start(
           jnp.full([], NO_STEP, jnp.int32), axes
       ),
       inner_state=inner_state,
+      tower_squares=squares,
   )
 
 
@@ -133,6 +141,9 @@ def collect(
       total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(oldest, axes),
       inner_state=state.inner_state,
+      tower_squares=tower_squares.add(
+          state.tower_squares, updates, weight, axes
+      ),
   )
   per_shard_state.check_kept(state, window, _CALLER)
   return window
@@ -196,6 +207,7 @@ def emptied(
       total_weight=jnp.zeros_like(window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, NO_STEP),
       inner_state=inner_state,
+      tower_squares=tower_squares.emptied(window.tower_squares),
   )
 
 
