@@ -1,5 +1,6 @@
 """`adasum`: what shards agree on is averaged, and what they do not is added."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -106,7 +107,7 @@ class _Nodes(NamedTuple):
     sizes: [leaves, nodes].
   """
 
-  rows: list[jax.Array | list[jax.Array]]
+  rows: Sequence[jax.Array | list[jax.Array]]
   sizes: jax.Array
 
 

@@ -151,7 +151,8 @@ def _aggregate(
   def combine_values(values):
     # Of rows alone, XLA makes no array again.
     rows = list(values)
-    num_values = sum((~jnp.isnan(row)).astype(jnp.int32) for row in rows)
+    has_value = [(~jnp.isnan(row)).astype(jnp.int32) for row in rows]
+    num_values = functools.reduce(operator.add, has_value)
     # What is missing is behind all values.
     rows = [jnp.where(jnp.isnan(row), jnp.inf, row) for row in rows]
     return combine(sorting_network.sort(rows), num_values)
