@@ -79,7 +79,8 @@ def track_agreement(
   :math:`u_i` with the mean :math:`g`,
   :math:`u_i \cdot g / (\|u_i\| \|g\|)`; and of all shards, the least and whose
   it is. A shard that has wrong labels, or data of another kind, is below the
-  others for long. That all are low is noise: see `track_noise_scale`.
+  others, as long as its updates are not so long that they are most of the mean.
+  That all are low is noise: see `track_noise_scale`.
 
   Belongs where per-shard gradients become one, in the place of
   `cross_shard_mean` or around it, or around one of
