@@ -214,6 +214,123 @@ class OptionsTest(parameterized.TestCase):
     np.testing.assert_allclose(updates['w'], expected['w'][0, 3], rtol=1e-5)
 
 
+class HierarchicalTest(parameterized.TestCase):
+
+  def run_on(self, axes, shape, algorithm, data, weight, check_vma=True):
+    """Returns updates [steps, ...] and state of two compressors."""
+    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+    some = {
+        name: compression.compressed_mean(
+            axes, compressor, min_elements=64, algorithm=algorithm
+        )
+        for name, compressor in (
+            ('sign', compression.scaled_sign(8)),
+            ('random', compression.quantize(4, block=8, stochastic=True)),
+        )
+    }
+    mesh = jax.make_mesh(shape, ('host', 'core'))
+
+    def shard(data, weight):
+      def one(tx):
+        def step(state, inputs):
+          grads, weight = inputs
+          updates, state = tx.update(grads, state, weight=weight)
+          return state, updates
+
+        inputs = jax.tree.map(lambda x: x[0], (data, weight))
+        state, updates = lax.scan(step, tx.init(params), inputs)
+        return updates, state
+
+      found = {name: one(tx) for name, tx in some.items()}
+      return jax.tree.map(lambda x: x[None], found)
+
+    every = jax.P(('host', 'core'))
+    mapped = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=every,
+        out_specs=every,
+        check_vma=check_vma,
+    )
+    placed = jax.device_put((data, weight), jax.NamedSharding(mesh, every))
+    return jax.device_get(jax.jit(mapped)(*placed))
+
+  @cases.product(
+      order=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
+  )
+  def test_nothing_is_lost(self, order, check_vma):
+    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+    data = compressions.make_data(8, 12, params)
+    clean = jax.tree.map(np.copy, data)
+    rng = np.random.default_rng(1)
+    weight = rng.choice([0, 0.5, 1, 7], (8, 12)).astype(np.float32)
+    weight[:, 5] = 0  # No shard counts.
+    weight[:4, 7] = 0  # Nor does a host.
+    weight[0, 11] = 0
+    data['w'][weight == 0] = np.nan
+    clean['w'][weight == 0] = 0
+
+    found = self.run_on(order, (2, 4), 'hierarchical', data, weight, check_vma)
+
+    w = weight.astype(np.float64)
+    total = np.where(w.sum(0) > 0, w.sum(0), 1)
+    means = np.einsum('nt,ntij->tij', w / total, clean['w'])
+    for updates, state in found.values():
+      compressions.assert_nothing_lost(updates, state, means, 'w')
+      np.testing.assert_array_equal(updates['w'][:, 5], 0)
+      bits = updates['w'].view(np.uint8)
+      np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
+      np.testing.assert_array_equal(
+          state.server_residual['w'].ravel()[7 * 19 :], 0
+      )
+
+  def test_compresses_the_means_of_hosts(self):
+    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+    data = compressions.make_data(8, 6, params)
+    hosts = jax.tree.map(
+        lambda x: x.reshape(2, 4, *x.shape[1:]).mean(1).repeat(4, axis=0), data
+    )
+    weight = np.ones((8, 6), np.float32)
+
+    found = self.run_on(('host', 'core'), (2, 4), 'hierarchical', data, weight)[
+        'sign'
+    ]
+    expected = self.run_on(('host', 'core'), (2, 4), 'flat', hosts, weight)
+
+    chex.assert_trees_all_close(found[0], expected['sign'][0], atol=1e-5)
+
+  @cases.parameters(('scatter', 4, 2), ('whole', 2, 4))
+  def test_slow_axes_carry_a_part_of_the_compressed_bytes(self, _, slow, fast):
+    tx = compression.compressed_mean(
+        ('host', 'core'),
+        compression.quantize(8),
+        min_elements=1,
+        algorithm='hierarchical',
+    )
+    size = 8 * 1024
+
+    def step(grads):
+      return tx.update(grads, tx.init(grads))[0]
+
+    report = shard_transforms.monitoring.wire_report(
+        step,
+        jax.ShapeDtypeStruct((size,), jnp.float32),
+        axis_sizes={'host': slow, 'core': fast},
+    )
+
+    compressed = size * 260 / 256
+    on_hosts = 2 * compressed / fast * (slow - 1) / slow
+    on_cores = (4 * size + compressed) * (fast - 1) / fast
+    sent = {axes: 0 for axes in (('host',), ('core',))}
+    for row in report.collectives:
+      sent[row.axes] += row.sent_bytes
+    self.assertEqual(sent, {('host',): on_hosts, ('core',): on_cores})
+
+  def test_needs_two_axes(self):
+    with self.assertRaisesRegex(ValueError, 'two axes or more'):
+      build(compression.scaled_sign(), algorithm='hierarchical')
+
+
 class ResizeTest(parameterized.TestCase):
 
   def test_nothing_is_lost_across_numbers_of_shards(self):

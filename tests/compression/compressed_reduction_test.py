@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import cases
 from shard_transforms import compression
 from shard_transforms._src.compression import compressed_reduction
+from shard_transforms._src.reduction import reduction_options
 
 
 class CompressedReductionTest(parameterized.TestCase):
@@ -18,7 +19,12 @@ class CompressedReductionTest(parameterized.TestCase):
   )
   def test_compresses_large_real_leaves(self, leaf, expected):
     reduction = compressed_reduction.CompressedReduction(
-        'tx', ('data',), compression.scaled_sign(), 'residual', 8, 0, 0
+        reduction_options.ReductionOptions('tx', 'mean', ('data',)),
+        0,
+        0,
+        compression.scaled_sign(),
+        'residual',
+        8,
     )
 
     self.assertEqual(reduction.compresses(leaf), expected)

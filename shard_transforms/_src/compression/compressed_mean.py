@@ -7,6 +7,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.reduction import reduction_options
 
 _CALLER = 'compressed_mean'
 
@@ -19,6 +20,7 @@ def compressed_mean(
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
+    algorithm: reduction_options.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by a compressed mean over all shards of a mapped axis.
 
@@ -59,6 +61,11 @@ def compressed_mean(
       than a block for each shard gain little.
     warmup_steps: For how many steps nothing is compressed.
     seed: What the keys of compressors that draw at random come of.
+    algorithm: How several axes are reduced over: `'flat'` at once, or
+      `'hierarchical'`. The last axis is then the fast one, such as the cores of
+      a host: its B shards reduce a part of 1/B each as it is, and compress only
+      this for the other axes, which carry 1/B of the bytes. What a shard holds
+      back is then of its part alone; the state may go on with either.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`,
@@ -97,13 +104,14 @@ def compressed_mean(
     https://arxiv.org/abs/1905.05957.
   """
   reduce = compressed_reduction.CompressedReduction(
-      _CALLER,
-      axes_lib.as_axes(axis_name),
+      reduction_options.ReductionOptions(
+          _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
+      ),
+      arguments.as_at_least('warmup_steps', warmup_steps, 0),
+      arguments.as_int('seed', seed),
       compressor,
       feedback,
       arguments.as_at_least('min_elements', min_elements, 1),
-      arguments.as_at_least('warmup_steps', warmup_steps, 0),
-      arguments.as_int('seed', seed),
   )
 
   def init_fn(params):

@@ -1,31 +1,25 @@
 """Compressed means of trees: which leaves are compressed, and when."""
 
-from collections.abc import Hashable
 from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-import chex
 import jax
-from jax import lax
 import jax.numpy as jnp
-import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import varying
 from shard_transforms._src.compression import blocks
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
+from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 
 Feedback = Literal['residual'] | None
 
@@ -94,26 +88,18 @@ class CompressedMeanState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CompressedReduction:
+class CompressedReduction(selective_compression.SelectiveCompression):
   """The compressed mean of a tree over shards; checked when it is made.
 
   Attributes:
-    caller: The public name that errors and profiles show.
-    axes: The mapped axes.
     compressor: What makes rows to bytes.
     feedback: `'residual'`, or `None` to forget what is not sent.
     min_elements: The least number of elements of a leaf that is compressed.
-    warmup_steps: How many steps are not compressed.
-    seed: What the keys come of.
   """
 
-  caller: str
-  axes: tuple[Hashable, ...]
   compressor: compressor_lib.Compressor
   feedback: Feedback
   min_elements: int
-  warmup_steps: int
-  seed: int
 
   def __post_init__(self):
     compressor_lib.check(self.compressor, self.caller)
@@ -125,73 +111,6 @@ class CompressedReduction:
     arguments.as_at_least('warmup_steps', self.warmup_steps, 0)
     arguments.as_int('seed', self.seed)
 
-  def start(self, params: optax.Params) -> CompressedMeanState:
-    """Returns the state before the first step.
-
-    Raises:
-      NameError: If an axis is not bound.
-    """
-    num_shards = axes_lib.size(self.axes, self.caller)
-
-    def start(param):
-      if self.feedback is None or not self.compresses(param):
-        return None
-      dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
-      length = blocks.slice_length(param.shape, num_shards)
-      flat = axes_lib.to_varying(
-          jnp.zeros(length, jnp.float32), tuple(axes_lib.varying_axes(param))
-      )
-      return error_feedback.Held(
-          jnp.zeros_like(param, dtype),
-          flat.reshape((1,) * (param.ndim - 1) + (length,)),
-          residuals.no_norm(param),
-      )
-
-    leaves, treedef = jax.tree.flatten(params)
-    return self._state(counters.zero(), treedef, list(map(start, leaves)))
-
-  def __call__(
-      self,
-      updates: optax.Updates,
-      state: CompressedMeanState,
-      weight: chex.Numeric | None = None,
-  ) -> tuple[optax.Updates, CompressedMeanState]:
-    """Returns the (weighted) mean of a tree over the shards, and the state.
-
-    Raises:
-      NameError: If an axis is not bound.
-      TypeError: If a leaf carries no gradient, or the weight is no number.
-      ValueError: If a leaf is reduced already, the weight is no scalar or
-        negative, or the state was made for other parameters or shards.
-    """
-    options = reduction_options.ReductionOptions(self.caller, 'mean', self.axes)
-    weight = leaf_sums.check(updates, weight, options)
-    varying.check_per_shard(updates, self.axes, self.caller)
-    leaves, treedef = jax.tree.flatten(updates, is_leaf=leaves_lib.is_none)
-    held = self._held(updates, treedef, state)
-    compressed = [i for i, x in enumerate(leaves) if self.compresses(x)]
-    others = [
-        i
-        for i, x in enumerate(leaves)
-        if x is not None and not self.compresses(x)
-    ]
-    with jax.named_scope(self.caller):
-      share = leaf_sums.share(weight, options)
-      plain = leaf_sums.reduce([leaves[i] for i in others], share, options)
-      means, kept = self._send(
-          [leaves[i] for i in compressed],
-          [held[i] for i in compressed],
-          share,
-          state.step,
-          options,
-      )
-    for i, x in zip(others + compressed, plain + means, strict=True):
-      leaves[i] = x
-    for i, x in zip(compressed, kept, strict=True):
-      held[i] = x
-    step = counters.add(state.step, 1)
-    return treedef.unflatten(leaves), self._state(step, treedef, held)
-
   def compresses(self, leaf: Any) -> bool:
     """Whether a leaf is compressed; complex ones and small ones are not."""
     if leaf is None:
@@ -199,29 +118,26 @@ class CompressedReduction:
     is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
     return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
 
-  def _send(self, leaves, held, share, step, options):
-    """Returns the means of leaves that are compressed after the warm-up."""
+  def _begin(self, param, position):
+    del position
+    if self.feedback is None:
+      return None
+    return error_feedback.start(param, axes_lib.size(self.axes, self.caller))
 
-    def plain(held):
-      return leaf_sums.reduce(leaves, share, options), held
+  def _compressed_mean(self, leaves, others, held, share, step):
+    exchange = self._exchange(self.compressor, step)
+    plain = leaf_sums.reduce(others, share, self.options)
+    means, held = error_feedback.mean(leaves, held, share, exchange)
+    return means, plain, held
 
-    def compressed(held):
-      key = jax.random.fold_in(jax.random.key(self.seed), step)
-      exchange = two_phase.Exchange(self.compressor, self.axes, key)
-      return error_feedback.mean(leaves, held, share, exchange)
-
-    if not leaves:
-      return [], held
-    if not self.warmup_steps:
-      return compressed(held)
-    return lax.cond(step < self.warmup_steps, plain, compressed, held)
+  def _exchange(self, compressor, step):
+    """Returns how rows are sent in a step."""
+    key = jax.random.fold_in(jax.random.key(self.seed), step)
+    algorithm = self.options.algorithm
+    return two_phase.Exchange(compressor, self.axes, key, algorithm)
 
   def _state(self, step, treedef, held):
-    """Returns the state that holds what is held back of each leaf."""
-    trees = [
-        treedef.unflatten([None if x is None else x[i] for x in held])
-        for i in range(3)
-    ]
+    trees = selective_compression.by_field(treedef, held, 3)
     return CompressedMeanState(step, *per_shard_state.store(trees, self.axes))
 
   def _held(self, updates, treedef, state):

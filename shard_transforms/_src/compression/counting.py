@@ -57,6 +57,17 @@ class Counting(NamedTuple):
       return after
     return jnp.where(self.factor > 0, after, before)
 
+  def still_held(self, before: jax.Array, rest: jax.Array) -> jax.Array:
+    """Returns the rest of what was sent, and what a shard has not counted with.
+
+    Args:
+      before: What the shard held back.
+      rest: What is left of all that was sent.
+    """
+    if self.factor is None:
+      return rest
+    return jnp.where(self.factor > 0, rest, before + rest)
+
   def keep_of_any(self, after: jax.Array, before: jax.Array) -> jax.Array:
     """Returns `after`, or `before` where no shard counts."""
     if self.is_any is None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import blocks
 from shard_transforms._src.compression import counting as counting_lib
 from shard_transforms._src.compression import residuals
@@ -40,6 +41,25 @@ class Held(NamedTuple):
   update_norm: jax.Array
 
 
+def start(param: jax.Array, num_shards: int) -> Held:
+  """Returns what is held back of a leaf before the first step."""
+  dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
+  return Held(
+      jnp.zeros_like(param, dtype),
+      no_server_residual(param, num_shards),
+      residuals.no_norm(param),
+  )
+
+
+def no_server_residual(param: jax.Array, num_shards: int) -> jax.Array:
+  """Returns what an owner holds back of a slice before the first step."""
+  length = blocks.slice_length(param.shape, num_shards)
+  flat = axes_lib.to_varying(
+      jnp.zeros(length, jnp.float32), tuple(axes_lib.varying_axes(param))
+  )
+  return flat.reshape((1,) * (param.ndim - 1) + (length,))
+
+
 def mean(
     leaves: Sequence[jax.Array],
     held: Sequence[Held | None],
@@ -57,109 +77,151 @@ def mean(
     share: How much it counts.
     exchange: How it sends.
   """
-  num_shards = axes_lib.size(exchange.axes, 'compression')
-  counting = counting_lib.Counting.of(share, num_shards)
+  counting = counting_lib.Counting.of(share, exchange.num_shards())
   values = [counting.weigh(leaf) for leaf in leaves]
-  reduced: dict[int, tuple[jax.Array, Held | None]] = {}
-  if num_shards == 1:
-    for i, value in enumerate(values):
-      reduced[i] = _flushed(value, held[i], counting, exchange.axes)
-  else:
-    # Blocks of leaves that differ over other axes must not travel together:
-    # all of them would differ.
-    alike = collections.defaultdict(list)
-    for i, value in enumerate(values):
-      alike[axes_lib.varying_axes(value)].append(i)
-    for positions in alike.values():
-      some = [values[i] for i in positions], [held[i] for i in positions]
-      found = _compressed(*some, counting, exchange)
-      reduced.update(zip(positions, found, strict=True))
-  means = [reduced[i][0].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
-  return means, [reduced[i][1] for i in range(len(leaves))]
-
-
-def _flushed(value, held, counting, axes):
-  """Returns what one shard alone gives, and that nothing is held back."""
-  if held is None:
-    return counting.flush(value, (), axes)[0], None
-  whole, (residual, server_residual) = counting.flush(value, held[:2], axes)
-  norm = residuals.next_norm(value, held.update_norm)
-  return whole, Held(residual, server_residual, norm)
-
-
-def _compressed(values, held, counting, exchange):
-  """Returns the mean of each leaf, and what is held back of it."""
-  pending = [
-      value if kept is None else counting.only(value + kept.residual)
-      for value, kept in zip(values, held, strict=True)
-  ]
-  slices, sent = scatter(pending, exchange)
-  slices = [
-      counting.only_of_any(
-          part if kept is None else part + kept.server_residual.ravel()
+  own = [None if kept is None else kept.residual for kept in held]
+  slices, own = scatter(values, own, counting, exchange)
+  server = [None if kept is None else kept.server_residual for kept in held]
+  wholes, server = gather(slices, server, values, counting, exchange)
+  after = [
+      None
+      if kept is None
+      else Held(rest, server_rest, residuals.next_norm(x, kept.update_norm))
+      for kept, x, rest, server_rest in zip(
+          held, values, own, server, strict=True
       )
-      for part, kept in zip(slices, held, strict=True)
   ]
-  shapes = [value.shape for value in values]
-  means, own_rest = gather(slices, shapes, exchange)
-  after = []
-  for i, kept in enumerate(held):
-    if kept is None:
-      after.append(None)
-      continue
-    rest = pending[i] - sent[i].astype(pending[i].dtype)
-    server_rest = own_rest[i].reshape(kept.server_residual.shape)
-    after.append(
-        Held(
-            counting.keep(rest, kept.residual),
-            counting.keep_of_any(server_rest, kept.server_residual),
-            residuals.next_norm(values[i], kept.update_norm),
-        )
-    )
-  return list(zip(means, after, strict=True))
+  means = [
+      whole.astype(leaf.dtype)
+      for whole, leaf in zip(wholes, leaves, strict=True)
+  ]
+  return means, after
 
 
 def scatter(
-    leaves: Sequence[jax.Array], exchange: two_phase.Exchange
-) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Returns each shard's slices of the compressed means, and what it has sent.
+    values: Sequence[jax.Array],
+    held: Sequence[jax.Array | None],
+    counting: counting_lib.Counting,
+    exchange: two_phase.Exchange,
+) -> tuple[list[jax.Array], list[jax.Array | None]]:
+  """Returns each shard's slices of the means, and what it has not sent.
 
   Args:
-    leaves: Arrays that vary over the same axes.
-    exchange: How they are sent.
+    values: Leaves as they enter the mean.
+    held: What the shard holds back of each, or `None` without feedback.
+    counting: Whether it counts.
+    exchange: How it sends.
 
   Returns:
-    Slices, float32 [elements], with zeros behind the last element of a leaf;
-    and what this shard has sent, float32 of the shapes of the leaves.
+    Slices [1, ..., 1, elements] of as many axes as the leaves, with zeros
+    behind the last element of a leaf; and what is held back next.
   """
-  num_shards = axes_lib.size(exchange.axes, 'compression')
-  block = exchange.compressor.block
-  shapes = [leaf.shape for leaf in leaves]
-  rows = blocks.cut(
-      [leaf.astype(jnp.float32) for leaf in leaves], num_shards, block
-  )
-  mean_rows, sent = exchange.scatter(rows)
-  lengths = [blocks.slice_length(shape, num_shards) for shape in shapes]
-  slices = blocks.join_slices(mean_rows, lengths)
-  return _unpadded(slices, shapes, exchange), blocks.join(sent, shapes)
+
+  def scatter_alike(positions):
+    some = [values[i] for i in positions], [held[i] for i in positions]
+    return _scatter(*some, counting, exchange)
+
+  if exchange.num_shards() == 1:
+    found = _flush(values, held, counting, exchange)
+  else:
+    found = _each_alike(values, scatter_alike)
+  return [part for part, _ in found], [rest for _, rest in found]
 
 
 def gather(
     slices: Sequence[jax.Array],
-    shapes: Sequence[tuple[int, ...]],
+    held: Sequence[jax.Array | None],
+    like: Sequence[jax.Array],
+    counting: counting_lib.Counting,
     exchange: two_phase.Exchange,
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[list[jax.Array], list[jax.Array | None]]:
   """Returns leaves as all shards decode them, and what this one has not sent.
 
   Args:
-    slices: Those that this shard owns, float32 [elements].
-    shapes: The shapes of the leaves.
-    exchange: How they are sent.
+    slices: Those that this shard owns.
+    held: What it holds back of each, or `None` without feedback.
+    like: Arrays of the shapes of the leaves.
+    counting: Whether any shard counts.
+    exchange: How it sends.
   """
-  rows = blocks.cut_slices(slices, exchange.compressor.block)
-  whole, sent = exchange.gather(rows)
-  rest = blocks.join_slices(rows - sent, [len(part) for part in slices])
-  return blocks.join(whole, shapes), _unpadded(rest, shapes, exchange)
+
+  def gather_alike(positions):
+    some = [slices[i] for i in positions], [held[i] for i in positions]
+    shapes = [like[i].shape for i in positions]
+    return _gather(*some, shapes, counting, exchange)
+
+  if exchange.num_shards() == 1:
+    found = _flush(slices, held, counting, exchange)
+  else:
+    found = _each_alike(slices, gather_alike)
+  return [whole for whole, _ in found], [rest for _, rest in found]
+
+
+def _each_alike(leaves, fn):
+  """Returns what `fn` gives of positions of leaves that travel together."""
+  # Blocks of leaves that differ over other axes must not: all of them would
+  # differ.
+  alike = collections.defaultdict(list)
+  for i, leaf in enumerate(leaves):
+    alike[axes_lib.varying_axes(leaf)].append(i)
+  found = {}
+  for positions in alike.values():
+    found.update(zip(positions, fn(positions), strict=True))
+  return [found[i] for i in range(len(leaves))]
+
+
+def _flush(values, held, counting, exchange):
+  """Returns what one shard alone gives, and that nothing is held back."""
+  found = []
+  for value, rest in zip(values, held, strict=True):
+    rests = [] if rest is None else [rest]
+    whole, rests = counting.flush(value, rests, exchange.axes)
+    found.append((whole, *(rests or [None])))
+  return found
+
+
+def _scatter(values, held, counting, exchange):
+  """Returns a slice of each mean, and what is held back of it."""
+  num_shards, block = exchange.num_shards(), exchange.compressor.block
+  pending = [
+      value if rest is None else counting.only(value + rest)
+      for value, rest in zip(values, held, strict=True)
+  ]
+  rows = [x.astype(jnp.float32) for x in pending]
+  mean_rows, sent = exchange.scatter(blocks.cut(rows, num_shards, block))
+  shapes = [value.shape for value in values]
+  lengths = [blocks.slice_length(shape, num_shards) for shape in shapes]
+  slices = blocks.join_slices(mean_rows, lengths)
+  slices = _unpadded(slices, shapes, exchange)
+  found = []
+  for value, part, before, whole, x in zip(
+      values, slices, held, pending, blocks.join(sent, shapes), strict=True
+  ):
+    rest = None
+    if before is not None:
+      rest = counting.still_held(before, whole - x.astype(whole.dtype))
+    found.append((part.reshape((1,) * (value.ndim - 1) + (-1,)), rest))
+  return found
+
+
+def _gather(slices, held, shapes, counting, exchange):
+  """Returns each whole leaf, and what is held back of a slice of it."""
+  pending = [
+      counting.only_of_any(part if rest is None else part + rest).ravel()
+      for part, rest in zip(slices, held, strict=True)
+  ]
+  pending = [x.astype(jnp.float32) for x in pending]
+  rows = blocks.cut_slices(pending, exchange.compressor.block)
+  whole_rows, sent = exchange.gather(rows)
+  rests = blocks.join_slices(rows - sent, [len(part) for part in pending])
+  rests = _unpadded(rests, shapes, exchange)
+  rests = [
+      None
+      if before is None
+      else counting.keep_of_any(rest.reshape(before.shape), before)
+      for before, rest in zip(held, rests, strict=True)
+  ]
+  return zip(blocks.join(whole_rows, shapes), rests, strict=True)
 
 
 def _unpadded(slices, shapes, exchange):

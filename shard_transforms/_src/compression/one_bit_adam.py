@@ -17,6 +17,7 @@ from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import quantization
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import reduction_options
 
 _CALLER = 'scale_by_one_bit_adam'
 
@@ -118,13 +119,14 @@ def scale_by_one_bit_adam(
     Adam's Convergence Speed, 2021, https://arxiv.org/abs/2102.02888.
   """
   reduce = compressed_reduction.CompressedReduction(
-      _CALLER,
-      axes_lib.as_axes(axis_name),
+      reduction_options.ReductionOptions(
+          _CALLER, 'mean', axes_lib.as_axes(axis_name)
+      ),
+      arguments.as_at_least('warmup_steps', warmup_steps, 1),
+      arguments.as_int('seed', seed),
       quantization.scaled_sign() if compressor is None else compressor,
       'residual',
       arguments.as_at_least('min_elements', min_elements, 1),
-      arguments.as_at_least('warmup_steps', warmup_steps, 1),
-      arguments.as_int('seed', seed),
   )
   b1, b2 = arguments.as_decay('b1', b1), arguments.as_decay('b2', b2)
   eps = arguments.as_not_negative('eps', eps)

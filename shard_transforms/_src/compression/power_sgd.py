@@ -1,27 +1,23 @@
 """`power_sgd`: the mean of matrices over shards, as two thin factors."""
 
-from collections.abc import Hashable
 from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import varying
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.compression import low_rank
 from shard_transforms._src.compression import residuals
-from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.reduction import reduction_options
 
 _CALLER = 'power_sgd'
@@ -153,11 +149,13 @@ def power_sgd(
     Distributed Optimization, 2019, https://arxiv.org/abs/1905.13727.
   """
   factors = _Factors(
-      axes_lib.as_axes(axis_name),
-      arguments.as_at_least('rank', rank, 1),
-      _as_ratio(min_ratio),
+      reduction_options.ReductionOptions(
+          _CALLER, 'mean', axes_lib.as_axes(axis_name)
+      ),
       arguments.as_at_least('warmup_steps', warmup_steps, 0),
       arguments.as_int('seed', seed),
+      arguments.as_at_least('rank', rank, 1),
+      _as_ratio(min_ratio),
   )
 
   def init_fn(params):
@@ -166,7 +164,7 @@ def power_sgd(
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
     wrapper.check_state(state, PowerSGDState, _CALLER)
-    return factors.reduce(updates, state, weight)
+    return factors(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -185,57 +183,11 @@ def _as_ratio(min_ratio):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Factors:
+class _Factors(selective_compression.SelectiveCompression):
   """What `power_sgd` is told, and its steps."""
 
-  axes: tuple[Hashable, ...]
   rank: int
   min_ratio: float
-  warmup_steps: int
-  seed: int
-
-  def start(self, params):
-    """Returns the state before the first step."""
-    axes_lib.size(self.axes, _CALLER)
-    leaves, treedef = jax.tree.flatten(params)
-    key = jax.random.key(self.seed)
-    held = [
-        low_rank.start(param, self.rank, jax.random.fold_in(key, i))
-        if self.compresses(param)
-        else None
-        for i, param in enumerate(leaves)
-    ]
-    return self._state(counters.zero(), treedef, held)
-
-  def reduce(self, updates, state, weight):
-    """Returns the mean of a tree over the shards, and the state."""
-    options = reduction_options.ReductionOptions(_CALLER, 'mean', self.axes)
-    weight = leaf_sums.check(updates, weight, options)
-    varying.check_per_shard(updates, self.axes, _CALLER)
-    leaves, treedef = jax.tree.flatten(updates, is_leaf=leaves_lib.is_none)
-    held = self._held(updates, treedef, state)
-    compressed = [i for i, x in enumerate(leaves) if self.compresses(x)]
-    others = [
-        i
-        for i, x in enumerate(leaves)
-        if x is not None and not self.compresses(x)
-    ]
-    with jax.named_scope(_CALLER):
-      share = leaf_sums.share(weight, options)
-      means, plain, kept = self._send(
-          [leaves[i] for i in compressed],
-          [leaves[i] for i in others],
-          [held[i] for i in compressed],
-          share,
-          state.step,
-          options,
-      )
-    for i, x in zip(others + compressed, plain + means, strict=True):
-      leaves[i] = x
-    for i, x in zip(compressed, kept, strict=True):
-      held[i] = x
-    step = counters.add(state.step, 1)
-    return treedef.unflatten(leaves), self._state(step, treedef, held)
 
   def compresses(self, leaf):
     """Whether a leaf is a matrix that two factors make smaller enough."""
@@ -247,28 +199,17 @@ class _Factors:
     sent = self.rank * (math.prod(rows) + columns)
     return is_real and size > 0 and size >= self.min_ratio * sent
 
-  def _send(self, leaves, others, held, share, step, options):
-    """Returns the means of both kinds of leaves, and what is held back."""
+  def _begin(self, param, position):
+    key = jax.random.fold_in(jax.random.key(self.seed), position)
+    return low_rank.start(param, self.rank, key)
 
-    def plain(held):
-      means = leaf_sums.reduce([*leaves, *others], share, options)
-      return means[: len(leaves)], means[len(leaves) :], held
-
-    def compressed(held):
-      return low_rank.mean(leaves, others, held, share, options)
-
-    if not leaves:
-      return plain(held)
-    if not self.warmup_steps:
-      return compressed(held)
-    return lax.cond(step < self.warmup_steps, plain, compressed, held)
+  def _compressed_mean(self, leaves, others, held, share, step):
+    del step
+    return low_rank.mean(leaves, others, held, share, self.options)
 
   def _state(self, step, treedef, held):
-    """Returns the state that holds what is held back of each leaf."""
-    residual, sketch, norm = (
-        treedef.unflatten([None if x is None else x[i] for x in held])
-        for i in range(3)
-    )
+    fields = selective_compression.by_field(treedef, held, 3)
+    residual, sketch, norm = fields
     residual, norm = per_shard_state.store((residual, norm), self.axes)
     return PowerSGDState(step, residual, sketch, norm)
 

@@ -3,18 +3,24 @@
 Each shard sends each other the part of its rows that the other owns; the owner
 decodes and averages them, and sends what it encodes of the mean to all. A shard
 sends and receives as much as in an all-reduce of as many bytes.
+
+With `'hierarchical'`, the shards along the last axis, the fast one, first sum
+their rows as they are, each a part of them, so that what is encoded and sent
+over the other axes is that part alone.
 """
 
 from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import payload as payload_lib
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import reduction_options
 
 
 class Exchange(NamedTuple):
@@ -24,11 +30,18 @@ class Exchange(NamedTuple):
     compressor: What makes rows to bytes.
     axes: The mapped axes of the shards.
     key: The common key of the step.
+    algorithm: Whether rows are compressed before they are summed over the last
+      axis, or after.
   """
 
   compressor: compressor_lib.Compressor
   axes: tuple[Hashable, ...]
   key: jax.Array
+  algorithm: reduction_options.Algorithm = 'flat'
+
+  def num_shards(self) -> int:
+    """Returns the number of shards over all axes."""
+    return axes_lib.size(self.axes, 'compression')
 
   def scatter(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sends rows to their owners.
@@ -40,15 +53,9 @@ class Exchange(NamedTuple):
       The mean over the shards of what is sent to this one, float32 [rows,
       block], and what this one has sent, like `rows`.
     """
-    flat = rows.reshape(-1, rows.shape[-1])
-    payload = self._encode(flat, phase=0)
-    sent = payload_lib.to_bytes(payload).reshape(len(rows), -1)
-    received = collectives.exchange(
-        axes_lib.to_varying(sent, self.axes), self.axes
-    )
-    decoded = self._decode_bytes(received, payload).reshape(rows.shape)
-    own = self._decode(payload).reshape(rows.shape)
-    return jnp.mean(decoded, axis=0), own
+    if self.algorithm == 'flat':
+      return self._exchange(rows, self.axes)
+    return self._exchange_by_levels(rows)
 
   def gather(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sends an owner's rows to all shards.
@@ -67,6 +74,33 @@ class Exchange(NamedTuple):
     )
     whole = self._decode_bytes(gathered, payload)
     return whole.reshape(-1, *rows.shape), self._decode(payload)
+
+  def _exchange(self, rows, axes):
+    """Returns the mean of what shards send this one, and what it has sent."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    payload = self._encode(flat, phase=0)
+    sent = payload_lib.to_bytes(payload).reshape(len(rows), -1)
+    received = collectives.exchange(axes_lib.to_varying(sent, axes), axes)
+    decoded = self._decode_bytes(received, payload).reshape(rows.shape)
+    own = self._decode(payload).reshape(rows.shape)
+    return jnp.mean(decoded, axis=0), own
+
+  def _exchange_by_levels(self, rows):
+    """Returns what `_exchange` does, of sums over the last axis."""
+    *slow, fast = self.axes
+    num_fast = lax.axis_size(fast)
+    order = axes_lib.in_mesh_order(self.axes)
+    along = order.index(fast)
+    by_axes = rows.reshape(*map(lax.axis_size, order), *rows.shape[1:])
+    part = collectives.scatter_along(by_axes, fast, along) / num_fast
+    own = part.reshape(-1, *rows.shape[1:])
+    mean, sent = self._exchange(own, tuple(slow))
+    # What is not sent of a sum is held back by the shard that has sent it.
+    rest = num_fast * (own - sent).reshape(part.shape)
+    place = lax.broadcasted_iota(jnp.int32, by_axes.shape, along)
+    is_own = place == lax.axis_index(fast)
+    rest = jnp.where(is_own, jnp.expand_dims(rest, along), 0)
+    return mean, (by_axes - rest).reshape(rows.shape)
 
   def _encode(self, rows, phase):
     index = collectives.row_index(self.axes)

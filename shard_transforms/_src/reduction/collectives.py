@@ -117,10 +117,24 @@ def scatter(
   rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
   # The last axis is the fast one, and the others are left but a part to sum.
   for axis in reversed(axes):
-    with _explaining(rows, axes):
-      rows = lax.psum_scatter(rows, axis, scatter_dimension=left.index(axis))
+    rows = scatter_along(rows, axis, left.index(axis))
     left.remove(axis)
   return rows
+
+
+def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+  """Returns each shard's part of the sum of `x` over the shards along an axis.
+
+  Args:
+    x: An array that has a part for each shard along a dimension.
+    axis: The mapped axis.
+    dimension: Which dimension, which the result does not have.
+
+  Raises:
+    NotImplementedError: If JAX has no sum here.
+  """
+  with _explaining(x, (axis,)):
+    return lax.psum_scatter(x, axis, scatter_dimension=dimension)
 
 
 def gather(

@@ -1,5 +1,7 @@
 """Sums and means of trees over shards, of which each has its slice."""
 
+from collections.abc import Sequence
+
 import chex
 import jax
 from jax import lax
@@ -43,18 +45,24 @@ class ShardedReduction(reduction_options.ReductionOptions):
     """
     weight = leaf_sums.check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
+    with jax.named_scope(self.caller):
+      slices = self.scatter_leaves(leaves, leaf_sums.share(weight, self))
+    return treedef.unflatten(slices)
+
+  def scatter_leaves(
+      self, leaves: Sequence[chex.Array], share: leaf_sums.Share
+  ) -> list[jax.Array]:
+    """Returns each shard's slice of the sum or mean of checked leaves."""
     num_slices = self.num_slices()
     is_sent = self._is_sent_in_slices(leaves)
     sent = [i for i, is_sent_so in enumerate(is_sent) if is_sent_so]
     whole = [i for i, is_sent_so in enumerate(is_sent) if not is_sent_so]
-    with jax.named_scope(self.caller):
-      share = leaf_sums.share(weight, self)
-      rows = [flat_slices.cut(leaves[i], num_slices) for i in sent]
-      scattered = leaf_sums.scatter(rows, share, self, num_slices)
-      reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
-      slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
+    rows = [flat_slices.cut(leaves[i], num_slices) for i in sent]
+    scattered = leaf_sums.scatter(rows, share, self, num_slices)
+    reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
+    slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
     by_position = dict(zip(sent + whole, slices, strict=True))
-    return treedef.unflatten([by_position[i] for i in range(len(leaves))])
+    return [by_position[i] for i in range(len(leaves))]
 
   def own(self, tree: optax.Updates) -> optax.Updates:
     """Returns each shard's slice of a tree that is the same on all of them."""
