@@ -17,14 +17,22 @@ from shard_transforms._src.compression.quantization import scaled_sign
 from shard_transforms._src.compression.sparsification import group_max
 from shard_transforms._src.compression.sparsification import random_k
 from shard_transforms._src.compression.sparsification import top_k
+from shard_transforms._src.transforms.compressed_shard_update import (
+    CompressedShardUpdateState,
+)
+from shard_transforms._src.transforms.compressed_shard_update import (
+    compressed_shard_update,
+)
 
 __all__ = (
     'CompressedMeanState',
+    'CompressedShardUpdateState',
     'Compressor',
     'PowerSGDState',
     'ScaleByOneBitAdamState',
     'cast',
     'compressed_mean',
+    'compressed_shard_update',
     'group_max',
     'power_sgd',
     'quantize',

@@ -20,7 +20,10 @@ def on_a_shard(fn, *args):
 
 def take(state):
   return sliced_state.take(
-      state, jax.eval_shape(lambda: OWN), jax.eval_shape(lambda: WHOLE)
+      state,
+      jax.eval_shape(lambda: OWN),
+      jax.eval_shape(lambda: WHOLE),
+      'shard_update',
   )
 
 

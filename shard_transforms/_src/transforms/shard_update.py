@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import jax
 import optax
 
 from shard_transforms._src.base import arguments
@@ -14,8 +13,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
-from shard_transforms._src.transforms import slice_check
-from shard_transforms._src.transforms import sliced_state
+from shard_transforms._src.transforms import sliced_inner
 
 
 class ShardUpdateState(NamedTuple):
@@ -136,31 +134,21 @@ def shard_update(
       on_invariant,
       bucket_bytes,
   )
-  inner = wrapper.as_inner(inner, caller)
-  slices = slice_check.SliceCheck(inner, reduce)
+  own = sliced_inner.SlicedInner(wrapper.as_inner(inner, caller), reduce)
 
   def init_fn(params):
-    _check_mapped(reduce.axes)
-    slices.check_init(params)
-    own_state = inner.init(reduce.own(params))
-    whole_kinds = jax.eval_shape(inner.init, params)
-    return ShardUpdateState(
-        sliced_state.store(own_state, whole_kinds, reduce.axes)
-    )
+    return ShardUpdateState(own.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     wrapper.check_state(state, ShardUpdateState, caller)
-    _check_mapped(reduce.axes)
-    reduced = reduce.scatter(updates, weight)
-    update = slices.check_update(updates, params, extra_args)
-    own_params = None if params is None else reduce.own(params)
-    like = updates if params is None else params
-    whole_kinds = jax.eval_shape(inner.init, like)
-    own_like = reduced if params is None else own_params
-    own_kinds = jax.eval_shape(inner.init, own_like)
-    own_state = sliced_state.take(state.inner_state, own_kinds, whole_kinds)
-    own_updates, own_state = update(reduced, own_state, own_params)
-    inner_state = sliced_state.store(own_state, whole_kinds, reduce.axes)
+    own.check_mapped()
+    own_updates, inner_state = own.update(
+        reduce.scatter(updates, weight),
+        state.inner_state,
+        updates,
+        params,
+        extra_args,
+    )
     return reduce.gather(own_updates, updates), ShardUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -180,18 +168,3 @@ def _as_even_groups(groups):
         f' holds the state once, in equal slices, got {groups!r}.'
     )
   return groups
-
-
-def _check_mapped(axes):
-  """Refuses a mesh of which an axis is left to the compiler.
-
-  Raises:
-    ValueError: If there is one.
-  """
-  unmapped = axes_lib.unmapped_axes(axes)
-  if unmapped:
-    raise ValueError(
-        'The mesh of `shard_update` must have no axis that is not mapped, got'
-        f' {unmapped!r}: cutting a leaf would gather what such an axis shards.'
-        ' Name all axes in `axis_names` of `jax.shard_map`.'
-    )

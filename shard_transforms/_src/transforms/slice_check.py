@@ -43,7 +43,7 @@ class SliceCheck:
     # It may need extra arguments, which only `update` has.
     with contextlib.suppress(Exception):
       _, problem = self._look(params, params, {})
-    _raise(problem)
+    self._raise(problem)
 
   def check_update(
       self,
@@ -61,7 +61,7 @@ class SliceCheck:
       ValueError: If the inner transformation looks across elements.
     """
     update, problem = self._look(updates, params, extra_args)
-    _raise(problem)
+    self._raise(problem)
     return update
 
   def _look(self, updates, params, extra_args):
@@ -94,6 +94,28 @@ class SliceCheck:
     # looked at, is not traced once more to be run.
     return jax.jit(update), problem
 
+  def _raise(self, problem):
+    """Says what to do where there is a problem.
+
+    Raises:
+      ValueError: If there is one.
+    """
+    if problem:
+      raise ValueError(
+          f'`inner` of `{self._reduction.caller}` must treat each element of'
+          ' the parameters alone, whatever their shapes, and alike on all'
+          ' shards, because each shard holds a slice of them, but'
+          f' {problem}. Keep such a transformation whole, as in'
+          ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
+          ' parameters, or for some of them with `optax.partition`. To clip by'
+          ' the global norm, put'
+          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
+          ' in `inner`. Or let what comes first see what is reduced:'
+          ' `optax.chain(cross_shard_mean(axis_name), first,'
+          " shard_update(inner, axis_name, on_invariant='averaged'))`. So do"
+          ' `shard_transforms.aggregators`, in the place of `cross_shard_mean`.'
+      )
+
 
 def _describe(tree, axes, ignored=()):
   """Returns what the check depends on; not that leaves vary over `ignored`."""
@@ -108,20 +130,3 @@ def _describe(tree, axes, ignored=()):
       for leaf in leaves
   ]
   return tracked, treedef, tuple(kinds)
-
-
-def _raise(problem):
-  if problem:
-    raise ValueError(
-        '`inner` of `shard_update` must treat each element of the parameters'
-        ' alone, whatever their shapes, and alike on all shards, because each'
-        f' shard holds a slice of them, but {problem}. Keep such a'
-        ' transformation whole, as in `optax.chain(cross_shard_mean(axis_name),'
-        ' inner)`: for all parameters, or for some of them with'
-        ' `optax.partition`. To clip by the global norm, put'
-        ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first in'
-        ' `inner`. Or let what comes first see what is reduced:'
-        ' `optax.chain(cross_shard_mean(axis_name), first,'
-        " shard_update(inner, axis_name, on_invariant='averaged'))`. So do"
-        ' `shard_transforms.aggregators`, in the place of `cross_shard_mean`.'
-    )

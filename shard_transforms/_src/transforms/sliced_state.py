@@ -40,6 +40,7 @@ def take(
     state: optax.OptState,
     own_kinds: optax.OptState,
     whole_kinds: optax.OptState,
+    caller: str,
 ) -> optax.OptState:
   """Returns a shard's own state, out of that which is kept.
 
@@ -47,29 +48,28 @@ def take(
     state: As `store` returns it.
     own_kinds: Shapes and dtypes of the state for the slices of a shard.
     whole_kinds: Shapes and dtypes of the state for whole parameters.
+    caller: What errors name.
 
   Raises:
     ValueError: If it has other leaves, or leaves of other shapes.
   """
+  made_for_others = (
+      f'State of `{caller}` must be made for these parameters and this number'
+      ' of shards by `shard_transforms.init_state`, and mapped with the specs'
+      ' of `shard_transforms.state_specs`, got '
+  )
   found = jax.tree.structure(state), jax.tree.structure(own_kinds)
   if found[0] != found[1]:
-    raise ValueError(_MADE_FOR_OTHERS + f'the tree {found[0]}.')
+    raise ValueError(made_for_others + f'the tree {found[0]}.')
 
   def take_leaf(path, leaf, own, whole):
     is_slice = own.shape != whole.shape
     if jnp.shape(leaf) != (1,) * is_slice + own.shape:
       raise ValueError(
-          f'{_MADE_FOR_OTHERS}the shape {jnp.shape(leaf)} at'
+          f'{made_for_others}the shape {jnp.shape(leaf)} at'
           f' {jax.tree_util.keystr(path)}, where a shard has'
           f' {(1,) * is_slice + own.shape}.'
       )
     return lax.squeeze(leaf, (0,)) if is_slice else leaf
 
   return jax.tree.map_with_path(take_leaf, state, own_kinds, whole_kinds)
-
-
-_MADE_FOR_OTHERS = (
-    'State of `shard_update` must be made for these parameters and this number'
-    ' of shards by `shard_transforms.init_state`, and mapped with the specs of'
-    ' `shard_transforms.state_specs`, got '
-)
