@@ -165,6 +165,55 @@ class GateTest(parameterized.TestCase):
       np.testing.assert_allclose(total, means.sum(0), atol=3e-5)
 
 
+class LongRunTest(parameterized.TestCase):
+
+  @cases.product(num_shards=(8, 3, 1), mode=modes.MODES)
+  @pytest.mark.slow_unless('8_vmap$')
+  def test_200_steps_lose_nothing(self, num_shards, mode):
+    links = {
+        name: compression.compressed_mean(AXIS, x, min_elements=64)
+        for name, x in compressions.COMPRESSORS.items()
+    } | {'power_sgd': LINKS['power_sgd']}
+    data = compressions.make_data(num_shards, 200, PARAMS)
+    clean = data['w'].astype(np.float64)
+    rng = np.random.default_rng(1)
+    weight = rng.choice([0, 0.5, 1, 7], (num_shards, 200)).astype(np.float32)
+    is_stale, is_bad = rng.random((2, num_shards, 200)) < 0.2
+    is_stale[:, 100] = True
+    data['w'][is_bad, 3, 2] = np.nan
+
+    def shard(params, own):
+      def one(tx):
+        tx = shard_transforms.guard(tx, AXIS, on_bad='exclude', min_shards=1)
+        tx = shard_transforms.drop_stale(1, tx, axis_name=AXIS)
+
+        def step(state, inputs):
+          grads, weight, is_stale = inputs
+          local_step = state.global_step - jnp.where(is_stale, 3, 0)
+          updates, state = tx.update(
+              grads, state, params, local_step=local_step, weight=weight
+          )
+          return state, updates
+
+        state, updates = lax.scan(step, tx.init(params), own)
+        return updates, state_of(state)
+
+      return {name: one(tx) for name, tx in links.items()}
+
+    mapped = modes.map_shards(mode, shard, num_shards)
+    found = jax.device_get(mapped(PARAMS, (data, weight, is_stale)))
+
+    counts = np.where(is_stale | is_bad, 0, weight).astype(np.float64)
+    share = counts / np.where(counts.sum(0) > 0, counts.sum(0), 1)
+    means = np.einsum('nt,ntij->tij', share, clean)
+    for name, (updates, state) in found.items():
+      with self.subTest(name):
+        total = updates['w'][0].astype(np.float64).sum(0) + held_back(state)
+        error = np.linalg.norm(total - means.sum(0)) / np.linalg.norm(means)
+        self.assertLess(error, 1e-5)
+        np.testing.assert_array_equal(updates['w'][:, 100], 0)
+
+
 class PartTest(parameterized.TestCase):
 
   def test_masked_leaves_stay(self):

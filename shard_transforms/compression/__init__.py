@@ -5,6 +5,7 @@ from shard_transforms._src.compression.compressed_reduction import (
     CompressedMeanState,
 )
 from shard_transforms._src.compression.compressor import Compressor
+from shard_transforms._src.compression.ef21 import EF21State
 from shard_transforms._src.compression.one_bit_adam import (
     ScaleByOneBitAdamState,
 )
@@ -28,6 +29,7 @@ __all__ = (
     'CompressedMeanState',
     'CompressedShardUpdateState',
     'Compressor',
+    'EF21State',
     'PowerSGDState',
     'ScaleByOneBitAdamState',
     'cast',

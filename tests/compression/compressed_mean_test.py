@@ -434,7 +434,7 @@ class ConvergenceTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
-      (dict(feedback='all'), "`feedback` must be 'residual' or None"),
+      (dict(feedback='all'), "`feedback` must be 'residual', 'ef21' or None"),
       (dict(min_elements=0), '`min_elements` must be at least 1, got 0'),
       (dict(warmup_steps=-1), '`warmup_steps` must be at least 0, got -1'),
   )

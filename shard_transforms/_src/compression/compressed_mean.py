@@ -7,6 +7,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.compression import ef21
 from shard_transforms._src.reduction import reduction_options
 
 _CALLER = 'compressed_mean'
@@ -44,6 +45,18 @@ def compressed_mean(
   keep what they hold back. A NaN that counts gets into the residuals and stays
   there: put `guard` around it, which keeps it out.
 
+  With `feedback='ef21'`, each shard keeps an estimate :math:`m_i` of its update
+  that all know the mean of, and sends how the update differs from it:
+
+  .. math:: m_i \leftarrow m_i + C(u_i - m_i), \quad
+     u \leftarrow u + C\Big(\frac1N \sum_i m_i - u\Big)
+
+  (the second C again by the owners, of what they hold back). Nothing adds up:
+  where updates settle, so do the estimates, and the error is gone, at any
+  learning rate that the mean allows; what changes from step to step, such as
+  the noise of batches, is followed late. It takes no weights, because the
+  estimates do not know them.
+
   Leaves of fewer than `min_elements` elements and complex leaves are reduced as
   by `cross_shard_mean`. Compression goes before what keeps moments. Make the
   state with `init_state`; it fits this number of shards alone, and
@@ -54,8 +67,9 @@ def compressed_mean(
     axis_name: The mapped axis to reduce over, or a sequence of them.
     compressor: What makes blocks of updates to fewer bytes, such as
       `quantize(8)`.
-    feedback: `'residual'` to hold back what is not sent, or `None` to forget
-      it.
+    feedback: `'residual'` to hold back what is not sent, `'ef21'` to send how
+      the update differs from what all know of it, or `None` to forget what is
+      not sent.
     min_elements: The least number of elements of a leaf that is compressed. The
       slice of each shard is filled up to whole blocks, so that leaves of less
       than a block for each shard gain little.
@@ -68,8 +82,8 @@ def compressed_mean(
       back is then of its part alone; the state may go on with either.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`,
-    whose `update` takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`, or
+    an `EF21State`, whose `update` takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
@@ -77,7 +91,8 @@ def compressed_mean(
       integer or boolean, `weight` is not a real number, or the state is of
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
-      already reduced, `weight` is not a scalar or known to be negative, or the
+      already reduced, `weight` is not a scalar, known to be negative or given
+      together with `feedback='ef21'`, or the
       state was made for other parameters, another number of shards, or with
       another `feedback` or `min_elements`.
 
@@ -99,11 +114,15 @@ def compressed_mean(
   References:
     Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient
     Compression Schemes, 2019, https://arxiv.org/abs/1901.09847.
+    Richtarik et al., EF21: A New, Simpler, Theoretically Better, and
+    Practically Faster Error Feedback, 2021, https://arxiv.org/abs/2106.05203.
     Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with
     Double-pass Error-Compensated Compression, 2019,
     https://arxiv.org/abs/1905.05957.
   """
-  reduce = compressed_reduction.CompressedReduction(
+  is_ef21 = feedback == 'ef21'
+  kind = ef21.EF21 if is_ef21 else compressed_reduction.CompressedReduction
+  reduce = kind(
       reduction_options.ReductionOptions(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
@@ -119,9 +138,7 @@ def compressed_mean(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    wrapper.check_state(
-        state, compressed_reduction.CompressedMeanState, _CALLER
-    )
+    wrapper.check_state(state, kind.state_kind, _CALLER)
     return reduce(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

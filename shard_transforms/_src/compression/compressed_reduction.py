@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import leaf_sums
 
-Feedback = Literal['residual'] | None
+Feedback = Literal['residual', 'ef21'] | None
 
 
 class CompressedMeanState(NamedTuple):
@@ -93,9 +93,11 @@ class CompressedReduction(selective_compression.SelectiveCompression):
 
   Attributes:
     compressor: What makes rows to bytes.
-    feedback: `'residual'`, or `None` to forget what is not sent.
+    feedback: What becomes of what is not sent; `None` to forget it.
     min_elements: The least number of elements of a leaf that is compressed.
   """
+
+  state_kind: ClassVar[type] = CompressedMeanState
 
   compressor: compressor_lib.Compressor
   feedback: Feedback
@@ -103,9 +105,10 @@ class CompressedReduction(selective_compression.SelectiveCompression):
 
   def __post_init__(self):
     compressor_lib.check(self.compressor, self.caller)
-    if self.feedback not in ('residual', None):
+    if self.feedback not in ('residual', 'ef21', None):
       raise ValueError(
-          f"`feedback` must be 'residual' or None, got {self.feedback!r}."
+          "`feedback` must be 'residual', 'ef21' or None, got"
+          f' {self.feedback!r}.'
       )
     arguments.as_at_least('min_elements', self.min_elements, 1)
     arguments.as_at_least('warmup_steps', self.warmup_steps, 0)
@@ -150,38 +153,36 @@ class CompressedReduction(selective_compression.SelectiveCompression):
     """
     trees = per_shard_state.own(list(state[1:]), self.axes, self.caller)
     leaves_lib.check_like(updates, trees[0], self.caller)
-    num_shards = axes_lib.size(self.axes, self.caller)
     fields = [treedef.flatten_up_to(tree) for tree in trees]
-    held = []
     leaves = treedef.flatten_up_to(updates)
-    for leaf, residual, server_residual, norm in zip(
-        leaves, *fields, strict=True
-    ):
-      is_held = residual is not None
-      keeps = self.feedback is not None and self.compresses(leaf)
-      if leaf is not None and keeps != is_held:
-        verb = 'keeps' if is_held else 'lacks'
-        raise ValueError(
-            f'State of `{self.caller}` must be made with the same `feedback`'
-            f' and `min_elements`, got one that {verb} a residual for a leaf of'
-            f' the shape {jnp.shape(leaf)}.'
-        )
-      if is_held:
-        self._check_slice(residual, server_residual, num_shards)
-      kept = error_feedback.Held(residual, server_residual, norm)
-      held.append(kept if is_held else None)
+    held = []
+    for leaf, *kept in zip(leaves, *fields, strict=True):
+      self._check_kept(leaf, *kept[:2])
+      is_held = kept[0] is not None
+      held.append(error_feedback.Held(*kept) if is_held else None)
     return held
 
-  def _check_slice(self, residual, server_residual, num_shards):
-    """Checks that a state was made for this number of shards.
+  def _check_kept(self, leaf, kept, server_residual):
+    """Checks that a state was made for this leaf and number of shards.
 
     Raises:
       ValueError: If it was not.
     """
-    length = blocks.slice_length(residual.shape, num_shards)
-    if server_residual.size != length:
+    is_held = kept is not None
+    keeps = self.feedback is not None and self.compresses(leaf)
+    if leaf is not None and keeps != is_held:
+      verb = 'keeps' if is_held else 'lacks'
+      raise ValueError(
+          f'State of `{self.caller}` must be made with the same `feedback`'
+          f' and `min_elements`, got one that {verb} a residual for a leaf of'
+          f' the shape {jnp.shape(leaf)}.'
+      )
+    num_shards = axes_lib.size(self.axes, self.caller)
+    if is_held and server_residual.size != blocks.slice_length(
+        kept.shape, num_shards
+    ):
       raise ValueError(
           f'State of `{self.caller}` must be made for {num_shards} shards, got'
-          f' slices of {server_residual.size} elements of {residual.shape}.'
+          f' slices of {server_residual.size} elements of {kept.shape}.'
           ' Make it fit them with `shard_transforms.resize_state`.'
       )

@@ -44,20 +44,15 @@ class Held(NamedTuple):
 def start(param: jax.Array, num_shards: int) -> Held:
   """Returns what is held back of a leaf before the first step."""
   dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
-  return Held(
-      jnp.zeros_like(param, dtype),
-      no_server_residual(param, num_shards),
-      residuals.no_norm(param),
-  )
-
-
-def no_server_residual(param: jax.Array, num_shards: int) -> jax.Array:
-  """Returns what an owner holds back of a slice before the first step."""
   length = blocks.slice_length(param.shape, num_shards)
   flat = axes_lib.to_varying(
       jnp.zeros(length, jnp.float32), tuple(axes_lib.varying_axes(param))
   )
-  return flat.reshape((1,) * (param.ndim - 1) + (length,))
+  return Held(
+      jnp.zeros_like(param, dtype),
+      flat.reshape((1,) * (param.ndim - 1) + (length,)),
+      residuals.no_norm(param),
+  )
 
 
 def mean(
@@ -83,19 +78,19 @@ def mean(
   slices, own = scatter(values, own, counting, exchange)
   server = [None if kept is None else kept.server_residual for kept in held]
   wholes, server = gather(slices, server, values, counting, exchange)
-  after = [
-      None
-      if kept is None
-      else Held(rest, server_rest, residuals.next_norm(x, kept.update_norm))
-      for kept, x, rest, server_rest in zip(
-          held, values, own, server, strict=True
-      )
-  ]
+  after = list(map(_next, held, values, own, server))
   means = [
       whole.astype(leaf.dtype)
       for whole, leaf in zip(wholes, leaves, strict=True)
   ]
   return means, after
+
+
+def _next(held, value, residual, server_residual):
+  if held is None:
+    return None
+  norm = residuals.next_norm(value, held.update_norm)
+  return Held(residual, server_residual, norm)
 
 
 def scatter(

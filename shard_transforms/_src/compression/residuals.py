@@ -64,8 +64,13 @@ def next_norm(update: jax.Array, before: jax.Array) -> jax.Array:
     update: A leaf of the update.
     before: The norm of its last update that was not zero, float32 [].
   """
-  norm = jnp.sqrt(jnp.sum(jnp.square(update))).astype(jnp.float32)
-  return jnp.where(norm == 0, before, norm)
+  after = norm(update)
+  return jnp.where(after == 0, before, after)
+
+
+def norm(x: jax.Array) -> jax.Array:
+  """Returns the norm of an array, float32 []."""
+  return jnp.sqrt(jnp.sum(jnp.square(x))).astype(jnp.float32)
 
 
 def no_norm(param: jax.Array) -> jax.Array:

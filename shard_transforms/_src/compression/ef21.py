@@ -1,0 +1,195 @@
+"""EF21: shards send how their updates differ from what all know of them.
+
+Of the update u_i of shard i, with its estimate m_i, what the owners j of the
+slices of each leaf have held back, E_j, the last result u and a compressor C:
+
+  d_i = u_i - m_i,  s_j = mean_i C(d_i)[j] + E_j,  u[j] = u[j] + C(s_j)
+  m_i = m_i + C(d_i),  E_j = s_j - C(s_j)
+
+so that the last result and what is held back add up to the mean estimate.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.compression import compressed_reduction
+from shard_transforms._src.compression import counting as counting_lib
+from shard_transforms._src.compression import error_feedback
+from shard_transforms._src.compression import residuals
+from shard_transforms._src.compression import selective_compression
+from shard_transforms._src.reduction import leaf_sums
+
+
+class EF21State(NamedTuple):
+  """State of `compressed_mean` with `feedback='ef21'`.
+
+  What differs between shards has a leading axis, of length 1 inside the mapped
+  function and of the number of shards outside. A leaf that is not compressed
+  has `None` in its place.
+
+  Attributes:
+    step: Number of updates, int32 [].
+    estimate: What is known of each shard's updates, a tree like the parameters,
+      each leaf [1, ...], in float32 for leaves of fewer bits.
+    server_residual: What each shard has not yet sent of the mean estimate of
+      the slice of each leaf that it owns, each leaf [1, 1, ..., 1, elements].
+    error_norm: The norm of what each shard's estimate differs by from its last
+      update, float32 [1].
+    update_norm: The norm of each leaf of each shard's last update that was not
+      zero, float32 [1].
+    mean: The last result, a tree like the parameters, the same on all shards.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from shard_transforms import compression
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = compression.compressed_mean(
+    ...     'data', compression.quantize(8), feedback='ef21')
+    >>> state = shard_transforms.init_state(tx, jnp.ones((200, 300)), mesh)
+    >>> print(state.estimate.shape, state.mean.shape)
+    (8, 200, 300) (200, 300)
+  """
+
+  step: jax.Array
+  estimate: Any
+  server_residual: Any
+  error_norm: Any
+  update_norm: Any
+  mean: Any
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns what `resize_state` does with its fields.
+
+    The mean of all estimates stays as it is.
+    """
+    del reduction
+    return {
+        'estimate': state_rules.ResizeRule('average'),
+        'server_residual': state_rules.ResizeRule('cut_anew'),
+        'error_norm': state_rules.ResizeRule('maximum'),
+        'update_norm': state_rules.ResizeRule('maximum'),
+    }
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns what `metrics` does with its attributes."""
+    return {'step': state_rules.MetricRule()}
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if an estimate is not finite."""
+    return residuals.problem((self.estimate, self.server_residual))
+
+  def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the squares that `compression_error` is made of, per shard."""
+    return residuals.squares(self.error_norm, self.update_norm)
+
+
+class Held(NamedTuple):
+  """What a shard keeps of a leaf between steps: the fields of `EF21State`."""
+
+  estimate: jax.Array
+  server_residual: jax.Array
+  error_norm: jax.Array
+  update_norm: jax.Array
+  mean: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class EF21(compressed_reduction.CompressedReduction):
+  """The compressed mean of a tree over shards, by their estimates."""
+
+  state_kind: ClassVar[type] = EF21State
+
+  def __call__(
+      self,
+      updates: optax.Updates,
+      state: EF21State,
+      weight: chex.Numeric | None = None,
+  ) -> tuple[optax.Updates, EF21State]:
+    """Returns the mean of a tree over the shards, and the state.
+
+    Raises:
+      NameError: As `CompressedReduction`.
+      TypeError: As `CompressedReduction`.
+      ValueError: As `CompressedReduction`, or if there is a weight.
+    """
+    if weight is not None:
+      raise ValueError(
+          f'`weight` of `{self.caller}` must be left out with'
+          f" `feedback='ef21'`, got {weight!r}: estimates do not know it. Use"
+          " `feedback='residual'`; `guard` with `on_bad='skip'` gives none."
+      )
+    return super().__call__(updates, state)
+
+  def _begin(self, param, position):
+    residual, server_residual, norm = super()._begin(param, position)
+    mean = jnp.zeros_like(residual)
+    return Held(residual, server_residual, jnp.zeros_like(norm), norm, mean)
+
+  def _compressed_mean(self, leaves, others, held, share, step):
+    exchange = self._exchange(self.compressor, step)
+    if exchange.num_shards() == 1:
+      held = [_begun_anew(kept) for kept in held]
+    everyone = counting_lib.Counting(None, None)
+    values = [everyone.weigh(leaf) for leaf in leaves]
+    differences = [
+        value - kept.estimate for value, kept in zip(values, held, strict=True)
+    ]
+    nothing = [jnp.zeros_like(x) for x in differences]
+    slices, rests = error_feedback.scatter(
+        differences, nothing, everyone, exchange
+    )
+    server = [kept.server_residual for kept in held]
+    changes, server = error_feedback.gather(
+        slices, server, values, everyone, exchange
+    )
+    after = [
+        Held(
+            value - rest,
+            server_rest,
+            residuals.norm(rest),
+            residuals.next_norm(value, kept.update_norm),
+            jnp.where(kept.mean == 0, change, kept.mean + change),
+        )
+        for value, rest, server_rest, kept, change in zip(
+            values, rests, server, held, changes, strict=True
+        )
+    ]
+    means = [
+        kept.mean.astype(leaf.dtype)
+        for kept, leaf in zip(after, leaves, strict=True)
+    ]
+    return means, leaf_sums.reduce(others, share, self.options), after
+
+  def _state(self, step, treedef, held):
+    *own, mean = selective_compression.by_field(treedef, held, 5)
+    return EF21State(step, *per_shard_state.store(own, self.axes), mean)
+
+  def _held(self, updates, treedef, state):
+    *own, mean = state[1:]
+    own = per_shard_state.own(own, self.axes, self.caller)
+    leaves_lib.check_like(updates, own[0], self.caller)
+    fields = map(treedef.flatten_up_to, (updates, *own, mean))
+    held = []
+    for leaf, *kept in zip(*fields, strict=True):
+      self._check_kept(leaf, *kept[:2])
+      held.append(None if kept[0] is None else Held(*kept))
+    return held
+
+
+def _begun_anew(kept):
+  """Returns what one shard knows, which is to get its update to the bit."""
+  begun = Held(*map(jnp.zeros_like, kept))
+  return begun._replace(update_norm=kept.update_norm)
