@@ -4,8 +4,13 @@ import optax
 
 import cases
 import shard_transforms
+from shard_transforms.compression import compressed_shard_update
+from shard_transforms.compression import scaled_sign
 
 WRAPPERS = {
+    'compressed_shard_update': lambda inner: compressed_shard_update(
+        inner, 'data', scaled_sign()
+    ),
     'drop_stale': lambda inner: shard_transforms.drop_stale(1, inner),
     'guard': shard_transforms.guard,
     'reduce_towers': lambda inner: shard_transforms.reduce_towers(2, inner),
@@ -13,6 +18,7 @@ WRAPPERS = {
     'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
 }
 STATES = {
+    'compressed_shard_update': 'CompressedShardUpdateState',
     'drop_stale': 'DropStaleState',
     'guard': 'GuardState',
     'shard_update': 'ShardUpdateState',

@@ -51,11 +51,11 @@ def compressed_mean(
   .. math:: m_i \leftarrow m_i + C(u_i - m_i), \quad
      u \leftarrow u + C\Big(\frac1N \sum_i m_i - u\Big)
 
-  (the second C again by the owners, of what they hold back). Nothing adds up:
-  where updates settle, so do the estimates, and the error is gone, at any
-  learning rate that the mean allows; what changes from step to step, such as
-  the noise of batches, is followed late. It takes no weights, because the
-  estimates do not know them.
+  (the second C again by the owners, of what they hold back). Where updates stay
+  as they are, the error :math:`u_i - m_i` contracts in each step as C does;
+  nothing of the past comes back. What changes from step to step, such as the
+  noise of batches, is followed late. It takes no weights, because the estimates
+  do not know them.
 
   Leaves of fewer than `min_elements` elements and complex leaves are reduced as
   by `cross_shard_mean`. Compression goes before what keeps moments. Make the
