@@ -1,10 +1,14 @@
 from absl.testing import parameterized
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import compressions
 import modes
+import shard_transforms
 from shard_transforms import compression
 from shard_transforms.monitoring import compression_error
 
@@ -44,6 +48,53 @@ class CompressionErrorTest(parameterized.TestCase):
     np.testing.assert_allclose(
         found, np.sqrt(squares[0] / squares[1]), rtol=1e-5
     )
+
+  @cases.parameters(('data', 'model'), ('model', 'data'))
+  def test_knows_shards_among_those_of_a_model_axis(self, *names):
+    sizes = {'data': 4, 'model': 2}
+    mesh = jax.make_mesh([sizes[name] for name in names], names)
+    params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros(128)}
+    in_specs = {'w': P('model'), 'v': P()}
+    data = compressions.make_data(4, 1, params)
+    # So that one shard cannot pass for another.
+    data['w'] *= np.float32([1, 3, 10, 30])[:, None, None, None]
+    data['w'][:, :, :12] *= 7
+    sign = compression.scaled_sign(8)
+
+    for feedback in ('residual', 'ef21'):
+      tx = compression.compressed_mean(
+          AXIS, sign, feedback=feedback, min_elements=64
+      )
+      specs = shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
+      state = shard_transforms.init_state(tx, params, mesh, in_specs=in_specs)
+
+      def shard(state, grads, tx=tx):
+        return tx.update({k: grads[k][0, 0] for k in grads}, state)[1]
+
+      grad_specs = {'w': P(AXIS, None, 'model'), 'v': P(AXIS)}
+      mapped = jax.shard_map(
+          shard, mesh=mesh, in_specs=(specs, grad_specs), out_specs=specs
+      )
+      placed = jax.tree.map(
+          lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)),
+          data,
+          grad_specs,
+      )
+      state = jax.jit(mapped)(state, placed)
+
+      held = getattr(state, 'residual', None)
+      if feedback == 'ef21':
+        held = {k: data[k][:, 0] - state.estimate[k] for k in data}
+      squares = [
+          sum(np.square(x).reshape(4, -1).sum(1) for x in tree.values())
+          for tree in (jax.device_get(held), data)
+      ]
+      np.testing.assert_allclose(
+          compression_error(state), np.sqrt(squares[0] / squares[1]), rtol=1e-4
+      )
+
+    with self.assertRaisesRegex(ValueError, 'order that cannot be told'):
+      compression_error(jax.device_get(state))
 
   def test_is_zero_before_the_first_step(self):
     tx = compression.power_sgd(AXIS, 1)

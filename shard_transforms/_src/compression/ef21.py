@@ -93,7 +93,10 @@ class EF21State(NamedTuple):
 
   def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the squares that `compression_error` is made of, per shard."""
-    return residuals.squares(self.error_norm, self.update_norm)
+    return (
+        residuals.norm_squares(self.error_norm, self.estimate),
+        residuals.norm_squares(self.update_norm, self.estimate),
+    )
 
 
 class Held(NamedTuple):

@@ -77,7 +77,10 @@ class PowerSGDState(NamedTuple):
 
   def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the squares that `compression_error` is made of, per shard."""
-    return residuals.squares(self.residual, self.update_norm)
+    return (
+        residuals.squares(self.residual),
+        residuals.norm_squares(self.update_norm, self.residual),
+    )
 
 
 def power_sgd(

@@ -32,29 +32,60 @@ def problem(residuals: Any) -> str | None:
   )
 
 
-def squares(
-    residual: Any, update_norm: Any
-) -> tuple[jax.Array | None, jax.Array | None]:
-  """Returns the squared norms of what each shard holds back, and of its update.
+def squares(residual: Any) -> jax.Array | None:
+  """Returns the squared norm of what each shard holds back, [shards].
 
   Args:
-    residual: A tree of arrays [shards, ...].
-    update_norm: The norms of the leaves of the update, [shards], or [shards
-      times those of a model axis], in the order of the shards.
-
-  Returns:
-    Two arrays [shards], or `None` where there are no residuals.
+    residual: A tree of arrays [shards, ...], or of none.
   """
-  leaves = jax.tree.leaves(residual)
-  if not leaves:
-    return None, None
-  num_shards = len(leaves[0])
-  held = [jnp.square(x).reshape(num_shards, -1).sum(1) for x in leaves]
-  norms = [
-      jnp.square(x).reshape(num_shards, -1).sum(1)
-      for x in jax.tree.leaves(update_norm)
+  found = [
+      jnp.square(x).reshape(len(x), -1).sum(1)
+      for x in jax.tree.leaves(residual)
   ]
-  return sum(held[1:], held[0]), sum(norms[1:], norms[0])
+  return sum(found[1:], found[0]) if found else None
+
+
+def norm_squares(norms: Any, like: Any) -> jax.Array | None:
+  """Returns the square of all norms of each shard, [shards].
+
+  Args:
+    norms: The norms of leaves, each [shards], or [shards times those of a model
+      axis], in the order of the mesh.
+    like: A tree of arrays [shards, ...], for each of these leaves one.
+
+  Raises:
+    ValueError: If the order of norms of parts of a leaf cannot be told.
+  """
+  pairs = zip(jax.tree.leaves(norms), jax.tree.leaves(like), strict=True)
+  found = [jnp.square(_by_shard(*pair)).sum(1) for pair in pairs]
+  return sum(found[1:], found[0]) if found else None
+
+
+def _by_shard(norms, like):
+  """Returns the norms [shards, parts] of a leaf.
+
+  Raises:
+    ValueError: If their order cannot be told.
+  """
+  if len(norms) == len(like):
+    return norms.reshape(-1, 1)
+  shardings = [getattr(x, 'sharding', None) for x in (norms, like)]
+  if not all(isinstance(x, jax.sharding.NamedSharding) for x in shardings):
+    raise ValueError(
+        '`state` must have arrays that are placed on a mesh where parameters'
+        f' are sharded, got {len(norms)} norms for {len(like)} shards, in an'
+        ' order that cannot be told. Give it as a step has returned it, outside'
+        ' of `jax.jit`.'
+    )
+  all_axes, shard_axes = (_as_tuple(x.spec[0]) for x in shardings)
+  sizes = [shardings[0].mesh.shape[axis] for axis in all_axes]
+  places = [all_axes.index(axis) for axis in shard_axes]
+  by_axes = jnp.moveaxis(norms.reshape(sizes), places, range(len(places)))
+  return by_axes.reshape(len(like), -1)
+
+
+def _as_tuple(entry):
+  return entry if isinstance(entry, tuple) else (entry,)
 
 
 def next_norm(update: jax.Array, before: jax.Array) -> jax.Array:

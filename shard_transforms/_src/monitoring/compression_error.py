@@ -27,7 +27,8 @@ def compression_error(state: optax.OptState) -> jax.Array:
     A float32 array [number of shards]; 0 where a shard has sent nothing yet.
 
   Raises:
-    ValueError: If the state holds no residuals.
+    ValueError: If the state holds no residuals, or its arrays do not tell which
+      norms are of which shard.
 
   Examples:
     >>> import jax
