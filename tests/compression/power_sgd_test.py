@@ -1,6 +1,10 @@
+import json
+import pathlib
+
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import shard_transforms
 from shard_transforms import compression
 
 AXIS = modes.AXIS
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 
 
 def in_numpy(data, sketch, weight=None):
@@ -108,6 +113,48 @@ class PowerSGDTest(parameterized.TestCase):
     total += state.residual['w'][:, 0].astype(np.float64).mean(0)
     error = np.linalg.norm(total - means.sum(0)) / np.linalg.norm(means)
     self.assertLess(error, 1e-5)
+
+  def test_gives_what_the_hook_of_pytorch_gave(self):
+    tape = json.loads((GOLDEN / 'power_sgd_hook.json').read_text())
+    shapes = {k: tuple(shape) for k, shape in tape['shapes'].items()}
+    first, *steps = tape['steps']
+    tx = compression.power_sgd(AXIS, tape['rank'], min_ratio=1)
+
+    def arrays(values, lead=()):
+      return {
+          k: np.reshape(np.float32(x), (*lead, *shapes[k]))
+          for k, x in values.items()
+      }
+
+    residual = {k: x[:, None] for k, x in arrays(first['errors'], [2]).items()}
+    sketch = {
+        k: np.reshape(np.float32(x), (1, shapes[k][1], tape['rank']))
+        for k, x in first['sketch'].items()
+    }
+    grads = [arrays(step['grads'], [2]) for step in steps]
+    grads = jax.tree.map(lambda *x: np.stack(x, axis=1), *grads)
+
+    def shard(residual, grads):
+      # The hook holds back its errors of leaves that it sends whole, too.
+      state = tx.init({k: jnp.zeros(shape) for k, shape in shapes.items()})
+      state = state._replace(
+          residual=residual | {'vector': None}, sketch=sketch
+      )
+
+      def step(state, grads):
+        updates, state = tx.update(grads, state)
+        return state, updates
+
+      return lax.scan(step, state, grads)[1]
+
+    del residual['vector']
+    sketch['vector'] = None
+    means = jax.vmap(shard, axis_name=AXIS)(residual, grads)
+
+    expected = [arrays(step['mean']) for step in steps]
+    expected = jax.tree.map(lambda *x: np.stack(x), *expected)
+    for name, mean in expected.items():
+      np.testing.assert_allclose(means[name][0], mean, atol=2e-5)
 
   @cases.parameters(1.0, 1e-18, 1e30)
   def test_is_exact_for_fixed_matrices_of_the_rank(self, scale):

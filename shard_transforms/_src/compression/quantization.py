@@ -7,8 +7,6 @@ import numpy as np
 from shard_transforms._src.base import arguments
 from shard_transforms._src.compression import compressor as compressor_lib
 
-_TINY = float(jnp.finfo(jnp.float32).tiny)
-
 
 def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
   r"""Returns the compressor that sends signs, and a scale for each block.
@@ -76,7 +74,7 @@ def quantize(
   \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, what is between two integers
   is rounded up with a probability of its fraction, so that the mean of many
   C(p) is p. A block whose largest element is less than about 1.5e-36 is sent
-  as zeros, because its scale would be no normal number.
+  as zeros where the scale, no normal number, is taken for zero, as on CPU.
 
   Args:
     bits: The bits of an element, 8 or 4.
@@ -114,9 +112,9 @@ def quantize(
   def encode(rows, common_key, own_key):
     del common_key
     largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
-    # Written so that a NaN stays one. Without a scale, all levels are zero.
-    scale = jnp.where(largest < most * _TINY, 0, largest / most)
-    levels = rows * (1 / jnp.where(scale == 0, 1, scale))
+    scale = largest / most
+    # The reciprocal of a scale that is no normal number would be infinite.
+    levels = rows / jnp.where(scale == 0, 1, scale)
     if stochastic:
       levels = jnp.floor(levels + jax.random.uniform(own_key, rows.shape))
     levels = jnp.clip(jnp.round(levels), -most, most).astype(jnp.int8)
