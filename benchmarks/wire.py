@@ -32,6 +32,7 @@ import optax
 import shaped_link
 
 import shard_transforms
+from shard_transforms import compression
 from shard_transforms import cross_shard_mean
 from shard_transforms import local_updates
 
@@ -69,21 +70,36 @@ class Optimizer(NamedTuple):
   at: Callable[[Any, Any], Any] = lambda params, state: params
 
 
-def _local(**options):
-  outer = optax.chain(
-      cross_shard_mean(AXIS), optax.sgd(0.7, 0.9, nesterov=True)
-  )
+def _local(mean=None, **options):
+  mean = cross_shard_mean(AXIS) if mean is None else mean
+  outer = optax.chain(mean, optax.sgd(0.7, 0.9, nesterov=True))
   tx = local_updates(optax.adam(1e-3), outer, AXIS, every=EVERY, **options)
   return Optimizer(tx, EVERY, shard_transforms.local_params)
 
 
 def make_optimizers() -> dict[str, Optimizer]:
   """Returns what is compared; the first is what others are divided by."""
-  mean = optax.chain(cross_shard_mean(AXIS), optax.adam(1e-3))
+  int8, sign = compression.quantize(8), compression.scaled_sign()
+
+  def each(mean):
+    return Optimizer(optax.chain(mean, optax.adam(1e-3)))
+
+  def compressed(compressor):
+    return compression.compressed_mean(AXIS, compressor)
+
+  sharded = compression.compressed_shard_update(
+      optax.adam(1e-3), AXIS, int8, update_compressor=int8
+  )
   return {
-      'cross_shard_mean': Optimizer(mean),
+      'cross_shard_mean': each(cross_shard_mean(AXIS)),
+      'int8': each(compressed(int8)),
+      'sign': each(compressed(sign)),
+      'top-k 1/32': each(compressed(compression.top_k(1 / 32))),
+      'PowerSGD 4': each(compression.power_sgd(AXIS, 4)),
+      'sharded, int8': Optimizer(sharded),
       f'DiLoCo {EVERY}': _local(),
       f'streaming {EVERY} / 4': _local(fragments=4),
+      f'DiLoCo {EVERY}, int8': _local(compressed(int8)),
   }
 
 
