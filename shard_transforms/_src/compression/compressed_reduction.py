@@ -1,6 +1,7 @@
 """Compressed means of trees: which leaves are compressed, and when."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -124,13 +125,20 @@ class CompressedReduction(selective_compression.SelectiveCompression):
     is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
     return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
 
-  def _begin(self, param, position):
+  def _begin(self, param: jax.Array, position: int) -> Any:
     del position
     if self.feedback is None:
       return None
     return error_feedback.start(param, axes_lib.size(self.axes, self.caller))
 
-  def _compressed_mean(self, leaves, others, held, share, step):
+  def _compressed_mean(
+      self,
+      leaves: Sequence[jax.Array],
+      others: Sequence[jax.Array],
+      held: Sequence[Any],
+      share: leaf_sums.Share,
+      step: jax.Array,
+  ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
     exchange = self._exchange(self.compressor, step)
     plain = leaf_sums.reduce(others, share, self.options)
     means, held = error_feedback.mean(leaves, held, share, exchange)
@@ -142,7 +150,7 @@ class CompressedReduction(selective_compression.SelectiveCompression):
     algorithm = self.options.algorithm
     return two_phase.Exchange(compressor, self.axes, key, algorithm)
 
-  def _state(self, step, treedef, held):
+  def _state(self, step: jax.Array, treedef: Any, held: Sequence[Any]) -> Any:
     trees = selective_compression.by_field(treedef, held, 3)
     return CompressedMeanState(step, *per_shard_state.store(trees, self.axes))
 

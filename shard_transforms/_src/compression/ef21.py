@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
@@ -137,9 +138,11 @@ class EF21(compressed_reduction.CompressedReduction):
     return super().__call__(updates, state)
 
   def _begin(self, param, position):
-    residual, server_residual, norm = super()._begin(param, position)
-    mean = jnp.zeros_like(residual)
-    return Held(residual, server_residual, jnp.zeros_like(norm), norm, mean)
+    del position
+    num_shards = axes_lib.size(self.axes, self.caller)
+    estimate, server_residual, norm = error_feedback.start(param, num_shards)
+    mean = jnp.zeros_like(estimate)
+    return Held(estimate, server_residual, jnp.zeros_like(norm), norm, mean)
 
   def _compressed_mean(self, leaves, others, held, share, step):
     exchange = self._exchange(self.compressor, step)
@@ -178,7 +181,12 @@ class EF21(compressed_reduction.CompressedReduction):
 
   def _state(self, step, treedef, held):
     *own, mean = selective_compression.by_field(treedef, held, 5)
-    return EF21State(step, *per_shard_state.store(own, self.axes), mean)
+    estimate, server_residual, error_norm, update_norm = per_shard_state.store(
+        own, self.axes
+    )
+    return EF21State(
+        step, estimate, server_residual, error_norm, update_norm, mean
+    )
 
   def _held(self, updates, treedef, state):
     *own, mean = state[1:]

@@ -11,7 +11,7 @@ so that all results and what is held back add up to the means of all updates.
 
 import collections
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ def scatter(
     held: Sequence[jax.Array | None],
     counting: counting_lib.Counting,
     exchange: two_phase.Exchange,
-) -> tuple[list[jax.Array], list[jax.Array | None]]:
+) -> tuple[list[jax.Array], list[Any]]:
   """Returns each shard's slices of the means, and what it has not sent.
 
   Args:
@@ -129,7 +129,7 @@ def gather(
     like: Sequence[jax.Array],
     counting: counting_lib.Counting,
     exchange: two_phase.Exchange,
-) -> tuple[list[jax.Array], list[jax.Array | None]]:
+) -> tuple[list[jax.Array], list[Any]]:
   """Returns leaves as all shards decode them, and what this one has not sent.
 
   Args:

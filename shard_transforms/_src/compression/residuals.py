@@ -1,6 +1,6 @@
 """What residuals tell from outside: whether they are finite, and how large."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -69,22 +69,28 @@ def _by_shard(norms, like):
   """
   if len(norms) == len(like):
     return norms.reshape(-1, 1)
-  shardings = [getattr(x, 'sharding', None) for x in (norms, like)]
-  if not all(isinstance(x, jax.sharding.NamedSharding) for x in shardings):
+  sharding, of_shards = (getattr(x, 'sharding', None) for x in (norms, like))
+  if not (_is_named(sharding) and _is_named(of_shards)):
     raise ValueError(
         '`state` must have arrays that are placed on a mesh where parameters'
         f' are sharded, got {len(norms)} norms for {len(like)} shards, in an'
         ' order that cannot be told. Give it as a step has returned it, outside'
         ' of `jax.jit`.'
     )
-  all_axes, shard_axes = (_as_tuple(x.spec[0]) for x in shardings)
-  sizes = [shardings[0].mesh.shape[axis] for axis in all_axes]
+  all_axes, shard_axes = map(_lead, (sharding, of_shards))
+  sizes = [sharding.mesh.shape[axis] for axis in all_axes]
   places = [all_axes.index(axis) for axis in shard_axes]
   by_axes = jnp.moveaxis(norms.reshape(sizes), places, range(len(places)))
   return by_axes.reshape(len(like), -1)
 
 
-def _as_tuple(entry):
+def _is_named(sharding: Any) -> TypeGuard[jax.sharding.NamedSharding]:
+  return isinstance(sharding, jax.sharding.NamedSharding)
+
+
+def _lead(sharding):
+  """Returns the axes over which the first dimension is sharded."""
+  entry = sharding.spec[0]
   return entry if isinstance(entry, tuple) else (entry,)
 
 
