@@ -241,9 +241,9 @@ class MethodTest(parameterized.TestCase):
 
     def shard(params, own, at=lambda params, state: params):
       state = tx.init(params)
-      grad = shard_transforms.value_and_grad(_loss, AXIS)
       for _ in range(2):
-        _, grads = grad(at(params, state), own)
+        point = shard_transforms.per_shard(at(params, state), AXIS)
+        grads = jax.grad(_loss)(point, own)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
       return params
@@ -289,6 +289,35 @@ class SickShardTest(parameterized.TestCase):
     want = np.where(np.arange(SHARDS) == 5, 12 - 4 // fragments, 12)
     np.testing.assert_array_equal(np.ravel(num_steps), want)
 
+  @cases.parameters(*modes.MODES)
+  def test_weighs_the_others_by_their_tokens(self, mode):
+    outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude')
+    tx = local_updates(optax.sgd(0.3), outer, AXIS, every=3)
+    tokens = np.random.default_rng(2).integers(0, 4, (SHARDS, 12))
+    tokens[5, 1] = 9
+    tokens[4, :3] = 0
+    data = np.float32(CENTRES.swapaxes(0, 1)).copy()
+    data[5, 1] = np.nan
+
+    def shard(params, data):
+      return _train(tx, params, data[0], weights=data[1])[:2]
+
+    mapped = modes.map_shards(mode, shard)
+    anchor, own = map(_joined, mapped(_params(), (data, tokens)))
+
+    params = np.linspace(-1, 1, 5)
+    x = np.stack([params] * SHARDS)
+    for i in range(12):
+      counts = tokens[:, i, None] > 0
+      x = np.where(counts, x - 0.3 * (x - data[:, i]), x)
+      if i % 3 == 2:
+        total = tokens[:, i - 2 : i + 1].sum(1)
+        well = np.isfinite(x).all(1)
+        params = np.average(x[well], axis=0, weights=total[well])
+        x = np.stack([params] * SHARDS)
+      np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
+      np.testing.assert_allclose(own[:, i], x, atol=1e-6)
+
 
 class RefusalTest(parameterized.TestCase):
 
@@ -312,6 +341,37 @@ class RefusalTest(parameterized.TestCase):
       self.check_refused(
           mode, tx, "`outer` .* must reduce .*along \\['data'\\]"
       )
+
+  @cases.parameters(*modes.MODES)
+  @pytest.mark.every_mode
+  def test_refuses_a_gradient_at_the_shared_parameters(self, mode):
+    tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
+    around = optax.partition({'x': tx, 'y': tx}, {'a': 'x', 'b': 'y'})
+    grad = shard_transforms.value_and_grad(_loss, AXIS)
+
+    def shard(params, own, tx, update):
+      def step(carry, _):
+        params, state = carry
+        return update(tx, grad(params, own)[1], state, params), None
+
+      return lax.scan(step, (params, tx.init(params)), None, length=2)[0]
+
+    def update(tx, grads, state, params):
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    own = np.zeros((SHARDS, 5), np.float32)
+    apply = shard_transforms.update_and_apply
+    for options in (
+        {'tx': tx, 'update': update},
+        {'tx': tx, 'update': apply},
+        {'tx': around, 'update': update},
+    ):
+      fn = functools.partial(shard, **options)
+      with self.assertRaisesRegex(
+          ValueError, r"gradient at `.*local_params.* at `params` for \['a'\]"
+      ):
+        jax.eval_shape(modes.map_shards(mode, fn), _params(), own)
 
   def check_refused(self, mode, tx, message):
     def shard(params, own):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import gradient_origins
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
@@ -132,11 +133,15 @@ def value_and_grad(
   @functools.wraps(fun)
   def value_and_grad_fn(*args, **kwargs):
     axes_lib.size(axes, 'value_and_grad')
-    args = list(args)
+    given, args = args, list(args)
     # JAX has the better error for an argument that is not there.
     for i in set(range(-len(args), len(args))).intersection(chosen):
       args[i] = per_shard(args[i], axes)
-    return differentiated(*args, **kwargs)
+    value, grads = differentiated(*args, **kwargs)
+    of_all = grads if several else (grads,)
+    for i, gradient in zip(chosen, of_all, strict=True):
+      gradient_origins.note(gradient, given[i])
+    return value, grads
 
   return value_and_grad_fn
 

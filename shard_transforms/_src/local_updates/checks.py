@@ -10,6 +10,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import gradient_origins
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import wrapper
 from shard_transforms._src.local_updates import fragments as fragments_lib
@@ -94,6 +95,27 @@ def _check_shared(params, axes):
           f' which differs between them along {sorted(own, key=str)}. Only the'
           ' gradient is taken at `local_params(params, state)`: give `update`'
           ' and `apply_updates` the parameters themselves.'
+      )
+
+
+def check_gradient_point(
+    updates: optax.Updates, params: optax.Params | None
+) -> None:
+  """Checks that no gradient is known to have been taken at `params`.
+
+  Raises:
+    ValueError: If one is.
+  """
+  found = jax.tree.leaves_with_path(updates, is_leaf=leaves_lib.is_none)
+  shared = jax.tree.leaves(params, is_leaf=leaves_lib.is_none)
+  for (path, update), param in zip(found, shared, strict=True):
+    if update is not None and gradient_origins.is_taken_at(update, param):
+      name = jax.tree_util.keystr(path) or 'the root'
+      raise ValueError(
+          f'`updates` of `{_CALLER}` must be the gradient at'
+          ' `shard_transforms.local_params(params, state)`, got one at `params`'
+          f' for {name}: these stay as they are for a whole round, and each'
+          ' shard has parameters of its own.'
       )
 
 

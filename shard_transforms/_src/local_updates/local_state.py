@@ -113,7 +113,8 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     params = optax.apply_updates(params, updates)
 
   A gradient at `params` is of the same type, and each step of a round then goes
-  the same way. `monitoring.wire_report` of a step warns of it.
+  the same way. `update` refuses one that it is handed as `value_and_grad` gave
+  it; of others `monitoring.wire_report` of a step warns.
 
   Args:
     params: The parameters, as for `tx.update`.

@@ -97,9 +97,10 @@ def local_updates(
       integer or boolean, or the state is of another transformation.
     ValueError: If an argument has a wrong value; in `init`, if there are more
       fragments than leaves, labels do not fit, or `inner` or `outer` holds
-      `local_updates`; in `update`, if updates are already reduced, the state is
-      for other parameters or fragments, `params` are missing or a shard's own,
-      `inner` sends over the axis, or `outer` does not reduce over it.
+      `local_updates`; in `update`, if updates are already reduced or are known
+      to be the gradient at `params`, the state is for other parameters or
+      fragments, `params` are missing or a shard's own, `inner` sends over the
+      axis, or `outer` does not reduce over it.
 
   Examples:
     >>> import jax
@@ -156,6 +157,7 @@ def local_updates(
     checks.check_update(updates, state, params, task.axes)
     anchor = local_state.trained(params)
     checks.check_state(state, anchor, updates, task.fragments, task.outer)
+    checks.check_gradient_point(updates, params)
     if weight is not None:
       weight = weights.as_weight(weight, (), _CALLER)
     due = rounds.at(state.step, state.num_rounds)
