@@ -3,9 +3,11 @@ import tempfile
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint
+import pytest
 
 import cases
 import modes
@@ -146,6 +148,38 @@ class ResizeTest(parameterized.TestCase):
       )
     self.assertEqual((after.step, after.num_rounds), (step % 3, step // 3))
 
+  @cases.product(
+      mode=('shard_map', 'shard_map_unchecked', 'pmap', 'vmap'),
+      sizes=((8, 4, 8), (8, 3)),
+  )
+  @pytest.mark.slow_unless('_shard_map_')
+  def test_counts_what_each_old_shard_has_done(self, mode, sizes):
+    tx = local_updates(optax.sgd(0.1), _outer(), AXIS, every=3)
+    start = np.linspace(-1, 1, 5, dtype=np.float32)
+    before, after = (
+        _step(tx, modes.mesh(sizes[i]), start, mode) for i in (0, -1)
+    )
+    rng = np.random.default_rng(0)
+    # In the middle of a round, and between two of them.
+    for begun in (2, 3):
+      params = start
+      state = shard_transforms.init_state(tx, params, modes.mesh(sizes[0]))
+      ways = np.zeros((6, 5))
+      for i in range(6):
+        if i == begun:
+          for size in sizes[1:]:
+            mesh = modes.mesh(size)
+            state = shard_transforms.resize_state(state, tx, start, mesh)
+        size = sizes[0] if i < begun else sizes[-1]
+        grads = np.float32(rng.normal(size=(size, 5)))
+        step = before if i < begun else after
+        params, state = step(np.asarray(params), state, grads)
+        ways[i] = 0.1 * grads.mean(0)
+
+      first, second = ways.reshape(2, 3, 5).sum(1)
+      want = start - first - (0.5 * first + second)
+      np.testing.assert_allclose(params, want, rtol=1e-5, atol=1e-6)
+
   def test_weighs_shards_of_a_round_and_leaves_out_those_that_are_lost(self):
     tx = _tx()
     params = jnp.zeros(2)
@@ -162,23 +196,53 @@ class ResizeTest(parameterized.TestCase):
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 13 / 8))
 
 
-def _step(tx, mesh, like):
-  P = jax.sharding.PartitionSpec
+def _step(tx, mesh, like, mode='shard_map'):
+  """Returns a step of all shards, for a state as `init_state` makes it."""
+  specs = shard_transforms.state_specs(tx, like, mesh)
 
   def step(params, state, grads):
     grads = jax.tree.map(lambda x: x[0], grads)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  specs = shard_transforms.state_specs(tx, like, mesh)
+  if mode in ('vmap', 'pmap'):
+    return _mapped_by_one_axis(step, specs, mesh.size, mode)
   return jax.jit(
       jax.shard_map(
           step,
           mesh=mesh,
           in_specs=(P(), specs, P(AXIS)),
           out_specs=(P(), specs),
+          check_vma=mode == 'shard_map',
       )
   )
+
+
+def _mapped_by_one_axis(step, specs, num_shards, mode):
+  """Maps a step whose state has an axis of shards where it is sharded."""
+  is_own = jax.tree.map(lambda spec: spec == P(AXIS), specs)
+  axes = jax.tree.map(lambda own: 0 if own else None, is_own)
+
+  def one_shard(params, state, grads):
+    state = jax.tree.map(lambda own, x: x[None] if own else x, is_own, state)
+    params, state = step(params, state, jax.tree.map(lambda x: x[None], grads))
+    state = jax.tree.map(lambda own, x: x[0] if own else x, is_own, state)
+    return params, state
+
+  options = {'in_axes': (None, axes, 0), 'axis_name': AXIS}
+  if mode == 'vmap':
+    mapped = jax.jit(jax.vmap(one_shard, **options))
+  else:
+    mapped = jax.pmap(one_shard, devices=jax.devices()[:num_shards], **options)
+
+  def call(params, state, grads):
+    # What was mapped over other devices stays on them.
+    params, state = jax.device_get((params, state))
+    params, state = jax.device_get(mapped(params, state, grads))
+    state = jax.tree.map(lambda own, x: x if own else x[0], is_own, state)
+    return jax.tree.map(lambda x: x[0], params), state
+
+  return call
 
 
 class CheckpointTest(parameterized.TestCase):

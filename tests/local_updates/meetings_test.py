@@ -90,6 +90,26 @@ class OuterTest(parameterized.TestCase):
     norms = np.linalg.norm(moved, axis=-1)
     np.testing.assert_allclose(norms, np.full_like(norms, 0.1), rtol=1e-5)
 
+  @cases.parameters(*modes.MODES)
+  def test_takes_hyperparameters_that_change(self, mode):
+    def inject(schedule):
+      return optax.inject_hyperparams(optax.sgd)(schedule)
+
+    inner = inject(lambda step: 0.4 / (1 + step))
+    outer = _outer(inject(lambda meeting: 1 - 0.25 * meeting))
+    tx = local_updates(inner, outer, AXIS, every=2)
+
+    anchor = _anchors(mode, tx=tx)['tx']
+
+    params = np.linspace(-1, 1, 5)
+    x = np.stack([params] * 8)
+    for i in range(STEPS):
+      x = x - 0.4 / (1 + i) * (x - CENTRES[:, i])
+      if i % 2:
+        params = params + (1 - 0.25 * (i // 2)) * (x.mean(0) - params)
+        x = np.stack([params] * 8)
+      np.testing.assert_allclose(anchor[:, i], [params] * 8, atol=1e-6)
+
   @cases.product(mode=modes.MODES, fragments=(1, 2))
   def test_keeps_the_momentum_in_slices(self, mode, fragments):
     momentum = optax.sgd(0.7, 0.9, nesterov=True)
