@@ -195,6 +195,15 @@ class ResizeTest(parameterized.TestCase):
     np.testing.assert_allclose(state.own_params, [want] * 3)
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 13 / 8))
 
+  def test_weighs_shards_by_what_they_have_seen_of_all_fragments(self):
+    state = shard_transforms.init_state(_tx(), jnp.zeros(2), modes.mesh(3))
+    state = state._replace(total_weight=np.float32([[1, 3], [0, 0], [5, 0]]))
+
+    rules = state.resize_rules(None)
+
+    for name in ('own_params', 'inner_state'):
+      np.testing.assert_array_equal(rules[name].row_weights, [2, 0, 2.5])
+
 
 def _step(tx, mesh, like, mode='shard_map'):
   """Returns a step of all shards, for a state as `init_state` makes it."""

@@ -110,6 +110,26 @@ class OuterTest(parameterized.TestCase):
         x = np.stack([params] * 8)
       np.testing.assert_allclose(anchor[:, i], [params] * 8, atol=1e-6)
 
+  @cases.parameters(({},), ({'weight': 2.0},))
+  def test_gets_extra_arguments(self, given):
+    def scale(updates, state, params=None, *, value, **extra_args):
+      del params, extra_args
+      return jax.tree.map(lambda u: -value * u, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), scale
+    )
+    tx = local_updates(scaled, _outer(scaled), AXIS, every=1)
+
+    def shard(params, own):
+      state = tx.init(params)
+      return tx.update(own, state, params, value=0.5, **given)[0]
+
+    own = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), _params())
+    updates = modes.map_shards('shard_map', shard)(_params(), own)
+
+    np.testing.assert_array_equal(_joined(updates), np.full((8, 5), -0.25))
+
   @cases.product(mode=modes.MODES, fragments=(1, 2))
   def test_keeps_the_momentum_in_slices(self, mode, fragments):
     momentum = optax.sgd(0.7, 0.9, nesterov=True)
