@@ -28,7 +28,7 @@ class TrainLocalTest(parameterized.TestCase):
         env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
     self.assertEqual(run.returncode, 0, run.stderr)

@@ -196,12 +196,14 @@ class MethodTest(parameterized.TestCase):
     tokens[:, 6:9] = 0
     own = np.float32(CENTRES.swapaxes(0, 1)).copy()
     own[tokens == 0] = np.nan
+    given = np.float32(tokens)
+    given[tokens == 0] = np.resize([0, np.nan, -1], (tokens == 0).sum())
 
     def shard(params, data):
       return _train(tx, params, data[0], weights=data[1])[:2]
 
     mapped = modes.map_shards(mode, shard)
-    anchor, own = map(_joined, mapped(_params(), (own, tokens)))
+    anchor, own = map(_joined, mapped(_params(), (own, given)))
 
     params, velocity = np.linspace(-1, 1, 5), 0
     x = np.stack([params] * SHARDS)
@@ -377,6 +379,12 @@ class RefusalTest(parameterized.TestCase):
           ValueError, r"gradient at `.*local_params.* at `params` for \['a'\]"
       ):
         jax.eval_shape(modes.map_shards(mode, fn), _params(), own)
+
+  def test_refuses_an_outer_that_changes_the_tree(self):
+    changed = optax.stateless(lambda updates, params: updates['a'])
+    tx = local_updates(optax.sgd(0.1), _mean(changed), AXIS, every=2)
+
+    self.check_refused('vmap', tx, '`outer` .* must keep the tree')
 
   def check_refused(self, mode, tx, message):
     def shard(params, own):

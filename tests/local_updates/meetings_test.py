@@ -320,8 +320,42 @@ class LeafTest(parameterized.TestCase):
       chex.assert_trees_all_equal(found, own, strict=True)
     self.assertTrue((found['matrix'] < 0).all())
 
+  def test_keeps_the_dtype_of_parameters(self):
+    rate = jnp.float32(0.5)
+    outer = _outer(optax.stateless_with_tree_map(lambda u, _: -rate * u))
+    tx = local_updates(optax.sgd(0.5), outer, AXIS, every=1)
+
+    def shard(params, own):
+      updates, _ = tx.update(own, tx.init(params), params)
+      return updates
+
+    half = jnp.ones(3, jnp.bfloat16)
+    updates = modes.map_shards('shard_map', shard)(half, jnp.stack([half] * 8))
+
+    want = jnp.full((8, 3), -0.25, jnp.bfloat16)
+    chex.assert_trees_all_equal(updates, want, strict=True)
+
 
 class MeshTest(parameterized.TestCase):
+
+  def test_refuses_what_differs_along_another_axis(self):
+    mesh = jax.make_mesh(
+        (4, 2), ('host', 'core'), (jax.sharding.AxisType.Auto,) * 2
+    )
+    outer = optax.chain(cross_shard_mean('host'), optax.sgd(1.0))
+    tx = local_updates(optax.sgd(0.3), outer, 'host', every=2)
+
+    def step(params, data):
+      return tx.update(data[0], tx.init(params), params)[0]
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), P(('host', 'core'))),
+        out_specs=P(('host', 'core')),
+    )
+    with self.assertRaisesRegex(ValueError, r"must name \['core'\]"):
+      jax.eval_shape(mapped, jnp.zeros(3), jnp.zeros((8, 3)))
 
   @cases.parameters(True, False)
   def test_islands_reduce_among_themselves_and_meet_once_a_round(self, check):
