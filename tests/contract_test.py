@@ -570,7 +570,9 @@ def gradient(row):
     return sum(jax.tree.leaves(jax.tree.map(jnp.float32, products)))
 
   def grad(params, data):
-    return shard_transforms.value_and_grad(loss, AXIS)(params, data)[1]
+    # `local_updates` refuses one at the parameters, for it keeps others.
+    point = jax.tree.map(jnp.copy, params)
+    return shard_transforms.value_and_grad(loss, AXIS)(point, data)[1]
 
   return jax.vmap(grad, (None, 0)) if row.towers == 'stacked' else grad
 

@@ -221,6 +221,34 @@ class MethodTest(parameterized.TestCase):
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
       np.testing.assert_allclose(own[:, i], x, atol=1e-6)
 
+  def test_weighs_each_fragment_by_the_steps_since_it_was_sent(self):
+    tx = local_updates(
+        optax.sgd(0.3),
+        _mean(optax.sgd(1.0)),
+        AXIS,
+        every=4,
+        fragments={'a': 0, 'b': 1},
+    )
+    tokens = np.random.default_rng(3).integers(1, 5, (SHARDS, 12))
+
+    def shard(params, data):
+      return _train(tx, params, data[0], weights=data[1])[0]
+
+    data = np.float32(CENTRES.swapaxes(0, 1)), np.float32(tokens)
+    mapped = modes.map_shards('shard_map', shard)
+    anchor = _joined(mapped(_params(), data))
+
+    params = np.linspace(-1, 1, 5)
+    x = np.stack([params] * SHARDS)
+    for i, centres in enumerate(CENTRES):
+      x -= 0.3 * (x - centres)
+      for part, end in ((slice(0, 2), 2), (slice(2, 5), 0)):
+        if (i + 1) % 4 == end:
+          total = tokens[:, max(i - 3, 0) : i + 1].sum(1)
+          params[part] = np.average(x[:, part], axis=0, weights=total)
+          x[:, part] = params[part]
+      np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
+
   def test_sends_nothing_between_meetings(self):
     tx = local_updates(
         optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6, fragments=2
