@@ -187,12 +187,12 @@ def plot(
     num = len(steps) // EVERY * EVERY
     rounds = loss.mean(axis=0)[:num].reshape(-1, EVERY).mean(axis=1)
     ends = steps[:num].reshape(-1, EVERY)[:, -1]
-    by_bytes.plot(ends * report.mean_bytes / 1e6, rounds, label=way.name)
-    by_step.plot(ends, rounds)
+    by_bytes.plot(ends * report.mean_bytes / 1e6, rounds)
+    by_step.plot(ends, rounds, label=way.name)
   by_bytes.set(xscale='log', yscale='log', title='Loss against bytes sent')
   by_bytes.set(xlabel='megabytes sent between hosts', ylabel='cross entropy')
-  by_bytes.legend(loc='upper right')
   by_step.set(title='Loss against steps', xlabel='steps')
+  by_step.legend(loc='lower left')
   figure.savefig(path, dpi=120)
 
 
