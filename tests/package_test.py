@@ -642,6 +642,7 @@ class CommandsTest(parameterized.TestCase):
           capture_output=True,
           text=True,
           cwd=ROOT,
+          env={k: v for k, v in os.environ.items() if k != 'PYTEST_ADDOPTS'},
       ).stdout.splitlines()[:-2]
 
     first = names('-m', '', '--sample=0/2')

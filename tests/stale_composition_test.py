@@ -16,7 +16,8 @@ import modes
 import shard_transforms as st
 
 AXIS = modes.AXIS
-DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
+DOCS = pathlib.Path(__file__).parents[1] / 'docs'
+DOCUMENT, GUIDE = DOCS / 'composing.md', DOCS / 'stale_gradients.md'
 PARAMS = {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(2)}
 SGD = optax.sgd(0.1, momentum=0.9)
 
@@ -100,23 +101,21 @@ class CompositionTest(parameterized.TestCase):
     self.assertLen(table.splitlines(), len(ROWS))
 
   def test_the_example_trains(self):
-    text = DOCUMENT.read_text().partition('## Stale gradients')[2]
+    text = GUIDE.read_text().partition('## All together')[2]
     code = re.findall(r'```python\n(.*?)```', text, re.DOTALL)[0]
-    make, call = code.split('updates, state = ')
     scope = {'st': st, 'optax': optax}
-    exec(make, scope)
+    exec(code.partition('mesh = ')[0], scope)
+    tx = scope['tx']
 
     def shard(params, own):
       grads, step_read = own
-      names = {
-          'tx': scope['tx'],
-          'grads': grads,
-          'params': params,
-          'state': scope['tx'].init(params),
-          'step_read': step_read,
-          'params_read': params,
-      }
-      return eval(call, names)[0]
+      return tx.update(
+          grads,
+          tx.init(params),
+          params,
+          local_step=step_read,
+          read_params=params,
+      )[0]
 
     grads = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
     steps = -np.arange(8, dtype=np.int32)

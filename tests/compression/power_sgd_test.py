@@ -16,7 +16,7 @@ import shard_transforms
 from shard_transforms import compression
 
 AXIS = modes.AXIS
-GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
+TAPE = pathlib.Path(__file__).with_name('power_sgd_hook.json')
 
 
 def in_numpy(data, sketch, weight=None):
@@ -115,7 +115,7 @@ class PowerSGDTest(parameterized.TestCase):
     self.assertLess(error, 1e-5)
 
   def test_gives_what_the_hook_of_pytorch_gave(self):
-    tape = json.loads((GOLDEN / 'power_sgd_hook.json').read_text())
+    tape = json.loads(TAPE.read_text())
     shapes = {k: tuple(shape) for k, shape in tape['shapes'].items()}
     first, *steps = tape['steps']
     tx = compression.power_sgd(AXIS, tape['rank'], min_ratio=1)

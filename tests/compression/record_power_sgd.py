@@ -1,7 +1,10 @@
 """Records what PyTorch's PowerSGD hook gives, as `power_sgd_hook.json`.
 
-Two processes that gloo joins, each with its own gradients; needs PyTorch, which
-the tests do not. Run it as `python record_power_sgd.py power_sgd_hook.json`.
+Two processes that gloo joins, each with its own gradients, on a CPU, in one
+bucket, in seven steps: the gradients of each process, their mean, and after
+each step what each process holds back and the right factors. Those beside it
+are of PyTorch 1.13. The tests do not need PyTorch. Run it as
+`python record_power_sgd.py power_sgd_hook.json`.
 """
 
 import json
