@@ -107,8 +107,8 @@ class FaultsTest(parameterized.TestCase):
         asynchronous.replay(self.folder, task, TX), result
     )
 
-  @pytest.mark.slow_after(1)
   @cases.parameters(0, 1, 2)
+  @pytest.mark.slow_after(1)
   def test_kills_by_chance_lose_nothing(self, seed):
     killer = Killer(seed, number=7)
 
