@@ -653,6 +653,14 @@ class CommandsTest(parameterized.TestCase):
     self.assertCountEqual(first + second, names('-m', '') + common)
     self.assertCountEqual(common, names('-m', 'not repeated'))
 
+  def test_marks_stand_below_the_cases_that_they_are_for(self):
+    for path in (ROOT / 'tests').rglob('*_test.py'):
+      with self.subTest(path.name):
+        # Above them, pytest would not see the mark.
+        self.assertNotRegex(
+            path.read_text(), r'@pytest\.mark\..*\n *@(cases|parameterized)\.'
+        )
+
   @cases.parameters('README.md', 'CONTRIBUTING.md', '.ci/run')
   def test_named_extras_exist(self, name):
     extras = re.findall(r"pip install (?:-e )?'\.\[(\w+)\]'", read(name))
@@ -685,8 +693,8 @@ class SnippetsTest(parameterized.TestCase):
     self._check_snippets('README.md')
 
   # Each starts a process.
-  @pytest.mark.slow
   @cases.parameters(*(name for name in DOCUMENTS if name != 'README.md'))
+  @pytest.mark.slow
   def test_snippets_run_in_order_and_print_what_is_shown(self, name):
     self._check_snippets(name)
 

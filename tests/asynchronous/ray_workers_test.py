@@ -143,11 +143,11 @@ class RayWorkersTest(parameterized.TestCase):
 
 class UserErrorTest(parameterized.TestCase):
 
-  @pytest.mark.slow
   @cases.parameters(
       ('poison', '`batch` of `task` .* OSError: no such .* in batch 7 on wor'),
       ('deadly', 'worker of batch 7 has died 2 times'),
   )
+  @pytest.mark.slow
   def test_poison_is_named(self, name, message):
     task = asynchronous.Task(
         asynchronous_cases.init,
