@@ -1,3 +1,4 @@
+import subprocess
 import sys
 import tempfile
 from unittest import mock
@@ -13,8 +14,17 @@ from shard_transforms._src.asynchronous import program
 class ProgramTest(parameterized.TestCase):
 
   def test_child_that_dies_is_told(self):
+    start = subprocess.Popen
+
+    def start_and_wait(*args, **kwargs):
+      # It dies before it is told anything.
+      process = start(*args, **kwargs)
+      process.wait()
+      return process
+
     with (
         mock.patch.object(program, '_CHILD', 'no_such_module'),
+        mock.patch.object(program.subprocess, 'Popen', start_and_wait),
         self.assertRaisesRegex(RuntimeError, 'that runs Ray has died'),
     ):
       asynchronous_cases.train(

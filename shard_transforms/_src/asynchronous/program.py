@@ -111,7 +111,10 @@ def run(
     Exception: What the job raises.
   """
   with _folder() as folder, _child(job, folder) as child:
-    child.send_bytes(pickle.dumps(_settings(job, folder)))
+    settings = pickle.dumps(_settings(job, folder))
+    # One that has died is told of by what is received.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+      child.send_bytes(settings)
     if not child.poll(_START_TIMEOUT):
       raise ConnectionError(
           f'`cluster` must be reached within {_START_TIMEOUT} s, got'
