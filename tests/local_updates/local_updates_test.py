@@ -408,6 +408,22 @@ class RefusalTest(parameterized.TestCase):
       ):
         jax.eval_shape(modes.map_shards(mode, fn), _params(), own)
 
+  def test_takes_the_gradient_of_integers_which_all_shards_share(self):
+    params = {'w': jnp.ones(3), 'n': jnp.arange(4)}
+    inner = optax.masked(optax.sgd(0.5), {'w': True, 'n': False})
+    tx = local_updates(inner, _mean(optax.sgd(1.0)), AXIS, every=1)
+
+    def shard(x):
+      state = tx.init(params)
+      own = shard_transforms.local_params(params, state)
+      _, grads = shard_transforms.value_and_grad(
+          lambda p: jnp.sum(p['w']) * x, AXIS, allow_int=True
+      )(own)
+      return tx.update(grads, state, params)[0]['w']
+
+    updates = jax.vmap(shard, axis_name=AXIS)(jnp.arange(8.0))
+    np.testing.assert_allclose(updates, np.full((8, 3), -1.75))
+
   def test_refuses_an_outer_that_changes_the_tree(self):
     changed = optax.stateless(lambda updates, params: updates['a'])
     tx = local_updates(optax.sgd(0.1), _mean(changed), AXIS, every=2)

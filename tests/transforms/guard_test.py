@@ -506,6 +506,28 @@ class ModelAxisTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates['whole'], [0.5] * 3)
     np.testing.assert_array_equal(state.last_bad_step, [0, 0, -1, -1])
 
+  def test_branches_alone_on_nothing_that_the_compiler_shards(self):
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), kinds)
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', sharded=P())
+
+    @jax.jit
+    @jax.shard_map(
+        mesh=mesh, axis_names={AXIS}, in_specs=P(AXIS), out_specs=P()
+    )
+    def step(x):
+      return tx.update(x[0], tx.init(x[0]))[0]
+
+    x = np.ones((4, 6), np.float32)
+    x[2, 5] = np.nan
+    x = jax.device_put(x, jax.NamedSharding(mesh, P(AXIS, 'model')))
+
+    np.testing.assert_array_equal(step(x), np.ones(6))
+    # The gate, about which all agree. Half a shard's elements are elsewhere, so
+    # that one that looks at them in a branch of its own sends in it.
+    program = step.lower(x).compile().as_text()
+    self.assertEqual(program.count(' conditional('), 1)
+
 
 class WireTest(parameterized.TestCase):
 

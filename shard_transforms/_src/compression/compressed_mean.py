@@ -92,9 +92,9 @@ def compressed_mean(
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
       already reduced, `weight` is not a scalar, known to be negative or given
-      together with `feedback='ef21'`, or the
-      state was made for other parameters, another number of shards, or with
-      another `feedback` or `min_elements`.
+      together with `feedback='ef21'`, or the state was made for other
+      parameters, another number of shards, or with another `feedback` or
+      `min_elements`.
 
   Examples:
     >>> import jax

@@ -167,6 +167,7 @@ class EF21(compressed_reduction.CompressedReduction):
             server_rest,
             residuals.norm(rest),
             residuals.next_norm(value, kept.update_norm),
+            # Added to zero, -0.0 would lose its sign.
             jnp.where(kept.mean == 0, change, kept.mean + change),
         )
         for value, rest, server_rest, kept, change in zip(

@@ -176,7 +176,7 @@ def choose(
   """
   found = [i for i, leaf in enumerate(leaves) if leaf is not None]
   chosen = [i for i in found if is_chosen(leaves[i])]
-  return chosen, [i for i in found if i not in chosen]
+  return chosen, [i for i in found if not is_chosen(leaves[i])]
 
 
 def by_field(treedef: Any, held: Sequence[Any], num_fields: int) -> list[Any]:

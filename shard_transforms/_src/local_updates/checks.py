@@ -109,7 +109,10 @@ def check_gradient_point(
   found = jax.tree.leaves_with_path(updates, is_leaf=leaves_lib.is_none)
   shared = jax.tree.leaves(params, is_leaf=leaves_lib.is_none)
   for (path, update), param in zip(found, shared, strict=True):
-    if update is not None and gradient_origins.is_taken_at(update, param):
+    # What is not trained is the same for all shards: own ones are `params`.
+    if update is None or leaves_lib.is_float0(update):
+      continue
+    if gradient_origins.is_taken_at(update, param):
       name = jax.tree_util.keystr(path) or 'the root'
       raise ValueError(
           f'`updates` of `{_CALLER}` must be the gradient at'

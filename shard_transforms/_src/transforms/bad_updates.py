@@ -99,7 +99,7 @@ def diagnose(
     ValueError: If `sharded` is missing, or contradicts the types.
   """
   sliced = _sliced_over(updates, axes, sharded)
-  is_healthy = _are_finite(updates, sliced)
+  is_healthy = _are_finite(updates, axes, sliced)
   deviations = ()
   # A norm reads all updates once more, so that nobody pays for it unasked.
   if limits.max_norm is not None or limits.max_stds is not None:
@@ -138,7 +138,7 @@ def _sliced_over(
   return sliced
 
 
-def _are_finite(updates, sliced):
+def _are_finite(updates, axes, sliced):
   """Whether all elements of all slices are finite, bool []."""
   parts = [
       part
@@ -146,12 +146,26 @@ def _are_finite(updates, sliced):
       if not leaves.is_float0(leaf)
       for part in _real_parts(jnp.asarray(leaf))
   ]
+  if axes and axes_lib.unmapped_axes(axes):
+    # The compiler would put what it sends over these axes into the branch.
+    finite = _each_is_finite(parts)
+  else:
+    finite = _sum_or_each_is_finite(parts)
+  return collectives.total(jnp.float32(~finite), sliced) == 0
+
+
+def _sum_or_each_is_finite(parts):
   # What is not finite makes a sum so, in whichever order. A sum takes half of
   # the time of looking at each element, which is needed where it overflows. (A
   # maximum would do as well, but that of a CPU passes over a NaN.)
   total = functools.reduce(lax.add, map(_sum, parts), jnp.float32(0))
-  finite = lax.cond(lax.is_finite(total), _true, _each_is_finite, total, parts)
-  return collectives.total(jnp.float32(~finite), sliced) == 0
+  return lax.cond(
+      lax.is_finite(total),
+      lambda total, _: lax.is_finite(total),
+      lambda _, parts: _each_is_finite(parts),
+      total,
+      parts,
+  )
 
 
 def _real_parts(leaf):
@@ -164,14 +178,8 @@ def _sum(part):
   return total.astype(jnp.float32)
 
 
-def _true(total, parts):
-  del parts
-  return lax.is_finite(total)
-
-
-def _each_is_finite(total, parts):
+def _each_is_finite(parts):
   # `jnp.isfinite` and `jnp.all` take several times as long to trace.
-  del total
   flags = [
       lax.reduce_and(lax.is_finite(x), tuple(range(x.ndim))) for x in parts
   ]
