@@ -260,6 +260,7 @@ class RestoreTest(CheckpointTest):
     self.assert_goes_on(name, restored)
 
   @cases.product(name=tuple(PHASES), num_shards=(3, 4))
+  @pytest.mark.slow_after(5)
   def test_is_resized_as_what_was_saved(self, name, num_shards):
     tx, mesh = PHASES[name].build(), modes.mesh(num_shards)
     target = as_numpy(target_of(tx, params_of(), num_shards))
@@ -274,6 +275,7 @@ class RestoreTest(CheckpointTest):
         strict=True,
     )
 
+  @pytest.mark.slow
   def test_is_resized_on_a_machine_of_fewer_devices(self):
     name = 'all at once'
     out = pathlib.Path(self.folder, 'leaves.npz')

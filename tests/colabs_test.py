@@ -40,6 +40,7 @@ class ColabsTest(parameterized.TestCase):
 
   @cases.parameters(NAMES)
   @pytest.mark.slow_unless('quickstart')
+  @pytest.mark.slow
   def test_runs_and_prints_what_is_saved(self, name):
     saved, notebook = read(name), read(name)
     for cell in code_cells(notebook):

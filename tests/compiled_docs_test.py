@@ -6,6 +6,7 @@ import pathlib
 import re
 
 from absl.testing import parameterized
+import pytest
 
 PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'compiled_programs.md'
 BLOCK = re.compile(r'^```(python|text)\n(.*?)^```', re.M | re.S)
@@ -20,6 +21,7 @@ def without_lines(text):
 
 class CompiledProgramsTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_programs_send_what_the_page_says(self):
     blocks = BLOCK.findall(PAGE.read_text(encoding='utf-8'))
     namespace, printed, shown = {}, [], []

@@ -82,6 +82,7 @@ class GateTest(parameterized.TestCase):
         np.testing.assert_allclose(total, means.sum(0), atol=3e-5)
         np.testing.assert_array_equal(updates['w'][:, 4], 0)
 
+  @pytest.mark.slow
   def test_guard_that_skips_leaves_the_residuals(self):
     data = compressions.make_data(8, 2, PARAMS)
     data['w'][5, 1] = np.nan
@@ -102,6 +103,7 @@ class GateTest(parameterized.TestCase):
       )
 
   @cases.parameters(*LINKS)
+  @pytest.mark.slow_after(1)
   def test_without_a_guard_a_nan_is_found(self, name):
     data = compressions.make_data(8, 2, PARAMS)
     data['w'][5, 0] = np.nan
@@ -132,6 +134,7 @@ class GateTest(parameterized.TestCase):
       )
       self.assertEqual(state_of(state).step[0], 3)
 
+  @pytest.mark.slow
   def test_stale_shards_keep_what_they_hold_back(self):
     data = compressions.make_data(8, 8, PARAMS)
     is_stale = np.random.default_rng(1).random((8, 8)) < 0.3
@@ -169,6 +172,7 @@ class LongRunTest(parameterized.TestCase):
 
   @cases.product(num_shards=(8, 3, 1), mode=modes.MODES)
   @pytest.mark.slow_unless('8_vmap$')
+  @pytest.mark.slow
   def test_200_steps_lose_nothing(self, num_shards, mode):
     links = {
         name: compression.compressed_mean(AXIS, x, min_elements=64)
@@ -216,6 +220,7 @@ class LongRunTest(parameterized.TestCase):
 
 class PartTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_masked_leaves_stay(self):
     data = compressions.make_data(8, 2, PARAMS)
     masked = {

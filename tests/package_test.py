@@ -325,6 +325,7 @@ class SurfaceTest(parameterized.TestCase):
       self.assertIsNot(signature.return_annotation, inspect.Signature.empty)
 
   @cases.parameters(['shard_transforms', *MODULES])
+  @pytest.mark.slow
   def test_docstring_examples_run(self, module):
     result, report = run_examples(importlib.import_module(module))
 

@@ -99,7 +99,9 @@ def train(step, carry, batches, scans):
   return carry
 
 
-@pytest.mark.slow_unless('nested')
+@pytest.mark.slow_unless(
+    'nested_(applies|Auto_not_applies_not_scans|Explicit_applies_scans)'
+)
 class PlainJitTest(parameterized.TestCase):
 
   @cases.product(
@@ -134,6 +136,7 @@ class PlainJitTest(parameterized.TestCase):
           self.assertEqual(leaf.sharding.spec, SPECS[name])
 
   @cases.product(gate=GATES, applies=[False, True])
+  @pytest.mark.slow_after(1)
   def test_no_parameter_and_no_state_is_gathered(self, gate, applies):
     tx = GATES[gate]()
     auto = jax.sharding.AxisType.Auto
@@ -221,7 +224,7 @@ def apply_gradients(tx):
   return state, step
 
 
-@pytest.mark.slow_unless('Auto_not_scans|nnx_optimizer_Explicit_not_scans')
+@pytest.mark.slow_unless('optimizer_Auto_not_scans|linen_.*_Explicit_not_scans')
 class FlaxTest(parameterized.TestCase):
 
   @cases.product(

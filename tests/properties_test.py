@@ -283,6 +283,7 @@ class ValuesTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(20)
+  @pytest.mark.slow
   def test_a_power_of_two_in_all_weights_changes_no_bit(
       self, mode, power, weights, seed
   ):
@@ -588,6 +589,7 @@ class TreesTest(parameterized.TestCase):
 
   @hypothesis.given(tree=TREES, mode=ANY_MODE)
   @examples(10)
+  @pytest.mark.slow
   def test_trees_reduce_exactly(self, tree, mode):
     # Their sums are exact in all dtypes, and their means are integers.
     rng = np.random.default_rng(0)

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import cases
 import shard_transforms
@@ -60,6 +61,7 @@ def sent(tx, num_slow, num_fast):
 
 class ScalingDocsTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_tables_are_what_the_commands_print(self):
     printed = set()
     for command in commands():

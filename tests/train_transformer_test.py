@@ -42,6 +42,7 @@ class TrainTransformerTest(absltest.TestCase):
     plain, collecting = (int(x.replace(',', '')) for x in memory)
     self.assertLess(collecting, 1.25 * plain)
 
+  @pytest.mark.slow
   def test_refuses_batches_that_cannot_be_divided(self):
     run = self.run_script('--batch_size=24')
 

@@ -718,9 +718,7 @@ def trees_differ(some, other):
 class ComposingTest(parameterized.TestCase):
 
   @parameterized.named_parameters(EACH_ROW)
-  @pytest.mark.slow_unless(
-      '_so_(MultiSteps|lookahead|clip_by_global_norm_then|contrib_schedule_free)$'
-  )
+  @pytest.mark.slow_unless('_so_(MultiSteps|clip_by_global_norm_then)$')
   def test_trains_as_one_device_where_the_table_says_so(self, name):
     by_mode = {mode: jobs_of(name, mode) for mode in ('shard_map', 'pmap')}
     by_mode = {mode: jobs for mode, jobs in by_mode.items() if jobs}
@@ -741,6 +739,7 @@ class ComposingTest(parameterized.TestCase):
       assert_same(actual, expected)
 
   @parameterized.named_parameters(EACH_EVEN_ROW)
+  @pytest.mark.slow_after(1)
   def test_loses_weights_where_the_table_says_even_only(self, name):
     found = outcomes(name, 'pmap').items()
     jobs = [Job(label, True) for label, word in found if word == 'even only']
@@ -781,6 +780,7 @@ class ComposingTest(parameterized.TestCase):
       ('`MultiSteps` with `skip_not_finite`', 'around `tower_reduce`'),
   )
   @pytest.mark.slow_unless('apply_if_finite')
+  @pytest.mark.slow
   def test_hangs_once_a_shard_is_not_finite(self, name, label):
     source = pathlib.Path(shard_transforms.__file__).parents[1]
     paths = [str(source), os.environ.get('PYTHONPATH', '')]
@@ -821,6 +821,7 @@ class LostTest(parameterized.TestCase):
           lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
       ),
   )
+  @pytest.mark.slow_after(1)
   def test_chain_around_it_loses_weights(self, name, wrap):
     tx = optax.chain(wrap(optax.chain(MEAN, MOMENTUM)))
     batches = batches_of(STEPS)

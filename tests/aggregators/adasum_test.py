@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import lying_shards
@@ -56,6 +57,7 @@ class AdasumTest(parameterized.TestCase):
     for name, x in updates.items():
       assert_close(found[name], adasum(x))
 
+  @pytest.mark.slow
   def test_of_many_shards_is_that_of_whole_levels_first(self):
     updates = lying_shards.tree(37)
 
@@ -84,6 +86,7 @@ class AdasumTest(parameterized.TestCase):
     assert_close(aggregated(lies, mode, weight), adasum(left))
 
   @cases.parameters(2, 4, 7, 8)
+  @pytest.mark.slow_after(2)
   def test_orthogonal_updates_add(self, num_shards):
     updates = np.eye(num_shards, dtype=np.float32) * np.arange(
         1, 1 + num_shards
@@ -103,6 +106,7 @@ class AdasumTest(parameterized.TestCase):
     assert_close(found, lengths.mean() * direction)
 
   @cases.parameters(3, 5, 7)
+  @pytest.mark.slow_after(1)
   def test_equal_updates_stay_whatever_their_number(self, num_shards):
     update = np.random.default_rng(0).normal(size=33)
 
@@ -124,6 +128,7 @@ class AdasumTest(parameterized.TestCase):
       ],
       parallel=(False, True),
   )
+  @pytest.mark.slow_after(3)
   def test_norms_neither_overflow_nor_underflow(self, sizes, parallel):
     rng = np.random.default_rng(0)
     updates = rng.normal(size=(1 if parallel else 4, 50))
@@ -182,6 +187,7 @@ class HorovodTest(parameterized.TestCase):
   """
 
   @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  @pytest.mark.slow_after(1)
   def test_orthogonal_vectors_add(self, num_shards, dtype):
     def draw(rng, dtype):
       for length in self.lengths(num_shards, 17):
@@ -191,6 +197,7 @@ class HorovodTest(parameterized.TestCase):
     self.check(draw, dtype, 1)
 
   @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  @pytest.mark.slow_after(1)
   def test_parallel_vectors_average(self, num_shards, dtype):
     def draw(rng, dtype):
       for length in self.lengths(num_shards, 13):

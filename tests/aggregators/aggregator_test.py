@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import lying_shards
@@ -101,6 +102,7 @@ class AggregatorTest(parameterized.TestCase):
     )
 
   @cases.parameters(*AGGREGATORS)
+  @pytest.mark.slow
   def test_reduces_the_ways_of_shards_that_train_alone(self, name):
     updates = np.random.default_rng(0).normal(size=(8, 2, 6)).astype('float32')
     outer = optax.chain(AGGREGATORS[name](), optax.sgd(1.0))
@@ -197,6 +199,7 @@ class AggregatorTest(parameterized.TestCase):
       with self.assertRaisesRegex(error, '`axis_name` must'):
         make(axis_name)
 
+  @pytest.mark.slow
   def test_float0_passes(self):
     tx = AGGREGATORS['coordinate_median']()
 

@@ -110,6 +110,7 @@ class OrderStatisticsTest(parameterized.TestCase):
       self.assertTrue(np.all(found['median'][i] <= high), subset)
 
   @cases.parameters(*range(9))
+  @pytest.mark.slow_after(4)
   def test_what_is_nan_is_left_out_of_each_element(self, num_nan):
     updates = np.random.default_rng(num_nan).normal(size=(8, 3))
     updates = updates.astype('float32')

@@ -4,6 +4,7 @@ from unittest import mock
 from absl.testing import parameterized
 import numpy as np
 import optax
+import pytest
 
 import asynchronous_cases
 import cases
@@ -106,6 +107,7 @@ class HolderTest(parameterized.TestCase):
     self.assertEqual(self.fates(4), [3, 0])
     self.assertEqual(result.report.num_lost, 1)
 
+  @pytest.mark.slow
   def test_worker_that_hangs_is_late_and_replaced(self):
     with mock.patch.object(tickets_lib, '_LEAST_HANG', 0):
       result, workers = self.run_with(

@@ -4,6 +4,7 @@ import shutil
 from absl.testing import parameterized
 import numpy as np
 import optax
+import pytest
 
 import asynchronous_cases
 import cases
@@ -43,6 +44,7 @@ class RecoveryTest(parameterized.TestCase):
   @cases.parameters(
       ('again', 11, 0), ('again', 38, 1), ('forget', 11, 0), ('forget', 38, 1)
   )
+  @pytest.mark.slow_after(2)
   def test_loses_no_update_and_counts_no_batch_twice(
       self, on_drop, num_records, num_checkpoints
   ):

@@ -73,6 +73,7 @@ class NothingLostTest(parameterized.TestCase):
         np.testing.assert_array_equal(updates['w'][0], means)
 
   @cases.parameters('shard_map', 'vmap', 'pmap', 'shard_map_unchecked')
+  @pytest.mark.slow
   def test_weights_and_shards_that_do_not_count(self, mode):
     params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
     data = compressions.make_data(8, 12, params)
@@ -96,6 +97,7 @@ class NothingLostTest(parameterized.TestCase):
         compressions.assert_nothing_lost(updates, state, means, 'w')
         np.testing.assert_array_equal(updates['w'][:, 5], 0)
 
+  @pytest.mark.slow
   def test_a_shard_of_weight_zero_keeps_what_it_holds_back(self):
     params = {'w': jnp.zeros((7, 19))}
     data = compressions.make_data(8, 2, params)
@@ -136,6 +138,7 @@ class OneShardTest(parameterized.TestCase):
 
 class OptionsTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_padding_holds_nothing_back(self):
     # 8 slices of 9 elements hold 65, in blocks of 16.
     params = {'w': jnp.zeros(65)}
@@ -148,6 +151,7 @@ class OptionsTest(parameterized.TestCase):
       self.assertEqual(server.shape, (8, 1, 9))
       np.testing.assert_array_equal(server.ravel()[65:], 0)
 
+  @pytest.mark.slow
   def test_warmup_is_the_plain_mean_and_holds_nothing_back(self):
     params = compressions.make_params()
     data = compressions.make_data(8, 5, params)
@@ -258,6 +262,7 @@ class HierarchicalTest(parameterized.TestCase):
   @cases.product(
       order=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
   )
+  @pytest.mark.slow_after(1)
   def test_nothing_is_lost(self, order, check_vma):
     params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
     data = compressions.make_data(8, 12, params)
@@ -284,6 +289,7 @@ class HierarchicalTest(parameterized.TestCase):
           state.server_residual['w'].ravel()[7 * 19 :], 0
       )
 
+  @pytest.mark.slow
   def test_compresses_the_means_of_hosts(self):
     params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
     data = compressions.make_data(8, 6, params)
@@ -333,6 +339,7 @@ class HierarchicalTest(parameterized.TestCase):
 
 class ResizeTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = optax.chain(build(compression.scaled_sign(16)))
     params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
@@ -405,6 +412,7 @@ class ConvergenceTest(parameterized.TestCase):
     mapped = jax.jit(jax.vmap(shard, (None, 0), axis_name=AXIS))
     return [np.asarray(x[0]) for x in mapped(start, keys)]
 
+  @pytest.mark.slow
   def test_signs_that_mislead_on_average(self):
     def gradient(x, key):
       # The mean is 1/4, but three of four elements are negative.
@@ -415,6 +423,7 @@ class ConvergenceTest(parameterized.TestCase):
     self.assertGreater(alone.mean(), 2)
     self.assertBetween(fed_back.mean(), -1.5, -0.5)
 
+  @pytest.mark.slow
   def test_signs_that_never_point_to_the_minimum(self):
     def loss(x):
       first, second = x.reshape(8, 2).T

@@ -73,6 +73,7 @@ class EF21Test(parameterized.TestCase):
             np.ravel(state.update_norm['w']), last, rtol=1e-5
         )
 
+  @pytest.mark.slow
   def test_the_error_of_updates_that_stay_contracts(self):
     params = {'w': jnp.zeros((7, 19))}
     data = compressions.make_data(8, 1, params)
@@ -101,6 +102,7 @@ class EF21Test(parameterized.TestCase):
       self.assertLess(error, 0.1 * np.linalg.norm(mean))
 
   @cases.parameters('shard_map', 'vmap', 'pmap')
+  @pytest.mark.slow
   def test_one_shard_is_the_identity_to_the_bit(self, mode):
     data = compressions.make_data(1, 4, PARAMS)
     data['w'][0, 0, 0, :2] = [-0.0, 3e38]
@@ -127,6 +129,7 @@ class EF21Test(parameterized.TestCase):
       np.testing.assert_array_equal(found['tx'][0][name], leaf)
     np.testing.assert_array_equal(found['tx'][1].estimate['w'], 0)
 
+  @pytest.mark.slow
   def test_goes_on_with_another_number_of_shards(self):
     tx = build(compression.quantize(8, block=16))
     state = shard_transforms.init_state(tx, PARAMS, modes.mesh(8))
@@ -144,6 +147,7 @@ class EF21Test(parameterized.TestCase):
       }
       assert_known(updates, state._replace(mean=repeated), num_shards)
 
+  @pytest.mark.slow
   def test_guard_keeps_nan_out(self):
     data = compressions.make_data(8, 3, PARAMS)
     data['w'][5, 1, 0, 0] = np.nan

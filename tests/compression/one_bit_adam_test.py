@@ -115,6 +115,7 @@ class OneBitAdamTest(parameterized.TestCase):
       self.assertEqual(values.dtype, data[leaf].dtype)
       self.assertTrue(np.isfinite(values.astype(np.float32)).all())
 
+  @pytest.mark.slow
   def test_weights(self):
     params = {'w': jnp.zeros(128)}
     data = make_data(params)

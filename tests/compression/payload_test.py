@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 from shard_transforms import compression
@@ -16,6 +17,7 @@ def compressor(encode, decode=None):
 
 class PayloadTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_bytes_give_the_payload_back_to_the_bit(self):
     rng = np.random.default_rng(0)
     payload = {

@@ -231,6 +231,7 @@ class PowerSGDTest(parameterized.TestCase):
       chex.assert_trees_all_equal(updates, mean, strict=True)
     self.assertEmpty(jax.tree.leaves(found['rank'][1].residual))
 
+  @pytest.mark.slow
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = compression.power_sgd(AXIS, 2)
     params = {'w': jnp.zeros((12, 20)), 'b': jnp.zeros(20)}

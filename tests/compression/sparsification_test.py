@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 from shard_transforms import compression
@@ -48,6 +49,7 @@ class SparsificationTest(parameterized.TestCase):
     is_sent = np.arange(group) == places
     np.testing.assert_array_equal(found, np.where(is_sent, rows, 0))
 
+  @pytest.mark.slow
   def test_random_k_sends_others_in_each_step(self):
     tx = compression.random_k(0.25, block=16)
     rows = normal_rows(16)

@@ -89,7 +89,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
       reduction=[facade.Reduction.MEAN, facade.Reduction.SUM],
       clip_norm=[None, 0.1],
   )
-  @pytest.mark.slow_unless('_momentum_')
+  @pytest.mark.slow_unless('_momentum_weighted_mean')
   def test_has_the_bits_of_the_functional_path(
       self, inner, reduction, clip_norm
   ):
@@ -124,6 +124,7 @@ class CrossShardOptimizerTest(parameterized.TestCase):
     self.assertEqual(int(model.global_step), 3)
 
   @cases.parameters(*INNERS)
+  @pytest.mark.slow_after(2)
   def test_trains_as_one_device(self, inner):
     of_facade, _ = INNERS[inner]
     results = []
@@ -352,6 +353,7 @@ class GroupsTest(parameterized.TestCase):
         model.params(), reference.params(), rtol=1e-6, strict=True
     )
 
+  @pytest.mark.slow
   def test_resumes_to_the_bit(self):
     _, step = self.trained(2)
     variables = facade.global_variables()

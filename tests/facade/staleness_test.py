@@ -203,6 +203,7 @@ class DropStaleGradientOptimizerTest(parameterized.TestCase):
         ['beta1_power', 'beta2_power', 'stale_counter', 'w/Adam', 'w/Adam_1'],
     )
 
+  @pytest.mark.slow
   def test_resumes_to_the_bit_after_drops(self):
     def run(saved, ages):
       with facade.Graph().as_default():

@@ -65,7 +65,7 @@ class TowerOptimizerTest(parameterized.TestCase):
   @cases.product(
       reduction=['weighted_sum', 'weighted_mean'], clip_norm=[None, 0.2]
   )
-  @pytest.mark.slow_after(2)
+  @pytest.mark.slow_after(1)
   def test_has_the_bits_of_the_functional_path(self, reduction, clip_norm):
     model_fn = self.model_fn(
         lambda: facade.MomentumOptimizer(0.1, 0.9), clip_norm

@@ -170,6 +170,7 @@ class JoiningTest(parameterized.TestCase):
 
     self.assertEqual(run.returncode, 0, run.stderr)
 
+  @pytest.mark.slow
   def test_who_fails_does_not_wait_for_the_others(self):
     run = self.start(FAILURE, num_processes=2)
 

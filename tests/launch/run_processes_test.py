@@ -121,6 +121,7 @@ class ProcessesTest(parameterized.TestCase):
 
   @cases.parameters((None, '1073741824'), ('4096', '4096'))
   @pytest.mark.slow_after(1)
+  @pytest.mark.slow
   def test_keeps_memory_unless_told_otherwise(self, given, expected):
     env = {'MALLOC_MMAP_THRESHOLD_': given} if given else {}
 
@@ -163,6 +164,7 @@ class ProcessesTest(parameterized.TestCase):
   @cases.parameters(
       (('note_sigterm', 'be_killed'), 1), (('be_killed', 'note_sigterm'), 0)
   )
+  @pytest.mark.slow_after(1)
   def test_waits_for_no_grace_where_one_was_killed(self, deeds, killed):
     with self.assertRaisesRegex(
         RuntimeError, f'got process {killed} of 2 that was killed by SIGKILL'
@@ -174,6 +176,7 @@ class ProcessesTest(parameterized.TestCase):
     self.assertLen(self.pids(), 2)
     self.assertFalse(any(map(is_alive, self.pids())))
 
+  @pytest.mark.slow
   def test_lets_the_others_tidy_up(self):
     with self.assertRaisesRegex(RuntimeError, 'got process 0 of 2 .* status 7'):
       self.run_children('exit', 'tidy_up', grace=2)

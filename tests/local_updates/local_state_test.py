@@ -257,6 +257,7 @@ def _mapped_by_one_axis(step, specs, num_shards, mode):
 class CheckpointTest(parameterized.TestCase):
 
   @cases.parameters(1, 2)
+  @pytest.mark.slow_after(1)
   def test_goes_on_in_the_middle_of_a_round_and_of_a_delay(self, fragments):
     tx = local_updates(
         optax.adam(0.1),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import pytest
 
 import cases
 import modes
@@ -55,6 +56,7 @@ class AssertReducedTest(parameterized.TestCase):
     with self.assertRaisesRegex(AssertionError, 'it is sharded over them'):
       assert_reduced(self.returned(lambda x: x, P(AXIS)), AXIS)
 
+  @pytest.mark.slow
   def test_devices_may_differ_along_another_axis(self):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     hidden = jax.jit(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
+import pytest
 
 import cases
 import modes
@@ -124,6 +125,7 @@ class AgreementTest(parameterized.TestCase):
   """What the compiler sends is what the traced program says."""
 
   @cases.product(name=TRANSFORMS, check_vma=(True, False))
+  @pytest.mark.slow_after(8)
   def test_sends_what_the_traced_program_does(self, name, check_vma):
     step, given = step_of(name, check_vma)
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import compressions
@@ -17,6 +18,7 @@ AXIS = modes.AXIS
 
 class CompressionErrorTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_is_of_all_residuals_of_each_shard(self):
     params = {'w': jnp.zeros((12, 16)), 'v': jnp.zeros(128), 'b': jnp.zeros(5)}
     sign = compression.compressed_mean(
@@ -50,6 +52,7 @@ class CompressionErrorTest(parameterized.TestCase):
     )
 
   @cases.parameters(('data', 'model'), ('model', 'data'))
+  @pytest.mark.slow_after(1)
   def test_knows_shards_among_those_of_a_model_axis(self, *names):
     sizes = {'data': 4, 'model': 2}
     mesh = jax.make_mesh([sizes[name] for name in names], names)

@@ -77,6 +77,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertGreater(told[0], 0)
     np.testing.assert_array_equal(told, [told[0]] * SHARDS)
 
+  @pytest.mark.slow
   def test_sees_each_bit_of_each_element(self):
     x = np.asarray(tree_of()['w'])
     flipped = [flip(x, e, b) for e in range(x.size) for b in range(32)]
@@ -90,7 +91,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertTrue(np.all(told > 0))
 
   @cases.parameters(*DTYPES)
-  @pytest.mark.slow_after(3)
+  @pytest.mark.slow_after(1)
   def test_knows_all_dtypes(self, dtype):
     x = jnp.asarray([1, 0, 1, 1], dtype)
     same = jnp.stack([x, x])
@@ -100,6 +101,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertEqual(fn(same)[0], 0)
     self.assertGreater(fn(other)[0], 0)
 
+  @pytest.mark.slow
   def test_knows_wide_numbers_and_keys(self):
     fn = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
     with jax.enable_x64(True):

@@ -73,6 +73,7 @@ class MapPackedTest(parameterized.TestCase):
   @cases.product(
       bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
   )
+  @pytest.mark.slow_after(4)
   def test_rows_are_packed_side_by_side(self, bucket_bytes, between_processes):
     shapes = [(3, *shape) for shape in SHAPES]
     leaves = list(map(jnp.asarray, _leaves(shapes)))
@@ -90,6 +91,7 @@ class MapPackedTest(parameterized.TestCase):
   @cases.product(
       bucket_bytes=(0, 64, 10**9, 'auto'), between_processes=(False, True)
   )
+  @pytest.mark.slow_after(4)
   def test_rows_come_of_what_is_packed(self, bucket_bytes, between_processes):
     leaves = list(map(jnp.asarray, _leaves(SHAPES)))
 
@@ -142,7 +144,7 @@ class MapPackedTest(parameterized.TestCase):
     )
 
   @cases.product(bucket_bytes=(61, 64, 100), itemsize=(2, 4))
-  @pytest.mark.slow_after(3)
+  @pytest.mark.slow_after(1)
   def test_a_buffer_holds_no_more_than_its_size(self, bucket_bytes, itemsize):
     leaves = _leaves(SHAPES, f'float{8 * itemsize}')
 
@@ -209,6 +211,7 @@ class MapPackedTest(parameterized.TestCase):
     self.assertLen(_sent(leaves, 'auto'), num_sent)
 
   @cases.parameters(5, 8, 9, 11, 16)
+  @pytest.mark.slow_after(2)
   def test_layers_that_repeat_share_the_layout_of_their_buffers(self, period):
     layer = [(1 + i,) for i in range(period)]
 

@@ -7,6 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -78,6 +79,7 @@ class DelayTest(parameterized.TestCase):
     chex.assert_trees_all_equal(first, zeros, strict=True)
 
   @cases.product(steps=(0, 1, 2, 9))
+  @pytest.mark.slow_after(2)
   def test_gives_back_every_bit(self, steps):
     tx = delay_updates(steps)
     rng = np.random.default_rng(3)

@@ -307,13 +307,14 @@ class TrainingTest(parameterized.TestCase):
   """Training on another number of shards goes on as if it never had another."""
 
   @cases.parameters(*TABLE)
-  @pytest.mark.slow_unless('_back_(shard_update|towers)$')
+  @pytest.mark.slow_unless('_back_towers$')
   def test_goes_on_on_half_the_shards_and_back(self, name):
     params, _ = train(name, [8, 8, 4, 4, 8, 8])
 
     assert_close(params, expected_params(TABLE[name]))
 
   @cases.parameters('shard_update', 'towers')
+  @pytest.mark.slow_after(1)
   def test_goes_on_on_any_number_of_shards(self, name):
     params, _ = train(name, [3, 8, 3, 1, 8, 8])
 
@@ -798,6 +799,7 @@ class VmappedTest(parameterized.TestCase):
   SPECS: ClassVar = {'w': P(None, 'model'), 'b': P()}
 
   @cases.product(kind=('Auto', 'Explicit'), num_shards=(4, 2))
+  @pytest.mark.slow_after(1)
   def test_is_resized_as_under_shard_map(self, kind, num_shards):
     inner = guard(averaged(adam()), AXIS)
     tx = optax.chain(

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint
+import pytest
 
 import cases
 import shard_transforms
@@ -175,6 +176,7 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertEqual(shardings[0].mu.spec, P(None, 'data'))
 
   @parameterized.named_parameters(*OPTIMIZERS)
+  @pytest.mark.slow_unless('_(adafactor|adam|adamw_with_mask|muon|shampoo)$')
   def test_trains_as_one_device_does(self, make):
     tx, mesh = make(), make_mesh()
     params = make_params(mesh)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import compressions
@@ -39,6 +40,7 @@ def weights():
 class HalvesTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
+  @pytest.mark.slow
   def test_around_nothing_it_is_the_compressed_mean(self, mode):
     data = compressions.make_data(8, 12, PARAMS)
     weight = weights()
@@ -144,6 +146,7 @@ class TrainingTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(found['tx'][0], found['adam'][0])
 
+  @pytest.mark.slow
   def test_guard_keeps_nan_out(self):
     data = compressions.make_data(8, 3, PARAMS)
     data['w'][5, 1, 0, 0] = np.nan
@@ -161,6 +164,7 @@ class TrainingTest(parameterized.TestCase):
     error = monitoring.compression_error(state)
     self.assertTrue((error > 0).all())
 
+  @pytest.mark.slow
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = build(update_compressor=SIGN)
     state = shard_transforms.init_state(tx, PARAMS, modes.mesh(8))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -400,6 +401,7 @@ class SpikeTest(parameterized.TestCase):
     self.assertEqual(state.norms.num_recorded[0], 8)
     self.assertTrue(np.all(np.isfinite(state.norms.mean)))
 
+  @pytest.mark.slow
   def test_norms_that_stay_the_same_are_no_spikes(self):
     x = np.full((SHARDS, 30, 5), 7**0.5 / 5**0.5, np.float32)
     tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=1.0, window=5)
