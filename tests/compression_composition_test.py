@@ -114,6 +114,7 @@ class GateTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, 'not finite.*guard'):
       check_health(state)
 
+  @pytest.mark.slow
   def test_towers_are_one_update(self):
     data = compressions.make_data(8, 6, PARAMS)
     pairs = jax.tree.map(

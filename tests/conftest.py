@@ -23,15 +23,18 @@ FAST_COMPILATION = [
 if jax.__version_info__[:2] == (0, 10):
   FAST_COMPILATION.append('--xla_cpu_use_fusion_emitters=false')
 
-# Ways to run, in names of cases, and those that stand for them.
-OTHER_MODES = [
+# Ways to run and options, in names of cases, and those that stand for them.
+OTHER_WAYS = [
     ('spmd_vmap_explicit', 'vmap'),
     ('spmd_vmap', 'vmap'),
     ('vmap', 'shard_map'),
     ('pmap', 'shard_map'),
     ('_unchecked', ''),
-    ('not_check_vma', 'check_vma'),
-    ('not_compiled', 'compiled'),
+    ('Explicit', 'Auto'),
+    ('core_host', 'host_core'),
+    ('_not_', '_'),
+    ('_per_shard', ''),
+    ('_in_chain', ''),
 ]
 
 os.environ.setdefault('XLA_FLAGS', ' '.join(FAST_COMPILATION))
@@ -82,7 +85,9 @@ def pytest_collection_modifyitems(config, items):
   for item in items:
     pattern = item.get_closest_marker('slow_unless')
     first = item.get_closest_marker('slow_after')
-    if pattern is not None:
+    if item.get_closest_marker('repeated'):
+      slow = True
+    elif pattern is not None:
       slow = not re.search(pattern.args[0], item.name)
     elif _repeats(item, names):
       slow = True
@@ -116,8 +121,8 @@ def pytest_collection_finish():
 
 
 def _repeats(item, names):
-  """Whether the same case in another mode stands for this one."""
+  """Whether the same case in another way stands for this one."""
   return item.get_closest_marker('every_mode') is None and any(
-      mode in item.nodeid and item.nodeid.replace(mode, other) in names
-      for mode, other in OTHER_MODES
+      way in item.nodeid and item.nodeid.replace(way, other) in names
+      for way, other in OTHER_WAYS
   )

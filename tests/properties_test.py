@@ -252,6 +252,7 @@ class ValuesTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(20)
+  @pytest.mark.slow
   def test_the_order_of_shards_changes_only_rounding(
       self, mode, order, weights, local_steps, seed
   ):

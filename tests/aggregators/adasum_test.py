@@ -49,6 +49,7 @@ def assert_close(found, expected):
 class AdasumTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, num_shards=(2, 5, 8))
+  @pytest.mark.slow_after(1)
   def test_is_the_tree_of_pairs_of_each_leaf(self, mode, num_shards):
     updates = lying_shards.tree(num_shards)
 
@@ -221,6 +222,7 @@ class HorovodTest(parameterized.TestCase):
     self.check(draw, dtype, num_shards)
 
   @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  @pytest.mark.slow_after(1)
   def test_is_stable_from_the_least_to_the_largest(self, num_shards, dtype):
     def draw(rng, dtype):
       least = float(np.finfo(dtype).tiny)
@@ -234,6 +236,7 @@ class HorovodTest(parameterized.TestCase):
     self.check(draw, dtype, num_shards)
 
   @cases.parameters('float16', 'float32', 'float64')
+  @pytest.mark.slow_after(1)
   def test_is_the_tree_of_each_matrix(self, dtype):
     updates = np.random.default_rng(2).random(size=(2, 8, 2, 2))
     updates = updates.astype(dtype)

@@ -47,6 +47,7 @@ def run(tx, mode, updates, **extra_args):
 class AggregatorTest(parameterized.TestCase):
 
   @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
+  @pytest.mark.slow_after(2)
   def test_guard_leaves_out_what_is_not_finite(self, name, mode):
     updates = lying_shards.tree()['w']
     updates[2, 5] = np.nan
@@ -66,6 +67,7 @@ class AggregatorTest(parameterized.TestCase):
     )
 
   @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
+  @pytest.mark.slow_after(2)
   def test_drop_stale_leaves_out_what_is_late(self, name, mode):
     updates = lying_shards.tree()['w']
     tx = shard_transforms.drop_stale(0, AGGREGATORS[name](), axis_name=AXIS)
@@ -82,6 +84,7 @@ class AggregatorTest(parameterized.TestCase):
     )
 
   @cases.product(name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'))
+  @pytest.mark.slow_after(2)
   def test_towers_are_averaged_first_by_their_weights(self, name, mode):
     updates = np.random.default_rng(0).normal(size=(8, 2, 6)).astype('float32')
     weight = np.float32([[3, 1]] * 8)
@@ -122,6 +125,7 @@ class AggregatorTest(parameterized.TestCase):
     )
 
   @cases.parameters(*AGGREGATORS)
+  @pytest.mark.slow
   def test_comes_before_a_sharded_optimizer(self, name):
     updates = lying_shards.tree()['w']
     inner = optax.sgd(1.0)

@@ -63,6 +63,7 @@ class RecoveryTest(parameterized.TestCase):
         asynchronous.replay(self.folder, TASK, TX), result
     )
 
+  @pytest.mark.slow
   def test_every_batch_is_done_in_the_end(self):
     self.cut(11)
 
@@ -74,6 +75,7 @@ class RecoveryTest(parameterized.TestCase):
     # Beyond the last, four were in flight at most.
     self.assertContainsSubset(range(26), accepted['batch'].tolist())
 
+  @pytest.mark.slow
   def test_goes_on_from_before_a_damaged_checkpoint(self):
     self.go_on()
     for path in (self.folder / 'checkpoints/30').rglob('*'):
@@ -97,6 +99,7 @@ class RecoveryTest(parameterized.TestCase):
     self.assertEqual(again.report.num_dropped, first.report.num_dropped)
 
   @cases.parameters(0, 1)
+  @pytest.mark.slow_after(1)
   def test_refuses_another_task(self, num_checkpoints):
     self.cut(38, num_checkpoints)
     task = asynchronous.Task(

@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import optax
+import pytest
 
 import asynchronous_cases
 import cases
@@ -32,6 +33,7 @@ class ReplayTest(parameterized.TestCase):
           ),
       ),
   )
+  @pytest.mark.slow_after(3)
   def test_gives_the_same_bits(self, tx):
     first = self.train(tx, staleness=1, pace=False)
 

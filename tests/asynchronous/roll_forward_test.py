@@ -2,6 +2,7 @@ import unittest
 
 import numpy as np
 import optax
+import pytest
 
 import asynchronous_cases
 from shard_transforms import asynchronous
@@ -46,6 +47,7 @@ class RollForwardTest(unittest.TestCase):
       pass
     return server.params, server.state
 
+  @pytest.mark.slow
   def test_any_workers_give_the_same_bits(self):
     for workers in (
         workers_lib.LocalWorkers(TASK, 1),

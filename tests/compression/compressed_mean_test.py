@@ -31,7 +31,7 @@ def on_shards(tree):
 class NothingLostTest(parameterized.TestCase):
 
   @cases.product(num_shards=(8, 3), mode=modes.MODES)
-  @pytest.mark.slow_unless('(8_shard_map|3_vmap)$')
+  @pytest.mark.slow_unless('8_shard_map$')
   def test_results_and_residuals_add_up(self, num_shards, mode):
     params = compressions.make_params()
     data = compressions.make_data(num_shards, 12, params)
@@ -56,6 +56,7 @@ class NothingLostTest(parameterized.TestCase):
               updates[leaf][0], data[leaf].mean(0), atol=1e-6
           )
 
+  @pytest.mark.slow
   def test_exact_compressors_lose_nothing_to_the_bit(self):
     exact = {name: ALL[name] for name in ('top_k', 'group_max', 'random_k')} | {
         'float32': build(compression.cast('float32'))
@@ -118,6 +119,7 @@ class NothingLostTest(parameterized.TestCase):
 class OneShardTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
+  @pytest.mark.slow
   def test_is_the_identity_to_the_bit(self, mode):
     params = compressions.make_params()
     data = compressions.make_data(1, 3, params)

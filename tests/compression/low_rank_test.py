@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import modes
@@ -15,6 +16,7 @@ OPTIONS = reduction_options.ReductionOptions('tx', 'mean', (modes.AXIS,))
 class LowRankTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
+  @pytest.mark.slow
   def test_follows_the_formulas(self, mode):
     rng = np.random.default_rng(0)
     matrices = rng.normal(size=(4, 3, 2, 5)).astype(np.float32)

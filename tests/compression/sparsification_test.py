@@ -21,6 +21,7 @@ def normal_rows(block):
 class SparsificationTest(parameterized.TestCase):
 
   @cases.parameters((0.25, 16, 4), (1e-9, 16, 1), (1.0, 16, 16), (1 / 3, 9, 3))
+  @pytest.mark.slow_after(2)
   def test_top_k_sends_the_largest(self, fraction, block, num_sent):
     rows = normal_rows(block)
 
@@ -31,6 +32,7 @@ class SparsificationTest(parameterized.TestCase):
     np.put_along_axis(is_sent, order[:, :num_sent], True, axis=1)
     np.testing.assert_array_equal(found, np.where(is_sent, rows, 0))
 
+  @pytest.mark.slow
   def test_top_k_knows_places_in_the_largest_block(self):
     rows = np.zeros((1, 65536), np.float32)
     rows[0, 65535] = -2.0
@@ -40,6 +42,7 @@ class SparsificationTest(parameterized.TestCase):
     np.testing.assert_array_equal(found, rows)
 
   @cases.parameters(1, 4, 256)
+  @pytest.mark.slow_after(1)
   def test_group_max_sends_the_largest_of_each_group(self, group):
     rows = normal_rows(group)
 

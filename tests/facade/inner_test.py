@@ -264,6 +264,7 @@ class InnerTest(UpdateTest):
     )
 
   @cases.parameters(*OPTIMIZERS)
+  @pytest.mark.slow_after(5)
   def test_names_its_slots(self, name):
     opt = OPTIMIZERS[name][0](RATE)
 

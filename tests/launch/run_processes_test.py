@@ -108,6 +108,7 @@ class ProcessesTest(parameterized.TestCase):
     self.addCleanup(supervisor.kill)
     return supervisor
 
+  @pytest.mark.slow
   def test_tells_each_process_who_it_is(self):
     supervisor = self.start_supervisor('print', 'print', 'print')
     out, err = supervisor.communicate(timeout=60)

@@ -119,6 +119,7 @@ class MetricsTest(parameterized.TestCase):
 class ResizeTest(parameterized.TestCase):
 
   @cases.product(sizes=((8, 4, 8), (8, 3)), step=(2, 3))
+  @pytest.mark.slow_after(1)
   def test_ends_a_round_with_what_all_shards_have_done(self, sizes, step):
     tx = _tx()
     params = jnp.linspace(-1, 1, 5)

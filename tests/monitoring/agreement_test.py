@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from sklearn import datasets
 
 import cases
@@ -85,6 +86,7 @@ class AgreementTest(parameterized.TestCase):
     others = np.delete(np.asarray(state[0].cosine).ravel(), 5)
     self.assertLess(found['agreement/least_cosine'], others.min() - 0.2)
 
+  @pytest.mark.slow
   def test_passes_over_what_is_not_finite_and_zero_is_across(self):
     tx = monitoring.track_agreement(AXIS, decay=0.5)
 

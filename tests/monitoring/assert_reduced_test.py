@@ -46,6 +46,7 @@ class AssertReducedTest(parameterized.TestCase):
     )
     return {'w': jax.jit(mapped)(jnp.arange(16.0).reshape(8, 2))}
 
+  @pytest.mark.slow
   def test_compares_what_devices_hold(self):
     assert_reduced(self.returned(lambda x: lax.pmean(x, AXIS)), AXIS)
 

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -97,6 +98,7 @@ class NoiseScaleTest(parameterized.TestCase):
       (np.array([[1, 2, 3], [40, 5, 0], [7, 8, 9], [2, 0, 4]]),),
       (np.array([[3, 4, 5]]),),
   )
+  @pytest.mark.slow_after(1)
   def test_each_tower_of_each_shard_is_a_small_batch(self, num_examples):
     updates = simulated(num_examples)
 
@@ -109,6 +111,7 @@ class NoiseScaleTest(parameterized.TestCase):
     self.assertLess(abs(state.noise.std() / spread - 1), 0.05)
 
   @cases.parameters('changed', 'masked')
+  @pytest.mark.slow_after(1)
   def test_where_the_mean_of_towers_is_changed_a_shard_is_one(self, way):
     num_examples = np.full((4, 3), 16)
     updates = simulated(num_examples)

@@ -52,6 +52,7 @@ def _sent(leaves, bucket_bytes, between_processes=False):
 
 class MapPackedTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_between_processes_all_of_a_kind_travels_together(self):
     leaves = _leaves([*SHAPES, (300, 1000), *100 * [(40_000,)], (5,)])
     leaves[1::3] = [x.astype(jnp.bfloat16) for x in leaves[1::3]]
@@ -107,6 +108,7 @@ class MapPackedTest(parameterized.TestCase):
     chex.assert_trees_all_equal(results, expected, strict=True)
 
   @cases.parameters(0, 1, 28, 64, 10**9, np.int64(64), 'auto')
+  @pytest.mark.slow_after(3)
   def test_results_are_those_of_each_leaf_alone(self, bucket_bytes):
     leaves = _leaves(SHAPES)
     leaves[1::3] = _leaves(SHAPES[1::3], jnp.bfloat16)

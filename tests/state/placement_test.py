@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import shard_transforms
@@ -269,6 +270,7 @@ class TrainingTest(parameterized.TestCase):
           lambda tx: shard_transforms.drop_stale(9, tx, axis_name='data'),
       ),
   )
+  @pytest.mark.slow_after(2)
   def test_trains_each_group_by_itself(self, kind, check_vma, wrap):
     mesh = _mesh(kind)
     tx = wrap(_momentum(groups=GROUPS))

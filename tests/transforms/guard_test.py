@@ -431,6 +431,7 @@ class SpikeTest(parameterized.TestCase):
 
 class ModelAxisTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_does_not_guess_what_is_sliced_without_types(self):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS)

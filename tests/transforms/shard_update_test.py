@@ -172,6 +172,7 @@ class EqualityTest(parameterized.TestCase):
     assert_close(actual, train(whole, mode, WEIGHTS))
 
   @cases.parameters(*modes.MODES)
+  @pytest.mark.slow
   def test_groups_train_apart(self, mode):
     tx = shard_update(optax.adam(0.1), AXIS, groups=EVEN)
 
@@ -181,6 +182,7 @@ class EqualityTest(parameterized.TestCase):
     assert_close(actual, train(whole, mode, apart=True))
 
   @parameterized.named_parameters(('', None), ('_weighted', WEIGHTS))
+  @pytest.mark.slow_after(1)
   def test_works_inside_tower_reduce(self, weights):
     def tx(inner):
       return shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
@@ -423,6 +425,7 @@ class AxesTest(parameterized.TestCase):
 
     assert_close(*map(jax.device_get, results))
 
+  @pytest.mark.slow
   def test_parameters_may_be_sharded_over_another_axis(self):
     mesh = self.mesh()
     params = {'w': np.float32(np.arange(80).reshape(8, 10)) / 80, 'b': 1.0}
@@ -476,6 +479,7 @@ class AxesTest(parameterized.TestCase):
     report = shard_transforms.monitoring.wire_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
+  @pytest.mark.slow
   def test_clips_by_the_global_norm_before_it(self):
     clip = optax.clip_by_global_norm(0.1)
     tx = optax.chain(
