@@ -268,7 +268,7 @@ class PartTest(parameterized.TestCase):
     self.assertLen(jax.tree.leaves(state_of(state).residual), 1)
 
   @cases.product(name=tuple(LINKS), check_vma=(True, False))
-  @pytest.mark.slow_unless('(sign|power_sgd)_check_vma$|top_k_not')
+  @pytest.mark.slow_unless('sign_check_vma$')
   def test_parameters_over_a_model_axis(self, name, check_vma):
     tx = LINKS[name]
     params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros((12, 16))}

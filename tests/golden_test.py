@@ -356,6 +356,7 @@ class TowerTest(parameterized.TestCase):
       self.check(tape, params, state, after)
 
   @named(TOWERS | DENSE_TOWERS)
+  @pytest.mark.slow_after(20)
   def test_replays_towers_in_turn(self, case):
     tape = (TOWERS | DENSE_TOWERS)[case]
     reduction, prepare = tower_reduction(tape)

@@ -164,6 +164,7 @@ def sent_over_data(report):
 class VmappedShardsTest(parameterized.TestCase):
 
   @cases.product(name=TRANSFORMS, kind=KINDS)
+  @pytest.mark.slow_after(1)
   def test_train_and_send_as_under_shard_map(self, name, kind):
     mesh = mesh_of(name, kind)
     step, params, state = vmapped(name, mesh)

@@ -244,6 +244,7 @@ class FrameworkTest(parameterized.TestCase):
   @cases.product(
       mode=modes.MODES, framework=(plain_dict, linen, nnx_optimizer, equinox)
   )
+  @pytest.mark.slow_after(2)
   def test_weighted_shards_train_as_one_device(self, mode, framework):
     batches = batches_of(STEPS)
     tx = shard_transforms.drop_stale(
@@ -718,7 +719,7 @@ def trees_differ(some, other):
 class ComposingTest(parameterized.TestCase):
 
   @parameterized.named_parameters(EACH_ROW)
-  @pytest.mark.slow_unless('_so_(MultiSteps|clip_by_global_norm_then)$')
+  @pytest.mark.slow_unless('_so_MultiSteps$')
   def test_trains_as_one_device_where_the_table_says_so(self, name):
     by_mode = {mode: jobs_of(name, mode) for mode in ('shard_map', 'pmap')}
     by_mode = {mode: jobs for mode, jobs in by_mode.items() if jobs}

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import asynchronous_cases
 import cases
@@ -42,6 +43,7 @@ def gradients():
 class ParameterServerTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*OPTIMIZERS)
+  @pytest.mark.slow_after(3)
   def test_state_is_that_of_drop_stale_to_the_bit(self, make):
     tx = shard_transforms.drop_stale(STALENESS, make())
     params = asynchronous_cases.init()

@@ -248,6 +248,7 @@ class InnerTest(UpdateTest):
     )
 
   @cases.product(name=tuple(OPTIMIZERS), compiled=(False, True))
+  @pytest.mark.slow_after(6)
   def test_computes_what_optax_computes(self, name, compiled):
     make, make_tx = OPTIMIZERS[name]
     opt, tx = make(RATE), make_tx(RATE)
@@ -303,7 +304,7 @@ class InnerTest(UpdateTest):
   @cases.product(
       name=TENSORFLOW, form=('Variable', 'function'), compiled=(False, True)
   )
-  @pytest.mark.slow_after(8)
+  @pytest.mark.slow_after(3)
   def test_reads_the_learning_rate_at_each_update(self, name, form, compiled):
     make, make_tx = OPTIMIZERS[name]
     rate = facade.Variable(0.0, trainable=False)

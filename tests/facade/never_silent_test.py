@@ -265,7 +265,7 @@ class GradientsOfAnotherKindTest(parameterized.TestCase):
       ),
       compiled=(False, True),
   )
-  @pytest.mark.slow_after(8)
+  @pytest.mark.slow_after(3)
   def test_change_nothing(self, name, compiled):
     inner, opt = self.optimizers(name)
 

@@ -38,7 +38,7 @@ class AllocatorTest(parameterized.TestCase):
       dict(code='', env=allocator.ENVIRONMENT, kept=True),
       dict(code=KEEP, env={'MALLOC_MMAP_THRESHOLD_': '4096'}, kept=False),
   )
-  @pytest.mark.slow_after(2)
+  @pytest.mark.slow_after(1)
   def test_keeps_memory_unless_told_otherwise(self, code, env, kept):
     others = {k: v for k, v in os.environ.items() if 'MALLOC_' not in k}
 

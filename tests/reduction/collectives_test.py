@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import pytest
 
 import cases
 import modes
@@ -79,6 +80,7 @@ class SumTest(parameterized.TestCase):
       shape=((), (3,), (5, 7)),
       sizes=((2, 4), (1, 8), (8, 1)),
   )
+  @pytest.mark.slow_after(6)
   def test_sums_by_levels(self, axes, check_vma, shape, sizes):
     x = np.random.default_rng(0).integers(-99, 99, (8, *shape))
     x = x.astype(np.float32)

@@ -244,6 +244,7 @@ class PartlyMappedMeshTest(parameterized.TestCase):
       groups=(((0,), (1,)), ((1, 0),)),
       dtype=('bfloat16', 'float32'),
   )
+  @pytest.mark.slow_after(2)
   def test_groups_keep_the_sharding_of_other_axes(self, kind, groups, dtype):
     mesh = self._mesh(kind)
     tx = shard_transforms.cross_shard_mean('data', groups=groups)

@@ -3,6 +3,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import modes
@@ -35,6 +36,7 @@ class ShardedReductionTest(parameterized.TestCase):
       groups=(None, reductions.EVEN),
       weight=(None, WEIGHT),
   )
+  @pytest.mark.slow_after(4)
   def test_slices_of_all_shards_are_the_whole(self, mode, kind, groups, weight):
     whole, sharded = whole_and_sharded(kind, groups=groups)
 

@@ -60,6 +60,7 @@ def _expected(steps):
 class DelayTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, place=('before', 'after'), steps=(1, 3))
+  @pytest.mark.slow_after(2)
   def test_trains_with_the_updates_of_some_steps_ago(self, mode, place, steps):
     tx = _chain(steps, place)
 

@@ -949,6 +949,7 @@ class DeclaredStateTest(parameterized.TestCase):
           *([1, 2, 3, 4, 100], [5, 6, 7, 8, 8]),
       ),
   )
+  @pytest.mark.slow_after(1)
   def test_each_rule_is_kept(self, num_shards, seen, rate, least, most):
     values = np.arange(1, 5, dtype=np.int32)
 

@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -82,6 +83,7 @@ def bits(tree):
 class UpdateAndApplyTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, name=tuple(TRANSFORMATIONS))
+  @pytest.mark.slow_after(5)
   def test_is_update_and_apply(self, mode, name):
     tx = TRANSFORMATIONS[name]
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -134,6 +135,7 @@ class ClipTest(parameterized.TestCase):
 class ShardUpdateTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, num_shards=(1, 3, SHARDS))
+  @pytest.mark.slow_after(1)
   def test_clips_inside_by_the_norm_of_the_whole(self, mode, num_shards):
     params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(2), 's': jnp.ones(())}
     clip = clip_by_global_norm(1.0, AXIS, sharded=P(AXIS))
