@@ -7,6 +7,7 @@ rounds, and the ratio of the first program to itself. The parts:
 
 * ray, pipes, shared: the library, with any staleness, over the programs of
   `asynchronous_programs.py`;
+* rpc: the library over PyTorch's RPC, where `torch` is installed;
 * waiting: four workers over one, where each gradient waits for 50 ms;
 * pacing: pacing over dropping, four workers that wait so, and staleness 2;
 * slow_worker: the same, where one of them waits ten times as long;
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import functools
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -31,6 +33,7 @@ from typing import Any
 from absl import app
 from absl import flags
 import asynchronous_programs as programs
+import asynchronous_torch
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +51,7 @@ PARTS = (
     'journal',
     'pipes',
     'shared',
+    'rpc',
     'memory',
 )
 
@@ -329,6 +333,11 @@ MEASURES = {
         program=programs.shared_memory,
         aims={'5M': 'at least 0.6', '25M': 'at least 0.75'},
     ),
+    'rpc': functools.partial(
+        rival,
+        program=asynchronous_torch.torch_rpc,
+        aims={'5M': 'at least 0.9', '25M': 'at least 1.5'},
+    ),
     'memory': memory,
 }
 
@@ -346,7 +355,10 @@ def main(argv: Sequence[str]) -> None:
       flush=True,
   )
   for part in _PARTS.value:
-    MEASURES[part](part)
+    if part == 'rpc' and importlib.util.find_spec('torch') is None:
+      print('rpc         not measured: torch is not installed', flush=True)
+    else:
+      MEASURES[part](part)
 
 
 if __name__ == '__main__':
