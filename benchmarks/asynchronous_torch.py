@@ -6,6 +6,7 @@ which is imported in the processes alone.
 """
 
 import functools
+import importlib
 import multiprocessing
 import os
 import pathlib
@@ -22,8 +23,7 @@ _SERVER = 'server'
 
 def torch_rpc(model: str, num_workers: int, num_updates: int) -> float:
   """Trains with a server and workers of PyTorch; returns updates a second."""
-  from torch.distributed import rpc
-
+  rpc = importlib.import_module('torch.distributed.rpc')
   context = multiprocessing.get_context('spawn')
   with tempfile.TemporaryDirectory() as folder:
     join = functools.partial(_join, folder, num_workers + 1)
@@ -50,8 +50,7 @@ class _Server:
   """Parameters and their optimizer, which calls of workers move."""
 
   def __init__(self, model: str, num_updates: int):
-    import torch
-
+    torch = importlib.import_module('torch')
     self._lock = threading.Lock()
     self._num_updates = num_updates
     self._network = _network(model)
@@ -83,9 +82,8 @@ def _apply_gradients(grads):
 
 def _work(join, model, number):
   """Computes one gradient after the other, until the server has enough."""
-  import torch
-  from torch.distributed import rpc
-
+  torch = importlib.import_module('torch')
+  rpc = importlib.import_module('torch.distributed.rpc')
   join(f'worker{number}', number + 1)
   network = _network(model)
   call = number * 1_000_000
@@ -106,8 +104,7 @@ def _work(join, model, number):
 def _join(folder: str, num_processes: int, name: str, rank: int) -> None:
   """Meets the others on the loopback interface."""
   os.environ['TP_SOCKET_IFNAME'] = os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
-  from torch.distributed import rpc
-
+  rpc = importlib.import_module('torch.distributed.rpc')
   rpc.init_rpc(
       name,
       rank=rank,
@@ -120,8 +117,7 @@ def _join(folder: str, num_processes: int, name: str, rank: int) -> None:
 
 def _network(model: str) -> Any:
   """Returns the network of `asynchronous_programs`, with its parameters."""
-  import torch
-
+  torch = importlib.import_module('torch')
   layers: list[Any] = []
   for layer in programs.init(model):
     linear = torch.nn.Linear(*layer['w'].shape)

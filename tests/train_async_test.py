@@ -92,6 +92,7 @@ class TrainAsyncTest(parameterized.TestCase):
       ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
   )
   @pytest.mark.slow
+  @pytest.mark.slow_after(1)
   def test_refuses_bad_flag(self, given, message):
     run = self.run_script(*given.format(script=SCRIPT).split())
 

@@ -153,7 +153,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertNotIn('cross_shard_mean', second.stdout + second.stderr)
     self.check_figure('digits_out/train_digits.png')
 
-  @pytest.mark.slow
+  @pytest.mark.repeated
   def test_tells_that_a_process_failed(self):
     run = self.run_script(
         '--processes=2', '--shards=4', JAX_NUM_CPU_DEVICES='1'
@@ -173,6 +173,7 @@ class TrainDigitsTest(parameterized.TestCase):
       ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
   )
   @pytest.mark.slow
+  @pytest.mark.slow_after(1)
   def test_refuses_bad_flag(self, flag, message):
     flag = flag.format(script=SCRIPT)
 

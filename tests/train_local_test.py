@@ -17,8 +17,9 @@ SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_local.py'
 
 class TrainLocalTest(parameterized.TestCase):
 
-  @cases.parameters((), ('--processes=2',))
+  @cases.parameters(('--processes=2',), ())
   @pytest.mark.slow
+  @pytest.mark.slow_after(1)
   def test_sends_a_twentieth(self, *flags):
     folder = self.enterContext(tempfile.TemporaryDirectory())
 
