@@ -35,6 +35,8 @@ OTHER_WAYS = [
     ('_not_', '_'),
     ('_per_shard', ''),
     ('_in_chain', ''),
+    ('_of_drop_stale', ''),
+    ('_of_shard_update', ''),
 ]
 
 os.environ.setdefault('XLA_FLAGS', ' '.join(FAST_COMPILATION))

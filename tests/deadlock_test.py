@@ -68,6 +68,7 @@ class DeadlockTest(parameterized.TestCase):
     self.assertNotIn(FINISHED, done.stdout)
 
   @cases.parameters(*modes.PARALLEL_MODES)
+  @pytest.mark.slow
   def test_finishes(self, mode):
     names = [
         'stale_shards',

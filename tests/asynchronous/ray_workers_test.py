@@ -27,6 +27,7 @@ def unlike_the_holder():
 
 class RayWorkersTest(parameterized.TestCase):
 
+  @pytest.mark.slow
   def test_bits_are_those_of_the_journal_whoever_computes(self):
     folder = asynchronous_cases.folder(self)
     tx = optax.adam(0.1)

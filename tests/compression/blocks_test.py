@@ -10,7 +10,7 @@ from shard_transforms._src.compression import blocks
 class BlocksTest(parameterized.TestCase):
 
   @cases.product(num_shards=(1, 3, 8), block=(1, 4, 16))
-  @pytest.mark.slow_after(4)
+  @pytest.mark.slow_after(2)
   def test_leaves_come_back_and_padding_is_zero(self, num_shards, block):
     shapes = [(7, 19), (), (64,), (2, 1, 3)]
     leaves = [1 + np.random.default_rng(0).random(s) for s in shapes]

@@ -1,4 +1,5 @@
 import threading
+from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -9,6 +10,7 @@ import optax
 
 import cases
 from shard_transforms import facade
+from shard_transforms.facade import functions
 
 X = np.float32([1, -2, 3])
 
@@ -332,6 +334,7 @@ class FunctionTest(StepTest):
     with self.assertRaisesRegex(TypeError, '`fn` must be a function, got'):
       facade.function(fn)
 
+  @mock.patch.object(functions, '_MAX_TRACES', 3)
   def test_refuses_to_make_new_variables_in_each_trace(self):
     @facade.function
     def step():

@@ -125,7 +125,7 @@ class AgreementTest(parameterized.TestCase):
   """What the compiler sends is what the traced program says."""
 
   @cases.product(name=TRANSFORMS, check_vma=(True, False))
-  @pytest.mark.slow_after(8)
+  @pytest.mark.slow_after(5)
   def test_sends_what_the_traced_program_does(self, name, check_vma):
     step, given = step_of(name, check_vma)
 
