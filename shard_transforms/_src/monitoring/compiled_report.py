@@ -9,7 +9,7 @@ from typing import Any
 
 from shard_transforms._src.monitoring import compiled_warnings
 from shard_transforms._src.monitoring import report_table
-from shard_transforms._src.tracing import hlo_text
+from shard_transforms._src.tracing import hlo_modules
 from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import replica_groups
 
@@ -39,7 +39,7 @@ _INSTALLED = tuple(
 
 
 def read(
-    module: hlo_text.Module, mesh_shape: Mapping[Any, int]
+    module: hlo_modules.Module, mesh_shape: Mapping[Any, int]
 ) -> report_table.WireReport:
   """Returns what a compiled program sends.
 

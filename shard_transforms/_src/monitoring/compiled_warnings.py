@@ -11,7 +11,7 @@ import re
 
 from shard_transforms._src.monitoring import report_table
 from shard_transforms._src.tracing import hlo_flow
-from shard_transforms._src.tracing import hlo_text
+from shard_transforms._src.tracing import hlo_modules
 
 _REDUCTIONS = ('all-reduce', 'reduce-scatter')
 _RESHARDINGS = ('all-to-all', 'collective-permute')
@@ -33,7 +33,7 @@ _LINEAR = (
 
 
 def find(
-    module: hlo_text.Module,
+    module: hlo_modules.Module,
     collectives: Sequence[report_table.Collective],
 ) -> tuple[str, ...]:
   """Returns sentences on what is redundant or has too few bits, each once.

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 
-from shard_transforms._src.tracing import hlo_text
+from shard_transforms._src.tracing import hlo_arrays
+from shard_transforms._src.tracing import hlo_instructions
+from shard_transforms._src.tracing import hlo_modules
 
 # What hands on the elements that it takes, each unchanged but for its dtype.
 MOVES = (
@@ -39,7 +41,7 @@ class Node:
     index: Which part it is of what the instruction gives, if a part.
   """
 
-  instruction: hlo_text.Instruction
+  instruction: hlo_instructions.Instruction
   inputs: 'tuple[Node, ...]'
   users: 'list[Node]'
   index: int | None = None
@@ -50,7 +52,7 @@ class Node:
     return self.instruction.opcode
 
   @property
-  def array(self) -> hlo_text.Array:
+  def array(self) -> hlo_arrays.Array:
     """Its type."""
     return self.instruction.results[0]
 
@@ -85,7 +87,9 @@ class Graph:
     return parts if parts else dict(enumerate(whole))
 
 
-def graph(module: hlo_text.Module, computation: hlo_text.Computation) -> Graph:
+def graph(
+    module: hlo_modules.Module, computation: hlo_modules.Computation
+) -> Graph:
   """Returns the values of a computation, and of the fusions in it."""
   builder = _Builder(module)
   root = builder.root(computation)
