@@ -1,22 +1,20 @@
 """The holder of the parameters of a run, which drives the workers."""
 
-import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
-import math
 import pathlib
 import time
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 
+from shard_transforms._src.asynchronous import fates
 from shard_transforms._src.asynchronous import journal
-from shard_transforms._src.asynchronous import machine
+from shard_transforms._src.asynchronous import ledger
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import report
+from shard_transforms._src.asynchronous import run_header
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import tickets as tickets_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
@@ -61,19 +59,14 @@ class Holder:
       ValueError: If `folder` is of another run, damaged or in use.
     """
     self._options = options
-    self._start = time.monotonic()
-    self._tally = report.Tally()
-    self._failures = collections.Counter[int]()
-    params = init_params(task)
+    self._ledger = ledger.Ledger()
+    self._attempts = fates.Attempts(options.max_attempts)
+    params = run_header.init_params(task)
     self._server = parameter_server.ParameterServer(tx, params)
     self._tickets = self._make_tickets()
     self._published: tuple[int, Any] = (-1, None)
-    self._store = None
     if folder is not None:
-      # What saves needs orbax.
-      from shard_transforms._src.asynchronous import store
-
-      self._store = store.Store(folder, header(params, self._server))
+      self._ledger.open(folder, run_header.header(params, self._server))
 
   def run(self, workers: workers_lib.Workers) -> Iterator[report.Report]:
     """Trains to the end, and yields now and then how it goes.
@@ -96,18 +89,17 @@ class Holder:
         )
       if now - reported >= _BETWEEN_REPORTS:
         reported = now
-        yield self._report()
+        yield self._progress()
 
   def result(self) -> report.Result:
     """Returns what the run has ended with."""
     return report.Result(
-        self._server.params, self._server.state, self._report()
+        self._server.params, self._server.state, self._progress()
     )
 
   def close(self) -> None:
     """Ends what is being written, and lets others use the folder."""
-    if self._store is not None:
-      self._store.close()
+    self._ledger.close()
 
   def _turns(self, workers):
     """Trains to the end, and yields after each turn."""
@@ -118,24 +110,15 @@ class Holder:
         self._settle(event)
       self._look_after(workers)
       yield
-    self._save()
+    self._ledger.save(self._server, self._tickets)
 
   def _recover(self, workers):
     """Goes on where the journal ends, if it has begun."""
-    if self._store is None or not len(self._store.records):
-      return
-    # What saves needs orbax.
-    from shard_transforms._src.asynchronous import recovery
-
     on_drop = self._options.on_drop
-    for left in recovery.recover(self._server, self._store, workers, on_drop):
+    for left in self._ledger.recover(self._server, workers, on_drop):
       if left is not None:
         self._tickets = self._make_tickets(*left)
       yield
-    self._tally.num_recovered = (
-        self._server.global_step - self._store.saved_step
-    )
-    self._tally.add_all(self._store.records)
 
   def _make_tickets(self, next_batch=0, ready=()):
     options = self._options
@@ -151,10 +134,10 @@ class Holder:
   def _hand_out(self, workers):
     """Gives idle workers something to do, but where a save is due first."""
     step = self._server.global_step
-    if self._is_save_due():
+    if self._ledger.num_unsaved(step) >= self._options.save_every:
       if self._tickets.num_flying:
         return
-      self._save()
+      self._ledger.save(self._server, self._tickets)
     for worker in self._tickets.idle(workers.ready()):
       if not self._tickets.may_start(step, self._options.num_updates):
         return
@@ -172,141 +155,36 @@ class Holder:
       ticket, counts = self._tickets.finish(event.worker, time.monotonic())
     if not counts:
       return
-    age = self._server.global_step - ticket.local_step
-    fate = self._fate(outcome, age)
+    step = self._server.global_step
+    age = step - ticket.local_step
+    fate = fates.fate(outcome, age, self._options.staleness)
     grads = event.fetch() if fate == _Fate.ACCEPTED else None
     if fate == _Fate.ACCEPTED and grads is None:
       fate, outcome = _Fate.LOST, None
-    weight = self._weight(age) if fate == _Fate.ACCEPTED else None
-    self._note(ticket, fate, outcome, weight)
+    weight = None
+    if fate == _Fate.ACCEPTED:
+      weight = fates.weight_at(age, self._options.weight)
+    self._ledger.note(ticket, step, fate, outcome, weight)
     if fate == _Fate.ACCEPTED:
       self._server.accept(grads, ticket.local_step, weight)
       self._server.forget(self._tickets.oldest(self._server.global_step))
-      self._tally.metrics = event.outcome.metrics
     elif fate == _Fate.DROPPED:
       self._server.drop()
       self._tickets.drop(ticket)
     else:
-      self._give_up_if_hopeless(ticket, outcome)
+      self._attempts.add(ticket, outcome and outcome.failure)
       self._tickets.do_again(ticket)
-
-  def _fate(self, outcome, age):
-    """Returns what is to become of a gradient."""
-    if outcome is None:
-      return _Fate.LOST
-    if outcome.failure is not None:
-      return _Fate.FAILED
-    is_fresh = age <= self._options.staleness
-    return _Fate.ACCEPTED if is_fresh else _Fate.DROPPED
-
-  def _weight(self, age):
-    """Returns how much a gradient of this age counts.
-
-    Raises:
-      ValueError: If the function of the user gives no such number.
-    """
-    if self._options.weight is None:
-      return None
-    weight = float(self._options.weight(age))
-    if not (math.isfinite(weight) and weight >= 0):
-      raise ValueError(
-          '`weight` must give a finite number that is not negative, got'
-          f' {weight!r} at age {age}.'
-      )
-    return weight
-
-  def _note(self, ticket, fate, outcome, weight=None):
-    """Counts the fate of a gradient, and writes it to the journal."""
-    step = self._server.global_step
-    if self._store is not None:
-      self._store.write(
-          batch=ticket.batch,
-          local_step=ticket.local_step,
-          global_step=step,
-          worker=ticket.worker,
-          attempt=ticket.attempt,
-          fate=fate,
-          weight=math.nan if weight is None else weight,
-          seconds=time.monotonic() - self._start,
-          checksum=0 if outcome is None else outcome.checksum,
-      )
-    self._tally.add(fate, step - ticket.local_step)
-
-  def _give_up_if_hopeless(self, ticket, outcome):
-    """Counts an attempt that came to nothing.
-
-    Raises:
-      RuntimeError: If it was the last.
-    """
-    self._failures[ticket.batch] += 1
-    attempts = self._failures[ticket.batch]
-    failure = None if outcome is None else outcome.failure
-    is_final = failure is not None and failure.is_final
-    if attempts < self._options.max_attempts and not is_final:
-      return
-    if failure is None:
-      raise RuntimeError(
-          f'The worker of batch {ticket.batch} has died {attempts} times: the'
-          ' batch may be what kills it. `max_attempts` says how often it is'
-          ' tried.'
-      )
-    raise RuntimeError(
-        f'`{failure.function}` of `task` must work, got {failure.message} in'
-        f' batch {ticket.batch} on worker {ticket.worker}, in attempt'
-        f' {attempts}.\n{failure.trace}'.rstrip()
-    )
 
   def _look_after(self, workers):
     """Goes on without those that take too long; replaces those that hang."""
     now = time.monotonic()
     for ticket in self._tickets.make_late(now):
-      self._note(ticket, _Fate.LATE, None)
+      self._ledger.note(ticket, self._server.global_step, _Fate.LATE)
     for worker in self._tickets.hung(now):
       workers.replace(worker)
 
   def _patience(self):
     return min(self._tickets.seconds_left(time.monotonic()), _TURN)
 
-  def _is_save_due(self):
-    if self._store is None:
-      return False
-    since = self._server.global_step - self._store.saved_step
-    return since >= self._options.save_every
-
-  def _save(self):
-    if self._store is not None:
-      self._store.save(self._server, self._tickets)
-
-  def _report(self):
-    return self._tally.report(
-        self._server.global_step, time.monotonic() - self._start
-    )
-
-
-def init_params(task: task_lib.Task) -> Any:
-  """Returns what `init` of a task does, in NumPy arrays.
-
-  Raises:
-    RuntimeError: If it fails.
-  """
-  try:
-    params = task.init()
-  except Exception as error:  # Whatever a user's function raises.
-    raise RuntimeError(
-        f'`init` of `task` must work, got {type(error).__name__}: {error}'
-    ) from error
-  return jax.tree.map(np.asarray, params)
-
-
-def header(
-    params: Any, server: parameter_server.ParameterServer
-) -> dict[str, Any]:
-  """Returns what must be the same whenever a run goes on or is replayed.
-
-  What the functions of a task do is seen from the gradients themselves.
-  """
-  return {
-      'initial parameters': task_lib.checksum(params),
-      'optimizer': server.fingerprint(),
-      'machine': machine.describe(),
-  }
+  def _progress(self):
+    return self._ledger.progress(self._server.global_step)

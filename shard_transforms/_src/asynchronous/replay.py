@@ -9,12 +9,12 @@ import time
 import numpy as np
 import optax
 
-from shard_transforms._src.asynchronous import holder as holder_lib
 from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import program
 from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import roll_forward
+from shard_transforms._src.asynchronous import run_header
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import train
 from shard_transforms._src.asynchronous import workers as workers_lib
@@ -107,11 +107,11 @@ class Replay:
     self._records = records
     self._tally = report.Tally()
     self._tally.add_all(records)
-    params = holder_lib.init_params(task)
+    params = run_header.init_params(task)
     self._server = parameter_server.ParameterServer(tx, params)
     journal_lib.check_header(
         journal_lib.read_header(folder),
-        holder_lib.header(params, self._server),
+        run_header.header(params, self._server),
         folder,
     )
 

@@ -1,0 +1,80 @@
+"""What is to become of a gradient that has come back, or has not."""
+
+import collections
+from collections.abc import Callable
+import math
+
+from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import task as task_lib
+from shard_transforms._src.asynchronous import tickets as tickets_lib
+
+
+def fate(
+    outcome: task_lib.Outcome | None, age: int, staleness: float
+) -> journal.Fate:
+  """Returns what is to become of a gradient.
+
+  Args:
+    outcome: What there is to tell of it; `None` if it is lost.
+    age: How many updates have been since its parameters were read.
+    staleness: The age up to which it is accepted.
+  """
+  if outcome is None:
+    return journal.Fate.LOST
+  if outcome.failure is not None:
+    return journal.Fate.FAILED
+  return journal.Fate.ACCEPTED if age <= staleness else journal.Fate.DROPPED
+
+
+def weight_at(age: int, weight: Callable[[int], float] | None) -> float | None:
+  """Returns how much a gradient of an age counts, if the user says so.
+
+  Raises:
+    ValueError: If the function of the user gives no such number.
+  """
+  if weight is None:
+    return None
+  given = float(weight(age))
+  if not (math.isfinite(given) and given >= 0):
+    raise ValueError(
+        '`weight` must give a finite number that is not negative, got'
+        f' {given!r} at age {age}.'
+    )
+  return given
+
+
+class Attempts:
+  """The attempts at each batch that came to nothing."""
+
+  def __init__(self, max_attempts: int):
+    self._max_attempts = max_attempts
+    self._failed = collections.Counter[int]()
+
+  def add(
+      self, ticket: tickets_lib.Ticket, failure: task_lib.Failure | None
+  ) -> None:
+    """Counts an attempt.
+
+    Args:
+      ticket: The batch, and who has tried it.
+      failure: What a function of the task raised; `None` if the worker died.
+
+    Raises:
+      RuntimeError: If it was the last.
+    """
+    self._failed[ticket.batch] += 1
+    attempts = self._failed[ticket.batch]
+    is_final = failure is not None and failure.is_final
+    if attempts < self._max_attempts and not is_final:
+      return
+    if failure is None:
+      raise RuntimeError(
+          f'The worker of batch {ticket.batch} has died {attempts} times: the'
+          ' batch may be what kills it. `max_attempts` says how often it is'
+          ' tried.'
+      )
+    raise RuntimeError(
+        f'`{failure.function}` of `task` must work, got {failure.message} in'
+        f' batch {ticket.batch} on worker {ticket.worker}, in attempt'
+        f' {attempts}.\n{failure.trace}'.rstrip()
+    )
