@@ -23,6 +23,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import weights
 from shard_transforms._src.tracing import application
+from shard_transforms._src.tracing import gate_checks
 from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import weight_flow
 
@@ -113,7 +114,7 @@ class Gate:
         given = [weight_flow.UPDATES for _ in jax.tree.leaves(updates)]
         given.append(weight_flow.WEIGHT)
         num_after = len(jax.tree.leaves(inner_state))
-        _check_heeded(jaxpr, given, num_after, axes, may_be_local)
+        gate_checks.check_heeded(jaxpr, given, num_after, axes, may_be_local)
 
     return self.run_or_skip(
         accept,
@@ -170,37 +171,53 @@ class Gate:
     run = jax.jit(run)
     traced = run.trace(state, params, *args)
     kinds = traced.jaxpr.out_avals
-    _check_state(state, traced.out_info[1], kinds)
+    gate_checks.check_state(state, traced.out_info[1], kinds)
     if check is not None:
       check(traced.jaxpr.jaxpr)
     before, treedef = jax.tree.flatten((params, state))
-    # There are updates to give, or none beside the parameters and the state.
-    zeros = kinds[: len(kinds) - len(before)]
-    if_run = list(map(_varying, kinds))
-    if_skipped = [()] * len(zeros) + list(map(_varying, before))
 
-    def accepted(before):
+    def run_leaves(before):
       params, state = treedef.unflatten(before)
-      outputs = jax.tree.leaves(run(state, params, *args))
-      return list(map(axes_lib.mark_varying, outputs, if_skipped))
+      return jax.tree.leaves(run(state, params, *args))
 
-    def skipped(before):
-      zero = functools.cache(axes_lib.zeros)
-      outputs = [*map(zero, zeros), *before]
-      return list(map(axes_lib.mark_varying, outputs, if_run))
-
-    if self.applies and seldom:
-      outputs = _loop(accept, accepted, skipped(before))
-    else:
-      # Branches must agree on types: what one of them has typed as varying, the
-      # other casts to.
-      outputs = lax.cond(accept, accepted, skipped, before)
+    in_loop = self.applies and seldom
+    outputs = _chosen(accept, run_leaves, before, kinds, in_loop)
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), outputs)
 
 
 def _with_params(run, params):
   """Returns `run` with parameters as they are, which need not be arrays."""
   return lambda state, _, *args: run(state, params, *args)
+
+
+def _chosen(accept, run, before, kinds, in_loop):
+  """Returns the leaves that `run` gives where `accept`, else those before.
+
+  Args:
+    accept: Whether to run, bool [].
+    run: Takes leaves, and gives those that take their place, behind updates.
+    before: The leaves; where they stay, the updates are zero.
+    kinds: The types of all that `run` gives.
+    in_loop: Whether a loop decides, in place of a condition.
+  """
+  # There are updates to give, or none beside the parameters and the state.
+  zeros = kinds[: len(kinds) - len(before)]
+  if_run = list(map(_varying, kinds))
+  if_skipped = [()] * len(zeros) + list(map(_varying, before))
+
+  def accepted(before):
+    return list(map(axes_lib.mark_varying, run(before), if_skipped))
+
+  def skipped(before):
+    zero = functools.cache(axes_lib.zeros)
+    outputs = [*map(zero, zeros), *before]
+    return list(map(axes_lib.mark_varying, outputs, if_run))
+
+  if in_loop:
+    return _loop(accept, accepted, skipped(before))
+  # Branches must agree on types: what one of them has typed as varying, the
+  # other casts to.
+  return lax.cond(accept, accepted, skipped, before)
 
 
 def _loop(accept, run, before):
@@ -223,62 +240,3 @@ def _loop(accept, run, before):
 
 def _varying(leaf):
   return tuple(axes_lib.varying_axes(leaf))
-
-
-def _check_state(state, new_state, kinds):
-  """Checks that a state keeps its tree, its shapes and its dtypes.
-
-  Raises:
-    ValueError: If it does not.
-  """
-  before, after = jax.tree.structure(state), jax.tree.structure(new_state)
-  if after != before:
-    raise ValueError(
-        'The inner transformation must keep the tree of its state, got'
-        f' {after} instead of {before}. Where a leaf has'
-        ' no gradient, leave it out of the transformation with `optax.masked`.'
-    )
-  leaves = jax.tree.leaves_with_path(state)
-  for (path, leaf), after in zip(
-      leaves, kinds[len(kinds) - len(leaves) :], strict=True
-  ):
-    before = jax.typeof(leaf)
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-      raise ValueError(
-          'The inner transformation must keep the shapes and dtypes of its'
-          f' state, got {after.dtype.name}{list(after.shape)} instead of'
-          f' {before.dtype.name}{list(before.shape)} at'
-          f' {jax.tree_util.keystr(path) or "the root"}. Cast the updates to'
-          ' the dtypes of the parameters.'
-      )
-
-
-def _check_heeded(jaxpr, given, num_after, axes, may_be_local):
-  """Checks that shards count by their weights in what is run.
-
-  Args:
-    jaxpr: What is run.
-    given: What each of its last arguments is, as for `weight_flow`.
-    num_after: The number of its last results that are a state.
-    axes: The axes of the shards.
-    may_be_local: As for `Gate.update_or_skip`.
-
-  Raises:
-    ValueError: If updates are reduced without the weight, or handed through
-      where that is not allowed.
-  """
-  given = [0] * (len(jaxpr.invars) - len(given)) + given
-  sums, alone = weight_flow.sums_without(jaxpr, given, axes)
-  results = jaxpr.outvars[: len(jaxpr.outvars) - num_after]
-  goes_through = any(
-      is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-      for x, is_alone in zip(results, alone, strict=False)
-  )
-  if sums or (goes_through and not may_be_local):
-    raise ValueError(
-        'The inner transformation must heed the extra argument `weight`, which'
-        ' leaves out some shards, got one that does not: a reduction by hand,'
-        ' or none, counts them all. Reduce with `cross_shard_mean`,'
-        ' `cross_shard_sum` or `shard_update`, and see that what is around it'
-        ' forwards extra arguments.'
-    )
