@@ -1,4 +1,4 @@
-"""Floor 3: what shards make of their updates other than the mean.
+"""Floor 3: reductions other than the mean, such as medians and votes.
 
 Each takes the place of `cross_shard_mean` in a chain. Imports the floors below.
 """

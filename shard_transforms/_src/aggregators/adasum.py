@@ -1,4 +1,4 @@
-"""`adasum`: what shards agree on is averaged, and what they do not is added."""
+"""`adasum`: averages parallel updates and adds orthogonal ones."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'adasum'
-# Row by row is faster, and more to compile.
+# Up to this many rows are handled one by one: faster, but more to compile.
 _MAX_ROWS = 32
 
 
@@ -30,17 +30,17 @@ def adasum(
      + \left(1 - \frac{a \cdot b}{2 \|b\|^2}\right) b
 
   which is their sum where they are orthogonal, their mean where they are
-  parallel, and b where a is zero. Of more, neighbours are put together, then
-  neighbouring pairs, and so on; where the number is odd, the last goes on
-  alone. Belongs in the place of `cross_shard_mean`; the learning rate is that
-  of one shard.
+  parallel, and b where a is zero. More than two are combined by a binary tree:
+  neighbours first, then neighbouring pairs, and so on; where a level has an odd
+  number of nodes, the last one moves up alone. Belongs in the place of
+  `cross_shard_mean`; the learning rate is that of one shard.
 
   A shard whose extra argument `weight` is zero is left out, as if its update
-  were zero; all others count the same. What is sent is what `cross_shard_mean`
-  sends, and for each leaf and pair three numbers, in as many small sums as the
-  tree has levels. Norms are taken of scaled values, so that they neither
-  overflow nor underflow for updates from 1e-30 to 1e30. It believes every
-  shard: put `guard` around it against what is not finite.
+  were zero; all others count the same. It sends the bytes of
+  `cross_shard_mean`, and three numbers for each leaf and pair, in one small
+  all-reduce a level of the tree. Norms are taken of scaled values, so that they
+  neither overflow nor underflow for updates from 1e-30 to 1e30. It trusts every
+  shard: wrap it in `guard` against NaN and infinity.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
@@ -98,8 +98,8 @@ def adasum(
 class _Nodes(NamedTuple):
   """The nodes of a level of the tree: of each leaf, sizes times rows.
 
-  Elements of rows are of about 1, so that products of small or large ones
-  neither underflow nor overflow.
+  Rows are scaled to elements of about 1, so that their products neither
+  underflow nor overflow.
 
   Attributes:
     rows: For each leaf, this shard's slice of all nodes, [nodes, elements], or
@@ -191,7 +191,7 @@ def _merged(a, b, factors):
 
 
 def _factors(dots, sizes):
-  """Returns what the rows of pairs are multiplied by, [leaves, pairs, 2].
+  """Returns the factors of the rows of each pair, [leaves, pairs, 2].
 
   Args:
     dots: Of each pair of rows the products ab, aa and bb, [leaves, pairs, 3].
@@ -210,7 +210,7 @@ def _factors(dots, sizes):
 
 
 def _whole(nodes, leaves, axes):
-  """Returns the arrays of which each shard has a slice, the last node."""
+  """Gathers the last node, of which each shard has a slice."""
   slices = [
       row[0] * size.astype(row[0].dtype)
       for row, size in zip(nodes.rows, nodes.sizes[:, 0], strict=True)

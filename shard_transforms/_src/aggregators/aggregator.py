@@ -1,4 +1,4 @@
-"""A transformation that makes one update of those of all shards."""
+"""The transformation that all aggregators share."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -16,9 +16,9 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
 
 Axes = tuple[Hashable, ...]
-# Takes real arrays, of each shard its own; whether this shard counts, bool [],
-# or `None` where all do; and the axes. Gives arrays of the same shapes and
-# dtypes, the same on all shards.
+# Takes this shard's real arrays; whether this shard counts, bool [], or `None`
+# where all do; and the axes. Returns arrays of the same shapes and dtypes, the
+# same on all shards.
 Aggregate = Callable[[list[jax.Array], jax.Array | None, Axes], list[jax.Array]]
 
 
@@ -30,8 +30,8 @@ def transformation(
   Args:
     caller: The public name that errors and profiles show.
     axis_name: The mapped axis, or a sequence of them.
-    aggregate: What is made of the leaves that hold numbers, in float32 or wider
-      and complex ones as [2, ...].
+    aggregate: Reduces the leaves that hold numbers, in float32 or wider,
+      complex ones as [2, ...].
 
   Raises:
     TypeError: If `axis_name` is not a name or a sequence of names.
@@ -61,7 +61,7 @@ def transformation(
 def alone(
     leaves: list[jax.Array], counts: jax.Array | None, axes: Axes
 ) -> list[jax.Array]:
-  """Returns what a single shard has, to the bit; zeros if it does not count."""
+  """Returns the only shard's values, to the bit; zeros if it does not count."""
   if counts is not None:
     leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
   return [collectives.total(leaf, axes) for leaf in leaves]

@@ -1,7 +1,8 @@
-"""Each shard gets a slice of all shards' arrays, and hands back one.
+"""The exchange of slices: all-to-all, combine, all-gather.
 
-Slices travel all-to-all, so that a shard sees all values of its elements, and
-what it makes of them is gathered: the bytes of an all-reduce.
+After the all-to-all, each shard holds the values of all shards for its slice of
+the elements. What it combines them to is gathered. Both together send the bytes
+of an all-reduce.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def map_elements(
 
   Args:
     combine: Takes values [number of shards, ...] and gives one of each [...].
-    leaves: Arrays, of each shard its own.
+    leaves: This shard's arrays.
     axes: The axes of the shards.
 
   Returns:
@@ -44,9 +45,9 @@ def map_elements(
 
 
 def is_cut(axes: Axes) -> bool:
-  """Whether arrays are cut; else each shard gets those of all, whole."""
-  # Under `vmap` nothing travels, and flattening would gather what a mesh axis
-  # that is not mapped shards.
+  """Whether arrays are sliced; otherwise each shard gathers them whole."""
+  # Under `vmap` nothing is sent, and flattening would gather what is sharded
+  # over a mesh axis that is not mapped.
   return axes_lib.on_mapped_mesh(axes)
 
 
@@ -61,7 +62,7 @@ def join(rows: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def keys(leaves: Sequence[jax.Array]) -> list[Hashable]:
-  """Returns what leaves must share to travel together."""
+  """Returns for each leaf what must be equal for leaves to share a buffer."""
   return [(leaf.dtype, axes_lib.varying_axes(leaf)) for leaf in leaves]
 
 

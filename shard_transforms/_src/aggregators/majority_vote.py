@@ -16,23 +16,23 @@ _BITS = 8
 def majority_vote(
     axis_name: axes_lib.AxisName,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Replaces updates by the sign that most shards have of each element.
+  r"""Replaces each element of the updates by the sign of most shards.
 
-  Each shard votes -1 where its update is negative, and else 1: also where it is
-  zero or NaN. What more than half of them vote for -1 is -1, and else 1, a tie
-  too. So an element of which all gradients are zero, such as an embedding that
-  no shard has seen, is moved as well: leave such leaves out with
-  `optax.masked`. Belongs in the place of `cross_shard_mean`, before
+  Each shard votes -1 where its update is negative, and 1 elsewhere, zero and
+  NaN included. The result is -1 where more than half of the shards vote -1, and
+  1 elsewhere, ties included. So an element whose gradients are all zero, such
+  as an embedding that no shard has seen, is moved as well: leave such leaves
+  out with `optax.masked`. Belongs in the place of `cross_shard_mean`, before
   `optax.sgd` with a learning rate as for Adam.
 
-  With fewer than half of the shards lying, what the others are unanimous about
-  stays. A shard whose extra argument `weight` is zero has no vote; all others
-  have one. Where none has, the update is zero. With one shard, the update is
-  its sign.
+  While fewer than half of the shards lie, an element on which the others agree
+  keeps its sign. A shard whose extra argument `weight` is zero has no vote; all
+  others have one. Where none has, the update is zero. With one shard, the
+  update is its sign.
 
-  What is sent is a bit an element, all-to-all, and one back; with `weight`, a
-  byte more for each shard and buffer. Where a mesh axis is not mapped, each
-  shard gathers a byte an element of all instead.
+  It sends one bit an element all-to-all, and one back; with `weight`, one byte
+  more for each shard and buffer. Where a mesh axis is not mapped, each shard
+  instead gathers one byte an element from all shards.
 
   Complex leaves have the signs of their real and imaginary parts.
 
@@ -82,7 +82,7 @@ def _aggregate(leaves, counts, axes):
 
 
 def _vote_in_bytes(leaf, counts, axes):
-  """Lets each shard count the votes of all."""
+  """Gathers votes of a byte each, and counts them on every shard."""
   votes = jnp.where(leaf < 0, -1, 1).astype(jnp.int8)
   if counts is not None:
     votes = jnp.where(counts, votes, 0).astype(jnp.int8)
@@ -93,7 +93,7 @@ def _vote_in_bytes(leaf, counts, axes):
 
 
 def _vote_in_bits(leaf, counts, axes):
-  """Lets each shard count the votes on its slice."""
+  """Exchanges votes of a bit each; each shard counts those on its slice."""
   num_shards = axes_lib.size(axes, _CALLER)
   flat = jnp.pad(leaf.ravel(), (0, -leaf.size % (_BITS * num_shards)))
   ballots = _pack(flat.reshape(num_shards, _BITS, -1) < 0)

@@ -1,7 +1,7 @@
-"""`coordinate_median`, `trimmed_mean`: what a few lying shards cannot move far.
+"""`coordinate_median`, `trimmed_mean`: robust against a few lying shards.
 
-Each element is treated alone. Weights travel with the values: a shard that does
-not count sends NaN, and what is NaN is missing.
+Each element is reduced on its own. Weights are sent with the values: a shard
+that does not count sends NaN, and NaN counts as missing.
 """
 
 from collections.abc import Callable
@@ -27,16 +27,16 @@ def coordinate_median(
   r"""Replaces updates by their median over all shards, element by element.
 
   With an even number of shards, it is the mean of the two in the middle. As
-  long as fewer than half of the shards lie, whatever they send, NaN and
-  infinity included, each element stays between the least and the largest of
-  those of the others. Belongs in the place of `cross_shard_mean`.
+  long as fewer than half of the shards lie, each element stays between the
+  minimum and the maximum of the honest shards, whatever the others send, NaN
+  and infinity included. Belongs in the place of `cross_shard_mean`.
 
   A shard whose extra argument `weight` is zero is left out; all others count
-  the same, because a shard that lies may lie about its weight. What is NaN is
-  left out as well. Where nothing is left, the update is zero: put `guard`
-  around it to be told. What is sent is what `cross_shard_mean` sends:
-  slices all-to-all, and the medians back. Where a mesh axis is not mapped, each
-  shard gathers the updates of all instead.
+  the same, because a shard that lies may lie about its weight. NaN is left out
+  as well. Where nothing is left, the update is zero: wrap it in `guard` to be
+  told. It sends the bytes of `cross_shard_mean`: slices all-to-all, and the
+  medians back. Where a mesh axis is not mapped, each shard instead gathers the
+  updates of all shards.
 
   Complex leaves have the median of their real and imaginary parts.
 
@@ -77,19 +77,19 @@ def coordinate_median(
 def trimmed_mean(
     axis_name: axes_lib.AxisName, num_trimmed: int
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Replaces updates by their mean over shards without the extreme ones.
+  r"""Replaces updates by their mean over shards without the extremes.
 
-  Of the values that the shards have of an element, the `num_trimmed` least and
-  as many of the largest are left out. As long as no more shards lie than that,
-  whatever they send, NaN and infinity included, each element stays between the
-  least and the largest of those of the others. Belongs in the place of
+  For each element, the `num_trimmed` smallest and the `num_trimmed` largest
+  values are left out. As long as at most `num_trimmed` shards lie, each element
+  stays between the minimum and the maximum of the honest shards, whatever the
+  others send, NaN and infinity included. Belongs in the place of
   `cross_shard_mean`.
 
-  A shard whose extra argument `weight` is zero is left out before; all others
+  A shard whose extra argument `weight` is zero is left out first; all others
   count the same, because a shard that lies may lie about its weight. If fewer
-  than :math:`2 \cdot \text{num\_trimmed} + 1` are left, as many are trimmed as
-  leave one or two; if none is, the update is zero. What is sent is as for
-  `coordinate_median`.
+  than :math:`2 \cdot \text{num\_trimmed} + 1` are left, trimming stops at the
+  one or two in the middle; if none is left, the update is zero. It sends what
+  `coordinate_median` sends.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
@@ -144,16 +144,16 @@ def _aggregate(
     counts: jax.Array | None,
     axes: aggregator.Axes,
 ) -> list[jax.Array]:
-  """Applies a function of sorted rows, and of how many of them hold a value."""
+  """Applies `combine` to sorted rows and to how many of them hold a value."""
   if axes_lib.size(axes, _CALLER) == 1:
     return aggregator.alone(leaves, counts, axes)
 
   def combine_values(values):
-    # Of rows alone, XLA makes no array again.
+    # As a list, rows stay apart; XLA would write a stacked array to memory.
     rows = list(values)
     has_value = [(~jnp.isnan(row)).astype(jnp.int32) for row in rows]
     num_values = functools.reduce(operator.add, has_value)
-    # What is missing is behind all values.
+    # Missing values sort last.
     rows = [jnp.where(jnp.isnan(row), jnp.inf, row) for row in rows]
     return combine(sorting_network.sort(rows), num_values)
 
@@ -163,18 +163,18 @@ def _aggregate(
 
 
 def _median(rows, num_values):
-  """Returns the median of sorted rows, of which so many hold a value."""
+  """Returns the median of the first `num_values` of sorted rows."""
   low, high = rows[0], rows[0]
   for i, row in enumerate(rows[: len(rows) // 2 + 1]):
     low = jnp.where(num_values > 2 * i, row, low)
     high = jnp.where(num_values >= 2 * i, row, high)
-  # A sum of halves overflows nowhere; what is alike stays as it is.
+  # A sum of halves cannot overflow; equal values stay as they are.
   median = jnp.where(low == high, low, low / 2 + high / 2)
   return jnp.where(num_values > 0, median, 0)
 
 
 def _trimmed_mean(num_trimmed, rows, num_values):
-  """Returns the mean of those sorted rows that are left in the middle."""
+  """Returns the mean of the sorted rows that are left after trimming."""
   least = jnp.clip((num_values - 1) // 2, 0, num_trimmed)
   kept = [
       jnp.where((i >= least) & (i < num_values - least), row, 0)

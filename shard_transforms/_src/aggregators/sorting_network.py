@@ -1,7 +1,7 @@
-"""Sorting across shards, element by element, as minima and maxima alone.
+"""A sorting network: rows sorted element by element, by minima and maxima.
 
-What compilers know as sorting moves one element at a time on a CPU; a network
-of comparisons works on whole rows, and only what is used of it is computed.
+XLA's sort moves one element at a time on a CPU; a network compares whole rows,
+and comparisons whose results are not used are not computed.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _MAX_ROWS = 32
 
 
 def sort(rows: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns rows such that each element is ascending over them; without NaN."""
+  """Returns rows in ascending order element by element; none may be NaN."""
   if len(rows) > _MAX_ROWS:
     return list(jnp.sort(jnp.stack(rows), axis=0))
   rows = list(rows)
@@ -26,7 +26,7 @@ def sort(rows: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def comparisons(num_rows: int) -> Iterator[tuple[int, int]]:
-  """Yields the pairs that are put in order, one after the other.
+  """Yields the pairs of rows to compare, in order.
 
   This is Batcher's merge exchange: Knuth, The Art of Computer Programming,
   volume 3, section 5.2.2, algorithm M.

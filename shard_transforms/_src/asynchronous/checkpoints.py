@@ -13,14 +13,14 @@ _FOLDER = 'checkpoints'
 
 
 class Checkpoint(NamedTuple):
-  """Where a run goes on.
+  """What a run resumes from.
 
   Attributes:
     params: The parameters, in NumPy arrays.
     state: The state of `drop_stale`, in NumPy arrays.
-    num_records: How many records the journal had.
+    num_records: Number of records in the journal at that time.
     next_batch: The first batch that had not been handed out.
-    ready: The batches before it that were to be done again.
+    ready: The earlier batches that were to be computed again.
   """
 
   params: Any
@@ -31,7 +31,7 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-  """The last two checkpoints of a run, written while it goes on."""
+  """The last two checkpoints of a run, written in the background."""
 
   def __init__(self, folder: pathlib.Path):
     self._manager = ocp.CheckpointManager(
@@ -45,10 +45,11 @@ class Checkpoints:
     )
 
   def save(self, global_step: int, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint once the one before has been written.
+    """Writes a checkpoint, after waiting for the previous one.
 
     Raises:
-      OSError: If that one could not be written; other errors of orbax as well.
+      OSError: If the previous one could not be written; other errors of orbax
+        as well.
     """
     self._manager.wait_until_finished()
     trees = {'params': checkpoint.params, 'state': checkpoint.state}
@@ -68,16 +69,16 @@ class Checkpoints:
     )
 
   def restore(self, params: Any, state: Any) -> Iterator[Checkpoint]:
-    """Yields the checkpoints that are whole, the latest first.
+    """Yields the intact checkpoints, the latest first.
 
     Args:
       params: Parameters of the same tree, shapes and dtypes.
-      state: Such a state.
+      state: A state of the same tree, shapes and dtypes.
     """
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         yield self._read(step, {'params': params, 'state': state})
-      except Exception as error:  # Whatever orbax finds.
+      except Exception as error:  # Orbax raises many kinds.
         line = f'{type(error).__name__}: {error}'.splitlines()[0]
         warnings.warn(
             f'Checkpoint {step} of {self._manager.directory} cannot be used,'
@@ -97,7 +98,7 @@ class Checkpoints:
     self._manager.close()
 
   def _read(self, step, like):
-    """Returns a checkpoint, if its bits are those that were written."""
+    """Returns a checkpoint whose checksum matches what was written."""
     found = self._manager.restore(
         step,
         args=ocp.args.Composite(

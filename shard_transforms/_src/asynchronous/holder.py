@@ -108,7 +108,7 @@ class Holder:
       self._hand_out(workers)
       for event in workers.wait(self._patience()):
         self._settle(event)
-      self._look_after(workers)
+      self._replace_slow_workers(workers)
       yield
     self._ledger.save(self._server, self._tickets)
 
@@ -135,7 +135,7 @@ class Holder:
     """Gives idle workers something to do, but where a save is due first."""
     step = self._server.global_step
     if self._ledger.num_unsaved(step) >= self._options.save_every:
-      if self._tickets.num_flying:
+      if self._tickets.num_in_flight:
         return
       self._ledger.save(self._server, self._tickets)
     for worker in self._tickets.idle(workers.ready()):
@@ -175,7 +175,7 @@ class Holder:
       self._attempts.add(ticket, outcome and outcome.failure)
       self._tickets.do_again(ticket)
 
-  def _look_after(self, workers):
+  def _replace_slow_workers(self, workers):
     """Goes on without those that take too long; replaces those that hang."""
     now = time.monotonic()
     for ticket in self._tickets.make_late(now):

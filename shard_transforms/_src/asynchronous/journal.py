@@ -21,7 +21,7 @@ class Fate(enum.IntEnum):
   ACCEPTED = 0
   DROPPED = 1  # Too old.
   LATE = 2  # Another worker got the batch.
-  LOST = 3  # Its worker was no more.
+  LOST = 3  # Its worker died.
   FAILED = 4  # A function of the task raised an error.
 
 
@@ -46,8 +46,8 @@ _SIGNED = RECORD.itemsize - RECORD['crc'].itemsize
 def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
   """Returns the journal of an asynchronous run.
 
-  It may be read while the run goes on. What is written of a record whose end
-  is missing, as after a crash, is left out.
+  It may be read while the run goes on. An incomplete last record, as after a
+  crash, is left out.
 
   Args:
     folder: The folder of the run.
@@ -85,7 +85,7 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
 
 
 def read_header(folder: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns what the journal says of its run.
+  """Returns the header of a journal, which describes its run.
 
   Raises:
     FileNotFoundError: If there is no journal.
@@ -95,18 +95,18 @@ def read_header(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class Journal:
-  """The journal of a run that goes on; no other run may write it meanwhile.
+  """The open journal of a run, locked against other runs.
 
-  What is written is the operating system's when `write` returns: it outlives
-  the process, and with `sync` the machine.
+  Records survive a crash of the process once `write` returns, and a crash of
+  the machine once `sync` does.
   """
 
   def __init__(self, folder: pathlib.Path, header: Mapping[str, Any]):
-    """Opens the journal of a folder, or begins one.
+    """Opens the journal of a folder, or creates one.
 
     Args:
       folder: The folder of the run.
-      header: What must be the same whenever the run goes on.
+      header: What must stay the same when the run resumes.
 
     Raises:
       OSError: If it cannot be written.
@@ -117,7 +117,7 @@ class Journal:
     try:
       _lock(self._file, path)
       if self._file.seek(0, os.SEEK_END) <= len(_MAGIC):
-        # A journal that was never begun to its end has no records.
+        # A journal whose header is incomplete has no records.
         self._file.truncate(0)
         _write_all(self._file, _header_bytes(header))
       found, self.records, size = _parse(path)
@@ -137,14 +137,14 @@ class Journal:
 
   @property
   def num_records(self) -> int:
-    """The number of records, those from before included."""
+    """The number of records, those before a restart included."""
     return self._next
 
   def write(self, **fields: Any) -> None:
     """Adds a record.
 
     Raises:
-      OSError: If it cannot be written; nothing is left of it then.
+      OSError: If it cannot be written; the journal is then unchanged.
     """
     record = np.zeros((), RECORD)
     record['sequence'] = self._next
@@ -160,11 +160,11 @@ class Journal:
     self._next += 1
 
   def sync(self) -> None:
-    """Waits until the disk has what was written."""
+    """Waits until all records are on the disk."""
     os.fsync(self._file.fileno())
 
   def close(self) -> None:
-    """Lets others write the journal."""
+    """Closes and unlocks the journal."""
     self._file.close()
 
 
@@ -207,13 +207,13 @@ def _header_bytes(header):
 
 
 def _write_all(file, data):
-  """Writes all bytes, where a disk that runs full takes a part of them."""
+  """Writes all bytes; on a disk that fills up, one call writes a part."""
   while data:
     data = data[file.write(data) :]
 
 
 def _parse(path):
-  """Returns the header, the records, and where the last whole one ends.
+  """Returns the header, the records, and where the last complete one ends.
 
   Raises:
     FileNotFoundError: If there is no journal.

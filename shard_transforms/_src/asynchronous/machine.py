@@ -1,4 +1,4 @@
-"""What of a machine decides the last bits of a result."""
+"""The properties of a machine that decide the last bits of a result."""
 
 import importlib.metadata
 import pathlib

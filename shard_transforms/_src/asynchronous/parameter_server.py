@@ -1,4 +1,4 @@
-"""The parameters of an asynchronous run, and the optimizer that moves them."""
+"""The parameters of an asynchronous run, and their optimizer."""
 
 import functools
 import hashlib
@@ -18,13 +18,13 @@ from shard_transforms._src.tracing import application
 class ParameterServer:
   """Holds the parameters and the state of `drop_stale(staleness, tx)`.
 
-  That a gradient is accepted is decided from two integers on the host, and a
-  stale one never comes here: `tx` runs without a gate around it, and the state
-  has the bits that the gate would give it.
+  Whether a gradient is stale is decided on the host, from two integers, so that
+  stale ones never get here. `tx` runs without a gate around it; the state has
+  the bits that the gate would give it.
   """
 
   def __init__(self, tx: optax.GradientTransformation, params: Any):
-    """Begins with parameters, which are copied."""
+    """Starts from a copy of the parameters."""
     self._tx = optax.with_extra_args_support(tx)
     self._step = jax.jit(
         functools.partial(_step, self._tx), donate_argnums=(0, 1)
@@ -58,7 +58,7 @@ class ParameterServer:
     return jax.tree.map(np.array, state)
 
   def restore(self, params: Any, state: drop_stale.DropStaleState) -> None:
-    """Goes on from what `params` and `state` were."""
+    """Restores parameters and state."""
     self._params, self._inner_state, self._stale_count = jax.tree.map(
         jnp.array, (params, state.inner_state, state.stale_count)
     )
@@ -67,9 +67,9 @@ class ParameterServer:
   def publish(self) -> Any:
     """Returns the parameters, in NumPy arrays that nobody can write to.
 
-    On the host, nothing is copied: what an array still shows is not donated.
-    An optimizer that takes `read_params` is given them with the gradients of
-    this step; they are kept until `forget`.
+    Nothing is copied on the host: memory that an array still views is not
+    donated. An optimizer that takes `read_params` gets them with the gradients
+    of this step; they are kept until `forget`.
     """
     params = jax.tree.map(np.asarray, self._params)
     if self._is_read_asked_for:
@@ -77,12 +77,12 @@ class ParameterServer:
     return params
 
   def forget(self, step: int) -> None:
-    """Ends to keep what was published before a global step."""
+    """Frees what was published before a global step."""
     for old in [read for read in self._read if read < step]:
       del self._read[old]
 
   def accept(self, grads: Any, local_step: int, weight: float | None) -> None:
-    """Moves the parameters by a gradient at those of a local step."""
+    """Applies a gradient computed at a local step."""
     self._params, self._inner_state = self._step(
         self._params,
         self._inner_state,
@@ -98,10 +98,10 @@ class ParameterServer:
     self._stale_count = counters.add(self._stale_count, 1)
 
   def fingerprint(self) -> str:
-    """Returns what differs between optimizers, and kinds of parameters."""
+    """Returns a hash of the optimizer's program and the parameters' types."""
     jaxpr = self._trace(self.shapes if self._is_read_asked_for else None)
     digest = hashlib.sha256()
-    # What has no text of its own is named by its place in memory.
+    # An object without a `repr` of its own shows its address.
     digest.update(re.sub(r'0x[0-9a-f]+', '', str(jaxpr)).encode())
     for const in jaxpr.consts:
       digest.update(np.asarray(const).tobytes())
@@ -116,7 +116,7 @@ class ParameterServer:
     return any(id(var) in used for var in jaxpr.invars[num_others:])
 
   def _trace(self, read_params):
-    """Returns the program of a step."""
+    """Returns the jaxpr of a step."""
     return jax.make_jaxpr(functools.partial(_step, self._tx))(
         self._params,
         self._inner_state,

@@ -1,7 +1,7 @@
-"""Runs a job in a child process that starts or joins Ray, and ends with it.
+"""Runs a job in a child process that starts or joins Ray.
 
-So this process imports no Ray, and nothing of a run outlives it: the child ends
-when the connection to it does.
+So this process imports no Ray, and nothing of a run outlives it: the child
+exits when its connection closes.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _END_TIMEOUT = 10
 # Ray puts sockets there, whose paths must be shorter than 108 bytes.
 _LONGEST_FOLDER = 40
 
-# Settings of JAX that decide what is computed.
+# Settings of JAX that change results.
 _CONFIG = (
     'jax_compilation_cache_dir',
     'jax_default_matmul_precision',
@@ -43,7 +43,7 @@ _CONFIG = (
     'jax_threefry_partitionable',
 )
 
-# What a child may raise; all else is a `RuntimeError`.
+# Errors of the child that are raised as they are; others as `RuntimeError`.
 _ERRORS = {
     error.__name__: error
     for error in (
@@ -57,16 +57,16 @@ _ERRORS = {
 
 
 class Job(NamedTuple):
-  """What the child does.
+  """What the child runs.
 
   Attributes:
-    make: Makes what drives the workers, such as a `Holder`, in the process that
-      holds the parameters.
+    make: Makes the driver of the workers, such as a `Holder`, in the process
+      that holds the parameters.
     task: What the workers compute.
     num_workers: The number of workers.
     cluster: As for `train`.
     resources: As for `train`.
-    is_resumable: Whether another may go on where the driver is killed.
+    is_resumable: Whether another driver may resume where one was killed.
   """
 
   make: Callable[[], Any]
@@ -78,7 +78,7 @@ class Job(NamedTuple):
 
 
 class Settings(NamedTuple):
-  """What the child is told: it need not know the task.
+  """The job as it is sent to the child, which need not import the task.
 
   Attributes:
     make: The `make` of the job, pickled.
@@ -88,7 +88,7 @@ class Settings(NamedTuple):
     resources: As in the job.
     is_resumable: As in the job.
     config: Settings of JAX.
-    folder: The folder for what is temporary, to be deleted.
+    folder: A folder for temporary files, to be deleted.
   """
 
   make: bytes
@@ -104,7 +104,7 @@ class Settings(NamedTuple):
 def run(
     job: Job, on_progress: Callable[[report.Report], Any] | None
 ) -> report.Result:
-  """Returns what a job ends with.
+  """Runs a job in a child process, and returns its result.
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
@@ -112,7 +112,7 @@ def run(
   """
   with _folder() as folder, _child(job, folder) as child:
     settings = pickle.dumps(_settings(job, folder))
-    # One that has died is told of by what is received.
+    # Where the child has died, `_receive` raises the error.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
       child.send_bytes(settings)
     if not child.poll(_START_TIMEOUT):
@@ -123,7 +123,7 @@ def run(
     while True:
       kind, value = _receive(child)
       if kind in ('error', 'result'):
-        # It has done its work, and ends by itself.
+        # The child is done, and exits by itself.
         with contextlib.suppress(OSError):
           child.send_bytes(b'')
       if kind == 'error':
@@ -141,10 +141,10 @@ def _receive(child):
   """Returns the next message of the child.
 
   Raises:
-    RuntimeError: If there is none.
+    RuntimeError: If the child has died.
   """
   try:
-    # From a process of our own, over a pair of sockets that none else has.
+    # Safe to unpickle: only our own child has the other end.
     return pickle.loads(child.recv_bytes())
   except (EOFError, ConnectionResetError) as error:
     raise RuntimeError(
@@ -154,17 +154,17 @@ def _receive(child):
 
 
 def _settings(job, folder):
-  """Returns what the child is told.
+  """Returns the job as it is sent to the child.
 
   Raises:
     TypeError: If the task or the optimizer cannot be sent to another process.
   """
-  # A part of the extra `ray`, as Ray is.
+  # In the extra `ray`, as Ray is.
   import cloudpickle
 
   try:
     make, task = cloudpickle.dumps(job.make), cloudpickle.dumps(job.task)
-  except Exception as error:  # Whatever an object raises that is pickled.
+  except Exception as error:  # Pickling runs the user's code.
     raise TypeError(
         '`task` and `tx` must be such that they can be sent to other processes,'
         f' got {type(error).__name__}: {error}'
@@ -183,7 +183,7 @@ def _settings(job, folder):
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-  """Yields a folder for what is temporary, with a short name."""
+  """Yields a temporary folder with a short name."""
   parent = tempfile.gettempdir()
   if len(parent) > _LONGEST_FOLDER:
     parent = '/tmp'
@@ -195,7 +195,7 @@ def _folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _child(job: Job, folder: str) -> Iterator[connection.Connection]:
-  """Yields a connection to a child, and ends all of its processes after it."""
+  """Yields a connection to a child; kills its process group at the end."""
   ours, theirs = multiprocessing.Pipe()
   with ours:
     with theirs:
@@ -205,7 +205,7 @@ def _child(job: Job, folder: str) -> Iterator[connection.Connection]:
           stdout=sys.__stderr__,
           pass_fds=[theirs.fileno()],
           env=_environment(job.cluster),
-          # Ctrl-C is ours; and what it starts can be ended together.
+          # Ctrl-C reaches this process alone; the child's group can be killed.
           start_new_session=True,
       )
     try:
@@ -224,7 +224,7 @@ def _environment(cluster):
   paths = [str(pathlib.Path(path).absolute()) for path in sys.path]
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
   environment.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-  # A call after its end would start another Ray, in another folder.
+  # Otherwise, a call after the end of Ray would start it again.
   environment['RAY_ENABLE_AUTO_CONNECT'] = '0'
   if cluster == 'local':
     environment.update(
@@ -233,7 +233,7 @@ def _environment(cluster):
             'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '0',
             # Without one, Ray writes a token to the home folder.
             'RAY_AUTH_TOKEN': secrets.token_hex(32),
-            # Gradients and parameters are freed at once, not by the hundred.
+            # Gradients and parameters are freed at once, not in batches of 100.
             'RAY_free_objects_batch_size': '1',
             # A busy machine takes longer than the 30 s that Ray waits.
             'RAY_raylet_start_wait_time_s': str(_START_TIMEOUT),

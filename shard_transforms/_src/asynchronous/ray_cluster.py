@@ -1,6 +1,6 @@
-"""The child process that starts or joins Ray, and sees that a job is done.
+"""The child process that starts or joins Ray, and supervises a job.
 
-It starts no JAX backend, and ends when the process that has started it does.
+It starts no JAX backend, and exits when its parent process does.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ from shard_transforms._src.asynchronous import ray_workers
 
 # How often the driver may die without an update in between.
 _MAX_DEATHS = 3
-# Seconds: in which it must be back, and until one asks again.
+# Seconds: until it must be back, and between two looks.
 _RESTART_TIMEOUT = 60.0
 _BETWEEN_CALLS = 0.1
-# Ends a group of processes after a while, and deletes a folder.
+# Kills a process group after a delay, and deletes a folder.
 _SWEEP = """
 import contextlib, os, shutil, signal, sys, time
 time.sleep(2)
@@ -37,13 +37,13 @@ time.sleep(0.5)
 shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 # Seconds for a host of a cluster to answer.
-_KNOCK_TIMEOUT = 20.0
+_CONNECT_TIMEOUT = 20.0
 
 
 def main() -> None:
-  """Does the job that comes over the connection which is the argument."""
+  """Runs the job that arrives over the connection given as argument."""
   with connection.Connection(int(sys.argv[1])) as parent:
-    # From the process that has started this one, over a pair of sockets.
+    # Safe to unpickle: only the parent process has the other end.
     settings = pickle.loads(parent.recv_bytes())
     threading.Thread(
         target=_end_with, args=(parent, settings.folder), daemon=True
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _tell(parent: connection.Connection, message: Any) -> None:
-  """Sends a message, if there is still somebody to hear it."""
+  """Sends a message, unless the parent process has gone."""
   with contextlib.suppress(BrokenPipeError, ConnectionResetError):
     parent.send_bytes(pickle.dumps(message, protocol=5))
 
@@ -99,7 +99,7 @@ def _run(settings: program.Settings) -> Iterator[Any]:
 
 
 def _wait_until_back(actor):
-  """Waits until Ray has started an actor again, for a while."""
+  """Waits until Ray has restarted an actor, up to a time limit."""
   end = time.monotonic() + _RESTART_TIMEOUT
   while time.monotonic() < end:
     with contextlib.suppress(exceptions.RayError):
@@ -137,7 +137,7 @@ def _ray(settings: program.Settings) -> Iterator[None]:
     arguments = {'address': settings.cluster}
   try:
     if settings.cluster != 'local':
-      _knock(settings.cluster)
+      _check_listening(settings.cluster)
     ray.init(**arguments, configure_logging=False)
   except Exception as error:  # Ray raises errors of many kinds.
     line = f'{type(error).__name__}: {error}'.splitlines()[0]
@@ -150,26 +150,26 @@ def _ray(settings: program.Settings) -> Iterator[None]:
     ray.shutdown()
 
 
-def _knock(address):
-  """Looks whether anybody listens; Ray itself would try for minutes.
+def _check_listening(address):
+  """Checks that the address accepts connections; Ray would try for minutes.
 
   Raises:
     OSError: If not.
   """
   host, _, port = address.rpartition(':')
-  with socket.create_connection((host, int(port)), timeout=_KNOCK_TIMEOUT):
+  with socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT):
     pass
 
 
 def _end_with(parent: connection.Connection, folder: str) -> None:
-  """Ends this process, and Ray, when the one that has started it ends.
+  """Ends this process and Ray when the parent process ends.
 
-  Not so where that one has said before that it has what it wants.
+  It returns instead once the parent says that it has its result.
   """
   with contextlib.suppress(EOFError, OSError):
     parent.recv_bytes()
     return
-  # It outlives this process, and all that Ray has not ended by itself.
+  # The sweeper outlives this process, and kills what Ray leaves behind.
   subprocess.Popen(
       [sys.executable, '-I', '-c', _SWEEP, str(os.getpgid(0)), folder],
       start_new_session=True,

@@ -15,9 +15,11 @@ from shard_transforms._src.asynchronous import machine
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
-# Parameters up to so many bytes go with each call, not through the store.
+# Parameters of up to this many bytes go with each call, not through the object
+# store.
 _SMALL = 100_000
-# Seconds: until one asks again whether a worker is back, and for a gradient.
+# Seconds: between two calls to a worker that is starting, and to fetch a
+# gradient.
 _BETWEEN_CALLS = 0.2
 _FETCH_TIMEOUT = 60.0
 
@@ -29,55 +31,56 @@ class _Computer:
     self._problem = ''
     try:
       _configure(config)
-      # From the program that has started this run.
+      # Safe to unpickle: from the process that has started this run.
       self._task = pickle.loads(task)
     except Exception as error:  # Whatever the modules of the task raise.
       self._problem = f'{type(error).__name__}: {error}'
 
   def describe(self) -> tuple[str, str]:
-    """Returns the versions of what computes, and why it cannot."""
+    """Returns the versions here, and why the task cannot be imported, if so."""
     return machine.versions(), self._problem
 
   def gradient(self, params: Any, batch: int) -> tuple[task_lib.Outcome, Any]:
-    """Returns what is to be told of a gradient, and the gradient."""
+    """Returns the outcome of a gradient, and the gradient."""
     return task_lib.evaluate(self._task, params, batch)
 
 
 class _Driver:
-  """Drives workers, with what a job makes for it."""
+  """The actor that runs the driver that a job makes, such as a `Holder`."""
 
   def __init__(self, make: bytes, config: dict[str, Any]):
     self._make = make
     self._config = config
 
   def run(self, computers: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields how it goes, and in the end the result or an error."""
+    """Yields progress, and finally the result or an error."""
     try:
       _configure(self._config)
-      # From the program that has started this run.
+      # Safe to unpickle: from the process that has started this run.
       holder = pickle.loads(self._make)()
       with contextlib.closing(holder):
         for progress in holder.run(RayWorkers(computers)):
           yield 'progress', progress
         result = holder.result()
       yield 'result', result
-    except Exception as error:  # It is raised where the run was started.
+    except Exception as error:  # Raised again by the caller of `train`.
       yield 'error', (_name(error), str(error))
 
 
-# Calls of Ray, which makes classes of another kind of these.
+# Called rather than used as decorators, so that the classes stay pickled by
+# name.
 Computer: Any = ray.remote(_Computer)
 Driver: Any = ray.remote(_Driver)
 
 
 class RayWorkers:
-  """Actors of Ray as `Workers`; Ray starts those again that die."""
+  """Actors of Ray as `Workers`; Ray restarts those that die."""
 
   def __init__(self, computers: list[Any]):
     self._computers = computers
     self._ready: set[int] = set()
-    # Calls under way, by the reference to their result.
-    self._flying: dict[Any, tuple[int, Any]] = {}
+    # Calls in flight, by the reference to their result.
+    self._in_flight: dict[Any, tuple[int, Any]] = {}
     self._asked: dict[Any, int] = {}
     self._ask_again: dict[int, float] = dict.fromkeys(range(len(computers)), 0)
     self._replaced: set[int] = set()
@@ -95,23 +98,23 @@ class RayWorkers:
         .gradient.options(num_returns=2)
         .remote(published, batch)
     )
-    self._flying[outcome] = worker, grads
+    self._in_flight[outcome] = worker, grads
 
   def wait(self, seconds: float) -> list[workers_lib.Event]:
-    """Returns what has happened, after so many seconds at most.
+    """Returns the events of up to so many seconds.
 
     Raises:
       ValueError: If a worker cannot import the task, or has other versions.
     """
     self._ask()
-    refs = [*self._flying, *self._asked]
+    refs = [*self._in_flight, *self._asked]
     if self._ask_again:
       seconds = min(seconds, _BETWEEN_CALLS)
     if not refs:
       time.sleep(seconds)
       return []
     events = []
-    # Of a gradient, what there is to tell: a lost host would keep the rest.
+    # The outcome alone: fetching the gradient from a lost host would block.
     for ref in ray.wait(refs, timeout=seconds)[0]:
       if ref in self._asked:
         self._hear(ref)
@@ -125,14 +128,14 @@ class RayWorkers:
       ray.kill(self._computers[worker], no_restart=False)
 
   def _ask(self):
-    """Asks those whether they are there who have not said so."""
+    """Calls each worker that is starting, to learn when it is ready."""
     now = time.monotonic()
     for worker in [w for w, due in self._ask_again.items() if due <= now]:
       del self._ask_again[worker]
       self._asked[self._computers[worker].describe.remote()] = worker
 
   def _hear(self, ref):
-    """Takes the answer of a worker that was asked whether it is there."""
+    """Handles the answer of a worker to `_ask`."""
     worker = self._asked.pop(ref)
     try:
       versions, problem = ray.get(ref)
@@ -153,8 +156,8 @@ class RayWorkers:
     self._ready.add(worker)
 
   def _take(self, ref):
-    """Takes what there is to tell of a gradient."""
-    worker, grads = self._flying.pop(ref)
+    """Handles the outcome of a gradient."""
+    worker, grads = self._in_flight.pop(ref)
     try:
       outcome: Any = ray.get(ref)
     except exceptions.RayError:
@@ -179,7 +182,7 @@ def _configure(config):
 
 
 def _name(error):
-  """Returns the name of the closest error that is built in."""
+  """Returns the name of the nearest built-in base class of an error."""
   return next(
       kind.__name__
       for kind in type(error).__mro__

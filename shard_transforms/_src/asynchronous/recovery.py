@@ -1,4 +1,4 @@
-"""Where a run goes on: its checkpoint, and what the journal has beyond it."""
+"""Recovery of a run: its checkpoint, then the journal records after it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class BatchesLeft(NamedTuple):
   """The batches that are still to be computed.
 
   Attributes:
-    next_batch: The first that is new: it and all after it.
-    ready: Those before it.
+    next_batch: The first new batch; so are all after it.
+    ready: The earlier batches.
   """
 
   next_batch: int = 0
@@ -34,21 +34,21 @@ def recover(
     workers: workers_lib.Workers,
     on_drop: tickets.OnDrop,
 ) -> Iterator[BatchesLeft | None]:
-  """Brings a server to where the journal ends.
+  """Rolls a server forward to the end of the journal.
 
   Args:
     server: Has the initial parameters.
-    store: Of the run that goes on.
-    workers: Compute again what no checkpoint has.
+    store: The store of the run.
+    workers: They compute again what the checkpoint lacks.
     on_drop: What becomes of the batch of a gradient that is too old.
 
   Yields:
-    `None` now and then, and at the end the batches that are left.
+    `None` at intervals, and finally the batches that are left.
 
   Raises:
     RuntimeError: If a function of the task fails.
-    ValueError: If the journal is of another task or machine, or has lost
-      records.
+    ValueError: If the journal was written by another task or machine, or has
+      lost records.
   """
   initial = server.params
   checkpoint = store.restore(server)
@@ -65,7 +65,7 @@ def recover(
 
 
 def _compute_first(initial, records, workers):
-  """Computes the first gradient of a journal again: is it the same task?"""
+  """Computes the first gradient again, to check that the task is the same."""
   is_first = (records['local_step'] == 0) & (records['fate'] == _Fate.ACCEPTED)
   first = records[is_first][:1].copy()
   first['global_step'] = 0

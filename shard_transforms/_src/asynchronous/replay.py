@@ -1,4 +1,4 @@
-"""`replay`: an asynchronous run once more, from its journal."""
+"""`replay`: computes an asynchronous run again from its journal."""
 
 from collections.abc import Iterator
 import functools
@@ -29,11 +29,11 @@ def replay(
     until: int | None = None,
     num_workers: int = 0,
 ) -> report.Result:
-  """Computes what an asynchronous run has computed, to the same bits.
+  """Computes an asynchronous run again from its journal, to the bit.
 
-  It goes through the journal from its beginning, and applies the accepted
-  gradients in their order, each at the parameters at which it was computed
-  then. Each must have the bits that it had. The checkpoints are not read.
+  Starts from the initial parameters and applies the accepted gradients in the
+  order of the journal, each computed at the parameters that it was computed at
+  in the run. Each must have the same bits. Checkpoints are not read.
 
   Args:
     folder: The folder of the run, which may still go on.
@@ -89,7 +89,7 @@ def replay(
 
 
 class Replay:
-  """Goes through the records of a journal; it takes the place of a `Holder`."""
+  """Replays the records of a journal, in the place of a `Holder`."""
 
   def __init__(
       self,
@@ -98,7 +98,7 @@ class Replay:
       records: np.ndarray,
       folder: pathlib.Path,
   ):
-    """Begins where the run has begun.
+    """Starts from the initial parameters of the run.
 
     Raises:
       ValueError: If the journal is of another task, optimizer or machine.
@@ -116,12 +116,12 @@ class Replay:
     )
 
   def run(self, workers: workers_lib.Workers) -> Iterator[report.Report]:
-    """Goes to the end, and yields nothing."""
+    """Replays to the end, and yields nothing."""
     for _ in roll_forward.roll_forward(self._server, self._records, workers):
       yield from ()
 
   def result(self) -> report.Result:
-    """Returns what the run has ended with."""
+    """Returns the result of the run."""
     return report.Result(
         self._server.params, self._server.state, self._report()
     )

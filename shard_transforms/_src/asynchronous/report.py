@@ -1,4 +1,4 @@
-"""How an asynchronous run goes, and what it ends with."""
+"""The progress and the result of an asynchronous run."""
 
 import collections
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ class Report:
     num_late: Number of gradients whose batch another worker was given.
     num_lost: Number of gradients whose worker had died.
     num_failed: Number of attempts in which the task raised an error.
-    num_recovered: Number of accepted updates that were computed once more from
-      the journal when the run went on after a kill.
+    num_recovered: Number of accepted updates that were computed again from the
+      journal when the run resumed.
     mean_age: Mean staleness of the accepted updates, in steps.
-    seconds: How long the run has taken since it was started, or went on.
+    seconds: Seconds since the run was started or resumed.
     metrics: Those of the latest accepted update.
 
-  All of them count what was before a restart, too, but for `num_recovered` and
-  `seconds`; while a run catches up with its journal, `global_step` alone does.
+  All but `num_recovered` and `seconds` include what was before a restart; while
+  a run catches up with its journal, only `global_step` does.
 
   Examples:
     >>> from shard_transforms import asynchronous
@@ -49,7 +49,7 @@ class Report:
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `monitoring.metrics` does with its attributes."""
+    """Returns how `monitoring.metrics` reads its attributes."""
     return {
         field.name: state_rules.MetricRule()
         for field in dataclasses.fields(self)
@@ -57,7 +57,7 @@ class Report:
 
 
 class Result(NamedTuple):
-  """What a run ends with.
+  """The result of a run.
 
   Attributes:
     params: The parameters, in NumPy arrays.
@@ -107,7 +107,7 @@ class Tally:
       self.add(fate, age)
 
   def report(self, global_step: int, seconds: float) -> Report:
-    """Returns how the run goes at a global step."""
+    """Returns the report at a global step."""
     fates = self._fates
     return Report(
         global_step=global_step,

@@ -1,4 +1,4 @@
-"""Going through a journal once more: the same updates in the same order."""
+"""Rolling forward: the updates of a journal again, in the same order."""
 
 import collections
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import workers as workers_lib
 
-# Seconds after which one looks at what else there is to do.
-_TURN = 1.0
+# Seconds to wait for an event before handing out more.
+_WAIT = 1.0
 
 
 def roll_forward(
@@ -29,7 +29,7 @@ def roll_forward(
       for.
 
   Yields:
-    Nothing, now and then.
+    `None` at intervals.
 
   Raises:
     RuntimeError: If a function of the task fails.
@@ -61,7 +61,7 @@ def roll_forward(
 
 
 class _Gradients:
-  """Gradients of records, computed as soon as there are their parameters."""
+  """Gradients of records, computed as soon as their parameters exist."""
 
   def __init__(self, records, workers):
     self._records = records
@@ -72,11 +72,11 @@ class _Gradients:
         records['local_step'][is_accepted].tolist()
     )
     self._published: dict[int, Any] = {}
-    self._flying: dict[int, int] = {}
+    self._in_flight: dict[int, int] = {}
     self._done: dict[int, Any] = {}
 
   def publish(self, server):
-    """Lets workers have the present parameters, if a record was at them."""
+    """Publishes the current parameters, if a record was computed at them."""
     step = server.global_step
     if self._uses[step] and step not in self._published:
       self._published[step] = self._workers.publish(server.publish())
@@ -89,33 +89,33 @@ class _Gradients:
 
   def oldest(self, global_step):
     """Returns the first local step of a gradient that is still to come."""
-    places = [*self._waiting, *self._flying.values(), *self._done]
+    places = [*self._waiting, *self._in_flight.values(), *self._done]
     steps = self._records['local_step'][places]
     return int(steps.min(initial=global_step))
 
   def turn(self):
-    """Hands out what can be computed, and takes what has been."""
-    for worker in sorted(self._workers.ready() - self._flying.keys()):
+    """Hands out what can be computed, and collects results."""
+    for worker in sorted(self._workers.ready() - self._in_flight.keys()):
       place = self._next()
       if place is None:
         break
       self._waiting.remove(place)
-      self._flying[worker] = place
+      self._in_flight[worker] = place
       record = self._records[place]
       published = self._published[int(record['local_step'])]
       self._workers.start(worker, published, int(record['batch']))
-    for event in self._workers.wait(_TURN):
+    for event in self._workers.wait(_WAIT):
       self._take(event)
 
   def _next(self):
-    """Returns the first place whose parameters are there, near the front."""
+    """Returns the first place near the front whose parameters exist."""
     # Gradients that are far ahead would have to be kept.
     near = self._waiting[: len(self._workers.ready())]
     steps = self._records['local_step']
     return next((p for p in near if int(steps[p]) in self._published), None)
 
   def _take(self, event):
-    place = self._flying.pop(event.worker)
+    place = self._in_flight.pop(event.worker)
     record = self._records[place]
     outcome = event.outcome
     grads = None if outcome is None else event.fetch()
@@ -138,7 +138,7 @@ class _Gradients:
 
 
 def _check_same(checksum: int, record: np.void) -> None:
-  """Checks that a gradient is the one that a record is of.
+  """Checks that a gradient has the checksum of its record.
 
   Raises:
     ValueError: If it has other bits.

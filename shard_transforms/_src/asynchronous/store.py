@@ -13,14 +13,14 @@ from shard_transforms._src.asynchronous import tickets as tickets_lib
 
 
 class Store:
-  """The folder of a run; no other run may use it meanwhile."""
+  """The folder of a run, locked against other runs."""
 
   def __init__(self, folder: pathlib.Path, header: Mapping[str, Any]):
-    """Opens a folder, or makes one.
+    """Opens a folder, or creates one.
 
     Raises:
       OSError: If it cannot be written.
-      ValueError: If it is damaged, of another run, or in use.
+      ValueError: If it is damaged, belongs to another run, or is in use.
     """
     folder.mkdir(parents=True, exist_ok=True)
     self._journal = journal.Journal(folder, header)
@@ -30,7 +30,7 @@ class Store:
 
   @property
   def records(self) -> np.ndarray:
-    """What the journal had when it was opened."""
+    """The records that the journal had when it was opened."""
     return self._journal.records
 
   def write(self, **fields: Any) -> None:
@@ -46,10 +46,10 @@ class Store:
       server: parameter_server.ParameterServer,
       tickets: tickets_lib.Tickets,
   ) -> None:
-    """Lets a checkpoint be written, where nothing is with a worker that counts.
+    """Writes a checkpoint; no gradient that counts may be in flight.
 
     Raises:
-      OSError: If the journal or the checkpoint before cannot be written.
+      OSError: If the journal or the previous checkpoint cannot be written.
     """
     if server.global_step == self.saved_step:
       return
@@ -69,7 +69,7 @@ class Store:
   def restore(
       self, server: parameter_server.ParameterServer
   ) -> checkpoints.Checkpoint | None:
-    """Brings a server to where the latest whole checkpoint was written, if any.
+    """Restores a server from the latest intact checkpoint, if any.
 
     Raises:
       ValueError: If the journal has lost records that were before it.
@@ -87,7 +87,7 @@ class Store:
     return found
 
   def close(self) -> None:
-    """Ends what is being written, and lets others use the folder.
+    """Finishes pending writes and unlocks the folder.
 
     Raises:
       OSError: If the last checkpoint could not be written.

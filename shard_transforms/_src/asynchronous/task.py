@@ -30,7 +30,7 @@ class Task:
       learning do. The staleness of its gradient counts from them.
 
   All of them must be pure: another worker may do the same work again, and
-  `replay` does. Draw chance from the number of the batch, such as
+  `replay` does. Derive random keys from the number of the batch, as in
   `jax.random.fold_in(jax.random.key(seed), number)`.
 
   Raises:
@@ -93,7 +93,7 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-  """What a worker tells of a gradient, beside the gradient itself.
+  """What a worker reports of a gradient besides the gradient itself.
 
   Attributes:
     metrics: Those of the batch.
@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
 
 
 def evaluate(task: Task, params: Any, number: int) -> tuple[Outcome, Any]:
-  """Returns what is to be told of a gradient, and the gradient, on the host.
+  """Returns the outcome of a gradient, and the gradient, on the host.
 
   Args:
     task: The task.
@@ -115,7 +115,7 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Outcome, Any]:
     number: The number of the batch.
   """
   function = 'rollout' if task.batch is None else 'batch'
-  # Of memory that others share, it is an alias and not a copy.
+  # On CPU, this views shared memory and copies nothing.
   params = jax.device_put(params)
   try:
     batch = task.make_batch(params, number)
@@ -128,10 +128,10 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Outcome, Any]:
 
 
 def checksum(tree: Any) -> int:
-  """Returns 32 bits that change with each bit of a tree of NumPy arrays.
+  """Returns a 32-bit checksum of a tree of NumPy arrays.
 
-  It takes one pass over the memory. Leaves that change places are seen, and two
-  elements of one leaf that do so are not.
+  It takes one pass over the memory, and changes with any bit. It depends on the
+  order of the leaves, but not on the order of the elements of a leaf.
   """
   total = 0
   for leaf in jax.tree.leaves(tree):
@@ -144,14 +144,14 @@ def checksum(tree: Any) -> int:
 
 
 class _WrongGradientError(Exception):
-  """Says how a result is not a gradient: there is no use in trying again."""
+  """Why a result is no gradient; another attempt cannot help."""
 
 
 def _checked(result, params):
   """Returns a gradient and its metrics as numbers.
 
   Raises:
-    _WrongGradientError: If it is not one of the parameters.
+    _WrongGradientError: If it is not a gradient of the parameters.
   """
   if not isinstance(result, tuple) or len(result) != 2:
     raise _WrongGradientError(

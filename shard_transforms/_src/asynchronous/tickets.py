@@ -1,4 +1,4 @@
-"""Which batch is computed by which worker, and when: tickets."""
+"""Tickets: which worker computes which batch, and since when."""
 
 import collections
 from collections.abc import Collection
@@ -9,22 +9,22 @@ from typing import Literal, NamedTuple
 
 OnDrop = Literal['again', 'forget']
 
-# A worker that is that many times as late as `patience` allows has hung; not
-# before so many seconds, for a pause of the machine is none.
+# A worker hangs once it takes this many times what `patience` allows, but at
+# least this many seconds, because the whole machine may pause.
 _HANGS = 5
 _LEAST_HANG = 5.0
-# Seconds that the first of a worker may take longer.
+# Seconds that the first gradient of a worker may take longer.
 _COMPILATION = 120.0
-# The latest durations, whose median is what a gradient takes.
+# Number of the latest durations of which the median is taken.
 _NUM_DURATIONS = 101
 
 
 class Ticket(NamedTuple):
-  """A batch in the hands of a worker.
+  """A batch that a worker has been given.
 
   Attributes:
     batch: The number of the batch.
-    attempt: How often it has been handed out, with this time.
+    attempt: How often it has been handed out, this time included.
     local_step: The global step of the parameters that go with it.
     worker: The number of the worker.
     start: When it was handed out, in seconds.
@@ -40,18 +40,19 @@ class Ticket(NamedTuple):
 class Tickets:
   """The tickets of a run.
 
-  A batch is ready, then with a worker, and then done, unless it is to be done
-  again. Where `pace` holds, a ticket is handed out only if nothing that is with
-  a worker can become older than `staleness` by it:
+  A batch is ready, then in flight, and then done, unless it must be computed
+  again. With `pace`, a ticket is handed out only if this cannot make a gradient
+  in flight older than `staleness`:
 
-    global step + number with workers - oldest local step <= staleness
+    global step + number in flight - oldest local step <= staleness
 
-  where the new one's local step is the global step. What comes back adds one to
-  the first and takes one from the second, so that it holds on.
+  where the local step of the new ticket is the global step. A gradient that
+  comes back adds one to the first term and takes one from the second, so the
+  inequality stays true.
 
   A ticket that takes `patience` times the median is late: another worker gets
-  its batch, and what comes of it after all is ignored. Each attempt has twice
-  the time of the one before, for it may be the batch that takes long.
+  its batch, and its own gradient is ignored. Each attempt has twice the time of
+  the one before, because the batch itself may be slow.
   """
 
   def __init__(
@@ -70,7 +71,7 @@ class Tickets:
     self._on_drop = on_drop
     self._next_batch = next_batch
     self._ready = collections.deque((number, 1) for number in ready)
-    self._flying: dict[int, Ticket] = {}
+    self._in_flight: dict[int, Ticket] = {}
     self._late: dict[int, Ticket] = {}
     self._seconds: dict[int, float] = {}
     self._durations = collections.deque[float](maxlen=_NUM_DURATIONS)
@@ -82,35 +83,35 @@ class Tickets:
 
   @property
   def ready(self) -> list[int]:
-    """The numbers before it that are to be done again."""
+    """The numbers of earlier batches that are to be computed again."""
     return [number for number, _ in self._ready]
 
   @property
-  def num_flying(self) -> int:
-    """How many workers have a batch that counts."""
-    return len(self._flying)
+  def num_in_flight(self) -> int:
+    """The number of gradients in flight that count."""
+    return len(self._in_flight)
 
   def idle(self, workers: Collection[int]) -> list[int]:
     """Returns those workers that have nothing to do, the fastest first."""
-    idle = set(workers) - self._flying.keys() - self._late.keys()
-    # One that has done nothing so far comes first, so that it is known.
+    idle = set(workers) - self._in_flight.keys() - self._late.keys()
+    # A worker whose speed is not known yet comes first.
     return sorted(
         idle, key=lambda worker: (self._seconds.get(worker, 0), worker)
     )
 
   def may_start(self, global_step: int, num_updates: int) -> bool:
-    """Whether to hand out a ticket at a global step, of so many in the end."""
-    num_flying = len(self._flying)
-    if global_step + num_flying >= num_updates:
+    """Whether to hand out a ticket, in a run of `num_updates` updates."""
+    num_in_flight = len(self._in_flight)
+    if global_step + num_in_flight >= num_updates:
       return False
     oldest = self.oldest(global_step)
-    return (
-        not self._pace or global_step + num_flying - oldest <= self._staleness
-    )
+    if not self._pace:
+      return True
+    return global_step + num_in_flight - oldest <= self._staleness
 
   def oldest(self, global_step: int) -> int:
-    """Returns the first local step of which a gradient may still count."""
-    steps = [ticket.local_step for ticket in self._flying.values()]
+    """Returns the oldest local step in flight, or else the global step."""
+    steps = [ticket.local_step for ticket in self._in_flight.values()]
     return min(steps, default=global_step)
 
   def start(self, worker: int, global_step: int, now: float) -> Ticket:
@@ -121,48 +122,48 @@ class Tickets:
       number, attempt = self._next_batch, 1
       self._next_batch += 1
     ticket = Ticket(number, attempt, global_step, worker, now)
-    self._flying[worker] = ticket
+    self._in_flight[worker] = ticket
     return ticket
 
   def finish(self, worker: int, now: float) -> tuple[Ticket, bool]:
     """Takes back the ticket of a worker; returns it, and whether it counts."""
-    counts = worker in self._flying
-    ticket = (self._flying if counts else self._late).pop(worker)
+    counts = worker in self._in_flight
+    ticket = (self._in_flight if counts else self._late).pop(worker)
     if worker in self._seconds and counts:
       self._durations.append(now - ticket.start)
-    # The first of a worker is compiled, and tells nothing of the others.
+    # A worker's first gradient includes its compilation: it is not timed.
     self._seconds[worker] = now - ticket.start if worker in self._seconds else 0
     return ticket, counts
 
   def lose(self, worker: int) -> tuple[Ticket, bool]:
-    """Takes back the ticket of a worker that is no more, as `finish`."""
+    """Takes back the ticket of a worker that has died, as `finish`."""
     self._seconds.pop(worker, None)
-    counts = worker in self._flying
-    return (self._flying if counts else self._late).pop(worker), counts
+    counts = worker in self._in_flight
+    return (self._in_flight if counts else self._late).pop(worker), counts
 
   def do_again(self, ticket: Ticket) -> None:
-    """Puts the batch of a ticket before all others."""
+    """Queues the batch of a ticket before all others."""
     self._ready.appendleft((ticket.batch, ticket.attempt + 1))
 
   def drop(self, ticket: Ticket) -> None:
-    """Puts the batch of a stale gradient where it is to go."""
+    """Queues the batch of a stale gradient again, or forgets it."""
     if self._on_drop == 'again':
       self.do_again(ticket)
 
   def make_late(self, now: float) -> list[Ticket]:
-    """Returns the tickets that have become late; their batches are ready."""
+    """Takes the tickets that are late; queues their batches again."""
     late = [
         ticket
-        for ticket in self._flying.values()
+        for ticket in self._in_flight.values()
         if now - ticket.start > self._limit(ticket)
     ]
     for ticket in late:
-      self._late[ticket.worker] = self._flying.pop(ticket.worker)
+      self._late[ticket.worker] = self._in_flight.pop(ticket.worker)
       self.do_again(ticket)
     return late
 
   def hung(self, now: float) -> list[int]:
-    """Returns the workers that have been late for so long that they hang."""
+    """Returns the workers that hang."""
     return [
         ticket.worker
         for ticket in self._late.values()
@@ -170,8 +171,8 @@ class Tickets:
     ]
 
   def seconds_left(self, now: float) -> float:
-    """Returns after how long a ticket becomes late, if none comes back."""
-    ends = [t.start + self._limit(t) for t in self._flying.values()]
+    """Returns the seconds until the next ticket is late."""
+    ends = [t.start + self._limit(t) for t in self._in_flight.values()]
     return max(min(ends, default=math.inf) - now, 0)
 
   def _limit(self, ticket):

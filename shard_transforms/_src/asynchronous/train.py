@@ -47,8 +47,8 @@ def train(
 
   .. math:: \text{global\_step} - \text{local\_step} \le \text{staleness}
 
-  and then `tx` moves the parameters by it, and the global step grows by one.
-  The state is that of `drop_stale(staleness, tx)`, to the bit.
+  and then `tx` applies it, and the global step grows by one. The state is that
+  of `drop_stale(staleness, tx)`, to the bit.
 
   With a `folder`, what becomes of each gradient is written to a journal before
   anybody sees the new parameters, and parameters and state to a checkpoint
@@ -78,12 +78,12 @@ def train(
       in this process, without Ray, the workers one after the other.
     folder: The folder of the journal and the checkpoints, for one run alone, on
       this host. `None` keeps nothing.
-    save_every: Number of updates between checkpoints. No worker starts while
-      the last ones come back before each.
+    save_every: Number of updates between checkpoints. Before each, no batch is
+      handed out until those in flight are back.
     on_drop: What becomes of the batch of a gradient that is too old: it is
       computed `'again'`, or `'forget'`.
-    max_attempts: How often a batch is tried that ends in an error, or with its
-      worker.
+    max_attempts: How often a batch is tried whose gradient raises an error, or
+      whose worker dies.
     weight: Takes the age of an accepted gradient and returns what the gradient
       is multiplied by. `None` for 1.
     resources: What a worker needs, as the options of a Ray actor; by default

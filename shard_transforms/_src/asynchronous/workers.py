@@ -1,4 +1,4 @@
-"""Those who compute gradients, and the workers of one process."""
+"""The interface of workers, and workers within this process."""
 
 import collections
 from collections.abc import Callable
@@ -12,7 +12,7 @@ class Event(NamedTuple):
 
   Attributes:
     worker: The number of the worker.
-    outcome: What there is to tell of its gradient; `None` if it is lost.
+    outcome: The outcome of its gradient; `None` if it is lost.
     fetch: Returns the gradient, or `None` if it is lost by now.
   """
 
@@ -22,33 +22,33 @@ class Event(NamedTuple):
 
 
 class Workers(Protocol):
-  """Processes, threads or a queue, each of which computes one at a time."""
+  """Processes, threads or a queue, each computing one gradient at a time."""
 
   def ready(self) -> set[int]:
-    """Returns the numbers of those that can compute, or do so."""
+    """Returns the numbers of the workers that are up, idle or not."""
     ...
 
   def publish(self, params: Any) -> Any:
-    """Returns what `start` takes for parameters, which stay as they are."""
+    """Returns what `start` takes as parameters; they must not change."""
     ...
 
   def start(self, worker: int, published: Any, batch: int) -> None:
-    """Lets a worker compute the gradient at a batch."""
+    """Starts a worker on the gradient at a batch."""
     ...
 
   def wait(self, seconds: float) -> list[Event]:
-    """Returns what has happened, after so many seconds at most."""
+    """Returns the events of up to so many seconds."""
     ...
 
   def replace(self, worker: int) -> None:
-    """Ends a worker, for another to take its place; an event tells it."""
+    """Replaces a worker; an event reports the gradient that is lost."""
     ...
 
 
 class LocalWorkers:
-  """Workers of this process, which compute in turn, the first first.
+  """Workers of this process, which compute in turn, first in, first out.
 
-  So the gradients of n workers are n - 1 steps old, whenever they may be.
+  So the gradients of n workers are n - 1 steps old, where staleness allows.
   """
 
   def __init__(self, task: task_lib.Task, num_workers: int):

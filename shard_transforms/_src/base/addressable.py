@@ -12,7 +12,7 @@ import numpy as np
 
 
 def pieces(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
-  """Yields what is on this process, each with where its first axis starts."""
+  """Yields the parts on this process, each with its first row's number."""
   if not isinstance(x, jax.Array):
     yield 0, np.asarray(x)
     return

@@ -1,4 +1,4 @@
-"""Counters of events, which stay at the largest int32 once they are there."""
+"""Counters of events, which saturate at the largest int32."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 
 MAX = jnp.iinfo(jnp.int32).max
-# Stands for the number of a step that there has not been.
+# In place of the number of a step, where there has been none.
 NEVER = -1
 
 
 def zero() -> jax.Array:
-  """Returns a counter of nothing so far, int32 []."""
+  """Returns a counter at 0, int32 []."""
   return jnp.zeros([], jnp.int32)
 
 
 def add(counter: jax.Array, number: Any) -> jax.Array:
-  """Returns the counter, higher by a number, or by 1 for an event."""
+  """Returns the counter plus a number, or plus 1 for `True`."""
   number = jnp.asarray(number, jnp.int32)
   return jnp.minimum(counter, MAX - number) + number

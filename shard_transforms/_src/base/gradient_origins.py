@@ -1,9 +1,9 @@
-"""At which arrays gradients were taken, for as long as both exist.
+"""The parameters at which gradients were taken, by weak references.
 
 No type shows at which of two trees of parameters a gradient was taken, and no
-public part of JAX gives the program of what is being traced. So what makes
-gradients notes it of the very arrays, or tracers, that it returns. Nothing is
-kept alive by that, and nothing is known of what is computed of a gradient.
+public part of JAX gives the program of what is being traced. So
+`value_and_grad` notes it for the very arrays, or tracers, that it returns. This
+keeps nothing alive, and says nothing about what is computed from a gradient.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _origins: dict[int, tuple[weakref.ref, weakref.ref | None]] = {}
 
 
 def note(gradient: Any, origin: Any) -> None:
-  """Notes of each leaf of a gradient at which leaf of a tree it was taken."""
+  """Notes for each leaf of a gradient the leaf at which it was taken."""
   leaves, origins = jax.tree.leaves(gradient), jax.tree.leaves(origin)
   if len(leaves) == len(origins):
     for leaf, at in zip(leaves, origins, strict=True):
@@ -36,7 +36,7 @@ def _note(gradient, origin):
   try:
     noted = weakref.ref(gradient, lambda _: _origins.pop(key, None))
     at = weakref.ref(origin)
-  # Numbers of Python are not told from each other.
+  # Python numbers have no identity of their own.
   except TypeError:
     return
   is_new = key not in _origins or is_taken_at(gradient, origin)

@@ -44,7 +44,7 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
-  """Returns what gives zeros for an array, unless a condition that fits it."""
+  """Returns a function that zeroes an array unless a condition holds."""
   zeros = functools.cache(axes_lib.zeros)
 
   def choose(x):
@@ -62,7 +62,7 @@ def zero_unless(condition: jax.Array, tree: Any) -> Any:
   choose = zeroing_unless(condition)
 
   def zero(leaf):
-    # JAX forgets that nothing, chosen by each shard, is each shard's own.
+    # For an array without elements, JAX loses the type of the condition.
     if is_float0(leaf) or not jnp.size(leaf):
       return leaf
     return choose(jnp.asarray(leaf))

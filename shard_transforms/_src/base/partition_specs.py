@@ -29,7 +29,7 @@ def axes_of(spec: P) -> frozenset[Hashable]:
 
 
 def check(sharded: Any, caller: str) -> None:
-  """Checks that what is to say how leaves are sharded is made of specs.
+  """Checks that `sharded` is a `PartitionSpec` or a tree of them.
 
   Raises:
     TypeError: If it is not.
@@ -75,7 +75,7 @@ def sliced_axes(
 
 
 def _is_sliced(path, leaf, axis, spec, caller):
-  # Nothing is left of what has no elements, and no scalar can be cut.
+  # Neither an array without elements nor a scalar can be sliced.
   if leaves_lib.is_float0(leaf) or not jnp.size(leaf):
     return False
   state = axes_lib.states([leaf], axis)[0]
@@ -91,7 +91,7 @@ def _is_sliced(path, leaf, axis, spec, caller):
     )
   by_type = told if state == 'untracked' else state == 'varying'
   contradicted = told is not None and told != by_type
-  # What is whole is its own slice where there is but one shard.
+  # With one shard, a whole leaf is its own slice.
   if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
     raise ValueError(
         f'`sharded` of `{caller}` must be as the types of the leaves say, got'

@@ -1,4 +1,4 @@
-"""What the types of updates say: checks that each shard still has its own."""
+"""Checks, by the types of updates, that each shard still has its own."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _REMEDIES = {
 
 
 def check_per_shard(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that each shard still has its own values, of an equal standing.
+  """Checks that each shard still has its own values.
 
   Raises:
     ValueError: If a leaf is reduced over an axis, or its sum is pending.
@@ -38,7 +38,7 @@ def check_per_shard(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
 
 
 def check_not_reduced(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that the values of the shards, or their sums, are still to come.
+  """Checks that values are not reduced yet; their sum may be pending.
 
   Raises:
     ValueError: If a leaf is reduced over an axis.
@@ -47,9 +47,9 @@ def check_not_reduced(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
 
 
 def check_varies_with(tree: Any, others: Any, caller: str) -> None:
-  """Checks that a leaf differs between all shards between which another does.
+  """Checks that leaves vary over each axis over which others do.
 
-  What is made of both differs, and would hide that the leaf is reduced already.
+  What is computed from both varies, and would hide that a leaf is reduced.
 
   Args:
     tree: The leaves, any of which may be `None`.

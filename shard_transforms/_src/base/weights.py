@@ -1,8 +1,8 @@
-"""How much shards and towers count: a scalar each, of which 0 is not at all.
+"""How much shards and towers count: a scalar each; 0 leaves them out.
 
-Whatever decides whether an update counts is a weight that is handed down: a
-number of tokens, the age of a stale update, a shard that is not finite. The
-reduction uses it up, so that all of them compose.
+Everything that decides how much an update counts is a weight that is passed on
+to the reduction: a number of tokens, the age of a stale update, a shard that is
+not finite. So all of them compose.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ Kind = Literal['mean', 'sum']
 def as_weight(
     weight: chex.Numeric, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
-  """Returns `weight` in float32; what is not a positive number is zero.
+  """Returns `weight` in float32; what is no positive number becomes zero.
 
-  So is what is positive but not a normal float32, which has no reciprocal.
-  Where the value is known while tracing, a bad one is an error instead.
+  So do subnormal numbers, whose reciprocal is infinite. A bad value that is
+  known while tracing is an error instead.
 
   Raises:
     TypeError: If the weight is not real.
@@ -53,13 +53,13 @@ def as_weight(
 
 
 def sane(weight: jax.Array) -> jax.Array:
-  """Returns a weight in float32; what is no positive normal number is zero."""
+  """Returns a weight in float32; all but positive normal numbers become 0."""
   tiny = jnp.finfo(jnp.float32).tiny
   return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
 
 
 def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
-  """Returns what multiplies by a weight, which for zero gives 0 even of NaN."""
+  """Returns a function that multiplies by a weight; 0 gives 0, for NaN too."""
   if weight is None:
     return lambda x: x
   zero_unless_counted = leaves.zeroing_unless(weight > 0)
@@ -67,14 +67,14 @@ def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
 
 
 def safe_divisor(total_weight: jax.Array) -> jax.Array:
-  """Returns a total weight to divide by: 1 in place of 0, of which all is 0."""
+  """Returns a total weight to divide by: 1 in place of 0, as 0 / 1 is 0."""
   return jnp.where(total_weight > 0, total_weight, 1)
 
 
 def handed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
   """Returns the weight of what was reduced: a mean's total, 1 or 0 for a sum.
 
-  A sum has used its weights up: what is left is whether there was any.
+  A sum contains its weights already; only whether there was any is left.
   """
   return jnp.sign(total_weight) if reduction == 'sum' else total_weight
 

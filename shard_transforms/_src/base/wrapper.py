@@ -1,4 +1,4 @@
-"""What a wrapper is given: the transformation inside, and its own state."""
+"""Checks of what a wrapper is given: its inner transformation and its state."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -13,7 +13,7 @@ from shard_transforms._src.base import varying
 def as_inner(
     inner: Any, caller: str, argument: str = 'inner'
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns what a wrapper wraps, as one that takes extra arguments.
+  """Returns the inner transformation, as one that takes extra arguments.
 
   Raises:
     TypeError: If it is no transformation.
@@ -50,7 +50,7 @@ def check_update(
 ) -> None:
   """Checks what `update` of a gate is given, before any arithmetic.
 
-  What a gate makes of updates, such as a mask, may vary over the axes where
+  What a gate computes from updates, such as a mask, may vary over an axis where
   they do not, and would hide that they are reduced already.
 
   Raises:

@@ -1,5 +1,5 @@
-"""Floor 3: fewer bytes for an update, and what is held back sent later.
+"""Floor 3: compressed reductions with error feedback.
 
-Compressors, the exchange that carries what they make, and the feedback of their
-errors. All is sent by `reduction`. Imports `base` and `reduction`.
+Compressors, the exchange of their payloads, and the feedback of their errors.
+`reduction` sends everything. Imports `base` and `reduction`.
 """

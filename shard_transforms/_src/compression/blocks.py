@@ -1,8 +1,8 @@
 """Leaves as rows of blocks, and back.
 
 A leaf is cut flat into a slice for each shard, as by `flat_slices`, and each
-slice filled up with zeros to whole blocks. A block thus holds elements of one
-leaf and of one owner, wherever its row travels.
+slice filled up with zeros to whole blocks. So all elements of a block are of
+one leaf and one owner, wherever its row is sent.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`compressed_mean`: one update from all shards, in fewer bytes."""
+"""`compressed_mean`: the mean over shards in fewer bytes."""
 
 import optax
 
@@ -42,44 +42,43 @@ def compressed_mean(
   With the extra argument `weight`, a scalar :math:`w_i` a shard, :math:`u_i`
   stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero sends zeros
   and keeps what it holds back; a total of zero gives a zero update, and all
-  keep what they hold back. A NaN that counts gets into the residuals and stays
-  there: put `guard` around it, which keeps it out.
+  keep what they hold back. A NaN with a weight gets into the residuals and
+  stays there: wrap it in `guard`, which keeps it out.
 
-  With `feedback='ef21'`, each shard keeps an estimate :math:`m_i` of its update
-  that all know the mean of, and sends how the update differs from it:
+  With `feedback='ef21'`, each shard keeps an estimate :math:`m_i` of its
+  update, whose mean all shards know, and sends the difference:
 
   .. math:: m_i \leftarrow m_i + C(u_i - m_i), \quad
      u \leftarrow u + C\Big(\frac1N \sum_i m_i - u\Big)
 
-  (the second C again by the owners, of what they hold back). Where updates stay
-  as they are, the error :math:`u_i - m_i` contracts in each step as C does;
-  nothing of the past comes back. What changes from step to step, such as the
-  noise of batches, is followed late. It takes no weights, because the estimates
-  do not know them.
+  (the owners apply the second C, with a residual of their own). For constant
+  updates, the error :math:`u_i - m_i` contracts in each step as C does, and no
+  old error comes back. Changes from step to step, such as the noise of batches,
+  are followed with a delay. It takes no weights, because the estimates do not
+  contain them.
 
   Leaves of fewer than `min_elements` elements and complex leaves are reduced as
-  by `cross_shard_mean`. Compression goes before what keeps moments. Make the
-  state with `init_state`; it fits this number of shards alone, and
-  `resize_state` makes it fit another. It does not depend on the compressor,
-  which may change between runs.
+  by `cross_shard_mean`. Put compression before transformations that keep
+  moments. Make the state with `init_state`; it is for this number of shards,
+  and `resize_state` converts it to another. It does not depend on the
+  compressor, which may change between runs.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
-    compressor: What makes blocks of updates to fewer bytes, such as
-      `quantize(8)`.
-    feedback: `'residual'` to hold back what is not sent, `'ef21'` to send how
-      the update differs from what all know of it, or `None` to forget what is
-      not sent.
+    compressor: How blocks of updates are compressed, such as `quantize(8)`.
+    feedback: `'residual'` to add what is not sent to the next update, `'ef21'`
+      to send the difference from an estimate, or `None` to forget what is not
+      sent.
     min_elements: The least number of elements of a leaf that is compressed. The
       slice of each shard is filled up to whole blocks, so that leaves of less
       than a block for each shard gain little.
     warmup_steps: For how many steps nothing is compressed.
-    seed: What the keys of compressors that draw at random come of.
+    seed: The seed of compressors that draw random numbers.
     algorithm: How several axes are reduced over: `'flat'` at once, or
       `'hierarchical'`. The last axis is then the fast one, such as the cores of
       a host: its B shards reduce a part of 1/B each as it is, and compress only
-      this for the other axes, which carry 1/B of the bytes. What a shard holds
-      back is then of its part alone; the state may go on with either.
+        this for the other axes, which carry 1/B of the bytes. What a shard
+        holds back is then of its part alone. A state fits both algorithms.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`, or

@@ -64,7 +64,7 @@ class CompressedMeanState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its fields.
+    """Returns how `resize_state` converts its fields.
 
     The mean of all that is held back stays as it is.
     """
@@ -76,7 +76,7 @@ class CompressedMeanState(NamedTuple):
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {'step': state_rules.MetricRule()}
 
   def health_problem(self) -> str | None:
@@ -84,7 +84,7 @@ class CompressedMeanState(NamedTuple):
     return residuals.problem((self.residual, self.server_residual))
 
   def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the squares that `compression_error` is made of, per shard."""
+    """Returns the two squares of `compression_error`, per shard."""
     return (
         residuals.squares(self.residual),
         residuals.norm_squares(self.update_norm, self.residual),
@@ -96,8 +96,8 @@ class CompressedReduction(selective_compression.SelectiveCompression):
   """The compressed mean of a tree over shards; checked when it is made.
 
   Attributes:
-    compressor: What makes rows to bytes.
-    feedback: What becomes of what is not sent; `None` to forget it.
+    compressor: How rows become bytes.
+    feedback: What happens to what is not sent; `None` forgets it.
     min_elements: The least number of elements of a leaf that is compressed.
   """
 
@@ -145,7 +145,7 @@ class CompressedReduction(selective_compression.SelectiveCompression):
     return means, plain, held
 
   def _exchange(self, compressor, step):
-    """Returns how rows are sent in a step."""
+    """Returns the exchange of a step."""
     key = jax.random.fold_in(jax.random.key(self.seed), step)
     algorithm = self.options.algorithm
     return two_phase.Exchange(compressor, self.axes, key, algorithm)

@@ -1,4 +1,4 @@
-"""The way of a tree to the slices of its shards, and back, in fewer bytes."""
+"""Compressed reduce-scatter of a tree, and all-gather of its slices."""
 
 import dataclasses
 from typing import Any
@@ -23,12 +23,12 @@ from shard_transforms._src.reduction import sharded_reduction
 
 @dataclasses.dataclass(frozen=True)
 class CompressedSlices(compressed_reduction.CompressedReduction):
-  """The two halves of a compressed mean, with something done in between.
+  """The two halves of a compressed mean, for an optimizer in between.
 
   Attributes:
-    plain: How leaves that are not compressed become slices, and come back.
-    slice_compressor: What makes rows of slices to bytes on their way back, or
-      `None` to send them as they are.
+    plain: How leaves that are not compressed are scattered and gathered.
+    slice_compressor: How rows of slices become bytes for the gather; `None`
+      sends them as they are.
   """
 
   plain: sharded_reduction.ShardedReduction
@@ -71,10 +71,10 @@ class CompressedSlices(compressed_reduction.CompressedReduction):
       like: optax.Updates,
       state: compressed_reduction.CompressedMeanState,
   ) -> tuple[optax.Updates, compressed_reduction.CompressedMeanState]:
-    """Returns the tree of which each shard has slices, and the state.
+    """Gathers the tree of which each shard has slices; returns the state too.
 
     Args:
-      slices: Those of a shard.
+      slices: This shard's slices.
       like: Whole updates.
       state: As `scatter` returns it.
     """
@@ -142,7 +142,7 @@ class CompressedSlices(compressed_reduction.CompressedReduction):
     return wholes, after
 
   def _without_padding(self, part, like):
-    """Returns a slice without what was made of the zeros behind a leaf."""
+    """Returns a slice with zeros in its padding, whatever they decode to."""
     owner = collectives.row_index(self.axes)
     flat = blocks.without_padding(part.ravel(), like.shape, owner)
     return flat.reshape(part.shape)

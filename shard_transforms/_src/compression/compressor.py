@@ -15,16 +15,17 @@ class Compressor:
 
   With :math:`C(p)` for what `decode` makes of what `encode` makes of p, there
   must be :math:`C(0) = 0`, to the bit, and :math:`C(p)` finite where p is. Each
-  row must be compressed alone, and as well wherever it is among others.
-  With feedback, training converges as without compression if each row shrinks,
+  row must be compressed on its own, in the same way wherever it stands among
+  others. With feedback, training converges as without compression if each row
+  shrinks,
 
   .. math:: \lVert p - C(p) \rVert^2 \le (1 - \delta) \lVert p \rVert^2,
      \quad \delta > 0
 
   The keys are new in each step. What `encode` draws from the own key differs
   between shards; what both draw from the common key, such as which elements to
-  send, is the same on all of them and need not be sent. One that draws nothing
-  takes them and drops them.
+  send, is the same on all of them and need not be sent. A compressor that draws
+  nothing ignores the keys.
 
   Args:
     block: The length of a row, at least 1. The end of a leaf is filled up with
@@ -71,7 +72,7 @@ class Compressor:
 
 
 def check(compressor: Any, caller: str) -> None:
-  """Checks what is to be a compressor.
+  """Checks that an argument is a compressor.
 
   Raises:
     TypeError: If it is none.

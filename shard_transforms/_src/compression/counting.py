@@ -1,4 +1,4 @@
-"""Whether a shard counts in a step, and what it then sends and keeps."""
+"""Whether a shard counts in a step, and so what it sends and keeps."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Counting(NamedTuple):
 
   @classmethod
   def of(cls, share: leaf_sums.Share, num_shards: int) -> 'Counting':
-    """Returns that of a shard with this share."""
+    """Returns the counting of a shard with this share."""
     if share.weight is None or share.total is None:
       return cls(None, None)
     total = weights.safe_divisor(share.total)
@@ -58,11 +58,11 @@ class Counting(NamedTuple):
     return jnp.where(self.factor > 0, after, before)
 
   def still_held(self, before: jax.Array, rest: jax.Array) -> jax.Array:
-    """Returns the rest of what was sent, and what a shard has not counted with.
+    """Returns what is held back: the rest, and the old one if left out.
 
     Args:
       before: What the shard held back.
-      rest: What is left of all that was sent.
+      rest: What is left after sending.
     """
     if self.factor is None:
       return rest
@@ -80,7 +80,7 @@ class Counting(NamedTuple):
       held: Sequence[jax.Array],
       axes: tuple[Hashable, ...],
   ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns what one shard alone gives of a leaf: all that it has.
+    """Returns the result of a single shard: the leaf and all it held back.
 
     Args:
       value: What `weigh` gives of the leaf.

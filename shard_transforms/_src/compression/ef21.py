@@ -1,7 +1,7 @@
-"""EF21: shards send how their updates differ from what all know of them.
+"""EF21: shards send the difference of their updates from an estimate.
 
-Of the update u_i of shard i, with its estimate m_i, what the owners j of the
-slices of each leaf have held back, E_j, the last result u and a compressor C:
+For the update u_i of shard i, its estimate m_i, the residual E_j of the owner j
+of a slice of each leaf, the last result u and a compressor C:
 
   d_i = u_i - m_i,  s_j = mean_i C(d_i)[j] + E_j,  u[j] = u[j] + C(s_j)
   m_i = m_i + C(d_i),  E_j = s_j - C(s_j)
@@ -39,12 +39,12 @@ class EF21State(NamedTuple):
 
   Attributes:
     step: Number of updates, int32 [].
-    estimate: What is known of each shard's updates, a tree like the parameters,
+    estimate: The estimate of each shard's updates, a tree like the parameters,
       each leaf [1, ...], in float32 for leaves of fewer bits.
     server_residual: What each shard has not yet sent of the mean estimate of
       the slice of each leaf that it owns, each leaf [1, 1, ..., 1, elements].
-    error_norm: The norm of what each shard's estimate differs by from its last
-      update, float32 [1].
+    error_norm: The norm of the difference of each shard's estimate from its
+      last update, float32 [1].
     update_norm: The norm of each leaf of each shard's last update that was not
       zero, float32 [1].
     mean: The last result, a tree like the parameters, the same on all shards.
@@ -72,7 +72,7 @@ class EF21State(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its fields.
+    """Returns how `resize_state` converts its fields.
 
     The mean of all estimates stays as it is.
     """
@@ -85,7 +85,7 @@ class EF21State(NamedTuple):
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {'step': state_rules.MetricRule()}
 
   def health_problem(self) -> str | None:
@@ -93,7 +93,7 @@ class EF21State(NamedTuple):
     return residuals.problem((self.estimate, self.server_residual))
 
   def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the squares that `compression_error` is made of, per shard."""
+    """Returns the two squares of `compression_error`, per shard."""
     return (
         residuals.norm_squares(self.error_norm, self.estimate),
         residuals.norm_squares(self.update_norm, self.estimate),
@@ -112,7 +112,7 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EF21(compressed_reduction.CompressedReduction):
-  """The compressed mean of a tree over shards, by their estimates."""
+  """The compressed mean of a tree over shards, by EF21."""
 
   state_kind: ClassVar[type] = EF21State
 
@@ -202,6 +202,6 @@ class EF21(compressed_reduction.CompressedReduction):
 
 
 def _begun_anew(kept):
-  """Returns what one shard knows, which is to get its update to the bit."""
+  """Returns what a single shard keeps: nothing, so its update is exact."""
   begun = Held(*map(jnp.zeros_like, kept))
   return begun._replace(update_norm=kept.update_norm)

@@ -1,7 +1,7 @@
-"""The arithmetic of feedback: what is not sent in a step is added in the next.
+"""Error feedback: what is not sent in a step is added in the next.
 
-Of the update u_i of shard i, with what it and the owners j of the slices of
-each leaf have held back, e_i and E_j, and a compressor C:
+For the update u_i of shard i, its residual e_i, the residual E_j of the owner j
+of a slice of each leaf, and a compressor C:
 
   p_i = u_i + e_i,  s_j = mean_i C(p_i)[j] + E_j,  result[j] = C(s_j)
   e_i = p_i - C(p_i),  E_j = s_j - C(s_j)
@@ -67,7 +67,7 @@ def mean(
   of zero gives zeros.
 
   Args:
-    leaves: Those of a shard, none of them empty.
+    leaves: This shard's leaves, none of them empty.
     held: What it holds back of each, or `None` without feedback.
     share: How much it counts.
     exchange: How it sends.
@@ -153,9 +153,9 @@ def gather(
 
 
 def _each_alike(leaves, fn):
-  """Returns what `fn` gives of positions of leaves that travel together."""
-  # Blocks of leaves that differ over other axes must not: all of them would
-  # differ.
+  """Applies `fn` to the positions of leaves that are sent together."""
+  # Leaves that vary over different axes are sent apart: a shared buffer would
+  # vary over all of these axes.
   alike = collections.defaultdict(list)
   for i, leaf in enumerate(leaves):
     alike[axes_lib.varying_axes(leaf)].append(i)
@@ -166,7 +166,7 @@ def _each_alike(leaves, fn):
 
 
 def _flush(values, held, counting, exchange):
-  """Returns what one shard alone gives, and that nothing is held back."""
+  """Returns the results of a single shard, and residuals of zero."""
   found = []
   for value, rest in zip(values, held, strict=True):
     rests = [] if rest is None else [rest]

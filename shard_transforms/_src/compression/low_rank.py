@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
 
 def start(param: jax.Array, rank: int, key: jax.Array) -> Held:
-  """Returns what is kept before the first step, alike on all shards."""
+  """Returns what is kept before the first step, the same on all shards."""
   dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
   sketch = jax.random.normal(key, (1, param.shape[-1], rank), jnp.float32)
   sketch = axes_lib.to_varying(sketch, tuple(axes_lib.varying_axes(param)))
@@ -47,8 +47,8 @@ def mean(
   """Returns the means of matrices and of other leaves, and what is kept.
 
   Args:
-    leaves: Real arrays, the last axis of each by all others.
-    others: What is reduced with them as it is.
+    leaves: Real arrays, each seen as a matrix.
+    others: Leaves that are reduced uncompressed, in the same all-reduce.
     held: What is kept of each of `leaves`.
     share: How much a shard counts.
     options: How factors and `others` are reduced.
@@ -109,7 +109,7 @@ def _lefts(matrices, others, held, share, options):
       for m, kept in zip(matrices, held, strict=True)
   ]
   if share.weight is None:
-    # All in one sum.
+    # All in one all-reduce.
     sums = leaf_sums.reduce([*sketched, *others], share, options)
     sketched, plain = sums[: len(sketched)], sums[len(sketched) :]
   else:
@@ -124,12 +124,12 @@ def _as_matrix(x):
 
 
 def _normalized(sketch):
-  """Returns columns of a largest element of 1, of the same span."""
-  # The product of two sketches of small gradients would be no normal number.
+  """Returns columns scaled to a largest element of 1, with the same span."""
+  # The product of two sketches of small gradients would underflow.
   largest = jnp.max(jnp.abs(sketch), axis=0, keepdims=True)
   return sketch / jnp.where(largest > 0, largest, 1)
 
 
 def _product(x, y):
-  # What the shards subtract must be what they add, on all platforms.
+  # Shards must subtract exactly what they add, on all platforms.
   return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""`scale_by_one_bit_adam`: Adam whose momentum crosses shards in few bits."""
+"""`scale_by_one_bit_adam`: Adam whose momentum is sent in one bit."""
 
 from typing import Any, NamedTuple
 
@@ -63,9 +63,9 @@ def scale_by_one_bit_adam(
 
   Takes the place of `cross_shard_mean` and `optax.scale_by_adam` together. For
   `warmup_steps` steps it is these two. Then the mean square v of the gradient
-  stays as it is, and what the shards send is not their gradients :math:`u_i`
-  but how each would move the momentum m, rescaled, and compressed with feedback
-  as by `compressed_mean`:
+  is frozen, and the shards send not their gradients :math:`u_i` but the
+  momentum that each would give, rescaled, and compressed with error feedback as
+  by `compressed_mean`:
 
   .. math:: d = \sqrt{v / (1 - \beta_2^T)} + \epsilon, \quad m \leftarrow d \,
      \text{mean}_i \frac{\beta_1 m + (1 - \beta_1) u_i}{d}, \quad u \leftarrow
@@ -86,10 +86,10 @@ def scale_by_one_bit_adam(
     b1: The decay of the momentum.
     b2: The decay of the mean square.
     eps: What is added to the root of the mean square.
-    compressor: What makes blocks of momenta to fewer bytes; `scaled_sign()` if
-      left out.
+    compressor: How blocks of momenta are compressed; `scaled_sign()` if left
+      out.
     min_elements: The least number of elements of a leaf that is compressed.
-    seed: What the keys of compressors that draw at random come of.
+    seed: The seed of compressors that draw random numbers.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ScaleByOneBitAdamState`,
@@ -155,7 +155,7 @@ def scale_by_one_bit_adam(
       if mu is None or update is None:
         return update
       update = jnp.asarray(update, mu.dtype)
-      # Rescaled, all elements of a block are of one order.
+      # Rescaled, all elements of a block are of one order of magnitude.
       moved = (b1 * mu + (1 - b1) * update) / divisor(nu, step)
       return jnp.where(is_warm, update, jnp.where(nu > 0, moved, 0))
 
@@ -168,7 +168,7 @@ def scale_by_one_bit_adam(
       if mu is None or mean is None:
         return mu
       of_gradient = (1 - b1) * mean + b1 * mu
-      # Where no shard counts, the mean is zero, and no momentum.
+      # Where no shard counts, the mean is zero, which is no momentum.
       moved = jnp.where(nu > 0, mean * divisor(nu, step), 0)
       sent = jnp.where(is_any, moved, b1 * mu)
       return jnp.where(is_warm, of_gradient, sent)

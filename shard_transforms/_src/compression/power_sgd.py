@@ -60,7 +60,7 @@ class PowerSGDState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its fields."""
+    """Returns how `resize_state` converts its fields."""
     del reduction
     return {
         'residual': state_rules.ResizeRule('mean'),
@@ -68,7 +68,7 @@ class PowerSGDState(NamedTuple):
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {'step': state_rules.MetricRule()}
 
   def health_problem(self) -> str | None:
@@ -76,7 +76,7 @@ class PowerSGDState(NamedTuple):
     return residuals.problem(self.residual)
 
   def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the squares that `compression_error` is made of, per shard."""
+    """Returns the two squares of `compression_error`, per shard."""
     return (
         residuals.squares(self.residual),
         residuals.norm_squares(self.update_norm, self.residual),
@@ -94,8 +94,8 @@ def power_sgd(
   r"""Replaces matrices by a low-rank mean over all shards of a mapped axis.
 
   Takes the place of `cross_shard_mean` where the link between shards is slow.
-  For each leaf of two axes or more, seen as a matrix [n, m] of its first axis
-  by all others, with a sketch Q [m, r] of the last step:
+  For each leaf of two axes or more, reshaped to a matrix [n, m] of its first
+  axis by all others, with a sketch Q [m, r] from the last step:
 
   .. math:: M_i = u_i + e_i, \quad P = \operatorname{orth} \Big(\frac1N \sum_i
      M_i Q\Big), \quad Q \leftarrow \frac1N \sum_i M_i^\top P, \quad
@@ -104,20 +104,20 @@ def power_sgd(
   so that :math:`r (n + m)` numbers are sent in place of :math:`n m`, by plain
   sums. What is not sent is held back and added in the next step, :math:`e_i
   \leftarrow M_i - P (M_i^\top P)^\top`: the sum of all results, with the mean
-  of :math:`e_i`, is the sum of all means. A mean of a rank of at most r, that
-  stays as it is, is exact from the second step.
+  of :math:`e_i`, is the sum of all means. A constant mean of rank at most r is
+  exact from the second step on.
 
   All other leaves, and those that two factors make smaller by less than
-  `min_ratio`, as they are where `rank` is not far below both dimensions, are
-  reduced as by `cross_shard_mean`, in the same sum as the first factors. The
-  result of one shard is its update itself. Weights, and what becomes of a NaN,
-  are as in `compressed_mean`.
+  `min_ratio` because `rank` is not far below both dimensions, are reduced as by
+  `cross_shard_mean`, in the same all-reduce as the first factors. The result of
+  one shard is its update itself. Weights, and what becomes of a NaN, are as in
+  `compressed_mean`.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
     rank: The number of columns r of the factors, at least 1.
-    min_ratio: The least number of times that a matrix must get smaller to be
-      compressed, at least 1.
+    min_ratio: The least compression ratio at which a matrix is compressed, at
+      least 1.
     warmup_steps: For how many steps nothing is compressed.
     seed: What the first sketches are drawn from.
 
@@ -187,13 +187,13 @@ def _as_ratio(min_ratio):
 
 @dataclasses.dataclass(frozen=True)
 class _Factors(selective_compression.SelectiveCompression):
-  """What `power_sgd` is told, and its steps."""
+  """The options and the steps of `power_sgd`."""
 
   rank: int
   min_ratio: float
 
   def compresses(self, leaf):
-    """Whether a leaf is a matrix that two factors make smaller enough."""
+    """Whether a leaf is a matrix with a large enough compression ratio."""
     if leaf is None or jnp.ndim(leaf) < 2:
       return False
     *rows, columns = jnp.shape(leaf)

@@ -73,8 +73,9 @@ def quantize(
   for each block of B elements, and 4 bytes for its scale; :math:`\delta \ge
   \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, what is between two integers
   is rounded up with a probability of its fraction, so that the mean of many
-  C(p) is p. A block whose largest element is less than about 1.5e-36 is sent
-  as zeros where the scale, no normal number, is taken for zero, as on CPU.
+  C(p) is p. A block whose largest element is less than about 1.5e-36 is sent as
+  zeros where subnormal numbers, such as its scale, are flushed to zero, as on
+  CPU.
 
   Args:
     bits: The bits of an element, 8 or 4.
@@ -113,7 +114,7 @@ def quantize(
     del common_key
     largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
     scale = largest / most
-    # The reciprocal of a scale that is no normal number would be infinite.
+    # The reciprocal of a subnormal scale would be infinite.
     levels = rows / jnp.where(scale == 0, 1, scale)
     if stochastic:
       levels = jnp.floor(levels + jax.random.uniform(own_key, rows.shape))
@@ -135,9 +136,9 @@ def quantize(
 def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
   """Returns the compressor that sends each element in another dtype.
 
-  What is larger than the largest finite number of the dtype is sent as that.
+  Larger values than the largest finite number of the dtype are clipped to it.
   For the relative precision eps of the dtype and elements in its normal range,
-  the contraction is 1 - eps^2. In float32, all is sent as it is.
+  delta is 1 - eps^2. In float32, all is sent as it is.
 
   Args:
     dtype: A real dtype of 32 bits or fewer, such as `'bfloat16'`.
@@ -195,8 +196,8 @@ def as_block(block: int, multiple: int) -> int:
 def _pack(values, num_values):
   """Returns small integers [r, n] as bytes [r, n / num_values].
 
-  Neighbours in a byte are far apart in the row, so that whole parts of it are
-  combined at once.
+  Neighbours in a byte are far apart in the row, so that whole parts of the row
+  are combined by one vector operation.
   """
   bits = 8 // num_values
   parts = jnp.split(values.astype(jnp.uint8), num_values, axis=1)

@@ -1,4 +1,4 @@
-"""What residuals tell from outside: whether they are finite, and how large."""
+"""Residuals seen from outside: whether they are finite, and their norms."""
 
 from typing import Any, TypeGuard
 
@@ -46,12 +46,12 @@ def squares(residual: Any) -> jax.Array | None:
 
 
 def norm_squares(norms: Any, like: Any) -> jax.Array | None:
-  """Returns the square of all norms of each shard, [shards].
+  """Returns the sum of the squares of the norms of each shard, [shards].
 
   Args:
     norms: The norms of leaves, each [shards], or [shards times those of a model
       axis], in the order of the mesh.
-    like: A tree of arrays [shards, ...], for each of these leaves one.
+    like: A tree of arrays [shards, ...], one for each of these leaves.
 
   Raises:
     ValueError: If the order of norms of parts of a leaf cannot be told.
@@ -111,6 +111,6 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def no_norm(param: jax.Array) -> jax.Array:
-  """Returns the norm before the first update, which varies as the parameter."""
+  """Returns a norm of 0 that varies over the same axes as the parameter."""
   zero = jnp.zeros([], jnp.float32)
   return axes_lib.to_varying(zero, tuple(axes_lib.varying_axes(param)))

@@ -1,4 +1,4 @@
-"""Means of trees over shards of which some leaves are compressed."""
+"""Means of trees over shards, with some leaves compressed."""
 
 import abc
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from shard_transforms._src.reduction import reduction_options
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveCompression(abc.ABC):
-  """The mean of a tree over shards, of which some leaves are compressed.
+  """The mean of a tree over shards, with some leaves compressed.
 
-  The others, and in the first steps all, are reduced as they are.
+  The other leaves, and all of them during the warm-up, are reduced as they are.
 
   Attributes:
     options: The public name that errors show, and how leaves are reduced.
     warmup_steps: How many steps are not compressed.
-    seed: What random numbers come of.
+    seed: The seed of random numbers.
   """
 
   options: reduction_options.ReductionOptions
@@ -86,15 +86,15 @@ class SelectiveCompression(abc.ABC):
 
   @abc.abstractmethod
   def _begin(self, param: jax.Array, position: int) -> Any:
-    """Returns what is held of a leaf before the first step."""
+    """Returns what is kept of a leaf before the first step."""
 
   @abc.abstractmethod
   def _held(self, updates: Any, treedef: Any, state: Any) -> list[Any]:
-    """Returns what a state holds of each leaf, checked."""
+    """Returns what a state keeps of each leaf, checked."""
 
   @abc.abstractmethod
   def _state(self, step: jax.Array, treedef: Any, held: Sequence[Any]) -> Any:
-    """Returns the state that holds this of each leaf."""
+    """Returns the state that keeps this of each leaf."""
 
   @abc.abstractmethod
   def _compressed_mean(
@@ -105,10 +105,10 @@ class SelectiveCompression(abc.ABC):
       share: leaf_sums.Share,
       step: jax.Array,
   ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
-    """Returns the means of leaves and of others, and what is then held."""
+    """Returns the means of leaves and of others, and what is kept next."""
 
   def _share(self, updates, weight):
-    """Returns how much a shard counts, with all checked.
+    """Checks the arguments, and returns how much the shard counts.
 
     Raises:
       TypeError: As `__call__`.
@@ -120,14 +120,14 @@ class SelectiveCompression(abc.ABC):
       return leaf_sums.share(weight, self.options)
 
   def _map_leaves(self, fn, tree, state, step):
-    """Returns the tree and the state of what a function gives for the leaves.
+    """Applies a function to the leaves; returns the tree and the new state.
 
     Args:
-      fn: Takes leaves that are compressed, all others, and what is held of the
-        former; gives lists of results for each of these.
+      fn: Takes leaves that are compressed, all others, and what is kept of the
+        former; returns a list of results for each of the three.
       tree: The leaves.
-      state: What is held of them.
-      step: What the state counts then.
+      state: The state before the step.
+      step: The number of updates after the step.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=leaves_lib.is_none)
     held = self._held(tree, treedef, state)
@@ -145,7 +145,7 @@ class SelectiveCompression(abc.ABC):
     return treedef.unflatten(leaves), self._state(step, treedef, held)
 
   def _mean(self, leaves, others, held, share, step):
-    """Returns what `_compressed_mean` does, or plain means in the warm-up."""
+    """Returns compressed means, or plain means during the warm-up."""
 
     def plain(held):
       means = leaf_sums.reduce([*leaves, *others], share, self.options)
@@ -159,7 +159,7 @@ class SelectiveCompression(abc.ABC):
     return self._after_warmup(step, compressed, plain, held)
 
   def _after_warmup(self, step, compressed, plain, held):
-    """Returns what `compressed` gives, or in the first steps `plain`."""
+    """Runs `compressed`, or during the warm-up `plain`."""
     if not self.warmup_steps:
       return compressed(held)
     return lax.cond(step < self.warmup_steps, plain, compressed, held)
@@ -168,10 +168,10 @@ class SelectiveCompression(abc.ABC):
 def choose(
     leaves: Sequence[Any], is_chosen: Callable[[Any], bool]
 ) -> tuple[list[int], list[int]]:
-  """Returns the positions of leaves that are chosen, and of all others.
+  """Returns the positions of the chosen leaves, and of all others.
 
   Args:
-    leaves: Leaves, some of which may be `None`: these are in neither.
+    leaves: Leaves; those that are `None` are in neither list.
     is_chosen: Whether one is chosen.
   """
   found = [i for i, leaf in enumerate(leaves) if leaf is not None]
@@ -180,7 +180,7 @@ def choose(
 
 
 def by_field(treedef: Any, held: Sequence[Any], num_fields: int) -> list[Any]:
-  """Returns a tree for each field of what is held of each leaf."""
+  """Returns a tree for each field of what is kept of each leaf."""
   return [
       treedef.unflatten([None if x is None else x[i] for x in held])
       for i in range(num_fields)

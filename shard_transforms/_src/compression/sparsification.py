@@ -20,8 +20,8 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
 
   Args:
     fraction: The part of the elements that is sent, above 0 and at most 1.
-    block: The number of elements among which the largest are looked for, at
-      most 65536.
+    block: The number of elements among which the largest are chosen, at most
+      65536.
 
   Returns:
     A `Compressor`.
@@ -68,8 +68,8 @@ def group_max(group: int = 32) -> compressor_lib.Compressor:
   """Returns the compressor that sends the largest element of each group.
 
   Of each group of neighbours, the first one of the largest magnitude, in 5
-  bytes: its value and its place. delta >= 1 / group. In place of a sort, each
-  group is gone through once.
+  bytes: its value and its place. delta >= 1 / group. It takes one pass and no
+  sort.
 
   Args:
     group: The number of elements of which one is sent, 1 to 256.
@@ -118,7 +118,7 @@ def random_k(
   """Returns the compressor that sends the elements at common, random places.
 
   Of B elements, k = round(fraction B), at least 1, in 4 bytes each. All shards
-  draw the same places, others in each step, so that none is sent and the
+  draw the same places, anew in each step, so that no places are sent and the
   result is the plain mean at these. The mean of delta over the draws is k / B.
 
   Of as many elements, `top_k` always keeps at least as much; as the sums of

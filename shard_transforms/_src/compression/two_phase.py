@@ -1,12 +1,12 @@
-"""The exchange that carries compressed rows: a scatter and a gather.
+"""The exchange of compressed rows: an all-to-all and an all-gather.
 
-Each shard sends each other the part of its rows that the other owns; the owner
-decodes and averages them, and sends what it encodes of the mean to all. A shard
-sends and receives as much as in an all-reduce of as many bytes.
+Each shard sends every other shard the rows that the other one owns; the owner
+decodes and averages them, encodes the mean and sends it to all. A shard sends
+and receives as much as in an all-reduce of as many bytes.
 
-With `'hierarchical'`, the shards along the last axis, the fast one, first sum
-their rows as they are, each a part of them, so that what is encoded and sent
-over the other axes is that part alone.
+With `'hierarchical'`, a reduce-scatter over the last axis, the fast one, comes
+first, uncompressed, so that each shard encodes and sends only its part over the
+other axes.
 """
 
 from collections.abc import Hashable
@@ -24,10 +24,10 @@ from shard_transforms._src.reduction import reduction_options
 
 
 class Exchange(NamedTuple):
-  """How rows travel in one step.
+  """How rows are sent in one step.
 
   Attributes:
-    compressor: What makes rows to bytes.
+    compressor: How rows become bytes.
     axes: The mapped axes of the shards.
     key: The common key of the step.
     algorithm: Whether rows are compressed before they are summed over the last
@@ -47,7 +47,7 @@ class Exchange(NamedTuple):
     """Sends rows to their owners.
 
     Args:
-      rows: Those of a shard for each owner, float32 [shards, rows, block].
+      rows: This shard's rows for each owner, float32 [shards, rows, block].
 
     Returns:
       The mean over the shards of what is sent to this one, float32 [rows,
@@ -86,7 +86,7 @@ class Exchange(NamedTuple):
     return jnp.mean(decoded, axis=0), own
 
   def _exchange_by_levels(self, rows):
-    """Returns what `_exchange` does, of sums over the last axis."""
+    """Exchanges as `_exchange`, after a reduce-scatter over the last axis."""
     *slow, fast = self.axes
     num_fast = lax.axis_size(fast)
     order = axes_lib.in_mesh_order(self.axes)
@@ -95,7 +95,7 @@ class Exchange(NamedTuple):
     part = collectives.scatter_along(by_axes, fast, along) / num_fast
     own = part.reshape(-1, *rows.shape[1:])
     mean, sent = self._exchange(own, tuple(slow))
-    # What is not sent of a sum is held back by the shard that has sent it.
+    # The error of a sum is held back by the shard that has encoded it.
     rest = num_fast * (own - sent).reshape(part.shape)
     place = lax.broadcasted_iota(jnp.int32, by_axes.shape, along)
     is_own = place == lax.axis_index(fast)

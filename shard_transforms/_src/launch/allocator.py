@@ -1,16 +1,16 @@
-"""glibc's allocator, told to keep the memory that a step frees."""
+"""Settings by which glibc's allocator keeps the memory that a step frees."""
 
 import ctypes
 import os
 
-# For processes that are yet to be started, in bytes and more than a step takes:
-# what is larger is mapped afresh each time, and of what is free at the end of
-# the heap, more than that is given back.
+# For processes that are started later; in bytes, more than a step takes. Larger
+# blocks are mapped afresh each time, and more free memory than that at the end
+# of the heap is returned to the system.
 ENVIRONMENT = {
     'MALLOC_MMAP_THRESHOLD_': str(2**30),
     'MALLOC_TRIM_THRESHOLD_': str(2**34),
 }
-# The same as options of `mallopt`, whose numbers are of 32 bits; -1 is endless.
+# The same as options of `mallopt`, which takes 32 bits; -1 is no limit.
 _OPTIONS = {
     'MALLOC_MMAP_THRESHOLD_': (-3, 2**30),
     'MALLOC_TRIM_THRESHOLD_': (-1, -1),
@@ -18,7 +18,7 @@ _OPTIONS = {
 
 
 def keep_memory() -> None:
-  """Lets this process keep what it frees, unless its environment says else.
+  """Lets this process keep freed memory, unless its environment says else.
 
   It does nothing where the C library has no `mallopt`.
   """

@@ -36,10 +36,10 @@ def join_processes(
   A process that dies does not leave the others waiting. A collective of CPU
   devices with it raises at once ("Connection closed by peer"). Where process 0
   is gone, or another has sent no sign of life for a while, JAX ends the rest
-  with SIGABRT and a message ("another task died"). A process that an exception
-  ends exits with status 1, and does not wait for the others. One that leaves
-  early in silence, by `sys.exit`, waits for them as if it had finished, until
-  the shutdown times out: raise an exception instead.
+  with SIGABRT and a message ("another task died"). A process that ends by an
+  exception exits with status 1, and does not wait for the others. One that
+  leaves early in silence, by `sys.exit`, waits for them as if it had finished,
+  until the shutdown times out: raise an exception instead.
 
   CPU devices of several processes talk through sockets that listen on the
   address of the host's name, which JAX gives no choice of.
@@ -48,13 +48,13 @@ def join_processes(
     initialization_timeout: Seconds in which all processes must have joined.
     heartbeat_timeout: Seconds without a sign of life after which a process
       counts as dead.
-    shutdown_timeout: Seconds that processes may end apart from each other. The
-      others wait that long for what one that exits early would have sent.
+    shutdown_timeout: How many seconds apart processes may end. The others wait
+      that long for a process that has exited early.
     keep_memory: Whether glibc is told to keep the memory that a step frees, by
       `mallopt` for the whole process, which otherwise maps it afresh in each
       step: that can take longer than sending the gradients. What the
-      environment sets (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`) goes
-      before; other C libraries are left alone.
+        environment sets (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`)
+        takes precedence; other C libraries are left alone.
 
   Returns:
     The number of processes; 1 for a program that runs alone.
@@ -95,7 +95,7 @@ def join_processes(
       address,
       num_processes,
       process_id,
-      # What is named is all; JAX would ask schedulers for the rest.
+      # The variables say it all; JAX would otherwise ask cluster schedulers.
       cluster_detection_method='deactivate',
       coordinator_bind_address=address if _is_loopback(address) else None,
       initialization_timeout=initialization_timeout,
@@ -115,7 +115,7 @@ def _read_number(name, low, high):
 
 
 def _is_loopback(address):
-  """Returns whether the host of an address is this one as seen by itself.
+  """Returns whether the host of an address is a loopback address.
 
   Raises:
     ValueError: If it is not of the form host:port.
@@ -132,7 +132,7 @@ def _is_loopback(address):
 
 
 def _leave_at_once_if_failed(process_id, num_processes):
-  """Ends a process that an exception has ended, before JAX waits for others.
+  """Exits at once after an uncaught exception, before JAX waits for others.
 
   JAX otherwise waits until the shutdown times out, and then aborts them all.
   """

@@ -1,4 +1,4 @@
-"""`run_processes`: several processes of one host, none of them left behind."""
+"""`run_processes`: runs a program in several processes of one host."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.launch import allocator
 from shard_transforms._src.launch import join_processes
 
-# Seconds. Survivors that can see a death report it within a part of one. Those
-# that are blocked in a collective, where JAX keeps SIGTERM to itself, would
-# stay until the heartbeats are missed.
+# Seconds. A process that notices the death of another reports it within less
+# than this. One that is blocked in a collective, where JAX handles SIGTERM
+# itself, would stay until heartbeats are missed.
 _PATIENCE = 1.25
 
 
@@ -53,7 +53,7 @@ def run_processes(
     command: The program and its arguments. A program runs itself again as
       `[sys.executable, *sys.orig_argv[1:]]`.
     grace: Seconds to wait for the others once a process has failed, and again
-      once they are told to end; the most of them where one was killed.
+      once they are told to end; where one was killed, at most 1.25.
 
   Raises:
     OSError: If the program cannot be started.
@@ -111,9 +111,9 @@ def run_processes(
 
 @contextlib.contextmanager
 def _noting_sigterm(ends: queue.SimpleQueue) -> Iterator[list[int]]:
-  """Yields a list of the SIGTERMs so far, which else would end the process.
+  """Catches SIGTERM; yields a list of the signals so far.
 
-  Each puts a `None` among the ends, so that nobody waits on.
+  Each puts a `None` into the queue of ends, so that nobody keeps waiting.
   """
   noted = []
   if threading.current_thread() is not threading.main_thread():
@@ -145,8 +145,8 @@ def _start(num_processes, command, children, ends):
     stdout = subprocess.DEVNULL if process_id else None
     child = subprocess.Popen(command, env=env, stdout=stdout)
     children.append(child)
-    # One that asks them in turn would take a survivor that ends a few
-    # milliseconds later for the first.
+    # Polling them in turn could take a process that ends a few milliseconds
+    # later for the first.
     threading.Thread(
         target=_put_end, args=(process_id, child, ends), daemon=True
     ).start()
@@ -197,7 +197,7 @@ def _patience(failed, grace):
 
 
 def _stop(children, patience):
-  """Leaves no child behind."""
+  """Ends all children: SIGTERM first, then SIGKILL."""
   try:
     for child in children:
       child.terminate()

@@ -23,7 +23,7 @@ _CALLER = local_state.CALLER
 def as_mixing(
     mixing: chex.Numeric, elastic: bool, delay: int
 ) -> meetings.Mixing:
-  """Returns how the anchor is taken over.
+  """Returns how shards take over the anchor.
 
   Raises:
     TypeError: If `mixing` is not a real number, or `elastic` no boolean.
@@ -32,7 +32,7 @@ def as_mixing(
   """
   mixing = arguments.as_fraction('mixing', mixing)
   is_known = not isinstance(mixing, core.Tracer)
-  # In traced code, even the number in an array would not be known.
+  # In traced code, even the value of a constant array is not known.
   mixing = float(mixing) if is_known else mixing
   if not isinstance(elastic, bool):
     raise TypeError(f'`elastic` must be a boolean, got {elastic!r}.')
@@ -109,7 +109,7 @@ def check_gradient_point(
   found = jax.tree.leaves_with_path(updates, is_leaf=leaves_lib.is_none)
   shared = jax.tree.leaves(params, is_leaf=leaves_lib.is_none)
   for (path, update), param in zip(found, shared, strict=True):
-    # What is not trained is the same for all shards: own ones are `params`.
+    # Leaves that are not trained have no copy per shard: they are `params`.
     if update is None or leaves_lib.is_float0(update):
       continue
     if gradient_origins.is_taken_at(update, param):
@@ -160,7 +160,7 @@ def check_state(
         f'`params` of `{_CALLER}` must be those that its state was made for,'
         f' got {got} instead of {want}.'
     )
-  # What is masked in them tells fragments apart.
+  # Fragments differ by what is masked in their states.
   kinds = jax.eval_shape(
       lambda anchor: tuple(map(outer.init, fragments.split(anchor))), anchor
   )

@@ -21,8 +21,8 @@ class Fragments:
   """How the leaves of a tree are divided.
 
   Attributes:
-    labels: What each leaf belongs to, a tree or the head of one; `None` where
-      leaves are spread evenly.
+    labels: The label of each leaf, a tree or prefix tree; `None` where leaves
+      are spread evenly.
     names: The labels in the order in which fragments meet.
   """
 
@@ -42,7 +42,7 @@ class Fragments:
         fit the tree.
     """
     leaves = jax.tree.leaves(tree)
-    # Optax asks for the state of no leaves to see which are like parameters.
+    # Optax makes a state of no leaves to find those that are like parameters.
     if not leaves:
       return ()
     if self.labels is None:
@@ -75,7 +75,7 @@ class Fragments:
 
 
 def as_fragments(fragments: Any) -> Fragments:
-  """Returns what users say of fragments.
+  """Returns the `fragments` argument of users, checked.
 
   Raises:
     TypeError: If it is neither an integer nor a tree of labels.
@@ -104,7 +104,7 @@ def _num_bytes(leaf):
 
 
 def _spread(sizes, num):
-  """Returns the fragment of each leaf, so that these are of about one size.
+  """Returns the fragment of each leaf, so that fragments have similar sizes.
 
   Raises:
     ValueError: If there are fewer leaves than fragments.
@@ -114,7 +114,7 @@ def _spread(sizes, num):
         f'{_NAME} must be at most the number of leaves, {len(sizes)}, got'
         f' {num!r}. A leaf is in one fragment.'
     )
-  # Largest first, each to the one that has least so far.
+  # Largest first, each to the smallest fragment so far.
   loads = [(0, 0)] * num
   found = [0] * len(sizes)
   for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

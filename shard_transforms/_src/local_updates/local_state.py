@@ -60,13 +60,13 @@ class LocalUpdatesState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its fields.
+    """Returns how `resize_state` converts its fields.
 
-    Each shard goes on from the mean over all shards so far, by their weights:
-    what a round that was begun ends with has each of them in it.
+    Each shard continues from the weighted mean over all shards so far, so that
+    the result of an unfinished round contains each of them.
     """
     del reduction
-    # A shard that has seen nothing since the last meeting has nothing to add.
+    # A shard without any weight since the last meeting has nothing to add.
     weights = np.asarray(self.total_weight).mean(axis=-1)
     own = state_rules.ResizeRule('average', row_weights=weights)
     return {
@@ -76,7 +76,7 @@ class LocalUpdatesState(NamedTuple):
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {
         'step': state_rules.MetricRule(),
         'num_rounds': state_rules.MetricRule(),
@@ -112,9 +112,10 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     updates, state = tx.update(grads, state, params)
     params = optax.apply_updates(params, updates)
 
-  A gradient at `params` is of the same type, and each step of a round then goes
-  the same way. `update` refuses one that it is handed as `value_and_grad` gave
-  it; of others `monitoring.wire_report` of a step warns.
+  A gradient at `params` has the same type, but then every step of a round is
+  taken from the same point. `update` refuses a gradient at `params` that comes
+  directly from `value_and_grad`; `monitoring.wire_report` of a step warns of
+  others.
 
   Args:
     params: The parameters, as for `tx.update`.
@@ -212,12 +213,12 @@ def _is_absent(leaf):
 
 
 def _take_over(state, params):
-  """Returns parameters with a shard's own in their places.
+  """Returns parameters with a shard's own in place of those that are trained.
 
   Raises:
     ValueError: If these are of another tree, or not those of one shard.
   """
-  # Any name: there are axes.
+  # The name does not matter, only that there is an axis.
   own = per_shard_state.own(state.own_params, ('',), CALLER)
   try:
     return replaced(params, own)

@@ -26,7 +26,7 @@ def take(
   """Returns a shard's own parameters after a step, and the inner state.
 
   Args:
-    inner: What gives the step.
+    inner: The transformation that computes the step.
     updates: The gradient of this shard.
     inner_state: The state of `inner`.
     own: A shard's own parameters.
@@ -38,7 +38,7 @@ def take(
     ValueError: If anything is sent over the axes.
   """
   updates = jax.tree.map(_without_float0, updates)
-  # JAX keeps the program of what it compiles: it is not traced once more.
+  # JAX caches the jaxpr of a jitted function: it is not traced again.
   run = jax.jit(functools.partial(_update, inner, extra_args))
   traced = run.trace(updates, inner_state, own)
   if sent := shard_flow.first_sent(traced.jaxpr.jaxpr, axes):

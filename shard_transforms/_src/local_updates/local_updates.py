@@ -1,4 +1,4 @@
-"""`local_updates`: shards train by themselves, and meet once a round."""
+"""`local_updates`: shards train on their own and average once a round."""
 
 from collections.abc import Hashable
 import dataclasses
@@ -37,18 +37,18 @@ def local_updates(
     fragments: Any = 1,
     delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Lets each shard train by itself, and moves the parameters once a round.
+  r"""Lets each shard train on its own, and moves the parameters once a round.
 
   In each call, a shard takes a step of its own: `inner` moves its own
   parameters :math:`x_i`, which the state holds, and nothing is sent. The
   parameters :math:`T` that `update` is given and gives updates for are the
-  anchor, the same on all shards. It stays for the steps of a round, and then
-  `outer` is given what each shard has come away from it as a gradient:
+  anchor, the same on all shards. It is constant during a round. Then `outer`
+  gets the distance of each shard from it as a gradient, the pseudogradient:
 
   .. math:: T \\leftarrow T + \\text{outer}(T - x_i), \\quad
      x_i \\leftarrow m x_i + (1 - m) T
 
-  with `mixing` :math:`m`; where that is 0, all shards go on from the anchor.
+  with `mixing` :math:`m`; where that is 0, all shards continue from the anchor.
   `outer` holds the reduction, and what else is to be done once a round, such as
   clipping or a `guard`::
 
@@ -57,7 +57,7 @@ def local_updates(
     tx = local_updates(optax.adamw(4e-4), outer, 'data', every=20)  # DiLoCo.
 
   Take the gradient at `local_params(params, state)` and not at `params`, which
-  is of the same type, and wrong. Both `params` and `apply_updates` are for the
+  has the same type but is wrong. Both `params` and `apply_updates` are for the
   anchor, and so are evaluation, averages and exports. The state differs between
   shards: see `init_state`, and `update_and_apply` for the least memory traffic.
 
@@ -66,13 +66,13 @@ def local_updates(
   by all of their tokens. A step of weight zero leaves a shard as it is; a round
   in which no shard has any, the anchor. Give it with every step or with none.
 
-  A shard whose parameters are not finite when it is to take over the anchor
-  begins again there, with a new state of `inner`. Leave it out of the mean with
+  A shard whose parameters are not finite when it takes over the anchor restarts
+  from the anchor, with a new state of `inner`. Leave it out of the mean with
   `guard(..., on_bad='exclude')` as `outer`, or all shards are lost with it.
 
   Args:
-    inner: What each shard steps with. It must not reduce over the axis.
-    outer: What moves the anchor, with the reduction over the axis in it.
+    inner: The optimizer of each shard. It must not reduce over the axis.
+    outer: The optimizer of the anchor, with the reduction over the axis in it.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       steps are local. Over other axes, `inner` may reduce in each step.
     every: The number of steps of a round, at least 1; or a function that gives
@@ -81,11 +81,11 @@ def local_updates(
     elastic: Whether shards move towards the anchor as it was before it moved.
     fragments: In how many parts the leaves are sent, at equal distances over
       the round; they are spread evenly by bytes. Or a tree of labels, integers
-      or strings, like the parameters or the head of one: leaves of one label
+      or strings, like the parameters or a prefix of them: leaves of one label
       are sent together, in the order of the labels.
-    delay: How many steps before it is taken over a fragment is sent, and the
-      anchor moved. Less than the steps to the first meeting of a round; in a
-      round that `every` makes shorter, it is sent in the first step.
+    delay: How many steps a fragment is sent, and the anchor moved, before
+      shards take it over. Less than the steps to the first meeting of a round;
+      in a round that `every` makes shorter, it is sent in the first step.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `LocalUpdatesState`, whose
@@ -179,7 +179,7 @@ def local_updates(
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-  """What is done in a step; see `local_updates`."""
+  """The parts of a step; see `local_updates`."""
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
@@ -221,7 +221,7 @@ class _Task:
     )
 
   def send(self, gate, due, state, anchor, weight, extra_args):
-    """Returns what the anchor moves by, or is then, and the state."""
+    """Returns the updates of the anchor, or the next anchor, and the state."""
     total_weight = self.own(state.total_weight)
     shared = self.fragments.split(anchor)
     own = self.fragments.split(self.own(state.own_params))

@@ -19,7 +19,8 @@ from shard_transforms._src.tracing import gating
 from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import shard_flow
 
-# A loop of one turn or none, which leaves all in place where it makes none.
+# A `while_loop` of one or no iterations: unlike `cond`, it copies nothing where
+# nothing is due.
 _SELDOM = gating.Gate(applies=True)
 
 
@@ -29,7 +30,7 @@ class Mixing:
 
   Attributes:
     own: How much of its own parameters a shard keeps.
-    elastic: Whether the rest is of the anchor as it was before it moved.
+    elastic: Whether the rest comes from the anchor before it moved.
   """
 
   own: chex.Numeric
@@ -38,7 +39,7 @@ class Mixing:
   def __call__(self, own: jax.Array, anchor: jax.Array) -> jax.Array:
     """Returns the next of a shard's own parameters, one leaf."""
     is_known = not isinstance(self.own, core.Tracer)
-    # What is all of one of them keeps its bits.
+    # With a factor of 1 on either side, its bits are kept.
     if is_known and self.own == 0:
       return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
     if is_known and self.own == 1:
@@ -48,7 +49,7 @@ class Mixing:
 
 
 class Anchor(NamedTuple):
-  """The parameters that all shards share, as far as a step has moved them.
+  """The parameters that all shards share, before and after a step.
 
   Attributes:
     before: As they were before the step.
@@ -74,19 +75,19 @@ def send(
     extra_args: Mapping[str, Any],
     scope: str,
 ) -> tuple[Any, optax.OptState]:
-  """Moves the anchor by what all shards have come away from it.
+  """Moves the anchor by the distances of all shards from it.
 
   Args:
-    gate: What gives updates, or applies them.
+    gate: Whether to return updates, or to apply them.
     is_due: Whether to do so, bool [].
-    outer: What is given each shard's way as a gradient, and reduces it.
+    outer: The transformation that reduces the distances, as gradients.
     state: Its state.
     anchor: The parameters that all shards share; of one fragment.
     own: Those of this shard.
     weight: How much this shard counts, or `None`.
     axes: The axes of the shards.
-    extra_args: Those of `outer.update`.
-    scope: What the meeting is called in the program.
+    extra_args: The extra arguments of `outer.update`.
+    scope: The name of the meeting in the program.
 
   Returns:
     The updates of the anchor, zero unless due, or the next anchor; and the next
@@ -151,8 +152,8 @@ def take_over(
 ) -> tuple[optax.Params, optax.OptState]:
   """Returns a shard's own parameters after a step, and its inner state.
 
-  A shard of whose own parameters one that is due is not finite begins again at
-  the anchor, with all of them and with a new inner state.
+  A shard with own parameters that are due and not finite restarts from the
+  anchor, with all of its parameters and a new inner state.
 
   Args:
     are_due: For each fragment, whether it is taken over, bool [].
@@ -167,7 +168,7 @@ def take_over(
 
   def run(state, _, are_due, params, updates, before):
     own, inner_state = state
-    # Sent in another loop, so that these round as they do for the user.
+    # In a loop of its own, so that this rounds as `apply_updates` of the user.
     moved = params if updates is None else optax.apply_updates(params, updates)
     leaves, treedef = jax.tree.flatten(own)
     is_due = [are_due[number] for number in numbers]
@@ -203,14 +204,14 @@ def _is_well(leaves, are_due, axes):
   is_well = jnp.array(True)
   for leaf, is_due in zip(leaves, are_due, strict=True):
     is_well &= jnp.all(jnp.isfinite(leaf)) | ~is_due
-  # Where parameters are sharded over other axes, the shard is all of its parts.
+  # Where parameters are sharded over other axes, all parts must be finite.
   others = tuple(axes_lib.varying_axes(is_well).difference(axes))
   num_sick = collectives.psum(jnp.where(is_well, 0, 1), others)
   return num_sick == 0
 
 
 def _like(moved, anchor):
-  """Returns what an outer transformation gives, in the dtypes of the anchor.
+  """Returns the updates of the outer transformation, in the anchor's dtypes.
 
   Raises:
     ValueError: If it is of another tree.
@@ -225,7 +226,7 @@ def _like(moved, anchor):
 
 
 def _check_reduced(differing, axes):
-  """Checks that the anchor moves alike on all shards.
+  """Checks that the anchor moves by the same update on all shards.
 
   Raises:
     ValueError: If it may not.

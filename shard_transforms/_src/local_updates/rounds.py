@@ -12,7 +12,7 @@ from shard_transforms._src.base import arguments
 
 _NAME = '`every` of `local_updates`'
 
-# The number of steps of a round, or what tells it from the number of the round.
+# The number of steps of a round, or a function of the number of the round.
 Every = int | Callable[[jax.Array], chex.Numeric]
 
 
@@ -36,7 +36,7 @@ class Rounds:
 
   Attributes:
     every: The number of steps of a round, or a function of the round's number.
-    delay: How many steps before it is taken over a fragment is sent.
+    delay: How many steps a fragment is sent before shards take it over.
     num_fragments: How many fragments there are.
   """
 
@@ -51,7 +51,7 @@ class Rounds:
       return
     every = arguments.as_at_least('every', self.every, 1)
     apart = self._ends(every)[0]
-    # What is sent in the step in which it is taken over is not late.
+    # What is sent in the step in which it is taken over has no delay.
     if delay >= max(apart, 1):
       raise ValueError(
           '`delay` of `local_updates` must be less than the steps to the first'

@@ -1,4 +1,4 @@
-"""`track_agreement`: which shard pulls another way than the others."""
+"""`track_agreement`: which shard's gradient points away from the mean."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -25,9 +25,9 @@ class AgreementState(NamedTuple):
   """State of `track_agreement`; all but `cosine` is the same on all shards.
 
   Attributes:
-    cosine: The moving average of the cosine of each shard's update with what
-      comes of all, float32 []; it starts at 1. It has a leading axis, of length
-      1 inside the mapped function and of the number of shards outside.
+    cosine: The moving average of the cosine of each shard's update with the
+      mean, float32 []; it starts at 1. It has a leading axis, of length 1
+      inside the mapped function and of the number of shards outside.
     least_cosine: The least of them, float32 [].
     least_shard: Which shard has it, int32 []; -1 before the first update.
     inner_state: State of the reduction.
@@ -49,7 +49,7 @@ class AgreementState(NamedTuple):
   inner_state: optax.OptState
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {
         'cosine': state_rules.MetricRule('mean'),
         'least_cosine': state_rules.MetricRule(),
@@ -59,7 +59,7 @@ class AgreementState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does: a merged shard has the worse part."""
+    """Returns how `resize_state` converts it: merging keeps the minimum."""
     del reduction
     return {
         'cosine': state_rules.ResizeRule('minimum', 1.0),
@@ -76,18 +76,18 @@ def track_agreement(
   r"""Measures how far the updates of each shard agree with those of all.
 
   Of each shard, the state keeps a moving average of the cosine of its update
-  :math:`u_i` with the mean :math:`g`,
-  :math:`u_i \cdot g / (\|u_i\| \|g\|)`; and of all shards, the least and whose
-  it is. A shard that has wrong labels, or data of another kind, is below the
-  others, as long as its updates are not so long that they are most of the mean.
-  That all are low is noise: see `track_noise_scale`.
+  :math:`u_i` with the mean :math:`g`, :math:`u_i \cdot g / (\|u_i\| \|g\|)`;
+  and of all shards, the least and whose it is. A shard with wrong labels, or
+  data of another kind, is below the others, as long as its updates are not so
+  large that they dominate the mean. If all are low, gradients are noisy: see
+  `track_noise_scale`.
 
   Belongs where per-shard gradients become one, in the place of
   `cross_shard_mean` or around it, or around one of
   `shard_transforms.aggregators`. Updates are those of the reduction, to the
-  bit. The cosine of an update that is zero is 0. In a step in which a shard has
-  no weight, or its norm is not finite, its average stays. Beside the reduction,
-  each shard sends two numbers to each other.
+  bit. The cosine of an update that is zero is 0. A step in which a shard has no
+  weight, or a norm that is not finite, leaves its average as it is. Besides the
+  reduction, each shard sends two numbers to every other.
 
   Args:
     axis_name: The mapped axis, or a sequence of them.
@@ -150,7 +150,7 @@ def track_agreement(
 def _least(cosine, is_known, state, axes):
   """Returns the least cosine of all shards and whose it is.
 
-  They stay where nothing new is known of any shard.
+  They stay as they are where no shard has a new value.
   """
   own = jnp.stack([cosine, is_known.astype(jnp.float32)])
   with jax.named_scope(_CALLER):

@@ -1,4 +1,4 @@
-"""`assert_reduced`: that arrays are the same on all shards, for tests."""
+"""`assert_reduced`: asserts in tests that arrays are equal on all shards."""
 
 import chex
 import jax
@@ -14,9 +14,9 @@ def assert_reduced(tree: chex.ArrayTree, axis_name: axes_lib.AxisName) -> None:
   """Asserts that a tree is the same on all shards of a mapped axis; for tests.
 
   Inside a mapped function, the types of the leaves must say so. Outside, the
-  devices along the axis of a mesh must hold the same bits of each array, those
-  of this process; what `jax.shard_map` without checks declares to be the same
-  often is not.
+  devices of this process along the axis of a mesh must hold the same bits of
+  each array; what unchecked `jax.shard_map` declares to be the same often is
+  not.
 
   Args:
     tree: Tree of arrays: inside a function that checked `jax.shard_map` maps,

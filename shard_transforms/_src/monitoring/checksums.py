@@ -8,9 +8,9 @@ import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
 
-# The first 32 bits after the point, made odd: of the golden ratio, a product
-# with which spreads places over all words; and of pi and of e, two numbers with
-# nothing up the sleeve, which make the halves of the checksum independent.
+# The first 32 bits after the binary point, made odd: of the golden ratio, for
+# multiplicative hashing of places; and of pi and e, which make the two words of
+# the checksum independent.
 _PLACES = np.uint32(0x9E3779B9)
 _SEEDS = np.asarray([0x243F6A89, 0xB7E15163], np.uint32)
 # Shifts and factors of `fmix32`, the last step of MurmurHash3 (A. Appleby).
@@ -35,8 +35,8 @@ def checksum(tree: chex.ArrayTree) -> jax.Array:
       continue
     words = _words(jnp.asarray(leaf))
     number = lax.iota(jnp.uint32, words.size) * _PLACES + np.uint32(place)
-    # A sum of the bits alone would not see two that are exchanged; what each
-    # word is mixed with its place into is never the same for two words.
+    # A plain sum would not notice two words that are swapped; so each word is
+    # first mixed with its place, which maps no two words to one.
     mixed = [_mix(_mix(words ^ seed) + number) for seed in _SEEDS]
     total += jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in mixed])
   return total
@@ -61,7 +61,7 @@ def _words(leaf):
 
 
 def _mix(words):
-  """Returns other words for other words, in which each bit changes them all."""
+  """Returns a bijection of words in which each bit affects all others."""
   for shift, factor in _SHIFTS_AND_FACTORS:
     words = (words ^ (words >> np.uint32(shift))) * np.uint32(factor)
   return words ^ (words >> np.uint32(16))

@@ -13,8 +13,8 @@ from shard_transforms._src.tracing import hlo_modules
 from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import replica_groups
 
-# The primitives of `report_table.SENT`, by opcode; a reduction is told by how
-# it combines two numbers.
+# The primitives of `report_table.SENT`, by opcode; for a reduction, by the
+# operation that combines two numbers.
 _PRIMITIVES = {
     'all-gather': 'all_gather',
     'all-to-all': 'all_to_all',
@@ -24,9 +24,9 @@ _PRIMITIVES = {
     'reduce-scatter': 'reduce_scatter',
 }
 _REDUCTIONS = {'add': 'psum', 'maximum': 'pmax', 'minimum': 'pmin'}
-# Of booleans.
+# For booleans.
 _DECISIONS = {'or': 'pmax', 'and': 'pmin'}
-# What JAX itself puts into the names of operations, beside scopes.
+# What JAX adds to the names of operations besides scopes.
 _NOT_SCOPES = re.compile(
     r'while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|shard_map|checkpoint'
     r'|rematted_computation|custom_[jv][jv]p_call|custom_lin|p?jit(\(.*)?|pmap'
@@ -75,7 +75,7 @@ class _Reader:
     if instruction.collective:
       return self._sent(instruction, arrays)
     if instruction.opcode == 'send':
-      return self._handed_on(instruction, arrays[:1])
+      return self._permutation(instruction, arrays[:1])
     if not instruction.called:
       return []
     inner = [self.all_of(c) for c in self._module.called(instruction)]
@@ -109,8 +109,8 @@ class _Reader:
         for arrays in _payloads(operands, instruction)
     ]
 
-  def _handed_on(self, instruction, arrays):
-    """Returns what is left of a permutation that was taken apart."""
+  def _permutation(self, instruction, arrays):
+    """Returns the permutation that XLA has split into `send` and `recv`."""
     text = instruction.attributes.get('frontend_attributes', '')
     pairs = re.search(r'source_target_pairs="?(\{\{.*?\}\})', text)
     if pairs is None:
@@ -154,14 +154,14 @@ def _sends(instruction):
 
 
 def _payloads(arrays, instruction):
-  """Returns the types that a collective takes, those of one array together."""
+  """Returns the operand types of a collective, grouped by array."""
   if instruction.collective == 'all-to-all':
-    # One for each shard, which are parts of one array.
+    # One operand for each shard, all parts of one array.
     return [arrays]
   if instruction.collective == 'ragged-all-to-all' or (
       'slice_sizes' in instruction.attributes
   ):
-    # What follows says where to put it.
+    # The other operands are offsets.
     return [arrays[:1]]
   return [[array] for array in arrays]
 
@@ -177,7 +177,7 @@ def _each_turn(loop, collective):
 
 
 def _is_reduce_scatter(instruction):
-  # On TPU: an all-reduce of which each shard keeps a slice, never written out.
+  # On TPU: an all-reduce of which each shard keeps a slice, fused.
   return instruction.opcode == 'fusion' and instruction.called[0].startswith(
       'all-reduce-scatter'
   )
@@ -201,7 +201,7 @@ def scope(op_name: str) -> str:
 
 
 def _levels(op_name):
-  """Returns the parts between those slashes that no parentheses are around."""
+  """Returns the parts between the slashes outside of parentheses."""
   levels, depth = [''], 0
   for char in op_name:
     depth += (char == '(') - (char == ')')
@@ -213,7 +213,7 @@ def _levels(op_name):
 
 
 def _source(frames):
-  """Returns the innermost line that is the user's own, if there is any."""
+  """Returns the innermost line of the user's own code, if there is one."""
   own = [frame for frame in frames if not _is_installed(frame[0])]
   return ''.join(f'{file}:{line}' for file, line in [*own, *frames][:1])
 

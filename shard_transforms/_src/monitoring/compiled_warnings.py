@@ -1,7 +1,7 @@
-"""Redundant communication of a compiled program, by rules that are sure.
+"""Redundant communication in a compiled program, without false positives.
 
-Values are followed through what hands on their elements, and through linear
-steps; what the rules do not see they do not tell of.
+Values are followed through instructions that pass elements on, and through
+linear steps; whatever the rules do not understand gives no warning.
 """
 
 import collections
@@ -15,7 +15,7 @@ from shard_transforms._src.tracing import hlo_modules
 
 _REDUCTIONS = ('all-reduce', 'reduce-scatter')
 _RESHARDINGS = ('all-to-all', 'collective-permute')
-# What a user asked for by name is no mistake of a sharding.
+# Collectives that the user has written are no mistake of a sharding.
 _ASKED_FOR = ('all_to_all', 'ppermute', 'pshuffle', 'ragged_all_to_all')
 _LINEAR = (
     'add',
@@ -36,7 +36,7 @@ def find(
     module: hlo_modules.Module,
     collectives: Sequence[report_table.Collective],
 ) -> tuple[str, ...]:
-  """Returns sentences on what is redundant or has too few bits, each once.
+  """Returns warnings of what is redundant or in low precision, each once.
 
   Args:
     module: The program.
@@ -59,7 +59,7 @@ def find(
 
 
 def _bodies(module, computation, loop):
-  """Yields what is run, and the loop of which it is a turn, if it is one."""
+  """Yields the computations that run, each with the loop around it, if any."""
   yield loop, computation
   pending = list(computation.instructions.values())
   while pending:
@@ -71,12 +71,12 @@ def _bodies(module, computation, loop):
       for branch in called:
         yield from _bodies(module, branch, None)
     elif instruction.opcode in ('call', 'async-start'):
-      # These are looked into where they stand.
+      # The graph of the caller contains these.
       pending += [i for c in called for i in c.instructions.values()]
 
 
 def _added_up(graph, loop, sent):
-  """Yields sentences on reductions that one behind the loop could replace."""
+  """Yields warnings of reductions that one after the loop could replace."""
   if loop.num_turns == 1:
     return
   ends = _ends(graph)
@@ -97,7 +97,7 @@ def _added_up(graph, loop, sent):
 
 
 def _ends(graph):
-  """Returns the outputs that each value is only added to; `None` is other use.
+  """Returns the outputs that each value is only added to; `None` for other use.
 
   Values are taken through steps that are linear in each of their inputs.
   """
@@ -106,7 +106,7 @@ def _ends(graph):
     ends[output].add(i)
   root = [node for node in graph.nodes if node.opcode == 'tuple']
   for node in reversed(graph.nodes):
-    # The tuple of all outputs is no use of its own.
+    # The tuple of all outputs is not a use.
     if node in root and node.inputs == graph.outputs:
       continue
     for given in node.inputs:
@@ -120,7 +120,7 @@ def _is_linear(node, given):
     is_numerator = node.opcode == 'multiply' or node.inputs[0] is given
     return is_numerator and len(others) == 1 and others[0].is_number
   if node.instruction.collective in _REDUCTIONS or node.opcode in _LINEAR:
-    # What is rounded to integers is not linear.
+    # Rounding to integers is not linear.
     return all(
         a.xla_dtype.startswith(('bf', 'f', 'c'))
         for a in node.instruction.results
@@ -135,7 +135,7 @@ def _is_sum(collectives):
 
 
 def _gathered_again(graph, loop, sent):
-  """Yields sentences on what is gathered in each turn, but stays the same."""
+  """Yields warnings of loop invariants that each iteration gathers."""
   if loop.num_turns == 1:
     return
   carry = {node: i for i, node in graph.carry().items()}
@@ -163,7 +163,7 @@ def _gathered_again(graph, loop, sent):
 
 
 def _only_sliced(graph, sent):
-  """Yields sentences on what is gathered whole to take less of it."""
+  """Yields warnings of what is gathered whole and then sliced."""
   for node in graph.nodes:
     if node.opcode.startswith('all-gather') and node.instruction.name in sent:
       for result in hlo_flow.results(node):
@@ -178,7 +178,7 @@ def _only_sliced(graph, sent):
 
 
 def _num_taken(node, graph):
-  """Returns how many elements are taken of a value; all, if that is unknown."""
+  """Returns how many elements of a value are used; all, if unknown."""
   if node in graph.outputs:
     return math.inf
   taken = 0
@@ -197,13 +197,13 @@ def _num_taken(node, graph):
 
 
 def _is_head(node):
-  """Whether it is a slice from the start, as where padding is taken away."""
+  """Whether it is a slice from the start, as where padding is removed."""
   ranges = node.instruction.attributes.get('slice', '')
   return node.opcode == 'slice' and not re.search(r'\[[1-9]', ranges)
 
 
 def _resharded(graph, sent):
-  """Yields sentences on arguments that change their sharding in each step."""
+  """Yields warnings of arguments that are resharded in each step."""
   given_back = {output.array for output in graph.outputs}
   moves = *hlo_flow.MOVES, *hlo_flow.SLICES
   for node in graph.nodes:
@@ -228,7 +228,7 @@ def _argument(node):
 
 
 def _too_few_bits(collectives):
-  """Yields sentences on sums that round each of their steps."""
+  """Yields warnings of sums in low precision, which round each partial sum."""
   for c in collectives:
     if c.primitive in ('psum', 'reduce_scatter') and (
         c.dtype.startswith(('bfloat', 'float'))

@@ -1,4 +1,4 @@
-"""`compression_error`: how far compression is behind what it has to send."""
+"""`compression_error`: the size of residuals relative to updates."""
 
 from typing import Any
 

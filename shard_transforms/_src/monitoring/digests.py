@@ -1,4 +1,4 @@
-"""Digests of trees on the host, for what is written to a disk."""
+"""Digests of trees on the host, for what is written to disk."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Whether shards still hold the same bits where they should."""
+"""Divergence: whether shards still hold the same bits where they should."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class DivergenceState(NamedTuple):
 
   Attributes:
     num_updates: Number of updates so far, int32 [].
-    divergence: What `shard_divergence` gave at the last check, uint32 [].
+    divergence: The `shard_divergence` of the last check, uint32 [].
     diverged_count: Number of checks that found a difference, int32 [].
     first_diverged_step: The update at which the first of them was, counted from
       0, int32 []; -1 where none was.
@@ -42,7 +42,7 @@ class DivergenceState(NamedTuple):
   first_diverged_step: jax.Array
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {
         'num_updates': state_rules.MetricRule(),
         'divergence': state_rules.MetricRule(),
@@ -108,7 +108,7 @@ def track_divergence(
 ) -> optax.GradientTransformationExtraArgs:
   """Checks every few steps that all shards hold the same parameters.
 
-  Updates pass through. Every so many of them, `shard_divergence` compares the
+  Updates pass through. Every `every` updates, `shard_divergence` compares the
   parameters, or the updates where `update` is not given parameters, and the
   state records what it finds; `check_health` raises if it was not 0. Belongs
   where updates and parameters are the same on all shards: behind the reduction.

@@ -24,9 +24,9 @@ def hlo_wire_report(
   r"""Reports what each device sends when a compiled program runs once.
 
   This is `wire_report(..., compiled=True)` for a program that was compiled
-  elsewhere, of which there is the text alone. Texts of programs for CPUs, GPUs
-  and TPUs are read; those for GPUs and TPUs were tried on short texts by hand,
-  by the documentation of XLA, and not on such devices.
+  elsewhere, from its text alone. It reads programs for CPUs, GPUs and TPUs; for
+  GPUs and TPUs it was tested on short texts written by hand after the
+  documentation of XLA, not on such devices.
 
   Args:
     text: The program as XLA prints it once it has been optimized: what
@@ -76,8 +76,8 @@ def report_program(
 
   Args:
     program: The program.
-    args: What it is run with; nothing, if that is not to be compared.
-    kwargs: What it is run with by name.
+    args: Its arguments; none, if they are not to be compared.
+    kwargs: Its keyword arguments.
     mesh: Its mesh, if it is known.
 
   Returns:
@@ -109,14 +109,14 @@ def report_program(
 
 
 def _report(text, mesh, mesh_shapes):
-  """Returns the report of a text, with the first mesh that there is."""
+  """Returns the report of a text, with the first mesh that is known."""
   module = hlo_text.parse(text)
   if mesh is not None:
     return compiled_report.read(module, _shape(module, mesh))
   for shape in itertools.chain(_named(module), mesh_shapes):
     if math.prod(shape.values()) == module.num_devices:
       return compiled_report.read(module, shape)
-  # Of one axis without a name: good for what sends nothing.
+  # One axis without a name: enough for a program that sends nothing.
   report = compiled_report.read(module, {None: module.num_devices})
   if report.total_bytes:
     raise ValueError(
@@ -138,7 +138,7 @@ def _shape(module, mesh):
 
 
 def _named(module):
-  """Yields the meshes by which groups are spelt, if axes have names there."""
+  """Yields the meshes in the text of groups that name their axes."""
   for computation in module.computations.values():
     for instruction in computation.instructions.values():
       if instruction.collective:

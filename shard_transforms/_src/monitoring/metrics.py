@@ -1,4 +1,4 @@
-"""`metrics`: the numbers in a state, for whatever draws curves of them."""
+"""`metrics`: the numbers in a state, for loggers."""
 
 import collections
 from collections.abc import Hashable
@@ -31,7 +31,7 @@ _COMBINE = {
     'mean': jnp.mean,
     'minimum': jnp.min,
     'maximum': jnp.max,
-    # With `jax.pmap`, each shard has a copy of what is the same on all.
+    # Under `jax.pmap`, each shard has a copy of what is the same on all.
     'same': jnp.max,
 }
 
@@ -42,7 +42,7 @@ def metrics(
     prefix: str = '',
     axis_name: axes_lib.AxisName | None = None,
 ) -> dict[str, jax.Array]:
-  """Returns the numbers that the states in a tree tell, each under its name.
+  """Returns the numbers that the states in a tree declare, by name.
 
   A name is that of the state in small letters, without `State`, and that of the
   number: `guard/skipped_count`, `drop_stale/stale_fraction`. The second state
@@ -50,30 +50,30 @@ def metrics(
   `apply_if_finite/notfinite_count`, `multi_steps/mini_step` and
   `hyperparams/learning_rate`, or what else `optax.inject_hyperparams` injects.
   States are found wherever they are: in chains, masks, partitions, wrappers,
-  tuples and dictionaries. Those of yours tell what their method `metric_rules`
-  names; see `shard_transforms.state_rules.MeasuredState`.
+  tuples and dictionaries. States of your own declare theirs by a method
+  `metric_rules`; see `shard_transforms.state_rules.MeasuredState`.
 
-  Of a number that each shard has its own of, there is the sum, the mean, the
-  least or the largest, as the state declares. Call it on a state outside of a
-  mapped function, compiled or not, where all shards are seen. Inside of one, a
-  few bytes are sent for each such number, over `axis_name`, or over the axes
-  that its type tells.
+  A number that differs between shards is reduced to its sum, mean, minimum or
+  maximum, as the state declares. Call it on a state outside of a mapped
+  function, compiled or not, where all shards are visible. Inside of one, it
+  sends a few bytes for each such number, over `axis_name`, or over the axes in
+  its type.
 
-  What comes back is a copy: the state may be donated to the next step before
-  the numbers are read. Nothing is waited for.
+  It returns copies and does not block: the state may be donated to the next
+  step before the numbers are read.
 
   Args:
     state: State of an optimizer, or any tree with such states in it; a `Report`
       of asynchronous training counts as one.
-    prefix: What names begin with, such as `'train/'`.
+    prefix: A prefix of all names, such as `'train/'`.
     axis_name: Inside a mapped function, the axis, or a sequence of them,
       between whose shards the state differs; needed where JAX does not track
       types and a number differs. Under `jax.vmap` without it, each shard gets
       its own number.
 
   Returns:
-    A dictionary of scalars, the same on all shards; empty if no state tells
-    anything.
+    A dictionary of scalars, the same on all shards; empty if no state declares
+    a metric.
 
   Raises:
     NameError: If an axis is not bound.
@@ -151,13 +151,13 @@ def _scalar(
     rule: state_rules.MetricRule,
     axes: tuple[Hashable, ...],
 ) -> jax.Array:
-  """Returns the one number that all shards' values make, as a copy.
+  """Returns the number that all shards' values reduce to, as a copy.
 
   Raises:
     ValueError: If it is not known over which axes they differ.
   """
   combined = _COMBINE[rule.kind](jnp.asarray(value))
-  # What has no leading axis is not kept per shard.
+  # A value without a leading axis is not kept per shard.
   if rule.kind == 'same' or not jnp.ndim(value):
     return combined
   if not axes and (unknown := axes_lib.untracked_axes()):

@@ -48,18 +48,18 @@ class NoiseScaleState(NamedTuple):
   @property
   def noise_scale(self) -> jax.Array:
     """The gradient noise scale, float32 []; 0 where it is not known."""
-    # What both moving averages lack at the start goes out in the quotient.
+    # The bias of both moving averages at the start cancels in the quotient.
     is_known = jnp.asarray(self.gradient_square) > 0
     divisor = jnp.where(is_known, self.gradient_square, 1)
     return jnp.where(is_known, self.noise / divisor, 0)
 
   @property
   def asks_for_tower_squares(self) -> bool:
-    """Whether `tower_reduce` is to tell the squares of its towers."""
+    """Whether `tower_reduce` passes on the squares of its towers."""
     return True
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     names = 'num_measured', 'gradient_square', 'noise', 'noise_scale'
     return dict.fromkeys(names, state_rules.MetricRule())
 
@@ -91,19 +91,18 @@ def track_noise_scale(
   Belongs where per-shard gradients become one, in the place of
   `cross_shard_mean` or around it. Updates are those of the reduction, to the
   bit. A step is not measured if fewer than two shards have a weight, or if a
-  norm is not finite. What is sent beside the reduction are three numbers.
+  norm is not finite. Besides the reduction, it sends three numbers.
 
-  Under `tower_reduce`, put it inside: each tower of each shard then is a small
-  batch of its own, and n their number, so that the estimates are less noisy,
-  and known for one shard too; a weight, and without one the example, is that of
-  all towers of a shard. So it is where gates are between, and where nothing
-  between changes the mean that a shard has collected; behind what does, such as
-  clipping or a mask, or with `reduction='sum'`, what a shard has collected is
-  one small batch.
+  Put it inside `tower_reduce`: each tower of each shard is then a small batch
+  of its own, and n is their number, so that estimates are less noisy, and exist
+  for one shard too. A weight, or without one the count of an example, is then
+  that of all towers of a shard. Gates in between change nothing. After a
+  transformation that changes the mean of the towers, such as clipping or a
+  mask, or with `reduction='sum'`, all towers of a shard are one small batch.
 
   Args:
     axis_name: The mapped axis, or a sequence of them.
-    inner: What reduces the updates to their mean, weighted if `weight` is
+    inner: The reduction of updates to their mean, weighted if `weight` is
       given; `cross_shard_mean(axis_name)` by default.
     decay: How much of the moving averages stays in a step, from 0 to below 1.
 
@@ -179,13 +178,13 @@ def _estimates(seen, axes):
 
 
 def _small_batches(seen):
-  """Returns their number on this shard, and the mean of their squares."""
+  """Returns the number of small batches here, and their mean square."""
   square = _square(seen.updates)
   towers = seen.tower_squares
   if towers is None:
     return jnp.ones_like(square), square
-  # What is between, such as clipping or a mask, may have changed the mean of
-  # the towers; what is seen is then one batch.
+  # A transformation in between, such as clipping or a mask, may have changed
+  # the mean of the towers; the shard is then one small batch.
   is_their_mean = jnp.isclose(square, towers.of_mean, rtol=1e-3, atol=0)
   return (
       jnp.where(is_their_mean, towers.num_towers, 1),

@@ -27,7 +27,7 @@ def _pass_on(n, x):
   return x if n > 1 else 0
 
 
-# What a shard sends, of `n` on a ring, for an operand of `x` bytes.
+# Bytes that each of `n` shards on a ring sends for an operand of `x` bytes.
 SENT = {
     'all_gather': _gather,
     'all_reduce': _all_reduce,
@@ -63,23 +63,22 @@ class Collective:
   """An array that shards exchange.
 
   Args:
-    primitive: What is done with it, by one name for all variants of JAX's
-      primitive, such as `'psum'`.
+    primitive: The collective, by one name for all variants of JAX's primitive,
+      such as `'psum'`.
     dtype: The name of its dtype.
     payload_bytes: The bytes of the operand of one shard.
     axes: The mapped axes.
     num_shards: How many shards exchange it among themselves: those along the
       axes, or those of the largest group.
     times: How often this is done.
-    conditional: Whether a branch decides that it is done; `times` is then the
-      most that there can be.
-    in_while: Whether it is in a `while` loop, whose turns are counted as one;
-      `times` is then the least.
+    conditional: Whether it is in a branch; `times` is then the maximum.
+    in_while: Whether it is in a `while` loop, which counts as one iteration;
+      `times` is then the minimum.
     scope: The `jax.named_scope`s around it, outermost first.
     source: The line of the program that asked for it, as `file:line`, where a
       compiled program tells.
     op: The operation of a compiled program that sends it, maybe with others.
-    every: In one of how many steps this is done; 1 where that is not known.
+    every: It is done once in this many steps; 1 where that is not known.
     meeting: Which of the meetings of `local_updates` it is in, if in one.
 
   Examples:
@@ -106,7 +105,7 @@ class Collective:
 
   @property
   def sent_bytes(self) -> float:
-    """What each shard sends, all times together."""
+    """The bytes that each shard sends, all times together."""
     once = SENT[self.primitive](self.num_shards, self.payload_bytes)
     return float(self.times * once)
 
@@ -130,24 +129,24 @@ class WireReport:
 
   @property
   def total_bytes(self) -> float:
-    """What each shard sends in all."""
+    """The bytes that each shard sends in all."""
     return math.fsum(c.sent_bytes for c in self.collectives)
 
   @property
   def mean_bytes(self) -> float:
-    """What each shard sends in a step on average, over rounds of local steps.
+    """The average bytes that each shard sends in a step of `local_updates`.
 
-    Like `total_bytes`, but for meetings of `local_updates`, which in a round of
-    a known number of steps are held once.
+    As `total_bytes`, but a meeting of `local_updates` counts once a round,
+    where the number of steps of a round is known.
     """
     return math.fsum(c.sent_bytes / c.every for c in self.collectives)
 
   @property
   def peak_bytes(self) -> float:
-    """What each shard sends at most in one step.
+    """The most bytes that each shard sends in one step.
 
-    Like `total_bytes`, but for meetings of `local_updates`, of which a step has
-    one if there are no more than steps.
+    As `total_bytes`, but a step has at most one meeting of `local_updates`,
+    where a round has no more meetings than steps.
     """
     held = collections.defaultdict(float)
     for c in self.collectives:
@@ -166,7 +165,7 @@ class WireReport:
 
   @property
   def merged(self) -> 'WireReport':
-    """The same with what one operation of a compiled program sends as one."""
+    """The same report, with one row for each operation that was compiled."""
     found = []
     for op, parts in itertools.groupby(self.collectives, lambda c: c.op):
       parts = list(parts)
@@ -178,15 +177,14 @@ class WireReport:
       bytes_per_second: float | Mapping[Hashable, float],
       latency: float | Mapping[Hashable, float] = 0.0,
   ) -> dict[tuple[Hashable, ...], float]:
-    """Returns how long sending takes at least, on paper, for each set of axes.
+    """Returns a lower bound of the time to send, for each set of axes.
 
-    That is what each shard sends, as the table counts it, over the bandwidth,
-    and a latency for each collective. What else there is to wait for, and what
-    is computed meanwhile, is not in it.
+    The bytes of the table divided by the bandwidth, and a latency for each
+    collective. It contains no other waiting and no overlap with computation.
 
     Args:
-      bytes_per_second: What a shard sends in a second; by axis, if axes differ.
-        Over several axes at once, the fastest counts.
+      bytes_per_second: The bandwidth of a shard; by axis, if axes differ. Over
+        several axes at once, the fastest counts.
       latency: The seconds until a collective starts to arrive; by axis, if axes
         differ. Of several, the least counts.
 
@@ -251,7 +249,7 @@ class WireReport:
 
 
 def _as_one(parts):
-  """Returns what one operation does with several arrays."""
+  """Returns one collective for the arrays that an operation sends."""
   dtypes = '+'.join(dict.fromkeys(c.dtype for c in parts))
   payload_bytes = sum(c.payload_bytes for c in parts)
   return dataclasses.replace(
@@ -282,7 +280,7 @@ def _by_axis(
 
 
 def _row(collective, count):
-  """Returns the cells for `count` collectives that are alike."""
+  """Returns the cells for `count` equal collectives."""
   at_most = '<=' if collective.conditional else ''
   at_least = '>=' if collective.in_while else ''
   return (

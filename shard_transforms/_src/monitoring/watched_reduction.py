@@ -1,4 +1,4 @@
-"""A reduction that is watched: what goes in and comes out stays to the bit."""
+"""A reduction with a monitor, which leaves the result as it is, to the bit."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -18,13 +18,13 @@ Axes = tuple[Hashable, ...]
 
 
 class Seen(NamedTuple):
-  """What a shard sees of one reduction.
+  """The inputs and the result of one reduction, on one shard.
 
   Attributes:
-    updates: Its own, as they go in.
-    reduced: What comes out.
-    weight: How much it counts, float32 []; 1 without a weight.
-    tower_squares: What `tower_reduce` tells of its towers, if it is around.
+    updates: The shard's own updates.
+    reduced: The result.
+    weight: The weight of the shard, float32 []; 1 without a weight.
+    tower_squares: The squares that an outer `tower_reduce` passes on, if any.
   """
 
   updates: optax.Updates
@@ -41,15 +41,16 @@ def transformation(
     start: Callable[[Axes, optax.OptState], Any],
     watch: Callable[[Seen, Any, Axes], dict[str, Any]],
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the transformation that reduces and watches.
+  """Returns a transformation that reduces and records.
 
   Args:
     caller: The public name that errors and profiles show.
     axis_name: The mapped axis, or a sequence of them.
-    inner: What reduces the updates of shards; by default, their mean.
+    inner: The reduction over shards; by default, the mean.
     kind: The class of the state, which has a field `inner_state`.
-    start: Returns the first state, of the axes and of the state of `inner`.
-    watch: Returns the other fields of the next state, by name, of the last one.
+    start: Takes the axes and the state of `inner`; returns the first state.
+    watch: Takes what is seen, the last state and the axes; returns the fields
+      of the next state but `inner_state`, by name.
 
   Raises:
     TypeError: If `axis_name` is not a name or a sequence of names, or `inner`
@@ -86,12 +87,12 @@ def transformation(
 
 
 def averaged(old, new, decay, where):
-  """Returns a moving average with one more value, where it is to count."""
+  """Returns a moving average with one more value, where `where` holds."""
   return jnp.where(where, decay * old + (1 - decay) * new, old)
 
 
 def _as_reduction(inner, axes, caller):
-  """Returns what reduces the updates of shards.
+  """Returns the reduction over shards.
 
   Raises:
     TypeError: If it is no transformation.

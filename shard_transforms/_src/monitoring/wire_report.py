@@ -1,4 +1,4 @@
-"""`wire_report`: what a step sends between shards, read off its program."""
+"""`wire_report`: what a step sends between shards, from its program."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -49,9 +49,9 @@ def wire_report(
   With `compiled=True`, or given a lowered or compiled program, it is the
   program of the compiler that is read, and nothing runs either. The table is
   the same, with the line of the program that asked for each array; `merged` is
-  the report with the arrays that one operation sends as one. Loops of which the
-  compiler knows the turns count for each. If JAX finds a program in its
-  compilation cache, lines and scopes are those of when it was compiled.
+  the report with the arrays that one operation sends as one. Loops with a known
+  trip count are multiplied by it. If JAX finds a program in its compilation
+  cache, lines and scopes are those of when it was compiled.
 
   `warnings` name a sum over an axis of what a sum over that axis gave, and a
   sum in each turn of a scan that one sum after the scan could replace, where
@@ -161,7 +161,7 @@ def _mapped(fn, axis_sizes):
       raise ValueError(
           f'`axis_sizes` must be at least 1, got {size!r} for {axis!r}.'
       )
-  # A mesh rather than `axis_env`: what the library packs depends on it.
+  # A mesh rather than `axis_env`, because packing of buffers depends on it.
   mesh = jax.sharding.AbstractMesh(
       tuple(axis_sizes.values()),
       tuple(axis_sizes),
@@ -215,8 +215,8 @@ def _collectives(program):
 
 def _collective(step):
   aval = step.inputs[0].aval
-  # Under `jax.vmap`, a sum may be over an axis of the operand too, which goes
-  # before anything is sent.
+  # Under `jax.vmap`, a sum may also be over an axis of the operand, which is
+  # gone before anything is sent.
   own = step.positional_axes
   sent = [n for i, n in enumerate(aval.shape) if i not in own]
   return report_table.Collective(
@@ -233,7 +233,7 @@ def _num_shards(step):
   groups = step.params.get('axis_index_groups')
   if groups is not None:
     return max(map(len, groups))
-  # A report that is made inside a mapped function finds no mesh around a step.
+  # A report made inside a mapped function finds no mesh around a step.
   outside = [axis for axis in step.axes if axis not in step.axis_sizes]
   inside = [step.axis_sizes[a] for a in step.axes if a in step.axis_sizes]
   return math.prod(inside) * axes_lib.size(outside, 'wire_report')

@@ -1,5 +1,5 @@
 """Floor 2: sums over shards, of trees and of slices of trees.
 
-What is sent, packed into which buffers and divided by what. `collectives` alone
-calls JAX's collectives. Imports `base`.
+What is sent, in which buffers, and how it is scaled. Only `collectives` calls
+JAX's collectives. Imports `base`.
 """

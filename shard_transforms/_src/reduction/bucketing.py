@@ -1,6 +1,6 @@
-"""Leaves to fused buffers and back.
+"""Bucketing: small leaves share a buffer, so that one collective sends them.
 
-A collective pays a price per leaf. Small leaves of one kind therefore travel
+A collective has a cost per leaf. Small leaves of one kind are therefore sent
 together in a flat buffer, and large ones alone, in their own shape.
 """
 
@@ -30,21 +30,21 @@ class Level(NamedTuple):
 
   leaf_bytes: int
   bucket_bytes: int
-  # XLA on CPU fuses the concatenation of up to 8 arrays with what makes them,
-  # which is slow to compile, as is that of many.
+  # XLA on CPU fuses the concatenation of up to 8 arrays with their producers,
+  # which is slow to compile, as is the concatenation of many arrays.
   num_leaves: range = range(9, 33)
 
 
-# With XLA on CPU in one process, every operand of an all-reduce pays for a
-# meeting of all threads, and a buffer for two copies. Leaves of 16 kB still
-# gain, those of 48 kB lose, larger buffers gain no more:
+# With XLA on CPU in one process, every operand of an all-reduce costs a barrier
+# of all threads, and a buffer costs two copies. Leaves of 16 kB still gain,
+# those of 48 kB lose, larger buffers gain no more:
 # python benchmarks/reduce.py --shapes=100x4_000,100x8_000,100x12_000
 #   --bucket_bytes=131072
 _IN_ONE_PROCESS = (Level(32 * 1024, 128 * 1024),)
 
-# Between processes, with gloo, every operand pays for a hand-over between
-# threads, of up to a tick of the scheduler: all travels together, up to a size
-# at which that no longer counts, in several steps of few arrays each.
+# Between processes, with gloo, every operand costs a switch between threads, of
+# up to a tick of the scheduler: all leaves are sent together, up to a size at
+# which that no longer matters, packed in several steps of few arrays each.
 # python benchmarks/processes.py
 _ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2, range(32, 33))
 _BETWEEN_PROCESSES = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
@@ -83,9 +83,10 @@ def levels(
   """Returns the steps in which leaves are packed.
 
   Args:
-    bucket_bytes: Checked by `check_bucket_bytes`. A number is that of both
-      limits of one step, and 0 packs nothing; `'auto'` is what was measured.
-    between_processes: Whether what is packed travels between processes.
+    bucket_bytes: Checked by `check_bucket_bytes`. A number is both limits of
+      one step, and 0 packs nothing; `'auto'` takes the limits that were
+      measured.
+    between_processes: Whether buffers are sent between processes.
   """
   if bucket_bytes == 'auto':
     return _BETWEEN_PROCESSES if between_processes else _IN_ONE_PROCESS
@@ -105,16 +106,16 @@ def map_packed(
 
   Args:
     fn: Takes an array and its key and returns an array of the same dtype, in
-      which each element follows from the elements at the same place alone, as
-      in a sum over shards. It may take rows, [num_rows, ...], and give one of
-      them, or take one and give rows.
+      which each element depends only on the elements at the same place, as in a
+      sum over shards. It may take rows, [num_rows, ...], and return one of
+      them, or take one and return rows.
     leaves: Arrays, none of size zero.
-    keys: Of each leaf; only leaves of equal keys share a buffer. Equal keys
-      imply equal dtypes.
-    levels: The steps in which they are packed. What is too large to share a
-      buffer travels alone, in its own shape.
-    num_rows: How many rows each leaf has, along its first axis, all of which
-      go to `fn` together; `None` where leaves are no rows.
+    keys: A key for each leaf; only leaves with equal keys share a buffer. Equal
+      keys imply equal dtypes.
+    levels: The steps in which they are packed. A leaf that is too large to
+      share a buffer is sent alone, in its own shape.
+    num_rows: How many rows each leaf has, along its first axis, all of which go
+      to `fn` together; `None` where leaves have no rows.
     growth: How many times as large as a leaf its result is.
 
   Returns:
@@ -136,7 +137,7 @@ def map_packed(
 
 
 def _buckets(leaves, keys, level, growth):
-  """Groups the positions of `leaves` by the buffer that they travel in."""
+  """Groups the positions of `leaves` by the buffer that they share."""
   sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
   buckets = []
   small = collections.defaultdict(list)
@@ -154,7 +155,7 @@ def _buckets(leaves, keys, level, growth):
 
 
 def _fill(positions, sizes, bucket_bytes, num_leaves):
-  """Cuts `positions` into buckets that break neither limit."""
+  """Divides `positions` into buckets within both limits."""
   buckets = []
   room = 0
   for i in positions:
@@ -167,10 +168,10 @@ def _fill(positions, sizes, bucket_bytes, num_leaves):
 
 
 def _cost(buckets, leaves):
-  """Weighs the time of a step, by buckets, against that of compilation.
+  """Returns a cost that combines the time of a step and of compilation.
 
-  XLA compiles a kernel for each place in a buffer, but one for all buffers that
-  are alike. The layers of a network repeat, and so can its buffers.
+  XLA compiles a kernel for each place in a buffer, but only once for equal
+  buffers. The layers of a network repeat, and so can its buffers.
   """
   kinds = {tuple(leaves[i].shape for i in bucket) for bucket in buckets}
   return 2 * len(buckets) + sum(len(kind) for kind in kinds)
@@ -184,7 +185,7 @@ def _join(members, lead):
 
 
 def _split(buffer, shapes):
-  """Returns the parts of a buffer in their shapes, with its rows if any."""
+  """Returns the parts of a buffer in their shapes, with its rows, if any."""
   if len(shapes) == 1:
     return [buffer]
   parts = lax.split(buffer, list(map(math.prod, shapes)), buffer.ndim - 1)

@@ -1,4 +1,4 @@
-"""What shards send each other: the only file that calls JAX's collectives.
+"""Collectives over shards: the only file that calls those of JAX.
 
 Every function is called with at least one axis, and with values that vary over
 all of them where JAX tracks this.
@@ -56,7 +56,7 @@ def combine(
 
 def spread(x: jax.Array, axes: Axes) -> jax.Array:
   """Returns max minus min over shards, of integers."""
-  # The smallest has the largest complement, so that one collective does.
+  # The minimum has the largest complement, so that one collective is enough.
   both = axes_lib.to_varying(jnp.stack([x, ~x]), axes)
   most, complement = lax.pmax(both, axes)
   return most - ~complement
@@ -73,10 +73,10 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the same sum, of which all but the last axis see but a part.
+  """Returns the same sum, with less traffic over all axes but the last.
 
-  The shards along the last axis sum a part each, sum the parts over the other
-  axes, and gather them.
+  It is a reduce-scatter along the last axis, an all-reduce of the parts over
+  the other axes, and an all-gather along the last.
   """
   *slow, fast = axes
   if not axes_lib.on_mapped_mesh(axes):
@@ -115,7 +115,7 @@ def scatter(
   left = list(axes_lib.in_mesh_order(axes))
   sizes = map(lax.axis_size, left)
   rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
-  # The last axis is the fast one, and the others are left but a part to sum.
+  # The last axis is the fast one; the other axes then sum only a part.
   for axis in reversed(axes):
     rows = scatter_along(rows, axis, left.index(axis))
     left.remove(axis)
@@ -196,7 +196,7 @@ def group_size(axis: Hashable, groups: groups_lib.Groups) -> jax.Array:
 
 @contextlib.contextmanager
 def _explaining(x, axes):
-  """Says what to do where JAX has no sum.
+  """Explains what to do where JAX has no sum.
 
   Raises:
     NotImplementedError: If JAX raises in this context.
@@ -214,7 +214,7 @@ def _explaining(x, axes):
 
 def _can_group(axis, groups):
   # JAX has no grouped collective under `vmap`, and flattening would gather what
-  # a mesh axis that is not mapped shards.
+  # is sharded over a mesh axis that is not mapped.
   return groups_lib.is_even(groups) and axes_lib.on_mapped_mesh([axis])
 
 
@@ -223,7 +223,7 @@ def _group_index(axis, groups):
 
 
 def _scatter_and_gather(x, axis, others, groups=None):
-  # Unlike `psum`, these know groups under `shard_map(check_vma=True)` too.
+  # Unlike `psum`, these support groups under `shard_map(check_vma=True)` too.
   size = lax.axis_size(axis) if groups is None else len(groups[0])
   flat = jnp.pad(x.ravel(), (0, -x.size % size))
   part = lax.psum_scatter(flat, axis, axis_index_groups=groups, tiled=True)
@@ -233,7 +233,7 @@ def _scatter_and_gather(x, axis, others, groups=None):
 
 def _exchange_by_axes(rows, order):
   """Returns what `exchange` does where an axis is that of `vmap`."""
-  # JAX 0.10 takes what is the same on all shards for one row.
+  # JAX 0.10 takes an array that is the same on all shards for a single row.
   rows = rows + jnp.zeros_like(rows) * row_index(order).astype(rows.dtype)
   sizes = map(lax.axis_size, order)
   parts = lax.reshape(rows, (*sizes, rows.shape[1]))
@@ -243,9 +243,9 @@ def _exchange_by_axes(rows, order):
 
 
 def _pieces(rows):
-  """Cuts what is exchanged into parts that are small for each peer.
+  """Splits what is exchanged into parts that are small for each peer.
 
-  Of large ones, gloo hardly receives one while it sends another.
+  With large ones, gloo hardly overlaps receiving with sending.
   """
   *_, length = rows.shape
   size = max(_PIECE_BYTES // rows.dtype.itemsize, 1)
@@ -253,7 +253,7 @@ def _pieces(rows):
 
 
 def _all_gather(x, axis, groups=None, dimension=0, tiled=False):
-  """Gathers what is then the same on all shards, and typed so if tracked."""
+  """Gathers; the result is typed as the same on all shards, if tracked."""
   if groups is None and axes_lib.is_tracked(axis):
     return lax.all_gather(x, axis, axis=dimension, tiled=tiled, to='invarying')
   return lax.all_gather(

@@ -1,8 +1,8 @@
 """One slice of an array for each shard.
 
-A leaf is cut flat, into as many equal parts as there are shards, after zeros
-were put behind its last element. A slice keeps the rank of its leaf, with all
-elements along the last axis. Scalars are not cut: they have no axis.
+A leaf is flattened, padded with zeros at its end, and split into as many equal
+parts as there are shards. A slice keeps the rank of its leaf, with all elements
+along the last axis. Scalars are not cut: they have no axis.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What has to be done with each leaf that is summed, by what its type says."""
+"""How each leaf is summed, according to its type."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from shard_transforms._src.base import axes as axes_lib
 
 
 class Route(NamedTuple):
-  """What turns one leaf into its sum or mean.
+  """How one leaf becomes its sum or mean.
 
   Attributes:
     send: The axes over which the shards' values are summed.
     pending: The axes over which a delayed sum is still to be done.
     divisor: The number of summands behind the sum.
-    factor: What an average has to be multiplied by to give the sum.
+    factor: The factor that turns an average into the sum.
   """
 
   send: tuple[Hashable, ...]
@@ -28,7 +28,7 @@ class Route(NamedTuple):
 
 
 class Key(NamedTuple):
-  """What leaves must share to be sent together.
+  """What must be equal for leaves to share a buffer.
 
   Attributes:
     route: The axes and the scale.

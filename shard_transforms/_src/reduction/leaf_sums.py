@@ -1,4 +1,4 @@
-"""Sums and means of lists of leaves: each is sent, and scaled, once."""
+"""Sums and means of lists of leaves, each sent and scaled once."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Share(NamedTuple):
 
   Attributes:
     weight: Its own, float32 [], or `None` where all count the same.
-    total: The divisor of a mean, or `None` where the axes alone tell it.
+    total: The divisor of a mean, or `None` where it is the size of the axes.
   """
 
   weight: jax.Array | None
@@ -168,8 +168,8 @@ def _scaled(summed, route, factor, kind):
     return summed * route.factor
   if factor is None:
     return summed / route.divisor
-  # A division by an array becomes a product where the compiler likes the shape:
-  # packed leaves would get other bits.
+  # XLA turns a division by an array into a product for some shapes only: packed
+  # leaves would get other bits.
   return summed * factor
 
 

@@ -88,8 +88,8 @@ def sum_of_squares(
       by_axes[sliced].append(_squares(leaf))
   with jax.named_scope(caller):
     totals = [
-        # A sum that starts from zero could not be told from one of other things
-        # where `shard_update` looks for sums over its slices.
+        # With a start value of zero, `shard_update` could not recognize this as
+        # a sum over its slices.
         collectives.total(functools.reduce(operator.add, squares), sliced)
         for sliced, squares in by_axes.items()
     ]

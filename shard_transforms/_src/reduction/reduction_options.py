@@ -1,4 +1,4 @@
-"""What a reduction over shards is told, checked in one place."""
+"""The options of a reduction over shards, checked in one place."""
 
 from collections.abc import Hashable
 import dataclasses
@@ -22,7 +22,7 @@ class ReductionOptions:
     kind: `'mean'` or `'sum'`.
     axes: The mapped axes.
     groups: The partition of the shards that reduce among themselves, or `None`.
-    on_invariant: What a leaf is that is the same on all shards.
+    on_invariant: How to read a leaf that is the same on all shards.
     bucket_bytes: The size of the buffers that small leaves share, or `'auto'`.
     algorithm: Whether several axes are summed over at once or level by level.
   """
@@ -59,7 +59,7 @@ class ReductionOptions:
     bucketing.check_bucket_bytes(self.bucket_bytes)
 
   def num_shards(self) -> int:
-    """Returns the number of all shards, which groups must be a partition of.
+    """Returns the number of all shards, which `groups` must partition.
 
     Raises:
       NameError: If an axis is not bound.
@@ -72,8 +72,8 @@ class ReductionOptions:
 
   def levels(self) -> tuple[bucketing.Level, ...]:
     """Returns the steps in which leaves are packed where this is traced."""
-    # A buffer would gather what a mesh axis that is not mapped shards, and
-    # under `vmap` nothing travels.
+    # A buffer would gather what is sharded over a mesh axis that is not mapped,
+    # and under `vmap` nothing is sent.
     if not axes_lib.on_mapped_mesh(self.axes):
       return ()
     return bucketing.levels(self.bucket_bytes, axes_lib.between_processes())

@@ -1,4 +1,4 @@
-"""Sums and means of trees over shards, of which each has its slice."""
+"""Reduce-scatter and all-gather of trees over shards."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,10 @@ from shard_transforms._src.reduction import reduction_options
 
 
 class ShardedReduction(reduction_options.ReductionOptions):
-  """The way of a tree to the slices of its shards, and back."""
+  """Reduce-scatter of a tree to slices, and all-gather of slices to a tree."""
 
   def num_slices(self) -> int:
-    """Returns among how many shards a slice is one.
+    """Returns the number of slices of a leaf.
 
     Raises:
       NameError: If an axis is not bound.
@@ -35,8 +35,8 @@ class ShardedReduction(reduction_options.ReductionOptions):
     """Returns each shard's slice of the (weighted) sum or mean of a tree.
 
     Args:
-      tree: As of `Reduction`.
-      weight: As of `Reduction`.
+      tree: As for `Reduction`.
+      weight: As for `Reduction`.
 
     Raises:
       NameError: As `Reduction`.
@@ -78,7 +78,7 @@ class ShardedReduction(reduction_options.ReductionOptions):
     return jax.tree.map(own, tree)
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
-    """Returns the tree of which each shard has its slice; the reverse of `own`.
+    """Gathers the tree of which each shard has a slice; the reverse of `own`.
 
     Args:
       tree: Each shard's slices of arrays of any dtypes.
@@ -103,11 +103,11 @@ class ShardedReduction(reduction_options.ReductionOptions):
     return treedef.unflatten(leaves)
 
   def _is_sent_in_slices(self, leaves):
-    """Returns of each leaf whether it is cut before it is sent."""
+    """Returns for each leaf whether it is sliced before it is sent."""
     num_slices = self.num_slices()
     averaged = self.on_invariant == 'averaged'
     routes = leaf_plan.find(leaves, self.axes, averaged, self.caller)
-    # What is not sent over all axes is the same on some shards, and stays so.
+    # A leaf that is not sent over all axes is the same on some shards.
     return [
         flat_slices.is_cut(leaf, num_slices) and route.send == self.axes
         for leaf, route in zip(leaves, routes, strict=True)

@@ -1,8 +1,8 @@
-"""What `tower_reduce` tells of each small batch in its window: two numbers.
+"""Squared norms of the towers in a window, for gradient noise.
 
-A state that has the attribute `asks_for_tower_squares` makes `tower_reduce`
-collect them, and hand them to what it wraps with the window's mean, as the
-extra argument `tower_squares`.
+Where a state has the attribute `asks_for_tower_squares`, `tower_reduce`
+collects them and passes them to its inner transformation with the mean of the
+window, as the extra argument `tower_squares`.
 """
 
 from collections.abc import Hashable
@@ -38,7 +38,7 @@ class TowerSquares(NamedTuple):
 def start(
     inner_state: optax.OptState, axes: tuple[Hashable, ...]
 ) -> jax.Array | tuple[()]:
-  """Returns those of an empty window; `()` if no state asks for them."""
+  """Returns the sums of an empty window; `()` if no state asks for them."""
   if not any(True for _ in state_rules.nodes(inner_state, _asks)):
     return ()
   return per_shard_state.store(jnp.zeros([2], jnp.float32), axes)
@@ -50,7 +50,7 @@ def add(
     weight: jax.Array | None,
     axes: tuple[Hashable, ...],
 ) -> jax.Array | tuple[()]:
-  """Returns the sum of squares by weights, and the number, with one more."""
+  """Returns the weighted sum of squares, and the count, with one more tower."""
   if isinstance(squares, tuple):
     return ()
   square = norms.sum_of_squares(updates, (), None, _CALLER)
@@ -67,7 +67,7 @@ def of_window(
     mean: optax.Updates,
     axes: tuple[Hashable, ...],
 ) -> TowerSquares:
-  """Returns those of a full window, of which the mean is known."""
+  """Returns the squares of a full window, whose mean is known."""
   total, num_towers = per_shard_state.own(squares, axes, _CALLER)
   of_mean = norms.sum_of_squares(mean, (), None, _CALLER)
   return TowerSquares(
@@ -76,14 +76,15 @@ def of_window(
 
 
 def emptied(squares: jax.Array | tuple[()]) -> jax.Array | tuple[()]:
-  """Returns those at the start of the next window."""
+  """Returns the sums at the start of the next window."""
   return jax.tree.map(lambda x: axes_lib.zeros(jax.typeof(x)), squares)
 
 
 def resize_rule(tower: jax.Array) -> state_rules.ResizeRule:
-  """Returns what becomes of those of a window in which there are towers.
+  """Returns how the sums of an unfinished window are resized.
 
-  Which of them a shard has had is then lost: what is not finite is passed over.
+  They begin anew, from NaN if the window has towers, so that this window is not
+  measured: which towers a shard has had is lost.
   """
   return state_rules.ResizeRule('begin_anew', jnp.nan if tower else 0.0)
 

@@ -1,4 +1,4 @@
-"""How many steps old an update is, and by which factor it then counts."""
+"""The age of an update in steps, and the factor that goes with it."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -55,7 +55,7 @@ def as_factor(
 
 
 def _as_scalar(factor):
-  """Returns what a function gives for the age, if it is a factor.
+  """Returns the result of a user's function of the age, checked.
 
   Raises:
     TypeError: If it is not real.

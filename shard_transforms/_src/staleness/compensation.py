@@ -1,4 +1,4 @@
-"""`compensate_delay`: stale gradients, corrected for how parameters moved."""
+"""`compensate_delay`: corrects stale gradients for how parameters moved."""
 
 from collections.abc import Mapping
 import functools
@@ -44,10 +44,10 @@ class CompensateDelayState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its field.
+    """Returns how `resize_state` converts its field.
 
-    Of larger mean squares comes less compensation: with the largest, there is
-    never more of it on other shards than there was.
+    Larger mean squares give less compensation: with the maximum over shards, no
+    shard compensates more than before.
     """
     del reduction
     return {'mean_square': state_rules.ResizeRule('maximum')}
@@ -63,7 +63,8 @@ def compensate_delay(
   r"""Corrects stale gradients for how far parameters have moved (DC-ASGD).
 
   A gradient :math:`u` that was computed from the parameters
-  :math:`x_\text{read}` becomes nearer to that at the present ones, :math:`x`,
+  :math:`x_\text{read}` is corrected towards the gradient at the present ones,
+  :math:`x`,
 
   .. math:: u + \lambda u \odot u \odot (x - x_\text{read})
 
@@ -187,7 +188,8 @@ def _moved(updates, params, read_params):
         ' updates were computed from, got None. Call `tx.update(updates, state,'
         ' params, read_params=...)`.'
     )
-  # By path, because what masks updates and parameters does not mask the rest.
+  # By path, because masks cover updates and parameters, but not extra
+  # arguments.
   now = dict(jax.tree.leaves_with_path(params))
   read = dict(jax.tree.leaves_with_path(read_params))
 
@@ -223,7 +225,7 @@ def _square(update):
 
 
 def _widened(update):
-  """Returns an update in the dtype in which it is computed with."""
+  """Returns an update in the dtype of its arithmetic."""
   dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(update))
   return jnp.asarray(update, dtype)
 
@@ -266,12 +268,13 @@ def _kept(state, mean_square, axes):
 
 
 def _compensate(update, moved, square, lam):
-  """Returns the update of a leaf, with what is added where it has moved."""
+  """Returns the update of a leaf, corrected where the parameter has moved."""
   if update is None or moved is None:
     return update
   nearer = _widened(update) + lam * square * moved
   nearer = nearer.astype(leaves_lib.dtype_of(update))
-  # A sum with zero may change the sign of a zero, and is NaN for infinity.
+  # Adding a correction of zero may change the sign of a zero, and infinity
+  # gives NaN.
   return jnp.where(moved == 0, update, nearer)
 
 

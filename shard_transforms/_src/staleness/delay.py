@@ -1,4 +1,4 @@
-"""`delay_updates`: updates that are applied some steps later."""
+"""`delay_updates`: applies updates some steps later."""
 
 from collections.abc import Mapping
 import functools
@@ -48,9 +48,9 @@ class DelayUpdatesState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its fields.
+    """Returns how `resize_state` converts its fields.
 
-    What the shards make of each pending update together stays as it is.
+    The reduction over shards of each pending update stays the same.
     """
     if reduction in ('mean', 'sum'):
       return {'pending': state_rules.ResizeRule(reduction)}
@@ -155,8 +155,8 @@ def _start(param, steps, axes):
     return None
   # Unlike `jnp.zeros`, these vary over the axes over which the parameter does.
   zeros = jnp.zeros_like(param, dtype=dtype)
-  # With a slot more than steps, XLA writes in place: what is read is another
-  # slot than that which is written, and read after it.
+  # With one slot more than steps, XLA writes in place: it reads another slot
+  # than it writes, and after the write.
   return per_shard_state.store(lax.broadcast(zeros, (steps + 1,)), axes)
 
 
@@ -176,7 +176,7 @@ def _put(slot, pending, update):
 
 
 def _like(update, oldest):
-  """Returns the oldest update of a leaf, in the dtype of that of this call."""
+  """Returns the oldest update of a leaf, in the dtype of the current one."""
   if update is None or oldest is None:
     return update
   return oldest.astype(leaves_lib.dtype_of(update))

@@ -56,7 +56,7 @@ class DropStaleState(NamedTuple):
     return stale / jnp.maximum(stale + self.global_step, 1)
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {
         'global_step': state_rules.MetricRule(),
         'stale_count': state_rules.MetricRule(),
@@ -205,9 +205,9 @@ def _decide(is_fresh, weight, axes):
 
 
 def _is_fresh(local_step, global_step, staleness):
-  """Whether global step less local step is at most `staleness`, bool []."""
-  # The oldest step that is accepted, where int32 would wrap around: below its
-  # range every step is new enough, and above it none is.
+  """Whether global step minus local step is at most `staleness`, bool []."""
+  # The oldest accepted step, in arithmetic that cannot overflow: below the
+  # range of int32 every step is fresh, and above it none is.
   lowest = _INT32.min + max(staleness, 0)
   highest = _INT32.max + min(staleness, 0)
   oldest = jnp.clip(global_step, lowest, highest) - staleness

@@ -44,7 +44,7 @@ class ScaleByStalenessState(NamedTuple):
   inner_state: optax.OptState
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {'global_step': state_rules.MetricRule()}
 
 

@@ -1,4 +1,4 @@
-"""Floor 2: where state lives, and how it fits another number of shards.
+"""Floor 2: where state is placed, and how it is resized.
 
 Knows no transformation: a state declares its own rules. Imports `base`.
 """

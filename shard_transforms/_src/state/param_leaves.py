@@ -1,4 +1,4 @@
-"""The leaves of a state that belong to a parameter each."""
+"""Maps over the leaves of a state that belong to parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ def map_with_params(
 ) -> Any:
   """Maps the leaves of a state that belong to a parameter; keeps the others.
 
-  Unlike `optax.tree_utils.tree_map_params`, it takes a state that keeps several
-  arrays for a parameter, as the statistics of Shampoo.
+  Unlike `optax.tree_utils.tree_map_params`, it accepts a state with several
+  arrays for a parameter, such as the statistics of Shampoo.
 
   Args:
     tx: The transformation that keeps the state.

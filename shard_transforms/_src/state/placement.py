@@ -1,4 +1,4 @@
-"""`init_state`: state on the devices of a mesh, for a mapped step."""
+"""`init_state`: makes state on the devices of a mesh, for a mapped step."""
 
 from collections.abc import Hashable
 

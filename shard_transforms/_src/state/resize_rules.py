@@ -1,4 +1,4 @@
-"""How a leaf that depends on the number of shards fits another number."""
+"""How a leaf of a state is resized to another number of shards."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def apply(
   """Returns the values of a leaf for another number of shards.
 
   Args:
-    rule: What becomes of it.
-    name: What errors call it.
+    rule: How it is resized.
+    name: Its name in errors.
     old: Its values.
     target: Its new shape and sharding.
 
@@ -43,7 +43,7 @@ def apply(
 
 
 def check_not_cut(name: str, old: np.ndarray, target: Any) -> None:
-  """Checks that a leaf is not cut.
+  """Checks that a leaf is not a slice.
 
   Raises:
     ValueError: If it is.
@@ -59,7 +59,7 @@ def check_not_cut(name: str, old: np.ndarray, target: Any) -> None:
 
 
 def _refuse(rule, name, old, target):
-  """Says why a leaf cannot be carried over.
+  """Raises with the reason why a leaf cannot be carried over.
 
   Raises:
     ValueError: Always.
@@ -87,7 +87,7 @@ def _merge(rule, name, old, target):
     parts = np.array_split(old, target.shape[0])
     merged = np.stack([combine(part, axis=0) for part in parts])
   if rule.kind == 'mean':
-    # It will divide by another number of shards.
+    # The new mean divides by another number of shards.
     is_exact = not jnp.issubdtype(old.dtype, jnp.inexact)
     factor = np.asarray(len(merged) / len(old), None if is_exact else old.dtype)
     merged = np.rint(merged * factor) if is_exact else merged * factor
@@ -99,7 +99,7 @@ def _average(rule, name, old, target):
   _check_fits(_are_rows(old, target), name, old, target)
   rows = old.reshape(len(old), -1)
   row = rows[0]
-  # Rows that are alike keep their bits.
+  # Equal rows keep their bits.
   if not np.all(rows == row):
     is_finite = np.isfinite(rows).all(axis=-1)
     counts = is_finite if is_finite.any() else np.ones(len(old), bool)
@@ -124,9 +124,9 @@ def _empty(rule, old):
 
 
 def _cut_anew(name, old, target):
-  """Joins the slices of a leaf, and cuts it into others."""
+  """Joins the slices of a leaf, and slices it again."""
   _check_fits(_are_of_one_leaf(old, target), name, old, target)
-  # What is behind the last element of the leaf never counts.
+  # Padding after the last element of the leaf never counts.
   flat = np.pad(np.ravel(old), (0, target.size))[: target.size]
   return flat.reshape(target.shape)
 
@@ -152,9 +152,9 @@ def _are_rows(old, target):
 
 
 def _are_of_one_leaf(old, target):
-  """Whether two leaves can be slices of the same one, or one of them that."""
+  """Whether both can be slices of one leaf, or one the leaf of the other."""
   is_cut = _has_rows(target)
-  # One element is its own slice, and gets no axis.
+  # A single element is its own slice, without a further axis.
   can_be_one = old.ndim == target.ndim and (is_cut or target.size == 1)
   if can_be_one and {*old.shape[1:], *target.shape[1:]} <= {1}:
     return True

@@ -1,4 +1,4 @@
-"""`resize_state`: the same state for another number of shards."""
+"""`resize_state`: converts state to another number of shards."""
 
 from collections.abc import Hashable
 
@@ -26,37 +26,36 @@ def resize_state(
     reduction: state_rules.Reduction | None = None,
     spmd_axis_name: Hashable | None = None,
 ) -> optax.OptState:
-  """Returns the same state for another number of shards.
+  """Converts the state of a transformation to another number of shards.
 
   What is the same on all shards is copied, and so is what is sharded like a
-  parameter. Slices of `shard_update` are joined and cut anew. A window that
-  `tower_reduce` has begun is merged or spread, so that it ends with the same
-  result: the totals and the total weights of all shards stay, or, without
-  weights, what `reduction` makes of them; so does what `reduction` makes of the
-  updates that are pending on each shard in `delay_updates`. The mean squares of
-  `compensate_delay` are the largest that they were. The last bad step of a
-  shard of `guard` is that of the shards it is merged from, and its rolling mean
-  of norms begins anew, because other batches have other norms. The shards of
-  `local_updates` all go on from the mean of their own parameters and of their
-  inner states, weighted by what each has seen, so that a round that was begun
-  ends with the work of all. A state of your own declares what becomes of it by
-  `resize_rules`; see `shard_transforms.state_rules.ResizeRule`. All else that
-  differs between shards cannot be carried over, and raises.
+  parameter. Slices of `shard_update` are joined and sliced again. An unfinished
+  window of `tower_reduce` is merged or spread so that it ends with the same
+  result: the totals and the total weights over all shards stay the same, or,
+  without weights, their `reduction`; so does the `reduction` of the updates
+  that are pending in `delay_updates`. The mean squares of `compensate_delay`
+  become their maximum. In `guard`, a shard keeps the latest bad step of the
+  shards that it is merged from, and the rolling mean of norms restarts, because
+  other batches have other norms. The shards of `local_updates` all continue
+  from the mean of their own parameters and of their inner states, weighted by
+  the work of each, so that an unfinished round contains the work of all. A
+  state of your own declares its rules by `resize_rules`; see
+  `shard_transforms.state_rules.ResizeRule`. Any other leaf that differs between
+  shards cannot be carried over, and raises.
 
   Args:
-    state: What `init_state` has made for any number of shards and `tx.update`
-      has gone on with, in arrays of this process: of NumPy as well, as from a
-      checkpoint.
+    state: A state of `init_state` and `tx.update` for any number of shards, in
+      arrays of this process, of JAX or, as from a checkpoint, of NumPy.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
-    mesh: The mesh to go on with.
+    mesh: The new mesh.
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
-    reduction: How shards are reduced inside of `tower_reduce`; needed for a
-      window that was begun without weights, or with weights of 1, which look
-      the same: `'weighted'` for these. Needed for `delay_updates` before the
-      reduction, too.
-    spmd_axis_name: As for `init_state`, for state that was made and goes on
-      under `jax.vmap` with this axis.
+    reduction: How `inner` of `tower_reduce` reduces over shards: `'mean'` or
+      `'sum'`, needed for an unfinished window without weights; or `'weighted'`
+      for weights of 1, which look the same. `'mean'` or `'sum'` is also needed
+      for `delay_updates` before the reduction.
+    spmd_axis_name: As for `init_state`, for state of steps under `jax.vmap`
+      with this axis, before and after.
 
   Returns:
     A new state, placed on the mesh as by `init_state`, that shares no memory
@@ -121,7 +120,7 @@ def resize_state(
 
 
 def _rules(state, target, reduction):
-  """Returns for each leaf of a state what becomes of it, as its nodes say."""
+  """Returns the resize rule of each leaf, as its nodes declare."""
 
   def rules_of(node, target):
     if not _declares_rules(node):
@@ -137,7 +136,7 @@ def _rules(state, target, reduction):
     )
 
     def rules_of_field(path, field, target):
-      # What is in a state that is no class with named fields has no name.
+      # Fields have names only in a state that is a class with named fields.
       rule = declared.get(getattr(path[0], 'name', None))
       if rule is None:
         return _rules(field, target, reduction)
@@ -195,13 +194,13 @@ def _as_numpy(path, leaf, target):
     )
   if jnp.issubdtype(dtype, jax.dtypes.prng_key):
     return leaf
-  # JAX may keep the memory of an array of NumPy that it is given.
+  # JAX may alias the memory of a NumPy array that it is given.
   return np.array(leaf, dtype)
 
 
 def _place(value, sharding):
   if isinstance(value, jax.Array):
-    # A key: placed as it is, it would share its memory.
+    # A random key, which would share its memory if it were placed as it is.
     bits = _place(np.array(jax.random.key_data(value)), sharding)
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
   return jax.make_array_from_callback(

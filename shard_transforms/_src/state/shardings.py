@@ -1,4 +1,4 @@
-"""`state_shardings`: each device keeps a part of the state, under `jax.jit`."""
+"""`state_shardings`: shards the optimizer state over devices, under `jit`."""
 
 from collections.abc import Hashable
 import dataclasses
@@ -27,19 +27,19 @@ def state_shardings(
     shard_over: Hashable = 'data',
     on_whole: Literal['warn', 'raise', 'ignore'] = 'warn',
 ) -> Any:
-  """Returns shardings under which `jax.jit` divides the state of an optimizer.
+  """Returns shardings by which `jax.jit` shards the state of an optimizer.
 
-  For programs under plain `jax.jit`, in which the compiler puts the collectives
-  in (ZeRO stage 1): each device along `shard_over` keeps and computes a part of
-  the moments, and sends the updates of its part. In functions that are mapped
-  by hand, use `shard_update`.
+  ZeRO stage 1 for programs under plain `jax.jit`, in which the compiler inserts
+  the collectives: each device along `shard_over` keeps and computes a part of
+  the moments, and sends the updates of its part. In `jax.shard_map`, use
+  `shard_update`.
 
   A leaf of the state that is shaped like its parameter is sharded like it, and
-  besides over `shard_over`: along the first dimension that the parameter does
-  not use and that divides, else along one that it uses. Where the parameter is
-  already sharded over `shard_over`, so is the leaf, and no more. All other
-  leaves are replicated. Leaves with more than one element that are not divided
-  are named in a warning, for they cost each device their whole memory.
+  also over `shard_over`: along the first divisible dimension that is not
+  sharded yet, or else along one that is. Where the parameter is already sharded
+  over `shard_over`, the leaf is sharded as the parameter is. All other leaves
+  are replicated. A warning names the leaves of more than one element that stay
+  whole, because each device needs memory for all of them.
 
   Make the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, which
   holds no device's part anywhere else, and keep it so with `out_shardings` of
@@ -162,7 +162,7 @@ def _spec_of(param, mesh):
 
 
 def _divided(shape, spec, mesh, axis):
-  """Returns the spec of a leaf that is divided over one more axis, if it can.
+  """Returns the spec of a leaf, divided over one more axis if possible.
 
   Args:
     shape: Its shape.
@@ -183,7 +183,7 @@ def _divided(shape, spec, mesh, axis):
 
 
 def _tell_whole(leaves, axis, on_whole):
-  """Tells of the leaves that each device keeps the whole of.
+  """Warns of the leaves that each device keeps whole, or raises.
 
   Raises:
     ValueError: If there must be none.

@@ -81,7 +81,7 @@ def read(
     mesh: The axes that are mapped.
     mapped_specs: How the parameters are sharded over them, a tree like these.
     param_specs: How the parameters are sharded over all axes, a tree as well.
-    lead: The axes that every leaf has in front.
+    lead: The mesh axes of the leading dimension that every leaf gets.
 
   Raises:
     NameError: As in `state_specs`.
@@ -112,12 +112,12 @@ def read(
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-  """What the type of a leaf of the state says.
+  """The type of a leaf of the state, as far as it decides its spec.
 
   Attributes:
     shape: Its shape on a shard.
     varying: The axes over which it varies.
-    like: How it is sharded like a parameter, but for a row of each shard.
+    like: The spec of its parameter, without the leading axis of shards.
   """
 
   shape: tuple[int, ...]
@@ -143,7 +143,7 @@ def _describe(leaf):
 
 
 def _with_param_specs(tx, described, params, param_specs, mapped):
-  """Notes at each leaf that is shaped like a parameter how that is sharded."""
+  """Records the spec of its parameter in each leaf that is shaped like it."""
 
   def note(leaf, param, spec):
     like = _spec_like(leaf, jnp.shape(param), spec, mapped)
@@ -158,7 +158,7 @@ def _spec_like(leaf, shape, spec, mapped):
   axes = specs_lib.axes_of(spec)
   if lead < 0 or leaf.shape[lead:] != shape or not axes:
     return P()
-  # What is no row of a shard may look like a stack by chance.
+  # A leaf without a row for each shard may look like a stack by chance.
   is_row = leaf.shape[:lead] in ((), (1,))
   if not is_row and not axes & mapped <= leaf.varying:
     return P()

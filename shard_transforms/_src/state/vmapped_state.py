@@ -1,4 +1,4 @@
-"""State for `jax.vmap` over an axis of the mesh; XLA shards the others."""
+"""State for `jax.vmap` over an axis of the mesh, under plain `jax.jit`."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -23,10 +23,11 @@ def state_axes(
 ) -> Any:
   """Returns over which axis `jax.vmap` maps each leaf of the state.
 
-  For steps that plain `jax.jit` compiles, and of which `jax.vmap` makes one a
-  shard: its `axis_name` and its `spmd_axis_name` name one axis of the mesh.
-  What the state keeps per shard is mapped; all else is the same for all shards,
-  so that conditions on it stay conditions. `init_state` makes such a state.
+  For steps under plain `jax.jit` that `jax.vmap` maps over the shards, with one
+  axis of the mesh as its `axis_name` and its `spmd_axis_name`. Leaves that are
+  kept per shard are mapped; all others are the same for all shards, so that a
+  `lax.cond` on them stays a branch and does not become a select. `init_state`
+  makes such a state.
 
   Args:
     tx: The transformation.
@@ -96,7 +97,7 @@ def init(
   if specs.is_abstract(params):
     shapes = jax.eval_shape(vmapped, jax.tree.map(_without_sharding, given))
     return specs.abstract(shapes, state_specs, mesh)
-  # Where JAX tracks shardings, it cannot map such an axis.
+  # JAX cannot map an axis over which it tracks shardings.
   auto = (AxisType.Auto,) * len(mesh.axis_names)
   auto_mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, auto)
   params = jax.device_put(params, _shardings(param_specs, auto_mesh))
@@ -136,7 +137,7 @@ def without_own_axis(state: optax.OptState, axes: Any) -> optax.OptState:
 
 
 def _read(tx, params, mesh, param_specs, axis):
-  """Reads the specs of the state off a mapping over one axis.
+  """Returns the specs of the state as `jax.shard_map` over one axis has it.
 
   Raises:
     ValueError: If the mesh lacks the axis, or a parameter is sharded over it.
@@ -158,7 +159,7 @@ def _read(tx, params, mesh, param_specs, axis):
 
 
 def _with_own_axis(spec, axis):
-  """Puts the mapped axis in front of the one that each shard keeps."""
+  """Adds the mapped axis in front of the leading axis of a shard."""
   return P(axis, None, *spec[1:]) if axis in specs_lib.axes_of(spec) else spec
 
 

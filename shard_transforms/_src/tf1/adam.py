@@ -33,8 +33,8 @@ def adam(
 
   It differs from `optax.adam` in two ways. Its epsilon is added before the bias
   of the second moment is corrected (the "epsilon hat" of the paper). And it
-  keeps the powers of the betas instead of a count, as checkpoints of
-  TensorFlow 1 do; below the smallest float, no count can be had from a power.
+  keeps the powers of the betas instead of a count, as checkpoints of TensorFlow
+  1 do; once a power underflows, no count can be recovered from it.
 
   Args:
     learning_rate: The rate, a number or a scalar array.

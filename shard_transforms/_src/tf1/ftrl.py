@@ -12,7 +12,7 @@ class FtrlState(NamedTuple):
 
   Attributes:
     accum: The sum of squared gradients, a tree like the parameters.
-    linear: The sum of gradients less what the parameters stand for, the same.
+    linear: The linear term :math:`z`, a tree like the parameters.
   """
 
   accum: optax.Updates
@@ -43,7 +43,7 @@ def ftrl(
   Args:
     learning_rate: The rate :math:`\eta`, a number or a scalar array.
     learning_rate_power: How it decays, not positive.
-    initial_accumulator_value: What :math:`n` starts from, not negative.
+    initial_accumulator_value: The initial :math:`n`, not negative.
     l1_regularization_strength: :math:`\lambda_1`, not negative.
     l2_regularization_strength: :math:`\lambda_2`, not negative.
     l2_shrinkage_regularization_strength: :math:`\lambda_s`, not negative.

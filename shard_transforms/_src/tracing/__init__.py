@@ -1,14 +1,13 @@
-"""Floor 3: what is read off a program before it runs.
+"""Floor 3: analysis of programs before they run.
 
-Transformations are traced, and their programs followed: which elements, weights
-and decisions get where. Imports `base` and `reduction`.
+Transformations are traced, and elements, weights and decisions are followed
+through their programs. Imports `base` and `reduction`.
 
-This is abstract interpretation: a program is run on what is known of its values
-in place of numbers, step by step, and loops until nothing more is learned. Each
-file asks another question, and has a small lattice of its own for the answers,
-because they err on different sides. What goes element by element
-(`element_flow`) must be sure, so that whatever is not known is refused. What
-deadlocks (`deadlocks`) and what is sent twice (`redundant_sums`) are warnings:
-whatever is not known is passed over. Whether a weight is read (`weight_flow`)
-is in between: that it gets into a sum is seen, but not that it is multiplied.
+This is abstract interpretation: a program runs on abstract values in place of
+numbers, step by step, and loops run to a fixed point. Each file answers one
+question, with a small lattice of its own, because the answers err on different
+sides. `element_flow` must be sound: whatever it does not know counts as not
+element-wise. `deadlocks` and `redundant_sums` give warnings, without false
+positives: whatever they do not know gives none. `weight_flow` is in between: it
+sees that a weight gets into a sum, but not that it is multiplied.
 """

@@ -1,10 +1,11 @@
-"""`update_and_apply`: the parameters after a step, instead of its updates."""
+"""`update_and_apply`: returns the next parameters instead of updates."""
 
 from typing import Any
 
 import optax
 
-# Under this name, the `update` of a gate has what applies its updates itself.
+# The attribute of a gate's `update` that holds the function which applies its
+# updates itself.
 ATTRIBUTE = 'update_and_apply'
 
 
@@ -18,20 +19,19 @@ def update_and_apply(
   """Returns the parameters and the state after a step, for less memory traffic.
 
   It is `tx.update` and `optax.apply_updates` in one, for any Optax
-  transformation. Of `guard`, `drop_stale`, `tower_reduce`, `local_updates` and
-  these inside each other, the step that is taken has the bits of one without
-  them, and one that is left out touches neither parameters nor the state of
-  what is inside, where `tx.update` writes zeros that are added then. Inside a
-  transformation of Optax such as `optax.chain` they give updates as always.
-  Donate the parameters and the state to `jax.jit`, so that they are written in
-  place.
+  transformation. For `guard`, `drop_stale`, `tower_reduce`, `local_updates` and
+  any nesting of them, a step that is taken has the bits of a step without them,
+  and a step that is skipped touches neither the parameters nor the inner state,
+  where `tx.update` writes zeros that are then added. Inside a transformation of
+  Optax such as `optax.chain` they return updates as usual. Donate the
+  parameters and the state to `jax.jit`, so that they are written in place.
 
-  The compiler may round what is applied at once otherwise: a parameter can
-  differ in its last bit from that of `tx.update` and `optax.apply_updates`. One
-  of -0.0 stays so in a step that is left out, where adding zeros makes 0.0 of
-  it. Steps of `tower_reduce` can be differentiated forward (`jax.jvp`) and not
-  backward (`jax.grad`): use `tx.update` for that. (Those of `local_updates` can
-  not be differentiated backward either way.)
+  The compiler may round differently: a parameter can differ in its last bit
+  from that of `tx.update` and `optax.apply_updates`. A parameter of -0.0 stays
+  -0.0 in a skipped step, where adding zeros turns it into 0.0. Steps of
+  `tower_reduce` can be differentiated forward (`jax.jvp`) and not backward
+  (`jax.grad`): use `tx.update` for that. (Those of `local_updates` can not be
+  differentiated backward either way.)
 
   Args:
     tx: The transformation.

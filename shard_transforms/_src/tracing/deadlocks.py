@@ -1,15 +1,14 @@
 """Deadlocks: collectives that some shards reach and others do not.
 
-An abstract interpretation: for each value it is known over which axes it
-differs between shards, as a set that only grows, so that loops come to an end.
-It is a warning, and says nothing where it does not know: arguments may differ
-of which the program does not show it, and branches that all send may still not
-meet.
+An abstract interpretation: each value has a set of axes over which it differs
+between shards; sets only grow, so loops reach a fixed point. It gives warnings,
+and none where it does not know: arguments may differ although the program does
+not show it, and branches that all send may still not match.
 
-A predicate differs between shards that is computed from slices of what a mapped
-function is handed, or from `axis_index`. A slice of
-one element does not count: it may be a copy, as of a counter that `jax.pmap` is
-handed once for each shard.
+A predicate differs between shards if it is computed from slices of the
+arguments of a mapped function, or from `axis_index`. A slice of one element
+does not count: it may be a copy, such as a counter that `jax.pmap` gets once
+for each shard.
 """
 
 from collections.abc import Generator
@@ -18,8 +17,8 @@ from typing import NamedTuple
 
 from shard_transforms._src.tracing import jaxprs
 
-# What makes shards alike. With groups it may not, but those that are alike may
-# run what is in their group alone.
+# Collectives whose result is the same on all shards. With groups it may differ,
+# but shards of one group may then run collectives within the group.
 _ALIKE = frozenset(('all_gather', 'pbroadcast', 'pmax', 'pmin', 'psum'))
 _WAITING = _ALIKE.union(
     ('all_to_all', 'ppermute', 'ragged_all_to_all', 'reduce_scatter')
@@ -37,10 +36,11 @@ _Differing = dict[jaxprs.Value, frozenset[_Difference]]
 
 
 def find(program: jaxprs.Program) -> tuple[str, ...]:
-  """Returns what deadlocks once shards decide differently, in sentences.
+  """Returns warnings of what deadlocks if shards decide differently.
 
-  That is a loop that holds a collective over an axis over which its condition
-  differs; and a branch that does, where another of its `cond` holds none.
+  That is a loop with a collective over an axis over which its condition
+  differs; or a branch with such a collective, where another branch of the
+  `cond` has none.
   """
   return tuple(dict.fromkeys(_follow(program, {})))
 
@@ -48,7 +48,7 @@ def find(program: jaxprs.Program) -> tuple[str, ...]:
 def _follow(
     program: jaxprs.Program, differing: _Differing
 ) -> Generator[str, None, None]:
-  """Yields sentences, and adds to `differing` what is found to differ."""
+  """Yields warnings; adds the values that differ to `differing`."""
   for step in program.steps:
     if step.name == 'cond':
       results = yield from _cond(step, differing)
@@ -60,22 +60,22 @@ def _follow(
       for body in step.bodies:
         yield from _follow(body, differing)
       results = _plain(step, differing)
-    # What is done outside of a map is not done by its shards.
+    # Steps outside of a map are not run by its shards.
     for output, result in zip(step.outputs, results, strict=True):
       inside = (d for d in result if step.axis_sizes.get(d.axis, 1) > 1)
       differing[output] = frozenset(inside)
 
 
 def _plain(step, differing):
-  """Returns how the results of a step without turns or branches differ."""
+  """Returns how the results of a step that is no loop or branch differ."""
   axes = frozenset(_Difference(axis, False) for axis in step.axis_sizes)
   if any(_first_waiting(body, axes) for body in step.bodies):
-    # What is in its bodies may make shards alike, as in the iterative solver of
-    # a `lax.custom_linear_solve`.
+    # A collective in its bodies may make values equal again, as in the
+    # iterative solver of a `lax.custom_linear_solve`.
     return [frozenset() for _ in step.outputs]
   inputs = _of(step.inputs, differing)
   if step.name == 'optimization_barrier':
-    # Of all other steps, each result may come of each input.
+    # For all other steps, each result may depend on each input.
     return inputs
   result = frozenset().union(*inputs)
   if step.name in _ALIKE:
@@ -95,7 +95,8 @@ def _cond(step, differing):
     yield from _follow(body, differing)
     ends.append(_of(body.outputs, differing))
   yield from _sentences(step, chosen)
-  # Of branches that give 1 and 2, shards have what they have chosen.
+  # Even branches that return constants give results that differ with the
+  # choice.
   return [chosen.union(*axes) for axes in zip(*ends, strict=True)]
 
 
@@ -126,8 +127,8 @@ def _scan(step, differing):
 
 
 def _until_settled(body, carry, differing):
-  """Follows turns of a loop until no more of its carry is found to differ."""
-  # A turn may decide by what the last one has put into the carry.
+  """Follows iterations of a loop until its carry reaches a fixed point."""
+  # An iteration may decide by what the last one has put into the carry.
   before, now = None, _of(carry, differing)
   while now != before:
     yield from _follow(body, differing)
@@ -141,9 +142,9 @@ def _of(values, differing):
 
 
 def _sentences(step, chosen):
-  """Yields what is wrong with a step of which shards choose what to run."""
+  """Yields warnings of a step in which shards choose what to run."""
   found = [_first_waiting(body, chosen) for body in step.bodies]
-  # Where each branch has one, shards may meet in them, if for wrong numbers.
+  # Where each branch has a collective, these may match, if with wrong results.
   if any(found) and not (step.name == 'cond' and all(found)):
     late = next(filter(None, found))
     axes = ', '.join(map(repr, _awaited(late, chosen)))
@@ -155,7 +156,7 @@ def _sentences(step, chosen):
 
 
 def _first_waiting(program, chosen):
-  """Returns the first collective that waits for who chooses otherwise."""
+  """Returns the first collective that waits for shards that chose otherwise."""
   for step in program.steps:
     if _awaited(step, chosen):
       return step
@@ -166,11 +167,11 @@ def _first_waiting(program, chosen):
 
 
 def _awaited(step, chosen):
-  """Returns the axes along which a step waits for who chooses otherwise."""
+  """Returns the axes along which a step waits for shards of other choices."""
   groups = step.params.get('axis_index_groups')
   if step.name not in _WAITING or (groups and max(map(len, groups)) == 1):
     return []
-  # The place of a shard may be that of its group, as in `index() < 4` where
-  # each half gathers by itself.
+  # `axis_index` may stand for the group of a shard, as in `index() < 4` where
+  # each half gathers on its own.
   axes = {d.axis for d in chosen if groups is None or not d.by_index}
   return [axis for axis in step.axes if axis in axes]

@@ -1,11 +1,11 @@
-"""What becomes of the elements of arrays in a program.
+"""Where the elements of arrays get to in a program.
 
-An abstract interpretation: for each array it is known of which kind it is, and
-each step makes a kind of the kinds that it takes. `Mixed` is the top: nothing
-is known but why, and whatever is made of it is mixed as well. So is what comes
-of a primitive that is not listed here, if it is given elements. What is seen is
-where elements get, and not which numbers they are: sizes, which are numbers,
-are left to `equivalence`.
+An abstract interpretation: each array has a kind, and each step computes the
+kinds of its results from those of its inputs. `Mixed` is the top: nothing is
+known but the reason, and everything computed from it is mixed as well. So are
+the results of a primitive that is not listed here, if its inputs contain
+elements. This sees where elements get to, and not their values: sizes, which
+are values, are left to `equivalence`.
 """
 
 from collections.abc import Hashable
@@ -20,7 +20,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.tracing import equivalence
 from shard_transforms._src.tracing import jaxprs
 
-# What makes each element of the elements at the same place.
+# Primitives that compute each element from the elements at the same place.
 ELEMENTWISE = frozenset().union(
     ('add', 'add_any', 'sub', 'mul', 'div', 'rem', 'neg', 'abs', 'sign'),
     ('max', 'min', 'clamp', 'ceil', 'floor', 'round', 'nextafter'),
@@ -36,15 +36,15 @@ ELEMENTWISE = frozenset().union(
     ('shift_right_arithmetic', 'shift_right_logical'),
     ('convert_element_type', 'reduce_precision', 'stop_gradient', 'name'),
     ('copy', 'copy_p'),
-    # Changes of what a type says, in JAX 0.10 with `_p`.
+    # Casts of the varying type, in JAX 0.10 with `_p`.
     ('pvary', 'preduced', 'reduced_vary_cast', 'reduced_vary_cast_p'),
     ('vary_unreduced_cast', 'vary_unreduced_cast_p'),
 )
 _COPIES = frozenset(('convert_element_type', 'copy', 'copy_p', 'pvary'))
 _SUMS = frozenset(('add', 'add_any'))
-# The scopes in which `norms` sums what it knows to be slices.
+# The scopes in which `norms` sums over slices.
 _NORMS = frozenset(('global_norm', 'clip_by_global_norm'))
-# What makes zeros of zeros.
+# Primitives that map zeros to zeros.
 _KEEPS_ZEROS = _COPIES | _SUMS.union(
     ('sub', 'neg', 'abs', 'sign', 'square', 'sqrt', 'real', 'imag', 'conj'),
     ('complex', 'mul', 'max', 'min'),
@@ -53,13 +53,13 @@ _KEEPS_ZEROS = _COPIES | _SUMS.union(
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-  """A number for each element of a parameter, made of that element alone.
+  """An array of one number for each element of a parameter, from it alone.
 
   Attributes:
     shape: The shape of the parameter.
-    ends_in_zeros: Whether what is behind its last element, in the last of its
-      slices, is zero. If it is not, a sum over all slices is not that over the
-      whole: of five elements on four shards, `exp` makes three ones too many.
+    ends_in_zeros: Whether the padding of its last slice is zero. Otherwise a
+      sum over all slices is not the sum over the whole: with five elements on
+      four shards, `exp` adds three ones too many.
   """
 
   shape: tuple[int, ...]
@@ -68,17 +68,17 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-  """A sum over a slice, of which other shards hold the rest.
+  """A partial sum over a slice; other shards hold the rest.
 
-  Only to be added to its like, cast, and summed over the shards.
+  It may only be added to another one, cast, and summed over the shards.
   """
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-  """An array of which no slices are made, such as noise or a table.
+  """An array that is not sliced, such as noise or a table.
 
-  A shard with a slice would combine it with the first numbers of the array.
+  A shard would combine its slice with the first numbers of the array.
   """
 
   origin: str
@@ -91,7 +91,7 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-  """What does not come of one element of a parameter alone, and why."""
+  """An array that mixes several elements of a parameter, and why."""
 
   reason: str
 
@@ -105,18 +105,18 @@ Kind = Cut | Partial | Whole | Mixed | Uniform
 
 
 def fixed(aval: Any, origin: str) -> Kind:
-  """Returns the kind of what does not depend on elements of parameters."""
+  """Returns the kind of an array that depends on no element of a parameter."""
   return Uniform() if math.prod(aval.shape) == 1 else Whole(origin)
 
 
 def follow(
     program: jaxprs.Program, kinds: Sequence[Kind], axes: Sequence[Hashable]
 ) -> tuple[list[Kind], set[jaxprs.Step]]:
-  """Returns the kinds of what a program gives, and its sums over slices.
+  """Returns the kinds of a program's results, and its sums over slices.
 
   Args:
     program: The program.
-    kinds: The kinds of what it takes.
+    kinds: The kinds of its inputs.
     axes: The mapped axes over which a sum is one over all slices.
   """
   found = dict(zip(program.inputs, kinds, strict=True))
@@ -125,7 +125,7 @@ def follow(
   def kind_of(value):
     if value in found:
       return found[value]
-    # A literal, or what `inner` brings with it, such as the loss of its shard.
+    # A literal or a constant that `inner` closes over, such as a shard's loss.
     if axes_lib.varying_axes(value.aval).intersection(axes):
       return _OWN_NUMBERS
     return fixed(value.aval, 'a constant')
@@ -133,8 +133,8 @@ def follow(
   for step in program.steps:
     inputs = [kind_of(value) for value in step.inputs]
     if step.name == 'cond':
-      # What decides counts as an input of what is chosen: by the sum of its own
-      # slice, each shard would choose for itself.
+      # The predicate counts as an input of a select: from the sum over its own
+      # slice, each shard would choose differently.
       followed = [follow(body, inputs[1:], axes) for body in step.bodies]
       branches, inner_sums = zip(*followed, strict=True)
       sums.update(*inner_sums)
@@ -165,7 +165,7 @@ def _make(step, kinds, axes, value):
     return Partial()
   if step.name in ELEMENTWISE:
     return _at_each_place(kinds, _gives_zeros(step, kinds))
-  # What is left takes arrays as wholes.
+  # Other primitives take arrays as a whole.
   merged = _at_each_place(kinds)
   if (
       isinstance(merged, Uniform)
@@ -189,7 +189,7 @@ def _make(step, kinds, axes, value):
 
 
 def _at_each_place(kinds, ends_in_zeros=None):
-  """Returns the kind of what is made place by place."""
+  """Returns the kind of an element-wise result."""
   by_class = {type(kind): kind for kind in kinds}
   if Mixed in by_class:
     return by_class[Mixed]
@@ -209,7 +209,7 @@ def _all_end_in_zeros(kinds):
 
 
 def _gives_zeros(step, kinds):
-  """Whether an element-wise step makes zeros of the zeros of slices."""
+  """Whether an element-wise step keeps the padding of slices zero."""
   if step.name == 'select_n':
     return _all_end_in_zeros(kinds[1:])
   if step.name == 'integer_pow':
@@ -217,16 +217,17 @@ def _gives_zeros(step, kinds):
   if step.name == 'div':
     return _all_end_in_zeros(kinds[:1]) and kinds[1] == Uniform()
   if step.name == 'mul':
-    # What is not uniform may be infinite behind its end, and 0 * inf a NaN.
+    # An array that is not uniform may be infinite in its padding, and 0 * inf
+    # is NaN.
     kinds = [kind for kind in kinds if kind != Uniform()]
   return step.name in _KEEPS_ZEROS and _all_end_in_zeros(kinds)
 
 
 def _is_linear(step):
-  """Whether a step of sums of slices gives one that is yet to be summed up."""
-  # A number that is added to each would count once for each shard. It is not
-  # asked whether it is zero, so that `norms` adds up without a start. Casts to
-  # integers round: 0.6 on two shards would become 0.
+  """Whether a step of partial sums gives a partial sum."""
+  # A number that is added to a partial sum would count once for each shard.
+  # Zero is no exception, which is why `norms` sums without a start value. Casts
+  # to integers round: 0.6 on two shards would become 0.
   is_exact = any(
       jnp.issubdtype(x.aval.dtype, jnp.integer) for x in step.outputs
   )
@@ -234,8 +235,8 @@ def _is_linear(step):
 
 
 def _is_over_all_slices(step, axes):
-  # What else sums over shards does not know that it is given slices, of some
-  # leaves alone: a scalar, which is not cut, would count once for each shard.
+  # Other sums over shards do not know that some leaves are slices and some are
+  # not: a scalar, which is not sliced, would count once for each shard.
   is_norm = not _NORMS.isdisjoint(step.scope.split('/'))
   groups = step.params.get('axis_index_groups')
   return is_norm and groups is None and axes and set(step.axes) >= set(axes)

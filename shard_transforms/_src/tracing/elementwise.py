@@ -1,19 +1,18 @@
-"""Which transformations are element-wise.
+"""Whether a transformation is element-wise.
 
 Such a transformation gives the same numbers on slices of the parameters as on
-the whole. It is recognised without being run, from its program as traced on
-types, by two questions of which neither will do without the other:
+the whole. It is recognized from its program, traced on types alone, by two
+questions that are both needed:
 
-* What becomes of each element (`element_flow`)? An abstract interpretation,
-  with a kind in place of each array. Comparing programs does not show this: the
-  steps of `u * b[0]` are the same on slices where `b` has one element, although
-  all shards but one then multiply by the zero behind its end.
-* Is the program on slices the same, but for shapes (`equivalence`)? Following
-  elements does not show this: the size in `u / u.size` is a number to the
-  program.
+* Where does each element get to (`element_flow`)? An abstract interpretation,
+with a kind in place of each array. Comparing programs does not show this: the
+steps of `u * b[0]` are the same on slices where `b` has one element, although
+all shards but one then multiply by the zero of its padding. * Is the program on
+slices the same, but for shapes (`equivalence`)? Following elements does not
+show this: the size in `u / u.size` is a number to the program.
 
-What is refused may be fine: whatever is not known to go element by element
-counts as not doing so. What is accepted is sure, as long as `inner` is the same
+This is sound, but not complete: whatever is not known to be element-wise is
+refused, and what is accepted is element-wise, as long as `inner` is the same
 each time that it is traced.
 """
 
@@ -34,7 +33,7 @@ from shard_transforms._src.tracing import equivalence
 from shard_transforms._src.tracing import jaxprs
 from shard_transforms._src.tracing import slice_types
 
-# What may be given other shapes where a parameter is cut.
+# Primitives whose shapes in parameters may differ on slices.
 _FLEXIBLE = element_flow.ELEMENTWISE | equivalence.REPEATING | {'cond'}
 
 
@@ -52,15 +51,15 @@ def find_problem(
 
   Args:
     inner: The transformation.
-    updates: What it is to be given slices of, in the shapes of the parameters.
+    updates: The updates, in the shapes of the parameters.
     params: The parameters, or `None`.
     extra_args: As for `inner.update`.
-    num_slices: Into how many slices leaves are cut.
+    num_slices: The number of slices of a leaf.
     axes: The axes over which slices alone may vary, and over which a sum is one
       over all slices.
 
   Returns:
-    A clause that says what it does, or `None` if it treats each element alone.
+    A clause that says what it does, or `None` if it is element-wise.
   """
   if extra_args:
     update = functools.partial(inner.update, **extra_args)
@@ -70,8 +69,8 @@ def find_problem(
   given = _Given(*cutting.whole((updates, params)))
   kinds = _Given(jax.tree.map(_kind_of_leaf, given.updates), params_kinds)
   init, state = equivalence.trace(inner.init, given.like)
-  # What is then shaped otherwise is shaped like the parameters. Slices would
-  # not tell: that of a leaf of one element has the same shape.
+  # Leaves whose shapes change then are shaped like the parameters. Slices do
+  # not show this: the slice of a leaf of one element has the same shape.
   longer_state = jax.eval_shape(inner.init, slice_types.longer(given.like))
   if jax.tree.structure(state) != jax.tree.structure(longer_state):
     return 'its state depends on their shapes'
@@ -86,7 +85,7 @@ def find_problem(
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-  """What a transformation is given: types of arrays, or their kinds.
+  """The arguments of a transformation: types of arrays, or their kinds.
 
   Attributes:
     updates: Those of the updates.
@@ -98,13 +97,13 @@ class _Given:
 
   @property
   def like(self) -> Any:
-    """What its `init` is given."""
+    """The argument of `init`."""
     return self.updates if self.params is None else self.params
 
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-  """What a transformation does with arrays of certain types.
+  """A transformation, traced on arrays of certain types.
 
   Attributes:
     given: These types.
@@ -123,13 +122,13 @@ class _Traced:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-  """What is to run on slices.
+  """What is checked: a transformation and what is known of its arguments.
 
   Attributes:
     inner: The transformation.
     cutting: How leaves are cut.
-    kinds: What is known of what it is given.
-    state_kinds: What is known of its state.
+    kinds: The kinds of its arguments.
+    state_kinds: The kinds of its state.
   """
 
   inner: optax.GradientTransformationExtraArgs
@@ -142,8 +141,8 @@ class _Task:
 
     Args:
       given: The types of the updates and parameters.
-      init: What `init` does with them.
-      state: The types of what it makes.
+      init: The program of `init` on them.
+      state: The types of the state.
     """
     is_cut = jax.tree.map(
         lambda kind: isinstance(kind, element_flow.Cut), self.state_kinds
@@ -156,7 +155,7 @@ class _Task:
 
 
 def _problem_of_shapes(state_kinds, like):
-  """Returns what is wrong with how the leaves of the state are shaped."""
+  """Returns what is wrong with the shapes of the leaves of the state."""
   shapes = {
       jnp.shape(x) for x in jax.tree.leaves(like) if slice_types.can_be_cut(x)
   }
@@ -168,7 +167,7 @@ def _problem_of_shapes(state_kinds, like):
 
 
 def _problem_of_elements(task, whole):
-  """Returns what is wrong with where elements get, and the sums over slices."""
+  """Returns what is wrong with the flow of elements, and sums over slices."""
   before = whole.given.updates, whole.state
   if jax.tree.structure(whole.results) != jax.tree.structure(before):
     return 'it changes the tree of the updates or of its state', set()
@@ -187,8 +186,8 @@ def _problem_of_results(program, taken, given, axes):
 
   Args:
     program: The program.
-    taken: The kinds of what it takes.
-    given: The kinds of what it is to give: of updates and of the state.
+    taken: The kinds of its inputs.
+    given: The kinds that its results must have: of updates and of the state.
     axes: As for `find_problem`.
   """
   results, sums = element_flow.follow(program, jax.tree.leaves(taken), axes)
@@ -208,18 +207,18 @@ def _problem_of_results(program, taken, given, axes):
 
 
 def _problem_of_slices(task, whole, sums):
-  """Returns what is wrong if something else is done with slices.
+  """Returns what is wrong if the program on slices is a different one.
 
   Args:
-    task: What is to run on slices.
-    whole: What it does with the whole.
-    sums: The steps in that which sum over all slices.
+    task: What is checked.
+    whole: Its trace on the whole.
+    sums: The steps of that trace which sum over all slices.
   """
   slices = task.cutting.slices
   given = _Given(slices(whole.given.updates), slices(whole.given.params))
   init, state = equivalence.trace(task.inner.init, given.like)
   # A mask of leaves of more than ten elements is the same for longer leaves,
-  # and not for slices.
+  # but not for slices.
   if jax.tree.structure(whole.state) != jax.tree.structure(state):
     return 'its state depends on their shapes'
   sliced = task.trace(given, init, state)

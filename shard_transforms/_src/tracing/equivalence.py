@@ -1,10 +1,11 @@
-"""Whether functions do the same with arrays of different shapes.
+"""Equivalence of programs: the same steps on arrays of different shapes.
 
-Two traces are compared step by step, in the order in which results need them.
-What follows from shapes, such as the size of a leaf, is a number or a parameter
-to a program, and nothing in one trace tells it from any other: only a second
-trace at other shapes does. That two programs are found alike is sure, as far as
-their steps and numbers go; programs that do the same by other steps are not.
+Two traces are compared step by step, in the order in which results need them. A
+value that depends on shapes, such as the size of a leaf, is a literal or a
+parameter in a program, and one trace does not distinguish it from any other:
+only a second trace on other shapes does. Programs that are found equivalent
+have the same steps and numbers; programs that do the same by other steps are
+not found equivalent.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from shard_transforms._src.tracing import jaxprs
 
 Shape = tuple[int, ...]
 
-# What repeats one number, and what it is told that follows from shapes.
+# The primitive that repeats one number, and its parameters that depend on
+# shapes.
 REPEATING = frozenset(('broadcast_in_dim', 'reshape', 'squeeze'))
 _SHAPE_PARAMS = frozenset(('shape', 'broadcast_dimensions', 'dimensions'))
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[jaxprs.Program, Any]:
-  """Returns what `fn` does with arguments, and its results as types."""
+  """Returns the program of `fn` on arguments, and the types of its results."""
   jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
   results = jax.tree.unflatten(jax.tree.structure(out), jaxpr.out_avals)
   return jaxprs.flatten(jaxpr), results
@@ -41,11 +43,11 @@ def are_alike(
   """Whether two programs do the same, but for shapes.
 
   Args:
-    some: The one.
-    other: The other.
-    alike: Pairs of shapes, of the one and of the other, that may stand for each
-      other.
-    flexible: Whether a step of the one may be given these shapes.
+    some: The first program.
+    other: The second program.
+    alike: Pairs of shapes, in the first and in the second program, that count
+      as equal.
+    flexible: Whether a step of the first program may have these shapes.
   """
   return _Comparison(alike, flexible).of_programs(some, other)
 
@@ -57,8 +59,8 @@ class _Comparison:
   Attributes:
     alike: As for `are_alike`.
     flexible: As for `are_alike`.
-    partners: For each value that was met, the one in its place in the other
-      program. Without them `x + x * y` and `y + x * y`, of which a function may
+    partners: For each value so far, its counterpart in the other program.
+      Without them, `x + x * y` and `y + x * y`, between which a function may
       choose by shapes, would be the same two steps.
   """
 
@@ -100,9 +102,10 @@ class _Comparison:
 
   def _are_partners(self, x, y):
     if x.is_literal and y.is_literal:
-      # Many come of one program that JAX has traced once, such as that of `**`.
+      # Many values come from one program that JAX has traced once, such as
+      # `**`.
       return x.number is y.number or _bits(x.number) == _bits(y.number)
-    # Neither may stand for two.
+    # Each has only one counterpart.
     return (
         self.partners.setdefault(x, y) is y
         and self.partners.setdefault(y, x) is x
@@ -111,7 +114,7 @@ class _Comparison:
 
 def _used_steps(program):
   """Returns the steps that a result depends on, the last one first."""
-  # Whatever the shapes do to what nobody uses, such as a norm for a log.
+  # Unused steps, such as a norm for a log, may depend on shapes.
   used, steps = set(program.outputs), []
   for step in reversed(program.steps):
     if not used.isdisjoint(step.outputs):
@@ -137,13 +140,13 @@ def _same_kind(some, other, alike):
 
 
 def _bits(number):
-  # A NaN is the same as itself, a zero of the other sign is not. Printed, 0.001
-  # and its neighbour in float32 are the same.
+  # NaN equals itself here, and -0.0 differs from 0.0. As text, 0.001 and its
+  # neighbour in float32 would be equal.
   return np.asarray(number).tobytes()
 
 
 def _same_array(some, other):
-  """Whether two constants are known to be the same."""
+  """Whether two constants are known to be equal."""
   some, other = some.number, other.number
   # The numbers in a tracer are not known before the program runs.
   unknown = core.Tracer | None
@@ -153,8 +156,9 @@ def _same_array(some, other):
 
 
 def _is_plain(param):
-  # Other parameters are not compared: programs are, as bodies, and functions,
-  # such as what a custom derivative holds, are new in each trace.
+  # Other parameters are not compared: jaxprs are compared as bodies, and
+  # functions, such as those of a custom derivative, are new objects in each
+  # trace.
   if isinstance(param, tuple):
     return all(map(_is_plain, param))
   return param is None or isinstance(param, bool | int | float | str)

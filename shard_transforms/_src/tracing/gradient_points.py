@@ -1,8 +1,8 @@
-"""At which of two parameters a gradient was taken.
+"""At which of two sets of parameters a gradient was taken.
 
-No type shows it. A program does: what the gradient was made of is in it. Names
-that JAX keeps for checkpoints, and that cost nothing in what is compiled, mark
-where a transformation is given the three.
+No type shows it, but a program shows what the gradient was computed from. The
+names of `jax.ad_checkpoint.checkpoint_name`, which cost nothing in the compiled
+program, mark where a transformation is given the three.
 """
 
 from typing import Any
@@ -44,11 +44,11 @@ def _named(tree, name):
 
 
 def find(program: jaxprs.Program) -> tuple[str, ...]:
-  """Returns in sentences which gradients were taken at the wrong parameters.
+  """Returns warnings of gradients that were taken at the wrong parameters.
 
-  That is sure where a gradient comes of those that shards share, and not of
-  their own. Where neither is found, as in the branch of a gate around, nothing
-  is said.
+  That is sure where a gradient depends on the parameters that shards share, and
+  not on their own. Where neither is found, as in the branch of an outer gate,
+  there is no warning.
   """
   found = [_problem(call, program) for call in _calls(program)]
   for step in program.steps:
@@ -58,7 +58,7 @@ def find(program: jaxprs.Program) -> tuple[str, ...]:
 
 
 def _calls(program):
-  """Returns, for each call, what is marked, by its mark."""
+  """Returns, for each call, the marked values by their mark."""
   calls, last = [], None
   for step in program.steps:
     name = step.params.get('name') if step.name == 'name' else None
@@ -84,7 +84,7 @@ def _problem(call, program):
 
 
 def _sources(values, program):
-  """Returns all values of a program that some come of, these included."""
+  """Returns all values of a program that some depend on, these included."""
   made_by = {value: step for step in program.steps for value in step.outputs}
   found, left = set(), list(values)
   while left:

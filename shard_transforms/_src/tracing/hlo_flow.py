@@ -1,8 +1,8 @@
-"""How values flow through a compiled computation, its fusions looked into.
+"""Data flow through a compiled computation, with fusions inlined.
 
-A fusion is a computation of its own, and so is a call. Here the instructions
-of these stand where they are used, and a value is the same object wherever it
-gets, in and out of tuples too.
+A fusion is a computation of its own, and so is a call. Here their instructions
+are inlined, and a value is the same object wherever it gets to, also in and out
+of tuples.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from shard_transforms._src.tracing import hlo_arrays
 from shard_transforms._src.tracing import hlo_instructions
 from shard_transforms._src.tracing import hlo_modules
 
-# What hands on the elements that it takes, each unchanged but for its dtype.
+# Opcodes that pass elements on, unchanged but for the dtype.
 MOVES = (
     'bitcast',
     'broadcast',
@@ -36,9 +36,9 @@ class Node:
 
   Attributes:
     instruction: What computes it.
-    inputs: What that takes.
-    users: What takes it in turn.
-    index: Which part it is of what the instruction gives, if a part.
+    inputs: Its operands.
+    users: The values that use it.
+    index: Which part of the instruction's result it is, if a part.
   """
 
   instruction: hlo_instructions.Instruction
@@ -48,7 +48,7 @@ class Node:
 
   @property
   def opcode(self) -> str:
-    """What computes it."""
+    """The opcode of the instruction."""
     return self.instruction.opcode
 
   @property
@@ -58,7 +58,7 @@ class Node:
 
   @property
   def is_number(self) -> bool:
-    """Whether the program names the one number that it holds throughout."""
+    """Whether it is a constant of the program that repeats one number."""
     if self.opcode in ('broadcast', *MOVES):
       return all(node.is_number for node in self.inputs)
     return self.opcode == 'constant' and self.array.size == 1
@@ -70,14 +70,14 @@ class Graph:
 
   Attributes:
     nodes: All of them, each behind what it is computed from.
-    outputs: What the computation gives; the parts, if that is a tuple.
+    outputs: The results of the computation; the parts, if that is a tuple.
   """
 
   nodes: tuple[Node, ...]
   outputs: tuple[Node, ...]
 
   def carry(self) -> dict[int, Node]:
-    """Returns what the body of a loop takes, by the output that it becomes."""
+    """Returns the inputs of a loop body by the output that replaces them."""
     parts = {
         node.index: node
         for node in self.nodes
@@ -109,7 +109,7 @@ class _Builder:
     self._parts = {}
 
   def root(self, computation, arguments=None):
-    """Adds the values of a computation; returns what it gives."""
+    """Adds the values of a computation; returns its result."""
     values = {}
     for instruction in computation.instructions.values():
       values[instruction.name] = self._value(instruction, values, arguments)
@@ -119,14 +119,14 @@ class _Builder:
     opcode = instruction.opcode
     if opcode == 'parameter' and arguments is not None:
       return arguments[int(instruction.operand_text)]
-    # What sends nothing may be missing, if it is spelt in an unknown way.
+    # An instruction that sends nothing may be missing, if its text is unknown.
     inputs = tuple(values[n] for n in instruction.operands if n in values)
     if opcode == 'get-tuple-element':
       return self._part(instruction, inputs[0])
     if opcode in _CALLS:
       (called,) = self._module.called(instruction)
       return self.root(called, inputs)
-    # What waits for a result gives what was started.
+    # A `-done` returns what its `-start` computes.
     if opcode.endswith(('-done', '-update')) or opcode in _PASSES_ON:
       return inputs[0]
     return self._node(instruction, inputs)
@@ -146,21 +146,21 @@ class _Builder:
 
 
 def results(collective: Node) -> Sequence[Node]:
-  """Returns what a collective gives, one for each array."""
+  """Returns the results of a collective, one for each array."""
   if len(collective.instruction.results) == 1:
     return [collective]
   return [n for n in collective.users if n.opcode == 'get-tuple-element']
 
 
 def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
-  """Yields from what a value is made by such instructions alone."""
+  """Yields the values that one is computed from by such opcodes alone."""
   pending, seen = [node], {node}
   while pending:
     node = pending.pop()
     if node.opcode not in opcodes or not node.inputs:
       yield node
       continue
-    # Of a slice or a gather, the indices are no source.
+    # The indices of a slice or a gather are no source.
     given = node.inputs[:1] if node.opcode in SLICES else node.inputs
     pending += [n for n in given if n not in seen]
     seen.update(given)

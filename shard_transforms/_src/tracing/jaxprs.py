@@ -1,11 +1,11 @@
-"""Programs as JAX has traced them, flat: calls are replaced by what they do.
+"""Programs as JAX has traced them, with calls inlined.
 
 A jaxpr nests: what `jax.jit`, `jax.checkpoint`, a custom derivative or
-`jax.shard_map` calls is a jaxpr of its own, with variables of its own. Whoever
-follows values through a program would have to enter and leave each of them.
+`jax.shard_map` calls is a jaxpr of its own, with variables of its own.
+Following values through a program would mean to enter and leave each of them.
 Here they are one sequence of steps, in which a value is the same object
-wherever it gets. Loops and branches keep their bodies, as what they mean is not
-one pass through these.
+wherever it gets to. Loops and branches keep their bodies, because they do not
+run them exactly once.
 """
 
 from collections.abc import Hashable
@@ -19,7 +19,7 @@ import chex
 import jax
 import jax.extend
 
-# The scope of a loop that makes one turn or none.
+# The scope of a loop of one or no iterations.
 GATE = 'gate'
 _JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 
@@ -28,12 +28,12 @@ _JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 # thousands of them, each of which would take longer to make.
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-  """What a step takes or gives; equal to itself alone.
+  """An input or output of a step; equal only to itself.
 
   Attributes:
     aval: Its type.
-    is_literal: Whether the program names the number itself.
-    number: That number, or the array of a constant, if it is known.
+    is_literal: Whether it is a literal of the program.
+    number: The literal, or the array of a constant, if it is known.
   """
 
   aval: Any
@@ -47,11 +47,11 @@ class Step:
 
   Attributes:
     name: The primitive, by one name for all of its variants.
-    params: What the primitive is told.
-    inputs: What it takes.
-    outputs: What it gives.
+    params: The parameters of the primitive.
+    inputs: Its inputs.
+    outputs: Its outputs.
     surroundings: The calls and maps around it.
-    bodies: The programs that it holds, in the order of the primitive.
+    bodies: The programs in its parameters, in the order of the primitive.
   """
 
   name: str
@@ -64,8 +64,8 @@ class Step:
   @property
   def scope(self) -> str:
     """The `jax.named_scope`s around it, outermost first."""
-    # Written out only where asked for: few steps are, and that takes longer
-    # than all else that is done for one.
+    # Computed only on demand, because it takes longer than everything else
+    # about a step, and few steps need it.
     names = map(str, self.surroundings.name_stacks)
     return '/'.join(filter(None, names))
 
@@ -81,17 +81,17 @@ class Step:
 
   @property
   def positional_axes(self) -> tuple[int, ...]:
-    """The axes of its input that it is over as well, as under `jax.vmap`."""
+    """The axes of its input that it also reduces, as under `jax.vmap`."""
     return tuple(axis for axis in _axes(self.params) if isinstance(axis, int))
 
   @property
   def is_gate(self) -> bool:
-    """Whether it is a loop of one turn or none, as `GATE` says."""
+    """Whether it is a loop of one or no iterations, in the scope `GATE`."""
     return self.name == 'while' and self.scope.split('/')[-1] == GATE
 
   @property
   def label(self) -> str:
-    """What a sentence calls it."""
+    """Its name in warnings."""
     return (
         f'`{self.name}` in {self.scope!r}' if self.scope else f'`{self.name}`'
     )
@@ -102,10 +102,10 @@ class Program:
   """Steps in the order in which they were traced.
 
   Attributes:
-    inputs: What it takes.
-    steps: What it does.
-    outputs: What it gives.
-    constants: The arrays that it, and what it calls, brings with it.
+    inputs: Its inputs.
+    steps: Its steps.
+    outputs: Its outputs.
+    constants: The constants of it and of the programs that it calls.
   """
 
   inputs: tuple[Value, ...]
@@ -126,7 +126,7 @@ class _Surroundings(NamedTuple):
   axis_sizes: Mapping[Hashable, int]
 
   def within(self, name_stack: Any) -> '_Surroundings':
-    """Returns what is around an equation of this scope in what is called."""
+    """Returns the surroundings inside of a call that has this scope."""
     return self._replace(name_stacks=(*self.name_stacks, name_stack))
 
 
@@ -135,8 +135,8 @@ def flatten(
 ) -> Program:
   """Returns a program in which only loops and branches have bodies.
 
-  Of a map there stays a step `shard_map` for each array that goes in or comes
-  out in slices, over its `axes`.
+  A map becomes a step `shard_map` for each array that enters or leaves it in
+  slices, over its `axes`.
   """
   return _flatten(jaxpr, _own_values(jaxpr.invars), _Surroundings((), {}))
 
@@ -148,9 +148,9 @@ def mapped_axes(params: Mapping[str, Any]) -> tuple[Hashable, ...]:
 
 def carry(scan: Step) -> tuple[Value, ...]:
   """Returns those inputs of the body of a scan that are its carry."""
-  # How a scan counts its inputs differs between versions of JAX. They are the
-  # constants, the carry, and what is scanned; the outputs are the carry and
-  # what is stacked. The body lacks an axis of what is scanned or stacked.
+  # The parameters of a scan differ between versions of JAX. Its inputs are the
+  # constants, the carry, and the scanned arrays; its outputs are the carry and
+  # the stacked arrays. In the body, scanned and stacked arrays lack an axis.
   (body,) = scan.bodies
   num_carry = _num_whole(scan.outputs, body.outputs)
   num_whole = _num_whole(scan.inputs, body.inputs)
@@ -169,7 +169,7 @@ def _kinds(values):
 
 
 def _flatten(jaxpr, inputs, around):
-  """Returns what a jaxpr does with values that it is called with."""
+  """Returns the steps and outputs of a jaxpr called with these values."""
   constants = _constants(jaxpr)
   variables = *jaxpr.invars, *jaxpr.constvars
   values = dict(zip(variables, (*inputs, *constants), strict=True))
@@ -207,7 +207,7 @@ def _own_values(variables):
 
 
 def _read(atoms, values):
-  """Returns the values of variables; each literal is one of its own."""
+  """Returns the values of variables; each literal is a new value."""
   return tuple(
       Value(atom.aval, is_literal=True, number=atom.val)
       if isinstance(atom, jax.extend.core.Literal)
@@ -217,7 +217,7 @@ def _read(atoms, values):
 
 
 def _called(eqn, bodies, inputs, around):
-  """Returns what an equation calls or maps, or `None` if it is a step."""
+  """Returns the inlined call or map of an equation, or `None` for a step."""
   if not bodies:
     return None
   if eqn.primitive.name == 'shard_map':
@@ -266,7 +266,7 @@ def _program_of_map(eqn, body, inputs, outside):
 
 
 def _cross(values, variables, specs, around):
-  """Returns what is made of values at an edge of a map, and the steps there."""
+  """Returns the values beyond an edge of a map, and the steps there."""
   made, steps = list(values), []
   for i, spec in enumerate(specs):
     axes = tuple(jax.tree.leaves(tuple(spec)))
@@ -278,8 +278,8 @@ def _cross(values, variables, specs, around):
 
 
 def is_call(eqn: jax.extend.core.JaxprEqn, bodies: Sequence[Any]) -> bool:
-  """Whether an equation runs the one program that it holds, once, as it is."""
-  # A scan that neither scans nor stacks arrays looks like a call.
+  """Whether an equation runs its only program once, as it is."""
+  # A scan without scanned or stacked arrays looks like a call.
   if eqn.primitive.name == 'scan' or len(bodies) != 1:
     return False
   (body,) = bodies
@@ -297,7 +297,7 @@ def _shapes(program):
 @functools.cache
 def common_name(primitive: str) -> str:
   """Returns one name for all variants of a primitive."""
-  # JAX has primitives of their own for what types track (`psum_invariant`) and
-  # for what starts early (`psum_start`).
+  # JAX has separate primitives for tracked types (`psum_invariant`) and for
+  # asynchronous starts (`psum_start`).
   name = primitive.removeprefix('unreduced_').removesuffix('_start')
   return name.removesuffix('_invariant').removesuffix('_reduced')

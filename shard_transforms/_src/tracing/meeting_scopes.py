@@ -1,4 +1,4 @@
-"""What the scope of a meeting says of when it is held."""
+"""Scopes that say how often a meeting of `local_updates` is held."""
 
 import re
 from typing import NamedTuple
@@ -11,7 +11,7 @@ class Meeting(NamedTuple):
 
   Attributes:
     number: Which of them it is.
-    every: In one of how many steps it is held.
+    every: It is held once in this many steps.
   """
 
   number: int

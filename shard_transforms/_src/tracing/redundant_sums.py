@@ -1,14 +1,13 @@
-"""Redundant sums of a program, by rules that are sure.
+"""Redundant sums in a program, without false positives.
 
-Both follow values through linear steps alone: casts to floats, changes of
-shape, sums, and products with numbers that the program itself names. Through
-others the same two sums may be right: the gradient of `log(psum(x))` is
-`psum(1 / psum(x))` where types are not tracked. What they do not see they do
-not tell of.
+Both rules follow values through linear steps only: casts to floats, reshapes,
+sums, and products with literals. Through other steps the same two sums may be
+right: the gradient of `log(psum(x))` is `psum(1 / psum(x))` where types are not
+tracked. Whatever the rules do not understand gives no warning.
 
-An abstract interpretation, twice: forward, with the axes over which a value is
-a sum already; and backward through the body of a scan, with the outputs that a
-value is only added to.
+Two abstract interpretations: one forward, with the axes over which a value is
+already a sum; and one backward through the body of a scan, with the outputs
+that a value is only added to.
 """
 
 import collections
@@ -42,14 +41,14 @@ _LINEAR = (
 
 
 def find(program: jaxprs.Program) -> tuple[str, ...]:
-  """Returns what is wrong, in sentences, each once.
+  """Returns warnings of redundant sums, each once.
 
-  Reduced twice: a sum over an axis of what is, through linear steps, the result
-  of a sum over that axis.
+  Reduced twice: a sum over an axis of a value that is, through linear steps,
+  already a sum over that axis.
 
-  Reduced too often: a sum in a scan, of which all that becomes of it is to be
-  added, through linear steps, to parts of the carry that nothing else reads. It
-  would give the same as one sum after the scan.
+  Reduced too often: a sum in a scan that is only added, through linear steps,
+  to parts of the carry that nothing else reads. One sum after the scan would
+  give the same.
   """
   reduced = collections.defaultdict(frozenset)
   found = [*_reduced_twice(program, reduced), *_reduced_too_often(program)]
@@ -61,15 +60,15 @@ def find(program: jaxprs.Program) -> tuple[str, ...]:
 
 
 def _reduced_twice(program, reduced):
-  """Yields a sentence for each sum of what is summed already.
+  """Yields a warning for each sum of a value that is already a sum.
 
   Args:
-    program: Where to look.
-    reduced: The axes over which a value is a sum; what is found is added.
+    program: The program.
+    reduced: The axes over which each value is a sum; new ones are added.
   """
   for step in program.steps:
     sources = [reduced[v] for v in step.inputs if not v.is_literal]
-    # What is a sum in one input alone, as in `psum(x) + x`, is none.
+    # `psum(x) + x`, with a sum in only one input, is no sum.
     before = (
         functools.reduce(operator.and_, sources) if sources else frozenset()
     )
@@ -81,7 +80,7 @@ def _reduced_twice(program, reduced):
       )
     if _is_sum(step) and step.params.get('axis_index_groups') is None:
       before |= frozenset(step.axes)
-    # Parts that are sums, side by side, are one.
+    # A concatenation of sums is a sum.
     elif not _is_linear(step) and step.name != 'concatenate':
       before = frozenset()
     reduced.update((output, before) for output in step.outputs)
@@ -97,7 +96,7 @@ def _handed_over(step, body):
   if step.name == 'cond':
     return zip(step.inputs[1:], body.inputs, strict=True), ()
   if step.name == 'scan':
-    # A carry is what it was handed in as in the first turn alone.
+    # A carry equals its initial value only in the first iteration.
     carry = set(jaxprs.carry(step))
     before = zip(step.inputs, body.inputs, strict=True)
     after = zip(step.outputs, body.outputs, strict=True)
@@ -119,10 +118,10 @@ def _reduced_too_often(program):
 
 
 def _can_wait(scan):
-  """Returns the sums that only add to parts of the carry that only add up."""
+  """Returns the sums that are only added to accumulators in the carry."""
   (body,) = scan.bodies
   carry = jaxprs.carry(scan)
-  # Which outputs a value is added to; `None` is any other use.
+  # The outputs that a value is added to; `None` for any other use.
   ends = collections.defaultdict(set)
   for i, output in enumerate(body.outputs):
     ends[output].add(i)
@@ -140,8 +139,8 @@ def _is_sum(step):
 
 
 def _is_linear(step):
-  """Whether outputs are linear in all inputs but literals, and no larger."""
-  # Larger ones would be more to send after a scan than in all of its turns.
+  """Whether outputs are linear in all inputs but literals, and not larger."""
+  # Sending a larger one after the scan could cost more than in all iterations.
   if step.name not in _LINEAR:
     return False
   literal = [value.is_literal for value in step.inputs]
@@ -158,7 +157,7 @@ def _is_linear(step):
 
 
 def _is_inexact(value):
-  # What is rounded to integers is not linear.
+  # Rounding to integers is not linear.
   return jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 

@@ -1,7 +1,7 @@
-"""Which devices of a compiled program exchange arrays, and over which axes.
+"""Replica groups: which devices exchange arrays, and over which axes.
 
-XLA numbers the devices as `jax.sharding.Mesh.devices.flat` does, and spells the
-groups of them that exchange something among themselves in several ways.
+XLA numbers the devices as `jax.sharding.Mesh.devices.flat` does, and has
+several notations for the groups of devices that exchange arrays.
 """
 
 from collections.abc import Hashable
@@ -38,8 +38,8 @@ def parse(text: str, num_devices: int) -> Groups:
     The groups.
 
   Raises:
-    ValueError: If the text is none of these, or names devices that there are
-      not.
+    ValueError: If the text is none of these, or names devices that do not
+      exist.
   """
   if text.replace(' ', '') in ('{}', '{{}}'):
     return (tuple(range(num_devices)),)
@@ -65,7 +65,7 @@ def parse(text: str, num_devices: int) -> Groups:
 
 
 def mesh_shape(text: str) -> dict[str, int] | None:
-  """Returns the sizes of the axes of a mesh, if groups are spelt by them."""
+  """Returns the sizes of the axes of a mesh, if groups are given by axes."""
   mesh = _MESH.fullmatch(text)
   return _sizes(mesh) if mesh else None
 
@@ -100,7 +100,7 @@ def _rows(array):
 
 
 def _iota(match):
-  """Returns numbers in order, shaped, transposed, and shaped once more."""
+  """Returns consecutive numbers, reshaped, transposed, and reshaped again."""
   shape = _numbers(match['shape'])
   source = _numbers(match['source']) if match['source'] else shape
   array = np.arange(math.prod(source)).reshape(source)
@@ -122,7 +122,7 @@ def _along_axes(mesh):
     if name not in over:
       shape.append(size)
       continue
-    # A part is of a given size, and below a major part of another.
+    # A part of an axis has a size, and a number of parts before it.
     major, minor = (
         (int(n) for n in over[name]) if any(over[name]) else (1, size)
     )

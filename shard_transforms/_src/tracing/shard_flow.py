@@ -1,9 +1,10 @@
-"""Where values that differ between shards get to, and what is sent at all.
+"""Which values differ between shards, and what is sent.
 
-An abstract interpretation: for each value it is known over which axes it comes
-of values that differ between shards. What all shards have from a collective
-differs over none of its axes. What is found to differ may be the same by
-chance; what is not found is the same, as long as what is not said to differ is.
+An abstract interpretation: each value has the set of axes over which it depends
+on values that differ between shards. The result of a collective that is the
+same on all shards differs over none of its axes. A value that is found to
+differ may be the same by chance; a value that is not found is the same,
+provided that the inputs are.
 """
 
 from collections.abc import Hashable
@@ -15,7 +16,7 @@ from shard_transforms._src.tracing import jaxprs
 
 Axes = frozenset[Hashable]
 
-# What gives all shards the same, but for groups.
+# Collectives whose result is the same on all shards, except with groups.
 _ALIKE = frozenset(('all_gather', 'pbroadcast', 'pmax', 'pmin', 'psum'))
 _SENDING = _ALIKE.union(
     ('all_to_all', 'ppermute', 'ragged_all_to_all', 'reduce_scatter')
@@ -28,7 +29,7 @@ def first_sent(
     axes: Sequence[Hashable],
 ) -> str | None:
   """Returns the name of the first collective over one of some axes."""
-  # Each trace asks, so that this reads jaxprs as they are.
+  # Called in each trace: reading jaxprs directly is fast.
   for eqn in jaxpr.eqns:
     name = jaxprs.common_name(eqn.primitive.name)
     if name in _SENDING and set(jaxprs.mapped_axes(eqn.params)) & set(axes):
@@ -43,8 +44,8 @@ def differing(program: jaxprs.Program, given: Sequence[Axes]) -> list[Axes]:
   """Returns over which axes each result may differ between shards.
 
   Args:
-    program: What the shards run.
-    given: Over which axes each of its inputs differs.
+    program: The program of the shards.
+    given: The axes over which each of its inputs differs.
   """
   found = dict(zip(program.inputs, given, strict=True))
   _follow(program, found)
@@ -52,7 +53,7 @@ def differing(program: jaxprs.Program, given: Sequence[Axes]) -> list[Axes]:
 
 
 def _follow(program, found):
-  """Adds to `found` what is known of each value of a program."""
+  """Adds the axes of each value of a program to `found`."""
   followers = {'cond': _cond, 'scan': _scan, 'while': _while}
   for step in program.steps:
     results = followers.get(step.name, _plain)(step, found)
@@ -107,7 +108,7 @@ def _while(step, found):
 
 
 def _until_settled(body, carry, found):
-  """Follows turns of a loop until no more of its carry is found to differ."""
+  """Follows iterations of a loop until its carry reaches a fixed point."""
   before, now = None, _of(carry, found)
   while now != before:
     _follow(body, found)

@@ -1,6 +1,6 @@
-"""The types of arrays of which shards hold slices.
+"""The types of sliced arrays, whole and in slices.
 
-Programs are traced on types alone, so that no memory is taken for the whole.
+Programs are traced on types alone, which takes no memory for whole arrays.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,18 @@ class Cutting:
   """How leaves are cut.
 
   Attributes:
-    num_slices: Into how many slices.
-    axes: The mapped axes along whose shards only slices vary.
+    num_slices: The number of slices.
+    axes: The mapped axes over which only slices vary.
   """
 
   num_slices: int
   axes: tuple[Hashable, ...]
 
   def whole(self, tree: Any) -> Any:
-    """Returns the types of leaves of which a shard has slices, in full size."""
+    """Returns the types of whole leaves, typed as the slices are."""
 
-    # They vary as what each shard will be given: JAX refuses a `cond` that
-    # gives an update, or the state as it was, if one varies alone.
+    # They vary as slices do: JAX refuses a `cond` between an update and the old
+    # state if only one of them varies.
     def zeros(leaf):
       varying = axes_lib.varying_axes(leaf).difference(self.axes)
       if flat_slices.is_cut(leaf, self.num_slices):
@@ -47,7 +47,7 @@ class Cutting:
 
   def slices(self, tree: Any) -> Any:
     """Returns the types of slices of those leaves that can be cut."""
-    # One slice is the whole: all that can be told is from longer leaves.
+    # With one shard, slices are whole; longer leaves are used instead.
     if self.num_slices == 1:
       return longer(tree)
 
@@ -58,11 +58,11 @@ class Cutting:
     return _map_types(first, tree, jax.tree.map(can_be_cut, tree))
 
   def varying(self, tree: Any, is_cut: Any) -> Any:
-    """Returns the types of a tree, some leaves of which vary as slices do.
+    """Returns the types of a tree in which some leaves vary as slices do.
 
     Args:
       tree: Tree of types.
-      is_cut: Whether a leaf is one of which there are slices.
+      is_cut: Whether each leaf is sliced.
     """
     if self.num_slices == 1:
       return tree
@@ -72,12 +72,12 @@ class Cutting:
 
 
 def can_be_cut(leaf: Any) -> bool:
-  """Whether there are slices of a leaf, if there is more than one shard."""
+  """Whether a leaf is sliced where there is more than one shard."""
   return flat_slices.is_cut(leaf, num_slices=2)
 
 
 def longer(tree: Any) -> Any:
-  """Returns the types of leaves, with one element more if they can be cut."""
+  """Returns the types of leaves, one element longer if they can be sliced."""
 
   def pad(leaf):
     flat = jnp.pad(jnp.ravel(leaf), (0, 1))
@@ -87,7 +87,7 @@ def longer(tree: Any) -> Any:
 
 
 def _map_types(fn: Callable[[Any], Any], tree: Any, is_chosen: Any) -> Any:
-  """Returns a tree with the types of what `fn` makes of chosen leaves."""
+  """Returns a tree with the types of `fn` of the chosen leaves."""
   leaves, treedef = jax.tree.flatten(tree)
   types = [
       _type_of(leaf) if chosen else None

@@ -1,12 +1,12 @@
-"""Whether the weights of shards get into what is summed over them.
+"""Whether the weights of shards get into the sums over them.
 
-An abstract interpretation with two bits for each variable: whether it comes of
-updates, and whether it comes of the weight. That a sum of updates comes of the
-weight too is seen, and not by which arithmetic: a reduction that reads a weight
-is trusted with it.
+An abstract interpretation with two bits for each variable: whether it depends
+on updates, and whether it depends on the weight. It sees that a sum of updates
+depends on the weight, and not by which arithmetic: a reduction that reads a
+weight is trusted to use it right.
 
-Each trace of a gate asks, so that this reads jaxprs as they are: `jaxprs` would
-copy each of their equations.
+It is called in each trace of a gate, and therefore reads jaxprs directly:
+`jaxprs` would copy each of their equations.
 """
 
 from collections.abc import Hashable
@@ -28,14 +28,14 @@ def sums_without(
   """Returns where updates of shards are used without their weight.
 
   Args:
-    jaxpr: Where to look.
+    jaxpr: The program.
     given: What each of its inputs is: `UPDATES` that differ between shards, the
       `WEIGHT` that says how much the shard counts, or 0.
     axes: The mapped axes of these shards.
 
   Returns:
-    Whether anything is summed over the shards that comes of updates and not of
-    the weight; and for each output, whether it comes of updates alone.
+    Whether a sum over the shards depends on updates and not on the weight; and
+    for each output, whether it depends on updates alone.
   """
   found, outputs = _follow(jaxpr, tuple(given), frozenset(axes), {})
   return found, [bits == UPDATES for bits in outputs]
@@ -48,7 +48,7 @@ def _follow(jaxpr, given, axes, known):
     jaxpr: The program.
     given: The bits of its inputs.
     axes: As for `sums_without`.
-    known: What was found of programs before: many calls are of the same.
+    known: The results for programs so far: many calls are of the same program.
   """
   key = id(jaxpr), given
   if key not in known:
@@ -63,8 +63,8 @@ def _follow(jaxpr, given, axes, known):
 
 
 def _read(atoms, bits):
-  """Returns the bits of variables; constants have none, nor have literals."""
-  # A literal cannot be looked up.
+  """Returns the bits of variables; constants and literals have none."""
+  # A literal is not hashable.
   literal = jax.extend.core.Literal
   return tuple(
       [0 if isinstance(atom, literal) else bits.get(atom, 0) for atom in atoms]
@@ -88,8 +88,8 @@ def _equation(eqn, given, axes, known):
     ends = [_follow(body, given[1:], axes, known) for body in bodies]
     outputs = map(_union, zip(*(end[1] for end in ends), strict=True))
     return any(end[0] for end in ends), list(outputs)
-  # Which input of a loop goes where, and in which turn, matters little: all
-  # that it gives comes of all that it takes.
+  # A loop is not followed by iteration: all of its results are taken to depend
+  # on all of its inputs.
   ends = [
       _follow(body, (together,) * len(body.invars), axes, known)
       for body in bodies

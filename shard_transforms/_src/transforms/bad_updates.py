@@ -1,4 +1,4 @@
-"""What a shard finds in its own update, before all of them decide."""
+"""The diagnosis of a shard's own update, before all shards decide."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from shard_transforms._src.reduction import norms as norms_lib
 from shard_transforms._src.transforms import norm_window
 
 _CALLER = 'guard'
-# An empty window, of a guard that records no norms.
+# The empty window of a guard that records no norms.
 Norms = norm_window.NormWindow | tuple[()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What the norm of an update may be; checked when it is made.
+  """Limits of the norm of an update; checked when it is made.
 
   Attributes:
     max_norm: The largest norm, or `None`.
@@ -46,7 +46,7 @@ class Limits:
         arguments.as_positive(name, value)
 
   def start(self) -> Norms:
-    """Returns the norms of no steps so far."""
+    """Returns an empty window of norms."""
     return () if self.max_stds is None else norm_window.start(self.window)
 
   def check_fits(self, norms: Norms) -> None:
@@ -66,12 +66,12 @@ class Limits:
 
 
 class Diagnosis(NamedTuple):
-  """What a shard finds in its own update.
+  """The diagnosis of a shard's own update.
 
   Attributes:
     is_healthy: Whether it is finite and within the limits, bool [].
-    deviations: Of its norm from those of the window, each float32 []; none
-      without a window.
+    deviations: The two `norm_window.deviations` of its norm, each float32 [];
+      none without a window.
   """
 
   is_healthy: jax.Array
@@ -85,12 +85,12 @@ def diagnose(
     axes: tuple[Hashable, ...],
     sharded: partition_specs.SpecTree,
 ) -> Diagnosis:
-  """Returns what a shard finds in all slices of its update.
+  """Returns the diagnosis of a shard's update, over all of its slices.
 
   Args:
     updates: The update of this shard.
     norms: The norms so far.
-    limits: What its norm may be.
+    limits: The limits of its norm.
     axes: The axes between whose shards updates differ.
     sharded: As in `guard`.
 
@@ -101,7 +101,7 @@ def diagnose(
   sliced = _sliced_over(updates, axes, sharded)
   is_healthy = _are_finite(updates, axes, sliced)
   deviations = ()
-  # A norm reads all updates once more, so that nobody pays for it unasked.
+  # A norm reads all updates once more; it is computed only if needed.
   if limits.max_norm is not None or limits.max_stds is not None:
     told = sharded if sliced else None
     norm = jnp.sqrt(norms_lib.sum_of_squares(updates, sliced, told, _CALLER))
@@ -147,7 +147,7 @@ def _are_finite(updates, axes, sliced):
       for part in _real_parts(jnp.asarray(leaf))
   ]
   if axes and axes_lib.unmapped_axes(axes):
-    # The compiler would put what it sends over these axes into the branch.
+    # In a branch, the compiler could insert a collective over these axes.
     finite = _each_is_finite(parts)
   else:
     finite = _sum_or_each_is_finite(parts)
@@ -155,9 +155,9 @@ def _are_finite(updates, axes, sliced):
 
 
 def _sum_or_each_is_finite(parts):
-  # What is not finite makes a sum so, in whichever order. A sum takes half of
-  # the time of looking at each element, which is needed where it overflows. (A
-  # maximum would do as well, but that of a CPU passes over a NaN.)
+  # An element that is not finite makes the sum not finite, in any order. The
+  # sum takes half the time of checking each element, which is needed only where
+  # the sum overflows. (A maximum would do as well, but on CPU it ignores NaN.)
   total = functools.reduce(lax.add, map(_sum, parts), jnp.float32(0))
   return lax.cond(
       lax.is_finite(total),

@@ -1,4 +1,4 @@
-"""`clip_by_global_norm`: updates scaled down to a norm over all slices."""
+"""`clip_by_global_norm`: clips updates by the norm over all slices."""
 
 import chex
 import jax
@@ -33,8 +33,8 @@ def clip_by_global_norm(
   larger than a device, or the axis of `shard_update` inside of it:
   `shard_update(optax.chain(clip_by_global_norm(1.0, 'data'), adam), 'data')`.
 
-  A norm of zero leaves zeros; one that is infinite gives zeros for what is
-  finite, and what is not finite becomes NaN.
+  A norm of zero leaves zeros; an infinite norm turns finite elements into zeros
+  and all others into NaN.
 
   Args:
     max_norm: The norm above which updates are scaled down, a positive number.
@@ -95,7 +95,7 @@ def clip_by_global_norm(
 
 
 def _check_alike(tree):
-  """Checks that no leaf is a slice where another is whole.
+  """Checks that either all leaves are slices or none is.
 
   Raises:
     ValueError: If one seems to be.

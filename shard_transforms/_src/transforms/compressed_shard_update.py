@@ -50,7 +50,7 @@ class CompressedShardUpdateState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its slices."""
+    """Returns how `resize_state` converts its slices."""
     del reduction
     return {'inner_state': state_rules.ResizeRule('cut_anew')}
 
@@ -70,32 +70,33 @@ def compressed_shard_update(
 
   As `shard_update` does, with the two halves of `compressed_mean` in the place
   of its reduce-scatter and its all-gather. With the gradients :math:`u_i` of N
-  shards, compressors C and D, and :math:`d_j` what `inner` makes of the slice
-  of shard j:
+  shards, compressors C and D, and the update :math:`d_j` of `inner` for the
+  slice of shard j:
 
   .. math:: p_i = u_i + e_i, \quad d_j = \text{inner}\Big(\frac1N \sum_i
      C(p_i)_j\Big), \quad u \leftarrow D(d + E)
 
   and :math:`e_i \leftarrow p_i - C(p_i)`, :math:`E_j \leftarrow d_j + E_j -
-  D(d_j + E_j)` are held back. So the sum of what `inner` is given, with the
+  D(d_j + E_j)` are held back. So the sum of all inputs of `inner`, plus the
   mean of :math:`e_i`, is the sum of all mean gradients, and the sum of all
-  results, with E, that of all updates. Without D, updates are sent as they are.
+  results, plus E, is the sum of all updates. Without D, updates are sent as
+  they are.
 
   `inner` must treat each element alone, as for `shard_update`; weights, the
-  leaves that are not compressed, and what becomes of a NaN are as in
-  `compressed_mean`. Make the state with `init_state`, and fit it to another
-  number of shards with `resize_state`. One shard runs `inner` on its gradient
-  itself. Where no shard counts, `inner` is given zeros.
+  leaves that are not compressed, and the effect of a NaN are as in
+  `compressed_mean`. Make the state with `init_state`, and convert it to another
+  number of shards with `resize_state`. A single shard runs `inner` on its
+  gradient itself. Where no shard counts, `inner` is given zeros.
 
   Args:
     inner: The transformation that runs on slices.
     axis_name: The mapped axis, or a sequence of them, as in `shard_update`.
-    compressor: What makes blocks of gradients to fewer bytes.
+    compressor: How blocks of gradients are compressed.
     update_compressor: The same for updates, or `None` to send these as they
       are.
     min_elements: The least number of elements of a leaf that is compressed.
     warmup_steps: For how many steps nothing is compressed.
-    seed: What the keys of compressors that draw at random come of.
+    seed: The seed of compressors that draw random numbers.
     algorithm: How several axes are reduced over; see `compressed_mean`.
 
   Returns:

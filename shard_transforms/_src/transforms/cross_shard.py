@@ -44,23 +44,24 @@ def cross_shard_mean(
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
     groups: A partition of the shards, such as `[[0, 1], [2, 3]]`, each of which
-      reduces among itself; groups may differ in size. What comes out then
-      differs between shards; see `init_state(..., per_shard=True)`.
+      reduces among itself; groups may differ in size. The result then differs
+      between shards; see `init_state(..., per_shard=True)`.
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards: `'error'`, `'summed'` (as by `jax.grad` with respect to replicated
       parameters: divided by the number of shards) or `'averaged'` (left as it
       is). Nothing is sent for such a leaf.
-    bucket_bytes: Leaves smaller than this travel together in buffers of up to
+    bucket_bytes: Leaves smaller than this are sent together in buffers of up to
       this many bytes; 0 sends each leaf alone, with the same result to the bit.
-      `'auto'` is what was measured: in one process, leaves of less than 32 KiB
-      in buffers of up to 128 KiB; where CPU devices belong to several
-      processes, all leaves of a dtype, in buffers of up to 64 MiB. Without
-      effect under `jax.vmap`, where nothing is sent, and where a mesh axis is
-      not mapped, because packing would gather what that axis shards.
+      `'auto'` takes limits that were measured: in one process, leaves of less
+      than 32 KiB in buffers of up to 128 KiB; where CPU devices belong to
+      several processes, all leaves of a dtype, in buffers of up to 64 MiB.
+      Without effect under `jax.vmap`, where nothing is sent, and where a mesh
+      axis is not mapped, because packing would gather what that axis shards.
     algorithm: How several axes are summed over: `'flat'` at once, or
       `'hierarchical'`. The last axis is then the fast one, such as the cores of
-      a host: its B shards sum a part of 1/B each, sum the parts over the other
-      axes, and gather them, so that the slow axes carry 1/B of the bytes.
+      a host: a reduce-scatter over its B shards comes first, then an all-reduce
+        of the parts over the other axes, then an all-gather, so that the slow
+        axes carry 1/B of the bytes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -113,7 +114,7 @@ def cross_shard_sum(
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards: `'error'`, `'summed'` (left as it is) or `'averaged'` (multiplied
       by the number of shards).
-    bucket_bytes: Leaves smaller than this travel together; 0 for none.
+    bucket_bytes: Leaves smaller than this are sent together; 0 for none.
     algorithm: `'flat'`, or `'hierarchical'` for several axes.
 
   Returns:
@@ -159,7 +160,7 @@ def shard_mean(
     tree: Tree of arrays of any shapes; integers and booleans give float32.
     axis_name: The mapped axis, or a sequence of them.
     weight: A scalar a shard, such as its number of tokens, or `None`.
-    on_invariant: What a leaf is that is the same on all shards; see
+    on_invariant: How to read a leaf that is the same on all shards; see
       `cross_shard_mean`. `'averaged'` leaves it as it is.
 
   Returns:

@@ -66,16 +66,17 @@ class GuardState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its fields."""
+    """Returns how `resize_state` converts its fields."""
     del reduction
-    # Larger batches have smaller norms: those of other shards tell of no spike.
+    # Larger batches have smaller norms: recorded norms say nothing about spikes
+    # of batches of another size.
     return {
         'last_bad_step': state_rules.ResizeRule('maximum', counters.NEVER),
         'norms': state_rules.ResizeRule('begin_anew'),
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {
         'num_updates': state_rules.MetricRule(),
         'skipped_count': state_rules.MetricRule(),
@@ -141,11 +142,11 @@ def guard(
       updates differ; state is then kept per shard (see `init_state`). `None`
       where updates are reduced already.
     on_bad: `'skip'` or `'exclude'`; the latter needs `axis_name`.
-    max_norm: The largest norm of a shard's update that is no spike.
+    max_norm: The norm of a shard's update above which it is a spike.
     max_stds: How many standard deviations above its rolling mean the norm of a
       shard's update may be, once `window` steps were accepted. The mean is over
-      these steps and their good shards. An infinite norm, of what is finite but
-      too large for its square, is a spike from the first step on. If norms rise
+      these steps and their good shards. An infinite norm of finite elements,
+      whose squares overflow, is a spike from the first step on. If norms rise
       and stay high, all later steps are skipped.
     window: The number of accepted steps that the rolling mean is over.
     min_shards: The number of good shards, at least 1, that is enough for a step
@@ -221,7 +222,7 @@ def guard(
         state.inner_state,
         params,
         weight=weight,
-        # Some of `inner` may come before its reduction, and keep moments.
+        # A part of `inner` before its reduction may keep moments.
         is_healthy=None if weight is None else diagnosis.is_healthy,
         axes=rule.axes,
         extra_args=extra_args,

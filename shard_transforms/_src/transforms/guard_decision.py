@@ -1,4 +1,4 @@
-"""What the shards of `guard` decide together: whether a step is taken."""
+"""The joint decision of the shards of `guard`: whether a step is taken."""
 
 from collections.abc import Hashable
 import dataclasses
@@ -51,7 +51,7 @@ class Rule:
 
   @property
   def num_enough(self) -> int:
-    """The number of good shards that is enough where some are left out."""
+    """The number of good shards that are enough where others are left out."""
     return 1 if self.min_shards is None else self.min_shards
 
   def check_enough_shards(self) -> None:
@@ -70,7 +70,7 @@ class Rule:
 
 
 class Decision(NamedTuple):
-  """What all shards decide together.
+  """The joint decision of all shards.
 
   Attributes:
     accept: Whether the step is taken, bool []; the same on all shards.
@@ -78,7 +78,7 @@ class Decision(NamedTuple):
     weight: How much this shard counts, float32 []; 0 if it is bad.
     num_good: The number of good shards, float32 [].
     num_bad: The number of bad ones, float32 [].
-    deviations: The sums of those of the good ones, each float32 [].
+    deviations: The sums of those of the good shards, each float32 [].
   """
 
   accept: jax.Array
@@ -97,7 +97,7 @@ def decide(
   """Returns what all shards decide, by one reduction of a few numbers.
 
   Args:
-    diagnosis: What this shard finds in its own update.
+    diagnosis: The diagnosis of this shard's update.
     weight: How much it counts; `None` is 1.
     rule: How many must be good.
 
@@ -107,7 +107,7 @@ def decide(
   """
   chex.assert_rank([diagnosis.is_healthy, *diagnosis.deviations], 0)
   given = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
-  # A shard without a weight does no harm.
+  # A shard of weight zero is not bad.
   counts = given > 0
   good, bad = counts & diagnosis.is_healthy, counts & ~diagnosis.is_healthy
   own_weight = jnp.where(good, given, 0)

@@ -1,4 +1,4 @@
-"""Norms of the last steps, and what is a spike among them."""
+"""A window of the norms of the last steps, and the limit for spikes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ class NormWindow(NamedTuple):
   """The norms of the last accepted updates, the same on all shards.
 
   Attributes:
-    mean: Of each step, the mean norm over its shards, float32 [window].
-    variance: Of each step, the variance over its shards, float32 [window].
+    mean: The mean norm over the shards of each step, float32 [window].
+    variance: The variance over the shards of each step, float32 [window].
     num_recorded: The number of steps so far, int32 [].
   """
 
@@ -33,7 +33,7 @@ class NormWindow(NamedTuple):
     return lax.dynamic_index_in_dim(self.mean, slot, axis=-1, keepdims=False)
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {'last_mean': state_rules.MetricRule()}
 
 
@@ -49,21 +49,21 @@ def start(window: int) -> NormWindow:
 def limit(norms: NormWindow, max_stds: Any) -> jax.Array:
   """Returns the mean of a window plus so many standard deviations.
 
-  That is over all its steps and their shards; the largest number until the
-  window is full, so that an infinite norm is never recorded.
+  Both are over all steps and their shards. Until the window is full, it is the
+  largest finite number, so that an infinite norm is never recorded.
   """
   variance = norms.variance.mean() + norms.mean.var()
   bound = norms.mean.mean() + max_stds * jnp.sqrt(variance)
   is_full = norms.num_recorded >= norms.mean.size
-  # Norms that stay the same are no spikes for the rounding of their mean.
+  # Constant norms must not be spikes because their mean is rounded.
   largest = jnp.finfo(jnp.float32).max
   return jnp.minimum(jnp.where(is_full, bound * (1 + 1e-6), largest), largest)
 
 
 def deviations(norms: NormWindow, norm: jax.Array) -> jax.Array:
-  """Returns what `record` takes the sum of over shards, float32 [2].
+  """Returns the deviation of a norm and its square, which are then summed.
 
-  Differences from a number that is near keep the bits that squares would lose.
+  Deviations from a nearby number avoid the cancellation of plain squares.
   """
   apart = norm - norms.last_mean
   return jnp.stack([apart, apart**2])

@@ -1,4 +1,4 @@
-"""`reduce_towers`: gradient accumulation over updates that are stacked."""
+"""`reduce_towers`: gradient accumulation over stacked updates."""
 
 from typing import Literal
 
@@ -31,11 +31,10 @@ def reduce_towers(
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
 
-  `inner` is handed the weight :math:`W`, a scalar, so that a
-  `cross_shard_mean` inside gives the mean over all tokens. With
-  `reduction='sum'` it is handed 1 where any tower has a weight, else 0. A total
-  of zero gives a zero update. Of several `local_step`s, one a tower, the least
-  is handed on.
+  `inner` is handed the weight :math:`W`, a scalar, so that a `cross_shard_mean`
+  inside gives the mean over all tokens. With `reduction='sum'` it is handed 1
+  where any tower has a weight, else 0. A total of zero gives a zero update. Of
+  several `local_step`s, one a tower, the minimum is passed on.
 
   `tower_reduce` does the same for towers that come one call after another.
 
@@ -104,7 +103,7 @@ def reduce_towers(
 
 
 def _reduce(towers, weight, divisor):
-  """Returns the sum of the towers of a leaf by a divisor, in its own dtype."""
+  """Returns the sum of the towers of a leaf over a divisor, in its dtype."""
   if leaves.is_float0(towers):
     return towers[0]
   total = _sum(towers, weight)

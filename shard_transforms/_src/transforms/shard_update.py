@@ -1,4 +1,4 @@
-"""`shard_update`: each shard runs the optimizer on its slice of the whole."""
+"""`shard_update`: ZeRO-1, each shard runs the optimizer on its slices."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class ShardUpdateState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its field."""
+    """Returns how `resize_state` converts its field."""
     del reduction
     return {'inner_state': state_rules.ResizeRule('cut_anew')}
 
@@ -61,9 +61,9 @@ def shard_update(
 
   Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
   state and the work of `inner` divided among the N shards: a reduce-scatter
-  leaves each shard the mean of its slice of every leaf, `inner` turns that
-  into a slice of the updates, and an all-gather joins them. Together these send
-  as many bytes as the all-reduce that they replace.
+  gives each shard the mean of its slice of every leaf, `inner` turns that into
+  a slice of the updates, and an all-gather joins the slices. Together these
+  send as many bytes as the all-reduce that they replace.
 
   `inner` sees the tree of the parameters, and the rank of each, with all
   elements of a slice along the last axis: masks and labels that go by path or
@@ -73,23 +73,23 @@ def shard_update(
   norm, `clip_by_global_norm(max_norm, axis_name)` of this library comes first
   in `inner`; a sum over shards by hand is refused.
 
-  Scalars are not cut: they are reduced as by `cross_shard_mean`, and all shards
-  update them. Make the state with `init_state`, and map it with the specs of
-  `state_specs`; it fits this number of shards alone, and `resize_state` makes
-  it fit another. All axes of the mesh must be mapped, and parameters may be
-  sharded over others than `axis_name`.
+  Scalars are not sliced: they are reduced as by `cross_shard_mean`, and all
+  shards update them. Make the state with `init_state`, and map it with the
+  specs of `state_specs`; it is for this number of shards, and `resize_state`
+  converts it to another. All axes of the mesh must be mapped, and parameters
+  may be sharded over others than `axis_name`.
 
   Args:
     inner: The transformation that runs on slices.
     axis_name: The mapped axis, or a sequence of them, the fast one last, over
-      whose shards the updates are reduced and cut. The last axis is scattered
-      first, so that the others carry only a part.
+      whose shards the updates are reduced and sliced. The last axis is
+      scattered first, so that the others carry only a part.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards; see `cross_shard_mean`. Nothing is sent to reduce such a leaf.
-    bucket_bytes: Slices of leaves that are smaller than this travel together;
+    bucket_bytes: Slices of leaves that are smaller than this are sent together;
       see `cross_shard_mean`.
 
   Returns:

@@ -18,10 +18,10 @@ from shard_transforms._src.tracing import elementwise
 class SliceCheck:
   """Refuses an inner transformation that looks across elements.
 
-  Tracing it takes long, and a state is made for what is updated then. What
-  passed last is therefore not traced again. That is one description of types
-  and no array, and it decides nothing but whether to look again: forgotten or
-  mixed up between threads, it costs time alone.
+  Tracing is slow, and `update` usually gets the types that `init` got. The last
+  types that passed are therefore not traced again. This cache holds one
+  description of types and no array, and only decides whether to trace: if it is
+  lost, or overwritten by another thread, that only costs time.
   """
 
   def __init__(
@@ -34,7 +34,7 @@ class SliceCheck:
     self._passed_last = None
 
   def check_init(self, params: optax.Params) -> None:
-    """Checks what can be told from the parameters alone.
+    """Checks what the parameters alone show.
 
     Raises:
       ValueError: If the inner transformation looks across elements.
@@ -51,11 +51,11 @@ class SliceCheck:
       params: optax.Params | None,
       extra_args: Mapping[str, Any],
   ) -> Callable[..., tuple[optax.Updates, optax.OptState]]:
-    """Checks what is known when updates come.
+    """Checks what the updates show as well.
 
     Returns:
-      What `update` of the inner transformation does with slices of the updates,
-      its state and slices of the parameters.
+      The `update` of the inner transformation, for slices of the updates, its
+      state and slices of the parameters.
 
     Raises:
       ValueError: If the inner transformation looks across elements.
@@ -69,7 +69,7 @@ class SliceCheck:
     update = functools.partial(self._inner.update, **extra_args)
     axes, groups = self._reduction.axes, self._reduction.groups
     num_slices = self._reduction.num_slices()
-    # Whether updates vary over these axes does not matter: slices of them will.
+    # Whether updates vary over these axes does not matter: slices of them do.
     ignored = () if groups else axes
     seen = (
         num_slices,
@@ -78,7 +78,7 @@ class SliceCheck:
     )
     if seen == self._passed_last and not extra_args:
       return update, None
-    # What is reduced over all shards is the same on all of them.
+    # Reduced over all shards, updates are the same on all of them.
     invariant = () if groups else axes
     problem = elementwise.find_problem(
         self._inner._replace(update=update),
@@ -90,12 +90,12 @@ class SliceCheck:
     )
     if problem is None and not extra_args:
       self._passed_last = seen
-    # JAX keeps the programs of a function: what was traced on slices, to be
-    # looked at, is not traced once more to be run.
+    # JAX caches the jaxpr of a jitted function: what was traced on slices for
+    # the check is not traced again to run.
     return jax.jit(update), problem
 
   def _raise(self, problem):
-    """Says what to do where there is a problem.
+    """Raises if there is a problem, and says what to do.
 
     Raises:
       ValueError: If there is one.

@@ -13,7 +13,7 @@ from shard_transforms._src.transforms import sliced_state
 
 
 class SlicedInner:
-  """A transformation of which each shard updates its slices alone."""
+  """A transformation that each shard runs on its slices alone."""
 
   def __init__(
       self,
@@ -40,7 +40,7 @@ class SlicedInner:
       )
 
   def init(self, params: optax.Params) -> optax.OptState:
-    """Returns its state, as each shard keeps it.
+    """Returns the initial state, as each shard keeps it.
 
     Raises:
       ValueError: If it looks across elements, or an axis of the mesh is not
@@ -60,14 +60,14 @@ class SlicedInner:
       params: optax.Params | None,
       extra_args: Mapping[str, Any],
   ) -> tuple[optax.Updates, optax.OptState]:
-    """Returns what it makes of slices of updates, and its state.
+    """Returns the updates of a shard's slices, and the next state.
 
     Args:
       own_updates: A shard's slices of the reduced updates.
       inner_state: Its state, as each shard keeps it.
       updates: Whole updates.
       params: Whole parameters, if any.
-      extra_args: What else its `update` takes.
+      extra_args: The extra arguments of its `update`.
 
     Raises:
       ValueError: As `init`, or if the state was made for other parameters.

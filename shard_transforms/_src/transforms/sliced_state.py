@@ -1,7 +1,7 @@
 """The state of a transformation that runs on slices, as each shard keeps it.
 
-A leaf that is shaped otherwise on a slice than on the whole is itself a slice,
-and has the leading axis of what differs between shards.
+A leaf whose shape on slices differs from its shape on the whole is itself a
+slice, and has the leading axis of leaves that differ between shards.
 """
 
 from collections.abc import Hashable
@@ -42,7 +42,7 @@ def take(
     whole_kinds: optax.OptState,
     caller: str,
 ) -> optax.OptState:
-  """Returns a shard's own state, out of that which is kept.
+  """Returns a shard's own state from the state that is kept.
 
   Args:
     state: As `store` returns it.

@@ -38,14 +38,14 @@ def tower_reduce(
 
   and `inner` is handed the weight :math:`W`, so that a `cross_shard_mean`
   inside gives the mean over all tokens of all towers of all shards. With
-  `reduction='sum'` the weights are used up, and `inner` is handed 1 for a shard
-  that has any, else 0. Where the total over all shards is zero, the update is
-  zero, `inner` is not run, and the window starts again. Give `weight` with
-  every tower of a window or with none.
+  `reduction='sum'` the sum contains the weights, and `inner` is handed 1 for a
+  shard that has any, else 0. Where the total over all shards is zero, the
+  update is zero, `inner` is not run, and the window starts again. Give `weight`
+  with every tower of a window or with none.
 
   A tower that has no gradient for a leaf (`None` in its place) counts as zero
-  there; the divisor stays. The least of the `local_step`s of a window is
-  handed on; any other extra argument is the last tower's. Collectives inside
+  there; the divisor stays. The minimum of the `local_step`s of a window is
+  passed on; any other extra argument is the last tower's. Collectives inside
   `inner` run once a window.
 
   Without `inner`, the result goes to the next link of an `optax.chain`, as
@@ -139,10 +139,10 @@ def tower_reduce(
 
 
 def _apply_alone(gate, inner, updates, state, params, extra_args):
-  """Applies a single tower, which does not forget those of a window.
+  """Applies a single tower; refuses a state of several towers.
 
   Raises:
-    ValueError: If the state is one of several towers.
+    ValueError: If the state is that of several towers.
   """
   if jax.tree.leaves(state.total):
     raise ValueError(
@@ -156,7 +156,7 @@ def _apply_alone(gate, inner, updates, state, params, extra_args):
 
 
 class _Tower(NamedTuple):
-  """What the last tower of a window brings."""
+  """The arguments of the last tower of a window."""
 
   updates: optax.Updates
   weight: chex.Numeric | None
@@ -165,9 +165,9 @@ class _Tower(NamedTuple):
 
 
 def _end(gate, inner, last, num_towers, reduction, axes, window, params):
-  """Applies what a full window holds, and empties it.
+  """Applies the mean or sum of a full window, and empties the window.
 
-  With weights that are zero on all shards, the inner transformation stays.
+  With weights that are zero on all shards, the inner state stays as it is.
   """
   reduced, total_weight, oldest = tower_window.reduce(
       window,

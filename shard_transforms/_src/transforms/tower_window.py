@@ -37,12 +37,12 @@ class TowerReduceState(NamedTuple):
     total: Their (weighted) sum, a tree like the parameters, in float32 for
       leaves of fewer bits; `()` where there is but one tower.
     total_weight: The sum of their weights, float32 [].
-    oldest_local_step: The least of their local steps, int32 []; the largest
-      int32 where no tower told one.
+    oldest_local_step: The minimum of their local steps, int32 []; the largest
+      int32 where no tower gave one.
     inner_state: State of the inner transformation.
-    tower_squares: The sum of the squares of the norms of their updates, each
-      times its weight, and how many have one, float32 [2]; per shard as
-      `total`; `()` unless something in `inner_state` asks for it.
+    tower_squares: The weighted sum of the squared norms of their updates, and
+      the number of towers with a weight, float32 [2]; per shard as `total`;
+      `()` unless a state in `inner_state` asks for it.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -63,15 +63,16 @@ class TowerReduceState(NamedTuple):
   def resize_rules(
       self, reduction: state_rules.Reduction | None
   ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns what `resize_state` does with its fields.
+    """Returns how `resize_state` converts its fields.
 
-    The window ends with the same result: the totals and the total weights of
-    all shards stay, or what `reduction` makes of them where there are none.
+    The window ends with the same result: the totals and the total weights over
+    all shards stay the same, or, without weights, their `reduction`.
     """
     total = total_weight = state_rules.ResizeRule('sum')
     may_be_unweighted = np.all(self.total_weight == self.tower)
     if self.tower and may_be_unweighted and reduction != 'weighted':
-      # Without weights, each shard keeps the number of its towers for one.
+      # Without weights, the total weight of a shard is the number of its
+      # towers.
       total_weight = state_rules.ResizeRule('maximum', self.tower)
       total = _rule_of_unweighted(reduction)
     return {
@@ -82,7 +83,7 @@ class TowerReduceState(NamedTuple):
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns what `metrics` does with its attributes."""
+    """Returns how `metrics` reads its attributes."""
     return {
         'tower': state_rules.MetricRule(),
         'total_weight': state_rules.MetricRule('sum'),
@@ -157,15 +158,15 @@ def reduce(
     updates: optax.Updates,
     params: optax.Params | None,
 ) -> tuple[optax.Updates, jax.Array, jax.Array]:
-  """Returns what the towers of a full window make together.
+  """Returns the mean or sum of the towers of a full window.
 
   Args:
     window: The window.
     reduction: `'mean'` or `'sum'`.
     num_towers: What a mean divides by, or `None` for the total weight.
     axes: The axes between whose shards the window differs.
-    updates: Those of the last tower, of which the result has the dtypes.
-    params: Where the last tower has no gradient, the dtype is that of these.
+    updates: Those of the last tower, whose dtypes the result gets.
+    params: They give the dtype where the last tower has no gradient.
 
   Returns:
     The mean or sum; the total weight of this shard, and its oldest local step.
@@ -212,7 +213,7 @@ def emptied(
 
 
 def _rule_of_unweighted(reduction):
-  """Returns what becomes of the totals of a window that has no weights."""
+  """Returns the resize rule of the totals of a window without weights."""
   if reduction is None:
     return state_rules.ResizeRule(
         'refuse',
