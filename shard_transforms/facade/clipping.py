@@ -1,4 +1,4 @@
-"""`clip_by_global_norm` as TensorFlow 1 has it: on a list."""
+"""`clip_by_global_norm` of TensorFlow 1, which takes a list."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,11 +1,11 @@
-"""Names of TensorFlow 1 that stand for a choice."""
+"""Constants of TensorFlow 1 that name a choice."""
 
 
 class Reduction:
-  """How the losses and gradients of shards or towers become one.
+  """How the losses and gradients of shards or towers are reduced.
 
-  `CrossShardOptimizer` takes `MEAN` and `SUM`. For towers, `SUM` adds up, and
-  every other but `NONE`, which is refused, is a mean over the towers.
+  `CrossShardOptimizer` takes `MEAN` and `SUM`. For towers, `SUM` is the sum,
+  `NONE` is refused, and all others are the mean over the towers.
 
   Examples:
     >>> from shard_transforms import facade
@@ -25,7 +25,7 @@ class Reduction:
 
   @classmethod
   def all(cls) -> tuple[str, ...]:
-    """Returns all of them."""
+    """Returns all names."""
     return (
         cls.NONE,
         cls.SUM,

@@ -1,4 +1,4 @@
-"""Where a call stands: among how many shards, in which tower of how many."""
+"""The shards and the towers around a call."""
 
 from collections.abc import Hashable
 from collections.abc import Iterator
@@ -34,12 +34,12 @@ class Towers:
 
   Attributes:
     num_towers: Their number.
-    reduction: How their losses and gradients become one.
+    reduction: How their losses and gradients are reduced.
     axis_name: The mapped axis that they lie along; `None` if they take turns.
     tower: The one whose turn it is.
-    calls: What each tower has handed to its optimizers, call by call.
-    is_applying: Whether a `TowerOptimizer` is at work, inside which other
-      optimizers apply what it has gathered.
+    calls: The gradients that each tower has given to its optimizers, by call.
+    is_applying: Whether a `TowerOptimizer` is applying gathered gradients by
+      another optimizer.
   """
 
   num_towers: int
@@ -66,8 +66,8 @@ def shard_context(
 ) -> Iterator[Shards]:
   """Tells optimizers in the calling thread among how many shards they run.
 
-  `shard` does this for the computation that it maps. By itself, it is for
-  gradients that are computed for one shard of several: `apply_gradients` of a
+  `shard` does this for the computation that it maps. Without `shard`, it serves
+  to compute the gradients of one shard of several: `apply_gradients` of a
   `CrossShardOptimizer` needs the mapped axis as well.
 
   Args:
@@ -75,7 +75,7 @@ def shard_context(
     axis_name: The mapped axis that they lie along.
 
   Yields:
-    What describes them.
+    A description of the shards.
 
   Raises:
     TypeError: If `num_shards` is not an integer.

@@ -19,22 +19,22 @@ class CrossShardOptimizer(wrappers.FunctionalWrapper):
   """Averages gradients over shards, and applies them with another optimizer.
 
   `compute_gradients` divides the loss by the number of shards (`MEAN`; the size
-  of a group where there are groups), and `apply_gradients` sums up: what
-  happens between the two, like clipping, sees the scaled gradient of each
-  shard, and `apply_gradients` alone gives a sum. It stands for
+  of a group where there are groups), and `apply_gradients` is an all-reduce
+  (sum). So anything between the two, such as clipping, sees the scaled gradient
+  of each shard, and `apply_gradients` alone gives a sum. It is
   `optax.chain(cross_shard_sum(...), inner)`.
 
-  Both calls belong into the computation of `shard`, which tells the number of
-  shards. With groups, variables and slots differ between the groups afterwards,
-  and keep a value a shard.
+  Make both calls in the computation of `shard`, which sets the number of
+  shards. With groups, variables and slots then differ between the groups, and
+  keep one value a shard.
 
   Args:
     opt: The optimizer that applies the reduced gradients.
     reduction: `Reduction.MEAN` or `Reduction.SUM`.
     name: The name.
     group_assignment: A partition of the shards into groups of one size that
-      reduce among themselves, a list of lists of shard ids (tuples and arrays
-      will do); all shards are one group if `None` or empty.
+      reduce among themselves, a list of lists of shard ids (or tuples or
+      arrays); all shards are one group if `None` or empty.
 
   Raises:
     TypeError: If `opt` is no optimizer of the façade, or one that gathers

@@ -1,8 +1,8 @@
-"""Which array a variable stands for: here, in this thread, while tracing.
+"""Frames: which array a variable stands for in this thread and trace.
 
 Between calls a variable keeps an array of its own. Inside a call that JAX
-traces, it stands for a tracer that nobody else may see. A frame holds these;
-frames are stacked, and each thread has its own stack.
+traces, it stands for a tracer that must not leak. A frame holds these; frames
+are stacked, and each thread has its own stack.
 """
 
 from collections.abc import Callable
@@ -23,32 +23,31 @@ from shard_transforms.facade import templates
 
 Kind = Literal['plain', 'traced', 'discovered']
 
-# JAX keeps what it traced of `lax.scan`, `jax.checkpoint` or `jax.jit` by the
-# function alone, but what a function reads changes. It keeps apart what it
-# traced under other values of this.
+# JAX caches the traces of `lax.scan`, `jax.checkpoint` and `jax.jit` by the
+# function alone, but the variables that a function reads may change. The cache
+# key also contains this context value, so another value means another trace.
 _generation = jax.make_user_context(None)
 
 
 class Retraced(Exception):
-  """Ends a trace that needs what is none of its arguments."""
+  """Aborts a trace that uses a variable which is not one of its arguments."""
 
 
 class Frame:
   """The arrays that variables stand for inside one call.
 
   Attributes:
-    kind: What the call is: `'plain'`; `'traced'`, where what is not an argument
-      must not be used, because JAX would take it for a constant; or
-      `'discovered'`, a trace that is thrown away once it has shown what is
-      used.
+    kind: The kind of call: `'plain'`; `'traced'`, where only arguments may be
+      used, because JAX would capture others as constants; or `'discovered'`, a
+      trace that only finds the variables that are used, and is discarded.
     enter: Takes a variable and its array outside; returns the one inside.
     values: The array of each variable that was used, or is an argument.
     used: The variables that were read or written, in order.
     written: The variables that were written, in order.
-    locks: What has to be held whenever the call runs.
+    locks: The locks that the call must hold when it runs.
     mesh: The mesh over which the call is mapped, if any.
-    trace_state: Where JAX was when the frame was opened.
-    generation: What keeps apart what JAX traces before and after a write.
+    trace_state: JAX's trace state when the frame was opened.
+    generation: A number that separates JAX's traces before and after a write.
   """
 
   def __init__(
@@ -85,7 +84,7 @@ def frame(
     *,
     enter: Callable[[Any, Any], Any] = lambda variable, array: array,
 ) -> Iterator[Frame]:
-  """Opens a frame; what is written in it is gone with it unless committed."""
+  """Opens a frame; what is written in it is lost unless committed."""
   opened = Frame(kind, values, enter)
   _thread.frames.append(opened)
   try:
@@ -97,7 +96,7 @@ def frame(
 
 
 def _begin_generation(opened):
-  # Outside of any trace, everything would be compiled anew.
+  # Outside of any trace, a new generation would compile everything again.
   if is_tracing():
     opened.generation.close()
     opened.generation.enter_context(_generation(object()))
@@ -105,7 +104,7 @@ def _begin_generation(opened):
 
 @contextlib.contextmanager
 def transaction() -> Iterator[None]:
-  """Writes all that is written inside in the end, or nothing on an error.
+  """Commits everything that is written inside at the end, or nothing on error.
 
   Raises:
     ValueError: Where nothing can be written.
@@ -145,10 +144,10 @@ def _use(variable, frame):
 
 
 def known(variables: Iterable[Any]) -> dict[Any, Any]:
-  """Returns what may be read here, with its arrays, and uses none of it.
+  """Returns the arrays of variables that may be read here, and uses none.
 
   Args:
-    variables: What may be read outside of any trace.
+    variables: The variables that may be read outside of any trace.
   """
   found = {} if is_tracing() else {v: v.stored for v in variables}
   for opened in _thread.frames:
@@ -160,8 +159,8 @@ def write(variable: Any, array: Any) -> None:
   """Makes `variable` stand for `array` from here on.
 
   Raises:
-    ValueError: If JAX stages what runs here: it would be done once, while
-      tracing, or the array would outlive its trace.
+    ValueError: If JAX traces here: the write would happen once, while tracing,
+      or leak a tracer.
   """
   _check_here(f'Variable {variable.name!r}')
   commit([variable], [array])
@@ -180,10 +179,10 @@ def _check_here(what):
 
 
 def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-  """Writes what has been computed for the place where the caller is.
+  """Writes arrays that were computed in the caller's own trace.
 
   Raises:
-    ValueError: If an array is a tracer that would outlive its trace.
+    ValueError: If an array is a tracer that would leak from its trace.
   """
   opened = _thread.frames[-1] if _thread.frames else None
   for variable, array in zip(variables, arrays, strict=True):
@@ -214,13 +213,13 @@ def is_tracing() -> bool:
 
 
 def is_staged() -> bool:
-  """Whether JAX traces here for itself, and keeps what it traced.
+  """Whether JAX traces here on its own, and caches the trace.
 
-  It would keep what is read here as a constant.
+  A value that is read here would become a constant.
   """
   if is_tracing() or _trace_state() == _clean_trace_state():
     return False
-  # Under `jax.vmap` and `jax.grad` alone, arrays are made as they are outside.
+  # Under `jax.vmap` and `jax.grad` alone, new arrays are concrete.
   return isinstance(jnp.zeros([]), core.Tracer)
 
 
@@ -249,10 +248,10 @@ def held(lock: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
-  """Lets other threads see all that was written, and each further write.
+  """Makes all writes so far, and each further one, visible to other threads.
 
-  Transactions around have read and written for themselves so far; what they
-  have written cannot be taken back any more.
+  The writes of outer transactions were private so far; now they can no longer
+  be rolled back.
   """
   frames, _thread.frames = _thread.frames, []
   try:
@@ -267,7 +266,7 @@ def at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-  """Leaves all frames, calls and traces: what is computed is concrete."""
+  """Leaves all frames, calls and traces, so that results are concrete."""
   frames, _thread.frames = _thread.frames, []
   try:
     with jax.ensure_compile_time_eval(), templates.suspended():
@@ -277,7 +276,7 @@ def outside() -> Iterator[None]:
 
 
 def mark_mapped(mesh: jax.sharding.Mesh) -> None:
-  """Tells the frames around that they hold a call over `mesh`."""
+  """Marks the frames around as containing a call over `mesh`."""
   for opened in _thread.frames:
     opened.mesh = mesh
 
@@ -304,5 +303,5 @@ def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
 
 
 def spec_of(variable: Any, array: Any, mesh: jax.sharding.Mesh) -> P:
-  """Returns how an array lies on a mesh: alike on all shards, or by shard."""
+  """Returns the spec of an array on a mesh: replicated, or a value a shard."""
   return P(*mesh.axis_names) if array.ndim > variable.ndim else P()

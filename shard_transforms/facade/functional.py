@@ -25,8 +25,8 @@ Variable = variables_lib.Variable
 class FunctionalOptimizer(optimizer.Optimizer):
   """An optimizer whose `apply_gradients` is one call of `update`.
 
-  It is described by its transformation, by where the state of that lives, and
-  by the optimizer at the heart of it, which keeps the slots.
+  Subclasses define the transformation, where its state is kept, and the
+  innermost optimizer, which keeps the slots.
   """
 
   @property
@@ -51,7 +51,7 @@ class FunctionalOptimizer(optimizer.Optimizer):
       global_step: Variable | None,
       state: Any,
   ) -> jax.Array | None:
-    """Takes the next state, and returns what `apply_gradients` returns."""
+    """Stores the next state, and returns the result of `apply_gradients`."""
 
   def _extra_args(self) -> dict[str, Any]:
     """Returns the extra arguments of `update`, for this call."""
@@ -77,7 +77,7 @@ class FunctionalOptimizer(optimizer.Optimizer):
 
   @property
   def uses_locking(self) -> bool:
-    """Whether an update excludes the others of the graph that say so."""
+    """Whether an update is exclusive among those in the graph with locking."""
     return self._use_locking
 
   def _held(self, variables):
@@ -93,8 +93,8 @@ class SlotOptimizer(FunctionalOptimizer):
     slots: The state.
   """
 
-  # Which fields of the state are slots, and how TensorFlow 1 calls them, in
-  # the order in which it makes them; any others keep their names.
+  # The fields of the state that are slots, with their names in TensorFlow 1, in
+  # its order of creation; other fields keep their names.
   _SLOT_NAMES: Mapping[str, str] = types.MappingProxyType({})
 
   def __init__(self, use_locking: bool, name: str):
@@ -117,7 +117,7 @@ class SlotOptimizer(FunctionalOptimizer):
     return self.slots.names()
 
   def variables(self) -> list[Variable]:
-    """Returns the slots and what else is the optimizer's state, by name."""
+    """Returns the slots and all other state of the optimizer, by name."""
     return self.slots.variables()
 
   def _load(self, variables, global_step):

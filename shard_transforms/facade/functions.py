@@ -13,12 +13,12 @@ from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import templates
 
-# A call that is traced anew finds variables that no earlier one has found.
+# A call is traced again if it uses variables that no earlier trace has found.
 _MAX_TRACES = 32
 
 
 class Function:
-  """What `function` returns: call it, or `build` what a call would make."""
+  """The result of `function`: call it, or `build` what a call would make."""
 
   def __init__(self, fn: Callable[..., Any]):
     functools.update_wrapper(self, fn)
@@ -39,7 +39,7 @@ class Function:
   def __get__(self, instance: Any, owner: type | None = None) -> 'Function':
     if instance is None:
       return self
-    # Kept by the instance: found there, this is not asked again.
+    # Stored on the instance, which Python then finds first.
     bound = Function(self._fn.__get__(instance))
     return vars(instance).setdefault(self._attribute, bound)
 
@@ -58,7 +58,7 @@ class Function:
       ValueError: If what it computes raises one.
     """
     if frames.is_open() or contexts.is_any():
-      # Part of a call that compiles it, or of one shard or tower of several.
+      # Inside another compiled call, a shard or a tower.
       return self._inline(args, kwargs)
     if not self._is_built:
       self.build(*args, **kwargs)
@@ -72,7 +72,7 @@ class Function:
           self.build(*args, **kwargs)
           continue
         except ValueError:
-          # So JAX refuses arrays that others have left on other devices.
+          # JAX raises this where another call has left arrays on other devices.
           if not self._place():
             raise
           continue
@@ -106,7 +106,7 @@ class Function:
     self._place()
 
   def _held(self):
-    """Holds the locks of the step, in one order: no two calls then block."""
+    """Holds the locks of the step, in a fixed order, so that none deadlocks."""
     if not self._locks:
       return contextlib.nullcontext()
     stack = contextlib.ExitStack()
@@ -115,15 +115,15 @@ class Function:
     return stack
 
   def _inline(self, args, kwargs):
-    """Runs the function where it stands."""
+    """Runs the function inline."""
     with self._graph.as_default(), templates.call_of(self._template):
       out = self._fn(*args, **kwargs)
     return jax.tree.map(lambda x: x, out)
 
   def _learn(self, frame):
-    """Notes what a trace has used; returns whether anything is new."""
+    """Records the variables of a trace; returns whether any is new."""
     with self._growing:
-      # Appended to, so that the places of others stay.
+      # Appended, so that the positions of others stay.
       new_variables = [v for v in frame.used if v not in self._variables]
       new_locks = [lock for lock in frame.locks if lock not in self._locks]
       self._variables += new_variables
@@ -132,7 +132,7 @@ class Function:
     return bool(new_variables or new_locks)
 
   def _traced(self, arrays, args, kwargs):
-    """The pure function: what was written, by its place among the variables."""
+    """The pure function; returns written arrays by the variable's position."""
     variables = self._variables[: len(arrays)]
     with frames.frame('traced', zip(variables, arrays, strict=True)) as frame:
       out = self._inline(args, kwargs)
@@ -142,7 +142,7 @@ class Function:
     return out, {places[v]: frame.values[v] for v in frame.written}
 
   def _place(self):
-    """Puts variables where the step leaves them, lest it compiles twice."""
+    """Places variables where the step leaves them, to avoid a recompilation."""
     if self._mesh is None:
       return False
     return frames.place(self._variables, self._mesh)
@@ -157,8 +157,8 @@ def function(fn: Callable[..., Any]) -> Function:
   run what was compiled. As under `jax.jit`, Python code in `fn` runs while
   tracing only. The old arrays of variables are not donated, because other
   threads may be reading them. `fn` runs in the graph that was the default when
-  `function` was called, wherever and in whichever thread the result is. Inside
-  of what another `function` or a loss runs, it becomes part of that.
+  `function` was called, in any thread. Inside another `function` or a loss, it
+  becomes part of that.
 
   `build(*args)` of the result makes what a first call would make, and runs
   nothing: call it before `set_values`.

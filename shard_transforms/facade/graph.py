@@ -1,4 +1,4 @@
-"""Graphs: what keeps the variables of two models apart."""
+"""Graphs: collections of variables, which keep two models apart."""
 
 from collections.abc import Iterator
 import contextlib
@@ -21,7 +21,7 @@ class GraphKeys:
   GLOBAL_VARIABLES = 'variables'
   TRAINABLE_VARIABLES = 'trainable_variables'
   GLOBAL_STEP = 'global_step'
-  # Nobody fills these but the user.
+  # Only the user fills these.
   LOCAL_VARIABLES = 'local_variables'
   LOSSES = 'losses'
   REGULARIZATION_LOSSES = 'regularization_losses'
@@ -31,7 +31,7 @@ class GraphKeys:
 
 
 class Graph:
-  """A model's collections of variables, and the names that they have taken.
+  """A model's collections of variables, and the names in use.
 
   There is no graph of operations: computations are Python functions.
 

@@ -22,11 +22,11 @@ class OptaxOptimizer(functional.SlotOptimizer):
   """A transformation of Optax, as an optimizer of the façade.
 
   Its slots are named after the fields of the transformation's state (`'mu'` and
-  `'nu'` for `optax.adam`); what belongs to no variable, like a count, is in
-  `variables()`. The transformation sees the parameters as a dict by
-  `Variable.op.name`, of the variables that have a gradient in this call. It has
-  to make do with these: what needs other arguments (`value`, for line searches)
-  or other parameters (`optax.lookahead`) does not fit.
+  `'nu'` for `optax.adam`); state that belongs to no variable, such as a count,
+  is in `variables()`. The transformation sees the parameters as a dict by
+  `Variable.op.name`, of the variables that have a gradient in this call. It
+  gets nothing else: transformations that need other arguments (`value`, for
+  line searches) or other parameters (`optax.lookahead`) do not work.
 
   Args:
     tx: The transformation.
@@ -113,7 +113,7 @@ class MomentumOptimizer(functional.SlotOptimizer):
     use_locking: Whether an update excludes those of other threads that are
       made with locking in this graph.
     name: The name.
-    use_nesterov: Whether to look ahead.
+    use_nesterov: Whether to use Nesterov momentum.
 
   Raises:
     ValueError: If `name` is empty.
@@ -160,8 +160,8 @@ class AdamOptimizer(functional.SlotOptimizer):
     learning_rate: As in `GradientDescentOptimizer`.
     beta1: The decay of the first moment, given in the same forms.
     beta2: The decay of the second moment, the same.
-    epsilon: What keeps the divisor from zero, the same; the paper's "epsilon
-      hat".
+    epsilon: The term that keeps the divisor above zero, given in the same
+      forms; the paper's "epsilon hat".
     use_locking: Whether an update excludes those of other threads that are
       made with locking in this graph.
     name: The name.
@@ -204,7 +204,7 @@ class AdagradOptimizer(functional.SlotOptimizer):
 
   Args:
     learning_rate: As in `GradientDescentOptimizer`.
-    initial_accumulator_value: What the sum of squares starts from, positive.
+    initial_accumulator_value: The initial sum of squares, positive.
     use_locking: Whether an update excludes those of other threads that are
       made with locking in this graph.
     name: The name.
@@ -247,16 +247,17 @@ class AdagradOptimizer(functional.SlotOptimizer):
 
 
 class RMSPropOptimizer(functional.SlotOptimizer):
-  """RMSProp of Optax's parts; slots `rms`, `momentum`, and `mg` if centered.
+  """RMSProp; slots `rms`, `momentum`, and `mg` if centered.
 
   Args:
     learning_rate: As in `GradientDescentOptimizer`.
     decay: The decay of the moments.
     momentum: The decay of the momentum, which holds the learning rate.
-    epsilon: What is added to the second moment under the root.
+    epsilon: The term that is added to the second moment under the root.
     use_locking: Whether an update excludes those of other threads that are
       made with locking in this graph.
-    centered: Whether the mean gradient is taken off the second moment.
+    centered: Whether to subtract the squared mean gradient from the second
+      moment.
     name: The name.
 
   Raises:
@@ -295,7 +296,8 @@ class RMSPropOptimizer(functional.SlotOptimizer):
 
   def _transformation(self):
     scale = optax.scale_by_stddev if self._centered else optax.scale_by_rms
-    # As `optax.rmsprop`, but the sign comes last: the trace is TensorFlow's.
+    # As `optax.rmsprop`, but with the sign last, so that the trace is
+    # TensorFlow's.
     return optax.chain(
         scale(
             decay=_number(self._decay),
@@ -315,8 +317,7 @@ class FtrlOptimizer(functional.SlotOptimizer):
   Args:
     learning_rate: As in `GradientDescentOptimizer`.
     learning_rate_power: How the rate decays, not positive.
-    initial_accumulator_value: What the sum of squares starts from, not
-      negative.
+    initial_accumulator_value: The initial sum of squares, not negative.
     l1_regularization_strength: Not negative.
     l2_regularization_strength: Not negative.
     use_locking: Whether an update excludes those of other threads that are
@@ -366,7 +367,7 @@ class FtrlOptimizer(functional.SlotOptimizer):
         l2_regularization_strength,
         l2_shrinkage_regularization_strength,
     )
-    ftrl.ftrl(1.0, *self._options)  # Raises now what would raise later.
+    ftrl.ftrl(1.0, *self._options)  # Checks the options early.
 
   def _transformation(self):
     return ftrl.ftrl(_number(self._learning_rate), *self._options)
@@ -377,7 +378,7 @@ class FtrlOptimizer(functional.SlotOptimizer):
 
 
 def _number(value):
-  """Returns a hyperparameter as it is at this update."""
+  """Returns the value of a hyperparameter at this update."""
   if callable(value):
     try:
       inspect.signature(value).bind()

@@ -11,7 +11,7 @@ from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import variables as variables_lib
 
-# What a thread has that never recorded a step: older than any gradient.
+# The step of a thread that has recorded none: older than any gradient.
 NO_STEP = np.iinfo(np.int32).min
 
 _NOTHING = np.array([NO_STEP, 1], np.int32)
@@ -30,7 +30,7 @@ class LocalStep(variables_lib.Variable):
 
   @property
   def stored(self) -> Any:
-    """What the calling thread has recorded."""
+    """The value of the calling thread."""
     return getattr(self._of_thread, 'value', _NOTHING)
 
   @stored.setter
@@ -50,9 +50,9 @@ class LocalStep(variables_lib.Variable):
     self.assign(jnp.stack([oldest, 0]))
 
   def use(self) -> None:
-    """Notes that an update has used the step; it counts until the next."""
+    """Marks the step as used by an update; it counts until the next record."""
     self.assign(jnp.stack([self.step, 1]))
 
   def set(self, step: jax.typing.ArrayLike) -> None:
-    """Makes the thread go on from a step."""
+    """Sets the step of the thread."""
     self.assign(jnp.stack([jnp.asarray(step, jnp.int32), 0]))

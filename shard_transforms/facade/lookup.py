@@ -1,4 +1,4 @@
-"""Variables that are found in a graph by their name or their kind."""
+"""Lookup of variables in a graph, by name or by collection."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -23,26 +23,25 @@ def get_variable(
     *,
     trainable: bool = True,
 ) -> variables.Variable:
-  """Returns the variable of a name in the default graph; makes it if needed.
+  """Returns the variable of a name in the default graph; creates it if needed.
 
-  What traced functions, and the `model_fn` of `replicate_model_fn`, are to make
-  their variables with: every call, and every tower, gets the same.
+  Use it in traced functions and in the `model_fn` of `replicate_model_fn`:
+  every call, and every tower, gets the same variable.
 
   Args:
     name: The name.
-    shape: The shape that the initializer is asked for, and that a variable
-      which is there must have.
-    dtype: The dtype that the initializer is asked for, float32 if `None`.
-    initializer: What it starts from: an array, or a function of no arguments,
-      or, with `shape`, of the shape and the dtype.
+    shape: The shape for the initializer; an existing variable must have it.
+    dtype: The dtype for the initializer, float32 if `None`.
+    initializer: The initial value: an array, or a function of no arguments, or,
+      with `shape`, of the shape and the dtype.
     trainable: Whether it joins the trainable variables.
 
   Returns:
     The `Variable`.
 
   Raises:
-    ValueError: If it is not there and there is no initializer, if it is there
-      in another shape, or if the initializer gives another one.
+    ValueError: If it does not exist and there is no initializer, if it exists
+      in another shape, or if the initializer returns another shape.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -78,7 +77,7 @@ def _check_shape(found, wanted, name):
 
 
 def global_variables(scope: str | None = None) -> list[variables.Variable]:
-  """Returns all variables of the default graph, in the order of their making.
+  """Returns all variables of the default graph, oldest first.
 
   Args:
     scope: A regular expression that their names have to begin with, if given.
@@ -152,7 +151,7 @@ def get_global_step(
 def get_or_create_global_step(
     graph: graph_lib.Graph | None = None,
 ) -> variables.Variable:
-  """Returns the global step of a graph; makes it at 0 if needed.
+  """Returns the global step of a graph; creates it at 0 if needed.
 
   Args:
     graph: The graph; the default one if `None`.

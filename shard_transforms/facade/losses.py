@@ -24,13 +24,13 @@ def compute_gradients(
     grad_loss: jax.typing.ArrayLike | Variable | None = None,
     scale: float | None = None,
 ) -> pairs.Pairs:
-  """Returns the gradient of a loss for each variable, `None` where unread.
+  """Returns the gradients of a loss by variable, `None` where it reads none.
 
   Args:
     loss: A function of no arguments, or of the values of `var_list`.
     var_list: The variables; all trainable ones of the graph if `None`.
     grad_loss: The gradient for the loss, of its shape or a scalar; ones if
-      `None`, so that the elements of a loss add up.
+      `None`, which is the gradient of the sum of the loss's elements.
     scale: A number that the loss is multiplied by.
 
   Returns:
@@ -52,7 +52,7 @@ def compute_gradients(
     )
   chosen = None if var_list is None else pairs.check_variables(var_list)
   arity = _arity(loss, None if chosen is None else len(chosen))
-  # A loss may make variables, for which the second round has the gradient.
+  # The first evaluation may create variables; the second differentiates them.
   for _ in range(2):
     found = lookup.trainable_variables() if chosen is None else chosen
     if found:
@@ -71,7 +71,7 @@ def compute_gradients(
 
 
 def _differentiate(loss, found, grad_loss, scale, arity):
-  """Returns the gradients, and what the loss has assigned to what."""
+  """Returns the gradients, and the assignments of the loss."""
   written = []
 
   def differentiated(values):
@@ -99,7 +99,7 @@ def _differentiate(loss, found, grad_loss, scale, arity):
 
 
 def _arity(loss, num_variables):
-  """Returns how many values a loss takes: none, or those of all variables."""
+  """Returns how many arguments a loss takes: none, or one a variable."""
   signature = inspect.signature(loss)
   kinds = {p.kind for p in signature.parameters.values()}
   if num_variables and inspect.Parameter.VAR_POSITIONAL in kinds:

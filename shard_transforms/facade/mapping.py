@@ -1,4 +1,4 @@
-"""`map_variables`: a function of variables, mapped over shards."""
+"""`map_variables`: maps a function of variables over shards."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class _Mapping:
     return axis
 
   def discover(self, everything):
-    """Returns what a call uses, and whether what it writes differs by shard."""
+    """Returns the variables that are used, and which writes differ by shard."""
     found = []
 
     def traced(variables, arrays, inputs):
@@ -100,7 +100,7 @@ class _Mapping:
     return frame.used, written
 
   def compute(self, used, written):
-    """Returns the outputs, and the new arrays of what is written."""
+    """Returns the outputs, and the new arrays of written variables."""
 
     def traced(variables, arrays, inputs):
       with self._frame('traced', variables, arrays) as frame:
@@ -135,7 +135,7 @@ class _Mapping:
     if array.ndim == variable.ndim:
       return array
     is_argument = len(array) == 1
-    # Of what is none yet, the shape will do.
+    # In a trace that only discovers variables, any values of this shape will do.
     mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
     return axes_lib.to_varying(mine, [self.axis])
 

@@ -1,4 +1,4 @@
-"""`ArrayOperators`: what makes an object usable wherever an array is."""
+"""`ArrayOperators`: makes an object usable wherever an array is."""
 
 import abc
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
-  """An object that stands for its present value.
+  """An object that stands for its current value.
 
   Attributes:
-    name: What errors call it.
+    name: Its name in errors.
   """
 
   name: str
 
   @abc.abstractmethod
   def value(self) -> jax.Array:
-    """Returns the present array."""
+    """Returns the current array."""
 
   def __jax_array__(self) -> jax.Array:
     return self.value()

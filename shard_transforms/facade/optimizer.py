@@ -16,14 +16,14 @@ Variable = variables_lib.Variable
 
 
 class Optimizer(abc.ABC):
-  """What updates variables by gradients; the base of all in the façade.
+  """The base class of all optimizers of the façade.
 
-  An optimizer is an Optax transformation and the place of its state:
+  An optimizer is an Optax transformation together with its state, in slots:
   `apply_gradients` calls the transformation's `update` on the values of the
-  variables and of its slots, and assigns what comes back. Nothing else
-  computes. Under `function`, all of it becomes part of the compiled step.
+  variables and slots, and assigns the results. Nothing else computes. Under
+  `function`, all of it becomes part of the compiled step.
 
-  Not to be made itself: `OptaxOptimizer` takes any Optax transformation.
+  This class is abstract: use `OptaxOptimizer` for any Optax transformation.
 
   Attributes:
     GATE_NONE: A value of `gate_gradients`, without effect.
@@ -63,7 +63,7 @@ class Optimizer(abc.ABC):
   ) -> jax.Array | None:
     """Calls `compute_gradients` and `apply_gradients`.
 
-    A loss that is evaluated after this is the loss of the new values.
+    Evaluate the loss before this call to get the loss of the old values.
 
     Args:
       loss: As in `compute_gradients`.
@@ -108,8 +108,9 @@ class Optimizer(abc.ABC):
 
     Args:
       loss: A function of no arguments, or of the values of `var_list`, that
-        returns real numbers; if several, they add up. Compile it, if at all,
-        with `function`: `jax.jit` would keep what it reads.
+        returns real numbers; several are summed. Compile it, if at all, with
+        `function`: under `jax.jit`, the variables that it reads would become
+        constants.
       var_list: The variables; the trainable ones of the graph if `None`.
       gate_gradients: Checked, then ignored.
       aggregation_method: Ignored.
@@ -190,7 +191,7 @@ class Optimizer(abc.ABC):
   def _apply(
       self, pairs: pairs_lib.Pairs, global_step: Variable | None
   ) -> jax.Array | None:
-    """Does what `apply_gradients` does, with checked pairs."""
+    """Applies checked pairs, as `apply_gradients`."""
 
 
 _Kind = TypeVar('_Kind', bound=Optimizer)

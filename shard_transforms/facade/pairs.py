@@ -1,4 +1,4 @@
-"""Pairs of a gradient and its variable, as optimizers hand them around."""
+"""Checks of pairs of a gradient and its variable."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Pairs = list[tuple[jax.Array | None, variables.Variable]]
 def check_variables(
     var_list: variables.Variable | Iterable[variables.Variable],
 ) -> list[variables.Variable]:
-  """Returns a variable, or several, as a list of those with a gradient.
+  """Returns one or several variables as a checked list.
 
   Raises:
     TypeError: If an item is no `Variable`.
@@ -69,7 +69,7 @@ def check_any_gradient(pairs: Pairs, what: str = '') -> None:
 def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
   """Returns the gradients of several calls by variable [calls, ...].
 
-  A call whose loss does not read a variable adds nothing to its gradient.
+  A call whose loss does not read a variable contributes zero.
   """
   by_name = [{v.op.name: grad for grad, v in call} for call in calls]
   stacked = {}

@@ -1,4 +1,4 @@
-"""`replicate_model_fn`: one model function, a batch, and several towers."""
+"""`replicate_model_fn`: runs a model function on several towers."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from shard_transforms.facade import towers as towers_lib
 
 
 class EstimatorSpec(NamedTuple):
-  """What a `model_fn` returns.
+  """The result of a `model_fn`.
 
   Attributes:
     mode: One of `ModeKeys`.
@@ -69,25 +69,25 @@ def replicate_model_fn(
   """Runs a model function once for each tower, on its part of the batch.
 
   The optimizers inside have to be wrapped in `TowerOptimizer`. Each call of the
-  result is a step; inside a `function`, it is compiled. The optimizers that a
-  call makes, and the variables of `get_variable`, are found again by the next,
-  as TensorFlow built its graph once. Evaluate the loss that you return before
-  you minimize it: afterwards, the last tower has other values.
+  result is a step; inside a `function`, it is compiled. The next call reuses
+  the optimizers of the first, and the variables of `get_variable`, because
+  TensorFlow built its graph once. Evaluate the loss that you return before you
+  minimize it: afterwards, the last tower reads the new values.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,
       `labels`, `mode`, `params` and `config`; returns an `EstimatorSpec`.
-    loss_reduction: `Reduction.SUM` adds the towers' losses and gradients up;
+    loss_reduction: `Reduction.SUM` sums the losses and gradients of the towers;
       any other but `Reduction.NONE` takes their mean.
-    devices: The devices of the towers, or their names (`'/gpu:0'`). Where all
-      are different, there is one tower to a device, and `model_fn` runs once,
-      mapped over them; where all are the same, the towers take turns. All local
-      devices if `None`.
+    devices: The devices of the towers, or their names (`'/gpu:0'`). If all are
+      different, there is one tower to a device, and `model_fn` runs once,
+      mapped over them; if all are the same, the towers run one after the other.
+      All local devices if `None`.
 
   Returns:
     A function (features, labels, mode, params=None, config=None) that returns
-    an `EstimatorSpec`: the loss and metrics of all towers, predictions one
-    behind the other, and the `train_op` of the last tower.
+    an `EstimatorSpec`: the loss and metrics of all towers, their predictions
+      concatenated, and the `train_op` of the last tower.
 
   Raises:
     TypeError: When called, if `model_fn` does not return an `EstimatorSpec`.
@@ -152,7 +152,7 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
   del placed
   n = towers.num_towers
   specs = []
-  # Nothing is assigned before all towers have proved to agree.
+  # Nothing is assigned before all towers are known to agree.
   with frames.transaction():
     for tower in range(n):
       towers.tower = tower
@@ -180,7 +180,7 @@ def _in_turn(call_model_fn, batch, rest, towers, template, placed):
 
 
 def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
-  """Runs the towers at once, each on its own device."""
+  """Runs the towers in parallel, each on its own device."""
   if contexts.mapped_axes():
     raise ValueError(
         'Towers on several devices must not be inside of `shard`, which is'
@@ -221,7 +221,7 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
 
 
 def _over_axis(kind, axis):
-  """Returns a function of a tower's number that reduces it over the axis."""
+  """Returns a function that reduces a number of each tower over the axis."""
   reductions = {
       'mean': shard_transforms.cross_shard_mean,
       'sum': shard_transforms.cross_shard_sum,
@@ -238,7 +238,7 @@ def _kind(towers):
 
 
 def _inexact(values):
-  """Returns numbers as arrays of which a mean can be taken."""
+  """Returns numbers as floating-point arrays, for a mean."""
   return [jnp.asarray(x, jnp.result_type(x, jnp.float32)) for x in values]
 
 
@@ -278,7 +278,7 @@ def _devices(devices):
 
 
 def _device(name):
-  """Returns the device of a name of TensorFlow 1."""
+  """Returns the device that TensorFlow 1 names so, such as `'/gpu:0'`."""
   parsed = re.fullmatch(r'/(?:device:)?(\w+):(\d+)', name)
   try:
     if parsed is None:

@@ -1,4 +1,4 @@
-"""`shard`: a computation on variables, mapped over the shards of a mesh."""
+"""`shard`: maps a computation on variables over the shards of a mesh."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -31,25 +31,25 @@ def shard(
 ) -> list[Any]:
   """Runs a computation on each shard of a mesh.
 
-  Every input is cut into `num_shards` equal parts. Variables are the same on
-  all shards, and have to be so after the computation: update them by a
-  `CrossShardOptimizer`. Where it reduces in groups, the groups' variables part
-  ways, and keep a value a shard.
+  Every input is split into `num_shards` equal parts. Variables are the same on
+  all shards, and must be so after the computation: update them by a
+  `CrossShardOptimizer`. Where it reduces in groups, variables differ between
+  the groups, and keep one value a shard.
 
-  Call it inside a `function`, which compiles it once; by itself, it compiles at
-  each call.
+  Call it inside a `function`, which compiles it once; otherwise each call
+  compiles it again.
 
   Args:
     computation: A function of the parts of the inputs that returns an array, a
       sequence of arrays, or `None`.
     inputs: Arrays.
     num_shards: The number of shards.
-    input_shard_axes: The dimension along which each input is cut; 0 if `None`.
-    outputs_from_all_shards: Whether an output is what all shards gave, one
-      behind the other, or the first shard's; one for all outputs, or a
-      sequence.
+    input_shard_axes: The dimension along which each input is split; 0 if
+      `None`.
+    outputs_from_all_shards: Whether an output is the concatenation over all
+      shards, or that of the first shard; one for all outputs, or a sequence.
     output_shard_axes: The dimension along which each output of all shards is
-      joined, 0 if `None`. Scalars become an array [num_shards].
+      concatenated, 0 if `None`. Scalars become an array [num_shards].
     infeed_queue: Must be `None`.
     device_assignment: The devices; the first of `jax.devices()` if `None`.
     name: Ignored.
@@ -116,7 +116,7 @@ def shard(
 
 
 def _spec(name, x, axis, num_shards):
-  """Returns how an input is cut along one of its dimensions."""
+  """Returns the spec of an input that is split along a dimension."""
   if not -x.ndim <= axis < x.ndim or x.shape[axis] % num_shards:
     raise ValueError(
         f'{name} must have a dimension {axis} that {num_shards} shards divide,'
@@ -126,7 +126,7 @@ def _spec(name, x, axis, num_shards):
 
 
 def _place(name, x, sharding):
-  """Puts an input where it is needed, unless JAX is to do it while tracing."""
+  """Places an input on the mesh, unless JAX does so while tracing."""
   if not isinstance(x, core.Tracer):
     return jax.device_put(x, sharding)
   typed = jax.typeof(x).sharding.mesh
@@ -140,7 +140,7 @@ def _place(name, x, sharding):
 
 
 def _joined(outputs, from_all_shards, shard_axes):
-  """Returns each output as all shards gave it, or the first."""
+  """Returns each output, of all shards or of the first."""
   num = len(outputs)
   axes = _axes('output_shard_axes', shard_axes, num)
   keep = _per_item('outputs_from_all_shards', from_all_shards, num)
@@ -151,7 +151,7 @@ def _joined(outputs, from_all_shards, shard_axes):
 
 
 def _join(x, axis):
-  """Returns what all shards gave [num_shards, ...], one behind the other."""
+  """Concatenates the outputs of all shards, [num_shards, ...]."""
   if x.ndim == 1:
     return x
   axis %= x.ndim - 1

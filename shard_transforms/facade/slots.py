@@ -19,12 +19,12 @@ Variable = variables_lib.Variable
 class Slots:
   """The state of one transformation, each leaf a variable.
 
-  A leaf is known by its path in the state, where parameters are a dict by
-  name. So a state for some of the variables is put together from the leaves for
-  these, and what belongs to no variable, like a count, is shared by all.
+  A leaf is identified by its path in the state, where parameters are a dict by
+  name. So the state for some of the variables is assembled from the leaves of
+  these; leaves that belong to no variable, such as a count, are shared.
 
   Attributes:
-    lock: What makes one update of the state exclude the others.
+    lock: The lock that makes updates of the state exclusive.
   """
 
   def __init__(self):
@@ -49,7 +49,7 @@ class Slots:
     return sorted(self._leaves.values(), key=lambda leaf: leaf.name)
 
   def counter(self, name: str) -> Variable:
-    """Returns a variable that counts beside the state; makes it at 0."""
+    """Returns a counter that is no part of the state; creates it at 0."""
     with self.lock:
       if name not in self._counters:
         with frames.outside():
@@ -64,7 +64,7 @@ class Slots:
       slot_names: Mapping[str, str],
       op_names: Mapping[str | None, str],
   ) -> optax.OptState:
-    """Returns the state for some variables; makes what it lacks.
+    """Returns the state for some variables; creates missing leaves.
 
     Args:
       transformation: Returns the transformation.
@@ -75,7 +75,7 @@ class Slots:
         slots that are not listed.
 
     Returns:
-      The state, with the present values of the leaves.
+      The state, with the current values of the leaves.
 
     Raises:
       ValueError: If a variable is of another graph than those that have slots
@@ -90,7 +90,7 @@ class Slots:
     return treedef.unflatten(map(frames.read, leaves))
 
   def store(self, variables: Sequence[Variable], state: optax.OptState) -> None:
-    """Takes the next state for some variables."""
+    """Stores the next state for some variables."""
     _, leaves = self._calls[tuple(variables)]
     for leaf, value in zip(leaves, jax.tree.leaves(state), strict=True):
       leaf.assign(value)
@@ -100,7 +100,7 @@ class Slots:
     self._variables.update({v.op.name: v for v in variables})
     with frames.outside():
       parted = {v.op.name for v in variables if v.is_per_shard}
-      # Only for the shapes, where there are several values.
+      # Where there is a value a shard, only the shapes matter.
       params = {
           v.op.name: (
               jnp.zeros(v.shape, v.dtype) if v.is_per_shard else v.value()
@@ -159,9 +159,9 @@ class _Leaf(NamedTuple):
 
   Attributes:
     path: Where it is in the state.
-    value: What it starts from.
+    value: Its initial value.
     of: The name of the variable that it belongs to, `None` if to all.
-    slot: The name of the slot, or of what belongs to all.
+    slot: The name of the slot, or of the shared leaf.
   """
 
   path: tuple[Any, ...]
@@ -173,7 +173,7 @@ class _Leaf(NamedTuple):
 def _in_order(leaves, variables, slot_names):
   """Returns leaves in the order in which TensorFlow 1 makes them.
 
-  What belongs to no variable comes first, and then the slots of one variable
+  Leaves that belong to no variable come first, then the slots of one variable
   after the other.
   """
   order = {name: i for i, name in enumerate(slot_names.values())}
@@ -187,7 +187,8 @@ def _in_order(leaves, variables, slot_names):
 def _describe(path, params, slot_names):
   """Returns the variable that a leaf belongs to, and its name."""
   keys = [getattr(k, 'name', getattr(k, 'key', None)) for k in path]
-  # The innermost dict is that of the parameters: labels may have their names.
+  # The innermost dict is that of the parameters: labels may have the same
+  # names.
   places = [
       i
       for i, (key, k) in enumerate(zip(path, keys, strict=True))

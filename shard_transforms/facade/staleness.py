@@ -1,4 +1,4 @@
-"""`DropStaleGradientOptimizer`: gradients that are too old do not count."""
+"""`DropStaleGradientOptimizer`: drops gradients that are too old."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
   most `staleness` since, or else leaves everything as it is and counts a drop.
   Where several `compute_gradients` came before one `apply_gradients` in a
   thread, the oldest step counts; where several `apply_gradients` follow, it
-  counts for each. It stands for `drop_stale(staleness, inner)`.
+  counts for each. It is `drop_stale(staleness, inner)`.
 
   For workers that are threads: each makes a wrapper of its own around one
   shared `opt`. Variables, slots, the global step and the counter are shared.
@@ -33,8 +33,8 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
   Args:
     opt: The optimizer that applies the gradients.
     staleness: The age up to which gradients are applied, in steps.
-    use_locking: Whether reading the step, comparing and applying is one step
-      that no other thread comes between. Without it, updates can be lost.
+    use_locking: Whether reading the step, comparing and applying are atomic.
+      Without it, updates can be lost.
     name: The name.
 
   Raises:
@@ -78,11 +78,11 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
     return self.root.slots.counter('stale_counter')
 
   def stale_fraction(self, global_step: Variable) -> jax.Array:
-    """Returns the part of all gradients that was dropped, float32 []."""
+    """Returns the fraction of gradients that were dropped, float32 []."""
     return self._load_own(global_step, ()).stale_fraction
 
   def gradient_staleness_percentage(self, global_step: Variable) -> jax.Array:
-    """Returns drops / (global step + 1), which TensorFlow 1 called so."""
+    """Returns drops / (global step + 1), the percentage of TensorFlow 1."""
     return self.stale_counter / (global_step + 1.0)
 
   def variables(self) -> list[Variable]:
@@ -117,7 +117,7 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
           '`global_step` of `DropStaleGradientOptimizer` must be a variable,'
           ' got None: without it, no gradient has an age.'
       )
-    # Within a trace, nobody knows what will have been recorded.
+    # While tracing, it is not known what will have been recorded.
     if (
         not frames.is_tracing()
         and int(self._local_step.step) == local_steps.NO_STEP

@@ -1,4 +1,4 @@
-"""`SyncReplicasOptimizer`: threads that train in step, some as backup."""
+"""`SyncReplicasOptimizer`: synchronous training with backup workers."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -23,22 +23,22 @@ Variable = variables_lib.Variable
 
 
 class Averages(Protocol):
-  """What follows variables, like a moving average."""
+  """An object that follows variables, such as a moving average."""
 
   def apply(self, variables: Sequence[Variable], /) -> object:
-    """Takes the present values in."""
+    """Updates it by the current values."""
 
 
 class SyncReplicasOptimizer(wrappers.Wrapper):
-  """Averages the first gradients of a step, whichever workers bring them.
+  """Averages the first gradients of a step, from whichever workers.
 
   Workers are threads that share one object of this class. A worker's
-  `apply_gradients` hands its gradients in and waits for the step to end, which
-  it does as soon as `replicas_to_aggregate` gradients are there: their mean is
-  applied once. Gradients that come later belong to an earlier step than the
-  present one, and are dropped: workers beyond that number are backup. Let
-  workers go on until the global step is reached, not for a number of rounds:
-  the last of them would wait for others that are done.
+  `apply_gradients` hands in its gradients and waits for the end of the step: as
+  soon as there are `replicas_to_aggregate` gradients, their mean is applied
+  once. Gradients that arrive later belong to an earlier step and are dropped:
+  further workers are backup. Let workers run until a global step is reached,
+  not for a number of rounds: the last of them would wait for others that are
+  done.
 
   In a `function`, threads cannot meet: there, it works with one replica alone.
   Gradients that were handed in for an unfinished step are not saved.
@@ -48,10 +48,10 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
     replicas_to_aggregate: The number of gradients in a step.
     total_num_replicas: The number of workers; `replicas_to_aggregate` if
       `None`. With fewer, each hands in several gradients a step.
-    variable_averages: What has a method `apply`, like a moving average; it is
-      called with `variables_to_average` after each step.
+    variable_averages: An object with a method `apply`, such as a moving
+      average; it is called with `variables_to_average` after each step.
     variables_to_average: The variables.
-    use_locking: Without effect: a step always excludes the other threads.
+    use_locking: Ignored: a step always excludes the other threads.
     name: The name.
 
   Attributes:
@@ -124,7 +124,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
     self._averages = variable_averages
     self._to_average = variables_to_average
     self._is_alone = self._num_needed == self._num_replicas == 1
-    # With fewer workers than gradients in a step, some go on without waiting.
+    # With fewer workers than gradients in a step, some must not wait.
     self._num_extra = self._num_needed - self._num_replicas
     self._round = _Round(self._num_extra)
     self._condition = threading.Condition()
@@ -160,7 +160,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
       return global_step.value()
 
   def _hand_in(self, pairs, global_step):
-    """Hands gradients in for the present step, and waits for its end."""
+    """Hands in gradients for the current step, and waits for its end."""
     current = self._round
     names = [v.name for _, v in pairs]
     for other in current.calls[:1]:
@@ -188,7 +188,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
       ) from current.error
 
   def _finish(self, global_step):
-    """Applies the mean of a round, tells those who wait, and begins anew."""
+    """Applies the mean of a round, notifies workers and starts the next."""
     current, self._round = self._round, _Round(self._num_extra)
     try:
       self._apply_mean(current.calls, global_step)
@@ -214,10 +214,10 @@ class _Round:
   """The gradients of one step.
 
   Attributes:
-    num_free: How many workers may still go on without waiting.
+    num_free: How many more workers need not wait.
     calls: The pairs that were handed in.
     is_over: Whether the step is over.
-    error: What went wrong when it ended.
+    error: The error at its end, if any.
   """
 
   num_free: int

@@ -1,4 +1,4 @@
-"""What a function makes, and finds again at its next call."""
+"""Templates: objects that a function creates once and reuses in each call."""
 
 import collections
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Template:
-  """Remembers what a function makes, so that each call finds it again.
+  """Keeps the objects that a function creates, for each call to reuse.
 
   TensorFlow 1 built a graph once and ran it often. Here, the function itself
-  runs again: the n-th object of a kind that one call makes is the n-th that
+  runs again: the n-th object of a kind that a call creates is the n-th that
   every other call gets.
   """
 
@@ -22,7 +22,7 @@ class Template:
     self._lock = threading.Lock()
 
   def find(self, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Returns what was made under a key; makes it if needed."""
+    """Returns the object of a key; creates it if needed."""
     with self._lock:
       if key not in self._made:
         self._made[key] = make()
@@ -30,7 +30,7 @@ class Template:
 
 
 class _Thread(threading.local):
-  """The calls that are under way in this thread, with what they have made."""
+  """The calls in progress in this thread, with their objects."""
 
   def __init__(self):
     self.calls: list[tuple[Template | None, collections.Counter]] = []
@@ -41,9 +41,9 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def call_of(template: Template | None) -> Iterator[None]:
-  """Counts from the start: what follows is one call of a function.
+  """Starts to count objects anew, for one call of a function.
 
-  Without a template, nothing that it would have to find again may be made.
+  Without a template, no object that must be reused may be created.
   """
   _thread.calls.append((template, collections.Counter()))
   try:
@@ -53,13 +53,13 @@ def call_of(template: Template | None) -> Iterator[None]:
 
 
 def is_within() -> bool:
-  """Whether a call is under way, which will run again."""
+  """Whether a call is in progress, which will run again."""
   return bool(_thread.calls)
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-  """Makes what is made inside belong to no call."""
+  """Lets objects that are created inside belong to no call."""
   calls, _thread.calls = _thread.calls, []
   try:
     yield

@@ -23,12 +23,11 @@ class TowerOptimizer(wrappers.Wrapper):
   """Gathers the gradients of all towers, and applies them with the last one.
 
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
-  number of towers, unless the reduction is a sum, and `apply_gradients` adds
-  up the gradients that the towers give in the same call; the last tower's call
-  applies them, with its `global_step`. It stands for `reduce_towers` (one
-  tower after the other) or `cross_shard_sum` (one to a device), followed by the
-  call of the wrapped optimizer. Anywhere else, and with one tower, calls pass
-  through.
+  number of towers, unless the reduction is a sum, and `apply_gradients` sums
+  the gradients of the towers in the same call; the last tower's call applies
+  them, with its `global_step`. It is `reduce_towers` (towers one after the
+  other) or `cross_shard_sum` (one tower to a device), followed by the call of
+  the wrapped optimizer. Elsewhere, and with one tower, calls pass through.
 
   Args:
     optimizer_or_optimizer_fn: The optimizer that applies the sum, or a function
@@ -87,7 +86,7 @@ class TowerOptimizer(wrappers.Wrapper):
 
   @property
   def _opt(self) -> optimizer.Optimizer:
-    """The optimizer inside; whoever asks for it, uses this one."""
+    """The inner optimizer; reading it marks this one as used."""
     found = graph_lib.get_default_graph().get_collection_ref(_COLLECTION)
     if not found:
       found.append(True)
@@ -118,7 +117,7 @@ class TowerOptimizer(wrappers.Wrapper):
 
 
 def forget_use() -> None:
-  """Makes `TowerOptimizer.has_been_used` start anew in the default graph."""
+  """Resets `TowerOptimizer.has_been_used` in the default graph."""
   graph_lib.get_default_graph().get_collection_ref(_COLLECTION).clear()
 
 

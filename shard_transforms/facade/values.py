@@ -1,4 +1,4 @@
-"""`get_values` and `set_values`: what has to be saved, and restored."""
+"""`get_values` and `set_values`: variables for checkpoints."""
 
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ from shard_transforms.facade import variables as variables_lib
 def get_values(
     variables: Iterable[variables_lib.Variable],
 ) -> dict[str, jax.Array]:
-  """Returns what has to be saved of variables, by name.
+  """Returns the arrays to save of variables, by name.
 
   Args:
     variables: The variables, say `global_variables()`.
 
   Returns:
     The arrays by `op.name`, to be saved by `flax.serialization` or orbax; where
-    a variable has a value a shard, all of them along a leading axis. Keys of
-    random numbers are given as the numbers behind them.
+    a variable has a value a shard, all of them along a leading axis. Random
+    keys are given as their key data.
 
   Raises:
     ValueError: If two variables, of two graphs, have one name.
@@ -50,10 +50,10 @@ def set_values(
     variables: Iterable[variables_lib.Variable],
     values: Mapping[str, npt.ArrayLike],
 ) -> None:
-  """Restores variables from what `get_values` gave; all of them or none.
+  """Restores variables from the result of `get_values`, all of them or none.
 
-  Slots have to be there: `function(...).build(...)` makes what a first call
-  would make, without running anything.
+  Slots must exist: `function(...).build(...)` creates what a first call would
+  create, without running it.
 
   Args:
     variables: The variables, as they were handed to `get_values`.
@@ -123,6 +123,6 @@ def _restored(variable, value):
     )
   if frames.is_tracing() or saved.shape != variable.stored.shape:
     return jnp.asarray(array)
-  # Where the variable is, lest what reads it is compiled again.
+  # On the devices of the variable, to avoid a recompilation.
   committed = variable.stored.committed
   return jax.device_put(array, variable.stored.sharding if committed else None)

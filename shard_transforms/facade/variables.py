@@ -18,7 +18,7 @@ _KEYS = graph_lib.GraphKeys
 
 
 class Operation(NamedTuple):
-  """What has a name without the number of an output.
+  """An operation of TensorFlow 1: a name without the number of an output.
 
   Attributes:
     name: The name, as checkpoints of TensorFlow 1 use it.
@@ -30,21 +30,21 @@ class Operation(NamedTuple):
 class Variable(operators.ArrayOperators):
   """A named array that can be assigned to.
 
-  Usable wherever an array is: in arithmetic, in functions of `jax.numpy` and
-  NumPy, and as an argument of what `jax.jit` and `jax.grad` return, where it
-  stands for its present value. (The primitives of `jax.lax` take nothing but
-  arrays: hand them `value()`, which also has the methods of an array.) In a
-  tree it is one leaf, which `jax.tree.map` sees as an array; what saves trees
-  wants `get_values`.
+  It can be used wherever an array can: in arithmetic, in functions of
+  `jax.numpy` and NumPy, and as an argument of functions under `jax.jit` and
+  `jax.grad`, where it stands for its current value. (The primitives of
+  `jax.lax` take only arrays: give them `value()`, which also has the methods of
+  an array.) In a tree it is one leaf, which `jax.tree.map` sees as an array;
+  use `get_values` to save variables.
 
   Shape and dtype never change. Where `CrossShardOptimizer` has groups, a
-  variable gets a value a shard; it then refuses to be read as if it had one,
-  and `shard_values` gives all of them.
+  variable gets one value a shard; reading it as one value then raises, and
+  `shard_values` returns all of them.
 
   Attributes:
     name: The name with the output's number, `'w:0'`.
-    op: What has the name without it: `op.name` is `'w'`.
-    trainable: Whether optimizers take it if they are not told what to take.
+    op: Has the name without that number: `op.name` is `'w'`.
+    trainable: Whether optimizers update it by default.
     num_parts: The number of shards between which it may differ, `None` if it
       is always the same on all.
     graph: The graph whose collections hold it.
@@ -76,7 +76,7 @@ class Variable(operators.ArrayOperators):
     `tf.Variable` of TensorFlow 1.15.
   """
 
-  # Two variables are equal if they are one, as in TensorFlow 1.
+  # Variables are compared by identity, as in TensorFlow 1.
   def __eq__(self, other: object) -> bool:
     return self is other
 
@@ -130,15 +130,15 @@ class Variable(operators.ArrayOperators):
 
   @property
   def is_per_shard(self) -> bool:
-    """Whether it has a value a shard, here."""
+    """Whether it has one value a shard in this frame."""
     return frames.read(self).ndim > self.ndim
 
   def value(self) -> jax.Array:
-    """Returns the present array.
+    """Returns the current array.
 
     Raises:
-      ValueError: If there is one a shard, or in a function that `jax.jit`
-        traces, which would never read it again.
+      ValueError: If there is one a shard, or in a function under `jax.jit`,
+        where it would become a constant.
     """
     array = frames.read(self)
     if frames.is_staged():
@@ -226,17 +226,17 @@ def _rebuild(_: None, children: Any) -> Any:
   return children[0]
 
 
-# Rebuilt, it is the array: inside a traced function, nothing can be assigned
-# to an argument.
+# Unflattened, it is the array: an argument of a traced function cannot be
+# assigned to.
 jax.tree_util.register_pytree_node(
     Variable, lambda variable: ((variable.value(),), None), _rebuild
 )
 
 
 def _as_array(value, dtype, what):
-  """Returns `value` as an array of `dtype` that nobody else can change."""
+  """Returns `value` as an array of `dtype` that aliases no other memory."""
   try:
-    # JAX may go on using the memory of a NumPy array.
+    # JAX may alias the memory of a NumPy array.
     own = np.array(value) if isinstance(value, np.ndarray) else value
     array = jnp.asarray(own)
   except (TypeError, ValueError, OverflowError) as error:
@@ -257,7 +257,8 @@ def _as_array(value, dtype, what):
     raise TypeError(f'{what} must be {dtype}, got {array.dtype}.')
   if wanted == 1 and not isinstance(array, core.Tracer):
     _check_fits(value, dtype, what)
-  # A weak type would compile what reads the variable again once it is gone.
+  # A weak type would be lost at the first assignment, and cause a
+  # recompilation.
   return jax.lax.convert_element_type(array, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers around another optimizer, which keeps the slots."""
+"""Base classes of optimizers that wrap another one, which keeps the slots."""
 
 from shard_transforms.facade import functional
 from shard_transforms.facade import optimizer
@@ -8,7 +8,7 @@ Variable = variables_lib.Variable
 
 
 class Wrapper(optimizer.Optimizer):
-  """An optimizer that leaves its slots to another."""
+  """An optimizer whose slots are those of an inner one."""
 
   def __init__(self, opt: optimizer.Optimizer, use_locking: bool, name: str):
     super().__init__(use_locking, name)
@@ -16,7 +16,7 @@ class Wrapper(optimizer.Optimizer):
 
   @property
   def _opt(self) -> optimizer.Optimizer:
-    """The optimizer inside."""
+    """The inner optimizer."""
     return self._wrapped
 
   def get_slot(self, var: Variable, name: str) -> Variable | None:
@@ -33,7 +33,7 @@ class Wrapper(optimizer.Optimizer):
 
 
 class FunctionalWrapper(Wrapper, functional.FunctionalOptimizer):
-  """An optimizer whose transformation goes around that of another."""
+  """An optimizer whose transformation wraps that of an inner one."""
 
   def __init__(self, opt: optimizer.Optimizer, use_locking: bool, name: str):
     self._inner: functional.FunctionalOptimizer = optimizer.check_optimizer(
@@ -48,7 +48,7 @@ class FunctionalWrapper(Wrapper, functional.FunctionalOptimizer):
 
   @property
   def uses_locking(self) -> bool:
-    """Whether this optimizer or one inside wants its update to be alone."""
+    """Whether this optimizer or an inner one has locking."""
     return self._use_locking or self._inner.uses_locking
 
   def _extra_args(self):

@@ -67,8 +67,7 @@ class _Driver:
       yield 'error', (_name(error), str(error))
 
 
-# Called rather than used as decorators, so that the classes stay pickled by
-# name.
+# The actor classes that Ray makes of these.
 Computer: Any = ray.remote(_Computer)
 Driver: Any = ray.remote(_Driver)
 
