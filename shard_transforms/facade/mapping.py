@@ -135,7 +135,7 @@ class _Mapping:
     if array.ndim == variable.ndim:
       return array
     is_argument = len(array) == 1
-    # In a trace that only discovers variables, any values of this shape will do.
+    # A trace that only discovers variables needs the shape alone.
     mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
     return axes_lib.to_varying(mine, [self.axis])
 

@@ -87,7 +87,7 @@ def replicate_model_fn(
   Returns:
     A function (features, labels, mode, params=None, config=None) that returns
     an `EstimatorSpec`: the loss and metrics of all towers, their predictions
-      concatenated, and the `train_op` of the last tower.
+    concatenated, and the `train_op` of the last tower.
 
   Raises:
     TypeError: When called, if `model_fn` does not return an `EstimatorSpec`.
