@@ -1,13 +1,13 @@
 """Aggregators where shards lie: accuracy on digits, bytes and time.
 
-Eight shards train a small network on handwritten digits, of which none to three
-send a lie in place of their gradient: its opposite, a hundred times of it,
-noise a hundred times as large, or NaN. The accuracy is that on test data;
-`guard` is the mean around which a guard leaves out what is not finite. Bytes
-and time are those of one reduction of large leaves under `jax.shard_map`,
-beside the mean, all programs in turn in one process; beside each ratio of the
-medians stands an interval that holds 95 % of bootstrap resamples of the rounds,
-and the second row is the mean once more.
+Eight shards train a small network on handwritten digits; none to three of them
+send a lie in place of their gradient: its opposite, a hundred times it, noise a
+hundred times as large, or NaN. The accuracy is on test data; `guard` is the
+mean in a guard that leaves out shards that are not finite. Bytes and time are
+those of one reduction of large leaves under `jax.shard_map`, beside the mean,
+all programs in turn in one process; beside each ratio of the medians stands an
+interval that holds 95 % of bootstrap resamples of the rounds, and the second
+row is the mean again.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ _ROUNDS = flags.DEFINE_integer(
 
 
 def reductions() -> dict[str, tuple[optax.GradientTransformation, float]]:
-  """Returns each way to reduce, and the learning rate that suits it."""
+  """Returns each reduction, and the learning rate that suits it."""
   mean = shard_transforms.cross_shard_mean(AXIS)
   return {
       'mean': (mean, 0.5),
@@ -142,7 +142,7 @@ def accuracies(
 
 
 def programs() -> dict[str, Callable[[], object]]:
-  """Returns what reduces large leaves, in each way."""
+  """Returns a program for each reduction of large leaves."""
   mesh = jax.make_mesh((SHARDS,), (AXIS,), (jax.sharding.AxisType.Auto,))
   rng = np.random.default_rng(0)
   leaves = [
@@ -174,7 +174,7 @@ def shard_state(tx: optax.GradientTransformation, own: Any) -> optax.OptState:
 
 
 def sent_bytes(tx: optax.GradientTransformation) -> float:
-  """Returns what a shard sends for the large leaves."""
+  """Returns the bytes that a shard sends for the large leaves."""
   leaf = jax.ShapeDtypeStruct((_ELEMENTS.value,), jnp.float32)
   return monitoring.wire_report(
       lambda own: tx.update(own, shard_state(tx, own))[0],

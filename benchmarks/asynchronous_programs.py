@@ -1,13 +1,13 @@
 """Programs that train one model asynchronously, for `asynchronous.py`.
 
-Beside `shard_transforms.asynchronous.train`, which is `library`, each is what
-one would write by hand, without bounds on staleness, journal or recovery:
+`library` is `shard_transforms.asynchronous.train`; the others are written by
+hand, without a bound on staleness, a journal or recovery:
 
-* ray_server: an actor of Ray that has the parameters and actors that compute
-  gradients, as Ray's documentation lays out a parameter server;
-* pipes: parameters and gradients pickled through pipes of `multiprocessing`;
-* shared_memory: each worker has its place for parameters and one for its
-  gradient in memory that the processes share, and pipes say only when.
+* ray_server: an actor of Ray that holds the parameters and actors that compute
+gradients, after the parameter server in Ray's documentation; * pipes:
+parameters and gradients pickled through pipes of `multiprocessing`; *
+shared_memory: each worker has a place for parameters and one for its gradient
+in shared memory; pipes only signal.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ _SLOWER = 10
 
 
 def optimizer() -> optax.GradientTransformation:
-  """Returns what all programs train with."""
+  """Returns the optimizer of all programs."""
   return optax.sgd(1e-3, momentum=0.9)
 
 
@@ -118,7 +118,7 @@ _seen = {'stored': 0, 'spilled': 0}
 
 def watching_gradient(params: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
   """Returns the gradient, and what the object store has held so far."""
-  # Only in its workers; there is no public name for what it holds.
+  # Imported only in Ray's workers; its memory use has no public name.
   from ray._private import internal_api
   from ray._private import state
 
@@ -210,7 +210,7 @@ class Server:
     self._state = tx.init(self._params)
 
   def apply_gradients(self, grads: Any) -> Any:
-    """Moves the parameters, and returns them."""
+    """Applies a gradient, and returns the parameters."""
     grads = jax.device_put(grads)
     self._params, self._state = self._step(self._params, self._state, grads)
     return self.get_weights()
@@ -249,7 +249,7 @@ def ray_server(model: str, num_workers: int, num_updates: int) -> float:
       params = server.apply_gradients.remote(grads)
       computing[worker.compute_gradients.remote(params)] = worker
       times.append(time.perf_counter())
-    # What was applied counts, and not what was asked for.
+    # Applied updates count, not requested ones.
     ray.get(params)
     times[-1] = time.perf_counter()
   return rate(times, list(range(1, num_updates + 1)))
@@ -265,7 +265,7 @@ def _ray(num_cpus: int) -> Iterator[Any]:
   # Read when it is imported.
   import ray
 
-  # What forks here calls `exec` at once.
+  # Processes that are forked here call `exec` at once.
   warnings.filterwarnings('ignore', message='os.fork')
   with tempfile.TemporaryDirectory(prefix='st', dir='/tmp') as folder:
     ray.init(
@@ -303,7 +303,7 @@ def _serve_pipe(end: connection.Connection, model: str, number: int) -> None:
 
 
 def shared_memory(model: str, num_workers: int, num_updates: int) -> float:
-  """Trains over memory that is shared; returns updates a second."""
+  """Trains over shared memory; returns updates a second."""
   server = Server(model)
   times = []
   with contextlib.ExitStack() as stack:
@@ -370,7 +370,7 @@ def _room(x: np.ndarray) -> int:
 
 
 def _placed(model: str, block: shared_memory_lib.SharedMemory) -> Any:
-  """Returns arrays like the parameters in memory that is shared."""
+  """Returns arrays like the parameters in shared memory."""
   leaves, treedef = jax.tree.flatten(init(model))
   starts = itertools.accumulate((_room(x) for x in leaves), initial=0)
   return treedef.unflatten(
@@ -387,7 +387,7 @@ def _copy(source: Any, target: Any) -> None:
 
 
 def _ready(ends: list[connection.Connection]) -> list[connection.Connection]:
-  """Returns those where something has come."""
+  """Returns the ends that have received something."""
   ready = connection.wait(ends)
   return [end for end in ends if end in ready]
 
@@ -396,7 +396,7 @@ def _ready(ends: list[connection.Connection]) -> list[connection.Connection]:
 def _processes(
     serve: Callable[..., None], arguments: list[tuple[Any, ...]]
 ) -> Iterator[list[connection.Connection]]:
-  """Yields the ends of pipes to processes that serve, and ends them after."""
+  """Yields pipes to processes that serve; ends the processes afterwards."""
   context = multiprocessing.get_context('spawn')
   ends, processes = [], []
   for more in arguments:

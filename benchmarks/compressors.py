@@ -1,9 +1,9 @@
-"""Accuracy of compressed means on digits, beside the bytes that they send.
+"""Accuracy of compressed means on digits, and the bytes that they send.
 
 Eight shards train a network of two hidden layers on handwritten digits with
 Adam, at equal steps, once a seed; the accuracy is that on test data. Bytes are
-those that a shard sends in a step; of 1-bit Adam in its warm-up, a fifth of the
-steps, after which they are those of the sign.
+those that a shard sends in a step; for 1-bit Adam during its warm-up, a fifth
+of the steps, after which they are those of the sign.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def sharded() -> Transformation:
 
 
 def ways() -> dict[str, Callable[[], Transformation]]:
-  """Returns what makes each optimizer."""
+  """Returns a function that makes each optimizer."""
   sign, top_k = compression.scaled_sign(), compression.top_k(1 / 32)
   plain = shard_transforms.cross_shard_mean(AXIS)
   factors = compression.power_sgd(AXIS, 4)

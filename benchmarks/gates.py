@@ -1,4 +1,4 @@
-"""Times steps behind gates that accept, beside the same step without a gate.
+"""Times steps behind gates that accept, against the step without a gate.
 
 A step is `update` and `optax.apply_updates`, or `update_and_apply`, under
 `jax.jit` with donated parameters and state, on one device. "Collecting" is a
@@ -64,7 +64,7 @@ def apart(
     params: Any,
     **extra_args: Any,
 ) -> tuple[Any, Any]:
-  """Is `update_and_apply` by hand."""
+  """Calls `tx.update` and `optax.apply_updates`."""
   tx = optax.with_extra_args_support(tx)
   updates, state = tx.update(updates, state, params, **extra_args)
   return optax.apply_updates(params, updates), state

@@ -41,7 +41,7 @@ AUTO = jax.sharding.AxisType.Auto
 
 
 def vmapped(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Returns the way of shards by `jax.vmap`, a window a step."""
+  """Accumulates gradients in shards of `jax.vmap`, a window a step."""
   inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), tx)
   tx = shard_transforms.tower_reduce(NUM_TOWERS, inner, axis_name=AXIS)
 
@@ -81,7 +81,7 @@ def vmapped(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def by_hand(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Returns the way of one `lax.pmean` behind a loop, without this library."""
+  """Accumulates gradients by hand: one `lax.pmean` after a loop."""
 
   def gradient(params, batches):
     params = jax.lax.pcast(params, AXIS, to='varying')
@@ -115,8 +115,8 @@ def by_hand(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
 def compiled_call(
     step: Callable[..., Any], given: Sequence[Any], *more: Any
 ) -> tuple[Callable[[], Any], Any]:
-  """Returns a call that goes on with what it gave, donated, and its program."""
-  # What several programs begin with would be donated twice.
+  """Returns a call that continues from its last result, and its program."""
+  # Copied, because several programs would donate the same arrays.
   held = [jax.tree.map(jnp.copy, x) for x in given]
   shardings = [jax.tree.map(lambda x: x.sharding, x) for x in held]
   jitted = jax.jit(
@@ -168,7 +168,7 @@ def accumulation() -> None:
 
 
 def wrapped() -> None:
-  """Prints the table of gates, and of a state that is divided."""
+  """Prints the table of gates, and of a sharded state."""
   mesh = jax.make_mesh((8,), (AXIS,), (AUTO,))
   replicated = NamedSharding(mesh, P())
   params = jax.device_put(

@@ -328,7 +328,7 @@ def report(
   return '\n'.join(lines)
 
 
-# What is subtracted from the time of a call to give the cost of its mean.
+# The call whose time is subtracted to give the cost of a mean.
 BASES = {
     'by hand': 'local',
     'library': 'local',

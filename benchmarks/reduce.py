@@ -28,7 +28,7 @@ import timing
 import shard_transforms
 
 AXIS = 'data'
-# What a call reduces in all, on each shard: a bound on the time of a run.
+# The bytes that a call reduces on each shard, to bound the time of a run.
 MAX_ELEMENTS = 16_000_000
 
 

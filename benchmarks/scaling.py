@@ -1,8 +1,9 @@
 """Measures how training programs grow with leaves, with bytes and with shards.
 
-A program is what a training step does with its gradients: their mean over the
-shards, the update of Adam, and the new parameters, in the buffers of the old.
-Gradients enter it, other ones on each shard. Programs differ in the mean:
+A program is the part of a training step after the gradients: their mean over
+the shards, the update of Adam, and the new parameters, in the buffers of the
+old. Gradients are its input and differ between shards. Programs differ in the
+mean:
 
 * by hand: `lax.pmean` of each leaf;
 * cross_shard_mean: `optax.chain(cross_shard_mean(...), optax.adam(...))`;
@@ -343,7 +344,7 @@ def main(argv: Sequence[str]) -> None:
   jax.config.update('jax_num_cpu_devices', num_devices)
   jax.config.update('jax_enable_compilation_cache', False)
   print(timing.setting(f'{num_devices} virtual devices'))
-  # What JAX does but once in a process counts for no program.
+  # A warm-up, so that one-time work of JAX counts for no program.
   measure(Size(1, 1, 1_000, 1))
   results = {}
   for sweep, sizes in sweeps.items():

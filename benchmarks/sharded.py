@@ -1,4 +1,4 @@
-"""Times `shard_update` against the replicated optimizer that it stands for.
+"""Times `shard_update` against the replicated optimizer that it replaces.
 
 A step takes the gradients of all shards, reduces them and updates parameters
 with Adam, in one process over virtual CPU devices. Beside the ratio of the
@@ -55,7 +55,7 @@ def start(
   specs = shard_transforms.state_specs(tx, params, mesh)
 
   def step(params, state, scale):
-    # Gradients that no shard shares, and that take no time to come by.
+    # Gradients that differ between shards and cost nothing to compute.
     grads = [shard_transforms.per_shard(p, AXIS) * scale[0] for p in params]
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state

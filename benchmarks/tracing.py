@@ -53,7 +53,7 @@ def reduced() -> optax.GradientTransformation:
 
 
 def late(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Returns what drops late updates, of which this is none, before `inner`."""
+  """Returns `drop_stale` around `inner`, with updates that are fresh."""
   tx = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
 
   def update(updates, state, params=None, **extra_args):
@@ -65,7 +65,7 @@ def late(inner: optax.GradientTransformation) -> optax.GradientTransformation:
 def collected(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """Returns what runs `inner` for each two towers."""
+  """Returns `tower_reduce` of two towers around `inner`."""
   return shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
 
 
@@ -94,7 +94,7 @@ PROGRAMS = {
 def tracing(
     make: Callable[[], Any], num_leaves: int, again: bool = False
 ) -> Callable[[], None]:
-  """Returns a call that traces `update` of what `make` gives.
+  """Returns a call that traces `update` of a transformation.
 
   Args:
     make: Returns a transformation.
@@ -110,7 +110,7 @@ def tracing(
 
   def trace():
     tx = first if again else make()
-    # JAX keeps the programs of functions that it has seen.
+    # JAX caches the traces of functions that it has seen.
     update = functools.partial(tx.update)
     jax.make_jaxpr(update, axis_env=axis_env)(params, state, params)
 

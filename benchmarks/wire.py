@@ -78,7 +78,7 @@ def _local(mean=None, **options):
 
 
 def make_optimizers() -> dict[str, Optimizer]:
-  """Returns what is compared; the first is what others are divided by."""
+  """Returns the optimizers; times are relative to the first one."""
   int8, sign = compression.quantize(8), compression.scaled_sign()
 
   def each(mean):
@@ -130,7 +130,7 @@ def train_step(optimizer, params, state, inputs):
 
 
 def seconds_a_step(optimizer: Optimizer) -> float:
-  """Returns what this process sees, of whole rounds."""
+  """Returns the time that this process measures, over whole rounds."""
   mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
   params = make_params()
   specs = shard_transforms.state_specs(optimizer.tx, params, mesh)
@@ -150,7 +150,7 @@ def seconds_a_step(optimizer: Optimizer) -> float:
   )
   num_steps = _STEPS.value if optimizer.every == 1 else 10 * _STEPS.value
   num_steps = -(-num_steps // optimizer.every) * optimizer.every
-  # A whole round, so that nothing is left to compile or to connect.
+  # A warm-up of a whole round, to compile and connect everything.
   for _ in range(optimizer.every):
     params, state = step(params, state, inputs)
   jax.block_until_ready(params)

@@ -1,8 +1,9 @@
-"""Checkpoints from which a killed training goes on, to the same bits.
+"""Checkpoints from which killed training resumes, to the same bits.
 
-One process writes, and all learn whether it could: where each wrote its part,
-those that wait for one with a full disk would wait for long. What is trained
-must therefore fit into one host; beyond that, orbax saves arrays in parts.
+One process writes, and tells all others whether it succeeded: if each wrote its
+part, the others would wait long for one with a full disk. Parameters and state
+must therefore fit into the memory of one host; for larger ones, let orbax save
+arrays in parts.
 """
 
 from collections.abc import Iterator
@@ -25,13 +26,13 @@ Metrics = list[dict[str, np.ndarray]]
 
 
 class CheckpointError(Exception):
-  """Says which checkpoint, or which folder of them, is of no use, and why."""
+  """Says which checkpoint or folder cannot be used, and why."""
 
 
 class Checkpoints:
   """The checkpoints of one program, in a folder for each of its runs.
 
-  They have the numbers of calls, counted through all runs. Without a folder,
+  Their numbers are those of calls, counted through all runs. Without a folder,
   nothing is saved.
   """
 
@@ -51,12 +52,12 @@ class Checkpoints:
       )
 
   def resume(self, run: str, num_calls: int, train: Any) -> tuple[Any, Metrics]:
-    """Returns what a run of so many calls goes on with, and its metrics so far.
+    """Returns the state from which a run resumes, and its metrics so far.
 
     Args:
       run: The name of the run, and of its folder.
       num_calls: How many calls the run has, all in all.
-      train: What the run starts with, placed on its devices.
+      train: The initial state of the run, placed on its devices.
 
     Raises:
       CheckpointError: If a checkpoint is broken or of another training, or the
@@ -68,7 +69,7 @@ class Checkpoints:
       return train, []
     path = self._folder / run
     is_first = jax.process_index() == 0
-    # The first clears away what was not written to its end.
+    # Process 0 deletes incomplete checkpoints.
     for is_my_turn in (is_first, not is_first):
       with _in_unison(f'open {path}'):
         if is_my_turn:
@@ -97,7 +98,7 @@ class Checkpoints:
     ]
 
   def is_due(self) -> bool:
-    """Returns whether to save after this call; to be asked after each."""
+    """Returns whether to save after this call; call it after each."""
     if not self._folder:
       return False
     self._call += 1
@@ -109,7 +110,7 @@ class Checkpoints:
     return self._stopping or in_turn or self._call == self._last_call
 
   def save(self, train: Any, metrics: Metrics) -> None:
-    """Saves, and then ends the process if it was told to stop.
+    """Saves, and then exits if the process was told to stop.
 
     Raises:
       CheckpointError: If it cannot be saved.
@@ -167,7 +168,7 @@ class Checkpoints:
 
 
 def _open(path):
-  """Returns what keeps the last two checkpoints of a folder.
+  """Returns a manager that keeps the last two checkpoints of a folder.
 
   Raises:
     OSError: If there can be no such folder.
@@ -181,7 +182,7 @@ def _open(path):
           create=False,
           cleanup_tmp_directories=own == 0,
           enable_async_checkpointing=False,
-          # Each process for itself: orbax would wait for one that has failed.
+          # Each process on its own: orbax would wait for one that has failed.
           multiprocessing_options=ocp.options.MultiprocessingOptions(
               primary_host=own,
               active_processes={own},
@@ -193,7 +194,7 @@ def _open(path):
 
 @contextlib.contextmanager
 def _in_unison(deed: str, advice: str = '') -> Iterator[None]:
-  """Lets all processes fail where one does.
+  """Makes all processes fail if one does.
 
   Raises:
     CheckpointError: If any of them fails.
@@ -215,7 +216,7 @@ def _in_unison(deed: str, advice: str = '') -> Iterator[None]:
 
 
 def _gather(train):
-  """Returns arrays of all shards, those of other processes as well."""
+  """Gathers the arrays of all shards, also from other processes."""
 
   def gather(x):
     if isinstance(x.sharding, SingleDeviceSharding):
@@ -229,7 +230,7 @@ def _gather(train):
 def _place(value, like):
   """Returns a gathered array, placed on devices as another is."""
   if value.shape != like.shape:
-    # Of `jax.pmap`, a process has the shards of its own alone.
+    # With `jax.pmap`, a process holds only its own shards.
     value = np.split(value, jax.process_count())[jax.process_index()]
   return jax.make_array_from_callback(
       like.shape, like.sharding, value.__getitem__

@@ -37,7 +37,7 @@ _OUTPUT_DIR = flags.DEFINE_string(
 
 
 class Run(NamedTuple):
-  """What a training ends with."""
+  """The results of a run."""
 
   name: str
   values: dict[str, np.ndarray]
@@ -114,13 +114,13 @@ def train(
     save_to: pathlib.Path | None = None,
     resume_from: pathlib.Path | None = None,
 ) -> Run:
-  """Trains in a new graph; saves in the middle, or goes on from there."""
+  """Trains in a new graph; saves in the middle, or resumes from there."""
   data, (images, labels) = load_data()
   # TF1: with tf.Graph().as_default(), tf.Session() as sess:
   with facade.Graph().as_default():
     opt, step, predict = build(num_shards, clip_norm)
     # TF1: tf.train.Saver().restore(sess, path)
-    step.build(*batch_of(0, data))  # Makes the slots that are restored.
+    step.build(*batch_of(0, data))  # Creates the slots to restore.
     if resume_from is not None:
       values = facade.get_values(facade.global_variables())
       values = flax.serialization.from_bytes(values, resume_from.read_bytes())
@@ -131,7 +131,7 @@ def train(
     bar = tqdm.trange(start, STEPS, desc=name)
     for i in bar:
       loss, norm = step(*batch_of(i, data))
-      # Virtual devices can hang with many calls under way: wait for each.
+      # Virtual devices can hang with many calls in flight: wait for each.
       metrics = f'loss {np.mean(loss):.3f}, norm {np.mean(norm):.3f}'
       bar.set_postfix_str(metrics, refresh=False)
       # TF1: tf.train.Saver().save(sess, path)

@@ -1,11 +1,11 @@
-"""Trains a classifier of handwritten digits with workers that do not wait.
+"""Trains a classifier of handwritten digits asynchronously.
 
 In four ways: (a) each gradient counts, however old it is, (b) those that are
 too old are dropped, (c) workers are paced, so that none becomes too old, (d)
-old gradients count less. The workers are processes of Ray. Each run is kept in
-a journal, from which (c) is computed once more, and must end with the same
-bits. With `--kill`, a worker and the process that holds the parameters are
-killed on its way.
+old gradients count less. The workers are processes of Ray. Each run writes a
+journal, from which (c) is replayed and must end with the same bits. With
+`--kill`, a worker and the process that holds the parameters are killed during
+(c).
 """
 
 from collections.abc import Callable
@@ -42,11 +42,10 @@ FATES = {
     3: ('lost', 'crimson'),
     4: ('failed', 'gold'),
 }
-# Seconds that the strips of workers show, and without a report that are a gap.
+# Seconds that the plot of workers shows, and after which no report is a gap.
 WINDOW = 2.5
 GAP = 1.0
-# What Ray calls the processes of workers that compute, and of what holds the
-# parameters.
+# Ray's names for the processes of workers, and for that of the holder.
 WORKER, HOLDER = 'ray::_Computer.gradient', 'ray::_Driver'
 
 _WORKERS = flags.DEFINE_integer(
@@ -121,7 +120,7 @@ class Way(NamedTuple):
 
 
 class Run(NamedTuple):
-  """What a way ends with.
+  """The results of one of the ways.
 
   Attributes:
     name: The name of the way.
@@ -163,8 +162,8 @@ def letter(way: Way | Run) -> str:
 
 
 def make_task(seed: int, batch_size: int, wait: float) -> asynchronous.Task:
-  """Returns what the workers compute, waiting so many seconds on average."""
-  # Of values and not of flags, which workers do not parse.
+  """Returns the task of the workers, which waits so many seconds on average."""
+  # From values and not from flags, which workers do not parse.
   return asynchronous.Task(
       init=functools.partial(digits.init_params, seed),
       gradient=gradient,
@@ -241,7 +240,7 @@ class Killer:
     self._due = [(third, WORKER), (2 * third, HOLDER)]
 
   def __call__(self, report: asynchronous.Report) -> None:
-    """Kills what is due at a report."""
+    """Kills the process that is due at a report."""
     if not self._due or report.global_step < self._due[0][0]:
       return
     name = self._due[0][1]
@@ -290,7 +289,7 @@ def train(
         make_optimizer(),
         num_updates=_UPDATES.value,
         num_workers=_WORKERS.value,
-        # Gradients are short; to notice that a worker died takes a while.
+        # Gradients are short, but noticing that a worker died takes a while.
         patience=50,
         cluster=None if _CLUSTER.value == 'none' else _CLUSTER.value,
         folder=folder,
@@ -309,7 +308,7 @@ def make_optimizer() -> optax.GradientTransformation:
 
 def is_replayed(run: Run, folder: str) -> bool:
   """Returns whether a run is computed to the same bits from its journal."""
-  # To wait changes no bit.
+  # Waiting changes no bit, so the replay does not wait.
   task = make_task(_SEED.value, _BATCH_SIZE.value, wait=0)
   again = asynchronous.replay(folder, task, make_optimizer())
   return all(
@@ -358,7 +357,7 @@ def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
   """Draws the losses of batches against time."""
   for run in runs:
     seconds, losses = run.losses
-    # No line leads over the time in which a holder is replaced.
+    # The line has a gap while the holder is replaced.
     gaps = np.flatnonzero(np.diff(seconds) > GAP) + 1
     axes.plot(
         np.insert(seconds, gaps, np.nan),
@@ -416,12 +415,12 @@ def plot_tickets(axes: matplotlib.axes.Axes, run: Run) -> None:
 def when(journal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Returns the seconds at which gradients were begun, and ended.
 
-  A journal tells when gradients have come back. Each was begun as soon as there
-  were its parameters, and its worker had nothing else to do. That is not known
-  of the first one of a worker, which is taken for usual.
+  A journal says when gradients came back. Each was begun as soon as its
+  parameters existed and its worker was idle. For the first one of a worker,
+  which compiles, the usual duration is assumed.
   """
   seconds = journal['seconds'].astype(float)
-  # The clock of a holder that takes the place of another begins anew.
+  # The clock of a new holder restarts.
   is_restart = np.append(False, np.diff(seconds) < 0)
   before = np.append(0, seconds[:-1])
   ends = seconds + np.cumsum(np.where(is_restart, before, 0))

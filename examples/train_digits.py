@@ -6,8 +6,8 @@ gradients taken at old parameters. (b) and (c) must end where (a) does.
 
 With `--processes 2`, the shards are those of two processes, which this program
 starts; on a cluster, `shard_transforms.launch.join_processes` says what to set.
-With `--checkpoint_dir`, the same command goes on where the one before was
-ended. With `--log_dir`, each way writes a CSV of its metrics, a row a call.
+With `--checkpoint_dir`, the same command resumes where the last one ended. With
+`--log_dir`, each way writes a CSV of its metrics, a row a call.
 """
 
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def _can_be_divided(values):
 
 
 class Train(NamedTuple):
-  """What is carried from call to call."""
+  """The state that is carried from call to call."""
 
   params: Any
   opt_state: Any
@@ -144,7 +144,7 @@ def shard_gradient(params: Any, images: jax.Array, labels: jax.Array) -> Any:
 
 
 def train_step(tx, gradient, axis_name, train, images, labels):
-  """Trains with the gradient at the present parameters."""
+  """Trains with the gradient at the current parameters."""
   loss, grads = gradient(train.params, images, labels)
   updates, opt_state = tx.update(grads, train.opt_state, train.params)
   params = optax.apply_updates(train.params, updates)
@@ -178,7 +178,7 @@ def stale_step(tx, gradient, axis_name, train, images, labels):
 
 
 def place_on_one_device(run, params, history, devices):
-  """Returns the step, its first `Train`, and the ways to and from devices."""
+  """Returns the step, its initial `Train`, and how to move data to devices."""
   del devices
   gradient = jax.value_and_grad(digits.loss_fn)
   step = functools.partial(run.step, run.tx, gradient, None)
@@ -258,7 +258,7 @@ def make_runs(num_shards: int) -> list[Run]:
 def batches(
     run: Run, data: list[np.ndarray], num_shards: int
 ) -> Iterator[list[np.ndarray]]:
-  """Yields what a call sees; every run sees the same large batches."""
+  """Yields the batch of each call; every run sees the same large batches."""
   rng = np.random.default_rng(_SEED.value)
   size, order = _BATCH_SIZE.value, np.arange(0)
   for _ in range(_STEPS.value):
@@ -278,7 +278,7 @@ def train_run(
     saved: checkpoints.Checkpoints,
     bar: tqdm.tqdm,
 ) -> tuple[Train, dict[str, np.ndarray]]:
-  """Returns what a run ends with, and its metrics [steps, num_towers]."""
+  """Returns the final state of a run, and its metrics [steps, num_towers]."""
   bar.set_description(run.name)
   params, history = digits.init_params(_SEED.value), None
   if run.step is stale_step:
@@ -293,7 +293,7 @@ def train_run(
   ):
     train, metric = step(train, *put(batch))
     recent.append(metric)
-    # Virtual devices can hang with more than 32 calls under way.
+    # Virtual devices can hang with more than 32 calls in flight.
     jax.block_until_ready(recent[-8:][0])
     bar.update()
     if saved.is_due():
@@ -377,7 +377,7 @@ def start_devices(num_processes: int) -> list[Any]:
   if 'JAX_NUM_CPU_DEVICES' not in os.environ:
     num_devices = (_SHARDS.value or 8) // num_processes
     jax.config.update('jax_num_cpu_devices', max(num_devices, 1))
-  # Accelerators otherwise round factors to fewer bits than the 1e-5 asked for.
+  # Accelerators otherwise round matrix products to fewer bits than 1e-5 needs.
   jax.config.update('jax_default_matmul_precision', 'highest')
   num_shards = [
       n
@@ -403,7 +403,7 @@ def start_devices(num_processes: int) -> list[Any]:
 def write_metrics(
     name: str, metrics: dict[str, np.ndarray], folder: pathlib.Path
 ) -> None:
-  """Writes what each call of a run told, [steps, num_towers], as a table."""
+  """Writes the metrics of each call of a run, [steps, num_towers], as a CSV."""
   with (folder / f'{name}.csv').open('w', newline='') as file:
     writer = csv.writer(file)
     writer.writerow(['call', *metrics])
@@ -444,7 +444,7 @@ def verdict(accuracies: list[float], differences: list[float]) -> str | None:
 def supervise() -> str | None:
   """Runs this program in several processes; returns what went wrong, if any."""
   try:
-    # When told to stop, they save first, and may be in the midst of compiling.
+    # When told to stop, processes save first, and may still be compiling.
     shard_transforms.launch.run_processes(
         _PROCESSES.value, [sys.executable, *sys.orig_argv[1:]], grace=10
     )

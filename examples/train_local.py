@@ -1,11 +1,11 @@
-"""Trains digits with shards that meet once in 20 steps, in place of each step.
+"""Trains digits with an all-reduce once in 20 steps instead of in each step.
 
 (a) `cross_shard_mean` in each step, (b) DiLoCo: `local_updates` with rounds of
 20 steps, (c) streaming DiLoCo: the same in 4 fragments, of which one is sent
 every 5 steps, (d) islands: a mean over the cores of each host in each step, and
-local SGD between hosts. All take as many steps; the figure is the loss against
-the bytes that a shard has sent between hosts. With `--processes 2`, the hosts
-are those of two processes, which this program starts.
+local SGD between hosts. All take the same number of steps; the figure is the
+loss against the bytes that a shard has sent between hosts. With `--processes
+2`, the hosts are those of two processes, which this program starts.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Way(NamedTuple):
 
 
 def make_ways() -> list[Way]:
-  """Returns what is compared."""
+  """Returns the ways to compare."""
 
   def synchronous(*axes):
     mean = shard_transforms.cross_shard_mean(axes)
@@ -161,7 +161,7 @@ def train(way: Way, mesh: jax.sharding.Mesh, seed: int) -> tuple[Any, Any]:
 
 
 def report_of(way: Way) -> shard_transforms.monitoring.WireReport:
-  """Returns what the optimizer sends between hosts."""
+  """Returns the report of what the optimizer sends between hosts."""
   params = init_params(0)
   report = shard_transforms.monitoring.wire_report(
       lambda grads: way.tx.update(grads, way.tx.init(grads), grads),
@@ -178,7 +178,7 @@ def plot(
     losses: Sequence[np.ndarray],
     path: pathlib.Path,
 ) -> None:
-  """Draws the losses against what was sent, and against steps."""
+  """Draws the losses against the bytes sent, and against steps."""
   figure = matplotlib.figure.Figure(figsize=(11, 4.5), layout='constrained')
   by_bytes, by_step = figure.subplots(1, 2, sharey=True)
   steps = 1 + np.arange(_STEPS.value)
@@ -201,7 +201,7 @@ def print_table(
     reports: Sequence[shard_transforms.monitoring.WireReport],
     accuracies: np.ndarray,
 ) -> None:
-  """Prints accuracy, and what a step sends."""
+  """Prints the accuracy, and the bytes that a step sends."""
   print(f'{"":28}  test accuracy  bytes a step  bytes at most')
   for way, report, accuracy in zip(ways, reports, accuracies, strict=True):
     print(

@@ -1,9 +1,9 @@
 """Trains a transformer on 4 x 2 devices, its model sharded by the compiler.
 
-Each step adds up the gradients of four micro-batches, (a) in a `lax.scan` under
-plain `jax.jit`, which reduces each of them over the devices of the batch, and
-(b) with `tower_reduce` under a `jax.shard_map` over these devices alone, which
-reduces once. What is sent and what memory it takes is read off the compiled
+Each step accumulates the gradients of four micro-batches, (a) in a `lax.scan`
+under plain `jax.jit`, which reduces each of them over the devices of the batch,
+and (b) with `tower_reduce` under a `jax.shard_map` over these devices alone,
+which reduces once. The bytes sent and the memory are read from the compiled
 programs.
 """
 
@@ -51,7 +51,7 @@ def _can_be_divided(batch_size):
 
 
 class Way(NamedTuple):
-  """How to train: a step, and the state that it begins with."""
+  """How to train: a step, and its initial state."""
 
   name: str
   step: Callable[..., Any]
@@ -66,7 +66,7 @@ def init_state(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def plain(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
-  """Returns the way of plain `jax.jit`."""
+  """Accumulates gradients in a `lax.scan` under plain `jax.jit`."""
 
   def step(params, state, batches):
     def micro(total, batch):
@@ -83,7 +83,7 @@ def plain(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
 
 
 def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
-  """Returns the way of `tower_reduce`, mapped over the axis of the batch."""
+  """Accumulates gradients by `tower_reduce`, mapped over the batch axis."""
   inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), tx)
   tx = shard_transforms.tower_reduce(NUM_TOWERS, inner, axis_name=AXIS)
   value_and_grad = shard_transforms.value_and_grad(transformer.loss_fn, AXIS)
@@ -129,7 +129,7 @@ def sent_over_data(compiled: Any) -> float:
   """Returns the bytes that a device sends along the batch in a step."""
   report = shard_transforms.monitoring.wire_report(compiled)
   return sum(
-      # The branch of a full window is taken in one turn of the loop.
+      # The branch of a full window is taken in one iteration of the loop.
       c.sent_bytes / (NUM_TOWERS if c.conditional else 1)
       for c in report.collectives
       if AXIS in c.axes
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> str | None:
   shardings = {k: NamedSharding(mesh, v) for k, v in transformer.SPECS.items()}
   params = jax.device_put(transformer.init_params(_SEED.value), shardings)
   batches = draw_batches(mesh)
-  # With a tiny `eps`, rounding would grow where a gradient is near zero.
+  # With a tiny `eps`, rounding errors would grow where a gradient is near zero.
   make = functools.partial(optax.adam, 1e-2, eps=1e-4)
   ways = [plain(make(), params, mesh), collecting(make(), params, mesh)]
   with tqdm.tqdm(total=len(ways) * len(batches), unit='step') as bar:
