@@ -4,10 +4,10 @@
 hand, without a bound on staleness, a journal or recovery:
 
 * ray_server: an actor of Ray that holds the parameters and actors that compute
-gradients, after the parameter server in Ray's documentation; * pipes:
-parameters and gradients pickled through pipes of `multiprocessing`; *
-shared_memory: each worker has a place for parameters and one for its gradient
-in shared memory; pipes only signal.
+  gradients, after the parameter server in Ray's documentation;
+* pipes: parameters and gradients pickled through pipes of `multiprocessing`;
+* shared_memory: each worker has a place for parameters and one for its gradient
+  in shared memory; pipes only signal.
 """
 
 from collections.abc import Callable
