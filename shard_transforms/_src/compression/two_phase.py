@@ -81,9 +81,19 @@ class Exchange(NamedTuple):
     payload = self._encode(flat, phase=0)
     sent = payload_lib.to_bytes(payload).reshape(len(rows), -1)
     received = collectives.exchange(axes_lib.to_varying(sent, axes), axes)
-    decoded = self._decode_bytes(received, payload).reshape(rows.shape)
     own = self._decode(payload).reshape(rows.shape)
-    return jnp.mean(decoded, axis=0), own
+    return self._mean(received, payload), own
+
+  def _mean(self, received, like):
+    """Returns the mean of the rows that each shard has sent in bytes."""
+
+    def add(i, total):
+      return total + self._decode_bytes(received[i], like)
+
+    # On CPU, a sum over the first axis takes JAX 0.10 ten to forty times as
+    # long as adding one shard's rows after the other.
+    first = self._decode_bytes(received[0], like)
+    return lax.fori_loop(1, len(received), add, first) / len(received)
 
   def _exchange_by_levels(self, rows):
     """Exchanges as `_exchange`, after a reduce-scatter over the last axis."""
