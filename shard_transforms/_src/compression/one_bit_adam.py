@@ -58,6 +58,7 @@ def scale_by_one_bit_adam(
     compressor: compressor_lib.Compressor | None = None,
     min_elements: int = 16384,
     seed: int = 0,
+    algorithm: reduction_options.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Rescales the mean update over shards by Adam, in one bit an element.
 
@@ -90,6 +91,7 @@ def scale_by_one_bit_adam(
       out.
     min_elements: The least number of elements of a leaf that is compressed.
     seed: The seed of compressors that draw random numbers.
+    algorithm: How several axes are reduced over; see `compressed_mean`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ScaleByOneBitAdamState`,
@@ -120,7 +122,7 @@ def scale_by_one_bit_adam(
   """
   reduce = compressed_reduction.CompressedReduction(
       reduction_options.ReductionOptions(
-          _CALLER, 'mean', axes_lib.as_axes(axis_name)
+          _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
       arguments.as_at_least('warmup_steps', warmup_steps, 1),
       arguments.as_int('seed', seed),
