@@ -121,6 +121,18 @@ def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   )
 
 
+def compiler_mesh(
+    x: jax.Array, axis: Hashable
+) -> jax.sharding.AbstractMesh | None:
+  """Returns the mesh over an axis of which `jax.vmap` may shard an array."""
+  kind = jax.sharding.AxisType.Auto
+  for mesh in jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(axis) == kind:
+      return mesh if lax.axis_size(axis) % mesh.shape[axis] == 0 else None
+  return None
+
+
 def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   """Returns `axes` in the order in which arrays are sharded over them."""
   names = jax.sharding.get_abstract_mesh().axis_names

@@ -1,4 +1,7 @@
-"""Collectives over shards: the only file that calls those of JAX.
+"""Collectives over shards.
+
+This file and `vmapped_collectives`, on which it stands, are the only ones that
+call those of JAX.
 
 Every function is called with at least one axis, and with values that vary over
 all of them where JAX tracks this.
@@ -14,6 +17,7 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
 
@@ -90,7 +94,8 @@ def psum_in_groups(
   """Returns the sum of `x` over the shards of each shard's own group."""
   if _can_group(axis, groups):
     return _scatter_and_gather(x, axis, (), groups)
-  return _psum_one_hot(x, axis, groups)
+  total = vmapped_collectives.psum_in_groups(x, axis, groups)
+  return _psum_one_hot(x, axis, groups) if total is None else total
 
 
 def scatter(
@@ -110,8 +115,11 @@ def scatter(
   if groups is not None:
     if _can_group(axes[0], groups):
       return lax.psum_scatter(rows, axes[0], axis_index_groups=groups)
-    rows = _psum_one_hot(rows, axes[0], groups)
-    return rows[row_index(axes, groups)]
+    row = vmapped_collectives.scatter_in_groups(rows, axes[0], groups)
+    if row is None:
+      rows = psum_in_groups(rows, axes[0], groups)
+      row = rows[row_index(axes, groups)]
+    return row
   left = list(axes_lib.in_mesh_order(axes))
   sizes = map(lax.axis_size, left)
   rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
@@ -133,6 +141,8 @@ def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
   Raises:
     NotImplementedError: If JAX has no sum here.
   """
+  if jax.default_backend() == 'cpu' and vmapped_collectives.is_sharded(x, axis):
+    return vmapped_collectives.scatter_along(x, axis, dimension)
   with _explaining(x, (axis,)):
     return lax.psum_scatter(x, axis, scatter_dimension=dimension)
 
@@ -153,8 +163,11 @@ def gather(
   if groups is not None:
     if _can_group(axes[0], groups):
       return lax.all_gather(row, axes[0], axis_index_groups=groups)
-    members = jnp.asarray(groups)[_group_index(axes[0], groups)]
-    return lax.all_gather(row, axes[0])[members]
+    rows = vmapped_collectives.gather_in_groups(row, axes[0], groups)
+    if rows is None:
+      members = jnp.asarray(groups)[_group_index(axes[0], groups)]
+      rows = lax.all_gather(row, axes[0])[members]
+    return rows
   order, gathered, rows = axes_lib.in_mesh_order(axes), set(), row
   for axis in axes:
     before = order[: order.index(axis)]
@@ -254,6 +267,8 @@ def _pieces(rows):
 
 def _all_gather(x, axis, groups=None, dimension=0, tiled=False):
   """Gathers; the result is typed as the same on all shards, if tracked."""
+  if vmapped_collectives.is_sharded(x, axis):
+    return vmapped_collectives.gather(x, axis, dimension)
   if groups is None and axes_lib.is_tracked(axis):
     return lax.all_gather(x, axis, axis=dimension, tiled=tiled, to='invarying')
   return lax.all_gather(
