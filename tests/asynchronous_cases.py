@@ -53,7 +53,7 @@ def folder(test: unittest.TestCase) -> pathlib.Path:
 
 
 def train(task, tx, **options):
-  """Trains with four workers of this process, if nothing else is said."""
+  """Trains with four workers of this process by default."""
   defaults = {
       'num_updates': 30,
       'num_workers': 4,
@@ -76,7 +76,7 @@ def assert_same_bits(first, second):
       raise AssertionError(f'{jax.tree_util.keystr(path)}: {x} is not {y}')
 
 
-# What goes wrong in a worker, at one batch or in one process.
+# Failures in a worker, at one batch or in one process.
 def poison(number):
   if number == 7:
     raise OSError('no such shard of the data')
@@ -106,7 +106,7 @@ def accepted(journal: np.ndarray) -> np.ndarray:
 
 
 def hang_once(path, number):
-  """As `batch`, but that number 30 never comes in the first worker."""
+  """As `batch`, but number 30 never returns in the first worker."""
   if number == 30:
     try:
       pathlib.Path(path).touch(exist_ok=False)

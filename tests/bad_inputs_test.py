@@ -1,4 +1,4 @@
-"""Bad inputs: the error, in words to search for, and that nothing changes.
+"""Bad inputs: each raises an error with the right words, and changes nothing.
 
 A new mistake is a new row of `CALLS`, `UPDATES` or `FACADE`; all of them go
 through `assert_refused`.
@@ -54,7 +54,7 @@ SHARDS, TOWERS = 8, 3
 SGD = optax.sgd(0.5, momentum=0.5)
 PARAMS = {'b': np.float32(1), 'w': np.ones(9, np.float32)}
 MATRIX = np.ones((SHARDS, 2), np.float32)
-# Abstract, because devices must not be asked for at import.
+# Abstract, because importing must not start a backend.
 MESH = jax.sharding.AbstractMesh(
     (SHARDS,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
 )
@@ -610,7 +610,7 @@ BENCHES = {
 }
 
 
-# What a change is made of; all else is an extra argument.
+# Names of changes to a call; all others are extra arguments.
 GIVEN = ('tx', 'updates', 'state', 'params')
 
 
@@ -619,8 +619,8 @@ class Update(NamedTuple):
 
   Attributes:
     bench: The name of the transformation.
-    changes: What is bad, by the names of `good_call`: what makes it of what is
-      good, or itself. A function for an extra argument is called on each shard.
+    changes: Bad values by the names of `good_call`: the value, or a function of
+      the good value. A function for an extra argument is called on each shard.
     error: What it raises.
     words: What a user would search for.
   """
@@ -632,7 +632,7 @@ class Update(NamedTuple):
 
 
 def good_call(bench):
-  """Returns what a good call takes, all of it fresh."""
+  """Returns fresh arguments of a good call."""
   params = jax.tree.map(jnp.asarray, PARAMS)
   lead = bench.lead if bench.mode is None else (SHARDS, *bench.lead)
   if bench.mode is None:
@@ -648,7 +648,7 @@ def good_call(bench):
 
 
 def run(bench, tx, updates, state, params, **extra_args):
-  """Calls `tx.update` on all shards, and gives the state away."""
+  """Calls `tx.update` on all shards, with the state donated."""
 
   def update(updates, state, params):
     own = {k: x() if callable(x) else x for k, x in extra_args.items()}
@@ -686,7 +686,7 @@ def with_leaf(**leaves):
 
 
 def summed_before(tx):
-  """Returns a transformation of what `jax.grad` sums over the shards."""
+  """Returns a transformation of gradients that `jax.grad` has summed."""
 
   def update(updates, state, params, **extra_args):
     return tx.update(lax.psum(updates, AXIS), state, params, **extra_args)
@@ -1156,7 +1156,7 @@ FACADE = {
 
 
 def picture(given):
-  """Returns a copy of a tree, and of what surrounds all calls."""
+  """Returns a copy of a tree, and of all global state."""
 
   def copy(leaf):
     if isinstance(leaf, facade.Variable):
@@ -1187,7 +1187,7 @@ def name_rows(rows):
 class BadInputsTest(parameterized.TestCase):
 
   def assert_refused(self, call, given, error, words):
-    """Checks the error of a call, and that nothing around it changed."""
+    """Checks the error of a call, and that no global state changed."""
     before = picture(given)
 
     with self.assertRaisesRegex(error, words):

@@ -1,4 +1,4 @@
-"""A headless browser that looks at a site, served on loopback."""
+"""A headless browser that visits a site on loopback."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ def find():
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
-  """Serves a site and the page that visits it, and takes what that finds."""
+  """Serves a site and the page that visits it; receives what that finds."""
 
   def __init__(self, *args, results, **kwargs):
     self.results = results

@@ -1,4 +1,4 @@
-"""Parameters of tests, each case under a name that says what it is."""
+"""Parameterized tests whose cases have descriptive names."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ NAME_LENGTH = 60
 
 
 def parameters(*cases: Any) -> Callable[..., Any]:
-  """Is `parameterized.parameters`, with names made of the arguments."""
+  """As `parameterized.parameters`, with names made of the arguments."""
   if len(cases) == 1 and not isinstance(cases[0], tuple | Mapping):
     cases = tuple(cases[0])
   labels = [' '.join(_labels(_arguments(case))) for case in cases]
@@ -22,7 +22,7 @@ def parameters(*cases: Any) -> Callable[..., Any]:
 
 
 def product(**choices: Iterable[Any]) -> Callable[..., Any]:
-  """Is `parameterized.product` of keywords, with names made of the choices."""
+  """As `parameterized.product` of keywords, with names made of the choices."""
   return parameters(
       [
           dict(zip(choices, combination, strict=True))
@@ -47,7 +47,7 @@ def _named(name, case):
 
 
 def _labels(arguments):
-  """Yields what there is to say of each argument."""
+  """Yields a description of each argument."""
   for name, value in arguments.items():
     if isinstance(value, bool) and isinstance(name, str):
       yield name if value else f'not {name}'
@@ -72,7 +72,7 @@ def _name(value):
 
 
 def _unique(labels):
-  """Returns names for methods; of those that are alike, each has a number."""
+  """Returns names for methods; equal ones are numbered."""
   names = [re.sub(r'\W+', '_', x)[:NAME_LENGTH].strip('_') for x in labels]
   taken = {name for name in names if names.count(name) == 1} | {''}
   found = []

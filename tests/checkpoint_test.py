@@ -1,4 +1,4 @@
-"""What is saved goes on as if it had never stopped, or is refused."""
+"""A restored checkpoint resumes as if never interrupted, or is refused."""
 
 from collections.abc import Callable
 import functools
@@ -54,7 +54,8 @@ class Phase(NamedTuple):
 
   Attributes:
     build: Makes the transformation.
-    reached: Says whether a state is in the phase, by what `tree_get` gives.
+    reached: Says whether a state is in the phase, from the result of
+      `tree_get`.
   """
 
   build: Callable[[], optax.GradientTransformationExtraArgs]
@@ -155,12 +156,12 @@ def saved(name):
 
 @functools.cache
 def straight(name):
-  """Returns parameters and state of the run that has gone on."""
+  """Returns parameters and state of the uninterrupted run."""
   return jax.device_get(go_on(name, saved(name), range(SAVED, CALLS)))
 
 
 def target_of(tx, params, num_shards=SHARDS):
-  """Returns what orbax is to restore, from abstract parameters."""
+  """Returns the target of orbax's restore, from abstract parameters."""
   mesh = modes.mesh(num_shards)
   sharding = NamedSharding(mesh, P())
   abstract = jax.tree.map(
@@ -185,7 +186,7 @@ def restore(path, target):
 
 
 def resize_on_four_devices(path, name, out):
-  """Writes the leaves of what is restored on four devices, for four shards."""
+  """Writes the leaves of a checkpoint restored on four devices."""
   tx, mesh = PHASES[name].build(), modes.mesh(4)
   if jax.device_count() != 4:
     raise RuntimeError(f'There are {jax.device_count()} devices.')
@@ -305,7 +306,7 @@ def truncate(path):
   path.write_bytes(content[: len(content) // 2])
 
 
-# What is done to which file; the bits of large arrays have no checksum.
+# Damages by file; the bits of large arrays have no checksum.
 DAMAGES = {
     f'{damage.__name__} {file}': (damage, file)
     for damage, files in {
@@ -335,10 +336,10 @@ OTHERS = {
 
 
 def try_all(folder):
-  """Prints what comes of restoring what is broken, or another's.
+  """Prints the results of restoring damaged or foreign checkpoints.
 
-  Orbax leaves reads unfinished when it raises, which would come up as warnings
-  in some later test: this runs in a process of its own.
+  Orbax leaves reads unfinished when it raises, which would cause warnings in a
+  later test: so this runs in a process of its own.
   """
   name, folder = 'with excluded shards', pathlib.Path(folder)
   whole, broken = folder / name, folder / 'broken'
@@ -372,7 +373,7 @@ def try_all(folder):
 
 
 class RefusalTest(CheckpointTest):
-  """What is broken or another's is refused, and what there is goes on."""
+  """Damaged and foreign checkpoints are refused; others resume."""
 
   @classmethod
   def setUpClass(cls):

@@ -50,7 +50,7 @@ class ColabsTest(parameterized.TestCase):
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name='python3'
     )
-    # It draws into the notebook, whatever the tests draw into.
+    # It draws into the notebook, whatever backend the tests draw with.
     env = {k: v for k, v in os.environ.items() if k != 'MPLBACKEND'}
     client.execute(env=env)
 

@@ -1,4 +1,4 @@
-"""Compression among gates, masks, partitions and model axes."""
+"""Compression with gates, masks, partitions and model axes."""
 
 from absl.testing import parameterized
 import chex

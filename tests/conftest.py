@@ -11,11 +11,11 @@ import zlib
 import jax
 import pytest
 
-# Programs stay compiled from run to run, until they take a gigabyte.
+# Compiled programs are cached from run to run, up to a gigabyte.
 CACHE = pathlib.Path(__file__).parents[1] / '.jax_cache'
 CACHE_LIMIT = 2**30
-# What XLA compiles several times as fast, but not as users have it. With an
-# empty `XLA_FLAGS` in the environment, the tests run what users run.
+# Flags with which XLA compiles several times as fast, but not as for users.
+# With an empty `XLA_FLAGS` in the environment, the tests run what users run.
 FAST_COMPILATION = [
     '--xla_backend_optimization_level=0',
     '--xla_cpu_parallel_codegen_split_count=1',

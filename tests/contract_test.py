@@ -1,4 +1,4 @@
-"""What every transformation keeps: one table of them, and one test a promise.
+"""The contract of all transformations: one table, and one test a promise.
 
 A new transformation is a new row of `ROWS`.
 """
@@ -53,7 +53,7 @@ ADAM = optax.adam(0.1, eps=1.0)
 
 
 class Row(NamedTuple):
-  """A transformation, as the tests see it.
+  """A transformation and what the tests must know about it.
 
   Attributes:
     build: Takes an inner transformation and a number of towers; gives the
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     cuts: Whether the inner transformation sees each shard's slice of leaves.
     guards: Whether it is a guard, with a value that it keeps per shard.
     keeps: Whether it keeps a tree of each shard.
-    delays: Whether the result is late, by one call less than towers.
+    delays: Whether the result is delayed, by one call less than towers.
     moves: Whether it keeps parameters of its own, and has to be given those
       that its updates have been applied to.
     aggregate: What it makes of the updates of all shards [shards, ...] in a
@@ -483,7 +483,7 @@ class ProbeState(NamedTuple):
 
 
 def probe():
-  """Returns a transformation that tells what it is given."""
+  """Returns a transformation that records its arguments."""
 
   def init_fn(params):
     zero = jnp.zeros([], jnp.int32)
@@ -589,7 +589,7 @@ def extra_args_of(row, call):
 
 
 def kinds(tree):
-  """Returns what must stay from call to call, of each leaf."""
+  """Returns the properties of each leaf that calls must keep."""
   return jax.tree.map(lambda x: (jnp.shape(x), x.dtype, x.weak_type), tree)
 
 
@@ -1055,7 +1055,7 @@ class StateTest(parameterized.TestCase):
 
 
 class RefusalTest(parameterized.TestCase):
-  """What no transformation lets pass, found while tracing."""
+  """Mistakes that every transformation refuses while tracing."""
 
   @cases.product(name=tuple(ROWS), dtype=('int32', 'bool'))
   def test_refuses_leaves_without_a_gradient(self, name, dtype):

@@ -1,4 +1,4 @@
-"""A collective that not all shards reach hangs; no transformation has one.
+"""No transformation has a collective that only some shards reach.
 
 The cases, functions of the mode at the end of this file, run in processes that
 XLA aborts if a collective is stuck.
@@ -26,7 +26,7 @@ import shard_transforms
 
 AXIS = modes.AXIS
 SHARDS = 8
-# How long a collective may take that is to be reached, and one that is not.
+# Time limits for a collective that all shards reach, and for one that hangs.
 PATIENCE, IMPATIENCE = 100, 2
 FINISHED = 'finished'
 
@@ -91,7 +91,7 @@ class DeadlockTest(parameterized.TestCase):
 
 
 def decide_alone(mode):
-  """Waits for the shards below 4 for ever."""
+  """Deadlocks: waits for the shards below 4, which never come."""
 
   def fn(_, x):
     return lax.cond(x >= 4, lambda x: lax.psum(x, AXIS), lambda x: x, x)
@@ -100,7 +100,7 @@ def decide_alone(mode):
 
 
 def finite_alone(mode):
-  """Does with Optax what `guarded_shards` does, for one bad shard."""
+  """As `guarded_shards`, but with Optax and one bad shard."""
   tx = optax.apply_if_finite(momentum(), max_consecutive_errors=10)
 
   def fn(params, x):
@@ -118,7 +118,7 @@ def momentum():
 
 
 def subsets():
-  """Returns whether shards are in it, for each non-empty subset of them."""
+  """Returns a mask of shards for every non-empty subset of 8 shards."""
   return np.array(list(itertools.product([False, True], repeat=SHARDS)))[1:]
 
 

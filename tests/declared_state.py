@@ -1,4 +1,4 @@
-"""A wrapper as someone outside of the library writes it, with its rules."""
+"""A wrapper from outside of the library that declares its own rules."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class TallyState(NamedTuple):
     rate: A number of which the mean over shards counts.
     least: The least first element.
     most: The largest.
-    recent: Its last norms, [3], which tell nothing of other shards.
+    recent: Its last norms, [3], which cannot be resized.
     unit: The same on all shards.
     inner_state: State of what is inside.
   """

@@ -86,7 +86,7 @@ class DistributedTest(parameterized.TestCase):
     )
 
   def check_that_shards_agree(self, arrays, modes):
-    """Checks who has the same bits, and that something was trained."""
+    """Checks which shards have the same bits, and that something trained."""
     rows = distributed_worker.ROWS
     seen = {tuple(name.split('/')[:2]) for name in arrays}
     # `jax.pmap` has one axis.

@@ -1,4 +1,4 @@
-"""What the tests of the façade start from."""
+"""Base classes of the tests of the façade."""
 
 from absl.testing import parameterized
 import chex

@@ -1,4 +1,4 @@
-"""Local updates in processes that are killed go on to the bit."""
+"""Local updates in processes that are killed resume to the bit."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The main job is killed, stopped, or out of disk, and goes on to the bit."""
+"""The main job, killed, stopped or out of disk, resumes to the bit."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""The methods that `local_updates` is, as papers write them, in float64.
+"""The methods that `local_updates` implements, as in papers, in float64.
 
 Each takes what the shards have after each round and gives the anchor, with
 nothing of Optax in it.

@@ -1,4 +1,4 @@
-"""Updates of shards of which some lie, for the tests of aggregators."""
+"""Updates of shards, some of which lie, for the tests of aggregators."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Keeps the files of the repository in step with one another."""
+"""Keeps the files of the repository consistent with each other."""
 
 import ast
 import collections

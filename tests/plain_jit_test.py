@@ -1,4 +1,4 @@
-"""Gates under plain `jax.jit`, whose compiler puts the collectives in."""
+"""Gates under plain `jax.jit`, where the compiler inserts collectives."""
 
 from absl.testing import parameterized
 import chex

@@ -1,4 +1,4 @@
-"""What holds for any split, order, scale, age and tree, with drawn examples.
+"""Properties for any split, order, scale, age and tree, by Hypothesis.
 
 Compiling dominates. Where only values are drawn, one program of fixed shapes
 runs for all examples.

@@ -1,4 +1,4 @@
-"""What of the staleness suite goes inside what: a table of the documents."""
+"""Which staleness transformations nest in which: a table of the documents."""
 
 import pathlib
 import re

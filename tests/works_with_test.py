@@ -1,7 +1,7 @@
 """What people use beside this library: frameworks, and wrappers of Optax.
 
 `ROWS` is the table of `docs/composing.md`: each wrapper of Optax inside and
-around each transformation, and what becomes of it.
+around each transformation, and the result.
 """
 
 from collections.abc import Callable
@@ -448,7 +448,7 @@ TRAINS = ('yes', 'no weights', 'even only', 'differs', 'diverges', 'hangs')
 
 
 class Row(NamedTuple):
-  """A wrapper, and what becomes of it in each place.
+  """A wrapper, and the result in each place.
 
   Attributes:
     wrap: Takes a transformation; gives the wrapper around it.
@@ -572,7 +572,7 @@ EACH_ROW_AND_MODE = [
 
 
 def outcomes(name, mode):
-  """Returns what becomes of a wrapper in each place, under a mode."""
+  """Returns the result of a wrapper in each place, under a mode."""
   cells = (*ROWS[name].inside, *ROWS[name].around)
   checked = mode == 'shard_map'
   found = [cell.split(' / ')[0 if checked else -1] for cell in cells]
@@ -877,7 +877,7 @@ class SilentTest(parameterized.TestCase):
 
 
 def can_hang(name, tx, extra_args):
-  """Whether shards are found to decide alone whether to send anything."""
+  """Whether a collective under a predicate that differs is found."""
 
   def fn(params, updates):
     return tx.update(updates, tx.init(params), params, **extra_args)

@@ -179,12 +179,12 @@ class AdasumTest(parameterized.TestCase):
 
 
 class HorovodTest(parameterized.TestCase):
-  """The vectors of Horovod's own tests, and how near they ask to be.
+  """The vectors of Horovod's own tests, with Horovod's tolerances.
 
   Those of `test_adasum_pytorch.py` and `test_adasum_tensorflow.py` in
-  `test/parallel` of https://github.com/horovod/horovod: normal ones drawn in
-  the same order from the same seed, orthogonal or parallel, of which the sum
-  or the mean is known; and matrices of which a tree of pairs is.
+  `test/parallel` of https://github.com/horovod/horovod: normal vectors drawn in
+  the same order from the same seed, orthogonal or parallel, with a known sum or
+  mean; and matrices with a known result of a tree of pairs.
   """
 
   @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
@@ -213,7 +213,8 @@ class HorovodTest(parameterized.TestCase):
     def draw(rng, dtype):
       least = float(np.finfo(dtype).tiny)
       if dtype == 'float32':
-        # Of theirs, half are below, where XLA on a CPU knows zero alone.
+        # Half of Horovod's numbers are subnormal, which XLA on CPU flushes to
+        # zero.
         least *= 2**24
       direction = rng.normal(0, least, (1024, 1))
       sizes = rng.normal(0, 1, (num_shards, 1))

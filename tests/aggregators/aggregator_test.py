@@ -1,4 +1,4 @@
-"""What all aggregators have in common, and how they meet other gates."""
+"""What all aggregators have in common, and how they compose with gates."""
 
 from absl.testing import parameterized
 import jax

@@ -15,7 +15,7 @@ def two_level_mesh(*kinds):
 
 
 class ExchangeTest(absltest.TestCase):
-  # What travels is tested through the aggregators.
+  # The bytes that are sent are tested through the aggregators.
 
   def test_cuts_and_joins(self):
     x = jnp.arange(15.0).reshape(3, 5)

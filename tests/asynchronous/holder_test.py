@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 class Faulty(workers_lib.LocalWorkers):
-  """Workers of which something goes wrong at given batches, once each."""
+  """Workers that fail at given batches, once each."""
 
   def __init__(self, task, num_workers, *, lose=(), hang=()):
     super().__init__(task, num_workers)

@@ -1,4 +1,4 @@
-"""Asynchronous runs whose processes are killed, to the bits that they must."""
+"""Asynchronous runs whose processes are killed end with the same bits."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ print(asynchronous_cases.train(
 
 
 def kill(*names):
-  """Kills one process of each name, of those that there are."""
+  """Kills one process of each name that exists."""
   for name in names:
     for process in asynchronous_cases.processes(name)[:1]:
       process.kill()
@@ -56,7 +56,7 @@ def wait_until(condition, seconds=60):
 
 
 class Killer(threading.Thread):
-  """Kills by chance, once the run has made progress, and so many times."""
+  """Kills processes at random, a number of times, once the run progresses."""
 
   def __init__(self, seed, number):
     super().__init__(daemon=True)

@@ -18,7 +18,7 @@ train = asynchronous_cases.train
 
 
 def unlike_the_holder():
-  """As `init`; it runs in the holder, which then has another version."""
+  """As `init`, but gives the holder, in which it runs, another version."""
   from shard_transforms._src.asynchronous import machine
 
   machine.versions = lambda: 'Python 2.7, jaxlib 0.1'
@@ -97,7 +97,7 @@ class RayWorkersTest(parameterized.TestCase):
         'from asynchronous_cases import TASK, batch, gradient\n'
         'def init(): return TASK.init()\n'
     )
-    # The folder is on no path that others know.
+    # The folder is not on the path of other processes.
     code = (
         'import importlib.util as u, optax, sys, asynchronous_cases as cases\n'
         f'spec = u.spec_from_file_location("hidden", "{folder}/hidden.py")\n'

@@ -17,7 +17,7 @@ OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
 
 
 class RecoveryTest(parameterized.TestCase):
-  """A run of 30 updates, of which a part of the journal is left."""
+  """A run of 30 updates, of whose journal a part is left."""
 
   def setUp(self):
     super().setUp()

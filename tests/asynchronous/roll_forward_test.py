@@ -15,7 +15,7 @@ TX = optax.adam(0.1)
 
 
 class Unreliable(workers_lib.LocalWorkers):
-  """Loses every third gradient, before or after it was told of."""
+  """Loses every third gradient, before or after its outcome is reported."""
 
   def __init__(self, *args):
     super().__init__(*args)

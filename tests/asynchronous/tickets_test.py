@@ -15,7 +15,7 @@ def make(**options):
 
 
 def know(tickets, *seconds):
-  """Lets each worker take so long, twice, so that all are known."""
+  """Lets each worker take so long, twice, so that all speeds are known."""
   for now in 0.0, 100.0:
     for worker, duration in enumerate(seconds):
       tickets.start(worker, 0, now)

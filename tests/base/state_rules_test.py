@@ -1,4 +1,4 @@
-"""What rules do is in the tests of those functions that ask for them."""
+"""The effect of rules is tested with the functions that use them."""
 
 from absl.testing import absltest
 

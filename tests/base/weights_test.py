@@ -1,4 +1,4 @@
-"""What counts by weights is in the tests of the transformations."""
+"""The use of weights is tested with the transformations."""
 
 from absl.testing import parameterized
 import chex

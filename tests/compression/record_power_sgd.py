@@ -1,10 +1,10 @@
-"""Records what PyTorch's PowerSGD hook gives, as `power_sgd_hook.json`.
+"""Records the results of PyTorch's PowerSGD hook, as `power_sgd_hook.json`.
 
-Two processes that gloo joins, each with its own gradients, on a CPU, in one
-bucket, in seven steps: the gradients of each process, their mean, and after
-each step what each process holds back and the right factors. Those beside it
-are of PyTorch 1.13. The tests do not need PyTorch. Run it as
-`python record_power_sgd.py power_sgd_hook.json`.
+It runs two processes over gloo, each with its own gradients, on a CPU, with one
+bucket, for seven steps, and records the gradients of each process, their mean,
+and after each step the residual of each process and the right factors. The file
+beside it is from PyTorch 1.13. The tests do not need PyTorch. Run it as `python
+record_power_sgd.py power_sgd_hook.json`.
 """
 
 import json
@@ -98,7 +98,7 @@ def record(rank, path):
 
 
 def by_name(arrays, sizes):
-  """Returns the parts, each of a size, that one or more arrays consist of."""
+  """Returns arrays, cut into parts of given sizes."""
   ends = np.cumsum(list(sizes.values()))[:-1]
   parts = np.split(np.asarray(arrays), ends, axis=-1)
   return {

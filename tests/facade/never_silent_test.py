@@ -1,4 +1,4 @@
-"""What would train wrongly in silence, and must not."""
+"""Mistakes that would train wrongly in silence are refused."""
 
 import threading
 
@@ -33,7 +33,7 @@ def run_threads(*functions):
 
 
 class CachedByJaxTest(parameterized.TestCase):
-  """JAX keeps what it traced of a function, but what that reads changes."""
+  """JAX caches traces, but the variables that a function reads change."""
 
   def setUp(self):
     super().setUp()

@@ -138,7 +138,7 @@ class ArrayTest(facade_cases.GraphTest):
 
 
 class StagedTest(facade_cases.GraphTest):
-  """Reading where JAX would keep the present value for ever."""
+  """Reading where the value would become a constant of the compiled program."""
 
   def test_is_refused_in_what_jax_compiles(self):
     w = facade.Variable(2.0, name='w')

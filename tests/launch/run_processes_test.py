@@ -1,4 +1,4 @@
-"""Processes of one host: who fails is named, and none is left behind."""
+"""Processes of one host: failures are named, and no process is left behind."""
 
 import os
 import pathlib
@@ -114,7 +114,7 @@ class ProcessesTest(parameterized.TestCase):
     out, err = supervisor.communicate(timeout=60)
 
     self.assertEqual(supervisor.returncode, 0, err)
-    # The others print the same, which nobody wants to read again.
+    # The output of the others, which is the same, is discarded.
     self.assertRegex(out, r'\A127\.0\.0\.1:\d+ 3 0\n\Z')
     self.assertCountEqual(
         err.split('\n'), ['error 0', 'error 1', 'error 2', '']

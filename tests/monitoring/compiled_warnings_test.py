@@ -1,4 +1,4 @@
-"""Programs that just earn a warning, beside those that just do not."""
+"""Programs that barely earn a warning, and programs that barely do not."""
 
 from absl.testing import parameterized
 import jax

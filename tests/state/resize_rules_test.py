@@ -1,4 +1,4 @@
-"""What `resize_state` makes of whole states is in resizing_test."""
+"""Whole states are tested in resizing_test."""
 
 from absl.testing import parameterized
 import jax

@@ -1,4 +1,4 @@
-"""The same state on another number of shards: nothing of it is lost."""
+"""State resized to another number of shards loses nothing."""
 
 from collections.abc import Callable
 import functools
@@ -924,7 +924,7 @@ class ProcessesTest(parameterized.TestCase):
 
 
 class DeclaredStateTest(parameterized.TestCase):
-  """States outside of the library say themselves what becomes of them."""
+  """States outside of the library declare their own resize rules."""
 
   def resized(self, num_shards, **values):
     """Returns a state in a guard in a chain, begun on 4 shards."""

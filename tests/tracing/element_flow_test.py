@@ -1,4 +1,4 @@
-"""What the whole accepts and refuses is in elementwise_test and norms_test."""
+"""Whole transformations are tested in elementwise_test and norms_test."""
 
 from absl.testing import parameterized
 import jax

@@ -304,7 +304,7 @@ class StateTest(parameterized.TestCase):
 
 
 class WeightTest(parameterized.TestCase):
-  """What leaves out some shards insists on being heeded."""
+  """Gates that leave out shards require that `inner` uses the weight."""
 
   def update(self, gate, inner, mode, params=None):
     tx = WEIGHING[gate](inner)

@@ -1,4 +1,4 @@
-"""What is made of these types is in elementwise_test."""
+"""The use of these types is tested in elementwise_test."""
 
 from absl.testing import parameterized
 import jax

@@ -1,4 +1,4 @@
-"""What shards make of it together is in guard_test."""
+"""The joint decision of shards is tested in guard_test."""
 
 from absl.testing import parameterized
 import jax

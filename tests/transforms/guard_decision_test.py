@@ -1,4 +1,4 @@
-"""What a guard does with the decision is in guard_test."""
+"""The effect of the decision is tested in guard_test."""
 
 from absl.testing import parameterized
 import jax
