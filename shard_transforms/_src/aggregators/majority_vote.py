@@ -28,7 +28,8 @@ def majority_vote(
   While fewer than half of the shards lie, an element on which the others agree
   keeps its sign. A shard whose extra argument `weight` is zero has no vote; all
   others have one. Where none has, the update is zero. With one shard, the
-  update is its sign.
+  update is its sign, so that the size of a step does not depend on the number
+  of shards.
 
   It sends one bit an element all-to-all, and one back; with `weight`, one byte
   more for each shard and buffer. Where a mesh axis is not mapped, each shard
