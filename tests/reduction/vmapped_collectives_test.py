@@ -94,23 +94,26 @@ class GroupsTest(parameterized.TestCase):
 
 class RowsTest(parameterized.TestCase):
 
-  @cases.parameters(True, False)
-  def test_scatters_and_gathers(self, is_same):
-    def fn(x):
-      x = jnp.arange(2.0 * SHARDS).reshape(2, SHARDS) if is_same else x
-      row = vmapped_collectives.scatter_along(x, AXIS, 1)
-      return vmapped_collectives.gather(row, AXIS, 1)
+  @cases.product(is_same=(True, False), dimension=(0, 1))
+  def test_scatters_and_gathers(self, is_same, dimension):
+    shape = (2, SHARDS) if dimension else (SHARDS, 2)
 
-    x = np.random.default_rng(0).normal(size=(SHARDS, 2, SHARDS))
+    def fn(x):
+      x = jnp.arange(2.0 * SHARDS).reshape(shape) if is_same else x
+      row = vmapped_collectives.scatter_along(x, AXIS, dimension)
+      return vmapped_collectives.gather(row, AXIS, dimension)
+
+    x = np.random.default_rng(0).normal(size=(SHARDS, *shape))
     x = x.astype(np.float32)
     found, report = run(fn, x)
 
     if is_same:
-      x[:] = np.arange(2 * SHARDS).reshape(2, SHARDS)
+      x[:] = np.arange(2 * SHARDS).reshape(shape)
     else:
       # What a reduce-scatter and an all-gather send.
       self.assertEqual(report.total_bytes, 2 * 4 * 2 * (SHARDS - 1))
-    expected = np.broadcast_to(x.sum(0), found.shape)
+    self.assertEqual(found.shape, x.shape)
+    expected = np.broadcast_to(x.sum(0), x.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
   @cases.parameters('vmap', 'pmap', 'shard_map')

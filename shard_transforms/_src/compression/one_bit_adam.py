@@ -1,5 +1,7 @@
 """`scale_by_one_bit_adam`: Adam whose momentum is sent in one bit."""
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -146,54 +148,77 @@ def scale_by_one_bit_adam(
     _check_real(updates)
     varying.check_per_shard(updates, reduce.axes, _CALLER)
     leaves_lib.check_like(updates, state.mu, _CALLER)
-    step = state.mean_state.step
-    is_warm = step < warmup_steps
-
-    def divisor(nu, num_steps):
-      seen = jnp.clip(num_steps, 1, warmup_steps)
-      return jnp.sqrt(nu / (1 - b2**seen)) + eps
-
-    def to_send(update, mu, nu):
-      if mu is None or update is None:
-        return update
-      update = jnp.asarray(update, mu.dtype)
-      # Rescaled, all elements of a block are of one order of magnitude.
-      moved = (b1 * mu + (1 - b1) * update) / divisor(nu, step)
-      return jnp.where(is_warm, update, jnp.where(nu > 0, moved, 0))
-
-    means, mean_state = reduce(
-        _map(to_send, updates, state.mu, state.nu), state.mean_state, weight
-    )
+    rule = _Rule(b1, b2, eps, warmup_steps, state.mean_state.step)
+    to_send = _map(rule.to_send, updates, state.mu, state.nu)
+    means, mean_state = reduce(to_send, state.mean_state, weight)
     is_any = _is_any(weight, reduce.axes)
-
-    def next_mu(mean, mu, nu):
-      if mu is None or mean is None:
-        return mu
-      of_gradient = (1 - b1) * mean + b1 * mu
-      # Where no shard counts, the mean is zero, which is no momentum.
-      moved = jnp.where(nu > 0, mean * divisor(nu, step), 0)
-      sent = jnp.where(is_any, moved, b1 * mu)
-      return jnp.where(is_warm, of_gradient, sent)
-
-    def next_nu(mean, nu):
-      if nu is None or mean is None:
-        return nu
-      return jnp.where(is_warm, (1 - b2) * jnp.square(mean) + b2 * nu, nu)
-
-    def rescale(update, mu, nu):
-      if mu is None or update is None:
-        return update
-      mu = mu / (1 - b1 ** (step + 1))
-      rescaled = mu / divisor(nu, step + 1)
-      return rescaled.astype(jnp.result_type(update))
-
+    next_mu = functools.partial(rule.next_mu, is_any=is_any)
     mu = _map(next_mu, means, state.mu, state.nu)
-    nu = _map(next_nu, means, state.nu)
-    return _map(rescale, updates, mu, nu), ScaleByOneBitAdamState(
-        mu, nu, mean_state
-    )
+    nu = _map(rule.next_nu, means, state.nu)
+    rescaled = _map(rule.rescale, updates, mu, nu)
+    return rescaled, ScaleByOneBitAdamState(mu, nu, mean_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rule:
+  """What a step makes of a leaf of updates, and of its moments.
+
+  Attributes:
+    b1: The decay of the momentum.
+    b2: The decay of the mean square.
+    eps: What is added to the root of the mean square.
+    warmup_steps: For how many steps it is plain Adam.
+    step: The number of steps before this one.
+  """
+
+  b1: chex.Numeric
+  b2: chex.Numeric
+  eps: chex.Numeric
+  warmup_steps: int
+  step: jax.Array
+
+  def to_send(self, update, mu, nu):
+    """Returns what a shard sends: its update, or what that moves."""
+    if mu is None or update is None:
+      return update
+    update = jnp.asarray(update, mu.dtype)
+    # Rescaled, all elements of a block are of one order.
+    moved = self.b1 * mu + (1 - self.b1) * update
+    moved = moved / self._divisor(nu, self.step)
+    return self._if_warm(update, jnp.where(nu > 0, moved, 0))
+
+  def next_mu(self, mean, mu, nu, is_any):
+    """Returns the momentum, of the mean of what is sent if `is_any`."""
+    if mu is None or mean is None:
+      return mu
+    of_gradient = (1 - self.b1) * mean + self.b1 * mu
+    # Where no shard counts, the mean is zero, and no momentum.
+    moved = jnp.where(nu > 0, mean * self._divisor(nu, self.step), 0)
+    return self._if_warm(of_gradient, jnp.where(is_any, moved, self.b1 * mu))
+
+  def next_nu(self, mean, nu):
+    """Returns the mean square, which stays behind the warm-up."""
+    if nu is None or mean is None:
+      return nu
+    of_gradient = (1 - self.b2) * jnp.square(mean) + self.b2 * nu
+    return self._if_warm(of_gradient, nu)
+
+  def rescale(self, update, mu, nu):
+    """Returns the next update, in the dtype of the one before."""
+    if mu is None or update is None:
+      return update
+    mu = mu / (1 - self.b1 ** (self.step + 1))
+    rescaled = mu / self._divisor(nu, self.step + 1)
+    return rescaled.astype(jnp.result_type(update))
+
+  def _divisor(self, nu, num_steps):
+    seen = jnp.clip(num_steps, 1, self.warmup_steps)
+    return jnp.sqrt(nu / (1 - self.b2**seen)) + self.eps
+
+  def _if_warm(self, warm, later):
+    return jnp.where(self.step < self.warmup_steps, warm, later)
 
 
 def _zeros(param):

@@ -29,7 +29,7 @@ def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
   Each part is sent to the shard that sums it. Of `lax.psum_scatter`, XLA on CPU
   makes an all-reduce, of which each shard then takes its part.
   """
-  # JAX 0.10 takes what is the same on all shards for one part.
+  # Of what is the same on all shards, JAX makes an array of another shape.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
   parts = lax.all_to_all(_per_shard(x, axis), axis, dimension, dimension)
   return _per_shard(parts, axis).sum(dimension)

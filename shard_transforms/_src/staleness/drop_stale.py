@@ -168,8 +168,7 @@ def drop_stale(
       **extra_args,
   ):
     wrapper.check_update(updates, state, DropStaleState, axes, _CALLER)
-    own_step = arguments.as_local_step(local_step, _CALLER)
-    is_fresh = _is_fresh(own_step, state.global_step, staleness)
+    is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale = is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:
       accept, num_stale, weight = _decide(is_fresh, weight, axes)
@@ -211,4 +210,5 @@ def _is_fresh(local_step, global_step, staleness):
   lowest = _INT32.min + max(staleness, 0)
   highest = _INT32.max + min(staleness, 0)
   oldest = jnp.clip(global_step, lowest, highest) - staleness
+  local_step = arguments.as_local_step(local_step, _CALLER)
   return (local_step >= oldest) & (global_step <= highest)
