@@ -56,7 +56,7 @@ class AccumulationTest(parameterized.TestCase):
             # XLA has the gradient transposed.
             '`psum`',
             'reduces float32[4,16] in each of 4 turns of a loop that only adds',
-            'which sends 1,792 bytes: add up what each shard has, and reduce',
+            'which sends 1,792 bytes: accumulate on each shard, and reduce',
             '`tower_reduce`',
         ],
         warning,

@@ -266,7 +266,7 @@ class ProgramTest(parameterized.TestCase):
         cond,
         "`cond` in 'outer/inner' runs `psum` over 'data' under a predicate"
         ' that differs between shards, which deadlocks: reduce the decision'
-        ' first, as `guard` does, or put what decides after the reduction.',
+        ' first, as `guard` does, or decide after the reduction.',
     )
     self.assertStartsWith(loop, "`while` in 'outer' runs `psum` over 'data'")
 

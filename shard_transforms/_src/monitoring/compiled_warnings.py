@@ -91,8 +91,8 @@ def _added_up(graph, loop, sent):
       yield (
           f'{_where(parts[0])} reduces {_names(n.array for n in late)} in'
           f' {_turns(loop)} of a loop that only adds up the results, which'
-          f' sends {total:,.0f} bytes: add up what each shard has, and reduce'
-          ' once behind the loop, as `tower_reduce` does under `jax.shard_map`.'
+          f' sends {total:,.0f} bytes: accumulate on each shard, and reduce'
+          ' once after the loop, as `tower_reduce` does under `jax.shard_map`.'
       )
 
 

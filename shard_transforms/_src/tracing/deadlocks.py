@@ -151,7 +151,7 @@ def _sentences(step, chosen):
     yield (
         f'{step.label} runs `{late.name}` over {axes} under a predicate'
         ' that differs between shards, which deadlocks: reduce the decision'
-        ' first, as `guard` does, or put what decides after the reduction.'
+        ' first, as `guard` does, or decide after the reduction.'
     )
 
 
