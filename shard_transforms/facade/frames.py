@@ -17,7 +17,6 @@ import jax
 from jax import core
 import jax.extend
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from shard_transforms.facade import templates
 
@@ -279,29 +278,3 @@ def mark_mapped(mesh: jax.sharding.Mesh) -> None:
   """Marks the frames around as containing a call over `mesh`."""
   for opened in _thread.frames:
     opened.mesh = mesh
-
-
-def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
-  """Puts variables on a mesh of one axis; returns whether any was elsewhere.
-
-  Nothing is moved inside a trace, where all arrays are placed already.
-  """
-  if is_tracing():
-    return False
-  moved = False
-  for variable in variables:
-    array = read(variable)
-    if isinstance(array, core.Tracer):
-      continue
-    spec = spec_of(variable, array, mesh)
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    placed = jax.device_put(array, sharding)
-    if getattr(array, 'sharding', None) != placed.sharding:
-      commit([variable], [placed])
-      moved = True
-  return moved
-
-
-def spec_of(variable: Any, array: Any, mesh: jax.sharding.Mesh) -> P:
-  """Returns the spec of an array on a mesh: replicated, or a value a shard."""
-  return P(*mesh.axis_names) if array.ndim > variable.ndim else P()

@@ -11,6 +11,7 @@ import jax
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import placement
 from shard_transforms.facade import templates
 
 # A call is traced again if it uses variables that no earlier trace has found.
@@ -145,7 +146,7 @@ class Function:
     """Places variables where the step leaves them, to avoid a recompilation."""
     if self._mesh is None:
       return False
-    return frames.place(self._variables, self._mesh)
+    return placement.place(self._variables, self._mesh)
 
 
 def function(fn: Callable[..., Any]) -> Function:

@@ -14,6 +14,7 @@ import numpy as np
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import placement
 
 _MAX_TRACES = 32
 
@@ -47,7 +48,7 @@ def map_variables(
   mapping = _Mapping(run, inputs, specs, mesh)
   for _ in range(_MAX_TRACES):
     used, written = mapping.discover(everything)
-    frames.place(used, mesh)
+    placement.place(used, mesh)
     try:
       outputs, new = mapping.compute(used, written)
     except frames.Retraced:

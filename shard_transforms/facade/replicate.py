@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import inspect
-import re
 from typing import Any, NamedTuple
 
 import chex
@@ -17,6 +16,7 @@ import optax
 import shard_transforms
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
+from shard_transforms.facade import devices as devices_lib
 from shard_transforms.facade import frames
 from shard_transforms.facade import mapping
 from shard_transforms.facade import templates
@@ -116,7 +116,7 @@ def replicate_model_fn(
         ' Reduction.NONE.'
     )
   constants.Reduction.validate(loss_reduction)
-  placed = _devices(devices)
+  placed = devices_lib.of_towers(devices)
   in_turn = len(set(placed)) < len(placed)
   template = templates.Template()
   accepted = inspect.signature(model_fn).parameters
@@ -259,32 +259,3 @@ def _check_divisible(batch, num_towers):
           f' got the shape {jnp.shape(x)} at (features, labels)'
           f'{jax.tree_util.keystr(path)}.'
       )
-
-
-def _devices(devices):
-  """Returns the devices of the towers."""
-  if isinstance(devices, str):
-    devices = [devices]
-  placed = [
-      _device(device) if isinstance(device, str) else device
-      for device in (jax.local_devices() if devices is None else devices)
-  ]
-  if not placed or len(set(placed)) not in (1, len(placed)):
-    raise ValueError(
-        '`devices` must be all different (one tower to a device) or all the'
-        f' same (towers in turn), got {devices!r}.'
-    )
-  return placed
-
-
-def _device(name):
-  """Returns the device that TensorFlow 1 names so, such as `'/gpu:0'`."""
-  parsed = re.fullmatch(r'/(?:device:)?(\w+):(\d+)', name)
-  try:
-    if parsed is None:
-      raise ValueError
-    return jax.local_devices(backend=parsed[1].lower())[int(parsed[2])]
-  except (ValueError, RuntimeError, IndexError) as error:
-    raise ValueError(
-        f"`devices` must name local devices, like '/gpu:0', got {name!r}."
-    ) from error
