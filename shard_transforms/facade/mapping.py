@@ -118,7 +118,7 @@ class _Mapping:
 
   def _mapped(self, traced, arrays, out_specs):
     """Returns a function of values, mapped, and its arguments."""
-    specs = [frames.spec_of(v, x, self.mesh) for v, x in arrays.items()]
+    specs = [placement.spec_of(v, x, self.mesh) for v, x in arrays.items()]
     call = jax.shard_map(
         functools.partial(traced, list(arrays)),
         mesh=self.mesh,

@@ -22,9 +22,14 @@ def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
     array = frames.read(variable)
     if isinstance(array, core.Tracer):
       continue
-    spec = P(*mesh.axis_names) if array.ndim > variable.ndim else P()
-    placed = jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+    sharding = jax.sharding.NamedSharding(mesh, spec_of(variable, array, mesh))
+    placed = jax.device_put(array, sharding)
     if getattr(array, 'sharding', None) != placed.sharding:
       frames.commit([variable], [placed])
       moved = True
   return moved
+
+
+def spec_of(variable: Any, array: Any, mesh: jax.sharding.Mesh) -> P:
+  """Returns the spec of an array on a mesh: replicated, or a value a shard."""
+  return P(*mesh.axis_names) if array.ndim > variable.ndim else P()
