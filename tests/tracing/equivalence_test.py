@@ -1,4 +1,5 @@
 from absl.testing import parameterized
+import jax
 from jax import core
 from jax import lax
 import jax.numpy as jnp
@@ -76,6 +77,15 @@ class EquivalenceTest(parameterized.TestCase):
 
     self.assertEqual(result['a'].shape, (2,))
     self.assertIsInstance(result['a'], core.AbstractValue)
+
+  def test_what_a_function_brings_with_it_is_a_constant(self):
+    def outer(y):
+      program, _ = equivalence.trace(lambda x: x * y, SHORT)
+      self.assertLen(program.inputs, 1)
+      self.assertIs(program.constants[0].number, y)
+      return y
+
+    jax.make_jaxpr(outer)(np.float32(2))
 
 
 TABLE = np.arange(7, dtype=np.float32)

@@ -52,6 +52,13 @@ class SliceTypesTest(parameterized.TestCase):
     }
     self.assertEqual(shapes(fn(TREE)), expected)
 
+  def test_a_leaf_of_one_element_alone_is_its_own_slice(self):
+    types = slice_types.Cutting(4, ()).whole({**TREE, 'none': np.float32(0)})
+
+    found = {k for k, x in types.items() if slice_types.is_its_own_slice(x)}
+
+    self.assertEqual(found, {'one'})
+
   def test_what_is_cut_varies(self):
     cutting = slice_types.Cutting(8, (modes.AXIS,))
 

@@ -69,18 +69,27 @@ def find_problem(
   given = _Given(*cutting.whole((updates, params)))
   kinds = _Given(jax.tree.map(_kind_of_leaf, given.updates), params_kinds)
   init, state = equivalence.trace(inner.init, given.like)
-  # Leaves whose shapes change then are shaped like the parameters. Slices do
-  # not show this: the slice of a leaf of one element has the same shape.
-  longer_state = jax.eval_shape(inner.init, slice_types.longer(given.like))
-  if jax.tree.structure(state) != jax.tree.structure(longer_state):
-    return 'its state depends on their shapes'
-  state_kinds = jax.tree.map(_kind_of_state, state, longer_state)
+  slices = _Given(cutting.slices(given.updates), cutting.slices(given.params))
+  sliced_init, sliced_state = equivalence.trace(inner.init, slices.like)
+  # Leaves whose shapes change there are shaped like the parameters.
+  other_state = sliced_state
+  if any(map(slice_types.is_its_own_slice, jax.tree.leaves(given.like))):
+    other_state = jax.eval_shape(inner.init, slice_types.longer(given.like))
+  # A mask of leaves of more than ten elements may be the same for longer
+  # leaves, and not for slices.
+  for tree in other_state, sliced_state:
+    if jax.tree.structure(state) != jax.tree.structure(tree):
+      return 'its state depends on their shapes'
+  state_kinds = jax.tree.map(_kind_of_state, state, other_state)
   if problem := _problem_of_shapes(state_kinds, given.like):
     return problem
   task = _Task(inner, cutting, kinds, state_kinds)
   whole = task.trace(given, init, state)
   problem, sums = _problem_of_elements(task, whole)
-  return problem or _problem_of_slices(task, whole, sums)
+  if problem:
+    return problem
+  sliced = task.trace(slices, sliced_init, sliced_state)
+  return _problem_of_slices(whole, sliced, sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,25 +215,17 @@ def _problem_of_results(program, taken, given, axes):
   return None, sums
 
 
-def _problem_of_slices(task, whole, sums):
+def _problem_of_slices(whole, sliced, sums):
   """Returns what is wrong if the program on slices is a different one.
 
   Args:
-    task: What is checked.
-    whole: Its trace on the whole.
-    sums: The steps of that trace which sum over all slices.
+    whole: The trace on the whole.
+    sliced: The trace on slices.
+    sums: The steps of the former that sum over all slices.
   """
-  slices = task.cutting.slices
-  given = _Given(slices(whole.given.updates), slices(whole.given.params))
-  init, state = equivalence.trace(task.inner.init, given.like)
-  # A mask of leaves of more than ten elements is the same for longer leaves,
-  # but not for slices.
-  if jax.tree.structure(whole.state) != jax.tree.structure(state):
-    return 'its state depends on their shapes'
-  sliced = task.trace(given, init, state)
   pairs = zip(
       jax.tree.leaves(whole.given.like),
-      jax.tree.leaves(given.like),
+      jax.tree.leaves(sliced.given.like),
       strict=True,
   )
   alike = {(jnp.shape(x), jnp.shape(y)) for x, y in pairs}

@@ -29,9 +29,12 @@ _SHAPE_PARAMS = frozenset(('shape', 'broadcast_dimensions', 'dimensions'))
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[jaxprs.Program, Any]:
   """Returns the program of `fn` on arguments, and the types of its results."""
-  jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-  results = jax.tree.unflatten(jax.tree.structure(out), jaxpr.out_avals)
-  return jaxprs.flatten(jaxpr), results
+  traced = jax.jit(fn).trace(*args)
+  jaxpr = traced.jaxpr
+  if len(jaxpr.in_avals) > len(jax.tree.leaves(args)):
+    # Tracers that `fn` brings with it became inputs: here they are constants.
+    jaxpr = jax.make_jaxpr(fn)(*args)
+  return jaxprs.flatten(jaxpr), traced.out_avals
 
 
 def are_alike(

@@ -76,6 +76,11 @@ def can_be_cut(leaf: Any) -> bool:
   return flat_slices.is_cut(leaf, num_slices=2)
 
 
+def is_its_own_slice(leaf: Any) -> bool:
+  """Whether the first slice of a leaf has the shape of the leaf."""
+  return can_be_cut(leaf) and leaf.size == 1
+
+
 def longer(tree: Any) -> Any:
   """Returns the types of leaves, one element longer if they can be sliced."""
 
