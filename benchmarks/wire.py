@@ -3,8 +3,8 @@
 Each process has one CPU device, and an end of its own of the link: two network
 namespaces of this machine, whose ends send at 100 Mbit/s, for example. A step
 is the forward and backward pass of an MLP over the process's own batch and what
-an optimizer of `OPTIMIZERS` does. Means are over whole rounds of the optimizer;
-the slower process counts.
+an optimizer of `make_optimizers` does. Means are over whole rounds of the
+optimizer; the slower process counts. `local` is a step that sends nothing.
 
 Needs root, `ip` and `tc`. Where these are missing, it says so, and prints the
 bytes that steps send alone.
@@ -63,11 +63,13 @@ class Optimizer(NamedTuple):
     tx: The transformation, with its reduction.
     every: The number of steps of a round.
     at: At which parameters the gradient is taken.
+    devices: The devices that train together.
   """
 
   tx: optax.GradientTransformationExtraArgs
   every: int = 1
   at: Callable[[Any, Any], Any] = lambda params, state: params
+  devices: Callable[[], list[jax.Device]] = jax.devices
 
 
 def _local(mean=None, **options):
@@ -90,8 +92,10 @@ def make_optimizers() -> dict[str, Optimizer]:
   sharded = compression.compressed_shard_update(
       optax.adam(1e-3), AXIS, int8, update_compressor=int8
   )
+  mean = each(cross_shard_mean(AXIS))
   return {
-      'cross_shard_mean': each(cross_shard_mean(AXIS)),
+      'cross_shard_mean': mean,
+      'local': mean._replace(devices=jax.local_devices),
       'int8': each(compressed(int8)),
       'sign': each(compressed(sign)),
       'top-k 1/32': each(compressed(compression.top_k(1 / 32))),
@@ -131,7 +135,8 @@ def train_step(optimizer, params, state, inputs):
 
 def seconds_a_step(optimizer: Optimizer) -> float:
   """Returns the time that this process measures, over whole rounds."""
-  mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
+  devices = optimizer.devices()
+  mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices)
   params = make_params()
   specs = shard_transforms.state_specs(optimizer.tx, params, mesh)
   step = jax.shard_map(
@@ -208,6 +213,8 @@ def print_bytes() -> None:
   params = jax.eval_shape(make_params)
   print(f'{"":20}  bytes a step  bytes at most')
   for name, optimizer in make_optimizers().items():
+    if optimizer.devices is jax.local_devices:
+      continue
     report = shard_transforms.monitoring.wire_report(
         lambda grads, tx=optimizer.tx: tx.update(grads, tx.init(grads), grads),
         params,

@@ -128,6 +128,16 @@ class QuantizeTest(parameterized.TestCase):
     self.assertLessEqual(np.abs(many - rows).max(), scale.max() * 1.001)
 
   @cases.parameters(8, 4)
+  def test_zeros_are_not_divided_by_zero(self, bits):
+    # What becomes of a NaN as an integer is left to the platform.
+    with jax.debug_nans(True):
+      levels, _ = compression.quantize(bits).encode(
+          jnp.zeros((1, 256)), KEY, KEY
+      )
+
+    self.assertLen(np.unique(levels), 1)
+
+  @cases.parameters(8, 4)
   def test_gives_the_nearest_level(self, bits):
     tx = compression.quantize(bits, block=64)
     rows = normal_rows()
