@@ -69,7 +69,7 @@ class Optimizer(NamedTuple):
   tx: optax.GradientTransformationExtraArgs
   every: int = 1
   at: Callable[[Any, Any], Any] = lambda params, state: params
-  devices: Callable[[], list[jax.Device]] = jax.devices
+  devices: Callable[[], list[Any]] = jax.devices
 
 
 def _local(mean=None, **options):
