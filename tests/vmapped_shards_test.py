@@ -15,12 +15,14 @@ import pytest
 import cases
 import modes
 import shard_transforms
+from shard_transforms import compression
 from shard_transforms import monitoring
 
 AXIS = modes.AXIS
 SHARDS, CALLS = 4, 6
 KINDS = ('Auto', 'Explicit')
 ADAM = optax.adam(0.1, eps=1e-2)
+CAST = compression.cast('float16')
 CHAIN = optax.chain(shard_transforms.cross_shard_mean(AXIS), ADAM)
 # [calls, shards, batch, features]
 BATCHES = np.random.default_rng(0).normal(size=(CALLS, SHARDS, 4, 6))
@@ -50,6 +52,18 @@ TRANSFORMS = {
         CHAIN, monitoring.track_divergence(AXIS, every=2)
     ),
     'shard_update': shard_transforms.shard_update(ADAM, AXIS),
+    'compressed_mean': optax.chain(
+        compression.compressed_mean(AXIS, CAST, min_elements=3), ADAM
+    ),
+    'sharded_compressed': compression.compressed_shard_update(
+        ADAM, AXIS, CAST, min_elements=3
+    ),
+    'one_bit_adam': optax.chain(
+        compression.scale_by_one_bit_adam(
+            AXIS, warmup_steps=2, min_elements=3, eps=1e-2
+        ),
+        optax.scale(-0.1),
+    ),
     'reduce_towers': shard_transforms.reduce_towers(2, CHAIN),
     'nested': shard_transforms.tower_reduce(
         2,
@@ -59,6 +73,9 @@ TRANSFORMS = {
         axis_name=AXIS,
     ),
 }
+
+# Cutting a leaf would gather what the other axis shards.
+CUT = 'shard_update', 'compressed_mean', 'sharded_compressed', 'one_bit_adam'
 
 
 def make_params():
@@ -126,8 +143,7 @@ def vmapped(name, mesh):
 
 
 def mesh_of(name, kind):
-  # Cutting a leaf would gather what the other axis shards.
-  return modes.spmd_mesh(kind, num_parts=1 if name == 'shard_update' else 2)
+  return modes.spmd_mesh(kind, num_parts=1 if name in CUT else 2)
 
 
 def by_hand(name):
@@ -160,7 +176,7 @@ def sent_over_data(report):
   return found
 
 
-@pytest.mark.slow_unless('nested_Explicit|shard_update_Auto')
+@pytest.mark.slow_unless('nested_Explicit|_shard_update_Auto')
 class VmappedShardsTest(parameterized.TestCase):
 
   @cases.product(name=TRANSFORMS, kind=KINDS)

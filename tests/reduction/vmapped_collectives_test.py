@@ -116,6 +116,18 @@ class RowsTest(parameterized.TestCase):
     expected = np.broadcast_to(x.sum(0), x.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
+  def test_exchanges_what_is_small_and_not_what_is_made_of_it(self):
+    def fn(rows):
+      parts = vmapped_collectives.exchange_along(rows, AXIS, 0)
+      return parts.astype(jnp.float32).sum(0)
+
+    x = np.arange(SHARDS * SHARDS * ELEMENTS, dtype=np.uint8)
+    x = x.reshape(SHARDS, SHARDS, ELEMENTS)
+    found, report = run(fn, x)
+
+    np.testing.assert_array_equal(found, x.astype(np.float32).sum(0))
+    self.assertEqual(report.total_bytes, ELEMENTS * (SHARDS - 1))
+
   @cases.parameters('vmap', 'pmap', 'shard_map')
   def test_is_of_no_other_mode(self, mode):
     found = []

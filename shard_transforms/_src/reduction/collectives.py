@@ -246,12 +246,10 @@ def _scatter_and_gather(x, axis, others, groups=None):
 
 def _exchange_by_axes(rows, order):
   """Returns what `exchange` does where an axis is that of `vmap`."""
-  # JAX 0.10 takes an array that is the same on all shards for a single row.
-  rows = rows + jnp.zeros_like(rows) * row_index(order).astype(rows.dtype)
   sizes = map(lax.axis_size, order)
   parts = lax.reshape(rows, (*sizes, rows.shape[1]))
   for dimension, axis in enumerate(order):
-    parts = lax.all_to_all(parts, axis, dimension, dimension)
+    parts = vmapped_collectives.exchange_along(parts, axis, dimension)
   return lax.reshape(parts, rows.shape)
 
 

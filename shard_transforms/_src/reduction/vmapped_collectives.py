@@ -23,16 +23,25 @@ def is_sharded(x: jax.Array, axis: Hashable) -> bool:
   return axes_lib.compiler_mesh(x, axis) is not None
 
 
+def exchange_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+  """Returns what all shards have for this one, along a dimension.
+
+  Else the partitioner would move behind it what is then done by each shard: in
+  place of the bytes that a compressor makes, it would send the sum of all.
+  """
+  # Of what is the same on all shards, JAX makes an array of another shape.
+  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
+  parts = lax.all_to_all(_per_shard(x, axis), axis, dimension, dimension)
+  return _per_shard(parts, axis)
+
+
 def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
   """Returns each shard's part of the sum of `x`, as `collectives` does.
 
   Each part is sent to the shard that sums it. Of `lax.psum_scatter`, XLA on CPU
   makes an all-reduce, of which each shard then takes its part.
   """
-  # Of what is the same on all shards, JAX makes an array of another shape.
-  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
-  parts = lax.all_to_all(_per_shard(x, axis), axis, dimension, dimension)
-  return _per_shard(parts, axis).sum(dimension)
+  return exchange_along(x, axis, dimension).sum(dimension)
 
 
 def gather(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
