@@ -31,7 +31,10 @@ class PlacementTest(absltest.TestCase):
 
     placement.place([self.w], self.mesh)
 
-    self.assertEqual(self.w.stored.sharding.spec, P('shards'))
+    self.assertEqual(
+        self.w.stored.sharding,
+        jax.sharding.NamedSharding(self.mesh, P('shards')),
+    )
 
   def test_moves_nothing_while_tracing(self):
     with frames.frame('discovered'):
