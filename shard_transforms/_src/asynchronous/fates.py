@@ -1,4 +1,4 @@
-"""What is to become of a gradient that has come back, or has not."""
+"""The fate of a gradient: accepted, dropped, failed or lost."""
 
 import collections
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from shard_transforms._src.asynchronous import tickets as tickets_lib
 def fate(
     outcome: task_lib.Outcome | None, age: int, staleness: float
 ) -> journal.Fate:
-  """Returns what is to become of a gradient.
+  """Returns the fate of a gradient.
 
   Args:
-    outcome: What there is to tell of it; `None` if it is lost.
-    age: How many updates have been since its parameters were read.
+    outcome: The outcome of its ticket; `None` if it is lost.
+    age: The number of updates since its parameters were read.
     staleness: The age up to which it is accepted.
   """
   if outcome is None:
@@ -27,10 +27,10 @@ def fate(
 
 
 def weight_at(age: int, weight: Callable[[int], float] | None) -> float | None:
-  """Returns how much a gradient of an age counts, if the user says so.
+  """Returns the weight of a gradient of this age, if the user gives one.
 
   Raises:
-    ValueError: If the function of the user gives no such number.
+    ValueError: If it is negative or not finite.
   """
   if weight is None:
     return None
@@ -44,7 +44,7 @@ def weight_at(age: int, weight: Callable[[int], float] | None) -> float | None:
 
 
 class Attempts:
-  """The attempts at each batch that came to nothing."""
+  """The failed attempts at each batch."""
 
   def __init__(self, max_attempts: int):
     self._max_attempts = max_attempts
@@ -53,14 +53,14 @@ class Attempts:
   def add(
       self, ticket: tickets_lib.Ticket, failure: task_lib.Failure | None
   ) -> None:
-    """Counts an attempt.
+    """Counts a failed attempt.
 
     Args:
-      ticket: The batch, and who has tried it.
+      ticket: The batch and its worker.
       failure: What a function of the task raised; `None` if the worker died.
 
     Raises:
-      RuntimeError: If it was the last.
+      RuntimeError: If it was the last one allowed.
     """
     self._failed[ticket.batch] += 1
     attempts = self._failed[ticket.batch]

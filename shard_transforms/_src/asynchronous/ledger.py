@@ -1,4 +1,4 @@
-"""What is counted of a run, and written down if it has a folder."""
+"""The progress of a run: counters, a journal and checkpoints."""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from shard_transforms._src.asynchronous import workers as workers_lib
 
 
 class Ledger:
-  """Counts what becomes of gradients, and keeps it beyond the process."""
+  """Counts the fates of gradients, and saves them if the run has a folder."""
 
   def __init__(self):
     self._start = time.monotonic()
@@ -24,13 +24,13 @@ class Ledger:
     self._store = None
 
   def open(self, folder: pathlib.Path, header: Mapping[str, Any]) -> None:
-    """Writes down from now on, or where the run in a folder has ended.
+    """Begins a journal, or continues the one in the folder.
 
     Raises:
       OSError: If `folder` cannot be written.
-      ValueError: If `folder` is of another run, damaged or in use.
+      ValueError: If `folder` belongs to another run, is damaged or is in use.
     """
-    # What saves needs orbax.
+    # Saving needs orbax, an optional dependency.
     from shard_transforms._src.asynchronous import store
 
     self._store = store.Store(folder, header)
@@ -41,10 +41,10 @@ class Ledger:
       workers: workers_lib.Workers,
       on_drop: tickets_lib.OnDrop,
   ) -> Iterator[Any]:
-    """Goes on where the journal ends, if it has begun; see `recovery`."""
+    """Resumes where the journal ends, if it has records; see `recovery`."""
     if self._store is None or not len(self._store.records):
       return
-    # What saves needs orbax.
+    # Saving needs orbax, an optional dependency.
     from shard_transforms._src.asynchronous import recovery
 
     yield from recovery.recover(server, self._store, workers, on_drop)
@@ -81,7 +81,7 @@ class Ledger:
       self._tally.metrics = outcome.metrics
 
   def num_unsaved(self, global_step: int) -> int:
-    """Returns how many updates no checkpoint has; none without a folder."""
+    """Returns the updates since the last checkpoint; 0 without a folder."""
     return 0 if self._store is None else global_step - self._store.saved_step
 
   def save(
@@ -89,19 +89,19 @@ class Ledger:
       server: parameter_server.ParameterServer,
       tickets: tickets_lib.Tickets,
   ) -> None:
-    """Lets a checkpoint be written, if there is a folder.
+    """Starts to write a checkpoint, if there is a folder.
 
     Raises:
-      OSError: If the journal or the checkpoint before cannot be written.
+      OSError: If the journal or the previous checkpoint cannot be written.
     """
     if self._store is not None:
       self._store.save(server, tickets)
 
   def progress(self, global_step: int) -> report.Report:
-    """Returns how the run goes."""
+    """Returns the progress of the run."""
     return self._tally.report(global_step, time.monotonic() - self._start)
 
   def close(self) -> None:
-    """Ends what is being written, and lets others use the folder."""
+    """Finishes pending writes and unlocks the folder."""
     if self._store is not None:
       self._store.close()

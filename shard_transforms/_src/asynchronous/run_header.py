@@ -1,4 +1,4 @@
-"""What a run begins with, and by which it is known again."""
+"""The header of a run, by which its journal is recognized."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from shard_transforms._src.asynchronous import task as task_lib
 
 
 def init_params(task: task_lib.Task) -> Any:
-  """Returns what `init` of a task does, in NumPy arrays.
+  """Returns the initial parameters of a task as NumPy arrays.
 
   Raises:
     RuntimeError: If it fails.
@@ -28,7 +28,7 @@ def init_params(task: task_lib.Task) -> Any:
 def header(
     params: Any, server: parameter_server.ParameterServer
 ) -> dict[str, Any]:
-  """Returns what must be the same whenever a run goes on or is replayed.
+  """Returns what must be equal when a run resumes or is replayed.
 
   What the functions of a task do is seen from the gradients themselves.
   """

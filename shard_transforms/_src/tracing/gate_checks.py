@@ -1,4 +1,4 @@
-"""What must hold of what a gate runs: its state, and its sums of updates."""
+"""Checks of the program behind a gate: its state, and its sums of updates."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def check_heeded(
     axes: Sequence[Hashable],
     may_be_local: bool,
 ) -> None:
-  """Checks that shards count by their weights in what is run.
+  """Checks that the program behind a gate weights shards.
 
   Args:
     jaxpr: What is run.

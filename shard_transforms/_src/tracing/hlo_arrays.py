@@ -23,17 +23,17 @@ class Array:
 
   @property
   def dtype(self) -> str:
-    """Its dtype as JAX calls it."""
+    """The name of its dtype in JAX."""
     name = self.xla_dtype
     if name in _DTYPES:
       return _DTYPES[name]
     kind = _KINDS.get(name[0], name[0])
-    # Such as `f8e4m3fn`, of which JAX sets the bits apart.
+    # Such as `f8e4m3fn`: JAX puts an underscore after the bits.
     return kind + re.sub(r'^(\d+)(?=e)', r'\1_', name[1:])
 
   @property
   def bits(self) -> int:
-    """The bits of an element; none in a token."""
+    """The bits of an element; 0 for a token."""
     if self.xla_dtype == 'pred':
       return 8
     digits = re.match(r'[a-z]+(\d+)', self.xla_dtype)
@@ -46,7 +46,7 @@ class Array:
 
   @property
   def num_bytes(self) -> int:
-    """What it takes on one device."""
+    """Its bytes on one device."""
     return -(-self.size * self.bits // 8)
 
   def __str__(self) -> str:

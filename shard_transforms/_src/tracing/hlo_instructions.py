@@ -1,4 +1,4 @@
-"""The instructions of compiled programs, of which each is a line of text."""
+"""The instructions of compiled programs, one a line of text."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -55,32 +55,32 @@ class Instruction:
 
   @functools.cached_property
   def arrays(self) -> tuple[hlo_arrays.Array, ...]:
-    """What it gives; the leaves, if that is a tuple."""
+    """Its results; the leaves of a tuple."""
     return hlo_arrays.read(self.result_text)
 
   @functools.cached_property
   def operands(self) -> tuple[str, ...]:
-    """The names of the instructions that it takes."""
+    """The names of its operands."""
     if self.opcode in ('constant', 'parameter', 'iota'):
       return ()
     parts = hlo_syntax.split(self.operand_text) if self.operand_text else ()
-    # Before the name there may stand a type.
+    # A type may stand before the name.
     return tuple(part.split()[-1].lstrip('%') for part in parts)
 
   @functools.cached_property
   def attributes(self) -> Mapping[str, str]:
-    """What it is told, as text, by name."""
+    """Its attributes as text, by name."""
     return hlo_syntax.attributes(self.attribute_text)
 
   @property
   def collective(self) -> str | None:
-    """The collective that it is, or starts."""
+    """The name of the collective that it is or starts."""
     name = self.opcode.removesuffix('-start')
     return name if name in COLLECTIVES else None
 
   @property
   def results(self) -> tuple[hlo_arrays.Array, ...]:
-    """What it gives once it is done."""
+    """Its results once it is done."""
     # What starts early, but an all-reduce, gives what it takes as well, and
     # numbers of its own behind its results.
     if self.opcode.endswith('-start') and self.collective != 'all-reduce':
@@ -90,7 +90,7 @@ class Instruction:
 
   @functools.cached_property
   def called(self) -> tuple[str, ...]:
-    """The names of the computations that it runs, in the order of the text."""
+    """The names of the computations that it calls, in the order of the text."""
     if self.opcode in ('async-update', 'async-done') or (
         _CALLS.search(self.attribute_text) is None
     ):
@@ -100,17 +100,17 @@ class Instruction:
 
   @property
   def num_turns(self) -> int | None:
-    """The turns of a loop, if the compiler knows them."""
+    """The trip count of a loop, if the compiler knows it."""
     found = _TRIPS.search(self.attribute_text.replace(' ', ''))
     return int(found[1]) if found else None
 
   @functools.cached_property
   def metadata(self) -> Mapping[str, str]:
-    """What the compiler remembers of where it comes from."""
+    """The metadata of its source."""
     return hlo_syntax.fields(self.attributes.get('metadata', ''))
 
   @property
   def op_name(self) -> str:
-    """The calls, scopes and the primitive that it comes from."""
-    # Of several that have become one, the first stands for all.
+    """The calls, scopes and primitive of its source."""
+    # Of several that were merged, the first stands for all.
     return self.metadata.get('op_name', '').split(';')[0]

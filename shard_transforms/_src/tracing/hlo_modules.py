@@ -1,4 +1,4 @@
-"""Compiled programs: computations, of which one is run and runs others."""
+"""Compiled programs: computations that call each other."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -22,12 +22,12 @@ class Computation:
 
   @property
   def root(self) -> Instruction:
-    """What it gives."""
+    """Its results."""
     roots = [i for i in self.instructions.values() if i.is_root]
     return roots[0] if roots else list(self.instructions.values())[-1]
 
   def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
-    """Returns what an instruction of it takes."""
+    """Returns the operands of one of its instructions."""
     return tuple(
         _defined(name, self.instructions) for name in instruction.operands
     )
@@ -51,7 +51,7 @@ class Module:
   frames: Mapping[str, tuple[tuple[str, int], ...]]
 
   def called(self, instruction: Instruction) -> tuple[Computation, ...]:
-    """Returns the computations that an instruction runs."""
+    """Returns the computations that an instruction calls."""
     return tuple(
         _defined(name, self.computations) for name in instruction.called
     )

@@ -8,7 +8,7 @@ _FIELD = re.compile(r'(\w+)=(?:"((?:[^"\\]|\\.)*)"|(\w+))')
 
 
 def cut(text: str) -> tuple[str, str]:
-  """Returns a type or a list in parentheses, and what is behind it."""
+  """Returns a type or a list in parentheses, and the rest of the text."""
   text = text.lstrip()
   if not text.startswith('('):
     first, _, rest = text.partition(' ')
@@ -20,7 +20,7 @@ def cut(text: str) -> tuple[str, str]:
 
 
 def split(text: str) -> list[str]:
-  """Returns the parts between those commas that no bracket is around."""
+  """Returns the parts between commas that are outside of all brackets."""
   parts, start, depth = [], 0, 0
   for token in _NESTING.finditer(text):
     if token[0] in '([{':

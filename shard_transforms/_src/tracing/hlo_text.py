@@ -1,4 +1,4 @@
-"""Programs as XLA has compiled them, read off the text that it prints.
+"""Compiled programs, parsed from the text that XLA prints.
 
 The library that compiles has no public interface to the instructions of a
 program but their text: one instruction a line, in computations in braces,
@@ -63,7 +63,7 @@ def parse(text: str) -> hlo_modules.Module:
 
 
 def _read(lines: Iterator[str]):
-  """Returns the tables, the computations, and that of them which is run."""
+  """Returns the tables, the computations, and the entry computation."""
   tables, computations, entry = {}, {}, None
   table = computation = None
   for line in map(str.strip, lines):
@@ -90,7 +90,7 @@ def _add(computation, line):
   parsed = match and _instruction(match)
   if parsed:
     computation.instructions[parsed.name] = parsed
-  # What sends nothing may be spelt as it likes.
+  # Only lines that send something must be understood.
   if _SENDS.search(line) and (parsed is None or _is_unknown(parsed)):
     raise _not_understood(line)
 
@@ -112,14 +112,14 @@ def _instruction(match):
 
 
 def _is_unknown(instruction):
-  """Whether it seems to send something in a way that is not known."""
+  """Whether it seems to be an unknown collective."""
   opcode = instruction.opcode
   if opcode.endswith(('-done', '-update')) or instruction.collective:
     return False
   known_names = opcode.startswith(('all-', 'collective-', 'reduce-scatter'))
   attributes = instruction.attributes
   groups = 'replica_groups' in attributes or 'source_target_pairs' in attributes
-  # Fusions and calls that are named after what they hold are looked into.
+  # Fusions and calls are named after their contents, which are searched apart.
   return known_names or (groups and not instruction.called)
 
 
