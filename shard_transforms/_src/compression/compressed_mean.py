@@ -77,8 +77,8 @@ def compressed_mean(
     algorithm: How several axes are reduced over: `'flat'` at once, or
       `'hierarchical'`. The last axis is then the fast one, such as the cores of
       a host: its B shards reduce a part of 1/B each as it is, and compress only
-        this for the other axes, which carry 1/B of the bytes. What a shard
-        holds back is then of its part alone. A state fits both algorithms.
+      this for the other axes, which carry 1/B of the bytes. What a shard
+      holds back is then of its part alone. A state fits both algorithms.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`, or

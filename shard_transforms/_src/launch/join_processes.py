@@ -53,8 +53,8 @@ def join_processes(
     keep_memory: Whether glibc is told to keep the memory that a step frees, by
       `mallopt` for the whole process, which otherwise maps it afresh in each
       step: that can take longer than sending the gradients. What the
-        environment sets (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`)
-        takes precedence; other C libraries are left alone.
+      environment sets (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`)
+      takes precedence; other C libraries are left alone.
 
   Returns:
     The number of processes; 1 for a program that runs alone.

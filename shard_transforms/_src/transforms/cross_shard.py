@@ -60,8 +60,8 @@ def cross_shard_mean(
     algorithm: How several axes are summed over: `'flat'` at once, or
       `'hierarchical'`. The last axis is then the fast one, such as the cores of
       a host: a reduce-scatter over its B shards comes first, then an all-reduce
-        of the parts over the other axes, then an all-gather, so that the slow
-        axes carry 1/B of the bytes.
+      of the parts over the other axes, then an all-gather, so that the slow
+      axes carry 1/B of the bytes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
