@@ -172,7 +172,7 @@ class KilledTest(parameterized.TestCase):
     chex.assert_trees_all_equal(read(self.folder), read(folder), strict=True)
     self.assertEmpty(half_written(self.folder))
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_is_killed_again_and_again_and_ends_with_the_same_bits(self):
     rng = random.Random(0)
     never_killed(*TWO_PROCESSES)
@@ -214,7 +214,7 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(calls(self.folder, 'c'), 2)
     self.assert_ends_like_one_never_killed('--shards=2')
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_goes_on_in_the_middle_of_a_window(self):
     flags = ('--mode=pmap', '--shards=4', '--processes=2')
     self.copy(*flags)
@@ -231,6 +231,7 @@ class KilledTest(parameterized.TestCase):
 
   @cases.parameters([TWO_PROCESSES], [('--shards=2',)])
   @pytest.mark.slow_after(1)
+  @pytest.mark.repeated(8)
   def test_saves_and_stops_on_sigterm(self, flags):
     process = self.start(*flags)
     self.wait_until_saved(EVERY, process)
@@ -248,7 +249,7 @@ class KilledTest(parameterized.TestCase):
     call = calls(self.folder)[-1]
     self.assertIn(f'Stopped by SIGTERM, and saved call {call}.', err)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_saves_and_stops_when_one_process_gets_sigterm(self):
     process = self.start(*TWO_PROCESSES)
     self.wait_until_saved(EVERY, process)
@@ -259,6 +260,7 @@ class KilledTest(parameterized.TestCase):
     self.assert_both_fail(process, err, 128 + signal.SIGTERM)
     self.assert_tells_what_it_saved(out, err)
 
+  @pytest.mark.repeated(8)
   def test_fails_where_the_disk_is_full(self):
     self.copy(*TWO_PROCESSES)
     self.forget_end()
@@ -286,7 +288,7 @@ class KilledTest(parameterized.TestCase):
       end = f'process {child} of 2 that exited with status {status}'
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_fails_where_the_folder_cannot_be_used(self):
     (self.folder / 'saved').write_text('')
 
@@ -297,7 +299,7 @@ class KilledTest(parameterized.TestCase):
     self.assertRegex(err, r'FAILED: Process 0 cannot open .*/saved/a\.')
     self.assertNotIn('Traceback', err)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_refuses_a_checkpoint_that_was_cut_off(self):
     self.copy('--shards=2')
     broken = self.break_last(lambda data: data[: len(data) // 2])
@@ -328,7 +330,7 @@ class KilledTest(parameterized.TestCase):
     self.assertIn('Without that folder, it goes on from the one before', err)
 
   @cases.parameters(('seed', 0, 1), ('shards', 2, 1))
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_refuses_the_checkpoints_of_another_training(self, flag, old, new):
     self.copy('--shards=2')
     shutil.rmtree(self.folder / 'digits_out')
@@ -345,7 +347,7 @@ class KilledTest(parameterized.TestCase):
     self.assertNotIn(' ' * 40, out)
     self.assertEqual(calls(self.folder), calls(never_killed('--shards=2')[0]))
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_knows_a_training_by_its_flags(self):
     folder, _ = never_killed('--shards=2')
     (about,) = folder.glob(f'saved/a/{STEPS}/about/metadata')

@@ -85,7 +85,7 @@ class LegacyDigitsTest(parameterized.TestCase):
     self.assertEqual(shapes, SHAPES | slots | {'global_step': ()})
     self.assertEqual(values['global_step'], 150)
 
-  @pytest.mark.slow
+  @pytest.mark.repeated(8)
   def test_refuses_argument(self):
     run = self.run_script('out')
 

@@ -123,7 +123,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertGreater(width, 1000)
     self.assertGreater(height, 400)
 
-  @pytest.mark.slow
+  @pytest.mark.repeated(8)
   def test_fails_where_it_misses_its_aims(self):
     run = self.run_script('--learning_rate=1e6', '--shards=1', '--batch_size=4')
 
@@ -153,7 +153,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertNotIn('cross_shard_mean', second.stdout + second.stderr)
     self.check_figure('digits_out/train_digits.png')
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_tells_that_a_process_failed(self):
     run = self.run_script(
         '--processes=2', '--shards=4', JAX_NUM_CPU_DEVICES='1'

@@ -24,7 +24,7 @@ class TrainTransformerTest(absltest.TestCase):
         timeout=400,
     )
 
-  @pytest.mark.slow
+  @pytest.mark.repeated(8)
   def test_reduces_once_in_four_micro_batches(self):
     run = self.run_script('--steps=30')
 

@@ -55,7 +55,7 @@ class ProgramTest(parameterized.TestCase):
     ):
       self.assertLess(len(folder), 50)
 
-  @pytest.mark.slow
+  @pytest.mark.repeated(8)
   def test_error_of_the_caller_ends_the_run(self):
     def on_progress(report):
       raise ZeroDivisionError

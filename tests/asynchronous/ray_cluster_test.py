@@ -109,6 +109,7 @@ class FaultsTest(parameterized.TestCase):
 
   @cases.parameters(0, 1, 2)
   @pytest.mark.slow_after(1)
+  @pytest.mark.repeated(8)
   def test_kills_by_chance_lose_nothing(self, seed):
     killer = Killer(seed, number=7)
 
@@ -124,7 +125,7 @@ class FaultsTest(parameterized.TestCase):
 
     self.check(result)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_holder_and_all_workers_at_once(self):
     killed = []
 
@@ -140,7 +141,7 @@ class FaultsTest(parameterized.TestCase):
     self.assertLen(killed, 4)
     self.check(result)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_worker_that_dies_while_the_journal_is_gone_through(self):
     kills = []
 
@@ -165,7 +166,7 @@ class FaultsTest(parameterized.TestCase):
     self.assertGreaterEqual(result.report.num_recovered, 60)
     self.check(result, asynchronous_cases.SLOW_TASK)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_worker_that_hangs_is_replaced(self):
     path = self.folder.parent / 'hung'
     batch = functools.partial(asynchronous_cases.hang_once, path)
@@ -180,7 +181,7 @@ class FaultsTest(parameterized.TestCase):
     self.assertEqual((fates[0], fates[-1]), (2, 0))
     self.check(result, task)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_holder_that_dies_without_a_folder_ends_the_run(self):
     def on_progress(report):
       if report.global_step:
@@ -280,7 +281,7 @@ class CallerTest(parameterized.TestCase):
 @pytest.mark.slow
 class TwoNodesTest(parameterized.TestCase):
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_node_that_dies_takes_no_update_with_it(self):
     folder = asynchronous_cases.folder(self)
     code = """

@@ -51,7 +51,7 @@ class RayWorkersTest(parameterized.TestCase):
         asynchronous.replay(folder, asynchronous_cases.TASK, tx), result
     )
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_replays_with_workers(self):
     folder = asynchronous_cases.folder(self)
     tx = optax.adam(0.1)
@@ -62,7 +62,7 @@ class RayWorkersTest(parameterized.TestCase):
 
     asynchronous_cases.assert_same_bits(again, result)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_large_parameters_go_through_the_store(self):
     task = asynchronous.Task(
         lambda: {'w': np.zeros(100_000, np.float32)},
@@ -78,7 +78,7 @@ class RayWorkersTest(parameterized.TestCase):
         asynchronous.replay(folder, task, tx), result
     )
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_different_versions_are_refused(self):
     task = asynchronous.Task(
         unlike_the_holder,
@@ -89,7 +89,7 @@ class RayWorkersTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'instead of Python 2.7, jaxlib 0'):
       train(task, optax.sgd(0.1), cluster='local', num_workers=1)
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_module_that_workers_cannot_import_is_told(self):
     folder = asynchronous_cases.folder(self)
     folder.mkdir()
@@ -119,7 +119,7 @@ class RayWorkersTest(parameterized.TestCase):
 
     self.assertRegex(printed, "No module named 'hidden'")
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_functions_of_the_main_program_are_sent(self):
     code = (
         'import jax.numpy as jnp, optax\n'
@@ -166,7 +166,7 @@ class UserErrorTest(parameterized.TestCase):
           max_attempts=2,
       )
 
-  @pytest.mark.repeated
+  @pytest.mark.repeated(8)
   def test_what_cannot_be_sent_is_told(self):
     task = asynchronous.Task(
         asynchronous_cases.init,
