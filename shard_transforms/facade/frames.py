@@ -16,7 +16,6 @@ from typing import Any, Literal
 import jax
 from jax import core
 import jax.extend
-import jax.numpy as jnp
 
 from shard_transforms.facade import templates
 
@@ -218,8 +217,9 @@ def is_staged() -> bool:
   """
   if is_tracing() or _trace_state() == _clean_trace_state():
     return False
-  # Under `jax.vmap` and `jax.grad` alone, new arrays are concrete.
-  return isinstance(jnp.zeros([]), core.Tracer)
+  # Under `jax.vmap` and `jax.grad` alone, new arrays are concrete. To place one
+  # compiles nothing, where to compute one compiles once a trace.
+  return isinstance(jax.device_put(0.0), core.Tracer)
 
 
 def _trace_state():
