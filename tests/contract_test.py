@@ -866,7 +866,9 @@ class CombinatorTest(parameterized.TestCase):
   """Promises inside the combinators of Optax."""
 
   @parameterized.named_parameters(EACH_OF_ANY_PARAMS)
-  @pytest.mark.slow_unless(ONE_LEVEL)
+  @pytest.mark.slow_unless(
+      '_(cross_shard_mean|drop_stale|guard|shard_update|tower_reduce)$'
+  )
   def test_works_in_combinators(self, name):
     row = ROWS[name]
     tx = whole(row, optax.sgd(0.5))

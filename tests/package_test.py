@@ -5,6 +5,7 @@ import collections
 import configparser
 import contextlib
 import doctest
+import functools
 import graphlib
 import importlib
 import importlib.metadata
@@ -194,6 +195,11 @@ def floors():
     name, _, version = line.partition('>=')
     found[name.partition('[')[0]] = version
   return found
+
+
+@functools.cache
+def packages_distributions():
+  return importlib.metadata.packages_distributions()
 
 
 def distributions(extra):
@@ -468,7 +474,7 @@ class LayoutTest(parameterized.TestCase):
     # A benchmark may measure an example.
     own = [*paths, *(ROOT / 'examples').glob('*.py')]
     local = {path.stem for path in own} | set(sys.stdlib_module_names)
-    origins = importlib.metadata.packages_distributions()
+    origins = packages_distributions()
 
     needed = {
         origins.get(name.partition('.')[0], [name])[0].replace('_', '-')

@@ -231,7 +231,7 @@ def apply_gradients(tx):
   return state, step
 
 
-@pytest.mark.slow_unless('optimizer_Auto_not_scans|linen_.*_Explicit_not_scans')
+@pytest.mark.slow_unless('optimizer_Auto_not_scans')
 class FlaxTest(parameterized.TestCase):
 
   @cases.product(

@@ -5,6 +5,8 @@ mapped function, and compares the parameters after each step with plain JAX and
 Optax on one device.
 """
 
+import functools
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -130,6 +132,15 @@ def trainer(
   return train
 
 
+# Tests train alike on one device, with programs that they share.
+compiled = functools.cache(jax.jit)
+
+
+@functools.cache
+def compiled_gradients(loss):
+  return jax.jit(jax.value_and_grad(loss))
+
+
 def one_device(optimizer, batches, loss=loss_mean, params=None):
   """Trains with the batches [shards, steps, ...] of all shards as one.
 
@@ -137,8 +148,8 @@ def one_device(optimizer, batches, loss=loss_mean, params=None):
     The parameters and the loss after each step. A step without any example
     changes nothing.
   """
-  update = jax.jit(optimizer.update)
-  value_and_grad = jax.jit(jax.value_and_grad(loss))
+  update = compiled(optimizer.update)
+  value_and_grad = compiled_gradients(loss)
   params = initial_params() if params is None else params
   state = optimizer.init(params)
   history = []
@@ -388,6 +399,7 @@ class PipelineTest(parameterized.TestCase):
 
   @parameterized.named_parameters(EACH_MODE)
   @pytest.mark.every_mode
+  @pytest.mark.slow_unless('_(shard_map|pmap|spmd_vmap)$')
   def test_all_together_train_as_one_device(self, mode):
     batches = uneven_batches(SHARDS, STEPS, TOWERS)
     # Some of the steps are clipped.

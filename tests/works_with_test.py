@@ -244,7 +244,7 @@ class FrameworkTest(parameterized.TestCase):
   @cases.product(
       mode=modes.MODES, framework=(plain_dict, linen, nnx_optimizer, equinox)
   )
-  @pytest.mark.slow_after(2)
+  @pytest.mark.slow_after(1)
   def test_weighted_shards_train_as_one_device(self, mode, framework):
     batches = batches_of(STEPS)
     tx = shard_transforms.drop_stale(
@@ -753,7 +753,7 @@ class ComposingTest(parameterized.TestCase):
         self.check('differs', shards[job], on_each_shard(alone[job]))
 
   @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  @pytest.mark.slow_after(6)
+  @pytest.mark.slow_after(4)
   def test_refuses_where_the_table_says_so(self, name, mode):
     for label, outcome in outcomes(name, mode).items():
       refusal = ARGUMENTS if outcome == 'no weights' else REFUSALS.get(outcome)
@@ -765,7 +765,7 @@ class ComposingTest(parameterized.TestCase):
           jax.eval_shape(train, initial_params(name), batches_of(2 * STEPS))
 
   @parameterized.named_parameters(EACH_ROW)
-  @pytest.mark.slow_after(3)
+  @pytest.mark.slow_after(2)
   def test_shards_decide_alone_where_the_table_says_that_it_hangs(self, name):
     for label, outcome in outcomes(name, 'pmap').items():
       if outcome not in TRAINS:

@@ -343,7 +343,7 @@ class InnerTest(UpdateTest):
         )
 
   @cases.parameters(*TENSORFLOW, 'optax_chain')
-  @pytest.mark.slow_after(3)
+  @pytest.mark.slow_after(1)
   def test_keeps_bfloat16(self, name):
     make, make_tx = OPTIMIZERS[name]
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), START)

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from sklearn import datasets
 
 import cases
 import modes
@@ -57,7 +56,11 @@ class AgreementTest(parameterized.TestCase):
     )
     np.testing.assert_array_equal(state.least_shard, [expected.argmin()] * 8)
 
+  @pytest.mark.slow
   def test_finds_the_shard_with_shuffled_labels(self):
+    # Its import takes seconds.
+    from sklearn import datasets
+
     images, labels = datasets.load_digits(return_X_y=True)
     images, labels = np.float32(images[:1024] / 16), labels[:1024]
     images = images.reshape(8, 128, 64)

@@ -176,7 +176,7 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertEqual(shardings[0].mu.spec, P(None, 'data'))
 
   @parameterized.named_parameters(*OPTIMIZERS)
-  @pytest.mark.slow_unless('_(adafactor|adam|muon)$')
+  @pytest.mark.slow_unless('_(adafactor|adam)$')
   def test_trains_as_one_device_does(self, make):
     tx, mesh = make(), make_mesh()
     params = make_params(mesh)

@@ -83,7 +83,7 @@ def bits(tree):
 class UpdateAndApplyTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, name=tuple(TRANSFORMATIONS))
-  @pytest.mark.slow_after(5)
+  @pytest.mark.slow_after(3)
   def test_is_update_and_apply(self, mode, name):
     tx = TRANSFORMATIONS[name]
 
