@@ -1,7 +1,9 @@
 """Shards that `jax.vmap` makes under plain `jax.jit`, on a mesh of two axes."""
 
 import collections
+import inspect
 
+from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
@@ -15,6 +17,7 @@ import pytest
 import cases
 import modes
 import shard_transforms
+from shard_transforms import aggregators
 from shard_transforms import compression
 from shard_transforms import monitoring
 
@@ -27,6 +30,15 @@ CHAIN = optax.chain(shard_transforms.cross_shard_mean(AXIS), ADAM)
 # [calls, shards, batch, features]
 BATCHES = np.random.default_rng(0).normal(size=(CALLS, SHARDS, 4, 6))
 BATCHES = BATCHES.astype(np.float32)
+
+LOCAL = shard_transforms.local_updates(
+    optax.sgd(0.1),
+    optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.7, 0.9)),
+    AXIS,
+    every=2,
+)
+# How `shard_update` cuts the parameters.
+SLICED = {'w': P(AXIS), 'v': P(AXIS), 'b': P()}
 
 TRANSFORMS = {
     'cross_shard_mean': CHAIN,
@@ -58,6 +70,30 @@ TRANSFORMS = {
     'sharded_compressed': compression.compressed_shard_update(
         ADAM, AXIS, CAST, min_elements=3
     ),
+    'compressed_by_choice': optax.chain(
+        compression.compressed_mean(
+            AXIS, compression.top_k(0.5, block=8), min_elements=3
+        ),
+        ADAM,
+    ),
+    'power_sgd': optax.chain(compression.power_sgd(AXIS, 1), ADAM),
+    'adasum': optax.chain(aggregators.adasum(AXIS), ADAM),
+    'coordinate_median': optax.chain(aggregators.coordinate_median(AXIS), ADAM),
+    'trimmed_mean': optax.chain(aggregators.trimmed_mean(AXIS, 1), ADAM),
+    'majority_vote': optax.chain(
+        aggregators.majority_vote(AXIS), optax.sgd(0.01)
+    ),
+    'track_agreement': optax.chain(monitoring.track_agreement(AXIS), ADAM),
+    'track_noise_scale': optax.chain(monitoring.track_noise_scale(AXIS), ADAM),
+    'clip_slices': shard_transforms.shard_update(
+        optax.chain(
+            shard_transforms.clip_by_global_norm(0.1, AXIS, sharded=SLICED),
+            ADAM,
+        ),
+        AXIS,
+    ),
+    'local_updates': LOCAL,
+    'local_updates_applied': LOCAL,
     'one_bit_adam': optax.chain(
         compression.scale_by_one_bit_adam(
             AXIS, warmup_steps=2, min_elements=3, eps=1e-2
@@ -75,7 +111,19 @@ TRANSFORMS = {
 }
 
 # Cutting a leaf would gather what the other axis shards.
-CUT = 'shard_update', 'compressed_mean', 'sharded_compressed', 'one_bit_adam'
+CUT = (
+    'shard_update',
+    'clip_slices',
+    'compressed_mean',
+    'sharded_compressed',
+    'compressed_by_choice',
+    'one_bit_adam',
+    'power_sgd',
+    'adasum',
+    'coordinate_median',
+    'trimmed_mean',
+    'majority_vote',
+)
 
 
 def make_params():
@@ -113,7 +161,12 @@ def make_step(name):
       extra['local_step'] = found[0][1] - (x[0, 0] > 1)
     if name == 'compensate_delay':
       extra['read_params'] = params
-    grads = (grad_of_towers if name == 'reduce_towers' else grad)(params, x)
+    point = params
+    if tx is LOCAL:
+      point = shard_transforms.local_params(params, state)
+    grads = (grad_of_towers if name == 'reduce_towers' else grad)(point, x)
+    if name == 'local_updates_applied':
+      return shard_transforms.update_and_apply(tx, grads, state, params)
     updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
@@ -282,3 +335,212 @@ class GroupsTest(parameterized.TestCase):
     expected = monitoring.wire_report(by_hand, grads, compiled=True)
     most = {'blocks': 1.0, 'strides': 1.25, 'irregular': 7.0}[name]
     self.assertLessEqual(report.total_bytes, most * expected.total_bytes)
+
+
+def _weighted(grads, x):
+  return shard_transforms.shard_mean(grads, AXIS, weight=x[0, 0] ** 2)
+
+
+def _measured(grads, x):
+  """Returns numbers that are read off a state that each shard keeps."""
+  del x
+  tx = compression.compressed_mean(AXIS, CAST, min_elements=3)
+  _, state = tx.update(grads, tx.init(grads))
+  guard = shard_transforms.guard(CHAIN, AXIS, on_bad='exclude')
+  guarded = guard.update(grads, guard.init(grads))[1]
+  metrics = monitoring.metrics((state, guarded), axis_name=AXIS)
+  return metrics, monitoring.compression_error(state)
+
+
+# Of each shard's gradients and data.
+FUNCTIONS = {
+    'shard_mean': lambda grads, x: shard_transforms.shard_mean(grads, AXIS),
+    'weighted_shard_mean': _weighted,
+    'global_norm': lambda grads, x: shard_transforms.global_norm(
+        x, AXIS, sharded=P(AXIS)
+    ),
+    'shard_divergence': lambda grads, x: monitoring.shard_divergence(
+        grads, AXIS
+    ),
+    'metrics': _measured,
+}
+
+
+class FunctionsTest(parameterized.TestCase):
+
+  @cases.product(name=FUNCTIONS)
+  @pytest.mark.slow_after(1)
+  def test_send_as_under_shard_map(self, name):
+    def fn(params, x):
+      _, grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)
+      return FUNCTIONS[name](grads, x)
+
+    def one_shard(params, x):
+      return jax.tree.map(lambda y: y[None], fn(params, x[0]))
+
+    mesh = modes.spmd_mesh('Auto', num_parts=1)
+    vmapped = modes.map_spmd(fn, mesh, (None, 0), 0, P(AXIS))
+    mapped = jax.shard_map(
+        one_shard, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
+    )
+    arrays = make_params(), placed(BATCHES[0], mesh, P(AXIS))
+    shardings = NamedSharding(mesh, P(AXIS))
+    fns = [jax.jit(f, out_shardings=shardings) for f in (vmapped, mapped)]
+
+    reports = [monitoring.wire_report(f, *arrays, compiled=True) for f in fns]
+
+    self.assertEqual(*map(sent_over_data, reports))
+    chex.assert_trees_all_close(*[f(*arrays) for f in fns], rtol=1e-5)
+
+
+# Public names whose rows are called otherwise, and those that send nothing but
+# what a step does, or nothing.
+OTHER_NAMES = {
+    'clip_by_global_norm': 'clip_slices',
+    'compressed_shard_update': 'sharded_compressed',
+    'scale_by_one_bit_adam': 'one_bit_adam',
+}
+IN_STEPS = {'assert_reduced', 'per_shard', 'value_and_grad'}
+
+
+class AllFunctionsTest(absltest.TestCase):
+
+  def test_all_that_take_an_axis_are_compared(self):
+    public = {
+        name
+        for module in (shard_transforms, aggregators, compression, monitoring)
+        for name in module.__all__
+        if 'axis_name' in _arguments(getattr(module, name))
+    }
+
+    named = {OTHER_NAMES.get(name, name) for name in public - IN_STEPS}
+
+    self.assertContainsSubset(named, {*TRANSFORMS, *FUNCTIONS})
+
+
+def _arguments(fn):
+  is_class = isinstance(fn, type) or not callable(fn)
+  return () if is_class else inspect.signature(fn).parameters
+
+
+AXES = 'host', 'core'
+BY_LEVELS = {
+    'cross_shard_mean': shard_transforms.cross_shard_mean(
+        AXES, algorithm='hierarchical'
+    ),
+    'compressed_mean': compression.compressed_mean(
+        AXES,
+        compression.quantize(8, block=8),
+        min_elements=3,
+        algorithm='hierarchical',
+    ),
+    'shard_update': shard_transforms.shard_update(optax.sgd(1.0), AXES),
+}
+
+
+class TwoAxesTest(parameterized.TestCase):
+
+  @cases.product(name=BY_LEVELS)
+  @pytest.mark.slow_after(1)
+  def test_send_as_under_shard_map(self, name):
+    tx = BY_LEVELS[name]
+    # A scalar is summed over both axes at once, and by `jax.vmap` in two steps.
+    params = {'w': jnp.zeros((6, 8)), 'v': jnp.zeros(8)}
+    mesh = jax.make_mesh((2, 4), AXES, (jax.sharding.AxisType.Auto,) * 2)
+    grads = jax.tree.map(
+        lambda p: np.random.default_rng(p.size)
+        .normal(size=(2, 4, *p.shape))
+        .astype(np.float32),
+        params,
+    )
+
+    def fn(grads):
+      return tx.update(grads, tx.init(params), params)[0]
+
+    def one_shard(grads):
+      updates = fn(jax.tree.map(lambda x: x[0, 0], grads))
+      return jax.tree.map(lambda x: x[None, None], updates)
+
+    def vmap(fn, axis):
+      return jax.vmap(fn, axis_name=axis, spmd_axis_name=axis)
+
+    vmapped = vmap(vmap(fn, 'core'), 'host')
+    mapped = jax.shard_map(
+        one_shard, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES)
+    )
+    sharding = NamedSharding(mesh, P(*AXES))
+    grads = jax.device_put(grads, sharding)
+    fns = [jax.jit(f, out_shardings=sharding) for f in (vmapped, mapped)]
+    reports = [monitoring.wire_report(f, grads, compiled=True) for f in fns]
+
+    self.assertEqual(*map(_sent_by_axes, reports))
+    chex.assert_trees_all_close(*[f(grads) for f in fns], rtol=1e-5, atol=1e-6)
+
+
+def _sent_by_axes(report):
+  found = collections.Counter()
+  for c in report.collectives:
+    found[c.axes] += c.sent_bytes
+  return found
+
+
+REVERSED = {
+    'cross_shard_mean': shard_transforms.cross_shard_mean(AXIS),
+    'shard_update': shard_transforms.shard_update(optax.sgd(1.0), AXIS),
+    'coordinate_median': aggregators.coordinate_median(AXIS),
+    'chosen': compression.compressed_mean(
+        AXIS, compression.top_k(0.5, block=8), min_elements=3
+    ),
+    **{
+        f'{name} of {kind}': factory(groups)
+        for name, groups in GROUPS.items()
+        for kind, factory in {
+            'mean': lambda groups: shard_transforms.cross_shard_mean(
+                AXIS, groups=groups
+            ),
+            'shard_update': lambda groups: shard_transforms.shard_update(
+                optax.sgd(1.0), AXIS, groups=groups
+            ),
+        }.items()
+    },
+}
+
+
+class ReverseTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.SPMD_MODES)
+  @pytest.mark.slow
+  def test_gradients_through_reductions_are_those_without_a_mesh(self, mode):
+    def fn(params, grads):
+      def loss_of(tx):
+        def own_loss(grads):
+          updates, _ = tx.update(grads, tx.init(params), params)
+          squares = jax.tree.map(lambda u: jnp.sum(u**2), updates)
+          return (1 + jax.lax.axis_index(AXIS)) * sum(squares.values())
+
+        return jax.grad(own_loss)(grads)
+
+      return {name: loss_of(tx) for name, tx in REVERSED.items()}
+
+    params = make_params()
+    grads = jax.tree.map(
+        lambda p: np.random.default_rng(p.size)
+        .normal(size=(SHARDS, *p.shape))
+        .astype(np.float32),
+        params,
+    )
+
+    found = modes.map_shards(mode, fn, SHARDS)(params, grads)
+
+    expected = modes.map_shards('vmap', fn, SHARDS)(params, grads)
+    chex.assert_trees_all_close(
+        jax.device_get(found), jax.device_get(expected), rtol=1e-4, atol=1e-5
+    )
+    # The sum of the losses of all shards, of the mean, by hand.
+    mean = jax.tree.map(lambda g: 2 * sum(range(5)) / 4 * g.mean(0), grads)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda g: g[1], jax.device_get(found['cross_shard_mean'])),
+        mean,
+        rtol=1e-4,
+        atol=1e-5,
+    )

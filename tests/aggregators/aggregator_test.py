@@ -179,6 +179,22 @@ class AggregatorTest(parameterized.TestCase):
       expected = np.median(z.real, 0) + 1j * np.median(z.imag, 0)
       np.testing.assert_allclose(found['complex'][0], expected, rtol=1e-6)
 
+  @cases.product(name=AGGREGATORS, weighted=(False, True))
+  def test_results_are_typed_as_the_same_on_all_shards(self, name, weighted):
+    tx = AGGREGATORS[name]()
+
+    def fn(update, weight):
+      given = {'weight': weight[0]} if weighted else {}
+      return tx.update(update[0], tx.init(update), **given)[0]
+
+    # Else `jax.shard_map` refuses the specs of what is returned.
+    mapped = jax.shard_map(
+        fn, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
+    )
+    found = jax.eval_shape(mapped, jnp.ones([8, 3]), jnp.ones(8))
+
+    self.assertEqual(found.shape, (3,))
+
   @cases.product(
       name=AGGREGATORS,
       weight=[(-1.0, ValueError), (np.ones(2), ValueError), ('a', TypeError)],

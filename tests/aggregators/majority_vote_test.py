@@ -91,5 +91,5 @@ class MajorityVoteTest(parameterized.TestCase):
       ).total_bytes
 
     self.assertEqual(sent(None), 2 * 8000 * 7 / 8)
-    # And from each shard to each other one a byte.
-    self.assertEqual(sent(1.0), 2 * 8000 * 7 / 8 + 7)
+    # And from each shard to each other one a byte, and one back.
+    self.assertEqual(sent(1.0), 2 * (8000 * 7 / 8 + 7))

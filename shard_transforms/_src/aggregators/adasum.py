@@ -83,14 +83,16 @@ def adasum(
       return aggregator.alone(leaves, counts, axes)
     if counts is not None:
       leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
+    is_cut = exchange.is_cut(leaves, axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
     nodes = _Nodes(
-        _rows(scaled, axes), collectives.gather(jnp.stack(sizes), axes).T
+        _rows(scaled, axes, is_cut),
+        collectives.gather(jnp.stack(sizes), axes).T,
     )
     while nodes.sizes.shape[1] > 1:
-      nodes = _merge_neighbours(nodes, axes, over)
-    return _whole(nodes, leaves, axes)
+      nodes = _merge_neighbours(nodes, axes if is_cut else (), over)
+    return _whole(nodes, leaves, axes, is_cut)
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
 
@@ -129,9 +131,9 @@ def _power_of_two(x):
   return jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -125, 125))
 
 
-def _rows(leaves, axes):
+def _rows(leaves, axes, is_cut):
   """Returns the slices of all shards of each leaf, [shards, elements]."""
-  if not exchange.is_cut(axes):
+  if not is_cut:
     gathered = [collectives.gather(leaf, axes) for leaf in leaves]
     return [x.reshape(len(x), -1) for x in gathered]
   num_shards = axes_lib.size(axes, _CALLER)
@@ -146,7 +148,13 @@ def _rows(leaves, axes):
 
 
 def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
-  """Returns the next level; where the number is odd, the last node stays."""
+  """Returns the next level; where the number is odd, the last node stays.
+
+  Args:
+    nodes: Those of a level.
+    axes: The axes over which the rows are cut.
+    over: As for `adasum`.
+  """
   num_nodes = nodes.sizes.shape[1]
   end = num_nodes - num_nodes % 2
   rows = nodes.rows
@@ -154,8 +162,7 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
     rows = list(map(list, rows))
   pairs = [(row[:end:2], row[1:end:2]) for row in rows]
   dots = jnp.stack([jnp.asarray(_each(_dots, *pair)) for pair in pairs])
-  if exchange.is_cut(axes):
-    dots = collectives.total(dots, axes)
+  dots = collectives.total(dots, axes)
   if over == 'tree':
     dots = jnp.broadcast_to(dots.sum(0, keepdims=True), dots.shape)
   factors = _factors(dots, nodes.sizes[:, :end])
@@ -209,13 +216,13 @@ def _factors(dots, sizes):
   )
 
 
-def _whole(nodes, leaves, axes):
+def _whole(nodes, leaves, axes, is_cut):
   """Gathers the last node, of which each shard has a slice."""
   slices = [
       row[0] * size.astype(row[0].dtype)
       for row, size in zip(nodes.rows, nodes.sizes[:, 0], strict=True)
   ]
-  if not exchange.is_cut(axes):
+  if not is_cut:
     return [x.reshape(y.shape) for x, y in zip(slices, leaves, strict=True)]
   rows = bucketing.map_packed(
       lambda buffer, _: collectives.gather(buffer, axes),

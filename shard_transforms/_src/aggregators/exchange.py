@@ -39,16 +39,16 @@ def map_elements(
     rows = collectives.exchange(cut(buffer, axes_lib.size(axes, '')), axes)
     return join(collectives.gather(combine(rows), axes), buffer)
 
-  if not is_cut(axes):
+  if not is_cut(leaves, axes):
     return [combine(collectives.gather(leaf, axes)) for leaf in leaves]
   return bucketing.map_packed(send, leaves, keys(leaves), levels())
 
 
-def is_cut(axes: Axes) -> bool:
+def is_cut(leaves: Sequence[jax.Array], axes: Axes) -> bool:
   """Whether arrays are sliced; otherwise each shard gathers them whole."""
-  # Under `vmap` nothing is sent, and flattening would gather what is sharded
-  # over a mesh axis that is not mapped.
-  return axes_lib.on_mapped_mesh(axes)
+  # Under `vmap` on one device nothing is sent, and flattening would gather what
+  # is sharded over a mesh axis that is not mapped.
+  return all(axes_lib.on_own_mesh(leaf, axes) for leaf in leaves)
 
 
 def cut(x: jax.Array, num_shards: int) -> jax.Array:

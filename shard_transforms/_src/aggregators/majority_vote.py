@@ -32,8 +32,8 @@ def majority_vote(
   of shards.
 
   It sends one bit an element all-to-all, and one back; with `weight`, one byte
-  more for each shard and buffer. Where a mesh axis is not mapped, each shard
-  instead gathers one byte an element from all shards.
+  more each way for each shard and buffer. Where a mesh axis is not mapped, each
+  shard instead gathers one byte an element from all shards.
 
   Complex leaves have the signs of their real and imaginary parts.
 
@@ -71,7 +71,7 @@ def majority_vote(
 
 def _aggregate(leaves, counts, axes):
   """Returns the winners among the signs of all shards, 1 or -1."""
-  if not exchange.is_cut(axes):
+  if not exchange.is_cut(leaves, axes):
     return [_vote_in_bytes(leaf, counts, axes) for leaf in leaves]
 
   def vote(buffer, _):
@@ -108,11 +108,14 @@ def _vote_in_bits(leaf, counts, axes):
     num_votes = jnp.sum(has_vote)
   is_negative = _unpack(ballots) & has_vote[:, None, None]
   winners = _pack(2 * jnp.sum(is_negative, axis=0) > num_votes)
-  winners = _unpack(collectives.gather(winners, axes))
-  signs = jnp.where(winners, -1, 1).ravel()[: leaf.size]
   if counts is not None:
-    signs = jnp.where(num_votes > 0, signs, 0)
-  return signs.reshape(leaf.shape).astype(leaf.dtype)
+    winners = jnp.append(winners, jnp.uint8(num_votes > 0))
+  winners, is_any = collectives.gather(winners, axes), True
+  if counts is not None:
+    # Gathered, so that its type says that it is the same on all shards.
+    winners, is_any = winners[:, :-1], winners[:, -1:, None] > 0
+  signs = jnp.where(is_any, jnp.where(_unpack(winners), -1, 1), 0)
+  return exchange.join(signs, leaf).astype(leaf.dtype)
 
 
 def _pack(bits):

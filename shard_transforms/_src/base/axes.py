@@ -133,6 +133,22 @@ def compiler_mesh(
   return None
 
 
+def on_own_mesh(x: jax.Array, axes: Sequence[Hashable]) -> bool:
+  """Whether `axes` are all that may shard an array on a mesh.
+
+  They are mapped axes of the mesh, or axes of `jax.vmap` that the compiler
+  shards over it.
+  """
+  if on_mapped_mesh(axes):
+    return True
+  meshes = [compiler_mesh(x, axis) for axis in axes]
+  return all(
+      mesh is not None
+      and {a for a in mesh.axis_names if mesh.shape[a] > 1}.issubset(axes)
+      for mesh in meshes
+  )
+
+
 def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   """Returns `axes` in the order in which arrays are sharded over them."""
   names = jax.sharding.get_abstract_mesh().axis_names

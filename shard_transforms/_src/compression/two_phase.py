@@ -10,6 +10,7 @@ other axes.
 """
 
 from collections.abc import Hashable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -115,7 +116,9 @@ class Exchange(NamedTuple):
   def _encode(self, rows, phase):
     index = collectives.row_index(self.axes)
     own_key = jax.random.fold_in(self.key, 2 * index + phase + 1)
-    return payload_lib.encode(self.compressor, rows, self.key, own_key)
+    encode = functools.partial(payload_lib.encode, self.compressor)
+    arrays = rows, self.key, own_key
+    return collectives.on_each_shard(encode, self.axes, *arrays)
 
   def _decode(self, payload):
     return payload_lib.decode(self.compressor, payload, self.key)

@@ -7,9 +7,11 @@ Every function is called with at least one axis, and with values that vary over
 all of them where JAX tracks this.
 """
 
+from collections.abc import Callable
 from collections.abc import Hashable
 import contextlib
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -83,7 +85,7 @@ def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
   the other axes, and an all-gather along the last.
   """
   *slow, fast = axes
-  if not axes_lib.on_mapped_mesh(axes):
+  if not axes_lib.on_own_mesh(x, axes):
     return psum(x, axes)
   return _scatter_and_gather(x, fast, tuple(slow))
 
@@ -171,9 +173,9 @@ def gather(
   order, gathered, rows = axes_lib.in_mesh_order(axes), set(), row
   for axis in axes:
     before = order[: order.index(axis)]
-    rows = _all_gather(rows, axis, dimension=len(gathered.intersection(before)))
+    rows = _all_gather(rows, axis, len(gathered.intersection(before)))
     gathered.add(axis)
-  num_rows = rows.size // row.size
+  num_rows = math.prod(map(lax.axis_size, axes))
   return lax.reshape(rows, (num_rows, *row.shape))
 
 
@@ -191,6 +193,11 @@ def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
   pieces = _pieces(rows) if axes_lib.between_processes() else [rows]
   pieces = [lax.all_to_all(piece, order, 0, 0) for piece in pieces]
   return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
+
+
+def on_each_shard(fn: Callable[..., Any], axes: Axes, *arrays: Any) -> Any:
+  """Returns `fn(*arrays)`, of which the compiler moves nothing."""
+  return vmapped_collectives.on_each_shard(fn, axes, *arrays)
 
 
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
@@ -238,10 +245,10 @@ def _group_index(axis, groups):
 def _scatter_and_gather(x, axis, others, groups=None):
   # Unlike `psum`, these support groups under `shard_map(check_vma=True)` too.
   size = lax.axis_size(axis) if groups is None else len(groups[0])
-  flat = jnp.pad(x.ravel(), (0, -x.size % size))
-  part = lax.psum_scatter(flat, axis, axis_index_groups=groups, tiled=True)
-  whole = _all_gather(psum(part, others), axis, groups, tiled=True)
-  return whole[: x.size].reshape(x.shape)
+  rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
+  part = psum(scatter(rows, (axis,), groups), others)
+  whole = gather(part, (axis,), groups)
+  return whole.ravel()[: x.size].reshape(x.shape)
 
 
 def _exchange_by_axes(rows, order):
@@ -263,15 +270,13 @@ def _pieces(rows):
   return [rows[..., i : i + size] for i in range(0, length, size)]
 
 
-def _all_gather(x, axis, groups=None, dimension=0, tiled=False):
+def _all_gather(x, axis, dimension):
   """Gathers; the result is typed as the same on all shards, if tracked."""
   if vmapped_collectives.is_sharded(x, axis):
     return vmapped_collectives.gather(x, axis, dimension)
-  if groups is None and axes_lib.is_tracked(axis):
-    return lax.all_gather(x, axis, axis=dimension, tiled=tiled, to='invarying')
-  return lax.all_gather(
-      x, axis, axis_index_groups=groups, axis=dimension, tiled=tiled
-  )
+  if axes_lib.is_tracked(axis):
+    return lax.all_gather(x, axis, axis=dimension, to='invarying')
+  return lax.all_gather(x, axis, axis=dimension)
 
 
 def _psum_one_hot(x, axis, groups):

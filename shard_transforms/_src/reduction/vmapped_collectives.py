@@ -6,7 +6,11 @@ and after an operation. The functions here say how, so that it sends no more
 than a collective does.
 """
 
+from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Sequence
+import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -21,6 +25,30 @@ from shard_transforms._src.base import groups as groups_lib
 def is_sharded(x: jax.Array, axis: Hashable) -> bool:
   """Whether `axis`, a bound one, is of `jax.vmap` and of the mesh of `x`."""
   return axes_lib.compiler_mesh(x, axis) is not None
+
+
+def on_each_shard(
+    fn: Callable[..., Any],
+    axes: Sequence[Hashable],
+    x: jax.Array,
+    *rest: Any,
+) -> Any:
+  """Returns `fn(x, *rest)`, which each shard computes of what is its own.
+
+  Else the partitioner gathers what some operations take, such as `lax.top_k`.
+  """
+  meshes = [axes_lib.compiler_mesh(x, axis) for axis in axes]
+  if all(mesh is not None for mesh in meshes):
+    # `spmd_axis_name` adds the axes to the specs.
+    fn = jax.shard_map(
+        fn,
+        mesh=meshes[0],
+        axis_names=set(axes),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+  return fn(x, *rest)
 
 
 def exchange_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
@@ -122,8 +150,16 @@ def _per_shard(x, axis):
   return _sharded(x, axis, P(*[P.UNCONSTRAINED] * x.ndim))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _sharded(x, axis, spec):
   mesh = axes_lib.compiler_mesh(x, axis)
   if mesh is None:
     return x
   return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+@_sharded.defjvp
+def _(axis, spec, primals, tangents):
+  # Backward, JAX refuses to map a spec that names the axis: what is the same
+  # for all shards has a cotangent of each.
+  return _sharded(*primals, axis, spec), *tangents
