@@ -16,10 +16,13 @@ import pytest
 import cases
 import modes
 import shard_transforms
+from shard_transforms import aggregators
+from shard_transforms import compression
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
+from shard_transforms import monitoring
 from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
@@ -40,6 +43,7 @@ PARAMS = {
 ADAM = optax.adam(0.1)
 MEAN = cross_shard_mean(AXIS)
 CHAIN = optax.chain(MEAN, ADAM)
+INT8 = compression.quantize(8)
 
 TRANSFORMS = {
     'cross_shard_mean': MEAN,
@@ -72,6 +76,30 @@ TRANSFORMS = {
     ),
     'track_divergence': optax.chain(CHAIN, track_divergence(AXIS, every=10)),
     'reduce_towers': reduce_towers(3, CHAIN),
+    'scale_by_staleness': shard_transforms.scale_by_staleness(
+        'inverse', CHAIN, axis_name=AXIS
+    ),
+    'compensate_delay': optax.chain(
+        shard_transforms.compensate_delay(1.0, axis_name=AXIS), CHAIN
+    ),
+    'delay_updates': optax.chain(
+        shard_transforms.delay_updates(2, axis_name=AXIS), CHAIN
+    ),
+    'local_updates': shard_transforms.local_updates(ADAM, MEAN, AXIS, every=3),
+    'track_agreement': monitoring.track_agreement(AXIS),
+    'track_noise_scale': monitoring.track_noise_scale(AXIS),
+    'adasum': aggregators.adasum(AXIS),
+    'coordinate_median': aggregators.coordinate_median(AXIS),
+    'majority_vote': aggregators.majority_vote(AXIS),
+    'trimmed_mean': aggregators.trimmed_mean(AXIS, 2),
+    'compressed_mean': compression.compressed_mean(AXIS, INT8),
+    'compressed_shard_update': compression.compressed_shard_update(
+        ADAM, AXIS, INT8, min_elements=500
+    ),
+    'power_sgd': compression.power_sgd(AXIS, 2),
+    'scale_by_one_bit_adam': compression.scale_by_one_bit_adam(
+        AXIS, warmup_steps=3
+    ),
 }
 
 
@@ -95,8 +123,10 @@ def step_of(name, check_vma):
   def step(params, state, grads, weight):
     grads = jax.tree.map(lambda g: g[0], grads)
     given = {'local_step': 0, 'weight': weight[0]}
-    if name == 'tower_reduce_without_axis_name':
-      # Its inner transformation reduces nothing that could have a weight.
+    if name == 'compensate_delay':
+      given['read_params'] = params
+    if name in ('tower_reduce_without_axis_name', 'delay_updates'):
+      # There, nothing that is reduced could have a weight.
       del given['weight']
     if name == 'update_and_apply':
       return shard_transforms.update_and_apply(
@@ -133,8 +163,9 @@ class AgreementTest(parameterized.TestCase):
     compiled = wire_report(step, *given, compiled=True)
 
     expected = sent_by_axes(traced)
-    if name == 'cross_shard_sum':
-      # Nothing is divided by the total weight, so that the compiler drops it.
+    if name in ('cross_shard_sum', 'scale_by_one_bit_adam'):
+      # Nothing is divided by the total weight, so that the compiler drops it;
+      # or it is summed twice, and the compiler sums it once.
       expected[(AXIS,), False] -= 7
     self.assertEqual(sent_by_axes(compiled), expected)
     self.assertEqual(compiled.total_bytes, compiled.merged.total_bytes)

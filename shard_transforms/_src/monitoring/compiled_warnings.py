@@ -6,6 +6,7 @@ linear steps; whatever the rules do not understand gives no warning.
 
 import collections
 from collections.abc import Sequence
+import itertools
 import math
 import re
 
@@ -54,7 +55,7 @@ def find(
     found += _only_sliced(graph, sent)
     if computation is module.entry:
       found += _resharded(graph, sent)
-  found += _too_few_bits(collectives)
+  found += _too_few_bits(module, sent)
   return tuple(dict.fromkeys(found))
 
 
@@ -227,18 +228,29 @@ def _argument(node):
   return name.replace("\\'", "'")
 
 
-def _too_few_bits(collectives):
+def _too_few_bits(module, sent):
   """Yields warnings of sums in low precision, which round each partial sum."""
-  for c in collectives:
+  for c, array in _with_arrays(module, sent):
     if c.primitive in ('psum', 'reduce_scatter') and (
         c.dtype.startswith(('bfloat', 'float'))
         and c.dtype not in ('float32', 'float64')
     ):
       yield (
-          f'{_where(c)} sums {c.payload_bytes:,} bytes of {c.dtype} over'
-          f' {c.num_shards:,} shards with the rounding of {c.dtype}: cast to'
-          ' float32 before, as `cross_shard_mean` does.'
+          f'{_where(c)} sums {array} over {c.num_shards:,} shards with the'
+          f' rounding of {c.dtype}, which sends {c.sent_bytes:,.0f} bytes: cast'
+          ' to float32 before, as `cross_shard_mean` does.'
       )
+
+
+def _with_arrays(module, sent):
+  """Yields what is sent, each with the array that it takes."""
+  for computation in module.computations.values():
+    for name, instruction in computation.instructions.items():
+      if name in sent:
+        given = computation.operands(instruction)
+        arrays = [array for source in given for array in source.results]
+        # In turn, once for each call of the computation.
+        yield from zip(sent[name], itertools.cycle(arrays), strict=False)
 
 
 def _label(node, sent):
