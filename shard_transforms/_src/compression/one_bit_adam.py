@@ -250,7 +250,8 @@ def _is_any(weight, axes):
   if weight is None:
     return True
   weight = weights.as_weight(weight, (), _CALLER)
-  return collectives.total(weight, axes) > 0
+  with jax.named_scope(_CALLER):
+    return collectives.total(weight, axes) > 0
 
 
 def _map(fn, tree, *rest):
