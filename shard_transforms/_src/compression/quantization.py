@@ -199,12 +199,9 @@ def _pack(values, num_values):
   Neighbours in a byte are far apart in the row, so that whole parts of the row
   are combined by one vector operation.
   """
-  bits = 8 // num_values
-  parts = jnp.split(values.astype(jnp.uint8), num_values, axis=1)
-  packed = parts[0]
-  for i, part in enumerate(parts[1:], start=1):
-    packed = packed | (part << np.uint8(i * bits))
-  return packed
+  shifts = np.arange(0, 8, 8 // num_values, dtype=np.uint8)
+  parts = values.astype(jnp.uint8).reshape(len(values), num_values, -1)
+  return jnp.sum(parts << shifts[None, :, None], axis=1, dtype=jnp.uint8)
 
 
 def _unpack(packed, num_values):

@@ -69,32 +69,35 @@ class Exchange(NamedTuple):
       and what this one has sent, like `rows`.
     """
     payload = self._encode(rows, phase=1)
-    sent = payload_lib.to_bytes(payload).ravel()
+    sent = payload_lib.to_bytes(payload, 1).ravel()
     gathered = collectives.gather(
         axes_lib.to_varying(sent, self.axes), self.axes
     )
-    whole = self._decode_bytes(gathered, payload)
+    whole = self._decode_bytes(gathered, payload, 1)
     return whole.reshape(-1, *rows.shape), self._decode(payload)
 
   def _exchange(self, rows, axes):
     """Returns the mean of what shards send this one, and what it has sent."""
     flat = rows.reshape(-1, rows.shape[-1])
     payload = self._encode(flat, phase=0)
-    sent = payload_lib.to_bytes(payload).reshape(len(rows), -1)
+    sent = payload_lib.to_bytes(payload, len(rows))
     received = collectives.exchange(axes_lib.to_varying(sent, axes), axes)
     own = self._decode(payload).reshape(rows.shape)
     return self._mean(received, payload), own
 
   def _mean(self, received, like):
     """Returns the mean of the rows that each shard has sent in bytes."""
+    num_shards = len(received)
+
+    def decode(i):
+      return self._decode_bytes(received[i][None], like, num_shards)
 
     def add(i, total):
-      return total + self._decode_bytes(received[i], like)
+      return total + decode(i)
 
     # On CPU, a sum over the first axis takes JAX 0.10 ten to forty times as
     # long as adding one shard's rows after the other.
-    first = self._decode_bytes(received[0], like)
-    return lax.fori_loop(1, len(received), add, first) / len(received)
+    return lax.fori_loop(1, num_shards, add, decode(0)) / num_shards
 
   def _exchange_by_levels(self, rows):
     """Exchanges as `_exchange`, after a reduce-scatter over the last axis."""
@@ -123,7 +126,5 @@ class Exchange(NamedTuple):
   def _decode(self, payload):
     return payload_lib.decode(self.compressor, payload, self.key)
 
-  def _decode_bytes(self, received, like):
-    width = payload_lib.to_bytes(like).shape[1]
-    rows = received.reshape(-1, width)
-    return self._decode(payload_lib.from_bytes(rows, like))
+  def _decode_bytes(self, received, like, num_parts):
+    return self._decode(payload_lib.from_bytes(received, like, num_parts))
