@@ -46,3 +46,21 @@ class LowRankTest(parameterized.TestCase):
     np.testing.assert_allclose(
         np.abs(after.sketch[3, 0]), np.abs(right), atol=1e-5
     )
+
+  @cases.parameters(1, 8, 9)
+  def test_a_mean_of_the_rank_is_exact_and_leaves_nothing(self, rank):
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(size=(24, rank)), rng.normal(size=(rank, 25))
+    own = np.float32(np.stack([left @ right, 3 * left @ right]))
+    held = low_rank.start(jnp.zeros((24, 25)), rank, jax.random.key(0))
+
+    def fn(own):
+      (mean,), _, (after,) = low_rank.mean(
+          [own], [], [held], leaf_sums.Share(None, None), OPTIONS
+      )
+      return mean, after.residual
+
+    mean, rest = jax.vmap(fn, axis_name=modes.AXIS)(own)
+
+    np.testing.assert_allclose(mean, np.stack(2 * [own.mean(0)]), atol=1e-4)
+    np.testing.assert_allclose(rest, np.zeros_like(own), atol=1e-4)
