@@ -37,6 +37,25 @@ class KeptTest(parameterized.TestCase):
 
     modes.map_shards('shard_map', fn)(jnp.zeros(3), jnp.zeros(8))
 
+  def test_keeps_changes_of_shape_apart_from_arithmetic(self):
+    def fn(kept, x):
+      total = per_shard_state.own(kept, AXES, 'caller') + x
+      return per_shard_state.store(total, AXES)
+
+    types = jnp.zeros((1, 3)), jnp.zeros(3)
+    jaxpr = jax.make_jaxpr(fn, axis_env=[(modes.AXIS, 1)])(*types).jaxpr
+    steps = [eqn.primitive.name for eqn in jaxpr.eqns]
+    barrier = 'optimization_barrier'
+    self.assertEqual(steps[:4], ['squeeze', barrier, 'add', barrier])
+
+    # XLA of JAX 0.10 drops barriers before it fuses.
+    if jax.__version_info__ >= (0, 12):
+      step = jax.vmap(fn, axis_name=modes.AXIS)
+      compiled = jax.jit(step, donate_argnums=0).lower(
+          *(x[None] for x in types)
+      )
+      self.assertNotIn(' copy(', compiled.compile().as_text())
+
   def test_leaves_what_is_the_same_on_all_shards(self):
     x = jnp.zeros(3)
 

@@ -28,6 +28,7 @@ _LINEAR = (
     'div',
     'mul',
     'neg',
+    'optimization_barrier',
     'pvary',
     'reduce_precision',
     'reshape',
