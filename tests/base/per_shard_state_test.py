@@ -5,6 +5,7 @@ import numpy as np
 
 import cases
 import modes
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import per_shard_state
 
 AXES = (modes.AXIS,)
@@ -49,7 +50,7 @@ class KeptTest(parameterized.TestCase):
     self.assertEqual(steps[:4], ['squeeze', barrier, 'add', barrier])
 
     # XLA of JAX 0.10 drops barriers before it fuses.
-    if jax.__version_info__ >= (0, 12):
+    if axes_lib.FUSES_UP_TO_BARRIERS:
       step = jax.vmap(fn, axis_name=modes.AXIS)
       compiled = jax.jit(step, donate_argnums=0).lower(
           *(x[None] for x in types)

@@ -1,11 +1,13 @@
 from absl.testing import parameterized
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import cases
 from shard_transforms._src.local_updates import local_steps
+from shard_transforms._src.tracing import gating
 
 
 def _probe():
@@ -22,8 +24,10 @@ def _probe():
 
 class LocalStepsTest(parameterized.TestCase):
 
-  @cases.parameters((None, 1), (0.5, 1), (0.0, 0))
-  def test_a_step_counts_if_it_has_a_weight(self, weight, counts):
+  @cases.parameters(
+      (False, None, 1), (False, 0.5, 1), (False, 0.0, 0), (True, 0.0, 0)
+  )
+  def test_a_step_counts_if_it_has_a_weight(self, applies, weight, counts):
     own = {'w': jnp.arange(3.0), 'half': jnp.ones(2, jnp.bfloat16), 'n': None}
     grads = {
         'w': jnp.ones(3),
@@ -34,7 +38,14 @@ class LocalStepsTest(parameterized.TestCase):
     weight = None if weight is None else jnp.float32(weight)
 
     moved, seen = local_steps.take(
-        _probe(), grads, state, own, weight, ('data',), {'value': 2}
+        gating.Gate(applies=applies),
+        _probe(),
+        grads,
+        state,
+        own,
+        weight,
+        ('data',),
+        {'value': 2},
     )
 
     np.testing.assert_array_equal(moved['w'], own['w'] - 2 * counts)
@@ -42,3 +53,15 @@ class LocalStepsTest(parameterized.TestCase):
     self.assertEqual(moved['half'].dtype, jnp.bfloat16)
     self.assertIsNone(moved['n'])
     np.testing.assert_array_equal(seen['w'], counts * own['w'])
+
+  def test_what_is_sent_in_each_step_is_not_sent_by_a_gate(self):
+    gate = gating.Gate(applies=True)
+    inner = optax.stateless(lambda updates, _: lax.psum(updates, 'model'))
+
+    def step(own):
+      state = inner.init(own)
+      return local_steps.take(gate, inner, own, state, own, None, ('d',), {})
+
+    envs = [('d', 2), ('model', 2)]
+    jaxpr = jax.make_jaxpr(step, axis_env=envs)(jnp.zeros(3))
+    self.assertNotIn('while', str(jaxpr))

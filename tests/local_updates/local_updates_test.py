@@ -1,6 +1,7 @@
 import functools
 import json
 import pathlib
+import re
 
 from absl.testing import parameterized
 import jax
@@ -248,6 +249,24 @@ class MethodTest(parameterized.TestCase):
           params[part] = np.average(x[:, part], axis=0, weights=total)
           x[:, part] = params[part]
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
+
+  def test_writes_a_donated_state_in_place(self):
+    outer = _mean(optax.sgd(0.7, 0.9))
+    tx = local_updates(optax.adam(0.1), outer, AXIS, every=20)
+
+    def step(params, state, grads):
+      return shard_transforms.update_and_apply(tx, grads, state, params)
+
+    def on_shards(fn):
+      return jax.vmap(fn, axis_name=AXIS)
+
+    params = jnp.zeros((1, 1003))
+    state = jax.eval_shape(on_shards(tx.init), params)
+    jitted = jax.jit(on_shards(step), donate_argnums=(0, 1))
+    text = jitted.lower(params, state, params).compile().as_text()
+
+    entry = text[text.index('ENTRY') :]
+    self.assertEqual(re.findall(r'1003\S* copy\(.*', entry), [])
 
   def test_sends_nothing_between_meetings(self):
     tx = local_updates(

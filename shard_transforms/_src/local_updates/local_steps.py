@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.local_updates import local_state
+from shard_transforms._src.tracing import gating
 from shard_transforms._src.tracing import shard_flow
 
 
 def take(
+    gate: gating.Gate,
     inner: optax.GradientTransformationExtraArgs,
     updates: optax.Updates,
     inner_state: optax.OptState,
@@ -26,6 +29,7 @@ def take(
   """Returns a shard's own parameters after a step, and the inner state.
 
   Args:
+    gate: Whether what this is part of applies updates, and has no derivative.
     inner: The transformation that computes the step.
     updates: The gradient of this shard.
     inner_state: The state of `inner`.
@@ -48,12 +52,23 @@ def take(
         ' between two meetings. What reduces, such as `cross_shard_mean` or'
         ' `guard` with `axis_name`, belongs into `outer`.'
     )
-  after = run(updates, inner_state, own)
-  if weight is None:
-    return after
-  return jax.tree.map(
-      functools.partial(jnp.where, weight > 0), after, (own, inner_state)
-  )
+
+  def step(state, own, updates, weight):
+    after = run(updates, state, own)
+    if weight is None:
+      return after
+    count = functools.partial(jnp.where, weight > 0)
+    return jax.tree.map(count, after, (own, state))
+
+  given = inner_state, own, updates, weight
+  if axes_lib.FUSES_UP_TO_BARRIERS or not gate.applies:
+    return step(*given)
+  # Reports take what a gate sends for what is not sent in each step.
+  if shard_flow.first_sent(traced.jaxpr.jaxpr):
+    return step(*given)
+  # What reads and writes a state in a loop of one turn has its shape, and not
+  # the one in which it is kept; see `per_shard_state`.
+  return gate.run_or_skip(jnp.array(True), step, *given, seldom=True)
 
 
 def _update(inner, extra_args, updates, state, own):

@@ -26,13 +26,14 @@ _NONE = frozenset()
 
 def first_sent(
     jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
-    axes: Sequence[Hashable],
+    axes: Sequence[Hashable] | None = None,
 ) -> str | None:
-  """Returns the name of the first collective over one of some axes."""
+  """Returns the name of the first collective over one of some axes, or any."""
   # Called in each trace: reading jaxprs directly is fast.
   for eqn in jaxpr.eqns:
     name = jaxprs.common_name(eqn.primitive.name)
-    if name in _SENDING and set(jaxprs.mapped_axes(eqn.params)) & set(axes):
+    over = set(jaxprs.mapped_axes(eqn.params))
+    if name in _SENDING and over.intersection(over if axes is None else axes):
       return name
     for body in jaxprs.held(eqn.params):
       if found := first_sent(body, axes):
