@@ -4,7 +4,8 @@ Each process has one CPU device, and an end of its own of the link: two network
 namespaces of this machine, whose ends send at 100 Mbit/s, for example. A step
 is the forward and backward pass of an MLP over the process's own batch and what
 an optimizer of `make_optimizers` does. Means are over whole rounds of the
-optimizer; the slower process counts. `local` is a step that sends nothing.
+optimizer; the slower process counts. `local` is a step that sends nothing. If
+PyTorch is installed, its steps with and without hooks are beside these.
 
 Needs root, `ip` and `tc`. Where these are missing, it says so, and prints the
 bytes that steps send alone.
@@ -13,8 +14,10 @@ bytes that steps send alone.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
+import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,7 @@ from shard_transforms import local_updates
 AXIS = 'data'
 EVERY = 20
 PORT = 12355
+INT8, POWER_SGD = 'int8', 'PowerSGD 4'
 
 _RATES = flags.DEFINE_list(
     'rates',
@@ -50,6 +54,12 @@ _WIDTH = flags.DEFINE_integer('width', 512, 'Their width.')
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Rows of each process.')
 _STEPS = flags.DEFINE_integer(
     'steps', 4, 'Timed steps of what sends in each, or a tenth of the others.'
+)
+_OPTIMIZERS = flags.DEFINE_list(
+    'optimizers', None, 'Those to time beside the mean and `local`, or all.'
+)
+_SECONDS = flags.DEFINE_integer(
+    'seconds', 400, 'After how long processes that have not ended are killed.'
 )
 _RESULTS = flags.DEFINE_string(
     'results', None, 'Set for the processes: the file that times are put in.'
@@ -96,10 +106,10 @@ def make_optimizers() -> dict[str, Optimizer]:
   return {
       'cross_shard_mean': mean,
       'local': mean._replace(devices=jax.local_devices),
-      'int8': each(compressed(int8)),
+      INT8: each(compressed(int8)),
       'sign': each(compressed(sign)),
       'top-k 1/32': each(compressed(compression.top_k(1 / 32))),
-      'PowerSGD 4': each(compression.power_sgd(AXIS, 4)),
+      POWER_SGD: each(compression.power_sgd(AXIS, 4)),
       'sharded, int8': Optimizer(sharded),
       f'DiLoCo {EVERY}': _local(),
       f'streaming {EVERY} / 4': _local(fragments=4),
@@ -155,8 +165,9 @@ def seconds_a_step(optimizer: Optimizer) -> float:
   )
   num_steps = _STEPS.value if optimizer.every == 1 else 10 * _STEPS.value
   num_steps = -(-num_steps // optimizer.every) * optimizer.every
-  # A warm-up of a whole round, to compile and connect everything.
-  for _ in range(optimizer.every):
+  # A warm-up of a whole round or some steps, to compile and connect everything
+  # and until the allocator has all memory that a step takes.
+  for _ in range(max(optimizer.every, 3)):
     params, state = step(params, state, inputs)
   jax.block_until_ready(params)
   start = time.perf_counter()
@@ -166,46 +177,97 @@ def seconds_a_step(optimizer: Optimizer) -> float:
   return (time.perf_counter() - start) / num_steps
 
 
-def measure() -> None:
-  """Times all optimizers in one of the processes."""
+def measure(results: str) -> None:
+  """Times all optimizers in one of the processes, and leaves that in a file."""
   shard_transforms.launch.join_processes()
-  found = {k: seconds_a_step(o) for k, o in make_optimizers().items()}
-  with open(f'{_RESULTS.value}{jax.process_index()}', 'w') as file:
-    json.dump(found, file)
+  optimizers = make_optimizers()
+  chosen = _OPTIMIZERS.value or optimizers
+  found = {
+      name: seconds_a_step(optimizer)
+      for name, optimizer in optimizers.items()
+      if name in chosen or name in ('cross_shard_mean', 'local')
+  }
+  pathlib.Path(results).write_text(json.dumps(found))
 
 
 def times_at(rate: str) -> dict[str, float]:
   """Returns the seconds a step of each optimizer, over a link."""
-  with (
-      tempfile.TemporaryDirectory() as folder,
-      shaped_link.shaped_link(rate) as ends,
-  ):
-    processes = [
-        subprocess.Popen(
-            [*end, sys.executable, *sys.argv, f'--results={folder}/'],
-            env={
-                **os.environ,
-                'JAX_PLATFORMS': 'cpu',
-                'JAX_COORDINATOR_ADDRESS': f'{shaped_link.ADDRESSES[0]}:{PORT}',
-                'JAX_NUM_PROCESSES': '2',
-                'JAX_PROCESS_ID': str(number),
-                'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-            },
-            stdout=subprocess.DEVNULL,
-        )
-        for number, end in enumerate(ends)
-    ]
+  with shaped_link.shaped_link(rate) as ends:
+    found = slowest_times(ends, start_jax)
+    if importlib.util.find_spec('torch') is not None:
+      try:
+        found |= slowest_times(ends, start_torch)
+      except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f'PyTorch is not timed at {rate}: {error}')
+  return found
+
+
+def slowest_times(
+    ends: list[list[str]],
+    start: Callable[[list[str], int, str], subprocess.Popen],
+) -> dict[str, float]:
+  """Runs a process at each end of a link, and returns the larger times.
+
+  Args:
+    ends: The words in front of a command that run it there.
+    start: Takes such words, the number of the process, and the file in which
+      it leaves its times; starts the process.
+
+  Raises:
+    RuntimeError: If a process fails.
+    subprocess.TimeoutExpired: If one takes too long.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    files = [pathlib.Path(folder) / str(number) for number in range(2)]
+    processes = []
     try:
-      if any(process.wait() for process in processes):
+      for number, (end, file) in enumerate(zip(ends, files, strict=True)):
+        processes.append(start(end, number, str(file)))
+      stop = time.monotonic() + _SECONDS.value
+      if any(p.wait(max(stop - time.monotonic(), 0)) for p in processes):
         raise RuntimeError('A process has failed; see above.')
     finally:
       for process in processes:
         process.kill()
-    found = []
-    for number in range(2):
-      with open(f'{folder}/{number}') as file:
-        found.append(json.load(file))
+        process.wait()
+    found = [json.loads(file.read_text()) for file in files]
   return {name: max(times[name] for times in found) for name in found[0]}
+
+
+def start_jax(end: list[str], number: int, results: str) -> subprocess.Popen:
+  """Starts a process that times the optimizers."""
+  return subprocess.Popen(
+      [*end, sys.executable, *sys.argv, f'--results={results}'],
+      env={
+          **os.environ,
+          'JAX_PLATFORMS': 'cpu',
+          'JAX_COORDINATOR_ADDRESS': f'{shaped_link.ADDRESSES[0]}:{PORT}',
+          'JAX_NUM_PROCESSES': '2',
+          'JAX_PROCESS_ID': str(number),
+          'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
+      },
+      stdout=subprocess.DEVNULL,
+  )
+
+
+def start_torch(end: list[str], number: int, results: str) -> subprocess.Popen:
+  """Starts a process that times PyTorch."""
+  program = pathlib.Path(__file__).with_name('wire_torch.py')
+  options = {
+      'meeting': f'{shaped_link.ADDRESSES[0]}:{PORT + 1}',
+      'rank': number,
+      'results': results,
+      'layers': _LAYERS.value,
+      'width': _WIDTH.value,
+      'batch_size': _BATCH_SIZE.value,
+      'steps': _STEPS.value,
+  }
+  words = [f'--{name}={value}' for name, value in options.items()]
+  return subprocess.Popen(
+      [*end, sys.executable, str(program), *words],
+      env={**os.environ, 'GLOO_SOCKET_IFNAME': 'wire', 'OMP_NUM_THREADS': '1'},
+      stdout=subprocess.DEVNULL,
+  )
 
 
 def print_bytes() -> None:
@@ -223,6 +285,19 @@ def print_bytes() -> None:
     print(f'{name:20}  {report.mean_bytes:12,.0f}  {report.peak_bytes:13,.0f}')
 
 
+def print_against_torch(rate: str, times: dict[str, float]) -> None:
+  """Prints how times compare with those of PyTorch, where there are any."""
+  if 'PyTorch, local' not in times:
+    return
+  if POWER_SGD in times:
+    own = times[POWER_SGD] - times['local']
+    hook = times['PyTorch, PowerSGD 4'] - times['PyTorch, local']
+    print(f'{rate}: PowerSGD / the hook, both above local {own / hook:.3f}')
+  if INT8 in times:
+    ratio = times[INT8] / times['PyTorch, fp16']
+    print(f'{rate}: int8 / DDP with the fp16 hook {ratio:.3f}')
+
+
 def main(argv: Sequence[str]) -> None:
   """Prints what steps send, and how long they take at each rate."""
   # JAX informs about each platform that it does not find.
@@ -230,7 +305,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'There are flags only, got {argv[1:]}.')
   if _RESULTS.value is not None:
-    measure()
+    measure(_RESULTS.value)
     return
   print_bytes()
   if not shaped_link.is_available():
@@ -241,9 +316,14 @@ def main(argv: Sequence[str]) -> None:
   for name in columns[0]:
     cells = []
     for times in columns:
+      if name not in times:
+        cells.append('not timed')
+        continue
       ratio = times[name] / next(iter(times.values()))
       cells.append(f'{1e3 * times[name]:8.1f} ms {ratio:.3f}')
     print(f'{name:20}  ' + '  '.join(f'{cell:>16}' for cell in cells))
+  for rate, times in zip(_RATES.value, columns, strict=True):
+    print_against_torch(rate, times)
 
 
 if __name__ == '__main__':
