@@ -232,6 +232,26 @@ class PowerSGDTest(parameterized.TestCase):
       chex.assert_trees_all_equal(updates, mean, strict=True)
     self.assertEmpty(jax.tree.leaves(found['rank'][1].residual))
 
+  def test_compresses_what_two_factors_make_small_enough(self):
+    shapes = {'least': (8, 8), 'less': (8, 7), 'row': (64,), 'empty': (0, 0)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    tx = compression.power_sgd(AXIS, 2, min_ratio=2)
+
+    state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)(jnp.zeros(2))
+
+    held = {name for name, x in state.residual.items() if x is not None}
+    self.assertEqual(held, {'least'})
+
+  def test_sketches_differ_between_leaves_and_seeds(self):
+    params = {'a': jnp.zeros((12, 20)), 'b': jnp.zeros((12, 20))}
+    found = [
+        first_sketch(compression.power_sgd(AXIS, 2, seed=seed), params, name)
+        for seed in (0, 1)
+        for name in params
+    ]
+
+    self.assertLen({sketch.tobytes() for sketch in found}, 4)
+
   @pytest.mark.slow
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = compression.power_sgd(AXIS, 2)
