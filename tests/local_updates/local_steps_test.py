@@ -56,7 +56,9 @@ class LocalStepsTest(parameterized.TestCase):
 
   def test_what_is_sent_in_each_step_is_not_sent_by_a_gate(self):
     gate = gating.Gate(applies=True)
-    inner = optax.stateless(lambda updates, _: lax.psum(updates, 'model'))
+    inner = optax.with_extra_args_support(
+        optax.stateless(lambda updates, _: lax.psum(updates, 'model'))
+    )
 
     def step(own):
       state = inner.init(own)
