@@ -79,6 +79,14 @@ class ChecksumTest(parameterized.TestCase):
       data[i // 8] ^= 1 << i % 8
     self.assertEqual(task_lib.checksum({'x': x}), before)
 
+  @cases.parameters((np.float32, 4), (np.float32, 100_000), (np.float64, 4096))
+  def test_sees_that_all_signs_are_others(self, dtype, size):
+    # As many of each sign, so that sums of words stay the same.
+    x = np.tile([1.5, 2.5, -1.5, -2.5], size // 4).astype(dtype)
+
+    for other in -x, np.where(np.arange(size) % 2, x, -x), x[::-1]:
+      self.assertNotEqual(task_lib.checksum(x), task_lib.checksum(other))
+
   def test_sees_leaves_that_change_places(self):
     a, b = np.arange(3.0), np.arange(3.0) + 1
 
