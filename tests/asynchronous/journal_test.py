@@ -1,3 +1,4 @@
+import contextlib
 import os
 import resource
 import signal
@@ -91,8 +92,9 @@ class JournalTest(parameterized.TestCase):
 
     self.assertLen(asynchronous.read_journal(self.folder), 2)
 
-  def test_other_file_is_left_alone(self):
-    self.path.write_bytes(data := bytes(1000))
+  @cases.parameters(9, 1000)
+  def test_other_file_is_left_alone(self, size):
+    self.path.write_bytes(data := bytes(size))
 
     with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
       self.write(1)
@@ -118,18 +120,31 @@ class JournalTest(parameterized.TestCase):
     with self.assertRaises(FileNotFoundError):
       asynchronous.read_journal(self.folder)
 
-  def test_full_disk_leaves_whole_records(self):
-    self.write(3)
-    size = self.path.stat().st_size
+  @contextlib.contextmanager
+  def full_disk(self, size):
+    """Lets no file grow beyond a size; expects that one would."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     self.addCleanup(signal.signal, signal.SIGXFSZ, handler)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + SIZE + 9, limits[1]))
-
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     with self.assertRaises(OSError):
+      yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+  def test_full_disk_leaves_no_half_of_a_header(self):
+    with self.full_disk(40):
+      self.write(1)
+
+    self.write(2)
+    self.assertLen(asynchronous.read_journal(self.folder), 2)
+
+  def test_full_disk_leaves_whole_records(self):
+    self.write(3)
+    size = self.path.stat().st_size
+
+    with self.full_disk(size + SIZE + 9):
       self.write(5)
 
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     self.assertEqual(self.path.stat().st_size, size + SIZE)
     self.assertLen(asynchronous.read_journal(self.folder), 4)

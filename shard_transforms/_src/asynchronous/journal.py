@@ -116,10 +116,10 @@ class Journal:
     self._file = open(path, 'a+b', buffering=0)  # noqa: SIM115
     try:
       _lock(self._file, path)
-      if self._file.seek(0, os.SEEK_END) <= len(_MAGIC):
-        # A journal whose header is incomplete has no records.
-        self._file.truncate(0)
-        _write_all(self._file, _header_bytes(header))
+      self._file.seek(0)
+      if _MAGIC.startswith(self._file.read(len(_MAGIC) + 1)):
+        # A journal that was hardly begun has no records.
+        self._begin(header)
       found, self.records, size = _parse(path)
       check_header(found, header, folder)
       self._file.truncate(size)
@@ -166,6 +166,15 @@ class Journal:
   def close(self) -> None:
     """Closes and unlocks the journal."""
     self._file.close()
+
+  def _begin(self, header):
+    """Writes the header, or nothing where the disk is full."""
+    self._file.truncate(0)
+    try:
+      _write_all(self._file, _header_bytes(header))
+    except OSError:
+      self._file.truncate(0)
+      raise
 
 
 def check_header(
