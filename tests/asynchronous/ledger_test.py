@@ -58,4 +58,6 @@ class LedgerTest(unittest.TestCase):
     )
     self.ledger.open(self.folder, {'optimizer': 'a'})
 
-    self.assertEqual(list(self.ledger.recover(server, None, 'again')), [])
+    (left,) = self.ledger.recover(server, None, 'again')
+
+    self.assertEqual(left, (0, ()))

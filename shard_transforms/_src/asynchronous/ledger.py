@@ -41,8 +41,8 @@ class Ledger:
       workers: workers_lib.Workers,
       on_drop: tickets_lib.OnDrop,
   ) -> Iterator[Any]:
-    """Resumes where the journal ends, if it has records; see `recovery`."""
-    if self._store is None or not len(self._store.records):
+    """Resumes where the journal ends; see `recovery`."""
+    if self._store is None:
       return
     # Saving needs orbax, an optional dependency.
     from shard_transforms._src.asynchronous import recovery
