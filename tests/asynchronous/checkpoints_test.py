@@ -1,3 +1,4 @@
+import shutil
 import unittest
 from unittest import mock
 
@@ -73,3 +74,12 @@ class CheckpointsTest(unittest.TestCase):
 
   def test_empty_folder_has_none(self):
     self.assertEqual(self.restore(), [])
+
+  def test_what_cannot_be_written_is_told(self):
+    checkpoints = checkpoints_lib.Checkpoints(self.folder)
+    shutil.rmtree(self.folder)
+    self.folder.touch()
+
+    with self.assertRaisesRegex(OSError, 'A checkpoint must be written to'):
+      checkpoints.save(1, checkpoint(1))
+      checkpoints.close()

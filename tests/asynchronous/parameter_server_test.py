@@ -162,6 +162,20 @@ class ParameterServerTest(parameterized.TestCase):
     with self.assertRaises(RuntimeError):
       monitoring.check_health(server.state)
 
+  def test_fingerprint_tells_values_apart(self):
+    # One is in the state alone, the other in a function that is called.
+    def scale(factor):
+      factors = np.full(3, factor, np.float32)
+      return optax.stateless_with_tree_map(jax.jit(lambda g, _: factors * g))
+
+    for make in optax.inject_hyperparams(optax.sgd), scale:
+      first, same, other = (
+          parameter_server.ParameterServer(make(x), jnp.zeros(3)).fingerprint()
+          for x in (0.1, 0.1, 0.2)
+      )
+      self.assertEqual(first, same)
+      self.assertNotEqual(first, other)
+
   @cases.parameters(
       (optax.sgd(0.2), {}),
       (optax.adam(0.1), {}),

@@ -9,6 +9,7 @@ import pytest
 import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import random_keys
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
@@ -98,6 +99,13 @@ class RecoveryTest(parameterized.TestCase):
     self.assertEqual(again.report.global_step, 30)
     self.assertEqual(again.report.num_dropped, first.report.num_dropped)
 
+  def test_refuses_checkpoints_without_their_journal(self):
+    self.go_on()
+    (self.folder / 'journal.bin').unlink()
+
+    with self.assertRaisesRegex(ValueError, 'must have at least .* got 0'):
+      self.go_on()
+
   @cases.parameters(0, 1)
   @pytest.mark.slow_after(1)
   def test_refuses_another_task(self, num_checkpoints):
@@ -135,3 +143,14 @@ class RecoveryTest(parameterized.TestCase):
       self.go_on(tx=optax.adam(0.2))
     with self.assertRaisesRegex(ValueError, 'same initial parameters'):
       self.go_on(task)
+
+  def test_random_keys_of_an_optimizer_go_on(self):
+    tx = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+
+    self.go_on(tx=tx, num_updates=10)
+    result = self.go_on(tx=tx, num_updates=15)
+
+    again = asynchronous.replay(self.folder, TASK, tx)
+    asynchronous_cases.assert_same_bits(
+        *map(random_keys.unwrap, (again[:2], result[:2]))
+    )

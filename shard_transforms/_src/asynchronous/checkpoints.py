@@ -1,12 +1,14 @@
 """Checkpoints of an asynchronous run, by orbax."""
 
 from collections.abc import Iterator
+import contextlib
 import pathlib
 from typing import Any, NamedTuple
 import warnings
 
 import orbax.checkpoint as ocp
 
+from shard_transforms._src.asynchronous import random_keys
 from shard_transforms._src.monitoring import digests
 
 _FOLDER = 'checkpoints'
@@ -48,25 +50,27 @@ class Checkpoints:
     """Writes a checkpoint, after waiting for the previous one.
 
     Raises:
-      OSError: If the previous one could not be written; other errors of orbax
-        as well.
+      OSError: If the previous one could not be written.
     """
-    self._manager.wait_until_finished()
-    trees = {'params': checkpoint.params, 'state': checkpoint.state}
+    trees = random_keys.unwrap(
+        {'params': checkpoint.params, 'state': checkpoint.state}
+    )
     about = {
         'num_records': checkpoint.num_records,
         'next_batch': checkpoint.next_batch,
         'ready': checkpoint.ready,
         'digest': digests.digest(trees),
     }
-    self._manager.save(
-        global_step,
-        args=ocp.args.Composite(
-            trees=ocp.args.StandardSave(trees),
-            about=ocp.args.JsonSave(about),
-        ),
-        force=True,
-    )
+    with self._writing():
+      self._manager.wait_until_finished()
+      self._manager.save(
+          global_step,
+          args=ocp.args.Composite(
+              trees=ocp.args.StandardSave(trees),
+              about=ocp.args.JsonSave(about),
+          ),
+          force=True,
+      )
 
   def restore(self, params: Any, state: Any) -> Iterator[Checkpoint]:
     """Yields the intact checkpoints, the latest first.
@@ -92,21 +96,34 @@ class Checkpoints:
     """Waits until the last checkpoint has been written.
 
     Raises:
-      OSError: If it could not be written; other errors of orbax as well.
+      OSError: If it could not be written.
     """
-    self._manager.wait_until_finished()
+    with self._writing():
+      self._manager.wait_until_finished()
     self._manager.close()
+
+  @contextlib.contextmanager
+  def _writing(self):
+    """Raises what orbax raises, of many kinds, as `OSError`."""
+    try:
+      yield
+    except Exception as error:
+      line = f'{type(error).__name__}: {error}'.splitlines()[0]
+      raise OSError(
+          f'A checkpoint must be written to {str(self._manager.directory)!r},'
+          f' got {line}'
+      ) from error
 
   def _read(self, step, like):
     """Returns a checkpoint whose checksum matches what was written."""
     found = self._manager.restore(
         step,
         args=ocp.args.Composite(
-            trees=ocp.args.StandardRestore(like),
+            trees=ocp.args.StandardRestore(random_keys.unwrap(like)),
             about=ocp.args.JsonRestore(),
         ),
     )
     about = dict(found['about'])
     if digests.digest(found['trees']) != about.pop('digest'):
       raise ValueError('its bits have changed since they were written.')
-    return Checkpoint(**found['trees'], **about)
+    return Checkpoint(**random_keys.wrap(found['trees'], like), **about)

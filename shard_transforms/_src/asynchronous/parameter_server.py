@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shard_transforms._src.asynchronous import random_keys
 from shard_transforms._src.base import counters
 from shard_transforms._src.staleness import drop_stale
 from shard_transforms._src.tracing import application
+from shard_transforms._src.tracing import jaxprs
 
 
 class ParameterServer:
@@ -48,14 +50,15 @@ class ParameterServer:
 
   @property
   def state(self) -> drop_stale.DropStaleState:
-    """A copy of the state, in NumPy arrays."""
+    """A copy of the state, in NumPy arrays; random keys are JAX arrays."""
     state = drop_stale.DropStaleState(
         global_step=counters.add(counters.zero(), self.global_step),
         stale_count=self._stale_count,
         stale_shard_count=self._stale_count,
         inner_state=self._inner_state,
     )
-    return jax.tree.map(np.array, state)
+    numbers = jax.tree.map(np.array, random_keys.unwrap(state))
+    return random_keys.wrap(numbers, state)
 
   def restore(self, params: Any, state: drop_stale.DropStaleState) -> None:
     """Restores parameters and state."""
@@ -98,13 +101,17 @@ class ParameterServer:
     self._stale_count = counters.add(self._stale_count, 1)
 
   def fingerprint(self) -> str:
-    """Returns a hash of the optimizer's program and the parameters' types."""
+    """Returns a hash of the optimizer's program and initial state.
+
+    It depends on the shapes and dtypes of the parameters, too.
+    """
     jaxpr = self._trace(self.shapes if self._is_read_asked_for else None)
     digest = hashlib.sha256()
     # An object without a `repr` of its own shows its address.
     digest.update(re.sub(r'0x[0-9a-f]+', '', str(jaxpr)).encode())
-    for const in jaxpr.consts:
-      digest.update(np.asarray(const).tobytes())
+    state = random_keys.unwrap(self._inner_state)
+    for x in (*_constants(jaxpr), *jax.tree.leaves(state)):
+      digest.update(np.asarray(x).tobytes())
     digest.update(str(jax.tree.structure(self._params)).encode())
     return digest.hexdigest()
 
@@ -125,6 +132,14 @@ class ParameterServer:
         jax.ShapeDtypeStruct((), jnp.float32),
         read_params,
     )
+
+
+def _constants(jaxpr):
+  """Yields the constants of a jaxpr and of those that it calls."""
+  yield from getattr(jaxpr, 'consts', ())
+  for eqn in jaxpr.eqns:
+    for called in jaxprs.held(eqn.params):
+      yield from _constants(called)
 
 
 def _shape(x):
