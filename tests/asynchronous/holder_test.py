@@ -1,4 +1,5 @@
 import time
+from typing import ClassVar
 from unittest import mock
 
 from absl.testing import parameterized
@@ -119,6 +120,32 @@ class HolderTest(parameterized.TestCase):
     self.assertEqual(result.report.global_step, 2000)
     self.assertEqual(self.fates(8), [2, 0])
     self.assertLen(workers.replaced, 1)
+
+  def test_batch_that_always_hangs_is_named(self):
+    class Hanging(workers_lib.LocalWorkers):
+      died: ClassVar[list[workers_lib.Event]] = []
+
+      def wait(self, seconds):
+        if self.died:
+          return [self.died.pop()]
+        if all(batch == 8 for _, _, batch in self._started):
+          time.sleep(min(seconds, 0.01))
+          return []
+        if self._started[0][2] == 8:
+          self._started.rotate(-1)
+        return super().wait(seconds)
+
+      def replace(self, worker):
+        (hung,) = [start for start in self._started if start[0] == worker]
+        self._started.remove(hung)
+        self.died.append(workers_lib.Event(worker))
+
+    with (
+        mock.patch.object(tickets_lib, '_LEAST_HANG', 0),
+        mock.patch.object(tickets_lib, '_COMPILATION', 0),
+        self.assertRaisesRegex(RuntimeError, 'worker of batch 8 has died 3'),
+    ):
+      self.run_with(lambda task: Hanging(task, 2), num_updates=100)
 
   @cases.parameters(
       ({'batch': asynchronous_cases.poison}, '`batch` .* got OSError: no such'),

@@ -154,6 +154,8 @@ class Holder:
     else:
       ticket, counts = self._tickets.finish(event.worker, time.monotonic())
     if not counts:
+      if outcome is None and self._tickets.is_open(ticket.batch):
+        self._attempts.add(ticket, None)
       return
     step = self._server.global_step
     age = step - ticket.local_step

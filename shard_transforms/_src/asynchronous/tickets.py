@@ -141,6 +141,11 @@ class Tickets:
     counts = worker in self._in_flight
     return (self._in_flight if counts else self._late).pop(worker), counts
 
+  def is_open(self, batch: int) -> bool:
+    """Whether a batch is in flight or ready, after another attempt at it."""
+    in_flight = [ticket.batch for ticket in self._in_flight.values()]
+    return batch in in_flight or batch in self.ready
+
   def do_again(self, ticket: Ticket) -> None:
     """Queues the batch of a ticket before all others."""
     self._ready.appendleft((ticket.batch, ticket.attempt + 1))
