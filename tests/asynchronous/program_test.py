@@ -47,6 +47,15 @@ class ProgramTest(parameterized.TestCase):
           asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
       )
 
+  def test_errors_are_told_as_what_they_derive_from(self):
+    for error, name in (
+        (PermissionError('x'), 'OSError'),
+        (FileNotFoundError('x'), 'FileNotFoundError'),
+        (UnicodeError('x'), 'ValueError'),
+        (ZeroDivisionError('x'), 'RuntimeError'),
+    ):
+      self.assertEqual(program.error_name(error), name)
+
   def test_long_names_of_temporary_folders_are_avoided(self):
     with (
         tempfile.TemporaryDirectory(prefix='x' * 60) as long,

@@ -214,7 +214,12 @@ class BadInputTest(parameterized.TestCase):
       ({'num_workers': -1}, ValueError, '`num_workers` must be at least 1'),
       ({'num_updates': 0}, ValueError, '`num_updates` must be at least 1'),
       ({'num_updates': 2.5}, TypeError, '`num_updates` must be an integer'),
-      ({'staleness': -1}, ValueError, '`staleness` must be at least 0 with'),
+      ({'staleness': -1}, ValueError, '`staleness` must be at least 0, got'),
+      (
+          {'staleness': -1, 'pace': False},
+          ValueError,
+          '`staleness` must be at least 0, got',
+      ),
       ({'staleness': 'x'}, TypeError, '`staleness` must be an integer'),
       ({'patience': 0.5}, ValueError, '`patience` must be at least 1'),
       ({'patience': 'x'}, TypeError, '`patience` must be a real number'),

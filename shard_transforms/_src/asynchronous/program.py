@@ -43,13 +43,15 @@ _CONFIG = (
     'jax_threefry_partitionable',
 )
 
-# Errors of the child that are raised as they are; others as `RuntimeError`.
+# Errors of the child, and those derived from them, are raised as these; others
+# as `RuntimeError`.
 _ERRORS = {
     error.__name__: error
     for error in (
         ConnectionError,
         FileNotFoundError,
         OSError,
+        RuntimeError,
         TypeError,
         ValueError,
     )
@@ -128,13 +130,19 @@ def run(
           child.send_bytes(b'')
       if kind == 'error':
         name, message = value
-        raise _ERRORS.get(name, RuntimeError)(message)
+        raise _ERRORS[name](message)
       if kind == 'result':
         if on_progress is not None:
           on_progress(value.report)
         return value
       if kind == 'progress' and on_progress is not None:
         on_progress(value)
+
+
+def error_name(error: Exception) -> str:
+  """Returns the name by which `run` raises an error of the child."""
+  names = [kind.__name__ for kind in type(error).__mro__]
+  return next((name for name in names if name in _ERRORS), 'RuntimeError')
 
 
 def _receive(child):

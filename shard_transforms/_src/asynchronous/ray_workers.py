@@ -12,6 +12,7 @@ import ray
 from ray import exceptions
 
 from shard_transforms._src.asynchronous import machine
+from shard_transforms._src.asynchronous import program
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -64,7 +65,7 @@ class _Driver:
         result = holder.result()
       yield 'result', result
     except Exception as error:  # Raised again by the caller of `train`.
-      yield 'error', (_name(error), str(error))
+      yield 'error', (program.error_name(error), str(error))
 
 
 # The actor classes that Ray makes of these.
@@ -178,12 +179,3 @@ def _fetch(ref):
 def _configure(config):
   for name, value in config.items():
     jax.config.update(name, value)
-
-
-def _name(error):
-  """Returns the name of the nearest built-in base class of an error."""
-  return next(
-      kind.__name__
-      for kind in type(error).__mro__
-      if kind.__module__ == 'builtins'
-  )

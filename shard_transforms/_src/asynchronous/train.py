@@ -217,10 +217,10 @@ def _options(*, num_updates, staleness, pace, patience, **others):
   age = math.inf
   if staleness is not None:
     age = arguments.as_int('staleness', staleness)
-    if pace and age < 0:
+    if age < 0:
       raise ValueError(
-          f'`staleness` must be at least 0 with `pace`, got {staleness!r}.'
-          ' Nothing could ever start.'
+          f'`staleness` must be at least 0, got {staleness!r}. No gradient'
+          ' could ever be accepted.'
       )
   arguments.as_positive('patience', patience)
   if patience < 1:
