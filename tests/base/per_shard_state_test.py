@@ -5,7 +5,6 @@ import numpy as np
 
 import cases
 import modes
-from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import per_shard_state
 
 AXES = (modes.AXIS,)
@@ -50,7 +49,7 @@ class KeptTest(parameterized.TestCase):
     self.assertEqual(steps[:4], ['squeeze', barrier, 'add', barrier])
 
     # XLA of JAX 0.10 drops barriers before it fuses.
-    if axes_lib.FUSES_UP_TO_BARRIERS:
+    if per_shard_state.FUSES_UP_TO_BARRIERS:
       step = jax.vmap(fn, axis_name=modes.AXIS)
       compiled = jax.jit(step, donate_argnums=0).lower(
           *(x[None] for x in types)

@@ -20,9 +20,6 @@ AxisName = Hashable | Sequence[Hashable]
 # nothing. 'invariant': the same on all shards, so it was reduced or replicated.
 State = Literal['varying', 'invariant', 'unreduced', 'untracked']
 
-# Whether XLA heeds a `lax.optimization_barrier` when it fuses.
-FUSES_UP_TO_BARRIERS = jax.__version_info__ >= (0, 12)
-
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
   """Returns an axis name, or a sequence of them, as a tuple.

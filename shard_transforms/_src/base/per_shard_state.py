@@ -12,6 +12,10 @@ from jax import lax
 
 from shard_transforms._src.base import axes as axes_lib
 
+# Whether XLA heeds a `lax.optimization_barrier` when it fuses. If so, the state
+# of a shard is written in place.
+FUSES_UP_TO_BARRIERS = jax.__version_info__ >= (0, 12)
+
 
 def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
   """Returns a shard's own values as its state keeps them."""

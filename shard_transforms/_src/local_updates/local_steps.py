@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.local_updates import local_state
 from shard_transforms._src.tracing import gating
 from shard_transforms._src.tracing import shard_flow
@@ -61,7 +61,7 @@ def take(
     return jax.tree.map(count, after, (own, state))
 
   given = inner_state, own, updates, weight
-  if axes_lib.FUSES_UP_TO_BARRIERS or not gate.applies:
+  if per_shard_state.FUSES_UP_TO_BARRIERS or not gate.applies:
     return step(*given)
   # Reports take what a gate sends for what is not sent in each step.
   if shard_flow.first_sent(traced.jaxpr.jaxpr):
