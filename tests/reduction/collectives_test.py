@@ -1,5 +1,8 @@
+from unittest import mock
+
 from absl.testing import parameterized
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -70,6 +73,35 @@ class RowsTest(parameterized.TestCase):
     self.assertCountEqual(index.tolist(), range(8))
     np.testing.assert_array_equal(own, ROWS.sum(0)[index])
     np.testing.assert_array_equal(whole, ROWS.sum(0))
+
+
+class BetweenProcessesTest(parameterized.TestCase):
+  """Large arrays are sent in pieces."""
+
+  @cases.product(num_elements=(0, 4, 5, 12, 13), mode=modes.PARALLEL_MODES)
+  @pytest.mark.slow_after(5)
+  def test_pieces_arrive_as_if_sent_whole(self, num_elements, mode):
+    shape = 8, 8, num_elements
+    rows = np.random.default_rng(0).integers(-99, 99, shape).astype(np.int16)
+
+    def fn(_, rows):
+      own = collectives.exchange(rows, (AXIS,))
+      whole = collectives.gather_flat(rows[0], (AXIS,))
+      return own, axes_lib.to_varying(whole, (AXIS,))
+
+    with (
+        mock.patch.object(jax, 'process_count', return_value=2),
+        mock.patch.object(collectives, '_PIECE_BYTES', 9),
+        mock.patch.object(lax, 'all_to_all', wraps=lax.all_to_all) as exchange,
+        mock.patch.object(lax, 'all_gather', wraps=lax.all_gather) as gather,
+    ):
+      own, whole = modes.map_shards(mode, fn)(0.0, rows)
+
+    np.testing.assert_array_equal(own, np.swapaxes(rows, 0, 1))
+    np.testing.assert_array_equal(whole, [rows[:, 0]] * 8)
+    for send in exchange, gather:
+      sizes = [call.args[0].shape[-1] for call in send.call_args_list]
+      self.assertLessEqual(max(sizes), 4)
 
 
 class SumTest(parameterized.TestCase):

@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
     """
     payload = self._encode(rows, phase=1)
     sent = payload_lib.to_bytes(payload, 1).ravel()
-    gathered = collectives.gather(
+    gathered = collectives.gather_flat(
         axes_lib.to_varying(sent, self.axes), self.axes
     )
     whole = self._decode_bytes(gathered, payload, 1)

@@ -23,7 +23,7 @@ from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
 
-_PIECE_BYTES = 512 * 1024
+_PIECE_BYTES = 256 * 1024
 
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
@@ -190,9 +190,17 @@ def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
   order = axes_lib.in_mesh_order(axes)
   if not axes_lib.on_mapped_mesh(axes):
     return _exchange_by_axes(rows, order)
-  pieces = _pieces(rows) if axes_lib.between_processes() else [rows]
-  pieces = [lax.all_to_all(piece, order, 0, 0) for piece in pieces]
-  return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
+  return _in_pieces(lambda rows: lax.all_to_all(rows, order, 0, 0), rows)
+
+
+def gather_flat(row: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the rows of all shards as `gather` does, for slow links.
+
+  Args:
+    row: A shard's own, [elements].
+    axes: The mapped axes.
+  """
+  return _in_pieces(lambda row: gather(row, axes), row)
 
 
 def on_each_shard(fn: Callable[..., Any], axes: Axes, *arrays: Any) -> Any:
@@ -260,14 +268,22 @@ def _exchange_by_axes(rows, order):
   return lax.reshape(parts, rows.shape)
 
 
-def _pieces(rows):
-  """Splits what is exchanged into parts that are small for each peer.
+def _in_pieces(send, rows):
+  """Returns `send(rows)`, [shards, elements], sent in pieces by gloo.
 
-  With large ones, gloo hardly overlaps receiving with sending.
+  With large ones, it hardly overlaps receiving with sending. A loop sends them,
+  so that there are few operations to compile however many pieces there are.
   """
-  *_, length = rows.shape
+  *lead, length = rows.shape
   size = max(_PIECE_BYTES // rows.dtype.itemsize, 1)
-  return [rows[..., i : i + size] for i in range(0, length, size)]
+  num_pieces, rest = divmod(length, size)
+  if not axes_lib.between_processes() or length <= size:
+    return send(rows)
+  rows, last = lax.split(rows, [length - rest, rest], axis=-1)
+  pieces = jnp.moveaxis(rows.reshape(*lead, num_pieces, size), -2, 0)
+  sent = jnp.moveaxis(lax.map(send, pieces), 0, 1)
+  sent = sent.reshape(len(sent), -1)
+  return jnp.concatenate([sent, send(last)], axis=1) if rest else sent
 
 
 def _all_gather(x, axis, dimension):
