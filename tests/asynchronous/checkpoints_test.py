@@ -12,6 +12,7 @@ def checkpoint(value):
       params={'w': np.full(3, value, np.float32)},
       state=(np.array(value, np.int32), ()),
       num_records=value,
+      last_crc=value + 5,
       next_batch=value + 1,
       ready=[value, 7],
   )

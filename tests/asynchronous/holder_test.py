@@ -11,7 +11,8 @@ import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import holder as holder_lib
-from shard_transforms._src.asynchronous import tickets as tickets_lib
+from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import patience as patience_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 TASK = asynchronous_cases.TASK
@@ -69,7 +70,7 @@ class HolderTest(parameterized.TestCase):
     holder = holder_lib.Holder(
         task,
         optax.sgd(0.1),
-        holder_lib.Options(**(OPTIONS | options)),
+        options_lib.Options(**(OPTIONS | options)),
         self.folder,
     )
     workers = make_workers(task)
@@ -110,7 +111,7 @@ class HolderTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_worker_that_hangs_is_late_and_replaced(self):
-    with mock.patch.object(tickets_lib, '_LEAST_HANG', 0):
+    with mock.patch.object(patience_lib, '_LEAST_HANG', 0):
       result, workers = self.run_with(
           lambda task: Faulty(task, 2, hang=[8]),
           num_updates=2000,
@@ -141,8 +142,8 @@ class HolderTest(parameterized.TestCase):
         self.died.append(workers_lib.Event(worker))
 
     with (
-        mock.patch.object(tickets_lib, '_LEAST_HANG', 0),
-        mock.patch.object(tickets_lib, '_COMPILATION', 0),
+        mock.patch.object(patience_lib, '_LEAST_HANG', 0),
+        mock.patch.object(patience_lib, '_COMPILATION', 0),
         self.assertRaisesRegex(RuntimeError, 'worker of batch 8 has died 3'),
     ):
       self.run_with(lambda task: Hanging(task, 2), num_updates=100)

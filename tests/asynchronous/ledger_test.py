@@ -7,6 +7,7 @@ import asynchronous_cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import ledger as ledger_lib
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import task
 from shard_transforms._src.asynchronous import tickets
@@ -56,8 +57,18 @@ class LedgerTest(unittest.TestCase):
     server = parameter_server.ParameterServer(
         optax.sgd(0.1), np.zeros(3, np.float32)
     )
+    options = options_lib.checked(
+        num_updates=1,
+        staleness=1,
+        pace=True,
+        patience=4.0,
+        save_every=1,
+        on_drop='again',
+        max_attempts=3,
+        weight=None,
+    )
     self.ledger.open(self.folder, {'optimizer': 'a'})
 
-    (left,) = self.ledger.recover(server, None, 'again')
+    (left,) = self.ledger.recover(server, None, options)
 
     self.assertEqual(left, (0, ()))

@@ -1,4 +1,6 @@
+import math
 import unittest
+from unittest import mock
 
 import numpy as np
 import optax
@@ -7,6 +9,7 @@ import pytest
 import asynchronous_cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import patience as patience_lib
 from shard_transforms._src.asynchronous import roll_forward
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -31,6 +34,32 @@ class Unreliable(workers_lib.LocalWorkers):
     return events
 
 
+class Hanging(workers_lib.LocalWorkers):
+  """Hangs at a batch some times, until it is replaced."""
+
+  def __init__(self, task, num_workers, batch, num_times):
+    super().__init__(task, num_workers)
+    self._batch = batch
+    self._left = num_times
+    self._hung = set()
+    self._replaced = []
+
+  def start(self, worker, published, batch):
+    if batch == self._batch and self._left:
+      self._left -= 1
+      self._hung.add(worker)
+    else:
+      super().start(worker, published, batch)
+
+  def wait(self, seconds):
+    lost, self._replaced = self._replaced, []
+    return super().wait(seconds) + [workers_lib.Event(n) for n in lost]
+
+  def replace(self, worker):
+    self._hung.remove(worker)
+    self._replaced.append(worker)
+
+
 class RollForwardTest(unittest.TestCase):
 
   def setUp(self):
@@ -41,9 +70,12 @@ class RollForwardTest(unittest.TestCase):
     )
     self.records = asynchronous.read_journal(self.folder).copy()
 
-  def roll(self, workers):
+  def roll(self, workers, times=math.inf, max_attempts=99):
     server = parameter_server.ParameterServer(TX, asynchronous_cases.init())
-    for _ in roll_forward.roll_forward(server, self.records, workers):
+    patience = patience_lib.Patience(times, [1e-3])
+    for _ in roll_forward.roll_forward(
+        server, self.records, workers, patience, max_attempts
+    ):
       pass
     return server.params, server.state
 
@@ -55,6 +87,23 @@ class RollForwardTest(unittest.TestCase):
         Unreliable(TASK, 3),
     ):
       asynchronous_cases.assert_same_bits(self.roll(workers), self.result)
+
+  @mock.patch.object(patience_lib, '_COMPILATION', 0.0)
+  @mock.patch.object(patience_lib, '_LEAST_HANG', 0.2)
+  def test_batch_that_hangs_gets_another_worker(self):
+    workers = Hanging(TASK, 2, batch=0, num_times=2)
+
+    asynchronous_cases.assert_same_bits(
+        self.roll(workers, times=4.0, max_attempts=3), self.result
+    )
+
+  @mock.patch.object(patience_lib, '_COMPILATION', 0.0)
+  @mock.patch.object(patience_lib, '_LEAST_HANG', 0.2)
+  def test_batch_that_always_hangs_is_told(self):
+    workers = Hanging(TASK, 2, batch=0, num_times=3)
+
+    with self.assertRaisesRegex(RuntimeError, 'of batch 0 has died 3 times'):
+      self.roll(workers, times=4.0, max_attempts=3)
 
   def test_other_gradient_is_told_with_its_record(self):
     task = asynchronous.Task(

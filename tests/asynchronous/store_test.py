@@ -71,3 +71,17 @@ class StoreTest(unittest.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'at least 4 records, .* got 2'):
       self.open().restore(self.server)
+
+  def test_journal_of_another_run_is_told(self):
+    store = self.open()
+    store.write(batch=0)
+    self.server.accept(np.ones(3, np.float32), 0, None)
+    store.save(self.server, make_tickets())
+    store.close()
+    (self.folder / 'journal.bin').unlink()
+    store = self.open()
+    store.write(batch=1)
+    store.close()
+
+    with self.assertRaisesRegex(ValueError, 'one of 1 updates of another run'):
+      self.open().restore(self.server)

@@ -21,6 +21,7 @@ class Checkpoint(NamedTuple):
     params: The parameters, in NumPy arrays.
     state: The state of `drop_stale`, in NumPy arrays.
     num_records: Number of records in the journal at that time.
+    last_crc: The `crc` of the last of them, or 0.
     next_batch: The first batch that had not been handed out.
     ready: The earlier batches that were to be computed again.
   """
@@ -28,6 +29,7 @@ class Checkpoint(NamedTuple):
   params: Any
   state: Any
   num_records: int
+  last_crc: int
   next_batch: int
   ready: list[int]
 
@@ -57,6 +59,7 @@ class Checkpoints:
     )
     about = {
         'num_records': checkpoint.num_records,
+        'last_crc': checkpoint.last_crc,
         'next_batch': checkpoint.next_batch,
         'ready': checkpoint.ready,
         'digest': digests.digest(trees),

@@ -50,6 +50,10 @@ class Attempts:
     self._max_attempts = max_attempts
     self._failed = collections.Counter[int]()
 
+  def num_failed(self, batch: int) -> int:
+    """Returns the number of failed attempts at a batch."""
+    return self._failed[batch]
+
   def add(
       self, ticket: tickets_lib.Ticket, failure: task_lib.Failure | None
   ) -> None:

@@ -1,8 +1,6 @@
 """The holder of the parameters of a run, which drives the workers."""
 
-from collections.abc import Callable
 from collections.abc import Iterator
-import dataclasses
 import pathlib
 import time
 from typing import Any
@@ -12,6 +10,7 @@ import optax
 from shard_transforms._src.asynchronous import fates
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import ledger
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import run_header
@@ -27,20 +26,6 @@ _TURN = 1.0
 _WITHOUT_WORKERS = 300.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """The arguments of `train` that say how it runs, each as it says there."""
-
-  num_updates: int
-  staleness: float
-  pace: bool
-  patience: float
-  save_every: int
-  on_drop: tickets_lib.OnDrop
-  max_attempts: int
-  weight: Callable[[int], float] | None
-
-
 class Holder:
   """Has the parameters, and hands out what is to be computed at them."""
 
@@ -48,7 +33,7 @@ class Holder:
       self,
       task: task_lib.Task,
       tx: optax.GradientTransformation,
-      options: Options,
+      options: options_lib.Options,
       folder: pathlib.Path | None,
   ):
     """Begins a run, or opens the one in `folder`.
@@ -114,8 +99,7 @@ class Holder:
 
   def _recover(self, workers):
     """Goes on where the journal ends, if it has begun."""
-    on_drop = self._options.on_drop
-    for left in self._ledger.recover(self._server, workers, on_drop):
+    for left in self._ledger.recover(self._server, workers, self._options):
       if left is not None:
         self._tickets = self._make_tickets(*left)
       yield

@@ -128,6 +128,8 @@ class Journal:
       raise
     self._size = size
     self._next = len(self.records)
+    # The `crc` of the last record, or 0.
+    self.last_crc = int(self.records[-1]['crc']) if self._next else 0
 
   def __enter__(self) -> Self:
     return self
@@ -158,6 +160,7 @@ class Journal:
       raise
     self._size += RECORD.itemsize
     self._next += 1
+    self.last_crc = int(record['crc'])
 
   def sync(self) -> None:
     """Waits until all records are on the disk."""

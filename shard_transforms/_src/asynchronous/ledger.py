@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import task as task_lib
@@ -39,7 +40,7 @@ class Ledger:
       self,
       server: parameter_server.ParameterServer,
       workers: workers_lib.Workers,
-      on_drop: tickets_lib.OnDrop,
+      options: options_lib.Options,
   ) -> Iterator[Any]:
     """Resumes where the journal ends; see `recovery`."""
     if self._store is None:
@@ -47,7 +48,7 @@ class Ledger:
     # Saving needs orbax, an optional dependency.
     from shard_transforms._src.asynchronous import recovery
 
-    yield from recovery.recover(server, self._store, workers, on_drop)
+    yield from recovery.recover(server, self._store, workers, options)
     self._tally.num_recovered = server.global_step - self._store.saved_step
     self._tally.add_all(self._store.records)
 

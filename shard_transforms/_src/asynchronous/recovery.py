@@ -7,7 +7,9 @@ import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import patience as patience_lib
 from shard_transforms._src.asynchronous import roll_forward
 from shard_transforms._src.asynchronous import store as store_lib
 from shard_transforms._src.asynchronous import tickets
@@ -32,7 +34,7 @@ def recover(
     server: parameter_server.ParameterServer,
     store: store_lib.Store,
     workers: workers_lib.Workers,
-    on_drop: tickets.OnDrop,
+    options: options_lib.Options,
 ) -> Iterator[BatchesLeft | None]:
   """Rolls a server forward to the end of the journal.
 
@@ -40,13 +42,14 @@ def recover(
     server: Has the initial parameters.
     store: The store of the run.
     workers: They compute again what the checkpoint lacks.
-    on_drop: What becomes of the batch of a gradient that is too old.
+    options: How it runs.
 
   Yields:
     `None` at intervals, and finally the batches that are left.
 
   Raises:
-    RuntimeError: If a function of the task fails.
+    RuntimeError: If a function of the task fails, or a worker dies or hangs at
+      each attempt at a batch.
     ValueError: If the journal was written by another task or machine, or has
       lost records.
   """
@@ -54,23 +57,31 @@ def recover(
   checkpoint = store.restore(server)
   before = BatchesLeft()
   tail = store.records
+
+  def roll(server, records):
+    durations = patience_lib.durations(store.records)
+    patience = patience_lib.Patience(options.patience, durations)
+    return roll_forward.roll_forward(
+        server, records, workers, patience, options.max_attempts
+    )
+
   if checkpoint is not None:
     before = BatchesLeft(checkpoint.next_batch, tuple(checkpoint.ready))
     tail = tail[checkpoint.num_records :]
-    for _ in _compute_first(initial, store.records, workers):
+    # The first gradient shows whether the task is the same.
+    for _ in roll(*_first(initial, store.records)):
       yield None
-  for _ in roll_forward.roll_forward(server, tail, workers):
+  for _ in roll(server, tail):
     yield None
-  yield _batches_left(tail, before, on_drop)
+  yield _batches_left(tail, before, options.on_drop)
 
 
-def _compute_first(initial, records, workers):
-  """Computes the first gradient again, to check that the task is the same."""
+def _first(initial, records):
+  """Returns a server before the first accepted gradient, and its record."""
   is_first = (records['local_step'] == 0) & (records['fate'] == _Fate.ACCEPTED)
   first = records[is_first][:1].copy()
   first['global_step'] = 0
-  server = parameter_server.ParameterServer(optax.identity(), initial)
-  return roll_forward.roll_forward(server, first, workers)
+  return parameter_server.ParameterServer(optax.identity(), initial), first
 
 
 def _batches_left(

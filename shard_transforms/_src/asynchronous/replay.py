@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import functools
+import math
 import os
 import pathlib
 import time
@@ -11,6 +12,7 @@ import optax
 
 from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import patience as patience_lib
 from shard_transforms._src.asynchronous import program
 from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import roll_forward
@@ -19,6 +21,10 @@ from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import train
 from shard_transforms._src.asynchronous import workers as workers_lib
 from shard_transforms._src.base import arguments
+
+# The defaults of `train`.
+_PATIENCE = 4.0
+_MAX_ATTEMPTS = 3
 
 
 def replay(
@@ -50,7 +56,8 @@ def replay(
   Raises:
     FileNotFoundError: If there is no journal in `folder`.
     ImportError: If Ray is needed and not installed.
-    RuntimeError: If a function of the task fails.
+    RuntimeError: If a function of the task fails, or a worker dies or hangs
+      three times in one batch.
     TypeError: If an argument is of the wrong kind.
     ValueError: If the journal is damaged, of another task, optimizer or
       machine, or has fewer updates than `until`; or a gradient has other bits.
@@ -79,10 +86,11 @@ def replay(
   records = _records_until(journal_lib.read_journal(path), until)
   if num_workers:
     train.require('ray', '`num_workers`')
-    make = functools.partial(Replay, task, tx, records, path)
+    make = functools.partial(Replay, task, tx, records, path, _PATIENCE)
     job = program.Job(make, task, num_workers, 'local', None, True)
     return program.run(job, None)
-  replayed = Replay(task, tx, records, path)
+  # Workers that take turns never hang.
+  replayed = Replay(task, tx, records, path, math.inf)
   for _ in replayed.run(workers_lib.LocalWorkers(task, 1)):
     pass
   return replayed.result()
@@ -97,6 +105,7 @@ class Replay:
       tx: optax.GradientTransformation,
       records: np.ndarray,
       folder: pathlib.Path,
+      patience: float,
   ):
     """Starts from the initial parameters of the run.
 
@@ -105,6 +114,9 @@ class Replay:
     """
     self._start = time.monotonic()
     self._records = records
+    self._patience = patience_lib.Patience(
+        patience, patience_lib.durations(records)
+    )
     self._tally = report.Tally()
     self._tally.add_all(records)
     params = run_header.init_params(task)
@@ -117,7 +129,9 @@ class Replay:
 
   def run(self, workers: workers_lib.Workers) -> Iterator[report.Report]:
     """Replays to the end, and yields nothing."""
-    for _ in roll_forward.roll_forward(self._server, self._records, workers):
+    for _ in roll_forward.roll_forward(
+        self._server, self._records, workers, self._patience, _MAX_ATTEMPTS
+    ):
       yield from ()
 
   def result(self) -> report.Result:

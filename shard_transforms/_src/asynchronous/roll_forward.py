@@ -2,12 +2,16 @@
 
 import collections
 from collections.abc import Iterator
+import time
 from typing import Any
 
 import numpy as np
 
+from shard_transforms._src.asynchronous import fates
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import patience as patience_lib
+from shard_transforms._src.asynchronous import tickets
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 # Seconds to wait for an event before handing out more.
@@ -18,6 +22,8 @@ def roll_forward(
     server: parameter_server.ParameterServer,
     records: np.ndarray,
     workers: workers_lib.Workers,
+    patience: patience_lib.Patience,
+    max_attempts: int,
 ) -> Iterator[None]:
   """Applies the accepted gradients of a journal, computed by any workers.
 
@@ -27,15 +33,19 @@ def roll_forward(
       has or will have.
     workers: Compute the gradients, as many at a time as there are parameters
       for.
+    patience: When a worker hangs, and is replaced.
+    max_attempts: How often a batch is tried whose worker dies or hangs.
 
   Yields:
     `None` at intervals.
 
   Raises:
-    RuntimeError: If a function of the task fails.
+    RuntimeError: If a function of the task fails, or a worker dies at each
+      attempt at a batch.
     ValueError: If a gradient has other bits than before.
   """
-  gradients = _Gradients(records, workers)
+  attempts = fates.Attempts(max_attempts)
+  gradients = _Gradients(records, workers, patience, attempts)
   for place, record in enumerate(records):
     if record['fate'] == journal.Fate.DROPPED:
       server.drop()
@@ -63,16 +73,19 @@ def roll_forward(
 class _Gradients:
   """Gradients of records, computed as soon as their parameters exist."""
 
-  def __init__(self, records, workers):
+  def __init__(self, records, workers, patience, attempts):
     self._records = records
     self._workers = workers
+    self._patience = patience
+    self._attempts = attempts
     is_accepted = records['fate'] == journal.Fate.ACCEPTED
     self._waiting: list[int] = np.flatnonzero(is_accepted).tolist()
     self._uses = collections.Counter(
         records['local_step'][is_accepted].tolist()
     )
     self._published: dict[int, Any] = {}
-    self._in_flight: dict[int, int] = {}
+    # The place of the record and the ticket, by worker.
+    self._in_flight: dict[int, tuple[int, tickets.Ticket]] = {}
     self._done: dict[int, Any] = {}
 
   def publish(self, server):
@@ -89,7 +102,8 @@ class _Gradients:
 
   def oldest(self, global_step):
     """Returns the first local step of a gradient that is still to come."""
-    places = [*self._waiting, *self._in_flight.values(), *self._done]
+    in_flight = [place for place, _ in self._in_flight.values()]
+    places = [*self._waiting, *in_flight, *self._done]
     steps = self._records['local_step'][places]
     return int(steps.min(initial=global_step))
 
@@ -99,13 +113,26 @@ class _Gradients:
       place = self._next()
       if place is None:
         break
-      self._waiting.remove(place)
-      self._in_flight[worker] = place
-      record = self._records[place]
-      published = self._published[int(record['local_step'])]
-      self._workers.start(worker, published, int(record['batch']))
+      self._start(worker, place)
     for event in self._workers.wait(_WAIT):
       self._take(event)
+    self._replace_hung()
+
+  def _start(self, worker, place):
+    """Hands a gradient out."""
+    self._waiting.remove(place)
+    batch, step = map(int, self._records[['batch', 'local_step']][place])
+    attempt = self._attempts.num_failed(batch) + 1
+    ticket = tickets.Ticket(batch, attempt, step, worker, time.monotonic())
+    self._in_flight[worker] = place, ticket
+    self._workers.start(worker, self._published[step], batch)
+
+  def _replace_hung(self):
+    """Replaces the workers that hang."""
+    now = time.monotonic()
+    for worker, (_, ticket) in self._in_flight.items():
+      if now - ticket.start > self._patience.hung_after(worker, ticket.attempt):
+        self._workers.replace(worker)
 
   def _next(self):
     """Returns the first place near the front whose parameters exist."""
@@ -115,7 +142,7 @@ class _Gradients:
     return next((p for p in near if int(steps[p]) in self._published), None)
 
   def _take(self, event):
-    place = self._in_flight.pop(event.worker)
+    place, ticket = self._in_flight.pop(event.worker)
     record = self._records[place]
     outcome = event.outcome
     grads = None if outcome is None else event.fetch()
@@ -123,18 +150,25 @@ class _Gradients:
       failure = outcome.failure
       raise RuntimeError(
           f'`{failure.function}` of `task` must do again what it did for batch'
-          f' {record["batch"]}, got {failure.message}\n{failure.trace}'
+          f' {ticket.batch}, got {failure.message}\n{failure.trace}'
       )
     if outcome is None or grads is None:
-      self._waiting.insert(0, place)
-      self._waiting.sort()
+      self._lose(place, ticket)
       return
     _check_same(outcome.checksum, record)
+    self._patience.note(ticket.worker, time.monotonic() - ticket.start)
     self._done[place] = grads
-    step = int(record['local_step'])
+    step = ticket.local_step
     self._uses[step] -= 1
     if not self._uses[step]:
       del self._published[step]
+
+  def _lose(self, place, ticket):
+    """Does a gradient again, unless it was the last attempt."""
+    self._attempts.add(ticket, None)
+    self._patience.forget(ticket.worker)
+    self._waiting.insert(0, place)
+    self._waiting.sort()
 
 
 def _check_same(checksum: int, record: np.void) -> None:

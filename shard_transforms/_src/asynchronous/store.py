@@ -60,6 +60,7 @@ class Store:
             server.params,
             server.state,
             self._journal.num_records,
+            self._journal.last_crc,
             tickets.next_batch,
             tickets.ready,
         ),
@@ -72,7 +73,8 @@ class Store:
     """Restores a server from the latest intact checkpoint, if any.
 
     Raises:
-      ValueError: If the journal has lost records that were before it.
+      ValueError: If the journal has lost records that were before it, or is
+        of another run.
     """
     found = next(self._checkpoints.restore(server.params, server.state), None)
     if found is not None:
@@ -81,6 +83,13 @@ class Store:
             f'The journal must have at least {found.num_records} records, as'
             ' when its latest checkpoint was written, got'
             f' {len(self.records)}.'
+        )
+      before = self.records[: found.num_records]
+      if found.last_crc != (before[-1]['crc'] if len(before) else 0):
+        raise ValueError(
+            'The checkpoints must be of the same run as the journal, got one of'
+            f' {int(found.state.global_step)} updates of another run. Put back its journal,'
+            ' or name another folder.'
         )
       server.restore(found.params, found.state)
       self.saved_step = server.global_step

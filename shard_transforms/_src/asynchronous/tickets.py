@@ -4,19 +4,11 @@ import collections
 from collections.abc import Collection
 from collections.abc import Iterable
 import math
-import statistics
 from typing import Literal, NamedTuple
 
-OnDrop = Literal['again', 'forget']
+from shard_transforms._src.asynchronous import patience as patience_lib
 
-# A worker hangs once it takes this many times what `patience` allows, but at
-# least this many seconds, because the whole machine may pause.
-_HANGS = 5
-_LEAST_HANG = 5.0
-# Seconds that the first gradient of a worker may take longer.
-_COMPILATION = 120.0
-# Number of the latest durations of which the median is taken.
-_NUM_DURATIONS = 101
+OnDrop = Literal['again', 'forget']
 
 
 class Ticket(NamedTuple):
@@ -51,8 +43,7 @@ class Tickets:
   inequality stays true.
 
   A ticket that takes `patience` times the median is late: another worker gets
-  its batch, and its own gradient is ignored. Each attempt has twice the time of
-  the one before, because the batch itself may be slow.
+  its batch, and its own gradient is ignored; see `Patience`.
   """
 
   def __init__(
@@ -67,14 +58,13 @@ class Tickets:
   ):
     self._staleness = staleness
     self._pace = pace
-    self._patience = patience
+    self._patience = patience_lib.Patience(patience)
     self._on_drop = on_drop
     self._next_batch = next_batch
     self._ready = collections.deque((number, 1) for number in ready)
     self._in_flight: dict[int, Ticket] = {}
     self._late: dict[int, Ticket] = {}
     self._seconds: dict[int, float] = {}
-    self._durations = collections.deque[float](maxlen=_NUM_DURATIONS)
 
   @property
   def next_batch(self) -> int:
@@ -129,15 +119,16 @@ class Tickets:
     """Takes back the ticket of a worker; returns it, and whether it counts."""
     counts = worker in self._in_flight
     ticket = (self._in_flight if counts else self._late).pop(worker)
-    if worker in self._seconds and counts:
-      self._durations.append(now - ticket.start)
+    seconds = now - ticket.start
+    self._patience.note(worker, seconds)
     # A worker's first gradient includes its compilation: it is not timed.
-    self._seconds[worker] = now - ticket.start if worker in self._seconds else 0
+    self._seconds[worker] = seconds if worker in self._seconds else 0
     return ticket, counts
 
   def lose(self, worker: int) -> tuple[Ticket, bool]:
     """Takes back the ticket of a worker that has died, as `finish`."""
     self._seconds.pop(worker, None)
+    self._patience.forget(worker)
     counts = worker in self._in_flight
     return (self._in_flight if counts else self._late).pop(worker), counts
 
@@ -172,7 +163,8 @@ class Tickets:
     return [
         ticket.worker
         for ticket in self._late.values()
-        if now - ticket.start > max(_HANGS * self._limit(ticket), _LEAST_HANG)
+        if now - ticket.start
+        > self._patience.hung_after(ticket.worker, ticket.attempt)
     ]
 
   def seconds_left(self, now: float) -> float:
@@ -182,9 +174,4 @@ class Tickets:
 
   def _limit(self, ticket):
     """Returns the seconds after which a ticket is late."""
-    if not self._durations:
-      return math.inf
-    median = statistics.median(self._durations)
-    is_first = ticket.worker not in self._seconds
-    begin = _COMPILATION if is_first else 0
-    return begin + self._patience * median * 2 ** (ticket.attempt - 1)
+    return self._patience.late_after(ticket.worker, ticket.attempt)

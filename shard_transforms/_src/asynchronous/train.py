@@ -14,6 +14,7 @@ from typing import Any, Literal
 import optax
 
 from shard_transforms._src.asynchronous import holder as holder_lib
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import program
 from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import task as task_lib
@@ -83,7 +84,7 @@ def train(
     on_drop: What becomes of the batch of a gradient that is too old: it is
       computed `'again'`, or `'forget'`.
     max_attempts: How often a batch is tried whose gradient raises an error, or
-      whose worker dies.
+      whose worker dies or hangs.
     weight: Takes the age of an accepted gradient and returns what the gradient
       is multiplied by. `None` for 1.
     resources: What a worker needs, as the options of a Ray actor; by default
@@ -127,7 +128,7 @@ def train(
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
   check_task(task, tx)
-  options = _options(
+  options = options_lib.checked(
       num_updates=num_updates,
       staleness=staleness,
       pace=pace,
@@ -205,36 +206,3 @@ def _check_cluster(cluster):
         "`cluster` must be None, 'local' or an address 'host:port', got"
         f' {cluster!r}.'
     )
-
-
-def _options(*, num_updates, staleness, pace, patience, **others):
-  """Returns the options of a run, checked.
-
-  Raises:
-    TypeError: If one of them is of the wrong kind.
-    ValueError: If one of them has a wrong value.
-  """
-  age = math.inf
-  if staleness is not None:
-    age = arguments.as_int('staleness', staleness)
-    if age < 0:
-      raise ValueError(
-          f'`staleness` must be at least 0, got {staleness!r}. No gradient'
-          ' could ever be accepted.'
-      )
-  arguments.as_positive('patience', patience)
-  if patience < 1:
-    raise ValueError(f'`patience` must be at least 1, got {patience!r}.')
-  for name in ('save_every', 'max_attempts'):
-    others[name] = arguments.as_at_least(name, others[name], 1)
-  if others['on_drop'] not in ('again', 'forget'):
-    raise ValueError(
-        f"`on_drop` must be 'again' or 'forget', got {others['on_drop']!r}."
-    )
-  return holder_lib.Options(
-      num_updates=arguments.as_at_least('num_updates', num_updates, 1),
-      staleness=age,
-      pace=bool(pace),
-      patience=float(patience),
-      **others,
-  )
