@@ -25,12 +25,21 @@ TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
 WORKER, HOLDER = 'ray::_Computer', 'ray::_Driver'
 RUN = """
-import sys
+import os, sys, time, warnings
 import asynchronous_cases, optax
+forks = sys.argv[3:]
+def on_progress(report):
+  if forks:
+    forks.clear()
+    warnings.simplefilter('ignore')
+    if not os.fork():
+      time.sleep(600)
+      os._exit(0)
+  print(report.global_step, flush=True)
 print(asynchronous_cases.train(
     asynchronous_cases.SLOW_TASK, optax.adam(0.1), cluster='local',
     num_workers=2, num_updates=int(sys.argv[2]), save_every=40,
-    folder=sys.argv[1], on_progress=lambda r: print(r.global_step, flush=True),
+    folder=sys.argv[1], on_progress=on_progress,
 ).report)
 """
 
@@ -204,9 +213,9 @@ class FaultsTest(parameterized.TestCase):
 class CallerTest(parameterized.TestCase):
   """The program that has called `train` is killed."""
 
-  def start(self, folder, home, num_updates):
+  def start(self, folder, home, num_updates, *more):
     return subprocess.Popen(
-        [*python_command.STRICT, '-c', RUN, folder, str(num_updates)],
+        [*python_command.STRICT, '-c', RUN, folder, str(num_updates), *more],
         env={
             **os.environ,
             'HOME': str(home),
@@ -250,7 +259,7 @@ class CallerTest(parameterized.TestCase):
     home.mkdir()
     temporary = folder.parent / 't'
     temporary.mkdir()
-    process = self.start(folder, home, 100_000)
+    process = self.start(folder, home, 100_000, 'forks')
     self.addCleanup(process.wait)
     self.addCleanup(process.kill)
     for line in process.stdout:
@@ -258,10 +267,18 @@ class CallerTest(parameterized.TestCase):
         break
     process.stdout.close()
     listening = self.listening(folder)
+    caller = psutil.Process(process.pid)
+    # It has all that the caller had open when it was forked.
+    (forked,) = (
+        child
+        for child in caller.children()
+        if child.cmdline() == caller.cmdline()
+    )
+    self.addCleanup(forked.kill)
 
     process.send_signal(signal.SIGKILL)
 
-    wait_until(lambda: not self.marked(folder), seconds=5)
+    wait_until(lambda: self.marked(folder) == [forked], seconds=5)
     self.assertNotEmpty(listening)
     self.assertContainsSubset(
         set(listening), {'127.0.0.1', '::ffff:127.0.0.1', '::1'}

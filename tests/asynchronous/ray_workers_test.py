@@ -13,6 +13,7 @@ import asynchronous_cases
 import cases
 import python_command
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import program
 
 train = asynchronous_cases.train
 
@@ -118,6 +119,49 @@ class RayWorkersTest(parameterized.TestCase):
     ).stdout
 
     self.assertRegex(printed, "No module named 'hidden'")
+
+  @pytest.mark.repeated(8)
+  def test_worker_that_hangs_for_an_earlier_driver_is_replaced(self):
+    code = """
+import sys, time
+import cloudpickle, ray
+from shard_transforms._src.asynchronous import ray_workers
+import asynchronous_cases as cases
+ray.init(
+    address='local', num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])
+task = cases.asynchronous.Task(cases.init, cases.gradient, time.sleep)
+computer = ray_workers.Computer.options(max_restarts=-1, num_cpus=1).remote(
+    cloudpickle.dumps(task), {})
+def wait_until(condition):
+  end = time.monotonic() + 60
+  while not condition() and time.monotonic() < end:
+    workers.wait(1.0)
+workers = ray_workers.RayWorkers([computer])
+wait_until(workers.ready)
+workers.start(0, cases.init(), 3600)
+workers = ray_workers.RayWorkers([computer])
+workers.wait(1.0)
+print(workers.ready())
+ray_workers._ANSWER_TIMEOUT = 1.0
+wait_until(lambda: workers._replaced)
+ray_workers._ANSWER_TIMEOUT = 60.0
+wait_until(workers.ready)
+print(workers.ready())
+ray.shutdown()
+"""
+    environment = program._environment('local')
+    folder = asynchronous_cases.folder(self).parent
+
+    printed = subprocess.run(
+        [*python_command.STRICT, '-c', code, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=True,
+    ).stdout
+
+    self.assertEqual(printed.splitlines()[-2:], ['set()', '{0}'])
 
   @pytest.mark.repeated(8)
   def test_functions_of_the_main_program_are_sent(self):

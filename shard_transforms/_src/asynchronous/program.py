@@ -205,10 +205,11 @@ def _folder() -> Iterator[str]:
 def _child(job: Job, folder: str) -> Iterator[connection.Connection]:
   """Yields a connection to a child; kills its process group at the end."""
   ours, theirs = multiprocessing.Pipe()
+  command = sys.executable, '-m', _CHILD
   with ours:
     with theirs:
       process = subprocess.Popen(
-          [sys.executable, '-m', _CHILD, str(theirs.fileno())],
+          [*command, str(theirs.fileno()), str(os.getpid())],
           stdin=subprocess.DEVNULL,
           stdout=sys.__stderr__,
           pass_fds=[theirs.fileno()],

@@ -24,9 +24,11 @@ from shard_transforms._src.asynchronous import ray_workers
 
 # How often the driver may die without an update in between.
 _MAX_DEATHS = 3
-# Seconds: until it must be back, and between two looks.
+# Seconds: until it must be back, between two calls to it, and between two looks
+# whether the parent process is alive.
 _RESTART_TIMEOUT = 60.0
 _BETWEEN_CALLS = 0.1
+_BETWEEN_LOOKS = 0.5
 # Kills a process group after a delay, and deletes a folder.
 _SWEEP = """
 import contextlib, os, shutil, signal, sys, time
@@ -41,12 +43,17 @@ _CONNECT_TIMEOUT = 20.0
 
 
 def main() -> None:
-  """Runs the job that arrives over the connection given as argument."""
+  """Runs the job that arrives over the connection of another process.
+
+  The arguments are the file descriptor and the number of that process.
+  """
   with connection.Connection(int(sys.argv[1])) as parent:
     # Safe to unpickle: only the parent process has the other end.
     settings = pickle.loads(parent.recv_bytes())
     threading.Thread(
-        target=_end_with, args=(parent, settings.folder), daemon=True
+        target=_end_with,
+        args=(parent, int(sys.argv[2]), settings.folder),
+        daemon=True,
     ).start()
     try:
       with _ray(settings):
@@ -161,14 +168,19 @@ def _check_listening(address):
     pass
 
 
-def _end_with(parent: connection.Connection, folder: str) -> None:
+def _end_with(
+    parent: connection.Connection, parent_id: int, folder: str
+) -> None:
   """Ends this process and Ray when the parent process ends.
 
   It returns instead once the parent says that it has its result.
   """
   with contextlib.suppress(EOFError, OSError):
-    parent.recv_bytes()
-    return
+    # A process that the parent has forked keeps the connection open.
+    while os.getppid() == parent_id:
+      if parent.poll(_BETWEEN_LOOKS):
+        parent.recv_bytes()
+        return
   # The sweeper outlives this process, and kills what Ray leaves behind.
   subprocess.Popen(
       [sys.executable, '-I', '-c', _SWEEP, str(os.getpgid(0)), folder],

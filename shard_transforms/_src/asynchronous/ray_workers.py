@@ -19,9 +19,10 @@ from shard_transforms._src.asynchronous import workers as workers_lib
 # Parameters of up to this many bytes go with each call, not through the object
 # store.
 _SMALL = 100_000
-# Seconds: between two calls to a worker that is starting, and to fetch a
-# gradient.
+# Seconds: between two calls to a worker that is starting, for its answer, and to
+# fetch a gradient.
 _BETWEEN_CALLS = 0.2
+_ANSWER_TIMEOUT = 120.0
 _FETCH_TIMEOUT = 60.0
 
 
@@ -81,7 +82,8 @@ class RayWorkers:
     self._ready: set[int] = set()
     # Calls in flight, by the reference to their result.
     self._in_flight: dict[Any, tuple[int, Any]] = {}
-    self._asked: dict[Any, int] = {}
+    # The worker and the time, by the reference to the answer.
+    self._asked: dict[Any, tuple[int, float]] = {}
     self._ask_again: dict[int, float] = dict.fromkeys(range(len(computers)), 0)
     self._replaced: set[int] = set()
 
@@ -128,18 +130,26 @@ class RayWorkers:
       ray.kill(self._computers[worker], no_restart=False)
 
   def _ask(self):
-    """Calls each worker that is starting, to learn when it is ready."""
+    """Calls each worker that is starting, to learn when it is ready.
+
+    Those that do not answer are replaced.
+    """
     now = time.monotonic()
     for worker in [w for w, due in self._ask_again.items() if due <= now]:
       del self._ask_again[worker]
-      self._asked[self._computers[worker].describe.remote()] = worker
+      self._asked[self._computers[worker].describe.remote()] = worker, now
+    # One may still hang in what a driver asked for that has died since.
+    for worker, start in self._asked.values():
+      if now - start > _ANSWER_TIMEOUT:
+        self.replace(worker)
 
   def _hear(self, ref):
     """Handles the answer of a worker to `_ask`."""
-    worker = self._asked.pop(ref)
+    worker, _ = self._asked.pop(ref)
     try:
       versions, problem = ray.get(ref)
     except exceptions.RayError:
+      self._replaced.discard(worker)
       self._ask_again[worker] = time.monotonic() + _BETWEEN_CALLS
       return
     if problem:

@@ -88,8 +88,8 @@ class Store:
       if found.last_crc != (before[-1]['crc'] if len(before) else 0):
         raise ValueError(
             'The checkpoints must be of the same run as the journal, got one of'
-            f' {int(found.state.global_step)} updates of another run. Put back its journal,'
-            ' or name another folder.'
+            f' {int(found.state.global_step)} updates of another run. Put back'
+            ' its journal, or name another folder.'
         )
       server.restore(found.params, found.state)
       self.saved_step = server.global_step
