@@ -19,8 +19,8 @@ from shard_transforms._src.asynchronous import workers as workers_lib
 # Parameters of up to this many bytes go with each call, not through the object
 # store.
 _SMALL = 100_000
-# Seconds: between two calls to a worker that is starting, for its answer, and to
-# fetch a gradient.
+# Seconds: between two calls to a worker that is starting, for its answer, and
+# to fetch a gradient.
 _BETWEEN_CALLS = 0.2
 _ANSWER_TIMEOUT = 120.0
 _FETCH_TIMEOUT = 60.0
