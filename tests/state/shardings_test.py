@@ -308,6 +308,38 @@ class StateShardingsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"over 'data', got 2 leaves"):
       shard_transforms.state_shardings(*args, on_whole='raise')
 
+  @cases.parameters(
+      # Both dimensions are used, and neither can be divided any further.
+      ((2, 2), P('model', 'other')),
+      ((2,), P('model')),
+      ((3, 5), P()),
+  )
+  def test_refuses_an_axis_over_which_nothing_can_be_divided(self, shape, spec):
+    mesh = jax.make_mesh((2,) * 3, ('data', 'model', 'other'), (AUTO,) * 3)
+    w = jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
+    args = optax.adam(0.1), {'w': w, 'scale': jnp.ones([])}, mesh
+
+    with self.assertRaisesRegex(
+        ValueError, r"divided over 'data', got 2 .* Choose another `shard_over`"
+    ):
+      shard_transforms.state_shardings(*args)
+
+    shardings = shard_transforms.state_shardings(*args, on_whole='ignore')
+    padded = spec if len(spec) else P(None, None)
+    self.assertEqual(shardings[0].mu['w'].spec, padded)
+
+  @parameterized.named_parameters(
+      ('without_state', lambda: optax.sgd(0.1)),
+      ('of_one_element', lambda: optax.scale_by_schedule(lambda _: 0.1)),
+  )
+  def test_takes_a_state_in_which_nothing_is_to_divide(self, make):
+    mesh = make_mesh()
+
+    shardings = shard_transforms.state_shardings(make(), jnp.ones(3), mesh)
+
+    specs = [leaf.spec for leaf in jax.tree.leaves(shardings)]
+    self.assertEqual(specs, [P()] * len(specs))
+
   def test_leaves_of_other_shapes_are_named_too(self):
     mesh = make_mesh()
 

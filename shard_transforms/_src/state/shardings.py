@@ -37,9 +37,11 @@ def state_shardings(
   A leaf of the state that is shaped like its parameter is sharded like it, and
   also over `shard_over`: along the first divisible dimension that is not
   sharded yet, or else along one that is. Where the parameter is already sharded
-  over `shard_over`, the leaf is sharded as the parameter is. All other leaves
-  are replicated. A warning names the leaves of more than one element that stay
-  whole, because each device needs memory for all of them.
+  over `shard_over`, as in FSDP, the leaf is sharded as the parameter is: that
+  is no error, because each device then keeps a part of it. All other leaves are
+  replicated. A warning names the leaves of more than one element that stay
+  whole, because each device needs memory for all of them. Where not one leaf
+  that is shaped like a parameter can be divided, that is an error.
 
   Make the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, which
   holds no device's part anywhere else, and keep it so with `out_shardings` of
@@ -51,8 +53,8 @@ def state_shardings(
       how the parameters are sharded, and what has none is replicated.
     mesh: The mesh of the step.
     shard_over: The axis of the mesh, as a rule the one of the batch.
-    on_whole: What to do where leaves cannot be divided: `'warn'`, `'raise'` or
-      `'ignore'`.
+    on_whole: What to do where leaves cannot be divided: `'warn'`, and raise if
+      none can; `'raise'`; or `'ignore'`.
 
   Returns:
     A tree like the state, of a `jax.sharding.NamedSharding` for each leaf.
@@ -61,8 +63,9 @@ def state_shardings(
     NameError: If `tx` reduces over a mapped axis in `init`.
     TypeError: If `mesh` is none.
     ValueError: If the mesh has no axis `shard_over`, or one that is not of type
-      `Auto`; if a parameter is on another mesh; or, with `'raise'`, if a leaf
-      cannot be divided.
+      `Auto`; if a parameter is on another mesh; if no leaf that is shaped like
+      a parameter can be divided, unless with `'ignore'`; or, with `'raise'`, if
+      any leaf cannot be.
 
   Examples:
     >>> import jax
@@ -93,7 +96,7 @@ def state_shardings(
     if leaf.shape != jnp.shape(param):
       return leaf
     spec = _divided(leaf.shape, _spec_of(param, mesh), mesh, shard_over)
-    return dataclasses.replace(leaf, spec=spec)
+    return dataclasses.replace(leaf, spec=spec, is_like_param=True)
 
   leaves = param_leaves.map_with_params(tx, divide, whole, params)
   _tell_whole(leaves, shard_over, on_whole)
@@ -108,11 +111,13 @@ class _Leaf:
     shape: Its shape.
     dtype: Its dtype.
     spec: How it is sharded.
+    is_like_param: Whether it is shaped like its parameter.
   """
 
   shape: tuple[int, ...]
   dtype: Any
   spec: P = dataclasses.field(default_factory=P)
+  is_like_param: bool = False
 
 
 def _check(mesh, shard_over, on_whole):
@@ -186,13 +191,15 @@ def _tell_whole(leaves, axis, on_whole):
   """Warns of the leaves that each device keeps whole, or raises.
 
   Raises:
-    ValueError: If there must be none.
+    ValueError: If there must be none, or if no leaf like a parameter is
+      divided.
   """
-  found = {
+  whole = {
       jax.tree_util.keystr(path) or 'the root': leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
-      if axis not in specs_lib.axes_of(leaf.spec) and math.prod(leaf.shape) > 1
+      if axis not in specs_lib.axes_of(leaf.spec)
   }
+  found = {n: leaf for n, leaf in whole.items() if math.prod(leaf.shape) > 1}
   if not found or on_whole == 'ignore':
     return
   sizes = {name: _num_bytes(leaf) for name, leaf in found.items()}
@@ -206,8 +213,13 @@ def _tell_whole(leaves, axis, on_whole):
       f' {len(found)} leaves, {sum(sizes.values()):,} of {all_bytes:,} bytes,'
       f' that each device keeps whole: {listed}.'
   )
-  if on_whole == 'raise':
-    raise ValueError(message)
+  divides_none = len(whole) == len(jax.tree.leaves(leaves))
+  like_param = any(leaf.is_like_param for leaf in found.values())
+  if on_whole == 'raise' or (divides_none and like_param):
+    raise ValueError(
+        f'{message} Choose another `shard_over`, or keep them whole by'
+        " `on_whole='ignore'`."
+    )
   warnings.warn(message, UserWarning, stacklevel=3)
 
 
