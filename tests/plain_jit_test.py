@@ -1,5 +1,7 @@
 """Gates under plain `jax.jit`, where the compiler inserts collectives."""
 
+import math
+
 from absl.testing import parameterized
 import chex
 from flax import linen as nn
@@ -31,32 +33,53 @@ def adam():
   return optax.adam(0.1)
 
 
-def nested():
-  inner = shard_transforms.drop_stale(2, shard_transforms.guard(adam()))
-  return shard_transforms.tower_reduce(2, inner)
+def tracked(mesh):
+  """Returns Adam behind a check of the copies that the devices hold."""
+  shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+  return optax.chain(
+      monitoring.track_divergence(every=2, shardings=shardings), adam()
+  )
+
+
+def nested(inner=None):
+  inner = shard_transforms.guard(inner or adam())
+  return shard_transforms.tower_reduce(2, shard_transforms.drop_stale(2, inner))
 
 
 GATES = {
-    'guard': lambda: shard_transforms.guard(adam()),
-    'drop_stale': lambda: shard_transforms.guard(
+    'guard': lambda _: shard_transforms.guard(adam()),
+    'drop_stale': lambda _: shard_transforms.guard(
         shard_transforms.drop_stale(1, adam())
     ),
-    'tower_reduce': lambda: shard_transforms.guard(
+    'tower_reduce': lambda _: shard_transforms.guard(
         shard_transforms.tower_reduce(2, adam())
     ),
-    'nested': nested,
-    'clip_by_global_norm': lambda: shard_transforms.guard(
+    'nested': lambda _: nested(),
+    'clip_by_global_norm': lambda _: shard_transforms.guard(
         optax.chain(shard_transforms.clip_by_global_norm(0.5), adam())
     ),
-    'reduce_towers': lambda: shard_transforms.reduce_towers(
+    'reduce_towers': lambda _: shard_transforms.reduce_towers(
         2, shard_transforms.guard(adam())
     ),
-    'drop_stale_alone': lambda: shard_transforms.drop_stale(1, adam()),
-    'tower_reduce_alone': lambda: shard_transforms.tower_reduce(2, adam()),
-    'clip_alone': lambda: optax.chain(
+    'drop_stale_alone': lambda _: shard_transforms.drop_stale(1, adam()),
+    'tower_reduce_alone': lambda _: shard_transforms.tower_reduce(2, adam()),
+    'clip_alone': lambda _: optax.chain(
         shard_transforms.clip_by_global_norm(0.5), adam()
     ),
+    'track_divergence': lambda mesh: shard_transforms.guard(tracked(mesh)),
+    'track_divergence_nested': lambda mesh: nested(tracked(mesh)),
+    'track_divergence_alone': lambda mesh: tracked(mesh),
 }
+
+
+def make_mesh(kind, sizes=(4, 2)):
+  kind = getattr(jax.sharding.AxisType, kind)
+  return jax.make_mesh(
+      sizes,
+      ('data', 'model'),
+      (kind,) * 2,
+      devices=jax.devices()[: math.prod(sizes)],
+  )
 
 
 def make_params():
@@ -116,9 +139,8 @@ class PlainJitTest(parameterized.TestCase):
       scans=[False, True],
   )
   def test_trains_as_one_device_does(self, gate, kind, applies, scans):
-    tx = GATES[gate]()
-    kind = getattr(jax.sharding.AxisType, kind)
-    mesh = jax.make_mesh((4, 2), ('data', 'model'), (kind,) * 2)
+    mesh = make_mesh(kind)
+    tx = GATES[gate](mesh)
     params = {
         name: jax.device_put(x, NamedSharding(mesh, SPECS[name]))
         for name, x in make_params().items()
@@ -133,7 +155,9 @@ class PlainJitTest(parameterized.TestCase):
       step = make_step(gate, tx, applies)
       after = train(step, (params, state), batches, scans)
 
+    tx = GATES[gate](make_mesh('Auto', (1, 1)))
     one = make_params()
+    step = make_step(gate, tx, applies)
     expected = train(step, (one, tx.init(one)), given, scans)
     chex.assert_trees_all_close(
         jax.device_get(after), jax.device_get(expected), rtol=1e-4, atol=1e-6
@@ -145,9 +169,8 @@ class PlainJitTest(parameterized.TestCase):
 
   @cases.product(gate=GATES, kind=['Auto', 'Explicit'], applies=[False, True])
   def test_no_parameter_and_no_state_is_gathered(self, gate, kind, applies):
-    tx = GATES[gate]()
-    kind = getattr(jax.sharding.AxisType, kind)
-    mesh = jax.make_mesh((4, 2), ('data', 'model'), (kind,) * 2)
+    mesh = make_mesh(kind)
+    tx = GATES[gate](mesh)
     params = {
         name: jax.device_put(x, NamedSharding(mesh, SPECS[name]))
         for name, x in make_params().items()
@@ -160,8 +183,9 @@ class PlainJitTest(parameterized.TestCase):
       report = monitoring.wire_report(step, carry, (x, 0), compiled=True)
 
     sent = {c.primitive for c in report.collectives}
-    # Gradients, losses, and whether all of them are finite.
-    self.assertContainsSubset(sent, {'psum', 'pmin'})
+    # Gradients, losses, whether all of them are finite, and checksums.
+    self.assertContainsSubset(sent, {'psum', 'pmin', 'pmax'})
+    self.assertEqual('pmax' in sent, 'track_divergence' in gate)
 
 
 def kernel_spec(x):
@@ -240,9 +264,9 @@ class FlaxTest(parameterized.TestCase):
       scans=[False, True],
   )
   def test_trains_as_one_device_does(self, framework, kind, scans):
-    tx = GATES['tower_reduce']() if framework is apply_gradients else nested()
-    kind = getattr(jax.sharding.AxisType, kind)
-    mesh = jax.make_mesh((4, 2), ('data', 'model'), (kind,) * 2)
+    mesh = make_mesh(kind)
+    is_plain = framework is apply_gradients
+    tx = GATES['tower_reduce'](mesh) if is_plain else nested()
     one, step = framework(tx)
 
     def place(x):

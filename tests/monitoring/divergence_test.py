@@ -290,7 +290,9 @@ class TrackTest(parameterized.TestCase):
   @cases.parameters(
       (dict(axis_name=AXIS, every=1.5), TypeError, '`every` must be an int'),
       (dict(axis_name=()), ValueError, 'at least one axis'),
-      (dict(axis_name=None), TypeError, '`axis_name` must be the name'),
+      (dict(axis_name=3), TypeError, '`axis_name` must be the name'),
+      (dict(), TypeError, 'needs `axis_name`, or .* got neither'),
+      (dict(axis_name=AXIS, shardings={}), ValueError, 'must be left out'),
   )
   def test_refuses_argument(self, kwargs, error, message):
     with self.assertRaisesRegex(error, message):

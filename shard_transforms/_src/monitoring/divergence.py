@@ -1,7 +1,7 @@
 """Divergence: whether shards still hold the same bits where they should."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -15,6 +15,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.monitoring import checksums
+from shard_transforms._src.monitoring import copies
 from shard_transforms._src.reduction import collectives
 
 
@@ -104,7 +105,10 @@ def shard_divergence(
 
 
 def track_divergence(
-    axis_name: axes_lib.AxisName, *, every: int = 100
+    axis_name: axes_lib.AxisName | None = None,
+    *,
+    every: int = 100,
+    shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Checks every few steps that all shards hold the same parameters.
 
@@ -113,19 +117,28 @@ def track_divergence(
   state records what it finds; `check_health` raises if it was not 0. Belongs
   where updates and parameters are the same on all shards: behind the reduction.
 
+  Under plain `jax.jit` an array has one value, of which devices hold copies.
+  With `shardings` in place of `axis_name`, those are compared: of each array
+  over the axes of the mesh that its sharding does not name.
+
   Args:
     axis_name: The mapped axis, or a sequence of them.
     every: The number of updates from check to check, at least 1; the first of
       them is checked.
+    shardings: For plain `jax.jit`: a tree like the parameters, of the
+      `jax.sharding.NamedSharding` that each of them has. With others, JAX
+      makes new copies of the arrays, and those agree.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DivergenceState`.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind.
+    TypeError: If an argument is of the wrong kind, or neither `axis_name` nor
+      `shardings` is given.
     ValueError: If `axis_name` is empty or names an axis twice, or `every` is
-      less than 1.
+      less than 1; if both `axis_name` and `shardings` are given, or these are
+      on different meshes; in `update`, if they are no tree like the parameters.
 
   Examples:
     >>> import jax
@@ -141,7 +154,7 @@ def track_divergence(
     >>> print(diverged_count(jnp.array([1.0, 1.0, 2.0])))
     [2 2 2]
   """
-  axes = axes_lib.as_axes(axis_name)
+  divergence_of = _divergence_of(axis_name, shardings)
   every = arguments.as_at_least('every', every, 1)
 
   def init_fn(params):
@@ -155,13 +168,10 @@ def track_divergence(
 
   def update_fn(updates, state, params=None, **extra_args):
     del extra_args
-    axes_lib.size(axes, 'track_divergence')
     tree = updates if params is None else params
     is_due = collectives.agreed(state.num_updates % every == 0)
     divergence = lax.cond(
-        is_due,
-        lambda: collectives.largest(shard_divergence(tree, axes)),
-        lambda: state.divergence,
+        is_due, lambda: divergence_of(tree), lambda: state.divergence
     )
     differs = is_due & (divergence > 0)
     is_first = differs & (state.first_diverged_step == counters.NEVER)
@@ -175,3 +185,32 @@ def track_divergence(
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _divergence_of(axis_name, shardings):
+  """Returns a function of a tree, by the axes or by the shardings.
+
+  Raises:
+    TypeError: If there is neither.
+    ValueError: If there are both.
+  """
+  if shardings is not None:
+    if axis_name is not None:
+      raise ValueError(
+          '`axis_name` must be left out where `shardings` are given, got'
+          f' {axis_name!r}: under plain `jax.jit` no axis is mapped.'
+      )
+    copies.check_shardings(shardings)
+    return lambda tree: copies.copy_divergence(tree, shardings)
+  if axis_name is None:
+    raise TypeError(
+        '`track_divergence` needs `axis_name`, or under plain `jax.jit` the'
+        ' `shardings` of the parameters, got neither.'
+    )
+  axes = axes_lib.as_axes(axis_name)
+
+  def of_shards(tree):
+    axes_lib.size(axes, 'track_divergence')
+    return collectives.largest(shard_divergence(tree, axes))
+
+  return of_shards
