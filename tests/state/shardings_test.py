@@ -1,3 +1,4 @@
+import math
 import tempfile
 
 from absl.testing import parameterized
@@ -82,7 +83,8 @@ OPTIMIZERS = (
 
 
 def make_mesh(sizes=(4, 2)):
-  return jax.make_mesh(sizes, ('data', 'model'), (AUTO,) * 2)
+  devices = jax.devices()[: math.prod(sizes)]
+  return jax.make_mesh(sizes, ('data', 'model'), (AUTO,) * 2, devices=devices)
 
 
 def make_params(mesh=None):
@@ -115,7 +117,7 @@ def make_step(tx):
   return step
 
 
-def train(tx, params, state, shardings=None):
+def train(tx, params, state, shardings=None, num_steps=4):
   """Returns parameters and state after some steps."""
   x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
   placed = None
@@ -126,9 +128,33 @@ def train(tx, params, state, shardings=None):
   step = jax.jit(
       make_step(optax.with_extra_args_support(tx)), out_shardings=placed
   )
-  for _ in range(4):
+  for _ in range(num_steps):
     params, state = step(params, state, x)
   return params, state
+
+
+def init(tx, mesh):
+  """Returns parameters and divided state, and the shardings of the state."""
+  params = make_params(mesh)
+  shardings = shard_transforms.state_shardings(
+      tx, params, mesh, on_whole='ignore'
+  )
+  return params, jax.jit(tx.init, out_shardings=shardings)(params), shardings
+
+
+def save_and_restore(saved, like):
+  """Returns what orbax restores, placed as another tree is."""
+  target = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      like,
+  )
+  with (
+      tempfile.TemporaryDirectory() as folder,
+      orbax.checkpoint.StandardCheckpointer() as checkpointer,
+  ):
+    checkpointer.save(folder + '/saved', saved)
+    checkpointer.wait_until_finished()
+    return checkpointer.restore(folder + '/saved', target)
 
 
 class StateShardingsTest(parameterized.TestCase):
@@ -178,12 +204,8 @@ class StateShardingsTest(parameterized.TestCase):
   @parameterized.named_parameters(*OPTIMIZERS)
   @pytest.mark.slow_unless('_(adafactor|adam)$')
   def test_trains_as_one_device_does(self, make):
-    tx, mesh = make(), make_mesh()
-    params = make_params(mesh)
-    shardings = shard_transforms.state_shardings(
-        tx, params, mesh, on_whole='ignore'
-    )
-    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    tx = make()
+    params, state, shardings = init(tx, make_mesh())
 
     after = train(tx, params, state, shardings)
 
@@ -248,38 +270,40 @@ class StateShardingsTest(parameterized.TestCase):
     # The updates, or the parameters, once; neither of the moments.
     self.assertLen(gathered, 1)
 
-  def test_restores_on_another_number_of_devices(self):
-    tx = optax.adam(0.1)
-    mesh, other = make_mesh((4, 2)), make_mesh((2, 4))
-    params = make_params(mesh)
-    state = jax.jit(
-        tx.init,
-        out_shardings=shard_transforms.state_shardings(
-            tx, params, mesh, on_whole='ignore'
-        ),
-    )(params)
-    _, state = train(tx, params, state)
-    shardings = shard_transforms.state_shardings(
-        tx, make_params(other), other, on_whole='ignore'
-    )
-    target = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(tx.init, params),
-        shardings,
-    )
+  @cases.product(
+      name=['adam', 'adafactor', 'multi_steps'],
+      # In the first two, 8 devices cannot divide what 4 can.
+      sizes=[
+          ((8, 1), (4, 1)),
+          ((4, 1), (8, 1)),
+          ((4, 2), (2, 2)),
+          ((2, 2), (4, 2)),
+      ],
+  )
+  @pytest.mark.slow_unless('adam_8_1_4_1')
+  def test_restores_on_another_number_of_devices(self, name, sizes):
+    tx = dict(OPTIMIZERS)[name]()
+    before, after = map(make_mesh, sizes)
+    # Three steps end amid the two of `MultiSteps`.
+    saved = train(tx, *init(tx, before), num_steps=3)
+    params, state, shardings = init(tx, after)
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        orbax.checkpoint.StandardCheckpointer() as checkpointer,
-    ):
-      checkpointer.save(folder + '/state', state)
-      checkpointer.wait_until_finished()
-      restored = checkpointer.restore(folder + '/state', target)
+    restored = save_and_restore(saved, (params, state))
+    trained = train(tx, *restored, shardings, num_steps=3)
 
     chex.assert_trees_all_equal(
-        jax.device_get(restored), jax.device_get(state), strict=True
+        jax.device_get(restored), jax.device_get(saved), strict=True
     )
-    self.assertEqual(restored[0].mu['w'].sharding, shardings[0].mu['w'])
+    for tree in restored[1], trained[1]:
+      is_kept = jax.tree.map(
+          lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, shardings
+      )
+      self.assertTrue(jax.tree.all(is_kept))
+    one = make_params()
+    expected = train(tx, one, tx.init(one), num_steps=6)
+    chex.assert_trees_all_close(
+        jax.device_get(trained), jax.device_get(expected), rtol=1e-4, atol=1e-6
+    )
 
   def test_takes_shapes_for_parameters(self):
     mesh = make_mesh()
