@@ -157,6 +157,7 @@ def accumulation() -> None:
       by_hand,
   )
   ways = [make(optax.adam(1e-3), params, mesh) for make in makers]
+  ways.insert(1, ways[0]._replace(name=f'{ways[0].name}, A/A'))
   calls, programs = zip(
       *(compiled_call(way.step, (params, way.state), batch) for way in ways),
       strict=True,

@@ -6,7 +6,7 @@ the mean of the gradients and the update of Adam. Programs differ in the mean:
 
 * local: none, so that each process trains alone;
 * by hand: `lax.pmean` of each leaf;
-* library: `cross_shard_mean`;
+* library: `cross_shard_mean`; and once more, which shows what noise does (A/A);
 * torch local and DDP, where PyTorch is installed: the same model and batch
   without a mean, and in `DistributedDataParallel` over its own gloo;
 * psum: no step, but the sum of one buffer of as many bytes as the gradients.
@@ -297,6 +297,7 @@ def report(
       'local': training(local_step, mesh, params, batch, check_vma=False),
       'by hand': training(hand_step, mesh, params, batch),
       'library': training(library_step, mesh, params, batch),
+      'library, A/A': training(library_step, mesh, params, batch),
       'psum': raw_psum(mesh, num_elements),
   }
   if torch is not None:
@@ -322,7 +323,7 @@ def report(
     lines.append(f'{median}{1e3 * cost:13.2f}' if step in above else median)
   lines += [
       f'library / {step}: {ratio(above["library"], above[step])}'
-      for step in ('by hand', 'psum', 'DDP')
+      for step in ('library, A/A', 'by hand', 'psum', 'DDP')
       if step in above
   ]
   return '\n'.join(lines)
@@ -332,6 +333,7 @@ def report(
 BASES = {
     'by hand': 'local',
     'library': 'local',
+    'library, A/A': 'local',
     'psum': 'nothing',
     'DDP': 'torch local',
 }

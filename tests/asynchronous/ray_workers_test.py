@@ -190,7 +190,7 @@ class UserErrorTest(parameterized.TestCase):
 
   @cases.parameters(
       ('poison', '`batch` of `task` .* OSError: no such .* in batch 7 on wor'),
-      ('deadly', 'worker of batch 7 has died 2 times'),
+      ('deadly', 'worker of batch 7 has died or hung 2 times'),
   )
   @pytest.mark.slow
   @pytest.mark.slow_after(1)

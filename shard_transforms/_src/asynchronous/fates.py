@@ -61,7 +61,8 @@ class Attempts:
 
     Args:
       ticket: The batch and its worker.
-      failure: What a function of the task raised; `None` if the worker died.
+      failure: What a function of the task raised; `None` if the worker died or
+        hung.
 
     Raises:
       RuntimeError: If it was the last one allowed.
@@ -73,9 +74,9 @@ class Attempts:
       return
     if failure is None:
       raise RuntimeError(
-          f'The worker of batch {ticket.batch} has died {attempts} times: the'
-          ' batch may be what kills it. `max_attempts` says how often it is'
-          ' tried.'
+          f'The worker of batch {ticket.batch} has died or hung {attempts}'
+          ' times: the batch may be the cause. `max_attempts` says how often it'
+          ' is tried.'
       )
     raise RuntimeError(
         f'`{failure.function}` of `task` must work, got {failure.message} in'
