@@ -144,7 +144,7 @@ class HolderTest(parameterized.TestCase):
     with (
         mock.patch.object(patience_lib, '_LEAST_HANG', 0),
         mock.patch.object(patience_lib, '_COMPILATION', 0),
-        self.assertRaisesRegex(RuntimeError, 'worker of batch 8 has died or hung 3'),
+        self.assertRaisesRegex(RuntimeError, 'batch 8 has died or hung 3'),
     ):
       self.run_with(lambda task: Hanging(task, 2), num_updates=100)
 

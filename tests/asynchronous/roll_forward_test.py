@@ -102,7 +102,7 @@ class RollForwardTest(unittest.TestCase):
   def test_batch_that_always_hangs_is_told(self):
     workers = Hanging(TASK, 2, batch=0, num_times=3)
 
-    with self.assertRaisesRegex(RuntimeError, 'of batch 0 has died or hung 3 times'):
+    with self.assertRaisesRegex(RuntimeError, 'batch 0 has died or hung 3'):
       self.roll(workers, times=4.0, max_attempts=3)
 
   def test_other_gradient_is_told_with_its_record(self):
