@@ -47,6 +47,11 @@ class PayloadTest(parameterized.TestCase):
       (lambda rows: rows > 0, TypeError, 'numbers of whole bytes, got bool'),
       (lambda rows: rows + 0j, TypeError, 'whole bytes, got complex64'),
       (lambda rows: rows.astype('int4'), TypeError, 'whole bytes, got int4'),
+      (
+          lambda rows: rows.astype('float4_e2m1fn'),
+          TypeError,
+          'whole bytes, got float4_e2m1fn',
+      ),
   )
   def test_refuses_what_cannot_be_sent(self, encode, error, message):
     wrong = compressor(encode, lambda payload, key: payload)

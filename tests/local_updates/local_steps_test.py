@@ -7,7 +7,6 @@ import optax
 
 import cases
 from shard_transforms._src.local_updates import local_steps
-from shard_transforms._src.tracing import gating
 
 
 def _probe():
@@ -24,10 +23,8 @@ def _probe():
 
 class LocalStepsTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (False, None, 1), (False, 0.5, 1), (False, 0.0, 0), (True, 0.0, 0)
-  )
-  def test_a_step_counts_if_it_has_a_weight(self, applies, weight, counts):
+  @cases.parameters((None, 1), (0.5, 1), (0.0, 0))
+  def test_a_step_counts_if_it_has_a_weight(self, weight, counts):
     own = {'w': jnp.arange(3.0), 'half': jnp.ones(2, jnp.bfloat16), 'n': None}
     grads = {
         'w': jnp.ones(3),
@@ -38,7 +35,6 @@ class LocalStepsTest(parameterized.TestCase):
     weight = None if weight is None else jnp.float32(weight)
 
     moved, seen = local_steps.take(
-        gating.Gate(applies=applies),
         _probe(),
         grads,
         state,
@@ -55,14 +51,13 @@ class LocalStepsTest(parameterized.TestCase):
     np.testing.assert_array_equal(seen['w'], counts * own['w'])
 
   def test_what_is_sent_in_each_step_is_not_sent_by_a_gate(self):
-    gate = gating.Gate(applies=True)
     inner = optax.with_extra_args_support(
         optax.stateless(lambda updates, _: lax.psum(updates, 'model'))
     )
 
     def step(own):
       state = inner.init(own)
-      return local_steps.take(gate, inner, own, state, own, None, ('d',), {})
+      return local_steps.take(inner, own, state, own, None, ('d',), {})
 
     envs = [('d', 2), ('model', 2)]
     jaxpr = jax.make_jaxpr(step, axis_env=envs)(jnp.zeros(3))

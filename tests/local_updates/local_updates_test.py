@@ -250,12 +250,16 @@ class MethodTest(parameterized.TestCase):
           x[:, part] = params[part]
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
 
-  def test_writes_a_donated_state_in_place(self):
+  @cases.parameters(False, True)
+  def test_writes_a_donated_state_in_place(self, apply):
     outer = _mean(optax.sgd(0.7, 0.9))
     tx = local_updates(optax.adam(0.1), outer, AXIS, every=20)
 
     def step(params, state, grads):
-      return shard_transforms.update_and_apply(tx, grads, state, params)
+      if apply:
+        return shard_transforms.update_and_apply(tx, grads, state, params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
 
     def on_shards(fn):
       return jax.vmap(fn, axis_name=AXIS)

@@ -16,8 +16,11 @@ from shard_transforms._src.tracing import gating
 from shard_transforms._src.tracing import shard_flow
 
 
+# As part of meetings, which are loops too, a step has no derivative backward.
+_LOOP = gating.Gate(applies=True)
+
+
 def take(
-    gate: gating.Gate,
     inner: optax.GradientTransformationExtraArgs,
     updates: optax.Updates,
     inner_state: optax.OptState,
@@ -29,7 +32,6 @@ def take(
   """Returns a shard's own parameters after a step, and the inner state.
 
   Args:
-    gate: Whether what this is part of applies updates, and has no derivative.
     inner: The transformation that computes the step.
     updates: The gradient of this shard.
     inner_state: The state of `inner`.
@@ -61,14 +63,14 @@ def take(
     return jax.tree.map(count, after, (own, state))
 
   given = inner_state, own, updates, weight
-  if per_shard_state.FUSES_UP_TO_BARRIERS or not gate.applies:
+  if per_shard_state.FUSES_UP_TO_BARRIERS:
     return step(*given)
   # Reports take what a gate sends for what is not sent in each step.
   if shard_flow.first_sent(traced.jaxpr.jaxpr):
     return step(*given)
   # What reads and writes a state in a loop of one turn has its shape, and not
   # the one in which it is kept; see `per_shard_state`.
-  return gate.run_or_skip(jnp.array(True), step, *given, seldom=True)
+  return _LOOP.run_or_skip(jnp.array(True), step, *given, seldom=True)
 
 
 def _update(inner, extra_args, updates, state, own):

@@ -164,7 +164,7 @@ def local_updates(
     marked = gradient_points.mark(updates, state.own_params, anchor)
     updates, own_params, anchor = marked
     state = state._replace(own_params=own_params)
-    state = task.step_alone(gate, updates, state, weight, extra_args)
+    state = task.step_alone(updates, state, weight, extra_args)
     moved, state = task.send(gate, due, state, anchor, weight, extra_args)
     if gate.applies:
       meeting = meetings.Anchor(anchor, moved, None)
@@ -200,10 +200,9 @@ class _Task:
     per_shard_state.check_kept(state, after, _CALLER)
     return after
 
-  def step_alone(self, gate, updates, state, weight, extra_args):
+  def step_alone(self, updates, state, weight, extra_args):
     """Returns the state after a shard's own step."""
     own, inner_state = local_steps.take(
-        gate,
         self.inner,
         updates,
         self.own(state.inner_state),
