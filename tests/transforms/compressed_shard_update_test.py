@@ -89,8 +89,24 @@ class HalvesTest(parameterized.TestCase):
       np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
     _, state = found['gradients']
     np.testing.assert_array_equal(state.mean_state.server_residual['w'], 0)
+    np.testing.assert_array_equal(state.mean_state.step, 12)
     _, state = found['both']
     self.assertTrue(state.mean_state.server_residual['w'].any())
+
+  def test_keeps_dtypes(self):
+    params = {'w': jnp.zeros(80, jnp.bfloat16)}
+    data = compressions.make_data(8, 2, params)
+    seen = []
+
+    def look(updates, _):
+      seen.append(updates['w'].dtype)
+      return updates
+
+    tx = build(optax.stateless(look), update_compressor=SIGN)
+    updates, _ = compressions.run({'tx': tx}, 'vmap', data, params)['tx']
+
+    self.assertEqual(set(seen), {jnp.dtype('bfloat16')})
+    self.assertEqual(updates['w'].dtype, jnp.bfloat16)
 
   def test_padding_does_not_leak(self):
     params = {'w': jnp.zeros(65)}
