@@ -1,15 +1,17 @@
 """Times steps behind gates that accept, against the step without a gate.
 
 A step is `update` and `optax.apply_updates`, or `update_and_apply`, under
-`jax.jit` with donated parameters and state, on one device. "Collecting" is a
-call of `tower_reduce` that does not end a window; a window of four counts a
-quarter of its four calls. All programs run in turn in one process; beside each
+`jax.jit` with donated parameters and state, on the one shard of an axis.
+"Collecting" is a call of `tower_reduce` that does not end a window; a window of
+four counts a quarter of its four calls. A local step is one of `local_updates`
+without a meeting. All programs run in turn in one process; beside each
 ratio of the medians stands an interval that holds 95 % of bootstrap resamples
 of the rounds, and the second row is the plain step once more.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import time
 from typing import Any
 
 from absl import app
@@ -32,6 +34,11 @@ _ROUNDS = flags.DEFINE_integer(
     'rounds', 15, 'Timed runs of four steps of each program.', lower_bound=2
 )
 
+_CPU_TIME = flags.DEFINE_bool(
+    'cpu_time', False, 'Whether to take CPU time, in place of wall time.'
+)
+
+AXIS = 'data'
 STEPS = 4
 OPTIMIZERS = {
     'momentum': lambda: optax.sgd(0.1, momentum=0.9),
@@ -46,7 +53,12 @@ HEADER = (
 def gates(
     inner: optax.GradientTransformation,
 ) -> dict[str, optax.GradientTransformation]:
-  """Returns `inner` alone, twice, and behind each gate."""
+  """Returns `inner` alone, twice, behind each gate, and on its own."""
+  outer = optax.chain(
+      shard_transforms.cross_shard_mean(AXIS),
+      optax.sgd(0.7, momentum=0.9, nesterov=True),
+  )
+  local = shard_transforms.local_updates(inner, outer, AXIS, every=2**30)
   return {
       'plain': inner,
       'plain, A/A': inner,
@@ -54,6 +66,7 @@ def gates(
       'guard': shard_transforms.guard(inner),
       'collecting': shard_transforms.tower_reduce(2**30, inner),
       'window of four': shard_transforms.tower_reduce(4, inner),
+      'local step': local,
   }
 
 
@@ -78,9 +91,9 @@ def steps(
   def step(params, state, grads):
     return advance(tx, grads, state, params, local_step=0)
 
-  step = jax.jit(step, donate_argnums=(0, 1))
+  step = jax.jit(on_one_shard(step), donate_argnums=(0, 1))
   params, grads = make_params(0), make_params(1)
-  ends = [(params, tx.init(params))]
+  ends = [(params, jax.jit(on_one_shard(tx.init))(params))]
 
   def run():
     for _ in range(STEPS):
@@ -88,6 +101,17 @@ def steps(
     return ends[0]
 
   return run
+
+
+def on_one_shard(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Maps a function over the axis, of one shard."""
+  return jax.shard_map(
+      fn,
+      mesh=jax.make_mesh((1,), (AXIS,)),
+      in_specs=jax.P(),
+      out_specs=jax.P(),
+      check_vma=False,
+  )
 
 
 def make_params(seed: int) -> list[jax.Array]:
@@ -105,7 +129,8 @@ def rows(name: str) -> list[str]:
   ways = [apart, shard_transforms.update_and_apply]
   calls = [steps(way, tx) for tx in txs.values() for way in ways]
   timing.seconds_in_turn(calls, 1)
-  seconds = timing.seconds_in_turn(calls, _ROUNDS.value)
+  clock = time.process_time if _CPU_TIME.value else time.perf_counter
+  seconds = timing.seconds_in_turn(calls, _ROUNDS.value, clock=clock)
   plain = seconds[0]
   return [
       f'{name:10}{row:18}{1e3 * np.median(of_update) / STEPS:13.1f}'
