@@ -67,6 +67,7 @@ class Function:
       variables = self._variables
       with self._held():
         arrays = frames.read_all(variables)
+        self._wait_for(arrays)
         try:
           out, written = self._run(arrays, args, kwargs)
         except frames.Retraced:
@@ -105,6 +106,15 @@ class Function:
     jax.eval_shape(trace, list(known.values()), args, kwargs)
     self._is_built = True
     self._place()
+
+  def _wait_for(self, arrays):
+    """Waits for the call before, where this one sums over CPU devices.
+
+    JAX 0.10 aborts where a process has queued more than about 32 such calls,
+    and a loop that reads no result, as with `session.run(train_op)`, would.
+    """
+    if self._mesh is not None and jax.default_backend() == 'cpu':
+      jax.block_until_ready(arrays)
 
   def _held(self):
     """Holds the locks of the step, in a fixed order, so that none deadlocks."""

@@ -303,6 +303,23 @@ class FunctionTest(StepTest):
       self.assertEqual(facade.global_variables(), [])
     self.assertEqual(int(facade.get_global_step()), 1)
 
+  def test_a_call_that_sums_over_cpu_devices_waits_for_the_one_before(self):
+    opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(0.1))
+
+    def computation(x):
+      slow = jax.lax.fori_loop(0, 2_000_000, lambda i, y: y + i, x.sum())
+      return opt.minimize(lambda: jnp.sum(self.w * jnp.cos(slow)))
+
+    step = facade.function(
+        lambda x: facade.shard(computation, [x], num_shards=2)
+    )
+    step(np.ones((2, 3), np.float32))
+    first = self.w.value()
+
+    step(np.ones((2, 3), np.float32))
+
+    self.assertTrue(first.is_ready())
+
   def test_threads_may_call_it(self):
     opt = facade.GradientDescentOptimizer(0.5, use_locking=True)
     start = threading.Barrier(4)
