@@ -63,13 +63,22 @@ class NothingLostTest(parameterized.TestCase):
     }
     params = {'w': jnp.zeros((7, 19))}
     rng = np.random.default_rng(0)
-    data = {'w': rng.integers(-99, 99, (8, 12, 7, 19)).astype(np.float32)}
+    data = {'w': rng.integers(-99, 99, (8, 15, 7, 19)).astype(np.float32)}
+    # Means over 8, 4, 2 and 1 shards are exact; in the last steps none counts.
+    weight = np.zeros((8, 15), np.float32)
+    for step in range(12):
+      shards = rng.permutation(8)[: 8 >> step % 4]
+      weight[shards, step] = 1
+    clean = np.where(weight[..., None, None] > 0, data['w'], 0)
+    data['w'][weight == 0] = np.nan
 
-    found = compressions.run(exact, 'shard_map', data, params)
+    found = compressions.run(exact, 'shard_map', data, params, weight)
 
-    means = data['w'].astype(np.float64).mean(0)
+    num_shards = np.maximum(weight.sum(0), 1)[:, None, None]
+    means = clean.astype(np.float64).sum(0) / num_shards
     for name, (updates, state) in found.items():
       compressions.assert_nothing_lost(updates, state, means, 'w', 0)
+      np.testing.assert_array_equal(updates['w'][0, 12:], 0)
       if name == 'float32':
         np.testing.assert_array_equal(updates['w'][0], means)
 
