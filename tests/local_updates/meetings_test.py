@@ -405,16 +405,17 @@ class MeshTest(parameterized.TestCase):
         optax.adam(0.3), _outer(optax.sgd(0.7, 0.9)), AXIS, every=2
     )
     params = jnp.linspace(-1, 1, 6)
-    specs = shard_transforms.state_specs(tx, params, mesh, in_specs=P('model'))
     data = np.float32(np.random.default_rng(1).normal(size=(4, 3, 6)))
-    data[1, 0, 2] = np.nan
+    sick = data.copy()
+    sick[1, 0, 2] = np.nan
 
     def step(params, state, data):
       own = local_params(params, state)
       updates, state = tx.update(own - data[0], state, params)
       return optax.apply_updates(params, updates), state
 
-    def run(own_specs):
+    def run(own_specs, data):
+      specs = shard_transforms.state_specs(tx, params, mesh, in_specs=own_specs)
       mapped = jax.shard_map(
           step,
           mesh=mesh,
@@ -426,11 +427,17 @@ class MeshTest(parameterized.TestCase):
       found = params
       for i in range(3):
         found, state = jax.jit(mapped)(found, state, data[:, i])
-      return found, state
+      return found, state, specs
 
-    found, state = run(P('model'))
+    found, state, specs = run(P('model'), data)
+    expected, expected_state, _ = run(P(), data)
+    with_nan, _, _ = run(P('model'), sick)
 
     self.assertEqual(specs.own_params, P(AXIS, 'model'))
     self.assertEqual(state.own_params.shape, (4, 6))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        state.own_params, expected_state.own_params, rtol=1e-6
+    )
     # The mean has the NaN of one shard, in its own place alone.
-    self.assertEqual(np.flatnonzero(np.isnan(found)).tolist(), [2])
+    self.assertEqual(np.flatnonzero(np.isnan(with_nan)).tolist(), [2])
