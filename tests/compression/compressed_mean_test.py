@@ -373,6 +373,29 @@ class ResizeTest(parameterized.TestCase):
     np.testing.assert_array_equal(state[0].residual['w'], 0)
     np.testing.assert_array_equal(state[0].server_residual['w'], 0)
 
+  @pytest.mark.slow
+  def test_nothing_is_lost_where_the_compressor_changes(self):
+    params, mesh = {'w': jnp.zeros((7, 19))}, modes.mesh(8)
+    compressors = (
+        compression.quantize(8, block=32),
+        compression.scaled_sign(16),
+        compression.top_k(0.1, block=64),
+    )
+    state = shard_transforms.init_state(build(compressors[0]), params, mesh)
+    results, means = 0, []
+
+    for seed, compressor in enumerate(compressors):
+      data = compressions.make_data(8, 5, params, seed)
+      tx = build(compressor)
+      updates, state = compressions.go_on(tx, params, mesh, state, data)
+      results += np.asarray(updates['w'], np.float64).sum(0)
+      means.append(np.asarray(data['w'], np.float64).mean(0))
+    total = results + compressions.held_back(state, 'w', (7, 19))
+
+    expected = np.concatenate(means)
+    error = np.linalg.norm(total - expected.sum(0))
+    self.assertLess(error / np.linalg.norm(expected), 1e-5)
+
   def test_refuses_the_state_of_another_number_of_shards(self):
     tx = build(compression.scaled_sign(16))
     params = {'w': jnp.zeros((7, 19))}
