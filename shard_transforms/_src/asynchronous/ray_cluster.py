@@ -28,7 +28,7 @@ _MAX_DEATHS = 3
 # whether the parent process is alive.
 _RESTART_TIMEOUT = 60.0
 _BETWEEN_CALLS = 0.1
-_BETWEEN_LOOKS = 0.5
+_BETWEEN_LOOKS = 0.1
 # Kills a process group after a delay, and deletes a folder.
 _SWEEP = """
 import contextlib, os, shutil, signal, sys, time
