@@ -167,7 +167,8 @@ def function(fn: Callable[..., Any]) -> Function:
   inputs and outputs. Later calls with arguments of the same shapes and dtypes
   run what was compiled. As under `jax.jit`, Python code in `fn` runs while
   tracing only. The old arrays of variables are not donated, because other
-  threads may be reading them. `fn` runs in the graph that was the default when
+  threads may be reading them. A step that reduces over CPU devices waits for
+  the one before. `fn` runs in the graph that was the default when
   `function` was called, in any thread. Inside another `function` or a loss, it
   becomes part of that.
 

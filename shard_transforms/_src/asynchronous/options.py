@@ -1,4 +1,4 @@
-"""How an asynchronous run runs."""
+"""The options of an asynchronous run, checked."""
 
 from collections.abc import Callable
 import dataclasses

@@ -70,9 +70,9 @@ class Patience:
 
 
 def durations(records: np.ndarray) -> list[float]:
-  """Returns how long the gradients of a journal took at most.
+  """Returns about how long the gradients of a journal took, in seconds.
 
-  These are the times between what a worker has brought, which include those in
+  These are the times between the records of a worker, which include those in
   which it had to wait.
   """
   found = []
