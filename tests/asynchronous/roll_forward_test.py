@@ -1,4 +1,5 @@
 import math
+import time
 import unittest
 from unittest import mock
 
@@ -53,7 +54,10 @@ class Hanging(workers_lib.LocalWorkers):
 
   def wait(self, seconds):
     lost, self._replaced = self._replaced, []
-    return super().wait(seconds) + [workers_lib.Event(n) for n in lost]
+    events = super().wait(seconds) + [workers_lib.Event(n) for n in lost]
+    if not events:
+      time.sleep(0.01)
+    return events
 
   def replace(self, worker):
     self._hung.remove(worker)
@@ -73,10 +77,11 @@ class RollForwardTest(unittest.TestCase):
   def roll(self, workers, times=math.inf, max_attempts=99):
     server = parameter_server.ParameterServer(TX, asynchronous_cases.init())
     patience = patience_lib.Patience(times, [1e-3])
-    for _ in roll_forward.roll_forward(
+    turns = roll_forward.roll_forward(
         server, self.records, workers, patience, max_attempts
-    ):
-      pass
+    )
+    for turn, _ in enumerate(turns):
+      self.assertLess(turn, 2_000)
     return server.params, server.state
 
   @pytest.mark.slow
@@ -93,9 +98,12 @@ class RollForwardTest(unittest.TestCase):
   def test_batch_that_hangs_gets_another_worker(self):
     workers = Hanging(TASK, 2, batch=0, num_times=2)
 
-    asynchronous_cases.assert_same_bits(
-        self.roll(workers, times=4.0, max_attempts=3), self.result
-    )
+    with mock.patch.object(patience_lib.Patience, 'forget') as forget:
+      found = self.roll(workers, times=4.0, max_attempts=3)
+
+    asynchronous_cases.assert_same_bits(found, self.result)
+    # Those in their places compile again.
+    self.assertEqual(forget.call_count, 2)
 
   @mock.patch.object(patience_lib, '_COMPILATION', 0.0)
   @mock.patch.object(patience_lib, '_LEAST_HANG', 0.2)
