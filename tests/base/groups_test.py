@@ -11,7 +11,6 @@ import optax
 import cases
 import modes
 import shard_transforms
-from shard_transforms._src.base import groups as groups_lib
 
 FACTORIES = {
     'mean': shard_transforms.cross_shard_mean,
@@ -243,25 +242,3 @@ class GroupsTest(parameterized.TestCase):
     others = np.delete(np.arange(8), group)
     expected = _expected('sum', name, np.ones(8))['w']
     np.testing.assert_array_equal(updates[others], expected[others])
-
-
-class GridTest(parameterized.TestCase):
-
-  @cases.parameters(
-      (PARTITIONS['in_order'], (2, 4, 1)),
-      (PARTITIONS['strided'], (1, 2, 4)),
-      ([[0, 2], [1, 3], [4, 6], [5, 7]], (2, 2, 2)),
-      (PARTITIONS['one_for_all'], (1, 8, 1)),
-      (PARTITIONS['singletons'], (8, 1, 1)),
-      # In another order, the groups are the same.
-      ([[2, 3], [0, 1]], (2, 2, 1)),
-      # The rows of a group are in the order of its shards.
-      ([[1, 0], [3, 2]], None),
-      ([[0, 3], [1, 2]], None),
-      ([[0, 2], [1, 4], [3, 5]], None),
-      (PARTITIONS['uneven'], None),
-  )
-  def test_finds_the_grid_of_which_groups_are_an_axis(self, groups, grid):
-    groups = groups_lib.as_groups(groups)
-
-    self.assertEqual(groups_lib.grid(groups), grid)

@@ -1,6 +1,7 @@
 """`adasum`: averages parallel updates and adds orthogonal ones."""
 
 from collections.abc import Sequence
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -86,12 +87,14 @@ def adasum(
     is_cut = exchange.is_cut(leaves, axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
-    nodes = _Nodes(
-        _rows(scaled, axes, is_cut),
-        collectives.gather(jnp.stack(sizes), axes).T,
-    )
-    while nodes.sizes.shape[1] > 1:
-      nodes = _merge_neighbours(nodes, axes if is_cut else (), over)
+    rows = _rows(scaled, axes, is_cut)
+    sizes = collectives.gather(jnp.stack(sizes), axes).T
+    merge = functools.partial(_merge, axes if is_cut else (), over)
+    if is_cut:
+      nodes = merge(rows, sizes)
+    else:
+      # Else the compiler could divide the nodes among the shards again.
+      nodes = collectives.on_each_shard(merge, axes, rows, sizes)
     return _whole(nodes, leaves, axes, is_cut)
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
@@ -145,6 +148,14 @@ def _rows(leaves, axes, is_cut):
       exchange.levels(),
       num_shards,
   )
+
+
+def _merge(axes, over, rows, sizes):
+  """Returns the one node of the last level, given those of the first."""
+  nodes = _Nodes(rows, sizes)
+  while nodes.sizes.shape[1] > 1:
+    nodes = _merge_neighbours(nodes, axes, over)
+  return nodes
 
 
 def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:

@@ -121,15 +121,23 @@ def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   )
 
 
-def compiler_mesh(
-    x: jax.Array, axis: Hashable
+def vmapped_mesh(
+    x: jax.Array, axes: Sequence[Hashable]
 ) -> jax.sharding.AbstractMesh | None:
-  """Returns the mesh over an axis of which `jax.vmap` may shard an array."""
+  """Returns the mesh over whose `axes` the compiler shards what `vmap` maps.
+
+  Returns:
+    A mesh that is in use here, or on which the array is; `None` if its axes are
+    mapped otherwise, or if there are more shards than devices along one.
+  """
   kind = jax.sharding.AxisType.Auto
   for mesh in jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if kinds.get(axis) == kind:
-      return mesh if lax.axis_size(axis) % mesh.shape[axis] == 0 else None
+    if all(
+        kinds.get(axis) == kind and mesh.shape[axis] == lax.axis_size(axis)
+        for axis in axes
+    ):
+      return mesh
   return None
 
 
@@ -141,12 +149,10 @@ def on_own_mesh(x: jax.Array, axes: Sequence[Hashable]) -> bool:
   """
   if on_mapped_mesh(axes):
     return True
-  meshes = [compiler_mesh(x, axis) for axis in axes]
-  return all(
-      mesh is not None
-      and {a for a in mesh.axis_names if mesh.shape[a] > 1}.issubset(axes)
-      for mesh in meshes
-  )
+  mesh = vmapped_mesh(x, axes)
+  return mesh is not None and {
+      axis for axis in mesh.axis_names if mesh.shape[axis] > 1
+  }.issubset(axes)
 
 
 def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:

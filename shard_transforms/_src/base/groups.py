@@ -65,25 +65,6 @@ def is_even(groups: Groups) -> bool:
   return len({len(group) for group in groups}) == 1
 
 
-def grid(groups: Groups) -> tuple[int, int, int] | None:
-  """Returns the grid of shards of which groups are the middle axis, if any.
-
-  Returns:
-    Blocks, the size of a group, and a stride, of shards in order; or `None`.
-  """
-  size = len(groups[0])
-  num_shards = sum(map(len, groups))
-  stride = groups[0][1] - groups[0][0] if size > 1 else 1
-  if not is_even(groups) or stride < 1 or num_shards % (size * stride):
-    return None
-  shards = np.arange(num_shards).reshape(-1, size, stride)
-  in_grid = shards.transpose(0, 2, 1).reshape(-1, size).tolist()
-  if sorted(map(list, groups)) != in_grid:
-    return None
-  blocks, *_ = shards.shape
-  return blocks, size, stride
-
-
 def group_of_shard(groups: Groups) -> np.ndarray:
   """Returns where each shard's group is in `groups` [number of shards]."""
   found = {shard: i for i, group in enumerate(groups) for shard in group}

@@ -23,6 +23,8 @@ from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
 
+_on_mesh = vmapped_collectives.on_mesh
+
 _PIECE_BYTES = 256 * 1024
 
 
@@ -74,8 +76,13 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
   Raises:
     NotImplementedError: If JAX has no sum here.
   """
+  if not axes:
+    return x
   with _explaining(x, axes):
-    return lax.psum(x, axes) if axes else x
+    if len(axes) == 1:
+      return lax.psum(x, axes)
+    # The compiler would sum over axes of `vmap` one by one, and send more.
+    return _on_mesh(lax.psum, x, axes, is_same=True)
 
 
 def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
@@ -94,10 +101,11 @@ def psum_in_groups(
     x: jax.Array, axis: Hashable, groups: groups_lib.Groups
 ) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
-  if _can_group(axis, groups):
+  if _can_group(x, axis, groups):
     return _scatter_and_gather(x, axis, (), groups)
-  total = vmapped_collectives.psum_in_groups(x, axis, groups)
-  return _psum_one_hot(x, axis, groups) if total is None else total
+  if groups_lib.is_even(groups) and _is_untyped_on_mesh(x, axis):
+    return _on_mesh(lax.psum, x, axis, axis_index_groups=groups)
+  return _psum_one_hot(x, axis, groups)
 
 
 def scatter(
@@ -115,13 +123,9 @@ def scatter(
     NotImplementedError: If JAX has no sum here.
   """
   if groups is not None:
-    if _can_group(axes[0], groups):
-      return lax.psum_scatter(rows, axes[0], axis_index_groups=groups)
-    row = vmapped_collectives.scatter_in_groups(rows, axes[0], groups)
-    if row is None:
-      rows = psum_in_groups(rows, axes[0], groups)
-      row = rows[row_index(axes, groups)]
-    return row
+    if _can_group(rows, axes[0], groups):
+      return _on_mesh(lax.psum_scatter, rows, axes[0], axis_index_groups=groups)
+    return psum_in_groups(rows, axes[0], groups)[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
   sizes = map(lax.axis_size, left)
   rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
@@ -143,10 +147,8 @@ def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
   Raises:
     NotImplementedError: If JAX has no sum here.
   """
-  if jax.default_backend() == 'cpu' and vmapped_collectives.is_sharded(x, axis):
-    return vmapped_collectives.scatter_along(x, axis, dimension)
   with _explaining(x, (axis,)):
-    return lax.psum_scatter(x, axis, scatter_dimension=dimension)
+    return _on_mesh(lax.psum_scatter, x, axis, scatter_dimension=dimension)
 
 
 def gather(
@@ -163,13 +165,10 @@ def gather(
     An array of shape [number of shards, ...], or [size of a group, ...].
   """
   if groups is not None:
-    if _can_group(axes[0], groups):
-      return lax.all_gather(row, axes[0], axis_index_groups=groups)
-    rows = vmapped_collectives.gather_in_groups(row, axes[0], groups)
-    if rows is None:
-      members = jnp.asarray(groups)[_group_index(axes[0], groups)]
-      rows = lax.all_gather(row, axes[0])[members]
-    return rows
+    if _can_group(row, axes[0], groups):
+      return _on_mesh(lax.all_gather, row, axes[0], axis_index_groups=groups)
+    members = jnp.asarray(groups)[_group_index(axes[0], groups)]
+    return lax.all_gather(row, axes[0])[members]
   order, gathered, rows = axes_lib.in_mesh_order(axes), set(), row
   for axis in axes:
     before = order[: order.index(axis)]
@@ -188,9 +187,13 @@ def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
     axes: The mapped axes.
   """
   order = axes_lib.in_mesh_order(axes)
-  if not axes_lib.on_mapped_mesh(axes):
+  if not axes_lib.on_own_mesh(rows, axes):
     return _exchange_by_axes(rows, order)
-  return _in_pieces(lambda rows: lax.all_to_all(rows, order, 0, 0), rows)
+
+  def send(rows, axes):
+    return _in_pieces(lambda rows: lax.all_to_all(rows, axes, 0, 0), rows)
+
+  return _on_mesh(send, rows, order)
 
 
 def gather_flat(row: jax.Array, axes: Axes) -> jax.Array:
@@ -203,9 +206,9 @@ def gather_flat(row: jax.Array, axes: Axes) -> jax.Array:
   return _in_pieces(lambda row: gather(row, axes), row)
 
 
-def on_each_shard(fn: Callable[..., Any], axes: Axes, *arrays: Any) -> Any:
-  """Returns `fn(*arrays)`, of which the compiler moves nothing."""
-  return vmapped_collectives.on_each_shard(fn, axes, *arrays)
+def on_each_shard(fn: Callable[..., Any], axes: Axes, *trees: Any) -> Any:
+  """Returns `fn(*trees)`, of which the compiler moves nothing."""
+  return vmapped_collectives.on_each_shard(fn, axes, *trees)
 
 
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
@@ -240,10 +243,16 @@ def _explaining(x, axes):
     ) from error
 
 
-def _can_group(axis, groups):
-  # JAX has no grouped collective under `vmap`, and flattening would gather what
-  # is sharded over a mesh axis that is not mapped.
-  return groups_lib.is_even(groups) and axes_lib.on_mapped_mesh([axis])
+def _can_group(x, axis, groups):
+  # `vmap` without a mesh has no grouped collective, and flattening would gather
+  # what is sharded over a mesh axis that is not mapped.
+  return groups_lib.is_even(groups) and axes_lib.on_own_mesh(x, (axis,))
+
+
+def _is_untyped_on_mesh(x, axis):
+  # JAX has no `psum` in groups where types tell what varies.
+  is_vmapped = axes_lib.vmapped_mesh(x, (axis,)) is not None
+  return is_vmapped or axis in axes_lib.untracked_axes()
 
 
 def _group_index(axis, groups):
@@ -260,12 +269,19 @@ def _scatter_and_gather(x, axis, others, groups=None):
 
 
 def _exchange_by_axes(rows, order):
-  """Returns what `exchange` does where an axis is that of `vmap`."""
+  """Returns what `exchange` does where a mesh has other axes, or none."""
   sizes = map(lax.axis_size, order)
   parts = lax.reshape(rows, (*sizes, rows.shape[1]))
   for dimension, axis in enumerate(order):
-    parts = vmapped_collectives.exchange_along(parts, axis, dimension)
+    parts = _exchange_along(parts, axis, dimension)
   return lax.reshape(parts, rows.shape)
+
+
+def _exchange_along(x, axis, dimension):
+  # Of what `vmap` types as the same on all shards, JAX makes an array of
+  # another shape.
+  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
+  return _on_mesh(lax.all_to_all, x, axis, dimension, dimension)
 
 
 def _in_pieces(send, rows):
@@ -288,11 +304,9 @@ def _in_pieces(send, rows):
 
 def _all_gather(x, axis, dimension):
   """Gathers; the result is typed as the same on all shards, if tracked."""
-  if vmapped_collectives.is_sharded(x, axis):
-    return vmapped_collectives.gather(x, axis, dimension)
   if axes_lib.is_tracked(axis):
     return lax.all_gather(x, axis, axis=dimension, to='invarying')
-  return lax.all_gather(x, axis, axis=dimension)
+  return _on_mesh(lax.all_gather, x, axis, axis=dimension, is_same=True)
 
 
 def _psum_one_hot(x, axis, groups):

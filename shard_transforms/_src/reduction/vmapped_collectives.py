@@ -1,165 +1,197 @@
-"""Collectives over an axis of `jax.vmap` that the compiler shards.
+"""Collectives over axes of `jax.vmap` that the compiler shards over a mesh.
 
-There a collective is an operation on arrays with one more axis, and what is
-sent is up to XLA's partitioner, which looks at how arrays are sharded before
-and after an operation. The functions here say how, so that it sends no more
-than a collective does.
+There JAX makes operations on arrays with one more axis of a collective, and
+what is sent is up to XLA's partitioner: often more than the collective sends.
+`jax.vmap` also has none in groups. So what is here is mapped by
+`jax.shard_map`, once `jax.vmap` maps it, and is a collective of the mesh.
 """
 
 from collections.abc import Callable
 from collections.abc import Hashable
-from collections.abc import Sequence
-import functools
+import dataclasses
 from typing import Any
 
 import jax
+from jax import custom_batching
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import groups as groups_lib
+
+Axes = tuple[Hashable, ...]
 
 
-def is_sharded(x: jax.Array, axis: Hashable) -> bool:
-  """Whether `axis`, a bound one, is of `jax.vmap` and of the mesh of `x`."""
-  return axes_lib.compiler_mesh(x, axis) is not None
-
-
-def on_each_shard(
-    fn: Callable[..., Any],
-    axes: Sequence[Hashable],
+def on_mesh(
+    collective: Callable[..., jax.Array],
     x: jax.Array,
-    *rest: Any,
-) -> Any:
-  """Returns `fn(x, *rest)`, which each shard computes of what is its own.
+    axes: Hashable | Axes,
+    *args: Any,
+    is_same: bool = False,
+    **kwargs: Any,
+) -> jax.Array:
+  """Returns `collective(x, axes, ...)`, that of the mesh if there is one.
+
+  Args:
+    collective: A linear function of an array that sends it over mapped axes.
+    x: A shard's own.
+    axes: One or more mapped axes, in any mode.
+    *args: What `collective` takes beside.
+    is_same: Whether the result is the same on all shards.
+    **kwargs: What `collective` takes beside.
+  """
+
+  def fn(x):
+    return collective(x, axes, *args, **kwargs)
+
+  names = axes_lib.as_axes(axes)
+  mesh = axes_lib.vmapped_mesh(x, names)
+  if mesh is None:
+    return fn(x)
+  vmapped = _vmapped(mesh, x)
+  # Only the `jax.vmap` of an axis maps its index: so the rule knows it.
+  indices = tuple(map(lax.axis_index, vmapped))
+  same = names if is_same else ()
+  on_shards = _Collective(
+      fn, jax.eval_shape(fn, x), mesh, names, same, vmapped, vmapped
+  )
+  return _linear(on_shards, fn, x, indices)
+
+
+def on_each_shard(fn: Callable[..., Any], axes: Axes, *trees: Any) -> Any:
+  """Returns `fn(*trees)`, which each shard computes of what is its own.
 
   Else the partitioner gathers what some operations take, such as `lax.top_k`.
   """
-  meshes = [axes_lib.compiler_mesh(x, axis) for axis in axes]
-  if all(mesh is not None for mesh in meshes):
+  first, *_ = jax.tree.leaves(trees)
+  mesh = axes_lib.vmapped_mesh(first, axes)
+  if mesh is not None:
     # `spmd_axis_name` adds the axes to the specs.
     fn = jax.shard_map(
         fn,
-        mesh=meshes[0],
-        axis_names=set(axes),
+        mesh=mesh,
+        axis_names=set(_vmapped(mesh, first)),
         in_specs=P(),
         out_specs=P(),
         check_vma=False,
     )
-  return fn(x, *rest)
+  return fn(*trees)
 
 
-def exchange_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
-  """Returns what all shards have for this one, along a dimension.
+def _vmapped(mesh, x):
+  """Returns the axes of a mesh that are those of `jax.vmap`.
 
-  Else the partitioner would move behind it what is then done by each shard: in
-  place of the bytes that a compressor makes, it would send the sum of all.
+  Some may be none of a collective. But JAX cannot map by them, later on, what
+  `jax.shard_map` has mapped by others.
   """
-  # Of what is the same on all shards, JAX makes an array of another shape.
-  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
-  parts = lax.all_to_all(_per_shard(x, axis), axis, dimension, dimension)
-  return _per_shard(parts, axis)
+  return tuple(
+      axis
+      for axis in mesh.axis_names
+      if axes_lib.is_bound(axis) and axes_lib.vmapped_mesh(x, (axis,))
+  )
 
 
-def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
-  """Returns each shard's part of the sum of `x`, as `collectives` does.
+def _linear(collective, traced, x, indices):
+  """Returns what `collective` does, so that it can be transposed.
 
-  Each part is sent to the shard that sums it. Of `lax.psum_scatter`, XLA on CPU
-  makes an all-reduce, of which each shard then takes its part.
+  JAX transposes nothing that has a rule of its own for `jax.vmap`.
   """
-  return exchange_along(x, axis, dimension).sum(dimension)
+  kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+  def transposed(cotangent):
+    return jax.linear_transpose(collective.fn, kind)(cotangent)[0]
+
+  def backward(indices, cotangent):
+    for axis, index in zip(collective.vmapped, indices, strict=True):
+      # Outside of the `jax.vmap` of an axis, there is one cotangent of what is
+      # the same along it, not one of each shard.
+      if axis in collective.same and not axes_lib.is_bound(axis):
+        cotangent = jnp.where(index == 0, cotangent, 0)
+    back = dataclasses.replace(collective, fn=transposed, kind=kind, same=())
+    return _linear(back, back.zeros, cotangent, indices), None
+
+  @jax.custom_vjp
+  def call(x, indices):
+    return collective(traced, x, indices)
+
+  call.defvjp(lambda x, indices: (call(x, indices), indices), backward)
+  return call(x, indices)
 
 
-def gather(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
-  """Returns what all shards have, along a dimension."""
-  rows = lax.all_gather(_per_shard(x, axis), axis, axis=dimension)
-  # Else the partitioner goes on with them sharded, and gathers more later.
-  spec: list = [P.UNCONSTRAINED] * rows.ndim
-  spec[dimension] = None
-  return _sharded(rows, axis, P(*spec))
+@dataclasses.dataclass(frozen=True)
+class _Collective:
+  """A function of each shard's array, of which `jax.vmap` has mapped axes.
 
+  Attributes:
+    fn: The function, of one shard's array.
+    kind: The shape and dtype of its result.
+    mesh: The mesh.
+    axes: The axes of its collectives.
+    same: Those of them along which its result is the same.
+    vmapped: The axes of the mesh that `jax.vmap` maps.
+    left: Those of them that it has not mapped yet.
+    mapped: The axes of the leading dimensions that the array has more. So has
+      the result, but for `same`.
+  """
 
-def psum_in_groups(
-    x: jax.Array, axis: Hashable, groups: groups_lib.Groups
-) -> jax.Array | None:
-  """Returns the sum over each shard's own group, if groups lie in a grid."""
-  grid = _grid(x, axis, groups)
-  if grid is None:
-    return None
-  rows = _rows(x, axis)
-  in_grid = rows.reshape(*grid, *x.shape)
-  sums = jnp.broadcast_to(in_grid.sum(1, keepdims=True), in_grid.shape)
-  return _own_row(sums.reshape(rows.shape), axis)
+  fn: Callable[[jax.Array], jax.Array]
+  kind: jax.ShapeDtypeStruct
+  mesh: jax.sharding.AbstractMesh
+  axes: Axes
+  same: Axes
+  vmapped: Axes
+  left: Axes
+  mapped: Axes = ()
 
+  def __call__(self, traced, x, indices):
+    """Returns what the function does; `traced` is what JAX takes it for."""
+    if not self.left:
+      traced = self._by_shard_map
+    call = custom_batching.custom_vmap(lambda x, _: traced(x))
+    call.def_vmap(self._vmap)
+    return call(x, indices)
 
-def scatter_in_groups(
-    rows: jax.Array, axis: Hashable, groups: groups_lib.Groups
-) -> jax.Array | None:
-  """Returns each shard's row of the sum over its group, if that is a block."""
-  grid = _grid(rows, axis, groups)
-  # Where other shards are in between, the partitioner gathers all rows.
-  if grid is None or grid[2] > 1:
-    return None
-  blocks, size, _ = grid
-  every = _rows(rows, axis).reshape(blocks, size, *rows.shape)
-  parts = jnp.swapaxes(every, 1, 2).reshape(-1, *rows.shape)
-  return _own_row(parts, axis).sum(0)
+  @property
+  def _leading(self):
+    return tuple(axis for axis in self.mapped if axis not in self.same)
 
+  def zeros(self, _):
+    """Returns zeros of the type of the result."""
+    sizes = [self.mesh.shape[axis] for axis in self._leading]
+    return jnp.zeros((*sizes, *self.kind.shape), self.kind.dtype)
 
-def gather_in_groups(
-    row: jax.Array, axis: Hashable, groups: groups_lib.Groups
-) -> jax.Array | None:
-  """Returns the rows of each shard's own group, if groups lie in a grid."""
-  grid = _grid(row, axis, groups)
-  if grid is None:
-    return None
-  blocks, size, stride = grid
-  in_groups = jnp.moveaxis(_rows(row, axis).reshape(*grid, *row.shape), 1, 2)
-  shape = blocks, size, stride, size, *row.shape
-  every = jnp.broadcast_to(in_groups[:, None], shape)
-  return _own_row(every.reshape(-1, size, *row.shape), axis)
+  def _by_shard_map(self, x):
+    def on_shard(x):
+      out = self.fn(lax.squeeze(x, range(len(self.mapped))))
+      return lax.expand_dims(out, range(len(self._leading)))
 
+    return jax.shard_map(
+        on_shard,
+        mesh=self.mesh,
+        axis_names=set(self.vmapped),
+        in_specs=P(*self.mapped),
+        out_specs=P(*self._leading),
+        check_vma=False,
+    )(x)
 
-def _grid(x, axis, groups):
-  return groups_lib.grid(groups) if is_sharded(x, axis) else None
+  def _vmap(self, size, are_mapped, x, indices):
+    is_mapped, is_index_mapped = are_mapped
+    for axis, is_this in zip(self.vmapped, is_index_mapped, strict=True):
+      if is_this:
+        return self._vmap_axis(axis, size, is_mapped, x, indices)
+    # Another `jax.vmap` is inside of those of the axes, between or outside.
+    kind = jax.ShapeDtypeStruct((size, *self.kind.shape), self.kind.dtype)
+    each = dataclasses.replace(self, fn=jax.vmap(self.fn), kind=kind)
+    out = each(each.zeros, jnp.moveaxis(x, 0, len(self.mapped)), indices)
+    return jnp.moveaxis(out, len(self._leading), 0), True
 
-
-def _rows(x, axis):
-  """Returns what all shards have, [number of shards, ...], each where it is."""
-  return _one_a_shard(lax.all_gather(x, axis), axis)
-
-
-def _own_row(rows, axis):
-  """Returns each shard's own of rows that are the same on all shards."""
-  # As if the first handed them out: of an index, the partitioner does not know
-  # that it is that of the shard.
-  is_first = lax.axis_index(axis) == 0
-  rows = jnp.where(is_first, _one_a_shard(rows, axis), 0)
-  return _per_shard(lax.all_to_all(rows, axis, 0, 0)[0], axis)
-
-
-def _one_a_shard(rows, axis):
-  """Says that the rows of what is the same for all shards are divided."""
-  return _sharded(rows, axis, P(axis, *[P.UNCONSTRAINED] * (rows.ndim - 1)))
-
-
-def _per_shard(x, axis):
-  """Says that each shard has its own: `spmd_axis_name` adds the axis."""
-  return _sharded(x, axis, P(*[P.UNCONSTRAINED] * x.ndim))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _sharded(x, axis, spec):
-  mesh = axes_lib.compiler_mesh(x, axis)
-  if mesh is None:
-    return x
-  return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-@_sharded.defjvp
-def _(axis, spec, primals, tangents):
-  # Backward, JAX refuses to map a spec that names the axis: what is the same
-  # for all shards has a cotangent of each.
-  return _sharded(*primals, axis, spec), *tangents
+  def _vmap_axis(self, axis, size, is_mapped, x, indices):
+    if axis in self.axes and not is_mapped:
+      x, is_mapped = jnp.broadcast_to(x, (size, *x.shape)), True
+    mapped = dataclasses.replace(
+        self,
+        left=tuple(left for left in self.left if left != axis),
+        mapped=(axis, *self.mapped) if is_mapped else self.mapped,
+    )
+    out = mapped(mapped.zeros, x, indices)
+    return out, is_mapped and axis not in self.same
