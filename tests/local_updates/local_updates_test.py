@@ -68,6 +68,34 @@ def _train(tx, params, own, apply=False, loss=_loss, weights=None, **kwargs):
   return *seen, state
 
 
+class DerivativeTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.MODES, apply=(False, True))
+  def test_backward_is_forward(self, mode, apply):
+    tx = local_updates(
+        optax.sgd(0.1), _mean(optax.sgd(0.7, 0.9)), AXIS, every=2
+    )
+
+    def trained(own, params):
+      seen, _, _ = _train(tx, params, own, apply)
+      return (1 + lax.axis_index(AXIS)) * sum(map(jnp.sum, seen.values()))
+
+    def shard(params, own):
+      direction = jnp.cos(own)
+      backward = jnp.sum(jax.grad(trained)(own, params) * direction)
+      forward = jax.jvp(lambda own: trained(own, params), (own,), (direction,))[
+          1
+      ]
+      return lax.psum(backward, AXIS), forward
+
+    own = np.float32(CENTRES.swapaxes(0, 1))
+
+    backward, forward = modes.map_shards(mode, shard)(_params(), own)
+
+    self.assertGreater(np.abs(backward).min(), 0.1)
+    np.testing.assert_allclose(backward, [forward.sum()] * SHARDS, rtol=1e-4)
+
+
 class MethodTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MODES, apply=(False, True))

@@ -159,19 +159,58 @@ class UpdateAndApplyTest(parameterized.TestCase):
     ones = jax.tree.map(jnp.ones_like, params())
     self.assertEqual(jax.grad(loss)(ones)['b'], -0.5)
 
-  def test_towers_are_differentiated_forward(self):
+  @cases.product(
+      advance=(apart, shard_transforms.update_and_apply),
+      wrap=(lambda fn: fn, jax.jit, jax.checkpoint),
+  )
+  def test_towers_are_differentiated(self, advance, wrap):
     tx = tower_reduce(2, optax.sgd(0.5))
 
     def loss(grads):
       after, state = params(), tx.init(params())
       for _ in range(2):
-        after, state = shard_transforms.update_and_apply(
-            tx, grads, state, after
-        )
+        after, state = wrap(functools.partial(advance, tx))(grads, state, after)
       return after['b']
 
     ones = jax.tree.map(jnp.ones_like, params())
     self.assertEqual(jax.jvp(loss, (ones,), (ones,))[1], -0.5)
+    self.assertEqual(jax.grad(loss)(ones)['b'], -0.5)
+
+  @cases.product(
+      advance=(apart, shard_transforms.update_and_apply),
+      closes_over=(False, True),
+  )
+  def test_towers_are_differentiated_by_all_that_inner_reads(
+      self, advance, closes_over
+  ):
+    def scaled(known):
+      def update(updates, state, params=None, *, scale):
+        _, key = state
+        scale = known if closes_over else scale
+        return scale * updates * params, (updates + params, key)
+
+      return optax.GradientTransformationExtraArgs(
+          lambda params: (params, jax.random.key(0)), update
+      )
+
+    @jax.jit
+    def after_two(grad, param, scale):
+      tx = tower_reduce(2, scaled(scale))
+      state = tx.init(param)
+      for _ in range(2):
+        param, state = advance(tx, grad, state, param, scale=scale)
+      return param + 10 * state.inner_state[0]
+
+    given = 3.0, 5.0, 7.0
+    found = jax.grad(after_two, argnums=(0, 1, 2))(*given)
+
+    # Of param + scale * grad * param + 10 * (grad + param).
+    self.assertEqual(found, (5 * 7 + 10, 1 + 3 * 7 + 10, 3 * 5))
+    names = str(jax.make_jaxpr(after_two)(*given))
+    # JAX could not differentiate a loop by what it closes over.
+    self.assertEqual(
+        (' while[' in names, ' cond[' in names), (not closes_over, closes_over)
+    )
 
   def test_leaves_out_what_a_transformation_does_not_take(self):
     tx = optax.sgd(0.5)

@@ -275,7 +275,7 @@ def _collectives(jaxpr, in_branch=False):
     for below in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
       if _is_jaxpr(below):
         below = getattr(below, 'jaxpr', below)
-        found = _collectives(below, in_branch or name == 'cond')
+        found = _collectives(below, in_branch or name in ('cond', 'while'))
         outside += found[0]
         inside += found[1]
   return outside, inside

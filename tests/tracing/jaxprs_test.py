@@ -101,6 +101,32 @@ class FlattenTest(parameterized.TestCase):
     self.assertCountEqual(bodies['while'], [['lt'], ['exp']])
     self.assertEqual(bodies['cond'], [['tan'], ['cos']])
 
+  @cases.parameters(jaxprs.GATE, 'other')
+  def test_a_gate_becomes_a_branch(self, scope):
+    def fn(x, y):
+      with jax.named_scope(scope):
+        return lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (jnp.zeros_like(carry[0]), jnp.sin(carry[1]) * y),
+            (x > 0, x),
+        )[1]
+
+    program = _flatten(fn, 1.0, 2.0)
+
+    decided, step = program.steps
+    if scope == 'other':
+      self.assertEqual(step.name, 'while')
+      return
+    self.assertEqual(step.name, 'cond')
+    self.assertIs(step.inputs[0], decided.outputs[0])
+    y, x = program.inputs[::-1]
+    self.assertEqual(step.inputs[1:], (y, decided.outputs[0], x))
+    skipped, run = step.bodies
+    self.assertEmpty(skipped.steps)
+    self.assertEqual(skipped.outputs, skipped.inputs[1:])
+    self.assertEqual(_names(run), ['sin', 'mul'])
+    self.assertIs(run.steps[1].inputs[1], run.inputs[0])
+
   def test_carry_of_a_scan_is_what_it_hands_on(self):
     def fn(x, ys):
       def turn(carry, y):

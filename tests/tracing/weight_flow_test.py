@@ -6,6 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
+from shard_transforms._src.tracing import gating
 from shard_transforms._src.tracing import weight_flow
 
 AXIS = 'data'
@@ -28,6 +29,15 @@ def in_loop(fn):
   return lambda u, w: lax.fori_loop(0, 2, lambda _, u: fn(u, w), u)
 
 
+def in_gate(fn):
+  def update(u, w):
+    return gating.Gate(applies=False).run_or_skip(
+        w > 0, lambda *given: (fn(*given[2:]), ()), (), (), u, w, seldom=True
+    )[0]
+
+  return update
+
+
 @jax.jit
 def total(x):
   return lax.psum(x, AXIS)
@@ -41,6 +51,8 @@ class WeightFlowTest(parameterized.TestCase):
       (jax.jit(by_hand), True, True),
       (in_branch(by_weight), False, False),
       (in_branch(by_hand), True, False),
+      (in_gate(by_weight), False, False),
+      (in_gate(by_hand), True, True),
       (lambda u, w: by_weight(u, w) + by_hand(u, w), True, False),
       (lambda u, w: total(u * w) + total(u), True, False),
       (lambda u, w: u, False, True),

@@ -612,7 +612,8 @@ def _count_psums(jaxpr, in_branch=False):
     for below in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
       if _is_jaxpr(below):
         below = getattr(below, 'jaxpr', below)
-        counts += _count_psums(below, in_branch or name == 'cond')
+        is_branch = name in ('cond', 'while')
+        counts += _count_psums(below, in_branch or is_branch)
   return counts
 
 

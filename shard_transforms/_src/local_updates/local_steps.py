@@ -15,7 +15,6 @@ from shard_transforms._src.local_updates import local_state
 from shard_transforms._src.tracing import gating
 from shard_transforms._src.tracing import shard_flow
 
-# As part of meetings, which are loops too, a step has no derivative backward.
 _LOOP = gating.Gate(applies=True)
 
 

@@ -191,20 +191,18 @@ def _collectives(program):
           inner,
           key=lambda branch: report_table.WireReport(tuple(branch)).total_bytes,
       )
-      found += [dataclasses.replace(c, conditional=True) for c in dearest]
+      turns: dict[str, Any] = {'conditional': True}
+      if meeting := meeting_scopes.parse(step.scope):
+        turns |= {'every': meeting.every, 'meeting': meeting.number}
+      found += [dataclasses.replace(c, **turns) for c in dearest]
     elif step.name == 'scan':
       length = step.params['length']
       found += [
           dataclasses.replace(c, times=length * c.times) for c in inner[0]
       ]
     elif step.name == 'while':
-      turns: dict[str, Any] = {
-          'conditional' if step.is_gate else 'in_while': True
-      }
-      if meeting := meeting_scopes.parse(step.scope):
-        turns |= {'every': meeting.every, 'meeting': meeting.number}
       found += [
-          dataclasses.replace(c, **turns) for c in itertools.chain(*inner)
+          dataclasses.replace(c, in_while=True) for c in itertools.chain(*inner)
       ]
     elif step.name in report_table.SENT and step.axes:
       found.append(_collective(step))

@@ -28,10 +28,7 @@ def update_and_apply(
 
   The compiler may round differently: a parameter can differ in its last bit
   from that of `tx.update` and `optax.apply_updates`. A parameter of -0.0 stays
-  -0.0 in a skipped step, where adding zeros turns it into 0.0. Steps of
-  `tower_reduce` can be differentiated forward (`jax.jvp`) and not backward
-  (`jax.grad`): use `tx.update` for that. (Those of `local_updates` can not be
-  differentiated backward either way.)
+  -0.0 in a skipped step, where adding zeros turns it into 0.0.
 
   Args:
     tx: The transformation.

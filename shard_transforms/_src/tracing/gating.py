@@ -134,14 +134,16 @@ class Gate:
       state: optax.OptState,
       params: optax.Params | None,
       *args: Any,
+      extra_args: Mapping[str, Any] | None = None,
       check: Callable[[jax.extend.core.Jaxpr], None] | None = None,
       seldom: bool = False,
   ) -> tuple[Any, Any]:
-    """Returns `run(state, params, *args)` where `accept`, else what was before.
+    """Returns what `run` does where `accept`, else what was before.
 
-    `run` may hold collectives, so `accept` must be the same on all shards. It
-    is traced once; on a skip nothing of it is executed, and `state` keeps its
-    bits, as do `params` where `run` gives parameters.
+    `run(state, params, *args, **extra_args)` may hold collectives, so `accept`
+    must be the same on all shards. It is traced once; on a skip nothing of it
+    is executed, and `state` keeps its bits, as do `params` where `run` gives
+    parameters.
 
     Args:
       accept: Whether to run, bool [].
@@ -149,6 +151,7 @@ class Gate:
       state: Tree of arrays.
       params: The parameters.
       args: Trees of arrays that it takes as well.
+      extra_args: What it takes by name, which need not be arrays.
       check: Looks at what `run` does, and raises if it must not.
       seldom: Whether most steps are skipped, so that these should cost least.
 
@@ -165,38 +168,59 @@ class Gate:
           'Whether a transformation runs must be decided alike on all shards,'
           f' but the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
       )
-    if not self.applies:
-      run, params = _with_params(run, params), None
+
+    def run_with(given, state, own, *args):
+      params, extra_args = given
+      return run(state, own if self.applies else params, *args, **extra_args)
+
+    own = params if self.applies else None
+    given = None if self.applies else params, dict(extra_args or {})
+    run_with, arrays = _of_arrays(run_with, given)
     # JAX keeps the program of what it compiles: it is not traced once more.
-    run = jax.jit(run)
-    traced = run.trace(state, params, *args)
+    run_with = jax.jit(run_with)
+    traced = run_with.trace(arrays, state, own, *args)
     kinds = traced.jaxpr.out_avals
     gate_checks.check_state(state, traced.out_info[1], kinds)
     if check is not None:
       check(traced.jaxpr.jaxpr)
-    before, treedef = jax.tree.flatten((params, state))
+    before, treedef = jax.tree.flatten((own, state))
 
-    def run_leaves(before):
-      params, state = treedef.unflatten(before)
-      return jax.tree.leaves(run(state, params, *args))
+    def run_leaves(before, arrays, *args):
+      own, state = treedef.unflatten(before)
+      return jax.tree.leaves(run_with(arrays, state, own, *args))
 
-    in_loop = self.applies and seldom
-    outputs = _chosen(accept, run_leaves, before, kinds, in_loop)
+    read = arrays, *args
+    # Of what `run` closes over, JAX makes inputs of its program.
+    num_given = len(before) + len(jax.tree.leaves(read))
+    in_loop = seldom and len(traced.jaxpr.in_avals) == num_given
+    outputs = _chosen(accept, run_leaves, before, read, kinds, in_loop)
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), outputs)
 
 
-def _with_params(run, params):
-  """Returns `run` with parameters as they are, which need not be arrays."""
-  return lambda state, _, *args: run(state, params, *args)
+def _of_arrays(fn, given):
+  """Returns `fn` as a function of the arrays in `given`, and these arrays.
+
+  What else is in its first argument `given`, such as functions, stays there.
+  """
+  leaves_given, treedef = jax.tree.flatten(given)
+  arrays = [x if isinstance(x, jax.Array) else None for x in leaves_given]
+
+  def of_arrays(arrays, *args):
+    pairs = zip(leaves_given, arrays, strict=True)
+    filled = [x if array is None else array for x, array in pairs]
+    return fn(treedef.unflatten(filled), *args)
+
+  return of_arrays, arrays
 
 
-def _chosen(accept, run, before, kinds, in_loop):
+def _chosen(accept, run, before, read, kinds, in_loop):
   """Returns the leaves that `run` gives where `accept`, else those before.
 
   Args:
     accept: Whether to run, bool [].
     run: Takes leaves, and gives those that take their place, behind updates.
     before: The leaves; where they stay, the updates are zero.
+    read: What `run` takes beside.
     kinds: The types of all that `run` gives.
     in_loop: Whether a loop decides, in place of a condition.
   """
@@ -205,19 +229,30 @@ def _chosen(accept, run, before, kinds, in_loop):
   if_run = list(map(_varying, kinds))
   if_skipped = [()] * len(zeros) + list(map(_varying, before))
 
-  def accepted(before):
-    return list(map(axes_lib.mark_varying, run(before), if_skipped))
+  def accepted(before, read):
+    return list(map(axes_lib.mark_varying, run(before, *read), if_skipped))
 
-  def skipped(before):
+  def skipped(before, _):
     zero = functools.cache(axes_lib.zeros)
     outputs = [*map(zero, zeros), *before]
     return list(map(axes_lib.mark_varying, outputs, if_run))
 
-  if in_loop:
-    return _loop(accept, accepted, skipped(before))
-  # Branches must agree on types: what one of them has typed as varying, the
-  # other casts to.
-  return lax.cond(accept, accepted, skipped, before)
+  def by_condition(accept, before, read):
+    # Branches must agree on types: what one of them has typed as varying, the
+    # other casts to.
+    return lax.cond(accept, accepted, skipped, before, read)
+
+  # A loop has no derivative backward.
+  @jax.custom_jvp
+  def by_loop(accept, before, read):
+    def turn(leaves):
+      return accepted(leaves[len(zeros) :], read)
+
+    return _loop(accept, turn, skipped(before, read))
+
+  by_loop.defjvp(functools.partial(jax.jvp, by_condition))
+  choose = by_loop if in_loop else by_condition
+  return choose(accept, before, read)
 
 
 def _loop(accept, run, before):

@@ -85,11 +85,6 @@ class Step:
     return tuple(axis for axis in _axes(self.params) if isinstance(axis, int))
 
   @property
-  def is_gate(self) -> bool:
-    """Whether it is a loop of one or no iterations, in the scope `GATE`."""
-    return self.name == 'while' and self.scope.split('/')[-1] == GATE
-
-  @property
   def label(self) -> str:
     """Its name in warnings."""
     return (
@@ -136,7 +131,8 @@ def flatten(
   """Returns a program in which only loops and branches have bodies.
 
   A map becomes a step `shard_map` for each array that enters or leaves it in
-  slices, over its `axes`.
+  slices, over its `axes`. A gate, which is a loop of one or no iterations in
+  the scope `GATE`, becomes a `cond`.
   """
   return _flatten(jaxpr, _own_values(jaxpr.invars), _Surroundings((), {}))
 
@@ -227,7 +223,22 @@ def _called(eqn, bodies, inputs, around):
   return None
 
 
+def gate_body(eqn: jax.extend.core.JaxprEqn) -> Any:
+  """Returns the program that a gate runs or not, and `None` for other steps.
+
+  The gate has the same inputs: last the decision, and an array for each that
+  its program returns behind a decision.
+  """
+  if eqn.primitive.name != 'while':
+    return None
+  scope = str(eqn.source_info.name_stack).split('/')[-1]
+  return eqn.params['body_jaxpr'] if scope == GATE else None
+
+
 def _step(eqn, bodies, inputs, outputs, around):
+  body = gate_body(eqn)
+  if body is not None:
+    return _step_of_gate(body, inputs, outputs, around)
   return Step(
       name=common_name(eqn.primitive.name),
       params=eqn.params,
@@ -235,6 +246,22 @@ def _step(eqn, bodies, inputs, outputs, around):
       outputs=outputs,
       surroundings=around,
       bodies=tuple(_flatten(j, _own_values(j.invars), around) for j in bodies),
+  )
+
+
+def _step_of_gate(body, inputs, outputs, around):
+  kept = _own_values(body.invars)
+  num_read = len(inputs) - len(outputs)
+  return Step(
+      name='cond',
+      params={},
+      inputs=(inputs[num_read], *inputs),
+      outputs=outputs,
+      surroundings=around,
+      bodies=(
+          Program(kept, (), kept[num_read:]),
+          _flatten(body, _own_values(body.invars), around),
+      ),
   )
 
 

@@ -88,6 +88,11 @@ def _equation(eqn, given, axes, known):
     ends = [_follow(body, given[1:], axes, known) for body in bodies]
     outputs = map(_union, zip(*(end[1] for end in ends), strict=True))
     return any(end[0] for end in ends), list(outputs)
+  gate = jaxprs.gate_body(eqn)
+  if gate is not None:
+    is_wrong, after = _follow(gate, given, axes, known)
+    before = given[-len(after) :]
+    return is_wrong, [x | y for x, y in zip(before, after, strict=True)]
   # A loop is not followed by iteration: all of its results are taken to depend
   # on all of its inputs.
   ends = [

@@ -1,7 +1,7 @@
 """`tower_reduce`: gradient accumulation over several calls of `update`."""
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import chex
 import jax
@@ -127,13 +127,15 @@ def tower_reduce(
       extra_args |= weights.given(weight=weight, local_step=local_step)
       return _apply_alone(gate, inner, updates, state, params, extra_args)
 
-    tower = _Tower(updates, weight, local_step, extra_args)
+    tower = _Tower(updates, weight, local_step)
     window = tower_window.collect(state, updates, weight, local_step, axes)
     is_last = collectives.agreed(window.tower >= num_towers)
     end = functools.partial(
         _end, gate, inner, tower, num_towers, reduction, axes
     )
-    return gate.run_or_skip(is_last, end, window, params, seldom=True)
+    return gate.run_or_skip(
+        is_last, end, window, params, extra_args=extra_args, seldom=True
+    )
 
   return gating.transformation(init_fn, step)
 
@@ -161,10 +163,11 @@ class _Tower(NamedTuple):
   updates: optax.Updates
   weight: chex.Numeric | None
   local_step: chex.Numeric | None
-  extra_args: dict[str, Any]
 
 
-def _end(gate, inner, last, num_towers, reduction, axes, window, params):
+def _end(
+    gate, inner, last, num_towers, reduction, axes, window, params, **extra_args
+):
   """Applies the mean or sum of a full window, and empties the window.
 
   With weights that are zero on all shards, the inner state stays as it is.
@@ -177,7 +180,6 @@ def _end(gate, inner, last, num_towers, reduction, axes, window, params):
       last.updates,
       params,
   )
-  extra_args = dict(last.extra_args)
   if last.local_step is not None:
     extra_args['local_step'] = oldest
   if not isinstance(window.tower_squares, tuple):
