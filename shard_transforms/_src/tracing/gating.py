@@ -169,16 +169,16 @@ class Gate:
           f' but the decision is typed {jax.typeof(accept)}. Give `axis_name`.'
       )
 
-    def run_with(given, state, own, *args):
+    def run_given(given, state, own, *args):
       params, extra_args = given
       return run(state, own if self.applies else params, *args, **extra_args)
 
     own = params if self.applies else None
     given = None if self.applies else params, dict(extra_args or {})
-    run_with, arrays = _of_arrays(run_with, given)
+    run_arrays, arrays = _of_arrays(run_given, given)
     # JAX keeps the program of what it compiles: it is not traced once more.
-    run_with = jax.jit(run_with)
-    traced = run_with.trace(arrays, state, own, *args)
+    run_arrays = jax.jit(run_arrays)
+    traced = run_arrays.trace(arrays, state, own, *args)
     kinds = traced.jaxpr.out_avals
     gate_checks.check_state(state, traced.out_info[1], kinds)
     if check is not None:
@@ -187,7 +187,7 @@ class Gate:
 
     def run_leaves(before, arrays, *args):
       own, state = treedef.unflatten(before)
-      return jax.tree.leaves(run_with(arrays, state, own, *args))
+      return jax.tree.leaves(run_arrays(arrays, state, own, *args))
 
     read = arrays, *args
     # Of what `run` closes over, JAX makes inputs of its program.
