@@ -1,4 +1,5 @@
 from absl.testing import parameterized
+from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -63,6 +64,34 @@ class CopiesTest(parameterized.TestCase):
     if has_copies:
       with self.assertRaisesRegex(RuntimeError, 'first at update 1'):
         monitoring.check_health(state)
+
+  def test_sees_a_copy_that_differs_in_flax_nnx(self):
+    params, shardings = make_params()
+    model = nnx.Dict(w=nnx.Param(params['w']))
+    found = jax.tree.map(
+        lambda x: x.sharding, nnx.as_pure(nnx.state(model, nnx.Param))
+    )
+    tx = optax.chain(
+        monitoring.track_divergence(every=1, shardings=found), optax.sgd(1.0)
+    )
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+      optimizer.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model)))
+
+    def num_diverged():
+      (count,) = optax.tree_utils.tree_get_all_with_path(
+          nnx.as_pure(nnx.state(optimizer)), 'diverged_count'
+      )
+      return count[1]
+
+    self.assertEqual(jax.tree.leaves(found), [shardings['w']])
+    step(model, optimizer)
+    self.assertEqual(num_diverged(), 0)
+    model['w'] = nnx.Param(with_a_flipped_bit(params['w']))
+    step(model, optimizer)
+    self.assertEqual(num_diverged(), 1)
 
   def test_sends_checksums_alone(self):
     params, shardings = make_params()
