@@ -175,7 +175,7 @@ class Gate:
 
     own = params if self.applies else None
     given = None if self.applies else params, dict(extra_args or {})
-    run_arrays, arrays = _of_arrays(run_given, given)
+    run_arrays, arrays = _of_arrays(run_given, given, seldom)
     # JAX keeps the program of what it compiles: it is not traced once more.
     run_arrays = jax.jit(run_arrays)
     traced = run_arrays.trace(arrays, state, own, *args)
@@ -197,13 +197,17 @@ class Gate:
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), outputs)
 
 
-def _of_arrays(fn, given):
+def _of_arrays(fn, given, is_needed):
   """Returns `fn` as a function of the arrays in `given`, and these arrays.
 
-  What else is in its first argument `given`, such as functions, stays there.
+  What else is in its first argument `given`, such as functions, stays there;
+  and so do arrays, as they are, where such a function is not needed.
   """
   leaves_given, treedef = jax.tree.flatten(given)
-  arrays = [x if isinstance(x, jax.Array) else None for x in leaves_given]
+  arrays = [
+      x if is_needed and isinstance(x, jax.Array) else None
+      for x in leaves_given
+  ]
 
   def of_arrays(arrays, *args):
     pairs = zip(leaves_given, arrays, strict=True)
