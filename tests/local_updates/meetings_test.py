@@ -110,7 +110,7 @@ class OuterTest(parameterized.TestCase):
         x = np.stack([params] * 8)
       np.testing.assert_allclose(anchor[:, i], [params] * 8, atol=1e-6)
 
-  @cases.parameters(({},), ({'weight': 2.0},))
+  @cases.parameters(({},), ({'weight': 2.0},), ({'anchor': 2.0},))
   def test_gets_extra_arguments(self, given):
     def scale(updates, state, params=None, *, value, **extra_args):
       del params, extra_args

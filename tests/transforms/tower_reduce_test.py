@@ -320,6 +320,21 @@ class TowerReduceTest(parameterized.TestCase):
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
 
+  def test_hands_on_arguments_of_any_name(self):
+    def update(updates, state, params=None, *, axes, window):
+      del params
+      return axes * window * updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = shard_transforms.tower_reduce(2, inner)
+    state = tx.init(jnp.zeros([]))
+
+    for _ in range(2):
+      updates, state = tx.update(jnp.ones([]), state, axes=2.0, window=3.0)
+
+    self.assertEqual(updates, 6)
+
+
 def _recorder():
   """An inner transformation whose state is what it was handed last."""
 

@@ -98,7 +98,7 @@ def send(
   """
   given = anchor if gate.applies else jax.tree.map(jnp.zeros_like, anchor)
 
-  def run(state, given, anchor, own, weight, **extra_args):
+  def run(state, given, anchor, own, weight, /, **extra_args):
     anchor = given if gate.applies else anchor
     way = jax.tree.map(jnp.subtract, anchor, own)
     if weight is None:

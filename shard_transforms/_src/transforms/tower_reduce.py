@@ -166,7 +166,16 @@ class _Tower(NamedTuple):
 
 
 def _end(
-    gate, inner, last, num_towers, reduction, axes, window, params, **extra_args
+    gate,
+    inner,
+    last,
+    num_towers,
+    reduction,
+    axes,
+    window,
+    params,
+    /,
+    **extra_args,
 ):
   """Applies the mean or sum of a full window, and empties the window.
 
