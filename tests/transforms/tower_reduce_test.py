@@ -319,7 +319,6 @@ class TowerReduceTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
-
   def test_hands_on_arguments_of_any_name(self):
     def update(updates, state, params=None, *, axes, window):
       del params
