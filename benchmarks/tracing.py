@@ -146,8 +146,8 @@ def rows(num_leaves: int) -> list[str]:
   )
   least = seconds.min(1)
   return [
-      f'{num_leaves:6}  {name:22}{1e3 * time:12.0f}{time / least[0]:14.2f}'
-      for name, time in zip(calls, least, strict=True)
+      f'{num_leaves:6}  {name:22}{1e3 * own:12.0f}{own / least[0]:14.2f}'
+      for name, own in zip(calls, least, strict=True)
   ]
 
 
