@@ -8,6 +8,7 @@ from shard_transforms._src.tracing import gate_checks
 from shard_transforms._src.tracing import weight_flow
 
 STATE = {'mu': jnp.ones(3), 'step': jnp.int32(0)}
+TREE = jax.tree.structure(STATE)
 
 
 def kinds(tree):
@@ -17,7 +18,7 @@ def kinds(tree):
 class StateTest(parameterized.TestCase):
 
   def test_takes_what_is_alike_behind_updates(self):
-    gate_checks.check_state(STATE, STATE, [*kinds(jnp.ones(5)), *kinds(STATE)])
+    gate_checks.check_state(STATE, TREE, [*kinds(jnp.ones(5)), *kinds(STATE)])
 
   @cases.parameters(
       (STATE | {'mu': jnp.ones(4)}, r"got float32\[4\] .*\[3\] at \['mu'\]"),
@@ -26,7 +27,7 @@ class StateTest(parameterized.TestCase):
   )
   def test_refuses_another_state(self, state, message):
     with self.assertRaisesRegex(ValueError, message):
-      gate_checks.check_state(STATE, state, kinds(state))
+      gate_checks.check_state(STATE, jax.tree.structure(state), kinds(state))
 
 
 def check(fn, may_be_local):

@@ -29,7 +29,7 @@ def is_none(leaf: Any) -> bool:
 
 def is_float0(leaf: Any) -> bool:
   """Whether `leaf` is the empty gradient of an integer parameter."""
-  return jnp.result_type(leaf) == jax.dtypes.float0
+  return getattr(leaf, 'dtype', float) == jax.dtypes.float0
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -41,6 +41,17 @@ def accumulator_dtype(dtype: Any) -> Any:
   """Returns the dtype in which values of `dtype` are summed."""
   narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+  """Returns an array in this dtype; one that has it is not traced."""
+  return x if x.dtype == dtype else x.astype(dtype)
+
+
+def as_accumulator(leaf: Any) -> jax.Array:
+  """Returns a leaf as an array of the dtype in which it is summed."""
+  x = jnp.asarray(leaf)
+  return as_dtype(x, accumulator_dtype(x.dtype))
 
 
 def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:

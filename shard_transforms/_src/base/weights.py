@@ -6,11 +6,13 @@ not finite. So all of them compose.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, Literal
 
 import chex
 import jax
 from jax import core
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -63,7 +65,8 @@ def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
   if weight is None:
     return lambda x: x
   zero_unless_counted = leaves.zeroing_unless(weight > 0)
-  return lambda x: zero_unless_counted(weight * x)
+  in_dtype = functools.cache(weight.astype)
+  return lambda x: zero_unless_counted(lax.mul(in_dtype(x.dtype), x))
 
 
 def safe_divisor(total_weight: jax.Array) -> jax.Array:

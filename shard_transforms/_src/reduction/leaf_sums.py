@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -136,13 +137,13 @@ def _reduce(
   levels = options.levels() if sends else ()
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
   for i, x in zip(todo, reduced, strict=True):
-    results[i] = x.astype(jnp.result_type(leaves[i]))
+    results[i] = leaves_lib.as_dtype(x, leaves_lib.dtype_of(leaves[i]))
   return results
 
 
 def _prepare(leaves, weight, options):
   """Returns the weighted values that are sent, and the key of each."""
-  values = [_accumulator(leaf) for leaf in leaves]
+  values = [leaves_lib.as_accumulator(leaf) for leaf in leaves]
   averaged = options.on_invariant == 'averaged'
   routes = leaf_plan.find(values, options.axes, averaged, options.caller)
   weigh = weights.weighing(weight)
@@ -157,17 +158,13 @@ def _prepare(leaves, weight, options):
   return values, keys
 
 
-def _accumulator(leaf):
-  leaf = jnp.asarray(leaf)
-  return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
-
-
 def _scaled(summed, route, factor, kind):
   """Returns a sum, or the mean of a total whose reciprocal is `factor`."""
   if kind == 'sum':
-    return summed * route.factor
+    # `*` and `/` take several times as long to trace.
+    return lax.mul(summed, summed.dtype.type(route.factor))
   if factor is None:
-    return summed / route.divisor
+    return lax.div(summed, summed.dtype.type(route.divisor))
   # XLA turns a division by an array into a product for some shapes only: packed
   # leaves would get other bits.
   return summed * factor

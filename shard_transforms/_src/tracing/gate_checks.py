@@ -15,24 +15,24 @@ from shard_transforms._src.tracing import weight_flow
 
 def check_state(
     state: optax.OptState,
-    new_state: optax.OptState,
+    treedef: jax.tree_util.PyTreeDef,
     kinds: Sequence[Any],
 ) -> None:
   """Checks that a state keeps its tree, its shapes and its dtypes.
 
   Args:
     state: Tree of arrays.
-    new_state: A tree of the structure that it has after.
+    treedef: The tree that it is after.
     kinds: The types of what is given, those of the state last.
 
   Raises:
     ValueError: If it does not.
   """
-  before, after = jax.tree.structure(state), jax.tree.structure(new_state)
-  if after != before:
+  before = jax.tree.structure(state)
+  if treedef != before:
     raise ValueError(
         'The inner transformation must keep the tree of its state, got'
-        f' {after} instead of {before}. Where a leaf has'
+        f' {treedef} instead of {before}. Where a leaf has'
         ' no gradient, leave it out of the transformation with `optax.masked`.'
     )
   leaves = jax.tree.leaves_with_path(state)

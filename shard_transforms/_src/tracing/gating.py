@@ -180,7 +180,8 @@ class Gate:
     run_arrays = jax.jit(run_arrays)
     traced = run_arrays.trace(arrays, state, own, *args)
     kinds = traced.jaxpr.out_avals
-    gate_checks.check_state(state, traced.out_info[1], kinds)
+    _, state_after = traced.out_tree.children()
+    gate_checks.check_state(state, state_after, kinds)
     if check is not None:
       check(traced.jaxpr.jaxpr)
     before, treedef = jax.tree.flatten((own, state))
@@ -194,7 +195,7 @@ class Gate:
     num_given = len(before) + len(jax.tree.leaves(read))
     in_loop = seldom and len(traced.jaxpr.in_avals) == num_given
     outputs = _chosen(accept, run_leaves, before, read, kinds, in_loop)
-    return jax.tree.unflatten(jax.tree.structure(traced.out_info), outputs)
+    return jax.tree.unflatten(traced.out_tree, outputs)
 
 
 def _of_arrays(fn, given, is_needed):

@@ -173,9 +173,9 @@ def _real_parts(leaf):
 
 
 def _sum(part):
-  dtype = leaves.accumulator_dtype(part.dtype)
-  total = lax.reduce_sum(part.astype(dtype), tuple(range(part.ndim)))
-  return total.astype(jnp.float32)
+  part = leaves.as_accumulator(part)
+  total = lax.reduce_sum(part, tuple(range(part.ndim)))
+  return leaves.as_dtype(total, jnp.float32)
 
 
 def _each_is_finite(parts):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -178,6 +179,7 @@ def reduce(
     divisor = weights.safe_divisor(total_weight)
   else:
     divisor = num_towers
+  in_dtype = functools.cache(jnp.asarray(divisor).astype)
   params = updates if params is None else params
 
   def divide(total, update, param):
@@ -186,8 +188,8 @@ def reduce(
     like = param if update is None else update
     if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
       like = total
-    reduced = total / divisor
-    return reduced.astype(leaves_lib.dtype_of(like))
+    reduced = lax.div(total, in_dtype(total.dtype))
+    return leaves_lib.as_dtype(reduced, leaves_lib.dtype_of(like))
 
   total = per_shard_state.own(window.total, axes, _CALLER)
   reduced = jax.tree.map(
@@ -239,4 +241,5 @@ def _zeros(param, axes):
 def _add(weigh, total, update):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
-  return total + weigh(jnp.asarray(update, total.dtype))
+  update = leaves_lib.as_dtype(jnp.asarray(update), total.dtype)
+  return lax.add(total, weigh(update))
