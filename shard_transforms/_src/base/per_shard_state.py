@@ -21,7 +21,7 @@ def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
   """Returns a shard's own values as its state keeps them."""
   if not axes:
     return tree
-  return axes_lib.to_varying(jax.tree.map(_store, tree), axes)
+  return axes_lib.to_varying(jax.tree.map(_store, _apart(tree)), axes)
 
 
 def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
@@ -39,18 +39,25 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
           f' length 1 on each shard, got the shape {leaf.shape}. Map it with'
           ' the specs of `shard_transforms.state_specs`.'
       )
-  return jax.tree.map(_own, tree)
+  return _apart(jax.tree.map(_own, tree))
 
 
-# Indexing takes several times as long to trace. XLA for CPUs copies what a
-# fusion of a change of shape and arithmetic writes, in place of a write into a
-# donated array. The barriers keep these apart from JAX 0.12 on.
+# Indexing takes several times as long to trace.
 def _store(leaf):
-  return lax.expand_dims(lax.optimization_barrier(leaf), (0,))
+  return lax.expand_dims(leaf, (0,))
 
 
 def _own(leaf):
-  return lax.optimization_barrier(lax.squeeze(leaf, (0,)))
+  return lax.squeeze(leaf, (0,))
+
+
+def _apart(tree):
+  """Keeps changes of shape apart from arithmetic, where XLA heeds it.
+
+  XLA for CPUs copies what a fusion of both writes, in place of a write into a
+  donated array.
+  """
+  return lax.optimization_barrier(tree) if FUSES_UP_TO_BARRIERS else tree
 
 
 def check_kept(before: Any, after: Any, caller: str) -> None:

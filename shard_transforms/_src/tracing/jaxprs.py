@@ -275,8 +275,10 @@ def held(params: Mapping[str, Any]) -> list[Any]:
   # Those of `jax.extend.core.jaxprs_in_params` come without their constants.
   found = []
   for param in params.values():
-    items = param if isinstance(param, tuple) else (param,)
-    found += [item for item in items if isinstance(item, _JAXPRS)]
+    if isinstance(param, _JAXPRS):
+      found.append(param)
+    elif isinstance(param, tuple):
+      found += [item for item in param if isinstance(item, _JAXPRS)]
   return found
 
 

@@ -52,36 +52,37 @@ def _follow(jaxpr, given, axes, known):
   """
   key = id(jaxpr), given
   if key not in known:
-    bits = dict(zip(jaxpr.invars, given, strict=True))
+    # By identity, as a literal is not hashable; it has no bits.
+    bits = {id(var): own for var, own in zip(jaxpr.invars, given, strict=True)}
     found = False
     for eqn in jaxpr.eqns:
-      is_wrong, outputs = _equation(eqn, _read(eqn.invars, bits), axes, known)
-      found |= is_wrong
-      bits.update(zip(eqn.outvars, outputs, strict=True))
-    known[key] = found, _read(jaxpr.outvars, bits)
+      together = 0
+      for atom in eqn.invars:
+        together |= bits.get(id(atom), 0)
+      bodies = eqn.params and jaxprs.held(eqn.params)
+      if bodies:
+        inputs = tuple(bits.get(id(atom), 0) for atom in eqn.invars)
+        is_wrong, outputs = _call(eqn, bodies, inputs, axes, known)
+        found |= is_wrong
+        bits.update(zip(map(id, eqn.outvars), outputs, strict=True))
+        continue
+      found |= together == UPDATES and _is_sum(eqn, axes)
+      for var in eqn.outvars:
+        bits[id(var)] = together
+    outputs = tuple(bits.get(id(atom), 0) for atom in jaxpr.outvars)
+    known[key] = found, outputs
   return known[key]
 
 
-def _read(atoms, bits):
-  """Returns the bits of variables; constants and literals have none."""
-  # A literal is not hashable.
-  literal = jax.extend.core.Literal
-  return tuple(
-      [0 if isinstance(atom, literal) else bits.get(atom, 0) for atom in atoms]
-  )
+def _is_sum(eqn, axes):
+  """Whether an equation sums over one of these axes."""
+  name = jaxprs.common_name(eqn.primitive.name)
+  over = jaxprs.mapped_axes(eqn.params)
+  return name in _SUMMING and not axes.isdisjoint(over)
 
 
-def _equation(eqn, given, axes, known):
-  """Returns whether an equation has a wrong sum, and the bits it gives."""
-  bodies = jaxprs.held(eqn.params)
-  together = _union(given)
-  if not bodies:
-    is_wrong = (
-        together == UPDATES
-        and jaxprs.common_name(eqn.primitive.name) in _SUMMING
-        and not axes.isdisjoint(jaxprs.mapped_axes(eqn.params))
-    )
-    return is_wrong, [together] * len(eqn.outvars)
+def _call(eqn, bodies, given, axes, known):
+  """Returns whether a sum is wrong in what an equation runs, and its bits."""
   if eqn.primitive.name == 'shard_map' or jaxprs.is_call(eqn, bodies):
     return _follow(bodies[0], given, axes, known)
   if eqn.primitive.name == 'cond':
@@ -95,6 +96,7 @@ def _equation(eqn, given, axes, known):
     return is_wrong, [x | y for x, y in zip(before, after, strict=True)]
   # A loop is not followed by iteration: all of its results are taken to depend
   # on all of its inputs.
+  together = _union(given)
   ends = [
       _follow(body, (together,) * len(body.invars), axes, known)
       for body in bodies
