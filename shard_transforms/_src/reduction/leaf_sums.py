@@ -167,12 +167,13 @@ def _scaled(summed, route, factor, kind):
     return lax.div(summed, summed.dtype.type(route.divisor))
   # XLA turns a division by an array into a product for some shapes only: packed
   # leaves would get other bits.
-  return summed * factor
+  return lax.mul(summed, factor)
 
 
 def _reciprocal(x, dtype):
-  """Returns `1 / x`, or 1 for 0, in the real dtype that goes with `dtype`."""
-  return 1 / weights.safe_divisor(x).astype(jnp.finfo(dtype).dtype)
+  """Returns `1 / x`, or 1 for 0, as precise as `dtype`."""
+  divisor = weights.safe_divisor(x).astype(jnp.finfo(dtype).dtype)
+  return (1 / divisor).astype(dtype)
 
 
 def _pass_through(leaf, options):

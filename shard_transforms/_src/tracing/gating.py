@@ -176,26 +176,30 @@ class Gate:
     own = params if self.applies else None
     given = None if self.applies else params, dict(extra_args or {})
     run_arrays, arrays = _of_arrays(run_given, given, seldom)
+    # JAX names each leaf by its path, which takes longer in a tree.
+    before, treedef_before = jax.tree.flatten((own, state))
+    read, treedef_read = jax.tree.flatten((arrays, args))
+
+    def run_leaves(before, read):
+      own, state = treedef_before.unflatten(before)
+      arrays, args = treedef_read.unflatten(read)
+      return run_arrays(arrays, state, own, *args)
+
     # JAX keeps the program of what it compiles: it is not traced once more.
-    run_arrays = jax.jit(run_arrays)
-    traced = run_arrays.trace(arrays, state, own, *args)
-    kinds = traced.jaxpr.out_avals
+    run_leaves = jax.jit(run_leaves)
+    traced = run_leaves.trace(before, read)
+    program = traced.jaxpr
     _, state_after = traced.out_tree.children()
-    gate_checks.check_state(state, state_after, kinds)
+    gate_checks.check_state(state, state_after, program.out_avals)
     if check is not None:
-      check(traced.jaxpr.jaxpr)
-    before, treedef = jax.tree.flatten((own, state))
-
-    def run_leaves(before, arrays, *args):
-      own, state = treedef.unflatten(before)
-      return jax.tree.leaves(run_arrays(arrays, state, own, *args))
-
-    read = arrays, *args
+      check(program.jaxpr)
     # Of what `run` closes over, JAX makes inputs of its program.
-    num_given = len(before) + len(jax.tree.leaves(read))
-    in_loop = seldom and len(traced.jaxpr.in_avals) == num_given
-    outputs = _chosen(accept, run_leaves, before, read, kinds, in_loop)
-    return jax.tree.unflatten(traced.out_tree, outputs)
+    num_given = len(before) + len(read)
+    in_loop = seldom and len(program.in_avals) == num_given
+    outputs = _chosen(
+        accept, run_leaves, before, read, program.out_avals, in_loop
+    )
+    return traced.out_tree.unflatten(outputs)
 
 
 def _of_arrays(fn, given, is_needed):
@@ -223,7 +227,8 @@ def _chosen(accept, run, before, read, kinds, in_loop):
 
   Args:
     accept: Whether to run, bool [].
-    run: Takes leaves, and gives those that take their place, behind updates.
+    run: Takes leaves, and gives a tree of those that take their place, behind
+      updates.
     before: The leaves; where they stay, the updates are zero.
     read: What `run` takes beside.
     kinds: The types of all that `run` gives.
@@ -235,7 +240,8 @@ def _chosen(accept, run, before, read, kinds, in_loop):
   if_skipped = [()] * len(zeros) + list(map(_varying, before))
 
   def accepted(before, read):
-    return list(map(axes_lib.mark_varying, run(before, *read), if_skipped))
+    after = jax.tree.leaves(run(before, read))
+    return list(map(axes_lib.mark_varying, after, if_skipped))
 
   def skipped(before, _):
     zero = functools.cache(axes_lib.zeros)
