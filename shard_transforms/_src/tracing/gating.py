@@ -111,7 +111,8 @@ class Gate:
 
     def check(jaxpr):
       if weight is not None and axes:
-        given = [weight_flow.UPDATES for _ in jax.tree.leaves(updates)]
+        from_updates = jax.tree.leaves((is_healthy, updates))
+        given = [weight_flow.UPDATES] * len(from_updates)
         given.append(weight_flow.WEIGHT)
         num_after = len(jax.tree.leaves(inner_state))
         gate_checks.check_heeded(jaxpr, given, num_after, axes, may_be_local)
