@@ -1,5 +1,6 @@
 """Counters of events, which saturate at the largest int32."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ def zero() -> jax.Array:
   return jnp.zeros([], jnp.int32)
 
 
+@functools.partial(jax.jit, inline=True)
 def add(counter: jax.Array, number: Any) -> jax.Array:
   """Returns the counter plus a number, or plus 1 for `True`."""
   number = jnp.asarray(number, jnp.int32)

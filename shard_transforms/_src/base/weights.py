@@ -54,6 +54,7 @@ def as_weight(
   return sane(jnp.asarray(weight, jnp.float32))
 
 
+@functools.partial(jax.jit, inline=True)
 def sane(weight: jax.Array) -> jax.Array:
   """Returns a weight in float32; all but positive normal numbers become 0."""
   tiny = jnp.finfo(jnp.float32).tiny
