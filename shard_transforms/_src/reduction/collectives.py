@@ -127,8 +127,9 @@ def scatter(
       return _on_mesh(lax.psum_scatter, rows, axes[0], axis_index_groups=groups)
     return psum_in_groups(rows, axes[0], groups)[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
-  sizes = map(lax.axis_size, left)
-  rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
+  if len(axes) > 1:
+    sizes = map(lax.axis_size, left)
+    rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
   # The last axis is the fast one; the other axes then sum only a part.
   for axis in reversed(axes):
     rows = scatter_along(rows, axis, left.index(axis))
@@ -174,7 +175,7 @@ def gather(
     before = order[: order.index(axis)]
     rows = _all_gather(rows, axis, len(gathered.intersection(before)))
     gathered.add(axis)
-  num_rows = math.prod(map(lax.axis_size, axes))
+  num_rows = math.prod(rows.shape[: len(axes)])
   return lax.reshape(rows, (num_rows, *row.shape))
 
 
@@ -304,7 +305,7 @@ def _in_pieces(send, rows):
 
 def _all_gather(x, axis, dimension):
   """Gathers; the result is typed as the same on all shards, if tracked."""
-  if axes_lib.is_tracked(axis):
+  if axis in axes_lib.varying_axes(x):
     return lax.all_gather(x, axis, axis=dimension, to='invarying')
   return _on_mesh(lax.all_gather, x, axis, axis=dimension, is_same=True)
 
