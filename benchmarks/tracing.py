@@ -40,7 +40,7 @@ _NUM_SHARDS = flags.DEFINE_integer(
     'num_shards', 8, 'Size of the mapped axis.', lower_bound=1
 )
 _ROUNDS = flags.DEFINE_integer(
-    'rounds', 7, 'Timed traces of each program.', lower_bound=2
+    'rounds', 16, 'Timed traces of each program.', lower_bound=2
 )
 
 HEADER = f'{"leaves":>6}  {"program":22}{"milliseconds":>12}{"by hand = 1":>14}'
@@ -119,7 +119,8 @@ def tracing(
     update = functools.partial(tx.update)
     jax.make_jaxpr(update, axis_env=axis_env)(params, state, params)
 
-  depths = itertools.cycle(range(0, 80, 10))
+  # A chunk holds about 160 calls of `at_depth`.
+  depths = itertools.cycle(range(0, 160, 10))
   return lambda: at_depth(next(depths), trace)
 
 

@@ -234,3 +234,25 @@ class TreeTest(parameterized.TestCase):
         r" a complex leaf at \['w'\]",
     ):
       self._collect(updates)
+
+
+class DtypeTest(parameterized.TestCase):
+
+  def test_casts_to_a_dtype_that_is_not_weak(self):
+    x, weak = jnp.ones(3), jnp.asarray(1.0)
+
+    self.assertIs(leaves.as_dtype(x, jnp.float32), x)
+    self.assertEqual(leaves.as_dtype(x, jnp.bfloat16).dtype, jnp.bfloat16)
+    self.assertTrue(jax.typeof(weak).weak_type)
+    strong = jax.typeof(leaves.as_dtype(weak, jnp.float32))
+    self.assertEqual((strong.dtype, strong.weak_type), (jnp.float32, False))
+
+  @cases.parameters(
+      *((dtype, 'float32') for dtype in NARROW),
+      ('float32', 'float32'),
+      ('complex64', 'complex64'),
+  )
+  def test_sums_narrow_leaves_in_float32(self, dtype, expected):
+    x = np.ones(3, jnp.dtype(dtype))
+
+    self.assertEqual(leaves.as_accumulator(x).dtype, expected)

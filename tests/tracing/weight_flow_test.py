@@ -1,11 +1,14 @@
 """Whole transformations are in gating_test."""
 
+from unittest import mock
+
 from absl.testing import parameterized
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 import cases
+import shard_transforms
 from shard_transforms._src.tracing import gating
 from shard_transforms._src.tracing import weight_flow
 
@@ -72,3 +75,23 @@ class WeightFlowTest(parameterized.TestCase):
     found = weight_flow.sums_without(jaxpr, given, (AXIS,))
 
     self.assertEqual(found, (sums, [alone]))
+
+  def test_looks_at_a_program_behind_two_gates_once(self):
+    inner = shard_transforms.guard(
+        shard_transforms.cross_shard_mean(AXIS), AXIS
+    )
+    tx = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
+    state = jax.make_jaxpr(tx.init, axis_env=[(AXIS, 8)], return_shape=True)(
+        jnp.ones(3)
+    )[1]
+
+    with mock.patch.object(
+        weight_flow, '_follow_steps', wraps=weight_flow._follow_steps
+    ) as follow:
+      jax.make_jaxpr(
+          lambda u, s: tx.update(u, s, local_step=0), axis_env=[(AXIS, 8)]
+      )(jnp.ones(3), state)
+
+    first, *others = [call.args[0] for call in follow.call_args_list]
+    self.assertIn('psum', str(first))
+    self.assertNotIn(first, others)

@@ -44,8 +44,10 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-  """Returns an array in this dtype; one that has it is not traced."""
-  return x if x.dtype == dtype else x.astype(dtype)
+  """Returns an array in this dtype, not weakly; one that has it is not cast."""
+  kind = jax.typeof(x)
+  is_same = kind.dtype == dtype and not kind.weak_type
+  return x if is_same else x.astype(dtype)
 
 
 def as_accumulator(leaf: Any) -> jax.Array:

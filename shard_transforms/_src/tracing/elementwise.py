@@ -5,11 +5,12 @@ the whole. It is recognized from its program, traced on types alone, by two
 questions that are both needed:
 
 * Where does each element get to (`element_flow`)? An abstract interpretation,
-with a kind in place of each array. Comparing programs does not show this: the
-steps of `u * b[0]` are the same on slices where `b` has one element, although
-all shards but one then multiply by the zero of its padding. * Is the program on
-slices the same, but for shapes (`equivalence`)? Following elements does not
-show this: the size in `u / u.size` is a number to the program.
+  with a kind in place of each array. Comparing programs does not show this: the
+  steps of `u * b[0]` are the same on slices where `b` has one element, although
+  all shards but one then multiply by the zero of its padding.
+* Is the program on slices the same, but for shapes (`equivalence`)? Following
+  elements does not show this: the size in `u / u.size` is a number to the
+  program.
 
 This is sound, but not complete: whatever is not known to be element-wise is
 refused, and what is accepted is element-wise, as long as `inner` is the same
