@@ -15,7 +15,7 @@ from shard_transforms._src.tracing import weight_flow
 
 def check_state(
     state: optax.OptState,
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: Any,
     kinds: Sequence[Any],
 ) -> None:
   """Checks that a state keeps its tree, its shapes and its dtypes.
