@@ -15,6 +15,7 @@ from shard_transforms._src.base import counters
 from shard_transforms._src.staleness import drop_stale
 from shard_transforms._src.tracing import application
 from shard_transforms._src.tracing import jaxprs
+from shard_transforms._src.tracing import weight_flow
 
 
 class ParameterServer:
@@ -117,10 +118,13 @@ class ParameterServer:
 
   def _asks_for_read_params(self):
     """Whether the optimizer computes with the extra argument `read_params`."""
+    # A gate hands all arguments on, so that it tells nothing that they are.
     jaxpr = self._trace(self.shapes).jaxpr
-    num_others = len(jaxpr.invars) - len(jax.tree.leaves(self._params))
-    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
-    return any(id(var) in used for var in jaxpr.invars[num_others:])
+    num_read = len(jax.tree.leaves(self._params))
+    given = [0] * (len(jaxpr.invars) - num_read)
+    given += [weight_flow.UPDATES] * num_read
+    _, depends = weight_flow.sums_without(jaxpr, given, ())
+    return any(depends)
 
   def _trace(self, read_params):
     """Returns the jaxpr of a step."""
