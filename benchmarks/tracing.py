@@ -119,7 +119,7 @@ def tracing(
     update = functools.partial(tx.update)
     jax.make_jaxpr(update, axis_env=axis_env)(params, state, params)
 
-  # A chunk holds about 160 calls of `at_depth`.
+  # With some of these, no hot call crosses the end of a chunk.
   depths = itertools.cycle(range(0, 160, 10))
   return lambda: at_depth(next(depths), trace)
 

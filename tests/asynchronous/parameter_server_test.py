@@ -17,9 +17,9 @@ STALENESS = 1
 
 OPTIMIZERS = (
     ('sgd', lambda: optax.sgd(0.1, momentum=0.9)),
+    ('towers', lambda: shard_transforms.tower_reduce(3, optax.adam(0.1))),
     ('adamw', lambda: optax.adamw(optax.linear_schedule(0.1, 0.01, 5))),
     ('guard', lambda: shard_transforms.guard(optax.adam(0.1))),
-    ('towers', lambda: shard_transforms.tower_reduce(3, optax.adam(0.1))),
     (
         'injected',
         lambda: optax.inject_hyperparams(optax.sgd)(

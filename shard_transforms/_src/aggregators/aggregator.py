@@ -105,7 +105,7 @@ def _as_real(leaf):
   leaf = jnp.asarray(leaf)
   if jnp.iscomplexobj(leaf):
     return jnp.stack([leaf.real, leaf.imag])
-  return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
+  return leaves_lib.as_accumulator(leaf)
 
 
 def _as_before(x, leaf):

@@ -35,9 +35,7 @@ class Counting(NamedTuple):
 
   def weigh(self, leaf: jax.Array) -> jax.Array:
     """Returns a leaf as it enters an unweighted mean, in 32 bits or more."""
-    leaf = jnp.asarray(leaf)
-    leaf = leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
-    return weights.weighing(self.factor)(leaf)
+    return weights.weighing(self.factor)(leaves_lib.as_accumulator(leaf))
 
   def only(self, x: jax.Array) -> jax.Array:
     """Returns `x`, or zeros for a shard that does not count."""

@@ -168,7 +168,11 @@ def _cosine(one, other):
   """Returns the cosine of two trees, float32 []; 0 where one is zero."""
   squares = [norms.sum_of_squares(x, (), None, _CALLER) for x in (one, other)]
   products = [
-      jnp.sum((_wide(x) * _wide(y).conj()).real)
+      jnp.sum(
+          (
+              leaves_lib.as_accumulator(x) * leaves_lib.as_accumulator(y).conj()
+          ).real
+      )
       for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
       if not leaves_lib.is_float0(x)
   ]
@@ -176,8 +180,3 @@ def _cosine(one, other):
   is_zero = lengths == 0
   cosine = sum(products, jnp.float32(0)) / jnp.where(is_zero, 1, lengths)
   return jnp.where(is_zero, 0, cosine).astype(jnp.float32)
-
-
-def _wide(leaf):
-  leaf = jnp.asarray(leaf)
-  return leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype))
