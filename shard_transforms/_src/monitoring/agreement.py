@@ -167,12 +167,9 @@ def _least(cosine, is_known, state, axes):
 def _cosine(one, other):
   """Returns the cosine of two trees, float32 []; 0 where one is zero."""
   squares = [norms.sum_of_squares(x, (), None, _CALLER) for x in (one, other)]
+  wide = leaves_lib.as_accumulator
   products = [
-      jnp.sum(
-          (
-              leaves_lib.as_accumulator(x) * leaves_lib.as_accumulator(y).conj()
-          ).real
-      )
+      jnp.sum((wide(x) * wide(y).conj()).real)
       for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
       if not leaves_lib.is_float0(x)
   ]
