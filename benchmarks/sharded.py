@@ -26,7 +26,13 @@ AXIS = 'data'
 
 _PARAMS = flags.DEFINE_list(
     'params',
-    ['3x8_000_000', '20x262_144', '200x1_000', 'transformer'],
+    [
+        '3x8_000_000',
+        '20x262_144',
+        '100x12_000',
+        '200x1_000',
+        'transformer',
+    ],
     "Parameters: 'transformer', or the number of leaves and the size of each.",
 )
 _NUM_SHARDS = flags.DEFINE_integer(

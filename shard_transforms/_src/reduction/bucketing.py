@@ -42,6 +42,12 @@ class Level(NamedTuple):
 #   --bucket_bytes=131072
 _IN_ONE_PROCESS = (Level(32 * 1024, 128 * 1024),)
 
+# A leaf in slices costs a collective on the way there and one on the way back,
+# which XLA does not combine. Leaves of 120 kB gain a quarter, those of 240 kB
+# little, and compile for four times as long:
+# python benchmarks/sharded.py --params=200x1_000,100x12_000,100x30_000
+_SLICES_IN_ONE_PROCESS = (Level(128 * 1024, 4 * 1024**2, range(50, 65)),)
+
 # Between processes, with gloo, every operand costs a switch between threads, of
 # up to a tick of the scheduler: all leaves are sent together, up to a size at
 # which that no longer matters, packed in several steps of few arrays each.
@@ -78,7 +84,7 @@ def check_bucket_bytes(bucket_bytes: int | str) -> None:
 
 
 def levels(
-    bucket_bytes: int | str, between_processes: bool
+    bucket_bytes: int | str, between_processes: bool, in_slices: bool = False
 ) -> tuple[Level, ...]:
   """Returns the steps in which leaves are packed.
 
@@ -87,9 +93,12 @@ def levels(
       one step, and 0 packs nothing; `'auto'` takes the limits that were
       measured.
     between_processes: Whether buffers are sent between processes.
+    in_slices: Whether leaves are scattered and gathered, in place of summed.
   """
   if bucket_bytes == 'auto':
-    return _BETWEEN_PROCESSES if between_processes else _IN_ONE_PROCESS
+    if between_processes:
+      return _BETWEEN_PROCESSES
+    return _SLICES_IN_ONE_PROCESS if in_slices else _IN_ONE_PROCESS
   limit = int(bucket_bytes)
   return (Level(limit, limit),) if limit else ()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 import dataclasses
+from typing import ClassVar
 from typing import Literal
 
 from shard_transforms._src.base import axes as axes_lib
@@ -25,6 +26,7 @@ class ReductionOptions:
     on_invariant: How to read a leaf that is the same on all shards.
     bucket_bytes: The size of the buffers that small leaves share, or `'auto'`.
     algorithm: Whether several axes are summed over at once or level by level.
+    in_slices: Whether leaves are scattered and gathered, in place of summed.
   """
 
   caller: str
@@ -34,6 +36,7 @@ class ReductionOptions:
   on_invariant: OnInvariant = 'error'
   bucket_bytes: int | str = 'auto'
   algorithm: Algorithm = 'flat'
+  in_slices: ClassVar[bool] = False
 
   def __post_init__(self):
     if self.on_invariant not in ('error', 'summed', 'averaged'):
@@ -76,4 +79,6 @@ class ReductionOptions:
     # and under `vmap` nothing is sent.
     if not axes_lib.on_mapped_mesh(self.axes):
       return ()
-    return bucketing.levels(self.bucket_bytes, axes_lib.between_processes())
+    return bucketing.levels(
+        self.bucket_bytes, axes_lib.between_processes(), self.in_slices
+    )

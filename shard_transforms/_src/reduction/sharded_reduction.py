@@ -1,6 +1,7 @@
 """Reduce-scatter and all-gather of trees over shards."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import chex
 import jax
@@ -18,6 +19,8 @@ from shard_transforms._src.reduction import reduction_options
 
 class ShardedReduction(reduction_options.ReductionOptions):
   """Reduce-scatter of a tree to slices, and all-gather of slices to a tree."""
+
+  in_slices: ClassVar[bool] = True
 
   def num_slices(self) -> int:
     """Returns the number of slices of a leaf.

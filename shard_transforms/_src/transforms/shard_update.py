@@ -90,7 +90,8 @@ def shard_update(
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards; see `cross_shard_mean`. Nothing is sent to reduce such a leaf.
     bucket_bytes: Slices of leaves that are smaller than this are sent together;
-      see `cross_shard_mean`.
+      see `cross_shard_mean`. In one process, `'auto'` takes leaves of less than
+      128 KiB, and buffers of up to 4 MiB.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
