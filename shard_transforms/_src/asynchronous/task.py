@@ -11,6 +11,8 @@ import chex
 import jax
 import numpy as np
 
+from shard_transforms._src.base import leaves as leaves_lib
+
 # Of the words of a checksum. A prime, so that no period of the data meets it.
 _NUM_COLUMNS = 1021
 # The bytes before the first word. So no sign of a float64 is the highest bit of
@@ -180,7 +182,7 @@ def _checked(result, params):
       raise _WrongGradientError(
           'its gradient must have the shapes and dtypes of the parameters, got'
           f' {kind[1]}{list(kind[0])} instead of {due[1]}{list(due[0])} at'
-          f' {jax.tree_util.keystr(path) or "the root"}.'
+          f' {leaves_lib.name_of(path)}.'
       )
   if not isinstance(metrics, Mapping) or any(map(np.shape, metrics.values())):
     raise _WrongGradientError(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -30,6 +31,11 @@ def is_none(leaf: Any) -> bool:
 def is_float0(leaf: Any) -> bool:
   """Whether `leaf` is the empty gradient of an integer parameter."""
   return getattr(leaf, 'dtype', float) == jax.dtypes.float0
+
+
+def name_of(path: Sequence[Any]) -> str:
+  """Returns what errors call the leaf at a path of keys in its tree."""
+  return jax.tree_util.keystr(tuple(path)) or 'the root'
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -95,7 +101,7 @@ def check_inexact(tree: Any, caller: str) -> None:
     if not jnp.issubdtype(dtype, jnp.inexact) and not is_float0(leaf):
       raise TypeError(
           f'`updates` of `{caller}` must be real or complex, got'
-          f' {dtype.name}{list(jnp.shape(leaf))} at {_name(path)}. Leave'
+          f' {dtype.name}{list(jnp.shape(leaf))} at {name_of(path)}. Leave'
           ' such leaves out with `optax.masked`.'
       )
 
@@ -113,7 +119,7 @@ def check_like(tree: Any, reference: Any, caller: str) -> None:
     if path not in got or path not in want:
       raise ValueError(
           f'`updates` of `{caller}` must have the tree that its state was made'
-          f' for, but {_name(path)} is only in'
+          f' for, but {name_of(path)} is only in'
           f' {"the state" if path in want else "the updates"}. Call `init` with'
           ' parameters of the same tree.'
       )
@@ -123,15 +129,11 @@ def check_like(tree: Any, reference: Any, caller: str) -> None:
     if jnp.iscomplexobj(update) and not jnp.iscomplexobj(kept):
       raise TypeError(
           f'`updates` of `{caller}` must be real where the parameters are, got'
-          f' a complex leaf at {_name(path)}.'
+          f' a complex leaf at {name_of(path)}.'
       )
     if jnp.shape(update) != jnp.shape(kept):
       raise ValueError(
           f'`updates` of `{caller}` must have the shapes that its state was'
           f' made for, got {jnp.shape(update)} instead of {jnp.shape(kept)} at'
-          f' {_name(path)}.'
+          f' {name_of(path)}.'
       )
-
-
-def _name(path):
-  return jax.tree_util.keystr(path) or 'the root'

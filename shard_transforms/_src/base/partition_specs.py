@@ -82,7 +82,7 @@ def _is_sliced(path, leaf, axis, spec, caller):
   told = None
   if spec is not None:
     told = axis in axes_of(spec) and jnp.ndim(leaf) > 0
-  name = jax.tree_util.keystr(path) or 'the root'
+  name = leaves_lib.name_of(path)
   if told is None and state == 'untracked':
     raise ValueError(
         f'`sharded` of `{caller}` must say which leaves are sliced over'

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 
 # Whether XLA heeds a `lax.optimization_barrier` when it fuses. If so, the state
 # of a shard is written in place.
@@ -71,7 +72,7 @@ def check_kept(before: Any, after: Any, caller: str) -> None:
   for held, (path, leaf) in zip(old, new, strict=True):
     differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(held)
     if differs:
-      name = jax.tree_util.keystr(path) or 'the root'
+      name = leaves_lib.name_of(path)
       raise ValueError(
           f'`axis_name` of `{caller}` must name {sorted(differs, key=str)},'
           ' because what is collected differs between those shards, at'

@@ -77,7 +77,7 @@ def _check(tree, axes, caller, refused):
     states = axes_lib.states([leaf for _, leaf in found], axis)
     for (path, leaf), state in zip(found, states, strict=True):
       if state in refused:
-        name = jax.tree_util.keystr(path) or 'the root'
+        name = leaves_lib.name_of(path)
         got = f'{name} {list(jnp.shape(leaf))}, typed {state}'
         raise ValueError(
             f'`updates` of `{caller}` must be per shard over {axis!r}, got'

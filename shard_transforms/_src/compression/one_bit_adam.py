@@ -240,7 +240,7 @@ def _check_real(updates):
     if jnp.iscomplexobj(leaf):
       raise TypeError(
           f'`updates` of `{_CALLER}` must be real, got a complex leaf at'
-          f' {jax.tree_util.keystr(path) or "the root"}. Leave such leaves out'
+          f' {leaves_lib.name_of(path)}. Leave such leaves out'
           ' with `optax.masked`.'
       )
 

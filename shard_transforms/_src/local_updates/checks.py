@@ -89,7 +89,7 @@ def _check_shared(params, axes):
   for path, leaf in jax.tree.leaves_with_path(params):
     own = axes_lib.varying_axes(leaf).intersection(axes)
     if own:
-      name = jax.tree_util.keystr(path) or 'the root'
+      name = leaves_lib.name_of(path)
       raise ValueError(
           f'`params` of `{_CALLER}` must be the same on all shards, got {name},'
           f' which differs between them along {sorted(own, key=str)}. Only the'
@@ -113,7 +113,7 @@ def check_gradient_point(
     if update is None or leaves_lib.is_float0(update):
       continue
     if gradient_origins.is_taken_at(update, param):
-      name = jax.tree_util.keystr(path) or 'the root'
+      name = leaves_lib.name_of(path)
       raise ValueError(
           f'`updates` of `{_CALLER}` must be the gradient at'
           ' `shard_transforms.local_params(params, state)`, got one at `params`'

@@ -143,7 +143,7 @@ def _broadcast(labels, tree):
   paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
   for path in paths:
     if found[path] is None:
-      name = jax.tree_util.keystr(path) or 'the root'
+      name = leaves_lib.name_of(path)
       raise ValueError(
           f'{_NAME} must have a label for each leaf, got None at {name}.'
       )

@@ -6,6 +6,7 @@ from jax import core
 import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.monitoring import checksums
 
@@ -46,7 +47,7 @@ def assert_reduced(tree: chex.ArrayTree, axis_name: axes_lib.AxisName) -> None:
   """
   axes = axes_lib.as_axes(axis_name)
   for path, leaf in jax.tree.leaves_with_path(tree):
-    name = jax.tree_util.keystr(path) or 'the root'
+    name = leaves_lib.name_of(path)
     if isinstance(leaf, core.Tracer):
       _assert_typed(name, leaf, axes)
     else:

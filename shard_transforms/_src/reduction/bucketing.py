@@ -43,8 +43,8 @@ class Level(NamedTuple):
 _IN_ONE_PROCESS = (Level(32 * 1024, 128 * 1024),)
 
 # A leaf in slices costs a collective on the way there and one on the way back,
-# which XLA does not combine. Leaves of 120 kB gain a quarter, those of 240 kB
-# little, and compile for four times as long:
+# which XLA does not combine. What other limits gave, in time and compilation:
+# docs/measurements.md, by
 # python benchmarks/sharded.py --params=200x1_000,100x12_000,100x30_000
 _SLICES_IN_ONE_PROCESS = (Level(128 * 1024, 4 * 1024**2, range(50, 65)),)
 

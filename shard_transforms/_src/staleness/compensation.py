@@ -210,7 +210,7 @@ def _check_fits(name, leaves, path, update):
     raise ValueError(
         f'`{name}` of `compensate_delay` must have the leaves and the shapes of'
         f' the updates, got {found} instead of {jnp.shape(update)} at'
-        f' {jax.tree_util.keystr(path) or "the root"}.'
+        f' {leaves_lib.name_of(path)}.'
     )
 
 

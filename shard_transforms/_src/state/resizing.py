@@ -108,7 +108,7 @@ def resize_state(
     target = vmapped_state.without_own_axis(target, axes)
 
   def carry_over(path, value, rule, target, place):
-    name = jax.tree_util.keystr(path) or 'the root'
+    name = leaves_lib.name_of(path)
     if rule.kind == 'cut_anew' and are_sharded:
       resize_rules.check_not_cut(name, value, target)
     elif rule.kind == 'begin_anew' or value.shape != target.shape:
@@ -179,7 +179,7 @@ def _shapes(tree):
 
 def _as_numpy(path, leaf, target):
   """Returns a leaf of the state as an array of this process."""
-  name = jax.tree_util.keystr(path) or 'the root'
+  name = leaves_lib.name_of(path)
   is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
   if not is_here and not leaf.is_fully_replicated:
     raise ValueError(

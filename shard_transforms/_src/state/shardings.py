@@ -195,7 +195,7 @@ def _tell_whole(leaves, axis, on_whole):
       divided.
   """
   whole = {
-      jax.tree_util.keystr(path) or 'the root': leaf
+      leaves_lib.name_of(path): leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
       if axis not in specs_lib.axes_of(leaf.spec)
   }

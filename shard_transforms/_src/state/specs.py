@@ -174,7 +174,7 @@ def _spec(path, leaf, mesh, lead):
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
         f' shards alike, got the shape {leaf.shape} at'
-        f' {jax.tree_util.keystr(path) or "the root"}, which varies over'
+        f' {leaves_lib.name_of(path)}, which varies over'
         f' {sorted(own, key=str)}.'
     )
   split = tuple(a for a in mesh.axis_names if a in own and a not in lead)

@@ -124,7 +124,7 @@ def without_own_axis(state: optax.OptState, axes: Any) -> optax.OptState:
       raise ValueError(
           'State that each shard keeps must be made by `init_state` with'
           f' `spmd_axis_name`, got the shape {leaf.shape} at'
-          f' {jax.tree_util.keystr(path) or "the root"}.'
+          f' {leaves_lib.name_of(path)}.'
       )
     shape = leaf.shape[:1] + leaf.shape[2:]
     if not isinstance(leaf, jax.ShapeDtypeStruct):

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.tracing import element_flow
 from shard_transforms._src.tracing import equivalence
 from shard_transforms._src.tracing import jaxprs
@@ -269,5 +270,5 @@ def _kind_of_param(leaf, axes):
 
 def _name(path):
   number, *rest = path
-  name = jax.tree_util.keystr(tuple(rest)) or 'the root'
+  name = leaves_lib.name_of(rest)
   return f'its {("updates", "state")[number.idx]} at {name}'

@@ -45,7 +45,7 @@ def check_state(
           'The inner transformation must keep the shapes and dtypes of its'
           f' state, got {after.dtype.name}{list(after.shape)} instead of'
           f' {before.dtype.name}{list(before.shape)} at'
-          f' {jax.tree_util.keystr(path) or "the root"}. Cast the updates to'
+          f' {leaves_lib.name_of(path)}. Cast the updates to'
           ' the dtypes of the parameters.'
       )
 

@@ -125,5 +125,5 @@ def _check_stacked(updates, num_towers):
       raise ValueError(
           '`updates` of `reduce_towers` must have a leading axis of'
           f' {num_towers} towers, got the shape {jnp.shape(leaf)} at'
-          f' {jax.tree_util.keystr(path) or "the root"}.'
+          f' {leaves.name_of(path)}.'
       )
