@@ -45,6 +45,9 @@ elif deed == 'be_killed':
   os.kill(os.getpid(), signal.SIGKILL)
 elif deed == 'report':
   pipe.read()
+  # On a busy machine, the end of the other, whose files are closed by now, may
+  # be noticed no sooner.
+  time.sleep(0.1)
   sys.exit('my peer is gone')
 elif deed == 'print':
   print(*(os.environ[name] for name in sorted(os.environ) if 'JAX_' in name))
