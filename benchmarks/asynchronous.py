@@ -1,6 +1,6 @@
 """Times asynchronous training beside what one would write by hand.
 
-Each run starts its processes anew and counts accepted updates a second after a
+Each run starts new processes and counts accepted updates a second after a
 warm-up. Runs take turns; each line has the ratio of the medians of its first
 program to its second, an interval that holds 95 % of bootstrap resamples of the
 rounds, and the ratio of the first program to itself. The parts:
@@ -12,10 +12,10 @@ rounds, and the ratio of the first program to itself. The parts:
 * pacing: pacing over dropping, four workers that wait so, and staleness 2;
 * slow_worker: the same, where one of them waits ten times as long;
 * journal: with a journal over without, and with checkpoints besides;
-* apply: the time in which the holder applies a gradient over that of the
+* apply: the time in which the driver applies a gradient over that of the
   plain step of the optimizer, in this process;
-* memory: the most that Ray's object store has held, and what the holder of the
-  parameters has after 1,000 and after 10,000 updates.
+* memory: the largest size of Ray's object store, and the memory of the driver
+  after 1,000 and after 10,000 updates.
 """
 
 from collections.abc import Callable
@@ -261,9 +261,9 @@ def memory(part: str) -> None:
           f' {spilled} bytes spilled (aim: at most 5, none)',
           flush=True,
       )
-  megabytes = holder_megabytes([1_000, MANY_UPDATES])
+  megabytes = driver_megabytes([1_000, MANY_UPDATES])
   print(
-      f'{part:12}{"digits":8}holder after 1,000 and {MANY_UPDATES:,} updates:'
+      f'{part:12}{"digits":8}driver after 1,000 and {MANY_UPDATES:,} updates:'
       f' {" and ".join(f"{size:.0f} MB" for size in megabytes)}',
       flush=True,
   )
@@ -287,19 +287,19 @@ def store_use(size: str, updates: int) -> tuple[float, int]:
   return stored / num_bytes, int(spilled)
 
 
-def holder_megabytes(steps: Sequence[int]) -> list[float]:
-  """Returns the memory of the holder after so many updates."""
+def driver_megabytes(steps: Sequence[int]) -> list[float]:
+  """Returns the memory of the driver after so many updates."""
   found = []
 
   def look(report):
     if len(found) < len(steps) and report.global_step >= steps[len(found)]:
-      found.append(_holder().memory_info().rss / 1e6)
+      found.append(_driver().memory_info().rss / 1e6)
 
   programs.library('digits', NUM_WORKERS, steps[-1] + 200, on_progress=look)
   return found
 
 
-def _holder():
+def _driver():
   """Returns the process that has the parameters."""
   return next(
       process

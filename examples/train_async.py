@@ -35,7 +35,7 @@ from shard_transforms import asynchronous
 
 UPDATES = 400
 MIN_ACCURACY = 0.95
-FATES = {
+OUTCOMES = {
     0: ('accepted', '0.75'),
     1: ('dropped', 'k'),
     2: ('late', 'orchid'),
@@ -45,8 +45,8 @@ FATES = {
 # Seconds that the plot of workers shows, and after which no report is a gap.
 WINDOW = 2.5
 GAP = 1.0
-# Ray's names for the processes of workers, and for that of the holder.
-WORKER, HOLDER = 'ray::_Computer.gradient', 'ray::_Driver'
+# Ray's names for the processes of workers, and for that of the driver.
+WORKER, DRIVER = 'ray::_Computer.gradient', 'ray::_Driver'
 
 _WORKERS = flags.DEFINE_integer(
     'workers', 4, 'Number of workers.', lower_bound=1
@@ -80,7 +80,7 @@ _CLUSTER = flags.DEFINE_string(
 )
 _WAYS = flags.DEFINE_string('ways', 'abcd', 'Which ways to go; always (c).')
 _KILL = flags.DEFINE_boolean(
-    'kill', False, 'Whether to kill a worker and the holder of (c) on the way.'
+    'kill', False, 'Whether to kill a worker and the driver of (c) on the way.'
 )
 _OUTPUT_DIR = flags.DEFINE_string(
     'output_dir', 'digits_out', 'Folder that the figure is written to.'
@@ -233,11 +233,11 @@ class Progress:
 
 
 class Killer:
-  """Kills a worker after a third of a run, and the holder after two thirds."""
+  """Kills a worker after a third of a run, and the driver after two thirds."""
 
   def __init__(self, num_updates: int):
     third = num_updates // 3
-    self._due = [(third, WORKER), (2 * third, HOLDER)]
+    self._due = [(third, WORKER), (2 * third, DRIVER)]
 
   def __call__(self, report: asynchronous.Report) -> None:
     """Kills the process that is due at a report."""
@@ -349,7 +349,7 @@ def plot(runs: Sequence[Run], path: pathlib.Path) -> None:
   plot_losses(figure.add_subplot(grid[0, :3]), runs)
   plot_ages(figure.add_subplot(grid[0, 3:]), runs)
   for row, run in enumerate(bounded, start=1):
-    plot_tickets(figure.add_subplot(grid[row, :]), run)
+    plot_workers(figure.add_subplot(grid[row, :]), run)
   figure.savefig(path, dpi=120)
 
 
@@ -357,7 +357,7 @@ def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
   """Draws the losses of batches against time."""
   for run in runs:
     seconds, losses = run.losses
-    # The line has a gap while the holder is replaced.
+    # The line has a gap while the driver is replaced.
     gaps = np.flatnonzero(np.diff(seconds) > GAP) + 1
     axes.plot(
         np.insert(seconds, gaps, np.nan),
@@ -385,11 +385,11 @@ def plot_ages(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
   axes.legend()
 
 
-def plot_tickets(axes: matplotlib.axes.Axes, run: Run) -> None:
+def plot_workers(axes: matplotlib.axes.Axes, run: Run) -> None:
   """Draws a strip for each worker: when it computed, and what came of it."""
   starts, ends = when(run.journal)
-  for fate, (_, color) in FATES.items():
-    chosen = run.journal['fate'] == fate
+  for outcome, (_, color) in OUTCOMES.items():
+    chosen = run.journal['fate'] == outcome
     axes.barh(
         run.journal['worker'][chosen],
         (ends - starts)[chosen],
@@ -403,8 +403,8 @@ def plot_tickets(axes: matplotlib.axes.Axes, run: Run) -> None:
   begin = max(min(middle - WINDOW / 3, ends[-1] - WINDOW), 0)
   handles = [
       matplotlib.patches.Patch(color=color, label=name)
-      for fate, (name, color) in FATES.items()
-      if fate in run.journal['fate']
+      for outcome, (name, color) in OUTCOMES.items()
+      if outcome in run.journal['fate']
   ]
   axes.legend(handles=handles, ncols=len(handles), loc='upper right')
   axes.set(title=f'{run.name}: gradients of each worker, {WINDOW} s of the run')
@@ -420,7 +420,7 @@ def when(journal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   which compiles, the usual duration is assumed.
   """
   seconds = journal['seconds'].astype(float)
-  # The clock of a new holder restarts.
+  # The clock starts at zero in a new driver.
   is_restart = np.append(False, np.diff(seconds) < 0)
   before = np.append(0, seconds[:-1])
   ends = seconds + np.cumsum(np.where(is_restart, before, 0))

@@ -1,13 +1,15 @@
 """Optax transformations for gradients that cross shards and towers."""
 
+import importlib
+import typing
+
 from shard_transforms import aggregators as aggregators
-from shard_transforms import asynchronous as asynchronous
 from shard_transforms import compression as compression
-from shard_transforms import launch as launch
 from shard_transforms import monitoring as monitoring
 from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.gradients import per_shard
 from shard_transforms._src.base.gradients import value_and_grad
+from shard_transforms._src.gates.gating import update_and_apply
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params
 from shard_transforms._src.local_updates.local_updates import local_updates
@@ -21,11 +23,10 @@ from shard_transforms._src.staleness.drop_stale import drop_stale
 from shard_transforms._src.staleness.weighting import ScaleByStalenessState
 from shard_transforms._src.staleness.weighting import scale_by_staleness
 from shard_transforms._src.state.placement import init_state
+from shard_transforms._src.state.placement import state_axes
 from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import state_specs
-from shard_transforms._src.state.vmapped_state import state_axes
-from shard_transforms._src.tracing.application import update_and_apply
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
@@ -35,8 +36,12 @@ from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
+from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce
-from shard_transforms._src.transforms.tower_window import TowerReduceState
+
+if typing.TYPE_CHECKING:
+  from shard_transforms import asynchronous as asynchronous
+  from shard_transforms import launch as launch
 
 __version__ = '0.1.0'
 
@@ -73,3 +78,17 @@ __all__ = (
     'update_and_apply',
     'value_and_grad',
 )
+
+# No training step needs them, and some of what they do needs POSIX.
+_LATER = ('asynchronous', 'launch')
+
+
+def __getattr__(name: str) -> typing.Any:
+  """Imports a namespace when it is first used.
+
+  Raises:
+    AttributeError: If there is no such name.
+  """
+  if name in _LATER:
+    return importlib.import_module(f'{__name__}.{name}')
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -38,8 +38,7 @@ class ColabsTest(parameterized.TestCase):
     self.assertNotEmpty(NOTEBOOKS)
     self.assertEqual({path.suffix for path in NOTEBOOKS}, {'.ipynb'})
 
-  @cases.parameters(NAMES)
-  @pytest.mark.slow_unless('quickstart')
+  @cases.parameters(NAMES, always=lambda name: 'quickstart' in name)
   @pytest.mark.slow
   def test_runs_and_prints_what_is_saved(self, name):
     saved, notebook = read(name), read(name)

@@ -57,7 +57,7 @@ def state_of(state):
 
 class GateTest(parameterized.TestCase):
 
-  @cases.parameters('shard_map', 'vmap', 'pmap', 'shard_map_unchecked')
+  @cases.parameters(*modes.MODES[:4])
   def test_guard_keeps_nan_out_of_residuals(self, mode):
     data = compressions.make_data(8, 10, PARAMS)
     clean = jax.tree.map(np.copy, data)
@@ -171,8 +171,11 @@ class GateTest(parameterized.TestCase):
 
 class LongRunTest(parameterized.TestCase):
 
-  @cases.product(num_shards=(8, 3, 1), mode=modes.MODES)
-  @pytest.mark.slow_unless('8_vmap$')
+  @cases.product(
+      num_shards=(8, 3, 1),
+      mode=modes.NAMES,
+      always=lambda num_shards, mode: (num_shards, mode) == (8, 'vmap'),
+  )
   @pytest.mark.slow
   def test_200_steps_lose_nothing(self, num_shards, mode):
     links = {
@@ -267,8 +270,11 @@ class PartTest(parameterized.TestCase):
     self.assertEqual(rank, 1)
     self.assertLen(jax.tree.leaves(state_of(state).residual), 1)
 
-  @cases.product(name=tuple(LINKS), check_vma=(True, False))
-  @pytest.mark.slow_unless('sign_check_vma$')
+  @cases.product(
+      name=tuple(LINKS),
+      check_vma=(True, False),
+      always=lambda name, check_vma: name.endswith('sign') and check_vma,
+  )
   def test_parameters_over_a_model_axis(self, name, check_vma):
     tx = LINKS[name]
     params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros((12, 16))}

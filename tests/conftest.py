@@ -5,7 +5,6 @@ import functools
 import gc
 import os
 import pathlib
-import re
 import shutil
 import threading
 import zlib
@@ -36,22 +35,6 @@ if jax.__version_info__[:2] == (0, 10):
       if ir.Context.current is None
       else make_context()
   )
-
-# Ways to run and options, in names of cases, and those that stand for them.
-OTHER_WAYS = [
-    ('spmd_vmap_explicit', 'vmap'),
-    ('spmd_vmap', 'vmap'),
-    ('vmap', 'shard_map'),
-    ('pmap', 'shard_map'),
-    ('_unchecked', ''),
-    ('Explicit', 'Auto'),
-    ('core_host', 'host_core'),
-    ('_not_', '_'),
-    ('_per_shard', ''),
-    ('_in_chain', ''),
-    ('_of_drop_stale', ''),
-    ('_of_shard_update', ''),
-]
 
 os.environ.setdefault('XLA_FLAGS', ' '.join(FAST_COMPILATION))
 # The environment is for the processes that tests start.
@@ -96,22 +79,15 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
   """Marks what repeats other cases, which is slow and left out by default."""
-  names = {item.nodeid for item in items}
   num_cases = collections.Counter()
   for item in items:
-    pattern = item.get_closest_marker('slow_unless')
     first = item.get_closest_marker('slow_after')
-    if item.get_closest_marker('repeated'):
-      slow = True
-    elif pattern is not None:
-      slow = not re.search(pattern.args[0], item.name)
-    elif _repeats(item, names):
-      slow = True
-    else:
+    is_repeated = item.get_closest_marker('repeated') is not None
+    if first is not None and not is_repeated:
       # The cases of a test share the mark.
       num_cases[id(first)] += 1
-      slow = first is not None and num_cases[id(first)] > first.args[0]
-    if slow:
+      is_repeated = num_cases[id(first)] > first.args[0]
+    if is_repeated:
       item.add_marker('slow')
       item.add_marker('repeated')
   sample, others = [], []
@@ -138,11 +114,3 @@ def pytest_collection_finish():
   gc.collect()
   gc.freeze()
   gc.set_threshold(50_000, 20, 50)
-
-
-def _repeats(item, names):
-  """Whether the same case in another way stands for this one."""
-  return item.get_closest_marker('every_mode') is None and any(
-      way in item.nodeid and item.nodeid.replace(way, other) in names
-      for way, other in OTHER_WAYS
-  )

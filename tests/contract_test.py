@@ -5,6 +5,7 @@ A new transformation is a new row of `ROWS`.
 
 from collections.abc import Callable
 import functools
+import itertools
 import tempfile
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint
-import pytest
 
 import cases
 import modes
@@ -76,6 +76,8 @@ class Row(NamedTuple):
     positive: Whether it is given positive updates: those that nearly cancel out
       would not have a result in few bits.
     tolerance: How far the result may be from what it is in many bits.
+    repeats: Whether most of the fast tests leave it out, because it is made of
+      transformations that have rows of their own.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -93,6 +95,7 @@ class Row(NamedTuple):
   aggregate: Callable[[np.ndarray], np.ndarray] | None = None
   positive: bool = False
   tolerance: float = 1e-6
+  repeats: bool = False
 
 
 def _of_present(tx):
@@ -161,6 +164,7 @@ ROWS = {
         per_shard=True,
         refuser='tower_reduce',
         cuts=True,
+        repeats=True,
     ),
     'drop_stale_of_shard_update': Row(
         lambda inner, n: drop_stale(
@@ -170,6 +174,7 @@ ROWS = {
         per_shard=True,
         refuser='drop_stale',
         cuts=True,
+        repeats=True,
     ),
     'tower_reduce': Row(
         lambda inner, n: tower_reduce(n, inner), towers='in turn'
@@ -178,12 +183,14 @@ ROWS = {
         lambda inner, n: optax.chain(tower_reduce(n), inner),
         towers='in turn',
         chained=True,
+        repeats=True,
     ),
     'tower_reduce_per_shard': Row(
         lambda inner, n: tower_reduce(n, _mean(inner), axis_name=AXIS),
         towers='in turn',
         per_shard=True,
         refuser='tower_reduce',
+        repeats=True,
     ),
     'tower_reduce_in_chain_per_shard': Row(
         lambda inner, n: optax.chain(
@@ -193,6 +200,7 @@ ROWS = {
         chained=True,
         per_shard=True,
         refuser='tower_reduce',
+        repeats=True,
     ),
     'reduce_towers': Row(
         lambda inner, n: reduce_towers(n, inner), towers='stacked'
@@ -201,11 +209,13 @@ ROWS = {
         lambda inner, n: optax.chain(reduce_towers(n), inner),
         towers='stacked',
         chained=True,
+        repeats=True,
     ),
     'reduce_towers_per_shard': Row(
         lambda inner, n: reduce_towers(n, _mean(inner)),
         towers='stacked',
         per_shard=True,
+        repeats=True,
     ),
     'drop_stale': Row(
         lambda inner, n: drop_stale(2, inner), takes_local_step=True
@@ -214,12 +224,14 @@ ROWS = {
         lambda inner, n: optax.chain(drop_stale(2), inner),
         takes_local_step=True,
         chained=True,
+        repeats=True,
     ),
     'drop_stale_per_shard': Row(
         lambda inner, n: drop_stale(2, _mean(inner), axis_name=AXIS),
         takes_local_step=True,
         per_shard=True,
         refuser='drop_stale',
+        repeats=True,
     ),
     'scale_by_staleness': Row(
         lambda inner, n: optax.chain(scale_by_staleness('inverse'), inner),
@@ -233,6 +245,7 @@ ROWS = {
         takes_local_step=True,
         per_shard=True,
         refuser='scale_by_staleness',
+        repeats=True,
     ),
     'compensate_delay': Row(
         lambda inner, n: optax.chain(
@@ -249,6 +262,7 @@ ROWS = {
         chained=True,
         refuser='compensate_delay',
         keeps=True,
+        repeats=True,
     ),
     # With rounds of one step, each of which the shards begin at one place.
     'local_updates': Row(
@@ -277,11 +291,13 @@ ROWS = {
         refuser='delay_updates',
         keeps=True,
         delays=True,
+        repeats=True,
     ),
     'tower_reduce_of_drop_stale': Row(
         lambda inner, n: tower_reduce(n, drop_stale(2, inner)),
         takes_local_step=True,
         towers='in turn',
+        repeats=True,
     ),
     'tower_reduce_of_drop_stale_per_shard': Row(
         lambda inner, n: tower_reduce(
@@ -291,6 +307,7 @@ ROWS = {
         towers='in turn',
         per_shard=True,
         refuser='tower_reduce',
+        repeats=True,
     ),
     'guard': Row(lambda inner, n: guard(inner, max_norm=1e9)),
     'guard_per_shard': Row(
@@ -300,6 +317,7 @@ ROWS = {
         per_shard=True,
         refuser='guard',
         guards=True,
+        repeats=True,
     ),
     'guard_that_excludes': Row(
         lambda inner, n: guard(
@@ -439,33 +457,37 @@ GUARD_FIELDS = {
     'last_bad_step': jnp.int32,
     'max_consecutive': jnp.int32,
 }
-EACH_ROW = [dict(testcase_name=f'_{name}', name=name) for name in ROWS]
-# For `slow_unless`.
-ONE_LEVEL = (
-    '_(flax|combinators|nothing)_(clip_by_global_norm|compensate_delay'
-    '|compressed_mean|cross_shard_mean|delay_updates|drop_stale|guard'
-    '|guard_that_excludes|reduce_towers|scale_by_staleness|shard_update|tower_reduce)$'
+EACH_ROW = tuple(
+    cases.Repeated(name) if row.repeats else name for name, row in ROWS.items()
 )
-EACH_OF_ANY_PARAMS = [c for c in EACH_ROW if not ROWS[c['name']].moves]
-EACH_PER_SHARD = [case for case in EACH_ROW if ROWS[case['name']].per_shard]
+# Of transformations that have no others inside.
+SIMPLE_ROWS = (
+    *('clip_by_global_norm', 'compensate_delay', 'compressed_mean'),
+    *('cross_shard_mean', 'delay_updates', 'drop_stale', 'guard'),
+    *('guard_that_excludes', 'reduce_towers', 'scale_by_staleness'),
+    *('shard_update', 'tower_reduce'),
+)
+IN_COMBINATORS = (
+    *('cross_shard_mean', 'drop_stale', 'guard', 'shard_update'),
+    'tower_reduce',
+)
+EACH_OF_ANY_PARAMS = tuple(name for name, row in ROWS.items() if not row.moves)
+EACH_PER_SHARD = tuple(name for name, row in ROWS.items() if row.per_shard)
 # Those that keep a value a shard need an axis.
-EACH_UNMAPPED_INIT = [
-    case
-    for case in EACH_ROW
-    if not ROWS[case['name']].cuts
-    and not ROWS[case['name']].guards
-    and not ROWS[case['name']].keeps
-    and not (
-        ROWS[case['name']].per_shard and ROWS[case['name']].towers == 'in turn'
-    )
-]
-EACH_STALE = [c for c in EACH_ROW if ROWS[c['name']].takes_local_step]
-EACH_ROW_AND_MODE = [
-    dict(testcase_name=f'_{name}_{mode}', name=name, mode=mode)
-    for name in ROWS
-    for mode in modes.MODES
-    if not ROWS[name].moves
-]
+EACH_UNMAPPED_INIT = tuple(
+    cases.Repeated(name) if row.repeats else name
+    for name, row in ROWS.items()
+    if not row.cuts
+    and not row.guards
+    and not row.keeps
+    and not (row.per_shard and row.towers == 'in turn')
+)
+EACH_STALE = tuple(
+    cases.Repeated(name) if row.repeats else name
+    for name, row in ROWS.items()
+    if row.takes_local_step
+)
+EACH_ROW_AND_MODE = tuple(itertools.product(EACH_OF_ANY_PARAMS, modes.NAMES))
 
 
 class ProbeState(NamedTuple):
@@ -788,11 +810,15 @@ def placed_like(tree, like):
   return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), tree, like)
 
 
+def is_always_mapped(name, mode):
+  """Whether the fast tests have a row in a mode."""
+  return mode == 'shard_map' or name == 'cross_shard_mean'
+
+
 class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  @pytest.mark.slow_unless('_shard_map$|_promises_cross_shard_mean_')
+  @cases.parameters(*EACH_ROW_AND_MODE, always=is_always_mapped)
   def test_keeps_its_promises(self, name, mode):
     row = ROWS[name]
     params = odd_params()
@@ -834,8 +860,7 @@ class MappedTest(parameterized.TestCase):
         )
         chex.assert_trees_all_equal(actual, expected, strict=True)
 
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
-  @pytest.mark.slow_unless('_shard_map$|_tower_cross_shard_mean_')
+  @cases.parameters(*EACH_ROW_AND_MODE, always=is_always_mapped)
   def test_is_the_inner_transformation_at_one_shard_and_tower(self, name, mode):
     row = ROWS[name]
     # Exact products, so that it does not matter how the compiler fuses them.
@@ -865,9 +890,9 @@ class MappedTest(parameterized.TestCase):
 class CombinatorTest(parameterized.TestCase):
   """Promises inside the combinators of Optax."""
 
-  @parameterized.named_parameters(EACH_OF_ANY_PARAMS)
-  @pytest.mark.slow_unless(
-      '_(cross_shard_mean|drop_stale|guard|shard_update|tower_reduce)$'
+  @cases.parameters(
+      *EACH_OF_ANY_PARAMS,
+      always=lambda name: name in IN_COMBINATORS,
   )
   def test_works_in_combinators(self, name):
     row = ROWS[name]
@@ -914,7 +939,7 @@ class CombinatorTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
   """Promises about state between steps."""
 
-  @parameterized.named_parameters(EACH_ROW)
+  @cases.parameters(*EACH_ROW)
   def test_steps_donate_parameters_and_state(self, name):
     params, state = run_of(name).start()
 
@@ -928,7 +953,7 @@ class StateTest(parameterized.TestCase):
         jax.device_get((params, state)), straight(name), strict=True
     )
 
-  @parameterized.named_parameters(EACH_ROW)
+  @cases.parameters(*EACH_ROW)
   def test_trains_as_the_inner_transformation_on_the_means(self, name):
     row = ROWS[name]
     updates = expected_updates(row, shard_data(row, plain_params()))
@@ -943,7 +968,7 @@ class StateTest(parameterized.TestCase):
       expected = optax.apply_updates(expected, step)
     chex.assert_trees_all_close(params, expected, rtol=2e-6, atol=2e-6)
 
-  @parameterized.named_parameters(EACH_ROW)
+  @cases.parameters(*EACH_ROW)
   def test_state_is_a_tree_of_arrays(self, name):
     params, state = halfway(name)
 
@@ -955,7 +980,7 @@ class StateTest(parameterized.TestCase):
         jax.device_get(after), straight(name), strict=True
     )
 
-  @parameterized.named_parameters(EACH_ROW)
+  @cases.parameters(*EACH_ROW)
   def test_state_has_the_documented_fields(self, name):
     row = ROWS[name]
     fields = TOWER_FIELDS if row.towers == 'in turn' else {}
@@ -972,8 +997,7 @@ class StateTest(parameterized.TestCase):
       self.assertEqual((field, value.dtype), (field, dtype))
       self.assertIn(value.shape, [(), (SHARDS,)])
 
-  @parameterized.named_parameters(EACH_ROW)
-  @pytest.mark.slow_unless(ONE_LEVEL)
+  @cases.parameters(*EACH_ROW, always=SIMPLE_ROWS.__contains__)
   def test_continues_from_the_bytes_of_flax(self, name):
     params, state = halfway(name)
     _, fresh = run_of(name).start()
@@ -991,8 +1015,10 @@ class StateTest(parameterized.TestCase):
         jax.device_get(after), straight(name), strict=True
     )
 
-  @parameterized.named_parameters(EACH_ROW)
-  @pytest.mark.slow_unless('_orbax_(shard_update|guard_per_shard)$')
+  @cases.parameters(
+      *EACH_ROW,
+      always=lambda name: name in ('shard_update', 'guard_per_shard'),
+  )
   def test_continues_from_a_checkpoint_of_orbax(self, name):
     params, state = halfway(name)
     target = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, state)
@@ -1011,7 +1037,7 @@ class StateTest(parameterized.TestCase):
         jax.device_get(after), straight(name), strict=True
     )
 
-  @parameterized.named_parameters(EACH_ROW)
+  @cases.parameters(*EACH_ROW)
   def test_makes_abstract_state_of_abstract_parameters(self, name):
     tx, start, *_ = run_of(name)
     _, state = start()
@@ -1028,7 +1054,7 @@ class StateTest(parameterized.TestCase):
       shardings = jax.tree.map(lambda x: x.sharding, state)
       self.assertEqual(jax.tree.map(lambda x: x.sharding, described), shardings)
 
-  @parameterized.named_parameters(EACH_UNMAPPED_INIT)
+  @cases.parameters(*EACH_UNMAPPED_INIT)
   def test_makes_state_of_abstract_parameters(self, name):
     tx = run_of(name).tx
 
@@ -1036,8 +1062,7 @@ class StateTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(state, tx.init(plain_params()), strict=True)
 
-  @parameterized.named_parameters(EACH_ROW)
-  @pytest.mark.slow_unless(ONE_LEVEL)
+  @cases.parameters(*EACH_ROW, always=SIMPLE_ROWS.__contains__)
   def test_an_error_changes_nothing(self, name):
     run = run_of(name)
     params, state = halfway(name)
@@ -1059,7 +1084,7 @@ class StateTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
   """Mistakes that every transformation refuses while tracing."""
 
-  @cases.product(name=tuple(ROWS), dtype=('int32', 'bool'))
+  @cases.product(name=EACH_ROW, dtype=('int32', 'bool'))
   def test_refuses_leaves_without_a_gradient(self, name, dtype):
     run = run_of(name)
     wrong = {**data_of(name, 0)}
@@ -1070,7 +1095,7 @@ class RefusalTest(parameterized.TestCase):
     ):
       jax.eval_shape(run.step, *run.start(), wrong, jnp.int32(0))
 
-  @parameterized.named_parameters(EACH_PER_SHARD)
+  @cases.parameters(*EACH_PER_SHARD)
   def test_refuses_an_axis_that_is_not_bound(self, name):
     row, tx = ROWS[name], run_of(name).tx
 
@@ -1080,7 +1105,7 @@ class RefusalTest(parameterized.TestCase):
       state = tx.init(plain_params())
       tx.update(own_data(name), state, **extra_args_of(row, 0))
 
-  @parameterized.named_parameters(EACH_PER_SHARD)
+  @cases.parameters(*EACH_PER_SHARD)
   def test_refuses_an_axis_of_another_mesh(self, name):
     row, tx = ROWS[name], run_of(name).tx
     mesh = jax.make_mesh((SHARDS,), ('other',))
@@ -1096,7 +1121,7 @@ class RefusalTest(parameterized.TestCase):
     ):
       jax.eval_shape(mapped, plain_params())
 
-  @parameterized.named_parameters(EACH_PER_SHARD)
+  @cases.parameters(*EACH_PER_SHARD)
   def test_refuses_a_gradient_that_jax_has_summed(self, name):
     row = ROWS[name]
 
@@ -1116,7 +1141,7 @@ class RefusalTest(parameterized.TestCase):
         tx = row.build(optax.identity(), num_towers)
         self.trace_first_call(row, tx, grad)
 
-  @parameterized.named_parameters(EACH_PER_SHARD)
+  @cases.parameters(*EACH_PER_SHARD)
   def test_refuses_to_reduce_twice(self, name):
     row = ROWS[name]
     tx = row.build(cross_shard_mean(AXIS), TOWERS)
@@ -1126,7 +1151,7 @@ class RefusalTest(parameterized.TestCase):
     ):
       self.trace_first_call(row, tx, gradient(row))
 
-  @parameterized.named_parameters(EACH_STALE)
+  @cases.parameters(*EACH_STALE)
   def test_refuses_to_guess_the_local_step(self, name):
     row = ROWS[name]._replace(takes_local_step=False)
 

@@ -59,8 +59,7 @@ def run_in_process(mode, *names, seconds=PATIENCE):
 
 class DeadlockTest(parameterized.TestCase):
 
-  @cases.parameters('decide_alone', 'finite_alone')
-  @pytest.mark.slow_unless('decide_alone$')
+  @cases.parameters('decide_alone', cases.Repeated('finite_alone'))
   def test_a_gate_that_shards_decide_alone_hangs(self, case):
     done = run_in_process('pmap', case, seconds=IMPATIENCE)
 

@@ -105,12 +105,11 @@ class DistributedTest(parameterized.TestCase):
         self.assertGreater(array.min(), 0, name)
 
   @cases.parameters(
-      ('kill', 0, 'that was killed by SIGKILL'),
+      cases.Repeated(('kill', 0, 'that was killed by SIGKILL')),
       ('kill', 1, 'that was killed by SIGKILL'),
-      ('raise', 1, 'that exited with status 1'),
+      cases.Repeated(('raise', 1, 'that exited with status 1')),
   )
   @pytest.mark.slow
-  @pytest.mark.slow_unless('_kill_1_')
   def test_who_dies_is_named_and_the_others_end(self, how, process, end):
     done = run_worker(2, 'die', how, str(process))
 

@@ -96,8 +96,12 @@ DENSE_TOWERS = with_dense_gradients('tower_*.json')
 DROP_STALE = replayed('drop_stale_*.json')
 
 
-def named(ids):
-  return parameterized.named_parameters(*((f'_{i}', i) for i in ids))
+def named(ids, always=None):
+  """Gives a test each tape, and the fast tests those with these numbers."""
+  if always is None:
+    return cases.parameters(*ids)
+  numbers = {f'{number:03}' for number in always}
+  return cases.parameters(*ids, always=lambda i: i.split('-')[2] in numbers)
 
 
 def assert_close(actual, expected):
@@ -220,8 +224,7 @@ def sum_of_contributions(tape, step, group):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @named(CROSS_SHARD)
-  @pytest.mark.slow_unless('_cs-a-0(0[0-8]|12|14|23|44|50)-')
+  @named(CROSS_SHARD, always=(*range(9), 12, 14, 23, 44, 50))
   def test_replays(self, case):
     tape = CROSS_SHARD[case]
     n, groups = tape['num_shards'], tape['groups']
@@ -380,8 +383,7 @@ class TowerTest(parameterized.TestCase):
 
     self.replay(tape, tx, run_step)
 
-  @named(TOWERS | DENSE_TOWERS)
-  @pytest.mark.slow_unless('_tw-a-0(0[0-4]|23|4[78]|53)-')
+  @named(TOWERS | DENSE_TOWERS, always=(*range(5), 23, 47, 48, 53))
   def test_replays_stacked_towers(self, case):
     tape = (TOWERS | DENSE_TOWERS)[case]
     reduction, prepare = tower_reduction(tape)

@@ -9,13 +9,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
+
 AXIS = 'data'
-# Those in which a collective that not all shards reach hangs.
-PARALLEL_MODES = ('pmap', 'shard_map', 'shard_map_unchecked')
-# Under plain `jit`, over an axis of a mesh of which another axis shards the
+# Under plain `jit`, over an axis of a mesh whose other axis shards the
 # parameters.
 SPMD_MODES = ('spmd_vmap', 'spmd_vmap_explicit')
-MODES = ('vmap', *PARALLEL_MODES, *SPMD_MODES)
+NAMES = ('vmap', 'pmap', 'shard_map', 'shard_map_unchecked', *SPMD_MODES)
+# For tables of cases: one mode stands for all in the fast tests. A test that
+# is fast, or differs between modes, takes `NAMES`.
+MODES = tuple(
+    mode if mode == 'shard_map' else cases.Repeated(mode) for mode in NAMES
+)
+# Those in which a collective that not all shards reach hangs.
+PARALLEL_MODES = MODES[1:4]
+UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked', *MODES[4:])
 
 
 def mesh(num_shards: int = 8) -> jax.sharding.Mesh:
@@ -31,7 +39,7 @@ def map_shards(
   """Maps `fn(shared, own)` over shards.
 
   Args:
-    mode: One of `MODES`.
+    mode: One of `NAMES`.
     fn: Takes a tree that is the same on all shards, and a shard's own slice of
       a tree, without the axis of shards.
     num_shards: The size of the axis.

@@ -46,8 +46,8 @@ PACKAGE = ROOT / 'shard_transforms'
 # each other: the floors of the house, from the ground up.
 FLOORS = (
     ('base', 'tf1'),
-    ('launch', 'reduction', 'state'),
-    ('aggregators', 'compression', 'tracing'),
+    ('analysis', 'launch', 'reduction', 'state'),
+    ('aggregators', 'compression', 'gates'),
     ('local_updates', 'monitoring', 'staleness', 'transforms'),
     ('asynchronous',),
 )
@@ -58,10 +58,11 @@ MODULES = [
         shard_transforms.__path__, 'shard_transforms.'
     )
 ]
+# The package of each module of `_src`, and its path below it.
 SRC_MODULES = sorted(
-    (path.parent.name, path.stem)
-    for path in (PACKAGE / '_src').glob('*/*.py')
-    if path.stem != '__init__'
+    (path.parts[0], '/'.join(path.with_suffix('').parts[1:]))
+    for file in (PACKAGE / '_src').glob('*/**/*.py')
+    if (path := file.relative_to(PACKAGE / '_src')).stem != '__init__'
 )
 FACADE_MODULES = sorted(
     path.stem
@@ -192,8 +193,8 @@ def floors():
   config.read_string(read('setup.cfg'))
   found = {'python': config['options']['python_requires'].removeprefix('>=')}
   for line in itertools.chain(*requirement_lines().values()):
-    name, _, version = line.partition('>=')
-    found[name.partition('[')[0]] = version
+    name, _, versions = line.partition('>=')
+    found[name.partition('[')[0]] = versions.partition(',')[0]
   return found
 
 
@@ -232,6 +233,78 @@ def imported_of_ours(path):
   return {name for name in names if name.startswith(('shard_transforms', '.'))}
 
 
+@functools.cache
+def trees_of_tests():
+  """Returns the syntax trees of the tests, but for this file."""
+  return [
+      ast.parse(path.read_text(encoding='utf-8'))
+      for path in (ROOT / 'tests').rglob('*.py')
+      if path != pathlib.Path(__file__)
+  ]
+
+
+@functools.cache
+def words_of_tests():
+  """Returns attributes, functions and the words of texts in the tests."""
+  found = set()
+  for node in itertools.chain(*map(ast.walk, trees_of_tests())):
+    if isinstance(node, ast.Attribute):
+      found.add(node.attr)
+    elif isinstance(node, ast.FunctionDef):
+      found.add(node.name)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+      found |= set(re.findall(r'\w+', node.value))
+  return found
+
+
+@functools.cache
+def public_names_in_tests():
+  """Returns the full names that tests import, or take from our packages."""
+  found = set()
+  for tree in trees_of_tests():
+    modules = {}
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Import | ast.ImportFrom):
+        base = f'{node.module}.' if isinstance(node, ast.ImportFrom) else ''
+        modules |= {a.asname or a.name: base + a.name for a in node.names}
+    found |= set(modules.values())
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Attribute):
+        module, _, rest = ast.unparse(node).partition('.')
+        found.add(f'{modules.get(module)}.{rest}')
+  return found
+
+
+def runs_of_words(text):
+  """Returns all that stand in a row in a text, three words each."""
+  words = re.findall(r"[A-Za-z_']+", text)
+  return set(zip(words, words[1:], words[2:], strict=False))
+
+
+@functools.cache
+def runs_of_words_in_tests():
+  found = set()
+  for node in itertools.chain(*map(ast.walk, trees_of_tests())):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+      # What a pattern has between words does not part them.
+      found |= runs_of_words(re.sub(r'\\.', ' ', node.value))
+  return found
+
+
+def messages(path):
+  """Yields the line and the constant texts of each error that a file raises."""
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+      parts = itertools.chain(*map(ast.walk, node.exc.args))
+      texts = [
+          x.value
+          for x in parts
+          if isinstance(x, ast.Constant) and isinstance(x.value, str)
+      ]
+      if texts:
+        yield node.lineno, texts
+
+
 def package_of(name):
   """Returns the package of `_src` in a full name, else the public package."""
   parts = name.split('.')
@@ -258,12 +331,31 @@ def sections(docstring):
 def takes_arguments(value):
   """Whether users hand arguments to a function or a class."""
   if inspect.isclass(value) and inspect.isabstract(value):
-    return False
+    # Without a constructor of its own, it has the signature of any class.
+    return '__init__' in vars(value) and not is_protocol(value)
   return bool(inspect.signature(value).parameters)
+
+
+def is_protocol(value):
+  return getattr(value, '_is_protocol', False)
+
+
+def constants_of(value):
+  """Returns the names of the public constants that a class defines."""
+  return [name for name in vars(value) if name.isupper() and name[0] != '_']
 
 
 def returns_something(function):
   return inspect.signature(function).return_annotation is not None
+
+
+def fields_of(value):
+  """Returns the fields of a public state, or what a protocol asks for."""
+  if not inspect.isclass(value):
+    return ()
+  if getattr(value, '_is_protocol', False):
+    return tuple(name for name in vars(value) if not name.startswith('_'))
+  return getattr(value, '_fields', ())
 
 
 def run_examples(module):
@@ -299,7 +391,9 @@ class SurfaceTest(parameterized.TestCase):
     wanted = {'Examples': None}
     if hasattr(value, '_fields'):
       wanted['Attributes'] = value._fields
-    elif takes_arguments(value):
+    elif inspect.isclass(value) and constants_of(value):
+      wanted['Attributes'] = constants_of(value)
+    if takes_arguments(value) and not hasattr(value, '_fields'):
       wanted['Args'] = tuple(inspect.signature(value).parameters)
     if inspect.isgeneratorfunction(inspect.unwrap(value)):
       wanted['Yields'] = None
@@ -309,7 +403,7 @@ class SurfaceTest(parameterized.TestCase):
     self.assertContainsSubset(wanted, found)
     for heading, names in wanted.items():
       if names is not None:
-        described = re.findall(r'^  (\w+):', found[heading], re.M)
+        described = re.findall(r'^  \*{0,2}(\w+):', found[heading], re.M)
         self.assertEqual(described, list(names))
     examples = doctest.DocTestParser().get_examples(found['Examples'])
     self.assertTrue(any(e.want for e in examples), 'No example prints a result')
@@ -441,11 +535,17 @@ class LayoutTest(parameterized.TestCase):
       module = importlib.import_module(f'shard_transforms._src.{package}')
       self.assertRegex(module.__doc__, r'\AFloor \d: .+\n\n[^\0]*Imports\s')
 
-  @cases.parameters(
-      *SRC_MODULES, *(('facade', module) for module in FACADE_MODULES)
-  )
-  def test_module_has_a_test_file(self, package, module):
-    self.assertTrue((ROOT / 'tests' / package / f'{module}_test.py').exists())
+  def test_axes_alone_know_versions_and_internals_of_jax(self):
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob('*.py')
+        if re.search(
+            r'\bjax\._src\b|\bjax\.(__version|version\b)',
+            path.read_text(encoding='utf-8'),
+        )
+    }
+
+    self.assertContainsSubset(found, {'_src/base/axes.py'})
 
   def test_no_module_is_a_drawer(self):
     drawers = {'utils', 'util', 'common', 'helpers', 'helper', 'misc'}
@@ -486,13 +586,70 @@ class LayoutTest(parameterized.TestCase):
     self.assertEmpty(needed - allowed)
 
 
+class BehaviourTest(parameterized.TestCase):
+  """Each public behaviour has a test."""
+
+  @cases.parameters(*PUBLIC)
+  def test_public_name_is_tested(self, package, name):
+    if f'{package.__name__}.{name}' in public_names_in_tests():
+      return
+    # Of a state, which transformations make, tests read the fields.
+    fields = fields_of(getattr(package, name))
+
+    self.assertNotEmpty(fields)
+    self.assertEmpty(set(fields) - words_of_tests())
+
+  def test_each_message_is_expected_somewhere(self):
+    # Other texts may stand in all of its places, such as names.
+    texts_of = {
+        (str(path.relative_to(PACKAGE)), line): texts
+        for path in PACKAGE.rglob('*.py')
+        for line, texts in messages(path)
+    }
+    self.assertGreater(len(texts_of), 200)
+    runs_of = {
+        place: set().union(*map(runs_of_words, texts))
+        for place, texts in texts_of.items()
+    }
+
+    self.assertEmpty(
+        {
+            place: ''.join(texts_of[place])
+            for place, runs in runs_of.items()
+            if runs and not runs & runs_of_words_in_tests()
+        }
+    )
+
+  def test_formulas_have_single_backslashes(self):
+    # MathJax shows a backslash in `\text{...}`, and no doubled command.
+    doubled_or_shown = re.compile(r'\\\\[A-Za-z,]|\\text\{[^}]*\\')
+
+    self.assertEmpty(
+        [
+            name
+            for package, name in PUBLIC
+            if doubled_or_shown.search(getattr(package, name).__doc__)
+        ]
+    )
+
+
 class RequirementsTest(parameterized.TestCase):
 
   def test_requirements_are_floors(self):
+    version = r'\d+(\.\d+)*'
+    # A release that crashes is left out.
+    required = rf'[\w-]+(\[\w+\])?>={version}(,!={version})*'
+
     for line in itertools.chain(*requirement_lines().values()):
-      self.assertRegex(
-          line, r'^([\w-]+(\[\w+\])?>=\d+(\.\d+)*|shard_transforms\[\w+\])$'
-      )
+      self.assertRegex(line, rf'^({required}|shard_transforms\[\w+\])$')
+
+  def test_left_out_are_releases_above_the_floor(self):
+    for line in itertools.chain(*requirement_lines().values()):
+      floor, *left_out = re.findall(r'[>!]=([\d.]+)', line) or ['']
+      for version in left_out:
+        self.assertGreater(
+            *(tuple(map(int, x.split('.'))) for x in (version, floor))
+        )
 
   @cases.parameters('python', 'jax', 'optax')
   def test_readme_states_the_floor(self, name):
@@ -644,7 +801,7 @@ class CommandsTest(parameterized.TestCase):
     def names(*arguments):
       command = [sys.executable, '-m', 'pytest', '--collect-only', '-q']
       return subprocess.run(
-          [*command, 'tests/transforms/guard_decision_test.py', *arguments],
+          [*command, 'tests/gates/update_and_apply_test.py', *arguments],
           check=True,
           capture_output=True,
           text=True,

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import shard_transforms
@@ -127,9 +126,6 @@ def train(step, carry, batches, scans):
   return carry
 
 
-@pytest.mark.slow_unless(
-    'nested_(Auto_applies$|Auto_not_applies_not_scans|Explicit_applies_scans)'
-)
 class PlainJitTest(parameterized.TestCase):
 
   @cases.product(
@@ -137,6 +133,9 @@ class PlainJitTest(parameterized.TestCase):
       kind=['Auto', 'Explicit'],
       applies=[False, True],
       scans=[False, True],
+      always=lambda gate, kind, applies, scans: (
+          gate.endswith('nested') and (kind == 'Explicit') == applies == scans
+      ),
   )
   def test_trains_as_one_device_does(self, gate, kind, applies, scans):
     mesh = make_mesh(kind)
@@ -167,7 +166,14 @@ class PlainJitTest(parameterized.TestCase):
         if leaf.shape == param.shape:
           self.assertEqual(leaf.sharding.spec, SPECS[name])
 
-  @cases.product(gate=GATES, kind=['Auto', 'Explicit'], applies=[False, True])
+  @cases.product(
+      gate=GATES,
+      kind=['Auto', 'Explicit'],
+      applies=[False, True],
+      always=lambda gate, kind, applies: (
+          gate.endswith('nested') and kind == 'Auto' and applies
+      ),
+  )
   def test_no_parameter_and_no_state_is_gathered(self, gate, kind, applies):
     mesh = make_mesh(kind)
     tx = GATES[gate](mesh)
@@ -275,13 +281,15 @@ def apply_gradients(tx):
   return state, step
 
 
-@pytest.mark.slow_unless('optimizer_Auto_not_scans')
 class FlaxTest(parameterized.TestCase):
 
   @cases.product(
-      framework=(nnx_optimizer, linen_train_state, apply_gradients),
-      kind=['Auto', 'Explicit'],
-      scans=[False, True],
+      framework=(
+          *(nnx_optimizer, cases.Repeated(linen_train_state)),
+          cases.Repeated(apply_gradients),
+      ),
+      kind=['Auto', cases.Repeated('Explicit')],
+      scans=[False, cases.Repeated(True)],
   )
   def test_trains_as_one_device_does(self, framework, kind, scans):
     mesh = make_mesh(kind)

@@ -221,8 +221,12 @@ def draw_updates(seed):
 class ValuesTest(parameterized.TestCase):
   """Properties of values, in every mode."""
 
-  @cases.product(mode=modes.MODES, towers=('in turn', 'stacked'))
-  @pytest.mark.slow_unless('shard_map_in_turn$|vmap_stacked$')
+  @cases.product(
+      mode=modes.NAMES,
+      towers=('in turn', 'stacked'),
+      always=lambda mode, towers: (mode, towers)
+      in (('shard_map', 'in turn'), ('vmap', 'stacked')),
+  )
   @hypothesis.given(
       num_tokens=each((SHARDS, TOWERS), strategies.integers(0, TOKENS)),
       seed=SEEDS,
@@ -433,7 +437,7 @@ class Block:
 
 
 # What comes first is drawn most: types are tracked under `shard_map`.
-ANY_MODE = strategies.sampled_from(modes.MODES[2:] + modes.MODES[:2])
+ANY_MODE = strategies.sampled_from(modes.NAMES[2:] + modes.NAMES[:2])
 LENGTHS = strategies.sampled_from([2, 3, 5, 1, 0])
 SHAPES = strategies.lists(LENGTHS, max_size=4).map(tuple)
 DTYPES = strategies.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])

@@ -1,7 +1,9 @@
 """The site is built without a warning, and a browser finds it whole."""
 
+import html
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,22 @@ def broken_links(found, address, site):
   return broken
 
 
+def wrong_backslashes(page):
+  """Returns the formulas and lines of a page in which backslashes show."""
+  text = page.read_text(encoding='utf-8')
+  article = text.partition('<article')[2].partition('</article>')[0]
+  math = r'<(span|div)[^>]*class="math[^"]*"[^>]*>(.*?)</\1>'
+  formulas = [html.unescape(m[2]) for m in re.finditer(math, article, re.S)]
+  # MathJax knows no doubled command, and takes none within `\text`.
+  wrong = re.compile(r'\\\\[A-Za-z,]|\\text\{[^}]*\\')
+  prose = re.sub(math, '', article, flags=re.S)
+  prose = re.sub('<pre.*?</pre>', '', prose, flags=re.S)
+  lines = html.unescape(re.sub('<[^>]+>', '', prose)).splitlines()
+  return [x for x in formulas if wrong.search(x)] + [
+      line for line in lines if re.search(r'\\[A-Za-z_]', line)
+  ]
+
+
 @pytest.mark.slow
 class SiteTest(unittest.TestCase):
 
@@ -67,6 +85,15 @@ class SiteTest(unittest.TestCase):
       for name in public_names(page):
         with self.subTest(name):
           self.assertIn(f'id="{name}"', text)
+
+  def test_no_backslash_shows(self):
+    wrong = {
+        str(page.relative_to(self.site)): found
+        for page in self.site.rglob('*.html')
+        if '_modules' not in page.parts and (found := wrong_backslashes(page))
+    }
+
+    self.assertEqual(wrong, {})
 
   def test_a_browser_finds_nothing_broken(self):
     program = browser.find()

@@ -142,7 +142,7 @@ class PlainJitTest(parameterized.TestCase):
   """Without a mapping, where gradients are global."""
 
   @cases.product(
-      kind=('Auto', 'Explicit'),
+      kind=('Auto', cases.Repeated('Explicit')),
       tx=(
           st.scale_by_staleness(lambda age: 1.0 + 0 * age),
           st.compensate_delay(2.0, decay=0.95),

@@ -53,14 +53,17 @@ class TrainDigitsTest(parameterized.TestCase):
 
   @cases.parameters(
       # With its defaults, it also checks that it reaches its accuracy.
-      ('digits_out', 8, 500),
+      cases.Repeated(('digits_out', 8, 500)),
       # Of 5 devices, 3 divide this batch.
-      ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24'),
+      cases.Repeated(
+          ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24')
+      ),
       ('out', 2, 12, '--mode=pmap', '--shards=2', '--log_dir=out/logs'),
       # With `jax.shard_map`, killed_test runs in two processes.
-      ('in_two', 4, 12, '--processes=2', '--mode=pmap', '--shards=4'),
+      cases.Repeated(
+          ('in_two', 4, 12, '--processes=2', '--mode=pmap', '--shards=4')
+      ),
   )
-  @pytest.mark.slow_unless('_ways_out_')
   def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
     if flags:
       flags += (f'--output_dir={folder}', f'--steps={steps}')

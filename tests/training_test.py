@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
@@ -23,7 +22,6 @@ import shard_transforms
 
 AXIS = modes.AXIS
 SHARDS, STEPS, TOWERS, BATCH, FEATURES, HIDDEN = 8, 6, 3, 4, 5, 7
-EACH_MODE = [dict(testcase_name=f'_{mode}', mode=mode) for mode in modes.MODES]
 
 # The largest difference that rounding makes in any of these tests is 4e-7.
 TOLERANCE = dict(rtol=1e-6, atol=1e-6)
@@ -206,7 +204,7 @@ class CrossShardTest(parameterized.TestCase):
     expected = one_device(OPTIMIZERS[name], batches)
     assert_same(history, on_each_shard(expected))
 
-  @parameterized.named_parameters(EACH_MODE)
+  @cases.parameters(*modes.MODES)
   def test_sum_of_a_loss_that_is_a_part_trains_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     tx = optax.chain(shard_transforms.cross_shard_sum(AXIS), MOMENTUM)
@@ -217,8 +215,7 @@ class CrossShardTest(parameterized.TestCase):
     expected, _ = one_device(MOMENTUM, batches)
     assert_same(history, on_each_shard(expected))
 
-  @parameterized.named_parameters(EACH_MODE)
-  @pytest.mark.every_mode
+  @cases.parameters(*modes.NAMES)
   def test_weights_of_uneven_batches_train_as_one_device(self, mode):
     batches = uneven_batches(SHARDS, STEPS)
     tx = optax.chain(shard_transforms.cross_shard_mean(AXIS), MOMENTUM)
@@ -251,7 +248,7 @@ class CrossShardTest(parameterized.TestCase):
       actual = of_shards(group, history)
       assert_same(actual, on_each_shard(expected, len(group)))
 
-  @parameterized.named_parameters(EACH_MODE)
+  @cases.parameters(*modes.MODES)
   def test_weights_within_groups_train_as_one_device(self, mode):
     groups = ((0, 3, 2), (1, 4, 5, 6, 7))
     batches = uneven_batches(SHARDS, STEPS)
@@ -285,7 +282,7 @@ class CrossShardTest(parameterized.TestCase):
 
 class TowersTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_towers_in_turn_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -305,7 +302,7 @@ class TowersTest(parameterized.TestCase):
       now = expected if tower == TOWERS - 1 else before
       assert_same(after_tower(tower, history), on_each_shard(now))
 
-  @parameterized.named_parameters(EACH_MODE)
+  @cases.parameters(*modes.MODES)
   def test_towers_within_groups_train_as_one_device(self, mode):
     groups = ((0, 3, 2), (1, 4, 5, 6, 7))
     batches = even_batches(SHARDS, STEPS, TOWERS)
@@ -327,7 +324,7 @@ class TowersTest(parameterized.TestCase):
       actual = of_shards(group, after_last)
       assert_same(actual, on_each_shard(expected, len(group)))
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_stacked_towers_train_as_one_device(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS, TOWERS)
@@ -358,7 +355,7 @@ class TowersTest(parameterized.TestCase):
 
 class StalenessTest(parameterized.TestCase):
 
-  @parameterized.named_parameters(EACH_MODE)
+  @cases.parameters(*modes.MODES)
   def test_fresh_gradients_train_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), MOMENTUM)
@@ -370,7 +367,7 @@ class StalenessTest(parameterized.TestCase):
     expected = one_device(MOMENTUM, batches)
     assert_same(history, on_each_shard(expected))
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_trains_on_the_batches_of_fresh_shards_alone(self, mode, weighted):
     make = uneven_batches if weighted else even_batches
     batches = make(SHARDS, STEPS)
@@ -397,9 +394,10 @@ class StalenessTest(parameterized.TestCase):
 
 class PipelineTest(parameterized.TestCase):
 
-  @parameterized.named_parameters(EACH_MODE)
-  @pytest.mark.every_mode
-  @pytest.mark.slow_unless('_(shard_map|pmap|spmd_vmap)$')
+  @cases.parameters(
+      *modes.NAMES,
+      always=lambda mode: mode in ('shard_map', 'pmap', 'spmd_vmap'),
+  )
   def test_all_together_train_as_one_device(self, mode):
     batches = uneven_batches(SHARDS, STEPS, TOWERS)
     # Some of the steps are clipped.
@@ -425,8 +423,8 @@ class MappingTest(parameterized.TestCase):
   """Ways to map beside the four modes."""
 
   @cases.product(
-      mode=('vmap', 'shard_map', 'shard_map_unchecked'),
-      split=(False, True),
+      mode=(modes.MODES[0], *modes.MODES[2:4]),
+      split=(cases.Repeated(False), True),
   )
   def test_two_axes_train_as_one_device(self, mode, split):
     axes = ('a', 'd')
@@ -440,8 +438,7 @@ class MappingTest(parameterized.TestCase):
     expected = one_device(MOMENTUM, batches)
     assert_same(history, on_each_shard(expected))
 
-  @cases.parameters('vmap', 'shard_map')
-  @pytest.mark.slow_unless('vmap')
+  @cases.parameters('vmap', cases.Repeated('shard_map'))
   def test_trains_without_jit_as_one_device(self, mode):
     batches = even_batches(SHARDS, STEPS)
     weights = jnp.ones(FEATURES)

@@ -227,11 +227,14 @@ def sent_over_data(report):
   return found
 
 
-@pytest.mark.slow_unless('nested_Explicit|_shard_update_Auto')
 class VmappedShardsTest(parameterized.TestCase):
 
-  @cases.product(name=TRANSFORMS, kind=KINDS)
-  @pytest.mark.slow_after(1)
+  @cases.product(
+      name=TRANSFORMS,
+      kind=KINDS,
+      always=lambda name, kind: (name, kind)
+      in (('nested', 'Explicit'), ('shard_update', 'Auto')),
+  )
   def test_train_and_send_as_under_shard_map(self, name, kind):
     mesh = mesh_of(name, kind)
     step, params, state = vmapped(name, mesh)
@@ -282,7 +285,7 @@ class VmappedShardsTest(parameterized.TestCase):
       self.assertEmpty(gathered)
 
   @cases.parameters(*(name for name in CUT if name not in KEEP_SLICES))
-  @pytest.mark.slow_after(1)
+  @pytest.mark.repeated
   def test_send_as_much_of_parameters_that_are_sharded(self, name):
     mesh = modes.spmd_mesh('Auto')
     batch = placed(BATCHES[0], mesh, P(AXIS))
@@ -317,10 +320,13 @@ for _kind, _groups in GROUPS.items():
   )
 
 
-@pytest.mark.slow_unless('irregular_Auto')
 class GroupsTest(parameterized.TestCase):
 
-  @cases.product(name=GROUPED, kind=KINDS)
+  @cases.product(
+      name=GROUPED,
+      kind=KINDS,
+      always=lambda name, kind: 'irregular' in name and kind == 'Auto',
+  )
   def test_reduce_and_send_as_under_shard_map(self, name, kind):
     params = make_params()
     tx = GROUPED[name]
@@ -358,6 +364,7 @@ class GroupsTest(parameterized.TestCase):
 
     self.assertEqual(report.total_bytes, expected.total_bytes)
 
+  @pytest.mark.repeated
   def test_reduce_where_another_axis_is_left_to_the_compiler(self):
     tx = GROUPED['mean_of_irregular']
     mesh = modes.spmd_mesh('Auto')

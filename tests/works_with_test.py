@@ -7,7 +7,6 @@ around each transformation, and the result.
 from collections.abc import Callable
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -556,18 +555,8 @@ ROWS = {
     ),
     '`contrib.muon`': Row(lambda inner: optax.contrib.muon(0.1), CUT),
 }
-EACH_ROW = [
-    dict(testcase_name='_' + re.sub(r'\W+', '_', name).strip('_'), name=name)
-    for name in ROWS
-]
-EACH_EVEN_ROW = [
-    case for case in EACH_ROW if 'even only' in str(ROWS[case['name']].around)
-]
-EACH_ROW_AND_MODE = [
-    dict(testcase_name=f"{case['testcase_name']}_{mode}", mode=mode, **row)
-    for case in EACH_ROW
-    for row in [dict(name=case['name'])]
-    for mode in ('shard_map', 'pmap')
+EVEN_ROWS = [
+    name for name, row in ROWS.items() if 'even only' in str(row.around)
 ]
 
 
@@ -718,8 +707,7 @@ def trees_differ(some, other):
 
 class ComposingTest(parameterized.TestCase):
 
-  @parameterized.named_parameters(EACH_ROW)
-  @pytest.mark.slow_unless('_so_MultiSteps$')
+  @cases.parameters(*ROWS, always=lambda name: name == '`MultiSteps`')
   def test_trains_as_one_device_where_the_table_says_so(self, name):
     by_mode = {mode: jobs_of(name, mode) for mode in ('shard_map', 'pmap')}
     by_mode = {mode: jobs for mode, jobs in by_mode.items() if jobs}
@@ -739,7 +727,7 @@ class ComposingTest(parameterized.TestCase):
     else:
       assert_same(actual, expected)
 
-  @parameterized.named_parameters(EACH_EVEN_ROW)
+  @cases.parameters(*EVEN_ROWS)
   @pytest.mark.slow_after(1)
   def test_loses_weights_where_the_table_says_even_only(self, name):
     found = outcomes(name, 'pmap').items()
@@ -752,7 +740,7 @@ class ComposingTest(parameterized.TestCase):
       with self.subTest(place=job.label):
         self.check('differs', shards[job], on_each_shard(alone[job]))
 
-  @parameterized.named_parameters(EACH_ROW_AND_MODE)
+  @cases.product(name=ROWS, mode=('shard_map', cases.Repeated('pmap')))
   @pytest.mark.slow_after(4)
   def test_refuses_where_the_table_says_so(self, name, mode):
     for label, outcome in outcomes(name, mode).items():
@@ -764,7 +752,7 @@ class ComposingTest(parameterized.TestCase):
         with self.assertRaisesRegex(refusal.kind, refusal.words):
           jax.eval_shape(train, initial_params(name), batches_of(2 * STEPS))
 
-  @parameterized.named_parameters(EACH_ROW)
+  @cases.parameters(*ROWS)
   @pytest.mark.slow_after(2)
   def test_shards_decide_alone_where_the_table_says_that_it_hangs(self, name):
     for label, outcome in outcomes(name, 'pmap').items():
@@ -778,9 +766,10 @@ class ComposingTest(parameterized.TestCase):
 
   @cases.parameters(
       ('`apply_if_finite`', 'around `cross_shard_mean`'),
-      ('`MultiSteps` with `skip_not_finite`', 'around `tower_reduce`'),
+      cases.Repeated(
+          ('`MultiSteps` with `skip_not_finite`', 'around `tower_reduce`')
+      ),
   )
-  @pytest.mark.slow_unless('apply_if_finite')
   @pytest.mark.slow
   def test_hangs_once_a_shard_is_not_finite(self, name, label):
     source = pathlib.Path(shard_transforms.__file__).parents[1]

@@ -20,8 +20,10 @@ from shard_transforms.facade.inner import OptaxOptimizer
 from shard_transforms.facade.inner import RMSPropOptimizer
 from shard_transforms.facade.lookup import get_global_step
 from shard_transforms.facade.lookup import get_or_create_global_step
+from shard_transforms.facade.lookup import get_values
 from shard_transforms.facade.lookup import get_variable
 from shard_transforms.facade.lookup import global_variables
+from shard_transforms.facade.lookup import set_values
 from shard_transforms.facade.lookup import trainable_variables
 from shard_transforms.facade.optimizer import Optimizer
 from shard_transforms.facade.replicate import EstimatorSpec
@@ -30,8 +32,6 @@ from shard_transforms.facade.shards import shard
 from shard_transforms.facade.staleness import DropStaleGradientOptimizer
 from shard_transforms.facade.sync_replicas import SyncReplicasOptimizer
 from shard_transforms.facade.towers import TowerOptimizer
-from shard_transforms.facade.values import get_values
-from shard_transforms.facade.values import set_values
 from shard_transforms.facade.variables import Variable
 
 __all__ = (

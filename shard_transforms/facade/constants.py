@@ -7,6 +7,15 @@ class Reduction:
   `CrossShardOptimizer` takes `MEAN` and `SUM`. For towers, `SUM` is the sum,
   `NONE` is refused, and all others are the mean over the towers.
 
+  Attributes:
+    NONE: No reduction.
+    SUM: The sum.
+    SUM_OVER_BATCH_SIZE: In TensorFlow, the sum divided by the number of losses.
+    MEAN: The mean; in TensorFlow, the sum divided by the sum of the weights.
+    SUM_BY_NONZERO_WEIGHTS: In TensorFlow, the sum divided by the number of
+      weights that are not zero.
+    SUM_OVER_NONZERO_WEIGHTS: The same, by its older name.
+
   Examples:
     >>> from shard_transforms import facade
     >>> print(facade.Reduction.MEAN)
@@ -48,6 +57,12 @@ class Reduction:
 class AggregationMethod:
   """How TensorFlow 1 added up the parts of one gradient; without effect here.
 
+  Attributes:
+    ADD_N: All parts in one operation.
+    DEFAULT: The same.
+    EXPERIMENTAL_TREE: Two parts at a time.
+    EXPERIMENTAL_ACCUMULATE_N: Each part into one shared buffer.
+
   Examples:
     >>> from shard_transforms import facade
     >>> print(facade.AggregationMethod.DEFAULT)
@@ -65,6 +80,11 @@ class AggregationMethod:
 
 class ModeKeys:
   """What a `model_fn` is called for.
+
+  Attributes:
+    TRAIN: Training: gradients are applied.
+    EVAL: Evaluation: the loss and the metrics.
+    PREDICT: Prediction: there are no labels.
 
   Examples:
     >>> from shard_transforms import facade

@@ -1,10 +1,13 @@
-"""The shards and the towers around a call."""
+"""Contexts of a call: its shards, its towers and the objects that it reuses."""
 
+import collections
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
 import threading
+from typing import Any, Literal
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
@@ -34,7 +37,7 @@ class Towers:
 
   Attributes:
     num_towers: Their number.
-    reduction: How their losses and gradients are reduced.
+    reduction: How losses and gradients are reduced, `'mean'` or `'sum'`.
     axis_name: The mapped axis that they lie along; `None` if they take turns.
     tower: The one whose turn it is.
     calls: The gradients that each tower has given to its optimizers, by call.
@@ -43,18 +46,37 @@ class Towers:
   """
 
   num_towers: int
-  reduction: str
+  reduction: Literal['mean', 'sum']
   axis_name: Hashable | None = None
   tower: int = 0
   calls: list = dataclasses.field(default_factory=list)
   is_applying: bool = False
 
 
+class Template:
+  """The objects that a function has created, for each call to reuse.
+
+  TensorFlow 1 built a graph once and ran it often. Here, the function itself
+  runs again: the n-th object of a kind that a call asks for is the n-th that
+  every other call gets.
+
+  Attributes:
+    made: The objects by kind and number.
+    lock: Excludes other threads while an object is created.
+  """
+
+  def __init__(self):
+    self.made = {}
+    self.lock = threading.Lock()
+
+
 class _Thread(threading.local):
+  """The contexts of this thread; each call counts its objects by kind."""
 
   def __init__(self):
     self.shards: Shards | None = None
     self.towers: Towers | None = None
+    self.calls: list[tuple[Template | None, collections.Counter]] = []
 
 
 _thread = _Thread()
@@ -64,7 +86,7 @@ _thread = _Thread()
 def shard_context(
     num_shards: int, axis_name: Hashable = SHARD_AXIS
 ) -> Iterator[Shards]:
-  """Tells optimizers in the calling thread among how many shards they run.
+  """Tells optimizers in the calling thread the number of shards.
 
   `shard` does this for the computation that it maps. Without `shard`, it serves
   to compute the gradients of one shard of several: `apply_gradients` of a
@@ -104,27 +126,6 @@ def shard_context(
     _thread.shards = None
 
 
-def is_any() -> bool:
-  """Whether the caller is among shards or towers."""
-  return _thread.shards is not None or _thread.towers is not None
-
-
-def shards() -> Shards | None:
-  """Returns the shards around the caller, if any."""
-  return _thread.shards
-
-
-def mapped_axes() -> tuple[Hashable, ...]:
-  """Returns the axes of shards and towers that are bound here."""
-  axes = []
-  around = _thread.shards
-  if around is not None and axes_lib.is_bound(around.axis_name):
-    axes.append(around.axis_name)
-  if _thread.towers is not None and _thread.towers.axis_name is not None:
-    axes.append(_thread.towers.axis_name)
-  return tuple(axes)
-
-
 @contextlib.contextmanager
 def tower_context(towers: Towers) -> Iterator[None]:
   """Tells optimizers in the calling thread which tower they run in.
@@ -141,7 +142,82 @@ def tower_context(towers: Towers) -> Iterator[None]:
     _thread.towers = None
 
 
+def shards() -> Shards | None:
+  """Returns the shards around the caller, if any."""
+  return _thread.shards
+
+
 def towers() -> Towers | None:
   """Returns the towers around the caller, if there are several."""
   around = _thread.towers
   return around if around is not None and around.num_towers > 1 else None
+
+
+def is_any() -> bool:
+  """Whether the caller is among shards or towers."""
+  return _thread.shards is not None or _thread.towers is not None
+
+
+def mapped_axes() -> tuple[Hashable, ...]:
+  """Returns the axes of shards and towers that are bound here."""
+  around = [x for x in (_thread.shards, _thread.towers) if x is not None]
+  axes = [x.axis_name for x in around if x.axis_name is not None]
+  return tuple(axis for axis in axes if axes_lib.is_bound(axis))
+
+
+@contextlib.contextmanager
+def call_of(template: Template | None) -> Iterator[None]:
+  """Takes objects from a template, starting with the first of each kind.
+
+  Without a template, no object that must be reused may be created.
+  """
+  _thread.calls.append((template, collections.Counter()))
+  try:
+    yield
+  finally:
+    _thread.calls.pop()
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+  """Lets objects that are created inside belong to no call."""
+  calls, _thread.calls = _thread.calls, []
+  try:
+    yield
+  finally:
+    _thread.calls = calls
+
+
+def is_repeated() -> bool:
+  """Whether a function is running that will run again."""
+  return bool(_thread.calls)
+
+
+def subtemplate() -> Template | None:
+  """Returns the template of a function inside the one around, if any."""
+  if not _thread.calls or _thread.calls[-1][0] is None:
+    return None
+  return persistent('template', Template)
+
+
+def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
+  """Returns a new object; inside a template, the one of its earlier calls.
+
+  Raises:
+    ValueError: In a call without a template.
+  """
+  if not _thread.calls:
+    return make()
+  template, counts = _thread.calls[-1]
+  if template is None:
+    raise ValueError(
+        'An optimizer must not be made in a computation that `shard` runs by'
+        ' itself: its slots would be new at each call. Make it outside, or'
+        ' call `shard` in a `function`.'
+    )
+  counts[kind] += 1
+  key = kind, counts[kind]
+  with template.lock:
+    if key not in template.made:
+      template.made[key] = make()
+    return template.made[key]

@@ -11,30 +11,30 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
+from shard_transforms.facade import functional
 from shard_transforms.facade import optimizer
-from shard_transforms.facade import wrappers
 
 
-class CrossShardOptimizer(wrappers.FunctionalWrapper):
+class CrossShardOptimizer(functional.FunctionalWrapper):
   """Averages gradients over shards, and applies them with another optimizer.
 
-  `compute_gradients` divides the loss by the number of shards (`MEAN`; the size
-  of a group where there are groups), and `apply_gradients` is an all-reduce
-  (sum). So anything between the two, such as clipping, sees the scaled gradient
-  of each shard, and `apply_gradients` alone gives a sum. It is
+  With `MEAN`, `compute_gradients` divides the loss by the number of shards, or
+  by the size of a group; `apply_gradients` is an all-reduce (sum). Code between
+  the two, such as clipping, sees the scaled gradient of each shard, and
+  `apply_gradients` alone sums gradients. The wrapper is
   `optax.chain(cross_shard_sum(...), inner)`.
 
   Make both calls in the computation of `shard`, which sets the number of
-  shards. With groups, variables and slots then differ between the groups, and
-  keep one value a shard.
+  shards. With groups, variables and slots differ between the groups, and keep
+  one value a shard.
 
   Args:
     opt: The optimizer that applies the reduced gradients.
     reduction: `Reduction.MEAN` or `Reduction.SUM`.
     name: The name.
-    group_assignment: A partition of the shards into groups of one size that
-      reduce among themselves, a list of lists of shard ids (or tuples or
-      arrays); all shards are one group if `None` or empty.
+    group_assignment: A partition of the shards into groups of equal size that
+      reduce among themselves: lists (or tuples or arrays) of shard ids. All
+      shards are one group if it is `None` or empty.
 
   Raises:
     TypeError: If `opt` is no optimizer of the façade, or one that gathers
@@ -110,11 +110,10 @@ class CrossShardOptimizer(wrappers.FunctionalWrapper):
       shards.parted.update(dict.fromkeys([*variables, *self.variables()]))
     return self._inner._store(variables, global_step, state[1])
 
-  def _compute(self, loss, var_list, grad_loss, scale=None):
+  def _compute(self, loss, var_list, grad_loss, scale=1.0):
     shards, groups = self._reduced_over()
-    size = shards.num_shards if groups is None else len(groups[0])
-    if self._reduction == constants.Reduction.MEAN and size > 1:
-      scale = 1 / size if scale is None else scale / size
+    if self._reduction == constants.Reduction.MEAN:
+      scale /= shards.num_shards if groups is None else len(groups[0])
     return self._inner._compute(loss, var_list, grad_loss, scale)
 
   def _reduced_over(self):

@@ -1,23 +1,23 @@
 """Frames: which array a variable stands for in this thread and trace.
 
-Between calls a variable keeps an array of its own. Inside a call that JAX
-traces, it stands for a tracer that must not leak. A frame holds these; frames
-are stacked, and each thread has its own stack.
+Between calls, a variable stands for the array that it stores. Inside a call
+that JAX traces, it stands for a tracer, which must not leave the trace. A frame
+maps variables to these arrays. Frames are nested, and each thread has its own.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
-import functools
+import dataclasses
 import threading
 from typing import Any, Literal
 
 import jax
 from jax import core
-import jax.extend
 
-from shard_transforms.facade import templates
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms.facade import contexts
 
 Kind = Literal['plain', 'traced', 'discovered']
 
@@ -31,6 +31,7 @@ class Retraced(Exception):
   """Aborts a trace that uses a variable which is not one of its arguments."""
 
 
+@dataclasses.dataclass(eq=False)
 class Frame:
   """The arrays that variables stand for inside one call.
 
@@ -48,21 +49,17 @@ class Frame:
     generation: A number that separates JAX's traces before and after a write.
   """
 
-  def __init__(
-      self,
-      kind: Kind,
-      values: Iterable[tuple[Any, Any]],
-      enter: Callable[[Any, Any], Any],
-  ):
-    self.kind = kind
-    self.enter = enter
-    self.values = {v: enter(v, array) for v, array in values}
-    self.used = {}
-    self.written = {}
-    self.locks = {}
-    self.mesh: jax.sharding.Mesh | None = None
-    self.trace_state = _trace_state()
-    self.generation = contextlib.ExitStack()
+  kind: Kind
+  enter: Callable[[Any, Any], Any]
+  values: dict[Any, Any]
+  used: dict[Any, None] = dataclasses.field(default_factory=dict)
+  written: dict[Any, None] = dataclasses.field(default_factory=dict)
+  locks: dict[Any, None] = dataclasses.field(default_factory=dict)
+  mesh: jax.sharding.Mesh | None = None
+  trace_state: Any = dataclasses.field(default_factory=axes_lib.trace_state)
+  generation: contextlib.ExitStack = dataclasses.field(
+      default_factory=contextlib.ExitStack
+  )
 
 
 class _Thread(threading.local):
@@ -83,7 +80,7 @@ def frame(
     enter: Callable[[Any, Any], Any] = lambda variable, array: array,
 ) -> Iterator[Frame]:
   """Opens a frame; what is written in it is lost unless committed."""
-  opened = Frame(kind, values, enter)
+  opened = Frame(kind, enter, {v: enter(v, array) for v, array in values})
   _thread.frames.append(opened)
   try:
     _begin_generation(opened)
@@ -118,12 +115,6 @@ def read(variable: Any) -> Any:
   return _read(variable, _thread.frames)
 
 
-def read_all(variables: Iterable[Any]) -> tuple[Any, ...]:
-  """Returns the arrays that several variables stand for here."""
-  opened = _thread.frames
-  return tuple([_read(variable, opened) for variable in variables])
-
-
 def _read(variable, frames):
   if not frames:
     return variable.stored
@@ -142,7 +133,9 @@ def _use(variable, frame):
 
 
 def known(variables: Iterable[Any]) -> dict[Any, Any]:
-  """Returns the arrays of variables that may be read here, and uses none.
+  """Returns the arrays of all variables that may be read here.
+
+  They do not count as used.
 
   Args:
     variables: The variables that may be read outside of any trace.
@@ -165,8 +158,10 @@ def write(variable: Any, array: Any) -> None:
 
 
 def _check_here(what):
-  frames = _thread.frames
-  here = frames[-1].trace_state == _trace_state() if frames else not is_staged()
+  if _thread.frames:
+    here = _thread.frames[-1].trace_state == axes_lib.trace_state()
+  else:
+    here = not is_staged()
   if not here:
     raise ValueError(
         f'{what} must not be assigned inside a branch, a loop or a function'
@@ -211,25 +206,11 @@ def is_tracing() -> bool:
 
 
 def is_staged() -> bool:
-  """Whether JAX traces here on its own, and caches the trace.
+  """Whether JAX traces here by itself, and caches the trace.
 
   A value that is read here would become a constant.
   """
-  if is_tracing() or _trace_state() == _clean_trace_state():
-    return False
-  # Under `jax.vmap` and `jax.grad` alone, new arrays are concrete. To place one
-  # compiles nothing, where to compute one compiles once a trace.
-  return isinstance(jax.device_put(0.0), core.Tracer)
-
-
-def _trace_state():
-  return jax.extend.core.get_opaque_trace_state(convention='flax')
-
-
-@functools.cache
-def _clean_trace_state():
-  with jax.ensure_compile_time_eval():
-    return _trace_state()
+  return not is_tracing() and axes_lib.is_staged()
 
 
 @contextlib.contextmanager
@@ -237,12 +218,8 @@ def held(lock: Any) -> Iterator[None]:
   """Holds a lock, and makes the traced calls around hold it when they run."""
   for opened in _thread.frames:
     opened.locks[lock] = None
-  with lock:
-    if is_tracing():
-      yield
-    else:
-      with at_once():
-        yield
+  with lock, contextlib.nullcontext() if is_tracing() else at_once():
+    yield
 
 
 @contextlib.contextmanager
@@ -268,7 +245,7 @@ def outside() -> Iterator[None]:
   """Leaves all frames, calls and traces, so that results are concrete."""
   frames, _thread.frames = _thread.frames, []
   try:
-    with jax.ensure_compile_time_eval(), templates.suspended():
+    with jax.ensure_compile_time_eval(), contexts.suspended():
       yield
   finally:
     _thread.frames = frames

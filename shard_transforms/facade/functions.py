@@ -1,4 +1,4 @@
-"""`function`: a compiled step whose variables become inputs and outputs."""
+"""`function`: compiles a step that reads and assigns variables."""
 
 from collections.abc import Callable
 import contextlib
@@ -11,11 +11,7 @@ import jax
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import placement
-from shard_transforms.facade import templates
-
-# A call is traced again if it uses variables that no earlier trace has found.
-_MAX_TRACES = 32
+from shard_transforms.facade import mapping
 
 
 class Function:
@@ -26,7 +22,7 @@ class Function:
     self._fn = fn
     self._attribute = ''
     self._graph = graph_lib.get_default_graph()
-    self._template = templates.Template()
+    self._template = contexts.Template()
     self._variables = []
     self._locks = []
     self._mesh = None
@@ -40,7 +36,8 @@ class Function:
   def __get__(self, instance: Any, owner: type | None = None) -> 'Function':
     if instance is None:
       return self
-    # Stored on the instance, which Python then finds first.
+    # Python finds this attribute of the instance first from here on; otherwise
+    # each access would compile the step again.
     bound = Function(self._fn.__get__(instance))
     return vars(instance).setdefault(self._attribute, bound)
 
@@ -56,17 +53,18 @@ class Function:
 
     Raises:
       RuntimeError: If each trace makes new variables.
-      ValueError: If what it computes raises one.
+      ValueError: If the function raises one.
     """
     if frames.is_open() or contexts.is_any():
       # Inside another compiled call, a shard or a tower.
       return self._inline(args, kwargs)
     if not self._is_built:
       self.build(*args, **kwargs)
-    for _ in range(_MAX_TRACES):
+    for _ in range(mapping.MAX_TRACES):
       variables = self._variables
       with self._held():
-        arrays = frames.read_all(variables)
+        # Outside of all frames, a variable stands for what it stores.
+        arrays = [variable.stored for variable in variables]
         self._wait_for(arrays)
         try:
           out, written = self._run(arrays, args, kwargs)
@@ -74,15 +72,15 @@ class Function:
           self.build(*args, **kwargs)
           continue
         except ValueError:
-          # JAX raises this where another call has left arrays on other devices.
+          # JAX raises this if another call has left arrays on other devices.
           if not self._place():
             raise
           continue
         frames.commit([variables[i] for i in written], written.values())
         return out
     raise RuntimeError(
-        f'{self._fn!r} met new variables in each of {_MAX_TRACES} traces. It'
-        ' must use the same at every call.'
+        f'{self._fn!r} met new variables in each of {mapping.MAX_TRACES}'
+        ' traces. It must use the same at every call.'
     )
 
   def build(self, *args: Any, **kwargs: Any) -> None:
@@ -118,8 +116,6 @@ class Function:
 
   def _held(self):
     """Holds the locks of the step, in a fixed order, so that none deadlocks."""
-    if not self._locks:
-      return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     for lock in sorted(self._locks, key=id):
       stack.enter_context(frames.held(lock))
@@ -127,14 +123,15 @@ class Function:
 
   def _inline(self, args, kwargs):
     """Runs the function inline."""
-    with self._graph.as_default(), templates.call_of(self._template):
+    with self._graph.as_default(), contexts.call_of(self._template):
       out = self._fn(*args, **kwargs)
     return jax.tree.map(lambda x: x, out)
 
   def _learn(self, frame):
     """Records the variables of a trace; returns whether any is new."""
     with self._growing:
-      # Appended, so that the positions of others stay.
+      # New variables come last: a program that is compiled already knows the
+      # others by their position.
       new_variables = [v for v in frame.used if v not in self._variables]
       new_locks = [lock for lock in frame.locks if lock not in self._locks]
       self._variables += new_variables
@@ -154,21 +151,19 @@ class Function:
 
   def _place(self):
     """Places variables where the step leaves them, to avoid a recompilation."""
-    if self._mesh is None:
-      return False
-    return placement.place(self._variables, self._mesh)
+    return self._mesh is not None and mapping.place(self._variables, self._mesh)
 
 
 def function(fn: Callable[..., Any]) -> Function:
   """Compiles a training step that reads and assigns variables.
 
-  At the first call, JAX traces `fn` twice: once to see which variables it uses
-  and to make the slots of its optimizers, and once with these variables as
+  At the first call, JAX traces `fn` twice: once to find the variables that it
+  uses and to make the slots of its optimizers, and once with these variables as
   inputs and outputs. Later calls with arguments of the same shapes and dtypes
-  run what was compiled. As under `jax.jit`, Python code in `fn` runs while
-  tracing only. The old arrays of variables are not donated, because other
-  threads may be reading them. A step that reduces over CPU devices waits for
-  the one before. `fn` runs in the graph that was the default when
+  run what was compiled. As under `jax.jit`, Python code in `fn` runs only
+  while JAX traces it. The old arrays of variables are not donated, because
+  other threads may be reading them. A step that reduces over CPU devices waits
+  for the one before. `fn` runs in the graph that was the default when
   `function` was called, in any thread. Inside another `function` or a loss, it
   becomes part of that.
 
@@ -176,7 +171,7 @@ def function(fn: Callable[..., Any]) -> Function:
   nothing: call it before `set_values`.
 
   Args:
-    fn: A function of arrays, or of trees of them, that returns such.
+    fn: A function that takes and returns arrays, or trees of them.
 
   Returns:
     A function of the same arguments.

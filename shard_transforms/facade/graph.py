@@ -10,18 +10,31 @@ from typing import Any
 class GraphKeys:
   """Names of the collections of a graph.
 
+  Attributes:
+    GLOBAL_VARIABLES: All variables.
+    TRAINABLE_VARIABLES: Those that optimizers update by default.
+    GLOBAL_STEP: The global step alone.
+    LOCAL_VARIABLES: Empty unless you add to it, as all that follow.
+    LOSSES: The same.
+    REGULARIZATION_LOSSES: The same.
+    SUMMARIES: The same.
+    TRAIN_OP: The same.
+    UPDATE_OPS: The same.
+
   Examples:
     >>> from shard_transforms import facade
     >>> with facade.Graph().as_default() as graph:
     ...   w = facade.Variable(1.0, name='w')
     ...   print(graph.get_collection(facade.GraphKeys.TRAINABLE_VARIABLES))
     [<Variable 'w:0' shape=() dtype=float32>]
+
+  References:
+    `tf.GraphKeys` of TensorFlow 1.15.
   """
 
   GLOBAL_VARIABLES = 'variables'
   TRAINABLE_VARIABLES = 'trainable_variables'
   GLOBAL_STEP = 'global_step'
-  # Only the user fills these.
   LOCAL_VARIABLES = 'local_variables'
   LOSSES = 'losses'
   REGULARIZATION_LOSSES = 'regularization_losses'
@@ -34,6 +47,11 @@ class Graph:
   """A model's collections of variables, and the names in use.
 
   There is no graph of operations: computations are Python functions.
+
+  Attributes:
+    lock: Excludes other threads while a variable is made or looked up.
+    update_lock: Excludes other threads while an optimizer with `use_locking`
+      updates variables of the graph.
 
   Examples:
     >>> from shard_transforms import facade
@@ -54,11 +72,12 @@ class Graph:
     self.update_lock = threading.RLock()
 
   def get_collection(self, name: str, scope: str | None = None) -> list[Any]:
-    """Returns a copy of a collection; it is empty if nobody added to it.
+    """Returns a copy of a collection; unknown ones are empty.
 
     Args:
       name: Its name.
-      scope: A regular expression: if given, only items whose name begins so.
+      scope: A regular expression. Items whose names do not begin with it are
+        left out.
     """
     found = list(self._collections.get(name, ()))
     if scope is None:

@@ -1,6 +1,7 @@
 """The optimizers of `tf.train`, each an Optax transformation underneath."""
 
 from collections.abc import Callable
+import functools
 import inspect
 import types
 
@@ -18,15 +19,15 @@ _Number = jax.typing.ArrayLike | variables.Variable
 Hyperparameter = _Number | Callable[[], _Number]
 
 
-class OptaxOptimizer(functional.SlotOptimizer):
+class OptaxOptimizer(functional.FunctionalOptimizer):
   """A transformation of Optax, as an optimizer of the façade.
 
   Its slots are named after the fields of the transformation's state (`'mu'` and
   `'nu'` for `optax.adam`); state that belongs to no variable, such as a count,
-  is in `variables()`. The transformation sees the parameters as a dict by
-  `Variable.op.name`, of the variables that have a gradient in this call. It
-  gets nothing else: transformations that need other arguments (`value`, for
-  line searches) or other parameters (`optax.lookahead`) do not work.
+  is in `variables()`. The transformation sees the variables that have a
+  gradient in this call, as a dict by `Variable.op.name`, and nothing else:
+  transformations that need other arguments (`value`, for line searches) or
+  other parameters (`optax.lookahead`) do not work.
 
   Args:
     tx: The transformation.
@@ -66,7 +67,26 @@ class OptaxOptimizer(functional.SlotOptimizer):
     return self._tx
 
 
-class GradientDescentOptimizer(functional.SlotOptimizer):
+class _TensorFlowOptimizer(functional.FunctionalOptimizer):
+  """An optimizer of `tf.train`: a factory, called with its hyperparameters."""
+
+  def __init__(
+      self,
+      use_locking: bool,
+      name: str,
+      factory: Callable[..., optax.GradientTransformation],
+      *hyperparameters: Hyperparameter,
+  ):
+    super().__init__(use_locking, name)
+    self._factory = factory
+    self._hyperparameters = hyperparameters
+
+  def _transformation(self):
+    tx = self._factory(*map(_number, self._hyperparameters))
+    return optax.with_extra_args_support(tx)
+
+
+class GradientDescentOptimizer(_TensorFlowOptimizer):
   """Gradient descent: `optax.sgd`.
 
   Args:
@@ -97,14 +117,10 @@ class GradientDescentOptimizer(functional.SlotOptimizer):
       use_locking: bool = False,
       name: str = 'GradientDescent',
   ):
-    super().__init__(use_locking, name)
-    self._learning_rate = learning_rate
-
-  def _transformation(self):
-    return optax.sgd(_number(self._learning_rate))
+    super().__init__(use_locking, name, optax.sgd, learning_rate)
 
 
-class MomentumOptimizer(functional.SlotOptimizer):
+class MomentumOptimizer(_TensorFlowOptimizer):
   """Gradient descent with momentum: `optax.sgd`; slot `momentum`.
 
   Args:
@@ -127,7 +143,11 @@ class MomentumOptimizer(functional.SlotOptimizer):
     0.5 1.0
 
   References:
-    `tf.train.MomentumOptimizer` of TensorFlow 1.15.
+    `tf.train.MomentumOptimizer` of TensorFlow 1.15; Polyak, Some methods of
+    speeding up the convergence of iteration methods, 1964,
+    https://doi.org/10.1016/0041-5553(64)90137-5; Sutskever et al., On the
+    importance of initialization and momentum in deep learning, 2013,
+    https://proceedings.mlr.press/v28/sutskever13.html.
   """
 
   _SLOT_NAMES = types.MappingProxyType({'trace': 'momentum'})
@@ -140,20 +160,12 @@ class MomentumOptimizer(functional.SlotOptimizer):
       name: str = 'Momentum',
       use_nesterov: bool = False,
   ):
-    super().__init__(use_locking, name)
-    self._learning_rate = learning_rate
-    self._momentum = momentum
-    self._use_nesterov = use_nesterov
-
-  def _transformation(self):
-    return optax.sgd(
-        _number(self._learning_rate),
-        momentum=_number(self._momentum),
-        nesterov=self._use_nesterov,
+    super().__init__(
+        use_locking, name, optax.sgd, learning_rate, momentum, use_nesterov
     )
 
 
-class AdamOptimizer(functional.SlotOptimizer):
+class AdamOptimizer(_TensorFlowOptimizer):
   """Adam; slots `m` and `v`, and the variables `beta1_power`, `beta2_power`.
 
   Args:
@@ -178,7 +190,8 @@ class AdamOptimizer(functional.SlotOptimizer):
     0.500 ['m', 'v']
 
   References:
-    `tf.train.AdamOptimizer` of TensorFlow 1.15.
+    `tf.train.AdamOptimizer` of TensorFlow 1.15; Kingma and Ba, Adam: a method
+    for stochastic optimization, 2014, https://arxiv.org/abs/1412.6980.
   """
 
   _SLOT_NAMES = types.MappingProxyType({'m': 'm', 'v': 'v'})
@@ -192,14 +205,11 @@ class AdamOptimizer(functional.SlotOptimizer):
       use_locking: bool = False,
       name: str = 'Adam',
   ):
-    super().__init__(use_locking, name)
-    self._hyperparameters = learning_rate, beta1, beta2, epsilon
-
-  def _transformation(self):
-    return adam.adam(*map(_number, self._hyperparameters))
+    hyperparameters = learning_rate, beta1, beta2, epsilon
+    super().__init__(use_locking, name, adam.adam, *hyperparameters)
 
 
-class AdagradOptimizer(functional.SlotOptimizer):
+class AdagradOptimizer(_TensorFlowOptimizer):
   """Adagrad: `optax.adagrad` without epsilon; slot `accumulator`.
 
   Args:
@@ -222,7 +232,9 @@ class AdagradOptimizer(functional.SlotOptimizer):
     0.75 4.0
 
   References:
-    `tf.train.AdagradOptimizer` of TensorFlow 1.15.
+    `tf.train.AdagradOptimizer` of TensorFlow 1.15; Duchi et al., Adaptive
+    subgradient methods for online learning and stochastic optimization, 2011,
+    https://jmlr.org/papers/v12/duchi11a.html.
   """
 
   _SLOT_NAMES = types.MappingProxyType({'sum_of_squares': 'accumulator'})
@@ -234,19 +246,14 @@ class AdagradOptimizer(functional.SlotOptimizer):
       use_locking: bool = False,
       name: str = 'Adagrad',
   ):
-    super().__init__(use_locking, name)
-    self._learning_rate = learning_rate
-    self._initial_accumulator_value = arguments.as_positive(
+    initial = arguments.as_positive(
         'initial_accumulator_value', initial_accumulator_value
     )
-
-  def _transformation(self):
-    return optax.adagrad(
-        _number(self._learning_rate), self._initial_accumulator_value, eps=0.0
-    )
+    adagrad = functools.partial(optax.adagrad, eps=0.0)
+    super().__init__(use_locking, name, adagrad, learning_rate, initial)
 
 
-class RMSPropOptimizer(functional.SlotOptimizer):
+class RMSPropOptimizer(_TensorFlowOptimizer):
   """RMSProp; slots `rms`, `momentum`, and `mg` if centered.
 
   Args:
@@ -272,7 +279,9 @@ class RMSPropOptimizer(functional.SlotOptimizer):
     0.5 ['momentum', 'rms']
 
   References:
-    `tf.train.RMSPropOptimizer` of TensorFlow 1.15.
+    `tf.train.RMSPropOptimizer` of TensorFlow 1.15; Tieleman and Hinton,
+    Lecture 6.5: RMSProp, 2012; centered: Graves, Generating sequences with
+    recurrent neural networks, 2013, https://arxiv.org/abs/1308.0850.
   """
 
   _SLOT_NAMES = types.MappingProxyType(
@@ -289,29 +298,23 @@ class RMSPropOptimizer(functional.SlotOptimizer):
       centered: bool = False,
       name: str = 'RMSProp',
   ):
-    super().__init__(use_locking, name)
-    self._learning_rate = learning_rate
-    self._decay, self._momentum, self._epsilon = decay, momentum, epsilon
-    self._centered = centered
-
-  def _transformation(self):
-    scale = optax.scale_by_stddev if self._centered else optax.scale_by_rms
-    # As `optax.rmsprop`, but with the sign last, so that the trace is
-    # TensorFlow's.
-    return optax.chain(
-        scale(
-            decay=_number(self._decay),
-            eps=_number(self._epsilon),
-            initial_scale=1.0,
-            eps_in_sqrt=True,
-        ),
-        optax.scale(_number(self._learning_rate)),
-        optax.trace(_number(self._momentum)),
-        optax.scale(-1),
-    )
+    hyperparameters = learning_rate, decay, momentum, epsilon, centered
+    super().__init__(use_locking, name, _rmsprop, *hyperparameters)
 
 
-class FtrlOptimizer(functional.SlotOptimizer):
+def _rmsprop(learning_rate, decay, momentum, epsilon, centered):
+  scale = optax.scale_by_stddev if centered else optax.scale_by_rms
+  # `optax.rmsprop` has the sign before the trace; the slot `momentum` of
+  # TensorFlow has the other sign.
+  return optax.chain(
+      scale(decay=decay, eps=epsilon, initial_scale=1.0, eps_in_sqrt=True),
+      optax.scale(learning_rate),
+      optax.trace(momentum),
+      optax.scale(-1),
+  )
+
+
+class FtrlOptimizer(_TensorFlowOptimizer):
   """Follow the regularized leader; slots `accum` and `linear`.
 
   Args:
@@ -339,7 +342,9 @@ class FtrlOptimizer(functional.SlotOptimizer):
     -0.477 ['accum', 'linear']
 
   References:
-    `tf.train.FtrlOptimizer` of TensorFlow 1.15.
+    `tf.train.FtrlOptimizer` of TensorFlow 1.15; McMahan et al., Ad click
+    prediction: a view from the trenches, 2013,
+    https://research.google/pubs/pub41159/.
   """
 
   _SLOT_NAMES = types.MappingProxyType({'accum': 'accum', 'linear': 'linear'})
@@ -357,24 +362,17 @@ class FtrlOptimizer(functional.SlotOptimizer):
       linear_name: str | None = None,
       l2_shrinkage_regularization_strength: float = 0.0,
   ):
-    super().__init__(use_locking, name)
-    self._learning_rate = learning_rate
-    self._names = {'accum': accum_name, 'linear': linear_name}
-    self._options = (
+    options = (
         learning_rate_power,
         initial_accumulator_value,
         l1_regularization_strength,
         l2_regularization_strength,
         l2_shrinkage_regularization_strength,
     )
-    ftrl.ftrl(1.0, *self._options)  # Checks the options early.
-
-  def _transformation(self):
-    return ftrl.ftrl(_number(self._learning_rate), *self._options)
-
-  def _op_names(self):
-    given = {slot: name for slot, name in self._names.items() if name}
-    return {**super()._op_names(), **given}
+    ftrl.ftrl(1.0, *options)  # Checks the options early.
+    super().__init__(use_locking, name, ftrl.ftrl, learning_rate, *options)
+    names = {'accum': accum_name, 'linear': linear_name}
+    self._op_names |= {slot: name for slot, name in names.items() if name}
 
 
 def _number(value):

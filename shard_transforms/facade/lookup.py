@@ -1,17 +1,20 @@
-"""Lookup of variables in a graph, by name or by collection."""
+"""Variables by name: how they are found in a graph, saved and restored."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 
 import jax
+from jax import core
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import variables
+from shard_transforms.facade import variables as variables_lib
 
+Variable = variables_lib.Variable
 _KEYS = graph_lib.GraphKeys
 
 
@@ -22,7 +25,7 @@ def get_variable(
     initializer: npt.ArrayLike | Callable[..., npt.ArrayLike] | None = None,
     *,
     trainable: bool = True,
-) -> variables.Variable:
+) -> Variable:
   """Returns the variable of a name in the default graph; creates it if needed.
 
   Use it in traced functions and in the `model_fn` of `replicate_model_fn`:
@@ -68,7 +71,7 @@ def get_variable(
         initializer = initializer(shape, dtype or jnp.float32)
       value = initializer() if callable(initializer) else initializer
       _check_shape(np.shape(value), shape, name)
-      return variables.Variable(value, trainable, name=name, dtype=dtype)
+      return Variable(value, trainable, name=name, dtype=dtype)
 
 
 def _check_shape(found, wanted, name):
@@ -76,7 +79,7 @@ def _check_shape(found, wanted, name):
     raise ValueError(f'`shape` of {name!r} must be {found}, got {wanted}.')
 
 
-def global_variables(scope: str | None = None) -> list[variables.Variable]:
+def global_variables(scope: str | None = None) -> list[Variable]:
   """Returns all variables of the default graph, oldest first.
 
   Args:
@@ -99,7 +102,7 @@ def global_variables(scope: str | None = None) -> list[variables.Variable]:
   return graph.get_collection(_KEYS.GLOBAL_VARIABLES, scope)
 
 
-def trainable_variables(scope: str | None = None) -> list[variables.Variable]:
+def trainable_variables(scope: str | None = None) -> list[Variable]:
   """Returns the trainable variables of the default graph, oldest first.
 
   Args:
@@ -125,7 +128,7 @@ def trainable_variables(scope: str | None = None) -> list[variables.Variable]:
 
 def get_global_step(
     graph: graph_lib.Graph | None = None,
-) -> variables.Variable | None:
+) -> Variable | None:
   """Returns the global step of a graph, or `None` without one.
 
   Args:
@@ -150,7 +153,7 @@ def get_global_step(
 
 def get_or_create_global_step(
     graph: graph_lib.Graph | None = None,
-) -> variables.Variable:
+) -> Variable:
   """Returns the global step of a graph; creates it at 0 if needed.
 
   Args:
@@ -177,3 +180,118 @@ def get_or_create_global_step(
       step = get_variable('global_step', initializer=zero, trainable=False)
       graph.add_to_collection(_KEYS.GLOBAL_STEP, step)
     return step
+
+
+def get_values(
+    variables: Iterable[Variable],
+) -> dict[str, jax.Array]:
+  """Returns the arrays of variables by name, for a checkpoint.
+
+  Args:
+    variables: The variables, such as `global_variables()`.
+
+  Returns:
+    The arrays by `op.name`, which `flax.serialization` or orbax can save. A
+    variable with a value a shard gives all of them, along a leading axis; a
+    random key gives its key data.
+
+  Raises:
+    ValueError: If two variables, of two graphs, have one name.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0, name='w')
+    >>> saved = facade.get_values([w])
+    >>> _ = w.assign(5.0)
+    >>> facade.set_values([w], saved)
+    >>> print(saved['w'], w)
+    1.0 1.0
+  """
+  arrays = {name: frames.read(v) for name, v in _by_name(variables).items()}
+  return {
+      name: jax.random.key_data(array) if _is_key(array) else array
+      for name, array in arrays.items()
+  }
+
+
+def set_values(
+    variables: Iterable[Variable],
+    values: Mapping[str, npt.ArrayLike],
+) -> None:
+  """Restores variables from the result of `get_values`, all of them or none.
+
+  Slots must exist: `function(...).build(...)` creates what a first call would
+  create, without running it.
+
+  Args:
+    variables: The variables, as they were handed to `get_values`.
+    values: The arrays by name.
+
+  Raises:
+    ValueError: If a name is missing, unknown or that of two variables, or an
+      array has another shape or a value that the dtype of its variable cannot
+      hold. No variable changes then.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable([1.0, 2.0], name='w')
+    >>> facade.set_values([w], {'w': [3.0, 4.0]})
+    >>> print(w)
+    [3. 4.]
+  """
+  by_name = _by_name(variables)
+  wrong = sorted(by_name.keys() ^ values.keys())
+  if wrong:
+    raise ValueError(
+        f'`values` must hold the names of `variables`, but only one of the two'
+        f' has {wrong}. Make slots with `facade.function(...).build(...)`'
+        ' before restoring.'
+    )
+  arrays = {n: _restored(v, values[n]) for n, v in by_name.items()}
+  for name, variable in by_name.items():
+    frames.write(variable, arrays[name])
+
+
+def _by_name(variables):
+  found = {}
+  for variable in variables:
+    if found.setdefault(variable.op.name, variable) is not variable:
+      raise ValueError(
+          f'Two variables have the name {variable.op.name!r}. Save those of'
+          ' each graph by themselves.'
+      )
+  return found
+
+
+def _is_key(array):
+  return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _restored(variable, value):
+  """Returns a saved value as an array for `variable`."""
+  if _is_key(variable):
+    impl = jax.random.key_impl(variable.stored)
+    array = saved = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
+  elif isinstance(value, core.Tracer):
+    array = saved = value
+  else:
+    saved = np.asarray(value)
+    array = saved.astype(variable.dtype)
+  per_shard = variable.num_parts and (variable.num_parts, *variable.shape)
+  if saved.shape not in (variable.shape, per_shard):
+    raise ValueError(
+        f'The value of {variable.name!r} must have the shape'
+        f' {variable.shape}, got {saved.shape}.'
+    )
+  if array is not saved and not np.array_equal(array, saved, equal_nan=True):
+    raise ValueError(
+        f'The value of {variable.name!r} must fit {variable.dtype}, got'
+        f' {saved.dtype} {saved!r}.'
+    )
+  if frames.is_tracing() or saved.shape != variable.stored.shape:
+    return jnp.asarray(array)
+  # An array on other devices would compile a step again.
+  committed = variable.stored.committed
+  return jax.device_put(array, variable.stored.sharding if committed else None)

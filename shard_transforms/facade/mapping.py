@@ -1,22 +1,23 @@
-"""`map_variables`: maps a function of variables over shards."""
+"""`map_variables`: maps a function of variables over a mesh of one axis."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
+from jax import core
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms.facade import frames
-from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import placement
+from shard_transforms.facade import lookup
 
-_MAX_TRACES = 32
+# A call is traced again if it uses variables that no earlier trace has found.
+MAX_TRACES = 32
 
 
 def map_variables(
@@ -43,12 +44,10 @@ def map_variables(
     RuntimeError: If each call makes new variables.
   """
   frames.mark_mapped(mesh)
-  graph = graph_lib.get_default_graph()
-  everything = graph.get_collection(graph_lib.GraphKeys.GLOBAL_VARIABLES)
   mapping = _Mapping(run, inputs, specs, mesh)
-  for _ in range(_MAX_TRACES):
-    used, written = mapping.discover(everything)
-    placement.place(used, mesh)
+  for _ in range(MAX_TRACES):
+    used, written = mapping.discover()
+    place(used, mesh)
     try:
       outputs, new = mapping.compute(used, written)
     except frames.Retraced:
@@ -58,7 +57,7 @@ def map_variables(
     frames.commit(written, new)
     return outputs
   raise RuntimeError(
-      f'The computation met new variables in each of {_MAX_TRACES} traces.'
+      f'The computation met new variables in each of {MAX_TRACES} traces.'
   )
 
 
@@ -73,25 +72,20 @@ class _Mapping:
 
   @property
   def axis(self):
-    (axis,) = self.mesh.axis_names
-    return axis
+    return self.mesh.axis_names[0]
 
-  def discover(self, everything):
+  def discover(self):
     """Returns the variables that are used, and which writes differ by shard."""
-    found = []
-
-    def traced(variables, arrays, inputs):
-      with self._frame('discovered', variables, arrays) as frame:
-        _, may_part = self.run(*inputs)
-      found.extend([frame, may_part])
-
     known = {
         v: x
-        for v, x in frames.known(everything).items()
+        for v, x in frames.known(lookup.global_variables()).items()
         if x.ndim == v.ndim or len(x) == self.mesh.size
     }
-    jax.eval_shape(*self._mapped(traced, known, None))
-    frame, may_part = found
+    found = []
+    jax.eval_shape(
+        *self._mapped('discovered', known, None, lambda *x: found.extend(x))
+    )
+    frame, _, may_part = found
     _check_size(frame.used, self.mesh)
     written = {
         v: self.axis in axes_lib.varying_axes(frame.values[v])
@@ -103,40 +97,43 @@ class _Mapping:
   def compute(self, used, written):
     """Returns the outputs, and the new arrays of written variables."""
 
-    def traced(variables, arrays, inputs):
-      with self._frame('traced', variables, arrays) as frame:
-        outputs, _ = self.run(*inputs)
-        outputs = [_stack(x, self.axis) for x in outputs]
+    def returned(frame, outputs, _):
+      outputs = [_stack(x, self.axis) for x in outputs]
       return outputs, [
-          _lead(frame.values[v], differs) for v, differs in written.items()
+          frame.values[v][None] if differs else frame.values[v]
+          for v, differs in written.items()
       ]
 
     arrays = {v: frames.read(v) for v in used}
     of_written = [P(self.axis) if d else P() for d in written.values()]
-    call, *arguments = self._mapped(traced, arrays, (P(self.axis), of_written))
+    out_specs = P(self.axis), of_written
+    call, *arguments = self._mapped('traced', arrays, out_specs, returned)
     return jax.jit(call)(*arguments)
 
-  def _mapped(self, traced, arrays, out_specs):
-    """Returns a function of values, mapped, and its arguments."""
-    specs = [placement.spec_of(v, x, self.mesh) for v, x in arrays.items()]
+  def _mapped(self, kind, arrays, out_specs, returned):
+    """Returns `run` in a frame, as a mapped function, and its arguments."""
+
+    def traced(values, inputs):
+      of_frame = zip(arrays, values, strict=True)
+      with frames.frame(kind, of_frame, enter=self._own) as frame:
+        return returned(frame, *self.run(*inputs))
+
+    specs = [_spec_of(v, x, self.mesh) for v, x in arrays.items()]
     call = jax.shard_map(
-        functools.partial(traced, list(arrays)),
+        traced,
         mesh=self.mesh,
         in_specs=(specs, list(self.specs)),
         out_specs=out_specs,
     )
     return call, list(arrays.values()), list(self.inputs)
 
-  def _frame(self, kind, variables, arrays):
-    values = zip(variables, arrays, strict=True)
-    return frames.frame(kind, values, enter=self._own)
-
   def _own(self, variable, array):
     """Returns a shard's part of an array."""
     if array.ndim == variable.ndim:
       return array
     is_argument = len(array) == 1
-    # A trace that only discovers variables needs the shape alone.
+    # While variables are discovered, the array has the values of all shards.
+    # Only the shape matters then.
     mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
     return axes_lib.to_varying(mine, [self.axis])
 
@@ -162,11 +159,32 @@ def _check_parted(variables, may_part):
       )
 
 
-def _lead(array, differs):
-  return array[None] if differs else array
-
-
 def _stack(x, axis):
   if isinstance(x, str) or (not hasattr(x, 'dtype') and not np.isscalar(x)):
     raise TypeError(f'An output of `shard` must be an array, got {x!r}.')
   return axes_lib.to_varying(jnp.asarray(x)[None], [axis])
+
+
+def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
+  """Puts variables on a mesh of one axis; returns whether any was elsewhere.
+
+  Nothing is moved inside a trace, where all arrays are placed already.
+  """
+  if frames.is_tracing():
+    return False
+  moved = False
+  for variable in variables:
+    array = frames.read(variable)
+    if isinstance(array, core.Tracer):
+      continue
+    spec = _spec_of(variable, array, mesh)
+    placed = jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+    if getattr(array, 'sharding', None) != placed.sharding:
+      frames.commit([variable], [placed])
+      moved = True
+  return moved
+
+
+def _spec_of(variable, array, mesh):
+  """Returns the spec of an array on a mesh: replicated, or a value a shard."""
+  return P(*mesh.axis_names) if array.ndim > variable.ndim else P()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy.typing as npt
 
-from shard_transforms.facade import pairs as pairs_lib
+from shard_transforms.facade import gradients
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
@@ -25,10 +25,18 @@ class Optimizer(abc.ABC):
 
   This class is abstract: use `OptaxOptimizer` for any Optax transformation.
 
+  Args:
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
+    name: The name.
+
   Attributes:
     GATE_NONE: A value of `gate_gradients`, without effect.
     GATE_OP: The same.
     GATE_GRAPH: The same.
+
+  Raises:
+    ValueError: If `name` is empty.
 
   Examples:
     >>> from shard_transforms import facade
@@ -90,8 +98,8 @@ class Optimizer(abc.ABC):
         colocate_gradients_with_ops,
         grad_loss,
     )
-    pairs_lib.check_any_gradient(
-        grads_and_vars, ', of which the loss must read one'
+    gradients.check_any_gradient(
+        grads_and_vars, ' The loss must read one of them.'
     )
     return self.apply_gradients(grads_and_vars, global_step, name)
 
@@ -103,7 +111,7 @@ class Optimizer(abc.ABC):
       aggregation_method: int | None = None,
       colocate_gradients_with_ops: bool = False,
       grad_loss: jax.typing.ArrayLike | Variable | None = None,
-  ) -> pairs_lib.Pairs:
+  ) -> gradients.Pairs:
     """Returns the gradient of a loss for each variable.
 
     Args:
@@ -128,7 +136,13 @@ class Optimizer(abc.ABC):
         `gate_gradients` is none of the class's members.
     """
     del aggregation_method, colocate_gradients_with_ops
-    check_gate(gate_gradients)
+    gates = self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH
+    if gate_gradients not in gates:
+      raise ValueError(
+          '`gate_gradients` must be one of: Optimizer.GATE_NONE,'
+          ' Optimizer.GATE_OP, Optimizer.GATE_GRAPH, got'
+          f' {gate_gradients!r}.'
+      )
     return self._compute(loss, var_list, grad_loss)
 
   def apply_gradients(
@@ -140,10 +154,10 @@ class Optimizer(abc.ABC):
     """Updates variables by gradients, once all of them have been checked.
 
     Args:
-      grads_and_vars: Pairs of a gradient, floating-point numbers in the shape
-        of the variable, and the variable. Where the gradient is `None`,
-        variable and slots stay.
-      global_step: A variable to be increased by one.
+      grads_and_vars: Pairs of a gradient and its variable. Both hold
+        floating-point numbers and have one shape. Where the gradient is `None`,
+        the variable and its slots stay.
+      global_step: A variable that increases by one.
       name: Ignored.
 
     Returns:
@@ -159,7 +173,7 @@ class Optimizer(abc.ABC):
     del name
     if global_step is not None:
       _check_step(global_step)
-    return self._apply(pairs_lib.check(grads_and_vars), global_step)
+    return self._apply(gradients.check_pairs(grads_and_vars), global_step)
 
   @abc.abstractmethod
   def get_slot(self, var: Variable, name: str) -> Variable | None:
@@ -177,38 +191,18 @@ class Optimizer(abc.ABC):
     """Returns the name that was given at construction."""
     return self._name
 
-  @abc.abstractmethod
-  def _compute(
-      self,
-      loss: Callable[..., npt.ArrayLike],
-      var_list: Variable | Iterable[Variable] | None,
-      grad_loss: jax.typing.ArrayLike | Variable | None,
-      scale: float | None = None,
-  ) -> pairs_lib.Pairs:
+  def _compute(self, loss, var_list, grad_loss, scale=1.0):
     """Returns the pairs of `compute_gradients`, for the scaled loss."""
+    return gradients.compute_gradients(loss, var_list, grad_loss, scale)
 
   @abc.abstractmethod
   def _apply(
-      self, pairs: pairs_lib.Pairs, global_step: Variable | None
+      self, pairs: gradients.Pairs, global_step: Variable | None
   ) -> jax.Array | None:
     """Applies checked pairs, as `apply_gradients`."""
 
 
 _Kind = TypeVar('_Kind', bound=Optimizer)
-
-
-def check_gate(gate_gradients: int) -> None:
-  """Checks `gate_gradients`.
-
-  Raises:
-    ValueError: If it is none of the members of `Optimizer`.
-  """
-  gates = Optimizer.GATE_NONE, Optimizer.GATE_OP, Optimizer.GATE_GRAPH
-  if gate_gradients not in gates:
-    raise ValueError(
-        '`gate_gradients` must be one of: Optimizer.GATE_NONE,'
-        f' Optimizer.GATE_OP, Optimizer.GATE_GRAPH, got {gate_gradients!r}.'
-    )
 
 
 def check_optimizer(name: str, opt: object, kind: type[_Kind]) -> _Kind:

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import inspect
+import re
 from typing import Any, NamedTuple
 
 import chex
@@ -11,15 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import optax
 
 import shard_transforms
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
-from shard_transforms.facade import devices as devices_lib
 from shard_transforms.facade import frames
 from shard_transforms.facade import mapping
-from shard_transforms.facade import templates
 from shard_transforms.facade import towers as towers_lib
 
 
@@ -32,7 +31,7 @@ class EstimatorSpec(NamedTuple):
     loss: The loss, a scalar.
     train_op: What `minimize` or `apply_gradients` returned.
     eval_metric_ops: Metrics by name, means over the examples.
-    export_outputs: Ignored, as all that follow.
+    export_outputs: Ignored.
     training_chief_hooks: Ignored.
     training_hooks: Ignored.
     scaffold: Ignored.
@@ -68,11 +67,11 @@ def replicate_model_fn(
 ) -> Callable[..., EstimatorSpec]:
   """Runs a model function once for each tower, on its part of the batch.
 
-  The optimizers inside have to be wrapped in `TowerOptimizer`. Each call of the
-  result is a step; inside a `function`, it is compiled. The next call reuses
-  the optimizers of the first, and the variables of `get_variable`, because
-  TensorFlow built its graph once. Evaluate the loss that you return before you
-  minimize it: afterwards, the last tower reads the new values.
+  Wrap the optimizers inside in `TowerOptimizer`. Each call of the result is a
+  step; inside a `function`, it is compiled. The next call reuses the optimizers
+  of the first and the variables of `get_variable`, as TensorFlow did, which
+  built its graph once. Evaluate the loss that you return before you minimize
+  it: afterwards, the last tower reads the new values.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,
@@ -116,70 +115,68 @@ def replicate_model_fn(
         ' Reduction.NONE.'
     )
   constants.Reduction.validate(loss_reduction)
-  placed = devices_lib.of_towers(devices)
-  in_turn = len(set(placed)) < len(placed)
-  template = templates.Template()
+  placed = devices_of_towers(devices)
+  kind = 'sum' if loss_reduction == constants.Reduction.SUM else 'mean'
+  template = contexts.Template()
   accepted = inspect.signature(model_fn).parameters
 
   def call_model_fn(features, labels, **rest):
     given = {'labels': labels} | rest
     given = {name: x for name, x in given.items() if name in accepted}
-    spec = model_fn(features, **given)
+    with contexts.call_of(template):
+      spec = model_fn(features, **given)
     if not isinstance(spec, EstimatorSpec):
       raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
     return spec
 
   def replicated(features, labels=None, mode=None, params=None, config=None):
     batch = features, labels
-    rest = {'mode': mode, 'params': params, 'config': config}
-    towers = contexts.Towers(len(placed), loss_reduction)
+    call = functools.partial(
+        call_model_fn, mode=mode, params=params, config=config
+    )
+    towers = contexts.Towers(len(placed), kind)
     with contexts.tower_context(towers):
       try:
         if len(placed) == 1:
-          with templates.call_of(template):
-            return call_model_fn(*batch, **rest)
+          return call(*batch)
         _check_divisible(batch, len(placed))
-        run = _in_turn if in_turn else _one_to_a_device
-        return run(call_model_fn, batch, rest, towers, template, placed)
+        if len(set(placed)) == 1:
+          return _in_turn(call, batch, mode, towers)
+        return _one_to_a_device(call, batch, mode, towers, placed)
       finally:
         towers_lib.forget_use()
 
   return replicated
 
 
-def _in_turn(call_model_fn, batch, rest, towers, template, placed):
+def _in_turn(call, batch, mode, towers):
   """Runs the towers one after the other, on one device."""
-  del placed
   n = towers.num_towers
   specs = []
-  # Nothing is assigned before all towers are known to agree.
+  # All towers must have made the same calls before any variable changes.
   with frames.transaction():
     for tower in range(n):
       towers.tower = tower
       towers.calls.append([])
-      part = jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch)
-      with templates.call_of(template):
-        specs.append(call_model_fn(*part, **rest))
+      specs.append(
+          call(*jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch))
+      )
     towers_lib.check_calls(towers)
-    _check_used(rest['mode'], towers)
-
-  def join(of, *trees):
-    return jax.tree.map(lambda *x: of(jnp.stack(_inexact(x))), *trees)
-
-  def reduce(kind):
-    tx = shard_transforms.reduce_towers(n, reduction=kind)
-    return lambda x: tx.update(x, optax.EmptyState())[0]
-
+    _check_used(mode, towers)
+  loss, metrics = jax.tree.map(
+      lambda *x: jnp.stack(x),
+      *(_inexact((spec.loss, spec.eval_metric_ops)) for spec in specs),
+  )
   return specs[-1]._replace(
-      loss=join(reduce(_kind(towers)), *(s.loss for s in specs)),
+      loss=towers_lib.reduce(towers, towers.reduction, loss),
       predictions=jax.tree.map(
           lambda *x: jnp.concatenate(x), *(s.predictions for s in specs)
       ),
-      eval_metric_ops=join(reduce('mean'), *(s.eval_metric_ops for s in specs)),
+      eval_metric_ops=towers_lib.reduce(towers, 'mean', metrics),
   )
 
 
-def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
+def _one_to_a_device(call, batch, mode, towers, placed):
   """Runs the towers in parallel, each on its own device."""
   if contexts.mapped_axes():
     raise ValueError(
@@ -192,26 +189,24 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
 
   def run(features, labels):
     towers.calls[:] = [[]]
-    with templates.call_of(template):
-      spec = call_model_fn(features, labels, **rest)
-    _check_used(rest['mode'], towers)
+    spec = call(features, labels)
+    _check_used(mode, towers)
+    loss, metrics = shard_transforms.per_shard(
+        _inexact((spec.loss, spec.eval_metric_ops)), axis
+    )
     leaves, treedef = jax.tree.flatten(
         (
             spec.predictions,
-            jax.tree.map(_over_axis(_kind(towers), axis), spec.loss),
+            towers_lib.reduce(towers, towers.reduction, loss),
             spec.train_op,
-            jax.tree.map(_over_axis('mean', axis), spec.eval_metric_ops),
+            towers_lib.reduce(towers, 'mean', metrics),
         )
     )
     returned[:] = [spec.mode, treedef]
     return leaves, ()
 
-  outputs = mapping.map_variables(
-      run,
-      batch,
-      [P(axis), P(axis)],
-      jax.sharding.Mesh(np.array(placed), (axis,)),
-  )
+  mesh = jax.sharding.Mesh(np.array(placed), (axis,))
+  outputs = mapping.map_variables(run, batch, [P(axis), P(axis)], mesh)
   mode, treedef = returned
   predictions, *reduced = treedef.unflatten(outputs)
   predictions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), predictions)
@@ -220,26 +215,11 @@ def _one_to_a_device(call_model_fn, batch, rest, towers, template, placed):
   )
 
 
-def _over_axis(kind, axis):
-  """Returns a function that reduces a number of each tower over the axis."""
-  reductions = {
-      'mean': shard_transforms.cross_shard_mean,
-      'sum': shard_transforms.cross_shard_sum,
-  }
-  tx = reductions[kind](axis)
-  return lambda x: tx.update(
-      shard_transforms.per_shard(_inexact([x])[0], axis), optax.EmptyState()
-  )[0]
-
-
-def _kind(towers):
-  is_sum = towers.reduction == constants.Reduction.SUM
-  return 'sum' if is_sum else 'mean'
-
-
-def _inexact(values):
+def _inexact(tree):
   """Returns numbers as floating-point arrays, for a mean."""
-  return [jnp.asarray(x, jnp.result_type(x, jnp.float32)) for x in values]
+  return jax.tree.map(
+      lambda x: jnp.asarray(x, jnp.result_type(x, jnp.float32)), tree
+  )
 
 
 def _check_used(mode, towers):
@@ -259,3 +239,41 @@ def _check_divisible(batch, num_towers):
           f' got the shape {jnp.shape(x)} at (features, labels)'
           f'{jax.tree_util.keystr(path)}.'
       )
+
+
+def devices_of_towers(devices: Sequence[Any] | str | None) -> list[Any]:
+  """Returns the devices of the towers.
+
+  Args:
+    devices: Devices or their names, such as `'/gpu:0'`; all local ones if
+      `None`.
+
+  Raises:
+    ValueError: If they are neither all the same nor all different, or a name is
+      not that of a local device.
+  """
+  if isinstance(devices, str):
+    devices = [devices]
+  placed = [
+      _device(device) if isinstance(device, str) else device
+      for device in (jax.local_devices() if devices is None else devices)
+  ]
+  if not placed or len(set(placed)) not in (1, len(placed)):
+    raise ValueError(
+        '`devices` must be all different (one tower to a device) or all the'
+        f' same (towers in turn), got {devices!r}.'
+    )
+  return placed
+
+
+def _device(name):
+  """Returns the device of a name in TensorFlow 1."""
+  parsed = re.fullmatch(r'/(?:device:)?(\w+):(\d+)', name)
+  try:
+    if parsed is None:
+      raise ValueError
+    return jax.local_devices(backend=parsed[1].lower())[int(parsed[2])]
+  except (ValueError, RuntimeError, IndexError) as error:
+    raise ValueError(
+        f"`devices` must name local devices, like '/gpu:0', got {name!r}."
+    ) from error

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from shard_transforms._src.base import arguments
 from shard_transforms.facade import contexts
 from shard_transforms.facade import mapping
-from shard_transforms.facade import templates
 
 
 def shard(
@@ -32,11 +31,11 @@ def shard(
   """Runs a computation on each shard of a mesh.
 
   Every input is split into `num_shards` equal parts. Variables are the same on
-  all shards, and must be so after the computation: update them by a
-  `CrossShardOptimizer`. Where it reduces in groups, variables differ between
-  the groups, and keep one value a shard.
+  all shards, and must be the same after the computation: update them by a
+  `CrossShardOptimizer`. If it reduces in groups, variables differ between the
+  groups, and keep one value a shard.
 
-  Call it inside a `function`, which compiles it once; otherwise each call
+  Call it inside a `function`, which compiles it once; elsewhere, each call
   compiles it again.
 
   Args:
@@ -47,7 +46,8 @@ def shard(
     input_shard_axes: The dimension along which each input is split; 0 if
       `None`.
     outputs_from_all_shards: Whether an output is the concatenation over all
-      shards, or that of the first shard; one for all outputs, or a sequence.
+      shards, rather than that of the first shard; one for all outputs, or a
+      sequence.
     output_shard_axes: The dimension along which each output of all shards is
       concatenated, 0 if `None`. Scalars become an array [num_shards].
     infeed_queue: Must be `None`.
@@ -89,12 +89,12 @@ def shard(
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   inputs = [jnp.asarray(x) for x in inputs or ()]
   axes = _axes('input_shard_axes', input_shard_axes, len(inputs))
-  template = templates.subtemplate()
+  template = contexts.subtemplate()
 
   def run(*parts):
     with (
         contexts.shard_context(num_shards) as shards,
-        templates.call_of(template),
+        contexts.call_of(template),
     ):
       out = computation(*parts)
     return _as_list(out), shards.parted
@@ -152,11 +152,7 @@ def _joined(outputs, from_all_shards, shard_axes):
 
 def _join(x, axis):
   """Concatenates the outputs of all shards, [num_shards, ...]."""
-  if x.ndim == 1:
-    return x
-  axis %= x.ndim - 1
-  x = jnp.moveaxis(x, 0, axis)
-  return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+  return x if x.ndim == 1 else jnp.concatenate(x, axis)
 
 
 def _as_list(out):

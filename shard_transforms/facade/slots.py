@@ -19,9 +19,9 @@ Variable = variables_lib.Variable
 class Slots:
   """The state of one transformation, each leaf a variable.
 
-  A leaf is identified by its path in the state, where parameters are a dict by
-  name. So the state for some of the variables is assembled from the leaves of
-  these; leaves that belong to no variable, such as a count, are shared.
+  A leaf is identified by its path in the state of parameters that are a dict by
+  name. The state for some of the variables is assembled from their leaves, and
+  shares with all others the leaves that belong to no variable, such as a count.
 
   Attributes:
     lock: The lock that makes updates of the state exclusive.
@@ -37,12 +37,11 @@ class Slots:
 
   def get(self, variable: Variable, name: str) -> Variable | None:
     """Returns the slot of a name for a variable, `None` if there is none."""
-    slots = self._slots.get(name, {})
-    return slots.get(variable)
+    return self._slots.get((variable, name))
 
   def names(self) -> list[str]:
     """Returns the names of all slots, sorted."""
-    return sorted(self._slots)
+    return sorted({name for _, name in list(self._slots)})
 
   def variables(self) -> list[Variable]:
     """Returns all leaves, by name."""
@@ -68,11 +67,11 @@ class Slots:
 
     Args:
       transformation: Returns the transformation.
-      variables: The variables that are to be updated.
+      variables: The variables to update.
       slot_names: The names of slots that differ from the fields of the state,
         in the order in which they are made.
-      op_names: The second part of a slot's own name; under `None`, the one for
-        slots that are not listed.
+      op_names: The second part of the name of a slot's variable, by slot; under
+        `None`, that of all other slots.
 
     Returns:
       The state, with the current values of the leaves.
@@ -100,7 +99,8 @@ class Slots:
     self._variables.update({v.op.name: v for v in variables})
     with frames.outside():
       parted = {v.op.name for v in variables if v.is_per_shard}
-      # Where there is a value a shard, only the shapes matter.
+      # A variable with a value a shard cannot be read. Its slots must exist
+      # already, so that only the shapes of the state matter.
       params = {
           v.op.name: (
               jnp.zeros(v.shape, v.dtype) if v.is_per_shard else v.value()
@@ -148,10 +148,10 @@ class Slots:
     if leaf.of is not None:
       slot, number = leaf.slot, 0
       of = self._variables[leaf.of]
-      while of in self._slots.setdefault(slot, {}):
+      while (of, slot) in self._slots:
         number += 1
         slot = f'{leaf.slot}_{number}'
-      self._slots[slot][of] = made
+      self._slots[of, slot] = made
 
 
 class _Leaf(NamedTuple):
@@ -187,14 +187,14 @@ def _in_order(leaves, variables, slot_names):
 def _describe(path, params, slot_names):
   """Returns the variable that a leaf belongs to, and its name."""
   keys = [getattr(k, 'name', getattr(k, 'key', None)) for k in path]
-  # The innermost dict is that of the parameters: labels may have the same
-  # names.
-  places = [
+  # The innermost dict is that of the parameters. One around it may have the
+  # same keys: `optax.partition` keeps a dict by label.
+  places = (
       i
       for i, (key, k) in enumerate(zip(path, keys, strict=True))
       if isinstance(key, jax.tree_util.DictKey) and k in params
-  ]
-  place = places[-1] if places else None
+  )
+  place = max(places, default=None)
   of = None if place is None else keys[place]
   names = [k for i, k in enumerate(keys) if isinstance(k, str) and i != place]
   field = names[-1] if names else 'state'

@@ -1,34 +1,84 @@
 """`DropStaleGradientOptimizer`: drops gradients that are too old."""
 
+import threading
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import shard_transforms
 from shard_transforms._src.base import arguments
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import local_steps
+from shard_transforms.facade import functional
+from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
-from shard_transforms.facade import templates
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
 
+# The step of a thread that has recorded none. It is older than any gradient.
+NO_STEP = np.iinfo(np.int32).min
 
-class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
+_NOTHING = np.array([NO_STEP, 1], np.int32)
+
+
+class LocalStep(Variable):
+  """The oldest step recorded since the last update; each thread has its own.
+
+  Its value is the step, and whether an update has used it: int32 [2].
+  """
+
+  def __init__(self):
+    self._of_thread = threading.local()
+    with frames.outside(), graph_lib.Graph().as_default():
+      super().__init__(_NOTHING, trainable=False, name='local_step')
+
+  @property
+  def stored(self) -> Any:
+    """The value of the calling thread."""
+    return getattr(self._of_thread, 'value', _NOTHING)
+
+  @stored.setter
+  def stored(self, value: Any):
+    self._of_thread.value = value
+
+  @property
+  def step(self) -> jax.Array:
+    """The oldest recorded step, `NO_STEP` if there is none, int32 []."""
+    return self.value()[0]
+
+  def record(self, step: jax.typing.ArrayLike) -> None:
+    """Records that a gradient is computed from the variables of a step."""
+    oldest, is_used = self.value()
+    step = jnp.asarray(step, jnp.int32)
+    oldest = jnp.where(is_used, step, jnp.minimum(oldest, step))
+    self.assign(jnp.stack([oldest, 0]))
+
+  def use(self) -> None:
+    """Marks the step as used by an update; it counts until the next record."""
+    self.assign(jnp.stack([self.step, 1]))
+
+  def set(self, step: jax.typing.ArrayLike) -> None:
+    """Sets the step of the thread."""
+    self.assign(jnp.stack([jnp.asarray(step, jnp.int32), 0]))
+
+
+class DropStaleGradientOptimizer(functional.FunctionalWrapper):
   """Drops gradients that were computed too many steps ago.
 
   `compute_gradients` records the global step before it evaluates the loss.
-  `apply_gradients` applies the gradients if the global step has moved on by at
-  most `staleness` since, or else leaves everything as it is and counts a drop.
+  `apply_gradients` applies the gradients if the global step has grown by at
+  most `staleness` since then; else it changes nothing and counts a drop.
   Where several `compute_gradients` came before one `apply_gradients` in a
   thread, the oldest step counts; where several `apply_gradients` follow, it
   counts for each. It is `drop_stale(staleness, inner)`.
 
-  For workers that are threads: each makes a wrapper of its own around one
-  shared `opt`. Variables, slots, the global step and the counter are shared.
-  Compile each of the two calls with `function` where speed counts.
+  Workers are threads: each makes its own wrapper around one shared `opt`.
+  Variables, slots, the global step and the counter are shared. For speed,
+  compile each of the two calls with `function`.
 
   Args:
     opt: The optimizer that applies the gradients.
@@ -70,12 +120,12 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
   ):
     super().__init__(opt, use_locking, name)
     self._staleness = arguments.as_int('staleness', staleness)
-    self._local_step = templates.persistent('local_step', local_steps.LocalStep)
+    self._local_step = contexts.persistent('local_step', LocalStep)
 
   @property
   def stale_counter(self) -> Variable:
     """The number of drops so far, by all wrappers of one inner optimizer."""
-    return self.root.slots.counter('stale_counter')
+    return self.slots.counter('stale_counter')
 
   def stale_fraction(self, global_step: Variable) -> jax.Array:
     """Returns the fraction of gradients that were dropped, float32 []."""
@@ -90,7 +140,7 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
     found = [*self._opt.variables(), self.stale_counter]
     return sorted(found, key=lambda variable: variable.name)
 
-  def _compute(self, loss, var_list, grad_loss, scale=None):
+  def _compute(self, loss, var_list, grad_loss, scale=1.0):
     step = lookup.get_global_step()
     if step is None:
       raise ValueError(
@@ -117,11 +167,8 @@ class DropStaleGradientOptimizer(wrappers.FunctionalWrapper):
           '`global_step` of `DropStaleGradientOptimizer` must be a variable,'
           ' got None: without it, no gradient has an age.'
       )
-    # While tracing, it is not known what will have been recorded.
-    if (
-        not frames.is_tracing()
-        and int(self._local_step.step) == local_steps.NO_STEP
-    ):
+    # While JAX traces, the recorded step is not known.
+    if not frames.is_tracing() and int(self._local_step.step) == NO_STEP:
       raise ValueError(
           '`compute_gradients` must come before `apply_gradients`, in the same'
           ' thread: it records the step that the gradients belong to.'

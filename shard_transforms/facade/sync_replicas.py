@@ -9,15 +9,14 @@ import optax
 
 import shard_transforms
 from shard_transforms._src.base import arguments
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import functional
-from shard_transforms.facade import local_steps
+from shard_transforms.facade import gradients
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
-from shard_transforms.facade import pairs as pairs_lib
-from shard_transforms.facade import templates
+from shard_transforms.facade import staleness
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
 
@@ -29,19 +28,19 @@ class Averages(Protocol):
     """Updates it by the current values."""
 
 
-class SyncReplicasOptimizer(wrappers.Wrapper):
-  """Averages the first gradients of a step, from whichever workers.
+class SyncReplicasOptimizer(functional.Wrapper):
+  """Averages the first gradients of a step, whichever workers they come from.
 
   Workers are threads that share one object of this class. A worker's
   `apply_gradients` hands in its gradients and waits for the end of the step: as
   soon as there are `replicas_to_aggregate` gradients, their mean is applied
   once. Gradients that arrive later belong to an earlier step and are dropped:
-  further workers are backup. Let workers run until a global step is reached,
-  not for a number of rounds: the last of them would wait for others that are
-  done.
+  additional workers are backups. Let workers run until a global step is
+  reached, not for a number of rounds; else the last of them would wait for
+  workers that have ended.
 
-  In a `function`, threads cannot meet: there, it works with one replica alone.
-  Gradients that were handed in for an unfinished step are not saved.
+  In a `function`, threads cannot meet: there, it works only with one replica.
+  The gradients of an unfinished step are not saved.
 
   Args:
     opt: The optimizer that applies the mean.
@@ -124,13 +123,14 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
     self._averages = variable_averages
     self._to_average = variables_to_average
     self._is_alone = self._num_needed == self._num_replicas == 1
-    # With fewer workers than gradients in a step, some must not wait.
+    # With fewer workers than gradients in a step, all would wait forever: this
+    # many calls a step return at once.
     self._num_extra = self._num_needed - self._num_replicas
     self._round = _Round(self._num_extra)
     self._condition = threading.Condition()
-    self._local_step = templates.persistent('local_step', local_steps.LocalStep)
+    self._local_step = contexts.persistent('local_step', staleness.LocalStep)
 
-  def _compute(self, loss, var_list, grad_loss, scale=None):
+  def _compute(self, loss, var_list, grad_loss, scale=1.0):
     step = lookup.get_global_step()
     read_at = None if step is None else step.value()
     pairs = self._opt._compute(loss, var_list, grad_loss, scale)
@@ -154,7 +154,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
       )
     with frames.at_once(), self._condition:
       own = int(self._local_step.step)
-      if own == local_steps.NO_STEP or own >= int(global_step):
+      if own == staleness.NO_STEP or own >= int(global_step):
         self._hand_in(pairs, global_step)
       self._local_step.set(global_step.value())
       return global_step.value()
@@ -201,7 +201,7 @@ class SyncReplicasOptimizer(wrappers.Wrapper):
 
   def _apply_mean(self, calls, global_step):
     tx = shard_transforms.reduce_towers(len(calls))
-    mean: Any = tx.update(pairs_lib.stack(calls), optax.EmptyState())[0]
+    mean: Any = tx.update(gradients.stack(calls), optax.EmptyState())[0]
     pairs = [(mean.get(v.op.name), v) for _, v in calls[0]]
     step = self._opt._apply(pairs, global_step)
     if self._averages is not None and self._to_average is not None:
@@ -221,6 +221,6 @@ class _Round:
   """
 
   num_free: int
-  calls: list[pairs_lib.Pairs] = dataclasses.field(default_factory=list)
+  calls: list[gradients.Pairs] = dataclasses.field(default_factory=list)
   is_over: bool = False
   error: Exception | None = None

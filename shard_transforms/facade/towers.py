@@ -1,25 +1,25 @@
 """`TowerOptimizer`: gathers the gradients of all towers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import chex
 import optax
 
 import shard_transforms
-from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
+from shard_transforms.facade import functional
+from shard_transforms.facade import gradients
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import optimizer
-from shard_transforms.facade import pairs as pairs_lib
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrappers
 
 Variable = variables_lib.Variable
 
 _COLLECTION = 'replicate_model_fn_graph_states'
 
 
-class TowerOptimizer(wrappers.Wrapper):
+class TowerOptimizer(functional.Wrapper):
   """Gathers the gradients of all towers, and applies them with the last one.
 
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
@@ -27,11 +27,16 @@ class TowerOptimizer(wrappers.Wrapper):
   the gradients of the towers in the same call; the last tower's call applies
   them, with its `global_step`. It is `reduce_towers` (towers one after the
   other) or `cross_shard_sum` (one tower to a device), followed by the call of
-  the wrapped optimizer. Elsewhere, and with one tower, calls pass through.
+  the wrapped optimizer. Elsewhere, and with one tower, all calls go to it
+  unchanged.
 
   Args:
     optimizer_or_optimizer_fn: The optimizer that applies the sum, or a function
       of no arguments that returns one.
+
+  Attributes:
+    COLLECTION_FOR_GRAPH_STATES: The collection that records in a graph whether
+      the class has been used.
 
   Raises:
     TypeError: If it is no optimizer of the façade.
@@ -96,10 +101,10 @@ class TowerOptimizer(wrappers.Wrapper):
     """Returns the name of the wrapped optimizer."""
     return self._opt.get_name()
 
-  def _compute(self, loss, var_list, grad_loss, scale=None):
+  def _compute(self, loss, var_list, grad_loss, scale=1.0):
     towers = contexts.towers()
-    if towers is not None and towers.reduction != constants.Reduction.SUM:
-      scale = (scale or 1) / towers.num_towers
+    if towers is not None and towers.reduction == 'mean':
+      scale /= towers.num_towers
     return self._opt._compute(loss, var_list, grad_loss, scale)
 
   def _apply(self, pairs, global_step):
@@ -121,6 +126,26 @@ def forget_use() -> None:
   graph_lib.get_default_graph().get_collection_ref(_COLLECTION).clear()
 
 
+def reduce(
+    towers: contexts.Towers, kind: Literal['mean', 'sum'], tree: chex.ArrayTree
+) -> Any:
+  """Returns the mean or the sum over the towers, in each of them.
+
+  Args:
+    towers: The towers.
+    kind: `'mean'` or `'sum'`.
+    tree: The tower's own arrays; where towers take turns, those of all towers,
+      stacked.
+  """
+  if towers.axis_name is None:
+    tx = shard_transforms.reduce_towers(towers.num_towers, reduction=kind)
+  elif kind == 'mean':
+    tx = shard_transforms.cross_shard_mean(towers.axis_name)
+  else:
+    tx = shard_transforms.cross_shard_sum(towers.axis_name)
+  return tx.update(tree, optax.EmptyState())[0]
+
+
 def check_calls(towers: contexts.Towers, num_calls: int | None = None) -> None:
   """Checks that all towers made the same calls, or the same first ones.
 
@@ -140,22 +165,18 @@ def check_calls(towers: contexts.Towers, num_calls: int | None = None) -> None:
 
 
 def _gather(
-    towers: contexts.Towers, pairs: pairs_lib.Pairs
-) -> pairs_lib.Pairs | None:
+    towers: contexts.Towers, pairs: gradients.Pairs
+) -> gradients.Pairs | None:
   """Returns the sum over the towers, `None` before the last one."""
   own = towers.calls[towers.tower]
   own.append(pairs)
   if towers.axis_name is not None:
     grads = {v.op.name: grad for grad, v in pairs if grad is not None}
-    reduction = shard_transforms.cross_shard_sum(towers.axis_name)
   elif towers.tower < towers.num_towers - 1:
     return None
   else:
     check_calls(towers, len(own))
     calls = [of_tower[len(own) - 1] for of_tower in towers.calls]
-    grads = pairs_lib.stack(calls)
-    reduction = shard_transforms.reduce_towers(
-        towers.num_towers, reduction='sum'
-    )
-  summed: Any = reduction.update(grads, optax.EmptyState())[0]
+    grads = gradients.stack(calls)
+  summed = reduce(towers, 'sum', grads)
   return [(summed.get(v.op.name), v) for _, v in pairs]

@@ -1,6 +1,8 @@
 """Variables: named arrays that a computation reads and writes in place."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import operators
-from shard_transforms.facade import templates
 
 _KEYS = graph_lib.GraphKeys
 
@@ -27,7 +28,7 @@ class Operation(NamedTuple):
   name: str
 
 
-class Variable(operators.ArrayOperators):
+class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   """A named array that can be assigned to.
 
   It can be used wherever an array can: in arithmetic, in functions of
@@ -43,7 +44,7 @@ class Variable(operators.ArrayOperators):
 
   Attributes:
     name: The name with the output's number, `'w:0'`.
-    op: Has the name without that number: `op.name` is `'w'`.
+    op: Its attribute `name` is the name without that number, `'w'`.
     trainable: Whether optimizers update it by default.
     num_parts: The number of shards between which it may differ, `None` if it
       is always the same on all.
@@ -60,8 +61,8 @@ class Variable(operators.ArrayOperators):
 
   Raises:
     TypeError: If the value is no array of numbers.
-    ValueError: If a function that runs at each step makes it: there would be a
-      new one each time, where `get_variable` finds the same.
+    ValueError: If a function that runs at each step makes it. It would be a new
+      one at each step; `get_variable` finds the same again.
 
   Examples:
     >>> import jax
@@ -76,7 +77,8 @@ class Variable(operators.ArrayOperators):
     `tf.Variable` of TensorFlow 1.15.
   """
 
-  # Variables are compared by identity, as in TensorFlow 1.
+  # Variables are compared by identity, as in TensorFlow 1: they are the keys of
+  # dicts.
   def __eq__(self, other: object) -> bool:
     return self is other
 
@@ -94,14 +96,14 @@ class Variable(operators.ArrayOperators):
       name: str | None = None,
       dtype: jax.typing.DTypeLike | None = None,
   ):
-    if frames.is_tracing() or templates.is_within() or frames.is_staged():
+    if frames.is_tracing() or contexts.is_repeated() or frames.is_staged():
       raise ValueError(
           '`Variable` must not be made inside a function that runs at each'
           f' step, got {name or "one without a name"!r}. Make it outside, or'
           ' use `facade.get_variable`, which finds it again at the next call.'
       )
     value = initial_value() if callable(initial_value) else initial_value
-    self.stored = _as_array(value, dtype, f'The initial value of {name!r}')
+    self.stored = _converted(value, dtype, f'The initial value of {name!r}')
     if isinstance(self.stored, core.Tracer):
       raise ValueError(
           f'The initial value of {name!r} must be known before anything is'
@@ -193,7 +195,7 @@ class Variable(operators.ArrayOperators):
       ValueError: If it has another shape.
     """
     del use_locking, name, read_value
-    array = _as_array(value, self.dtype, f'The value of {self.name!r}')
+    array = _converted(value, self.dtype, f'The value of {self.name!r}')
     if array.shape != self.shape:
       raise ValueError(
           f'The value of {self.name!r} must have the shape {self.shape}, got'
@@ -212,6 +214,53 @@ class Variable(operators.ArrayOperators):
     del ignored
     return self.assign(self - delta)
 
+  def __jax_array__(self) -> jax.Array:
+    return self.value()
+
+  def __array__(
+      self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+  ) -> np.ndarray:
+    return np.array(self.value(), dtype, copy=copy)
+
+  def __array_ufunc__(
+      self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+  ) -> Any:
+    # NumPy calls this for all operators, and for many of its functions.
+    if any(isinstance(out, Variable) for out in kwargs.get('out', ())):
+      raise TypeError(
+          f'Variable {self.name!r} must not be changed by an operator: use'
+          ' `assign`, `assign_add` or `assign_sub`.'
+      )
+    of_jax = getattr(jnp, ufunc.__name__, None)
+    if of_jax is not None and method == '__call__' and 'out' not in kwargs:
+      return of_jax(*map(_operand, inputs), **kwargs)
+    operands = [np.asarray(_operand(x)) for x in inputs]
+    return getattr(ufunc, method)(*operands, **kwargs)
+
+  def __getitem__(self, index: Any) -> jax.Array:
+    return self.value()[index]
+
+  def __iter__(self) -> Iterator[jax.Array]:
+    return iter(self.value())
+
+  def __len__(self) -> int:
+    return len(self.value())
+
+  def __bool__(self) -> bool:
+    return bool(self.value())
+
+  def __int__(self) -> int:
+    return int(self.value())
+
+  def __float__(self) -> float:
+    return float(self.value())
+
+  def __index__(self) -> int:
+    return operator.index(self.value())
+
+  def __format__(self, spec: str) -> str:
+    return format(self.value(), spec)
+
   def __str__(self) -> str:
     return repr(self) if self.is_per_shard else str(self.value())
 
@@ -226,21 +275,36 @@ def _rebuild(_: None, children: Any) -> Any:
   return children[0]
 
 
-# Unflattened, it is the array: an argument of a traced function cannot be
-# assigned to.
+# Unflattened, a variable is its array: a function that JAX traces cannot assign
+# to its argument.
 jax.tree_util.register_pytree_node(
     Variable, lambda variable: ((variable.value(),), None), _rebuild
 )
 
 
-def _as_array(value, dtype, what):
-  """Returns `value` as an array of `dtype` that aliases no other memory."""
+def _operand(value):
+  if isinstance(value, Variable):
+    return value.value()
+  return jnp.asarray(value) if isinstance(value, list | tuple) else value
+
+
+def as_array(value: Any, requirement: str) -> jax.Array:
+  """Returns a value as an array.
+
+  Raises:
+    TypeError: If it cannot be one; the message begins with `requirement`.
+  """
   try:
-    # JAX may alias the memory of a NumPy array.
-    own = np.array(value) if isinstance(value, np.ndarray) else value
-    array = jnp.asarray(own)
+    return jnp.asarray(value)
   except (TypeError, ValueError, OverflowError) as error:
-    raise TypeError(f'{what} must be an array, got {value!r}.') from error
+    raise TypeError(f'{requirement}, got {value!r}.') from error
+
+
+def _converted(value, dtype, what):
+  """Returns `value` as an array of `dtype` that aliases no other memory."""
+  # JAX may alias the memory of a NumPy array.
+  own = np.array(value) if isinstance(value, np.ndarray) else value
+  array = as_array(own, f'{what} must be an array')
   if dtype is None or array.dtype == dtype:
     dtype = array.dtype
   if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

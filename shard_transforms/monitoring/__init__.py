@@ -1,15 +1,15 @@
-"""What a training step sends, and whether its shards are still sound."""
+"""Reports on what a training step sends, and checks that shards are sound."""
 
 from shard_transforms._src.monitoring.agreement import AgreementState
 from shard_transforms._src.monitoring.agreement import track_agreement
 from shard_transforms._src.monitoring.assert_reduced import assert_reduced
-from shard_transforms._src.monitoring.compression_error import compression_error
+from shard_transforms._src.monitoring.compiled_report import hlo_wire_report
 from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
 from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
-from shard_transforms._src.monitoring.health import check_health
-from shard_transforms._src.monitoring.hlo_wire_report import hlo_wire_report
+from shard_transforms._src.monitoring.metrics import check_health
+from shard_transforms._src.monitoring.metrics import compression_error
 from shard_transforms._src.monitoring.metrics import metrics
 from shard_transforms._src.monitoring.noise_scale import NoiseScaleState
 from shard_transforms._src.monitoring.noise_scale import track_noise_scale

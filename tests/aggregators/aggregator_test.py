@@ -15,6 +15,7 @@ import shard_transforms
 from shard_transforms import aggregators
 
 AXIS = modes.AXIS
+AXES = ('slow', 'fast')
 AGGREGATORS = {
     'adasum': lambda: aggregators.adasum(AXIS),
     'coordinate_median': lambda: aggregators.coordinate_median(AXIS),
@@ -42,6 +43,10 @@ def run(tx, mode, updates, **extra_args):
   mapped = modes.map_shards(mode, fn)
   params = jnp.zeros(updates.shape[-1])
   return np.asarray(mapped(params, (updates, extra_args)))[0]
+
+
+def two_level_mesh():
+  return jax.make_mesh((2, 4), AXES, (jax.sharding.AxisType.Auto,) * 2)
 
 
 class AggregatorTest(parameterized.TestCase):
@@ -141,7 +146,9 @@ class AggregatorTest(parameterized.TestCase):
     )
 
   @cases.product(
-      name=AGGREGATORS, mode=('shard_map', 'pmap', 'vmap'), elements=(29, 16)
+      name=AGGREGATORS,
+      mode=('shard_map', cases.Repeated('pmap'), cases.Repeated('vmap')),
+      elements=(29, 16),
   )
   def test_a_sharded_optimizer_refuses_it_and_says_what_to_do(
       self, name, mode, elements
@@ -179,7 +186,7 @@ class AggregatorTest(parameterized.TestCase):
       expected = np.median(z.real, 0) + 1j * np.median(z.imag, 0)
       np.testing.assert_allclose(found['complex'][0], expected, rtol=1e-6)
 
-  @cases.product(name=AGGREGATORS, weighted=(False, True))
+  @cases.product(name=AGGREGATORS, weighted=(cases.Repeated(False), True))
   def test_results_are_typed_as_the_same_on_all_shards(self, name, weighted):
     tx = AGGREGATORS[name]()
 
@@ -197,7 +204,10 @@ class AggregatorTest(parameterized.TestCase):
 
   @cases.product(
       name=AGGREGATORS,
-      weight=[(-1.0, ValueError), (np.ones(2), ValueError), ('a', TypeError)],
+      weight=[
+          *((-1.0, ValueError), (np.ones(2), ValueError)),
+          *(('a', TypeError), (True, TypeError)),
+      ],
   )
   def test_refuses_a_bad_weight(self, name, weight):
     weight, error = weight
@@ -231,3 +241,50 @@ class AggregatorTest(parameterized.TestCase):
         fn, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
     )
     np.testing.assert_array_equal(mapped(np.ones([8, 3])), np.ones(3))
+
+
+class ExchangeTest(parameterized.TestCase):
+  # The bytes that are sent are tested through the aggregators.
+
+  def test_slices_are_those_of_several_axes(self):
+    updates = np.random.default_rng(0).normal(size=(8, 13)).astype('float32')
+
+    for axes in (AXES, AXES[::-1]):
+
+      def fn(update, axes=axes):
+        tx = aggregators.coordinate_median(axes)
+        return tx.update(update[0], tx.init(update))[0]
+
+      mapped = jax.shard_map(
+          fn, mesh=two_level_mesh(), in_specs=P(AXES), out_specs=P()
+      )
+      np.testing.assert_array_equal(
+          jax.jit(mapped)(updates), np.median(updates, axis=0)
+      )
+
+  def test_an_axis_that_is_not_mapped_may_slice_updates(self):
+    mesh = two_level_mesh()
+    updates = np.random.default_rng(0).normal(size=(2, 5, 8)).astype('float32')
+    updates = jax.device_put(
+        updates, jax.NamedSharding(mesh, P('slow', None, 'fast'))
+    )
+
+    for tx, expected in (
+        (aggregators.coordinate_median('slow'), np.median(updates, axis=0)),
+        (
+            aggregators.majority_vote('slow'),
+            np.where((updates < 0).all(0), -1, 1),
+        ),
+    ):
+
+      def fn(update, tx=tx):
+        return tx.update(update[0], tx.init(update))[0]
+
+      mapped = jax.shard_map(
+          fn,
+          mesh=mesh,
+          in_specs=P('slow'),
+          out_specs=P(),
+          axis_names={'slow'},
+      )
+      np.testing.assert_array_equal(jax.jit(mapped)(updates), expected)

@@ -12,6 +12,7 @@ import lying_shards
 import modes
 import shard_transforms
 from shard_transforms import aggregators
+from shard_transforms._src.aggregators import order_statistics
 
 AXIS = modes.AXIS
 MEDIAN = aggregators.coordinate_median(AXIS)
@@ -70,7 +71,6 @@ class OrderStatisticsTest(parameterized.TestCase):
       np.testing.assert_array_equal(found['w'], np.zeros([8, 3]))
 
   @cases.product(weighted=(False, True), mode=('shard_map', 'vmap'))
-  @pytest.mark.every_mode
   def test_no_three_liars_of_eight_move_it_past_the_others(
       self, weighted, mode
   ):
@@ -185,3 +185,31 @@ class OrderStatisticsTest(parameterized.TestCase):
   def test_refuses_a_bad_number(self, num_trimmed, error):
     with self.assertRaisesRegex(error, '`num_trimmed` must be'):
       aggregators.trimmed_mean(AXIS, num_trimmed)
+
+
+class SortingNetworkTest(parameterized.TestCase):
+
+  @cases.parameters(*range(1, 13))
+  def test_sorts_all_zeros_and_ones_and_so_everything(self, num_rows):
+    rows = np.array(list(itertools.product((0.0, 1.0), repeat=num_rows))).T
+    expected = np.sort(rows, axis=0)
+
+    for i, j in order_statistics.comparisons(num_rows):
+      rows[i], rows[j] = np.minimum(rows[i], rows[j]), np.maximum(
+          rows[i], rows[j]
+      )
+
+    np.testing.assert_array_equal(rows, expected)
+
+  def test_eight_rows_take_nineteen_comparisons(self):
+    self.assertLen(list(order_statistics.comparisons(8)), 19)
+
+  @cases.parameters(1, 8, 40)
+  def test_sorts_each_element_alone(self, num_rows):
+    rows = np.random.default_rng(0).normal(size=(num_rows, 2, 3))
+    rows = rows.astype('float32')
+    rows[0, 0, 0] = np.inf
+
+    found = order_statistics.sort(rows)
+
+    np.testing.assert_array_equal(np.stack(found), np.sort(rows, axis=0))

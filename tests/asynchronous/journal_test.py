@@ -11,7 +11,7 @@ import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import journal as journal_lib
 
-HEADER = {'optimizer': 'a', 'machine': 'b'}
+MANIFEST = {'optimizer': 'a', 'machine': 'b'}
 SIZE = journal_lib.RECORD.itemsize
 
 
@@ -23,8 +23,10 @@ class JournalTest(parameterized.TestCase):
     self.folder.mkdir()
     self.path = self.folder / 'journal.bin'
 
-  def write(self, num_records, header=HEADER):
-    with journal_lib.Journal(self.folder, header) as journal:
+  def write(self, num_records, manifest=MANIFEST):
+    with contextlib.closing(
+        journal_lib.Journal(self.folder, manifest)
+    ) as journal:
       for _ in range(num_records):
         number = journal.num_records
         journal.write(batch=number, worker=2, fate=number % 3, weight=0.5)
@@ -44,7 +46,7 @@ class JournalTest(parameterized.TestCase):
     np.testing.assert_array_equal(found['fate'], [0, 1, 2, 0, 1])
     np.testing.assert_array_equal(found['weight'], np.full(5, 0.5, np.float32))
 
-  def test_goes_on_where_it_ended(self):
+  def test_resumes_where_it_ended(self):
     self.write(3)
     self.write(2)
 
@@ -63,7 +65,7 @@ class JournalTest(parameterized.TestCase):
     np.testing.assert_array_equal(found['batch'], np.arange(4))
 
   @cases.parameters(0, 1, 3)
-  def test_flipped_bit_is_told_with_its_record(self, record):
+  def test_flipped_bit_is_reported_with_its_record(self, record):
     self.write(4)
     self.flip(-SIZE * (4 - record) + 9)
 
@@ -71,7 +73,7 @@ class JournalTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f'damaged at record {record} of'):
         open_it(1)
 
-  def test_flipped_bit_of_the_header_is_told(self):
+  def test_flipped_bit_of_the_header_is_reported(self):
     self.write(1)
     self.flip(40)
 
@@ -79,13 +81,13 @@ class JournalTest(parameterized.TestCase):
       asynchronous.read_journal(self.folder)
 
   @cases.parameters(b'', b'shard_transforms jour', b'PK\x03\x04 something else')
-  def test_what_is_no_journal_is_told(self, data):
+  def test_other_file_is_refused(self, data):
     self.path.write_bytes(data)
 
     with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
       asynchronous.read_journal(self.folder)
 
-  def test_journal_that_was_hardly_begun_begins_anew(self):
+  def test_first_line_that_was_cut_off_is_written_again(self):
     self.path.write_bytes(b'shard_transforms jour')
 
     self.write(2)
@@ -104,19 +106,19 @@ class JournalTest(parameterized.TestCase):
     self.write(2)
 
     with self.assertRaisesRegex(ValueError, "same optimizer, got .* 'a' inst"):
-      self.write(1, HEADER | {'optimizer': 'c'})
+      self.write(1, MANIFEST | {'optimizer': 'c'})
     self.assertLen(asynchronous.read_journal(self.folder), 2)
 
   def test_refuses_two_at_once(self):
     with (
-        journal_lib.Journal(self.folder, HEADER),
+        contextlib.closing(journal_lib.Journal(self.folder, MANIFEST)),
         self.assertRaisesRegex(ValueError, 'must not be in use'),
     ):
       self.write(1)
 
     self.write(1)
 
-  def test_missing_journal_is_told(self):
+  def test_missing_journal_is_reported(self):
     with self.assertRaises(FileNotFoundError):
       asynchronous.read_journal(self.folder)
 

@@ -82,7 +82,7 @@ class ParameterServerTest(parameterized.TestCase):
     np.testing.assert_array_equal(server.params['w'], [-0.25, -0.25])
     self.assertEqual(server.params['h'].dtype, jnp.bfloat16)
 
-  def test_what_was_read_stays_as_it_is(self):
+  def test_published_parameters_do_not_change(self):
     server = parameter_server.ParameterServer(optax.sgd(1.0), jnp.zeros(2))
     params, published, state = server.params, server.publish(), server.state
 
@@ -93,7 +93,7 @@ class ParameterServerTest(parameterized.TestCase):
     self.assertFalse(published.flags.writeable)
     self.assertEqual(state.global_step, 0)
 
-  def test_optimizer_is_given_what_was_read(self):
+  def test_optimizer_gets_the_parameters_that_were_read(self):
     tx = optax.chain(
         shard_transforms.compensate_delay(2.0, decay=0.5), optax.sgd(0.5)
     )
@@ -190,3 +190,20 @@ class ParameterServerTest(parameterized.TestCase):
 
     self.assertEqual(first.fingerprint(), same.fingerprint())
     self.assertNotEqual(first.fingerprint(), other.fingerprint())
+
+
+class RandomKeysTest(parameterized.TestCase):
+
+  def test_keys_come_back_among_numbers(self):
+    key = jax.random.split(jax.random.key(3, impl='rbg'), 2)
+    tree = {'key': key, 'w': np.ones(3), 'none': None}
+
+    numbers = parameter_server.unwrap_keys(tree)
+    again = parameter_server.wrap_keys(numbers, tree)
+
+    self.assertEqual(numbers['key'].dtype, np.uint32)
+    self.assertEqual(again['key'].dtype, key.dtype)
+    np.testing.assert_array_equal(
+        jax.random.bits(again['key'][1]), jax.random.bits(key[1])
+    )
+    self.assertIs(again['w'], tree['w'])

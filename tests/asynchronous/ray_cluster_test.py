@@ -23,7 +23,7 @@ from shard_transforms import asynchronous
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
-WORKER, HOLDER = 'ray::_Computer', 'ray::_Driver'
+WORKER, DRIVER = 'ray::_Computer', 'ray::_Driver'
 RUN = """
 import os, sys, time, warnings
 import asynchronous_cases, optax
@@ -80,7 +80,7 @@ class Killer(threading.Thread):
   def run(self):
     while len(self.kills) < self._number:
       time.sleep(self._random.uniform(0.2, 2.5))
-      name = self._random.choice([WORKER, WORKER, HOLDER])
+      name = self._random.choice([WORKER, WORKER, DRIVER])
       alive = asynchronous_cases.processes(name)
       if alive:
         self.kills.append(name)
@@ -119,13 +119,13 @@ class FaultsTest(parameterized.TestCase):
   @cases.parameters(0, 1, 2)
   @pytest.mark.slow_after(1)
   @pytest.mark.repeated(8)
-  def test_kills_by_chance_lose_nothing(self, seed):
+  def test_random_kills_lose_nothing(self, seed):
     killer = Killer(seed, number=7)
 
     num_updates = 500
     result = self.train(num_updates=num_updates, on_progress=killer.on_progress)
     while len(killer.kills) < 7:
-      # It goes on until all have been killed.
+      # The run continues until all have been killed.
       num_updates += 500
       result = self.train(
           num_updates=num_updates, on_progress=killer.on_progress
@@ -135,13 +135,13 @@ class FaultsTest(parameterized.TestCase):
     self.check(result)
 
   @pytest.mark.repeated(8)
-  def test_holder_and_all_workers_at_once(self):
+  def test_driver_and_all_workers_at_once(self):
     killed = []
 
     def on_progress(report):
       if report.global_step > 120 and not killed:
         killed.extend(asynchronous_cases.processes(WORKER))
-        killed.extend(asynchronous_cases.processes(HOLDER))
+        killed.extend(asynchronous_cases.processes(DRIVER))
         for process in killed:
           process.kill()
 
@@ -151,15 +151,15 @@ class FaultsTest(parameterized.TestCase):
     self.check(result)
 
   @pytest.mark.repeated(8)
-  def test_worker_that_dies_while_the_journal_is_gone_through(self):
+  def test_worker_that_dies_while_the_journal_is_rolled_forward(self):
     kills = []
 
     def on_progress(report):
       if report.global_step >= 60 and not kills:
-        kills.append(HOLDER)
-        kill(HOLDER)
+        kills.append(DRIVER)
+        kill(DRIVER)
       elif len(kills) == 1 and report.global_step < 40:
-        # It is back, and has not come to where it was.
+        # It is back, and behind where it was.
         kills.append(WORKER)
         kill(WORKER)
 
@@ -171,7 +171,7 @@ class FaultsTest(parameterized.TestCase):
         on_progress=on_progress,
     )
 
-    self.assertEqual(kills, [HOLDER, WORKER])
+    self.assertEqual(kills, [DRIVER, WORKER])
     self.assertGreaterEqual(result.report.num_recovered, 60)
     self.check(result, asynchronous_cases.SLOW_TASK)
 
@@ -191,10 +191,10 @@ class FaultsTest(parameterized.TestCase):
     self.check(result, task)
 
   @pytest.mark.repeated(8)
-  def test_holder_that_dies_without_a_folder_ends_the_run(self):
+  def test_driver_that_dies_without_a_folder_ends_the_run(self):
     def on_progress(report):
       if report.global_step:
-        kill(HOLDER)
+        kill(DRIVER)
 
     with self.assertRaisesRegex(RuntimeError, 'or have a `folder` to go on'):
       self.train(
@@ -204,14 +204,14 @@ class FaultsTest(parameterized.TestCase):
           on_progress=on_progress,
       )
 
-  def test_cluster_that_is_not_there_is_told(self):
+  def test_cluster_that_is_not_there_is_reported(self):
     with self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'):
       self.train(cluster='127.0.0.1:1')
 
 
 @pytest.mark.slow
 class CallerTest(parameterized.TestCase):
-  """The program that has called `train` is killed."""
+  """The program that called `train` is killed."""
 
   def start(self, folder, home, num_updates, *more):
     return subprocess.Popen(
@@ -253,7 +253,7 @@ class CallerTest(parameterized.TestCase):
         ]
     return found
 
-  def test_leaves_nothing_behind_and_goes_on(self):
+  def test_leaves_nothing_behind_and_resumes(self):
     folder = asynchronous_cases.folder(self)
     home = folder.parent / 'home'
     home.mkdir()

@@ -13,16 +13,16 @@ import asynchronous_cases
 import cases
 import python_command
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import program
+from shard_transforms._src.asynchronous import job
 
 train = asynchronous_cases.train
 
 
-def unlike_the_holder():
-  """As `init`, but gives the holder, in which it runs, another version."""
-  from shard_transforms._src.asynchronous import machine
+def unlike_the_driver():
+  """As `init`, but gives the driver, which calls it, another version."""
+  from shard_transforms._src.asynchronous import manifest
 
-  machine.versions = lambda: 'Python 2.7, jaxlib 0.1'
+  manifest.versions = lambda: 'Python 2.7, jaxlib 0.1'
   return asynchronous_cases.init()
 
 
@@ -82,7 +82,7 @@ class RayWorkersTest(parameterized.TestCase):
   @pytest.mark.repeated(8)
   def test_different_versions_are_refused(self):
     task = asynchronous.Task(
-        unlike_the_holder,
+        unlike_the_driver,
         asynchronous_cases.gradient,
         asynchronous_cases.batch,
     )
@@ -91,7 +91,7 @@ class RayWorkersTest(parameterized.TestCase):
       train(task, optax.sgd(0.1), cluster='local', num_workers=1)
 
   @pytest.mark.repeated(8)
-  def test_module_that_workers_cannot_import_is_told(self):
+  def test_module_that_workers_cannot_import_is_reported(self):
     folder = asynchronous_cases.folder(self)
     folder.mkdir()
     (folder / 'hidden.py').write_text(
@@ -121,7 +121,7 @@ class RayWorkersTest(parameterized.TestCase):
     self.assertRegex(printed, "No module named 'hidden'")
 
   @pytest.mark.repeated(8)
-  def test_worker_that_hangs_for_an_earlier_driver_is_replaced(self):
+  def test_worker_that_hangs_for_a_dead_driver_is_replaced(self):
     code = """
 import sys, time
 import cloudpickle, ray
@@ -149,7 +149,7 @@ wait_until(workers.ready)
 print(workers.ready())
 ray.shutdown()
 """
-    environment = program._environment('local')
+    environment = job._environment('local')
     folder = asynchronous_cases.folder(self).parent
 
     printed = subprocess.run(
@@ -211,7 +211,7 @@ class UserErrorTest(parameterized.TestCase):
       )
 
   @pytest.mark.repeated(8)
-  def test_what_cannot_be_sent_is_told(self):
+  def test_function_that_cannot_be_sent_is_reported(self):
     task = asynchronous.Task(
         asynchronous_cases.init,
         asynchronous_cases.gradient,

@@ -44,7 +44,7 @@ class ReplayTest(parameterized.TestCase):
     self.assertEqual(again.report.mean_age, first.report.mean_age)
 
   @cases.parameters(0, 1, 10)
-  def test_stops_where_it_is_told(self, until):
+  def test_stops_where_it_is_reported(self, until):
     self.train(optax.sgd(0.1), staleness=0)
     params = asynchronous_cases.init()
     for number in range(until):
@@ -97,6 +97,6 @@ class ReplayTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'its functions are not pure'):
       asynchronous.replay(self.folder, task, optax.sgd(0.1))
 
-  def test_missing_folder_is_told(self):
+  def test_missing_folder_is_reported(self):
     with self.assertRaises(FileNotFoundError):
       asynchronous.replay(self.folder, TASK, optax.sgd(0.1))

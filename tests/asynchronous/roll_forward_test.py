@@ -9,8 +9,8 @@ import pytest
 
 import asynchronous_cases
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import parameter_server
-from shard_transforms._src.asynchronous import patience as patience_lib
 from shard_transforms._src.asynchronous import roll_forward
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -19,7 +19,7 @@ TX = optax.adam(0.1)
 
 
 class Unreliable(workers_lib.LocalWorkers):
-  """Loses every third gradient, before or after its outcome is reported."""
+  """Loses every third gradient, before or after its reply."""
 
   def __init__(self, *args):
     super().__init__(*args)
@@ -76,9 +76,9 @@ class RollForwardTest(unittest.TestCase):
 
   def roll(self, workers, times=math.inf, max_attempts=99):
     server = parameter_server.ParameterServer(TX, asynchronous_cases.init())
-    patience = patience_lib.Patience(times, [1e-3])
+    limits = in_flight.TimeLimits(times, [1e-3])
     turns = roll_forward.roll_forward(
-        server, self.records, workers, patience, max_attempts
+        server, self.records, workers, limits, max_attempts
     )
     for turn, _ in enumerate(turns):
       self.assertLess(turn, 2_000)
@@ -93,27 +93,27 @@ class RollForwardTest(unittest.TestCase):
     ):
       asynchronous_cases.assert_same_bits(self.roll(workers), self.result)
 
-  @mock.patch.object(patience_lib, '_COMPILATION', 0.0)
-  @mock.patch.object(patience_lib, '_LEAST_HANG', 0.2)
+  @mock.patch.object(in_flight, '_COMPILATION', 0.0)
+  @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
   def test_batch_that_hangs_gets_another_worker(self):
     workers = Hanging(TASK, 2, batch=0, num_times=2)
 
-    with mock.patch.object(patience_lib.Patience, 'forget') as forget:
+    with mock.patch.object(in_flight.TimeLimits, 'restart') as restart:
       found = self.roll(workers, times=4.0, max_attempts=3)
 
     asynchronous_cases.assert_same_bits(found, self.result)
-    # Those in their places compile again.
-    self.assertEqual(forget.call_count, 2)
+    # The workers that replace them compile again.
+    self.assertEqual(restart.call_count, 2)
 
-  @mock.patch.object(patience_lib, '_COMPILATION', 0.0)
-  @mock.patch.object(patience_lib, '_LEAST_HANG', 0.2)
-  def test_batch_that_always_hangs_is_told(self):
+  @mock.patch.object(in_flight, '_COMPILATION', 0.0)
+  @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
+  def test_batch_that_always_hangs_is_reported(self):
     workers = Hanging(TASK, 2, batch=0, num_times=3)
 
     with self.assertRaisesRegex(RuntimeError, 'batch 0 has died or hung 3'):
       self.roll(workers, times=4.0, max_attempts=3)
 
-  def test_other_gradient_is_told_with_its_record(self):
+  def test_other_gradient_is_reported_with_its_record(self):
     task = asynchronous.Task(
         asynchronous_cases.init,
         asynchronous_cases.gradient,
@@ -125,7 +125,7 @@ class RollForwardTest(unittest.TestCase):
     ):
       self.roll(workers_lib.LocalWorkers(task, 2))
 
-  def test_failure_is_told_with_its_batch(self):
+  def test_failure_is_reported_with_its_batch(self):
     task = asynchronous.Task(
         asynchronous_cases.init,
         asynchronous_cases.gradient,
@@ -137,7 +137,7 @@ class RollForwardTest(unittest.TestCase):
     ):
       self.roll(workers_lib.LocalWorkers(task, 1))
 
-  def test_missing_records_are_told(self):
+  def test_missing_records_are_reported(self):
     accepted = np.flatnonzero(self.records['fate'] == 0)
     self.records = np.delete(self.records, accepted[5])
 

@@ -14,14 +14,32 @@ class TaskTest(parameterized.TestCase):
       ({'init': 3}, TypeError, '`init` of `Task` must be a function'),
       ({'gradient': None}, TypeError, '`gradient` of `Task` must be'),
       ({'batch': 'data'}, TypeError, '`batch` of `Task` must be'),
-      ({'batch': None}, ValueError, 'one of .*, got neither'),
-      ({'rollout': max}, ValueError, 'one of .*, got both'),
+      ({'batch': None}, ValueError, 'must have one of .*, got neither'),
+      ({'rollout': max}, ValueError, 'must have one of .*, got both'),
   )
-  def test_refuses_what_is_no_task(self, change, error, message):
+  def test_refuses_wrong_functions(self, change, error, message):
     functions = {'init': max, 'gradient': max, 'batch': max}
 
     with self.assertRaisesRegex(error, message):
       asynchronous.Task(**(functions | change))
+
+  def test_initial_parameters_are_numpy_arrays(self):
+    params = task_lib.init_params(asynchronous_cases.TASK)
+
+    self.assertIsInstance(params['w'], np.ndarray)
+    self.assertEqual(params['b'].tolist(), np.ones((2, 3)).tolist())
+
+  def test_names_init_that_fails(self):
+    task = asynchronous.Task(
+        lambda: {}['w'],
+        asynchronous_cases.TASK.gradient,
+        asynchronous_cases.TASK.batch,
+    )
+
+    with self.assertRaisesRegex(
+        RuntimeError, "`init` of `task` .* KeyError: 'w"
+    ):
+      task_lib.init_params(task)
 
   def test_rollout_sees_the_parameters(self):
     task = asynchronous.Task(
@@ -30,10 +48,10 @@ class TaskTest(parameterized.TestCase):
         rollout=lambda params, number: params.sum() + number,
     )
 
-    outcome, grads = task_lib.evaluate(task, np.ones(3, np.float32), 4)
+    reply, grads = task_lib.evaluate(task, np.ones(3, np.float32), 4)
 
     np.testing.assert_array_equal(grads, np.full(3, 7, np.float32))
-    self.assertIsNone(outcome.failure)
+    self.assertIsNone(reply.failure)
 
   @cases.parameters(
       (lambda p, b: p, 'must return the gradient and a dict'),
@@ -43,26 +61,26 @@ class TaskTest(parameterized.TestCase):
       (lambda p, b: (p, {'loss': p}), 'must be a dict of scalars'),
       (lambda p, b: (p, 3), 'must be a dict of scalars'),
   )
-  def test_what_is_no_gradient_is_not_tried_again(self, gradient, message):
+  def test_wrong_gradient_is_not_tried_again(self, gradient, message):
     task = asynchronous.Task(max, gradient, lambda number: number)
 
-    outcome, grads = task_lib.evaluate(task, np.ones(3, np.float32), 0)
+    reply, grads = task_lib.evaluate(task, np.ones(3, np.float32), 0)
 
     self.assertIsNone(grads)
-    self.assertTrue(outcome.failure.is_final)
-    self.assertRegex(outcome.failure.message, message)
+    self.assertTrue(reply.failure.is_final)
+    self.assertRegex(reply.failure.message, message)
 
   def test_failure_names_function_and_line(self):
     task = asynchronous.Task(max, max, asynchronous_cases.poison)
 
-    outcome, _ = task_lib.evaluate(task, np.ones(3, np.float32), 7)
+    reply, _ = task_lib.evaluate(task, np.ones(3, np.float32), 7)
 
-    self.assertEqual(outcome.failure.function, 'batch')
+    self.assertEqual(reply.failure.function, 'batch')
     self.assertEqual(
-        outcome.failure.message, 'OSError: no such shard of the data'
+        reply.failure.message, 'OSError: no such shard of the data'
     )
-    self.assertIn('asynchronous_cases.py', outcome.failure.trace)
-    self.assertFalse(outcome.failure.is_final)
+    self.assertIn('asynchronous_cases.py', reply.failure.trace)
+    self.assertFalse(reply.failure.is_final)
 
 
 class ChecksumTest(parameterized.TestCase):
@@ -81,8 +99,8 @@ class ChecksumTest(parameterized.TestCase):
 
   # The last has rows of words alone, and an even number of them.
   @cases.parameters((np.float32, 4), (np.float32, 100_000), (np.float64, 4084))
-  def test_sees_that_all_signs_are_others(self, dtype, size):
-    # As many of each sign, so that sums of words stay the same.
+  def test_sees_that_all_signs_change(self, dtype, size):
+    # Equally many of each sign: sums of words stay the same.
     x = np.tile([1.5, 2.5, -1.5, -2.5], size // 4).astype(dtype)
 
     for other in -x, np.where(np.arange(size) % 2, x, -x), x[::-1]:

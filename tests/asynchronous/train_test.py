@@ -89,7 +89,7 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(report.num_dropped, 0)
     self.assertEqual((journal['global_step'] - journal['local_step']).max(), 1)
 
-  def test_forgotten_batches_are_not_done(self):
+  def test_forgotten_batches_are_not_accepted(self):
     folder = asynchronous_cases.folder(self)
     options = {'staleness': 1, 'pace': False, 'folder': folder}
 
@@ -120,7 +120,7 @@ class TrainTest(parameterized.TestCase):
         asynchronous.replay(folder, TASK, optax.sgd(0.01)), result
     )
 
-  def test_guard_keeps_out_what_is_not_finite(self):
+  def test_guard_skips_a_gradient_that_is_not_finite(self):
     task = asynchronous.Task(
         asynchronous_cases.init,
         asynchronous_cases.nan_at_seven,
@@ -163,7 +163,7 @@ class TrainTest(parameterized.TestCase):
         asynchronous.replay(folder, task, tx), result
     )
 
-  def test_progress_is_told_up_to_the_end(self):
+  def test_progress_is_reported_until_the_end(self):
     seen = []
 
     result = train(TASK, optax.sgd(0.01), on_progress=seen.append)
@@ -172,10 +172,10 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(seen[-1].global_step, 30)
     self.assertIn('loss', seen[-1].metrics)
 
-  def test_full_disk_ends_the_run_and_it_goes_on(self):
+  def test_full_disk_ends_the_run_which_can_resume(self):
     folder = asynchronous_cases.folder(self)
     options = {'folder': folder, 'save_every': 1000}
-    # What is compiled is not written to that disk.
+    # Compiled programs are not written to that disk.
     name = 'jax_persistent_cache_min_compile_time_secs'
     jax.config.update(name, 1e9)
     self.addCleanup(jax.config.update, name, 0)
@@ -197,7 +197,7 @@ class TrainTest(parameterized.TestCase):
     )
     self.assertGreater(result.report.num_recovered, 0)
 
-  def test_folder_that_cannot_be_is_told(self):
+  def test_folder_that_cannot_be_made_is_reported(self):
     file = asynchronous_cases.folder(self)
     file.touch()
 
@@ -241,7 +241,7 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       train(TASK, optax.sgd(0.1), **change)
 
-  def test_refuses_what_is_no_task_or_optimizer(self):
+  def test_refuses_other_kinds_of_task_and_optimizer(self):
     with self.assertRaisesRegex(TypeError, '`task` must be a `Task`'):
       train(asynchronous_cases.gradient, optax.sgd(0.1))
     with self.assertRaisesRegex(TypeError, '`tx` must be an `optax.Gradient'):
@@ -260,10 +260,13 @@ class BadInputTest(parameterized.TestCase):
     ):
       train(TASK, optax.sgd(0.1), **options)
 
-  def test_import_imports_neither_ray_nor_orbax(self):
+  def test_import_needs_no_ray_no_orbax_and_no_posix(self):
+    # JAX uses what there is, on every system.
     code = (
-        'import sys; from shard_transforms import asynchronous;'
-        'print([m for m in ("ray", "orbax") if m in sys.modules])'
+        'import sys, jax, optax; names = "ray", "orbax", "fcntl", "resource";'
+        'sys.modules.update(dict.fromkeys(names));'
+        'from shard_transforms import asynchronous;'
+        'print([name for name in names if sys.modules[name]])'
     )
 
     printed = subprocess.run(

@@ -24,4 +24,4 @@ class LocalWorkersTest(unittest.TestCase):
     self.assertEqual(workers.ready(), {0, 1, 2})
     self.assertEqual([event.worker for event in events], [2, 0])
     self.assertEqual([event.fetch() for event in events], [5.0, 7.0])
-    self.assertEqual(events[1].outcome.metrics, {'batch': 7.0})
+    self.assertEqual(events[1].reply.metrics, {'batch': 7.0})

@@ -14,8 +14,6 @@ import modes
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
 
-UNTRACKED_MODES = tuple(mode for mode in modes.MODES if mode != 'shard_map')
-
 FACTORIES = {
     'cross_shard_mean': shard_transforms.cross_shard_mean,
     'cross_shard_sum': shard_transforms.cross_shard_sum,
@@ -172,7 +170,7 @@ class PerShardTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(gradients, x, strict=True)
 
-  @cases.parameters(*UNTRACKED_MODES)
+  @cases.parameters(*modes.UNTRACKED_MODES)
   def test_is_the_identity_where_types_are_not_tracked(self, mode):
     def mark(w, x):
       self.assertIs(shard_transforms.per_shard(w, modes.AXIS), w)
@@ -244,7 +242,7 @@ class StatesTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', look)
     jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
 
-  @cases.parameters(*UNTRACKED_MODES)
+  @cases.parameters(*modes.UNTRACKED_MODES)
   def test_says_untracked_where_types_say_nothing(self, mode):
     def look(w, x):
       states = axes_lib.states([w, x, lax.psum(x, modes.AXIS), 2.0], modes.AXIS)

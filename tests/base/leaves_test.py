@@ -1,7 +1,9 @@
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -256,3 +258,137 @@ class DtypeTest(parameterized.TestCase):
     x = np.ones(3, jnp.dtype(dtype))
 
     self.assertEqual(leaves.as_accumulator(x).dtype, expected)
+
+
+AXIS = modes.AXIS
+CHECKS = {
+    'per_shard': leaves.check_per_shard,
+    'not_reduced': leaves.check_not_reduced,
+}
+
+
+def run(check, mode, make):
+  """Checks `{'a': make(x)}`, of an `x` that differs between shards."""
+
+  def fn(_, x):
+    check({'a': make(x), 'none': None}, (AXIS,), 'caller')
+    return x
+
+  jax.eval_shape(modes.map_shards(mode, fn), 0.0, jnp.zeros((8, 3)))
+
+
+class TrackingTest(parameterized.TestCase):
+
+  @cases.product(check=tuple(CHECKS), mode=modes.MODES)
+  def test_accepts_what_differs_between_shards(self, check, mode):
+    run(CHECKS[check], mode, lambda x: 2 * x)
+
+  @cases.parameters(*CHECKS)
+  def test_refuses_what_is_reduced(self, check):
+    with self.assertRaisesRegex(
+        ValueError,
+        r"`updates` of `caller` must be per shard over 'data', got \['a'\]"
+        r' \[3\], typed invariant: it is already reduced.*per_shard',
+    ):
+      run(CHECKS[check], 'shard_map', lambda x: lax.psum(x, AXIS))
+
+  @cases.product(
+      check=tuple(CHECKS), mode=('vmap', 'pmap', 'shard_map_unchecked')
+  )
+  def test_cannot_see_it_where_types_say_nothing(self, check, mode):
+    run(CHECKS[check], mode, lambda x: lax.psum(x, AXIS))
+
+  @cases.parameters(*CHECKS)
+  def test_float0_is_no_gradient(self, check):
+    zeros = np.zeros(3, jax.dtypes.float0)
+
+    run(CHECKS[check], 'shard_map', lambda x: zeros)
+
+  def test_a_pending_sum_is_not_per_shard(self):
+    def fn(x):
+      pending = lax.pcast(x, AXIS, to='unreduced')
+      leaves.check_not_reduced(pending, (AXIS,), 'caller')
+      with self.assertRaisesRegex(
+          ValueError, 'its sum over the shards is pend'
+      ):
+        leaves.check_per_shard(pending, (AXIS,), 'caller')
+      return lax.psum(pending, AXIS)
+
+    mapped = jax.shard_map(
+        fn, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
+    )
+    jax.eval_shape(mapped, jnp.zeros(8))
+
+  @cases.parameters(*modes.MODES)
+  def test_varies_with_what_differs(self, mode):
+    def fn(shared, x):
+      leaves.check_varies_with({'a': x}, {'a': shared}, 'caller')
+      leaves.check_varies_with({'a': x}, {'a': x}, 'caller')
+      leaves.check_varies_with({'a': shared}, {'a': None}, 'caller')
+      leaves.check_varies_with({'a': None}, {'a': x}, 'caller')
+      return x
+
+    jax.eval_shape(modes.map_shards(mode, fn), 0.0, jnp.zeros((8, 3)))
+
+  def test_refuses_what_is_reduced_beside_what_differs(self):
+    def fn(shared, x):
+      trees = {'a': x, 'b': shared}, {'a': shared, 'b': x}
+      leaves.check_varies_with(*trees, 'caller')
+      return x
+
+    with self.assertRaisesRegex(
+        ValueError, r"`updates` of `caller` .* got \['b'\].* already reduced"
+    ):
+      mapped = modes.map_shards('shard_map', fn)
+      jax.eval_shape(mapped, 0.0, jnp.zeros((8, 3)))
+
+
+class SlicesTest(parameterized.TestCase):
+
+  @cases.product(shape=((9,), (3, 5), (2, 1, 4)), num_slices=(1, 2, 4, 8))
+  def test_joins_what_it_has_cut(self, shape, num_slices):
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+    cut = leaves.cut(x, num_slices)
+
+    chex.assert_trees_all_equal(
+        leaves.join(cut, x), jnp.asarray(x), strict=True
+    )
+
+  @cases.parameters(
+      ((9,), 8, (8, 2)), ((3, 5), 4, (4, 1, 4)), ((2, 2, 2), 2, (2, 1, 1, 4))
+  )
+  def test_a_slice_keeps_the_rank(self, shape, num_slices, expected):
+    cut = leaves.cut(np.ones(shape, np.float32), num_slices)
+
+    self.assertEqual(cut.shape, expected)
+
+  def test_slices_of_a_flat_leaf_are_rows(self):
+    x = jnp.arange(15.0).reshape(3, 5)
+
+    rows = leaves.cut(x.ravel(), 4)
+
+    self.assertEqual(rows.shape, (4, 4))
+    chex.assert_trees_all_equal(leaves.join(rows, x), x, strict=True)
+
+  def test_puts_zeros_behind_the_last_element(self):
+    cut = leaves.cut(np.arange(1, 6, dtype=np.float32), 4)
+
+    np.testing.assert_array_equal(cut, [[1, 2], [3, 4], [5, 0], [0, 0]])
+
+  @cases.parameters(
+      ((8,), 'float32', 8, True),
+      ((7,), 'float32', 8, True),
+      ((), 'float32', 2, False),
+      ((8,), 'bfloat16', 8, True),
+      ((8,), 'complex64', 8, True),
+      ((8,), 'int32', 8, False),
+      ((8,), 'float32', 1, False),
+      ((0, 3), 'float32', 2, False),
+  )
+  def test_cuts_what_has_a_gradient_and_an_axis(
+      self, shape, dtype, num_slices, expected
+  ):
+    leaf = jax.ShapeDtypeStruct(shape, dtype)
+
+    self.assertEqual(leaves.is_cut(leaf, num_slices), expected)

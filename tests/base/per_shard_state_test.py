@@ -5,6 +5,7 @@ import numpy as np
 
 import cases
 import modes
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import per_shard_state
 
 AXES = (modes.AXIS,)
@@ -46,7 +47,7 @@ class KeptTest(parameterized.TestCase):
     jaxpr = jax.make_jaxpr(fn, axis_env=[(modes.AXIS, 1)])(*types).jaxpr
     steps = [eqn.primitive.name for eqn in jaxpr.eqns]
     # XLA of JAX 0.10 drops barriers before it fuses.
-    barriers = ['optimization_barrier'] * per_shard_state.FUSES_UP_TO_BARRIERS
+    barriers = ['optimization_barrier'] * axes_lib.fuses_up_to_barriers()
     expected = ['squeeze', *barriers, 'add', *barriers]
     self.assertEqual(steps[: len(expected)], expected)
 

@@ -11,6 +11,21 @@ from shard_transforms._src.base import weights
 
 class WeightsTest(parameterized.TestCase):
 
+  @cases.parameters(True, False, np.bool_(True))
+  def test_refuses_a_flag(self, flag):
+    with self.assertRaisesRegex(
+        TypeError, f'`weight` of `caller` must be a real number, got .*{flag}'
+    ):
+      weights.as_weight(flag, (), 'caller')
+
+  @cases.parameters(np.array, jnp.array)
+  def test_arrays_of_booleans_say_what_counts(self, as_array):
+    weight = as_array([True, False])
+
+    np.testing.assert_array_equal(
+        weights.as_weight(weight, (2,), 'caller'), [1, 0]
+    )
+
   def test_zero_weighs_nothing_even_of_nan(self):
     x = jnp.array([jnp.nan, 2.0])
 
@@ -31,7 +46,7 @@ class WeightsTest(parameterized.TestCase):
       ('mean', 0.0, 0.0), ('mean', 7.0, 7.0), ('sum', 0.0, 0.0), ('sum', 7.0, 1)
   )
   def test_a_sum_uses_weights_up(self, reduction, total, expected):
-    left = weights.handed_on(jnp.float32(total), reduction)
+    left = weights.passed_on(jnp.float32(total), reduction)
 
     self.assertEqual(left, expected)
 

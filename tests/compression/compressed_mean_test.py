@@ -30,8 +30,7 @@ def on_shards(tree):
 
 class NothingLostTest(parameterized.TestCase):
 
-  @cases.product(num_shards=(8, 3), mode=modes.MODES)
-  @pytest.mark.slow_unless('8_shard_map$')
+  @cases.product(num_shards=(8, cases.Repeated(3)), mode=modes.MODES)
   def test_results_and_residuals_add_up(self, num_shards, mode):
     params = compressions.make_params()
     data = compressions.make_data(num_shards, 12, params)

@@ -1,10 +1,12 @@
 from absl.testing import parameterized
+import jax
 import jax.numpy as jnp
 
 import cases
+import modes
 from shard_transforms import compression
-from shard_transforms._src.compression import compressed_reduction
-from shard_transforms._src.reduction import reduction_options
+
+AXIS = modes.AXIS
 
 
 class CompressedReductionTest(parameterized.TestCase):
@@ -18,13 +20,10 @@ class CompressedReductionTest(parameterized.TestCase):
       (None, False),
   )
   def test_compresses_large_real_leaves(self, leaf, expected):
-    reduction = compressed_reduction.CompressedReduction(
-        reduction_options.ReductionOptions('tx', 'mean', ('data',)),
-        0,
-        0,
-        compression.scaled_sign(),
-        'residual',
-        8,
+    tx = compression.compressed_mean(
+        AXIS, compression.scaled_sign(), min_elements=8
     )
 
-    self.assertEqual(reduction.compresses(leaf), expected)
+    state = jax.vmap(lambda _: tx.init([leaf]), axis_name=AXIS)(jnp.zeros(2))
+
+    self.assertEqual(state.residual[0] is not None, expected)

@@ -1,8 +1,14 @@
 from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import cases
 from shard_transforms import compression
 from shard_transforms._src.compression import compressor as compressor_lib
+
+KEY = jax.random.key(0)
 
 
 def encode(rows, common_key, own_key):
@@ -13,6 +19,10 @@ def encode(rows, common_key, own_key):
 def decode(payload, common_key):
   del common_key
   return payload
+
+
+def compressor(encode, decode=None):
+  return compression.Compressor(4, lambda rows, *keys: encode(rows), decode)
 
 
 class CompressorTest(parameterized.TestCase):
@@ -30,3 +40,58 @@ class CompressorTest(parameterized.TestCase):
   def test_refuses_what_is_none(self):
     with self.assertRaisesRegex(TypeError, '`tx` must be a `Compressor`.*sign'):
       compressor_lib.check(compression.scaled_sign, 'tx')
+
+
+class PayloadTest(parameterized.TestCase):
+
+  @pytest.mark.slow
+  def test_bytes_give_the_payload_back_to_the_bit(self):
+    rng = np.random.default_rng(0)
+    payload = {
+        'float': rng.normal(size=(6, 3)).astype(np.float32),
+        'half': rng.normal(size=6).astype(jnp.bfloat16),
+        'levels': rng.integers(-128, 128, (6, 2, 3)).astype(np.int8),
+        'places': rng.integers(0, 65536, (6, 1)).astype(np.uint16),
+    }
+    payload['float'][0, 0] = np.nan
+    payload = jax.tree.map(jnp.asarray, payload)
+
+    sent = compressor_lib.to_bytes(payload, 2)
+    # The second of the two parts, and it once more.
+    parts = sent[jnp.array([1, 1, 1])]
+    found = compressor_lib.from_bytes(parts, payload, 2)
+
+    self.assertEqual((sent.shape, sent.dtype), ((2, 66), jnp.uint8))
+    for name, x in payload.items():
+      self.assertEqual(found[name].dtype, x.dtype)
+      expected = np.concatenate(3 * [x[3:]])
+      np.testing.assert_array_equal(
+          np.asarray(found[name]).view(np.uint8), expected.view(np.uint8)
+      )
+
+  @cases.parameters(
+      (lambda rows: rows[0], ValueError, 'arrays of 3 rows.*shape'),
+      (lambda rows: rows > 0, TypeError, 'numbers of whole bytes, got bool'),
+      (lambda rows: rows + 0j, TypeError, 'whole bytes, got complex64'),
+      (lambda rows: rows.astype('int4'), TypeError, 'whole bytes, got int4'),
+      (
+          lambda rows: rows.astype('float4_e2m1fn'),
+          TypeError,
+          'whole bytes, got float4_e2m1fn',
+      ),
+  )
+  def test_refuses_what_cannot_be_sent(self, encode, error, message):
+    wrong = compressor(encode, lambda payload, key: payload)
+
+    with self.assertRaisesRegex(error, message):
+      compressor_lib.encode(wrong, jnp.ones((3, 4)), KEY, KEY)
+
+  @cases.parameters(
+      (lambda payload, key: payload[:, :2], r'float32\[3, 4\], got .*\[3, 2\]'),
+      (lambda payload, key: payload.astype('float16'), 'got float16'),
+  )
+  def test_refuses_what_are_no_rows(self, decode, message):
+    wrong = compressor(lambda rows: rows, decode)
+
+    with self.assertRaisesRegex(ValueError, message):
+      compressor_lib.decode(wrong, jnp.ones((3, 4)), KEY)

@@ -45,9 +45,8 @@ def assert_known(updates, state, num_shards):
 
 class EF21Test(parameterized.TestCase):
 
-  @cases.product(num_shards=(8, 3), mode=modes.MODES)
+  @cases.product(num_shards=(8, cases.Repeated(3)), mode=modes.MODES)
   @pytest.mark.slow
-  @pytest.mark.slow_unless('8_shard_map$')
   def test_results_are_what_is_known_of_estimates(self, num_shards, mode):
     data = compressions.make_data(num_shards, 12, PARAMS)
 

@@ -73,7 +73,6 @@ def make_data(params, num_shards=8):
 class OneBitAdamTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
-  @pytest.mark.slow_unless('_shard_map$')
   def test_is_the_model_in_numpy(self, mode):
     params = {
         'w': jnp.zeros(128),
@@ -142,7 +141,6 @@ class OneBitAdamTest(parameterized.TestCase):
     np.testing.assert_allclose(ratio, B1 * correction, rtol=1e-5)
 
   @cases.parameters(*modes.MODES)
-  @pytest.mark.slow_unless('_shard_map$')
   def test_one_shard_is_adam(self, mode):
     params = {'w': jnp.zeros(128)}
     data = compressions.make_data(1, STEPS, params)

@@ -54,8 +54,7 @@ def first_sketch(tx, params, name):
 
 class PowerSGDTest(parameterized.TestCase):
 
-  @cases.product(num_shards=(8, 3), mode=modes.MODES)
-  @pytest.mark.slow_unless('8_shard_map$')
+  @cases.product(num_shards=(8, cases.Repeated(3)), mode=modes.MODES)
   def test_is_the_model_in_numpy(self, num_shards, mode):
     tx = compression.power_sgd(AXIS, 2)
     params = {
@@ -85,6 +84,11 @@ class PowerSGDTest(parameterized.TestCase):
       results, residual = in_numpy(data['w'], sketch, w)
       np.testing.assert_allclose(updates['w'][0], results, atol=3e-5)
       np.testing.assert_allclose(state.residual['w'][:, 0], residual, atol=3e-4)
+      if w is None:
+        norms = np.linalg.norm(data['w'][:, -1], axis=(1, 2))
+        np.testing.assert_allclose(
+            state.update_norm['w'][:, 0], norms, rtol=1e-5
+        )
       for leaf, values in updates.items():
         self.assertEqual(values.dtype, data[leaf].dtype)
         bits = values.view(np.uint8)
@@ -100,6 +104,23 @@ class PowerSGDTest(parameterized.TestCase):
       total = np.asarray(updates['conv'][0], np.float64).sum(0)
       total += np.asarray(state.residual['conv'], np.float64)[:, 0].mean(0)
       np.testing.assert_allclose(total, means.sum(0), atol=0.1)
+
+  @cases.parameters(1, 8, 9)
+  def test_a_mean_of_the_rank_is_exact_and_leaves_nothing(self, rank):
+    # Up to rank 8, factors are multiplied in another way.
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(size=(24, rank)), rng.normal(size=(rank, 25))
+    own = np.float32(np.stack([left @ right, 3 * left @ right]))
+    tx = compression.power_sgd(AXIS, rank, min_ratio=1)
+
+    def fn(own):
+      mean, state = tx.update(own, tx.init(own))
+      return mean, state.residual[0]
+
+    mean, rest = jax.vmap(fn, axis_name=AXIS)(own)
+
+    np.testing.assert_allclose(mean, np.stack(2 * [own.mean(0)]), atol=1e-4)
+    np.testing.assert_allclose(rest, np.zeros_like(own), atol=1e-4)
 
   def test_nothing_is_lost_over_many_steps(self):
     params = {'w': jnp.zeros((12, 20))}

@@ -156,7 +156,10 @@ class QuantizeTest(parameterized.TestCase):
       (lambda: compression.quantize(8, block=0), '`block` must be at least 2'),
       (lambda: compression.scaled_sign(12), 'multiple of 8, got 12'),
       (lambda: compression.cast('int8'), '`dtype` must be real'),
-      (lambda: compression.cast('float64'), '32 bits or fewer'),
+      (lambda: compression.cast('float64'), '8, 16 or 32 bits, got float64'),
+      (lambda: compression.cast('float4_e2m1fn'), 'got float4_e2m1fn'),
+      # It has neither a zero nor a sign.
+      (lambda: compression.cast('float8_e8m0fnu'), 'signed, .*float8_e8m0fnu'),
   )
   def test_refuses_wrong_values(self, make, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -165,6 +168,12 @@ class QuantizeTest(parameterized.TestCase):
   @cases.parameters(
       (lambda: compression.quantize(8.0), '`bits` must be an integer'),
       (lambda: compression.scaled_sign('8'), '`block` must be an integer'),
+      (
+          lambda: compression.quantize(8, stochastic='no'),
+          "`stochastic` must be a boolean, got 'no'",
+      ),
+      (lambda: compression.quantize(8, stochastic=1), 'boolean, got 1'),
+      (lambda: compression.cast('real'), "'real' not understood"),
   )
   def test_refuses_wrong_kinds(self, make, message):
     with self.assertRaisesRegex(TypeError, message):

@@ -63,5 +63,7 @@ class ConstantsTest(parameterized.TestCase):
 
   @cases.parameters('mean', 'MEAN', '', None)
   def test_others_are_not(self, key):
-    with self.assertRaisesRegex(ValueError, f'Invalid Reduction: {key!r}'):
+    with self.assertRaisesRegex(
+        ValueError, f'Invalid Reduction: {key!r}. Use one of'
+    ):
       facade.Reduction.validate(key)

@@ -72,7 +72,7 @@ class MappedAxesTest(absltest.TestCase):
     seen = []
 
     def of_tower(x):
-      towers = contexts.Towers(8, facade.Reduction.SUM, axis_name='tower')
+      towers = contexts.Towers(8, 'sum', axis_name='tower')
       with contexts.tower_context(towers):
         seen.append(contexts.mapped_axes())
       return x
@@ -85,11 +85,11 @@ class MappedAxesTest(absltest.TestCase):
 class TowersTest(absltest.TestCase):
 
   def test_a_single_tower_is_none(self):
-    with contexts.tower_context(contexts.Towers(1, facade.Reduction.SUM)):
+    with contexts.tower_context(contexts.Towers(1, 'sum')):
       self.assertIsNone(contexts.towers())
 
   def test_cannot_be_nested(self):
-    towers = contexts.Towers(2, facade.Reduction.SUM)
+    towers = contexts.Towers(2, 'sum')
 
     with (
         contexts.tower_context(towers),
@@ -97,3 +97,71 @@ class TowersTest(absltest.TestCase):
         contexts.tower_context(towers),
     ):
       pass
+
+
+class TemplateTest(parameterized.TestCase):
+
+  def make(self, *kinds):
+    return [contexts.persistent(kind, object) for kind in kinds]
+
+  def test_each_call_finds_what_the_first_has_made(self):
+    template = contexts.Template()
+
+    with contexts.call_of(template):
+      first = self.make('adam', 'adam', 'sgd')
+    with contexts.call_of(template):
+      # The order between kinds is free.
+      sgd, *adams = self.make('sgd', 'adam', 'adam', 'adam')
+
+    self.assertEqual([*adams[:2], sgd], first)
+    self.assertLen({*first, *adams}, 4)
+
+  def test_without_one_all_is_new(self):
+    self.assertIsNot(*self.make('adam', 'adam'))
+
+  def test_templates_share_nothing(self):
+    made = []
+    for _ in range(2):
+      with contexts.call_of(contexts.Template()):
+        made += self.make('adam')
+
+    self.assertIsNot(*made)
+
+  def test_nested_calls_count_by_themselves(self):
+    outer, inner = contexts.Template(), contexts.Template()
+
+    def call():
+      with contexts.call_of(outer):
+        before = self.make('adam')
+        with contexts.call_of(inner):
+          inside = self.make('adam')
+        return before + inside + self.make('adam')
+
+    first, second = call(), call()
+
+    self.assertEqual(first, second)
+    self.assertLen(set(first), 3)
+
+  def test_ends_with_an_exception(self):
+    template = contexts.Template()
+    with self.assertRaises(KeyError), contexts.call_of(template):
+      raise KeyError
+
+    self.assertIsNot(*self.make('adam', 'adam'))
+
+  def test_a_template_inside_a_template_is_found_again(self):
+    template = contexts.Template()
+
+    def call():
+      with contexts.call_of(template):
+        return contexts.subtemplate()
+
+    self.assertIsInstance(call(), contexts.Template)
+    self.assertIs(call(), call())
+    self.assertIsNone(contexts.subtemplate())
+
+  def test_a_call_without_one_can_make_nothing(self):
+    with contexts.call_of(None):
+      self.assertIsNone(contexts.subtemplate())
+      with self.assertRaisesRegex(ValueError, 'would be new at each call'):
+        self.make('adam')

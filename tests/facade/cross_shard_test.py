@@ -88,8 +88,10 @@ class CrossShardOptimizerTest(parameterized.TestCase):
       inner=list(INNERS),
       reduction=[facade.Reduction.MEAN, facade.Reduction.SUM],
       clip_norm=[None, 0.1],
+      always=lambda inner, reduction, clip_norm: (
+          (inner, reduction) == ('momentum', facade.Reduction.MEAN)
+      ),
   )
-  @pytest.mark.slow_unless('_momentum_weighted_mean')
   def test_has_the_bits_of_the_functional_path(
       self, inner, reduction, clip_norm
   ):

@@ -14,7 +14,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import cases
 import golden_tapes
@@ -50,8 +49,12 @@ TERMS = {
 }
 
 
-def named(ids):
-  return parameterized.named_parameters(*((f'_{i}', i) for i in ids))
+def named(ids, always=None):
+  """Gives a test each tape, and the fast tests those with these numbers."""
+  if always is None:
+    return cases.parameters(*ids)
+  numbers = {f'{number:03}' for number in always}
+  return cases.parameters(*ids, always=lambda i: i.split('-')[2] in numbers)
 
 
 def assert_close(actual, expected):
@@ -185,8 +188,7 @@ class ReplayTest(parameterized.TestCase):
 
 class CrossShardTest(ReplayTest):
 
-  @named(CROSS_SHARD)
-  @pytest.mark.slow_unless('_cs-a-0(0[0247]|1[24]|50)-')
+  @named(CROSS_SHARD, always=(0, 2, 4, 7, 12, 14, 50))
   def test_replays(self, case):
     tape = CROSS_SHARD[case]
     n, groups = tape['num_shards'], tape['groups']
@@ -311,8 +313,7 @@ class TowerTest(ReplayTest):
           tape, observed(variables, made[-1]), global_step, expected
       )
 
-  @named(TOWERS_AS_RECORDED)
-  @pytest.mark.slow_unless('_tw-a-0(0[0247]|1[02]|48|5[04])-')
+  @named(TOWERS_AS_RECORDED, always=(0, 2, 4, 7, 10, 12, 48, 50, 54))
   def test_replays_towers_in_turn(self, case):
     tape = TOWERS[case]
     self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=True)
@@ -324,20 +325,21 @@ class TowerTest(ReplayTest):
           *golden_tapes.read('tower_calls.json'),
           *golden_tapes.read('tower_sync_replicas.json'),
           *golden_tapes.read('tower_two_optimizers.json'),
-      ]
+      ],
+      always=(35,),
   )
-  @pytest.mark.slow_unless('_tw-a-0(35)-')
   def test_replays_towers_in_turn_outside_a_function(self, case):
     tape = TOWERS[case]
     self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=False)
 
-  @named(TOWERS_AS_RECORDED)
-  @pytest.mark.slow_unless('_tw-a-0(02|35)-')
+  @named(TOWERS_AS_RECORDED, always=(2, 35))
   def test_replays_towers_one_to_a_device(self, case):
     tape = TOWERS[case]
     self.replay(tape, jax.devices()[: tape['towers']], is_compiled=True)
 
-  @cases.product(case=[*DEPARTURES], one_to_a_device=[False, True])
+  @cases.product(
+      case=[*DEPARTURES], one_to_a_device=[cases.Repeated(False), True]
+  )
   def test_replays_dense_gradients(self, case, one_to_a_device):
     tape = TOWERS[case]
     towers = tape['towers']
@@ -351,8 +353,7 @@ class TowerTest(ReplayTest):
 
 class DropStaleTest(ReplayTest):
 
-  @named(DROP_STALE)
-  @pytest.mark.slow_unless('_ds-a-0(02|08|13|28)-')
+  @named(DROP_STALE, always=(2, 8, 13, 28))
   def test_replays(self, case):
     tape = DROP_STALE[case]
     variables, global_step = make_variables(tape)

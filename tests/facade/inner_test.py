@@ -471,3 +471,19 @@ class OptaxTest(UpdateTest):
         self.params(),
         {n: jnp.asarray(START[n]) - 2 * GRADS[0][n] for n in START},
     )
+
+
+class ReferencesTest(parameterized.TestCase):
+
+  @cases.parameters(
+      facade.AdagradOptimizer,
+      facade.AdamOptimizer,
+      facade.FtrlOptimizer,
+      facade.MomentumOptimizer,
+      facade.RMSPropOptimizer,
+  )
+  def test_names_the_source(self, optimizer):
+    self.assertRegex(
+        optimizer.__doc__,
+        r'(?s)References:\n.*of TensorFlow 1\.15; \w.*, (19|20)\d\d',
+    )

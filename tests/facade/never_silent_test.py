@@ -353,7 +353,7 @@ class ValuesTest(parameterized.TestCase):
   def test_numbers_that_would_wrap_around(self):
     for start, value in ((np.uint8(0), 300), (0, np.int64(2**40))):
       counter = facade.Variable(start, trainable=False)
-      with self.assertRaisesRegex(ValueError, 'must fit'):
+      with self.assertRaisesRegex(ValueError, 'The value of .* must fit'):
         counter.assign(value)
       self.assertEqual(int(counter), 0)
 
@@ -362,7 +362,9 @@ class ValuesTest(parameterized.TestCase):
     v = facade.Variable(1.0, name='v')
     opt = facade.GradientDescentOptimizer(0.1)
 
-    with self.assertRaisesRegex(ValueError, 'Invalid type complex64'):
+    with self.assertRaisesRegex(
+        ValueError, 'Invalid type complex64 .*take real variables'
+    ):
       opt.minimize(lambda: jnp.abs(w.value()) ** 2, var_list=[w])
     with self.assertRaisesRegex(TypeError, 'floating-point.*complex64 for v:0'):
       opt.apply_gradients([(1 + 2j, v)])

@@ -6,6 +6,7 @@ import numpy as np
 
 import cases
 from shard_transforms import facade
+from shard_transforms.facade import replicate
 
 IN_TURN = ['/cpu:0'] * 4
 AT_ONCE = [f'/cpu:{i}' for i in range(4)]
@@ -189,9 +190,9 @@ class ReplicateModelFnTest(parameterized.TestCase):
       facade.replicate_model_fn(lambda features: None, reduction)
 
   @cases.parameters(
-      ([], 'all different'),
-      (['/cpu:0', '/cpu:0', '/cpu:1'], 'all different'),
-      (['/cpu:64'], 'local devices'),
+      ([], 'must be all different'),
+      (['/cpu:0', '/cpu:0', '/cpu:1'], 'must be all different'),
+      (['/cpu:64'], 'must name local devices'),
       (['/gpu:0'], 'local devices'),
       (['cpu0'], 'local devices'),
   )
@@ -231,3 +232,22 @@ class ReplicateModelFnTest(parameterized.TestCase):
     (out,) = jax.tree.leaves(replicated(jnp.zeros(4)).predictions)
 
     self.assertEqual(out.sharding.device_set, set(jax.devices()[4:6]))
+
+
+class DevicesTest(parameterized.TestCase):
+
+  @cases.parameters('/cpu:1', '/device:CPU:1')
+  def test_finds_a_device_by_its_name(self, name):
+    self.assertEqual(
+        replicate.devices_of_towers(name), [jax.local_devices()[1]]
+    )
+
+  def test_all_local_devices_by_default(self):
+    self.assertEqual(replicate.devices_of_towers(None), jax.local_devices())
+
+  @cases.parameters(
+      ([],), (['/cpu:0', '/cpu:0', '/cpu:1'],), (['/cpu:99'],), (['cpu0'],)
+  )
+  def test_refuses(self, names):
+    with self.assertRaisesRegex(ValueError, '`devices` must'):
+      replicate.devices_of_towers(names)

@@ -109,7 +109,7 @@ class ShardTest(parameterized.TestCase):
     def computation():
       facade.MomentumOptimizer(1.0, 0.5)
 
-    with self.assertRaisesRegex(ValueError, 'slots would start anew'):
+    with self.assertRaisesRegex(ValueError, 'slots would be new'):
       facade.shard(computation, num_shards=num_shards)
 
   def test_runs_on_assigned_devices(self):
@@ -156,6 +156,12 @@ class ShardTest(parameterized.TestCase):
           TypeError,
           '`output_shard_axes` must be an integer, got True',
           {'output_shard_axes': [True]},
+      ),
+      (
+          'no_axis_of_output',
+          ValueError,
+          'axis 1 is out of bounds',
+          {'output_shard_axes': [1]},
       ),
       ('queue', NotImplementedError, '`infeed_queue`', {'infeed_queue': 1}),
   )

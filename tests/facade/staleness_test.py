@@ -1,5 +1,6 @@
 import threading
 
+from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import flax.serialization
@@ -12,6 +13,7 @@ import pytest
 import cases
 import shard_transforms
 from shard_transforms import facade
+from shard_transforms.facade import staleness
 
 
 class DropStaleGradientOptimizerTest(parameterized.TestCase):
@@ -373,3 +375,58 @@ class WorkersTest(parameterized.TestCase):
         opt.minimize(lambda: w * 1.0, global_step)
 
     self.assertEqual(int(opt.stale_counter), 0)
+
+
+class LocalStepTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.graph = self.enterContext(facade.Graph().as_default())
+    self.local_step = staleness.LocalStep()
+
+  def test_starts_with_none(self):
+    self.assertEqual(int(self.local_step.step), staleness.NO_STEP)
+
+  def test_is_in_no_collection(self):
+    self.assertEmpty(facade.global_variables())
+
+  def test_the_oldest_since_the_last_use_counts(self):
+    steps = []
+    for step in (5, 3, 4):
+      self.local_step.record(step)
+      steps.append(int(self.local_step.step))
+    self.local_step.use()
+    steps.append(int(self.local_step.step))
+    self.local_step.record(7)
+    steps.append(int(self.local_step.step))
+
+    self.assertEqual(steps, [5, 3, 3, 3, 7])
+
+  def test_goes_on_from_what_is_set(self):
+    self.local_step.set(5)
+    self.local_step.record(7)
+
+    self.assertEqual(int(self.local_step.step), 5)
+
+  def test_each_thread_has_its_own(self):
+    self.local_step.record(5)
+    seen = []
+
+    def other():
+      seen.append(int(self.local_step.step))
+      self.local_step.record(1)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+
+    self.assertEqual(seen, [staleness.NO_STEP])
+    self.assertEqual(int(self.local_step.step), 5)
+
+  def test_is_recorded_by_what_is_compiled(self):
+    record = facade.function(self.local_step.record)
+
+    record(jnp.int32(4))
+    record(jnp.int32(2))
+
+    self.assertEqual(int(self.local_step.step), 2)

@@ -123,7 +123,9 @@ class SyncReplicasOptimizerTest(parameterized.TestCase):
   def test_a_worker_does_not_wait_for_ever(self):
     opt = self.optimizer(2, timeout=0.1)
 
-    with self.assertRaisesRegex(TimeoutError, 'fewer than 2 gradients'):
+    with self.assertRaisesRegex(
+        TimeoutError, 'not over within .*fewer than 2 gradients'
+    ):
       opt.minimize(lambda: jnp.sum(self.w), self.global_step)
     self.assertEqual(int(self.global_step), 0)
 

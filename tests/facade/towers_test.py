@@ -109,12 +109,11 @@ class TowerOptimizerTest(parameterized.TestCase):
       devices=[IN_TURN, AT_ONCE],
       make=[
           lambda: facade.MomentumOptimizer(0.1, 0.9),
-          lambda: facade.AdamOptimizer(0.1),
-          lambda: facade.OptaxOptimizer(optax.adamw(0.1)),
+          cases.Repeated(lambda: facade.AdamOptimizer(0.1)),
+          cases.Repeated(lambda: facade.OptaxOptimizer(optax.adamw(0.1))),
       ],
       compiled=[True, False],
   )
-  @pytest.mark.slow_unless('_0$')
   def test_towers_train_as_one(self, devices, make, compiled):
     start = self.w.value()
     step = self.step(self.model_fn(make), 'weighted_mean', devices)

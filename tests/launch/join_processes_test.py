@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 from unittest import mock
@@ -12,7 +13,7 @@ import pytest
 
 import cases
 import shard_transforms
-from shard_transforms._src.launch import allocator
+from shard_transforms._src.launch import join_processes
 
 NAMES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
@@ -42,6 +43,23 @@ if jax.process_index() == 0:
   time.sleep(60)
 raise ArithmeticError('out of numbers')
 """
+
+# Whether freed memory is used again: it lies where it lay, untouched.
+REUSE = """
+import ctypes
+from shard_transforms._src.launch import join_processes
+{}
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.malloc.argtypes = [ctypes.c_size_t]
+size = 48 * 2**20
+block = libc.malloc(size)
+ctypes.memset(block, 7, size)
+libc.free(block)
+again = libc.malloc(size)
+print(ctypes.string_at(again + size // 2, 1) == bytes([7]))
+"""
+KEEP = 'join_processes.keep_freed_memory()'
 
 
 def environment(address=None, num_processes=None, process_id=None):
@@ -85,7 +103,7 @@ class JoiningTest(parameterized.TestCase):
 
   @cases.parameters(True, False)
   def test_keeps_memory_if_it_joins(self, keep_memory):
-    with mock.patch.object(allocator, 'keep_memory') as keep:
+    with mock.patch.object(join_processes, 'keep_freed_memory') as keep:
       self.join(keep_memory=keep_memory)
       keep.assert_not_called()
       self.join('127.0.0.1:80', '1', '0', keep_memory=keep_memory)
@@ -177,3 +195,31 @@ class JoiningTest(parameterized.TestCase):
     self.assertIn('ArithmeticError: out of numbers', run.stderr)
     self.assertIn('Process 1 of 2 failed, and leaves the others.', run.stderr)
     self.assertRegex(run.stderr, 'got process 1 of 2 that exited with status 1')
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != 'glibc', reason='It is for glibc alone.'
+)
+class FreedMemoryTest(parameterized.TestCase):
+
+  @cases.parameters(
+      dict(code=KEEP, env={}, kept=True),
+      dict(code='', env={}, kept=False),
+      dict(code='', env=join_processes.KEEPING_MEMORY, kept=True),
+      dict(code=KEEP, env={'MALLOC_MMAP_THRESHOLD_': '4096'}, kept=False),
+  )
+  @pytest.mark.slow_after(1)
+  def test_keeps_memory_unless_told_otherwise(self, code, env, kept):
+    others = {k: v for k, v in os.environ.items() if 'MALLOC_' not in k}
+
+    done = subprocess.run(
+        [sys.executable, '-c', REUSE.format(code)],
+        env=others | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    self.assertEqual(done.returncode, 0, done.stderr)
+    self.assertEqual(done.stdout, f'{kept}\n')

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
@@ -97,8 +96,10 @@ class UpdateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       _update(shard)
 
-  @cases.parameters(*modes.MODES)
-  @pytest.mark.slow_unless('_shard_map$|vmap')
+  @cases.parameters(
+      *modes.NAMES,
+      always=lambda mode: mode not in ('pmap', 'shard_map_unchecked'),
+  )
   def test_refuses_the_state_of_other_fragments(self, mode):
     txs = [
         _make(fragments=2),

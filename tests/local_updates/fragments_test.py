@@ -5,7 +5,7 @@ import numpy as np
 import optax
 
 import cases
-from shard_transforms._src.local_updates import fragments as fragments_lib
+from shard_transforms._src.local_updates import rounds
 
 TREE = {
     'a': jnp.ones((4, 4)),
@@ -25,12 +25,12 @@ class FragmentsTest(parameterized.TestCase):
       ({'a': 'x', 'b': 'w', 'c': None, 'd': ['w', 'x', 'y']}, (1, 0, 0, 1, 2)),
   )
   def test_divides_leaves(self, given, want):
-    fragments = fragments_lib.as_fragments(given)
+    fragments = rounds.as_fragments(given)
 
     self.assertEqual(fragments.of_leaves(TREE), want)
 
   def test_joins_what_it_splits(self):
-    fragments = fragments_lib.as_fragments(3)
+    fragments = rounds.as_fragments(3)
 
     parts = fragments.split(TREE)
     joined = fragments.join(parts, TREE)
@@ -54,7 +54,7 @@ class FragmentsTest(parameterized.TestCase):
   )
   def test_refuses_what_says_nothing(self, given, error, message):
     with self.assertRaisesRegex(error, message):
-      fragments_lib.as_fragments(given)
+      rounds.as_fragments(given)
 
   @cases.parameters(
       (6, 'must be at most the number of leaves, 5, got 6'),
@@ -62,7 +62,7 @@ class FragmentsTest(parameterized.TestCase):
       ({'a': 0, 'b': None, 'c': 0, 'd': 1}, r"each leaf, got None at \['b'\]"),
   )
   def test_refuses_what_does_not_fit_the_tree(self, given, message):
-    fragments = fragments_lib.as_fragments(given)
+    fragments = rounds.as_fragments(given)
 
     with self.assertRaisesRegex(ValueError, message):
       fragments.of_leaves(TREE)

@@ -9,7 +9,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import cases
 import local_methods
@@ -70,7 +69,7 @@ def _train(tx, params, own, apply=False, loss=_loss, weights=None, **kwargs):
 
 class DerivativeTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, apply=(False, True))
+  @cases.product(mode=modes.MODES, apply=(cases.Repeated(False), True))
   def test_backward_is_forward(self, mode, apply):
     tx = local_updates(
         optax.sgd(0.1), _mean(optax.sgd(0.7, 0.9)), AXIS, every=2
@@ -96,9 +95,51 @@ class DerivativeTest(parameterized.TestCase):
     np.testing.assert_allclose(backward, [forward.sum()] * SHARDS, rtol=1e-4)
 
 
+class StepTest(parameterized.TestCase):
+
+  @cases.parameters((None, 1), (0.5, 1), (0.0, 0))
+  def test_counts_if_it_has_a_weight(self, weight, counts):
+    # Each update is minus twice the gradient; the state is the last parameters.
+    def update(updates, state, params, *, value, weight=None, **extra_args):
+      del state, extra_args
+      assert weight is None
+      return jax.tree.map(lambda u: -value * u, updates), params
+
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+    tx = local_updates(inner, _mean(optax.sgd(1.0)), AXIS, every=9)
+    params = {
+        'w': jnp.arange(3.0),
+        'half': jnp.ones(2, jnp.bfloat16),
+        'n': jnp.arange(3),
+    }
+    grads = {
+        'w': np.ones((SHARDS, 3), np.float32),
+        'half': np.ones((SHARDS, 2), np.float32),
+    }
+    given = {'value': 2} if weight is None else {'value': 2, 'weight': weight}
+
+    def shard(params, grads):
+      grads = {**grads, 'n': np.zeros(3, jax.dtypes.float0)}
+      state = tx.init(params)
+      _, state = tx.update(grads, state, params, **given)
+      seen = jax.tree.map(lambda x: x[0], state.inner_state)
+      return local_params(params, state), seen
+
+    moved, seen = modes.map_shards('shard_map', shard)(params, grads)
+
+    for i in range(SHARDS):
+      np.testing.assert_array_equal(moved['w'][i], params['w'] - 2 * counts)
+      np.testing.assert_array_equal(seen['w'][i], params['w'] * counts)
+      np.testing.assert_array_equal(moved['n'][i], params['n'])
+    self.assertEqual(moved['half'].dtype, jnp.bfloat16)
+    np.testing.assert_array_equal(moved['half'], 1 - 2 * counts)
+
+
 class MethodTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, apply=(False, True))
+  @cases.product(mode=modes.MODES, apply=(cases.Repeated(False), True))
   def test_is_each_method_of_the_table(self, mode, apply):
     methods = local_methods.METHODS
     txs = {name: method.build() for name, method in methods.items()}
@@ -127,8 +168,9 @@ class MethodTest(parameterized.TestCase):
               own[:, is_end].view(np.uint32), bits[:, is_end]
           )
 
-  @cases.product(mode=modes.MODES, case=(0, 1, 2, 3, 4, 5))
-  @pytest.mark.slow_unless('_shard_map_[0-3]$')
+  @cases.product(
+      mode=modes.MODES, case=(0, 1, 2, 3, *map(cases.Repeated, (4, 5)))
+  )
   def test_gives_the_histories_of_torchft(self, mode, case):
     delay, mixing = case // 3, 0.5 * (case % 3)
     tx = local_updates(
@@ -250,6 +292,43 @@ class MethodTest(parameterized.TestCase):
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
       np.testing.assert_allclose(own[:, i], x, atol=1e-6)
 
+  @cases.parameters(*modes.MODES)
+  def test_takes_the_word_of_the_user_about_the_weight(self, mode):
+    def update(updates, state, params=None, *, weight, **extra_args):
+      del params, extra_args
+      # The first sum has no weight, and the second takes away what it should.
+      mask = jnp.where(weight > 0, 1.0, 0.0)
+      summed = jax.tree.map(
+          lambda u: lax.psum(u, AXIS) - lax.psum((1 - mask) * u, AXIS), updates
+      )
+      total = lax.psum(mask, AXIS)
+      return jax.tree.map(lambda u: -u / total, summed), state
+
+    outer = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    data = np.float32(CENTRES.swapaxes(0, 1)), np.ones((SHARDS, 12), np.float32)
+
+    def train(**kwargs):
+      tx = local_updates(optax.sgd(0.3), outer, AXIS, every=2, **kwargs)
+      mapped = modes.map_shards(
+          mode,
+          lambda params, own: _train(tx, params, own[0], weights=own[1])[0],
+      )
+      return _joined(mapped(_params(), data))
+
+    with self.assertRaisesRegex(
+        ValueError, '`local_updates` with `assume_weighted=True`'
+    ):
+      train()
+    anchor = train(assume_weighted=True)
+
+    mean = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=2)
+    mapped = modes.map_shards(
+        mode, lambda params, own: _train(mean, params, own[0])[0]
+    )
+    np.testing.assert_allclose(
+        anchor, _joined(mapped(_params(), data)), rtol=1e-5, atol=1e-5
+    )
+
   def test_weighs_each_fragment_by_the_steps_since_it_was_sent(self):
     tx = local_updates(
         optax.sgd(0.3),
@@ -320,8 +399,21 @@ class MethodTest(parameterized.TestCase):
     self.assertIn('a step sends 6 on average and 21 at most', str(report))
     self.assertEmpty(report.warnings)
 
-  @cases.parameters(*modes.MODES)
-  @pytest.mark.every_mode
+  def test_a_report_counts_what_inner_sends_in_each_step(self):
+    inner = optax.chain(cross_shard_mean('core'), optax.sgd(0.1))
+    tx = local_updates(inner, _mean(optax.sgd(1.0)), AXIS, every=20)
+
+    report = shard_transforms.monitoring.wire_report(
+        lambda x: tx.update(x, tx.init(x), x),
+        jnp.zeros(10),
+        axis_sizes={AXIS: 4, 'core': 2},
+    )
+
+    found = {c.axes: (c.conditional, c.every) for c in report.collectives}
+    self.assertEqual(found, {('core',): (False, 1), (AXIS,): (True, 20)})
+    self.assertAlmostEqual(report.mean_bytes, 40 + 60 / 20)
+
+  @cases.parameters(*modes.NAMES)
   def test_a_report_warns_of_a_gradient_at_the_shared_parameters(self, mode):
     tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
 
@@ -407,15 +499,13 @@ class SickShardTest(parameterized.TestCase):
 
 class RefusalTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  @pytest.mark.every_mode
+  @cases.parameters(*modes.NAMES)
   def test_refuses_an_inner_that_sends(self, mode):
     tx = local_updates(_mean(optax.sgd(0.1)), _mean(), AXIS, every=2)
 
     self.check_refused(mode, tx, '`inner` .* must not send .*`psum`.*`outer`')
 
-  @cases.parameters(*modes.MODES)
-  @pytest.mark.every_mode
+  @cases.parameters(*modes.NAMES)
   def test_refuses_an_outer_that_does_not_reduce(self, mode):
     for outer in (
         optax.sgd(0.7, 0.9),
@@ -428,8 +518,7 @@ class RefusalTest(parameterized.TestCase):
           mode, tx, "`outer` .* must reduce .*along \\['data'\\]"
       )
 
-  @cases.parameters(*modes.MODES)
-  @pytest.mark.every_mode
+  @cases.parameters(*modes.NAMES)
   def test_refuses_a_gradient_at_the_shared_parameters(self, mode):
     tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
     around = optax.partition({'x': tx, 'y': tx}, {'a': 'x', 'b': 'y'})

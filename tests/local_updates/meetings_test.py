@@ -254,7 +254,6 @@ class SurroundingsTest(parameterized.TestCase):
     np.testing.assert_allclose(anchor[:, 1], [want] * 8, rtol=1e-5, atol=1e-6)
 
   @cases.parameters(*modes.MODES)
-  @pytest.mark.slow_unless('_shard_map$')
   def test_leaves_out_what_is_masked(self, mode):
     tx = optax.partition(
         {'local': _local(_outer(optax.sgd(1.0))), 'whole': _outer()},
@@ -273,8 +272,11 @@ class SurroundingsTest(parameterized.TestCase):
 
 class LeafTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, fragments=(1, 4), apply=(False, True))
-  @pytest.mark.slow_unless('_shard_map_4_apply$')
+  @cases.product(
+      mode=modes.MODES,
+      fragments=(cases.Repeated(1), 4),
+      apply=(cases.Repeated(False), True),
+  )
   def test_keeps_leaves_of_all_kinds(self, mode, fragments, apply):
     params = {
         'scalar': jnp.float32(1),

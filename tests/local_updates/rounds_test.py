@@ -7,9 +7,7 @@ from shard_transforms._src.local_updates import rounds as rounds_lib
 
 def _of_round(rounds, length, number=0):
   """Returns in which steps each fragment is sent and taken over."""
-  found = [
-      rounds.at(jnp.int32(i), jnp.int32(number)) for i in range(length + 2)
-  ]
+  found = [rounds.at(jnp.int32(i), jnp.int32(number)) for i in range(length)]
 
   def where(flags):
     return [i + 1 for i, flag in enumerate(flags) if flag]
@@ -20,7 +18,7 @@ def _of_round(rounds, length, number=0):
   mixes = [
       where(flags) for flags in zip(*(m.mixes for m in found), strict=True)
   ]
-  return sends, mixes, where(m.is_last for m in found)[0]
+  return sends, mixes, where(m.is_last for m in found)
 
 
 class RoundsTest(parameterized.TestCase):
@@ -42,7 +40,14 @@ class RoundsTest(parameterized.TestCase):
   ):
     rounds = rounds_lib.Rounds(every, delay, num)
 
-    self.assertEqual(_of_round(rounds, last, 4), (sends, mixes, last))
+    self.assertEqual(_of_round(rounds, last, 4), (sends, mixes, [last]))
+
+  def test_a_round_that_became_shorter_still_ends_with_a_meeting(self):
+    rounds = rounds_lib.Rounds(10, 0, 1)
+
+    met = [bool(rounds.at(jnp.int32(i), 0).sends[0]) for i in range(15, 20)]
+
+    self.assertEqual(met, [False] * 4 + [True])
 
   @cases.parameters(
       (0, 0, 1, ValueError, '`every` must be at least 1, got 0'),

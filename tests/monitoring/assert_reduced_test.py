@@ -20,7 +20,9 @@ class AssertReducedTest(parameterized.TestCase):
   def test_believes_the_types(self):
     def fn(params, x):
       assert_reduced({'p': params, 'm': lax.pmean(x, AXIS)}, AXIS)
-      with self.assertRaisesRegex(AssertionError, r"\['x'\] \[2\] .* varying"):
+      with self.assertRaisesRegex(
+          AssertionError, r"'x'\] \[2\] is not reduced .* varying"
+      ):
         assert_reduced({'p': params, 'x': x}, AXIS)
       return x
 

@@ -10,6 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import optax
 import pytest
 
@@ -27,13 +28,14 @@ from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms._src.monitoring import compiled_report
+from shard_transforms.monitoring import WireReport
 from shard_transforms.monitoring import hlo_wire_report
 from shard_transforms.monitoring import track_divergence
 from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
 AUTO = jax.sharding.AxisType.Auto
-HLO = pathlib.Path(__file__).parents[1] / 'hlo'
+HLO = pathlib.Path(__file__).parents[1] / 'analysis' / 'hlo'
 MESH = jax.sharding.AbstractMesh((4, 2), ('data', 'model'))
 PARAMS = {
     'w': jax.ShapeDtypeStruct((10, 100), jnp.float32),
@@ -238,6 +240,11 @@ class ControlFlowTest(parameterized.TestCase):
           lambda x: jnp.sin(lax.pmax(x, 'model')),
           x,
       ),
+      lambda x: lax.while_loop(
+          lambda carry: carry[0],
+          lambda carry: (False, lax.pmax(carry[1], 'model')),
+          (lax.psum(x, 'data')[0, 0] > 0, x),
+      )[1],
       lambda x: lax.cond(
           lax.psum(x, 'data')[0, 0] > 0,
           lambda x: lax.psum(x, 'model'),
@@ -259,6 +266,60 @@ class ControlFlowTest(parameterized.TestCase):
     self.assertCountEqual(
         [without_source(c) for c in compiled.collectives],
         traced.collectives,
+    )
+
+  def test_a_loop_is_a_loop_in_whatever_scope_it_is(self):
+    def fn(x):
+      with jax.named_scope('gate'):
+        return lax.while_loop(
+            lambda x: x.sum() > 1, lambda x: lax.pmean(x, 'data') / 2, x
+        )
+
+    report = wire_report(step_over_axes(fn), ROWS, compiled=True)
+
+    (collective,) = report.collectives
+    self.assertTrue(collective.in_while)
+    self.assertFalse(collective.conditional)
+
+  # As which part of the carry the decision is kept does not matter.
+  @cases.parameters(
+      lambda due, x: lax.while_loop(
+          lambda c: c[0], lambda c: (False, lax.pmax(c[1], 'data')), (due, x)
+      )[1],
+      lambda due, x: lax.while_loop(
+          lambda c: c[1], lambda c: (lax.pmax(c[0], 'data'), False), (x, due)
+      )[0],
+      lambda due, x: lax.while_loop(
+          lambda c: c[0],
+          lambda c: (jnp.zeros_like(c[0]), lax.pmax(c[1], 'data')),
+          (due, x),
+      )[1],
+  )
+  def test_a_loop_of_at_most_one_turn_is_a_branch(self, fn):
+    step = step_over_axes(lambda x: fn(lax.psum(x, 'data')[0, 0] > 0, x))
+
+    report = wire_report(step, ROWS, compiled=True)
+
+    self.assertEqual(
+        [(c.primitive, c.in_while, c.conditional) for c in report.collectives],
+        [('psum', False, False), ('pmax', False, True)],
+    )
+
+  @cases.parameters(
+      # The decision is computed, or that of the next turn but one is false.
+      lambda c: (c[1].sum() > 1, lax.pmax(c[1], 'data') / 2, False),
+      lambda c: (c[2], lax.pmax(c[1], 'data'), False),
+  )
+  def test_a_loop_that_may_turn_again_is_a_loop(self, turn):
+    def fn(x):
+      due = lax.psum(x, 'data')[0, 0] > 0
+      return lax.while_loop(lambda c: c[0], turn, (due, x, due))[1]
+
+    report = wire_report(step_over_axes(fn), ROWS, compiled=True)
+
+    self.assertEqual(
+        [(c.primitive, c.in_while, c.conditional) for c in report.collectives],
+        [('psum', False, False), ('pmax', True, False)],
     )
 
   def test_finds_what_the_partitioner_adds(self):
@@ -349,21 +410,6 @@ class SourceTest(parameterized.TestCase):
     self.assertEqual(report.collectives[0].source, source)
 
 
-class ScopeTest(parameterized.TestCase):
-
-  @cases.parameters(
-      ('jit(step)/shard_map/cross_shard_mean/psum', 'cross_shard_mean'),
-      ('jit(f)/while/body/closed_call/transpose(jvp())/dot_general', ''),
-      ('jit(f)/jit(main)/transpose(jvp(layer))/dot_general', 'layer'),
-      ('jit(f)/outer/cond/branch_1_fun/inner/psum', 'outer/inner'),
-      ('jit(f)/vmap(jvp(a/b))/c/psum', 'a/b/c'),
-      ('', ''),
-      ('psum', ''),
-  )
-  def test_leaves_what_the_user_named(self, op_name, scope):
-    self.assertEqual(compiled_report.scope(op_name), scope)
-
-
 class BackendsTest(parameterized.TestCase):
   """Texts by hand, as no such device is here."""
 
@@ -406,3 +452,171 @@ class BackendsTest(parameterized.TestCase):
             ('reduce_scatter', 'bfloat16', 2**24, ('data', 'model'), 'grads'),
         ],
     )
+
+
+VECTOR = jax.ShapeDtypeStruct((24,), jnp.float32)
+STEP = jax.jit(
+    jax.shard_map(
+        lambda x: lax.psum(x, AXIS),
+        mesh=modes.mesh(),
+        in_specs=P(AXIS),
+        out_specs=P(),
+    )
+)
+
+
+def sharded(*spec):
+  return jax.ShapeDtypeStruct(
+      (24,), jnp.float32, sharding=NamedSharding(modes.mesh(), P(*spec))
+  )
+
+
+class ProgramTest(parameterized.TestCase):
+  """Every way to hand a program over gives the same."""
+
+  def test_reads_what_is_lowered_or_compiled(self):
+    lowered = STEP.lower(VECTOR)
+    compiled = lowered.compile()
+    expected = wire_report(STEP, VECTOR, compiled=True)
+
+    self.assertEqual(expected.total_bytes, 2 * 7 / 8 * 12)
+    self.assertEqual(wire_report(lowered), expected)
+    self.assertEqual(wire_report(compiled), expected)
+    self.assertEqual(wire_report(compiled, VECTOR), expected)
+    self.assertEqual(wire_report(lowered, np.ones(24, np.float32)), expected)
+    self.assertEqual(
+        hlo_wire_report(compiled.as_text(), modes.mesh()), expected
+    )
+
+  def test_compiles_what_is_not_yet(self):
+    report = wire_report(jnp.sum, sharded(AXIS), compiled=True)
+
+    self.assertEqual(report.collectives[0].axes, (AXIS,))
+
+  def test_still_traces_a_compiled_function_unless_asked(self):
+    report = wire_report(STEP, VECTOR)
+
+    self.assertEqual(report.collectives[0].op, '')
+
+  def test_reads_what_jax_pmap_compiles(self):
+    step = jax.pmap(lambda x: lax.psum(x, AXIS), AXIS)
+
+    report = wire_report(step, jnp.ones((8, 3)), compiled=True)
+
+    self.assertEqual(report.collectives[0].axes, (AXIS,))
+
+  def test_takes_keyword_arguments(self):
+    step = jax.jit(lambda x, *, y: jnp.sum(x) + y)
+
+    report = wire_report(step, sharded(AXIS), y=1.0, compiled=True)
+    lowered = wire_report(step.lower(sharded(AXIS), y=1.0), sharded(), y=2.0)
+
+    self.assertEqual(report, lowered)
+    self.assertEqual(report.num_collectives, 1)
+
+  def test_needs_no_mesh_where_nothing_is_sent(self):
+    report = wire_report(jnp.sin, VECTOR, compiled=True)
+
+    self.assertEqual(report, WireReport(()))
+
+  def test_names_the_axes_of_the_mesh_that_is_given(self):
+    mesh = jax.sharding.AbstractMesh((2, 4), ('host', 'core'))
+
+    report = wire_report(jnp.sum, sharded(AXIS), compiled=True, mesh=mesh)
+
+    self.assertEqual(report.collectives[0].axes, ('host', 'core'))
+
+
+class ErrorTest(parameterized.TestCase):
+
+  @cases.parameters(
+      jax.ShapeDtypeStruct((25,), jnp.float32),
+      jax.ShapeDtypeStruct((24, 1), jnp.float32),
+      jax.ShapeDtypeStruct((24,), jnp.bfloat16),
+  )
+  def test_refuses_other_arguments_than_it_was_compiled_for(self, x):
+    with self.assertRaisesRegex(
+        ValueError,
+        r'`args` must be float32\[24\] at \[0\]\[0\], as the program',
+    ):
+      wire_report(STEP.lower(VECTOR).compile(), x)
+
+  @cases.parameters(((VECTOR, VECTOR),), (({'x': VECTOR},),))
+  def test_refuses_other_trees(self, args):
+    with self.assertRaisesRegex(ValueError, '`args` must be of the structure'):
+      wire_report(STEP.lower(VECTOR), *args)
+
+  def test_refuses_a_program_for_another_backend(self):
+    # A mesh of no devices is for programs that are compiled elsewhere.
+    mesh = jax.sharding.AbstractMesh(
+        (8,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    step = jax.shard_map(
+        lambda x: lax.psum(x, AXIS), mesh=mesh, in_specs=P(AXIS), out_specs=P()
+    )
+    lowered = jax.jit(step).trace(VECTOR).lower(lowering_platforms=('tpu',))
+
+    with self.assertRaisesRegex(
+        ValueError, '`fn` must be lowered for a backend of this process, got'
+    ):
+      wire_report(lowered)
+
+  def test_refuses_a_mesh_of_another_size(self):
+    with self.assertRaisesRegex(
+        ValueError,
+        "`mesh` must have the 8 devices of the program, got 4 in {'data': 4}",
+    ):
+      wire_report(STEP, VECTOR, compiled=True, mesh=modes.mesh(4))
+
+  @cases.parameters((('data', 8),), ('data',), (8,))
+  def test_refuses_what_is_no_mesh(self, mesh):
+    with self.assertRaisesRegex(
+        TypeError, '`mesh` must be a `jax.sharding.Mesh`, got'
+    ):
+      wire_report(STEP, VECTOR, compiled=True, mesh=mesh)
+
+  def test_refuses_a_text_that_names_no_axes_without_a_mesh(self):
+    text = wire_text('{{0,1},{2,3}}')
+
+    with self.assertRaisesRegex(
+        ValueError, '`mesh` must be given where a compiled program does not'
+    ):
+      hlo_wire_report(text)
+
+  def test_needs_no_mesh_where_the_text_names_the_axes(self):
+    report = hlo_wire_report(wire_text("mesh['data'=2,'model'=2] {'data'}"))
+
+    self.assertEqual(report.collectives[0].axes, ('data',))
+
+  @cases.parameters(None, 3, b'HloModule')
+  def test_refuses_what_is_no_text(self, text):
+    with self.assertRaisesRegex(
+        TypeError, '`text` must be the text of a compiled program, got'
+    ):
+      hlo_wire_report(text)
+
+  def test_refuses_a_lowered_program_as_text(self):
+    with self.assertRaisesRegex(ValueError, '`text` must hold an `HloModule`'):
+      hlo_wire_report(STEP.lower(VECTOR).as_text())
+
+  def test_refuses_axis_sizes_of_what_is_compiled(self):
+    with self.assertRaisesRegex(
+        ValueError, '`axis_sizes` must be left out where a compiled program'
+    ):
+      wire_report(jnp.sin, VECTOR, axis_sizes={AXIS: 8}, compiled=True)
+
+  def test_refuses_a_mesh_of_what_is_traced(self):
+    with self.assertRaisesRegex(
+        ValueError, '`mesh` must be left out unless `compiled` is true'
+    ):
+      wire_report(STEP, VECTOR, mesh=modes.mesh())
+
+
+def wire_text(groups):
+  return f"""HloModule jit_f, is_scheduled=true, num_partitions=4
+
+ENTRY main {{
+  p = f32[24] parameter(0)
+  ROOT r = f32[48] all-gather(p), replica_groups={groups}, dimensions={{0}}
+}}
+"""

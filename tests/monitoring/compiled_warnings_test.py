@@ -80,7 +80,9 @@ class AccumulationTest(parameterized.TestCase):
     self.assertIn('in each turn of a loop', warning)
     self.assertTrue(report.collectives[0].in_while)
 
-  @cases.product(widths=((4, 5), (5, 4)), is_first=(True, False))
+  @cases.product(
+      widths=((4, 5), (5, 4)), is_first=(True, cases.Repeated(False))
+  )
   def test_counts_the_arrays_that_can_wait_alone(self, widths, is_first):
     # One operation reduces both; which of them comes first must not matter.
     def step(xs):
@@ -116,6 +118,58 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEqual(report.num_collectives, 4)
     self.assertEmpty(report.warnings)
 
+  def test_does_not_warn_of_a_sum_that_is_summed_again(self):
+    def step(x):
+      return lax.fori_loop(0, 5, lambda _, x: lax.psum(x, 'data') / 2, x)
+
+    spec = P('data')
+    mapped = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=spec, out_specs=spec, check_vma=False
+    )
+    report = wire_report(mapped, array(16, 4, spec=spec), compiled=True)
+
+    self.assertEqual(report.num_collectives, 5)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_a_sum_that_ends_the_loop(self):
+    def step(w, x):
+      def turn(carry):
+        scale, total = carry
+        return scale + 1, total + gradient(w, x * scale)
+
+      return lax.while_loop(
+          lambda carry: carry[1].sum() < 9, turn, (1, jnp.zeros_like(w))
+      )[1]
+
+    report = wire_report(
+        step, array(16, 4), array(64, 16, spec=('data',)), compiled=True
+    )
+
+    self.assertTrue(report.collectives[0].in_while)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_a_loop_of_at_most_one_turn(self):
+    def step(w, x):
+      return lax.while_loop(
+          lambda carry: carry[0],
+          lambda carry: (False, carry[1] + gradient(w, x)),
+          (w[0, 0] > 0, jnp.zeros_like(w)),
+      )[1]
+
+    report = wire_report(
+        step, array(16, 4), array(64, 16, spec=('data',)), compiled=True
+    )
+
+    self.assertTrue(report.collectives[0].conditional)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_results_that_only_a_tuple_holds(self):
+    # As where XLA leaves the tuple of an operation as that of the body.
+    report = hlo_wire_report(TUPLE_OF_SUMS)
+
+    self.assertLen(report.collectives, 2)
+    self.assertEmpty(report.warnings)
+
   def test_does_not_warn_of_steps_in_a_loop(self):
     def steps(w, xs):
       return lax.scan(lambda w, x: (w - gradient(w, x), None), w, xs)[0]
@@ -133,6 +187,35 @@ class AccumulationTest(parameterized.TestCase):
 
     self.assertEqual(report.num_collectives, 4)
     self.assertEmpty(report.warnings)
+
+
+TUPLE_OF_SUMS = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%is_due {
+  %p = (f32[3], f32[3]) parameter(0)
+  %first = f32[3] get-tuple-element(%p), index=0
+  ROOT %r = pred[] custom-call(%first)
+}
+
+%body {
+  %p = (f32[3], f32[3]) parameter(0)
+  %first = f32[3] get-tuple-element(%p), index=0
+  %second = f32[3] get-tuple-element(%p), index=1
+  ROOT %r = (f32[3], f32[3]) all-reduce(%first, %second), \
+replica_groups=mesh['data'=8] {'data'}, to_apply=%add
+}
+
+ENTRY %main {
+  %p = (f32[3], f32[3]) parameter(0)
+  ROOT %r = (f32[3], f32[3]) while(%p), condition=%is_due, body=%body
+}
+"""
 
 
 def _whole(w):
@@ -293,6 +376,30 @@ class SlicedGatherTest(parameterized.TestCase):
     self.assertEqual(str(report), 'nothing is sent')
 
 
+LAST_LOOP = r"""HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%is_due {
+  %p = (s32[], f32[2,32]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %r = pred[] custom-call(%i)
+}
+
+%body {
+  ROOT %p = (s32[], f32[2,32]) parameter(0)
+}
+
+ENTRY %main {
+  %i = s32[] parameter(0)
+  %state = f32[2,32] parameter(1), metadata={op_name="state[\'mu\']"}
+  %q = f32[8,2,4] reshape(%state)
+  %m = f32[8,2,4] all-to-all(%q), replica_groups=mesh['data'=8] {'data'}
+  %whole = f32[2,32] reshape(%m)
+  %t = (s32[], f32[2,32]) tuple(%i, %whole)
+  ROOT %r = (s32[], f32[2,32]) while(%t), condition=%is_due, body=%body
+}
+"""
+
+
 def _sharded(x, *spec):
   return lax.with_sharding_constraint(x, sharding(*spec))
 
@@ -312,7 +419,16 @@ class ReshardedArgumentTest(parameterized.TestCase):
         warning,
         r'`all_to_all`.* changes the sharding of the argument `state\['
         r"'mu'\]` \(float32\[2,32\] on a device\) in each step, which sends 224"
-        ' bytes: hand it in',
+        ' bytes: pass it in',
+    )
+
+  def test_warns_of_state_that_a_last_loop_returns(self):
+    report = hlo_wire_report(LAST_LOOP)
+
+    (warning,) = report.warnings
+    self.assertIn(
+        "changes the sharding of the argument `state['mu']` (float32[2,32]",
+        warning,
     )
 
   def test_does_not_warn_of_a_batch(self):

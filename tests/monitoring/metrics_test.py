@@ -8,14 +8,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 import tensorboardX
 from tensorboardX.proto import event_pb2
 
 import cases
+import compressions
 import declared_state
 import modes
 import shard_transforms
 from shard_transforms import asynchronous
+from shard_transforms import compression
+from shard_transforms.monitoring import check_health
+from shard_transforms.monitoring import compression_error
 from shard_transforms.monitoring import metrics
 
 AXIS = modes.AXIS
@@ -131,6 +136,22 @@ class MetricsTest(parameterized.TestCase):
     np.testing.assert_array_equal(
         found['tower_reduce/total_weight'], np.ones(8)
     )
+
+  @cases.parameters(3, 'guard', len, (optax.sgd(0.1),))
+  def test_refuses_what_is_no_state(self, state):
+    with self.assertRaisesRegex(
+        TypeError, '`state` of `metrics` must be the state of an optimizer'
+    ):
+      metrics(state)
+
+  @cases.parameters((optax.sgd(0.1).init(0.0),), (None,), (jnp.zeros(2),))
+  def test_of_a_state_without_metrics_there_are_none(self, state):
+    self.assertEqual(metrics(state), {})
+
+  @cases.parameters(3, None, b'train/')
+  def test_refuses_a_prefix_that_is_no_string(self, prefix):
+    with self.assertRaisesRegex(TypeError, '`prefix` must be a string, got'):
+      metrics(optax.EmptyState(), prefix=prefix)
 
   def test_refuses_an_axis_that_is_not_bound(self):
     with self.assertRaisesRegex(NameError, "`metrics` needs .* 'data'"):
@@ -268,3 +289,251 @@ def read_scalars(path):
       file.read(4)
       for value in event.summary.value:
         yield value.tag, (event.step, value.simple_value)
+
+
+class CompressionErrorTest(parameterized.TestCase):
+
+  @pytest.mark.slow
+  def test_is_of_all_residuals_of_each_shard(self):
+    params = {'w': jnp.zeros((12, 16)), 'v': jnp.zeros(128), 'b': jnp.zeros(5)}
+    sign = compression.compressed_mean(
+        AXIS, compression.scaled_sign(8), min_elements=64
+    )
+    tx = optax.chain(
+        optax.partition(
+            {'low': compression.power_sgd(AXIS, 1), 'sign': sign},
+            {'w': 'low', 'v': 'sign', 'b': 'sign'},
+        ),
+        optax.scale_by_adam(),
+    )
+    data = compressions.make_data(8, 3, params)
+
+    _, state = compressions.run({'tx': tx}, 'shard_map', data, params)['tx']
+    inner = state[0].inner_states
+    low, sign = inner['low'].inner_state, inner['sign'].inner_state
+    squares = 0, 0
+    for leaf, kept in (('w', low), ('v', sign)):
+      residual = np.reshape(kept.residual[leaf], (8, -1))
+      last = data[leaf][:, -1].reshape(8, -1)
+      squares = (
+          squares[0] + (residual**2).sum(1),
+          squares[1] + (last**2).sum(1),
+      )
+
+    found = compression_error(state)
+
+    np.testing.assert_allclose(
+        found, np.sqrt(squares[0] / squares[1]), rtol=1e-5
+    )
+
+  @cases.parameters(('data', 'model'), ('model', 'data'))
+  @pytest.mark.slow_after(1)
+  def test_knows_shards_among_those_of_a_model_axis(self, *names):
+    sizes = {'data': 4, 'model': 2}
+    mesh = jax.make_mesh([sizes[name] for name in names], names)
+    params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros(128)}
+    in_specs = {'w': P('model'), 'v': P()}
+    data = compressions.make_data(4, 1, params)
+    # So that one shard cannot pass for another.
+    data['w'] *= np.float32([1, 3, 10, 30])[:, None, None, None]
+    data['w'][:, :, :12] *= 7
+    sign = compression.scaled_sign(8)
+
+    for feedback in ('residual', 'ef21'):
+      tx = compression.compressed_mean(
+          AXIS, sign, feedback=feedback, min_elements=64
+      )
+      specs = shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
+      state = shard_transforms.init_state(tx, params, mesh, in_specs=in_specs)
+
+      def shard(state, grads, tx=tx):
+        return tx.update({k: grads[k][0, 0] for k in grads}, state)[1]
+
+      grad_specs = {'w': P(AXIS, None, 'model'), 'v': P(AXIS)}
+      mapped = jax.shard_map(
+          shard, mesh=mesh, in_specs=(specs, grad_specs), out_specs=specs
+      )
+      placed = jax.tree.map(
+          lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)),
+          data,
+          grad_specs,
+      )
+      state = jax.jit(mapped)(state, placed)
+
+      held = getattr(state, 'residual', None)
+      if feedback == 'ef21':
+        held = {k: data[k][:, 0] - state.estimate[k] for k in data}
+      squares = [
+          sum(np.square(x).reshape(4, -1).sum(1) for x in tree.values())
+          for tree in (jax.device_get(held), data)
+      ]
+      np.testing.assert_allclose(
+          compression_error(state), np.sqrt(squares[0] / squares[1]), rtol=1e-4
+      )
+
+    with self.assertRaisesRegex(ValueError, 'order that cannot be told'):
+      compression_error(jax.device_get(state))
+
+  def test_is_zero_before_the_first_step(self):
+    tx = compression.power_sgd(AXIS, 1)
+    data = {'w': np.zeros((8, 1, 12, 16), np.float32)}
+    params = {'w': jnp.zeros((12, 16))}
+
+    _, state = compressions.run({'tx': tx}, 'vmap', data, params)['tx']
+
+    np.testing.assert_array_equal(compression_error(state), 0)
+
+  def test_refuses_a_state_without_residuals(self):
+    with self.assertRaisesRegex(ValueError, '`state` must hold the residuals'):
+      compression_error(optax.sgd(0.1).init(jnp.zeros(3)))
+
+
+def trained(mode, tx, bad_shards, num_bad=2):
+  """Returns the state after a good update and bad ones of some shards."""
+
+  def fn(params, is_bad):
+    state = tx.init(params)
+    update = shard_transforms.per_shard(jnp.ones(3), AXIS)
+    _, state = tx.update(update, state, params)
+    for _ in range(num_bad):
+      update = jnp.where(is_bad, jnp.nan, 1.0) * jnp.ones(3)
+      _, state = tx.update(update, state, params)
+    return state
+
+  is_bad = jnp.isin(jnp.arange(SHARDS), jnp.array(bad_shards))
+  return modes.map_shards(mode, fn)(jnp.zeros(3), is_bad)
+
+
+def guarded(max_consecutive, inner=None, **kwargs):
+  inner = optax.chain(
+      shard_transforms.cross_shard_mean(AXIS), inner or optax.sgd(0.1)
+  )
+  return shard_transforms.guard(
+      inner, AXIS, max_consecutive=max_consecutive, **kwargs
+  )
+
+
+class HealthTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_raises_after_so_many_skipped_updates(self, mode):
+    check_health(trained(mode, guarded(3), [2, 5]))
+
+    message = (
+        r'`guard` has skipped the last 2 updates, 1 to 2: .*'
+        r' those of the shards \[2, 5\]'
+    )
+    with self.assertRaisesRegex(RuntimeError, message):
+      check_health(trained(mode, guarded(2), [2, 5]))
+
+  def test_a_good_update_in_between_is_enough(self):
+    tx = shard_transforms.guard(optax.sgd(0.1), max_consecutive=2)
+    state = tx.init(jnp.zeros(()))
+
+    for update in jnp.nan, 1.0, jnp.nan, 1.0, jnp.nan:
+      _, state = tx.update(jnp.asarray(update), state)
+      check_health(state)
+
+  def test_without_a_limit_it_never_raises(self):
+    tx = shard_transforms.guard(optax.sgd(0.1))
+    state = tx.init(jnp.zeros(()))
+    state = state._replace(consecutive_skipped=jnp.int32(2**31 - 2))
+
+    check_health(state)
+
+  def test_finds_states_at_any_depth(self):
+    tx = optax.chain(
+        optax.identity(),
+        guarded(5, inner=shard_transforms.guard(optax.sgd(0.1))),
+    )
+    state = trained('vmap', tx, [1])
+    _, outer = state
+    bad = optax.tree_utils.tree_get_all_with_path(outer, 'max_consecutive')
+    self.assertLen(bad, 2)
+
+    check_health({'opt': state})
+    inner_state = outer.inner_state[1]._replace(
+        consecutive_skipped=jnp.full(8, 7), max_consecutive=jnp.full(8, 7)
+    )
+    with self.assertRaisesRegex(RuntimeError, 'skipped the last 7 updates'):
+      check_health(
+          outer._replace(inner_state=(outer.inner_state[0], inner_state))
+      )
+
+  def test_tells_of_steps_without_weight(self):
+    tx = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), weight=0.0)
+
+    with self.assertRaisesRegex(RuntimeError, 'all weights were zero'):
+      check_health(state)
+
+  def test_tells_of_bad_updates_that_are_reduced_already(self):
+    tx = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+
+    _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.zeros(2)))
+
+    with self.assertRaisesRegex(RuntimeError, 'were not finite, or spikes'):
+      check_health(state)
+
+  @cases.parameters(*modes.MODES)
+  def test_raises_where_shards_diverged(self, mode):
+    tx = shard_transforms.monitoring.track_divergence(AXIS, every=2)
+
+    def fn(params, own):
+      state = tx.init(params)
+      for _ in range(3):
+        _, state = tx.update(params, state, own)
+      return state
+
+    mapped = modes.map_shards(mode, fn)
+    check_health(mapped(jnp.zeros(()), jnp.ones(SHARDS)))
+
+    message = 'differ in 2 of its checks, first at update 0'
+    with self.assertRaisesRegex(RuntimeError, message):
+      check_health(mapped(jnp.zeros(()), jnp.arange(8.0)))
+
+  def test_reads_a_global_state(self):
+    mesh = modes.mesh()
+    tx = guarded(1)
+    specs = shard_transforms.state_specs(tx, jnp.zeros(3), mesh)
+    state = shard_transforms.init_state(tx, jnp.zeros(3), mesh)
+    check_health(state)
+    step = jax.shard_map(
+        lambda state, x: tx.update(x[0], state, jnp.zeros(3))[1],
+        mesh=mesh,
+        in_specs=(specs, P(AXIS)),
+        out_specs=specs,
+    )
+
+    state = jax.jit(step)(state, jnp.ones((8, 3)).at[6].set(jnp.nan))
+
+    with self.assertRaisesRegex(RuntimeError, r'of the shards \[6\]'):
+      check_health(state)
+    with self.assertRaisesRegex(RuntimeError, r'of the shards \[6\]'):
+      check_health(jax.tree.map(np.asarray, state))
+
+  def test_refuses_state_without_anything_to_check(self):
+    with self.assertRaisesRegex(ValueError, '`state` must hold a `GuardState`'):
+      check_health(optax.adam(0.1).init(jnp.zeros(2)))
+
+  def test_refuses_to_be_traced(self):
+    state = shard_transforms.guard(optax.sgd(0.1)).init(jnp.zeros(2))
+
+    with self.assertRaisesRegex(TypeError, 'called outside of traced code'):
+      jax.jit(check_health)(state)
+
+  def test_asks_a_state_of_ones_own_and_what_is_inside(self):
+    inner = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+    good = inner.init(jnp.zeros(2))
+    _, bad = inner.update(jnp.full(2, jnp.nan), good)
+
+    def chained(seen, inner_state):
+      tally = declared_state.TallyState(seen, 0, 0, 0, {}, 0, inner_state)
+      return (optax.EmptyState(), tally)
+
+    check_health(chained(1, good))
+    with self.assertRaisesRegex(RuntimeError, 'Updates were lost: -1'):
+      check_health(chained(-1, good))
+    with self.assertRaisesRegex(RuntimeError, '`guard` has skipped'):
+      check_health(chained(1, bad))

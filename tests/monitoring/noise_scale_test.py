@@ -127,7 +127,7 @@ class NoiseScaleTest(parameterized.TestCase):
 
     np.testing.assert_allclose(state.noise, expected.noise, rtol=1e-2)
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_towers_are_those_of_numpy(self, mode, weighted):
     rng = np.random.default_rng(0)
     updates = rng.normal(size=(8, 2, 3, 5)).astype('float32')

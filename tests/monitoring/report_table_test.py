@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 from absl.testing import parameterized
 
@@ -50,6 +51,12 @@ class CollectiveTest(parameterized.TestCase):
     collective = dataclasses.replace(SUM, times=3)
 
     self.assertEqual(collective.sent_bytes, 3 * 7000)
+
+  def test_refuses_a_primitive_that_is_not_known(self):
+    with self.assertRaisesRegex(
+        ValueError, "`primitive` must be one of .*, got 'all-reduce'"
+    ):
+      dataclasses.replace(SUM, primitive='all-reduce')
 
   def test_cannot_be_changed(self):
     with self.assertRaises(dataclasses.FrozenInstanceError):
@@ -173,6 +180,7 @@ class SecondsTest(parameterized.TestCase):
       ({'bytes_per_second': {'host': 1}}, ValueError, "number for 'data', got"),
       ({'bytes_per_second': 0}, ValueError, 'be more than 0, got 0 for'),
       ({'bytes_per_second': -1.0}, ValueError, 'be more than 0, got -1.0'),
+      ({'bytes_per_second': math.nan}, ValueError, 'be more than 0, got nan'),
       ({'bytes_per_second': '1'}, TypeError, "be a number, got '1'"),
       ({'bytes_per_second': True}, TypeError, 'be a number, got True'),
       ({'bytes_per_second': {'data': None}}, TypeError, 'number, got None'),
@@ -185,6 +193,7 @@ class SecondsTest(parameterized.TestCase):
 
   @cases.parameters(
       (-1.0, ValueError, 'be at least 0, got -1.0'),
+      (math.nan, ValueError, 'be at least 0, got nan'),
       (None, TypeError, 'be a number, got None'),
       ({}, ValueError, "have a number for 'data'"),
   )

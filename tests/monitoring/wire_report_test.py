@@ -65,6 +65,10 @@ def update_with(tx, **extra_args):
   return fn
 
 
+def _sends(x):
+  return lax.psum(x, AXIS)
+
+
 def split(report):
   """Returns the bytes that are always sent, and those that may be."""
   sent = {False: 0.0, True: 0.0}
@@ -125,7 +129,7 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(4000), 1)
     self.assertEqual(report.collectives[0].dtype, 'float32')
 
-  @cases.product(way=WAYS, weighted=(False, True))
+  @cases.product(way=WAYS, weighted=(cases.Repeated(False), True))
   def test_cross_shard_with_even_groups(self, way, weighted):
     tx = shard_transforms.cross_shard_mean(AXIS, groups=EVEN, bucket_bytes=0)
     given = {'weight': SCALAR} if weighted else {}
@@ -147,7 +151,7 @@ class LibraryTest(parameterized.TestCase):
     names = [collective.primitive for collective in report.collectives]
     self.assertEqual(names, ['reduce_scatter', 'all_gather'])
 
-  @cases.product(way=WAYS, weighted=(False, True))
+  @cases.product(way=WAYS, weighted=(cases.Repeated(False), True))
   def test_cross_shard_with_uneven_groups(self, way, weighted):
     tx = shard_transforms.cross_shard_sum(AXIS, groups=UNEVEN)
     given = {'weight': SCALAR} if weighted else {}
@@ -159,7 +163,7 @@ class LibraryTest(parameterized.TestCase):
     self.assert_sends(report, all_reduce(2 * reduced), 3 if weighted else 2)
 
   @cases.product(
-      way=('shard_map', 'shard_map_unchecked', 'axis_sizes'),
+      way=('shard_map', cases.Repeated('shard_map_unchecked'), 'axis_sizes'),
       axes=((('host', 'core'), 8), ('core', 4), (('host',), 2)),
   )
   def test_cross_shard_over_several_axes(self, way, axes):
@@ -172,7 +176,9 @@ class LibraryTest(parameterized.TestCase):
     for collective in report.collectives:
       self.assertEqual(collective.num_shards, num_shards)
 
-  @cases.product(way=('shard_map', 'shard_map_unchecked', 'axis_sizes'))
+  @cases.product(
+      way=('shard_map', cases.Repeated('shard_map_unchecked'), 'axis_sizes')
+  )
   def test_cross_shard_by_levels_spares_the_slow_axis(self, way):
     tx = shard_transforms.cross_shard_mean(
         ('host', 'core'), algorithm='hierarchical'
@@ -234,7 +240,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assert_sends(report, 0, 0)
 
-  @cases.product(way=WAYS, weighted=(False, True))
+  @cases.product(way=WAYS, weighted=(cases.Repeated(False), True))
   def test_shard_mean(self, way, weighted):
     mean = functools.partial(shard_transforms.shard_mean, axis_name=AXIS)
     hits = jax.ShapeDtypeStruct((), jnp.bool_)
@@ -315,7 +321,7 @@ class LibraryTest(parameterized.TestCase):
 
     self.assertEqual(split(report), (0, all_reduce(GRADS_BYTES)))
 
-  @cases.product(way=WAYS, reduced=(False, True))
+  @cases.product(way=WAYS, reduced=(cases.Repeated(False), True))
   def test_reduce_towers(self, way, reduced):
     inner = shard_transforms.cross_shard_mean(AXIS) if reduced else None
     tx = shard_transforms.reduce_towers(3, inner)
@@ -566,6 +572,62 @@ class ControlFlowTest(parameterized.TestCase):
     self.assertEqual(found, [('all_gather', True), ('pmin', False)])
     self.assertIn(' <=1 ', str(report))
 
+  @cases.parameters(
+      (lambda i, x: lax.cond(i % 10 == 7, _sends, jnp.copy, x), 10, 7),
+      (lambda i, x: lax.cond((i + 1) % 4 == 0, _sends, jnp.copy, x), 4, 3),
+      # A name, a branch that sends in all other steps, two that send, and a
+      # number that does not count steps.
+      (
+          jax.named_scope('meeting_1_of_10_steps')(
+              lambda i, x: lax.cond(i > 3, _sends, jnp.copy, x)
+          ),
+          1,
+          None,
+      ),
+      (lambda i, x: lax.cond(i % 10 == 7, jnp.copy, _sends, x), 1, None),
+      (
+          lambda i, x: lax.cond(
+              i % 10 == 7, lambda x: _sends(_sends(x)), _sends, x
+          ),
+          1,
+          None,
+      ),
+      (lambda i, x: lax.cond(i * i % 10 == 7, _sends, jnp.copy, x), 1, None),
+      (
+          lambda i, x: lax.cond(
+              i % 2 == 0,
+              lambda x: lax.cond(i % 6 == 4, _sends, jnp.copy, x),
+              jnp.copy,
+              x,
+          ),
+          6,
+          4,
+      ),
+  )
+  def test_counts_a_branch_that_a_counter_decides(self, fn, every, meeting):
+    report = report_on('axis_sizes', fn, STEP, VECTOR)
+
+    found = report.collectives[0]
+    self.assertTrue(found.conditional)
+    self.assertEqual((found.every, found.meeting), (every, meeting))
+    self.assertEqual(report.mean_bytes, report.total_bytes / every)
+
+  def test_of_the_branches_of_a_counter_a_step_takes_the_dearest(self):
+    def fn(i, x):
+      for phase, times in ((0, 1), (5, 3), (5, 1), (0, 2)):
+        x = lax.cond(
+            i % 10 == phase,
+            lambda x, times=times: _sends(jnp.stack([x] * times))[0],
+            jnp.copy,
+            x,
+        )
+      return lax.pmax(x, AXIS)
+
+    report = report_on('axis_sizes', fn, STEP, VECTOR)
+
+    self.assertEqual(report.peak_bytes, (1 + 4) * all_reduce(96))
+    self.assertAlmostEqual(report.mean_bytes, 1.7 * all_reduce(96))
+
   def test_counts_one_turn_of_a_while_loop(self):
     def fn(x):
       return lax.while_loop(
@@ -753,7 +815,16 @@ class ErrorTest(parameterized.TestCase):
           lambda x: lax.psum(x, AXIS), VECTOR, **given
       )
 
-  @cases.parameters('data', 8, [[('data', 8)]])
+  @cases.parameters('no', None, 1)
+  def test_refuses_to_compile_unless_told_by_a_boolean(self, compiled):
+    with self.assertRaisesRegex(
+        TypeError, f'`compiled` must be a boolean, got {compiled!r}'
+    ):
+      shard_transforms.monitoring.wire_report(
+          jnp.sin, VECTOR, compiled=compiled
+      )
+
+  @cases.parameters('data', 8, [[('data', 8)]], ({0: 8},), ({None: 8},))
   def test_refuses_sizes_that_are_no_mapping(self, axis_sizes):
     with self.assertRaisesRegex(
         TypeError, r"`axis_sizes` must be a mapping such as \{'data': 8\}, got"

@@ -1,5 +1,6 @@
 import functools
 import re
+from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -11,6 +12,8 @@ import pytest
 
 import cases
 import shard_transforms
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import bucketing
 
 # Of all ranks, none like its neighbour, and more than one buffer holds.
@@ -31,6 +34,14 @@ def _leaves(shapes, dtype=np.float32):
   ]
 
 
+def _measured(between_processes=False):
+  """Returns the steps of `'auto'` on CPU devices."""
+  with mock.patch.object(
+      axes_lib, 'between_processes', return_value=between_processes
+  ):
+    return thresholds.measured().buffers
+
+
 def _map_doubled(leaves, keys, bucket_bytes, between_processes=False):
   """Doubles the leaves; returns the arrays and keys that were sent as well."""
   sent = []
@@ -39,7 +50,7 @@ def _map_doubled(leaves, keys, bucket_bytes, between_processes=False):
     sent.append((array, key))
     return 2 * array
 
-  levels = bucketing.levels(bucket_bytes, between_processes)
+  levels = bucketing.levels(bucket_bytes, _measured(between_processes))
   return bucketing.map_packed(double, leaves, keys, levels), sent
 
 
@@ -83,7 +94,7 @@ class MapPackedTest(parameterized.TestCase):
         lambda rows, _: rows[1],
         leaves,
         [0] * len(leaves),
-        bucketing.levels(bucket_bytes, between_processes),
+        bucketing.levels(bucket_bytes, _measured(between_processes)),
         num_rows=3,
     )
 
@@ -100,7 +111,7 @@ class MapPackedTest(parameterized.TestCase):
         lambda row, _: jnp.stack([row, 2 * row]),
         leaves,
         [0] * len(leaves),
-        bucketing.levels(bucket_bytes, between_processes),
+        bucketing.levels(bucket_bytes, _measured(between_processes)),
         growth=2,
     )
 
@@ -232,7 +243,7 @@ class MapPackedTest(parameterized.TestCase):
 
     jax.eval_shape(
         lambda leaves: bucketing.map_packed(
-            record, leaves, [0] * 45, bucketing.levels('auto', False)
+            record, leaves, [0] * 45, bucketing.levels('auto', _measured())
         ),
         _leaves(SHAPES),
     )

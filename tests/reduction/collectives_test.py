@@ -1,3 +1,4 @@
+import subprocess
 from unittest import mock
 
 from absl.testing import parameterized
@@ -11,7 +12,9 @@ import pytest
 
 import cases
 import modes
+import python_command
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
 
 AXIS = modes.AXIS
@@ -50,7 +53,8 @@ class RowsTest(parameterized.TestCase):
         np.testing.assert_array_equal(gathered[shard], total)
 
   @cases.product(
-      axes=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
+      axes=(('host', 'core'), ('core', 'host')),
+      check_vma=(True, cases.Repeated(False)),
   )
   def test_several_axes_agree_on_whose_row_is_whose(self, axes, check_vma):
     def fn(rows):
@@ -75,6 +79,30 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(whole, ROWS.sum(0))
 
 
+# What is sent has a rest behind its last whole piece.
+TWO_PROCESSES = """
+import os, sys
+import jax
+import jax.numpy as jnp
+import shard_transforms
+from shard_transforms import compression
+if 'JAX_NUM_PROCESSES' not in os.environ:
+  shard_transforms.launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])
+  sys.exit()
+jax.config.update('jax_num_cpu_devices', 1)
+shard_transforms.launch.join_processes()
+tx = compression.compressed_mean('data', compression.quantize(8))
+def step(x):
+  return tx.update(x, tx.init(x))[0].sum()
+mapped = jax.jit(jax.shard_map(
+    step, mesh=jax.make_mesh((2,), ('data',)), in_specs=jax.P(),
+    out_specs=jax.P(), check_vma=False))
+for _ in range(3):
+  total = mapped(jnp.ones(4_000_000))
+print(total)
+"""
+
+
 class BetweenProcessesTest(parameterized.TestCase):
   """Large arrays are sent in pieces."""
 
@@ -90,8 +118,11 @@ class BetweenProcessesTest(parameterized.TestCase):
       return own, axes_lib.to_varying(whole, (AXIS,))
 
     with (
-        mock.patch.object(jax, 'process_count', return_value=2),
-        mock.patch.object(collectives, '_PIECE_BYTES', 9),
+        mock.patch.object(
+            thresholds,
+            'measured',
+            return_value=thresholds.Thresholds(piece_bytes=9),
+        ),
         mock.patch.object(lax, 'all_to_all', wraps=lax.all_to_all) as exchange,
         mock.patch.object(lax, 'all_gather', wraps=lax.all_gather) as gather,
     ):
@@ -102,6 +133,19 @@ class BetweenProcessesTest(parameterized.TestCase):
     for send in exchange, gather:
       sizes = [call.args[0].shape[-1] for call in send.call_args_list]
       self.assertLessEqual(max(sizes), 4)
+
+  @pytest.mark.slow
+  def test_no_piece_overtakes_another(self):
+    done = subprocess.run(
+        [*python_command.STRICT, '-c', TWO_PROCESSES],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    self.assertEqual(done.returncode, 0, done.stderr[-2_000:])
+    self.assertEndsWith(done.stdout, '4e+06\n')
 
 
 class SumTest(parameterized.TestCase):

@@ -22,7 +22,9 @@ SHARDS = 8
 
 class GlobalNormTest(parameterized.TestCase):
 
-  @cases.product(mix=[*range(len(MIXES))], check_vma=(True, False))
+  @cases.product(
+      mix=[*range(len(MIXES))], check_vma=(True, cases.Repeated(False))
+  )
   def test_is_that_of_the_whole_for_every_mix(self, mix, check_vma):
     tree, specs = tree_of(), MIXES[mix]
     axes = (AXIS, 'model')

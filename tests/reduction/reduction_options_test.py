@@ -4,11 +4,11 @@ import jax.numpy as jnp
 
 import cases
 import modes
-from shard_transforms._src.reduction import reduction
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
 
-KINDS = (reduction.Reduction, sharded_reduction.ShardedReduction)
+KINDS = (leaf_sums.Reduction, sharded_reduction.ShardedReduction)
 
 
 def make(

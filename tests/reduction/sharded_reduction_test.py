@@ -9,7 +9,7 @@ import cases
 import modes
 import reductions
 import shard_transforms
-from shard_transforms._src.reduction import reduction
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 
 WEIGHT = np.array([3, 1, 0, 5, 1, 2, 7, 4], np.float32)
@@ -18,7 +18,7 @@ WEIGHT = np.array([3, 1, 0, 5, 1, 2, 7, 4], np.float32)
 def whole_and_sharded(kind='mean', **options):
   args = 'caller', kind, (modes.AXIS,)
   return (
-      reduction.Reduction(*args, **options),
+      leaf_sums.Reduction(*args, **options),
       sharded_reduction.ShardedReduction(*args, **options),
   )
 

@@ -105,7 +105,9 @@ def _train(mode, adaptive, place, weighted=False):
 class CompensationTest(parameterized.TestCase):
 
   @cases.product(
-      mode=modes.MODES, place=('before', 'after'), adaptive=(False, True)
+      mode=modes.MODES,
+      place=('before', 'after'),
+      adaptive=(cases.Repeated(False), True),
   )
   def test_corrects_gradients_of_older_parameters(self, mode, place, adaptive):
     is_late = IS_LATE if place == 'before' else np.tile(IS_LATE[0], (8, 1))
@@ -135,7 +137,10 @@ class CompensationTest(parameterized.TestCase):
         updates, expected, rtol=1e-5, atol=1e-6, strict=True
     )
 
-  @cases.product(adaptive=(False, True), compiled=(False, True))
+  @cases.product(
+      adaptive=(cases.Repeated(False), True),
+      compiled=(cases.Repeated(False), True),
+  )
   def test_keeps_every_bit_where_nothing_has_moved(self, adaptive, compiled):
     tx = _compensate(adaptive)
     params = {

@@ -28,6 +28,7 @@ STEPS = STEPS.astype(np.int32)
 
 # Meshes of 2 hosts x 4 cores, with and without types that are tracked.
 MESH_MODES = ('2x4', '2x4_unchecked')
+EACH_MESH_MODE = ('2x4', cases.Repeated('2x4_unchecked'))
 
 
 def _axis_name(mode):
@@ -147,7 +148,7 @@ class DropStaleTest(parameterized.TestCase):
         calls, expected, rtol=1e-5, atol=1e-6, strict=True
     )
 
-  @cases.parameters(*modes.MODES, *MESH_MODES)
+  @cases.parameters(*modes.MODES, *EACH_MESH_MODE)
   def test_drops_what_is_too_old_on_all_shards(self, mode):
     steps = np.broadcast_to(STEPS[0], (8, 7))
 
@@ -159,13 +160,13 @@ class DropStaleTest(parameterized.TestCase):
     self.assertIn(1, np.diff(expected[2][0]))
     self.assert_close(calls, (*expected[:4], expected[3]))
 
-  @cases.parameters(*modes.MODES, *MESH_MODES)
+  @cases.parameters(*modes.MODES, *EACH_MESH_MODE)
   def test_leaves_out_the_shards_that_are_too_late(self, mode):
     calls = _train(mode)(steps=STEPS)
 
     self.assert_close(calls, _expected(DATA, np.ones((8, 7)), STEPS))
 
-  @cases.parameters(*modes.MODES, *MESH_MODES)
+  @cases.parameters(*modes.MODES, *EACH_MESH_MODE)
   def test_counts_the_shards_in_time_by_their_weights(self, mode):
     calls = _train(mode, weighted=True)(steps=STEPS)
 
@@ -183,7 +184,7 @@ class DropStaleTest(parameterized.TestCase):
 
     self.assert_close(calls, _expected(data, weights, steps))
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_nothing_changes_where_all_shards_are_late(self, mode, weighted):
     data = DATA.copy()
     steps = np.broadcast_to(np.arange(7, dtype=np.int32), (8, 7)).copy()
@@ -472,7 +473,7 @@ class StateTest(parameterized.TestCase):
 
 class HandedOnTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_hands_on_a_weight_of_zero_where_a_shard_is_late(
       self, mode, weighted
   ):
@@ -550,7 +551,7 @@ def _recorder():
 
 class TowersTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_the_oldest_step_of_a_window_counts(self, mode, weighted):
     tx = shard_transforms.tower_reduce(
         2,
@@ -605,7 +606,7 @@ def _expected_of_windows(data, weights, steps):
 
 class CollectivesTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_decides_by_one_sum_of_two_numbers(self, mode, weighted):
     own_share = optax.GradientTransformationExtraArgs(
         optax.identity().init,

@@ -217,7 +217,7 @@ class WeightTest(parameterized.TestCase):
     self.assertEqual(sum(payloads), 4 * (1 + 5 + 1))
 
   @cases.parameters('no reduction', 'reduction by hand')
-  def test_refuses_what_does_not_heed_the_weight(self, which):
+  def test_refuses_what_does_not_use_the_weight(self, which):
     by_hand = optax.stateless(lambda u, _: lax.pmean(u, AXIS))
     inner = optax.sgd(0.1) if which == 'no reduction' else by_hand
     tx = _weighted('inverse', inner)
@@ -225,7 +225,7 @@ class WeightTest(parameterized.TestCase):
     def shard(params, x):
       return tx.update(x, tx.init(params), local_step=0)[0]
 
-    with self.assertRaisesRegex(ValueError, 'heed the extra argument `weight`'):
+    with self.assertRaisesRegex(ValueError, 'use the extra argument `weight`'):
       jax.eval_shape(modes.map_shards('vmap', shard), np.zeros(5), DATA[:, 0])
 
 
@@ -556,3 +556,44 @@ class RefusalTest(parameterized.TestCase):
 
 def _bits(tree):
   return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), tree)
+
+
+class FactorTest(parameterized.TestCase):
+
+  def scaled(self, kind, global_step, local_step, **kwargs):
+    """Returns the factor by which an update is scaled."""
+    tx = scale_by_staleness(kind, **kwargs)
+    state = tx.init(jnp.float32(0))._replace(global_step=jnp.int32(global_step))
+    return tx.update(jnp.float32(1), state, local_step=local_step)[0]
+
+  @cases.parameters(
+      # (global step, local step, age)
+      (0, 0, 0),
+      (5, 2, 3),
+      (5, 9, 0),
+      (0, INT32.max, 0),
+      (0, INT32.min, INT32.max),
+      (INT32.max, INT32.min, INT32.max),
+      (INT32.max, -1, INT32.max),
+      (INT32.max, 0, INT32.max),
+      (INT32.max, INT32.max - 1, 1),
+  )
+  def test_the_age_does_not_wrap_around(self, global_step, local_step, age):
+    found = self.scaled(lambda age: age, global_step, local_step)
+
+    chex.assert_trees_all_equal(found, jnp.float32(age), strict=True)
+
+  @cases.parameters(
+      ('inverse', {}, [1, 1, 1 / 2, 1 / 3, 1 / INT32.max]),
+      ('exponential', {'rate': 0.5}, [1, *np.exp([-0.5, -1, -1.5]), 0]),
+      ('exponential', {'rate': 2}, [1, *np.exp([-2.0, -4, -6]), 0]),
+      (lambda age: 3 - age, {}, [3, 2, 1, 0, 0]),
+  )
+  def test_is_that_of_the_age(self, kind, kwargs, factors):
+    for age, expected in zip([0, 1, 2, 3, INT32.max], factors, strict=True):
+      chex.assert_trees_all_close(
+          self.scaled(kind, age, 0, **kwargs),
+          jnp.float32(expected),
+          rtol=1e-6,
+          strict=True,
+      )

@@ -185,7 +185,7 @@ def _loss(w, x):
 
 class TrainingTest(parameterized.TestCase):
 
-  @cases.product(kind=KINDS, check_vma=(True, False))
+  @cases.product(kind=KINDS, check_vma=(True, cases.Repeated(False)))
   def test_trains_with_state_that_is_kept_per_shard(self, kind, check_vma):
     mesh = _mesh(kind)
     tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
@@ -224,7 +224,7 @@ class TrainingTest(parameterized.TestCase):
         places,
     )
 
-  @cases.product(kind=KINDS, check_vma=(True, False))
+  @cases.product(kind=KINDS, check_vma=(True, cases.Repeated(False)))
   def test_trains_parameters_that_are_sharded(self, kind, check_vma):
     mesh = _mesh(kind, (2, 4))
     tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')

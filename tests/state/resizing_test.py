@@ -306,8 +306,7 @@ def is_key(leaf):
 class TrainingTest(parameterized.TestCase):
   """Training on another number of shards goes on as if it never had another."""
 
-  @cases.parameters(*TABLE)
-  @pytest.mark.slow_unless('_back_towers$')
+  @cases.parameters(*TABLE, always=lambda name: name == 'towers')
   def test_goes_on_on_half_the_shards_and_back(self, name):
     params, _ = train(name, [8, 8, 4, 4, 8, 8])
 

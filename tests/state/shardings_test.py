@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint
-import pytest
 
 import cases
 import shard_transforms
@@ -201,10 +200,11 @@ class StateShardingsTest(parameterized.TestCase):
 
     self.assertEqual(shardings[0].mu.spec, P(None, 'data'))
 
-  @parameterized.named_parameters(*OPTIMIZERS)
-  @pytest.mark.slow_unless('_(adafactor|adam)$')
-  def test_trains_as_one_device_does(self, make):
-    tx = make()
+  @cases.parameters(
+      *dict(OPTIMIZERS), always=lambda name: name in ('adafactor', 'adam')
+  )
+  def test_trains_as_one_device_does(self, name):
+    tx = dict(OPTIMIZERS)[name]()
     params, state, shardings = init(tx, make_mesh())
 
     after = train(tx, params, state, shardings)
@@ -279,8 +279,8 @@ class StateShardingsTest(parameterized.TestCase):
           ((4, 2), (2, 2)),
           ((2, 2), (4, 2)),
       ],
+      always=lambda name, sizes: (name, sizes[0]) == ('adam', (8, 1)),
   )
-  @pytest.mark.slow_unless('adam_8_1_4_1')
   def test_restores_on_another_number_of_devices(self, name, sizes):
     tx = dict(OPTIMIZERS)[name]()
     before, after = map(make_mesh, sizes)

@@ -60,7 +60,9 @@ class ClipTest(parameterized.TestCase):
         updates, expected.update(tree, expected.init(tree))[0], strict=True
     )
 
-  @cases.product(mix=[*range(0, len(MIXES), 3)], check_vma=(True, False))
+  @cases.product(
+      mix=[*range(0, len(MIXES), 3)], check_vma=(True, cases.Repeated(False))
+  )
   def test_clips_slices_by_the_norm_of_the_whole(self, mix, check_vma):
     tree, specs = tree_of(), MIXES[mix]
     sharded = None if check_vma else specs

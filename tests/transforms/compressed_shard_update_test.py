@@ -65,7 +65,7 @@ class HalvesTest(parameterized.TestCase):
           (updates, state.mean_state), expected[name], atol=1e-5
       )
 
-  @cases.parameters('shard_map', 'vmap', 'pmap', 'shard_map_unchecked')
+  @cases.parameters(*modes.MODES[:4])
   def test_nothing_of_gradients_or_updates_is_lost(self, mode):
     data = compressions.make_data(8, 12, PARAMS)
     # What is sent back is -2 times what the inner transformation is given.
@@ -149,7 +149,7 @@ class TrainingTest(parameterized.TestCase):
     total = found['int8'][0]['w'][0].sum(0)
     np.testing.assert_allclose(total, expected['w'][0].sum(0), atol=0.02)
 
-  @cases.parameters('shard_map', 'vmap', 'pmap')
+  @cases.parameters(*modes.MODES[:3])
   def test_one_shard_runs_the_optimizer_itself(self, mode):
     data = compressions.make_data(1, 3, PARAMS)
     adam = optax.adam(0.1)
@@ -217,6 +217,25 @@ class BytesTest(parameterized.TestCase):
     self.assertEqual(report.num_collectives, 2)
 
 
+class ChoiceTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (jnp.zeros((2, 4)), True),
+      (jnp.zeros(1), True),
+      (jnp.zeros([]), False),
+      (jnp.zeros((0, 3)), False),
+      (jnp.zeros(8, jnp.complex64), False),
+      (None, False),
+  )
+  def test_compresses_real_leaves_that_are_cut(self, leaf, expected):
+    tx = build(min_elements=1)
+
+    state = jax.vmap(lambda _: tx.init([leaf]), axis_name=AXIS)(jnp.zeros(2))
+
+    is_compressed = state.mean_state.residual[0] is not None
+    self.assertEqual(is_compressed, expected)
+
+
 class RefusalTest(parameterized.TestCase):
 
   def test_refuses_what_is_no_compressor(self):
@@ -224,8 +243,9 @@ class RefusalTest(parameterized.TestCase):
         dict(compressor='sign'),
         dict(update_compressor=compression.scaled_sign),
     ):
+      (name,) = options
       with self.assertRaisesRegex(
-          TypeError, '`compressor` of `compressed_shard_update` must be'
+          TypeError, f'^`{name}` of `compressed_shard_update` must be'
       ):
         build(**options)
 

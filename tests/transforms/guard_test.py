@@ -184,7 +184,7 @@ class SkipTest(parameterized.TestCase):
 
 class ExcludeTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(True, False))
+  @cases.product(mode=modes.MODES, weighted=(True, cases.Repeated(False)))
   def test_gives_the_mean_of_the_good(self, mode, weighted):
     x = data()
     x[3, 1, 2] = NAN
@@ -243,7 +243,7 @@ class ExcludeTest(parameterized.TestCase):
         updates[0, 1], good[np.isfinite(good).all(1)].mean(0), rtol=1e-5
     )
 
-  def test_heeds_what_drop_stale_leaves_out(self):
+  def test_uses_what_drop_stale_leaves_out(self):
     x = data(steps=1)[:, 0]
     x[3] = NAN
     inner = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude')
@@ -286,6 +286,49 @@ class ExcludeTest(parameterized.TestCase):
     _, state = run(tx, data(), weights)
 
     self.assertEqual(state.skipped_count[0], 1)
+
+
+class DecisionTest(parameterized.TestCase):
+
+  @cases.product(
+      mode=modes.MODES,
+      case=(
+          # (on_bad, min_shards, weight, whether the step is taken)
+          ('skip', None, [1, 1, 1, 1], False),
+          ('skip', None, [1, 0, 1, 1], True),
+          ('skip', None, [0, 0, 0, 0], False),
+          ('exclude', 3, [1, 1, 1, 1], True),
+          ('exclude', 4, [1, 1, 1, 1], False),
+          ('exclude', 3, [1, 1, 1, 0], False),
+          ('exclude', None, [0, 1, 0, 5], True),
+      ),
+  )
+  def test_all_shards_decide_together(self, mode, case):
+    on_bad, min_shards, weight, accept = case
+    tx = guard(
+        mean_of(optax.sgd(1.0)),
+        AXIS,
+        on_bad=on_bad,
+        min_shards=min_shards,
+        max_stds=9.0,
+        window=2,
+    )
+    x = np.array([2, NAN, 2, 2], np.float32)
+    weight = np.array(weight, np.float32)
+
+    def shard(params, own):
+      return tx.update(own[0], tx.init(params), weight=own[1])
+
+    updates, state = modes.map_shards(mode, shard, 4)(
+        jnp.zeros(()), (x, weight)
+    )
+
+    is_bad = np.isnan(x) & (weight > 0)
+    np.testing.assert_array_equal(updates, [-2.0 * accept] * 4)
+    np.testing.assert_array_equal(state.skipped_count, [not accept] * 4)
+    np.testing.assert_array_equal(state.bad_shard_count, [is_bad.sum()] * 4)
+    np.testing.assert_array_equal(state.last_bad_step[:, 0], is_bad - 1)
+    np.testing.assert_array_equal(state.norms.last_mean, [2.0 * accept] * 4)
 
 
 class SpikeTest(parameterized.TestCase):
@@ -594,7 +637,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_what_differs_between_shards_without_an_axis(self):
     tx = guard(optax.sgd(1.0))
 
-    with self.assertRaisesRegex(ValueError, 'decided alike .* `axis_name`'):
+    with self.assertRaisesRegex(ValueError, 'decided the same .* `axis_name`'):
       run(tx, data())
 
   @cases.parameters(*modes.MODES)
@@ -602,7 +645,7 @@ class RefusalTest(parameterized.TestCase):
     by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
     tx = guard(by_hand, AXIS, on_bad='exclude')
 
-    with self.assertRaisesRegex(ValueError, 'must heed the extra .* `weight`'):
+    with self.assertRaisesRegex(ValueError, 'must use the extra .* `weight`'):
       run(tx, data(), mode=mode)
 
   def test_a_reduction_by_hand_must_not_be_given_weights(self):
@@ -612,7 +655,7 @@ class RefusalTest(parameterized.TestCase):
     weights[3] = 0
     by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
 
-    with self.assertRaisesRegex(ValueError, 'must heed the extra .* `weight`'):
+    with self.assertRaisesRegex(ValueError, 'must use the extra .* `weight`'):
       run(guard(by_hand, AXIS), x, weights, mode='pmap')
 
   def test_a_reduction_by_hand_may_skip(self):

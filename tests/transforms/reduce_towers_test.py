@@ -199,7 +199,7 @@ class LeavesTest(parameterized.TestCase):
           ('float8_e4m3fn', [16, 1, 1]),
       ),
       reduction=('mean', 'sum'),
-      weighted=(False, True),
+      weighted=(cases.Repeated(False), True),
   )
   def test_few_bits_add_up_in_float32(self, towers, reduction, weighted):
     dtype, values = towers

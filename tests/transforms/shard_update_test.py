@@ -55,6 +55,33 @@ def by_path(params):
   )
 
 
+def by_leaf(fn):
+  return optax.stateless(lambda updates, _: jax.tree.map(fn, updates))
+
+
+def repeatedly(u):
+  return lax.fori_loop(0, 3, lambda i, x: 0.9 * x + 0.1 * u, u)
+
+
+def halfway(u):
+  return jnp.stack([u, 0 * u, u + 1]).sum(0) / 2
+
+
+def in_a_row(u):
+  return jnp.tanh(u.ravel()).reshape(u.shape) if u.ndim else u
+
+
+def rounded(u):
+  bits = lax.bitcast_convert_type(u.astype(jnp.float32), jnp.int32)
+  cut = lax.bitcast_convert_type(bits & ~0xFFFF, jnp.float32)
+  return cut.astype(u.dtype)
+
+
+def in_steps(u):
+  steps = jnp.array([-1.0, 0.0, 2.0])[jnp.sign(u).astype(int) + 1]
+  return steps.astype(u.dtype)
+
+
 INNERS = {
     'sgd': lambda: optax.sgd(0.1),
     'momentum': lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -80,6 +107,11 @@ INNERS = {
     'several steps': lambda: optax.MultiSteps(optax.adam(0.1), 2),
     'towers': lambda: shard_transforms.tower_reduce(2, optax.adam(0.1)),
     'frozen': optax.set_to_zero,
+    'loops': lambda: optax.chain(by_leaf(repeatedly), optax.adam(0.1)),
+    'stacks': lambda: optax.chain(by_leaf(halfway), optax.trace(0.9)),
+    'rows': lambda: optax.chain(by_leaf(in_a_row), optax.adam(0.1)),
+    'bits': lambda: optax.chain(by_leaf(rounded), optax.adam(0.1)),
+    'steps': lambda: optax.chain(by_leaf(in_steps), optax.adam(0.1)),
 }
 
 
@@ -133,8 +165,11 @@ def assert_close(actual, expected):
 class EqualityTest(parameterized.TestCase):
   """It trains as the replicated optimizer does."""
 
-  @cases.parameters(*INNERS)
-  @pytest.mark.slow_unless('_(adam|masked|towers)$')
+  @cases.parameters(
+      *INNERS,
+      always=lambda name: name
+      in ('adam', 'masked', 'towers', 'loops', 'stacks', 'rows'),
+  )
   def test_trains_as_the_replicated_optimizer(self, name):
     actual = train(shard_update(INNERS[name](), AXIS))
 
@@ -393,7 +428,8 @@ class AxesTest(parameterized.TestCase):
     return jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
 
   @cases.product(
-      axes=(('host', 'core'), ('core', 'host')), check_vma=(True, False)
+      axes=(('host', 'core'), ('core', 'host')),
+      check_vma=(True, cases.Repeated(False)),
   )
   def test_reduces_and_cuts_over_several_axes(self, axes, check_vma):
     mesh = self.mesh()
@@ -525,6 +561,86 @@ class RefusalTest(parameterized.TestCase):
     ):
       shard_transforms.init_state(tx, params, modes.mesh())
 
+  @cases.product(
+      mode=modes.NAMES,
+      scope=('gate', 'global_norm', 'clip_by_global_norm', 'other'),
+      inner=('until_small', 'by_mean', 'summed_twice'),
+      always=lambda mode, scope, inner: (
+          mode.startswith('shard_map') and scope in ('gate', 'global_norm')
+      ),
+  )
+  def test_no_name_of_a_scope_makes_it_right(self, mode, scope, inner):
+    def until_small(u):
+      return lax.while_loop(
+          lambda x: jnp.sum(jnp.abs(x)) > 1, lambda x: x / 2, u
+      )
+
+    def by_mean(u):
+      return u / jnp.sqrt(lax.pmean(jnp.sum(u * u), AXIS))
+
+    def summed_twice(u):
+      return u / lax.psum(lax.psum(jnp.sum(u * u), AXIS), AXIS)
+
+    fn = {
+        'until_small': until_small,
+        'by_mean': by_mean,
+        'summed_twice': summed_twice,
+    }[inner]
+    tx = shard_update(by_leaf(jax.named_scope(scope)(fn)), AXIS)
+
+    with self.assertRaisesRegex(ValueError, '`inner` of `shard_update` must'):
+      train(tx, mode)
+
+  @cases.product(mode=('vmap', 'pmap', 'shard_map_unchecked'))
+  def test_refuses_numbers_that_collectives_make_different(self, mode):
+    def own(u):
+      return u * lax.psum_scatter(jnp.arange(8.0), AXIS).astype(u.dtype)
+
+    with self.assertRaisesRegex(ValueError, 'numbers of their own'):
+      train(shard_update(by_leaf(own), AXIS), mode)
+
+  @cases.parameters(*modes.MODES)
+  def test_a_norm_by_hand_is_the_norm_of_all_slices(self, mode):
+    def clip(updates, params):
+      del params
+      squares = [jnp.sum(u * u) for u in jax.tree.leaves(updates) if u.ndim]
+      norm = jnp.sqrt(lax.psum(sum(squares), AXIS))
+      return jax.tree.map(lambda u: (u / norm).astype(u.dtype), updates)
+
+    def clip_whole(updates, params):
+      del params
+      squares = [jnp.sum(u * u) for u in jax.tree.leaves(updates) if u.ndim]
+      norm = jnp.sqrt(sum(squares))
+      return jax.tree.map(lambda u: (u / norm).astype(u.dtype), updates)
+
+    actual = train(shard_update(optax.stateless(clip), AXIS), mode)
+
+    mean = cross_shard_mean(AXIS)
+    whole = train(optax.chain(mean, optax.stateless(clip_whole)), mode)
+    assert_close(actual, whole)
+
+  @cases.parameters(*modes.MODES)
+  def test_takes_the_word_of_who_knows(self, mode):
+    # It squeezes dimensions of one element, of which slices have more.
+    self._check_way_out(mode, by_leaf(jnp.vectorize(lambda u: 2 * u + u)))
+
+  @cases.parameters('vmap', 'pmap', 'shard_map_unchecked')
+  def test_takes_the_word_of_who_flattens(self, mode):
+    # One vector of all leaves: no leaf of its state has the shape of another.
+    self._check_way_out(mode, optax.flatten(optax.adam(0.1)))
+
+  def _check_way_out(self, mode, inner):
+    with self.assertRaisesRegex(
+        ValueError, r'say `shard_update\(..., assume_elementwise=True\)`'
+    ):
+      train(shard_update(inner, AXIS), mode)
+
+    actual = train(shard_update(inner, AXIS, assume_elementwise=True), mode)
+
+    assert_close(
+        actual, train(optax.chain(cross_shard_mean(AXIS), inner), mode)
+    )
+
   def test_refuses_at_update_what_needs_extra_arguments_to_be_known(self):
     tx = shard_update(optax.polyak_sgd(), AXIS)
 
@@ -580,7 +696,8 @@ class RefusalTest(parameterized.TestCase):
       jax.eval_shape(mapped, jnp.zeros((4, 8 * 64)))
 
   @cases.product(
-      kind=(AxisType.Auto, AxisType.Explicit), check_vma=(True, False)
+      kind=(AxisType.Auto, AxisType.Explicit),
+      check_vma=(True, cases.Repeated(False)),
   )
   def test_refuses_a_mesh_that_is_mapped_in_part(self, kind, check_vma):
     tx = shard_update(optax.adam(0.1), AXIS)
@@ -610,6 +727,11 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(
       ({'on_invariant': 'guess'}, ValueError, '`on_invariant` must be'),
       ({'bucket_bytes': -1}, ValueError, '`bucket_bytes` must be'),
+      (
+          {'assume_elementwise': 1},
+          TypeError,
+          '`assume_elementwise` must be a boolean, got 1',
+      ),
       ({'groups': 'ab'}, TypeError, '`groups` must be'),
   )
   def test_refuses_wrong_arguments(self, kwargs, error, message):

@@ -1,13 +1,61 @@
+from unittest import mock
+
 from absl.testing import absltest
+from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 import modes
-from shard_transforms._src.base import wrapper
+from shard_transforms._src.analysis import elementwise
+from shard_transforms._src.base import arguments
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.transforms import sliced_inner
+
+AXES = ('data',)
+OWN = {'w': jnp.arange(2.0)[None], 'b': jnp.float32(3), 'count': jnp.int32(4)}
+WHOLE = {'w': jnp.zeros((3, 5)), 'b': jnp.float32(0), 'count': jnp.int32(0)}
+
+
+def on_a_shard(fn, *args):
+  """Runs on one shard of one, where the axis is bound."""
+  mapped = jax.vmap(lambda _: fn(*args), axis_name=AXES[0], axis_size=1)
+  return jax.tree.map(lambda x: x[0], mapped(jnp.zeros(1)))
+
+
+def take(state):
+  return sliced_inner.take(
+      state,
+      jax.eval_shape(lambda: OWN),
+      jax.eval_shape(lambda: WHOLE),
+      'shard_update',
+  )
+
+
+def make(inner, **kwargs):
+  reduction = sharded_reduction.ShardedReduction(
+      'caller', 'mean', (modes.AXIS,)
+  )
+  inner = arguments.as_inner(inner, 'caller')
+  return sliced_inner.SlicedInner(inner, reduction, **kwargs)
+
+
+def update(own, tree, **extra_args):
+  return own.update(tree[:, :2], own.init(tree), tree, tree, extra_args)
+
+
+def on_shards(check, *trees):
+  """Calls `check` once with each tree, as on one of eight shards."""
+
+  def shard(_):
+    for tree in trees:
+      check(tree)
+    return 0
+
+  jax.make_jaxpr(shard, axis_env=[(modes.AXIS, 8)])(0)
 
 
 class SlicedInnerTest(absltest.TestCase):
@@ -16,7 +64,7 @@ class SlicedInnerTest(absltest.TestCase):
   def test_runs_on_slices_of_updates_and_parameters(self):
     reduction = sharded_reduction.ShardedReduction('tx', 'mean', (modes.AXIS,))
     inner = optax.chain(optax.add_decayed_weights(1.0), optax.trace(0.5))
-    own = sliced_inner.SlicedInner(wrapper.as_inner(inner, 'tx'), reduction)
+    own = sliced_inner.SlicedInner(arguments.as_inner(inner, 'tx'), reduction)
     params = jnp.arange(15.0).reshape(3, 5)
 
     def shard(params, updates):
@@ -32,3 +80,112 @@ class SlicedInnerTest(absltest.TestCase):
     flat = np.append(np.arange(15.0), 0)
     np.testing.assert_allclose(found.ravel(), 1.5 + 2.5 * flat, rtol=1e-6)
     self.assertEqual(jax.tree.leaves(state)[0].shape, (8, 1, 1, 2))
+
+
+class SlicedStateTest(parameterized.TestCase):
+
+  def test_slices_alone_are_kept_per_shard(self):
+    kept = on_a_shard(sliced_inner.store, OWN, WHOLE, AXES)
+
+    self.assertEqual(kept['w'].shape, (1, 1, 2))
+    self.assertEqual((kept['b'].shape, kept['count'].shape), ((), ()))
+
+  def test_takes_what_was_stored(self):
+    kept = on_a_shard(sliced_inner.store, OWN, WHOLE, AXES)
+
+    chex.assert_trees_all_equal(take(kept), OWN, strict=True)
+
+  @cases.parameters(
+      ({'w': jnp.zeros((1, 2))}, r'the shape \(1, 2\) at .*w.* \(1, 1, 2\)'),
+      ({'w': jnp.zeros((1, 1, 3))}, r'the shape \(1, 1, 3\) at .*w'),
+      ({'b': jnp.zeros(1)}, r'the shape \(1,\) at .*b'),
+      ({'more': jnp.zeros(1)}, 'the tree '),
+      ({'w': optax.MaskedNode()}, 'the tree '),
+  )
+  def test_refuses_a_state_that_was_made_for_others(self, change, message):
+    kept = on_a_shard(sliced_inner.store, OWN, WHOLE, AXES)
+
+    with self.assertRaisesRegex(
+        ValueError, 'State of `shard_update` must be made .* got ' + message
+    ):
+      take(kept | change)
+
+
+class CheckTest(absltest.TestCase):
+  # What is refused, and what is not, is tested through `shard_update`.
+
+  def setUp(self):
+    super().setUp()
+    self.find_problem = self.enterContext(
+        mock.patch.object(
+            elementwise, 'find_problem', wraps=elementwise.find_problem
+        )
+    )
+
+  def test_leaves_to_update_what_init_cannot_tell(self):
+    def scale(updates, state, params=None, *, value):
+      del params
+      return jax.tree.map(lambda u: u * value.shape[0], updates), state
+
+    own = make(optax.GradientTransformationExtraArgs(lambda _: (), scale))
+
+    on_shards(own.init, jnp.ones((1, 9)))
+    on_shards(lambda x: update(own, x, value=jnp.ones(2)), jnp.ones((1, 9)))
+
+    # Also by the `init` of the second.
+    self.assertEqual(self.find_problem.call_count, 3)
+
+  def test_traces_once_what_init_and_update_share(self):
+    own = make(optax.adam(0.1))
+
+    on_shards(own.init, jnp.ones((1, 9)), jnp.ones((1, 9)))
+    on_shards(lambda x: update(own, x), jnp.zeros((1, 9)))
+
+    self.assertEqual(self.find_problem.call_count, 1)
+
+  def test_knows_updates_that_vary_from_parameters_that_do_not(self):
+    own = make(optax.adam(0.1))
+
+    def shard(params, updates):
+      state = own.init(params)
+      own.update(updates[:, :2], state, updates, params, {})
+      return updates
+
+    modes.map_shards('shard_map', shard)(jnp.ones((1, 9)), jnp.ones((8, 1, 9)))
+
+    self.assertEqual(self.find_problem.call_count, 1)
+
+  def test_runs_what_it_closes_over_in_each_call(self):
+    factors = [2.0]
+    own = make(
+        optax.stateless(lambda u, _: jax.tree.map(lambda x: x * factors[0], u))
+    )
+
+    for factor in 2.0, 3.0:
+      factors[0] = factor
+      mapped = jax.vmap(
+          lambda x: update(own, x)[0], axis_name=modes.AXIS, axis_size=8
+      )
+      np.testing.assert_array_equal(mapped(jnp.ones((8, 1, 9))), factor)
+
+  def test_remembers_one_tree_alone(self):
+    own = make(optax.adam(0.1))
+
+    on_shards(own.init, *(jnp.ones((1, n)) for n in (9, 8, 9)))
+
+    self.assertEqual(self.find_problem.call_count, 3)
+
+  def test_traces_again_with_extra_arguments(self):
+    own = make(optax.adam(0.1))
+
+    on_shards(lambda x: update(own, x, value=1.0), *[jnp.ones((1, 9))] * 2)
+
+    # Once more by `init`, which has none.
+    self.assertEqual(self.find_problem.call_count, 3)
+
+  def test_checks_nothing_where_the_user_knows(self):
+    own = make(optax.scale_by_factored_rms(), assume_elementwise=True)
+
+    on_shards(own.init, jnp.ones((256, 256)))
+
+    self.find_problem.assert_not_called()

@@ -26,6 +26,7 @@ WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 6)).astype(np.float32)
 
 # Meshes of 2 hosts x 4 cores, with and without types that are tracked.
 MESH_MODES = ('2x4', '2x4_unchecked')
+EACH_MESH_MODE = ('2x4', cases.Repeated('2x4_unchecked'))
 
 
 def _axis_name(mode):
@@ -139,11 +140,15 @@ class TowerReduceTest(parameterized.TestCase):
     np.testing.assert_array_equal(towers, np.tile([1, 2, 0, 1, 2, 0], (8, 1)))
     self.assertIsInstance(state, shard_transforms.TowerReduceState)
 
-  @cases.product(mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum'))
+  @cases.product(
+      mode=(*modes.MODES, *EACH_MESH_MODE), reduction=('mean', 'sum')
+  )
   def test_trains_on_all_towers_of_all_shards(self, mode, reduction):
     self.assert_trains_like(mode, DATA, None, reduction)
 
-  @cases.product(mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum'))
+  @cases.product(
+      mode=(*modes.MODES, *EACH_MESH_MODE), reduction=('mean', 'sum')
+  )
   def test_counts_towers_by_their_weights(self, mode, reduction):
     self.assert_trains_like(mode, DATA, WEIGHTS, reduction)
 
@@ -160,7 +165,9 @@ class TowerReduceTest(parameterized.TestCase):
 
     self.assert_trains_like(mode, data, weights, reduction)
 
-  @cases.product(mode=(*modes.MODES, *MESH_MODES), reduction=('mean', 'sum'))
+  @cases.product(
+      mode=(*modes.MODES, *EACH_MESH_MODE), reduction=('mean', 'sum')
+  )
   def test_a_window_without_weight_changes_nothing(self, mode, reduction):
     weights, data = WEIGHTS.copy(), DATA.copy()
     weights[:, 3:] = 0
@@ -464,7 +471,7 @@ class HandedOnTest(parameterized.TestCase):
 class MissingGradientTest(parameterized.TestCase):
   """`None` in place of a leaf."""
 
-  @cases.product(mode=modes.MODES, weighted=(False, True))
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
   def test_counts_as_zero(self, mode, weighted):
     tx = shard_transforms.tower_reduce(
         NUM_TOWERS,
@@ -590,7 +597,11 @@ class DtypeTest(parameterized.TestCase):
 
 class CollectivesTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(False, True), num_calls=(1, 4, 8))
+  @cases.product(
+      mode=modes.MODES,
+      weighted=(cases.Repeated(False), True),
+      num_calls=(1, 4, 8),
+  )
   def test_sends_in_one_of_four_calls(self, mode, weighted, num_calls):
     inner = optax.chain(
         shard_transforms.cross_shard_mean(modes.AXIS), optax.adam(1e-3)

@@ -9,15 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.aggregators import aggregator
-from shard_transforms._src.aggregators import exchange
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.reduction import bucketing
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'adasum'
-# Up to this many rows are handled one by one: faster, but more to compile.
-_MAX_ROWS = 32
 
 
 def adasum(
@@ -84,7 +81,7 @@ def adasum(
       return aggregator.alone(leaves, counts, axes)
     if counts is not None:
       leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
-    is_cut = exchange.is_cut(leaves, axes)
+    is_cut = aggregator.is_cut(leaves, axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
     rows = _rows(scaled, axes, is_cut)
@@ -139,14 +136,10 @@ def _rows(leaves, axes, is_cut):
   if not is_cut:
     gathered = [collectives.gather(leaf, axes) for leaf in leaves]
     return [x.reshape(len(x), -1) for x in gathered]
-  num_shards = axes_lib.size(axes, _CALLER)
-  rows = [exchange.cut(leaf, num_shards) for leaf in leaves]
-  return bucketing.map_packed(
-      lambda buffer, _: collectives.exchange(buffer, axes),
-      rows,
-      exchange.keys(rows),
-      exchange.levels(),
-      num_shards,
+  return aggregator.map_packed(
+      lambda buffer: collectives.exchange(buffer, axes),
+      [aggregator.rows_of(leaf, axes) for leaf in leaves],
+      num_rows=axes_lib.size(axes, _CALLER),
   )
 
 
@@ -169,7 +162,7 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
   num_nodes = nodes.sizes.shape[1]
   end = num_nodes - num_nodes % 2
   rows = nodes.rows
-  if num_nodes <= _MAX_ROWS:
+  if num_nodes <= thresholds.measured().unrolled_rows:
     rows = list(map(list, rows))
   pairs = [(row[:end:2], row[1:end:2]) for row in rows]
   dots = jnp.stack([jnp.asarray(_each(_dots, *pair)) for pair in pairs])
@@ -228,18 +221,16 @@ def _factors(dots, sizes):
 
 
 def _whole(nodes, leaves, axes, is_cut):
-  """Gathers the last node, of which each shard has a slice."""
+  """Gathers the last node from the slices of all shards."""
   slices = [
       row[0] * size.astype(row[0].dtype)
       for row, size in zip(nodes.rows, nodes.sizes[:, 0], strict=True)
   ]
   if not is_cut:
     return [x.reshape(y.shape) for x, y in zip(slices, leaves, strict=True)]
-  rows = bucketing.map_packed(
-      lambda buffer, _: collectives.gather(buffer, axes),
+  rows = aggregator.map_packed(
+      lambda buffer: collectives.gather(buffer, axes),
       slices,
-      exchange.keys(slices),
-      exchange.levels(),
       growth=axes_lib.size(axes, _CALLER),
   )
-  return [exchange.join(x, y) for x, y in zip(rows, leaves, strict=True)]
+  return [leaves_lib.join(x, y) for x, y in zip(rows, leaves, strict=True)]

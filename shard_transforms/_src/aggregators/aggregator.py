@@ -1,7 +1,13 @@
-"""The transformation that all aggregators share."""
+"""The transformation that all aggregators share, and how they send slices.
+
+After an all-to-all, each shard holds the values of all shards for its slice of
+the elements. It combines them, and the results are gathered. Both together send
+the bytes of an all-reduce.
+"""
 
 from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -11,8 +17,9 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import varying
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
 Axes = tuple[Hashable, ...]
@@ -67,22 +74,80 @@ def alone(
   return [collectives.total(leaf, axes) for leaf in leaves]
 
 
+def map_elements(
+    combine: Callable[[jax.Array], jax.Array],
+    leaves: Sequence[jax.Array],
+    axes: Axes,
+) -> list[jax.Array]:
+  """Combines the values that all shards have of each element.
+
+  Args:
+    combine: Takes values [number of shards, ...] and gives one of each [...].
+    leaves: This shard's arrays.
+    axes: The axes of the shards.
+
+  Returns:
+    Arrays of the same shapes, the same on all shards.
+  """
+
+  def send(buffer):
+    rows = collectives.exchange(rows_of(buffer, axes), axes)
+    whole = collectives.gather(combine(rows), axes)
+    return leaves_lib.join(whole, buffer)
+
+  if not is_cut(leaves, axes):
+    return [combine(collectives.gather(leaf, axes)) for leaf in leaves]
+  return map_packed(send, leaves)
+
+
+def is_cut(leaves: Sequence[jax.Array], axes: Axes) -> bool:
+  """Whether arrays are sliced; otherwise each shard gathers them whole."""
+  # Under `vmap` on one device nothing is sent, and flattening would gather what
+  # is sharded over a mesh axis that is not mapped.
+  return all(axes_lib.on_own_mesh(leaf, axes) for leaf in leaves)
+
+
+def rows_of(x: jax.Array, axes: Axes) -> jax.Array:
+  """Returns the slices of an array, [number of shards, elements]."""
+  num_shards = axes_lib.size(axes, '')
+  return leaves_lib.cut(x, num_shards).reshape(num_shards, -1)
+
+
+def map_packed(
+    send: Callable[[jax.Array], jax.Array],
+    leaves: Sequence[jax.Array],
+    **sizes: int,
+) -> list[jax.Array]:
+  """Sends leaves of one kind in shared buffers.
+
+  Args:
+    send: What is done with each buffer.
+    leaves: This shard's arrays.
+    **sizes: `num_rows` and `growth`, as of `bucketing.map_packed`.
+  """
+  keys = [(leaf.dtype, axes_lib.varying_axes(leaf)) for leaf in leaves]
+  levels = thresholds.measured().buffers
+  return bucketing.map_packed(
+      lambda buffer, _: send(buffer), leaves, keys, levels, **sizes
+  )
+
+
 def _check(
     updates: optax.Updates,
     weight: chex.Numeric | None,
     axes: Axes,
     caller: str,
 ) -> jax.Array | None:
-  """Checks what is to be aggregated; returns whether this shard counts.
+  """Checks updates and weight; returns whether this shard counts.
 
   Raises:
     NameError: If an axis is not bound.
-    TypeError: If a leaf carries no gradient or the weight is no number.
+    TypeError: If a leaf carries no gradient or the weight is not a number.
     ValueError: If a leaf is reduced already, or the weight is wrong.
   """
   axes_lib.size(axes, caller)
   leaves_lib.check_inexact(updates, caller)
-  varying.check_per_shard(updates, axes, caller)
+  leaves_lib.check_per_shard(updates, axes, caller)
   if weight is None:
     return None
   weight = weights.as_weight(weight, (), caller)

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.aggregators import aggregator
-from shard_transforms._src.aggregators import exchange
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.reduction import bucketing
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import small_integers
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'majority_vote'
@@ -16,7 +16,7 @@ _BITS = 8
 def majority_vote(
     axis_name: axes_lib.AxisName,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Replaces each element of the updates by the sign of most shards.
+  """Replaces each element of the updates by the sign of most shards.
 
   Each shard votes -1 where its update is negative, and 1 elsewhere, zero and
   NaN included. The result is -1 where more than half of the shards vote -1, and
@@ -28,8 +28,7 @@ def majority_vote(
   While fewer than half of the shards lie, an element on which the others agree
   keeps its sign. A shard whose extra argument `weight` is zero has no vote; all
   others have one. Where none has, the update is zero. With one shard, the
-  update is its sign, so that the size of a step does not depend on the number
-  of shards.
+  update is its sign, so that the same learning rate fits any number of shards.
 
   It sends one bit an element all-to-all, and one back; with `weight`, one byte
   more each way for each shard and buffer. Where a mesh axis is not mapped, each
@@ -71,14 +70,10 @@ def majority_vote(
 
 def _aggregate(leaves, counts, axes):
   """Returns the winners among the signs of all shards, 1 or -1."""
-  if not exchange.is_cut(leaves, axes):
+  if not aggregator.is_cut(leaves, axes):
     return [_vote_in_bytes(leaf, counts, axes) for leaf in leaves]
-
-  def vote(buffer, _):
-    return _vote_in_bits(buffer, counts, axes)
-
-  return bucketing.map_packed(
-      vote, leaves, exchange.keys(leaves), exchange.levels()
+  return aggregator.map_packed(
+      lambda buffer: _vote_in_bits(buffer, counts, axes), leaves
   )
 
 
@@ -96,8 +91,8 @@ def _vote_in_bytes(leaf, counts, axes):
 def _vote_in_bits(leaf, counts, axes):
   """Exchanges votes of a bit each; each shard counts those on its slice."""
   num_shards = axes_lib.size(axes, _CALLER)
-  flat = jnp.pad(leaf.ravel(), (0, -leaf.size % (_BITS * num_shards)))
-  ballots = _pack(flat.reshape(num_shards, _BITS, -1) < 0)
+  rows = leaves_lib.cut(leaf, _BITS * num_shards).reshape(num_shards, -1)
+  ballots = small_integers.pack(rows < 0, _BITS)
   if counts is not None:
     has_vote = jnp.full((num_shards, 1), counts, jnp.uint8)
     ballots = jnp.concatenate([ballots, has_vote], axis=1)
@@ -106,30 +101,15 @@ def _vote_in_bits(leaf, counts, axes):
   if counts is not None:
     ballots, has_vote = ballots[:, :-1], ballots[:, -1] > 0
     num_votes = jnp.sum(has_vote)
-  is_negative = _unpack(ballots) & has_vote[:, None, None]
-  winners = _pack(2 * jnp.sum(is_negative, axis=0) > num_votes)
+  is_negative = small_integers.unpack(ballots, _BITS) & has_vote[:, None]
+  num_negative = jnp.sum(is_negative, axis=0, dtype=jnp.int32)
+  winners = small_integers.pack(2 * num_negative > num_votes, _BITS)
   if counts is not None:
     winners = jnp.append(winners, jnp.uint8(num_votes > 0))
   winners, is_any = collectives.gather(winners, axes), True
   if counts is not None:
     # Gathered, so that its type says that it is the same on all shards.
-    winners, is_any = winners[:, :-1], winners[:, -1:, None] > 0
-  signs = jnp.where(is_any, jnp.where(_unpack(winners), -1, 1), 0)
-  return exchange.join(signs, leaf).astype(leaf.dtype)
-
-
-def _pack(bits):
-  """Returns bits [..., 8, elements] as bytes [..., elements]."""
-  bytes_ = jnp.left_shift(bits.astype(jnp.uint8), _places(bits.ndim))
-  return jnp.sum(bytes_, axis=-2, dtype=jnp.uint8)
-
-
-def _unpack(packed):
-  """Returns the bits [..., 8, elements] in bytes [..., elements]."""
-  shifted = jnp.right_shift(packed[..., None, :], _places(packed.ndim + 1))
-  return shifted & 1 > 0
-
-
-def _places(rank):
-  """Returns the places of bits in a byte, [1, ..., 8, 1]."""
-  return jnp.arange(_BITS, dtype=jnp.uint8).reshape((1,) * (rank - 2) + (-1, 1))
+    winners, is_any = winners[:, :-1], winners[:, -1:] > 0
+  signs = 1 - 2 * small_integers.unpack(winners, _BITS).astype(jnp.int8)
+  signs = jnp.where(is_any, signs, 0)
+  return leaves_lib.join(signs, leaf).astype(leaf.dtype)

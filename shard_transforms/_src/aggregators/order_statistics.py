@@ -5,18 +5,20 @@ that does not count sends NaN, and NaN counts as missing.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
 import functools
 import operator
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.aggregators import aggregator
-from shard_transforms._src.aggregators import exchange
-from shard_transforms._src.aggregators import sorting_network
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import thresholds
 
 _CALLER = 'trimmed_mean'
 
@@ -24,7 +26,7 @@ _CALLER = 'trimmed_mean'
 def coordinate_median(
     axis_name: axes_lib.AxisName,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Replaces updates by their median over all shards, element by element.
+  """Replaces updates by their median over all shards, element by element.
 
   With an even number of shards, it is the mean of the two in the middle. As
   long as fewer than half of the shards lie, each element stays between the
@@ -33,10 +35,10 @@ def coordinate_median(
 
   A shard whose extra argument `weight` is zero is left out; all others count
   the same, because a shard that lies may lie about its weight. NaN is left out
-  as well. Where nothing is left, the update is zero: wrap it in `guard` to be
-  told. It sends the bytes of `cross_shard_mean`: slices all-to-all, and the
-  medians back. Where a mesh axis is not mapped, each shard instead gathers the
-  updates of all shards.
+  as well. Where nothing is left, the update is zero: a `guard` around it counts
+  such steps. It sends the bytes of `cross_shard_mean`: slices all-to-all, and
+  the medians back. Where a mesh axis is not mapped, each shard instead gathers
+  the updates of all shards.
 
   Complex leaves have the median of their real and imaginary parts.
 
@@ -77,7 +79,7 @@ def coordinate_median(
 def trimmed_mean(
     axis_name: axes_lib.AxisName, num_trimmed: int
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Replaces updates by their mean over shards without the extremes.
+  """Replaces updates by their mean over shards without the extremes.
 
   For each element, the `num_trimmed` smallest and the `num_trimmed` largest
   values are left out. As long as at most `num_trimmed` shards lie, each element
@@ -87,9 +89,9 @@ def trimmed_mean(
 
   A shard whose extra argument `weight` is zero is left out first; all others
   count the same, because a shard that lies may lie about its weight. If fewer
-  than :math:`2 \cdot \text{num\_trimmed} + 1` are left, trimming stops at the
-  one or two in the middle; if none is left, the update is zero. It sends what
-  `coordinate_median` sends.
+  than `2 * num_trimmed + 1` are left, trimming stops at the one or two in the
+  middle; if none is left, the update is zero. It sends the same bytes as
+  `coordinate_median`.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
@@ -155,11 +157,11 @@ def _aggregate(
     num_values = functools.reduce(operator.add, has_value)
     # Missing values sort last.
     rows = [jnp.where(jnp.isnan(row), jnp.inf, row) for row in rows]
-    return combine(sorting_network.sort(rows), num_values)
+    return combine(sort(rows), num_values)
 
   if counts is not None:
     leaves = [jnp.where(counts, leaf, jnp.nan) for leaf in leaves]
-  return exchange.map_elements(combine_values, leaves, axes)
+  return aggregator.map_elements(combine_values, leaves, axes)
 
 
 def _median(rows, num_values):
@@ -182,3 +184,37 @@ def _trimmed_mean(num_trimmed, rows, num_values):
   ]
   num_kept = jnp.maximum(num_values - 2 * least, 1)
   return functools.reduce(operator.add, kept) / num_kept.astype(kept[0].dtype)
+
+
+def sort(rows: Sequence[jax.Array]) -> list[jax.Array]:
+  """Returns rows in ascending order element by element; none may be NaN.
+
+  XLA's sort moves one element at a time on a CPU. A sorting network compares
+  whole rows, and comparisons whose results are not used are not computed.
+  """
+  if len(rows) > thresholds.measured().network_rows:
+    return list(jnp.sort(jnp.stack(rows), axis=0))
+  rows = list(rows)
+  for i, j in comparisons(len(rows)):
+    rows[i], rows[j] = lax.min(rows[i], rows[j]), lax.max(rows[i], rows[j])
+  return rows
+
+
+def comparisons(num_rows: int) -> Iterator[tuple[int, int]]:
+  """Yields the pairs of rows to compare, in order.
+
+  This is Batcher's merge exchange: Knuth, The Art of Computer Programming,
+  volume 3, section 5.2.2, algorithm M.
+  """
+  largest = 1 << max((num_rows - 1).bit_length() - 1, 0)
+  step = largest
+  while step:
+    distance, offset, next_step = step, 0, largest
+    while True:
+      for i in range(num_rows - distance):
+        if i & step == offset:
+          yield i, i + distance
+      if next_step == step:
+        break
+      distance, offset, next_step = next_step - step, step, next_step // 2
+    step //= 2

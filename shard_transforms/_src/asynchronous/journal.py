@@ -1,28 +1,18 @@
-"""The journal of a run: what became of each gradient, in order."""
+"""The journal of a run: the outcome of each gradient, in order."""
 
 from collections.abc import Mapping
-import enum
-import fcntl
 import json
 import os
 import pathlib
-from typing import Any, Self
+from typing import Any
 import zlib
 
 import numpy as np
 
+from shard_transforms._src.asynchronous import manifest as manifest_lib
+
 _FILE = 'journal.bin'
 _MAGIC = b'shard_transforms journal 1\n'
-
-
-class Fate(enum.IntEnum):
-  """What became of a gradient."""
-
-  ACCEPTED = 0
-  DROPPED = 1  # Too old.
-  LATE = 2  # Another worker got the batch.
-  LOST = 3  # Its worker died.
-  FAILED = 4  # A function of the task raised an error.
 
 
 RECORD = np.dtype(
@@ -46,8 +36,8 @@ _SIGNED = RECORD.itemsize - RECORD['crc'].itemsize
 def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
   """Returns the journal of an asynchronous run.
 
-  It may be read while the run goes on. An incomplete last record, as after a
-  crash, is left out.
+  It may be read during the run. An incomplete last record, as after a crash, is
+  ignored.
 
   Args:
     folder: The folder of the run.
@@ -84,8 +74,8 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
   return _parse(_path(folder))[1]
 
 
-def read_header(folder: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns the header of a journal, which describes its run.
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the manifest of the run that wrote a journal.
 
   Raises:
     FileNotFoundError: If there is no journal.
@@ -101,12 +91,12 @@ class Journal:
   the machine once `sync` does.
   """
 
-  def __init__(self, folder: pathlib.Path, header: Mapping[str, Any]):
+  def __init__(self, folder: pathlib.Path, manifest: Mapping[str, Any]):
     """Opens the journal of a folder, or creates one.
 
     Args:
       folder: The folder of the run.
-      header: What must stay the same when the run resumes.
+      manifest: What must be equal when the run resumes.
 
     Raises:
       OSError: If it cannot be written.
@@ -118,29 +108,18 @@ class Journal:
       _lock(self._file, path)
       self._file.seek(0)
       if _MAGIC.startswith(self._file.read(len(_MAGIC) + 1)):
-        # A journal that was hardly begun has no records.
-        self._begin(header)
-      found, self.records, size = _parse(path)
-      check_header(found, header, folder)
-      self._file.truncate(size)
+        # Empty, or cut off in its first line: there are no records to lose.
+        self._begin(manifest)
+      found, self.records, self._size = _parse(path)
+      manifest_lib.check(found, manifest, folder)
+      self._file.truncate(self._size)
     except BaseException:
       self.close()
       raise
-    self._size = size
-    self._next = len(self.records)
+    # The number of records, including those before a restart.
+    self.num_records = len(self.records)
     # The `crc` of the last record, or 0.
-    self.last_crc = int(self.records[-1]['crc']) if self._next else 0
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    self.close()
-
-  @property
-  def num_records(self) -> int:
-    """The number of records, those before a restart included."""
-    return self._next
+    self.last_crc = int(self.records[-1]['crc']) if self.num_records else 0
 
   def write(self, **fields: Any) -> None:
     """Adds a record.
@@ -149,17 +128,13 @@ class Journal:
       OSError: If it cannot be written; the journal is then unchanged.
     """
     record = np.zeros((), RECORD)
-    record['sequence'] = self._next
+    record['sequence'] = self.num_records
     for name, value in fields.items():
       record[name] = value
     record['crc'] = zlib.crc32(record.tobytes()[:_SIGNED])
-    try:
-      _write_all(self._file, record.tobytes())
-    except OSError:
-      self._file.truncate(self._size)
-      raise
+    self._write_or_truncate(record.tobytes(), self._size)
     self._size += RECORD.itemsize
-    self._next += 1
+    self.num_records += 1
     self.last_crc = int(record['crc'])
 
   def sync(self) -> None:
@@ -170,33 +145,22 @@ class Journal:
     """Closes and unlocks the journal."""
     self._file.close()
 
-  def _begin(self, header):
-    """Writes the header, or nothing where the disk is full."""
+  def _begin(self, manifest):
+    """Writes the lines before the records, or nothing if the disk is full."""
     self._file.truncate(0)
+    line = json.dumps(manifest, sort_keys=True).encode()
+    data = _MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode()
+    self._write_or_truncate(data, 0)
+
+  def _write_or_truncate(self, data, size):
+    """Writes all bytes, or restores the size of the file."""
     try:
-      _write_all(self._file, _header_bytes(header))
+      # On a disk that fills up, one call writes a part.
+      while data:
+        data = data[self._file.write(data) :]
     except OSError:
-      self._file.truncate(0)
+      self._file.truncate(size)
       raise
-
-
-def check_header(
-    found: Mapping[str, Any],
-    header: Mapping[str, Any],
-    folder: str | os.PathLike[str],
-) -> None:
-  """Checks that a journal is of the same run.
-
-  Raises:
-    ValueError: If it is not.
-  """
-  for name, value in header.items():
-    if found.get(name) != value:
-      raise ValueError(
-          f'`folder` must be of the same {name}, got {os.fspath(folder)!r} of'
-          f' {found.get(name)!r} instead of {value!r}. Name another folder, or'
-          ' use what the run was begun with.'
-      )
 
 
 def _path(folder):
@@ -204,6 +168,9 @@ def _path(folder):
 
 
 def _lock(file, path):
+  # Windows has none, and nothing but a lock needs it.
+  import fcntl
+
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as error:
@@ -213,19 +180,8 @@ def _lock(file, path):
     ) from error
 
 
-def _header_bytes(header):
-  line = json.dumps(header, sort_keys=True).encode()
-  return _MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode()
-
-
-def _write_all(file, data):
-  """Writes all bytes; on a disk that fills up, one call writes a part."""
-  while data:
-    data = data[file.write(data) :]
-
-
 def _parse(path):
-  """Returns the header, the records, and where the last complete one ends.
+  """Returns the manifest, the records, and where the last complete one ends.
 
   Raises:
     FileNotFoundError: If there is no journal.
@@ -236,7 +192,7 @@ def _parse(path):
   if len(lines) < 4 or not data.startswith(_MAGIC):
     raise ValueError(
         f'`folder` must hold the journal of a run, got {str(path)!r}, which is'
-        ' none, or has lost its beginning.'
+        ' another file, or has lost its first bytes.'
     )
   if lines[2] != str(zlib.crc32(lines[1])).encode():
     raise ValueError(f'{str(path)!r} is damaged in its header.')
@@ -252,8 +208,8 @@ def _parse(path):
   if bad:
     raise ValueError(
         f'{str(path)!r} is damaged at record {bad[0]} of {len(records)}: its'
-        f' bits have changed since they were written. Cut it there, to'
-        f' {start + bad[0] * RECORD.itemsize} bytes, to go on from the record'
-        ' before, if no checkpoint is later.'
+        f' bits have changed since they were written. To resume from the record'
+        f' before, truncate the file to {start + bad[0] * RECORD.itemsize}'
+        ' bytes, and delete later checkpoints.'
     )
   return json.loads(lines[1]), records, start + size

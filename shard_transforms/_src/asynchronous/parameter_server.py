@@ -10,20 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.asynchronous import random_keys
+from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import counters
+from shard_transforms._src.gates import gating
 from shard_transforms._src.staleness import drop_stale
-from shard_transforms._src.tracing import application
-from shard_transforms._src.tracing import jaxprs
-from shard_transforms._src.tracing import weight_flow
 
 
 class ParameterServer:
   """Holds the parameters and the state of `drop_stale(staleness, tx)`.
 
-  Whether a gradient is stale is decided on the host, from two integers, so that
-  stale ones never get here. `tx` runs without a gate around it; the state has
-  the bits that the gate would give it.
+  The driver compares two integers to find stale gradients, and never passes
+  them here. So `tx` runs without the gate of `drop_stale`, whose state it has
+  to the bit.
   """
 
   def __init__(self, tx: optax.GradientTransformation, params: Any):
@@ -34,7 +33,7 @@ class ParameterServer:
     )
     self._params = jax.tree.map(jnp.array, params)
     self._inner_state = self._tx.init(self._params)
-    self._is_read_asked_for = self._asks_for_read_params()
+    self._needs_read_params = self._depends_on_read_params()
     self._read: dict[int, Any] = {}
     self.global_step = 0
     self._stale_count = counters.zero()
@@ -45,11 +44,6 @@ class ParameterServer:
     return jax.tree.map(np.array, self._params)
 
   @property
-  def shapes(self) -> Any:
-    """The shapes and dtypes of the parameters."""
-    return jax.tree.map(_shape, self._params)
-
-  @property
   def state(self) -> drop_stale.DropStaleState:
     """A copy of the state, in NumPy arrays; random keys are JAX arrays."""
     state = drop_stale.DropStaleState(
@@ -58,8 +52,8 @@ class ParameterServer:
         stale_shard_count=self._stale_count,
         inner_state=self._inner_state,
     )
-    numbers = jax.tree.map(np.array, random_keys.unwrap(state))
-    return random_keys.wrap(numbers, state)
+    numbers = jax.tree.map(np.array, unwrap_keys(state))
+    return wrap_keys(numbers, state)
 
   def restore(self, params: Any, state: drop_stale.DropStaleState) -> None:
     """Restores parameters and state."""
@@ -69,21 +63,19 @@ class ParameterServer:
     self.global_step = int(state.global_step)
 
   def publish(self) -> Any:
-    """Returns the parameters, in NumPy arrays that nobody can write to.
+    """Returns the parameters, in read-only NumPy arrays.
 
-    Nothing is copied on the host: memory that an array still views is not
-    donated. An optimizer that takes `read_params` gets them with the gradients
-    of this step; they are kept until `forget`.
+    On CPU these are views: JAX does not donate memory that is in view. If the
+    optimizer needs `read_params`, they are kept until `forget`.
     """
     params = jax.tree.map(np.asarray, self._params)
-    if self._is_read_asked_for:
+    if self._needs_read_params:
       self._read[self.global_step] = params
     return params
 
   def forget(self, step: int) -> None:
     """Frees what was published before a global step."""
-    for old in [read for read in self._read if read < step]:
-      del self._read[old]
+    self._read = {s: read for s, read in self._read.items() if s >= step}
 
   def accept(self, grads: Any, local_step: int, weight: float | None) -> None:
     """Applies a gradient computed at a local step."""
@@ -93,7 +85,7 @@ class ParameterServer:
         grads,
         np.int32(local_step),
         None if weight is None else np.float32(weight),
-        self._read[local_step] if self._is_read_asked_for else None,
+        self._read[local_step] if self._needs_read_params else None,
     )
     self.global_step += 1
 
@@ -106,36 +98,65 @@ class ParameterServer:
 
     It depends on the shapes and dtypes of the parameters, too.
     """
-    jaxpr = self._trace(self.shapes if self._is_read_asked_for else None)
+    jaxpr = self._trace(with_read_params=self._needs_read_params)
     digest = hashlib.sha256()
-    # An object without a `repr` of its own shows its address.
+    # The default `repr` of an object contains its address.
     digest.update(re.sub(r'0x[0-9a-f]+', '', str(jaxpr)).encode())
-    state = random_keys.unwrap(self._inner_state)
+    state = unwrap_keys(self._inner_state)
     for x in (*_constants(jaxpr), *jax.tree.leaves(state)):
       digest.update(np.asarray(x).tobytes())
     digest.update(str(jax.tree.structure(self._params)).encode())
     return digest.hexdigest()
 
-  def _asks_for_read_params(self):
-    """Whether the optimizer computes with the extra argument `read_params`."""
-    # A gate hands all arguments on, so that it tells nothing that they are.
-    jaxpr = self._trace(self.shapes).jaxpr
+  def _depends_on_read_params(self):
+    """Returns whether the optimizer uses the extra argument `read_params`."""
+    # Gates forward every argument, so a signature proves nothing.
+    jaxpr = self._trace(with_read_params=True).jaxpr
     num_read = len(jax.tree.leaves(self._params))
     given = [0] * (len(jaxpr.invars) - num_read)
     given += [weight_flow.UPDATES] * num_read
     _, depends = weight_flow.sums_without(jaxpr, given, ())
     return any(depends)
 
-  def _trace(self, read_params):
+  def _trace(self, with_read_params):
     """Returns the jaxpr of a step."""
     return jax.make_jaxpr(functools.partial(_step, self._tx))(
         self._params,
         self._inner_state,
-        self.shapes,
-        jax.ShapeDtypeStruct((), jnp.int32),
-        jax.ShapeDtypeStruct((), jnp.float32),
-        read_params,
+        self._params,
+        np.int32(0),
+        np.float32(1),
+        self._params if with_read_params else None,
     )
+
+
+def unwrap_keys(tree: Any) -> Any:
+  """Returns a tree with the data of its random keys in their place."""
+  return jax.tree.map(
+      lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
+  )
+
+
+def wrap_keys(tree: Any, like: Any) -> Any:
+  """Returns a tree with random keys where another tree has them.
+
+  Args:
+    tree: A tree without random keys, as from `unwrap_keys`.
+    like: The tree that it was.
+  """
+  return jax.tree.map(
+      lambda x, y: (
+          jax.random.wrap_key_data(x, impl=jax.random.key_impl(y))
+          if _is_key(y)
+          else x
+      ),
+      tree,
+      like,
+  )
+
+
+def _is_key(x):
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _constants(jaxpr):
@@ -146,15 +167,11 @@ def _constants(jaxpr):
       yield from _constants(called)
 
 
-def _shape(x):
-  return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def _step(tx, params, state, grads, local_step, weight, read_params):
   """Returns the next parameters and the next state of the optimizer."""
   if weight is not None:
     grads = jax.tree.map(lambda g: (weight * g).astype(g.dtype), grads)
   extra_args = {} if read_params is None else {'read_params': read_params}
-  return application.update_and_apply(
+  return gating.update_and_apply(
       tx, grads, state, params, local_step=local_step, **extra_args
   )

@@ -1,7 +1,6 @@
 """Workers that are actors of Ray, and the actor that drives them."""
 
 from collections.abc import Iterator
-import contextlib
 import functools
 import pickle
 import time
@@ -11,16 +10,16 @@ import jax
 import ray
 from ray import exceptions
 
-from shard_transforms._src.asynchronous import machine
-from shard_transforms._src.asynchronous import program
+from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import manifest
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
-# Parameters of up to this many bytes go with each call, not through the object
-# store.
+# Parameters of up to this many bytes are sent with each call; larger ones go
+# through the object store.
 _SMALL = 100_000
-# Seconds: between two calls to a worker that is starting, for its answer, and
-# to fetch a gradient.
+# Seconds: between two calls to a worker that is starting, until it must answer,
+# and to fetch a gradient.
 _BETWEEN_CALLS = 0.2
 _ANSWER_TIMEOUT = 120.0
 _FETCH_TIMEOUT = 60.0
@@ -33,40 +32,35 @@ class _Computer:
     self._problem = ''
     try:
       _configure(config)
-      # Safe to unpickle: from the process that has started this run.
+      # Safe to unpickle: it is from the process that started this run.
       self._task = pickle.loads(task)
     except Exception as error:  # Whatever the modules of the task raise.
       self._problem = f'{type(error).__name__}: {error}'
 
   def describe(self) -> tuple[str, str]:
-    """Returns the versions here, and why the task cannot be imported, if so."""
-    return machine.versions(), self._problem
+    """Returns the versions, and the error if the task cannot be imported."""
+    return manifest.versions(), self._problem
 
-  def gradient(self, params: Any, batch: int) -> tuple[task_lib.Outcome, Any]:
-    """Returns the outcome of a gradient, and the gradient."""
+  def gradient(self, params: Any, batch: int) -> tuple[task_lib.Reply, Any]:
+    """Returns the reply of the worker, and the gradient."""
     return task_lib.evaluate(self._task, params, batch)
 
 
 class _Driver:
-  """The actor that runs the driver that a job makes, such as a `Holder`."""
+  """Holds the parameters and drives the workers; see `driver.drive`."""
 
-  def __init__(self, make: bytes, config: dict[str, Any]):
-    self._make = make
+  def __init__(self, drive: bytes, config: dict[str, Any]):
+    self._drive = drive
     self._config = config
 
-  def run(self, computers: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields progress, and finally the result or an error."""
+  def run(self, computers: list[Any]) -> Iterator[Any]:
+    """Yields reports, and finally the result or an error."""
     try:
       _configure(self._config)
-      # Safe to unpickle: from the process that has started this run.
-      holder = pickle.loads(self._make)()
-      with contextlib.closing(holder):
-        for progress in holder.run(RayWorkers(computers)):
-          yield 'progress', progress
-        result = holder.result()
-      yield 'result', result
+      # Safe to unpickle: it is from the process that started this run.
+      yield from pickle.loads(self._drive)(RayWorkers(computers))
     except Exception as error:  # Raised again by the caller of `train`.
-      yield 'error', (program.error_name(error), str(error))
+      yield job.portable(error)
 
 
 # The actor classes that Ray makes of these.
@@ -75,14 +69,14 @@ Driver: Any = ray.remote(_Driver)
 
 
 class RayWorkers:
-  """Actors of Ray as `Workers`; Ray restarts those that die."""
+  """Actors of Ray as `Workers`. Ray restarts those that die."""
 
   def __init__(self, computers: list[Any]):
     self._computers = computers
     self._ready: set[int] = set()
-    # Calls in flight, by the reference to their result.
+    # The worker and its gradient, by the reference to the reply.
     self._in_flight: dict[Any, tuple[int, Any]] = {}
-    # The worker and the time, by the reference to the answer.
+    # The worker and the time of the call, by the reference to the answer.
     self._asked: dict[Any, tuple[int, float]] = {}
     self._ask_again: dict[int, float] = dict.fromkeys(range(len(computers)), 0)
     self._replaced: set[int] = set()
@@ -95,15 +89,12 @@ class RayWorkers:
     return params if size <= _SMALL else ray.put(params)
 
   def start(self, worker: int, published: Any, batch: int) -> None:
-    outcome, grads = (
-        self._computers[worker]
-        .gradient.options(num_returns=2)
-        .remote(published, batch)
-    )
-    self._in_flight[outcome] = worker, grads
+    gradient = self._computers[worker].gradient.options(num_returns=2)
+    reply, grads = gradient.remote(published, batch)
+    self._in_flight[reply] = worker, grads
 
   def wait(self, seconds: float) -> list[workers_lib.Event]:
-    """Returns the events of up to so many seconds.
+    """Waits for events up to a time limit, and returns them.
 
     Raises:
       ValueError: If a worker cannot import the task, or has other versions.
@@ -116,7 +107,7 @@ class RayWorkers:
       time.sleep(seconds)
       return []
     events = []
-    # The outcome alone: fetching the gradient from a lost host would block.
+    # Not for gradients: fetching one from a lost host would block.
     for ref in ray.wait(refs, timeout=seconds)[0]:
       if ref in self._asked:
         self._hear(ref)
@@ -130,15 +121,12 @@ class RayWorkers:
       ray.kill(self._computers[worker], no_restart=False)
 
   def _ask(self):
-    """Calls each worker that is starting, to learn when it is ready.
-
-    Those that do not answer are replaced.
-    """
+    """Calls each worker that is starting; replaces those that do not answer."""
     now = time.monotonic()
     for worker in [w for w, due in self._ask_again.items() if due <= now]:
       del self._ask_again[worker]
       self._asked[self._computers[worker].describe.remote()] = worker, now
-    # One may still hang in what a driver asked for that has died since.
+    # A worker may be stuck on the task of a dead driver.
     for worker, start in self._asked.values():
       if now - start > _ANSWER_TIMEOUT:
         self.replace(worker)
@@ -158,28 +146,28 @@ class RayWorkers:
           f' {problem} on worker {worker}. Define them in the main program, or'
           ' in a module that is installed on all nodes.'
       )
-    if versions != machine.versions():
+    if versions != manifest.versions():
       raise ValueError(
           '`cluster` must have the same versions on all nodes, got'
-          f' {versions} on worker {worker} instead of {machine.versions()}.'
+          f' {versions} on worker {worker} instead of {manifest.versions()}.'
       )
     self._ready.add(worker)
 
   def _take(self, ref):
-    """Handles the outcome of a gradient."""
+    """Returns the event of a reply."""
     worker, grads = self._in_flight.pop(ref)
     try:
-      outcome: Any = ray.get(ref)
+      reply: Any = ray.get(ref)
     except exceptions.RayError:
       self._ready.discard(worker)
       self._replaced.discard(worker)
       self._ask_again[worker] = 0
       return workers_lib.Event(worker)
-    return workers_lib.Event(worker, outcome, functools.partial(_fetch, grads))
+    return workers_lib.Event(worker, reply, functools.partial(_fetch, grads))
 
 
 def _fetch(ref):
-  """Returns a gradient, or `None` if it has been lost."""
+  """Returns a gradient, or `None` if it is lost."""
   try:
     return ray.get(ref, timeout=_FETCH_TIMEOUT)
   except exceptions.RayError:

@@ -13,10 +13,11 @@ import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
 
-# Of the words of a checksum. A prime, so that no period of the data meets it.
+# A checksum sums 64-bit words in this many columns. The number is prime: equal
+# words at regular distances would otherwise meet in one column.
 _NUM_COLUMNS = 1021
-# The bytes before the first word. So no sign of a float64 is the highest bit of
-# a word, of which a sum forgets an even number.
+# The bytes before the first word. Without them, the sign of a float64 would be
+# the highest bit of a word, and two flipped signs would cancel in a sum.
 _OFFSET = 4
 
 
@@ -24,8 +25,8 @@ _OFFSET = 4
 class Task:
   """A training task: the functions that workers call.
 
-  Workers are other processes. They import the modules of these functions, or
-  get a copy of those that are defined in the main program.
+  Workers are other processes. They import the modules of these functions.
+  Functions that are defined in the main program are copied to them.
 
   Args:
     init: Takes nothing and returns the parameters, a tree of arrays.
@@ -33,12 +34,12 @@ class Task:
       tree, shapes and dtypes of the parameters, and a dict of scalar metrics.
       Compile it with `jax.jit`.
     batch: Takes the number of a batch, 0, 1, 2, ..., and returns the batch.
-    rollout: In place of `batch`, takes parameters and a number and returns a
-      batch that was made with these parameters, as the actors of reinforcement
-      learning do. The staleness of its gradient counts from them.
+    rollout: In place of `batch`, takes parameters and a number, and returns a
+      batch made with these parameters, as the actors of reinforcement learning
+      do. Staleness counts from these parameters.
 
-  All of them must be pure: another worker may do the same work again, and
-  `replay` does. Derive random keys from the number of the batch, as in
+  All functions must be pure: another worker may compute the same batch again,
+  and `replay` does. Derive random keys from the number of the batch, as in
   `jax.random.fold_in(jax.random.key(seed), number)`.
 
   Raises:
@@ -90,8 +91,8 @@ class Failure(NamedTuple):
   Attributes:
     function: The name of the function.
     message: The name of the error, and its text.
-    trace: Where it was raised, for people.
-    is_final: Whether another attempt cannot help.
+    trace: The traceback, to be read by the user.
+    is_final: Whether another attempt would fail, too.
   """
 
   function: str
@@ -100,12 +101,12 @@ class Failure(NamedTuple):
   is_final: bool = False
 
 
-class Outcome(NamedTuple):
-  """What a worker reports of a gradient besides the gradient itself.
+class Reply(NamedTuple):
+  """The reply of a worker, without the gradient itself.
 
   Attributes:
-    metrics: Those of the batch.
-    checksum: Of the bits of the gradient.
+    metrics: The metrics of the batch.
+    checksum: The checksum of the gradient.
     failure: What went wrong, if anything.
   """
 
@@ -114,8 +115,23 @@ class Outcome(NamedTuple):
   failure: Failure | None = None
 
 
-def evaluate(task: Task, params: Any, number: int) -> tuple[Outcome, Any]:
-  """Returns the outcome of a gradient, and the gradient, on the host.
+def init_params(task: Task) -> Any:
+  """Returns the initial parameters of a task as NumPy arrays.
+
+  Raises:
+    RuntimeError: If `init` fails.
+  """
+  try:
+    params = task.init()
+  except Exception as error:  # Whatever a user's function raises.
+    raise RuntimeError(
+        f'`init` of `task` must work, got {type(error).__name__}: {error}'
+    ) from error
+  return jax.tree.map(np.asarray, params)
+
+
+def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
+  """Returns the reply of a worker, and the gradient on the host.
 
   Args:
     task: The task.
@@ -123,23 +139,28 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Outcome, Any]:
     number: The number of the batch.
   """
   function = 'rollout' if task.batch is None else 'batch'
-  # On CPU, this views shared memory and copies nothing.
+  # On CPU, this is a view of shared memory, not a copy.
   params = jax.device_put(params)
   try:
     batch = task.make_batch(params, number)
     function = 'gradient'
     grads, metrics = _checked(task.gradient(params, batch), params)
     grads = jax.tree.map(np.asarray, grads)
-    return Outcome(metrics, checksum(grads)), grads
+    return Reply(metrics, checksum(grads)), grads
+  except _WrongGradientError as error:
+    failure = Failure(function, str(error), '', is_final=True)
   except Exception as error:  # Whatever a user's function raises.
-    return Outcome({}, 0, _failure(function, error)), None
+    message = f'{type(error).__name__}: {error}'
+    trace = ''.join(traceback.format_exception(error))
+    failure = Failure(function, message, trace)
+  return Reply({}, 0, failure), None
 
 
 def checksum(tree: Any) -> int:
   """Returns a 32-bit checksum of a tree of NumPy arrays.
 
-  It takes one pass over the memory, and changes with any bit. Each column of
-  words is summed, and the sums go through a cyclic redundancy check.
+  Any changed bit changes the checksum. It reads the memory once: it sums
+  columns of words, and the sums go through a cyclic redundancy check.
   """
   total = 0
   for leaf in jax.tree.leaves(tree):
@@ -154,14 +175,14 @@ def checksum(tree: Any) -> int:
 
 
 class _WrongGradientError(Exception):
-  """Why a result is no gradient; another attempt cannot help."""
+  """A result is not a gradient; another attempt would return the same."""
 
 
 def _checked(result, params):
-  """Returns a gradient and its metrics as numbers.
+  """Returns the gradient of a result, and its metrics as numbers.
 
   Raises:
-    _WrongGradientError: If it is not a gradient of the parameters.
+    _WrongGradientError: If the result is not a gradient of the parameters.
   """
   if not isinstance(result, tuple) or len(result) != 2:
     raise _WrongGradientError(
@@ -189,13 +210,3 @@ def _checked(result, params):
         f'its metrics must be a dict of scalars, got {metrics!r}.'
     )
   return grads, {str(name): float(x) for name, x in metrics.items()}
-
-
-def _failure(function, error):
-  if isinstance(error, _WrongGradientError):
-    return Failure(function, str(error), '', is_final=True)
-  return Failure(
-      function,
-      f'{type(error).__name__}: {error}',
-      ''.join(traceback.format_exception(error)),
-  )

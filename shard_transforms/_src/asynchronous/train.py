@@ -2,24 +2,22 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
 import os
 import pathlib
+import sys
 from typing import Any, Literal
 
 import optax
 
-from shard_transforms._src.asynchronous import holder as holder_lib
-from shard_transforms._src.asynchronous import options as options_lib
-from shard_transforms._src.asynchronous import program
-from shard_transforms._src.asynchronous import report
+from shard_transforms._src.asynchronous import driver
+from shard_transforms._src.asynchronous import in_flight
+from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.asynchronous import tickets
-from shard_transforms._src.asynchronous import workers as workers_lib
 from shard_transforms._src.base import arguments
 
 
@@ -35,73 +33,76 @@ def train(
     cluster: Literal['local'] | str | None = 'local',
     folder: str | os.PathLike[str] | None = None,
     save_every: int = 100,
-    on_drop: tickets.OnDrop = 'again',
+    on_drop: in_flight.OnDrop = 'again',
     max_attempts: int = 3,
     weight: Callable[[int], float] | None = None,
     resources: Mapping[str, Any] | None = None,
-    on_progress: Callable[[report.Report], Any] | None = None,
-) -> report.Result:
+    on_progress: Callable[[outcomes.Report], Any] | None = None,
+) -> outcomes.Result:
   r"""Trains asynchronously, by workers that do not wait for each other.
 
-  Each worker computes gradients at the parameters that it was given last. When
-  one comes back, it is accepted if its age
+  Each worker computes a gradient at the parameters that it was given last. When
+  the gradient comes back, it is accepted if its age is at most `staleness`:
 
-  .. math:: \text{global\_step} - \text{local\_step} \le \text{staleness}
+  .. math:: \text{global step} - \text{local step} \le \text{staleness}
 
-  and then `tx` applies it, and the global step grows by one. The state is that
-  of `drop_stale(staleness, tx)`, to the bit.
+  Then `tx` applies it, and the global step grows by one. The state is that of
+  `drop_stale(staleness, tx)`, to the bit.
 
-  With a `folder`, what becomes of each gradient is written to a journal before
-  anybody sees the new parameters, and parameters and state to a checkpoint
-  every `save_every` updates. The same call resumes where the last one ended,
-  however it ended; no accepted update is lost, and no batch counts twice. A
-  worker that dies is replaced at any time; with a folder, so is the process
-  that holds the parameters. `replay` computes the same bits from the journal.
+  With a `folder`, the outcome of each gradient is written to a journal before
+  the new parameters are published. Parameters and state are written to a
+  checkpoint every `save_every` updates. The same call resumes where the last
+  one ended, even if it was killed: no accepted update is lost, and no batch
+  counts twice. A worker that dies is always replaced. With a folder, so is the
+  *driver*, the process that holds the parameters. `replay` computes the same
+  bits from the journal.
 
   Args:
-    task: What is trained, and on what.
-    tx: The optimizer. It gets the extra argument `local_step`, and where it
-      uses `read_params`, as `compensate_delay` does, the parameters that the
-      gradient was computed from, which are then kept that long.
+    task: The functions of the training.
+    tx: The optimizer. It gets the extra argument `local_step` and, if it uses
+      `read_params` as `compensate_delay` does, the parameters that the gradient
+      was computed from; these are then kept until that gradient is back.
     num_updates: Number of accepted updates after which the run ends.
     num_workers: Number of workers.
     staleness: The age up to which gradients are accepted, in steps; `None` for
       any age.
-    pace: Whether a worker waits if its gradient would become too old because of
+    pace: Whether a worker waits if its gradient could become too old because of
       the updates of the others. Then no gradient is dropped.
-    patience: After how many times the usual duration of a gradient another
-      worker gets its batch, with twice the time in each further attempt. One
-      that takes five times as long, and at least 5 seconds, is replaced. The
-      first gradient of a worker, which is compiled, has two minutes more.
-    cluster: `'local'` starts Ray on this machine, on loopback, and ends it with
-      the call; `'host:port'` joins a cluster of Ray, on whose nodes this
-      package and the modules of the task must be installed. `None` computes
-      in this process, without Ray, the workers one after the other.
-    folder: The folder of the journal and the checkpoints, for one run alone, on
-      this host. `None` keeps nothing.
-    save_every: Number of updates between checkpoints. Before each, no batch is
-      handed out until those in flight are back.
-    on_drop: What becomes of the batch of a gradient that is too old: it is
-      computed `'again'`, or `'forget'`.
-    max_attempts: How often a batch is tried whose gradient raises an error, or
-      whose worker dies or hangs.
-    weight: Takes the age of an accepted gradient and returns what the gradient
-      is multiplied by. `None` for 1.
-    resources: What a worker needs, as the options of a Ray actor; by default
+    patience: A gradient is late after this many times the median duration:
+      another worker gets its batch. Each further attempt at a batch has twice
+      the time. A worker that takes five times as long, and at least 5 seconds,
+      is replaced. The first gradient of a worker may take two minutes longer,
+      because it includes compilation.
+    cluster: `'local'` starts Ray on this machine, on loopback, and stops it at
+      the end of the call. `'host:port'` joins a Ray cluster, on whose nodes
+      this package and the modules of the task must be installed. `None`
+      computes in this process, without Ray: the workers take turns.
+    folder: The folder of the journal and the checkpoints, on this host. Each
+      run needs its own. `None` keeps nothing.
+    save_every: Number of updates between checkpoints. Before each checkpoint,
+      no batch is assigned until the gradients in flight are back.
+    on_drop: What happens to the batch of a gradient that is too old:
+      `'again'` computes it again, `'forget'` leaves it out.
+    max_attempts: Number of attempts at a batch whose gradient raises an error,
+      or whose worker dies or hangs.
+    weight: Takes the age of an accepted gradient, and returns a factor for the
+      gradient. `None` for 1.
+    resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
     on_progress: Takes a `Report`, at most ten times a second and at the end.
 
   Returns:
-    The parameters, the state, and how it went.
+    The parameters, the state, and a report.
 
   Raises:
     ConnectionError: If the cluster cannot be reached within two minutes.
-    ImportError: If what `cluster` or `folder` needs is not installed: the extra
-      `ray` has it.
-    OSError: If `folder` cannot be written.
+    ImportError: If `cluster` or `folder` needs a library that is not installed:
+      the extra `ray` has it.
+    OSError: If `folder` cannot be written; if `folder` or `cluster` is used on
+      a system that is not POSIX.
     RuntimeError: If a function of the task fails `max_attempts` times in one
-      batch, or gives no gradient; if there are no workers, or the process that
-      holds the parameters dies without a folder, or again and again.
+      batch, or does not return a gradient; if no worker starts; if the driver
+      dies without a folder, or repeatedly.
     TypeError: If an argument is of the wrong kind.
     ValueError: If an argument has a wrong value; if `folder` is of another
       task, optimizer or machine, is damaged or in use; if nodes have other
@@ -128,59 +129,74 @@ def train(
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
   check_task(task, tx)
-  options = options_lib.checked(
-      num_updates=num_updates,
-      staleness=staleness,
-      pace=pace,
-      patience=patience,
-      save_every=save_every,
+  age = math.inf
+  if staleness is not None:
+    age = arguments.as_at_least('staleness', staleness, 0)
+  options = in_flight.Options(
+      num_updates=arguments.as_at_least('num_updates', num_updates, 1),
+      staleness=age,
+      pace=bool(pace),
+      patience=float(arguments.as_positive('patience', patience)),
+      save_every=arguments.as_at_least('save_every', save_every, 1),
       on_drop=on_drop,
-      max_attempts=max_attempts,
+      max_attempts=arguments.as_at_least('max_attempts', max_attempts, 1),
       weight=weight,
   )
+  if patience < 1:
+    raise ValueError(f'`patience` must be at least 1, got {patience!r}.')
+  if on_drop not in ('again', 'forget'):
+    raise ValueError(f"`on_drop` must be 'again' or 'forget', got {on_drop!r}.")
   num_workers = arguments.as_at_least('num_workers', num_workers, 1)
   for name, function in ('weight', weight), ('on_progress', on_progress):
     if function is not None and not callable(function):
       raise TypeError(f'`{name}` must be a function, got {function!r}.')
   if resources is not None and not isinstance(resources, Mapping):
     raise TypeError(f'`resources` must be a dict, got {resources!r}.')
-  _check_cluster(cluster)
+  is_address = isinstance(cluster, str) and cluster.rpartition(':')[2].isdigit()
+  if cluster not in (None, 'local') and not is_address:
+    raise ValueError(
+        "`cluster` must be None, 'local' or an address 'host:port', got"
+        f' {cluster!r}.'
+    )
   path = None if folder is None else pathlib.Path(folder).absolute()
   if path is not None:
     require('orbax.checkpoint', '`folder`')
   if cluster is not None:
     require('ray', f'`cluster` {cluster!r}')
-    make = functools.partial(holder_lib.Holder, task, tx, options, path)
-    job = program.Job(
-        make, task, num_workers, cluster, resources, path is not None
-    )
-    return program.run(job, on_progress)
-  # Workers that take turns are never late.
-  options = dataclasses.replace(options, patience=math.inf)
-  holder = holder_lib.Holder(task, tx, options, path)
-  with contextlib.closing(holder):
-    for progress in holder.run(workers_lib.LocalWorkers(task, num_workers)):
-      if on_progress is not None:
-        on_progress(progress)
-    result = holder.result()
-  if on_progress is not None:
-    on_progress(result.report)
-  return result
+  else:
+    # Workers that take turns are never late.
+    options = dataclasses.replace(options, patience=math.inf)
+  return job.run(
+      functools.partial(driver.drive, task, tx, options, path),
+      task,
+      num_workers,
+      cluster=cluster,
+      is_resumable=path is not None,
+      resources=resources,
+      on_progress=on_progress,
+  )
 
 
-def require(module: str, what: str) -> None:
-  """Checks that a library is installed.
+def require(module: str, user: str) -> None:
+  """Checks that an argument can be used here.
+
+  Args:
+    module: The library that it needs.
+    user: The argument, for the error.
 
   Raises:
-    ImportError: If it is not.
+    ImportError: If the library is not installed.
+    OSError: If the system is not POSIX: files must be locked, and groups of
+      processes killed.
   """
-  try:
-    found = importlib.util.find_spec(module)
-  except ModuleNotFoundError:
-    found = None
-  if found is None:
+  if not _is_installed('fcntl'):
+    raise OSError(
+        f'{user} must be used on a POSIX system such as Linux or macOS, got'
+        f' {sys.platform!r}. Train with `cluster=None` and without a `folder`.'
+    )
+  if not _is_installed(module):
     raise ImportError(
-        f'{what} must have the library {module.split(".")[0]!r}, which is not'
+        f'{user} must have the library {module.split(".")[0]!r}, which is not'
         " installed. Run `pip install 'shard_transforms[ray]'`."
     )
 
@@ -199,10 +215,8 @@ def check_task(task: Any, tx: Any) -> None:
     )
 
 
-def _check_cluster(cluster):
-  is_address = isinstance(cluster, str) and cluster.rpartition(':')[2].isdigit()
-  if cluster not in (None, 'local') and not is_address:
-    raise ValueError(
-        "`cluster` must be None, 'local' or an address 'host:port', got"
-        f' {cluster!r}.'
-    )
+def _is_installed(module):
+  try:
+    return importlib.util.find_spec(module) is not None
+  except ModuleNotFoundError:
+    return False

@@ -8,28 +8,28 @@ from shard_transforms._src.asynchronous import task as task_lib
 
 
 class Event(NamedTuple):
-  """Something that has happened to a worker.
+  """A gradient has been computed, or is lost.
 
   Attributes:
     worker: The number of the worker.
-    outcome: The outcome of its gradient; `None` if it is lost.
-    fetch: Returns the gradient, or `None` if it is lost by now.
+    reply: The reply of the worker; `None` if it died.
+    fetch: Returns the gradient, or `None` if it has been lost since.
   """
 
   worker: int
-  outcome: task_lib.Outcome | None = None
+  reply: task_lib.Reply | None = None
   fetch: Callable[[], Any] = lambda: None
 
 
 class Workers(Protocol):
-  """Processes, threads or a queue, each computing one gradient at a time."""
+  """Workers, numbered from 0, each of which computes one gradient at a time."""
 
   def ready(self) -> set[int]:
     """Returns the numbers of the workers that are up, idle or not."""
     ...
 
   def publish(self, params: Any) -> Any:
-    """Returns what `start` takes as parameters; they must not change."""
+    """Returns the parameters in the form for `start`; they must not change."""
     ...
 
   def start(self, worker: int, published: Any, batch: int) -> None:
@@ -37,7 +37,7 @@ class Workers(Protocol):
     ...
 
   def wait(self, seconds: float) -> list[Event]:
-    """Returns the events of up to so many seconds."""
+    """Waits for events up to a time limit, and returns them."""
     ...
 
   def replace(self, worker: int) -> None:
@@ -48,7 +48,7 @@ class Workers(Protocol):
 class LocalWorkers:
   """Workers of this process, which compute in turn, first in, first out.
 
-  So the gradients of n workers are n - 1 steps old, where staleness allows.
+  So the gradients of n workers are n - 1 steps old, where staleness allows it.
   """
 
   def __init__(self, task: task_lib.Task, num_workers: int):
@@ -70,8 +70,8 @@ class LocalWorkers:
     if not self._started:
       return []
     worker, params, batch = self._started.popleft()
-    outcome, grads = task_lib.evaluate(self._task, params, batch)
-    return [Event(worker, outcome, lambda: grads)]
+    reply, grads = task_lib.evaluate(self._task, params, batch)
+    return [Event(worker, reply, lambda: grads)]
 
   def replace(self, worker: int) -> None:
     raise NotImplementedError(f'Worker {worker} of this process cannot hang.')

@@ -1,5 +1,6 @@
-"""Checks of the numbers that users hand in, such as counts and local steps."""
+"""Checks of what users give: numbers, local steps, inner transformations."""
 
+from collections.abc import Hashable
 import operator
 from typing import Any
 
@@ -7,6 +8,10 @@ import jax
 from jax import core
 import jax.numpy as jnp
 import numpy as np
+import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves
 
 
 def as_int(name: str, value: Any) -> int:
@@ -85,7 +90,7 @@ def as_fraction(name: str, value: Any) -> Any:
 
 def _as_real(name, value, requirement, fits):
   """Returns a real scalar that fits a requirement, as far as it is known."""
-  dtype = dtype_of_number(value)
+  dtype = leaves.dtype_of_number(value)
   kinds = (jnp.integer, jnp.floating)
   is_real = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
   if not is_real or jnp.shape(value):
@@ -93,6 +98,16 @@ def _as_real(name, value, requirement, fits):
   if not isinstance(value, core.Tracer) and not fits(value):
     raise ValueError(f'`{name}` must {requirement}, got {value!r}.')
   return value
+
+
+def check_bool(name: str, value: Any) -> None:
+  """Checks a switch.
+
+  Raises:
+    TypeError: If it is not `True` or `False`.
+  """
+  if not isinstance(value, bool):
+    raise TypeError(f'`{name}` must be a boolean, got {value!r}.')
 
 
 def check_reduction(reduction: Any) -> None:
@@ -121,7 +136,7 @@ def as_local_step(
         ' updates were read, got None. Call `tx.update(updates, state, params,'
         ' local_step=...)`.'
     )
-  dtype = dtype_of_number(local_step)
+  dtype = leaves.dtype_of_number(local_step)
   if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(f'{name} must be an integer, got {local_step!r}.')
   if jnp.shape(local_step) not in ((), shape):
@@ -138,9 +153,55 @@ def as_local_step(
   return jnp.asarray(local_step, jnp.int32)
 
 
-def dtype_of_number(value: Any) -> np.dtype | None:
-  """Returns the dtype of an array or a Python number, else `None`."""
-  if isinstance(value, (bool, int, float, complex)):
-    return np.dtype(type(value))
-  is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-  return value.dtype if is_array else None
+def as_inner(
+    inner: Any, caller: str, argument: str = 'inner'
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the inner transformation, as one that takes extra arguments.
+
+  Raises:
+    TypeError: If it is no transformation.
+  """
+  parts = (getattr(inner, name, None) for name in ('init', 'update'))
+  if not all(map(callable, parts)):
+    raise TypeError(
+        f'`{argument}` of `{caller}` must be an Optax gradient transformation,'
+        f' got {inner!r}. Call its factory, as in `optax.sgd(0.1)`.'
+    )
+  return optax.with_extra_args_support(inner)
+
+
+def check_state(state: Any, kind: type, caller: str) -> None:
+  """Checks that `update` is given the state of its own transformation.
+
+  Raises:
+    TypeError: If it is given another one.
+  """
+  if not isinstance(state, kind):
+    raise TypeError(
+        f'`state` of `{caller}` must be a `{kind.__name__}`, as its `init`'
+        f' returns, got {type(state).__name__}. A checkpoint is restored with'
+        ' the state of `init` or `init_state` as the target.'
+    )
+
+
+def check_update(
+    updates: optax.Updates,
+    state: Any,
+    kind: type,
+    axes: tuple[Hashable, ...],
+    caller: str,
+) -> None:
+  """Checks what `update` of a gate is given, before any arithmetic.
+
+  A mask or another result of a gate may vary over an axis where the updates do
+  not: multiplied by it, reduced updates would look unreduced.
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If the state is another one, or a leaf an integer or boolean.
+    ValueError: If updates are already reduced over one of `axes`.
+  """
+  check_state(state, kind, caller)
+  leaves.check_inexact(updates, caller)
+  axes_lib.size(axes, caller)
+  leaves.check_per_shard(updates, axes, caller)

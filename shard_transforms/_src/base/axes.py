@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 from jax import core
 from jax import lax
+import jax.extend
 import jax.numpy as jnp
 
 AxisName = Hashable | Sequence[Hashable]
@@ -163,10 +164,23 @@ def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   return tuple(sorted(axes, key=names.index))
 
 
+def platform() -> str:
+  """Returns for which platform a program is traced, such as 'cpu'."""
+  # Under `jax.vmap`, what is traced has no devices yet.
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
+
+
 def between_processes() -> bool:
   """Whether CPU devices may be those of several processes, joined by gloo."""
-  # What is traced has no devices yet, so that the axis itself does not tell.
-  return jax.process_count() > 1 and jax.default_backend() == 'cpu'
+  return jax.process_count() > 1 and platform() == 'cpu'
+
+
+def fuses_up_to_barriers() -> bool:
+  """Whether XLA fuses nothing across a `lax.optimization_barrier`."""
+  # Before JAX 0.12, XLA for CPUs drops barriers before it fuses. On other
+  # platforms nobody has measured what a barrier costs.
+  return jax.__version_info__ >= (0, 12) and platform() == 'cpu'
 
 
 def untracked_axes() -> tuple[Hashable, ...]:
@@ -231,6 +245,26 @@ def mark_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
 
 def zeros(kind: Any) -> jax.Array:
   """Returns invariant zeros of the shape, dtype and sharding of a type."""
-  # The compiler wants both branches of a `cond` sharded alike on mesh axes of
-  # the explicit type.
+  # On mesh axes of the explicit type, the branches of a `cond` must have the
+  # same sharding.
   return jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding)
+
+
+def trace_state() -> Any:
+  """Returns a value that is equal for two places in the same trace."""
+  return jax.extend.core.get_opaque_trace_state(convention='flax')
+
+
+@functools.cache
+def _untraced_state():
+  with jax.ensure_compile_time_eval():
+    return trace_state()
+
+
+def is_staged() -> bool:
+  """Whether JAX traces here for a program that it caches, as `jax.jit` does."""
+  if trace_state() == _untraced_state():
+    return False
+  # Under `jax.vmap` and `jax.grad` alone, new arrays are concrete. Placing one
+  # compiles nothing; computing one would compile once a trace.
+  return isinstance(jax.device_put(0.0), core.Tracer)

@@ -5,11 +5,17 @@ from collections.abc import Sequence
 import functools
 import operator
 from typing import Any
+import weakref
 
 import jax
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import gradient_origins
+
+# The parameters at which a gradient was taken, by its identity; `None` for one
+# that was taken at two places. No type shows it, and no public part of JAX
+# gives the program of what is being traced. Weak references keep nothing alive;
+# nothing is known of what is computed from a gradient.
+_origins: dict[int, tuple[weakref.ref, weakref.ref | None]] = {}
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
@@ -140,7 +146,9 @@ def value_and_grad(
     value, grads = differentiated(*args, **kwargs)
     of_all = grads if several else (grads,)
     for i, gradient in zip(chosen, of_all, strict=True):
-      gradient_origins.note(gradient, given[i])
+      pairs = map(jax.tree.leaves, (gradient, given[i]))
+      for leaf, at in zip(*pairs, strict=True):
+        _note_origin(leaf, at)
     return value, grads
 
   return value_and_grad_fn
@@ -149,3 +157,23 @@ def value_and_grad(
 def _is_array(leaf):
   numbers = bool | int | float | complex
   return hasattr(leaf, 'dtype') or isinstance(leaf, numbers)
+
+
+def is_taken_at(gradient: Any, origin: Any) -> bool:
+  """Whether `value_and_grad` took a gradient, one leaf, at this very array."""
+  noted, at = _origins.get(id(gradient), (None, None))
+  if noted is None or at is None or origin is None:
+    return False
+  return noted() is gradient and at() is origin
+
+
+def _note_origin(gradient, origin):
+  key = id(gradient)
+  try:
+    noted = weakref.ref(gradient, lambda _: _origins.pop(key, None))
+    at = weakref.ref(origin)
+  # Python numbers have no identity of their own.
+  except TypeError:
+    return
+  is_new = key not in _origins or is_taken_at(gradient, origin)
+  _origins[key] = noted, at if is_new else None

@@ -1,15 +1,19 @@
-"""Which leaves of a tree carry a gradient, and in which dtype they add up."""
+"""Leaves of trees: their dtypes, checks of them, and their slices."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+import math
 from typing import Any
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
@@ -22,10 +26,32 @@ ParamTree = (
     | Mapping[Any, 'ParamTree']
 )
 
+_REMEDIES = {
+    'invariant': (
+        'it is already reduced. `jax.grad` sums the gradient of replicated'
+        ' parameters under `jax.shard_map`, and an earlier reduction leaves the'
+        ' same type. Take the gradient of `shard_transforms.per_shard(params,'
+        ' {axis!r})`, as `shard_transforms.value_and_grad` does, and reduce it'
+        ' once. Or, where neither weights, groups nor a wrapper need the'
+        ' gradient of each shard, tell `cross_shard_mean` or `cross_shard_sum`'
+        " that it is `on_invariant='summed'` or `'averaged'`."
+    ),
+    'unreduced': (
+        'its sum over the shards is pending. Weights, groups and wrappers need'
+        ' the gradient of each shard: take that of'
+        ' `shard_transforms.per_shard(params, {axis!r})`.'
+    ),
+}
+
 
 def is_none(leaf: Any) -> bool:
   """Whether `leaf` is `None`, for the `is_leaf` of a tree map."""
   return leaf is None
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+  """Maps leaves as `jax.tree.map`, but for `None`, which is a leaf too."""
+  return jax.tree.map(fn, tree, *rest, is_leaf=is_none)
 
 
 def is_float0(leaf: Any) -> bool:
@@ -43,10 +69,33 @@ def dtype_of(leaf: Any) -> Any:
   return jnp.dtype(getattr(leaf, 'dtype', None) or jnp.result_type(leaf))
 
 
+def dtype_of_number(value: Any) -> np.dtype | None:
+  """Returns the dtype of an array or a Python number, else `None`."""
+  if isinstance(value, (bool, int, float, complex)):
+    return np.dtype(type(value))
+  is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+  return value.dtype if is_array else None
+
+
 def accumulator_dtype(dtype: Any) -> Any:
   """Returns the dtype in which values of `dtype` are summed."""
   narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
+
+
+def accumulators(tree: Any) -> Any:
+  """Returns zeros to add leaves to; `None` for those without a gradient.
+
+  Unlike those of `jnp.zeros`, they vary over the axes over which a leaf does.
+  """
+
+  def zeros(leaf):
+    dtype = dtype_of(leaf)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+      return None
+    return jnp.zeros_like(leaf, dtype=accumulator_dtype(dtype))
+
+  return jax.tree.map(zeros, tree)
 
 
 def as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
@@ -137,3 +186,91 @@ def check_like(tree: Any, reference: Any, caller: str) -> None:
           f' made for, got {jnp.shape(update)} instead of {jnp.shape(kept)} at'
           f' {name_of(path)}.'
       )
+
+
+def check_per_shard(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
+  """Checks that each shard still has its own values.
+
+  Raises:
+    ValueError: If a leaf is reduced over an axis, or its sum is pending.
+  """
+  _check(tree, axes, caller, refused=('invariant', 'unreduced'))
+
+
+def check_not_reduced(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
+  """Checks that values are not reduced yet; their sum may be pending.
+
+  Raises:
+    ValueError: If a leaf is reduced over an axis.
+  """
+  _check(tree, axes, caller, refused=('invariant',))
+
+
+def check_varies_with(tree: Any, others: Any, caller: str) -> None:
+  """Checks that leaves vary over each axis over which others do.
+
+  A result of both varies, so that a reduced leaf would look unreduced.
+
+  Args:
+    tree: The leaves, any of which may be `None`.
+    others: For each of them another array, or `None`.
+    caller: What errors name.
+
+  Raises:
+    ValueError: If a leaf is reduced where the other is not, or is pending.
+  """
+  axes = set().union(*map(axes_lib.varying_axes, jax.tree.leaves(others)))
+  for axis in sorted(axes, key=str):
+
+    def to_check(other, leaf, axis=axis):
+      varies = other is not None and axis in axes_lib.varying_axes(other)
+      return leaf if varies else None
+
+    found = jax.tree.map(to_check, others, tree, is_leaf=is_none)
+    check_per_shard(found, (axis,), caller)
+
+
+def _check(tree, axes, caller, refused):
+  found = jax.tree.leaves_with_path(tree)
+  found = [(p, leaf) for p, leaf in found if not is_float0(leaf)]
+  for axis in axes:
+    states = axes_lib.states([leaf for _, leaf in found], axis)
+    for (path, leaf), state in zip(found, states, strict=True):
+      if state in refused:
+        name = name_of(path)
+        got = f'{name} {list(jnp.shape(leaf))}, typed {state}'
+        raise ValueError(
+            f'`updates` of `{caller}` must be per shard over {axis!r}, got'
+            f' {got}: {_REMEDIES[state].format(axis=axis)}'
+        )
+
+
+def is_cut(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:
+  """Whether a leaf carries a gradient, and is neither empty nor a scalar."""
+  is_inexact = jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+  has_axis = bool(jnp.shape(leaf)) and math.prod(jnp.shape(leaf)) > 0
+  return is_inexact and has_axis and num_slices > 1
+
+
+def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
+  """Returns a slice of a leaf for each shard, [slices, 1, ..., 1, elements].
+
+  The leaf is flattened, padded with zeros at its end, and split into equal
+  parts. A slice keeps the rank of its leaf.
+  """
+  rows = jnp.asarray(leaf)
+  if padding := -rows.size % num_slices:
+    rows = jnp.pad(rows.ravel(), (0, padding))
+  shape = num_slices, *(1,) * (jnp.ndim(leaf) - 1), rows.size // num_slices
+  return lax.reshape(rows, shape)
+
+
+def join(
+    slices: jax.Array, like: chex.Array | jax.ShapeDtypeStruct
+) -> jax.Array:
+  """Returns the leaf that was cut, in the shape of `like`."""
+  shape = jnp.shape(like)
+  num_elements = math.prod(shape)
+  if slices.size > num_elements:
+    slices = lax.slice(slices.ravel(), (0,), (num_elements,))
+  return lax.reshape(slices, shape)

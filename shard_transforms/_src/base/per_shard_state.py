@@ -13,10 +13,6 @@ from jax import lax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 
-# Whether XLA heeds a `lax.optimization_barrier` when it fuses. If so, the state
-# of a shard is written in place.
-FUSES_UP_TO_BARRIERS = jax.__version_info__ >= (0, 12)
-
 
 def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
   """Returns a shard's own values as its state keeps them."""
@@ -53,12 +49,14 @@ def _own(leaf):
 
 
 def _apart(tree):
-  """Keeps changes of shape apart from arithmetic, where XLA heeds it.
+  """Keeps changes of shape apart from arithmetic, where XLA respects barriers.
 
-  XLA for CPUs copies what a fusion of both writes, in place of a write into a
+  XLA for CPUs copies what a fusion of both writes; apart, it writes into the
   donated array.
   """
-  return lax.optimization_barrier(tree) if FUSES_UP_TO_BARRIERS else tree
+  if axes_lib.fuses_up_to_barriers():
+    return lax.optimization_barrier(tree)
+  return tree
 
 
 def check_kept(before: Any, after: Any, caller: str) -> None:

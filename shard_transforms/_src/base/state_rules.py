@@ -24,6 +24,7 @@ Kind = Literal[
     'minimum',
     'maximum',
     'average',
+    'share',
     'cut_anew',
     'begin_anew',
     'refuse',
@@ -45,16 +46,18 @@ class ResizeRule:
   Args:
     kind: `'keep'` for what does not depend on the number of shards; `'sum'`,
       `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows each of which
-      becomes the mean of all finite ones; `'cut_anew'` for slices of one
+      becomes the mean of all finite ones; `'share'` for rows each of which
+      becomes an equal part of the sum of all; `'cut_anew'` for slices of one
       array, which are joined and cut again; `'begin_anew'` for what is
       initialized again; `'refuse'` for what cannot be carried over.
-    empty: What a shard that is added begins with, and what is filled in where a
-      part begins anew. `None` is 0, and for `'minimum'` and `'maximum'` that of
-      all shards so far.
+    empty: The value of a shard that is added, and of a part that starts again.
+      `None` is 0; for `'minimum'` and `'maximum'` it is that of all shards so
+      far.
     reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
       the name of the leaf.
-    row_weights: For `'average'`, how much each row counts, [rows]; all the same
-      if left out, or if those of all finite rows are 0.
+    row_weights: For `'average'` and `'share'`, how much each row counts,
+      [rows]. All rows count the same if it is left out; for `'average'` also
+      if the weights of all finite rows are 0.
 
   Raises:
     ValueError: If the kind is unknown.
@@ -104,7 +107,11 @@ class ResizeRule:
 
 
 class ResizableState(Protocol):
-  """A state, such as a `NamedTuple`, of which `resize_state` asks the rules.
+  """A state, such as a `NamedTuple`, that tells `resize_state` its rules.
+
+  Attributes:
+    resize_rules: Takes the `reduction` that `resize_state` is given, and
+      returns the rules of the fields by name.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -123,12 +130,18 @@ class ResizableState(Protocol):
     A field without a rule is kept, or asked itself if it is such a state.
 
     Args:
-      reduction: What `resize_state` was told of how shards are reduced.
+      reduction: How shards are reduced, as `resize_state` is told.
+
+    Returns:
+      A `ResizeRule` for each field that is not kept as it is.
     """
 
 
 class MonitoredState(Protocol):
   """A state that tells `check_health` whether training is healthy.
+
+  Attributes:
+    health_problem: Takes nothing, and returns what is wrong, or `None`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -141,10 +154,13 @@ class MonitoredState(Protocol):
 
   @abc.abstractmethod
   def health_problem(self) -> str | None:
-    """Returns what is wrong, in sentences, or `None`.
+    """Returns what is wrong, in sentences.
 
-    Called outside of traced code. Of an array over several processes, read what
-    is addressable.
+    It is called outside of traced code. An array may be spread over several
+    processes: read its addressable shards only.
+
+    Returns:
+      The text of the error; `None` if training is healthy.
     """
 
 
@@ -154,8 +170,8 @@ class MetricRule:
 
   Args:
     kind: `'same'` for what is the same on all shards; `'sum'`, `'mean'`,
-      `'minimum'` or `'maximum'` over the shards for what each of them has its
-      own of: a leading axis, of length 1 inside the mapped function.
+      `'minimum'` or `'maximum'` over the shards where each has its own value:
+      a leading axis, of length 1 inside the mapped function.
 
   Raises:
     ValueError: If the kind is unknown.
@@ -186,7 +202,10 @@ class MetricRule:
 
 
 class MeasuredState(Protocol):
-  """A state that `metrics` asks for what a person may look at.
+  """A state that tells `metrics` which of its values a person may look at.
+
+  Attributes:
+    metric_rules: Takes nothing, and returns the rules of the metrics by name.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -202,15 +221,35 @@ class MeasuredState(Protocol):
 
     An attribute may be a property, computed from fields. One that is a mapping
     gives a metric for each of its values.
+
+    Returns:
+      A `MetricRule` for each attribute.
     """
 
 
 def nodes(tree: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
   """Yields those parts of a state that are wanted, outermost first."""
-  # Optax finds nodes by name (`optax.tree.get_all_with_path`); these are found
-  # by what they can do.
+  # `optax.tree.get_all_with_path` finds nodes by name; these are of any name.
   for node in filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)):
     yield node
     parts = jax.tree.leaves(node, is_leaf=lambda x, node=node: x is not node)
     # A node that is no tree is its own only part.
     yield from nodes([x for x in parts if x is not node], is_wanted)
+
+
+def parts_here(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
+  """Yields the parts on this process, each with the number of its first row.
+
+  The devices of other processes hold the other parts of an array.
+  """
+  if not isinstance(x, jax.Array):
+    yield 0, np.asarray(x)
+    return
+  for shard in x.addressable_shards:
+    start = shard.index[0].start if shard.index else 0
+    yield start or 0, np.asarray(shard.data)
+
+
+def largest_here(x: chex.Array) -> int:
+  """Returns the largest of the integers that are on this process."""
+  return max(int(np.max(part)) for _, part in parts_here(x))

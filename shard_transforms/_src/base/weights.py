@@ -16,7 +16,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves
 
 Kind = Literal['mean', 'sum']
@@ -25,17 +24,21 @@ Kind = Literal['mean', 'sum']
 def as_weight(
     weight: chex.Numeric, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
-  """Returns `weight` in float32; what is no positive number becomes zero.
+  """Returns `weight` in float32; only positive normal numbers count.
 
-  So do subnormal numbers, whose reciprocal is infinite. A bad value that is
-  known while tracing is an error instead.
+  Nonpositive, nonfinite and subnormal weights become 0; the reciprocal of a
+  subnormal number is infinite. A bad value that is known while tracing is an
+  error instead.
 
   Raises:
     TypeError: If the weight is not real.
     ValueError: If it is not of `shape`, or is negative or not finite.
   """
   name = f'`weight` of `{caller}`'
-  dtype = arguments.dtype_of_number(weight)
+  # An array of booleans says which shards count; `True` alone is a flag that
+  # was meant for another argument.
+  is_flag = isinstance(weight, (bool, np.bool_))
+  dtype = None if is_flag else leaves.dtype_of_number(weight)
   kinds = (np.bool_, jnp.integer, jnp.floating)
   if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
     raise TypeError(f'{name} must be a real number, got {weight!r}.')
@@ -51,11 +54,11 @@ def as_weight(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
     weight = known
-  return sane(jnp.asarray(weight, jnp.float32))
+  return usable(jnp.asarray(weight, jnp.float32))
 
 
 @functools.partial(jax.jit, inline=True)
-def sane(weight: jax.Array) -> jax.Array:
+def usable(weight: jax.Array) -> jax.Array:
   """Returns a weight in float32; all but positive normal numbers become 0."""
   tiny = jnp.finfo(jnp.float32).tiny
   return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
@@ -75,10 +78,11 @@ def safe_divisor(total_weight: jax.Array) -> jax.Array:
   return jnp.where(total_weight > 0, total_weight, 1)
 
 
-def handed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
+def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
   """Returns the weight of what was reduced: a mean's total, 1 or 0 for a sum.
 
-  A sum contains its weights already; only whether there was any is left.
+  A sum contains its weights already: later reductions only need to know whether
+  there was any.
   """
   return jnp.sign(total_weight) if reduction == 'sum' else total_weight
 
@@ -100,6 +104,6 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
 def given(**extra_args: Any) -> dict[str, Any]:
   """Returns those extra arguments that are not `None`.
 
-  An inner transformation may take no `weight`, or read one that is `None`.
+  Some transformations reject the keyword `weight`, even if it is `None`.
   """
   return {name: x for name, x in extra_args.items() if x is not None}

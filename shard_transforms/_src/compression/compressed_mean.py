@@ -4,10 +4,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import wrapper
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
-from shard_transforms._src.compression import ef21
 from shard_transforms._src.reduction import reduction_options
 
 _CALLER = 'compressed_mean'
@@ -33,17 +31,18 @@ def compressed_mean(
   .. math:: p_i = u_i + e_i, \quad s_j = \frac1N \sum_i C(p_i)_j + E_j, \quad
      u \leftarrow C(s)
 
-  What is not sent is held back and added in the next step, :math:`e_i
-  \leftarrow p_i - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that
-  nothing is lost: the sum of all results, with :math:`\frac1N \sum_i e_i + E`,
-  is the sum of all means. The result is the same on all shards, to the bit; of
-  one shard, it is the update itself.
+  Each error is held back and added in the next step, :math:`e_i \leftarrow p_i
+  - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that nothing is lost:
+  the sum of all results, with :math:`\frac1N \sum_i e_i + E`, is the sum of all
+  means, but for rounding in float32. The results of leaves of 16 bits are then
+  rounded to 16 bits, and this rounding is not held back. The result is the same
+  on all shards, to the bit; with one shard, it is the update itself.
 
   With the extra argument `weight`, a scalar :math:`w_i` a shard, :math:`u_i`
   stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero sends zeros
-  and keeps what it holds back; a total of zero gives a zero update, and all
-  keep what they hold back. A NaN with a weight gets into the residuals and
-  stays there: wrap it in `guard`, which keeps it out.
+  and keeps its residuals; a total of zero gives a zero update, and all shards
+  keep theirs. A NaN with a weight gets into the residuals and stays there:
+  `guard` around the reduction keeps it out.
 
   With `feedback='ef21'`, each shard keeps an estimate :math:`m_i` of its
   update, whose mean all shards know, and sends the difference:
@@ -66,9 +65,8 @@ def compressed_mean(
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
     compressor: How blocks of updates are compressed, such as `quantize(8)`.
-    feedback: `'residual'` to add what is not sent to the next update, `'ef21'`
-      to send the difference from an estimate, or `None` to forget what is not
-      sent.
+    feedback: `'residual'` to add each error to the next update, `'ef21'` to
+      send the difference from an estimate, or `None` to forget errors.
     min_elements: The least number of elements of a leaf that is compressed. The
       slice of each shard is filled up to whole blocks, so that leaves of less
       than a block for each shard gain little.
@@ -77,8 +75,8 @@ def compressed_mean(
     algorithm: How several axes are reduced over: `'flat'` at once, or
       `'hierarchical'`. The last axis is then the fast one, such as the cores of
       a host: its B shards reduce a part of 1/B each as it is, and compress only
-      this for the other axes, which carry 1/B of the bytes. What a shard
-      holds back is then of its part alone. A state fits both algorithms.
+      this for the other axes, which carry 1/B of the bytes. A shard then holds
+      back the error of its part alone. A state fits both algorithms.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`, or
@@ -119,17 +117,15 @@ def compressed_mean(
     Double-pass Error-Compensated Compression, 2019,
     https://arxiv.org/abs/1905.05957.
   """
-  is_ef21 = feedback == 'ef21'
-  kind = ef21.EF21 if is_ef21 else compressed_reduction.CompressedReduction
-  reduce = kind(
+  reduce = compressed_reduction.CompressedReduction(
       reduction_options.ReductionOptions(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
-      arguments.as_at_least('warmup_steps', warmup_steps, 0),
-      arguments.as_int('seed', seed),
+      warmup_steps,
+      seed,
       compressor,
       feedback,
-      arguments.as_at_least('min_elements', min_elements, 1),
+      min_elements,
   )
 
   def init_fn(params):
@@ -137,7 +133,13 @@ def compressed_mean(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    wrapper.check_state(state, kind.state_kind, _CALLER)
+    arguments.check_state(state, reduce.kinds.state, _CALLER)
+    if weight is not None and feedback == 'ef21':
+      raise ValueError(
+          f'`weight` of `{_CALLER}` must be left out with'
+          f" `feedback='ef21'`, got {weight!r}: estimates do not know it. Use"
+          " `feedback='residual'`; `guard` with `on_bad='skip'` gives none."
+      )
     return reduce(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

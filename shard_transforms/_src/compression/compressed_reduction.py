@@ -1,10 +1,10 @@
-"""Compressed means of trees: which leaves are compressed, and when."""
+"""Compressed means of trees, with either kind of feedback."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.compression import blocks
 from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.compression import ef21
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
 from shard_transforms._src.compression import selective_compression
@@ -34,10 +33,11 @@ class CompressedMeanState(NamedTuple):
 
   Attributes:
     step: Number of updates, int32 [].
-    residual: What each shard has not yet sent of its updates, a tree like the
-      parameters, each leaf [1, ...], in float32 for leaves of fewer bits.
-    server_residual: What each shard has not yet sent of the mean of the slice
-      of each leaf that it owns, each leaf [1, 1, ..., 1, elements].
+    residual: The part of each shard's updates that it has not sent yet, a tree
+      like the parameters, each leaf [1, ...], in float32 for leaves of fewer
+      bits.
+    server_residual: The same of the means of the slices that each shard owns,
+      each leaf [1, 1, ..., 1, elements].
     update_norm: The norm of each leaf of each shard's last update that was not
       zero, float32 [1].
 
@@ -66,7 +66,7 @@ class CompressedMeanState(NamedTuple):
   ) -> Mapping[str, state_rules.ResizeRule]:
     """Returns how `resize_state` converts its fields.
 
-    The mean of all that is held back stays as it is.
+    The mean of all residuals stays as it is.
     """
     del reduction
     return {
@@ -97,17 +97,16 @@ class CompressedReduction(selective_compression.SelectiveCompression):
 
   Attributes:
     compressor: How rows become bytes.
-    feedback: What happens to what is not sent; `None` forgets it.
+    feedback: How errors are fed back; `None` forgets them.
     min_elements: The least number of elements of a leaf that is compressed.
   """
-
-  state_kind: ClassVar[type] = CompressedMeanState
 
   compressor: compressor_lib.Compressor
   feedback: Feedback
   min_elements: int
 
   def __post_init__(self):
+    super().__post_init__()
     compressor_lib.check(self.compressor, self.caller)
     if self.feedback not in ('residual', 'ef21', None):
       raise ValueError(
@@ -115,8 +114,12 @@ class CompressedReduction(selective_compression.SelectiveCompression):
           f' {self.feedback!r}.'
       )
     arguments.as_at_least('min_elements', self.min_elements, 1)
-    arguments.as_at_least('warmup_steps', self.warmup_steps, 0)
-    arguments.as_int('seed', self.seed)
+
+  @property
+  def kinds(self) -> selective_compression.Kinds:
+    if self.feedback == 'ef21':
+      return selective_compression.Kinds(ef21.EF21State, ef21.Held, 'mean')
+    return selective_compression.Kinds(CompressedMeanState, error_feedback.Held)
 
   def compresses(self, leaf: Any) -> bool:
     """Whether a leaf is compressed; complex ones and small ones are not."""
@@ -125,11 +128,22 @@ class CompressedReduction(selective_compression.SelectiveCompression):
     is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
     return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
 
+  def _exchange(self, compressor, step):
+    """Returns the exchange of a step."""
+    key = jax.random.fold_in(jax.random.key(self.seed), step)
+    algorithm = self.options.algorithm
+    return two_phase.Exchange(compressor, self.axes, key, algorithm)
+
+  @property
+  def _method(self):
+    return ef21 if self.feedback == 'ef21' else error_feedback
+
   def _begin(self, param: jax.Array, position: int) -> Any:
     del position
     if self.feedback is None:
       return None
-    return error_feedback.start(param, axes_lib.size(self.axes, self.caller))
+    num_shards = axes_lib.size(self.axes, self.caller)
+    return self._method.start(param, num_shards)
 
   def _compressed_mean(
       self,
@@ -141,39 +155,10 @@ class CompressedReduction(selective_compression.SelectiveCompression):
   ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
     exchange = self._exchange(self.compressor, step)
     plain = leaf_sums.reduce(others, share, self.options)
-    means, held = error_feedback.mean(leaves, held, share, exchange)
-    return means, plain, held
+    means, after = self._method.mean(leaves, held, share, exchange)
+    return means, plain, after
 
-  def _exchange(self, compressor, step):
-    """Returns the exchange of a step."""
-    key = jax.random.fold_in(jax.random.key(self.seed), step)
-    algorithm = self.options.algorithm
-    return two_phase.Exchange(compressor, self.axes, key, algorithm)
-
-  def _state(self, step: jax.Array, treedef: Any, held: Sequence[Any]) -> Any:
-    trees = selective_compression.by_field(treedef, held, 3)
-    return CompressedMeanState(step, *per_shard_state.store(trees, self.axes))
-
-  def _held(self, updates, treedef, state):
-    """Returns what is held back of each leaf, checked.
-
-    Raises:
-      TypeError: If a leaf is complex where the parameter is real.
-      ValueError: If the state was made for other parameters, number of shards,
-        feedback or `min_elements`.
-    """
-    trees = per_shard_state.own(list(state[1:]), self.axes, self.caller)
-    leaves_lib.check_like(updates, trees[0], self.caller)
-    fields = [treedef.flatten_up_to(tree) for tree in trees]
-    leaves = treedef.flatten_up_to(updates)
-    held = []
-    for leaf, *kept in zip(leaves, *fields, strict=True):
-      self._check_kept(leaf, *kept[:2])
-      is_held = kept[0] is not None
-      held.append(error_feedback.Held(*kept) if is_held else None)
-    return held
-
-  def _check_kept(self, leaf, kept, server_residual):
+  def _check_kept(self, leaf: Any, kept: Any) -> None:
     """Checks that a state was made for this leaf and number of shards.
 
     Raises:
@@ -188,12 +173,13 @@ class CompressedReduction(selective_compression.SelectiveCompression):
           f' and `min_elements`, got one that {verb} a residual for a leaf of'
           f' the shape {jnp.shape(leaf)}.'
       )
+    if not is_held:
+      return
     num_shards = axes_lib.size(self.axes, self.caller)
-    if is_held and server_residual.size != blocks.slice_length(
-        kept.shape, num_shards
-    ):
+    shape, size = kept[0].shape, kept.server_residual.size
+    if size != two_phase.slice_length(shape, num_shards):
       raise ValueError(
           f'State of `{self.caller}` must be made for {num_shards} shards, got'
-          f' slices of {server_residual.size} elements of {kept.shape}.'
-          ' Make it fit them with `shard_transforms.resize_state`.'
+          f' slices of {size} elements of {shape}. Make it fit them with'
+          ' `shard_transforms.resize_state`.'
       )

@@ -6,27 +6,20 @@ of a slice of each leaf, the last result u and a compressor C:
   d_i = u_i - m_i,  s_j = mean_i C(d_i)[j] + E_j,  u[j] = u[j] + C(s_j)
   m_i = m_i + C(d_i),  E_j = s_j - C(s_j)
 
-so that the last result and what is held back add up to the mean estimate.
+so that the last result and the residual add up to the mean estimate.
 """
 
 from collections.abc import Mapping
-import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
-import optax
 
-from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.compression import compressed_reduction
-from shard_transforms._src.compression import counting as counting_lib
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
-from shard_transforms._src.compression import selective_compression
+from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import leaf_sums
 
 
@@ -41,8 +34,8 @@ class EF21State(NamedTuple):
     step: Number of updates, int32 [].
     estimate: The estimate of each shard's updates, a tree like the parameters,
       each leaf [1, ...], in float32 for leaves of fewer bits.
-    server_residual: What each shard has not yet sent of the mean estimate of
-      the slice of each leaf that it owns, each leaf [1, 1, ..., 1, elements].
+    server_residual: The part of the mean estimate of the slices that each
+      shard owns that it has not sent yet, each leaf [1, 1, ..., 1, elements].
     error_norm: The norm of the difference of each shard's estimate from its
       last update, float32 [1].
     update_norm: The norm of each leaf of each shard's last update that was not
@@ -101,7 +94,7 @@ class EF21State(NamedTuple):
 
 
 class Held(NamedTuple):
-  """What a shard keeps of a leaf between steps: the fields of `EF21State`."""
+  """The fields of `EF21State` for one leaf of a shard."""
 
   estimate: jax.Array
   server_residual: jax.Array
@@ -110,98 +103,64 @@ class Held(NamedTuple):
   mean: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class EF21(compressed_reduction.CompressedReduction):
-  """The compressed mean of a tree over shards, by EF21."""
+def start(param: jax.Array, num_shards: int) -> Held:
+  """Returns the values kept for a leaf before the first step."""
+  estimate, server_residual, norm = error_feedback.start(param, num_shards)
+  mean = jnp.zeros_like(estimate)
+  return Held(estimate, server_residual, jnp.zeros_like(norm), norm, mean)
 
-  state_kind: ClassVar[type] = EF21State
 
-  def __call__(
-      self,
-      updates: optax.Updates,
-      state: EF21State,
-      weight: chex.Numeric | None = None,
-  ) -> tuple[optax.Updates, EF21State]:
-    """Returns the mean of a tree over the shards, and the state.
+def mean(
+    leaves: Sequence[jax.Array],
+    held: Sequence[Held],
+    share: leaf_sums.Share,
+    exchange: two_phase.Exchange,
+) -> tuple[list[jax.Array], list[Held]]:
+  """Returns the estimated mean of real leaves, and the next values kept.
 
-    Raises:
-      NameError: As `CompressedReduction`.
-      TypeError: As `CompressedReduction`.
-      ValueError: As `CompressedReduction`, or if there is a weight.
-    """
-    if weight is not None:
-      raise ValueError(
-          f'`weight` of `{self.caller}` must be left out with'
-          f" `feedback='ef21'`, got {weight!r}: estimates do not know it. Use"
-          " `feedback='residual'`; `guard` with `on_bad='skip'` gives none."
+  Args:
+    leaves: This shard's leaves, none of them empty.
+    held: The values kept for each.
+    share: How much the shard counts: as much as any other.
+    exchange: How it sends.
+  """
+  del share
+  if exchange.num_shards() == 1:
+    held = [_restarted(kept) for kept in held]
+  everyone = error_feedback.EVERYONE
+  values = [everyone.weigh(leaf) for leaf in leaves]
+  differences = [
+      value - kept.estimate for value, kept in zip(values, held, strict=True)
+  ]
+  nothing = [jnp.zeros_like(x) for x in differences]
+  slices, rests = error_feedback.scatter(
+      differences, nothing, everyone, exchange
+  )
+  server = [kept.server_residual for kept in held]
+  changes, server = error_feedback.gather(
+      slices, server, values, everyone, exchange
+  )
+  after = [
+      Held(
+          value - rest,
+          server_rest,
+          residuals.norm(rest),
+          residuals.next_norm(value, kept.update_norm),
+          # Added to zero, -0.0 would lose its sign.
+          jnp.where(kept.mean == 0, change, kept.mean + change),
       )
-    return super().__call__(updates, state)
-
-  def _begin(self, param, position):
-    del position
-    num_shards = axes_lib.size(self.axes, self.caller)
-    estimate, server_residual, norm = error_feedback.start(param, num_shards)
-    mean = jnp.zeros_like(estimate)
-    return Held(estimate, server_residual, jnp.zeros_like(norm), norm, mean)
-
-  def _compressed_mean(self, leaves, others, held, share, step):
-    exchange = self._exchange(self.compressor, step)
-    if exchange.num_shards() == 1:
-      held = [_begun_anew(kept) for kept in held]
-    everyone = counting_lib.Counting(None, None)
-    values = [everyone.weigh(leaf) for leaf in leaves]
-    differences = [
-        value - kept.estimate for value, kept in zip(values, held, strict=True)
-    ]
-    nothing = [jnp.zeros_like(x) for x in differences]
-    slices, rests = error_feedback.scatter(
-        differences, nothing, everyone, exchange
-    )
-    server = [kept.server_residual for kept in held]
-    changes, server = error_feedback.gather(
-        slices, server, values, everyone, exchange
-    )
-    after = [
-        Held(
-            value - rest,
-            server_rest,
-            residuals.norm(rest),
-            residuals.next_norm(value, kept.update_norm),
-            # Added to zero, -0.0 would lose its sign.
-            jnp.where(kept.mean == 0, change, kept.mean + change),
-        )
-        for value, rest, server_rest, kept, change in zip(
-            values, rests, server, held, changes, strict=True
-        )
-    ]
-    means = [
-        kept.mean.astype(leaf.dtype)
-        for kept, leaf in zip(after, leaves, strict=True)
-    ]
-    return means, leaf_sums.reduce(others, share, self.options), after
-
-  def _state(self, step, treedef, held):
-    *own, mean = selective_compression.by_field(treedef, held, 5)
-    estimate, server_residual, error_norm, update_norm = per_shard_state.store(
-        own, self.axes
-    )
-    return EF21State(
-        step, estimate, server_residual, error_norm, update_norm, mean
-    )
-
-  def _held(self, updates, treedef, state):
-    *own, mean = state[1:]
-    own = per_shard_state.own(own, self.axes, self.caller)
-    leaves_lib.check_like(updates, own[0], self.caller)
-    fields = map(treedef.flatten_up_to, (updates, *own, mean))
-    held = []
-    for leaf, *kept in zip(*fields, strict=True):
-      self._check_kept(leaf, *kept[:2])
-      held.append(None if kept[0] is None else Held(*kept))
-    return held
+      for value, rest, server_rest, kept, change in zip(
+          values, rests, server, held, changes, strict=True
+      )
+  ]
+  means = [
+      kept.mean.astype(leaf.dtype)
+      for kept, leaf in zip(after, leaves, strict=True)
+  ]
+  return means, after
 
 
-def _begun_anew(kept):
-  """Returns what a single shard keeps: nothing, so its update is exact."""
-  begun = Held(*map(jnp.zeros_like, kept))
-  return begun._replace(update_norm=kept.update_norm)
+def _restarted(kept):
+  """Returns zeros for a single shard, so that its update is exact."""
+  restarted = Held(*map(jnp.zeros_like, kept))
+  return restarted._replace(update_norm=kept.update_norm)

@@ -12,9 +12,7 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import quantization
@@ -66,9 +64,9 @@ def scale_by_one_bit_adam(
 
   Takes the place of `cross_shard_mean` and `optax.scale_by_adam` together. For
   `warmup_steps` steps it is these two. Then the mean square v of the gradient
-  is frozen, and the shards send not their gradients :math:`u_i` but the
-  momentum that each would give, rescaled, and compressed with error feedback as
-  by `compressed_mean`:
+  is frozen, and shards no longer send their gradients :math:`u_i`. Each sends
+  the momentum to which its gradient would lead, rescaled, and compressed with
+  error feedback as by `compressed_mean`:
 
   .. math:: d = \sqrt{v / (1 - \beta_2^T)} + \epsilon, \quad m \leftarrow d \,
      \text{mean}_i \frac{\beta_1 m + (1 - \beta_1) u_i}{d}, \quad u \leftarrow
@@ -80,15 +78,15 @@ def scale_by_one_bit_adam(
   those of embeddings that no batch of the warm-up has seen, stay at zero; so
   the warm-up must be long enough for each to be seen, and for v to settle.
 
-  Weights, the leaves that are not compressed, and the state between numbers of
-  shards are as in `compressed_mean`. Gradients must be real.
+  Weights, leaves that are not compressed, and `resize_state` work as with
+  `compressed_mean`. Gradients must be real.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
     warmup_steps: For how many steps it is plain Adam, at least 1.
     b1: The decay of the momentum.
     b2: The decay of the mean square.
-    eps: What is added to the root of the mean square.
+    eps: The number added to the root of the mean square.
     compressor: How blocks of momenta are compressed; `scaled_sign()` if left
       out.
     min_elements: The least number of elements of a leaf that is compressed.
@@ -127,10 +125,10 @@ def scale_by_one_bit_adam(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
       arguments.as_at_least('warmup_steps', warmup_steps, 1),
-      arguments.as_int('seed', seed),
+      seed,
       quantization.scaled_sign() if compressor is None else compressor,
       'residual',
-      arguments.as_at_least('min_elements', min_elements, 1),
+      min_elements,
   )
   b1, b2 = arguments.as_decay('b1', b1), arguments.as_decay('b2', b2)
   eps = arguments.as_not_negative('eps', eps)
@@ -144,18 +142,18 @@ def scale_by_one_bit_adam(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    wrapper.check_state(state, ScaleByOneBitAdamState, _CALLER)
+    arguments.check_state(state, ScaleByOneBitAdamState, _CALLER)
     _check_real(updates)
-    varying.check_per_shard(updates, reduce.axes, _CALLER)
+    leaves_lib.check_per_shard(updates, reduce.axes, _CALLER)
     leaves_lib.check_like(updates, state.mu, _CALLER)
     rule = _Rule(b1, b2, eps, warmup_steps, state.mean_state.step)
-    to_send = _map(rule.to_send, updates, state.mu, state.nu)
+    to_send = leaves_lib.tree_map(rule.to_send, updates, state.mu, state.nu)
     means, mean_state = reduce(to_send, state.mean_state, weight)
     is_any = _is_any(weight, reduce.axes)
     next_mu = functools.partial(rule.next_mu, is_any=is_any)
-    mu = _map(next_mu, means, state.mu, state.nu)
-    nu = _map(rule.next_nu, means, state.nu)
-    rescaled = _map(rule.rescale, updates, mu, nu)
+    mu = leaves_lib.tree_map(next_mu, means, state.mu, state.nu)
+    nu = leaves_lib.tree_map(rule.next_nu, means, state.nu)
+    rescaled = leaves_lib.tree_map(rule.rescale, updates, mu, nu)
     return rescaled, ScaleByOneBitAdamState(mu, nu, mean_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -163,12 +161,12 @@ def scale_by_one_bit_adam(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rule:
-  """What a step makes of a leaf of updates, and of its moments.
+  """The arithmetic of one step on a leaf of updates and on its moments.
 
   Attributes:
     b1: The decay of the momentum.
     b2: The decay of the mean square.
-    eps: What is added to the root of the mean square.
+    eps: The number added to the root of the mean square.
     warmup_steps: For how many steps it is plain Adam.
     step: The number of steps before this one.
   """
@@ -180,26 +178,26 @@ class _Rule:
   step: jax.Array
 
   def to_send(self, update, mu, nu):
-    """Returns what a shard sends: its update, or what that moves."""
+    """Returns what a shard sends: its update, or the rescaled momentum."""
     if mu is None or update is None:
       return update
     update = jnp.asarray(update, mu.dtype)
-    # Rescaled, all elements of a block are of one order.
+    # Else the scale of a block would drown its elements of small mean square.
     moved = self.b1 * mu + (1 - self.b1) * update
     moved = moved / self._divisor(nu, self.step)
     return self._if_warm(update, jnp.where(nu > 0, moved, 0))
 
   def next_mu(self, mean, mu, nu, is_any):
-    """Returns the momentum, of the mean of what is sent if `is_any`."""
+    """Returns the momentum: from the mean, or decayed unless `is_any`."""
     if mu is None or mean is None:
       return mu
     of_gradient = (1 - self.b1) * mean + self.b1 * mu
-    # Where no shard counts, the mean is zero, and no momentum.
+    # Where no shard counts, the mean is zero, which is not the momentum.
     moved = jnp.where(nu > 0, mean * self._divisor(nu, self.step), 0)
     return self._if_warm(of_gradient, jnp.where(is_any, moved, self.b1 * mu))
 
   def next_nu(self, mean, nu):
-    """Returns the mean square, which stays behind the warm-up."""
+    """Returns the mean square, which is frozen after the warm-up."""
     if nu is None or mean is None:
       return nu
     of_gradient = (1 - self.b2) * jnp.square(mean) + self.b2 * nu
@@ -230,10 +228,10 @@ def _zeros(param):
 
 
 def _check_real(updates):
-  """Checks that no leaf is complex, nor without a gradient.
+  """Checks that all leaves are real and carry a gradient.
 
   Raises:
-    TypeError: If one is.
+    TypeError: If one does not.
   """
   leaves_lib.check_inexact(updates, _CALLER)
   for path, leaf in jax.tree.leaves_with_path(updates):
@@ -252,7 +250,3 @@ def _is_any(weight, axes):
   weight = weights.as_weight(weight, (), _CALLER)
   with jax.named_scope(_CALLER):
     return collectives.total(weight, axes) > 0
-
-
-def _map(fn, tree, *rest):
-  return jax.tree.map(fn, tree, *rest, is_leaf=leaves_lib.is_none)

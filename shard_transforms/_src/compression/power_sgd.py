@@ -6,21 +6,23 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import wrapper
-from shard_transforms._src.compression import low_rank
+from shard_transforms._src.base import thresholds
+from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
 from shard_transforms._src.compression import selective_compression
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
 
 _CALLER = 'power_sgd'
+_UNWEIGHTED = leaf_sums.Share(None, None)
 
 
 class PowerSGDState(NamedTuple):
@@ -30,10 +32,10 @@ class PowerSGDState(NamedTuple):
 
   Attributes:
     step: Number of updates, int32 [].
-    residual: What each shard has not yet sent of its updates, a tree like the
-      parameters, each leaf [1, ...], in float32 for leaves of fewer bits: a
-      leading axis, of length 1 inside the mapped function and of the number of
-      shards outside.
+    residual: The part of each shard's updates that it has not sent yet, a tree
+      like the parameters, each leaf [1, ...], in float32 for leaves of fewer
+      bits: a leading axis, of length 1 inside the mapped function and of the
+      number of shards outside.
     sketch: The right factor of the last mean of each matrix, float32 [1,
       columns, rank], the same on all shards.
     update_norm: The norm of each leaf of each shard's last update that was not
@@ -94,23 +96,31 @@ def power_sgd(
   r"""Replaces matrices by a low-rank mean over all shards of a mapped axis.
 
   Takes the place of `cross_shard_mean` where the link between shards is slow.
-  For each leaf of two axes or more, reshaped to a matrix [n, m] of its first
-  axis by all others, with a sketch Q [m, r] from the last step:
+  For each leaf of two axes or more, seen as a matrix [n, m] whose columns are
+  the last axis and whose rows are all others, with a sketch Q [m, r] from the
+  last step:
 
   .. math:: M_i = u_i + e_i, \quad P = \operatorname{orth} \Big(\frac1N \sum_i
      M_i Q\Big), \quad Q \leftarrow \frac1N \sum_i M_i^\top P, \quad
      u \leftarrow P Q^\top
 
   so that :math:`r (n + m)` numbers are sent in place of :math:`n m`, by plain
-  sums. What is not sent is held back and added in the next step, :math:`e_i
+  sums. The error is held back and added in the next step, :math:`e_i
   \leftarrow M_i - P (M_i^\top P)^\top`: the sum of all results, with the mean
-  of :math:`e_i`, is the sum of all means. A constant mean of rank at most r is
-  exact from the second step on.
+  of :math:`e_i`, is the sum of all means, but for rounding as in
+  `compressed_mean`. A constant mean of rank at most r comes out as it is, but
+  for errors of a few 1e-6 of its largest singular value.
+
+  The last axis is to be the outputs, as in kernels of JAX libraries: [height,
+  width, inputs, outputs] becomes [height * width * inputs, outputs]. A
+  convolution in PyTorch's order, [outputs, inputs, height, width], would have
+  `width` columns, too few to compress: keep it as `jnp.moveaxis(kernel, 0,
+  -1)`, whose matrix is that of PyTorch's hook, transposed.
 
   All other leaves, and those that two factors make smaller by less than
   `min_ratio` because `rank` is not far below both dimensions, are reduced as by
   `cross_shard_mean`, in the same all-reduce as the first factors. The result of
-  one shard is its update itself. Weights, and what becomes of a NaN, are as in
+  one shard is its update itself. Weights and NaN are treated as by
   `compressed_mean`.
 
   Args:
@@ -119,7 +129,7 @@ def power_sgd(
     min_ratio: The least compression ratio at which a matrix is compressed, at
       least 1.
     warmup_steps: For how many steps nothing is compressed.
-    seed: What the first sketches are drawn from.
+    seed: The seed of the first sketches.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `PowerSGDState`, whose
@@ -155,10 +165,10 @@ def power_sgd(
       reduction_options.ReductionOptions(
           _CALLER, 'mean', axes_lib.as_axes(axis_name)
       ),
-      arguments.as_at_least('warmup_steps', warmup_steps, 0),
-      arguments.as_int('seed', seed),
-      arguments.as_at_least('rank', rank, 1),
-      _as_ratio(min_ratio),
+      warmup_steps,
+      seed,
+      rank,
+      min_ratio,
   )
 
   def init_fn(params):
@@ -166,23 +176,24 @@ def power_sgd(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    wrapper.check_state(state, PowerSGDState, _CALLER)
+    arguments.check_state(state, PowerSGDState, _CALLER)
     return factors(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _as_ratio(min_ratio):
-  """Returns the least ratio, checked.
+class _Held(NamedTuple):
+  """The values that a shard keeps for a leaf between steps.
 
-  Raises:
-    TypeError: If it is no real number.
-    ValueError: If it is less than 1.
+  Attributes:
+    residual: The unsent part of its updates, shaped like the leaf.
+    sketch: The right factor of the last mean, float32 [1, columns, rank].
+    update_norm: The norm of its last update that was not zero, float32 [].
   """
-  min_ratio = arguments.as_positive('min_ratio', min_ratio)
-  if min_ratio < 1:
-    raise ValueError(f'`min_ratio` must be at least 1, got {min_ratio!r}.')
-  return min_ratio
+
+  residual: jax.Array
+  sketch: jax.Array
+  update_norm: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +202,18 @@ class _Factors(selective_compression.SelectiveCompression):
 
   rank: int
   min_ratio: float
+
+  def __post_init__(self):
+    super().__post_init__()
+    arguments.as_at_least('rank', self.rank, 1)
+    if arguments.as_positive('min_ratio', self.min_ratio) < 1:
+      raise ValueError(
+          f'`min_ratio` must be at least 1, got {self.min_ratio!r}.'
+      )
+
+  @property
+  def kinds(self):
+    return selective_compression.Kinds(PowerSGDState, _Held, 'sketch')
 
   def compresses(self, leaf):
     """Whether a leaf is a matrix with a large enough compression ratio."""
@@ -203,41 +226,103 @@ class _Factors(selective_compression.SelectiveCompression):
     return is_real and size > 0 and size >= self.min_ratio * sent
 
   def _begin(self, param, position):
+    dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
     key = jax.random.fold_in(jax.random.key(self.seed), position)
-    return low_rank.start(param, self.rank, key)
+    shape = 1, param.shape[-1], self.rank
+    sketch = jax.random.normal(key, shape, jnp.float32)
+    sketch = axes_lib.to_varying(sketch, tuple(axes_lib.varying_axes(param)))
+    residual = jnp.zeros_like(param, dtype)
+    return _Held(residual, sketch, residuals.no_norm(param))
+
+  def _check_kept(self, leaf, kept):
+    is_same = kept is not None and kept.sketch.shape[-1] == self.rank
+    if leaf is not None and self.compresses(leaf) != is_same:
+      shape = None if kept is None else kept.sketch.shape
+      raise ValueError(
+          f'State of `{_CALLER}` must be made with the same `rank` and'
+          f' `min_ratio`, got a sketch of the shape {shape} for a leaf of the'
+          f' shape {jnp.shape(leaf)}.'
+      )
 
   def _compressed_mean(self, leaves, others, held, share, step):
     del step
-    return low_rank.mean(leaves, others, held, share, self.options)
-
-  def _state(self, step, treedef, held):
-    fields = selective_compression.by_field(treedef, held, 3)
-    residual, sketch, norm = fields
-    residual, norm = per_shard_state.store((residual, norm), self.axes)
-    return PowerSGDState(step, residual, sketch, norm)
-
-  def _held(self, updates, treedef, state):
-    """Returns what is held back of each leaf, checked.
-
-    Raises:
-      TypeError: If a leaf is complex where the parameter is real.
-      ValueError: If the state was made for other parameters, another rank or
-        `min_ratio`.
-    """
-    own = state.residual, state.update_norm
-    residual, norm = per_shard_state.own(own, self.axes, _CALLER)
-    leaves_lib.check_like(updates, residual, _CALLER)
-    trees = updates, residual, state.sketch, norm
-    held = []
-    for leaf, *kept in zip(*map(treedef.flatten_up_to, trees), strict=True):
-      is_held = kept[0] is not None
-      is_same = is_held and kept[1].shape[-1] == self.rank
-      if leaf is not None and self.compresses(leaf) != is_same:
-        shape = None if kept[1] is None else kept[1].shape
-        raise ValueError(
-            f'State of `{_CALLER}` must be made with the same `rank` and'
-            f' `min_ratio`, got a sketch of the shape {shape} for a leaf of the'
-            f' shape {jnp.shape(leaf)}.'
+    num_shards = axes_lib.size(self.axes, _CALLER)
+    counting = error_feedback.Counting.of(share, num_shards)
+    values = [counting.weigh(leaf) for leaf in leaves]
+    if num_shards == 1:
+      means, after = [], []
+      for value, kept in zip(values, held, strict=True):
+        whole, (zeros,) = counting.flush(value, kept[:1], self.axes)
+        means.append(whole)
+        after.append(kept._replace(residual=zeros))
+      plain = leaf_sums.reduce(others, share, self.options)
+    else:
+      matrices = [
+          counting.keep(value + kept.residual, 0).reshape(-1, value.shape[-1])
+          for value, kept in zip(values, held, strict=True)
+      ]
+      lefts, plain = self._lefts(matrices, others, held, share)
+      # As rows: XLA on CPU takes twice as long for the columns of `m.T @ p`.
+      own_rights = [
+          _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
+      ]
+      rights = leaf_sums.reduce(own_rights, _UNWEIGHTED, self.options)
+      means, after = [], []
+      for m, p, own, q, kept in zip(
+          matrices, lefts, own_rights, rights, held, strict=True
+      ):
+        rest = (m - _of_factors(p, own)).reshape(kept.residual.shape)
+        sketch = q.T[None].astype(jnp.float32)
+        means.append(_of_factors(p, q))
+        after.append(
+            kept._replace(
+                residual=counting.keep(rest, kept.residual),
+                sketch=counting.keep_of_any(sketch, kept.sketch),
+            )
         )
-      held.append(low_rank.Held(*kept) if is_held else None)
-    return held
+    means = [
+        x.reshape(leaf.shape).astype(leaf.dtype)
+        for x, leaf in zip(means, leaves, strict=True)
+    ]
+    after = [
+        x._replace(update_norm=residuals.next_norm(value, x.update_norm))
+        for x, value in zip(after, values, strict=True)
+    ]
+    return means, plain, after
+
+  def _lefts(self, matrices, others, held, share):
+    """Returns the left factors, the same on all shards, and other means."""
+    sketched = [
+        _product(m, _normalized(kept.sketch[0]))
+        for m, kept in zip(matrices, held, strict=True)
+    ]
+    if share.weight is None:
+      # All in one all-reduce.
+      sums = leaf_sums.reduce([*sketched, *others], share, self.options)
+      sketched, plain = sums[: len(sketched)], sums[len(sketched) :]
+    else:
+      sketched = leaf_sums.reduce(sketched, _UNWEIGHTED, self.options)
+      plain = leaf_sums.reduce(others, share, self.options)
+    return [jnp.linalg.qr(x)[0] for x in sketched], plain
+
+
+def _normalized(sketch):
+  """Returns columns scaled to a largest element of 1, with the same span."""
+  # Unscaled, the product of two sketches of small gradients would underflow.
+  # Orthogonal columns, by a QR decomposition, change the error of float32 only
+  # in the first steps.
+  largest = jnp.max(jnp.abs(sketch), axis=0, keepdims=True)
+  return sketch / jnp.where(largest > 0, largest, 1)
+
+
+def _of_factors(left, right):
+  """Returns the matrix [n, m] of factors [n, rank] and [rank, m]."""
+  if len(right) > thresholds.measured().fused_rank:
+    return _product(left, right)
+  terms = [left[:, i : i + 1] * right[i : i + 1] for i in range(len(right))]
+  return sum(terms[1:], terms[0])
+
+
+def _product(x, y):
+  # Shards must subtract exactly what they add, on all platforms.
+  return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

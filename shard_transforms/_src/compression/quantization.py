@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.base import small_integers
 from shard_transforms._src.compression import compressor as compressor_lib
 
 
@@ -27,8 +27,8 @@ def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
     A `Compressor`.
 
   Raises:
-    TypeError: If the block is no integer.
-    ValueError: If it is no multiple of 8, or less than 8.
+    TypeError: If the block is not an integer.
+    ValueError: If it is not a multiple of 8, or less than 8.
 
   Examples:
     >>> import jax
@@ -52,12 +52,12 @@ def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
   def encode(rows, common_key, own_key):
     del common_key, own_key
     scale = jnp.mean(jnp.abs(rows), axis=1, keepdims=True)
-    return _pack(rows >= 0, 8), scale
+    return small_integers.pack(rows >= 0, 8), scale
 
   def decode(payload, common_key):
     del common_key
     bits, scale = payload
-    return jnp.where(_unpack(bits, 8) > 0, scale, -scale)
+    return jnp.where(small_integers.unpack(bits, 8) > 0, scale, -scale)
 
   return compressor_lib.Compressor(block, encode, decode)
 
@@ -71,11 +71,11 @@ def quantize(
      s = \max |p| / L, \quad L = 2^{\text{bits} - 1} - 1
 
   for each block of B elements, and 4 bytes for its scale; :math:`\delta \ge
-  \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, what is between two integers
-  is rounded up with a probability of its fraction, so that the mean of many
-  C(p) is p. A block whose largest element is less than about 1.5e-36 is sent as
-  zeros where subnormal numbers, such as its scale, are flushed to zero, as on
-  CPU.
+  \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, a number between two
+  integers is rounded up with the probability of its fraction, so that the mean
+  of many C(p) is p. A block whose largest element is less than about 1.5e-36 is
+  sent as zeros where subnormal numbers, such as its scale, are flushed to zero,
+  as on CPU.
 
   Args:
     bits: The bits of an element, 8 or 4.
@@ -86,7 +86,8 @@ def quantize(
     A `Compressor`.
 
   Raises:
-    TypeError: If `bits` or `block` are no integers.
+    TypeError: If `bits` or `block` are not integers, or `stochastic` is not a
+      boolean.
     ValueError: If `bits` is neither 8 nor 4, or the block is odd or less than
       2.
 
@@ -107,6 +108,8 @@ def quantize(
   bits = arguments.as_int('bits', bits)
   if bits not in (4, 8):
     raise ValueError(f'`bits` must be 8 or 4, got {bits!r}.')
+  if not isinstance(stochastic, bool):
+    raise TypeError(f'`stochastic` must be a boolean, got {stochastic!r}.')
   block = as_block(block, multiple=2)
   most = 2 ** (bits - 1) - 1
 
@@ -121,13 +124,13 @@ def quantize(
     levels = jnp.clip(jnp.round(levels), -most, most).astype(jnp.int8)
     if bits == 8:
       return levels, scale
-    return _pack((levels + most).astype(jnp.uint8), 2), scale
+    return small_integers.pack((levels + most).astype(jnp.uint8), 2), scale
 
   def decode(payload, common_key):
     del common_key
     levels, scale = payload
     if bits == 4:
-      levels = _unpack(levels, 2).astype(jnp.int8) - most
+      levels = small_integers.unpack(levels, 2).astype(jnp.int8) - most
     return levels.astype(jnp.float32) * scale
 
   return compressor_lib.Compressor(block, encode, decode)
@@ -137,18 +140,18 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
   """Returns the compressor that sends each element in another dtype.
 
   Larger values than the largest finite number of the dtype are clipped to it.
-  For the relative precision eps of the dtype and elements in its normal range,
-  delta is 1 - eps^2. In float32, all is sent as it is.
+  For elements in the normal range of the dtype, with its relative precision
+  eps, delta is 1 - eps^2. Float32 sends all elements as they are.
 
   Args:
-    dtype: A real dtype of 32 bits or fewer, such as `'bfloat16'`.
+    dtype: A real dtype with a sign, of 8, 16 or 32 bits, such as `'bfloat16'`.
 
   Returns:
     A `Compressor`.
 
   Raises:
-    TypeError: If it is no dtype.
-    ValueError: If it is not such a one.
+    TypeError: If it is not a dtype.
+    ValueError: If it is of another kind.
 
   Examples:
     >>> import jax
@@ -161,9 +164,11 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
     bfloat16 1.0078125
   """
   dtype = jnp.dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 32:
+  kind = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
+  if kind is None or kind.bits not in (8, 16, 32) or float(kind.min) >= 0:
     raise ValueError(
-        '`dtype` must be real and of 32 bits or fewer, got' f' {dtype.name}.'
+        '`dtype` must be real, signed, and of 8, 16 or 32 bits, got'
+        f' {dtype.name}.'
     )
   most = float(jnp.finfo(dtype).max)
 
@@ -182,8 +187,8 @@ def as_block(block: int, multiple: int) -> int:
   """Returns the length of a block, checked.
 
   Raises:
-    TypeError: If it is no integer.
-    ValueError: If it is no such multiple, or less than that.
+    TypeError: If it is not an integer.
+    ValueError: If it is not such a multiple, or less than that.
   """
   block = arguments.as_at_least('block', block, multiple)
   if block % multiple:
@@ -191,22 +196,3 @@ def as_block(block: int, multiple: int) -> int:
         f'`block` must be a multiple of {multiple}, got {block!r}.'
     )
   return block
-
-
-def _pack(values, num_values):
-  """Returns small integers [r, n] as bytes [r, n / num_values].
-
-  Neighbours in a byte are far apart in the row, so that whole parts of the row
-  are combined by one vector operation.
-  """
-  shifts = np.arange(0, 8, 8 // num_values, dtype=np.uint8)
-  parts = values.astype(jnp.uint8).reshape(len(values), num_values, -1)
-  return jnp.sum(parts << shifts[None, :, None], axis=1, dtype=jnp.uint8)
-
-
-def _unpack(packed, num_values):
-  """Returns the integers [r, num_values n] of bytes [r, n]."""
-  bits = 8 // num_values
-  mask = np.uint8(2**bits - 1)
-  parts = [(packed >> np.uint8(i * bits)) & mask for i in range(num_values)]
-  return jnp.concatenate(parts, axis=1)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shard_transforms._src.base import addressable
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import state_rules
 
 
 def problem(residuals: Any) -> str | None:
@@ -19,7 +19,7 @@ def problem(residuals: Any) -> str | None:
   bad = {
       start + i
       for leaf in jax.tree.leaves(residuals)
-      for start, piece in addressable.pieces(leaf)
+      for start, piece in state_rules.parts_here(leaf)
       for i, row in enumerate(piece)
       if not np.all(np.isfinite(row))
   }
@@ -33,7 +33,7 @@ def problem(residuals: Any) -> str | None:
 
 
 def squares(residual: Any) -> jax.Array | None:
-  """Returns the squared norm of what each shard holds back, [shards].
+  """Returns the squared norm of the residual of each shard, [shards].
 
   Args:
     residual: A tree of arrays [shards, ...], or of none.

@@ -27,7 +27,7 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
     A `Compressor`.
 
   Raises:
-    TypeError: If an argument is no number.
+    TypeError: If an argument is not a number.
     ValueError: If it is out of its range.
 
   Examples:
@@ -50,7 +50,7 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
   def encode(rows, common_key, own_key):
     del common_key, own_key
     _, places = lax.top_k(jnp.abs(rows), num_sent)
-    return _at(rows, places), places.astype(jnp.uint16)
+    return jnp.take_along_axis(rows, places, axis=1), places.astype(jnp.uint16)
 
   def decode(payload, common_key):
     del common_key
@@ -72,13 +72,13 @@ def group_max(group: int = 32) -> compressor_lib.Compressor:
   sort.
 
   Args:
-    group: The number of elements of which one is sent, 1 to 256.
+    group: The number of elements in a group, 1 to 256. One of them is sent.
 
   Returns:
     A `Compressor`.
 
   Raises:
-    TypeError: If `group` is no integer.
+    TypeError: If `group` is not an integer.
     ValueError: If it is less than 1 or more than 256.
 
   Examples:
@@ -90,6 +90,11 @@ def group_max(group: int = 32) -> compressor_lib.Compressor:
     >>> payload = largest.encode(jnp.array([[1.0, -3.0, 0.5, 2.0]]), key, key)
     >>> print(largest.decode(payload, key))
     [[ 0. -3.  0.  0.]]
+
+  References:
+    The largest element of bins of a fixed length is what Chen et al., AdaComp:
+    Adaptive Residual Gradient Compression for Data-Parallel Distributed
+    Training, 2017, https://arxiv.org/abs/1712.02679 sends at least.
   """
   group = arguments.as_at_least('group', group, 1)
   if group > 256:
@@ -101,7 +106,7 @@ def group_max(group: int = 32) -> compressor_lib.Compressor:
   def encode(rows, common_key, own_key):
     del common_key, own_key
     places = jnp.argmax(jnp.abs(rows), axis=1, keepdims=True)
-    return _at(rows, places), places.astype(jnp.uint8)
+    return jnp.take_along_axis(rows, places, axis=1), places.astype(jnp.uint8)
 
   def decode(payload, common_key):
     del common_key
@@ -118,11 +123,11 @@ def random_k(
   """Returns the compressor that sends the elements at common, random places.
 
   Of B elements, k = round(fraction B), at least 1, in 4 bytes each. All shards
-  draw the same places, anew in each step, so that no places are sent and the
+  draw the same places, others in each step, so that no places are sent and the
   result is the plain mean at these. The mean of delta over the draws is k / B.
 
-  Of as many elements, `top_k` always keeps at least as much; as the sums of
-  this one are plain, its errors are the easiest to reason about.
+  It is for experiments: with the same number of elements, `top_k` keeps at
+  least as much of the gradient.
 
   Args:
     fraction: The part of the elements that is sent, above 0 and at most 1.
@@ -132,7 +137,7 @@ def random_k(
     A `Compressor`.
 
   Raises:
-    TypeError: If an argument is no number.
+    TypeError: If an argument is not a number.
     ValueError: If it is out of its range.
 
   Examples:
@@ -192,7 +197,3 @@ def _num_sent(fraction: chex.Numeric, block: int) -> int:
   if fraction > 1:
     raise ValueError(f'`fraction` must be at most 1, got {fraction!r}.')
   return max(1, round(fraction * block))
-
-
-def _at(rows, places):
-  return jnp.take_along_axis(rows, places, axis=1)

@@ -1,8 +1,10 @@
-"""The exchange of compressed rows: an all-to-all and an all-gather.
+"""The exchange of compressed leaves: an all-to-all and an all-gather.
 
-Each shard sends every other shard the rows that the other one owns; the owner
-decodes and averages them, encodes the mean and sends it to all. A shard sends
-and receives as much as in an all-reduce of as many bytes.
+A leaf is cut flat into a slice for each shard, its owner, and each slice filled
+up with zeros to rows of whole blocks. So all elements of a block are of one
+leaf and one owner. Each shard sends the rows of every slice to its owner, who
+decodes and averages them, encodes the mean and sends it to all: as many bytes
+as an all-reduce of the payload.
 
 With `'hierarchical'`, a reduce-scatter over the last axis, the fast one, comes
 first, uncompressed, so that each shard encodes and sends only its part over the
@@ -10,7 +12,9 @@ other axes.
 """
 
 from collections.abc import Hashable
+from collections.abc import Sequence
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -18,14 +22,16 @@ from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
-from shard_transforms._src.compression import payload as payload_lib
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import reduction_options
 
+Shape = tuple[int, ...]
+
 
 class Exchange(NamedTuple):
-  """How rows are sent in one step.
+  """How leaves are sent in one step.
 
   Attributes:
     compressor: How rows become bytes.
@@ -44,43 +50,73 @@ class Exchange(NamedTuple):
     """Returns the number of shards over all axes."""
     return axes_lib.size(self.axes, 'compression')
 
-  def scatter(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sends rows to their owners.
+  def scatter(
+      self, leaves: Sequence[jax.Array]
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Sends slices of leaves to their owners.
 
     Args:
-      rows: This shard's rows for each owner, float32 [shards, rows, block].
+      leaves: This shard's leaves, all varying over the same axes.
 
     Returns:
-      The mean over the shards of what is sent to this one, float32 [rows,
-      block], and what this one has sent, like `rows`.
+      The slices of the means over the shards that this one owns, float32 [1,
+      ..., 1, elements], with zeros behind the last element of a leaf; and the
+      leaves as this shard has sent them, float32 of the same shapes.
     """
-    if self.algorithm == 'flat':
-      return self._exchange(rows, self.axes)
-    return self._exchange_by_levels(rows)
+    num_shards, shapes = self.num_shards(), [leaf.shape for leaf in leaves]
+    rows = cut(leaves, num_shards, self.compressor.block)
+    by_levels = self.algorithm == 'hierarchical'
+    send = self._exchange_by_levels if by_levels else self._exchange
+    mean_rows, sent = send(rows, self.axes)
+    lengths = [slice_length(shape, num_shards) for shape in shapes]
+    slices = self._own(_join_slices(mean_rows, lengths), shapes)
+    return slices, join(sent, shapes)
 
-  def gather(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sends an owner's rows to all shards.
+  def gather(
+      self, slices: Sequence[jax.Array], shapes: Sequence[Shape]
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Sends an owner's slices to all shards.
 
     Args:
-      rows: Those that this shard owns, float32 [rows, block].
+      slices: Those that this shard owns, as `scatter` returns them.
+      shapes: Those of the leaves.
 
     Returns:
-      What all have sent, the same on all shards, float32 [shards, rows, block],
-      and what this one has sent, like `rows`.
+      The leaves as the owners have sent them, float32, the same on all shards;
+      and the error of this shard's slices, float32, with zeros in the padding.
     """
+    slices = self._own(slices, shapes)
+    rows = _cut_slices([x.ravel() for x in slices], self.compressor.block)
     payload = self._encode(rows, phase=1)
-    sent = payload_lib.to_bytes(payload, 1).ravel()
+    sent = compressor_lib.to_bytes(payload, 1).ravel()
     gathered = collectives.gather_flat(
         axes_lib.to_varying(sent, self.axes), self.axes
     )
     whole = self._decode_bytes(gathered, payload, 1)
-    return whole.reshape(-1, *rows.shape), self._decode(payload)
+    rests = _join_slices(rows - self._decode(payload), [x.size for x in slices])
+    wholes = join(whole.reshape(-1, *rows.shape), shapes)
+    return wholes, self._own(rests, shapes)
+
+  def _own(self, slices, shapes):
+    """Returns an owner's slices in float32, with zeros in their padding."""
+    owner, own = collectives.row_index(self.axes), []
+    for part, shape in zip(slices, shapes, strict=True):
+      place = owner * part.size + jnp.arange(part.size)
+      flat = part.ravel().astype(jnp.float32)
+      flat = jnp.where(place < math.prod(shape), flat, 0)
+      own.append(flat.reshape(*(1,) * (len(shape) - 1), -1))
+    return own
 
   def _exchange(self, rows, axes):
-    """Returns the mean of what shards send this one, and what it has sent."""
+    """Returns the mean of the rows sent to this shard, and those it has sent.
+
+    Args:
+      rows: This shard's rows for each owner, float32 [shards, rows, block].
+      axes: The axes over which they are sent.
+    """
     flat = rows.reshape(-1, rows.shape[-1])
     payload = self._encode(flat, phase=0)
-    sent = payload_lib.to_bytes(payload, len(rows))
+    sent = compressor_lib.to_bytes(payload, len(rows))
     received = collectives.exchange(axes_lib.to_varying(sent, axes), axes)
     own = self._decode(payload).reshape(rows.shape)
     return self._mean(received, payload), own
@@ -99,11 +135,11 @@ class Exchange(NamedTuple):
     # long as adding one shard's rows after the other.
     return lax.fori_loop(1, num_shards, add, decode(0)) / num_shards
 
-  def _exchange_by_levels(self, rows):
+  def _exchange_by_levels(self, rows, axes):
     """Exchanges as `_exchange`, after a reduce-scatter over the last axis."""
-    *slow, fast = self.axes
+    *slow, fast = axes
     num_fast = lax.axis_size(fast)
-    order = axes_lib.in_mesh_order(self.axes)
+    order = axes_lib.in_mesh_order(axes)
     along = order.index(fast)
     by_axes = rows.reshape(*map(lax.axis_size, order), *rows.shape[1:])
     part = collectives.scatter_along(by_axes, fast, along) / num_fast
@@ -119,12 +155,60 @@ class Exchange(NamedTuple):
   def _encode(self, rows, phase):
     index = collectives.row_index(self.axes)
     own_key = jax.random.fold_in(self.key, 2 * index + phase + 1)
-    encode = functools.partial(payload_lib.encode, self.compressor)
+    encode = functools.partial(compressor_lib.encode, self.compressor)
     arrays = rows, self.key, own_key
     return collectives.on_each_shard(encode, self.axes, *arrays)
 
   def _decode(self, payload):
-    return payload_lib.decode(self.compressor, payload, self.key)
+    return compressor_lib.decode(self.compressor, payload, self.key)
 
   def _decode_bytes(self, received, like, num_parts):
-    return self._decode(payload_lib.from_bytes(received, like, num_parts))
+    payload = compressor_lib.from_bytes(received, like, num_parts)
+    return self._decode(payload)
+
+
+def slice_length(shape: Shape, num_shards: int) -> int:
+  """Returns the number of elements in each slice of a leaf."""
+  return -(-math.prod(shape) // num_shards)
+
+
+def cut(leaves: Sequence[jax.Array], num_shards: int, block: int) -> jax.Array:
+  """Returns the rows of leaves, float32 [num_shards, rows, block]."""
+  slices = [
+      leaves_lib.cut(leaf.astype(jnp.float32), num_shards).reshape(
+          num_shards, -1
+      )
+      for leaf in leaves
+  ]
+  return _cut_slices(slices, block)
+
+
+def join(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
+  """Returns the leaves of rows; the reverse of `cut`."""
+  lengths = [slice_length(shape, len(rows)) for shape in shapes]
+  return [
+      leaves_lib.join(part, jax.ShapeDtypeStruct(shape, rows.dtype))
+      for part, shape in zip(_join_slices(rows, lengths), shapes, strict=True)
+  ]
+
+
+def _cut_slices(slices, block):
+  """Returns the rows [..., rows, block] of slices [..., elements]."""
+  parts = []
+  for part in slices:
+    *lead, length = part.shape
+    if padding := -length % block:
+      part = jnp.pad(part, [*[(0, 0)] * len(lead), (0, padding)])
+    parts.append(part.reshape(*lead, -1, block))
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
+
+
+def _join_slices(rows, lengths):
+  """Returns the slices of rows; the reverse of `_cut_slices`."""
+  *lead, _, block = rows.shape
+  num_rows = [-(-length // block) for length in lengths]
+  parts = lax.split(rows, num_rows, axis=rows.ndim - 2)
+  return [
+      part.reshape(*lead, -1)[..., :length]
+      for part, length in zip(parts, lengths, strict=True)
+  ]

@@ -1,6 +1,7 @@
 """`join_processes`: one program in many processes, over the devices of all."""
 
 import atexit
+import ctypes
 import ipaddress
 import math
 import os
@@ -9,12 +10,19 @@ import sys
 import jax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.launch import allocator
 
 # JAX reads the first by itself; the others are named after its arguments.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 NUM_PROCESSES = 'JAX_NUM_PROCESSES'
 PROCESS_ID = 'JAX_PROCESS_ID'
+
+# Settings by which glibc keeps the memory that a step frees: in bytes, more
+# than a step takes; and as options of `mallopt`, which takes 32 bits, where -1
+# is no limit. Otherwise larger blocks are mapped again each time, and more free
+# memory at the end of the heap is returned to the system.
+_MMAP, _TRIM = 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'
+KEEPING_MEMORY = {_MMAP: str(2**30), _TRIM: str(2**34)}
+_OPTIONS = {_MMAP: (-3, 2**30), _TRIM: (-1, -1)}
 
 
 def join_processes(
@@ -33,16 +41,16 @@ def join_processes(
   alone. Call it before anything starts a backend of JAX; without the variables
   it does nothing, and the program runs alone.
 
-  A process that dies does not leave the others waiting. A collective of CPU
-  devices with it raises at once ("Connection closed by peer"). Where process 0
-  is gone, or another has sent no sign of life for a while, JAX ends the rest
-  with SIGABRT and a message ("another task died"). A process that ends by an
-  exception exits with status 1, and does not wait for the others. One that
-  leaves early in silence, by `sys.exit`, waits for them as if it had finished,
-  until the shutdown times out: raise an exception instead.
+  If a process dies, the others do not wait for it. A collective of CPU devices
+  with it raises at once ("Connection closed by peer"). If process 0 is gone, or
+  another sends no sign of life for a while, JAX ends the rest with SIGABRT and
+  a message ("another task died"). A process that ends by an exception exits
+  with status 1, and does not wait for the others. One that leaves early by
+  `sys.exit` waits for them as if it had finished, until the shutdown times out:
+  raise an exception instead.
 
   CPU devices of several processes talk through sockets that listen on the
-  address of the host's name, which JAX gives no choice of.
+  address of the host's name. JAX has no option for another address.
 
   Args:
     initialization_timeout: Seconds in which all processes must have joined.
@@ -50,11 +58,11 @@ def join_processes(
       counts as dead.
     shutdown_timeout: How many seconds apart processes may end. The others wait
       that long for a process that has exited early.
-    keep_memory: Whether glibc is told to keep the memory that a step frees, by
-      `mallopt` for the whole process, which otherwise maps it afresh in each
-      step: that can take longer than sending the gradients. What the
-      environment sets (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`)
-      takes precedence; other C libraries are left alone.
+    keep_memory: Whether glibc is told, by `mallopt` for the whole process, to
+      keep the memory that a step frees. Otherwise it maps that memory again in
+      each step, which can take longer than sending the gradients. The variables
+      `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` take precedence if
+      they are set; other C libraries are left alone.
 
   Returns:
     The number of processes; 1 for a program that runs alone.
@@ -90,12 +98,12 @@ def join_processes(
   num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
   process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
   if keep_memory:
-    allocator.keep_memory()
+    keep_freed_memory()
   jax.distributed.initialize(
       address,
       num_processes,
       process_id,
-      # The variables say it all; JAX would otherwise ask cluster schedulers.
+      # Otherwise JAX would also ask cluster schedulers.
       cluster_detection_method='deactivate',
       coordinator_bind_address=address if _is_loopback(address) else None,
       initialization_timeout=initialization_timeout,
@@ -104,6 +112,21 @@ def join_processes(
   )
   atexit.register(_leave_at_once_if_failed, process_id, num_processes)
   return num_processes
+
+
+def keep_freed_memory() -> None:
+  """Lets this process keep freed memory, unless its environment says else.
+
+  It does nothing where the C library has no `mallopt`.
+  """
+  if os.name != 'posix':
+    return
+  mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+  if mallopt is None:
+    return
+  for name, (option, value) in _OPTIONS.items():
+    if name not in os.environ:
+      mallopt(option, value)
 
 
 def _read_number(name, low, high):
@@ -134,7 +157,7 @@ def _is_loopback(address):
 def _leave_at_once_if_failed(process_id, num_processes):
   """Exits at once after an uncaught exception, before JAX waits for others.
 
-  JAX otherwise waits until the shutdown times out, and then aborts them all.
+  Otherwise JAX waits until the shutdown times out, and then aborts all of them.
   """
   if getattr(sys, 'last_value', None) is None:
     return

@@ -14,10 +14,9 @@ import threading
 import time
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.launch import allocator
 from shard_transforms._src.launch import join_processes
 
-# Seconds. A process that notices the death of another reports it within less
+# Seconds. A process that notices the death of another reports it in less time
 # than this. One that is blocked in a collective, where JAX handles SIGTERM
 # itself, would stay until heartbeats are missed.
 _PATIENCE = 1.25
@@ -31,22 +30,21 @@ def run_processes(
 ) -> None:
   """Runs a program in several processes of this host, and waits for them.
 
-  Their environment names a coordinator on loopback and which of them they are
-  (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`), for
-  `join_processes` to read. What process 0 writes to the standard output and all
-  of them to the standard error passes through; the standard output of the
-  others, which run the same program, is discarded. All get an environment in
-  which glibc keeps the memory that a step frees, unless it is set otherwise
-  (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`): mapping it afresh in
-  each step can take as long as sending the gradients.
+  The environment of each process names a coordinator on loopback and the number
+  of the process (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`,
+  `JAX_PROCESS_ID`), for `join_processes` to read. The standard error of all
+  processes and the standard output of process 0 pass through; the standard
+  output of the others, which run the same program, is discarded. glibc keeps
+  the memory that a step frees, unless `MALLOC_MMAP_THRESHOLD_` and
+  `MALLOC_TRIM_THRESHOLD_` say otherwise: to map it again in each step can take
+  as long as sending the gradients.
 
-  As soon as one exits with another status than 0, the others have `grace`
-  seconds to report their errors; then they get SIGTERM, and after as many
-  seconds SIGKILL. Where one is killed by a signal, nothing that they do
-  together can end, and they have at most 1.25 seconds instead of `grace` each
-  time. None of them is left behind, whatever ends the call: an error, Ctrl-C
-  or, in the main thread, SIGTERM. Processes that they start themselves are not
-  ended.
+  As soon as one process exits with a status other than 0, the others have
+  `grace` seconds to report their errors; then they get SIGTERM, and after as
+  many seconds SIGKILL. If one is killed by a signal, no collective with it can
+  end, and the others have at most 1.25 seconds each time instead of `grace`. No
+  process is left behind, whatever ends the call: an error, Ctrl-C or, in the
+  main thread, SIGTERM. Processes that they start themselves are not ended.
 
   Args:
     num_processes: How many processes to start.
@@ -136,7 +134,7 @@ def _start(num_processes, command, children, ends):
   address = f'127.0.0.1:{_free_port()}'
   for process_id in range(num_processes):
     env = {
-        **allocator.ENVIRONMENT,
+        **join_processes.KEEPING_MEMORY,
         **os.environ,
         join_processes.ADDRESS: address,
         join_processes.NUM_PROCESSES: str(num_processes),
@@ -145,8 +143,8 @@ def _start(num_processes, command, children, ends):
     stdout = subprocess.DEVNULL if process_id else None
     child = subprocess.Popen(command, env=env, stdout=stdout)
     children.append(child)
-    # Polling them in turn could take a process that ends a few milliseconds
-    # later for the first.
+    # A thread each: if one polled them in turn, a process that ends some
+    # milliseconds later could seem to be the first.
     threading.Thread(
         target=_put_end, args=(process_id, child, ends), daemon=True
     ).start()

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.base import addressable
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
+from shard_transforms._src.local_updates import rounds as rounds_lib
 
 CALLER = 'local_updates'
 
@@ -62,17 +62,23 @@ class LocalUpdatesState(NamedTuple):
   ) -> Mapping[str, state_rules.ResizeRule]:
     """Returns how `resize_state` converts its fields.
 
-    Each shard continues from the weighted mean over all shards so far, so that
-    the result of an unfinished round contains each of them.
+    Each shard continues from the weighted mean of all shards so far, with an
+    equal share of their weight: then the round ends with the steps of all
+    shards, before and after, each by its own weight. A shard that is not finite
+    is left out with its weight.
     """
     del reduction
-    # A shard without any weight since the last meeting has nothing to add.
-    weights = np.asarray(self.total_weight).mean(axis=-1)
+    total_weight = np.asarray(self.total_weight)
+    is_finite = np.ones(len(total_weight), bool)
+    for leaf in jax.tree.leaves(self.own_params):
+      rows = np.asarray(leaf).reshape(len(leaf), -1)
+      is_finite &= np.isfinite(rows).all(axis=-1)
+    weights = total_weight.mean(axis=-1) * is_finite
     own = state_rules.ResizeRule('average', row_weights=weights)
     return {
         'own_params': own,
         'inner_state': own,
-        'total_weight': state_rules.ResizeRule('average'),
+        'total_weight': state_rules.ResizeRule('share', row_weights=is_finite),
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
@@ -87,7 +93,7 @@ class LocalUpdatesState(NamedTuple):
     leaves = jax.tree.leaves(self.own_params)
     finite: dict[int, bool] = {}
     for leaf in leaves:
-      for start, rows in addressable.pieces(leaf):
+      for start, rows in state_rules.parts_here(leaf):
         for i, row in enumerate(rows, start):
           finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
     if not finite or any(finite.values()):
@@ -95,17 +101,17 @@ class LocalUpdatesState(NamedTuple):
     return (
         'The own parameters of a shard of `local_updates` must be finite, but'
         f' those of all shards here, {sorted(finite)}, are not, in round'
-        f' {addressable.largest(self.num_rounds)}. Go back to a checkpoint from'
-        ' before it, and put `guard` into `outer`: it leaves out a shard that'
-        ' is not finite.'
+        f' {state_rules.largest_here(self.num_rounds)}. Go back to a checkpoint'
+        ' from before it, and put `guard` into `outer`: it leaves out a shard'
+        ' that is not finite.'
     )
 
 
 def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
   """Returns each shard's own parameters, at which it takes its gradient.
 
-  What `local_updates` is given must be the gradient at these, and not at the
-  parameters themselves, which change once a round::
+  `local_updates` needs the gradient at these, and not at the parameters
+  themselves, which change once a round::
 
     own = local_params(params, state)
     loss, grads = value_and_grad(loss_fn, 'data')(own, batch)
@@ -128,7 +134,7 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
 
   Raises:
     TypeError: If there is no state of `local_updates` in `state`.
-    ValueError: If it is not that of a shard, or of other parameters.
+    ValueError: If it is the state of all shards, or of other parameters.
 
   Examples:
     >>> import jax
@@ -161,7 +167,7 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
 _STATE = LocalUpdatesState
 
 
-def holds_local_updates(state: optax.OptState) -> bool:
+def _holds_local_updates(state: optax.OptState) -> bool:
   """Whether a state, or the types of one, has one of `local_updates` in it."""
   return any(isinstance(node, _STATE) for node in _nodes(state))
 
@@ -218,7 +224,7 @@ def _take_over(state, params):
   Raises:
     ValueError: If these are of another tree, or not those of one shard.
   """
-  # The name does not matter, only that there is an axis.
+  # Any name makes `own` take the leading axis off.
   own = per_shard_state.own(state.own_params, ('',), CALLER)
   try:
     return replaced(params, own)
@@ -228,3 +234,59 @@ def _take_over(state, params):
         f' for, got {jax.tree.structure(params)} instead of'
         f' {jax.tree.structure(own)}.'
     ) from error
+
+
+def check_not_nested(state: Any) -> None:
+  """Checks that there are no local updates inside of local updates.
+
+  Raises:
+    ValueError: If there are.
+  """
+  if _holds_local_updates(state):
+    raise ValueError(
+        '`inner` and `outer` of `local_updates` must not hold `local_updates`,'
+        ' got one that does. For levels, reduce over the fast axis in each step'
+        ' and meet over the slow one: `local_updates(optax.chain('
+        "cross_shard_mean('core'), inner), outer, 'host', ...)`."
+    )
+
+
+def check_state(
+    state: LocalUpdatesState,
+    anchor: optax.Params,
+    updates: optax.Updates,
+    fragments: rounds_lib.Fragments,
+    outer: optax.GradientTransformation,
+) -> None:
+  """Checks that a state is for these parameters, updates and fragments.
+
+  Raises:
+    TypeError: If a leaf of the updates is complex where the parameter is real.
+    ValueError: If it is for others.
+  """
+  own = jax.eval_shape(
+      lambda own: jax.tree.map(lambda x: x[0], own), state.own_params
+  )
+  leaves_lib.check_like(updates, own, CALLER)
+  got, want = _kinds(anchor), _kinds(own)
+  if got != want:
+    raise ValueError(
+        f'`params` of `{CALLER}` must be those that its state was made for,'
+        f' got {got} instead of {want}.'
+    )
+  # Fragments show in the state only by the leaves that are masked.
+  kinds = jax.eval_shape(
+      lambda anchor: tuple(map(outer.init, fragments.split(anchor))), anchor
+  )
+  got, want = map(jax.tree.structure, (state.outer_state, kinds))
+  if got != want:
+    raise ValueError(
+        f'State of `{CALLER}` must be made for the same fragments and the same'
+        f' `outer`, got {got} in `outer_state` instead of {want}. Make it with'
+        ' `init`.'
+    )
+
+
+def _kinds(tree):
+  leaves, treedef = jax.tree.flatten(tree)
+  return treedef, [(x.shape, x.dtype.name) for x in leaves]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -13,14 +13,16 @@ from jax import core
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import shard_flow
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.gates import gating
+from shard_transforms._src.local_updates import rounds
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.tracing import gating
-from shard_transforms._src.tracing import jaxprs
-from shard_transforms._src.tracing import shard_flow
 
-# A `while_loop` of one or no iterations: unlike `cond`, it copies nothing where
-# nothing is due.
+# In a `while_loop` of one turn or none: a `cond` would copy all leaves in the
+# steps without a meeting.
 _SELDOM = gating.Gate(applies=True)
 
 
@@ -39,7 +41,7 @@ class Mixing:
   def __call__(self, own: jax.Array, anchor: jax.Array) -> jax.Array:
     """Returns the next of a shard's own parameters, one leaf."""
     is_known = not isinstance(self.own, core.Tracer)
-    # With a factor of 1 on either side, its bits are kept.
+    # A factor of 1 must keep the bits, which the formula below would not.
     if is_known and self.own == 0:
       return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
     if is_known and self.own == 1:
@@ -48,83 +50,110 @@ class Mixing:
     return mixed.astype(own.dtype)
 
 
-class Anchor(NamedTuple):
-  """The parameters that all shards share, before and after a step.
-
-  Attributes:
-    before: As they were before the step.
-    params: These, or, for a gate that applies updates, as they are after it.
-    updates: What is to be added to them, or `None` for such a gate.
-  """
-
-  before: optax.Params
-  params: optax.Params
-  updates: optax.Updates | None
-
-
-def send(
-    gate: gating.Gate,
-    is_due: jax.Array,
-    outer: optax.GradientTransformationExtraArgs,
-    state: optax.OptState,
-    anchor: optax.Params,
-    own: optax.Params,
-    *,
-    weight: jax.Array | None,
-    axes: tuple[Hashable, ...],
-    extra_args: Mapping[str, Any],
-    scope: str,
-) -> tuple[Any, optax.OptState]:
-  """Moves the anchor by the distances of all shards from it.
-
-  Args:
-    gate: Whether to return updates, or to apply them.
-    is_due: Whether to do so, bool [].
-    outer: The transformation that reduces the distances, as gradients.
-    state: Its state.
-    anchor: The parameters that all shards share; of one fragment.
-    own: Those of this shard.
-    weight: How much this shard counts, or `None`.
-    axes: The axes of the shards.
-    extra_args: The extra arguments of `outer.update`.
-    scope: The name of the meeting in the program.
-
-  Returns:
-    The updates of the anchor, zero unless due, or the next anchor; and the next
-    state.
+def as_mixing(mixing: chex.Numeric, elastic: bool, delay: int) -> Mixing:
+  """Returns how shards take over the anchor.
 
   Raises:
-    ValueError: If `outer` does not reduce over the axes, or changes a tree.
+    TypeError: If `mixing` is not a real number, or `elastic` no boolean.
+    ValueError: If `mixing` is known not to be from 0 to 1, or `elastic` comes
+      without it or with a delay.
   """
-  given = anchor if gate.applies else jax.tree.map(jnp.zeros_like, anchor)
+  mixing = arguments.as_fraction('mixing', mixing)
+  is_known = not isinstance(mixing, core.Tracer)
+  # In traced code, even the value of a constant array is not known.
+  mixing = float(mixing) if is_known else mixing
+  arguments.check_bool('elastic', elastic)
+  if elastic and is_known and mixing == 0:
+    raise ValueError(
+        '`elastic` of `local_updates` must come with `mixing`, got 0 for that:'
+        ' a shard would keep nothing of its own parameters. For a shard that'
+        ' moves by a part of `a` towards the anchor, `mixing` is 1 - a.'
+    )
+  if elastic and delay:
+    raise ValueError(
+        f'`delay` of `local_updates` must be 0 with `elastic`, got {delay!r}:'
+        ' the anchor is not kept as it was before it moved.'
+    )
+  return Mixing(mixing, elastic)
 
-  def run(state, given, anchor, own, weight, /, **extra_args):
-    anchor = given if gate.applies else anchor
-    way = jax.tree.map(jnp.subtract, anchor, own)
-    if weight is None:
-      moved, state = gate.update(outer, way, state, anchor, **extra_args)
-    else:
-      moved, state = gate.update_or_skip(
-          collectives.total(weight, axes) > 0,
-          outer,
-          way,
-          state,
-          anchor,
-          weight=weight,
-          axes=axes,
-          extra_args=extra_args,
-      )
-    return _like(moved, anchor), state
 
-  def check(jaxpr):
-    num_own, num_after = (len(jax.tree.leaves(tree)) for tree in (own, weight))
-    differs = [frozenset()] * len(jaxpr.invars)
-    first = len(differs) - num_after - num_own
-    differs[first : first + num_own] = [frozenset(axes)] * num_own
-    found = shard_flow.differing(jaxprs.flatten(jaxpr), differs)
-    _check_reduced(found[: len(jax.tree.leaves(given))], axes)
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+  """What shards do when they meet.
 
-  with jax.named_scope(scope):
+  Attributes:
+    inner: The transformation of a shard's own parameters.
+    outer: The one that reduces the distances from the anchor, as gradients.
+    mixing: How a shard takes the anchor over.
+    fragments: How the leaves are divided.
+    axes: The axes of the shards.
+    assume_weighted: Whether `outer` is known to use the weight.
+  """
+
+  inner: optax.GradientTransformationExtraArgs
+  outer: optax.GradientTransformationExtraArgs
+  mixing: Mixing
+  fragments: rounds.Fragments
+  axes: tuple[Hashable, ...]
+  assume_weighted: bool = False
+
+  def send(
+      self,
+      gate: gating.Gate,
+      is_due: jax.Array,
+      state: optax.OptState,
+      anchor: optax.Params,
+      own: optax.Params,
+      weight: jax.Array | None,
+      extra_args: Mapping[str, Any],
+  ) -> tuple[Any, optax.OptState]:
+    """Moves a fragment of the anchor by the distances of all shards from it.
+
+    Args:
+      gate: Whether to return updates, or to apply them.
+      is_due: Whether to do so, bool [].
+      state: The state of `outer`.
+      anchor: The parameters that all shards share; of one fragment.
+      own: Those of this shard.
+      weight: How much this shard counts, or `None`.
+      extra_args: The extra arguments of `outer.update`.
+
+    Returns:
+      The updates of the anchor, zero unless due, or the next anchor; and the
+      next state.
+
+    Raises:
+      ValueError: If `outer` does not reduce over the axes, or changes a tree.
+    """
+    given = anchor if gate.applies else jax.tree.map(jnp.zeros_like, anchor)
+
+    def run(state, given, anchor, own, weight, /, **extra_args):
+      anchor = given if gate.applies else anchor
+      way = jax.tree.map(jnp.subtract, anchor, own)
+      if weight is None:
+        moved, state = gate.update(self.outer, way, state, anchor, **extra_args)
+      else:
+        moved, state = gate.update_or_skip(
+            collectives.total(weight, self.axes) > 0,
+            self.outer,
+            way,
+            state,
+            anchor,
+            weight=weight,
+            axes=() if self.assume_weighted else self.axes,
+            extra_args=extra_args,
+            caller='local_updates',
+        )
+      return _like(moved, anchor), state
+
+    def check(jaxpr):
+      num_own, num_after = (len(jax.tree.leaves(x)) for x in (own, weight))
+      differs = [frozenset()] * len(jaxpr.invars)
+      first = len(differs) - num_after - num_own
+      differs[first : first + num_own] = [frozenset(self.axes)] * num_own
+      found = shard_flow.differing(jaxprs.flatten(jaxpr), differs)
+      _check_reduced(found[: len(jax.tree.leaves(given))], self.axes)
+
     moved, state = _SELDOM.run_or_skip(
         is_due,
         run,
@@ -137,67 +166,66 @@ def send(
         check=check,
         seldom=True,
     )
-  _check_reduced(map(axes_lib.varying_axes, jax.tree.leaves(moved)), axes)
-  return moved, state
+    types = map(axes_lib.varying_axes, jax.tree.leaves(moved))
+    _check_reduced(types, self.axes)
+    return moved, state
 
+  def take_over(
+      self,
+      gate: gating.Gate,
+      are_due: Sequence[jax.Array],
+      own: optax.Params,
+      inner_state: optax.OptState,
+      anchor: optax.Params,
+      moved: Any,
+  ) -> tuple[optax.Params, optax.OptState]:
+    """Returns a shard's own parameters after a step, and its inner state.
 
-def take_over(
-    are_due: Sequence[jax.Array],
-    numbers: Sequence[int],
-    mixing: Mixing,
-    inner: optax.GradientTransformationExtraArgs,
-    own: optax.Params,
-    inner_state: optax.OptState,
-    anchor: Anchor,
-    axes: tuple[Hashable, ...],
-) -> tuple[optax.Params, optax.OptState]:
-  """Returns a shard's own parameters after a step, and its inner state.
+    A shard with own parameters that are due and not finite restarts from the
+    anchor, with all of its parameters and a new inner state.
 
-  A shard with own parameters that are due and not finite restarts from the
-  anchor, with all of its parameters and a new inner state.
+    Args:
+      gate: Whether `moved` are updates, or parameters.
+      are_due: For each fragment, whether it is taken over, bool [].
+      own: A shard's own parameters.
+      inner_state: The state of the inner transformation.
+      anchor: The parameters that all shards share, before the step.
+      moved: The updates of these, or the parameters after the step.
+    """
+    numbers = self.fragments.of_leaves(anchor)
 
-  Args:
-    are_due: For each fragment, whether it is taken over, bool [].
-    numbers: The number of the fragment of each leaf.
-    mixing: How it is taken over.
-    inner: The inner transformation.
-    own: A shard's own parameters.
-    inner_state: The state of the inner transformation.
-    anchor: What all shards share.
-    axes: The axes of the shards.
-  """
+    def run(state, _, are_due, before, moved):
+      own, inner_state = state
+      if not gate.applies:
+        # In this loop, so that it rounds as the user's `apply_updates` does.
+        moved = optax.apply_updates(before, moved)
+      leaves, treedef = jax.tree.flatten(own)
+      is_due = [are_due[number] for number in numbers]
+      is_well = _is_well(leaves, is_due, self.axes)
+      renewed = jax.tree.leaves(moved)
+      towards = jax.tree.leaves(before) if self.mixing.elastic else renewed
+      mixed = map(self.mixing, leaves, towards)
+      if len(are_due) > 1:
+        mixed = map(jnp.where, is_due, mixed, leaves)
+      choose = functools.partial(jnp.where, is_well)
+      leaves = map(choose, mixed, renewed)
+      fresh = self.inner.init(moved)
+      inner_state = jax.tree.map(choose, inner_state, fresh)
+      return (), (treedef.unflatten(leaves), inner_state)
 
-  def run(state, _, are_due, params, updates, before):
-    own, inner_state = state
-    # In a loop of its own, so that this rounds as `apply_updates` of the user.
-    moved = params if updates is None else optax.apply_updates(params, updates)
-    leaves, treedef = jax.tree.flatten(own)
-    is_due = [are_due[number] for number in numbers]
-    is_well = _is_well(leaves, is_due, axes)
-    renewed = jax.tree.leaves(moved)
-    towards = jax.tree.leaves(before) if mixing.elastic else renewed
-    mixed = map(mixing, leaves, towards)
-    if len(are_due) > 1:
-      mixed = map(jnp.where, is_due, mixed, leaves)
-    choose = functools.partial(jnp.where, is_well)
-    leaves = map(choose, mixed, renewed)
-    fresh = inner.init(moved)
-    inner_state = jax.tree.map(choose, inner_state, fresh)
-    return (), (treedef.unflatten(leaves), inner_state)
-
-  any_due = functools.reduce(jnp.logical_or, are_due)
-  _, (own, inner_state) = _SELDOM.run_or_skip(
-      any_due,
-      run,
-      (own, inner_state),
-      (),
-      are_due,
-      anchor.params,
-      anchor.updates,
-      anchor.before if mixing.elastic else (),
-      seldom=True,
-  )
-  return own, inner_state
+    # While a loop reads the old anchor, the new one needs memory of its own.
+    needs_old = self.mixing.elastic or not gate.applies
+    _, (own, inner_state) = _SELDOM.run_or_skip(
+        functools.reduce(jnp.logical_or, are_due),
+        run,
+        (own, inner_state),
+        (),
+        are_due,
+        anchor if needs_old else (),
+        moved,
+        seldom=True,
+    )
+    return own, inner_state
 
 
 def _is_well(leaves, are_due, axes):
@@ -205,7 +233,7 @@ def _is_well(leaves, are_due, axes):
   is_well = jnp.array(True)
   for leaf, is_due in zip(leaves, are_due, strict=True):
     is_well &= jnp.all(jnp.isfinite(leaf)) | ~is_due
-  # Where parameters are sharded over other axes, all parts must be finite.
+  # Parameters may be sharded over other axes: all their parts must be finite.
   others = tuple(axes_lib.varying_axes(is_well).difference(axes))
   num_sick = collectives.psum(jnp.where(is_well, 0, 1), others)
   return num_sick == 0

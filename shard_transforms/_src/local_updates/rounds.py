@@ -1,22 +1,29 @@
-"""Rounds: in which steps the shards meet."""
+"""Rounds: in which steps the shards meet, and which part of the parameters."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.base import leaves as leaves_lib
 
-_NAME = '`every` of `local_updates`'
+_EVERY = '`every` of `local_updates`'
+_FRAGMENTS = '`fragments` of `local_updates`'
 
 # The number of steps of a round, or a function of the number of the round.
 Every = int | Callable[[jax.Array], chex.Numeric]
 
 
-class Meetings(NamedTuple):
+class Due(NamedTuple):
   """What happens in a step, the same on all shards.
 
   Attributes:
@@ -51,7 +58,7 @@ class Rounds:
       return
     every = arguments.as_at_least('every', self.every, 1)
     apart = self._ends(every)[0]
-    # What is sent in the step in which it is taken over has no delay.
+    # A round of one step leaves no time for a delay.
     if delay >= max(apart, 1):
       raise ValueError(
           '`delay` of `local_updates` must be less than the steps to the first'
@@ -59,22 +66,24 @@ class Rounds:
           ' over before the next is.'
       )
 
-  def at(self, step: jax.Array, num_rounds: jax.Array) -> Meetings:
+  def at(self, step: jax.Array, num_rounds: jax.Array) -> Due:
     """Returns what happens in a step.
 
     Args:
       step: The number of steps of this round before it, int32 [].
       num_rounds: The number of rounds before this one, int32 [].
     """
-    length = self.every
+    length, at_least = self.every, max
     if callable(length):
+      at_least = jnp.maximum
       length = jnp.maximum(jnp.asarray(length(num_rounds), jnp.int32), 1)
-    number = step + 1
+    # A round that has become shorter since it began is in one of its own steps.
+    number = lax.rem(step, length) + 1
     ends = self._ends(length)
-    return Meetings(
-        sends=[number == jnp.maximum(end - self.delay, 1) for end in ends],
+    return Due(
+        sends=[number == at_least(end - self.delay, 1) for end in ends],
         mixes=[number == end for end in ends],
-        is_last=number >= length,
+        is_last=number == length,
     )
 
   def _ends(self, length: Any):
@@ -93,7 +102,7 @@ def _check_function(every):
     kind = jax.eval_shape(every, jax.ShapeDtypeStruct((), jnp.int32))
   except jax.errors.ConcretizationTypeError as error:
     raise TypeError(
-        f'{_NAME} must be an integer or a function of the number of the round'
+        f'{_EVERY} must be an integer or a function of the number of the round'
         f' that JAX can trace, got {every!r}. Write `jnp.where` in place of'
         ' `if`.'
     ) from error
@@ -101,6 +110,140 @@ def _check_function(every):
   is_number = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
   if not is_number or kind.shape:
     raise TypeError(
-        f'{_NAME} must be an integer or give one for the number of a round, got'
-        f' {every!r}, which gives {kind}.'
+        f'{_EVERY} must be an integer or give one for the number of a round,'
+        f' got {every!r}, which gives {kind}.'
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+  """Fragments: which leaves of the parameters are sent together.
+
+  Attributes:
+    labels: The label of each leaf, a tree or prefix tree; `None` where leaves
+      are spread evenly.
+    names: The labels in the order in which fragments meet.
+  """
+
+  labels: Any
+  names: tuple[Any, ...]
+
+  @property
+  def num(self) -> int:
+    """The number of fragments."""
+    return len(self.names)
+
+  def of_leaves(self, tree: Any) -> tuple[int, ...]:
+    """Returns the number of the fragment of each leaf.
+
+    Raises:
+      ValueError: If there are fewer leaves than fragments, or the labels do not
+        fit the tree.
+    """
+    leaves = jax.tree.leaves(tree)
+    # `optax.tree_utils.tree_map_params` calls `init` with no leaves.
+    if not leaves:
+      return ()
+    if self.labels is None:
+      return _spread([_num_bytes(leaf) for leaf in leaves], self.num)
+    return tuple(map(self.names.index, _broadcast(self.labels, tree)))
+
+  def split(self, tree: Any) -> list[Any]:
+    """Returns the tree for each fragment, with all other leaves masked."""
+    if self.num == 1:
+      return [tree]
+    numbers = self.of_leaves(tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    return [
+        treedef.unflatten(
+            [
+                leaf if number == of_leaf else optax.MaskedNode()
+                for leaf, of_leaf in zip(leaves, numbers, strict=True)
+            ]
+        )
+        for number in range(self.num)
+    ]
+
+  def join(self, parts: Sequence[Any], like: Any) -> Any:
+    """Returns the tree that `split` has divided into `parts`."""
+    leaves = [iter(jax.tree.leaves(part)) for part in parts]
+    numbers = self.of_leaves(like)
+    return jax.tree.structure(like).unflatten(
+        [next(leaves[number]) for number in numbers]
+    )
+
+
+def as_fragments(fragments: Any) -> Fragments:
+  """Returns the `fragments` argument of users, checked.
+
+  Raises:
+    TypeError: If it is neither an integer nor a tree of labels.
+    ValueError: If it is less than 1.
+  """
+  kinds = jax.Array | np.ndarray | np.generic | bool | float | int | str | None
+  if isinstance(fragments, kinds):
+    num = arguments.as_at_least('fragments', fragments, 1)
+    return Fragments(None, tuple(range(num)))
+  labels = jax.tree.leaves(fragments)
+  is_named = [isinstance(label, str) for label in labels]
+  if not labels or not (all(is_named) or all(map(_is_int, labels))):
+    raise TypeError(
+        f'{_FRAGMENTS} must be an integer, or a tree of labels that are all'
+        f' strings or all integers, got {fragments!r}.'
+    )
+  return Fragments(fragments, tuple(sorted(set(labels))))
+
+
+def _is_int(label):
+  return isinstance(label, int) and not isinstance(label, bool)
+
+
+def _num_bytes(leaf):
+  return math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
+
+
+def _spread(sizes, num):
+  """Returns the fragment of each leaf, so that fragments have similar sizes.
+
+  Raises:
+    ValueError: If there are fewer leaves than fragments.
+  """
+  if num > len(sizes):
+    raise ValueError(
+        f'{_FRAGMENTS} must be at most the number of leaves, {len(sizes)}, got'
+        f' {num!r}. A leaf is in one fragment.'
+    )
+  # Largest first, each to the smallest fragment so far.
+  loads = [(0, 0)] * num
+  found = [0] * len(sizes)
+  for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    least = loads.index(min(loads))
+    found[i] = least
+    num_bytes, num_leaves = loads[least]
+    loads[least] = num_bytes + sizes[i], num_leaves + 1
+  return tuple(found)
+
+
+def _broadcast(labels, tree):
+  """Returns the label of each leaf of a tree.
+
+  Raises:
+    ValueError: If the labels do not fit the tree, or leave out a leaf.
+  """
+  is_none = leaves_lib.is_none
+  try:
+    spread = jax.tree.broadcast(labels, tree, is_leaf=is_none)
+  except ValueError as error:
+    raise ValueError(
+        f'{_FRAGMENTS} must have the tree of the parameters, or the head of it,'
+        f' got {jax.tree.structure(labels)} for {jax.tree.structure(tree)}.'
+    ) from error
+  found = dict(jax.tree.leaves_with_path(spread, is_leaf=is_none))
+  paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+  for path in paths:
+    if found[path] is None:
+      name = leaves_lib.name_of(path)
+      raise ValueError(
+          f'{_FRAGMENTS} must have a label for each leaf, got None at {name}.'
+      )
+  return [found[path] for path in paths]

@@ -1,5 +1,5 @@
-"""Floor 4: what a step sends, and whether shards are still sound.
+"""Floor 4: reports on what a step sends, and checks that shards are sound.
 
-Imports the floors below; not a transformation, whose state tells by itself what
-makes it unhealthy.
+Imports the floors below, and no transformation: the state of each declares its
+own metrics and problems.
 """

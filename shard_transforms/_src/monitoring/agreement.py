@@ -1,4 +1,4 @@
-"""`track_agreement`: which shard's gradient points away from the mean."""
+"""`track_agreement`: the shard whose gradient points away from the mean."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,10 +26,10 @@ class AgreementState(NamedTuple):
 
   Attributes:
     cosine: The moving average of the cosine of each shard's update with the
-      mean, float32 []; it starts at 1. It has a leading axis, of length 1
-      inside the mapped function and of the number of shards outside.
-    least_cosine: The least of them, float32 [].
-    least_shard: Which shard has it, int32 []; -1 before the first update.
+      mean, float32 []; it starts at 1. Its leading axis has length 1 inside the
+      mapped function, and the number of shards outside.
+    least_cosine: The least cosine of all shards, float32 [].
+    least_shard: The shard that has it, int32 []; -1 before the first update.
     inner_state: State of the reduction.
 
   Examples:
@@ -73,26 +73,27 @@ def track_agreement(
     *,
     decay: chex.Numeric = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Measures how far the updates of each shard agree with those of all.
+  r"""Measures how far the updates of each shard agree with their mean.
 
-  Of each shard, the state keeps a moving average of the cosine of its update
-  :math:`u_i` with the mean :math:`g`, :math:`u_i \cdot g / (\|u_i\| \|g\|)`;
-  and of all shards, the least and whose it is. A shard with wrong labels, or
-  data of another kind, is below the others, as long as its updates are not so
-  large that they dominate the mean. If all are low, gradients are noisy: see
-  `track_noise_scale`.
+  The state keeps, for each shard, a moving average of the cosine of its update
+  :math:`u_i` with the mean :math:`g`, :math:`u_i \cdot g / (\|u_i\| \|g\|)`,
+  and the least cosine of all shards with the number of that shard. A shard with
+  wrong labels, or data of another kind, is below the others, unless its updates
+  are so large that they dominate the mean. If all are low, gradients are noisy:
+  see `track_noise_scale`.
 
-  Belongs where per-shard gradients become one, in the place of
-  `cross_shard_mean` or around it, or around one of
-  `shard_transforms.aggregators`. Updates are those of the reduction, to the
-  bit. The cosine of an update that is zero is 0. A step in which a shard has no
-  weight, or a norm that is not finite, leaves its average as it is. Besides the
-  reduction, each shard sends two numbers to every other.
+  Put it where per-shard gradients become one: in place of `cross_shard_mean`,
+  or around it or one of `shard_transforms.aggregators`. Updates are those of
+  the reduction, to the bit. The cosine of a zero update is 0. The average of a
+  shard does not change in a step in which the shard has no weight, or a norm is
+  not finite. Besides the reduction, each shard sends two numbers to every other
+  shard.
 
   Args:
     axis_name: The mapped axis, or a sequence of them.
-    inner: What reduces the updates; `cross_shard_mean(axis_name)` by default.
-    decay: How much of the moving averages stays in a step, from 0 to below 1.
+    inner: The reduction of the updates; `cross_shard_mean(axis_name)` by
+      default.
+    decay: The decay of the moving averages, from 0 to below 1.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `AgreementState`, whose
@@ -117,6 +118,11 @@ def track_agreement(
     >>> measure = jax.vmap(measure, axis_name='data')
     >>> print(*measure(jnp.array([[1.0, 0.0], [1.0, 0.0], [0.0, -1.0]])))
     [0.8944272 0.8944272 0.4472136] [2 2 2]
+
+  References:
+    Muñoz-González, Co and Lupu, Byzantine-Robust Federated Machine Learning
+    through Adaptive Model Averaging, 2019, https://arxiv.org/abs/1909.05125,
+    which drops participants with an unusual cosine.
   """
   arguments.as_decay('decay', decay)
 
@@ -148,9 +154,9 @@ def track_agreement(
 
 
 def _least(cosine, is_known, state, axes):
-  """Returns the least cosine of all shards and whose it is.
+  """Returns the least cosine of all shards, and the shard that has it.
 
-  They stay as they are where no shard has a new value.
+  Both are those of the state if no shard has a new value.
   """
   own = jnp.stack([cosine, is_known.astype(jnp.float32)])
   with jax.named_scope(_CALLER):

@@ -8,28 +8,27 @@ import numpy as np
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.monitoring import checksums
+from shard_transforms._src.monitoring import digests
 
 
 def assert_reduced(tree: chex.ArrayTree, axis_name: axes_lib.AxisName) -> None:
   """Asserts that a tree is the same on all shards of a mapped axis; for tests.
 
   Inside a mapped function, the types of the leaves must say so. Outside, the
-  devices of this process along the axis of a mesh must hold the same bits of
-  each array; what unchecked `jax.shard_map` declares to be the same often is
-  not.
+  devices of this process along the axis must hold the same bits of each array:
+  results that unchecked `jax.shard_map` declares to be the same often differ.
 
   Args:
     tree: Tree of arrays: inside a function that checked `jax.shard_map` maps,
-      or what a mapped function has returned over a mesh.
+      or the results of a mapped function, on a mesh.
     axis_name: The mapped axis, or a sequence of them.
 
   Raises:
     AssertionError: If a leaf is not the same on all shards.
     NameError: In a mapped function, if an axis is not bound.
     TypeError: If `axis_name` is not a name or a sequence of names.
-    ValueError: If it cannot be known: in a function mapped without types, or
-      for an array that is not on a mesh with this axis.
+    ValueError: If nothing tells: in a function mapped without types, or for an
+      array that is not on a mesh with this axis.
 
   Examples:
     >>> import jax
@@ -96,7 +95,7 @@ def _assert_held(name, leaf, axes):
         for axis, n in zip(mesh.axis_names, place, strict=True)
         if axis not in axes
     )
-    data = np.asarray(checksums.checksum(shard.data)).tobytes()
+    data = np.asarray(digests.checksum(shard.data)).tobytes()
     device, expected = first.setdefault(elsewhere, (shard.device, data))
     if data != expected:
       raise AssertionError(

@@ -1,55 +1,198 @@
-"""What a compiled program sends between devices, read off its text."""
+"""Reports on compiled programs, from their text.
+
+`hlo_wire_report` is given the text, `report_program` a program or a function.
+"""
 
 from collections.abc import Mapping
 import dataclasses
+import itertools
 import math
 import os
 import re
 from typing import Any
 
+import jax
+
+from shard_transforms._src.analysis.hlo import flow as hlo_flow
+from shard_transforms._src.analysis.hlo import replica_groups
+from shard_transforms._src.analysis.hlo import text as hlo_text
 from shard_transforms._src.monitoring import compiled_warnings
 from shard_transforms._src.monitoring import report_table
-from shard_transforms._src.tracing import hlo_modules
-from shard_transforms._src.tracing import jaxprs
-from shard_transforms._src.tracing import replica_groups
 
-# The primitives of `report_table.SENT`, by opcode; for a reduction, by the
-# operation that combines two numbers.
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+# Where a primitive of `report_table.SENT` has another name than its opcode. An
+# all-reduce is named by what combines two numbers, or two booleans.
 _PRIMITIVES = {
-    'all-gather': 'all_gather',
-    'all-to-all': 'all_to_all',
     'collective-broadcast': 'pbroadcast',
     'collective-permute': 'ppermute',
-    'ragged-all-to-all': 'ragged_all_to_all',
-    'reduce-scatter': 'reduce_scatter',
 }
 _REDUCTIONS = {'add': 'psum', 'maximum': 'pmax', 'minimum': 'pmin'}
-# For booleans.
 _DECISIONS = {'or': 'pmax', 'and': 'pmin'}
-# What JAX adds to the names of operations besides scopes.
-_NOT_SCOPES = re.compile(
-    r'while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|shard_map|checkpoint'
-    r'|rematted_computation|custom_[jv][jv]p_call|custom_lin|p?jit(\(.*)?|pmap'
-)
-_AROUND_SCOPES = re.compile(r'^(?:jvp|transpose|vmap|remat)\((.*)\)$')
+_PAIRS = re.compile(r'source_target_pairs="?(\{\{.*?\}\})')
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_INSTALLED = tuple(
-    f'{os.sep}{folder}{os.sep}' for folder in ('site-packages', 'dist-packages')
+_INSTALLED = re.compile(
+    rf'{re.escape(_PACKAGE)}|.*[/\\](?:site|dist)-packages[/\\]'
 )
 
 
-def read(
-    module: hlo_modules.Module, mesh_shape: Mapping[Any, int]
+def hlo_wire_report(
+    text: str, mesh: Mesh | None = None
 ) -> report_table.WireReport:
-  """Returns what a compiled program sends.
+  r"""Reports what each device sends when a compiled program runs once.
+
+  It is `wire_report(..., compiled=True)` for a program that was compiled
+  elsewhere, of which only the text is here. It reads programs for CPUs, GPUs
+  and TPUs. For GPUs and TPUs it was tested on short texts written by hand after
+  the documentation of XLA, not on such devices.
 
   Args:
-    module: The program.
-    mesh_shape: The sizes of the axes of its mesh, in order.
+    text: The optimized program as XLA prints it:
+      `jax.jit(fn).lower(...).compile().as_text()`.
+    mesh: The mesh that it was compiled for, for the names of its axes. It may
+      be left out if the text itself names them.
+
+  Returns:
+    A `WireReport`.
+
+  Raises:
+    TypeError: If `text` is no string, or `mesh` no mesh.
+    ValueError: If `text` is not that of an optimized program, a line that may
+      send something is not understood, or `mesh` is of another size or missing.
+
+  Examples:
+    >>> import jax
+    >>> import shard_transforms
+    >>> text = '''HloModule jit_step, is_scheduled=true, num_partitions=8
+    ...
+    ... ENTRY main {
+    ...   x = f32[125]{0} parameter(0)
+    ...   ROOT y = f32[1000]{0} all-gather(x), channel_id=1,\
+    ...     replica_groups=[1,8]<=[8], dimensions={0}
+    ... }'''
+    >>> mesh = jax.sharding.AbstractMesh((8,), ('data',))
+    >>> print(shard_transforms.monitoring.hlo_wire_report(text, mesh))
+    primitive   dtype    payload  axes  shards  times   sent  scope
+    all_gather  float32      500  data       8      1  3,500
+    total                                           1  3,500
   """
-  collectives = tuple(_Reader(module, mesh_shape).all_of(module.entry))
+  if not isinstance(text, str):
+    raise TypeError(
+        f'`text` must be the text of a compiled program, got {text!r}.'
+    )
+  return _report(text, mesh, ())
+
+
+def report_program(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh | None,
+) -> report_table.WireReport:
+  """Returns what a program sends, compiled if it is not yet.
+
+  Args:
+    fn: The program, or a function.
+    args: Its arguments; a program may leave them out.
+    kwargs: Its keyword arguments.
+    mesh: Its mesh, if it is known.
+
+  Returns:
+    A `WireReport`.
+
+  Raises:
+    ValueError: If the program is for other arguments, or for a backend that
+      this process does not have.
+  """
+  if not isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
+    lower = fn.lower if hasattr(fn, 'lower') else jax.jit(fn).lower
+    fn = lower(*args, **kwargs)
+  elif args or kwargs:
+    _check_arguments(fn, args, kwargs)
+  try:
+    compiled = fn.compile() if isinstance(fn, jax.stages.Lowered) else fn
+  except RuntimeError as error:
+    raise ValueError(
+        '`fn` must be lowered for a backend of this process, got a program'
+        f' that does not compile: {error}. Compile it where it runs, and give'
+        ' `compiled.as_text()` to `hlo_wire_report`.'
+    ) from error
+  text = compiled.as_text()
+  if text is None:
+    raise ValueError(
+        '`fn` must be compiled by a backend that shows its programs, got none'
+        ' of it. Use `wire_report` of the traced function.'
+    )
+  return _report(text, mesh, _mesh_shapes(compiled))
+
+
+def _report(text, mesh, mesh_shapes):
+  """Returns the report of a text, for the first mesh that fits."""
+  module = hlo_text.parse(text)
+  num_devices = module.num_devices
+  if mesh is not None:
+    shape = _shape(module, mesh)
+  else:
+    known = itertools.chain(_named(module), mesh_shapes)
+    fitting = (s for s in known if math.prod(s.values()) == num_devices)
+    # One axis without a name is enough for a program that sends nothing.
+    shape = next(fitting, {None: num_devices})
+  collectives = tuple(_Reader(module, shape).all_of(module.entry))
   warnings = compiled_warnings.find(module, collectives)
-  return report_table.WireReport(collectives, warnings)
+  report = report_table.WireReport(collectives, warnings)
+  if None in shape and report.total_bytes:
+    raise ValueError(
+        '`mesh` must be given where a compiled program does not name its axes,'
+        f' got None. Give the mesh of its {num_devices} devices.'
+    )
+  return report
+
+
+def _shape(module, mesh):
+  if not isinstance(mesh, Mesh):
+    raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
+  if mesh.size != module.num_devices:
+    raise ValueError(
+        f'`mesh` must have the {module.num_devices} devices of the program, got'
+        f' {mesh.size} in {dict(mesh.shape)!r}.'
+    )
+  return mesh.shape
+
+
+def _named(module):
+  """Yields the meshes in the text of groups that name their axes."""
+  for computation in module.computations.values():
+    for instruction in computation.instructions.values():
+      if instruction.collective:
+        groups = instruction.attributes.get('replica_groups', '')
+        shape = replica_groups.mesh_shape(groups)
+        if shape and not all(axis.startswith('axis_') for axis in shape):
+          yield shape
+
+
+def _mesh_shapes(compiled):
+  """Yields the meshes of arguments and results."""
+  shardings = compiled.input_shardings, compiled.output_shardings
+  for sharding in jax.tree.leaves(shardings):
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      yield sharding.mesh.shape
+
+
+def _check_arguments(program, args, kwargs):
+  expected, given = program.in_avals, (args, dict(kwargs))
+  structure, treedef = map(jax.tree.structure, (expected, given))
+  if structure != treedef:
+    raise ValueError(
+        f'`args` must be of the structure {structure} of the compiled program,'
+        f' got {treedef}.'
+    )
+  given = jax.tree.leaves_with_path(jax.eval_shape(lambda tree: tree, given))
+  for (path, array), aval in zip(given, jax.tree.leaves(expected), strict=True):
+    if (array.shape, array.dtype) != (aval.shape, aval.dtype):
+      raise ValueError(
+          f'`args` must be {aval.str_short()} at'
+          f' {jax.tree_util.keystr(path)}, as the program was compiled for, got'
+          f' {array.dtype}{list(array.shape)}. Compile it for these.'
+      )
 
 
 class _Reader:
@@ -70,87 +213,70 @@ class _Reader:
     return self._found[computation.name]
 
   def _of(self, computation, instruction):
-    taken = computation.operands(instruction) if _sends(instruction) else ()
-    arrays = [array for source in taken for array in source.results]
-    if instruction.collective:
+    if instruction.collective or instruction.opcode == 'send':
+      taken = computation.operands(instruction)
+      arrays = [array for source in taken for array in source.results]
       return self._sent(instruction, arrays)
-    if instruction.opcode == 'send':
-      return self._permutation(instruction, arrays[:1])
-    if not instruction.called:
-      return []
     inner = [self.all_of(c) for c in self._module.called(instruction)]
     if instruction.opcode == 'conditional':
-      dearest = max(
-          inner,
-          key=lambda found: report_table.WireReport(tuple(found)).total_bytes,
-      )
-      return [dataclasses.replace(c, conditional=True) for c in dearest]
-    found = [collective for called in inner for collective in called]
+      return _conditional(report_table.dearest(inner))
+    found = [*itertools.chain(*inner)]
     if instruction.opcode == 'while':
-      return [_each_turn(instruction, c) for c in found]
+      if hlo_flow.turns_at_most_once(self._module, instruction):
+        return _conditional(found)
+      return [report_table.in_loop(c, instruction.num_turns) for c in found]
     if _is_reduce_scatter(instruction):
       return [_scattered(c) for c in found]
     return found
 
-  def _sent(self, instruction, operands):
+  def _sent(self, instruction, arrays):
     """Returns what a collective sends, an array at a time."""
-    if instruction.collective == 'collective-permute':
-      pairs = self._groups(
-          instruction.attributes.get('source_target_pairs', '')
-      )
-      axes = replica_groups.axes(pairs, self._mesh_shape)
+    attributes = instruction.attributes
+    text = attributes.get('replica_groups', '{}')
+    is_permutation = instruction.collective in (None, 'collective-permute')
+    if is_permutation:
+      # XLA may split a permutation into `send` and `recv`. A `send` without
+      # pairs goes to the host.
+      pairs = _PAIRS.search(instruction.attribute_text)
+      if pairs is None and instruction.opcode == 'send':
+        return []
+      text = pairs[1] if pairs else attributes.get('source_target_pairs', '')
+    groups = replica_groups.parse(text, self._module.num_devices)
+    axes = replica_groups.axes(groups, self._mesh_shape)
+    num_shards = max(map(len, groups))
+    if is_permutation:
       num_shards = math.prod(self._mesh_shape[axis] for axis in axes)
-    else:
-      groups = self._groups(instruction.attributes.get('replica_groups', '{}'))
-      axes = replica_groups.axes(groups, self._mesh_shape)
-      num_shards = max(map(len, groups))
     return [
-        self._collective(instruction, arrays, axes, num_shards)
-        for arrays in _payloads(operands, instruction)
+        report_table.Collective(
+            primitive=self._primitive(instruction),
+            dtype=payload[0].dtype,
+            payload_bytes=sum(array.num_bytes for array in payload),
+            axes=axes,
+            num_shards=num_shards,
+            scope=instruction.scope,
+            source=_source(self._module.sources(instruction)),
+            op=instruction.name,
+        )
+        for payload in _payloads(arrays, instruction)
     ]
 
-  def _permutation(self, instruction, arrays):
-    """Returns the permutation that XLA has split into `send` and `recv`."""
-    text = instruction.attributes.get('frontend_attributes', '')
-    pairs = re.search(r'source_target_pairs="?(\{\{.*?\}\})', text)
-    if pairs is None:
-      return []
-    axes = replica_groups.axes(self._groups(pairs[1]), self._mesh_shape)
-    num_shards = math.prod(self._mesh_shape[axis] for axis in axes)
-    return [self._collective(instruction, arrays, axes, num_shards)]
-
-  def _groups(self, text):
-    return replica_groups.parse(text, self._module.num_devices)
-
-  def _collective(self, instruction, arrays, axes, num_shards):
-    return report_table.Collective(
-        primitive=self._primitive(instruction),
-        dtype=arrays[0].dtype,
-        payload_bytes=sum(array.num_bytes for array in arrays),
-        axes=axes,
-        num_shards=num_shards,
-        scope=scope(instruction.op_name),
-        source=_source(self._module.sources(instruction)),
-        op=instruction.name,
-    )
-
   def _primitive(self, instruction):
-    if instruction.opcode == 'send':
+    opcode = instruction.collective
+    if opcode is None:
       return 'psend'
-    if instruction.collective != 'all-reduce':
-      return _PRIMITIVES[instruction.collective]
+    if opcode != 'all-reduce':
+      return _PRIMITIVES.get(opcode) or opcode.replace('-', '_')
     (reducer,) = self._module.called(instruction)
     combine = reducer.root
     while combine.opcode == 'convert':
       (combine,) = reducer.operands(combine)
-    names = _REDUCTIONS
-    if combine.arrays[0].xla_dtype == 'pred':
-      names = _DECISIONS
+    is_bool = combine.arrays[0].xla_dtype == 'pred'
+    names = _DECISIONS if is_bool else _REDUCTIONS
     return names.get(combine.opcode, 'all_reduce')
 
 
-def _sends(instruction):
-  return instruction.collective is not None or instruction.opcode == 'send'
+def _conditional(collectives):
+  return [dataclasses.replace(c, conditional=True) for c in collectives]
 
 
 def _payloads(arrays, instruction):
@@ -158,26 +284,16 @@ def _payloads(arrays, instruction):
   if instruction.collective == 'all-to-all':
     # One operand for each shard, all parts of one array.
     return [arrays]
-  if instruction.collective == 'ragged-all-to-all' or (
+  if instruction.collective in (None, 'ragged-all-to-all') or (
       'slice_sizes' in instruction.attributes
   ):
-    # The other operands are offsets.
+    # The other operands are offsets, or a token.
     return [arrays[:1]]
   return [[array] for array in arrays]
 
 
-def _each_turn(loop, collective):
-  if scope(loop.op_name).split('/')[-1] == jaxprs.GATE:
-    return dataclasses.replace(collective, conditional=True)
-  if loop.num_turns is None:
-    return dataclasses.replace(collective, in_while=True)
-  return dataclasses.replace(
-      collective, times=loop.num_turns * collective.times
-  )
-
-
 def _is_reduce_scatter(instruction):
-  # On TPU: an all-reduce of which each shard keeps a slice, fused.
+  # On TPU, such a fusion is an all-reduce and the slice that each shard keeps.
   return instruction.opcode == 'fusion' and instruction.called[0].startswith(
       'all-reduce-scatter'
   )
@@ -189,34 +305,7 @@ def _scattered(collective):
   return dataclasses.replace(collective, primitive='reduce_scatter')
 
 
-def scope(op_name: str) -> str:
-  """Returns the `jax.named_scope`s in the name of an operation."""
-  names = []
-  for part in _levels(op_name)[:-1]:
-    while around := _AROUND_SCOPES.match(part):
-      part = around[1]
-    if part and not _NOT_SCOPES.fullmatch(part):
-      names.append(part)
-  return '/'.join(names)
-
-
-def _levels(op_name):
-  """Returns the parts between the slashes outside of parentheses."""
-  levels, depth = [''], 0
-  for char in op_name:
-    depth += (char == '(') - (char == ')')
-    if char == '/' and depth == 0:
-      levels.append('')
-    else:
-      levels[-1] += char
-  return levels
-
-
 def _source(frames):
   """Returns the innermost line of the user's own code, if there is one."""
-  own = [frame for frame in frames if not _is_installed(frame[0])]
+  own = [frame for frame in frames if not _INSTALLED.match(frame[0])]
   return ''.join(f'{file}:{line}' for file, line in [*own, *frames][:1])
-
-
-def _is_installed(file):
-  return file.startswith(_PACKAGE) or any(part in file for part in _INSTALLED)

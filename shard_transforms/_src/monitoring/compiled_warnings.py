@@ -1,7 +1,8 @@
-"""Redundant communication in a compiled program, without false positives.
+"""Warnings of redundant communication in compiled programs.
 
-Values are followed through instructions that pass elements on, and through
-linear steps; whatever the rules do not understand gives no warning.
+They follow values through instructions that move elements and through linear
+ones. An instruction that the rules do not know ends the search without a
+warning, so that no warning is false.
 """
 
 import collections
@@ -10,38 +11,30 @@ import itertools
 import math
 import re
 
+from shard_transforms._src.analysis.hlo import flow as hlo_flow
+from shard_transforms._src.analysis.hlo import program as hlo_program
 from shard_transforms._src.monitoring import report_table
-from shard_transforms._src.tracing import hlo_flow
-from shard_transforms._src.tracing import hlo_modules
 
+_GATHERS = ('all-gather',)
 _REDUCTIONS = ('all-reduce', 'reduce-scatter')
 _RESHARDINGS = ('all-to-all', 'collective-permute')
-# Collectives that the user has written are no mistake of a sharding.
+# Collectives that the user wrote do not come from a wrong sharding.
 _ASKED_FOR = ('all_to_all', 'ppermute', 'pshuffle', 'ragged_all_to_all')
-_LINEAR = (
-    'add',
-    'bitcast',
-    'convert',
-    'copy',
-    'get-tuple-element',
-    'negate',
-    'reshape',
-    'slice',
-    'subtract',
-    'transpose',
-    *_REDUCTIONS,
-)
+_LINEAR = *hlo_flow.MOVES, 'add', 'negate', 'slice', 'subtract', *_REDUCTIONS
+_SUMS = 'psum', 'reduce_scatter'
+# Marks values that are summed on their way: a sum of sums cannot wait.
+_SUMMED = 'summed'
 
 
 def find(
-    module: hlo_modules.Module,
+    module: hlo_program.Module,
     collectives: Sequence[report_table.Collective],
 ) -> tuple[str, ...]:
-  """Returns warnings of what is redundant or in low precision, each once.
+  """Returns warnings of redundant or imprecise collectives, each once.
 
   Args:
     module: The program.
-    collectives: What it sends.
+    collectives: Its collectives.
   """
   sent = collections.defaultdict(list)
   for collective in collectives:
@@ -50,7 +43,7 @@ def find(
   for loop, computation in _bodies(module, module.entry, None):
     graph = hlo_flow.graph(module, computation)
     if loop is not None:
-      found += _added_up(graph, loop, sent)
+      found += _added_up(module, graph, loop, sent)
       found += _gathered_again(graph, loop, sent)
     found += _only_sliced(graph, sent)
     if computation is module.entry:
@@ -60,14 +53,20 @@ def find(
 
 
 def _bodies(module, computation, loop):
-  """Yields the computations that run, each with the loop around it, if any."""
+  """Yields the computations that run, each with the loop that repeats it.
+
+  The loop is `None` if there is none, or if it has at most one turn.
+  """
   yield loop, computation
   pending = list(computation.instructions.values())
   while pending:
     instruction = pending.pop(0)
     called = module.called(instruction)
     if instruction.opcode == 'while':
-      yield from _bodies(module, called[1], instruction)
+      repeats = instruction.num_turns != 1 and (
+          not hlo_flow.turns_at_most_once(module, instruction)
+      )
+      yield from _bodies(module, called[1], instruction if repeats else None)
     elif instruction.opcode == 'conditional':
       for branch in called:
         yield from _bodies(module, branch, None)
@@ -76,18 +75,32 @@ def _bodies(module, computation, loop):
       pending += [i for c in called for i in c.instructions.values()]
 
 
-def _added_up(graph, loop, sent):
+def _senders(graph, sent, opcodes):
+  """Returns the values that collectives with such opcodes compute."""
+  return [
+      node
+      for node in graph.nodes
+      if node.instruction.collective in opcodes
+      and node.instruction.name in sent
+  ]
+
+
+def _added_up(module, graph, loop, sent):
   """Yields warnings of reductions that one after the loop could replace."""
-  if loop.num_turns == 1:
-    return
   ends = _ends(graph)
+  condition, _ = module.called(loop)
+  test = hlo_flow.graph(module, condition)
+  ends_loop = {i for i, node in test.carry().items() if node.users}
   added_up = {i for i, node in graph.carry().items() if ends[node] == {i}}
-  for node in graph.nodes:
-    parts = sent.get(node.instruction.name, ())
-    if node.instruction.collective not in _REDUCTIONS or not _is_sum(parts):
-      continue
-    late = [n for n in hlo_flow.results(node) if set() < ends[n] <= added_up]
-    if late:
+  added_up -= ends_loop
+  for node in _senders(graph, sent, _REDUCTIONS):
+    parts = sent[node.instruction.name]
+    late = [
+        n
+        for n in hlo_flow.results(node)
+        if set() < ends[n] - {_SUMMED} <= added_up
+    ]
+    if late and all(c.primitive in _SUMS for c in parts):
       total = sum(parts[n.index or 0].sent_bytes for n in late)
       yield (
           f'{_where(parts[0])} reduces {_names(n.array for n in late)} in'
@@ -98,9 +111,11 @@ def _added_up(graph, loop, sent):
 
 
 def _ends(graph):
-  """Returns the outputs that each value is only added to; `None` for other use.
+  """Returns, by value, the outputs to which it is only added.
 
-  Values are taken through steps that are linear in each of their inputs.
+  Values are followed through steps that are linear in each of their inputs. The
+  outputs include `None` for any other use, and `_SUMMED` if a reduction is on
+  the way.
   """
   ends = collections.defaultdict(set)
   for i, output in enumerate(graph.outputs):
@@ -110,8 +125,11 @@ def _ends(graph):
     # The tuple of all outputs is not a use.
     if node in root and node.inputs == graph.outputs:
       continue
+    found = ends[node]
+    if node.instruction.collective in _REDUCTIONS:
+      found = found | {_SUMMED}
     for given in node.inputs:
-      ends[given] |= ends[node] if _is_linear(node, given) else {None}
+      ends[given] |= found if _is_linear(node, given) else {None}
   return ends
 
 
@@ -129,16 +147,8 @@ def _is_linear(node, given):
   return False
 
 
-def _is_sum(collectives):
-  return bool(collectives) and all(
-      c.primitive in ('psum', 'reduce_scatter') for c in collectives
-  )
-
-
 def _gathered_again(graph, loop, sent):
-  """Yields warnings of loop invariants that each iteration gathers."""
-  if loop.num_turns == 1:
-    return
+  """Yields warnings of arrays that do not change and that each turn gathers."""
   carry = {node: i for i, node in graph.carry().items()}
   same = set()
   for node in graph.nodes:
@@ -151,11 +161,8 @@ def _gathered_again(graph, loop, sent):
       )
     if is_same:
       same.add(node)
-    if (
-        is_same
-        and node.opcode.startswith('all-gather')
-        and (node.instruction.name in sent)
-    ):
+  for node in _senders(graph, sent, _GATHERS):
+    if node in same:
       yield (
           f'{_label(node, sent)} gathers the same {node.array} in'
           f' {_turns(loop)} of a loop, {_sent(sent, node)}: gather it once'
@@ -164,22 +171,21 @@ def _gathered_again(graph, loop, sent):
 
 
 def _only_sliced(graph, sent):
-  """Yields warnings of what is gathered whole and then sliced."""
-  for node in graph.nodes:
-    if node.opcode.startswith('all-gather') and node.instruction.name in sent:
-      for result in hlo_flow.results(node):
-        taken = _num_taken(result, graph)
-        if 0 < taken < result.array.size:
-          yield (
-              f'{_label(node, sent)} gathers the whole {result.array},'
-              f' {_sent(sent, node)}, of which only {taken:,} elements are'
-              ' taken: slice it before it is gathered, or shard it over another'
-              ' dimension than the one that is sliced.'
-          )
+  """Yields warnings of arrays that are gathered whole and then sliced."""
+  for node in _senders(graph, sent, _GATHERS):
+    for result in hlo_flow.results(node):
+      taken = _num_taken(result, graph)
+      if 0 < taken < result.array.size:
+        yield (
+            f'{_label(node, sent)} gathers the whole {result.array},'
+            f' {_sent(sent, node)}, of which only {taken:,} elements are'
+            ' taken: slice it before it is gathered, or shard it over another'
+            ' dimension than the one that is sliced.'
+        )
 
 
 def _num_taken(node, graph):
-  """Returns how many elements of a value are used; all, if unknown."""
+  """Returns how many elements of a value are used; infinity if unknown."""
   if node in graph.outputs:
     return math.inf
   taken = 0
@@ -204,22 +210,19 @@ def _is_head(node):
 
 
 def _resharded(graph, sent):
-  """Yields warnings of arguments that are resharded in each step."""
-  given_back = {output.array for output in graph.outputs}
-  moves = *hlo_flow.MOVES, *hlo_flow.SLICES
-  for node in graph.nodes:
-    if node.instruction.collective not in _RESHARDINGS or (
-        node.instruction.op_name.split('/')[-1] in _ASKED_FOR
-        or node.instruction.name not in sent
-    ):
+  """Yields warnings of arguments that each step reshards."""
+  given_back = {a for node in graph.outputs for a in node.instruction.results}
+  moves = 'broadcast', *hlo_flow.MOVES, *hlo_flow.SLICES
+  for node in _senders(graph, sent, _RESHARDINGS):
+    if node.instruction.op_name.split('/')[-1] in _ASKED_FOR:
       continue
     for source in {s for n in node.inputs for s in hlo_flow.sources(n, moves)}:
       if source.opcode == 'parameter' and source.array in given_back:
         yield (
             f'{_label(node, sent)} changes the sharding of the argument'
             f' `{_argument(source)}` ({source.array} on a device) in each step,'
-            f' {_sent(sent, node)}: hand it in, and give it back, in the'
-            ' sharding that the step computes with.'
+            f' {_sent(sent, node)}: pass it in and return it in the sharding'
+            ' that the step computes with.'
         )
 
 
@@ -231,10 +234,8 @@ def _argument(node):
 def _too_few_bits(module, sent):
   """Yields warnings of sums in low precision, which round each partial sum."""
   for c, array in _with_arrays(module, sent):
-    if c.primitive in ('psum', 'reduce_scatter') and (
-        c.dtype.startswith(('bfloat', 'float'))
-        and c.dtype not in ('float32', 'float64')
-    ):
+    is_float = c.dtype.startswith(('bfloat', 'float'))
+    if is_float and c.primitive in _SUMS and array.bits < 32:
       yield (
           f'{_where(c)} sums {array} over {c.num_shards:,} shards with the'
           f' rounding of {c.dtype}, which sends {c.sent_bytes:,.0f} bytes: cast'
@@ -243,7 +244,7 @@ def _too_few_bits(module, sent):
 
 
 def _with_arrays(module, sent):
-  """Yields what is sent, each with the array that it takes."""
+  """Yields each collective with the array that it takes."""
   for computation in module.computations.values():
     for name, instruction in computation.instructions.items():
       if name in sent:

@@ -1,21 +1,24 @@
 """Divergence: whether shards still hold the same bits where they should."""
 
+import collections
 from collections.abc import Mapping
+import functools
 from typing import Any, NamedTuple
 
 import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import optax
 
-from shard_transforms._src.base import addressable
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
+from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.monitoring import checksums
-from shard_transforms._src.monitoring import copies
+from shard_transforms._src.monitoring import digests
 from shard_transforms._src.reduction import collectives
 
 
@@ -26,8 +29,8 @@ class DivergenceState(NamedTuple):
     num_updates: Number of updates so far, int32 [].
     divergence: The `shard_divergence` of the last check, uint32 [].
     diverged_count: Number of checks that found a difference, int32 [].
-    first_diverged_step: The update at which the first of them was, counted from
-      0, int32 []; -1 where none was.
+    first_diverged_step: The number of the update that the first of them
+      checked, from 0, int32 []; -1 if there was none.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -44,21 +47,17 @@ class DivergenceState(NamedTuple):
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""
-    return {
-        'num_updates': state_rules.MetricRule(),
-        'divergence': state_rules.MetricRule(),
-        'diverged_count': state_rules.MetricRule(),
-        'first_diverged_step': state_rules.MetricRule(),
-    }
+    return dict.fromkeys(self._fields, state_rules.MetricRule())
 
   def health_problem(self) -> str | None:
-    """Returns what `check_health` raises, if shards have diverged."""
-    if not addressable.largest(self.diverged_count):
+    """Returns the message of `check_health`, if shards have diverged."""
+    if not state_rules.largest_here(self.diverged_count):
       return None
     return (
         'Shards must hold the same bits, but `track_divergence` found that they'
-        f' differ in {addressable.largest(self.diverged_count)} of its checks,'
-        f' first at update {addressable.largest(self.first_diverged_step)}. Go'
+        f' differ in {state_rules.largest_here(self.diverged_count)} of its'
+        ' checks, first at update'
+        f' {state_rules.largest_here(self.first_diverged_step)}. Go'
         ' back to a checkpoint from before it. If it comes again, something'
         ' that differs between shards gets into the parameters; else suspect'
         ' the hardware.'
@@ -70,10 +69,11 @@ def shard_divergence(
 ) -> jax.Array:
   """Returns how far the checksums of the shards are apart: 0 if they agree.
 
-  The checksum is over the bits of all leaves, so that `-0.0` and `0.0` differ,
-  and a NaN is the same as itself. Shards that hold the same bits give 0. Shards
-  that differ in a single element of up to 32 bits never give 0; shards that
-  differ in more give 0 with a probability of about 2**-64. It sends 16 bytes.
+  Checksums are over the bits of all leaves, so that `-0.0` and `0.0` differ,
+  and a NaN equals itself. If all shards hold the same bits, the result is 0. If
+  they differ in a single element of up to 32 bits, it never is; if they differ
+  in more, it is 0 with a probability of about 2**-64. Each shard sends 16
+  bytes.
 
   Args:
     tree: Tree of arrays of any dtypes and shapes.
@@ -98,10 +98,7 @@ def shard_divergence(
     >>> print(differ(x), differ(x.at[2, 1].add(1e-7)))
     [False False False False] [ True  True  True  True]
   """
-  axes = axes_lib.as_axes(axis_name)
-  axes_lib.size(axes, 'shard_divergence')
-  with jax.named_scope('shard_divergence'):
-    return collectives.spread(checksums.checksum(tree), axes).max()
+  return _of_shards(axes_lib.as_axes(axis_name), 'shard_divergence', tree)
 
 
 def track_divergence(
@@ -112,22 +109,24 @@ def track_divergence(
 ) -> optax.GradientTransformationExtraArgs:
   """Checks every few steps that all shards hold the same parameters.
 
-  Updates pass through. Every `every` updates, `shard_divergence` compares the
-  parameters, or the updates where `update` is not given parameters, and the
-  state records what it finds; `check_health` raises if it was not 0. Belongs
-  where updates and parameters are the same on all shards: behind the reduction.
+  Updates pass through unchanged. Once in `every` updates, `shard_divergence`
+  compares the parameters, or the updates if `update` is not given parameters.
+  The state records the result, and `check_health` raises if it was not 0. Put
+  it where updates and parameters are the same on all shards: behind the
+  reduction.
 
-  Under plain `jax.jit` an array has one value, of which devices hold copies.
-  With `shardings` in place of `axis_name`, those are compared: of each array
-  over the axes of the mesh that its sharding does not name.
+  Under plain `jax.jit` an array is one logical value; replicated devices hold
+  copies, which should be equal. Give `shardings` in place of `axis_name` to
+  compare the copies of each array, over the axes of the mesh that its sharding
+  does not name.
 
   Args:
     axis_name: The mapped axis, or a sequence of them.
-    every: The number of updates from check to check, at least 1; the first of
-      them is checked.
-    shardings: For plain `jax.jit`: a tree like the parameters, of the
-      `jax.sharding.NamedSharding` that each of them has. With others, JAX
-      makes new copies of the arrays, and those agree.
+    every: The number of updates between checks, at least 1; the first update is
+      checked.
+    shardings: For plain `jax.jit`: a tree like the parameters, with the
+      `jax.sharding.NamedSharding` of each. With other shardings, JAX makes new
+      copies of the arrays, and those agree.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DivergenceState`.
@@ -200,17 +199,83 @@ def _divergence_of(axis_name, shardings):
           '`axis_name` must be left out where `shardings` are given, got'
           f' {axis_name!r}: under plain `jax.jit` no axis is mapped.'
       )
-    copies.check_shardings(shardings)
-    return lambda tree: copies.copy_divergence(tree, shardings)
+    _check_shardings(shardings)
+    return functools.partial(_of_copies, shardings)
   if axis_name is None:
     raise TypeError(
         '`track_divergence` needs `axis_name`, or under plain `jax.jit` the'
         ' `shardings` of the parameters, got neither.'
     )
   axes = axes_lib.as_axes(axis_name)
+  return lambda tree: collectives.largest(
+      _of_shards(axes, 'track_divergence', tree)
+  )
 
-  def of_shards(tree):
-    axes_lib.size(axes, 'track_divergence')
-    return collectives.largest(shard_divergence(tree, axes))
 
-  return of_shards
+def _check_shardings(shardings):
+  """Raises unless a tree holds shardings on one mesh."""
+  leaves = jax.tree.leaves(shardings)
+  for leaf in leaves:
+    if not isinstance(leaf, NamedSharding):
+      raise TypeError(
+          '`shardings` of `track_divergence` must hold a'
+          f' `jax.sharding.NamedSharding` for each parameter, got {leaf!r}.'
+      )
+  meshes = {leaf.mesh for leaf in leaves}
+  if len(meshes) > 1:
+    raise ValueError(
+        '`shardings` of `track_divergence` must be on one mesh, got'
+        f' {[dict(mesh.shape) for mesh in meshes]}.'
+    )
+
+
+def _of_shards(axes, caller, tree):
+  """Returns the largest difference between the checksums of shards."""
+  axes_lib.size(axes, caller)
+  with jax.named_scope('shard_divergence'):
+    return collectives.spread(digests.checksum(tree), axes).max()
+
+
+def _of_copies(shardings, tree):
+  """Returns the largest difference between the checksums of copies.
+
+  It sends 16 bytes for each set of axes over which arrays are copied.
+
+  Raises:
+    ValueError: If there is not a sharding for each leaf.
+  """
+  expected, given = jax.tree.structure(shardings), jax.tree.structure(tree)
+  if expected != given:
+    raise ValueError(
+        '`shardings` of `track_divergence` must be a tree like the parameters,'
+        f' {given}, got {expected}.'
+    )
+  shardings = jax.tree.leaves(shardings)
+  if not shardings:
+    return jnp.zeros([], jnp.uint32)
+
+  def of_own(*leaves):
+    copied = collections.defaultdict(list)
+    for sharding, leaf in zip(shardings, leaves, strict=True):
+      copied[_axes_of_copies(sharding)].append(leaf)
+    copied.pop((), None)
+    spreads = [
+        collectives.largest(
+            collectives.spread(digests.checksum(group), axes).max()
+        )
+        for axes, group in copied.items()
+    ]
+    return jnp.stack([jnp.zeros([], jnp.uint32), *spreads]).max()
+
+  with jax.named_scope('copy_divergence'):
+    return jax.shard_map(
+        of_own,
+        mesh=shardings[0].mesh,
+        in_specs=tuple(sharding.spec for sharding in shardings),
+        out_specs=P(),
+    )(*jax.tree.leaves(tree))
+
+
+def _axes_of_copies(sharding):
+  used = specs_lib.axes_of(sharding.spec)
+  return tuple(axis for axis in sharding.mesh.axis_names if axis not in used)

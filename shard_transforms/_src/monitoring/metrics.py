@@ -1,14 +1,13 @@
-"""`metrics`: the numbers in a state, for loggers."""
+"""Numbers and problems in states: metrics, compression errors, health."""
 
 import collections
-from collections.abc import Hashable
-from collections.abc import Iterator
 from collections.abc import Mapping
 import re
 from typing import Any
 
 import chex
 import jax
+from jax import core
 import jax.numpy as jnp
 import optax
 
@@ -31,7 +30,7 @@ _COMBINE = {
     'mean': jnp.mean,
     'minimum': jnp.min,
     'maximum': jnp.max,
-    # Under `jax.pmap`, each shard has a copy of what is the same on all.
+    # Under `jax.pmap`, each shard has a copy of a number that is the same.
     'same': jnp.max,
 }
 
@@ -44,20 +43,21 @@ def metrics(
 ) -> dict[str, jax.Array]:
   """Returns the numbers that the states in a tree declare, by name.
 
-  A name is that of the state in small letters, without `State`, and that of the
-  number: `guard/skipped_count`, `drop_stale/stale_fraction`. The second state
-  of a kind, in the order of the tree, is `guard_2`. Of Optax, there are
-  `apply_if_finite/notfinite_count`, `multi_steps/mini_step` and
-  `hyperparams/learning_rate`, or what else `optax.inject_hyperparams` injects.
-  States are found wherever they are: in chains, masks, partitions, wrappers,
-  tuples and dictionaries. States of your own declare theirs by a method
-  `metric_rules`; see `shard_transforms.state_rules.MeasuredState`.
+  A name consists of the name of the state in small letters, without `State`,
+  and of the name of the number: `guard/skipped_count`,
+  `drop_stale/stale_fraction`. The second state of a kind, in the order of the
+  tree, is `guard_2`. States of Optax give `apply_if_finite/notfinite_count`,
+  `multi_steps/mini_step` and, for each number that `optax.inject_hyperparams`
+  injects, a name such as `hyperparams/learning_rate`. States may be anywhere:
+  in chains, masks, partitions, wrappers, tuples and dictionaries. A state of
+  your own declares its metrics by a method `metric_rules`; see
+  `shard_transforms.state_rules.MeasuredState`.
 
   A number that differs between shards is reduced to its sum, mean, minimum or
-  maximum, as the state declares. Call it on a state outside of a mapped
-  function, compiled or not, where all shards are visible. Inside of one, it
-  sends a few bytes for each such number, over `axis_name`, or over the axes in
-  its type.
+  maximum, as the state declares. Call `metrics` on a state outside of a mapped
+  function, compiled or not, where all shards are visible. Inside a mapped
+  function, it sends a few bytes for each such number, over `axis_name`, or over
+  the axes in its type.
 
   It returns copies and does not block: the state may be donated to the next
   step before the numbers are read.
@@ -66,10 +66,9 @@ def metrics(
     state: State of an optimizer, or any tree with such states in it; a `Report`
       of asynchronous training counts as one.
     prefix: A prefix of all names, such as `'train/'`.
-    axis_name: Inside a mapped function, the axis, or a sequence of them,
-      between whose shards the state differs; needed where JAX does not track
-      types and a number differs. Under `jax.vmap` without it, each shard gets
-      its own number.
+    axis_name: Inside a mapped function, the axis, or a sequence of them, over
+      which the state differs. It is needed if a number differs and JAX does not
+      track types. Under `jax.vmap` without it, each shard gets its own number.
 
   Returns:
     A dictionary of scalars, the same on all shards; empty if no state declares
@@ -77,7 +76,8 @@ def metrics(
 
   Raises:
     NameError: If an axis is not bound.
-    TypeError: If `axis_name` is not a name or a sequence of names.
+    TypeError: If `state` is no tree of arrays, `prefix` no string, or
+      `axis_name` not a name or a sequence of names.
     ValueError: If `axis_name` is empty or names an axis twice, or is missing.
 
   Examples:
@@ -96,6 +96,16 @@ def metrics(
     drop_stale/stale_fraction 1.0
     hyperparams/learning_rate 0.5
   """
+  if not isinstance(prefix, str):
+    raise TypeError(f'`prefix` must be a string, got {prefix!r}.')
+  is_array = hasattr(state, 'dtype') or _is_measured(state)
+  is_other = jax.tree_util.all_leaves([state]) and not is_array
+  if is_other or isinstance(state, optax.GradientTransformation):
+    raise TypeError(
+        '`state` of `metrics` must be the state of an optimizer, or a tree with'
+        f' such states, got {state!r}. Give what `tx.init` or `tx.update`'
+        ' returns.'
+    )
   axes = axes_lib.optional_axes(axis_name)
   axes_lib.size(axes, 'metrics')
   found = {}
@@ -117,9 +127,7 @@ def _is_measured(node):
   )
 
 
-def _numbers(
-    node: Any,
-) -> tuple[str, Iterator[tuple[str, Any, state_rules.MetricRule]]]:
+def _numbers(node):
   """Returns the name of a state, and its numbers with names and rules."""
   if isinstance(node, _WITH_HYPERPARAMS):
     return 'hyperparams', _entries('', node.hyperparams, _SAME)
@@ -145,12 +153,7 @@ def _entries(key, value, rule):
     yield from _entries(f'{key}/{name}'.removeprefix('/'), entry, rule)
 
 
-def _scalar(
-    name: str,
-    value: chex.Numeric,
-    rule: state_rules.MetricRule,
-    axes: tuple[Hashable, ...],
-) -> jax.Array:
+def _scalar(name, value, rule, axes):
   """Returns the number that all shards' values reduce to, as a copy.
 
   Raises:
@@ -169,3 +172,112 @@ def _scalar(
     )
   axes = axes or tuple(sorted(axes_lib.varying_axes(combined), key=str))
   return collectives.combine(combined, axes, rule.kind)
+
+
+def compression_error(state: optax.OptState) -> jax.Array:
+  r"""Returns the norm of each shard's residual over the norm of its update.
+
+  .. math:: \lVert e_i \rVert / \lVert u_i \rVert
+
+  Here :math:`e_i` are the residuals that `shard_transforms.compression` keeps
+  anywhere in the state, and :math:`u_i` the leaves of the last update that were
+  compressed. With :math:`\delta` the contraction of a compressor, the ratio
+  settles at about :math:`\sqrt{1 - \delta} / (1 - \sqrt{1 - \delta})` at most.
+  If it grows from step to step, feedback falls behind: take a smaller learning
+  rate, a longer warm-up or a compressor that sends more.
+
+  Args:
+    state: A state that a step has returned, or one inside a mapped function,
+      for its own shard.
+
+  Returns:
+    A float32 array [number of shards]; 0 where a shard has sent nothing yet.
+
+  Raises:
+    ValueError: If the state holds no residuals, or its arrays do not tell which
+      norm belongs to which shard.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import compression
+    >>> from shard_transforms import monitoring
+    >>> tx = compression.compressed_mean(
+    ...     'data', compression.top_k(0.5, block=2), min_elements=1)
+    >>> def step(update):
+    ...   _, state = tx.update(update, tx.init(update))
+    ...   return monitoring.compression_error(state)
+    >>> updates = jnp.array([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]])
+    >>> print(jax.vmap(step, axis_name='data')(updates)[:, 0])
+    [0.6 0. ]
+  """
+  found = [
+      node.error_squares()
+      for node in jax.tree.leaves(state, is_leaf=_tells_error)
+      if _tells_error(node)
+  ]
+  held = [of_residual for of_residual, _ in found if of_residual is not None]
+  sent = [of_update for _, of_update in found if of_update is not None]
+  if not held:
+    raise ValueError(
+        '`state` must hold the residuals of `shard_transforms.compression`, got'
+        f' none in {jax.tree.structure(state)}.'
+    )
+  total = sum(sent[1:], sent[0])
+  ratio = sum(held[1:], held[0]) / jnp.where(total > 0, total, 1)
+  return jnp.sqrt(jnp.where(total > 0, ratio, 0)).astype(jnp.float32)
+
+
+def _tells_error(node: Any) -> bool:
+  return hasattr(node, 'error_squares')
+
+
+def check_health(state: optax.OptState) -> None:
+  """Raises if training has stalled or shards have diverged.
+
+  It asks the states of `guard` and `track_divergence` anywhere in `state`, and
+  states of your own that have a method `health_problem`; see
+  `shard_transforms.state_rules.MonitoredState`. It waits for their counters, so
+  call it now and then rather than in each step.
+
+  Args:
+    state: State of an optimizer, as a step returns it.
+
+  Raises:
+    RuntimeError: If a `guard` has skipped `max_consecutive` updates in a row,
+      shards hold different bits, or a state reports another problem.
+    TypeError: If it is called in traced code.
+    ValueError: If there is nothing to check in `state`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = shard_transforms.guard(optax.adam(0.1), max_consecutive=2)
+    >>> state = tx.init(jnp.zeros(()))
+    >>> for update in 1.0, jnp.nan, jnp.nan:
+    ...   shard_transforms.monitoring.check_health(state)
+    ...   _, state = tx.update(jnp.asarray(update), state)
+    >>> shard_transforms.monitoring.check_health(state)
+    Traceback (most recent call last):
+        ...
+    RuntimeError: `guard` has skipped the last 2 updates, 1 to 2: ...
+  """
+  found = list(state_rules.nodes(state, _is_monitored))
+  if not found:
+    raise ValueError(
+        '`state` must hold a `GuardState`, a `DivergenceState` or another that'
+        f' has `health_problem`, got none in {jax.tree.structure(state)}.'
+    )
+  for node in found:
+    if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(node)):
+      raise TypeError(
+          '`check_health` must be called outside of traced code, on the state'
+          ' that a compiled step has returned.'
+      )
+    if problem := node.health_problem():
+      raise RuntimeError(problem)
+
+
+def _is_monitored(node):
+  return hasattr(node, 'health_problem')

@@ -1,4 +1,4 @@
-"""`track_noise_scale`: how large a batch still pays."""
+"""`track_noise_scale`: beyond which size larger batches gain little."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -24,10 +24,10 @@ class NoiseScaleState(NamedTuple):
   """State of `track_noise_scale`, the same on all shards.
 
   Attributes:
-    num_measured: Number of updates of which two shards or more counted, int32
-      [].
+    num_measured: Number of updates for which two shards or more had a weight,
+      int32 [].
     gradient_square: The moving average of the square of the true gradient,
-      float32 []; it starts at 0, as the other one does.
+      float32 []; like `noise`, it starts at 0.
     noise: The moving average of the trace of the covariance of the gradient of
       a single example, float32 [].
     inner_state: State of the reduction.
@@ -47,7 +47,7 @@ class NoiseScaleState(NamedTuple):
 
   @property
   def noise_scale(self) -> jax.Array:
-    """The gradient noise scale, float32 []; 0 where it is not known."""
+    """The gradient noise scale, float32 []; 0 if it is not known."""
     # The bias of both moving averages at the start cancels in the quotient.
     is_known = jnp.asarray(self.gradient_square) > 0
     divisor = jnp.where(is_known, self.gradient_square, 1)
@@ -72,31 +72,32 @@ def track_noise_scale(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Measures the gradient noise scale while it reduces updates to their mean.
 
-  Of the updates :math:`u_i` of n shards, of which each is the mean over
-  :math:`w_i` examples, the extra argument `weight`, and of their mean g over
-  all :math:`W = \sum_i w_i` examples, estimates are
+  Each of the updates :math:`u_i` of n shards is the mean over :math:`w_i`
+  examples, which the extra argument `weight` counts; g is their mean over all
+  :math:`W = \sum_i w_i` examples. Then
 
   .. math:: S = \frac{W}{n - 1} \left(\sum_i \frac{w_i}{W} \|u_i\|^2 -
      \|g\|^2\right), \quad G^2 = \|g\|^2 - S / W
 
-  of the trace of the covariance of one example's gradient and of the square of
-  the true one, without bias, whether shards have as many examples or not. The
-  noise scale is the quotient of their moving averages: the number of examples
-  at which noise and gradient are equal. A batch that is much smaller loses
-  little by being smaller, and one that is much larger gains little.
+  estimate the trace of the covariance of one example's gradient and the square
+  of the true gradient, without bias, also if shards have different numbers of
+  examples. The noise scale is the quotient of their moving averages: the number
+  of examples at which noise and gradient are equal. Below it, a smaller batch
+  makes about the same progress per example; far above it, a larger batch gains
+  little.
 
   Without `weight`, the batch of a shard counts as one example: the noise scale
   is then a number of shards.
 
-  Belongs where per-shard gradients become one, in the place of
-  `cross_shard_mean` or around it. Updates are those of the reduction, to the
-  bit. A step is not measured if fewer than two shards have a weight, or if a
-  norm is not finite. Besides the reduction, it sends three numbers.
+  Put it where per-shard gradients become one: in place of `cross_shard_mean`,
+  or around it. Updates are those of the reduction, to the bit. A step is not
+  measured if fewer than two shards have a weight, or if a norm is not finite.
+  Besides the reduction, it sends three numbers.
 
-  Put it inside `tower_reduce`: each tower of each shard is then a small batch
-  of its own, and n is their number, so that estimates are less noisy, and exist
-  for one shard too. A weight, or without one the count of an example, is then
-  that of all towers of a shard. Gates in between change nothing. After a
+  Inside `tower_reduce`, each tower of each shard is a small batch of its own,
+  and n is their number, so that estimates are less noisy, and exist for one
+  shard too. All towers of a shard then have one weight together, or without a
+  weight count as one example. Gates in between change nothing. Behind a
   transformation that changes the mean of the towers, such as clipping or a
   mask, or with `reduction='sum'`, all towers of a shard are one small batch.
 
@@ -104,7 +105,7 @@ def track_noise_scale(
     axis_name: The mapped axis, or a sequence of them.
     inner: The reduction of updates to their mean, weighted if `weight` is
       given; `cross_shard_mean(axis_name)` by default.
-    decay: How much of the moving averages stays in a step, from 0 to below 1.
+    decay: The decay of the moving averages, from 0 to below 1.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `NoiseScaleState`, whose
@@ -162,7 +163,7 @@ def track_noise_scale(
 def _estimates(seen, axes):
   """Returns the trace of the covariance and the square of the gradient.
 
-  Both are NaN where they are not known.
+  Both are NaN if they are not known.
   """
   num_batches, square = _small_batches(seen)
   counts = seen.weight > 0

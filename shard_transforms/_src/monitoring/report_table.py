@@ -44,18 +44,18 @@ SENT = {
 }
 
 
-_HEADINGS = (
-    'primitive',
-    'dtype',
-    'payload',
-    'axes',
-    'shards',
-    'times',
-    'sent',
-    'scope',
-    'source',
-)
-_NUMBERS = ('payload', 'shards', 'times', 'sent')
+# The columns of a table, with how their cells are lined up.
+_COLUMNS = {
+    'primitive': str.ljust,
+    'dtype': str.ljust,
+    'payload': str.rjust,
+    'axes': str.ljust,
+    'shards': str.rjust,
+    'times': str.rjust,
+    'sent': str.rjust,
+    'scope': str.ljust,
+    'source': str.ljust,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +70,20 @@ class Collective:
     axes: The mapped axes.
     num_shards: How many shards exchange it among themselves: those along the
       axes, or those of the largest group.
-    times: How often this is done.
+    times: How often it runs.
     conditional: Whether it is in a branch; `times` is then the maximum.
     in_while: Whether it is in a `while` loop, which counts as one iteration;
       `times` is then the minimum.
     scope: The `jax.named_scope`s around it, outermost first.
-    source: The line of the program that asked for it, as `file:line`, where a
+    source: The line of the program that asked for it, as `file:line`, if a
       compiled program tells.
-    op: The operation of a compiled program that sends it, maybe with others.
-    every: It is done once in this many steps; 1 where that is not known.
-    meeting: Which of the meetings of `local_updates` it is in, if in one.
+    op: The operation of a compiled program that sends it; it may send others.
+    every: It runs once in this many steps, where a counter decides, as for the
+      meetings of `local_updates`; 1 if the number is not known.
+    meeting: In which of these steps: the remainder of the counter by `every`.
+
+  Raises:
+    ValueError: If the primitive is not known.
 
   Examples:
     >>> import shard_transforms
@@ -102,6 +106,12 @@ class Collective:
   op: str = ''
   every: int = 1
   meeting: int | None = None
+
+  def __post_init__(self):
+    if self.primitive not in SENT:
+      raise ValueError(
+          f'`primitive` must be one of {[*SENT]}, got {self.primitive!r}.'
+      )
 
   @property
   def sent_bytes(self) -> float:
@@ -134,10 +144,10 @@ class WireReport:
 
   @property
   def mean_bytes(self) -> float:
-    """The average bytes that each shard sends in a step of `local_updates`.
+    """The average bytes that each shard sends in a step.
 
-    As `total_bytes`, but a meeting of `local_updates` counts once a round,
-    where the number of steps of a round is known.
+    As `total_bytes`, but what is done once in `every` steps counts as one part
+    in so many.
     """
     return math.fsum(c.sent_bytes / c.every for c in self.collectives)
 
@@ -145,17 +155,16 @@ class WireReport:
   def peak_bytes(self) -> float:
     """The most bytes that each shard sends in one step.
 
-    As `total_bytes`, but a step has at most one meeting of `local_updates`,
-    where a round has no more meetings than steps.
+    As `total_bytes`, but a step takes only one of the branches that a counter
+    decides and that are taken once in so many steps, if each has a step of its
+    own. All counters are taken to be the same.
     """
-    held = collections.defaultdict(float)
+    held = collections.defaultdict(lambda: collections.defaultdict(float))
     for c in self.collectives:
       if c.meeting is not None:
-        held[c.meeting, c.every] += c.sent_bytes
+        held[c.every][c.meeting] += c.sent_bytes
     always = [c.sent_bytes for c in self.collectives if c.meeting is None]
-    for every in {every for _, every in held}:
-      sizes = sorted(size for (_, of), size in held.items() if of == every)
-      always += sizes[-len(sizes) // every :]
+    always += [max(sizes.values()) for sizes in held.values()]
     return math.fsum(always)
 
   @property
@@ -179,20 +188,20 @@ class WireReport:
   ) -> dict[tuple[Hashable, ...], float]:
     """Returns a lower bound of the time to send, for each set of axes.
 
-    The bytes of the table divided by the bandwidth, and a latency for each
-    collective. It contains no other waiting and no overlap with computation.
+    It adds the bytes of the table, divided by the bandwidth, and a latency for
+    each collective. Other waiting and overlap with computation do not count.
 
     Args:
       bytes_per_second: The bandwidth of a shard; by axis, if axes differ. Over
         several axes at once, the fastest counts.
-      latency: The seconds until a collective starts to arrive; by axis, if axes
-        differ. Of several, the least counts.
+      latency: The seconds until the first byte of a collective arrives; by
+        axis, if axes differ. Over several axes at once, the least counts.
 
     Returns:
       The seconds by `Collective.axes`.
 
     Raises:
-      TypeError: If a number is none.
+      TypeError: If a bandwidth or a latency is not a number.
       ValueError: If an axis is missing, or a number is out of range.
 
     Examples:
@@ -210,11 +219,11 @@ class WireReport:
         continue
       rate = max(_by_axis('bytes_per_second', bytes_per_second, axes))
       wait = min(_by_axis('latency', latency, axes))
-      if rate <= 0:
+      if not rate > 0:
         raise ValueError(
             f'`bytes_per_second` must be more than 0, got {rate!r} for {axes}.'
         )
-      if wait < 0:
+      if not wait >= 0:
         raise ValueError(
             f'`latency` must be at least 0, got {wait!r} for {axes}.'
         )
@@ -227,13 +236,15 @@ class WireReport:
     alike = collections.Counter(
         dataclasses.replace(c, op='') for c in self.collectives
     )
-    headings = _HEADINGS if any(c.source for c in alike) else _HEADINGS[:-1]
     total = ['total', '', '', '', '', f'{self.num_collectives:,}']
     total += [f'{self.total_bytes:,.0f}', '', '']
-    rows = [headings, *itertools.starmap(_row, alike.items()), total]
-    rows = [row[: len(headings)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_line(row, widths) for row in rows]
+    cells = [*itertools.starmap(_row, alike.items()), total]
+    columns = [
+        _aligned(name, column)
+        for name, column in zip(_COLUMNS, zip(*cells, strict=True), strict=True)
+        if name != 'source' or any(column)
+    ]
+    lines = ['  '.join(row).rstrip() for row in zip(*columns, strict=True)]
     if any(c.conditional for c in self.collectives):
       lines.append('<=: if the branch that sends most is taken each time')
     if any(c.every > 1 for c in self.collectives):
@@ -246,6 +257,18 @@ class WireReport:
     if (merged := self.merged.num_collectives) < self.num_collectives:
       lines.append(f'merged by the compiler into {merged:,} collectives')
     return '\n'.join([*lines, *(f'warning: {w}' for w in self.warnings)])
+
+
+def dearest(branches: Sequence[list[Collective]]) -> list[Collective]:
+  """Returns the collectives of the branch that sends most."""
+  return max(branches, key=lambda found: WireReport(tuple(found)).total_bytes)
+
+
+def in_loop(collective: Collective, num_turns: int | None) -> Collective:
+  """Returns a collective as all turns of a loop send it, if they are known."""
+  if num_turns is None:
+    return dataclasses.replace(collective, in_while=True)
+  return dataclasses.replace(collective, times=num_turns * collective.times)
 
 
 def _as_one(parts):
@@ -263,20 +286,16 @@ def _by_axis(
     axes: tuple[Hashable, ...],
 ) -> Sequence[float]:
   """Returns the numbers of axes."""
-  if isinstance(numbers, Mapping):
-    missing = [axis for axis in axes if axis not in numbers]
-    if missing:
+  if not isinstance(numbers, Mapping):
+    numbers = dict.fromkeys(axes, numbers)
+  for axis in axes:
+    if axis not in numbers:
       raise ValueError(
-          f'`{argument}` must have a number for {missing[0]!r}, got'
-          f' {numbers!r}.'
+          f'`{argument}` must have a number for {axis!r}, got {numbers!r}.'
       )
-    found = [numbers[axis] for axis in axes]
-  else:
-    found = [numbers]
-  for number in found:
-    if isinstance(number, bool) or not isinstance(number, Real):
-      raise TypeError(f'`{argument}` must be a number, got {number!r}.')
-  return found
+    if isinstance(numbers[axis], bool) or not isinstance(numbers[axis], Real):
+      raise TypeError(f'`{argument}` must be a number, got {numbers[axis]!r}.')
+  return [numbers[axis] for axis in axes]
 
 
 def _row(collective, count):
@@ -296,9 +315,7 @@ def _row(collective, count):
   )
 
 
-def _line(row, widths):
-  cells = [
-      cell.rjust(width) if heading in _NUMBERS else cell.ljust(width)
-      for heading, cell, width in zip(_HEADINGS, row, widths, strict=False)
-  ]
-  return '  '.join(cells).rstrip()
+def _aligned(name, cells):
+  """Returns the heading and the cells of a column, padded to one width."""
+  width = max(map(len, (name, *cells)))
+  return [_COLUMNS[name](cell, width) for cell in (name, *cells)]

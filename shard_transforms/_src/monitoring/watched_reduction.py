@@ -1,4 +1,4 @@
-"""A reduction with a monitor, which leaves the result as it is, to the bit."""
+"""A reduction with a monitor, which does not change a bit of the result."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
-from shard_transforms._src.reduction import reduction
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import tower_squares as tower_squares_lib
 
 Axes = tuple[Hashable, ...]
@@ -49,8 +49,8 @@ def transformation(
     inner: The reduction over shards; by default, the mean.
     kind: The class of the state, which has a field `inner_state`.
     start: Takes the axes and the state of `inner`; returns the first state.
-    watch: Takes what is seen, the last state and the axes; returns the fields
-      of the next state but `inner_state`, by name.
+    watch: Takes a `Seen`, the last state and the axes; returns the fields of
+      the next state except `inner_state`, by name.
 
   Raises:
     TypeError: If `axis_name` is not a name or a sequence of names, or `inner`
@@ -72,7 +72,7 @@ def transformation(
       tower_squares=None,
       **extra_args,
   ):
-    wrapper.check_update(updates, state, kind, axes, caller)
+    arguments.check_update(updates, state, kind, axes, caller)
     extra_args |= weights.given(weight=weight, tower_squares=tower_squares)
     reduced, inner_state = inner.update(
         updates, state.inner_state, params, **extra_args
@@ -87,7 +87,7 @@ def transformation(
 
 
 def averaged(old, new, decay, where):
-  """Returns a moving average with one more value, where `where` holds."""
+  """Returns a moving average with one more value if `where` is true."""
   return jnp.where(where, decay * old + (1 - decay) * new, old)
 
 
@@ -98,8 +98,8 @@ def _as_reduction(inner, axes, caller):
     TypeError: If it is no transformation.
   """
   if inner is not None:
-    return wrapper.as_inner(inner, caller)
-  mean = reduction.Reduction(caller, 'mean', axes)
+    return arguments.as_inner(inner, caller)
+  mean = leaf_sums.Reduction(caller, 'mean', axes)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from shard_transforms._src.analysis import deadlocks
+from shard_transforms._src.analysis import gradient_points
+from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import periods
+from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.monitoring import hlo_wire_report
+from shard_transforms._src.monitoring import compiled_report
 from shard_transforms._src.monitoring import report_table
-from shard_transforms._src.tracing import deadlocks
-from shard_transforms._src.tracing import gradient_points
-from shard_transforms._src.tracing import jaxprs
-from shard_transforms._src.tracing import meeting_scopes
-from shard_transforms._src.tracing import redundant_sums
 
 
 def wire_report(
@@ -27,62 +27,65 @@ def wire_report(
     *args: Any,
     axis_sizes: Mapping[Hashable, int] | None = None,
     compiled: bool = False,
-    mesh: hlo_wire_report.Mesh | None = None,
+    mesh: compiled_report.Mesh | None = None,
     **kwargs: Any,
 ) -> report_table.WireReport:
   r"""Reports what each shard sends when a function runs once.
 
-  The function is traced, not run, and every collective of the program counted
-  with what a ring of :math:`N` shards sends for it: :math:`2 x (N-1)/N` for an
+  The function is traced, not run. Each collective of the program counts as what
+  one of :math:`N` shards on a ring sends for it: :math:`2 x (N-1)/N` for an
   all-reduce of :math:`x` bytes; :math:`x (N-1)/N` for a reduce-scatter or an
-  all-to-all of, or an all-gather to, :math:`x` bytes; :math:`x` for a
-  permutation or a broadcast. An axis of `jax.vmap` sends nothing.
+  all-to-all of :math:`x` bytes, or an all-gather whose result has :math:`x`
+  bytes; :math:`x` for a permutation or a broadcast. An axis of `jax.vmap` sends
+  nothing.
 
-  What is in a `lax.scan` counts for each turn. Of the branches of a `lax.cond`
-  the one that sends most counts, as `conditional`, as does the end of a window
-  in `update_and_apply` or a meeting of `local_updates`; of any other
-  `lax.while_loop` one turn, as `in_while`. Any other primitive that holds
-  programs is taken to run each of them once. What the compiler adds to the
-  program, as it does for sharded arrays under plain `jax.jit`, merges or
-  removes is not known then.
+  A collective in a `lax.scan` counts in each turn. Of the branches of a
+  `lax.cond`, the one that sends most counts, marked `conditional`. So does the
+  body of a loop of at most one turn, such as the end of a window in
+  `update_and_apply` or a meeting of `local_updates`. Of any other
+  `lax.while_loop`, one turn counts, marked `in_while`. Any other primitive that
+  holds programs is taken to run each of them once. Tracing does not show what
+  the compiler merges, removes, or adds, as it does for sharded arrays under
+  plain `jax.jit`.
 
-  With `compiled=True`, or given a lowered or compiled program, it is the
-  program of the compiler that is read, and nothing runs either. The table is
-  the same, with the line of the program that asked for each array; `merged` is
-  the report with the arrays that one operation sends as one. Loops with a known
-  trip count are multiplied by it. If JAX finds a program in its compilation
-  cache, lines and scopes are those of when it was compiled.
+  With `compiled=True`, or given a lowered or compiled program, the report is on
+  the program of the compiler, and nothing runs either. The table is the same,
+  with the line of your program that asked for each array; in `merged`, all
+  arrays that one operation sends are one row. Loops with a known trip count are
+  multiplied by it. If JAX finds a program in its compilation cache, lines and
+  scopes are those of when it was compiled.
 
-  `warnings` name a sum over an axis of what a sum over that axis gave, and a
-  sum in each turn of a scan that one sum after the scan could replace, where
-  this is sure: where the values are only cast, reshaped, added and multiplied
-  by numbers in between. They also name a collective under a predicate that
-  differs between shards, which deadlocks: in a branch of a `lax.cond`, or
-  in a `lax.while_loop`, that goes by arrays of which each shard is handed a
-  slice of its own, or by `lax.axis_index`, and not by what a collective has
-  made of them. A single number for each shard does not count, as it may be a
-  copy, nor do arguments where `axis_sizes` maps `fn`, as none says which of
-  them differ. They name a gradient for `local_updates` that was taken at
-  `params`, and not at `local_params(params, state)`. Of a compiled program,
-  they name a reduction in each turn of a loop that only adds up its results;
-  what each turn of a loop gathers although it stays the same; a floating-point
-  sum in fewer than 32 bits, which rounds each step of it; an array that is
-  gathered whole to take a part; and an argument like a result, as state and
-  parameters are, that changes its sharding in each step.
+  Of a traced program, `warnings` name a sum over an axis of values that were
+  summed over it before; a sum in each turn of a scan that one sum after the
+  scan could replace; a collective under a predicate that differs between
+  shards, which deadlocks; and a gradient for `local_updates` that was taken at
+  `params` in place of `local_params(params, state)`. Sums are named only where
+  this is sure: where values are only cast, reshaped, added and multiplied by
+  numbers in between. The predicate of a `lax.cond` or a `lax.while_loop`
+  differs if it is computed from `lax.axis_index`, or from an array of which
+  each shard has a slice, unless a collective made it the same. A single number
+  for each shard does not count, because it may be a copy. Nor do arguments
+  where `axis_sizes` maps `fn`, because nothing says which of them differ.
+
+  Of a compiled program, `warnings` name a reduction in each turn of a loop that
+  only adds up its results; an array that does not change and that each turn of
+  a loop gathers; a floating-point sum in fewer than 32 bits, which rounds each
+  partial sum; an array that is gathered whole although only a part is used; and
+  an argument with the type of a result, such as state or parameters, that
+  changes its sharding in each step.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or
-      `jax.pmap`, compiled or not, or one that `axis_sizes` maps. Or what
-      `jax.jit(fn).lower(...)` or the `compile` of that gives; its arguments may
-      then be left out.
+      `jax.pmap`, compiled or not, or one that `axis_sizes` maps. Or a program:
+      `jax.jit(fn).lower(...)` or its `compile()`; it needs no arguments.
     args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
     axis_sizes: The axes over which to map `fn`, with their sizes, for a
       function of one shard's own arrays. It is traced as by
       `jax.shard_map(..., check_vma=False)`; no devices are needed.
-    compiled: Whether to compile `fn`, by `jax.jit` if it is not yet, and to
-      read what the compiler makes of it.
-    mesh: The mesh of a compiled program, whose axes are to be named; the one of
-      its arguments and results if left out.
+    compiled: Whether to compile `fn`, by `jax.jit` unless it is a function of
+      `jax.jit`, and to report on the compiled program.
+    mesh: The mesh of a compiled program, for the names of its axes; by default,
+      that of its results or arguments.
     kwargs: Its keyword arguments, like `args`.
 
   Returns:
@@ -90,11 +93,11 @@ def wire_report(
 
   Raises:
     NameError: If `fn` uses an axis that is not bound.
-    TypeError: If `fn` cannot be called, `axis_sizes` is no mapping, a size is
-      no integer, or `mesh` no mesh.
+    TypeError: If `fn` cannot be called, `compiled` is no boolean, `axis_sizes`
+      does not map names to integers, or `mesh` is no mesh.
     ValueError: If a size is less than 1; or a compiled program is for other
       arguments or another backend, or its mesh is of another size, not known,
-      or given for what is traced.
+      or given for a traced function.
 
   Examples:
     >>> import jax
@@ -109,11 +112,22 @@ def wire_report(
     primitive  dtype    payload  axes  shards  times   sent  scope
     psum       float32    4,000  data       8      1  7,000  cross_shard_mean
     total                                          1  7,000
+
+  References:
+    Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
+    Workstations, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002 (the ring).
   """
   if not callable(fn) and not isinstance(fn, jax.stages.Lowered):
     raise TypeError(f'`fn` must be a function, got {fn!r}.')
+  if not isinstance(compiled, bool):
+    raise TypeError(f'`compiled` must be a boolean, got {compiled!r}.')
   if compiled or isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
-    return _of_compiled(fn, args, kwargs, axis_sizes, mesh)
+    if axis_sizes is not None:
+      raise ValueError(
+          '`axis_sizes` must be left out where a compiled program is read, got'
+          f' {axis_sizes!r}. Map `fn` with `jax.shard_map` over devices.'
+      )
+    return compiled_report.report_program(fn, args, kwargs, mesh)
   if mesh is not None:
     raise ValueError(
         f'`mesh` must be left out unless `compiled` is true, got {mesh!r}: the'
@@ -138,20 +152,10 @@ def wire_report(
   return report_table.WireReport(tuple(_collectives(program)), warnings)
 
 
-def _of_compiled(fn, args, kwargs, axis_sizes, mesh):
-  if axis_sizes is not None:
-    raise ValueError(
-        '`axis_sizes` must be left out where a compiled program is read, got'
-        f' {axis_sizes!r}. Map `fn` with `jax.shard_map` over devices.'
-    )
-  if not isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
-    lower = fn.lower if hasattr(fn, 'lower') else jax.jit(fn).lower
-    fn, args, kwargs = lower(*args, **kwargs), (), {}
-  return hlo_wire_report.report_program(fn, args, kwargs, mesh)
-
-
 def _mapped(fn, axis_sizes):
-  if not isinstance(axis_sizes, Mapping):
+  if not isinstance(axis_sizes, Mapping) or any(
+      axis is None or isinstance(axis, int) for axis in axis_sizes
+  ):
     raise TypeError(
         "`axis_sizes` must be a mapping such as {'data': 8}, got"
         f' {axis_sizes!r}.'
@@ -167,43 +171,32 @@ def _mapped(fn, axis_sizes):
       tuple(axis_sizes),
       axis_types=(jax.sharding.AxisType.Auto,) * len(axis_sizes),
   )
-
-  def mapped(*args, **kwargs):
-    one_shard = jax.shard_map(
-        lambda args, kwargs: fn(*args, **kwargs),
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return one_shard(args, kwargs)
-
-  return mapped
+  mapped = jax.shard_map(
+      lambda args, kwargs: fn(*args, **kwargs),
+      mesh=mesh,
+      in_specs=P(),
+      out_specs=P(),
+      check_vma=False,
+  )
+  return lambda *args, **kwargs: mapped(args, kwargs)
 
 
 def _collectives(program):
   """Returns the collectives of a program, each as often as it runs."""
   found = []
+  decided = periods.find(program)
   for step in program.steps:
     inner = [_collectives(body) for body in step.bodies]
     if step.name == 'cond':
-      dearest = max(
-          inner,
-          key=lambda branch: report_table.WireReport(tuple(branch)).total_bytes,
-      )
-      turns: dict[str, Any] = {'conditional': True}
-      if meeting := meeting_scopes.parse(step.scope):
-        turns |= {'every': meeting.every, 'meeting': meeting.number}
-      found += [dataclasses.replace(c, **turns) for c in dearest]
-    elif step.name == 'scan':
-      length = step.params['length']
-      found += [
-          dataclasses.replace(c, times=length * c.times) for c in inner[0]
-      ]
-    elif step.name == 'while':
-      found += [
-          dataclasses.replace(c, in_while=True) for c in itertools.chain(*inner)
-      ]
+      chosen = step.inputs[0]
+      if chosen.number is None:
+        found += _branch(inner, decided.get(chosen))
+      else:
+        found += inner[int(chosen.number)]
+    elif step.name in ('scan', 'while'):
+      length = step.params.get('length')
+      sent = itertools.chain(*inner)
+      found += [report_table.in_loop(c, length) for c in sent]
     elif step.name in report_table.SENT and step.axes:
       found.append(_collective(step))
     else:
@@ -211,10 +204,25 @@ def _collectives(program):
   return found
 
 
+def _branch(branches, period):
+  """Returns the collectives of the branch that sends most."""
+  dearest = report_table.dearest(branches)
+  found = [dataclasses.replace(c, conditional=True) for c in dearest]
+  # Where other branches send as well, no step is without it.
+  if period is None or dearest is not branches[-1] or any(branches[:-1]):
+    return found
+  return [
+      c
+      if c.every > period.every
+      else dataclasses.replace(c, every=period.every, meeting=period.phase)
+      for c in found
+  ]
+
+
 def _collective(step):
   aval = step.inputs[0].aval
-  # Under `jax.vmap`, a sum may also be over an axis of the operand, which is
-  # gone before anything is sent.
+  # Under `jax.vmap`, a sum may also be over an axis of its operand. Each shard
+  # sums over that before it sends anything.
   own = step.positional_axes
   sent = [n for i, n in enumerate(aval.shape) if i not in own]
   return report_table.Collective(
@@ -231,7 +239,8 @@ def _num_shards(step):
   groups = step.params.get('axis_index_groups')
   if groups is not None:
     return max(map(len, groups))
-  # A report made inside a mapped function finds no mesh around a step.
+  # Inside a mapped function, the mesh is around the report and not in its
+  # program.
   outside = [axis for axis in step.axes if axis not in step.axis_sizes]
   inside = [step.axis_sizes[a] for a in step.axes if a in step.axis_sizes]
   return math.prod(inside) * axes_lib.size(outside, 'wire_report')

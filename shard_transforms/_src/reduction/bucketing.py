@@ -11,56 +11,19 @@ from collections.abc import Sequence
 import functools
 import math
 import numbers
-from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-
-class Level(NamedTuple):
-  """One of the steps in which leaves are packed.
-
-  Attributes:
-    leaf_bytes: Arrays smaller than this share a buffer.
-    bucket_bytes: The most that a buffer holds.
-    num_leaves: How many arrays may share one; of these candidates, the cheapest
-      to send and to compile is used.
-  """
-
-  leaf_bytes: int
-  bucket_bytes: int
-  # XLA on CPU fuses the concatenation of up to 8 arrays with their producers,
-  # which is slow to compile, as is the concatenation of many arrays.
-  num_leaves: range = range(9, 33)
-
-
-# With XLA on CPU in one process, every operand of an all-reduce costs a barrier
-# of all threads, and a buffer costs two copies. Leaves of 16 kB still gain,
-# those of 48 kB lose, larger buffers gain no more:
-# python benchmarks/reduce.py --shapes=100x4_000,100x8_000,100x12_000
-#   --bucket_bytes=131072
-_IN_ONE_PROCESS = (Level(32 * 1024, 128 * 1024),)
-
-# A leaf in slices costs a collective on the way there and one on the way back,
-# which XLA does not combine. What other limits gave, in time and compilation:
-# docs/measurements.md, by
-# python benchmarks/sharded.py --params=200x1_000,100x12_000,100x30_000
-_SLICES_IN_ONE_PROCESS = (Level(128 * 1024, 4 * 1024**2, range(50, 65)),)
-
-# Between processes, with gloo, every operand costs a switch between threads, of
-# up to a tick of the scheduler: all leaves are sent together, up to a size at
-# which that no longer matters, packed in several steps of few arrays each.
-# python benchmarks/processes.py
-_ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2, range(32, 33))
-_BETWEEN_PROCESSES = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
+from shard_transforms._src.base import thresholds
 
 
 def check_bucket_bytes(bucket_bytes: int | str) -> None:
   """Checks the size of the buffers, as the user gives it.
 
   Args:
-    bucket_bytes: What is to be an integer of at least 0, or `'auto'`.
+    bucket_bytes: Should be an integer of at least 0, or `'auto'`.
 
   Raises:
     TypeError: If it is neither an integer nor `'auto'`.
@@ -84,30 +47,26 @@ def check_bucket_bytes(bucket_bytes: int | str) -> None:
 
 
 def levels(
-    bucket_bytes: int | str, between_processes: bool, in_slices: bool = False
-) -> tuple[Level, ...]:
+    bucket_bytes: int | str, measured: tuple[thresholds.Level, ...]
+) -> tuple[thresholds.Level, ...]:
   """Returns the steps in which leaves are packed.
 
   Args:
     bucket_bytes: Checked by `check_bucket_bytes`. A number is both limits of
-      one step, and 0 packs nothing; `'auto'` takes the limits that were
-      measured.
-    between_processes: Whether buffers are sent between processes.
-    in_slices: Whether leaves are scattered and gathered, in place of summed.
+      one step, and 0 packs nothing.
+    measured: The steps for `'auto'`.
   """
   if bucket_bytes == 'auto':
-    if between_processes:
-      return _BETWEEN_PROCESSES
-    return _SLICES_IN_ONE_PROCESS if in_slices else _IN_ONE_PROCESS
+    return measured
   limit = int(bucket_bytes)
-  return (Level(limit, limit),) if limit else ()
+  return (thresholds.Level(limit, limit),) if limit else ()
 
 
 def map_packed(
     fn: Callable[[jax.Array, Hashable], jax.Array],
     leaves: Sequence[jax.Array],
     keys: Sequence[Hashable],
-    levels: Sequence[Level],
+    levels: Sequence[thresholds.Level],
     num_rows: int | None = None,
     growth: int = 1,
 ) -> list[jax.Array]:
@@ -125,7 +84,7 @@ def map_packed(
       share a buffer is sent alone, in its own shape.
     num_rows: How many rows each leaf has, along its first axis, all of which go
       to `fn` together; `None` where leaves have no rows.
-    growth: How many times as large as a leaf its result is.
+    growth: The size of a result divided by the size of its leaf.
 
   Returns:
     The results, in the order of `leaves`.

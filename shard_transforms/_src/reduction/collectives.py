@@ -19,13 +19,13 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
 
 _on_mesh = vmapped_collectives.on_mesh
-
-_PIECE_BYTES = 256 * 1024
 
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
@@ -180,7 +180,7 @@ def gather(
 
 
 def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the rows that the shards have for this one, in their order.
+  """Returns the rows addressed to this shard, ordered by sender.
 
   Args:
     rows: An array of shape [number of shards, elements] that has a row for each
@@ -208,7 +208,7 @@ def gather_flat(row: jax.Array, axes: Axes) -> jax.Array:
 
 
 def on_each_shard(fn: Callable[..., Any], axes: Axes, *trees: Any) -> Any:
-  """Returns `fn(*trees)`, of which the compiler moves nothing."""
+  """Returns `fn(*trees)`, without communication inserted by the compiler."""
   return vmapped_collectives.on_each_shard(fn, axes, *trees)
 
 
@@ -263,10 +263,9 @@ def _group_index(axis, groups):
 def _scatter_and_gather(x, axis, others, groups=None):
   # Unlike `psum`, these support groups under `shard_map(check_vma=True)` too.
   size = lax.axis_size(axis) if groups is None else len(groups[0])
-  rows = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(size, -1)
+  rows = leaves_lib.cut(x.ravel(), size)
   part = psum(scatter(rows, (axis,), groups), others)
-  whole = gather(part, (axis,), groups)
-  return whole.ravel()[: x.size].reshape(x.shape)
+  return leaves_lib.join(gather(part, (axis,), groups), x)
 
 
 def _exchange_by_axes(rows, order):
@@ -279,28 +278,30 @@ def _exchange_by_axes(rows, order):
 
 
 def _exchange_along(x, axis, dimension):
-  # Of what `vmap` types as the same on all shards, JAX makes an array of
-  # another shape.
+  # For an operand that `vmap` does not batch, JAX returns the wrong shape.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
   return _on_mesh(lax.all_to_all, x, axis, dimension, dimension)
 
 
 def _in_pieces(send, rows):
-  """Returns `send(rows)`, [shards, elements], sent in pieces by gloo.
+  """Returns `send(rows)`, [shards, elements], sent in pieces where this pays.
 
-  With large ones, it hardly overlaps receiving with sending. A loop sends them,
-  so that there are few operations to compile however many pieces there are.
+  A loop sends them, so that there are few operations to compile however many
+  pieces there are.
   """
   *lead, length = rows.shape
-  size = max(_PIECE_BYTES // rows.dtype.itemsize, 1)
-  num_pieces, rest = divmod(length, size)
-  if not axes_lib.between_processes() or length <= size:
+  most = thresholds.measured().piece_bytes or rows.nbytes
+  num_pieces = math.ceil(length / max(most // rows.dtype.itemsize, 1))
+  if num_pieces <= 1:
     return send(rows)
-  rows, last = lax.split(rows, [length - rest, rest], axis=-1)
-  pieces = jnp.moveaxis(rows.reshape(*lead, num_pieces, size), -2, 0)
-  sent = jnp.moveaxis(lax.map(send, pieces), 0, 1)
-  sent = sent.reshape(len(sent), -1)
-  return jnp.concatenate([sent, send(last)], axis=1) if rest else sent
+  # All pieces are of one size and in the loop: with a smaller last one beside
+  # the loop, gloo aborted because processes received a piece of another size.
+  size = math.ceil(length / num_pieces)
+  padding = [*[(0, 0)] * len(lead), (0, num_pieces * size - length)]
+  pieces = jnp.pad(rows, padding).reshape(*lead, num_pieces, size)
+  sent = lax.map(send, jnp.moveaxis(pieces, -2, 0))
+  sent = jnp.moveaxis(sent, 0, 1)
+  return sent.reshape(len(sent), -1)[:, :length]
 
 
 def _all_gather(x, axis, dimension):

@@ -1,24 +1,56 @@
-"""Sums and means of lists of leaves, each sent and scaled once."""
+"""Sums and means of trees over shards, each leaf sent and scaled once."""
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
+import math
 from typing import Any, NamedTuple
 
 import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import leaf_plan
 from shard_transforms._src.reduction import reduction_options
+
+
+class Route(NamedTuple):
+  """How one leaf becomes its sum or mean.
+
+  Attributes:
+    send: The axes over which the shards' values are summed.
+    pending: The axes over which a delayed sum is still to be done.
+    divisor: The number of summands behind the sum.
+    factor: The factor that turns an average into the sum.
+  """
+
+  send: tuple[Hashable, ...]
+  pending: tuple[Hashable, ...]
+  divisor: int
+  factor: int
+
+
+class Key(NamedTuple):
+  """What must be equal for leaves to share a buffer.
+
+  Attributes:
+    route: The axes and the scale.
+    dtype: The dtype that is sent.
+    varying: All axes over which the leaf varies; a shared buffer would vary
+      over the axes of all of its leaves.
+  """
+
+  route: Route
+  dtype: np.dtype
+  varying: frozenset[Hashable]
 
 
 class Share(NamedTuple):
@@ -31,6 +63,36 @@ class Share(NamedTuple):
 
   weight: jax.Array | None
   total: jax.Array | None
+
+
+class Reduction(reduction_options.ReductionOptions):
+  """The sum or mean of a tree over shards, the same on all of them."""
+
+  def __call__(
+      self, tree: chex.ArrayTree, weight: chex.Numeric | None = None
+  ) -> chex.ArrayTree:
+    """Returns the (weighted) sum or mean of `tree` over the shards.
+
+    Args:
+      tree: Real or complex leaves of any shapes; `float0` passes through.
+      weight: A scalar a shard, or `None` for equal ones.
+
+    Returns:
+      A tree of the same shapes and dtypes, the same on all shards of `axes`, or
+      of a group.
+
+    Raises:
+      NameError: If an axis is not bound.
+      TypeError: If a leaf carries no gradient or the weight is no number.
+      ValueError: If a leaf is reduced already and `on_invariant`, `weight` or
+        `groups` do not allow it, or `weight` or `groups` are wrong.
+    """
+    weight = check(tree, weight, self)
+    leaves, treedef = jax.tree.flatten(tree)
+    with jax.named_scope(self.caller):
+      own = share(weight, self)
+      reduced = reduce(leaves, own, self)
+    return treedef.unflatten(reduced)
 
 
 def check(
@@ -49,9 +111,9 @@ def check(
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
   if weight is not None or options.groups is not None:
-    varying.check_per_shard(tree, options.axes, options.caller)
+    leaves_lib.check_per_shard(tree, options.axes, options.caller)
   elif options.on_invariant == 'error':
-    varying.check_not_reduced(tree, options.axes, options.caller)
+    leaves_lib.check_not_reduced(tree, options.axes, options.caller)
   if weight is None:
     return None
   weight = weights.as_weight(weight, (), options.caller)
@@ -145,17 +207,53 @@ def _prepare(leaves, weight, options):
   """Returns the weighted values that are sent, and the key of each."""
   values = [leaves_lib.as_accumulator(leaf) for leaf in leaves]
   averaged = options.on_invariant == 'averaged'
-  routes = leaf_plan.find(values, options.axes, averaged, options.caller)
+  routes = find_routes(values, options.axes, averaged, options.caller)
   weigh = weights.weighing(weight)
   values = [
       weigh(collectives.psum(x, route.pending))
       for x, route in zip(values, routes, strict=True)
   ]
   keys = [
-      leaf_plan.Key(route, x.dtype, axes_lib.varying_axes(x))
+      Key(route, x.dtype, axes_lib.varying_axes(x))
       for x, route in zip(values, routes, strict=True)
   ]
   return values, keys
+
+
+def find_routes(
+    leaves: Sequence[chex.Array],
+    axes: Sequence[Hashable],
+    averaged: bool,
+    caller: str,
+) -> list[Route]:
+  """Returns the route of each leaf.
+
+  Args:
+    leaves: Arrays.
+    axes: The axes to sum over, all of them bound.
+    averaged: Whether a leaf that is the same on all shards is an average.
+    caller: The public name that errors show.
+
+  Raises:
+    NameError: If an axis is not bound.
+  """
+  sizes = [axes_lib.size([axis], caller) for axis in axes]
+  per_axis = [axes_lib.states(leaves, axis) for axis in axes]
+  return [
+      _route(list(zip(axes, sizes, states, strict=True)), averaged)
+      for states in zip(*per_axis, strict=True)
+  ]
+
+
+def _route(axes, averaged):
+  """Returns the route of a leaf, given (axis, size, state) for each axis."""
+  done = [n for _, n, s in axes if s == 'invariant' and averaged]
+  return Route(
+      send=tuple(a for a, _, s in axes if s in ('varying', 'untracked')),
+      pending=tuple(a for a, _, s in axes if s == 'unreduced'),
+      divisor=math.prod(n for _, n, _ in axes) // math.prod(done),
+      factor=math.prod(done),
+  )
 
 
 def _scaled(summed, route, factor, kind):

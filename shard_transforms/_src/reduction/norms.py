@@ -2,8 +2,6 @@
 
 import collections
 from collections.abc import Hashable
-import functools
-import operator
 
 import chex
 import jax
@@ -88,9 +86,7 @@ def sum_of_squares(
       by_axes[sliced].append(_squares(leaf))
   with jax.named_scope(caller):
     totals = [
-        # With a start value of zero, `shard_update` could not recognize this as
-        # a sum over its slices.
-        collectives.total(functools.reduce(operator.add, squares), sliced)
+        collectives.total(sum(squares, jnp.float32(0)), sliced)
         for sliced, squares in by_axes.items()
     ]
   return sum(totals, jnp.float32(0))

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 
@@ -72,12 +73,12 @@ class ReductionOptions:
       groups_lib.check_size(self.groups, num_shards)
     return num_shards
 
-  def levels(self) -> tuple[bucketing.Level, ...]:
+  def levels(self) -> tuple[thresholds.Level, ...]:
     """Returns the steps in which leaves are packed where this is traced."""
     # A buffer would gather what is sharded over a mesh axis that is not mapped,
     # and under `vmap` nothing is sent.
     if not axes_lib.on_mapped_mesh(self.axes):
       return ()
-    return bucketing.levels(
-        self.bucket_bytes, axes_lib.between_processes(), self.in_slices
-    )
+    measured = thresholds.measured()
+    buffers = measured.slice_buffers if self.in_slices else measured.buffers
+    return bucketing.levels(self.bucket_bytes, buffers)

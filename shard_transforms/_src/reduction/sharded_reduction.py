@@ -9,10 +9,9 @@ from jax import lax
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import flat_slices
-from shard_transforms._src.reduction import leaf_plan
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
 
@@ -60,7 +59,7 @@ class ShardedReduction(reduction_options.ReductionOptions):
     is_sent = self._is_sent_in_slices(leaves)
     sent = [i for i, is_sent_so in enumerate(is_sent) if is_sent_so]
     whole = [i for i, is_sent_so in enumerate(is_sent) if not is_sent_so]
-    rows = [flat_slices.cut(leaves[i], num_slices) for i in sent]
+    rows = [leaves_lib.cut(leaves[i], num_slices) for i in sent]
     scattered = leaf_sums.scatter(rows, share, self, num_slices)
     reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
     slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
@@ -73,9 +72,9 @@ class ShardedReduction(reduction_options.ReductionOptions):
     index = collectives.row_index(self.axes, self.groups)
 
     def own(leaf):
-      if not flat_slices.is_cut(leaf, num_slices):
+      if not leaves_lib.is_cut(leaf, num_slices):
         return leaf
-      rows = flat_slices.cut(leaf, num_slices)
+      rows = leaves_lib.cut(leaf, num_slices)
       return lax.dynamic_index_in_dim(rows, index, keepdims=False)
 
     return jax.tree.map(own, tree)
@@ -90,7 +89,7 @@ class ShardedReduction(reduction_options.ReductionOptions):
     num_slices = self.num_slices()
     leaves, treedef = jax.tree.flatten(tree)
     kinds = treedef.flatten_up_to(like)
-    cut = [i for i, x in enumerate(kinds) if flat_slices.is_cut(x, num_slices)]
+    cut = [i for i, x in enumerate(kinds) if leaves_lib.is_cut(x, num_slices)]
     own = axes_lib.to_varying([leaves[i] for i in cut], self.axes)
 
     def gather(buffer, _):
@@ -102,16 +101,16 @@ class ShardedReduction(reduction_options.ReductionOptions):
           gather, own, keys, self.levels(), growth=num_slices
       )
       for i, slices_of_leaf in zip(cut, rows, strict=True):
-        leaves[i] = flat_slices.join(slices_of_leaf, kinds[i])
+        leaves[i] = leaves_lib.join(slices_of_leaf, kinds[i])
     return treedef.unflatten(leaves)
 
   def _is_sent_in_slices(self, leaves):
     """Returns for each leaf whether it is sliced before it is sent."""
     num_slices = self.num_slices()
     averaged = self.on_invariant == 'averaged'
-    routes = leaf_plan.find(leaves, self.axes, averaged, self.caller)
+    routes = leaf_sums.find_routes(leaves, self.axes, averaged, self.caller)
     # A leaf that is not sent over all axes is the same on some shards.
     return [
-        flat_slices.is_cut(leaf, num_slices) and route.send == self.axes
+        leaves_lib.is_cut(leaf, num_slices) and route.send == self.axes
         for leaf, route in zip(leaves, routes, strict=True)
     ]

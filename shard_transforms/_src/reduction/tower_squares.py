@@ -83,8 +83,8 @@ def emptied(squares: jax.Array | tuple[()]) -> jax.Array | tuple[()]:
 def resize_rule(tower: jax.Array) -> state_rules.ResizeRule:
   """Returns how the sums of an unfinished window are resized.
 
-  They begin anew, from NaN if the window has towers, so that this window is not
-  measured: which towers a shard has had is lost.
+  They start again, from NaN if the window has towers: nobody knows any more
+  which towers a shard has had, and NaN keeps this window from being measured.
   """
   return state_rules.ResizeRule('begin_anew', jnp.nan if tower else 0.0)
 

@@ -1,9 +1,9 @@
 """Collectives over axes of `jax.vmap` that the compiler shards over a mesh.
 
-There JAX makes operations on arrays with one more axis of a collective, and
-what is sent is up to XLA's partitioner: often more than the collective sends.
-`jax.vmap` also has none in groups. So what is here is mapped by
-`jax.shard_map`, once `jax.vmap` maps it, and is a collective of the mesh.
+`jax.vmap` turns a collective into array operations; XLA's partitioner then
+decides what to send, often more than the collective would, and `jax.vmap` has
+no collectives in groups. These functions call `jax.shard_map` once `jax.vmap`
+maps them, so that they stay collectives of the mesh.
 """
 
 from collections.abc import Callable
@@ -59,9 +59,10 @@ def on_mesh(
 
 
 def on_each_shard(fn: Callable[..., Any], axes: Axes, *trees: Any) -> Any:
-  """Returns `fn(*trees)`, which each shard computes of what is its own.
+  """Returns `fn(*trees)`, computed by each shard from its own values.
 
-  Else the partitioner gathers what some operations take, such as `lax.top_k`.
+  Without it, the partitioner gathers the operands of operations such as
+  `lax.top_k`.
   """
   first, *_ = jax.tree.leaves(trees)
   mesh = axes_lib.vmapped_mesh(first, axes)
@@ -81,8 +82,8 @@ def on_each_shard(fn: Callable[..., Any], axes: Axes, *trees: Any) -> Any:
 def _vmapped(mesh, x):
   """Returns the axes of a mesh that are those of `jax.vmap`.
 
-  Some may be none of a collective. But JAX cannot map by them, later on, what
-  `jax.shard_map` has mapped by others.
+  They include axes that the collective does not use: JAX cannot `vmap` over
+  them after the `jax.shard_map`.
   """
   return tuple(
       axis
@@ -130,8 +131,8 @@ class _Collective:
     same: Those of them along which its result is the same.
     vmapped: The axes of the mesh that `jax.vmap` maps.
     left: Those of them that it has not mapped yet.
-    mapped: The axes of the leading dimensions that the array has more. So has
-      the result, but for `same`.
+    mapped: The axes that are batched already, as leading dimensions of the
+      array, and, but for `same`, of the result.
   """
 
   fn: Callable[[jax.Array], jax.Array]

@@ -1,7 +1,6 @@
 """`compensate_delay`: corrects stale gradients for how parameters moved."""
 
 from collections.abc import Mapping
-import functools
 from typing import NamedTuple
 
 import chex
@@ -14,9 +13,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
 
 _CALLER = 'compensate_delay'
 
@@ -46,7 +43,7 @@ class CompensateDelayState(NamedTuple):
   ) -> Mapping[str, state_rules.ResizeRule]:
     """Returns how `resize_state` converts its field.
 
-    Larger mean squares give less compensation: with the maximum over shards, no
+    Larger mean squares give less compensation. With the maximum over shards, no
     shard compensates more than before.
     """
     del reduction
@@ -74,24 +71,24 @@ def compensate_delay(
 
   .. math:: \lambda_t = \lambda / \sqrt{m + \epsilon}
 
-  An element that has not moved keeps its gradient, to the bit. Of complex
+  An element that has not moved keeps its gradient, to the bit. For complex
   leaves, the square is that of the absolute value.
 
-  The caller keeps the parameters that were read, and hands them in with the
-  gradient. Belongs where updates are still gradients: first in a chain, on each
-  shard's own before the reduction, or on the mean of shards that have read the
-  same parameters. Before the reduction, a shard whose extra argument `weight`
-  is zero leaves its moving mean as it is.
+  The caller keeps the parameters that were read, and passes them with the
+  gradient. Put it where updates are still gradients: first in a chain, on each
+  shard's own gradient before the reduction, or on the mean of shards that read
+  the same parameters. Before the reduction, a shard whose extra argument
+  `weight` is zero keeps its moving mean.
 
   Args:
-    lam: The strength of the correction, a number that is not negative. The
-      paper has 0.04, and 2 with `decay`.
+    lam: The strength of the correction, a number that is not negative; 0.04 in
+      the paper, and 2 with `decay`.
     decay: The decay of the moving mean of squares, at least 0 and less than 1,
       0.95 in the paper; `None` for a constant :math:`\lambda`.
     eps: What is added to the moving mean, a positive number.
     axis_name: The mapped axis, or a sequence of them, between whose shards the
       updates differ; the moving mean is then kept per shard (see `init_state`).
-      `None` where updates are already the same on all shards.
+      `None` if updates are already the same on all shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `CompensateDelayState`,
@@ -104,9 +101,9 @@ def compensate_delay(
       `read_params` is missing, a leaf is an integer or boolean, or the state is
       of another transformation.
     ValueError: If `lam` is negative, `decay` not a decay or `eps` not positive;
-      in `update`, if `params` is missing, a tree does not fit another, updates
+      in `update`, if `params` is missing, trees do not fit each other, updates
       are already reduced although `axis_name` is given or `read_params` differ,
-      or differ between shards although it is not.
+      or updates differ between shards without `axis_name`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -133,8 +130,8 @@ def compensate_delay(
     axes_lib.size(axes, _CALLER)
     if decay is None:
       return CompensateDelayState(())
-    start = functools.partial(_start, axes=axes)
-    return CompensateDelayState(jax.tree.map(start, params))
+    zeros = jax.tree.map(jnp.real, leaves_lib.accumulators(params))
+    return CompensateDelayState(per_shard_state.store(zeros, axes))
 
   def update_fn(
       updates,
@@ -146,9 +143,9 @@ def compensate_delay(
       **extra_args,
   ):
     del extra_args
-    wrapper.check_update(updates, state, CompensateDelayState, axes, _CALLER)
+    arguments.check_update(updates, state, CompensateDelayState, axes, _CALLER)
     moved = _moved(updates, params, read_params)
-    varying.check_varies_with(updates, moved, _CALLER)
+    leaves_lib.check_varies_with(updates, moved, _CALLER)
     squares = jax.tree.map(_square, updates)
     lams = jax.tree.map(lambda _: lam, updates)
     if decay is not None:
@@ -156,18 +153,10 @@ def compensate_delay(
       mean_square = _record(state.mean_square, squares, decay, counts, axes)
       lams = jax.tree.map(lambda m: lam / jnp.sqrt(m + eps), mean_square)
       state = _kept(state, mean_square, axes)
-    return _map(_compensate, updates, moved, squares, lams), state
+    nearer = leaves_lib.tree_map(_compensate, updates, moved, squares, lams)
+    return nearer, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _start(param, axes):
-  """Returns the mean of nothing yet; `None` where there is no gradient."""
-  dtype = leaves_lib.dtype_of(param)
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    return None
-  dtype = jnp.finfo(leaves_lib.accumulator_dtype(dtype)).dtype
-  return per_shard_state.store(jnp.zeros_like(param, dtype=dtype), axes)
 
 
 def _moved(updates, params, read_params):
@@ -175,7 +164,7 @@ def _moved(updates, params, read_params):
 
   Raises:
     TypeError: If `read_params` is missing.
-    ValueError: If `params` is, or what is there does not fit the updates.
+    ValueError: If `params` is missing, or a tree does not fit the updates.
   """
   if params is None:
     raise ValueError(
@@ -218,30 +207,24 @@ def _square(update):
   """Returns the squares of a leaf, in the dtype of the moving mean."""
   if leaves_lib.is_float0(update):
     return update
-  update = _widened(update)
+  update = leaves_lib.as_accumulator(update)
   if jnp.iscomplexobj(update):
     return update.real**2 + update.imag**2
   return update**2
 
 
-def _widened(update):
-  """Returns an update in the dtype of its arithmetic."""
-  dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(update))
-  return jnp.asarray(update, dtype)
-
-
 def _counts(weight):
-  """Whether the squares of a shard go into its moving mean, bool []."""
+  """Returns whether a shard's squares go into its moving mean, bool []."""
   if weight is None:
     return True
   return weights.as_weight(weight, (), _CALLER) > 0
 
 
 def _record(kept, squares, decay, counts, axes):
-  """Returns a shard's own moving mean of squares with one more in it.
+  """Returns a shard's own moving mean after one more update.
 
   Raises:
-    ValueError: If the squares do not fit the mean, or are reduced already.
+    ValueError: If the squares do not fit the mean, or are already reduced.
   """
 
   def record(mean, square):
@@ -252,15 +235,15 @@ def _record(kept, squares, decay, counts, axes):
 
   mean_square = per_shard_state.own(kept, axes, _CALLER)
   leaves_lib.check_like(squares, mean_square, _CALLER)
-  varying.check_varies_with(squares, mean_square, _CALLER)
-  return _map(record, mean_square, squares)
+  leaves_lib.check_varies_with(squares, mean_square, _CALLER)
+  return leaves_lib.tree_map(record, mean_square, squares)
 
 
 def _kept(state, mean_square, axes):
   """Returns the state after an update.
 
   Raises:
-    ValueError: If it differs between shards, and is kept as if it did not.
+    ValueError: If the mean differs between shards, but is kept as one.
   """
   after = CompensateDelayState(per_shard_state.store(mean_square, axes))
   per_shard_state.check_kept(state, after, _CALLER)
@@ -268,15 +251,11 @@ def _kept(state, mean_square, axes):
 
 
 def _compensate(update, moved, square, lam):
-  """Returns the update of a leaf, corrected where the parameter has moved."""
+  """Returns the update of a leaf, corrected where its parameter has moved."""
   if update is None or moved is None:
     return update
-  nearer = _widened(update) + lam * square * moved
+  nearer = leaves_lib.as_accumulator(update) + lam * square * moved
   nearer = nearer.astype(leaves_lib.dtype_of(update))
-  # Adding a correction of zero may change the sign of a zero, and infinity
-  # gives NaN.
+  # A correction of zero may change the sign of a zero, and gives NaN for
+  # infinity.
   return jnp.where(moved == 0, update, nearer)
-
-
-def _map(fn, tree, *rest):
-  return jax.tree.map(fn, tree, *rest, is_leaf=leaves_lib.is_none)

@@ -16,8 +16,6 @@ from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import varying
-from shard_transforms._src.base import wrapper
 
 _CALLER = 'delay_updates'
 
@@ -30,9 +28,8 @@ class DelayUpdatesState(NamedTuple):
 
   Attributes:
     slot: Which of the pending updates is replaced next, int32 [].
-    pending: The last updates, those that are still to come and the one that has
-      come last, a tree like the parameters, each leaf [steps + 1, ...]; `()`
-      where there is no delay.
+    pending: The updates that are still to come, and the last one that came, a
+      tree like the parameters, each leaf [steps + 1, ...]; `()` without delay.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -50,7 +47,7 @@ class DelayUpdatesState(NamedTuple):
   ) -> Mapping[str, state_rules.ResizeRule]:
     """Returns how `resize_state` converts its fields.
 
-    The reduction over shards of each pending update stays the same.
+    Each pending update keeps its reduction over the shards.
     """
     if reduction in ('mean', 'sum'):
       return {'pending': state_rules.ResizeRule(reduction)}
@@ -78,20 +75,21 @@ def delay_updates(
     optax.chain(
         delay_updates(1, axis_name='data'), cross_shard_mean('data'), adam)
 
-  It is a link of a chain: the extra arguments of a call go to the other links
-  at once. The `weight` of a shard would thus meet the update of another step,
-  so that it is refused before a reduction, that is, with `axis_name`; behind
-  the reduction it is used up.
+  It is a link of a chain: the other links get the extra arguments of a call at
+  once, and a reduction behind it would combine the `weight` of a shard with the
+  update of another step. So `weight` is refused before a reduction, that is,
+  with `axis_name`; after the reduction it has been used.
 
   Updates are kept in the dtypes of the parameters. A leaf without a gradient in
-  a call (`None` in its place) stays so in that call, and counts as zero later.
+  a call (`None` in its place) has none in the result of that call, and counts
+  as zero later.
 
   Args:
-    steps: By how many calls updates are late, at least 0. With 0, they pass as
-      they are.
+    steps: By how many calls updates are late, at least 0. With 0, they pass
+      unchanged.
     axis_name: The mapped axis, or a sequence of them, between whose shards the
       updates differ; those pending are then kept per shard (see `init_state`).
-      `None` where updates are already the same on all shards.
+      `None` if updates are already the same on all shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DelayUpdatesState`.
@@ -117,6 +115,11 @@ def delay_updates(
     0.0
     1.0
     2.0
+
+  References:
+    Agarwal and Duchi, Distributed Delayed Stochastic Optimization, 2011,
+    https://arxiv.org/abs/1104.5525; Langford et al., Slow Learners are Fast,
+    2009, https://arxiv.org/abs/0911.0491.
   """
   steps = arguments.as_at_least('steps', steps, 0)
   axes = axes_lib.optional_axes(axis_name)
@@ -129,7 +132,7 @@ def delay_updates(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    wrapper.check_update(updates, state, DelayUpdatesState, axes, _CALLER)
+    arguments.check_update(updates, state, DelayUpdatesState, axes, _CALLER)
     pending = per_shard_state.own(state.pending, axes, _CALLER)
     _check_steps(pending, steps)
     if not steps:
@@ -138,12 +141,12 @@ def delay_updates(
       _check_unweighted(weight)
     _check_like(updates, pending)
     put = functools.partial(_put, state.slot)
-    pending = _map(put, pending, updates)
+    pending = leaves_lib.tree_map(put, pending, updates)
     slot = (state.slot + 1) % (steps + 1)
     oldest = jax.tree.map(functools.partial(_take, slot), pending)
     after = DelayUpdatesState(slot, per_shard_state.store(pending, axes))
     per_shard_state.check_kept(state, after, _CALLER)
-    return _map(_like, updates, oldest), after
+    return leaves_lib.tree_map(_like, updates, oldest), after
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -183,7 +186,7 @@ def _like(update, oldest):
 
 
 def _check_steps(pending, steps):
-  """Checks that a state was made for as many steps.
+  """Checks that a state was made for this number of steps.
 
   Raises:
     ValueError: If it was not.
@@ -201,11 +204,11 @@ def _check_like(updates, pending):
 
   Raises:
     TypeError: If a leaf is complex where the parameter is real.
-    ValueError: If the tree or a shape is another, or a leaf is reduced already.
+    ValueError: If a tree or a shape differs, or a leaf is already reduced.
   """
   some = jax.tree.map(functools.partial(_take, 0), pending)
   leaves_lib.check_like(updates, some, _CALLER)
-  varying.check_varies_with(updates, some, _CALLER)
+  leaves_lib.check_varies_with(updates, some, _CALLER)
 
 
 def _check_unweighted(weight: chex.Numeric | None):
@@ -221,7 +224,3 @@ def _check_unweighted(weight: chex.Numeric | None):
         " `optax.chain(cross_shard_mean('data'), delay_updates(steps), ...)`:"
         ' the mean is delayed as its terms would be.'
     )
-
-
-def _map(fn, tree, *rest):
-  return jax.tree.map(fn, tree, *rest, is_leaf=leaves_lib.is_none)

@@ -12,9 +12,8 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
+from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.tracing import gating
 
 _CALLER = 'drop_stale'
 _INT32 = jnp.iinfo(jnp.int32)
@@ -27,7 +26,7 @@ class DropStaleState(NamedTuple):
     global_step: Number of accepted updates, int32 [].
     stale_count: Number of updates that were dropped because of their age,
       int32 [].
-    stale_shard_count: Number of updates of single shards that were left out,
+    stale_shard_count: Number of updates of single shards that were dropped,
       int32 []; without `axis_name`, the caller counts as one shard.
     inner_state: State of the inner transformation.
 
@@ -57,12 +56,8 @@ class DropStaleState(NamedTuple):
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""
-    return {
-        'global_step': state_rules.MetricRule(),
-        'stale_count': state_rules.MetricRule(),
-        'stale_shard_count': state_rules.MetricRule(),
-        'stale_fraction': state_rules.MetricRule(),
-    }
+    names = 'global_step', 'stale_count', 'stale_shard_count', 'stale_fraction'
+    return dict.fromkeys(names, state_rules.MetricRule())
 
 
 def drop_stale(
@@ -70,39 +65,44 @@ def drop_stale(
     inner: optax.GradientTransformation | None = None,
     *,
     axis_name: axes_lib.AxisName | None = None,
+    assume_weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Drops updates that were computed too many steps ago.
 
-  Each call of `update` comes with `local_step`, the global step at which the
-  parameters behind the update were read. It is accepted exactly when
+  Each call of `update` takes `local_step`, the global step at which the
+  parameters behind the update were read. The update is accepted if
 
-  .. math:: \text{global\_step} - \text{local\_step} \le \text{staleness}
+  .. math:: \text{global step} - \text{local step} \le \text{staleness}
 
-  and then `inner` runs and the global step grows by one. A dropped update is
-  zero; the global step and every bit of the state of `inner` stay, and
-  `stale_count` grows by one. Read the step with
+  Then `inner` runs, and the global step grows by one. Otherwise the update is
+  dropped: the result is zero, the global step and every bit of the state of
+  `inner` stay, and `stale_count` grows by one. Read the global step with
   `optax.tree_utils.tree_get(state, 'global_step')` when you read the
-  parameters, and hand it in with the gradient of these parameters.
+  parameters, and pass it with the gradient of these parameters.
 
-  With `axis_name`, each shard brings its own `local_step`. Shards that are too
+  With `axis_name`, each shard has its own `local_step`. Shards that are too
   late, or whose extra argument `weight` is zero, get weight zero, and `inner`
-  is handed that weight: a `cross_shard_mean` inside leaves them out. Where no
-  shard has any weight left, nothing changes, and that counts as dropped if any
-  of them was late. The decision is taken over all shards of the axis, also
-  where `inner` reduces in groups.
+  receives that weight: a `cross_shard_mean` inside leaves them out. If no shard
+  has any weight left, nothing changes, and the step counts as dropped if any
+  shard was late. All shards of the axis decide together, even if `inner`
+  reduces in groups.
 
   Without `inner`, the update goes to the next link of an `optax.chain`, as
-  zeros where it is dropped: right for links that keep no moments only.
+  zeros if it is dropped. Use that only with links that keep no moments.
 
   Args:
     staleness: The age up to which updates are accepted, in steps. 0 accepts
-      what was computed from the present parameters; a negative number accepts
-      only updates that claim a later step.
-    inner: The transformation that accepted updates go through.
+      updates that were computed from the present parameters; a negative number
+      accepts only updates that claim a later step.
+    inner: The transformation for accepted updates.
     axis_name: The mapped axis, or a sequence of them, between whose shards
-      `local_step` may differ; needs `inner`. `None` where it is the same on
-      all shards: a difference then deadlocks collectives inside `inner`, and
-      raises where JAX tracks it.
+      `local_step` may differ; needs `inner`. `None` if it is the same on all
+      shards: a difference then deadlocks collectives inside `inner`, and raises
+      where JAX tracks it.
+    assume_weighted: Whether to take your word that `inner` uses `weight` in all
+      of its sums over shards, for an `inner` that is refused because the check
+      does not see it. Nothing is checked then: a sum without the weight counts
+      all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DropStaleState`, whose
@@ -110,13 +110,12 @@ def drop_stale(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If `staleness` is not an integer, or `inner` no transformation;
-      in `update`, if `local_step` is missing or not an integer, or the state is
-      of another transformation.
+    TypeError: If an argument is of the wrong kind; in `update`, if `local_step`
+      is missing or not an integer, or the state is of another transformation.
     ValueError: If `axis_name` is given without `inner`; in `update`, if
       `local_step` is not a scalar or differs between shards without
       `axis_name`, or, with it, updates are already reduced or `inner` does not
-      heed the weight.
+      use the weight.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -135,7 +134,9 @@ def drop_stale(
     0.25
 
   References:
-    `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
+    `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15; Chen et al.,
+    Revisiting Distributed Synchronous SGD, 2016,
+    https://arxiv.org/abs/1604.00981 (late gradients are dropped).
   """
   staleness = arguments.as_int('staleness', staleness)
   staleness = min(max(staleness, -_INT32.max), _INT32.max)
@@ -146,8 +147,9 @@ def drop_stale(
         ' alone. A link of a chain cannot tell the next which shards to leave'
         ' out: write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
     )
+  arguments.check_bool('assume_weighted', assume_weighted)
   inner = optax.identity() if inner is None else inner
-  inner = wrapper.as_inner(inner, _CALLER)
+  inner = arguments.as_inner(inner, _CALLER)
 
   def init_fn(params):
     return DropStaleState(
@@ -167,7 +169,7 @@ def drop_stale(
       weight=None,
       **extra_args,
   ):
-    wrapper.check_update(updates, state, DropStaleState, axes, _CALLER)
+    arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale = is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:
@@ -179,9 +181,10 @@ def drop_stale(
         state.inner_state,
         params,
         weight=weight,
-        axes=axes,
+        axes=() if assume_weighted else axes,
         extra_args={**extra_args, 'local_step': local_step},
         may_be_local=False,
+        caller=_CALLER,
     )
     return applied, DropStaleState(
         global_step=counters.add(state.global_step, accept),
@@ -204,7 +207,7 @@ def _decide(is_fresh, weight, axes):
 
 
 def _is_fresh(local_step, global_step, staleness):
-  """Whether global step minus local step is at most `staleness`, bool []."""
+  """Returns whether an update is at most `staleness` steps old, bool []."""
   # The oldest accepted step, in arithmetic that cannot overflow: below the
   # range of int32 every step is fresh, and above it none is.
   lowest = _INT32.min + max(staleness, 0)

@@ -1,7 +1,8 @@
 """`scale_by_staleness`: updates scaled down by their age."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import chex
 import jax
@@ -13,14 +14,13 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
+from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.staleness import age
-from shard_transforms._src.tracing import gating
 
 _CALLER = 'scale_by_staleness'
+
+Kind = Literal['inverse', 'exponential'] | Callable[[jax.Array], chex.Numeric]
 
 
 class ScaleByStalenessState(NamedTuple):
@@ -49,48 +49,53 @@ class ScaleByStalenessState(NamedTuple):
 
 
 def scale_by_staleness(
-    kind: age.Kind,
+    kind: Kind,
     inner: optax.GradientTransformation | None = None,
     *,
     rate: chex.Numeric | None = None,
     axis_name: axes_lib.AxisName | None = None,
+    assume_weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Scales updates down by how many steps ago they were computed.
 
-  Each call of `update` comes with `local_step`, the global step at which the
+  Each call of `update` takes `local_step`, the global step at which the
   parameters behind the update were read, as for `drop_stale`. Its age is
 
-  .. math:: \tau = \max(\text{global\_step} - \text{local\_step}, 0)
+  .. math:: \tau = \max(\text{global step} - \text{local step}, 0)
 
   and it counts by a factor :math:`f(\tau)`: :math:`1 / \max(\tau, 1)` for
-  `'inverse'`, :math:`e^{-\text{rate} \cdot \tau}` for `'exponential'`, or what
-  a function gives.
+  `'inverse'`, :math:`e^{-\text{rate} \cdot \tau}` for `'exponential'`, or the
+  result of a function.
 
   Without `inner` and `axis_name`, updates are multiplied by the factor, before
   or after a reduction. An update of factor zero is zero, even where it is NaN.
 
-  With both, each shard brings its own `local_step`, and the factor goes into
-  its weight: `inner` is handed :math:`f(\tau_i) w_i`, where :math:`w_i` is the
-  extra argument `weight`, or 1. A `cross_shard_mean` inside then gives
+  With both, each shard has its own `local_step`, and the factor goes into its
+  weight: `inner` receives :math:`f(\tau_i) w_i`, where :math:`w_i` is the extra
+  argument `weight`, or 1. A `cross_shard_mean` inside then gives
 
   .. math:: u = \sum_i f(\tau_i) w_i u_i / \sum_i f(\tau_i) w_i
 
-  in which ages count against each other: where all shards are as old, it is the
-  plain mean. Where no shard has any weight left, nothing changes. The decision
-  is taken over all shards of the axis, also where `inner` reduces in groups.
+  so that only differences in age matter: if all shards are equally old, it is
+  the plain mean. If no shard has any weight left, nothing changes. All shards
+  of the axis decide together, even if `inner` reduces in groups.
 
-  The global step grows by one with each call, but for those in which nothing
-  changes. Inside `drop_stale` it is that of `drop_stale`.
+  The global step grows by one with each call, except if nothing changes. Inside
+  `drop_stale` it equals that of `drop_stale`.
 
   Args:
     kind: `'inverse'`, `'exponential'`, or a function of the age, int32 [], for
       the factor, a real scalar. A factor that is negative, not finite or no
       normal float32 counts as zero.
-    inner: The transformation that is handed the weight.
-    rate: By how much the logarithm of the factor falls a step, a positive
-      number; for `'exponential'` alone.
+    inner: The transformation that receives the weight.
+    rate: By how much the logarithm of the factor falls with each step of age, a
+      positive number; only for `'exponential'`.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; comes with `inner`.
+    assume_weighted: Whether to take your word that `inner` uses `weight` in all
+      of its sums over shards, for an `inner` that is refused because the check
+      does not see it. Nothing is checked then: a sum without the weight counts
+      all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ScaleByStalenessState`,
@@ -104,7 +109,7 @@ def scale_by_staleness(
     ValueError: If `kind` is unknown, `rate` does not fit it or is not positive,
       or `inner` and `axis_name` do not come together; in `update`, if
       `local_step` or the factor is not a scalar, updates are already reduced
-      where local steps differ, or `inner` does not heed the weight.
+      where local steps differ, or `inner` does not use the weight.
 
   Examples:
     >>> import jax
@@ -121,7 +126,7 @@ def scale_by_staleness(
     0.5
     0.5
 
-    Of three shards, the first has read its parameters two steps ago:
+    Three shards, the first of which read its parameters two steps ago:
 
     >>> mean = shard_transforms.cross_shard_mean('data')
     >>> tx = shard_transforms.scale_by_staleness(
@@ -137,7 +142,7 @@ def scale_by_staleness(
     Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, 2015,
     https://arxiv.org/abs/1511.05950 (`'inverse'`).
   """
-  factor_of = age.as_factor(kind, rate)
+  factor_of = _as_factor(kind, rate)
   axes = axes_lib.optional_axes(axis_name)
   if bool(axes) != (inner is not None):
     raise ValueError(
@@ -146,8 +151,9 @@ def scale_by_staleness(
         ' are weights, for the reduction in `inner`; else write'
         ' `optax.chain(scale_by_staleness(kind), ...)`.'
     )
+  arguments.check_bool('assume_weighted', assume_weighted)
   inner = optax.identity() if inner is None else inner
-  inner = wrapper.as_inner(inner, _CALLER)
+  inner = arguments.as_inner(inner, _CALLER)
 
   def init_fn(params):
     return ScaleByStalenessState(counters.zero(), inner.init(params))
@@ -162,9 +168,9 @@ def scale_by_staleness(
       weight=None,
       **extra_args,
   ):
-    wrapper.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
+    arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     own_step = arguments.as_local_step(local_step, _CALLER)
-    factor = factor_of(age.of(own_step, state.global_step))
+    factor = factor_of(_age(own_step, state.global_step))
     accept = True
     if axes:
       weight = _weigh(weight, factor)
@@ -176,9 +182,10 @@ def scale_by_staleness(
           state.inner_state,
           params,
           weight=weight,
-          axes=axes,
+          axes=() if assume_weighted else axes,
           extra_args={**extra_args, 'local_step': local_step},
           may_be_local=False,
+          caller=_CALLER,
       )
     else:
       applied, inner_state = gate.update(
@@ -191,10 +198,67 @@ def scale_by_staleness(
   return gating.transformation(init_fn, step)
 
 
+def _age(local_step, global_step):
+  """Returns how many steps ago parameters were read, at least 0, int32 []."""
+  # The difference may not fit int32; it fits uint32 where it is not negative.
+  age = global_step.astype(jnp.uint32) - local_step.astype(jnp.uint32)
+  age = jnp.minimum(age, counters.MAX).astype(jnp.int32)
+  return jnp.where(local_step < global_step, age, 0)
+
+
+def _as_factor(kind, rate):
+  """Returns a function of the age for the factor, float32 [].
+
+  Raises:
+    TypeError: If `kind` is neither a name nor a function, or `rate` no number.
+    ValueError: If `kind` is unknown, or `rate` not for it, or not positive.
+  """
+  if not isinstance(kind, str) and not callable(kind):
+    raise TypeError(
+        '`kind` of `scale_by_staleness` must be a name or a function of the'
+        f' age, got {kind!r}. Under `optax.inject_hyperparams`, name it in'
+        ' `static_args`.'
+    )
+  if isinstance(kind, str) and kind not in ('inverse', 'exponential'):
+    raise ValueError(
+        "`kind` of `scale_by_staleness` must be 'inverse', 'exponential' or a"
+        f' function of the age, got {kind!r}.'
+    )
+  if (rate is None) == (kind == 'exponential'):
+    raise ValueError(
+        "`rate` of `scale_by_staleness` must come with 'exponential', and with"
+        f' no other `kind`, got {rate!r} with {kind!r}.'
+    )
+  if kind == 'inverse':
+    return lambda age: 1 / jnp.maximum(age, 1).astype(jnp.float32)
+  if kind == 'exponential':
+    rate = arguments.as_positive('rate', rate)
+    return lambda age: jnp.exp(-jnp.asarray(rate, jnp.float32) * age)
+  return lambda age: _as_scalar(kind(age))
+
+
+def _as_scalar(factor):
+  """Returns the result of a user's function of the age, checked.
+
+  Raises:
+    TypeError: If it is not real.
+    ValueError: If it is no scalar.
+  """
+  name = 'The factor that `kind` of `scale_by_staleness` gives'
+  dtype = leaves_lib.dtype_of_number(factor)
+  if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
+    raise TypeError(f'{name} must be a real number, got {factor!r}.')
+  if jnp.shape(factor):
+    raise ValueError(
+        f'{name} must be a scalar, got the shape {jnp.shape(factor)}.'
+    )
+  return jnp.asarray(factor, jnp.float32)
+
+
 def _weigh(weight, factor):
-  """Returns how much a shard counts by its weight and its age, float32 []."""
+  """Returns the weight of a shard times the factor of its age, float32 []."""
   weight = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
-  return weights.sane(weights.weighing(weight)(factor))
+  return weights.usable(weights.weighing(weight)(factor))
 
 
 def _scale(updates, factor):
@@ -203,10 +267,10 @@ def _scale(updates, factor):
   Raises:
     ValueError: If the factor differs between shards, and an update does not.
   """
-  varying.check_varies_with(
+  leaves_lib.check_varies_with(
       updates, jax.tree.map(lambda _: factor, updates), _CALLER
   )
-  weigh = weights.weighing(weights.sane(factor))
+  weigh = weights.weighing(weights.usable(factor))
 
   def scale(update):
     if leaves_lib.is_float0(update):

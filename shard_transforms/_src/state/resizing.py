@@ -1,6 +1,7 @@
 """`resize_state`: converts state to another number of shards."""
 
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,12 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.state import placement
-from shard_transforms._src.state import resize_rules
-from shard_transforms._src.state import vmapped_state
+
+_MADE_FOR_OTHERS = (
+    '`state` of `resize_state` must be made by this transformation for these'
+    ' parameters, got '
+)
+_COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
 def resize_state(
@@ -28,18 +33,19 @@ def resize_state(
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
-  What is the same on all shards is copied, and so is what is sharded like a
-  parameter. Slices of `shard_update` are joined and sliced again. An unfinished
+  Leaves that are the same on all shards, or sharded like a parameter, are
+  copied. Slices of `shard_update` are joined and sliced again. An unfinished
   window of `tower_reduce` is merged or spread so that it ends with the same
   result: the totals and the total weights over all shards stay the same, or,
-  without weights, their `reduction`; so does the `reduction` of the updates
-  that are pending in `delay_updates`. The mean squares of `compensate_delay`
-  become their maximum. In `guard`, a shard keeps the latest bad step of the
-  shards that it is merged from, and the rolling mean of norms restarts, because
-  other batches have other norms. The shards of `local_updates` all continue
-  from the mean of their own parameters and of their inner states, weighted by
-  the work of each, so that an unfinished round contains the work of all. A
-  state of your own declares its rules by `resize_rules`; see
+  without weights, their `reduction`. The `reduction` of the updates that are
+  pending in `delay_updates` stays the same, too. The mean squares of
+  `compensate_delay` become their maximum. In `guard`, a shard keeps the latest
+  bad step of the shards that it is merged from, and the rolling mean of norms
+  restarts, because other batches have other norms. The shards of
+  `local_updates` all continue from the mean of their own parameters and of
+  their inner states, weighted by the steps of each, and share its weight
+  equally, so that an unfinished round contains the steps of all. A state of
+  your own declares its rules by `resize_rules`; see
   `shard_transforms.state_rules.ResizeRule`. Any other leaf that differs between
   shards cannot be carried over, and raises.
 
@@ -63,11 +69,11 @@ def resize_state(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a leaf is of another dtype than the transformation keeps, or a
-      state declares what is no `ResizeRule`.
-    ValueError: If `state` is not one of `tx` for these parameters, a leaf
-      cannot be carried over, is not on this process, `reduction` is missing or
-      unknown, or a state declares a rule for a field that it lacks.
+    TypeError: If a leaf has another dtype than the transformation keeps, or a
+      state declares a rule that is not a `ResizeRule`.
+    ValueError: If `state` was not made by `tx` for these parameters, a leaf
+      cannot be carried over or is not on this process, `reduction` is missing
+      or unknown, or a state declares a rule for a field that it lacks.
 
   Examples:
     >>> import jax
@@ -93,7 +99,7 @@ def resize_state(
   )
   if jax.tree.structure(state) != jax.tree.structure(target):
     raise ValueError(
-        f'{resize_rules.MADE_FOR_OTHERS}the tree {jax.tree.structure(state)}'
+        f'{_MADE_FOR_OTHERS}the tree {jax.tree.structure(state)}'
         f' instead of {jax.tree.structure(target)}.'
     )
   values = jax.tree.map_with_path(_as_numpy, state, target)
@@ -103,20 +109,157 @@ def resize_state(
     told = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
     are_sharded = any(map(partition_specs.axes_of, told))
   else:
-    axes = vmapped_state.state_axes(tx, params, mesh, spmd_axis_name)
-    values = vmapped_state.without_own_axis(values, axes)
-    target = vmapped_state.without_own_axis(target, axes)
+    axes = placement.state_axes(tx, params, mesh, spmd_axis_name)
+    values = placement.without_own_axis(values, axes)
+    target = placement.without_own_axis(target, axes)
 
   def carry_over(path, value, rule, target, place):
     name = leaves_lib.name_of(path)
     if rule.kind == 'cut_anew' and are_sharded:
-      resize_rules.check_not_cut(name, value, target)
+      _check_not_cut(name, value, target)
     elif rule.kind == 'begin_anew' or value.shape != target.shape:
-      value = resize_rules.apply(rule, name, value, target)
+      value = apply_rule(rule, name, value, target)
     return _place(value.reshape(place.shape), place.sharding)
 
   rules = _rules(values, target, reduction)
   return jax.tree.map_with_path(carry_over, values, rules, target, places)
+
+
+def apply_rule(
+    rule: state_rules.ResizeRule, name: str, old: np.ndarray, target: Any
+) -> np.ndarray:
+  """Returns the values of a leaf for another number of shards.
+
+  Args:
+    rule: How it is resized.
+    name: Its name in errors.
+    old: Its values.
+    target: Its new shape and sharding.
+
+  Raises:
+    ValueError: If it cannot be carried over, or was not made for the same
+      parameters.
+  """
+  if rule.kind == 'begin_anew':
+    empty = 0 if rule.empty is None else rule.empty
+    return np.full(target.shape, empty, old.dtype)
+  if rule.kind == 'cut_anew':
+    _check_fits(_are_of_one_leaf(old, target), name, old, target)
+    # Padding after the last element of the leaf never counts.
+    flat = np.pad(np.ravel(old), (0, target.size))[: target.size]
+    return flat.reshape(target.shape)
+  _check_fits(_are_rows(old, target), name, old, target)
+  if rule.kind in ('keep', 'refuse'):
+    raise ValueError(_reason(rule, name, old, target))
+  if rule.kind == 'average':
+    resized = _average(rule, old)
+  elif rule.kind == 'share':
+    resized = _share(rule, old, target.shape[0])
+  else:
+    resized = _merge(rule, old, target.shape[0])
+  if resized.dtype.kind == 'f' and not jnp.issubdtype(old.dtype, jnp.inexact):
+    resized = np.rint(resized)
+  return np.broadcast_to(resized, target.shape).astype(old.dtype)
+
+
+def _reason(rule, name, old, target):
+  """Returns why a leaf cannot be carried over."""
+  if rule.reason:
+    return rule.reason.replace('{name}', name)
+  return (
+      '`resize_state` must know what a leaf is that depends on the number of'
+      f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
+      ' for which no rule is declared. Go on with as many as before, or begin'
+      ' this part again with `init_state`.'
+  )
+
+
+def _merge(rule, old, num_shards):
+  """Combines the rows of neighbouring shards, or adds empty ones."""
+  combine = _COMBINE[rule.kind]
+  if num_shards > len(old):
+    empty = rule.empty
+    if empty is None:
+      empty = 0 if combine is np.sum else combine(old, axis=0)
+    rows = np.broadcast_to(empty, (num_shards - len(old), *old.shape[1:]))
+    merged = np.concatenate([old, rows.astype(old.dtype)])
+  else:
+    parts = np.array_split(old, num_shards)
+    merged = np.stack([combine(part, axis=0) for part in parts])
+  # The new mean divides by another number of shards.
+  return merged * (num_shards / len(old)) if rule.kind == 'mean' else merged
+
+
+def _share(rule, old, num_shards):
+  """Returns an equal part of the weighted sum of all rows."""
+  weights = np.ones(len(old)) if rule.row_weights is None else rule.row_weights
+  return np.tensordot(weights, old.astype(np.float64), 1) / num_shards
+
+
+def _average(rule, old):
+  """Returns the mean of all rows that are finite."""
+  # Equal rows keep their bits.
+  if np.all(old == old[:1]):
+    return old[0]
+  is_finite = np.isfinite(old.reshape(len(old), -1)).all(axis=-1)
+  counts = is_finite if is_finite.any() else np.ones(len(old), bool)
+  weights = rule.row_weights
+  if weights is None or not np.any(weights[counts]):
+    weights = np.ones(len(old))
+  return np.average(old[counts], axis=0, weights=weights[counts])
+
+
+def _check_not_cut(name: str, old: np.ndarray, target: Any) -> None:
+  """Checks that a leaf is not a slice.
+
+  Raises:
+    ValueError: If it is.
+  """
+  # Slices of the same shape may belong to other parts of a sharded parameter.
+  if _has_rows(target) or old.ndim != target.ndim:
+    raise ValueError(
+        '`in_specs` of `resize_state` must not shard parameters that'
+        f' `shard_update` has sliced, got {old.shape} at {name}. Go on with the'
+        ' same mesh, or start again with `init_state`.'
+    )
+  _check_fits(old.shape == target.shape, name, old, target)
+
+
+def _check_fits(fits, name, old, target):
+  """Checks that a leaf may have been made for the same parameters."""
+  if not fits:
+    raise ValueError(
+        f'{_MADE_FOR_OTHERS}the shape {old.shape} at {name}, which does not go'
+        f' into {target.shape}.'
+    )
+
+
+def _has_rows(target):
+  """Whether a leaf has a leading axis of shards."""
+  is_sharded = any(target.sharding.spec[:1])
+  return is_sharded and target.sharding.shard_shape(target.shape)[0] == 1
+
+
+def _are_rows(old, target):
+  is_same = old.ndim == target.ndim and old.shape[1:] == target.shape[1:]
+  return is_same and _has_rows(target)
+
+
+def _are_of_one_leaf(old, target):
+  """Whether both can be slices of one leaf, or one the leaf of the other."""
+  is_cut = _has_rows(target)
+  # A single element is its own slice, without a further axis.
+  can_be_one = old.ndim == target.ndim and (is_cut or target.size == 1)
+  if can_be_one and {*old.shape[1:], *target.shape[1:]} <= {1}:
+    return True
+  rank = target.ndim - is_cut
+  if {rank, old.ndim, target.ndim} != {rank, rank + 1} or not rank:
+    return False
+  if old.ndim > rank and set(old.shape[1:-1]) - {1}:
+    return False
+  # Each shard but the first can have one element of padding.
+  fewest = [x.size - (x.shape[0] - 1) * (x.ndim > rank) for x in (old, target)]
+  return max(fewest) <= min(old.size, target.size)
 
 
 def _rules(state, target, reduction):
@@ -189,7 +332,7 @@ def _as_numpy(path, leaf, target):
   dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
   if dtype != target.dtype:
     raise TypeError(
-        f'{resize_rules.MADE_FOR_OTHERS}{dtype.name} instead of'
+        f'{_MADE_FOR_OTHERS}{dtype.name} instead of'
         f' {target.dtype.name} at {name}.'
     )
   if jnp.issubdtype(dtype, jax.dtypes.prng_key):

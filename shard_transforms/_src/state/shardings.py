@@ -14,7 +14,7 @@ import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.state import param_leaves
+from shard_transforms._src.state import specs
 
 _CALLER = 'state_shardings'
 
@@ -40,17 +40,17 @@ def state_shardings(
   over `shard_over`, as in FSDP, the leaf is sharded as the parameter is: that
   is no error, because each device then keeps a part of it. All other leaves are
   replicated. A warning names the leaves of more than one element that stay
-  whole, because each device needs memory for all of them. Where not one leaf
-  that is shaped like a parameter can be divided, that is an error.
+  whole, because each device needs memory for all of them. It is an error if no
+  leaf that is shaped like a parameter can be divided.
 
-  Make the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, which
-  holds no device's part anywhere else, and keep it so with `out_shardings` of
-  the step. A checkpoint is restored to them on any number of devices.
+  Make the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, so
+  that no device holds more than its part, and keep it so with `out_shardings`
+  of the step. A checkpoint is restored to them on any number of devices.
 
   Args:
     tx: Any transformation that needs no bound axis.
     params: Tree of arrays or of `jax.ShapeDtypeStruct`; their shardings say
-      how the parameters are sharded, and what has none is replicated.
+      how the parameters are sharded, and those without one are replicated.
     mesh: The mesh of the step.
     shard_over: The axis of the mesh, as a rule the one of the batch.
     on_whole: What to do where leaves cannot be divided: `'warn'`, and raise if
@@ -61,7 +61,7 @@ def state_shardings(
 
   Raises:
     NameError: If `tx` reduces over a mapped axis in `init`.
-    TypeError: If `mesh` is none.
+    TypeError: If `mesh` is not a mesh.
     ValueError: If the mesh has no axis `shard_over`, or one that is not of type
       `Auto`; if a parameter is on another mesh; if no leaf that is shaped like
       a parameter can be divided, unless with `'ignore'`; or, with `'raise'`, if
@@ -98,7 +98,7 @@ def state_shardings(
     spec = _divided(leaf.shape, _spec_of(param, mesh), mesh, shard_over)
     return dataclasses.replace(leaf, spec=spec, is_like_param=True)
 
-  leaves = param_leaves.map_with_params(tx, divide, whole, params)
+  leaves = specs.map_with_params(tx, divide, whole, params)
   _tell_whole(leaves, shard_over, on_whole)
   return jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.spec), leaves)
 

@@ -1,5 +1,6 @@
 """How state is sharded: replicated, per shard, or like the parameters."""
 
+from collections.abc import Callable
 from collections.abc import Hashable
 import dataclasses
 from typing import Any
@@ -12,7 +13,6 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.state import param_leaves
 
 
 def state_specs(
@@ -42,7 +42,7 @@ def state_specs(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If `mesh` is none.
+    TypeError: If `mesh` is not a mesh.
     ValueError: If a leaf varies over an axis and neither has a leading
       dimension of 1 nor the shape of its parameter, or if `per_shard` is true
       and `in_specs` uses all axes.
@@ -112,7 +112,7 @@ def read(
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-  """The type of a leaf of the state, as far as it decides its spec.
+  """What decides the spec of a leaf of the state.
 
   Attributes:
     shape: Its shape on a shard.
@@ -129,7 +129,7 @@ def check_mesh(mesh: Any) -> None:
   """Checks a mesh.
 
   Raises:
-    TypeError: If it is none.
+    TypeError: If it is not a mesh.
   """
   if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
     raise TypeError(
@@ -149,7 +149,7 @@ def _with_param_specs(tx, described, params, param_specs, mapped):
     like = _spec_like(leaf, jnp.shape(param), spec, mapped)
     return _Leaf(leaf.shape, leaf.varying, like)
 
-  return param_leaves.map_with_params(tx, note, described, params, param_specs)
+  return map_with_params(tx, note, described, params, param_specs)
 
 
 def _spec_like(leaf, shape, spec, mapped):
@@ -158,7 +158,7 @@ def _spec_like(leaf, shape, spec, mapped):
   axes = specs_lib.axes_of(spec)
   if lead < 0 or leaf.shape[lead:] != shape or not axes:
     return P()
-  # A leaf without a row for each shard may look like a stack by chance.
+  # A leaf of the same shape on all shards may look like a stack by chance.
   is_row = leaf.shape[:lead] in ((), (1,))
   if not is_row and not axes & mapped <= leaf.varying:
     return P()
@@ -173,7 +173,7 @@ def _spec(path, leaf, mesh, lead):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
-        f' shards alike, got the shape {leaf.shape} at'
+        f' shards the same way, got the shape {leaf.shape} at'
         f' {leaves_lib.name_of(path)}, which varies over'
         f' {sorted(own, key=str)}.'
     )
@@ -230,4 +230,39 @@ def abstract(
       ),
       tree,
       specs,
+  )
+
+
+def map_with_params(
+    tx: optax.GradientTransformation,
+    fn: Callable[..., Any],
+    state: Any,
+    params: Any,
+    *rest: Any,
+) -> Any:
+  """Maps the leaves of a state that belong to a parameter; keeps the others.
+
+  Unlike `optax.tree_utils.tree_map_params`, it accepts a state with several
+  arrays for a parameter, such as the statistics of Shampoo.
+
+  Args:
+    tx: The transformation that keeps the state.
+    fn: Takes a leaf, its parameter, and the leaves of `rest` in its place.
+    state: The state; its leaves may be of any kind.
+    params: The parameters.
+    *rest: Trees like the parameters.
+  """
+
+  def map_below(kept, param, *others):
+    if isinstance(kept, optax.MaskedNode) or kept is None:
+      return kept
+    children, node = jax.tree.flatten(param, is_leaf=lambda x: x is not param)
+    if jax.tree_util.treedef_is_leaf(node):
+      return jax.tree.map(lambda leaf: fn(leaf, param, *others), kept)
+    below = [node.flatten_up_to(tree) for tree in (kept, *others)]
+    mapped = map(map_below, below[0], children, *below[1:])
+    return node.unflatten(list(mapped))
+
+  return optax.tree_utils.tree_map_params(
+      tx, map_below, state, params, *rest, is_leaf=lambda _: True
   )

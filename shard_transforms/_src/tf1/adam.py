@@ -40,7 +40,7 @@ def adam(
     learning_rate: The rate, a number or a scalar array.
     beta1: The decay of the first moment, the same.
     beta2: The decay of the second moment, the same.
-    epsilon: What keeps the divisor from zero, the same.
+    epsilon: The number that keeps the divisor from zero, the same.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `AdamState`.

@@ -20,17 +20,17 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Scales updates down so that their norm is at most `max_norm`.
 
-  .. math:: u \cdot \min(1, \text{max\_norm} / \lVert u \rVert)
+  .. math:: u \cdot \min(1, m / \lVert u \rVert)
 
-  Before the reduction, each shard is clipped by its own norm, so that an
-  exploding gradient does not dominate the mean; after it, all are clipped by
-  the norm of the mean::
+  where :math:`m` is `max_norm`. Before the reduction, each shard is clipped by
+  its own norm, so that an exploding gradient does not dominate the mean; after
+  it, all are clipped by the norm of the mean::
 
     optax.chain(clip_by_global_norm(1.0), cross_shard_mean('data'), adam)
     optax.chain(cross_shard_mean('data'), clip_by_global_norm(1.0), adam)
 
   Name the axes over which leaves are sliced, such as those of a model that is
-  larger than a device, or the axis of `shard_update` inside of it:
+  larger than a device, or, inside `shard_update`, its axis:
   `shard_update(optax.chain(clip_by_global_norm(1.0, 'data'), adam), 'data')`.
 
   A norm of zero leaves zeros; an infinite norm turns finite elements into zeros
@@ -95,10 +95,10 @@ def clip_by_global_norm(
 
 
 def _check_alike(tree):
-  """Checks that either all leaves are slices or none is.
+  """Checks that all leaves vary over the same axes.
 
   Raises:
-    ValueError: If one seems to be.
+    ValueError: If they do not, so that some seem to be slices.
   """
   kinds = {axes_lib.varying_axes(leaf) for leaf in jax.tree.leaves(tree)}
   if len(kinds) > 1:

@@ -1,17 +1,24 @@
 """`compressed_shard_update`: sharded updates, sent in fewer bytes."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
+import chex
+import jax
+import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import wrapper
 from shard_transforms._src.compression import compressed_reduction
-from shard_transforms._src.compression import compressed_slices
 from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.compression import error_feedback
+from shard_transforms._src.compression import residuals
+from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.transforms import sliced_inner
@@ -24,9 +31,9 @@ class CompressedShardUpdateState(NamedTuple):
 
   Attributes:
     inner_state: State of the inner transformation, as in `ShardUpdateState`.
-    mean_state: The `CompressedMeanState` of what is sent. Its `residual` is of
-      each shard's gradients, its `server_residual` of the updates of the slice
-      that a shard owns, and zero where these are not compressed.
+    mean_state: A `CompressedMeanState`. Its `residual` is of each shard's
+      gradients. Its `server_residual` is of the updates of the slice that a
+      shard owns, and zero where these are not compressed.
 
   Examples:
     >>> import jax
@@ -76,24 +83,24 @@ def compressed_shard_update(
   .. math:: p_i = u_i + e_i, \quad d_j = \text{inner}\Big(\frac1N \sum_i
      C(p_i)_j\Big), \quad u \leftarrow D(d + E)
 
-  and :math:`e_i \leftarrow p_i - C(p_i)`, :math:`E_j \leftarrow d_j + E_j -
-  D(d_j + E_j)` are held back. So the sum of all inputs of `inner`, plus the
-  mean of :math:`e_i`, is the sum of all mean gradients, and the sum of all
-  results, plus E, is the sum of all updates. Without D, updates are sent as
-  they are.
+  The errors :math:`e_i \leftarrow p_i - C(p_i)` and :math:`E_j \leftarrow d_j +
+  E_j - D(d_j + E_j)` are held back. So the sum of all inputs of `inner`, plus
+  the mean of :math:`e_i`, is the sum of all mean gradients, and the sum of all
+  results, plus E, is the sum of all updates, but for rounding as in
+  `compressed_mean`. Without D, updates are sent as they are.
 
-  `inner` must treat each element alone, as for `shard_update`; weights, the
-  leaves that are not compressed, and the effect of a NaN are as in
-  `compressed_mean`. Make the state with `init_state`, and convert it to another
-  number of shards with `resize_state`. A single shard runs `inner` on its
-  gradient itself. Where no shard counts, `inner` is given zeros.
+  `inner` must treat each element alone, as for `shard_update`. Weights, leaves
+  that are not compressed, and NaN are treated as by `compressed_mean`. Make
+  the state with `init_state`, and convert it to another number of shards with
+  `resize_state`. A single shard runs `inner` on its gradient itself. Where no
+  shard counts, `inner` is given zeros.
 
   Args:
     inner: The transformation that runs on slices.
     axis_name: The mapped axis, or a sequence of them, as in `shard_update`.
     compressor: How blocks of gradients are compressed.
-    update_compressor: The same for updates, or `None` to send these as they
-      are.
+    update_compressor: How blocks of updates are compressed, or `None` to send
+      updates as they are.
     min_elements: The least number of elements of a leaf that is compressed.
     warmup_steps: For how many steps nothing is compressed.
     seed: The seed of compressors that draw random numbers.
@@ -102,7 +109,7 @@ def compressed_shard_update(
   Returns:
     An `optax.GradientTransformationExtraArgs` with a
     `CompressedShardUpdateState`, whose `update` takes the optional extra
-    argument `weight`, and hands all others to `inner`.
+    argument `weight`, and passes all others to `inner`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
@@ -132,26 +139,26 @@ def compressed_shard_update(
     Model Training, 2023, https://arxiv.org/abs/2306.10209.
   """
   axes = axes_lib.as_axes(axis_name)
-  exchange = compressed_slices.CompressedSlices(
+  exchange = _Slices(
       reduction_options.ReductionOptions(
           _CALLER, 'mean', axes, algorithm=algorithm
       ),
-      arguments.as_at_least('warmup_steps', warmup_steps, 0),
-      arguments.as_int('seed', seed),
+      warmup_steps,
+      seed,
       compressor,
       'residual',
-      arguments.as_at_least('min_elements', min_elements, 1),
+      min_elements,
       sharded_reduction.ShardedReduction(_CALLER, 'mean', axes),
       update_compressor,
   )
-  inner = wrapper.as_inner(inner, _CALLER)
+  inner = arguments.as_inner(inner, _CALLER)
   own = sliced_inner.SlicedInner(inner, exchange.plain)
 
   def init_fn(params):
     return CompressedShardUpdateState(own.init(params), exchange.start(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    wrapper.check_state(state, CompressedShardUpdateState, _CALLER)
+    arguments.check_state(state, CompressedShardUpdateState, _CALLER)
     own.check_mapped()
     slices, mean_state = exchange.scatter(updates, state.mean_state, weight)
     slices, inner_state = own.update(
@@ -161,3 +168,128 @@ def compressed_shard_update(
     return updates, CompressedShardUpdateState(inner_state, mean_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slices(compressed_reduction.CompressedReduction):
+  """The two halves of a compressed mean, for an optimizer in between.
+
+  Attributes:
+    plain: How leaves that are not compressed are scattered and gathered.
+    slice_compressor: How rows of slices become bytes for the gather; `None`
+      sends them as they are.
+  """
+
+  plain: sharded_reduction.ShardedReduction
+  slice_compressor: compressor_lib.Compressor | None
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.slice_compressor is not None:
+      compressor_lib.check(
+          self.slice_compressor, self.caller, 'update_compressor'
+      )
+
+  def compresses(self, leaf: Any) -> bool:
+    """Whether a leaf is compressed; scalars, which are not cut, are not."""
+    return super().compresses(leaf) and jnp.ndim(leaf) > 0
+
+  def scatter(
+      self,
+      updates: optax.Updates,
+      state: compressed_reduction.CompressedMeanState,
+      weight: chex.Numeric | None = None,
+  ) -> tuple[optax.Updates, compressed_reduction.CompressedMeanState]:
+    """Returns each shard's slices of the (weighted) mean, and the state.
+
+    Raises:
+      NameError: If an axis is not bound.
+      TypeError: If a leaf carries no gradient, or the weight is not a number.
+      ValueError: If a leaf is reduced already, the weight is not a scalar or is
+        negative, or the state was made for other parameters or shards.
+    """
+    share = self._share(updates, weight)
+
+    def scatter(leaves, others, held):
+      slices, held = self._scatter(leaves, held, share, state.step)
+      return slices, self.plain.scatter_leaves(others, share), held
+
+    return self._map_leaves(scatter, updates, state, state.step)
+
+  def gather(
+      self,
+      slices: optax.Updates,
+      like: optax.Updates,
+      state: compressed_reduction.CompressedMeanState,
+  ) -> tuple[optax.Updates, compressed_reduction.CompressedMeanState]:
+    """Returns the tree that is gathered from slices, and the state.
+
+    Args:
+      slices: This shard's slices.
+      like: Whole updates.
+      state: As `scatter` returns it.
+    """
+    step = counters.add(state.step, 1)
+    if self.slice_compressor is None:
+      return self.plain.gather(slices, like), state._replace(step=step)
+    own = jax.tree.leaves(slices, is_leaf=leaves_lib.is_none)
+    chosen, others = selective_compression.choose(
+        jax.tree.leaves(like, is_leaf=leaves_lib.is_none), self.compresses
+    )
+
+    def gather(kinds, other_kinds, held):
+      parts = [own[i] for i in chosen]
+      wholes, held = self._gather(parts, kinds, held, state.step)
+      rest = [own[i] for i in others]
+      return wholes, self.plain.gather(rest, other_kinds), held
+
+    return self._map_leaves(gather, like, state, step)
+
+  def _scatter(self, leaves, held, share, step):
+    """Returns slices of means, and the next values kept."""
+    counting = error_feedback.Counting.of(share, self.plain.num_shards())
+    values = [counting.weigh(leaf) for leaf in leaves]
+
+    def compressed(rests):
+      exchange = self._exchange(self.compressor, step)
+      slices, rests = error_feedback.scatter(values, rests, counting, exchange)
+      return _cast(slices, leaves), rests
+
+    def plain(rests):
+      return self.plain.scatter_leaves(leaves, share), rests
+
+    rests = [kept.residual for kept in held]
+    slices, rests = self._after_warmup(step, compressed, plain, rests)
+    after = [
+        kept._replace(
+            residual=rest,
+            update_norm=residuals.next_norm(value, kept.update_norm),
+        )
+        for kept, rest, value in zip(held, rests, values, strict=True)
+    ]
+    return slices, after
+
+  def _gather(self, slices, like, held, step):
+    """Returns whole leaves, and the next values kept."""
+
+    def compressed(rests):
+      exchange = self._exchange(self.slice_compressor, step)
+      wholes, rests = error_feedback.gather(
+          slices, rests, like, error_feedback.EVERYONE, exchange
+      )
+      return _cast(wholes, slices), rests
+
+    def plain(rests):
+      return self.plain.gather(slices, like), rests
+
+    rests = [kept.server_residual for kept in held]
+    wholes, rests = self._after_warmup(step, compressed, plain, rests)
+    after = [
+        kept._replace(server_residual=rest)
+        for kept, rest in zip(held, rests, strict=True)
+    ]
+    return wholes, after
+
+
+def _cast(leaves, like):
+  return [x.astype(y.dtype) for x, y in zip(leaves, like, strict=True)]

@@ -7,7 +7,7 @@ import optax
 
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
-from shard_transforms._src.reduction import reduction as reduction_lib
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
 
 
@@ -52,9 +52,11 @@ def cross_shard_mean(
       is). Nothing is sent for such a leaf.
     bucket_bytes: Leaves smaller than this are sent together in buffers of up to
       this many bytes; 0 sends each leaf alone, with the same result to the bit.
-      `'auto'` takes limits that were measured: in one process, leaves of less
-      than 32 KiB in buffers of up to 128 KiB; where CPU devices belong to
-      several processes, all leaves of a dtype, in buffers of up to 64 MiB.
+      `'auto'` takes limits that were measured, which is so for CPUs alone: in
+      one process, leaves of less than 32 KiB in buffers of up to 128 KiB; where
+      devices belong to several processes, all leaves of a dtype, in buffers of
+      up to 64 MiB. On GPU and TPU, where XLA combines all-reduces by itself,
+      it packs nothing; `benchmarks/thresholds.py` measures what would gain.
       Without effect under `jax.vmap`, where nothing is sent, and where a mesh
       axis is not mapped, because packing would gather what that axis shards.
     algorithm: How several axes are summed over: `'flat'` at once, or
@@ -180,7 +182,7 @@ def shard_mean(
     >>> print(jax.vmap(mean, axis_name='data')(losses, tokens))
     [1.5 1.5]
   """
-  mean = reduction_lib.Reduction(
+  mean = leaf_sums.Reduction(
       'shard_mean', 'mean', axes.as_axes(axis_name), on_invariant=on_invariant
   )
   return mean(jax.tree.map(_as_float, tree), weight)
@@ -189,7 +191,7 @@ def shard_mean(
 def _cross_shard(
     kind, axis_name, groups, on_invariant, bucket_bytes, algorithm
 ):
-  reduction = reduction_lib.Reduction(
+  reduction = leaf_sums.Reduction(
       f'cross_shard_{kind}',
       kind,
       axes.as_axes(axis_name),

@@ -1,6 +1,8 @@
-"""`guard`: skips updates that are not finite, or are spikes."""
+"""`guard`: skips updates that are NaN, infinite or spikes."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
 from typing import Literal, NamedTuple
 
 import chex
@@ -9,18 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.base import addressable
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import wrapper
-from shard_transforms._src.tracing import gating
+from shard_transforms._src.base import weights
+from shard_transforms._src.gates import gating
+from shard_transforms._src.reduction import collectives
 from shard_transforms._src.transforms import bad_updates
-from shard_transforms._src.transforms import guard_decision
-from shard_transforms._src.transforms import norm_window
 
 _CALLER = 'guard'
 
@@ -68,8 +68,8 @@ class GuardState(NamedTuple):
   ) -> Mapping[str, state_rules.ResizeRule]:
     """Returns how `resize_state` converts its fields."""
     del reduction
-    # Larger batches have smaller norms: recorded norms say nothing about spikes
-    # of batches of another size.
+    # Larger batches have smaller norms, so that the norms of other batch sizes
+    # say nothing about spikes.
     return {
         'last_bad_step': state_rules.ResizeRule('maximum', counters.NEVER),
         'norms': state_rules.ResizeRule('begin_anew'),
@@ -87,10 +87,10 @@ class GuardState(NamedTuple):
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if too many steps were skipped."""
-    num_skipped = addressable.largest(self.consecutive_skipped)
-    if num_skipped < addressable.largest(self.max_consecutive):
+    num_skipped = state_rules.largest_here(self.consecutive_skipped)
+    if num_skipped < state_rules.largest_here(self.max_consecutive):
       return None
-    num_updates = addressable.largest(self.num_updates)
+    num_updates = state_rules.largest_here(self.num_updates)
     first = num_updates - num_skipped
     return (
         f'`guard` has skipped the last {num_skipped} updates, {first} to'
@@ -111,50 +111,56 @@ def guard(
     min_shards: int | None = None,
     max_consecutive: int | None = None,
     sharded: partition_specs.SpecTree = None,
+    assume_weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Skips updates that are not finite or spikes, or leaves their shards out.
+  r"""Skips updates that are NaN, infinite or spikes, or excludes bad shards.
 
-  A shard is bad if an element of its update is not finite, or its norm is more
-  than `max_norm` or than the rolling mean and `max_stds` standard deviations. A
-  shard whose extra argument `weight` is zero does not count, and is not bad.
+  A shard is bad if an element of its update is not finite, or if its norm
+  exceeds `max_norm`, or the rolling mean by more than `max_stds` standard
+  deviations. A shard whose extra argument `weight` is zero does not count, and
+  is not bad.
 
-  All shards decide together, by one reduction of a few numbers that comes first
-  and in every step, so that a bad shard cannot deadlock the others, as it does
-  with `optax.apply_if_finite` around a reduction. With `on_bad='skip'`, one bad
-  shard is enough for a step without updates, in which not a bit of the state of
-  `inner` changes. With `on_bad='exclude'`, bad shards get weight zero, and
-  `inner` is handed that weight: a `cross_shard_mean` inside gives
+  All shards decide together: each step begins with one reduction of a few
+  numbers. So a bad shard cannot deadlock the others, as it does with
+  `optax.apply_if_finite` around a reduction. With `on_bad='skip'`, one bad
+  shard is enough to skip the step: updates are zero, and the state of `inner`
+  keeps every bit. With `on_bad='exclude'`, bad shards get weight zero, and
+  `inner` receives that weight: a `cross_shard_mean` inside gives
 
   .. math:: u = \sum_{i \text{ good}} w_i u_i / \sum_{i \text{ good}} w_i
 
-  as long as at least `min_shards` are good; else the step is skipped. So is,
-  either way, a step in which the total weight is zero.
+  if at least `min_shards` are good; else the step is skipped. In both modes, a
+  step is skipped if the total weight is zero.
 
-  Skipped steps are counted. Traced code cannot raise if training has stalled:
-  call `check_health` on the state every few steps, which raises after
-  `max_consecutive` skipped steps in a row. The decision is taken over all
-  shards of the axis, also where `inner` reduces in groups.
+  Skipped steps are counted. Traced code cannot raise an error if training has
+  stalled: call `check_health` on the state every few steps, which raises after
+  `max_consecutive` skipped steps in a row. All shards of the axis decide
+  together, even if `inner` reduces in groups.
 
   Args:
-    inner: The transformation that healthy updates go through, with the
-      reduction in it where `axis_name` is given.
+    inner: The transformation for healthy updates. It contains the reduction if
+      `axis_name` is given.
     axis_name: The mapped axis, or a sequence of them, between whose shards the
-      updates differ; state is then kept per shard (see `init_state`). `None`
-      where updates are reduced already.
+      updates differ; state is then kept per shard (see `init_state`). `None` if
+      updates are reduced already.
     on_bad: `'skip'` or `'exclude'`; the latter needs `axis_name`.
     max_norm: The norm of a shard's update above which it is a spike.
-    max_stds: How many standard deviations above its rolling mean the norm of a
-      shard's update may be, once `window` steps were accepted. The mean is over
+    max_stds: By how many standard deviations the norm of a shard's update may
+      exceed its rolling mean, after `window` accepted steps. The mean is over
       these steps and their good shards. An infinite norm of finite elements,
       whose squares overflow, is a spike from the first step on. If norms rise
       and stay high, all later steps are skipped.
-    window: The number of accepted steps that the rolling mean is over.
-    min_shards: The number of good shards, at least 1, that is enough for a step
-      with `on_bad='exclude'`; 1 by default.
+    window: The number of accepted steps in the rolling mean.
+    min_shards: The number of good shards that is enough for a step with
+      `on_bad='exclude'`, at least 1; 1 by default.
     max_consecutive: The number of skipped steps in a row at which
       `check_health` raises; `None` for any number.
     sharded: Which leaves are sliced over other axes than `axis_name`, as in
       `global_norm`; needed where JAX does not track types.
+    assume_weighted: Whether to take your word that `inner` uses `weight` in all
+      of its sums over shards, for an `inner` that is refused because the check
+      does not see it. Nothing is checked then: a sum without the weight counts
+      all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `GuardState`, whose
@@ -168,8 +174,8 @@ def guard(
       without `axis_name`, or `min_shards` without it; in `init` and `update`,
       if there are fewer shards than `min_shards`; in `update`, if updates are
       already reduced although `axis_name` is given, differ between shards
-      although it is not, `sharded` is missing, `inner` does not heed the
-      weight, or the state is one of other options.
+      although it is not, `sharded` is missing, `inner` does not use the weight,
+      or the state was made with other options.
 
   Examples:
     >>> import jax
@@ -188,31 +194,41 @@ def guard(
     [-2. -2. -2.] [-1  0 -1]
 
   References:
-    Spikes, and steps that are left out because of them: Chowdhery et al., PaLM:
+    Skipping steps at spikes: Chowdhery et al., PaLM:
     Scaling Language Modeling with Pathways, 2022, section 5.1,
     https://arxiv.org/abs/2204.02311.
   """
-  rule = guard_decision.Rule(
-      axes_lib.optional_axes(axis_name), on_bad, min_shards
-  )
+  axes = axes_lib.optional_axes(axis_name)
+  num_enough = _num_enough(on_bad, min_shards, axes)
   limits = bad_updates.Limits(max_norm, max_stds, window)
   most = counters.MAX if max_consecutive is None else max_consecutive
   most = min(arguments.as_at_least('max_consecutive', most, 1), counters.MAX)
   partition_specs.check(sharded, _CALLER)
-  inner = wrapper.as_inner(inner, _CALLER)
+  arguments.check_bool('assume_weighted', assume_weighted)
+  inner = arguments.as_inner(inner, _CALLER)
 
   def init_fn(params):
-    rule.check_enough_shards()
-    return _start(inner.init(params), most, limits.start(), rule.axes)
+    _check_enough_shards(axes, num_enough)
+    never = jnp.full([], counters.NEVER, jnp.int32)
+    return GuardState(
+        num_updates=counters.zero(),
+        skipped_count=counters.zero(),
+        consecutive_skipped=counters.zero(),
+        bad_shard_count=counters.zero(),
+        last_bad_step=per_shard_state.store(never, axes),
+        max_consecutive=jnp.asarray(most, jnp.int32),
+        norms=limits.start(),
+        inner_state=inner.init(params),
+    )
 
   def step(gate, updates, state, params=None, *, weight=None, **extra_args):
-    wrapper.check_update(updates, state, GuardState, rule.axes, _CALLER)
-    rule.check_enough_shards()
+    arguments.check_update(updates, state, GuardState, axes, _CALLER)
+    _check_enough_shards(axes, num_enough)
     limits.check_fits(state.norms)
     diagnosis = bad_updates.diagnose(
-        updates, state.norms, limits, rule.axes, sharded
+        updates, state.norms, limits, axes, sharded
     )
-    decision = guard_decision.decide(diagnosis, weight, rule)
+    decision = _decide(diagnosis, weight, axes, num_enough)
     if on_bad == 'exclude':
       weight = decision.weight
     applied, inner_state = gate.update_or_skip(
@@ -224,26 +240,107 @@ def guard(
         weight=weight,
         # A part of `inner` before its reduction may keep moments.
         is_healthy=None if weight is None else diagnosis.is_healthy,
-        axes=rule.axes,
+        axes=() if assume_weighted else axes,
         extra_args=extra_args,
+        caller=_CALLER,
     )
-    return applied, _count(state, decision, rule.axes, inner_state)
+    return applied, _count(state, decision, axes, inner_state)
 
   return gating.transformation(init_fn, step)
 
 
-def _start(inner_state, max_consecutive, norms, axes):
-  """Returns the state before the first update."""
-  never = jnp.full([], counters.NEVER, jnp.int32)
-  return GuardState(
-      num_updates=counters.zero(),
-      skipped_count=counters.zero(),
-      consecutive_skipped=counters.zero(),
-      bad_shard_count=counters.zero(),
-      last_bad_step=per_shard_state.store(never, axes),
-      max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
-      norms=norms,
-      inner_state=inner_state,
+def _num_enough(on_bad, min_shards, axes):
+  """Returns how many good shards are enough; `None` if no shard may be bad.
+
+  Raises:
+    TypeError: If `min_shards` is not an integer.
+    ValueError: If an argument has a wrong value, or lacks one that it needs.
+  """
+  if on_bad not in ('skip', 'exclude'):
+    raise ValueError(f"`on_bad` must be 'skip' or 'exclude', got {on_bad!r}.")
+  if on_bad == 'exclude' and not axes:
+    raise ValueError(
+        "`on_bad='exclude'` of `guard` must come with `axis_name`, got None."
+        ' A reduced update contains those of the bad shards.'
+    )
+  if on_bad == 'exclude':
+    least = 1 if min_shards is None else min_shards
+    return arguments.as_at_least('min_shards', least, 1)
+  if min_shards is not None:
+    raise ValueError(
+        "`min_shards` of `guard` must come with `on_bad='exclude'`, got"
+        f' {min_shards!r} with {on_bad!r}, where no shard may be bad.'
+    )
+  return None
+
+
+def _check_enough_shards(axes, num_enough):
+  """Checks that there are as many shards as must be good.
+
+  Raises:
+    NameError: If an axis is not bound.
+    ValueError: If there are fewer.
+  """
+  num_shards = axes_lib.size(axes, _CALLER)
+  if num_enough is not None and num_shards < num_enough:
+    raise ValueError(
+        '`min_shards` of `guard` must be at most the number of shards,'
+        f' {num_shards}, got {num_enough!r}.'
+    )
+
+
+class _Decision(NamedTuple):
+  """The joint decision of all shards.
+
+  Attributes:
+    accept: Whether the step is taken, bool []; the same on all shards.
+    is_bad: Whether this shard is bad, bool [].
+    weight: How much this shard counts, float32 []; 0 if it is bad.
+    num_good: The number of good shards, float32 [].
+    num_bad: The number of bad shards, float32 [].
+    deviations: Sums over the good shards, each float32 [].
+  """
+
+  accept: jax.Array
+  is_bad: jax.Array
+  weight: jax.Array
+  num_good: jax.Array
+  num_bad: jax.Array
+  deviations: Sequence[jax.Array]
+
+
+def _decide(diagnosis, weight, axes, num_enough):
+  """Returns the decision of all shards, by one reduction of a few numbers.
+
+  Args:
+    diagnosis: The diagnosis of this shard's update.
+    weight: How much it counts; `None` is 1.
+    axes: The axes of the shards.
+    num_enough: As `_num_enough`.
+
+  Raises:
+    TypeError: If the weight is not a real number.
+    ValueError: If it is not a scalar, or known to be negative.
+  """
+  given = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
+  # A shard of weight zero is not bad.
+  counts = given > 0
+  good, bad = counts & diagnosis.is_healthy, counts & ~diagnosis.is_healthy
+  own_weight = jnp.where(good, given, 0)
+  tally = [good, bad, own_weight]
+  tally += [jnp.where(good, x, 0) for x in diagnosis.deviations]
+  with jax.named_scope(_CALLER):
+    num_good, num_bad, total_weight, *deviations = collectives.total(
+        jnp.stack([jnp.asarray(x, jnp.float32) for x in tally]), axes
+    )
+  is_enough = num_bad == 0 if num_enough is None else num_good >= num_enough
+  return _Decision(
+      accept=(total_weight > 0) & is_enough,
+      is_bad=bad,
+      weight=own_weight,
+      num_good=num_good,
+      num_bad=num_bad,
+      deviations=deviations,
   )
 
 
@@ -253,13 +350,9 @@ def _count(state, decision, axes, inner_state):
   last_bad_step = per_shard_state.own(state.last_bad_step, axes, _CALLER)
   last_bad_step = jnp.where(decision.is_bad, state.num_updates, last_bad_step)
   norms = state.norms
-  if isinstance(norms, norm_window.NormWindow):
-    recorded = norm_window.record(
-        norms, jnp.stack(decision.deviations), decision.num_good
-    )
-    norms = jax.tree.map(
-        lambda new, old: jnp.where(accept, new, old), recorded, norms
-    )
+  if isinstance(norms, bad_updates.NormWindow):
+    recorded = norms.record(decision.deviations, decision.num_good)
+    norms = jax.tree.map(functools.partial(jnp.where, accept), recorded, norms)
   return GuardState(
       num_updates=counters.add(state.num_updates, 1),
       skipped_count=counters.add(state.skipped_count, ~accept),
@@ -275,11 +368,11 @@ def _count(state, decision, axes, inner_state):
 
 
 def _bad_shards(last_bad_step, first):
-  """Says in words which shards were bad since an update."""
+  """Returns a sentence on which shards were bad since an update."""
   found = sorted(
       {
           start + i
-          for start, steps in addressable.pieces(last_bad_step)
+          for start, steps in state_rules.parts_here(last_bad_step)
           for i, step in enumerate(np.ravel(steps))
           if step >= first
       }

@@ -9,9 +9,7 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import leaves
-from shard_transforms._src.base import varying
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
 
 _CALLER = 'reduce_towers'
 
@@ -75,7 +73,7 @@ def reduce_towers(
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
   is_link = inner is None
-  inner = wrapper.as_inner(optax.identity() if is_link else inner, _CALLER)
+  inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
 
   def update_fn(
       updates, state, params=None, *, weight=None, local_step=None, **extra_args
@@ -88,10 +86,10 @@ def reduce_towers(
     if weight is not None:
       weight = weights.as_weight(weight, (num_towers,), _CALLER)
       differs = tuple(axes.varying_axes(weight))
-      varying.check_per_shard(updates, differs, _CALLER)
+      leaves.check_per_shard(updates, differs, _CALLER)
       total_weight = jnp.sum(weight)
       divisor = weights.safe_divisor(total_weight)
-      extra_args['weight'] = weights.handed_on(total_weight, reduction)
+      extra_args['weight'] = weights.passed_on(total_weight, reduction)
     if local_step is not None:
       step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
       extra_args['local_step'] = jnp.min(step)

@@ -10,7 +10,6 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
 from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.transforms import sliced_inner
@@ -56,6 +55,7 @@ def shard_update(
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
+    assume_elementwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates its slice of every leaf.
 
@@ -69,9 +69,10 @@ def shard_update(
   elements of a slice along the last axis: masks and labels that go by path or
   rank work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
   Lion, Adagrad and RMSProp do. What looks across elements is refused, because
-  a shard sees a slice: LAMB, Adafactor, Muon, noise. To clip by the global
-  norm, `clip_by_global_norm(max_norm, axis_name)` of this library comes first
-  in `inner`; a sum over shards by hand is refused.
+  a shard sees a slice: LAMB, Adafactor, Muon, noise. A sum of all elements of
+  sliced leaves is right if `psum` over `axis_name` follows, once. To clip by
+  the global norm, `clip_by_global_norm(max_norm, axis_name)` of this library
+  comes first in `inner`.
 
   Scalars are not sliced: they are reduced as by `cross_shard_mean`, and all
   shards update them. Make the state with `init_state`, and map it with the
@@ -90,8 +91,12 @@ def shard_update(
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards; see `cross_shard_mean`. Nothing is sent to reduce such a leaf.
     bucket_bytes: Slices of leaves that are smaller than this are sent together;
-      see `cross_shard_mean`. In one process, `'auto'` takes leaves of less than
-      128 KiB, and buffers of up to 4 MiB.
+      see `cross_shard_mean`. On CPU devices of one process, `'auto'` takes
+      leaves of less than 128 KiB, and buffers of up to 4 MiB.
+    assume_elementwise: Whether to take your word that `inner` treats each
+      element alone, for an `inner` that is refused because its program is not
+      understood. Nothing is checked then: if it looks across elements, it
+      trains wrongly without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
@@ -104,9 +109,9 @@ def shard_update(
       integer or boolean, `weight` is not a real number, or the state is of
       another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
-      sizes; in `init` and `update`, if `inner` looks across elements; in
-      `update`, as in `cross_shard_mean`, or if the state was made for other
-      parameters or another number of shards.
+      sizes; in `init` and `update`, if `inner` looks across elements, unless
+      `assume_elementwise`; in `update`, as in `cross_shard_mean`, or if the
+      state was made for other parameters or another number of shards.
 
   Examples:
     >>> import jax
@@ -127,6 +132,7 @@ def shard_update(
   """
   caller = 'shard_update'
   arguments.check_reduction(reduction)
+  arguments.check_bool('assume_elementwise', assume_elementwise)
   reduce = sharded_reduction.ShardedReduction(
       caller,
       reduction,
@@ -135,13 +141,17 @@ def shard_update(
       on_invariant,
       bucket_bytes,
   )
-  own = sliced_inner.SlicedInner(wrapper.as_inner(inner, caller), reduce)
+  own = sliced_inner.SlicedInner(
+      arguments.as_inner(inner, caller),
+      reduce,
+      assume_elementwise,
+  )
 
   def init_fn(params):
     return ShardUpdateState(own.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    wrapper.check_state(state, ShardUpdateState, caller)
+    arguments.check_state(state, ShardUpdateState, caller)
     own.check_mapped()
     own_updates, inner_state = own.update(
         reduce.scatter(updates, weight),

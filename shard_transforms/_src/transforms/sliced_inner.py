@@ -1,15 +1,25 @@
-"""The optimizer that each shard runs on its slices, and its state."""
+"""The optimizer that each shard runs on its slices, and its state.
 
+A leaf of state whose shape on slices differs from its shape on the whole is
+itself a slice, and has the leading axis of leaves that differ between shards.
+"""
+
+from collections.abc import Hashable
 from collections.abc import Mapping
+import contextlib
+import dataclasses
+import functools
 from typing import Any
 
 import jax
+from jax import lax
+import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.analysis import elementwise
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.reduction import sharded_reduction
-from shard_transforms._src.transforms import slice_check
-from shard_transforms._src.transforms import sliced_state
 
 
 class SlicedInner:
@@ -19,10 +29,13 @@ class SlicedInner:
       self,
       inner: optax.GradientTransformationExtraArgs,
       reduction: sharded_reduction.ShardedReduction,
+      assume_elementwise: bool = False,
   ):
     self._inner = inner
     self._reduction = reduction
-    self._check = slice_check.SliceCheck(inner, reduction)
+    self._assume_elementwise = assume_elementwise
+    # Tracing is slow, and `update` usually gets the types that `init` got.
+    self._problem_of_types = functools.lru_cache(maxsize=1)(self._find_problem)
 
   def check_mapped(self) -> None:
     """Refuses a mesh of which an axis is left to the compiler.
@@ -47,10 +60,13 @@ class SlicedInner:
         mapped.
     """
     self.check_mapped()
-    self._check.check_init(params)
+    # What an extra argument is missing for, which only `update` has, raises one
+    # of these errors, and is checked there.
+    with contextlib.suppress(TypeError, KeyError):
+      self._check(params, params, self._inner.update, False)
     own_state = self._inner.init(self._reduction.own(params))
     whole_kinds = jax.eval_shape(self._inner.init, params)
-    return sliced_state.store(own_state, whole_kinds, self._reduction.axes)
+    return store(own_state, whole_kinds, self._reduction.axes)
 
   def update(
       self,
@@ -73,15 +89,176 @@ class SlicedInner:
       ValueError: As `init`, or if the state was made for other parameters.
     """
     reduction = self._reduction
-    update = self._check.check_update(updates, params, extra_args)
+    # JAX keeps the program of a jitted function: what the check has traced on
+    # slices is not traced again to run. It is a function of this call alone,
+    # for `inner` may close over what differs between calls.
+    update = functools.partial(self._inner.update, **extra_args)
+    self._check(updates, params, update, bool(extra_args))
     own_params = None if params is None else reduction.own(params)
     like = updates if params is None else params
     whole_kinds = jax.eval_shape(self._inner.init, like)
     own_like = own_updates if params is None else own_params
     own_kinds = jax.eval_shape(self._inner.init, own_like)
-    own_state = sliced_state.take(
-        inner_state, own_kinds, whole_kinds, reduction.caller
-    )
-    own_updates, own_state = update(own_updates, own_state, own_params)
-    kept = sliced_state.store(own_state, whole_kinds, reduction.axes)
+    own_state = take(inner_state, own_kinds, whole_kinds, reduction.caller)
+    run = jax.jit(update)
+    own_updates, own_state = run(own_updates, own_state, own_params)
+    kept = store(own_state, whole_kinds, reduction.axes)
     return own_updates, kept
+
+  def _check(self, updates, params, update, has_extra_args):
+    """Refuses an inner transformation that looks across elements.
+
+    Raises:
+      ValueError: If it does, and nobody says otherwise.
+    """
+    if self._assume_elementwise:
+      return
+    inner = self._inner._replace(update=update)
+    types = _Types.of(updates, params, self._reduction, inner)
+    # Extra arguments, which are not in the types, may be another each time.
+    find = self._find_problem if has_extra_args else self._problem_of_types
+    if problem := find(types):
+      caller = self._reduction.caller
+      raise ValueError(
+          f'`inner` of `{caller}` must treat each element of'
+          ' the parameters alone, whatever their shapes, the same way on all'
+          ' shards, because each shard holds a slice of them, but'
+          f' {problem}. Keep such a transformation whole, as in'
+          ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
+          ' parameters, or for some of them with `optax.partition`. To clip by'
+          ' the global norm, put'
+          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
+          ' in `inner`. Or let what comes first see what is reduced:'
+          ' `optax.chain(cross_shard_mean(axis_name), first,'
+          " shard_update(inner, axis_name, on_invariant='averaged'))`. So do"
+          ' `shard_transforms.aggregators`, in the place of `cross_shard_mean`.'
+          ' If you know that it treats each element alone, say'
+          f' `{caller}(..., assume_elementwise=True)`.'
+      )
+
+  def _find_problem(self, types):
+    """Returns what is wrong with `inner` on slices, if anything."""
+    # Reduced over all shards, updates are the same on all of them.
+    invariant = () if self._reduction.groups else self._reduction.axes
+    return elementwise.find_problem(
+        types.inner,
+        types.updates,
+        types.params,
+        self._reduction.num_slices(),
+        invariant,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Types:
+  """The types of updates and parameters, equal if one check serves both.
+
+  Attributes:
+    seen: What the check depends on.
+    updates: Tree of the types of the updates.
+    params: Tree of those of the parameters, or `None`.
+    inner: The transformation, with its extra arguments.
+  """
+
+  seen: Hashable
+  updates: Any = dataclasses.field(compare=False)
+  params: Any = dataclasses.field(compare=False)
+  inner: optax.GradientTransformationExtraArgs = dataclasses.field(
+      compare=False
+  )
+
+  @classmethod
+  def of(
+      cls,
+      updates: optax.Updates,
+      params: optax.Params | None,
+      reduction: sharded_reduction.ShardedReduction,
+      inner: optax.GradientTransformationExtraArgs,
+  ) -> '_Types':
+    """Returns the types of two trees."""
+    axes = reduction.axes
+    # Whether updates vary over these axes does not matter: slices of them do.
+    ignored = () if reduction.groups else axes
+    seen = (
+        reduction.num_slices(),
+        tuple(map(axes_lib.is_tracked, axes)),
+        _describe(updates, ignored),
+        _describe(params, ()),
+    )
+    updates, params = jax.tree.map(jax.typeof, (updates, params))
+    return cls(seen, updates, params, inner)
+
+
+def _describe(tree, ignored):
+  """Returns the types of a tree, but for varying over the `ignored` axes."""
+  leaves, treedef = jax.tree.flatten(tree)
+  kinds = [
+      (
+          jnp.shape(leaf),
+          jnp.result_type(leaf),
+          axes_lib.varying_axes(leaf).difference(ignored),
+      )
+      for leaf in leaves
+  ]
+  return treedef, tuple(kinds)
+
+
+def store(
+    own_state: optax.OptState,
+    whole_kinds: optax.OptState,
+    axes: tuple[Hashable, ...],
+) -> optax.OptState:
+  """Returns a shard's own state as it is kept.
+
+  Args:
+    own_state: State for the slices of a shard.
+    whole_kinds: Shapes and dtypes of the state for whole parameters.
+    axes: The mapped axes.
+  """
+  leaves, treedef = jax.tree.flatten(own_state)
+  wholes = treedef.flatten_up_to(whole_kinds)
+  pairs = enumerate(zip(leaves, wholes, strict=True))
+  cut = [i for i, (x, y) in pairs if jnp.shape(x) != jnp.shape(y)]
+  stored = per_shard_state.store([leaves[i] for i in cut], axes)
+  for i, leaf in zip(cut, stored, strict=True):
+    leaves[i] = leaf
+  return treedef.unflatten(leaves)
+
+
+def take(
+    state: optax.OptState,
+    own_kinds: optax.OptState,
+    whole_kinds: optax.OptState,
+    caller: str,
+) -> optax.OptState:
+  """Returns a shard's own state from the state that is kept.
+
+  Args:
+    state: As `store` returns it.
+    own_kinds: Shapes and dtypes of the state for the slices of a shard.
+    whole_kinds: Shapes and dtypes of the state for whole parameters.
+    caller: What errors name.
+
+  Raises:
+    ValueError: If it has other leaves, or leaves of other shapes.
+  """
+  made_for_others = (
+      f'State of `{caller}` must be made for these parameters and this number'
+      ' of shards by `shard_transforms.init_state`, and mapped with the specs'
+      ' of `shard_transforms.state_specs`, got '
+  )
+  found = jax.tree.structure(state), jax.tree.structure(own_kinds)
+  if found[0] != found[1]:
+    raise ValueError(made_for_others + f'the tree {found[0]}.')
+
+  def take_leaf(path, leaf, own, whole):
+    is_slice = own.shape != whole.shape
+    if jnp.shape(leaf) != (1,) * is_slice + own.shape:
+      raise ValueError(
+          f'{made_for_others}the shape {jnp.shape(leaf)} at'
+          f' {jax.tree_util.keystr(path)}, where a shard has'
+          f' {(1,) * is_slice + own.shape}.'
+      )
+    return lax.squeeze(leaf, (0,)) if is_slice else leaf
+
+  return jax.tree.map_with_path(take_leaf, state, own_kinds, whole_kinds)

@@ -1,22 +1,92 @@
 """`tower_reduce`: gradient accumulation over several calls of `update`."""
 
+from collections.abc import Mapping
 import functools
 from typing import Literal, NamedTuple
 
-import chex
 import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.base import wrapper
+from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import tower_squares
-from shard_transforms._src.tracing import gating
-from shard_transforms._src.transforms import tower_window
 
 _CALLER = 'tower_reduce'
+_NO_STEP = jnp.iinfo(jnp.int32).max
+
+
+class TowerReduceState(NamedTuple):
+  """State of `tower_reduce`.
+
+  With `axis_name`, `total`, `total_weight` and `oldest_local_step` differ
+  between shards: their leaves have a leading axis, of length 1 inside the
+  mapped function and of the number of shards outside.
+
+  Attributes:
+    tower: Number of towers collected since the last update, int32 [].
+    total: Their (weighted) sum, a tree like the parameters, in float32 for
+      leaves of fewer bits; `()` where there is but one tower.
+    total_weight: The sum of their weights, float32 [].
+    oldest_local_step: The minimum of their local steps, int32 []; the largest
+      int32 where no tower gave one.
+    inner_state: State of the inner transformation.
+    tower_squares: The weighted sum of the squared norms of their updates, and
+      the number of towers with a weight, float32 [2]; per shard as `total`;
+      `()` unless a state in `inner_state` asks for it.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
+    >>> print(optax.tree_utils.tree_get(state, 'tower'), state.total)
+    0 [0. 0.]
+  """
+
+  tower: jax.Array
+  total: optax.Updates
+  total_weight: jax.Array
+  oldest_local_step: jax.Array
+  inner_state: optax.OptState
+  tower_squares: jax.Array | tuple[()] = ()
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns how `resize_state` converts its fields.
+
+    The window then ends with the same result: totals over all shards are kept,
+    or, without weights, their `reduction`.
+    """
+    total = total_weight = state_rules.ResizeRule('sum')
+    may_be_unweighted = np.all(self.total_weight == self.tower)
+    if self.tower and may_be_unweighted and reduction != 'weighted':
+      # Without weights, a shard's total weight is the number of its towers.
+      total_weight = state_rules.ResizeRule('maximum', self.tower)
+      total = _rule_of_unweighted(reduction)
+    return {
+        'total': total,
+        'total_weight': total_weight,
+        'oldest_local_step': state_rules.ResizeRule('minimum', _NO_STEP),
+        'tower_squares': tower_squares.resize_rule(self.tower),
+    }
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns how `metrics` reads its attributes."""
+    return {
+        'tower': state_rules.MetricRule(),
+        'total_weight': state_rules.MetricRule('sum'),
+    }
 
 
 def tower_reduce(
@@ -25,10 +95,11 @@ def tower_reduce(
     *,
     axis_name: axes_lib.AxisName | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
+    assume_weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: sums several updates and applies them once.
 
-  Each call of `update` hands in the update of one tower, that is, of one
+  Each call of `update` takes the update of one tower, that is, of one
   micro-batch. All but the last of `num_towers` calls return zero updates and do
   not run `inner`; the last runs `inner` with the mean (or sum) over all towers.
   With the extra argument `weight`, a scalar :math:`w_t` a tower, that mean is
@@ -36,17 +107,17 @@ def tower_reduce(
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
 
-  and `inner` is handed the weight :math:`W`, so that a `cross_shard_mean`
-  inside gives the mean over all tokens of all towers of all shards. With
-  `reduction='sum'` the sum contains the weights, and `inner` is handed 1 for a
-  shard that has any, else 0. Where the total over all shards is zero, the
-  update is zero, `inner` is not run, and the window starts again. Give `weight`
-  with every tower of a window or with none.
+  and `inner` receives the weight :math:`W`, so that a `cross_shard_mean` inside
+  gives the mean over all tokens of all towers of all shards. With
+  `reduction='sum'` the sum contains the weights, and `inner` receives 1 for a
+  shard that has any, else 0. If the total over all shards is zero, the update
+  is zero, `inner` is not run, and the window starts again. Give `weight` with
+  every tower of a window or with none.
 
   A tower that has no gradient for a leaf (`None` in its place) counts as zero
   there; the divisor stays. The minimum of the `local_step`s of a window is
-  passed on; any other extra argument is the last tower's. Collectives inside
-  `inner` run once a window.
+  passed to `inner`; any other extra argument is the last tower's. Collectives
+  inside `inner` run once a window.
 
   Without `inner`, the result goes to the next link of an `optax.chain`, as
   zeros in all calls but the last: right for links that keep no moments, such as
@@ -55,12 +126,16 @@ def tower_reduce(
 
   Args:
     num_towers: How many updates count as one step, at least 1. With 1, `inner`
-      is called as it is.
+      is called with the arguments of `update`.
     inner: The transformation that is applied once a window.
     axis_name: The mapped axis, or a sequence of them, between whose shards the
       updates differ; the sum is then kept per shard (see `init_state`). `None`
-      where updates are already the same on all shards.
+      if updates are already the same on all shards.
     reduction: `'mean'` or `'sum'` over the towers.
+    assume_weighted: Whether to take your word that `inner` uses `weight` in all
+      of its sums over shards, for an `inner` that is refused because the check
+      does not see it. Nothing is checked then: a sum without the weight counts
+      all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
@@ -68,9 +143,9 @@ def tower_reduce(
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If `num_towers` is not an integer, or `inner` no transformation;
-      in `update`, if a leaf is an integer or boolean, an extra argument is of
-      the wrong kind, or the state is of another transformation.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, an extra argument is of the wrong kind, or the state
+      is of another transformation.
     ValueError: If `num_towers` is less than 1 or `reduction` unknown; in
       `update`, if the tree is not the one that the state was made for, updates
       are already reduced although `axis_name` is given, or differ between
@@ -90,23 +165,26 @@ def tower_reduce(
     [-2. -3.]
 
   References:
-    `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15.
+    `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15; Goyal et al.,
+    Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
+    https://arxiv.org/abs/1706.02677 (the mean over all examples of a step).
   """
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
+  arguments.check_bool('assume_weighted', assume_weighted)
   axes = axes_lib.optional_axes(axis_name)
+  checked = () if assume_weighted else axes
   is_link = inner is None
-  inner = wrapper.as_inner(optax.identity() if is_link else inner, _CALLER)
+  inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
-    inner_state = inner.init(params)
+    inner_state, squares = inner.init(params), ()
     if num_towers == 1:
-      return tower_window.start((), inner_state, (), axes)
-    squares = ()
-    if reduction == 'mean':
+      params = ()
+    elif reduction == 'mean':
       squares = tower_squares.start(inner_state, axes)
-    return tower_window.start(params, inner_state, squares, axes)
+    return _start(params, inner_state, squares, axes)
 
   def step(
       gate,
@@ -118,21 +196,41 @@ def tower_reduce(
       local_step=None,
       **extra_args,
   ):
-    wrapper.check_update(
-        updates, state, tower_window.TowerReduceState, axes, _CALLER
-    )
+    arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
     if is_link:
       weights.check_not_in_chain(weight, _CALLER)
     if num_towers == 1:
-      extra_args |= weights.given(weight=weight, local_step=local_step)
-      return _apply_alone(gate, inner, updates, state, params, extra_args)
+      extra_args |= weights.given(local_step=local_step)
+      return _apply_alone(
+          gate, inner, updates, state, params, weight, checked, extra_args
+      )
 
-    tower = _Tower(updates, weight, local_step)
-    window = tower_window.collect(state, updates, weight, local_step, axes)
+    def end(window, params, /, **extra_args):
+      reduced, total_weight, oldest, squares = _reduce(
+          window, updates, params, axes, divisor
+      )
+      extra_args |= weights.given(
+          local_step=None if local_step is None else oldest,
+          tower_squares=squares,
+      )
+      given = inner, reduced, window.inner_state, params
+      if weight is None:
+        applied, inner_state = gate.update(*given, **extra_args)
+      else:
+        applied, inner_state = gate.update_or_skip(
+            collectives.total(total_weight, axes) > 0,
+            *given,
+            weight=weights.passed_on(total_weight, reduction),
+            axes=checked,
+            extra_args=extra_args,
+            caller=_CALLER,
+        )
+      return applied, _emptied(window, inner_state)
+
+    divisor = None if weight is not None else num_towers
+    divisor = 1 if reduction == 'sum' else divisor
+    window = _collect(state, updates, weight, local_step, axes)
     is_last = collectives.agreed(window.tower >= num_towers)
-    end = functools.partial(
-        _end, gate, inner, tower, num_towers, reduction, axes
-    )
     return gate.run_or_skip(
         is_last, end, window, params, extra_args=extra_args, seldom=True
     )
@@ -140,74 +238,156 @@ def tower_reduce(
   return gating.transformation(init_fn, step)
 
 
-def _apply_alone(gate, inner, updates, state, params, extra_args):
-  """Applies a single tower; refuses a state of several towers.
+def _apply_alone(gate, inner, updates, state, params, weight, axes, extra_args):
+  """Applies a single tower.
 
   Raises:
-    ValueError: If the state is that of several towers.
+    TypeError: If the weight is not a real number.
+    ValueError: If the state is that of several towers, or sums over `axes` do
+      not use the weight.
   """
   if jax.tree.leaves(state.total):
     raise ValueError(
         'State of `tower_reduce` must be made for as many towers, got that of a'
         ' window of several where `num_towers` is 1. Make it with `init`.'
     )
-  applied, inner_state = gate.update(
-      inner, updates, state.inner_state, params, **extra_args
-  )
+
+  def run(state, params, updates, weight):
+    given = extra_args | weights.given(weight=weight)
+    return gate.update(inner, updates, state, params, **given)
+
+  given = state.inner_state, params, updates, weight
+  if weight is not None and axes:
+    # A bad weight that is known here is not known inside of `jax.jit`.
+    weights.as_weight(weight, (), _CALLER)
+    run = jax.jit(run)
+    program = run.trace(*given).jaxpr.jaxpr
+    gating.check_weighted(program, updates, given[0], axes, caller=_CALLER)
+  applied, inner_state = run(*given)
   return applied, state._replace(inner_state=inner_state)
 
 
-class _Tower(NamedTuple):
-  """The arguments of the last tower of a window."""
-
-  updates: optax.Updates
-  weight: chex.Numeric | None
-  local_step: chex.Numeric | None
-
-
-def _end(
-    gate,
-    inner,
-    last,
-    num_towers,
-    reduction,
-    axes,
-    window,
-    params,
-    /,
-    **extra_args,
-):
-  """Applies the mean or sum of a full window, and empties the window.
-
-  With weights that are zero on all shards, the inner state stays as it is.
-  """
-  reduced, total_weight, oldest = tower_window.reduce(
-      window,
-      reduction,
-      num_towers if last.weight is None else None,
-      axes,
-      last.updates,
-      params,
+def _start(params, inner_state, squares, axes):
+  """Returns an empty window for leaves like `params`."""
+  return TowerReduceState(
+      tower=counters.zero(),
+      total=per_shard_state.store(leaves_lib.accumulators(params), axes),
+      total_weight=per_shard_state.store(jnp.zeros([], jnp.float32), axes),
+      oldest_local_step=per_shard_state.store(
+          jnp.full([], _NO_STEP, jnp.int32), axes
+      ),
+      inner_state=inner_state,
+      tower_squares=squares,
   )
-  if last.local_step is not None:
-    extra_args['local_step'] = oldest
+
+
+def _collect(state, updates, weight, local_step, axes):
+  """Returns the window with one more tower.
+
+  Raises:
+    TypeError: If the weight or the local step are of the wrong kind.
+    ValueError: If updates do not fit the window, or differ between shards where
+      the window does not.
+  """
+  if weight is not None:
+    weight = weights.as_weight(weight, (), _CALLER)
+  total = per_shard_state.own(state.total, axes, _CALLER)
+  leaves_lib.check_like(updates, total, _CALLER)
+  leaves_lib.check_varies_with(updates, total, _CALLER)
+  add = functools.partial(_add, weights.weighing(weight))
+  total = leaves_lib.tree_map(add, total, updates)
+  total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
+  total_weight += 1 if weight is None else weight
+  oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
+  if local_step is not None:
+    step = arguments.as_local_step(local_step, _CALLER)
+    oldest = jnp.minimum(oldest, step)
+  window = TowerReduceState(
+      tower=counters.add(state.tower, 1),
+      total=per_shard_state.store(total, axes),
+      total_weight=per_shard_state.store(total_weight, axes),
+      oldest_local_step=per_shard_state.store(oldest, axes),
+      inner_state=state.inner_state,
+      tower_squares=tower_squares.add(
+          state.tower_squares, updates, weight, axes
+      ),
+  )
+  per_shard_state.check_kept(state, window, _CALLER)
+  return window
+
+
+def _reduce(window, updates, params, axes, divisor):
+  """Returns the mean or sum of the towers of a full window.
+
+  Args:
+    window: The window.
+    updates: Those of the last tower, whose dtypes the result gets.
+    params: They give the dtype where the last tower has no gradient.
+    axes: The axes between whose shards the window differs.
+    divisor: A number, or `None` for the total weight.
+
+  Returns:
+    The mean or sum; the total weight of this shard, its oldest local step, and
+    the squared norms of its towers, or `None`.
+  """
+  total, total_weight, oldest = per_shard_state.own(
+      (window.total, window.total_weight, window.oldest_local_step),
+      axes,
+      _CALLER,
+  )
+  if divisor is None:
+    divisor = weights.safe_divisor(total_weight)
+  in_dtype = functools.cache(jnp.asarray(divisor).astype)
+
+  def divide(total, update, param):
+    if total is None:
+      return update
+    like = param if update is None else update
+    if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
+      like = total
+    reduced = lax.div(total, in_dtype(total.dtype))
+    return leaves_lib.as_dtype(reduced, leaves_lib.dtype_of(like))
+
+  likes = updates if params is None else params
+  reduced = leaves_lib.tree_map(divide, total, updates, likes)
+  squares = None
   if not isinstance(window.tower_squares, tuple):
-    extra_args['tower_squares'] = tower_squares.of_window(
+    squares = tower_squares.of_window(
         window.tower_squares, total_weight, reduced, axes
     )
-  if last.weight is None:
-    applied, inner_state = gate.update(
-        inner, reduced, window.inner_state, params, **extra_args
+  return reduced, total_weight, oldest, squares
+
+
+def _emptied(window, inner_state):
+  """Returns the state at the start of the next window."""
+  zeros = functools.cache(axes_lib.zeros)
+  return TowerReduceState(
+      tower=jnp.zeros_like(window.tower),
+      total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
+      total_weight=jnp.zeros_like(window.total_weight),
+      oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
+      inner_state=inner_state,
+      tower_squares=tower_squares.emptied(window.tower_squares),
+  )
+
+
+def _rule_of_unweighted(reduction):
+  """Returns the resize rule of the totals of a window without weights."""
+  if reduction is None:
+    return state_rules.ResizeRule(
+        'refuse',
+        reason=(
+            "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
+            ' got None: the window that was begun without weights, at {name},'
+            ' ends with the same result only if it is known how its shards are'
+            ' reduced.'
+        ),
     )
-  else:
-    applied, inner_state = gate.update_or_skip(
-        collectives.total(total_weight, axes) > 0,
-        inner,
-        reduced,
-        window.inner_state,
-        params,
-        weight=weights.handed_on(total_weight, reduction),
-        axes=axes,
-        extra_args=extra_args,
-    )
-  return applied, tower_window.emptied(window, inner_state)
+  return state_rules.ResizeRule(reduction)
+
+
+def _add(weigh, total, update):
+  if total is None or update is None or leaves_lib.is_float0(update):
+    return total
+  update = leaves_lib.as_dtype(jnp.asarray(update), total.dtype)
+  return lax.add(total, weigh(update))

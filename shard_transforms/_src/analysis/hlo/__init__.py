@@ -1,0 +1,1 @@
+"""The text of compiled programs (HLO), parsed and followed."""

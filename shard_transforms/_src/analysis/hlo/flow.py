@@ -1,0 +1,189 @@
+"""Data flow through a compiled computation, with fusions inlined.
+
+XLA keeps the instructions of a fusion or a call in a computation of its own.
+Here they are inlined, and a value is one object wherever it goes, also into and
+out of tuples.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+
+from shard_transforms._src.analysis.hlo import program as hlo_program
+
+# Opcodes that move elements, and change no more than their dtype.
+MOVES = (
+    'bitcast',
+    'convert',
+    'copy',
+    'copy-done',
+    'copy-start',
+    'get-tuple-element',
+    'reshape',
+    'transpose',
+)
+SLICES = ('dynamic-slice', 'gather', 'slice')
+_CALLS = ('async-start', 'call', 'fusion')
+_PASSES_ON = ('optimization-barrier', 'opt-barrier')
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+  """A value; equal to itself alone.
+
+  Attributes:
+    instruction: The instruction that computes it.
+    inputs: Its operands.
+    users: The values that use it.
+    index: The number of the part, if it is a part of a tuple.
+  """
+
+  instruction: hlo_program.Instruction
+  inputs: 'tuple[Node, ...]'
+  users: 'list[Node]'
+  index: int | None = None
+
+  @property
+  def opcode(self) -> str:
+    """The opcode of the instruction."""
+    return self.instruction.opcode
+
+  @property
+  def array(self) -> hlo_program.Array:
+    """Its type."""
+    return self.instruction.results[0]
+
+  @property
+  def is_number(self) -> bool:
+    """Whether it is a constant of the program that repeats one number."""
+    if self.opcode in ('broadcast', *MOVES):
+      return all(node.is_number for node in self.inputs)
+    return self.opcode == 'constant' and self.array.size == 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+  """The values of a computation.
+
+  Attributes:
+    nodes: All of them, each behind its inputs.
+    outputs: The results of the computation, one for each array. The value of an
+      operation that returns several arrays stands for each of them.
+  """
+
+  nodes: tuple[Node, ...]
+  outputs: tuple[Node, ...]
+
+  def carry(self) -> dict[int, Node]:
+    """Returns the inputs of a loop body by the output that replaces them."""
+    parts = {
+        node.index: node
+        for node in self.nodes
+        if node.index is not None and node.inputs[0].opcode == 'parameter'
+    }
+    whole = [n for n in self.nodes if n.opcode == 'parameter']
+    return parts if parts else dict(enumerate(whole))
+
+
+def graph(
+    module: hlo_program.Module, computation: hlo_program.Computation
+) -> Graph:
+  """Returns the values of a computation, and of the fusions in it."""
+  if computation.name not in module.graphs:
+    builder = _Builder(module)
+    root = builder.root(computation)
+    outputs = root.inputs
+    if root.opcode != 'tuple':
+      outputs = (root,) * len(root.instruction.results)
+    found = Graph(tuple(builder.nodes), outputs)
+    module.graphs[computation.name] = found
+  return module.graphs[computation.name]
+
+
+def turns_at_most_once(
+    module: hlo_program.Module, loop: hlo_program.Instruction
+) -> bool:
+  """Whether the body of a loop makes its condition false."""
+  condition, body = module.called(loop)
+  test = graph(module, condition)
+  decision = _origin(test.outputs[0])
+  places = [i for i, node in test.carry().items() if node is decision]
+  return any(_is_false(graph(module, body).outputs[i]) for i in places)
+
+
+def _origin(node):
+  (origin,) = sources(node, ('bitcast', 'copy', 'copy-start'))
+  return origin
+
+
+def _is_false(node):
+  origin = _origin(node).instruction
+  return origin.opcode == 'constant' and origin.operand_text == 'false'
+
+
+class _Builder:
+  """Collects the values of a computation."""
+
+  def __init__(self, module):
+    self.nodes = []
+    self._module = module
+    self._parts = {}
+
+  def root(self, computation, arguments=None):
+    """Adds the values of a computation; returns its result."""
+    values = {}
+    for instruction in computation.instructions.values():
+      values[instruction.name] = self._value(instruction, values, arguments)
+    return values[computation.root.name]
+
+  def _value(self, instruction, values, arguments):
+    opcode = instruction.opcode
+    if opcode == 'parameter' and arguments is not None:
+      return arguments[int(instruction.operand_text)]
+    # An instruction that sends nothing is missing if its text is unknown.
+    inputs = tuple(values[n] for n in instruction.operands if n in values)
+    if opcode == 'get-tuple-element':
+      return self._part(instruction, inputs[0])
+    if opcode in _CALLS:
+      (called,) = self._module.called(instruction)
+      return self.root(called, inputs)
+    # A `-done` returns what its `-start` computes.
+    if opcode.endswith(('-done', '-update')) or opcode in _PASSES_ON:
+      return inputs[0]
+    return self._node(instruction, inputs)
+
+  def _part(self, instruction, whole):
+    index = int(instruction.attributes['index'])
+    if whole.opcode == 'tuple':
+      return whole.inputs[index]
+    if (whole, index) not in self._parts:
+      self._parts[whole, index] = self._node(instruction, (whole,), index)
+    return self._parts[whole, index]
+
+  def _node(self, instruction, inputs, index=None):
+    node = Node(instruction, inputs, [], index)
+    for given in inputs:
+      given.users.append(node)
+    self.nodes.append(node)
+    return node
+
+
+def results(collective: Node) -> Sequence[Node]:
+  """Returns the results of a collective, one for each array."""
+  if len(collective.instruction.results) == 1:
+    return [collective]
+  return [n for n in collective.users if n.opcode == 'get-tuple-element']
+
+
+def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
+  """Yields the values from which one is computed by such opcodes alone."""
+  pending, seen = [node], {node}
+  while pending:
+    node = pending.pop()
+    if node.opcode not in opcodes or not node.inputs:
+      yield node
+      continue
+    # Indices of a slice or a gather give no elements.
+    given = node.inputs[:1] if node.opcode in SLICES else node.inputs
+    pending += [n for n in given if n not in seen]
+    seen.update(given)

@@ -1,0 +1,371 @@
+"""Programs as JAX has traced them, with calls inlined.
+
+A jaxpr nests: what `jax.jit`, `jax.checkpoint`, a custom derivative or
+`jax.shard_map` calls is a jaxpr of its own, with variables of its own.
+Following values through a program would mean to enter and leave each of them.
+Here they are one sequence of steps, in which a value is the same object
+wherever it gets to. Loops and branches keep their bodies, because they do not
+run them exactly once.
+"""
+
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.extend
+
+_LITERAL = jax.extend.core.Literal
+_JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
+
+
+# Neither this nor `Step` is frozen: a tree of 1,000 leaves makes tens of
+# thousands of them, each of which would take longer to make.
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+  """An input or output of a step; equal only to itself.
+
+  Attributes:
+    aval: Its type.
+    is_literal: Whether it is a literal of the program.
+    number: The literal, or the array of a constant, if it is known.
+  """
+
+  aval: Any
+  is_literal: bool = False
+  number: Any = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+  """An operation, or a loop or branch with its bodies.
+
+  Attributes:
+    name: The primitive, by one name for all of its variants.
+    params: The parameters of the primitive.
+    inputs: Its inputs.
+    outputs: Its outputs.
+    surroundings: The calls and maps around it.
+    bodies: The programs in its parameters, in the order of the primitive.
+  """
+
+  name: str
+  params: Mapping[str, Any]
+  inputs: tuple[Value, ...]
+  outputs: tuple[Value, ...]
+  surroundings: '_Surroundings'
+  bodies: 'tuple[Program, ...]' = ()
+
+  @property
+  def scope(self) -> str:
+    """The `jax.named_scope`s around it, outermost first."""
+    # Computed only on demand, because it takes longer than everything else
+    # about a step, and few steps need it.
+    names = map(str, self.surroundings.name_stacks)
+    return '/'.join(filter(None, names))
+
+  @property
+  def axis_sizes(self) -> Mapping[Hashable, int]:
+    """The sizes of the mapped mesh axes around it."""
+    return self.surroundings.axis_sizes
+
+  @property
+  def axes(self) -> tuple[Hashable, ...]:
+    """The mapped axes that a collective is over."""
+    return mapped_axes(self.params)
+
+  @property
+  def positional_axes(self) -> tuple[int, ...]:
+    """The axes of its input that it also reduces, as under `jax.vmap`."""
+    return tuple(axis for axis in _axes(self.params) if isinstance(axis, int))
+
+  @property
+  def label(self) -> str:
+    """Its name in warnings."""
+    return (
+        f'`{self.name}` in {self.scope!r}' if self.scope else f'`{self.name}`'
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+  """Steps in the order in which they were traced.
+
+  Attributes:
+    inputs: Its inputs.
+    steps: Its steps.
+    outputs: Its outputs.
+    constants: The constants of it and of the programs that it calls.
+  """
+
+  inputs: tuple[Value, ...]
+  steps: tuple[Step, ...]
+  outputs: tuple[Value, ...]
+  constants: tuple[Value, ...] = ()
+
+
+class _Surroundings(NamedTuple):
+  """What is around an equation.
+
+  Attributes:
+    name_stacks: JAX's own records of the scopes, one for each call entered.
+    axis_sizes: The sizes of the mapped mesh axes.
+  """
+
+  name_stacks: tuple[Any, ...]
+  axis_sizes: Mapping[Hashable, int]
+
+  def within(self, name_stack: Any) -> '_Surroundings':
+    """Returns the surroundings inside of a call that has this scope."""
+    return self._replace(name_stacks=(*self.name_stacks, name_stack))
+
+
+def flatten(
+    jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
+) -> Program:
+  """Returns a program in which only loops and branches have bodies.
+
+  A map becomes a step `shard_map` for each array that enters or leaves it in
+  slices, over its `axes`. A loop of at most one turn becomes a `cond`: such a
+  loop decides whether its body runs, and nothing else.
+  """
+  return _flatten(jaxpr, _own_values(jaxpr.invars), _Surroundings((), {}))
+
+
+def mapped_axes(params: Mapping[str, Any]) -> tuple[Hashable, ...]:
+  """Returns the mapped axes that a collective of these parameters is over."""
+  return tuple(axis for axis in _axes(params) if not isinstance(axis, int))
+
+
+class Loop(NamedTuple):
+  """The parts of a `scan` or `while`.
+
+  Attributes:
+    body: What each turn runs.
+    condition: What decides whether there is another turn; `None` in a scan.
+    num_carry: The number of values that a turn hands to the next.
+    num_read: The number of inputs of the body before these.
+    num_condition: The number of inputs that the condition alone reads.
+  """
+
+  body: Program
+  condition: Program | None
+  num_carry: int
+  num_read: int
+  num_condition: int = 0
+
+  @property
+  def carry(self) -> tuple[Value, ...]:
+    """Those inputs of the body that are its carry."""
+    return self.body.inputs[self.num_read : self.num_read + self.num_carry]
+
+
+def loop(step: Step) -> Loop:
+  """Returns the parts of a `scan` or `while`."""
+  if step.name == 'while':
+    names = [name for name in step.params if name.endswith('_jaxpr')]
+    bodies = dict(zip(names, step.bodies, strict=True))
+    return Loop(
+        bodies['body_jaxpr'],
+        bodies['cond_jaxpr'],
+        len(step.outputs),
+        step.params['body_nconsts'],
+        step.params['cond_nconsts'],
+    )
+  # The parameters of a scan differ between versions of JAX. Its inputs are the
+  # constants, the carry, and the scanned arrays; its outputs are the carry and
+  # the stacked arrays. In the body, scanned and stacked arrays lack an axis.
+  (body,) = step.bodies
+  num_carry = _num_whole(step.outputs, body.outputs)
+  num_read = _num_whole(step.inputs, body.inputs) - num_carry
+  found = Loop(body, None, num_carry, num_read)
+  chex.assert_equal(_kinds(found.carry), _kinds(body.outputs[:num_carry]))
+  return found
+
+
+def _num_whole(outer, inner):
+  pairs = zip(outer, inner, strict=True)
+  return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
+
+
+def _kinds(values):
+  return [(value.aval.shape, value.aval.dtype) for value in values]
+
+
+def _flatten(jaxpr, inputs, around):
+  """Returns the steps and outputs of a jaxpr called with these values."""
+  constants = _constants(jaxpr)
+  variables = *jaxpr.invars, *jaxpr.constvars
+  values = dict(zip(variables, (*inputs, *constants), strict=True))
+  steps = []
+  name_stack = inside = None
+  for eqn in jaxpr.eqns:
+    if inside is None or eqn.source_info.name_stack is not name_stack:
+      name_stack = eqn.source_info.name_stack
+      inside = around.within(name_stack)
+    given = _read(eqn.invars, values)
+    bodies = held(eqn.params) if eqn.params else ()
+    called = _called(eqn, bodies, given, inside) if bodies else None
+    if called is None:
+      outputs = _own_values(eqn.outvars)
+      steps.append(_step(eqn, bodies, given, outputs, inside))
+    else:
+      outputs = called.outputs
+      steps += called.steps
+      constants += called.constants
+    values.update(zip(eqn.outvars, outputs, strict=True))
+  outputs = _read(jaxpr.outvars, values)
+  return Program(inputs, tuple(steps), outputs, constants)
+
+
+def _constants(jaxpr):
+  known = getattr(jaxpr, 'consts', ())
+  if len(known) != len(jaxpr.constvars):
+    return _own_values(jaxpr.constvars)
+  pairs = zip(jaxpr.constvars, known, strict=True)
+  return tuple(Value(var.aval, number=array) for var, array in pairs)
+
+
+def _own_values(variables):
+  return tuple([Value(variable.aval) for variable in variables])
+
+
+def _read(atoms, values):
+  """Returns the values of variables; each literal is a new value."""
+  return tuple(
+      [
+          Value(atom.aval, True, atom.val)
+          if isinstance(atom, _LITERAL)
+          else values[atom]
+          for atom in atoms
+      ]
+  )
+
+
+def _called(eqn, bodies, inputs, around):
+  """Returns the inlined call or map of an equation, or `None` for a step."""
+  if eqn.primitive.name == 'shard_map':
+    return _program_of_map(eqn, bodies[0], inputs, around)
+  if is_call(eqn, bodies):
+    return _flatten(bodies[0], inputs, around)
+  return None
+
+
+def _decision(eqn: jax.extend.core.JaxprEqn) -> int | None:
+  """Returns which of its carry decides whether a loop runs once or not at all.
+
+  The condition of such a loop is one of the carry as it is, and the body makes
+  it false. `None` for all other equations.
+  """
+  if eqn.primitive.name != 'while':
+    return None
+  condition, body = (
+      eqn.params[name].jaxpr for name in ('cond_jaxpr', 'body_jaxpr')
+  )
+  carry = condition.invars[eqn.params['cond_nconsts'] :]
+  (is_due,) = condition.outvars
+  # A literal is no variable, and has no hash in JAX 0.10.
+  if isinstance(is_due, _LITERAL) or is_due not in carry:
+    return None
+  number = carry.index(is_due)
+  next_one = body.outvars[number]
+  ends = isinstance(next_one, _LITERAL) and not next_one.val
+  return number if ends else None
+
+
+def _step(eqn, bodies, inputs, outputs, around):
+  name = common_name(eqn.primitive.name)
+  if not bodies:
+    return Step(name, eqn.params, inputs, outputs, around)
+  decision = _decision(eqn)
+  if decision is not None:
+    return _step_of_decision(eqn, decision, inputs, outputs, around)
+  programs = [_flatten(j, _own_values(j.invars), around) for j in bodies]
+  return Step(name, eqn.params, inputs, outputs, around, tuple(programs))
+
+
+def _step_of_decision(eqn, decision, inputs, outputs, around):
+  """Returns a `cond` that skips the body of a loop or runs it once."""
+  body = eqn.params['body_jaxpr']
+  read = inputs[eqn.params['cond_nconsts'] :]
+  num_carry = len(outputs)
+  skipped = _own_values(body.jaxpr.invars)
+  bodies = (
+      Program(skipped, (), skipped[-num_carry:]),
+      _flatten(body, _own_values(body.jaxpr.invars), around),
+  )
+  predicate = read[-num_carry:][decision]
+  return Step('cond', {}, (predicate, *read), outputs, around, bodies)
+
+
+def _axes(params):
+  axes = params.get('axes', params.get('axis_name', ()))
+  return axes if isinstance(axes, tuple) else (axes,)
+
+
+def held(params: Mapping[str, Any]) -> list[Any]:
+  """Returns the jaxprs in the parameters of an equation."""
+  # Those of `jax.extend.core.jaxprs_in_params` come without their constants.
+  found = []
+  for param in params.values():
+    if isinstance(param, _JAXPRS):
+      found.append(param)
+    elif isinstance(param, tuple):
+      found += [item for item in param if isinstance(item, _JAXPRS)]
+  return found
+
+
+def _program_of_map(eqn, body, inputs, outside):
+  sizes = {**outside.axis_sizes, **eqn.params['mesh'].shape}
+  inside = _Surroundings(outside.name_stacks, sizes)
+  given, cuts = _cross(inputs, body.invars, eqn.params['in_specs'], inside)
+  called = _flatten(body, given, inside)
+  outputs, joins = _cross(
+      called.outputs, eqn.outvars, eqn.params['out_specs'], outside
+  )
+  steps = (*cuts, *called.steps, *joins)
+  return Program(inputs, steps, outputs, called.constants)
+
+
+def _cross(values, variables, specs, around):
+  """Returns the values beyond an edge of a map, and the steps there."""
+  made, steps = list(values), []
+  for i, spec in enumerate(specs):
+    axes = tuple(jax.tree.leaves(tuple(spec)))
+    if axes:
+      made[i] = Value(variables[i].aval)
+      ends = (values[i],), (made[i],)
+      steps.append(Step('shard_map', {'axes': axes}, *ends, around))
+  return tuple(made), steps
+
+
+def is_call(eqn: jax.extend.core.JaxprEqn, bodies: Sequence[Any]) -> bool:
+  """Whether an equation runs its only program once, as it is."""
+  # A scan without scanned or stacked arrays looks like a call.
+  if eqn.primitive.name == 'scan' or len(bodies) != 1:
+    return False
+  (body,) = bodies
+  if len(body.invars) != len(eqn.invars):
+    return False
+  # So does a `lax.reduce` of one array: it takes the array and a number to
+  # start from, and its body two elements. Shapes tell.
+  return _shapes(body) == _shapes(eqn)
+
+
+def _shapes(program):
+  return [v.aval.shape for v in (*program.invars, *program.outvars)]
+
+
+@functools.cache
+def common_name(primitive: str) -> str:
+  """Returns one name for all variants of a primitive."""
+  # JAX has separate primitives for tracked types (`psum_invariant`) and for
+  # asynchronous starts (`psum_start`); JAX 0.10 ends some names in `_p`.
+  name = primitive.removeprefix('unreduced_').removesuffix('_p')
+  for suffix in ('_start', '_invariant', '_reduced'):
+    name = name.removesuffix(suffix)
+  return name

@@ -1,0 +1,155 @@
+"""Redundant sums in a program, without false positives.
+
+Both rules follow values through linear steps only: casts to floats, reshapes,
+sums, and products with literals. Through other steps the same two sums may be
+right: the gradient of `log(psum(x))` is `psum(1 / psum(x))` where types are not
+tracked. Whatever the rules do not understand gives no warning.
+
+One rule reads forward, with the axes over which a value is already a sum; the
+other backward through the body of a scan, with the outputs that a value is only
+added to.
+"""
+
+import collections
+from collections.abc import Hashable
+import functools
+import operator
+
+import jax.numpy as jnp
+
+from shard_transforms._src.analysis import interpreter
+from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import primitives
+
+# The axes over which a value is a sum; `None` of a literal, which is neither a
+# sum nor none.
+Summed = frozenset[Hashable] | None
+_NONE: frozenset[Hashable] = frozenset()
+
+
+def find(program: jaxprs.Program) -> tuple[str, ...]:
+  """Returns warnings of redundant sums, each once.
+
+  Reduced twice: a sum over an axis of a value that is, through linear steps,
+  already a sum over that axis.
+
+  Reduced too often: a sum in a scan that is only added, through linear steps,
+  to parts of the carry that nothing else reads. One sum after the scan would
+  give the same.
+  """
+  reader = _Sums()
+  interpreter.interpret(program, [_NONE] * len(program.inputs), reader)
+  found = [*reader.warnings.values(), *_reduced_too_often(program)]
+  counts = collections.Counter(found)
+  return tuple(
+      f'{text} ({count} arrays.)' if count > 1 else text
+      for text, count in counts.items()
+  )
+
+
+class _Sums(interpreter.Reader[Summed]):
+  """Follows sums over shards.
+
+  Attributes:
+    warnings: One for each step that sums what is already a sum.
+  """
+
+  def __init__(self):
+    self.warnings = {}
+
+  def constant(self, value):
+    return None if value.is_literal else _NONE
+
+  def join(self, kinds):
+    # `psum(x) + x`, with a sum in only one input, is no sum.
+    known = [kind for kind in kinds if kind is not None]
+    return functools.reduce(operator.and_, known) if known else None
+
+  def primitive(self, step, kinds):
+    before = self.join(kinds) or _NONE
+    again = [axis for axis in step.axes if axis in before]
+    if again and (_is_sum(step) or step.name == 'reduce_scatter'):
+      self.warnings[step] = (
+          f'{step.label} sums over {_text(again)} what has been summed over'
+          ' it before: reduce it once.'
+      )
+    if _is_sum(step) and step.params.get('axis_index_groups') is None:
+      before |= frozenset(step.axes)
+    # A concatenation of sums is a sum.
+    elif not _is_linear(step) and step.name != 'concatenate':
+      before = _NONE
+    return [before] * len(step.outputs)
+
+  def inside(self, step, kinds):
+    del step, kinds
+    return _NONE
+
+  def carried(self, kind):
+    # It equals its initial value in the first turn alone.
+    del kind
+    return _NONE
+
+  def chosen(self, step, predicate, kinds):
+    del step, predicate
+    return [_NONE] * len(kinds)
+
+
+def _reduced_too_often(program):
+  for step in program.steps:
+    for body in step.bodies:
+      yield from _reduced_too_often(body)
+    if step.name == 'scan' and step.params['length'] > 1:
+      for late in _can_wait(step):
+        yield (
+            f'{late.label} sums over {_text(late.axes)} in each of'
+            f" {step.params['length']:,} turns of a scan what is only added up"
+            ' there: sum once, after the scan.'
+        )
+
+
+def _can_wait(scan):
+  """Returns the sums that are only added to accumulators in the carry."""
+  (body,) = scan.bodies
+  carry = jaxprs.loop(scan).carry
+  # The outputs that a value is added to; `None` for any other use.
+  ends = collections.defaultdict(set)
+  for i, output in enumerate(body.outputs):
+    ends[output].add(i)
+  for step in reversed(body.steps):
+    results = set().union(*(ends[output] for output in step.outputs))
+    for value in step.inputs:
+      ends[value] |= results if _is_linear(step) else {None}
+  added_up = {i for i, value in enumerate(carry) if ends[value] == {i}}
+  sums = [step for step in body.steps if _is_sum(step)]
+  return [s for s in sums if set() < ends[s.outputs[0]] <= added_up]
+
+
+def _is_sum(step):
+  return step.name == 'psum' and bool(step.axes)
+
+
+def _is_linear(step):
+  """Whether outputs are linear in all inputs but literals, and not larger."""
+  # Sending a larger one after the scan could cost more than in all iterations.
+  if step.name not in primitives.LINEAR:
+    return False
+  literal = [value.is_literal for value in step.inputs]
+  sizes = [value.aval.size for value in step.inputs if not value.is_literal]
+  if any(output.aval.size > size for output in step.outputs for size in sizes):
+    return False
+  if step.name == 'mul':
+    return any(literal)
+  if step.name == 'div':
+    return literal == [False, True] and _is_inexact(step.outputs[0])
+  if step.name == 'convert_element_type':
+    return _is_inexact(step.outputs[0])
+  return not any(literal)
+
+
+def _is_inexact(value):
+  # Rounding to integers is not linear.
+  return jnp.issubdtype(value.aval.dtype, jnp.inexact)
+
+
+def _text(axes):
+  return ', '.join(map(repr, axes))

@@ -1,0 +1,217 @@
+"""The driver of a run: holds the parameters, and assigns batches to workers."""
+
+from collections.abc import Generator
+from collections.abc import Iterator
+import contextlib
+import math
+import pathlib
+import time
+from typing import Any
+
+import optax
+
+from shard_transforms._src.asynchronous import in_flight as in_flight_lib
+from shard_transforms._src.asynchronous import manifest
+from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import task as task_lib
+from shard_transforms._src.asynchronous import workers as workers_lib
+
+_Outcome = outcomes.Outcome
+
+# Seconds: between reports, of waiting for an event, and without any worker
+# until the run ends.
+_BETWEEN_REPORTS = 0.1
+_WAIT = 1.0
+_WITHOUT_WORKERS = 300.0
+
+
+def drive(
+    task: task_lib.Task,
+    tx: optax.GradientTransformation,
+    options: in_flight_lib.Options,
+    folder: pathlib.Path | None,
+    workers: workers_lib.Workers,
+) -> Generator[outcomes.Report | outcomes.Result, None, None]:
+  """Trains to the end; yields reports at intervals, and finally the result.
+
+  Raises:
+    OSError: If the folder cannot be written.
+    RuntimeError: If a function of the task fails too often, or there are no
+      workers.
+    ValueError: If `folder` is of another run, damaged or in use.
+  """
+  # It counts the seconds from here.
+  tally = outcomes.Tally()
+  params = task_lib.init_params(task)
+  server = parameter_server.ParameterServer(tx, params)
+  with contextlib.ExitStack() as stack:
+    kept = None
+    if folder is not None:
+      # It needs orbax, an optional dependency.
+      from shard_transforms._src.asynchronous import run_folder
+
+      kept = run_folder.RunFolder(folder, manifest.manifest(params, server))
+      stack.callback(kept.close)
+    run = _Run(server, options, kept, tally)
+    yield from run.reports(workers)
+    result = outcomes.Result(server.params, server.state, run.report())
+  # The last checkpoint is written by now.
+  yield result
+
+
+class _Run:
+  """A run: drives the workers of a parameter server."""
+
+  def __init__(self, server, options, folder, tally):
+    self._server = server
+    self._options = options
+    self._folder = folder
+    self._tally = tally
+    self._attempts = outcomes.Attempts(options.max_attempts)
+    self._in_flight = in_flight_lib.InFlight(options)
+    # The latest parameters for workers, and their global step.
+    self._published: tuple[int, Any] = (-1, None)
+
+  def reports(self, workers: workers_lib.Workers) -> Iterator[outcomes.Report]:
+    """Trains to the end, and yields its progress at intervals.
+
+    Raises:
+      OSError: If the journal or a checkpoint cannot be written.
+      RuntimeError: If a function of the task fails too often, or there are no
+        workers.
+      ValueError: If the journal is of another task or machine.
+    """
+    reported = last_ready = time.monotonic()
+    for _ in self._turns(workers):
+      now = time.monotonic()
+      if workers.ready():
+        last_ready = now
+      elif now - last_ready > _WITHOUT_WORKERS:
+        raise RuntimeError(
+            f'No worker was ready for {_WITHOUT_WORKERS:.0f} s. Check that the'
+            ' cluster has the `resources` that a worker needs.'
+        )
+      if now - reported >= _BETWEEN_REPORTS:
+        reported = now
+        yield self.report()
+
+  def report(self) -> outcomes.Report:
+    """Returns the progress of the run."""
+    return self._tally.report(self._server.global_step)
+
+  def _turns(self, workers):
+    """Trains to the end, and yields after each turn."""
+    yield from self._recover(workers)
+    while self._server.global_step < self._options.num_updates:
+      self._assign(workers)
+      seconds = self._in_flight.seconds_left(time.monotonic())
+      for event in workers.wait(min(seconds, _WAIT)):
+        self._settle(event)
+      self._replace_stragglers(workers)
+      yield
+    self._save()
+
+  def _recover(self, workers):
+    """Resumes where the journal ends, if there is one."""
+    if self._folder is None:
+      return
+    left = yield from self._folder.recover(self._server, workers, self._options)
+    self._in_flight.resume(*left)
+    saved_step = self._folder.saved_step
+    self._tally.num_recovered = self._server.global_step - saved_step
+    self._tally.add_all(self._folder.journal.records)
+
+  def _assign(self, workers):
+    """Gives batches to idle workers, unless a checkpoint is due first."""
+    step = self._server.global_step
+    saved_step = step if self._folder is None else self._folder.saved_step
+    if step - saved_step >= self._options.save_every:
+      if len(self._in_flight):
+        return
+      self._save()
+    for worker in self._in_flight.idle(workers.ready()):
+      if not self._in_flight.may_start(step):
+        return
+      if self._published[0] != step:
+        self._published = step, workers.publish(self._server.publish())
+      assigned = self._in_flight.start(worker, step, time.monotonic())
+      workers.start(worker, self._published[1], assigned.batch)
+
+  def _save(self):
+    if self._folder is not None:
+      self._folder.save(self._server, self._in_flight)
+
+  def _settle(self, event):
+    """Decides on a gradient; records its outcome before it takes effect."""
+    reply = event.reply
+    if reply is None:
+      assigned, counts = self._in_flight.lose(event.worker)
+    else:
+      assigned, counts = self._in_flight.finish(event.worker, time.monotonic())
+    if not counts:
+      if reply is None and self._in_flight.has(assigned.batch):
+        self._attempts.add(assigned, None)
+      return
+    age = self._server.global_step - assigned.local_step
+    outcome = outcomes.outcome_of(reply, age, self._options.staleness)
+    grads = event.fetch() if outcome == _Outcome.ACCEPTED else None
+    if outcome == _Outcome.ACCEPTED and grads is None:
+      outcome, reply = _Outcome.LOST, None
+    weight = None
+    if outcome == _Outcome.ACCEPTED:
+      weight = _weight_at(age, self._options.weight)
+    self._record(assigned, outcome, reply, weight)
+    if outcome == _Outcome.ACCEPTED:
+      self._tally.metrics = event.reply.metrics
+      self._server.accept(grads, assigned.local_step, weight)
+      self._server.forget(self._in_flight.oldest(self._server.global_step))
+    elif outcome == _Outcome.DROPPED:
+      self._server.drop()
+      if self._options.on_drop == 'again':
+        self._in_flight.retry(assigned)
+    else:
+      self._attempts.add(assigned, reply and reply.failure)
+      self._in_flight.retry(assigned)
+
+  def _replace_stragglers(self, workers):
+    """Gives late batches to others, and replaces the workers that hang."""
+    now = time.monotonic()
+    for assigned in self._in_flight.make_late(now):
+      self._record(assigned, _Outcome.LATE)
+    for worker in self._in_flight.hung(now):
+      workers.replace(worker)
+
+  def _record(self, assigned, outcome, reply=None, weight=None):
+    """Writes an outcome to the journal, and counts it."""
+    step = self._server.global_step
+    if self._folder is not None:
+      self._folder.journal.write(
+          batch=assigned.batch,
+          local_step=assigned.local_step,
+          global_step=step,
+          worker=assigned.worker,
+          attempt=assigned.attempt,
+          fate=outcome,
+          weight=math.nan if weight is None else weight,
+          seconds=self._tally.seconds(),
+          checksum=0 if reply is None else reply.checksum,
+      )
+    self._tally.add(outcome, step - assigned.local_step)
+
+
+def _weight_at(age, weight):
+  """Returns the weight of a gradient of this age, if the user gives one.
+
+  Raises:
+    ValueError: If it is negative or not finite.
+  """
+  if weight is None:
+    return None
+  given = float(weight(age))
+  if not (math.isfinite(given) and given >= 0):
+    raise ValueError(
+        '`weight` must give a finite number that is not negative, got'
+        f' {given!r} at age {age}.'
+    )
+  return given

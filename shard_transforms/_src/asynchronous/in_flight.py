@@ -1,0 +1,246 @@
+"""The batches in flight, and how long their gradients may take."""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+import dataclasses
+import math
+import statistics
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+OnDrop = Literal['again', 'forget']
+
+# A worker hangs if it takes this many times the limit, and at least this many
+# seconds: a pause of the whole machine must not replace every worker.
+_HANGS = 5
+_LEAST_HANG = 5.0
+# Extra seconds for a worker's first gradient.
+_COMPILATION = 120.0
+# The median is over this many of the latest durations.
+_NUM_DURATIONS = 101
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Arguments of `train`; `staleness` is infinite for `None`."""
+
+  num_updates: int
+  staleness: float
+  pace: bool
+  patience: float
+  save_every: int
+  on_drop: OnDrop
+  max_attempts: int
+  weight: Callable[[int], float] | None
+
+
+class Assignment(NamedTuple):
+  """A batch that a worker computes.
+
+  Attributes:
+    batch: The number of the batch.
+    attempt: The number of the attempt at it; the first is 1.
+    local_step: The global step of the parameters that the worker was given.
+    worker: The number of the worker.
+    start: When it was assigned, in seconds.
+  """
+
+  batch: int
+  attempt: int
+  local_step: int
+  worker: int
+  start: float
+
+
+class TimeLimits:
+  """The time limits of gradients: multiples of the median duration.
+
+  Before the first gradient has come back there is no median, and no limit. Each
+  attempt at a batch has twice the time of the one before, because the batch
+  itself may be slow.
+  """
+
+  def __init__(self, patience: float, durations: Iterable[float] = ()):
+    """Starts with the durations that are known.
+
+    Args:
+      patience: A gradient is late after this many times the median.
+      durations: The seconds that earlier gradients took.
+    """
+    self._patience = patience
+    self._durations = collections.deque(durations, _NUM_DURATIONS)
+    self._first_durations = collections.deque[float](maxlen=_NUM_DURATIONS)
+    self._compiled: set[int] = set()
+
+  def add(self, worker: int, seconds: float) -> None:
+    """Adds the duration of a gradient."""
+    if worker in self._compiled:
+      self._durations.append(seconds)
+    else:
+      self._first_durations.append(seconds)
+      self._compiled.add(worker)
+
+  def restart(self, worker: int) -> None:
+    """Gives a worker that has died the time to compile again."""
+    self._compiled.discard(worker)
+
+  def late_at(self, assigned: Assignment) -> float:
+    """Returns the time after which a gradient is late."""
+    return self._compiled_at(assigned) + self._limit(assigned.attempt)
+
+  def hung_at(self, assigned: Assignment) -> float:
+    """Returns the time after which a worker counts as hung."""
+    limit = max(_HANGS * self._limit(assigned.attempt), _LEAST_HANG)
+    return self._compiled_at(assigned) + limit
+
+  def _compiled_at(self, assigned):
+    is_compiled = assigned.worker in self._compiled
+    return assigned.start + (0.0 if is_compiled else _COMPILATION)
+
+  def _limit(self, attempt):
+    # First durations include compilation. They are better than no limit.
+    known = self._durations or self._first_durations
+    if not known:
+      return math.inf
+    return self._patience * statistics.median(known) * 2 ** (attempt - 1)
+
+
+def durations(records: np.ndarray) -> list[float]:
+  """Returns about how many seconds the gradients of a journal took.
+
+  It takes the time between two records of a worker, which includes the time in
+  which the worker waited.
+  """
+  found = []
+  for worker in np.unique(records['worker']):
+    found += np.diff(records['seconds'][records['worker'] == worker]).tolist()
+  # The clock starts at zero with each start of the program.
+  return [seconds for seconds in found if seconds > 0]
+
+
+class InFlight:
+  """The batches of a run: ready, in flight, late or done.
+
+  With `pace`, a batch is assigned only if no gradient in flight can become
+  older than `staleness`:
+
+    global step + number in flight - oldest local step <= staleness
+
+  where the local step of the new gradient is the global step. A gradient that
+  comes back adds one to the first term and takes one from the second, so that
+  the inequality stays true.
+
+  A gradient is late after `patience` times the median duration: another worker
+  gets the batch, and the late gradient is ignored.
+  """
+
+  def __init__(self, options: Options):
+    self._options = options
+    self._limits = TimeLimits(options.patience)
+    self._ready = collections.deque[tuple[int, int]]()
+    self._in_flight: dict[int, Assignment] = {}
+    self._late: dict[int, Assignment] = {}
+    self._seconds: dict[int, float] = {}
+    # The first batch that was never assigned.
+    self.next_batch = 0
+
+  def resume(self, next_batch: int, ready: Iterable[int]) -> None:
+    """Starts with the batches that an earlier run has left."""
+    self.next_batch = next_batch
+    self._ready.extend((batch, 1) for batch in ready)
+
+  @property
+  def ready(self) -> list[int]:
+    """The numbers of earlier batches that must be computed again."""
+    return [batch for batch, _ in self._ready]
+
+  def __len__(self) -> int:
+    return len(self._in_flight)
+
+  def idle(self, workers: Collection[int]) -> list[int]:
+    """Returns the workers that have nothing to do, the fastest first."""
+    idle = set(workers) - self._in_flight.keys() - self._late.keys()
+    # A worker whose speed is unknown comes first.
+    return sorted(
+        idle, key=lambda worker: (self._seconds.get(worker, 0), worker)
+    )
+
+  def may_start(self, global_step: int) -> bool:
+    """Returns whether to assign another batch."""
+    step_at_end = global_step + len(self)
+    if step_at_end >= self._options.num_updates:
+      return False
+    age = step_at_end - self.oldest(global_step)
+    return age <= self._options.staleness or not self._options.pace
+
+  def oldest(self, global_step: int) -> int:
+    """Returns the oldest local step in flight; the global step if none is."""
+    steps = [assigned.local_step for assigned in self._in_flight.values()]
+    return min(steps, default=global_step)
+
+  def start(self, worker: int, global_step: int, now: float) -> Assignment:
+    """Assigns the next batch to a worker."""
+    if self._ready:
+      batch, attempt = self._ready.popleft()
+    else:
+      batch, attempt = self.next_batch, 1
+      self.next_batch += 1
+    assigned = Assignment(batch, attempt, global_step, worker, now)
+    self._in_flight[worker] = assigned
+    return assigned
+
+  def finish(self, worker: int, now: float) -> tuple[Assignment, bool]:
+    """Ends the assignment of a worker; returns it, and whether it counts."""
+    assigned, counts = self._take(worker)
+    seconds = now - assigned.start
+    self._limits.add(worker, seconds)
+    # A worker's first gradient includes compilation, and says nothing of speed.
+    self._seconds[worker] = seconds if worker in self._seconds else 0
+    return assigned, counts
+
+  def lose(self, worker: int) -> tuple[Assignment, bool]:
+    """Does the same as `finish` for a worker that has died."""
+    self._seconds.pop(worker, None)
+    self._limits.restart(worker)
+    return self._take(worker)
+
+  def has(self, batch: int) -> bool:
+    """Returns whether a batch is in flight or ready."""
+    in_flight = [assigned.batch for assigned in self._in_flight.values()]
+    return batch in in_flight or batch in self.ready
+
+  def retry(self, assigned: Assignment) -> None:
+    """Puts a batch before all others."""
+    self._ready.appendleft((assigned.batch, assigned.attempt + 1))
+
+  def make_late(self, now: float) -> list[Assignment]:
+    """Returns the assignments that have become late; retries their batches."""
+    late = [
+        assigned
+        for assigned in self._in_flight.values()
+        if now > self._limits.late_at(assigned)
+    ]
+    for assigned in late:
+      self._late[assigned.worker] = self._in_flight.pop(assigned.worker)
+      self.retry(assigned)
+    return late
+
+  def hung(self, now: float) -> list[int]:
+    """Returns the workers that hang."""
+    return [
+        worker
+        for worker, assigned in self._late.items()
+        if now > self._limits.hung_at(assigned)
+    ]
+
+  def seconds_left(self, now: float) -> float:
+    """Returns the seconds until the next gradient is late."""
+    ends = map(self._limits.late_at, self._in_flight.values())
+    return max(min(ends, default=math.inf) - now, 0)
+
+  def _take(self, worker):
+    counts = worker in self._in_flight
+    return (self._in_flight if counts else self._late).pop(worker), counts

@@ -1,0 +1,259 @@
+"""Drives workers in this process, or in a child process that runs Ray.
+
+So this process does not import Ray. No process of a run outlives it: the child
+exits when the connection closes.
+"""
+
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Iterator
+from collections.abc import Mapping
+import contextlib
+import multiprocessing
+from multiprocessing import connection
+import os
+import pathlib
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+
+from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import task as task_lib
+from shard_transforms._src.asynchronous import workers as workers_lib
+
+_CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
+# Seconds: to start or join Ray, and to end it.
+_START_TIMEOUT = 120
+_END_TIMEOUT = 10
+# Ray puts sockets there. Their paths must be shorter than 108 bytes.
+_LONGEST_FOLDER = 40
+
+# Settings of JAX that change results.
+_CONFIG = (
+    'jax_compilation_cache_dir',
+    'jax_default_matmul_precision',
+    'jax_default_prng_impl',
+    'jax_enable_x64',
+    'jax_numpy_dtype_promotion',
+    'jax_numpy_rank_promotion',
+    'jax_platforms',
+    'jax_threefry_partitionable',
+)
+
+# Errors are raised as the nearest of these that they derive from, and otherwise
+# as `RuntimeError`.
+_ERRORS = (
+    ConnectionError,
+    FileNotFoundError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class Job(NamedTuple):
+  """What the child runs.
+
+  Attributes:
+    drive: As for `run`; pickled, because the child need not import the task.
+    task: What the workers compute, pickled.
+    num_workers: The number of workers.
+    cluster: As for `train`.
+    resources: As for `train`.
+    is_resumable: As for `run`.
+    config: Settings of JAX.
+    folder: A folder for temporary files, to be deleted.
+  """
+
+  drive: bytes
+  task: bytes
+  num_workers: int
+  cluster: str
+  resources: dict[str, Any]
+  is_resumable: bool
+  config: dict[str, Any]
+  folder: str
+
+
+def run(
+    drive: Callable[[workers_lib.Workers], Generator[Any, None, None]],
+    task: task_lib.Task,
+    num_workers: int,
+    *,
+    cluster: str | None,
+    is_resumable: bool = True,
+    resources: Mapping[str, Any] | None = None,
+    on_progress: Callable[[outcomes.Report], Any] | None = None,
+) -> outcomes.Result:
+  """Drives workers, in this process or by Ray, and returns the result.
+
+  Args:
+    drive: Takes the workers; yields reports, and finally the result.
+    task: What the workers compute.
+    num_workers: The number of workers.
+    cluster: As for `train`.
+    is_resumable: Whether `drive` can be called again after it was killed.
+    resources: As for `train`.
+    on_progress: As for `train`.
+
+  Raises:
+    ConnectionError: If the cluster cannot be reached.
+    TypeError: If the task or the optimizer cannot be sent to another process.
+    Exception: What `drive` raises.
+  """
+  if cluster is None:
+    messages = drive(workers_lib.LocalWorkers(task, num_workers))
+  else:
+    job = Job(
+        _pickled(drive),
+        _pickled(task),
+        num_workers,
+        cluster,
+        dict(resources or {'num_cpus': 1}),
+        is_resumable,
+        {name: getattr(jax.config, name) for name in _CONFIG},
+        folder='',
+    )
+    messages = _messages(job)
+  message: Any = None
+  with contextlib.closing(messages):
+    for message in messages:
+      if on_progress is not None:
+        is_last = isinstance(message, outcomes.Result)
+        on_progress(message.report if is_last else message)
+  return message
+
+
+def portable(error: Exception) -> Exception:
+  """Returns an error that every process can unpickle."""
+  kinds = [kind for kind in type(error).__mro__ if kind in _ERRORS]
+  return (kinds or [RuntimeError])[0](str(error))
+
+
+def _messages(job):
+  """Runs a job in a child process; yields reports, and finally the result.
+
+  Raises:
+    ConnectionError: If the cluster cannot be reached.
+    Exception: What the job raises.
+  """
+  with _folder() as folder, _child(job.cluster) as child:
+    # If the child has died, `_receive` raises the error.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+      child.send_bytes(pickle.dumps(job._replace(folder=folder)))
+    if not child.poll(_START_TIMEOUT):
+      raise ConnectionError(
+          f'`cluster` must be reached within {_START_TIMEOUT} s, got'
+          f' {job.cluster!r}, which was not.'
+      )
+    message = None
+    while not isinstance(message, outcomes.Result):
+      message = _receive(child)
+      if isinstance(message, (outcomes.Result, Exception)):
+        # The child may exit: see `_end_with` in `ray_cluster`.
+        with contextlib.suppress(OSError):
+          child.send_bytes(b'')
+      if isinstance(message, Exception):
+        raise message
+      # The first message says that the child has started or joined Ray.
+      if message is not None:
+        yield message
+
+
+def _receive(child):
+  """Returns the next message of the child.
+
+  Raises:
+    RuntimeError: If the child has died.
+  """
+  try:
+    # Safe to unpickle: only our own child has the other end.
+    return pickle.loads(child.recv_bytes())
+  except (EOFError, ConnectionResetError) as error:
+    raise RuntimeError(
+        'The process that runs Ray has died. See its messages on the standard'
+        ' error. With a `folder`, the same call resumes.'
+    ) from error
+
+
+def _pickled(sent):
+  """Returns what is sent to another process in bytes.
+
+  Raises:
+    TypeError: If a function of the user cannot be sent.
+  """
+  # In the extra `ray`, as Ray is.
+  import cloudpickle
+
+  try:
+    return cloudpickle.dumps(sent)
+  except Exception as error:  # Pickling runs the user's code.
+    raise TypeError(
+        '`task` and `tx` must be such that they can be sent to other processes,'
+        f' got {type(error).__name__}: {error}'
+    ) from error
+
+
+def _folder():
+  """Returns a temporary folder with a short name."""
+  parent = tempfile.gettempdir()
+  if len(parent) > _LONGEST_FOLDER:
+    parent = '/tmp'
+  return tempfile.TemporaryDirectory(
+      prefix='st', dir=parent, ignore_cleanup_errors=True
+  )
+
+
+@contextlib.contextmanager
+def _child(cluster: str) -> Iterator[connection.Connection]:
+  """Yields a connection to a child; kills its process group at the end."""
+  ours, theirs = multiprocessing.Pipe()
+  command = sys.executable, '-m', _CHILD
+  with ours:
+    with theirs:
+      process = subprocess.Popen(
+          [*command, str(theirs.fileno()), str(os.getpid())],
+          stdin=subprocess.DEVNULL,
+          stdout=sys.__stderr__,
+          pass_fds=[theirs.fileno()],
+          env=_environment(cluster),
+          # So Ctrl-C reaches this process alone, which can kill the group.
+          start_new_session=True,
+      )
+    try:
+      yield ours
+    finally:
+      ours.close()
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_TIMEOUT)
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+
+
+def _environment(cluster):
+  """Returns the environment of the child."""
+  paths = [str(pathlib.Path(path).absolute()) for path in sys.path]
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
+  environment.setdefault('RAY_USAGE_STATS_ENABLED', '0')
+  # Otherwise, a call after Ray has stopped would start it again.
+  environment['RAY_ENABLE_AUTO_CONNECT'] = '0'
+  if cluster == 'local':
+    environment |= {
+        # Makes everything listen on loopback alone.
+        'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '0',
+        # Without it, Ray would write a token to the home folder.
+        'RAY_AUTH_TOKEN': secrets.token_hex(32),
+        # Frees gradients and parameters at once, not in batches of 100.
+        'RAY_free_objects_batch_size': '1',
+        # On a busy machine, the 30 s that Ray waits are too short.
+        'RAY_raylet_start_wait_time_s': str(_START_TIMEOUT),
+    }
+  return environment

@@ -1,0 +1,200 @@
+"""The outcomes of gradients, and the report that counts them."""
+
+import collections
+from collections.abc import Mapping
+import dataclasses
+import enum
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+
+from shard_transforms._src.asynchronous import in_flight
+from shard_transforms._src.asynchronous import task as task_lib
+from shard_transforms._src.base import state_rules
+
+
+class Outcome(enum.IntEnum):
+  """The outcome of a gradient: the field `fate` of a journal."""
+
+  ACCEPTED = 0
+  DROPPED = 1  # Too old.
+  LATE = 2  # Another worker got the batch.
+  LOST = 3  # Its worker died.
+  FAILED = 4  # A function of the task raised an error.
+
+
+def outcome_of(
+    reply: task_lib.Reply | None, age: int, staleness: float
+) -> Outcome:
+  """Returns the outcome of a gradient.
+
+  Args:
+    reply: The reply of its worker; `None` if the worker died.
+    age: The number of updates since its parameters were read.
+    staleness: The age up to which it is accepted.
+  """
+  if reply is None:
+    return Outcome.LOST
+  if reply.failure is not None:
+    return Outcome.FAILED
+  return Outcome.ACCEPTED if age <= staleness else Outcome.DROPPED
+
+
+class Attempts:
+  """The failed attempts at each batch."""
+
+  def __init__(self, max_attempts: int):
+    self._max_attempts = max_attempts
+    self._failed = collections.Counter[int]()
+
+  def num_failed(self, batch: int) -> int:
+    """Returns the number of failed attempts at a batch."""
+    return self._failed[batch]
+
+  def add(
+      self, assigned: in_flight.Assignment, failure: task_lib.Failure | None
+  ) -> None:
+    """Counts a failed attempt.
+
+    Args:
+      assigned: The batch and its worker.
+      failure: What a function of the task raised; `None` if the worker died or
+        hung.
+
+    Raises:
+      RuntimeError: If it was the last attempt.
+    """
+    self._failed[assigned.batch] += 1
+    attempts = self._failed[assigned.batch]
+    is_final = failure is not None and failure.is_final
+    if attempts < self._max_attempts and not is_final:
+      return
+    if failure is None:
+      raise RuntimeError(
+          f'The worker of batch {assigned.batch} has died or hung {attempts}'
+          ' times. The batch may be the cause. `max_attempts` is the number of'
+          ' attempts at a batch.'
+      )
+    raise RuntimeError(
+        f'`{failure.function}` of `task` must work, got {failure.message} in'
+        f' batch {assigned.batch} on worker {assigned.worker}, in attempt'
+        f' {attempts}.\n{failure.trace}'.rstrip()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """The progress of an asynchronous run.
+
+  Args:
+    global_step: Number of accepted updates, including those before a restart.
+    num_dropped: Number of gradients that were too old.
+    num_late: Number of gradients whose batch was given to another worker.
+    num_lost: Number of gradients whose worker died.
+    num_failed: Number of attempts in which the task raised an error.
+    num_recovered: Number of accepted updates that were computed again from the
+      journal when the run resumed.
+    mean_age: Mean staleness of the accepted updates, in steps.
+    seconds: Seconds since the run was started or resumed.
+    metrics: The metrics of the latest accepted update.
+
+  `num_recovered` and `seconds` start at zero when a run resumes; the others
+  include what came before. While a run catches up with its journal, only
+  `global_step` does.
+
+  Examples:
+    >>> from shard_transforms import asynchronous
+    >>> report = asynchronous.Report(global_step=30, num_dropped=10)
+    >>> print(report.num_dropped / (report.global_step + report.num_dropped))
+    0.25
+  """
+
+  global_step: int
+  num_dropped: int = 0
+  num_late: int = 0
+  num_lost: int = 0
+  num_failed: int = 0
+  num_recovered: int = 0
+  mean_age: float = 0.0
+  seconds: float = 0.0
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns how `monitoring.metrics` reads its attributes."""
+    return {
+        field.name: state_rules.MetricRule()
+        for field in dataclasses.fields(self)
+    }
+
+
+class Result(NamedTuple):
+  """The result of a run.
+
+  Attributes:
+    params: The parameters, in NumPy arrays.
+    opt_state: A `DropStaleState` around the state of the optimizer, in NumPy
+      arrays. `optax.tree_utils.tree_get` finds what is in it.
+    report: How the run went.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(2),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.ones(2))
+    >>> result = asynchronous.train(
+    ...     task, optax.sgd(1.0), num_updates=1, num_workers=1, staleness=0,
+    ...     cluster=None)
+    >>> print(result.params, result.report.global_step)
+    [1. 1.] 1
+  """
+
+  params: Any
+  opt_state: optax.OptState
+  report: Report
+
+
+class Tally:
+  """Counts the outcomes and the seconds of a run."""
+
+  def __init__(self):
+    self._start = time.monotonic()
+    self._counts = collections.Counter[int]()
+    self._total_age = 0
+    self.num_recovered = 0
+    self.metrics: Mapping[str, float] = {}
+
+  def add(self, outcome: int, age: int) -> None:
+    """Counts a gradient."""
+    self._counts[int(outcome)] += 1
+    if outcome == Outcome.ACCEPTED:
+      self._total_age += int(age)
+
+  def add_all(self, records: np.ndarray) -> None:
+    """Counts the records of a journal."""
+    ages = records['global_step'] - records['local_step']
+    for outcome, age in zip(records['fate'], ages, strict=True):
+      self.add(outcome, age)
+
+  def seconds(self) -> float:
+    """Returns the seconds since the run was started or resumed."""
+    return time.monotonic() - self._start
+
+  def report(self, global_step: int) -> Report:
+    """Returns the report at a global step."""
+    counts = self._counts
+    return Report(
+        global_step=global_step,
+        num_dropped=counts[Outcome.DROPPED],
+        num_late=counts[Outcome.LATE],
+        num_lost=counts[Outcome.LOST],
+        num_failed=counts[Outcome.FAILED],
+        num_recovered=self.num_recovered,
+        mean_age=self._total_age / max(counts[Outcome.ACCEPTED], 1),
+        seconds=self.seconds(),
+        metrics=self.metrics,
+    )

@@ -1,0 +1,256 @@
+"""Gradients of a loss by variable: how they are computed and checked."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy.typing as npt
+
+import shard_transforms
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
+from shard_transforms.facade import lookup
+from shard_transforms.facade import variables as variables_lib
+
+Variable = variables_lib.Variable
+Pairs = list[tuple[jax.Array | None, Variable]]
+
+
+def compute_gradients(
+    loss: Callable[..., npt.ArrayLike],
+    var_list: Variable | Iterable[Variable] | None = None,
+    grad_loss: jax.typing.ArrayLike | Variable | None = None,
+    scale: float = 1.0,
+) -> Pairs:
+  """Returns the gradient of a loss for each variable, `None` if it reads none.
+
+  Args:
+    loss: A function of no arguments, or of the values of `var_list`.
+    var_list: The variables; all trainable ones of the graph if `None`.
+    grad_loss: The gradient for the loss, of its shape or a scalar; ones if
+      `None`, so that the elements of the loss are summed.
+    scale: A number that multiplies the loss.
+
+  Returns:
+    The pairs, in the order of `var_list`. Among shards, gradients are each
+    shard's own.
+
+  Raises:
+    TypeError: If `loss` is no function, its result no real array, or
+      `grad_loss` no real array.
+    ValueError: If there are no variables, one is of an integer type, `loss`
+      takes another number of arguments or is already reduced over the shards,
+      `grad_loss` is of another shape, or the loss makes new variables each
+      time.
+  """
+  if not callable(loss):
+    raise TypeError(
+        '`loss` must be a function of no arguments, or of the values of'
+        f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
+    )
+  chosen = None if var_list is None else check_variables(var_list)
+  arity = _arity(loss, None if chosen is None else len(chosen))
+  # The first evaluation may create variables, which have no gradient yet; the
+  # second differentiates by them too.
+  for _ in range(2):
+    found = lookup.trainable_variables() if chosen is None else chosen
+    if found:
+      check_variables(found)
+    grads, written, assigned = _differentiate(
+        loss, found, grad_loss, scale, arity
+    )
+    if chosen is not None or found == lookup.trainable_variables():
+      check_variables(found)
+      frames.commit(written, assigned)
+      return list(zip(grads, found, strict=True))
+  raise ValueError(
+      '`loss` must not make other variables each time, as `facade.Variable`'
+      ' does. Use `facade.get_variable`, or make them outside.'
+  )
+
+
+def _differentiate(loss, found, grad_loss, scale, arity):
+  """Returns the gradients, and the assignments of the loss."""
+  written = []
+
+  def differentiated(values):
+    with frames.frame('plain', zip(found, values, strict=True)) as frame:
+      out = _as_loss(loss(*values[:arity]), grad_loss)
+    read = [arity > 0 or v in frame.used for v in found]
+    written[:] = frame.written
+    if scale != 1:
+      out = out * scale
+    total = jnp.sum(out if grad_loss is None else out * grad_loss)
+    return total, (read, [frame.values[v] for v in frame.written])
+
+  axes = contexts.mapped_axes()
+  if axes:
+    value_and_grad = shard_transforms.value_and_grad(
+        differentiated, axes, has_aux=True
+    )
+  else:
+    value_and_grad = jax.value_and_grad(differentiated, has_aux=True)
+  (_, (read, assigned)), grads = value_and_grad([v.value() for v in found])
+  grads = [
+      g if is_read else None for g, is_read in zip(grads, read, strict=True)
+  ]
+  return grads, written, assigned
+
+
+def _arity(loss, num_variables):
+  """Returns how many arguments a loss takes: none, or one a variable."""
+  signature = inspect.signature(loss)
+  kinds = {p.kind for p in signature.parameters.values()}
+  if num_variables and inspect.Parameter.VAR_POSITIONAL in kinds:
+    return num_variables
+  for arity in [0, num_variables or 0]:
+    try:
+      signature.bind(*range(arity))
+      return arity
+    except TypeError:
+      pass
+  if num_variables is None:
+    raise ValueError(
+        '`loss` must be a function of no arguments where `var_list` is not'
+        f' given, got one of {signature}.'
+    )
+  raise ValueError(
+      f'`loss` must be a function of no arguments or of {num_variables}, the'
+      f' length of `var_list`, got one of {signature}.'
+  )
+
+
+def _as_loss(out, grad_loss):
+  """Returns the loss as an array, checked against the gradient for it."""
+  out = variables_lib.as_array(out, '`loss` must return an array')
+  if not jnp.issubdtype(out.dtype, jnp.floating):
+    raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
+  if grad_loss is not None:
+    _check_grad_loss(grad_loss, out.shape)
+  return out
+
+
+def _check_grad_loss(grad_loss, shape):
+  is_array = hasattr(grad_loss, 'shape') or isinstance(grad_loss, int | float)
+  if not is_array:
+    raise TypeError(f'`grad_loss` must be an array, got {grad_loss!r}.')
+  dtype = jnp.result_type(grad_loss)
+  if not any(jnp.issubdtype(dtype, k) for k in (jnp.integer, jnp.floating)):
+    raise TypeError(f'`grad_loss` must hold real numbers, got {dtype}.')
+  if jnp.shape(grad_loss) not in ((), shape):
+    raise ValueError(
+        f'`grad_loss` must have the shape of the loss, {shape}, got'
+        f' {jnp.shape(grad_loss)}.'
+    )
+
+
+def check_variables(var_list: Variable | Iterable[Variable]) -> list[Variable]:
+  """Returns one or several variables as a checked list.
+
+  Raises:
+    TypeError: If an item is no `Variable`.
+    ValueError: If there is none, one twice, or one that is not real.
+  """
+  found = [var_list] if isinstance(var_list, Variable) else list(var_list)
+  for item in found:
+    if not isinstance(item, Variable):
+      raise TypeError(f'`var_list` must hold `facade.Variable`s, got {item!r}.')
+    if not jnp.issubdtype(item.dtype, jnp.floating):
+      raise ValueError(
+          f'Invalid type {item.dtype} for {item.name}: optimizers take real'
+          ' variables. Make it with `trainable=False`.'
+      )
+  if not found:
+    raise ValueError('No variables to optimize.')
+  _check_distinct(found)
+  return found
+
+
+def check_pairs(
+    grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
+) -> Pairs:
+  """Returns checked pairs, with gradients as arrays or `None`.
+
+  Raises:
+    TypeError: If a gradient is no array, a variable no `Variable`, or one of
+      the two not of a floating-point type.
+    ValueError: If there is no pair, an item is not a pair, a variable comes
+      twice, or a gradient has another shape than its variable.
+  """
+  found: Pairs = [_check_pair(pair) for pair in grads_and_vars]
+  if not found:
+    raise ValueError('No variables provided.')
+  _check_distinct([variable for _, variable in found])
+  return found
+
+
+def check_any_gradient(pairs: Pairs, advice: str = '') -> None:
+  """Checks that not all gradients are `None`.
+
+  Raises:
+    ValueError: If they are.
+  """
+  if all(grad is None for grad, _ in pairs):
+    names = [variable.name for _, variable in pairs]
+    raise ValueError(
+        f'No gradients provided for any variable: {names}.{advice}'
+    )
+
+
+def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
+  """Returns the gradients of several calls by variable [calls, ...].
+
+  A call whose loss does not read a variable contributes zero.
+  """
+  by_name = [{v.op.name: grad for grad, v in call} for call in calls]
+  stacked = {}
+  for name in by_name[0]:
+    grads = [of_call.get(name) for of_call in by_name]
+    present = [grad for grad in grads if grad is not None]
+    if present:
+      stacked[name] = jnp.stack(
+          [jnp.zeros_like(present[0]) if g is None else g for g in grads]
+      )
+  return stacked
+
+
+def _check_pair(pair):
+  if not isinstance(pair, tuple | list) or len(pair) != 2:
+    raise ValueError(
+        '`grads_and_vars` must hold pairs of a gradient and its variable, got'
+        f' {pair!r}.'
+    )
+  grad, variable = pair
+  if not isinstance(variable, Variable):
+    raise TypeError(
+        '`grads_and_vars` must hold pairs of a gradient and its'
+        f' `facade.Variable`, got {variable!r} in its place.'
+    )
+  if grad is None:
+    return None, variable
+  grad = variables_lib.as_array(
+      grad, f'The gradient of {variable.name} must be an array or None'
+  )
+  dtypes = grad.dtype, variable.dtype
+  if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+    raise TypeError(
+        '`grads_and_vars` must hold floating-point gradients of floating-point'
+        f' variables, got {grad.dtype} for {variable.name} of'
+        f' {variable.dtype}.'
+    )
+  if grad.shape != variable.shape:
+    raise ValueError(
+        f'The gradient of {variable.name} must have the shape'
+        f' {variable.shape}, got {grad.shape}.'
+    )
+  return grad, variable
+
+
+def _check_distinct(found):
+  names = [variable.op.name for variable in found]
+  twice = sorted({name for name in names if names.count(name) > 1})
+  if twice:
+    raise ValueError(f'Each variable must come once, got {twice} again.')

@@ -1,0 +1,568 @@
+import functools
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import drop_stale
+from shard_transforms import guard
+from shard_transforms import tower_reduce
+from shard_transforms.monitoring import track_divergence
+
+AXIS = modes.AXIS
+# Where types do not refuse most of what hangs.
+UNCHECKED = ('pmap', 'shard_map_unchecked')
+# Under `jax.pmap`, parameters may be handed in as one for all or as copies.
+STEPS_UNCHECKED = (*UNCHECKED, 'pmap_of_copies')
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+# Pairs of which each has a shard of either half.
+PAIRS = [[i, i + 4] for i in range(4)]
+QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+UNEVEN = [[0], [1, 2, 3, 4, 5, 6, 7]]
+RING = [(i, (i + 1) % 8) for i in range(8)]
+# Of eight shards with five examples of three features each.
+OWN = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
+PARAMS = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+psum = functools.partial(lax.psum, axis_name=AXIS)
+pmean = functools.partial(lax.pmean, axis_name=AXIS)
+gather = functools.partial(lax.all_gather, axis_name=AXIS)
+index = functools.partial(lax.axis_index, AXIS)
+sgd = optax.sgd(0.1)
+update_in_slices = shard_transforms.shard_update(optax.adam(0.1), AXIS)
+
+
+def mean_of(inner, **kwargs):
+  return optax.chain(cross_shard_mean(AXIS, **kwargs), inner)
+
+
+def warnings(mode, fn, *shared):
+  """Returns the warnings on `fn(*shared, x)` of a shard with examples `x`."""
+  mapped = modes.map_shards(mode, lambda shared, x: fn(*shared, x))
+  return shard_transforms.monitoring.wire_report(mapped, shared, OWN).warnings
+
+
+def step(tx, **extra_args):
+
+  def fn(params, state, x):
+    def loss(params, x):
+      return jnp.mean((x @ params - 1) ** 2)
+
+    grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)[1]
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+  return fn
+
+
+def report_on_step(mode, tx, **extra_args):
+  """Reports on a step with parameters and state placed as documented."""
+  fn = step(tx, **extra_args)
+  if mode.startswith('pmap'):
+    copies = jax.ShapeDtypeStruct((8, *PARAMS.shape), PARAMS.dtype)
+    state = jax.eval_shape(jax.pmap(tx.init, AXIS), copies)
+    mapped, params, x = jax.pmap(fn, AXIS), copies, OWN
+    if mode == 'pmap':
+      mapped, params = jax.pmap(fn, AXIS, in_axes=(None, 0, 0)), PARAMS
+  else:
+    mesh = modes.mesh()
+    specs = shard_transforms.state_specs(tx, PARAMS, mesh)
+    params, state = PARAMS, shard_transforms.init_state(tx, PARAMS, mesh)
+    x = jax.ShapeDtypeStruct((40, 3), jnp.float32)
+    mapped = jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=(P(), specs, P(AXIS)),
+        out_specs=(P(), specs),
+        check_vma=mode == 'shard_map',
+    )
+  return shard_transforms.monitoring.wire_report(mapped, params, state, x)
+
+
+def if_positive(send, other=lambda x: x):
+  """Returns a function that sends where what a shard has sums up to more."""
+  return lambda x: lax.cond(jnp.sum(x) > 0, send, other, x)
+
+
+def first(x):
+  return gather(x)[0]
+
+
+def permute(x):
+  return lax.ppermute(x, AXIS, RING)
+
+
+def send_in_turns(x):
+  return lax.scan(lambda c, _: (permute(c), None), x, length=3)[0]
+
+
+def until_small(x, send):
+  """Halves `x` until it is small on this shard."""
+  return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: send(x) / 2, x)
+
+
+def second_turn(x):
+  """Decides in the second turn by what was a number of its own in the first."""
+
+  def turn(carry, x):
+    kept, _ = carry
+    return (x, if_positive(permute)(kept)), None
+
+  ones = shard_transforms.per_shard(jnp.ones(3), AXIS)
+  return lax.scan(turn, (ones, ones), x)[0]
+
+
+# Also with types that JAX tracks.
+HANGS = {
+    'cond': if_positive(first),
+    'both_send_but_one': lambda x: lax.switch(
+        jnp.argmax(x[0]), [permute, lambda x: x, first], x
+    ),
+    'scatter': if_positive(
+        lambda x: lax.psum_scatter(jnp.tile(x, (8, 1)), AXIS, tiled=True)
+    ),
+    'all_to_all': if_positive(
+        lambda x: lax.all_to_all(jnp.stack([x] * 8), AXIS, 0, 0)[0]
+    ),
+    'under_jit': lambda x: jax.jit(if_positive(jax.jit(first)))(x * 2),
+    'in_scan': lambda x: lax.map(if_positive(permute), x),
+    'of_scan': if_positive(send_in_turns),
+    'second_turn': second_turn,
+    'scanned_result': lambda x: if_positive(permute)(
+        lax.scan(lambda c, y: (c, y), x, x)[1]
+    ),
+    'nested': if_positive(lambda x: lax.cond(True, first, lambda x: x, x)),
+    'while': lambda x: until_small(x, permute),
+    'condition_of_while': lambda x: lax.while_loop(
+        lambda x: jnp.sum(x + first(x)) > 1, lambda x: x / 2, x
+    ),
+    'all_of_while': lambda x: lax.while_loop(
+        lambda x: jnp.sum(x + first(x)) > 1, permute, x
+    ),
+    'turns_of_while': lambda x: lax.cond(
+        lax.while_loop(lambda n: n < x[0, 0], lambda n: n + 1, 0.0) > 3,
+        first,
+        lambda x: x,
+        x,
+    ),
+    'in_a_branch': lambda x: lax.cond(
+        psum(jnp.sum(x)) > 0, if_positive(permute), lambda x: x, x
+    ),
+    'bound_of_loop': lambda x: lax.fori_loop(
+        0, jnp.argmax(x[0]), lambda _, x: permute(x), x
+    ),
+    'chosen_by_own_choice': lambda x: lax.cond(
+        lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0) > 1,
+        first,
+        lambda x: x,
+        x,
+    ),
+    'index': lambda x: lax.cond(index() < 4, first, lambda x: x, x),
+    'moved': lambda x: lax.cond(jnp.sum(permute(x)) > 0, first, lambda x: x, x),
+    'mixed_with_what_is_alike': lambda x: lax.cond(
+        jnp.sum(psum(x) + x) > 0, first, lambda x: x, x
+    ),
+    'scattered': lambda x: if_positive(permute)(
+        jnp.zeros((5, 3)).at[1].add(x[0])
+    ),
+    'groups': if_positive(
+        lambda x: lax.all_gather(x, AXIS, axis_index_groups=HALVES)[0]
+    ),
+    # A router of experts is often named so.
+    'scope_gate': jax.named_scope('gate')(
+        lambda x: lax.while_loop(
+            lambda c: jnp.sum(c[1]) > 1,
+            lambda c: (c[0] + 1, permute(c[1]) / 2),
+            (0, x),
+        )[1]
+    ),
+    'decided_in_groups': lambda x: lax.cond(
+        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
+        first,
+        lambda x: x,
+        x,
+    ),
+    'decided_in_other_groups': lambda x: lax.cond(
+        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
+        lambda x: lax.all_gather(x, AXIS, axis_index_groups=PAIRS)[0],
+        lambda x: x,
+        x,
+    ),
+    'in_a_solver': lambda x: lax.custom_linear_solve(
+        lambda y: 2 * y,
+        x,
+        lambda _, y: lax.cond(index() < 4, permute, lambda y: y, y),
+    ),
+    'partly_scanned': lambda x: lax.scan(
+        lambda c, y: (c, if_positive(permute)(y)), 0.0, x
+    )[1],
+}
+
+# What decides alike, or sends nothing, or nothing that is waited for.
+FINE = {
+    'reduced': lambda x: lax.cond(psum(jnp.sum(x)) > 0, psum, pmean, x),
+    'smallest': lambda x: lax.cond(
+        lax.pmin(jnp.isfinite(x).all().astype(int), AXIS) > 0,
+        lambda x: lax.pcast(psum(x), AXIS, to='varying'),
+        lambda x: x,
+        x,
+    ),
+    'gathered': lambda x: lax.cond(
+        jnp.sum(gather(x)) > 0, first, lambda x: x, x
+    ),
+    'sends_nothing': if_positive(jnp.sin),
+    'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
+    'asks_for_its_place': if_positive(lambda x: x + index()),
+    # They meet, and mix what they send.
+    'each_branch_sends': if_positive(first, permute),
+    'turns': lambda x: lax.fori_loop(0, 3, lambda _, x: permute(x), x),
+    'condition_reduces': lambda x: lax.while_loop(
+        lambda x: psum(jnp.sum(x)) > 1, permute, x
+    ),
+    'reduced_with_others': lambda x: lax.cond(
+        psum((jnp.sum(x), jnp.sum(x * 2)))[1] > 0, first, lambda x: x, x
+    ),
+    'beside_its_own': lambda x: lax.cond(
+        lax.optimization_barrier((jnp.sum(psum(x)), x))[0] > 0,
+        first,
+        lambda x: x,
+        x,
+    ),
+    'no_numbers_of_its_own': lambda x: lax.cond(
+        jnp.sum(jnp.zeros_like(x)) > 0, first, lambda x: x, x
+    ),
+    # The halves decide each for itself.
+    'group': lambda x: lax.cond(
+        index() < 4,
+        lambda x: lax.all_gather(x, AXIS, axis_index_groups=HALVES)[0],
+        lambda x: x,
+        x,
+    ),
+    'reduced_in_groups': lambda x: lax.cond(
+        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
+        lambda x: lax.all_gather(x, AXIS, axis_index_groups=HALVES)[0],
+        lambda x: x,
+        x,
+    ),
+    'reduced_in_larger_groups': lambda x: lax.cond(
+        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
+        lambda x: lax.all_gather(x, AXIS, axis_index_groups=QUARTERS)[0],
+        lambda x: x,
+        x,
+    ),
+    'groups_of_one': if_positive(
+        lambda x: lax.all_gather(
+            x, AXIS, axis_index_groups=[[i] for i in range(8)]
+        )[0]
+    ),
+    'reduced_in_a_solver': lambda x: if_positive(permute)(
+        lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: pmean(y) / 2)
+    ),
+}
+
+
+class ProgramTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.PARALLEL_MODES, name=tuple(HANGS))
+  def test_is_found(self, mode, name):
+    found = warnings(mode, HANGS[name])
+
+    self.assertNotEmpty(found)
+    for warning in found:
+      self.assertIn("over 'data' under a predicate", warning)
+      self.assertIn('deadlocks', warning)
+
+  @cases.product(mode=UNCHECKED, name=tuple(FINE))
+  def test_is_not_found_in_what_is_right(self, mode, name):
+    self.assertEmpty(warnings(mode, FINE[name]))
+
+  def test_says_where_and_what_to_do(self):
+    def fn(x):
+      with jax.named_scope('outer'):
+        x = jax.named_scope('inner')(if_positive(psum))(x)
+        return until_small(x, psum)
+
+    cond, loop = warnings('pmap', fn)
+
+    self.assertEqual(
+        cond,
+        "`cond` in 'outer/inner' runs `psum` over 'data' under a predicate"
+        ' that differs between shards, which deadlocks: reduce the decision'
+        ' first, as `guard` does, or decide after the reduction.',
+    )
+    self.assertStartsWith(loop, "`while` in 'outer' runs `psum` over 'data'")
+
+  def test_is_told_once(self):
+    def fn(x):
+      return if_positive(psum)(if_positive(psum)(x))
+
+    self.assertLen(warnings('pmap', fn), 1)
+
+  def test_what_all_are_handed_is_alike(self):
+    def fn(shared, x):
+      return lax.cond(shared[0] > 0, psum, lambda x: x, x)
+
+    for mode in UNCHECKED:
+      self.assertEmpty(warnings(mode, fn, PARAMS))
+
+  def test_one_number_for_each_shard_may_be_a_copy(self):
+    def fn(_, own):
+      return lax.cond(own[0] > 0, psum, lambda x: x, own[1])
+
+    for mode in UNCHECKED:
+      counters = jax.ShapeDtypeStruct((8,), jnp.int32)
+      mapped = modes.map_shards(mode, fn)
+
+      report = shard_transforms.monitoring.wire_report(
+          mapped, 0.0, (counters, OWN)
+      )
+
+      self.assertNotEmpty(report.collectives)
+      self.assertEmpty(report.warnings)
+
+  def test_one_shard_waits_for_none(self):
+    mapped = modes.map_shards('pmap', lambda _, x: if_positive(psum)(x), 1)
+    x = jax.ShapeDtypeStruct((1, 5), jnp.float32)
+
+    self.assertEmpty(
+        shard_transforms.monitoring.wire_report(mapped, 0.0, x).warnings
+    )
+
+
+def _on_mesh(fn, *specs, out_specs=P()):
+  """Returns a function of arrays of shape [4, 8], on 2 hosts of 4 cores."""
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.sharding.AbstractMesh((2, 4), ('host', 'core'), axis_types=auto)
+  return jax.shard_map(
+      fn, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+  )
+
+
+class AxesTest(parameterized.TestCase):
+
+  def found(self, fn):
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    return shard_transforms.monitoring.wire_report(fn, x).warnings
+
+  @cases.parameters(
+      (P('host'), 'core', None),
+      (P('host'), 'host', "'host'"),
+      (P('host'), ('host', 'core'), "'host'"),
+      (P(None, ('host', 'core')), ('host', 'core'), "'host', 'core'"),
+      (P('core', 'host'), 'core', "'core'"),
+      (P(), ('host', 'core'), None),
+  )
+  def test_names_those_over_which_shards_decide(self, spec, axes, named):
+    fn = if_positive(lambda x: lax.psum(x, axes))
+
+    found = self.found(_on_mesh(fn, spec, out_specs=spec))
+
+    if named is None:
+      self.assertEmpty(found)
+    else:
+      (warning,) = found
+      self.assertIn(f'runs `psum` over {named} under', warning)
+
+  def test_a_sum_over_one_leaves_the_other(self):
+    def fn(x):
+      decision = jnp.sum(lax.psum(x, 'core')) > 0
+      return lax.cond(
+          decision, lambda x: lax.psum(x, ('host', 'core')), lambda x: x, x
+      )
+
+    (warning,) = self.found(_on_mesh(fn, P('host', 'core')))
+
+    self.assertIn("over 'host' under", warning)
+
+  def test_what_is_done_with_all_slices_is_alike(self):
+    choose = _on_mesh(
+        lambda flag, x: lax.cond(
+            flag[0, 0] > 0, lambda x: lax.psum(x, 'host'), lambda x: x, x
+        ),
+        *(P(), P('host')),
+    )
+    double = _on_mesh(lambda x: 2 * x, P('host'), out_specs=P('host'))
+
+    self.assertEmpty(self.found(lambda x: choose(x, x)))
+    self.assertEmpty(self.found(lambda x: choose(double(x), x)))
+    self.assertEmpty(self.found(lambda x: choose(-double(x), x)))
+    self.assertEmpty(
+        self.found(
+            lambda x: lax.cond(
+                jnp.sum(double(x)) > 0, lambda: choose(x, x), lambda: x[:2]
+            )
+        )
+    )
+
+  def test_slices_of_what_is_alike_differ(self):
+    mean = _on_mesh(lambda x: lax.pmean(x, 'host'), P('host'))
+    choose = _on_mesh(if_positive(lambda x: lax.psum(x, 'host')), P('host'))
+
+    self.assertLen(self.found(lambda x: choose(mean(x))), 1)
+
+
+class AxisSizesTest(parameterized.TestCase):
+
+  def found(self, fn):
+    return shard_transforms.monitoring.wire_report(
+        fn, PARAMS, axis_sizes={AXIS: 8}
+    ).warnings
+
+  def test_no_argument_is_said_to_differ(self):
+    self.assertEmpty(self.found(if_positive(psum)))
+
+  def test_places_differ(self):
+    self.assertLen(
+        self.found(lambda x: lax.cond(index() < 1, psum, lambda x: x, x)), 1
+    )
+
+
+AROUND = {
+    'apply_if_finite': lambda tx: optax.apply_if_finite(tx, 5),
+    'skip_not_finite': lambda tx: optax.MultiSteps(
+        tx, 2, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation(),
+}
+
+# Reductions, with the extra arguments that they need.
+REDUCTIONS = {
+    'cross_shard_mean': (mean_of(sgd), {}),
+    'one_by_one': (mean_of(sgd, bucket_bytes=0), {}),
+    'groups': (mean_of(sgd, groups=HALVES), {}),
+    'uneven_groups': (mean_of(sgd, groups=UNEVEN), {}),
+    'shard_update': (update_in_slices, {}),
+    'tower_reduce': (tower_reduce(2, mean_of(sgd), axis_name=AXIS), {}),
+    'drop_stale': (
+        drop_stale(2, mean_of(sgd), axis_name=AXIS),
+        {'local_step': 0},
+    ),
+    'guard': (guard(mean_of(sgd), AXIS), {}),
+}
+
+
+class TransformationTest(parameterized.TestCase):
+
+  @cases.product(
+      mode=STEPS_UNCHECKED, wrap=tuple(AROUND), name=tuple(REDUCTIONS)
+  )
+  def test_deciding_around_a_reduction_is_found(self, mode, wrap, name):
+    tx, extra_args = REDUCTIONS[name]
+    tx = AROUND[wrap](tx)
+
+    found = report_on_step(mode, tx, **extra_args).warnings
+
+    self.assertNotEmpty(found)
+    for warning in found:
+      self.assertRegex(warning, "^`cond` .*runs `.*` over 'data' under a")
+
+  @cases.parameters(*modes.PARALLEL_MODES)
+  def test_deciding_around_groups_is_found(self, mode):
+    tx = optax.apply_if_finite(mean_of(sgd, groups=HALVES), 5)
+
+    def fn(params, x):
+      params = shard_transforms.per_shard(params, AXIS)
+      updates = params * jnp.mean(x)
+      return tx.update(updates, tx.init(params), params)[0]
+
+    self.assertLen(warnings(mode, fn, PARAMS), 1)
+
+  def line_search_warnings(self, mode):
+    tx = optax.lbfgs()
+
+    def fn(params, x):
+      def loss(params):
+        return pmean(jnp.mean((x @ params - 1) ** 2))
+
+      value, grad = jax.value_and_grad(loss)(params)
+      grad = pmean(grad) if mode in UNCHECKED else grad
+      given = {'value': value, 'grad': grad, 'value_fn': loss}
+      return tx.update(grad, tx.init(params), params, **given)[0]
+
+    return warnings(mode, fn, PARAMS)
+
+  @cases.parameters(*UNCHECKED)
+  def test_line_search_by_own_gradients_is_found(self, mode):
+    # It takes those of `value_fn`, of which JAX sums only those that it tracks.
+    (warning,) = self.line_search_warnings(mode)
+
+    self.assertStartsWith(warning, '`while` ')
+
+  def test_line_search_by_summed_gradients_is_right(self):
+    self.assertEmpty(self.line_search_warnings('shard_map'))
+
+  @cases.product(
+      mode=(*modes.PARALLEL_MODES, 'pmap_of_copies'),
+      case=(
+          (mean_of(optax.apply_if_finite(sgd, 5)), {}),
+          (mean_of(optax.MultiSteps(sgd, 3).gradient_transformation()), {}),
+          (tower_reduce(3, mean_of(sgd), axis_name=AXIS), {}),
+          (tower_reduce(3, update_in_slices, axis_name=AXIS), {'weight': 2.0}),
+          (mean_of(tower_reduce(3, sgd)), {}),
+          (drop_stale(1, mean_of(sgd)), {'local_step': 0}),
+          (mean_of(drop_stale(1, sgd)), {'local_step': 0}),
+          (drop_stale(1, mean_of(sgd), axis_name=AXIS), {'local_step': 0}),
+          (guard(mean_of(sgd), AXIS), {}),
+          (guard(mean_of(sgd), AXIS, on_bad='exclude'), {'weight': 2.0}),
+          (mean_of(guard(sgd)), {}),
+          (mean_of(track_divergence(AXIS, every=3)), {}),
+          (update_in_slices, {}),
+      ),
+  )
+  def test_deciding_alike_is_right(self, mode, case):
+    tx, extra_args = case
+
+    report = report_on_step(mode, tx, **extra_args)
+
+    self.assertNotEmpty(report.collectives)
+    self.assertEmpty(report.warnings)
+
+  @cases.product(
+      mode=STEPS_UNCHECKED,
+      case=(
+          (optax.MultiSteps(mean_of(sgd), 3).gradient_transformation(), {}),
+          (
+              optax.transforms.conditionally_mask(
+                  mean_of(sgd), lambda step: step < 3
+              ),
+              {},
+          ),
+          (
+              drop_stale(
+                  1,
+                  tower_reduce(2, mean_of(sgd, groups=HALVES), axis_name=AXIS),
+                  axis_name=AXIS,
+              ),
+              {'local_step': 0},
+          ),
+          (guard(mean_of(sgd, groups=HALVES), AXIS), {}),
+      ),
+  )
+  def test_deciding_alike_is_right_where_types_refuse_it(self, mode, case):
+    tx, extra_args = case
+
+    report = report_on_step(mode, tx, **extra_args)
+
+    self.assertNotEmpty(report.collectives)
+    self.assertEmpty(report.warnings)
+
+  def test_gradient_through_a_mapped_branch_is_right(self):
+    def loss(params, x):
+      own = jnp.mean((x @ params) ** 2)
+      return lax.cond(pmean(own) > 1, pmean, lambda x: x, own)
+
+    mapped = modes.map_shards('shard_map_unchecked', loss)
+
+    def fn(params, x):
+      return jax.grad(lambda params: jnp.sum(mapped(params, x)))(params)
+
+    report = shard_transforms.monitoring.wire_report(fn, PARAMS, OWN)
+
+    self.assertNotEmpty(report.collectives)
+    self.assertEmpty(report.warnings)

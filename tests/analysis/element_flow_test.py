@@ -1,0 +1,199 @@
+"""Whole transformations are tested in elementwise_test and norms_test."""
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+import cases
+from shard_transforms._src.analysis import element_flow
+from shard_transforms._src.analysis import jaxprs
+
+CUT = element_flow.Cut((4,), ends_in_zeros=True)
+OTHER = element_flow.Cut((4,))
+ONE = element_flow.Uniform()
+TOTAL = element_flow.Uniform(is_total=True)
+PART = element_flow.Partial()
+TABLE = element_flow.Whole('a table')
+AXIS = 'data'
+
+
+def total(x):
+  return lax.psum(jnp.sum(x), AXIS)
+
+
+def kind_of(fn, *kinds):
+  """Returns the kind of what a function makes of values of these kinds."""
+  is_array = element_flow.Cut | element_flow.Whole
+  values = [jnp.ones((4,) * isinstance(kind, is_array)) for kind in kinds]
+  jaxpr = jax.make_jaxpr(fn, axis_env=[(AXIS, 8), ('model', 2)])(*values)
+  program = jaxprs.flatten(jaxpr.jaxpr)
+  (kind,), steps = element_flow.follow(program, kinds, 8, (AXIS,))
+  sums = [step for step in steps if step.name == 'reduce_sum']
+  return kind, len(sums)
+
+
+class ElementFlowTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (lambda x: x * x, True),
+      (lambda x: -jnp.abs(x), True),
+      (lambda x: jnp.square(x) + jnp.sqrt(x), True),
+      (lambda x: x**3, True),
+      (lambda x: 3 * x / 7, True),
+      (lambda x: x.astype(jnp.bfloat16), True),
+      (lambda x: jnp.maximum(x, 2 * x), True),
+      (lambda x: lax.complex(x, x).imag, True),
+      (lambda x: x + 1, False),
+      (lambda x: jnp.exp(x), False),
+      (lambda x: x**0, False),
+      (lambda x: x**-2, False),
+      (lambda x: 1 / x, False),
+      (lambda x: x / x, False),
+      (lambda x: jnp.maximum(x, 1), False),
+      (lambda x: jnp.where(x == 0, 1, x), False),
+      # Of -0.0, which is zero, too.
+      (lambda x: lax.bitcast_convert_type(-x, jnp.int32), False),
+      (lambda x: jnp.stack([x, -x]).max(0), True),
+      (lambda x: jnp.stack([x, x + 1]).min(0), False),
+  )
+  def test_knows_what_makes_zeros_of_zeros(self, fn, expected):
+    kind, _ = kind_of(fn, CUT)
+
+    self.assertIsInstance(kind, element_flow.Cut)
+    self.assertEqual(kind.ends_in_zeros, expected)
+
+  @cases.parameters(
+      (lambda x, y: x + y, False),
+      # Behind its end, the other may be infinite.
+      (lambda x, y: x * y, False),
+      (lambda x, y: x / y, False),
+  )
+  def test_both_must_end_in_zeros(self, fn, expected):
+    self.assertEqual(kind_of(fn, CUT, OTHER)[0].ends_in_zeros, expected)
+    self.assertFalse(kind_of(fn, OTHER, CUT)[0].ends_in_zeros)
+
+  def test_a_choice_by_one_number_keeps_zeros(self):
+    def fn(one, x):
+      return jnp.where(one > 0, x, 2 * x)
+
+    def branch(one, x):
+      return lax.cond(one > 0, lambda x: x, lambda x: x + 1, x)
+
+    self.assertTrue(kind_of(fn, ONE, CUT)[0].ends_in_zeros)
+    self.assertFalse(kind_of(branch, ONE, CUT)[0].ends_in_zeros)
+
+  @cases.parameters(
+      (lambda x: total(x**2), 1),
+      (lambda x: lax.psum(jnp.sum(x) + jnp.sum(2 * x), (AXIS, 'model')), 2),
+      (lambda x: lax.psum(sum([jnp.sum(x), jnp.sum(2 * x)]), AXIS), 2),
+      (lambda x: total(x).astype(jnp.bfloat16), 1),
+  )
+  def test_a_sum_over_all_slices_is_one_number(self, fn, num_sums):
+    self.assertEqual(kind_of(fn, CUT), (TOTAL, num_sums))
+    self.assertEqual(kind_of(lambda x: jnp.sqrt(fn(x)), CUT), (ONE, num_sums))
+
+  @cases.parameters(
+      # Each of them gives another number where all shards hold the whole.
+      (lambda x: lax.pmean(jnp.sum(x), AXIS), '`pmean` divides'),
+      (lambda x: lax.psum(total(x), AXIS), 'the same on all shards'),
+      (lambda x: lax.psum(jnp.sqrt(total(x)), AXIS), 'the same on all shards'),
+      (lambda x: lax.psum(x, AXIS), '`psum` takes several'),
+  )
+  def test_a_sum_over_slices_is_taken_once(self, fn, reason):
+    for scope in 'global_norm', 'clip_by_global_norm', 'other':
+      self.assertIn(reason, kind_of(jax.named_scope(scope)(fn), CUT)[0].reason)
+
+  @cases.parameters(
+      lambda x: x * lax.psum_scatter(jnp.arange(8.0), AXIS),
+      lambda x: x * lax.all_to_all(jnp.arange(8.0), AXIS, 0, 0)[0],
+      lambda x: x * lax.ppermute(jnp.float32(1), AXIS, [(0, 1)]),
+  )
+  def test_numbers_of_their_own_come_from_collectives(self, fn):
+    self.assertIn('of their own', kind_of(fn, CUT)[0].reason)
+
+  @cases.parameters(
+      lambda x: x * lax.pmax(jnp.float32(1), AXIS),
+      lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),
+  )
+  def test_what_is_sent_may_be_the_same_on_all_shards(self, fn):
+    self.assertIsInstance(kind_of(fn, CUT)[0], element_flow.Cut)
+
+  @cases.parameters(
+      (lambda x: jnp.sum(x), PART),
+      (lambda x: jnp.sum(x) + jnp.sum(x), PART),
+      (lambda x: jnp.sum(x).astype(jnp.bfloat16), PART),
+      (lambda x: jnp.float32(0) + jnp.sum(x), PART),
+      (lambda x: sum([jnp.sum(x), jnp.sum(-x)]), PART),
+  )
+  def test_a_sum_over_a_slice_is_a_part(self, fn, expected):
+    self.assertEqual(kind_of(fn, CUT)[0], expected)
+
+  @cases.parameters(
+      (lambda x: 2 * jnp.sum(x), 'as if over all'),
+      (lambda x: jnp.sqrt(jnp.sum(x)), 'as if over all'),
+      (lambda x: x / jnp.sum(x), 'as if over all'),
+      (lambda x: 1 + jnp.sum(x), 'as if over all'),
+      (lambda x: lax.pmax(jnp.sum(x), AXIS), 'as if over all'),
+      (lambda x: jnp.sum(x + 1), 'may not be zero'),
+      (lambda x: jnp.sum(x.reshape(2, 2), 1), 'several of them together'),
+      (lambda x: jnp.max(x), '`reduce_max` takes several'),
+      (lambda x: x * lax.axis_index(AXIS), 'numbers of their own'),
+      (
+          lambda x: x
+          * lax.fori_loop(0, 2, lambda i, y: y + lax.axis_index(AXIS), 1),
+          'numbers of their own',
+      ),
+  )
+  def test_says_what_is_wrong(self, fn, reason):
+    kind, num_sums = kind_of(fn, CUT)
+
+    self.assertIsInstance(kind, element_flow.Mixed)
+    self.assertIn(reason, kind.reason)
+    self.assertLessEqual(num_sums, 1)
+
+  def test_whole_numbers_do_not_add_up(self):
+    kind, _ = kind_of(lambda x: jnp.sum(x).astype(jnp.int32), CUT)
+
+    self.assertIn('as if over all', kind.reason)
+
+  @cases.parameters(0, 1)
+  def test_a_sum_along_one_dimension_is_none_over_all(self, dimension):
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sum(x, dimension))(jnp.ones((4, 4)))
+    cut = element_flow.Cut((4, 4), ends_in_zeros=True)
+
+    program = jaxprs.flatten(jaxpr.jaxpr)
+    (kind,), _ = element_flow.follow(program, [cut], 8, (AXIS,))
+
+    self.assertIsInstance(kind, element_flow.Mixed)
+
+  def test_a_sum_over_other_axes_is_none_over_all(self):
+    def fn(x):
+      return lax.psum(jnp.sum(x), 'model')
+
+    self.assertIsInstance(kind_of(fn, CUT)[0], element_flow.Mixed)
+
+  def test_a_sum_over_some_slices_is_none_over_all(self):
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def fn(x):
+      return lax.psum(jnp.sum(x), AXIS, axis_index_groups=groups)
+
+    self.assertIsInstance(kind_of(fn, CUT)[0], element_flow.Mixed)
+
+  def test_knows_sums_within_branches(self):
+    def fn(one, x):
+      return lax.cond(one > 0, total, jnp.max, x)
+
+    def same(one, x):
+      return lax.cond(one > 0, total, lambda x: 2 * total(x), x)
+
+    self.assertIsInstance(kind_of(fn, ONE, CUT)[0], element_flow.Mixed)
+    self.assertEqual(kind_of(same, ONE, CUT), (ONE, 2))
+    self.assertIsInstance(kind_of(same, PART, CUT)[0], element_flow.Mixed)
+
+  def test_a_table_stays_one(self):
+    self.assertEqual(kind_of(lambda x: x[::-1], TABLE)[0], TABLE)
+    self.assertEqual(kind_of(jnp.sum, TABLE)[0], ONE)
+    kind, _ = kind_of(lambda x, y: x * y, CUT, TABLE)
+    self.assertIn('a table has other numbers', kind.reason)

@@ -1,0 +1,160 @@
+from absl.testing import parameterized
+
+import cases
+from shard_transforms._src.analysis.hlo import flow as hlo_flow
+from shard_transforms._src.analysis.hlo import text as hlo_text
+
+# A loop of which the first value stays, the second is added to by a fusion, and
+# the third is swapped with the fourth.
+TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+add {
+  x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT z = f32[] add(x, y)
+}
+
+fused {
+  a = f32[3]{0} parameter(0)
+  b = f32[3]{0} parameter(1)
+  half = f32[] constant(0.5)
+  halves = f32[3]{0} broadcast(half), dimensions={}
+  scaled = f32[3]{0} multiply(a, halves)
+  sum = f32[3]{0} add(scaled, b)
+  ROOT both = (f32[3]{0}, f32[3]{0}) tuple(sum, scaled)
+}
+
+ENTRY body {
+  p = (f32[3], f32[3], f32[3], f32[3]) parameter(0)
+  same = f32[3]{0} get-tuple-element(p), index=0
+  total = f32[3]{0} get-tuple-element(p), index=1
+  third = f32[3]{0} get-tuple-element(p), index=2
+  third.again = f32[3]{0} get-tuple-element(p), index=2
+  start = (f32[3], f32[3]) all-reduce-start(same, third), to_apply=add
+  done = (f32[3], f32[3]) all-reduce-done(start)
+  first = f32[3]{0} get-tuple-element(done), index=0
+  second = f32[3]{0} get-tuple-element(done), index=1
+  fusion = (f32[3]{0}, f32[3]{0}) fusion(first, total), kind=kLoop, calls=fused
+  new.total = f32[3]{0} get-tuple-element(fusion), index=0
+  copy = f32[3]{0} copy(third.again)
+  t = (f32[3], f32[3], f32[3]) tuple(same, new.total, second)
+  barrier = (f32[3], f32[3], f32[3]) opt-barrier(t)
+  out = f32[3]{0} get-tuple-element(barrier), index=1
+  ROOT r = (f32[3], f32[3], f32[3], f32[3]) tuple(same, out, second, copy)
+}
+"""
+MODULE = hlo_text.parse(TEXT)
+GRAPH = hlo_flow.graph(MODULE, MODULE.entry)
+
+
+def names(nodes):
+  return [node.instruction.name for node in nodes]
+
+
+class GraphTest(parameterized.TestCase):
+
+  def test_looks_into_fusions_and_through_tuples(self):
+    self.assertEqual(names(GRAPH.outputs), ['same', 'sum', 'second', 'copy'])
+    (total,) = [n for n in GRAPH.nodes if n.instruction.name == 'sum']
+    self.assertEqual(names(total.inputs), ['scaled', 'total'])
+
+  def test_knows_users(self):
+    (first,) = [n for n in GRAPH.nodes if n.instruction.name == 'first']
+
+    self.assertEqual(names(first.users), ['scaled'])
+
+  def test_has_each_part_of_an_argument_once(self):
+    carry = GRAPH.carry()
+
+    self.assertEqual(sorted(carry), [0, 1, 2])
+    self.assertEqual(names([carry[2]]), ['third'])
+    self.assertEqual(names(carry[2].users), ['start', 'copy'])
+
+  def test_has_a_whole_argument(self):
+    fused = hlo_flow.graph(MODULE, MODULE.computations['add'])
+
+    self.assertEqual(names(fused.carry().values()), ['x', 'y'])
+
+  def test_finds_what_a_collective_gives(self):
+    (start,) = [n for n in GRAPH.nodes if n.instruction.name == 'start']
+
+    self.assertEqual(names(hlo_flow.results(start)), ['first', 'second'])
+
+  def test_tells_numbers(self):
+    numbers = [node for node in GRAPH.nodes if node.is_number]
+
+    self.assertEqual(names(numbers), ['half', 'halves'])
+
+  def test_follows_values_back(self):
+    found = hlo_flow.sources(GRAPH.outputs[3], hlo_flow.MOVES)
+
+    self.assertEqual(names(found), ['p'])
+    found = hlo_flow.sources(GRAPH.outputs[3], ('copy',))
+    self.assertEqual(names(found), ['third'])
+
+
+LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+no_more {
+  yes = pred[] parameter(0)
+  ROOT no = pred[] constant(false)
+}
+
+moved {
+  yes = pred[] parameter(0)
+  ROOT again = pred[] copy(yes)
+}
+
+is_due {
+  p = (f32[3], pred[]) parameter(0)
+  due = pred[] get-tuple-element(p), index=1
+  ROOT r = pred[] fusion(due), kind=kLoop, calls=moved
+}
+
+body {
+  p = (f32[3], pred[]) parameter(0)
+  x = f32[3] get-tuple-element(p), index=0
+  due = pred[] get-tuple-element(p), index=1
+  false = pred[] constant(false)
+  not = pred[] not(due)
+  next = pred[] NEXT
+  ROOT r = (f32[3], pred[]) tuple(x, next)
+}
+
+one_is_due {
+  ROOT due = pred[] parameter(0)
+}
+
+one {
+  due = pred[] parameter(0)
+  ROOT false = pred[] constant(false)
+}
+
+ENTRY main {
+  p = (f32[3], pred[]) parameter(0)
+  alone = pred[] get-tuple-element(p), index=1
+  one = pred[] while(alone), condition=one_is_due, body=one
+  ROOT loop = (f32[3], pred[]) while(p), condition=is_due, body=body
+}
+"""
+
+
+class LoopTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ('copy(false)', True),
+      ('bitcast(false)', True),
+      ('fusion(due), kind=kLoop, calls=no_more', True),
+      ('copy(due)', False),
+      ('fusion(due), kind=kLoop, calls=moved', False),
+      ('copy(not)', False),
+  )
+  def test_turns_at_most_once_if_the_next_decision_is_false(self, text, once):
+    module = hlo_text.parse(LOOP.replace('NEXT', text))
+
+    self.assertEqual(
+        hlo_flow.turns_at_most_once(module, module.entry.root), once
+    )
+    # One that carries nothing but the decision is no tuple.
+    one = module.entry.instructions['one']
+    self.assertTrue(hlo_flow.turns_at_most_once(module, one))

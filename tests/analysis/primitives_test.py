@@ -1,0 +1,50 @@
+import sys
+
+from absl.testing import absltest
+import jax
+import jax.extend
+
+from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import primitives
+
+# Names that the version of JAX at hand must not have: each line of JAX that the
+# tables were read from lacks some of the other.
+MISSING = {
+    (0, 10): {'log2', 'one_minus_square', 'polynomial'},
+}
+
+
+def installed():
+  """Returns the primitives of the installed JAX, by their common names."""
+  modules = [
+      module for name, module in list(sys.modules.items()) if name[:3] == 'jax'
+  ]
+  return {
+      jaxprs.common_name(thing.name)
+      for module in modules
+      for thing in vars(module).values()
+      if isinstance(thing, jax.extend.core.Primitive)
+  }
+
+
+class PrimitivesTest(absltest.TestCase):
+
+  def test_each_is_a_primitive_of_the_installed_jax(self):
+    known = frozenset().union(
+        primitives.ELEMENTWISE,
+        primitives.KEEPS_ZEROS,
+        primitives.LINEAR,
+        primitives.MOVING,
+        primitives.SENDING,
+        primitives.TOGETHER,
+    )
+
+    missing = MISSING.get(jax.__version_info__[:2], set())
+    self.assertEqual(known - installed(), missing)
+
+  def test_tables_do_not_contradict_each_other(self):
+    self.assertEmpty(primitives.ELEMENTWISE & primitives.MOVING)
+    self.assertEmpty(primitives.ELEMENTWISE & primitives.TOGETHER)
+    self.assertEmpty(primitives.MOVING & primitives.TOGETHER)
+    self.assertEmpty(primitives.REPLICATED & primitives.SCATTERING)
+    self.assertContainsSubset(primitives.KEEPS_ZEROS, primitives.ELEMENTWISE)

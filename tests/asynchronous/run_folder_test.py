@@ -1,0 +1,263 @@
+import os
+import shutil
+from unittest import mock
+
+from absl.testing import parameterized
+import numpy as np
+import optax
+import pytest
+
+import asynchronous_cases
+import cases
+from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import run_folder
+
+TASK = asynchronous_cases.TASK
+TX = optax.adam(0.1)
+# Where the ages differ, and some gradients are dropped.
+OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
+
+
+class RecoveryTest(parameterized.TestCase):
+  """Resumes a run of 30 updates that was cut off."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+
+  def cut(self, num_records, num_checkpoints=0):
+    """Trains, and leaves the files of a run that was killed."""
+    asynchronous_cases.train(TASK, TX, folder=self.folder, **OPTIONS)
+    path = self.folder / 'journal.bin'
+    size = asynchronous.read_journal(self.folder).itemsize
+    num_all = len(asynchronous.read_journal(self.folder))
+    os.truncate(path, path.stat().st_size - size * (num_all - num_records))
+    saved = sorted(
+        (self.folder / 'checkpoints').iterdir(), key=lambda p: int(p.name)
+    )
+    for folder in saved[num_checkpoints:]:
+      shutil.rmtree(folder)
+
+  def resume(self, task=TASK, tx=TX, **options):
+    return asynchronous_cases.train(
+        task, tx, folder=self.folder, **(OPTIONS | options)
+    )
+
+  @cases.parameters(
+      ('again', 11, 0), ('again', 38, 1), ('forget', 11, 0), ('forget', 38, 1)
+  )
+  @pytest.mark.slow_after(2)
+  def test_loses_no_update_and_counts_no_batch_twice(
+      self, on_drop, num_records, num_checkpoints
+  ):
+    self.cut(num_records, num_checkpoints)
+    before = asynchronous.read_journal(self.folder).copy()
+
+    result = self.resume(on_drop=on_drop)
+
+    journal = asynchronous.read_journal(self.folder)
+    self.assertEqual(journal[:num_records].tobytes(), before.tobytes())
+    accepted = asynchronous_cases.accepted(journal)
+    np.testing.assert_array_equal(accepted['global_step'], np.arange(30))
+    self.assertLen(set(accepted['batch'].tolist()), 30)
+    self.assertGreater(result.report.num_recovered, 0)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(self.folder, TASK, TX), result
+    )
+
+  @pytest.mark.slow
+  def test_every_batch_is_done_in_the_end(self):
+    self.cut(11)
+
+    self.resume()
+
+    accepted = asynchronous_cases.accepted(
+        asynchronous.read_journal(self.folder)
+    )
+    # Beyond the last, four were in flight at most.
+    self.assertContainsSubset(range(26), accepted['batch'].tolist())
+
+  @pytest.mark.slow
+  def test_resumes_from_before_a_damaged_checkpoint(self):
+    self.resume()
+    for path in (self.folder / 'checkpoints/30').rglob('*'):
+      if path.is_file():
+        path.write_bytes(bytes(path.stat().st_size))
+    first = asynchronous.replay(self.folder, TASK, TX)
+
+    with self.assertWarnsRegex(RuntimeWarning, 'Checkpoint 30'):
+      again = self.resume()
+
+    asynchronous_cases.assert_same_bits(first, again)
+    self.assertGreater(again.report.num_recovered, 0)
+
+  def test_finished_run_ends_at_once(self):
+    first = self.resume()
+
+    again = self.resume()
+
+    asynchronous_cases.assert_same_bits(first, again)
+    self.assertEqual(again.report.global_step, 30)
+    self.assertEqual(again.report.num_dropped, first.report.num_dropped)
+
+  def test_refuses_checkpoints_without_their_journal(self):
+    self.resume()
+    (self.folder / 'journal.bin').unlink()
+
+    with self.assertRaisesRegex(ValueError, 'must have at least .* got 0'):
+      self.resume()
+
+  @cases.parameters(0, 1)
+  @pytest.mark.slow_after(1)
+  def test_refuses_another_task(self, num_checkpoints):
+    self.cut(38, num_checkpoints)
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        lambda number: asynchronous_cases.batch(number) + 1,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+      self.resume(task)
+    self.assertLen(asynchronous.read_journal(self.folder), 38)
+
+  def test_refuses_another_task_where_a_checkpoint_has_all(self):
+    self.resume()
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        lambda number: asynchronous_cases.batch(number) + 1,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+      self.resume(task, num_updates=35)
+
+  def test_refuses_another_optimizer_and_other_parameters(self):
+    self.resume()
+    task = asynchronous.Task(
+        lambda: {'w': np.ones(3, np.float32)},
+        asynchronous_cases.gradient,
+        asynchronous_cases.batch,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must be of the same optimizer'):
+      self.resume(tx=optax.adam(0.2))
+    with self.assertRaisesRegex(ValueError, 'same initial parameters'):
+      self.resume(task)
+
+  def test_random_keys_of_an_optimizer_are_restored(self):
+    tx = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+
+    self.resume(tx=tx, num_updates=10)
+    result = self.resume(tx=tx, num_updates=15)
+
+    again = asynchronous.replay(self.folder, TASK, tx)
+    asynchronous_cases.assert_same_bits(
+        *map(parameter_server.unwrap_keys, (again[:2], result[:2]))
+    )
+
+
+class RunFolderTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+    self.server = self.make_server()
+
+  def make_server(self):
+    return parameter_server.ParameterServer(TX, np.zeros(3, np.float32))
+
+  def open(self):
+    folder = run_folder.RunFolder(self.folder, {'optimizer': 'a'})
+    self.addCleanup(folder.close)
+    return folder
+
+  def update(self, folder, num_updates):
+    """Accepts gradients and saves a checkpoint after each."""
+    for _ in range(num_updates):
+      folder.journal.write(batch=0)
+      self.server.accept(np.ones(3, np.float32), self.server.global_step, None)
+      folder.save(self.server, mock.Mock(next_batch=3, ready=[1]))
+    folder.close()
+
+  def test_restores_a_server(self):
+    self.update(self.open(), 1)
+    folder, server = self.open(), self.make_server()
+
+    found = folder.restore(server)
+
+    self.assertEqual(found[0], 1)
+    self.assertEqual(found[2:], (3, [1]))
+    self.assertEqual(folder.saved_step, 1)
+    asynchronous_cases.assert_same_bits(
+        (server.params, server.state), (self.server.params, self.server.state)
+    )
+
+  def test_empty_folder_changes_nothing(self):
+    self.assertEqual(self.open().restore(self.server), (0, 0, 0, ()))
+    self.assertEqual(self.server.global_step, 0)
+
+  def test_saves_a_step_once(self):
+    folder = self.open()
+    folder.save(self.server, None)
+    folder.close()
+
+    self.assertEmpty(list((self.folder / 'checkpoints').iterdir()))
+
+  def test_keeps_the_last_two(self):
+    self.update(self.open(), 3)
+
+    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
+
+    self.assertEqual(saved, {'2', '3'})
+
+  def test_warns_of_changed_bits_and_takes_the_checkpoint_before(self):
+    self.update(self.open(), 2)
+    digest = run_folder.digests.digest
+    digests = mock.Mock(
+        side_effect=lambda tree: digests.call_count == 1 or digest(tree)
+    )
+    folder = self.open()
+
+    with (
+        mock.patch.object(run_folder.digests, 'digest', digests),
+        self.assertWarnsRegex(RuntimeWarning, 'Checkpoint 2 .* its bits have'),
+    ):
+      found = folder.restore(self.server)
+
+    self.assertEqual(found.num_records, 1)
+    self.assertEqual(folder.saved_step, 1)
+
+  def test_names_the_folder_of_a_checkpoint_that_cannot_be_written(self):
+    folder = self.open()
+    # A write that fails leaves coroutines behind, which warn in later tests.
+    write = mock.patch.object(
+        run_folder.ocp.CheckpointManager, 'save', side_effect=ValueError(1)
+    )
+
+    with (
+        write,
+        self.assertRaisesRegex(
+            OSError, 'A checkpoint must be written to .*, got ValueError: 1'
+        ),
+    ):
+      self.update(folder, 1)
+
+  def test_refuses_a_journal_that_has_lost_records(self):
+    self.update(self.open(), 4)
+    path = self.folder / 'journal.bin'
+    path.write_bytes(path.read_bytes()[:-100])
+
+    with self.assertRaisesRegex(ValueError, 'at least 4 records, .* got 2'):
+      self.open().restore(self.server)
+
+  def test_refuses_the_journal_of_another_run(self):
+    self.update(self.open(), 1)
+    (self.folder / 'journal.bin').unlink()
+    folder = self.open()
+    folder.journal.write(batch=1)
+    folder.close()
+
+    with self.assertRaisesRegex(ValueError, 'one of 1 updates of another run'):
+      self.open().restore(self.server)

@@ -1,0 +1,119 @@
+import dataclasses
+from unittest import mock
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import aggregators
+from shard_transforms import compression
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import thresholds
+
+PARAMS = [jnp.zeros(100)] * 40
+TRANSFORMATIONS = {
+    'cross_shard_mean': shard_transforms.cross_shard_mean(modes.AXIS),
+    'shard_update': shard_transforms.shard_update(optax.sgd(0.1), modes.AXIS),
+    'coordinate_median': aggregators.coordinate_median(modes.AXIS),
+    'trimmed_mean': aggregators.trimmed_mean(modes.AXIS, 1),
+    'majority_vote': aggregators.majority_vote(modes.AXIS),
+    'compressed_mean': compression.compressed_mean(
+        modes.AXIS, compression.quantize(8)
+    ),
+}
+
+
+def _mesh_of(platform):
+  """Returns a mesh over devices of a platform that need not be here."""
+  mesh = modes.mesh().abstract_mesh
+  device = dataclasses.replace(mesh.abstract_device, platform=platform)
+  return jax.sharding.AbstractMesh(
+      mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device
+  )
+
+
+def _program(update, mesh, params):
+  """Returns the text of the jaxpr of an update on shards."""
+  mapped = jax.shard_map(
+      update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+  )
+  return str(jax.make_jaxpr(mapped)(params))
+
+
+def _num_sent(program):
+  names = 'psum', 'reduce_scatter', 'all_gather', 'all_to_all'
+  return sum(program.count(f'= {name}[') for name in names)
+
+
+def _updated(tx):
+  return lambda params: tx.update(params, tx.init(params), params)[0]
+
+
+class ThresholdsTest(parameterized.TestCase):
+
+  @cases.parameters('gpu', 'tpu')
+  def test_nothing_is_measured_but_on_cpus(self, platform):
+    with mock.patch.object(axes_lib, 'platform', return_value=platform):
+      found = thresholds.measured()
+
+    self.assertEqual(dataclasses.astuple(found), ((), (), None, 0, 0, 0))
+
+  @cases.product(name=tuple(TRANSFORMATIONS), platform=('gpu', 'tpu'))
+  def test_auto_packs_nothing_for_a_platform_without_figures(
+      self, name, platform
+  ):
+    program = _program(
+        _updated(TRANSFORMATIONS[name]), _mesh_of(platform), PARAMS
+    )
+
+    self.assertGreaterEqual(_num_sent(program), len(PARAMS))
+
+  @cases.parameters('cross_shard_mean', 'shard_update', 'majority_vote')
+  def test_auto_packs_on_cpus(self, name):
+    program = _program(_updated(TRANSFORMATIONS[name]), modes.mesh(), PARAMS)
+
+    self.assertLess(_num_sent(program), len(PARAMS))
+
+  def test_a_number_of_bytes_packs_everywhere(self):
+    tx = shard_transforms.cross_shard_mean(modes.AXIS, bucket_bytes=10_000)
+
+    program = _program(_updated(tx), _mesh_of('gpu'), PARAMS)
+
+    self.assertTrue('concatenate[' in program)
+
+  @cases.parameters(('cpu', 0), ('gpu', 1))
+  def test_median_sorts_by_a_network_on_cpus(self, platform, num_sorts):
+    update = _updated(TRANSFORMATIONS['coordinate_median'])
+
+    program = _program(update, _mesh_of(platform), PARAMS[:1])
+
+    self.assertEqual(program.count('= sort['), num_sorts)
+
+  def test_adasum_handles_rows_together_and_leaves_alone_elsewhere(self):
+    update = _updated(aggregators.adasum(modes.AXIS))
+
+    cpu, gpu = (
+        _program(update, _mesh_of(platform), PARAMS)
+        for platform in ('cpu', 'gpu')
+    )
+
+    self.assertLess(cpu.count('= all_to_all['), len(PARAMS))
+    self.assertEqual(gpu.count('= all_to_all['), len(PARAMS))
+    self.assertTrue(':f32[4,13] = mul' in gpu)
+    self.assertFalse(':f32[4,13] = mul' in cpu)
+
+  @cases.parameters(('cpu', 2), ('gpu', 4))
+  def test_factors_are_multiplied_as_outer_products_on_cpus(
+      self, platform, num_products
+  ):
+    tx = compression.power_sgd(modes.AXIS, 2)
+    matrix = jnp.zeros((64, 48))
+
+    program = _program(_updated(tx), _mesh_of(platform), matrix)
+
+    self.assertEqual(program.count('= dot_general['), num_products)

@@ -1,0 +1,482 @@
+import functools
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms._src.base import axes as axes_lib
+
+AXIS = modes.AXIS
+WEIGHING = {
+    'drop_stale': functools.partial(
+        shard_transforms.drop_stale, 9, axis_name=AXIS
+    ),
+    'guard': functools.partial(
+        shard_transforms.guard, axis_name=AXIS, on_bad='exclude'
+    ),
+    'one_tower': functools.partial(
+        shard_transforms.tower_reduce, 1, axis_name=AXIS
+    ),
+    'scale_by_staleness': functools.partial(
+        shard_transforms.scale_by_staleness, 'inverse', axis_name=AXIS
+    ),
+    'tower_reduce': functools.partial(
+        shard_transforms.tower_reduce, 2, axis_name=AXIS
+    ),
+}
+GATES = {
+    'drop_stale': lambda inner: shard_transforms.drop_stale(0, inner),
+    'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
+}
+
+
+def _pass_or_stop(gate, inner, params, updates):
+  """Returns (updates, inner state) where `inner` did not run, and where so."""
+  tx = GATES[gate](inner)
+  state = tx.init(params)
+  late = -1 if gate == 'drop_stale' else 0
+  stopped = tx.update(updates, state, params, local_step=late)
+  passed = tx.update(updates, stopped[1], params, local_step=0)
+  return [(out, state.inner_state) for out, state in (stopped, passed)]
+
+
+class GateTest(parameterized.TestCase):
+
+  @cases.parameters(*GATES)
+  def test_keeps_every_bit_of_the_state_when_closed(self, gate):
+    odd = {
+        'zero': jnp.array([-0.0, 0.0]),
+        'nan': jnp.array([jnp.nan, jnp.inf]),
+        'int': jnp.array([7, -7]),
+        'bool': jnp.array([True]),
+        'half': jnp.array([1e-7, -0.0], jnp.bfloat16),
+        'key': jax.random.key(3),
+        'none': None,
+    }
+
+    def update(updates, state, params=None):
+      del params
+      return updates, jax.tree.map(_changed, state)
+
+    inner = optax.GradientTransformation(lambda _: odd, update)
+
+    (_, kept), (_, changed) = _pass_or_stop(
+        gate, inner, jnp.ones(3), jnp.ones(3)
+    )
+
+    chex.assert_trees_all_equal(_bits(kept), _bits(odd), strict=True)
+    chex.assert_trees_all_equal(
+        _bits(changed), _bits(jax.tree.map(_changed, odd)), strict=True
+    )
+
+  @cases.parameters(*GATES)
+  def test_gives_zeros_like_the_inner_updates_when_closed(self, gate):
+    params = {'w': jnp.ones((3, 5)), 'h': jnp.ones(4, jnp.bfloat16), 'n': None}
+    to_half = optax.stateless(
+        lambda updates, _: optax.tree.cast(updates, jnp.float16)
+    )
+
+    (stopped, _), (passed, _) = _pass_or_stop(gate, to_half, params, params)
+
+    zeros = {
+        'w': np.zeros((3, 5), 'float16'),
+        'h': np.zeros(4, 'float16'),
+        'n': None,
+    }
+    chex.assert_trees_all_equal(stopped, zeros, strict=True)
+    ones = jax.tree.map(np.ones_like, zeros)
+    chex.assert_trees_all_equal(passed, ones, strict=True)
+
+  @cases.parameters(*GATES)
+  def test_traces_inner_once(self, gate):
+    calls = []
+
+    def update(updates, state, params=None):
+      del params
+      calls.append(state)
+      return updates, state
+
+    inner = optax.GradientTransformation(lambda _: jnp.zeros(()), update)
+    tx = GATES[gate](inner)
+
+    jax.eval_shape(
+        lambda u: tx.update(u, tx.init(u), local_step=0), jnp.ones(3)
+    )
+
+    self.assertLen(calls, 1)
+
+  @cases.product(gate=tuple(GATES), mode=modes.MODES)
+  def test_sends_nothing_outside_of_its_branch(self, gate, mode):
+    inner = shard_transforms.cross_shard_mean(modes.AXIS)
+    tx = GATES[gate](inner)
+
+    def shard(step, x):
+      marked = shard_transforms.per_shard(jnp.zeros(3), modes.AXIS)
+      state = tx.init(marked if gate == 'tower_reduce' else jnp.zeros(3))
+      return tx.update(x, state, local_step=step)[0]
+
+    jaxpr = jax.make_jaxpr(modes.map_shards(mode, shard))(0, jnp.ones((8, 3)))
+
+    outside, inside = _collectives(jaxpr.jaxpr)
+    self.assertEmpty(outside)
+    self.assertLen(inside, 1)
+
+  @cases.parameters(*GATES)
+  def test_refuses_an_inner_that_changes_the_tree_of_its_state(self, gate):
+    inner = optax.GradientTransformation(
+        lambda params: {'momentum': params},
+        lambda updates, state, params=None: (updates, {'other': updates}),
+    )
+
+    with self.assertRaisesRegex(
+        ValueError,
+        'The inner transformation must keep the tree of its state, got .*other'
+        '.* instead of .*momentum.*`optax.masked`',
+    ):
+      _pass_or_stop(gate, inner, jnp.ones(3), jnp.ones(3))
+
+  def test_refuses_a_decision_that_differs_between_shards(self):
+    tx = shard_transforms.drop_stale(0, optax.sgd(1.0))
+
+    def shard(x, local_step):
+      return tx.update(x, tx.init(x), local_step=local_step)[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        r'must be decided the same way on all shards, but the decision is typed'
+        r' bool\[\]\{V:data\}. Give `axis_name`',
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(3), jnp.arange(8))
+
+  @cases.parameters(*GATES)
+  def test_what_varies_after_either_branch_is_typed_as_varying(self, gate):
+    inner = optax.trace(0.9)
+    tx = GATES[gate](inner)
+
+    def shard(params, x):
+      own = shard_transforms.per_shard(params, modes.AXIS)
+      state = tx.init(own if gate == 'tower_reduce' else params)
+      # The momentum is the same on all shards, until it takes up `x`.
+      state = state._replace(inner_state=inner.init(params))
+      updates, state = tx.update(x, state, local_step=0)
+      for leaf in updates, state.inner_state.trace:
+        self.assertEqual(axes_lib.varying_axes(leaf), {modes.AXIS})
+      return updates
+
+    mapped = modes.map_shards('shard_map', shard)
+    jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
+
+  @cases.parameters(*GATES)
+  def test_what_only_inner_makes_the_same_is_typed_as_varying(self, gate):
+    # The state differs between shards until `inner` has run once.
+    average = optax.GradientTransformation(
+        lambda params: params,
+        lambda updates, _, params=None: (
+            updates,
+            lax.pmean(updates, modes.AXIS),
+        ),
+    )
+    tx = GATES[gate](average)
+
+    def shard(params, x):
+      own = shard_transforms.per_shard(params, modes.AXIS)
+      _, state = tx.update(x, tx.init(own), local_step=0)
+      self.assertEqual(axes_lib.varying_axes(state.inner_state), {modes.AXIS})
+      return x
+
+    mapped = modes.map_shards('shard_map', shard)
+    jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
+
+  @cases.parameters(*GATES)
+  def test_what_is_the_same_on_all_shards_stays_so(self, gate):
+    inner = optax.chain(
+        shard_transforms.cross_shard_mean(modes.AXIS), optax.trace(0.9)
+    )
+    tx = GATES[gate](inner)
+
+    def shard(params, x):
+      own = shard_transforms.per_shard(params, modes.AXIS)
+      state = tx.init(own if gate == 'tower_reduce' else params)
+      state = state._replace(inner_state=inner.init(params))
+      updates, state = tx.update(x, state, local_step=0)
+      for leaf in jax.tree.leaves((updates, state.inner_state)):
+        self.assertEmpty(axes_lib.varying_axes(leaf))
+      return updates
+
+    mapped = modes.map_shards('shard_map', shard)
+    jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
+
+  @cases.product(gate=tuple(GATES), kind=(AxisType.Auto, AxisType.Explicit))
+  def test_works_where_a_mesh_axis_is_not_mapped(self, gate, kind):
+    mesh = jax.make_mesh((2, 4), ('data', 'model'), (kind,) * 2)
+    mean = shard_transforms.cross_shard_mean('data')
+    tx = GATES[gate](optax.chain(mean, optax.trace(0.5)))
+
+    def shard(params, x):
+      grad = shard_transforms.value_and_grad(
+          lambda w: jnp.sum(w * x[0]), 'data'
+      )
+      _, grads = grad(params)
+      own = shard_transforms.per_shard(params, 'data')
+      state = tx.init(own if gate == 'tower_reduce' else params)
+      state = state._replace(inner_state=tx.init(params).inner_state)
+      late = -1 if gate == 'drop_stale' else 0
+      stopped, state = tx.update(grads, state, local_step=late)
+      passed, _ = tx.update(grads, state, local_step=0)
+      return stopped, passed
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(P(), P('data')),
+        out_specs=P(),
+        axis_names={'data'},
+    )
+
+    def put(x, *spec):
+      return jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
+
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+
+    stopped, passed = jax.jit(mapped)(
+        put(np.ones(8, np.float32), 'model'), put(x, 'data', 'model')
+    )
+
+    np.testing.assert_array_equal(stopped, np.zeros(8))
+    np.testing.assert_array_equal(passed, x.mean(0))
+
+
+def _changed(leaf):
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return jax.random.fold_in(leaf, 1)
+  return ~leaf if leaf.dtype == bool else leaf + 1
+
+
+def _bits(tree):
+  """Returns the bits of each leaf, so that a NaN equals itself."""
+
+  def bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).view(f'u{leaf.dtype.itemsize}')
+
+  return jax.tree.map(bits, tree)
+
+
+def _collectives(jaxpr, in_branch=False):
+  """Returns the collectives of a jaxpr outside and inside its branches."""
+  outside, inside = [], []
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    if any(kind in name for kind in ('psum', 'pmin', 'pmax', 'all_gather')):
+      (inside if in_branch else outside).append(name)
+    for below in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
+      if _is_jaxpr(below):
+        below = getattr(below, 'jaxpr', below)
+        found = _collectives(below, in_branch or name in ('cond', 'while'))
+        outside += found[0]
+        inside += found[1]
+  return outside, inside
+
+
+def _is_jaxpr(node):
+  return hasattr(node, 'eqns')
+
+
+class StateTest(parameterized.TestCase):
+
+  @cases.parameters(*GATES)
+  def test_names_state_whose_dtype_changes(self, gate):
+    # As that of Adam for parameters of fewer bits than their gradients.
+    tx = GATES[gate](optax.trace(0.9, accumulator_dtype=None))
+    params = {'w': jnp.ones(3, jnp.bfloat16)}
+    updates = {'w': jnp.ones(3)}
+    if gate == 'tower_reduce':
+      tx = shard_transforms.tower_reduce(
+          1, GATES['drop_stale'](optax.trace(0.9))
+      )
+
+    message = r"keep the shapes and dtypes .* float32\[3\] .* at .*\['w'\]"
+    with self.assertRaisesRegex(ValueError, message):
+      tx.update(updates, tx.init(params), params, local_step=0)
+
+  @cases.parameters(*GATES)
+  def test_refuses_an_inner_that_changes_the_shapes_of_its_state(self, gate):
+    inner = optax.GradientTransformation(
+        lambda params: {'mu': params},
+        lambda updates, _, params=None: (updates, {'mu': jnp.ones(4)}),
+    )
+
+    message = r"got float32\[4\] instead of float32\[3\] at .*\['mu'\]"
+    with self.assertRaisesRegex(ValueError, message):
+      _pass_or_stop(gate, inner, jnp.ones(3), jnp.ones(3))
+
+
+class WeightTest(parameterized.TestCase):
+  """Gates that leave out shards require that `inner` uses the weight."""
+
+  def update(self, gate, inner, mode, params=None, weight_of=None, **kwargs):
+    tx = WEIGHING[gate](inner=inner, **kwargs)
+
+    def fn(params, x):
+      updates = jax.tree.map(lambda p: x * p, params)
+      updates = shard_transforms.per_shard(updates, AXIS)
+      weight = 1.0 if weight_of is None else weight_of(x)
+      state = tx.init(params)
+      for _ in range(2):
+        result = tx.update(updates, state, params, local_step=0, weight=weight)
+        state = result[1]
+      return result
+
+    params = {'w': jnp.ones(3)} if params is None else params
+    return modes.map_shards(mode, fn)(params, jnp.arange(8.0))
+
+  @cases.product(gate=tuple(WEIGHING), mode=modes.MODES)
+  def test_refuses_a_reduction_by_hand(self, gate, mode):
+    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+    inner = optax.chain(by_hand, optax.adam(0.1))
+
+    with self.assertRaisesRegex(
+        ValueError, 'must use .* `weight`.* by hand.*`assume_weighted=True`'
+    ):
+      self.update(gate, inner, mode)
+
+  @cases.product(gate=tuple(WEIGHING), mode=modes.MODES)
+  def test_takes_the_word_of_the_user(self, gate, mode):
+    def update(updates, state, params=None, *, weight, **extra_args):
+      del params, extra_args
+      # The first sum has no weight, and the second takes away what it should.
+      mask = jnp.where(weight > 0, 1.0, 0.0)
+      total = lax.psum(mask, AXIS)
+      summed = jax.tree.map(
+          lambda u: lax.psum(u, AXIS) - lax.psum((1 - mask) * u, AXIS), updates
+      )
+      return jax.tree.map(lambda u: u / total, summed), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    given = gate, inner, mode, {'w': jnp.ones(3)}, lambda x: x >= 6
+
+    with self.assertRaisesRegex(ValueError, '`assume_weighted=True`'):
+      self.update(*given)
+    updates, _ = self.update(*given, assume_weighted=True)
+
+    np.testing.assert_allclose(updates['w'], np.full((8, 3), 6.5))
+
+  @cases.parameters(*WEIGHING)
+  def test_the_word_of_the_user_is_a_boolean(self, gate):
+    message = "`assume_weighted` must be a boolean, got 'yes'"
+    with self.assertRaisesRegex(TypeError, message):
+      WEIGHING[gate](inner=optax.identity(), assume_weighted='yes')
+
+  @cases.parameters(*WEIGHING)
+  def test_refuses_what_does_not_hand_the_weight_on(self, gate):
+    mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+    inner = optax.contrib.split_real_and_imaginary(mean)
+
+    with self.assertRaisesRegex(ValueError, 'forwards extra arguments'):
+      self.update(gate, inner, 'pmap')
+
+  @cases.product(
+      gate=tuple(WEIGHING), within=('jit', 'guard', 'partition', 'cond', 'scan')
+  )
+  def test_refuses_a_reduction_by_hand_within(self, gate, within):
+    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+
+    def update(updates, state, params=None, **extra_args):
+      del params, extra_args
+      if within == 'jit':
+        updates = jax.jit(lambda u, _: lax.pmean(u, AXIS))(updates, 0)
+      elif within == 'cond':
+        updates = lax.cond(
+            True, lambda u: lax.pmean(u, AXIS), lambda u: u, updates
+        )
+      else:
+
+        def turn(u, _):
+          return (lax.pmean(u, AXIS), None)
+
+        updates, _ = lax.scan(turn, updates, length=2)
+      return updates, state
+
+    mean = shard_transforms.cross_shard_mean(AXIS)
+    inner = {
+        'guard': lambda: shard_transforms.guard(by_hand, AXIS),
+        'partition': lambda: optax.partition(
+            {'own': mean, 'hand': by_hand}, {'w': 'hand', 'v': 'own'}
+        ),
+    }.get(
+        within, lambda: optax.GradientTransformationExtraArgs(mean.init, update)
+    )
+    params = {'w': jnp.ones(3), 'v': jnp.ones(3)}
+
+    with self.assertRaisesRegex(ValueError, 'must use .* `weight`'):
+      self.update(gate, inner(), 'pmap', params)
+
+  @cases.parameters(*WEIGHING)
+  def test_nothing_is_wrong_where_nothing_is_summed(self, gate):
+    updates, _ = self.update(gate, optax.set_to_zero(), 'pmap')
+
+    np.testing.assert_array_equal(updates['w'], np.zeros((8, 3)))
+
+  def test_what_is_no_number_may_go_through(self):
+    mean = shard_transforms.cross_shard_mean(AXIS)
+    tx = shard_transforms.drop_stale(1, mean, axis_name=AXIS)
+
+    def fn(x):
+      updates = {'w': x, 'steps': np.zeros(3, jax.dtypes.float0)}
+      return tx.update(updates, tx.init(updates), local_step=0)[0]['w']
+
+    mapped = jax.vmap(fn, axis_name=AXIS)
+
+    np.testing.assert_array_equal(mapped(jnp.arange(3.0)), [1.0] * 3)
+
+  def test_updates_that_are_not_summed_are_not_dropped(self):
+    with self.assertRaisesRegex(ValueError, 'by hand, or none, counts them'):
+      self.update('drop_stale', optax.sgd(1.0), 'pmap')
+
+  @cases.parameters(*WEIGHING)
+  def test_other_sums_need_no_weight(self, gate):
+    # Of what is the same on all shards, and over other axes.
+    mean = shard_transforms.cross_shard_mean(AXIS)
+
+    def update(updates, state, params=None, **extra_args):
+      updates, state = mean.update(updates, state, params, **extra_args)
+      lr = lax.pmean(jnp.sum(params['w']), AXIS)
+      return jax.tree.map(lambda u: lr * u, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(mean.init, update)
+
+    updates, _ = self.update(gate, inner, 'pmap')
+
+    np.testing.assert_allclose(updates['w'], np.full((8, 3), 3 * 3.5))
+
+  @cases.product(gate=tuple(WEIGHING), params=({}, {'w': None}))
+  def test_has_nothing_to_refuse_without_leaves(self, gate, params):
+    updates, _ = self.update(gate, optax.identity(), 'pmap', params)
+
+    self.assertEqual(updates, params)
+
+  @cases.parameters(*WEIGHING)
+  def test_finds_the_weight_in_what_is_compiled_apart(self, gate):
+    mean = shard_transforms.cross_shard_mean(AXIS)
+
+    def update(updates, state, params=None, *, weight, **extra_args):
+      del params, extra_args
+      run = jax.jit(lambda u, w: mean.update(u, state, weight=w))
+      return run(updates, weight)
+
+    inner = optax.GradientTransformationExtraArgs(mean.init, update)
+
+    updates, _ = self.update(gate, inner, 'shard_map')
+
+    np.testing.assert_allclose(updates['w'], np.full((8, 3), 3.5))

@@ -1,0 +1,319 @@
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms
+
+INT32_MAX = np.iinfo(np.int32).max
+INNER = optax.trace(0.9)
+
+# [shards, calls, features]
+DATA = np.random.default_rng(0).integers(-99, 99, (8, 2, 5)).astype(np.float32)
+WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 2)).astype(np.float32)
+STEPS = np.random.default_rng(2).integers(-9, 99, (8, 2)).astype(np.int32)
+PARAMS = {
+    'w': np.ones(5, np.float32),
+    'half': np.ones((3, 5), jnp.bfloat16),
+    'steps': np.array([3, 4], np.int32),
+    'none': None,
+}
+
+
+def _with_shards(tree):
+  """Adds the axis of shards, and the one that is kept per shard, in front."""
+  return jax.tree.map(lambda x: np.broadcast_to(x, (8, 1, *np.shape(x))), tree)
+
+
+def _loss(params, x):
+  return jnp.sum(params['w'] * x) + jnp.sum(params['half'] * x[:3, None])
+
+
+class TowerReduceStateTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_starts_empty_on_each_shard(self, mode):
+    tx = shard_transforms.tower_reduce(3, INNER, axis_name=modes.AXIS)
+
+    state = modes.map_shards(mode, lambda params, _: tx.init(params))(
+        PARAMS, np.zeros(8)
+    )
+
+    per_shard = {
+        'total': {
+            'w': np.zeros(5, np.float32),
+            'half': np.zeros((3, 5), np.float32),
+            'steps': None,
+            'none': None,
+        },
+        'total_weight': np.float32(0),
+        'oldest_local_step': np.int32(INT32_MAX),
+    }
+    momentum = jax.tree.map(np.zeros_like, PARAMS)
+    expected = shard_transforms.TowerReduceState(
+        tower=np.zeros(8, np.int32),
+        **_with_shards(per_shard),
+        inner_state=jax.tree.map(
+            lambda x: np.stack([x] * 8), optax.TraceState(momentum)
+        ),
+    )
+    chex.assert_trees_all_equal(state, expected, strict=True)
+
+  @cases.parameters(*modes.MODES)
+  def test_has_no_axis_of_shards_where_updates_are_the_same(self, mode):
+    tx = shard_transforms.tower_reduce(3, INNER)
+
+    def shard(params, x):
+      state = tx.init(params)
+      for leaf in state.total_weight, state.oldest_local_step, state.tower:
+        self.assertEqual(leaf.shape, ())
+      self.assertEqual(state.total['half'].shape, (3, 5))
+      return x
+
+    modes.map_shards(mode, shard)(PARAMS, np.zeros(8))
+
+  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
+  def test_collects_on_each_shard(self, mode, weighted):
+    tx = shard_transforms.tower_reduce(3, INNER, axis_name=modes.AXIS)
+    params = {'w': PARAMS['w'], 'half': PARAMS['half']}
+
+    def shard(params, own):
+      data, weights, steps = own
+      state = tx.init(params)
+      for i in range(2):
+        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+        weight = weights[i] if weighted else None
+        _, state = tx.update(
+            grad(params, data[i])[1],
+            state,
+            params,
+            weight=weight,
+            local_step=steps[i],
+        )
+      return state
+
+    state = modes.map_shards(mode, shard)(params, (DATA, WEIGHTS, STEPS))
+
+    weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
+    total = np.einsum('sc,scf->sf', weights, DATA)
+    np.testing.assert_array_equal(state.tower, np.full(8, 2, np.int32))
+    np.testing.assert_array_equal(state.total['w'], total[:, None], strict=True)
+    np.testing.assert_array_equal(
+        state.total['half'],
+        np.broadcast_to(total[:, None, :3, None], (8, 1, 3, 5)),
+        strict=True,
+    )
+    np.testing.assert_array_equal(
+        state.total_weight, weights.sum(1)[:, None], strict=True
+    )
+    np.testing.assert_array_equal(
+        state.oldest_local_step, STEPS.min(1)[:, None], strict=True
+    )
+
+  @cases.product(mode=modes.MODES, axis_name=(modes.AXIS, None))
+  def test_is_empty_again_after_the_last_tower(self, mode, axis_name):
+    tx = shard_transforms.tower_reduce(2, optax.identity(), axis_name=axis_name)
+
+    def shard(params, own):
+      data, weights, steps = own
+      if axis_name is None:
+        data, weights, steps = jnp.ones((2, 5)), jnp.ones(2), jnp.arange(2)
+      start = state = tx.init(params)
+      for i in range(2):
+        extra_args = {'weight': weights[i], 'local_step': steps[i]}
+        _, state = tx.update(data[i], state, params, **extra_args)
+      return start, state
+
+    start, end = modes.map_shards(mode, shard)(
+        np.ones(5, np.float32), (DATA, WEIGHTS, STEPS)
+    )
+
+    chex.assert_trees_all_equal(end, start, strict=True)
+
+  def test_keeps_no_sum_for_one_tower(self):
+    tx = shard_transforms.tower_reduce(1, INNER)
+
+    state = tx.init(PARAMS)
+
+    self.assertEmpty(jax.tree.leaves(state.total))
+
+  def test_counts_towers_in_int32_and_weights_in_float32(self):
+    tx = shard_transforms.tower_reduce(3, INNER)
+    state = tx.init(jnp.ones(3))
+
+    for weight, local_step in (jnp.int8(100), jnp.uint8(7)), (100, 9):
+      _, state = tx.update(
+          jnp.ones(3), state, weight=weight, local_step=local_step
+      )
+
+    kinds = [leaf.dtype for leaf in state[:1] + state[2:4]]
+    self.assertEqual(kinds, [np.int32, np.float32, np.int32])
+    self.assertEqual([int(leaf) for leaf in state[2:4]], [200, 7])
+
+  def test_can_be_found_and_set_by_name(self):
+    tx = optax.chain(
+        optax.clip(1.0), shard_transforms.tower_reduce(3, optax.adam(0.1))
+    )
+    state = tx.init(jnp.ones(3))
+    _, state = tx.update(jnp.ones(3), state)
+
+    window = optax.tree_utils.tree_get(state, 'TowerReduceState')
+    back = optax.tree_utils.tree_set(state, tower=jnp.int32(2))
+
+    self.assertIsInstance(window, shard_transforms.TowerReduceState)
+    self.assertEqual(window.tower, 1)
+    _, after = tx.update(jnp.ones(3), back)
+    self.assertEqual(optax.tree_utils.tree_get(after, 'tower'), 0)
+
+
+class SharedStateTest(parameterized.TestCase):
+  """What differs between shards must not be kept as if it did not."""
+
+  def _update(self, updates, **extra_args):
+    tx = shard_transforms.tower_reduce(2, INNER)
+
+    def shard(shared, own):
+      given = {
+          name: own if value == 'own' else value
+          for name, value in extra_args.items()
+      }
+      x = own.astype(jnp.float32) if updates == 'own' else shared
+      params = {'w': jnp.zeros(())}
+      return tx.update({'w': x}, tx.init(params), **given)[0]['w']
+
+    mapped = modes.map_shards('shard_map', shard)
+    return jax.eval_shape(mapped, jnp.ones(()), jnp.arange(8))
+
+  @cases.parameters(
+      {'updates': 'own', 'extra': {}, 'where': r"total\['w'\]"},
+      {'updates': 'all', 'extra': {'weight': 'own'}, 'where': r"total\['w'\]"},
+      {
+          'updates': 'all',
+          'extra': {'local_step': 'own'},
+          'where': 'oldest_local_step',
+      },
+  )
+  def test_refuses_what_differs_without_axis_name(self, updates, extra, where):
+    with self.assertRaisesRegex(
+        ValueError,
+        r"`axis_name` of `tower_reduce` must name \['data'\], because what is"
+        rf' collected differs between those shards, at {where}, .*'
+        '`shard_transforms.init_state`',
+    ):
+      self._update(updates, **extra)
+
+  def test_takes_what_is_the_same_without_axis_name(self):
+    self._update('all', weight=1.0, local_step=3)
+
+  @cases.parameters(('host', 'core'), ('core', 'host'))
+  def test_names_the_axis_that_is_missing(self, named, missing):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
+    tx = shard_transforms.tower_reduce(2, INNER, axis_name=named)
+    mapped = jax.shard_map(
+        lambda x: tx.update(x, tx.init(jnp.zeros(1)))[0],
+        mesh=mesh,
+        in_specs=P(('host', 'core')),
+        out_specs=P(('host', 'core')),
+    )
+
+    with self.assertRaisesRegex(ValueError, rf"must name \['{missing}'\]"):
+      jax.eval_shape(mapped, jnp.ones(8))
+
+
+class PerShardStateTest(parameterized.TestCase):
+
+  @cases.parameters(1, 2)
+  def test_refuses_updates_that_are_already_reduced(self, num_towers):
+    tx = shard_transforms.tower_reduce(num_towers, INNER, axis_name=modes.AXIS)
+
+    def shard(params, x):
+      grads = jax.grad(lambda p: jnp.sum(p['w'] * x))(params)
+      return tx.update(grads, tx.init(params))[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        "`updates` of `tower_reduce` must be per shard over 'data', got"
+        r" \['w'\] \[5\], typed invariant",
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, {'w': np.ones(5)}, DATA[:, 0])
+
+  def test_refuses_a_delayed_sum(self):
+    tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
+
+    def shard(params, x):
+      reduced = lax.pcast(params, modes.AXIS, to='reduced')
+      grads = jax.grad(lambda p: jnp.sum(p * x))(reduced)
+      return tx.update(grads, tx.init(params))[0]
+
+    with self.assertRaisesRegex(ValueError, 'typed unreduced'):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
+
+  def test_a_sum_per_shard_does_not_hide_that_updates_are_reduced(self):
+    tx = shard_transforms.tower_reduce(2, INNER)
+
+    def shard(params, x):
+      state = tx.init(shard_transforms.per_shard(params, modes.AXIS))
+      grads = jax.grad(lambda p: jnp.sum(p * x))(params)
+      return tx.update(grads, state)[0]
+
+    with self.assertRaisesRegex(
+        ValueError, "`tower_reduce` must be per shard over 'data', got the root"
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
+
+  @cases.parameters(*modes.MODES)
+  def test_refuses_state_without_its_leading_axis(self, mode):
+    tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
+    other = shard_transforms.tower_reduce(2, INNER)
+
+    def shard(params, x):
+      return tx.update(x, other.init(params))[0]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        'State of `tower_reduce` with `axis_name` must have a leading axis of'
+        r' length 1 on each shard, got the shape \(5,\).*'
+        '`shard_transforms.state_specs`',
+    ):
+      mapped = modes.map_shards(mode, shard)
+      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
+
+  @cases.parameters(*modes.MODES)
+  def test_sums_that_are_kept_per_shard_stay_per_shard(self, mode):
+    # Without `axis_name`, where parameters and all state differ.
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+
+    def shard(params, data):
+      own = shard_transforms.per_shard(params, modes.AXIS)
+      state = tx.init(own)
+      _, state = tx.update(data[0], state)
+      updates, _ = tx.update(data[1], state)
+      return updates
+
+    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
+
+    np.testing.assert_array_equal(updates, DATA.mean(1), strict=True)
+
+  @cases.parameters(*modes.MODES)
+  def test_a_counter_that_differs_in_type_only_is_agreed_on(self, mode):
+    tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
+
+    def shard(params, data):
+      own = shard_transforms.per_shard(tx.init(params), modes.AXIS)
+      _, state = tx.update(data[0], own)
+      updates, _ = tx.update(data[1], state)
+      return updates
+
+    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
+
+    np.testing.assert_array_equal(updates, DATA.mean(1), strict=True)
