@@ -111,7 +111,9 @@ class SlicedInner:
     Raises:
       ValueError: If it does, and nobody says otherwise.
     """
-    if self._assume_elementwise:
+    # `optax.tree_utils.tree_map_params` calls `init` with an empty stand-in for
+    # the parameters, which no other argument of a transformation is like.
+    if self._assume_elementwise or not jax.tree.leaves(updates):
       return
     inner = self._inner._replace(update=update)
     types = _Types.of(updates, params, self._reduction, inner)
