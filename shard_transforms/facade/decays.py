@@ -57,7 +57,9 @@ class Rate(np.lib.mixins.NDArrayOperatorsMixin):
 
 # Unflattened, a rate is its array, as a variable is.
 jax.tree_util.register_pytree_node(
-    Rate, lambda rate: ((rate(),), None), lambda _, children: children[0]
+    Rate,
+    lambda rate: ((rate.__jax_array__(),), None),
+    lambda _, children: children[0],
 )
 
 
