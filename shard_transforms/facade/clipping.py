@@ -121,8 +121,8 @@ def clip_by_norm(
 
 def clip_by_value(
     t: npt.ArrayLike,
-    clip_value_min: npt.ArrayLike,
-    clip_value_max: npt.ArrayLike,
+    clip_value_min: jax.typing.ArrayLike,
+    clip_value_max: jax.typing.ArrayLike,
     name: str | None = None,
 ) -> jax.Array:
   """Limits the elements of an array: `jax.numpy.clip`.
@@ -194,6 +194,9 @@ class _ClippedOptimizer(optimizer_lib.Optimizer):
     clipped, _ = clip_by_global_norm(grads, self._clip_norm)
     pairs = list(zip(clipped, variables, strict=True))
     return self._optimizer.apply_gradients(pairs, global_step, name)
+
+  def _apply(self, pairs, global_step):
+    return self._optimizer.apply_gradients(pairs, global_step)
 
   def get_slot(self, var, name):
     return self._optimizer.get_slot(var, name)

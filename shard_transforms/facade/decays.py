@@ -59,7 +59,7 @@ class Rate(np.lib.mixins.NDArrayOperatorsMixin):
 jax.tree_util.register_pytree_node(
     Rate,
     lambda rate: ((rate.__jax_array__(),), None),
-    lambda _, children: children[0],
+    variables.rebuild,
 )
 
 
@@ -83,25 +83,26 @@ def _read_at_each_update(
     formula: Callable[_Parameters, jax.Array],
 ) -> Callable[_Parameters, Rate]:
   """Returns a formula whose arguments are read whenever its rate is."""
-  signature = inspect.signature(formula)
+  signature, name = inspect.signature(formula), formula.__name__
   of_step = 'x' if 'x' in signature.parameters else 'global_step'
 
   @functools.wraps(formula)
-  def decay(*args, **kwargs):
+  def decay(*args: Any, **kwargs: Any) -> Rate:
     given = signature.bind(*args, **kwargs).arguments
     step = given[of_step]
     if step is None:
       raise ValueError(
-          f'`{of_step}` of `{formula.__name__}` must be given, got None. Make'
+          f'`{of_step}` of `{name}` must be given, got None. Make'
           ' it with `facade.get_or_create_global_step()`.'
       )
     if isinstance(step, jax.Array) and not is_step():
       raise ValueError(
-          f'`{of_step}` of `{formula.__name__}` must be a `facade.Variable` or'
+          f'`{of_step}` of `{name}` must be a `facade.Variable` or'
           f' a function outside of a step, got the array {step!r}, which never'
           ' changes.'
       )
-    return Rate(lambda: formula(**{k: present(v) for k, v in given.items()}))
+    compute: Callable[..., jax.Array] = formula
+    return Rate(lambda: compute(**{k: present(v) for k, v in given.items()}))
 
   return decay
 

@@ -93,7 +93,7 @@ def get_variable(
     if initializer is None:
       initializer = scope.initializer
     with frames.outside():
-      value = _initial(initializer, shape, dtype, name, graph)
+      value: Any = _initial(initializer, shape, dtype, name, graph)
       _check('shape', np.shape(value), shape, name)
       if trainable is None:
         trainable = _KEYS.LOCAL_VARIABLES not in (collections or ())
@@ -122,11 +122,11 @@ def _initial(initializer, shape, dtype, name, graph):
     return initializer
   if shape is None:
     return initializer()
-  if not _takes_key(initializer):
-    return initializer(shape, dtype)
-  key = jax.random.key(graph.seed)
-  key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-  return initializer(key, shape, dtype)
+  arguments = [shape, dtype]
+  if _takes_key(initializer):
+    key = jax.random.key(graph.seed)
+    arguments.insert(0, jax.random.fold_in(key, zlib.crc32(name.encode())))
+  return initializer(*arguments)
 
 
 def _takes_key(initializer):

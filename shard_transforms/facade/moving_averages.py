@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,11 +92,10 @@ class ExponentialMovingAverage:
     with frames.transaction():
       for variable in given:
         average = self._made(variable)
-        average.assign(
-            optax.incremental_update(
-                variable.value(), average.value(), 1 - decay
-            )
+        moved: Any = optax.incremental_update(
+            variable.value(), average.value(), 1 - decay
         )
+        average.assign(moved)
 
   def average(self, var: Variable) -> Variable:
     """Returns the average of a variable.

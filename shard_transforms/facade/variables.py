@@ -308,14 +308,15 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     )
 
 
-def _rebuild(_: None, children: Any) -> Any:
+def rebuild(_: None, children: Any) -> Any:
+  """Returns the array in place of its node."""
   return children[0]
 
 
 # Unflattened, a variable is its array: a function that JAX traces cannot assign
 # to its argument.
 jax.tree_util.register_pytree_node(
-    Variable, lambda variable: ((variable.value(),), None), _rebuild
+    Variable, lambda variable: ((variable.value(),), None), rebuild
 )
 
 

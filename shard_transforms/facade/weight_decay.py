@@ -8,6 +8,7 @@ import jax
 
 from shard_transforms.facade import decays
 from shard_transforms.facade import frames
+from shard_transforms.facade import gradients
 from shard_transforms.facade import inner
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
@@ -54,6 +55,11 @@ class DecoupledWeightDecayExtension:
     self._weight_decay = weight_decay
     self._decay_var_list = None
 
+  @property
+  def _undecayed(self) -> Any:
+    """The optimizer, with its own methods."""
+    return super()
+
   def minimize(
       self,
       *args: Any,
@@ -72,7 +78,7 @@ class DecoupledWeightDecayExtension:
     """
     self._decay_var_list = list(decay_var_list or ())
     try:
-      return super().minimize(*args, **kwargs)  # pyright: ignore
+      return self._undecayed.minimize(*args, **kwargs)
     finally:
       self._decay_var_list = None
 
@@ -94,16 +100,14 @@ class DecoupledWeightDecayExtension:
     Returns:
       What the optimizer returns.
     """
-    pairs = list(grads_and_vars)
+    pairs = gradients.check_pairs(grads_and_vars)
     chosen = list(decay_var_list or self._decay_var_list or ())
     decay = decays.present(self._weight_decay)
     with frames.transaction():
       for grad, variable in pairs:
         if grad is not None and (not chosen or variable in chosen):
           variable.assign_sub(decay * variable)
-      return super().apply_gradients(
-          pairs, global_step, name
-      )  # pyright: ignore
+      return self._undecayed.apply_gradients(pairs, global_step, name)
 
 
 def extend_with_decoupled_weight_decay(

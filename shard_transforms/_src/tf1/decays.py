@@ -6,11 +6,13 @@ arguments at each update.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_Number = jax.typing.ArrayLike
+# A number, a scalar array or, in the façade, a variable or a function.
+_Number = Any
 
 
 def exponential_decay(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,11 +11,11 @@ _Mask = Any | Callable[[optax.Params], Any]
 
 
 def lars(
-    learning_rate: chex.Numeric,
-    momentum: chex.Numeric = 0.9,
-    weight_decay: chex.Numeric = 0.0001,
-    eeta: chex.Numeric = 0.001,
-    epsilon: chex.Numeric = 0.0,
+    learning_rate: Any,
+    momentum: Any = 0.9,
+    weight_decay: Any = 0.0001,
+    eeta: Any = 0.001,
+    epsilon: Any = 0.0,
     mask: _Mask = True,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -96,11 +95,11 @@ class LambMoments(NamedTuple):
 
 
 def lamb(
-    learning_rate: chex.Numeric,
-    weight_decay_rate: chex.Numeric = 0.0,
-    beta_1: chex.Numeric = 0.9,
-    beta_2: chex.Numeric = 0.999,
-    epsilon: chex.Numeric = 1e-6,
+    learning_rate: Any,
+    weight_decay_rate: Any = 0.0,
+    beta_1: Any = 0.9,
+    beta_2: Any = 0.999,
+    epsilon: Any = 1e-6,
     decay_mask: _Mask = True,
     adaptation_mask: _Mask = True,
 ) -> optax.GradientTransformationExtraArgs:
