@@ -30,6 +30,11 @@ class Rate(np.lib.mixins.NDArrayOperatorsMixin):
   def __init__(self, compute: Callable[[], jax.typing.ArrayLike]):
     self._compute = compute
 
+  # Compared by identity, as variables are.
+  __eq__ = object.__eq__
+  __ne__ = object.__ne__
+  __hash__ = object.__hash__
+
   def __call__(self) -> jax.Array:
     """Returns the number of this moment."""
     return jnp.asarray(self._compute())

@@ -106,8 +106,9 @@ def get_variable(
   return made
 
 
-def _initial(initializer, shape, dtype, name, graph):
+def _initial(given, shape, dtype, name, graph):
   """Returns the initial value of a variable."""
+  initializer: Any = given
   dtype = jnp.float32 if dtype is None else dtype
   if initializer is None:
     is_float = jnp.issubdtype(dtype, jnp.inexact)
@@ -122,7 +123,7 @@ def _initial(initializer, shape, dtype, name, graph):
     return initializer
   if shape is None:
     return initializer()
-  arguments = [shape, dtype]
+  arguments: list[Any] = [shape, dtype]
   if _takes_key(initializer):
     key = jax.random.key(graph.seed)
     arguments.insert(0, jax.random.fold_in(key, zlib.crc32(name.encode())))
