@@ -77,6 +77,7 @@ class _Thread(threading.local):
     self.shards: Shards | None = None
     self.towers: Towers | None = None
     self.calls: list[tuple[Template | None, collections.Counter]] = []
+    self.scopes: tuple[Any, ...] = ()
 
 
 _thread = _Thread()
@@ -183,9 +184,25 @@ def suspended() -> Iterator[None]:
   """Lets objects that are created inside belong to no call."""
   calls, _thread.calls = _thread.calls, []
   try:
-    yield
+    with scopes_are():
+      yield
   finally:
     _thread.calls = calls
+
+
+def scopes() -> tuple[Any, ...]:
+  """Returns the scopes of names around the caller, outermost first."""
+  return _thread.scopes
+
+
+@contextlib.contextmanager
+def scopes_are(*scopes: Any) -> Iterator[None]:
+  """Replaces the scopes of names, inside `with`."""
+  before, _thread.scopes = _thread.scopes, scopes
+  try:
+    yield
+  finally:
+    _thread.scopes = before
 
 
 def is_repeated() -> bool:

@@ -47,6 +47,8 @@ class Frame:
     mesh: The mesh over which the call is mapped, if any.
     trace_state: JAX's trace state when the frame was opened.
     generation: A number that separates JAX's traces before and after a write.
+    collected: What was added to collections; it may hold tracers, and ends with
+      the frame.
   """
 
   kind: Kind
@@ -60,6 +62,7 @@ class Frame:
   generation: contextlib.ExitStack = dataclasses.field(
       default_factory=contextlib.ExitStack
   )
+  collected: dict[Any, list[Any]] = dataclasses.field(default_factory=dict)
 
 
 class _Thread(threading.local):
@@ -193,6 +196,24 @@ def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
       variable.stored = array
   if opened is not None:
     _begin_generation(opened)
+
+
+def collect(key: Any, outermost: list[Any], value: Any) -> None:
+  """Appends a value to a collection of the innermost frame.
+
+  Args:
+    key: The collection.
+    outermost: Its list outside of all frames.
+    value: The value.
+  """
+  frames = _thread.frames
+  into = frames[-1].collected.setdefault(key, []) if frames else outermost
+  into.append(value)
+
+
+def collected(key: Any) -> list[Any]:
+  """Returns what the frames around the caller hold of a collection."""
+  return [x for opened in _thread.frames for x in opened.collected.get(key, ())]
 
 
 def is_open() -> bool:

@@ -60,6 +60,44 @@ class EstimatorSpec(NamedTuple):
   prediction_hooks: Any = None
 
 
+class TPUEstimatorSpec(NamedTuple):
+  """The result of a `model_fn` for TPUs: a record that your own loop reads.
+
+  Attributes:
+    mode: One of `ModeKeys`.
+    predictions: Arrays with an axis of examples in front, or trees of them.
+    loss: The loss, a scalar.
+    train_op: What `minimize` or `apply_gradients` returned.
+    eval_metrics: A function and its arguments, which gives metrics by name.
+    export_outputs: Ignored.
+    scaffold_fn: Ignored.
+    host_call: Ignored.
+    training_hooks: Ignored.
+    evaluation_hooks: Ignored.
+    prediction_hooks: Ignored.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.TPUEstimatorSpec(facade.ModeKeys.EVAL, loss=1.0).loss)
+    1.0
+
+  References:
+    `tf.contrib.tpu.TPUEstimatorSpec` of TensorFlow 1.15.
+  """
+
+  mode: str
+  predictions: chex.ArrayTree | None = None
+  loss: jax.typing.ArrayLike | None = None
+  train_op: chex.ArrayTree | None = None
+  eval_metrics: Any = None
+  export_outputs: Any = None
+  scaffold_fn: Any = None
+  host_call: Any = None
+  training_hooks: Any = None
+  evaluation_hooks: Any = None
+  prediction_hooks: Any = None
+
+
 def replicate_model_fn(
     model_fn: Callable[..., EstimatorSpec],
     loss_reduction: str = constants.Reduction.SUM_BY_NONZERO_WEIGHTS,

@@ -35,6 +35,15 @@ class Slots:
     self._slots = {}
     self._calls = {}
 
+  def __reduce__(self):
+    if self._leaves or self._counters:
+      raise TypeError(
+          'An optimizer that has slots must not be copied or pickled: they are'
+          f' variables of a graph, {self.variables()!r}. Save their values with'
+          ' `facade.get_values(opt.variables())`, and make another optimizer.'
+      )
+    return Slots, ()
+
   def get(self, variable: Variable, name: str) -> Variable | None:
     """Returns the slot of a name for a variable, `None` if there is none."""
     return self._slots.get((variable, name))
