@@ -67,7 +67,7 @@ class OptaxOptimizer(functional.FunctionalOptimizer):
     return self._tx
 
 
-class _TensorFlowOptimizer(functional.FunctionalOptimizer):
+class TensorFlowOptimizer(functional.SeparableOptimizer):
   """An optimizer of `tf.train`: a factory, called with its hyperparameters."""
 
   def __init__(
@@ -86,7 +86,7 @@ class _TensorFlowOptimizer(functional.FunctionalOptimizer):
     return optax.with_extra_args_support(tx)
 
 
-class GradientDescentOptimizer(_TensorFlowOptimizer):
+class GradientDescentOptimizer(TensorFlowOptimizer):
   """Gradient descent: `optax.sgd`.
 
   Args:
@@ -120,7 +120,7 @@ class GradientDescentOptimizer(_TensorFlowOptimizer):
     super().__init__(use_locking, name, optax.sgd, learning_rate)
 
 
-class MomentumOptimizer(_TensorFlowOptimizer):
+class MomentumOptimizer(TensorFlowOptimizer):
   """Gradient descent with momentum: `optax.sgd`; slot `momentum`.
 
   Args:
@@ -165,7 +165,7 @@ class MomentumOptimizer(_TensorFlowOptimizer):
     )
 
 
-class AdamOptimizer(_TensorFlowOptimizer):
+class AdamOptimizer(TensorFlowOptimizer):
   """Adam; slots `m` and `v`, and the variables `beta1_power`, `beta2_power`.
 
   Args:
@@ -209,7 +209,7 @@ class AdamOptimizer(_TensorFlowOptimizer):
     super().__init__(use_locking, name, adam.adam, *hyperparameters)
 
 
-class AdagradOptimizer(_TensorFlowOptimizer):
+class AdagradOptimizer(TensorFlowOptimizer):
   """Adagrad: `optax.adagrad` without epsilon; slot `accumulator`.
 
   Args:
@@ -253,7 +253,7 @@ class AdagradOptimizer(_TensorFlowOptimizer):
     super().__init__(use_locking, name, adagrad, learning_rate, initial)
 
 
-class RMSPropOptimizer(_TensorFlowOptimizer):
+class RMSPropOptimizer(TensorFlowOptimizer):
   """RMSProp; slots `rms`, `momentum`, and `mg` if centered.
 
   Args:
@@ -314,7 +314,7 @@ def _rmsprop(learning_rate, decay, momentum, epsilon, centered):
   )
 
 
-class FtrlOptimizer(_TensorFlowOptimizer):
+class FtrlOptimizer(TensorFlowOptimizer):
   """Follow the regularized leader; slots `accum` and `linear`.
 
   Args:
