@@ -27,16 +27,20 @@ def model_fn(features, labels, mode, params):
       moving_average_decay=0.9,
   )
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(
-      params['initial'], features, is_training, batch_norm=True
-  )
-  loss = tf.losses.mean_squared_error(labels, logits)
-  l2 = [
-      tf.nn.l2_loss(v)
-      for v in tf.trainable_variables()
-      if 'LayerNorm' not in v.name and 'unused' not in v.name
-  ]
-  loss += params['weight_decay'] * tf.add_n(l2)
+
+  def loss_fn():
+    logits = network.logits(
+        params['initial'], features, is_training, batch_norm=True
+    )
+    loss = tf.losses.mean_squared_error(labels, logits)
+    l2 = [
+        tf.nn.l2_loss(v)
+        for v in tf.trainable_variables()
+        if 'LayerNorm' not in v.name and 'unused' not in v.name
+    ]
+    loss += params['weight_decay'] * tf.add_n(l2)
+    return loss
+
   global_step = tf.train.get_global_step()
   learning_rate = build_learning_rate(params, global_step)
   optimizer = tf.train.RMSPropOptimizer(
@@ -45,7 +49,8 @@ def model_fn(features, labels, mode, params):
   optimizer = tf.contrib.tpu.CrossShardOptimizer(optimizer)
   update_ops = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
   with tf.control_dependencies(update_ops):
-    gradients, variables = zip(*optimizer.compute_gradients(loss))
+    pairs, loss = optimizer.compute_gradients(loss_fn, return_loss=True)
+    gradients, variables = zip(*pairs)
     gradients, _ = tf.clip_by_global_norm(
         gradients, params['gradient_clipping_by_global_norm']
     )

@@ -120,8 +120,11 @@ class AdamWeightDecayOptimizer(tf.train.Optimizer):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  total_loss = tf.reduce_mean(tf.squared_difference(logits, labels))
+
+  def total_loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.reduce_mean(tf.squared_difference(logits, labels))
+
   train_op = create_optimizer(
       total_loss,
       init_lr=0.05,

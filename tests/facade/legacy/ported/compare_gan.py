@@ -34,17 +34,23 @@ def model_fn(features, labels, mode, params):
   deps = []
   for i in range(2):
     with tf.control_dependencies(deps):
-      with tf.variable_scope('', reuse=tf.AUTO_REUSE):
-        d_loss, _ = create_loss(features[i], labels[i], params)
+
+      def d_loss(i=i):
+        with tf.variable_scope('', reuse=tf.AUTO_REUSE):
+          return create_loss(features[i], labels[i], params)[0]
+
       train_op = d_optimizer.minimize(
           d_loss, var_list=d_vars, global_step=global_step_disc
       )
       deps = [train_op]
   with tf.control_dependencies(deps):
-    with tf.variable_scope('', reuse=tf.AUTO_REUSE):
-      _, g_loss = create_loss(features[0], labels[0], params)
-    train_op = g_optimizer.minimize(
-        g_loss, var_list=g_vars, global_step=global_step
+
+    def g_loss():
+      with tf.variable_scope('', reuse=tf.AUTO_REUSE):
+        return create_loss(features[0], labels[0], params)[1]
+
+    train_op, g_loss = g_optimizer.minimize(
+        g_loss, var_list=g_vars, global_step=global_step, return_loss=True
     )
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=g_loss, train_op=train_op

@@ -153,8 +153,11 @@ def _get_layer_lrs(learning_rate, layer_decay, n_layers):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  total_loss = tf.reduce_mean(tf.squared_difference(logits, labels))
+
+  def total_loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.reduce_mean(tf.squared_difference(logits, labels))
+
   train_op = create_optimizer(
       total_loss,
       learning_rate=0.05,

@@ -126,8 +126,10 @@ def create_train_op(params, loss):
   if params['use_tpu']:
     optimizer = tf.contrib.tpu.CrossShardOptimizer(optimizer)
   update_ops = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
-  train_op = optimizer.minimize(loss, global_step=global_step)
-  return tf.group(train_op, *update_ops)
+  train_op, loss = optimizer.minimize(
+      loss, global_step=global_step, return_loss=True
+  )
+  return tf.group(train_op, *update_ops), loss
 
 
 def model_fn(features, labels, mode, params):
@@ -135,9 +137,12 @@ def model_fn(features, labels, mode, params):
       params, lr=0.1, warmup_steps=3, beta1=0.9, beta2=0.99, use_tpu=True
   )
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  loss = tf.reduce_mean(tf.squared_difference(logits, labels))
-  train_op = create_train_op(params, loss)
+
+  def loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.reduce_mean(tf.squared_difference(logits, labels))
+
+  train_op, loss = create_train_op(params, loss)
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=loss, train_op=train_op
   )

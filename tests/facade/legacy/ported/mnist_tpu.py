@@ -6,8 +6,11 @@ from shard_transforms.facade import tf
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  loss = tf.losses.mean_squared_error(labels, logits)
+
+  def loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.losses.mean_squared_error(labels, logits)
+
   if mode == tf.estimator.ModeKeys.TRAIN:
     learning_rate = tf.train.exponential_decay(
         0.2,
@@ -18,7 +21,9 @@ def model_fn(features, labels, mode, params):
     )
     optimizer = tf.train.GradientDescentOptimizer(learning_rate=learning_rate)
     optimizer = tf.contrib.tpu.CrossShardOptimizer(optimizer)
-    train_op = optimizer.minimize(loss, global_step=tf.train.get_global_step())
+    train_op, loss = optimizer.minimize(
+        loss, global_step=tf.train.get_global_step(), return_loss=True
+    )
     return tf.contrib.tpu.TPUEstimatorSpec(
         mode=mode, loss=loss, train_op=train_op
     )

@@ -14,14 +14,18 @@ def model_fn(features, labels, mode, params):
     optimizer = tf.train.AdamOptimizer(learning_rate=LEARNING_RATE)
     # Each tower averages its own gradients in.
     optimizer = tf.contrib.estimator.TowerOptimizer(optimizer)
-    logits = network.logits(params['initial'], features, is_training=True)
-    loss = tf.losses.mean_squared_error(labels=labels, predictions=logits)
+
+    def loss():
+      logits = network.logits(params['initial'], features, is_training=True)
+      return tf.losses.mean_squared_error(labels=labels, predictions=logits)
+
+    train_op, loss = optimizer.minimize(
+        loss, tf.train.get_or_create_global_step(), return_loss=True
+    )
     return tf.estimator.EstimatorSpec(
         mode=mode,
         loss=loss,
-        train_op=optimizer.minimize(
-            loss, tf.train.get_or_create_global_step()
-        ),
+        train_op=train_op,
     )
   logits = network.logits(params['initial'], features)
   loss = tf.losses.mean_squared_error(labels=labels, predictions=logits)

@@ -41,10 +41,13 @@ def model_fn(features, labels, mode, params):
       use_tpu=True,
   )
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(
-      params['initial'], features, is_training, batch_norm=True
-  )
-  loss = tf.losses.mean_squared_error(labels, logits)
+
+  def loss():
+    logits = network.logits(
+        params['initial'], features, is_training, batch_norm=True
+    )
+    return tf.losses.mean_squared_error(labels, logits)
+
   train_op = None
   if mode == tf.estimator.ModeKeys.TRAIN:
     global_step = tf.train.get_global_step()
@@ -56,7 +59,9 @@ def model_fn(features, labels, mode, params):
     # Batch normalization adds its moving averages to UPDATE_OPS.
     update_ops = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
     with tf.control_dependencies(update_ops):
-      train_op = optimizer.minimize(loss, global_step)
+      train_op, loss = optimizer.minimize(
+          loss, global_step, return_loss=True
+      )
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=loss, train_op=train_op
   )

@@ -6,8 +6,11 @@ from shard_transforms.facade import tf
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  loss = tf.losses.mean_squared_error(labels, logits)
+
+  def loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.losses.mean_squared_error(labels, logits)
+
   global_step = tf.train.get_or_create_global_step()
 
   def _learning_rate_decay_fn(learning_rate, global_step):
@@ -24,7 +27,9 @@ def model_fn(features, labels, mode, params):
   )
   optimizer = tf.contrib.estimator.clip_gradients_by_norm(optimizer, 0.05)
   optimizer = tf.contrib.tpu.CrossShardOptimizer(optimizer)
-  train_op = optimizer.minimize(loss, global_step=global_step)
+  train_op, loss = optimizer.minimize(
+      loss, global_step=global_step, return_loss=True
+  )
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=loss, train_op=train_op
   )

@@ -15,21 +15,24 @@ def model_fn(features, labels, mode, params):
       momentum=0.9,
   )
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  mse_loss = tf.reduce_mean(tf.squared_difference(logits, labels))
-  tf.losses.add_loss(mse_loss)
-  l2_loss_vars = []
-  for trainable_var in tf.trainable_variables():
-    if 'LayerNorm' not in trainable_var.name:
-      if 'bias' not in trainable_var.name:
-        l2_loss_vars.append(tf.nn.l2_loss(trainable_var))
-      else:
-        l2_loss_vars.append(tf.nn.l2_loss(trainable_var) * 0.1)
-  total_loss = tf.add(
-      mse_loss,
-      tf.multiply(params['weight_decay'], tf.add_n(l2_loss_vars)),
-      name='total_loss',
-  )
+
+  def total_loss():
+    logits = network.logits(params['initial'], features, is_training)
+    mse_loss = tf.reduce_mean(tf.squared_difference(logits, labels))
+    tf.losses.add_loss(mse_loss)
+    l2_loss_vars = []
+    for trainable_var in tf.trainable_variables():
+      if 'LayerNorm' not in trainable_var.name:
+        if 'bias' not in trainable_var.name:
+          l2_loss_vars.append(tf.nn.l2_loss(trainable_var))
+        else:
+          l2_loss_vars.append(tf.nn.l2_loss(trainable_var) * 0.1)
+    return tf.add(
+        mse_loss,
+        tf.multiply(params['weight_decay'], tf.add_n(l2_loss_vars)),
+        name='total_loss',
+    )
+
   if mode == tf.estimator.ModeKeys.TRAIN:
     global_step = tf.train.get_or_create_global_step()
     lr_values = [
@@ -49,7 +52,9 @@ def model_fn(features, labels, mode, params):
     # Moving averages of batch normalization are updated by hand.
     update_ops = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
     with tf.control_dependencies(update_ops):
-      train_op = optimizer.minimize(total_loss, global_step)
+      train_op, total_loss = optimizer.minimize(
+          total_loss, global_step, return_loss=True
+      )
   else:
     train_op = None
   return tf.estimator.EstimatorSpec(

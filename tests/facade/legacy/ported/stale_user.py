@@ -13,8 +13,11 @@ def model_fn(features, labels, mode, params):
       initializer=tf.constant_initializer(0),
       trainable=False,
   )
-  logits = network.logits(params['initial'], features, is_training)
-  loss = tf.reduce_mean(tf.squared_difference(logits, labels))
+
+  def loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.reduce_mean(tf.squared_difference(logits, labels))
+
   learning_rate = tf.train.exponential_decay(
       0.05, global_step, decay_steps=4, decay_rate=0.5
   )
@@ -22,5 +25,7 @@ def model_fn(features, labels, mode, params):
   opt = tf.contrib.opt.DropStaleGradientOptimizer(
       opt, staleness=8, use_locking=True
   )
-  train_op = opt.minimize(loss, global_step=global_step)
+  train_op, loss = opt.minimize(
+      loss, global_step=global_step, return_loss=True
+  )
   return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)

@@ -159,8 +159,11 @@ def model_fn(features, labels, mode, params):
       'clip_grad_norm': 0.3,
   }
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  loss = tf.reduce_mean(tf.squared_difference(logits, labels))
+
+  def loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.reduce_mean(tf.squared_difference(logits, labels))
+
   learning_rate = 0.05 * tf.rsqrt(
       tf.cast(tf.train.get_or_create_global_step(), tf.float32) + 1.0
   )

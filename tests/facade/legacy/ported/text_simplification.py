@@ -17,12 +17,15 @@ def get_optim(optimizer, learning_rate):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  loss = tf.reduce_mean(tf.squared_difference(logits, labels))
+
+  def loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.reduce_mean(tf.squared_difference(logits, labels))
+
   global_step = tf.train.get_or_create_global_step()
   optim = get_optim('adagrad', 0.1)
   optim = tf.contrib.opt.DropStaleGradientOptimizer(optim, staleness=1000)
-  grads = optim.compute_gradients(loss)
+  grads, loss = optim.compute_gradients(loss, return_loss=True)
   grads = [
       (tf.clip_by_norm(grad, 0.2), var)
       for grad, var in grads

@@ -41,7 +41,9 @@ def get_train_op(flags, total_loss):
   )
   if flags['use_tpu']:
     optimizer = tf.contrib.tpu.CrossShardOptimizer(optimizer)
-  grads_and_vars = optimizer.compute_gradients(total_loss)
+  grads_and_vars, loss = optimizer.compute_gradients(
+      total_loss, return_loss=True
+  )
   gradients, variables = zip(*grads_and_vars)
   clipped, gnorm = tf.clip_by_global_norm(gradients, flags['clip'])
   if flags['lr_layer_decay_rate'] != 1.0:
@@ -60,7 +62,7 @@ def get_train_op(flags, total_loss):
   train_op = optimizer.apply_gradients(
       zip(clipped, variables), global_step=global_step
   )
-  return train_op, learning_rate, gnorm
+  return train_op, learning_rate, gnorm, loss
 
 
 def model_fn(features, labels, mode, params):
@@ -76,9 +78,12 @@ def model_fn(features, labels, mode, params):
       'use_tpu': True,
   }
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  logits = network.logits(params['initial'], features, is_training)
-  total_loss = tf.reduce_mean(tf.squared_difference(logits, labels))
-  train_op, _, _ = get_train_op(flags, total_loss)
+
+  def total_loss():
+    logits = network.logits(params['initial'], features, is_training)
+    return tf.reduce_mean(tf.squared_difference(logits, labels))
+
+  train_op, _, _, total_loss = get_train_op(flags, total_loss)
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=total_loss, train_op=train_op
   )
