@@ -79,6 +79,8 @@ def _renamed(function, name, parameters):
 def _arrays(key, value):
   # Unflattened, variables are arrays, also those in lists.
   value = jax.tree.map(lambda x: x, value)
+  if key == 'dtype':
+    return jax.dtypes.canonicalize_dtype(value)
   return (
       jnp.asarray(value) if key in _TENSORS and type(value) is list else value
   )
