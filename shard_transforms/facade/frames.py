@@ -19,7 +19,7 @@ from jax import core
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms.facade import contexts
 
-Kind = Literal['plain', 'traced', 'discovered']
+Kind = Literal['plain', 'undecided', 'traced', 'discovered']
 
 # JAX caches the traces of `lax.scan`, `jax.checkpoint` and `jax.jit` by the
 # function alone, but the variables that a function reads may change. The cache
@@ -36,9 +36,10 @@ class Frame:
   """The arrays that variables stand for inside one call.
 
   Attributes:
-    kind: The kind of call: `'plain'`; `'traced'`, where only arguments may be
-      used, because JAX would capture others as constants; or `'discovered'`, a
-      trace that only finds the variables that are used, and is discarded.
+    kind: The kind of call: `'plain'`; `'undecided'`, whose writes may be
+      dropped; `'traced'`, where only arguments may be used, because JAX would
+      capture others as constants; or `'discovered'`, a trace that only finds
+      the variables that are used, and is discarded.
     enter: Takes a variable and its array outside; returns the one inside.
     values: The array of each variable that was used, or is an argument.
     used: The variables that were read or written, in order.
@@ -66,13 +67,44 @@ class Frame:
 
 
 class _Thread(threading.local):
-  """The frames that are open in this thread."""
+  """The frames that are open in this thread, and the locks that it holds."""
 
   def __init__(self):
     self.frames: list[Frame] = []
+    self.locks: list[Any] = []
 
 
 _thread = _Thread()
+
+
+class Output:
+  """A place for a result that leaves a trace like the value of a variable.
+
+  Attributes:
+    name: What it is, for errors.
+    stored: The result, if it was written outside of all frames.
+  """
+
+  def __init__(self, name: str):
+    self.name = name
+    self.stored: Any = None
+
+
+def take(output: Output) -> Any:
+  """Returns what was written to a place, which is forgotten.
+
+  Raises:
+    ValueError: If nothing was written.
+  """
+  found = [output.stored]
+  for opened in _thread.frames:
+    for kept in (opened.used, opened.written):
+      kept.pop(output, None)
+    found.append(opened.values.pop(output, None))
+  found = [value for value in found if value is not None]
+  if not found:
+    raise ValueError(f'Nobody has computed {output.name}.')
+  return found[-1]
 
 
 @contextlib.contextmanager
@@ -101,15 +133,18 @@ def _begin_generation(opened):
 
 
 @contextlib.contextmanager
-def transaction() -> Iterator[None]:
+def transaction() -> Iterator[Frame]:
   """Commits everything that is written inside at the end, or nothing on error.
+
+  Yields:
+    The frame.
 
   Raises:
     ValueError: Where nothing can be written.
   """
   _check_here('Variables')
   with frame() as opened:
-    yield
+    yield opened
   commit(opened.written, [opened.values[v] for v in opened.written])
 
 
@@ -223,7 +258,13 @@ def is_open() -> bool:
 
 def is_tracing() -> bool:
   """Whether this thread is inside a call that is traced."""
-  return any(opened.kind != 'plain' for opened in _thread.frames)
+  kinds = {opened.kind for opened in _thread.frames}
+  return bool(kinds & {'traced', 'discovered'})
+
+
+def is_undecided() -> bool:
+  """Whether what is written here may be dropped."""
+  return any(opened.kind == 'undecided' for opened in _thread.frames)
 
 
 def is_staged() -> bool:
@@ -236,11 +277,29 @@ def is_staged() -> bool:
 
 @contextlib.contextmanager
 def held(lock: Any) -> Iterator[None]:
-  """Holds a lock, and makes the traced calls around hold it when they run."""
+  """Holds a lock, and makes the traced calls around hold it when they run.
+
+  Raises:
+    ValueError: If what is written inside could be dropped only after others
+      have seen it.
+  """
   for opened in _thread.frames:
     opened.locks[lock] = None
-  with lock, contextlib.nullcontext() if is_tracing() else at_once():
+  if lock in _thread.locks:
     yield
+    return
+  if is_undecided() and not is_tracing():
+    raise ValueError(
+        'An optimizer with `use_locking` inside a `DropStaleGradientOptimizer`'
+        ' must not be hidden by one without, got no lock outside. Give'
+        ' `use_locking=True` to the `DropStaleGradientOptimizer`.'
+    )
+  _thread.locks.append(lock)
+  try:
+    with lock, contextlib.nullcontext() if is_tracing() else at_once():
+      yield
+  finally:
+    _thread.locks.remove(lock)
 
 
 @contextlib.contextmanager

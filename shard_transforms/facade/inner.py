@@ -67,7 +67,7 @@ class OptaxOptimizer(functional.FunctionalOptimizer):
     return self._tx
 
 
-class TensorFlowOptimizer(functional.FunctionalOptimizer):
+class TensorFlowOptimizer(functional.SeparableOptimizer):
   """An optimizer of `tf.train`: a factory, called with its hyperparameters."""
 
   def __init__(

@@ -132,7 +132,9 @@ class ClipByNormTest(parameterized.TestCase):
 class ClipByValueTest(parameterized.TestCase):
 
   def test_limits_elements(self):
-    clipped = facade.clip_by_value(np.float32([-3, 0.5, 4]), -1.0, jnp.full(3, 2.0))
+    clipped = facade.clip_by_value(
+        np.float32([-3, 0.5, 4]), -1.0, jnp.full(3, 2.0)
+    )
 
     chex.assert_trees_all_equal(clipped, jnp.float32([-1, 0.5, 2]), strict=True)
 

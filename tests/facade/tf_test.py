@@ -76,6 +76,17 @@ CALLS = {
         lambda: tf.norm(X, axis=1, keepdims=True),
         np.sqrt((X**2).sum(1))[:, None],
     ),
+    'split': (lambda: tf.split(X, 3, 1)[1], X[:, 1:2]),
+    'squared_difference': (lambda: tf.squared_difference(X, Y), (X - Y) ** 2),
+    'l2_loss': (lambda: tf.nn.l2_loss(X), (X**2).sum() / 2),
+    'mean_squared_error': (
+        lambda: tf.losses.mean_squared_error(X, predictions=Y),
+        ((X - Y) ** 2).mean(),
+    ),
+    'moments': (
+        lambda: jnp.stack(tf.nn.moments(X, [0])),
+        np.stack([X.mean(0), X.var(0)]),
+    ),
     'add_n': (lambda: tf.add_n([X, Y, X]), 2 * X + Y),
     'softmax': (
         lambda: tf.nn.softmax(X),
@@ -131,6 +142,23 @@ class FunctionsTest(facade_cases.GraphTest):
     tf.assign_sub(w, 1.0, name='less')
 
     self.assert_holds(w, 4.0)
+
+  def test_a_loss_joins_the_losses(self):
+    found = tf.losses.mean_squared_error(X, Y)
+
+    self.assertEqual(tf.losses.get_losses(), [found])
+
+  def test_a_place_is_a_context_without_effect(self):
+    w = tf.Variable(1.0)
+
+    with tf.colocate_with(w):
+      tf.assign(w, 2.0)
+
+    self.assert_holds(w, 2.0)
+
+  def test_types_of_64_bits_are_those_of_jax(self):
+    self.assertEqual(tf.cast([1.5], tf.int64).dtype, jnp.int32)
+    self.assertEqual(tf.constant(1, dtype=tf.float64).dtype, jnp.float32)
 
   def test_makes_variables_by_initializers_of_its_own(self):
     made = [
@@ -212,6 +240,8 @@ class NamespaceTest(parameterized.TestCase):
         call()
     with self.assertRaisesRegex(ValueError, '`tf.norm` must be the Euclidean'):
       tf.norm(X, ord=1)
+    with self.assertRaisesRegex(ValueError, '`num_or_size_splits` of'):
+      tf.split(X, [1, 2], 1)
     with self.assertRaisesRegex(ValueError, '`condition` of `tf.where`'):
       tf.where([True, False], X, Y)
 

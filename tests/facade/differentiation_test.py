@@ -6,7 +6,7 @@ import numpy as np
 
 import cases
 from shard_transforms import facade
-from shard_transforms.facade import gradients
+from shard_transforms.facade import differentiation
 
 W = np.float32([1, 2, 4])
 X = np.float32([3, -1, 2])
@@ -279,37 +279,37 @@ class CheckVariablesTest(PairsTest):
     both = [self.b, self.w]
 
     for given in both, tuple(both), iter(both), {self.b: 0, self.w: 1}:
-      self.assertEqual(gradients.check_variables(given), both)
-    self.assertEqual(gradients.check_variables(self.w), [self.w])
+      self.assertEqual(differentiation.check_variables(given), both)
+    self.assertEqual(differentiation.check_variables(self.w), [self.w])
 
   def test_refuses_what_is_no_variable(self):
     for item in np.ones(2), 'w', None:
       with self.assertRaisesRegex(TypeError, '`var_list` must hold'):
-        gradients.check_variables([self.w, item])
+        differentiation.check_variables([self.w, item])
 
   @cases.parameters(jnp.int32, jnp.uint8, jnp.bool_)
   def test_refuses_integers(self, dtype):
     step = facade.Variable(False, dtype=dtype, name='step')
 
     with self.assertRaisesRegex(ValueError, f'{step.dtype} for step:0'):
-      gradients.check_variables([self.w, step])
+      differentiation.check_variables([self.w, step])
 
   def test_refuses_one_that_comes_twice(self):
     with self.assertRaisesRegex(ValueError, r"\['w'\] again"):
-      gradients.check_variables([self.w, self.b, self.w])
+      differentiation.check_variables([self.w, self.b, self.w])
 
   def test_refuses_two_of_one_name(self):
     with facade.Graph().as_default():
       other = facade.Variable(1.0, name='w')
 
     with self.assertRaisesRegex(ValueError, r"\['w'\] again"):
-      gradients.check_variables([self.w, other])
+      differentiation.check_variables([self.w, other])
 
 
 class CheckPairsTest(PairsTest):
 
   def test_returns_arrays_or_none(self):
-    found = gradients.check_pairs(
+    found = differentiation.check_pairs(
         iter([(np.float32([1, 2]), self.w), [None, self.b]])
     )
 
@@ -319,44 +319,44 @@ class CheckPairsTest(PairsTest):
 
   @cases.parameters(3.0, np.float32(3), np.float64(3))
   def test_numbers_can_be_gradients(self, grad):
-    [(grad, _)] = gradients.check_pairs([(grad, self.b)])
+    [(grad, _)] = differentiation.check_pairs([(grad, self.b)])
 
     chex.assert_trees_all_equal(grad, jnp.float32(3))
 
   @cases.parameters(([1.0, 2.0],), ((1.0, 2),))
   def test_lists_can_be_gradients(self, grad):
-    [(grad, _)] = gradients.check_pairs([(grad, self.w)])
+    [(grad, _)] = differentiation.check_pairs([(grad, self.w)])
 
     chex.assert_trees_all_equal(grad, jnp.float32([1, 2]), strict=True)
 
   def test_a_variable_can_be_a_gradient(self):
-    [(grad, _)] = gradients.check_pairs([(self.w, self.w)])
+    [(grad, _)] = differentiation.check_pairs([(self.w, self.w)])
 
     chex.assert_trees_all_equal(grad, self.w.value(), strict=True)
 
   @cases.parameters(([],), (zip(),))
   def test_refuses_no_pairs(self, given):
     with self.assertRaisesRegex(ValueError, 'No variables provided'):
-      gradients.check_pairs(given)
+      differentiation.check_pairs(given)
 
   @cases.parameters(1.0, (('a',),), ((1, 2, 3),), 'ab', None)
   def test_refuses_what_is_no_pair(self, item):
     with self.assertRaisesRegex(ValueError, 'must hold pairs'):
-      gradients.check_pairs([(1.0, self.b), item])
+      differentiation.check_pairs([(1.0, self.b), item])
 
   @cases.parameters('b', 1.0, None)
   def test_refuses_what_is_no_variable(self, item):
     with self.assertRaisesRegex(TypeError, 'must hold pairs.*in its place'):
-      gradients.check_pairs([(1.0, item)])
+      differentiation.check_pairs([(1.0, item)])
 
   def test_refuses_pairs_the_wrong_way_round(self):
     with self.assertRaisesRegex(TypeError, 'must hold pairs.*in its place'):
-      gradients.check_pairs([(self.b, np.float32(1))])
+      differentiation.check_pairs([(self.b, np.float32(1))])
 
   @cases.parameters('text', object())
   def test_refuses_gradients_that_are_no_arrays(self, grad):
     with self.assertRaisesRegex(TypeError, 'The gradient of b:0 must be'):
-      gradients.check_pairs([(grad, self.b)])
+      differentiation.check_pairs([(grad, self.b)])
 
   @cases.parameters(
       (3, 'int32'),
@@ -372,7 +372,7 @@ class CheckPairsTest(PairsTest):
         TypeError,
         f'`grads_and_vars` must hold floating.*got {dtype} for b:0 of float32',
     ):
-      gradients.check_pairs([(grad, self.b)])
+      differentiation.check_pairs([(grad, self.b)])
 
   @cases.parameters(jnp.int32, jnp.complex64)
   def test_refuses_variables_of_another_kind(self, dtype):
@@ -383,16 +383,16 @@ class CheckPairsTest(PairsTest):
           TypeError,
           f'floating-point variables, got .* for v:0 of {dtype.dtype}',
       ):
-        gradients.check_pairs([(grad, variable)])
+        differentiation.check_pairs([(grad, variable)])
     self.assertEqual(
-        gradients.check_pairs([(None, variable)]), [(None, variable)]
+        differentiation.check_pairs([(None, variable)]), [(None, variable)]
     )
 
   @cases.parameters(jnp.float16, jnp.bfloat16, jnp.float32)
   def test_takes_another_precision(self, dtype):
     half = facade.Variable(1.0, dtype=jnp.bfloat16)
 
-    [(grad, _)] = gradients.check_pairs([(dtype(3), half)])
+    [(grad, _)] = differentiation.check_pairs([(dtype(3), half)])
 
     chex.assert_trees_all_equal(grad, dtype(3), strict=True)
 
@@ -401,11 +401,13 @@ class CheckPairsTest(PairsTest):
     with self.assertRaisesRegex(
         ValueError, r'The gradient of w:0 must have the shape \(2,\), got'
     ):
-      gradients.check_pairs([(np.float32(grad), self.w)])
+      differentiation.check_pairs([(np.float32(grad), self.w)])
 
   def test_refuses_a_variable_that_comes_twice(self):
     with self.assertRaisesRegex(ValueError, r"\['b'\] again"):
-      gradients.check_pairs([(1.0, self.b), (None, self.w), (None, self.b)])
+      differentiation.check_pairs(
+          [(1.0, self.b), (None, self.w), (None, self.b)]
+      )
 
 
 class StackTest(PairsTest):
@@ -417,7 +419,7 @@ class StackTest(PairsTest):
     ]
 
     chex.assert_trees_all_equal(
-        gradients.stack(calls),
+        differentiation.stack(calls),
         {'w': jnp.float32([[0, 0], [1, 2], [2, 4]]), 'b': jnp.arange(3.0)},
         strict=True,
     )
@@ -426,7 +428,7 @@ class StackTest(PairsTest):
     calls = [[(None, self.w), (None, self.b)], [(jnp.ones(2), self.w)]]
 
     chex.assert_trees_all_equal(
-        gradients.stack(calls),
+        differentiation.stack(calls),
         {'w': jnp.float32([[0, 0], [1, 1]])},
         strict=True,
     )

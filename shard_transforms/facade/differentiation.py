@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,6 @@ def compute_gradients(
     loss: Callable[..., npt.ArrayLike],
     var_list: Variable | Iterable[Variable] | None = None,
     grad_loss: jax.typing.ArrayLike | Variable | None = None,
-    scale: float = 1.0,
 ) -> Pairs:
   """Returns the gradient of a loss for each variable, `None` if it reads none.
 
@@ -32,7 +33,6 @@ def compute_gradients(
     var_list: The variables; all trainable ones of the graph if `None`.
     grad_loss: The gradient for the loss, of its shape or a scalar; ones if
       `None`, so that the elements of the loss are summed.
-    scale: A number that multiplies the loss.
 
   Returns:
     The pairs, in the order of `var_list`. Among shards, gradients are each
@@ -46,11 +46,7 @@ def compute_gradients(
       `grad_loss` is of another shape, or the loss makes new variables each
       time.
   """
-  if not callable(loss):
-    raise TypeError(
-        '`loss` must be a function of no arguments, or of the values of'
-        f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
-    )
+  _check_function(loss)
   chosen = None if var_list is None else check_variables(var_list)
   arity = _arity(loss, None if chosen is None else len(chosen))
   # The first evaluation may create variables, which have no gradient yet; the
@@ -59,9 +55,7 @@ def compute_gradients(
     found = lookup.trainable_variables() if chosen is None else chosen
     if found:
       check_variables(found)
-    grads, written, assigned = _differentiate(
-        loss, found, grad_loss, scale, arity
-    )
+    grads, written, assigned = _differentiate(loss, found, grad_loss, arity)
     if chosen is not None or found == lookup.trainable_variables():
       check_variables(found)
       frames.commit(written, assigned)
@@ -72,17 +66,78 @@ def compute_gradients(
   )
 
 
-def _differentiate(loss, found, grad_loss, scale, arity):
+def _check_function(loss):
+  if not callable(loss):
+    raise TypeError(
+        '`loss` must be a function of no arguments, or of the values of'
+        f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
+    )
+
+
+def scaled(
+    loss: Callable[..., npt.ArrayLike], scale: float
+) -> Callable[..., npt.ArrayLike]:
+  """Returns a loss that is multiplied by a number.
+
+  Raises:
+    TypeError: If `loss` is no function.
+  """
+  _check_function(loss)
+  if scale == 1:
+    return loss
+  return _mapped(loss, lambda out: _as_loss(out) * scale)
+
+
+def with_loss(
+    compute: Callable[[Callable[..., Any]], Any],
+    loss: Callable[..., Any],
+    has_aux: bool,
+) -> tuple[Any, Any]:
+  """Returns what `compute` returns for a loss, and what the loss returned.
+
+  Args:
+    compute: Takes a loss without other results, and differentiates it.
+    loss: The loss.
+    has_aux: Whether it returns a pair of the loss and a tree of arrays.
+
+  Raises:
+    TypeError: If `loss` is no function, or returns no pair with `has_aux`.
+    ValueError: If `compute` did not evaluate it.
+  """
+  _check_function(loss)
+  returned = frames.Output('what the loss returned')
+
+  def kept(out):
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+      raise TypeError(
+          '`loss` must return a pair of the loss and other arrays with'
+          f' `has_aux`, got {out!r}.'
+      )
+    value = _as_loss(out[0] if has_aux else out)
+    aux = jax.tree.map(lambda x: x, out[1]) if has_aux else None
+    frames.write(returned, (value, aux) if has_aux else value)
+    return value
+
+  result = compute(_mapped(loss, kept))
+  return result, frames.take(returned)
+
+
+def _mapped(loss, function):
+  """Returns `loss`, followed by a function."""
+  return functools.wraps(loss)(lambda *values: function(loss(*values)))
+
+
+def _differentiate(loss, found, grad_loss, arity):
   """Returns the gradients, and the assignments of the loss."""
   written = []
 
   def differentiated(values):
     with frames.frame('plain', zip(found, values, strict=True)) as frame:
-      out = _as_loss(loss(*values[:arity]), grad_loss)
+      out = _as_loss(loss(*values[:arity]))
+      if grad_loss is not None:
+        _check_grad_loss(grad_loss, out.shape)
     read = [arity > 0 or v in frame.used for v in found]
     written[:] = frame.written
-    if scale != 1:
-      out = out * scale
     total = jnp.sum(out if grad_loss is None else out * grad_loss)
     return total, (read, [frame.values[v] for v in frame.written])
 
@@ -123,13 +178,11 @@ def _arity(loss, num_variables):
   )
 
 
-def _as_loss(out, grad_loss):
-  """Returns the loss as an array, checked against the gradient for it."""
+def _as_loss(out):
+  """Returns the loss as an array."""
   out = variables_lib.as_array(out, '`loss` must return an array')
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
-  if grad_loss is not None:
-    _check_grad_loss(grad_loss, out.shape)
   return out
 
 
@@ -198,6 +251,20 @@ def check_any_gradient(pairs: Pairs, advice: str = '') -> None:
     raise ValueError(
         f'No gradients provided for any variable: {names}.{advice}'
     )
+
+
+def map_gradients(
+    pairs: Pairs,
+    function: Callable[[dict[str, jax.Array]], dict[str, jax.Array]],
+) -> Pairs:
+  """Returns the pairs of other gradients; `None` stays.
+
+  Args:
+    pairs: The pairs.
+    function: Takes gradients by the name of their variable, and returns such.
+  """
+  found = function({v.op.name: grad for grad, v in pairs if grad is not None})
+  return [(found.get(v.op.name), v) for _, v in pairs]
 
 
 def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
