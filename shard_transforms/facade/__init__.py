@@ -16,6 +16,7 @@ from shard_transforms.facade.contrib import AdafactorOptimizer
 from shard_transforms.facade.contrib import LAMBOptimizer
 from shard_transforms.facade.contrib import LARSOptimizer
 from shard_transforms.facade.contrib import LazyAdamOptimizer
+from shard_transforms.facade.control_flow import cond
 from shard_transforms.facade.control_flow import control_dependencies
 from shard_transforms.facade.control_flow import group
 from shard_transforms.facade.control_flow import no_op
@@ -105,6 +106,7 @@ __all__ = (
     'clip_by_value',
     'clip_gradient_norms',
     'clip_gradients_by_norm',
+    'cond',
     'control_dependencies',
     'cosine_decay',
     'cosine_decay_restarts',

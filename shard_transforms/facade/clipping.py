@@ -178,34 +178,18 @@ def clip_gradient_norms(
   ]
 
 
-class _ClippedOptimizer(optimizer_lib.Optimizer):
+class _ClippedOptimizer(optimizer_lib.Wrapper):
   """An optimizer that clips by the global norm before it applies."""
 
   def __init__(self, opt, clip_norm):
-    super().__init__(False, f'ClipByNorm{opt.get_name()}')
-    self._optimizer = opt
+    super().__init__(opt, False, f'ClipByNorm{opt.get_name()}')
     self._clip_norm = clip_norm
-
-  def compute_gradients(self, *args, **kwargs):
-    return self._optimizer.compute_gradients(*args, **kwargs)
 
   def apply_gradients(self, grads_and_vars, global_step=None, name=None):
     grads, variables = zip(*grads_and_vars, strict=True)
     clipped, _ = clip_by_global_norm(grads, self._clip_norm)
-    pairs = list(zip(clipped, variables, strict=True))
-    return self._optimizer.apply_gradients(pairs, global_step, name)
-
-  def _apply(self, pairs, global_step):
-    return self._optimizer.apply_gradients(pairs, global_step)
-
-  def get_slot(self, var, name):
-    return self._optimizer.get_slot(var, name)
-
-  def get_slot_names(self):
-    return self._optimizer.get_slot_names()
-
-  def variables(self):
-    return self._optimizer.variables()
+    pairs = zip(clipped, variables, strict=True)
+    return super().apply_gradients(list(pairs), global_step, name)
 
 
 def clip_gradients_by_norm(
@@ -237,11 +221,8 @@ def clip_gradients_by_norm(
   References:
     `tf.contrib.estimator.clip_gradients_by_norm` of TensorFlow 1.15.
   """
-  if not isinstance(optimizer, optimizer_lib.Optimizer):
-    raise TypeError(
-        f'`optimizer` must be an optimizer of the façade, got {optimizer!r}.'
-    )
-  return _ClippedOptimizer(optimizer, clip_norm)
+  opt = optimizer_lib.check_optimizer('optimizer', optimizer)
+  return _ClippedOptimizer(opt, clip_norm)
 
 
 def _arrays(t_list):

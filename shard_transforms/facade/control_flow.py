@@ -1,9 +1,78 @@
-"""`group`, `no_op`, `control_dependencies`: of lines that run in order."""
+"""Control flow of lines that run in order: `cond`, `group` and others."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 from typing import Any
+
+import jax
+from jax import core
+import jax.numpy as jnp
+
+from shard_transforms.facade import frames
+from shard_transforms.facade import variables
+
+
+def cond(
+    pred: jax.typing.ArrayLike | variables.Variable,
+    true_fn: Callable[[], Any],
+    false_fn: Callable[[], Any],
+    strict: bool = False,
+    name: str | None = None,
+) -> Any:
+  """Chooses between two branches, which may assign to variables.
+
+  Where `pred` is not known, as in a compiled step, both branches compute, each
+  from the values before; what one of them assigns or returns is then chosen.
+  (In a branch of `jax.lax.cond`, variables cannot be assigned.)
+
+  Args:
+    pred: A scalar; the same on all shards if a branch assigns.
+    true_fn: A function of no arguments.
+    false_fn: The same; returns a tree of the same structure and shapes.
+    strict: Ignored.
+    name: Ignored.
+
+  Returns:
+    What the chosen branch returns.
+
+  Raises:
+    ValueError: If the branches return other structures or shapes.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> step = facade.function(
+    ...     lambda x: facade.cond(x > 0, lambda: w.assign_add(x), lambda: x)
+    ... )
+    >>> for x in (2.0, -5.0):
+    ...   _ = step(x)
+    >>> print(w)
+    3.0
+
+  References:
+    `tf.cond` of TensorFlow 1.15.
+  """
+  del strict, name
+  chosen = jnp.asarray(pred)
+  if not isinstance(chosen, core.Tracer):
+    return true_fn() if chosen else false_fn()
+  outputs, tried = [], []
+  for branch in (true_fn, false_fn):
+    with frames.frame('undecided') as opened:
+      outputs.append(jax.tree.map(jnp.asarray, branch()))
+    tried.append(opened)
+  shapes = [jax.tree.map(jnp.shape, output) for output in outputs]
+  if shapes[0] != shapes[1]:
+    raise ValueError(
+        '`true_fn` and `false_fn` must return the same structure and shapes,'
+        f' got {shapes[0]} and {shapes[1]}.'
+    )
+  for variable in {**tried[0].written, **tried[1].written}:
+    new = [f.values.get(variable, frames.read(variable)) for f in tried]
+    frames.commit([variable], [jnp.where(chosen, *new)])
+  return jax.tree.map(lambda x, y: jnp.where(chosen, x, y), *outputs)
 
 
 def group(*inputs: Any, name: str | None = None) -> None:

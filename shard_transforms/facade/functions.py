@@ -168,8 +168,8 @@ def function(fn: Callable[..., Any]) -> Function:
   run what was compiled. As under `jax.jit`, Python code in `fn` runs only
   while JAX traces it. The old arrays of variables are not donated, because
   other threads may be reading them. A step that reduces over CPU devices waits
-  for the one before. `fn` runs in the graph and the scopes of names in
-  which `function` was called, in any thread. Inside another `function` or a loss, it
+  for the one before. `fn` runs in the graph and the scopes of names in which
+  `function` was called, in any thread. Inside another `function` or a loss, it
   becomes part of that.
 
   `build(*args)` of the result makes what a first call would make, and runs

@@ -121,8 +121,21 @@ class Graph:
     return self._collections.setdefault(name, [])
 
   def add_to_collection(self, name: str, value: Any) -> None:
-    """Appends a value to a collection, inside a step for its time."""
-    frames.collect((self, name), self.get_collection_ref(name), value)
+    """Appends a value to a collection.
+
+    Inside a step, the next one appends its own again: other values than
+    variables are there until its end, and variables once.
+
+    Args:
+      name: The name of the collection.
+      value: The value.
+    """
+    collection = self.get_collection_ref(name)
+    op_name = getattr(getattr(value, 'op', None), 'name', None)
+    if not frames.is_open() or self.variables.get(op_name) is not value:
+      frames.collect((self, name), collection, value)
+    elif not any(item is value for item in collection):
+      collection.append(value)
 
   def add_variable(self, variable: Any, collections: Iterable[str]) -> None:
     """Appends a variable to collections, for good."""
@@ -212,7 +225,7 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
 def add_to_collection(name: str, value: Any) -> None:
   """Appends a value to a collection of the default graph.
 
-  Inside a step or a loss, it is there until that ends.
+  Inside a step or a loss, it is there until that ends, unless it is a variable.
 
   Args:
     name: The name of the collection.

@@ -109,7 +109,7 @@ def get_variable(
 def _initial(given, shape, dtype, name, graph):
   """Returns the initial value of a variable."""
   initializer: Any = given
-  dtype = jnp.float32 if dtype is None else dtype
+  dtype = jax.dtypes.canonicalize_dtype(jnp.float32 if dtype is None else dtype)
   if initializer is None:
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     if shape is None or (is_float and len(shape) < 2):

@@ -152,7 +152,9 @@ class Optimizer:
         grad_loss=grad_loss,
     )
     pairs = list(grads_and_vars)
-    differentiation.check_any_gradient(pairs, ' The loss must read one of them.')
+    differentiation.check_any_gradient(
+        pairs, ' The loss must read one of them.'
+    )
     with frames.transaction():
       return self.apply_gradients(pairs, global_step=global_step, name=name)
 

@@ -12,8 +12,8 @@ import optax
 import shard_transforms
 from shard_transforms._src.base import arguments
 from shard_transforms.facade import contexts
-from shard_transforms.facade import frames
 from shard_transforms.facade import differentiation
+from shard_transforms.facade import frames
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import staleness

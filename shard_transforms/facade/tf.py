@@ -6,6 +6,7 @@ Optax, which takes the arguments of TensorFlow; nothing computes by itself. Any
 other name raises an `AttributeError`. The porting page tells what differs.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -79,6 +80,8 @@ def _renamed(function, name, parameters):
 def _arrays(key, value):
   # Unflattened, variables are arrays, also those in lists.
   value = jax.tree.map(lambda x: x, value)
+  if key == 'dtype':
+    return jax.dtypes.canonicalize_dtype(value)
   return (
       jnp.asarray(value) if key in _TENSORS and type(value) is list else value
   )
@@ -123,8 +126,36 @@ def _same(names, prefix='', module=jnp):
 # Parameters that TensorFlow also takes as lists of numbers.
 _TENSORS = (
     *('a', 'b', 'condition', 'features', 'indices', 'input', 'input_tensor'),
-    *('labels', 'logits', 'tensor', 'x', 'y'),
+    *('labels', 'logits', 'predictions', 't', 'tensor', 'value', 'x', 'y'),
 )
+
+
+def _split(value, parts, **options):
+  if np.ndim(parts):
+    raise ValueError(
+        '`num_or_size_splits` of `tf.split` must be a number of parts, got'
+        f' {parts!r}. `jax.numpy.split` takes the indices of the cuts.'
+    )
+  return jnp.split(value, parts, **options)
+
+
+def _moments(x, axes, keepdims=False):
+  axes = tuple(axes) if np.ndim(axes) else axes
+  return jnp.mean(x, axes, keepdims=keepdims), jnp.var(
+      x, axes, keepdims=keepdims
+  )
+
+
+def _l2_loss(t):
+  return jnp.sum(optax.l2_loss(t))
+
+
+def _mean_squared_error(labels, predictions):
+  loss = jnp.mean(optax.squared_error(predictions, labels))
+  facade.add_to_collection(facade.GraphKeys.LOSSES, loss)
+  return loss
+
+
 _X = {'x': 0, 'name': None}
 _FEATURES = {'features': 0, 'name': None}
 _XY = {'x': 0, 'y': 1, 'name': None}
@@ -203,6 +234,10 @@ _OTHERS = {
         {'seed': None, 'dtype': 'dtype'},
     ),
     'identity': (jnp.asarray, _INPUT),
+    'losses.mean_squared_error': (
+        _mean_squared_error,
+        {'labels': 0, 'predictions': 1, 'weights': ...},
+    ),
     'matmul': (
         jnp.matmul,
         {'a': 0, 'b': 1, 'transpose_a': ..., 'transpose_b': ..., 'name': None},
@@ -210,6 +245,18 @@ _OTHERS = {
     'nn.leaky_relu': (
         functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
         {'features': 0, 'alpha': 'negative_slope', 'name': None},
+    ),
+    'nn.l2_loss': (_l2_loss, {'t': 0, 'name': None}),
+    'nn.moments': (
+        _moments,
+        {
+            'x': 0,
+            'axes': 1,
+            'shift': None,
+            'name': None,
+            'keep_dims': 'keepdims',
+            'keepdims': 'keepdims',
+        },
     ),
     'nn.log_softmax': (jax.nn.log_softmax, _LOGITS),
     'nn.sigmoid_cross_entropy_with_logits': (
@@ -260,6 +307,11 @@ _OTHERS = {
     'reshape': (jnp.reshape, {'tensor': 0, 'shape': 1, 'name': None}),
     'shape': (jnp.shape, _INPUT),
     'size': (jnp.size, _INPUT),
+    'split': (
+        _split,
+        {'value': 0, 'num_or_size_splits': 1, 'axis': 'axis', 'name': None},
+    ),
+    'squared_difference': (optax.squared_error, _XY),
     'squeeze': (
         jnp.squeeze,
         {'input': 0, 'axis': 'axis', 'name': None, 'squeeze_dims': 'axis'},
@@ -292,7 +344,8 @@ _TYPES = 'bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8'
 _OURS = {
     'tf': (
         'AggregationMethod Graph GraphKeys Variable add_to_collection'
-        ' clip_by_global_norm clip_by_norm clip_by_value control_dependencies'
+        ' clip_by_global_norm clip_by_norm clip_by_value cond'
+        ' control_dependencies'
         ' get_collection get_default_graph get_variable get_variable_scope'
         ' global_norm global_variables group local_variables name_scope no_op'
         ' reset_default_graph set_random_seed trainable_variables'
@@ -333,6 +386,8 @@ def _names() -> dict[str, Any]:
       'tf.assign_add': variables.Variable.assign_add,
       'tf.assign_sub': variables.Variable.assign_sub,
       'tf.bool': jnp.bool_,
+      # Contexts without effect: devices are those of the mesh.
+      'tf.colocate_with': contextlib.nullcontext,
       'tf.losses.add_loss': functools.partial(
           facade.add_to_collection, key.LOSSES
       ),

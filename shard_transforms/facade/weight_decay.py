@@ -7,8 +7,6 @@ from typing import Any
 import jax
 
 from shard_transforms.facade import decays
-from shard_transforms.facade import frames
-from shard_transforms.facade import gradients
 from shard_transforms.facade import inner
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
@@ -53,7 +51,7 @@ class DecoupledWeightDecayExtension:
   ):
     super().__init__(**kwargs)
     self._weight_decay = weight_decay
-    self._decay_var_list = None
+    self._decay_var_list: list[Variable] = []
 
   @property
   def _undecayed(self) -> Any:
@@ -80,7 +78,7 @@ class DecoupledWeightDecayExtension:
     try:
       return self._undecayed.minimize(*args, **kwargs)
     finally:
-      self._decay_var_list = None
+      self._decay_var_list = []
 
   def apply_gradients(
       self,
@@ -100,14 +98,20 @@ class DecoupledWeightDecayExtension:
     Returns:
       What the optimizer returns.
     """
-    pairs = gradients.check_pairs(grads_and_vars)
-    chosen = list(decay_var_list or self._decay_var_list or ())
+    before = self._decay_var_list
+    self._decay_var_list = list(decay_var_list or before)
+    try:
+      return self._undecayed.apply_gradients(grads_and_vars, global_step, name)
+    finally:
+      self._decay_var_list = before
+
+  def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
+    """Takes the decay away, then updates variables as the optimizer does."""
     decay = decays.present(self._weight_decay)
-    with frames.transaction():
-      for grad, variable in pairs:
-        if grad is not None and (not chosen or variable in chosen):
-          variable.assign_sub(decay * variable)
-      return self._undecayed.apply_gradients(pairs, global_step, name)
+    for _, variable in pairs:
+      if not self._decay_var_list or variable in self._decay_var_list:
+        variable.assign_sub(decay * variable)
+    return self._undecayed._apply_all(pairs)
 
 
 def extend_with_decoupled_weight_decay(

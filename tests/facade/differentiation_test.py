@@ -405,7 +405,9 @@ class CheckPairsTest(PairsTest):
 
   def test_refuses_a_variable_that_comes_twice(self):
     with self.assertRaisesRegex(ValueError, r"\['b'\] again"):
-      differentiation.check_pairs([(1.0, self.b), (None, self.w), (None, self.b)])
+      differentiation.check_pairs(
+          [(1.0, self.b), (None, self.w), (None, self.b)]
+      )
 
 
 class StackTest(PairsTest):
