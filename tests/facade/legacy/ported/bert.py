@@ -120,6 +120,7 @@ class AdamWeightDecayOptimizer(tf.train.Optimizer):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
+  network.logits(params['initial'], features)  # Makes the variables.
 
   def total_loss():
     logits = network.logits(params['initial'], features, is_training)

@@ -153,6 +153,7 @@ def _get_layer_lrs(learning_rate, layer_decay, n_layers):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
+  network.logits(params['initial'], features)  # Makes the variables.
 
   def total_loss():
     logits = network.logits(params['initial'], features, is_training)

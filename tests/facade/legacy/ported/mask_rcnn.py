@@ -16,6 +16,7 @@ def learning_rate_schedule(global_step, learning_rate, warmup, levels, steps):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
+  network.logits(params['initial'], features)  # Makes the variables.
 
   def loss_fn():
     logits = network.logits(params['initial'], features, is_training)
