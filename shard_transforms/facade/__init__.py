@@ -6,6 +6,7 @@ from shard_transforms.facade.constants import ModeKeys
 from shard_transforms.facade.constants import Reduction
 from shard_transforms.facade.contexts import shard_context
 from shard_transforms.facade.cross_shard import CrossShardOptimizer
+from shard_transforms.facade.differentiation import gradients
 from shard_transforms.facade.functions import function
 from shard_transforms.facade.graph import Graph
 from shard_transforms.facade.graph import GraphKeys
@@ -62,6 +63,7 @@ __all__ = (
     'get_values',
     'get_variable',
     'global_variables',
+    'gradients',
     'replicate_model_fn',
     'reset_default_graph',
     'set_values',
