@@ -29,6 +29,7 @@ from shard_transforms.facade.decays import linear_cosine_decay
 from shard_transforms.facade.decays import natural_exp_decay
 from shard_transforms.facade.decays import piecewise_constant
 from shard_transforms.facade.decays import polynomial_decay
+from shard_transforms.facade.differentiation import gradients
 from shard_transforms.facade.functions import function
 from shard_transforms.facade.graph import Graph
 from shard_transforms.facade.graph import GraphKeys
@@ -132,6 +133,7 @@ __all__ = (
     'no_op',
     'piecewise_constant',
     'polynomial_decay',
+    'gradients',
     'replicate_model_fn',
     'reset_default_graph',
     'set_random_seed',
