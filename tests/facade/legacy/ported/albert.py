@@ -139,12 +139,12 @@ class LAMBOptimizer(tf.train.Optimizer):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  network.logits(params['initial'], features)  # Makes the variables.
 
   def total_loss():
     logits = network.logits(params['initial'], features, is_training)
     return tf.reduce_mean(tf.squared_difference(logits, labels))
 
+  loss = total_loss()  # Makes the variables, too.
   train_op = create_optimizer(
       total_loss,
       init_lr=0.05,
@@ -153,5 +153,5 @@ def model_fn(features, labels, mode, params):
       use_tpu=True,
   )
   return tf.contrib.tpu.TPUEstimatorSpec(
-      mode=mode, loss=total_loss, train_op=train_op
+      mode=mode, loss=loss, train_op=train_op
   )

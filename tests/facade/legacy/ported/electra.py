@@ -153,12 +153,12 @@ def _get_layer_lrs(learning_rate, layer_decay, n_layers):
 
 def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
-  network.logits(params['initial'], features)  # Makes the variables.
 
   def total_loss():
     logits = network.logits(params['initial'], features, is_training)
     return tf.reduce_mean(tf.squared_difference(logits, labels))
 
+  loss = total_loss()  # Makes the variables, too.
   train_op = create_optimizer(
       total_loss,
       learning_rate=0.05,
@@ -169,5 +169,5 @@ def model_fn(features, labels, mode, params):
       n_transformer_layers=2,
   )
   return tf.contrib.tpu.TPUEstimatorSpec(
-      mode=mode, loss=total_loss, train_op=train_op
+      mode=mode, loss=loss, train_op=train_op
   )

@@ -103,21 +103,19 @@ class MultistepAdamOptimizer(tf.train.AdamOptimizer):
         super(MultistepAdamOptimizer, self)._apply_dense, grad, var
     )
 
+  def _resource_apply_dense(self, grad, var):
+    return self._apply_cond(
+        super(MultistepAdamOptimizer, self)._resource_apply_dense, grad, var
+    )
+
   def _finish(self, update_ops, name_scope):
     """Updates the powers of beta in every n-th step."""
     iter_ = self._get_iter_variable()
-    beta1_power, beta2_power = self._get_beta_accumulators()
     with tf.control_dependencies(update_ops):
       with tf.colocate_with(iter_):
 
         def update_beta_op():
-          update_beta1 = beta1_power.assign(
-              beta1_power * self._beta1_t, use_locking=self._use_locking
-          )
-          update_beta2 = beta2_power.assign(
-              beta2_power * self._beta2_t, use_locking=self._use_locking
-          )
-          return tf.group(update_beta1, update_beta2)
+          super(MultistepAdamOptimizer, self)._finish(update_ops, name_scope)
 
         maybe_update_beta = tf.cond(
             tf.equal(iter_, 0), update_beta_op, tf.no_op
@@ -138,14 +136,14 @@ def optimize(loss, learning_rate, hparams, use_tpu=False):
   )
   if use_tpu:
     opt = tf.contrib.tpu.CrossShardOptimizer(opt)
-  return tf.contrib.layers.optimize_loss(
-      name='training',
-      loss=loss,
-      global_step=tf.train.get_or_create_global_step(),
-      learning_rate=learning_rate,
-      clip_gradients=hparams['clip_grad_norm'] or None,
-      optimizer=opt,
+  grads_and_vars, loss = opt.compute_gradients(loss, return_loss=True)
+  grads, tvars = zip(*grads_and_vars)
+  if hparams['clip_grad_norm']:
+    grads, _ = tf.clip_by_global_norm(grads, hparams['clip_grad_norm'])
+  train_op = opt.apply_gradients(
+      zip(grads, tvars), tf.train.get_or_create_global_step()
   )
+  return train_op, loss
 
 
 def model_fn(features, labels, mode, params):
@@ -167,7 +165,7 @@ def model_fn(features, labels, mode, params):
   learning_rate = 0.05 * tf.rsqrt(
       tf.cast(tf.train.get_or_create_global_step(), tf.float32) + 1.0
   )
-  train_op = optimize(loss, learning_rate, hparams, use_tpu=True)
+  train_op, loss = optimize(loss, learning_rate, hparams, use_tpu=True)
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=loss, train_op=train_op
   )

@@ -103,6 +103,11 @@ class MultistepAdamOptimizer(tf.train.AdamOptimizer):
         super(MultistepAdamOptimizer, self)._apply_dense, grad, var
     )
 
+  def _resource_apply_dense(self, grad, var):
+    return self._apply_cond(
+        super(MultistepAdamOptimizer, self)._resource_apply_dense, grad, var
+    )
+
   def _finish(self, update_ops, name_scope):
     """Updates the powers of beta in every n-th step."""
     iter_ = self._get_iter_variable()
