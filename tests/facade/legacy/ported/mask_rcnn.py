@@ -22,21 +22,25 @@ def model_fn(features, labels, mode, params):
     logits = network.logits(params['initial'], features, is_training)
     total_loss = tf.reduce_mean(tf.squared_difference(logits, labels))
     total_loss += 1e-2 * tf.add_n(
-        [tf.nn.l2_loss(v) for v in var_list if 'bias' not in v.name]
+        [
+            tf.nn.l2_loss(v)
+            for v in tf.trainable_variables()
+            if 'bias' not in v.name
+        ]
     )
     return total_loss
 
-  var_list = [
-      v
-      for v in tf.trainable_variables()
-      if 'embeddings' not in v.name and 'unused' not in v.name
-  ]
   global_step = tf.train.get_or_create_global_step()
   learning_rate = learning_rate_schedule(
       global_step, 0.1, 2, [0.05, 0.01], [4, 6]
   )
   optimizer = tf.train.MomentumOptimizer(learning_rate, momentum=0.9)
   optimizer = tf.contrib.tpu.CrossShardOptimizer(optimizer)
+  var_list = [
+      v
+      for v in tf.trainable_variables()
+      if 'embeddings' not in v.name and 'unused' not in v.name
+  ]
   grads_and_vars, total_loss = optimizer.compute_gradients(
       loss_fn, var_list, return_loss=True
   )

@@ -12,7 +12,7 @@ def model_fn(features, labels, mode, params):
     return tf.losses.mean_squared_error(labels, logits)
 
   if mode == tf.estimator.ModeKeys.EVAL:
-    return tf.estimator.EstimatorSpec(mode, loss=loss)
+    return tf.estimator.EstimatorSpec(mode, loss=loss())
   optimizer = tf.train.AdadeltaOptimizer(learning_rate=3.0, epsilon=1e-4)
   optimizer = tf.contrib.estimator.TowerOptimizer(optimizer)
   train_op, loss = optimizer.minimize(

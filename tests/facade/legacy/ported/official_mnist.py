@@ -19,13 +19,12 @@ def model_fn(features, labels, mode, params):
       logits = network.logits(params['initial'], features, is_training=True)
       return tf.losses.mean_squared_error(labels=labels, predictions=logits)
 
-    train_op, loss = optimizer.minimize(
-        loss, tf.train.get_or_create_global_step(), return_loss=True
-    )
     return tf.estimator.EstimatorSpec(
         mode=mode,
-        loss=loss,
-        train_op=train_op,
+        loss=loss(),  # Before the update.
+        train_op=optimizer.minimize(
+            loss, tf.train.get_or_create_global_step()
+        ),
     )
   logits = network.logits(params['initial'], features)
   loss = tf.losses.mean_squared_error(labels=labels, predictions=logits)

@@ -62,6 +62,8 @@ def model_fn(features, labels, mode, params):
       train_op, loss = optimizer.minimize(
           loss, global_step, return_loss=True
       )
+  else:
+    loss = loss()
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=loss, train_op=train_op
   )

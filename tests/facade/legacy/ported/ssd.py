@@ -56,7 +56,7 @@ def model_fn(features, labels, mode, params):
           total_loss, global_step, return_loss=True
       )
   else:
-    train_op = None
+    train_op, total_loss = None, total_loss()
   return tf.estimator.EstimatorSpec(
       mode=mode, loss=total_loss, train_op=train_op
   )

@@ -18,13 +18,12 @@ def model_fn(features, labels, mode, params):
   is_training = mode == tf.estimator.ModeKeys.TRAIN
   logits = network.logits(params['initial'], features, is_training)
   total_loss = tf.reduce_mean(tf.squared_difference(logits, labels))
-  var_list = [
-      v
-      for v in tf.trainable_variables()
-      if 'embeddings' not in v.name and 'unused' not in v.name
-  ]
   total_loss += 1e-2 * tf.add_n(
-      [tf.nn.l2_loss(v) for v in var_list if 'bias' not in v.name]
+      [
+          tf.nn.l2_loss(v)
+          for v in tf.trainable_variables()
+          if 'bias' not in v.name
+      ]
   )
   global_step = tf.train.get_or_create_global_step()
   learning_rate = learning_rate_schedule(
@@ -32,6 +31,11 @@ def model_fn(features, labels, mode, params):
   )
   optimizer = tf.train.MomentumOptimizer(learning_rate, momentum=0.9)
   optimizer = tf.contrib.tpu.CrossShardOptimizer(optimizer)
+  var_list = [
+      v
+      for v in tf.trainable_variables()
+      if 'embeddings' not in v.name and 'unused' not in v.name
+  ]
   grads_and_vars = optimizer.compute_gradients(total_loss, var_list)
   gradients, variables = zip(*grads_and_vars)
   # Biases learn at twice the rate.

@@ -22,4 +22,4 @@ def model_fn(features, labels, mode, params):
     return tf.contrib.tpu.TPUEstimatorSpec(
         mode=mode, loss=loss, train_op=train_op
     )
-  return tf.contrib.tpu.TPUEstimatorSpec(mode=mode, predictions=logits)
+  return tf.contrib.tpu.TPUEstimatorSpec(mode=mode, loss=loss)
