@@ -102,7 +102,7 @@ class DecaysTest(facade_cases.OptimizerTest):
       with self.assertRaisesRegex(ValueError, 'never change again'):
         use(rate)
 
-  @cases.parameters(TAKE_A_STEP)
+  @cases.parameters(*TAKE_A_STEP)
   def test_needs_a_step(self, decay):
     with self.assertRaisesRegex(
         ValueError, f'`global_step` of `{decay.__name__}` must be given'
