@@ -89,7 +89,8 @@ def _arrays(key, value):
 
 def _constant(value, dtype=None, shape=None):
   # No `jax.Array`: a rate that is one may have been computed too early.
-  array = np.asarray(jnp.asarray(value, dtype))
+  array = np.asarray(value, dtype)
+  array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
   if shape is None:
     return array
   return np.full(shape, array) if array.ndim == 0 else array.reshape(shape)
