@@ -29,6 +29,7 @@ from shard_transforms.facade.decays import linear_cosine_decay
 from shard_transforms.facade.decays import natural_exp_decay
 from shard_transforms.facade.decays import piecewise_constant
 from shard_transforms.facade.decays import polynomial_decay
+from shard_transforms.facade.differentiation import gradients
 from shard_transforms.facade.functions import function
 from shard_transforms.facade.graph import Graph
 from shard_transforms.facade.graph import GraphKeys
@@ -67,9 +68,6 @@ from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.weight_decay import AdamWOptimizer
 from shard_transforms.facade.weight_decay import DecoupledWeightDecayExtension
-from shard_transforms.facade.weight_decay import (
-    extend_with_decoupled_weight_decay,
-)
 
 __all__ = (
     'AdadeltaOptimizer',
@@ -112,7 +110,6 @@ __all__ = (
     'cosine_decay_restarts',
     'cross_replica_sum',
     'exponential_decay',
-    'extend_with_decoupled_weight_decay',
     'function',
     'get_collection',
     'get_default_graph',
@@ -123,6 +120,7 @@ __all__ = (
     'get_variable_scope',
     'global_norm',
     'global_variables',
+    'gradients',
     'group',
     'inverse_time_decay',
     'linear_cosine_decay',

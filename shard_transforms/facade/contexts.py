@@ -41,6 +41,7 @@ class Towers:
     axis_name: The mapped axis that they lie along; `None` if they take turns.
     tower: The one whose turn it is.
     calls: The gradients that each tower has given to its optimizers, by call.
+    assigned: What losses have assigned to variables in this turn.
     is_applying: Whether a `TowerOptimizer` is applying gathered gradients by
       another optimizer.
   """
@@ -50,6 +51,7 @@ class Towers:
   axis_name: Hashable | None = None
   tower: int = 0
   calls: list = dataclasses.field(default_factory=list)
+  assigned: dict = dataclasses.field(default_factory=dict)
   is_applying: bool = False
 
 

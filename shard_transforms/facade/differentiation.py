@@ -41,7 +41,8 @@ def compute_gradients(
   Raises:
     TypeError: If `loss` is no function, its result no real array, or
       `grad_loss` no real array.
-    ValueError: If there are no variables, one is of an integer type, `loss`
+    ValueError: If there are no variables, one is none or of an integer type,
+      `loss`
       takes another number of arguments or is already reduced over the shards,
       `grad_loss` is of another shape, or the loss makes new variables each
       time.
@@ -59,11 +60,103 @@ def compute_gradients(
     if chosen is not None or found == lookup.trainable_variables():
       check_variables(found)
       frames.commit(written, assigned)
+      _note_for_tower(written, assigned)
       return list(zip(grads, found, strict=True))
   raise ValueError(
       '`loss` must not make other variables each time, as `facade.Variable`'
       ' does. Use `facade.get_variable`, or make them outside.'
   )
+
+
+def _note_for_tower(written, assigned):
+  """Notes that assignments of the loss count for each tower."""
+  towers = contexts.towers()
+  if towers is not None:
+    pairs = zip(written, assigned, strict=True)
+    towers.assigned |= {v: x for v, x in pairs if isinstance(v, Variable)}
+
+
+def gradients(
+    ys: Callable[..., Any] | Sequence[Callable[..., Any]],
+    xs: Variable | Iterable[Variable],
+    grad_ys: Any = None,
+    name: str = 'gradients',
+    colocate_gradients_with_ops: bool = False,
+    gate_gradients: bool = False,
+    aggregation_method: int | None = None,
+    *,
+    return_loss: bool = False,
+    has_aux: bool = False,
+) -> Any:
+  """Returns the gradient of a loss, or of a sum of losses, by each variable.
+
+  Nothing is scaled. Among shards or towers, it is the gradient of the shard's
+  own loss; `CrossShardOptimizer.apply_gradients` and that of `TowerOptimizer`
+  sum. So their update is that of the sum of the shards' losses: divide the loss
+  by the number of shards for that of the mean, as
+  `CrossShardOptimizer.compute_gradients` does. (Optimizers that divide by a
+  norm of the gradient, such as Adam, hide the difference.)
+
+  Args:
+    ys: A loss, as in `Optimizer.compute_gradients`, or several.
+    xs: The variables.
+    grad_ys: The gradient for each loss, of its shape; ones if `None`.
+    name: Ignored.
+    colocate_gradients_with_ops: Ignored.
+    gate_gradients: Ignored.
+    aggregation_method: Ignored.
+    return_loss: Whether to return what `ys` returned, too.
+    has_aux: Whether each loss returns a pair of the loss and a tree of other
+      arrays, to return both.
+
+  Returns:
+    A list of gradients; `None` where no loss reads the variable. With
+    `return_loss` or `has_aux`, a pair of it and what the loss, or the list of
+    what each loss, returned.
+
+  Raises:
+    TypeError: If a loss is no such function.
+    ValueError: If there are no variables, an item is none or of an integer
+      type, or `grad_ys` is not one for each loss.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(3.0)
+    >>> grads, loss = facade.gradients(lambda: w**2, [w], return_loss=True)
+    >>> print(*grads, loss)
+    6.0 9.0
+
+  References:
+    `tf.gradients` of TensorFlow 1.15.
+  """
+  del name, colocate_gradients_with_ops, gate_gradients, aggregation_method
+  is_one = not isinstance(ys, list | tuple)
+  losses = [ys] if is_one else list(ys)
+  weights = [grad_ys] if is_one or grad_ys is None else list(grad_ys)
+  if grad_ys is None:
+    weights *= len(losses)
+  if not losses or len(weights) != len(losses):
+    raise ValueError(
+        f'`grad_ys` must have an item for each of {len(losses)} losses, at'
+        f' least one, got {grad_ys!r}.'
+    )
+  found = check_variables(xs, 'xs')
+  calls, outputs = [], []
+  for loss, weight in zip(losses, weights, strict=True):
+    run = functools.partial(compute_gradients, var_list=found, grad_loss=weight)
+    pairs, out = with_loss(run, loss, has_aux)
+    calls.append([grad for grad, _ in pairs])
+    outputs.append(out)
+  grads = [_add(of_variable) for of_variable in zip(*calls, strict=True)]
+  if not (return_loss or has_aux):
+    return grads
+  return grads, outputs[0] if is_one else outputs
+
+
+def _add(grads):
+  """Returns the sum of the gradients that are not `None`."""
+  present = [grad for grad in grads if grad is not None]
+  return functools.reduce(jnp.add, present) if present else None
 
 
 def _check_function(loss):
@@ -105,7 +198,7 @@ def with_loss(
     ValueError: If `compute` did not evaluate it.
   """
   _check_function(loss)
-  returned = frames.Output('what the loss returned')
+  returned = frames.Output('of what the loss returned')
 
   def kept(out):
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
@@ -118,8 +211,15 @@ def with_loss(
     frames.write(returned, (value, aux) if has_aux else value)
     return value
 
-  result = compute(_mapped(loss, kept))
-  return result, frames.take(returned)
+  with frames.transaction():
+    result = compute(_mapped(loss, kept))
+    out = frames.take(returned)
+    if out is None:
+      raise ValueError(
+          'An optimizer must evaluate the loss that it is given, got one that'
+          ' does not: there is nothing for `return_loss` or `has_aux`.'
+      )
+  return result, out
 
 
 def _mapped(loss, function):
@@ -200,17 +300,19 @@ def _check_grad_loss(grad_loss, shape):
     )
 
 
-def check_variables(var_list: Variable | Iterable[Variable]) -> list[Variable]:
-  """Returns one or several variables as a checked list.
+def check_variables(
+    var_list: Variable | Iterable[Variable], name: str = 'var_list'
+) -> list[Variable]:
+  """Returns one or several variables, under a name, as a checked list.
 
   Raises:
-    TypeError: If an item is no `Variable`.
-    ValueError: If there is none, one twice, or one that is not real.
+    ValueError: If there is none, one twice, one that is not real, or an item is
+      no `Variable`.
   """
   found = [var_list] if isinstance(var_list, Variable) else list(var_list)
   for item in found:
     if not isinstance(item, Variable):
-      raise TypeError(f'`var_list` must hold `facade.Variable`s, got {item!r}.')
+      raise ValueError(f'`{name}` must hold `facade.Variable`s, got {item!r}.')
     if not jnp.issubdtype(item.dtype, jnp.floating):
       raise ValueError(
           f'Invalid type {item.dtype} for {item.name}: optimizers take real'
@@ -228,10 +330,10 @@ def check_pairs(
   """Returns checked pairs, with gradients as arrays or `None`.
 
   Raises:
-    TypeError: If a gradient is no array, a variable no `Variable`, or one of
-      the two not of a floating-point type.
-    ValueError: If there is no pair, an item is not a pair, a variable comes
-      twice, or a gradient has another shape than its variable.
+    TypeError: If a gradient is no array, or it or its variable not of a
+      floating-point type.
+    ValueError: If there is no pair, an item is not a pair or has no `Variable`,
+      a variable comes twice, or a gradient has another shape than its variable.
   """
   found: Pairs = [_check_pair(pair) for pair in grads_and_vars]
   if not found:
@@ -292,7 +394,7 @@ def _check_pair(pair):
     )
   grad, variable = pair
   if not isinstance(variable, Variable):
-    raise TypeError(
+    raise ValueError(
         '`grads_and_vars` must hold pairs of a gradient and its'
         f' `facade.Variable`, got {variable!r} in its place.'
     )

@@ -91,20 +91,13 @@ class Output:
 
 
 def take(output: Output) -> Any:
-  """Returns what was written to a place, which is forgotten.
-
-  Raises:
-    ValueError: If nothing was written.
-  """
-  found = [output.stored]
+  """Returns what was written to a place, which is forgotten; else `None`."""
+  found = output.stored
   for opened in _thread.frames:
-    for kept in (opened.used, opened.written):
-      kept.pop(output, None)
-    found.append(opened.values.pop(output, None))
-  found = [value for value in found if value is not None]
-  if not found:
-    raise ValueError(f'Nobody has computed {output.name}.')
-  return found[-1]
+    opened.used.pop(output, None)
+    opened.written.pop(output, None)
+    found = opened.values.pop(output, found)
+  return found
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import functools
 import inspect
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.tf1 import adam
 from shard_transforms._src.tf1 import ftrl
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
 from shard_transforms.facade import functional
 from shard_transforms.facade import variables
 
@@ -78,6 +81,7 @@ class TensorFlowOptimizer(functional.SeparableOptimizer):
       *hyperparameters: Hyperparameter,
   ):
     super().__init__(use_locking, name)
+    _warn_of_constants(hyperparameters)
     self._factory = factory
     self._hyperparameters = hyperparameters
 
@@ -373,6 +377,20 @@ class FtrlOptimizer(TensorFlowOptimizer):
     super().__init__(use_locking, name, ftrl.ftrl, learning_rate, *options)
     names = {'accum': accum_name, 'linear': linear_name}
     self._op_names |= {slot: name for slot, name in names.items() if name}
+
+
+def _warn_of_constants(hyperparameters):
+  """Warns of what may have been computed from a variable, and would stay."""
+  if frames.is_open() or contexts.is_repeated():
+    return
+  for value in hyperparameters:
+    if isinstance(value, jax.Array):
+      warnings.warn(
+          f'A hyperparameter stays what it is at construction, got the array'
+          f' {value!r}. If it was computed from a variable, hand in a function:'
+          ' `lambda: 0.1 * global_step`. If not, make it a Python number.',
+          stacklevel=4,
+      )
 
 
 def _number(value):

@@ -219,11 +219,16 @@ def get_global_step(
 ) -> Variable | None:
   """Returns the global step of a graph, or `None` without one.
 
+  It is that of the collection `GLOBAL_STEP`, else the variable `global_step`.
+
   Args:
     graph: The graph; the default one if `None`.
 
   Returns:
     The `Variable`, an integer [].
+
+  Raises:
+    ValueError: If it cannot count.
 
   Examples:
     >>> from shard_transforms import facade
@@ -235,8 +240,32 @@ def get_global_step(
     `tf.train.get_global_step` of TensorFlow 1.15.
   """
   graph = graph or graph_lib.get_default_graph()
-  found = graph.get_collection(_KEYS.GLOBAL_STEP)
-  return found[0] if found else None
+  everything = graph.get_collection(_KEYS.GLOBAL_VARIABLES)
+  found = graph.get_collection(_KEYS.GLOBAL_STEP) or [
+      variable for variable in everything if variable.op.name == 'global_step'
+  ]
+  step = found[0] if found else None
+  check_step(step)
+  return step
+
+
+def check_step(global_step: object) -> None:
+  """Checks that a global step is a variable that can count, or `None`.
+
+  Raises:
+    TypeError: If it is no `Variable`.
+    ValueError: If it is no integer scalar.
+  """
+  if global_step is None:
+    return
+  if not isinstance(global_step, Variable):
+    raise TypeError(
+        f'`global_step` must be a `facade.Variable`, got {global_step!r}.'
+    )
+  if not jnp.issubdtype(global_step.dtype, jnp.integer) or global_step.shape:
+    raise ValueError(
+        f'`global_step` must be an integer scalar, got {global_step!r}.'
+    )
 
 
 def get_or_create_global_step(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
+from shard_transforms.facade import lookup
 from shard_transforms.facade import slots as slots_lib
 from shard_transforms.facade import variables as variables_lib
 
@@ -242,7 +243,7 @@ class Optimizer:
         gradient, an item is no pair or has no `Variable`, a variable comes
         twice, or a gradient is of another shape.
     """
-    check_step(global_step)
+    lookup.check_step(global_step)
     pairs = differentiation.check_pairs(grads_and_vars)
     _check_wrapped()
     differentiation.check_any_gradient(pairs)
@@ -481,25 +482,6 @@ def check_decided(opt: Optimizer) -> None:
     raise ValueError(
         f'{type(opt).__name__} must not be inside a `DropStaleGradientOptimizer`'
         ' which may drop an update that it has gathered. Put it outside.'
-    )
-
-
-def check_step(global_step: object) -> None:
-  """Checks that a global step is a variable that can count, or `None`.
-
-  Raises:
-    TypeError: If it is no `Variable`.
-    ValueError: If it is no integer scalar.
-  """
-  if global_step is None:
-    return
-  if not isinstance(global_step, Variable):
-    raise TypeError(
-        f'`global_step` must be a `facade.Variable`, got {global_step!r}.'
-    )
-  if not jnp.issubdtype(global_step.dtype, jnp.integer) or global_step.shape:
-    raise ValueError(
-        f'`global_step` must be an integer scalar, got {global_step!r}.'
     )
 
 

@@ -196,9 +196,8 @@ def _in_turn(call, batch, mode, towers):
     for tower in range(n):
       towers.tower = tower
       towers.calls.append([])
-      specs.append(
-          call(*jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch))
-      )
+      part = jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch)
+      specs.append(_take_turn(call, part, towers))
     towers_lib.check_calls(towers)
     _check_used(mode, towers)
   loss, metrics = jax.tree.map(
@@ -212,6 +211,19 @@ def _in_turn(call, batch, mode, towers):
       ),
       eval_metric_ops=towers_lib.reduce(towers, 'mean', metrics),
   )
+
+
+def _take_turn(call, part, towers):
+  """Runs a tower; in training, only its loss and the last one assign."""
+  towers.assigned = {}
+  with frames.frame() as opened:
+    spec = call(*part)
+  new = {variable: opened.values[variable] for variable in opened.written}
+  is_last = towers.tower == towers.num_towers - 1
+  if spec.mode == constants.ModeKeys.TRAIN and not is_last:
+    new = towers.assigned
+  frames.commit(new, new.values())
+  return spec
 
 
 def _one_to_a_device(call, batch, mode, towers, placed):

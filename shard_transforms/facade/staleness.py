@@ -164,7 +164,7 @@ class DropStaleGradientOptimizer(optimizer.Wrapper):
       name: str | None = None,
   ) -> jax.Array:
     """Applies fresh gradients; returns the number of drops, int32 []."""
-    optimizer.check_step(global_step)
+    lookup.check_step(global_step)
     pairs = differentiation.check_pairs(grads_and_vars)
     differentiation.check_any_gradient(pairs)
     if global_step is None:

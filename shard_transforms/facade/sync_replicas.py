@@ -150,7 +150,7 @@ class SyncReplicasOptimizer(optimizer.Wrapper):
     """Hands gradients in, and waits for the end of the step."""
     del name
     optimizer.check_decided(self)
-    optimizer.check_step(global_step)
+    lookup.check_step(global_step)
     pairs = differentiation.check_pairs(grads_and_vars)
     if global_step is None:
       raise ValueError(

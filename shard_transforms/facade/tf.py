@@ -347,7 +347,7 @@ _OURS = {
         'AggregationMethod Graph GraphKeys Variable add_to_collection'
         ' clip_by_global_norm clip_by_norm clip_by_value cond'
         ' control_dependencies'
-        ' get_collection get_default_graph get_variable get_variable_scope'
+        ' get_collection get_default_graph get_variable get_variable_scope gradients'
         ' global_norm global_variables group local_variables name_scope no_op'
         ' reset_default_graph set_random_seed trainable_variables'
         ' variable_scope'

@@ -12,6 +12,7 @@ import shard_transforms
 from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
 
@@ -123,7 +124,7 @@ class TowerOptimizer(optimizer.Wrapper):
           'TowerOptimizer must not be inside another one, got one that applies'
           ' gathered gradients: towers are gathered once.'
       )
-    optimizer.check_step(global_step)
+    lookup.check_step(global_step)
     gathered = _gather(towers, differentiation.check_pairs(grads_and_vars))
     if gathered is None:
       return None

@@ -264,6 +264,110 @@ class ComputeGradientsTest(parameterized.TestCase):
     self.assert_unchanged()
 
 
+class GradientsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(facade.Graph().as_default())
+    self.w = facade.Variable(W, name='w')
+    self.b = facade.Variable(0.5, name='b')
+    self.c = facade.Variable(2.0, name='c')
+
+  def test_are_a_list_with_none(self):
+    grads = facade.gradients(
+        lambda: jnp.sum(self.w * X) * self.b, [self.w, self.c, self.b]
+    )
+
+    self.assertIsNone(grads[1])
+    chex.assert_trees_all_equal(
+        [grads[0], grads[2]], [jnp.asarray(0.5 * X), jnp.float32(9)]
+    )
+    self.assertLen(facade.gradients(lambda: self.b * 1.0, self.b), 1)
+
+  def test_of_several_losses_are_summed(self):
+    losses = [lambda: jnp.sum(self.w) * self.b, lambda: 3 * self.b**2]
+
+    plain = facade.gradients(losses, [self.b, self.c, self.w])
+    weighted, values = facade.gradients(
+        losses, [self.b], [2.0, np.float32(10)], return_loss=True
+    )
+
+    self.assertEqual(float(plain[0]), 7 + 3.0)
+    self.assertIsNone(plain[1])
+    self.assertEqual(float(weighted[0]), 14 + 30.0)
+    self.assertEqual([float(x) for x in values], [3.5, 0.75])
+
+  @cases.parameters((None, 7.0), (2.0, 14.0), (np.float32([1, 0, 1]), 5.0))
+  def test_takes_the_gradients_of_the_loss(self, grad_ys, expected):
+    [grad] = facade.gradients(lambda: self.w * self.b, [self.b], grad_ys)
+
+    self.assertEqual(float(grad), expected)
+
+  def test_returns_what_the_loss_returned(self):
+    grads, out = facade.gradients(
+        lambda: (self.b**2, {'b': 4 * self.b}), [self.b], has_aux=True
+    )
+
+    self.assertEqual([float(g) for g in grads], [1])
+    self.assertEqual([float(out[0]), float(out[1]['b'])], [0.25, 2])
+
+  @cases.parameters(
+      (lambda w: facade.gradients([], [w]), 'at least one'),
+      (
+          lambda w: facade.gradients([lambda: w**2], [w], [1.0, 2.0]),
+          'each of 1',
+      ),
+      (lambda w: facade.gradients(lambda: w**2, [1.0]), '`xs` must hold'),
+      (lambda w: facade.gradients(lambda: w**2, []), 'No variables'),
+  )
+  def test_refuses(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call(self.b)
+
+  @cases.parameters(
+      (None, -30.0),  # The sum of the shards' gradients.
+      (1.0, -4.0),  # Each clips its own to 1; the sum has norm 4.
+  )
+  def test_of_shards_are_unscaled_and_summed(self, clip, expected):
+    w = facade.Variable(0.0, name='v')
+    opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(1.0))
+    x = np.arange(16, dtype=np.float32)
+
+    @facade.function
+    def train(x):
+      def computation(x):
+        grads = facade.gradients(lambda: jnp.mean(w * x), [w])
+        mine = grads[0]
+        if clip is not None:
+          grads, _ = facade.clip_by_global_norm(grads, clip)
+        opt.apply_gradients(zip(grads, [w], strict=True))
+        return mine
+
+      return facade.shard(computation, [x], num_shards=4)
+
+    [grads] = train(x)
+
+    self.assertEqual(grads.tolist(), [1.5, 5.5, 9.5, 13.5])
+    self.assertEqual(float(w), expected)
+
+  @cases.parameters(
+      (['/cpu:0'] * 4,), ([f'/device:CPU:{i}' for i in range(4)],)
+  )
+  def test_of_towers_are_unscaled_and_summed(self, devices):
+    w = facade.Variable(0.0, name='v')
+
+    def model_fn(features, mode):
+      opt = facade.TowerOptimizer(facade.GradientDescentOptimizer(1.0))
+      grads = facade.gradients(lambda: jnp.mean(w * features), [w])
+      opt.apply_gradients(zip(grads, [w], strict=True))
+      return facade.EstimatorSpec(mode, loss=0.0)
+
+    towers = facade.replicate_model_fn(model_fn, devices=devices)
+    towers(np.arange(16, dtype=np.float32), mode='train')
+
+    self.assertEqual(float(w), -30)
+
+
 class PairsTest(parameterized.TestCase):
 
   def setUp(self):
@@ -284,7 +388,7 @@ class CheckVariablesTest(PairsTest):
 
   def test_refuses_what_is_no_variable(self):
     for item in np.ones(2), 'w', None:
-      with self.assertRaisesRegex(TypeError, '`var_list` must hold'):
+      with self.assertRaisesRegex(ValueError, '`var_list` must hold'):
         differentiation.check_variables([self.w, item])
 
   @cases.parameters(jnp.int32, jnp.uint8, jnp.bool_)
@@ -346,11 +450,11 @@ class CheckPairsTest(PairsTest):
 
   @cases.parameters('b', 1.0, None)
   def test_refuses_what_is_no_variable(self, item):
-    with self.assertRaisesRegex(TypeError, 'must hold pairs.*in its place'):
+    with self.assertRaisesRegex(ValueError, 'must hold pairs.*in its place'):
       differentiation.check_pairs([(1.0, item)])
 
   def test_refuses_pairs_the_wrong_way_round(self):
-    with self.assertRaisesRegex(TypeError, 'must hold pairs.*in its place'):
+    with self.assertRaisesRegex(ValueError, 'must hold pairs.*in its place'):
       differentiation.check_pairs([(self.b, np.float32(1))])
 
   @cases.parameters('text', object())

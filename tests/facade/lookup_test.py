@@ -175,6 +175,34 @@ class GlobalStepTest(facade_cases.GraphTest):
       self.assertIsNone(facade.get_global_step())
       self.assertIsNot(facade.get_or_create_global_step(), step)
 
+  def test_is_found_by_its_name(self):
+    made = facade.get_variable(
+        'global_step', [], jnp.int32, jnp.zeros, trainable=False
+    )
+    w = facade.Variable(1.0)
+
+    self.assertIs(facade.get_global_step(), made)
+    self.assertIs(facade.get_or_create_global_step(), made)
+    # A program that made its step so could not drop stale gradients.
+    opt = facade.DropStaleGradientOptimizer(facade.AdamOptimizer(0.1), 8)
+    opt.minimize(lambda: w * w, global_step=made)
+    self.assertEqual(int(made), 1)
+
+  def test_that_of_the_collection_comes_first(self):
+    facade.get_variable('global_step', [], jnp.int32, jnp.zeros)
+    other = facade.Variable(5, trainable=False, name='other')
+    self.graph.add_to_collection(facade.GraphKeys.GLOBAL_STEP, other)
+
+    self.assertIs(facade.get_global_step(), other)
+
+  @cases.parameters(1.5, [[1, 2]])
+  def test_must_count(self, value):
+    facade.Variable(value, trainable=False, name='global_step')
+
+    for get in facade.get_global_step, facade.get_or_create_global_step:
+      with self.assertRaisesRegex(ValueError, 'must be an integer scalar'):
+        get()
+
 
 class ValuesTest(facade_cases.GraphTest):
 
