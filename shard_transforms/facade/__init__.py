@@ -68,6 +68,9 @@ from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.weight_decay import AdamWOptimizer
 from shard_transforms.facade.weight_decay import DecoupledWeightDecayExtension
+from shard_transforms.facade.weight_decay import (
+    extend_with_decoupled_weight_decay,
+)
 
 __all__ = (
     'AdadeltaOptimizer',
@@ -110,6 +113,7 @@ __all__ = (
     'cosine_decay_restarts',
     'cross_replica_sum',
     'exponential_decay',
+    'extend_with_decoupled_weight_decay',
     'function',
     'get_collection',
     'get_default_graph',

@@ -347,8 +347,8 @@ _OURS = {
         'AggregationMethod Graph GraphKeys Variable add_to_collection'
         ' clip_by_global_norm clip_by_norm clip_by_value cond'
         ' control_dependencies'
-        ' get_collection get_default_graph get_variable get_variable_scope gradients'
-        ' global_norm global_variables group local_variables name_scope no_op'
+        ' get_collection get_default_graph get_variable get_variable_scope'
+        ' global_norm gradients global_variables group local_variables name_scope no_op'
         ' reset_default_graph set_random_seed trainable_variables'
         ' variable_scope'
     ),
