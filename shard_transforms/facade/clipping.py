@@ -184,6 +184,7 @@ class _ClippedOptimizer(optimizer_lib.Wrapper):
   def __init__(self, opt, clip_norm):
     super().__init__(opt, False, f'ClipByNorm{opt.get_name()}')
     self._clip_norm = clip_norm
+    self._gathers = opt._gathers
 
   def apply_gradients(self, grads_and_vars, global_step=None, name=None):
     grads, variables = zip(*grads_and_vars, strict=True)
@@ -221,7 +222,7 @@ def clip_gradients_by_norm(
   References:
     `tf.contrib.estimator.clip_gradients_by_norm` of TensorFlow 1.15.
   """
-  opt = optimizer_lib.check_optimizer('optimizer', optimizer)
+  opt = optimizer_lib.check_optimizer('optimizer', optimizer, True)
   return _ClippedOptimizer(opt, clip_norm)
 
 

@@ -31,9 +31,14 @@ class Rate(np.lib.mixins.NDArrayOperatorsMixin):
     self._compute = compute
 
   # Compared by identity, as variables are.
-  __eq__ = object.__eq__
-  __ne__ = object.__ne__
-  __hash__ = object.__hash__
+  def __eq__(self, other: object) -> bool:
+    return self is other
+
+  def __ne__(self, other: object) -> bool:
+    return self is not other
+
+  def __hash__(self) -> int:
+    return id(self)
 
   def __call__(self) -> jax.Array:
     """Returns the number of this moment."""

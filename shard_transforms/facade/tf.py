@@ -89,7 +89,8 @@ def _arrays(key, value):
 
 def _constant(value, dtype=None, shape=None):
   # No `jax.Array`: a rate that is one may have been computed too early.
-  array = np.asarray(jnp.asarray(value, dtype))
+  array = np.asarray(value, dtype)
+  array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
   if shape is None:
     return array
   return np.full(shape, array) if array.ndim == 0 else array.reshape(shape)
@@ -126,7 +127,7 @@ def _same(names, prefix='', module=jnp):
 # Parameters that TensorFlow also takes as lists of numbers.
 _TENSORS = (
     *('a', 'b', 'condition', 'features', 'indices', 'input', 'input_tensor'),
-    *('labels', 'logits', 'predictions', 't', 'tensor', 'value', 'x', 'y'),
+    *('labels', 'logits', 'predictions', 't', 'tensor', 'x', 'y'),
 )
 
 
@@ -345,11 +346,10 @@ _OURS = {
     'tf': (
         'AggregationMethod Graph GraphKeys Variable add_to_collection'
         ' clip_by_global_norm clip_by_norm clip_by_value cond'
-        ' control_dependencies'
-        ' get_collection get_default_graph get_variable get_variable_scope'
-        ' global_norm global_variables group local_variables name_scope no_op'
-        ' reset_default_graph set_random_seed trainable_variables'
-        ' variable_scope'
+        ' control_dependencies get_collection get_default_graph get_variable'
+        ' get_variable_scope global_norm global_variables gradients group'
+        ' local_variables name_scope no_op reset_default_graph set_random_seed'
+        ' trainable_variables variable_scope'
     ),
     'tf.train': (
         'AdadeltaOptimizer AdagradOptimizer AdamOptimizer'

@@ -177,3 +177,67 @@ class WeightDecayTest(facade_cases.GraphTest):
     self.assertTrue(
         issubclass(facade.AdamWOptimizer, facade.DecoupledWeightDecayExtension)
     )
+
+
+WRAPPERS = {
+    'cross_shard': facade.CrossShardOptimizer,
+    'tower': facade.TowerOptimizer,
+    'drop_stale': lambda opt: facade.DropStaleGradientOptimizer(opt, 1),
+}
+
+
+IN_EACH_RUN = (
+    *(('adamw', 'cross_shard'), ('clipped', 'cross_shard')),
+    *(('lars', 'drop_stale'), ('adafactor', 'tower')),
+)
+
+
+class WrappedTest(facade_cases.GraphTest):
+
+  def train(self, make, wrap, num_shards):
+    """Returns all values after some steps on parts of one batch."""
+    with facade.Graph().as_default():
+      w = facade.Variable([[1.0, 2.0], [3.0, -4.0]], name='w')
+      step = facade.get_or_create_global_step()
+      opt = wrap(make())
+
+      def computation(x):
+        opt.minimize(lambda: jnp.mean(jnp.sin(x @ w) ** 2), step)
+
+      train = facade.function(
+          lambda x: facade.shard(computation, [x], num_shards=num_shards)
+      )
+      x = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+      for _ in range(3):
+        train(x)
+      values = facade.get_values(facade.global_variables())
+      return {k: v for k, v in values.items() if 'stale' not in k}
+
+  @cases.product(
+      name=['adadelta', 'lars', 'adamw', 'lamb', 'adafactor', 'clipped'],
+      wrapper=sorted(WRAPPERS),
+      always=lambda name, wrapper: (name, wrapper) in IN_EACH_RUN,
+  )
+  def test_trains_as_alone(self, name, wrapper):
+    make = {**OPTIMIZERS, 'clipped': self.clipped}[name]
+
+    found = self.train(
+        make, WRAPPERS[wrapper], 4 if wrapper == 'cross_shard' else 1
+    )
+
+    alone = self.train(make, lambda opt: opt, 1)
+    chex.assert_trees_all_close(found, alone, rtol=1e-4, atol=1e-6)
+
+  def clipped(self):
+    opt = facade.MomentumOptimizer(0.5, 0.9)
+    return facade.clip_gradients_by_norm(opt, 0.1)
+
+  def test_one_that_is_clipped_wraps_wrappers(self):
+    opt = facade.clip_gradients_by_norm(
+        facade.TowerOptimizer(facade.GradientDescentOptimizer(1.0)), 0.5
+    )
+    w = facade.Variable([3.0, 4.0])
+
+    opt.apply_gradients([([3.0, 4.0], w)])
+
+    chex.assert_trees_all_close(w.value(), jnp.float32([2.7, 3.6]))

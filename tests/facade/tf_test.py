@@ -143,6 +143,11 @@ class FunctionsTest(facade_cases.GraphTest):
 
     self.assert_holds(w, 4.0)
 
+  def test_constants_are_constants_in_a_step(self):
+    found = facade.function(lambda x: (tf.constant(0.5) * x, tf.constant([1])))
+
+    self.assert_equal(found(3.0), (jnp.float32(1.5), jnp.int32([1])))
+
   def test_a_loss_joins_the_losses(self):
     found = tf.losses.mean_squared_error(X, Y)
 

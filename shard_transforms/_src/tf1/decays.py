@@ -351,8 +351,8 @@ def linear_cosine_decay(
 
   Examples:
     >>> from shard_transforms import facade
-    >>> print(facade.linear_cosine_decay(1.0, lambda: 5, 10, beta=0.0)())
-    0.25
+    >>> print(facade.linear_cosine_decay(1.0, lambda: 0, 10, beta=0.0)())
+    1.0
 
   References:
     `tf.train.linear_cosine_decay` of TensorFlow 1.15; Bello et al., Neural
