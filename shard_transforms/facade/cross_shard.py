@@ -133,8 +133,8 @@ def _sum(pairs, shards, groups):
   size = axes_lib.size([shards.axis_name], 'CrossShardOptimizer')
   if size != shards.num_shards:
     raise ValueError(
-        f'The axis {shards.axis_name!r} must have the {shards.num_shards} shards'
-        f' of its `shard_context`, got {size}.'
+        f'The axis {shards.axis_name!r} must have the {shards.num_shards}'
+        f' shards of its `shard_context`, got {size}.'
     )
   tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups)
   return differentiation.map_gradients(

@@ -131,7 +131,7 @@ def gradients(
   """
   del name, colocate_gradients_with_ops, gate_gradients, aggregation_method
   is_one = not isinstance(ys, list | tuple)
-  losses = [ys] if is_one else list(ys)
+  losses: list[Any] = [ys] if is_one else list(ys)
   weights = [grad_ys] if is_one or grad_ys is None else list(grad_ys)
   if grad_ys is None:
     weights *= len(losses)
@@ -312,7 +312,10 @@ def check_variables(
   found = [var_list] if isinstance(var_list, Variable) else list(var_list)
   for item in found:
     if not isinstance(item, Variable):
-      raise ValueError(f'`{name}` must hold `facade.Variable`s, got {item!r}.')
+      raise ValueError(
+          f'`{name}` must hold `facade.Variable`s and nothing else, got'
+          f' {item!r}.'
+      )
     if not jnp.issubdtype(item.dtype, jnp.floating):
       raise ValueError(
           f'Invalid type {item.dtype} for {item.name}: optimizers take real'
@@ -357,7 +360,7 @@ def check_any_gradient(pairs: Pairs, advice: str = '') -> None:
 
 def map_gradients(
     pairs: Pairs,
-    function: Callable[[dict[str, jax.Array]], dict[str, jax.Array]],
+    function: Callable[[dict[str, jax.Array]], Any],
 ) -> Pairs:
   """Returns the pairs of other gradients; `None` stays.
 

@@ -283,9 +283,9 @@ def held(lock: Any) -> Iterator[None]:
     return
   if is_undecided() and not is_tracing():
     raise ValueError(
-        'An optimizer with `use_locking` inside a `DropStaleGradientOptimizer`'
-        ' must not be hidden by one without, got no lock outside. Give'
-        ' `use_locking=True` to the `DropStaleGradientOptimizer`.'
+        'An optimizer with `use_locking` must not be inside an optimizer or a'
+        ' branch without, which may drop the update, such as a'
+        ' `DropStaleGradientOptimizer`. Give that one `use_locking=True`, too.'
     )
   _thread.locks.append(lock)
   try:

@@ -48,9 +48,9 @@ class FunctionalOptimizer(optimizer.Optimizer, abc.ABC):
     update = getattr(type(self), self._update_name())
     if vars(optimizer.Optimizer).get(self._update_name()) is not update:
       raise TypeError(
-          f'{type(self).__name__} must not override `{self._update_name()}`: its'
-          ' transformation sees the gradients of all variables at once. Override'
-          ' `apply_gradients`.'
+          f'{type(self).__name__} must not override `{self._update_name()}`:'
+          ' its transformation sees the gradients of all variables at once.'
+          ' Override `apply_gradients`.'
       )
     self._update(pairs)
     return []

@@ -40,7 +40,6 @@ class Optimizer:
     name: The name.
 
   Attributes:
-    slots: The variables that hold its state.
     GATE_NONE: A value of `gate_gradients`, without effect.
     GATE_OP: The same.
     GATE_GRAPH: The same.
@@ -77,23 +76,32 @@ class Optimizer:
   GATE_OP = 1
   GATE_GRAPH = 2
 
-  # Whether it applies gradients of several calls at once.
+  # Whether it applies the gradients of several calls at once.
   _gathers = False
+  # A wrapper of a program need not call the constructor.
+  _use_locking = False
 
-  def __init__(
-      self,
-      use_locking: bool,
-      name: str,
-      *,
-      slots: slots_lib.Slots | None = None,
-  ):
+  def __init__(self, use_locking: bool, name: str):
     if not name:
       raise ValueError('Must specify the optimizer name')
     self._use_locking = use_locking
     self._name = name
-    self.slots: slots_lib.Slots = slots or contexts.persistent(
-        (type(self).__name__, name), slots_lib.Slots
-    )
+    self._own_slots = self._new_slots()
+
+  @property
+  def slots(self) -> slots_lib.Slots:
+    """The variables that hold its state.
+
+    Raises:
+      AttributeError: If the constructor of a subclass has made none.
+    """
+    try:
+      return self._own_slots
+    except AttributeError as error:
+      raise AttributeError(
+          f'{type(self).__name__} must call `super().__init__(use_locking,'
+          ' name)` to have slots of its own.'
+      ) from error
 
   def minimize(
       self,
@@ -360,6 +368,12 @@ class Optimizer:
 
   # The rest is not part of the protocol.
 
+  def _new_slots(self) -> slots_lib.Slots:
+    """Returns the slots of this optimizer; those of a call that runs again."""
+    return contexts.persistent(
+        (type(self).__name__, self._name), slots_lib.Slots
+    )
+
   def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
     """Updates all variables; returns what the update of each returned."""
     update = getattr(self, self._update_name())
@@ -394,14 +408,16 @@ class Wrapper(Optimizer):
   _loss_scale: Any = 1.0
 
   def __init__(self, opt: Optimizer, use_locking: bool, name: str):
-    use_locking = use_locking or opt._use_locking
-    super().__init__(use_locking, name, slots=opt.slots)
     self._wrapped = opt
+    super().__init__(use_locking or opt._use_locking, name)
 
   @property
   def _opt(self) -> Any:
     """The wrapped optimizer."""
     return self._wrapped
+
+  def _new_slots(self):
+    return getattr(self._wrapped, 'slots', None) or super()._new_slots()
 
   def compute_gradients(
       self,
@@ -480,8 +496,9 @@ def check_decided(opt: Optimizer) -> None:
   """
   if frames.is_undecided():
     raise ValueError(
-        f'{type(opt).__name__} must not be inside a `DropStaleGradientOptimizer`'
-        ' which may drop an update that it has gathered. Put it outside.'
+        f'{type(opt).__name__} must not be inside an optimizer or a branch that'
+        ' may drop the update, such as a `DropStaleGradientOptimizer`. Put it'
+        ' outside.'
     )
 
 

@@ -21,9 +21,10 @@ Variable = variables_lib.Variable
 class Slots:
   """The state of one optimizer, each leaf a variable.
 
-  In the state of a transformation, a leaf is identified by its path in the state of parameters that are a dict by
-  name. The state for some of the variables is assembled from their leaves, and
-  shares with all others the leaves that belong to no variable, such as a count.
+  In the state of a transformation, a leaf is identified by its path in the
+  state of parameters that are a dict by name. The state for some of the
+  variables is assembled from their leaves, and shares with all others the
+  leaves that belong to no variable, such as a count.
 
   Attributes:
     lock: The lock that makes updates of the state exclusive.
@@ -38,7 +39,7 @@ class Slots:
     self._calls = {}
 
   def __reduce__(self):
-    if self._leaves or self._counters:
+    if self._slots or self._leaves or self._counters:
       raise TypeError(
           'An optimizer that has slots must not be copied or pickled: they are'
           f' variables of a graph, {self.variables()!r}. Save their values with'
@@ -46,8 +47,8 @@ class Slots:
       )
     return Slots, ()
 
-  def get(self, variable: Variable, name: str) -> Variable | None:
-    """Returns the slot of a name for a variable, `None` if there is none."""
+  def get(self, variable: Variable | None, name: str) -> Variable | None:
+    """Returns the slot of a variable, or of all; `None` if there is none."""
     return self._slots.get((variable, name))
 
   def names(self) -> list[str]:

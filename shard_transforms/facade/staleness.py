@@ -180,16 +180,14 @@ class DropStaleGradientOptimizer(optimizer.Wrapper):
       )
     with self._held([variable for _, variable in pairs]), frames.transaction():
       tx = shard_transforms.drop_stale(self._staleness)
-      is_fresh, state = tx.update(
-          jnp.float32(1),
-          self._state(global_step),
-          local_step=self._local_step.step,
-      )
+      state: Any = self._state(global_step)
+      update: Any = jnp.float32(1)  # It stays, or becomes 0.
+      update, state = tx.update(update, state, local_step=self._local_step.step)
       with frames.frame('undecided') as tried:
         super().apply_gradients(pairs, global_step, name)
       for variable in tried.written:
         new, old = tried.values[variable], frames.read(variable)
-        frames.commit([variable], [jnp.where(is_fresh > 0, new, old)])
+        frames.commit([variable], [jnp.where(update > 0, new, old)])
       self._local_step.use()
       return self.stale_counter.assign(state.stale_count)
 

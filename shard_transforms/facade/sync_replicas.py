@@ -184,7 +184,7 @@ class SyncReplicasOptimizer(optimizer.Wrapper):
         )
     current.calls.append(pairs)
     if len(current.calls) == self._num_needed:
-      self._finish(global_step)
+      self._end_round(global_step)
     elif current.num_free > 0:
       current.num_free -= 1
     elif not self._condition.wait_for(
@@ -200,7 +200,7 @@ class SyncReplicasOptimizer(optimizer.Wrapper):
           'Another worker could not apply the mean of the gradients.'
       ) from current.error
 
-  def _finish(self, global_step):
+  def _end_round(self, global_step):
     """Applies the mean of a round, notifies workers and starts the next."""
     current, self._round = self._round, _Round(self._num_extra)
     try:

@@ -83,7 +83,7 @@ class TowerOptimizer(optimizer.Wrapper):
           '`optimizer_or_optimizer_fn` must not be a TowerOptimizer, got one:'
           ' towers are gathered once.'
       )
-    super().__init__(opt, False, opt._name)
+    super().__init__(opt, False, getattr(opt, '_name', type(opt).__name__))
 
   @staticmethod
   def has_been_used() -> bool:
@@ -105,8 +105,9 @@ class TowerOptimizer(optimizer.Wrapper):
   @property
   def _loss_scale(self):
     towers = contexts.towers()
-    is_sum = towers is None or towers.reduction == 'sum'
-    return 1.0 if is_sum else 1 / towers.num_towers
+    if towers is None or towers.reduction == 'sum':
+      return 1.0
+    return 1 / towers.num_towers
 
   def apply_gradients(
       self,

@@ -319,11 +319,10 @@ class InnerTest(UpdateTest):
       train()
       return facade.EstimatorSpec(None)
 
+    towers = facade.replicate_model_fn(model_fn, devices=['/cpu:0'])
     run = {
         'traced': facade.function(train),
-        'repeated': lambda f=facade.replicate_model_fn(
-            model_fn, devices=['/cpu:0']
-        ): f(np.zeros(1)),
+        'repeated': lambda: towers(np.zeros(1)),
         'shard': facade.function(lambda: facade.shard(train, num_shards=1)),
     }[kind]
     for _ in range(3):

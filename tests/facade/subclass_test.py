@@ -93,6 +93,19 @@ class Doubled(facade.Optimizer):
     return self._opt.apply_gradients(doubled, global_step, name)
 
 
+class Conditional(facade.Optimizer):
+  """A wrapper that does not call the constructor, as Tensor2Tensor has it."""
+
+  def __init__(self, opt):
+    self._opt = opt
+
+  def compute_gradients(self, loss, var_list=None, **kwargs):
+    return self._opt.compute_gradients(loss, var_list, **kwargs)
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    return self._opt.apply_gradients(grads_and_vars, global_step, name)
+
+
 class DoubledSgd(facade.GradientDescentOptimizer):
 
   def apply_gradients(self, grads_and_vars, global_step=None, name=None):
@@ -149,7 +162,10 @@ def in_towers(devices, compiled):
       return facade.EstimatorSpec(mode, loss=0.0, train_op=train_op)
 
     towers = facade.replicate_model_fn(model_fn, devices=devices)
-    train = lambda x: towers(x, mode='train').loss
+
+    def train(x):
+      return towers(x, mode='train').loss
+
     train = facade.function(train) if compiled else train
     for _ in range(num_steps):
       train(X)
@@ -224,6 +240,23 @@ class SubclassTest(facade_cases.GraphTest):
     values = self.train(name, lambda: Doubled(kind(0.5)))
 
     self.assertEqual(values['w'], -7.5)
+
+  @cases.parameters(*WRAPPERS)
+  def test_a_wrapper_need_not_call_the_constructor(self, name):
+    values = self.train(
+        name, lambda: Conditional(facade.GradientDescentOptimizer(1.0))
+    )
+
+    self.assertEqual(values['w'], -7.5)
+
+  def test_slots_need_the_constructor(self):
+    class Careless(Heavy):
+
+      def __init__(self):
+        self._name = 'careless'
+
+    with self.assertRaisesRegex(AttributeError, r'must call `super\(\).__init'):
+      Careless().get_slot_names()
 
   @cases.product(
       name=('towers_in_turn', 'towers_at_once', 'drop_stale', 'sync_replicas'),
@@ -364,7 +397,10 @@ class SubclassTest(facade_cases.GraphTest):
 
     w = facade.Variable([1.0, 2.0], name='w')
     opt = Late(False, 'late')
-    step = lambda x: opt.minimize(lambda: jnp.sum(w * x))
+
+    def step(x):
+      opt.minimize(lambda: jnp.sum(w * x))
+
     step = facade.function(step) if compiled else step
     step(np.float32(1))
     opt.is_late = True
@@ -507,7 +543,7 @@ class SubclassTest(facade_cases.GraphTest):
       return facade.EstimatorSpec(mode, loss=0.0)
 
     towers = facade.replicate_model_fn(model_fn, devices=IN_TURN)
-    with self.assertRaisesRegex(ValueError, 'must not be inside a `DropStale'):
+    with self.assertRaisesRegex(ValueError, 'must not be inside an optimizer'):
       towers(X, mode='train')
     self.assertEqual([float(w), int(step)], [0, 0])
 
@@ -525,7 +561,7 @@ class SubclassTest(facade_cases.GraphTest):
     step = facade.get_or_create_global_step()
     locked = facade.GradientDescentOptimizer(1.0, use_locking=True)
 
-    with self.assertRaisesRegex(ValueError, 'use_locking=True` to the `Drop'):
+    with self.assertRaisesRegex(ValueError, 'Give that one `use_locking=True`'):
       drop_stale(Doubled(locked)).minimize(lambda: w * 1.0, step)
     opt = facade.DropStaleGradientOptimizer(Doubled(locked), 0, True)
     opt.minimize(lambda: w * 1.0, step)
@@ -634,7 +670,9 @@ class LossTest(parameterized.TestCase):
         return [(jnp.ones([]), v) for v in facade.trainable_variables()]
 
     opt = Mine(0.1)
-    step = lambda: opt.minimize(lambda: self.w**2, return_loss=True)
+
+    def step():
+      return opt.minimize(lambda: self.w**2, return_loss=True)
 
     for run in step, facade.function(step):
       with self.assertRaisesRegex(ValueError, 'must evaluate the loss'):

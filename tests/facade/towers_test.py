@@ -243,7 +243,10 @@ class TowerOptimizerTest(parameterized.TestCase):
       return facade.EstimatorSpec(mode, loss=0.0, train_op=train_op)
 
     step = facade.replicate_model_fn(model_fn, devices=devices)
-    run = lambda x: step(x, mode='train').loss
+
+    def run(x):
+      return step(x, mode='train').loss
+
     run = facade.function(run) if compiled else run
     for _ in range(3):
       run(np.arange(16, dtype=np.float32))
@@ -267,7 +270,10 @@ class TowerOptimizerTest(parameterized.TestCase):
       return facade.EstimatorSpec(mode, loss=0.0, train_op=train_op)
 
     step = facade.replicate_model_fn(model_fn, devices=IN_TURN)
-    run = lambda x: step(x, mode='train').loss
+
+    def run(x):
+      return step(x, mode='train').loss
+
     run = facade.function(run) if compiled else run
     for _ in range(3):
       run(np.arange(16, dtype=np.float32))
