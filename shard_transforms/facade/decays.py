@@ -91,13 +91,13 @@ def present(value: Any) -> Any:
 
 def _read_at_each_update(
     formula: Callable[_Parameters, jax.Array],
-) -> Callable[_Parameters, Rate]:
-  """Returns a formula whose arguments are read whenever its rate is."""
+) -> Callable[_Parameters, Any]:
+  """Returns a formula that gives a rate, or inside a step its number."""
   signature, name = inspect.signature(formula), formula.__name__
   of_step = 'x' if 'x' in signature.parameters else 'global_step'
 
   @functools.wraps(formula)
-  def decay(*args: Any, **kwargs: Any) -> Rate:
+  def decay(*args: Any, **kwargs: Any) -> Any:
     given = signature.bind(*args, **kwargs).arguments
     step = given[of_step]
     if step is None:
@@ -111,8 +111,10 @@ def _read_at_each_update(
           f' a function outside of a step, got the array {step!r}, which never'
           ' changes.'
       )
-    compute: Callable[..., jax.Array] = formula
-    return Rate(lambda: compute(**{k: present(v) for k, v in given.items()}))
+    compute: Callable[..., Any] = formula
+    rate = Rate(lambda: compute(**{k: present(v) for k, v in given.items()}))
+    # A step makes it again at each update: a number, as in TensorFlow.
+    return rate() if is_step() else rate
 
   return decay
 

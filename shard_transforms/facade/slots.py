@@ -39,7 +39,7 @@ class Slots:
     self._calls = {}
 
   def __reduce__(self):
-    if self._leaves or self._counters:
+    if self._slots or self._leaves or self._counters:
       raise TypeError(
           'An optimizer that has slots must not be copied or pickled: they are'
           f' variables of a graph, {self.variables()!r}. Save their values with'

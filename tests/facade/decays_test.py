@@ -95,6 +95,17 @@ class DecaysTest(facade_cases.OptimizerTest):
     quarter = jnp.float32(0.25)
     self.assert_equal(step(0.0), (quarter, jnp.float32(0), quarter))
 
+  def test_made_inside_a_step_it_is_a_number(self):
+    @facade.function
+    def step(x):
+      self.step.assign_add(1)
+      rate = facade.exponential_decay(1.0, self.step, 1, 0.5)
+      return x * rate, jax.lax.sqrt(rate * rate)
+
+    step(1.0)
+
+    self.assert_equal(step(2.0), (jnp.float32(0.5), jnp.float32(0.25)))
+
   def test_becomes_no_array_outside_of_a_step(self):
     rate = facade.exponential_decay(1.0, self.step, 1, 0.5)
 

@@ -36,8 +36,9 @@ def exponential_decay(
     name: Ignored.
 
   Returns:
-    The rate, []. In the façade, a function of no arguments that gives it; it
-    reads the arguments, which may be variables or functions, at each update.
+    The rate, []. In the façade, outside of a step, a function of no arguments
+    that gives it: it reads the arguments, which may be variables or functions,
+    at each update.
 
   Raises:
     ValueError: In the façade, if `global_step` is `None`, or an array that is
