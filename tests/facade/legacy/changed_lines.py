@@ -35,3 +35,11 @@ def count(name):
       lines_of(FOLDER / kind / f'{name}.py') for kind in ('tf1', 'ported')
   )
   return len(before), changed(before, after)
+
+
+def class_in(path):
+  """Returns the text of the class of a script."""
+  text = path.read_text(encoding='utf-8')
+  nodes = ast.parse(text).body
+  found = [node for node in nodes if isinstance(node, ast.ClassDef)]
+  return [ast.get_source_segment(text, node) for node in found]
