@@ -12,18 +12,18 @@ import re
 
 from absl.testing import parameterized
 import jax
-from legacy import changed_lines
-from legacy import runs
 import numpy as np
 import pytest
 
 import cases
+from legacy import changed_lines
+from legacy import runs
 from shard_transforms import facade
 
 FOLDER = pathlib.Path(__file__).parent
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'porting_from_tf1.md'
-# Where a port changes this many lines or fewer, its share does not count: the
-# import, the function around the loss and the loss as a result are there always.
+# A short script changes more than a fifth: the import, the function around the
+# loss and the loss as a result are there in all.
 FEW_LINES = 8
 EVALUATED = ('mnist_tpu', 'mnist_towers', 'official_mnist', 'ssd')
 
@@ -149,9 +149,7 @@ class ChangedLinesTest(parameterized.TestCase):
     counts = {name: changed_lines.count(name) for name in runs.PROGRAMS}
 
     few = {
-        name
-        for name, (total, changed) in counts.items()
-        if changed > total / 5
+        name for name, (total, changed) in counts.items() if changed > total / 5
     }
 
     self.assertLessEqual(max(counts[name][1] for name in few), FEW_LINES)
@@ -171,5 +169,3 @@ class ChangedLinesTest(parameterized.TestCase):
 
     self.assertNotEmpty(classes[0])
     self.assertEqual(*classes)
-
-

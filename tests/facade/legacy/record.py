@@ -100,9 +100,7 @@ def train_shards(program, params):
 
     def step(shard, x=x, y=y):
       _, batch, train_op = built[shard]
-      rows = slice(
-          shard * runs.ROWS_OF_SHARD, (shard + 1) * runs.ROWS_OF_SHARD
-      )
+      rows = slice(shard * runs.ROWS_OF_SHARD, (shard + 1) * runs.ROWS_OF_SHARD)
       sessions[shard].run(train_op, {batch[0]: x[rows], batch[1]: y[rows]})
 
     with concurrent.futures.ThreadPoolExecutor(runs.NUM_SHARDS) as threads:

@@ -1,7 +1,8 @@
 """RMSProp, clipping, batch norm, averages of variables (amoeba_net)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def build_learning_rate(params, global_step):
@@ -63,8 +64,7 @@ def model_fn(features, labels, mode, params):
     )
     averaged = tf.trainable_variables()
     with tf.control_dependencies([train_op]):
-      with tf.name_scope('moving_average'):
-        train_op = ema.apply(averaged)
+      train_op = ema.apply(averaged)
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=loss, train_op=train_op
   )

@@ -1,7 +1,8 @@
 """Two Adams, two steps of the discriminator to one of the generator (GAN)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def create_loss(features, labels, params):

@@ -3,8 +3,9 @@
 import collections
 import re
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def create_optimizer(

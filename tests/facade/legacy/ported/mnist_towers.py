@@ -1,7 +1,8 @@
 """Adadelta by towers (an MNIST)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def model_fn(features, labels, mode, params):

@@ -10,7 +10,9 @@ def _get(initial, name):
 
 def logits(initial, features, is_training=False, batch_norm=False):
   """Returns predictions [rows, 2] from features [rows, 5]."""
-  hidden = tf.tanh(tf.matmul(features, _get(initial, 'model/embeddings/kernel')))
+  hidden = tf.tanh(
+      tf.matmul(features, _get(initial, 'model/embeddings/kernel'))
+  )
   hidden = tf.matmul(hidden, _get(initial, 'model/layer_0/kernel'))
   hidden = tf.tanh(hidden + _get(initial, 'model/layer_0/bias'))
   hidden = tf.matmul(hidden, _get(initial, 'model/layer_1/kernel'))

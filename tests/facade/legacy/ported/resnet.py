@@ -1,7 +1,8 @@
 """LARS, batch norm and decay of weights (TPU models: resnet)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def init_lars_optimizer(current_epoch, params):
@@ -59,9 +60,7 @@ def model_fn(features, labels, mode, params):
     # Batch normalization adds its moving averages to UPDATE_OPS.
     update_ops = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
     with tf.control_dependencies(update_ops):
-      train_op, loss = optimizer.minimize(
-          loss, global_step, return_loss=True
-      )
+      train_op, loss = optimizer.minimize(loss, global_step, return_loss=True)
   else:
     loss = loss()
   return tf.contrib.tpu.TPUEstimatorSpec(

@@ -1,7 +1,8 @@
 """Gradient descent that clips each gradient (TPU models: show_and_tell)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def model_fn(features, labels, mode, params):

@@ -1,7 +1,8 @@
 """Momentum by towers, a rate by pieces, decay of weights (SSD)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def model_fn(features, labels, mode, params):

@@ -1,7 +1,8 @@
 """Adam that drops stale gradients, with a named step (a single worker)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def model_fn(features, labels, mode, params):
@@ -25,7 +26,5 @@ def model_fn(features, labels, mode, params):
   opt = tf.contrib.opt.DropStaleGradientOptimizer(
       opt, staleness=8, use_locking=True
   )
-  train_op, loss = opt.minimize(
-      loss, global_step=global_step, return_loss=True
-  )
+  train_op, loss = opt.minimize(loss, global_step=global_step, return_loss=True)
   return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)

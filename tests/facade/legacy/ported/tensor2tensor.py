@@ -1,7 +1,8 @@
 """Adam over several steps, behind an own wrapper (Tensor2Tensor)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 class ConditionalOptimizer(tf.train.Optimizer):
@@ -111,21 +112,18 @@ class MultistepAdamOptimizer(tf.train.AdamOptimizer):
   def _finish(self, update_ops, name_scope):
     """Updates the powers of beta in every n-th step."""
     iter_ = self._get_iter_variable()
-    with tf.control_dependencies(update_ops):
-      with tf.colocate_with(iter_):
+    with tf.control_dependencies(update_ops), tf.colocate_with(iter_):
 
-        def update_beta_op():
-          super(MultistepAdamOptimizer, self)._finish(update_ops, name_scope)
+      def update_beta_op():
+        super(MultistepAdamOptimizer, self)._finish(update_ops, name_scope)
 
-        maybe_update_beta = tf.cond(
-            tf.equal(iter_, 0), update_beta_op, tf.no_op
+      maybe_update_beta = tf.cond(tf.equal(iter_, 0), update_beta_op, tf.no_op)
+      with tf.control_dependencies([maybe_update_beta]):
+        update_iter = iter_.assign(
+            tf.mod(iter_ + 1, self._n), use_locking=self._use_locking
         )
-        with tf.control_dependencies([maybe_update_beta]):
-          update_iter = iter_.assign(
-              tf.mod(iter_ + 1, self._n), use_locking=self._use_locking
-          )
     return tf.group(
-        *update_ops + [update_iter, maybe_update_beta], name=name_scope
+        *update_ops, update_iter, maybe_update_beta, name=name_scope
     )
 
 

@@ -1,7 +1,8 @@
 """Adagrad that drops stale gradients, clipped (text_simplification)."""
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def get_optim(optimizer, learning_rate):

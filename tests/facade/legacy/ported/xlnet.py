@@ -2,8 +2,9 @@
 
 import re
 
-from . import network
 from shard_transforms.facade import tf
+
+from . import network
 
 
 def get_train_op(flags, total_loss):

@@ -2,8 +2,9 @@
 
 import re
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def create_optimizer(loss, init_lr, num_train_steps, num_warmup_steps, use_tpu):

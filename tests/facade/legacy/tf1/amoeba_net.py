@@ -1,7 +1,8 @@
 """RMSProp, clipping, batch norm, averages of variables (amoeba_net)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def build_learning_rate(params, global_step):
@@ -58,8 +59,7 @@ def model_fn(features, labels, mode, params):
     )
     averaged = tf.trainable_variables()
     with tf.control_dependencies([train_op]):
-      with tf.name_scope('moving_average'):
-        train_op = ema.apply(averaged)
+      train_op = ema.apply(averaged)
   return tf.contrib.tpu.TPUEstimatorSpec(
       mode=mode, loss=loss, train_op=train_op
   )

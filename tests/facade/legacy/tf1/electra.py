@@ -3,8 +3,9 @@
 import collections
 import re
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def create_optimizer(

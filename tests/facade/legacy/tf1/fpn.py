@@ -1,7 +1,8 @@
 """Momentum by towers, each gradient clipped (feature pyramids)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def model_fn(features, labels, mode, params):

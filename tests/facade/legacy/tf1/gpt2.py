@@ -1,7 +1,8 @@
 """Adafactor as an own class, and a rate that warms up (a GPT-2)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 class AdafactorOptimizer(tf.train.Optimizer):
@@ -97,8 +98,7 @@ class AdafactorOptimizer(tf.train.Optimizer):
       subtrahend = new_m
       updates.append(tf.assign(m, new_m, use_locking=self._use_locking))
     var_update = tf.assign_sub(var, subtrahend, use_locking=self._use_locking)
-    updates = [var_update] + updates
-    return tf.group(*updates)
+    return tf.group(var_update, *updates)
 
 
 def reduce_rms(x):

@@ -1,7 +1,8 @@
 """Momentum, clipping, and twice the rate for biases (mask_rcnn)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def learning_rate_schedule(global_step, learning_rate, warmup, levels, steps):

@@ -1,7 +1,8 @@
 """Gradient descent with a rate that decays (TPU models: mnist)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def model_fn(features, labels, mode, params):

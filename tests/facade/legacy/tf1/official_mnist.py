@@ -1,7 +1,8 @@
 """Adam by towers (models: official/mnist)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 LEARNING_RATE = 0.02
 
@@ -19,9 +20,7 @@ def model_fn(features, labels, mode, params):
     return tf.estimator.EstimatorSpec(
         mode=mode,
         loss=loss,
-        train_op=optimizer.minimize(
-            loss, tf.train.get_or_create_global_step()
-        ),
+        train_op=optimizer.minimize(loss, tf.train.get_or_create_global_step()),
     )
   logits = network.logits(params['initial'], features)
   loss = tf.losses.mean_squared_error(labels=labels, predictions=logits)

@@ -1,7 +1,8 @@
 """LARS, batch norm and decay of weights (TPU models: resnet)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def init_lars_optimizer(current_epoch, params):

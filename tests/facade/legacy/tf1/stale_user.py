@@ -1,7 +1,8 @@
 """Adam that drops stale gradients, with a named step (a single worker)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def model_fn(features, labels, mode, params):

@@ -1,7 +1,8 @@
 """Adam over several steps, behind an own wrapper (Tensor2Tensor)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 class ConditionalOptimizer(tf.train.Optimizer):
@@ -112,27 +113,24 @@ class MultistepAdamOptimizer(tf.train.AdamOptimizer):
     """Updates the powers of beta in every n-th step."""
     iter_ = self._get_iter_variable()
     beta1_power, beta2_power = self._get_beta_accumulators()
-    with tf.control_dependencies(update_ops):
-      with tf.colocate_with(iter_):
+    with tf.control_dependencies(update_ops), tf.colocate_with(iter_):
 
-        def update_beta_op():
-          update_beta1 = beta1_power.assign(
-              beta1_power * self._beta1_t, use_locking=self._use_locking
-          )
-          update_beta2 = beta2_power.assign(
-              beta2_power * self._beta2_t, use_locking=self._use_locking
-          )
-          return tf.group(update_beta1, update_beta2)
-
-        maybe_update_beta = tf.cond(
-            tf.equal(iter_, 0), update_beta_op, tf.no_op
+      def update_beta_op():
+        update_beta1 = beta1_power.assign(
+            beta1_power * self._beta1_t, use_locking=self._use_locking
         )
-        with tf.control_dependencies([maybe_update_beta]):
-          update_iter = iter_.assign(
-              tf.mod(iter_ + 1, self._n), use_locking=self._use_locking
-          )
+        update_beta2 = beta2_power.assign(
+            beta2_power * self._beta2_t, use_locking=self._use_locking
+        )
+        return tf.group(update_beta1, update_beta2)
+
+      maybe_update_beta = tf.cond(tf.equal(iter_, 0), update_beta_op, tf.no_op)
+      with tf.control_dependencies([maybe_update_beta]):
+        update_iter = iter_.assign(
+            tf.mod(iter_ + 1, self._n), use_locking=self._use_locking
+        )
     return tf.group(
-        *update_ops + [update_iter, maybe_update_beta], name=name_scope
+        *update_ops, update_iter, maybe_update_beta, name=name_scope
     )
 
 

@@ -1,7 +1,8 @@
 """Adagrad that drops stale gradients, clipped (text_simplification)."""
 
-from . import network
 import tensorflow as tf
+
+from . import network
 
 
 def get_optim(optimizer, learning_rate):
