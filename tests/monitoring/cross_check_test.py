@@ -29,7 +29,9 @@ def make_batch(num_shards=8, seed=1):
 
 
 def loss_fn(params, x):
-  return jnp.mean((jnp.tanh(x @ params['w'] + params['b'][None]) @ params['v']) ** 2)
+  return jnp.mean(
+      (jnp.tanh(x @ params['w'] + params['b'][None]) @ params['v']) ** 2
+  )
 
 
 def fault(shard=NONE, leaf=0, element=0, bit=0):
@@ -192,6 +194,32 @@ class CrossCheckTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.num_suspected, only(4))
     np.testing.assert_array_equal(state.num_differing, only(4))
 
+  def test_names_a_second_shard_that_errs_where_it_decides(self):
+    def fun(params, batch):
+      x, owner = batch
+      shard = lax.axis_index(AXIS)
+      # The third result of a batch is that of the shard two before it.
+      errs = (shard == 5) & (owner == 5) | (shard == 1) & (owner == 3)
+      return params * x + jnp.where(errs, 1.0, 0.0)
+
+    step, state = step_of('vmap', fun=fun)
+
+    _, state, _ = step(state, (make_batch(), np.arange(8)), np.float32(2))
+
+    np.testing.assert_array_equal(state.num_suspected, only(1) + only(5))
+
+  def test_half_of_the_shards_are_not_accused(self):
+    def fun(params, x):
+      shard = lax.axis_index(AXIS)
+      return params * x + jnp.where(shard < 2, shard + 1.0, 0.0)
+
+    step, state = step_of('vmap', 4, fun=fun)
+
+    _, state, weights = step(state, make_batch(4), np.float32(2))
+
+    self.assertEqual(state.num_unexplained, 1)
+    np.testing.assert_array_equal(weights, np.ones(4))
+
   def test_trusts_again_what_the_next_check_finds_right(self):
     step, state = step_of('vmap', every=2)
     params, x = make_params(), make_batch()
@@ -324,7 +352,10 @@ class CrossCheckTest(parameterized.TestCase):
     others = [i for i in range(8) if i != 3]
     for name, x in updates.items():
       np.testing.assert_allclose(
-          x[0], -np.mean(np.asarray(grads[name])[others], axis=0), rtol=1e-5, atol=1e-7
+          x[0],
+          -np.mean(np.asarray(grads[name])[others], axis=0),
+          rtol=1e-5,
+          atol=1e-7,
       )
 
   def test_metrics_are_the_worst_shard_s(self):
@@ -366,9 +397,7 @@ class BadInputTest(parameterized.TestCase):
 
   @cases.product(batch_argnums=(3, (), (0, 5)))
   def test_refuses_arguments_that_are_not_there(self, batch_argnums):
-    check = monitoring.cross_check(
-        gradient, AXIS, batch_argnums=batch_argnums
-    )
+    check = monitoring.cross_check(gradient, AXIS, batch_argnums=batch_argnums)
     step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
     with self.assertRaisesRegex(ValueError, '`batch_argnums` .* of 3'):
       step(check.init(8), make_params(), make_batch(), fault())

@@ -205,13 +205,23 @@ def cross_check(
 
   def apply(state, *args):
     arguments.check_state(state, CrossCheckState, _CALLER)
-    num_shards = axes_lib.size(axes, _CALLER)
-    _check_num_shards(state, num_shards)
+    _check_num_shards(state, axes_lib.size(axes, _CALLER))
     own = _batch_of(args, moving, axes)
+
+    @jax.jit
+    def call(batch):
+      return fun(*(batch.get(i, arg) for i, arg in enumerate(args)))
+
+    before = _zeros_like_result(call, own, axes)
+
+    def check():
+      distances = _Distances.of_check(state.num_checks, len(state.trusted))
+      last = _evaluate(call, own, before, axes, distances)
+      return last.result, _after_check(state, last, distances)
+
     is_due = collectives.agreed(state.num_steps % every == 0)
-    distances = _Distances.of_check(state.num_checks, num_shards)
-    last = _evaluate(fun, args, own, axes, is_due, distances)
-    return last.result, _next_state(state, is_due, last, distances)
+    result, state = lax.cond(is_due, check, lambda: (call(own), state))
+    return result, state._replace(num_steps=counters.add(state.num_steps, 1))
 
   def weight(state):
     arguments.check_state(state, CrossCheckState, _CALLER)
@@ -254,25 +264,6 @@ def _batch_of(args, moving, axes):
 
 
 class _Turn(NamedTuple):
-  """What evaluations of `fun` one after another carry along.
-
-  Attributes:
-    number: The number of this evaluation, int32 [].
-    num_turns: How many there are, int32 [].
-    batch: The arguments that it takes.
-    result: What the first one has returned.
-    sums: The checksums of all shards' evaluations, uint32
-      [3, shards, leaves, 2].
-  """
-
-  number: jax.Array
-  num_turns: jax.Array
-  batch: Any
-  result: Any
-  sums: jax.Array
-
-
-class _Turn(NamedTuple):
   """What evaluations of `fun`, one after another, carry along.
 
   Attributes:
@@ -291,18 +282,13 @@ class _Turn(NamedTuple):
   sums: jax.Array
 
 
-def _evaluate(fun, args, own, axes, is_due, distances):
-  """Returns the last turn."""
-
-  @jax.jit
-  def call(batch):
-    return fun(*(batch.get(i, arg) for i, arg in enumerate(args)))
-
-  before = _zeros_like_result(call, own, axes)
+def _evaluate(call, own, before, axes, distances):
+  """Returns the last turn of a check."""
   num_shards = axes_lib.size(axes, _CALLER)
   shape = (_MAX_TURNS, num_shards, len(jax.tree.leaves(before)), 2)
 
-  def compare(turn, result):
+  def evaluate(turn):
+    result = call(turn.batch)
     words = [digests.checksum(leaf) for leaf in jax.tree.leaves(result)]
     words = axes_lib.to_varying(jnp.stack(words), axes)
     sums = turn.sums.at[turn.number].set(collectives.gather(words, axes))
@@ -314,15 +300,6 @@ def _evaluate(fun, args, own, axes, is_due, distances):
         lambda: _rotate(turn.batch, axes, distances, turn.number),
         lambda: turn.batch,
     )
-    return sums, num_turns, batch
-
-  def evaluate(turn):
-    result = call(turn.batch)
-    sums, num_turns, batch = lax.cond(
-        is_due,
-        lambda: compare(turn, result),
-        lambda: (turn.sums, turn.num_turns, turn.batch),
-    )
     result = jax.tree.map(
         lambda x, y: jnp.where(turn.number == 0, x, y), result, turn.result
     )
@@ -330,11 +307,13 @@ def _evaluate(fun, args, own, axes, is_due, distances):
 
   first = _Turn(
       number=counters.zero(),
-      num_turns=1 + is_due.astype(jnp.int32),
+      num_turns=jnp.int32(2),
       batch=own,
       result=before,
       sums=jnp.zeros(shape, jnp.uint32),
   )
+  # One loop body, because XLA may compile a function to other bits in another
+  # place.
   return lax.while_loop(lambda x: x.number < x.num_turns, evaluate, first)
 
 
@@ -406,13 +385,11 @@ def _of_batches(sums, distances):
   return jax.vmap(lambda x, by: jnp.roll(x, by, 0))(sums, distances.by_turn())
 
 
-def _next_state(state, is_due, turn, distances):
+def _after_check(state, turn, distances):
   """Counts what a check has found; the majority of three decides."""
-  num_shards = len(state.trusted)
   own, second, third = _of_batches(turn.sums, distances)
   leaf_differs = jnp.any(own != second, axis=-1)
   differs = jnp.any(leaf_differs, axis=-1)
-  is_voted = turn.num_turns == _MAX_TURNS
 
   def equal(x, y):
     return jnp.all(x == y, axis=(1, 2))
@@ -428,21 +405,18 @@ def _next_state(state, is_due, turn, distances):
   # By the shard that has computed it.
   by_turn = distances.by_turn()
   wrong = jax.vmap(lambda x, by: jnp.roll(x, -by))(outvoted, by_turn)
-  suspected = is_voted & jnp.any(wrong, axis=0)
-  # More than a minority is no evidence against any of them.
-  is_explained = 2 * jnp.sum(suspected) < num_shards
-  suspected &= is_explained
-  explained = is_explained & ~jnp.any(differs & ~jnp.any(outvoted, axis=0))
-  unexplained = is_due & jnp.any(differs) & ~(is_voted & explained)
-  differs &= is_due
+  suspected = jnp.any(wrong, axis=0) & (turn.num_turns == _MAX_TURNS)
+  # Where half of the shards are outvoted, the votes are worth nothing.
+  suspected &= 2 * jnp.sum(suspected) < len(suspected)
+  has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
+  unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))
+  first_leaf = jnp.argmax(leaf_differs, axis=1)
   return CrossCheckState(
-      num_steps=counters.add(state.num_steps, 1),
-      num_checks=counters.add(state.num_checks, is_due),
+      num_steps=state.num_steps,
+      num_checks=counters.add(state.num_checks, 1),
       num_unexplained=counters.add(state.num_unexplained, unexplained),
       num_differing=counters.add(state.num_differing, differs),
       num_suspected=counters.add(state.num_suspected, suspected),
-      last_leaf=jnp.where(
-          differs, jnp.argmax(leaf_differs, axis=1), state.last_leaf
-      ),
-      trusted=jnp.where(is_due, ~suspected, state.trusted),
+      last_leaf=jnp.where(differs, first_leaf, state.last_leaf),
+      trusted=~suspected,
   )
