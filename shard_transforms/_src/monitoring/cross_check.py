@@ -107,6 +107,15 @@ class CrossCheck(NamedTuple):
       function; returns what `fun` returns, and the next state.
     weight: Takes the state, inside the mapped function; returns this shard's
       weight, float32 []: 0 if the last check suspected it, else 1.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> check = shard_transforms.monitoring.cross_check(jnp.multiply, 'data')
+    >>> step = jax.vmap(check.apply, in_axes=(None, None, 0), axis_name='data')
+    >>> print(step(check.init(2), 3.0, jnp.arange(2.0))[0])
+    [0. 3.]
   """
 
   init: Callable[[int], CrossCheckState]
