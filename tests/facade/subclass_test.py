@@ -218,7 +218,7 @@ class SubclassTest(facade_cases.GraphTest):
           DoubledSgd,
           cases.Repeated(DoubledLoss),
           DoubledEach,
-          cases.Repeated(DoubledResource),
+          DoubledResource,
       ),
   )
   def test_overridden_methods_are_called(self, name, kind):
