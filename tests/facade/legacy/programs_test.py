@@ -2,7 +2,7 @@
 
 `tf1` has the training parts as their repositories write them, in our words and
 with a small model; `ported` the same scripts after the porting page; `recorded`
-what TensorFlow 1.15.5 computed with the former (`record.py`).
+what TensorFlow 1.15.5 computed with the former (`record_programs.py`).
 """
 
 import importlib
