@@ -137,7 +137,9 @@ def linen_params(state):
 
 
 def linen_step(state, x):
-  loss_fn = lambda params, x: fit(lambda x: state.apply_fn(params, x), x)
+  def loss_fn(params, x):
+    return fit(lambda x: state.apply_fn(params, x), x)
+
   own = own_params(state.params, state.opt_state)
   return state.apply_gradients(grads=grads_of(loss_fn, own, x))
 
