@@ -202,7 +202,9 @@ class Gate:
     `run(state, params, *args, **extra_args)` may contain collectives, so
     `accept` must be the same on all shards. It is traced once. A skip executes
     nothing of it and keeps the bits of `state`, and those of `params` if `run`
-    returns parameters.
+    returns parameters. Only where `run` returns wider floating-point numbers, a
+    skip casts to these as well: moments that start in 16 bits, like the
+    parameters, take the dtype of float32 gradients in the first step.
 
     Args:
       accept: Whether to run, bool [].
@@ -220,7 +222,8 @@ class Gate:
 
     Raises:
       ValueError: If `accept` can differ between shards, or `run` changes the
-        tree, the shapes or the dtypes of the state.
+        tree or the shapes of the state, or its dtypes to others that are not
+        wider.
     """
     if axes_lib.varying_axes(accept):
       raise ValueError(
@@ -244,12 +247,15 @@ class Gate:
 
     traced = program.trace(before, given)
     jaxpr = traced.jaxpr
-    _check_state(state, traced.out_tree.children()[1], jaxpr.out_avals)
+    keeps_dtypes = _check_state(
+        state, traced.out_tree.children()[1], jaxpr.out_avals
+    )
     if check is not None:
       check(jaxpr.jaxpr)
     # JAX adds an input for each array that `run` closes over.
     closes_over = len(jaxpr.in_avals) > len(before) + len(given)
-    choose = _cond_in_place if seldom and not closes_over else lax.cond
+    in_place = seldom and keeps_dtypes and not closes_over
+    choose = _cond_in_place if in_place else lax.cond
     branches = _branches(program, before, jaxpr.out_avals)
     outputs = choose(accept, *branches, before, given)
     return traced.out_tree.unflatten(outputs)
@@ -316,7 +322,10 @@ def _split(tree, is_split):
 
 
 def _check_state(state, treedef, kinds):
-  """Checks that a state keeps its tree, its shapes and its dtypes.
+  """Checks that a state keeps its tree and its shapes, and loses no bits.
+
+  Returns:
+    Whether all leaves keep their dtypes; others become wider.
 
   Raises:
     ValueError: If it does not.
@@ -330,9 +339,12 @@ def _check_state(state, treedef, kinds):
     )
   leaves = jax.tree.leaves_with_path(state)
   kinds = kinds[len(kinds) - len(leaves) :]
+  keeps_dtypes = True
   for (path, leaf), after in zip(leaves, kinds, strict=True):
     before = jax.typeof(leaf)
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
+    keeps_dtypes &= before.dtype == after.dtype
+    fits = before.dtype == after.dtype or _is_wider(after.dtype, before.dtype)
+    if before.shape != after.shape or not fits:
       raise ValueError(
           'The inner transformation must keep the shapes and dtypes of its'
           f' state, got {after.dtype.name}{list(after.shape)} instead of'
@@ -340,6 +352,16 @@ def _check_state(state, treedef, kinds):
           f' {leaves_lib.name_of(path)}. Cast the updates to'
           ' the dtypes of the parameters.'
       )
+  return keeps_dtypes
+
+
+def _is_wider(dtype, than):
+  are_floating = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, than))
+  return are_floating and jnp.promote_types(dtype, than) == dtype
+
+
+def _as_wide(leaf, kind):
+  return leaf if leaf.dtype == kind.dtype else leaf.astype(kind.dtype)
 
 
 def _branches(program, before, kinds):
@@ -364,6 +386,7 @@ def _branches(program, before, kinds):
 
   def skip(before, _):
     zeros = map(functools.cache(axes_lib.zeros), kinds[:num_updates])
+    before = map(_as_wide, before, kinds[num_updates:])
     return list(map(axes_lib.mark_varying, [*zeros, *before], varying))
 
   return run, skip
