@@ -347,8 +347,12 @@ def _alone(inner):
 class MixedPrecisionTest(parameterized.TestCase):
   """float32 gradients of bfloat16 parameters, as optimizers alone take them."""
 
-  params = {'w': jnp.array([1.0, 2.0, 3.0], jnp.bfloat16)}
-  grads = tuple({'w': jnp.array([x, 1 / 3, 1e-3])} for x in (1.0, 0.7, -2.0))
+  def setUp(self):
+    super().setUp()
+    self.params = {'w': jnp.array([1.0, 2.0, 3.0], jnp.bfloat16)}
+    self.grads = tuple(
+        {'w': jnp.array([x, 1 / 3, 1e-3])} for x in (1.0, 0.7, -2.0)
+    )
 
   def expected(self, grads):
     tx = optax.adam(0.1)
@@ -441,6 +445,83 @@ class MixedPrecisionTest(parameterized.TestCase):
     _, updates = lax.scan(step, tx.init(self.params), grads)
 
     self.assertEqual(updates['w'].dtype, jnp.float32)
+
+
+def _objective(params):
+  return jnp.sum((params - 1) ** 2)
+
+
+VALUE_FNS = {
+    'params': _objective,
+    'any keywords': lambda params, **kwargs: _objective(params),
+    'a batch': lambda params, batch: _objective(params) + 0 * jnp.sum(batch),
+    'a weight': lambda params, weight: weight * _objective(params),
+}
+
+
+class LineSearchTest(parameterized.TestCase):
+  """Optax refuses extra arguments that `value_fn` does not name."""
+
+  @cases.product(
+      gate=('guard', 'drop_stale', 'tower_reduce', 'nested'),
+      value_fn=tuple(VALUE_FNS),
+  )
+  def test_value_fn_takes_what_it_names(self, gate, value_fn):
+    lbfgs = optax.lbfgs()
+    tx = {
+        'guard': shard_transforms.guard(lbfgs),
+        'drop_stale': shard_transforms.drop_stale(0, lbfgs),
+        'tower_reduce': shard_transforms.tower_reduce(1, lbfgs),
+        'nested': shard_transforms.tower_reduce(
+            1, shard_transforms.drop_stale(0, lbfgs)
+        ),
+    }[gate]
+    params = jnp.zeros(3)
+    value, grad = jax.value_and_grad(_objective)(params)
+    given = {'value': value, 'grad': grad, 'value_fn': VALUE_FNS[value_fn]}
+    if value_fn == 'a batch':
+      given['batch'] = jnp.ones(2)
+    own = {'weight': 1.0}
+    if gate in ('drop_stale', 'nested'):
+      own['local_step'] = 0
+
+    updates, _ = tx.update(grad, tx.init(params), params, **given, **own)
+
+    alone = {**given, 'value_fn': _objective}
+    alone.pop('batch', None)
+    expected, _ = lbfgs.update(grad, lbfgs.init(params), params, **alone)
+    np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+  def test_an_argument_that_nothing_takes_is_refused(self):
+    tx = shard_transforms.guard(optax.lbfgs())
+    params = jnp.zeros(3)
+    value, grad = jax.value_and_grad(_objective)(params)
+
+    with self.assertRaisesRegex(TypeError, 'not consumed.*tokens'):
+      tx.update(
+          grad,
+          tx.init(params),
+          params,
+          value=value,
+          grad=grad,
+          value_fn=_objective,
+          tokens=3,
+      )
+
+
+class ExplicitMeshTest(parameterized.TestCase):
+
+  @cases.parameters('drop_stale', 'guard', 'tower_reduce')
+  def test_an_inner_that_compares_parameters_runs_without_jit(self, gate):
+    mesh = jax.make_mesh((8,), ('data',), (AxisType.Explicit,))
+    tx = _alone(optax.adafactor())[gate]
+    with jax.set_mesh(mesh):
+      params = jnp.ones((2, 8, 4), out_sharding=P(None, 'data'))
+      state = tx.init(params)
+
+      updates, _ = tx.update(params, state, params, local_step=0)
+
+    self.assertEqual(jax.typeof(updates).sharding.spec, P(None, 'data', None))
 
 
 class WeightTest(parameterized.TestCase):

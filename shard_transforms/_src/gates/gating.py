@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
+from jax import core
 from jax import lax
 import jax.extend
 import jax.numpy as jnp
@@ -27,6 +29,9 @@ from shard_transforms._src.base import weights
 # The attribute of a gate's `update` that holds the function which applies its
 # updates itself.
 _ATTRIBUTE = 'update_and_apply'
+
+# What gates pass to their inner transformations beside what users give.
+_OWN_ARGS = ('local_step', 'tower_squares', 'weight')
 
 
 def update_and_apply(
@@ -127,6 +132,8 @@ class Gate:
     run = functools.partial(update_and_apply, inner)
     if not self.applies:
       run = inner.update
+    if callable(value_fn := extra_args.get('value_fn')):
+      extra_args['value_fn'] = _taking_own_args(value_fn)
     return run(updates, inner_state, params, **extra_args)
 
   def update_or_skip(
@@ -261,6 +268,28 @@ class Gate:
     return traced.out_tree.unflatten(outputs)
 
 
+def _taking_own_args(fn):
+  """Returns a function that also takes, and drops, what gates pass on.
+
+  The line searches of Optax refuse extra arguments that `value_fn` lacks.
+  """
+  signature = inspect.signature(fn)
+  added = [name for name in _OWN_ARGS if name not in signature.parameters]
+
+  @functools.wraps(fn)
+  def taking(*args, **kwargs):
+    return fn(*args, **{k: v for k, v in kwargs.items() if k not in added})
+
+  kind = inspect.Parameter.KEYWORD_ONLY
+  parameters = [
+      *signature.parameters.values(),
+      *(inspect.Parameter(name, kind, default=None) for name in added),
+  ]
+  parameters.sort(key=lambda parameter: parameter.kind)
+  vars(taking)['__signature__'] = signature.replace(parameters=parameters)
+  return taking
+
+
 def check_weighted(
     jaxpr: jax.extend.core.Jaxpr,
     updates: Any,
@@ -308,10 +337,18 @@ def check_weighted(
 
 
 def _split(tree, is_split):
-  """Returns the arrays in a tree, or none, and how the tree is restored."""
+  """Returns the arrays in a tree, or none, and how the tree is restored.
+
+  Those that are known go along always: inside of a program, JAX does not see
+  how a known array is sharded.
+  """
   leaves, treedef = jax.tree.flatten(tree)
   arrays = [
-      x if is_split and isinstance(x, jax.Array) else None for x in leaves
+      x
+      if isinstance(x, jax.Array)
+      and (is_split or not isinstance(x, core.Tracer))
+      else None
+      for x in leaves
   ]
 
   def join(arrays):
