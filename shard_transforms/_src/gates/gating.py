@@ -339,14 +339,13 @@ def check_weighted(
 def _split(tree, is_split):
   """Returns the arrays in a tree, or none, and how the tree is restored.
 
-  Those that are known go along always: inside of a program, JAX does not see
-  how a known array is sharded.
+  Arrays that are known and on a mesh are always among them: inside of a
+  program, JAX does not see how a known array is sharded.
   """
   leaves, treedef = jax.tree.flatten(tree)
   arrays = [
       x
-      if isinstance(x, jax.Array)
-      and (is_split or not isinstance(x, core.Tracer))
+      if isinstance(x, jax.Array) and (is_split or _is_known_on_mesh(x))
       else None
       for x in leaves
   ]
@@ -356,6 +355,11 @@ def _split(tree, is_split):
     return treedef.unflatten([x if a is None else a for x, a in pairs])
 
   return arrays, join
+
+
+def _is_known_on_mesh(x):
+  is_known = not isinstance(x, core.Tracer)
+  return is_known and bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def _check_state(state, treedef, kinds):
