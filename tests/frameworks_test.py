@@ -291,8 +291,11 @@ def assert_same(found, expected):
 class FrameworkTableTest(parameterized.TestCase):
   """Create, step, save, and restore on another number of devices."""
 
-  @cases.product(framework=tuple(MAPPED), name=tuple(TRANSFORMS))
-  @pytest.mark.slow_after(4)
+  @cases.product(
+      framework=tuple(MAPPED),
+      name=tuple(TRANSFORMS),
+      always=lambda framework, name: name == 'guard',
+  )
   def test_trains_and_is_restored_on_fewer_devices(self, framework, name):
     eight, four = (
         MAPPED[framework](TRANSFORMS[name], mesh_of(n)) for n in (8, 4)
@@ -306,8 +309,7 @@ class FrameworkTableTest(parameterized.TestCase):
     found = eight.params_of(state), four.params_of(end)
     assert_same(found, expected(name))
 
-  @cases.parameters(*TRANSFORMS)
-  @pytest.mark.slow_after(1)
+  @cases.parameters(*TRANSFORMS, always=lambda name: name == 'shard_update')
   def test_train_state_under_pmap_is_restored_on_fewer_devices(self, name):
     tx = TRANSFORMS[name]
     model, params = linen_dense()
@@ -343,3 +345,102 @@ class FrameworkTableTest(parameterized.TestCase):
 
     found = (jax_utils.unreplicate(linen_params(s)) for s in (state, end))
     assert_same(found, expected(name))
+
+
+class GuideTest(parameterized.TestCase):
+  """What `docs/frameworks.md` says in its text."""
+
+  def test_names_what_the_table_has_run(self):
+    told = DOCUMENT.read_text('utf-8').partition('## ')[0]
+
+    for name in (*TRANSFORMS, *MAPPED, 'jax.pmap'):
+      self.assertRegex(told, rf'`{name}`|\| {name}|a {name}')
+
+  def test_jax_refuses_a_batch_that_is_not_placed(self):
+    program = plain_loop(TRANSFORMS['cross_shard_mean'], mesh_of(8))
+    specs = shard_transforms.specs_of(program.state)
+    step = jax.shard_map(
+        program.step,
+        mesh=mesh_of(8),
+        in_specs=(specs, P(AXIS)),
+        out_specs=specs,
+    )
+
+    with self.assertRaisesRegex(
+        ValueError, 'in_specs passed to shard_map.*does not match the specs of'
+    ):
+      step(program.state, batch_of(0))
+
+    told = ' '.join(DOCUMENT.read_text('utf-8').split())
+    self.assertRegex(
+        told, '`in_specs` passed to `shard_map` … does not match the specs of'
+    )
+
+  def test_nnx_shard_map_takes_the_specs_of_the_optimizer(self):
+    mesh = mesh_of(8)
+    zeros = nnx.initializers.zeros
+    model = nnx.Linear(FEATURES, 1, kernel_init=zeros, rngs=nnx.Rngs(0))
+    tx = shard_transforms.on_mesh(TRANSFORMS['guard'], mesh)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    specs = nnx.StateSharding(shard_transforms.specs_of(nnx.state(optimizer)))
+
+    @nnx.jit
+    @nnx.shard_map(mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=None)
+    def step(model, optimizer, x):
+      optimizer.update(model, grads_of(fit, model, x))
+
+    for call in range(SAVED):
+      x = jax.device_put(batch_of(call), NamedSharding(mesh, P(AXIS)))
+      step(model, optimizer, x)
+
+    found = nnx.to_pure_dict(nnx.state(model))
+    assert_same([found], expected('guard')[:1])
+
+  @pytest.mark.slow
+  def test_a_line_search_over_shards_is_that_of_one_device(self):
+    def loss_fn(w, x):
+      return jnp.mean(jnp.cosh(x @ w - x.sum(axis=1)))
+
+    tx = shard_transforms.guard(optax.lbfgs())
+
+    def shard_step(w, state, x):
+      value, grads = shard_transforms.shard_mean(
+          shard_transforms.value_and_grad(loss_fn, AXIS)(w, x), AXIS
+      )
+      return shard_transforms.update_and_apply(
+          tx,
+          grads,
+          state,
+          w,
+          value=value,
+          grad=grads,
+          value_fn=lambda w: shard_transforms.shard_mean(loss_fn(w, x), AXIS),
+      )
+
+    def alone_step(w, state, x):
+      value, grads = jax.value_and_grad(loss_fn)(w, x)
+      return shard_transforms.update_and_apply(
+          optax.lbfgs(),
+          grads,
+          state,
+          w,
+          value=value,
+          grad=grads,
+          value_fn=lambda w: loss_fn(w, x),
+      )
+
+    mapped = jax.shard_map(
+        shard_step,
+        mesh=mesh_of(8),
+        in_specs=(P(), P(), P(AXIS)),
+        out_specs=P(),
+    )
+    sharding = NamedSharding(mesh_of(8), P(AXIS))
+    w = jnp.zeros(FEATURES)
+
+    many, _ = jax.jit(mapped)(
+        w, tx.init(w), jax.device_put(batch_of(0), sharding)
+    )
+    one, _ = jax.jit(alone_step)(w, optax.lbfgs().init(w), batch_of(0))
+
+    np.testing.assert_allclose(many, one, rtol=1e-5)
