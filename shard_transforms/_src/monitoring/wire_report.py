@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+from jax import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -169,7 +170,7 @@ def _unseen(program, arguments):
 
 def _sharded_axes(leaf):
   """Returns the axes of a mesh over which an argument is divided."""
-  if isinstance(leaf, jax.core.Tracer):
+  if isinstance(leaf, core.Tracer):
     return frozenset()
   sharding = getattr(leaf, 'sharding', None)
   if not isinstance(sharding, NamedSharding):

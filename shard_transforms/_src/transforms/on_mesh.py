@@ -10,7 +10,6 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.gates import gating
 from shard_transforms._src.state import placement
@@ -67,18 +66,18 @@ def on_mesh(
     (8, 1, 2) P('data',)
   """
   specs.check_mesh(mesh)
-  if isinstance(getattr(tx, 'init', None), _BoundInit):
+  inner = arguments.as_inner(tx, _CALLER, 'tx')
+  if isinstance(inner.init, _BoundInit):
     raise ValueError(
         f'`tx` of `{_CALLER}` must not be bound to a mesh already, got one on'
-        f' {dict(tx.init.mesh.shape)}. Bind the transformation itself.'
+        f' {dict(inner.init.mesh.shape)}. Bind the transformation itself.'
     )
-  tx = arguments.as_inner(tx, _CALLER, 'tx')
 
   def step(gate, updates, state, params=None, **extra_args):
     _check_sizes(mesh)
-    return gate.update(tx, updates, state, params, **extra_args)
+    return gate.update(inner, updates, state, params, **extra_args)
 
-  init = _BoundInit(tx, mesh, in_specs, per_shard, spmd_axis_name)
+  init = _BoundInit(inner, mesh, in_specs, per_shard, spmd_axis_name)
   return gating.transformation(init, step)
 
 
@@ -100,7 +99,7 @@ class _BoundInit:
   per_shard: bool
   spmd_axis_name: Hashable | None
 
-  def __call__(self, params: leaves_lib.ParamTree) -> optax.OptState:
+  def __call__(self, params: optax.Params) -> optax.OptState:
     """Returns the state."""
     if _check_sizes(self.mesh):
       return self.tx.init(params)
