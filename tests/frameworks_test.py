@@ -376,6 +376,15 @@ class GuideTest(parameterized.TestCase):
         told, '`in_specs` passed to `shard_map` … does not match the specs of'
     )
 
+  def test_jax_refuses_state_on_a_mesh_under_pmap(self):
+    tx = TRANSFORMS['guard']
+    params = {'w': jnp.zeros(FEATURES)}
+    state = shard_transforms.init_state(tx, params, mesh_of(8))
+
+    # There is no one error: JAX looks for an axis that a counter lacks.
+    with self.assertRaisesRegex((ValueError, IndexError), 'rank|range'):
+      jax.pmap(lambda state: state, AXIS)(state)
+
   def test_nnx_shard_map_takes_the_specs_of_the_optimizer(self):
     mesh = mesh_of(8)
     zeros = nnx.initializers.zeros

@@ -408,6 +408,26 @@ class MixedPrecisionTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
+  def test_local_updates_train_with_the_dtypes_of_the_inner_state(self):
+    outer = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
+    tx = shard_transforms.local_updates(optax.adam(0.1), outer, AXIS, every=2)
+
+    def train(grads):
+      params, state = self.params, tx.init(self.params)
+      for _ in range(4):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+      return params, state.inner_state[0].mu
+
+    grads = jax.tree.map(lambda x: jnp.stack([x] * 8), self.grads[0])
+    params, mu = jax.vmap(train, axis_name=AXIS)(grads)
+
+    expected, state = self.expected(self.grads[:1] * 4)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x[0], params), expected, rtol=1e-2
+    )
+    self.assertEqual(mu['w'].dtype, state[0].mu['w'].dtype)
+
   def test_towers_are_in_place_once_the_state_is_wide(self):
     tx = shard_transforms.tower_reduce(2, optax.adam(0.1))
     state = tx.init(self.params)
