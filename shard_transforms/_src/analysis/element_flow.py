@@ -258,10 +258,13 @@ def _at_each_place(kinds, ends_in_zeros=None):
   if Cut in by_class:
     if ends_in_zeros is None:
       ends_in_zeros = _all_end_in_zeros(kinds)
-    cuts = [kind for kind in kinds if isinstance(kind, Cut)]
-    if len({kind.layout for kind in cuts}) > 1:
-      return Mixed('they meet in different layouts')
-    return dataclasses.replace(cuts[0], ends_in_zeros=ends_in_zeros)
+    first = by_class[Cut]
+    for kind in kinds:
+      if isinstance(kind, Cut) and kind.layout != first.layout:
+        return Mixed('they meet in different layouts')
+    if first.ends_in_zeros == ends_in_zeros:
+      return first
+    return dataclasses.replace(first, ends_in_zeros=ends_in_zeros)
   return by_class.get(Whole, Uniform())
 
 
