@@ -25,7 +25,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import leaf_sums
 
 Shape = tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Exchange(NamedTuple):
   compressor: compressor_lib.Compressor
   axes: tuple[Hashable, ...]
   key: jax.Array
-  algorithm: reduction_options.Algorithm = 'flat'
+  algorithm: leaf_sums.Algorithm = 'flat'
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""
