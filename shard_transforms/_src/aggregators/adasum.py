@@ -13,6 +13,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import exchanges
 
 _CALLER = 'adasum'
 
@@ -137,7 +138,7 @@ def _rows(leaves, axes, is_cut):
     gathered = [collectives.gather(leaf, axes) for leaf in leaves]
     return [x.reshape(len(x), -1) for x in gathered]
   return aggregator.map_packed(
-      lambda buffer: collectives.exchange(buffer, axes),
+      lambda buffer: exchanges.exchange(buffer, axes),
       [aggregator.rows_of(leaf, axes) for leaf in leaves],
       num_rows=axes_lib.size(axes, _CALLER),
   )

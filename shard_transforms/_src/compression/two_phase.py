@@ -25,6 +25,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import exchanges
 from shard_transforms._src.reduction import leaf_sums
 
 Shape = tuple[int, ...]
@@ -89,7 +90,7 @@ class Exchange(NamedTuple):
     rows = _cut_slices([x.ravel() for x in slices], self.compressor.block)
     payload = self._encode(rows, phase=1)
     sent = compressor_lib.to_bytes(payload, 1).ravel()
-    gathered = collectives.gather_flat(
+    gathered = exchanges.gather_flat(
         axes_lib.to_varying(sent, self.axes), self.axes
     )
     whole = self._decode_bytes(gathered, payload, 1)
@@ -117,7 +118,7 @@ class Exchange(NamedTuple):
     flat = rows.reshape(-1, rows.shape[-1])
     payload = self._encode(flat, phase=0)
     sent = compressor_lib.to_bytes(payload, len(rows))
-    received = collectives.exchange(axes_lib.to_varying(sent, axes), axes)
+    received = exchanges.exchange(axes_lib.to_varying(sent, axes), axes)
     own = self._decode(payload).reshape(rows.shape)
     return self._mean(received, payload), own
 
