@@ -61,11 +61,11 @@ class Uniform:
   """One number, perhaps at many places; the same on all shards.
 
   Attributes:
-    is_total: Whether it is a sum over all slices, as it comes from `psum`.
+    num_summed: The number of shards over which `psum` has just summed slices.
     is_zero: Whether it is known to be zero.
   """
 
-  is_total: bool = False
+  num_summed: int = 0
   is_zero: bool = False
 
 
@@ -170,7 +170,12 @@ class _Elements(interpreter.Reader[Kind]):
           and is_over_slices
           and step.params.get('axis_index_groups') is None
       ):
-        return Uniform(is_total=True)
+        further = [axis for axis in step.axes if axis not in self.axes]
+        sizes = [
+            step.axis_sizes.get(axis) or axes_lib.size([axis], 'shard_update')
+            for axis in further
+        ]
+        return Uniform(num_summed=self.num_slices * math.prod(sizes))
       return _USED_EARLY
     if isinstance(kind, Mixed):
       return kind
@@ -204,11 +209,9 @@ class _Elements(interpreter.Reader[Kind]):
     """Returns the kind of an element-wise result."""
     if step.name in primitives.COPIES:
       return kinds[0]
-    if kinds[0] == Uniform(is_total=True):
-      # With one slice, nothing is wrong.
-      is_mean = step.name == 'div' and self.num_slices > 1
-      if is_mean and _is_number(step.inputs[1], self.num_slices):
-        return Mixed('`pmean` divides a sum over slices by their number')
+    # With one slice, nothing is wrong.
+    if self.num_slices > 1 and _is_mean(step, kinds):
+      return Mixed('`pmean` divides a sum over slices by their number')
     return _at_each_place(kinds, _gives_zeros(step, kinds))
 
   def _moved(self, step, kinds):
@@ -298,6 +301,19 @@ def _is_linear(step, kinds):
       jnp.issubdtype(x.aval.dtype, jnp.integer) for x in step.outputs
   )
   return (is_sum or step.name in primitives.COPIES) and not is_exact
+
+
+def _is_mean(step, kinds):
+  """Whether a step divides a sum over shards by their number."""
+  places = {'div': (0,), 'mul': (0, 1)}.get(step.name, ())
+  for place in places:
+    kind = kinds[place]
+    if isinstance(kind, Uniform) and kind.num_summed:
+      factor = step.inputs[1 - place]
+      dtype = factor.aval.dtype
+      number = kind.num_summed if step.name == 'div' else 1 / kind.num_summed
+      return _is_number(factor, np.asarray(number).astype(dtype))
+  return False
 
 
 def _is_number(value, number):
