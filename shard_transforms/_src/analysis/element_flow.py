@@ -1,10 +1,9 @@
-"""Where the elements of arrays get to in a program.
+"""Which results of a program depend on which elements of its arrays.
 
 `Mixed` is the top of the kinds here: nothing is known but the reason, and
 everything computed from it is mixed as well. So are the results of a primitive
-that is not understood, if its inputs contain elements. The reader sees where
-elements get to, and not their values: sizes, which are values, are left to
-`equivalence`.
+that is not understood, if its inputs contain elements. The reader
+follows elements, not values: `equivalence` compares sizes, which are values.
 """
 
 from collections.abc import Hashable
@@ -228,7 +227,7 @@ class _Elements(interpreter.Reader[Kind]):
       if merged.ends_in_zeros:
         return Partial()
       return Mixed(
-          '`reduce_sum` takes several of them together, of which those behind'
+          '`reduce_sum` takes several of them together, and the padding behind'
           ' the last element may not be zero'
       )
     return element_layout.moved(step, merged) or _not_understood(step)

@@ -2,10 +2,10 @@
 
 A jaxpr nests: what `jax.jit`, `jax.checkpoint`, a custom derivative or
 `jax.shard_map` calls is a jaxpr of its own, with variables of its own.
-Following values through a program would mean to enter and leave each of them.
-Here they are one sequence of steps, in which a value is the same object
-wherever it gets to. Loops and branches keep their bodies, because they do not
-run them exactly once.
+A reader that follows values through a program would have to enter and leave
+each of them. `flatten` makes one sequence of steps, in which a value is one
+object everywhere. Loops and branches keep their bodies, because they do not run
+them exactly once.
 """
 
 from collections.abc import Hashable
@@ -27,8 +27,8 @@ _JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 CALL = 'call of a body'
 
 
-# Neither this nor `Step` is frozen: a tree of 1,000 leaves makes tens of
-# thousands of them, each of which would take longer to make.
+# Neither this nor `Step` is frozen, because frozen ones take longer to make: a
+# tree of 1,000 leaves makes tens of thousands of them.
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
   """An input or output of a step; equal only to itself.
@@ -146,11 +146,11 @@ def flatten(
 def view(
     jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
 ) -> Program:
-  """Returns a jaxpr as a program without a copy, for one look in each trace.
+  """Returns a jaxpr as a program without a copy, to be read once in each trace.
 
-  Its values are JAX's own variables and literals, which have an `aval` only; of
-  what is around a step, it knows nothing; and its steps can only be gone
-  through. A call or a map is a step `CALL` with a body.
+  Its values are JAX's own variables and literals, which only have an `aval`.
+  Its steps do not know their surroundings, and can only be iterated over. A
+  call or a map is a step `CALL` with a body.
   """
   steps: Any = _Equations(jaxpr)
   inputs: Any = jaxpr.invars

@@ -1,4 +1,4 @@
-"""Whether the weights of shards get into the sums over them.
+"""Whether sums over shards use the weights of the shards.
 
 Each value has bits: whether it depends on updates, whether it depends on the
 weight, and whether these are updates of other shards, which were sent without

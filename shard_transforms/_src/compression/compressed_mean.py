@@ -41,7 +41,7 @@ def compressed_mean(
   With the extra argument `weight`, a scalar :math:`w_i` a shard, :math:`u_i`
   stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero sends zeros
   and keeps its residuals; a total of zero gives a zero update, and all shards
-  keep theirs. A NaN with a weight gets into the residuals and stays there:
+  keep theirs. A NaN with a weight enters the residuals and stays there:
   `guard` around the reduction keeps it out.
 
   With `feedback='ef21'`, each shard keeps an estimate :math:`m_i` of its

@@ -233,12 +233,12 @@ class WireReport:
   def __str__(self) -> str:
     if not self.collectives:
       return 'nothing is sent'
-    alike = collections.Counter(
+    counts = collections.Counter(
         dataclasses.replace(c, op='') for c in self.collectives
     )
     total = ['total', '', '', '', '', f'{self.num_collectives:,}']
     total += [f'{self.total_bytes:,.0f}', '', '']
-    cells = [*itertools.starmap(_row, alike.items()), total]
+    cells = [*itertools.starmap(_row, counts.items()), total]
     columns = [
         _aligned(name, column)
         for name, column in zip(_COLUMNS, zip(*cells, strict=True), strict=True)

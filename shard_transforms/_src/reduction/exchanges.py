@@ -68,8 +68,8 @@ def _in_pieces(send, rows):
   num_pieces = math.ceil(length / max(most // rows.dtype.itemsize, 1))
   if num_pieces <= 1:
     return send(rows)
-  # All pieces are of one size and in the loop: with a smaller last one beside
-  # the loop, gloo aborted because processes received a piece of another size.
+  # The loop sends all pieces, and they are of one size: with a smaller last one
+  # after it, processes received a piece of another size, and gloo aborted.
   size = math.ceil(length / num_pieces)
   padding = [*[(0, 0)] * len(lead), (0, num_pieces * size - length)]
   pieces = jnp.pad(rows, padding).reshape(*lead, num_pieces, size)

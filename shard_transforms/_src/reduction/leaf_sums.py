@@ -196,7 +196,7 @@ def check(
 
 
 def share(weight: jax.Array | None, options: ReductionOptions) -> Share:
-  """Returns the share of a shard, of which `check` has returned the weight."""
+  """Returns the share of a shard from the weight that `check` has returned."""
   axes, groups = options.axes, options.groups
   if groups is None:
     total = None if weight is None else collectives.psum(weight, axes)

@@ -79,7 +79,7 @@ class ShardedReduction(leaf_sums.ReductionOptions):
     return jax.tree.map(own, tree)
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
-    """Gathers the tree of which each shard has a slice; the reverse of `own`.
+    """Gathers a tree from the slices of all shards; the reverse of `own`.
 
     Args:
       tree: Each shard's slices of arrays of any dtypes.
