@@ -15,6 +15,7 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import exchanges
+from shard_transforms._src.reduction import vmapped_collectives
 
 _CALLER = 'adasum'
 
@@ -93,7 +94,7 @@ def adasum(
       nodes = merge(rows, sizes)
     else:
       # Else the compiler could divide the nodes among the shards again.
-      nodes = collectives.on_each_shard(merge, axes, rows, sizes)
+      nodes = vmapped_collectives.on_each_shard(merge, axes, rows, sizes)
     return _whole(nodes, leaves, axes, is_cut)
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)

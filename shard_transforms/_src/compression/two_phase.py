@@ -27,6 +27,7 @@ from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import exchanges
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import vmapped_collectives
 
 Shape = tuple[int, ...]
 
@@ -158,7 +159,7 @@ class Exchange(NamedTuple):
     own_key = jax.random.fold_in(self.key, 2 * index + phase + 1)
     encode = functools.partial(compressor_lib.encode, self.compressor)
     arrays = rows, self.key, own_key
-    return collectives.on_each_shard(encode, self.axes, *arrays)
+    return vmapped_collectives.on_each_shard(encode, self.axes, *arrays)
 
   def _decode(self, payload):
     return compressor_lib.decode(self.compressor, payload, self.key)

@@ -7,11 +7,10 @@ Every function is called with at least one axis, and with values that vary over
 all of them where JAX tracks this.
 """
 
-from collections.abc import Callable
 from collections.abc import Hashable
 import contextlib
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax import lax
@@ -176,11 +175,6 @@ def gather(
     gathered.add(axis)
   num_rows = math.prod(rows.shape[: len(axes)])
   return lax.reshape(rows, (num_rows, *row.shape))
-
-
-def on_each_shard(fn: Callable[..., Any], axes: Axes, *trees: Any) -> Any:
-  """Returns `fn(*trees)`, without communication inserted by the compiler."""
-  return vmapped_collectives.on_each_shard(fn, axes, *trees)
 
 
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
