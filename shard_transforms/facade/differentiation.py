@@ -141,14 +141,15 @@ def gradients(
         f' least one, got {grad_ys!r}.'
     )
   found = check_variables(xs, 'xs')
+  returns = return_loss or has_aux
   calls, outputs = [], []
   for loss, weight in zip(losses, weights, strict=True):
     run = functools.partial(compute_gradients, var_list=found, grad_loss=weight)
-    pairs, out = with_loss(run, loss, has_aux)
+    pairs, out = with_loss(run, loss, has_aux) if returns else (run(loss), None)
     calls.append([grad for grad, _ in pairs])
     outputs.append(out)
   grads = [_add(of_variable) for of_variable in zip(*calls, strict=True)]
-  if not (return_loss or has_aux):
+  if not returns:
     return grads
   return grads, outputs[0] if is_one else outputs
 
@@ -314,7 +315,7 @@ def check_variables(
     if not isinstance(item, Variable):
       raise ValueError(
           f'`{name}` must hold `facade.Variable`s and nothing else, got'
-          f' {item!r}.'
+          f' {item!r}. (`jax.grad` differentiates by arrays.)'
       )
     if not jnp.issubdtype(item.dtype, jnp.floating):
       raise ValueError(

@@ -108,8 +108,11 @@ def replicate_model_fn(
   Wrap the optimizers inside in `TowerOptimizer`. Each call of the result is a
   step; inside a `function`, it is compiled. The next call reuses the optimizers
   of the first and the variables of `get_variable`, as TensorFlow did, which
-  built its graph once. Evaluate the loss that you return before you minimize
-  it: afterwards, the last tower reads the new values.
+  built its graph once. Return the loss that `minimize` returns with
+  `return_loss`: afterwards, the last tower reads the new values. In training,
+  what the loss assigns counts for each tower that takes its turn; all else that
+  the model function assigns counts for the last one alone, as in TensorFlow,
+  which ran the operation of the last tower.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,

@@ -133,7 +133,17 @@ class Slots:
         self._make(transformation, call, slot_names, op_names)
 
   def load(self, variables: Sequence[Variable]) -> optax.OptState:
-    """Returns the state for some variables, which `make` has made."""
+    """Returns the state for some variables.
+
+    Raises:
+      ValueError: If `make` has not made it.
+    """
+    if tuple(variables) not in self._calls:
+      raise ValueError(
+          f'The slots of {[v.name for v in variables]} must be made first: an'
+          ' optimizer that overrides `_create_slots` calls'
+          ' `super()._create_slots(var_list)`, too.'
+      )
     treedef, leaves, _ = self._calls[tuple(variables)]
     return treedef.unflatten(map(frames.read, leaves))
 

@@ -52,9 +52,9 @@ class TowerOptimizer(optimizer.Wrapper):
     >>> def model_fn(features, labels, mode):
     ...   opt = facade.TowerOptimizer(facade.GradientDescentOptimizer(1.0))
     ...   loss = lambda: 0.5 * jnp.mean((w * features - labels) ** 2)
-    ...   before = loss()
-    ...   train_op = opt.minimize(loss, var_list=[w])
-    ...   return facade.EstimatorSpec(mode, loss=before, train_op=train_op)
+    ...   train_op, value = opt.minimize(
+    ...       loss, var_list=[w], return_loss=True)
+    ...   return facade.EstimatorSpec(mode, loss=value, train_op=train_op)
     >>> two_towers = facade.replicate_model_fn(
     ...     model_fn, devices=['/cpu:0', '/cpu:0'])
     >>> spec = two_towers(jnp.ones(4), jnp.arange(4.0), facade.ModeKeys.TRAIN)

@@ -324,6 +324,16 @@ class GradientsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       call(self.b)
 
+  def test_works_in_a_loop_of_jax_that_assigns_nothing(self):
+    @facade.function
+    def step():
+      def body(_, x):
+        return x + facade.gradients(lambda: x * self.b, [self.b])[0]
+
+      return jax.lax.fori_loop(0, 3, body, jnp.float32(1))
+
+    self.assertEqual(float(step()), 8)
+
   @cases.parameters(
       (None, -30.0),  # The sum of the shards' gradients.
       (1.0, -4.0),  # Each clips its own to 1; the sum has norm 4.

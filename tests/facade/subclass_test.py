@@ -218,7 +218,7 @@ class SubclassTest(facade_cases.GraphTest):
           DoubledSgd,
           cases.Repeated(DoubledLoss),
           DoubledEach,
-          cases.Repeated(DoubledResource),
+          DoubledResource,
       ),
   )
   def test_overridden_methods_are_called(self, name, kind):
@@ -501,6 +501,32 @@ class SubclassTest(facade_cases.GraphTest):
 
     with self.assertRaisesRegex(ValueError, 'must be called by `apply_grad'):
       facade.AdamOptimizer()._apply_dense(jnp.ones([]), w)
+
+  def test_slots_of_the_base_class_must_be_made(self):
+    class Forgets(facade.AdamOptimizer):
+
+      def _create_slots(self, var_list):
+        pass
+
+    w = facade.Variable(1.0, name='w')
+
+    with self.assertRaisesRegex(ValueError, 'w:0.*must be made first'):
+      Forgets().minimize(lambda: w**2)
+    self.assertEqual(float(w), 1)
+
+  def test_an_optimizer_of_a_model_function_keeps_its_slots(self):
+    w = facade.Variable(0.0, name='w')
+
+    def model_fn(features, mode):
+      opt = facade.TowerOptimizer(Heavy(0.5))
+      opt.minimize(lambda: jnp.mean(w * features))
+      return facade.EstimatorSpec(mode, loss=0.0)
+
+    towers = facade.replicate_model_fn(model_fn, devices=IN_TURN)
+    for _ in range(2):
+      towers(X, mode='train')
+
+    self.assertEqual(float(w), -0.5 * (7.5 + 11.25))
 
   def test_gradients_are_dense(self):
     w = facade.Variable(1.0, name='w')
