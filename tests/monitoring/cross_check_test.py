@@ -400,7 +400,8 @@ class BadInputTest(parameterized.TestCase):
   def test_refuses_arguments_that_are_not_there(self, batch_argnums):
     check = monitoring.cross_check(gradient, AXIS, batch_argnums=batch_argnums)
     step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
-    with self.assertRaisesRegex(ValueError, '`batch_argnums` of .* must name some of'):
+    message = '`batch_argnums` of .* must name some of'
+    with self.assertRaisesRegex(ValueError, message):
       step(check.init(8), make_params(), make_batch(), fault())
 
   def test_refuses_side_effects_and_no_result(self):

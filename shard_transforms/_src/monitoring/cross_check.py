@@ -146,9 +146,9 @@ def cross_check(
 
   A check costs one more evaluation of `fun`, and a third one where results
   differ; it sends each batch once or twice, and 8 bytes a leaf and shard. Other
-  steps compute nothing twice and send nothing. All evaluations run one
-  compiled loop body, for XLA need not give the same bits where it compiles a
-  function twice.
+  steps compute nothing twice and send nothing. All evaluations of a check run
+  one compiled loop body, because XLA need not give the same bits where it
+  compiles a function twice.
 
   A shard whose results are wrong in a share :math:`p` of all evaluations is
   found in a check with probability :math:`1 - (1 - p)^2`, because it computes
@@ -344,7 +344,7 @@ def _zeros_like_result(call, batch, axes):
         ' check. Print and log what it returns.'
     )
   zeros = [
-      axes_lib.mark_varying(axes_lib.zeros(x), axes_lib.varying_axes(x))
+      axes_lib.mark_varying(axes_lib.zeros(x), tuple(axes_lib.varying_axes(x)))
       for x in traced.jaxpr.out_avals
   ]
   return jax.tree.unflatten(jax.tree.structure(traced.out_info), zeros)
@@ -355,11 +355,11 @@ class _Distances(NamedTuple):
 
   Attributes:
     choices: The powers of two below the number of shards.
-    index: Which of them is that of the second turn; the third takes the next.
+    chosen: Which of them is that of the second turn; the third takes the next.
   """
 
   choices: np.ndarray
-  index: jax.Array
+  chosen: jax.Array
 
   @classmethod
   def of_check(cls, number: jax.Array, num_shards: int) -> '_Distances':
@@ -369,7 +369,7 @@ class _Distances(NamedTuple):
   def by_turn(self) -> jax.Array:
     """Returns the distance of the batch that each turn takes, int32 [3]."""
     seconds_and_thirds = np.stack([self.choices, np.roll(self.choices, -1)])
-    of_others = jnp.asarray(seconds_and_thirds, jnp.int32)[:, self.index]
+    of_others = jnp.asarray(seconds_and_thirds, jnp.int32)[:, self.chosen]
     return jnp.append(jnp.zeros(1, jnp.int32), of_others)
 
 
@@ -385,7 +385,7 @@ def _rotate(batch, axes, distances, turn):
     pairs = [((i + step) % num_shards, i) for i in range(num_shards)]
     return lambda: jax.tree.map(lambda x: lax.ppermute(x, order, pairs), batch)
 
-  index = turn * len(distances.choices) + distances.index
+  index = turn * len(distances.choices) + distances.chosen
   return lax.switch(index, [by(int(step)) for step in steps])
 
 
