@@ -1,9 +1,9 @@
 """Records what TensorFlow 1.15 computes for the programs of `tf1`.
 
-Run it by hand, with Python 3.7 and TensorFlow 1.15.5: `python record_programs.py`. The
-tests do not. `CrossShardOptimizer` has no kernel on CPUs for its sum: each
-shard is a graph with a session in a thread, and the sum is made by NumPy, in
-the order of the shards. Towers and stale gradients are TensorFlow's own.
+Run it by hand, with Python 3.7 and TensorFlow 1.15.5. The tests do not.
+`CrossShardOptimizer` has no kernel on CPUs for its sum: each shard is a graph
+with a session in a thread, and the sum is made by NumPy, in the order of the
+shards. Towers and stale gradients are TensorFlow's own.
 """
 
 import concurrent.futures
