@@ -1,7 +1,7 @@
 """`shard_update`: ZeRO-1, each shard runs the optimizer on its slices."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import optax
 
@@ -12,7 +12,11 @@ from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.transforms import owned_inner
+from shard_transforms._src.transforms import owners
 from shard_transforms._src.transforms import sliced_inner
+
+Slices = Literal['elements', 'leaves']
 
 
 class ShardUpdateState(NamedTuple):
@@ -56,6 +60,9 @@ def shard_update(
     on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     assume_elementwise: bool = False,
+    slices: Slices = 'elements',
+    cost: owners.Cost | None = None,
+    assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates its slice of every leaf.
 
@@ -132,7 +139,7 @@ def shard_update(
   """
   caller = 'shard_update'
   arguments.check_reduction(reduction)
-  arguments.check_bool('assume_elementwise', assume_elementwise)
+  _check_slices(slices, cost, assume_elementwise, assume_leafwise)
   reduce = sharded_reduction.ShardedReduction(
       caller,
       reduction,
@@ -141,11 +148,11 @@ def shard_update(
       on_invariant,
       bucket_bytes,
   )
-  own = sliced_inner.SlicedInner(
-      arguments.as_inner(inner, caller),
-      reduce,
-      assume_elementwise,
-  )
+  inner = arguments.as_inner(inner, caller)
+  if slices == 'leaves':
+    owned = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
+    return _of_owners(owned, caller)
+  own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
 
   def init_fn(params):
     return ShardUpdateState(own.init(params))
@@ -163,6 +170,53 @@ def shard_update(
     return reduce.gather(own_updates, updates), ShardUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _of_owners(owned, caller):
+  """Returns the transformation whose leaves have owners."""
+
+  def init_fn(params):
+    return ShardUpdateState(owned.init(params))
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    arguments.check_state(state, ShardUpdateState, caller)
+    updates, inner_state = owned.update(
+        updates, weight, state.inner_state, params, extra_args
+    )
+    return updates, ShardUpdateState(inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_slices(slices, cost, assume_elementwise, assume_leafwise):
+  """Checks what is cut, and the arguments that belong to it.
+
+  Raises:
+    TypeError: If one is of the wrong kind.
+    ValueError: If one belongs to other slices.
+  """
+  arguments.check_bool('assume_elementwise', assume_elementwise)
+  arguments.check_bool('assume_leafwise', assume_leafwise)
+  if slices not in get_args(Slices):
+    raise ValueError(
+        f"`slices` must be 'elements' or 'leaves', got {slices!r}."
+    )
+  if cost is not None and not callable(cost):
+    raise TypeError(
+        '`cost` must be a function from the tree of the parameters to a tree of'
+        f' numbers, got {cost!r}.'
+    )
+  needed = {'elements': assume_elementwise, 'leaves': assume_leafwise}
+  if needed.pop(slices) is False and True in needed.values():
+    name = 'elementwise' if slices == 'leaves' else 'leafwise'
+    raise ValueError(
+        f'`assume_{name}` must be False with slices={slices!r}, got True.'
+    )
+  if cost is not None and slices == 'elements':
+    raise ValueError(
+        "`cost` must come with slices='leaves', which have owners, got"
+        f' {cost!r} with slices={slices!r}.'
+    )
 
 
 def _as_even_groups(groups):
