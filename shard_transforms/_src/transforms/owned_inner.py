@@ -199,7 +199,7 @@ class OwnedInner:
     )
     leaves = jax.tree.leaves(kinds)
     # A state that has no place for each parameter, such as a list of its own.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
       leaves = jax.tree.leaves(
           specs.map_with_params(
               self._inner, lambda _, number: number, kinds, numbers

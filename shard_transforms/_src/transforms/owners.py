@@ -64,6 +64,10 @@ class Place:
     """Where it ends in the row."""
     return self.start + self.size
 
+  def is_of(self, other: 'Place') -> bool:
+    """Whether two places, in two layouts, are of the same leaf."""
+    return (self.of, self.row, self.shape) == (other.of, other.row, other.shape)
+
 
 class OwnedLeaves(NamedTuple):
   """The state of an optimizer each of whose leaves one shard keeps.
@@ -113,37 +117,43 @@ class OwnedLeaves(NamedTuple):
 
     return jax.tree.map(read, self.leaves, is_leaf=is_place)
 
-  def like(self, other: 'OwnedLeaves') -> 'OwnedLeaves':
+  def laid_out_like(self, other: 'OwnedLeaves') -> 'OwnedLeaves':
     """Returns this state, kept at the places of another, in arrays of NumPy.
 
     Args:
-      other: A state for the same parameters and another number of shards, or
-        the shapes of one.
+      other: A state for any number of shards, or the shapes of one.
+
+    Returns:
+      A state of the shapes of the other; itself if that is for other
+      parameters.
     """
+    kept, found = map(_by_position, (self.leaves, other.leaves))
+    if kept.keys() != found.keys() or any(
+        not found[i].is_of(kept[i]) for i in kept
+    ):
+      return self
     rows = {
         name: np.zeros(row.shape, row.dtype) for name, row in other.rows.items()
     }
     flat = jax.tree.map(_as_rows, rows)
-    by_place = zip(
-        jax.tree.leaves(other.leaves, is_leaf=is_place),
-        jax.tree.leaves(self.whole(), is_leaf=is_place),
-        strict=True,
-    )
-    for place, leaf in by_place:
-      if is_place(place):
-        flat[place.row][place.shard, place.start : place.end] = leaf.ravel()
-    leaves = jax.tree.map(
-        lambda leaf, place: place if is_place(place) else leaf,
-        self.leaves,
-        other.leaves,
-        is_leaf=is_place,
-    )
-    return OwnedLeaves(leaves, rows)
+    whole = jax.tree.leaves(self.whole())
+    for i, place in found.items():
+      part = slice(place.start, place.end)
+      flat[place.row][place.shard, part] = whole[i].ravel()
+    leaves, treedef = jax.tree.flatten(self.leaves, is_leaf=is_place)
+    leaves = [found.get(i, leaf) for i, leaf in enumerate(leaves)]
+    return OwnedLeaves(treedef.unflatten(leaves), rows)
 
 
 def is_place(leaf: Any) -> bool:
   """Whether a leaf is kept elsewhere, for the `is_leaf` of a tree map."""
   return isinstance(leaf, Place)
+
+
+def _by_position(tree):
+  """Returns the places in a tree, by their number among the leaves."""
+  leaves = jax.tree.leaves(tree, is_leaf=is_place)
+  return {i: leaf for i, leaf in enumerate(leaves) if is_place(leaf)}
 
 
 def _as_rows(x):
