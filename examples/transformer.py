@@ -12,7 +12,7 @@ import optax
 LEVELS, LENGTH = 17, 64
 WIDTH, HEADS, HIDDEN, LAYERS = 32, 4, 128, 2
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, jax.Array | list[jax.Array]]
 
 # Attention heads and hidden units are sharded; the leading axis is of layers.
 SPECS = {
@@ -22,6 +22,15 @@ SPECS = {
     'out': P(None, 'model'),
     'up': P(None, None, 'model'),
     'down': P(None, 'model'),
+}
+
+
+# Which dimensions of a layer are the input and the output of its matrix.
+MATRICES = {
+    'qkv': optax.contrib.MuonDimensionNumbers(0, (1, 2, 3)),
+    'out': optax.contrib.MuonDimensionNumbers((0, 1), 2),
+    'up': optax.contrib.MuonDimensionNumbers(0, 1),
+    'down': optax.contrib.MuonDimensionNumbers(0, 1),
 }
 
 
@@ -47,6 +56,21 @@ def init_params(seed: int) -> dict[str, jax.Array]:
       'up': normal(WIDTH, LAYERS, WIDTH, HIDDEN),
       'down': normal(HIDDEN, LAYERS, HIDDEN, WIDTH),
   }
+
+
+def unstacked(params: Params) -> Params:
+  """Returns the parameters with a leaf for each matrix of each layer."""
+  return {k: list(x) if k in MATRICES else x for k, x in params.items()}
+
+
+def muon(learning_rate: float) -> optax.GradientTransformation:
+  """Returns Muon for the matrices of layers, and Adam for the rest."""
+  numbers = {k: [MATRICES.get(k)] * LAYERS for k in MATRICES}
+  return optax.contrib.muon(
+      learning_rate,
+      adam_learning_rate=learning_rate / 2,
+      muon_weight_dimension_numbers={'embed': None, 'place': None} | numbers,
+  )
 
 
 def _normalize(x):

@@ -156,6 +156,12 @@ ROWS = {
         refuser='shard_update',
         cuts=True,
     ),
+    'owners': Row(
+        lambda inner, n: shard_update(inner, AXIS, slices='leaves'),
+        per_shard=True,
+        refuser='shard_update',
+        cuts=True,
+    ),
     'tower_reduce_of_shard_update': Row(
         lambda inner, n: tower_reduce(
             n, shard_update(inner, AXIS), axis_name=AXIS
