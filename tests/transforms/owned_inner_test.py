@@ -695,7 +695,7 @@ class RefusalTest(parameterized.TestCase):
       (optax.flatten(optax.adam(0.1)),),
       (optax.apply_if_finite(optax.sgd(0.1), 3),),
       (optax.normalize_by_update_norm(),),
-      (optax.lbfgs(),),
+      (optax.scale_by_lbfgs(),),
       (optax.contrib.prodigy(0.1),),
       (optax.adaptive_grad_clip(0.1), None),
   )

@@ -111,6 +111,7 @@ class OwnedInner:
     owners = self._owners(like, updates)
     kinds = self._trace_init(like).results
     of, layout = _read(state, owners, kinds, self._reduction.caller)
+    kinds = _kinds_of(state, kinds, of)
     task = self._trace_update(owners, update, updates, kinds, params, of)
     self._check(task)
     given, given_to = self._given(
@@ -410,6 +411,17 @@ def _read(state, owners, kinds, caller):
           f' where a shard has {(1, length)}.'
       )
   return of, layout
+
+
+def _kinds_of(state, kinds, of):
+  """Returns the types of a state, as this step is given it."""
+  leaves, treedef = jax.tree.flatten(kinds)
+  given = jax.tree.leaves(state.leaves, is_leaf=owners_lib.is_place)
+  return treedef.unflatten(
+      kind if owners_lib.is_place(given[i]) or of[i] < leafwise.SHARED
+      else jax.typeof(given[i])
+      for i, kind in enumerate(leaves)
+  )
 
 
 def _check_types(results, given):
