@@ -98,6 +98,7 @@ class Run:
     self.memory = self.compiled.memory_analysis().temp_size_in_bytes
 
   def __call__(self) -> Any:
+    """Runs a step, and returns what the next one is given."""
     self.carry = self.compiled(*self.carry, self.x)
     return self.carry
 

@@ -116,9 +116,7 @@ def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
   return Way('tower_reduce', step, init_state(tx, params, mesh))
 
 
-def of_shards(
-    name: str, tx: Any, params: Any, mesh: jax.sharding.Mesh
-) -> Way:
+def of_shards(name: str, tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
   """Trains with a transformation that reduces over all devices."""
   value_and_grad = shard_transforms.value_and_grad(transformer.loss_fn, AXIS)
 

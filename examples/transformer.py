@@ -1,6 +1,7 @@
 """A small transformer that predicts handwritten digits pixel by pixel."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import digits
 import jax
@@ -12,7 +13,8 @@ import optax
 LEVELS, LENGTH = 17, 64
 WIDTH, HEADS, HIDDEN, LAYERS = 32, 4, 128, 2
 
-Params = Mapping[str, jax.Array | list[jax.Array]]
+# A layer's matrices are stacked, or in a list.
+Params = Mapping[str, Any]
 
 # Attention heads and hidden units are sharded; the leading axis is of layers.
 SPECS = {
@@ -65,11 +67,16 @@ def unstacked(params: Params) -> Params:
 
 def muon(learning_rate: float) -> optax.GradientTransformation:
   """Returns Muon for the matrices of layers, and Adam for the rest."""
-  numbers = {k: [MATRICES.get(k)] * LAYERS for k in MATRICES}
+
+  def numbers_of(params):
+    return jax.tree.map_with_path(
+        lambda path, _: MATRICES.get(path[0].key), params
+    )
+
   return optax.contrib.muon(
       learning_rate,
       adam_learning_rate=learning_rate / 2,
-      muon_weight_dimension_numbers={'embed': None, 'place': None} | numbers,
+      muon_weight_dimension_numbers=numbers_of,
   )
 
 

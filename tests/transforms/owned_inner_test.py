@@ -174,9 +174,7 @@ def listed():
 
 
 def matrices(params):
-  return jax.tree.map(
-      lambda p: 'lars' if jnp.ndim(p) > 1 else 'adam', params
-  )
+  return jax.tree.map(lambda p: 'lars' if jnp.ndim(p) > 1 else 'adam', params)
 
 
 def vectors(inner):
@@ -250,9 +248,7 @@ def train(tx, mode='shard_map', weights=None, apart=False, steps=STEPS):
 
 def assert_close(actual, expected, tolerance=5e-6):
   chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-  chex.assert_trees_all_close(
-      actual, expected, rtol=tolerance, atol=tolerance
-  )
+  chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def whole(inner, **kwargs):
@@ -485,7 +481,9 @@ class LeavesTest(parameterized.TestCase):
     self.assertEqual(updates, {'x': None})
 
   def test_refuses_integers(self):
-    with self.assertRaisesRegex(TypeError, 'must be real or complex, got int32'):
+    with self.assertRaisesRegex(
+        TypeError, 'must be real or complex, got int32'
+    ):
       self.update(
           {'a': jnp.arange(3)},
           {'a': jnp.ones((SHARDS, 3), jnp.int32)},
@@ -595,9 +593,7 @@ class StateTest(parameterized.TestCase):
 
     resized = resize_state(state, other, params_of(), modes.mesh(3))
 
-    self.assertNotEqual(
-        resized.inner_state.leaves, state.inner_state.leaves
-    )
+    self.assertNotEqual(resized.inner_state.leaves, state.inner_state.leaves)
     chex.assert_trees_all_equal(
         resized.inner_state.whole(), state.inner_state.whole(), strict=True
     )
@@ -614,11 +610,11 @@ class StateTest(parameterized.TestCase):
     state = init_state(tx, params_of(), mesh)
     like = init_state(tx, jax.eval_shape(params_of), mesh)
 
-    with tempfile.TemporaryDirectory() as folder:
-      with ocp.StandardCheckpointer() as saver:
-        saver.save(f'{folder}/state', state)
-        saver.wait_until_finished()
-        restored = saver.restore(f'{folder}/state', like)
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    with ocp.StandardCheckpointer() as saver:
+      saver.save(f'{folder}/state', state)
+      saver.wait_until_finished()
+      restored = saver.restore(f'{folder}/state', like)
 
     chex.assert_trees_all_equal(restored, state, strict=True)
 
@@ -733,7 +729,10 @@ class RefusalTest(parameterized.TestCase):
           lambda u: lax.psum(lax.psum(norm_of(u), AXIS), AXIS),
           '`psum` adds up what is the same',
       ),
-      (lambda u: lax.psum(norm_of(u) ** 2, AXIS), 'no sum of numbers of single'),
+      (
+          lambda u: lax.psum(norm_of(u) ** 2, AXIS),
+          'no sum of numbers of single',
+      ),
       (lambda u: lax.pmax(norm_of(u), AXIS), '`pmax` in it waits for shards'),
       (in_a_branch, '`psum` in it waits for shards'),
       (
@@ -774,9 +773,7 @@ class RefusalTest(parameterized.TestCase):
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
 
     with self.assertRaisesRegex(ValueError, r"vary over axes of \['model'\]"):
-      init_state(
-          tx, params, mesh, in_specs={'w': P(None, 'model'), 'b': P()}
-      )
+      init_state(tx, params, mesh, in_specs={'w': P(None, 'model'), 'b': P()})
 
   def test_refuses_a_mesh_that_is_mapped_in_part(self):
     tx = owned(optax.adam(0.1))
@@ -867,13 +864,15 @@ class CostTest(parameterized.TestCase):
     }
 
   def test_the_costliest_leaf_goes_to_the_shard_with_the_least_to_do(self):
-    found = self.owners({
-        'big': (8, 8),
-        'long': (128, 2),
-        'mid': (7, 7),
-        'small': (3, 3),
-        'vector': (100,),
-    })
+    found = self.owners(
+        {
+            'big': (8, 8),
+            'long': (128, 2),
+            'mid': (7, 7),
+            'small': (3, 3),
+            'vector': (100,),
+        }
+    )
 
     # 8 * 8 * 8 = 512, 128 * 2 * 2 = 512, 343, 27, 100.
     self.assertEqual(
@@ -907,7 +906,9 @@ class CostTest(parameterized.TestCase):
   def test_warns_of_a_leaf_that_decides_the_time(self):
     shapes = {'huge': (2048, 1024), **{str(i): (8, 8) for i in range(9)}}
 
-    with self.assertWarnsRegex(UserWarning, r"one leaf, \['huge'\] of 2,097,152"):
+    with self.assertWarnsRegex(
+        UserWarning, r"one leaf, \['huge'\] of 2,097,152"
+    ):
       self.owners(shapes)
     with warnings.catch_warnings():
       warnings.simplefilter('error')

@@ -75,10 +75,10 @@ def state_shardings(
   Raises:
     NameError: If `tx` reduces over a mapped axis in `init`.
     TypeError: If `mesh` is not a mesh, or `whole_dims` no integer.
-    ValueError: If `whole_dims` is negative; if the mesh has no axis `shard_over`, or one that is not of type
-      `Auto`; if a parameter is on another mesh; if no leaf that is shaped like
-      a parameter can be divided, unless with `'ignore'`; or, with `'raise'`, if
-      any leaf cannot be.
+    ValueError: If `whole_dims` is negative; if the mesh has no axis
+      `shard_over`, or one that is not of type `Auto`; if a parameter is on
+      another mesh; if no leaf that is shaped like a parameter can be divided,
+      unless with `'ignore'`; or, with `'raise'`, if any leaf cannot be.
 
   Examples:
     >>> import jax
@@ -263,30 +263,33 @@ def _tell_gathered(tx, leaves, params, state, axis):
       for path, leaf in jax.tree.leaves_with_path(leaves)
       if leaf.is_like_param and _divides_matrix(leaf, axis)
   }
-  if not divided:
-    return
+  products = _products(tx, params, state) if divided else ()
+  multiplied = {frozenset(shape[-2:]) for shape in products}
+  found = {
+      name: leaf
+      for name, leaf in divided.items()
+      if frozenset(leaf.shape[-2:]) in multiplied
+  }
+  if found:
+    warnings.warn(
+        f'The optimizer multiplies matrices that are divided over {axis!r},'
+        f' {", ".join(found)}: the compiler gathers them,'
+        f' {sum(map(_num_bytes, found.values())):,} bytes, for each product or'
+        ' two, as `monitoring.wire_report` of the compiled step shows. Keep'
+        ' matrices whole by `whole_dims=2`, with stacked layers [layers, m, n];'
+        " or use `shard_update(..., slices='leaves')` in `jax.shard_map`.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _products(tx, params, state):
+  """Returns the shapes of the matrices that an optimizer multiplies."""
+  shapes = jax.tree.map(_shape, params)
   # What needs extra arguments, or a bound axis, is left alone.
   with contextlib.suppress(KeyError, NameError, TypeError, ValueError):
-    shapes = jax.tree.map(_shape, params)
-    jaxpr = jax.make_jaxpr(tx.update)(shapes, state, shapes)
-    multiplied = {frozenset(shape[-2:]) for shape in _multiplied(jaxpr)}
-    found = {
-        name: leaf
-        for name, leaf in divided.items()
-        if frozenset(leaf.shape[-2:]) in multiplied
-    }
-    if found:
-      num_bytes = sum(map(_num_bytes, found.values()))
-      warnings.warn(
-          f'The optimizer multiplies matrices that are divided over {axis!r},'
-          f' {", ".join(found)}: the compiler gathers them, {num_bytes:,} bytes,'
-          ' for each product or two, as `monitoring.wire_report` of the'
-          ' compiled step shows. Keep matrices whole by `whole_dims=2`, with'
-          ' stacked layers [layers, m, n]; or use `shard_update(...,'
-          " slices='leaves')` in `jax.shard_map`.",
-          UserWarning,
-          stacklevel=3,
-      )
+    return list(_multiplied(jax.make_jaxpr(tx.update)(shapes, state, shapes)))
+  return []
 
 
 def _divides_matrix(leaf, axis):

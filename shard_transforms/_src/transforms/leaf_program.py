@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax import core
 import jax.extend
 from jax.interpreters import partial_eval
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def _split(program, axes, num_shards):
   zeros = {
       var
       for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
-      if not isinstance(value, jax.core.Tracer)
+      if not isinstance(value, core.Tracer)
       and not jnp.shape(value)
       and not np.any(np.asarray(value))
   }
@@ -158,8 +159,10 @@ def _terms(summed, maker, zeros):
     return [] if not np.any(np.asarray(summed.val)) else [summed]
   if summed in zeros:
     return []
-  eqn = maker.get(summed)
-  name = None if eqn is None else jaxprs.common_name(eqn.primitive.name)
+  if summed not in maker:
+    return [summed]
+  eqn = maker[summed]
+  name = jaxprs.common_name(eqn.primitive.name)
   is_rounded = jnp.issubdtype(summed.aval.dtype, jnp.integer)
   if name in ('add', 'add_any') or (name in _COPIES and not is_rounded):
     found = [_terms(x, maker, zeros) for x in eqn.invars]

@@ -118,9 +118,7 @@ class OwnedInner:
         owners, task, updates, weight, state, params, layout
     )
     given |= self._totals(owners, task, given, given_to)
-    return self._run(
-        owners, task, updates, kinds, given, given_to, layout
-    )
+    return self._run(owners, task, updates, kinds, given, given_to, layout)
 
   def _owners(self, like, updates=()):
     """Returns the owners of parameters like these.
@@ -144,7 +142,9 @@ class OwnedInner:
           " `slices='elements'`, with `optax.partition`."
       )
     num_shards = self._reduction.num_slices()
-    return owners_lib.Owners.of_params(like, num_shards, (*axes, *more), self._cost)
+    return owners_lib.Owners.of_params(
+        like, num_shards, (*axes, *more), self._cost
+    )
 
   def _trace_init(self, like):
     types = jax.tree.map(jax.typeof, like)
@@ -195,9 +195,7 @@ class OwnedInner:
 
   def _find_by_place(self, owners, params, kinds):
     """Returns to what leaves of the state belong that are in its place."""
-    numbers = jax.tree.unflatten(
-        jax.tree.structure(params), owners.of(params)
-    )
+    numbers = jax.tree.unflatten(jax.tree.structure(params), owners.of(params))
     leaves = jax.tree.leaves(kinds)
     # A state that has no place for each parameter, such as a list of its own.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
@@ -315,7 +313,9 @@ class OwnedInner:
         own = [x for x in terms if owners.has(shard, task.belongs(x))]
         made = program.run(own, given | totals | given_to(shard))
         summed = sum((x.astype(kind.dtype) for x in made.values()), start=0)
-        return jnp.asarray(summed, kind.dtype) + jnp.zeros(kind.shape, kind.dtype)
+        return jnp.asarray(summed, kind.dtype) + jnp.zeros(
+            kind.shape, kind.dtype
+        )
 
       summed = self._on_own_shard(own_sum, owners)
       totals[i] = collectives.psum(summed, self._same)
@@ -399,9 +399,7 @@ def _read(state, owners, kinds, caller):
   layout = owners.layout(of, types)
   places = {i: x for i, x in enumerate(leaves) if owners_lib.is_place(x)}
   if places != layout.places:
-    different = [
-        x for i, x in places.items() if x != layout.places.get(i)
-    ]
+    different = [x for i, x in places.items() if x != layout.places.get(i)]
     raise ValueError(f'{made_for_others}{different[0]!r}.')
   for name, (length, _) in layout.rows.items():
     row = state.rows.get(name)
@@ -418,7 +416,8 @@ def _kinds_of(state, kinds, of):
   leaves, treedef = jax.tree.flatten(kinds)
   given = jax.tree.leaves(state.leaves, is_leaf=owners_lib.is_place)
   return treedef.unflatten(
-      kind if owners_lib.is_place(given[i]) or of[i] < leafwise.SHARED
+      kind
+      if owners_lib.is_place(given[i]) or of[i] < leafwise.SHARED
       else jax.typeof(given[i])
       for i, kind in enumerate(leaves)
   )

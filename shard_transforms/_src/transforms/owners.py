@@ -19,6 +19,7 @@ import warnings
 
 import chex
 import jax
+from jax import core
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +41,7 @@ class Place:
 
   It is a tree without leaves, so that the state of a program says where it is.
 
-  Attributes:
+  Args:
     of: The name of the parameter that it belongs to.
     shard: The shard that keeps it.
     row: The name of the row, of its dtype.
@@ -106,7 +107,8 @@ class OwnedLeaves(NamedTuple):
   """
 
   leaves: Any
-  rows: Mapping[str, jax.Array]
+  # A leaf in place of the mapping where there are no parameters.
+  rows: Any
 
   def whole(self) -> Any:
     """Returns the state as `inner` has it, with arrays of NumPy.
@@ -211,9 +213,7 @@ class Layout:
     members = {name: [] for name in self.rows}
     for number in self.of_shard(shard):
       members[self.places[number].row].append(leaves[number])
-    rows = {
-        name: _join(members[name], *self.rows[name]) for name in self.rows
-    }
+    rows = {name: _join(members[name], *self.rows[name]) for name in self.rows}
     return axes_lib.to_varying(rows, self.axes)
 
   def pack_all(self, leaves: Mapping[int, jax.Array], num_shards: int) -> Any:
@@ -271,13 +271,13 @@ class Owners:
 
   Attributes:
     names: The names of the parameters, in the order of their tree.
-    shards: The owner of each, or `None` for one that all shards update.
+    shards: The owner of each, or -1 for one that all shards update.
     num_shards: The number of shards.
     axes: The mapped axes over which what an owner has varies.
   """
 
   names: tuple[str, ...]
-  shards: tuple[int | None, ...]
+  shards: tuple[int, ...]
   num_shards: int
   axes: tuple[Hashable, ...]
 
@@ -311,7 +311,7 @@ class Owners:
     costs = _costs(params, cost)
     sizes = [math.prod(jnp.shape(leaf)) for _, leaf in found]
     loads = [(0.0, 0, shard) for shard in range(num_shards)]
-    shards: list[int | None] = [None] * len(found)
+    shards = [-1] * len(found)
     for i in sorted(owned, key=lambda i: (-costs[i], -sizes[i], i)):
       load, size, shard = heapq.heappop(loads)
       shards[i] = shard
@@ -344,12 +344,12 @@ class Owners:
           f' got {name}, which is none of them.'
       )
     number = self.numbers[name]
-    return -1 if self.shards[number] is None else number
+    return -1 if self.shards[number] < 0 else number
 
   def has(self, shard: int, params: Collection[int]) -> bool:
     """Whether a shard is to add up what belongs to some parameters."""
     # By the word of who assumes it, numbers of several are added up by all.
-    return len(params) != 1 or self.shards[min(params)] in (shard, None)
+    return len(params) != 1 or self.shards[min(params)] == shard
 
   @functools.cached_property
   def numbers(self) -> Mapping[str, int]:
@@ -398,7 +398,7 @@ def _as_cost(path, value):
   dtype = leaves_lib.dtype_of_number(value)
   got = f'got {value!r} at {leaves_lib.name_of(path)}'
   is_real = dtype is not None and dtype.kind in 'iuf' and not np.ndim(value)
-  if not is_real or isinstance(value, jax.core.Tracer):
+  if not is_real or isinstance(value, core.Tracer):
     raise TypeError(
         f'`cost` of `shard_update` must give a real number a leaf, {got}.'
     )

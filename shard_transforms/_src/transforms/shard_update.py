@@ -87,9 +87,9 @@ def shard_update(
   the global norm, `clip_by_global_norm(max_norm, axis_name)` of this library
   comes first in `inner`.
 
-  With `slices='leaves'`, each leaf has an owner, which alone keeps its state and
-  updates it: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo are divided among
-  shards. Owners are chosen so that they have as much to do as each other. The
+  With `slices='leaves'`, each leaf has an owner, which alone keeps its state
+  and updates it: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo are divided
+  among shards. Owners are chosen so that all have as much to do. The
   bytes are those of an all-reduce if they also have as many elements: rows are
   as long as the longest. `inner` is traced on the whole tree, so that paths,
   masks, labels, random numbers and the number of leaves are those of the
@@ -100,11 +100,12 @@ def shard_update(
   there are fewer leaves than shards. Under `jax.vmap`, each shard updates all
   leaves and uses its own.
 
-  Scalars are not sliced and have no owner: they are reduced as by `cross_shard_mean`, and all
-  shards update them. Make the state with `init_state`, and map it with the
-  specs of `state_specs`; it is for this number of shards, and `resize_state`
-  converts it to another. All axes of the mesh must be mapped, and parameters
-  may be sharded over others than `axis_name`.
+  Scalars are not sliced and have no owner: they are reduced as by
+  `cross_shard_mean`, and all shards update them. Make the state with
+  `init_state`, and map it with the specs of `state_specs`; it is for this
+  number of shards, and `resize_state` converts it to another. All axes of the
+  mesh must be mapped, and parameters may be sharded over others than
+  `axis_name`.
 
   Args:
     inner: The transformation that runs on slices.
