@@ -3,6 +3,7 @@
 import subprocess
 
 from absl.testing import parameterized
+import pytest
 
 import cases
 import python_command
@@ -69,6 +70,7 @@ print(mapped(jnp.zeros(()), jax.device_put(jnp.array([1.0, 3.0]), split)))
 
     self.assertEqual(printed, '-2.0\n')
 
+  @pytest.mark.slow
   def test_train_takes_turns(self):
     printed = run(TASK + 'print(train(cluster=None)[1].global_step)')
 
@@ -78,6 +80,7 @@ print(mapped(jnp.zeros(()), jax.device_put(jnp.array([1.0, 3.0]), split)))
       dict(call="train(cluster=None, folder='run')", named='`folder`'),
       dict(call="train(cluster='local')", named="`cluster` 'local'"),
   )
+  @pytest.mark.slow
   def test_what_needs_posix_says_so(self, call, named):
     printed = run(f"""{TASK}
 try:

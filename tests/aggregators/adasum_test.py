@@ -173,6 +173,22 @@ class AdasumTest(parameterized.TestCase):
     scales = 7 * num_leaves * 4
     self.assertEqual(report.total_bytes, whole + products + scales)
 
+  @cases.product(axis_names=((AXIS,), (AXIS, 'model')))
+  def test_is_typed_the_same_beside_an_axis_of_the_compiler(self, axis_names):
+    mesh = modes.spmd_mesh('Auto')
+    tx = aggregators.adasum(AXIS)
+    mapped = jax.shard_map(
+        lambda x: tx.update(x[0], ())[0],
+        mesh=mesh,
+        axis_names=set(axis_names),
+        in_specs=jax.P(AXIS),
+        out_specs=jax.P(),
+    )
+
+    found = jax.eval_shape(mapped, jnp.ones((mesh.shape[AXIS], 6)))
+
+    self.assertEqual(found.shape, (6,))
+
   def test_refuses_an_unknown_part(self):
     with self.assertRaisesRegex(ValueError, "`over` must be .* got 'layer'"):
       aggregators.adasum(AXIS, over='layer')

@@ -5,6 +5,7 @@ import functools
 from typing import Literal, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -126,9 +127,12 @@ def _sizes(leaves, over):
 
 
 def _power_of_two(x):
-  _, exponent = jnp.frexp(x)
+  # The exponent alone, for `frexp` and `ldexp` of JAX 0.12 lose the type that
+  # tells that shards differ.
+  bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
   # Such that the reciprocal is a normal number too.
-  return jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -125, 125))
+  return jnp.clip(power, 2.0**-125, 2.0**125)
 
 
 def _rows(leaves, axes, is_cut):
