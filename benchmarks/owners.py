@@ -90,7 +90,7 @@ class Run:
     )
     lowered = jax.jit(mapped).lower(*self.carry, self.x)
     start = time.process_time()
-    self.compiled = lowered.compile()
+    self.compiled: Any = lowered.compile()
     self.compile_seconds = time.process_time() - start
     wire_report = shard_transforms.monitoring.wire_report
     self.sent = wire_report(mapped, *self.carry, self.x).mean_bytes
