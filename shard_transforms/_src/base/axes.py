@@ -176,6 +176,12 @@ def between_processes() -> bool:
   return jax.process_count() > 1 and platform() == 'cpu'
 
 
+def scatters_wait() -> bool:
+  """Whether a reduce-scatter waits for a shard that is late, however long."""
+  # Before JAX 0.12, that of gloo fails after 30 seconds (jax#40831).
+  return jax.__version_info__ >= (0, 12) or not between_processes()
+
+
 def fuses_up_to_barriers() -> bool:
   """Whether XLA fuses nothing across a `lax.optimization_barrier`."""
   # Before JAX 0.12, XLA for CPUs drops barriers before it fuses. On other

