@@ -50,6 +50,7 @@ print(sorted(d.process_index for d in jax.devices()), jax.process_index())
 """
 # A cluster whose Job runs two pods, the first of which is on this host.
 IN_A_CLUSTER = """
+import sys
 from unittest import mock
 sys.modules['kubernetes'] = mock.MagicMock()
 from jax._src.clusters import K8sCluster
@@ -180,14 +181,14 @@ class SchedulersTest(parameterized.TestCase):
       self.join(values, ('h:1', 2, 1, None))
 
   @cases.parameters(
-      SLURM | JAX,
-      OPEN_MPI | JAX,
-      KUBERNETES | ELSEWHERE,
+      (SLURM | JAX,),
+      (OPEN_MPI | JAX,),
+      (KUBERNETES | ELSEWHERE,),
       # The processes of `run_processes` are no tasks of what it runs in.
-      BATCH_SCRIPT | JAX,
-      KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,
+      (BATCH_SCRIPT | JAX,),
+      (KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,),
       # An allocation counts what it has started itself.
-      OPEN_MPI | JAX | BATCH_SCRIPT,
+      (OPEN_MPI | JAX | BATCH_SCRIPT,),
   )
   def test_variables_of_jax_beside_those_of_a_scheduler(self, values):
     count, initialize, detect = self.join(values)
