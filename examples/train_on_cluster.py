@@ -97,7 +97,7 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
     deadline = st.launch.StepDeadline(_STEP_DEADLINE.value)
     for i in range(len(metrics), _STEPS.value):
       # What a step sees depends on its number alone, so that it can resume.
-      chosen = np.random.default_rng(i).integers(len(images), size=_BATCH_SIZE.value)
+      chosen = np.random.default_rng(i).choice(len(images), _BATCH_SIZE.value)
       batch = [place(x[chosen], mesh, P('data')) for x in (images, labels)]
       with deadline:
         params, state, loss = step(params, state, *batch)

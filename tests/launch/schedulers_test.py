@@ -95,7 +95,8 @@ def start(code, values):
   finally:
     for task in tasks:
       task.kill()
-  return [(task.returncode, *end) for task, end in zip(tasks, ends, strict=True)]
+  statuses = [task.returncode for task in tasks]
+  return [(s, *end) for s, end in zip(statuses, ends, strict=True)]
 
 
 class SchedulersTest(parameterized.TestCase):
@@ -136,8 +137,15 @@ class SchedulersTest(parameterized.TestCase):
 
   @cases.parameters(
       ({}, None),
-      (SLURM | {'SLURM_NTASKS': '1', 'SLURM_STEP_NUM_TASKS': '1',
-                'SLURM_PROCID': '0'}, None),
+      (
+          SLURM
+          | {
+              'SLURM_NTASKS': '1',
+              'SLURM_STEP_NUM_TASKS': '1',
+              'SLURM_PROCID': '0',
+          },
+          None,
+      ),
       # The shell of `salloc` is no task.
       ({'SLURM_NTASKS': '2'}, None),
       ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
@@ -166,8 +174,9 @@ class SchedulersTest(parameterized.TestCase):
       (SLURM | {'SLURM_PROCID': '2'}, 'below their number, got Slurm'),
       (SLURM | {'SLURM_PROCID': 'one'}, "`SLURM_PROCID` must .*, got 'one'"),
       (
-          SLURM | OPEN_MPI | {'OMPI_COMM_WORLD_SIZE': '1',
-                              'OMPI_COMM_WORLD_RANK': '0'},
+          SLURM
+          | OPEN_MPI
+          | {'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_COMM_WORLD_RANK': '0'},
           'Schedulers must agree .* got Slurm .* and Open MPI',
       ),
       (SLURM | {'PMI_SIZE': '4', 'PMI_RANK': '1'}, 'got MPI .* and Slurm'),
@@ -220,5 +229,3 @@ class SchedulersTest(parameterized.TestCase):
       self.assertEqual(status, 1, output)
       self.assertIn('RuntimeError: JAX must', errors)
       self.assertIn('Set JAX_COORDINATOR_ADDRESS', errors)
-
-

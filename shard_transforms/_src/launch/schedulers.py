@@ -100,11 +100,11 @@ def find_cluster(timeout: int) -> Cluster | None:
   """
   task = _find_task()
   methods = task.scheduler.methods if task else ()
+  sign = task.scheduler.process_id if task else 'the variables of the cluster'
   advice = (
       'Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or,'
-      ' for a program that runs alone, unset'
-      f' {task.scheduler.process_id if task else "the variables of the cluster"}'
-      '. docs/processes.md has recipes.'
+      f' for a program that runs alone, unset {sign}. docs/processes.md has'
+      ' recipes.'
   )
   try:
     found = axes_lib.detect_cluster((*methods, *_CLOUD_TPU), timeout)

@@ -174,7 +174,8 @@ class StepDeadline:
     sys.stdout.flush()
     sys.stderr.flush()
     if self._client is not None:
-      self._ask(lambda: self._client.key_value_set(f'{_VERDICT}/0', verdict, True))
+      name = f'{_VERDICT}/{self._own}'
+      self._ask(lambda: self._client.key_value_set(name, verdict))
       time.sleep(_FAREWELL * (1 if self._own else 2))
     os._exit(1)
 
