@@ -186,9 +186,11 @@ def _read(scheduler):
     return None
   numbers = {x: _number(x) for x in (*names, scheduler.process_id)}
   counts = {numbers[name] for name in names}
-  num_tasks = min(counts, default=None)
+  num_tasks = min(counts) if counts else None
   task = Task(scheduler, num_tasks, numbers[scheduler.process_id])
-  if len(counts) > 1 or (names and task.process_id >= num_tasks):
+  if num_tasks is not None and (
+      len(counts) > 1 or task.process_id >= num_tasks
+  ):
     raise ValueError(
         f'The variables of {scheduler.name} must agree, with a task below their'
         f' number, got {task}. Unset them if it did not start this process.'

@@ -39,7 +39,15 @@ class StepDeadline:
   own; but the others wait for it inside. A call that compiles takes longer:
   leave it outside, or choose a deadline that covers it. A thread of each
   process sends a sign of life to the coordinator four times a second, and the
-  training does not wait for it.
+  training does not wait for it. If process 0 has stopped, which runs the
+  coordinator, JAX may end the others instead, once they miss its heartbeats.
+
+  Args:
+    seconds: How long a step may take.
+
+  Raises:
+    TypeError: If `seconds` is not a real number.
+    ValueError: If it is not positive.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -53,15 +61,6 @@ class StepDeadline:
   """
 
   def __init__(self, seconds: float):
-    """Takes the deadline; nothing is watched before a step is entered.
-
-    Args:
-      seconds: How long a step may take.
-
-    Raises:
-      TypeError: If `seconds` is not a real number.
-      ValueError: If it is not positive.
-    """
     self._seconds = arguments.as_positive('seconds', seconds)
     self._step = 0
     self._ends_at: float | None = None
