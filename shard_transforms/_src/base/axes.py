@@ -79,10 +79,12 @@ def _size(axis, caller):
         f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
         f' (mapped mesh axes: {_manual_axes()}). Call it inside'
         ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
-        f' `jax.vmap` with `axis_name={axis!r}`; state that is kept per shard'
-        ' is made by `shard_transforms.init_state`. Under plain `jax.jit` with'
-        ' sharded arrays, gradients are global already: leave `'
-        f'{caller}` out.'
+        f' `jax.vmap` with `axis_name={axis!r}`. Where `tx.init` is called'
+        ' outside, as `TrainState.create` and `nnx.Optimizer` do, bind it:'
+        ' `tx = shard_transforms.on_mesh(tx, mesh)`; for `jax.pmap`, call'
+        f' `jax.pmap(tx.init, axis_name={axis!r})(replicated_params)`. Under'
+        ' plain `jax.jit` with sharded arrays, gradients are global already:'
+        f' leave `{caller}` out.'
     ) from error
 
 
@@ -106,7 +108,7 @@ def _manual_axes():
 
 
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
-  """Whether `axes` are of a mesh of which no axis is left to the compiler."""
+  """Whether `axes` are of a mesh whose axes are all mapped."""
   return set(axes).issubset(_manual_axes()) and not unmapped_axes(axes)
 
 
@@ -219,7 +221,7 @@ def fuses_up_to_barriers() -> bool:
 
 
 def untracked_axes() -> tuple[Hashable, ...]:
-  """Returns the mapped mesh axes of which types do not tell what varies."""
+  """Returns the mapped mesh axes over which types do not tell what varies."""
   return tuple(
       axis
       for axis in _manual_axes()

@@ -34,7 +34,8 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
       raise ValueError(
           f'State of `{caller}` with `axis_name` must have a leading axis of'
           f' length 1 on each shard, got the shape {leaf.shape}. Map it with'
-          ' the specs of `shard_transforms.state_specs`.'
+          ' the specs of `shard_transforms.state_specs`; for `jax.pmap`, make'
+          ' it by `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
       )
   return _apart(jax.tree.map(_own, tree))
 
@@ -60,7 +61,7 @@ def _apart(tree):
 
 
 def check_kept(before: Any, after: Any, caller: str) -> None:
-  """Checks that nothing that differs between shards gets into shared state.
+  """Checks that shared state is the same on all shards after a step.
 
   Raises:
     ValueError: If a leaf varies over an axis over which it did not before.

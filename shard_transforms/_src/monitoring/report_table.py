@@ -231,14 +231,15 @@ class WireReport:
     return dict(found)
 
   def __str__(self) -> str:
+    told = [f'warning: {w}' for w in self.warnings]
     if not self.collectives:
-      return 'nothing is sent'
-    alike = collections.Counter(
+      return '\n'.join(['nothing is sent', *told])
+    counts = collections.Counter(
         dataclasses.replace(c, op='') for c in self.collectives
     )
     total = ['total', '', '', '', '', f'{self.num_collectives:,}']
     total += [f'{self.total_bytes:,.0f}', '', '']
-    cells = [*itertools.starmap(_row, alike.items()), total]
+    cells = [*itertools.starmap(_row, counts.items()), total]
     columns = [
         _aligned(name, column)
         for name, column in zip(_COLUMNS, zip(*cells, strict=True), strict=True)
@@ -256,7 +257,7 @@ class WireReport:
       lines.append('>=: one turn of each `while` loop')
     if (merged := self.merged.num_collectives) < self.num_collectives:
       lines.append(f'merged by the compiler into {merged:,} collectives')
-    return '\n'.join([*lines, *(f'warning: {w}' for w in self.warnings)])
+    return '\n'.join([*lines, *told])
 
 
 def dearest(branches: Sequence[list[Collective]]) -> list[Collective]:
