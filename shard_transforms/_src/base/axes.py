@@ -195,7 +195,8 @@ def detect_cluster(
   """
   clusters = importlib.import_module('jax._src.clusters').ClusterEnv
   for kind in clusters._cluster_types:
-    if kind.name in methods and kind.is_env_present():
+    # JAX gives that of Kubernetes no name, and finds it by the empty one.
+    if (kind.name or 'k8s') in methods and kind.is_env_present():
       return clusters.auto_detect_unset_distributed_params(
           *(None, None, None, None), kind.name, timeout
       )
