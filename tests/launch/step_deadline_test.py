@@ -30,10 +30,10 @@ for i in range(6):
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGSTOP)
   if is_hanging and sys.argv[1] == 'outside':
-    time.sleep(100)
+    time.sleep(400)
   with deadline:
     if is_hanging:
-      time.sleep(100)
+      time.sleep(400)
     step(jnp.zeros(3)).block_until_ready()
 """
 
@@ -87,7 +87,7 @@ class StepDeadlineTest(parameterized.TestCase):
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
 
