@@ -10,7 +10,7 @@ all of them where JAX tracks this.
 from collections.abc import Hashable
 import contextlib
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -151,7 +151,7 @@ def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
 
 
 def exchange_along(
-    x: jax.Array, axis: Hashable, dimension: int, **groups: groups_lib.Groups
+    x: jax.Array, axis: Hashable, dimension: int, **groups: Any
 ) -> jax.Array:
   """Returns the parts addressed to this shard, ordered by sender.
 
