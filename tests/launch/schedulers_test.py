@@ -1,0 +1,231 @@
+"""What processes that a scheduler has started do: join, or raise."""
+
+import os
+import socket
+import subprocess
+from unittest import mock
+
+from absl.testing import parameterized
+import jax
+import pytest
+
+import cases
+import python_command
+import shard_transforms
+from shard_transforms._src.base import axes as axes_lib
+
+SLURM = {
+    'SLURM_JOB_ID': '7',
+    'SLURM_NTASKS': '2',
+    'SLURM_PROCID': '1',
+    'SLURM_LOCALID': '1',
+    'SLURM_STEP_NODELIST': 'localhost',
+    'SLURM_STEP_NUM_TASKS': '2',
+}
+BATCH_SCRIPT = {'SLURM_NTASKS': '2', 'SLURM_PROCID': '0'}
+OPEN_MPI = {
+    'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://127.0.0.1,10.0.0.1:34911',
+    'OMPI_COMM_WORLD_SIZE': '2',
+    'OMPI_COMM_WORLD_RANK': '1',
+    'OMPI_COMM_WORLD_LOCAL_RANK': '1',
+}
+KUBERNETES = {
+    'KUBERNETES_SERVICE_HOST': '10.0.0.1',
+    'JOB_COMPLETION_INDEX': '1',
+}
+JAX = {
+    'JAX_COORDINATOR_ADDRESS': '127.0.0.1:80',
+    'JAX_NUM_PROCESSES': '2',
+    'JAX_PROCESS_ID': '1',
+}
+ELSEWHERE = JAX | {'JAX_COORDINATOR_ADDRESS': '10.0.0.1:80'}
+RANKS = 'SLURM_PROCID', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_RANK'
+RANKS += 'OMPI_COMM_WORLD_LOCAL_RANK', 'JOB_COMPLETION_INDEX'
+
+JOIN = """
+import shard_transforms
+print(shard_transforms.launch.join_processes())
+import jax
+print(sorted(d.process_index for d in jax.devices()), jax.process_index())
+"""
+# A cluster whose Job runs two pods, the first of which is on this host.
+IN_A_CLUSTER = """
+import sys
+from unittest import mock
+sys.modules['kubernetes'] = mock.MagicMock()
+from jax._src.clusters import K8sCluster
+def job(cls):
+  return mock.Mock(spec=['spec'], **{'spec.parallelism': 2})
+K8sCluster._job = classmethod(job)
+K8sCluster.get_coordinator_address = classmethod(
+    lambda cls, timeout_secs, override_coordinator_port:
+    '127.0.0.1:' + override_coordinator_port)
+"""
+
+
+def environment(values):
+  """Returns the environment with these variables of schedulers alone."""
+  kinds = ('SLURM_', 'OMPI_', 'PMI_', 'KUBERNETES_', 'JOB_COMPLETION', 'JAX_')
+  others = {k: v for k, v in os.environ.items() if not k.startswith(kinds)}
+  return others | values
+
+
+def start(code, values):
+  """Runs two tasks; returns the status, output and errors of each."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    values = values | {
+        'JAX_COORDINATOR_PORT': str(probe.getsockname()[1]),
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_NUM_CPU_DEVICES': '1',
+    }
+  ranks = [name for name in RANKS if name in values]
+  tasks = [
+      subprocess.Popen(
+          [*python_command.STRICT, '-c', code],
+          env=environment(values | dict.fromkeys(ranks, str(rank))),
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+          text=True,
+      )
+      for rank in range(2)
+  ]
+  try:
+    ends = [task.communicate(timeout=120) for task in tasks]
+  finally:
+    for task in tasks:
+      task.kill()
+  statuses = [task.returncode for task in tasks]
+  return [(s, *end) for s, end in zip(statuses, ends, strict=True)]
+
+
+class SchedulersTest(parameterized.TestCase):
+
+  def join(self, values, detected=None, **kwargs):
+    """Joins with what JAX detects; returns the number and the call of JAX."""
+    with (
+        mock.patch.dict(os.environ, environment(values), clear=True),
+        mock.patch.object(jax.distributed, 'initialize') as initialize,
+        mock.patch.object(
+            axes_lib, 'detect_cluster', return_value=detected
+        ) as detect,
+        mock.patch('atexit.register'),
+    ):
+      count = shard_transforms.launch.join_processes(
+          keep_memory=False, **kwargs
+      )
+    return count, initialize, detect
+
+  @cases.parameters(
+      (SLURM, 'slurm'), (OPEN_MPI, 'ompi'), (KUBERNETES, 'k8s'), ({}, 'gcetpu')
+  )
+  def test_joins_what_jax_detects(self, values, method):
+    found = '127.0.0.1:99', 2, 1, [1]
+
+    count, initialize, detect = self.join(
+        values, found, initialization_timeout=5
+    )
+
+    self.assertEqual(count, 2)
+    self.assertIn(method, detect.call_args.args[0])
+    self.assertEqual(detect.call_args.args[1], 5)
+    self.assertEqual(initialize.call_args.args, found)
+    kwargs = initialize.call_args.kwargs
+    self.assertEqual(kwargs['coordinator_bind_address'], '127.0.0.1:99')
+    self.assertEqual(kwargs['initialization_timeout'], 5)
+    self.assertEqual(kwargs['heartbeat_timeout_seconds'], 10)
+
+  @cases.parameters(
+      ({}, None),
+      (
+          SLURM
+          | {
+              'SLURM_NTASKS': '1',
+              'SLURM_STEP_NUM_TASKS': '1',
+              'SLURM_PROCID': '0',
+          },
+          None,
+      ),
+      # The shell of `salloc` is no task.
+      ({'SLURM_NTASKS': '2'}, None),
+      ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
+      (KUBERNETES, ('h:1', 1, 0, None)),
+  )
+  def test_a_single_task_runs_alone(self, values, detected):
+    count, initialize, _ = self.join(values, detected)
+
+    self.assertEqual(count, 1)
+    initialize.assert_not_called()
+
+  @cases.parameters(
+      (BATCH_SCRIPT, 'a batch script is no task'),
+      ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, r'MPI \(PMI_SIZE=2, PMI_RANK=0\)'),
+      ({'WORLD_SIZE': '2', 'RANK': '0'}, 'torchrun .* unset RANK'),
+      (KUBERNETES, r"pip install 'jax\[k8s\]'"),
+      (OPEN_MPI, 'OMPI_MCA_orte_hnp_uri'),
+      (SLURM, 'Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_PROCID'),
+  )
+  def test_several_tasks_that_jax_cannot_join_raise(self, values, message):
+    with self.assertRaisesRegex(RuntimeError, message):
+      self.join(values)
+
+  @cases.parameters(
+      (SLURM | {'SLURM_STEP_NUM_TASKS': '3'}, 'The variables of Slurm must'),
+      (SLURM | {'SLURM_PROCID': '2'}, 'below their number, got Slurm'),
+      (SLURM | {'SLURM_PROCID': 'one'}, "`SLURM_PROCID` must .*, got 'one'"),
+      (
+          SLURM
+          | OPEN_MPI
+          | {'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_COMM_WORLD_RANK': '0'},
+          'Schedulers must agree .* got Slurm .* and Open MPI',
+      ),
+      (SLURM | {'PMI_SIZE': '4', 'PMI_RANK': '1'}, 'got MPI .* and Slurm'),
+      (SLURM | JAX | {'JAX_PROCESS_ID': '0'}, 'got process 0 of 2, and Slurm'),
+      (SLURM | JAX | {'JAX_NUM_PROCESSES': '3'}, 'got process 1 of 3, and Sl'),
+      (OPEN_MPI | JAX | {'JAX_PROCESS_ID': '0'}, 'process 0 of 2, and Open M'),
+      (KUBERNETES | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, 'and Kubernetes'),
+  )
+  def test_refuses_contradictions(self, values, message):
+    with self.assertRaisesRegex(ValueError, message):
+      self.join(values, ('h:1', 2, 1, None))
+
+  @cases.parameters(
+      (SLURM | JAX,),
+      (OPEN_MPI | JAX,),
+      (KUBERNETES | ELSEWHERE,),
+      # The processes of `run_processes` are no tasks of what it runs in.
+      (BATCH_SCRIPT | JAX,),
+      (KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,),
+      # An allocation counts what it has started itself.
+      (OPEN_MPI | JAX | BATCH_SCRIPT,),
+  )
+  def test_variables_of_jax_beside_those_of_a_scheduler(self, values):
+    count, initialize, detect = self.join(values)
+
+    self.assertEqual(count, 2)
+    self.assertEqual(initialize.call_args.args[1:], (2, 1, None))
+    detect.assert_not_called()
+
+  @cases.parameters(
+      (JOIN, SLURM), (JOIN, OPEN_MPI), (IN_A_CLUSTER + JOIN, KUBERNETES)
+  )
+  @pytest.mark.slow
+  def test_two_tasks_join(self, code, values):
+    for rank, (status, output, errors) in enumerate(start(code, values)):
+      self.assertEqual(status, 0, errors)
+      self.assertStartsWith(output, '2\n')
+      self.assertEndsWith(output, f'[0, 1] {rank}\n')
+
+  @cases.parameters(
+      (SLURM, 'SLURM_STEP_NODELIST'),
+      (OPEN_MPI, 'OMPI_MCA_orte_hnp_uri'),
+      (KUBERNETES, ''),
+  )
+  @pytest.mark.slow
+  def test_neither_of_two_tasks_trains_alone(self, values, without):
+    values = {k: v for k, v in values.items() if k != without}
+
+    for status, output, errors in start(JOIN, values):
+      self.assertEqual(status, 1, output)
+      self.assertIn('RuntimeError: JAX must', errors)
+      self.assertIn('Set JAX_COORDINATOR_ADDRESS', errors)

@@ -1,0 +1,101 @@
+"""Who is named when a step takes too long, and that all processes end."""
+
+import os
+import subprocess
+
+from absl.testing import parameterized
+import jax.numpy as jnp
+import pytest
+
+import cases
+import python_command
+from shard_transforms import launch
+
+# Whoever is named hangs at the fourth of its steps, in one of three ways.
+HANG = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp
+from shard_transforms import launch
+if launch.join_processes() == 1:
+  launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])
+mesh = jax.make_mesh((2,), ('data',))
+step = jax.jit(jax.shard_map(
+    lambda x: jax.lax.psum(x + jax.lax.axis_index('data'), 'data'),
+    mesh=mesh, in_specs=jax.P(), out_specs=jax.P()))
+step(jnp.zeros(3)).block_until_ready()
+deadline = launch.StepDeadline(2)
+for i in range(6):
+  is_hanging = i == 3 and jax.process_index() == int(sys.argv[2])
+  if is_hanging and sys.argv[1] == 'stop':
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGSTOP)
+  if is_hanging and sys.argv[1] == 'outside':
+    time.sleep(400)
+  with deadline:
+    if is_hanging:
+      time.sleep(400)
+    step(jnp.zeros(3)).block_until_ready()
+"""
+
+
+class StepDeadlineTest(parameterized.TestCase):
+
+  @cases.parameters(0, -1.0)
+  def test_refuses_a_deadline_that_has_passed(self, seconds):
+    with self.assertRaisesRegex(
+        ValueError, f'`seconds` must be positive, got {seconds}'
+    ):
+      launch.StepDeadline(seconds)
+
+  def test_refuses_what_is_no_number(self):
+    with self.assertRaisesRegex(TypeError, '`seconds` must be a real number'):
+      launch.StepDeadline('1')
+
+  def test_refuses_a_step_within_a_step(self):
+    deadline = launch.StepDeadline(60)
+
+    with (
+        deadline,
+        self.assertRaisesRegex(RuntimeError, 'before the next step'),
+        deadline,
+    ):
+      pass
+
+  def test_steps_in_time_go_on(self):
+    deadline = launch.StepDeadline(60)
+    total = 0
+    for _ in range(3):
+      with deadline:
+        total += jnp.ones(()).item()
+    self.assertEqual(total, 3)
+
+  @cases.parameters(
+      ('stop', 1, 'process 1 of 2 has stopped or died, last seen at step 3'),
+      # JAX, too, may notice that its coordinator has stopped.
+      ('stop', 0, ''),
+      ('outside', 1, 'process 1 of 2 has not arrived, it is after step 3'),
+      ('inside', 0, r'all have arrived; process 0 of 2 waits at step 4 in'),
+  )
+  @pytest.mark.slow
+  def test_all_end_and_name_who_hangs(self, how, process, message):
+    done = subprocess.run(
+        [*python_command.STRICT, '-c', HANG, how, str(process)],
+        env={
+            **os.environ,
+            'JAX_PLATFORMS': 'cpu',
+            'JAX_NUM_CPU_DEVICES': '1',
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    self.assertEqual(done.returncode, 1, done.stderr)
+    if message:
+      self.assertIn('A step must end within 2 seconds, got step 4', done.stderr)
+    self.assertRegex(done.stderr, message)
+    if how == 'stop':
+      self.assertRegex(
+          done.stderr, rf'got process {process} of 2 that was stopped \(SIGST'
+      )
