@@ -103,6 +103,12 @@ def _manual_axes():
   )
 
 
+def kind_on(mesh: Any, axis: Hashable) -> jax.sharding.AxisType | None:
+  """Returns the type of an axis of a mesh; `None` if it has no such axis."""
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  return kinds.get(axis)
+
+
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
   """Whether `axes` are of a mesh of which no axis is left to the compiler."""
   return set(axes).issubset(_manual_axes()) and not unmapped_axes(axes)

@@ -1,5 +1,6 @@
 """`PartitionSpec`s of trees: which leaves are sharded, and over which axes."""
 
+from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -28,7 +29,16 @@ def axes_of(spec: P) -> frozenset[Hashable]:
   return frozenset(axis for e in entries for axis in e if axis is not None)
 
 
-def check(sharded: Any, caller: str) -> None:
+def restricted(spec: P, axes: Collection[Hashable]) -> P:
+  """Returns a `PartitionSpec` without the axes that are not among `axes`."""
+  entries = [e if isinstance(e, tuple) else (e,) for e in spec]
+  kept = [tuple(axis for axis in e if axis in axes) for e in entries]
+  while kept and not kept[-1]:
+    kept.pop()
+  return P(*(e or None for e in kept))
+
+
+def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
   """Checks that `sharded` is a `PartitionSpec` or a tree of them.
 
   Raises:
@@ -36,7 +46,7 @@ def check(sharded: Any, caller: str) -> None:
   """
   if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
     raise TypeError(
-        f'`sharded` of `{caller}` must be a `PartitionSpec` or a tree of them,'
+        f'`{name}` of `{caller}` must be a `PartitionSpec` or a tree of them,'
         f" got {sharded!r}. Write `PartitionSpec('model')`, or"
         ' `PartitionSpec()` for what is whole.'
     )

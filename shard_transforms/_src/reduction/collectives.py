@@ -137,19 +137,29 @@ def scatter(
   return rows
 
 
-def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+def scatter_along(
+    x: jax.Array, axis: Hashable, dimension: int, tiled: bool = False
+) -> jax.Array:
   """Returns each shard's part of the sum of `x` over the shards along an axis.
 
   Args:
     x: An array that has a part for each shard along a dimension.
     axis: The mapped axis.
     dimension: Which dimension, which the result does not have.
+    tiled: Whether parts are slices of the dimension, which the result keeps.
 
   Raises:
     NotImplementedError: If JAX has no sum here.
   """
   with _explaining(x, (axis,)):
-    return _on_mesh(lax.psum_scatter, x, axis, scatter_dimension=dimension)
+    return _on_mesh(
+        lax.psum_scatter, x, axis, scatter_dimension=dimension, tiled=tiled
+    )
+
+
+def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+  """Returns the slices along a dimension of all shards along an axis."""
+  return _on_mesh(lax.all_gather, x, axis, axis=dimension, tiled=True)
 
 
 def gather(
