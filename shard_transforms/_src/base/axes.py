@@ -109,6 +109,13 @@ def kind_on(mesh: Any, axis: Hashable) -> jax.sharding.AxisType | None:
   return kinds.get(axis)
 
 
+def has_explicit(axes: Sequence[Hashable]) -> bool:
+  """Whether types say how arrays are sharded over some of `axes` here."""
+  mesh = jax.sharding.get_abstract_mesh()
+  kind = jax.sharding.AxisType.Explicit
+  return any(kind_on(mesh, axis) == kind for axis in axes)
+
+
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
   """Whether `axes` are of a mesh of which no axis is left to the compiler."""
   return set(axes).issubset(_manual_axes()) and not unmapped_axes(axes)

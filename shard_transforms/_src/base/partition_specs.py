@@ -29,13 +29,15 @@ def axes_of(spec: P) -> frozenset[Hashable]:
   return frozenset(axis for e in entries for axis in e if axis is not None)
 
 
-def restricted(spec: P, axes: Collection[Hashable]) -> P:
-  """Returns a `PartitionSpec` without the axes that are not among `axes`."""
-  entries = [e if isinstance(e, tuple) else (e,) for e in spec]
-  kept = [tuple(axis for axis in e if axis in axes) for e in entries]
-  while kept and not kept[-1]:
-    kept.pop()
-  return P(*(e or None for e in kept))
+def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
+  """Returns a tree of `PartitionSpec`s without all but `axes`."""
+
+  def restrict(spec):
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec]
+    kept = [tuple(axis for axis in e if axis in axes) for e in entries]
+    return P(*(e or None for e in kept))
+
+  return jax.tree.map(restrict, specs, is_leaf=is_spec)
 
 
 def check(sharded: Any, caller: str, name: str = 'sharded') -> None:

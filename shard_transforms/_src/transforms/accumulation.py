@@ -17,6 +17,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import weights
+from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 
@@ -28,7 +29,7 @@ def accumulated_value_and_grad(
     axis_name: axes_lib.AxisName,
     num_towers: int | None = None,
     *,
-    param_specs: partition_specs.SpecTree = P(),
+    param_specs: partition_specs.SpecTree = None,
     mesh: jax.sharding.Mesh | None = None,
     has_aux: bool = False,
     weight_fn: Callable[..., chex.Numeric] | None = None,
@@ -59,13 +60,15 @@ def accumulated_value_and_grad(
       of one micro-batch on one shard, or with `has_aux` a pair of it and
       anything. Put what is no batch into keyword arguments.
     axis_name: The axis of the mesh over which the batch is sharded, or a
-      sequence of them, of type `Auto`.
+      sequence of them. Where it is of type `Explicit`, `fun` is traced with all
+      axes of type `Auto`, so that it must not name an `out_sharding`.
     num_towers: How many micro-batches the rows of each shard are split into.
       `None` if they are stacked already: leaves are [towers, rows, ...].
     param_specs: The `PartitionSpec`s of the parameters, a tree or a prefix of
-      one, which the gradients get, too. Under `jax.jit` they cannot be seen:
-      parameters that are sharded over `axis_name` without being named here are
-      gathered and their gradients all-reduced.
+      one, which the gradients get, too. `None` for those of their types, which
+      axes of type `Explicit` have. On axes of type `Auto` they cannot be seen
+      under `jax.jit`: a parameter that is sharded over `axis_name` without
+      being named here is gathered, and its gradient is all-reduced.
     mesh: The mesh; `None` for that of `jax.set_mesh`.
     has_aux: Whether `fun` returns a pair.
     weight_fn: How much a micro-batch counts on a shard, a scalar, as
@@ -85,8 +88,8 @@ def accumulated_value_and_grad(
     TypeError: If an argument is of the wrong kind; when called, if a weight is
       no number.
     ValueError: If an argument has a wrong value; when called, if there is no
-      mesh with axes `axis_name` of type `Auto`, if rows cannot be divided, or
-      if stacked leaves have different numbers of towers.
+      mesh with axes `axis_name`, or one is mapped already, if rows cannot be
+      divided, or if stacked leaves have different numbers of towers.
 
   Examples:
     >>> import jax
@@ -119,54 +122,53 @@ def accumulated_value_and_grad(
   def value_and_grad_fn(params, *batch, **kwargs):
     num_shards = _num_shards(mesh, axes)
     towers = _check_rows(batch, num_shards, num_towers)
-    specs = jax.tree.broadcast(
-        param_specs, params, is_leaf=partition_specs.is_spec
-    )
-    restrict = functools.partial(partition_specs.restricted, axes=axes)
-    sliced = jax.tree.map(restrict, specs, is_leaf=partition_specs.is_spec)
-    grad = jax.value_and_grad(functools.partial(fun, **kwargs), has_aux=has_aux)
+    specs = _specs(params, param_specs)
+    # JAX cannot close over arrays that are sharded on axes of type `Explicit`.
+    arrays, join = gating.split_arrays(kwargs)
 
-    def tower(whole, batch):
-      out, grads = grad(whole, *batch)
-      loss, aux = out if has_aux else (out, None)
-      weight = None
-      if weight_fn is not None:
-        weight = weights.as_weight(weight_fn(*batch), (), _CALLER)
-      return loss, grads, weight, aux
-
-    def shard(params, batch):
-      gather = functools.partial(_gather, axes=axes)
-      whole = jax.tree.map(gather, params, specs)
+    def shard(params, arrays, batch):
+      loss_fn = functools.partial(fun, **join(arrays))
+      grad_fn = jax.value_and_grad(loss_fn, has_aux=has_aux)
+      whole = jax.tree.map(functools.partial(_gather, axes), params, specs)
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
-      *sums, aux = _collect(tower, whole, batch)
-      loss, grads, weight = _reduce(*sums, specs, axes)
+      sums, aux = _collect(grad_fn, has_aux, weight_fn, whole, batch)
+      spec_of_weight = () if weight_fn is None else P()
+      sums = _reduce(axes, sums, (P(), specs, spec_of_weight))
+      loss, grads, weight = sums
       divisor = 1
       if reduction == 'mean':
-        divisor = towers * num_shards
-        if weight is not None:
-          divisor = weights.safe_divisor(weight)
-      loss, grads = jax.tree.map(lambda x: x / divisor, (loss, grads))
-      grads = jax.tree.map(
-          lambda x, p: leaves_lib.as_dtype(x, p.dtype), grads, params
-      )
+        divisor = towers * num_shards if weight is None else weight
+      loss, grads = _divided(loss, grads, divisor, params)
       if is_stacked:
         aux = jax.tree.map(lambda x: x[:, None], aux)
       return ((loss, aux) if has_aux else loss), grads
 
     values = (P(), rows) if has_aux else P()
+    slices = partition_specs.restricted(specs, axes)
+    is_typed = axes_lib.has_explicit(axes)
     # Types would refuse a loss that was not written with them in mind.
     mapped = jax.shard_map(
         shard,
-        mesh=mesh,
+        mesh=None if is_typed else mesh,
         axis_names=set(axes),
-        in_specs=(sliced, rows),
-        out_specs=(values, sliced),
+        in_specs=(slices, P(), rows),
+        out_specs=(values, slices),
         check_vma=False,
     )
-    return mapped(params, batch)
+    if is_typed:
+      mapped = jax.sharding.auto_axes(mapped, out_sharding=(values, specs))
+    # JAX 0.10 maps some of the axes of a mesh under `jax.jit` alone.
+    return jax.jit(mapped)(params, arrays, batch)
 
   return value_and_grad_fn
+
+
+def _specs(params, given):
+  """Returns the `PartitionSpec` of each parameter."""
+  if given is None:
+    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
+  return jax.tree.broadcast(given, params, is_leaf=partition_specs.is_spec)
 
 
 def _num_shards(mesh, axes):
@@ -183,40 +185,27 @@ def _num_shards(mesh, axes):
     raise TypeError(
         f'`mesh` of `{_CALLER}` must be a `jax.sharding.Mesh`, got {mesh!r}.'
     )
-  for axis in axes:
-    found = {axes_lib.kind_on(x, axis) for x in (here, mesh)} - {None}
-    if found != {jax.sharding.AxisType.Auto}:
-      _refuse(axis, found, mesh)
-  return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _refuse(axis, found, mesh):
-  """Says which axis is needed.
-
-  Raises:
-    ValueError: Always.
-  """
   kinds = jax.sharding.AxisType
-  if kinds.Manual in found:
-    got = (
-        'one that is mapped here. Inside `jax.shard_map`, add up the gradients'
-        ' of `value_and_grad`, and reduce the sum by `cross_shard_mean`; or use'
-        ' `tower_reduce`.'
-    )
-  elif kinds.Explicit in found:
-    got = (
-        'one of type `Explicit`. Make the mesh with `AxisType.Auto`, or call it'
-        ' inside of `jax.sharding.auto_axes`, without `mesh`.'
-    )
-  else:
-    got = (
-        f'a mesh with the axes {mesh.axis_names}. Give `mesh`, or call it'
-        ' inside `with jax.set_mesh(mesh)`.'
-    )
-  raise ValueError(
-      f'`axis_name` of `{_CALLER}` must be an axis of the mesh of type `Auto`,'
-      f' {axis!r}, got {got}'
-  )
+  for axis in axes:
+    if axes_lib.kind_on(here, axis) == kinds.Manual:
+      raise ValueError(
+          f'`{_CALLER}` must be called outside of `jax.shard_map` over'
+          f' {axis!r}. Inside, add up the gradients of `value_and_grad`, and'
+          ' reduce the sum by `cross_shard_mean`; or use `tower_reduce`.'
+      )
+    if axis not in mesh.axis_names:
+      raise ValueError(
+          f'`{_CALLER}` must be given a mesh with the axis {axis!r}, got one'
+          f' with {mesh.axis_names}. Call it inside `with jax.set_mesh(mesh)`,'
+          ' or give `mesh`.'
+      )
+    # JAX changes the types of axes of the mesh in use alone.
+    if axes_lib.kind_on(mesh, axis) == kinds.Explicit and not here.axis_names:
+      raise ValueError(
+          f'`{_CALLER}` must be called inside `with jax.set_mesh(mesh)`,'
+          f' because {axis!r} is of type `Explicit`, got no mesh in use.'
+      )
+  return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _check_rows(batch, num_shards, num_towers):
@@ -247,12 +236,12 @@ def _check_rows(batch, num_shards, num_towers):
     parts = num_shards if is_stacked else num_shards * num_towers
     rows = shape[is_stacked] if shape else 0
     if not rows or rows % parts:
+      towers = '' if is_stacked else f' times {num_towers} towers'
       raise ValueError(
-          f'`batch` of `{_CALLER}` must have rows that can be divided by {parts}'
-          f' ({num_shards} shards'
-          f'{"" if is_stacked else f" x {num_towers} towers"}), got the shape'
-          f' {name}. Pad it with rows that `weight_fn` leaves out, or put what'
-          ' has no rows into keyword arguments.'
+          f'`batch` of `{_CALLER}` must have rows that can be divided by'
+          f' {num_shards} shards{towers}, got the shape {name}. Pad it, and'
+          ' leave the padding out in the loss; what has no rows is passed as a'
+          ' keyword argument.'
       )
   return num_towers
 
@@ -261,34 +250,71 @@ def _split(towers, x):
   return x.reshape(towers, -1, *x.shape[1:])
 
 
-def _collect(tower, whole, batch):
+def _collect(grad_fn, has_aux, weight_fn, params, batch):
   """Returns sums over the micro-batches of a shard.
 
   Args:
-    tower: Gives the loss, the gradient, the weight or `None`, and what comes
-      with them, of the parameters and a micro-batch.
-    whole: The parameters, gathered.
+    grad_fn: Gives the loss, or a pair with it, and the gradient.
+    has_aux: Whether it gives a pair.
+    weight_fn: Gives a weight, or is `None`.
+    params: The parameters, gathered.
     batch: The micro-batches, stacked.
 
   Returns:
-    The weighted sums of losses and gradients, the sum of the weights, or
-    `None`, and what comes with them, stacked.
+    The weighted sums of losses and gradients with the sum of the weights, or
+    `None`; and what comes with the losses, stacked.
   """
 
-  def turn(total, batch):
-    loss, grads, weight, aux = tower(whole, batch)
+  def tower(total, batch):
+    out, grads = grad_fn(params, *batch)
+    loss, aux = out if has_aux else (out, None)
+    weight = None
+    if weight_fn is not None:
+      weight = weights.as_weight(weight_fn(*batch), (), _CALLER)
     weigh = weights.weighing(weight)
-    summed = lambda x: weigh(leaves_lib.as_accumulator(x))
-    total = jax.tree.map(lambda t, g: lax.add(t, summed(g)), total, grads)
-    return total, (summed(loss), weight, aux)
 
-  start = leaves_lib.accumulators(whole)
-  grads, (losses, given, aux) = lax.scan(turn, start, batch)
+    def add(total, x):
+      return lax.add(total, weigh(leaves_lib.as_accumulator(x)))
+
+    loss = weigh(leaves_lib.as_accumulator(loss))
+    return jax.tree.map(add, total, grads), (loss, weight, aux)
+
+  start = leaves_lib.accumulators(params)
+  grads, (losses, given, aux) = lax.scan(tower, start, batch)
   weight = None if given is None else jnp.sum(given)
-  return jnp.sum(losses), grads, weight, aux
+  return (jnp.sum(losses), grads, weight), aux
 
 
-def _gather(x, spec, axes):
+def _reduce(axes, sums, specs):
+  """Returns sums over shards, each once; of some leaves, a shard's slice."""
+  leaves, treedef = jax.tree.flatten(sums)
+  todo = collections.defaultdict(dict)
+  for i, spec in enumerate(
+      jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
+  ):
+    leaves[i] = _scatter(axes, leaves[i], spec)
+    done = partition_specs.axes_of(spec)
+    left = tuple(axis for axis in axes if axis not in done)
+    todo[left][i] = leaves[i]
+  todo.pop((), None)
+  for left, whole in todo.items():
+    summed: Any = leaf_sums.Reduction(_CALLER, 'sum', left)(whole)
+    leaves = [summed.get(i, x) for i, x in enumerate(leaves)]
+  return treedef.unflatten(leaves)
+
+
+def _divided(loss, grads, divisor, params):
+  """Returns the loss and gradients, in the dtypes of the parameters."""
+  if isinstance(divisor, jax.Array):
+    divisor = weights.safe_divisor(divisor)
+
+  def divide(x, param):
+    return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(param))
+
+  return loss / divisor, jax.tree.map(divide, grads, params)
+
+
+def _gather(axes, x, spec):
   """Returns a parameter of which a shard has a slice, whole along `axes`."""
 
   def gather(x):
@@ -299,7 +325,7 @@ def _gather(x, spec, axes):
   return _beside(axes, spec, gather)(x)
 
 
-def _scatter(x, spec, axes):
+def _scatter(axes, x, spec):
   """Returns a shard's slice of a sum over the shards along which it is cut."""
 
   def scatter(x):
@@ -315,35 +341,21 @@ def _beside(axes, spec, fn):
 
   The compiler would gather them along the other axes before it sends them.
   """
-  named = partition_specs.axes_of(spec)
-  others = partition_specs.restricted(spec, named.difference(axes))
-  if named.isdisjoint(axes) or others == P():
+  others = partition_specs.axes_of(spec).difference(axes)
+  own_spec = partition_specs.restricted(spec, axes)
+  other_spec = partition_specs.restricted(spec, others)
+  is_own = partition_specs.axes_of(own_spec)
+  # Slices of one dimension over both kinds of axes are interleaved.
+  is_mixed = any(map(all, zip(own_spec, other_spec, strict=True)))
+  if not is_own or not others or is_mixed:
     return fn
   return jax.shard_map(
       fn,
-      axis_names=named.difference(axes),
-      in_specs=others,
-      out_specs=others,
+      axis_names=others,
+      in_specs=other_spec,
+      out_specs=other_spec,
       check_vma=False,
   )
-
-
-def _reduce(loss, grads, weight, specs, axes):
-  """Returns sums over shards; of each gradient, the slice of a shard."""
-  grads, treedef = jax.tree.flatten(grads)
-  todo = collections.defaultdict(list)
-  for i, spec in enumerate(treedef.flatten_up_to(specs)):
-    grads[i] = _scatter(grads[i], spec, axes)
-    done = partition_specs.axes_of(spec)
-    todo[tuple(axis for axis in axes if axis not in done)].append(i)
-  for left, indices in todo.items():
-    if left:
-      reduce = leaf_sums.Reduction(_CALLER, 'sum', left)
-      summed = reduce([grads[i] for i in indices])
-      for i, x in zip(indices, summed, strict=True):
-        grads[i] = x
-  loss, weight = leaf_sums.Reduction(_CALLER, 'sum', axes)((loss, weight))
-  return loss, treedef.unflatten(grads), weight
 
 
 def _slices(spec, axes):
