@@ -80,7 +80,8 @@ def _size(axis, caller):
         f' `jax.vmap` with `axis_name={axis!r}`; state that is kept per shard'
         ' is made by `shard_transforms.init_state`. Under plain `jax.jit` with'
         ' sharded arrays, gradients are global already: leave `'
-        f'{caller}` out.'
+        f'{caller}` out, or accumulate them by'
+        ' `shard_transforms.accumulated_value_and_grad`.'
     ) from error
 
 
@@ -215,6 +216,15 @@ def varying_axes(leaf: Any) -> frozenset[Hashable]:
 def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
   """Returns the axes over which `leaf` still has to be summed."""
   return frozenset(jax.typeof(leaf).manual_axis_type.unreduced)
+
+
+def pending_axes(leaf: Any) -> frozenset[Hashable]:
+  """Returns the axes of type `Explicit` over which a sum is still to be done.
+
+  They are not mapped; those that are have `unreduced_axes`.
+  """
+  spec = getattr(jax.typeof(leaf).sharding, 'spec', None)
+  return frozenset(getattr(spec, 'unreduced', ())).difference(_manual_axes())
 
 
 def is_tracked(axis: Hashable) -> bool:
