@@ -26,6 +26,7 @@ from shard_transforms._src.state.placement import init_state
 from shard_transforms._src.state.placement import state_axes
 from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
+from shard_transforms._src.state.specs import specs_of
 from shard_transforms._src.state.specs import state_specs
 from shard_transforms._src.transforms.accumulation import (
     accumulated_value_and_grad,
@@ -36,6 +37,7 @@ from shard_transforms._src.transforms.cross_shard import cross_shard_sum
 from shard_transforms._src.transforms.cross_shard import shard_mean
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
+from shard_transforms._src.transforms.on_mesh import on_mesh
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
@@ -69,12 +71,14 @@ __all__ = (
     'init_state',
     'local_params',
     'local_updates',
+    'on_mesh',
     'per_shard',
     'reduce_towers',
     'resize_state',
     'scale_by_staleness',
     'shard_mean',
     'shard_update',
+    'specs_of',
     'state_axes',
     'state_shardings',
     'state_specs',

@@ -1100,7 +1100,7 @@ class RefusalTest(parameterized.TestCase):
     row, tx = ROWS[name], run_of(name).tx
 
     with self.assertRaisesRegex(
-        NameError, "needs the mapped axis 'data'.*init_state"
+        NameError, "needs the mapped axis 'data'.*on_mesh"
     ):
       state = tx.init(plain_params())
       tx.update(own_data(name), state, **extra_args_of(row, 0))

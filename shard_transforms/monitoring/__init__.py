@@ -4,6 +4,9 @@ from shard_transforms._src.monitoring.agreement import AgreementState
 from shard_transforms._src.monitoring.agreement import track_agreement
 from shard_transforms._src.monitoring.assert_reduced import assert_reduced
 from shard_transforms._src.monitoring.compiled_report import hlo_wire_report
+from shard_transforms._src.monitoring.cross_check import CrossCheck
+from shard_transforms._src.monitoring.cross_check import CrossCheckState
+from shard_transforms._src.monitoring.cross_check import cross_check
 from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
 from shard_transforms._src.monitoring.divergence import shard_divergence
@@ -20,12 +23,15 @@ from shard_transforms._src.monitoring.wire_report import wire_report
 __all__ = (
     'AgreementState',
     'Collective',
+    'CrossCheck',
+    'CrossCheckState',
     'DivergenceState',
     'NoiseScaleState',
     'WireReport',
     'assert_reduced',
     'check_health',
     'compression_error',
+    'cross_check',
     'digest',
     'hlo_wire_report',
     'metrics',

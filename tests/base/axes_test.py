@@ -87,7 +87,8 @@ class BoundAxisTest(parameterized.TestCase):
         NameError,
         f"`{factory}` needs the mapped axis 'data', which is not bound here"
         r' \(mapped mesh axes: \(\)\)[^`]*`jax.shard_map` over a mesh with that'
-        ".*with `axis_name='data'`.*is made by `shard_transforms.init_state`"
+        r".*with `axis_name='data'`.*shard_transforms.on_mesh\(tx, mesh\)`"
+        r".*`jax.pmap\(tx.init, axis_name='data'\)\(replicated_params\)`"
         f'.*Under plain `jax.jit`.*leave `{factory}` out',
     ) as caught:
       tx = made('data')

@@ -295,20 +295,22 @@ def _is_jaxpr(node):
 
 class StateTest(parameterized.TestCase):
 
-  @cases.parameters(*GATES)
-  def test_names_state_whose_dtype_changes(self, gate):
-    # As that of Adam for parameters of fewer bits than their gradients.
-    tx = GATES[gate](optax.trace(0.9, accumulator_dtype=None))
-    params = {'w': jnp.ones(3, jnp.bfloat16)}
-    updates = {'w': jnp.ones(3)}
-    if gate == 'tower_reduce':
-      tx = shard_transforms.tower_reduce(
-          1, GATES['drop_stale'](optax.trace(0.9))
-      )
+  @cases.parameters(
+      ('float32', 'bfloat16'), ('float16', 'bfloat16'), ('int32', 'float32')
+  )
+  def test_names_state_that_loses_bits(self, before, after):
+    inner = optax.GradientTransformation(
+        lambda _: {'mu': jnp.ones(3, before)},
+        lambda updates, _, params=None: (updates, {'mu': jnp.ones(3, after)}),
+    )
 
-    message = r"keep the shapes and dtypes .* float32\[3\] .* at .*\['w'\]"
-    with self.assertRaisesRegex(ValueError, message):
-      tx.update(updates, tx.init(params), params, local_step=0)
+    message = (
+        rf'keep the shapes and dtypes .* {after}\[3\] instead of {before}\[3\]'
+        r" at .*\['mu'\]"
+    )
+    for gate in GATES:
+      with self.assertRaisesRegex(ValueError, message):
+        _pass_or_stop(gate, inner, jnp.ones(3), jnp.ones(3))
 
   @cases.parameters(*GATES)
   def test_refuses_an_inner_that_changes_the_shapes_of_its_state(self, gate):
@@ -320,6 +322,226 @@ class StateTest(parameterized.TestCase):
     message = r"got float32\[4\] instead of float32\[3\] at .*\['mu'\]"
     with self.assertRaisesRegex(ValueError, message):
       _pass_or_stop(gate, inner, jnp.ones(3), jnp.ones(3))
+
+
+def _wide_gates(inner):
+  """Returns gates, for steps of which the second is not taken."""
+  return {
+      'drop_stale': (shard_transforms.drop_stale(0, inner), {'local_step': -1}),
+      'guard': (shard_transforms.guard(inner), {'weight': 0}),
+      'nested': (
+          shard_transforms.tower_reduce(1, shard_transforms.guard(inner)),
+          {'weight': 0},
+      ),
+  }
+
+
+def _alone(inner):
+  return {
+      'drop_stale': shard_transforms.drop_stale(0, inner),
+      'guard': shard_transforms.guard(inner),
+      'tower_reduce': shard_transforms.tower_reduce(2, inner),
+  }
+
+
+class MixedPrecisionTest(parameterized.TestCase):
+  """float32 gradients of bfloat16 parameters, as optimizers alone take them."""
+
+  def setUp(self):
+    super().setUp()
+    self.params = {'w': jnp.array([1.0, 2.0, 3.0], jnp.bfloat16)}
+    self.grads = tuple(
+        {'w': jnp.array([x, 1 / 3, 1e-3])} for x in (1.0, 0.7, -2.0)
+    )
+
+  def expected(self, grads):
+    tx = optax.adam(0.1)
+    params, state = self.params, tx.init(self.params)
+    for grad in grads:
+      updates, state = tx.update(grad, state, params)
+      params = optax.apply_updates(params, updates)
+    return params, state
+
+  @cases.product(gate=('drop_stale', 'guard', 'nested'), applies=(False, True))
+  def test_trains_with_the_dtypes_of_the_inner_state(self, gate, applies):
+    tx, skipping = _wide_gates(optax.adam(0.1))[gate]
+
+    @jax.jit
+    def step(params, state, grads, extra_args):
+      if applies:
+        return shard_transforms.update_and_apply(
+            tx, grads, state, params, **extra_args
+        )
+      updates, state = tx.update(grads, state, params, **extra_args)
+      return optax.apply_updates(params, updates), state
+
+    taken = {key: abs(value) or 1 for key, value in skipping.items()}
+    carry = self.params, tx.init(self.params)
+    for extra_args, grads in zip(
+        (skipping, taken, skipping, taken),
+        (self.grads[0], *self.grads),
+        strict=True,
+    ):
+      carry = step(*carry, grads, extra_args)
+
+    state = carry[1].inner_state
+    found = carry[0], getattr(state, 'inner_state', state)
+    expected = self.expected(self.grads[::2])
+    chex.assert_trees_all_equal_dtypes(found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+  @cases.parameters(False, True)
+  def test_towers_train_with_the_dtypes_of_the_inner_state(self, applies):
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1))
+    params, state = self.params, tx.init(self.params)
+
+    for grads in np.repeat(self.grads, 2):
+      if applies:
+        params, state = shard_transforms.update_and_apply(
+            tx, grads, state, params
+        )
+      else:
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    found, expected = (params, state.inner_state), self.expected(self.grads)
+    chex.assert_trees_all_equal_dtypes(found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+  def test_local_updates_train_with_the_dtypes_of_the_inner_state(self):
+    outer = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
+    tx = shard_transforms.local_updates(optax.adam(0.1), outer, AXIS, every=2)
+
+    def train(grads):
+      params, state = self.params, tx.init(self.params)
+      for _ in range(4):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+      return params, state.inner_state[0].mu
+
+    grads = jax.tree.map(lambda x: jnp.stack([x] * 8), self.grads[0])
+    params, mu = jax.vmap(train, axis_name=AXIS)(grads)
+
+    expected, state = self.expected(self.grads[:1] * 4)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x[0], params), expected, rtol=1e-2
+    )
+    self.assertEqual(mu['w'].dtype, state[0].mu['w'].dtype)
+
+  def test_towers_are_in_place_once_the_state_is_wide(self):
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1))
+    state = tx.init(self.params)
+
+    for loops in 0, 1:
+      program = jax.make_jaxpr(tx.update)(self.grads[0], state, self.params)
+      self.assertEqual(str(program).count('while['), loops)
+      _, state = tx.update(self.grads[0], state, self.params)
+
+  @cases.parameters('drop_stale', 'guard', 'tower_reduce')
+  def test_float32_masters_keep_the_dtypes_of_all_state(self, gate):
+    tx = _alone(optax.adam(0.1))[gate]
+    masters = optax.tree.cast(self.params, jnp.float32)
+
+    def loss_fn(masters):
+      params = optax.tree.cast(masters, jnp.bfloat16)
+      return jnp.sum(params['w'] ** 2)
+
+    grads = jax.grad(loss_fn)(masters)
+    _, state = tx.update(grads, tx.init(masters), masters, local_step=0)
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(masters))
+    chex.assert_trees_all_equal_dtypes(grads, masters)
+
+  @cases.parameters('drop_stale', 'guard', 'tower_reduce')
+  def test_moments_in_float32_keep_the_dtypes_of_all_state(self, gate):
+    tx = _alone(optax.adam(0.1, mu_dtype=jnp.float32))[gate]
+
+    def step(state, grads):
+      updates, state = tx.update(grads, state, self.params, local_step=0)
+      return state, updates
+
+    grads = jax.tree.map(lambda *x: jnp.stack(x), *self.grads)
+    # A scan needs the same types in each turn.
+    _, updates = lax.scan(step, tx.init(self.params), grads)
+
+    self.assertEqual(updates['w'].dtype, jnp.float32)
+
+
+def _objective(params):
+  return jnp.sum((params - 1) ** 2)
+
+
+VALUE_FNS = {
+    'params': _objective,
+    'any keywords': lambda params, **kwargs: _objective(params),
+    'a batch': lambda params, batch: _objective(params) + 0 * jnp.sum(batch),
+    'a weight': lambda params, weight: weight * _objective(params),
+}
+
+
+class LineSearchTest(parameterized.TestCase):
+  """Optax refuses extra arguments that `value_fn` does not name."""
+
+  @cases.product(
+      gate=('guard', 'drop_stale', 'tower_reduce', 'nested'),
+      value_fn=tuple(VALUE_FNS),
+  )
+  def test_value_fn_takes_what_it_names(self, gate, value_fn):
+    lbfgs = optax.lbfgs()
+    tx = {
+        'guard': shard_transforms.guard(lbfgs),
+        'drop_stale': shard_transforms.drop_stale(0, lbfgs),
+        'tower_reduce': shard_transforms.tower_reduce(1, lbfgs),
+        'nested': shard_transforms.tower_reduce(
+            1, shard_transforms.drop_stale(0, lbfgs)
+        ),
+    }[gate]
+    params = jnp.zeros(3)
+    value, grad = jax.value_and_grad(_objective)(params)
+    given = {'value': value, 'grad': grad, 'value_fn': VALUE_FNS[value_fn]}
+    if value_fn == 'a batch':
+      given['batch'] = jnp.ones(2)
+    own = {'weight': 1.0}
+    if gate in ('drop_stale', 'nested'):
+      own['local_step'] = 0
+
+    updates, _ = tx.update(grad, tx.init(params), params, **given, **own)
+
+    alone = {**given, 'value_fn': _objective}
+    alone.pop('batch', None)
+    expected, _ = lbfgs.update(grad, lbfgs.init(params), params, **alone)
+    np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+  def test_an_argument_that_nothing_takes_is_refused(self):
+    tx = shard_transforms.guard(optax.lbfgs())
+    params = jnp.zeros(3)
+    value, grad = jax.value_and_grad(_objective)(params)
+
+    with self.assertRaisesRegex(TypeError, 'not consumed.*tokens'):
+      tx.update(
+          grad,
+          tx.init(params),
+          params,
+          value=value,
+          grad=grad,
+          value_fn=_objective,
+          tokens=3,
+      )
+
+
+class ExplicitMeshTest(parameterized.TestCase):
+
+  @cases.parameters('drop_stale', 'guard', 'tower_reduce')
+  def test_an_inner_that_compares_parameters_runs_without_jit(self, gate):
+    mesh = jax.make_mesh((8,), ('data',), (AxisType.Explicit,))
+    tx = _alone(optax.adafactor())[gate]
+    with jax.set_mesh(mesh):
+      params = jnp.ones((2, 8, 4), out_sharding=P(None, 'data'))
+      state = tx.init(params)
+
+      updates, _ = tx.update(params, state, params, local_step=0)
+
+    self.assertEqual(jax.typeof(updates).sharding.spec, P(None, 'data', None))
 
 
 class WeightTest(parameterized.TestCase):

@@ -795,6 +795,93 @@ class WireReportTest(parameterized.TestCase):
       self.assertIn(f'warning: {warning}', str(report))
 
 
+def _square_grad(w, x):
+  return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+
+class ShardedArgumentTest(parameterized.TestCase):
+  """Tracing does not show what the compiler adds for sharded arguments."""
+
+  def arguments(self, *shape, spec=P(AXIS)):
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    self.mesh = jax.make_mesh(shape, (AXIS, 'model')[: len(shape)], kinds)
+    sharding = jax.NamedSharding(self.mesh, spec)
+    return jnp.ones((16, 16)), jax.device_put(jnp.ones((64, 16)), sharding)
+
+  @cases.parameters('arrays', 'shapes', 'keywords')
+  def test_warns_of_what_plain_jit_hides(self, way):
+    w, x = self.arguments(8)
+    given, named = (w, x), {}
+    if way == 'shapes':
+      given = w, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    if way == 'keywords':
+      given, named = (w,), {'x': x}
+
+    report = shard_transforms.monitoring.wire_report(
+        jax.jit(_square_grad), *given, **named
+    )
+
+    (warning,) = report.warnings
+    self.assertRegex(
+        warning,
+        "Arguments are sharded over 'data', which the function does not map: a"
+        ' traced program does not show.*by `compiled=True`',
+    )
+    self.assertEqual(str(report), f'nothing is sent\nwarning: {warning}')
+    compiled = shard_transforms.monitoring.wire_report(
+        jax.jit(_square_grad), w, x, compiled=True
+    )
+    self.assertEqual(compiled.num_collectives, 1)
+    self.assertEmpty(compiled.warnings)
+
+  @cases.parameters(False, True)
+  def test_names_the_axes_that_are_left_to_the_compiler(self, in_scan):
+    w, x = self.arguments(4, 2, spec=P('data', 'model'))
+    step = jax.shard_map(
+        lambda w, x: lax.pmean(_square_grad(w, x), AXIS),
+        mesh=self.mesh,
+        in_specs=(P(), P(AXIS)),
+        out_specs=P(),
+        axis_names={AXIS},
+        check_vma=False,
+    )
+
+    def repeat(w, x):
+      return lax.scan(lambda w, _: (step(w, x), ()), w, length=2)[0]
+
+    report = shard_transforms.monitoring.wire_report(
+        repeat if in_scan else step, w, x
+    )
+
+    (warning,) = report.warnings
+    self.assertStartsWith(warning, "Arguments are sharded over 'model', which")
+
+  def test_says_nothing_of_what_is_mapped_or_whole(self):
+    w, x = self.arguments(8)
+    step = jax.shard_map(
+        lambda w, x: w + jnp.sum(x),
+        mesh=self.mesh,
+        in_specs=(P(), P(AXIS)),
+        out_specs=P(AXIS),
+    )
+    for fn, args in (
+        (step, (w, x)),
+        (_square_grad, (w, jnp.ones((64, 16)))),
+        (
+            _square_grad,
+            (w, jax.device_put(x, jax.NamedSharding(self.mesh, P()))),
+        ),
+    ):
+      report = shard_transforms.monitoring.wire_report(fn, *args)
+
+      self.assertEmpty(report.warnings)
+
+    way = shard_transforms.monitoring.wire_report(
+        _square_grad, w, x, axis_sizes={AXIS: 8}
+    )
+    self.assertEmpty(way.warnings)
+
+
 class ErrorTest(parameterized.TestCase):
 
   @cases.parameters(None, 3, 'step')

@@ -3,6 +3,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -243,6 +244,46 @@ def shapes(leaf, param, name):
 
 
 NAMES = {'a': {'w': 'w', 'v': 'v'}, 'b': ('b',)}
+
+
+class SpecsOfTest(parameterized.TestCase):
+
+  @cases.parameters(*KINDS)
+  def test_reads_how_arrays_are_placed(self, kind):
+    sharding = NamedSharding(_mesh(kind), P('data'))
+    tree = {
+        'placed': jax.device_put(jnp.ones((8, 2)), sharding),
+        'abstract': jax.ShapeDtypeStruct((8,), 'float32', sharding=sharding),
+        'elsewhere': jnp.ones(3),
+        'numbers': [np.ones(8), 3],
+        'none': None,
+    }
+
+    specs = shard_transforms.specs_of(tree)
+
+    expected = {
+        'placed': P('data'),
+        'abstract': P('data'),
+        'elsewhere': P(),
+        'numbers': [P(), P()],
+        'none': None,
+    }
+    self.assertEqual(specs, expected)
+
+  def test_refuses_arrays_on_several_meshes(self):
+    tree = [
+        jax.device_put(
+            jnp.ones(8), NamedSharding(_mesh(KINDS[0], (n,)), P('data'))
+        )
+        for n in (8, 8, 4)
+    ]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        r"All arrays of `tree` must be on one mesh, got \[\('\[0\]',"
+        r" {'data': 8}\), \('\[2\]', {'data': 4}\)\]\. Place them",
+    ):
+      shard_transforms.specs_of(tree)
 
 
 class MapWithParamsTest(parameterized.TestCase):

@@ -283,7 +283,7 @@ class PerShardStateTest(parameterized.TestCase):
         ValueError,
         'State of `tower_reduce` with `axis_name` must have a leading axis of'
         r' length 1 on each shard, got the shape \(5,\).*'
-        '`shard_transforms.state_specs`',
+        r'`shard_transforms.state_specs`.*`jax.pmap\(tx.init, axis_name=',
     ):
       mapped = modes.map_shards(mode, shard)
       jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])

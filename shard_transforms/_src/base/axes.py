@@ -77,10 +77,12 @@ def _size(axis, caller):
         f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
         f' (mapped mesh axes: {_manual_axes()}). Call it inside'
         ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
-        f' `jax.vmap` with `axis_name={axis!r}`; state that is kept per shard'
-        ' is made by `shard_transforms.init_state`. Under plain `jax.jit` with'
-        ' sharded arrays, gradients are global already: leave `'
-        f'{caller}` out, or accumulate them by'
+        f' `jax.vmap` with `axis_name={axis!r}`. Where `tx.init` is called'
+        ' outside, as `TrainState.create` and `nnx.Optimizer` do, bind it:'
+        ' `tx = shard_transforms.on_mesh(tx, mesh)`; for `jax.pmap`, call'
+        f' `jax.pmap(tx.init, axis_name={axis!r})(replicated_params)`. Under'
+        ' plain `jax.jit` with sharded arrays, gradients are global already:'
+        f' leave `{caller}` out, or accumulate them by'
         ' `shard_transforms.accumulated_value_and_grad`.'
     ) from error
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
+from jax import core
 from jax import lax
 import jax.extend
 import jax.numpy as jnp
@@ -27,6 +29,9 @@ from shard_transforms._src.base import weights
 # The attribute of a gate's `update` that holds the function which applies its
 # updates itself.
 _ATTRIBUTE = 'update_and_apply'
+
+# What gates pass to their inner transformations beside what users give.
+_OWN_ARGS = ('local_step', 'tower_squares', 'weight')
 
 
 def update_and_apply(
@@ -127,6 +132,8 @@ class Gate:
     run = functools.partial(update_and_apply, inner)
     if not self.applies:
       run = inner.update
+    if callable(value_fn := extra_args.get('value_fn')):
+      extra_args['value_fn'] = _taking_own_args(value_fn)
     return run(updates, inner_state, params, **extra_args)
 
   def update_or_skip(
@@ -202,7 +209,9 @@ class Gate:
     `run(state, params, *args, **extra_args)` may contain collectives, so
     `accept` must be the same on all shards. It is traced once. A skip executes
     nothing of it and keeps the bits of `state`, and those of `params` if `run`
-    returns parameters.
+    returns parameters. Only where `run` returns wider floating-point numbers, a
+    skip casts to these as well: moments that start in 16 bits, like the
+    parameters, take the dtype of float32 gradients in the first step.
 
     Args:
       accept: Whether to run, bool [].
@@ -220,7 +229,8 @@ class Gate:
 
     Raises:
       ValueError: If `accept` can differ between shards, or `run` changes the
-        tree, the shapes or the dtypes of the state.
+        tree or the shapes of the state, or its dtypes to others that are not
+        wider.
     """
     if axes_lib.varying_axes(accept):
       raise ValueError(
@@ -244,15 +254,40 @@ class Gate:
 
     traced = program.trace(before, given)
     jaxpr = traced.jaxpr
-    _check_state(state, traced.out_tree.children()[1], jaxpr.out_avals)
+    keeps_dtypes = _check_state(
+        state, traced.out_tree.children()[1], jaxpr.out_avals
+    )
     if check is not None:
       check(jaxpr.jaxpr)
     # JAX adds an input for each array that `run` closes over.
     closes_over = len(jaxpr.in_avals) > len(before) + len(given)
-    choose = _cond_in_place if seldom and not closes_over else lax.cond
+    in_place = seldom and keeps_dtypes and not closes_over
+    choose = _cond_in_place if in_place else lax.cond
     branches = _branches(program, before, jaxpr.out_avals)
     outputs = choose(accept, *branches, before, given)
     return traced.out_tree.unflatten(outputs)
+
+
+def _taking_own_args(fn):
+  """Returns a function that also takes, and drops, what gates pass on.
+
+  The line searches of Optax refuse extra arguments that `value_fn` lacks.
+  """
+  signature = inspect.signature(fn)
+  added = [name for name in _OWN_ARGS if name not in signature.parameters]
+
+  @functools.wraps(fn)
+  def taking(*args, **kwargs):
+    return fn(*args, **{k: v for k, v in kwargs.items() if k not in added})
+
+  kind = inspect.Parameter.KEYWORD_ONLY
+  parameters = [
+      *signature.parameters.values(),
+      *(inspect.Parameter(name, kind, default=None) for name in added),
+  ]
+  parameters.sort(key=lambda parameter: parameter.kind)
+  vars(taking)['__signature__'] = signature.replace(parameters=parameters)
+  return taking
 
 
 def check_weighted(
@@ -304,10 +339,17 @@ def check_weighted(
 def split_arrays(
     tree: Any, is_split: bool = True
 ) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
-  """Returns the arrays in a tree, or none, and how the tree is restored."""
+  """Returns the arrays in a tree, or none, and how the tree is restored.
+
+  Arrays that are known and on a mesh are always among them: inside of a
+  program, JAX does not see how a known array is sharded.
+  """
   leaves, treedef = jax.tree.flatten(tree)
   arrays = [
-      x if is_split and isinstance(x, jax.Array) else None for x in leaves
+      x
+      if isinstance(x, jax.Array) and (is_split or _is_known_on_mesh(x))
+      else None
+      for x in leaves
   ]
 
   def join(arrays):
@@ -317,8 +359,16 @@ def split_arrays(
   return arrays, join
 
 
+def _is_known_on_mesh(x):
+  is_known = not isinstance(x, core.Tracer)
+  return is_known and bool(jax.typeof(x).sharding.mesh.axis_names)
+
+
 def _check_state(state, treedef, kinds):
-  """Checks that a state keeps its tree, its shapes and its dtypes.
+  """Checks that a state keeps its tree and its shapes, and loses no bits.
+
+  Returns:
+    Whether all leaves keep their dtypes; others become wider.
 
   Raises:
     ValueError: If it does not.
@@ -332,9 +382,12 @@ def _check_state(state, treedef, kinds):
     )
   leaves = jax.tree.leaves_with_path(state)
   kinds = kinds[len(kinds) - len(leaves) :]
+  keeps_dtypes = True
   for (path, leaf), after in zip(leaves, kinds, strict=True):
     before = jax.typeof(leaf)
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
+    keeps_dtypes &= before.dtype == after.dtype
+    fits = before.dtype == after.dtype or _is_wider(after.dtype, before.dtype)
+    if before.shape != after.shape or not fits:
       raise ValueError(
           'The inner transformation must keep the shapes and dtypes of its'
           f' state, got {after.dtype.name}{list(after.shape)} instead of'
@@ -342,6 +395,16 @@ def _check_state(state, treedef, kinds):
           f' {leaves_lib.name_of(path)}. Cast the updates to'
           ' the dtypes of the parameters.'
       )
+  return keeps_dtypes
+
+
+def _is_wider(dtype, than):
+  are_floating = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, than))
+  return are_floating and jnp.promote_types(dtype, than) == dtype
+
+
+def _as_wide(leaf, kind):
+  return leaf if leaf.dtype == kind.dtype else leaf.astype(kind.dtype)
 
 
 def _branches(program, before, kinds):
@@ -366,6 +429,7 @@ def _branches(program, before, kinds):
 
   def skip(before, _):
     zeros = map(functools.cache(axes_lib.zeros), kinds[:num_updates])
+    before = map(_as_wide, before, kinds[num_updates:])
     return list(map(axes_lib.mark_varying, [*zeros, *before], varying))
 
   return run, skip

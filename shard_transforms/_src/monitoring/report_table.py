@@ -231,8 +231,9 @@ class WireReport:
     return dict(found)
 
   def __str__(self) -> str:
+    told = [f'warning: {w}' for w in self.warnings]
     if not self.collectives:
-      return 'nothing is sent'
+      return '\n'.join(['nothing is sent', *told])
     alike = collections.Counter(
         dataclasses.replace(c, op='') for c in self.collectives
     )
@@ -256,7 +257,7 @@ class WireReport:
       lines.append('>=: one turn of each `while` loop')
     if (merged := self.merged.num_collectives) < self.num_collectives:
       lines.append(f'merged by the compiler into {merged:,} collectives')
-    return '\n'.join([*lines, *(f'warning: {w}' for w in self.warnings)])
+    return '\n'.join([*lines, *told])
 
 
 def dearest(branches: Sequence[list[Collective]]) -> list[Collective]:

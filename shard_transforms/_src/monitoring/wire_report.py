@@ -9,6 +9,8 @@ import math
 from typing import Any
 
 import jax
+from jax import core
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.analysis import deadlocks
@@ -18,6 +20,7 @@ from shard_transforms._src.analysis import periods
 from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.monitoring import compiled_report
 from shard_transforms._src.monitoring import report_table
 
@@ -148,8 +151,41 @@ def wire_report(
       *redundant_sums.find(program),
       *deadlocks.find(program),
       *gradient_points.find(program),
+      *_unseen(program, (args, kwargs) if axis_sizes is None else ()),
   )
   return report_table.WireReport(tuple(_collectives(program)), warnings)
+
+
+def _unseen(program, arguments):
+  """Yields a warning if the compiler will add collectives for the arguments."""
+  axes = frozenset().union(*map(_sharded_axes, jax.tree.leaves(arguments)))
+  if unmapped := sorted(axes - _axes_of_maps(program), key=str):
+    yield (
+        f'Arguments are sharded over {", ".join(map(repr, unmapped))}, which'
+        ' the function does not map: a traced program does not show the'
+        ' collectives that the compiler adds for them. Report on the compiled'
+        ' program, by `compiled=True`.'
+    )
+
+
+def _sharded_axes(leaf):
+  """Returns the axes of a mesh over which an argument is divided."""
+  if isinstance(leaf, core.Tracer):
+    return frozenset()
+  sharding = getattr(leaf, 'sharding', None)
+  if not isinstance(sharding, NamedSharding):
+    return frozenset()
+  axes = specs_lib.axes_of(sharding.spec)
+  return frozenset(a for a in axes if sharding.mesh.shape[a] > 1)
+
+
+def _axes_of_maps(program):
+  """Returns the axes over which maps in a program divide arrays."""
+  found = set()
+  for step in program.steps:
+    found.update(step.axes if step.name == 'shard_map' else ())
+    found.update(*map(_axes_of_maps, step.bodies))
+  return found
 
 
 def _mapped(fn, axis_sizes):

@@ -35,7 +35,8 @@ def init_state(
   transformations that keep a value for each shard, such as `tower_reduce` with
   `axis_name`. Pass the state to a mapped function with the specs of
   `state_specs`. Under `jax.pmap`, use
-  `jax.pmap(tx.init, axis_name=...)(replicated_params)` in place of both.
+  `jax.pmap(tx.init, axis_name=...)(replicated_params)` in place of both; where
+  a framework calls `tx.init`, give it `on_mesh(tx, mesh)`.
 
   Args:
     tx: The transformation.

@@ -65,6 +65,54 @@ def state_specs(
   return read(tx, params, mesh, param_specs, param_specs, lead)
 
 
+def specs_of(tree: Any) -> Any:
+  """Returns the `PartitionSpec`s of the arrays of a tree, as they are placed.
+
+  For a whole training state, such as flax's `TrainState` or the state of an
+  nnx graph, of which a part is sharded: for `in_specs` and `out_specs` of
+  `jax.shard_map`.
+
+  Args:
+    tree: Tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings, and of
+      numbers.
+
+  Returns:
+    A tree like this, with `PartitionSpec()` for all that is on no mesh.
+
+  Raises:
+    ValueError: If arrays are on several meshes.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = shard_transforms.shard_update(optax.sgd(0.1, momentum=0.9), 'data')
+    >>> state = shard_transforms.init_state(tx, jnp.zeros((2, 8)), mesh)
+    >>> train_state = {'step': 0, 'momentum': state.inner_state[0].trace}
+    >>> print(shard_transforms.specs_of(train_state))
+    {'momentum': P('data',), 'step': P()}
+  """
+  meshes = {}
+
+  def spec_of(path, leaf):
+    sharding = getattr(leaf, 'sharding', None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+      return P()
+    meshes.setdefault(sharding.mesh, leaves_lib.name_of(path))
+    return sharding.spec
+
+  specs = jax.tree.map_with_path(spec_of, tree)
+  if len(meshes) > 1:
+    raise ValueError(
+        'All arrays of `tree` must be on one mesh, got'
+        f' {[(name, dict(mesh.shape)) for mesh, name in meshes.items()]}. Place'
+        ' them with `jax.device_put`.'
+    )
+  return specs
+
+
 def read(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,

@@ -20,6 +20,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.state import specs as specs_lib
 
 _CALLER = 'accumulated_value_and_grad'
 
@@ -181,10 +182,7 @@ def _num_shards(mesh, axes):
   here = jax.sharding.get_abstract_mesh()
   if mesh is None:
     mesh = here
-  elif not isinstance(mesh, jax.sharding.Mesh):
-    raise TypeError(
-        f'`mesh` of `{_CALLER}` must be a `jax.sharding.Mesh`, got {mesh!r}.'
-    )
+  specs_lib.check_mesh(mesh)
   kinds = jax.sharding.AxisType
   for axis in axes:
     if axes_lib.kind_on(here, axis) == kinds.Manual:

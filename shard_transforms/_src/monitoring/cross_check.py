@@ -1,0 +1,431 @@
+"""`cross_check`: gradients that another shard computes a second time."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import operator
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.monitoring import digests
+from shard_transforms._src.reduction import collectives
+
+_CALLER = 'cross_check'
+# A result, its copy, and where these differ a third one that decides.
+_MAX_TURNS = 3
+
+
+class CrossCheckState(NamedTuple):
+  """State of `cross_check`, the same on all shards.
+
+  Attributes:
+    num_steps: Number of steps so far, int32 [].
+    num_checks: Number of them that were checked, int32 [].
+    num_unexplained: Number of checks in which results differed without a
+      majority that says which shard is wrong, int32 [].
+    num_differing: For each shard, the number of checks in which its result was
+      not that of a shard that computed it again, int32 [shards].
+    num_suspected: For each shard, the number of checks in which two others
+      agreed on another result than the shard, int32 [shards].
+    last_leaf: For each shard, the number of the first leaf of its result that
+      differed in the last of these checks, in the order of `jax.tree.leaves`,
+      int32 [shards]; -1 if none has.
+    trusted: Whether the last check did not suspect the shard, bool [shards].
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> check = shard_transforms.monitoring.cross_check(jnp.multiply, 'data')
+    >>> print(check.init(4).trusted)
+    [ True  True  True  True]
+  """
+
+  num_steps: jax.Array
+  num_checks: jax.Array
+  num_unexplained: jax.Array
+  num_differing: jax.Array
+  num_suspected: jax.Array
+  last_leaf: jax.Array
+  trusted: jax.Array
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns how `metrics` reads its attributes."""
+    return {
+        'num_checks': state_rules.MetricRule(),
+        'num_unexplained': state_rules.MetricRule(),
+        'num_differing': state_rules.MetricRule('maximum'),
+        'num_suspected': state_rules.MetricRule('maximum'),
+    }
+
+  def health_problem(self) -> str | None:
+    """Returns the message of `check_health`, if results have differed."""
+    num_checks = state_rules.largest_here(self.num_checks)
+    # Under `jax.pmap`, each shard has a copy, which it keeps in a leading axis.
+    suspected = _one_copy(self.num_suspected)
+    if suspected.any():
+      shard = int(suspected.argmax())
+      return (
+          f'Shard {shard} computed another result than two others, which'
+          f' agreed, in {suspected[shard]} of {num_checks} checks of'
+          f' `{_CALLER}`, last in leaf {_one_copy(self.last_leaf)[shard]}.'
+          ' Suspect its device: go back to a checkpoint, and train without it.'
+      )
+    if unexplained := state_rules.largest_here(self.num_unexplained):
+      return (
+          f'Shards computed different results from the same batch in'
+          f' {unexplained} of {num_checks} checks of `{_CALLER}`, and no'
+          ' majority says which is right. If this is so from the first check'
+          ' on, these devices do not give the same bits for the same program,'
+          ' or `fun` is not a pure function of its arguments; else suspect'
+          f' the hardware of shards {_numbers(self.num_differing)}.'
+      )
+    return None
+
+
+def _one_copy(counts):
+  return np.asarray(counts).reshape(-1, np.shape(counts)[-1])[0]
+
+
+def _numbers(counts):
+  return ', '.join(map(str, np.flatnonzero(_one_copy(counts))))
+
+
+class CrossCheck(NamedTuple):
+  """What `cross_check` returns: pure functions, as of an Optax transformation.
+
+  Attributes:
+    init: Takes the number of shards; returns a `CrossCheckState`.
+    apply: Takes the state and the arguments of `fun`, inside the mapped
+      function; returns what `fun` returns, and the next state.
+    weight: Takes the state, inside the mapped function; returns this shard's
+      weight, float32 []: 0 if the last check suspected it, else 1.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> check = shard_transforms.monitoring.cross_check(jnp.multiply, 'data')
+    >>> step = jax.vmap(check.apply, in_axes=(None, None, 0), axis_name='data')
+    >>> print(step(check.init(2), 3.0, jnp.arange(2.0))[0])
+    [0. 3.]
+  """
+
+  init: Callable[[int], CrossCheckState]
+  apply: Callable[..., tuple[Any, CrossCheckState]]
+  weight: Callable[[CrossCheckState], jax.Array]
+
+
+def cross_check(
+    fun: Callable[..., Any],
+    axis_name: axes_lib.AxisName,
+    *,
+    every: int = 100,
+    batch_argnums: int | Sequence[int] = 1,
+) -> CrossCheck:
+  r"""Has another shard compute each shard's gradient again, every few steps.
+
+  A device that returns a wrong but finite gradient is seen neither by `guard`
+  nor by `track_divergence`: all shards add the same wrong number. On every
+  `every`-th step, the first included, each shard also evaluates `fun` on the
+  batch of another shard, and checksums of all bits of all leaves are compared.
+  If some differ, a third shard evaluates each batch, and the majority says
+  which shard was wrong. The distance between the shards rotates over the powers
+  of two.
+
+  The state names the shard, `check_health` raises with its number, and `weight`
+  leaves it out of a mean until a later check trusts it again. With two shards
+  there is no majority: a difference is counted as unexplained.
+
+  A check costs one more evaluation of `fun`, and a third one where results
+  differ; it sends each batch once or twice, and 8 bytes a leaf and shard. Other
+  steps compute nothing twice and send nothing. All evaluations of a check run
+  one compiled loop body, because XLA need not give the same bits where it
+  compiles a function twice.
+
+  A shard whose results are wrong in a share :math:`p` of all evaluations is
+  found in a check with probability :math:`1 - (1 - p)^2`, because it computes
+  two; after :math:`c` checks with :math:`1 - (1 - p)^{2c}`.
+
+  Args:
+    fun: A pure function of arrays, such as that of
+      `shard_transforms.value_and_grad`; all leaves that it returns are
+      compared.
+    axis_name: The mapped axis, or a sequence of them, with 2 or more shards.
+    every: The number of steps between checks, at least 1.
+    batch_argnums: The positions of the arguments that are a shard's own: the
+      batch, and random keys. The others must be the same on all shards, as
+      parameters are.
+
+  Returns:
+    A `CrossCheck` of the functions `init`, `apply` and `weight`.
+
+  Raises:
+    NameError: In `apply`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If `axis_name` is empty or names an axis twice, or `every` is
+      less than 1; in `apply`, if there is one shard, the state was made for
+      another number of shards, `batch_argnums` names no argument, or `fun` has
+      side effects.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms as st
+    >>> def gradient(w, x):
+    ...   is_broken = jax.lax.axis_index('data') == 2
+    ...   return w * x + jnp.where(is_broken, 1e-6, 0.0)
+    >>> check = st.monitoring.cross_check(gradient, 'data', every=10)
+    >>> step = jax.vmap(check.apply, in_axes=(None, None, 0), axis_name='data')
+    >>> _, state = step(check.init(4), 1.0, jnp.arange(4.0))
+    >>> state = jax.tree.map(lambda x: x[0], state)
+    >>> print(state.num_suspected, state.trusted)
+    [0 0 1 0] [ True  True False  True]
+    >>> st.monitoring.check_health(state)
+    Traceback (most recent call last):
+        ...
+    RuntimeError: Shard 2 computed another result than two others, ...
+  """
+  axes = axes_lib.as_axes(axis_name)
+  every = arguments.as_at_least('every', every, 1)
+  if isinstance(batch_argnums, Sequence):
+    moving = tuple(map(operator.index, batch_argnums))
+  else:
+    moving = (operator.index(batch_argnums),)
+
+  def init(num_shards: int) -> CrossCheckState:
+    num_shards = arguments.as_at_least('num_shards', num_shards, 2)
+    return CrossCheckState(
+        num_steps=counters.zero(),
+        num_checks=counters.zero(),
+        num_unexplained=counters.zero(),
+        num_differing=jnp.zeros(num_shards, jnp.int32),
+        num_suspected=jnp.zeros(num_shards, jnp.int32),
+        last_leaf=jnp.full(num_shards, counters.NEVER, jnp.int32),
+        trusted=jnp.ones(num_shards, jnp.bool_),
+    )
+
+  def apply(state, *args):
+    arguments.check_state(state, CrossCheckState, _CALLER)
+    _check_num_shards(state, axes_lib.size(axes, _CALLER))
+    own = _batch_of(args, moving, axes)
+
+    @jax.jit
+    def call(batch):
+      return fun(*(batch.get(i, arg) for i, arg in enumerate(args)))
+
+    before = _zeros_like_result(call, own, axes)
+
+    def check():
+      distances = _Distances.of_check(state.num_checks, len(state.trusted))
+      last = _evaluate(call, own, before, axes, distances)
+      return last.result, _after_check(state, last, distances)
+
+    is_due = collectives.agreed(state.num_steps % every == 0)
+    result, state = lax.cond(is_due, check, lambda: (call(own), state))
+    return result, state._replace(num_steps=counters.add(state.num_steps, 1))
+
+  def weight(state):
+    arguments.check_state(state, CrossCheckState, _CALLER)
+    _check_num_shards(state, axes_lib.size(axes, _CALLER))
+    return state.trusted[collectives.row_index(axes)].astype(jnp.float32)
+
+  return CrossCheck(init, apply, weight)
+
+
+def _check_num_shards(state, num_shards):
+  """Refuses a state of other shards, or one shard.
+
+  Raises:
+    ValueError: If it is one.
+  """
+  if num_shards < 2:
+    raise ValueError(
+        f'`axis_name` of `{_CALLER}` must have 2 shards or more, got'
+        f' {num_shards}: nobody else can compute its gradient.'
+    )
+  if state.trusted.shape != (num_shards,):
+    raise ValueError(
+        f'The state of `{_CALLER}` must be made for {num_shards} shards, got'
+        f' one for {state.trusted.shape[-1]}. Call `init` again after a resize.'
+    )
+
+
+def _batch_of(args, moving, axes):
+  """Returns the arguments of a shard's own, by their positions.
+
+  Raises:
+    ValueError: If one is missing.
+  """
+  if not moving or not all(-len(args) <= i < len(args) for i in moving):
+    raise ValueError(
+        f'`batch_argnums` of `{_CALLER}` must name some of {len(args)}'
+        f' positional arguments, got {moving!r}.'
+    )
+  return {i % len(args): axes_lib.to_varying(args[i], axes) for i in moving}
+
+
+class _Turn(NamedTuple):
+  """What evaluations of `fun`, one after another, carry along.
+
+  Attributes:
+    number: The number of this evaluation, int32 [].
+    num_turns: How many there are, int32 [].
+    batch: The arguments of this one.
+    result: What the first one returned, of the shard's own batch.
+    sums: The checksums of all evaluations on all shards, uint32
+      [3, shards, leaves, 2].
+  """
+
+  number: jax.Array
+  num_turns: jax.Array
+  batch: Any
+  result: Any
+  sums: jax.Array
+
+
+def _evaluate(call, own, before, axes, distances):
+  """Returns the last turn of a check."""
+  num_shards = axes_lib.size(axes, _CALLER)
+  shape = (_MAX_TURNS, num_shards, len(jax.tree.leaves(before)), 2)
+
+  def evaluate(turn):
+    result = call(turn.batch)
+    words = [digests.checksum(leaf) for leaf in jax.tree.leaves(result)]
+    words = axes_lib.to_varying(jnp.stack(words), axes)
+    sums = turn.sums.at[turn.number].set(collectives.gather(words, axes))
+    differs = jnp.any(_of_batches(sums, distances)[1] != sums[0])
+    has_third = (turn.number == 1) & differs & (num_shards > 2)
+    num_turns = turn.num_turns + has_third
+    batch = lax.cond(
+        turn.number + 1 < num_turns,
+        lambda: _rotate(turn.batch, axes, distances, turn.number),
+        lambda: turn.batch,
+    )
+    result = jax.tree.map(
+        lambda x, y: jnp.where(turn.number == 0, x, y), result, turn.result
+    )
+    return _Turn(turn.number + 1, num_turns, batch, result, sums)
+
+  first = _Turn(
+      number=counters.zero(),
+      num_turns=jnp.int32(2),
+      batch=own,
+      result=before,
+      sums=jnp.zeros(shape, jnp.uint32),
+  )
+  # One loop body, because XLA may compile a function to other bits in another
+  # place.
+  return lax.while_loop(lambda x: x.number < x.num_turns, evaluate, first)
+
+
+def _zeros_like_result(call, batch, axes):
+  """Returns zeros of the types of the result.
+
+  Raises:
+    ValueError: If there is no result, or the function has side effects.
+  """
+  traced = call.trace(batch)
+  # Collectives are effects named after their axes.
+  effects = [
+      x for x in traced.jaxpr.effects if getattr(x, 'name', None) not in axes
+  ]
+  if effects or not traced.jaxpr.out_avals:
+    raise ValueError(
+        f'`fun` of `{_CALLER}` must be a pure function that returns arrays, got'
+        f' {"side effects" if effects else "none"}: it is called once more in a'
+        ' check. Print and log what it returns.'
+    )
+  zeros = [
+      axes_lib.mark_varying(axes_lib.zeros(x), tuple(axes_lib.varying_axes(x)))
+      for x in traced.jaxpr.out_avals
+  ]
+  return jax.tree.unflatten(jax.tree.structure(traced.out_info), zeros)
+
+
+class _Distances(NamedTuple):
+  """How far batches travel in a check, of `choices`.
+
+  Attributes:
+    choices: The powers of two below the number of shards.
+    chosen: Which of them is that of the second turn; the third takes the next.
+  """
+
+  choices: np.ndarray
+  chosen: jax.Array
+
+  @classmethod
+  def of_check(cls, number: jax.Array, num_shards: int) -> '_Distances':
+    choices = 2 ** np.arange((num_shards - 1).bit_length())
+    return cls(choices, number % len(choices))
+
+  def by_turn(self) -> jax.Array:
+    """Returns the distance of the batch that each turn takes, int32 [3]."""
+    seconds_and_thirds = np.stack([self.choices, np.roll(self.choices, -1)])
+    of_others = jnp.asarray(seconds_and_thirds, jnp.int32)[:, self.chosen]
+    return jnp.append(jnp.zeros(1, jnp.int32), of_others)
+
+
+def _rotate(batch, axes, distances, turn):
+  """Returns the batch that a shard takes in the next turn."""
+  num_shards = axes_lib.size(axes, _CALLER)
+  order = axes_lib.in_mesh_order(axes)
+  steps = np.concatenate(
+      [distances.choices, np.roll(distances.choices, -1) - distances.choices]
+  )
+
+  def by(step):
+    pairs = [((i + step) % num_shards, i) for i in range(num_shards)]
+    return lambda: jax.tree.map(lambda x: lax.ppermute(x, order, pairs), batch)
+
+  index = turn * len(distances.choices) + distances.chosen
+  return lax.switch(index, [by(int(step)) for step in steps])
+
+
+def _of_batches(sums, distances):
+  """Orders the checksums of each turn by whose batch it was."""
+  return jax.vmap(lambda x, by: jnp.roll(x, by, 0))(sums, distances.by_turn())
+
+
+def _after_check(state, turn, distances):
+  """Counts what a check has found; the majority of three decides."""
+  own, second, third = _of_batches(turn.sums, distances)
+  leaf_differs = jnp.any(own != second, axis=-1)
+  differs = jnp.any(leaf_differs, axis=-1)
+
+  def equal(x, y):
+    return jnp.all(x == y, axis=(1, 2))
+
+  # Of each batch, which of its three results the two others outvote.
+  outvoted = jnp.stack(
+      [
+          differs & equal(second, third),
+          differs & equal(own, third),
+          ~differs & ~equal(own, third),
+      ]
+  )
+  # By the shard that has computed it.
+  by_turn = distances.by_turn()
+  wrong = jax.vmap(lambda x, by: jnp.roll(x, -by))(outvoted, by_turn)
+  suspected = jnp.any(wrong, axis=0) & (turn.num_turns == _MAX_TURNS)
+  # Where half of the shards are outvoted, the votes are worth nothing.
+  suspected &= 2 * jnp.sum(suspected) < len(suspected)
+  has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
+  unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))
+  first_leaf = jnp.argmax(leaf_differs, axis=1)
+  return CrossCheckState(
+      num_steps=state.num_steps,
+      num_checks=counters.add(state.num_checks, 1),
+      num_unexplained=counters.add(state.num_unexplained, unexplained),
+      num_differing=counters.add(state.num_differing, differs),
+      num_suspected=counters.add(state.num_suspected, suspected),
+      last_leaf=jnp.where(differs, first_leaf, state.last_leaf),
+      trusted=~suspected,
+  )

@@ -1,0 +1,135 @@
+"""`on_mesh`: binds a transformation to a mesh, where frameworks call `init`."""
+
+from collections.abc import Hashable
+import dataclasses
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.gates import gating
+from shard_transforms._src.state import placement
+from shard_transforms._src.state import specs
+
+_CALLER = 'on_mesh'
+
+
+def on_mesh(
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    in_specs: specs_lib.SpecTree = P(),
+    per_shard: bool = False,
+    spmd_axis_name: Hashable | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Binds a transformation to a mesh, so that `init` works outside of the step.
+
+  For frameworks that call `tx.init(params)` where no axis is mapped, such as
+  `TrainState.create` and `nnx.Optimizer` of flax. There, `init` is `init_state`
+  on the mesh; where an axis of the mesh is mapped, it is `tx.init`. `update` is
+  that of `tx`, inside the mapped step. `specs_of` returns the specs of the
+  whole training state that the framework makes.
+
+  Args:
+    tx: The transformation.
+    mesh: The mesh of the step.
+    in_specs: As for `init_state`.
+    per_shard: As for `init_state`.
+    spmd_axis_name: As for `init_state`.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with the state of `tx`.
+
+  Raises:
+    NameError: In `init`, if `tx` names an axis that the mesh lacks; in
+      `update`, if `tx` names an axis that is not mapped.
+    TypeError: If `tx` is no transformation or `mesh` is not a mesh.
+    ValueError: If `tx` is bound already; in `init`, as in `init_state`; in
+      `init` and `update`, if the step maps an axis of another size than that of
+      the mesh.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
+    >>> tx = shard_transforms.on_mesh(tx, mesh)
+    >>> state = tx.init(jnp.zeros((2, 8)))
+    >>> mu = optax.tree_utils.tree_get(state, 'mu')
+    >>> print(mu.shape, shard_transforms.specs_of(mu))
+    (8, 1, 2) P('data',)
+  """
+  specs.check_mesh(mesh)
+  inner = arguments.as_inner(tx, _CALLER, 'tx')
+  if isinstance(inner.init, _BoundInit):
+    raise ValueError(
+        f'`tx` of `{_CALLER}` must not be bound to a mesh already, got one on'
+        f' {dict(inner.init.mesh.shape)}. Bind the transformation itself.'
+    )
+
+  def step(gate, updates, state, params=None, **extra_args):
+    _check_sizes(mesh)
+    return gate.update(inner, updates, state, params, **extra_args)
+
+  init = _BoundInit(inner, mesh, in_specs, per_shard, spmd_axis_name)
+  return gating.transformation(init, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BoundInit:
+  """The `init` of a transformation on a mesh, inside and outside of the step.
+
+  Attributes:
+    tx: The transformation.
+    mesh: The mesh of the step.
+    in_specs: As for `init_state`.
+    per_shard: As for `init_state`.
+    spmd_axis_name: As for `init_state`.
+  """
+
+  tx: optax.GradientTransformationExtraArgs
+  mesh: jax.sharding.Mesh
+  in_specs: specs_lib.SpecTree
+  per_shard: bool
+  spmd_axis_name: Hashable | None
+
+  def __call__(self, params: optax.Params) -> optax.OptState:
+    """Returns the state."""
+    if _check_sizes(self.mesh):
+      return self.tx.init(params)
+    return placement.init_state(
+        self.tx,
+        params,
+        self.mesh,
+        in_specs=self.in_specs,
+        per_shard=self.per_shard,
+        spmd_axis_name=self.spmd_axis_name,
+    )
+
+
+def _check_sizes(mesh):
+  """Returns the mapped axes of a mesh, and checks their sizes.
+
+  Raises:
+    ValueError: If one is of another size.
+  """
+  mapped = {
+      axis: lax.axis_size(axis)
+      for axis in mesh.axis_names
+      if axes_lib.is_bound(axis)
+  }
+  sizes = {axis: mesh.shape[axis] for axis in mapped}
+  if mapped != sizes:
+    raise ValueError(
+        f'`mesh` of `{_CALLER}` must be the mesh of the step, got {sizes} where'
+        f' the step maps {mapped}. Bind the transformation to that mesh; there,'
+        ' `shard_transforms.resize_state` converts a state of another number'
+        ' of shards.'
+    )
+  return mapped

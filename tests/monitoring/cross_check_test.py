@@ -1,0 +1,416 @@
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import monitoring
+
+AXIS = modes.AXIS
+NONE = -1
+# Of a sign, an exponent and a mantissa.
+BITS = (31, 27, 23, 22, 11, 0)
+
+
+def make_params():
+  rng = np.random.default_rng(0)
+  shapes = {'w': (4, 6), 'v': (6, 2), 'b': (6,)}
+  return {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+
+
+def make_batch(num_shards=8, seed=1):
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=(num_shards, 5, 4)).astype(np.float32)
+
+
+def loss_fn(params, x):
+  return jnp.mean(
+      (jnp.tanh(x @ params['w'] + params['b'][None]) @ params['v']) ** 2
+  )
+
+
+def fault(shard=NONE, leaf=0, element=0, bit=0):
+  """Returns a bit that one shard flips in all that it computes."""
+  return np.asarray([shard, leaf, element, bit], np.int32)
+
+
+def flipped(grads, fault):
+  shard, leaf, element, bit = fault
+  is_here = lax.axis_index(AXIS) == shard
+  leaves, treedef = jax.tree.flatten(grads)
+  for i, x in enumerate(leaves):
+    words = lax.bitcast_convert_type(x, jnp.uint32)
+    mask = jnp.uint32(1) << bit.astype(jnp.uint32)
+    mask = jnp.where(is_here & (leaf == i), mask, 0)
+    at = jnp.arange(words.size).reshape(words.shape) == element
+    leaves[i] = lax.bitcast_convert_type(
+        words ^ jnp.where(at, mask, 0), x.dtype
+    )
+  return treedef.unflatten(leaves)
+
+
+def gradient(params, x, fault):
+  value, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(params, x)
+  return value, flipped(grads, fault)
+
+
+def step_of(mode, num_shards=8, fun=gradient, every=1, **kwargs):
+  """Returns a step of the state, which goes on as one copy."""
+  check = monitoring.cross_check(fun, AXIS, every=every, **kwargs)
+
+  def one_shard(shared, x):
+    state, *others = shared
+    result, state = check.apply(state, others[0], x, *others[1:])
+    return result, state, check.weight(state)
+
+  mapped = modes.map_shards(mode, one_shard, num_shards)
+
+  def step(state, x, *others):
+    result, states, weights = mapped((state, *others), x)
+    for leaf in jax.tree.leaves(states):
+      np.testing.assert_array_equal(leaf, np.stack([leaf[0]] * num_shards))
+    return result, jax.tree.map(lambda x: np.asarray(x[0]), states), weights
+
+  return step, jax.tree.map(np.asarray, check.init(num_shards))
+
+
+def only(shard, num_shards=8):
+  return np.eye(num_shards, dtype=np.int32)[shard]
+
+
+class CrossCheckTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_names_the_shard_and_the_leaf_of_one_flipped_bit(self, mode):
+    step, state = step_of(mode)
+
+    _, state, weights = step(state, make_batch(), make_params(), fault(5, 1, 3))
+
+    np.testing.assert_array_equal(state.num_suspected, only(5))
+    # Its own gradient, and that of the shard whose batch it had.
+    np.testing.assert_array_equal(state.num_differing, only(5) + only(6))
+    np.testing.assert_array_equal(state.last_leaf[[5, 6, 0]], [2, 2, NONE])
+    np.testing.assert_array_equal(weights, 1 - only(5))
+    np.testing.assert_array_equal(state.trusted, only(5) == 0)
+    self.assertEqual(state.num_unexplained, 0)
+    with self.assertRaisesRegex(
+        RuntimeError, '^Shard 5 computed .* in 1 of 1 checks .* in leaf 2.'
+    ):
+      monitoring.check_health(state)
+
+  @cases.parameters(*modes.MODES)
+  def test_gives_what_the_function_gives(self, mode):
+    step, state = step_of(mode)
+    plain = modes.map_shards(mode, lambda s, x: gradient(s[0], x, s[1]))
+    params, x = make_params(), make_batch()
+
+    result, state, _ = step(state, x, params, fault())
+
+    expected = plain((params, fault()), x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        result,
+        expected,
+    )
+    self.assertFalse(state.num_differing.any())
+    monitoring.check_health(state)
+
+  @cases.product(num_shards=(3, 4, 5, 8), shard=(0, 2))
+  @pytest.mark.slow_after(2)
+  def test_names_a_shard_among_any_number(self, num_shards, shard):
+    step, state = step_of('vmap', num_shards)
+    for i in range(4):
+      x = make_batch(num_shards, i)
+      _, state, _ = step(state, x, make_params(), fault(shard))
+
+    np.testing.assert_array_equal(
+        state.num_suspected, 4 * only(shard, num_shards)
+    )
+    self.assertEqual(state.num_unexplained, 0)
+
+  @pytest.mark.slow
+  def test_finds_each_bit_of_each_leaf_on_each_shard(self):
+    faults = [
+        fault(shard, leaf, element, bit)
+        for leaf, (_, x) in enumerate(sorted(make_params().items()))
+        for element in range(x.size)
+        for shard in range(8)
+        for bit in BITS
+    ]
+    check = monitoring.cross_check(gradient, AXIS, every=1)
+
+    def run(shared, x):
+      def find(at):
+        _, state = check.apply(check.init(8), shared[0], x, at)
+        return state
+
+      return lax.map(find, shared[1])
+
+    mapped = modes.map_shards('shard_map', run)
+    found = mapped((make_params(), np.stack(faults)), make_batch())
+
+    self.assertGreaterEqual(len(faults), 2000)
+    np.testing.assert_array_equal(
+        found.num_suspected[0], [only(at[0]) for at in faults]
+    )
+
+  @pytest.mark.slow
+  def test_has_no_false_alarm(self):
+    num_checks = 10_000
+    check = monitoring.cross_check(gradient, AXIS, every=1)
+
+    def run(params, x):
+      def body(i, state):
+        (_, grads), state = check.apply(state, params, x + i, fault())
+        del grads
+        return state
+
+      return lax.fori_loop(0, num_checks, body, check.init(8))
+
+    mapped = modes.map_shards('shard_map', run)
+    state = jax.tree.map(lambda x: x[0], mapped(make_params(), make_batch()))
+
+    self.assertEqual(state.num_checks, num_checks)
+    self.assertEqual(state.num_differing.sum(), 0)
+
+  def test_a_fault_under_one_batch_alone_is_found(self):
+    def fun(params, x, at):
+      value, grads = gradient(params, x, fault())
+      hit = flipped(grads, at)
+      return value, jax.tree.map(
+          lambda a, b: jnp.where(x[0, 0] == 0, a, b), hit, grads
+      )
+
+    x = make_batch()
+    x[4, 0, 0] = 0
+    step, state = step_of('vmap', fun=fun)
+
+    _, state, _ = step(state, x, make_params(), fault(4))
+
+    np.testing.assert_array_equal(state.num_suspected, only(4))
+    np.testing.assert_array_equal(state.num_differing, only(4))
+
+  def test_names_a_second_shard_that_errs_where_it_decides(self):
+    def fun(params, batch):
+      x, owner = batch
+      shard = lax.axis_index(AXIS)
+      # The third result of a batch is that of the shard two before it.
+      errs = (shard == 5) & (owner == 5) | (shard == 1) & (owner == 3)
+      return params * x + jnp.where(errs, 1.0, 0.0)
+
+    step, state = step_of('vmap', fun=fun)
+
+    _, state, _ = step(state, (make_batch(), np.arange(8)), np.float32(2))
+
+    np.testing.assert_array_equal(state.num_suspected, only(1) + only(5))
+
+  def test_half_of_the_shards_are_not_accused(self):
+    def fun(params, x):
+      shard = lax.axis_index(AXIS)
+      return params * x + jnp.where(shard < 2, shard + 1.0, 0.0)
+
+    step, state = step_of('vmap', 4, fun=fun)
+
+    _, state, weights = step(state, make_batch(4), np.float32(2))
+
+    self.assertEqual(state.num_unexplained, 1)
+    np.testing.assert_array_equal(weights, np.ones(4))
+
+  def test_trusts_again_what_the_next_check_finds_right(self):
+    step, state = step_of('vmap', every=2)
+    params, x = make_params(), make_batch()
+    weights = []
+    for at in (fault(1), fault(), fault()):
+      _, state, weight = step(state, x, params, at)
+      weights.append(weight[1])
+
+    # The second step is not checked.
+    np.testing.assert_array_equal(weights, [0, 0, 1])
+    self.assertEqual((state.num_steps, state.num_checks), (3, 2))
+
+  def test_sends_and_computes_nothing_between_checks(self):
+    step, state = step_of('vmap', every=3)
+    params, x = make_params(), make_batch()
+    _, state, _ = step(state, x, params, fault())
+    for _ in range(2):
+      _, state, _ = step(state, x, params, fault(2))
+
+    self.assertEqual(state.num_checks, 1)
+    np.testing.assert_array_equal(state.num_differing, 0 * only(0))
+    _, state, _ = step(state, x, params, fault(2))
+    np.testing.assert_array_equal(state.num_suspected, only(2))
+
+  def test_every_collective_stands_under_the_check(self):
+    check = monitoring.cross_check(gradient, AXIS)
+    report = monitoring.wire_report(
+        lambda state, params, x: check.apply(state, params, x, fault()),
+        check.init(8),
+        make_params(),
+        make_batch()[0],
+        axis_sizes={AXIS: 8},
+    )
+
+    self.assertNotEmpty(report.collectives)
+    self.assertTrue(all(c.conditional for c in report.collectives))
+
+  def test_two_shards_differ_without_a_culprit(self):
+    step, state = step_of('vmap', 2)
+
+    _, state, weights = step(state, make_batch(2), make_params(), fault(1))
+
+    np.testing.assert_array_equal(state.num_differing, [1, 1])
+    np.testing.assert_array_equal(weights, [1, 1])
+    with self.assertRaisesRegex(
+        RuntimeError, 'in 1 of 1 checks .* no majority .* of shards 0, 1.'
+    ):
+      monitoring.check_health(state)
+
+  def test_devices_of_other_bits_are_not_accused(self):
+    def fun(params, x):
+      value, grads = gradient(params, x, fault())
+      return value, jax.tree.map(lambda g: g + lax.axis_index(AXIS), grads)
+
+    step, state = step_of('vmap', fun=fun)
+
+    _, state, weights = step(state, make_batch(), make_params())
+
+    self.assertEqual(state.num_unexplained, 1)
+    np.testing.assert_array_equal(weights, np.ones(8))
+    with self.assertRaisesRegex(RuntimeError, 'do not give the same bits'):
+      monitoring.check_health(state)
+
+  @cases.parameters('vmap', 'shard_map', 'pmap')
+  @pytest.mark.slow_after(2)
+  def test_keys_travel_with_the_batch(self, mode):
+    def fun(params, batch):
+      x, key = batch
+      key = jax.random.wrap_key_data(key)
+      return params * x + jax.random.normal(key, x.shape)
+
+    step, state = step_of(mode, fun=fun)
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 8))
+
+    _, state, _ = step(state, (make_batch(), keys), np.float32(2))
+
+    self.assertEqual(state.num_differing.sum(), 0)
+
+  def test_keys_of_each_shard_s_own_index_are_unexplained(self):
+    def fun(params, x):
+      key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS))
+      return params * x + jax.random.normal(key, x.shape)
+
+    step, state = step_of('vmap', fun=fun)
+
+    _, state, _ = step(state, make_batch(), np.float32(2))
+
+    self.assertEqual(state.num_unexplained, 1)
+
+  def test_two_axes_are_one(self):
+    mesh = jax.make_mesh(
+        (2, 4), ('host', 'core'), (jax.sharding.AxisType.Auto,) * 2
+    )
+    axes = ('core', 'host')
+
+    def fun(w, x):
+      return w * x + jnp.where(lax.axis_index(('host', 'core')) == 6, 1e-6, 0.0)
+
+    check = monitoring.cross_check(fun, axes, every=1)
+    mapped = jax.shard_map(
+        check.apply,
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P(), jax.P(('host', 'core'))),
+        out_specs=(jax.P(('host', 'core')), jax.P()),
+    )
+
+    _, state = mapped(check.init(8), jnp.float32(1), jnp.arange(8.0))
+
+    np.testing.assert_array_equal(state.num_suspected, only(6))
+
+  def test_guard_leaves_a_suspect_out(self):
+    check = monitoring.cross_check(gradient, AXIS, every=1)
+    tx = shard_transforms.guard(
+        optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0)),
+        AXIS,
+        on_bad='exclude',
+    )
+
+    def one_shard(shared, x):
+      params, at = shared
+      (_, grads), state = check.apply(check.init(8), params, x, at)
+      updates, _ = tx.update(
+          grads, tx.init(params), params, weight=check.weight(state)
+      )
+      return grads, updates
+
+    mapped = modes.map_shards('shard_map', one_shard)
+    grads, updates = mapped((make_params(), fault(3, 0, 0, 30)), make_batch())
+
+    others = [i for i in range(8) if i != 3]
+    for name, x in updates.items():
+      np.testing.assert_allclose(
+          x[0],
+          -np.mean(np.asarray(grads[name])[others], axis=0),
+          rtol=1e-5,
+          atol=1e-7,
+      )
+
+  def test_metrics_are_the_worst_shard_s(self):
+    step, state = step_of('vmap')
+    _, state, _ = step(state, make_batch(), make_params(), fault(3))
+
+    found = monitoring.metrics(state)
+
+    self.assertEqual(
+        {k: int(v) for k, v in found.items()},
+        {
+            'cross_check/num_checks': 1,
+            'cross_check/num_unexplained': 0,
+            'cross_check/num_differing': 1,
+            'cross_check/num_suspected': 1,
+        },
+    )
+
+
+class BadInputTest(parameterized.TestCase):
+
+  def test_refuses_every_zero(self):
+    with self.assertRaisesRegex(ValueError, '`every` must be .* got 0'):
+      monitoring.cross_check(gradient, AXIS, every=0)
+
+  def test_refuses_one_shard(self):
+    check = monitoring.cross_check(gradient, AXIS)
+    with self.assertRaisesRegex(ValueError, '`num_shards` must be .* got 1'):
+      check.init(1)
+    step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
+    with self.assertRaisesRegex(ValueError, 'must have 2 shards .* got 1'):
+      step(check.init(2), make_params(), make_batch(1), fault())
+
+  def test_refuses_a_state_of_other_shards(self):
+    check = monitoring.cross_check(gradient, AXIS)
+    step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
+    with self.assertRaisesRegex(ValueError, 'made for 8 shards, got one for 4'):
+      step(check.init(4), make_params(), make_batch(), fault())
+
+  @cases.product(batch_argnums=(3, (), (0, 5)))
+  def test_refuses_arguments_that_are_not_there(self, batch_argnums):
+    check = monitoring.cross_check(gradient, AXIS, batch_argnums=batch_argnums)
+    step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
+    message = '`batch_argnums` of .* must name some of'
+    with self.assertRaisesRegex(ValueError, message):
+      step(check.init(8), make_params(), make_batch(), fault())
+
+  def test_refuses_side_effects_and_no_result(self):
+    def loud(w, x):
+      jax.debug.print('{}', w)
+      return w * x
+
+    for fun, named in ((loud, 'side effects'), (lambda w, x: None, 'none')):
+      check = monitoring.cross_check(fun, AXIS)
+      step = jax.vmap(check.apply, (None, None, 0), axis_name=AXIS)
+      with self.assertRaisesRegex(ValueError, f'pure function .* got {named}'):
+        step(check.init(8), 1.0, make_batch())

@@ -1,0 +1,191 @@
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import shard_transforms
+
+PARAMS = {'w': jnp.ones((3, 5)), 'b': jnp.float32(0.5)}
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+def _mesh(num_shards=8, axis='data', kind=AxisType.Explicit):
+  devices = jax.devices()[:num_shards]
+  return jax.make_mesh((num_shards,), (axis,), (kind,), devices=devices)
+
+
+def _guard():
+  inner = optax.chain(
+      shard_transforms.cross_shard_mean('data'), optax.adam(0.1)
+  )
+  return shard_transforms.guard(inner, 'data')
+
+
+def _update_on(mesh, tx, state):
+  """Maps an update with equal gradients over the shards of a mesh."""
+
+  def one_shard(state):
+    params = shard_transforms.per_shard(PARAMS, 'data')
+    return tx.update(params, state, PARAMS)
+
+  specs = shard_transforms.specs_of(state)
+  mapped = jax.shard_map(
+      one_shard, mesh=mesh, in_specs=(specs,), out_specs=(P(), specs)
+  )
+  return jax.jit(mapped)(state)
+
+
+class OnMeshTest(parameterized.TestCase):
+
+  @cases.parameters(*KINDS)
+  def test_init_outside_is_that_of_init_state(self, kind):
+    mesh = _mesh(kind=kind)
+
+    state = shard_transforms.on_mesh(_guard(), mesh).init(PARAMS)
+
+    expected = shard_transforms.init_state(_guard(), PARAMS, mesh)
+    chex.assert_trees_all_equal(state, expected, strict=True)
+    shardings = [
+        [x.sharding for x in jax.tree.leaves(s)] for s in (state, expected)
+    ]
+    self.assertEqual(*shardings)
+
+  @cases.parameters('in_specs', 'per_shard', 'spmd_axis_name')
+  def test_takes_the_options_of_init_state(self, option):
+    mesh = jax.make_mesh((4, 2), ('data', 'model'), (AxisType.Auto,) * 2)
+    value = {
+        'in_specs': {'w': P(), 'b': P()},
+        'per_shard': True,
+        'spmd_axis_name': 'data',
+    }[option]
+    params = {'w': jnp.ones((4, 2)), 'b': jnp.zeros(2)}
+    if option == 'in_specs':
+      value = {'w': P(None, 'model'), 'b': P()}
+
+    bound = shard_transforms.on_mesh(_guard(), mesh, **{option: value})
+
+    expected = shard_transforms.init_state(
+        _guard(), params, mesh, **{option: value}
+    )
+    specs = map(shard_transforms.specs_of, (bound.init(params), expected))
+    self.assertEqual(*specs)
+    self.assertNotEqual(
+        shard_transforms.specs_of(expected),
+        shard_transforms.specs_of(
+            shard_transforms.init_state(_guard(), params, mesh)
+        ),
+    )
+
+  @cases.parameters('vmap', 'shard_map')
+  def test_init_inside_is_that_of_the_transformation(self, mode):
+    tx = shard_transforms.on_mesh(_guard(), _mesh())
+
+    def init(_):
+      state = tx.init(PARAMS)
+      return jax.tree.map(lambda x: x[None], state)
+
+    if mode == 'vmap':
+      mapped = jax.vmap(tx.init, None, axis_name='data', axis_size=8)
+      self.assertEqual(mapped(PARAMS).last_bad_step.shape, (8, 1))
+    else:
+      mapped = jax.shard_map(
+          init, mesh=_mesh(), in_specs=P(), out_specs=P('data'), check_vma=False
+      )
+      shape = jax.eval_shape(mapped, 0.0).last_bad_step.shape
+      self.assertEqual(shape, (8, 1))
+
+  def test_abstract_parameters_give_abstract_state(self):
+    abstract = jax.eval_shape(lambda: PARAMS)
+    tx = shard_transforms.on_mesh(_guard(), _mesh())
+
+    state = tx.init(abstract)
+    traced = jax.eval_shape(tx.init, PARAMS)
+
+    expected = tx.init(PARAMS)
+    for found in state, traced:
+      chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    self.assertEqual(*map(shard_transforms.specs_of, (state, expected)))
+
+  def test_updates_as_the_transformation(self):
+    mesh = _mesh()
+    state = shard_transforms.init_state(_guard(), PARAMS, mesh)
+
+    bound = shard_transforms.on_mesh(_guard(), mesh)
+
+    chex.assert_trees_all_equal(
+        _update_on(mesh, bound, state),
+        _update_on(mesh, _guard(), state),
+        strict=True,
+    )
+
+  def test_applies_updates_as_the_transformation(self):
+    # `update_and_apply` keeps a parameter of -0.0 in a skipped step.
+    bound = shard_transforms.on_mesh(
+        shard_transforms.guard(optax.sgd(1.0)), _mesh()
+    )
+    params = jnp.array([-0.0])
+
+    kept, _ = shard_transforms.update_and_apply(
+        bound, jnp.array([jnp.nan]), bound.init(params), params
+    )
+
+    self.assertTrue(np.signbit(kept[0]))
+
+  def test_a_resized_state_goes_on_with_the_new_mesh(self):
+    state = shard_transforms.on_mesh(_guard(), _mesh(8)).init(PARAMS)
+    bound = shard_transforms.on_mesh(_guard(), _mesh(4))
+
+    state = shard_transforms.resize_state(state, bound, PARAMS, _mesh(4))
+    _, state = _update_on(_mesh(4), bound, state)
+
+    self.assertEqual(state.last_bad_step.shape, (4,))
+    self.assertEqual(state.num_updates, 1)
+
+  def test_names_an_axis_that_the_mesh_lacks(self):
+    tx = shard_transforms.on_mesh(_guard(), _mesh(axis='rows'))
+
+    with self.assertRaisesRegex(
+        NameError,
+        r"`guard` needs the mapped axis 'data'.*mesh axes: \('rows',\)",
+    ):
+      tx.init(PARAMS)
+
+  @cases.parameters('init', 'update')
+  def test_refuses_a_step_of_another_mesh(self, method):
+    bound = shard_transforms.on_mesh(_guard(), _mesh(8))
+    state = shard_transforms.init_state(_guard(), PARAMS, _mesh(4))
+
+    with self.assertRaisesRegex(
+        ValueError,
+        "`mesh` of `on_mesh` must be the mesh of the step, got {'data': 8}"
+        " where the step maps {'data': 4}.*`shard_transforms.resize_state`",
+    ):
+      if method == 'init':
+        shard_transforms.resize_state(state, bound, PARAMS, _mesh(4))
+      _update_on(_mesh(4), bound, state)
+
+  def test_refuses_a_transformation_that_is_bound(self):
+    bound = shard_transforms.on_mesh(_guard(), _mesh(8))
+
+    with self.assertRaisesRegex(
+        ValueError,
+        '`tx` of `on_mesh` must not be bound to a mesh already, got one on'
+        r" {'data': 8}\. Bind the transformation itself\.",
+    ):
+      shard_transforms.on_mesh(bound, _mesh(4))
+
+  @cases.parameters(
+      (optax.sgd, 'mesh', '`tx` of `on_mesh` must be an Optax gradient'),
+      ('tx', ('data',), '`mesh` must be a `jax.sharding.Mesh`'),
+  )
+  def test_refuses_what_is_no_transformation_or_mesh(self, tx, mesh, words):
+    tx = _guard() if tx == 'tx' else tx
+    mesh = _mesh() if mesh == 'mesh' else mesh
+
+    with self.assertRaisesRegex(TypeError, words):
+      shard_transforms.on_mesh(tx, mesh)
