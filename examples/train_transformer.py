@@ -3,8 +3,8 @@
 Each step accumulates the gradients of four micro-batches, (a) in a `lax.scan`
 under plain `jax.jit`, which reduces each of them over the devices of the batch,
 (b) with `tower_reduce` under a `jax.shard_map` over these devices alone, which
-reduces once, and (c) by `accumulated_value_and_grad`, which does, too. The bytes sent and the memory are read from the compiled
-programs.
+reduces once, and (c) by `accumulated_value_and_grad`, which does, too. The
+bytes sent and the memory are read from the compiled programs.
 """
 
 from collections.abc import Callable
