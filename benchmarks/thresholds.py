@@ -4,10 +4,10 @@
 figures in it, `bucket_bytes='auto'` packs nothing: run this there. It takes all
 devices, or virtual ones of a CPU, and on two idle cores less than ten minutes.
 
-Each line compares ways to compute the same: the median of calls in turn, over
-that of the first way, with the interval that holds 95 % of bootstrap resamples.
-A way is taken only if it saves 5 %. On CPUs, two processes then measure what is
-between processes.
+Each line compares ways to compute the same: the median time of calls in turn,
+divided by the median of the first way, with the interval that holds 95 % of
+bootstrap resamples. A way is taken only if it saves 5 %. On CPUs, two processes
+then measure what is between processes.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,13 @@
 """Times how long programs take to trace, against one that is written by hand.
 
-What is traced is `update` of a chain of a mean over shards and Adam, under a
-mapped axis, with as many leaves of 64 elements; by hand the mean is
-`jax.lax.pmean`. Nothing is compiled, and no devices are needed. All programs
-are traced in turn in one process, each time with a transformation that is made
-anew; "again" is with one that has been traced before, as from `init`. The time
-is that of the processor, as tracing keeps one core busy and waits for nothing.
+A program is `update` of a chain of a mean over shards and Adam, under a mapped
+axis, with so many leaves of 64 elements; by hand, the mean is `jax.lax.pmean`.
+Nothing is compiled, and no devices are needed. One process traces all programs
+in turn, each time with a new transformation; "again" traces the same one twice,
+as after `init`. The time is processor time, because tracing keeps one core busy
+and waits for nothing.
 
-CPython maps memory anew for each call that crosses the end of a chunk of its
+CPython maps new memory for each call that crosses the end of a chunk of its
 stack, which may double the time of a trace. So each round starts from another
 depth of the stack, and the least time of all rounds counts. Garbage is
 collected in between.
@@ -125,7 +125,7 @@ def tracing(
 
 
 def at_depth(depth: int, fn: Callable[[], None]) -> None:
-  """Calls a function behind so many others."""
+  """Calls a function at a depth of the stack."""
   if depth:
     at_depth(depth - 1, fn)
   else:

@@ -38,6 +38,7 @@ from shard_transforms import facade
 from shard_transforms import launch
 from shard_transforms import monitoring
 from shard_transforms import state_rules
+from shard_transforms import tf1
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'shard_transforms'
@@ -71,7 +72,7 @@ FACADE_MODULES = sorted(
 )
 NAMESPACES = (
     *(shard_transforms, aggregators, asynchronous, compression, facade),
-    *(launch, monitoring, state_rules),
+    *(launch, monitoring, state_rules, tf1),
 )
 
 # Everything public, each with the package that it is imported from.

@@ -41,6 +41,7 @@ class Towers:
     axis_name: The mapped axis that they lie along; `None` if they take turns.
     tower: The one whose turn it is.
     calls: The gradients that each tower has given to its optimizers, by call.
+    assigned: What losses have assigned to variables in this turn.
     is_applying: Whether a `TowerOptimizer` is applying gathered gradients by
       another optimizer.
   """
@@ -50,6 +51,7 @@ class Towers:
   axis_name: Hashable | None = None
   tower: int = 0
   calls: list = dataclasses.field(default_factory=list)
+  assigned: dict = dataclasses.field(default_factory=dict)
   is_applying: bool = False
 
 
@@ -77,6 +79,7 @@ class _Thread(threading.local):
     self.shards: Shards | None = None
     self.towers: Towers | None = None
     self.calls: list[tuple[Template | None, collections.Counter]] = []
+    self.scopes: tuple[Any, ...] = ()
 
 
 _thread = _Thread()
@@ -183,9 +186,25 @@ def suspended() -> Iterator[None]:
   """Lets objects that are created inside belong to no call."""
   calls, _thread.calls = _thread.calls, []
   try:
-    yield
+    with scopes_are():
+      yield
   finally:
     _thread.calls = calls
+
+
+def scopes() -> tuple[Any, ...]:
+  """Returns the scopes of names around the caller, outermost first."""
+  return _thread.scopes
+
+
+@contextlib.contextmanager
+def scopes_are(*scopes: Any) -> Iterator[None]:
+  """Replaces the scopes of names, inside `with`."""
+  before, _thread.scopes = _thread.scopes, scopes
+  try:
+    yield
+  finally:
+    _thread.scopes = before
 
 
 def is_repeated() -> bool:

@@ -1,9 +1,12 @@
 """`CrossShardOptimizer`: one update from the gradients of all shards."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import optax
 
 import shard_transforms
@@ -11,18 +14,21 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
-from shard_transforms.facade import functional
+from shard_transforms.facade import differentiation
+from shard_transforms.facade import frames
 from shard_transforms.facade import optimizer
+from shard_transforms.facade import variables as variables_lib
+
+Variable = variables_lib.Variable
 
 
-class CrossShardOptimizer(functional.FunctionalWrapper):
+class CrossShardOptimizer(optimizer.Wrapper):
   """Averages gradients over shards, and applies them with another optimizer.
 
   With `MEAN`, `compute_gradients` divides the loss by the number of shards, or
   by the size of a group; `apply_gradients` is an all-reduce (sum). Code between
   the two, such as clipping, sees the scaled gradient of each shard, and
-  `apply_gradients` alone sums gradients. The wrapper is
-  `optax.chain(cross_shard_sum(...), inner)`.
+  `apply_gradients` alone sums gradients. The sum is `cross_shard_sum`.
 
   Make both calls in the computation of `shard`, which sets the number of
   shards. With groups, variables and slots differ between the groups, and keep
@@ -75,46 +81,34 @@ class CrossShardOptimizer(functional.FunctionalWrapper):
           f'Unsupported reduction: {reduction!r}. `reduction` must be one of'
           f' {kinds}.'
       )
-    super().__init__(opt, False, name)
+    super().__init__(optimizer.check_optimizer('opt', opt), False, name)
     self._reduction = reduction
     self._group_assignment = group_assignment
 
-  def _transformation(self):
+  @property
+  def _loss_scale(self):
     shards, groups = self._reduced_over()
-    inner = self._inner._transformation()
-    if shards.num_shards == 1:
-      return optax.chain(optax.identity(), inner)
-    if not axes_lib.is_bound(shards.axis_name):
-      raise NameError(
-          f'`CrossShardOptimizer` of {shards.num_shards} shards needs the'
-          f' mapped axis {shards.axis_name!r}, which is not bound here. Call it'
-          ' in a computation that `facade.shard` runs.'
-      )
-    size = axes_lib.size([shards.axis_name], 'CrossShardOptimizer')
-    if size != shards.num_shards:
-      raise ValueError(
-          f'The axis {shards.axis_name!r} must have the {shards.num_shards}'
-          f' shards of its `shard_context`, got {size}.'
-      )
-    reduction = shard_transforms.cross_shard_sum(
-        shards.axis_name, groups=groups
-    )
-    return optax.chain(reduction, inner)
+    if self._reduction == constants.Reduction.SUM:
+      return 1.0
+    return 1 / (shards.num_shards if groups is None else len(groups[0]))
 
-  def _load(self, variables, global_step):
-    return optax.EmptyState(), self._inner._load(variables, global_step)
-
-  def _store(self, variables, global_step, state):
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+  ) -> Any:
+    """Sums gradients over the shards, for the wrapped optimizer to apply."""
     shards, groups = self._reduced_over()
-    if groups is not None:
-      shards.parted.update(dict.fromkeys([*variables, *self.variables()]))
-    return self._inner._store(variables, global_step, state[1])
-
-  def _compute(self, loss, var_list, grad_loss, scale=1.0):
-    shards, groups = self._reduced_over()
-    if self._reduction == constants.Reduction.MEAN:
-      scale /= shards.num_shards if groups is None else len(groups[0])
-    return self._inner._compute(loss, var_list, grad_loss, scale)
+    pairs = differentiation.check_pairs(grads_and_vars)
+    if shards.num_shards > 1:
+      pairs = _sum(pairs, shards, groups)
+    if groups is None:
+      return super().apply_gradients(pairs, global_step, name)
+    with frames.transaction() as opened:
+      out = super().apply_gradients(pairs, global_step, name)
+      shards.parted.update(opened.written)
+      return out
 
   def _reduced_over(self):
     """Returns the shards around the caller, and the groups among them."""
@@ -126,6 +120,26 @@ class CrossShardOptimizer(functional.FunctionalWrapper):
           ' `facade.shard` runs, for one device with `num_shards=1`.'
       )
     return shards, _as_groups(self._group_assignment, shards.num_shards)
+
+
+def _sum(pairs, shards, groups):
+  """Returns the sum over the shards, of each group if there are several."""
+  if not axes_lib.is_bound(shards.axis_name):
+    raise NameError(
+        f'`CrossShardOptimizer` of {shards.num_shards} shards needs the mapped'
+        f' axis {shards.axis_name!r}, which is not bound here. Call it in a'
+        ' computation that `facade.shard` runs.'
+    )
+  size = axes_lib.size([shards.axis_name], 'CrossShardOptimizer')
+  if size != shards.num_shards:
+    raise ValueError(
+        f'The axis {shards.axis_name!r} must have the {shards.num_shards}'
+        f' shards of its `shard_context`, got {size}.'
+    )
+  tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups)
+  return differentiation.map_gradients(
+      pairs, lambda grads: tx.update(grads, optax.EmptyState())[0]
+  )
 
 
 def _as_groups(group_assignment, num_shards):

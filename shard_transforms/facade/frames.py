@@ -19,7 +19,7 @@ from jax import core
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms.facade import contexts
 
-Kind = Literal['plain', 'traced', 'discovered']
+Kind = Literal['plain', 'undecided', 'traced', 'discovered']
 
 # JAX caches the traces of `lax.scan`, `jax.checkpoint` and `jax.jit` by the
 # function alone, but the variables that a function reads may change. The cache
@@ -36,9 +36,10 @@ class Frame:
   """The arrays that variables stand for inside one call.
 
   Attributes:
-    kind: The kind of call: `'plain'`; `'traced'`, where only arguments may be
-      used, because JAX would capture others as constants; or `'discovered'`, a
-      trace that only finds the variables that are used, and is discarded.
+    kind: The kind of call: `'plain'`; `'undecided'`, whose writes may be
+      dropped; `'traced'`, where only arguments may be used, because JAX would
+      capture others as constants; or `'discovered'`, a trace that only finds
+      the variables that are used, and is discarded.
     enter: Takes a variable and its array outside; returns the one inside.
     values: The array of each variable that was used, or is an argument.
     used: The variables that were read or written, in order.
@@ -47,6 +48,8 @@ class Frame:
     mesh: The mesh over which the call is mapped, if any.
     trace_state: JAX's trace state when the frame was opened.
     generation: A number that separates JAX's traces before and after a write.
+    collected: What was added to collections; it may hold tracers, and ends with
+      the frame.
   """
 
   kind: Kind
@@ -60,16 +63,41 @@ class Frame:
   generation: contextlib.ExitStack = dataclasses.field(
       default_factory=contextlib.ExitStack
   )
+  collected: dict[Any, list[Any]] = dataclasses.field(default_factory=dict)
 
 
 class _Thread(threading.local):
-  """The frames that are open in this thread."""
+  """The frames that are open in this thread, and the locks that it holds."""
 
   def __init__(self):
     self.frames: list[Frame] = []
+    self.locks: list[Any] = []
 
 
 _thread = _Thread()
+
+
+class Output:
+  """A place for a result that leaves a trace like the value of a variable.
+
+  Attributes:
+    name: What it is, for errors.
+    stored: The result, if it was written outside of all frames.
+  """
+
+  def __init__(self, name: str):
+    self.name = name
+    self.stored: Any = None
+
+
+def take(output: Output) -> Any:
+  """Returns what was written to a place, which is forgotten; else `None`."""
+  found = output.stored
+  for opened in _thread.frames:
+    opened.used.pop(output, None)
+    opened.written.pop(output, None)
+    found = opened.values.pop(output, found)
+  return found
 
 
 @contextlib.contextmanager
@@ -98,15 +126,18 @@ def _begin_generation(opened):
 
 
 @contextlib.contextmanager
-def transaction() -> Iterator[None]:
+def transaction() -> Iterator[Frame]:
   """Commits everything that is written inside at the end, or nothing on error.
+
+  Yields:
+    The frame.
 
   Raises:
     ValueError: Where nothing can be written.
   """
   _check_here('Variables')
   with frame() as opened:
-    yield
+    yield opened
   commit(opened.written, [opened.values[v] for v in opened.written])
 
 
@@ -195,6 +226,24 @@ def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
     _begin_generation(opened)
 
 
+def collect(key: Any, outermost: list[Any], value: Any) -> None:
+  """Appends a value to a collection of the innermost frame.
+
+  Args:
+    key: The collection.
+    outermost: Its list outside of all frames.
+    value: The value.
+  """
+  frames = _thread.frames
+  into = frames[-1].collected.setdefault(key, []) if frames else outermost
+  into.append(value)
+
+
+def collected(key: Any) -> list[Any]:
+  """Returns what the frames around the caller hold of a collection."""
+  return [x for opened in _thread.frames for x in opened.collected.get(key, ())]
+
+
 def is_open() -> bool:
   """Whether this thread is inside any frame."""
   return bool(_thread.frames)
@@ -202,7 +251,13 @@ def is_open() -> bool:
 
 def is_tracing() -> bool:
   """Whether this thread is inside a call that is traced."""
-  return any(opened.kind != 'plain' for opened in _thread.frames)
+  kinds = {opened.kind for opened in _thread.frames}
+  return bool(kinds & {'traced', 'discovered'})
+
+
+def is_undecided() -> bool:
+  """Whether what is written here may be dropped."""
+  return any(opened.kind == 'undecided' for opened in _thread.frames)
 
 
 def is_staged() -> bool:
@@ -215,11 +270,29 @@ def is_staged() -> bool:
 
 @contextlib.contextmanager
 def held(lock: Any) -> Iterator[None]:
-  """Holds a lock, and makes the traced calls around hold it when they run."""
+  """Holds a lock, and makes the traced calls around hold it when they run.
+
+  Raises:
+    ValueError: If what is written inside could be dropped only after others
+      have seen it.
+  """
   for opened in _thread.frames:
     opened.locks[lock] = None
-  with lock, contextlib.nullcontext() if is_tracing() else at_once():
+  if lock in _thread.locks:
     yield
+    return
+  if is_undecided() and not is_tracing():
+    raise ValueError(
+        'An optimizer with `use_locking` must not be inside an optimizer or a'
+        ' branch without, which may drop the update, such as a'
+        ' `DropStaleGradientOptimizer`. Give that one `use_locking=True`, too.'
+    )
+  _thread.locks.append(lock)
+  try:
+    with lock, contextlib.nullcontext() if is_tracing() else at_once():
+      yield
+  finally:
+    _thread.locks.remove(lock)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ class Function:
     self._fn = fn
     self._attribute = ''
     self._graph = graph_lib.get_default_graph()
+    self._scopes = contexts.scopes()
     self._template = contexts.Template()
     self._variables = []
     self._locks = []
@@ -123,7 +124,11 @@ class Function:
 
   def _inline(self, args, kwargs):
     """Runs the function inline."""
-    with self._graph.as_default(), contexts.call_of(self._template):
+    with (
+        self._graph.as_default(),
+        contexts.scopes_are(*self._scopes),
+        contexts.call_of(self._template),
+    ):
       out = self._fn(*args, **kwargs)
     return jax.tree.map(lambda x: x, out)
 
@@ -163,7 +168,7 @@ def function(fn: Callable[..., Any]) -> Function:
   run what was compiled. As under `jax.jit`, Python code in `fn` runs only
   while JAX traces it. The old arrays of variables are not donated, because
   other threads may be reading them. A step that reduces over CPU devices waits
-  for the one before. `fn` runs in the graph that was the default when
+  for the one before. `fn` runs in the graph and the scopes of names in which
   `function` was called, in any thread. Inside another `function` or a loss, it
   becomes part of that.
 

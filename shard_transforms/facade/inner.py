@@ -4,6 +4,7 @@ from collections.abc import Callable
 import functools
 import inspect
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.tf1 import adam
 from shard_transforms._src.tf1 import ftrl
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
 from shard_transforms.facade import functional
 from shard_transforms.facade import variables
 
@@ -67,7 +70,7 @@ class OptaxOptimizer(functional.FunctionalOptimizer):
     return self._tx
 
 
-class _TensorFlowOptimizer(functional.FunctionalOptimizer):
+class TensorFlowOptimizer(functional.SeparableOptimizer):
   """An optimizer of `tf.train`: a factory, called with its hyperparameters."""
 
   def __init__(
@@ -78,6 +81,7 @@ class _TensorFlowOptimizer(functional.FunctionalOptimizer):
       *hyperparameters: Hyperparameter,
   ):
     super().__init__(use_locking, name)
+    _warn_of_constants(hyperparameters)
     self._factory = factory
     self._hyperparameters = hyperparameters
 
@@ -86,7 +90,7 @@ class _TensorFlowOptimizer(functional.FunctionalOptimizer):
     return optax.with_extra_args_support(tx)
 
 
-class GradientDescentOptimizer(_TensorFlowOptimizer):
+class GradientDescentOptimizer(TensorFlowOptimizer):
   """Gradient descent: `optax.sgd`.
 
   Args:
@@ -120,7 +124,7 @@ class GradientDescentOptimizer(_TensorFlowOptimizer):
     super().__init__(use_locking, name, optax.sgd, learning_rate)
 
 
-class MomentumOptimizer(_TensorFlowOptimizer):
+class MomentumOptimizer(TensorFlowOptimizer):
   """Gradient descent with momentum: `optax.sgd`; slot `momentum`.
 
   Args:
@@ -165,7 +169,7 @@ class MomentumOptimizer(_TensorFlowOptimizer):
     )
 
 
-class AdamOptimizer(_TensorFlowOptimizer):
+class AdamOptimizer(TensorFlowOptimizer):
   """Adam; slots `m` and `v`, and the variables `beta1_power`, `beta2_power`.
 
   Args:
@@ -209,7 +213,7 @@ class AdamOptimizer(_TensorFlowOptimizer):
     super().__init__(use_locking, name, adam.adam, *hyperparameters)
 
 
-class AdagradOptimizer(_TensorFlowOptimizer):
+class AdagradOptimizer(TensorFlowOptimizer):
   """Adagrad: `optax.adagrad` without epsilon; slot `accumulator`.
 
   Args:
@@ -253,7 +257,7 @@ class AdagradOptimizer(_TensorFlowOptimizer):
     super().__init__(use_locking, name, adagrad, learning_rate, initial)
 
 
-class RMSPropOptimizer(_TensorFlowOptimizer):
+class RMSPropOptimizer(TensorFlowOptimizer):
   """RMSProp; slots `rms`, `momentum`, and `mg` if centered.
 
   Args:
@@ -314,7 +318,7 @@ def _rmsprop(learning_rate, decay, momentum, epsilon, centered):
   )
 
 
-class FtrlOptimizer(_TensorFlowOptimizer):
+class FtrlOptimizer(TensorFlowOptimizer):
   """Follow the regularized leader; slots `accum` and `linear`.
 
   Args:
@@ -373,6 +377,20 @@ class FtrlOptimizer(_TensorFlowOptimizer):
     super().__init__(use_locking, name, ftrl.ftrl, learning_rate, *options)
     names = {'accum': accum_name, 'linear': linear_name}
     self._op_names |= {slot: name for slot, name in names.items() if name}
+
+
+def _warn_of_constants(hyperparameters):
+  """Warns of what may have been computed from a variable, and would stay."""
+  if frames.is_open() or contexts.is_repeated():
+    return
+  for value in hyperparameters:
+    if isinstance(value, jax.Array):
+      warnings.warn(
+          f'A hyperparameter stays what it is at construction, got the array'
+          f' {value!r}. If it was computed from a variable, hand in a function:'
+          ' `lambda: 0.1 * global_step`. If not, make it a Python number.',
+          stacklevel=4,
+      )
 
 
 def _number(value):

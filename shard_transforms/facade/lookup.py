@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
+import inspect
+from typing import Any
+import zlib
 
 import jax
 from jax import core
@@ -12,6 +15,7 @@ import numpy.typing as npt
 
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import scopes
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
@@ -20,11 +24,12 @@ _KEYS = graph_lib.GraphKeys
 
 def get_variable(
     name: str,
-    shape: Iterable[int] | None = None,
+    shape: Iterable[int] | int | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     initializer: npt.ArrayLike | Callable[..., npt.ArrayLike] | None = None,
-    *,
-    trainable: bool = True,
+    regularizer: Callable[[Any], npt.ArrayLike | None] | None = None,
+    trainable: bool | None = None,
+    collections: Iterable[str] | None = None,
 ) -> Variable:
   """Returns the variable of a name in the default graph; creates it if needed.
 
@@ -32,19 +37,29 @@ def get_variable(
   every call, and every tower, gets the same variable.
 
   Args:
-    name: The name.
+    name: The name, which the scopes around extend.
     shape: The shape for the initializer; an existing variable must have it.
-    dtype: The dtype for the initializer, float32 if `None`.
+    dtype: The dtype for the initializer, that of the scope or else float32 if
+      `None`; an existing variable must have the one that is given.
     initializer: The initial value: an array, or a function of no arguments, or,
-      with `shape`, of the shape and the dtype.
-    trainable: Whether it joins the trainable variables.
+      with `shape`, of the shape and the dtype, or an initializer of
+      `jax.nn.initializers`. If `None`, that of the scope; else zeros for
+      integers, and Glorot's uniform numbers for two or more dimensions, by
+      `Graph.seed` and the name.
+    regularizer: A function of the variable. What it returns at the time is
+      among the `REGULARIZATION_LOSSES`; that of the scope if `None`.
+    trainable: Whether it joins the trainable variables; if `None`, unless it
+      joins the local ones.
+    collections: The collections that it joins besides; the global variables if
+      `None`.
 
   Returns:
     The `Variable`.
 
   Raises:
-    ValueError: If it does not exist and there is no initializer, if it exists
-      in another shape, or if the initializer returns another shape.
+    ValueError: If it does not exist and there is no initializer or the scope
+      has `reuse`, if it exists in another shape or dtype, or if the initializer
+      returns another shape.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -57,26 +72,75 @@ def get_variable(
   References:
     `tf.get_variable` of TensorFlow 1.15, in a scope with `tf.AUTO_REUSE`.
   """
-  shape = None if shape is None else tuple(shape)
+  if shape is not None:
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
   graph = graph_lib.get_default_graph()
+  scope = scopes.of(graph)
+  name = scope.prefix + name
   with graph.lock:
-    for variable in graph.get_collection(_KEYS.GLOBAL_VARIABLES):
-      if variable.op.name == name:
-        _check_shape(variable.shape, shape, name)
-        return variable
+    if name in graph.variables:
+      variable = graph.variables[name]
+      _check('shape', variable.shape, shape, name)
+      wanted = dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+      _check('dtype', variable.dtype, wanted, name)
+      return variable
+    if scope.reuse:
+      raise ValueError(
+          f'Variable {name!r} must exist in a scope with `reuse`, got no such'
+          ' name. Make it in a scope without, or with `AUTO_REUSE`.'
+      )
+    dtype = scope.dtype if dtype is None else dtype
     if initializer is None:
-      raise ValueError(f'`initializer` of {name!r} must be given, got None.')
+      initializer = scope.initializer
     with frames.outside():
-      if shape is not None and callable(initializer):
-        initializer = initializer(shape, dtype or jnp.float32)
-      value = initializer() if callable(initializer) else initializer
-      _check_shape(np.shape(value), shape, name)
-      return Variable(value, trainable, name=name, dtype=dtype)
+      value: Any = _initial(initializer, shape, dtype, name, graph)
+      _check('shape', np.shape(value), shape, name)
+      if trainable is None:
+        trainable = _KEYS.LOCAL_VARIABLES not in (collections or ())
+      made = Variable(value, trainable, collections, name=name, dtype=dtype)
+  regularizer = regularizer or scope.regularizer
+  if regularizer is not None:
+    graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES).append(
+        graph_lib.Computed(name, lambda: regularizer(made))
+    )
+  return made
 
 
-def _check_shape(found, wanted, name):
+def _initial(given, shape, dtype, name, graph):
+  """Returns the initial value of a variable."""
+  initializer: Any = given
+  dtype = jax.dtypes.canonicalize_dtype(jnp.float32 if dtype is None else dtype)
+  if initializer is None:
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    if shape is None or (is_float and len(shape) < 2):
+      raise ValueError(
+          f'`initializer` of {name!r} must be given for the shape {shape}, got'
+          ' None.'
+      )
+    make = jax.nn.initializers
+    initializer = make.glorot_uniform() if is_float else make.zeros
+  if not callable(initializer):
+    return initializer
+  if shape is None:
+    return initializer()
+  arguments: list[Any] = [shape, dtype]
+  if _takes_key(initializer):
+    key = jax.random.key(graph.seed)
+    arguments.insert(0, jax.random.fold_in(key, zlib.crc32(name.encode())))
+  return initializer(*arguments)
+
+
+def _takes_key(initializer):
+  """Whether an initializer is like those of `jax.nn.initializers`."""
+  try:
+    return 'key' in inspect.signature(initializer).parameters
+  except ValueError:  # NumPy does not tell the signatures of its functions.
+    return False
+
+
+def _check(what, found, wanted, name):
   if wanted not in (None, found):
-    raise ValueError(f'`shape` of {name!r} must be {found}, got {wanted}.')
+    raise ValueError(f'`{what}` of {name!r} must be {found}, got {wanted}.')
 
 
 def global_variables(scope: str | None = None) -> list[Variable]:
@@ -100,6 +164,30 @@ def global_variables(scope: str | None = None) -> list[Variable]:
   """
   graph = graph_lib.get_default_graph()
   return graph.get_collection(_KEYS.GLOBAL_VARIABLES, scope)
+
+
+def local_variables(scope: str | None = None) -> list[Variable]:
+  """Returns the variables of the collection `LOCAL_VARIABLES`, oldest first.
+
+  Args:
+    scope: A regular expression that their names have to begin with, if given.
+
+  Returns:
+    A new list.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> local = [facade.GraphKeys.LOCAL_VARIABLES]
+    >>> with facade.Graph().as_default():
+    ...   count = facade.get_variable('n', initializer=0, collections=local)
+    ...   print(facade.local_variables(), facade.global_variables())
+    [<Variable 'n:0' shape=() dtype=int32>] []
+
+  References:
+    `tf.local_variables` of TensorFlow 1.15.
+  """
+  graph = graph_lib.get_default_graph()
+  return graph.get_collection(_KEYS.LOCAL_VARIABLES, scope)
 
 
 def trainable_variables(scope: str | None = None) -> list[Variable]:
@@ -131,11 +219,16 @@ def get_global_step(
 ) -> Variable | None:
   """Returns the global step of a graph, or `None` without one.
 
+  It is that of the collection `GLOBAL_STEP`, else the variable `global_step`.
+
   Args:
     graph: The graph; the default one if `None`.
 
   Returns:
     The `Variable`, an integer [].
+
+  Raises:
+    ValueError: If it cannot count.
 
   Examples:
     >>> from shard_transforms import facade
@@ -147,8 +240,32 @@ def get_global_step(
     `tf.train.get_global_step` of TensorFlow 1.15.
   """
   graph = graph or graph_lib.get_default_graph()
-  found = graph.get_collection(_KEYS.GLOBAL_STEP)
-  return found[0] if found else None
+  everything = graph.get_collection(_KEYS.GLOBAL_VARIABLES)
+  found = graph.get_collection(_KEYS.GLOBAL_STEP) or [
+      variable for variable in everything if variable.op.name == 'global_step'
+  ]
+  step = found[0] if found else None
+  check_step(step)
+  return step
+
+
+def check_step(global_step: object) -> None:
+  """Checks that a global step is a variable that can count, or `None`.
+
+  Raises:
+    TypeError: If it is no `Variable`.
+    ValueError: If it is no integer scalar.
+  """
+  if global_step is None:
+    return
+  if not isinstance(global_step, Variable):
+    raise TypeError(
+        f'`global_step` must be a `facade.Variable`, got {global_step!r}.'
+    )
+  if not jnp.issubdtype(global_step.dtype, jnp.integer) or global_step.shape:
+    raise ValueError(
+        f'`global_step` must be an integer scalar, got {global_step!r}.'
+    )
 
 
 def get_or_create_global_step(

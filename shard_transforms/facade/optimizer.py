@@ -1,29 +1,38 @@
-"""`Optimizer`: the methods that all optimizers of the façade share."""
+"""`Optimizer`: the methods of optimizers, which programs override."""
 
-import abc
 from collections.abc import Callable
 from collections.abc import Iterable
-from typing import TypeVar
+import contextlib
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy.typing as npt
 
-from shard_transforms.facade import gradients
+from shard_transforms.facade import contexts
+from shard_transforms.facade import differentiation
+from shard_transforms.facade import frames
+from shard_transforms.facade import lookup
+from shard_transforms.facade import slots as slots_lib
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
 
+# A variable's update is the one of these that the class overrides last.
+_UPDATES = '_apply_dense', '_resource_apply_dense'
 
-class Optimizer(abc.ABC):
-  """The base class of all optimizers of the façade.
 
-  An optimizer is an Optax transformation together with its state, in slots:
-  `apply_gradients` calls the transformation's `update` on the values of the
-  variables and slots, and assigns the results. Nothing else computes. Under
-  `function`, all of it becomes part of the compiled step.
+class Optimizer:
+  """The base class of all optimizers, to be overridden as in TensorFlow 1.
 
-  This class is abstract: use `OptaxOptimizer` for any Optax transformation.
+  `minimize` calls `compute_gradients` and `apply_gradients`, and the latter
+  `_create_slots`, `_prepare`, `_apply_dense` (or `_resource_apply_dense`) for
+  each variable, and `_finish`. Override these, or the public methods: wrappers
+  such as `CrossShardOptimizer` call the public methods of what they wrap. A
+  subclass gets arrays as gradients, and assigns to variables and slots by
+  `assign`, `assign_add` and `assign_sub`; the order of the lines is that of the
+  operations. Under `function`, all of it becomes part of the compiled step.
 
   Args:
     use_locking: Whether an update excludes those of other threads that are
@@ -40,9 +49,24 @@ class Optimizer(abc.ABC):
 
   Examples:
     >>> from shard_transforms import facade
-    >>> opt = facade.MomentumOptimizer(0.1, 0.9)
-    >>> print(isinstance(opt, facade.Optimizer), opt.get_name())
-    True Momentum
+    >>> class Heavy(facade.Optimizer):
+    ...   def __init__(self, learning_rate, use_locking=False, name='Heavy'):
+    ...     super().__init__(use_locking, name)
+    ...     self._lr = learning_rate
+    ...   def _create_slots(self, var_list):
+    ...     for v in var_list:
+    ...       self._zeros_slot(v, 'ball', self._name)
+    ...   def _prepare(self):
+    ...     self._lr_t = self._call_if_callable(self._lr)
+    ...   def _apply_dense(self, grad, var):
+    ...     ball = self.get_slot(var, 'ball').assign_add(grad)
+    ...     return var.assign_sub(self._lr_t * ball)
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0, name='w')
+    >>> opt = Heavy(0.5)
+    >>> opt.apply_gradients([(1.0, w)])
+    >>> print(w, opt.get_slot(w, 'ball').name)
+    0.5 w/Heavy:0
 
   References:
     `tf.train.Optimizer` of TensorFlow 1.15.
@@ -52,15 +76,36 @@ class Optimizer(abc.ABC):
   GATE_OP = 1
   GATE_GRAPH = 2
 
+  # Whether it applies the gradients of several calls at once.
+  _gathers = False
+  # A wrapper of a program need not call the constructor.
+  _use_locking = False
+
   def __init__(self, use_locking: bool, name: str):
     if not name:
       raise ValueError('Must specify the optimizer name')
     self._use_locking = use_locking
     self._name = name
+    self._own_slots = self._new_slots()
+
+  @property
+  def slots(self) -> slots_lib.Slots:
+    """The variables that hold its state.
+
+    Raises:
+      AttributeError: If the constructor of a subclass has made none.
+    """
+    try:
+      return self._own_slots
+    except AttributeError as error:
+      raise AttributeError(
+          f'{type(self).__name__} must call `super().__init__(use_locking,'
+          ' name)` to have slots of its own.'
+      ) from error
 
   def minimize(
       self,
-      loss: Callable[..., npt.ArrayLike],
+      loss: Callable[..., Any],
       global_step: Variable | None = None,
       var_list: Variable | Iterable[Variable] | None = None,
       gate_gradients: int = GATE_OP,
@@ -68,10 +113,11 @@ class Optimizer(abc.ABC):
       colocate_gradients_with_ops: bool = False,
       name: str | None = None,
       grad_loss: jax.typing.ArrayLike | Variable | None = None,
-  ) -> jax.Array | None:
+      *,
+      return_loss: bool = False,
+      has_aux: bool = False,
+  ) -> Any:
     """Calls `compute_gradients` and `apply_gradients`.
-
-    Evaluate the loss before this call to get the loss of the old values.
 
     Args:
       loss: As in `compute_gradients`.
@@ -82,36 +128,57 @@ class Optimizer(abc.ABC):
       colocate_gradients_with_ops: The same.
       name: As in `apply_gradients`.
       grad_loss: As in `compute_gradients`.
+      return_loss: The same.
+      has_aux: The same.
 
     Returns:
-      What `apply_gradients` returns.
+      What `apply_gradients` returns; with `return_loss` or `has_aux`, a pair of
+      that and what the loss returned, of the old values.
 
     Raises:
       TypeError: As they do.
       ValueError: As they do; and if the loss reads none of the variables.
     """
+    if return_loss or has_aux:
+      run = functools.partial(
+          Optimizer.minimize,
+          self,
+          global_step=global_step,
+          var_list=var_list,
+          gate_gradients=gate_gradients,
+          aggregation_method=aggregation_method,
+          colocate_gradients_with_ops=colocate_gradients_with_ops,
+          name=name,
+          grad_loss=grad_loss,
+      )
+      return differentiation.with_loss(run, loss, has_aux)
     grads_and_vars = self.compute_gradients(
         loss,
-        var_list,
-        gate_gradients,
-        aggregation_method,
-        colocate_gradients_with_ops,
-        grad_loss,
+        var_list=var_list,
+        gate_gradients=gate_gradients,
+        aggregation_method=aggregation_method,
+        colocate_gradients_with_ops=colocate_gradients_with_ops,
+        grad_loss=grad_loss,
     )
-    gradients.check_any_gradient(
-        grads_and_vars, ' The loss must read one of them.'
+    pairs = list(grads_and_vars)
+    differentiation.check_any_gradient(
+        pairs, ' The loss must read one of them.'
     )
-    return self.apply_gradients(grads_and_vars, global_step, name)
+    with frames.transaction():
+      return self.apply_gradients(pairs, global_step=global_step, name=name)
 
   def compute_gradients(
       self,
-      loss: Callable[..., npt.ArrayLike],
+      loss: Callable[..., Any],
       var_list: Variable | Iterable[Variable] | None = None,
       gate_gradients: int = GATE_OP,
       aggregation_method: int | None = None,
       colocate_gradients_with_ops: bool = False,
       grad_loss: jax.typing.ArrayLike | Variable | None = None,
-  ) -> gradients.Pairs:
+      *,
+      return_loss: bool = False,
+      has_aux: bool = False,
+  ) -> Any:
     """Returns the gradient of a loss for each variable.
 
     Args:
@@ -124,18 +191,22 @@ class Optimizer(abc.ABC):
       aggregation_method: Ignored.
       colocate_gradients_with_ops: Ignored.
       grad_loss: The gradient for the loss, of its shape; ones if `None`.
+      return_loss: Whether to return the loss, too.
+      has_aux: Whether `loss` returns a pair of the loss and a tree of other
+        arrays, to return both.
 
     Returns:
       Pairs of a gradient and its variable; `None` where the loss does not read
-      the variable.
+      the variable. With `return_loss` or `has_aux`, a pair of these and what
+      `loss` returned, unscaled.
 
     Raises:
-      TypeError: If `loss` is not such a function, `grad_loss` no array of real
-        numbers, or an item of `var_list` not a `Variable`.
-      ValueError: If there are no variables, one is of an integer type, or
-        `gate_gradients` is none of the class's members.
+      TypeError: If `loss` is not such a function, or `grad_loss` no array of
+        real numbers.
+      ValueError: If there are no variables, an item of `var_list` is no
+        `Variable`, one is of an integer type, or `gate_gradients` is none of
+        the class's members.
     """
-    del aggregation_method, colocate_gradients_with_ops
     gates = self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH
     if gate_gradients not in gates:
       raise ValueError(
@@ -143,14 +214,22 @@ class Optimizer(abc.ABC):
           ' Optimizer.GATE_OP, Optimizer.GATE_GRAPH, got'
           f' {gate_gradients!r}.'
       )
-    return self._compute(loss, var_list, grad_loss)
+    del aggregation_method, colocate_gradients_with_ops
+    run = functools.partial(
+        differentiation.compute_gradients,
+        var_list=var_list,
+        grad_loss=grad_loss,
+    )
+    if return_loss or has_aux:
+      return differentiation.with_loss(run, loss, has_aux)
+    return run(loss)
 
   def apply_gradients(
       self,
       grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
       global_step: Variable | None = None,
       name: str | None = None,
-  ) -> jax.Array | None:
+  ) -> Any:
     """Updates variables by gradients, once all of them have been checked.
 
     Args:
@@ -158,78 +237,275 @@ class Optimizer(abc.ABC):
         floating-point numbers and have one shape. Where the gradient is `None`,
         the variable and its slots stay.
       global_step: A variable that increases by one.
-      name: Ignored.
+      name: Handed to `_finish`.
 
     Returns:
-      The new global step, `None` without one.
+      The new global step; without one, what `_finish` returns, `None` by
+      default.
 
     Raises:
-      TypeError: If a gradient is no array, a variable or the global step not a
-        `Variable`, or a gradient or its variable not of a floating-point type.
+      NotImplementedError: If a subclass does not define `_apply_dense`.
+      TypeError: If a gradient is no array, the global step no `Variable`, or a
+        gradient or its variable not of a floating-point type.
       ValueError: If the global step is no integer scalar, no pair has a
-        gradient, an item is no pair, a variable comes twice, or a gradient is
-        of another shape.
+        gradient, an item is no pair or has no `Variable`, a variable comes
+        twice, or a gradient is of another shape.
     """
-    del name
-    if global_step is not None:
-      _check_step(global_step)
-    return self._apply(gradients.check_pairs(grads_and_vars), global_step)
+    lookup.check_step(global_step)
+    pairs = differentiation.check_pairs(grads_and_vars)
+    _check_wrapped()
+    differentiation.check_any_gradient(pairs)
+    given = [variable for grad, variable in pairs if grad is not None]
+    with self._held(given), self.slots.lock, frames.transaction():
+      with frames.outside():
+        self._create_slots(given)
+      self._prepare()
+      update_ops = self._apply_all([(g, v) for g, v in pairs if g is not None])
+      finished = self._finish(update_ops, name or self._name)
+      return finished if global_step is None else global_step.assign_add(1)
 
-  @abc.abstractmethod
   def get_slot(self, var: Variable, name: str) -> Variable | None:
     """Returns the slot of a name for a variable, `None` if there is none."""
+    return self.slots.get(var, name)
 
-  @abc.abstractmethod
   def get_slot_names(self) -> list[str]:
     """Returns the names of the slots that exist, sorted."""
+    return self.slots.names()
 
-  @abc.abstractmethod
   def variables(self) -> list[Variable]:
-    """Returns all variables that hold the optimizer's state, by name."""
+    """Returns the slots and all other state of the optimizer, by name."""
+    return self.slots.variables()
 
   def get_name(self) -> str:
     """Returns the name that was given at construction."""
     return self._name
 
-  def _compute(self, loss, var_list, grad_loss, scale=1.0):
-    """Returns the pairs of `compute_gradients`, for the scaled loss."""
-    return gradients.compute_gradients(loss, var_list, grad_loss, scale)
+  # What a subclass overrides.
 
-  @abc.abstractmethod
-  def _apply(
-      self, pairs: gradients.Pairs, global_step: Variable | None
-  ) -> jax.Array | None:
-    """Applies checked pairs, as `apply_gradients`."""
+  def _create_slots(self, var_list: list[Variable]) -> None:
+    """Makes the slots of variables; runs outside of the step, at each call."""
+    del var_list
+
+  def _prepare(self) -> None:
+    """Reads hyperparameters, before the variables are updated."""
+
+  def _apply_dense(self, grad: jax.Array, var: Variable) -> Any:
+    """Updates a variable."""
+    del grad, var
+    raise NotImplementedError(
+        f'{type(self).__name__} must define `_apply_dense(self, grad, var)`, or'
+        ' override `apply_gradients`. (`_apply_sparse` is never called:'
+        ' gradients are dense here.)'
+    )
+
+  def _resource_apply_dense(self, grad: jax.Array, var: Variable) -> Any:
+    """The same, for programs that override this one."""
+    return Optimizer._apply_dense(self, grad, var)
+
+  def _apply_sparse(self, grad: Any, var: Variable) -> Any:
+    """Refuses: JAX has no sparse gradients."""
+    del grad
+    raise NotImplementedError(
+        f'The gradient of {var.name} must be dense: JAX has no `IndexedSlices`,'
+        ' and a lookup has a gradient of the shape of its table. Update it by'
+        ' `_apply_dense`.'
+    )
+
+  _resource_apply_sparse = _apply_sparse
+
+  def _finish(self, update_ops: list[Any], name_scope: str) -> Any:
+    """Ends an update; gets what the updates of the variables returned."""
+    del update_ops, name_scope
+
+  # What a subclass calls.
+
+  def _call_if_callable(self, param: Any) -> Any:
+    """Returns a hyperparameter, or the result if it is a function."""
+    return param() if callable(param) else param
+
+  def _get_or_make_slot(
+      self, var: Variable, val: npt.ArrayLike, slot_name: str, op_name: str
+  ) -> Variable:
+    """Returns a slot; makes it with an initial value if needed."""
+    return self.slots.get_or_make(var, slot_name, op_name, lambda: val)
+
+  def _get_or_make_slot_with_initializer(
+      self,
+      var: Variable,
+      initializer: Callable[..., npt.ArrayLike],
+      shape: Iterable[int],
+      dtype: jax.typing.DTypeLike,
+      slot_name: str,
+      op_name: str,
+  ) -> Variable:
+    """Returns a slot; makes it by a function of shape and dtype if needed."""
+    return self.slots.get_or_make(
+        var, slot_name, op_name, lambda: initializer(tuple(shape), dtype)
+    )
+
+  def _zeros_slot(
+      self, var: Variable, slot_name: str, op_name: str
+  ) -> Variable:
+    """Returns a slot; makes it with zeros if needed."""
+    return self.slots.get_or_make(
+        var, slot_name, op_name, lambda: jnp.zeros(var.shape, var.dtype)
+    )
+
+  def _create_non_slot_variable(
+      self, initial_value: npt.ArrayLike, name: str, colocate_with: Variable
+  ) -> Variable:
+    """Returns a variable for all variables; makes it if needed."""
+    return self.slots.get_or_make(
+        None, name, name, lambda: initial_value, colocate_with.graph
+    )
+
+  def _get_non_slot_variable(
+      self, name: str, graph: Any = None
+  ) -> Variable | None:
+    """Returns that variable, `None` if there is none."""
+    del graph
+    return self.slots.get(None, name)
+
+  # The rest is not part of the protocol.
+
+  def _new_slots(self) -> slots_lib.Slots:
+    """Returns the slots of this optimizer; those of a call that runs again."""
+    return contexts.persistent(
+        (type(self).__name__, self._name), slots_lib.Slots
+    )
+
+  def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
+    """Updates all variables; returns what the update of each returned."""
+    update = getattr(self, self._update_name())
+    return [update(grad, var) for grad, var in pairs]
+
+  def _update_name(self) -> str:
+    """Returns the name of the method that updates a variable."""
+    return next(
+        name
+        for kind in type(self).__mro__
+        for name in _UPDATES
+        if name in vars(kind)
+    )
+
+  def _held(self, variables):
+    """Excludes other updates with locking in the graph, if this one has it."""
+    if not self._use_locking:
+      return contextlib.nullcontext()
+    return frames.held(variables[0].graph.update_lock)
 
 
-_Kind = TypeVar('_Kind', bound=Optimizer)
+class Wrapper(Optimizer):
+  """An optimizer that calls the public methods of another one.
 
-
-def check_optimizer(name: str, opt: object, kind: type[_Kind]) -> _Kind:
-  """Returns `opt` if it is an optimizer of the façade.
+  It has locking if itself or the other was given it.
 
   Raises:
-    TypeError: If it is not.
+    TypeError: If the other is no optimizer.
   """
-  if isinstance(opt, kind):
-    return opt
-  if isinstance(opt, Optimizer):
+
+  # What multiplies the loss.
+  _loss_scale: Any = 1.0
+
+  def __init__(self, opt: Optimizer, use_locking: bool, name: str):
+    self._wrapped = opt
+    super().__init__(use_locking or opt._use_locking, name)
+
+  @property
+  def _opt(self) -> Any:
+    """The wrapped optimizer."""
+    return self._wrapped
+
+  def _new_slots(self):
+    return getattr(self._wrapped, 'slots', None) or super()._new_slots()
+
+  def compute_gradients(
+      self,
+      loss: Callable[..., Any],
+      var_list: Variable | Iterable[Variable] | None = None,
+      *args: Any,
+      return_loss: bool = False,
+      has_aux: bool = False,
+      **kwargs: Any,
+  ) -> Any:
+    """Calls that of the wrapped optimizer, for the scaled loss."""
+
+    def run(loss):
+      scaled = differentiation.scaled(loss, self._loss_scale)
+      return self._opt.compute_gradients(scaled, var_list, *args, **kwargs)
+
+    if return_loss or has_aux:
+      return differentiation.with_loss(run, loss, has_aux)
+    return run(loss)
+
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+  ) -> Any:
+    """Calls that of the wrapped optimizer."""
+    return self._opt.apply_gradients(
+        grads_and_vars, global_step=global_step, name=name
+    )
+
+  def get_slot(self, var: Variable, name: str) -> Variable | None:
+    """Returns the wrapped optimizer's slot of a name, `None` without one."""
+    return self._opt.get_slot(var, name)
+
+  def get_slot_names(self) -> list[str]:
+    """Returns the names of the wrapped optimizer's slots, sorted."""
+    return self._opt.get_slot_names()
+
+  def variables(self) -> list[Variable]:
+    """Returns all variables that hold state, by name."""
+    return self._opt.variables()
+
+
+def check_optimizer(
+    name: str, opt: object, may_gather: bool = False
+) -> Optimizer:
+  """Returns `opt` if it is an optimizer of the façade.
+
+  Args:
+    name: The name of the argument.
+    opt: The optimizer.
+    may_gather: Whether it may gather the gradients of several calls.
+
+  Raises:
+    TypeError: If it is not, or gathers gradients where it must not.
+  """
+  if not isinstance(opt, Optimizer):
+    raise TypeError(
+        f'`{name}` must be an optimizer of the façade, got {opt!r}. Wrap a'
+        ' transformation of Optax in `facade.OptaxOptimizer`.'
+    )
+  if opt._gathers and not may_gather:
     raise TypeError(
         f'`{name}` must not gather gradients of several calls itself, got a'
         f' {type(opt).__name__}. Put that one outside.'
     )
-  raise TypeError(
-      f'`{name}` must be an optimizer of the façade, got {opt!r}. Wrap a'
-      ' transformation of Optax in `facade.OptaxOptimizer`.'
-  )
+  return opt
 
 
-def _check_step(global_step):
-  if not isinstance(global_step, Variable):
-    raise TypeError(
-        f'`global_step` must be a `facade.Variable`, got {global_step!r}.'
-    )
-  if not jnp.issubdtype(global_step.dtype, jnp.integer) or global_step.shape:
+def check_decided(opt: Optimizer) -> None:
+  """Checks that an optimizer that gathers gradients may do so here.
+
+  Raises:
+    ValueError: If it is inside one that may drop what it writes.
+  """
+  if frames.is_undecided():
     raise ValueError(
-        f'`global_step` must be an integer scalar, got {global_step!r}.'
+        f'{type(opt).__name__} must not be inside an optimizer or a branch that'
+        ' may drop the update, such as a `DropStaleGradientOptimizer`. Put it'
+        ' outside.'
+    )
+
+
+def _check_wrapped():
+  towers = contexts.towers()
+  if towers is not None and not towers.is_applying:
+    raise ValueError(
+        'Please wrap optimizers with TowerOptimizer in order to use'
+        f' `replicate_model_fn` with {towers.num_towers} towers.'
     )

@@ -60,6 +60,44 @@ class EstimatorSpec(NamedTuple):
   prediction_hooks: Any = None
 
 
+class TPUEstimatorSpec(NamedTuple):
+  """The result of a `model_fn` for TPUs: a record that your own loop reads.
+
+  Attributes:
+    mode: One of `ModeKeys`.
+    predictions: Arrays with an axis of examples in front, or trees of them.
+    loss: The loss, a scalar.
+    train_op: What `minimize` or `apply_gradients` returned.
+    eval_metrics: A function and its arguments, which gives metrics by name.
+    export_outputs: Ignored.
+    scaffold_fn: Ignored.
+    host_call: Ignored.
+    training_hooks: Ignored.
+    evaluation_hooks: Ignored.
+    prediction_hooks: Ignored.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.TPUEstimatorSpec(facade.ModeKeys.EVAL, loss=1.0).loss)
+    1.0
+
+  References:
+    `tf.contrib.tpu.TPUEstimatorSpec` of TensorFlow 1.15.
+  """
+
+  mode: str
+  predictions: chex.ArrayTree | None = None
+  loss: jax.typing.ArrayLike | None = None
+  train_op: chex.ArrayTree | None = None
+  eval_metrics: Any = None
+  export_outputs: Any = None
+  scaffold_fn: Any = None
+  host_call: Any = None
+  training_hooks: Any = None
+  evaluation_hooks: Any = None
+  prediction_hooks: Any = None
+
+
 def replicate_model_fn(
     model_fn: Callable[..., EstimatorSpec],
     loss_reduction: str = constants.Reduction.SUM_BY_NONZERO_WEIGHTS,
@@ -70,8 +108,11 @@ def replicate_model_fn(
   Wrap the optimizers inside in `TowerOptimizer`. Each call of the result is a
   step; inside a `function`, it is compiled. The next call reuses the optimizers
   of the first and the variables of `get_variable`, as TensorFlow did, which
-  built its graph once. Evaluate the loss that you return before you minimize
-  it: afterwards, the last tower reads the new values.
+  built its graph once. Return the loss that `minimize` returns with
+  `return_loss`: afterwards, the last tower reads the new values. In training,
+  what the loss assigns counts for each tower that takes its turn; all else that
+  the model function assigns counts for the last one alone, as in TensorFlow,
+  which ran the operation of the last tower.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,
@@ -158,9 +199,8 @@ def _in_turn(call, batch, mode, towers):
     for tower in range(n):
       towers.tower = tower
       towers.calls.append([])
-      specs.append(
-          call(*jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch))
-      )
+      part = jax.tree.map(lambda x, i=tower: jnp.split(x, n)[i], batch)
+      specs.append(_take_turn(call, part, towers))
     towers_lib.check_calls(towers)
     _check_used(mode, towers)
   loss, metrics = jax.tree.map(
@@ -174,6 +214,19 @@ def _in_turn(call, batch, mode, towers):
       ),
       eval_metric_ops=towers_lib.reduce(towers, 'mean', metrics),
   )
+
+
+def _take_turn(call, part, towers):
+  """Runs a tower; in training, only its loss and the last one assign."""
+  towers.assigned = {}
+  with frames.frame() as opened:
+    spec = call(*part)
+  new = {variable: opened.values[variable] for variable in opened.written}
+  is_last = towers.tower == towers.num_towers - 1
+  if spec.mode == constants.ModeKeys.TRAIN and not is_last:
+    new = towers.assigned
+  frames.commit(new, new.values())
+  return spec
 
 
 def _one_to_a_device(call, batch, mode, towers, placed):

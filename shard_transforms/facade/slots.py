@@ -1,4 +1,4 @@
-"""Slots: the leaves of an Optax state, as variables."""
+"""Slots: the state of an optimizer, such as an Optax state, as variables."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -8,20 +8,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 import optax
 
 from shard_transforms.facade import frames
+from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
 
 
 class Slots:
-  """The state of one transformation, each leaf a variable.
+  """The state of one optimizer, each leaf a variable.
 
-  A leaf is identified by its path in the state of parameters that are a dict by
-  name. The state for some of the variables is assembled from their leaves, and
-  shares with all others the leaves that belong to no variable, such as a count.
+  In the state of a transformation, a leaf is identified by its path in the
+  state of parameters that are a dict by name. The state for some of the
+  variables is assembled from their leaves, and shares with all others the
+  leaves that belong to no variable, such as a count.
 
   Attributes:
     lock: The lock that makes updates of the state exclusive.
@@ -35,13 +38,22 @@ class Slots:
     self._slots = {}
     self._calls = {}
 
-  def get(self, variable: Variable, name: str) -> Variable | None:
-    """Returns the slot of a name for a variable, `None` if there is none."""
+  def __reduce__(self):
+    if self._slots or self._leaves or self._counters:
+      raise TypeError(
+          'An optimizer that has slots must not be copied or pickled: they are'
+          f' variables of a graph, {self.variables()!r}. Save their values with'
+          ' `facade.get_values(opt.variables())`, and make another optimizer.'
+      )
+    return Slots, ()
+
+  def get(self, variable: Variable | None, name: str) -> Variable | None:
+    """Returns the slot of a variable, or of all; `None` if there is none."""
     return self._slots.get((variable, name))
 
   def names(self) -> list[str]:
     """Returns the names of all slots, sorted."""
-    return sorted({name for _, name in list(self._slots)})
+    return sorted({name for of, name in list(self._slots) if of is not None})
 
   def variables(self) -> list[Variable]:
     """Returns all leaves, by name."""
@@ -56,14 +68,51 @@ class Slots:
           self._counters[name] = Variable(zero, trainable=False, name=name)
       return self._counters[name]
 
-  def load(
+  def get_or_make(
+      self,
+      variable: Variable | None,
+      name: str,
+      op_name: str,
+      initial: Callable[[], npt.ArrayLike],
+      graph: graph_lib.Graph | None = None,
+  ) -> Variable:
+    """Returns the slot of a name for a variable; makes it if needed.
+
+    Args:
+      variable: The variable, `None` for all of them.
+      name: The name of the slot.
+      op_name: The second part of the name of the slot's variable.
+      initial: Returns the initial value.
+      graph: The graph, if there is no variable.
+
+    Returns:
+      The slot.
+
+    Raises:
+      ValueError: If the variable is of another graph than those that have slots
+        already, if it has a value per shard before it has slots, or if the
+        initial value is not known yet.
+    """
+    with self.lock:
+      if (variable, name) not in self._slots:
+        if variable is not None:
+          self._check_graph([variable])
+          _check_one_value(variable.op.name, variable.is_per_shard)
+          self._variables[variable.op.name] = variable
+          graph, op_name = variable.graph, f'{variable.op.name}/{op_name}'
+        with frames.outside(), (graph or graph_lib.Graph()).as_default():
+          made = Variable(initial(), trainable=False, name=op_name)
+        self._slots[variable, name] = self._leaves[variable, name] = made
+      return self._slots[variable, name]
+
+  def make(
       self,
       transformation: Callable[[], optax.GradientTransformation],
       variables: Sequence[Variable],
       slot_names: Mapping[str, str],
       op_names: Mapping[str | None, str],
-  ) -> optax.OptState:
-    """Returns the state for some variables; creates missing leaves.
+  ) -> None:
+    """Makes the leaves of the state for some variables, as far as missing.
 
     Args:
       transformation: Returns the transformation.
@@ -73,26 +122,49 @@ class Slots:
       op_names: The second part of the name of a slot's variable, by slot; under
         `None`, that of all other slots.
 
-    Returns:
-      The state, with the current values of the leaves.
-
     Raises:
       ValueError: If a variable is of another graph than those that have slots
         already, if it has a value per shard before it has slots, or if the
         state mixes variables and these are others.
     """
     call = tuple(variables)
-    if call not in self._calls:
-      with self.lock:
+    with self.lock:
+      if call not in self._calls:
         self._make(transformation, call, slot_names, op_names)
-    treedef, leaves = self._calls[call]
+
+  def load(self, variables: Sequence[Variable]) -> optax.OptState:
+    """Returns the state for some variables.
+
+    Raises:
+      ValueError: If `make` has not made it.
+    """
+    if tuple(variables) not in self._calls:
+      raise ValueError(
+          f'The slots of {[v.name for v in variables]} must be made first: an'
+          ' optimizer that overrides `_create_slots` calls'
+          ' `super()._create_slots(var_list)`, too.'
+      )
+    treedef, leaves, _ = self._calls[tuple(variables)]
     return treedef.unflatten(map(frames.read, leaves))
 
-  def store(self, variables: Sequence[Variable], state: optax.OptState) -> None:
-    """Stores the next state for some variables."""
-    _, leaves = self._calls[tuple(variables)]
-    for leaf, value in zip(leaves, jax.tree.leaves(state), strict=True):
-      leaf.assign(value)
+  def store(
+      self,
+      variables: Sequence[Variable],
+      state: optax.OptState,
+      shared: bool = True,
+  ) -> None:
+    """Stores the next state for some variables.
+
+    Args:
+      variables: The variables.
+      state: The state.
+      shared: Whether to store the leaves that belong to no variable, too.
+    """
+    _, leaves, owned = self._calls[tuple(variables)]
+    values = jax.tree.leaves(state)
+    for leaf, value, is_owned in zip(leaves, values, owned, strict=True):
+      if shared or is_owned:
+        leaf.assign(value)
 
   def _make(self, transformation, variables, slot_names, op_names):
     self._check_graph(variables)
@@ -115,11 +187,7 @@ class Slots:
       ]
       for leaf in _in_order(described, variables, slot_names):
         if leaf.path not in self._leaves:
-          if leaf.of in parted:
-            raise ValueError(
-                f'The slots of {leaf.of!r} must be made before it gets a value'
-                ' per shard: let one optimizer update it, from the start.'
-            )
+          _check_one_value(leaf.of, leaf.of in parted)
           self._add(leaf, variables[0].graph, op_names)
         elif self._leaves[leaf.path].shape != jnp.shape(leaf.value):
           raise ValueError(
@@ -128,7 +196,8 @@ class Slots:
               ' same variables with it.'
           )
     leaves = [self._leaves[leaf.path] for leaf in described]
-    self._calls[variables] = treedef, leaves
+    owned = [leaf.of is not None for leaf in described]
+    self._calls[variables] = treedef, leaves, owned
 
   def _check_graph(self, variables):
     for variable in variables:
@@ -145,13 +214,20 @@ class Slots:
     with graph.as_default():
       made = Variable(leaf.value, trainable=False, name=name)
     self._leaves[leaf.path] = made
-    if leaf.of is not None:
-      slot, number = leaf.slot, 0
-      of = self._variables[leaf.of]
-      while (of, slot) in self._slots:
-        number += 1
-        slot = f'{leaf.slot}_{number}'
-      self._slots[of, slot] = made
+    slot, number = leaf.slot, 0
+    of = None if leaf.of is None else self._variables[leaf.of]
+    while (of, slot) in self._slots:
+      number += 1
+      slot = f'{leaf.slot}_{number}'
+    self._slots[of, slot] = made
+
+
+def _check_one_value(name, is_per_shard):
+  if is_per_shard:
+    raise ValueError(
+        f'The slots of {name!r} must be made before it gets a value per shard:'
+        ' let one optimizer update it, from the start.'
+    )
 
 
 class _Leaf(NamedTuple):

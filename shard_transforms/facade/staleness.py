@@ -1,17 +1,20 @@
 """`DropStaleGradientOptimizer`: drops gradients that are too old."""
 
+from collections.abc import Iterable
 import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+import optax
 
 import shard_transforms
 from shard_transforms._src.base import arguments
 from shard_transforms.facade import contexts
+from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
-from shard_transforms.facade import functional
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
@@ -66,7 +69,7 @@ class LocalStep(Variable):
     self.assign(jnp.stack([jnp.asarray(step, jnp.int32), 0]))
 
 
-class DropStaleGradientOptimizer(functional.FunctionalWrapper):
+class DropStaleGradientOptimizer(optimizer.Wrapper):
   """Drops gradients that were computed too many steps ago.
 
   `compute_gradients` records the global step before it evaluates the loss.
@@ -74,7 +77,7 @@ class DropStaleGradientOptimizer(functional.FunctionalWrapper):
   most `staleness` since then; else it changes nothing and counts a drop.
   Where several `compute_gradients` came before one `apply_gradients` in a
   thread, the oldest step counts; where several `apply_gradients` follow, it
-  counts for each. It is `drop_stale(staleness, inner)`.
+  counts for each. `drop_stale` decides.
 
   Workers are threads: each makes its own wrapper around one shared `opt`.
   Variables, slots, the global step and the counter are shared. For speed,
@@ -118,7 +121,7 @@ class DropStaleGradientOptimizer(functional.FunctionalWrapper):
       use_locking: bool = False,
       name: str = 'DropStaleGradient',
   ):
-    super().__init__(opt, use_locking, name)
+    super().__init__(optimizer.check_optimizer('opt', opt), use_locking, name)
     self._staleness = arguments.as_int('staleness', staleness)
     self._local_step = contexts.persistent('local_step', LocalStep)
 
@@ -129,7 +132,7 @@ class DropStaleGradientOptimizer(functional.FunctionalWrapper):
 
   def stale_fraction(self, global_step: Variable) -> jax.Array:
     """Returns the fraction of gradients that were dropped, float32 []."""
-    return self._load_own(global_step, ()).stale_fraction
+    return self._state(global_step).stale_fraction
 
   def gradient_staleness_percentage(self, global_step: Variable) -> jax.Array:
     """Returns drops / (global step + 1), the percentage of TensorFlow 1."""
@@ -140,7 +143,8 @@ class DropStaleGradientOptimizer(functional.FunctionalWrapper):
     found = [*self._opt.variables(), self.stale_counter]
     return sorted(found, key=lambda variable: variable.name)
 
-  def _compute(self, loss, var_list, grad_loss, scale=1.0):
+  def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    """Records the global step, then calls that of the wrapped optimizer."""
     step = lookup.get_global_step()
     if step is None:
       raise ValueError(
@@ -149,19 +153,20 @@ class DropStaleGradientOptimizer(functional.FunctionalWrapper):
           ' `facade.get_or_create_global_step()` first.'
       )
     read_at = step.value()
-    pairs = self._inner._compute(loss, var_list, grad_loss, scale)
+    computed = super().compute_gradients(*args, **kwargs)
     self._local_step.record(read_at)
-    return pairs
+    return computed
 
-  def _transformation(self):
-    return shard_transforms.drop_stale(
-        self._staleness, self._inner._transformation()
-    )
-
-  def _extra_args(self):
-    return {'local_step': self._local_step.step}
-
-  def _load(self, variables, global_step):
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+  ) -> jax.Array:
+    """Applies fresh gradients; returns the number of drops, int32 []."""
+    lookup.check_step(global_step)
+    pairs = differentiation.check_pairs(grads_and_vars)
+    differentiation.check_any_gradient(pairs)
     if global_step is None:
       raise ValueError(
           '`global_step` of `DropStaleGradientOptimizer` must be a variable,'
@@ -173,21 +178,25 @@ class DropStaleGradientOptimizer(functional.FunctionalWrapper):
           '`compute_gradients` must come before `apply_gradients`, in the same'
           ' thread: it records the step that the gradients belong to.'
       )
-    inner_state = self._inner._load(variables, global_step)
-    return self._load_own(global_step, inner_state)
+    with self._held([variable for _, variable in pairs]), frames.transaction():
+      tx = shard_transforms.drop_stale(self._staleness)
+      state: Any = self._state(global_step)
+      update: Any = jnp.float32(1)  # It stays, or becomes 0.
+      update, state = tx.update(update, state, local_step=self._local_step.step)
+      with frames.frame('undecided') as tried:
+        super().apply_gradients(pairs, global_step, name)
+      for variable in tried.written:
+        new, old = tried.values[variable], frames.read(variable)
+        frames.commit([variable], [jnp.where(update > 0, new, old)])
+      self._local_step.use()
+      return self.stale_counter.assign(state.stale_count)
 
-  def _load_own(self, global_step, inner_state):
+  def _state(self, global_step):
+    """Returns the state of `drop_stale`."""
     count = self.stale_counter.value()
     return shard_transforms.DropStaleState(
         global_step=jnp.asarray(global_step.value(), jnp.int32),
         stale_count=count,
         stale_shard_count=count,
-        inner_state=inner_state,
+        inner_state=optax.EmptyState(),
     )
-
-  def _store(self, variables, global_step, state):
-    self._inner._store(variables, None, state.inner_state)
-    if global_step is not None:
-      global_step.assign(state.global_step)
-    self._local_step.use()
-    return self.stale_counter.assign(state.stale_count)

@@ -1,18 +1,19 @@
 """`SyncReplicasOptimizer`: synchronous training with backup workers."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import threading
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import optax
 
 import shard_transforms
 from shard_transforms._src.base import arguments
 from shard_transforms.facade import contexts
+from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
-from shard_transforms.facade import functional
-from shard_transforms.facade import gradients
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import staleness
@@ -28,7 +29,7 @@ class Averages(Protocol):
     """Updates it by the current values."""
 
 
-class SyncReplicasOptimizer(functional.Wrapper):
+class SyncReplicasOptimizer(optimizer.Wrapper):
   """Averages the first gradients of a step, whichever workers they come from.
 
   Workers are threads that share one object of this class. A worker's
@@ -89,6 +90,7 @@ class SyncReplicasOptimizer(functional.Wrapper):
   """
 
   timeout_secs = 600.0
+  _gathers = True
 
   def __init__(
       self,
@@ -100,9 +102,9 @@ class SyncReplicasOptimizer(functional.Wrapper):
       use_locking: bool = False,
       name: str = 'sync_replicas',
   ):
-    opt = optimizer.check_optimizer('opt', opt, optimizer.Optimizer)
+    opt = optimizer.check_optimizer('opt', opt, may_gather=True)
     super().__init__(opt, use_locking, name)
-    if not isinstance(opt, functional.FunctionalOptimizer):
+    if opt._gathers:
       raise ValueError(
           '`opt` of SyncReplicasOptimizer must not gather gradients itself, got'
           f' a {type(opt).__name__}: all but the last tower would be lost. Put'
@@ -130,15 +132,26 @@ class SyncReplicasOptimizer(functional.Wrapper):
     self._condition = threading.Condition()
     self._local_step = contexts.persistent('local_step', staleness.LocalStep)
 
-  def _compute(self, loss, var_list, grad_loss, scale=1.0):
+  def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    """Records the global step, then calls that of the wrapped optimizer."""
     step = lookup.get_global_step()
     read_at = None if step is None else step.value()
-    pairs = self._opt._compute(loss, var_list, grad_loss, scale)
+    computed = super().compute_gradients(*args, **kwargs)
     if read_at is not None:
       self._local_step.record(read_at)
-    return pairs
+    return computed
 
-  def _apply(self, pairs, global_step):
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+  ) -> Any:
+    """Hands gradients in, and waits for the end of the step."""
+    del name
+    optimizer.check_decided(self)
+    lookup.check_step(global_step)
+    pairs = differentiation.check_pairs(grads_and_vars)
     if global_step is None:
       raise ValueError(
           '`global_step` of SyncReplicasOptimizer must be a variable, got None:'
@@ -171,7 +184,7 @@ class SyncReplicasOptimizer(functional.Wrapper):
         )
     current.calls.append(pairs)
     if len(current.calls) == self._num_needed:
-      self._finish(global_step)
+      self._end_round(global_step)
     elif current.num_free > 0:
       current.num_free -= 1
     elif not self._condition.wait_for(
@@ -187,7 +200,7 @@ class SyncReplicasOptimizer(functional.Wrapper):
           'Another worker could not apply the mean of the gradients.'
       ) from current.error
 
-  def _finish(self, global_step):
+  def _end_round(self, global_step):
     """Applies the mean of a round, notifies workers and starts the next."""
     current, self._round = self._round, _Round(self._num_extra)
     try:
@@ -201,9 +214,9 @@ class SyncReplicasOptimizer(functional.Wrapper):
 
   def _apply_mean(self, calls, global_step):
     tx = shard_transforms.reduce_towers(len(calls))
-    mean: Any = tx.update(gradients.stack(calls), optax.EmptyState())[0]
+    mean: Any = tx.update(differentiation.stack(calls), optax.EmptyState())[0]
     pairs = [(mean.get(v.op.name), v) for _, v in calls[0]]
-    step = self._opt._apply(pairs, global_step)
+    step = super().apply_gradients(pairs, global_step)
     if self._averages is not None and self._to_average is not None:
       self._averages.apply(self._to_average)
     return step
@@ -221,6 +234,6 @@ class _Round:
   """
 
   num_free: int
-  calls: list[gradients.Pairs] = dataclasses.field(default_factory=list)
+  calls: list[differentiation.Pairs] = dataclasses.field(default_factory=list)
   is_over: bool = False
   error: Exception | None = None

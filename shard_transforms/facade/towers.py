@@ -1,16 +1,18 @@
 """`TowerOptimizer`: gathers the gradients of all towers."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import chex
+import numpy.typing as npt
 import optax
 
 import shard_transforms
 from shard_transforms.facade import contexts
-from shard_transforms.facade import functional
-from shard_transforms.facade import gradients
+from shard_transforms.facade import differentiation
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
 
@@ -19,7 +21,7 @@ Variable = variables_lib.Variable
 _COLLECTION = 'replicate_model_fn_graph_states'
 
 
-class TowerOptimizer(functional.Wrapper):
+class TowerOptimizer(optimizer.Wrapper):
   """Gathers the gradients of all towers, and applies them with the last one.
 
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
@@ -50,9 +52,9 @@ class TowerOptimizer(functional.Wrapper):
     >>> def model_fn(features, labels, mode):
     ...   opt = facade.TowerOptimizer(facade.GradientDescentOptimizer(1.0))
     ...   loss = lambda: 0.5 * jnp.mean((w * features - labels) ** 2)
-    ...   before = loss()
-    ...   train_op = opt.minimize(loss, var_list=[w])
-    ...   return facade.EstimatorSpec(mode, loss=before, train_op=train_op)
+    ...   train_op, value = opt.minimize(
+    ...       loss, var_list=[w], return_loss=True)
+    ...   return facade.EstimatorSpec(mode, loss=value, train_op=train_op)
     >>> two_towers = facade.replicate_model_fn(
     ...     model_fn, devices=['/cpu:0', '/cpu:0'])
     >>> spec = two_towers(jnp.ones(4), jnp.arange(4.0), facade.ModeKeys.TRAIN)
@@ -64,6 +66,7 @@ class TowerOptimizer(functional.Wrapper):
   """
 
   COLLECTION_FOR_GRAPH_STATES = _COLLECTION
+  _gathers = True
 
   def __init__(
       self,
@@ -74,15 +77,13 @@ class TowerOptimizer(functional.Wrapper):
     given = optimizer_or_optimizer_fn
     if callable(given) and not isinstance(given, optimizer.Optimizer):
       given = given()
-    opt = optimizer.check_optimizer(
-        'optimizer_or_optimizer_fn', given, optimizer.Optimizer
-    )
+    opt = optimizer.check_optimizer('optimizer_or_optimizer_fn', given, True)
     if isinstance(opt, TowerOptimizer):
       raise ValueError(
           '`optimizer_or_optimizer_fn` must not be a TowerOptimizer, got one:'
           ' towers are gathered once.'
       )
-    super().__init__(opt, False, opt._name)
+    super().__init__(opt, False, getattr(opt, '_name', type(opt).__name__))
 
   @staticmethod
   def has_been_used() -> bool:
@@ -101,22 +102,36 @@ class TowerOptimizer(functional.Wrapper):
     """Returns the name of the wrapped optimizer."""
     return self._opt.get_name()
 
-  def _compute(self, loss, var_list, grad_loss, scale=1.0):
+  @property
+  def _loss_scale(self):
     towers = contexts.towers()
-    if towers is not None and towers.reduction == 'mean':
-      scale /= towers.num_towers
-    return self._opt._compute(loss, var_list, grad_loss, scale)
+    if towers is None or towers.reduction == 'sum':
+      return 1.0
+    return 1 / towers.num_towers
 
-  def _apply(self, pairs, global_step):
-    opt, towers = self._opt, contexts.towers()
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+  ) -> Any:
+    """Sums gradients over the towers; the last call applies them."""
+    towers = contexts.towers()
     if towers is None:
-      return opt._apply(pairs, global_step)
-    gathered = _gather(towers, pairs)
+      return super().apply_gradients(grads_and_vars, global_step, name)
+    optimizer.check_decided(self)
+    if towers.is_applying:
+      raise ValueError(
+          'TowerOptimizer must not be inside another one, got one that applies'
+          ' gathered gradients: towers are gathered once.'
+      )
+    lookup.check_step(global_step)
+    gathered = _gather(towers, differentiation.check_pairs(grads_and_vars))
     if gathered is None:
       return None
     towers.is_applying = True
     try:
-      return opt._apply(gathered, global_step)
+      return super().apply_gradients(gathered, global_step, name)
     finally:
       towers.is_applying = False
 
@@ -165,8 +180,8 @@ def check_calls(towers: contexts.Towers, num_calls: int | None = None) -> None:
 
 
 def _gather(
-    towers: contexts.Towers, pairs: gradients.Pairs
-) -> gradients.Pairs | None:
+    towers: contexts.Towers, pairs: differentiation.Pairs
+) -> differentiation.Pairs | None:
   """Returns the sum over the towers, `None` before the last one."""
   own = towers.calls[towers.tower]
   own.append(pairs)
@@ -177,6 +192,6 @@ def _gather(
   else:
     check_calls(towers, len(own))
     calls = [of_tower[len(own) - 1] for of_tower in towers.calls]
-    grads = gradients.stack(calls)
+    grads = differentiation.stack(calls)
   summed = reduce(towers, 'sum', grads)
   return [(summed.get(v.op.name), v) for _, v in pairs]

@@ -1,7 +1,9 @@
 """Variables: named arrays that a computation reads and writes in place."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import numpy.typing as npt
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import scopes
 
 _KEYS = graph_lib.GraphKeys
 
@@ -26,6 +29,23 @@ class Operation(NamedTuple):
   """
 
   name: str
+
+
+class Shape(tuple[int, ...]):
+  """The shape of a variable: a tuple, with the methods of TensorFlow 1."""
+
+  @property
+  def ndims(self) -> int:
+    """The number of dimensions."""
+    return len(self)
+
+  def as_list(self) -> list[int]:
+    """Returns the sizes as a list."""
+    return list(self)
+
+  def num_elements(self) -> int:
+    """Returns the number of elements."""
+    return math.prod(self)
 
 
 class Variable(np.lib.mixins.NDArrayOperatorsMixin):
@@ -56,6 +76,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     initial_value: An array of any shape and dtype, or a function of no
       arguments that returns one.
     trainable: Whether it joins the trainable variables.
+    collections: The names of the collections that it joins besides; the global
+      variables if `None`.
     name: Its name; if taken, a number is appended.
     dtype: The dtype; that of `initial_value` if `None`.
 
@@ -92,6 +114,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       self,
       initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
       trainable: bool = True,
+      collections: Iterable[str] | None = None,
       *,
       name: str | None = None,
       dtype: jax.typing.DTypeLike | None = None,
@@ -109,16 +132,19 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
           f'The initial value of {name!r} must be known before anything is'
           f' traced, got {self.stored!r}.'
       )
-    self.shape = self.stored.shape
+    self.shape = Shape(self.stored.shape)
     self.dtype = self.stored.dtype
     self.trainable = trainable
     self.num_parts: int | None = None
     self.graph = graph_lib.get_default_graph()
-    self.op = Operation(self.graph.unique_name(name or 'Variable'))
+    prefix = scopes.of(self.graph).names
+    self.op = Operation(self.graph.unique_name(prefix + (name or 'Variable')))
     self.name = f'{self.op.name}:0'
-    self.graph.add_to_collection(_KEYS.GLOBAL_VARIABLES, self)
+    if collections is None:
+      collections = [_KEYS.GLOBAL_VARIABLES]
     if trainable:
-      self.graph.add_to_collection(_KEYS.TRAINABLE_VARIABLES, self)
+      collections = [*collections, _KEYS.TRAINABLE_VARIABLES]
+    self.graph.add_variable(self, dict.fromkeys(collections))
 
   @property
   def ndim(self) -> int:
@@ -128,7 +154,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   @property
   def size(self) -> int:
     """The number of elements."""
-    return int(np.prod(self.shape))
+    return self.shape.num_elements()
 
   @property
   def is_per_shard(self) -> bool:
@@ -157,7 +183,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       )
     return array
 
-  read_value = value
+  read_value = initialized_value = value
+
+  def get_shape(self) -> Shape:
+    """Returns the shape."""
+    return self.shape
 
   def shard_values(self) -> jax.Array:
     """Returns the values of all shards, [number of shards, ...].
@@ -261,6 +291,13 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   def __format__(self, spec: str) -> str:
     return format(self.value(), spec)
 
+  def __reduce__(self):
+    raise TypeError(
+        f'Variable {self.name!r} must not be copied or pickled: its graph and'
+        ' its optimizers know it by identity. Save its value with'
+        ' `facade.get_values`.'
+    )
+
   def __str__(self) -> str:
     return repr(self) if self.is_per_shard else str(self.value())
 
@@ -271,14 +308,15 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     )
 
 
-def _rebuild(_: None, children: Any) -> Any:
+def rebuild(_: None, children: Any) -> Any:
+  """Returns the array in place of its node."""
   return children[0]
 
 
 # Unflattened, a variable is its array: a function that JAX traces cannot assign
 # to its argument.
 jax.tree_util.register_pytree_node(
-    Variable, lambda variable: ((variable.value(),), None), _rebuild
+    Variable, lambda variable: ((variable.value(),), None), rebuild
 )
 
 

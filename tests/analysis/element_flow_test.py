@@ -12,7 +12,8 @@ from shard_transforms._src.analysis import jaxprs
 CUT = element_flow.Cut((4,), ends_in_zeros=True)
 OTHER = element_flow.Cut((4,))
 ONE = element_flow.Uniform()
-TOTAL = element_flow.Uniform(is_total=True)
+TOTAL = element_flow.Uniform(num_summed=8)
+WIDE_TOTAL = element_flow.Uniform(num_summed=16)
 PART = element_flow.Partial()
 TABLE = element_flow.Whole('a table')
 AXIS = 'data'
@@ -26,9 +27,17 @@ def kind_of(fn, *kinds):
   """Returns the kind of what a function makes of values of these kinds."""
   is_array = element_flow.Cut | element_flow.Whole
   values = [jnp.ones((4,) * isinstance(kind, is_array)) for kind in kinds]
-  jaxpr = jax.make_jaxpr(fn, axis_env=[(AXIS, 8), ('model', 2)])(*values)
+  axis_env = [(AXIS, 8), ('model', 2)]
+  jaxpr = jax.make_jaxpr(fn, axis_env=axis_env)(*values)
   program = jaxprs.flatten(jaxpr.jaxpr)
-  (kind,), steps = element_flow.follow(program, kinds, 8, (AXIS,))
+  found = []
+
+  # It reads a program where the axes are bound.
+  def follow():
+    found.extend(element_flow.follow(program, kinds, 8, (AXIS,)))
+
+  jax.make_jaxpr(follow, axis_env=axis_env)()
+  (kind,), steps = found
   sums = [step for step in steps if step.name == 'reduce_sum']
   return kind, len(sums)
 
@@ -84,18 +93,27 @@ class ElementFlowTest(parameterized.TestCase):
     self.assertFalse(kind_of(branch, ONE, CUT)[0].ends_in_zeros)
 
   @cases.parameters(
-      (lambda x: total(x**2), 1),
-      (lambda x: lax.psum(jnp.sum(x) + jnp.sum(2 * x), (AXIS, 'model')), 2),
-      (lambda x: lax.psum(sum([jnp.sum(x), jnp.sum(2 * x)]), AXIS), 2),
-      (lambda x: total(x).astype(jnp.bfloat16), 1),
+      (lambda x: total(x**2), TOTAL, 1),
+      (
+          lambda x: lax.psum(jnp.sum(x) + jnp.sum(2 * x), (AXIS, 'model')),
+          WIDE_TOTAL,
+          2,
+      ),
+      (lambda x: lax.psum(sum([jnp.sum(x), jnp.sum(2 * x)]), AXIS), TOTAL, 2),
+      (lambda x: total(x).astype(jnp.bfloat16), TOTAL, 1),
+      (lambda x: total(x) / 7 * (1 / 8), ONE, 1),
+      (lambda x: total(x) * 0.5, ONE, 1),
   )
-  def test_a_sum_over_all_slices_is_one_number(self, fn, num_sums):
-    self.assertEqual(kind_of(fn, CUT), (TOTAL, num_sums))
+  def test_a_sum_over_all_slices_is_one_number(self, fn, expected, num_sums):
+    self.assertEqual(kind_of(fn, CUT), (expected, num_sums))
     self.assertEqual(kind_of(lambda x: jnp.sqrt(fn(x)), CUT), (ONE, num_sums))
 
   @cases.parameters(
       # Each of them gives another number where all shards hold the whole.
       (lambda x: lax.pmean(jnp.sum(x), AXIS), '`pmean` divides'),
+      (lambda x: lax.pmean(jnp.sum(x), (AXIS, 'model')), '`pmean` divides'),
+      (lambda x: total(x) * (1 / 8), '`pmean` divides'),
+      (lambda x: 0.125 * total(x), '`pmean` divides'),
       (lambda x: lax.psum(total(x), AXIS), 'the same on all shards'),
       (lambda x: lax.psum(jnp.sqrt(total(x)), AXIS), 'the same on all shards'),
       (lambda x: lax.psum(x, AXIS), '`psum` takes several'),

@@ -36,11 +36,11 @@ class Sources(interpreter.Reader[frozenset[str]]):
     return kind | {'a stack'}
 
 
-def sources(fn):
+def sources(fn, read=jaxprs.flatten):
   """Returns from which of its three arguments a function computes a result."""
   jaxpr = jax.make_jaxpr(fn)(1.0, 2.0, jnp.arange(3.0))
   kinds = [frozenset({name}) for name in 'xyz']
-  (found,) = interpreter.interpret(jaxprs.flatten(jaxpr), kinds, Sources())
+  (found,) = interpreter.interpret(read(jaxpr), kinds, Sources())
   return found
 
 
@@ -52,11 +52,18 @@ def late(x, y, z):
   return lax.scan(turn, (0.0, 0.0, y), None, length=5)[0][0]
 
 
+def in_map(z):
+  specs = jax.P('data')
+  mesh = jax.sharding.Mesh(jax.devices()[:1], ('data',))
+  return jax.shard_map(jnp.sin, mesh=mesh, in_specs=specs, out_specs=specs)(z)
+
+
 class InterpreterTest(parameterized.TestCase):
 
   @cases.parameters(
       (lambda x, y, z: x + 1, {'x'}),
       (lambda x, y, z: jax.jit(jnp.multiply)(x, y), {'x', 'y'}),
+      (lambda x, y, z: in_map(z) * x, {'x', 'z'}),
       (lambda x, y, z: 3.0, set()),
       (
           lambda x, y, z: lax.cond(x > 0, lambda: y, lambda: 0.0),
@@ -67,6 +74,11 @@ class InterpreterTest(parameterized.TestCase):
       (
           lambda x, y, z: lax.scan(lambda c, r: (c, c), x, z)[1],
           {'x', 'a stack'},
+      ),
+      (lambda x, y, z: lax.scan(lambda c, _: (y, c), x, length=0)[0], {'x'}),
+      (
+          lambda x, y, z: lax.scan(lambda c, _: (y, c), x, length=0)[1],
+          set(),
       ),
       (
           lambda x, y, z: lax.while_loop(lambda c: c < y, lambda c: c + 1, x),
@@ -87,3 +99,4 @@ class InterpreterTest(parameterized.TestCase):
   )
   def test_runs_on_kinds(self, fn, expected):
     self.assertEqual(sources(fn), expected)
+    self.assertEqual(sources(fn, jaxprs.view), expected)

@@ -92,6 +92,13 @@ class WeightFlowTest(parameterized.TestCase):
       (carrying_the_weight(by_weight), False, False),
       (carrying_the_weight(by_hand), True, True),
       (lambda u, w: lax.map(lambda x: by_hand(x, w), u), True, True),
+      (
+          lambda u, w: lax.scan(
+              lambda c, _: (by_hand(c, w), None), u, length=0
+          )[0],
+          False,
+          True,
+      ),
       (ring, True, True),
       (weighted_ring, False, False),
       (gathered, False, False),

@@ -135,6 +135,46 @@ class GraphTest(parameterized.TestCase):
         },
     )
 
+  def test_collections_forget_what_a_step_or_a_loss_has_added(self):
+    keys = facade.GraphKeys
+    with facade.Graph().as_default():
+      w = facade.Variable(2.0)
+      facade.add_to_collection(keys.LOSSES, 1.0)
+
+      def loss():
+        facade.add_to_collection(keys.LOSSES, w * 3)
+        return sum(facade.get_collection(keys.LOSSES))
+
+      @facade.function
+      def step(x):
+        opt = facade.GradientDescentOptimizer(0.5)
+        opt.minimize(loss, var_list=[w])
+        facade.add_to_collection(keys.UPDATE_OPS, w.assign_add(x))
+        found = facade.get_collection(keys.UPDATE_OPS)
+        return found, facade.get_collection(keys.LOSSES)
+
+      first, second = step(1.0), step(2)
+      left = facade.get_collection(keys.UPDATE_OPS)
+      losses = facade.get_collection(keys.LOSSES)
+
+    self.assertEqual((first, second), (([1.5], [1.0]), ([2.0], [1.0])))
+    self.assertEqual((left, losses), ([], [1.0]))
+
+  def test_collections_keep_variables_that_a_step_has_added(self):
+    with facade.Graph().as_default():
+      w = facade.Variable(2.0)
+
+      @facade.function
+      def step(x):
+        facade.add_to_collection('mine', w)
+        return x
+
+      step(1.0)
+      step(2)
+
+      self.assertEqual(facade.get_collection('mine', 'Var'), [w])
+      self.assertEqual(facade.get_collection('mine', 'other'), [])
+
 
 class ResetTest(parameterized.TestCase):
 

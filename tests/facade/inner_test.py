@@ -1,3 +1,4 @@
+import contextlib
 import inspect
 
 from absl.testing import parameterized
@@ -293,13 +294,41 @@ class InnerTest(UpdateTest):
         'Variable': lambda: facade.Variable(RATE, trainable=False),
         'function': lambda: lambda: jnp.float32(RATE),
     }[form]()
-    opt = make(rate)
+    is_array = form == 'array'
+    warns = self.assertWarnsRegex(UserWarning, 'stays what it is')
+    with warns if is_array else contextlib.nullcontext():
+      opt = make(rate)
 
     for grads in GRADS[:2]:
       self.apply(opt, grads)
 
     params, _ = functional(make_tx(jnp.float32(RATE)), grads=GRADS[:2])
     self.assert_equal(self.params(), params)
+
+  @cases.parameters('traced', 'repeated', 'shard')
+  def test_a_rate_that_is_computed_in_the_step_is_that_of_the_step(self, kind):
+    w = facade.Variable(0.0, name='of_step')
+    step = facade.get_or_create_global_step()
+
+    def train():
+      opt = facade.GradientDescentOptimizer(0.5 * step)
+      opt.minimize(lambda: w * 1.0, step, [w])
+
+    def model_fn(features):
+      del features
+      train()
+      return facade.EstimatorSpec(None)
+
+    towers = facade.replicate_model_fn(model_fn, devices=['/cpu:0'])
+    run = {
+        'traced': facade.function(train),
+        'repeated': lambda: towers(np.zeros(1)),
+        'shard': facade.function(lambda: facade.shard(train, num_shards=1)),
+    }[kind]
+    for _ in range(3):
+      run()
+
+    self.assertEqual(float(w), -0.5 - 1.0)
 
   @cases.product(
       name=TENSORFLOW, form=('Variable', 'function'), compiled=(False, True)

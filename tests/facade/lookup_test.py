@@ -69,6 +69,65 @@ class GetVariableTest(facade_cases.GraphTest):
     with self.assertRaisesRegex(ValueError, r"'w' must be \(3,\), got \(2,\)"):
       facade.get_variable('w', shape=[2])
 
+  @cases.parameters(jnp.int32, 'bfloat16')
+  def test_refuses_another_dtype(self, dtype):
+    facade.get_variable('w', initializer=W)
+
+    with self.assertRaisesRegex(ValueError, "`dtype` of 'w' must be float32"):
+      facade.get_variable('w', dtype=dtype)
+
+  def test_finds_a_dtype_that_jax_narrows(self):
+    made = facade.get_variable('n', [], jnp.int64, jnp.zeros)
+
+    self.assertIs(facade.get_variable('n', [], jnp.int64), made)
+
+  def test_takes_the_positions_of_tensorflow(self):
+    keys = facade.GraphKeys
+    made = facade.get_variable(
+        'n', [2], jnp.float32, jnp.ones, jnp.sum, False, ['mine']
+    )
+
+    found = [
+        facade.get_collection(key)
+        for key in ('mine', keys.GLOBAL_VARIABLES, keys.TRAINABLE_VARIABLES)
+    ]
+    self.assertEqual(found, [[made], [], []])
+    self.assert_equal(
+        facade.get_collection(keys.REGULARIZATION_LOSSES), [jnp.float32(2)]
+    )
+    self.assertIs(facade.get_variable('n'), made)
+
+  def test_local_variables_are_not_trained_nor_lost(self):
+    local = [facade.GraphKeys.LOCAL_VARIABLES]
+
+    @facade.function
+    def step():
+      n = facade.get_variable('n', initializer=0.0, collections=local)
+      facade.shard(lambda: n.assign_add(1.0), num_shards=2)
+
+    step()
+    step()
+
+    (n,) = facade.local_variables()
+    self.assert_holds(n, 2.0)
+    self.assertFalse(n.trainable)
+    self.assertEqual(facade.global_variables(), [])
+
+  def test_a_regularizer_sees_the_present_value_and_its_gradient(self):
+    w = facade.get_variable(
+        'w', initializer=W, regularizer=lambda w: jnp.sum(w * w) / 2
+    )
+    facade.get_variable('b', initializer=W, regularizer=lambda b: None)
+    opt = facade.GradientDescentOptimizer(0.5)
+
+    def loss():
+      return sum(facade.get_collection('regularization_losses'))
+
+    for _ in range(2):
+      facade.function(lambda: opt.minimize(loss, var_list=[w]))()
+
+    self.assert_holds(w, W / 4)
+
   def test_needs_an_initializer_for_a_new_name(self):
     with self.assertRaisesRegex(ValueError, "`initializer` of 'w'"):
       facade.get_variable('w')
@@ -115,6 +174,34 @@ class GlobalStepTest(facade_cases.GraphTest):
     with facade.Graph().as_default():
       self.assertIsNone(facade.get_global_step())
       self.assertIsNot(facade.get_or_create_global_step(), step)
+
+  def test_is_found_by_its_name(self):
+    made = facade.get_variable(
+        'global_step', [], jnp.int32, jnp.zeros, trainable=False
+    )
+    w = facade.Variable(1.0)
+
+    self.assertIs(facade.get_global_step(), made)
+    self.assertIs(facade.get_or_create_global_step(), made)
+    # A program that made its step so could not drop stale gradients.
+    opt = facade.DropStaleGradientOptimizer(facade.AdamOptimizer(0.1), 8)
+    opt.minimize(lambda: w * w, global_step=made)
+    self.assertEqual(int(made), 1)
+
+  def test_that_of_the_collection_comes_first(self):
+    facade.get_variable('global_step', [], jnp.int32, jnp.zeros)
+    other = facade.Variable(5, trainable=False, name='other')
+    self.graph.add_to_collection(facade.GraphKeys.GLOBAL_STEP, other)
+
+    self.assertIs(facade.get_global_step(), other)
+
+  @cases.parameters(1.5, [[1, 2]])
+  def test_must_count(self, value):
+    facade.Variable(value, trainable=False, name='global_step')
+
+    for get in facade.get_global_step, facade.get_or_create_global_step:
+      with self.assertRaisesRegex(ValueError, 'must be an integer scalar'):
+        get()
 
 
 class ValuesTest(facade_cases.GraphTest):

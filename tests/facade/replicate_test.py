@@ -22,6 +22,18 @@ class ReplicateModelFnTest(parameterized.TestCase):
     super().setUp()
     self.enterContext(facade.Graph().as_default())
 
+  def test_the_record_of_tpus_is_for_a_loop_of_your_own(self):
+    spec = facade.TPUEstimatorSpec('train', loss=1.0, train_op=None)
+
+    self.assertEqual(
+        (spec.mode, spec.loss, spec.eval_metrics), ('train', 1, None)
+    )
+    replicated = facade.replicate_model_fn(
+        lambda features: spec, devices='/cpu:0'
+    )
+    with self.assertRaisesRegex(TypeError, 'must return an EstimatorSpec'):
+      replicated(np.zeros(2))
+
   @cases.parameters([IN_TURN], [AT_ONCE], [['/cpu:0']])
   def test_splits_the_batch_and_joins_what_comes_back(self, devices):
     def model_fn(features, labels, mode):

@@ -29,7 +29,8 @@ class SlotsTest(parameterized.TestCase):
     chex.assert_trees_all_equal(actual, expected, strict=True)
 
   def load(self, variables, tx=ADAM, slot_names=NO_NAMES, op_names=OP_NAMES):
-    return self.slots.load(lambda: tx, variables, slot_names, op_names)
+    self.slots.make(lambda: tx, variables, slot_names, op_names)
+    return self.slots.load(variables)
 
   def names(self):
     return [variable.name for variable in facade.global_variables()[2:]]

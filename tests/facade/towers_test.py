@@ -232,6 +232,56 @@ class TowerOptimizerTest(parameterized.TestCase):
         names, ['w:0', 'global_step:0', 'v:0', 'w/Momentum:0', 'v/Momentum:0']
     )
 
+  @cases.product(devices=(IN_TURN, AT_ONCE), compiled=(False, True))
+  def test_what_is_assigned_beside_the_loss_counts_once(
+      self, devices, compiled
+  ):
+    def model_fn(features, mode):
+      opt = facade.TowerOptimizer(facade.GradientDescentOptimizer(0.1))
+      train_op = opt.minimize(lambda: jnp.mean(features * self.w[0]))
+      self.global_step.assign_add(1)
+      return facade.EstimatorSpec(mode, loss=0.0, train_op=train_op)
+
+    step = facade.replicate_model_fn(model_fn, devices=devices)
+
+    def run(x):
+      return step(x, mode='train').loss
+
+    run = facade.function(run) if compiled else run
+    for _ in range(3):
+      run(np.arange(16, dtype=np.float32))
+
+    # As in TensorFlow, where only the last tower's operation runs.
+    self.assertEqual(int(self.global_step), 3)
+
+  @cases.parameters(False, True)
+  def test_a_metric_is_that_of_the_last_tower_in_turn(self, compiled):
+    metric = facade.Variable(0.0, trainable=False, name='metric')
+    seen = facade.Variable(0, trainable=False, name='seen')
+
+    def model_fn(features, mode):
+      def loss():
+        seen.assign_add(1)
+        return jnp.mean(features * self.w[0])
+
+      opt = facade.TowerOptimizer(facade.GradientDescentOptimizer(0.1))
+      train_op = opt.minimize(loss)
+      metric.assign_add(jnp.mean(features))
+      return facade.EstimatorSpec(mode, loss=0.0, train_op=train_op)
+
+    step = facade.replicate_model_fn(model_fn, devices=IN_TURN)
+
+    def run(x):
+      return step(x, mode='train').loss
+
+    run = facade.function(run) if compiled else run
+    for _ in range(3):
+      run(np.arange(16, dtype=np.float32))
+
+    # TensorFlow 1.15 gives 40.5; what a loss assigns counts for each tower, as
+    # `UPDATE_OPS` do.
+    self.assertEqual([float(metric), int(seen)], [40.5, 12])
+
   @parameterized.named_parameters(('in_turn', IN_TURN), ('at_once', AT_ONCE))
   def test_around_a_drop_stale_optimizer(self, devices):
     self.w.assign(np.zeros(5))

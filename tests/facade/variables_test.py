@@ -1,5 +1,7 @@
+import copy
 import itertools
 import operator
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -390,3 +392,53 @@ class ArrayOperatorsTest(facade_cases.GraphTest):
     x += w
 
     np.testing.assert_array_equal(x, X + W, strict=True)
+
+
+class ShapeTest(facade_cases.GraphTest):
+
+  def test_has_the_methods_of_tensorflow(self):
+    w = facade.Variable(jnp.ones((2, 3)))
+
+    self.assertEqual(w.shape, (2, 3))
+    self.assertEqual(w.get_shape().as_list(), [2, 3])
+    self.assertEqual((w.shape.ndims, w.shape.num_elements(), w.size), (2, 6, 6))
+    self.assert_equal(w.initialized_value(), jnp.ones((2, 3)))
+    self.assert_equal(jnp.zeros(w.shape), jnp.zeros((2, 3)))
+
+
+class CopyTest(facade_cases.GraphTest):
+
+  @cases.parameters(copy.copy, copy.deepcopy, pickle.dumps)
+  def test_a_variable_says_why_it_cannot_be_copied(self, copied):
+    w = facade.Variable(W, name='w')
+
+    with self.assertRaisesRegex(TypeError, "'w:0' must not be copied or"):
+      copied(w)
+
+  @cases.parameters(copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt)))
+  def test_an_optimizer_without_slots_is_copied(self, copied):
+    w = facade.Variable(W)
+    opt = facade.MomentumOptimizer(0.5, 0.9)
+
+    other = copied(opt)
+    for each in (opt, other):
+      each.apply_gradients([(X, w)])
+
+    self.assert_equal(other.get_slot(w, 'momentum').value(), jnp.asarray(X))
+    self.assertIsNot(other.get_slot(w, 'momentum'), opt.get_slot(w, 'momentum'))
+
+  @cases.parameters(copy.deepcopy, pickle.dumps)
+  def test_an_optimizer_with_slots_says_why_it_cannot_be_copied(self, copied):
+    w = facade.Variable(W, name='w')
+    opt = facade.MomentumOptimizer(0.5, 0.9)
+    opt.apply_gradients([(X, w)])
+
+    with self.assertRaisesRegex(TypeError, 'that has slots must not.*Momentum'):
+      copied(opt)
+
+  def test_joins_the_collections_that_it_is_given(self):
+    w = facade.Variable(W, True, ['mine'])
+
+    self.assertEqual(facade.get_collection('mine'), [w])
+    self.assertEqual(facade.trainable_variables(), [w])
+    self.assertEqual(facade.global_variables(), [])

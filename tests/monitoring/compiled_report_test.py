@@ -305,6 +305,17 @@ class ControlFlowTest(parameterized.TestCase):
         [('psum', False, False), ('pmax', False, True)],
     )
 
+  def test_a_loop_that_always_turns_once_is_neither(self):
+    def fn(x):
+      return lax.while_loop(
+          lambda c: c[0], lambda c: (False, lax.pmax(c[1], 'data')), (True, x)
+      )[1]
+
+    report = wire_report(step_over_axes(fn), ROWS, compiled=True)
+
+    (sent,) = report.collectives
+    self.assertEqual((sent.in_while, sent.conditional), (False, False))
+
   @cases.parameters(
       # The decision is computed, or that of the next turn but one is false.
       lambda c: (c[1].sum() > 1, lax.pmax(c[1], 'data') / 2, False),

@@ -343,7 +343,7 @@ class SlicedGatherTest(parameterized.TestCase):
     self.assertRegex(
         warning,
         r'`all_gather`.* gathers the whole float32\[64,16\], which sends 3,584'
-        ' bytes, of which only 64 elements are taken: slice it before',
+        ' bytes, but only 64 of its elements are used: slice it before',
     )
 
   @cases.parameters(

@@ -16,6 +16,7 @@ import python_command
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import exchanges
 
 AXIS = modes.AXIS
 ROWS = np.random.default_rng(0).integers(-99, 99, (8, 8, 3)).astype(np.float32)
@@ -113,8 +114,8 @@ class BetweenProcessesTest(parameterized.TestCase):
     rows = np.random.default_rng(0).integers(-99, 99, shape).astype(np.int16)
 
     def fn(_, rows):
-      own = collectives.exchange(rows, (AXIS,))
-      whole = collectives.gather_flat(rows[0], (AXIS,))
+      own = exchanges.exchange(rows, (AXIS,))
+      whole = exchanges.gather_flat(rows[0], (AXIS,))
       return own, axes_lib.to_varying(whole, (AXIS,))
 
     with (

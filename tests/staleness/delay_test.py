@@ -248,7 +248,7 @@ class GatesTest(parameterized.TestCase):
       return tx.update(grads, tx.init(params), params, weight=2.0)[0]
 
     with self.assertRaisesRegex(
-        ValueError, '`weight` of `delay_updates` must come behind the reduction'
+        ValueError, '`weight` of `delay_updates` must come after the reduction'
     ):
       jax.eval_shape(modes.map_shards('vmap', shard), _params(), DATA[:, 0])
 

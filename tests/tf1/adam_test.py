@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.tf1 import adam
+from shard_transforms import tf1
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -35,14 +35,14 @@ class AdamTest(parameterized.TestCase):
     chex.assert_trees_all_close(actual, expected, rtol=rtol, strict=True)
 
   def test_is_that_of_optax_where_epsilon_is_small(self):
-    updates, state = updates_of(adam.adam(0.1, 0.8, 0.95, 1e-8))
+    updates, state = updates_of(tf1.adam(0.1, 0.8, 0.95, 1e-8))
 
     expected, (of_optax, _) = updates_of(optax.adam(0.1, 0.8, 0.95, eps=1e-8))
     self.assert_close(updates, expected)
     self.assert_close((state.m, state.v), (of_optax.mu, of_optax.nu))
 
   def test_is_that_of_optax_with_the_epsilon_of_each_step(self):
-    updates, _ = updates_of(adam.adam(0.1, 0.8, 0.95, 0.1))
+    updates, _ = updates_of(tf1.adam(0.1, 0.8, 0.95, 0.1))
 
     tx = optax.inject_hyperparams(optax.adam, static_args=('b1', 'b2'))(
         0.1,
@@ -53,7 +53,7 @@ class AdamTest(parameterized.TestCase):
     self.assert_close(updates, updates_of(tx)[0])
 
   def test_adds_epsilon_before_the_bias_is_corrected(self):
-    updates, _ = updates_of(adam.adam(0.1, 0.8, 0.95, 0.1), grads=GRADS[:1])
+    updates, _ = updates_of(tf1.adam(0.1, 0.8, 0.95, 0.1), grads=GRADS[:1])
 
     m, v = (
         jax.tree.map(lambda g, decay=decay, n=n: (1 - decay) * g**n, GRADS[0])
@@ -68,7 +68,7 @@ class AdamTest(parameterized.TestCase):
     )
 
   def test_keeps_the_powers_of_the_betas(self):
-    tx = adam.adam(0.1, 0.8, 0.95, 1e-8)
+    tx = tf1.adam(0.1, 0.8, 0.95, 1e-8)
 
     _, state = updates_of(tx)
 
@@ -82,7 +82,7 @@ class AdamTest(parameterized.TestCase):
     )
 
   def test_goes_on_below_the_smallest_power(self):
-    tx = adam.adam(0.1, 0.8, 0.95, 1e-8)
+    tx = tf1.adam(0.1, 0.8, 0.95, 1e-8)
     state = tx.init(PARAMS)._replace(
         beta1_power=jnp.float32(0), beta2_power=jnp.float32(0)
     )
@@ -95,7 +95,7 @@ class AdamTest(parameterized.TestCase):
     )
 
   def test_starts_from_zeros(self):
-    state = adam.adam(0.1, 0.8, 0.95, 1e-8).init(PARAMS)
+    state = tf1.adam(0.1, 0.8, 0.95, 1e-8).init(PARAMS)
 
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     chex.assert_trees_all_equal((state.m, state.v), (zeros, zeros), strict=True)
@@ -105,17 +105,17 @@ class AdamTest(parameterized.TestCase):
 
     @jax.jit
     def update(hyperparameters):
-      tx = adam.adam(*hyperparameters)
+      tx = tf1.adam(*hyperparameters)
       return tx.update(GRADS[0], tx.init(PARAMS))
 
     self.assert_close(
         update(tuple(map(jnp.float32, numbers))),
-        adam.adam(*numbers).update(GRADS[0], adam.adam(*numbers).init(PARAMS)),
+        tf1.adam(*numbers).update(GRADS[0], tf1.adam(*numbers).init(PARAMS)),
     )
 
   def test_keeps_dtypes(self):
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
-    tx = adam.adam(jnp.float32(0.1), 0.8, 0.95, 1e-8)
+    tx = tf1.adam(jnp.float32(0.1), 0.8, 0.95, 1e-8)
     state = tx.init(half)
 
     updates, after = tx.update(half, state)
@@ -124,7 +124,7 @@ class AdamTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(after, state)
 
   def test_ignores_extra_arguments(self):
-    tx = adam.adam(0.1, 0.8, 0.95, 1e-8)
+    tx = tf1.adam(0.1, 0.8, 0.95, 1e-8)
 
     given = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=3.0)
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import cases
-from shard_transforms._src.tf1 import ftrl
+from shard_transforms import tf1
 
 RNG = np.random.default_rng(0)
 START = RNG.normal(size=6).astype(np.float32)
@@ -69,7 +69,7 @@ class FtrlTest(parameterized.TestCase):
 
   @parameterized.named_parameters(OPTIONS.items())
   def test_follows_its_formulas(self, options):
-    tx = ftrl.ftrl(RATE, **options)
+    tx = tf1.ftrl(RATE, **options)
 
     params, state = updated(tx, jnp.asarray(START), GRADS)
 
@@ -89,7 +89,7 @@ class FtrlTest(parameterized.TestCase):
     self.assertBetween(zeros.sum(), 1, 5)
 
   def test_updates_each_leaf_by_itself(self):
-    tx = ftrl.ftrl(RATE, **OPTIONS['all'])
+    tx = tf1.ftrl(RATE, **OPTIONS['all'])
     split = [{'a': g[0], 'b': (g[1:3], g[3:])} for g in GRADS]
     start = {'a': START[0], 'b': (START[1:3], START[3:])}
 
@@ -107,7 +107,7 @@ class FtrlTest(parameterized.TestCase):
     )
 
   def test_starts_from_the_initial_sum_and_zeros(self):
-    state = ftrl.ftrl(RATE, initial_accumulator_value=0.25).init(
+    state = tf1.ftrl(RATE, initial_accumulator_value=0.25).init(
         {'w': jnp.asarray(START)}
     )
 
@@ -118,7 +118,7 @@ class FtrlTest(parameterized.TestCase):
     )
 
   def test_zero_gradients_from_a_zero_sum_stay_finite(self):
-    tx = ftrl.ftrl(
+    tx = tf1.ftrl(
         RATE, initial_accumulator_value=0.0, l2_regularization_strength=0.1
     )
 
@@ -129,10 +129,10 @@ class FtrlTest(parameterized.TestCase):
   def test_the_learning_rate_may_be_an_array(self):
     @jax.jit
     def update(rate):
-      tx = ftrl.ftrl(rate, **OPTIONS['all'])
+      tx = tf1.ftrl(rate, **OPTIONS['all'])
       return tx.update(GRADS[0], tx.init(START), START)
 
-    tx = ftrl.ftrl(RATE, **OPTIONS['all'])
+    tx = tf1.ftrl(RATE, **OPTIONS['all'])
     chex.assert_trees_all_close(
         update(jnp.float32(RATE)),
         tx.update(jnp.asarray(GRADS[0]), tx.init(START), START),
@@ -142,7 +142,7 @@ class FtrlTest(parameterized.TestCase):
 
   def test_keeps_dtypes(self):
     half = jnp.asarray(START, jnp.bfloat16)
-    tx = ftrl.ftrl(jnp.float32(RATE), **OPTIONS['all'])
+    tx = tf1.ftrl(jnp.float32(RATE), **OPTIONS['all'])
     state = tx.init(half)
 
     updates, after = tx.update(half, state, half)
@@ -150,7 +150,7 @@ class FtrlTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes((updates, after), (half, state))
 
   def test_ignores_extra_arguments(self):
-    tx = ftrl.ftrl(RATE)
+    tx = tf1.ftrl(RATE)
     state = tx.init(START)
 
     given = tx.update(GRADS[0], state, START, weight=3.0)
@@ -158,7 +158,7 @@ class FtrlTest(parameterized.TestCase):
     chex.assert_trees_all_equal(given, tx.update(GRADS[0], state, START))
 
   def test_needs_the_parameters(self):
-    tx = ftrl.ftrl(RATE)
+    tx = tf1.ftrl(RATE)
 
     with self.assertRaisesRegex(ValueError, 'must be given the parameters'):
       tx.update(GRADS[0], tx.init(START))
@@ -167,7 +167,7 @@ class FtrlTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, '`learning_rate_power` must not be positive, got 0.5'
     ):
-      ftrl.ftrl(RATE, learning_rate_power=0.5)
+      tf1.ftrl(RATE, learning_rate_power=0.5)
 
   @cases.parameters(
       'initial_accumulator_value',
@@ -179,4 +179,4 @@ class FtrlTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, f'`{name}` must not be negative, got -0.1'
     ):
-      ftrl.ftrl(RATE, **{name: -0.1})
+      tf1.ftrl(RATE, **{name: -0.1})

@@ -14,6 +14,8 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import exchanges
+from shard_transforms._src.reduction import vmapped_collectives
 
 _CALLER = 'adasum'
 
@@ -92,7 +94,7 @@ def adasum(
       nodes = merge(rows, sizes)
     else:
       # Else the compiler could divide the nodes among the shards again.
-      nodes = collectives.on_each_shard(merge, axes, rows, sizes)
+      nodes = vmapped_collectives.on_each_shard(merge, axes, rows, sizes)
     return _whole(nodes, leaves, axes, is_cut)
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
@@ -141,7 +143,7 @@ def _rows(leaves, axes, is_cut):
     gathered = [collectives.gather(leaf, axes) for leaf in leaves]
     return [x.reshape(len(x), -1) for x in gathered]
   return aggregator.map_packed(
-      lambda buffer: collectives.exchange(buffer, axes),
+      lambda buffer: exchanges.exchange(buffer, axes),
       [aggregator.rows_of(leaf, axes) for leaf in leaves],
       num_rows=axes_lib.size(axes, _CALLER),
   )

@@ -21,6 +21,7 @@ from shard_transforms._src.base import thresholds
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import exchanges
 
 Axes = tuple[Hashable, ...]
 # Takes this shard's real arrays; whether this shard counts, bool [], or `None`
@@ -91,7 +92,7 @@ def map_elements(
   """
 
   def send(buffer):
-    rows = collectives.exchange(rows_of(buffer, axes), axes)
+    rows = exchanges.exchange(rows_of(buffer, axes), axes)
     whole = collectives.gather(combine(rows), axes)
     return leaves_lib.join(whole, buffer)
 

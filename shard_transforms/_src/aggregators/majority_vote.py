@@ -8,6 +8,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import small_integers
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import exchanges
 
 _CALLER = 'majority_vote'
 _BITS = 8
@@ -96,7 +97,7 @@ def _vote_in_bits(leaf, counts, axes):
   if counts is not None:
     has_vote = jnp.full((num_shards, 1), counts, jnp.uint8)
     ballots = jnp.concatenate([ballots, has_vote], axis=1)
-  ballots = collectives.exchange(ballots, axes)
+  ballots = exchanges.exchange(ballots, axes)
   num_votes, has_vote = num_shards, jnp.ones(num_shards, bool)
   if counts is not None:
     ballots, has_vote = ballots[:, :-1], ballots[:, -1] > 0

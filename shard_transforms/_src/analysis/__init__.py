@@ -9,5 +9,5 @@ people give, such as scopes, mean nothing to a reader.
 Readers err on different sides. `element_flow` is sound: whatever it does not
 know counts as not element-wise. `deadlocks` and `redundant_sums` give warnings:
 whatever they do not know gives none. `weight_flow` is in between: it sees that
-a weight gets into a sum, but not that it is multiplied. Imports `base`.
+a sum depends on a weight, but not that it is multiplied. Imports `base`.
 """

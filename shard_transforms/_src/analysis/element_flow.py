@@ -1,10 +1,9 @@
-"""Where the elements of arrays get to in a program.
+"""Which results of a program depend on which elements of its arrays.
 
 `Mixed` is the top of the kinds here: nothing is known but the reason, and
 everything computed from it is mixed as well. So are the results of a primitive
-that is not understood, if its inputs contain elements. The reader sees where
-elements get to, and not their values: sizes, which are values, are left to
-`equivalence`.
+that is not understood, if its inputs contain elements. The reader
+follows elements, not values: `equivalence` compares sizes, which are values.
 """
 
 from collections.abc import Hashable
@@ -61,11 +60,11 @@ class Uniform:
   """One number, perhaps at many places; the same on all shards.
 
   Attributes:
-    is_total: Whether it is a sum over all slices, as it comes from `psum`.
+    num_summed: The number of shards over which `psum` has just summed slices.
     is_zero: Whether it is known to be zero.
   """
 
-  is_total: bool = False
+  num_summed: int = 0
   is_zero: bool = False
 
 
@@ -170,7 +169,12 @@ class _Elements(interpreter.Reader[Kind]):
           and is_over_slices
           and step.params.get('axis_index_groups') is None
       ):
-        return Uniform(is_total=True)
+        further = [axis for axis in step.axes if axis not in self.axes]
+        sizes = [
+            step.axis_sizes.get(axis) or axes_lib.size([axis], 'shard_update')
+            for axis in further
+        ]
+        return Uniform(num_summed=self.num_slices * math.prod(sizes))
       return _USED_EARLY
     if isinstance(kind, Mixed):
       return kind
@@ -204,11 +208,9 @@ class _Elements(interpreter.Reader[Kind]):
     """Returns the kind of an element-wise result."""
     if step.name in primitives.COPIES:
       return kinds[0]
-    if kinds[0] == Uniform(is_total=True):
-      # With one slice, nothing is wrong.
-      is_mean = step.name == 'div' and self.num_slices > 1
-      if is_mean and _is_number(step.inputs[1], self.num_slices):
-        return Mixed('`pmean` divides a sum over slices by their number')
+    # With one slice, nothing is wrong.
+    if self.num_slices > 1 and _is_mean(step, kinds):
+      return Mixed('`pmean` divides a sum over slices by their number')
     return _at_each_place(kinds, _gives_zeros(step, kinds))
 
   def _moved(self, step, kinds):
@@ -225,7 +227,7 @@ class _Elements(interpreter.Reader[Kind]):
       if merged.ends_in_zeros:
         return Partial()
       return Mixed(
-          '`reduce_sum` takes several of them together, of which those behind'
+          '`reduce_sum` takes several of them together, and the padding behind'
           ' the last element may not be zero'
       )
     return element_layout.moved(step, merged) or _not_understood(step)
@@ -258,10 +260,13 @@ def _at_each_place(kinds, ends_in_zeros=None):
   if Cut in by_class:
     if ends_in_zeros is None:
       ends_in_zeros = _all_end_in_zeros(kinds)
-    cuts = [kind for kind in kinds if isinstance(kind, Cut)]
-    if len({kind.layout for kind in cuts}) > 1:
-      return Mixed('they meet in different layouts')
-    return dataclasses.replace(cuts[0], ends_in_zeros=ends_in_zeros)
+    first = by_class[Cut]
+    for kind in kinds:
+      if isinstance(kind, Cut) and kind.layout != first.layout:
+        return Mixed('they meet in different layouts')
+    if first.ends_in_zeros == ends_in_zeros:
+      return first
+    return dataclasses.replace(first, ends_in_zeros=ends_in_zeros)
   return by_class.get(Whole, Uniform())
 
 
@@ -295,6 +300,19 @@ def _is_linear(step, kinds):
       jnp.issubdtype(x.aval.dtype, jnp.integer) for x in step.outputs
   )
   return (is_sum or step.name in primitives.COPIES) and not is_exact
+
+
+def _is_mean(step, kinds):
+  """Whether a step divides a sum over shards by their number."""
+  places = {'div': (0,), 'mul': (0, 1)}.get(step.name, ())
+  for place in places:
+    kind = kinds[place]
+    if isinstance(kind, Uniform) and kind.num_summed:
+      factor = step.inputs[1 - place]
+      dtype = factor.aval.dtype
+      number = kind.num_summed if step.name == 'div' else 1 / kind.num_summed
+      return _is_number(factor, np.asarray(number).astype(dtype))
+  return False
 
 
 def _is_number(value, number):

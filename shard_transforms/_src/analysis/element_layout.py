@@ -80,8 +80,8 @@ def looked_up(step: jaxprs.Step, indices: Cut) -> Cut | None:
     indices: The layout of the places to look at.
   """
   numbers = step.params['dimension_numbers']
-  # The last dimension of the indices is that of an index; what is found stands
-  # behind those that are left.
+  # The last dimension of the indices holds an index. The numbers that are found
+  # stand behind the other dimensions.
   num_places = len(step.inputs[1].aval.shape) - 1
   if (
       not indices.trail

@@ -4,10 +4,11 @@ Such a transformation gives the same numbers on slices of the parameters as on
 the whole. It is recognized from its program, traced on types alone, by two
 questions that are both needed:
 
-* Where does each element get to (`element_flow`)? An abstract interpretation,
-  with a kind in place of each array. Comparing programs does not show this: the
-  steps of `u * b[0]` are the same on slices where `b` has one element, although
-  all shards but one then multiply by the zero of its padding.
+* Which results depend on an element (`element_flow`)? An abstract
+  interpretation, with a kind in place of each array. Comparing programs does
+  not show this: the steps of `u * b[0]` are the same on slices where `b` has
+  one element, although all shards but one then multiply by the zero of its
+  padding.
 * Is the program on slices the same, but for shapes (`equivalence`)? Following
   elements does not show this: the size in `u / u.size` is a number to the
   program.
@@ -217,9 +218,12 @@ def _problem_of_results(program, taken, given, cutting):
       case element_flow.Whole() if isinstance(kind, element_flow.Cut):
         return f'{result.differs}, in {_name(path)}', understood
       case element_flow.Partial():
-        return f'a sum over one slice gets into {_name(path)}', understood
+        return f'{_name(path)} depends on a sum over one slice', understood
       case element_flow.Cut() if not isinstance(kind, element_flow.Cut):
-        return f'elements get into what is not cut, {_name(path)}', understood
+        return (
+            f'{_name(path)}, which is not cut, depends on elements',
+            understood,
+        )
       case element_flow.Cut() if not result.is_plain:
         return f'{_name(path)} has further dimensions', understood
   return None, understood

@@ -4,7 +4,7 @@ A program runs on *kinds* in place of arrays: what a reader wants to know of a
 value, such as the axes over which it differs between shards. A reader says what
 it knows of each primitive and how kinds join. What all readers share is here:
 branches are joined, loops run until the kinds of their carry stay the same, and
-calls are inlined by `jaxprs`.
+calls are entered, unless `jaxprs.flatten` has inlined them.
 """
 
 from collections.abc import Sequence
@@ -86,29 +86,38 @@ def interpret(
     kinds: The kinds of its inputs.
     reader: What is asked.
   """
-  found = dict(zip(program.inputs, kinds, strict=True))
+  # By identity: a literal of JAX has no hash in 0.10.
+  found = dict(zip(map(id, program.inputs), kinds, strict=True))
 
   def of(values):
     return [
-        found[value] if value in found else reader.constant(value)
+        found[id(value)] if id(value) in found else reader.constant(value)
         for value in values
     ]
 
   for step in program.steps:
     given = of(step.inputs)
-    if not step.bodies:
-      results = reader.primitive(step, given)
-    elif step.name == 'cond':
-      results = _branch(step, given, reader)
-    elif step.name in ('scan', 'while'):
-      results = _loop(step, given, reader)
+    if step.bodies:
+      results = _run_bodies(step, given, reader)
     else:
-      inside = reader.inside(step, given)
-      for body in step.bodies:
-        interpret(body, [inside] * len(body.inputs), reader)
       results = reader.primitive(step, given)
-    found.update(zip(step.outputs, results, strict=True))
+    # A `zip` that is strict takes three times as long.
+    for i, value in enumerate(step.outputs):
+      found[id(value)] = results[i]
   return of(program.outputs)
+
+
+def _run_bodies(step, kinds, reader):
+  if step.name == jaxprs.CALL:
+    return interpret(step.bodies[0], kinds, reader)
+  if step.name == 'cond':
+    return _branch(step, kinds, reader)
+  if step.name in ('scan', 'while'):
+    return _loop(step, kinds, reader)
+  inside = reader.inside(step, kinds)
+  for body in step.bodies:
+    interpret(body, [inside] * len(body.inputs), reader)
+  return reader.primitive(step, kinds)
 
 
 def _branch(step, kinds, reader):
@@ -120,13 +129,16 @@ def _branch(step, kinds, reader):
 
 def _loop(step, kinds, reader):
   loop = jaxprs.loop(step)
-  condition_reads = kinds[: loop.num_condition]
   first = loop.num_condition + loop.num_read
-  read, carry = kinds[loop.num_condition : first], kinds[first:]
+  read, given = kinds[loop.num_condition : first], kinds[first:]
+  results = step.outputs[loop.num_carry :]
+  if not step.params.get('length', 1):
+    # A scan without turns, whose body sends nothing.
+    return [*given[: loop.num_carry], *map(reader.constant, results)]
   scanned = loop.body.inputs[loop.num_read + loop.num_carry :]
-  rows = list(map(reader.row, carry[loop.num_carry :], scanned))
+  rows = list(map(reader.row, given[loop.num_carry :], scanned))
   before, ends = None, []
-  carry = list(map(reader.carried, carry[: loop.num_carry]))
+  carry = list(map(reader.carried, given[: loop.num_carry]))
   # A turn may read what the one before it has put into the carry.
   while carry != before:
     before = carry
@@ -134,9 +146,9 @@ def _loop(step, kinds, reader):
     carried = zip(carry, ends[: loop.num_carry], strict=True)
     carry = list(map(reader.join, carried))
   if loop.condition is not None:
+    condition_reads = kinds[: loop.num_condition]
     (go_on,) = interpret(loop.condition, condition_reads + carry, reader)
     return reader.chosen(step, go_on, carry)
-  # What the last turn gives, if there is one.
-  last = ends[: loop.num_carry] if step.params['length'] else carry
-  stacks = ends[loop.num_carry :], step.outputs[loop.num_carry :]
-  return [*last, *map(reader.stacked, *stacks)]
+  stacks = map(reader.stacked, ends[loop.num_carry :], results)
+  # What the last turn gives.
+  return [*ends[: loop.num_carry], *stacks]

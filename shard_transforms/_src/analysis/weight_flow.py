@@ -1,4 +1,4 @@
-"""Whether the weights of shards get into the sums over them.
+"""Whether sums over shards use the weights of the shards.
 
 Each value has bits: whether it depends on updates, whether it depends on the
 weight, and whether these are updates of other shards, which were sent without
@@ -9,8 +9,6 @@ right.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
-import functools
-import operator
 
 import jax.extend
 
@@ -42,7 +40,7 @@ def sums_without(
     alone.
   """
   reader = _Weights(frozenset(axes))
-  results = interpreter.interpret(jaxprs.flatten(jaxpr), given, reader)
+  results = interpreter.interpret(jaxprs.view(jaxpr), given, reader)
   found = reader.found or any(map(_is_sent_alone, results))
   return found, [_is_alone(bits) for bits in results]
 
@@ -64,7 +62,10 @@ class _Weights(interpreter.Reader[int]):
     return 0
 
   def join(self, kinds):
-    return functools.reduce(operator.or_, kinds, 0)
+    bits = 0
+    for kind in kinds:
+      bits |= kind
+    return bits
 
   def primitive(self, step, kinds):
     if step.name in primitives.SENDING and self.axes.intersection(step.axes):
@@ -87,7 +88,7 @@ def _is_alone(bits: int) -> bool:
 
 
 def _is_sent_alone(bits: int) -> bool:
-  return _is_alone(bits) and bool(bits & _SENT)
+  return bool(bits & _SENT) and _is_alone(bits)
 
 
 def _keeps_apart(step: jaxprs.Step, kinds: Sequence[int]) -> bool:

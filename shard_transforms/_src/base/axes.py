@@ -120,7 +120,7 @@ def has_explicit(axes: Sequence[Hashable]) -> bool:
 
 
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
-  """Whether `axes` are of a mesh of which no axis is left to the compiler."""
+  """Whether `axes` are of a mesh whose axes are all mapped."""
   return set(axes).issubset(_manual_axes()) and not unmapped_axes(axes)
 
 
@@ -200,7 +200,7 @@ def fuses_up_to_barriers() -> bool:
 
 
 def untracked_axes() -> tuple[Hashable, ...]:
-  """Returns the mapped mesh axes of which types do not tell what varies."""
+  """Returns the mapped mesh axes over which types do not tell what varies."""
   return tuple(
       axis
       for axis in _manual_axes()

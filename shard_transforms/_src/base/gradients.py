@@ -77,10 +77,10 @@ def value_and_grad(
   """Returns a function for the value and the gradient of each shard.
 
   `jax.value_and_grad`, with the parameters marked by `per_shard`: the value is
-  the loss of the shard's own batch, and the gradient is that of this loss
-  alone, whether under `jax.shard_map` (checked or not), `jax.pmap` or
-  `jax.vmap`. Reduce the gradient with `cross_shard_mean`, and the value, for
-  display, with `shard_mean`.
+  the loss of the shard's own batch, and the gradient is of this loss alone,
+  whether under `jax.shard_map` (checked or not), `jax.pmap` or `jax.vmap`.
+  Reduce the gradient with `cross_shard_mean`, and the value, for display, with
+  `shard_mean`.
 
   Args:
     fun: A function of arrays whose result is a scalar, or a pair of a scalar

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
-# What users hand in.
+# As users give them.
 GroupsLike = Sequence[Sequence[int]] | np.ndarray
 
 

@@ -61,7 +61,7 @@ def _apart(tree):
 
 
 def check_kept(before: Any, after: Any, caller: str) -> None:
-  """Checks that nothing that differs between shards gets into shared state.
+  """Checks that shared state is the same on all shards after a step.
 
   Raises:
     ValueError: If a leaf varies over an axis over which it did not before.

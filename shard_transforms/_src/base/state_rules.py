@@ -1,4 +1,4 @@
-"""What a state declares beside itself: resizing, health and metrics.
+"""What a state declares about itself: resizing, health and metrics.
 
 `resize_state`, `check_health` and `metrics` know no state of this library by
 name. They ask each node of a state for `resize_rules`, `health_problem` and
@@ -45,14 +45,14 @@ class ResizeRule:
 
   Args:
     kind: `'keep'` for what does not depend on the number of shards; `'sum'`,
-      `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows each of which
-      becomes the mean of all finite ones; `'share'` for rows each of which
-      becomes an equal part of the sum of all; `'cut_anew'` for slices of one
+      `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows that each
+      become the mean of all finite ones; `'share'` for rows that each become an
+      equal part of the sum of all; `'cut_anew'` for slices of one
       array, which are joined and cut again; `'begin_anew'` for what is
       initialized again; `'refuse'` for what cannot be carried over.
     empty: The value of a shard that is added, and of a part that starts again.
-      `None` is 0; for `'minimum'` and `'maximum'` it is that of all shards so
-      far.
+      `None` is 0; for `'minimum'` and `'maximum'` it is the extreme of all
+      shards so far.
     reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
       the name of the leaf.
     row_weights: For `'average'` and `'share'`, how much each row counts,

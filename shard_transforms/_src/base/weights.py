@@ -81,8 +81,8 @@ def safe_divisor(total_weight: jax.Array) -> jax.Array:
 def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
   """Returns the weight of what was reduced: a mean's total, 1 or 0 for a sum.
 
-  A sum contains its weights already: later reductions only need to know whether
-  there was any.
+  A sum already contains its weights: later reductions only need to know whether
+  there were any.
   """
   return jnp.sign(total_weight) if reduction == 'sum' else total_weight
 

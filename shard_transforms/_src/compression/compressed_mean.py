@@ -6,7 +6,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'compressed_mean'
 
@@ -19,7 +19,7 @@ def compressed_mean(
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
-    algorithm: reduction_options.Algorithm = 'flat',
+    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by a compressed mean over all shards of a mapped axis.
 
@@ -41,7 +41,7 @@ def compressed_mean(
   With the extra argument `weight`, a scalar :math:`w_i` a shard, :math:`u_i`
   stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero sends zeros
   and keeps its residuals; a total of zero gives a zero update, and all shards
-  keep theirs. A NaN with a weight gets into the residuals and stays there:
+  keep theirs. A NaN with a weight enters the residuals and stays there:
   `guard` around the reduction keeps it out.
 
   With `feedback='ef21'`, each shard keeps an estimate :math:`m_i` of its
@@ -118,7 +118,7 @@ def compressed_mean(
     https://arxiv.org/abs/1905.05957.
   """
   reduce = compressed_reduction.CompressedReduction(
-      reduction_options.ReductionOptions(
+      leaf_sums.ReductionOptions(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
       warmup_steps,

@@ -108,8 +108,7 @@ def quantize(
   bits = arguments.as_int('bits', bits)
   if bits not in (4, 8):
     raise ValueError(f'`bits` must be 8 or 4, got {bits!r}.')
-  if not isinstance(stochastic, bool):
-    raise TypeError(f'`stochastic` must be a boolean, got {stochastic!r}.')
+  arguments.check_bool('stochastic', stochastic)
   block = as_block(block, multiple=2)
   most = 2 ** (bits - 1) - 1
 

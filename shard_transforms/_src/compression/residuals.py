@@ -14,7 +14,7 @@ def problem(residuals: Any) -> str | None:
   """Returns what is wrong if a residual of a shard here is not finite.
 
   Args:
-    residuals: Arrays whose first axis is that of the shards.
+    residuals: Arrays with a leading axis of shards.
   """
   bad = {
       start + i
@@ -95,7 +95,7 @@ def _lead(sharding):
 
 
 def next_norm(update: jax.Array, before: jax.Array) -> jax.Array:
-  """Returns the norm of an update, or that of the last one if it is zero.
+  """Returns the norm of an update, or the last norm if the update is zero.
 
   Args:
     update: A leaf of the update.

@@ -25,7 +25,9 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import exchanges
+from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import vmapped_collectives
 
 Shape = tuple[int, ...]
 
@@ -44,7 +46,7 @@ class Exchange(NamedTuple):
   compressor: compressor_lib.Compressor
   axes: tuple[Hashable, ...]
   key: jax.Array
-  algorithm: reduction_options.Algorithm = 'flat'
+  algorithm: leaf_sums.Algorithm = 'flat'
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""
@@ -89,7 +91,7 @@ class Exchange(NamedTuple):
     rows = _cut_slices([x.ravel() for x in slices], self.compressor.block)
     payload = self._encode(rows, phase=1)
     sent = compressor_lib.to_bytes(payload, 1).ravel()
-    gathered = collectives.gather_flat(
+    gathered = exchanges.gather_flat(
         axes_lib.to_varying(sent, self.axes), self.axes
     )
     whole = self._decode_bytes(gathered, payload, 1)
@@ -117,7 +119,7 @@ class Exchange(NamedTuple):
     flat = rows.reshape(-1, rows.shape[-1])
     payload = self._encode(flat, phase=0)
     sent = compressor_lib.to_bytes(payload, len(rows))
-    received = collectives.exchange(axes_lib.to_varying(sent, axes), axes)
+    received = exchanges.exchange(axes_lib.to_varying(sent, axes), axes)
     own = self._decode(payload).reshape(rows.shape)
     return self._mean(received, payload), own
 
@@ -157,7 +159,7 @@ class Exchange(NamedTuple):
     own_key = jax.random.fold_in(self.key, 2 * index + phase + 1)
     encode = functools.partial(compressor_lib.encode, self.compressor)
     arrays = rows, self.key, own_key
-    return collectives.on_each_shard(encode, self.axes, *arrays)
+    return vmapped_collectives.on_each_shard(encode, self.axes, *arrays)
 
   def _decode(self, payload):
     return compressor_lib.decode(self.compressor, payload, self.key)

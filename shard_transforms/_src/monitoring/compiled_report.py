@@ -40,8 +40,8 @@ def hlo_wire_report(
 ) -> report_table.WireReport:
   r"""Reports what each device sends when a compiled program runs once.
 
-  It is `wire_report(..., compiled=True)` for a program that was compiled
-  elsewhere, of which only the text is here. It reads programs for CPUs, GPUs
+  It is `wire_report(..., compiled=True)` for the text of a program that was
+  compiled elsewhere. It reads programs for CPUs, GPUs
   and TPUs. For GPUs and TPUs it was tested on short texts written by hand after
   the documentation of XLA, not on such devices.
 
@@ -56,8 +56,8 @@ def hlo_wire_report(
 
   Raises:
     TypeError: If `text` is no string, or `mesh` no mesh.
-    ValueError: If `text` is not that of an optimized program, a line that may
-      send something is not understood, or `mesh` is of another size or missing.
+    ValueError: If `text` is not an optimized program, a line that may send
+      something is not understood, or `mesh` is of another size or missing.
 
   Examples:
     >>> import jax
@@ -223,7 +223,8 @@ class _Reader:
     found = [*itertools.chain(*inner)]
     if instruction.opcode == 'while':
       if hlo_flow.turns_at_most_once(self._module, instruction):
-        return _conditional(found)
+        is_certain = hlo_flow.turns_once(self._module, instruction)
+        return found if is_certain else _conditional(found)
       return [report_table.in_loop(c, instruction.num_turns) for c in found]
     if _is_reduce_scatter(instruction):
       return [_scattered(c) for c in found]

@@ -179,8 +179,8 @@ def _only_sliced(graph, sent):
       if 0 < taken < result.array.size:
         yield (
             f'{_label(node, sent)} gathers the whole {result.array},'
-            f' {_sent(sent, node)}, of which only {taken:,} elements are'
-            ' taken: slice it before it is gathered, or shard it over another'
+            f' {_sent(sent, node)}, but only {taken:,} of its elements are'
+            ' used: slice it before it is gathered, or shard it over another'
             ' dimension than the one that is sliced.'
         )
 

@@ -58,9 +58,9 @@ class DivergenceState(NamedTuple):
         f' differ in {state_rules.largest_here(self.diverged_count)} of its'
         ' checks, first at update'
         f' {state_rules.largest_here(self.first_diverged_step)}. Go'
-        ' back to a checkpoint from before it. If it comes again, something'
-        ' that differs between shards gets into the parameters; else suspect'
-        ' the hardware.'
+        ' back to a checkpoint from before it. If it comes again, the'
+        ' parameters depend on something that differs between shards; else'
+        ' suspect the hardware.'
     )
 
 

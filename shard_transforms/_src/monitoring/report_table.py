@@ -234,12 +234,12 @@ class WireReport:
     told = [f'warning: {w}' for w in self.warnings]
     if not self.collectives:
       return '\n'.join(['nothing is sent', *told])
-    alike = collections.Counter(
+    counts = collections.Counter(
         dataclasses.replace(c, op='') for c in self.collectives
     )
     total = ['total', '', '', '', '', f'{self.num_collectives:,}']
     total += [f'{self.total_bytes:,.0f}', '', '']
-    cells = [*itertools.starmap(_row, alike.items()), total]
+    cells = [*itertools.starmap(_row, counts.items()), total]
     columns = [
         _aligned(name, column)
         for name, column in zip(_COLUMNS, zip(*cells, strict=True), strict=True)

@@ -65,8 +65,8 @@ def wire_report(
   `params` in place of `local_params(params, state)`. Sums are named only where
   this is sure: where values are only cast, reshaped, added and multiplied by
   numbers in between. The predicate of a `lax.cond` or a `lax.while_loop`
-  differs if it is computed from `lax.axis_index`, or from an array of which
-  each shard has a slice, unless a collective made it the same. A single number
+  differs if it is computed from `lax.axis_index`, or from an array that is
+  sliced over shards, unless a collective made it the same. A single number
   for each shard does not count, because it may be a copy. Nor do arguments
   where `axis_sizes` maps `fn`, because nothing says which of them differ.
 
@@ -88,7 +88,7 @@ def wire_report(
     compiled: Whether to compile `fn`, by `jax.jit` unless it is a function of
       `jax.jit`, and to report on the compiled program.
     mesh: The mesh of a compiled program, for the names of its axes; by default,
-      that of its results or arguments.
+      the mesh of its arguments or results.
     kwargs: Its keyword arguments, like `args`.
 
   Returns:

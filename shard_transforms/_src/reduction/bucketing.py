@@ -82,8 +82,8 @@ def map_packed(
       keys imply equal dtypes.
     levels: The steps in which they are packed. A leaf that is too large to
       share a buffer is sent alone, in its own shape.
-    num_rows: How many rows each leaf has, along its first axis, all of which go
-      to `fn` together; `None` where leaves have no rows.
+    num_rows: How many rows each leaf has, along its first axis; `fn` gets all
+      rows together. `None` where leaves have no rows.
     growth: The size of a result divided by the size of its leaf.
 
   Returns:

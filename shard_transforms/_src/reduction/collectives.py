@@ -7,11 +7,10 @@ Every function is called with at least one axis, and with values that vary over
 all of them where JAX tracks this.
 """
 
-from collections.abc import Callable
 from collections.abc import Hashable
 import contextlib
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax import lax
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
@@ -189,39 +187,6 @@ def gather(
   return lax.reshape(rows, (num_rows, *row.shape))
 
 
-def exchange(rows: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the rows addressed to this shard, ordered by sender.
-
-  Args:
-    rows: An array of shape [number of shards, elements] that has a row for each
-      shard, in the order of the mesh; see `row_index`.
-    axes: The mapped axes.
-  """
-  order = axes_lib.in_mesh_order(axes)
-  if not axes_lib.on_own_mesh(rows, axes):
-    return _exchange_by_axes(rows, order)
-
-  def send(rows, axes):
-    return _in_pieces(lambda rows: lax.all_to_all(rows, axes, 0, 0), rows)
-
-  return _on_mesh(send, rows, order)
-
-
-def gather_flat(row: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the rows of all shards as `gather` does, for slow links.
-
-  Args:
-    row: A shard's own, [elements].
-    axes: The mapped axes.
-  """
-  return _in_pieces(lambda row: gather(row, axes), row)
-
-
-def on_each_shard(fn: Callable[..., Any], axes: Axes, *trees: Any) -> Any:
-  """Returns `fn(*trees)`, without communication inserted by the compiler."""
-  return vmapped_collectives.on_each_shard(fn, axes, *trees)
-
-
 def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
   """Returns which row of `scatter` and `gather` is a shard's own, int32 []."""
   if groups is not None:
@@ -276,42 +241,6 @@ def _scatter_and_gather(x, axis, others, groups=None):
   rows = leaves_lib.cut(x.ravel(), size)
   part = psum(scatter(rows, (axis,), groups), others)
   return leaves_lib.join(gather(part, (axis,), groups), x)
-
-
-def _exchange_by_axes(rows, order):
-  """Returns what `exchange` does where a mesh has other axes, or none."""
-  sizes = map(lax.axis_size, order)
-  parts = lax.reshape(rows, (*sizes, rows.shape[1]))
-  for dimension, axis in enumerate(order):
-    parts = _exchange_along(parts, axis, dimension)
-  return lax.reshape(parts, rows.shape)
-
-
-def _exchange_along(x, axis, dimension):
-  # For an operand that `vmap` does not batch, JAX returns the wrong shape.
-  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
-  return _on_mesh(lax.all_to_all, x, axis, dimension, dimension)
-
-
-def _in_pieces(send, rows):
-  """Returns `send(rows)`, [shards, elements], sent in pieces where this pays.
-
-  A loop sends them, so that there are few operations to compile however many
-  pieces there are.
-  """
-  *lead, length = rows.shape
-  most = thresholds.measured().piece_bytes or rows.nbytes
-  num_pieces = math.ceil(length / max(most // rows.dtype.itemsize, 1))
-  if num_pieces <= 1:
-    return send(rows)
-  # All pieces are of one size and in the loop: with a smaller last one beside
-  # the loop, gloo aborted because processes received a piece of another size.
-  size = math.ceil(length / num_pieces)
-  padding = [*[(0, 0)] * len(lead), (0, num_pieces * size - length)]
-  pieces = jnp.pad(rows, padding).reshape(*lead, num_pieces, size)
-  sent = lax.map(send, jnp.moveaxis(pieces, -2, 0))
-  sent = jnp.moveaxis(sent, 0, 1)
-  return sent.reshape(len(sent), -1)[:, :length]
 
 
 def _all_gather(x, axis, dimension):

@@ -1,4 +1,4 @@
-"""Norms of trees of which shards may hold slices."""
+"""Norms of trees whose leaves may be sliced over shards."""
 
 import collections
 from collections.abc import Hashable

@@ -13,10 +13,9 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 
 
-class ShardedReduction(reduction_options.ReductionOptions):
+class ShardedReduction(leaf_sums.ReductionOptions):
   """Reduce-scatter of a tree to slices, and all-gather of slices to a tree."""
 
   in_slices: ClassVar[bool] = True
@@ -80,7 +79,7 @@ class ShardedReduction(reduction_options.ReductionOptions):
     return jax.tree.map(own, tree)
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
-    """Gathers the tree of which each shard has a slice; the reverse of `own`.
+    """Gathers a tree from the slices of all shards; the reverse of `own`.
 
     Args:
       tree: Each shard's slices of arrays of any dtypes.

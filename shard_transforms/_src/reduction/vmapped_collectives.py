@@ -30,15 +30,15 @@ def on_mesh(
     is_same: bool = False,
     **kwargs: Any,
 ) -> jax.Array:
-  """Returns `collective(x, axes, ...)`, that of the mesh if there is one.
+  """Returns `collective(x, axes, ...)`, over the mesh if there is one.
 
   Args:
     collective: A linear function of an array that sends it over mapped axes.
     x: A shard's own.
     axes: One or more mapped axes, in any mode.
-    *args: What `collective` takes beside.
+    *args: Further arguments of `collective`.
     is_same: Whether the result is the same on all shards.
-    **kwargs: What `collective` takes beside.
+    **kwargs: Its keyword arguments.
   """
 
   def fn(x):
@@ -121,7 +121,7 @@ def _linear(collective, traced, x, indices):
 
 @dataclasses.dataclass(frozen=True)
 class _Collective:
-  """A function of each shard's array, of which `jax.vmap` has mapped axes.
+  """A function of each shard's array, some of whose axes `jax.vmap` has mapped.
 
   Attributes:
     fn: The function, of one shard's array.

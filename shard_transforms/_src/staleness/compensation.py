@@ -72,7 +72,7 @@ def compensate_delay(
   .. math:: \lambda_t = \lambda / \sqrt{m + \epsilon}
 
   An element that has not moved keeps its gradient, to the bit. For complex
-  leaves, the square is that of the absolute value.
+  leaves, the absolute value is squared.
 
   The caller keeps the parameters that were read, and passes them with the
   gradient. Put it where updates are still gradients: first in a chain, on each

@@ -76,7 +76,7 @@ def delay_updates(
         delay_updates(1, axis_name='data'), cross_shard_mean('data'), adam)
 
   It is a link of a chain: the other links get the extra arguments of a call at
-  once, and a reduction behind it would combine the `weight` of a shard with the
+  once, and a reduction after it would combine the `weight` of a shard with the
   update of another step. So `weight` is refused before a reduction, that is,
   with `axis_name`; after the reduction it has been used.
 
@@ -194,7 +194,7 @@ def _check_steps(pending, steps):
   found = {leaf.shape[0] - 1 for leaf in jax.tree.leaves(pending)}
   if found - {steps}:
     raise ValueError(
-        f'State of `{_CALLER}` must be made for {steps} steps, got that of'
+        f'State of `{_CALLER}` must be made for {steps} steps, got one for'
         f' {min(found)}. Make it with `init`.'
     )
 
@@ -219,7 +219,7 @@ def _check_unweighted(weight: chex.Numeric | None):
   """
   if weight is not None:
     raise ValueError(
-        '`weight` of `delay_updates` must come behind the reduction, got one'
+        '`weight` of `delay_updates` must come after the reduction, got one'
         ' before it, where it would meet the update of another step. Write'
         " `optax.chain(cross_shard_mean('data'), delay_updates(steps), ...)`:"
         ' the mean is delayed as its terms would be.'

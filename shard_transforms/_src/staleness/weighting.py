@@ -81,7 +81,7 @@ def scale_by_staleness(
   of the axis decide together, even if `inner` reduces in groups.
 
   The global step grows by one with each call, except if nothing changes. Inside
-  `drop_stale` it equals that of `drop_stale`.
+  `drop_stale` it equals the global step there.
 
   Args:
     kind: `'inverse'`, `'exponential'`, or a function of the age, int32 [], for
@@ -126,7 +126,7 @@ def scale_by_staleness(
     0.5
     0.5
 
-    Three shards, the first of which read its parameters two steps ago:
+    Three shards; the first one read its parameters two steps ago:
 
     >>> mean = shard_transforms.cross_shard_mean('data')
     >>> tx = shard_transforms.scale_by_staleness(

@@ -1,4 +1,5 @@
 """Floor 1: optimizers of TensorFlow 1, as it computes and saves them.
 
-Arithmetic that only the façade uses. Imports nothing of the library.
+Arithmetic of the façade, and of `shard_transforms.tf1`. Imports nothing of the
+library.
 """

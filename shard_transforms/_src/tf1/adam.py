@@ -45,6 +45,14 @@ def adam(
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `AdamState`.
 
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import tf1
+    >>> tx = tf1.adam(0.5, 0.9, 0.999, 1e-8)
+    >>> updates, _ = tx.update(jnp.array([2.0]), tx.init(jnp.zeros(1)))
+    >>> print(updates.round(3))
+    [-0.5]
+
   References:
     Kingma and Ba, Adam: a method for stochastic optimization, 2014,
     https://arxiv.org/abs/1412.6980; `tf.train.AdamOptimizer` of TensorFlow

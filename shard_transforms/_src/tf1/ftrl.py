@@ -56,6 +56,14 @@ def ftrl(
     ValueError: If an argument has the wrong sign; in `update`, without
       parameters.
 
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import tf1
+    >>> tx, w = tf1.ftrl(0.5), jnp.zeros(1)
+    >>> updates, _ = tx.update(jnp.ones(1), tx.init(w), w)
+    >>> print(f'{updates[0]:.3f}')
+    -0.477
+
   References:
     McMahan et al., Ad click prediction: a view from the trenches, 2013,
     https://research.google/pubs/pub41159/; `tf.train.FtrlOptimizer` of

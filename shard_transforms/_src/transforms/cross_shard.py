@@ -8,16 +8,15 @@ import optax
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 
 
 def cross_shard_mean(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: reduction_options.OnInvariant = 'error',
+    on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: reduction_options.Algorithm = 'flat',
+    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -101,9 +100,9 @@ def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: reduction_options.OnInvariant = 'error',
+    on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: reduction_options.Algorithm = 'flat',
+    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
@@ -151,7 +150,7 @@ def shard_mean(
     axis_name: axes.AxisName,
     *,
     weight: chex.Numeric | None = None,
-    on_invariant: reduction_options.OnInvariant = 'error',
+    on_invariant: leaf_sums.OnInvariant = 'error',
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 

@@ -158,3 +158,29 @@ class LoopTest(parameterized.TestCase):
     # One that carries nothing but the decision is no tuple.
     one = module.entry.instructions['one']
     self.assertTrue(hlo_flow.turns_at_most_once(module, one))
+
+  @cases.parameters(
+      ('(f32[3], pred[]) tuple(x, true)', True),
+      ('(f32[3], pred[]) tuple(x, due)', False),
+      ('(f32[3], pred[]) tuple(x, no)', False),
+      ('(f32[3], pred[]) copy(p)', False),
+  )
+  def test_turns_once_if_the_first_decision_is_true(self, start, once):
+    module = hlo_text.parse(
+        LOOP.replace('NEXT', 'copy(false)')
+        .replace('while(p)', 'while(start)')
+        .replace(
+            '  alone =',
+            f"""  x = f32[3] get-tuple-element(p), index=0
+  due = pred[] get-tuple-element(p), index=1
+  yes = pred[] constant(true)
+  true = pred[] copy(yes)
+  no = pred[] constant(false)
+  start = {start}
+  alone =""",
+        )
+    )
+
+    self.assertEqual(hlo_flow.turns_once(module, module.entry.root), once)
+    one = module.entry.instructions['one']
+    self.assertFalse(hlo_flow.turns_once(module, one))

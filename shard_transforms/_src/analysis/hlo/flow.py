@@ -104,11 +104,30 @@ def turns_at_most_once(
     module: hlo_program.Module, loop: hlo_program.Instruction
 ) -> bool:
   """Whether the body of a loop makes its condition false."""
+  return bool(_decisions(module, loop))
+
+
+def turns_once(
+    module: hlo_program.Module, loop: hlo_program.Instruction
+) -> bool:
+  """Whether a loop of at most one turn of the entry is known to turn."""
+  nodes = graph(module, module.entry).nodes
+  starts = [node.inputs[0] for node in nodes if node.instruction is loop]
+  place, *_ = _decisions(module, loop)
+  return bool(starts) and all(
+      start.opcode == 'tuple' and _is(start.inputs[place], 'true')
+      for start in starts
+  )
+
+
+def _decisions(module, loop):
+  """Returns which of its carry decide whether a loop turns, and end it."""
   condition, body = module.called(loop)
   test = graph(module, condition)
   decision = _origin(test.outputs[0])
   places = [i for i, node in test.carry().items() if node is decision]
-  return any(_is_false(graph(module, body).outputs[i]) for i in places)
+  ends = graph(module, body).outputs
+  return [i for i in places if _is(ends[i], 'false')]
 
 
 def _origin(node):
@@ -116,9 +135,9 @@ def _origin(node):
   return origin
 
 
-def _is_false(node):
+def _is(node, value):
   origin = _origin(node).instruction
-  return origin.opcode == 'constant' and origin.operand_text == 'false'
+  return origin.opcode == 'constant' and origin.operand_text == value
 
 
 class _Builder:

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,6 @@ def compute_gradients(
     loss: Callable[..., npt.ArrayLike],
     var_list: Variable | Iterable[Variable] | None = None,
     grad_loss: jax.typing.ArrayLike | Variable | None = None,
-    scale: float = 1.0,
 ) -> Pairs:
   """Returns the gradient of a loss for each variable, `None` if it reads none.
 
@@ -32,7 +33,6 @@ def compute_gradients(
     var_list: The variables; all trainable ones of the graph if `None`.
     grad_loss: The gradient for the loss, of its shape or a scalar; ones if
       `None`, so that the elements of the loss are summed.
-    scale: A number that multiplies the loss.
 
   Returns:
     The pairs, in the order of `var_list`. Among shards, gradients are each
@@ -41,16 +41,13 @@ def compute_gradients(
   Raises:
     TypeError: If `loss` is no function, its result no real array, or
       `grad_loss` no real array.
-    ValueError: If there are no variables, one is of an integer type, `loss`
+    ValueError: If there are no variables, one is none or of an integer type,
+      `loss`
       takes another number of arguments or is already reduced over the shards,
       `grad_loss` is of another shape, or the loss makes new variables each
       time.
   """
-  if not callable(loss):
-    raise TypeError(
-        '`loss` must be a function of no arguments, or of the values of'
-        f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
-    )
+  _check_function(loss)
   chosen = None if var_list is None else check_variables(var_list)
   arity = _arity(loss, None if chosen is None else len(chosen))
   # The first evaluation may create variables, which have no gradient yet; the
@@ -59,12 +56,11 @@ def compute_gradients(
     found = lookup.trainable_variables() if chosen is None else chosen
     if found:
       check_variables(found)
-    grads, written, assigned = _differentiate(
-        loss, found, grad_loss, scale, arity
-    )
+    grads, written, assigned = _differentiate(loss, found, grad_loss, arity)
     if chosen is not None or found == lookup.trainable_variables():
       check_variables(found)
       frames.commit(written, assigned)
+      _note_for_tower(written, assigned)
       return list(zip(grads, found, strict=True))
   raise ValueError(
       '`loss` must not make other variables each time, as `facade.Variable`'
@@ -72,17 +68,177 @@ def compute_gradients(
   )
 
 
-def _differentiate(loss, found, grad_loss, scale, arity):
+def _note_for_tower(written, assigned):
+  """Notes that assignments of the loss count for each tower."""
+  towers = contexts.towers()
+  if towers is not None:
+    pairs = zip(written, assigned, strict=True)
+    towers.assigned |= {v: x for v, x in pairs if isinstance(v, Variable)}
+
+
+def gradients(
+    ys: Callable[..., Any] | Sequence[Callable[..., Any]],
+    xs: Variable | Iterable[Variable],
+    grad_ys: Any = None,
+    name: str = 'gradients',
+    colocate_gradients_with_ops: bool = False,
+    gate_gradients: bool = False,
+    aggregation_method: int | None = None,
+    *,
+    return_loss: bool = False,
+    has_aux: bool = False,
+) -> Any:
+  """Returns the gradient of a loss, or of a sum of losses, by each variable.
+
+  Nothing is scaled. Among shards or towers, it is the gradient of the shard's
+  own loss; `CrossShardOptimizer.apply_gradients` and that of `TowerOptimizer`
+  sum. So their update is that of the sum of the shards' losses: divide the loss
+  by the number of shards for that of the mean, as
+  `CrossShardOptimizer.compute_gradients` does. (Optimizers that divide by a
+  norm of the gradient, such as Adam, hide the difference.)
+
+  Args:
+    ys: A loss, as in `Optimizer.compute_gradients`, or several.
+    xs: The variables.
+    grad_ys: The gradient for each loss, of its shape; ones if `None`.
+    name: Ignored.
+    colocate_gradients_with_ops: Ignored.
+    gate_gradients: Ignored.
+    aggregation_method: Ignored.
+    return_loss: Whether to return what `ys` returned, too.
+    has_aux: Whether each loss returns a pair of the loss and a tree of other
+      arrays, to return both.
+
+  Returns:
+    A list of gradients; `None` where no loss reads the variable. With
+    `return_loss` or `has_aux`, a pair of it and what the loss, or the list of
+    what each loss, returned.
+
+  Raises:
+    TypeError: If a loss is no such function.
+    ValueError: If there are no variables, an item is none or of an integer
+      type, or `grad_ys` is not one for each loss.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(3.0)
+    >>> grads, loss = facade.gradients(lambda: w**2, [w], return_loss=True)
+    >>> print(*grads, loss)
+    6.0 9.0
+
+  References:
+    `tf.gradients` of TensorFlow 1.15.
+  """
+  del name, colocate_gradients_with_ops, gate_gradients, aggregation_method
+  is_one = not isinstance(ys, list | tuple)
+  losses: list[Any] = [ys] if is_one else list(ys)
+  weights = [grad_ys] if is_one or grad_ys is None else list(grad_ys)
+  if grad_ys is None:
+    weights *= len(losses)
+  if not losses or len(weights) != len(losses):
+    raise ValueError(
+        f'`grad_ys` must have an item for each of {len(losses)} losses, at'
+        f' least one, got {grad_ys!r}.'
+    )
+  found = check_variables(xs, 'xs')
+  returns = return_loss or has_aux
+  calls, outputs = [], []
+  for loss, weight in zip(losses, weights, strict=True):
+    run = functools.partial(compute_gradients, var_list=found, grad_loss=weight)
+    pairs, out = with_loss(run, loss, has_aux) if returns else (run(loss), None)
+    calls.append([grad for grad, _ in pairs])
+    outputs.append(out)
+  grads = [_add(of_variable) for of_variable in zip(*calls, strict=True)]
+  if not returns:
+    return grads
+  return grads, outputs[0] if is_one else outputs
+
+
+def _add(grads):
+  """Returns the sum of the gradients that are not `None`."""
+  present = [grad for grad in grads if grad is not None]
+  return functools.reduce(jnp.add, present) if present else None
+
+
+def _check_function(loss):
+  if not callable(loss):
+    raise TypeError(
+        '`loss` must be a function of no arguments, or of the values of'
+        f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
+    )
+
+
+def scaled(
+    loss: Callable[..., npt.ArrayLike], scale: float
+) -> Callable[..., npt.ArrayLike]:
+  """Returns a loss that is multiplied by a number.
+
+  Raises:
+    TypeError: If `loss` is no function.
+  """
+  _check_function(loss)
+  if scale == 1:
+    return loss
+  return _mapped(loss, lambda out: _as_loss(out) * scale)
+
+
+def with_loss(
+    compute: Callable[[Callable[..., Any]], Any],
+    loss: Callable[..., Any],
+    has_aux: bool,
+) -> tuple[Any, Any]:
+  """Returns what `compute` returns for a loss, and what the loss returned.
+
+  Args:
+    compute: Takes a loss without other results, and differentiates it.
+    loss: The loss.
+    has_aux: Whether it returns a pair of the loss and a tree of arrays.
+
+  Raises:
+    TypeError: If `loss` is no function, or returns no pair with `has_aux`.
+    ValueError: If `compute` did not evaluate it.
+  """
+  _check_function(loss)
+  returned = frames.Output('of what the loss returned')
+
+  def kept(out):
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+      raise TypeError(
+          '`loss` must return a pair of the loss and other arrays with'
+          f' `has_aux`, got {out!r}.'
+      )
+    value = _as_loss(out[0] if has_aux else out)
+    aux = jax.tree.map(lambda x: x, out[1]) if has_aux else None
+    frames.write(returned, (value, aux) if has_aux else value)
+    return value
+
+  with frames.transaction():
+    result = compute(_mapped(loss, kept))
+    out = frames.take(returned)
+    if out is None:
+      raise ValueError(
+          'An optimizer must evaluate the loss that it is given, got one that'
+          ' does not: there is nothing for `return_loss` or `has_aux`.'
+      )
+  return result, out
+
+
+def _mapped(loss, function):
+  """Returns `loss`, followed by a function."""
+  return functools.wraps(loss)(lambda *values: function(loss(*values)))
+
+
+def _differentiate(loss, found, grad_loss, arity):
   """Returns the gradients, and the assignments of the loss."""
   written = []
 
   def differentiated(values):
     with frames.frame('plain', zip(found, values, strict=True)) as frame:
-      out = _as_loss(loss(*values[:arity]), grad_loss)
+      out = _as_loss(loss(*values[:arity]))
+      if grad_loss is not None:
+        _check_grad_loss(grad_loss, out.shape)
     read = [arity > 0 or v in frame.used for v in found]
     written[:] = frame.written
-    if scale != 1:
-      out = out * scale
     total = jnp.sum(out if grad_loss is None else out * grad_loss)
     return total, (read, [frame.values[v] for v in frame.written])
 
@@ -123,13 +279,11 @@ def _arity(loss, num_variables):
   )
 
 
-def _as_loss(out, grad_loss):
-  """Returns the loss as an array, checked against the gradient for it."""
+def _as_loss(out):
+  """Returns the loss as an array."""
   out = variables_lib.as_array(out, '`loss` must return an array')
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
-  if grad_loss is not None:
-    _check_grad_loss(grad_loss, out.shape)
   return out
 
 
@@ -147,17 +301,22 @@ def _check_grad_loss(grad_loss, shape):
     )
 
 
-def check_variables(var_list: Variable | Iterable[Variable]) -> list[Variable]:
-  """Returns one or several variables as a checked list.
+def check_variables(
+    var_list: Variable | Iterable[Variable], name: str = 'var_list'
+) -> list[Variable]:
+  """Returns one or several variables, under a name, as a checked list.
 
   Raises:
-    TypeError: If an item is no `Variable`.
-    ValueError: If there is none, one twice, or one that is not real.
+    ValueError: If there is none, one twice, one that is not real, or an item is
+      no `Variable`.
   """
   found = [var_list] if isinstance(var_list, Variable) else list(var_list)
   for item in found:
     if not isinstance(item, Variable):
-      raise TypeError(f'`var_list` must hold `facade.Variable`s, got {item!r}.')
+      raise ValueError(
+          f'`{name}` must hold `facade.Variable`s and nothing else, got'
+          f' {item!r}. (`jax.grad` differentiates by arrays.)'
+      )
     if not jnp.issubdtype(item.dtype, jnp.floating):
       raise ValueError(
           f'Invalid type {item.dtype} for {item.name}: optimizers take real'
@@ -175,10 +334,10 @@ def check_pairs(
   """Returns checked pairs, with gradients as arrays or `None`.
 
   Raises:
-    TypeError: If a gradient is no array, a variable no `Variable`, or one of
-      the two not of a floating-point type.
-    ValueError: If there is no pair, an item is not a pair, a variable comes
-      twice, or a gradient has another shape than its variable.
+    TypeError: If a gradient is no array, or it or its variable not of a
+      floating-point type.
+    ValueError: If there is no pair, an item is not a pair or has no `Variable`,
+      a variable comes twice, or a gradient has another shape than its variable.
   """
   found: Pairs = [_check_pair(pair) for pair in grads_and_vars]
   if not found:
@@ -198,6 +357,20 @@ def check_any_gradient(pairs: Pairs, advice: str = '') -> None:
     raise ValueError(
         f'No gradients provided for any variable: {names}.{advice}'
     )
+
+
+def map_gradients(
+    pairs: Pairs,
+    function: Callable[[dict[str, jax.Array]], Any],
+) -> Pairs:
+  """Returns the pairs of other gradients; `None` stays.
+
+  Args:
+    pairs: The pairs.
+    function: Takes gradients by the name of their variable, and returns such.
+  """
+  found = function({v.op.name: grad for grad, v in pairs if grad is not None})
+  return [(found.get(v.op.name), v) for _, v in pairs]
 
 
 def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
@@ -225,7 +398,7 @@ def _check_pair(pair):
     )
   grad, variable = pair
   if not isinstance(variable, Variable):
-    raise TypeError(
+    raise ValueError(
         '`grads_and_vars` must hold pairs of a gradient and its'
         f' `facade.Variable`, got {variable!r} in its place.'
     )

@@ -1,0 +1,78 @@
+"""Rows that shards exchange, sent in pieces where this pays."""
+
+import math
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import thresholds
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import vmapped_collectives
+
+
+def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
+  """Returns the rows addressed to this shard, ordered by sender.
+
+  Args:
+    rows: An array of shape [number of shards, elements] that has a row for each
+      shard, in the order of the mesh; see `collectives.row_index`.
+    axes: The mapped axes.
+  """
+  order = axes_lib.in_mesh_order(axes)
+  if not axes_lib.on_own_mesh(rows, axes):
+    return _exchange_by_axes(rows, order)
+
+  def send(rows, axes):
+    return _in_pieces(lambda rows: lax.all_to_all(rows, axes, 0, 0), rows)
+
+  return vmapped_collectives.on_mesh(send, rows, order)
+
+
+def gather_flat(row: jax.Array, axes: collectives.Axes) -> jax.Array:
+  """Returns the rows of all shards, as `collectives.gather`, over slow links.
+
+  Args:
+    row: A shard's own, [elements].
+    axes: The mapped axes.
+  """
+  return _in_pieces(lambda row: collectives.gather(row, axes), row)
+
+
+def _exchange_by_axes(rows, order):
+  """Returns what `exchange` does where a mesh has other axes, or none."""
+  sizes = map(lax.axis_size, order)
+  parts = lax.reshape(rows, (*sizes, rows.shape[1]))
+  for dimension, axis in enumerate(order):
+    parts = _exchange_along(parts, axis, dimension)
+  return lax.reshape(parts, rows.shape)
+
+
+def _exchange_along(x, axis, dimension):
+  # For an operand that `vmap` does not batch, JAX returns the wrong shape.
+  x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
+  return vmapped_collectives.on_mesh(
+      lax.all_to_all, x, axis, dimension, dimension
+  )
+
+
+def _in_pieces(send, rows):
+  """Returns `send(rows)`, [shards, elements], sent in pieces where this pays.
+
+  A loop sends them, so that there are few operations to compile however many
+  pieces there are.
+  """
+  *lead, length = rows.shape
+  most = thresholds.measured().piece_bytes or rows.nbytes
+  num_pieces = math.ceil(length / max(most // rows.dtype.itemsize, 1))
+  if num_pieces <= 1:
+    return send(rows)
+  # The loop sends all pieces, and they are of one size: with a smaller last one
+  # after it, processes received a piece of another size, and gloo aborted.
+  size = math.ceil(length / num_pieces)
+  padding = [*[(0, 0)] * len(lead), (0, num_pieces * size - length)]
+  pieces = jnp.pad(rows, padding).reshape(*lead, num_pieces, size)
+  sent = lax.map(send, jnp.moveaxis(pieces, -2, 0))
+  sent = jnp.moveaxis(sent, 0, 1)
+  return sent.reshape(len(sent), -1)[:, :length]

@@ -1,0 +1,265 @@
+import inspect
+import re
+
+from absl.testing import parameterized
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+import facade_cases
+from shard_transforms import facade
+from shard_transforms.facade import tf
+
+X = np.float32([[0.1, 0.5, 0.9], [0.2, 0.4, 0.7]])
+Y = np.float32([[0.4, 0.5, 0.3], [0.9, 0.1, 0.6]])
+LABELS = np.float32([[0, 1, 0], [1, 0, 0]])
+
+# Calls as programs write them, each with what NumPy computes.
+CALLS = {
+    'sqrt': (lambda: tf.sqrt(X), np.sqrt(X)),
+    'rsqrt': (lambda: tf.rsqrt(x=X, name='r'), 1 / np.sqrt(X)),
+    'sigmoid': (lambda: tf.nn.sigmoid(X), 1 / (1 + np.exp(-X))),
+    'relu': (lambda: tf.nn.relu(features=X - 0.5), np.maximum(X - 0.5, 0)),
+    'leaky_relu': (lambda: tf.nn.leaky_relu([-1.0, 2.0]), [-0.2, 2.0]),
+    'add': (lambda: tf.add(X, Y, 'sum'), X + Y),
+    'pow': (lambda: tf.pow(X, 2.0), X**2),
+    'floordiv': (lambda: tf.floordiv([7, -7], 2), np.int32([3, -4])),
+    'truediv': (lambda: tf.truediv([7, -7], 2), np.float32([3.5, -3.5])),
+    'mod': (lambda: tf.floormod([7, -7], 4), np.int32([3, 1])),
+    'greater': (lambda: tf.math.greater(X, Y), X > Y),
+    'reduce_sum': (lambda: tf.reduce_sum(X), X.sum()),
+    'reduce_sum axis': (lambda: tf.reduce_sum(X, 1, True), X.sum(1)[:, None]),
+    'reduce_mean': (lambda: tf.reduce_mean(X, axis=[0]), X.mean(0)),
+    'reduce_max': (
+        lambda: tf.reduce_max(X, reduction_indices=0, keep_dims=True),
+        X.max(0)[None],
+    ),
+    'reduce_logsumexp': (
+        lambda: tf.reduce_logsumexp(X, -1),
+        np.log(np.exp(X).sum(-1)),
+    ),
+    'argmax': (lambda: tf.argmax(X), np.argmax(X, 0)),
+    'argmax axis': (lambda: tf.argmax(X, 1), np.argmax(X, 1)),
+    'argmin': (lambda: tf.argmin(X, dimension=1), np.argmin(X, 1)),
+    'cast': (lambda: tf.cast(X * 4, tf.int32), np.int32(X * 4)),
+    'to_float': (lambda: tf.to_float([1, 2]), np.float32([1, 2])),
+    'concat': (lambda: tf.concat([X, Y], 1), np.concatenate([X, Y], 1)),
+    'stack': (lambda: tf.stack([X, Y], axis=1), np.stack([X, Y], 1)),
+    'constant': (lambda: tf.constant([1.0, 2.0]), np.float32([1, 2])),
+    'constant shape': (
+        lambda: tf.constant(3, tf.float32, [2]),
+        np.float32([3, 3]),
+    ),
+    'constant reshaped': (
+        lambda: tf.constant([1, 2, 3, 4], shape=[2, 2]),
+        np.int32([[1, 2], [3, 4]]),
+    ),
+    'expand_dims': (lambda: tf.expand_dims(X, -1), X[..., None]),
+    'squeeze': (lambda: tf.squeeze(X[:, None], [1]), X),
+    'reshape': (lambda: tf.reshape(X, [-1]), X.reshape(-1)),
+    'transpose': (lambda: tf.transpose(X), X.T),
+    'transpose perm': (
+        lambda: tf.transpose(X[None], [2, 0, 1]),
+        X[None].T.swapaxes(1, 2),
+    ),
+    'tile': (lambda: tf.tile(X, [1, 2]), np.tile(X, [1, 2])),
+    'fill': (lambda: tf.fill([2], 3.0), np.float32([3, 3])),
+    'range': (lambda: tf.range(4), np.arange(4, dtype=np.int32)),
+    'range delta': (lambda: tf.range(1, 7, 2), np.int32([1, 3, 5])),
+    'matmul': (lambda: tf.matmul(X, Y.T.copy()), X @ Y.T),
+    'one_hot': (lambda: tf.one_hot([1, 0], 2), np.float32([[0, 1], [1, 0]])),
+    'zeros': (lambda: tf.zeros([2], tf.int32), np.int32([0, 0])),
+    'ones_like': (lambda: tf.ones_like(X), np.ones_like(X)),
+    'where': (lambda: tf.where(X > Y, X, Y), np.where(X > Y, X, Y)),
+    'norm': (lambda: tf.norm(X, ord=2), np.sqrt((X**2).sum())),
+    'norm axis': (
+        lambda: tf.norm(X, axis=1, keepdims=True),
+        np.sqrt((X**2).sum(1))[:, None],
+    ),
+    'split': (lambda: tf.split(X, 3, 1)[1], X[:, 1:2]),
+    'squared_difference': (lambda: tf.squared_difference(X, Y), (X - Y) ** 2),
+    'l2_loss': (lambda: tf.nn.l2_loss(X), (X**2).sum() / 2),
+    'mean_squared_error': (
+        lambda: tf.losses.mean_squared_error(X, predictions=Y),
+        ((X - Y) ** 2).mean(),
+    ),
+    'moments': (
+        lambda: jnp.stack(tf.nn.moments(X, [0])),
+        np.stack([X.mean(0), X.var(0)]),
+    ),
+    'add_n': (lambda: tf.add_n([X, Y, X]), 2 * X + Y),
+    'softmax': (
+        lambda: tf.nn.softmax(X),
+        np.exp(X) / np.exp(X).sum(1)[:, None],
+    ),
+    'cross_entropy': (
+        lambda: tf.nn.softmax_cross_entropy_with_logits(
+            labels=LABELS, logits=X
+        ),
+        np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1),
+    ),
+    'cross_entropy_v2': (
+        lambda: tf.nn.softmax_cross_entropy_with_logits_v2(LABELS, X),
+        np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1),
+    ),
+    'sparse_cross_entropy': (
+        lambda: tf.nn.sparse_softmax_cross_entropy_with_logits(
+            labels=[1, 0], logits=X
+        ),
+        np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1),
+    ),
+    'sigmoid_cross_entropy': (
+        lambda: tf.nn.sigmoid_cross_entropy_with_logits(labels=Y, logits=X),
+        np.log1p(np.exp(X)) - X * Y,
+    ),
+}
+
+
+class FunctionsTest(facade_cases.GraphTest):
+
+  @cases.parameters(sorted(CALLS))
+  def test_means_what_it_means_in_tensorflow(self, name):
+    call, expected = CALLS[name]
+
+    found = call()
+
+    np.testing.assert_allclose(found, expected, 1e-5, 1e-6)
+    self.assertEqual(np.shape(found), np.shape(expected))
+    kinds = np.asarray(found).dtype.kind, np.asarray(expected).dtype.kind
+    self.assertEqual(*kinds)
+
+  def test_takes_variables_also_in_lists(self):
+    w = facade.Variable(X)
+
+    self.assert_equal(tf.rsqrt(w), tf.rsqrt(X))
+    self.assert_equal(tf.concat([w, Y], 0), jnp.concatenate([X, Y]))
+
+  def test_assigns_variables(self):
+    w = tf.Variable(1.0)
+
+    tf.assign(w, 2.0)
+    tf.assign_add(w, 3.0)
+    tf.assign_sub(w, 1.0, name='less')
+
+    self.assert_holds(w, 4.0)
+
+  def test_constants_are_constants_in_a_step(self):
+    found = facade.function(lambda x: (tf.constant(0.5) * x, tf.constant([1])))
+
+    self.assert_equal(found(3.0), (jnp.float32(1.5), jnp.int32([1])))
+
+  def test_a_loss_joins_the_losses(self):
+    found = tf.losses.mean_squared_error(X, Y)
+
+    self.assertEqual(tf.losses.get_losses(), [found])
+
+  def test_a_place_is_a_context_without_effect(self):
+    w = tf.Variable(1.0)
+
+    with tf.colocate_with(w):
+      tf.assign(w, 2.0)
+
+    self.assert_holds(w, 2.0)
+
+  def test_types_of_64_bits_are_those_of_jax(self):
+    self.assertEqual(tf.cast([1.5], tf.int64).dtype, jnp.int32)
+    self.assertEqual(tf.constant(1, dtype=tf.float64).dtype, jnp.float32)
+
+  def test_makes_variables_by_initializers_of_its_own(self):
+    made = [
+        tf.get_variable(f'w{i}', [20, 30], tf.float32, initializer)
+        for i, initializer in enumerate(
+            [
+                tf.zeros_initializer(),
+                tf.ones_initializer(),
+                tf.constant_initializer(3.0),
+                tf.random_normal_initializer(),
+                tf.truncated_normal_initializer(stddev=0.02),
+                tf.glorot_uniform_initializer(),
+            ]
+        )
+    ]
+
+    means = [float(jnp.mean(w)) for w in made[:3]]
+    spreads = [float(jnp.std(w)) for w in made[3:]]
+    self.assertEqual(means, [0, 1, 3])
+    np.testing.assert_allclose(spreads, [1, 0.0176, 0.2], 0.1)
+
+  def test_has_the_losses_of_a_step(self):
+    tf.get_variable('w', [2], tf.float32, jnp.ones, regularizer=tf.reduce_sum)
+
+    @facade.function
+    def step(x):
+      tf.losses.add_loss(2 * x)
+      return tf.losses.get_losses(), tf.losses.get_regularization_losses()
+
+    for x in (1.0, np.float32(2.0), np.float32(3)):
+      found = step(x)
+
+    self.assert_equal(found, ([jnp.float32(6)], [jnp.float32(2)]))
+    self.assertEmpty(tf.losses.get_losses())
+
+  def test_a_rate_is_no_number_outside_of_a_step(self):
+    step = tf.train.get_or_create_global_step()
+    rate = tf.train.exponential_decay(0.5, step, 10, 0.5)
+
+    with self.assertRaisesRegex(ValueError, 'never change again'):
+      tf.maximum(rate, 0.1)
+
+
+class NamespaceTest(parameterized.TestCase):
+
+  def test_has_the_names_of_the_facade(self):
+    self.assertIs(tf.train.AdamOptimizer, facade.AdamOptimizer)
+    self.assertIs(
+        tf.contrib.tpu.CrossShardOptimizer, facade.CrossShardOptimizer
+    )
+    self.assertIs(tf.tpu.shard, facade.shard)
+    self.assertIs(tf.contrib.estimator.TowerOptimizer, facade.TowerOptimizer)
+    self.assertIs(
+        tf.contrib.opt.DropStaleGradientOptimizer,
+        facade.DropStaleGradientOptimizer,
+    )
+    self.assertIs(tf.losses.Reduction, facade.Reduction)
+    self.assertIs(tf.GraphKeys, facade.GraphKeys)
+
+  @cases.parameters('layers', 'train.Saver', 'nn.dropout', 'contrib.slim')
+  def test_says_that_other_names_are_missing(self, path):
+    *parts, name = path.split('.')
+    place = tf
+    for part in parts:
+      place = getattr(place, part)
+
+    with self.assertRaisesRegex(
+        AttributeError, f'`tf.{re.escape(path)}` is not here: it would not mean'
+    ):
+      getattr(place, name)
+
+  def test_refuses_what_would_mean_something_else(self):
+    for call in (
+        lambda: tf.matmul(X, Y, transpose_b=True),
+        lambda: tf.truncated_normal_initializer(1.0),
+        lambda: tf.one_hot([1], 2, 5.0),
+    ):
+      with self.assertRaisesRegex(TypeError, 'must be left out'):
+        call()
+    with self.assertRaisesRegex(ValueError, '`tf.norm` must be the Euclidean'):
+      tf.norm(X, ord=1)
+    with self.assertRaisesRegex(ValueError, '`num_or_size_splits` of'):
+      tf.split(X, [1, 2], 1)
+    with self.assertRaisesRegex(ValueError, '`condition` of `tf.where`'):
+      tf.where([True, False], X, Y)
+
+  def test_refuses_unknown_arguments(self):
+    for call in (
+        lambda: tf.sqrt(X, axis=1),
+        lambda: tf.sqrt(X, 'name', 3),
+    ):
+      with self.assertRaisesRegex(TypeError, '`tf.sqrt` must be given some of'):
+        call()
+
+  def test_does_not_touch_what_is_built_in(self):
+    names = [n for n, x in vars(tf).items() if inspect.isfunction(x)]
+
+    self.assertIn('reduce_sum', names)
+    self.assertIs(facade.Variable, tf.Variable)
