@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from typing import Any
 
 from absl.testing import parameterized
 import chex
@@ -327,7 +328,8 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'is of type `Explicit`, got no'):
       fn(PARAMS, X)
 
-    fn = accumulated_value_and_grad(loss_fn, 'data', 2, mesh='data')
+    no_mesh: Any = 'data'
+    fn = accumulated_value_and_grad(loss_fn, 'data', 2, mesh=no_mesh)
     with self.assertRaisesRegex(TypeError, "`mesh` .* got 'data'"):
       fn(PARAMS, X)
 
