@@ -150,7 +150,9 @@ class Way:
     self.in_calls, self.is_flat, self.zero = in_calls, is_flat, zero
 
 
-STEPS = optax.MultiSteps(ADAM, TOWERS).gradient_transformation()
+STEPS = optax.with_extra_args_support(
+    optax.MultiSteps(ADAM, TOWERS).gradient_transformation()
+)
 WAYS = {
     'plain `lax.scan`': Way(scanned),
     'plain loop': Way(looped),

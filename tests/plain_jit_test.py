@@ -220,7 +220,9 @@ class PendingSumsTest(parameterized.TestCase):
       return update(grads, gate.init(params), params, local_step=0)
 
     with jax.set_mesh(mesh):
-      w = jax.reshard(jnp.ones((2, 3)), P(None, None, reduced={'data'}))
+      w = jax.reshard(
+          jnp.ones((2, 3)), P(None, None, reduced=frozenset({'data'}))
+      )
       x = jax.device_put(jnp.ones((4, 2)), P('data'))
       with self.assertRaisesRegex(
           ValueError,
@@ -231,7 +233,9 @@ class PendingSumsTest(parameterized.TestCase):
 
   def test_norms_name_them_too(self):
     with jax.set_mesh(make_mesh('Explicit')):
-      w = jax.reshard(jnp.ones((2, 3)), P(None, None, unreduced={'data'}))
+      w = jax.reshard(
+          jnp.ones((2, 3)), P(None, None, unreduced=frozenset({'data'}))
+      )
       with self.assertRaisesRegex(ValueError, r'got the root \[2, 3\], of wh'):
         shard_transforms.global_norm(w)
       done = jax.reshard(w, P())
@@ -240,7 +244,7 @@ class PendingSumsTest(parameterized.TestCase):
   def test_axes_that_are_not_mapped_name_the_way_out(self):
     mean = shard_transforms.cross_shard_mean('data')
     with self.assertRaisesRegex(NameError, 'or accumulate them by `shard_tr'):
-      mean.update(jnp.ones(2), mean.init(None))
+      mean.update(jnp.ones(2), mean.init(jnp.ones(2)))
 
 
 def kernel_spec(x):
