@@ -5,6 +5,9 @@ under plain `jax.jit`, which reduces each of them over the devices of the batch,
 (b) with `tower_reduce` under a `jax.shard_map` over these devices alone, which
 reduces once, and (c) by `accumulated_value_and_grad`, which does, too. The
 bytes sent and the memory are read from the compiled programs.
+
+With `--muon` it trains by Muon on 8 devices that each hold the whole model: (a)
+all of them update all matrices, and (b) each updates those that it owns.
 """
 
 from collections.abc import Callable
@@ -46,14 +49,18 @@ _ACCUMULATE = flags.DEFINE_multi_enum(
     ['shard_map', 'auto'],
     'Which ways are compared with a `lax.scan` under plain `jax.jit`.',
 )
+_MUON = flags.DEFINE_bool('muon', False, 'Whether to train by Muon.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
 
 
-@flags.validator(
-    'batch_size', 'must be a multiple of 4 micro-batches x 4 shards'
+@flags.multi_flags_validator(
+    ['batch_size', 'muon'],
+    'batch_size must be a multiple of 4 micro-batches x 4 shards, or x 8 with'
+    ' --muon',
 )
-def _can_be_divided(batch_size):
-  return batch_size % (4 * NUM_TOWERS) == 0
+def _can_be_divided(values):
+  num_shards = 8 if values['muon'] else 4
+  return values['batch_size'] % (num_shards * NUM_TOWERS) == 0
 
 
 class Way(NamedTuple):
@@ -115,7 +122,7 @@ def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
   return Way('tower_reduce', step, init_state(tx, params, mesh))
 
 
-def accumulating(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
+def in_one_call(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
   """Accumulates gradients in one call, under plain `jax.jit`."""
   value_and_grad = shard_transforms.accumulated_value_and_grad(
       transformer.loss_fn, AXIS, param_specs=transformer.SPECS, mesh=mesh
@@ -127,6 +134,55 @@ def accumulating(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
     return *after, loss
 
   return Way('accumulated', step, init_state(tx, params, mesh))
+
+
+def of_shards(name: str, tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
+  """Trains with a transformation that reduces over all devices."""
+  value_and_grad = shard_transforms.value_and_grad(transformer.loss_fn, AXIS)
+
+  def step(params, state, batches):
+    loss, grads = value_and_grad(params, batches.reshape(-1, 64))
+    loss = shard_transforms.shard_mean(loss, AXIS)
+    after = shard_transforms.update_and_apply(tx, grads, state, params)
+    return *after, loss
+
+  specs = shard_transforms.state_specs(tx, params, mesh)
+  step = jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(P(), specs, P(None, AXIS)),
+      out_specs=(P(), specs, P()),
+  )
+  return Way(name, step, shard_transforms.init_state(tx, params, mesh))
+
+
+def by_muon() -> tuple[list[Way], Any, list[jax.Array]]:
+  """Returns two ways to train by Muon, parameters and batches."""
+  mesh = jax.make_mesh((8,), (AXIS,), (jax.sharding.AxisType.Auto,))
+  params = transformer.unstacked(transformer.init_params(_SEED.value))
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  muon = transformer.muon(2e-2)
+  mean = shard_transforms.cross_shard_mean(AXIS)
+  owned = shard_transforms.shard_update(muon, AXIS, slices='leaves')
+  ways = [
+      of_shards('replicated', optax.chain(mean, muon), params, mesh),
+      of_shards('owners', owned, params, mesh),
+  ]
+  return ways, params, draw_batches(mesh)
+
+
+def accumulating() -> tuple[list[Way], Any, list[jax.Array]]:
+  """Returns ways to accumulate gradients, parameters and batches."""
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
+  shardings = {k: NamedSharding(mesh, v) for k, v in transformer.SPECS.items()}
+  params = jax.device_put(transformer.init_params(_SEED.value), shardings)
+  # With a tiny `eps`, rounding errors would grow where a gradient is near zero.
+  make = functools.partial(optax.adam, 1e-2, eps=1e-4)
+  builders = {'shard_map': collecting, 'auto': in_one_call}
+  builders = [plain, *(builders[name] for name in _ACCUMULATE.value)]
+  ways = [build(make(), params, mesh) for build in builders]
+  return ways, params, draw_batches(mesh)
 
 
 def train(
@@ -184,16 +240,7 @@ def verdict(losses: Sequence[list[float]]) -> str | None:
 def main(argv: Sequence[str]) -> str | None:
   """Trains in each way, and prints a table."""
   del argv
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
-  shardings = {k: NamedSharding(mesh, v) for k, v in transformer.SPECS.items()}
-  params = jax.device_put(transformer.init_params(_SEED.value), shardings)
-  batches = draw_batches(mesh)
-  # With a tiny `eps`, rounding errors would grow where a gradient is near zero.
-  make = functools.partial(optax.adam, 1e-2, eps=1e-4)
-  builders = {'shard_map': collecting, 'auto': accumulating}
-  builders = [plain, *(builders[name] for name in _ACCUMULATE.value)]
-  ways = [build(make(), params, mesh) for build in builders]
+  ways, params, batches = by_muon() if _MUON.value else accumulating()
   with tqdm.tqdm(total=len(ways) * len(batches), unit='step') as bar:
     runs = [train(way, params, batches, bar) for way in ways]
   losses, programs = zip(*runs, strict=True)

@@ -1,6 +1,7 @@
 """A small transformer that predicts handwritten digits pixel by pixel."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import digits
 import jax
@@ -12,7 +13,8 @@ import optax
 LEVELS, LENGTH = 17, 64
 WIDTH, HEADS, HIDDEN, LAYERS = 32, 4, 128, 2
 
-Params = Mapping[str, jax.Array]
+# A layer's matrices are stacked, or in a list.
+Params = Mapping[str, Any]
 
 # Attention heads and hidden units are sharded; the leading axis is of layers.
 SPECS = {
@@ -22,6 +24,15 @@ SPECS = {
     'out': P(None, 'model'),
     'up': P(None, None, 'model'),
     'down': P(None, 'model'),
+}
+
+
+# Which dimensions of a layer are the input and the output of its matrix.
+MATRICES = {
+    'qkv': optax.contrib.MuonDimensionNumbers(0, (1, 2, 3)),
+    'out': optax.contrib.MuonDimensionNumbers((0, 1), 2),
+    'up': optax.contrib.MuonDimensionNumbers(0, 1),
+    'down': optax.contrib.MuonDimensionNumbers(0, 1),
 }
 
 
@@ -47,6 +58,26 @@ def init_params(seed: int) -> dict[str, jax.Array]:
       'up': normal(WIDTH, LAYERS, WIDTH, HIDDEN),
       'down': normal(HIDDEN, LAYERS, HIDDEN, WIDTH),
   }
+
+
+def unstacked(params: Params) -> Params:
+  """Returns the parameters with a leaf for each matrix of each layer."""
+  return {k: list(x) if k in MATRICES else x for k, x in params.items()}
+
+
+def muon(learning_rate: float) -> optax.GradientTransformation:
+  """Returns Muon for the matrices of layers, and Adam for the rest."""
+
+  def numbers_of(params):
+    return jax.tree.map_with_path(
+        lambda path, _: MATRICES.get(path[0].key), params
+    )
+
+  return optax.contrib.muon(
+      learning_rate,
+      adam_learning_rate=learning_rate / 2,
+      muon_weight_dimension_numbers=numbers_of,
+  )
 
 
 def _normalize(x):

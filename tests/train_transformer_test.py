@@ -42,6 +42,21 @@ class TrainTransformerTest(absltest.TestCase):
     plain, *others = (int(x.replace(',', '')) for x in memory)
     self.assertLess(max(others), 1.25 * plain)
 
+  @pytest.mark.repeated(8)
+  def test_owners_train_by_muon_as_all_do(self):
+    run = self.run_script('--steps=10', '--muon')
+
+    self.assertEqual(run.returncode, 0, run.stderr)
+    rows = re.findall(
+        r'(.*\S)  +(\S+) -> (\S+)  +([\d,]+)  +([\d,]+)', run.stdout
+    )
+    names, first, last, sent, _ = zip(*rows, strict=True)
+    self.assertEqual(names, ('replicated', 'owners'))
+    self.assertEqual((first[0], last[0]), (first[1], last[1]))
+    self.assertLess(float(last[0]), 0.9 * float(first[0]))
+    replicated, owners = (int(x.replace(',', '')) for x in sent)
+    self.assertLess(owners, 1.25 * replicated)
+
   @pytest.mark.slow
   def test_refuses_batches_that_cannot_be_divided(self):
     run = self.run_script('--batch_size=24')

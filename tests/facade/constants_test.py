@@ -44,6 +44,7 @@ class ConstantsTest(parameterized.TestCase):
               'GLOBAL_STEP': 'global_step',
               'LOCAL_VARIABLES': 'local_variables',
               'LOSSES': 'losses',
+              'MOVING_AVERAGE_VARIABLES': 'moving_average_variables',
               'REGULARIZATION_LOSSES': 'regularization_losses',
               'SUMMARIES': 'summaries',
               'TRAIN_OP': 'train_op',

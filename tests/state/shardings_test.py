@@ -1,5 +1,6 @@
 import math
 import tempfile
+import warnings
 
 from absl.testing import parameterized
 import chex
@@ -305,6 +306,51 @@ class StateShardingsTest(parameterized.TestCase):
         jax.device_get(trained), jax.device_get(expected), rtol=1e-4, atol=1e-6
     )
 
+  @cases.parameters(
+      ((8, 12, 16), 2, P('data', None, None)),
+      ((6, 12, 16), 2, P(None, None, None)),
+      ((6, 12, 16), 1, P(None, 'data', None)),
+      ((12, 16), 2, P(None, None)),
+      ((16,), 2, P('data')),
+      ((), 0, P()),
+  )
+  def test_keeps_the_last_dimensions_whole(self, shape, whole_dims, expected):
+    params = {'w': jnp.ones(shape), 'other': jnp.ones(8)}
+
+    shardings = shard_transforms.state_shardings(
+        optax.trace(0.9),
+        params,
+        make_mesh(),
+        on_whole='ignore',
+        whole_dims=whole_dims,
+    )
+
+    self.assertEqual(P(*shardings.trace['w'].spec), expected)
+
+  def test_names_divided_matrices_that_the_optimizer_multiplies(self):
+    numbers = optax.contrib.MuonDimensionNumbers(1, 2)
+    muon = optax.contrib.muon(
+        0.1,
+        muon_weight_dimension_numbers=lambda p: jax.tree.map(
+            lambda x: numbers if x.ndim > 2 else None, p
+        ),
+    )
+    params = {'w': jnp.ones((6, 12, 16)), 'v': jnp.ones((8, 20))}
+
+    def told(shape, **kwargs):
+      stacked = params | {'w': jnp.ones(shape)}
+      with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        shard_transforms.state_shardings(muon, stacked, make_mesh(), **kwargs)
+      return ' '.join(str(warning.message) for warning in found)
+
+    self.assertRegex(
+        told((6, 12, 16)),
+        r"multiplies .* divided over 'data', .*mu\['w'\]: .* 4,608 bytes",
+    )
+    self.assertNotIn('multiplies', told((6, 12, 16), on_whole='ignore'))
+    self.assertNotIn('multiplies', told((8, 12, 16), whole_dims=2))
+
   def test_takes_shapes_for_parameters(self):
     mesh = make_mesh()
     abstract = jax.tree.map(
@@ -378,6 +424,9 @@ class StateShardingsTest(parameterized.TestCase):
       ({'mesh': 3}, TypeError, '`mesh` of `state_shardings` must be a'),
       ({'shard_over': 'x'}, ValueError, "must be an axis of the mesh, .*'x'"),
       ({'on_whole': 'hide'}, ValueError, "`on_whole` must be 'warn'"),
+      ({'whole_dims': 2.0}, TypeError, '`whole_dims` must be an integer'),
+      ({'whole_dims': True}, TypeError, 'at least 0, got True'),
+      ({'whole_dims': -1}, ValueError, 'at least 0, got -1'),
   )
   def test_refuses_bad_input(self, change, error, message):
     mesh = make_mesh()

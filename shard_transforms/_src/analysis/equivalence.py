@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax import core
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,12 +33,20 @@ _REPEATED_PARAMS = _SHAPE_PARAMS | {'broadcast_dimensions', 'dimensions'}
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[jaxprs.Program, Any]:
   """Returns the program of `fn` on arguments, and the types of its results."""
+  jaxpr, results = closed(fn, *args)
+  return jaxprs.flatten(jaxpr), results
+
+
+def closed(
+    fn: Callable[..., Any], *args: Any
+) -> tuple[jax.extend.core.ClosedJaxpr, Any]:
+  """Returns the jaxpr of `fn` on arguments, and the types of its results."""
   traced = jax.jit(fn).trace(*args)
   jaxpr = traced.jaxpr
   if len(jaxpr.in_avals) > len(jax.tree.leaves(args)):
     # Tracers that `fn` brings with it became inputs: here they are constants.
     jaxpr = jax.make_jaxpr(fn)(*args)
-  return jaxprs.flatten(jaxpr), traced.out_avals
+  return jaxpr, traced.out_avals
 
 
 def are_alike(

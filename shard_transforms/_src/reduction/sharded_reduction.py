@@ -55,7 +55,7 @@ class ShardedReduction(leaf_sums.ReductionOptions):
   ) -> list[jax.Array]:
     """Returns each shard's slice of the sum or mean of checked leaves."""
     num_slices = self.num_slices()
-    is_sent = self._is_sent_in_slices(leaves)
+    is_sent = self.sends_in_slices(leaves)
     sent = [i for i, is_sent_so in enumerate(is_sent) if is_sent_so]
     whole = [i for i, is_sent_so in enumerate(is_sent) if not is_sent_so]
     rows = [leaves_lib.cut(leaves[i], num_slices) for i in sent]
@@ -103,7 +103,7 @@ class ShardedReduction(leaf_sums.ReductionOptions):
         leaves[i] = leaves_lib.join(slices_of_leaf, kinds[i])
     return treedef.unflatten(leaves)
 
-  def _is_sent_in_slices(self, leaves):
+  def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
     """Returns for each leaf whether it is sliced before it is sent."""
     num_slices = self.num_slices()
     averaged = self.on_invariant == 'averaged'

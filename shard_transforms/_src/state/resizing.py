@@ -97,6 +97,7 @@ def resize_state(
   target = placement.init_state(
       tx, params, mesh, in_specs=in_specs, spmd_axis_name=spmd_axis_name
   )
+  state = _laid_out_like(state, target)
   if jax.tree.structure(state) != jax.tree.structure(target):
     raise ValueError(
         f'{_MADE_FOR_OTHERS}the tree {jax.tree.structure(state)}'
@@ -123,6 +124,24 @@ def resize_state(
 
   rules = _rules(values, target, reduction)
   return jax.tree.map_with_path(carry_over, values, rules, target, places)
+
+
+def _laid_out_like(state, target):
+  """Returns a state whose nodes keep their leaves at the places of another."""
+
+  def has_places(node):
+    return hasattr(node, 'laid_out_like')
+
+  nodes, treedef = jax.tree.flatten(state, is_leaf=has_places)
+  others, structure = jax.tree.flatten(target, is_leaf=has_places)
+  if treedef != structure or list(map(has_places, nodes)) != list(
+      map(has_places, others)
+  ):
+    return state
+  return treedef.unflatten(
+      node.laid_out_like(other) if has_places(node) else node
+      for node, other in zip(nodes, others, strict=True)
+  )
 
 
 def apply_rule(

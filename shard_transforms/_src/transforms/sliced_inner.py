@@ -22,6 +22,22 @@ from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.reduction import sharded_reduction
 
 
+def check_mapped(reduction: sharded_reduction.ShardedReduction) -> None:
+  """Refuses a mesh of which an axis is left to the compiler.
+
+  Raises:
+    ValueError: If there is one.
+  """
+  unmapped = axes_lib.unmapped_axes(reduction.axes)
+  if unmapped:
+    raise ValueError(
+        f'The mesh of `{reduction.caller}` must have no axis that is'
+        f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
+        ' such an axis shards. Name all axes in `axis_names` of'
+        ' `jax.shard_map`.'
+    )
+
+
 class SlicedInner:
   """A transformation that each shard runs on its slices alone."""
 
@@ -43,14 +59,7 @@ class SlicedInner:
     Raises:
       ValueError: If there is one.
     """
-    unmapped = axes_lib.unmapped_axes(self._reduction.axes)
-    if unmapped:
-      raise ValueError(
-          f'The mesh of `{self._reduction.caller}` must have no axis that is'
-          f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
-          ' such an axis shards. Name all axes in `axis_names` of'
-          ' `jax.shard_map`.'
-      )
+    check_mapped(self._reduction)
 
   def init(self, params: optax.Params) -> optax.OptState:
     """Returns the initial state, as each shard keeps it.

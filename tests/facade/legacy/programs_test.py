@@ -1,0 +1,171 @@
+"""Training scripts of TensorFlow 1, ported, train as TensorFlow trained them.
+
+`tf1` has the training parts as their repositories write them, in our words and
+with a small model; `ported` the same scripts after the porting page; `recorded`
+what TensorFlow 1.15.5 computed with the former (`record_programs.py`).
+"""
+
+import importlib
+import json
+import pathlib
+import re
+
+from absl.testing import parameterized
+import jax
+import numpy as np
+import pytest
+
+import cases
+from legacy import changed_lines
+from legacy import runs
+from shard_transforms import facade
+
+FOLDER = pathlib.Path(__file__).parent
+PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'porting_from_tf1.md'
+# A short script changes more than a fifth: the import, the function around the
+# loss and the loss as a result are there in all.
+FEW_LINES = 8
+EVALUATED = ('mnist_tpu', 'mnist_towers', 'official_mnist', 'ssd')
+
+
+def prepared(name):
+  """Returns the model function of a port, and its further arguments."""
+  program = importlib.import_module(f'legacy.ported.{name}')
+  facade.get_or_create_global_step()
+  return program.model_fn, {'initial': runs.initial_values(name)}
+
+
+def train(name):
+  """Returns the variables by name after each step."""
+  model_fn, params = prepared(name)
+  kind = runs.PROGRAMS[name].kind
+  if kind == 'towers':
+    devices = ['/cpu:0'] * runs.NUM_SHARDS
+    model_fn = facade.replicate_model_fn(model_fn, devices=devices)
+
+  def computation(features, labels):
+    mode = facade.ModeKeys.TRAIN
+    return model_fn(features, labels, mode=mode, params=params).loss
+
+  @facade.function
+  def step(features, labels):
+    num_shards = runs.NUM_SHARDS if kind == 'shards' else 1
+    return facade.shard(computation, [features, labels], num_shards)
+
+  found = []
+  for batch in runs.batches():
+    step(*batch)
+    values = {v.op.name: v.value() for v in facade.global_variables()}
+    found.append(jax.device_get(values))
+  return found
+
+
+def recorded(name):
+  """Returns the recorded variables after each step, and all of them at last."""
+  text = (FOLDER / 'recorded' / f'{name}.json').read_text(encoding='utf-8')
+  *steps, end = json.loads(text)
+  # Two scopes of operations are in names of TensorFlow.
+  return steps, {re.sub('^(cond|training)/', '', k): v for k, v in end.items()}
+
+
+def rows_of_page():
+  """Returns lines and changed lines by program, as the page has them."""
+  text = PAGE.read_text(encoding='utf-8')
+  rows = re.findall(r'^\| `(\w+)`.*\| (\d+) of (\d+) \|', text, re.M)
+  return {name: (int(total), int(part)) for name, part, total in rows}
+
+
+class ProgramsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(facade.Graph().as_default())
+    # TensorFlow adds a bias to rows without a word, and so do the scripts.
+    self.enterContext(jax.numpy_rank_promotion('allow'))
+
+  def assert_near(self, found, expected):
+    for key, value in expected.items():
+      np.testing.assert_allclose(
+          np.ravel(found[key]), value, rtol=1e-5, atol=1e-5, err_msg=key
+      )
+
+  # The first are of shards, of towers and alone; others take the same ways.
+  @cases.parameters('mnist_tpu', 'mnist_towers', 'stale_user')
+  def test_trains_as_tensorflow(self, name):
+    self.check(name)
+
+  @cases.parameters(
+      *(
+          name
+          for name in runs.PROGRAMS
+          if name not in ('mnist_tpu', 'mnist_towers', 'stale_user')
+      )
+  )
+  @pytest.mark.slow
+  def test_other_programs_train_as_tensorflow(self, name):
+    self.check(name)
+
+  def check(self, name):
+    steps, end = recorded(name)
+
+    trained = train(name)
+
+    self.assertLen(trained, runs.NUM_STEPS)
+    for found, expected in zip(trained, steps, strict=True):
+      self.assert_near(found, expected)
+    self.assertEqual(set(end), set(trained[-1]))
+    self.assert_near(trained[-1], end)
+
+  @cases.parameters(*EVALUATED)
+  def test_evaluates(self, name):
+    model_fn, params = prepared(name)
+    features, labels = runs.batches()[0]
+
+    loss = model_fn(features, labels, facade.ModeKeys.EVAL, params).loss
+
+    self.assertAlmostEqual(float(loss), self.loss_of(name), delta=1e-5)
+
+  def loss_of(self, name):
+    """Returns the loss of a program before the first step, by NumPy."""
+    initial = runs.initial_values(name)
+    features, labels = runs.batches()[0]
+    hidden = np.tanh(features @ initial['model/embeddings/kernel'])
+    hidden = hidden @ initial['model/layer_0/kernel']
+    hidden = np.tanh(hidden + initial['model/layer_0/bias'])
+    hidden = hidden @ initial['model/layer_1/kernel']
+    hidden = hidden * initial['model/layer_1/LayerNorm/gamma']
+    hidden = np.tanh(hidden + initial['model/layer_1/LayerNorm/beta'])
+    loss = np.mean((hidden @ initial['head/kernel'] - labels) ** 2)
+    if name == 'ssd':
+      for key, value in initial.items():
+        factor = 0 if 'LayerNorm' in key else 0.1 if 'bias' in key else 1.0
+        loss += 0.05 * factor * np.sum(value**2) / 2
+    return float(loss)
+
+
+class ChangedLinesTest(parameterized.TestCase):
+
+  def test_one_in_five_at_most_unless_they_are_few(self):
+    counts = {name: changed_lines.count(name) for name in runs.PROGRAMS}
+
+    few = {
+        name for name, (total, changed) in counts.items() if changed > total / 5
+    }
+
+    self.assertLessEqual(max(counts[name][1] for name in few), FEW_LINES)
+    self.assertLessEqual(len(few), len(counts) / 3)
+
+  def test_page_has_the_counts(self):
+    counts = {name: changed_lines.count(name) for name in runs.PROGRAMS}
+
+    self.assertEqual(rows_of_page(), counts)
+
+  @cases.parameters('bert', 'albert', 'electra', 'gpt2')
+  def test_class_of_the_optimizer_stays(self, name):
+    classes = [
+        changed_lines.class_in(FOLDER / kind / f'{name}.py')
+        for kind in ('tf1', 'ported')
+    ]
+
+    self.assertNotEmpty(classes[0])
+    self.assertEqual(*classes)

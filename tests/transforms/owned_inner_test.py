@@ -1,0 +1,915 @@
+"""`shard_update` with `slices='leaves'`."""
+
+import functools
+import tempfile
+from typing import Any, NamedTuple
+import warnings
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import init_state
+from shard_transforms import monitoring
+from shard_transforms import resize_state
+
+AXIS = modes.AXIS
+SHARDS, STEPS = 8, 3
+WEIGHTS = np.array([3, 1, 0, 5, 0.1, 2, 0.7, 4], np.float32)
+owned = functools.partial(
+    shard_transforms.shard_update, axis_name=AXIS, slices='leaves'
+)
+
+
+def params_of():
+  normal = np.random.default_rng(0).normal
+  shapes = {
+      'first': {'kernel': (4, 6), 'bias': (6,)},
+      'stack': (2, 3, 4),
+      'square': (4, 4),
+      'scalar': (),
+  }
+  return jax.tree.map(
+      lambda shape: np.asarray(normal(size=shape), np.float32),
+      shapes,
+      is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def gradients(steps):
+  """Returns other ones for each shard and step: [shards, steps, ...]."""
+  rng = np.random.default_rng(1)
+  return jax.tree.map(
+      lambda p: rng.normal(size=(SHARDS, steps, *p.shape)).astype(p.dtype),
+      params_of(),
+  )
+
+
+class Statistics(NamedTuple):
+  """State of optimizers of these tests: arrays for each parameter, and more."""
+
+  num_updates: jax.Array
+  kept: Any
+
+
+def per_leaf(start, step):
+  """Makes a transformation of what it does to a leaf."""
+
+  def init(params):
+    return Statistics(jnp.int32(0), jax.tree.map(start, params))
+
+  def update(updates, state, params=None):
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    kept = treedef.flatten_up_to(state.kept)
+    pairs = [
+        step(u, s, state.num_updates) for u, s in zip(leaves, kept, strict=True)
+    ]
+    updates, kept = (treedef.unflatten(x) for x in zip(*pairs, strict=True))
+    return updates, Statistics(state.num_updates + 1, kept)
+
+  return optax.GradientTransformation(init, update)
+
+
+def shampoo():
+  """Statistics of rows and columns, and their inverse fourth roots."""
+
+  def start(p):
+    return [jnp.eye(n) for n in p.shape] if p.ndim == 2 else []
+
+  def root(m):
+    values, vectors = jnp.linalg.eigh(m)
+    return vectors @ jnp.diag(values**-0.25) @ vectors.T
+
+  def step(u, kept, _):
+    if not kept:
+      return u, kept
+    left, right = kept[0] + u @ u.T, kept[1] + u.T @ u
+    return root(left) @ u @ root(right), [left, right]
+
+  return optax.chain(per_leaf(start, step), optax.scale(-0.1))
+
+
+def soap():
+  """Adam in the basis of a running average of the gradients' products."""
+
+  def start(p):
+    n = p.shape[0] if p.ndim == 2 else 0
+    return {'basis': jnp.eye(n), 'square': jnp.zeros_like(p)}
+
+  def step(u, kept, t):
+    basis = kept['basis']
+    turned = basis.T @ u if u.ndim == 2 else u
+    square = 0.9 * kept['square'] + 0.1 * turned**2
+    scaled = turned / (jnp.sqrt(square / (1 - 0.9 ** (t + 1))) + 1e-3)
+    if u.ndim == 2:
+      scaled, basis = basis @ scaled, jnp.linalg.qr(0.9 * basis + u @ u.T)[0]
+    return -0.1 * scaled, {'basis': basis, 'square': square}
+
+  return per_leaf(start, step)
+
+
+def low_rank():
+  """Momentum in a random subspace that a key of the state draws anew."""
+
+  def init(params):
+    kept = jax.tree.map(lambda p: jnp.zeros((2, *p.shape[1:])), params)
+    return jax.random.key_data(jax.random.key(0)), kept
+
+  def update(updates, state, params=None):
+    del params
+    data, kept = state
+    key = jax.random.wrap_key_data(data)
+    numbers = jax.tree.unflatten(
+        jax.tree.structure(updates), range(len(jax.tree.leaves(updates)))
+    )
+
+    def project(u, i):
+      normal = jax.random.normal(jax.random.fold_in(key, i), (2, len(u)))
+      return normal / jnp.sqrt(2.0)
+
+    def advance(u, k, i):
+      return 0.9 * k + jnp.tensordot(project(u, i), u, 1)
+
+    kept = jax.tree.map(advance, updates, kept, numbers)
+    updates = jax.tree.map(
+        lambda u, k, i: -0.1 * jnp.tensordot(project(u, i).T, k, 1),
+        updates,
+        kept,
+        numbers,
+    )
+    return updates, (jax.random.key_data(jax.random.fold_in(key, 1)), kept)
+
+  return optax.masked(
+      optax.GradientTransformation(init, update),
+      lambda params: jax.tree.map(lambda p: jnp.ndim(p) > 0, params),
+  )
+
+
+def listed():
+  """Momentum that is kept in a list, without the names of the parameters."""
+
+  def init(params):
+    return [jnp.zeros_like(p) for p in jax.tree.leaves(params)]
+
+  def update(updates, state, params=None):
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    state = [0.9 * s + u for s, u in zip(state, leaves, strict=True)]
+    return treedef.unflatten([-0.1 * s for s in state]), state
+
+  return optax.GradientTransformation(init, update)
+
+
+def matrices(params):
+  return jax.tree.map(lambda p: 'lars' if jnp.ndim(p) > 1 else 'adam', params)
+
+
+def vectors(inner):
+  """Applies to all but scalars, which some optimizers do not take."""
+  return optax.masked(
+      inner, lambda params: jax.tree.map(lambda p: jnp.ndim(p) > 0, params)
+  )
+
+
+INNERS = {
+    'muon': lambda: optax.contrib.muon(0.1),
+    'lamb': lambda: optax.lamb(0.1),
+    'lars': lambda: optax.lars(0.1),
+    'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    'novograd': lambda: optax.novograd(0.1),
+    'sm3': lambda: vectors(optax.sm3(0.1)),
+    'shampoo': shampoo,
+    'soap': soap,
+    'low rank': low_rank,
+    'adamw': lambda: optax.adamw(0.1),
+    'listed': listed,
+    'noise': lambda: optax.chain(
+        optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)
+    ),
+    'several steps': lambda: optax.MultiSteps(optax.lamb(0.1), 2),
+    'injected': lambda: optax.inject_hyperparams(optax.lamb)(
+        learning_rate=optax.linear_schedule(0.1, 0.01, 3), b1=0.8
+    ),
+    'partition': lambda: optax.partition(
+        {'lars': optax.lars(0.1), 'adam': optax.adam(0.1)}, matrices
+    ),
+    'schedule-free': lambda: optax.contrib.schedule_free_adamw(0.1),
+    'towers': lambda: shard_transforms.tower_reduce(2, optax.lamb(0.1)),
+    'norm of parameters': lambda: optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda u: u * optax.tree.norm(params), updates
+        )
+    ),
+}
+
+
+def train(tx, mode='shard_map', weights=None, apart=False, steps=STEPS):
+  """Returns the parameters [shards, ...] after some steps."""
+
+  def loss(params, data):
+    products = jax.tree.map(
+        lambda p, d: jnp.sum(p * d).astype(jnp.float32), params, data
+    )
+    return sum(jax.tree.leaves(products))
+
+  def fn(params, own):
+    data, weight = own
+    extra_args = {} if weights is None else {'weight': weight}
+
+    def step(carry, data):
+      params, state = carry
+      value_and_grad = shard_transforms.value_and_grad(loss, AXIS)
+      grads = value_and_grad(params, data)[1]
+      updates, state = tx.update(grads, state, params, **extra_args)
+      return (optax.apply_updates(params, updates), state), None
+
+    start = params, tx.init(params)
+    if apart:
+      start = shard_transforms.per_shard(start, AXIS)
+    return lax.scan(step, start, data)[0][0]
+
+  own = gradients(steps), np.ones(SHARDS) if weights is None else weights
+  mapped = modes.map_shards(mode, fn)
+  return jax.device_get(mapped(params_of(), own))
+
+
+def assert_close(actual, expected, tolerance=5e-6):
+  chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+  chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def whole(inner, **kwargs):
+  return optax.chain(cross_shard_mean(AXIS, **kwargs), inner)
+
+
+def sum_of_updates(u, state, params=None):
+  del params
+  total = sum(jnp.sum(x) for x in jax.tree.leaves(u))
+  return u, state + total
+
+
+class EqualityTest(parameterized.TestCase):
+  """It trains as the replicated optimizer does."""
+
+  @cases.parameters(*INNERS, always=lambda name: name in ('lamb', 'shampoo'))
+  def test_trains_as_the_replicated_optimizer(self, name):
+    actual = train(owned(INNERS[name]()))
+
+    assert_close(actual, train(whole(INNERS[name]())))
+
+  @cases.parameters(*INNERS)
+  @pytest.mark.slow
+  def test_stays_with_it_for_fifty_steps(self, name):
+    actual = train(owned(INNERS[name]()), steps=50)
+
+    # An eigenvector or an orthogonal matrix amplifies what is rounded.
+    tolerance = 2e-3 if name in ('muon', 'soap', 'shampoo') else 1e-4
+    assert_close(actual, train(whole(INNERS[name]()), steps=50), tolerance)
+
+  @cases.parameters(*modes.MODES)
+  def test_trains_alike_in_every_mode(self, mode):
+    actual = train(owned(optax.novograd(0.1)), mode)
+
+    assert_close(actual, train(whole(optax.novograd(0.1)), mode))
+
+  @cases.parameters(*modes.MODES)
+  def test_clips_by_the_norm_of_whole_leaves(self, mode):
+    clip = shard_transforms.clip_by_global_norm
+    inner = optax.chain(clip(0.1, AXIS, sharded=P(AXIS)), optax.lars(0.1))
+
+    actual = train(owned(inner), mode)
+
+    expected = whole(optax.chain(clip(0.1), optax.lars(0.1)))
+    assert_close(actual, train(expected, mode))
+
+  @cases.parameters(*modes.MODES)
+  def test_counts_shards_by_their_weight(self, mode):
+    actual = train(owned(optax.lars(0.1)), mode, WEIGHTS)
+
+    assert_close(actual, train(whole(optax.lars(0.1)), mode, WEIGHTS))
+
+  @cases.parameters(*modes.MODES)
+  @pytest.mark.slow
+  def test_groups_train_apart(self, mode):
+    groups = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+    actual = train(owned(optax.lamb(0.1), groups=groups), mode, apart=True)
+
+    expected = whole(optax.lamb(0.1), groups=groups)
+    assert_close(actual, train(expected, mode, apart=True))
+
+  def test_sums(self):
+    actual = train(owned(optax.lars(0.1), reduction='sum'))
+
+    summed = optax.chain(
+        shard_transforms.cross_shard_sum(AXIS), optax.lars(0.1)
+    )
+    assert_close(actual, train(summed))
+
+  @cases.product(
+      wrap=('tower_reduce', 'guard', 'drop_stale', 'chain'),
+      mode=('shard_map', 'shard_map_unchecked'),
+  )
+  @pytest.mark.slow
+  def test_works_inside_what_wraps_it(self, wrap, mode):
+    def tx(inner):
+      return {
+          'tower_reduce': lambda: shard_transforms.tower_reduce(
+              2, inner, axis_name=AXIS
+          ),
+          'guard': lambda: shard_transforms.guard(inner, AXIS),
+          'drop_stale': lambda: _stamped(
+              shard_transforms.drop_stale(1, inner, axis_name=AXIS)
+          ),
+          'chain': lambda: optax.chain(optax.scale(0.5), inner),
+      }[wrap]()
+
+    actual = train(tx(owned(optax.lamb(0.1))), mode)
+
+    assert_close(actual, train(tx(whole(optax.lamb(0.1))), mode))
+
+  def test_takes_what_is_reduced_already_without_sending(self):
+    tx = owned(optax.lars(1.0), on_invariant='averaged')
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=modes.mesh(), in_specs=P(), out_specs=P()
+    )
+    def step(grads):
+      return tx.update(grads, tx.init(grads), grads)[0]
+
+    grads = {'w': jnp.arange(20.0), 'v': jnp.ones((3, 2))}
+    updates = step(grads)
+
+    inner = optax.lars(1.0)
+    expected = inner.update(grads, inner.init(grads), grads)[0]
+    assert_close(jax.device_get(updates), jax.device_get(expected))
+    report = monitoring.wire_report(step, grads)
+    self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
+
+  def test_sends_as_much_as_an_all_reduce(self):
+    params = {str(i): jnp.ones((4, 6)) for i in range(16)}
+    sent = []
+    for tx in owned(optax.lars(0.1)), whole(optax.lars(0.1)):
+
+      def step(params, tx=tx):
+        grads = shard_transforms.per_shard(params, AXIS)
+        return tx.update(grads, tx.init(params), params)[0]
+
+      mapped = jax.shard_map(
+          step, mesh=modes.mesh(), in_specs=P(), out_specs=P()
+      )
+      sent.append(monitoring.wire_report(mapped, params).total_bytes)
+
+    self.assertEqual(*sent)
+
+  @cases.product(
+      axes=(('host', 'core'), ('core', 'host')),
+      check_vma=(True, cases.Repeated(False)),
+  )
+  @pytest.mark.slow
+  def test_reduces_over_several_axes(self, axes, check_vma):
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
+    params, results = params_of(), []
+    for tx in (
+        owned(optax.lamb(0.1), axis_name=axes),
+        optax.chain(cross_shard_mean(axes), optax.lamb(0.1)),
+    ):
+      specs = shard_transforms.state_specs(tx, params, mesh)
+
+      @functools.partial(
+          jax.shard_map,
+          mesh=mesh,
+          in_specs=(P(), specs, P(('host', 'core'))),
+          out_specs=(P(), specs),
+          check_vma=check_vma,
+      )
+      def step(params, state, data, tx=tx):
+        grads = jax.tree.map(lambda x: x[0, 0], data)
+        return shard_transforms.update_and_apply(tx, grads, state, params)
+
+      step = jax.jit(step, donate_argnums=1)
+      state = init_state(tx, params, mesh)
+      new_params, state = step(params, state, gradients(1))
+      results.append(step(new_params, state, gradients(1))[0])
+
+    assert_close(*map(jax.device_get, results))
+
+
+def _stamped(tx):
+  """Tells it that no update is late."""
+
+  def update(updates, state, params=None):
+    step = optax.tree_utils.tree_get(state, 'global_step')
+    return tx.update(updates, state, params, local_step=step)
+
+  return optax.GradientTransformation(tx.init, update)
+
+
+class LeavesTest(parameterized.TestCase):
+  """Leaves of all kinds."""
+
+  def update(self, params, grads, inner):
+    def fn(params, grads):
+      tx = owned(inner)
+      return tx.update(grads, tx.init(params), params)[0]
+
+    return modes.map_shards('shard_map', fn)(params, grads)
+
+  @cases.parameters('bfloat16', 'float16', 'complex64')
+  def test_reduces_leaves_of_other_dtypes(self, dtype):
+    rng = np.random.default_rng(0)
+    grads = {
+        'a': rng.integers(-9, 9, (SHARDS, 3, 7)).astype(jnp.dtype(dtype)),
+        'b': rng.integers(-9, 9, (SHARDS, 5)).astype(np.float32),
+    }
+    params = jax.tree.map(lambda x: x[0], grads)
+
+    updates = self.update(params, grads, optax.sgd(1.0, momentum=0.5))
+
+    for name, found in updates.items():
+      wide = grads[name].astype(np.promote_types(found.dtype, np.float32))
+      expected = -wide.mean(0).astype(found.dtype)
+      np.testing.assert_array_equal(found, [expected] * SHARDS)
+
+  def test_leaves_without_a_gradient_pass(self):
+    params = {'x': jnp.ones(16), 'count': jnp.arange(9), 'none': None}
+    tx = owned(optax.identity())
+
+    def fn(shared, scale):
+      params, zeros = shared
+      grads = {'x': scale * params['x'], 'count': zeros, 'none': None}
+      updates, _ = tx.update(grads, tx.init(params), params)
+      self.assertEqual(updates['count'].dtype, jax.dtypes.float0)
+      self.assertIsNone(updates['none'])
+      return updates['x']
+
+    zeros = np.zeros(9, jax.dtypes.float0)
+    mapped = modes.map_shards(
+        'shard_map', lambda params, scale: fn((params, zeros), scale)
+    )
+    updates = mapped(params, jnp.arange(8.0))
+
+    np.testing.assert_array_equal(updates, np.full((SHARDS, 16), 3.5))
+
+  def test_empty_leaves_and_scalars_pass_beside_others(self):
+    params = {'empty': jnp.zeros((0, 3)), 's': jnp.float32(1), 'v': jnp.ones(3)}
+    grads = jax.tree.map(lambda x: jnp.stack([x] * SHARDS), params)
+
+    updates = self.update(params, grads, optax.sgd(1.0, momentum=0.5))
+
+    self.assertEqual(updates['empty'].shape, (SHARDS, 0, 3))
+    np.testing.assert_array_equal(updates['s'], [-1] * SHARDS)
+    np.testing.assert_array_equal(updates['v'], -np.ones((SHARDS, 3)))
+
+  def test_a_tree_without_leaves_passes(self):
+    updates = self.update({}, ({}, jnp.ones(8))[0] or {'x': None}, optax.sgd(1))
+
+    self.assertEqual(updates, {'x': None})
+
+  def test_refuses_integers(self):
+    with self.assertRaisesRegex(
+        TypeError, 'must be real or complex, got int32'
+    ):
+      self.update(
+          {'a': jnp.arange(3)},
+          {'a': jnp.ones((SHARDS, 3), jnp.int32)},
+          optax.sgd(1.0),
+      )
+
+  def test_a_shard_of_weight_zero_does_not_count_even_with_nan(self):
+    tx = owned(optax.sgd(1.0))
+
+    def fn(_, own):
+      grads, weight = own
+      params = jnp.zeros(9)
+      return tx.update(grads, tx.init(params), params, weight=weight)[0]
+
+    grads = np.ones((SHARDS, 9), np.float32)
+    grads[3] = np.nan
+    weight = np.ones(SHARDS, np.float32)
+    weight[3] = 0
+    updates = modes.map_shards('shard_map', fn)((), (grads, weight))
+
+    np.testing.assert_array_equal(updates, -np.ones((SHARDS, 9)))
+
+
+COPY = optax.GradientTransformation(
+    lambda params: (jnp.int32(3), jax.tree.map(jnp.copy, params)),
+    lambda updates, state, params=None: (updates, state),
+)
+
+
+class StateTest(parameterized.TestCase):
+  """What a shard keeps."""
+
+  def test_a_shard_keeps_its_leaves(self):
+    params = {str(i): jnp.zeros((16, 8)) for i in range(16)}
+    inner = optax.lamb(0.1)
+
+    state = init_state(owned(inner), params, modes.mesh())
+
+    own = sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves(state)
+    )
+    all_of_it = sum(x.nbytes for x in jax.tree.leaves(inner.init(params)))
+    self.assertLess(own, (1 / SHARDS + 0.001) * all_of_it)
+
+  def test_state_says_where_each_leaf_is(self):
+    state = init_state(owned(optax.lamb(0.1)), params_of(), modes.mesh())
+
+    mu = optax.tree_utils.tree_get(state, 'mu')
+
+    place = mu['first']['kernel']
+    self.assertEqual(place.of, "['first']['kernel']")
+    self.assertEqual((place.row, place.shape), ('float32', (4, 6)))
+    self.assertEqual(mu['scalar'].shape, ())
+    self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 0)
+
+  def test_specs_say_what_shards_keep(self):
+    specs = shard_transforms.state_specs(
+        owned(optax.lamb(0.1)), params_of(), modes.mesh()
+    )
+
+    self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
+    self.assertEqual(specs.inner_state.rows, {'float32': P(AXIS)})
+
+  def test_gives_the_state_of_the_replicated_optimizer(self):
+    state = init_state(owned(COPY), params_of(), modes.mesh())
+
+    found = state.inner_state.whole()
+
+    chex.assert_trees_all_equal(found, (np.int32(3), params_of()), strict=True)
+
+  def test_metrics_read_what_is_shared(self):
+    inner = optax.inject_hyperparams(optax.lars)(learning_rate=0.5)
+    state = init_state(owned(inner), params_of(), modes.mesh())
+
+    found = monitoring.metrics(state)
+
+    self.assertEqual(found['hyperparams/learning_rate'], 0.5)
+
+  def test_maps_the_leaves_of_a_parameter_elsewhere(self):
+    tx = owned(optax.lamb(0.1))
+    state = init_state(tx, params_of(), modes.mesh())
+
+    mapped = optax.tree_utils.tree_map_params(tx, lambda x: x + 1, state)
+
+    self.assertEqual(jax.tree.structure(mapped), jax.tree.structure(state))
+
+  @cases.parameters(4, 3, 1)
+  def test_resizes_to_the_bit(self, shards):
+    tx = owned(COPY)
+    state = init_state(tx, params_of(), modes.mesh())
+
+    resized = resize_state(state, tx, params_of(), modes.mesh(shards))
+    back = resize_state(resized, tx, params_of(), modes.mesh())
+
+    expected = init_state(tx, params_of(), modes.mesh(shards))
+    chex.assert_trees_all_equal(resized, expected, strict=True)
+    chex.assert_trees_all_equal(back, state, strict=True)
+    digests = [
+        monitoring.digest(x.inner_state.whole()) for x in (state, resized)
+    ]
+    self.assertEqual(*digests)
+
+  def test_resizes_to_another_cost(self):
+    state = init_state(owned(COPY), params_of(), modes.mesh(3))
+    other = owned(COPY, cost=lambda p: jax.tree.map(lambda x: -x.ndim + 9, p))
+
+    resized = resize_state(state, other, params_of(), modes.mesh(3))
+
+    self.assertNotEqual(resized.inner_state.leaves, state.inner_state.leaves)
+    chex.assert_trees_all_equal(
+        resized.inner_state.whole(), state.inner_state.whole(), strict=True
+    )
+
+  def test_resize_refuses_the_state_of_others(self):
+    state = init_state(owned(COPY), params_of(), modes.mesh())
+
+    with self.assertRaisesRegex(ValueError, 'must be made by this transform'):
+      resize_state(state, owned(optax.lamb(1)), params_of(), modes.mesh(4))
+
+  @pytest.mark.slow
+  def test_is_restored_from_a_checkpoint(self):
+    tx, mesh = owned(COPY), modes.mesh()
+    state = init_state(tx, params_of(), mesh)
+    like = init_state(tx, jax.eval_shape(params_of), mesh)
+
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    with ocp.StandardCheckpointer() as saver:
+      saver.save(f'{folder}/state', state)
+      saver.wait_until_finished()
+      restored = saver.restore(f'{folder}/state', like)
+
+    chex.assert_trees_all_equal(restored, state, strict=True)
+
+  @cases.parameters(
+      ({}, {'x': 1}, r'is none of them|the tree'),
+      ({}, {'b': (9,)}, 'got Place'),
+      ({'cost': lambda p: {'a': 1, 'b': 9}}, {}, 'got Place'),
+  )
+  def test_refuses_state_of_others(self, kwargs, shapes, message):
+    before = {'a': jnp.zeros((4, 2)), 'b': jnp.zeros(3)}
+    state = init_state(owned(optax.trace(0.9)), before, modes.mesh())
+    params = {
+        name: jnp.zeros(shapes.get(name, x.shape)) for name, x in before.items()
+    } | {name: jnp.zeros(n) for name, n in shapes.items() if name == 'x'}
+    tx = owned(optax.trace(0.9), **kwargs)
+
+    def step(state, grads):
+      grads = shard_transforms.per_shard(grads, AXIS)
+      return tx.update(grads, state, params)[0]
+
+    specs = shard_transforms.state_specs(
+        owned(optax.trace(0.9)), before, modes.mesh()
+    )
+    step = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(specs, P()), out_specs=P()
+    )
+    with self.assertRaisesRegex(ValueError, message):
+      jax.eval_shape(step, state, params)
+
+  def test_refuses_state_of_slices(self):
+    state = init_state(
+        shard_transforms.shard_update(optax.trace(0.9), AXIS),
+        jnp.zeros(16),
+        modes.mesh(),
+    )
+
+    def step(state):
+      grads = shard_transforms.per_shard(jnp.zeros(16), AXIS)
+      return owned(optax.trace(0.9)).update(grads, state)[0]
+
+    step = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
+    )
+    with self.assertRaisesRegex(ValueError, 'State of .* got TraceState'):
+      jax.eval_shape(step, state)
+
+
+def by_leaf(fn):
+  return optax.stateless(lambda updates, _: jax.tree.map(fn, updates))
+
+
+def norm_of(updates):
+  squares = sum(jnp.sum(u * u) for u in jax.tree.leaves(updates))
+  return squares
+
+
+def scaled_by(total):
+  return optax.stateless(
+      lambda updates, _: jax.tree.map(lambda u: u / total(updates), updates)
+  )
+
+
+def in_a_branch(updates):
+  return lax.cond(
+      True, lambda: lax.psum(norm_of(updates), AXIS), lambda: jnp.float32(1)
+  )
+
+
+class RefusalTest(parameterized.TestCase):
+  """Found while tracing."""
+
+  @cases.parameters(
+      (optax.clip_by_global_norm(1.0),),
+      (optax.flatten(optax.adam(0.1)),),
+      (optax.apply_if_finite(optax.sgd(0.1), 3),),
+      (optax.normalize_by_update_norm(),),
+      (optax.scale_by_lbfgs(),),
+      (optax.contrib.prodigy(0.1),),
+      (optax.adaptive_grad_clip(0.1), None),
+  )
+  @pytest.mark.slow_after(2)
+  def test_refuses_at_init_what_mixes_leaves(self, inner, message='depends on'):
+    tx = owned(inner)
+    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+
+    if message is None:
+      init_state(tx, params, modes.mesh())
+      return
+    with self.assertRaisesRegex(
+        ValueError,
+        r"`inner` of `shard_update\(..., slices='leaves'\)` must treat each"
+        rf' leaf .*{message}.*optax.partition',
+    ):
+      init_state(tx, params, modes.mesh())
+
+  @cases.parameters(1, SHARDS)
+  def test_refuses_it_for_any_number_of_shards(self, shards):
+    tx = owned(optax.clip_by_global_norm(1.0))
+    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+
+    with self.assertRaisesRegex(
+        ValueError, r"updates at \['b'\] depends on its updates at \['w'\]"
+    ):
+      init_state(tx, params, modes.mesh(shards))
+
+  @cases.parameters(
+      (
+          lambda u: jnp.sqrt(lax.pmean(norm_of(u), AXIS)),
+          '`pmean` divides a sum over leaves',
+      ),
+      (
+          lambda u: lax.psum(lax.psum(norm_of(u), AXIS), AXIS),
+          '`psum` adds up what is the same',
+      ),
+      (
+          lambda u: lax.psum(norm_of(u) ** 2, AXIS),
+          'no sum of numbers of single',
+      ),
+      (lambda u: lax.pmax(norm_of(u), AXIS), '`pmax` in it waits for shards'),
+      (in_a_branch, '`psum` in it waits for shards'),
+      (
+          lambda u: 1.0 + lax.axis_index(AXIS),
+          'shards bring numbers of their own',
+      ),
+  )
+  def test_refuses_what_cannot_be_summed_over_owners(self, total, message):
+    tx = owned(scaled_by(total))
+
+    with self.assertRaisesRegex(ValueError, message):
+      train(tx, 'pmap')
+
+  def test_sums_over_owners_what_a_transformation_asks_for(self):
+    inner = scaled_by(lambda u: lax.psum(norm_of(u), AXIS))
+
+    actual = train(owned(vectors(inner)), 'pmap')
+
+    expected = whole(vectors(scaled_by(norm_of)))
+    assert_close(actual, train(expected, 'pmap'))
+
+  def test_refuses_parameters_of_each_shard(self):
+    tx = owned(optax.add_decayed_weights(0.1))
+
+    def step(params, own):
+      grads = shard_transforms.per_shard(jnp.ones(16), AXIS)
+      return tx.update(grads, tx.init(params), params + own[0])[0]
+
+    step = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
+    )
+    with self.assertRaisesRegex(ValueError, 'numbers of their own'):
+      jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
+
+  def test_refuses_leaves_of_which_some_are_slices(self):
+    tx = owned(optax.lars(0.1))
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
+    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+
+    with self.assertRaisesRegex(ValueError, r"vary over axes of \['model'\]"):
+      init_state(tx, params, mesh, in_specs={'w': P(None, 'model'), 'b': P()})
+
+  def test_refuses_a_mesh_that_is_mapped_in_part(self):
+    tx = owned(optax.adam(0.1))
+
+    step = jax.shard_map(
+        lambda params: optax.tree_utils.tree_get(tx.init(params), 'count'),
+        mesh=jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2),
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={AXIS},
+    )
+    with self.assertRaisesRegex(ValueError, r"not mapped, got \('model',\)"):
+      jax.eval_shape(step, jnp.ones(16))
+
+  def test_refuses_state_of_another_dtype(self):
+    inner = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda u, s, _: (u, jax.tree.map(lambda x: x.astype('bfloat16'), s)),
+    )
+    with self.assertRaisesRegex(
+        ValueError, r'keep the types .* bfloat16\[16\] for float32\[16\]'
+    ):
+      init_state(owned(inner), jnp.ones(16), modes.mesh())
+
+  @cases.parameters('vmap', cases.Repeated('shard_map_unchecked'))
+  def test_takes_the_word_of_who_flattens(self, mode):
+    # One vector of all leaves, of which each shard keeps its own.
+    inner = optax.flatten(optax.adam(0.1))
+
+    actual = train(owned(inner, assume_leafwise=True), mode)
+
+    assert_close(actual, train(whole(inner), mode))
+
+  def test_refuses_at_update_what_needs_extra_arguments_to_be_known(self):
+    tx = owned(optax.polyak_sgd())
+
+    def step(params):
+      grads = shard_transforms.per_shard(params, AXIS)
+      state = tx.init(params)
+      return tx.update(grads, state, params, value=jnp.float32(1))[0]
+
+    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
+    with self.assertRaisesRegex(ValueError, '`inner` of .* depends on'):
+      jax.eval_shape(step, {'a': jnp.ones(16), 'b': jnp.ones(3)})
+
+  @cases.parameters(
+      ({'slices': 'rows'}, ValueError, "`slices` must be 'elements' or 'leav"),
+      ({'cost': 3}, TypeError, '`cost` must be a function'),
+      (
+          {'slices': 'elements', 'cost': max},
+          ValueError,
+          "`cost` must come with slices='leaves'",
+      ),
+      (
+          {'assume_leafwise': 1},
+          TypeError,
+          '`assume_leafwise` must be a boolean, got 1',
+      ),
+      (
+          {'assume_elementwise': True},
+          ValueError,
+          "`assume_elementwise` must be False with slices='leaves'",
+      ),
+      (
+          {'slices': 'elements', 'assume_leafwise': True},
+          ValueError,
+          "`assume_leafwise` must be False with slices='elements'",
+      ),
+  )
+  def test_refuses_wrong_arguments(self, kwargs, error, message):
+    with self.assertRaisesRegex(error, message):
+      owned(optax.sgd(0.1), **kwargs)
+
+
+class CostTest(parameterized.TestCase):
+  """Who owns what."""
+
+  def owners(self, shapes, shards=3, **kwargs):
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in shapes.items()
+    }
+    tx = owned(optax.trace(0.9), **kwargs)
+    state = init_state(tx, params, modes.mesh(shards))
+    return {
+        name: place.shard
+        for name, place in state.inner_state.leaves.trace.items()
+    }
+
+  def test_the_costliest_leaf_goes_to_the_shard_with_the_least_to_do(self):
+    found = self.owners(
+        {
+            'big': (8, 8),
+            'long': (128, 2),
+            'mid': (7, 7),
+            'small': (3, 3),
+            'vector': (100,),
+        }
+    )
+
+    # 8 * 8 * 8 = 512, 128 * 2 * 2 = 512, 343, 27, 100.
+    self.assertEqual(
+        found, {'long': 0, 'big': 1, 'mid': 2, 'vector': 2, 'small': 2}
+    )
+
+  def test_a_cost_of_the_user_decides(self):
+    costs = {'a': 1, 'b': 5.0, 'c': np.float32(3), 'd': 0}
+
+    found = self.owners(dict.fromkeys(costs, (4, 4)), cost=lambda _: costs)
+
+    self.assertEqual(found, {'b': 0, 'c': 1, 'a': 2, 'd': 2})
+
+  def test_fewer_leaves_than_shards_leave_some_idle(self):
+    found = self.owners({'a': (4, 4), 'b': (2,)}, shards=8)
+
+    self.assertEqual(found, {'a': 0, 'b': 1})
+
+  @cases.parameters(
+      ({'a': -1.0}, ValueError, r"of at least 0, got -1.0 at \['a'\]"),
+      ({'a': float('nan')}, ValueError, 'finite .* got nan'),
+      ({'a': float('inf')}, ValueError, 'finite .* got inf'),
+      ({'a': 'much'}, TypeError, "real number a leaf, got 'much'"),
+      ({'a': np.ones(2)}, TypeError, 'real number a leaf'),
+      ({'b': 1}, ValueError, 'must give a tree like the parameters'),
+  )
+  def test_refuses_a_cost_that_is_none(self, costs, error, message):
+    with self.assertRaisesRegex(error, message):
+      self.owners({'a': (4, 4)}, cost=lambda _: costs)
+
+  def test_warns_of_a_leaf_that_decides_the_time(self):
+    shapes = {'huge': (2048, 1024), **{str(i): (8, 8) for i in range(9)}}
+
+    with self.assertWarnsRegex(
+        UserWarning, r"one leaf, \['huge'\] of 2,097,152"
+    ):
+      self.owners(shapes)
+    with warnings.catch_warnings():
+      warnings.simplefilter('error')
+      self.owners(shapes | {f'huge{i}': (2048, 1024) for i in range(3)})
