@@ -29,6 +29,9 @@ from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import specs_of
 from shard_transforms._src.state.specs import state_specs
+from shard_transforms._src.transforms.accumulation import (
+    accumulated_value_and_grad,
+)
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
@@ -61,6 +64,7 @@ __all__ = (
     'ScaleByStalenessState',
     'ShardUpdateState',
     'TowerReduceState',
+    'accumulated_value_and_grad',
     'clip_by_global_norm',
     'compensate_delay',
     'cross_shard_mean',

@@ -33,14 +33,14 @@ class TrainTransformerTest(absltest.TestCase):
         r'(.*\S)  +(\S+) -> (\S+)  +([\d,]+)  +([\d,]+)', run.stdout
     )
     names, first, last, sent, memory = zip(*rows, strict=True)
-    self.assertEqual(names, ('jit, lax.scan', 'tower_reduce'))
+    self.assertEqual(names, ('jit, lax.scan', 'tower_reduce', 'accumulated'))
     # The embedding of what is read and of what is told is reduced twice there.
-    self.assertEqual(sent, ('369,432', '89,286'))
-    self.assertEqual(first[0], first[1])
-    self.assertEqual(last[0], last[1])
+    self.assertEqual(sent, ('369,432', '89,286', '89,286'))
+    self.assertLen({*first}, 1)
+    self.assertLen({*last}, 1)
     self.assertLess(float(last[0]), 0.8 * float(first[0]))
-    plain, collecting = (int(x.replace(',', '')) for x in memory)
-    self.assertLess(collecting, 1.25 * plain)
+    plain, *others = (int(x.replace(',', '')) for x in memory)
+    self.assertLess(max(others), 1.25 * plain)
 
   @pytest.mark.repeated(8)
   def test_owners_train_by_muon_as_all_do(self):

@@ -7,6 +7,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -421,8 +422,15 @@ def _measured(grads, x):
   return metrics, monitoring.compression_error(state)
 
 
+def _checked(grads, x):
+  check = monitoring.cross_check(lambda w, x: w['w'] * jnp.sum(x), AXIS)
+  result, state = check.apply(check.init(lax.axis_size(AXIS)), grads, x)
+  return result, state.num_suspected
+
+
 # Of each shard's gradients and data.
 FUNCTIONS = {
+    'cross_check': _checked,
     'shard_mean': lambda grads, x: shard_transforms.shard_mean(grads, AXIS),
     'weighted_shard_mean': _weighted,
     'global_norm': lambda grads, x: shard_transforms.global_norm(
@@ -463,13 +471,18 @@ class FunctionsTest(parameterized.TestCase):
 
 
 # Public names whose rows are called otherwise, and those that send nothing but
-# what a step does, or nothing.
+# what a step does, or nothing, or are for an axis that nothing maps.
 OTHER_NAMES = {
     'clip_by_global_norm': 'clip_slices',
     'compressed_shard_update': 'sharded_compressed',
     'scale_by_one_bit_adam': 'one_bit_adam',
 }
-IN_STEPS = {'assert_reduced', 'per_shard', 'value_and_grad'}
+IN_STEPS = {
+    'accumulated_value_and_grad',
+    'assert_reduced',
+    'per_shard',
+    'value_and_grad',
+}
 
 
 class AllFunctionsTest(absltest.TestCase):

@@ -91,6 +91,17 @@ class LateShardsTest(parameterized.TestCase):
     self.enterContext(patch)
     self.scatter = self.enterContext(mock.patch.object(lax, 'psum_scatter'))
 
+  def test_exchange_sums_slices_of_a_dimension(self):
+    def fn(_, x):
+      return collectives.scatter_along(x, AXIS, 1, tiled=True)
+
+    rows = np.arange(8 * 3 * 16.0).reshape(8, 3, 16)
+    own = modes.map_shards('shard_map', fn)(0.0, rows)
+
+    slices = rows.sum(0).reshape(3, 8, 2).swapaxes(0, 1)
+    np.testing.assert_array_equal(own, slices)
+    self.scatter.assert_not_called()
+
   @cases.parameters(*modes.MODES)
   def test_exchange_sums_as_a_scatter_does(self, mode):
     def fn(_, rows):

@@ -84,7 +84,8 @@ def _size(axis, caller):
         ' `tx = shard_transforms.on_mesh(tx, mesh)`; for `jax.pmap`, call'
         f' `jax.pmap(tx.init, axis_name={axis!r})(replicated_params)`. Under'
         ' plain `jax.jit` with sharded arrays, gradients are global already:'
-        f' leave `{caller}` out.'
+        f' leave `{caller}` out, or accumulate them by'
+        ' `shard_transforms.accumulated_value_and_grad`.'
     ) from error
 
 
@@ -105,6 +106,19 @@ def _manual_axes():
       for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
       if kind == manual
   )
+
+
+def kind_on(mesh: Any, axis: Hashable) -> jax.sharding.AxisType | None:
+  """Returns the type of an axis of a mesh; `None` if it has no such axis."""
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  return kinds.get(axis)
+
+
+def has_explicit(axes: Sequence[Hashable]) -> bool:
+  """Whether types say how arrays are sharded over some of `axes` here."""
+  mesh = jax.sharding.get_abstract_mesh()
+  kind = jax.sharding.AxisType.Explicit
+  return any(kind_on(mesh, axis) == kind for axis in axes)
 
 
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
@@ -240,6 +254,15 @@ def varying_axes(leaf: Any) -> frozenset[Hashable]:
 def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
   """Returns the axes over which `leaf` still has to be summed."""
   return frozenset(jax.typeof(leaf).manual_axis_type.unreduced)
+
+
+def pending_axes(leaf: Any) -> frozenset[Hashable]:
+  """Returns the axes of type `Explicit` over which a sum is still to be done.
+
+  They are not mapped; those that are have `unreduced_axes`.
+  """
+  spec = getattr(jax.typeof(leaf).sharding, 'spec', None)
+  return frozenset(getattr(spec, 'unreduced', ())).difference(_manual_axes())
 
 
 def is_tracked(axis: Hashable) -> bool:

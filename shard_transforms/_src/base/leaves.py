@@ -143,7 +143,9 @@ def check_inexact(tree: Any, caller: str) -> None:
 
   Raises:
     TypeError: If a leaf is of another dtype.
+    ValueError: If its sum over an axis that is not mapped is pending.
   """
+  _check_not_pending(tree, caller)
   for path, leaf in jax.tree.leaves_with_path(tree):
     # `jnp.result_type` takes ten times as long.
     dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
@@ -243,6 +245,26 @@ def _check(tree, axes, caller, refused):
             f'`updates` of `{caller}` must be per shard over {axis!r}, got'
             f' {got}: {_REMEDIES[state].format(axis=axis)}'
         )
+
+
+def _check_not_pending(tree: Any, caller: str) -> None:
+  """Checks that no sum over an axis of type `Explicit` is still to be done.
+
+  Raises:
+    ValueError: If one is.
+  """
+  if not axes_lib.has_explicit(jax.sharding.get_abstract_mesh().axis_names):
+    return
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    pending = () if is_float0(leaf) else axes_lib.pending_axes(leaf)
+    if pending:
+      raise ValueError(
+          f'`updates` of `{caller}` must not be unreduced, got {name_of(path)}'
+          f' {list(jnp.shape(leaf))}, of which the sum over'
+          f' {sorted(pending, key=str)} is pending. Reduce it once, by'
+          ' `jax.reshard` to the sharding of its parameter, or take gradients'
+          ' by `shard_transforms.accumulated_value_and_grad`.'
+      )
 
 
 def is_cut(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:

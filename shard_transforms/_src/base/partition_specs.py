@@ -1,5 +1,6 @@
 """`PartitionSpec`s of trees: which leaves are sharded, and over which axes."""
 
+from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -28,7 +29,18 @@ def axes_of(spec: P) -> frozenset[Hashable]:
   return frozenset(axis for e in entries for axis in e if axis is not None)
 
 
-def check(sharded: Any, caller: str) -> None:
+def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
+  """Returns a tree of `PartitionSpec`s without all but `axes`."""
+
+  def restrict(spec):
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec]
+    kept = [tuple(axis for axis in e if axis in axes) for e in entries]
+    return P(*(e or None for e in kept))
+
+  return jax.tree.map(restrict, specs, is_leaf=is_spec)
+
+
+def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
   """Checks that `sharded` is a `PartitionSpec` or a tree of them.
 
   Raises:
@@ -36,7 +48,7 @@ def check(sharded: Any, caller: str) -> None:
   """
   if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
     raise TypeError(
-        f'`sharded` of `{caller}` must be a `PartitionSpec` or a tree of them,'
+        f'`{name}` of `{caller}` must be a `PartitionSpec` or a tree of them,'
         f" got {sharded!r}. Write `PartitionSpec('model')`, or"
         ' `PartitionSpec()` for what is whole.'
     )

@@ -240,7 +240,7 @@ class Gate:
       )
     own, read = (params, None) if self.applies else (None, params)
     # A loop must be given all arrays, as it is not differentiated by others.
-    arrays, join = _split((read, dict(extra_args or {})), seldom)
+    arrays, join = split_arrays((read, dict(extra_args or {})), seldom)
     # JAX names each leaf by its path, which takes longer in a tree.
     before, treedef = jax.tree.flatten((own, state))
     given, treedef_given = jax.tree.flatten((arrays, args))
@@ -336,7 +336,9 @@ def check_weighted(
     )
 
 
-def _split(tree, is_split):
+def split_arrays(
+    tree: Any, is_split: bool = True
+) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
   """Returns the arrays in a tree, or none, and how the tree is restored.
 
   Arrays that are known and on a mesh are always among them: inside of a

@@ -106,7 +106,8 @@ def _added_up(module, graph, loop, sent):
           f'{_where(parts[0])} reduces {_names(n.array for n in late)} in'
           f' {_turns(loop)} of a loop that only adds up the results, which'
           f' sends {total:,.0f} bytes: accumulate on each shard, and reduce'
-          ' once after the loop, as `tower_reduce` does under `jax.shard_map`.'
+          ' once after the loop, as `accumulated_value_and_grad` does, or'
+          ' `tower_reduce` under `jax.shard_map`.'
       )
 
 

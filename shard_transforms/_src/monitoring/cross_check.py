@@ -375,15 +375,14 @@ class _Distances(NamedTuple):
 
 def _rotate(batch, axes, distances, turn):
   """Returns the batch that a shard takes in the next turn."""
-  num_shards = axes_lib.size(axes, _CALLER)
-  order = axes_lib.in_mesh_order(axes)
   steps = np.concatenate(
       [distances.choices, np.roll(distances.choices, -1) - distances.choices]
   )
 
   def by(step):
-    pairs = [((i + step) % num_shards, i) for i in range(num_shards)]
-    return lambda: jax.tree.map(lambda x: lax.ppermute(x, order, pairs), batch)
+    return lambda: jax.tree.map(
+        lambda x: collectives.rotate(x, axes, step), batch
+    )
 
   index = turn * len(distances.choices) + distances.chosen
   return lax.switch(index, [by(int(step)) for step in steps])

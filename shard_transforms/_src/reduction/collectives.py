@@ -135,19 +135,22 @@ def scatter(
   return rows
 
 
-def scatter_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+def scatter_along(
+    x: jax.Array, axis: Hashable, dimension: int, tiled: bool = False
+) -> jax.Array:
   """Returns each shard's part of the sum of `x` over the shards along an axis.
 
   Args:
     x: An array that has a part for each shard along a dimension.
     axis: The mapped axis.
     dimension: Which dimension, which the result does not have.
+    tiled: Whether parts are slices of the dimension, which the result keeps.
 
   Raises:
     NotImplementedError: If JAX has no sum here.
   """
   with _explaining(x, (axis,)):
-    return _scatter(x, axis, dimension)
+    return _scatter(x, axis, dimension, tiled)
 
 
 def exchange_along(
@@ -164,6 +167,19 @@ def exchange_along(
   # For an operand that `vmap` does not batch, JAX returns the wrong shape.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
   return _on_mesh(lax.all_to_all, x, axis, dimension, dimension, **groups)
+
+
+def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
+  """Returns the array of the shard that is so far ahead, in a ring of all."""
+  order = axes_lib.in_mesh_order(axes)
+  num_shards = axes_lib.size(order, '')
+  pairs = [((i + distance) % num_shards, i) for i in range(num_shards)]
+  return _on_mesh(lambda x, axes: lax.ppermute(x, axes, pairs), x, order)
+
+
+def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+  """Returns the slices along a dimension of all shards along an axis."""
+  return _on_mesh(lax.all_gather, x, axis, axis=dimension, tiled=True)
 
 
 def gather(
@@ -249,11 +265,19 @@ def _scatter_and_gather(x, axis, others, groups=None):
   return leaves_lib.join(gather(part, (axis,), groups), x)
 
 
-def _scatter(x, axis, dimension, **groups):
+def _scatter(x, axis, dimension, tiled=False, **groups):
   if axes_lib.scatters_wait():
     return _on_mesh(
-        lax.psum_scatter, x, axis, scatter_dimension=dimension, **groups
+        lax.psum_scatter,
+        x,
+        axis,
+        scatter_dimension=dimension,
+        tiled=tiled,
+        **groups,
     )
+  if tiled:
+    before, after = x.shape[:dimension], x.shape[dimension:]
+    x = x.reshape(*before, lax.axis_size(axis), -1, *after[1:])
   # The same bytes, in 0.13 to 0.98 of the time of gloo's own, between two and
   # between four processes, for 16 KiB to 16 MiB.
   parts = exchange_along(x, axis, dimension, **groups)

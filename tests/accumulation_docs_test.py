@@ -1,0 +1,254 @@
+"""The table of the page on gradient accumulation: each row is a program."""
+
+import functools
+import pathlib
+import re
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import shard_transforms
+from shard_transforms import monitoring
+
+PAGE = pathlib.Path(__file__).parents[1] / 'docs/gradient_accumulation.md'
+TOWERS, WIDTH, HIDDEN, WINDOWS = 4, 16, 64, 2
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(WINDOWS, TOWERS * 64, WIDTH)).astype(np.float32)
+PARAMS = {
+    'up': RNG.normal(size=(WIDTH, HIDDEN)).astype(np.float32) / 4,
+    'down': RNG.normal(size=(HIDDEN, WIDTH)).astype(np.float32) / 8,
+    'bias': np.zeros(WIDTH, np.float32),
+}
+REPLICATED = dict.fromkeys(PARAMS, P())
+FSDP = {'up': P('data'), 'down': P(None, 'data'), 'bias': P()}
+TENSOR = {'up': P(None, 'model'), 'down': P('model'), 'bias': P()}
+BOTH = {'up': P('data', 'model'), 'down': P('model', 'data'), 'bias': P()}
+ADAM = optax.adam(1e-2, eps=1e-3)
+
+
+def loss_fn(params, x):
+  hidden = jax.nn.relu(x @ params['up'])
+  return jnp.mean((hidden @ params['down'] + params['bias'][None] - x) ** 2)
+
+
+def apply(tx, grads, state, params):
+  return shard_transforms.update_and_apply(tx, grads, state, params)
+
+
+def scanned(params, state, x):
+  """A step by `lax.scan`, as it is written without this library."""
+
+  def tower(total, x):
+    return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, x)), None
+
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  total, _ = jax.lax.scan(tower, zeros, x)
+  grads = jax.tree.map(lambda x: x / TOWERS, total)
+  return apply(ADAM, grads, state, params)
+
+
+def looped(params, state, x):
+  grads = [jax.grad(loss_fn)(params, x[i]) for i in range(TOWERS)]
+  grads = jax.tree.map(lambda *grads: sum(grads) / TOWERS, *grads)
+  return apply(ADAM, grads, state, params)
+
+
+def microbatched(params, state, x):
+  grad_fn = optax.microbatching.microbatch(
+      jax.grad(loss_fn),
+      argnums=1,
+      microbatch_size=64,
+      accumulator=optax.microbatching.AccumulationType.MEAN,
+  )
+  grads = grad_fn(params, x)
+  return apply(ADAM, grads, state, params)
+
+
+def in_calls(tx):
+  def step(params, state, x):
+    return apply(tx, jax.grad(loss_fn)(params, x), state, params)
+
+  return step
+
+
+def accumulated(specs, num_towers=None):
+  def step(params, state, x):
+    grad_fn = shard_transforms.accumulated_value_and_grad(
+        loss_fn, 'data', num_towers, param_specs=specs
+    )
+    _, grads = grad_fn(params, x)
+    return apply(ADAM, grads, state, params)
+
+  return step
+
+
+def reducing(inner, scans):
+  """`tower_reduce` under `jax.shard_map`, in a scan or one call a tower."""
+  tx = shard_transforms.tower_reduce(TOWERS, inner, axis_name='data')
+
+  def tower(carry, x):
+    params, state = carry
+    _, grads = shard_transforms.value_and_grad(loss_fn, 'data')(params, x)
+    return apply(tx, grads, state, params), None
+
+  def shard(params, state, x):
+    if scans:
+      return jax.lax.scan(tower, (params, state), x)[0]
+    return tower((params, state), x)[0]
+
+  def step(params, state, x):
+    specs = shard_transforms.state_specs(tx, params, make_mesh((8,)))
+    return jax.shard_map(
+        shard,
+        in_specs=(P(), specs, P(None, 'data') if scans else P('data')),
+        out_specs=(P(), specs),
+    )(params, state, x)
+
+  return tx, step
+
+
+def make_mesh(sizes, kind='Auto'):
+  kinds = (getattr(jax.sharding.AxisType, kind),) * len(sizes)
+  return jax.make_mesh(sizes, ('data', 'model')[: len(sizes)], kinds)
+
+
+MEAN = optax.chain(shard_transforms.cross_shard_mean('data'), ADAM)
+SHARD = shard_transforms.shard_update(ADAM, 'data')
+
+
+class Way:
+  """A row: a program of a window, or of one micro-batch of it.
+
+  Attributes:
+    step: Takes parameters, a state and micro-batches.
+    specs: How the parameters are sharded.
+    kind: The type of the axes of the mesh.
+    tx: What makes the state.
+    in_calls: Whether `step` takes one micro-batch.
+    is_flat: Whether it takes the rows of all of them, which it splits.
+    zero: Whether the state is sharded by `state_shardings`.
+  """
+
+  def __init__(
+      self,
+      step,
+      specs=REPLICATED,
+      kind='Auto',
+      tx=ADAM,
+      in_calls=False,
+      is_flat=False,
+      zero=False,
+  ):
+    self.step, self.specs, self.kind, self.tx = step, specs, kind, tx
+    self.in_calls, self.is_flat, self.zero = in_calls, is_flat, zero
+
+
+STEPS = optax.with_extra_args_support(
+    optax.MultiSteps(ADAM, TOWERS).gradient_transformation()
+)
+WAYS = {
+    'plain `lax.scan`': Way(scanned),
+    'plain loop': Way(looped),
+    'plain `lax.scan`, FSDP': Way(scanned, FSDP),
+    'plain `lax.scan`, tensor-parallel': Way(scanned, TENSOR),
+    'plain `lax.scan`, both': Way(scanned, BOTH),
+    '`optax.microbatching`': Way(microbatched, is_flat=True),
+    '`optax.MultiSteps`': Way(in_calls(STEPS), tx=STEPS, in_calls=True),
+    'replicated': Way(accumulated(REPLICATED)),
+    'replicated, rows not yet split': Way(
+        accumulated(REPLICATED, TOWERS), is_flat=True
+    ),
+    'FSDP': Way(accumulated(FSDP), FSDP),
+    'tensor-parallel': Way(accumulated(TENSOR), TENSOR),
+    'FSDP and tensor-parallel': Way(accumulated(BOTH), BOTH),
+    'ZeRO-1': Way(accumulated(REPLICATED), zero=True),
+    'replicated, `Explicit`': Way(accumulated(None), kind='Explicit'),
+    'FSDP, `Explicit`': Way(accumulated(None), FSDP, 'Explicit'),
+    'tensor-parallel, `Explicit`': Way(accumulated(None), TENSOR, 'Explicit'),
+    'both, `Explicit`': Way(accumulated(None), BOTH, 'Explicit'),
+}
+for name, inner in (('replicated', MEAN), ('ZeRO-1', SHARD)):
+  for scans in True, False:
+    tx, step = reducing(inner, scans)
+    where = 'a scan' if scans else 'calls'
+    WAYS[f'{name}, `shard_map`, {where}'] = Way(step, tx=tx, in_calls=not scans)
+
+
+def sent_in_a_window(way):
+  """Trains, and returns the bytes over `data` and the final parameters."""
+  mesh = make_mesh((4, 2) if way.specs in (TENSOR, BOTH) else (8,), way.kind)
+  shardings = {k: NamedSharding(mesh, v) for k, v in way.specs.items()}
+  params = jax.device_put(PARAMS, shardings)
+  by_axis = way.tx not in (ADAM, STEPS)
+  with jax.set_mesh(mesh):
+    if by_axis:
+      state = shard_transforms.init_state(way.tx, params, mesh)
+    else:
+      state = optax.tree_utils.tree_map_params(
+          way.tx, jax.device_put, way.tx.init(params), shardings
+      )
+    if way.zero:
+      of_state = shard_transforms.state_shardings(ADAM, params, mesh)
+      state = jax.device_put(state, of_state)
+    kept = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = jax.jit(way.step, out_shardings=kept, donate_argnums=(0, 1))
+    x, spec = X.reshape(WINDOWS, TOWERS, -1, WIDTH), P(None, 'data')
+    if way.is_flat:
+      x, spec = X, P('data')
+    windows = [jax.device_put(own, NamedSharding(mesh, spec)) for own in x]
+    given = windows[0][0] if way.in_calls else windows[0]
+    report = monitoring.wire_report(step, params, state, given, compiled=True)
+    for window in windows:
+      batches = [window]
+      if way.in_calls:
+        batches = [window[i] for i in range(TOWERS)]
+      for batch in batches:
+        params, state = step(params, state, batch)
+  sent = 0
+  for c in report.collectives:
+    if 'data' in c.axes:
+      # A window is closed once, in a scan by one of its turns.
+      repeats = TOWERS if way.in_calls and not c.conditional else 1
+      in_turn = c.conditional and not way.in_calls and c.times == TOWERS
+      sent += repeats * c.sent_bytes / (TOWERS if in_turn else 1)
+  return round(sent), params
+
+
+@functools.cache
+def expected_params():
+  """Returns the parameters of one device."""
+  params, state = PARAMS, ADAM.init(PARAMS)
+  for x in X:
+    grads = jax.grad(loss_fn)(params, x)
+    params, state = apply(ADAM, grads, state, params)
+  return params
+
+
+def rows_of_the_page():
+  """Returns the bytes of each row by its name."""
+  rows = re.findall(
+      r'^\| (.+?) \| .*\| ([\d,]+) \|$', PAGE.read_text('utf-8'), re.M
+  )
+  return {name: int(sent.replace(',', '')) for name, sent in rows}
+
+
+class TableTest(parameterized.TestCase):
+
+  def test_page_has_each_row(self):
+    self.assertEqual(rows_of_the_page().keys(), WAYS.keys())
+
+  @cases.product(way=WAYS, always=lambda way: False)
+  def test_row_sends_what_the_page_says_and_trains_as_one_device(self, way):
+    sent, params = sent_in_a_window(WAYS[way])
+
+    chex.assert_trees_all_close(
+        jax.device_get(params), expected_params(), rtol=1e-4, atol=1e-5
+    )
+    self.assertEqual(sent, rows_of_the_page()[way])

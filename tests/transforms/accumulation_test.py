@@ -1,0 +1,428 @@
+"""`accumulated_value_and_grad`: one reduction a window, right to rounding."""
+
+import collections
+import functools
+from typing import Any
+
+from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import shard_transforms
+from shard_transforms import accumulated_value_and_grad
+from shard_transforms import monitoring
+
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+TOWERS, WIDTH, HIDDEN = 4, 8, 16
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, WIDTH)).astype(np.float32)
+PARAMS = {
+    'up': RNG.normal(size=(WIDTH, HIDDEN)).astype(np.float32) / 4,
+    'gain': np.ones(HIDDEN, np.float32),
+    'down': RNG.normal(size=(HIDDEN, WIDTH)).astype(np.float32) / 8,
+}
+# How the parameters are sharded over a mesh of so many devices.
+LAYOUTS = {
+    'replicated': ((8,), {'up': P(), 'gain': P(), 'down': P()}),
+    'fsdp': (
+        (8,),
+        {'up': P('data'), 'gain': P('data'), 'down': P(None, 'data')},
+    ),
+    'tensor': (
+        (4, 2),
+        {'up': P(None, 'model'), 'gain': P('model'), 'down': P('model')},
+    ),
+    'both': (
+        (4, 2),
+        {
+            'up': P('data', 'model'),
+            'gain': P('model'),
+            'down': P('model', 'data'),
+        },
+    ),
+}
+
+
+def make_mesh(sizes, kind=AUTO, names=('data', 'model', 'rest')):
+  kinds = (kind,) * len(sizes)
+  return jax.make_mesh(sizes, names[: len(sizes)], kinds)
+
+
+def place(mesh, tree, specs):
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  return jax.device_put(tree, shardings)
+
+
+def loss_fn(params, x):
+  hidden = jax.nn.relu(x @ params['up']) * params['gain'][None]
+  return jnp.mean((hidden @ params['down'] - x) ** 2)
+
+
+def sent_over(report, axis):
+  """Returns the bytes that each collective takes along an axis."""
+  sent = collections.Counter()
+  for c in report.collectives:
+    if axis in c.axes:
+      sent[c.primitive] += c.times * c.payload_bytes
+  return sent
+
+
+class AccumulationTest(parameterized.TestCase):
+
+  def assert_close(self, actual, expected, rtol=1e-5):
+    chex.assert_trees_all_close(
+        jax.device_get(actual),
+        jax.device_get(expected),
+        rtol=rtol,
+        atol=1e-6,
+    )
+
+  @cases.product(
+      layout=LAYOUTS,
+      kind=['Auto', 'Explicit'],
+      is_stacked=[False, True],
+      always=lambda layout, kind, is_stacked: (
+          is_stacked == (kind == 'Explicit') == (layout in ('both', 'fsdp'))
+      ),
+  )
+  def test_reduces_once_to_the_gradient_of_one_device(
+      self, layout, kind, is_stacked
+  ):
+    sizes, specs = LAYOUTS[layout]
+    mesh = make_mesh(sizes, getattr(jax.sharding.AxisType, kind))
+    params = place(mesh, PARAMS, specs)
+    x, spec = X, P('data')
+    if is_stacked:
+      x, spec = X.reshape(TOWERS, -1, WIDTH), P(None, 'data')
+    x = place(mesh, x, spec)
+    fn = accumulated_value_and_grad(
+        loss_fn,
+        'data',
+        None if is_stacked else TOWERS,
+        param_specs=None if kind == 'Explicit' else specs,
+    )
+    shardings = jax.tree.map(lambda p: p.sharding, params)
+    fn = jax.jit(fn, out_shardings=(None, shardings))
+
+    with jax.set_mesh(mesh):
+      actual = fn(params, x)
+      report = monitoring.wire_report(fn, params, x, compiled=True)
+
+    self.assert_close(actual, jax.value_and_grad(loss_fn)(PARAMS, X))
+    for name, x in actual[1].items():
+      self.assertTrue(x.sharding.is_equivalent_to(shardings[name], x.ndim))
+    expected = collections.Counter(psum=4)
+    for p in params.values():
+      size = p.addressable_data(0).nbytes
+      if 'data' in p.sharding.spec:
+        expected['all_gather'] += size
+        expected['reduce_scatter'] += size * mesh.shape['data']
+      else:
+        expected['psum'] += size
+    self.assertEqual(sent_over(report, 'data'), expected)
+    self.assertEmpty(report.warnings)
+
+  def test_plain_scan_reduces_each_micro_batch(self):
+    """What the function replaces, by the same measure."""
+    mesh = make_mesh((8,))
+    x = place(mesh, X.reshape(TOWERS, -1, WIDTH), P(None, 'data'))
+
+    @jax.jit
+    def plain(params, x):
+      def tower(total, x):
+        return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, x)), None
+
+      return jax.lax.scan(tower, jax.tree.map(jnp.zeros_like, params), x)[0]
+
+    params = place(mesh, PARAMS, LAYOUTS['replicated'][1])
+    report = monitoring.wire_report(plain, params, x, compiled=True)
+
+    once = sum(p.nbytes for p in PARAMS.values())
+    self.assertEqual(sent_over(report, 'data'), {'psum': TOWERS * once})
+    (warning,) = set(report.warnings)
+    self.assertIn('`accumulated_value_and_grad`', warning)
+
+  @cases.parameters('mean', 'sum')
+  def test_weights_count_and_zero_leaves_nan_out(self, reduction):
+    mesh = make_mesh((4,))
+    tokens = np.asarray([3, 1, 0, 2, 5, 1, 0, 4], np.float32)
+    x = X.reshape(8, 4, WIDTH).copy()
+    x[2] = np.nan
+    fn = accumulated_value_and_grad(
+        lambda w, x, tokens: jnp.mean((x @ w) ** 2),
+        'data',
+        2,
+        mesh=mesh,
+        weight_fn=lambda x, tokens: tokens[0],
+        reduction=reduction,
+    )
+    w = jnp.ones(WIDTH)
+
+    actual = jax.jit(fn)(w, x.reshape(32, WIDTH), tokens)
+
+    grad = jax.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
+    one = jax.vmap(grad, (None, 0))(w, x)
+    counted = tokens > 0
+    total = jax.tree.map(
+        lambda x: np.tensordot(tokens[counted], x[counted], 1), one
+    )
+    divisor = tokens.sum() if reduction == 'mean' else 1
+    self.assert_close(actual, jax.tree.map(lambda x: x / divisor, total))
+    nothing = jax.jit(fn)(w, x.reshape(32, WIDTH), 0 * tokens)
+    self.assert_close(nothing, (0.0, np.zeros(WIDTH)))
+
+  @cases.parameters(False, True)
+  def test_keeps_what_comes_with_the_loss(self, is_stacked):
+    mesh = make_mesh((4,))
+
+    def with_aux(w, x):
+      return jnp.mean(x * w), {'rows': x, 'first': x[0]}
+
+    fn = accumulated_value_and_grad(
+        with_aux,
+        'data',
+        None if is_stacked else 2,
+        mesh=mesh,
+        has_aux=True,
+    )
+    x = np.arange(16.0, dtype=np.float32)
+    given = x.reshape(2, 8) if is_stacked else x
+
+    (value, aux), grad = jax.jit(fn)(jnp.float32(2), given)
+
+    self.assert_close((value, grad), (15.0, 7.5))
+    rows = x.reshape(2, 4, 2) if is_stacked else x.reshape(8, 2)
+    self.assert_close(aux, {'rows': rows, 'first': rows[..., 0]})
+
+  def test_sums_few_bits_in_float32(self):
+    mesh = make_mesh((4,))
+    # In bfloat16, 256 + 1 is 256.
+    x = np.where(np.arange(64) % 16 == 0, 256, 1).astype(np.float32)
+    fn = accumulated_value_and_grad(
+        lambda w, x: jnp.mean(w.astype(jnp.float32) * x),
+        'data',
+        16,
+        mesh=mesh,
+        reduction='sum',
+    )
+    w = jnp.ones([], jnp.bfloat16)
+
+    value, grad = jax.jit(fn)(w, x)
+
+    self.assertEqual(grad.dtype, jnp.bfloat16)
+    self.assertEqual(float(value), x.sum())
+    self.assertEqual(float(grad), float(jnp.bfloat16(x.sum())))
+
+  @cases.parameters(AUTO, EXPLICIT)
+  def test_passes_keyword_arguments_and_rematerializes(self, kind):
+    mesh = make_mesh((4, 2), kind)
+
+    @functools.partial(jax.checkpoint, static_argnums=())
+    def predict(w, x, scale):
+      return jnp.tanh(x @ w) * jnp.sum(scale)
+
+    def loss(w, x, *, scale, offset, kind):
+      self.assertEqual(kind, 'a')
+      return jnp.mean((predict(w, x, scale) - offset) ** 2)
+
+    fn = accumulated_value_and_grad(loss, 'data', 2)
+    w, x, scale = place(
+        mesh, (jnp.ones(WIDTH), X, jnp.arange(4.0)), (P(), P('data'), P('data'))
+    )
+    given = {'offset': 0.5, 'kind': 'a'}
+
+    with jax.set_mesh(mesh):
+      step = jax.jit(lambda w, x, scale: fn(w, x, scale=scale, **given))
+      actual = step(w, x, scale)
+
+    one = jax.value_and_grad(functools.partial(loss, **given))
+    self.assert_close(
+        actual, one(jnp.ones(WIDTH), X, scale=jnp.arange(4.0)), rtol=1e-4
+    )
+
+  @cases.parameters(
+      ('model', 'rest'),
+      (('data', 'model'), None),
+      cases.Repeated((('model', 'data'), 'rest')),
+      cases.Repeated(('rest', 'model')),
+      # Slices over an axis of the batch and over another in turn.
+      (('model', 'rest'), None),
+      cases.Repeated((('rest', 'model'), None)),
+  )
+  def test_shards_over_several_axes(self, *entries):
+    spec = P(*entries)
+    mesh = make_mesh((2, 2, 2))
+    fn = accumulated_value_and_grad(
+        lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2),
+        ('data', 'model'),
+        2,
+        param_specs=spec,
+        mesh=mesh,
+    )
+    w, x = place(mesh, (PARAMS['up'], X), (spec, P(('data', 'model'))))
+
+    actual = jax.jit(fn)(w, x)
+
+    one = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    self.assert_close(actual, one(PARAMS['up'], X))
+
+  def test_needs_no_jit(self):
+    mesh = make_mesh((4, 2))
+    fn = accumulated_value_and_grad(loss_fn, 'data', TOWERS, mesh=mesh)
+
+    self.assert_close(fn(PARAMS, X), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ({'num_towers': 0}, '`num_towers` must be at least 1, got 0'),
+      ({'reduction': 'max'}, "`reduction` must be 'mean' or 'sum', got 'max'"),
+      ({'has_aux': 1}, '`has_aux` must be a boolean, got 1'),
+      (
+          {'param_specs': 'data'},
+          "`param_specs` of `accumulated_value_and_grad` must be .* got 'data'",
+      ),
+  )
+  def test_refuses_arguments(self, arguments, message):
+    with self.assertRaisesRegex((TypeError, ValueError), message):
+      accumulated_value_and_grad(loss_fn, 'data', **arguments)
+
+  @cases.parameters(
+      (2, X[:30], r'divided by 8 shards times 2 towers, got .* \(30, 8\) at'),
+      (None, X.reshape(1, 32, 8)[:, :30], r'divided by 8 shards, got .* \(1, '),
+      (None, X[:, 0], r'axes \[towers, rows\], with 32 towers .* \(32,\) at'),
+      (None, (X[None], X[None][:0]), r'with 1 towers .* \(0, 32, 8\) at \[0\]'),
+      (2, 3.0, r'must have rows .* \(\) at .* keyword argument'),
+      (2, (), 'must be given the rows of a batch behind the parameters'),
+  )
+  def test_refuses_batches_that_cannot_be_divided(
+      self, num_towers, batch, message
+  ):
+    fn = accumulated_value_and_grad(
+        lambda w, x: w, 'data', num_towers, mesh=make_mesh((8,))
+    )
+
+    with self.assertRaisesRegex(ValueError, message):
+      fn(1.0, batch)
+
+  def test_refuses_a_mesh_without_the_axis(self):
+    fn = accumulated_value_and_grad(loss_fn, 'batch', 2, mesh=make_mesh((8,)))
+    with self.assertRaisesRegex(
+        ValueError, r"axis 'batch', got .* \('data',\)"
+    ):
+      fn(PARAMS, X)
+
+    fn = accumulated_value_and_grad(loss_fn, 'data', 2)
+    with self.assertRaisesRegex(ValueError, r'`with jax.set_mesh\(mesh\)`'):
+      fn(PARAMS, X)
+
+    mesh = make_mesh((8,), EXPLICIT)
+    fn = accumulated_value_and_grad(loss_fn, 'data', 2, mesh=mesh)
+    with self.assertRaisesRegex(ValueError, 'is of type `Explicit`, got no'):
+      fn(PARAMS, X)
+
+    no_mesh: Any = 'data'
+    fn = accumulated_value_and_grad(loss_fn, 'data', 2, mesh=no_mesh)
+    with self.assertRaisesRegex(TypeError, "`mesh` .* got 'data'"):
+      fn(PARAMS, X)
+
+  def test_refuses_an_axis_that_is_mapped(self):
+    fn = accumulated_value_and_grad(loss_fn, 'data', 2)
+    mapped = jax.shard_map(
+        fn, mesh=make_mesh((8,)), in_specs=(P(), P('data')), out_specs=P()
+    )
+
+    with self.assertRaisesRegex(ValueError, 'outside of `jax.shard_map`'):
+      mapped(PARAMS, X)
+
+  def test_refuses_a_weight_that_is_none(self):
+    fn = accumulated_value_and_grad(
+        loss_fn, 'data', 2, mesh=make_mesh((4,)), weight_fn=lambda x: x[:, 0]
+    )
+
+    with self.assertRaisesRegex(ValueError, r'`weight` of .* shape \(\), got'):
+      fn(PARAMS, X)
+
+
+class TrainingTest(parameterized.TestCase):
+  """Twenty windows, as on one device."""
+
+  @cases.product(
+      layout=LAYOUTS,
+      kind=['Auto', 'Explicit'],
+      always=lambda layout, kind: False,
+  )
+  def test_trains_as_one_device_does(self, layout, kind):
+    """Tokens, a NaN under `guard`, donation, ZeRO-1 where types allow it."""
+    sizes, specs = LAYOUTS[layout]
+    mesh = make_mesh(sizes, getattr(jax.sharding.AxisType, kind))
+    tx = shard_transforms.guard(optax.adam(1e-2))
+    rng = np.random.default_rng(1)
+    batches = rng.normal(size=(20, 32, WIDTH)).astype(np.float32)
+    batches[7, 3] = np.nan
+    tokens = rng.integers(1, 5, size=(20, 16)).astype(np.float32)
+
+    def train(grad_fn, params, state, place_batch, shardings=None):
+      def step(params, state, x, tokens):
+        _, grads = grad_fn(params, x, tokens)
+        return shard_transforms.update_and_apply(tx, grads, state, params)
+
+      step = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+      for x, own in zip(batches, tokens, strict=True):
+        params, state = step(params, state, *place_batch((x, own)))
+      return params, state
+
+    # Each of 16 pairs of rows has its number of tokens.
+    def weighted(params, x, tokens):
+      pairs = x.reshape(16, -1, WIDTH)
+      losses = jax.vmap(loss_fn, (None, 0))(params, pairs)
+      return jnp.sum(losses * tokens) / jnp.sum(tokens)
+
+    one = jax.tree.map(jnp.array, PARAMS)
+    expected = train(
+        jax.value_and_grad(weighted), one, tx.init(one), lambda batch: batch
+    )
+
+    rows = 16 // mesh.shape['data'] // 2
+
+    def own_loss(params, x, tokens):
+      pairs = x.reshape(rows, -1, WIDTH)
+      losses = jax.vmap(loss_fn, (None, 0))(params, pairs)
+      return jnp.sum(losses * tokens) / jnp.sum(tokens)
+
+    fn = accumulated_value_and_grad(
+        own_loss,
+        'data',
+        2 if rows else 1,
+        param_specs=None if kind == 'Explicit' else specs,
+        weight_fn=lambda x, tokens: tokens.sum(),
+    )
+    params = place(mesh, PARAMS, specs)
+    shardings = None
+    with jax.set_mesh(mesh):
+      state = jax.jit(tx.init)(params)
+      if kind == 'Auto':
+        of_state = shard_transforms.state_shardings(
+            tx, params, mesh, on_whole='ignore'
+        )
+        state = jax.device_put(state, of_state)
+        shardings = jax.tree.map(lambda p: p.sharding, params), of_state
+      actual = train(
+          fn,
+          params,
+          state,
+          lambda batch: place(mesh, batch, (P('data'), P('data'))),
+          shardings,
+      )
+
+    self.assertEqual(optax.tree_utils.tree_get(actual[1], 'skipped_count'), 1)
+    chex.assert_trees_all_close(
+        jax.device_get(actual), jax.device_get(expected), rtol=2e-3, atol=2e-5
+    )
