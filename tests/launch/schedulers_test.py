@@ -169,6 +169,17 @@ class SchedulersTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, message):
       self.join(values)
 
+  @cases.parameters((SLURM, 'Slurm'), ({}, 'Cloud TPU'))
+  def test_tells_why_jax_finds_no_other_task(self, values, cluster):
+    no_host = TimeoutError('no host')
+    message = f'must find the other tasks of {cluster}.*, got TimeoutError: no'
+    with (
+        mock.patch.dict(os.environ, environment(values), clear=True),
+        mock.patch.object(axes_lib, 'detect_cluster', side_effect=no_host),
+        self.assertRaisesRegex(RuntimeError, message),
+    ):
+      shard_transforms.launch.join_processes(keep_memory=False)
+
   @cases.parameters(
       (SLURM | {'SLURM_STEP_NUM_TASKS': '3'}, 'The variables of Slurm must'),
       (SLURM | {'SLURM_PROCID': '2'}, 'below their number, got Slurm'),

@@ -99,6 +99,7 @@ def find_cluster(timeout: int) -> Cluster | None:
     ValueError: If the variables of schedulers contradict each other.
   """
   task = _find_task()
+  cluster = task or 'Cloud TPU'
   methods = task.scheduler.methods if task else ()
   sign = task.scheduler.process_id if task else 'the variables of the cluster'
   advice = (
@@ -110,7 +111,7 @@ def find_cluster(timeout: int) -> Cluster | None:
     found = axes_lib.detect_cluster((*methods, *_CLOUD_TPU), timeout)
   except Exception as error:
     raise RuntimeError(
-        f'JAX must find the other tasks of {task or "Cloud TPU"}, got'
+        f'JAX must find the other tasks of {cluster}, got'
         f' {type(error).__name__}: {error}. {advice}'
     ) from error
   if found is not None:
