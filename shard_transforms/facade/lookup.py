@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 import inspect
+import math
 from typing import Any
 import zlib
 
@@ -44,8 +45,7 @@ def get_variable(
     initializer: The initial value: an array, or a function of no arguments, or,
       with `shape`, of the shape and the dtype, or an initializer of
       `jax.nn.initializers`. If `None`, that of the scope; else zeros for
-      integers, and Glorot's uniform numbers for two or more dimensions, by
-      `Graph.seed` and the name.
+      integers, else Glorot's uniform numbers by `Graph.seed` and the name.
     regularizer: A function of the variable. What it returns at the time is
       among the `REGULARIZATION_LOSSES`; that of the scope if `None`.
     trainable: Whether it joins the trainable variables; if `None`, unless it
@@ -112,13 +112,12 @@ def _initial(given, shape, dtype, name, graph):
   dtype = jax.dtypes.canonicalize_dtype(jnp.float32 if dtype is None else dtype)
   if initializer is None:
     is_float = jnp.issubdtype(dtype, jnp.inexact)
-    if shape is None or (is_float and len(shape) < 2):
+    if shape is None:
       raise ValueError(
-          f'`initializer` of {name!r} must be given for the shape {shape}, got'
-          ' None.'
+          f'`initializer` or `shape` of {name!r} must be given, got None for'
+          ' both.'
       )
-    make = jax.nn.initializers
-    initializer = make.glorot_uniform() if is_float else make.zeros
+    initializer = _glorot_uniform if is_float else jax.nn.initializers.zeros
   if not callable(initializer):
     return initializer
   if shape is None:
@@ -128,6 +127,14 @@ def _initial(given, shape, dtype, name, graph):
     key = jax.random.key(graph.seed)
     arguments.insert(0, jax.random.fold_in(key, zlib.crc32(name.encode())))
   return initializer(*arguments)
+
+
+def _glorot_uniform(key, shape, dtype):
+  if len(shape) >= 2:
+    return jax.nn.initializers.glorot_uniform()(key, shape, dtype)
+  # TensorFlow takes the length of a vector for both fans, and 1 for a scalar.
+  limit = math.sqrt(3 / (math.prod(shape) or 1))
+  return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
 def _takes_key(initializer):

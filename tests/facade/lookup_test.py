@@ -128,8 +128,18 @@ class GetVariableTest(facade_cases.GraphTest):
 
     self.assert_holds(w, W / 4)
 
+  @cases.parameters(((), 3**0.5), ((12,), 0.5), ((9, 3), 0.5**0.5))
+  def test_numbers_are_glorot_s_without_an_initializer(self, shape, limit):
+    values = [facade.get_variable(f'v{i}', shape).value() for i in range(40)]
+    largest = np.max(np.abs(values))
+
+    self.assertEqual(values[0].shape, shape)
+    self.assertLessEqual(largest, limit)
+    self.assertGreater(largest, 0.8 * limit)
+    self.assertNotEqual(np.ravel(values[0])[0], np.ravel(values[1])[0])
+
   def test_needs_an_initializer_for_a_new_name(self):
-    with self.assertRaisesRegex(ValueError, "`initializer` of 'w'"):
+    with self.assertRaisesRegex(ValueError, "`initializer` or `shape` of 'w'"):
       facade.get_variable('w')
 
 

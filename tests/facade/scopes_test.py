@@ -214,11 +214,6 @@ class InitializerTest(facade_cases.GraphTest):
         facade.get_variable('n', [2], jnp.int32), np.int32([0, 0])
     )
 
-  @cases.parameters(([],), ([3],))
-  def test_has_no_default_for_few_dimensions(self, shape):
-    with self.assertRaisesRegex(ValueError, "`initializer` of 'w' must be"):
-      facade.get_variable('w', shape)
-
   def test_takes_functions_that_hide_their_signature(self):
     self.assert_holds(
         facade.get_variable('w', 2, initializer=np.zeros), jnp.zeros(2)
