@@ -94,7 +94,7 @@ class StepDeadlineTest(parameterized.TestCase):
     self.assertEqual(done.returncode, 1, done.stderr)
     if message:
       self.assertIn('A step must end within 2 seconds, got step 4', done.stderr)
-    self.assertRegex(done.stderr, message)
+      self.assertRegex(done.stderr, message)
     if how == 'stop':
       self.assertRegex(
           done.stderr, rf'got process {process} of 2 that was stopped \(SIGST'
