@@ -31,8 +31,8 @@ class StepDeadline:
   the time. Within 5 seconds after the deadline all processes exit with status
   1, and say who has not arrived at the step, or has stopped, and where the
   others wait. A process that has stopped (SIGSTOP) cannot exit by itself:
-  `run_processes` kills it and names it first; elsewhere the scheduler must kill
-  a job of which one task has failed.
+  `run_processes` kills it and names it first; elsewhere the scheduler must end
+  the whole job as soon as one task fails.
 
   Create one in each process, after `join_processes`, and enter it as often in
   each. What runs outside of it, such as reading a batch, has no deadline of its
