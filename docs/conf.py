@@ -1,6 +1,7 @@
 """Settings of Sphinx, which makes the pages of the site."""
 
 import html
+import pathlib
 import re
 
 from docutils import nodes
@@ -27,7 +28,7 @@ html_title = 'shard_transforms'
 html_favicon = 'images/favicon.svg'
 html_static_path = ['_static']
 html_css_files = ['site.css']
-html_search_scorer = 'search_scorer.js'
+html_search_scorer = str(pathlib.Path(__file__).with_name('search_scorer.js'))
 # The sidebar has the search already.
 html_theme_options = {'show_toc_level': 2, 'navbar_persistent': []}
 # Else the theme logs an error when somebody comes for the first time.
