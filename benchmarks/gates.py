@@ -4,7 +4,8 @@ A step is `update` and `optax.apply_updates`, or `update_and_apply`, under
 `jax.jit` with donated parameters and state, on the one shard of an axis.
 "Collecting" is a call of `tower_reduce` that does not end a window; a window of
 four counts a quarter of its four calls. A local step is one of `local_updates`
-without a meeting. The guards by leaf look at the loss and at the norm of each leaf. All programs run in turn in one process; beside each
+without a meeting. The guards by leaf look at the loss and at the norm of each
+leaf. All programs run in turn in one process; beside each
 ratio of the medians stands an interval that holds 95 % of bootstrap resamples
 of the rounds, and the second row is the plain step once more.
 """
