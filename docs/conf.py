@@ -5,6 +5,7 @@ import pathlib
 import re
 
 from docutils import nodes
+
 import shard_transforms
 
 project = 'shard_transforms'

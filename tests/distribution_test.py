@@ -66,13 +66,15 @@ class DistributionTest(unittest.TestCase):
     for path in ROOT.iterdir():
       if path.is_file() and path.name != '.git':
         shutil.copy(path, source)
-    cls.sdist = tarfile.open(build('sdist', source, sdist))
-    cls.addClassCleanup(cls.sdist.close)
+    cls.sdist = cls.enterClassContext(
+        tarfile.open(build('sdist', source, sdist))
+    )
     # From the source distribution, as an index's users build.
     cls.sdist.extractall(folder / 'unpacked', filter='data')
     (unpacked,) = (folder / 'unpacked').iterdir()
-    cls.wheel = zipfile.ZipFile(build('wheel', unpacked, wheel))
-    cls.addClassCleanup(cls.wheel.close)
+    cls.wheel = cls.enterClassContext(
+        zipfile.ZipFile(build('wheel', unpacked, wheel))
+    )
 
   def test_wheel_has_the_package_and_nothing_else(self):
     files = {x for x in self.wheel.namelist() if '.dist-info/' not in x}
