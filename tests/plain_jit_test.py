@@ -226,7 +226,7 @@ class PendingSumsTest(parameterized.TestCase):
       x = jax.device_put(jnp.ones((4, 2)), P('data'))
       with self.assertRaisesRegex(
           ValueError,
-          r"unreduced, got \['w'\] \[2, 3\], of which the sum over \['data'\]"
+          r"unreduced, got \['w'\] \[2, 3\], whose sum over \['data'\]"
           ' is pending. .* `jax.reshard` .* `.*accumulated_value_and_grad`',
       ):
         jax.eval_shape(step, w, x)
