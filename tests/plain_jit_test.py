@@ -236,7 +236,7 @@ class PendingSumsTest(parameterized.TestCase):
       w = jax.reshard(
           jnp.ones((2, 3)), P(None, None, unreduced=frozenset({'data'}))
       )
-      with self.assertRaisesRegex(ValueError, r'got the root \[2, 3\], of wh'):
+      with self.assertRaisesRegex(ValueError, r'got the root \[2, 3\], whose'):
         shard_transforms.global_norm(w)
       done = jax.reshard(w, P())
       self.assertEqual(shard_transforms.global_norm(done), np.float32(6**0.5))
