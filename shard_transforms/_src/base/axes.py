@@ -209,7 +209,7 @@ def detect_cluster(
   """
   clusters = importlib.import_module('jax._src.clusters').ClusterEnv
   for kind in clusters._cluster_types:
-    # JAX gives that of Kubernetes no name, and finds it by the empty one.
+    # JAX has no name for the way of Kubernetes, and finds it by the empty one.
     if (kind.name or 'k8s') in methods and kind.is_env_present():
       return clusters.auto_detect_unset_distributed_params(
           *(None, None, None, None), kind.name, timeout
@@ -224,7 +224,7 @@ def coordination_client() -> Any | None:
 
 def scatters_wait() -> bool:
   """Whether a reduce-scatter waits for a shard that is late, however long."""
-  # Before JAX 0.12, that of gloo fails after 30 seconds (jax#40831).
+  # Before JAX 0.12, gloo's fails after 30 seconds (jax#40831).
   return jax.__version_info__ >= (0, 12) or not between_processes()
 
 

@@ -260,7 +260,7 @@ def _check_not_pending(tree: Any, caller: str) -> None:
     if pending:
       raise ValueError(
           f'`updates` of `{caller}` must not be unreduced, got {name_of(path)}'
-          f' {list(jnp.shape(leaf))}, of which the sum over'
+          f' {list(jnp.shape(leaf))}, whose sum over'
           f' {sorted(pending, key=str)} is pending. Reduce it once, by'
           ' `jax.reshard` to the sharding of its parameter, or take gradients'
           ' by `shard_transforms.accumulated_value_and_grad`.'

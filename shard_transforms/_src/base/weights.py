@@ -96,7 +96,7 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
   if weight is not None:
     raise ValueError(
         f'`weight` of `{caller}` must come with `inner`, got none. A link of a'
-        ' chain cannot hand the total weight on to the next: write'
+        ' chain cannot pass the total weight to the next link: write'
         f' `{caller}(num_towers, optax.chain(...))`.'
     )
 

@@ -362,7 +362,7 @@ def _as_numpy(path, leaf, target):
 
 def _place(value, sharding):
   if isinstance(value, jax.Array):
-    # A random key, which would share its memory if it were placed as it is.
+    # Placed as it is, a random key would share its memory.
     bits = _place(np.array(jax.random.key_data(value)), sharding)
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
   return jax.make_array_from_callback(

@@ -51,8 +51,8 @@ def cross_shard_mean(
       is). Nothing is sent for such a leaf.
     bucket_bytes: Leaves smaller than this are sent together in buffers of up to
       this many bytes; 0 sends each leaf alone, with the same result to the bit.
-      `'auto'` takes limits that were measured, which is so for CPUs alone: in
-      one process, leaves of less than 32 KiB in buffers of up to 128 KiB; where
+      `'auto'` takes measured limits, which exist for CPUs alone: in one
+      process, leaves of less than 32 KiB in buffers of up to 128 KiB; where
       devices belong to several processes, all leaves of a dtype, in buffers of
       up to 64 MiB. On GPU and TPU, where XLA combines all-reduces by itself,
       it packs nothing; `benchmarks/thresholds.py` measures what would gain.
