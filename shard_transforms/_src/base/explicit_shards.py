@@ -96,7 +96,7 @@ def rows_of(tree: Any, axes: Sequence[Hashable]) -> Any:
 
   def rows(leaf):
     spec = spec_of(leaf)
-    given = P(*spec, unreduced=set(axes))
+    given = P(*spec, unreduced=frozenset(axes))
     return _reinterpreted(_with_axis, leaf, given, P(tuple(axes), *spec))
 
   return jax.tree.map(rows, tree)
@@ -107,7 +107,7 @@ def unreduced_of(tree: Any, axes: Sequence[Hashable]) -> Any:
 
   def unreduced(leaf):
     spec = spec_of(leaf)
-    result = P(*spec[1:], unreduced=set(axes))
+    result = P(*spec[1:], unreduced=frozenset(axes))
     return _reinterpreted(own_row, leaf, spec, result)
 
   return jax.tree.map(unreduced, tree)
