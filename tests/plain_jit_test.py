@@ -227,7 +227,7 @@ class PendingSumsTest(parameterized.TestCase):
       with self.assertRaisesRegex(
           ValueError,
           r"unreduced, got \['w'\] \[2, 3\], whose sum over \['data'\]"
-          ' is pending. .* `jax.reshard` .* `.*accumulated_value_and_grad`',
+          ' is pending. .* `.*on_mesh.tx, mesh.`; .*`.*accumulated_value_and_',
       ):
         jax.eval_shape(step, w, x)
 

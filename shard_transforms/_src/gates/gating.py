@@ -15,7 +15,6 @@ import inspect
 from typing import Any
 
 import jax
-from jax import core
 from jax import lax
 import jax.extend
 import jax.numpy as jnp
@@ -240,7 +239,9 @@ class Gate:
       )
     own, read = (params, None) if self.applies else (None, params)
     # A loop must be given all arrays: it has no derivative by others.
-    arrays, join = split_arrays((read, dict(extra_args or {})), seldom)
+    arrays, join = leaves_lib.split_arrays(
+        (read, dict(extra_args or {})), seldom
+    )
     # JAX names each leaf by its path, which takes longer in a tree.
     before, treedef = jax.tree.flatten((own, state))
     given, treedef_given = jax.tree.flatten((arrays, args))
@@ -288,35 +289,6 @@ def _taking_own_args(fn):
   parameters.sort(key=lambda parameter: parameter.kind)
   vars(taking)['__signature__'] = signature.replace(parameters=parameters)
   return taking
-
-
-def split_arrays(
-    tree: Any, is_split: bool = True
-) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
-  """Returns the leaves that are inputs of a program, and how to join them.
-
-  They are all arrays, or with `is_split=False` only known arrays on a mesh:
-  inside of a program, JAX does not see how a known array is sharded. In place
-  of any other leaf stands `None`.
-  """
-  leaves, treedef = jax.tree.flatten(tree)
-  arrays = [
-      x
-      if isinstance(x, jax.Array) and (is_split or _is_known_on_mesh(x))
-      else None
-      for x in leaves
-  ]
-
-  def join(arrays):
-    pairs = zip(leaves, arrays, strict=True)
-    return treedef.unflatten([x if a is None else a for x, a in pairs])
-
-  return arrays, join
-
-
-def _is_known_on_mesh(x):
-  is_known = not isinstance(x, core.Tracer)
-  return is_known and bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def _check_state(state, treedef, kinds):
