@@ -48,7 +48,7 @@ class ShardedReduction(leaf_sums.ReductionOptions):
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       slices = self.scatter_leaves(leaves, leaf_sums.share(weight, self))
-    return treedef.unflatten(slices)
+    return treedef.unflatten(leaf_sums.as_given(slices, weight, self))
 
   def scatter_leaves(
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share

@@ -8,6 +8,7 @@ import optax
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import tree_sums
 
 
 def cross_shard_mean(
@@ -17,6 +18,7 @@ def cross_shard_mean(
     on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     algorithm: leaf_sums.Algorithm = 'flat',
+    order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -92,7 +94,7 @@ def cross_shard_mean(
     `reduction=Reduction.MEAN`.
   """
   return _cross_shard(
-      'mean', axis_name, groups, on_invariant, bucket_bytes, algorithm
+      'mean', axis_name, groups, on_invariant, bucket_bytes, algorithm, order
   )
 
 
@@ -103,6 +105,7 @@ def cross_shard_sum(
     on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     algorithm: leaf_sums.Algorithm = 'flat',
+    order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
@@ -141,7 +144,7 @@ def cross_shard_sum(
     `reduction=Reduction.SUM`.
   """
   return _cross_shard(
-      'sum', axis_name, groups, on_invariant, bucket_bytes, algorithm
+      'sum', axis_name, groups, on_invariant, bucket_bytes, algorithm, order
   )
 
 
@@ -151,6 +154,7 @@ def shard_mean(
     *,
     weight: chex.Numeric | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
+    order: tree_sums.Order = None,
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
@@ -182,13 +186,17 @@ def shard_mean(
     [1.5 1.5]
   """
   mean = leaf_sums.Reduction(
-      'shard_mean', 'mean', axes.as_axes(axis_name), on_invariant=on_invariant
+      'shard_mean',
+      'mean',
+      axes.as_axes(axis_name),
+      on_invariant=on_invariant,
+      order=order,
   )
   return mean(jax.tree.map(_as_float, tree), weight)
 
 
 def _cross_shard(
-    kind, axis_name, groups, on_invariant, bucket_bytes, algorithm
+    kind, axis_name, groups, on_invariant, bucket_bytes, algorithm, order
 ):
   reduction = leaf_sums.Reduction(
       f'cross_shard_{kind}',
@@ -198,11 +206,12 @@ def _cross_shard(
       on_invariant,
       bucket_bytes,
       algorithm,
+      order,
   )
 
   def init_fn(params):
     del params
-    return optax.EmptyState()
+    return optax.EmptyState() if order is None else tree_sums.TreeOrder()
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
