@@ -111,6 +111,11 @@ def as_accumulator(leaf: Any) -> jax.Array:
   return as_dtype(x, accumulator_dtype(x.dtype))
 
 
+def widened(tree: Any) -> Any:
+  """Returns a tree whose leaves are of the dtypes in which they are summed."""
+  return jax.tree.map(lambda x: x if is_float0(x) else as_accumulator(x), tree)
+
+
 def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
   """Returns a function that zeroes an array unless a condition holds."""
   zeros = functools.cache(axes_lib.zeros)

@@ -35,7 +35,7 @@ class Summed:
 
   Attributes:
     total: The total weight of the towers of this shard, float32 [], or their
-      number, a Python float, where all count the same.
+      number, a Python number, where all count the same.
     dtypes: The dtypes of the updates of a tower, leaf by leaf, if sums are in
       another.
   """

@@ -173,7 +173,9 @@ def sum_in_pairs(
   """Returns the same as `psum`, added in the order of a balanced tree."""
   if not axes:
     return x
-  size = math.prod(map(lax.axis_size, axes)) if groups is None else len(groups[0])
+  size = (
+      math.prod(map(lax.axis_size, axes)) if groups is None else len(groups[0])
+  )
   if x.size < size:
     # Fewer collectives.
     return tree_sums.sum_rows(gather(x, axes, groups))

@@ -90,9 +90,9 @@ class ReductionOptions:
     ):
       if not fits:
         raise ValueError(
-            f"`{name}` of `{self.caller}` must leave the order to `order='tree'`,"
-            f' got {value!r}. Leave one of the two out; groups must be of one'
-            ' size.'
+            f'`{name}` of `{self.caller}` must not decide the order of a sum'
+            f" with `order='tree'`, got {value!r}. Leave one of the two out;"
+            ' groups must be of one size.'
         )
 
   def num_shards(self) -> int:
@@ -188,12 +188,12 @@ class Reduction(ReductionOptions):
       ValueError: If a leaf is reduced already and `on_invariant`, `weight` or
         `groups` do not allow it, or `weight` or `groups` are wrong.
     """
-    weight = check(tree, weight, self)
+    checked = check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      own = share(weight, self)
+      own = share(checked, self)
       reduced = reduce(leaves, own, self)
-    return treedef.unflatten(as_given(reduced, weight, self))
+    return treedef.unflatten(as_given(reduced, checked, self))
 
 
 def check(
@@ -259,7 +259,7 @@ def share(
 ) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
   axes, groups = options.axes, options.groups
-  if options.order is not None:
+  if options.order is not None or isinstance(weight, weights.Summed):
     return _share_in_order(weight, options)
   if groups is None:
     total = None if weight is None else collectives.psum(weight, axes)
@@ -281,7 +281,7 @@ def _share_in_order(weight, options):
   if not isinstance(own, jax.Array):
     groups = options.groups
     size = options.num_shards() if groups is None else len(groups[0])
-    return Share(None, jnp.float32((1.0 if own is None else own) * size))
+    return Share(None, jnp.float32((1 if own is None else own) * size))
   total = collectives.sum_in_pairs(
       tree_sums.rounded(own), options.axes, options.groups
   )

@@ -6,13 +6,14 @@ tree: the same additions on any number of shards. Only the order within a pair
 may differ, which changes no bit.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
 
@@ -21,6 +22,31 @@ Order = Literal['tree'] | None
 
 class TreeOrder(NamedTuple):
   """State of a reduction in the order of a tree, by which gates know it."""
+
+
+class StepSize(NamedTuple):
+  """How many towers of all shards count as one step.
+
+  Attributes:
+    num_towers: Their number, int32 [], which stays when shards change.
+  """
+
+  num_towers: jax.Array
+
+  def laid_out_like(self, other: 'StepSize') -> 'StepSize':
+    """Returns itself, if a step is of as many towers.
+
+    Raises:
+      ValueError: If it is not.
+    """
+    before, after = (int(np.asarray(x.num_towers)) for x in (self, other))
+    if before != after:
+      raise ValueError(
+          "`num_towers` of `tower_reduce` with `order='tree'` must be"
+          f' {before} over the number of shards, so that a step has as many'
+          f' towers as that of `state`, got {after} towers on all shards.'
+      )
+    return self
 
 
 def check_order(order: Any) -> None:
@@ -47,11 +73,67 @@ def check_power_of_two(name: str, value: int) -> None:
     )
 
 
+def check_towers(order: Any, num_towers: int, inner: Any, caller: str) -> None:
+  """Checks the arguments of gradient accumulation.
+
+  Raises:
+    ValueError: If the order is unknown, or lacks what it needs.
+  """
+  check_order(order)
+  if order is None:
+    return
+  check_power_of_two(f'`num_towers` of `{caller}`', num_towers)
+  if inner is None:
+    raise ValueError(
+        f"`order='tree'` of `{caller}` must come with `inner`, got None. The"
+        ' sum over towers is divided after shards have added theirs: write'
+        f' `{caller}(num_towers, optax.chain(cross_shard_mean(..., order='
+        "'tree'), ...), order='tree')`."
+    )
+
+
+def check_inner(
+    order: Order,
+    num_towers: int,
+    inner_state: Any,
+    sums_over_shards: bool,
+    caller: str,
+) -> None:
+  """Checks that towers and shards are added in the same order.
+
+  Args:
+    order: That of the towers.
+    num_towers: Their number.
+    inner_state: State of the transformation that reduces over shards.
+    sums_over_shards: Whether it must.
+    caller: What errors name.
+
+  Raises:
+    ValueError: If they are not.
+  """
+  if num_towers == 1 and order is None:
+    return
+  is_other = is_in_order(inner_state) != (order is not None)
+  if is_other and (order is None or sums_over_shards):
+    raise ValueError(
+        f"`order` must be 'tree' in `{caller}` and in the reduction of `inner`,"
+        f' or in neither, got {order!r} in `{caller}`. Reduce by'
+        ' `cross_shard_mean`, `cross_shard_sum` or `shard_update`.'
+    )
+
+
 def is_in_order(state: Any) -> bool:
   """Whether a state is of a transformation that sums over shards by a tree."""
   return any(
       True for _ in state_rules.nodes(state, lambda x: isinstance(x, TreeOrder))
   )
+
+
+def dtypes_to_restore(updates: Any) -> tuple[np.dtype, ...]:
+  """Returns the dtypes of updates whose sums are in another; else `()`."""
+  dtypes = tuple(map(leaves_lib.dtype_of, jax.tree.leaves(updates)))
+  is_same = all(leaves_lib.accumulator_dtype(x) == x for x in dtypes)
+  return () if is_same else dtypes
 
 
 def rounded(x: jax.Array) -> jax.Array:
@@ -62,7 +144,7 @@ def rounded(x: jax.Array) -> jax.Array:
   so on the number of shards. It cannot across a comparison; XLA for CPUs does
   across `lax.optimization_barrier` (JAX 0.10) and `lax.reduce_precision`.
   """
-  return jnp.where(x == x, x, jnp.nan)  # noqa: PLR0124
+  return jnp.where(x == x, x, jnp.nan)
 
 
 def sum_rows(rows: jax.Array) -> jax.Array:
@@ -88,6 +170,12 @@ def empty(tree: Any, num_towers: int) -> Any:
   return jax.tree.map(stack, leaves_lib.accumulators(tree))
 
 
+def zero_row(levels: jax.Array) -> jax.Array:
+  """Returns a zero of the type of one partial sum."""
+  zero = jnp.zeros(levels.shape[1:], levels.dtype)
+  return axes_lib.mark_varying(zero, tuple(axes_lib.varying_axes(levels)))
+
+
 def add(levels: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
   """Returns the partial sums of a window with one more tower.
 
@@ -100,8 +188,9 @@ def add(levels: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
     x: What is added, [...].
     tower: How many towers have been added, int32 [].
   """
-  carry, full = rounded(x), jnp.bool_(True)
-  level = jnp.int32(0)
+  carry, full, level = rounded(x), jnp.bool_(True), jnp.int32(0)
+  if not len(levels):
+    return carry[None]
   for i, row in enumerate(levels):
     full &= (tower >> i) & 1 == 1
     carry = jnp.where(full, row + carry, carry)
@@ -109,6 +198,6 @@ def add(levels: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
   return lax.dynamic_update_index_in_dim(levels, carry, level, 0)
 
 
-def of_window(levels: Any) -> Any:
+def last_rows(levels: Any) -> Any:
   """Returns the sums of a full window."""
   return jax.tree.map(lambda x: x[-1], levels)

@@ -65,10 +65,17 @@ def cross_shard_mean(
       a host: a reduce-scatter over its B shards comes first, then an all-reduce
       of the parts over the other axes, then an all-gather, so that the slow
       axes carry 1/B of the bytes.
+    order: In which order shards are added: `None` for any, or `'tree'` for the
+      same bits on any number of shards, a power of two, over all of which the
+      same summands are spread. Neighbours add, then pairs of them, and so on,
+      by recursive halving, which sends the bytes of an all-reduce. Give the
+      same order to `tower_reduce` or `reduce_towers` around it. The order of
+      groups of one size is that of each group; `on_invariant` and `algorithm`
+      would add in another.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` without state, whose `update`
-    takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` without arrays in its state,
+    whose `update` takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
@@ -120,10 +127,11 @@ def cross_shard_sum(
       by the number of shards).
     bucket_bytes: Leaves smaller than this are sent together; 0 for none.
     algorithm: `'flat'`, or `'hierarchical'` for several axes.
+    order: `None`, or `'tree'` for the same bits on any number of shards.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` without state, whose `update`
-    takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` without arrays in its state,
+    whose `update` takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
@@ -167,6 +175,7 @@ def shard_mean(
     weight: A scalar a shard, such as its number of tokens, or `None`.
     on_invariant: How to read a leaf that is the same on all shards; see
       `cross_shard_mean`. `'averaged'` leaves it as it is.
+    order: `None`, or `'tree'` for the same bits on any number of shards.
 
   Returns:
     A tree of the same shapes, the same on all shards.
