@@ -6,6 +6,7 @@ tree: the same additions on any number of shards. Only the order within a pair
 may differ, which changes no bit.
 """
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,27 +25,29 @@ class TreeOrder(NamedTuple):
   """State of a reduction in the order of a tree, by which gates know it."""
 
 
-class StepSize(NamedTuple):
-  """How many towers of all shards count as one step.
+class TowerWeights(NamedTuple):
+  """The weights of the towers in a window, added in the order of a tree.
 
   Attributes:
-    num_towers: Their number, int32 [], which stays when shards change.
+    sums: The partial sums, float32 [levels], as `add` keeps them.
   """
 
-  num_towers: jax.Array
+  sums: jax.Array
 
-  def laid_out_like(self, other: 'StepSize') -> 'StepSize':
-    """Returns itself, if a step is of as many towers.
+  def laid_out_like(self, other: 'TowerWeights') -> 'TowerWeights':
+    """Returns itself, if a step of `other` is of as many towers on all shards.
 
     Raises:
       ValueError: If it is not.
     """
-    before, after = (int(np.asarray(x.num_towers)) for x in (self, other))
+    before, after = (
+        math.prod(x.sums.shape[:-1]) << x.sums.shape[-1] for x in (self, other)
+    )
     if before != after:
       raise ValueError(
           "`num_towers` of `tower_reduce` with `order='tree'` must be"
-          f' {before} over the number of shards, so that a step has as many'
-          f' towers as that of `state`, got {after} towers on all shards.'
+          f' {before} over the number of shards, because a step of `state` is'
+          f' the sum of {before} towers, got a step of {after}.'
       )
     return self
 

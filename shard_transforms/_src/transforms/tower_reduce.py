@@ -37,17 +37,16 @@ class TowerReduceState(NamedTuple):
     tower: Number of towers collected since the last update, int32 [].
     total: Their (weighted) sum, a tree like the parameters, in float32 for
       leaves of fewer bits; `()` where there is but one tower.
-    total_weight: The sum of their weights, float32 [].
+    total_weight: The sum of their weights, float32 []. With `order='tree'`, a
+      `TowerWeights`; both totals then have a further axis, of length log2
+      `num_towers`: row l is the sum of 2**l towers, and counts if bit l of
+      `tower` is 1.
     oldest_local_step: The minimum of their local steps, int32 []; the largest
       int32 where no tower gave one.
     inner_state: State of the inner transformation.
     tower_squares: The weighted sum of the squared norms of their updates, and
       the number of towers with a weight, float32 [2]; per shard as `total`;
       `()` unless a state in `inner_state` asks for it.
-    step_size: The number of towers of all shards, with `order='tree'`; else
-      `()`. Then `total` and `total_weight` have a further axis, of length log2
-      `num_towers`: row l is the sum of 2**l towers, and counts if bit l of
-      `tower` is 1.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -60,11 +59,10 @@ class TowerReduceState(NamedTuple):
 
   tower: jax.Array
   total: optax.Updates
-  total_weight: jax.Array
+  total_weight: jax.Array | tree_sums.TowerWeights
   oldest_local_step: jax.Array
   inner_state: optax.OptState
   tower_squares: jax.Array | tuple[()] = ()
-  step_size: tree_sums.StepSize | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -75,7 +73,7 @@ class TowerReduceState(NamedTuple):
     or, without weights, their `reduction`. With `order='tree'`, only a window
     without towers is converted.
     """
-    if self.step_size != ():
+    if _is_in_order(self):
       return _rules_in_order(self.tower)
     total = total_weight = state_rules.ResizeRule('sum')
     may_be_unweighted = np.all(self.total_weight == self.tower)
@@ -196,7 +194,7 @@ def tower_reduce(
   inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
 
   def init_fn(params):
-    num_shards = axes_lib.size(axes, _CALLER)
+    axes_lib.size(axes, _CALLER)
     inner_state, squares = inner.init(params), ()
     tree_sums.check_inner(order, num_towers, inner_state, bool(axes), _CALLER)
     if order is None and num_towers == 1:
@@ -204,11 +202,10 @@ def tower_reduce(
     elif order is None and reduction == 'mean':
       squares = tower_squares.start(inner_state, axes)
     empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
-    size = ()
     if order is not None:
-      empty = tree_sums.empty(empty, num_towers)
-      size = tree_sums.StepSize(jnp.int32(num_towers * num_shards))
-    return _start(empty, inner_state, squares, axes, size)
+      total, total_weight = tree_sums.empty(empty, num_towers)
+      empty = total, tree_sums.TowerWeights(total_weight)
+    return _start(empty, inner_state, squares, axes)
 
   def step(
       gate,
@@ -267,14 +264,15 @@ def tower_reduce(
     divisor = 1 if divides_later or reduction == 'sum' else divisor
     window = _collect(state, updates, weight, local_step, axes)
     is_last = collectives.agreed(window.tower >= num_towers)
-    if num_towers == 1:
-      applied, ended = end(window, params, **extra_args)
-      return applied, ended._replace(
-          total=state.total, total_weight=state.total_weight
-      )
-    return gate.run_or_skip(
+    applied, after = gate.run_or_skip(
         is_last, end, window, params, extra_args=extra_args, seldom=True
     )
+    if num_towers == 1:
+      # Nothing is kept of a window of one, which takes the way of all others so
+      # that its arithmetic is compiled alike.
+      total, total_weight = state.total, state.total_weight
+      after = after._replace(total=total, total_weight=total_weight)
+    return applied, after
 
   return gating.transformation(init_fn, step)
 
@@ -308,7 +306,7 @@ def _apply_alone(gate, inner, updates, state, params, weight, axes, extra_args):
   return applied, state._replace(inner_state=inner_state)
 
 
-def _start(zeros, inner_state, squares, axes, step_size):
+def _start(zeros, inner_state, squares, axes):
   """Returns an empty window, given a total and a total weight of zero."""
   total, total_weight = zeros
   return TowerReduceState(
@@ -320,7 +318,6 @@ def _start(zeros, inner_state, squares, axes, step_size):
       ),
       inner_state=inner_state,
       tower_squares=squares,
-      step_size=step_size,
   )
 
 
@@ -344,9 +341,10 @@ def _collect(state, updates, weight, local_step, axes):
   leaves_lib.check_varies_with(updates, like, _CALLER)
   add_update = functools.partial(_add, add, weights.weighing(weight))
   total = leaves_lib.tree_map(add_update, total, updates)
-  total_weight = add(
+  own_weight = jnp.ones([], jnp.float32) if weight is None else weight
+  total_weight = jax.tree.map(
+      lambda total: add(total, own_weight),
       per_shard_state.own(state.total_weight, axes, _CALLER),
-      jnp.ones([], jnp.float32) if weight is None else weight,
   )
   oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
   if local_step is not None:
@@ -361,7 +359,6 @@ def _collect(state, updates, weight, local_step, axes):
       tower_squares=tower_squares.add(
           state.tower_squares, updates, weight, axes
       ),
-      step_size=state.step_size,
   )
   per_shard_state.check_kept(state, window, _CALLER)
   return window
@@ -387,7 +384,7 @@ def _reduce(window, updates, params, axes, divisor):
       _CALLER,
   )
   if _is_in_order(window):
-    total, total_weight = tree_sums.last_rows((total, total_weight))
+    total, (total_weight,) = tree_sums.last_rows((total, total_weight))
   if divisor is None:
     divisor = weights.safe_divisor(total_weight)
   in_dtype = functools.cache(jnp.asarray(divisor).astype)
@@ -417,11 +414,10 @@ def _emptied(window, inner_state):
   return TowerReduceState(
       tower=jnp.zeros_like(window.tower),
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
-      total_weight=jnp.zeros_like(window.total_weight),
+      total_weight=jax.tree.map(jnp.zeros_like, window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
       inner_state=inner_state,
       tower_squares=tower_squares.emptied(window.tower_squares),
-      step_size=window.step_size,
   )
 
 
@@ -439,7 +435,7 @@ def _check_same_order(state, order, num_towers, axes):
         f' that was made {made}, and order={order!r}. Make it with `init`.'
     )
   if made_in_order:
-    kept = per_shard_state.own(state.total_weight, axes, _CALLER).shape
+    kept = per_shard_state.own(state.total_weight, axes, _CALLER).sums.shape
     wanted = tree_sums.num_levels(num_towers)
     if kept != (wanted,):
       raise ValueError(
@@ -488,7 +484,7 @@ def _rule_of_unweighted(reduction):
 
 
 def _is_in_order(window):
-  return isinstance(window.step_size, tree_sums.StepSize)
+  return isinstance(window.total_weight, tree_sums.TowerWeights)
 
 
 def _add(add, weigh, total, update):
