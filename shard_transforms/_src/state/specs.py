@@ -68,9 +68,9 @@ def state_specs(
 def specs_of(tree: Any) -> Any:
   """Returns the `PartitionSpec`s of the arrays of a tree, as they are placed.
 
-  They are the `in_specs` and `out_specs` of `jax.shard_map` for a whole training
-  state that is sharded in part, such as flax's `TrainState` or the state of an
-  nnx graph.
+  They are the `in_specs` and `out_specs` of `jax.shard_map` for training state
+  that is sharded in part, such as flax's `TrainState` or the state of an nnx
+  graph.
 
   Args:
     tree: Tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings, and of
