@@ -65,7 +65,7 @@ class Summed:
 
 
 def as_weight(
-    weight: chex.Numeric, shape: tuple[int, ...], caller: str
+    weight: chex.Numeric | Summed, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
   """Returns `weight` in float32; only positive normal numbers count.
 

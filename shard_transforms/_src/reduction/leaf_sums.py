@@ -198,7 +198,7 @@ class Reduction(ReductionOptions):
 
 def check(
     tree: optax.Updates,
-    weight: chex.Numeric | None,
+    weight: chex.Numeric | weights.Summed | None,
     options: ReductionOptions,
 ) -> jax.Array | weights.Summed | None:
   """Checks what is to be reduced; returns the weight as an array.
@@ -211,7 +211,11 @@ def check(
   """
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
-  if (weight, options.groups, options.order) != (None, None, None):
+  if isinstance(weight, weights.Summed) and options.on_invariant == 'averaged':
+    # The reduction before this one has divided.
+    weight = None
+  needs_own = weight, options.groups, options.order
+  if any(x is not None for x in needs_own):
     leaves_lib.check_per_shard(tree, options.axes, options.caller)
   elif options.on_invariant == 'error':
     leaves_lib.check_not_reduced(tree, options.axes, options.caller)

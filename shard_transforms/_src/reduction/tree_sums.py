@@ -127,9 +127,32 @@ def check_inner(
 
 def is_in_order(state: Any) -> bool:
   """Whether a state is of a transformation that sums over shards by a tree."""
-  return any(
-      True for _ in state_rules.nodes(state, lambda x: isinstance(x, TreeOrder))
-  )
+  return _has(state, TreeOrder)
+
+
+def has_window(state: Any) -> bool:
+  """Whether a state is of a window of towers that are added by a tree."""
+  return _has(state, TowerWeights)
+
+
+def _has(state, kind):
+  found = state_rules.nodes(state, lambda node: isinstance(node, kind))
+  return any(True for _ in found)
+
+
+def check_may_skip(inner_state: Any, caller: str | None) -> None:
+  """Checks that no window of towers in the order of a tree misses a call.
+
+  Raises:
+    ValueError: If one may.
+  """
+  if has_window(inner_state):
+    raise ValueError(
+        f"`{caller}` must not skip towers that are added with `order='tree'`,"
+        ' because a step then has other towers on another number of shards. Put'
+        " `guard(..., on_bad='exclude')` around, which gives bad towers the"
+        ' weight 0, or a gate without `axis_name` behind the reduction.'
+    )
 
 
 def dtypes_to_restore(updates: Any) -> tuple[np.dtype, ...]:

@@ -90,10 +90,10 @@ class TowerReduceState(NamedTuple):
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""
-    return {
-        'tower': state_rules.MetricRule(),
-        'total_weight': state_rules.MetricRule('sum'),
-    }
+    rules = {'tower': state_rules.MetricRule()}
+    if not _is_in_order(self):
+      rules['total_weight'] = state_rules.MetricRule('sum')
+    return rules
 
 
 def tower_reduce(
