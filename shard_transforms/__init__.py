@@ -44,6 +44,8 @@ from shard_transforms._src.transforms.owners import Place
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
+from shard_transforms._src.transforms.spike_rule import SpikeRule
+from shard_transforms._src.transforms.spikes import SpikeState
 from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce
 
@@ -63,6 +65,8 @@ __all__ = (
     'Place',
     'ScaleByStalenessState',
     'ShardUpdateState',
+    'SpikeRule',
+    'SpikeState',
     'TowerReduceState',
     'accumulated_value_and_grad',
     'clip_by_global_norm',

@@ -381,7 +381,8 @@ def _read(state, owners, kinds, caller):
       ' parameters, this number of shards and this `cost` by'
       ' `shard_transforms.init_state`, mapped with the specs of'
       ' `shard_transforms.state_specs`, and converted by'
-      ' `shard_transforms.resize_state`, got '
+      ' `shard_transforms.resize_state`, or for `jax.pmap` be made by'
+      ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
   )
   if not isinstance(state, owners_lib.OwnedLeaves):
     raise ValueError(f'{made_for_others}{type(state).__name__}.')

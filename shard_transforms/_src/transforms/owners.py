@@ -210,16 +210,27 @@ class Layout:
       self, shard: int, leaves: Mapping[int, jax.Array]
   ) -> dict[str, jax.Array]:
     """Returns the rows of a shard, given its leaves by number."""
-    members = {name: [] for name in self.rows}
-    for number in self.of_shard(shard):
-      members[self.places[number].row].append(leaves[number])
-    rows = {name: _join(members[name], *self.rows[name]) for name in self.rows}
-    return axes_lib.to_varying(rows, self.axes)
+    return self._join([shard], leaves)
 
   def pack_all(self, leaves: Mapping[int, jax.Array], num_shards: int) -> Any:
     """Returns the rows of all shards, [number of shards, elements]."""
-    rows = [self.pack(shard, leaves) for shard in range(num_shards)]
-    return {name: jnp.stack([row[name] for row in rows]) for name in self.rows}
+    rows = self._join(range(num_shards), leaves)
+    return {name: row.reshape(num_shards, -1) for name, row in rows.items()}
+
+  def _join(self, shards, leaves):
+    """Returns the rows of some shards, one behind the other."""
+    parts = {name: [] for name in self.rows}
+    for shard in shards:
+      left = {name: length for name, (length, _) in self.rows.items()}
+      for number in self.of_shard(shard):
+        name, size = self.places[number].row, self.places[number].size
+        parts[name].append(lax.reshape(leaves[number], (size,)))
+        left[name] -= size
+      for name, padding in left.items():
+        if padding:
+          parts[name].append(jnp.zeros(padding, self.rows[name][1]))
+    rows = {name: jnp.concatenate(found) for name, found in parts.items()}
+    return axes_lib.to_varying(rows, self.axes)
 
   def unpack(
       self, shard: int, rows: Mapping[str, jax.Array]
@@ -251,13 +262,6 @@ class Owned(NamedTuple):
   shard: int
   shape: tuple[int, ...]
   dtype: Any
-
-
-def _join(leaves, length, dtype):
-  flat = [lax.reshape(x, (x.size,)) for x in leaves]
-  if padding := length - sum(x.size for x in flat):
-    flat.append(jnp.zeros(padding, dtype))
-  return jnp.concatenate(flat) if len(flat) > 1 else flat[0]
 
 
 def _part(rows, place):
