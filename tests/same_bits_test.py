@@ -485,7 +485,9 @@ class RefusalTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, 'must not skip towers'):
         _update(gate, local_step=0)
 
-  @cases.parameters({'min_shards': 2}, {'spikes': shard_transforms.SpikeRule()})
+  @cases.parameters(
+      {'min_shards': 2}, {'spikes': shard_transforms.SpikeRule(max_stds=2.0)}
+  )
   def test_refuses_statistics_of_shards(self, **options):
     tx = shard_transforms.guard(
         _collected(2), modes.AXIS, on_bad='exclude', **options
