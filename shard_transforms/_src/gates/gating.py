@@ -24,6 +24,7 @@ from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import tree_sums
 
 # The attribute of a gate's `update` that holds the function which applies its
 # updates itself.
@@ -137,13 +138,13 @@ class Gate:
 
   def update_or_skip(
       self,
-      accept: jax.Array,
+      accept: jax.Array | None,
       inner: optax.GradientTransformationExtraArgs,
       updates: optax.Updates,
       inner_state: optax.OptState,
       params: optax.Params | None,
       *,
-      weight: jax.Array | None = None,
+      weight: jax.Array | weights.Summed | None = None,
       is_healthy: jax.Array | None = None,
       axes: Sequence[Hashable] = (),
       extra_args: Mapping[str, Any],
@@ -153,7 +154,7 @@ class Gate:
     """Returns the result of `update` if `accept`, else keeps everything.
 
     Args:
-      accept: Whether to run, bool [].
+      accept: Whether to run, bool []; `None` is always.
       inner: The transformation.
       updates: The updates of this shard.
       inner_state: Its state.
@@ -167,8 +168,12 @@ class Gate:
       caller: As for `weight_flow.check`.
 
     Raises:
-      ValueError: As `run_or_skip`, or if `inner` does not use the weight.
+      ValueError: As `run_or_skip`, or if `inner` does not use the weight, or
+        counts its calls in the order of a tree.
     """
+    if accept is not None:
+      tree_sums.check_may_skip(inner_state, caller)
+    decision = jnp.bool_(True) if accept is None else accept
 
     def run(state, params, is_healthy, updates, weight):
       if is_healthy is not None:
@@ -189,7 +194,7 @@ class Gate:
       )
     given = is_healthy, updates, weight
     return self.run_or_skip(
-        accept, run, inner_state, params, *given, check=check
+        decision, run, inner_state, params, *given, check=check
     )
 
   def run_or_skip(
