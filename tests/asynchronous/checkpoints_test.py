@@ -85,9 +85,13 @@ class CheckpointsTest(parameterized.TestCase):
     self.assertEqual(saved, {'1', '2'})
 
   @cases.parameters(
-      (optax.sgd(0.1, momentum=0.9), None, r"None instead of float32\[3\] at .*"),
-      (TX, np.zeros(4, np.float32), r"float32\[3\] instead of float32\[4\]"),
-      (TX, jnp.zeros(3, jnp.bfloat16), r"float32\[3\] instead of bfloat16"),
+      (
+          optax.sgd(0.1, momentum=0.9),
+          None,
+          r'None instead of float32\[3\] at .*',
+      ),
+      (TX, np.zeros(4, np.float32), r'float32\[3\] instead of float32\[4\]'),
+      (TX, jnp.zeros(3, jnp.bfloat16), r'float32\[3\] instead of bfloat16'),
   )
   def test_names_the_leaf_that_another_optimizer_or_task_has(
       self, tx, params, message

@@ -66,7 +66,9 @@ class NodeTest(unittest.TestCase):
     super().setUp()
     self.folder = asynchronous_cases.folder(self)
     self.folder.mkdir()
-    self.enterContext(mock.patch.object(sys, 'path', [str(self.folder), *sys.path]))
+    self.enterContext(
+        mock.patch.object(sys, 'path', [str(self.folder), *sys.path])
+    )
     (self.folder / 'helpers.py').write_text('x = 3')
     self.addCleanup(sys.modules.pop, 'helpers', None)
 

@@ -14,7 +14,13 @@ from shard_transforms._src.asynchronous import parameter_server
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
 # Where the ages differ, and some gradients are dropped.
-OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10, 'save_seconds': 0}
+OPTIONS = {
+    'pace': False,
+    'staleness': 2,
+    'num_workers': 4,
+    'save_every': 10,
+    'save_seconds': 0,
+}
 
 
 class RecoveryTest(parameterized.TestCase):

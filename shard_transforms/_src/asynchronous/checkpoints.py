@@ -92,12 +92,12 @@ class Checkpoints:
     """Returns the latest intact checkpoint; warns of those that are not.
 
     Raises:
-      ValueError: If it has leaves of other names, shapes or dtypes.
+      LayoutError: If it has leaves of other names, shapes or dtypes.
     """
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         return self.read(step, like)
-      except _LayoutError:
+      except LayoutError:
         raise
       except Exception as error:  # Orbax raises many kinds.
         warnings.warn(
@@ -116,15 +116,15 @@ class Checkpoints:
       like: Trees of the same structures, shapes and dtypes.
 
     Raises:
-      ValueError: If it has leaves of other names, shapes or dtypes, or has been
-        damaged.
+      LayoutError: If it has leaves of other names, shapes or dtypes.
+      ValueError: If it has been damaged.
     """
     about = self._restore(step, about=ocp.args.JsonRestore())
     try:
       what = f'Checkpoint {step} of {str(self._manager.directory)!r}'
       parameter_server.check_layout(about.pop('layout'), like, what)
     except ValueError as error:
-      raise _LayoutError(str(error)) from error
+      raise LayoutError(str(error)) from error
     unwrapped = parameter_server.unwrap_keys(like)
     trees = self._restore(step, trees=ocp.args.StandardRestore(unwrapped))
     if digests.digest(trees) != about.pop('digest'):
@@ -201,7 +201,7 @@ def restore_start(
     checkpoints.close()
 
 
-class _LayoutError(ValueError):
+class LayoutError(ValueError):
   """A checkpoint is intact, and of other parameters or another optimizer."""
 
 

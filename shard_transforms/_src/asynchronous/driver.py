@@ -134,12 +134,10 @@ class _Run:
     folder = self._folder
     if folder is None:
       if start is not None:
-        self._server.restore(start.params, start.opt_state)
+        self._server.restore(*start[:2])
         self._in_flight.resume(self._server.global_step, [])
       return
-    for metrics in folder.recover(
-        self._server, workers, self._options, start
-    ):
+    for metrics in folder.recover(self._server, workers, self._options, start):
       if metrics is not None:
         self._tally.update(self._server.global_step, metrics)
       yield

@@ -29,9 +29,7 @@ from shard_transforms._src.asynchronous import watchdog
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 # Reports, and finally the result; the answers are those of `on_progress`.
-Messages = Generator[
-    outcomes.Report | outcomes.Result, outcomes.Command, None
-]
+Messages = Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]
 
 _CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
 # Seconds: to start or join Ray, and to end it.
@@ -132,13 +130,14 @@ def run(
         _folder(),
     )
     messages = _messages(_pickled(job), job)
-  command = message = None
+  command: outcomes.Command = None
   seen = 0
   with contextlib.closing(messages):
-    while not isinstance(message, outcomes.Result):
+    while True:
       message = messages.send(command)
-      is_last = isinstance(message, outcomes.Result)
-      report = message.report if is_last else message
+      report = message
+      if isinstance(message, outcomes.Result):
+        report = message.report
       # After the death of a driver, the next computes some updates again.
       history = tuple(update for update in report.history if update[0] > seen)
       seen = max(seen, *(step for step, _ in history), 0)
@@ -149,9 +148,8 @@ def run(
             "`on_progress` must return None, 'params' or 'stop', got"
             f' {command!r}.'
         )
-      if is_last:
-        message = message._replace(report=report)
-  return message
+      if isinstance(message, outcomes.Result):
+        return message._replace(report=report)
 
 
 def portable(error: Exception) -> Exception:
@@ -217,8 +215,8 @@ def _pickled(sent):
     return cloudpickle.dumps(sent)
   except Exception as error:  # Pickling runs the user's code.
     raise TypeError(
-        '`task`, `tx` and other arguments must be such that they can be sent to other processes,'
-        f' got {type(error).__name__}: {error}'
+        '`task`, `tx` and other arguments must be such that they can be sent to'
+        f' other processes, got {type(error).__name__}: {error}'
     ) from error
 
 
@@ -236,12 +234,12 @@ def _child(job: Job) -> Iterator[connection.Connection]:
   mark = secrets.token_hex(16)
   ours, theirs = multiprocessing.Pipe()
   program = sys.executable, '-m', _CHILD
-  arguments = os.getpid(), mark, job.folder, theirs.fileno(), *program
+  end = str(theirs.fileno())
+  arguments = str(os.getpid()), mark, job.folder, end, *program, end
   with ours:
     with theirs:
       process = subprocess.Popen(
-          [sys.executable, '-I', watchdog.__file__, *map(str, arguments)]
-          + [str(theirs.fileno())],
+          [sys.executable, '-I', watchdog.__file__, *arguments],
           stdin=subprocess.DEVNULL,
           stdout=sys.__stderr__,
           pass_fds=[theirs.fileno()],

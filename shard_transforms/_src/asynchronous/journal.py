@@ -125,8 +125,9 @@ class Segment(NamedTuple):
     for bad in first + np.flatnonzero(self.is_damaged[first:]):
       raise ValueError(
           f'{str(self.path)!r} is damaged at record {bad} of'
-          f' {len(self.records)}: its bits have changed since they were written.'
-          " `on_change='continue'` goes on from the last checkpoint."
+          f' {len(self.records)}: its bits have changed since they were'
+          " written. With `on_change='continue'`, `train` goes on from the last"
+          ' checkpoint.'
       )
 
 
@@ -190,8 +191,8 @@ def intact(segments: list[Segment]) -> np.ndarray:
   for segment in segments:
     if segment.is_damaged.any():
       warnings.warn(
-          f'{int(segment.is_damaged.sum())} records of {str(segment.path)!r} are'
-          ' damaged, and left out.',
+          f'{int(segment.is_damaged.sum())} records of {str(segment.path)!r}'
+          ' are damaged, and left out.',
           RuntimeWarning,
           stacklevel=3,
       )

@@ -92,7 +92,9 @@ def node(task: bytes) -> dict[str, str]:
   while left:
     module = sys.modules.get(left.pop())
     path = getattr(module, '__file__', None)
-    if path is None or module.__name__ in digests or _is_installed(path):
+    if module is None or path is None or _is_installed(path):
+      continue
+    if module.__name__ in digests:
       continue
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
     digests[module.__name__] = digest[:8]

@@ -300,7 +300,8 @@ def _step(
   )
   if model_state:
     next_held = functools.partial(_next_held, is_fresh)
-    params = {**params, **jax.tree.map(next_held, held, read_held, new)}
+    held = jax.tree.map(next_held, held, read_held, new)
+    return dict(params, **held), state
   return params, state
 
 

@@ -56,7 +56,7 @@ class _Driver:
     self._drive = drive
     self._task = task
     self._config = config
-    self._messages: job.Messages | None = None
+    self._messages: Any = None
 
   def next(self, computers: list[Any], command: outcomes.Command) -> Any:
     """Returns a report, and finally the result or an error.
@@ -138,6 +138,18 @@ class RayWorkers:
       self._replaced.add(worker)
       ray.kill(self._computers[worker], no_restart=False)
 
+  def reset(self) -> None:
+    for worker, _ in self._in_flight.values():
+      self.replace(worker)
+      self._lose(worker)
+    self._in_flight.clear()
+
+  def _lose(self, worker):
+    """Asks a worker that has died until it answers."""
+    self._ready.discard(worker)
+    self._replaced.discard(worker)
+    self._ask_again[worker] = 0
+
   def _ask(self):
     """Calls each worker that is starting; replaces those that do not answer."""
     now = time.monotonic()
@@ -179,9 +191,7 @@ class RayWorkers:
     try:
       reply: Any = ray.get(ref)
     except exceptions.RayError:
-      self._ready.discard(worker)
-      self._replaced.discard(worker)
-      self._ask_again[worker] = 0
+      self._lose(worker)
       return workers_lib.Event(worker)
     return workers_lib.Event(worker, reply, functools.partial(_fetch, grads))
 

@@ -84,7 +84,7 @@ class RunFolder:
     number = journal_lib.last_segment(self._folder)
     self._open(max(number, 0), journal_lib.Start())
     if number < 0 and start is not None:
-      server.restore(start.params, start.opt_state)
+      server.restore(*start[:2])
       self.save(server, server.global_step, [], {})
       self._begin(0, 'It starts from the result of another run.')
       self.next_batch = self.position.next_batch
@@ -94,6 +94,7 @@ class RunFolder:
       except ValueError as error:
         if options.on_change == 'raise':
           raise
+        workers.reset()
         server.restore(**initial)
         found = self._restore(server)
         self._begin(-1 if found is None else found.segment, str(error))
@@ -209,7 +210,8 @@ class RunFolder:
       restored = server.trees()
       server.restore(**initial)
       checkpoints_lib.restore_start(self._folder, segment.start, server)
-      yield from roll(_first(segment))
+      for _ in roll(_first(segment)):
+        yield None
       server.restore(**restored)
     tail = segment.records[num_before:]
     yield from roll(tail)

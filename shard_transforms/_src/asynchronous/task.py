@@ -80,7 +80,9 @@ class Task:
       if value is None and name in ('batch', 'rollout'):
         continue
       if not callable(value):
-        raise TypeError(f'`{name}` of `Task` must be a function, got {value!r}.')
+        raise TypeError(
+            f'`{name}` of `Task` must be a function, got {value!r}.'
+        )
     if isinstance(self.model_state, str):
       raise TypeError(
           '`model_state` of `Task` must be several keys, got'

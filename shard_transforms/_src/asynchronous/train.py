@@ -56,9 +56,10 @@ def train(
   With a `folder`, the outcome of each gradient is written to a journal before
   the new parameters are published. Parameters and state are written to a
   checkpoint at intervals. The same call resumes where the last one ended, even
-  if it was killed: no accepted update is lost, and no batch counts twice. A worker that dies is always replaced. With a folder, so is the
-  *driver*, the process that holds the parameters. `replay` computes the same
-  bits from the journal.
+  if it was killed: no accepted update is lost, and no batch counts twice. A
+  worker that dies is always replaced. With a folder, so is the *driver*, the
+  process that holds the parameters. `replay` computes the same bits from the
+  journal.
 
   Args:
     task: The functions of the training.

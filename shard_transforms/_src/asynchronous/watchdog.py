@@ -54,10 +54,10 @@ def sweep(mark: str, folder: str) -> None:
 def _kill(path, mark):
   """Kills a process that has a mark; returns whether it had."""
   with contextlib.suppress(OSError):
-    if mark.encode() in (path / 'environ').read_bytes():
-      if int(path.name) != os.getpid():
-        os.kill(int(path.name), signal.SIGKILL)
-        return True
+    is_marked = mark.encode() in (path / 'environ').read_bytes()
+    if is_marked and int(path.name) != os.getpid():
+      os.kill(int(path.name), signal.SIGKILL)
+      return True
   return False
 
 
