@@ -178,6 +178,25 @@ class SegmentsTest(parameterized.TestCase):
     again = self.train(folder=folder, start=first, num_updates=35)
     self.assertEqual(again.report.global_step, 35)
 
+  def test_lost_start_of_a_segment_is_reported(self):
+    self.train(num_updates=15)
+    with change('optax'):
+      self.train(on_change='continue')
+      (self.folder / 'checkpoints').rename(self.folder / 'gone')
+
+      with self.assertRaisesRegex(
+          ValueError, 'Checkpoint 15 of segment 0 must be in'
+      ):
+        asynchronous.replay(self.folder, TASK, TX)
+
+  def test_folder_in_the_home_folder_is_expanded(self):
+    home = self.folder.parent
+    with mock.patch.dict('os.environ', HOME=str(home)):
+      self.train(folder='~/run', num_updates=3)
+      asynchronous.replay('~/run', TASK, TX)
+
+    self.assertLen(asynchronous.read_journal(home / 'run'), 3)
+
   def test_start_of_another_optimizer_is_refused(self):
     first = self.train(folder=None)
 

@@ -134,7 +134,8 @@ class _Run:
     folder = self._folder
     if folder is None:
       if start is not None:
-        self._server.restore(*start[:2])
+        state: Any = start.opt_state
+        self._server.restore(start.params, state)
         self._in_flight.resume(self._server.global_step, [])
       return
     for metrics in folder.recover(self._server, workers, self._options, start):

@@ -134,10 +134,9 @@ def run(
   seen = 0
   with contextlib.closing(messages):
     while True:
-      message = messages.send(command)
-      report = message
-      if isinstance(message, outcomes.Result):
-        report = message.report
+      message: Any = messages.send(command)
+      is_last = isinstance(message, outcomes.Result)
+      report: Any = message.report if is_last else message
       # After the death of a driver, the next computes some updates again.
       history = tuple(update for update in report.history if update[0] > seen)
       seen = max(seen, *(step for step, _ in history), 0)
@@ -148,7 +147,7 @@ def run(
             "`on_progress` must return None, 'params' or 'stop', got"
             f' {command!r}.'
         )
-      if isinstance(message, outcomes.Result):
+      if is_last:
         return message._replace(report=report)
 
 

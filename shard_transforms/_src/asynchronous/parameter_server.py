@@ -295,14 +295,15 @@ def _step(
     grads = jax.tree.map(lambda g: (weight * g).astype(g.dtype), grads)
   has_read = jax.tree.leaves(read_params)
   extra_args = {'read_params': read_params} if has_read else {}
-  params, state = gating.update_and_apply(
+  updated: Any
+  updated, state = gating.update_and_apply(
       tx, grads, state, params, local_step=local_step, **extra_args
   )
   if model_state:
     next_held = functools.partial(_next_held, is_fresh)
     held = jax.tree.map(next_held, held, read_held, new)
-    return dict(params, **held), state
-  return params, state
+    return {**updated, **held}, state
+  return updated, state
 
 
 def _next_held(is_fresh, held, read, new):

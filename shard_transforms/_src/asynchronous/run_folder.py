@@ -84,7 +84,8 @@ class RunFolder:
     number = journal_lib.last_segment(self._folder)
     self._open(max(number, 0), journal_lib.Start())
     if number < 0 and start is not None:
-      server.restore(*start[:2])
+      state: Any = start.opt_state
+      server.restore(start.params, state)
       self.save(server, server.global_step, [], {})
       self._begin(0, 'It starts from the result of another run.')
       self.next_batch = self.position.next_batch
