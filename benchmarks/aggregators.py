@@ -61,6 +61,7 @@ def reductions() -> dict[str, tuple[optax.GradientTransformation, float]]:
 def load_digits() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
   """Returns images and labels to train on, [shards, n, ...], and to test."""
   images, labels = datasets.load_digits(return_X_y=True)
+  images, labels = np.asarray(images), np.asarray(labels)
   order = np.random.default_rng(0).permutation(len(labels))
   images = np.asarray(images[order] / 8 - 1, np.float32)
   labels = labels[order]

@@ -86,6 +86,7 @@ def ways() -> dict[str, Callable[[], Transformation]]:
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
   """Returns images [n, 64] and labels [n], those to test on first."""
   images, labels = datasets.load_digits(return_X_y=True)
+  images, labels = np.asarray(images), np.asarray(labels)
   order = np.random.default_rng(0).permutation(len(labels))
   return np.asarray(images[order] / 16, np.float32), labels[order]
 

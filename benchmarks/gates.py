@@ -4,7 +4,8 @@ A step is `update` and `optax.apply_updates`, or `update_and_apply`, under
 `jax.jit` with donated parameters and state, on the one shard of an axis.
 "Collecting" is a call of `tower_reduce` that does not end a window; a window of
 four counts a quarter of its four calls. A local step is one of `local_updates`
-without a meeting. All programs run in turn in one process; beside each
+without a meeting. The guards by leaf look at the loss and at the norm of each
+leaf. All programs run in turn in one process; beside each
 ratio of the medians stands an interval that holds 95 % of bootstrap resamples
 of the rounds, and the second row is the plain step once more.
 """
@@ -12,7 +13,7 @@ of the rounds, and the second row is the plain step once more.
 from collections.abc import Callable
 from collections.abc import Sequence
 import time
-from typing import Any
+from typing import Any, Literal
 
 from absl import app
 from absl import flags
@@ -64,10 +65,25 @@ def gates(
       'plain, A/A': inner,
       'drop_stale': shard_transforms.drop_stale(2**30, inner),
       'guard': shard_transforms.guard(inner),
+      'guard, by leaf': by_leaf(inner, 'skip'),
+      'guard that clips': by_leaf(inner, 'clip'),
       'collecting': shard_transforms.tower_reduce(2**30, inner),
       'window of four': shard_transforms.tower_reduce(4, inner),
       'local step': local,
   }
+
+
+def by_leaf(
+    inner: optax.GradientTransformation, on_spike: Literal['skip', 'clip']
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a guard by the loss and the norm of each leaf."""
+  rule = shard_transforms.SpikeRule(
+      max_stds=1e6,
+      signals=('norm', 'loss'),
+      labels=[str(i) for i in range(_LEAVES.value)],
+      on_spike=on_spike,
+  )
+  return shard_transforms.guard(inner, spikes=rule)
 
 
 def apart(
@@ -89,7 +105,7 @@ def steps(
   """Returns a call of four steps, each from where the last one ended."""
 
   def step(params, state, grads):
-    return advance(tx, grads, state, params, local_step=0)
+    return advance(tx, grads, state, params, local_step=0, value=1.0)
 
   step = jax.jit(on_one_shard(step), donate_argnums=(0, 1))
   params, grads = make_params(0), make_params(1)

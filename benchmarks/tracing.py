@@ -57,6 +57,24 @@ def reduced() -> optax.GradientTransformation:
   return optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.adam(1e-3))
 
 
+def by_leaf(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a guard by the loss and by the norm of each leaf, which clips."""
+  rule = shard_transforms.SpikeRule(
+      max_stds=6.0,
+      signals=('norm', 'loss'),
+      labels=lambda updates: {name: name for name in updates},
+      on_spike='clip',
+  )
+  tx = shard_transforms.guard(inner, AXIS, spikes=rule)
+
+  def update(updates, state, params=None, **extra_args):
+    return tx.update(updates, state, params, **extra_args, value=1.0)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 def late(inner: optax.GradientTransformation) -> optax.GradientTransformation:
   """Returns `drop_stale` around `inner`, with updates that are fresh."""
   tx = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
@@ -87,6 +105,7 @@ PROGRAMS = {
     "guard, 'exclude'": lambda: shard_transforms.guard(
         reduced(), AXIS, on_bad='exclude'
     ),
+    'guard, by leaf': lambda: by_leaf(reduced()),
     'drop_stale': lambda: late(reduced()),
     'tower_reduce': lambda: collected(reduced()),
     'all three, nested': lambda: collected(

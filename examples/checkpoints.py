@@ -83,7 +83,7 @@ class Checkpoints:
       )
     if call is None:
       return train, []
-    start = _gather(train)
+    start = gather(train)
     with _in_unison(
         f'resume from {path / str(call)}',
         'Without that folder, it goes on from the one before, if any.',
@@ -116,7 +116,7 @@ class Checkpoints:
       CheckpointError: If it cannot be saved.
     """
     state = {
-        'train': _gather(train),
+        'train': gather(train),
         'metrics_so_far': jax.tree.map(
             lambda *values: np.stack(values), *metrics
         ),
@@ -215,16 +215,16 @@ def _in_unison(deed: str, advice: str = '') -> Iterator[None]:
     raise CheckpointError(f'Process {failed.argmax()} cannot {deed}.')
 
 
-def _gather(train):
+def gather(train: Any) -> Any:
   """Gathers the arrays of all shards, also from other processes."""
 
-  def gather(x):
+  def to_host(x):
     if isinstance(x.sharding, SingleDeviceSharding):
       # Each process has computed the same.
       return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
-  return jax.tree.map(gather, train)
+  return jax.tree.map(to_host, train)
 
 
 def _place(value, like):

@@ -59,6 +59,19 @@ def make_step(tx: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
   return step
 
 
+def optimizer() -> optax.GradientTransformation:
+  """Returns Adam, whose moments are divided among the devices (ZeRO-1)."""
+  return st.shard_update(optax.adam(2e-3), 'data')
+
+
+def batch_of(
+    step: int, size: int, data: Sequence[np.ndarray], mesh: jax.sharding.Mesh
+) -> list[jax.Array]:
+  """Returns images and labels, which depend on the number of a step alone."""
+  chosen = np.random.default_rng(step).choice(len(data[0]), size)
+  return [place(x[chosen], mesh, P('data')) for x in data]
+
+
 def place(value: Any, mesh: jax.sharding.Mesh, spec: P) -> jax.Array:
   """Places an array that every process has; each keeps its own part."""
   value = np.asarray(value)
@@ -80,8 +93,8 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
         f' {_BATCH_SIZE.value}.'
     )
   is_first = jax.process_index() == 0
-  (images, labels), test_data = digits.load_data(0)
-  tx = optax.chain(st.cross_shard_mean('data'), optax.adam(2e-3))
+  data, test_data = digits.load_data(0)
+  tx = optimizer()
   params = jax.tree.map(lambda x: place(x, mesh, P()), digits.init_params(0))
   state = st.init_state(tx, params, mesh)
   step = make_step(tx, mesh, st.state_specs(tx, params, mesh))
@@ -96,9 +109,7 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
     )
     deadline = st.launch.StepDeadline(_STEP_DEADLINE.value)
     for i in range(len(metrics), _STEPS.value):
-      # What a step sees depends on its number alone, so that it can resume.
-      chosen = np.random.default_rng(i).choice(len(images), _BATCH_SIZE.value)
-      batch = [place(x[chosen], mesh, P('data')) for x in (images, labels)]
+      batch = batch_of(i, _BATCH_SIZE.value, data, mesh)
       with deadline:
         params, state, loss = step(params, state, *batch)
         metrics.append({'loss': np.asarray(loss)})

@@ -39,11 +39,13 @@ from shard_transforms._src.transforms.cross_shard import shard_mean
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.on_mesh import on_mesh
-from shard_transforms._src.transforms.owners import OwnedLeaves
-from shard_transforms._src.transforms.owners import Place
+from shard_transforms._src.transforms.owned_leaves import OwnedLeaves
+from shard_transforms._src.transforms.owned_leaves import Place
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
+from shard_transforms._src.transforms.spike_rule import SpikeRule
+from shard_transforms._src.transforms.spikes import SpikeState
 from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce
 
@@ -63,6 +65,8 @@ __all__ = (
     'Place',
     'ScaleByStalenessState',
     'ShardUpdateState',
+    'SpikeRule',
+    'SpikeState',
     'TowerReduceState',
     'accumulated_value_and_grad',
     'clip_by_global_norm',

@@ -48,6 +48,9 @@ from shard_transforms.monitoring import track_noise_scale
 
 AXIS = modes.AXIS
 SHARDS, TOWERS, CALLS = 8, 3, 6
+SPIKES = shard_transforms.SpikeRule(
+    max_norm=1e9, max_stds=1e9, window=2, record_spikes=True, on_spike='clip'
+)
 
 # With a tiny `eps`, Adam would hide a wrong scale of what it is given.
 ADAM = optax.adam(0.1, eps=1.0)
@@ -319,11 +322,9 @@ ROWS = {
         refuser='tower_reduce',
         repeats=True,
     ),
-    'guard': Row(lambda inner, n: guard(inner, max_norm=1e9)),
+    'guard': Row(lambda inner, n: guard(inner, spikes=SPIKES)),
     'guard_per_shard': Row(
-        lambda inner, n: guard(
-            _mean(inner), AXIS, max_norm=1e9, max_stds=1e9, window=2
-        ),
+        lambda inner, n: guard(_mean(inner), AXIS, spikes=SPIKES),
         per_shard=True,
         refuser='guard',
         guards=True,

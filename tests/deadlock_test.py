@@ -4,6 +4,7 @@ The cases, functions of the mode at the end of this file, run in processes that
 XLA aborts if a collective is stuck.
 """
 
+import functools
 import itertools
 import os
 import pathlib
@@ -29,6 +30,15 @@ SHARDS = 8
 # Time limits for a collective that all shards reach, and for one that hangs.
 PATIENCE, IMPATIENCE = 100, 2
 FINISHED = 'finished'
+# What bad shards do, by what `guard` is told to do about it.
+SPIKES = (
+    'spikes_of_the_loss_skip',
+    'spikes_of_the_loss_exclude',
+    'spikes_of_a_leaf_skip',
+    'spikes_of_a_leaf_exclude',
+    'spikes_of_a_leaf_clip',
+    'spikes_of_a_leaf_reciprocal',
+)
 
 
 def run_in_process(mode, *names, seconds=PATIENCE):
@@ -76,6 +86,7 @@ class DeadlockTest(parameterized.TestCase):
         'broken_shard',
         'guarded_shards',
         'excluded_shards',
+        *SPIKES,
     ]
 
     done = run_in_process(mode, *names)
@@ -84,7 +95,7 @@ class DeadlockTest(parameterized.TestCase):
     self.assertEqual(done.stdout.splitlines(), finished, done.stderr)
     self.assertEqual(done.returncode, 0, done.stderr)
 
-  @cases.parameters('guarded_shards', 'excluded_shards')
+  @cases.parameters('guarded_shards', 'excluded_shards', *SPIKES)
   def test_decides_alike_under_vmap(self, case):
     CASES[case]('vmap')
 
@@ -285,8 +296,82 @@ def excluded_shards(mode):
     check(state.consecutive_skipped, int(skipped))
 
 
-def check(actual, expected):
-  np.testing.assert_allclose(actual, [expected] * SHARDS, rtol=1e-6)
+def spikes(mode, signal, remedy):
+  """Lets a signal of each subset of the shards leap, after two usual steps.
+
+  Every second bad shard is not finite instead, if there are two or more: it is
+  never scaled down.
+  """
+  rule = shard_transforms.SpikeRule(
+      max_stds=4.0,
+      signals=('norm', 'loss'),
+      labels={'a': 'a', 'b': 'b'},
+      window=2,
+      two_sided=True,
+      record_spikes=True,
+      restart_after=3,
+      on_spike='skip' if remedy == 'exclude' else remedy,
+  )
+  on_bad = 'skip' if remedy == 'skip' else 'exclude'
+  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(-1.0))
+  tx = shard_transforms.guard(inner, AXIS, on_bad=on_bad, spikes=rule)
+
+  def fn(params, own):
+    x, leaps = own
+    state = tx.init(params)
+    for value in 1.0, 1.1:
+      grads = own_gradients(params, {'a': x, 'b': jnp.float32(2)})
+      _, state = tx.update(grads, state, params, value=value + x)
+    grads = {'a': x, 'b': 2 + leaps['leaf']}
+    updates, state = tx.update(
+        own_gradients(params, grads),
+        state,
+        params,
+        value=1.05 + x + leaps['loss'],
+    )
+    return updates, state
+
+  x = np.arange(1, SHARDS + 1, dtype=np.float32) / 8
+  mapped = modes.map_shards(mode, fn)
+  for is_bad in subsets():
+    not_finite = is_bad & (np.cumsum(is_bad) % 2 == 0)
+    leap = np.where(not_finite, np.nan, np.where(is_bad, 1e3, 0))
+    leaps = {'leaf': 0 * x, 'loss': 0 * x} | {signal: leap}
+    updates, state = jax.device_get(
+        mapped(
+            {'a': jnp.zeros(()), 'b': jnp.zeros(())},
+            jax.tree.map(jnp.float32, (x, leaps)),
+        )
+    )
+    is_clipped = is_bad & ~not_finite
+    if signal == 'loss' or on_bad == remedy or remedy == 'skip':
+      is_clipped[:] = False
+    good = ~is_bad | is_clipped
+    skipped = not good.any() or (on_bad == 'skip' and not good.all())
+    # The norm of the leaf was 2, without deviations, so that is its limit.
+    check(updates['a'], 0 if skipped else x[good].mean())
+    check(updates['b'], 0 if skipped else 2, rtol=1e-5)
+    check(state.skipped_count, int(skipped))
+    check(state.bad_shard_count, (~good).sum())
+    check(state.spikes.spike_count, is_bad.sum())
+    leapt = state.spikes.last_spike[:, 0] == 2
+    column = {'leaf': 1, 'loss': 2}[signal]
+    np.testing.assert_array_equal(leapt[:, column], is_bad)
+    check(leapt.sum(1), is_bad * 1.0, rtol=0)
+
+
+def own_gradients(params, grads):
+  """Returns gradients of a tree, taken inside the mapped function."""
+  value_and_grad = shard_transforms.value_and_grad(
+      optax.tree_utils.tree_vdot, AXIS
+  )
+  return value_and_grad(params, grads)[1]
+
+
+def check(actual, expected, rtol=1e-6):
+  np.testing.assert_allclose(
+      actual, np.broadcast_to(expected, SHARDS), rtol=rtol
+  )
 
 
 CASES = {
@@ -301,6 +386,11 @@ CASES = {
         guarded_shards,
         excluded_shards,
     )
+} | {
+    name: functools.partial(
+        spikes, signal=name.split('_')[-2], remedy=name.split('_')[-1]
+    )
+    for name in SPIKES
 }
 
 if __name__ == '__main__':

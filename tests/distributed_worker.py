@@ -124,9 +124,9 @@ ROWS = {
             ),
             AXIS,
             on_bad='exclude',
-            max_norm=12.0,
-            max_stds=2.0,
-            window=2,
+            spikes=shard_transforms.SpikeRule(
+                max_norm=12.0, max_stds=2.0, window=2
+            ),
         ),
         takes_weight=True,
     ),

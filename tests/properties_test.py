@@ -513,7 +513,13 @@ ROWS = {
     'drop_stale': Row(drop_stale(0, mean_of(IDENTITY), axis_name=AXIS)),
     'drop_stale in a chain': Row(mean_of(drop_stale(0))),
     'guard': Row(
-        guard(mean_of(SGD), AXIS, on_bad='exclude', max_stds=3.0), factor=-0.5
+        guard(
+            mean_of(SGD),
+            AXIS,
+            on_bad='exclude',
+            spikes=shard_transforms.SpikeRule(max_stds=3.0),
+        ),
+        factor=-0.5,
     ),
     'clip_by_global_norm of track_divergence': Row(
         optax.chain(mean_of(clip_by_global_norm(1e6)), track_divergence(AXIS))

@@ -53,7 +53,10 @@ TRANSFORMS = {
     ),
     'guard': shard_transforms.guard(CHAIN, AXIS),
     'guard_that_excludes': shard_transforms.guard(
-        CHAIN, AXIS, on_bad='exclude', max_stds=1e9, window=2
+        CHAIN,
+        AXIS,
+        on_bad='exclude',
+        spikes=shard_transforms.SpikeRule(max_stds=1e9, window=2),
     ),
     'compensate_delay': optax.chain(
         shard_transforms.compensate_delay(0.0, axis_name=AXIS), CHAIN

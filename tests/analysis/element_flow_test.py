@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import cases
 from shard_transforms._src.analysis import element_flow
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
 
 CUT = element_flow.Cut((4,), ends_in_zeros=True)
 OTHER = element_flow.Cut((4,))
@@ -29,7 +29,7 @@ def kind_of(fn, *kinds):
   values = [jnp.ones((4,) * isinstance(kind, is_array)) for kind in kinds]
   axis_env = [(AXIS, 8), ('model', 2)]
   jaxpr = jax.make_jaxpr(fn, axis_env=axis_env)(*values)
-  program = jaxprs.flatten(jaxpr.jaxpr)
+  program = inlining.flatten(jaxpr.jaxpr)
   found = []
 
   # It reads a program where the axes are bound.
@@ -180,7 +180,7 @@ class ElementFlowTest(parameterized.TestCase):
     jaxpr = jax.make_jaxpr(lambda x: jnp.sum(x, dimension))(jnp.ones((4, 4)))
     cut = element_flow.Cut((4, 4), ends_in_zeros=True)
 
-    program = jaxprs.flatten(jaxpr.jaxpr)
+    program = inlining.flatten(jaxpr.jaxpr)
     (kind,), _ = element_flow.follow(program, [cut], 8, (AXIS,))
 
     self.assertIsInstance(kind, element_flow.Mixed)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import cases
 from shard_transforms._src.analysis import gradient_points
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
 
 
 def take_step(own, shared, at):
@@ -56,7 +56,7 @@ class GradientPointsTest(parameterized.TestCase):
   def test_finds_gradients_at_what_is_shared(self, fn, want):
     jaxpr = jax.make_jaxpr(fn)(jnp.ones(3), jnp.ones(3))
 
-    found = gradient_points.find(jaxprs.flatten(jaxpr.jaxpr))
+    found = gradient_points.find(inlining.flatten(jaxpr.jaxpr))
 
     self.assertLen(found, want)
     self.assertTrue(all('local_params(params, state)' in x for x in found))

@@ -6,6 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import jaxprs
 
@@ -36,7 +37,7 @@ class Sources(interpreter.Reader[frozenset[str]]):
     return kind | {'a stack'}
 
 
-def sources(fn, read=jaxprs.flatten):
+def sources(fn, read=inlining.flatten):
   """Returns from which of its three arguments a function computes a result."""
   jaxpr = jax.make_jaxpr(fn)(1.0, 2.0, jnp.arange(3.0))
   kinds = [frozenset({name}) for name in 'xyz']

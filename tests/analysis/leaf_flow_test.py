@@ -4,7 +4,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import leaf_flow
 
 A, B = 2, 4
@@ -37,7 +37,7 @@ class LeafFlowTest(parameterized.TestCase):
   def test_follows_what_results_depend_on(self, fn, expected):
     jaxpr = jax.make_jaxpr(fn, axis_env=[('i', 2)])(jnp.ones(3), jnp.ones(3))
 
-    found, sent = leaf_flow.follow(jaxprs.flatten(jaxpr), [A, B], ('i',))
+    found, sent = leaf_flow.follow(inlining.flatten(jaxpr), [A, B], ('i',))
 
     self.assertEqual(found, expected)
     self.assertIsNone(sent)
@@ -48,6 +48,6 @@ class LeafFlowTest(parameterized.TestCase):
 
     jaxpr = jax.make_jaxpr(fn, axis_env=[('i', 2)])(jnp.ones(3))
 
-    _, sent = leaf_flow.follow(jaxprs.flatten(jaxpr), [A], ('i',))
+    _, sent = leaf_flow.follow(inlining.flatten(jaxpr), [A], ('i',))
 
     self.assertEqual(sent, 'pmax')

@@ -4,14 +4,14 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import periods
 
 
 def _found(decide, kind):
   """Returns the periods of what `decide` gives for a counter and a number."""
   jaxpr = jax.make_jaxpr(decide)(jnp.zeros((), kind), 0.5)
-  program = jaxprs.flatten(jaxpr.jaxpr)
+  program = inlining.flatten(jaxpr.jaxpr)
   found = periods.find(program)
   return [found.get(value) for value in program.outputs]
 
@@ -60,7 +60,7 @@ class PeriodsTest(parameterized.TestCase):
       return i + 1, i % 4 == 0
 
     jaxpr = jax.make_jaxpr(lambda i: lax.scan(turn, i, None, 8))(jnp.int32(0))
-    (scan,) = jaxprs.flatten(jaxpr.jaxpr).steps
+    (scan,) = inlining.flatten(jaxpr.jaxpr).steps
 
     found = periods.find(scan.bodies[0])
 

@@ -6,7 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import shard_flow
 
 AXIS = 'data'
@@ -63,14 +63,14 @@ class ShardFlowTest(parameterized.TestCase):
       (in_loop(total), OWN),
   )
   def test_follows_what_differs(self, fn, want):
-    program = jaxprs.flatten(trace(fn))
+    program = inlining.flatten(trace(fn))
 
     (found,) = shard_flow.differing(program, [frozenset(OWN)])
 
     self.assertEqual(found, want)
 
   def test_follows_turns_until_no_more_differs(self):
-    program = jaxprs.flatten(trace(late))
+    program = inlining.flatten(trace(late))
 
     found = shard_flow.differing(program, [frozenset(OWN)])
 

@@ -194,11 +194,13 @@ class MetricsTest(parameterized.TestCase):
         shard_transforms.scale_by_staleness('inverse'),
         shard_transforms.monitoring.track_divergence(AXIS),
     )
-    tx = shard_transforms.guard(inner, max_stds=3.0, window=4)
+    tx = shard_transforms.guard(
+        inner, spikes=shard_transforms.SpikeRule(max_stds=3.0, window=4)
+    )
 
     found = metrics(tx.init(params))
 
-    self.assertEqual(found['norm_window/last_mean'], 0)
+    self.assertEqual(found['spike/last_mean/0'], 0)
     self.assertEqual(found['scale_by_staleness/global_step'], 0)
     self.assertEqual(found['divergence/diverged_count'], 0)
 

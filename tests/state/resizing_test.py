@@ -34,6 +34,7 @@ from shard_transforms import tower_reduce
 from shard_transforms.state_rules import ResizeRule
 
 AXIS = modes.AXIS
+SPIKES = shard_transforms.SpikeRule(max_stds=3, window=2)
 # Rows of a call are divided evenly among 8, 4, 3 or 1 shards.
 CALLS, ROWS, TOWERS = 6, 24, 3
 RATE, B1, B2, EPS = 0.1, 0.9, 0.999, 1.0
@@ -50,6 +51,17 @@ def averaged(inner):
 
 def towers(inner, **kwargs):
   return tower_reduce(TOWERS, inner, axis_name=AXIS, **kwargs)
+
+
+def spiked(state, last_spike):
+  """Returns the spikes of a guard that has seen some."""
+  statistics = state.spikes.statistics
+  return replaced(
+      state.spikes,
+      statistics=statistics._replace(mean=statistics.mean + 7),
+      spike_count=5,
+      last_spike=last_spike,
+  )
 
 
 class Row(NamedTuple):
@@ -508,18 +520,20 @@ class WindowTest(parameterized.TestCase):
 
   def test_guard_that_needs_several_shards_is_resized(self):
     inner = shard_update(copying(), AXIS)
-    tx = guard(
-        inner, AXIS, on_bad='exclude', min_shards=3, max_stds=3, window=2
-    )
+    tx = guard(inner, AXIS, on_bad='exclude', min_shards=3, spikes=SPIKES)
     state = state_of(tx, jnp.arange(9.0), 8)
-    norms = state.norms._replace(mean=state.norms.mean + 7)
-    state = replaced(state, bad_shard_count=4, norms=norms)
+    last_spike = np.arange(8)[:, None]
+    state = replaced(state, bad_shard_count=4, spikes=spiked(state, last_spike))
 
     resized = resize_state(state, tx, jnp.arange(9.0), modes.mesh(4))
 
     expected = state_of(tx, jnp.arange(9.0), 4)
-    norms = jax.tree.map(jnp.zeros_like, norms)
-    assert_same(resized, replaced(expected, bad_shard_count=4, norms=norms))
+    spikes = expected.spikes._replace(
+        spike_count=resized.spikes.spike_count,
+        last_spike=np.array([[1], [3], [5], [7]], np.int32),
+    )
+    assert_same(resized, replaced(expected, bad_shard_count=4, spikes=spikes))
+    self.assertEqual(resized.spikes.spike_count, 5)
 
   def test_a_window_with_weights_of_one_keeps_them(self):
     tx = tower_reduce(2, averaged(optax.identity()), axis_name=AXIS)
@@ -536,10 +550,9 @@ class WindowTest(parameterized.TestCase):
     np.testing.assert_array_equal(resized.total[:, 0], [3, 3, 2])
 
   def test_norms_stay_with_as_many_shards(self):
-    tx = guard(averaged(optax.identity()), AXIS, max_stds=3, window=2)
+    tx = guard(averaged(optax.identity()), AXIS, spikes=SPIKES)
     state = state_of(tx, jnp.zeros(2), 8)
-    norms = state.norms._replace(mean=state.norms.mean + 7)
-    state = replaced(state, norms=norms)
+    state = replaced(state, spikes=spiked(state, np.arange(8)[:, None]))
 
     resized = resize_state(state, tx, jnp.zeros(2), modes.mesh(8))
 

@@ -351,6 +351,24 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertNotIn('multiplies', told((6, 12, 16), on_whole='ignore'))
     self.assertNotIn('multiplies', told((8, 12, 16), whole_dims=2))
 
+  def test_finds_what_belongs_to_parameters_in_a_tree_of_labels(self):
+    numbers = optax.contrib.MuonDimensionNumbers(1, 2)
+    params = {'w': jnp.ones((8, 12, 16)), 'v': jnp.ones((8, 20))}
+
+    found = [
+        shard_transforms.state_shardings(
+            optax.contrib.muon(0.1, muon_weight_dimension_numbers=labels),
+            params,
+            make_mesh(),
+            on_whole='ignore',
+            whole_dims=2,
+        )
+        for labels in ({'w': numbers, 'v': None}, lambda params: numbers)
+    ]
+
+    states = [x.inner_states['muon'].inner_state[0].mu['w'] for x in found]
+    self.assertEqual([x.spec for x in states], [P('data', None, None)] * 2)
+
   def test_takes_shapes_for_parameters(self):
     mesh = make_mesh()
     abstract = jax.tree.map(

@@ -11,6 +11,7 @@ import pytest
 import cases
 import modes
 import shard_transforms
+from shard_transforms import SpikeRule
 from shard_transforms import cross_shard_mean
 from shard_transforms import guard
 
@@ -101,10 +102,11 @@ class SkipTest(parameterized.TestCase):
 
   def test_counters_of_all_shards_are_the_same(self):
     def fn(params, x):
-      tx = guard(mean_of(optax.sgd(0.1)), AXIS, max_stds=3.0)
+      tx = guard(mean_of(optax.sgd(0.1)), AXIS, spikes=SpikeRule(max_stds=3.0))
       _, state = tx.update(x, tx.init(params), params)
+      spikes = state.spikes._replace(last_spike=())
       shard_transforms.monitoring.assert_reduced(
-          state._replace(last_bad_step=()), AXIS
+          state._replace(last_bad_step=(), spikes=spikes), AXIS
       )
       return state.last_bad_step
 
@@ -310,8 +312,7 @@ class DecisionTest(parameterized.TestCase):
         AXIS,
         on_bad=on_bad,
         min_shards=min_shards,
-        max_stds=9.0,
-        window=2,
+        spikes=SpikeRule(max_stds=9.0, window=2),
     )
     x = np.array([2, NAN, 2, 2], np.float32)
     weight = np.array(weight, np.float32)
@@ -328,7 +329,9 @@ class DecisionTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.skipped_count, [not accept] * 4)
     np.testing.assert_array_equal(state.bad_shard_count, [is_bad.sum()] * 4)
     np.testing.assert_array_equal(state.last_bad_step[:, 0], is_bad - 1)
-    np.testing.assert_array_equal(state.norms.last_mean, [2.0 * accept] * 4)
+    np.testing.assert_array_equal(
+        state.spikes.statistics.mean[:, 0, 0], [2.0 * accept] * 4
+    )
 
 
 class SpikeTest(parameterized.TestCase):
@@ -337,7 +340,12 @@ class SpikeTest(parameterized.TestCase):
   def test_a_norm_above_the_limit_is_bad(self, mode):
     x = data()
     x[3, 1] *= 100
-    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', max_norm=20.0)
+    tx = guard(
+        mean_of(optax.sgd(-1.0)),
+        AXIS,
+        on_bad='exclude',
+        spikes=SpikeRule(max_norm=20.0),
+    )
 
     updates, state = run(tx, x, mode=mode)
 
@@ -347,7 +355,7 @@ class SpikeTest(parameterized.TestCase):
     self.assertEqual(state.bad_shard_count[0], 1)
 
   def test_a_norm_that_is_just_the_limit_is_good(self):
-    tx = guard(optax.identity(), max_norm=5.0)
+    tx = guard(optax.identity(), spikes=SpikeRule(max_norm=5.0))
 
     _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
 
@@ -360,7 +368,9 @@ class SpikeTest(parameterized.TestCase):
     # Once its 16 steps are full, so that the first spike passes.
     x[2, 8] *= 30 / norms[2, 8]
     x[4, 33] *= 30 / norms[4, 33]
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=6.0, window=16)
+    tx = guard(
+        mean_of(optax.sgd(1.0)), AXIS, spikes=SpikeRule(max_stds=6.0, window=16)
+    )
 
     updates, state = run(tx, x)
 
@@ -370,19 +380,26 @@ class SpikeTest(parameterized.TestCase):
     accepted = np.linalg.norm(np.delete(x, 33, axis=1)[:, -16:], axis=-1)
     order = np.arange(39 - 16, 39) % 16
     np.testing.assert_allclose(
-        state.norms.mean[0][order], accepted.mean(0), rtol=1e-5
+        state.spikes.statistics.mean[0][order, 0], accepted.mean(0), rtol=1e-5
     )
     np.testing.assert_allclose(
-        state.norms.variance[0][order], accepted.var(0), rtol=1e-4
+        state.spikes.statistics.variance[0][order, 0],
+        accepted.var(0),
+        rtol=1e-4,
     )
 
-  @cases.parameters((2.9, True), (3.2, False))
+  @cases.parameters((2.9, True), (3.1, False))
   def test_the_limit_is_so_many_deviations_above_the_mean(self, max_stds, bad):
-    # The norms of two shards in two steps: mean 4, variance (9+1+1+9)/4 = 5.
+    # The norms of two shards in two steps: mean 4, variance 1 within steps, and
+    # (4 + 4) / (2 - 1) = 8 between those of steps.
     x = np.array([[1.0, 3.0], [5.0, 7.0]]).T[:, :, None]
-    limit = 4 + 3 * 5**0.5
+    limit = 4 + 3 * 9**0.5
     x = np.append(x, [[[limit]], [[4.0]]], axis=1).astype(np.float32)
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=max_stds, window=2)
+    tx = guard(
+        mean_of(optax.sgd(1.0)),
+        AXIS,
+        spikes=SpikeRule(max_stds=max_stds, window=2),
+    )
 
     def fn(params, x):
       state = tx.init(params)
@@ -401,30 +418,36 @@ class SpikeTest(parameterized.TestCase):
         mean_of(optax.sgd(1.0)),
         AXIS,
         on_bad='exclude',
-        max_norm=100.0,
-        max_stds=3.0,
-        window=2,
+        spikes=SpikeRule(max_norm=100.0, max_stds=3.0, window=2),
     )
 
     _, state = run(tx, x)
 
     good = np.linalg.norm(np.delete(x[:, 0], 3, axis=0), axis=-1)
-    np.testing.assert_allclose(state.norms.mean[0], [good.mean(), 0], 1e-5)
+    np.testing.assert_allclose(
+        state.spikes.statistics.mean[0, :, 0], [good.mean(), 0], 1e-5
+    )
 
   def test_skipped_steps_are_not_recorded(self):
     x = data()
     x[3, 1] = NAN
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=3.0, window=4)
+    tx = guard(
+        mean_of(optax.sgd(1.0)), AXIS, spikes=SpikeRule(max_stds=3.0, window=4)
+    )
 
     _, state = run(tx, x)
 
     norms = np.linalg.norm(x[:, [0, 2]], axis=-1).mean(0)
-    self.assertEqual(state.norms.num_recorded[0], 2)
-    np.testing.assert_allclose(state.norms.mean[0], [*norms, 0, 0], 1e-5)
+    self.assertEqual(state.spikes.statistics.num_recorded[0], 2)
+    np.testing.assert_allclose(
+        state.spikes.statistics.mean[0, :, 0], [*norms, 0, 0], 1e-5
+    )
 
   def test_the_limit_may_be_a_hyperparameter(self):
     tx = optax.inject_hyperparams(
-        lambda max_norm: guard(optax.identity(), max_norm=max_norm)
+        lambda max_norm: guard(
+            optax.identity(), spikes=SpikeRule(max_norm=max_norm)
+        )
     )(max_norm=optax.piecewise_constant_schedule(10.0, {1: 0.1}))
     state = tx.init(jnp.zeros(2))
 
@@ -436,22 +459,26 @@ class SpikeTest(parameterized.TestCase):
   def test_an_infinite_norm_does_not_end_the_window(self):
     x = data(steps=9)
     x[3, 1] = 1e30
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=50.0, window=3)
+    tx = guard(
+        mean_of(optax.sgd(1.0)), AXIS, spikes=SpikeRule(max_stds=50.0, window=3)
+    )
 
     updates, state = run(tx, x)
 
     np.testing.assert_array_equal(np.all(updates[0] == 0, -1).nonzero(), [[1]])
-    self.assertEqual(state.norms.num_recorded[0], 8)
-    self.assertTrue(np.all(np.isfinite(state.norms.mean)))
+    self.assertEqual(state.spikes.statistics.num_recorded[0], 8)
+    self.assertTrue(np.all(np.isfinite(state.spikes.statistics.mean)))
 
   @pytest.mark.slow
   def test_norms_that_stay_the_same_are_no_spikes(self):
     x = np.full((SHARDS, 30, 5), 7**0.5 / 5**0.5, np.float32)
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, max_stds=1.0, window=5)
+    tx = guard(
+        mean_of(optax.sgd(1.0)), AXIS, spikes=SpikeRule(max_stds=1.0, window=5)
+    )
 
     _, state = run(tx, x)
     with jax.enable_x64(True):
-      wide = guard(optax.identity(), max_stds=1.0, window=5)
+      wide = guard(optax.identity(), spikes=SpikeRule(max_stds=1.0, window=5))
       wide_state = wide.init(jnp.zeros(1, jnp.float64))
       for _ in range(9):
         _, wide_state = wide.update(jnp.full(1, 7**0.5), wide_state)
@@ -460,16 +487,20 @@ class SpikeTest(parameterized.TestCase):
     self.assertEqual(wide_state.skipped_count, 0)
 
   @cases.parameters(
-      ({}, dict(max_stds=3.0)),
-      (dict(max_stds=3.0), {}),
-      (dict(max_stds=3.0, window=4), dict(max_stds=3.0, window=5)),
+      (None, SpikeRule(max_stds=3.0)),
+      (SpikeRule(max_stds=3.0), None),
+      (SpikeRule(max_norm=3.0), SpikeRule(max_stds=3.0)),
+      (SpikeRule(max_stds=3, window=4), SpikeRule(max_stds=3, window=5)),
+      (SpikeRule(max_stds=3, decay=0.5), SpikeRule(max_stds=3, window=5)),
+      (SpikeRule(max_norm=3.0), SpikeRule(max_norm=3.0, labels=['a', 'b'])),
   )
-  def test_refuses_the_norms_of_other_options(self, before, after):
-    state = guard(optax.identity(), **before).init(jnp.zeros(2))
-    tx = guard(optax.identity(), **after)
+  def test_refuses_the_state_of_other_options(self, before, after):
+    params = [jnp.zeros(2), jnp.zeros(3)]
+    state = guard(optax.identity(), spikes=before).init(params)
+    tx = guard(optax.identity(), spikes=after)
 
-    with self.assertRaisesRegex(ValueError, 'must have the norms of .* steps'):
-      tx.update(jnp.ones(2), state)
+    with self.assertRaisesRegex(ValueError, 'must have the statistics of'):
+      tx.update(params, state)
 
 
 class ModelAxisTest(parameterized.TestCase):
@@ -516,10 +547,13 @@ class ModelAxisTest(parameterized.TestCase):
         mean_of(optax.sgd(-1.0)),
         AXIS,
         on_bad='exclude',
-        max_norm=6.0,
+        spikes=SpikeRule(max_norm=6.0),
         sharded=sharded,
     )
-    state_specs = shard_transforms.GuardState(*[P()] * 4, P(AXIS), *[P()] * 3)
+    spikes = shard_transforms.SpikeState(P(), P(), P(), P(AXIS))
+    state_specs = shard_transforms.GuardState(
+        *[P()] * 4, P(AXIS), P(), spikes, P()
+    )
 
     def step(x):
       x = jax.tree.map(lambda x: x[0], x)
@@ -577,9 +611,9 @@ class ModelAxisTest(parameterized.TestCase):
 
 class WireTest(parameterized.TestCase):
 
-  @cases.parameters(({}, 12), ({'max_stds': 3.0}, 20))
-  def test_sends_a_few_numbers_at_once_and_first(self, kwargs, payload):
-    tx = guard(mean_of(optax.adam(0.1)), AXIS, **kwargs)
+  @cases.parameters((None, 12), (SpikeRule(max_stds=3.0), 28))
+  def test_sends_a_few_numbers_at_once_and_first(self, spikes, payload):
+    tx = guard(mean_of(optax.adam(0.1)), AXIS, spikes=spikes)
 
     report = shard_transforms.monitoring.wire_report(
         lambda x: tx.update(x, tx.init(x)),
@@ -598,13 +632,7 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       (dict(min_shards=2), ValueError, "must come with `on_bad='exclude'`"),
-      (dict(max_norm=0.0), ValueError, '`max_norm` must be positive, got 0.0'),
-      (dict(max_norm=NAN), ValueError, '`max_norm` must be positive, got nan'),
-      (dict(max_norm='1'), TypeError, '`max_norm` must be a real number'),
-      (dict(max_stds=-1), ValueError, '`max_stds` must be positive'),
-      (dict(max_stds=jnp.ones(2)), TypeError, '`max_stds` must be a real'),
-      (dict(window=1), ValueError, '`window` must be at least 2'),
-      (dict(window=2.0), TypeError, '`window` must be an integer'),
+      (dict(spikes=6.0), TypeError, '`spikes` .* must be a `SpikeRule`'),
       (dict(max_consecutive=0), ValueError, '`max_consecutive` must be at'),
       (dict(axis_name=()), ValueError, 'must name at least one axis'),
   )

@@ -33,27 +33,46 @@ owned = functools.partial(
 )
 
 
-def params_of():
+SHAPES = {
+    'first': {'kernel': (4, 6), 'bias': (6,)},
+    'stack': (2, 3, 4),
+    'square': (4, 4),
+    'scalar': (),
+}
+# The decoder of a DeepSeek-V2 as MaxText stacks it, three layers along the
+# second dimension, and which dimensions its tests expect Muon to multiply.
+DECODER = {
+    'query': ((4, 3, 2, 5), ((0,), (-2, -1))),
+    'wkv_a': ((4, 3, 6), ((0,), (-1,))),
+    'wkv_b': ((6, 3, 2, 4), ((0,), (-2, -1))),
+    'out': ((2, 3, 5, 4), ((0, -2), (-1,))),
+    'moe': {
+        'gate': ((4, 3, 5), ((0,), (-1,))),
+        'wi_0': ((5, 3, 4, 6), ((-2,), (-1,))),
+        'wo': ((5, 3, 6, 4), ((-2,), (-1,))),
+    },
+    'kv_norm': ((6, 3), None),
+    'embedding': ((8, 4), None),
+}
+
+
+def per_entry(fn, tree):
+  return jax.tree.map(fn, tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def params_of(shapes=SHAPES):
   normal = np.random.default_rng(0).normal
-  shapes = {
-      'first': {'kernel': (4, 6), 'bias': (6,)},
-      'stack': (2, 3, 4),
-      'square': (4, 4),
-      'scalar': (),
-  }
-  return jax.tree.map(
-      lambda shape: np.asarray(normal(size=shape), np.float32),
-      shapes,
-      is_leaf=lambda x: isinstance(x, tuple),
+  return per_entry(
+      lambda shape: np.asarray(normal(size=shape), np.float32), shapes
   )
 
 
-def gradients(steps):
+def gradients(steps, shapes=SHAPES):
   """Returns other ones for each shard and step: [shards, steps, ...]."""
   rng = np.random.default_rng(1)
   return jax.tree.map(
       lambda p: rng.normal(size=(SHARDS, steps, *p.shape)).astype(p.dtype),
-      params_of(),
+      params_of(shapes),
   )
 
 
@@ -216,7 +235,14 @@ INNERS = {
 }
 
 
-def train(tx, mode='shard_map', weights=None, apart=False, steps=STEPS):
+def train(
+    tx,
+    mode='shard_map',
+    weights=None,
+    apart=False,
+    steps=STEPS,
+    shapes=SHAPES,
+):
   """Returns the parameters [shards, ...] after some steps."""
 
   def loss(params, data):
@@ -232,7 +258,10 @@ def train(tx, mode='shard_map', weights=None, apart=False, steps=STEPS):
     def step(carry, data):
       params, state = carry
       value_and_grad = shard_transforms.value_and_grad(loss, AXIS)
-      grads = value_and_grad(params, data)[1]
+      at = params
+      if hasattr(state, 'own_params'):
+        at = shard_transforms.local_params(params, state)
+      grads = value_and_grad(at, data)[1]
       updates, state = tx.update(grads, state, params, **extra_args)
       return (optax.apply_updates(params, updates), state), None
 
@@ -241,9 +270,10 @@ def train(tx, mode='shard_map', weights=None, apart=False, steps=STEPS):
       start = shard_transforms.per_shard(start, AXIS)
     return lax.scan(step, start, data)[0][0]
 
-  own = gradients(steps), np.ones(SHARDS) if weights is None else weights
+  own_weights = np.ones(SHARDS) if weights is None else weights
+  own = gradients(steps, shapes), own_weights
   mapped = modes.map_shards(mode, fn)
-  return jax.device_get(mapped(params_of(), own))
+  return jax.device_get(mapped(params_of(shapes), own))
 
 
 def assert_close(actual, expected, tolerance=5e-6):
@@ -320,7 +350,7 @@ class EqualityTest(parameterized.TestCase):
     assert_close(actual, train(summed))
 
   @cases.product(
-      wrap=('tower_reduce', 'guard', 'drop_stale', 'chain'),
+      wrap=('tower_reduce', 'guard', 'drop_stale', 'local_updates', 'chain'),
       mode=('shard_map', 'shard_map_unchecked'),
   )
   @pytest.mark.slow
@@ -334,12 +364,29 @@ class EqualityTest(parameterized.TestCase):
           'drop_stale': lambda: _stamped(
               shard_transforms.drop_stale(1, inner, axis_name=AXIS)
           ),
+          'local_updates': lambda: shard_transforms.local_updates(
+              optax.sgd(0.1), inner, AXIS, every=2
+          ),
           'chain': lambda: optax.chain(optax.scale(0.5), inner),
       }[wrap]()
 
     actual = train(tx(owned(optax.lamb(0.1))), mode)
 
     assert_close(actual, train(tx(whole(optax.lamb(0.1))), mode))
+
+  @cases.parameters('shard_map', 'vmap')
+  def test_muon_multiplies_the_dimensions_that_are_named(self, mode):
+    shapes = per_entry(lambda entry: entry[0], DECODER)
+    numbers = per_entry(
+        lambda entry: entry[1]
+        and optax.contrib.MuonDimensionNumbers(*entry[1]),
+        DECODER,
+    )
+    muon = optax.contrib.muon(0.1, muon_weight_dimension_numbers=numbers)
+
+    actual = train(owned(muon), mode, shapes=shapes)
+
+    assert_close(actual, train(whole(muon), mode, shapes=shapes), 2e-5)
 
   def test_takes_what_is_reduced_already_without_sending(self):
     tx = owned(optax.lars(1.0), on_invariant='averaged')

@@ -20,6 +20,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.analysis import primitives
 
@@ -34,7 +35,7 @@ _REPEATED_PARAMS = _SHAPE_PARAMS | {'broadcast_dimensions', 'dimensions'}
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[jaxprs.Program, Any]:
   """Returns the program of `fn` on arguments, and the types of its results."""
   jaxpr, results = closed(fn, *args)
-  return jaxprs.flatten(jaxpr), results
+  return inlining.flatten(jaxpr), results
 
 
 def closed(

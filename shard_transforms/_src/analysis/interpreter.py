@@ -4,7 +4,7 @@ A program runs on *kinds* in place of arrays: what a reader wants to know of a
 value, such as the axes over which it differs between shards. A reader says what
 it knows of each primitive and how kinds join. What all readers share is here:
 branches are joined, loops run until the kinds of their carry stay the same, and
-calls are entered, unless `jaxprs.flatten` has inlined them.
+calls are entered, unless `inlining.flatten` has inlined them.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,11 @@
-"""Programs as JAX has traced them, with calls inlined.
+"""Programs as JAX has traced them: steps, loops and branches.
 
 A jaxpr nests: what `jax.jit`, `jax.checkpoint`, a custom derivative or
-`jax.shard_map` calls is a jaxpr of its own, with variables of its own.
-A reader that follows values through a program would have to enter and leave
-each of them. `flatten` makes one sequence of steps, in which a value is one
-object everywhere. Loops and branches keep their bodies, because they do not run
-them exactly once.
+`jax.shard_map` calls is a jaxpr of its own, with variables of its own. `view`
+reads it as it is; `inlining.flatten` makes one sequence of steps of it.
 """
 
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -17,10 +15,9 @@ import functools
 from typing import Any, NamedTuple
 
 import chex
-import jax
 import jax.extend
 
-_LITERAL = jax.extend.core.Literal
+LITERAL = jax.extend.core.Literal
 _JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 
 # The name of a step that runs its body once, as it is, in a `view`.
@@ -61,7 +58,7 @@ class Step:
   params: Mapping[str, Any]
   inputs: Sequence[Value]
   outputs: Sequence[Value]
-  surroundings: '_Surroundings'
+  surroundings: 'Surroundings'
   bodies: 'tuple[Program, ...]' = ()
 
   @property
@@ -112,7 +109,7 @@ class Program:
   constants: tuple[Value, ...] = ()
 
 
-class _Surroundings(NamedTuple):
+class Surroundings(NamedTuple):
   """What is around an equation.
 
   Attributes:
@@ -123,24 +120,12 @@ class _Surroundings(NamedTuple):
   name_stacks: tuple[Any, ...]
   axis_sizes: Mapping[Hashable, int]
 
-  def within(self, name_stack: Any) -> '_Surroundings':
+  def within(self, name_stack: Any) -> 'Surroundings':
     """Returns the surroundings inside of a call that has this scope."""
     return self._replace(name_stacks=(*self.name_stacks, name_stack))
 
 
-_NOWHERE = _Surroundings((), {})
-
-
-def flatten(
-    jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
-) -> Program:
-  """Returns a program in which only loops and branches have bodies.
-
-  A map becomes a step `shard_map` for each array that enters or leaves it in
-  slices, over its `axes`. A loop of at most one turn becomes a `cond`: such a
-  loop decides whether its body runs, and nothing else.
-  """
-  return _flatten_body(jaxpr, _NOWHERE)
+NOWHERE = Surroundings((), {})
 
 
 def view(
@@ -166,14 +151,14 @@ class _Equations:
 
   def __iter__(self) -> Iterator[Step]:
     for eqn in self.jaxpr.eqns:
-      ends = eqn.invars, eqn.outvars, _NOWHERE
+      ends = eqn.invars, eqn.outvars, NOWHERE
       bodies = held(eqn.params) if eqn.params else ()
       if not bodies:
         yield Step(common_name(eqn.primitive.name), eqn.params, *ends)
       elif eqn.primitive.name == 'shard_map' or is_call(eqn, bodies):
         yield Step(CALL, {}, *ends, (view(bodies[0]),))
       else:
-        yield _step_with_bodies(eqn, bodies, *ends, _view_body)
+        yield step_with_bodies(eqn, bodies, *ends, _view_body)
 
 
 def mapped_axes(params: Mapping[str, Any]) -> tuple[Hashable, ...]:
@@ -236,78 +221,14 @@ def _kinds(values):
   return [(value.aval.shape, value.aval.dtype) for value in values]
 
 
-def _flatten(jaxpr, inputs, around):
-  """Returns the steps and outputs of a jaxpr called with these values."""
-  constants = _constants(jaxpr)
-  variables = *jaxpr.invars, *jaxpr.constvars
-  values = dict(zip(variables, (*inputs, *constants), strict=True))
-  steps = []
-  name_stack = inside = None
-  for eqn in jaxpr.eqns:
-    if inside is None or eqn.source_info.name_stack is not name_stack:
-      name_stack = eqn.source_info.name_stack
-      inside = around.within(name_stack)
-    given = _read(eqn.invars, values)
-    bodies = held(eqn.params) if eqn.params else ()
-    called = _called(eqn, bodies, given, inside) if bodies else None
-    if called is not None:
-      outputs = called.outputs
-      steps += called.steps
-      constants += called.constants
-    else:
-      outputs = _own_values(eqn.outvars)
-      ends = given, outputs, inside
-      if bodies:
-        steps.append(_step_with_bodies(eqn, bodies, *ends, _flatten_body))
-      else:
-        steps.append(Step(common_name(eqn.primitive.name), eqn.params, *ends))
-    # A `zip` that is strict takes three times as long.
-    for i, variable in enumerate(eqn.outvars):
-      values[variable] = outputs[i]
-  outputs = _read(jaxpr.outvars, values)
-  return Program(inputs, tuple(steps), outputs, constants)
-
-
 def _view_body(jaxpr, around):
   del around
   return view(jaxpr)
 
 
-def _flatten_body(jaxpr, around):
-  return _flatten(jaxpr, _own_values(jaxpr.invars), around)
-
-
-def _constants(jaxpr):
-  known = getattr(jaxpr, 'consts', ())
-  if len(known) != len(jaxpr.constvars):
-    return _own_values(jaxpr.constvars)
-  pairs = zip(jaxpr.constvars, known, strict=True)
-  return tuple(Value(var.aval, number=array) for var, array in pairs)
-
-
-def _own_values(variables):
+def own_values(variables: Sequence[Any]) -> tuple[Value, ...]:
+  """Returns a new value for each variable of a jaxpr."""
   return tuple([Value(variable.aval) for variable in variables])
-
-
-def _read(atoms, values):
-  """Returns the values of variables; each literal is a new value."""
-  return tuple(
-      [
-          Value(atom.aval, True, atom.val)
-          if type(atom) is _LITERAL
-          else values[atom]
-          for atom in atoms
-      ]
-  )
-
-
-def _called(eqn, bodies, inputs, around):
-  """Returns the inlined call or map of an equation, or `None` for a step."""
-  if eqn.primitive.name == 'shard_map':
-    return _program_of_map(eqn, bodies[0], inputs, around)
-  if is_call(eqn, bodies):
-    return _flatten(bodies[0], inputs, around)
-  return None
 
 
 def _decision(eqn: jax.extend.core.JaxprEqn) -> int | None:
@@ -324,15 +245,22 @@ def _decision(eqn: jax.extend.core.JaxprEqn) -> int | None:
   carry = condition.invars[eqn.params['cond_nconsts'] :]
   (is_due,) = condition.outvars
   # A literal is no variable, and has no hash in JAX 0.10.
-  if isinstance(is_due, _LITERAL) or is_due not in carry:
+  if isinstance(is_due, LITERAL) or is_due not in carry:
     return None
   number = carry.index(is_due)
   next_one = body.outvars[number]
-  ends = isinstance(next_one, _LITERAL) and not next_one.val
+  ends = isinstance(next_one, LITERAL) and not next_one.val
   return number if ends else None
 
 
-def _step_with_bodies(eqn, bodies, inputs, outputs, around, read):
+def step_with_bodies(
+    eqn: jax.extend.core.JaxprEqn,
+    bodies: Sequence[Any],
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    around: Surroundings,
+    read: Callable[[Any, Surroundings], Program],
+) -> Step:
   """Returns the step of an equation, whose bodies become programs by `read`."""
   decision = _decision(eqn)
   if decision is not None:
@@ -347,7 +275,7 @@ def _step_of_decision(eqn, decision, inputs, outputs, around, read):
   body = eqn.params['body_jaxpr']
   given = inputs[eqn.params['cond_nconsts'] :]
   num_carry = len(outputs)
-  kept = _own_values(body.jaxpr.invars)
+  kept = own_values(body.jaxpr.invars)
   bodies = Program(kept, (), kept[-num_carry:]), read(body, around)
   predicate = given[-num_carry:][decision]
   return Step('cond', {}, (predicate, *given), outputs, around, bodies)
@@ -368,30 +296,6 @@ def held(params: Mapping[str, Any]) -> list[Any]:
     elif isinstance(param, tuple):
       found += [item for item in param if isinstance(item, _JAXPRS)]
   return found
-
-
-def _program_of_map(eqn, body, inputs, outside):
-  sizes = {**outside.axis_sizes, **eqn.params['mesh'].shape}
-  inside = _Surroundings(outside.name_stacks, sizes)
-  given, cuts = _cross(inputs, body.invars, eqn.params['in_specs'], inside)
-  called = _flatten(body, given, inside)
-  outputs, joins = _cross(
-      called.outputs, eqn.outvars, eqn.params['out_specs'], outside
-  )
-  steps = (*cuts, *called.steps, *joins)
-  return Program(inputs, steps, outputs, called.constants)
-
-
-def _cross(values, variables, specs, around):
-  """Returns the values beyond an edge of a map, and the steps there."""
-  made, steps = list(values), []
-  for i, spec in enumerate(specs):
-    axes = tuple(jax.tree.leaves(tuple(spec)))
-    if axes:
-      made[i] = Value(variables[i].aval)
-      ends = (values[i],), (made[i],)
-      steps.append(Step('shard_map', {'axes': axes}, *ends, around))
-  return tuple(made), steps
 
 
 def is_call(eqn: jax.extend.core.JaxprEqn, bodies: Sequence[Any]) -> bool:

@@ -9,8 +9,11 @@ right.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.extend
+import jax.numpy as jnp
 
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import jaxprs
@@ -19,6 +22,52 @@ from shard_transforms._src.analysis import primitives
 UPDATES, WEIGHT = 1, 2
 _SENT = 4
 _MOVING = primitives.SENDING.difference(primitives.ADDING, ('pmax', 'pmin'))
+
+
+def check(
+    jaxpr: jax.extend.core.Jaxpr,
+    updates: Any,
+    state: Any,
+    axes: Sequence[Hashable],
+    may_be_local: bool = True,
+    caller: str | None = None,
+) -> None:
+  """Checks that a program uses the weight in its sums over shards.
+
+  Args:
+    jaxpr: A program whose last inputs are the updates and the weight, and whose
+      last results are the next state.
+    updates: The updates, and what else differs with them between shards.
+    state: The state.
+    axes: The axes of the shards.
+    may_be_local: Whether updates that are not summed may be returned without
+      the weight.
+    caller: The transformation that can be told `assume_weighted=True`.
+
+  Raises:
+    ValueError: If it does not.
+  """
+  given = [*[UPDATES] * len(jax.tree.leaves(updates)), WEIGHT]
+  given = [0] * (len(jaxpr.invars) - len(given)) + given
+  sums, alone = sums_without(jaxpr, given, axes)
+  results: list[Any] = jaxpr.outvars
+  results = results[: len(results) - len(jax.tree.leaves(state))]
+  goes_through = any(
+      is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact)
+      for x, is_alone in zip(results, alone, strict=False)
+  )
+  if sums or (goes_through and not may_be_local):
+    way_out = (
+        ' If the sums do use it, in a way that this check does not see, tell'
+        f' `{caller}` with `assume_weighted=True`.'
+    )
+    raise ValueError(
+        'The inner transformation must use the extra argument `weight`, which'
+        ' leaves out some shards, got one that does not: a reduction by hand,'
+        ' or none, counts them all. Reduce with `cross_shard_mean`,'
+        ' `cross_shard_sum` or `shard_update`, and see that what is around it'
+        f' forwards extra arguments.{way_out if caller else ""}'
+    )
 
 
 def sums_without(

@@ -65,24 +65,6 @@ def is_even(groups: Groups) -> bool:
   return len({len(group) for group in groups}) == 1
 
 
-def group_of_shard(groups: Groups) -> np.ndarray:
-  """Returns where each shard's group is in `groups` [number of shards]."""
-  found = {shard: i for i, group in enumerate(groups) for shard in group}
-  return np.asarray([found[shard] for shard in range(len(found))], np.int32)
-
-
-def rank_of_shard(groups: Groups) -> np.ndarray:
-  """Returns each shard's place in its own group [number of shards]."""
-  found = {shard: i for group in groups for i, shard in enumerate(group)}
-  return np.asarray([found[shard] for shard in range(len(found))], np.int32)
-
-
-def size_of_shard(groups: Groups) -> np.ndarray:
-  """Returns the size of each shard's group [number of shards]."""
-  sizes = np.asarray([len(group) for group in groups], np.int32)
-  return sizes[group_of_shard(groups)]
-
-
 def _items(value, groups):
   if isinstance(value, np.ndarray):
     value = value.tolist()

@@ -5,12 +5,10 @@ name. They ask each node of a state for `resize_rules`, `health_problem` and
 `metric_rules`, which any class may have.
 """
 
-import abc
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Mapping
 import dataclasses
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import chex
 import jax
@@ -106,64 +104,6 @@ class ResizeRule:
       raise ValueError(f'`kind` must be one of {kinds}, got {self.kind!r}.')
 
 
-class ResizableState(Protocol):
-  """A state, such as a `NamedTuple`, that tells `resize_state` its rules.
-
-  Attributes:
-    resize_rules: Takes the `reduction` that `resize_state` is given, and
-      returns the rules of the fields by name.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import shard_transforms
-    >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
-    >>> print(state.resize_rules('sum')['total'].kind)
-    sum
-  """
-
-  @abc.abstractmethod
-  def resize_rules(
-      self, reduction: Reduction | None
-  ) -> Mapping[str, ResizeRule]:
-    """Returns the rules of its fields, by name.
-
-    A field without a rule is kept, or asked itself if it is such a state.
-
-    Args:
-      reduction: How shards are reduced, as `resize_state` is told.
-
-    Returns:
-      A `ResizeRule` for each field that is not kept as it is.
-    """
-
-
-class MonitoredState(Protocol):
-  """A state that tells `check_health` whether training is healthy.
-
-  Attributes:
-    health_problem: Takes nothing, and returns what is wrong, or `None`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import shard_transforms
-    >>> state = shard_transforms.guard(optax.sgd(0.1)).init(jnp.zeros(2))
-    >>> print(state.health_problem())
-    None
-  """
-
-  @abc.abstractmethod
-  def health_problem(self) -> str | None:
-    """Returns what is wrong, in sentences.
-
-    It is called outside of traced code. An array may be spread over several
-    processes: read its addressable shards only.
-
-    Returns:
-      The text of the error; `None` if training is healthy.
-    """
-
-
 @dataclasses.dataclass(frozen=True)
 class MetricRule:
   """How the shards' values of a part of a state become one number.
@@ -199,32 +139,6 @@ class MetricRule:
     kinds = get_args(Summary)
     if self.kind not in kinds:
       raise ValueError(f'`kind` must be one of {kinds}, got {self.kind!r}.')
-
-
-class MeasuredState(Protocol):
-  """A state that tells `metrics` which of its values a person may look at.
-
-  Attributes:
-    metric_rules: Takes nothing, and returns the rules of the metrics by name.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import shard_transforms
-    >>> state = shard_transforms.drop_stale(2).init(jnp.zeros(2))
-    >>> print(*state.metric_rules())
-    global_step stale_count stale_shard_count stale_fraction
-  """
-
-  @abc.abstractmethod
-  def metric_rules(self) -> Mapping[str, MetricRule]:
-    """Returns a rule for each attribute that is a metric, by name.
-
-    An attribute may be a property, computed from fields. One that is a mapping
-    gives a metric for each of its values.
-
-    Returns:
-      A `MetricRule` for each attribute.
-    """
 
 
 def nodes(tree: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:

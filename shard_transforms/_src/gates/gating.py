@@ -164,8 +164,8 @@ class Gate:
         zeros; `None` is true.
       axes: The axes over which sums must use the weight, if there is one.
       extra_args: As for `inner.update`.
-      may_be_local: As for `check_weighted`.
-      caller: As for `check_weighted`.
+      may_be_local: As for `weight_flow.check`.
+      caller: As for `weight_flow.check`.
 
     Raises:
       ValueError: As `run_or_skip`, or if `inner` does not use the weight.
@@ -181,7 +181,7 @@ class Gate:
     check = None
     if weight is not None and axes:
       check = functools.partial(
-          check_weighted,
+          weight_flow.check,
           updates=(is_healthy, updates),
           state=inner_state,
           axes=axes,
@@ -288,52 +288,6 @@ def _taking_own_args(fn):
   parameters.sort(key=lambda parameter: parameter.kind)
   vars(taking)['__signature__'] = signature.replace(parameters=parameters)
   return taking
-
-
-def check_weighted(
-    jaxpr: jax.extend.core.Jaxpr,
-    updates: Any,
-    state: optax.OptState,
-    axes: Sequence[Hashable],
-    may_be_local: bool = True,
-    caller: str | None = None,
-) -> None:
-  """Checks that a program uses the weight in its sums over shards.
-
-  Args:
-    jaxpr: A program whose last inputs are the updates and the weight, and whose
-      last results are the next state.
-    updates: The updates, and what else differs with them between shards.
-    state: The state.
-    axes: The axes of the shards.
-    may_be_local: Whether updates that are not summed may be returned without
-      the weight.
-    caller: The transformation that can be told `assume_weighted=True`.
-
-  Raises:
-    ValueError: If it does not.
-  """
-  given = [weight_flow.UPDATES] * len(jax.tree.leaves(updates))
-  given += [weight_flow.WEIGHT]
-  given = [0] * (len(jaxpr.invars) - len(given)) + given
-  sums, alone = weight_flow.sums_without(jaxpr, given, axes)
-  results = jaxpr.outvars[: len(jaxpr.outvars) - len(jax.tree.leaves(state))]
-  goes_through = any(
-      is_alone and jnp.issubdtype(leaves_lib.dtype_of(x.aval), jnp.inexact)
-      for x, is_alone in zip(results, alone, strict=False)
-  )
-  if sums or (goes_through and not may_be_local):
-    way_out = (
-        ' If the sums do use it, in a way that this check does not see, tell'
-        f' `{caller}` with `assume_weighted=True`.'
-    )
-    raise ValueError(
-        'The inner transformation must use the extra argument `weight`, which'
-        ' leaves out some shards, got one that does not: a reduction by hand,'
-        ' or none, counts them all. Reduce with `cross_shard_mean`,'
-        ' `cross_shard_sum` or `shard_update`, and see that what is around it'
-        f' forwards extra arguments.{way_out if caller else ""}'
-    )
 
 
 def split_arrays(

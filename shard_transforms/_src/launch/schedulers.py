@@ -16,8 +16,8 @@ class Scheduler(NamedTuple):
     process_id: The variable with the number of this task.
     methods: JAX's names of its detection of such a cluster; none if it has no
       such detection.
-    step: Variables that tell a task from a shell: at least one is set in a task.
-      None where those above are set in tasks alone.
+    step: Variables that tell a task from a shell: a task has at least one. None
+      where those above are set in tasks alone.
   """
 
   name: str

@@ -13,7 +13,7 @@ from jax import core
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import shard_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
@@ -151,7 +151,7 @@ class Meeting:
       differs = [frozenset()] * len(jaxpr.invars)
       first = len(differs) - num_after - num_own
       differs[first : first + num_own] = [frozenset(self.axes)] * num_own
-      found = shard_flow.differing(jaxprs.flatten(jaxpr), differs)
+      found = shard_flow.differing(inlining.flatten(jaxpr), differs)
       _check_reduced(found[: len(jax.tree.leaves(given))], self.axes)
 
     moved, state = _SELDOM.run_or_skip(

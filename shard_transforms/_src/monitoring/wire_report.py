@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.analysis import deadlocks
 from shard_transforms._src.analysis import gradient_points
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import periods
 from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.base import arguments
@@ -146,7 +146,7 @@ def wire_report(
         ' is a mapped axis and `fn` a function of one shard, give its size, as'
         " in `axis_sizes={'data': 8}`."
     ) from error
-  program = jaxprs.flatten(jaxpr.jaxpr)
+  program = inlining.flatten(jaxpr.jaxpr)
   warnings = (
       *redundant_sums.find(program),
       *deadlocks.find(program),

@@ -17,11 +17,12 @@ from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
+# A partition of the shards along one axis.
+Groups = tuple[tuple[int, ...], ...]
 
 _on_mesh = vmapped_collectives.on_mesh
 
@@ -95,19 +96,18 @@ def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
   return _scatter_and_gather(x, fast, tuple(slow))
 
 
-def psum_in_groups(
-    x: jax.Array, axis: Hashable, groups: groups_lib.Groups
-) -> jax.Array:
+def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
-  if _can_group(x, axis, groups):
+  is_even = len(set(map(len, groups))) == 1
+  if is_even and _sends_in_groups(x, axis):
     return _scatter_and_gather(x, axis, (), groups)
-  if groups_lib.is_even(groups) and _is_untyped_on_mesh(x, axis):
+  if is_even and _is_untyped_on_mesh(x, axis):
     return _on_mesh(lax.psum, x, axis, axis_index_groups=groups)
   return _psum_one_hot(x, axis, groups)
 
 
 def scatter(
-    rows: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
+    rows: jax.Array, axes: Axes, groups: Groups | None = None
 ) -> jax.Array:
   """Returns the row of each shard, summed over all shards or a group of them.
 
@@ -121,7 +121,7 @@ def scatter(
     NotImplementedError: If JAX has no sum here.
   """
   if groups is not None:
-    if _can_group(rows, axes[0], groups):
+    if _sends_in_groups(rows, axes[0]):
       return _scatter(rows, axes[0], 0, axis_index_groups=groups)
     return psum_in_groups(rows, axes[0], groups)[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
@@ -183,7 +183,7 @@ def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
 
 
 def gather(
-    row: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
+    row: jax.Array, axes: Axes, groups: Groups | None = None
 ) -> jax.Array:
   """Returns the rows of all shards, or of each shard's own group.
 
@@ -196,7 +196,7 @@ def gather(
     An array of shape [number of shards, ...], or [size of a group, ...].
   """
   if groups is not None:
-    if _can_group(row, axes[0], groups):
+    if _sends_in_groups(row, axes[0]):
       return _on_mesh(lax.all_gather, row, axes[0], axis_index_groups=groups)
     members = jnp.asarray(groups)[_group_index(axes[0], groups)]
     return lax.all_gather(row, axes[0])[members]
@@ -209,18 +209,18 @@ def gather(
   return lax.reshape(rows, (num_rows, *row.shape))
 
 
-def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
+def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   """Returns which row of `scatter` and `gather` is a shard's own, int32 []."""
   if groups is not None:
-    ranks = jnp.asarray(groups_lib.rank_of_shard(groups))
-    return ranks[lax.axis_index(axes[0])]
+    ranks = {shard: i for group in groups for i, shard in enumerate(group)}
+    return _own_entry(ranks, axes[0])
   return lax.axis_index(axes_lib.in_mesh_order(axes))
 
 
-def group_size(axis: Hashable, groups: groups_lib.Groups) -> jax.Array:
+def group_size(axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the number of shards in each shard's own group, float32 []."""
-  sizes = jnp.asarray(groups_lib.size_of_shard(groups), jnp.float32)
-  return sizes[lax.axis_index(axis)]
+  sizes = {shard: len(group) for group in groups for shard in group}
+  return _own_entry(sizes, axis).astype(jnp.float32)
 
 
 @contextlib.contextmanager
@@ -241,10 +241,10 @@ def _explaining(x, axes):
     ) from error
 
 
-def _can_group(x, axis, groups):
+def _sends_in_groups(x, axis):
   # `vmap` without a mesh has no grouped collective, and flattening would gather
   # what is sharded over a mesh axis that is not mapped.
-  return groups_lib.is_even(groups) and axes_lib.on_own_mesh(x, (axis,))
+  return axes_lib.on_own_mesh(x, (axis,))
 
 
 def _is_untyped_on_mesh(x, axis):
@@ -254,7 +254,14 @@ def _is_untyped_on_mesh(x, axis):
 
 
 def _group_index(axis, groups):
-  return jnp.asarray(groups_lib.group_of_shard(groups))[lax.axis_index(axis)]
+  indices = {shard: i for i, group in enumerate(groups) for shard in group}
+  return _own_entry(indices, axis)
+
+
+def _own_entry(entries, axis):
+  """Returns a shard's own of the integers {shard: integer}, int32 []."""
+  in_order = [entries[shard] for shard in range(len(entries))]
+  return jnp.asarray(in_order, jnp.int32)[lax.axis_index(axis)]
 
 
 def _scatter_and_gather(x, axis, others, groups=None):

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Hashable
+from collections.abc import Sequence
 
 import chex
 import jax
@@ -78,18 +79,59 @@ def sum_of_squares(
     TypeError: If a leaf is an integer or boolean.
     ValueError: As `global_norm`.
   """
-  leaves_lib.check_inexact(tree, caller)
-  by_axes = collections.defaultdict(list)
-  sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
-  for leaf, sliced in zip(jax.tree.leaves(tree), sliced_axes, strict=True):
-    if not leaves_lib.is_float0(leaf):
-      by_axes[sliced].append(_squares(leaf))
+  numbers = [0] * len(jax.tree.leaves(tree))
   with jax.named_scope(caller):
     totals = [
-        collectives.total(sum(squares, jnp.float32(0)), sliced)
-        for sliced, squares in by_axes.items()
+        collectives.total(squares[0], sliced)
+        for sliced, squares in _squares_by_axes(
+            tree, numbers, axes, sharded, caller
+        )
     ]
   return sum(totals, jnp.float32(0))
+
+
+def sums_of_squares(
+    tree: optax.Updates,
+    numbers: Sequence[int],
+    axes: tuple[Hashable, ...],
+    sharded: partition_specs.SpecTree,
+    caller: str,
+) -> jax.Array:
+  """Returns sums of squares over some of the leaves, float32 or wider [sums].
+
+  Args:
+    tree: The tree.
+    numbers: To which of the sums each leaf belongs.
+    axes: As for `sum_of_squares`.
+    sharded: As for `sum_of_squares`.
+    caller: As for `sum_of_squares`.
+
+  Raises:
+    NameError: If an axis is not bound.
+    TypeError: If a leaf is an integer or boolean.
+    ValueError: As `global_norm`.
+  """
+  with jax.named_scope(caller):
+    totals = [
+        collectives.total(jnp.stack(squares), sliced)
+        for sliced, squares in _squares_by_axes(
+            tree, numbers, axes, sharded, caller
+        )
+    ]
+  return sum(totals, jnp.zeros(1 + max(numbers, default=0), jnp.float32))
+
+
+def _squares_by_axes(tree, numbers, axes, sharded, caller):
+  """Returns this shard's sums by the axes over which leaves are sliced."""
+  leaves_lib.check_inexact(tree, caller)
+  zeros = [jnp.float32(0)] * (1 + max(numbers, default=0))
+  by_axes = collections.defaultdict(lambda: list(zeros))
+  sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
+  leaves = jax.tree.leaves(tree)
+  for leaf, number, sliced in zip(leaves, numbers, sliced_axes, strict=True):
+    if not leaves_lib.is_float0(leaf):
+      by_axes[sliced][number] += _squares(leaf)
+  return by_axes.items()
 
 
 def _squares(leaf):

@@ -68,9 +68,9 @@ def state_specs(
 def specs_of(tree: Any) -> Any:
   """Returns the `PartitionSpec`s of the arrays of a tree, as they are placed.
 
-  They are the `in_specs` and `out_specs` of `jax.shard_map` for a whole training
-  state that is sharded in part, such as flax's `TrainState` or the state of an
-  nnx graph.
+  They are the `in_specs` and `out_specs` of `jax.shard_map` for training state
+  that is sharded in part, such as flax's `TrainState` or the state of an nnx
+  graph.
 
   Args:
     tree: Tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings, and of
@@ -311,6 +311,35 @@ def map_with_params(
     mapped = map(map_below, below[0], children, *below[1:])
     return node.unflatten(list(mapped))
 
-  return optax.tree_utils.tree_map_params(
-      tx, map_below, state, params, *rest, is_leaf=lambda _: True
+  try:
+    return optax.tree_utils.tree_map_params(
+        tx, map_below, state, params, *rest, is_leaf=lambda _: True
+    )
+  except ValueError:
+    # Optax has one stand-in for all parameters, which a fixed tree does not
+    # fit, such as the dimension numbers of `optax.contrib.muon`.
+    return _map_each(tx, map_below, state, params, *rest)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _StandIn:
+  """In place of the parameter of this number, a tree without leaves."""
+
+  number: int
+
+
+def _map_each(tx, fn, state, *trees):
+  """Maps a state, whose places of parameters are found one by one."""
+  treedef = jax.tree.structure(trees[0])
+  args = list(zip(*map(treedef.flatten_up_to, trees), strict=True))
+  made = tx.init(treedef.unflatten(map(_StandIn, range(len(args)))))
+
+  def map_one(stand_in, kept):
+    if not isinstance(stand_in, _StandIn):
+      return kept
+    return fn(kept, *args[stand_in.number])
+
+  return jax.tree.map(
+      map_one, made, state, is_leaf=lambda x: isinstance(x, _StandIn)
   )

@@ -1,9 +1,7 @@
-"""Bad updates: those that are not finite, or whose norm is a spike."""
+"""Bad updates: those that are not finite, or spikes."""
 
 from collections.abc import Hashable
-from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -13,151 +11,35 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import state_rules
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import norms as norms_lib
+from shard_transforms._src.transforms import spike_rule
+from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
-
-
-class NormWindow(NamedTuple):
-  """The norms of the last accepted updates, the same on all shards.
-
-  Attributes:
-    mean: The mean norm over the shards of each step, float32 [window].
-    variance: The variance over the shards of each step, float32 [window].
-    num_recorded: The number of steps so far, int32 [].
-  """
-
-  mean: jax.Array
-  variance: jax.Array
-  num_recorded: jax.Array
-
-  @property
-  def last_mean(self) -> jax.Array:
-    """The mean norm of the last accepted step, float32 []; 0 at the start."""
-    window = self.mean.shape[-1]
-    slot = (jnp.max(self.num_recorded) - 1) % window
-    return lax.dynamic_index_in_dim(self.mean, slot, axis=-1, keepdims=False)
-
-  def limit(self, max_stds: chex.Numeric) -> jax.Array:
-    """Returns the mean of the window plus so many standard deviations.
-
-    Both are over all steps and their shards. Until the window is full, the
-    limit is the largest finite number, so that an infinite norm is never
-    recorded.
-    """
-    variance = self.variance.mean() + self.mean.var()
-    bound = self.mean.mean() + max_stds * jnp.sqrt(variance)
-    is_full = self.num_recorded >= self.mean.size
-    # Constant norms must not be spikes because their mean is rounded.
-    largest = jnp.finfo(jnp.float32).max
-    return jnp.minimum(jnp.where(is_full, bound * (1 + 1e-6), largest), largest)
-
-  def deviations(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a deviation and its square, each to be summed over the shards.
-
-    Deviations from the last mean avoid the cancellation of plain squares.
-    """
-    deviation = norm - self.last_mean
-    return deviation, deviation**2
-
-  def record(
-      self, deviations: Sequence[jax.Array], num_shards: jax.Array
-  ) -> 'NormWindow':
-    """Returns the window with its oldest step replaced by a new one.
-
-    Args:
-      deviations: The sums of `deviations` over shards, each float32 [].
-      num_shards: The number of these shards, float32 [].
-    """
-    mean, mean_square = jnp.stack(deviations) / jnp.maximum(num_shards, 1)
-    slot = self.num_recorded % self.mean.size
-    return NormWindow(
-        mean=self.mean.at[slot].set(self.last_mean + mean),
-        variance=self.variance.at[slot].set(
-            jnp.maximum(mean_square - mean**2, 0)
-        ),
-        num_recorded=counters.add(self.num_recorded, 1),
-    )
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {'last_mean': state_rules.MetricRule()}
-
-
-# The empty window of a guard that records no norms.
-Norms = NormWindow | tuple[()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """Limits of the norm of an update, which are checked when it is made.
-
-  Attributes:
-    max_norm: The largest norm, or `None`.
-    max_stds: The most standard deviations above the rolling mean, or `None`.
-    window: The number of steps of the rolling mean.
-  """
-
-  max_norm: chex.Numeric | None
-  max_stds: chex.Numeric | None
-  window: int
-
-  def __post_init__(self):
-    arguments.as_at_least('window', self.window, 2)
-    for name in ('max_norm', 'max_stds'):
-      if (value := getattr(self, name)) is not None:
-        arguments.as_positive(name, value)
-
-  def start(self) -> Norms:
-    """Returns an empty window of norms."""
-    if self.max_stds is None:
-      return ()
-    return NormWindow(
-        mean=jnp.zeros(self.window, jnp.float32),
-        variance=jnp.zeros(self.window, jnp.float32),
-        num_recorded=counters.zero(),
-    )
-
-  def check_fits(self, norms: Norms) -> None:
-    """Checks that the window in a state was made for these limits.
-
-    Raises:
-      ValueError: If it was not.
-    """
-    found = norms.mean.size if isinstance(norms, NormWindow) else 0
-    expected = 0 if self.max_stds is None else self.window
-    if found != expected:
-      raise ValueError(
-          f'State of `guard` must have the norms of {expected} steps for its'
-          f' `max_stds` and `window`, got those of {found}. Make it with the'
-          ' same options.'
-      )
 
 
 class Diagnosis(NamedTuple):
   """The diagnosis of a shard's own update.
 
   Attributes:
-    is_healthy: Whether it is finite and within the limits, bool [].
-    deviations: Those of its norm from the window, each float32 []; none without
-      a window.
+    is_healthy: Whether it is finite and no spike, or one that is scaled down,
+      bool [].
+    spikes: What the rule of spikes says.
   """
 
   is_healthy: jax.Array
-  deviations: tuple[jax.Array, ...]
+  spikes: spikes_lib.Judgement
 
 
 def diagnose(
     updates: optax.Updates,
-    norms: Norms,
-    limits: Limits,
+    value: chex.Numeric | None,
+    state: spikes_lib.SpikeState | tuple[()],
+    rule: spike_rule.SpikeRule | None,
     axes: tuple[Hashable, ...],
     sharded: partition_specs.SpecTree,
 ) -> Diagnosis:
@@ -165,28 +47,60 @@ def diagnose(
 
   Args:
     updates: The update of this shard.
-    norms: The norms so far.
-    limits: The limits of its norm.
+    value: Its loss.
+    state: What is known of spikes so far.
+    rule: The rule of spikes, or `None`.
     axes: The axes between whose shards updates differ.
     sharded: As in `guard`.
 
   Raises:
     NameError: If an axis is not bound.
-    ValueError: If `sharded` is missing, or contradicts the types.
+    TypeError: If the rule looks at the loss, and `value` is no real number.
+    ValueError: If `sharded` is missing, or contradicts the types; or `value` is
+      not a scalar.
   """
   sliced = _sliced_over(updates, axes, sharded)
-  is_healthy = _are_finite(updates, axes, sliced)
-  deviations = ()
-  # A norm reads all updates again, so it is computed only if needed.
-  if limits.max_norm is not None or limits.max_stds is not None:
+  is_finite = _are_finite(updates, axes, sliced)
+  if rule is None or not isinstance(state, spikes_lib.SpikeState):
+    return Diagnosis(is_finite, spikes_lib.no_signals())
+  names = rule.names(updates)
+  signals = []
+  # Norms read all updates again, so they are computed only if needed.
+  if 'norm' in rule.signals:
     specs = sharded if sliced else None
-    norm = jnp.sqrt(norms_lib.sum_of_squares(updates, sliced, specs, _CALLER))
-    if limits.max_norm is not None:
-      is_healthy &= norm <= limits.max_norm
-    if limits.max_stds is not None and isinstance(norms, NormWindow):
-      is_healthy &= norm <= norms.limit(limits.max_stds)
-      deviations = norms.deviations(norm)
-  return Diagnosis(is_healthy, deviations)
+    numbers = rule.numbers(updates)
+    squares = norms_lib.sums_of_squares(
+        updates, numbers, sliced, specs, _CALLER
+    )
+    signals.append(leaves.as_dtype(jnp.sqrt(squares), jnp.float32))
+  if 'loss' in rule.signals:
+    signals.append(jnp.reshape(_as_loss(value), 1))
+  judgement = spikes_lib.judge(
+      rule, state, jnp.concatenate(signals), names, is_finite
+  )
+  return Diagnosis(is_finite & ~judgement.is_bad, judgement)
+
+
+def _as_loss(value):
+  """Returns the loss of this shard, float32 [].
+
+  Raises:
+    TypeError: If it is missing, or not a real number.
+    ValueError: If it is not a scalar.
+  """
+  name = '`value` of `guard`'
+  dtype = leaves.dtype_of_number(value)
+  if value is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(
+        f'{name} must be the loss, a real number, got {value!r}. Call'
+        ' `tx.update(updates, state, params, value=loss)`, or leave the loss'
+        ' out of `signals`.'
+    )
+  if jnp.shape(value):
+    raise ValueError(
+        f'{name} must be a scalar, got the shape {jnp.shape(value)}.'
+    )
+  return jnp.asarray(value, jnp.float32)
 
 
 def _sliced_over(

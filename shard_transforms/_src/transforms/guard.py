@@ -1,11 +1,8 @@
 """`guard`: skips updates that are NaN, infinite or spikes."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence
-import functools
 from typing import Literal, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +11,7 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
@@ -21,6 +19,8 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.transforms import bad_updates
+from shard_transforms._src.transforms import spike_rule
+from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
 
@@ -40,8 +40,7 @@ class GuardState(NamedTuple):
       int32 []; -1 where none was.
     max_consecutive: How many skipped updates in a row `check_health` lets pass,
       int32 [].
-    norms: The norms of the last accepted updates, where `max_stds` is given;
-      else `()`.
+    spikes: What is known of spikes, a `SpikeState`; `()` without `spikes`.
     inner_state: State of the inner transformation.
 
   Examples:
@@ -60,7 +59,7 @@ class GuardState(NamedTuple):
   bad_shard_count: jax.Array
   last_bad_step: jax.Array
   max_consecutive: jax.Array
-  norms: bad_updates.Norms
+  spikes: spikes_lib.SpikeState | tuple[()]
   inner_state: optax.OptState
 
   def resize_rules(
@@ -68,12 +67,8 @@ class GuardState(NamedTuple):
   ) -> Mapping[str, state_rules.ResizeRule]:
     """Returns how `resize_state` converts its fields."""
     del reduction
-    # Larger batches have smaller norms, so that the norms of other batch sizes
-    # say nothing about spikes.
-    return {
-        'last_bad_step': state_rules.ResizeRule('maximum', counters.NEVER),
-        'norms': state_rules.ResizeRule('begin_anew'),
-    }
+    never = state_rules.ResizeRule('maximum', counters.NEVER)
+    return {'last_bad_step': never}
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""
@@ -92,11 +87,12 @@ class GuardState(NamedTuple):
       return None
     num_updates = state_rules.largest_here(self.num_updates)
     first = num_updates - num_skipped
+    bad = _bad_shards(self.last_bad_step, first)
     return (
         f'`guard` has skipped the last {num_skipped} updates, {first} to'
-        f' {num_updates - 1}: training does not go on.'
-        f'{_bad_shards(self.last_bad_step, first)} Look at the data and the'
-        ' learning rate, and go back to a checkpoint from before them.'
+        f' {num_updates - 1}: training does not go on.{bad}'
+        f'{spikes_lib.spikes_since(self.spikes, first)} Look at the data and'
+        ' the learning rate, and go back to a checkpoint from before them.'
     )
 
 
@@ -105,9 +101,7 @@ def guard(
     axis_name: axes_lib.AxisName | None = None,
     *,
     on_bad: Literal['skip', 'exclude'] = 'skip',
-    max_norm: chex.Numeric | None = None,
-    max_stds: chex.Numeric | None = None,
-    window: int = 128,
+    spikes: spike_rule.SpikeRule | None = None,
     min_shards: int | None = None,
     max_consecutive: int | None = None,
     sharded: partition_specs.SpecTree = None,
@@ -115,10 +109,10 @@ def guard(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Skips updates that are NaN, infinite or spikes, or excludes bad shards.
 
-  A shard is bad if an element of its update is not finite, or if its norm
-  exceeds `max_norm`, or the rolling mean by more than `max_stds` standard
-  deviations. A shard whose extra argument `weight` is zero does not count, and
-  is not bad.
+  A shard is bad if an element of its update is not finite, or if its norm or
+  its loss is a spike by the `SpikeRule` `spikes`, which may scale spikes down
+  instead. A shard whose extra argument `weight` is zero does not count, and is
+  not bad.
 
   All shards decide together: each step begins with one reduction of a few
   numbers. So a bad shard cannot deadlock the others, as it does with
@@ -144,13 +138,8 @@ def guard(
       updates differ; state is then kept per shard (see `init_state`). `None` if
       updates are reduced already.
     on_bad: `'skip'` or `'exclude'`; the latter needs `axis_name`.
-    max_norm: The norm of a shard's update above which it is a spike.
-    max_stds: By how many standard deviations the norm of a shard's update may
-      exceed its rolling mean, after `window` accepted steps. The mean is over
-      these steps and their good shards. An infinite norm of finite elements,
-      whose squares overflow, is a spike from the first step on. If norms rise
-      and stay high, all later steps are skipped.
-    window: The number of accepted steps in the rolling mean.
+    spikes: Which norms and losses are spikes, and what becomes of them; `None`
+      for none.
     min_shards: The number of good shards that is enough for a step with
       `on_bad='exclude'`, at least 1; 1 by default.
     max_consecutive: The number of skipped steps in a row at which
@@ -164,12 +153,14 @@ def guard(
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `GuardState`, whose
-    `update` takes the optional extra argument `weight`.
+    `update` takes the optional extra argument `weight`, and `value`, the loss,
+    if `spikes` looks at it.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, or the state is of another transformation.
+      integer or boolean, `value` is missing, or the state is of another
+      transformation.
     ValueError: If an argument has a wrong value, or `on_bad='exclude'` comes
       without `axis_name`, or `min_shards` without it; in `init` and `update`,
       if there are fewer shards than `min_shards`; in `update`, if updates are
@@ -200,7 +191,10 @@ def guard(
   """
   axes = axes_lib.optional_axes(axis_name)
   num_enough = _num_enough(on_bad, min_shards, axes)
-  limits = bad_updates.Limits(max_norm, max_stds, window)
+  if spikes is not None and not isinstance(spikes, spike_rule.SpikeRule):
+    raise TypeError(
+        f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
+    )
   most = counters.MAX if max_consecutive is None else max_consecutive
   most = min(arguments.as_at_least('max_consecutive', most, 1), counters.MAX)
   partition_specs.check(sharded, _CALLER)
@@ -217,24 +211,25 @@ def guard(
         bad_shard_count=counters.zero(),
         last_bad_step=per_shard_state.store(never, axes),
         max_consecutive=jnp.asarray(most, jnp.int32),
-        norms=limits.start(),
+        spikes=() if spikes is None else spikes_lib.start(spikes, params, axes),
         inner_state=inner.init(params),
     )
 
   def step(gate, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, GuardState, axes, _CALLER)
     _check_enough_shards(axes, num_enough)
-    limits.check_fits(state.norms)
+    spikes_lib.check_fits(spikes, state.spikes, updates)
     diagnosis = bad_updates.diagnose(
-        updates, state.norms, limits, axes, sharded
+        updates, extra_args.get('value'), state.spikes, spikes, axes, sharded
     )
     decision = _decide(diagnosis, weight, axes, num_enough)
     if on_bad == 'exclude':
       weight = decision.weight
+    run, given = spikes_lib.scaled(spikes, diagnosis.spikes, inner, updates)
     applied, inner_state = gate.update_or_skip(
         decision.accept,
-        inner,
-        updates,
+        run,
+        given,
         state.inner_state,
         params,
         weight=weight,
@@ -244,7 +239,10 @@ def guard(
         extra_args=extra_args,
         caller=_CALLER,
     )
-    return applied, _count(state, decision, axes, inner_state)
+    after = spikes_lib.after(
+        spikes, state.spikes, decision.spikes, state.num_updates, axes
+    )
+    return applied, _count(state, decision, axes, after, inner_state)
 
   return gating.transformation(init_fn, step)
 
@@ -296,17 +294,15 @@ class _Decision(NamedTuple):
     accept: Whether the step is taken, bool []; the same on all shards.
     is_bad: Whether this shard is bad, bool [].
     weight: How much this shard counts, float32 []; 0 if it is bad.
-    num_good: The number of good shards, float32 [].
     num_bad: The number of bad shards, float32 [].
-    deviations: Sums over the good shards, each float32 [].
+    spikes: What is known of the spikes of all shards.
   """
 
   accept: jax.Array
   is_bad: jax.Array
   weight: jax.Array
-  num_good: jax.Array
   num_bad: jax.Array
-  deviations: Sequence[jax.Array]
+  spikes: spikes_lib.Findings
 
 
 def _decide(diagnosis, weight, axes, num_enough):
@@ -327,32 +323,31 @@ def _decide(diagnosis, weight, axes, num_enough):
   counts = given > 0
   good, bad = counts & diagnosis.is_healthy, counts & ~diagnosis.is_healthy
   own_weight = jnp.where(good, given, 0)
-  tally = [good, bad, own_weight]
-  tally += [jnp.where(good, x, 0) for x in diagnosis.deviations]
+  is_spike, of_spikes = leaves.zero_unless(
+      counts, (diagnosis.spikes.is_spike, diagnosis.spikes.tally)
+  )
+  tally = jnp.stack(
+      [jnp.asarray(x, jnp.float32) for x in (good, bad, own_weight)]
+  )
   with jax.named_scope(_CALLER):
-    num_good, num_bad, total_weight, *deviations = collectives.total(
-        jnp.stack([jnp.asarray(x, jnp.float32) for x in tally]), axes
-    )
+    totals = collectives.total(jnp.concatenate([tally, of_spikes]), axes)
+  num_good, num_bad, total_weight = totals[0], totals[1], totals[2]
   is_enough = num_bad == 0 if num_enough is None else num_good >= num_enough
+  accept = (total_weight > 0) & is_enough
   return _Decision(
-      accept=(total_weight > 0) & is_enough,
+      accept=accept,
       is_bad=bad,
       weight=own_weight,
-      num_good=num_good,
       num_bad=num_bad,
-      deviations=deviations,
+      spikes=spikes_lib.Findings(is_spike, totals[3:], accept),
   )
 
 
-def _count(state, decision, axes, inner_state):
+def _count(state, decision, axes, spikes, inner_state):
   """Returns the state after an update."""
   accept = decision.accept
   last_bad_step = per_shard_state.own(state.last_bad_step, axes, _CALLER)
   last_bad_step = jnp.where(decision.is_bad, state.num_updates, last_bad_step)
-  norms = state.norms
-  if isinstance(norms, bad_updates.NormWindow):
-    recorded = norms.record(decision.deviations, decision.num_good)
-    norms = jax.tree.map(functools.partial(jnp.where, accept), recorded, norms)
   return GuardState(
       num_updates=counters.add(state.num_updates, 1),
       skipped_count=counters.add(state.skipped_count, ~accept),
@@ -362,7 +357,7 @@ def _count(state, decision, axes, inner_state):
       bad_shard_count=counters.add(state.bad_shard_count, decision.num_bad),
       last_bad_step=per_shard_state.store(last_bad_step, axes),
       max_consecutive=state.max_consecutive,
-      norms=norms,
+      spikes=spikes,
       inner_state=inner_state,
   )
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.analysis import equivalence
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.base import axes as axes_lib
 
@@ -55,7 +56,7 @@ class LeafProgram:
 
   def flat(self) -> jaxprs.Program:
     """Returns the program for the readers of `analysis`."""
-    return jaxprs.flatten(self.jaxpr)
+    return inlining.flatten(self.jaxpr)
 
   def run(
       self, outputs: Sequence[int], given: Mapping[int, Any]

@@ -26,11 +26,9 @@ from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.state import specs
 from shard_transforms._src.transforms import leaf_program
 from shard_transforms._src.transforms import leafwise
+from shard_transforms._src.transforms import owned_leaves
 from shard_transforms._src.transforms import owners as owners_lib
 from shard_transforms._src.transforms import sliced_inner
-
-# Arrays by their number among the inputs or the outputs of a program.
-_Arrays = Mapping[int, jax.Array]
 
 
 class OwnedInner:
@@ -50,7 +48,7 @@ class OwnedInner:
     # In groups, what is reduced differs between shards.
     self._same = () if reduction.groups else reduction.axes
 
-  def init(self, params: optax.Params) -> owners_lib.OwnedLeaves:
+  def init(self, params: optax.Params) -> owned_leaves.OwnedLeaves:
     """Returns the initial state, as each shard keeps it.
 
     Raises:
@@ -60,7 +58,7 @@ class OwnedInner:
     # `optax.tree_utils.tree_map_params` calls `init` with an empty stand-in for
     # the parameters.
     if not jax.tree.leaves(params):
-      return owners_lib.OwnedLeaves(self._inner.init(params), jnp.zeros(0))
+      return owned_leaves.OwnedLeaves(self._inner.init(params), jnp.zeros(0))
     owners = self._owners(params)
     program = self._trace_init(params)
     of = self._find(owners, params, program.results)
@@ -82,10 +80,10 @@ class OwnedInner:
       self,
       updates: optax.Updates,
       weight: chex.Numeric | None,
-      state: owners_lib.OwnedLeaves,
+      state: owned_leaves.OwnedLeaves,
       params: optax.Params | None,
       extra_args: Mapping[str, Any],
-  ) -> tuple[optax.Updates, owners_lib.OwnedLeaves]:
+  ) -> tuple[optax.Updates, owned_leaves.OwnedLeaves]:
     """Returns the updates, the same on all shards, and the next state.
 
     Args:
@@ -110,8 +108,8 @@ class OwnedInner:
     like = updates if params is None else params
     owners = self._owners(like, updates)
     kinds = self._trace_init(like).results
-    of, layout = _read(state, owners, kinds, self._reduction.caller)
-    kinds = _kinds_of(state, kinds, of)
+    of, layout = owners_lib.read(state, owners, kinds, self._reduction.caller)
+    kinds = owners_lib.kinds_of(state, kinds, of)
     task = self._trace_update(owners, update, updates, kinds, params, of)
     self._check(task)
     given, given_to = self._given(
@@ -254,12 +252,12 @@ class OwnedInner:
     """Returns the inputs of all shards, and a function to those of one."""
     reduction, num_updates = self._reduction, len(task.update_of)
     whole, layout_of_sent, sent = self._reduce(owners, task, updates, weight)
-    stored = jax.tree.leaves(state.leaves, is_leaf=owners_lib.is_place)
-    given = {i: x for i, x in whole.items()}
+    stored = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
+    given = dict(whole)
     for i, leaf in enumerate(stored, num_updates):
       if task.state_of[i - num_updates] == leafwise.MIXED:
         leaf = per_shard_state.own(leaf, reduction.axes, reduction.caller)
-      if not owners_lib.is_place(leaf):
+      if not owned_leaves.is_place(leaf):
         given[i] = leaf
     first = num_updates + len(stored)
     given |= dict(enumerate(jax.tree.leaves(params), first))
@@ -367,60 +365,7 @@ class OwnedInner:
     leaves, treedef = jax.tree.flatten(kinds)
     by_number = dict(kept) | dict(layout.places)
     made = treedef.unflatten(by_number[i] for i in range(len(leaves)))
-    return owners_lib.OwnedLeaves(made, self._stored(rows))
-
-
-def _read(state, owners, kinds, caller):
-  """Returns what each leaf of a state belongs to, and how it is kept.
-
-  Raises:
-    ValueError: If it was made for other parameters or other owners.
-  """
-  made_for_others = (
-      f"State of `{caller}(..., slices='leaves')` must be made for these"
-      ' parameters, this number of shards and this `cost` by'
-      ' `shard_transforms.init_state`, mapped with the specs of'
-      ' `shard_transforms.state_specs`, and converted by'
-      ' `shard_transforms.resize_state`, got '
-  )
-  if not isinstance(state, owners_lib.OwnedLeaves):
-    raise ValueError(f'{made_for_others}{type(state).__name__}.')
-  leaves, treedef = jax.tree.flatten(state.leaves, is_leaf=owners_lib.is_place)
-  if treedef != jax.tree.structure(kinds):
-    raise ValueError(f'{made_for_others}the tree {treedef}.')
-  types = jax.tree.leaves(kinds)
-  of = {}
-  for i, (leaf, kind) in enumerate(zip(leaves, types, strict=True)):
-    if owners_lib.is_place(leaf):
-      of[i] = owners.number_of(leaf.of)
-    else:
-      is_whole = jnp.shape(leaf) == kind.shape
-      of[i] = leafwise.SHARED if is_whole else leafwise.MIXED
-  layout = owners.layout(of, types)
-  places = {i: x for i, x in enumerate(leaves) if owners_lib.is_place(x)}
-  if places != layout.places:
-    different = [x for i, x in places.items() if x != layout.places.get(i)]
-    raise ValueError(f'{made_for_others}{different[0]!r}.')
-  for name, (length, _) in layout.rows.items():
-    row = state.rows.get(name)
-    if jnp.shape(row) != (1, length):
-      raise ValueError(
-          f'{made_for_others}the shape {jnp.shape(row)} of the row {name!r},'
-          f' where a shard has {(1, length)}.'
-      )
-  return of, layout
-
-
-def _kinds_of(state, kinds, of):
-  """Returns the types of a state, as this step is given it."""
-  leaves, treedef = jax.tree.flatten(kinds)
-  given = jax.tree.leaves(state.leaves, is_leaf=owners_lib.is_place)
-  return treedef.unflatten(
-      kind
-      if owners_lib.is_place(given[i]) or of[i] < leafwise.SHARED
-      else jax.typeof(given[i])
-      for i, kind in enumerate(leaves)
-  )
+    return owned_leaves.OwnedLeaves(made, self._stored(rows))
 
 
 def _check_types(results, given):

@@ -1,9 +1,4 @@
-"""Which shard owns which leaf, and how a shard keeps all of its leaves in rows.
-
-Shards keep arrays of the same shapes, and own leaves of different ones. A row a
-dtype therefore holds all leaves of a shard, one behind the other; the shard
-with the most elements decides its length.
-"""
+"""Which shard owns which parameter, and what it keeps of the state."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -14,255 +9,24 @@ import dataclasses
 import functools
 import heapq
 import math
-from typing import Any, NamedTuple
+from typing import Any
 import warnings
 
 import chex
 import jax
 from jax import core
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.transforms import leafwise
+from shard_transforms._src.transforms import owned_leaves
 
 # Takes the shapes of the parameters; gives a number for each of them.
 Cost = Callable[[Any], chex.ArrayTree]
 
 # Below, a leaf is updated in no time, whoever owns it.
 _LARGE = 2**20
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Place:
-  """Where a leaf is kept: which part of which shard's row.
-
-  It is a tree without leaves, so that the state of a program says where it is.
-
-  Args:
-    of: The name of the parameter that it belongs to.
-    shard: The shard that keeps it.
-    row: The name of the row, of its dtype.
-    start: Where it begins there.
-    shape: Its shape.
-
-  Examples:
-    >>> import jax
-    >>> from shard_transforms import Place
-    >>> place = Place("['w']", 3, 'float32', 128, (4, 8))
-    >>> print(place.size, jax.tree.leaves(place))
-    32 []
-  """
-
-  of: str
-  shard: int
-  row: str
-  start: int
-  shape: tuple[int, ...]
-
-  @property
-  def size(self) -> int:
-    """The number of its elements."""
-    return math.prod(self.shape)
-
-  @property
-  def end(self) -> int:
-    """Where it ends in the row."""
-    return self.start + self.size
-
-  def is_of(self, other: 'Place') -> bool:
-    """Whether two places, in two layouts, are of the same leaf."""
-    return (self.of, self.row, self.shape) == (other.of, other.row, other.shape)
-
-
-class OwnedLeaves(NamedTuple):
-  """The state of an optimizer each of whose leaves one shard keeps.
-
-  Attributes:
-    leaves: The state as `inner` has it. What belongs to one parameter is kept
-      by the owner of the parameter: a `Place` says where. All else, such as
-      counters, is the same on all shards, and is here.
-    rows: For each dtype, the leaves of a shard, one behind the other, [1,
-      elements]: a leading axis, of length 1 inside the mapped function and of
-      the number of shards outside.
-
-  Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import shard_transforms
-    >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = shard_transforms.shard_update(
-    ...     optax.lamb(0.1), 'data', slices='leaves')
-    >>> params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(5)}
-    >>> state = shard_transforms.init_state(tx, params, mesh).inner_state
-    >>> print(state.rows['float32'].shape)
-    (8, 30)
-    >>> print(optax.tree_utils.tree_get(state, 'mu')['b'])
-    Place(of="['b']", shard=1, row='float32', start=0, shape=(5,))
-    >>> print(optax.tree_utils.tree_get(state.whole(), 'mu')['b'].shape)
-    (5,)
-  """
-
-  leaves: Any
-  # A leaf in place of the mapping where there are no parameters.
-  rows: Any
-
-  def whole(self) -> Any:
-    """Returns the state as `inner` has it, with arrays of NumPy.
-
-    The arrays must be on this process. It is the same for any number of shards,
-    as is its `monitoring.digest`.
-    """
-    rows = jax.tree.map(_as_rows, self.rows)
-
-    def read(leaf):
-      if not isinstance(leaf, Place):
-        return np.asarray(leaf)
-      row = rows[leaf.row][leaf.shard]
-      return row[leaf.start : leaf.end].reshape(leaf.shape)
-
-    return jax.tree.map(read, self.leaves, is_leaf=is_place)
-
-  def laid_out_like(self, other: 'OwnedLeaves') -> 'OwnedLeaves':
-    """Returns this state, kept at the places of another, in arrays of NumPy.
-
-    Args:
-      other: A state for any number of shards, or the shapes of one.
-
-    Returns:
-      A state of the shapes of the other; itself if that is for other
-      parameters.
-    """
-    kept, found = map(_by_position, (self.leaves, other.leaves))
-    if kept.keys() != found.keys() or any(
-        not found[i].is_of(kept[i]) for i in kept
-    ):
-      return self
-    rows = {
-        name: np.zeros(row.shape, row.dtype) for name, row in other.rows.items()
-    }
-    flat = jax.tree.map(_as_rows, rows)
-    whole = jax.tree.leaves(self.whole())
-    for i, place in found.items():
-      part = slice(place.start, place.end)
-      flat[place.row][place.shard, part] = whole[i].ravel()
-    leaves, treedef = jax.tree.flatten(self.leaves, is_leaf=is_place)
-    leaves = [found.get(i, leaf) for i, leaf in enumerate(leaves)]
-    return OwnedLeaves(treedef.unflatten(leaves), rows)
-
-
-def is_place(leaf: Any) -> bool:
-  """Whether a leaf is kept elsewhere, for the `is_leaf` of a tree map."""
-  return isinstance(leaf, Place)
-
-
-def _by_position(tree):
-  """Returns the places in a tree, by their number among the leaves."""
-  leaves = jax.tree.leaves(tree, is_leaf=is_place)
-  return {i: leaf for i, leaf in enumerate(leaves) if is_place(leaf)}
-
-
-def _as_rows(x):
-  # Under `jax.vmap` over an axis of the mesh, [shards, 1, elements].
-  x = np.asarray(x)
-  return x.reshape(len(x), -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """How shards keep leaves in rows.
-
-  Attributes:
-    places: Where each leaf is kept, by its number.
-    rows: The length and the dtype of each row, by its name.
-    axes: The mapped axes over which rows vary.
-  """
-
-  places: Mapping[int, Place]
-  rows: Mapping[str, tuple[int, Any]]
-  axes: tuple[Hashable, ...]
-
-  @classmethod
-  def of(
-      cls, leaves: Mapping[int, 'Owned'], axes: tuple[Hashable, ...]
-  ) -> 'Layout':
-    """Returns the layout of leaves, given by number."""
-    ends = {}
-    found, rows = {}, {}
-    for number, leaf in leaves.items():
-      name = jnp.dtype(leaf.dtype).name
-      start = ends.get((leaf.shard, name), 0)
-      place = Place(leaf.of, leaf.shard, name, start, leaf.shape)
-      ends[leaf.shard, name] = place.end
-      length, _ = rows.get(name, (0, None))
-      rows[name] = max(length, place.end), leaf.dtype
-      found[number] = place
-    return cls(found, dict(sorted(rows.items())), axes)
-
-  def of_shard(self, shard: int) -> list[int]:
-    """Returns the numbers of the leaves that a shard keeps."""
-    return [i for i, place in self.places.items() if place.shard == shard]
-
-  def pack(
-      self, shard: int, leaves: Mapping[int, jax.Array]
-  ) -> dict[str, jax.Array]:
-    """Returns the rows of a shard, given its leaves by number."""
-    members = {name: [] for name in self.rows}
-    for number in self.of_shard(shard):
-      members[self.places[number].row].append(leaves[number])
-    rows = {name: _join(members[name], *self.rows[name]) for name in self.rows}
-    return axes_lib.to_varying(rows, self.axes)
-
-  def pack_all(self, leaves: Mapping[int, jax.Array], num_shards: int) -> Any:
-    """Returns the rows of all shards, [number of shards, elements]."""
-    rows = [self.pack(shard, leaves) for shard in range(num_shards)]
-    return {name: jnp.stack([row[name] for row in rows]) for name in self.rows}
-
-  def unpack(
-      self, shard: int, rows: Mapping[str, jax.Array]
-  ) -> dict[int, jax.Array]:
-    """Returns the leaves of a shard by number, given its rows."""
-    return {i: _part(rows, self.places[i]) for i in self.of_shard(shard)}
-
-  def unpack_all(self, rows: Mapping[str, jax.Array]) -> dict[int, jax.Array]:
-    """Returns all leaves by number, given the rows of all shards."""
-    flat = {name: row.reshape(-1) for name, row in rows.items()}
-    found = {}
-    for i, place in self.places.items():
-      start = place.shard * self.rows[place.row][0] + place.start
-      found[i] = _part(flat, dataclasses.replace(place, start=start))
-    return found
-
-
-class Owned(NamedTuple):
-  """A leaf that its owner keeps.
-
-  Attributes:
-    of: The name of its parameter.
-    shard: Its owner.
-    shape: Its shape.
-    dtype: Its dtype.
-  """
-
-  of: str
-  shard: int
-  shape: tuple[int, ...]
-  dtype: Any
-
-
-def _join(leaves, length, dtype):
-  flat = [lax.reshape(x, (x.size,)) for x in leaves]
-  if padding := length - sum(x.size for x in flat):
-    flat.append(jnp.zeros(padding, dtype))
-  return jnp.concatenate(flat) if len(flat) > 1 else flat[0]
-
-
-def _part(rows, place):
-  flat = lax.slice(rows[place.row], (place.start,), (place.end,))
-  return lax.reshape(flat, place.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +120,9 @@ class Owners:
     """The number of each parameter, by its name."""
     return {name: i for i, name in enumerate(self.names)}
 
-  def layout(self, of: Mapping[int, int], kinds: Sequence[Any]) -> Layout:
+  def layout(
+      self, of: Mapping[int, int], kinds: Sequence[Any]
+  ) -> owned_leaves.Layout:
     """Returns the layout of those arrays that have an owner.
 
     Args:
@@ -364,19 +130,87 @@ class Owners:
         those with a negative one have no owner.
       kinds: The type of each array.
     """
-    return Layout.of(
-        {
-            i: Owned(
-                self.names[param],
-                self.shards[param],
-                kinds[i].shape,
-                kinds[i].dtype,
-            )
-            for i, param in of.items()
-            if param >= 0
-        },
-        self.axes,
-    )
+    ends, places, rows = {}, {}, {}
+    for i, param in of.items():
+      if param < 0:
+        continue
+      kind, shard = kinds[i], self.shards[param]
+      name = jnp.dtype(kind.dtype).name
+      start = ends.get((shard, name), 0)
+      place = owned_leaves.Place(
+          self.names[param], shard, name, start, kind.shape
+      )
+      ends[shard, name] = place.end
+      length, _ = rows.get(name, (0, None))
+      rows[name] = max(length, place.end), kind.dtype
+      places[i] = place
+    return owned_leaves.Layout(places, dict(sorted(rows.items())), self.axes)
+
+
+def read(
+    state: Any, owners: Owners, kinds: Any, caller: str
+) -> tuple[dict[int, int], owned_leaves.Layout]:
+  """Returns what each leaf of a state belongs to, and how it is kept.
+
+  Args:
+    state: The state.
+    owners: The owners of the parameters.
+    kinds: The types of the state of `inner`.
+    caller: What errors name.
+
+  Raises:
+    ValueError: If it was made for other parameters or other owners.
+  """
+  made_for_others = (
+      f"State of `{caller}(..., slices='leaves')` must be made for these"
+      ' parameters, this number of shards and this `cost` by'
+      ' `shard_transforms.init_state`, mapped with the specs of'
+      ' `shard_transforms.state_specs`, and converted by'
+      ' `shard_transforms.resize_state`, or for `jax.pmap` be made by'
+      ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
+  )
+  if not isinstance(state, owned_leaves.OwnedLeaves):
+    raise ValueError(f'{made_for_others}{type(state).__name__}.')
+  leaves, treedef = jax.tree.flatten(
+      state.leaves, is_leaf=owned_leaves.is_place
+  )
+  if treedef != jax.tree.structure(kinds):
+    raise ValueError(f'{made_for_others}the tree {treedef}.')
+  types = jax.tree.leaves(kinds)
+  of = {}
+  for i, (leaf, kind) in enumerate(zip(leaves, types, strict=True)):
+    if owned_leaves.is_place(leaf):
+      of[i] = owners.number_of(leaf.of)
+    else:
+      is_whole = jnp.shape(leaf) == kind.shape
+      of[i] = leafwise.SHARED if is_whole else leafwise.MIXED
+  layout = owners.layout(of, types)
+  places = {i: x for i, x in enumerate(leaves) if owned_leaves.is_place(x)}
+  if places != layout.places:
+    different = [x for i, x in places.items() if x != layout.places.get(i)]
+    raise ValueError(f'{made_for_others}{different[0]!r}.')
+  for name, (length, _) in layout.rows.items():
+    row = state.rows.get(name)
+    if jnp.shape(row) != (1, length):
+      raise ValueError(
+          f'{made_for_others}the shape {jnp.shape(row)} of the row {name!r},'
+          f' where a shard has {(1, length)}.'
+      )
+  return of, layout
+
+
+def kinds_of(
+    state: owned_leaves.OwnedLeaves, kinds: Any, of: Mapping[int, int]
+) -> Any:
+  """Returns the types of a state, as this step is given it."""
+  leaves, treedef = jax.tree.flatten(kinds)
+  given = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
+  return treedef.unflatten(
+      kind
+      if owned_leaves.is_place(given[i]) or of[i] < leafwise.SHARED
+      else jax.typeof(given[i])
+      for i, kind in enumerate(leaves)
+  )
 
 
 def _costs(params, cost):

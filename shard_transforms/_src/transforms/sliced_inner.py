@@ -256,7 +256,8 @@ def take(
   made_for_others = (
       f'State of `{caller}` must be made for these parameters and this number'
       ' of shards by `shard_transforms.init_state`, and mapped with the specs'
-      ' of `shard_transforms.state_specs`, got '
+      ' of `shard_transforms.state_specs`, or for `jax.pmap` be made by'
+      ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
   )
   found = jax.tree.structure(state), jax.tree.structure(own_kinds)
   if found[0] != found[1]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
@@ -262,7 +263,7 @@ def _apply_alone(gate, inner, updates, state, params, weight, axes, extra_args):
     weights.as_weight(weight, (), _CALLER)
     run = jax.jit(run)
     program = run.trace(*given).jaxpr.jaxpr
-    gating.check_weighted(program, updates, given[0], axes, caller=_CALLER)
+    weight_flow.check(program, updates, given[0], axes, caller=_CALLER)
   applied, inner_state = run(*given)
   return applied, state._replace(inner_state=inner_state)
 

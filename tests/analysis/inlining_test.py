@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import cases
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import jaxprs
 
 
 def _flatten(fn, *args):
-  return jaxprs.flatten(jax.make_jaxpr(fn)(*args).jaxpr)
+  return inlining.flatten(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def _names(program):

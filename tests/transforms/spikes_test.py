@@ -1,0 +1,680 @@
+"""Which steps of recorded and of made-up traces are spikes, and what follows.
+
+The references are the rules that OLMo-core, MaxText and ZClip publish, written
+down again in NumPy in double precision.
+"""
+
+import json
+import pathlib
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import SpikeRule
+from shard_transforms import guard
+from shard_transforms import monitoring
+from shard_transforms._src.transforms import spikes
+
+AXIS = modes.AXIS
+SHARDS = 8
+NAN = np.nan
+
+
+def mean_of(inner):
+  return optax.chain(shard_transforms.cross_shard_mean(AXIS), inner)
+
+
+def recorded_trace():
+  """Returns the losses and the norms of a run, [steps] each."""
+  path = pathlib.Path(__file__).parent / 'spike_trace.json'
+  trace = json.loads(path.read_text())
+  return tuple(np.array(trace[name], np.float32) for name in ('loss', 'norm'))
+
+
+def made_up_trace(seed):
+  """Returns losses and norms that fall, and leap in both directions."""
+  rng = np.random.default_rng(seed)
+  decay = np.exp(-np.arange(400) / 150)
+  loss = 0.5 + 3 * decay + 0.05 * rng.standard_normal(400)
+  norm = 0.2 + decay * rng.lognormal(0, 0.3, 400)
+  for trace in (loss, norm):
+    at = rng.choice(np.arange(30, 400), 25, replace=False)
+    trace[at] *= rng.uniform(0.1, 6, 25)
+  return loss.astype(np.float32), norm.astype(np.float32)
+
+
+TRACES = {
+    'recorded': recorded_trace,
+    'made up': lambda: made_up_trace(0),
+    'made up again': lambda: made_up_trace(1),
+}
+NAMES = ('recorded', 'made up', cases.Repeated('made up again'))
+
+
+def decisions(rule, loss, norm):
+  """Returns whether each step of a trace is taken, and its update."""
+  tx = guard(optax.identity(), spikes=rule)
+
+  @jax.jit
+  def run(trace):
+    def step(state, now):
+      updates, after = tx.update(
+          now[1][None], state, jnp.zeros(1), value=now[0]
+      )
+      return after, (after.skipped_count == state.skipped_count, updates[0])
+
+    return lax.scan(step, tx.init(jnp.zeros(1)), trace)
+
+  state, results = jax.device_get(run((jnp.asarray(loss), jnp.asarray(norm))))
+  return state, *results
+
+
+def olmo(loss, norm, length, sigma):
+  """Returns which steps `SkipStepOptimizer` of OLMo-core takes."""
+
+  def is_usual(values, t):
+    before = values[max(0, t - length) : t]
+    return abs(values[t] - before.mean()) / before.std(ddof=1) <= sigma
+
+  loss, norm = np.float64(loss), np.float64(norm)
+  return [
+      t + 1 < max(20, length // 2) or (is_usual(loss, t) and is_usual(norm, t))
+      for t in range(len(loss))
+  ]
+
+
+def maxtext(loss, norm, interval, factor):
+  """Returns which steps `skip_step_on_spikes` of MaxText takes."""
+
+  def is_usual(values, t):
+    before = values[max(0, t - interval) : t]
+    return values[t] - before.mean() <= factor * before.std(ddof=1)
+
+  loss, norm = np.float64(loss), np.float64(norm)
+  return [
+      t + 1 < max(2, interval // 2) or (is_usual(loss, t) and is_usual(norm, t))
+      for t in range(len(loss))
+  ]
+
+
+def zclip(norm, mode, skip_update, alpha=0.97, z_thresh=2.5, warm_up=25):
+  """Returns the norms that ZClip leaves."""
+  norm = np.float64(norm)
+  mean, var = norm[:warm_up].mean(), norm[:warm_up].var()
+  clipped = list(norm[:warm_up])
+  for value in norm[warm_up:]:
+    std = var**0.5
+    z = (value - mean) / (std + 1e-6)
+    taken = value
+    if z > z_thresh:
+      eta = z / z_thresh if mode == 'zscore' else 1
+      taken = mean + z_thresh * std / eta
+    clipped.append(taken)
+    if taken == value or not skip_update:
+      mean = alpha * mean + (1 - alpha) * taken
+      var = alpha * var + (1 - alpha) * (taken - mean) ** 2
+  return np.array(clipped)
+
+
+class PublishedRulesTest(parameterized.TestCase):
+
+  @cases.product(trace=NAMES, length=(24, 60, 128), sigma=(3, 6))
+  def test_takes_the_steps_that_olmo_core_takes(self, trace, length, sigma):
+    loss, norm = TRACES[trace]()
+    rule = SpikeRule(
+        max_stds=sigma,
+        signals=('norm', 'loss'),
+        window=length,
+        min_steps=max(20, length // 2) - 1,
+        two_sided=True,
+        record_spikes=True,
+    )
+
+    _, taken, _ = decisions(rule, loss, norm)
+
+    expected = olmo(loss, norm, length, sigma)
+    np.testing.assert_array_equal(taken, expected)
+    self.assertBetween(np.sum(taken), 200, len(loss) - 2)
+
+  @cases.product(trace=NAMES, interval=(12, 60, 128), factor=(3, 6))
+  def test_takes_the_steps_that_maxtext_takes(self, trace, interval, factor):
+    loss, norm = TRACES[trace]()
+    rule = SpikeRule(
+        max_stds=factor,
+        signals=('norm', 'loss'),
+        window=interval,
+        min_steps=max(2, interval // 2) - 1,
+        record_spikes=True,
+    )
+
+    _, taken, _ = decisions(rule, loss, norm)
+
+    expected = maxtext(loss, norm, interval, factor)
+    np.testing.assert_array_equal(taken, expected)
+    self.assertBetween(np.sum(taken), 200, len(loss) - 2)
+
+  @cases.product(
+      trace=TRACES, mode=('percentile', 'zscore'), skip_update=(False, True)
+  )
+  def test_scales_down_what_zclip_scales_down(self, trace, mode, skip_update):
+    loss, norm = TRACES[trace]()
+    rule = SpikeRule(
+        max_stds=2.5,
+        decay=0.97,
+        on_spike='reciprocal' if mode == 'zscore' else 'clip',
+        record_spikes=not skip_update,
+    )
+
+    state, _, updates = decisions(rule, loss, norm)
+
+    expected = zclip(norm, mode, skip_update)
+    np.testing.assert_allclose(updates, expected, rtol=1e-4)
+    num_scaled = np.sum(expected != norm)
+    self.assertEqual(state.spikes.spike_count, num_scaled)
+    self.assertGreater(num_scaled, 5)
+    self.assertEqual(state.skipped_count, 0)
+
+  @cases.parameters(('clip', 2.0), ('reciprocal', 1.5))
+  def test_scales_to_the_numbers_of_zclip_s_tests(self, on_spike, expected):
+    # Mean 1, standard deviation 0.5, threshold 2, norm 3: z is 4.
+    rule = SpikeRule(max_stds=2.0, decay=0.97, on_spike=on_spike)
+    tx = guard(optax.identity(), spikes=rule)
+    state = tx.init(jnp.zeros(1))
+    statistics = spikes.Statistics(
+        mean=jnp.ones((1, 1)),
+        variance=jnp.full((1, 1), 0.25),
+        num_recorded=jnp.int32(25),
+    )
+    state = state._replace(spikes=state.spikes._replace(statistics=statistics))
+
+    updates, state = tx.update(jnp.array([3.0]), state)
+
+    np.testing.assert_allclose(updates, [expected], rtol=1e-5)
+    np.testing.assert_array_equal(state.spikes.statistics.mean, [[1.0]])
+
+
+def run(tx, x, loss, mode='vmap', **kwargs):
+  """Returns the updates and the last state, by shard.
+
+  Args:
+    tx: The transformation.
+    x: The gradients, a tree of [shards, steps, ...].
+    loss: The losses [shards, steps].
+    mode: How shards are mapped.
+    kwargs: Of `map_shards`.
+  """
+
+  def fn(params, own):
+    def step(state, now):
+      grads = shard_transforms.value_and_grad(_dot, AXIS)(params, now[0])[1]
+      updates, state = tx.update(grads, state, params, value=now[1])
+      return state, updates
+
+    return lax.scan(step, tx.init(params), own)
+
+  params = jax.tree.map(lambda x: jnp.zeros(x.shape[2:]), x)
+  own = jax.tree.map(jnp.asarray, (x, loss))
+  state, updates = jax.device_get(
+      modes.map_shards(mode, fn, **kwargs)(params, own)
+  )
+  return updates, state
+
+
+def _dot(params, x):
+  return optax.tree_utils.tree_vdot(params, x)
+
+
+def data(steps=12, seed=0):
+  """Returns gradients of two leaves, and losses."""
+  rng = np.random.default_rng(seed)
+  x = {
+      'head': rng.uniform(1, 2, (SHARDS, steps, 3)).astype(np.float32),
+      'body': rng.uniform(5, 9, (SHARDS, steps, 4)).astype(np.float32),
+  }
+  return x, rng.uniform(2, 3, (SHARDS, steps)).astype(np.float32)
+
+
+LABELS = {'head': 'small', 'body': 'large'}
+
+
+class SignalsTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_says_which_signal_of_which_shard_leapt_and_when(self, mode):
+    x, loss = data()
+    x['head'][2, 7] *= 20
+    x['body'][5, 9] *= 20
+    loss[6, 10] *= 20
+    loss[1, 11] = NAN
+    rule = SpikeRule(
+        max_stds=6.0, window=4, signals=('norm', 'loss'), labels=LABELS
+    )
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', spikes=rule)
+
+    updates, state = run(tx, x, loss, mode)
+
+    self.assertEqual(rule.names(x), ('large', 'small', 'loss'))
+    expected = np.full((SHARDS, 3), -1)
+    expected[2, 1], expected[5, 0], expected[[6, 1], 2] = 7, 9, [10, 11]
+    np.testing.assert_array_equal(state.spikes.last_spike[:, 0], expected)
+    np.testing.assert_array_equal(state.spikes.spike_count, [4] * SHARDS)
+    np.testing.assert_array_equal(state.bad_shard_count, [4] * SHARDS)
+    for step, shard in (7, 2), (9, 5), (10, 6), (11, 1), (3, None):
+      good = [i for i in range(SHARDS) if i != shard]
+      for name, leaf in updates.items():
+        np.testing.assert_allclose(
+            leaf[0, step], x[name][good, step].mean(0), rtol=1e-5
+        )
+
+  @cases.parameters(*modes.MODES)
+  def test_a_loss_that_is_reduced_skips_on_all_shards(self, mode):
+    x, loss = data()
+    loss[:] = loss.mean(0)
+    loss[:, 8] *= 20
+    rule = SpikeRule(max_stds=6.0, window=4, signals=['loss'])
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
+
+    updates, state = run(tx, x, loss, mode)
+
+    is_zero = np.all(updates['head'][0] == 0, -1)
+    np.testing.assert_array_equal(is_zero.nonzero(), [[8]])
+    np.testing.assert_array_equal(state.spikes.last_spike[:, 0], [[8]] * SHARDS)
+
+  def test_a_leaf_that_is_small_hides_in_the_norm_of_all_but_not_in_its_own(
+      self,
+  ):
+    x, loss = data()
+    x['head'][2, 7] *= 3
+    for labels, expected in (None, 0), (LABELS, 1):
+      rule = SpikeRule(max_stds=8.0, window=6, labels=labels)
+      tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
+
+      _, state = run(tx, x, loss)
+
+      self.assertEqual(state.skipped_count[0], expected)
+
+  @cases.parameters(
+      (LABELS,),
+      lambda updates: jax.tree.map_with_path(
+          lambda path, _: LABELS[path[0].key], updates
+      ),
+  )
+  def test_each_label_has_its_own_limit(self, labels):
+    updates = {'head': jnp.array([3.0, 4.0]), 'body': jnp.array([6.0, 8.0])}
+    for small, large, skipped in (5.0, 10.0, 0), (4.9, 11.0, 1), (5.0, 9.9, 1):
+      rule = SpikeRule(max_norm={'small': small, 'large': large}, labels=labels)
+      tx = guard(optax.identity(), spikes=rule)
+
+      _, state = tx.update(updates, tx.init(updates))
+
+      self.assertEqual(state.skipped_count, skipped)
+
+  def test_limits_in_deviations_may_differ_between_signals(self):
+    loss, norm = np.full(9, 2.0), np.full(9, 1.0)
+    loss[:8] += [0, 0.1] * 4
+    norm[:8] += [0, 0.1] * 4
+    loss[8], norm[8] = 3.0, 1.3
+    for of_norm, of_loss, taken in (6, 60, True), (3, 60, False), (6, 6, False):
+      rule = SpikeRule(
+          max_stds={'norm': of_norm, 'loss': of_loss},
+          signals=('norm', 'loss'),
+          window=8,
+      )
+
+      _, found, _ = decisions(rule, loss, norm)
+
+      self.assertEqual(found[8], taken)
+
+  def test_slices_of_a_label_are_judged_together(self):
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    rule = SpikeRule(
+        max_norm={'small': 1.0, 'large': 8.0}, labels=LABELS, on_spike='clip'
+    )
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, spikes=rule)
+    specs = {'head': jax.P(), 'body': jax.P('model')}
+    x = {
+        'head': np.full((4, 1), 0.5, np.float32),
+        'body': np.full((4, 2), 6.0, np.float32) * [0.5, 1],
+    }
+
+    def step(x):
+      x = jax.tree.map(lambda x: x[0], x)
+      return tx.update(x, tx.init(x))[0]
+
+    in_specs = {'head': jax.P(AXIS), 'body': jax.P(AXIS, 'model')}
+    shardings = {k: jax.NamedSharding(mesh, v) for k, v in in_specs.items()}
+    step = jax.shard_map(step, mesh=mesh, in_specs=(in_specs,), out_specs=specs)
+    updates = jax.jit(step)(jax.device_put(x, shardings))
+
+    np.testing.assert_array_equal(updates['head'], [0.5])
+    np.testing.assert_allclose(updates['body'], [3.0, 6.0])
+
+  def test_check_health_names_the_signals(self):
+    x, loss = data()
+    loss[:, 8:] = 100.0
+    rule = SpikeRule(max_stds=6.0, window=4, signals=('norm', 'loss'))
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule, max_consecutive=4)
+
+    _, state = run(tx, x, loss, 'pmap')
+
+    with self.assertRaisesRegex(RuntimeError, r'of the signals \[1\] of'):
+      monitoring.check_health(state)
+
+
+class ClipTest(parameterized.TestCase):
+
+  @cases.parameters(*modes.MODES)
+  def test_scales_the_leaves_of_a_spike_down_to_the_limit(self, mode):
+    x, loss = data()
+    x['body'][3, 7] *= 30
+    x['head'][4, 9, 1] = NAN
+    rule = SpikeRule(
+        max_norm={'large': 25.0, 'small': 9.0}, labels=LABELS, on_spike='clip'
+    )
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, spikes=rule)
+
+    updates, state = run(tx, x, loss, mode)
+
+    clipped = x['body'].copy()
+    clipped[3, 7] *= 25 / np.linalg.norm(clipped[3, 7])
+    expected = clipped.mean(0)
+    expected[9] = 0
+    np.testing.assert_allclose(updates['body'][0], expected, rtol=1e-5)
+    expected = x['head'].mean(0)
+    expected[9] = 0
+    np.testing.assert_allclose(updates['head'][0], expected, rtol=1e-5)
+    self.assertEqual(state.skipped_count[0], 1)
+    np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
+    np.testing.assert_array_equal(
+        state.spikes.last_spike[[3, 4], 0], [[7, -1], [-1, 9]]
+    )
+
+  @cases.parameters('clip', 'reciprocal')
+  def test_keeps_every_bit_below_the_limit(self, on_spike):
+    x, loss = data()
+    rule = SpikeRule(max_stds=50.0, max_norm=1e9, window=2, on_spike=on_spike)
+
+    updates, _ = run(
+        guard(mean_of(optax.adam(0.1)), AXIS, spikes=rule), x, loss
+    )
+
+    expected, _ = run(mean_of(optax.adam(0.1)), x, loss)
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+
+  def test_a_step_is_the_same_by_update_and_apply(self):
+    rule = SpikeRule(max_norm=5.0, on_spike='clip')
+    tx = guard(optax.sgd(1.0), spikes=rule)
+    params = jnp.ones(2)
+
+    found, _ = shard_transforms.update_and_apply(
+        tx, jnp.array([6.0, 8.0]), tx.init(params), params
+    )
+
+    np.testing.assert_allclose(found, [-2.0, -3.0])
+
+  @cases.parameters(jnp.bfloat16, jnp.complex64, jnp.float16)
+  def test_keeps_dtypes(self, dtype):
+    rule = SpikeRule(max_norm=5.0, on_spike='clip')
+    tx = guard(optax.identity(), spikes=rule)
+    updates = {'x': jnp.array([6, 8], dtype), 'none': None}
+
+    found, _ = tx.update(updates, tx.init(updates))
+
+    self.assertEqual(found['x'].dtype, dtype)
+    np.testing.assert_allclose(np.abs(found['x'].astype('complex64')), [3, 4])
+
+  @cases.parameters(([1e30, 1.0], 2.0), ([NAN, 1.0], 2.0), ([1.0, 1.0], 50.0))
+  def test_skips_what_cannot_be_scaled(self, update, loss):
+    rule = SpikeRule(
+        max_stds=3.0, window=2, signals=('norm', 'loss'), on_spike='clip'
+    )
+    tx = guard(optax.identity(), spikes=rule)
+    state = tx.init(jnp.zeros(2))
+    for value in 2.0, 2.1:
+      _, state = tx.update(jnp.ones(2) * value, state, value=value)
+
+    found, state = tx.update(jnp.array(update), state, value=loss)
+
+    np.testing.assert_array_equal(found, [0, 0])
+    self.assertEqual(state.skipped_count, 1)
+
+
+class RecordTest(parameterized.TestCase):
+
+  @cases.parameters((False, [14, 15, 16, 17, 18, 19]), (True, [14]))
+  def test_norms_that_rise_and_stay_pass_once_they_are_recorded(
+      self, record_spikes, skipped
+  ):
+    norm = np.tile([1.0, 1.1], 10)
+    norm[14:] += 3
+    rule = SpikeRule(max_stds=4.0, window=8, record_spikes=record_spikes)
+
+    _, taken, _ = decisions(rule, norm, norm)
+
+    np.testing.assert_array_equal(np.flatnonzero(~taken), skipped)
+
+  @cases.parameters(1, 3)
+  def test_statistics_start_again_after_spikes_in_a_row(self, restart_after):
+    norm = np.tile([1.0, 1.1], 15)
+    norm[9] = 50.0
+    norm[14:] += 3
+    norm[28] = 50.0
+    rule = SpikeRule(max_stds=4.0, window=8, restart_after=restart_after)
+
+    state, taken, _ = decisions(rule, norm, norm)
+
+    skipped = {1: [9, 28], 3: [9, 14, 15, 16, 28]}[restart_after]
+    if restart_after == 1:
+      # The window is empty after the first one, and full again at step 18.
+      skipped = [9, 28]
+    np.testing.assert_array_equal(np.flatnonzero(~taken), skipped)
+    self.assertEqual(state.spikes.consecutive_spikes, 0)
+
+  def test_nan_does_not_start_statistics_again(self):
+    norm = np.tile([1.0, 1.1], 10)
+    norm[9:12] = NAN
+    norm[14] = 50.0
+    rule = SpikeRule(max_norm=100.0, max_stds=4.0, window=8, restart_after=9)
+
+    state, taken, _ = decisions(rule, norm, norm)
+
+    np.testing.assert_array_equal(np.flatnonzero(~taken), [9, 10, 11, 14])
+    self.assertEqual(state.spikes.statistics.num_recorded, 16)
+
+  def test_recorded_spikes_do_not_overflow(self):
+    norm = np.tile([1.0, 1.1], 30)
+    norm[20] = 1e18
+    norm[40] = 1e3
+    rule = SpikeRule(max_stds=4.0, decay=0.5, record_spikes=True)
+
+    state, _, _ = decisions(rule, norm, norm)
+
+    self.assertTrue(np.isfinite(state.spikes.statistics.variance).all())
+
+  def test_excluded_spikes_are_recorded_if_told(self):
+    x, loss = data()
+    loss[3, 8] = 90.0
+    for record_spikes in False, True:
+      rule = SpikeRule(
+          max_stds=6.0,
+          window=4,
+          signals=['loss'],
+          record_spikes=record_spikes,
+      )
+      tx = guard(mean_of(optax.sgd(1.0)), AXIS, on_bad='exclude', spikes=rule)
+
+      _, state = run(tx, x, loss)
+
+      told = loss[:, 8] if record_spikes else np.delete(loss[:, 8], 3)
+      np.testing.assert_allclose(
+          state.spikes.statistics.mean[0, 0], [told.mean()], rtol=1e-5
+      )
+
+
+def recorded(steps, window, **kwargs):
+  """Returns statistics after the values of shards [steps, shards]."""
+  rule = SpikeRule(max_stds=1.0, window=window, **kwargs)
+  statistics = spikes.start(rule, jnp.zeros(1), ()).statistics
+  for step in np.asarray(steps, np.float32):
+    deviation = (step - statistics.last_mean)[:, None]
+    statistics = statistics.record(
+        rule, deviation.mean(0), (deviation**2).mean(0)
+    )
+  return statistics
+
+
+class StatisticsTest(parameterized.TestCase):
+
+  @cases.parameters(2, 4, 7, 20)
+  def test_moments_are_those_of_the_last_steps(self, num_steps):
+    steps = np.random.default_rng(0).uniform(1, 9, size=(num_steps, 5))
+
+    mean, std = recorded(steps, 4).moments()
+
+    last = steps[-4:]
+    variance = last.var(1).mean() + last.mean(1).var(ddof=1)
+    np.testing.assert_allclose(mean, [last.mean()], 1e-5)
+    np.testing.assert_allclose(std, [variance**0.5], 1e-5)
+
+  def test_keeps_small_deviations_of_large_values(self):
+    steps = 1e4 + np.random.default_rng(0).uniform(-1, 1, size=(9, 5))
+    steps = np.asarray(steps, np.float32)
+
+    _, std = recorded(steps, 4).moments()
+
+    last = np.asarray(steps[-4:], np.float64)
+    variance = last.var(1).mean() + last.mean(1).var(ddof=1)
+    np.testing.assert_allclose(std, [variance**0.5], rtol=0.05)
+
+  def test_exponential_averages_start_as_plain_ones(self):
+    steps = np.random.default_rng(0).uniform(1, 9, size=(25, 5))
+
+    mean, std = recorded(steps, 128, decay=0.9).moments()
+
+    np.testing.assert_allclose(mean, [steps.mean()], 1e-5)
+    np.testing.assert_allclose(std, [steps.std()], 1e-5)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ({}, ValueError, 'must have a limit, got neither'),
+      (dict(on_spike='clip'), ValueError, 'must have a limit, got neither'),
+      (dict(max_norm=0.0), ValueError, '`max_norm` must be positive, got 0.0'),
+      (dict(max_norm=NAN), ValueError, '`max_norm` must be positive, got nan'),
+      (dict(max_norm='1'), TypeError, '`max_norm` must be a real number'),
+      (dict(max_norm={'a': -1}), ValueError, '`max_norm` must be positive'),
+      (dict(max_stds=-1), ValueError, '`max_stds` must be positive'),
+      (dict(max_stds=jnp.ones(2)), TypeError, '`max_stds` must be a real'),
+      (dict(max_stds=1, window=1), ValueError, '`window` must be at least 2'),
+      (dict(max_stds=1, window=2.0), TypeError, '`window` must be an integer'),
+      (dict(max_stds=1, min_steps=1), ValueError, '`min_steps` must be at le'),
+      (dict(max_stds=1, decay=1.0), ValueError, '`decay` must be at least 0'),
+      (dict(max_stds=1, two_sided=1), TypeError, '`two_sided` must be a bool'),
+      (dict(max_stds=1, restart_after=0), ValueError, '`restart_after` must'),
+      (dict(max_stds=1, signals=()), ValueError, "`signals` must be of 'norm'"),
+      (dict(max_stds=1, signals='norm'), ValueError, '`signals` must be of'),
+      (dict(max_stds=1, signals=['x']), ValueError, '`signals` must be of'),
+      (dict(max_stds=1, on_spike='drop'), ValueError, '`on_spike` must be'),
+      (
+          dict(max_stds=1, signals=['loss'], on_spike='clip'),
+          ValueError,
+          '`signals` must have the norm',
+      ),
+      (dict(max_norm=1, signals=['loss']), ValueError, '`signals` must have'),
+      (dict(max_norm=1, decay=0.9), ValueError, '`decay` must come with `max'),
+      (
+          dict(max_norm=1, restart_after=3),
+          ValueError,
+          '`restart_after` must come with `max_stds`',
+      ),
+      (dict(max_norm=1, two_sided=True), ValueError, '`max_stds` must be giv'),
+      (
+          dict(max_norm=1, signals=['loss', 'norm']),
+          ValueError,
+          '`max_stds` must be given for the loss',
+      ),
+      (
+          dict(max_norm=1, on_spike='reciprocal'),
+          ValueError,
+          "`max_stds` must be given for `on_spike='reciprocal'`",
+      ),
+  )
+  def test_refuses_option(self, kwargs, error, message):
+    with self.assertRaisesRegex(error, message):
+      SpikeRule(**kwargs)
+
+  @cases.parameters(
+      ({'a': 'x'}, ValueError, '`labels` .* must have a label for each leaf'),
+      (lambda _: {'b': 'x'}, ValueError, 'must have a label for each leaf'),
+      ({'a': 'x', 'b': 3}, TypeError, '`labels` must be strings, got 3'),
+      ({'a': 'x', 'b': 'loss'}, ValueError, "none of them 'loss'"),
+  )
+  def test_refuses_labels(self, labels, error, message):
+    tx = guard(optax.identity(), spikes=SpikeRule(max_norm=1, labels=labels))
+
+    with self.assertRaisesRegex(error, message):
+      tx.init({'a': jnp.zeros(1), 'b': jnp.zeros(2)})
+
+  @cases.parameters(
+      ({'a': 1.0},), ({'x': 1.0},), ({'x': 1.0, 'y': 2.0, 'z': 3.0},)
+  )
+  def test_refuses_limits_of_other_labels(self, max_norm):
+    rule = SpikeRule(max_norm=max_norm, labels={'a': 'x', 'b': 'y'})
+
+    with self.assertRaisesRegex(ValueError, "`max_norm` .* \\['x', 'y'\\]"):
+      guard(optax.identity(), spikes=rule).init(
+          {'a': jnp.zeros(1), 'b': jnp.zeros(2)}
+      )
+
+  @cases.parameters(
+      (None, TypeError, '`value` of `guard` must be the loss, .* got None'),
+      ('1', TypeError, '`value` of `guard` must be the loss'),
+      (3, TypeError, '`value` of `guard` must be the loss, a real number'),
+      (np.ones(2), ValueError, r'must be a scalar, got the shape \(2,\)'),
+  )
+  def test_refuses_value(self, value, error, message):
+    rule = SpikeRule(max_stds=1.0, signals=['loss'])
+    tx = guard(optax.identity(), spikes=rule)
+
+    with self.assertRaisesRegex(error, message):
+      tx.update(jnp.zeros(1), tx.init(jnp.zeros(1)), value=value)
+
+  def test_refuses_a_loss_that_differs_without_an_axis(self):
+    rule = SpikeRule(max_stds=1.0, signals=['loss'])
+    tx = optax.chain(
+        shard_transforms.cross_shard_mean(AXIS),
+        guard(optax.identity(), spikes=rule),
+    )
+    x, loss = data()
+
+    with self.assertRaisesRegex(ValueError, 'decided the same .* `axis_name`'):
+      run(tx, x, loss, 'shard_map')
+
+
+class CostTest(parameterized.TestCase):
+
+  def test_sends_eight_bytes_a_label_with_the_decision(self):
+    rule = SpikeRule(
+        max_stds=3.0, signals=('norm', 'loss'), labels=['a', 'b', 'c']
+    )
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
+    params = [jnp.zeros(99)] * 3
+
+    report = monitoring.wire_report(
+        lambda x, loss: tx.update(x, tx.init(x), value=loss),
+        params,
+        jnp.float32(0),
+        axis_sizes={AXIS: SHARDS},
+    )
+
+    first, *others = report.collectives
+    self.assertEqual(first.payload_bytes, 4 * (3 + 2 + 2 * 4))
+    self.assertTrue(all(x.conditional for x in others))
