@@ -13,7 +13,6 @@ import numpy as np
 import psutil
 
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import driver
 
 FEATURES = 5
 

@@ -12,6 +12,7 @@ import pytest
 import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import manifest
 
 TASK = asynchronous_cases.TASK
@@ -211,7 +212,7 @@ class WatchingTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.reports = []
-    every = mock.patch.object(asynchronous_cases.driver, '_BETWEEN_REPORTS', 0)
+    every = mock.patch.object(driver, '_BETWEEN_REPORTS', 0)
     self.enterContext(every)
 
   def train(self, answer, **options):
@@ -224,9 +225,7 @@ class WatchingTest(parameterized.TestCase):
     )
 
   def test_each_report_has_metrics_and_all_of_them_come_in_order(self):
-    with mock.patch.object(
-        asynchronous_cases.driver, '_BETWEEN_REPORTS', 0.003
-    ):
+    with mock.patch.object(driver, '_BETWEEN_REPORTS', 0.003):
       self.train(lambda report: None)
 
     history = [update for report in self.reports for update in report.history]
