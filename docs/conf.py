@@ -1,6 +1,10 @@
 """Settings of Sphinx, which makes the pages of the site."""
 
+import html
+import pathlib
 import re
+
+from docutils import nodes
 
 import shard_transforms
 
@@ -22,6 +26,10 @@ exclude_patterns = ['_build']
 
 html_theme = 'sphinx_book_theme'
 html_title = 'shard_transforms'
+html_favicon = 'images/favicon.svg'
+html_static_path = ['_static']
+html_css_files = ['site.css']
+html_search_scorer = str(pathlib.Path(__file__).with_name('search_scorer.js'))
 # The sidebar has the search already.
 html_theme_options = {'show_toc_level': 2, 'navbar_persistent': []}
 # Else the theme logs an error when somebody comes for the first time.
@@ -64,7 +72,17 @@ def _write_plurals(app, what, name, obj, options, lines):
   lines[:] = [re.sub(r'(`[^`]+`)(?=[a-z])', r'\1\\ ', line) for line in lines]
 
 
+def _describe(app, pagename, templatename, context, doctree):
+  """Gives a page its first paragraph as a description, for search engines."""
+  del app, pagename, templatename
+  paragraph = doctree and next(doctree.findall(nodes.paragraph), None)
+  if paragraph:
+    text = html.escape(' '.join(paragraph.astext().split())[:300])
+    context['metatags'] += f'<meta name="description" content="{text}">'
+
+
 def setup(app):
-  """Tells Sphinx how docstrings are read."""
+  """Tells Sphinx how docstrings are read, and pages are described."""
   app.connect('autodoc-process-docstring', _write_plurals)
   app.connect('autodoc-skip-member', _skip)
+  app.connect('html-page-context', _describe)

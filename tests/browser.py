@@ -42,8 +42,8 @@ def find():
 class _Handler(http.server.SimpleHTTPRequestHandler):
   """Serves a site and the page that visits it; receives what that finds."""
 
-  def __init__(self, *args, results, **kwargs):
-    self.results = results
+  def __init__(self, *args, results, searches, **kwargs):
+    self.results, self.searches = results, searches
     super().__init__(*args, **kwargs)
 
   def do_GET(self):
@@ -52,6 +52,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
       self._answer(VISITOR.read_bytes())
     elif self.path == '/pages.json':
       self._answer(json.dumps(pages(self.directory)).encode())
+    elif self.path == '/searches.json':
+      self._answer(json.dumps(self.searches).encode())
     elif path.suffix == '.html' and path.is_file():
       self._answer(path.read_bytes().replace(b'<head>', NOTES, 1))
     else:
@@ -87,9 +89,11 @@ def pages(site):
 
 
 @contextlib.contextmanager
-def _serving(site, results):
+def _serving(site, results, searches):
   """Yields the address of a site, and of the page that visits it."""
-  handler = functools.partial(_Handler, results=results, directory=str(site))
+  handler = functools.partial(
+      _Handler, results=results, searches=searches, directory=str(site)
+  )
   with _Server(('127.0.0.1', 0), handler) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -98,12 +102,12 @@ def _serving(site, results):
       server.shutdown()
 
 
-def visit(site, browser, timeout):
+def visit(site, browser, timeout, searches=()):
   """Returns what a browser finds on the pages of a site, and by its search."""
   results = queue.Queue()
   with (
       tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
-      _serving(site, results) as address,
+      _serving(site, results, searches) as address,
       subprocess.Popen(
           [browser, *FLAGS, f'--user-data-dir={profile}', f'{address}/visitor'],
           stdout=subprocess.DEVNULL,

@@ -16,6 +16,18 @@ import browser
 
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCE = sorted((ROOT / 'docs' / 'reference').glob('*.md'))
+# The page that must come first for what people search for.
+SEARCHES = {
+    'ZeRO': 'sharded_optimizer',
+    'Muon': 'sharded_optimizer',
+    'DiLoCo': 'local_updates',
+    'NaN': 'bad_shards',
+    'deadlock': 'bad_shards',
+    'gradient accumulation': 'gradient_accumulation',
+    'multi-host': 'processes',
+    'Slurm': 'processes',
+    'TensorFlow': 'porting_from_tf1',
+}
 
 
 def public_names(page):
@@ -86,6 +98,15 @@ class SiteTest(unittest.TestCase):
         with self.subTest(name):
           self.assertIn(f'id="{name}"', text)
 
+  def test_pages_have_a_description_and_an_icon(self):
+    for page in self.site.glob('*.html'):
+      if page.stem in ('genindex', 'py-modindex', 'search'):
+        continue
+      with self.subTest(page.stem):
+        head = page.read_text(encoding='utf-8').partition('</head>')[0]
+        self.assertRegex(head, r'<meta name="description" content="[^"]{30}')
+        self.assertIn('favicon', head)
+
   def test_no_backslash_shows(self):
     wrong = {
         str(page.relative_to(self.site)): found
@@ -100,7 +121,9 @@ class SiteTest(unittest.TestCase):
     if program is None:
       self.skipTest(f'there is no browser: none of {browser.NAMES} is on PATH')
 
-    address, found = browser.visit(self.site, program, timeout=300)
+    address, found = browser.visit(
+        self.site, program, timeout=300, searches=list(SEARCHES)
+    )
 
     self.assertNotIn('error', found)
     self.assertGreater(len(found['pages']), 30)
@@ -115,10 +138,12 @@ class SiteTest(unittest.TestCase):
     for page in '/index.html', '/layout.html', '/colabs/quickstart.html':
       self.assertGreater(pages[page]['images'], 0)
     self.assertEqual(broken_links(found, address, self.site), set())
-    self.assertEqual(found['search']['problems'], [])
-    self.assertTrue(
-        any('silent_mistakes' in link for link in found['search']['found'])
-    )
+    for words, page in SEARCHES.items():
+      with self.subTest(words):
+        result = found['searches'][words]
+        self.assertEqual(result['problems'], [])
+        first = urllib.parse.urlsplit(result['found'][0]).path
+        self.assertEqual(first, f'/{page}.html')
 
   def test_each_namespace_has_a_page(self):
     folders = {

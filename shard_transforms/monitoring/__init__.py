@@ -16,6 +16,9 @@ from shard_transforms._src.monitoring.metrics import compression_error
 from shard_transforms._src.monitoring.metrics import metrics
 from shard_transforms._src.monitoring.noise_scale import NoiseScaleState
 from shard_transforms._src.monitoring.noise_scale import track_noise_scale
+from shard_transforms._src.monitoring.one_device import (
+    assert_trains_as_one_device,
+)
 from shard_transforms._src.monitoring.report_table import Collective
 from shard_transforms._src.monitoring.report_table import WireReport
 from shard_transforms._src.monitoring.wire_report import wire_report
@@ -29,6 +32,7 @@ __all__ = (
     'NoiseScaleState',
     'WireReport',
     'assert_reduced',
+    'assert_trains_as_one_device',
     'check_health',
     'compression_error',
     'cross_check',

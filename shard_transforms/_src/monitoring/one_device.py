@@ -1,0 +1,211 @@
+"""`assert_trains_as_one_device`: N shards against one device, in tests."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms._src.base import arguments
+
+_CALLER = 'assert_trains_as_one_device'
+
+# What to look for where a part is the first that differs, in the order in which
+# a step computes them.
+_CAUSES = {
+    'loss': (
+        'random keys that depend on the shard, or are the same on all shards;'
+        ' shards with different numbers of rows or tokens without that number'
+        ' as `weight`; batch statistics of a shard alone.'
+    ),
+    'statistics': (
+        'batch statistics of a shard alone: take their mean over the shards'
+        ' inside the model.'
+    ),
+    'gradient': (
+        'a loss that is reduced before its gradient is taken: use'
+        ' `shard_transforms.value_and_grad`; a missing or wrong `weight`; batch'
+        ' statistics of a shard alone.'
+    ),
+    'update': (
+        'clipping, signs, moments or noise before the mean: put the reduction'
+        ' first; a missing or wrong `weight`; random keys that depend on the'
+        ' shard.'
+    ),
+}
+_CAUSES_OF_FACTOR = (
+    'a loss that is a sum over examples: take its mean, or reduce by'
+    ' `cross_shard_sum`; a gradient that is reduced twice.'
+)
+# A leaf that is smaller than this part of the others may be rounding alone.
+_SMALL = 1e-3
+
+
+class _Leaf(NamedTuple):
+  """The values of a leaf in all its copies, and those of one device, float64.
+
+  Attributes:
+    name: Its name.
+    found: The values of all shards.
+    expected: The values of one device, as often.
+  """
+
+  name: str
+  found: np.ndarray
+  expected: np.ndarray
+
+  def difference(self, scale: float = 0) -> float:
+    """Returns how large the difference is, relative to at least `scale`."""
+    size = _root_mean_square(self.found - self.expected)
+    with np.errstate(divide='ignore'):
+      return size / max(_root_mean_square(self.expected), scale) if size else 0
+
+  def is_times(self, factor: float, rtol: float) -> bool:
+    """Whether all values are so many times those of one device."""
+    return self._replace(found=self.found / factor).difference() <= rtol
+
+
+def assert_trains_as_one_device(
+    run: Callable[[int], Mapping[str, chex.ArrayTree]],
+    num_shards: int,
+    *,
+    rtol: float = 1e-3,
+) -> None:
+  r"""Asserts that several shards train as one device; for tests.
+
+  No type and no error shows clipping before the mean, a loss that is a sum,
+  batch statistics of a shard alone, or a random key that depends on the shard.
+  This calls `run(1)` and `run(num_shards)`, which run your own step on the same
+  global batch, and compares what they return.
+
+  A leaf agrees if :math:`\lVert a - b\rVert \le r \max(\lVert b\rVert, s)`.
+  There :math:`b` is that of one device, :math:`r` is `rtol`, and :math:`s` is a
+  thousandth of the norm that the leaf would have if its elements were as large
+  as those of its whole part. All copies on devices are compared.
+
+  Args:
+    run: Takes a number of shards; returns a mapping with some of the keys
+      'loss', 'statistics', 'gradient' and 'update', each a tree of arrays. All
+      are values of the whole batch: the `shard_mean` of losses and gradients,
+      and as update the parameters after the step minus those before. A leading
+      axis of shards, as `jax.pmap` adds it, is compared row by row.
+    num_shards: The number of shards, at least 2.
+    rtol: The relative difference that still counts as rounding. Give more for
+      16-bit parameters. Adam and signs magnify rounding where a gradient is
+      about zero: in the test, give Adam an `eps` such as 1e-3.
+
+  Raises:
+    AssertionError: If results differ. The message lists the parts that differ,
+      in the order in which a step computes them, and the usual causes.
+    TypeError: If an argument or what `run` returns is of the wrong kind.
+    ValueError: If `num_shards` is less than 2, `rtol` is not positive, results
+      of one device are not finite, or `run` returns no known keys, or other
+      trees or shapes for other numbers of shards.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms as st
+    >>> tx = optax.chain(optax.scale_by_sign(), st.cross_shard_mean('data'))
+    >>> def step(x):
+    ...   gradient = jnp.mean(x) - 2
+    ...   update, _ = tx.update(gradient, tx.init(gradient))
+    ...   return {'gradient': st.shard_mean(gradient, 'data'), 'update': update}
+    >>> def run(num_shards):
+    ...   x = jnp.arange(8.0).reshape(num_shards, -1)
+    ...   return jax.vmap(step, axis_name='data')(x)
+    >>> st.monitoring.assert_trains_as_one_device(run, 4)
+    Traceback (most recent call last):
+        ...
+    AssertionError: 4 shards must train as one device, but they differ in
+      update: relative difference 0.5
+    The usual causes of the first: clipping, signs, moments or noise before ...
+  """
+  num_shards = arguments.as_at_least('num_shards', num_shards, 2)
+  rtol = arguments.as_positive('rtol', rtol)
+  expected, found = _checked(run(1)), _checked(run(num_shards))
+  if jax.tree.structure(expected) != jax.tree.structure(found):
+    raise ValueError(
+        f'`run` of `{_CALLER}` must return the same tree for each number of'
+        f' shards, got {jax.tree.structure(expected)} for one and'
+        f' {jax.tree.structure(found)} for {num_shards}.'
+    )
+  lines, causes = [], None
+  for part in filter(expected.__contains__, _CAUSES):
+    leaves = _leaves(part, found[part], expected[part])
+    everything = np.concatenate([x.expected for x in leaves] or [np.zeros(0)])
+    scale = _SMALL * _root_mean_square(everything)
+    for leaf in leaves:
+      if not leaf.difference(scale) <= rtol:
+        factors = num_shards, 1 / num_shards
+        factors = [x for x in factors if leaf.is_times(x, rtol)]
+        lines.append(
+            f'\n  {leaf.name}: relative difference {leaf.difference(scale):.2g}'
+            + ''.join(f', {x:.3g} times that of one device' for x in factors)
+        )
+        causes = causes or (_CAUSES_OF_FACTOR if factors else _CAUSES[part])
+  if lines:
+    raise AssertionError(
+        f'{num_shards} shards must train as one device, but they differ in'
+        f'{"".join(lines)}\nThe usual causes of the first: {causes}'
+    )
+
+
+def _checked(results):
+  """Returns what `run` has returned.
+
+  Raises:
+    TypeError: If that is not a mapping.
+    ValueError: If it has no known keys, or others.
+  """
+  if not isinstance(results, Mapping):
+    raise TypeError(
+        f'`run` of `{_CALLER}` must return a mapping, got'
+        f' {type(results).__name__}. Its keys are some of {list(_CAUSES)}.'
+    )
+  if not results or not results.keys() <= _CAUSES.keys():
+    raise ValueError(
+        f'`run` of `{_CALLER}` must return some of the keys {list(_CAUSES)},'
+        f' got {list(results)}.'
+    )
+  return dict(results)
+
+
+def _leaves(part, found, expected):
+  """Returns the leaves of a part.
+
+  Raises:
+    ValueError: If shapes differ, or a value of one device is not finite.
+  """
+  leaves = []
+  for (path, a), b in zip(
+      jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+  ):
+    name = part + jax.tree_util.keystr(path)
+    a, b = jnp.asarray(a), np.asarray(b, np.float64)
+    if a.shape != b.shape and (1, *a.shape[1:]) != b.shape:
+      raise ValueError(
+          f'`run` of `{_CALLER}` must return values of the whole batch, got'
+          f' shape {b.shape} for one shard and {a.shape} for several at {name}.'
+          ' Return the `shard_transforms.shard_mean`.'
+      )
+    if not np.isfinite(b).all():
+      raise ValueError(
+          f'`run(1)` of `{_CALLER}` must return finite values, got {b} at'
+          f' {name}.'
+      )
+    b = np.broadcast_to(b, a.shape)
+    copies = [
+        (np.ravel(np.asarray(x.data, np.float64)), np.ravel(b[x.index]))
+        for x in a.addressable_shards
+    ]
+    leaves.append(_Leaf(name, *map(np.concatenate, zip(*copies, strict=True))))
+  return leaves
+
+
+def _root_mean_square(x):
+  return np.sqrt(np.mean(np.square(x))) if x.size else 0.0

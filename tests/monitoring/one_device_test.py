@@ -1,0 +1,391 @@
+import os
+import pathlib
+import subprocess
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import cases
+import modes
+import python_command
+import shard_transforms
+from shard_transforms import monitoring
+
+AXIS = modes.AXIS
+SHARDS = 4
+EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
+MEAN = shard_transforms.cross_shard_mean(AXIS)
+CLIP = optax.clip_by_global_norm(1.0)
+ADAM = optax.adam(0.1, eps=1e-3)
+
+RNG = np.random.default_rng(0)
+ROWS = 24
+# The rows of the first shard are large, and shards have 1 to 4 real rows in 6.
+SCALE = np.where(np.arange(ROWS) < 6, 9, 1)[:, None]
+BATCH = {
+    'x': (RNG.normal(size=(ROWS, 4)) * SCALE).astype(np.float32),
+    'row': np.arange(ROWS),
+    'real': (np.arange(ROWS) % 6 <= np.arange(ROWS) // 6).astype(np.float32),
+}
+PARAMS = {'w': np.full(4, 0.5, np.float32), 'b': np.zeros((), np.float32)}
+
+
+def errors(params, x):
+  return (x @ params['w'] + params['b'] - x.sum(axis=1)) ** 2
+
+
+def mean_loss(params, batch):
+  return errors(params, batch['x']).mean()
+
+
+def summed_loss(params, batch):
+  return errors(params, batch['x']).sum()
+
+
+def own_statistics_loss(params, batch):
+  return errors(
+      params, batch['x'] / (batch['x'].std(axis=0, keepdims=True) + 1e-3)
+  ).mean()
+
+
+def shared_statistics_loss(params, batch):
+  squares = shard_transforms.shard_mean(
+      jnp.mean(batch['x'] ** 2, axis=0, keepdims=True), AXIS
+  )
+  return errors(params, batch['x'] / (jnp.sqrt(squares) + 1e-3)).mean()
+
+
+def key_of_shard_loss(params, batch):
+  key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS))
+  keep = jax.random.bernoulli(key, 0.5, batch['x'].shape)
+  return errors(params, batch['x'] * keep).mean()
+
+
+def key_of_row_loss(params, batch):
+  def keep(row):
+    key = jax.random.fold_in(jax.random.key(0), row)
+    return jax.random.bernoulli(key, 0.5, (4,))
+
+  return errors(params, batch['x'] * jax.vmap(keep)(batch['row'])).mean()
+
+
+def masked_loss(params, batch):
+  real = batch['real']
+  return jnp.sum(real * errors(params, batch['x'])) / real.sum()
+
+
+def noisy(key_of):
+  """Adds noise behind the mean."""
+
+  def update(updates, state, params=None, **extra_args):
+    del params, extra_args
+    key = key_of(jax.random.key(1))
+    noise = jax.random.normal(key, (4,))
+    return updates | {'w': updates['w'] + noise}, state
+
+  return optax.GradientTransformation(lambda _: (), update)
+
+
+def by_shard(key):
+  return jax.random.fold_in(key, lax.axis_index(AXIS))
+
+
+def run_of(mode, loss, tx, weight_of=None):
+  """Returns a `run` that takes one step in one mode."""
+  tx = optax.with_extra_args_support(tx)
+
+  def step(params, batch):
+    weight = None if weight_of is None else weight_of(batch)
+    value, grads = shard_transforms.value_and_grad(loss, AXIS)(params, batch)
+    updates, _ = tx.update(grads, tx.init(params), params, weight=weight)
+    mean = shard_transforms.shard_mean((value, grads), AXIS, weight=weight)
+    statistics = {'largest': lax.pmax(batch['x'].max(), AXIS)}
+    return {
+        'statistics': statistics,
+        'update': updates,
+        **dict(zip(('loss', 'gradient'), mean, strict=True)),
+    }
+
+  def run(num_shards):
+    batch = jax.tree.map(
+        lambda x: jnp.reshape(x, (num_shards, -1, *x.shape[1:])), BATCH
+    )
+    return modes.map_shards(mode, step, num_shards)(PARAMS, batch)
+
+  return run
+
+
+def real_rows(batch):
+  return batch['real'].sum()
+
+
+def all_rows(batch):
+  return jnp.float32(len(batch['real']))
+
+
+SOUND = {
+    'mean and clip': (mean_loss, optax.chain(MEAN, CLIP, ADAM)),
+    'shared statistics': (shared_statistics_loss, optax.chain(MEAN, ADAM)),
+    'key of row': (key_of_row_loss, optax.chain(MEAN, ADAM)),
+    'weight': (masked_loss, optax.chain(MEAN, ADAM), real_rows),
+    'noise of one key': (mean_loss, optax.chain(MEAN, noisy(lambda x: x))),
+    'sharded': (mean_loss, shard_transforms.shard_update(ADAM, AXIS)),
+    'sum': (summed_loss, shard_transforms.cross_shard_sum(AXIS)),
+}
+# The first part that differs, and a cause.
+WRONG = {
+    'clip': (mean_loss, optax.chain(CLIP, MEAN), None, 'update', 'clipping'),
+    'signs': (
+        *(mean_loss, optax.chain(optax.scale_by_sign(), MEAN), None),
+        *('update', 'signs'),
+    ),
+    'summed loss': (summed_loss, MEAN, None, 'loss', 'is a sum over examples'),
+    'own statistics': (own_statistics_loss, MEAN, None, 'loss', 'batch stat'),
+    'key of shard': (key_of_shard_loss, MEAN, None, 'loss', 'random keys that'),
+    'no weight': (masked_loss, MEAN, None, 'loss', 'without that number'),
+    'wrong weight': (masked_loss, MEAN, all_rows, 'loss', 'without that num'),
+    'noise': (
+        mean_loss,
+        optax.chain(MEAN, noisy(by_shard)),
+        None,
+        'update',
+        'keys',
+    ),
+}
+
+
+def message_of(run, num_shards=SHARDS, **options):
+  try:
+    monitoring.assert_trains_as_one_device(run, num_shards, **options)
+  except AssertionError as error:
+    return str(error)
+  return None
+
+
+def returning(one, several=None):
+  several = one if several is None else several
+  return lambda num_shards: one if num_shards == 1 else several
+
+
+class OneDeviceTest(parameterized.TestCase):
+
+  @cases.product(name=SOUND, mode=modes.MODES)
+  def test_sound_training_passes(self, name, mode):
+    # A sum of gradients is that of the loss of all rows.
+    loss, tx, *weight_of = SOUND[name]
+    run = run_of(mode, loss, tx, *weight_of)
+    if name == 'sum':
+      results, run = run, lambda n: {'update': results(n)['update']}
+
+    self.assertIsNone(message_of(run))
+
+  @cases.product(name=WRONG, mode=modes.MODES)
+  def test_finds_what_no_error_tells(self, name, mode):
+    loss, tx, weight_of, part, cause = WRONG[name]
+
+    message = message_of(run_of(mode, loss, tx, weight_of))
+
+    found, _, causes = message.partition('\nThe usual causes of the first: ')
+    self.assertStartsWith(found, f'{SHARDS} shards must train as one device')
+    self.assertStartsWith(found.splitlines()[1].strip(), part)
+    self.assertIn(cause, causes)
+
+  @cases.parameters((8.0, '8 times'), (1 / 8, '0.125 times'))
+  def test_names_a_factor(self, factor, text):
+    run = returning({'gradient': np.ones(3)}, {'gradient': np.ones(3) * factor})
+
+    message = message_of(run, 8)
+
+    self.assertIn(f'{text} that of one device', message)
+    self.assertIn('that is reduced twice', message)
+
+  @cases.parameters(
+      ('statistics', 'inside the model'), ('gradient', 'before its gradient')
+  )
+  def test_names_causes_of_each_part(self, part, cause):
+    run = returning({part: np.array([1.0, 2])}, {part: np.array([1.0, 3])})
+
+    self.assertIn(cause, message_of(run))
+
+  def test_one_of_the_copies_on_devices_differs(self):
+    def run(num_shards):
+      mapped = jax.shard_map(
+          lambda x: x + (lax.axis_index(AXIS) == 2),
+          mesh=modes.mesh(num_shards),
+          in_specs=P(),
+          out_specs=P(),
+          check_vma=False,
+      )
+      return {'update': jax.jit(mapped)(jnp.ones(3))}
+
+    self.assertIn('update: relative difference 0.5', message_of(run))
+
+  def test_rounding_of_a_small_leaf_is_none(self):
+    one = {'gradient': {'large': np.ones(3), 'b': np.array([1e-9, 0])}}
+    two = {'gradient': {'large': np.ones(3), 'b': np.array([0, -1e-9])}}
+
+    self.assertIsNone(message_of(returning(one, two)))
+    self.assertIn("gradient['b']", message_of(returning(one, two), rtol=1e-7))
+
+  def test_what_is_zero_on_one_device_alone_differs(self):
+    run = returning({'update': np.zeros(2)}, {'update': np.ones(2)})
+
+    self.assertIn('update: relative difference inf', message_of(run))
+
+  def test_nan_on_several_shards_differs(self):
+    run = returning({'loss': np.ones(())}, {'loss': np.array(np.nan)})
+
+    self.assertIn('loss: relative difference nan', message_of(run))
+
+  @cases.parameters((np.int32,), (jnp.bfloat16,), (np.bool_,))
+  def test_takes_each_dtype(self, dtype):
+    values = {'update': np.array([1, 0, 1]).astype(dtype)}
+    others = {'update': np.array([1, 1, 1]).astype(dtype)}
+
+    self.assertIsNone(message_of(returning(values)))
+    self.assertIn('update', message_of(returning(values, others)))
+
+  def test_an_empty_tree_agrees(self):
+    self.assertIsNone(message_of(returning({'loss': 1.0, 'statistics': {}})))
+
+  @cases.parameters(
+      (TypeError, r'must return a mapping, got tuple', ((),)),
+      (
+          ValueError,
+          r"some of the keys \['loss', .* got \['los'\]",
+          ({'los': 1},),
+      ),
+      (ValueError, r'some of the keys', ({},)),
+      (
+          *(ValueError, 'same tree for each number'),
+          ({'loss': 1.0}, {'update': 1.0}),
+      ),
+      (
+          *(
+              ValueError,
+              r'got shape \(2,\) for one shard and \(8,\) for several',
+          ),
+          ({'update': np.ones(2)}, {'update': np.ones(8)}),
+      ),
+      (
+          ValueError,
+          r'must return finite values, got nan at loss',
+          ({'loss': np.nan},),
+      ),
+  )
+  def test_refuses_what_cannot_be_compared(self, error, message, results):
+    with self.assertRaisesRegex(error, message):
+      monitoring.assert_trains_as_one_device(returning(*results), SHARDS)
+
+  @cases.parameters(
+      (TypeError, '`num_shards` must be an integer', dict(num_shards=2.0)),
+      (ValueError, '`num_shards` must be at least 2', dict(num_shards=1)),
+      (ValueError, '`rtol` must be positive', dict(num_shards=2, rtol=0)),
+  )
+  def test_refuses_bad_arguments(self, error, message, options):
+    with self.assertRaisesRegex(error, message):
+      monitoring.assert_trains_as_one_device(
+          returning({'loss': 1.0}), **options
+      )
+
+
+EXAMPLE = """
+import sys
+import jax
+jax.config.update('jax_num_cpu_devices', 8)
+import jax.numpy as jnp
+import numpy as np
+import optax
+import shard_transforms as st
+from absl import flags
+
+def moved(before, after):
+  return jax.tree.map(lambda x, y: np.asarray(y) - x, before, after)
+"""
+PROGRAMS = {
+    'train_digits': """
+import digits, train_digits
+flags.FLAGS(['train_digits', '--mode=MODE'])
+before = jax.tree.map(np.asarray, digits.init_params(0))
+data = digits.load_data(0)[0]
+for way in 1, 2, 3:
+  def run(num_shards):
+    # Steps take these over.
+    params, history = jax.tree.map(jnp.array, before), None
+    if way == 3:
+      history = jax.tree.map(lambda x: jnp.stack([x] * 7), before)
+    run = train_digits.make_runs(num_shards)[way]
+    devices = jax.devices()[:num_shards]
+    step, train, put, get = run.place(run, params, history, devices)
+    for turn in range(8):
+      rows = slice(64 * turn, 64 * turn + 64)
+      train, told = step(train, *put([x[rows] for x in data]))
+    return {'update': moved(before, get(train.params)), 'loss': told['loss']}
+  st.monitoring.assert_trains_as_one_device(run, 8)
+""",
+    'train_on_cluster': """
+import digits, train_on_cluster
+params, data = digits.init_params(0), digits.load_data(0)[0]
+def run(num_shards):
+  mesh = jax.make_mesh((num_shards,), ('data',))
+  tx = optax.chain(st.cross_shard_mean('data'), optax.adam(2e-3, eps=1e-3))
+  specs = st.state_specs(tx, params, mesh)
+  step = train_on_cluster.make_step(tx, mesh, specs)
+  batch = [
+      train_on_cluster.place(x[:96], mesh, jax.P('data')) for x in data]
+  after, _, loss = step(params, st.init_state(tx, params, mesh), *batch)
+  return {'loss': loss, 'update': moved(params, after)}
+st.monitoring.assert_trains_as_one_device(run, 8)
+""",
+    'train_transformer': """
+import train_transformer as example, transformer
+flags.FLAGS(['train_transformer'])
+params = transformer.init_params(0)
+for build in example.plain, example.collecting, example.in_one_call:
+  def run(num_shards):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((num_shards, 2), ('data', 'model'), auto)
+    # XLA for CPUs cannot map an axis of one device beside one of its own.
+    make = build if num_shards > 1 else example.plain
+    way = make(optax.adam(1e-2, eps=1e-3), params, mesh)
+    batch = example.draw_batches(mesh)[0]
+    after, _, loss = jax.jit(way.step)(params, way.state, batch)
+    return {'loss': loss, 'update': moved(params, after)}
+  st.monitoring.assert_trains_as_one_device(run, 4)
+""",
+}
+
+
+class ExamplesTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ('train_digits', 'shard_map'),
+      cases.Repeated(('train_digits', 'pmap')),
+      ('train_on_cluster', ''),
+      ('train_transformer', ''),
+  )
+  @pytest.mark.slow
+  def test_no_false_alarm_on_the_examples(self, name, mode):
+    run = subprocess.run(
+        [
+            *python_command.STRICT,
+            *('-c', EXAMPLE + PROGRAMS[name].replace('MODE', mode)),
+        ],
+        env={
+            **os.environ,
+            'PYTHONPATH': os.pathsep.join(
+                [str(EXAMPLES), os.environ.get('PYTHONPATH', '')]
+            ),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    self.assertEqual(run.returncode, 0, run.stderr)
