@@ -13,6 +13,7 @@ import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
+from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import manifest
 
 TASK = asynchronous_cases.TASK
@@ -179,6 +180,12 @@ class SegmentsTest(parameterized.TestCase):
     again = self.train(folder=folder, start=first, num_updates=35)
     self.assertEqual(again.report.global_step, 35)
 
+  def test_checkpoints_wait_for_updates_and_for_seconds(self):
+    self.train(save_seconds=1000)
+
+    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
+    self.assertEqual(saved, {'30'})
+
   def test_lost_start_of_a_segment_is_reported(self):
     self.train(num_updates=15)
     with change('optax'):
@@ -290,6 +297,18 @@ class WatchingTest(parameterized.TestCase):
       asynchronous_cases.assert_same_bits(
           asynchronous.replay(folder, TASK, TX), result
       )
+
+  def test_updates_that_a_new_driver_computes_again_come_once(self):
+    def drive(workers):
+      for steps in (1, 2, 3), (2, 3), (4,):
+        history = tuple((step, {'loss': 0.0}) for step in steps)
+        yield asynchronous.Report(steps[-1], history=history)
+      yield asynchronous.Result(None, None, asynchronous.Report(4))
+
+    job.run(drive, TASK, 1, cluster=None, on_progress=self.reports.append)
+
+    found = [step for r in self.reports for step, _ in r.history]
+    self.assertEqual(found, [1, 2, 3, 4])
 
   def test_other_answers_are_refused(self):
     with self.assertRaisesRegex(
