@@ -1,6 +1,6 @@
 """Times steps under plain `jax.jit` over sharded arrays, on 8 virtual devices.
 
-Three tables: four ways to accumulate four micro-batches of the transformer of
+Three tables: ways to accumulate four micro-batches of the transformer of
 `examples/`, which must be on `PYTHONPATH`; gates and a divided state beside the
 step without them; and how long the report of a compiled program of many leaves
 takes beside compiling it. Programs of a table run in turn in one process, with
@@ -33,6 +33,10 @@ _ROUNDS = flags.DEFINE_integer(
 )
 _LEAVES = flags.DEFINE_integer(
     'leaves', 1_000, 'Number of leaves of the report.', lower_bound=1
+)
+
+_DEPTH = flags.DEFINE_integer(
+    'depth', transformer.LAYERS, 'Number of layers of the transformer.'
 )
 
 AXIS = train_transformer.AXIS
@@ -77,7 +81,7 @@ def vmapped(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
       in_specs=transformer.SPECS,
       spmd_axis_name=AXIS,
   )
-  return train_transformer.Way('jax.vmap', step, state)
+  return train_transformer.Way('jax.vmap', step, state, mesh)
 
 
 def by_hand(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -109,7 +113,7 @@ def by_hand(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
     return optax.apply_updates(params, updates), state, loss
 
   state = train_transformer.init_state(tx, params, mesh)
-  return train_transformer.Way('by hand', step, state)
+  return train_transformer.Way('by hand', step, state, mesh)
 
 
 def compiled_call(
@@ -143,28 +147,45 @@ def print_ratios(names: Sequence[str], calls: Sequence[Any]) -> None:
     print(f'{name:22}{middle:10.1f} ms  {timing.ratio(times, seconds[0])}')
 
 
+def accumulating_call(
+    way: train_transformer.Way, params: Any, batch: jax.Array
+) -> tuple[Callable[[], Any], Any]:
+  """Returns `compiled_call` of a window, on its mesh."""
+  params, batch = jax.tree.map(
+      lambda x: jax.device_put(x, NamedSharding(way.mesh, x.sharding.spec)),
+      (params, batch),
+  )
+  with jax.set_mesh(way.mesh):
+    return compiled_call(way.step, (params, way.state), batch)
+
+
 def accumulation() -> None:
   """Prints the table of four micro-batches."""
   mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AUTO, AUTO))
   shardings = {k: NamedSharding(mesh, v) for k, v in transformer.SPECS.items()}
-  params = jax.device_put(transformer.init_params(0), shardings)
+  params = jax.device_put(transformer.init_params(0, _DEPTH.value), shardings)
   pixels = transformer.load_data(0)[:64].reshape(NUM_TOWERS, -1, 64)
   batch = jax.device_put(pixels, NamedSharding(mesh, P(None, AXIS)))
   makers = (
       train_transformer.plain,
       train_transformer.collecting,
+      train_transformer.in_one_call,
+      train_transformer.by_types,
       vmapped,
       by_hand,
   )
   ways = [make(optax.adam(1e-3), params, mesh) for make in makers]
   ways.insert(1, ways[0]._replace(name=f'{ways[0].name}, A/A'))
   calls, programs = zip(
-      *(compiled_call(way.step, (params, way.state), batch) for way in ways),
-      strict=True,
+      *(accumulating_call(way, params, batch) for way in ways), strict=True
   )
   for way, program in zip(ways, programs, strict=True):
     sent = train_transformer.sent_over_data(program)
-    print(f'{way.name:22}{sent:14,.0f} bytes sent over data')
+    memory = program.memory_analysis().temp_size_in_bytes
+    print(
+        f'{way.name:22}{sent:14,.0f} bytes sent over data'
+        f'{memory:14,} of temporary memory'
+    )
   print_ratios([way.name for way in ways], calls)
 
 

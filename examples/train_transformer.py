@@ -3,8 +3,9 @@
 Each step accumulates the gradients of four micro-batches, (a) in a `lax.scan`
 under plain `jax.jit`, which reduces each of them over the devices of the batch,
 (b) with `tower_reduce` under a `jax.shard_map` over these devices alone, which
-reduces once, and (c) by `accumulated_value_and_grad`, which does, too. The
-bytes sent and the memory are read from the compiled programs.
+reduces once, (c) by `accumulated_value_and_grad`, which does, too, and (d) with
+`tower_reduce` under plain `jax.jit`, on a mesh of type `Explicit`. The bytes
+sent and the memory are read from the compiled programs.
 
 With `--muon` it trains by Muon on 8 devices that each hold the whole model: (a)
 all of them update all matrices, and (b) each updates those that it owns.
@@ -45,9 +46,12 @@ _BATCH_SIZE = flags.DEFINE_integer(
 )
 _ACCUMULATE = flags.DEFINE_multi_enum(
     'accumulate',
-    ['shard_map', 'auto'],
-    ['shard_map', 'auto'],
+    ['shard_map', 'auto', 'explicit'],
+    ['shard_map', 'auto', 'explicit'],
     'Which ways are compared with a `lax.scan` under plain `jax.jit`.',
+)
+_LAYERS = flags.DEFINE_integer(
+    'layers', transformer.LAYERS, 'Number of layers.', lower_bound=1
 )
 _MUON = flags.DEFINE_bool('muon', False, 'Whether to train by Muon.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
@@ -69,6 +73,7 @@ class Way(NamedTuple):
   name: str
   step: Callable[..., Any]
   state: optax.OptState
+  mesh: jax.sharding.Mesh
 
 
 def init_state(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -92,16 +97,14 @@ def plain(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, losses.mean()
 
-  return Way('jit, lax.scan', step, init_state(tx, params, mesh))
+  return Way('jit, lax.scan', step, init_state(tx, params, mesh), mesh)
 
 
-def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
-  """Accumulates gradients by `tower_reduce`, mapped over the batch axis."""
-  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), tx)
-  tx = shard_transforms.tower_reduce(NUM_TOWERS, inner, axis_name=AXIS)
+def collecting_scan(tx: Any) -> Callable[..., Any]:
+  """Returns a window of `tower_reduce`, and its losses."""
   value_and_grad = shard_transforms.value_and_grad(transformer.loss_fn, AXIS)
 
-  def step(params, state, batches):
+  def window(params, state, batches):
     def micro(carry, batch):
       params, state = carry
       loss, grads = value_and_grad(params, batch)
@@ -109,6 +112,24 @@ def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
       return carry, loss
 
     (params, state), losses = lax.scan(micro, (params, state), batches)
+    return params, state, losses
+
+  return window
+
+
+def tower_reduce(tx: Any) -> optax.GradientTransformationExtraArgs:
+  """Returns what accumulates on each shard, and reduces once."""
+  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), tx)
+  return shard_transforms.tower_reduce(NUM_TOWERS, inner, axis_name=AXIS)
+
+
+def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
+  """Accumulates gradients by `tower_reduce`, mapped over the batch axis."""
+  tx = tower_reduce(tx)
+  window = collecting_scan(tx)
+
+  def step(params, state, batches):
+    params, state, losses = window(params, state, batches)
     return params, state, shard_transforms.shard_mean(losses.mean(), AXIS)
 
   specs = shard_transforms.state_specs(tx, params, mesh)
@@ -119,7 +140,23 @@ def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
       in_specs=(P(), specs, P(None, AXIS)),
       out_specs=(P(), specs, P()),
   )
-  return Way('tower_reduce', step, init_state(tx, params, mesh))
+  return Way('tower_reduce', step, init_state(tx, params, mesh), mesh)
+
+
+def by_types(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
+  """Accumulates gradients by `tower_reduce`, on a mesh of type `Explicit`."""
+  explicit = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+  mesh = mesh.update(axis_types=explicit)
+  tx = shard_transforms.on_mesh(
+      tower_reduce(tx), mesh, in_specs=transformer.SPECS
+  )
+  window = collecting_scan(tx)
+
+  def step(params, state, batches):
+    params, state, losses = window(params, state, batches)
+    return params, state, losses.mean()
+
+  return Way('Explicit', step, tx.init(params), mesh)
 
 
 def in_one_call(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
@@ -133,7 +170,7 @@ def in_one_call(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
     after = shard_transforms.update_and_apply(tx, grads, state, params)
     return *after, loss
 
-  return Way('accumulated', step, init_state(tx, params, mesh))
+  return Way('accumulated', step, init_state(tx, params, mesh), mesh)
 
 
 def of_shards(name: str, tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
@@ -153,13 +190,15 @@ def of_shards(name: str, tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
       in_specs=(P(), specs, P(None, AXIS)),
       out_specs=(P(), specs, P()),
   )
-  return Way(name, step, shard_transforms.init_state(tx, params, mesh))
+  state = shard_transforms.init_state(tx, params, mesh)
+  return Way(name, step, state, mesh)
 
 
 def by_muon() -> tuple[list[Way], Any, list[jax.Array]]:
   """Returns two ways to train by Muon, parameters and batches."""
   mesh = jax.make_mesh((8,), (AXIS,), (jax.sharding.AxisType.Auto,))
-  params = transformer.unstacked(transformer.init_params(_SEED.value))
+  params = transformer.init_params(_SEED.value, _LAYERS.value)
+  params = transformer.unstacked(params)
   params = jax.device_put(params, NamedSharding(mesh, P()))
   muon = transformer.muon(2e-2)
   mean = shard_transforms.cross_shard_mean(AXIS)
@@ -176,10 +215,15 @@ def accumulating() -> tuple[list[Way], Any, list[jax.Array]]:
   auto = (jax.sharding.AxisType.Auto,) * 2
   mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
   shardings = {k: NamedSharding(mesh, v) for k, v in transformer.SPECS.items()}
-  params = jax.device_put(transformer.init_params(_SEED.value), shardings)
+  params = transformer.init_params(_SEED.value, _LAYERS.value)
+  params = jax.device_put(params, shardings)
   # With a tiny `eps`, rounding errors would grow where a gradient is near zero.
   make = functools.partial(optax.adam, 1e-2, eps=1e-4)
-  builders = {'shard_map': collecting, 'auto': in_one_call}
+  builders = {
+      'shard_map': collecting,
+      'auto': in_one_call,
+      'explicit': by_types,
+  }
   builders = [plain, *(builders[name] for name in _ACCUMULATE.value)]
   ways = [build(make(), params, mesh) for build in builders]
   return ways, params, draw_batches(mesh)
@@ -189,13 +233,18 @@ def train(
     way: Way, params: Any, batches: Sequence[jax.Array], bar: tqdm.tqdm
 ) -> tuple[list[float], Any]:
   """Returns the loss of each step, and the compiled step."""
-  given = (params, way.state)
+
+  def placed(x):
+    return jax.device_put(x, NamedSharding(way.mesh, x.sharding.spec))
+
+  given = (jax.tree.map(placed, params), way.state)
   shardings = jax.tree.map(lambda x: x.sharding, given)
   step = jax.jit(way.step, out_shardings=(*shardings, None))
-  compiled = step.lower(*given, batches[0]).compile()
+  with jax.set_mesh(way.mesh):
+    compiled = step.lower(*given, placed(batches[0])).compile()
   losses = []
   for batch in batches:
-    *given, loss = compiled(*given, batch)
+    *given, loss = compiled(*given, placed(batch))
     losses.append(float(loss))
     bar.update()
   return losses, compiled

@@ -42,7 +42,7 @@ def load_data(seed: int) -> np.ndarray:
   return np.asarray(8 * (images + 1), np.int32).reshape(-1, LENGTH)
 
 
-def init_params(seed: int) -> dict[str, jax.Array]:
+def init_params(seed: int, layers: int = LAYERS) -> dict[str, jax.Array]:
   """Returns the parameters, those of all layers stacked."""
   keys = iter(jax.random.split(jax.random.key(seed), len(SPECS)))
 
@@ -53,10 +53,10 @@ def init_params(seed: int) -> dict[str, jax.Array]:
   return {
       'embed': normal(1, LEVELS, WIDTH) / 4,
       'place': normal(1, LENGTH, WIDTH) / 4,
-      'qkv': normal(WIDTH, LAYERS, WIDTH, 3, HEADS, size),
-      'out': normal(WIDTH, LAYERS, HEADS, size, WIDTH),
-      'up': normal(WIDTH, LAYERS, WIDTH, HIDDEN),
-      'down': normal(HIDDEN, LAYERS, HIDDEN, WIDTH),
+      'qkv': normal(WIDTH, layers, WIDTH, 3, HEADS, size),
+      'out': normal(WIDTH, layers, HEADS, size, WIDTH),
+      'up': normal(WIDTH, layers, WIDTH, HIDDEN),
+      'down': normal(HIDDEN, layers, HIDDEN, WIDTH),
   }
 
 
@@ -93,7 +93,7 @@ def _attend(x, qkv, out):
 def predict(params: Params, pixels: jax.Array) -> jax.Array:
   """Returns logits [n, 63, 17] for the pixels behind those of [n, 64]."""
   x = params['embed'][pixels[:, :-1]] + params['place'][None, :-1]
-  for layer in range(LAYERS):
+  for layer in range(len(params['qkv'])):
     qkv, out, up, down = (
         params[name][layer] for name in ('qkv', 'out', 'up', 'down')
     )

@@ -1,5 +1,6 @@
 """The table of the page on gradient accumulation: each row is a program."""
 
+import contextlib
 import functools
 import pathlib
 import re
@@ -89,29 +90,45 @@ def accumulated(specs, num_towers=None):
   return step
 
 
-def reducing(inner, scans):
-  """`tower_reduce` under `jax.shard_map`, in a scan or one call a tower."""
+def reducing(inner, scans, how='shard_map', sizes=(8,)):
+  """`tower_reduce` in a scan or one call a tower, as `how` maps it."""
   tx = shard_transforms.tower_reduce(TOWERS, inner, axis_name='data')
+  kind = 'Explicit' if how == 'types' else 'Auto'
+  bound = shard_transforms.on_mesh(tx, make_mesh(sizes, kind))
+  grad_fn = shard_transforms.value_and_grad(loss_fn, 'data')
 
   def tower(carry, x):
     params, state = carry
-    _, grads = shard_transforms.value_and_grad(loss_fn, 'data')(params, x)
-    return apply(tx, grads, state, params), None
+    _, grads = grad_fn(params, x)
+    return apply(bound, grads, state, params), None
 
   def shard(params, state, x):
     if scans:
       return jax.lax.scan(tower, (params, state), x)[0]
     return tower((params, state), x)[0]
 
-  def step(params, state, x):
-    specs = shard_transforms.state_specs(tx, params, make_mesh((8,)))
+  def by_shard_map(params, state, x):
+    specs = shard_transforms.state_specs(tx, params, make_mesh(sizes))
     return jax.shard_map(
         shard,
+        axis_names={'data'},
         in_specs=(P(), specs, P(None, 'data') if scans else P('data')),
         out_specs=(P(), specs),
     )(params, state, x)
 
-  return tx, step
+  def by_vmap(params, state, x):
+    axes = shard_transforms.state_axes(tx, params, make_mesh(sizes), 'data')
+    mapped = jax.vmap(
+        shard,
+        (None, axes, 0),
+        (None, axes),
+        axis_name='data',
+        spmd_axis_name='data',
+    )
+    return mapped(params, state, x.reshape(sizes[0], -1, WIDTH))
+
+  steps = {'shard_map': by_shard_map, 'vmap': by_vmap, 'types': shard}
+  return tx, steps[how]
 
 
 def make_mesh(sizes, kind='Auto'):
@@ -134,6 +151,7 @@ class Way:
     in_calls: Whether `step` takes one micro-batch.
     is_flat: Whether it takes the rows of all of them, which it splits.
     zero: Whether the state is sharded by `state_shardings`.
+    axis: The axis that `jax.vmap` maps, if it does.
   """
 
   def __init__(
@@ -145,9 +163,11 @@ class Way:
       in_calls=False,
       is_flat=False,
       zero=False,
+      axis=None,
   ):
     self.step, self.specs, self.kind, self.tx = step, specs, kind, tx
     self.in_calls, self.is_flat, self.zero = in_calls, is_flat, zero
+    self.axis = axis
 
 
 STEPS = optax.with_extra_args_support(
@@ -174,11 +194,30 @@ WAYS = {
     'tensor-parallel, `Explicit`': Way(accumulated(None), TENSOR, 'Explicit'),
     'both, `Explicit`': Way(accumulated(None), BOTH, 'Explicit'),
 }
-for name, inner in (('replicated', MEAN), ('ZeRO-1', SHARD)):
-  for scans in True, False:
-    tx, step = reducing(inner, scans)
-    where = 'a scan' if scans else 'calls'
-    WAYS[f'{name}, `shard_map`, {where}'] = Way(step, tx=tx, in_calls=not scans)
+for how, inner, specs in (
+    ('shard_map', MEAN, REPLICATED),
+    ('shard_map', MEAN, TENSOR),
+    ('shard_map', SHARD, REPLICATED),
+    ('vmap', MEAN, REPLICATED),
+    ('vmap', MEAN, TENSOR),
+    ('types', MEAN, REPLICATED),
+    ('types', MEAN, TENSOR),
+    ('types', SHARD, REPLICATED),
+):
+  sizes = (4, 2) if specs is TENSOR else (8,)
+  name = 'tensor-parallel' if specs is TENSOR else 'replicated'
+  name = 'ZeRO-1' if inner is SHARD else name
+  name += ', `Explicit`' if how == 'types' else f', `{how}`'
+  for scans in (False,) if how == 'vmap' else (True, False):
+    tx, step = reducing(inner, scans, how, sizes)
+    WAYS[f'{name}, {"a scan" if scans else "calls"}'] = Way(
+        step,
+        specs,
+        'Explicit' if how == 'types' else 'Auto',
+        tx=tx,
+        in_calls=not scans,
+        axis='data' if how == 'vmap' else None,
+    )
 
 
 def sent_in_a_window(way):
@@ -187,9 +226,16 @@ def sent_in_a_window(way):
   shardings = {k: NamedSharding(mesh, v) for k, v in way.specs.items()}
   params = jax.device_put(PARAMS, shardings)
   by_axis = way.tx not in (ADAM, STEPS)
-  with jax.set_mesh(mesh):
+  # JAX maps an axis of a mesh by `jax.vmap` where no mesh is in use.
+  with contextlib.nullcontext() if way.axis else jax.set_mesh(mesh):
     if by_axis:
-      state = shard_transforms.init_state(way.tx, params, mesh)
+      state = shard_transforms.init_state(
+          way.tx,
+          params,
+          mesh,
+          in_specs=way.specs,
+          spmd_axis_name=way.axis,
+      )
     else:
       state = optax.tree_utils.tree_map_params(
           way.tx, jax.device_put, way.tx.init(params), shardings
@@ -211,14 +257,17 @@ def sent_in_a_window(way):
         batches = [window[i] for i in range(TOWERS)]
       for batch in batches:
         params, state = step(params, state, batch)
-  sent = 0
+  sent = reduced = 0
   for c in report.collectives:
     if 'data' in c.axes:
       # A window is closed once, in a scan by one of its turns.
       repeats = TOWERS if way.in_calls and not c.conditional else 1
       in_turn = c.conditional and not way.in_calls and c.times == TOWERS
-      sent += repeats * c.sent_bytes / (TOWERS if in_turn else 1)
-  return round(sent), params
+      repeats /= TOWERS if in_turn else 1
+      sent += repeats * c.sent_bytes
+      if c.primitive in ('psum', 'reduce_scatter'):
+        reduced += repeats * c.times * c.payload_bytes
+  return round(sent), round(reduced), params
 
 
 @functools.cache
@@ -245,10 +294,21 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(rows_of_the_page().keys(), WAYS.keys())
 
   @cases.product(way=WAYS, always=lambda way: False)
-  def test_row_sends_what_the_page_says_and_trains_as_one_device(self, way):
-    sent, params = sent_in_a_window(WAYS[way])
+  def test_row_reduces_once_sends_what_the_page_says_and_trains_right(
+      self, way
+  ):
+    sent, reduced, params = sent_in_a_window(WAYS[way])
 
     chex.assert_trees_all_close(
         jax.device_get(params), expected_params(), rtol=1e-4, atol=1e-5
     )
     self.assertEqual(sent, rows_of_the_page()[way])
+    size = sum(
+        x.nbytes // (2 if 'model' in WAYS[way].specs[name] else 1)
+        for name, x in PARAMS.items()
+    )
+    repeats = 1
+    if way.startswith(('plain', '`optax')):
+      repeats = TOWERS
+    # The loss, unless it is not used.
+    self.assertIn(reduced - repeats * size, (0, 4))

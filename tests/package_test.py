@@ -454,6 +454,31 @@ class SurfaceTest(parameterized.TestCase):
     )
 
 
+def names_of_state(tree):
+  """Yields names of a module that are made to be changed while it is used."""
+  makers = {
+      *('dict', 'list', 'set', 'defaultdict', 'deque', 'Counter', 'local'),
+      *('WeakKeyDictionary', 'WeakValueDictionary', 'WeakSet', 'ContextVar'),
+  }
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Global):
+      yield from node.names
+  for node in tree.body:
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+      continue
+    value = node.value
+    # What has entries is a table.
+    is_empty = (isinstance(value, ast.List) and not value.elts) or (
+        isinstance(value, ast.Dict) and not value.keys
+    )
+    is_made = isinstance(value, ast.Call) and (
+        ast.unparse(value.func).rpartition('.')[2] in makers
+    )
+    if is_empty or is_made:
+      targets = getattr(node, 'targets', None) or [node.target]
+      yield from map(ast.unparse, targets)
+
+
 class LayoutTest(parameterized.TestCase):
 
   def test_installed_package_is_this_checkout(self):
@@ -554,6 +579,16 @@ class LayoutTest(parameterized.TestCase):
     }
 
     self.assertContainsSubset(found, {'_src/base/axes.py'})
+
+  def test_no_module_keeps_state(self):
+    kept = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in PACKAGE.rglob('*.py')
+        for name in names_of_state(ast.parse(path.read_text(encoding='utf-8')))
+    }
+
+    # It can raise an error, and changes no program.
+    self.assertEqual(kept, {('_src/base/gradients.py', '_origins')})
 
   def test_no_module_is_a_drawer(self):
     drawers = {'utils', 'util', 'common', 'helpers', 'helper', 'misc'}

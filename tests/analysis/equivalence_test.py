@@ -15,10 +15,10 @@ FLEXIBLE = primitives.REPEATING.union(
 SIZES = {(SHORT.size, LONG.size)}
 
 
-def are_alike(fn, other=None, sizes=SIZES):
+def are_equivalent(fn, other=None, sizes=SIZES):
   some, _ = equivalence.trace(fn, SHORT)
   others, _ = equivalence.trace(other or fn, LONG)
-  return equivalence.are_alike(
+  return equivalence.are_equivalent(
       some, others, sizes, lambda step: step.name in FLEXIBLE
   )
 
@@ -38,7 +38,7 @@ class EquivalenceTest(parameterized.TestCase):
       ('an array of its own', lambda x: x * jnp.sum(TABLE)),
   )
   def test_does_the_same(self, fn):
-    self.assertTrue(are_alike(fn))
+    self.assertTrue(are_equivalent(fn))
 
   @parameterized.named_parameters(
       ('an operation', lambda x: jnp.sin(x) if x.size == 3 else jnp.cos(x)),
@@ -70,10 +70,10 @@ class EquivalenceTest(parameterized.TestCase):
       ),
   )
   def test_does_something_else(self, fn):
-    self.assertFalse(are_alike(fn))
+    self.assertFalse(are_equivalent(fn))
 
   def test_sizes_must_be_said_to_be_alike(self):
-    self.assertFalse(are_alike(jnp.sin, sizes=set()))
+    self.assertFalse(are_equivalent(jnp.sin, sizes=set()))
 
   def test_traces_types_of_results(self):
     _, result = equivalence.trace(lambda x: {'a': x[:2]}, SHORT)

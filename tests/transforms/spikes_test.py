@@ -489,14 +489,31 @@ class RecordTest(parameterized.TestCase):
     self.assertEqual(state.spikes.statistics.num_recorded, 16)
 
   def test_recorded_spikes_do_not_overflow(self):
-    norm = np.tile([1.0, 1.1], 30)
-    norm[20] = 1e18
-    norm[40] = 1e3
-    rule = SpikeRule(max_stds=4.0, decay=0.5, record_spikes=True)
+    loss = np.tile([1.0, 1.1], 30)
+    loss[20] = 1e30
+    rule = SpikeRule(
+        max_stds=4.0, decay=0.5, signals=['loss'], record_spikes=True
+    )
 
-    state, _, _ = decisions(rule, norm, norm)
+    state, _, _ = decisions(rule, loss, np.ones(60))
 
     self.assertTrue(np.isfinite(state.spikes.statistics.variance).all())
+
+  def test_a_shard_without_weight_has_no_spike_and_is_not_recorded(self):
+    rule = SpikeRule(max_norm=50.0, max_stds=9.0, window=2)
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
+
+    def fn(params, own):
+      x, weight = own
+      return tx.update(x, tx.init(params), params, weight=weight)[1]
+
+    x = np.array([[1.0], [2.0], [99.0], [3.0]], np.float32)
+    weight = np.array([1, 1, 0, 1], np.float32)
+    state = modes.map_shards('vmap', fn, 4)(jnp.zeros(1), (x, weight))
+
+    self.assertEqual(state.spikes.spike_count[0], 0)
+    np.testing.assert_array_equal(state.spikes.last_spike, [[[-1]]] * 4)
+    np.testing.assert_allclose(state.spikes.statistics.mean[0, 0], [2.0])
 
   def test_excluded_spikes_are_recorded_if_told(self):
     x, loss = data()

@@ -133,7 +133,7 @@ def _power_of_two(x):
   # tells that shards differ.
   bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
-  # Such that the reciprocal is a normal number too.
+  # So that the reciprocal is a normal number, too.
   return jnp.clip(power, 2.0**-125, 2.0**125)
 
 

@@ -53,7 +53,7 @@ class _Deadlocks(shard_flow.Shards):
     return [_inside(step, result) for result in results]
 
   def inside(self, step, kinds):
-    # What a solver hands to its bodies may be equal, too.
+    # The inputs of the bodies of a solver may be equal, too.
     del step, kinds
     return shard_flow.NONE
 

@@ -247,9 +247,11 @@ def _problem_of_slices(whole, sliced, understood):
       for x, y in pairs
       if jnp.shape(x) != jnp.shape(y)
   }
-  if not equivalence.are_alike(whole.init, sliced.init, sizes, _is_flexible):
+  if not equivalence.are_equivalent(
+      whole.init, sliced.init, sizes, _is_flexible
+  ):
     return 'how its state starts depends on their shapes'
-  if not equivalence.are_alike(
+  if not equivalence.are_equivalent(
       whole.update,
       sliced.update,
       sizes,

@@ -26,8 +26,8 @@ from shard_transforms._src.analysis import primitives
 
 Shape = tuple[int, ...]
 
-# Parameters that depend on shapes: of what repeats one number, and of what
-# moves elements.
+# Parameters that depend on shapes: those of steps that move elements, and those
+# of steps that repeat one number.
 _SHAPE_PARAMS = frozenset(('shape', 'new_sizes', 'limit_indices'))
 _REPEATED_PARAMS = _SHAPE_PARAMS | {'broadcast_dimensions', 'dimensions'}
 
@@ -50,7 +50,7 @@ def closed(
   return jaxpr, traced.out_avals
 
 
-def are_alike(
+def are_equivalent(
     some: jaxprs.Program,
     other: jaxprs.Program,
     sizes: set[tuple[int, int]],
@@ -93,7 +93,7 @@ class _Comparison:
 
   Attributes:
     fits: Whether two shapes count as equal in a flexible step.
-    flexible: As for `are_alike`.
+    flexible: As for `are_equivalent`.
     partners: For each value so far, its counterpart in the other program.
       Without them, `x + x * y` and `y + x * y`, between which a function may
       choose by shapes, would be the same two steps.

@@ -84,7 +84,7 @@ def _problem(call, program):
 
 
 def _sources(values, program):
-  """Returns all values of a program that some depend on, these included."""
+  """Returns some values of a program, and all that they depend on."""
   made_by = {value: step for step in program.steps for value in step.outputs}
   found, left = set(), list(values)
   while left:

@@ -52,7 +52,7 @@ def _flatten(jaxpr, inputs, around):
                 jaxprs.common_name(eqn.primitive.name), eqn.params, *ends
             )
         )
-    # A `zip` that is strict takes three times as long.
+    # A strict `zip` takes three times as long.
     for i, variable in enumerate(eqn.outvars):
       values[variable] = outputs[i]
   outputs = _read(jaxpr.outvars, values)

@@ -101,7 +101,7 @@ def interpret(
       results = _run_bodies(step, given, reader)
     else:
       results = reader.primitive(step, given)
-    # A `zip` that is strict takes three times as long.
+    # A strict `zip` takes three times as long.
     for i, value in enumerate(step.outputs):
       found[id(value)] = results[i]
   return of(program.outputs)
@@ -150,5 +150,5 @@ def _loop(step, kinds, reader):
     (go_on,) = interpret(loop.condition, condition_reads + carry, reader)
     return reader.chosen(step, go_on, carry)
   stacks = map(reader.stacked, ends[loop.num_carry :], results)
-  # What the last turn gives.
+  # The carry is that of the last turn.
   return [*ends[: loop.num_carry], *stacks]

@@ -232,9 +232,9 @@ def own_values(variables: Sequence[Any]) -> tuple[Value, ...]:
 
 
 def _decision(eqn: jax.extend.core.JaxprEqn) -> int | None:
-  """Returns which of its carry decides whether a loop runs once or not at all.
+  """Returns which value of its carry makes a loop run once, or not at all.
 
-  The condition of such a loop is one of the carry as it is, and the body makes
+  The condition of such a loop returns that value as it is, and the body makes
   it false. `None` for all other equations.
   """
   if eqn.primitive.name != 'while':

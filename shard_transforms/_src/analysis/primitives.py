@@ -65,7 +65,7 @@ TOGETHER = REDUCTIONS.union(
 
 # Collectives whose result is the same on all shards, except with groups.
 REPLICATED = frozenset(('all_gather', 'pbroadcast', 'pmax', 'pmin', 'psum'))
-# Those that give each shard another part, or that not all shards may get.
+# Each shard gets another part, or some shards get nothing.
 SCATTERING = frozenset(
     ('all_to_all', 'ppermute', 'ragged_all_to_all', 'reduce_scatter')
 )

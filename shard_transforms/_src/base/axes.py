@@ -81,7 +81,10 @@ def _size(axis, caller):
         ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
         f' `jax.vmap` with `axis_name={axis!r}`. Where `tx.init` is called'
         ' outside, as `TrainState.create` and `nnx.Optimizer` do, bind it:'
-        ' `tx = shard_transforms.on_mesh(tx, mesh)`; for `jax.pmap`, call'
+        ' `tx = shard_transforms.on_mesh(tx, mesh)`. On axes of type'
+        ' `Explicit`, its `update` binds them, for gradients of'
+        f' `shard_transforms.value_and_grad(fun, {axis!r})` inside'
+        ' `with jax.set_mesh(mesh)`. For `jax.pmap`, call'
         f' `jax.pmap(tx.init, axis_name={axis!r})(replicated_params)`. Under'
         ' plain `jax.jit` with sharded arrays, gradients are global already:'
         f' leave `{caller}` out, or accumulate them by'
@@ -209,7 +212,7 @@ def detect_cluster(
   """
   clusters = importlib.import_module('jax._src.clusters').ClusterEnv
   for kind in clusters._cluster_types:
-    # JAX gives that of Kubernetes no name, and finds it by the empty one.
+    # JAX has no name for the way of Kubernetes, and finds it by the empty one.
     if (kind.name or 'k8s') in methods and kind.is_env_present():
       return clusters.auto_detect_unset_distributed_params(
           *(None, None, None, None), kind.name, timeout
@@ -224,7 +227,7 @@ def coordination_client() -> Any | None:
 
 def scatters_wait() -> bool:
   """Whether a reduce-scatter waits for a shard that is late, however long."""
-  # Before JAX 0.12, that of gloo fails after 30 seconds (jax#40831).
+  # Before JAX 0.12, gloo's fails after 30 seconds (jax#40831).
   return jax.__version_info__ >= (0, 12) or not between_processes()
 
 

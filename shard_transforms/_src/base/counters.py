@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 MAX = jnp.iinfo(jnp.int32).max
-# In place of the number of a step, where there has been none.
+# Stands for the number of a step where there has been none.
 NEVER = -1
 
 

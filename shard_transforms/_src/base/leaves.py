@@ -11,6 +11,7 @@ from typing import Any
 
 import chex
 import jax
+from jax import core
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +110,39 @@ def as_accumulator(leaf: Any) -> jax.Array:
   """Returns a leaf as an array of the dtype in which it is summed."""
   x = jnp.asarray(leaf)
   return as_dtype(x, accumulator_dtype(x.dtype))
+
+
+def widened(tree: Any) -> Any:
+  """Returns a tree whose leaves are of the dtypes in which they are summed."""
+  return jax.tree.map(lambda x: x if is_float0(x) else as_accumulator(x), tree)
+
+
+def split_arrays(
+    tree: Any, is_split: bool = True
+) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
+  """Returns the arrays in a tree, or none, and how the tree is restored.
+
+  Arrays that are known and on a mesh are always among them: inside of a
+  program, JAX does not see how a known array is sharded.
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+  arrays = [
+      x
+      if isinstance(x, jax.Array) and (is_split or _is_known_on_mesh(x))
+      else None
+      for x in leaves
+  ]
+
+  def join(arrays):
+    pairs = zip(leaves, arrays, strict=True)
+    return treedef.unflatten([x if a is None else a for x, a in pairs])
+
+  return arrays, join
+
+
+def _is_known_on_mesh(x):
+  is_known = not isinstance(x, core.Tracer)
+  return is_known and bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -260,10 +294,11 @@ def _check_not_pending(tree: Any, caller: str) -> None:
     if pending:
       raise ValueError(
           f'`updates` of `{caller}` must not be unreduced, got {name_of(path)}'
-          f' {list(jnp.shape(leaf))}, of which the sum over'
-          f' {sorted(pending, key=str)} is pending. Reduce it once, by'
-          ' `jax.reshard` to the sharding of its parameter, or take gradients'
-          ' by `shard_transforms.accumulated_value_and_grad`.'
+          f' {list(jnp.shape(leaf))}, whose sum over'
+          f' {sorted(pending, key=str)} is pending. Give `axis_name` to what'
+          ' reduces it, such as `cross_shard_mean`, and bind it by'
+          ' `shard_transforms.on_mesh(tx, mesh)`; or take gradients by'
+          ' `shard_transforms.accumulated_value_and_grad`.'
       )
 
 

@@ -30,7 +30,7 @@ def axes_of(spec: P) -> frozenset[Hashable]:
 
 
 def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
-  """Returns a tree of `PartitionSpec`s without all but `axes`."""
+  """Returns `PartitionSpec`s that name those of `axes` alone."""
 
   def restrict(spec):
     entries = [e if isinstance(e, tuple) else (e,) for e in spec]

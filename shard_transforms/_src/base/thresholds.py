@@ -69,7 +69,7 @@ _CPU = Thresholds(
     # n log(n)**2 / 4 comparisons to compile: python benchmarks/aggregators.py
     network_rows=32,
     unrolled_rows=32,
-    # Half of the time of a product: python benchmarks/compressors.py
+    # It takes half the time of a product: python benchmarks/compressors.py
     fused_rank=8,
 )
 

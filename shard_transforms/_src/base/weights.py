@@ -6,6 +6,7 @@ not finite. So all of them compose.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -21,8 +22,50 @@ from shard_transforms._src.base import leaves
 Kind = Literal['mean', 'sum']
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=['total'],
+    meta_fields=['dtypes'],
+)
+@dataclasses.dataclass(frozen=True)
+class Summed:
+  """The weight of updates that are sums over towers, not yet their means.
+
+  It is passed to a reduction in the order of a tree, which divides once.
+
+  Attributes:
+    total: The total weight of the towers of this shard, float32 [], or their
+      number, a Python number, where all count the same.
+    dtypes: The dtypes of the updates of a tower, leaf by leaf, if sums are in
+      another.
+  """
+
+  total: Any
+  dtypes: tuple[np.dtype, ...] = ()
+
+  def as_given(self, summed: list[jax.Array], caller: str) -> list[jax.Array]:
+    """Returns leaves in the dtypes of the updates of a tower.
+
+    Raises:
+      ValueError: If there are not as many leaves as updates.
+    """
+    if not self.dtypes:
+      return summed
+    if len(summed) != len(self.dtypes):
+      raise ValueError(
+          f'`updates` of `{caller}` must have the {len(self.dtypes)} leaves of'
+          f' the towers, some of them of 16 bits, got {len(summed)}. Cast'
+          ' gradients to float32 before they are accumulated.'
+      )
+    pairs = zip(summed, self.dtypes, strict=True)
+    return [
+        x if leaves.is_float0(x) else leaves.as_dtype(x, dtype)
+        for x, dtype in pairs
+    ]
+
+
 def as_weight(
-    weight: chex.Numeric, shape: tuple[int, ...], caller: str
+    weight: chex.Numeric | Summed, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
   """Returns `weight` in float32; only positive normal numbers count.
 
@@ -35,6 +78,13 @@ def as_weight(
     ValueError: If it is not of `shape`, or is negative or not finite.
   """
   name = f'`weight` of `{caller}`'
+  if isinstance(weight, Summed):
+    raise ValueError(
+        f'{name} must be a number, got that of sums over towers, which are'
+        " divided after the shards have added theirs. With `order='tree'`,"
+        ' `inner` is to reduce by `cross_shard_mean`, `cross_shard_sum` or'
+        " `shard_update` with `order='tree'`; put gates around, not inside."
+    )
   # An array of booleans says which shards count; `True` alone is a flag that
   # was meant for another argument.
   is_flag = isinstance(weight, (bool, np.bool_))
@@ -96,7 +146,7 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
   if weight is not None:
     raise ValueError(
         f'`weight` of `{caller}` must come with `inner`, got none. A link of a'
-        ' chain cannot hand the total weight on to the next: write'
+        ' chain cannot pass the total weight to the next link: write'
         f' `{caller}(num_towers, optax.chain(...))`.'
     )
 

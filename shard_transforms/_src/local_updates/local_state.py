@@ -224,7 +224,7 @@ def _take_over(state, params):
   Raises:
     ValueError: If these are of another tree, or not those of one shard.
   """
-  # Any name makes `own` take the leading axis off.
+  # `own` removes the leading axis, whatever the name of the axis.
   own = per_shard_state.own(state.own_params, ('',), CALLER)
   try:
     return replaced(params, own)

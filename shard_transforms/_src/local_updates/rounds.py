@@ -77,7 +77,7 @@ class Rounds:
     if callable(length):
       at_least = jnp.maximum
       length = jnp.maximum(jnp.asarray(length(num_rounds), jnp.int32), 1)
-    # A round that has become shorter since it began is in one of its own steps.
+    # A round may become shorter after it began: the number stays within it.
     number = lax.rem(step, length) + 1
     ends = self._ends(length)
     return Due(

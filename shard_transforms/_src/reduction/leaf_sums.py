@@ -22,6 +22,7 @@ from shard_transforms._src.base import thresholds
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import tree_sums
 
 OnInvariant = Literal['error', 'summed', 'averaged']
 Algorithm = Literal['flat', 'hierarchical']
@@ -39,6 +40,7 @@ class ReductionOptions:
     on_invariant: How to read a leaf that is the same on all shards.
     bucket_bytes: The size of the buffers that small leaves share, or `'auto'`.
     algorithm: Whether several axes are summed over at once or level by level.
+    order: `'tree'` for sums in the order of a balanced tree; `None` for any.
     in_slices: Whether leaves are scattered and gathered, in place of summed.
   """
 
@@ -49,6 +51,7 @@ class ReductionOptions:
   on_invariant: OnInvariant = 'error'
   bucket_bytes: int | str = 'auto'
   algorithm: Algorithm = 'flat'
+  order: tree_sums.Order = None
   in_slices: ClassVar[bool] = False
 
   def __post_init__(self):
@@ -73,6 +76,24 @@ class ReductionOptions:
           ' shards along a mesh of one axis.'
       )
     bucketing.check_bucket_bytes(self.bucket_bytes)
+    tree_sums.check_order(self.order)
+    if self.order is not None:
+      self._check_own_order()
+
+  def _check_own_order(self):
+    """Checks that nothing else decides in which order shards are summed."""
+    even = self.groups is None or groups_lib.is_even(self.groups)
+    for name, value, fits in (
+        ('on_invariant', self.on_invariant, self.on_invariant == 'error'),
+        ('algorithm', self.algorithm, self.algorithm == 'flat'),
+        ('groups', self.groups, even),
+    ):
+      if not fits:
+        raise ValueError(
+            f'`{name}` of `{self.caller}` must not decide the order of a sum'
+            f" with `order='tree'`, got {value!r}. Leave one of the two out;"
+            ' groups must be of one size.'
+        )
 
   def num_shards(self) -> int:
     """Returns the number of all shards, which `groups` must partition.
@@ -84,6 +105,11 @@ class ReductionOptions:
     num_shards = axes_lib.size(self.axes, self.caller)
     if self.groups is not None:
       groups_lib.check_size(self.groups, num_shards)
+    if self.order is not None:
+      summands = num_shards if self.groups is None else len(self.groups[0])
+      tree_sums.check_power_of_two(
+          f'The number of shards of `{self.caller}`', summands
+      )
     return num_shards
 
   def levels(self) -> tuple[thresholds.Level, ...]:
@@ -162,19 +188,19 @@ class Reduction(ReductionOptions):
       ValueError: If a leaf is reduced already and `on_invariant`, `weight` or
         `groups` do not allow it, or `weight` or `groups` are wrong.
     """
-    weight = check(tree, weight, self)
+    checked = check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      own = share(weight, self)
+      own = share(checked, self)
       reduced = reduce(leaves, own, self)
-    return treedef.unflatten(reduced)
+    return treedef.unflatten(as_given(reduced, checked, self))
 
 
 def check(
     tree: optax.Updates,
-    weight: chex.Numeric | None,
+    weight: chex.Numeric | weights.Summed | None,
     options: ReductionOptions,
-) -> jax.Array | None:
+) -> jax.Array | weights.Summed | None:
   """Checks what is to be reduced; returns the weight as an array.
 
   Raises:
@@ -185,19 +211,60 @@ def check(
   """
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
-  if weight is not None or options.groups is not None:
+  if isinstance(weight, weights.Summed) and options.on_invariant == 'averaged':
+    # The reduction before this one has divided.
+    weight = None
+  needs_own = weight, options.groups, options.order
+  if any(x is not None for x in needs_own):
     leaves_lib.check_per_shard(tree, options.axes, options.caller)
   elif options.on_invariant == 'error':
     leaves_lib.check_not_reduced(tree, options.axes, options.caller)
   if weight is None:
     return None
+  if isinstance(weight, weights.Summed) and options.order is not None:
+    return _checked_sum(weight, options)
   weight = weights.as_weight(weight, (), options.caller)
   return axes_lib.to_varying(weight, options.axes)
 
 
-def share(weight: jax.Array | None, options: ReductionOptions) -> Share:
+def as_given(
+    reduced: list[jax.Array],
+    weight: jax.Array | weights.Summed | None,
+    options: ReductionOptions,
+) -> list[jax.Array]:
+  """Returns reduced leaves in the dtypes of the towers, if they are of some.
+
+  Raises:
+    ValueError: If there are not as many leaves as updates of a tower.
+  """
+  is_sum = isinstance(weight, weights.Summed)
+  return weight.as_given(reduced, options.caller) if is_sum else reduced
+
+
+def _checked_sum(weight, options):
+  """Returns the weight of sums over towers, if they can be reduced.
+
+  Raises:
+    ValueError: If they are to be means that are summed without weights.
+  """
+  if isinstance(weight.total, jax.Array):
+    return axes_lib.to_varying(weight, options.axes)
+  if options.kind == 'sum' and weight.total != 1:
+    raise ValueError(
+        "`reduction` of the towers must be 'sum' where shards are summed with"
+        " `order='tree'`, got 'mean': a sum of the shards' means depends on the"
+        ' number of shards.'
+    )
+  return weight
+
+
+def share(
+    weight: jax.Array | weights.Summed | None, options: ReductionOptions
+) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
   axes, groups = options.axes, options.groups
+  if options.order is not None or isinstance(weight, weights.Summed):
+    return _share_in_order(weight, options)
   if groups is None:
     total = None if weight is None else collectives.psum(weight, axes)
   elif weight is None:
@@ -205,6 +272,24 @@ def share(weight: jax.Array | None, options: ReductionOptions) -> Share:
   else:
     total = collectives.psum_in_groups(weight, axes[0], groups)
   return Share(weight, total)
+
+
+def _share_in_order(weight, options):
+  """Returns the share of a shard whose total is added like the updates.
+
+  One that is known is multiplied by the reciprocal like any other: the
+  arithmetic is the same on any number of shards.
+  """
+  is_sum = isinstance(weight, weights.Summed)
+  own = weight.total if is_sum else weight
+  if not isinstance(own, jax.Array):
+    groups = options.groups
+    size = options.num_shards() if groups is None else len(groups[0])
+    return Share(None, jnp.float32((1 if own is None else own) * size))
+  total = collectives.sum_in_pairs(
+      tree_sums.rounded(own), options.axes, options.groups
+  )
+  return Share(jnp.sign(own) if is_sum else own, total)
 
 
 def reduce(
@@ -224,11 +309,16 @@ def scatter(
     num_rows: int,
 ) -> list[jax.Array]:
   """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
-  sum_over = functools.partial(collectives.scatter, groups=options.groups)
+  send = collectives.scatter
+  if options.order is not None:
+    send = collectives.scatter_in_pairs
+  sum_over = functools.partial(send, groups=options.groups)
   return _reduce(sum_over, rows, own, options, num_rows)
 
 
 def _psum(x, axes, options):
+  if options.order is not None:
+    return collectives.sum_in_pairs(x, axes, options.groups)
   if options.groups is not None:
     return collectives.psum_in_groups(x, axes[0], options.groups)
   if options.algorithm == 'hierarchical' and len(axes) > 1:
@@ -266,7 +356,9 @@ def _reduce(
 
   def send(buffer, key):
     summed = sum_over(buffer, key.route.send)
-    return _scaled(summed, key.route, factors.get(key.dtype), options.kind)
+    factor = factors.get(key.dtype)
+    scaled = _scaled(summed, key.route, factor, options.kind)
+    return scaled if options.order is None else tree_sums.rounded(scaled)
 
   sends = any(key.route.send for key in keys)
   levels = options.levels() if sends else ()
@@ -286,6 +378,8 @@ def _prepare(leaves, weight, options):
       weigh(collectives.psum(x, route.pending))
       for x, route in zip(values, routes, strict=True)
   ]
+  if options.order is not None:
+    values = list(map(tree_sums.rounded, values))
   keys = [
       Key(route, x.dtype, axes_lib.varying_axes(x))
       for x, route in zip(values, routes, strict=True)

@@ -44,11 +44,11 @@ class ShardedReduction(leaf_sums.ReductionOptions):
       TypeError: As `Reduction`.
       ValueError: As `Reduction`.
     """
-    weight = leaf_sums.check(tree, weight, self)
+    checked = leaf_sums.check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      slices = self.scatter_leaves(leaves, leaf_sums.share(weight, self))
-    return treedef.unflatten(slices)
+      slices = self.scatter_leaves(leaves, leaf_sums.share(checked, self))
+    return treedef.unflatten(leaf_sums.as_given(slices, checked, self))
 
   def scatter_leaves(
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share

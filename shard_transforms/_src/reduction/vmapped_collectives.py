@@ -49,7 +49,7 @@ def on_mesh(
   if mesh is None:
     return fn(x)
   vmapped = _vmapped(mesh, x)
-  # Only the `jax.vmap` of an axis maps its index: so the rule knows it.
+  # Only the `jax.vmap` of an axis maps its index, by which the rule knows it.
   indices = tuple(map(lax.axis_index, vmapped))
   same = names if is_same else ()
   on_shards = _Collective(

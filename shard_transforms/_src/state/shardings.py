@@ -286,7 +286,7 @@ def _tell_gathered(tx, leaves, params, state, axis):
 def _products(tx, params, state):
   """Returns the shapes of the matrices that an optimizer multiplies."""
   shapes = jax.tree.map(_shape, params)
-  # What needs extra arguments, or a bound axis, is left alone.
+  # Nothing is known of what needs extra arguments or a bound axis.
   with contextlib.suppress(KeyError, NameError, TypeError, ValueError):
     return list(_multiplied(jax.make_jaxpr(tx.update)(shapes, state, shapes)))
   return []

@@ -17,7 +17,6 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import weights
-from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.state import specs as specs_lib
@@ -125,7 +124,7 @@ def accumulated_value_and_grad(
     towers = _check_rows(batch, num_shards, num_towers)
     specs = _specs(params, param_specs)
     # JAX cannot close over arrays that are sharded on axes of type `Explicit`.
-    arrays, join = gating.split_arrays(kwargs)
+    arrays, join = leaves_lib.split_arrays(kwargs)
 
     def shard(params, arrays, batch):
       loss_fn = functools.partial(fun, **join(arrays))

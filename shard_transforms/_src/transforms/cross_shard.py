@@ -8,6 +8,7 @@ import optax
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import tree_sums
 
 
 def cross_shard_mean(
@@ -17,6 +18,7 @@ def cross_shard_mean(
     on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     algorithm: leaf_sums.Algorithm = 'flat',
+    order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -51,8 +53,8 @@ def cross_shard_mean(
       is). Nothing is sent for such a leaf.
     bucket_bytes: Leaves smaller than this are sent together in buffers of up to
       this many bytes; 0 sends each leaf alone, with the same result to the bit.
-      `'auto'` takes limits that were measured, which is so for CPUs alone: in
-      one process, leaves of less than 32 KiB in buffers of up to 128 KiB; where
+      `'auto'` takes measured limits, which exist for CPUs alone: in one
+      process, leaves of less than 32 KiB in buffers of up to 128 KiB; where
       devices belong to several processes, all leaves of a dtype, in buffers of
       up to 64 MiB. On GPU and TPU, where XLA combines all-reduces by itself,
       it packs nothing; `benchmarks/thresholds.py` measures what would gain.
@@ -63,10 +65,17 @@ def cross_shard_mean(
       a host: a reduce-scatter over its B shards comes first, then an all-reduce
       of the parts over the other axes, then an all-gather, so that the slow
       axes carry 1/B of the bytes.
+    order: In which order shards are added: `None` for any, or `'tree'` for the
+      same bits on any number of shards, a power of two, over all of which the
+      same summands are spread. Neighbours add, then pairs of them, and so on,
+      by recursive halving, which sends the bytes of an all-reduce. Give the
+      same order to `tower_reduce` or `reduce_towers` around it. The order of
+      groups of one size is that of each group; `on_invariant` and `algorithm`
+      would add in another.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` without state, whose `update`
-    takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` without arrays in its state,
+    whose `update` takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
@@ -92,7 +101,7 @@ def cross_shard_mean(
     `reduction=Reduction.MEAN`.
   """
   return _cross_shard(
-      'mean', axis_name, groups, on_invariant, bucket_bytes, algorithm
+      'mean', axis_name, groups, on_invariant, bucket_bytes, algorithm, order
   )
 
 
@@ -103,6 +112,7 @@ def cross_shard_sum(
     on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     algorithm: leaf_sums.Algorithm = 'flat',
+    order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
@@ -117,10 +127,11 @@ def cross_shard_sum(
       by the number of shards).
     bucket_bytes: Leaves smaller than this are sent together; 0 for none.
     algorithm: `'flat'`, or `'hierarchical'` for several axes.
+    order: `None`, or `'tree'` for the same bits on any number of shards.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` without state, whose `update`
-    takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` without arrays in its state,
+    whose `update` takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
@@ -141,7 +152,7 @@ def cross_shard_sum(
     `reduction=Reduction.SUM`.
   """
   return _cross_shard(
-      'sum', axis_name, groups, on_invariant, bucket_bytes, algorithm
+      'sum', axis_name, groups, on_invariant, bucket_bytes, algorithm, order
   )
 
 
@@ -151,6 +162,7 @@ def shard_mean(
     *,
     weight: chex.Numeric | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
+    order: tree_sums.Order = None,
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
@@ -163,6 +175,7 @@ def shard_mean(
     weight: A scalar a shard, such as its number of tokens, or `None`.
     on_invariant: How to read a leaf that is the same on all shards; see
       `cross_shard_mean`. `'averaged'` leaves it as it is.
+    order: `None`, or `'tree'` for the same bits on any number of shards.
 
   Returns:
     A tree of the same shapes, the same on all shards.
@@ -182,13 +195,17 @@ def shard_mean(
     [1.5 1.5]
   """
   mean = leaf_sums.Reduction(
-      'shard_mean', 'mean', axes.as_axes(axis_name), on_invariant=on_invariant
+      'shard_mean',
+      'mean',
+      axes.as_axes(axis_name),
+      on_invariant=on_invariant,
+      order=order,
   )
   return mean(jax.tree.map(_as_float, tree), weight)
 
 
 def _cross_shard(
-    kind, axis_name, groups, on_invariant, bucket_bytes, algorithm
+    kind, axis_name, groups, on_invariant, bucket_bytes, algorithm, order
 ):
   reduction = leaf_sums.Reduction(
       f'cross_shard_{kind}',
@@ -198,11 +215,12 @@ def _cross_shard(
       on_invariant,
       bucket_bytes,
       algorithm,
+      order,
   )
 
   def init_fn(params):
     del params
-    return optax.EmptyState()
+    return optax.EmptyState() if order is None else tree_sums.TreeOrder()
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args

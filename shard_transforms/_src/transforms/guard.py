@@ -18,6 +18,7 @@ from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.transforms import bad_updates
 from shard_transforms._src.transforms import spike_rule
 from shard_transforms._src.transforms import spikes as spikes_lib
@@ -226,8 +227,12 @@ def guard(
     if on_bad == 'exclude':
       weight = decision.weight
     run, given = spikes_lib.scaled(spikes, diagnosis.spikes, inner, updates)
+    accept = decision.accept
+    if _only_excludes(state.inner_state, spikes, num_enough):
+      accept = None
+      decision = decision._replace(accept=jnp.ones_like(decision.accept))
     applied, inner_state = gate.update_or_skip(
-        decision.accept,
+        accept,
         run,
         given,
         state.inner_state,
@@ -270,6 +275,26 @@ def _num_enough(on_bad, min_shards, axes):
         f' {min_shards!r} with {on_bad!r}, where no shard may be bad.'
     )
   return None
+
+
+def _only_excludes(inner_state, spikes, num_enough):
+  """Whether bad shards lose their weight and no step is skipped.
+
+  It is so around towers that are added in the order of a tree: whether all
+  shards are bad in a call depends on their number.
+
+  Raises:
+    ValueError: If statistics of the shards would decide.
+  """
+  if num_enough is None or not tree_sums.has_window(inner_state):
+    return False
+  if num_enough > 1 or spikes is not None:
+    raise ValueError(
+        '`min_shards` and `spikes` of `guard` must be left out around towers'
+        " that are added with `order='tree'`: what they say depends on the"
+        ' number of shards.'
+    )
+  return True
 
 
 def _check_enough_shards(axes, num_enough):
@@ -318,7 +343,10 @@ def _decide(diagnosis, weight, axes, num_enough):
     TypeError: If the weight is not a real number.
     ValueError: If it is not a scalar, or known to be negative.
   """
-  given = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
+  counted = 1.0 if weight is None else weight
+  if isinstance(weight, weights.Summed) and not axes:
+    counted = weight.total
+  given = weights.as_weight(counted, (), _CALLER)
   # A shard of weight zero is not bad.
   counts = given > 0
   good, bad = counts & diagnosis.is_healthy, counts & ~diagnosis.is_healthy

@@ -12,6 +12,7 @@ from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.transforms import owned_inner
 from shard_transforms._src.transforms import owners
 from shard_transforms._src.transforms import sliced_inner
@@ -33,6 +34,7 @@ class ShardUpdateState(NamedTuple):
       keeps; its `rows` hold these leaves, of shape [1, elements]; and its
       `whole()` returns the state of the replicated optimizer, in arrays of
       NumPy, for any number of shards.
+    order: What gates know the order of its sums by: `()` for any. No arrays.
 
   Examples:
     >>> import jax
@@ -47,6 +49,7 @@ class ShardUpdateState(NamedTuple):
   """
 
   inner_state: optax.OptState
+  order: tree_sums.TreeOrder | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -68,6 +71,7 @@ def shard_update(
     slices: Slices = 'elements',
     cost: owners.Cost | None = None,
     assume_leafwise: bool = False,
+    order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates its part of the leaves.
 
@@ -133,6 +137,9 @@ def shard_update(
       number of elements.
     assume_leafwise: As `assume_elementwise`, for whole leaves. State that
       belongs to several leaves is then kept by each shard.
+    order: `None`, or `'tree'` for the same bits on any number of shards; see
+      `cross_shard_mean`. Sums over slices in `inner`, as for the global norm,
+      are refused then: their bits depend on the number of slices.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
@@ -187,15 +194,25 @@ def shard_update(
       None if groups is None else _as_even_groups(groups),
       on_invariant,
       bucket_bytes,
+      order=order,
   )
+  made_in = () if order is None else tree_sums.TreeOrder()
   inner = arguments.as_inner(inner, caller)
   if slices == 'leaves':
+    if order is not None:
+      raise ValueError(
+          "`order` of `shard_update` must be None with slices='leaves', whose"
+          f' owners sum their own leaves, got {order!r}. Reduce before:'
+          " `optax.chain(cross_shard_mean(axis_name, order='tree'),"
+          " shard_update(inner, axis_name, on_invariant='averaged',"
+          " slices='leaves'))`."
+      )
     owned = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
     return _of_owners(owned, caller)
   own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
 
   def init_fn(params):
-    return ShardUpdateState(own.init(params))
+    return ShardUpdateState(own.init(params), made_in)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, ShardUpdateState, caller)
@@ -207,7 +224,8 @@ def shard_update(
         params,
         extra_args,
     )
-    return reduce.gather(own_updates, updates), ShardUpdateState(inner_state)
+    updates = reduce.gather(own_updates, updates)
+    return updates, ShardUpdateState(inner_state, made_in)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -149,8 +149,10 @@ class SlicedInner:
 
   def _find_problem(self, types):
     """Returns what is wrong with `inner` on slices, if anything."""
-    # Reduced over all shards, updates are the same on all of them.
-    invariant = () if self._reduction.groups else self._reduction.axes
+    # Reduced over all shards, updates are the same on all of them. No sum over
+    # slices has the order of a tree.
+    no_sums = self._reduction.groups or self._reduction.order
+    invariant = () if no_sums else self._reduction.axes
     return elementwise.find_problem(
         types.inner,
         types.updates,

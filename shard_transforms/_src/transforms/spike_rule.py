@@ -166,8 +166,11 @@ class SpikeRule:
     """
     norms = [name for name in names if name != 'loss']
     fixed = _each('max_norm', self.max_norm, norms)
-    fixed += [jnp.inf] * (len(names) - len(norms))
-    return _stack(fixed), _stack(_each('max_stds', self.max_stds, names))
+    # The loss comes last, and has no fixed limit.
+    fixed = jnp.pad(
+        fixed, (0, len(names) - len(norms)), constant_values=jnp.inf
+    )
+    return fixed, _each('max_stds', self.max_stds, names)
 
 
 def _check_choices(rule):
@@ -210,16 +213,13 @@ def _check_choices(rule):
 
 
 def _each(argument, limit, names):
-  """Returns the limit of each signal; infinity where there is none."""
+  """Returns the limit of each signal, float32; infinity where there is none."""
   if not isinstance(limit, Mapping):
-    return [jnp.inf if limit is None else limit] * len(names)
+    limit = jnp.inf if limit is None else limit
+    return jnp.full(len(names), limit, jnp.float32)
   if set(limit) != set(names):
     raise ValueError(
         f'`{argument}` of `SpikeRule` must be one number, or have one for each'
         f' of {list(names)!r}, got {dict(limit)!r}.'
     )
-  return [limit[name] for name in names]
-
-
-def _stack(numbers):
-  return jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
+  return jnp.stack([jnp.asarray(limit[name], jnp.float32) for name in names])

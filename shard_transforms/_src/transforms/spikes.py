@@ -402,6 +402,8 @@ def scaled(
   def step(gate, given, state, params=None, **extra_args):
     updates, factors = given
     leaves, treedef = jax.tree.flatten(updates)
+    # Indexing takes several times as long to trace.
+    factors = jnp.unstack(factors)
     updates = treedef.unflatten(
         _scale(leaf, factors[number])
         for leaf, number in zip(leaves, numbers, strict=True)
@@ -416,5 +418,8 @@ def _scale(leaf, factor):
   if leaves_lib.is_float0(leaf):
     return leaf
   leaf = jnp.asarray(leaf)
-  wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-  return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
+  wide = leaves_lib.as_accumulator(leaf)
+  factor = leaves_lib.as_dtype(factor, wide.dtype)
+  return leaves_lib.as_dtype(
+      lax.mul(wide, lax.broadcast(factor, wide.shape)), leaf.dtype
+  )

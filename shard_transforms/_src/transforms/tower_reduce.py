@@ -21,6 +21,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import tower_squares
+from shard_transforms._src.reduction import tree_sums
 
 _CALLER = 'tower_reduce'
 _NO_STEP = jnp.iinfo(jnp.int32).max
@@ -37,7 +38,10 @@ class TowerReduceState(NamedTuple):
     tower: Number of towers collected since the last update, int32 [].
     total: Their (weighted) sum, a tree like the parameters, in float32 for
       leaves of fewer bits; `()` where there is but one tower.
-    total_weight: The sum of their weights, float32 [].
+    total_weight: The sum of their weights, float32 []. With `order='tree'`, a
+      `TowerWeights`; both totals then have a further axis, of length log2
+      `num_towers`: row l is the sum of 2**l towers, and counts if bit l of
+      `tower` is 1.
     oldest_local_step: The minimum of their local steps, int32 []; the largest
       int32 where no tower gave one.
     inner_state: State of the inner transformation.
@@ -56,7 +60,7 @@ class TowerReduceState(NamedTuple):
 
   tower: jax.Array
   total: optax.Updates
-  total_weight: jax.Array
+  total_weight: jax.Array | tree_sums.TowerWeights
   oldest_local_step: jax.Array
   inner_state: optax.OptState
   tower_squares: jax.Array | tuple[()] = ()
@@ -67,8 +71,11 @@ class TowerReduceState(NamedTuple):
     """Returns how `resize_state` converts its fields.
 
     The window then ends with the same result: totals over all shards are kept,
-    or, without weights, their `reduction`.
+    or, without weights, their `reduction`. With `order='tree'`, only a window
+    without towers is converted.
     """
+    if _is_in_order(self):
+      return _rules_in_order(self.tower)
     total = total_weight = state_rules.ResizeRule('sum')
     may_be_unweighted = np.all(self.total_weight == self.tower)
     if self.tower and may_be_unweighted and reduction != 'weighted':
@@ -84,10 +91,10 @@ class TowerReduceState(NamedTuple):
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""
-    return {
-        'tower': state_rules.MetricRule(),
-        'total_weight': state_rules.MetricRule('sum'),
-    }
+    rules = {'tower': state_rules.MetricRule()}
+    if not _is_in_order(self):
+      rules['total_weight'] = state_rules.MetricRule('sum')
+    return rules
 
 
 def tower_reduce(
@@ -97,6 +104,7 @@ def tower_reduce(
     axis_name: axes_lib.AxisName | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
     assume_weighted: bool = False,
+    order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: sums several updates and applies them once.
 
@@ -137,6 +145,11 @@ def tower_reduce(
       of its sums over shards, for an `inner` that is refused because the check
       does not see it. Nothing is checked then: a sum without the weight counts
       all shards, without an error.
+    order: `'tree'` for the same bits on any number of shards: towers, and then
+      shards, are added in pairs, pairs of pairs, and so on. `num_towers` is
+      then a power of two, and `inner` reduces with the same order. `inner` gets
+      the sum over the towers, 16-bit leaves in float32, which its reduction
+      divides. A window keeps log2 `num_towers` partial sums per parameter.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
@@ -147,7 +160,9 @@ def tower_reduce(
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
       integer or boolean, an extra argument is of the wrong kind, or the state
       is of another transformation.
-    ValueError: If `num_towers` is less than 1 or `reduction` unknown; in
+    ValueError: If `num_towers` is less than 1, or no power of two with
+      `order='tree'`, or `reduction` or `order` unknown; in `init` and `update`,
+      if `inner` reduces over shards in another order; in
       `update`, if the tree is not the one that the state was made for, updates
       are already reduced although `axis_name` is given, or differ between
       shards although it is not, an extra argument has a wrong value, or `inner`
@@ -175,17 +190,23 @@ def tower_reduce(
   arguments.check_bool('assume_weighted', assume_weighted)
   axes = axes_lib.optional_axes(axis_name)
   checked = () if assume_weighted else axes
+  tree_sums.check_towers(order, num_towers, inner, _CALLER)
   is_link = inner is None
   inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
     inner_state, squares = inner.init(params), ()
-    if num_towers == 1:
+    tree_sums.check_inner(order, num_towers, inner_state, bool(axes), _CALLER)
+    if order is None and num_towers == 1:
       params = ()
-    elif reduction == 'mean':
+    elif order is None and reduction == 'mean':
       squares = tower_squares.start(inner_state, axes)
-    return _start(params, inner_state, squares, axes)
+    empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
+    if order is not None:
+      total, total_weight = tree_sums.empty(empty, num_towers)
+      empty = total, tree_sums.TowerWeights(total_weight)
+    return _start(empty, inner_state, squares, axes)
 
   def step(
       gate,
@@ -198,9 +219,10 @@ def tower_reduce(
       **extra_args,
   ):
     arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
+    _check_same_order(state, order, num_towers, axes)
     if is_link:
       weights.check_not_in_chain(weight, _CALLER)
-    if num_towers == 1:
+    if num_towers == 1 and order is None:
       extra_args |= weights.given(local_step=local_step)
       return _apply_alone(
           gate, inner, updates, state, params, weight, checked, extra_args
@@ -214,27 +236,44 @@ def tower_reduce(
           local_step=None if local_step is None else oldest,
           tower_squares=squares,
       )
+      counts = None
+      if weight is not None:
+        counts = weights.passed_on(total_weight, reduction)
+      if divides_later:
+        known = 1 if reduction == 'sum' else num_towers
+        counts = weights.Summed(known if counts is None else counts, dtypes)
       given = inner, reduced, window.inner_state, params
       if weight is None:
+        extra_args |= weights.given(weight=counts)
         applied, inner_state = gate.update(*given, **extra_args)
       else:
         applied, inner_state = gate.update_or_skip(
             collectives.total(total_weight, axes) > 0,
             *given,
-            weight=weights.passed_on(total_weight, reduction),
+            weight=counts,
             axes=checked,
             extra_args=extra_args,
             caller=_CALLER,
         )
       return applied, _emptied(window, inner_state)
 
+    dtypes, divides_later = (), bool(order and axes)
+    if divides_later:
+      dtypes = tree_sums.dtypes_to_restore(updates)
+      updates = leaves_lib.widened(updates)
     divisor = None if weight is not None else num_towers
-    divisor = 1 if reduction == 'sum' else divisor
+    divisor = 1 if divides_later or reduction == 'sum' else divisor
     window = _collect(state, updates, weight, local_step, axes)
     is_last = collectives.agreed(window.tower >= num_towers)
-    return gate.run_or_skip(
+    applied, after = gate.run_or_skip(
         is_last, end, window, params, extra_args=extra_args, seldom=True
     )
+    if num_towers == 1:
+      # Nothing is kept of a window of one, which takes the way of all others so
+      # that its arithmetic is compiled alike.
+      total, total_weight = state.total, state.total_weight
+      after = after._replace(total=total, total_weight=total_weight)
+    return applied, after
 
   return gating.transformation(init_fn, step)
 
@@ -268,12 +307,13 @@ def _apply_alone(gate, inner, updates, state, params, weight, axes, extra_args):
   return applied, state._replace(inner_state=inner_state)
 
 
-def _start(params, inner_state, squares, axes):
-  """Returns an empty window for leaves like `params`."""
+def _start(zeros, inner_state, squares, axes):
+  """Returns an empty window, given a total and a total weight of zero."""
+  total, total_weight = zeros
   return TowerReduceState(
       tower=counters.zero(),
-      total=per_shard_state.store(leaves_lib.accumulators(params), axes),
-      total_weight=per_shard_state.store(jnp.zeros([], jnp.float32), axes),
+      total=per_shard_state.store(total, axes),
+      total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(
           jnp.full([], _NO_STEP, jnp.int32), axes
       ),
@@ -293,12 +333,20 @@ def _collect(state, updates, weight, local_step, axes):
   if weight is not None:
     weight = weights.as_weight(weight, (), _CALLER)
   total = per_shard_state.own(state.total, axes, _CALLER)
-  leaves_lib.check_like(updates, total, _CALLER)
-  leaves_lib.check_varies_with(updates, total, _CALLER)
-  add = functools.partial(_add, weights.weighing(weight))
-  total = leaves_lib.tree_map(add, total, updates)
-  total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
-  total_weight += 1 if weight is None else weight
+  like, add = total, lax.add
+  if _is_in_order(state):
+    like = jax.tree.map(tree_sums.zero_row, total)
+    updates = leaves_lib.tree_map(_zeros_for_none, updates, like)
+    add = functools.partial(tree_sums.add, tower=state.tower)
+  leaves_lib.check_like(updates, like, _CALLER)
+  leaves_lib.check_varies_with(updates, like, _CALLER)
+  add_update = functools.partial(_add, add, weights.weighing(weight))
+  total = leaves_lib.tree_map(add_update, total, updates)
+  own_weight = jnp.ones([], jnp.float32) if weight is None else weight
+  total_weight = jax.tree.map(
+      lambda total: add(total, own_weight),
+      per_shard_state.own(state.total_weight, axes, _CALLER),
+  )
   oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
@@ -336,6 +384,8 @@ def _reduce(window, updates, params, axes, divisor):
       axes,
       _CALLER,
   )
+  if _is_in_order(window):
+    total, (total_weight,) = tree_sums.last_rows((total, total_weight))
   if divisor is None:
     divisor = weights.safe_divisor(total_weight)
   in_dtype = functools.cache(jnp.asarray(divisor).astype)
@@ -365,11 +415,58 @@ def _emptied(window, inner_state):
   return TowerReduceState(
       tower=jnp.zeros_like(window.tower),
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
-      total_weight=jnp.zeros_like(window.total_weight),
+      total_weight=jax.tree.map(jnp.zeros_like, window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
       inner_state=inner_state,
       tower_squares=tower_squares.emptied(window.tower_squares),
   )
+
+
+def _check_same_order(state, order, num_towers, axes):
+  """Checks that a state was made for sums in this order.
+
+  Raises:
+    ValueError: If it was made for another order or another number of towers.
+  """
+  made_in_order = _is_in_order(state)
+  if made_in_order != (order is not None):
+    made = "with `order='tree'`" if made_in_order else 'without `order`'
+    raise ValueError(
+        f'State of `tower_reduce` must be made with the same `order`, got one'
+        f' that was made {made}, and order={order!r}. Make it with `init`.'
+    )
+  if made_in_order:
+    kept = per_shard_state.own(state.total_weight, axes, _CALLER).sums.shape
+    wanted = tree_sums.num_levels(num_towers)
+    if kept != (wanted,):
+      raise ValueError(
+          'State of `tower_reduce` must be made for as many towers, got one'
+          f' with {kept} partial sums where {num_towers} towers take {wanted}.'
+          ' Convert it by `shard_transforms.resize_state`.'
+      )
+
+
+def _rules_in_order(tower):
+  """Returns the resize rules of a window whose towers are added by a tree."""
+  total = state_rules.ResizeRule('begin_anew')
+  if tower:
+    total = state_rules.ResizeRule(
+        'refuse',
+        reason=(
+            "`state` of `resize_state` with `order='tree'` must have no tower"
+            f' in its window, got {tower} at {{name}}: the partial sums of an'
+            ' unfinished window belong to other parts of the tree on another'
+            ' number of shards. Finish the window first, or begin it again:'
+            ' convert `optax.tree_utils.tree_set(state, tower=0)`, and repeat'
+            ' its towers from the first. The parameters are still those at its'
+            ' start, so that the result has the same bits.'
+        ),
+    )
+  return {
+      'total': total,
+      'total_weight': total,
+      'oldest_local_step': state_rules.ResizeRule('minimum', _NO_STEP),
+  }
 
 
 def _rule_of_unweighted(reduction):
@@ -387,8 +484,16 @@ def _rule_of_unweighted(reduction):
   return state_rules.ResizeRule(reduction)
 
 
-def _add(weigh, total, update):
+def _is_in_order(window):
+  return isinstance(window.total_weight, tree_sums.TowerWeights)
+
+
+def _add(add, weigh, total, update):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
   update = leaves_lib.as_dtype(jnp.asarray(update), total.dtype)
-  return lax.add(total, weigh(update))
+  return add(total, weigh(update))
+
+
+def _zeros_for_none(update, zeros):
+  return zeros if update is None else update

@@ -1,6 +1,6 @@
 """Compiled programs: computations of instructions, each from a line of text.
 
-Of an instruction only its name and opcode are read at once. The rest of a line
+Only the name and opcode of an instruction are read at once. The rest of a line
 is read when it is asked for, because few instructions send anything.
 """
 
@@ -27,7 +27,7 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'known_trip_count\\*":\{\\*"n\\*":\\*"(\d+)')
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(\[{)\]},/]')
 _FIELD = re.compile(r'(\w+)=(?:"((?:[^"\\]|\\.)*)"|(\w+))')
-# What JAX adds to the names of operations besides scopes.
+# Names that JAX adds to operations besides scopes.
 _NOT_SCOPES = re.compile(
     r'while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|shard_map|checkpoint'
     r'|rematted_computation|custom_[jv][jv]p_call|custom_lin|p?jit(\(.*)?|pmap'
@@ -159,7 +159,7 @@ class Instruction:
   @property
   def op_name(self) -> str:
     """The calls, scopes and primitive of its source."""
-    # Of several that were merged, the first stands for all.
+    # The first of several merged sources stands for all.
     return self.metadata.get('op_name', '').split(';')[0]
 
   @property
@@ -244,7 +244,7 @@ def _defined(name, things):
 
 def read_arrays(text: str) -> tuple[Array, ...]:
   """Returns the arrays of a type; the leaves, if that is of a tuple."""
-  # Of a size that is known only as a bound, such as `<=8` or `?`, the bound.
+  # A size may be known only as a bound, such as `<=8`, or not at all: `?`.
   return tuple(
       Array(dtype, tuple(int(n.strip('?') or 0) for n in _SIZE.findall(sizes)))
       for dtype, sizes in _ARRAY.findall(text)
