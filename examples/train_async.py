@@ -5,7 +5,8 @@ too old are dropped, (c) workers are paced, so that none becomes too old, (d)
 old gradients count less. The workers are processes of Ray. Each run writes a
 journal, from which (c) is replayed and must end with the same bits. With
 `--kill`, a worker and the process that holds the parameters are killed during
-(c).
+(c). The test accuracy is measured on the way: `--stop_at` ends a run that has
+reached it, and `--logdir` writes losses and accuracies for TensorBoard.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ import matplotlib.patches
 import numpy as np
 import optax
 import psutil
+import tensorboardX
 import tqdm
 
 from shard_transforms import asynchronous
@@ -42,9 +44,10 @@ OUTCOMES = {
     3: ('lost', 'crimson'),
     4: ('failed', 'gold'),
 }
-# Seconds that the plot of workers shows, and after which no report is a gap.
+# Seconds that the plot of workers shows.
 WINDOW = 2.5
-GAP = 1.0
+# Updates between two evaluations.
+EVALUATE_EVERY = 50
 # Ray's names for the processes of workers, and for that of the driver.
 WORKER, DRIVER = 'ray::_Computer.gradient', 'ray::_Driver'
 
@@ -81,6 +84,12 @@ _CLUSTER = flags.DEFINE_string(
 _WAYS = flags.DEFINE_string('ways', 'abcd', 'Which ways to go; always (c).')
 _KILL = flags.DEFINE_boolean(
     'kill', False, 'Whether to kill a worker and the driver of (c) on the way.'
+)
+_STOP_AT = flags.DEFINE_float(
+    'stop_at', None, 'The test accuracy at which a run ends early.'
+)
+_LOGDIR = flags.DEFINE_string(
+    'logdir', None, 'Folder that curves for TensorBoard are written to.'
 )
 _OUTPUT_DIR = flags.DEFINE_string(
     'output_dir', 'digits_out', 'Folder that the figure is written to.'
@@ -126,7 +135,7 @@ class Run(NamedTuple):
     name: The name of the way.
     result: What `train` returns.
     journal: What became of each gradient.
-    losses: Seconds since the first update, and losses of a batch [2, n].
+    losses: The numbers of updates, and losses of their batches [2, n].
     rate: Accepted updates a second.
   """
 
@@ -199,7 +208,7 @@ class Progress:
 
   def __init__(self, bar: tqdm.tqdm):
     self._bar = bar
-    self._losses: list[tuple[float, float]] = []
+    self._losses: list[tuple[int, float]] = []
     self._start = time.monotonic()
     self._first_step = 0
 
@@ -217,19 +226,47 @@ class Progress:
     self._bar.set_postfix_str(
         f'dropped {report.num_dropped}, mean age {report.mean_age:.1f}'
     )
-    if 'loss' in report.metrics:
-      self._losses.append((self._seconds(), report.metrics['loss']))
+    self._losses += [(step, found['loss']) for step, found in report.history]
 
   def rate(self) -> float:
     """Returns the accepted updates a second, from the first to the last."""
     return (self._bar.n - self._first_step) / max(self._seconds(), 1e-3)
 
   def losses(self) -> np.ndarray:
-    """Returns seconds and losses [2, n]."""
+    """Returns steps and losses [2, n]."""
     return np.reshape(self._losses, (-1, 2)).T
 
   def _seconds(self):
     return time.monotonic() - self._start
+
+
+class Evaluation:
+  """Measures the test accuracy on the way, and ends a run that is good."""
+
+  def __init__(self, name: str):
+    self._test_data = digits.load_data(_SEED.value)[1]
+    self._due = EVALUATE_EVERY
+    self._writer = None
+    if _LOGDIR.value is not None:
+      self._writer = tensorboardX.SummaryWriter(f'{_LOGDIR.value}/{name[1]}')
+
+  def __call__(self, report: asynchronous.Report) -> Any:
+    """Returns whether to stop, or to send the parameters."""
+    for step, metrics in report.history:
+      self._log('loss', metrics['loss'], step)
+    if report.params is not None:
+      accuracy = digits.accuracy(report.params, *self._test_data)
+      self._log('test accuracy', accuracy, report.global_step)
+      if _STOP_AT.value is not None and accuracy >= _STOP_AT.value:
+        return 'stop'
+    if report.global_step < self._due:
+      return None
+    self._due = report.global_step + EVALUATE_EVERY
+    return 'params'
+
+  def _log(self, name, value, step):
+    if self._writer is not None:
+      self._writer.add_scalar(name, value, step)
 
 
 class Killer:
@@ -277,12 +314,13 @@ def train(
 ) -> Run:
   """Trains in one of the ways, with its journal in a folder."""
   with tqdm.tqdm(total=_UPDATES.value, desc=way.name, unit=' updates') as bar:
-    progress = Progress(bar)
+    progress, evaluation = Progress(bar), Evaluation(way.name)
 
     def on_progress(report):
       progress(report)
       if killer is not None:
         killer(report)
+      return evaluation(report)
 
     result = asynchronous.train(
         make_task(_SEED.value, _BATCH_SIZE.value, _WAIT.value / 1000),
@@ -354,19 +392,11 @@ def plot(runs: Sequence[Run], path: pathlib.Path) -> None:
 
 
 def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
-  """Draws the losses of batches against time."""
+  """Draws the losses of the batches of all updates."""
   for run in runs:
-    seconds, losses = run.losses
-    # The line has a gap while the driver is replaced.
-    gaps = np.flatnonzero(np.diff(seconds) > GAP) + 1
-    axes.plot(
-        np.insert(seconds, gaps, np.nan),
-        np.insert(losses, gaps, np.nan),
-        label=run.name,
-        linewidth=1,
-    )
+    axes.plot(*run.losses, label=run.name, linewidth=1)
   axes.set(yscale='log', title='Loss of a batch')
-  axes.set(xlabel='seconds since the first update', ylabel='cross entropy')
+  axes.set(xlabel='updates', ylabel='cross entropy')
   axes.legend()
 
 
@@ -454,7 +484,9 @@ def verdict(
   if killer is not None and not killer.is_done():
     wrong.append('FAILED: (c) ended too early to be killed. Raise `--updates`.')
   for run, accuracy in zip(runs, accuracies, strict=True):
-    is_bounded = letter(run) in 'bc' and _UPDATES.value >= UPDATES
+    is_bounded = (
+        letter(run) in 'bc' and run.result.report.global_step >= UPDATES
+    )
     if is_bounded and accuracy < MIN_ACCURACY:
       wrong.append(
           f'FAILED: the test accuracy of {run.name} must be at least'

@@ -81,6 +81,21 @@ class TrainAsyncTest(parameterized.TestCase):
     killed = re.findall(r'Killed (ray::_\w+)', run.stdout)
     self.assertEqual(killed, ['ray::_Computer', 'ray::_Driver'])
 
+  @pytest.mark.slow
+  def test_stops_early_and_writes_for_tensorboard(self):
+    run = self.run_script(
+        *('--cluster=none', '--updates=400', '--wait=0', '--ways=c'),
+        *('--stop_at=0.5', '--logdir=logs'),
+    )
+
+    self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+    (row,) = [x for x in run.stdout.splitlines() if x.startswith('(c) pacing')]
+    self.assertBetween(int(re.split('  +', row)[3]), 50, 350)
+    (log,) = [name for name in self.files() if name.startswith('logs/c/')]
+    data = (self.folder / log).read_bytes()
+    self.assertIn(b'loss', data)
+    self.assertIn(b'test_accuracy', data)
+
   @cases.parameters(
       ('--ways=abd', '`--ways` must be letters of abcd, with c'),
       ('--kill --cluster=none', '`--kill` must go with `--cluster=local`'),

@@ -26,6 +26,9 @@ OPTIONS = {
     'on_drop': 'again',
     'max_attempts': 3,
     'weight': None,
+    'save_seconds': 0.0,
+    'on_change': 'raise',
+    'driver_devices': 1,
 }
 
 
@@ -74,6 +77,7 @@ class DriverTest(parameterized.TestCase):
         optax.sgd(0.1),
         in_flight.Options(**(OPTIONS | options)),
         self.folder,
+        None,
         workers,
     )
     return result, workers

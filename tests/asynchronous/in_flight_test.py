@@ -17,6 +17,9 @@ def make(next_batch=0, **options):
       'on_drop': 'again',
       'max_attempts': 3,
       'weight': None,
+      'save_seconds': 0.0,
+      'on_change': 'raise',
+      'driver_devices': 1,
   }
   made = in_flight_lib.InFlight(in_flight_lib.Options(**(defaults | options)))
   made.next_batch = next_batch

@@ -59,12 +59,8 @@ class JobTest(parameterized.TestCase):
       self.assertEqual(str(found), 'x')
 
   def test_long_names_of_temporary_folders_are_avoided(self):
-    with (
-        tempfile.TemporaryDirectory(prefix='x' * 60) as long,
-        mock.patch.object(tempfile, 'tempdir', long),
-        job._folder() as folder,
-    ):
-      self.assertLess(len(folder), 50)
+    with mock.patch.object(tempfile, 'tempdir', '/' + 'x' * 60):
+      self.assertLess(len(job._folder()), 50)
 
   @pytest.mark.repeated(8)
   def test_error_of_the_caller_ends_the_run(self):

@@ -1,5 +1,6 @@
 import contextlib
 import os
+import re
 import resource
 import signal
 
@@ -12,6 +13,7 @@ from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import journal as journal_lib
 
 MANIFEST = {'optimizer': 'a', 'machine': 'b'}
+START = journal_lib.Start()
 SIZE = journal_lib.RECORD.itemsize
 
 
@@ -23,9 +25,9 @@ class JournalTest(parameterized.TestCase):
     self.folder.mkdir()
     self.path = self.folder / 'journal.bin'
 
-  def write(self, num_records, manifest=MANIFEST):
+  def write(self, num_records):
     with contextlib.closing(
-        journal_lib.Journal(self.folder, manifest)
+        journal_lib.Journal(self.folder, 0, MANIFEST, START)
     ) as journal:
       for _ in range(num_records):
         number = journal.num_records
@@ -65,13 +67,27 @@ class JournalTest(parameterized.TestCase):
     np.testing.assert_array_equal(found['batch'], np.arange(4))
 
   @cases.parameters(0, 1, 3)
-  def test_flipped_bit_is_reported_with_its_record(self, record):
+  def test_damaged_record_is_left_out_with_a_warning(self, record):
     self.write(4)
     self.flip(-SIZE * (4 - record) + 9)
 
-    for open_it in self.write, lambda _: asynchronous.read_journal(self.folder):
-      with self.assertRaisesRegex(ValueError, f'damaged at record {record} of'):
-        open_it(1)
+    with self.assertWarnsRegex(RuntimeWarning, '1 records of .* are damaged'):
+      found = asynchronous.read_journal(self.folder)
+
+    np.testing.assert_array_equal(
+        found['sequence'], np.delete(np.arange(4), record)
+    )
+
+  @cases.parameters(0, 1, 3)
+  def test_segment_names_the_first_damaged_record(self, record):
+    self.write(4)
+    self.flip(-SIZE * (4 - record) + 9)
+
+    segment = journal_lib.read_segment(self.folder, 0)
+
+    segment.check(record + 1)
+    with self.assertRaisesRegex(ValueError, f'damaged at record {record} of 4'):
+      segment.check(record)
 
   def test_flipped_bit_of_the_header_is_reported(self):
     self.write(1)
@@ -87,13 +103,6 @@ class JournalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
       asynchronous.read_journal(self.folder)
 
-  def test_first_line_that_was_cut_off_is_written_again(self):
-    self.path.write_bytes(b'shard_transforms jour')
-
-    self.write(2)
-
-    self.assertLen(asynchronous.read_journal(self.folder), 2)
-
   @cases.parameters(9, 1000)
   def test_other_file_is_left_alone(self, size):
     self.path.write_bytes(data := bytes(size))
@@ -102,21 +111,20 @@ class JournalTest(parameterized.TestCase):
       self.write(1)
     self.assertEqual(self.path.read_bytes(), data)
 
-  def test_refuses_another_run(self):
-    self.write(2)
+  def test_later_segment_replaces_what_follows_its_start(self):
+    self.write(5)
+    start = journal_lib.Start(0, 3, 2, 'another machine')
+    with contextlib.closing(
+        journal_lib.Journal(self.folder, 1, MANIFEST, start)
+    ) as journal:
+      journal.write(batch=9)
 
-    with self.assertRaisesRegex(ValueError, "same optimizer, got .* 'a' inst"):
-      self.write(1, MANIFEST | {'optimizer': 'c'})
-    self.assertLen(asynchronous.read_journal(self.folder), 2)
+    found = asynchronous.read_journal(self.folder)
+    first, second = journal_lib.read_segments(self.folder)
 
-  def test_refuses_two_at_once(self):
-    with (
-        contextlib.closing(journal_lib.Journal(self.folder, MANIFEST)),
-        self.assertRaisesRegex(ValueError, 'must not be in use'),
-    ):
-      self.write(1)
-
-    self.write(1)
+    self.assertEqual(found['batch'].tolist(), [0, 1, 2, 9])
+    self.assertLen(first.records, 3)
+    self.assertEqual(second.start, start)
 
   def test_missing_journal_is_reported(self):
     with self.assertRaises(FileNotFoundError):
@@ -130,7 +138,7 @@ class JournalTest(parameterized.TestCase):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    with self.assertRaises(OSError):
+    with self.assertRaisesRegex(OSError, re.escape(str(self.folder))):
       yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -1,5 +1,8 @@
+import importlib
 import pathlib
+import pickle
 import platform
+import sys
 import unittest
 from unittest import mock
 
@@ -34,21 +37,52 @@ class MachineTest(unittest.TestCase):
   def test_names_device_and_libraries(self):
     found = manifest.machine()
 
-    self.assertIn(f'jaxlib {jaxlib.__version__}', found)
-    self.assertIn('cpu', found)
+    self.assertEqual(found['jaxlib'], jaxlib.__version__)
+    self.assertEqual(found['device'], 'cpu')
     self.assertEqual(found, manifest.machine())
 
   def test_names_the_architecture_where_the_system_tells_no_more(self):
     with mock.patch.object(manifest, '_PROCESSORS', pathlib.Path('/nowhere')):
       found = manifest.machine()
 
-    self.assertTrue(
-        found.startswith(platform.processor() or platform.machine())
-    )
-
-  def test_versions_are_those_of_python_and_jaxlib(self):
-    python = '.'.join(platform.python_version_tuple()[:2])
-
     self.assertEqual(
-        manifest.versions(), f'Python {python}, jaxlib {jaxlib.__version__}'
+        found['processor'], platform.processor() or platform.machine()
     )
+
+
+class NodeTest(unittest.TestCase):
+
+  def node(self, source):
+    """Returns what is compared if a module has a source."""
+    (self.folder / 'of_user.py').write_text(source)
+    importlib.invalidate_caches()
+    module = importlib.import_module('of_user')
+    self.addCleanup(sys.modules.pop, 'of_user', None)
+    found = manifest.node(pickle.dumps(module.init))
+    del sys.modules['of_user']
+    return found
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+    self.folder.mkdir()
+    self.enterContext(
+        mock.patch.object(sys, 'path', [str(self.folder), *sys.path])
+    )
+    (self.folder / 'helpers.py').write_text('x = 3')
+    self.addCleanup(sys.modules.pop, 'helpers', None)
+
+  def test_versions_and_sources_are_compared(self):
+    source = 'import jax, helpers\ndef init(): return helpers.x\n'
+
+    first, same, other = map(self.node, (source, source, source + '# new'))
+
+    python = '.'.join(platform.python_version_tuple()[:2])
+    self.assertEqual(first['Python'], python)
+    self.assertEqual(first['jaxlib'], jaxlib.__version__)
+    self.assertEqual(first['optax'], optax.__version__)
+    self.assertIn('module helpers', first)
+    self.assertNotIn('module jax', first)
+    self.assertEqual(first, same)
+    differing = [name for name in first if first[name] != other[name]]
+    self.assertEqual(differing, ['module of_user'])

@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 from absl.testing import parameterized
 import numpy as np
@@ -14,16 +15,9 @@ import cases
 import python_command
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import ray_workers
 
 train = asynchronous_cases.train
-
-
-def unlike_the_driver():
-  """As `init`, but gives the driver, which calls it, another version."""
-  from shard_transforms._src.asynchronous import manifest
-
-  manifest.versions = lambda: 'Python 2.7, jaxlib 0.1'
-  return asynchronous_cases.init()
 
 
 class RayWorkersTest(parameterized.TestCase):
@@ -79,16 +73,17 @@ class RayWorkersTest(parameterized.TestCase):
         asynchronous.replay(folder, task, tx), result
     )
 
-  @pytest.mark.repeated(8)
-  def test_different_versions_are_refused(self):
-    task = asynchronous.Task(
-        unlike_the_driver,
-        asynchronous_cases.gradient,
-        asynchronous_cases.batch,
-    )
+  @cases.parameters('optax', 'module of_user')
+  def test_different_versions_and_sources_are_refused(self, name):
+    workers = ray_workers.RayWorkers(['actor'], {name: '1', 'here': 'x'})
+    workers._asked['answer'] = 0, 0.0
+    answer = {name: '2', 'there': 'y'}, ''
 
-    with self.assertRaisesRegex(ValueError, 'instead of Python 2.7, jaxlib 0'):
-      train(task, optax.sgd(0.1), cluster='local', num_workers=1)
+    with (
+        mock.patch.object(ray_workers.ray, 'get', lambda ref: answer),
+        self.assertRaisesRegex(ValueError, f'got {name} 2 on worker 0 instead'),
+    ):
+      workers._hear('answer')
 
   @pytest.mark.repeated(8)
   def test_module_that_workers_cannot_import_is_reported(self):
@@ -136,10 +131,10 @@ def wait_until(condition):
   end = time.monotonic() + 60
   while not condition() and time.monotonic() < end:
     workers.wait(1.0)
-workers = ray_workers.RayWorkers([computer])
+workers = ray_workers.RayWorkers([computer], {})
 wait_until(workers.ready)
 workers.start(0, cases.init(), 3600)
-workers = ray_workers.RayWorkers([computer])
+workers = ray_workers.RayWorkers([computer], {})
 workers.wait(1.0)
 print(workers.ready())
 ray_workers._ANSWER_TIMEOUT = 1.0

@@ -77,7 +77,7 @@ class ReplayTest(parameterized.TestCase):
         lambda number: asynchronous_cases.batch(number) * 2,
     )
 
-    with self.assertRaisesRegex(ValueError, 'must be of the same optimizer'):
+    with self.assertRaisesRegex(ValueError, 'numbers of the optimizer'):
       asynchronous.replay(self.folder, TASK, optax.sgd(0.2))
     with self.assertRaisesRegex(ValueError, 'at batch 0 must have the bits'):
       asynchronous.replay(self.folder, task, optax.sgd(0.1))

@@ -1,6 +1,5 @@
 import os
 import shutil
-from unittest import mock
 
 from absl.testing import parameterized
 import numpy as np
@@ -11,12 +10,17 @@ import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import parameter_server
-from shard_transforms._src.asynchronous import run_folder
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
 # Where the ages differ, and some gradients are dropped.
-OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
+OPTIONS = {
+    'pace': False,
+    'staleness': 2,
+    'num_workers': 4,
+    'save_every': 10,
+    'save_seconds': 0,
+}
 
 
 class RecoveryTest(parameterized.TestCase):
@@ -141,9 +145,9 @@ class RecoveryTest(parameterized.TestCase):
         asynchronous_cases.batch,
     )
 
-    with self.assertRaisesRegex(ValueError, 'must be of the same optimizer'):
+    with self.assertRaisesRegex(ValueError, 'numbers of the optimizer'):
       self.resume(tx=optax.adam(0.2))
-    with self.assertRaisesRegex(ValueError, 'same initial parameters'):
+    with self.assertRaisesRegex(ValueError, 'initial parameters'):
       self.resume(task)
 
   def test_random_keys_of_an_optimizer_are_restored(self):
@@ -156,108 +160,3 @@ class RecoveryTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         *map(parameter_server.unwrap_keys, (again[:2], result[:2]))
     )
-
-
-class RunFolderTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = asynchronous_cases.folder(self)
-    self.server = self.make_server()
-
-  def make_server(self):
-    return parameter_server.ParameterServer(TX, np.zeros(3, np.float32))
-
-  def open(self):
-    folder = run_folder.RunFolder(self.folder, {'optimizer': 'a'})
-    self.addCleanup(folder.close)
-    return folder
-
-  def update(self, folder, num_updates):
-    """Accepts gradients and saves a checkpoint after each."""
-    for _ in range(num_updates):
-      folder.journal.write(batch=0)
-      self.server.accept(np.ones(3, np.float32), self.server.global_step, None)
-      folder.save(self.server, mock.Mock(next_batch=3, ready=[1]))
-    folder.close()
-
-  def test_restores_a_server(self):
-    self.update(self.open(), 1)
-    folder, server = self.open(), self.make_server()
-
-    found = folder.restore(server)
-
-    self.assertEqual(found[0], 1)
-    self.assertEqual(found[2:], (3, [1]))
-    self.assertEqual(folder.saved_step, 1)
-    asynchronous_cases.assert_same_bits(
-        (server.params, server.state), (self.server.params, self.server.state)
-    )
-
-  def test_empty_folder_changes_nothing(self):
-    self.assertEqual(self.open().restore(self.server), (0, 0, 0, ()))
-    self.assertEqual(self.server.global_step, 0)
-
-  def test_saves_a_step_once(self):
-    folder = self.open()
-    folder.save(self.server, None)
-    folder.close()
-
-    self.assertEmpty(list((self.folder / 'checkpoints').iterdir()))
-
-  def test_keeps_the_last_two(self):
-    self.update(self.open(), 3)
-
-    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
-
-    self.assertEqual(saved, {'2', '3'})
-
-  def test_warns_of_changed_bits_and_takes_the_checkpoint_before(self):
-    self.update(self.open(), 2)
-    digest = run_folder.digests.digest
-    digests = mock.Mock(
-        side_effect=lambda tree: digests.call_count == 1 or digest(tree)
-    )
-    folder = self.open()
-
-    with (
-        mock.patch.object(run_folder.digests, 'digest', digests),
-        self.assertWarnsRegex(RuntimeWarning, 'Checkpoint 2 .* its bits have'),
-    ):
-      found = folder.restore(self.server)
-
-    self.assertEqual(found.num_records, 1)
-    self.assertEqual(folder.saved_step, 1)
-
-  def test_names_the_folder_of_a_checkpoint_that_cannot_be_written(self):
-    folder = self.open()
-    # A write that fails leaves coroutines behind, which warn in later tests.
-    write = mock.patch.object(
-        run_folder.ocp.CheckpointManager, 'save', side_effect=ValueError(1)
-    )
-
-    with (
-        write,
-        self.assertRaisesRegex(
-            OSError, 'A checkpoint must be written to .*, got ValueError: 1'
-        ),
-    ):
-      self.update(folder, 1)
-
-  def test_refuses_a_journal_that_has_lost_records(self):
-    self.update(self.open(), 4)
-    path = self.folder / 'journal.bin'
-    path.write_bytes(path.read_bytes()[:-100])
-
-    with self.assertRaisesRegex(ValueError, 'at least 4 records, .* got 2'):
-      self.open().restore(self.server)
-
-  def test_refuses_the_journal_of_another_run(self):
-    self.update(self.open(), 1)
-    (self.folder / 'journal.bin').unlink()
-    folder = self.open()
-    folder.journal.write(batch=1)
-    folder.close()
-
-    with self.assertRaisesRegex(ValueError, 'one of 1 updates of another run'):
-      self.open().restore(self.server)

@@ -60,6 +60,8 @@ class TaskTest(parameterized.TestCase):
       (lambda p, b: (p.astype(jnp.int32), {}), r'int32\[3\] instead'),
       (lambda p, b: (p, {'loss': p}), 'must be a dict of scalars'),
       (lambda p, b: (p, 3), 'must be a dict of scalars'),
+      (lambda p, b: (p, {'loss': 'low'}), 'must be a dict of scalars'),
+      (lambda p, b: (p, {'loss': '1'}), 'must be a dict of scalars'),
   )
   def test_wrong_gradient_is_not_tried_again(self, gradient, message):
     task = asynchronous.Task(max, gradient, lambda number: number)

@@ -1,7 +1,6 @@
 """The driver of a run: holds the parameters, and assigns batches to workers."""
 
 from collections.abc import Generator
-from collections.abc import Iterator
 import contextlib
 import math
 import pathlib
@@ -31,20 +30,31 @@ def drive(
     tx: optax.GradientTransformation,
     options: in_flight_lib.Options,
     folder: pathlib.Path | None,
+    start: outcomes.Result | None,
     workers: workers_lib.Workers,
-) -> Generator[outcomes.Report | outcomes.Result, None, None]:
+) -> Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]:
   """Trains to the end; yields reports at intervals, and finally the result.
+
+  The answer to a report is what `on_progress` returns.
 
   Raises:
     OSError: If the folder cannot be written.
     RuntimeError: If a function of the task fails too often, or there are no
       workers.
-    ValueError: If `folder` is of another run, damaged or in use.
+    ValueError: If `folder` is of another run, damaged or in use; if `start` has
+      other parameters or another optimizer.
   """
   # It counts the seconds from here.
   tally = outcomes.Tally()
   params = task_lib.init_params(task)
-  server = parameter_server.ParameterServer(tx, params)
+  server = parameter_server.ParameterServer(
+      tx,
+      params,
+      model_state=task.model_state,
+      num_devices=options.driver_devices,
+  )
+  if start is not None:
+    _check_start(start, server)
   with contextlib.ExitStack() as stack:
     kept = None
     if folder is not None:
@@ -54,8 +64,10 @@ def drive(
       kept = run_folder.RunFolder(folder, manifest.manifest(params, server))
       stack.callback(kept.close)
     run = _Run(server, options, kept, tally)
-    yield from run.reports(workers)
-    result = outcomes.Result(server.params, server.state, run.report())
+    yield from run.reports(workers, start)
+    params = server.params
+    report = tally.report(server.global_step, params)
+    result = outcomes.Result(params, server.state, report)
   # The last checkpoint is written by now.
   yield result
 
@@ -73,7 +85,9 @@ class _Run:
     # The latest parameters for workers, and their global step.
     self._published: tuple[int, Any] = (-1, None)
 
-  def reports(self, workers: workers_lib.Workers) -> Iterator[outcomes.Report]:
+  def reports(
+      self, workers: workers_lib.Workers, start: outcomes.Result | None
+  ) -> Generator[outcomes.Report, outcomes.Command, None]:
     """Trains to the end, and yields its progress at intervals.
 
     Raises:
@@ -83,7 +97,8 @@ class _Run:
       ValueError: If the journal is of another task or machine.
     """
     reported = last_ready = time.monotonic()
-    for _ in self._turns(workers):
+    command = None
+    for _ in self._turns(workers, start):
       now = time.monotonic()
       if workers.ready():
         last_ready = now
@@ -92,17 +107,20 @@ class _Run:
             f'No worker was ready for {_WITHOUT_WORKERS:.0f} s. Check that the'
             ' cluster has the `resources` that a worker needs.'
         )
-      if now - reported >= _BETWEEN_REPORTS:
+      is_due = now - reported >= _BETWEEN_REPORTS or command == 'params'
+      if is_due and self._tally.metrics is not None:
         reported = now
-        yield self.report()
+        params = self._server.params if command == 'params' else None
+        step = self._server.global_step
+        command = yield self._tally.report(step, params)
+        if command == 'stop':
+          break
+    self._in_flight.abandon()
+    self._save()
 
-  def report(self) -> outcomes.Report:
-    """Returns the progress of the run."""
-    return self._tally.report(self._server.global_step)
-
-  def _turns(self, workers):
+  def _turns(self, workers, start):
     """Trains to the end, and yields after each turn."""
-    yield from self._recover(workers)
+    yield from self._recover(workers, start)
     while self._server.global_step < self._options.num_updates:
       self._assign(workers)
       seconds = self._in_flight.seconds_left(time.monotonic())
@@ -110,23 +128,31 @@ class _Run:
         self._settle(event)
       self._replace_stragglers(workers)
       yield
-    self._save()
 
-  def _recover(self, workers):
+  def _recover(self, workers, start):
     """Resumes where the journal ends, if there is one."""
-    if self._folder is None:
+    folder = self._folder
+    if folder is None:
+      if start is not None:
+        state: Any = start.opt_state
+        self._server.restore(start.params, state)
+        self._in_flight.resume(self._server.global_step, [])
       return
-    left = yield from self._folder.recover(self._server, workers, self._options)
-    self._in_flight.resume(*left)
-    saved_step = self._folder.saved_step
-    self._tally.num_recovered = self._server.global_step - saved_step
-    self._tally.add_all(self._folder.journal.records)
+    for metrics in folder.recover(self._server, workers, self._options, start):
+      if metrics is not None:
+        self._tally.update(self._server.global_step, metrics)
+      yield
+    self._in_flight.resume(folder.next_batch, folder.ready)
+    self._tally.num_recovered = self._server.global_step - folder.saved_step
+    if folder.saved_step and self._tally.metrics is None:
+      self._tally.metrics = folder.position.metrics
+    self._tally.segments = folder.segments
+    self._tally.add_all(folder.records)
 
   def _assign(self, workers):
     """Gives batches to idle workers, unless a checkpoint is due first."""
     step = self._server.global_step
-    saved_step = step if self._folder is None else self._folder.saved_step
-    if step - saved_step >= self._options.save_every:
+    if self._folder is not None and self._folder.is_due(step, self._options):
       if len(self._in_flight):
         return
       self._save()
@@ -140,7 +166,12 @@ class _Run:
 
   def _save(self):
     if self._folder is not None:
-      self._folder.save(self._server, self._in_flight)
+      self._folder.save(
+          self._server,
+          self._in_flight.next_batch,
+          self._in_flight.ready,
+          self._tally.metrics or {},
+      )
 
   def _settle(self, event):
     """Decides on a gradient; records its outcome before it takes effect."""
@@ -163,8 +194,8 @@ class _Run:
       weight = _weight_at(age, self._options.weight)
     self._record(assigned, outcome, reply, weight)
     if outcome == _Outcome.ACCEPTED:
-      self._tally.metrics = event.reply.metrics
       self._server.accept(grads, assigned.local_step, weight)
+      self._tally.update(self._server.global_step, event.reply.metrics)
       self._server.forget(self._in_flight.oldest(self._server.global_step))
     elif outcome == _Outcome.DROPPED:
       self._server.drop()
@@ -198,6 +229,18 @@ class _Run:
           checksum=0 if reply is None else reply.checksum,
       )
     self._tally.add(outcome, step - assigned.local_step)
+
+
+def _check_start(start, server):
+  """Checks that a server can start from a result.
+
+  Raises:
+    ValueError: If it has other leaves.
+  """
+  found = {'params': start.params, 'state': start.opt_state}
+  parameter_server.check_layout(
+      parameter_server.layout(found), server.trees(), '`start`'
+  )
 
 
 def _weight_at(age, weight):

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 OnDrop = Literal['again', 'forget']
+OnChange = Literal['raise', 'continue']
 
 # A worker hangs if it takes this many times the limit, and at least this many
 # seconds: a pause of the whole machine must not replace every worker.
@@ -32,9 +33,12 @@ class Options:
   pace: bool
   patience: float
   save_every: int
+  save_seconds: float
   on_drop: OnDrop
   max_attempts: int
   weight: Callable[[int], float] | None
+  on_change: OnChange
+  driver_devices: int
 
 
 class Assignment(NamedTuple):
@@ -206,6 +210,12 @@ class InFlight:
     self._seconds.pop(worker, None)
     self._limits.restart(worker)
     return self._take(worker)
+
+  def abandon(self) -> None:
+    """Puts all batches in flight before the others."""
+    for assigned in sorted(self._in_flight.values(), reverse=True):
+      self.retry(assigned)
+    self._in_flight.clear()
 
   def has(self, batch: int) -> bool:
     """Returns whether a batch is in flight or ready."""

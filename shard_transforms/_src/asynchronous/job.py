@@ -1,7 +1,7 @@
 """Drives workers in this process, or in a child process that runs Ray.
 
-So this process does not import Ray. No process of a run outlives it: the child
-exits when the connection closes.
+So this process does not import Ray. No process of a run outlives it: a watchdog
+ends them all.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
+import dataclasses
 import multiprocessing
 from multiprocessing import connection
 import os
 import pathlib
 import pickle
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +25,11 @@ import jax
 
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
+from shard_transforms._src.asynchronous import watchdog
 from shard_transforms._src.asynchronous import workers as workers_lib
+
+# Reports, and finally the result; the answers are those of `on_progress`.
+Messages = Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]
 
 _CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
 # Seconds: to start or join Ray, and to end it.
@@ -40,6 +44,7 @@ _CONFIG = (
     'jax_default_matmul_precision',
     'jax_default_prng_impl',
     'jax_enable_x64',
+    'jax_num_cpu_devices',
     'jax_numpy_dtype_promotion',
     'jax_numpy_rank_promotion',
     'jax_platforms',
@@ -69,7 +74,7 @@ class Job(NamedTuple):
     resources: As for `train`.
     is_resumable: As for `run`.
     config: Settings of JAX.
-    folder: A folder for temporary files, to be deleted.
+    folder: A folder for temporary files, which nobody else may enter.
   """
 
   drive: bytes
@@ -83,7 +88,7 @@ class Job(NamedTuple):
 
 
 def run(
-    drive: Callable[[workers_lib.Workers], Generator[Any, None, None]],
+    drive: Callable[[workers_lib.Workers], Messages],
     task: task_lib.Task,
     num_workers: int,
     *,
@@ -95,7 +100,8 @@ def run(
   """Drives workers, in this process or by Ray, and returns the result.
 
   Args:
-    drive: Takes the workers; yields reports, and finally the result.
+    drive: Takes the workers; yields reports, and finally the result. The answer
+      to a report is what `on_progress` returns.
     task: What the workers compute.
     num_workers: The number of workers.
     cluster: As for `train`.
@@ -105,7 +111,9 @@ def run(
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
-    TypeError: If the task or the optimizer cannot be sent to another process.
+    TypeError: If the task, the optimizer or the resources cannot be sent to
+      another process.
+    ValueError: If `on_progress` returns something else.
     Exception: What `drive` raises.
   """
   if cluster is None:
@@ -119,16 +127,28 @@ def run(
         dict(resources or {'num_cpus': 1}),
         is_resumable,
         {name: getattr(jax.config, name) for name in _CONFIG},
-        folder='',
+        _folder(),
     )
-    messages = _messages(job)
-  message: Any = None
+    messages = _messages(_pickled(job), job)
+  command: outcomes.Command = None
+  seen = 0
   with contextlib.closing(messages):
-    for message in messages:
-      if on_progress is not None:
-        is_last = isinstance(message, outcomes.Result)
-        on_progress(message.report if is_last else message)
-  return message
+    while True:
+      message: Any = messages.send(command)
+      is_last = isinstance(message, outcomes.Result)
+      report: Any = message.report if is_last else message
+      # After the death of a driver, the next computes some updates again.
+      history = tuple(update for update in report.history if update[0] > seen)
+      seen = max(seen, *(step for step, _ in history), 0)
+      report = dataclasses.replace(report, history=history)
+      command = None if on_progress is None else on_progress(report)
+      if command not in (None, 'params', 'stop'):
+        raise ValueError(
+            "`on_progress` must return None, 'params' or 'stop', got"
+            f' {command!r}.'
+        )
+      if is_last:
+        return message._replace(report=report)
 
 
 def portable(error: Exception) -> Exception:
@@ -137,17 +157,17 @@ def portable(error: Exception) -> Exception:
   return (kinds or [RuntimeError])[0](str(error))
 
 
-def _messages(job):
+def _messages(pickled: bytes, job: Job) -> Messages:
   """Runs a job in a child process; yields reports, and finally the result.
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
     Exception: What the job raises.
   """
-  with _folder() as folder, _child(job.cluster) as child:
+  with _child(job) as child:
     # If the child has died, `_receive` raises the error.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-      child.send_bytes(pickle.dumps(job._replace(folder=folder)))
+      child.send_bytes(pickled)
     if not child.poll(_START_TIMEOUT):
       raise ConnectionError(
           f'`cluster` must be reached within {_START_TIMEOUT} s, got'
@@ -156,15 +176,13 @@ def _messages(job):
     message = None
     while not isinstance(message, outcomes.Result):
       message = _receive(child)
-      if isinstance(message, (outcomes.Result, Exception)):
-        # The child may exit: see `_end_with` in `ray_cluster`.
-        with contextlib.suppress(OSError):
-          child.send_bytes(b'')
       if isinstance(message, Exception):
         raise message
       # The first message says that the child has started or joined Ray.
-      if message is not None:
-        yield message
+      command = None if message is None else (yield message)
+      if command is not None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+          child.send_bytes(pickle.dumps(command))
 
 
 def _receive(child):
@@ -196,46 +214,47 @@ def _pickled(sent):
     return cloudpickle.dumps(sent)
   except Exception as error:  # Pickling runs the user's code.
     raise TypeError(
-        '`task` and `tx` must be such that they can be sent to other processes,'
-        f' got {type(error).__name__}: {error}'
+        '`task`, `tx` and other arguments must be such that they can be sent to'
+        f' other processes, got {type(error).__name__}: {error}'
     ) from error
 
 
 def _folder():
-  """Returns a temporary folder with a short name."""
+  """Returns the name of a temporary folder, which is short."""
   parent = tempfile.gettempdir()
   if len(parent) > _LONGEST_FOLDER:
     parent = '/tmp'
-  return tempfile.TemporaryDirectory(
-      prefix='st', dir=parent, ignore_cleanup_errors=True
-  )
+  return f'{parent}/st{secrets.token_hex(4)}'
 
 
 @contextlib.contextmanager
-def _child(cluster: str) -> Iterator[connection.Connection]:
-  """Yields a connection to a child; kills its process group at the end."""
+def _child(job: Job) -> Iterator[connection.Connection]:
+  """Yields a connection to a child; ends all processes of its run with it."""
+  mark = secrets.token_hex(16)
   ours, theirs = multiprocessing.Pipe()
-  command = sys.executable, '-m', _CHILD
+  program = sys.executable, '-m', _CHILD
+  end = str(theirs.fileno())
+  arguments = str(os.getpid()), mark, job.folder, end, *program, end
   with ours:
     with theirs:
       process = subprocess.Popen(
-          [*command, str(theirs.fileno()), str(os.getpid())],
+          [sys.executable, '-I', watchdog.__file__, *arguments],
           stdin=subprocess.DEVNULL,
           stdout=sys.__stderr__,
           pass_fds=[theirs.fileno()],
-          env=_environment(cluster),
-          # So Ctrl-C reaches this process alone, which can kill the group.
+          env={**_environment(job.cluster), 'SHARD_TRANSFORMS_RUN': mark},
+          # So Ctrl-C reaches this process alone.
           start_new_session=True,
       )
     try:
       yield ours
-    finally:
       ours.close()
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_TIMEOUT)
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+      process.terminate()
       process.wait()
+      watchdog.sweep(mark, job.folder)
 
 
 def _environment(cluster):
@@ -249,7 +268,8 @@ def _environment(cluster):
     environment |= {
         # Makes everything listen on loopback alone.
         'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '0',
-        # Without it, Ray would write a token to the home folder.
+        # Without a token, Ray would write one to the home folder.
+        'RAY_AUTH_MODE': 'token',
         'RAY_AUTH_TOKEN': secrets.token_hex(32),
         # Frees gradients and parameters at once, not in batches of 100.
         'RAY_free_objects_batch_size': '1',

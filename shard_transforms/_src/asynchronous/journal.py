@@ -1,18 +1,23 @@
-"""The journal of a run: the outcome of each gradient, in order."""
+"""The journal of a run: the outcome of each gradient, in order.
+
+A run that goes on with another optimizer or on another machine begins a new
+segment of its journal, in a folder of its own.
+"""
 
 from collections.abc import Mapping
+import contextlib
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
+import warnings
 import zlib
 
 import numpy as np
 
-from shard_transforms._src.asynchronous import manifest as manifest_lib
-
 _FILE = 'journal.bin'
-_MAGIC = b'shard_transforms journal 1\n'
+_MAGIC = b'shard_transforms journal 2\n'
+_SEGMENT = 'segment_'
 
 
 RECORD = np.dtype(
@@ -37,22 +42,23 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
   """Returns the journal of an asynchronous run.
 
   It may be read during the run. An incomplete last record, as after a crash, is
-  ignored.
+  ignored. A damaged record is left out, with a warning. Where a segment of the
+  journal begins, it replaces the records after its first checkpoint.
 
   Args:
     folder: The folder of the run.
 
   Returns:
     A structured array [number of gradients], in the order in which they came
-    back, with the fields `sequence` (0, 1, 2, ...), `batch`, `local_step` and
-    `global_step` (the age is their difference), `worker`, `attempt`, `fate` (0
-    accepted, 1 dropped as too old, 2 late, 3 lost with its worker, 4 failed),
-    `weight`, `seconds` since the program was started, `checksum` of the
-    gradient, and `crc` of the record.
+    back, with the fields `sequence` (0, 1, 2, ... in each segment), `batch`,
+    `local_step` and `global_step` (the age is their difference), `worker`,
+    `attempt`, `fate` (0 accepted, 1 dropped as too old, 2 late, 3 lost with its
+    worker, 4 failed), `weight`, `seconds` since the program was started,
+    `checksum` of the gradient, and `crc` of the record.
 
   Raises:
     FileNotFoundError: If there is no journal.
-    ValueError: If it is damaged.
+    ValueError: If it is another file, or damaged in its header.
 
   Examples:
     >>> import tempfile
@@ -71,55 +77,188 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
     >>> print(journal['global_step'] - journal['local_step'])
     [0 1 0 1 0]
   """
-  return _parse(_path(folder))[1]
+  return intact(read_segments(pathlib.Path(folder)))
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns the manifest of the run that wrote a journal.
+class Start(NamedTuple):
+  """Where a segment starts: at a checkpoint of an earlier one.
+
+  Attributes:
+    segment: The number of that segment; -1 if the segment starts with the
+      initial parameters.
+    num_records: How many of its records lead to the checkpoint.
+    global_step: The global step of the checkpoint.
+    reason: Why the run began a segment.
+  """
+
+  segment: int = -1
+  num_records: int = 0
+  global_step: int = 0
+  reason: str = ''
+
+
+class Segment(NamedTuple):
+  """A segment of a journal, as it is on the disk.
+
+  Attributes:
+    path: The file.
+    manifest: What was equal in all of it.
+    start: Where it starts.
+    records: Its complete records.
+    is_damaged: Whether a record has other bits than were written [records].
+    num_bytes: The size of the file up to the last complete record.
+  """
+
+  path: pathlib.Path
+  manifest: Mapping[str, Any]
+  start: Start
+  records: np.ndarray
+  is_damaged: np.ndarray
+  num_bytes: int
+
+  def check(self, first: int = 0) -> None:
+    """Checks that the records from one on are intact.
+
+    Raises:
+      ValueError: If one of them is damaged.
+    """
+    for bad in first + np.flatnonzero(self.is_damaged[first:]):
+      raise ValueError(
+          f'{str(self.path)!r} is damaged at record {bad} of'
+          f' {len(self.records)}: its bits have changed since they were'
+          " written. With `on_change='continue'`, `train` goes on from the last"
+          ' checkpoint.'
+      )
+
+
+def read_segments(folder: pathlib.Path) -> list[Segment]:
+  """Returns the segments of a journal, each cut off where the next one starts.
 
   Raises:
     FileNotFoundError: If there is no journal.
-    ValueError: If it is damaged.
+    ValueError: If a segment is another file, or damaged in its header.
   """
-  return _parse(_path(folder))[0]
+  segments = [read_segment(folder, max(last_segment(folder), 0))]
+  while (start := segments[0].start).segment >= 0:
+    before = read_segment(folder, start.segment)
+    segments.insert(
+        0,
+        before._replace(
+            records=before.records[: start.num_records],
+            is_damaged=before.is_damaged[: start.num_records],
+        ),
+    )
+  return segments
+
+
+def read_segment(folder: pathlib.Path, number: int) -> Segment:
+  """Returns a segment.
+
+  Raises:
+    FileNotFoundError: If there is none.
+    ValueError: If it is another file, or damaged in its header.
+  """
+  path = segment_folder(folder, number) / _FILE
+  data = path.read_bytes()
+  lines = data.split(b'\n', 3)
+  if len(lines) < 4 or not data.startswith(_MAGIC):
+    raise ValueError(
+        f'`folder` must hold the journal of a run, got {str(path)!r}, which is'
+        ' another file, or has lost its first bytes.'
+    )
+  if lines[2] != str(zlib.crc32(lines[1])).encode():
+    raise ValueError(f'{str(path)!r} is damaged in its header.')
+  manifest, start = json.loads(lines[1])
+  size = len(lines[3]) // RECORD.itemsize * RECORD.itemsize
+  records = np.frombuffer(lines[3][:size], RECORD)
+  is_damaged = [
+      record['sequence'] != i
+      or record['crc'] != zlib.crc32(record.tobytes()[:_SIGNED])
+      for i, record in enumerate(records)
+  ]
+  return Segment(
+      path,
+      manifest,
+      Start(*start),
+      records,
+      np.array(is_damaged, bool),
+      len(data) - len(lines[3]) + size,
+  )
+
+
+def intact(segments: list[Segment]) -> np.ndarray:
+  """Returns the records of segments; warns of those that are damaged."""
+  for segment in segments:
+    if segment.is_damaged.any():
+      warnings.warn(
+          f'{int(segment.is_damaged.sum())} records of {str(segment.path)!r}'
+          ' are damaged, and left out.',
+          RuntimeWarning,
+          stacklevel=3,
+      )
+  return np.concatenate([s.records[~s.is_damaged] for s in segments])
+
+
+def last_segment(folder: pathlib.Path) -> int:
+  """Returns the number of the last segment, or -1."""
+  later = [
+      int(path.parent.name.removeprefix(_SEGMENT))
+      for path in folder.glob(f'{_SEGMENT}*/{_FILE}')
+  ]
+  return max(later, default=0 if (folder / _FILE).exists() else -1)
+
+
+def segment_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
+  """Returns the folder of a segment; that of the first is the run's."""
+  return folder / f'{_SEGMENT}{number}' if number else folder
+
+
+@contextlib.contextmanager
+def _named(path):
+  """Raises errors of the disk with the name of the file."""
+  try:
+    yield
+  except OSError as error:
+    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class Journal:
-  """The open journal of a run, locked against other runs.
+  """A segment of the journal that records are added to.
 
   Records survive a crash of the process once `write` returns, and a crash of
   the machine once `sync` does.
   """
 
-  def __init__(self, folder: pathlib.Path, manifest: Mapping[str, Any]):
-    """Opens the journal of a folder, or creates one.
-
-    Args:
-      folder: The folder of the run.
-      manifest: What must be equal when the run resumes.
+  def __init__(
+      self,
+      folder: pathlib.Path,
+      number: int,
+      manifest: Mapping[str, Any],
+      start: Start,
+  ):
+    """Opens a segment, which is created if it does not exist.
 
     Raises:
       OSError: If it cannot be written.
-      ValueError: If it is damaged, of another run, or in use.
+      ValueError: If it is another file, or damaged in its header.
     """
-    path = _path(folder)
-    self._file = open(path, 'a+b', buffering=0)  # noqa: SIM115
-    try:
-      _lock(self._file, path)
-      self._file.seek(0)
-      if _MAGIC.startswith(self._file.read(len(_MAGIC) + 1)):
-        # Empty, or cut off in its first line: there are no records to lose.
-        self._begin(manifest)
-      found, self.records, self._size = _parse(path)
-      manifest_lib.check(found, manifest, folder)
-      self._file.truncate(self._size)
-    except BaseException:
-      self.close()
-      raise
+    path = segment_folder(folder, number) / _FILE
+    if not path.exists():
+      path.parent.mkdir(exist_ok=True)
+      line = json.dumps([manifest, start], sort_keys=True).encode()
+      new = path.with_suffix('.new')
+      with _named(new):
+        new.write_bytes(_MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode())
+      new.rename(path)
+    self.segment = read_segment(folder, number)
+    self._file = open(path, 'r+b', buffering=0)  # noqa: SIM115
+    self._size = self.segment.num_bytes
+    self._file.seek(self._size)
+    records = self.segment.records
     # The number of records, including those before a restart.
-    self.num_records = len(self.records)
+    self.num_records = len(records)
     # The `crc` of the last record, or 0.
-    self.last_crc = int(self.records[-1]['crc']) if self.num_records else 0
+    self.last_crc = int(records[-1]['crc']) if self.num_records else 0
 
   def write(self, **fields: Any) -> None:
     """Adds a record.
@@ -132,7 +271,16 @@ class Journal:
     for name, value in fields.items():
       record[name] = value
     record['crc'] = zlib.crc32(record.tobytes()[:_SIGNED])
-    self._write_or_truncate(record.tobytes(), self._size)
+    data = record.tobytes()
+    with _named(self.segment.path):
+      try:
+        # On a disk that fills up, one call writes a part.
+        while data:
+          data = data[self._file.write(data) :]
+      except OSError:
+        self._file.truncate(self._size)
+        self._file.seek(self._size)
+        raise
     self._size += RECORD.itemsize
     self.num_records += 1
     self.last_crc = int(record['crc'])
@@ -142,74 +290,5 @@ class Journal:
     os.fsync(self._file.fileno())
 
   def close(self) -> None:
-    """Closes and unlocks the journal."""
+    """Closes the file."""
     self._file.close()
-
-  def _begin(self, manifest):
-    """Writes the lines before the records, or nothing if the disk is full."""
-    self._file.truncate(0)
-    line = json.dumps(manifest, sort_keys=True).encode()
-    data = _MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode()
-    self._write_or_truncate(data, 0)
-
-  def _write_or_truncate(self, data, size):
-    """Writes all bytes, or restores the size of the file."""
-    try:
-      # On a disk that fills up, one call writes a part.
-      while data:
-        data = data[self._file.write(data) :]
-    except OSError:
-      self._file.truncate(size)
-      raise
-
-
-def _path(folder):
-  return pathlib.Path(folder) / _FILE
-
-
-def _lock(file, path):
-  # Windows has none, and nothing but a lock needs it.
-  import fcntl
-
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError as error:
-    raise ValueError(
-        f'`folder` must not be in use, got {str(path.parent)!r}, which another'
-        ' run writes to.'
-    ) from error
-
-
-def _parse(path):
-  """Returns the manifest, the records, and where the last complete one ends.
-
-  Raises:
-    FileNotFoundError: If there is no journal.
-    ValueError: If it is damaged before its end.
-  """
-  data = path.read_bytes()
-  lines = data.split(b'\n', 3)
-  if len(lines) < 4 or not data.startswith(_MAGIC):
-    raise ValueError(
-        f'`folder` must hold the journal of a run, got {str(path)!r}, which is'
-        ' another file, or has lost its first bytes.'
-    )
-  if lines[2] != str(zlib.crc32(lines[1])).encode():
-    raise ValueError(f'{str(path)!r} is damaged in its header.')
-  start = len(data) - len(lines[3])
-  size = len(lines[3]) // RECORD.itemsize * RECORD.itemsize
-  records = np.frombuffer(lines[3][:size], RECORD)
-  bad = [
-      i
-      for i, record in enumerate(records)
-      if record['sequence'] != i
-      or record['crc'] != zlib.crc32(record.tobytes()[:_SIGNED])
-  ]
-  if bad:
-    raise ValueError(
-        f'{str(path)!r} is damaged at record {bad[0]} of {len(records)}: its'
-        f' bits have changed since they were written. To resume from the record'
-        f' before, truncate the file to {start + bad[0] * RECORD.itemsize}'
-        ' bytes, and delete later checkpoints.'
-    )
-  return json.loads(lines[1]), records, start + size

@@ -1,25 +1,31 @@
-"""The manifest of a run: what must be equal when it resumes or is replayed."""
+"""What must be equal when a run resumes, is replayed, or has several nodes."""
 
 from collections.abc import Mapping
 import contextlib
+import hashlib
 import importlib.metadata
-import os
 import pathlib
+import pickletools
 import platform
 import sys
+import sysconfig
+import types
 from typing import Any
 
 import jax
 
+from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import task as task_lib
 
 _PROCESSORS = pathlib.Path('/proc/cpuinfo')
+_PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
+_INITIAL = 'initial parameters'
 
 
 def manifest(
     params: Any, server: parameter_server.ParameterServer
-) -> dict[str, Any]:
+) -> dict[str, str]:
   """Returns the manifest of a run.
 
   It does not describe the functions of the task: their gradients are compared.
@@ -29,46 +35,89 @@ def manifest(
     server: Holds the optimizer.
   """
   return {
-      'initial parameters': task_lib.checksum(params),
-      'optimizer': server.fingerprint(),
-      'machine': machine(),
+      _INITIAL: str(task_lib.checksum(params)),
+      **server.fingerprints(),
+      **machine(),
   }
 
 
-def check(
-    found: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    folder: str | os.PathLike[str],
-) -> None:
-  """Checks that the manifest of a journal is that of this run.
+def check(segment: journal.Segment, expected: Mapping[str, str]) -> None:
+  """Checks that the manifest of a segment of a journal is that of this run.
 
   Raises:
-    ValueError: If it is not.
+    ValueError: If it is not; the message names all that differs.
   """
-  for name, value in expected.items():
-    if found.get(name) != value:
-      raise ValueError(
-          f'`folder` must be of the same {name}, got {os.fspath(folder)!r} of'
-          f' {found.get(name)!r} instead of {value!r}. Name another folder, or'
-          ' use what the run was started with.'
-      )
+  differing = [
+      f'{name} ({segment.manifest.get(name)!r} instead of {value!r})'
+      for name, value in expected.items()
+      if segment.manifest.get(name) != value
+      # A later segment starts at a checkpoint.
+      and not (name == _INITIAL and segment.start.segment >= 0)
+  ]
+  if differing:
+    raise ValueError(
+        f'`folder` must be of the same run, got {str(segment.path.parent)!r},'
+        f' where these differ: {", ".join(differing)}. Use what the run was'
+        " started with, or name another folder. With `on_change='continue'`,"
+        ' `train` goes on from the last checkpoint.'
+    )
 
 
-def machine() -> str:
+def machine() -> dict[str, str]:
   """Returns what decides the last bits: processor, device and libraries."""
-  return (
-      f'{_processor()}, {jax.devices()[0].device_kind}, jaxlib'
-      f' {importlib.metadata.version("jaxlib")}, optax'
-      f' {importlib.metadata.version("optax")}'
-  )
+  return {
+      'processor': _processor(),
+      'device': jax.devices()[0].device_kind,
+      'jaxlib': importlib.metadata.version('jaxlib'),
+      'optax': importlib.metadata.version('optax'),
+  }
 
 
-def versions() -> str:
-  """Returns the versions that must be the same on all nodes of a cluster."""
-  return (
-      f'Python {sys.version_info.major}.{sys.version_info.minor}, jaxlib'
-      f' {importlib.metadata.version("jaxlib")}'
-  )
+def node(task: bytes) -> dict[str, str]:
+  """Returns what must be the same on all nodes of a cluster.
+
+  Args:
+    task: The task, pickled. Its modules have been imported.
+
+  Returns:
+    Versions, and digests of the sources of the modules that the task refers to,
+    and of those that these refer to. Installed packages have versions alone.
+  """
+  left = [
+      name
+      for _, name, _ in pickletools.genops(task)
+      if isinstance(name, str) and name in sys.modules
+  ]
+  digests: dict[str, str] = {}
+  while left:
+    module = sys.modules.get(left.pop())
+    path = getattr(module, '__file__', None)
+    if module is None or path is None or _is_installed(path):
+      continue
+    if module.__name__ in digests:
+      continue
+    digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+    digests[module.__name__] = digest[:8]
+    left += [
+        value.__name__
+        if isinstance(value, types.ModuleType)
+        else str(getattr(value, '__module__', None))
+        for value in list(vars(module).values())
+    ]
+  return {
+      'Python': f'{sys.version_info.major}.{sys.version_info.minor}',
+      **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      'shard_transforms': sys.modules['shard_transforms'].__version__,
+      **{f'module {name}': digest for name, digest in digests.items()},
+  }
+
+
+def _is_installed(path):
+  """Returns whether a module is part of Python, of a package, or of ours."""
+  paths = sysconfig.get_paths()
+  folders = [paths[name] for name in ('stdlib', 'platstdlib', 'purelib')]
+  folders += [paths['platlib'], str(pathlib.Path(__file__).parents[2])]
+  return any(pathlib.Path(path).is_relative_to(folder) for folder in folders)
 
 
 def _processor():

@@ -2,10 +2,11 @@
 
 import collections
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import enum
 import time
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optax
@@ -40,6 +41,10 @@ def outcome_of(
   if reply.failure is not None:
     return Outcome.FAILED
   return Outcome.ACCEPTED if age <= staleness else Outcome.DROPPED
+
+
+# What `on_progress` may return.
+Command = Literal['params', 'stop'] | None
 
 
 class Attempts:
@@ -99,10 +104,16 @@ class Report:
     mean_age: Mean staleness of the accepted updates, in steps.
     seconds: Seconds since the run was started or resumed.
     metrics: The metrics of the latest accepted update.
+    history: The global step and the metrics of each update since the report
+      before, in order. No update is missing, also if the driver was killed.
+    segments: Why each segment of the journal began, by the global steps at
+      which they did.
+    params: The parameters, if `on_progress` asked for them; the last report has
+      them in any case.
 
-  `num_recovered` and `seconds` start at zero when a run resumes; the others
-  include what came before. While a run catches up with its journal, only
-  `global_step` does.
+  `num_recovered` and `seconds` start at zero when a run resumes, and `history`
+  at its checkpoint; the others include what came before. While a run catches up
+  with its journal, only `global_step`, `metrics` and `history` do.
 
   Examples:
     >>> from shard_transforms import asynchronous
@@ -120,12 +131,16 @@ class Report:
   mean_age: float = 0.0
   seconds: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  history: Sequence[tuple[int, Mapping[str, float]]] = ()
+  segments: Mapping[int, str] = dataclasses.field(default_factory=dict)
+  params: Any = dataclasses.field(default=None, compare=False, repr=False)
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `monitoring.metrics` reads its attributes."""
     return {
         field.name: state_rules.MetricRule()
         for field in dataclasses.fields(self)
+        if field.name not in ('history', 'segments', 'params')
     }
 
 
@@ -165,8 +180,11 @@ class Tally:
     self._start = time.monotonic()
     self._counts = collections.Counter[int]()
     self._total_age = 0
+    self._history: list[tuple[int, Mapping[str, float]]] = []
     self.num_recovered = 0
-    self.metrics: Mapping[str, float] = {}
+    self.segments: Mapping[int, str] = {}
+    # `None` before the first update.
+    self.metrics: Mapping[str, float] | None = None
 
   def add(self, outcome: int, age: int) -> None:
     """Counts a gradient."""
@@ -180,13 +198,19 @@ class Tally:
     for outcome, age in zip(records['fate'], ages, strict=True):
       self.add(outcome, age)
 
+  def update(self, global_step: int, metrics: Mapping[str, float]) -> None:
+    """Keeps the metrics of an update until the next report."""
+    self.metrics = metrics
+    self._history.append((global_step, metrics))
+
   def seconds(self) -> float:
     """Returns the seconds since the run was started or resumed."""
     return time.monotonic() - self._start
 
-  def report(self, global_step: int) -> Report:
+  def report(self, global_step: int, params: Any = None) -> Report:
     """Returns the report at a global step."""
     counts = self._counts
+    history, self._history = self._history, []
     return Report(
         global_step=global_step,
         num_dropped=counts[Outcome.DROPPED],
@@ -196,5 +220,8 @@ class Tally:
         num_recovered=self.num_recovered,
         mean_age=self._total_age / max(counts[Outcome.ACCEPTED], 1),
         seconds=self.seconds(),
-        metrics=self.metrics,
+        metrics=self.metrics or {},
+        history=tuple(history),
+        segments=self.segments,
+        params=params,
     )

@@ -1,6 +1,6 @@
 """The child process that starts or joins Ray, and supervises a job.
 
-It starts no JAX backend, and exits when its parent process does.
+It starts no JAX backend.
 """
 
 from collections.abc import Iterator
@@ -9,9 +9,7 @@ from multiprocessing import connection
 import os
 import pickle
 import socket
-import subprocess
 import sys
-import threading
 import time
 from typing import Any
 
@@ -25,20 +23,9 @@ from shard_transforms._src.asynchronous import ray_workers
 
 # How often the driver may die without an update in between.
 _MAX_DEATHS = 3
-# Seconds: for the driver to restart, between two calls to it, and between two
-# checks whether the parent process is alive.
+# Seconds: for the driver to restart, and between two calls to it.
 _RESTART_TIMEOUT = 60.0
 _BETWEEN_CALLS = 0.1
-_BETWEEN_CHECKS = 0.1
-# Kills a process group after a delay, and deletes a folder.
-_SWEEP = """
-import contextlib, os, shutil, signal, sys, time
-time.sleep(2)
-with contextlib.suppress(ProcessLookupError):
-  os.killpg(int(sys.argv[1]), signal.SIGKILL)
-time.sleep(0.5)
-shutil.rmtree(sys.argv[2], ignore_errors=True)
-"""
 # Seconds for a host of a cluster to answer.
 _CONNECT_TIMEOUT = 20.0
 
@@ -46,29 +33,29 @@ _CONNECT_TIMEOUT = 20.0
 def main() -> None:
   """Runs the job that arrives over the connection of another process.
 
-  The arguments are the file descriptor and the number of that process.
+  The argument is the file descriptor of the connection.
   """
-  with connection.Connection(int(sys.argv[1])) as parent:
+  with (
+      connection.Connection(int(sys.argv[1])) as parent,
+      # The parent process may end before its job.
+      contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
+  ):
     # Safe to unpickle: only the parent process has the other end.
     job = pickle.loads(parent.recv_bytes())
-    args = parent, int(sys.argv[2]), job.folder
-    threading.Thread(target=_end_with, args=args, daemon=True).start()
     try:
       with _ray(job):
         _send(parent, None)
-        for message in _run(job):
+        for message in _run(job, parent):
           _send(parent, message)
     except ConnectionError as error:
       _send(parent, error)
 
 
 def _send(parent: connection.Connection, message: Any) -> None:
-  """Sends a message, unless the parent process has ended."""
-  with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-    parent.send_bytes(pickle.dumps(message, protocol=5))
+  parent.send_bytes(pickle.dumps(message, protocol=5))
 
 
-def _run(job: job_lib.Job) -> Iterator[Any]:
+def _run(job: job_lib.Job, parent: connection.Connection) -> Iterator[Any]:
   """Yields the messages of the driver, which is restarted if it dies."""
   options = {'max_restarts': -1, **job.resources}
   computer = ray_workers.Computer.options(**options)
@@ -81,18 +68,18 @@ def _run(job: job_lib.Job) -> Iterator[Any]:
   )
   driver = ray_workers.Driver.options(
       num_cpus=0, max_restarts=-1, scheduling_strategy=here
-  ).remote(job.drive, job.config)
+  ).remote(job.drive, job.task, job.config)
   step = deaths = 0
+  command, message = None, None
   while True:
+    while parent.poll():
+      command = pickle.loads(parent.recv_bytes())
+    # A driver that has just started gives a report before it takes a command.
+    sent = None if message is None else command
     try:
-      for ref in driver.run.options(num_returns='streaming').remote(computers):
-        message = ray.get(ref)
-        yield message
-        if not isinstance(message, outcomes.Report):
-          return
-        if message.global_step > step:
-          step, deaths = message.global_step, 0
+      message = ray.get(driver.next.remote(computers, sent))
     except exceptions.RayError as error:
+      message = None
       deaths += 1
       if not job.is_resumable or deaths > _MAX_DEATHS:
         line = str(error).splitlines()[0]
@@ -103,6 +90,13 @@ def _run(job: job_lib.Job) -> Iterator[Any]:
         )
         return
       _wait_until_back(driver)
+      continue
+    command = None if command == sent else command
+    yield message
+    if not isinstance(message, outcomes.Report):
+      return
+    if message.global_step > step:
+      step, deaths = message.global_step, 0
 
 
 def _wait_until_back(actor):
@@ -130,7 +124,8 @@ def _ray(job: job_lib.Job) -> Iterator[None]:
       options = {
           'num_cpus': max(int(needed) + 1, os.cpu_count() or 1),
           'include_dashboard': False,
-          '_temp_dir': job.folder,
+          # Ray lets everybody write there, and nobody else into the folder.
+          '_temp_dir': f'{job.folder}/ray',
       }
     else:
       # Where nothing listens, Ray would try for minutes.
@@ -146,29 +141,6 @@ def _ray(job: job_lib.Job) -> Iterator[None]:
     yield
   finally:
     ray.shutdown()
-
-
-def _end_with(
-    parent: connection.Connection, parent_id: int, folder: str
-) -> None:
-  """Ends this process and Ray when the parent process ends.
-
-  It returns once the parent has its result.
-  """
-  with contextlib.suppress(EOFError, OSError):
-    # The end of the connection is not enough: a process that the parent has
-    # forked keeps it open.
-    while os.getppid() == parent_id:
-      if parent.poll(_BETWEEN_CHECKS):
-        parent.recv_bytes()
-        return
-  # This process outlives ours, and kills what Ray leaves behind.
-  subprocess.Popen(
-      [sys.executable, '-I', '-c', _SWEEP, str(os.getpgid(0)), folder],
-      start_new_session=True,
-  )
-  ray.shutdown()
-  os._exit(1)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """Workers that are actors of Ray, and the actor that drives them."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 import functools
 import pickle
 import time
@@ -12,6 +12,7 @@ from ray import exceptions
 
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import manifest
+from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -30,16 +31,18 @@ class _Computer:
 
   def __init__(self, task: bytes, config: dict[str, Any]):
     self._problem = ''
+    self._node: dict[str, str] = {}
     try:
       _configure(config)
       # Safe to unpickle: it is from the process that started this run.
       self._task = pickle.loads(task)
+      self._node = manifest.node(task)
     except Exception as error:  # Whatever the modules of the task raise.
       self._problem = f'{type(error).__name__}: {error}'
 
-  def describe(self) -> tuple[str, str]:
-    """Returns the versions, and the error if the task cannot be imported."""
-    return manifest.versions(), self._problem
+  def describe(self) -> tuple[dict[str, str], str]:
+    """Returns `manifest.node`, and the error if the task cannot be imported."""
+    return self._node, self._problem
 
   def gradient(self, params: Any, batch: int) -> tuple[task_lib.Reply, Any]:
     """Returns the reply of the worker, and the gradient."""
@@ -49,18 +52,30 @@ class _Computer:
 class _Driver:
   """Holds the parameters and drives the workers; see `driver.drive`."""
 
-  def __init__(self, drive: bytes, config: dict[str, Any]):
+  def __init__(self, drive: bytes, task: bytes, config: dict[str, Any]):
     self._drive = drive
+    self._task = task
     self._config = config
+    self._messages: Any = None
 
-  def run(self, computers: list[Any]) -> Iterator[Any]:
-    """Yields reports, and finally the result or an error."""
+  def next(self, computers: list[Any], command: outcomes.Command) -> Any:
+    """Returns a report, and finally the result or an error.
+
+    Args:
+      computers: The workers.
+      command: The answer to the report before.
+    """
     try:
-      _configure(self._config)
-      # Safe to unpickle: it is from the process that started this run.
-      yield from pickle.loads(self._drive)(RayWorkers(computers))
+      if self._messages is None:
+        _configure(self._config)
+        # Safe to unpickle: it is from the process that started this run.
+        drive = pickle.loads(self._drive)
+        pickle.loads(self._task)
+        node = manifest.node(self._task)
+        self._messages = drive(RayWorkers(computers, node))
+      return self._messages.send(command)
     except Exception as error:  # Raised again by the caller of `train`.
-      yield job.portable(error)
+      return job.portable(error)
 
 
 # The actor classes that Ray makes of these.
@@ -71,8 +86,10 @@ Driver: Any = ray.remote(_Driver)
 class RayWorkers:
   """Actors of Ray as `Workers`. Ray restarts those that die."""
 
-  def __init__(self, computers: list[Any]):
+  def __init__(self, computers: list[Any], node: Mapping[str, str]):
+    """Takes the actors, and what `describe` must return on their nodes."""
     self._computers = computers
+    self._node = node
     self._ready: set[int] = set()
     # The worker and its gradient, by the reference to the reply.
     self._in_flight: dict[Any, tuple[int, Any]] = {}
@@ -97,7 +114,8 @@ class RayWorkers:
     """Waits for events up to a time limit, and returns them.
 
     Raises:
-      ValueError: If a worker cannot import the task, or has other versions.
+      ValueError: If a worker cannot import the task, or has other versions or
+        sources.
     """
     self._ask()
     refs = [*self._in_flight, *self._asked]
@@ -120,6 +138,18 @@ class RayWorkers:
       self._replaced.add(worker)
       ray.kill(self._computers[worker], no_restart=False)
 
+  def reset(self) -> None:
+    for worker, _ in self._in_flight.values():
+      self.replace(worker)
+      self._lose(worker)
+    self._in_flight.clear()
+
+  def _lose(self, worker):
+    """Asks a worker that has died until it answers."""
+    self._ready.discard(worker)
+    self._replaced.discard(worker)
+    self._ask_again[worker] = 0
+
   def _ask(self):
     """Calls each worker that is starting; replaces those that do not answer."""
     now = time.monotonic()
@@ -135,7 +165,7 @@ class RayWorkers:
     """Handles the answer of a worker to `_ask`."""
     worker, _ = self._asked.pop(ref)
     try:
-      versions, problem = ray.get(ref)
+      node, problem = ray.get(ref)
     except exceptions.RayError:
       self._replaced.discard(worker)
       self._ask_again[worker] = time.monotonic() + _BETWEEN_CALLS
@@ -146,11 +176,13 @@ class RayWorkers:
           f' {problem} on worker {worker}. Define them in the main program, or'
           ' in a module that is installed on all nodes.'
       )
-    if versions != manifest.versions():
-      raise ValueError(
-          '`cluster` must have the same versions on all nodes, got'
-          f' {versions} on worker {worker} instead of {manifest.versions()}.'
-      )
+    for name in node.keys() & self._node.keys():
+      if node[name] != self._node[name]:
+        raise ValueError(
+            '`cluster` must have the same versions and sources on all nodes,'
+            f' got {name} {node[name]} on worker {worker} instead of'
+            f' {self._node[name]}.'
+        )
     self._ready.add(worker)
 
   def _take(self, ref):
@@ -159,9 +191,7 @@ class RayWorkers:
     try:
       reply: Any = ray.get(ref)
     except exceptions.RayError:
-      self._ready.discard(worker)
-      self._replaced.discard(worker)
-      self._ask_again[worker] = 0
+      self._lose(worker)
       return workers_lib.Event(worker)
     return workers_lib.Event(worker, reply, functools.partial(_fetch, grads))
 

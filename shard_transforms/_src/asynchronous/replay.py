@@ -1,4 +1,4 @@
-"""`replay`: computes an asynchronous run again from its journal."""
+"""What reads the folder of a run: `replay` and `read_checkpoint`."""
 
 import functools
 import math
@@ -36,14 +36,16 @@ def replay(
 
   It starts from the initial parameters, and applies the accepted gradients in
   the order of the journal. Each is computed at the same parameters as in the
-  run, and must have the same bits. Checkpoints are not read.
+  run, and must have the same bits. Checkpoints are not read, except by a later
+  segment of the journal (see `on_change` of `train`): it starts from the
+  checkpoint at which it begins. Only one segment is computed.
 
   Args:
     folder: The folder of the run, which need not have ended.
     task: The task of the run.
     tx: Its optimizer.
-    until: The number of accepted updates after which to stop; `None` goes to
-      the end of the journal.
+    until: The global step at which to stop, in the segment that leads to it;
+      `None` goes to the end of the last segment.
     num_workers: Number of processes of Ray on this machine that compute the
       gradients; 0 computes them in this process, without Ray.
 
@@ -80,56 +82,140 @@ def replay(
   """
   train.check_task(task, tx)
   num_workers = arguments.as_at_least('num_workers', num_workers, 0)
-  path = pathlib.Path(folder).absolute()
-  records = _records_until(journal.read_journal(path), until)
+  path = pathlib.Path(folder).expanduser().absolute()
+  segments = _until(journal.read_segments(path), until)
   # Workers that take turns never hang.
   patience = math.inf
   if num_workers:
     train.require('ray', '`num_workers`')
     patience = _PATIENCE
   return job.run(
-      functools.partial(_drive, task, tx, records, path, patience),
+      functools.partial(_drive, task, tx, segments, path, patience),
       task,
       max(num_workers, 1),
       cluster='local' if num_workers else None,
   )
 
 
-def _drive(task, tx, records, folder, patience, workers):
-  """Replays the records of a journal, and yields the result.
+def read_checkpoint(
+    folder: str | os.PathLike[str],
+    task: task_lib.Task,
+    tx: optax.GradientTransformation,
+) -> outcomes.Result:
+  """Returns the latest checkpoint of an asynchronous run, for any machine.
+
+  It may be read during the run. Nothing is computed again: what the journal has
+  after the checkpoint is not in it. Go on from it in plain JAX, where
+  `opt_state.inner_state` is the state of `tx`, or by `train(..., start=...)`.
+
+  Args:
+    folder: The folder of the run.
+    task: A task with parameters of the same names, shapes and dtypes.
+    tx: An optimizer whose state has the same names, shapes and dtypes.
+
+  Returns:
+    The parameters, the state, and a report of the global step and the metrics.
 
   Raises:
-    ValueError: If the journal is of another task, optimizer or machine.
+    FileNotFoundError: If there is no intact checkpoint.
+    ImportError: If orbax is not installed; the extra `ray` has it.
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If the parameters or the state have other leaves.
+
+  Examples:
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(3),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
+    >>> tx = optax.sgd(0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   _ = asynchronous.train(
+    ...       task, tx, num_updates=3, num_workers=1, staleness=0,
+    ...       cluster=None, folder=folder)
+    ...   params, state, report = asynchronous.read_checkpoint(folder, task, tx)
+    >>> print(params, report.global_step)
+    [0.25 0.25 0.25] 3
+  """
+  train.check_task(task, tx)
+  train.require('orbax.checkpoint', '`folder`')
+  # It needs orbax, an optional dependency.
+  from shard_transforms._src.asynchronous import checkpoints
+
+  path = pathlib.Path(folder).expanduser().absolute()
+  server = parameter_server.ParameterServer(
+      tx, task_lib.init_params(task), model_state=task.model_state
+  )
+  found = checkpoints.read_latest(path, server)
+  if found is None:
+    raise FileNotFoundError(
+        f'`folder` must have an intact checkpoint, got {str(path)!r}.'
+    )
+  report = outcomes.Report(
+      found.global_step, metrics=dict(found.position.metrics)
+  )
+  params, state = found.trees['params'], found.trees['state']
+  return outcomes.Result(params, state, report)
+
+
+def _drive(task, tx, segments, folder, patience, workers):
+  """Replays the last of some segments of a journal, and yields the result.
+
+  Raises:
+    ValueError: If it is of another task, optimizer or machine, or damaged.
   """
   tally = outcomes.Tally()
   params = task_lib.init_params(task)
-  server = parameter_server.ParameterServer(tx, params)
-  expected = manifest.manifest(params, server)
-  manifest.check(journal.read_manifest(folder), expected, folder)
-  limits = in_flight.TimeLimits(patience, in_flight.durations(records))
-  for _ in roll_forward.roll_forward(
-      server, records, workers, limits, _MAX_ATTEMPTS
+  server = parameter_server.ParameterServer(
+      tx, params, model_state=task.model_state
+  )
+  segment = segments[-1]
+  manifest.check(segment, manifest.manifest(params, server))
+  segment.check()
+  if segment.start.segment >= 0:
+    # It needs orbax, an optional dependency.
+    from shard_transforms._src.asynchronous import checkpoints
+
+    checkpoints.restore_start(folder, segment.start, server)
+  times = in_flight.durations(segment.records)
+  limits = in_flight.TimeLimits(patience, times)
+  for metrics in roll_forward.roll_forward(
+      server, segment.records, workers, limits, _MAX_ATTEMPTS
   ):
-    pass
-  tally.add_all(records)
-  report = tally.report(server.global_step)
-  yield outcomes.Result(server.params, server.state, report)
+    if metrics is not None:
+      tally.update(server.global_step, metrics)
+  tally.add_all(journal.intact(segments))
+  tally.segments = {s.start.global_step: s.start.reason for s in segments}
+  params = server.params
+  report = tally.report(server.global_step, params)
+  yield outcomes.Result(params, server.state, report)
 
 
-def _records_until(records, until):
-  """Returns the records up to an accepted one.
+def _until(segments, until):
+  """Returns segments up to a global step; the last is cut off there.
 
   Raises:
     TypeError: If `until` is no integer.
-    ValueError: If there is no such record.
+    ValueError: If there is no such step.
   """
-  accepted = np.flatnonzero(records['fate'] == outcomes.Outcome.ACCEPTED)
   if until is None:
-    return records
+    return segments
   until = arguments.as_at_least('until', until, 0)
-  if until > len(accepted):
+  while len(segments) > 1 and until <= segments[-1].start.global_step:
+    segments = segments[:-1]
+  last = segments[-1]
+  accepted = np.flatnonzero(last.records['fate'] == outcomes.Outcome.ACCEPTED)
+  num_updates = until - last.start.global_step
+  if num_updates > len(accepted):
     raise ValueError(
-        f'`until` must be at most the {len(accepted)} updates of the journal,'
-        f' got {until}.'
+        f'`until` must be at most the {last.start.global_step + len(accepted)}'
+        f' updates of the journal, got {until}.'
     )
-  return records[: accepted[until - 1] + 1] if until else records[:0]
+  end = accepted[num_updates - 1] + 1 if num_updates > 0 else 0
+  cut = last._replace(
+      records=last.records[:end], is_damaged=last.is_damaged[:end]
+  )
+  return [*segments[:-1], cut]

@@ -3,6 +3,7 @@
 import bisect
 import collections
 from collections.abc import Iterator
+from collections.abc import Mapping
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ def roll_forward(
     workers: workers_lib.Workers,
     limits: in_flight_lib.TimeLimits,
     max_attempts: int,
-) -> Iterator[None]:
+) -> Iterator[Mapping[str, float] | None]:
   """Applies the accepted gradients of a journal, computed by any workers.
 
   Args:
@@ -35,7 +36,7 @@ def roll_forward(
     max_attempts: Number of attempts at a batch whose worker dies or hangs.
 
   Yields:
-    `None` at intervals.
+    The metrics of each update, and `None` at intervals.
 
   Raises:
     RuntimeError: If a function of the task fails, or a worker dies or hangs at
@@ -58,13 +59,15 @@ def roll_forward(
       gradients.turn()
       yield
     weight = record['weight']
+    grads, metrics = gradients.done.pop(place)
     server.accept(
-        gradients.done.pop(place),
+        grads,
         int(record['local_step']),
         None if np.isnan(weight) else float(weight),
     )
     still_needed = accepted['local_step'][place + 1 :]
     server.forget(int(still_needed.min(initial=server.global_step)))
+    yield metrics
 
 
 class _Gradients:
@@ -142,7 +145,7 @@ class _Gradients:
           ' machine is another, or its functions are not pure.'
       )
     self._limits.add(assigned.worker, time.monotonic() - assigned.start)
-    self.done[place] = grads
+    self.done[place] = grads, reply.metrics
     step = assigned.local_step
     self._num_uses[step] -= 1
     if not self._num_uses[step]:

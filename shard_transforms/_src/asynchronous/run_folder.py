@@ -1,70 +1,116 @@
 """The folder of a run: its journal and checkpoints, and how it resumes."""
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from collections.abc import Mapping
-from collections.abc import Sequence
-import contextlib
+import os
 import pathlib
-from typing import Any, NamedTuple
-import warnings
+import time
+from typing import Any
 
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 
+from shard_transforms._src.asynchronous import checkpoints as checkpoints_lib
 from shard_transforms._src.asynchronous import in_flight as in_flight_lib
-from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import journal as journal_lib
+from shard_transforms._src.asynchronous import manifest as manifest_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import roll_forward
 from shard_transforms._src.asynchronous import workers as workers_lib
-from shard_transforms._src.monitoring import digests
 
-_CHECKPOINTS = 'checkpoints'
 _Outcome = outcomes.Outcome
-
-
-class Checkpoint(NamedTuple):
-  """What a checkpoint holds besides parameters and state.
-
-  Attributes:
-    num_records: Number of records in the journal at that time.
-    last_crc: The `crc` of the last of them, or 0.
-    next_batch: The first batch that had not been assigned.
-    ready: The earlier batches that had to be computed again.
-  """
-
-  num_records: int = 0
-  last_crc: int = 0
-  next_batch: int = 0
-  ready: Sequence[int] = ()
+_Position = checkpoints_lib.Position
 
 
 class RunFolder:
-  """The journal and the last two checkpoints, locked against other runs."""
+  """The journal and the checkpoints of a run, locked against other runs.
+
+  Attributes:
+    journal: The last segment of the journal.
+    saved_step: The global step of the latest checkpoint.
+    position: Where the run was at that checkpoint.
+    records: The records of all segments that lead to the current parameters.
+    segments: Why each segment began, by the global steps at which they did.
+    next_batch: The first batch that was never assigned.
+    ready: The earlier batches that are still to be computed.
+  """
+
+  journal: journal_lib.Journal
+  _checkpoints: checkpoints_lib.Checkpoints
 
   def __init__(self, folder: pathlib.Path, manifest: Mapping[str, Any]):
-    """Opens a folder, or creates one.
+    """Locks a folder, which is created if it does not exist.
 
     Raises:
       OSError: If it cannot be written.
-      ValueError: If it is damaged, belongs to another run, or is in use.
+      ValueError: If it is in use.
     """
+    self._folder = folder
+    self._manifest = manifest
     folder.mkdir(parents=True, exist_ok=True)
-    self.journal = journal.Journal(folder, manifest)
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, cleanup_tmp_directories=True
-    )
-    self._checkpoints = ocp.CheckpointManager(
-        (folder / _CHECKPOINTS).absolute(), options=options
-    )
-    # The global step of the latest checkpoint.
+    self._lock = _lock(folder)
+    self._saved_at = time.monotonic()
     self.saved_step = 0
+    self.position = _Position()
+    self.next_batch = 0
+    self.ready: list[int] = []
+
+  def recover(
+      self,
+      server: parameter_server.ParameterServer,
+      workers: workers_lib.Workers,
+      options: in_flight_lib.Options,
+      start: outcomes.Result | None = None,
+  ) -> Iterator[Mapping[str, float] | None]:
+    """Restores the latest checkpoint, and rolls forward to the journal's end.
+
+    Args:
+      server: Has the initial parameters.
+      workers: Compute again what the checkpoint lacks.
+      options: The options of the run.
+      start: Where a run starts that has no journal yet.
+
+    Yields:
+      The metrics of an update, or `None` at intervals.
+
+    Raises:
+      OSError: If the folder cannot be written.
+      RuntimeError: If a function of the task fails, or a worker dies or hangs
+        at each attempt at a batch.
+      ValueError: If the folder is damaged, or was written by another task,
+        optimizer or machine, and `on_change` is `'raise'`.
+    """
+    initial = server.trees()
+    number = journal_lib.last_segment(self._folder)
+    self._open(max(number, 0), journal_lib.Start())
+    if number < 0 and start is not None:
+      state: Any = start.opt_state
+      server.restore(start.params, state)
+      self.save(server, server.global_step, [], {})
+      self._begin(0, 'It starts from the result of another run.')
+      self.next_batch = self.position.next_batch
+    else:
+      try:
+        yield from self._resume(server, workers, options)
+      except ValueError as error:
+        if options.on_change == 'raise':
+          raise
+        workers.reset()
+        server.restore(**initial)
+        found = self._restore(server)
+        self._begin(-1 if found is None else found.segment, str(error))
+        self.next_batch = self.position.next_batch
+        self.ready = [*self.position.ready]
+    segments = journal_lib.read_segments(self._folder)
+    self.records = journal_lib.intact(segments)
+    self.segments = {s.start.global_step: s.start.reason for s in segments}
 
   def save(
       self,
       server: parameter_server.ParameterServer,
-      in_flight: in_flight_lib.InFlight,
+      next_batch: int,
+      ready: list[int],
+      metrics: Mapping[str, float],
   ) -> None:
     """Starts to write a checkpoint, after waiting for the previous one.
 
@@ -76,98 +122,20 @@ class RunFolder:
     if server.global_step == self.saved_step:
       return
     self.journal.sync()
-    trees = parameter_server.unwrap_keys(
-        {'params': server.params, 'state': server.state}
+    journal = self.journal
+    self.position = _Position(
+        journal.num_records, journal.last_crc, next_batch, ready, metrics
     )
-    checkpoint = Checkpoint(
-        self.journal.num_records,
-        self.journal.last_crc,
-        in_flight.next_batch,
-        in_flight.ready,
-    )
-    about = {**checkpoint._asdict(), 'digest': digests.digest(trees)}
-    with self._writing():
-      self._checkpoints.wait_until_finished()
-      self._checkpoints.save(
-          server.global_step,
-          args=ocp.args.Composite(
-              trees=ocp.args.StandardSave(trees),
-              about=ocp.args.JsonSave(about),
-          ),
-          force=True,
-      )
+    self._checkpoints.save(server, self.position)
     self.saved_step = server.global_step
+    self._saved_at = time.monotonic()
 
-  def recover(
-      self,
-      server: parameter_server.ParameterServer,
-      workers: workers_lib.Workers,
-      options: in_flight_lib.Options,
-  ) -> Generator[None, None, tuple[int, list[int]]]:
-    """Restores the latest checkpoint, and rolls forward to the journal's end.
-
-    Args:
-      server: Has the initial parameters.
-      workers: Compute again what the checkpoint lacks.
-      options: The options of the run.
-
-    Yields:
-      `None` at intervals.
-
-    Returns:
-      The first batch that was never assigned, and the earlier batches that are
-      still to be computed.
-
-    Raises:
-      RuntimeError: If a function of the task fails, or a worker dies or hangs
-        at each attempt at a batch.
-      ValueError: If the journal was written by another task or machine, or has
-        lost records.
-    """
-    initial = server.params
-    records = self.journal.records
-    checkpoint = self.restore(server)
-
-    def roll(server, records):
-      times = in_flight_lib.durations(self.journal.records)
-      limits = in_flight_lib.TimeLimits(options.patience, times)
-      return roll_forward.roll_forward(
-          server, records, workers, limits, options.max_attempts
-      )
-
-    if self.saved_step:
-      # Without this, a run whose checkpoint has everything would go on with
-      # another task. One gradient shows whether the task is the same.
-      yield from roll(*_first(initial, records))
-    tail = records[checkpoint.num_records :]
-    yield from roll(server, tail)
-    return _batches_left(tail, checkpoint, options.on_drop)
-
-  def restore(self, server: parameter_server.ParameterServer) -> Checkpoint:
-    """Restores a server from the latest intact checkpoint, if any.
-
-    Raises:
-      ValueError: If the journal has lost records that the checkpoint counts, or
-        is of another run.
-    """
-    like = {'params': server.params, 'state': server.state}
-    for step in sorted(self._checkpoints.all_steps(), reverse=True):
-      try:
-        trees, checkpoint = self._read(step, like)
-      except Exception as error:  # Orbax raises many kinds.
-        warnings.warn(
-            f'Checkpoint {step} of {self._checkpoints.directory} cannot be'
-            f' used. The run resumes from an earlier one: {_line(error)}',
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        self._checkpoints.delete(step)
-        continue
-      self._check_journal(step, checkpoint)
-      server.restore(**trees)
-      self.saved_step = step
-      return checkpoint
-    return Checkpoint()
+  def is_due(self, step: int, options: in_flight_lib.Options) -> bool:
+    """Returns whether a checkpoint is due at a global step."""
+    seconds = time.monotonic() - self._saved_at
+    num_updates = step - self.saved_step
+    is_due = num_updates >= options.save_every
+    return is_due and seconds >= options.save_seconds
 
   def close(self) -> None:
     """Finishes pending writes and unlocks the folder.
@@ -176,72 +144,133 @@ class RunFolder:
       OSError: If the last checkpoint could not be written.
     """
     try:
-      with self._writing():
-        self._checkpoints.wait_until_finished()
-      self._checkpoints.close()
+      self._close_segment()
     finally:
+      os.close(self._lock)
+
+  def _close_segment(self):
+    if hasattr(self, 'journal'):
       self.journal.close()
+    if hasattr(self, '_checkpoints'):
+      self._checkpoints.close()
 
-  @contextlib.contextmanager
-  def _writing(self):
-    """Raises the errors of orbax, of many kinds, as `OSError`."""
-    try:
-      yield
-    except Exception as error:
-      raise OSError(
-          'A checkpoint must be written to'
-          f' {str(self._checkpoints.directory)!r}, got {_line(error)}'
-      ) from error
-
-  def _read(self, step, like):
-    """Returns a checkpoint whose checksum matches what was written."""
-    found = self._checkpoints.restore(
-        step,
-        args=ocp.args.Composite(
-            trees=ocp.args.StandardRestore(parameter_server.unwrap_keys(like)),
-            about=ocp.args.JsonRestore(),
-        ),
+  def _open(self, number, start):
+    """Opens a segment, which is created if it does not exist."""
+    self._close_segment()
+    self._number = number
+    self.journal = journal_lib.Journal(
+        self._folder, number, self._manifest, start
     )
-    about = dict(found['about'])
-    if digests.digest(found['trees']) != about.pop('digest'):
-      raise ValueError('its bits have changed since they were written.')
-    trees = parameter_server.wrap_keys(found['trees'], like)
-    return trees, Checkpoint(**about)
+    self._checkpoints = checkpoints_lib.Checkpoints(self._folder, number)
 
-  def _check_journal(self, step, checkpoint):
-    """Raises a `ValueError` if the journal is not that of a checkpoint."""
-    records = self.journal.records
-    if checkpoint.num_records > len(records):
+  def _begin(self, segment, reason):
+    """Begins a segment at the latest checkpoint, which is in a segment."""
+    start = journal_lib.Start(
+        segment, self.position.num_records, self.saved_step, reason
+    )
+    self._open(journal_lib.last_segment(self._folder) + 1, start)
+
+  def _restore(self, server):
+    """Restores the latest intact checkpoint, if any, and returns it."""
+    found = checkpoints_lib.read_latest(self._folder, server)
+    self.saved_step, self.position = 0, _Position()
+    if found is not None:
+      server.restore(**found.trees)
+      self.saved_step, self.position = found.global_step, found.position
+    return found
+
+  def _resume(self, server, workers, options):
+    """Goes on in the last segment; yields what `recover` does."""
+    segment = self.journal.segment
+    manifest_lib.check(segment, self._manifest)
+    initial = server.trees()
+    found = self._restore(server)
+    begin = -1 if found is None else found.segment, self.saved_step
+    num_before = 0
+    if begin[0] == self._number:
+      num_before = self.position.num_records
+      _check_records(segment.records, self.position, self.saved_step)
+    elif begin != (segment.start.segment, segment.start.global_step):
       raise ValueError(
-          f'The journal must have at least {checkpoint.num_records} records, as'
-          ' when its latest checkpoint was written, got'
-          f' {len(records)}.'
+          f'Checkpoint {segment.start.global_step}, at which the last segment'
+          f' of the journal begins, must be in {str(self._folder)!r}. It is'
+          ' damaged or lost.'
       )
-    before = records[: checkpoint.num_records]
-    if checkpoint.last_crc != (before[-1]['crc'] if len(before) else 0):
-      raise ValueError(
-          'The checkpoints must be of the same run as the journal, got one of'
-          f' {step} updates of another run. Put back its journal, or name'
-          ' another folder.'
+    segment.check(num_before)
+
+    def roll(records):
+      times = in_flight_lib.durations(segment.records)
+      limits = in_flight_lib.TimeLimits(options.patience, times)
+      return roll_forward.roll_forward(
+          server, records, workers, limits, options.max_attempts
       )
 
+    if num_before:
+      # Without this, a run whose checkpoint has everything would go on with
+      # another task. One gradient shows whether the task is the same.
+      restored = server.trees()
+      server.restore(**initial)
+      checkpoints_lib.restore_start(self._folder, segment.start, server)
+      for _ in roll(_first(segment)):
+        yield None
+      server.restore(**restored)
+    tail = segment.records[num_before:]
+    yield from roll(tail)
+    self.next_batch, self.ready = _batches_left(
+        tail, self.position, options.on_drop
+    )
 
-def _line(error: Exception) -> str:
-  """Returns an error in one line."""
-  return f'{type(error).__name__}: {error}'.splitlines()[0]
+
+def _lock(folder):
+  """Returns a file descriptor that locks a folder while it is open.
+
+  Raises:
+    ValueError: If the folder is in use.
+  """
+  # Windows has none, and nothing but a lock needs it.
+  import fcntl
+
+  lock = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    os.close(lock)
+    raise ValueError(
+        f'`folder` must not be in use, got {str(folder)!r}, which another run'
+        ' writes to.'
+    ) from error
+  return lock
 
 
-def _first(initial, records):
-  """Returns a server before the first accepted gradient, and its record."""
-  is_first = records['local_step'] == 0
+def _check_records(records, position, step):
+  """Raises a `ValueError` if a journal is not that of a checkpoint."""
+  num_records = position.num_records
+  if num_records > len(records):
+    raise ValueError(
+        f'The journal must have at least {num_records} records, as when its'
+        f' latest checkpoint was written, got {len(records)}.'
+    )
+  last_crc = records[num_records - 1]['crc'] if num_records else 0
+  if position.last_crc != last_crc:
+    raise ValueError(
+        'The checkpoints must be of the same run as the journal, got one of'
+        f' {step} updates of another run. Put back its journal, or name'
+        ' another folder.'
+    )
+
+
+def _first(segment):
+  """Returns the first intact record of a gradient at the start of a segment."""
+  records = segment.records[~segment.is_damaged]
+  is_first = records['local_step'] == segment.start.global_step
   is_first &= records['fate'] == _Outcome.ACCEPTED
   first = records[is_first][:1].copy()
-  first['global_step'] = 0
-  return parameter_server.ParameterServer(optax.identity(), initial), first
+  first['global_step'] = segment.start.global_step
+  return first
 
 
 def _batches_left(
-    tail: np.ndarray, before: Checkpoint, on_drop: in_flight_lib.OnDrop
+    tail: np.ndarray, before: _Position, on_drop: in_flight_lib.OnDrop
 ) -> tuple[int, list[int]]:
   """Returns the batches that are left after some more records."""
   ends = [_Outcome.ACCEPTED]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import traceback
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import zlib
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
@@ -37,13 +39,21 @@ class Task:
     rollout: In place of `batch`, takes parameters and a number, and returns a
       batch made with these parameters, as the actors of reinforcement learning
       do. Staleness counts from these parameters.
+    model_state: Keys of the dict that `init` returns: their values are no
+      parameters, but state of the model, such as statistics of batch
+      normalization and counters. Integers belong there. `gradient` returns
+      their new values in place of a gradient, and `tx` does not see them. With
+      an accepted gradient of age 0, the new values are taken. An older one adds
+      its change, which is the new values minus those that it was given: so
+      counters count each accepted gradient once, and moving averages move by
+      each. The new booleans are taken at any age.
 
   All functions must be pure: another worker may compute the same batch again,
   and `replay` does. Derive random keys from the number of the batch, as in
   `jax.random.fold_in(jax.random.key(seed), number)`.
 
   Raises:
-    TypeError: If one of them is not a function.
+    TypeError: If one of them is not a function, or `model_state` is a string.
     ValueError: If `batch` and `rollout` are both given, or neither.
 
   Examples:
@@ -62,16 +72,22 @@ class Task:
   gradient: Callable[[Any, Any], tuple[Any, Mapping[str, chex.Numeric]]]
   batch: Callable[[int], Any] | None = None
   rollout: Callable[[Any, int], Any] | None = None
+  model_state: Sequence[str] = ()
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if value is None and field.name in ('batch', 'rollout'):
+    for name in 'init', 'gradient', 'batch', 'rollout':
+      value = getattr(self, name)
+      if value is None and name in ('batch', 'rollout'):
         continue
       if not callable(value):
         raise TypeError(
-            f'`{field.name}` of `Task` must be a function, got {value!r}.'
+            f'`{name}` of `Task` must be a function, got {value!r}.'
         )
+    if isinstance(self.model_state, str):
+      raise TypeError(
+          '`model_state` of `Task` must be several keys, got'
+          f' {self.model_state!r}.'
+      )
     if (self.batch is None) == (self.rollout is None):
       given = 'neither' if self.batch is None else 'both'
       raise ValueError(
@@ -120,14 +136,37 @@ def init_params(task: Task) -> Any:
 
   Raises:
     RuntimeError: If `init` fails.
+    TypeError: If a parameter is no floating-point number.
+    ValueError: If the parameters have no such `model_state`.
   """
   try:
-    params = task.init()
+    params = jax.tree.map(np.asarray, task.init())
   except Exception as error:  # Whatever a user's function raises.
     raise RuntimeError(
         f'`init` of `task` must work, got {type(error).__name__}: {error}'
     ) from error
-  return jax.tree.map(np.asarray, params)
+  keys = params.keys() if isinstance(params, dict) else ()
+  if not set(task.model_state) <= set(keys):
+    raise ValueError(
+        '`model_state` of `Task` must be keys of the dict that `init` returns,'
+        f' got {task.model_state!r} for {list(keys)}.'
+    )
+  for path, x in jax.tree.leaves_with_path(split(params, task.model_state)[0]):
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+      raise TypeError(
+          '`init` of `task` must return floating-point parameters, got'
+          f' {x.dtype} at {leaves_lib.name_of(path)}. Put what has no gradient'
+          ' below a key that `model_state` names.'
+      )
+  return params
+
+
+def split(tree: Any, model_state: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+  """Returns the parameters in a tree, and its model state."""
+  if not model_state:
+    return tree, {}
+  params = {key: x for key, x in tree.items() if key not in model_state}
+  return params, {key: tree[key] for key in model_state}
 
 
 def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
@@ -205,8 +244,14 @@ def _checked(result, params):
           f' {kind[1]}{list(kind[0])} instead of {due[1]}{list(due[0])} at'
           f' {leaves_lib.name_of(path)}.'
       )
-  if not isinstance(metrics, Mapping) or any(map(np.shape, metrics.values())):
-    raise _WrongGradientError(
-        f'its metrics must be a dict of scalars, got {metrics!r}.'
-    )
-  return grads, {str(name): float(x) for name, x in metrics.items()}
+  if isinstance(metrics, Mapping):
+    numbers = {str(name): np.asarray(x) for name, x in metrics.items()}
+    # Booleans, integers and floating-point numbers, of which `bfloat16` is one.
+    if all(
+        x.shape == () and (x.dtype.kind in 'biuf' or x.dtype == jnp.bfloat16)
+        for x in numbers.values()
+    ):
+      return grads, {name: float(x) for name, x in numbers.items()}
+  raise _WrongGradientError(
+      f'its metrics must be a dict of scalars, got {metrics!r}.'
+  )

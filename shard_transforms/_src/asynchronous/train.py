@@ -33,11 +33,15 @@ def train(
     cluster: Literal['local'] | str | None = 'local',
     folder: str | os.PathLike[str] | None = None,
     save_every: int = 100,
+    save_seconds: float = 5.0,
+    on_change: in_flight.OnChange = 'raise',
+    start: outcomes.Result | None = None,
     on_drop: in_flight.OnDrop = 'again',
     max_attempts: int = 3,
     weight: Callable[[int], float] | None = None,
     resources: Mapping[str, Any] | None = None,
-    on_progress: Callable[[outcomes.Report], Any] | None = None,
+    driver_devices: int = 1,
+    on_progress: Callable[[outcomes.Report], outcomes.Command] | None = None,
 ) -> outcomes.Result:
   r"""Trains asynchronously, by workers that do not wait for each other.
 
@@ -51,11 +55,11 @@ def train(
 
   With a `folder`, the outcome of each gradient is written to a journal before
   the new parameters are published. Parameters and state are written to a
-  checkpoint every `save_every` updates. The same call resumes where the last
-  one ended, even if it was killed: no accepted update is lost, and no batch
-  counts twice. A worker that dies is always replaced. With a folder, so is the
-  *driver*, the process that holds the parameters. `replay` computes the same
-  bits from the journal.
+  checkpoint at intervals. The same call resumes where the last one ended, even
+  if it was killed: no accepted update is lost, and no batch counts twice. A
+  worker that dies is always replaced. With a folder, so is the *driver*, the
+  process that holds the parameters. `replay` computes the same bits from the
+  journal.
 
   Args:
     task: The functions of the training.
@@ -79,8 +83,16 @@ def train(
       computes in this process, without Ray: the workers take turns.
     folder: The folder of the journal and the checkpoints, on this host. Each
       run needs its own. `None` keeps nothing.
-    save_every: Number of updates between checkpoints. Before each checkpoint,
-      no batch is assigned until the gradients in flight are back.
+    save_every: Number of updates between checkpoints, at least. Before each
+      checkpoint, no batch is assigned until the gradients in flight are back.
+    save_seconds: Number of seconds between checkpoints, at least.
+    on_change: What to do if `folder` is of another task, optimizer or machine,
+      or its journal is damaged: `'raise'`, or `'continue'` from the last
+      checkpoint, where a new segment of the journal begins. It replaces the
+      updates after that checkpoint. `Report.segments` says why.
+    start: A `Result` of the same parameters and kind of optimizer: the run
+      starts with its parameters, state and global step, unless there is a
+      journal in `folder`. The first batch has the number of the global step.
     on_drop: What happens to the batch of a gradient that is too old:
       `'again'` computes it again, `'forget'` leaves it out.
     max_attempts: Number of attempts at a batch whose gradient raises an error,
@@ -89,7 +101,13 @@ def train(
       gradient. `None` for 1.
     resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
-    on_progress: Takes a `Report`, at most ten times a second and at the end.
+    driver_devices: The number of local devices of the driver over which
+      parameters, state and updates are divided, as by `state_shardings`.
+    on_progress: Takes a `Report`, at most ten times a second and at the end,
+      after the first update. If it returns `'params'`, the next report comes at
+      once and has the parameters. If it returns `'stop'`, the run ends with its
+      result; with a folder, the same call goes on. Otherwise, it returns
+      `None`.
 
   Returns:
     The parameters, the state, and a report.
@@ -106,7 +124,7 @@ def train(
     TypeError: If an argument is of the wrong kind.
     ValueError: If an argument has a wrong value; if `folder` is of another
       task, optimizer or machine, is damaged or in use; if nodes have other
-      versions of Python or jaxlib.
+      versions of Python, packages or modules.
 
   Examples:
     >>> import jax
@@ -141,24 +159,43 @@ def train(
       on_drop=on_drop,
       max_attempts=arguments.as_at_least('max_attempts', max_attempts, 1),
       weight=weight,
+      save_seconds=float(
+          arguments.as_not_negative('save_seconds', save_seconds)
+      ),
+      on_change=on_change,
+      driver_devices=arguments.as_at_least('driver_devices', driver_devices, 1),
   )
   if patience < 1:
     raise ValueError(f'`patience` must be at least 1, got {patience!r}.')
   if on_drop not in ('again', 'forget'):
     raise ValueError(f"`on_drop` must be 'again' or 'forget', got {on_drop!r}.")
+  if on_change not in ('raise', 'continue'):
+    raise ValueError(
+        f"`on_change` must be 'raise' or 'continue', got {on_change!r}."
+    )
+  if start is not None and not isinstance(start, outcomes.Result):
+    raise TypeError(f'`start` must be a `Result`, got {start!r}.')
   num_workers = arguments.as_at_least('num_workers', num_workers, 1)
   for name, function in ('weight', weight), ('on_progress', on_progress):
     if function is not None and not callable(function):
       raise TypeError(f'`{name}` must be a function, got {function!r}.')
   if resources is not None and not isinstance(resources, Mapping):
     raise TypeError(f'`resources` must be a dict, got {resources!r}.')
-  is_address = isinstance(cluster, str) and cluster.rpartition(':')[2].isdigit()
+  is_address = (
+      isinstance(cluster, str)
+      and cluster.rpartition(':')[2].isdigit()
+      and '//' not in cluster
+  )
   if cluster not in (None, 'local') and not is_address:
     raise ValueError(
         "`cluster` must be None, 'local' or an address 'host:port', got"
-        f' {cluster!r}.'
+        f" {cluster!r}. For a cluster that runs on this host, 'auto' in Ray,"
+        " write '127.0.0.1:6379'. In place of 'ray://host:10001', start this"
+        " program on a node, and write 'host:6379'."
     )
-  path = None if folder is None else pathlib.Path(folder).absolute()
+  path = None
+  if folder is not None:
+    path = pathlib.Path(folder).expanduser().absolute()
   if path is not None:
     require('orbax.checkpoint', '`folder`')
   if cluster is not None:
@@ -167,7 +204,7 @@ def train(
     # Workers that take turns are never late.
     options = dataclasses.replace(options, patience=math.inf)
   return job.run(
-      functools.partial(driver.drive, task, tx, options, path),
+      functools.partial(driver.drive, task, tx, options, path, start),
       task,
       num_workers,
       cluster=cluster,

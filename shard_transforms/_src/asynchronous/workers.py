@@ -44,6 +44,10 @@ class Workers(Protocol):
     """Replaces a worker; an event reports the gradient that is lost."""
     ...
 
+  def reset(self) -> None:
+    """Makes all workers idle; no event reports what they computed."""
+    ...
+
 
 class LocalWorkers:
   """Workers of this process, which compute in turn, first in, first out.
@@ -75,3 +79,6 @@ class LocalWorkers:
 
   def replace(self, worker: int) -> None:
     raise NotImplementedError(f'Worker {worker} of this process cannot hang.')
+
+  def reset(self) -> None:
+    self._started.clear()

@@ -1,0 +1,65 @@
+"""Ends all processes of a run with the process that started it.
+
+This file is run by itself, so it imports nothing but Python's library.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+_BETWEEN_CHECKS = 0.05
+_PROCESSES = pathlib.Path('/proc')
+
+
+def main() -> None:
+  """Starts a program, and ends it if the parent process ends or says so.
+
+  The arguments are the number of the parent process, a mark that the
+  environments of all processes of the run contain, a folder to be made and
+  deleted, a file descriptor for the program, and the program.
+  """
+  parent, mark, folder, descriptor, *program = sys.argv[1:]
+  signal.signal(signal.SIGTERM, lambda *args: sys.exit())
+  os.mkdir(folder, 0o700)
+  child = None
+  try:
+    child = subprocess.Popen(
+        program, pass_fds=[int(descriptor)], start_new_session=True
+    )
+    os.close(int(descriptor))
+    # The end of a pipe would not be enough: a process that the parent has
+    # forked keeps it open.
+    while os.getppid() == int(parent) and child.poll() is None:
+      time.sleep(_BETWEEN_CHECKS)
+  finally:
+    # For systems without `/proc`.
+    with contextlib.suppress(ProcessLookupError):
+      if child is not None:
+        os.killpg(child.pid, signal.SIGKILL)
+    sweep(mark, folder)
+
+
+def sweep(mark: str, folder: str) -> None:
+  """Kills all other processes of a run, and deletes its folder."""
+  while any([_kill(path, mark) for path in _PROCESSES.glob('[0-9]*')]):
+    time.sleep(_BETWEEN_CHECKS)
+  shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(path, mark):
+  """Kills a process that has a mark; returns whether it had."""
+  with contextlib.suppress(OSError):
+    is_marked = mark.encode() in (path / 'environ').read_bytes()
+    if is_marked and int(path.name) != os.getpid():
+      os.kill(int(path.name), signal.SIGKILL)
+      return True
+  return False
+
+
+if __name__ == '__main__':
+  main()

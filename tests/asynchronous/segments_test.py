@@ -1,0 +1,429 @@
+"""Runs that go on on another machine, or with another optimizer or task."""
+
+import functools
+from unittest import mock
+
+from absl.testing import parameterized
+import jax
+import numpy as np
+import optax
+import pytest
+
+import asynchronous_cases
+import cases
+from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import driver
+from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import manifest
+
+TASK = asynchronous_cases.TASK
+TX = optax.adam(0.1)
+OTHER_TASK = asynchronous.Task(
+    asynchronous_cases.init,
+    asynchronous_cases.gradient,
+    lambda number: asynchronous_cases.batch(number) + 1,
+)
+MACHINE = manifest.machine()
+
+
+def change(part):
+  """Makes this another machine, in one part."""
+  other = {**MACHINE, part: 'another one'}
+  return mock.patch.object(manifest, 'machine', lambda: other)
+
+
+class SegmentsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+
+  def train(self, task=TASK, tx=TX, **options):
+    defaults = {'save_every': 10, 'save_seconds': 0, 'folder': self.folder}
+    return asynchronous_cases.train(task, tx, **(defaults | options))
+
+  def check(self, result, num_updates, begins):
+    """Checks the journal, and the replay of the last segment."""
+    self.assertEqual(list(result.report.segments), begins)
+    accepted = asynchronous_cases.accepted(
+        asynchronous.read_journal(self.folder)
+    )
+    np.testing.assert_array_equal(
+        accepted['global_step'], np.arange(num_updates)
+    )
+    self.assertLen(set(accepted['batch'].tolist()), num_updates)
+
+  @cases.parameters('processor', 'device', 'jaxlib', 'optax')
+  def test_another_machine_goes_on_by_the_option_alone(self, part):
+    first = self.train(num_updates=15)
+
+    with change(part):
+      with self.assertRaisesRegex(ValueError, f'{part} .*continue'):
+        self.train()
+      with self.assertRaisesRegex(ValueError, f'{part} .*continue'):
+        asynchronous.replay(self.folder, TASK, TX)
+      read = asynchronous.read_checkpoint(self.folder, TASK, TX)
+      result = self.train(on_change='continue')
+      again = asynchronous.replay(self.folder, TASK, TX)
+
+    asynchronous_cases.assert_same_bits(read, first)
+    self.check(result, 30, [0, 15])
+    self.assertIn(part, result.report.segments[15])
+    asynchronous_cases.assert_same_bits(again, result)
+    # The first segment is of this machine, the second is not.
+    begin = asynchronous.replay(self.folder, TASK, TX, until=15)
+    asynchronous_cases.assert_same_bits(begin, first)
+    with self.assertRaisesRegex(ValueError, f'{part} .*continue'):
+      asynchronous.replay(self.folder, TASK, TX, until=16)
+
+  @cases.parameters(
+      ('numbers of the optimizer', optax.adam(0.2)),
+      (
+          'operations of the optimizer',
+          optax.adam(optax.linear_schedule(0.1, 0.0, 60)),
+      ),
+  )
+  @pytest.mark.slow_after(1)
+  def test_another_rate_goes_on_by_the_option_alone(self, words, tx):
+    if 'operations' in words:
+      # The state of a schedule has a counter.
+      tx = optax.chain(optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1))
+      base = optax.chain(optax.scale_by_adam(), optax.sgd(0.1))
+    else:
+      base = TX
+    self.train(tx=base)
+
+    with self.assertRaisesRegex(ValueError, words):
+      self.train(tx=tx, num_updates=40)
+    result = self.train(tx=tx, num_updates=40, on_change='continue')
+
+    self.check(result, 40, [0, 30])
+    self.assertIn(words, result.report.segments[30])
+    again = self.train(tx=tx, num_updates=45)
+    self.assertEqual(again.report.segments, result.report.segments)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(self.folder, TASK, tx), again
+    )
+
+  def test_updates_after_the_checkpoint_are_replaced(self):
+    self.train(num_updates=17, save_every=1000)
+    (self.folder / 'checkpoints/17').rename(self.folder / 'gone')
+
+    result = self.train(OTHER_TASK, on_change='continue')
+
+    self.check(result, 30, [0])
+    self.assertIn('must have the bits', result.report.segments[0])
+    fresh = asynchronous_cases.train(OTHER_TASK, TX)
+    asynchronous_cases.assert_same_bits(result, fresh)
+
+  def test_another_structure_is_refused_in_any_case(self):
+    self.train()
+
+    with self.assertRaisesRegex(
+        ValueError, 'Checkpoint 30 .* got None instead'
+    ):
+      self.train(
+          tx=optax.sgd(0.1, momentum=0.9), on_change='continue', num_updates=40
+      )
+    self.assertEqual(self.train().report.segments, {0: ''})
+
+  def flip(self, record):
+    path = self.folder / 'journal.bin'
+    data = bytearray(path.read_bytes())
+    size = asynchronous.read_journal(self.folder).itemsize
+    data[len(data) - size * (30 - record) + 9] ^= 4
+    path.write_bytes(data)
+
+  @cases.parameters(0, 3)
+  def test_damaged_record_before_a_checkpoint_does_not_cost_the_run(self, bad):
+    self.train()
+    self.flip(bad)
+
+    with self.assertWarnsRegex(RuntimeWarning, '1 records of'):
+      result = self.train(num_updates=40)
+
+    self.assertEqual(result.report.global_step, 40)
+    self.assertEqual(result.report.segments, {0: ''})
+    with self.assertRaisesRegex(ValueError, f'damaged at record {bad}'):
+      asynchronous.replay(self.folder, TASK, TX)
+
+  def test_damaged_record_after_the_checkpoint_costs_what_follows_it(self):
+    self.train()
+    (self.folder / 'checkpoints/30').rename(self.folder / 'gone')
+    self.flip(25)
+
+    with self.assertRaisesRegex(ValueError, 'damaged at record 25 .*continue'):
+      self.train()
+    result = self.train(on_change='continue')
+
+    (saved,) = (self.folder / 'checkpoints').iterdir()
+    self.check(result, 30, [0, int(saved.name)])
+
+  def test_starts_from_a_result(self):
+    first = self.train(num_updates=20)
+    folder = self.folder.parent / 'second'
+
+    result = self.train(
+        folder=folder,
+        start=asynchronous.read_checkpoint(self.folder, TASK, TX),
+    )
+    without = self.train(folder=None, start=first)
+
+    self.assertEqual(list(result.report.segments), [0, 20])
+    self.assertEqual(result.report.global_step, 30)
+    journal = asynchronous.read_journal(folder)
+    self.assertEqual(journal['batch'].tolist(), list(range(20, 30)))
+    asynchronous_cases.assert_same_bits(result, without)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, TASK, TX), result
+    )
+    again = self.train(folder=folder, start=first, num_updates=35)
+    self.assertEqual(again.report.global_step, 35)
+
+  def test_checkpoints_wait_for_updates_and_for_seconds(self):
+    self.train(save_seconds=1000)
+
+    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
+    self.assertEqual(saved, {'30'})
+
+  def test_lost_start_of_a_segment_is_reported(self):
+    self.train(num_updates=15)
+    with change('optax'):
+      self.train(on_change='continue')
+      (self.folder / 'checkpoints').rename(self.folder / 'gone')
+
+      with self.assertRaisesRegex(
+          ValueError, 'Checkpoint 15 of segment 0 must be in'
+      ):
+        asynchronous.replay(self.folder, TASK, TX)
+
+  def test_folder_in_the_home_folder_is_expanded(self):
+    home = self.folder.parent
+    with mock.patch.dict('os.environ', HOME=str(home)):
+      self.train(folder='~/run', num_updates=3)
+      asynchronous.replay('~/run', TASK, TX)
+
+    self.assertLen(asynchronous.read_journal(home / 'run'), 3)
+
+  def test_start_of_another_optimizer_is_refused(self):
+    first = self.train(folder=None)
+
+    with self.assertRaisesRegex(ValueError, '`start` must have the leaves'):
+      self.train(tx=optax.sgd(0.1), folder=None, start=first)
+    with self.assertRaisesRegex(TypeError, '`start` must be a `Result`'):
+      self.train(start=first.params)
+
+
+class WatchingTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.reports = []
+    every = mock.patch.object(driver, '_BETWEEN_REPORTS', 0)
+    self.enterContext(every)
+
+  def train(self, answer, **options):
+    def on_progress(report):
+      self.reports.append(report)
+      return answer(report)
+
+    return asynchronous_cases.train(
+        TASK, TX, on_progress=on_progress, **options
+    )
+
+  def test_each_report_has_metrics_and_all_of_them_come_in_order(self):
+    with mock.patch.object(driver, '_BETWEEN_REPORTS', 0.003):
+      self.train(lambda report: None)
+
+    history = [update for report in self.reports for update in report.history]
+    self.assertEqual([step for step, _ in history], list(range(1, 31)))
+    for report in self.reports:
+      self.assertIn('loss', report.metrics)
+    self.assertEqual(self.reports[-1].metrics, history[-1][1])
+
+  def test_history_goes_on_at_the_checkpoint(self):
+    folder = asynchronous_cases.folder(self)
+    self.train(lambda report: None, folder=folder)
+    (folder / 'checkpoints/30').rename(folder / 'gone')
+    first, self.reports = self.reports, []
+
+    self.train(lambda report: None, folder=folder, num_updates=33)
+
+    again = [update for report in self.reports for update in report.history]
+    before = [update for report in first for update in report.history]
+    self.assertEqual(again[:30], before)
+    self.assertEqual([step for step, _ in again], list(range(1, 34)))
+
+  def test_finished_run_reports_its_metrics(self):
+    folder = asynchronous_cases.folder(self)
+    first = self.train(lambda report: None, folder=folder)
+    self.reports.clear()
+
+    self.train(lambda report: None, folder=folder)
+
+    self.assertEqual(self.reports[0].metrics, first.report.metrics)
+
+  def test_parameters_come_when_asked_for(self):
+    def answer(report):
+      return 'params' if report.global_step == 10 else None
+
+    result = self.train(answer, staleness=0)
+
+    steps = [r.global_step for r in self.reports if r.params is not None]
+    self.assertEqual(steps, [11, 30])
+    found = self.reports[steps[0] - 1].params
+    expected = asynchronous_cases.train(
+        TASK, TX, num_updates=11, staleness=0
+    ).params
+    np.testing.assert_array_equal(found['w'], expected['w'])
+    self.assertIs(self.reports[-1].params, result.params)
+
+  @cases.parameters(True, False)
+  def test_run_that_is_stopped_has_a_result_and_can_go_on(self, has_folder):
+    folder = asynchronous_cases.folder(self) if has_folder else None
+
+    result = self.train(
+        lambda report: 'stop' if report.global_step == 10 else None,
+        folder=folder,
+    )
+
+    self.assertEqual(result.report.global_step, 10)
+    self.assertEqual(self.reports[-1].global_step, 10)
+    if folder is not None:
+      result = self.train(lambda report: None, folder=folder)
+      self.assertEqual(result.report.num_recovered, 0)
+      accepted = asynchronous.read_journal(folder)
+      self.assertEqual(sorted(accepted['batch'].tolist()), list(range(30)))
+      asynchronous_cases.assert_same_bits(
+          asynchronous.replay(folder, TASK, TX), result
+      )
+
+  def test_updates_that_a_new_driver_computes_again_come_once(self):
+    def drive(workers):
+      for steps in (1, 2, 3), (2, 3), (4,):
+        history = tuple((step, {'loss': 0.0}) for step in steps)
+        yield asynchronous.Report(steps[-1], history=history)
+      yield asynchronous.Result(None, None, asynchronous.Report(4))
+
+    job.run(drive, TASK, 1, cluster=None, on_progress=self.reports.append)
+
+    found = [step for r in self.reports for step, _ in r.history]
+    self.assertEqual(found, [1, 2, 3, 4])
+
+  def test_other_answers_are_refused(self):
+    with self.assertRaisesRegex(
+        ValueError, "`on_progress` must return None, 'p"
+    ):
+      self.train(lambda report: True)
+
+
+class ModelStateTest(parameterized.TestCase):
+
+  def task(self, **changes):
+    def init():
+      return {
+          'w': np.zeros(2, np.float32),
+          'seen': np.int32(0),
+          'average': np.float32(0),
+          'odd': np.bool_(False),
+      }
+
+    def gradient(params, number):
+      changes = {
+          'w': params['w'] - number,
+          'seen': params['seen'] + np.int32(3),
+          'average': 0.5 * params['average'] + 0.5 * number,
+          'odd': np.bool_(int(number) % 2),
+      }
+      return changes, {'seen': params['seen']}
+
+    functions = {
+        'init': init,
+        'gradient': gradient,
+        'batch': np.float32,
+        'model_state': ('seen', 'average', 'odd'),
+    }
+    return asynchronous.Task(**(functions | changes))
+
+  @cases.parameters(0, 2)
+  def test_each_accepted_gradient_counts_once(self, staleness):
+    folder = asynchronous_cases.folder(self)
+    tx = optax.adam(0.1)
+    run = functools.partial(
+        asynchronous_cases.train,
+        self.task(),
+        tx,
+        folder=folder,
+        staleness=staleness,
+    )
+
+    run(num_updates=12)
+    result = run()
+
+    self.assertEqual(result.params['seen'], 90)
+    self.assertEqual(result.params['seen'].dtype, np.int32)
+    self.assertEqual(result.params['odd'], True)
+    journal = asynchronous.read_journal(folder)
+    averages = [np.float32(0)]
+    for record in asynchronous_cases.accepted(journal):
+      read = averages[record['local_step']]
+      new = np.float32(0.5) * read + np.float32(0.5) * record['batch']
+      is_old = record['global_step'] > record['local_step']
+      averages.append(averages[-1] + (new - read) if is_old else new)
+    np.testing.assert_allclose(
+        result.params['average'], averages[-1], rtol=1e-6
+    )
+    self.assertNotIn('seen', result.opt_state.inner_state[0].mu)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, self.task(), tx), result
+    )
+
+  @cases.parameters(
+      (
+          {'model_state': 'seen'},
+          TypeError,
+          '`model_state` of `Task` must be sev',
+      ),
+      ({'model_state': ('x',)}, ValueError, '`model_state` .* must be keys of'),
+      ({'model_state': ()}, TypeError, "got bool at .'odd'.. Put what has no"),
+  )
+  def test_wrong_places_are_refused(self, changes, error, message):
+    with self.assertRaisesRegex(error, message):
+      asynchronous_cases.train(self.task(**changes), optax.sgd(0.1))
+
+
+class DriverDevicesTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (optax.adam(0.1),),
+      (
+          optax.chain(
+              optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)
+          ),
+      ),
+  )
+  @pytest.mark.slow_after(1)
+  def test_divided_over_devices_it_trains_the_same(self, tx):
+    task = asynchronous.Task(
+        lambda: {
+            'w': np.ones((16, 3), np.float32),
+            'b': np.ones(5, np.float32),
+        },
+        lambda params, x: ({'w': params['w'] * x, 'b': params['b'] * x}, {}),
+        lambda number: np.float32(number % 5 + 1),
+    )
+    folder = asynchronous_cases.folder(self)
+    run = functools.partial(asynchronous_cases.train, task, tx)
+
+    run(num_updates=12, driver_devices=4, folder=folder)
+    result = run(driver_devices=4, folder=folder)
+    whole = run()
+
+    for a, b in zip(
+        jax.tree.leaves(result[:2]), jax.tree.leaves(whole[:2]), strict=True
+    ):
+      np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+  def test_more_devices_than_there_are_are_refused(self):
+    with self.assertRaisesRegex(ValueError, '`driver_devices` must be at most'):
+      asynchronous_cases.train(TASK, TX, driver_devices=99)
