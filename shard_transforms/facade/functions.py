@@ -27,6 +27,7 @@ class Function:
     self._variables = []
     self._locks = []
     self._mesh = None
+    self._unfinished: jax.Array | None = None
     self._is_built = False
     self._growing = threading.RLock()
     self._run = jax.jit(self._traced)
@@ -66,7 +67,7 @@ class Function:
       with self._held():
         # Outside of all frames, a variable stands for what it stores.
         arrays = [variable.stored for variable in variables]
-        self._wait_for(arrays)
+        self._wait()
         try:
           out, written = self._run(arrays, args, kwargs)
         except frames.Retraced:
@@ -78,6 +79,8 @@ class Function:
             raise
           continue
         frames.commit([variables[i] for i in written], written.values())
+        if self._mesh is not None:
+          self._unfinished = next(iter(written.values()), None)
         return out
     raise RuntimeError(
         f'{self._fn!r} met new variables in each of {mapping.MAX_TRACES}'
@@ -106,17 +109,20 @@ class Function:
     self._is_built = True
     self._place()
 
-  def _wait_for(self, arrays):
+  def _wait(self):
     """Waits for the call before, where this one sums over CPU devices.
 
     JAX 0.10 aborts where a process has queued more than about 32 such calls,
     and a loop that reads no result, as with `session.run(train_op)`, would.
     """
-    if self._mesh is not None and jax.default_backend() == 'cpu':
-      jax.block_until_ready(arrays)
+    if self._unfinished is not None and jax.default_backend() == 'cpu':
+      # The results of a call are ready together.
+      self._unfinished.block_until_ready()
 
   def _held(self):
     """Holds the locks of the step, in a fixed order, so that none deadlocks."""
+    if not self._locks:
+      return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     for lock in sorted(self._locks, key=id):
       stack.enter_context(frames.held(lock))
