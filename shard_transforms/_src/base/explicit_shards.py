@@ -58,9 +58,9 @@ def check_whole(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
     if partition_specs.axes_of(spec).intersection(axes):
       raise ValueError(
           f'`params` of `{caller}` must not be sharded over {list(axes)!r}, got'
-          f' {leaves_lib.name_of(path)} with {spec!r}. Parameters that are'
-          ' (FSDP) are gathered, and their gradients are reduced, once a window'
-          ' by `shard_transforms.accumulated_value_and_grad`.'
+          f' {leaves_lib.name_of(path)} with {spec!r}. For such parameters'
+          ' (FSDP), take `shard_transforms.accumulated_value_and_grad`: it'
+          ' gathers them, and reduces their gradients, once a window.'
       )
 
 
