@@ -404,6 +404,23 @@ class RefusalTest(parameterized.TestCase):
       ):
         tx.update(grads, state)
 
+  def test_integers_among_parameters(self):
+    mesh = make_mesh()
+    params = PARAMS | {'number': np.int32(3)}
+    params, x = place(
+        mesh, (params, X[0]), (WHOLE | {'number': P()}, P('data'))
+    )
+    tx = shard_transforms.on_mesh(MEAN, mesh)
+    state = tx.init(PARAMS)
+    with (
+        jax.set_mesh(mesh),
+        self.assertRaisesRegex(ValueError, r"got float0 at \['number'\]"),
+    ):
+      _, grads = shard_transforms.value_and_grad(
+          loss_fn, 'data', allow_int=True
+      )(params, x)
+      tx.update(grads, state)
+
   def test_gradients_that_are_reduced(self):
     mesh = make_mesh()
     tx = shard_transforms.on_mesh(MEAN, mesh)

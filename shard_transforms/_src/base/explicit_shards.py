@@ -73,7 +73,7 @@ def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
   """Returns the axes over which all leaves are still to be summed, in order.
 
   Raises:
-    ValueError: If leaves differ in them.
+    ValueError: If leaves differ in them, or one has no gradient.
   """
   found = [
       (path, leaf, axes_lib.pending_axes(leaf))
@@ -81,6 +81,13 @@ def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
   ]
   axes = frozenset().union(*(pending for *_, pending in found))
   for path, leaf, pending in found:
+    # XLA ends the process if it is to reinterpret such a leaf.
+    if axes and leaves_lib.is_float0(leaf):
+      raise ValueError(
+          f'`updates` of `{caller}` must have gradients if they are unreduced,'
+          f' got float0 at {leaves_lib.name_of(path)}. Keep integers out of'
+          ' what is differentiated, in another argument.'
+      )
     if missing := axes - pending:
       raise ValueError(
           f'`updates` of `{caller}` must all be unreduced over the same axes,'

@@ -67,7 +67,8 @@ def on_mesh(
       the mesh; in `update` outside of a mapped step, if the mesh in use has
       axes that are not of type `Explicit`, if parameters are sharded over the
       axes that are mapped, or otherwise than the updates, if some updates are
-      reduced already, or if what `tx` returns is not.
+      reduced already or have no gradient (float0), or if what `tx` returns is
+      not reduced or has another tree.
 
   Examples:
     >>> import jax
