@@ -327,7 +327,8 @@ class RefusalTest(parameterized.TestCase):
         optax.chain(
             shard_transforms.cross_shard_mean('data'),
             optax.GradientTransformation(
-                lambda params: (), lambda updates, *_: (updates, jnp.zeros(2))
+                lambda params: (),
+                lambda updates, state, params=None: (updates, jnp.zeros(2)),
             ),
         ),
         mesh,
