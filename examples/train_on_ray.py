@@ -1,9 +1,9 @@
 """Trains digits on workers of Ray Train, which replaces those that die.
 
-The training is that of `train_on_cluster.py`. If a worker dies or hangs, Ray
-ends all of them and starts others, which resume from the last checkpoint, to
-the same bits. The same command goes on, too, also with another number of
-workers. By default Ray runs on this machine and listens on loopback alone.
+The training is that of `train_on_cluster.py`. If a worker dies, Ray ends all of
+them and starts others, which resume from the last checkpoint with the same
+bits. The same command resumes too, also with another number of workers. By
+default Ray runs on this machine and listens on loopback alone.
 """
 
 from collections.abc import Iterator

@@ -134,15 +134,16 @@ class GradientTest(parameterized.TestCase):
     params, x = place(mesh, (PARAMS, X[0]), (WHOLE, P('data')))
 
     def fn(scale, params, x, *, kind):
-      return scale * loss_fn(params, x), {kind: x[0]}
+      return scale * loss_fn(params, x), {kind: x[0], 'size': len(x)}
 
     grad_fn = shard_transforms.value_and_grad(
-        fn, 'data', argnums=(1, 0), has_aux=True
+        fn, 'data', argnums=[1, 0], has_aux=True
     )
     with jax.set_mesh(mesh):
       (loss, aux), grads = grad_fn(2.0, params, x, kind='first')
 
     np.testing.assert_array_equal(aux['first'], X[0].reshape(8, 4, 6)[:, 0])
+    np.testing.assert_array_equal(aux['size'], [4] * 8)
     self.assertEqual(loss.shape, (8,))
     self.assertEqual(jax.tree.structure(grads[0]), jax.tree.structure(PARAMS))
     self.assertEqual(jax.typeof(grads[1]).sharding.spec.unreduced, {'data'})
@@ -298,6 +299,49 @@ class RefusalTest(parameterized.TestCase):
     ):
       shard_transforms.value_and_grad(loss_fn, 'data')(params, X[0])
 
+  def test_a_batch_that_is_sharded_over_one_of_two_axes(self):
+    mesh = make_mesh((4, 2))
+    params, x = place(mesh, (PARAMS, X[0]), (WHOLE, P('data')))
+    grad_fn = shard_transforms.value_and_grad(loss_fn, ('data', 'model'))
+    with (
+        jax.set_mesh(mesh),
+        self.assertRaisesRegex(
+            ValueError, r"over \['model'\], .*jax.P\(\('data', 'model'\)\)"
+        ),
+    ):
+      grad_fn(params, x)
+
+  def test_arguments_that_are_missing(self):
+    mesh = make_mesh()
+    params, x = place(mesh, (PARAMS, X[0]), (WHOLE, P('data')))
+    grad_fn = shard_transforms.value_and_grad(loss_fn, 'data')
+    with (
+        jax.set_mesh(mesh),
+        self.assertRaisesRegex(ValueError, 'by position, 0 by .*, got 0'),
+    ):
+      grad_fn(params=params, x=x)
+
+  def test_a_state_of_another_tree(self):
+    mesh = make_mesh()
+    tx = shard_transforms.on_mesh(
+        optax.chain(
+            shard_transforms.cross_shard_mean('data'),
+            optax.GradientTransformation(
+                lambda params: (),
+                lambda updates, state, params=None: (updates, jnp.zeros(2)),
+            ),
+        ),
+        mesh,
+    )
+    state, grads = tx.init(PARAMS), self.unreduced(mesh)
+    with (
+        jax.set_mesh(mesh),
+        self.assertRaisesRegex(
+            ValueError, '`tx` of `on_mesh` must keep the tr'
+        ),
+    ):
+      tx.update(grads, state)
+
   def test_axes_of_another_type(self):
     grad_fn = shard_transforms.value_and_grad(loss_fn, 'data')
     mesh = make_mesh(kind='Auto')
@@ -360,6 +404,23 @@ class RefusalTest(parameterized.TestCase):
           ValueError, r"\['bias'\] \[6\], which is reduced over \['data'\]"
       ):
         tx.update(grads, state)
+
+  def test_integers_among_parameters(self):
+    mesh = make_mesh()
+    params = PARAMS | {'number': np.int32(3)}
+    params, x = place(
+        mesh, (params, X[0]), (WHOLE | {'number': P()}, P('data'))
+    )
+    tx = shard_transforms.on_mesh(MEAN, mesh)
+    state = tx.init(PARAMS)
+    with (
+        jax.set_mesh(mesh),
+        self.assertRaisesRegex(ValueError, r"got float0 at \['number'\]"),
+    ):
+      _, grads = shard_transforms.value_and_grad(
+          loss_fn, 'data', allow_int=True
+      )(params, x)
+      tx.update(grads, state)
 
   def test_gradients_that_are_reduced(self):
     mesh = make_mesh()

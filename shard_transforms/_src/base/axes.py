@@ -212,7 +212,7 @@ def detect_cluster(
   """
   clusters = importlib.import_module('jax._src.clusters').ClusterEnv
   for kind in clusters._cluster_types:
-    # JAX has no name for the way of Kubernetes, and finds it by the empty one.
+    # The name of Kubernetes is empty in JAX.
     if (kind.name or 'k8s') in methods and kind.is_env_present():
       return clusters.auto_detect_unset_distributed_params(
           *(None, None, None, None), kind.name, timeout

@@ -58,9 +58,9 @@ def check_whole(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
     if partition_specs.axes_of(spec).intersection(axes):
       raise ValueError(
           f'`params` of `{caller}` must not be sharded over {list(axes)!r}, got'
-          f' {leaves_lib.name_of(path)} with {spec!r}. Parameters that are'
-          ' (FSDP) are gathered, and their gradients are reduced, once a window'
-          ' by `shard_transforms.accumulated_value_and_grad`.'
+          f' {leaves_lib.name_of(path)} with {spec!r}. For such parameters'
+          ' (FSDP), take `shard_transforms.accumulated_value_and_grad`: it'
+          ' gathers them, and reduces their gradients, once a window.'
       )
 
 
@@ -73,7 +73,7 @@ def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
   """Returns the axes over which all leaves are still to be summed, in order.
 
   Raises:
-    ValueError: If leaves differ in them.
+    ValueError: If leaves differ in them, or one has no gradient.
   """
   found = [
       (path, leaf, axes_lib.pending_axes(leaf))
@@ -81,6 +81,13 @@ def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
   ]
   axes = frozenset().union(*(pending for *_, pending in found))
   for path, leaf, pending in found:
+    # XLA ends the process if it is to reinterpret such a leaf.
+    if axes and leaves_lib.is_float0(leaf):
+      raise ValueError(
+          f'`updates` of `{caller}` must have gradients if they are unreduced,'
+          f' got float0 at {leaves_lib.name_of(path)}. Keep integers out of'
+          ' what is differentiated, in another argument.'
+      )
     if missing := axes - pending:
       raise ValueError(
           f'`updates` of `{caller}` must all be unreduced over the same axes,'

@@ -8,6 +8,7 @@ from typing import Any
 import weakref
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
@@ -153,7 +154,8 @@ def value_and_grad(
   @functools.wraps(fun)
   def value_and_grad_fn(*args, **kwargs):
     if explicit_shards.are_here(axes):
-      return _on_types(value_and_grad_fn, axes, argnums, args, kwargs)
+      wanted = chosen if several else chosen[0]
+      return _on_types(value_and_grad_fn, axes, wanted, args, kwargs)
     axes_lib.size(axes, 'value_and_grad')
     given, args = args, list(args)
     # JAX has the better error for an argument that is not there.
@@ -174,9 +176,16 @@ def _on_types(fn, axes, argnums, args, kwargs):
   """Returns what `fn` returns, mapped over axes of type `Explicit`.
 
   Raises:
-    ValueError: If types do not say how, or parameters are sharded over them.
+    ValueError: If types do not say how, parameters are sharded over them, or an
+      argument is missing.
   """
   explicit_shards.check_mesh('value_and_grad')
+  places = range(-len(args), len(args))
+  if not set(places).issuperset(jax.tree.leaves(argnums)):
+    raise ValueError(
+        '`value_and_grad` must be given the arguments that it differentiates'
+        f' by position, {argnums} by `argnums`, got {len(args)} of them.'
+    )
   params = jax.tree.map(lambda i: args[i], argnums)
   explicit_shards.check_whole(params, axes, 'value_and_grad')
   arrays, join = leaves_lib.split_arrays((args, kwargs))
@@ -185,15 +194,16 @@ def _on_types(fn, axes, argnums, args, kwargs):
       map(explicit_shards.spec_of, jax.tree.leaves(arrays)),
   )
   if missing := set(axes).difference(*used):
+    axis = axes if len(axes) > 1 else axes[0]
     raise ValueError(
         '`value_and_grad` must be given a batch that is sharded over'
         f' {sorted(missing, key=str)}, got no such argument. Place it with'
-        f' `jax.device_put(batch, jax.P({axes[0]!r}))`.'
+        f' `jax.device_put(batch, jax.P({axis!r}))`.'
     )
 
   def shard(arrays):
     args, kwargs = join(arrays)
-    return jax.tree.map(lambda x: x[None], fn(*args, **kwargs))
+    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), fn(*args, **kwargs))
 
   of_grads = jax.tree.map(
       lambda x: P(axes, *explicit_shards.spec_of(x)), params

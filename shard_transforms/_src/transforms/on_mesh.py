@@ -67,7 +67,8 @@ def on_mesh(
       the mesh; in `update` outside of a mapped step, if the mesh in use has
       axes that are not of type `Explicit`, if parameters are sharded over the
       axes that are mapped, or otherwise than the updates, if some updates are
-      reduced already, or if what `tx` returns is not.
+      reduced already or have no gradient (float0), or if what `tx` returns is
+      not reduced or has another tree.
 
   Examples:
     >>> import jax
@@ -129,6 +130,7 @@ def _mapped(
     pairs = zip(arrays, is_own, strict=True)
     own = [explicit_shards.own_row(x) if is_row else x for x, is_row in pairs]
     result = run(updates, state, params, **join(own))
+    _check_tree(result, (like, state))
     _check_reduced(result, specs, axes)
     return result
 
@@ -156,6 +158,21 @@ def _check_params(updates, params, axes):
       )
 
   jax.tree.map_with_path(check, params, updates)
+
+
+def _check_tree(result, given):
+  """Checks that a step returns the trees that it is given.
+
+  Raises:
+    ValueError: If it does not.
+  """
+  found, expected = map(jax.tree.structure, (result, given))
+  if found != expected:
+    raise ValueError(
+        f'`tx` of `{_CALLER}` must keep the trees of the updates and of its'
+        f' state, got {found} instead of {expected}. Make the state by its'
+        ' `init`.'
+    )
 
 
 def _check_reduced(result, specs, axes):

@@ -34,7 +34,8 @@ def check_mapped(reduction: sharded_reduction.ShardedReduction) -> None:
         f'The mesh of `{reduction.caller}` must have no axis that is'
         f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
         ' such an axis shards. Name all axes in `axis_names` of'
-        ' `jax.shard_map`.'
+        ' `jax.shard_map`; on axes of type `Explicit` that nothing maps, take'
+        ' gradients over all of them by `shard_transforms.value_and_grad`.'
     )
 
 
