@@ -529,6 +529,31 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'sums over towers'):
       _update(_collected(2, inner))
 
+  @cases.parameters(_collected, shard_transforms.reduce_towers)
+  def test_refuses_two_reductions_that_would_both_divide(self, make):
+    inner = optax.chain(*2 * [_mean(groups=[[0, 1, 2, 3], [4, 5, 6, 7]])])
+    tx = make(2, inner, order='tree')
+
+    with self.assertRaisesRegex(ValueError, 'must reduce once, got two'):
+      _update(
+          tx,
+          state_of=inner if make is not _collected else None,
+          x=X.reshape(8, 2, 3, 5),
+      )
+
+  def test_takes_a_reduction_of_each_mask(self):
+    masks = [True, False], [False, True]
+    tx = _collected(1, optax.chain(*(optax.masked(_mean(), m) for m in masks)))
+
+    def shard(_, x):
+      return tx.update([x, x], tx.init([x, x]))[0]
+
+    found = modes.map_shards('shard_map', shard)(PARAMS, X[:8])
+
+    expected = _in_pairs(X[:8]) * np.float32(1 / 8)
+    for leaf in found:
+      np.testing.assert_array_equal(leaf[0], expected)
+
   def test_refuses_a_sum_of_means(self):
     inner = shard_transforms.cross_shard_sum(modes.AXIS, order='tree')
 
