@@ -101,6 +101,7 @@ DOCUMENTS = (
     'docs/plain_jit.md',
     'docs/porting_from_tf1.md',
     'docs/processes.md',
+    'docs/same_bits.md',
     'docs/sending_less.md',
     'docs/sharded_optimizer.md',
     'docs/silent_mistakes.md',
