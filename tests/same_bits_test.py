@@ -248,6 +248,33 @@ class SameBitsTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(mean, _in_pairs(X[:8]) * np.float32(1 / 8))
 
+  @cases.parameters(('tower', 1), ('shard', 3))
+  def test_keys_by_the_number_of_the_tower_keep_the_bits(self, by, num_digests):
+    def train_on(num_shards):
+      num_towers = NUM_TOWERS // num_shards
+      tx = _stacked(num_towers)
+
+      def shard(params, x):
+        number = lax.axis_index(modes.AXIS)
+        if by == 'tower':
+          number = number * num_towers + jnp.arange(num_towers)
+        numbers = jnp.broadcast_to(number, num_towers)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(
+            jax.random.key(0), numbers
+        )
+        noise = jax.vmap(lambda key: jax.random.normal(key, (3, 5)))(keys)
+        return _train(tx, params, x + noise, None, is_stacked=True)
+
+      x = X.reshape(num_shards, num_towers, 3, 5)
+      params = modes.map_shards('shard_map', shard, num_shards)(PARAMS, x)
+      return shard_transforms.monitoring.digest(
+          jax.tree.map(lambda x: np.asarray(x)[0], params)
+      )
+
+    digests = set(map(train_on, NUM_SHARDS))
+
+    self.assertLen(digests, num_digests)
+
   def test_products_are_rounded_before_they_are_added(self):
     # XLA would round the product and the sum once, in one operation.
     x = _RNG.normal(size=(8, 4096)).astype(np.float32)
@@ -502,6 +529,31 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'sums over towers'):
       _update(_collected(2, inner))
 
+  @cases.parameters(_collected, shard_transforms.reduce_towers)
+  def test_refuses_two_reductions_that_would_both_divide(self, make):
+    inner = optax.chain(*2 * [_mean(groups=[[0, 1, 2, 3], [4, 5, 6, 7]])])
+    tx = make(2, inner, order='tree')
+
+    with self.assertRaisesRegex(ValueError, 'must reduce once, got two'):
+      _update(
+          tx,
+          state_of=inner if make is not _collected else None,
+          x=X.reshape(8, 2, 3, 5),
+      )
+
+  def test_takes_a_reduction_of_each_mask(self):
+    masks = [True, False], [False, True]
+    tx = _collected(1, optax.chain(*(optax.masked(_mean(), m) for m in masks)))
+
+    def shard(_, x):
+      return tx.update([x, x], tx.init([x, x]))[0]
+
+    found = modes.map_shards('shard_map', shard)(PARAMS, X[:8])
+
+    expected = _in_pairs(X[:8]) * np.float32(1 / 8)
+    for leaf in found:
+      np.testing.assert_array_equal(leaf[0], expected)
+
   def test_refuses_a_sum_of_means(self):
     inner = shard_transforms.cross_shard_sum(modes.AXIS, order='tree')
 
@@ -513,14 +565,25 @@ class RefusalTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, 'State of `tower_reduce` must'):
         _update(_collected(2), state_of=state_of)
 
-  def test_refuses_a_norm_of_slices(self):
+  def _clip_slices(self, order):
     clip = shard_transforms.clip_by_global_norm(1.0, modes.AXIS)
     tx = shard_transforms.shard_update(
-        optax.chain(clip, ADAM), modes.AXIS, order='tree'
+        optax.chain(clip, ADAM), modes.AXIS, order=order
     )
 
-    with self.assertRaisesRegex(ValueError, 'must treat each element'):
-      _update(tx)
+    def shard(params, x):
+      return tx.update(x, tx.init(params), params)[0]
+
+    return modes.map_shards('shard_map', shard)(X[0], X[:8])
+
+  def test_refuses_a_norm_of_slices_in_the_order_of_a_tree_alone(self):
+    self._clip_slices(order=None)
+
+    with self.assertRaisesRegex(ValueError, '`reduce_sum` takes') as caught:
+      self._clip_slices(order='tree')
+
+    # It does not advise what it refuses.
+    self.assertNotIn('To clip by the global norm', str(caught.exception))
 
   def test_refuses_owners(self):
     with self.assertRaisesRegex(ValueError, '`order` of `shard_update` must'):

@@ -251,6 +251,15 @@ class OneDeviceTest(parameterized.TestCase):
     self.assertIsNone(message_of(returning(values)))
     self.assertIn('update', message_of(returning(values, others)))
 
+  def test_imaginary_parts_differ(self):
+    run = returning({'update': np.array([1 + 1j])}, {'update': np.array([1.0])})
+    other = returning(
+        {'update': np.array([3 + 4j])}, {'update': np.array([3 - 1j])}
+    )
+
+    self.assertIn('update', message_of(run))
+    self.assertIn('update: relative difference 1', message_of(other))
+
   def test_an_empty_tree_agrees(self):
     self.assertIsNone(message_of(returning({'loss': 1.0, 'statistics': {}})))
 
@@ -272,6 +281,10 @@ class OneDeviceTest(parameterized.TestCase):
               r'got shape \(2,\) for one shard and \(8,\) for several',
           ),
           ({'update': np.ones(2)}, {'update': np.ones(8)}),
+      ),
+      (
+          *(ValueError, r'got shape \(1,\) for one shard and \(\) for several'),
+          ({'loss': np.ones(1)}, {'loss': np.ones(())}),
       ),
       (
           ValueError,

@@ -396,6 +396,21 @@ class ClipTest(parameterized.TestCase):
         state.spikes.last_spike[[3, 4], 0], [[7, -1], [-1, 9]]
     )
 
+  def test_scales_a_spike_below_the_mean_to_a_smaller_max_norm(self):
+    def make(max_norm):
+      rule = SpikeRule(
+          max_norm=max_norm, max_stds=2.0, min_steps=2, on_spike='reciprocal'
+      )
+      return guard(optax.identity(), spikes=rule)
+
+    state = make(9.0).init(jnp.zeros(1))
+    for x in 3.0, 5.0:
+      _, state = make(9.0).update(jnp.array([x]), state)
+
+    updates, _ = make(2.0).update(jnp.array([3.0]), state)
+
+    np.testing.assert_allclose(updates, [2.0], rtol=1e-6)
+
   @cases.parameters('clip', 'reciprocal')
   def test_keeps_every_bit_below_the_limit(self, on_spike):
     x, loss = data()

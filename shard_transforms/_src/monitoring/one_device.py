@@ -45,7 +45,9 @@ _SMALL = 1e-3
 
 
 class _Leaf(NamedTuple):
-  """The values of a leaf in all its copies, and those of one device, float64.
+  """The values of a leaf in all its copies, and those of one device.
+
+  They are float64, or complex128.
 
   Attributes:
     name: Its name.
@@ -186,8 +188,8 @@ def _leaves(part, found, expected):
       jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
   ):
     name = part + jax.tree_util.keystr(path)
-    a, b = jnp.asarray(a), np.asarray(b, np.float64)
-    if a.shape != b.shape and (1, *a.shape[1:]) != b.shape:
+    a, b = jnp.asarray(a), _widened(b)
+    if b.shape not in (a.shape, (1, *a.shape[1:])[: a.ndim]):
       raise ValueError(
           f'`run` of `{_CALLER}` must return values of the whole batch, got'
           f' shape {b.shape} for one shard and {a.shape} for several at {name}.'
@@ -200,12 +202,16 @@ def _leaves(part, found, expected):
       )
     b = np.broadcast_to(b, a.shape)
     copies = [
-        (np.ravel(np.asarray(x.data, np.float64)), np.ravel(b[x.index]))
+        (np.ravel(_widened(x.data)), np.ravel(b[x.index]))
         for x in a.addressable_shards
     ]
     leaves.append(_Leaf(name, *map(np.concatenate, zip(*copies, strict=True))))
   return leaves
 
 
+def _widened(x):
+  return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
 def _root_mean_square(x):
-  return np.sqrt(np.mean(np.square(x))) if x.size else 0.0
+  return np.sqrt(np.mean(np.square(np.abs(x)))) if x.size else 0.0

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
@@ -112,7 +113,7 @@ def check_inner(
     caller: What errors name.
 
   Raises:
-    ValueError: If they are not.
+    ValueError: If they are not, or shards are added twice.
   """
   if num_towers == 1 and order is None:
     return
@@ -123,6 +124,21 @@ def check_inner(
         f' or in neither, got {order!r} in `{caller}`. Reduce by'
         ' `cross_shard_mean`, `cross_shard_sum` or `shard_update`.'
     )
+  # Links of a chain would each divide by the number of towers. Masks and
+  # `optax.partition` give each its own leaves.
+  if any(True for _ in state_rules.nodes(inner_state, _reduces_twice)):
+    raise ValueError(
+        f"`inner` of `{caller}` with `order='tree'` must reduce once, got two"
+        ' reductions in one `optax.chain`. Reduce over all axes at once, as in'
+        " `cross_shard_mean(('host', 'core'), order='tree')`."
+    )
+
+
+def _reduces_twice(node):
+  if type(node) is not tuple:
+    return False
+  links = (x for x in node if not isinstance(x, optax.MaskedState))
+  return sum(map(is_in_order, links)) > 1
 
 
 def is_in_order(state: Any) -> bool:

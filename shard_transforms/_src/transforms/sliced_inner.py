@@ -131,16 +131,20 @@ class SlicedInner:
     find = self._find_problem if has_extra_args else self._problem_of_types
     if problem := find(types):
       caller = self._reduction.caller
+      clip = (
+          ' To clip by the global norm, put'
+          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
+          ' in `inner`.'
+      )
       raise ValueError(
           f'`inner` of `{caller}` must treat each element of'
           ' the parameters alone, whatever their shapes, the same way on all'
           ' shards, because each shard holds a slice of them, but'
           f' {problem}. Keep such a transformation whole, as in'
           ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
-          ' parameters, or for some of them with `optax.partition`. To clip by'
-          ' the global norm, put'
-          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
-          ' in `inner`. Or let what comes first see what is reduced:'
+          ' parameters, or for some of them with `optax.partition`.'
+          f'{clip if self._axes_of_sums() else ""}'
+          ' Or let what comes first see what is reduced:'
           ' `optax.chain(cross_shard_mean(axis_name), first,'
           " shard_update(inner, axis_name, on_invariant='averaged'))`. So do"
           ' `shard_transforms.aggregators`, in the place of `cross_shard_mean`.'
@@ -150,17 +154,20 @@ class SlicedInner:
 
   def _find_problem(self, types):
     """Returns what is wrong with `inner` on slices, if anything."""
-    # Reduced over all shards, updates are the same on all of them. No sum over
-    # slices has the order of a tree.
-    no_sums = self._reduction.groups or self._reduction.order
-    invariant = () if no_sums else self._reduction.axes
     return elementwise.find_problem(
         types.inner,
         types.updates,
         types.params,
         self._reduction.num_slices(),
-        invariant,
+        self._axes_of_sums(),
     )
+
+  def _axes_of_sums(self):
+    """Returns the axes over which `inner` may sum over all slices."""
+    # Reduced over all shards, updates are the same on all of them. No sum over
+    # slices has the order of a tree.
+    no_sums = self._reduction.groups or self._reduction.order
+    return () if no_sums else self._reduction.axes
 
 
 @dataclasses.dataclass(frozen=True)

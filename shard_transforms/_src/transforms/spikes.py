@@ -308,7 +308,8 @@ def _limits(rule, statistics, values, names):
   target = high
   if rule.on_spike == 'reciprocal':
     scaled = jnp.minimum(high, mean + reach**2 / (values - mean))
-    target = jnp.where(is_ready, scaled, high)
+    # A spike may be below the mean of steps with a larger `max_norm`.
+    target = jnp.where(is_ready & (values > mean), scaled, high)
   return low, high, target
 
 
