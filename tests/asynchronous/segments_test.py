@@ -15,6 +15,7 @@ from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import manifest
+from shard_transforms._src.asynchronous import run_folder
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
@@ -180,6 +181,35 @@ class SegmentsTest(parameterized.TestCase):
     again = self.train(folder=folder, start=first, num_updates=35)
     self.assertEqual(again.report.global_step, 35)
 
+  def test_start_counts_if_the_first_call_was_killed_before_its_checkpoint(
+      self,
+  ):
+    first = self.train(folder=None, num_updates=20)
+    save = mock.patch.object(
+        run_folder.RunFolder, 'save', side_effect=OSError('killed')
+    )
+
+    with save, self.assertRaisesRegex(OSError, 'killed'):
+      self.train(start=first)
+    result = self.train(start=first)
+
+    asynchronous_cases.assert_same_bits(
+        result, self.train(folder=None, start=first)
+    )
+    self.assertEqual(list(result.report.segments), [0, 20])
+
+  def test_start_without_updates_has_a_checkpoint(self):
+    self.train(num_updates=5)
+    start = asynchronous.replay(self.folder, TASK, TX, until=0)
+    folder = self.folder.parent / 'second'
+
+    self.train(folder=folder, start=start, num_updates=5)
+    result = self.train(folder=folder, start=start)
+
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, TASK, TX), result
+    )
+
   def test_checkpoints_wait_for_updates_and_for_seconds(self):
     self.train(save_seconds=1000)
 
@@ -297,6 +327,34 @@ class WatchingTest(parameterized.TestCase):
       asynchronous_cases.assert_same_bits(
           asynchronous.replay(folder, TASK, TX), result
       )
+
+  def test_run_that_is_stopped_while_it_catches_up_leaves_its_folder(self):
+    folder = asynchronous_cases.folder(self)
+    self.train(lambda report: None, folder=folder)
+    (folder / 'checkpoints/30').rename(folder / 'gone')
+
+    stopped = self.train(lambda report: 'stop', folder=folder)
+
+    self.assertLess(stopped.report.global_step, 30)
+    self.assertEmpty(list((folder / 'checkpoints').iterdir()))
+    result = self.train(lambda report: None, folder=folder, num_updates=33)
+    journal = asynchronous.read_journal(folder)
+    self.assertEqual(sorted(journal['batch'].tolist()), list(range(33)))
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, TASK, TX), result
+    )
+
+  def test_stop_is_kept_whatever_later_reports_are_answered(self):
+    answers, commands = ['stop', 'params', None], []
+
+    def drive(workers):
+      for step in 1, 2:
+        commands.append((yield asynchronous.Report(step)))
+      yield asynchronous.Result(None, None, asynchronous.Report(2))
+
+    job.run(drive, TASK, 1, cluster=None, on_progress=lambda r: answers.pop(0))
+
+    self.assertEqual(commands, ['stop', 'stop'])
 
   def test_updates_that_a_new_driver_computes_again_come_once(self):
     def drive(workers):
