@@ -348,8 +348,8 @@ class WatchingTest(parameterized.TestCase):
     answers, commands = ['stop', 'params', None], []
 
     def drive(workers):
-      for step in 1, 2:
-        commands.append((yield asynchronous.Report(step)))
+      commands.append((yield asynchronous.Report(1)))
+      commands.append((yield asynchronous.Report(2)))
       yield asynchronous.Result(None, None, asynchronous.Report(2))
 
     job.run(drive, TASK, 1, cluster=None, on_progress=lambda r: answers.pop(0))
