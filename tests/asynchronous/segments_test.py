@@ -216,6 +216,14 @@ class SegmentsTest(parameterized.TestCase):
     saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
     self.assertEqual(saved, {'30'})
 
+  def test_copy_of_a_segment_beside_it_is_ignored(self):
+    self.train(num_updates=15)
+    copy = self.folder / 'segment_1.bak'
+    copy.mkdir()
+    (copy / 'journal.bin').write_bytes(b'')
+
+    self.assertEqual(self.train().report.segments, {0: ''})
+
   def test_lost_start_of_a_segment_is_reported(self):
     self.train(num_updates=15)
     with change('optax'):
