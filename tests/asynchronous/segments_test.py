@@ -490,6 +490,32 @@ class DriverDevicesTest(parameterized.TestCase):
     ):
       np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
+  def test_replay_and_resuming_need_the_same_number(self):
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(64, 16)).astype(np.float32)
+    task = asynchronous.Task(
+        lambda: first,
+        lambda params, number: (params * number + first, {}),
+        lambda number: np.float32(number % 5 + 1),
+    )
+    # A sum over the parameters has other bits if they are divided.
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    run = functools.partial(
+        asynchronous_cases.train,
+        task,
+        tx,
+        folder=asynchronous_cases.folder(self),
+    )
+
+    result = run(driver_devices=4)
+
+    again = asynchronous.replay(run.keywords['folder'], task, tx)
+    asynchronous_cases.assert_same_bits(again, result)
+    with self.assertRaisesRegex(ValueError, "driver_devices .'4' instead of"):
+      run(num_updates=35)
+    result = run(num_updates=35, on_change='continue')
+    self.assertEqual(list(result.report.segments), [0, 30])
+
   def test_more_devices_than_there_are_are_refused(self):
     with self.assertRaisesRegex(ValueError, '`driver_devices` must be at most'):
       asynchronous_cases.train(TASK, TX, driver_devices=99)

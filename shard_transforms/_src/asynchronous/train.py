@@ -102,7 +102,8 @@ def train(
     resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
     driver_devices: The number of local devices of the driver over which
-      parameters, state and updates are divided, as by `state_shardings`.
+      parameters, state and updates are divided, as by `state_shardings`. The
+      bits depend on it where the optimizer sums over parameters.
     on_progress: Takes a `Report`, at most ten times a second and at the end,
       after the first update. If it returns `'params'`, the next report comes at
       once and has the parameters. If it returns `'stop'`, the run ends with its
