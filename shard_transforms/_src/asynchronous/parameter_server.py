@@ -140,7 +140,8 @@ class ParameterServer:
   def fingerprints(self) -> dict[str, str]:
     """Returns hashes of the optimizer, and the number of devices.
 
-    There is one hash of its operations, and one of its numbers. They depend on the shapes and dtypes of the parameters, too.
+    There is one hash of its operations, and one of its numbers. They depend on
+    the shapes and dtypes of the parameters, too.
     """
     return self._fingerprints
 
