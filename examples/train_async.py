@@ -214,8 +214,6 @@ class Progress:
 
   def __call__(self, report: asynchronous.Report) -> None:
     """Shows a report."""
-    if not report.global_step:
-      return
     if not self._first_step:
       # Workers have started.
       self._start = time.monotonic()

@@ -9,9 +9,23 @@ import pytest
 
 import asynchronous_cases
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import watchdog
 
 
 class JobTest(parameterized.TestCase):
+
+  def test_process_that_survives_its_kill_does_not_hang_the_caller(self):
+    folder = asynchronous_cases.folder(self)
+    folder.mkdir()
+
+    with (
+        mock.patch.object(watchdog, '_kill', return_value=True),
+        mock.patch.object(watchdog, '_BETWEEN_CHECKS', 0),
+        mock.patch.object(watchdog, '_MAX_CHECKS', 3),
+    ):
+      watchdog.sweep('a mark', str(folder))
+
+    self.assertFalse(folder.exists())
 
   def test_child_that_dies_is_reported(self):
     start = subprocess.Popen

@@ -15,6 +15,7 @@ from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import manifest
+from shard_transforms._src.asynchronous import run_folder
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
@@ -180,11 +181,48 @@ class SegmentsTest(parameterized.TestCase):
     again = self.train(folder=folder, start=first, num_updates=35)
     self.assertEqual(again.report.global_step, 35)
 
+  def test_start_counts_if_the_first_call_was_killed_before_its_checkpoint(
+      self,
+  ):
+    first = self.train(folder=None, num_updates=20)
+    save = mock.patch.object(
+        run_folder.RunFolder, 'save', side_effect=OSError('killed')
+    )
+
+    with save, self.assertRaisesRegex(OSError, 'killed'):
+      self.train(start=first)
+    result = self.train(start=first)
+
+    asynchronous_cases.assert_same_bits(
+        result, self.train(folder=None, start=first)
+    )
+    self.assertEqual(list(result.report.segments), [0, 20])
+
+  def test_start_without_updates_has_a_checkpoint(self):
+    self.train(num_updates=5)
+    start = asynchronous.replay(self.folder, TASK, TX, until=0)
+    folder = self.folder.parent / 'second'
+
+    self.train(folder=folder, start=start, num_updates=5)
+    result = self.train(folder=folder, start=start)
+
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, TASK, TX), result
+    )
+
   def test_checkpoints_wait_for_updates_and_for_seconds(self):
     self.train(save_seconds=1000)
 
     saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
     self.assertEqual(saved, {'30'})
+
+  def test_copy_of_a_segment_beside_it_is_ignored(self):
+    self.train(num_updates=15)
+    copy = self.folder / 'segment_1.bak'
+    copy.mkdir()
+    (copy / 'journal.bin').write_bytes(b'')
+
+    self.assertEqual(self.train().report.segments, {0: ''})
 
   def test_lost_start_of_a_segment_is_reported(self):
     self.train(num_updates=15)
@@ -297,6 +335,34 @@ class WatchingTest(parameterized.TestCase):
       asynchronous_cases.assert_same_bits(
           asynchronous.replay(folder, TASK, TX), result
       )
+
+  def test_run_that_is_stopped_while_it_catches_up_leaves_its_folder(self):
+    folder = asynchronous_cases.folder(self)
+    self.train(lambda report: None, folder=folder)
+    (folder / 'checkpoints/30').rename(folder / 'gone')
+
+    stopped = self.train(lambda report: 'stop', folder=folder)
+
+    self.assertLess(stopped.report.global_step, 30)
+    self.assertEmpty(list((folder / 'checkpoints').iterdir()))
+    result = self.train(lambda report: None, folder=folder, num_updates=33)
+    journal = asynchronous.read_journal(folder)
+    self.assertEqual(sorted(journal['batch'].tolist()), list(range(33)))
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, TASK, TX), result
+    )
+
+  def test_stop_is_kept_whatever_later_reports_are_answered(self):
+    answers, commands = ['stop', 'params', None], []
+
+    def drive(workers):
+      commands.append((yield asynchronous.Report(1)))
+      commands.append((yield asynchronous.Report(2)))
+      yield asynchronous.Result(None, None, asynchronous.Report(2))
+
+    job.run(drive, TASK, 1, cluster=None, on_progress=lambda r: answers.pop(0))
+
+    self.assertEqual(commands, ['stop', 'stop'])
 
   def test_updates_that_a_new_driver_computes_again_come_once(self):
     def drive(workers):
@@ -423,6 +489,32 @@ class DriverDevicesTest(parameterized.TestCase):
         jax.tree.leaves(result[:2]), jax.tree.leaves(whole[:2]), strict=True
     ):
       np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+  def test_replay_and_resuming_need_the_same_number(self):
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(64, 16)).astype(np.float32)
+    task = asynchronous.Task(
+        lambda: first,
+        lambda params, number: (params * number + first, {}),
+        lambda number: np.float32(number % 5 + 1),
+    )
+    # A sum over the parameters has other bits if they are divided.
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    run = functools.partial(
+        asynchronous_cases.train,
+        task,
+        tx,
+        folder=asynchronous_cases.folder(self),
+    )
+
+    result = run(driver_devices=4)
+
+    again = asynchronous.replay(run.keywords['folder'], task, tx)
+    asynchronous_cases.assert_same_bits(again, result)
+    with self.assertRaisesRegex(ValueError, "driver_devices .'4' instead of"):
+      run(num_updates=35)
+    result = run(num_updates=35, on_change='continue')
+    self.assertEqual(list(result.report.segments), [0, 30])
 
   def test_more_devices_than_there_are_are_refused(self):
     with self.assertRaisesRegex(ValueError, '`driver_devices` must be at most'):

@@ -82,6 +82,7 @@ class _Run:
     self._tally = tally
     self._attempts = outcomes.Attempts(options.max_attempts)
     self._in_flight = in_flight_lib.InFlight(options)
+    self._has_recovered = False
     # The latest parameters for workers, and their global step.
     self._published: tuple[int, Any] = (-1, None)
 
@@ -115,12 +116,15 @@ class _Run:
         command = yield self._tally.report(step, params)
         if command == 'stop':
           break
-    self._in_flight.abandon()
-    self._save()
+    if self._has_recovered:
+      # Before that, the folder has more than the server.
+      self._in_flight.abandon()
+      self._save()
 
   def _turns(self, workers, start):
     """Trains to the end, and yields after each turn."""
     yield from self._recover(workers, start)
+    self._has_recovered = True
     while self._server.global_step < self._options.num_updates:
       self._assign(workers)
       seconds = self._in_flight.seconds_left(time.monotonic())

@@ -141,12 +141,14 @@ def run(
       history = tuple(update for update in report.history if update[0] > seen)
       seen = max(seen, *(step for step, _ in history), 0)
       report = dataclasses.replace(report, history=history)
-      command = None if on_progress is None else on_progress(report)
-      if command not in (None, 'params', 'stop'):
+      answer = None if on_progress is None else on_progress(report)
+      if answer not in (None, 'params', 'stop'):
         raise ValueError(
             "`on_progress` must return None, 'params' or 'stop', got"
-            f' {command!r}.'
+            f' {answer!r}.'
         )
+      # Reports that were under way may come after 'stop'.
+      command = command if command == 'stop' else answer
       if is_last:
         return message._replace(report=report)
 

@@ -201,10 +201,11 @@ def intact(segments: list[Segment]) -> np.ndarray:
 
 def last_segment(folder: pathlib.Path) -> int:
   """Returns the number of the last segment, or -1."""
-  later = [
-      int(path.parent.name.removeprefix(_SEGMENT))
+  names = [
+      path.parent.name.removeprefix(_SEGMENT)
       for path in folder.glob(f'{_SEGMENT}*/{_FILE}')
   ]
+  later = [int(name) for name in names if name.isdecimal()]
   return max(later, default=0 if (folder / _FILE).exists() else -1)
 
 

@@ -105,7 +105,8 @@ class Report:
     seconds: Seconds since the run was started or resumed.
     metrics: The metrics of the latest accepted update.
     history: The global step and the metrics of each update since the report
-      before, in order. No update is missing, also if the driver was killed.
+      before, in order. Some are missing only if the driver was killed between a
+      checkpoint and the next report.
     segments: Why each segment of the journal began, by the global steps at
       which they did.
     params: The parameters, if `on_progress` asked for them; the last report has

@@ -21,6 +21,8 @@ from shard_transforms._src.staleness import drop_stale
 from shard_transforms._src.state import shardings as shardings_lib
 
 _AXIS = 'driver'
+# Sums over divided parameters have other bits.
+DEVICES = 'driver_devices'
 _OPERATIONS = 'operations of the optimizer'
 _NUMBERS = 'numbers of the optimizer, such as its learning rate'
 
@@ -68,7 +70,7 @@ class ParameterServer:
     self.global_step = 0
     self._stale_count = counters.zero()
     self._needs_read_params = self._depends_on_read_params(step)
-    self._fingerprints = self._describe(step)
+    self._fingerprints = {**self._describe(step), DEVICES: str(num_devices)}
 
   @property
   def params(self) -> Any:
@@ -136,9 +138,10 @@ class ParameterServer:
     self._stale_count = counters.add(self._stale_count, 1)
 
   def fingerprints(self) -> dict[str, str]:
-    """Returns hashes of the operations of the optimizer, and of its numbers.
+    """Returns hashes of the optimizer, and the number of devices.
 
-    They depend on the shapes and dtypes of the parameters, too.
+    There is one hash of its operations, and one of its numbers. They depend on
+    the shapes and dtypes of the parameters, too.
     """
     return self._fingerprints
 
@@ -150,7 +153,7 @@ class ParameterServer:
     self._params, self._inner_state = copies
 
   def _describe(self, step):
-    """Returns what `fingerprints` does."""
+    """Returns the hashes of `fingerprints`."""
     read = self._params if self._needs_read_params else None
     text = jax.jit(step).lower(*self._shapes(read)).as_text()
     numbers = hashlib.sha256(text.encode())

@@ -60,7 +60,8 @@ def replay(
       times in one batch.
     TypeError: If an argument is of the wrong kind.
     ValueError: If the journal is damaged, of another task, optimizer or
-      machine, or has fewer updates than `until`; or a gradient has other bits.
+      machine, or has fewer updates than `until`; or a gradient has other bits;
+      or there are fewer devices than the `driver_devices` of the run.
 
   Examples:
     >>> import tempfile
@@ -169,10 +170,13 @@ def _drive(task, tx, segments, folder, patience, workers):
   """
   tally = outcomes.Tally()
   params = task_lib.init_params(task)
-  server = parameter_server.ParameterServer(
-      tx, params, model_state=task.model_state
-  )
   segment = segments[-1]
+  server = parameter_server.ParameterServer(
+      tx,
+      params,
+      model_state=task.model_state,
+      num_devices=int(segment.manifest.get(parameter_server.DEVICES, 1)),
+  )
   manifest.check(segment, manifest.manifest(params, server))
   segment.check()
   if segment.start.segment >= 0:

@@ -68,7 +68,7 @@ class RunFolder:
       server: Has the initial parameters.
       workers: Compute again what the checkpoint lacks.
       options: The options of the run.
-      start: Where a run starts that has no journal yet.
+      start: Where a run starts whose journal has no records yet.
 
     Yields:
       The metrics of an update, or `None` at intervals.
@@ -83,9 +83,13 @@ class RunFolder:
     initial = server.trees()
     number = journal_lib.last_segment(self._folder)
     self._open(max(number, 0), journal_lib.Start())
-    if number < 0 and start is not None:
+    # A journal without records may be of a call that was killed right here.
+    is_new = number <= 0 and not self.journal.num_records
+    if is_new and start is not None:
       state: Any = start.opt_state
       server.restore(start.params, state)
+      # The segment needs a checkpoint, also at step 0.
+      self.saved_step = -1
       self.save(server, server.global_step, [], {})
       self._begin(0, 'It starts from the result of another run.')
       self.next_batch = self.position.next_batch

@@ -91,8 +91,8 @@ def train(
       checkpoint, where a new segment of the journal begins. It replaces the
       updates after that checkpoint. `Report.segments` says why.
     start: A `Result` of the same parameters and kind of optimizer: the run
-      starts with its parameters, state and global step, unless there is a
-      journal in `folder`. The first batch has the number of the global step.
+      starts with its parameters, state and global step, unless the journal in
+      `folder` has records. The first batch has the number of the global step.
     on_drop: What happens to the batch of a gradient that is too old:
       `'again'` computes it again, `'forget'` leaves it out.
     max_attempts: Number of attempts at a batch whose gradient raises an error,
@@ -102,7 +102,8 @@ def train(
     resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
     driver_devices: The number of local devices of the driver over which
-      parameters, state and updates are divided, as by `state_shardings`.
+      parameters, state and updates are divided, as by `state_shardings`. The
+      bits depend on it where the optimizer sums over parameters.
     on_progress: Takes a `Report`, at most ten times a second and at the end,
       after the first update. If it returns `'params'`, the next report comes at
       once and has the parameters. If it returns `'stop'`, the run ends with its

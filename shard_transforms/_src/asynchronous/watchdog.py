@@ -13,6 +13,8 @@ import sys
 import time
 
 _BETWEEN_CHECKS = 0.05
+# A process that hangs in the kernel survives SIGKILL, and is left after 10 s.
+_MAX_CHECKS = 200
 _PROCESSES = pathlib.Path('/proc')
 
 
@@ -46,7 +48,9 @@ def main() -> None:
 
 def sweep(mark: str, folder: str) -> None:
   """Kills all other processes of a run, and deletes its folder."""
-  while any([_kill(path, mark) for path in _PROCESSES.glob('[0-9]*')]):
+  for _ in range(_MAX_CHECKS):
+    if not any([_kill(path, mark) for path in _PROCESSES.glob('[0-9]*')]):
+      break
     time.sleep(_BETWEEN_CHECKS)
   shutil.rmtree(folder, ignore_errors=True)
 
