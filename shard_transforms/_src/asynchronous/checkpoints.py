@@ -8,6 +8,7 @@ import pathlib
 from typing import Any, NamedTuple
 import warnings
 
+import jax
 import orbax.checkpoint as ocp
 
 from shard_transforms._src.asynchronous import journal
@@ -72,13 +73,15 @@ class Checkpoints:
       OSError: If the previous checkpoint could not be written.
     """
     trees = parameter_server.unwrap_keys(server.trees())
+    # Not the tree: another optimizer may have more nodes without leaves.
+    leaves = jax.tree.leaves(trees)
     about = {
         **position._asdict(),
-        'digest': digests.digest(trees),
+        'digest': digests.digest(leaves),
         'layout': parameter_server.layout(trees),
     }
     args = ocp.args.Composite(
-        trees=ocp.args.StandardSave(trees), about=ocp.args.JsonSave(about)
+        trees=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about)
     )
     with self._writing():
       self._manager.wait_until_finished()
@@ -125,10 +128,11 @@ class Checkpoints:
       parameter_server.check_layout(about.pop('layout'), like, what)
     except ValueError as error:
       raise LayoutError(str(error)) from error
-    unwrapped = parameter_server.unwrap_keys(like)
-    trees = self._restore(step, trees=ocp.args.StandardRestore(unwrapped))
-    if digests.digest(trees) != about.pop('digest'):
+    due, structure = jax.tree.flatten(parameter_server.unwrap_keys(like))
+    leaves = self._restore(step, trees=ocp.args.StandardRestore(due))
+    if digests.digest(leaves) != about.pop('digest'):
       raise ValueError('its bits have changed since they were written.')
+    trees = jax.tree.unflatten(structure, leaves)
     trees = parameter_server.wrap_keys(trees, like)
     return Checkpoint(self._number, step, trees, Position(**about))
 
