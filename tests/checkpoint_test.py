@@ -403,7 +403,7 @@ class RefusalTest(CheckpointTest):
       ('inner transformation', r'tree structures do not match[\s\S]*trace'),
       ('tree', r'tree structures do not match[\s\S]*\.b:'),
       ('shape', r'Requested shape: \(4, 5\) is not .* shape: \(3, 5\)'),
-      ('number of shards', r'Requested shape: \(4,\) is not .* shape: \(8,\)'),
+      ('number of shards', r'Requested shape: \(4,.* is not .* shape: \(8,'),
   )
   def test_refuses_what_is_of_another(self, case, message):
     error, goes_on = self.outcomes[case]
