@@ -3,7 +3,8 @@
 Each run starts new processes and counts accepted updates a second after a
 warm-up. Runs take turns; each line has the ratio of the medians of its first
 program to its second, an interval that holds 95 % of bootstrap resamples of the
-rounds, and the ratio of the first program to itself. The parts:
+rounds, and as the noise, the ratio of two times the same runs, of the library
+or of the first program. The parts:
 
 * ray, pipes, shared: the library, with any staleness, over the programs of
   `asynchronous_programs.py`;
@@ -90,7 +91,7 @@ APPLY_ROUNDS = 25
 MANY_UPDATES = 10_000
 HEADER = (
     f'{"part":12}{"size":8}{"first":>9}{"second":>9}{"first / second":^22}'
-    f'{"first / first":^22}aim'
+    f'{"noise":^22}aim'
 )
 
 
@@ -153,12 +154,12 @@ def rates(calls: Sequence[Callable[[], float]], rounds: int) -> np.ndarray:
 
 
 def line(
-    part: str, size: str, first: Any, second: Any, again: Any, aim: str
+    part: str, size: str, first: Any, second: Any, noise: str, aim: str
 ) -> str:
   """Returns a line of the table."""
   return (
       f'{part:12}{size:8}{np.median(first):9.1f}{np.median(second):9.1f}'
-      f'{timing.ratio(first, second):^22}{timing.ratio(again, first):^22}{aim}'
+      f'{timing.ratio(first, second):^22}{noise:^22}{aim}'
   )
 
 
@@ -171,7 +172,8 @@ def compare(
 ) -> None:
   """Measures two programs, the first of them twice, and prints their line."""
   one, two, again = rates([first, second, first], _ROUNDS.value)
-  print(line(part, size, one, two, again, aim), flush=True)
+  noise = timing.ratio(again, one)
+  print(line(part, size, one, two, noise, aim), flush=True)
 
 
 def rivals(parts: Sequence[str]) -> None:
@@ -193,7 +195,8 @@ def rivals(parts: Sequence[str]) -> None:
       # A journal is compared with none.
       pair = (other, plain) if part in KEEPS else (plain, other)
       aim = AIMS.get((part, size), '')
-      print(line(part, size, *pair, again, aim), flush=True)
+      noise = timing.ratio(again, plain)
+      print(line(part, size, *pair, noise, aim), flush=True)
 
 
 def waiting(part: str) -> None:
@@ -238,7 +241,8 @@ def apply(part: str) -> None:
     timing.seconds_in_turn(calls, 2)
     seconds = timing.seconds_in_turn(calls, APPLY_ROUNDS)
     first, second, again = 1e3 / STEPS[size] * seconds
-    print(line(part, size, first, second, again, 'at most 1.15'), flush=True)
+    noise = timing.ratio(again, first)
+    print(line(part, size, first, second, noise, 'at most 1.15'), flush=True)
 
 
 def accepting(size: str) -> Callable[[], Any]:

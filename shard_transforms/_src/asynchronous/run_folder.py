@@ -102,6 +102,13 @@ class RunFolder:
         workers.reset()
         server.restore(**initial)
         found = self._restore(server)
+        if found is None and self.journal.segment.start.segment >= 0:
+          raise ValueError(
+              '`folder` must have an intact checkpoint, because its run does'
+              ' not begin with the initial parameters, got'
+              f' {str(self._folder)!r}, where none is. Put one back, or name'
+              ' another folder.'
+          ) from error
         self._begin(-1 if found is None else found.segment, str(error))
         self.next_batch = self.position.next_batch
         self.ready = [*self.position.ready]
