@@ -79,26 +79,30 @@ class SegmentsTest(parameterized.TestCase):
       asynchronous.replay(self.folder, TASK, TX, until=16)
 
   @cases.parameters(
-      ('numbers of the optimizer', optax.adam(0.2)),
+      ('numbers of the optimizer', optax.sgd(0.1), optax.sgd(0.2)),
       (
-          'operations of the optimizer',
+          'numbers of the optimizer',
+          optax.adam(optax.linear_schedule(0.1, 0.0, 30)),
           optax.adam(optax.linear_schedule(0.1, 0.0, 60)),
       ),
+      (
+          'operations of the optimizer',
+          optax.chain(optax.scale_by_adam(), optax.sgd(0.1)),
+          optax.chain(optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1)),
+      ),
   )
-  @pytest.mark.slow_after(1)
-  def test_another_rate_goes_on_by_the_option_alone(self, words, tx):
-    if 'operations' in words:
-      # The state of a schedule has a counter.
-      tx = optax.chain(optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1))
-      base = optax.chain(optax.scale_by_adam(), optax.sgd(0.1))
-    else:
-      base = TX
-    self.train(tx=base)
+  @pytest.mark.slow_after(2)
+  def test_another_program_goes_on_by_the_option_alone(self, words, base, tx):
+    first = self.train(tx=base)
 
-    with self.assertRaisesRegex(ValueError, words):
+    with self.assertRaisesRegex(ValueError, f'{words}.*continue'):
       self.train(tx=tx, num_updates=40)
+    with self.assertRaisesRegex(ValueError, f'{words}.*continue'):
+      asynchronous.replay(self.folder, TASK, tx)
+    read = asynchronous.read_checkpoint(self.folder, TASK, tx)
     result = self.train(tx=tx, num_updates=40, on_change='continue')
 
+    asynchronous_cases.assert_same_bits(read, first)
     self.check(result, 40, [0, 30])
     self.assertIn(words, result.report.segments[30])
     again = self.train(tx=tx, num_updates=45)
@@ -358,6 +362,34 @@ class WatchingTest(parameterized.TestCase):
 
     found = [step for r in self.reports for step, _ in r.history]
     self.assertEqual(found, [1, 2, 3, 2, 3])
+
+  @cases.parameters(True, False)
+  def test_run_with_a_start_reports_after_its_first_update(self, has_folder):
+    first = self.train(lambda report: None)
+    self.reports.clear()
+    failed = []
+
+    def fails_once(params, x):
+      if not failed:
+        failed.append(x)
+        raise OSError('try again')
+      return asynchronous_cases.gradient(params, x)
+
+    task = asynchronous.Task(
+        asynchronous_cases.init, fails_once, asynchronous_cases.batch
+    )
+    folder = asynchronous_cases.folder(self) if has_folder else None
+    asynchronous_cases.train(
+        task,
+        TX,
+        num_updates=33,
+        start=first,
+        folder=folder,
+        on_progress=self.reports.append,
+    )
+
+    for report in self.reports:
+      self.assertIn('loss', report.metrics)
 
   def test_finished_run_reports_its_metrics(self):
     folder = asynchronous_cases.folder(self)

@@ -150,9 +150,10 @@ class _Run:
       yield
     self._tally.rewind(self._server.global_step)
     self._in_flight.resume(folder.next_batch, folder.ready)
-    self._tally.num_recovered = self._server.global_step - folder.saved_step
-    if folder.saved_step and self._tally.metrics is None:
-      self._tally.metrics = folder.position.metrics
+    saved = folder.saved
+    self._tally.num_recovered = self._server.global_step - saved.global_step
+    if self._tally.metrics is None:
+      self._tally.metrics = saved.position.metrics or None
     self._tally.segments = folder.segments
     self._tally.add_all(folder.records)
 
