@@ -23,8 +23,8 @@ import optax
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import tree_sums
 
 # The attribute of a gate's `update` that holds the function which applies its
 # updates itself.
@@ -172,7 +172,7 @@ class Gate:
         counts its calls in the order of a tree.
     """
     if accept is not None:
-      tree_sums.check_may_skip(inner_state, caller)
+      _check_may_skip(inner_state, caller)
     decision = jnp.bool_(True) if accept is None else accept
 
     def run(state, params, is_healthy, updates, weight):
@@ -272,6 +272,33 @@ class Gate:
     branches = _branches(program, before, jaxpr.out_avals)
     outputs = choose(accept, *branches, before, given)
     return traced.out_tree.unflatten(outputs)
+
+
+def needs_every_call(inner_state: optax.OptState) -> bool:
+  """Whether a state is of a transformation that must run in each step.
+
+  A class of states says so by the attribute `needs_every_call`.
+  """
+
+  def says_so(node):
+    return getattr(node, 'needs_every_call', False)
+
+  return any(True for _ in state_rules.nodes(inner_state, says_so))
+
+
+def _check_may_skip(inner_state, caller):
+  """Checks that no transformation inside must run in each step.
+
+  Raises:
+    ValueError: If one must.
+  """
+  if needs_every_call(inner_state):
+    raise ValueError(
+        f"`{caller}` must not skip towers that are added with `order='tree'`,"
+        ' because a step then has other towers on another number of shards. Put'
+        " `guard(..., on_bad='exclude')` around, which gives bad towers the"
+        ' weight 0, or a gate without `axis_name` behind the reduction.'
+    )
 
 
 def _taking_own_args(fn):
