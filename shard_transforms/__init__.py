@@ -46,8 +46,8 @@ from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
 from shard_transforms._src.transforms.spike_rule import SpikeRule
 from shard_transforms._src.transforms.spikes import SpikeState
-from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce
+from shard_transforms._src.transforms.tower_window import TowerReduceState
 
 if typing.TYPE_CHECKING:
   from shard_transforms import asynchronous as asynchronous

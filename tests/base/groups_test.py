@@ -10,6 +10,7 @@ import optax
 
 import cases
 import modes
+import one_device
 import shard_transforms
 
 FACTORIES = {
@@ -190,16 +191,11 @@ def _is_transformation(node):
 
 
 def _expected(kind, name, weights):
-  """Returns what each shard gets, in float64."""
+  """Returns what each shard gets."""
   out = np.zeros((8, 5))
+  divisor = 1 if kind == 'sum' else None
   for group in map(list, PARTITIONS[name]):
-    counts = weights[group]
-    # A shard of weight zero is left out, whatever it holds.
-    kept = np.where(counts[:, None] > 0, DATA[group].astype(np.float64), 0)
-    total = counts @ kept
-    if kind == 'mean':
-      total /= max(counts.sum(), 1)
-    out[group] = total
+    out[group] = one_device.reduced(DATA[group], weights[group], divisor)
   return {'w': out, 'b': out[:, 0]}
 
 

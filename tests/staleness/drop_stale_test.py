@@ -11,6 +11,7 @@ import optax
 
 import cases
 import modes
+import one_device
 import shard_transforms
 
 STALENESS = 1
@@ -108,36 +109,26 @@ def _train(mode, weighted=False, per_shard=True):
 
 
 def _expected(data, weights, steps, staleness=STALENESS):
-  """Returns the same in float64 and exact integers."""
-  params, momentum = np.zeros(5), np.zeros(5)
+  """Returns updates, momenta and exact counts of the same calls."""
+  device = one_device.Device(LEARNING_RATE, DECAY)
   global_step, dropped, left_out = 0, 0, 0
   calls = []
   for x, weight, step in zip(
       data.swapaxes(0, 1), weights.T, steps.T, strict=True
   ):
     late = global_step - step.astype(int) > staleness
-    weight = np.where(late, 0, weight).astype(np.float64)
-    update = np.zeros(5)
-    if weight.any():
-      kept = np.where(weight[:, None] > 0, x, params)
-      mean = np.average(params - kept, axis=0, weights=weight)
-      momentum = mean + DECAY * momentum
-      update = -LEARNING_RATE * momentum
-      params = params + update
-      global_step += 1
-    elif late.any():
-      dropped += 1
+    weight = np.where(late, 0, weight)
+    update = device.step(x, weight)
+    global_step += weight.any()
+    dropped += late.any() and not weight.any()
     left_out += late.sum()
-    calls.append((update, momentum, global_step, dropped, left_out))
-
-  def on_all(kind, *x):
-    return np.broadcast_to(np.stack(x), (8, 7, *x[0].shape))
-
-  columns = zip(*calls, strict=True)
-  kinds = np.float32, np.float32, np.int32, np.int32, np.int32
-  return tuple(
-      on_all(kind, *map(kind, column))
-      for kind, column in zip(kinds, columns, strict=True)
+    calls.append((update, device.momentum, global_step, dropped, left_out))
+  updates, momenta, *counts = zip(*calls, strict=True)
+  on_all = one_device.on_all
+  return (
+      on_all(*updates),
+      on_all(*momenta),
+      *(on_all(*count, dtype=np.int32) for count in counts),
   )
 
 

@@ -11,6 +11,7 @@ import optax
 
 import cases
 import modes
+import one_device
 import shard_transforms
 from shard_transforms import scale_by_staleness
 
@@ -65,31 +66,24 @@ def _weighted(kind, inner=None):
 
 
 def _expected(kind, data, weights, steps):
-  """Returns updates, momenta and global steps, in float64."""
-  params, momentum, global_step = np.zeros(5), np.zeros(5), 0
+  """Returns updates, momenta and global steps."""
+  device, global_step = one_device.Device(LEARNING_RATE, DECAY), 0
   calls = []
   for x, weight, step in zip(
       data.swapaxes(0, 1), weights.T, steps.T, strict=True
   ):
     ages = np.maximum(global_step - step.astype(int), 0)
     counted = weight * KINDS[kind][2](ages)
-    update = np.zeros(5)
-    if counted.any():
-      kept = np.where(counted[:, None] > 0, x, params)
-      mean = np.average(params - kept, axis=0, weights=counted)
-      momentum = mean + DECAY * momentum
-      update = -LEARNING_RATE * momentum
-      params = params + update
-      global_step += 1
-    calls.append((update, momentum, global_step))
-
-  def on_all(dtype, *x):
-    stacked = np.stack(x).astype(dtype)
-    return np.broadcast_to(stacked, (8, *stacked.shape))
-
-  dtypes = np.float32, np.float32, np.int32
-  columns = zip(*calls, strict=True)
-  return tuple(on_all(d, *c) for d, c in zip(dtypes, columns, strict=True))
+    update = device.step(x, counted)
+    global_step += counted.any()
+    calls.append((update, device.momentum, global_step))
+  updates, momenta, global_steps = zip(*calls, strict=True)
+  on_all = one_device.on_all
+  return (
+      on_all(*updates),
+      on_all(*momenta),
+      on_all(*global_steps, dtype=np.int32),
+  )
 
 
 @functools.cache

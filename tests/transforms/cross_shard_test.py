@@ -11,6 +11,7 @@ import optax
 
 import cases
 import modes
+import one_device
 import shard_transforms
 
 FACTORIES = {
@@ -69,14 +70,12 @@ def _reduce(mode, kind, weighted=False):
 
 
 def _expected(kind, weight):
-  """Returns what all shards get, in float64."""
+  """Returns what all shards get."""
   weight = np.asarray(weight, np.float64)
-  counted = np.isfinite(weight) & (weight > 0)
-  weight = np.where(counted, weight, 0)
-  total = np.tensordot(weight, DATA.astype(np.float64), 1)
-  if kind == 'mean' and counted.any():
-    total /= weight.sum()
-  return _like_params(np.broadcast_to(total, DATA.shape))
+  weight = np.where(np.isfinite(weight) & (weight > 0), weight, 0)
+  divisor = 1 if kind == 'sum' else None
+  reduced = one_device.reduced(DATA, weight, divisor)
+  return _like_params(np.broadcast_to(reduced, DATA.shape))
 
 
 class CrossShardTest(parameterized.TestCase):

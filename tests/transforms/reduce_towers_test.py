@@ -9,6 +9,7 @@ import optax
 
 import cases
 import modes
+import one_device
 import shard_transforms
 
 NUM_TOWERS = 3
@@ -50,11 +51,9 @@ def _reduce(mode, reduction='mean', weighted=False):
 
 
 def _expected(data, weights, reduction):
-  """Returns what all shards get, in float64."""
-  kept = np.where(weights[..., None] > 0, data.astype(np.float64), 0)
-  total = np.einsum('st,stf->f', weights, kept)
-  counted = weights.any(1).sum() if reduction == 'sum' else weights.sum()
-  mean = total / counted if counted else np.zeros(5)
+  """Returns what all shards get."""
+  divisor = weights.any(1).sum() if reduction == 'sum' else None
+  mean = one_device.reduced(data, weights, divisor or None)
   return _like_params(np.broadcast_to(mean, (8, 5)))
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import cases
 import modes
+import one_device
 import shard_transforms
 
 NUM_TOWERS = 3
@@ -97,33 +98,21 @@ def _train(mode, reduction='mean', weighted=False):
 
 
 def _expected(data, weights, reduction='mean'):
-  """Returns updates, momenta and parameters of the same calls in float64."""
-  data = data.astype(np.float64)
-  params, momentum = np.zeros(5), np.zeros(5)
+  """Returns updates, momenta and parameters of the same calls."""
+  if weights is None:
+    weights = np.ones(data.shape[:2])
+  device = one_device.Device(LEARNING_RATE, DECAY)
   updates, momenta = [], []
   for end in range(NUM_TOWERS, data.shape[1] + 1, NUM_TOWERS):
     window = slice(end - NUM_TOWERS, end)
-    # What has no weight is left out, whatever it holds.
-    counts = np.ones((8, NUM_TOWERS))
-    if weights is not None:
-      counts = weights[:, window].astype(np.float64)
-    counts = counts[..., None]
-    kept = np.where(counts > 0, data[:, window], 0)
-    grads = counts * (params - kept)
-    update = np.zeros(5)
-    momenta += [momentum] * (NUM_TOWERS - 1)
-    if counts.any():
-      shards = counts.any((1, 2)).sum() if reduction == 'sum' else counts.sum()
-      momentum = grads.sum((0, 1)) / shards + DECAY * momentum
-      update = -LEARNING_RATE * momentum
-      params = params + update
-    updates += [np.zeros(5)] * (NUM_TOWERS - 1) + [update]
-    momenta.append(momentum)
-
-  def on_all(x):
-    return np.broadcast_to(x, (8, *np.shape(x))).astype(np.float32)
-
-  return on_all(np.stack(updates)), on_all(np.stack(momenta)), on_all(params)
+    counts = weights[:, window]
+    updates += [np.zeros(5)] * (NUM_TOWERS - 1)
+    momenta += [device.momentum] * (NUM_TOWERS - 1)
+    divisor = counts.any(1).sum() if reduction == 'sum' else None
+    updates.append(device.step(data[:, window], counts, divisor))
+    momenta.append(device.momentum)
+  on_all = one_device.on_all
+  return on_all(*updates), on_all(*momenta), on_all(device.params)[:, 0]
 
 
 class TowerReduceTest(parameterized.TestCase):

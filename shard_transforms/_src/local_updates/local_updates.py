@@ -146,7 +146,6 @@ def local_updates(
   mixed = meetings.as_mixing(mixing, elastic, delay)
   parts = rounds_lib.as_fragments(fragments)
   rounds = rounds_lib.Rounds(every, delay, parts.num)
-  known_every = 1 if callable(every) else every
   arguments.check_bool('assume_weighted', assume_weighted)
   meeting = meetings.Meeting(inner, outer, mixed, parts, axes, assume_weighted)
 
@@ -175,23 +174,15 @@ def local_updates(
         inner, updates, inner_state, own, weight, axes, extra_args
     )
     total_weight += 1 if weight is None else weight
-    sent = []
-    fragments_of = zip(parts.split(anchor), parts.split(own), strict=True)
-    for i, (shared, part) in enumerate(fragments_of):
-      with jax.named_scope(f'meeting_{i}_of_{known_every}_steps'):
-        sent.append(
-            meeting.send(
-                gate,
-                due.sends[i],
-                state.outer_state[i],
-                shared,
-                part,
-                None if weight is None else total_weight[i],
-                extra_args,
-            )
-        )
-    moved, outer_state = zip(*sent, strict=True)
-    moved = parts.join(moved, anchor)
+    moved, outer_state = meeting.send_fragments(
+        gate,
+        due.sends,
+        state.outer_state,
+        anchor,
+        own,
+        None if weight is None else total_weight,
+        extra_args,
+    )
     own, inner_state = meeting.take_over(
         gate, due.mixes, own, inner_state, anchor, moved
     )

@@ -97,7 +97,46 @@ class Meeting:
   axes: tuple[Hashable, ...]
   assume_weighted: bool = False
 
-  def send(
+  def send_fragments(
+      self,
+      gate: gating.Gate,
+      are_due: Sequence[jax.Array],
+      states: Sequence[optax.OptState],
+      anchor: optax.Params,
+      own: optax.Params,
+      weights: jax.Array | None,
+      extra_args: Mapping[str, Any],
+  ) -> tuple[Any, tuple[optax.OptState, ...]]:
+    """Moves those fragments of the anchor that are due; see `_send`.
+
+    Args:
+      gate: Whether to return updates, or to apply them.
+      are_due: For each fragment, whether it is sent, bool [].
+      states: For each, the state of `outer`.
+      anchor: The parameters that all shards share.
+      own: Those of this shard.
+      weights: How much this shard counts, float32 [fragments], or `None`.
+      extra_args: The extra arguments of `outer.update`.
+
+    Returns:
+      The updates of the anchor, or the next anchor; and the next states.
+
+    Raises:
+      ValueError: If `outer` does not reduce over the axes, or changes a tree.
+    """
+    sent = []
+    parts = zip(
+        self.fragments.split(anchor), self.fragments.split(own), strict=True
+    )
+    for i, (shared, part) in enumerate(parts):
+      weight = None if weights is None else weights[i]
+      with jax.named_scope(f'meeting_{i}'):
+        given = are_due[i], states[i], shared, part, weight, extra_args
+        sent.append(self._send(gate, *given))
+    moved, states = zip(*sent, strict=True)
+    return self.fragments.join(moved, anchor), states
+
+  def _send(
       self,
       gate: gating.Gate,
       is_due: jax.Array,

@@ -8,6 +8,7 @@ all of them where JAX tracks this.
 """
 
 from collections.abc import Hashable
+from collections.abc import Sequence
 import contextlib
 import math
 from typing import Any, Literal
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
@@ -136,53 +136,6 @@ def scatter(
   return rows
 
 
-def scatter_in_pairs(
-    rows: jax.Array, axes: Axes, groups: Groups | None = None
-) -> jax.Array:
-  """Returns the same as `scatter`, added in the order of a balanced tree.
-
-  By recursive halving: at each level, two shards swap halves of their rows and
-  add, at first neighbours, then pairs of them. Sends the bytes of `scatter`.
-
-  Args:
-    rows: As in `scatter`; the number of shards is a power of two.
-    axes: As in `scatter`.
-    groups: As in `scatter`.
-  """
-  members = groups or (tuple(range(len(rows))),)
-  rank, distance = row_index(axes, groups), 1
-  while len(rows) > 1:
-    halves = lax.reshape(rows, (len(rows) // 2, 2, *rows.shape[1:]))
-    bit = (rank // distance) % 2
-    keep, give = (
-        lax.dynamic_index_in_dim(halves, i, 1, keepdims=False)
-        for i in (bit, 1 - bit)
-    )
-    pairs = [
-        (group[i ^ distance], shard)
-        for group in members
-        for i, shard in enumerate(group)
-    ]
-    rows, distance = keep + _permute(give, axes, pairs), 2 * distance
-  return lax.squeeze(rows, (0,))
-
-
-def sum_in_pairs(
-    x: jax.Array, axes: Axes, groups: Groups | None = None
-) -> jax.Array:
-  """Returns the same as `psum`, added in the order of a balanced tree."""
-  if not axes:
-    return x
-  size = (
-      math.prod(map(lax.axis_size, axes)) if groups is None else len(groups[0])
-  )
-  if x.size < size:
-    # Fewer collectives.
-    return tree_sums.sum_rows(gather(x, axes, groups))
-  part = scatter_in_pairs(leaves_lib.cut(x.ravel(), size), axes, groups)
-  return leaves_lib.join(gather(part, axes, groups), x)
-
-
 def scatter_along(
     x: jax.Array, axis: Hashable, dimension: int, tiled: bool = False
 ) -> jax.Array:
@@ -222,7 +175,15 @@ def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
   order = axes_lib.in_mesh_order(axes)
   num_shards = axes_lib.size(order, '')
   pairs = [((i + distance) % num_shards, i) for i in range(num_shards)]
-  return _permute(x, order, pairs)
+  return permute(x, order, pairs)
+
+
+def permute(
+    x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
+) -> jax.Array:
+  """Returns what each shard is sent: pairs of a source and a destination."""
+  order = axes_lib.in_mesh_order(axes)
+  return _on_mesh(lambda x, axes: lax.ppermute(x, axes, pairs), x, order)
 
 
 def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
@@ -337,12 +298,6 @@ def _scatter(x, axis, dimension, tiled=False, **groups):
   # between four processes, for 16 KiB to 16 MiB.
   parts = exchange_along(x, axis, dimension, **groups)
   return jnp.sum(parts, dimension, dtype=x.dtype)
-
-
-def _permute(x, axes, pairs):
-  """Returns what each shard is sent: pairs of a source and a destination."""
-  order = axes_lib.in_mesh_order(axes)
-  return _on_mesh(lambda x, axes: lax.ppermute(x, axes, pairs), x, order)
 
 
 def _all_gather(x, axis, dimension):

@@ -286,7 +286,7 @@ def _share_in_order(weight, options):
     groups = options.groups
     size = options.num_shards() if groups is None else len(groups[0])
     return Share(None, jnp.float32((1 if own is None else own) * size))
-  total = collectives.sum_in_pairs(
+  total = tree_sums.sum_in_pairs(
       tree_sums.rounded(own), options.axes, options.groups
   )
   return Share(jnp.sign(own) if is_sum else own, total)
@@ -311,14 +311,14 @@ def scatter(
   """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
   send = collectives.scatter
   if options.order is not None:
-    send = collectives.scatter_in_pairs
+    send = tree_sums.scatter_in_pairs
   sum_over = functools.partial(send, groups=options.groups)
   return _reduce(sum_over, rows, own, options, num_rows)
 
 
 def _psum(x, axes, options):
   if options.order is not None:
-    return collectives.sum_in_pairs(x, axes, options.groups)
+    return tree_sums.sum_in_pairs(x, axes, options.groups)
   if options.groups is not None:
     return collectives.psum_in_groups(x, axes[0], options.groups)
   if options.algorithm == 'hierarchical' and len(axes) > 1:

@@ -18,7 +18,6 @@ from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.transforms import bad_updates
 from shard_transforms._src.transforms import spike_rule
 from shard_transforms._src.transforms import spikes as spikes_lib
@@ -286,7 +285,7 @@ def _only_excludes(inner_state, spikes, num_enough):
   Raises:
     ValueError: If statistics of the shards would decide.
   """
-  if num_enough is None or not tree_sums.has_window(inner_state):
+  if num_enough is None or not gating.needs_every_call(inner_state):
     return False
   if num_enough > 1 or spikes is not None:
     raise ValueError(

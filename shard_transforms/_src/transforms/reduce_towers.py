@@ -12,6 +12,7 @@ from shard_transforms._src.base import axes
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import tree_sums
+from shard_transforms._src.transforms import tower_order
 
 _CALLER = 'reduce_towers'
 
@@ -78,7 +79,7 @@ def reduce_towers(
   """
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
-  tree_sums.check_towers(order, num_towers, inner, _CALLER)
+  tower_order.check_towers(order, num_towers, inner, _CALLER)
   is_link = inner is None
   inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
 
@@ -101,11 +102,11 @@ def reduce_towers(
       step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
       extra_args['local_step'] = jnp.min(step)
     divisor = 1 if reduction == 'sum' else divisor
-    tree_sums.check_inner(order, num_towers, state, False, _CALLER)
-    if order is not None and tree_sums.is_in_order(state):
+    tower_order.check_inner(order, num_towers, state, False, _CALLER)
+    if order is not None and tower_order.is_in_order(state):
       extra_args['weight'] = weights.Summed(
           extra_args.get('weight', divisor),
-          tree_sums.dtypes_to_restore(updates),
+          tower_order.dtypes_to_restore(updates),
       )
       updates, divisor = leaves.widened(updates), 1
     reduce = functools.partial(

@@ -1,100 +1,26 @@
 """`tower_reduce`: gradient accumulation over several calls of `update`."""
 
-from collections.abc import Mapping
-import functools
-from typing import Literal, NamedTuple
+from collections.abc import Hashable
+import dataclasses
+from typing import Literal
 
 import jax
-from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import tower_squares
 from shard_transforms._src.reduction import tree_sums
+from shard_transforms._src.transforms import tower_order
+from shard_transforms._src.transforms import tower_window
 
 _CALLER = 'tower_reduce'
-_NO_STEP = jnp.iinfo(jnp.int32).max
-
-
-class TowerReduceState(NamedTuple):
-  """State of `tower_reduce`.
-
-  With `axis_name`, `total`, `total_weight` and `oldest_local_step` differ
-  between shards: their leaves have a leading axis, of length 1 inside the
-  mapped function and of the number of shards outside.
-
-  Attributes:
-    tower: Number of towers collected since the last update, int32 [].
-    total: Their (weighted) sum, a tree like the parameters, in float32 for
-      leaves of fewer bits; `()` where there is but one tower.
-    total_weight: The sum of their weights, float32 []. With `order='tree'`, a
-      `TowerWeights`; both totals then have a further axis, of length log2
-      `num_towers`: row l is the sum of 2**l towers, and counts if bit l of
-      `tower` is 1.
-    oldest_local_step: The minimum of their local steps, int32 []; the largest
-      int32 where no tower gave one.
-    inner_state: State of the inner transformation.
-    tower_squares: The weighted sum of the squared norms of their updates, and
-      the number of towers with a weight, float32 [2]; per shard as `total`;
-      `()` unless a state in `inner_state` asks for it.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import shard_transforms
-    >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
-    >>> print(optax.tree_utils.tree_get(state, 'tower'), state.total)
-    0 [0. 0.]
-  """
-
-  tower: jax.Array
-  total: optax.Updates
-  total_weight: jax.Array | tree_sums.TowerWeights
-  oldest_local_step: jax.Array
-  inner_state: optax.OptState
-  tower_squares: jax.Array | tuple[()] = ()
-
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields.
-
-    The window then ends with the same result: totals over all shards are kept,
-    or, without weights, their `reduction`. With `order='tree'`, only a window
-    without towers is converted.
-    """
-    if _is_in_order(self):
-      return _rules_in_order(self.tower)
-    total = total_weight = state_rules.ResizeRule('sum')
-    may_be_unweighted = np.all(self.total_weight == self.tower)
-    if self.tower and may_be_unweighted and reduction != 'weighted':
-      # Without weights, a shard's total weight is the number of its towers.
-      total_weight = state_rules.ResizeRule('maximum', self.tower)
-      total = _rule_of_unweighted(reduction)
-    return {
-        'total': total,
-        'total_weight': total_weight,
-        'oldest_local_step': state_rules.ResizeRule('minimum', _NO_STEP),
-        'tower_squares': tower_squares.resize_rule(self.tower),
-    }
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    rules = {'tower': state_rules.MetricRule()}
-    if not _is_in_order(self):
-      rules['total_weight'] = state_rules.MetricRule('sum')
-    return rules
 
 
 def tower_reduce(
@@ -189,26 +115,60 @@ def tower_reduce(
   arguments.check_reduction(reduction)
   arguments.check_bool('assume_weighted', assume_weighted)
   axes = axes_lib.optional_axes(axis_name)
-  checked = () if assume_weighted else axes
-  tree_sums.check_towers(order, num_towers, inner, _CALLER)
+  tower_order.check_towers(order, num_towers, inner, _CALLER)
   is_link = inner is None
-  inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
+  towers = _Towers(
+      num_towers=num_towers,
+      inner=arguments.as_inner(optax.identity() if is_link else inner, _CALLER),
+      is_link=is_link,
+      axes=axes,
+      weighted_axes=() if assume_weighted else axes,
+      reduction=reduction,
+      order=order,
+  )
+  return gating.transformation(towers.init, towers.step)
 
-  def init_fn(params):
-    axes_lib.size(axes, _CALLER)
-    inner_state, squares = inner.init(params), ()
-    tree_sums.check_inner(order, num_towers, inner_state, bool(axes), _CALLER)
-    if order is None and num_towers == 1:
+
+@dataclasses.dataclass(frozen=True)
+class _Towers:
+  """The functions of `tower_reduce`.
+
+  Attributes:
+    num_towers: As in `tower_reduce`.
+    inner: Its inner transformation.
+    is_link: Whether it was given none.
+    axes: The axes between whose shards updates differ.
+    weighted_axes: Those over which sums of `inner` must use the weight.
+    reduction: As in `tower_reduce`.
+    order: As in `tower_reduce`.
+  """
+
+  num_towers: int
+  inner: optax.GradientTransformationExtraArgs
+  is_link: bool
+  axes: tuple[Hashable, ...]
+  weighted_axes: tuple[Hashable, ...]
+  reduction: weights.Kind
+  order: tree_sums.Order
+
+  def init(self, params):
+    axes_lib.size(self.axes, _CALLER)
+    inner_state, squares = self.inner.init(params), ()
+    tower_order.check_inner(
+        self.order, self.num_towers, inner_state, bool(self.axes), _CALLER
+    )
+    if self.order is None and self.num_towers == 1:
       params = ()
-    elif order is None and reduction == 'mean':
-      squares = tower_squares.start(inner_state, axes)
+    elif self.order is None and self.reduction == 'mean':
+      squares = tower_squares.start(inner_state, self.axes)
     empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
-    if order is not None:
-      total, total_weight = tree_sums.empty(empty, num_towers)
-      empty = total, tree_sums.TowerWeights(total_weight)
-    return _start(empty, inner_state, squares, axes)
+    if self.order is not None:
+      total, total_weight = tower_order.empty(empty, self.num_towers)
+      empty = total, tower_order.TowerWeights(total_weight)
+    return tower_window.start(empty, inner_state, squares, self.axes)
 
   def step(
+      self,
       gate,
       updates,
       state,
@@ -218,282 +178,117 @@ def tower_reduce(
       local_step=None,
       **extra_args,
   ):
-    arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
-    _check_same_order(state, order, num_towers, axes)
-    if is_link:
+    arguments.check_update(
+        updates, state, tower_window.TowerReduceState, self.axes, _CALLER
+    )
+    tower_window.check_same_order(state, self.order, self.num_towers, self.axes)
+    if self.is_link:
       weights.check_not_in_chain(weight, _CALLER)
-    if num_towers == 1 and order is None:
+    if self.num_towers == 1 and self.order is None:
       extra_args |= weights.given(local_step=local_step)
-      return _apply_alone(
-          gate, inner, updates, state, params, weight, checked, extra_args
-      )
+      return self._apply_alone(gate, updates, state, params, weight, extra_args)
+    dtypes = ()
+    if self._divides_later:
+      dtypes = tower_order.dtypes_to_restore(updates)
+      updates = leaves_lib.widened(updates)
+    window = tower_window.collect(state, updates, weight, local_step, self.axes)
 
     def end(window, params, /, **extra_args):
-      reduced, total_weight, oldest, squares = _reduce(
-          window, updates, params, axes, divisor
+      reduced = self._reduced(window, updates, params, weight is not None)
+      extra_args |= weights.given(tower_squares=reduced.squares)
+      if local_step is not None:
+        extra_args['local_step'] = reduced.oldest_local_step
+      applied, inner_state = self._apply(
+          gate,
+          reduced,
+          window.inner_state,
+          params,
+          extra_args,
+          is_weighted=weight is not None,
+          dtypes=dtypes,
       )
-      extra_args |= weights.given(
-          local_step=None if local_step is None else oldest,
-          tower_squares=squares,
-      )
-      counts = None
-      if weight is not None:
-        counts = weights.passed_on(total_weight, reduction)
-      if divides_later:
-        known = 1 if reduction == 'sum' else num_towers
-        counts = weights.Summed(known if counts is None else counts, dtypes)
-      given = inner, reduced, window.inner_state, params
-      if weight is None:
-        extra_args |= weights.given(weight=counts)
-        applied, inner_state = gate.update(*given, **extra_args)
-      else:
-        applied, inner_state = gate.update_or_skip(
-            collectives.total(total_weight, axes) > 0,
-            *given,
-            weight=counts,
-            axes=checked,
-            extra_args=extra_args,
-            caller=_CALLER,
-        )
-      return applied, _emptied(window, inner_state)
+      return applied, tower_window.emptied(window, inner_state)
 
-    dtypes, divides_later = (), bool(order and axes)
-    if divides_later:
-      dtypes = tree_sums.dtypes_to_restore(updates)
-      updates = leaves_lib.widened(updates)
-    divisor = None if weight is not None else num_towers
-    divisor = 1 if divides_later or reduction == 'sum' else divisor
-    window = _collect(state, updates, weight, local_step, axes)
-    is_last = collectives.agreed(window.tower >= num_towers)
+    is_last = collectives.agreed(window.tower >= self.num_towers)
     applied, after = gate.run_or_skip(
         is_last, end, window, params, extra_args=extra_args, seldom=True
     )
-    if num_towers == 1:
+    if self.num_towers == 1:
       # Nothing is kept of a window of one, which takes the way of all others so
       # that its arithmetic is compiled alike.
       total, total_weight = state.total, state.total_weight
       after = after._replace(total=total, total_weight=total_weight)
     return applied, after
 
-  return gating.transformation(init_fn, step)
+  @property
+  def _divides_later(self):
+    """Whether `inner` gets sums, which its reduction over shards divides."""
+    return self.order is not None and bool(self.axes)
 
+  def _reduced(self, window, updates, params, is_weighted):
+    """Returns the result of a full window."""
+    divisor = None if is_weighted else self.num_towers
+    if self._divides_later or self.reduction == 'sum':
+      divisor = 1
+    return tower_window.reduced(window, updates, params, self.axes, divisor)
 
-def _apply_alone(gate, inner, updates, state, params, weight, axes, extra_args):
-  """Applies a single tower.
-
-  Raises:
-    TypeError: If the weight is not a real number.
-    ValueError: If the state is that of several towers, or sums over `axes` do
-      not use the weight.
-  """
-  if jax.tree.leaves(state.total):
-    raise ValueError(
-        'State of `tower_reduce` must be made for as many towers, got that of a'
-        ' window of several where `num_towers` is 1. Make it with `init`.'
+  def _apply(
+      self,
+      gate,
+      reduced,
+      inner_state,
+      params,
+      extra_args,
+      *,
+      is_weighted,
+      dtypes,
+  ):
+    """Applies the result of a window, unless no tower of it has a weight."""
+    weight = None
+    if is_weighted:
+      weight = weights.passed_on(reduced.total_weight, self.reduction)
+    if self._divides_later:
+      known = 1 if self.reduction == 'sum' else self.num_towers
+      weight = weights.Summed(known if weight is None else weight, dtypes)
+    given = self.inner, reduced.updates, inner_state, params
+    if not is_weighted:
+      return gate.update(*given, **extra_args, **weights.given(weight=weight))
+    return gate.update_or_skip(
+        collectives.total(reduced.total_weight, self.axes) > 0,
+        *given,
+        weight=weight,
+        axes=self.weighted_axes,
+        extra_args=extra_args,
+        caller=_CALLER,
     )
 
-  def run(state, params, updates, weight):
-    given = extra_args | weights.given(weight=weight)
-    return gate.update(inner, updates, state, params, **given)
+  def _apply_alone(self, gate, updates, state, params, weight, extra_args):
+    """Applies a single tower.
 
-  given = state.inner_state, params, updates, weight
-  if weight is not None and axes:
-    # A bad weight that is known here is not known inside of `jax.jit`.
-    weights.as_weight(weight, (), _CALLER)
-    run = jax.jit(run)
-    program = run.trace(*given).jaxpr.jaxpr
-    weight_flow.check(program, updates, given[0], axes, caller=_CALLER)
-  applied, inner_state = run(*given)
-  return applied, state._replace(inner_state=inner_state)
-
-
-def _start(zeros, inner_state, squares, axes):
-  """Returns an empty window, given a total and a total weight of zero."""
-  total, total_weight = zeros
-  return TowerReduceState(
-      tower=counters.zero(),
-      total=per_shard_state.store(total, axes),
-      total_weight=per_shard_state.store(total_weight, axes),
-      oldest_local_step=per_shard_state.store(
-          jnp.full([], _NO_STEP, jnp.int32), axes
-      ),
-      inner_state=inner_state,
-      tower_squares=squares,
-  )
-
-
-def _collect(state, updates, weight, local_step, axes):
-  """Returns the window with one more tower.
-
-  Raises:
-    TypeError: If the weight or the local step are of the wrong kind.
-    ValueError: If updates do not fit the window, or differ between shards where
-      the window does not.
-  """
-  if weight is not None:
-    weight = weights.as_weight(weight, (), _CALLER)
-  total = per_shard_state.own(state.total, axes, _CALLER)
-  like, add = total, lax.add
-  if _is_in_order(state):
-    like = jax.tree.map(tree_sums.zero_row, total)
-    updates = leaves_lib.tree_map(_zeros_for_none, updates, like)
-    add = functools.partial(tree_sums.add, tower=state.tower)
-  leaves_lib.check_like(updates, like, _CALLER)
-  leaves_lib.check_varies_with(updates, like, _CALLER)
-  add_update = functools.partial(_add, add, weights.weighing(weight))
-  total = leaves_lib.tree_map(add_update, total, updates)
-  own_weight = jnp.ones([], jnp.float32) if weight is None else weight
-  total_weight = jax.tree.map(
-      lambda total: add(total, own_weight),
-      per_shard_state.own(state.total_weight, axes, _CALLER),
-  )
-  oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
-  if local_step is not None:
-    step = arguments.as_local_step(local_step, _CALLER)
-    oldest = jnp.minimum(oldest, step)
-  window = TowerReduceState(
-      tower=counters.add(state.tower, 1),
-      total=per_shard_state.store(total, axes),
-      total_weight=per_shard_state.store(total_weight, axes),
-      oldest_local_step=per_shard_state.store(oldest, axes),
-      inner_state=state.inner_state,
-      tower_squares=tower_squares.add(
-          state.tower_squares, updates, weight, axes
-      ),
-  )
-  per_shard_state.check_kept(state, window, _CALLER)
-  return window
-
-
-def _reduce(window, updates, params, axes, divisor):
-  """Returns the mean or sum of the towers of a full window.
-
-  Args:
-    window: The window.
-    updates: Those of the last tower, whose dtypes the result gets.
-    params: They give the dtype where the last tower has no gradient.
-    axes: The axes between whose shards the window differs.
-    divisor: A number, or `None` for the total weight.
-
-  Returns:
-    The mean or sum; the total weight of this shard, its oldest local step, and
-    the squared norms of its towers, or `None`.
-  """
-  total, total_weight, oldest = per_shard_state.own(
-      (window.total, window.total_weight, window.oldest_local_step),
-      axes,
-      _CALLER,
-  )
-  if _is_in_order(window):
-    total, (total_weight,) = tree_sums.last_rows((total, total_weight))
-  if divisor is None:
-    divisor = weights.safe_divisor(total_weight)
-  in_dtype = functools.cache(jnp.asarray(divisor).astype)
-
-  def divide(total, update, param):
-    if total is None:
-      return update
-    like = param if update is None else update
-    if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
-      like = total
-    reduced = lax.div(total, in_dtype(total.dtype))
-    return leaves_lib.as_dtype(reduced, leaves_lib.dtype_of(like))
-
-  likes = updates if params is None else params
-  reduced = leaves_lib.tree_map(divide, total, updates, likes)
-  squares = None
-  if not isinstance(window.tower_squares, tuple):
-    squares = tower_squares.of_window(
-        window.tower_squares, total_weight, reduced, axes
-    )
-  return reduced, total_weight, oldest, squares
-
-
-def _emptied(window, inner_state):
-  """Returns the state at the start of the next window."""
-  zeros = functools.cache(axes_lib.zeros)
-  return TowerReduceState(
-      tower=jnp.zeros_like(window.tower),
-      total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
-      total_weight=jax.tree.map(jnp.zeros_like, window.total_weight),
-      oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
-      inner_state=inner_state,
-      tower_squares=tower_squares.emptied(window.tower_squares),
-  )
-
-
-def _check_same_order(state, order, num_towers, axes):
-  """Checks that a state was made for sums in this order.
-
-  Raises:
-    ValueError: If it was made for another order or another number of towers.
-  """
-  made_in_order = _is_in_order(state)
-  if made_in_order != (order is not None):
-    made = "with `order='tree'`" if made_in_order else 'without `order`'
-    raise ValueError(
-        f'State of `tower_reduce` must be made with the same `order`, got one'
-        f' that was made {made}, and order={order!r}. Make it with `init`.'
-    )
-  if made_in_order:
-    kept = per_shard_state.own(state.total_weight, axes, _CALLER).sums.shape
-    wanted = tree_sums.num_levels(num_towers)
-    if kept != (wanted,):
+    Raises:
+      TypeError: If the weight is not a real number.
+      ValueError: If the state is that of several towers, or sums of `inner` do
+        not use the weight.
+    """
+    if jax.tree.leaves(state.total):
       raise ValueError(
-          'State of `tower_reduce` must be made for as many towers, got one'
-          f' with {kept} partial sums where {num_towers} towers take {wanted}.'
-          ' Convert it by `shard_transforms.resize_state`.'
+          'State of `tower_reduce` must be made for as many towers, got that'
+          ' of a window of several where `num_towers` is 1. Make it with'
+          ' `init`.'
       )
 
+    def run(state, params, updates, weight):
+      given = extra_args | weights.given(weight=weight)
+      return gate.update(self.inner, updates, state, params, **given)
 
-def _rules_in_order(tower):
-  """Returns the resize rules of a window whose towers are added by a tree."""
-  total = state_rules.ResizeRule('begin_anew')
-  if tower:
-    total = state_rules.ResizeRule(
-        'refuse',
-        reason=(
-            "`state` of `resize_state` with `order='tree'` must have no tower"
-            f' in its window, got {tower} at {{name}}: the partial sums of an'
-            ' unfinished window belong to other parts of the tree on another'
-            ' number of shards. Finish the window first, or begin it again:'
-            ' convert `optax.tree_utils.tree_set(state, tower=0)`, and repeat'
-            ' its towers from the first. The parameters are still those at its'
-            ' start, so that the result has the same bits.'
-        ),
-    )
-  return {
-      'total': total,
-      'total_weight': total,
-      'oldest_local_step': state_rules.ResizeRule('minimum', _NO_STEP),
-  }
-
-
-def _rule_of_unweighted(reduction):
-  """Returns the resize rule of the totals of a window without weights."""
-  if reduction is None:
-    return state_rules.ResizeRule(
-        'refuse',
-        reason=(
-            "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
-            ' got None: the window that was begun without weights, at {name},'
-            ' ends with the same result only if it is known how its shards are'
-            ' reduced.'
-        ),
-    )
-  return state_rules.ResizeRule(reduction)
-
-
-def _is_in_order(window):
-  return isinstance(window.total_weight, tree_sums.TowerWeights)
-
-
-def _add(add, weigh, total, update):
-  if total is None or update is None or leaves_lib.is_float0(update):
-    return total
-  update = leaves_lib.as_dtype(jnp.asarray(update), total.dtype)
-  return add(total, weigh(update))
-
-
-def _zeros_for_none(update, zeros):
-  return zeros if update is None else update
+    given = state.inner_state, params, updates, weight
+    if weight is not None and self.weighted_axes:
+      # A bad weight that is known here is not known inside of `jax.jit`.
+      weights.as_weight(weight, (), _CALLER)
+      run = jax.jit(run)
+      program = run.trace(*given).jaxpr.jaxpr
+      weight_flow.check(
+          program, updates, given[0], self.weighted_axes, caller=_CALLER
+      )
+    applied, inner_state = run(*given)
+    return applied, state._replace(inner_state=inner_state)
