@@ -264,8 +264,8 @@ def _check_records(records, saved):
   if saved.position.last_crc != last_crc:
     raise ValueError(
         'The checkpoints must be of the same run as the journal, got one of'
-        f' {saved.global_step} updates of another run. Put back its journal, or name'
-        ' another folder.'
+        f' {saved.global_step} updates of another run. Put back its journal, or'
+        ' name another folder.'
     )
 
 
