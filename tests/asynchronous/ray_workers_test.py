@@ -15,6 +15,7 @@ import cases
 import python_command
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import ray_workers
 
 train = asynchronous_cases.train
@@ -104,6 +105,8 @@ class RayWorkersTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, task, tx), result
     )
+    (segment,) = journal_lib.read_segments(folder)
+    self.assertEqual(segment.manifest['driver_devices'], '3')
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['b'], halfway.params['b'])

@@ -54,7 +54,10 @@ def drive(
       num_devices=options.driver_devices,
   )
   if start is not None:
-    _check_start(start, server)
+    found = {'params': start.params, 'state': start.opt_state}
+    parameter_server.check_layout(
+        parameter_server.layout(found), server.trees(), '`start`'
+    )
   with contextlib.ExitStack() as stack:
     kept = None
     if folder is not None:
@@ -140,8 +143,7 @@ class _Run:
     folder = self._folder
     if folder is None:
       if start is not None:
-        state: Any = start.opt_state
-        self._server.restore(start.params, state)
+        self._server.restore(start.params, start.opt_state)
         self._in_flight.resume(self._server.global_step, [])
       return
     for metrics in folder.recover(self._server, workers, self._options, start):
@@ -237,18 +239,6 @@ class _Run:
           checksum=0 if reply is None else reply.checksum,
       )
     self._tally.add(outcome, step - assigned.local_step)
-
-
-def _check_start(start, server):
-  """Checks that a server can start from a result.
-
-  Raises:
-    ValueError: If it has other leaves.
-  """
-  found = {'params': start.params, 'state': start.opt_state}
-  parameter_server.check_layout(
-      parameter_server.layout(found), server.trees(), '`start`'
-  )
 
 
 def _weight_at(age, weight):

@@ -88,8 +88,7 @@ class RunFolder:
     # A journal without records may be of a call that was killed right here.
     is_new = number <= 0 and not self.journal.num_records
     if is_new and start is not None:
-      state: Any = start.opt_state
-      server.restore(start.params, state)
+      server.restore(start.params, start.opt_state)
       # The segment needs a checkpoint, also at step 0.
       self.saved = _Checkpoint(global_step=-1)
       self.save(server, server.global_step, [], {})
