@@ -1,6 +1,7 @@
 """Steps on axes of type `Explicit` that nothing maps, under plain `jax.jit`."""
 
 import functools
+import tempfile
 
 from absl.testing import parameterized
 import chex
@@ -89,10 +90,13 @@ def trained(tx, mesh, specs, batches, **extra_args):
   return params, state
 
 
-def restored(folder, state):
+def restored(state):
   """Returns what orbax reads of a state that it has written, as NumPy."""
   like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
-  with ocp.StandardCheckpointer() as saver:
+  with (
+      tempfile.TemporaryDirectory() as folder,
+      ocp.StandardCheckpointer() as saver,
+  ):
     saver.save(f'{folder}/state', state)
     saver.wait_until_finished()
     return saver.restore(f'{folder}/state', like)
@@ -252,9 +256,8 @@ class UpdateTest(parameterized.TestCase):
     mesh = make_mesh((num_shards,))
     bound = shard_transforms.on_mesh(tx, mesh)
 
-    saved = restored(self.create_tempdir().full_path, state)
     state = shard_transforms.resize_state(
-        saved, bound, PARAMS, mesh, reduction='mean'
+        restored(state), bound, PARAMS, mesh, reduction='mean'
     )
     params = place(mesh, PARAMS, WHOLE)
     with jax.set_mesh(mesh):
