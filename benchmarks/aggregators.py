@@ -77,7 +77,6 @@ def averaged() -> dict[str, tuple[optax.GradientTransformation, float]]:
   """Returns reductions of each shard's average over about ten steps."""
   robust = {
       'coordinate_median': (aggregators.coordinate_median(AXIS), 0.5),
-      'trimmed_mean(3)': (aggregators.trimmed_mean(AXIS, 3), 0.5),
       'majority_vote': (aggregators.majority_vote(AXIS), 0.005),
   }
   return {
