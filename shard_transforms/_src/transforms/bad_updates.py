@@ -64,18 +64,20 @@ def diagnose(
     is_finite = _are_finite(updates, axes, sliced)
     return Diagnosis(is_finite, spikes_lib.no_signals())
   names = rule.names(updates)
-  signals, total = [], None
+  signals = []
   if 'norm' in rule.signals:
+    # Elements that are not finite have a norm that is not, which is a spike.
+    is_finite = jnp.asarray(True)
     specs = sharded if sliced else None
     numbers = rule.numbers(updates)
     squares = norms_lib.sums_of_squares(
         updates, numbers, sliced, specs, _CALLER
     )
-    total = jnp.sum(squares)
     signals.append(leaves.as_dtype(jnp.sqrt(squares), jnp.float32))
+  else:
+    is_finite = _are_finite(updates, axes, sliced)
   if 'loss' in rule.signals:
     signals.append(jnp.reshape(_as_loss(value), 1))
-  is_finite = _are_finite(updates, axes, sliced, total)
   judgement = spikes_lib.judge(
       rule, state, jnp.concatenate(signals), names, is_finite
   )
@@ -129,15 +131,8 @@ def _sliced_over(
   return sliced
 
 
-def _are_finite(updates, axes, sliced, total=None):
-  """Whether all elements of all slices are finite, bool [].
-
-  Args:
-    updates: The update of this shard.
-    axes: The axes of the shards.
-    sliced: The axes over which leaves are sliced.
-    total: The sum of all squares, if it is known.
-  """
+def _are_finite(updates, axes, sliced):
+  """Whether all elements of all slices are finite, bool []."""
   parts = [
       part
       for leaf in jax.tree.leaves(updates)
@@ -147,19 +142,16 @@ def _are_finite(updates, axes, sliced, total=None):
   if axes and axes_lib.unmapped_axes(axes):
     # In a branch, the compiler could insert a collective over these axes.
     finite = _each_is_finite(parts)
-  elif total is None:
-    total = functools.reduce(lax.add, map(_sum, parts), jnp.float32(0))
-    finite = _total_or_each_is_finite(total, parts)
   else:
-    total = axes_lib.to_varying(total, sliced)
-    finite = _total_or_each_is_finite(total, parts)
+    finite = _sum_or_each_is_finite(parts)
   return collectives.total(jnp.float32(~finite), sliced) == 0
 
 
-def _total_or_each_is_finite(total, parts):
-  # If an element is not finite, neither is a sum or a sum of squares, in any
-  # order. It takes half the time of a check of each element, which is needed
-  # only if it overflows. (A maximum does not do: on CPU it ignores NaN.)
+def _sum_or_each_is_finite(parts):
+  # If an element is not finite, neither is the sum, in any order. The sum takes
+  # half the time of a check of each element, which is needed only if the sum
+  # overflows. (A maximum does not do: on CPU it ignores NaN.)
+  total = functools.reduce(lax.add, map(_sum, parts), jnp.float32(0))
   return lax.cond(
       lax.is_finite(total),
       lambda total, _: lax.is_finite(total),
