@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import sys
+from unittest import mock
 
 from absl.testing import parameterized
 import jax
@@ -14,6 +16,7 @@ import optax
 import cases
 import modes
 import shard_transforms
+from shard_transforms import monitoring
 
 NUM_TOWERS = 16
 NUM_SHARDS = (2, 4, 8)
@@ -178,6 +181,31 @@ class SameBitsTest(parameterized.TestCase):
     self.assertLen(digests, 1)
     self.assertNotIn(_digest(mode, 8, 'guarded'), digests)
 
+  @cases.parameters(([0, 1], True), ([1, 2], False))
+  def test_one_addition_in_another_order_gives_other_bits(self, swap, is_same):
+    # A pair has the same sum in both orders; its neighbours do not.
+    x = X.copy()
+    x[swap] = x[swap[::-1]]
+
+    with mock.patch.object(sys.modules[__name__], 'X', x):
+      swapped = _digest.__wrapped__('shard_map', 4, 'collected')
+
+    self.assertEqual(swapped == _digest('shard_map', 4, 'collected'), is_same)
+
+  @cases.parameters(*NUM_SHARDS)
+  def test_sends_the_bytes_of_a_ring_all_reduce(self, num_shards):
+    x = X.reshape(NUM_TOWERS, 15)[:, :8].repeat(100, axis=1)
+
+    def bytes_of(order):
+      tx = _mean(order)
+      return monitoring.wire_report(
+          lambda x: tx.update(x, tx.init(x))[0],
+          x[0],
+          axis_sizes={modes.AXIS: num_shards},
+      ).total_bytes
+
+    self.assertEqual(bytes_of('tree'), bytes_of(None))
+
   def test_the_usual_order_gives_other_bits(self):
     digests = {
         _digest('shard_map', n, 'collected', order=None) for n in NUM_SHARDS
@@ -331,6 +359,19 @@ class SameBitsTest(parameterized.TestCase):
     row = functools.reduce(np.add, x)
 
     self.assertLess(np.abs(tree - exact).mean(), np.abs(row - exact).mean())
+
+  def test_shards_are_closer_to_the_exact_sum_than_by_psum(self):
+    x = np.random.default_rng(3).uniform(size=(8, 10_000)).astype(np.float32)
+    exact = x.astype(np.float64).sum(0)
+
+    def error(order):
+      tx = shard_transforms.cross_shard_sum(modes.AXIS, order=order)
+      total = modes.map_shards(
+          'shard_map', lambda _, x: tx.update(x, tx.init(x))[0]
+      )({}, x)
+      return np.abs(total[0] - exact).mean()
+
+    self.assertLess(error('tree'), error(None))
 
 
 def _step_on(num_shards, x):
