@@ -582,6 +582,21 @@ class RefusalTest(parameterized.TestCase):
           x=X.reshape(8, 2, 3, 5),
       )
 
+  @cases.parameters(_collected, shard_transforms.reduce_towers)
+  def test_refuses_links_in_front_of_the_reduction(self, make):
+    clip = shard_transforms.clip_by_global_norm(0.1)
+    for inner in (
+        optax.chain(clip, _reduce_and_apply()),
+        optax.chain(optax.chain(optax.chain(clip, _mean())), ADAM),
+    ):
+      tx = make(2, inner, order='tree')
+      with self.assertRaisesRegex(ValueError, 'must begin with its reduction'):
+        _update(
+            tx,
+            state_of=inner if make is not _collected else None,
+            x=X.reshape(8, 2, 3, 5),
+        )
+
   def test_takes_a_reduction_of_each_mask(self):
     masks = [True, False], [False, True]
     tx = _collected(1, optax.chain(*(optax.masked(_mean(), m) for m in masks)))
