@@ -60,8 +60,8 @@ _ROUNDS = flags.DEFINE_integer(
 _BUCKET_BYTES = flags.DEFINE_string(
     'bucket_bytes', 'auto', "The buffers' size: 'auto' or a number of bytes."
 )
-_ORDER = flags.DEFINE_enum(
-    'order', None, ['tree'], 'The order of additions of the library.'
+_TREE = flags.DEFINE_bool(
+    'tree', False, 'Whether the library adds in the order of a tree.'
 )
 _PIN = flags.DEFINE_bool(
     'pin', True, 'Whether each process, with all its threads, has one core.'
@@ -130,7 +130,7 @@ def library_transform() -> optax.GradientTransformationExtraArgs:
   value = _BUCKET_BYTES.value
   bucket_bytes = value if value == 'auto' else int(value)
   return shard_transforms.cross_shard_mean(
-      AXIS, bucket_bytes=bucket_bytes, order=_ORDER.value
+      AXIS, bucket_bytes=bucket_bytes, order='tree' if _TREE.value else None
   )
 
 

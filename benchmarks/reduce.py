@@ -90,8 +90,8 @@ _COMPILATIONS = flags.DEFINE_integer(
 _BUCKET_BYTES = flags.DEFINE_string(
     'bucket_bytes', 'auto', "The buffers' size: 'auto' or a number of bytes."
 )
-_ORDER = flags.DEFINE_enum(
-    'order', None, ['tree'], 'The order of additions of the library.'
+_TREE = flags.DEFINE_bool(
+    'tree', False, 'Whether the library adds in the order of a tree.'
 )
 
 
@@ -116,7 +116,7 @@ def mean_by_hand(grads: Any) -> Any:
 def mean_by_library(grads: Any, bucket_bytes: int | str) -> Any:
   """Returns the mean over the shards, through `cross_shard_mean`."""
   tx = shard_transforms.cross_shard_mean(
-      AXIS, bucket_bytes=bucket_bytes, order=_ORDER.value
+      AXIS, bucket_bytes=bucket_bytes, order='tree' if _TREE.value else None
   )
   return tx.update(grads, tx.init(grads))[0]
 

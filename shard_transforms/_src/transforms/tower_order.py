@@ -98,9 +98,9 @@ def check_inner(
   if any(True for _ in state_rules.nodes(inner_state, _reduces_late)):
     raise ValueError(
         f"`inner` of `{caller}` with `order='tree'` must begin with its"
-        ' reduction, got a link in front of it in `optax.chain`. That link would'
-        ' see the sum over the towers of a shard, whose number depends on the'
-        ' number of shards. Put it behind the reduction.'
+        ' reduction, got a link of `optax.chain` in front of it, which would'
+        ' see the sum over the towers of a shard: it depends on the number of'
+        ' shards. Put the link behind the reduction.'
     )
   # Links of a chain would each divide by the number of towers. Masks and
   # `optax.partition` give each its own leaves.
