@@ -3,23 +3,25 @@
 Each run starts new processes and counts accepted updates a second after a
 warm-up. Runs take turns; each line has the ratio of the medians of its first
 program to its second, an interval that holds 95 % of bootstrap resamples of the
-rounds, and the ratio of the first program to itself. The parts:
+rounds, and as the noise, the ratio of two times the same runs, of the library
+or of the first program. The parts:
 
 * ray, pipes, shared: the library, with any staleness, over the programs of
   `asynchronous_programs.py`;
 * rpc: the library over PyTorch's RPC, where `torch` is installed;
+* journal, checkpoints: with a journal over without, and with checkpoints too;
 * waiting: four workers over one, where each gradient waits for 50 ms;
 * pacing: pacing over dropping, four workers that wait so, and staleness 2;
 * slow_worker: the same, where one of them waits ten times as long;
-* journal: with a journal over without, and with checkpoints besides;
 * apply: the time in which the driver applies a gradient over that of the
   plain step of the optimizer, in this process;
+* driver: the milliseconds between updates if gradients cost their workers
+  nothing;
 * memory: the largest size of Ray's object store, and the memory of the driver
   after 1,000 and after 10,000 updates.
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import functools
@@ -42,18 +44,31 @@ import timing
 
 from shard_transforms._src.asynchronous import parameter_server
 
+# Programs that are compared with the library, and runs of it that keep
+# something, with the updates between checkpoints.
+KEEPS = {'journal': 10**9, 'checkpoints': 100}
+OTHERS = ('ray', 'pipes', 'shared', 'rpc', *KEEPS)
 PARTS = (
+    *OTHERS,
     'apply',
-    'ray',
+    'driver',
     'waiting',
     'pacing',
     'slow_worker',
-    'journal',
-    'pipes',
-    'shared',
-    'rpc',
     'memory',
 )
+AIMS = {
+    ('ray', 'digits'): 'at least 1.1',
+    ('ray', '5M'): 'at least 1.0',
+    ('ray', '25M'): 'at least 1.1',
+    ('pipes', '5M'): 'at least 1.3',
+    ('pipes', '25M'): 'at least 3',
+    ('shared', '5M'): 'at least 0.6',
+    ('shared', '25M'): 'at least 0.75',
+    ('rpc', '5M'): 'at least 0.9',
+    ('rpc', '25M'): 'at least 1.5',
+    **{('journal', size): 'at least 0.97' for size in programs.MODELS},
+}
 
 _PARTS = flags.DEFINE_multi_enum('parts', PARTS, PARTS, 'What is measured.')
 _SIZES = flags.DEFINE_multi_enum(
@@ -76,7 +91,7 @@ APPLY_ROUNDS = 25
 MANY_UPDATES = 10_000
 HEADER = (
     f'{"part":12}{"size":8}{"first":>9}{"second":>9}{"first / second":^22}'
-    f'{"first / first":^22}aim'
+    f'{"noise":^22}aim'
 )
 
 
@@ -139,12 +154,12 @@ def rates(calls: Sequence[Callable[[], float]], rounds: int) -> np.ndarray:
 
 
 def line(
-    part: str, size: str, first: Any, second: Any, again: Any, aim: str
+    part: str, size: str, first: Any, second: Any, noise: str, aim: str
 ) -> str:
   """Returns a line of the table."""
   return (
       f'{part:12}{size:8}{np.median(first):9.1f}{np.median(second):9.1f}'
-      f'{timing.ratio(first, second):^22}{timing.ratio(again, first):^22}{aim}'
+      f'{timing.ratio(first, second):^22}{noise:^22}{aim}'
   )
 
 
@@ -157,20 +172,31 @@ def compare(
 ) -> None:
   """Measures two programs, the first of them twice, and prints their line."""
   one, two, again = rates([first, second, first], _ROUNDS.value)
-  print(line(part, size, one, two, again, aim), flush=True)
+  noise = timing.ratio(again, one)
+  print(line(part, size, one, two, noise, aim), flush=True)
 
 
-def rival(part: str, program: Callable, aims: Mapping[str, str]) -> None:
-  """Compares two workers of the library with two of a program by hand."""
+def rivals(parts: Sequence[str]) -> None:
+  """Compares two workers of the library with other programs, all in turn.
+
+  The runs of the library, two a round, are the same in all lines of a size.
+  """
   for size in _SIZES.value:
-    num_updates = _SECONDS.value * SPEEDS[size]
-    compare(
-        part,
-        size,
-        library(size, NUM_WORKERS, num_updates),
-        in_process(program, size, NUM_WORKERS, int(num_updates)),
-        aims.get(size, ''),
-    )
+    num_updates = int(_SECONDS.value * SPEEDS[size])
+    run = functools.partial(library, size, NUM_WORKERS, num_updates)
+    others = [
+        run(save_every=KEEPS[part])
+        if part in KEEPS
+        else in_process(RIVALS[part], size, NUM_WORKERS, num_updates)
+        for part in parts
+    ]
+    plain, again, *found = rates([run(), run(), *others], _ROUNDS.value)
+    for part, other in zip(parts, found, strict=True):
+      # A journal is compared with none.
+      pair = (other, plain) if part in KEEPS else (plain, other)
+      aim = AIMS.get((part, size), '')
+      noise = timing.ratio(again, plain)
+      print(line(part, size, *pair, noise, aim), flush=True)
 
 
 def waiting(part: str) -> None:
@@ -195,14 +221,17 @@ def pacing(part: str, *, slow: bool, aim: str) -> None:
   compare(part, 'digits', run(pace=True), run(pace=False), aim)
 
 
-def journal(part: str) -> None:
-  """Compares runs that keep something with runs that keep nothing."""
+def driver(part: str) -> None:
+  """Prints the seconds for which an update occupies the driver."""
   for size in _SIZES.value:
     num_updates = _SECONDS.value * SPEEDS[size]
-    run = functools.partial(library, size, NUM_WORKERS, num_updates)
-    never, often = run(save_every=10**9), run(save_every=100)
-    compare(part, size, never, run(), 'at least 0.97')
-    compare('checkpoints', size, often, run(), '')
+    run = library(size, 4, num_updates, compute=programs.free_gradient)
+    seconds = 1e3 / rates([run], _ROUNDS.value)[0]
+    print(
+        f'{part:12}{size:8}{np.median(seconds):9.1f} ms an update'
+        f' [{seconds.min():.1f}, {seconds.max():.1f}]',
+        flush=True,
+    )
 
 
 def apply(part: str) -> None:
@@ -212,7 +241,8 @@ def apply(part: str) -> None:
     timing.seconds_in_turn(calls, 2)
     seconds = timing.seconds_in_turn(calls, APPLY_ROUNDS)
     first, second, again = 1e3 / STEPS[size] * seconds
-    print(line(part, size, first, second, again, 'at most 1.15'), flush=True)
+    noise = timing.ratio(again, first)
+    print(line(part, size, first, second, noise, 'at most 1.15'), flush=True)
 
 
 def accepting(size: str) -> Callable[[], Any]:
@@ -308,36 +338,18 @@ def _driver():
   )
 
 
+RIVALS = {
+    'ray': programs.ray_server,
+    'pipes': programs.pipes,
+    'shared': programs.shared_memory,
+    'rpc': asynchronous_torch.torch_rpc,
+}
 MEASURES = {
     'apply': apply,
-    'ray': functools.partial(
-        rival,
-        program=programs.ray_server,
-        aims={
-            'digits': 'at least 1.1',
-            '5M': 'at least 1.0',
-            '25M': 'at least 1.1',
-        },
-    ),
+    'driver': driver,
     'waiting': waiting,
     'pacing': functools.partial(pacing, slow=False, aim='at least 0.9'),
     'slow_worker': functools.partial(pacing, slow=True, aim='at least 0.8'),
-    'journal': journal,
-    'pipes': functools.partial(
-        rival,
-        program=programs.pipes,
-        aims={'5M': 'at least 1.3', '25M': 'at least 3'},
-    ),
-    'shared': functools.partial(
-        rival,
-        program=programs.shared_memory,
-        aims={'5M': 'at least 0.6', '25M': 'at least 0.75'},
-    ),
-    'rpc': functools.partial(
-        rival,
-        program=asynchronous_torch.torch_rpc,
-        aims={'5M': 'at least 0.9', '25M': 'at least 1.5'},
-    ),
     'memory': memory,
 }
 
@@ -354,10 +366,15 @@ def main(argv: Sequence[str]) -> None:
       f' milliseconds a gradient.\n\n{HEADER}',
       flush=True,
   )
-  for part in _PARTS.value:
-    if part == 'rpc' and importlib.util.find_spec('torch') is None:
-      print('rpc         not measured: torch is not installed', flush=True)
-    else:
+  parts = list(dict.fromkeys(_PARTS.value))
+  if 'rpc' in parts and importlib.util.find_spec('torch') is None:
+    print('rpc         not measured: torch is not installed', flush=True)
+    parts.remove('rpc')
+  others = [part for part in OTHERS if part in parts]
+  if others:
+    rivals(others)
+  for part in parts:
+    if part not in OTHERS:
       MEASURES[part](part)
 
 

@@ -72,6 +72,19 @@ def batch_of(
   return [place(x[chosen], mesh, P('data')) for x in data]
 
 
+def check_batch_size(size: int, num_devices: int) -> None:
+  """Checks that each device gets as many examples.
+
+  Raises:
+    UsageError: If the devices do not divide the batch.
+  """
+  if size % num_devices:
+    raise app.UsageError(
+        f'`--batch_size` must be a multiple of the {num_devices} devices, got'
+        f' {size}.'
+    )
+
+
 def place(value: Any, mesh: jax.sharding.Mesh, spec: P) -> jax.Array:
   """Places an array that every process has; each keeps its own part."""
   value = np.asarray(value)
@@ -87,11 +100,7 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
     UsageError: If the devices do not divide the batch.
   """
   num_shards = mesh.shape['data']
-  if _BATCH_SIZE.value % num_shards:
-    raise app.UsageError(
-        f'`--batch_size` must be a multiple of the {num_shards} devices, got'
-        f' {_BATCH_SIZE.value}.'
-    )
+  check_batch_size(_BATCH_SIZE.value, num_shards)
   is_first = jax.process_index() == 0
   data, test_data = digits.load_data(0)
   tx = optimizer()

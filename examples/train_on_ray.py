@@ -56,17 +56,13 @@ def train(config: Mapping[str, Any]) -> None:
   """Trains on one worker; the configuration has the flags.
 
   Raises:
-    ValueError: If the devices do not divide the batch.
+    UsageError: If the devices do not divide the batch.
   """
   import ray.train
 
   join()
   mesh = jax.make_mesh((jax.device_count(),), ('data',))
-  if config['batch_size'] % mesh.size:
-    raise ValueError(
-        f'`--batch_size` must be a multiple of the {mesh.size} devices, got'
-        f' {config["batch_size"]}.'
-    )
+  train_on_cluster.check_batch_size(config['batch_size'], mesh.size)
   is_first = ray.train.get_context().get_world_rank() == 0
   data, test_data = digits.load_data(0)
   tx = train_on_cluster.optimizer()

@@ -95,7 +95,12 @@ def pytest_collection_modifyitems(config, items):
     is_sampled = _is_sampled(item, *config.option.sample)
     (sample if is_sampled else others).append(item)
   config.hook.pytest_deselected(items=others)
-  items[:] = sample
+  # What is slow begins first, so that no worker is left with it at the end.
+  items[:] = sorted(sample, key=_is_fast)
+
+
+def _is_fast(item):
+  return item.get_closest_marker('slow') is None
 
 
 def _is_sampled(item, number, parts):

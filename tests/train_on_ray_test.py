@@ -79,10 +79,3 @@ class TrainOnRayTest(parameterized.TestCase):
     ]
     self.assertAlmostEqual(*losses, delta=2e-4)
     self.assertNotEqual(fewer[-1], killed[-1])
-
-  @pytest.mark.slow
-  def test_devices_must_divide_the_batch(self):
-    with self.assertRaisesRegex(
-        RuntimeError, 'must be a multiple of the 2 devices, got 3'
-    ):
-      run_script(1, '--batch_size=3', '--max_failures=0')

@@ -50,7 +50,9 @@ class CheckpointsTest(parameterized.TestCase):
     )
 
   def test_none_is_found_in_an_empty_folder(self):
-    self.assertIsNone(checkpoints_lib.read_latest(self.folder, self.server))
+    found = checkpoints_lib.read_latest(self.folder, self.server)
+
+    self.assertEqual(found, checkpoints_lib.Checkpoint())
     self.assertFalse(self.folder.exists())
 
   def test_keeps_the_last_two(self):
@@ -74,6 +76,25 @@ class CheckpointsTest(parameterized.TestCase):
       found = checkpoints_lib.read_latest(self.folder, self.server)
 
     self.assertEqual(found.global_step, 1)
+
+  def test_disk_without_room_is_named_before_anything_is_written(self):
+    self.save(1)
+    checkpoints = checkpoints_lib.Checkpoints(self.folder, 0)
+    self.server.accept(np.ones(3, np.float32), 1, None)
+    use = mock.Mock(return_value=mock.Mock(free=51))
+
+    with (
+        mock.patch.object(checkpoints_lib.shutil, 'disk_usage', use),
+        self.assertRaisesRegex(
+            OSError, f'{self.folder}.* it has 52 bytes, and 51 are free'
+        ),
+    ):
+      checkpoints.save(self.server, POSITION)
+    checkpoints.close()
+
+    self.assertEqual(
+        [path.name for path in (self.folder / 'checkpoints').iterdir()], ['1']
+    )
 
   def test_damaged_checkpoint_makes_room_for_new_ones(self):
     self.save(2)

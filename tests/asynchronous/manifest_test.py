@@ -5,6 +5,7 @@ import platform
 import sys
 import unittest
 from unittest import mock
+import zipfile
 
 import jaxlib
 import optax
@@ -86,3 +87,14 @@ class NodeTest(unittest.TestCase):
     self.assertEqual(first, same)
     differing = [name for name in first if first[name] != other[name]]
     self.assertEqual(differing, ['module of_user'])
+
+  def test_module_without_a_file_is_the_same_everywhere(self):
+    archive = self.folder / 'archive.zip'
+    with zipfile.ZipFile(archive, 'w') as file:
+      file.writestr('zipped.py', 'x = 3')
+    sys.path.append(str(archive))
+    self.addCleanup(sys.modules.pop, 'zipped', None)
+
+    found = self.node('import zipped\ndef init(): return zipped.x\n')
+
+    self.assertEqual(found['module zipped'], 'unreadable')

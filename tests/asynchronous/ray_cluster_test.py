@@ -298,6 +298,17 @@ class CallerTest(parameterized.TestCase):
 @pytest.mark.slow
 class TwoNodesTest(parameterized.TestCase):
 
+  def run_program(self, code, folder):
+    """Returns what a program with a cluster of its own prints."""
+    return subprocess.run(
+        [sys.executable, '-c', code, folder],
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    ).stdout
+
   @pytest.mark.repeated(8)
   def test_node_that_dies_takes_no_update_with_it(self):
     folder = asynchronous_cases.folder(self)
@@ -318,17 +329,43 @@ asynchronous_cases.train(
 cluster.shutdown()
 print(len(killed))
 """
-    printed = subprocess.run(
-        [sys.executable, '-c', code, folder],
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=300,
-        check=True,
-    ).stdout
+    printed = self.run_program(code, folder)
 
     self.assertEqual(printed.splitlines()[-1], '1')
     journal = asynchronous.read_journal(folder)
     self.assertContainsSubset({0, 1}, set(journal['worker'].tolist()))
     result = asynchronous.replay(folder, asynchronous_cases.SLOW_TASK, TX)
     self.assertEqual(result.opt_state.global_step, 300)
+
+  @pytest.mark.repeated(8)
+  def test_nodes_with_other_sources_are_refused(self):
+    folder = asynchronous_cases.folder(self)
+    for number in 1, 2:
+      (folder / str(number)).mkdir(parents=True)
+      source = f'from asynchronous_cases import TASK\nnumber = {number}\n'
+      (folder / str(number) / 'of_user.py').write_text(
+          f'{source}def batch(number): return TASK.batch(number)\n'
+      )
+    code = """
+import os, sys
+path = os.environ['PYTHONPATH']
+os.environ['PYTHONPATH'] = sys.argv[1] + '/1:' + path
+import asynchronous_cases as cases, optax, ray, ray.cluster_utils
+cluster = ray.cluster_utils.Cluster(
+    initialize_head=True, head_node_args={'num_cpus': 2})
+os.environ['PYTHONPATH'] = sys.argv[1] + '/2:' + path
+cluster.add_node(num_cpus=2, resources={'w': 1})
+sys.path.insert(0, sys.argv[1] + '/1')
+import of_user
+task = cases.asynchronous.Task(cases.init, cases.gradient, of_user.batch)
+try:
+  cases.train(task, optax.adam(0.1), cluster=cluster.address, num_workers=1,
+              resources={'num_cpus': 1, 'resources': {'w': 1}})
+except ValueError as error:
+  print(error)
+cluster.shutdown()
+"""
+
+    printed = self.run_program(code, folder)
+
+    self.assertRegex(printed, '`cluster` must have .* got module of_user ')

@@ -73,15 +73,57 @@ class RayWorkersTest(parameterized.TestCase):
         asynchronous.replay(folder, task, tx), result
     )
 
-  @cases.parameters('optax', 'module of_user')
-  def test_different_versions_and_sources_are_refused(self, name):
-    workers = ray_workers.RayWorkers(['actor'], {name: '1', 'here': 'x'})
+  @pytest.mark.repeated(8)
+  def test_run_is_watched_and_stopped_over_several_devices(self):
+    folder = asynchronous_cases.folder(self)
+    tx = optax.adam(0.1)
+    task = asynchronous_cases.SLOW_TASK
+    steps, params = [], {}
+
+    def on_progress(report):
+      steps.extend(step for step, _ in report.history)
+      if report.params is None:
+        return 'params' if report.global_step >= 5 else None
+      params[report.global_step] = report.params
+      return 'stop' if report.global_step >= 20 else None
+
+    result = train(
+        task,
+        tx,
+        cluster='local',
+        num_workers=2,
+        num_updates=1000,
+        driver_devices=3,
+        folder=folder,
+        on_progress=on_progress,
+    )
+
+    num_updates = result.report.global_step
+    self.assertBetween(num_updates, 20, 999)
+    self.assertEqual(steps, list(range(1, num_updates + 1)))
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, task, tx), result
+    )
+    first = min(params)
+    halfway = asynchronous.replay(folder, task, tx, until=first)
+    np.testing.assert_array_equal(params[first]['b'], halfway.params['b'])
+
+  @cases.parameters(
+      ('optax', {'optax': '2'}, '2'),
+      ('module of_user', {'module of_user': '2'}, '2'),
+      ('module of_user', {}, 'None'),
+      ('module there', {'optax': '1', 'module there': '3'}, '3'),
+  )
+  def test_different_versions_and_sources_are_refused(self, name, node, found):
+    due = {'optax': '1'} if 'there' in name else {name: '1'}
+    workers = ray_workers.RayWorkers(['actor'], due)
     workers._asked['answer'] = 0, 0.0
-    answer = {name: '2', 'there': 'y'}, ''
 
     with (
-        mock.patch.object(ray_workers.ray, 'get', lambda ref: answer),
-        self.assertRaisesRegex(ValueError, f'got {name} 2 on worker 0 instead'),
+        mock.patch.object(ray_workers.ray, 'get', lambda ref: (node, '')),
+        self.assertRaisesRegex(
+            ValueError, f'got {name} {found} on worker 0 instead'
+        ),
     ):
       workers._hear('answer')
 
@@ -205,13 +247,17 @@ class UserErrorTest(parameterized.TestCase):
           max_attempts=2,
       )
 
-  @pytest.mark.repeated(8)
-  def test_function_that_cannot_be_sent_is_reported(self):
+  def test_function_that_cannot_be_sent_is_reported_and_nothing_starts(self):
     task = asynchronous.Task(
         asynchronous_cases.init,
         asynchronous_cases.gradient,
         sys.stdout.write,
     )
 
-    with self.assertRaisesRegex(TypeError, 'can be sent to other processes'):
+    with (
+        mock.patch.object(job.subprocess, 'Popen') as start,
+        self.assertRaisesRegex(TypeError, 'can be sent to other processes'),
+    ):
       train(task, optax.sgd(0.1), cluster='local')
+
+    start.assert_not_called()

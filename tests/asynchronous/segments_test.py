@@ -2,6 +2,7 @@
 
 import functools
 from unittest import mock
+import zlib
 
 from absl.testing import parameterized
 import jax
@@ -78,26 +79,30 @@ class SegmentsTest(parameterized.TestCase):
       asynchronous.replay(self.folder, TASK, TX, until=16)
 
   @cases.parameters(
-      ('numbers of the optimizer', optax.adam(0.2)),
+      ('numbers of the optimizer', optax.sgd(0.1), optax.sgd(0.2)),
       (
-          'operations of the optimizer',
+          'numbers of the optimizer',
+          optax.adam(optax.linear_schedule(0.1, 0.0, 30)),
           optax.adam(optax.linear_schedule(0.1, 0.0, 60)),
       ),
+      (
+          'operations of the optimizer',
+          optax.chain(optax.scale_by_adam(), optax.sgd(0.1)),
+          optax.chain(optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1)),
+      ),
   )
-  @pytest.mark.slow_after(1)
-  def test_another_rate_goes_on_by_the_option_alone(self, words, tx):
-    if 'operations' in words:
-      # The state of a schedule has a counter.
-      tx = optax.chain(optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1))
-      base = optax.chain(optax.scale_by_adam(), optax.sgd(0.1))
-    else:
-      base = TX
-    self.train(tx=base)
+  @pytest.mark.slow_after(2)
+  def test_another_program_goes_on_by_the_option_alone(self, words, base, tx):
+    first = self.train(tx=base)
 
-    with self.assertRaisesRegex(ValueError, words):
+    with self.assertRaisesRegex(ValueError, f'{words}.*continue'):
       self.train(tx=tx, num_updates=40)
+    with self.assertRaisesRegex(ValueError, f'{words}.*continue'):
+      asynchronous.replay(self.folder, TASK, tx)
+    read = asynchronous.read_checkpoint(self.folder, TASK, tx)
     result = self.train(tx=tx, num_updates=40, on_change='continue')
 
+    asynchronous_cases.assert_same_bits(read, first)
     self.check(result, 40, [0, 30])
     self.assertIn(words, result.report.segments[30])
     again = self.train(tx=tx, num_updates=45)
@@ -198,6 +203,25 @@ class SegmentsTest(parameterized.TestCase):
     )
     self.assertEqual(list(result.report.segments), [0, 20])
 
+  @cases.parameters('start', 'change')
+  def test_without_any_checkpoint_nothing_begins_at_other_parameters(self, why):
+    first = self.train(num_updates=20)
+    folder = self.folder.parent / 'second'
+    if why == 'start':
+      self.train(folder=folder, start=first)
+    else:
+      folder = self.folder
+      with change('optax'):
+        self.train(on_change='continue')
+    for saved in folder.glob('**/checkpoints/*'):
+      saved.rename(self.folder.parent / f'gone_{saved.name}')
+
+    with (
+        change('optax'),
+        self.assertRaisesRegex(ValueError, 'must have an intact checkpoint'),
+    ):
+      self.train(folder=folder, on_change='continue')
+
   def test_start_without_updates_has_a_checkpoint(self):
     self.train(num_updates=5)
     start = asynchronous.replay(self.folder, TASK, TX, until=0)
@@ -291,6 +315,81 @@ class WatchingTest(parameterized.TestCase):
     before = [update for report in first for update in report.history]
     self.assertEqual(again[:30], before)
     self.assertEqual([step for step, _ in again], list(range(1, 34)))
+
+  def test_history_has_no_updates_that_a_segment_replaced(self):
+    folder = asynchronous_cases.folder(self)
+    data = [0.0]
+    task = asynchronous.Task(
+        lambda: np.zeros(2, np.float32),
+        lambda params, number: (params + 1, {'seen': number + data[0]}),
+        np.float32,
+    )
+    run = functools.partial(
+        asynchronous_cases.train, task, TX, folder=folder, staleness=0
+    )
+    run(num_updates=20)
+    (folder / 'checkpoints/20').rename(folder / 'gone')
+    # The checksum of the last gradient is another.
+    path = folder / 'journal.bin'
+    size = asynchronous.read_journal(folder).itemsize
+    written = bytearray(path.read_bytes())
+    written[-5] ^= 1
+    written[-4:] = zlib.crc32(written[-size:-4]).to_bytes(4, 'little')
+    path.write_bytes(written)
+    data[0] = 100.0
+    with mock.patch.object(driver, '_BETWEEN_REPORTS', 0):
+      result = run(
+          on_change='continue',
+          on_progress=self.reports.append,
+      )
+
+    self.assertEqual(list(result.report.segments), [0])
+    self.assertIn('must have the bits', result.report.segments[0])
+    history = [update for report in self.reports for update in report.history]
+    self.assertEqual(
+        [(step, found['seen']) for step, found in history],
+        [(step, step + 99.0) for step in range(1, 31)],
+    )
+
+  def test_updates_of_a_new_segment_come_though_others_had_their_steps(self):
+    def drive(workers):
+      for steps, segments in ((1, 2, 3), {0: ''}), ((2, 3), {0: '', 1: 'why'}):
+        history = tuple((step, {'loss': 0.0}) for step in steps)
+        yield asynchronous.Report(3, history=history, segments=segments)
+      yield asynchronous.Result(None, None, asynchronous.Report(3))
+
+    job.run(drive, TASK, 1, cluster=None, on_progress=self.reports.append)
+
+    found = [step for r in self.reports for step, _ in r.history]
+    self.assertEqual(found, [1, 2, 3, 2, 3])
+
+  @cases.parameters(True, False)
+  def test_run_with_a_start_reports_after_its_first_update(self, has_folder):
+    first = self.train(lambda report: None)
+    self.reports.clear()
+    failed = []
+
+    def fails_once(params, x):
+      if not failed:
+        failed.append(x)
+        raise OSError('try again')
+      return asynchronous_cases.gradient(params, x)
+
+    task = asynchronous.Task(
+        asynchronous_cases.init, fails_once, asynchronous_cases.batch
+    )
+    folder = asynchronous_cases.folder(self) if has_folder else None
+    asynchronous_cases.train(
+        task,
+        TX,
+        num_updates=33,
+        start=first,
+        folder=folder,
+        on_progress=self.reports.append,
+    )
+
+    for report in self.reports:
+      self.assertIn('loss', report.metrics)
 
   def test_finished_run_reports_its_metrics(self):
     folder = asynchronous_cases.folder(self)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import pathlib
+import shutil
 from typing import Any, NamedTuple
 import warnings
 
@@ -37,19 +38,19 @@ class Position(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-  """A checkpoint that was read.
+  """A checkpoint; by default, there is none.
 
   Attributes:
-    segment: The number of its segment of the journal; -1 for the start.
+    segment: The number of its segment of the journal; -1 if there is none.
     global_step: Its global step.
-    trees: The arguments of `ParameterServer.restore`.
     position: Where the run was.
+    trees: The arguments of `ParameterServer.restore`, if they were read.
   """
 
-  segment: int
-  global_step: int
-  trees: Mapping[str, Any]
-  position: Position
+  segment: int = -1
+  global_step: int = 0
+  position: Position = Position()
+  trees: Mapping[str, Any] = {}
 
 
 class Checkpoints:
@@ -85,13 +86,18 @@ class Checkpoints:
     )
     with self._writing():
       self._manager.wait_until_finished()
+      # Orbax would fail as well, in several threads, with hundreds of lines.
+      size = sum(x.nbytes for x in leaves)
+      free = shutil.disk_usage(str(self._manager.directory)).free
+      if size > free:
+        raise OSError(f'it has {size:,} bytes, and {free:,} are free.')
       for step in self._manager.all_steps():
         if step >= server.global_step:
           # It was damaged. Orbax would keep it in place of earlier ones.
           self._manager.delete(step)
       self._manager.save(server.global_step, args=args, force=True)
 
-  def latest(self, like: Mapping[str, Any]) -> Checkpoint | None:
+  def latest(self, like: Mapping[str, Any]) -> Checkpoint:
     """Returns the latest intact checkpoint; warns of those that are not.
 
     Raises:
@@ -109,7 +115,7 @@ class Checkpoints:
             RuntimeWarning,
             stacklevel=2,
         )
-    return None
+    return Checkpoint()
 
   def read(self, step: int, like: Mapping[str, Any]) -> Checkpoint:
     """Returns a checkpoint whose bits are those that were written.
@@ -134,7 +140,7 @@ class Checkpoints:
       raise ValueError('its bits have changed since they were written.')
     trees = jax.tree.unflatten(structure, leaves)
     trees = parameter_server.wrap_keys(trees, like)
-    return Checkpoint(self._number, step, trees, Position(**about))
+    return Checkpoint(self._number, step, Position(**about), trees)
 
   def close(self) -> None:
     """Finishes pending writes.
@@ -166,7 +172,7 @@ class Checkpoints:
 
 def read_latest(
     folder: pathlib.Path, server: parameter_server.ParameterServer
-) -> Checkpoint | None:
+) -> Checkpoint:
   """Returns the latest intact checkpoint of a run.
 
   Raises:
@@ -176,9 +182,9 @@ def read_latest(
     checkpoints = Checkpoints(folder, number, create=False)
     found = checkpoints.latest(server.trees())
     checkpoints.close()
-    if found is not None:
+    if found.trees:
       return found
-  return None
+  return Checkpoint()
 
 
 def restore_start(

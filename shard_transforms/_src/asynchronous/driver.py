@@ -113,7 +113,9 @@ class _Run:
         reported = now
         params = self._server.params if command == 'params' else None
         step = self._server.global_step
-        command = yield self._tally.report(step, params)
+        # Until then, a new segment may replace the updates.
+        is_certain = self._has_recovered or self._options.on_change == 'raise'
+        command = yield self._tally.report(step, params, has_history=is_certain)
         if command == 'stop':
           break
     if self._has_recovered:
@@ -146,10 +148,12 @@ class _Run:
       if metrics is not None:
         self._tally.update(self._server.global_step, metrics)
       yield
+    self._tally.rewind(self._server.global_step)
     self._in_flight.resume(folder.next_batch, folder.ready)
-    self._tally.num_recovered = self._server.global_step - folder.saved_step
-    if folder.saved_step and self._tally.metrics is None:
-      self._tally.metrics = folder.position.metrics
+    saved = folder.saved
+    self._tally.num_recovered = self._server.global_step - saved.global_step
+    if self._tally.metrics is None:
+      self._tally.metrics = saved.position.metrics or None
     self._tally.segments = folder.segments
     self._tally.add_all(folder.records)
 

@@ -132,12 +132,17 @@ def run(
     messages = _messages(_pickled(job), job)
   command: outcomes.Command = None
   seen = 0
+  segments: Mapping[int, str] = {}
   with contextlib.closing(messages):
     while True:
       message: Any = messages.send(command)
       is_last = isinstance(message, outcomes.Result)
       report: Any = message.report if is_last else message
-      # After the death of a driver, the next computes some updates again.
+      # After the death of a driver, the next computes some updates again. A
+      # new segment replaces those after its first checkpoint.
+      begun = report.segments.items() - segments.items() if segments else ()
+      seen = min([seen, *(step for step, _ in begun)])
+      segments = report.segments or segments
       history = tuple(update for update in report.history if update[0] > seen)
       seen = max(seen, *(step for step, _ in history), 0)
       report = dataclasses.replace(report, history=history)

@@ -116,6 +116,13 @@ class Segment(NamedTuple):
   is_damaged: np.ndarray
   num_bytes: int
 
+  def cut(self, num_records: int) -> 'Segment':
+    """Returns the segment up to a number of records."""
+    return self._replace(
+        records=self.records[:num_records],
+        is_damaged=self.is_damaged[:num_records],
+    )
+
   def check(self, first: int = 0) -> None:
     """Checks that the records from one on are intact.
 
@@ -141,13 +148,7 @@ def read_segments(folder: pathlib.Path) -> list[Segment]:
   segments = [read_segment(folder, max(last_segment(folder), 0))]
   while (start := segments[0].start).segment >= 0:
     before = read_segment(folder, start.segment)
-    segments.insert(
-        0,
-        before._replace(
-            records=before.records[: start.num_records],
-            is_damaged=before.is_damaged[: start.num_records],
-        ),
-    )
+    segments.insert(0, before.cut(start.num_records))
   return segments
 
 

@@ -96,8 +96,7 @@ def node(task: bytes) -> dict[str, str]:
       continue
     if module.__name__ in digests:
       continue
-    digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
-    digests[module.__name__] = digest[:8]
+    digests[module.__name__] = _digest(path)
     left += [
         value.__name__
         if isinstance(value, types.ModuleType)
@@ -110,6 +109,14 @@ def node(task: bytes) -> dict[str, str]:
       'shard_transforms': sys.modules['shard_transforms'].__version__,
       **{f'module {name}': digest for name, digest in digests.items()},
   }
+
+
+def _digest(path):
+  """Returns a digest of a file; modules in archives have none."""
+  try:
+    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:8]
+  except OSError:
+    return 'unreadable'
 
 
 def _is_installed(path):

@@ -114,7 +114,9 @@ class Report:
 
   `num_recovered` and `seconds` start at zero when a run resumes, and `history`
   at its checkpoint; the others include what came before. While a run catches up
-  with its journal, only `global_step`, `metrics` and `history` do.
+  with its journal, only `global_step`, `metrics` and `history` do. Then, with
+  `on_change='continue'`, a new segment may replace updates: their history comes
+  once it is certain, and goes back to the step at which the segment begins.
 
   Examples:
     >>> from shard_transforms import asynchronous
@@ -204,14 +206,29 @@ class Tally:
     self.metrics = metrics
     self._history.append((global_step, metrics))
 
+  def rewind(self, global_step: int) -> None:
+    """Forgets all updates if some are after a global step, where they end."""
+    if any(step > global_step for step, _ in self._history):
+      self._history, self.metrics = [], None
+
   def seconds(self) -> float:
     """Returns the seconds since the run was started or resumed."""
     return time.monotonic() - self._start
 
-  def report(self, global_step: int, params: Any = None) -> Report:
-    """Returns the report at a global step."""
+  def report(
+      self, global_step: int, params: Any = None, *, has_history: bool = True
+  ) -> Report:
+    """Returns the report at a global step.
+
+    Args:
+      global_step: The global step.
+      params: The parameters, if they are asked for.
+      has_history: Whether it has the history, which the next one then lacks.
+    """
     counts = self._counts
-    history, self._history = self._history, []
+    history: list[tuple[int, Mapping[str, float]]] = []
+    if has_history:
+      history, self._history = self._history, []
     return Report(
         global_step=global_step,
         num_dropped=counts[Outcome.DROPPED],

@@ -69,9 +69,10 @@ class _Driver:
       if self._messages is None:
         _configure(self._config)
         # Safe to unpickle: it is from the process that started this run.
-        drive = pickle.loads(self._drive)
         pickle.loads(self._task)
+        # Before the modules of the optimizer, which workers do not import.
         node = manifest.node(self._task)
+        drive = pickle.loads(self._drive)
         self._messages = drive(RayWorkers(computers, node))
       return self._messages.send(command)
     except Exception as error:  # Raised again by the caller of `train`.
@@ -176,12 +177,13 @@ class RayWorkers:
           f' {problem} on worker {worker}. Define them in the main program, or'
           ' in a module that is installed on all nodes.'
       )
-    for name in node.keys() & self._node.keys():
-      if node[name] != self._node[name]:
+    # A module that one node lacks is part of an installed package there.
+    for name in sorted(node.keys() | self._node.keys()):
+      if node.get(name) != self._node.get(name):
         raise ValueError(
             '`cluster` must have the same versions and sources on all nodes,'
-            f' got {name} {node[name]} on worker {worker} instead of'
-            f' {self._node[name]}.'
+            f' got {name} {node.get(name)} on worker {worker} instead of'
+            f' {self._node.get(name)}.'
         )
     self._ready.add(worker)
 

@@ -151,7 +151,7 @@ def read_checkpoint(
       tx, task_lib.init_params(task), model_state=task.model_state
   )
   found = checkpoints.read_latest(path, server)
-  if found is None:
+  if not found.trees:
     raise FileNotFoundError(
         f'`folder` must have an intact checkpoint, got {str(path)!r}.'
     )
@@ -219,7 +219,4 @@ def _until(segments, until):
         f' updates of the journal, got {until}.'
     )
   end = accepted[num_updates - 1] + 1 if num_updates > 0 else 0
-  cut = last._replace(
-      records=last.records[:end], is_damaged=last.is_damaged[:end]
-  )
-  return [*segments[:-1], cut]
+  return [*segments[:-1], last.cut(end)]

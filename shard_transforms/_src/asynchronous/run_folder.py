@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 import os
 import pathlib
 import time
@@ -19,7 +20,7 @@ from shard_transforms._src.asynchronous import roll_forward
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 _Outcome = outcomes.Outcome
-_Position = checkpoints_lib.Position
+_Checkpoint = checkpoints_lib.Checkpoint
 
 
 class RunFolder:
@@ -27,8 +28,7 @@ class RunFolder:
 
   Attributes:
     journal: The last segment of the journal.
-    saved_step: The global step of the latest checkpoint.
-    position: Where the run was at that checkpoint.
+    saved: The latest checkpoint, without its trees.
     records: The records of all segments that lead to the current parameters.
     segments: Why each segment began, by the global steps at which they did.
     next_batch: The first batch that was never assigned.
@@ -37,6 +37,7 @@ class RunFolder:
 
   journal: journal_lib.Journal
   _checkpoints: checkpoints_lib.Checkpoints
+  _number: int
 
   def __init__(self, folder: pathlib.Path, manifest: Mapping[str, Any]):
     """Locks a folder, which is created if it does not exist.
@@ -49,9 +50,10 @@ class RunFolder:
     self._manifest = manifest
     folder.mkdir(parents=True, exist_ok=True)
     self._lock = _lock(folder)
+    # The files of the segment that is open.
+    self._files = contextlib.ExitStack()
     self._saved_at = time.monotonic()
-    self.saved_step = 0
-    self.position = _Position()
+    self.saved = _Checkpoint()
     self.next_batch = 0
     self.ready: list[int] = []
 
@@ -89,10 +91,9 @@ class RunFolder:
       state: Any = start.opt_state
       server.restore(start.params, state)
       # The segment needs a checkpoint, also at step 0.
-      self.saved_step = -1
+      self.saved = _Checkpoint(global_step=-1)
       self.save(server, server.global_step, [], {})
-      self._begin(0, 'It starts from the result of another run.')
-      self.next_batch = self.position.next_batch
+      self._begin('It starts from the result of another run.')
     else:
       try:
         yield from self._resume(server, workers, options)
@@ -101,10 +102,15 @@ class RunFolder:
           raise
         workers.reset()
         server.restore(**initial)
-        found = self._restore(server)
-        self._begin(-1 if found is None else found.segment, str(error))
-        self.next_batch = self.position.next_batch
-        self.ready = [*self.position.ready]
+        self._restore(server)
+        if self.saved.segment < 0 <= self.journal.segment.start.segment:
+          raise ValueError(
+              '`folder` must have an intact checkpoint, because its run does'
+              ' not begin with the initial parameters, got'
+              f' {str(self._folder)!r}, where none is. Put one back, or name'
+              ' another folder.'
+          ) from error
+        self._begin(str(error))
     segments = journal_lib.read_segments(self._folder)
     self.records = journal_lib.intact(segments)
     self.segments = {s.start.global_step: s.start.reason for s in segments}
@@ -123,21 +129,24 @@ class RunFolder:
     Raises:
       OSError: If the journal or the previous checkpoint cannot be written.
     """
-    if server.global_step == self.saved_step:
+    if server.global_step == self.saved.global_step:
       return
     self.journal.sync()
-    journal = self.journal
-    self.position = _Position(
-        journal.num_records, journal.last_crc, next_batch, ready, metrics
+    position = checkpoints_lib.Position(
+        self.journal.num_records,
+        self.journal.last_crc,
+        next_batch,
+        ready,
+        metrics,
     )
-    self._checkpoints.save(server, self.position)
-    self.saved_step = server.global_step
+    self._checkpoints.save(server, position)
+    self.saved = _Checkpoint(self._number, server.global_step, position)
     self._saved_at = time.monotonic()
 
   def is_due(self, step: int, options: in_flight_lib.Options) -> bool:
     """Returns whether a checkpoint is due at a global step."""
     seconds = time.monotonic() - self._saved_at
-    num_updates = step - self.saved_step
+    num_updates = step - self.saved.global_step
     is_due = num_updates >= options.save_every
     return is_due and seconds >= options.save_seconds
 
@@ -148,53 +157,52 @@ class RunFolder:
       OSError: If the last checkpoint could not be written.
     """
     try:
-      self._close_segment()
+      self._files.close()
     finally:
       os.close(self._lock)
 
-  def _close_segment(self):
-    if hasattr(self, 'journal'):
-      self.journal.close()
-    if hasattr(self, '_checkpoints'):
-      self._checkpoints.close()
-
   def _open(self, number, start):
     """Opens a segment, which is created if it does not exist."""
-    self._close_segment()
+    self._files.close()
     self._number = number
     self.journal = journal_lib.Journal(
         self._folder, number, self._manifest, start
     )
+    self._files.callback(self.journal.close)
     self._checkpoints = checkpoints_lib.Checkpoints(self._folder, number)
+    self._files.callback(self._checkpoints.close)
 
-  def _begin(self, segment, reason):
-    """Begins a segment at the latest checkpoint, which is in a segment."""
+  def _begin(self, reason):
+    """Begins a segment at the latest checkpoint, or at the start of the run."""
+    position = self.saved.position
     start = journal_lib.Start(
-        segment, self.position.num_records, self.saved_step, reason
+        self.saved.segment,
+        position.num_records,
+        self.saved.global_step,
+        reason,
     )
     self._open(journal_lib.last_segment(self._folder) + 1, start)
+    self.next_batch, self.ready = position.next_batch, [*position.ready]
 
   def _restore(self, server):
-    """Restores the latest intact checkpoint, if any, and returns it."""
+    """Restores the latest intact checkpoint, if there is one."""
     found = checkpoints_lib.read_latest(self._folder, server)
-    self.saved_step, self.position = 0, _Position()
-    if found is not None:
+    if found.trees:
       server.restore(**found.trees)
-      self.saved_step, self.position = found.global_step, found.position
-    return found
+    self.saved = found._replace(trees={})
 
   def _resume(self, server, workers, options):
     """Goes on in the last segment; yields what `recover` does."""
     segment = self.journal.segment
     manifest_lib.check(segment, self._manifest)
     initial = server.trees()
-    found = self._restore(server)
-    begin = -1 if found is None else found.segment, self.saved_step
+    self._restore(server)
+    position = self.saved.position
     num_before = 0
-    if begin[0] == self._number:
-      num_before = self.position.num_records
-      _check_records(segment.records, self.position, self.saved_step)
-    elif begin != (segment.start.segment, segment.start.global_step):
+    if self.saved.segment == self._number:
+      num_before = position.num_records
+      _check_records(segment.records, self.saved)
+    elif self.saved[:2] != (segment.start.segment, segment.start.global_step):
       raise ValueError(
           f'Checkpoint {segment.start.global_step}, at which the last segment'
           f' of the journal begins, must be in {str(self._folder)!r}. It is'
@@ -220,9 +228,7 @@ class RunFolder:
       server.restore(**restored)
     tail = segment.records[num_before:]
     yield from roll(tail)
-    self.next_batch, self.ready = _batches_left(
-        tail, self.position, options.on_drop
-    )
+    self.next_batch, self.ready = _batches_left(tail, position, options.on_drop)
 
 
 def _lock(folder):
@@ -246,20 +252,20 @@ def _lock(folder):
   return lock
 
 
-def _check_records(records, position, step):
+def _check_records(records, saved):
   """Raises a `ValueError` if a journal is not that of a checkpoint."""
-  num_records = position.num_records
+  num_records = saved.position.num_records
   if num_records > len(records):
     raise ValueError(
         f'The journal must have at least {num_records} records, as when its'
         f' latest checkpoint was written, got {len(records)}.'
     )
   last_crc = records[num_records - 1]['crc'] if num_records else 0
-  if position.last_crc != last_crc:
+  if saved.position.last_crc != last_crc:
     raise ValueError(
         'The checkpoints must be of the same run as the journal, got one of'
-        f' {step} updates of another run. Put back its journal, or name'
-        ' another folder.'
+        f' {saved.global_step} updates of another run. Put back its journal, or'
+        ' name another folder.'
     )
 
 
@@ -274,7 +280,9 @@ def _first(segment):
 
 
 def _batches_left(
-    tail: np.ndarray, before: _Position, on_drop: in_flight_lib.OnDrop
+    tail: np.ndarray,
+    before: checkpoints_lib.Position,
+    on_drop: in_flight_lib.OnDrop,
 ) -> tuple[int, list[int]]:
   """Returns the batches that are left after some more records."""
   ends = [_Outcome.ACCEPTED]

@@ -168,12 +168,14 @@ def train(
   )
   if patience < 1:
     raise ValueError(f'`patience` must be at least 1, got {patience!r}.')
-  if on_drop not in ('again', 'forget'):
-    raise ValueError(f"`on_drop` must be 'again' or 'forget', got {on_drop!r}.")
-  if on_change not in ('raise', 'continue'):
-    raise ValueError(
-        f"`on_change` must be 'raise' or 'continue', got {on_change!r}."
-    )
+  for name, value, first, second in (
+      ('on_drop', on_drop, 'again', 'forget'),
+      ('on_change', on_change, 'raise', 'continue'),
+  ):
+    if value not in (first, second):
+      raise ValueError(
+          f'`{name}` must be {first!r} or {second!r}, got {value!r}.'
+      )
   if start is not None and not isinstance(start, outcomes.Result):
     raise TypeError(f'`start` must be a `Result`, got {start!r}.')
   num_workers = arguments.as_at_least('num_workers', num_workers, 1)
@@ -182,12 +184,7 @@ def train(
       raise TypeError(f'`{name}` must be a function, got {function!r}.')
   if resources is not None and not isinstance(resources, Mapping):
     raise TypeError(f'`resources` must be a dict, got {resources!r}.')
-  is_address = (
-      isinstance(cluster, str)
-      and cluster.rpartition(':')[2].isdigit()
-      and '//' not in cluster
-  )
-  if cluster not in (None, 'local') and not is_address:
+  if not _is_cluster(cluster):
     raise ValueError(
         "`cluster` must be None, 'local' or an address 'host:port', got"
         f" {cluster!r}. For a cluster that runs on this host, 'auto' in Ray,"
@@ -197,7 +194,6 @@ def train(
   path = None
   if folder is not None:
     path = pathlib.Path(folder).expanduser().absolute()
-  if path is not None:
     require('orbax.checkpoint', '`folder`')
   if cluster is not None:
     require('ray', f'`cluster` {cluster!r}')
@@ -251,6 +247,15 @@ def check_task(task: Any, tx: Any) -> None:
     raise TypeError(
         f'`tx` must be an `optax.GradientTransformation`, got {tx!r}.'
     )
+
+
+def _is_cluster(cluster):
+  is_address = (
+      isinstance(cluster, str)
+      and cluster.rpartition(':')[2].isdigit()
+      and '//' not in cluster
+  )
+  return cluster in (None, 'local') or is_address
 
 
 def _is_installed(module):

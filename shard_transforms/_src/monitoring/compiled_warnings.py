@@ -11,19 +11,27 @@ import itertools
 import math
 import re
 
+from shard_transforms._src.analysis.hlo import accumulation
 from shard_transforms._src.analysis.hlo import flow as hlo_flow
 from shard_transforms._src.analysis.hlo import program as hlo_program
 from shard_transforms._src.monitoring import report_table
 
 _GATHERS = ('all-gather',)
-_REDUCTIONS = ('all-reduce', 'reduce-scatter')
 _RESHARDINGS = ('all-to-all', 'collective-permute')
 # Collectives that the user wrote do not come from a wrong sharding.
 _ASKED_FOR = ('all_to_all', 'ppermute', 'pshuffle', 'ragged_all_to_all')
-_LINEAR = *hlo_flow.MOVES, 'add', 'negate', 'slice', 'subtract', *_REDUCTIONS
 _SUMS = 'psum', 'reduce_scatter'
-# Marks values that are summed on their way: a sum of sums cannot wait.
-_SUMMED = 'summed'
+# How to reduce once, over some axes: in place of a loop, of one in Python, and
+# of calls that add up.
+_BY_LOOP = (
+    'by `accumulated_value_and_grad(loss_fn, {0})`, or by `tower_reduce('
+    'num_towers, inner, axis_name={0})` under `jax.shard_map`'
+)
+_BY_PARTS = 'as `accumulated_value_and_grad(loss_fn, {0})` does for gradients'
+_BY_CALLS = (
+    'by `tower_reduce(num_towers, inner, axis_name={0})` under `jax.shard_map`,'
+    ' or bound by `on_mesh` to a mesh of type `Explicit`'
+)
 
 
 def find(
@@ -42,8 +50,9 @@ def find(
   found = []
   for loop, computation in _bodies(module, module.entry, None):
     graph = hlo_flow.graph(module, computation)
+    found += _added_up(module, graph, loop, sent)
+    found += _scattered(graph, sent)
     if loop is not None:
-      found += _added_up(module, graph, loop, sent)
       found += _gathered_again(graph, loop, sent)
     found += _only_sliced(graph, sent)
     if computation is module.entry:
@@ -86,66 +95,72 @@ def _senders(graph, sent, opcodes):
 
 
 def _added_up(module, graph, loop, sent):
-  """Yields warnings of reductions that one after the loop could replace."""
-  ends = _ends(graph)
-  condition, _ = module.called(loop)
-  test = hlo_flow.graph(module, condition)
-  ends_loop = {i for i, node in test.carry().items() if node.users}
-  added_up = {i for i, node in graph.carry().items() if ends[node] == {i}}
-  added_up -= ends_loop
-  for node in _senders(graph, sent, _REDUCTIONS):
+  """Yields warnings of reductions that one of their sum could replace."""
+  how, cure = (
+      'in each call, and only adds up the results of a window',
+      _BY_CALLS,
+  )
+  if loop is not None:
+    how = f'in {_turns(loop)} of a loop that only adds up the results'
+    cure = _BY_LOOP
+  late = [*accumulation.carried(module, graph, loop)]
+  found = collections.defaultdict(list)
+  for node in late:
+    found[accumulation.sender(node)].append(node)
+  for nodes in found.values():
+    yield from _accumulation(nodes, how, cure, sent)
+  parts = collections.defaultdict(list)
+  for nodes in accumulation.joined(module, graph):
+    if not set(nodes).intersection(late):
+      for c in _sums(nodes[:1], sent):
+        parts[c.axes] += nodes
+  how = 'one by one, and only adds up the results'
+  for nodes in parts.values():
+    yield from _accumulation(nodes, how, _BY_PARTS, sent)
+
+
+def _accumulation(nodes, how, cure, sent):
+  """Yields a warning of results that are only added up, if they are sums."""
+  if sums := _sums(nodes, sent):
+    first, *_ = sums
+    axes = repr(first.axes if len(first.axes) > 1 else first.axes[0])
+    total = sum(c.sent_bytes for c in sums)
+    yield (
+        f'{_where(first)} reduces {_names(n.array for n in nodes)} {how}, which'
+        f' sends {total:,.0f} bytes: accumulate on each shard and reduce once,'
+        f' {cure.format(axes)}.'
+    )
+
+
+def _sums(nodes, sent):
+  """Returns the sums over shards that have some results, if all are such."""
+  found = []
+  for node in nodes:
+    parts = sent[accumulation.sender(node).instruction.name]
+    found += parts[node.index or 0 :][:1]
+  are_sums = all(c.primitive in _SUMS and c.axes for c in found)
+  return found if are_sums and len(found) == len(nodes) else []
+
+
+def _scattered(graph, sent):
+  """Yields warnings of sums of which each shard keeps a part alone."""
+  for node in _senders(graph, sent, ('all-reduce',)):
     parts = sent[node.instruction.name]
-    late = [
+    num_shards = parts[0].num_shards
+    cut = [
         n
         for n in hlo_flow.results(node)
-        if set() < ends[n] - {_SUMMED} <= added_up
+        if _num_taken(n, graph, _is_own_slice) * num_shards == n.array.size
     ]
-    if late and all(c.primitive in _SUMS for c in parts):
-      total = sum(parts[n.index or 0].sent_bytes for n in late)
+    if sums := _sums(cut, sent):
+      total = sum(c.sent_bytes for c in sums)
       yield (
-          f'{_where(parts[0])} reduces {_names(n.array for n in late)} in'
-          f' {_turns(loop)} of a loop that only adds up the results, which'
-          f' sends {total:,.0f} bytes: accumulate on each shard, and reduce'
-          ' once after the loop, as `accumulated_value_and_grad` does, or'
-          ' `tower_reduce` under `jax.shard_map`.'
+          f'{_where(sums[0])} sums the whole {_names(n.array for n in cut)},'
+          f' which sends {total:,.0f} bytes, but each shard keeps one part in'
+          f' {num_shards}: a reduce-scatter sends half. XLA makes none'
+          ' for CPUs under `jax.jit`; `accumulated_value_and_grad` with'
+          ' `param_specs` (FSDP) and `shard_update` (ZeRO-1) do.'
       )
-
-
-def _ends(graph):
-  """Returns, by value, the outputs to which it is only added.
-
-  Values are followed through steps that are linear in each of their inputs. The
-  outputs include `None` for any other use, and `_SUMMED` if a reduction is on
-  the way.
-  """
-  ends = collections.defaultdict(set)
-  for i, output in enumerate(graph.outputs):
-    ends[output].add(i)
-  root = [node for node in graph.nodes if node.opcode == 'tuple']
-  for node in reversed(graph.nodes):
-    # The tuple of all outputs is not a use.
-    if node in root and node.inputs == graph.outputs:
-      continue
-    found = ends[node]
-    if node.instruction.collective in _REDUCTIONS:
-      found = found | {_SUMMED}
-    for given in node.inputs:
-      ends[given] |= found if _is_linear(node, given) else {None}
-  return ends
-
-
-def _is_linear(node, given):
-  if node.opcode in ('multiply', 'divide'):
-    others = [n for n in node.inputs if n is not given]
-    is_numerator = node.opcode == 'multiply' or node.inputs[0] is given
-    return is_numerator and len(others) == 1 and others[0].is_number
-  if node.instruction.collective in _REDUCTIONS or node.opcode in _LINEAR:
-    # Rounding to integers is not linear.
-    return all(
-        a.xla_dtype.startswith(('bf', 'f', 'c'))
-        for a in node.instruction.results
-    )
-  return False
 
 
 def _gathered_again(graph, loop, sent):
@@ -175,7 +190,7 @@ def _only_sliced(graph, sent):
   """Yields warnings of arrays that are gathered whole and then sliced."""
   for node in _senders(graph, sent, _GATHERS):
     for result in hlo_flow.results(node):
-      taken = _num_taken(result, graph)
+      taken = _num_taken(result, graph, _is_slice)
       if 0 < taken < result.array.size:
         yield (
             f'{_label(node, sent)} gathers the whole {result.array},'
@@ -185,29 +200,46 @@ def _only_sliced(graph, sent):
         )
 
 
-def _num_taken(node, graph):
+def _num_taken(node, graph, is_part):
   """Returns how many elements of a value are used; infinity if unknown."""
   if node in graph.outputs:
     return math.inf
   taken = 0
   for user in node.users:
-    if (
-        user.opcode in hlo_flow.SLICES
-        and user.inputs[0] is node
-        and not _is_head(user)
-    ):
+    if user.inputs[0] is node and is_part(user, graph):
       taken += user.array.size
-    elif user.opcode in hlo_flow.MOVES and user.array.size == node.array.size:
-      taken += _num_taken(user, graph)
+    elif user.array.size == node.array.size and (
+        user.opcode in hlo_flow.MOVES or hlo_flow.is_multiple(user, node)
+    ):
+      taken += _num_taken(user, graph, is_part)
     else:
       return math.inf
   return taken
 
 
-def _is_head(node):
-  """Whether it is a slice from the start, as where padding is removed."""
+def _is_slice(node, graph):
+  """Whether it is a slice, but not of all but padding."""
+  del graph
   ranges = node.instruction.attributes.get('slice', '')
-  return node.opcode == 'slice' and not re.search(r'\[[1-9]', ranges)
+  is_head = node.opcode == 'slice' and not re.search(r'\[[1-9]', ranges)
+  return node.opcode in hlo_flow.SLICES and not is_head
+
+
+def _is_own_slice(node, graph):
+  """Whether it is a slice at a place that is known to be the shard's own."""
+  if node.opcode != 'dynamic-slice':
+    return False
+  pending = [*node.inputs[1:]]
+  seen = set()
+  while pending:
+    given = pending.pop()
+    # A loop gets the place from outside, and returns it as it is.
+    is_kept = given.index is not None and given in graph.outputs
+    if is_kept or given.opcode in ('partition-id', 'replica-id'):
+      return True
+    pending += [n for n in given.inputs if n not in seen]
+    seen.update(given.inputs)
+  return False
 
 
 def _resharded(graph, sent):

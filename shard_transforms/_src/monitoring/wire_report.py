@@ -70,12 +70,13 @@ def wire_report(
   for each shard does not count, because it may be a copy. Nor do arguments
   where `axis_sizes` maps `fn`, because nothing says which of them differ.
 
-  Of a compiled program, `warnings` name a reduction in each turn of a loop that
-  only adds up its results; an array that does not change and that each turn of
-  a loop gathers; a floating-point sum in fewer than 32 bits, which rounds each
-  partial sum; an array that is gathered whole although only a part is used; and
-  an argument with the type of a result, such as state or parameters, that
-  changes its sharding in each step.
+  Of a compiled program, `warnings` name reductions that are only added up, in a
+  loop, in a loop of Python, or in a state that a condition empties, as that of
+  `optax.MultiSteps`; an all-reduce of which each shard keeps a slice; an array
+  that does not change and that each turn of a loop gathers; a floating-point
+  sum in fewer than 32 bits, which rounds each partial sum; an array that is
+  gathered whole although only a part is used; and an argument with the type of
+  a result, such as state or parameters, that changes its sharding in each step.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or

@@ -2,7 +2,7 @@
 
 XLA keeps the instructions of a fusion or a call in a computation of its own.
 Here they are inlined, and a value is one object wherever it goes, also into and
-out of tuples.
+out of tuples, and where several fusions compute it.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,19 @@ MOVES = (
 SLICES = ('dynamic-slice', 'gather', 'slice')
 _CALLS = ('async-start', 'call', 'fusion')
 _PASSES_ON = ('optimization-barrier', 'opt-barrier')
+# Opcodes whose results their operands do not determine, or that are kept apart
+# by who uses them; so are collectives and what calls computations.
+_NOT_SHARED = (
+    'custom-call',
+    'infeed',
+    'parameter',
+    'recv',
+    'rng',
+    'rng-bit-generator',
+    'rng-get-and-update-state',
+    'send',
+    'tuple',
+)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -147,6 +160,7 @@ class _Builder:
     self.nodes = []
     self._module = module
     self._parts = {}
+    self._shared = {}
 
   def root(self, computation, arguments=None):
     """Adds the values of a computation; returns its result."""
@@ -180,11 +194,32 @@ class _Builder:
     return self._parts[whole, index]
 
   def _node(self, instruction, inputs, index=None):
+    key = _key(instruction, inputs) if index is None else None
+    if key in self._shared:
+      return self._shared[key]
     node = Node(instruction, inputs, [], index)
     for given in inputs:
       given.users.append(node)
     self.nodes.append(node)
+    if key is not None:
+      self._shared[key] = node
     return node
+
+
+def _key(instruction, inputs):
+  """Returns what determines a value; `None` if that is not known."""
+  opcode = instruction.opcode
+  if opcode in _NOT_SHARED or instruction.collective or instruction.called:
+    return None
+  # The elements of a constant array are not in the text.
+  if opcode == 'constant' and instruction.arrays[0].size > 1:
+    return None
+  if len(inputs) < len(instruction.operands):
+    return None
+  # Behind them stands where it comes from.
+  attributes, *_ = instruction.attribute_text.partition('metadata=')
+  given = tuple(map(id, inputs)) or instruction.operand_text
+  return opcode, instruction.arrays, attributes.rstrip(', '), given
 
 
 def results(collective: Node) -> Sequence[Node]:
@@ -206,3 +241,34 @@ def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
     given = node.inputs[:1] if node.opcode in SLICES else node.inputs
     pending += [n for n in given if n not in seen]
     seen.update(given)
+
+
+def is_multiple(node: Node, given: Node) -> bool:
+  """Whether a value is another one, moved or times a number."""
+  if node.opcode in ('multiply', 'divide'):
+    others = [n for n in node.inputs if n is not given]
+    is_numerator = node.opcode == 'multiply' or node.inputs[0] is given
+    return is_numerator and len(others) == 1 and is_repeated(others[0])
+  return node.opcode in ('negate', *MOVES) and is_inexact(node)
+
+
+def is_inexact(node: Node) -> bool:
+  """Whether it is of floating point; rounding to integers is not linear."""
+  return all(
+      array.xla_dtype.startswith(('bf', 'f', 'c'))
+      for array in node.instruction.results
+  )
+
+
+def is_repeated(node: Node) -> bool:
+  """Whether it is one number, repeated; of a scalar, if no arithmetic made it.
+
+  A scalar may be of the kind that it scales: it must be a constant or counter.
+  """
+  origins = [*sources(node, ('broadcast', *MOVES))]
+  if node.array.size > 1:
+    return all(origin.array.size == 1 for origin in origins)
+  return all(
+      origin.opcode == 'constant' or origin.array.xla_dtype[0] in 'ps'
+      for origin in origins
+  )
