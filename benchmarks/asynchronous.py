@@ -9,7 +9,8 @@ or of the first program. The parts:
 * ray, pipes, shared: the library, with any staleness, over the programs of
   `asynchronous_programs.py`;
 * rpc: the library over PyTorch's RPC, where `torch` is installed;
-* journal, checkpoints: with a journal over without, and with checkpoints too;
+* journal, checkpoints: with a journal over without, and with a checkpoint about
+  each second as well;
 * waiting: four workers over one, where each gradient waits for 50 ms;
 * pacing: pacing over dropping, four workers that wait so, and staleness 2;
 * slow_worker: the same, where one of them waits ten times as long;
@@ -45,8 +46,8 @@ import timing
 from shard_transforms._src.asynchronous import parameter_server
 
 # Programs that are compared with the library, and runs of it that keep
-# something, with the updates between checkpoints.
-KEEPS = {'journal': 10**9, 'checkpoints': 100}
+# something, with about the seconds between checkpoints.
+KEEPS = {'journal': 10**6, 'checkpoints': 1}
 OTHERS = ('ray', 'pipes', 'shared', 'rpc', *KEEPS)
 PARTS = (
     *OTHERS,
@@ -185,7 +186,7 @@ def rivals(parts: Sequence[str]) -> None:
     num_updates = int(_SECONDS.value * SPEEDS[size])
     run = functools.partial(library, size, NUM_WORKERS, num_updates)
     others = [
-        run(save_every=KEEPS[part])
+        run(save_every=KEEPS[part] * SPEEDS[size], save_seconds=0)
         if part in KEEPS
         else in_process(RIVALS[part], size, NUM_WORKERS, num_updates)
         for part in parts

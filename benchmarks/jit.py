@@ -38,6 +38,12 @@ _LEAVES = flags.DEFINE_integer(
 _DEPTH = flags.DEFINE_integer(
     'depth', transformer.LAYERS, 'Number of layers of the transformer.'
 )
+_TABLES = flags.DEFINE_multi_enum(
+    'table',
+    ['accumulation', 'wrapped', 'report'],
+    ['accumulation', 'wrapped', 'report'],
+    'Which tables to print.',
+)
 
 AXIS = train_transformer.AXIS
 NUM_TOWERS = train_transformer.NUM_TOWERS
@@ -262,12 +268,13 @@ def report() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Prints all tables."""
+  """Prints the tables."""
   del argv
   print(timing.setting())
-  for table in (accumulation, wrapped, report):
+  tables = {'accumulation': accumulation, 'wrapped': wrapped, 'report': report}
+  for name in _TABLES.value:
     print()
-    table()
+    tables[name]()
 
 
 if __name__ == '__main__':

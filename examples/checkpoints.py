@@ -6,9 +6,11 @@ must therefore fit into the memory of one host; for larger ones, let orbax save
 arrays in parts.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
+import functools
 import pathlib
 import signal
 import sys
@@ -51,13 +53,21 @@ class Checkpoints:
           signal.SIGTERM, lambda number, _: self._sigterms.append(number)
       )
 
-  def resume(self, run: str, num_calls: int, train: Any) -> tuple[Any, Metrics]:
+  def resume(
+      self,
+      run: str,
+      num_calls: int,
+      train: Any,
+      place_all: Callable[[Any, Any], Any] | None = None,
+  ) -> tuple[Any, Metrics]:
     """Returns the state from which a run resumes, and its metrics so far.
 
     Args:
       run: The name of the run, and of its folder.
       num_calls: How many calls the run has, all in all.
       train: The initial state of the run, placed on its devices.
+      place_all: Returns a saved state, placed as the initial one is; it may
+        have other shapes. By default, leaves are placed one by one.
 
     Raises:
       CheckpointError: If a checkpoint is broken or of another training, or the
@@ -92,7 +102,8 @@ class Checkpoints:
     self._call = call
     if is_first:
       print(f'Goes on from {path / str(call)}.', file=sys.stderr)
-    return jax.tree.map(_place, start, train), [
+    place_all = place_all or functools.partial(jax.tree.map, place)
+    return place_all(start, train), [
         {name: values[i] for name, values in metrics.items()}
         for i in range(call - first_call)
     ]
@@ -227,7 +238,7 @@ def gather(train: Any) -> Any:
   return jax.tree.map(to_host, train)
 
 
-def _place(value, like):
+def place(value: np.ndarray, like: jax.Array) -> jax.Array:
   """Returns a gathered array, placed on devices as another is."""
   if value.shape != like.shape:
     # With `jax.pmap`, a process holds only its own shards.

@@ -4,6 +4,9 @@
 (c) over shards with `tower_reduce`, (d) over shards with `drop_stale`, its
 gradients taken at old parameters. (b) and (c) must end where (a) does.
 
+With `--reproducible`, it trains in one way instead, to the same bits on any
+number of shards: (e) with `order='tree'`.
+
 With `--processes 2`, the shards are those of two processes, which this program
 starts; on a cluster, `shard_transforms.launch.join_processes` says what to set.
 With `--checkpoint_dir`, the same command resumes where the last one ended. With
@@ -43,6 +46,9 @@ AXIS = 'data'
 NUM_TOWERS = 4
 STALENESS = 3
 MAX_AGE = 6
+# Of a step with `--reproducible`, on any number of shards.
+NUM_MICRO_BATCHES = 16
+LOG_EVERY = 50
 STEPS = 500
 MIN_ACCURACY = 0.96
 MAX_DIFFERENCE = 1e-5
@@ -85,6 +91,13 @@ _LEARNING_RATE = flags.DEFINE_float(
     'learning_rate', 0.05, 'Learning rate.', lower_bound=0
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of all chance.', lower_bound=0)
+_REPRODUCIBLE = flags.DEFINE_boolean(
+    'reproducible',
+    False,
+    f'Whether to train to the same bits on 1, 2, 4, 8 or {NUM_MICRO_BATCHES}'
+    ' shards, with a digest beside the loss; the same command with another'
+    ' `--shards` or `--processes` resumes it, but for `--mode=pmap`.',
+)
 _CHECKPOINT_DIR = flags.DEFINE_string(
     'checkpoint_dir',
     None,
@@ -106,10 +119,23 @@ _CHECKPOINT_EVERY = flags.DEFINE_integer(
 )
 
 
-@flags.multi_flags_validator(['batch_size', 'shards', 'processes'])
+@flags.multi_flags_validator(
+    ['batch_size', 'shards', 'processes', 'reproducible']
+)
 def _can_be_divided(values):
   parts = (values['shards'] or values['processes']) * NUM_TOWERS
-  if values['batch_size'] % parts:
+  if values['reproducible']:
+    num_shards = values['shards'] or values['processes']
+    if (
+        values['batch_size'] % NUM_MICRO_BATCHES
+        or NUM_MICRO_BATCHES % num_shards
+    ):
+      raise flags.ValidationError(
+          f'`--batch_size` with `--reproducible` must be a multiple of'
+          f' {NUM_MICRO_BATCHES} micro-batches, and these a multiple of'
+          ' `--shards` and `--processes`.'
+      )
+  elif values['batch_size'] % parts:
     raise flags.ValidationError(
         f'`--batch_size` must be a multiple of shards x {NUM_TOWERS} towers ='
         f' {parts}.'
@@ -177,6 +203,31 @@ def stale_step(tx, gradient, axis_name, train, images, labels):
   return Train(params, opt_state, history), metrics
 
 
+def reproducible_step(
+    num_towers, tx, gradient, axis_name, train, images, labels
+):
+  """Trains on the micro-batches of a step; its loss is the mean over all."""
+  del gradient, axis_name
+  value_and_grad = shard_transforms.value_and_grad(digits.loss_fn, AXIS)
+
+  def tower(carry, batch):
+    loss, grads = value_and_grad(carry.params, *batch)
+    params, state = shard_transforms.update_and_apply(
+        tx, grads, carry.opt_state, carry.params
+    )
+    return Train(params, state), loss
+
+  towers = [x.reshape(num_towers, -1, *x.shape[1:]) for x in (images, labels)]
+  train, losses = jax.lax.scan(tower, train, towers)
+  mean = shard_transforms.reduce_towers(
+      num_towers,
+      shard_transforms.cross_shard_mean(AXIS, order='tree'),
+      order='tree',
+  )
+  loss, _ = mean.update(losses, mean.init(losses[0]))
+  return train, {'loss': loss}
+
+
 def place_on_one_device(run, params, history, devices):
   """Returns the step, its initial `Train`, and how to move data to devices."""
   del devices
@@ -239,10 +290,19 @@ def place_with_pmap(run, params, history, devices):
 
 
 def make_runs(num_shards: int) -> list[Run]:
-  """Returns the ways (a), (b), (c) and (d)."""
+  """Returns the ways (a), (b), (c) and (d), or (e)."""
   shards = f'{num_shards} shards'
   place = place_with_pmap if _MODE.value == 'pmap' else place_with_shard_map
   sgd = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
+  if _REPRODUCIBLE.value:
+    num_towers = NUM_MICRO_BATCHES // num_shards
+    mean = shard_transforms.cross_shard_mean(AXIS, order='tree')
+    tx = shard_transforms.tower_reduce(
+        num_towers, optax.chain(mean, sgd), axis_name=AXIS, order='tree'
+    )
+    step = functools.partial(reproducible_step, num_towers)
+    name = f"(e) order='tree', {shards} x {num_towers} towers"
+    return [Run(name, place, tx, step)]
   mean_sgd = optax.chain(shard_transforms.cross_shard_mean(AXIS), sgd)
   towers = shard_transforms.tower_reduce(NUM_TOWERS, mean_sgd, axis_name=AXIS)
   fresh = shard_transforms.drop_stale(STALENESS, mean_sgd)
@@ -285,7 +345,12 @@ def train_run(
     history = jax.tree.map(lambda p: jnp.stack([p] * (MAX_AGE + 1)), params)
   step, train, put, get = run.place(run, params, history, devices)
   shape = (_STEPS.value, run.num_towers)
-  train, metrics = saved.resume(run.name[1], math.prod(shape), train)
+  train, metrics = saved.resume(
+      run.name[1],
+      math.prod(shape),
+      train,
+      functools.partial(resized, run) if can_resize() else None,
+  )
   bar.update(len(metrics))
   recent = []
   for batch in itertools.islice(
@@ -296,6 +361,9 @@ def train_run(
     # Virtual devices can hang with more than 32 calls in flight.
     jax.block_until_ready(recent[-8:][0])
     bar.update()
+    if _REPRODUCIBLE.value and (len(metrics) + len(recent)) % LOG_EVERY == 0:
+      loss, digest = float(get(metric['loss'])), digest_of(get(train))
+      bar.write(f'step {len(metrics) + len(recent)}: loss {loss!r}, {digest}')
     if saved.is_due():
       metrics += get(recent)
       recent = []
@@ -304,6 +372,26 @@ def train_run(
   return get(train), jax.tree.map(
       lambda *values: np.reshape(values, shape), *metrics
   )
+
+
+def can_resize() -> bool:
+  """Whether checkpoints of another number of shards can be taken up."""
+  return _REPRODUCIBLE.value and _MODE.value != 'pmap'
+
+
+def resized(run: Run, saved: Train, train: Train) -> Train:
+  """Returns a saved state, of any number of shards, placed as another is."""
+  mesh = train.params['b'].sharding.mesh
+  opt_state = shard_transforms.resize_state(
+      saved.opt_state, run.tx, saved.params, mesh
+  )
+  params = jax.tree.map(checkpoints.place, saved.params, train.params)
+  return Train(params, opt_state)
+
+
+def digest_of(train: Train) -> str:
+  """Returns the SHA-256 of the parameters and the momentum."""
+  return monitoring.digest((train.params, train.opt_state.inner_state))
 
 
 def difference(params: Any, other: Any) -> float:
@@ -371,6 +459,13 @@ def plot(
   figure.savefig(path, dpi=120)
 
 
+def _divides(num_shards):
+  """Whether the batch can be divided among so many shards, and their towers."""
+  if _REPRODUCIBLE.value:
+    return NUM_MICRO_BATCHES % num_shards == 0
+  return _BATCH_SIZE.value % (num_shards * NUM_TOWERS) == 0
+
+
 def start_devices(num_processes: int) -> list[Any]:
   """Starts JAX and returns the shards' devices, as many of each process."""
   # Of no effect where there are accelerators, which JAX lists instead.
@@ -382,7 +477,7 @@ def start_devices(num_processes: int) -> list[Any]:
   num_shards = [
       n
       for n in range(num_processes, jax.device_count() + 1, num_processes)
-      if _SHARDS.value in (None, n) and not _BATCH_SIZE.value % (n * NUM_TOWERS)
+      if _SHARDS.value in (None, n) and _divides(n)
   ]
   if not num_shards:
     raise app.UsageError(
@@ -453,6 +548,15 @@ def supervise() -> str | None:
   return None
 
 
+def settings(num_shards: int, num_processes: int) -> dict[str, Any]:
+  """Returns what must not change between a checkpoint and its training."""
+  fixed = _STEPS, _MODE, _BATCH_SIZE, _LEARNING_RATE, _SEED
+  found = {flag.name: flag.value for flag in fixed}
+  if can_resize():
+    return found
+  return {'shards': num_shards, 'processes': num_processes, **found}
+
+
 def main(argv: Sequence[str]) -> str | None:
   """Trains in all four ways; returns what went wrong, if anything."""
   if len(argv) > 1:
@@ -472,14 +576,7 @@ def main(argv: Sequence[str]) -> str | None:
   saved = checkpoints.Checkpoints(
       _CHECKPOINT_DIR.value,
       _CHECKPOINT_EVERY.value,
-      {
-          'shards': len(devices),
-          'processes': num_processes,
-          **{
-              flag.name: flag.value
-              for flag in (_STEPS, _MODE, _BATCH_SIZE, _LEARNING_RATE, _SEED)
-          },
-      },
+      settings(len(devices), num_processes),
   )
   try:
     with tqdm.tqdm(total=num_calls, unit='call', disable=not is_first) as bar:
@@ -491,6 +588,10 @@ def main(argv: Sequence[str]) -> str | None:
   trains, metrics = zip(*results, strict=True)
 
   accuracies = [digits.accuracy(train.params, *test_data) for train in trains]
+  if _REPRODUCIBLE.value:
+    print(f'{runs[0].name}: test accuracy {accuracies[0]:.2%}')
+    print(f'SHA-256 of parameters and momentum: {digest_of(trains[0])}')
+    return None
   differences = [
       difference(train.params, trains[0].params) for train in trains[1:3]
   ]

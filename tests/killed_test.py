@@ -249,6 +249,23 @@ class KilledTest(parameterized.TestCase):
     call = calls(self.folder)[-1]
     self.assertIn(f'Stopped by SIGTERM, and saved call {call}.', err)
 
+  @pytest.mark.repeated(4)
+  def test_goes_on_with_the_same_bits_on_another_number_of_shards(self):
+    flags = '--reproducible', '--steps=100', '--checkpoint_every=5'
+    for saved, *shards in (10, '--shards=8'), (30, *TWO_PROCESSES):
+      process = self.start(*flags, *shards)
+      self.wait_until_saved(saved, process)
+      process.kill()
+      process.communicate()
+    process, out, err = self.run_script(*flags, '--shards=4')
+
+    self.assertEqual(process.returncode, 0, err)
+    self.assertIn('Goes on from ', err)
+    digest = out.splitlines()[-1]
+    self.assertStartsWith(digest, 'SHA-256 of parameters and momentum: ')
+    _, expected = never_killed(*flags, '--shards=2')
+    self.assertEqual(expected.splitlines()[-1], digest)
+
   @pytest.mark.repeated(8)
   def test_saves_and_stops_when_one_process_gets_sigterm(self):
     process = self.start(*TWO_PROCESSES)

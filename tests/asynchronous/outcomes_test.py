@@ -1,3 +1,5 @@
+import pathlib
+
 from absl.testing import parameterized
 import numpy as np
 
@@ -57,7 +59,21 @@ class TallyTest(parameterized.TestCase):
     records['fate'] = [0, 0, 1, 2, 3, 4, 4]
     records['global_step'] = 9
     records['local_step'] = [8, 6, 0, 0, 0, 0, 0]
-    tally.add_all(records)
+    whole = np.zeros(7, bool)
+    segments = [
+        journal.Segment(
+            pathlib.Path('run'), {}, journal.Start(), records[:3], whole[:3], 0
+        ),
+        journal.Segment(
+            pathlib.Path('run'),
+            {},
+            journal.Start(0, 3, 5, 'why'),
+            records[3:],
+            whole[3:],
+            0,
+        ),
+    ]
+    tally.add_all(segments)
     tally.add(Outcome.ACCEPTED, 2)
 
     found = tally.report(global_step=12)
@@ -72,6 +88,7 @@ class TallyTest(parameterized.TestCase):
             num_failed=2,
             mean_age=2.0,
             seconds=found.seconds,
+            segments={0: '', 5: 'why'},
         ),
     )
 

@@ -15,6 +15,7 @@ import cases
 import python_command
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import ray_workers
 
 train = asynchronous_cases.train
@@ -104,6 +105,8 @@ class RayWorkersTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, task, tx), result
     )
+    (segment,) = journal_lib.read_segments(folder)
+    self.assertEqual(segment.manifest['driver_devices'], '3')
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['b'], halfway.params['b'])
@@ -162,21 +165,23 @@ class RayWorkersTest(parameterized.TestCase):
     code = """
 import sys, time
 import cloudpickle, ray
-from shard_transforms._src.asynchronous import ray_workers
+from shard_transforms._src.asynchronous import manifest, ray_workers
 import asynchronous_cases as cases
 ray.init(
     address='local', num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])
 task = cases.asynchronous.Task(cases.init, cases.gradient, time.sleep)
+task = cloudpickle.dumps(task)
+node = manifest.node(task)
 computer = ray_workers.Computer.options(max_restarts=-1, num_cpus=1).remote(
-    cloudpickle.dumps(task), {})
+    task, {})
 def wait_until(condition):
   end = time.monotonic() + 60
   while not condition() and time.monotonic() < end:
     workers.wait(1.0)
-workers = ray_workers.RayWorkers([computer], {})
+workers = ray_workers.RayWorkers([computer], node)
 wait_until(workers.ready)
 workers.start(0, cases.init(), 3600)
-workers = ray_workers.RayWorkers([computer], {})
+workers = ray_workers.RayWorkers([computer], node)
 workers.wait(1.0)
 print(workers.ready())
 ray_workers._ANSWER_TIMEOUT = 1.0

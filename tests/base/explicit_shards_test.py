@@ -1,6 +1,7 @@
 """Steps on axes of type `Explicit` that nothing maps, under plain `jax.jit`."""
 
 import functools
+import tempfile
 
 from absl.testing import parameterized
 import chex
@@ -10,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import cases
 import shard_transforms
@@ -86,6 +88,18 @@ def trained(tx, mesh, specs, batches, **extra_args):
     for x in place(mesh, list(batches), [P('data')] * len(batches)):
       params, state, _ = step(params, state, x, **extra_args)
   return params, state
+
+
+def restored(state):
+  """Returns what orbax reads of a state that it has written, as NumPy."""
+  like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+  with (
+      tempfile.TemporaryDirectory() as folder,
+      ocp.StandardCheckpointer() as saver,
+  ):
+    saver.save(f'{folder}/state', state)
+    saver.wait_until_finished()
+    return saver.restore(f'{folder}/state', like)
 
 
 def trained_by_shard_map(tx, batches, **extra_args):
@@ -233,15 +247,17 @@ class UpdateTest(parameterized.TestCase):
         rtol=1e-5,
     )
 
-  @cases.parameters(4, cases.Repeated(2))
-  def test_a_window_goes_on_with_another_number_of_shards(self, num_shards):
+  @cases.parameters(4, 8, cases.Repeated(2))
+  def test_a_saved_window_goes_on_with_another_number_of_shards(
+      self, num_shards
+  ):
     tx = shard_transforms.tower_reduce(4, MEAN, axis_name='data')
     _, state = trained(tx, make_mesh(), WHOLE, X[:2])
     mesh = make_mesh((num_shards,))
     bound = shard_transforms.on_mesh(tx, mesh)
 
     state = shard_transforms.resize_state(
-        jax.device_get(state), bound, PARAMS, mesh, reduction='mean'
+        restored(state), bound, PARAMS, mesh, reduction='mean'
     )
     params = place(mesh, PARAMS, WHOLE)
     with jax.set_mesh(mesh):

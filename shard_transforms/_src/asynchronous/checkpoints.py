@@ -179,9 +179,10 @@ def read_latest(
     ValueError: If it has leaves of other names, shapes or dtypes.
   """
   for number in range(max(journal.last_segment(folder), 0), -1, -1):
-    checkpoints = Checkpoints(folder, number, create=False)
-    found = checkpoints.latest(server.trees())
-    checkpoints.close()
+    with contextlib.closing(
+        Checkpoints(folder, number, create=False)
+    ) as checkpoints:
+      found = checkpoints.latest(server.trees())
     if found.trees:
       return found
   return Checkpoint()
@@ -199,16 +200,17 @@ def restore_start(
   """
   if start.segment < 0:
     return
-  checkpoints = Checkpoints(folder, start.segment, create=False)
   try:
-    server.restore(**checkpoints.read(start.global_step, server.trees()).trees)
+    with contextlib.closing(
+        Checkpoints(folder, start.segment, create=False)
+    ) as checkpoints:
+      found = checkpoints.read(start.global_step, server.trees())
   except Exception as error:  # Orbax raises many kinds.
     raise ValueError(
         f'Checkpoint {start.global_step} of segment {start.segment} must be in'
         f' {str(folder)!r}, got {_line(error)}'
     ) from error
-  finally:
-    checkpoints.close()
+  server.restore(**found.trees)
 
 
 class LayoutError(ValueError):

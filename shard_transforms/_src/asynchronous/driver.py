@@ -1,6 +1,8 @@
 """The driver of a run: holds the parameters, and assigns batches to workers."""
 
 from collections.abc import Generator
+from collections.abc import Iterator
+from collections.abc import Mapping
 import contextlib
 import math
 import pathlib
@@ -10,6 +12,7 @@ from typing import Any
 import optax
 
 from shard_transforms._src.asynchronous import in_flight as in_flight_lib
+from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import manifest
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
@@ -54,17 +57,23 @@ def drive(
       num_devices=options.driver_devices,
   )
   if start is not None:
-    _check_start(start, server)
+    found = {'params': start.params, 'state': start.opt_state}
+    parameter_server.check_layout(
+        parameter_server.layout(found), server.trees(), '`start`'
+    )
   with contextlib.ExitStack() as stack:
-    kept = None
+    kept, recovery = None, iter(())
     if folder is not None:
       # It needs orbax, an optional dependency.
       from shard_transforms._src.asynchronous import run_folder
 
       kept = run_folder.RunFolder(folder, manifest.manifest(params, server))
       stack.callback(kept.close)
+      recovery = run_folder.recover(kept, server, workers, options, start)
+    elif start is not None:
+      server.restore(start.params, start.opt_state)
     run = _Run(server, options, kept, tally)
-    yield from run.reports(workers, start)
+    yield from run.reports(workers, recovery)
     params = server.params
     report = tally.report(server.global_step, params)
     result = outcomes.Result(params, server.state, report)
@@ -87,7 +96,9 @@ class _Run:
     self._published: tuple[int, Any] = (-1, None)
 
   def reports(
-      self, workers: workers_lib.Workers, start: outcomes.Result | None
+      self,
+      workers: workers_lib.Workers,
+      recovery: Iterator[Mapping[str, float] | None],
   ) -> Generator[outcomes.Report, outcomes.Command, None]:
     """Trains to the end, and yields its progress at intervals.
 
@@ -99,7 +110,7 @@ class _Run:
     """
     reported = last_ready = time.monotonic()
     command = None
-    for _ in self._turns(workers, start):
+    for _ in self._turns(workers, recovery):
       now = time.monotonic()
       if workers.ready():
         last_ready = now
@@ -123,9 +134,9 @@ class _Run:
       self._in_flight.abandon()
       self._save()
 
-  def _turns(self, workers, start):
+  def _turns(self, workers, recovery):
     """Trains to the end, and yields after each turn."""
-    yield from self._recover(workers, start)
+    yield from self._recover(recovery)
     self._has_recovered = True
     while self._server.global_step < self._options.num_updates:
       self._assign(workers)
@@ -135,27 +146,23 @@ class _Run:
       self._replace_stragglers(workers)
       yield
 
-  def _recover(self, workers, start):
+  def _recover(self, recovery):
     """Resumes where the journal ends, if there is one."""
     folder = self._folder
-    if folder is None:
-      if start is not None:
-        state: Any = start.opt_state
-        self._server.restore(start.params, state)
-        self._in_flight.resume(self._server.global_step, [])
-      return
-    for metrics in folder.recover(self._server, workers, self._options, start):
+    for metrics in recovery:
       if metrics is not None:
         self._tally.update(self._server.global_step, metrics)
       yield
+    if folder is None:
+      self._in_flight.resume(self._server.global_step, [])
+      return
     self._tally.rewind(self._server.global_step)
     self._in_flight.resume(folder.next_batch, folder.ready)
     saved = folder.saved
     self._tally.num_recovered = self._server.global_step - saved.global_step
     if self._tally.metrics is None:
       self._tally.metrics = saved.position.metrics or None
-    self._tally.segments = folder.segments
-    self._tally.add_all(folder.records)
+    self._tally.add_all(journal.read_segments(folder.path))
 
   def _assign(self, workers):
     """Gives batches to idle workers, unless a checkpoint is due first."""
@@ -237,18 +244,6 @@ class _Run:
           checksum=0 if reply is None else reply.checksum,
       )
     self._tally.add(outcome, step - assigned.local_step)
-
-
-def _check_start(start, server):
-  """Checks that a server can start from a result.
-
-  Raises:
-    ValueError: If it has other leaves.
-  """
-  found = {'params': start.params, 'state': start.opt_state}
-  parameter_server.check_layout(
-      parameter_server.layout(found), server.trees(), '`start`'
-  )
 
 
 def _weight_at(age, weight):

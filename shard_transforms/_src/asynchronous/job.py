@@ -172,9 +172,7 @@ def _messages(pickled: bytes, job: Job) -> Messages:
     Exception: What the job raises.
   """
   with _child(job) as child:
-    # If the child has died, `_receive` raises the error.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-      child.send_bytes(pickled)
+    _send(child, pickled)
     if not child.poll(_START_TIMEOUT):
       raise ConnectionError(
           f'`cluster` must be reached within {_START_TIMEOUT} s, got'
@@ -188,8 +186,13 @@ def _messages(pickled: bytes, job: Job) -> Messages:
       # The first message says that the child has started or joined Ray.
       command = None if message is None else (yield message)
       if command is not None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-          child.send_bytes(pickle.dumps(command))
+        _send(child, pickle.dumps(command))
+
+
+def _send(child, pickled):
+  # If the child has died, `_receive` raises the error.
+  with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    child.send_bytes(pickled)
 
 
 def _receive(child):

@@ -8,10 +8,10 @@ import enum
 import time
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import in_flight
+from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import state_rules
 
@@ -195,8 +195,10 @@ class Tally:
     if outcome == Outcome.ACCEPTED:
       self._total_age += int(age)
 
-  def add_all(self, records: np.ndarray) -> None:
-    """Counts the records of a journal."""
+  def add_all(self, segments: list[journal.Segment]) -> None:
+    """Counts the records of a journal, and keeps why its segments began."""
+    self.segments = {s.start.global_step: s.start.reason for s in segments}
+    records = journal.intact(segments)
     ages = records['global_step'] - records['local_step']
     for outcome, age in zip(records['fate'], ages, strict=True):
       self.add(outcome, age)

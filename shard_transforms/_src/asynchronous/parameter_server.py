@@ -93,8 +93,8 @@ class ParameterServer:
     """Returns copies of both: the arguments of `restore`."""
     return {'params': self.params, 'state': self.state}
 
-  def restore(self, params: Any, state: drop_stale.DropStaleState) -> None:
-    """Restores parameters and state."""
+  def restore(self, params: Any, state: Any) -> None:
+    """Restores parameters and state, which are as `trees` returns them."""
     self._place(params, state.inner_state)
     self._stale_count = jnp.array(state.stale_count)
     self.global_step = int(state.global_step)

@@ -191,8 +191,7 @@ def _drive(task, tx, segments, folder, patience, workers):
   ):
     if metrics is not None:
       tally.update(server.global_step, metrics)
-  tally.add_all(journal.intact(segments))
-  tally.segments = {s.start.global_step: s.start.reason for s in segments}
+  tally.add_all(segments)
   params = server.params
   report = tally.report(server.global_step, params)
   yield outcomes.Result(params, server.state, report)

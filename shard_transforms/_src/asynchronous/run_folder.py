@@ -27,17 +27,18 @@ class RunFolder:
   """The journal and the checkpoints of a run, locked against other runs.
 
   Attributes:
-    journal: The last segment of the journal.
+    path: The folder.
+    manifest: What must be equal in all of a segment.
+    journal: The segment of the journal that is open.
+    number: The number of that segment.
     saved: The latest checkpoint, without its trees.
-    records: The records of all segments that lead to the current parameters.
-    segments: Why each segment began, by the global steps at which they did.
     next_batch: The first batch that was never assigned.
     ready: The earlier batches that are still to be computed.
   """
 
   journal: journal_lib.Journal
   _checkpoints: checkpoints_lib.Checkpoints
-  _number: int
+  number: int
 
   def __init__(self, folder: pathlib.Path, manifest: Mapping[str, Any]):
     """Locks a folder, which is created if it does not exist.
@@ -46,8 +47,8 @@ class RunFolder:
       OSError: If it cannot be written.
       ValueError: If it is in use.
     """
-    self._folder = folder
-    self._manifest = manifest
+    self.path = folder
+    self.manifest = manifest
     folder.mkdir(parents=True, exist_ok=True)
     self._lock = _lock(folder)
     # The files of the segment that is open.
@@ -56,64 +57,6 @@ class RunFolder:
     self.saved = _Checkpoint()
     self.next_batch = 0
     self.ready: list[int] = []
-
-  def recover(
-      self,
-      server: parameter_server.ParameterServer,
-      workers: workers_lib.Workers,
-      options: in_flight_lib.Options,
-      start: outcomes.Result | None = None,
-  ) -> Iterator[Mapping[str, float] | None]:
-    """Restores the latest checkpoint, and rolls forward to the journal's end.
-
-    Args:
-      server: Has the initial parameters.
-      workers: Compute again what the checkpoint lacks.
-      options: The options of the run.
-      start: Where a run starts whose journal has no records yet.
-
-    Yields:
-      The metrics of an update, or `None` at intervals.
-
-    Raises:
-      OSError: If the folder cannot be written.
-      RuntimeError: If a function of the task fails, or a worker dies or hangs
-        at each attempt at a batch.
-      ValueError: If the folder is damaged, or was written by another task,
-        optimizer or machine, and `on_change` is `'raise'`.
-    """
-    initial = server.trees()
-    number = journal_lib.last_segment(self._folder)
-    self._open(max(number, 0), journal_lib.Start())
-    # A journal without records may be of a call that was killed right here.
-    is_new = number <= 0 and not self.journal.num_records
-    if is_new and start is not None:
-      state: Any = start.opt_state
-      server.restore(start.params, state)
-      # The segment needs a checkpoint, also at step 0.
-      self.saved = _Checkpoint(global_step=-1)
-      self.save(server, server.global_step, [], {})
-      self._begin('It starts from the result of another run.')
-    else:
-      try:
-        yield from self._resume(server, workers, options)
-      except ValueError as error:
-        if options.on_change == 'raise':
-          raise
-        workers.reset()
-        server.restore(**initial)
-        self._restore(server)
-        if self.saved.segment < 0 <= self.journal.segment.start.segment:
-          raise ValueError(
-              '`folder` must have an intact checkpoint, because its run does'
-              ' not begin with the initial parameters, got'
-              f' {str(self._folder)!r}, where none is. Put one back, or name'
-              ' another folder.'
-          ) from error
-        self._begin(str(error))
-    segments = journal_lib.read_segments(self._folder)
-    self.records = journal_lib.intact(segments)
-    self.segments = {s.start.global_step: s.start.reason for s in segments}
 
   def save(
       self,
@@ -140,7 +83,7 @@ class RunFolder:
         metrics,
     )
     self._checkpoints.save(server, position)
-    self.saved = _Checkpoint(self._number, server.global_step, position)
+    self.saved = _Checkpoint(self.number, server.global_step, position)
     self._saved_at = time.monotonic()
 
   def is_due(self, step: int, options: in_flight_lib.Options) -> bool:
@@ -161,18 +104,16 @@ class RunFolder:
     finally:
       os.close(self._lock)
 
-  def _open(self, number, start):
+  def open(self, number: int, start: journal_lib.Start) -> None:
     """Opens a segment, which is created if it does not exist."""
     self._files.close()
-    self._number = number
-    self.journal = journal_lib.Journal(
-        self._folder, number, self._manifest, start
-    )
+    self.number = number
+    self.journal = journal_lib.Journal(self.path, number, self.manifest, start)
     self._files.callback(self.journal.close)
-    self._checkpoints = checkpoints_lib.Checkpoints(self._folder, number)
+    self._checkpoints = checkpoints_lib.Checkpoints(self.path, number)
     self._files.callback(self._checkpoints.close)
 
-  def _begin(self, reason):
+  def begin(self, reason: str) -> None:
     """Begins a segment at the latest checkpoint, or at the start of the run."""
     position = self.saved.position
     start = journal_lib.Start(
@@ -181,54 +122,111 @@ class RunFolder:
         self.saved.global_step,
         reason,
     )
-    self._open(journal_lib.last_segment(self._folder) + 1, start)
+    self.open(journal_lib.last_segment(self.path) + 1, start)
     self.next_batch, self.ready = position.next_batch, [*position.ready]
 
-  def _restore(self, server):
+  def restore(self, server: parameter_server.ParameterServer) -> None:
     """Restores the latest intact checkpoint, if there is one."""
-    found = checkpoints_lib.read_latest(self._folder, server)
+    found = checkpoints_lib.read_latest(self.path, server)
     if found.trees:
       server.restore(**found.trees)
     self.saved = found._replace(trees={})
 
-  def _resume(self, server, workers, options):
-    """Goes on in the last segment; yields what `recover` does."""
-    segment = self.journal.segment
-    manifest_lib.check(segment, self._manifest)
-    initial = server.trees()
-    self._restore(server)
-    position = self.saved.position
-    num_before = 0
-    if self.saved.segment == self._number:
-      num_before = position.num_records
-      _check_records(segment.records, self.saved)
-    elif self.saved[:2] != (segment.start.segment, segment.start.global_step):
-      raise ValueError(
-          f'Checkpoint {segment.start.global_step}, at which the last segment'
-          f' of the journal begins, must be in {str(self._folder)!r}. It is'
-          ' damaged or lost.'
-      )
-    segment.check(num_before)
 
-    def roll(records):
-      times = in_flight_lib.durations(segment.records)
-      limits = in_flight_lib.TimeLimits(options.patience, times)
-      return roll_forward.roll_forward(
-          server, records, workers, limits, options.max_attempts
-      )
+def recover(
+    run: RunFolder,
+    server: parameter_server.ParameterServer,
+    workers: workers_lib.Workers,
+    options: in_flight_lib.Options,
+    start: outcomes.Result | None = None,
+) -> Iterator[Mapping[str, float] | None]:
+  """Restores the latest checkpoint, and rolls forward to the journal's end.
 
-    if num_before:
-      # Without this, a run whose checkpoint has everything would go on with
-      # another task. One gradient shows whether the task is the same.
-      restored = server.trees()
+  Args:
+    run: The folder.
+    server: Has the initial parameters.
+    workers: Compute again what the checkpoint lacks.
+    options: The options of the run.
+    start: Where a run starts whose journal has no records yet.
+
+  Yields:
+    The metrics of an update, or `None` at intervals.
+
+  Raises:
+    OSError: If the folder cannot be written.
+    RuntimeError: If a function of the task fails, or a worker dies or hangs
+      at each attempt at a batch.
+    ValueError: If the folder is damaged, or was written by another task,
+      optimizer or machine, and `on_change` is `'raise'`.
+  """
+  initial = server.trees()
+  number = journal_lib.last_segment(run.path)
+  run.open(max(number, 0), journal_lib.Start())
+  # A journal without records may be of a call that was killed right here.
+  is_new = number <= 0 and not run.journal.num_records
+  if is_new and start is not None:
+    server.restore(start.params, start.opt_state)
+    # The segment needs a checkpoint, also at step 0.
+    run.saved = _Checkpoint(global_step=-1)
+    run.save(server, server.global_step, [], {})
+    run.begin('It starts from the result of another run.')
+  else:
+    try:
+      yield from _resume(run, server, workers, options)
+    except ValueError as error:
+      if options.on_change == 'raise':
+        raise
+      workers.reset()
       server.restore(**initial)
-      checkpoints_lib.restore_start(self._folder, segment.start, server)
-      for _ in roll(_first(segment)):
-        yield None
-      server.restore(**restored)
-    tail = segment.records[num_before:]
-    yield from roll(tail)
-    self.next_batch, self.ready = _batches_left(tail, position, options.on_drop)
+      run.restore(server)
+      if run.saved.segment < 0 <= run.journal.segment.start.segment:
+        raise ValueError(
+            '`folder` must have an intact checkpoint, because its run does'
+            ' not begin with the initial parameters, got'
+            f' {str(run.path)!r}, where none is. Put one back, or name'
+            ' another folder.'
+        ) from error
+      run.begin(str(error))
+
+
+def _resume(run, server, workers, options):
+  """Goes on in the last segment; yields what `recover` does."""
+  segment = run.journal.segment
+  manifest_lib.check(segment, run.manifest)
+  initial = server.trees()
+  run.restore(server)
+  position = run.saved.position
+  num_before = 0
+  if run.saved.segment == run.number:
+    num_before = position.num_records
+    _check_records(segment.records, run.saved)
+  elif run.saved[:2] != (segment.start.segment, segment.start.global_step):
+    raise ValueError(
+        f'Checkpoint {segment.start.global_step}, at which the last segment'
+        f' of the journal begins, must be in {str(run.path)!r}. It is'
+        ' damaged or lost.'
+    )
+  segment.check(num_before)
+
+  def roll(records):
+    times = in_flight_lib.durations(segment.records)
+    limits = in_flight_lib.TimeLimits(options.patience, times)
+    return roll_forward.roll_forward(
+        server, records, workers, limits, options.max_attempts
+    )
+
+  if num_before:
+    # Without this, a run whose checkpoint has everything would go on with
+    # another task. One gradient shows whether the task is the same.
+    restored = server.trees()
+    server.restore(**initial)
+    checkpoints_lib.restore_start(run.path, segment.start, server)
+    for _ in roll(_first(segment)):
+      yield None
+    server.restore(**restored)
+  tail = segment.records[num_before:]
+  yield from roll(tail)
+  run.next_batch, run.ready = _batches_left(tail, position, options.on_drop)
 
 
 def _lock(folder):

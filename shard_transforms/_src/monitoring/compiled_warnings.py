@@ -202,15 +202,13 @@ def _only_sliced(graph, sent):
 
 def _num_taken(node, graph, is_part):
   """Returns how many elements of a value are used; infinity if unknown."""
-  if node in graph.outputs:
+  if node in graph.places:
     return math.inf
   taken = 0
   for user in node.users:
     if user.inputs[0] is node and is_part(user, graph):
       taken += user.array.size
-    elif user.array.size == node.array.size and (
-        user.opcode in hlo_flow.MOVES or hlo_flow.is_multiple(user, node)
-    ):
+    elif user.opcode in hlo_flow.MOVES and user.array.size == node.array.size:
       taken += _num_taken(user, graph, is_part)
     else:
       return math.inf
@@ -234,7 +232,7 @@ def _is_own_slice(node, graph):
   while pending:
     given = pending.pop()
     # A loop gets the place from outside, and returns it as it is.
-    is_kept = given.index is not None and given in graph.outputs
+    is_kept = given.index is not None and given in graph.places
     if is_kept or given.opcode in ('partition-id', 'replica-id'):
       return True
     pending += [n for n in given.inputs if n not in seen]

@@ -510,6 +510,34 @@ class PartsTest(parameterized.TestCase):
     (warning,) = report.warnings
     self.assertIn('reduces 4 float32[4,16] one by one', warning)
 
+  def test_warns_once_of_a_loop_that_is_unrolled_in_part(self):
+    def step(w, xs):
+      def turn(total, x):
+        return total + gradient(w, x), None
+
+      return lax.scan(turn, jnp.zeros_like(w), xs, unroll=2)[0]
+
+    report = wire_report(step, *MICRO_BATCHES, compiled=True)
+
+    (warning,) = report.warnings
+    self.assertIn('reduces 2 float32[4,16] in each of 2 turns', warning)
+
+  @cases.parameters(lax.psum, lax.pmax)
+  def test_does_not_warn_of_a_maximum(self, reduce):
+    def step(x):
+      def turn(i, total):
+        return total + reduce(x * (i + 1), modes.AXIS)
+
+      unrolled = sum(reduce(x[i] + i, modes.AXIS) for i in range(2))
+      return lax.fori_loop(0, 4, turn, jnp.zeros_like(x)), unrolled
+
+    mapped = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    report = wire_report(mapped, array(16, 4), compiled=True)
+
+    self.assertLen(report.warnings, 2 if reduce is lax.psum else 0)
+
   @cases.parameters(
       lambda grads: sum(jnp.tanh(grad) for grad in grads),
       lambda grads: sum(grads) + jnp.stack(grads).max(0),

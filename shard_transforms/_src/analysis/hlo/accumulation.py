@@ -94,8 +94,7 @@ def _ends(graph, totals):
     totals: The outputs to which some values are known to belong.
   """
   ends = collections.defaultdict(set)
-  for i, output in enumerate(graph.outputs):
-    ends[output].add(i)
+  ends.update((node, set(places)) for node, places in graph.places.items())
   root = [node for node in graph.nodes if node.opcode == 'tuple']
   for node in reversed(graph.nodes):
     # The tuple of all outputs is not a use.
@@ -122,7 +121,7 @@ def _is_linear(node, given):
 
 def _total(graph, node):
   """Returns the last sum in which a value ends that has no other use."""
-  while node not in graph.outputs and len(node.users) == 1:
+  while node not in graph.places and len(node.users) == 1:
     (user,) = node.users
     is_choice = user.opcode == 'select' or user.instruction.collective
     if is_choice or not _is_linear(user, node):
@@ -196,7 +195,7 @@ def _is_read_at_times(module, graph, total, output):
   pending, seen = [total], {total}
   while pending:
     node = pending.pop()
-    if any(n is node and i != output for i, n in enumerate(graph.outputs)):
+    if graph.places.get(node, set()) - {output}:
       return False
     for user in node.users:
       found = _seen_through(module, node, user)
@@ -243,7 +242,7 @@ def _kept_as(graph, node):
   pending, found = [node], set()
   while pending:
     node = pending.pop()
-    found |= {i for i, n in enumerate(graph.outputs) if n is node}
+    found |= graph.places.get(node, set())
     for user in node.users:
       if user.inputs != graph.outputs:
         if user.opcode not in flow.MOVES:

@@ -5,9 +5,12 @@ Here they are inlined, and a value is one object wherever it goes, also into and
 out of tuples, and where several fusions compute it.
 """
 
+import collections
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 from shard_transforms._src.analysis.hlo import program as hlo_program
 
@@ -40,7 +43,7 @@ _NOT_SHARED = (
 )
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Node:
   """A value; equal to itself alone.
 
@@ -86,6 +89,14 @@ class Graph:
 
   nodes: tuple[Node, ...]
   outputs: tuple[Node, ...]
+
+  @functools.cached_property
+  def places(self) -> Mapping[Node, set[int]]:
+    """The numbers of the outputs that a value is."""
+    found = collections.defaultdict(set)
+    for i, output in enumerate(self.outputs):
+      found[output].add(i)
+    return dict(found)
 
   def carry(self) -> dict[int, Node]:
     """Returns the inputs of a loop body by the output that replaces them."""
