@@ -169,7 +169,7 @@ def flipped(grads: Any, key: jax.Array) -> Any:
 
 
 def accuracy(
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformationExtraArgs,
     gradient: Callable[..., Any],
     memory: Any,
     seed: jax.Array,

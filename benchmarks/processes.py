@@ -60,6 +60,9 @@ _ROUNDS = flags.DEFINE_integer(
 _BUCKET_BYTES = flags.DEFINE_string(
     'bucket_bytes', 'auto', "The buffers' size: 'auto' or a number of bytes."
 )
+_TREE = flags.DEFINE_bool(
+    'tree', False, 'Whether the library adds in the order of a tree.'
+)
 _PIN = flags.DEFINE_bool(
     'pin', True, 'Whether each process, with all its threads, has one core.'
 )
@@ -126,12 +129,15 @@ def library_transform() -> optax.GradientTransformationExtraArgs:
   """Returns the mean over the shards as a transformation."""
   value = _BUCKET_BYTES.value
   bucket_bytes = value if value == 'auto' else int(value)
-  return shard_transforms.cross_shard_mean(AXIS, bucket_bytes=bucket_bytes)
+  return shard_transforms.cross_shard_mean(
+      AXIS, bucket_bytes=bucket_bytes, order='tree' if _TREE.value else None
+  )
 
 
 def mean_by_library(grads: Any) -> Any:
   """Returns the mean over the shards, through `cross_shard_mean`."""
-  return library_transform().update(grads, optax.EmptyState())[0]
+  tx = library_transform()
+  return tx.update(grads, tx.init(grads))[0]
 
 
 def hand_step(params: Any, state: Any, *batch: jax.Array) -> tuple[Any, Any]:
@@ -147,7 +153,7 @@ def library_step(params: Any, state: Any, *batch: jax.Array) -> tuple[Any, Any]:
   """Trains with the library's mean."""
   grad_fn = shard_transforms.value_and_grad(loss_fn, AXIS)
   _, grads = grad_fn(params, *batch)
-  updates, _ = library_transform().update(grads, optax.EmptyState())
+  updates = mean_by_library(grads)
   updates, state = optax.adam(LEARNING_RATE).update(updates, state)
   return optax.apply_updates(params, updates), state
 

@@ -22,7 +22,6 @@ from absl import flags
 import jax
 from jax import lax
 import numpy as np
-import optax
 import timing
 
 import shard_transforms
@@ -91,6 +90,9 @@ _COMPILATIONS = flags.DEFINE_integer(
 _BUCKET_BYTES = flags.DEFINE_string(
     'bucket_bytes', 'auto', "The buffers' size: 'auto' or a number of bytes."
 )
+_TREE = flags.DEFINE_bool(
+    'tree', False, 'Whether the library adds in the order of a tree.'
+)
 
 
 @flags.validator('shapes')
@@ -113,8 +115,10 @@ def mean_by_hand(grads: Any) -> Any:
 
 def mean_by_library(grads: Any, bucket_bytes: int | str) -> Any:
   """Returns the mean over the shards, through `cross_shard_mean`."""
-  tx = shard_transforms.cross_shard_mean(AXIS, bucket_bytes=bucket_bytes)
-  return tx.update(grads, optax.EmptyState())[0]
+  tx = shard_transforms.cross_shard_mean(
+      AXIS, bucket_bytes=bucket_bytes, order='tree' if _TREE.value else None
+  )
+  return tx.update(grads, tx.init(grads))[0]
 
 
 def compiled(

@@ -149,6 +149,14 @@ ROWS = {
     'cross_shard_mean': Row(
         lambda inner, n: _mean(inner), per_shard=True, chained=True
     ),
+    'cross_shard_mean_in_a_tree': Row(
+        lambda inner, n: optax.chain(
+            cross_shard_mean(AXIS, order='tree'), inner
+        ),
+        per_shard=True,
+        chained=True,
+        repeats=True,
+    ),
     'cross_shard_sum': Row(
         lambda inner, n: optax.chain(cross_shard_sum(AXIS), inner),
         per_shard=True,

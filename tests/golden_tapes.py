@@ -3,14 +3,37 @@
 import json
 import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms._src.tf1 import ftrl
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
+
+# The loss of one shard, tower or worker, a term for each variable.
+TERMS = {
+    'linear': lambda variable, grad: jnp.sum(variable * grad),
+    'half_squared_error': lambda v, target: 0.5 * jnp.sum((v - target) ** 2),
+    'sparse_rows': lambda e, rows: jnp.sum(e[rows['ids']] * rows['grads']),
+}
+
+
+def named(ids, always=None):
+  """Gives a test each tape, and the fast tests those with these numbers."""
+  if always is None:
+    return cases.parameters(*ids)
+  numbers = {f'{number:03}' for number in always}
+  return cases.parameters(*ids, always=lambda i: i.split('-')[2] in numbers)
+
+
+def assert_close(actual, expected):
+  chex.assert_trees_all_close(
+      actual, expected, rtol=1e-5, atol=1e-6, strict=True
+  )
 
 
 def read(pattern):

@@ -59,13 +59,6 @@ KNOWN_FIELDS = {
     },
 }
 
-# The loss of one shard, tower or worker, a term for each variable.
-TERMS = {
-    'linear': lambda variable, grad: jnp.sum(variable * grad),
-    'half_squared_error': lambda v, target: 0.5 * jnp.sum((v - target) ** 2),
-    'sparse_rows': lambda e, rows: jnp.sum(e[rows['ids']] * rows['grads']),
-}
-
 
 def replayed(pattern):
   return {
@@ -96,20 +89,6 @@ DENSE_TOWERS = with_dense_gradients('tower_*.json')
 DROP_STALE = replayed('drop_stale_*.json')
 
 
-def named(ids, always=None):
-  """Gives a test each tape, and the fast tests those with these numbers."""
-  if always is None:
-    return cases.parameters(*ids)
-  numbers = {f'{number:03}' for number in always}
-  return cases.parameters(*ids, always=lambda i: i.split('-')[2] in numbers)
-
-
-def assert_close(actual, expected):
-  chex.assert_trees_all_close(
-      actual, expected, rtol=1e-5, atol=1e-6, strict=True
-  )
-
-
 def inputs(tape, step, i):
   """Returns what the loss of shard or tower `i` depends on, by variable."""
   if tape['loss'] == 'sparse_rows':
@@ -128,7 +107,9 @@ def gradient(kind, value_and_grad, params, data):
   """Returns a gradient with `None` for variables that the loss is free of."""
 
   def loss(used, data):
-    return sum(TERMS[kind](used[name], data[name]) for name in data)
+    return sum(
+        golden_tapes.TERMS[kind](used[name], data[name]) for name in data
+    )
 
   _, grads = value_and_grad(loss)({n: params[n] for n in data}, data)
   return dict.fromkeys(params) | grads
@@ -224,7 +205,7 @@ def sum_of_contributions(tape, step, group):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @named(CROSS_SHARD, always=(*range(9), 12, 14, 23, 44, 50))
+  @golden_tapes.named(CROSS_SHARD, always=(*range(9), 12, 14, 23, 44, 50))
   def test_replays(self, case):
     tape = CROSS_SHARD[case]
     n, groups = tape['num_shards'], tape['groups']
@@ -249,7 +230,7 @@ class CrossShardTest(parameterized.TestCase):
       for group, of_group in zip(groups, expected, strict=True):
         shards = [of_shard(i, (params, state)) for i in group]
         params_of_first, state_of_first = shards[0]
-        assert_close(
+        golden_tapes.assert_close(
             golden_tapes.observed(tape, params_of_first, [state_of_first]),
             golden_tapes.recorded(tape, of_group),
         )
@@ -263,7 +244,7 @@ class CrossShardTest(parameterized.TestCase):
       check(recorded['after'])
       for group in groups if 'contributions' in recorded else []:
         reduced_of_group = of_shard(group[0], reduced)
-        assert_close(
+        golden_tapes.assert_close(
             {k: x for k, x in reduced_of_group.items() if x is not None},
             sum_of_contributions(tape, recorded, group),
         )
@@ -341,7 +322,7 @@ class TowerTest(parameterized.TestCase):
 
   def check(self, tape, params, state, expected):
     states = optimizer_states(tape, state)
-    assert_close(
+    golden_tapes.assert_close(
         golden_tapes.observed(tape, params, states),
         golden_tapes.recorded(tape, expected),
     )
@@ -358,7 +339,7 @@ class TowerTest(parameterized.TestCase):
       (after,) = recorded['after']
       self.check(tape, params, state, after)
 
-  @named(TOWERS | DENSE_TOWERS)
+  @golden_tapes.named(TOWERS | DENSE_TOWERS)
   @pytest.mark.slow_after(20)
   def test_replays_towers_in_turn(self, case):
     tape = (TOWERS | DENSE_TOWERS)[case]
@@ -383,7 +364,7 @@ class TowerTest(parameterized.TestCase):
 
     self.replay(tape, tx, run_step)
 
-  @named(TOWERS | DENSE_TOWERS, always=(*range(5), 23, 47, 48, 53))
+  @golden_tapes.named(TOWERS | DENSE_TOWERS, always=(*range(5), 23, 47, 48, 53))
   def test_replays_stacked_towers(self, case):
     tape = (TOWERS | DENSE_TOWERS)[case]
     reduction, prepare = tower_reduction(tape)
@@ -416,7 +397,7 @@ class TowerTest(parameterized.TestCase):
 
 class DropStaleTest(parameterized.TestCase):
 
-  @named(DROP_STALE)
+  @golden_tapes.named(DROP_STALE)
   def test_replays(self, case):
     tape = DROP_STALE[case]
     tx = shard_transforms.drop_stale(tape['staleness'], inner_optimizer(tape))
@@ -430,7 +411,7 @@ class DropStaleTest(parameterized.TestCase):
       return apply(params, updates), state
 
     def check(expected):
-      assert_close(
+      golden_tapes.assert_close(
           golden_tapes.observed(tape, params, [state]),
           golden_tapes.recorded(tape, expected),
       )
@@ -450,7 +431,7 @@ class DropStaleTest(parameterized.TestCase):
           held[event['worker']] = grads, state.global_step
 
           self.assertEqual(state.global_step, event['local_step'])
-          assert_close(
+          golden_tapes.assert_close(
               {name: grads[name] for name in data},
               golden_tapes.arrays(tape, event['grads']),
           )

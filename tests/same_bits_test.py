@@ -14,6 +14,7 @@ import optax
 import cases
 import modes
 import shard_transforms
+from shard_transforms import monitoring
 
 NUM_TOWERS = 16
 NUM_SHARDS = (2, 4, 8)
@@ -125,7 +126,9 @@ def _train(tx, params, x, weight, is_stacked=False):
 
 
 @functools.cache
-def _digest(mode, num_shards, way, weighted=False, order='tree', bad=()):
+def _digest(
+    mode, num_shards, way, weighted=False, order='tree', bad=(), swap=()
+):
   """Returns the SHA-256 of parameters that are trained on so many shards."""
   num_towers = NUM_TOWERS // num_shards
   tx = WAYS[way](num_towers, order)
@@ -177,6 +180,30 @@ class SameBitsTest(parameterized.TestCase):
 
     self.assertLen(digests, 1)
     self.assertNotIn(_digest(mode, 8, 'guarded'), digests)
+
+  @cases.parameters(([0, 1], True), ([1, 2], False))
+  def test_one_addition_in_another_order_gives_other_bits(self, swap, is_same):
+    # A pair has the same sum in both orders; its neighbours do not.
+    x = X.copy()
+    x[swap] = x[swap[::-1]]
+
+    digests = {monitoring.digest(_update(_mean(), x=x)) for x in (X, x)}
+
+    self.assertEqual(len(digests) == 1, is_same)
+
+  @cases.parameters(*NUM_SHARDS)
+  def test_sends_the_bytes_of_a_ring_all_reduce(self, num_shards):
+    x = X.reshape(NUM_TOWERS, 15)[:, :8].repeat(100, axis=1)
+
+    def bytes_of(order):
+      tx = _mean(order)
+      return monitoring.wire_report(
+          lambda x: tx.update(x, tx.init(x))[0],
+          x[0],
+          axis_sizes={modes.AXIS: num_shards},
+      ).total_bytes
+
+    self.assertEqual(bytes_of('tree'), bytes_of(None))
 
   def test_the_usual_order_gives_other_bits(self):
     digests = {
@@ -331,6 +358,19 @@ class SameBitsTest(parameterized.TestCase):
     row = functools.reduce(np.add, x)
 
     self.assertLess(np.abs(tree - exact).mean(), np.abs(row - exact).mean())
+
+  def test_shards_are_closer_to_the_exact_sum_than_by_psum(self):
+    x = np.random.default_rng(3).uniform(size=(8, 10_000)).astype(np.float32)
+    exact = x.astype(np.float64).sum(0)
+
+    def error(order):
+      tx = shard_transforms.cross_shard_sum(modes.AXIS, order=order)
+      total = modes.map_shards(
+          'shard_map', lambda _, x: tx.update(x, tx.init(x))[0]
+      )({}, x)
+      return np.abs(total[0] - exact).mean()
+
+    self.assertLess(error('tree'), error(None))
 
 
 def _step_on(num_shards, x):
@@ -540,6 +580,21 @@ class RefusalTest(parameterized.TestCase):
           state_of=inner if make is not _collected else None,
           x=X.reshape(8, 2, 3, 5),
       )
+
+  @cases.parameters(_collected, shard_transforms.reduce_towers)
+  def test_refuses_links_in_front_of_the_reduction(self, make):
+    clip = shard_transforms.clip_by_global_norm(0.1)
+    for inner in (
+        optax.chain(clip, _reduce_and_apply()),
+        optax.chain(optax.chain(optax.chain(clip, _mean())), ADAM),
+    ):
+      tx = make(2, inner, order='tree')
+      with self.assertRaisesRegex(ValueError, 'must begin with its reduction'):
+        _update(
+            tx,
+            state_of=inner if make is not _collected else None,
+            x=X.reshape(8, 2, 3, 5),
+        )
 
   def test_takes_a_reduction_of_each_mask(self):
     masks = [True, False], [False, True]

@@ -6,7 +6,6 @@ from shard_transforms.facade.clipping import clip_by_value
 from shard_transforms.facade.clipping import clip_gradient_norms
 from shard_transforms.facade.clipping import clip_gradients_by_norm
 from shard_transforms.facade.clipping import global_norm
-from shard_transforms.facade.collectives import cross_replica_sum
 from shard_transforms.facade.constants import AggregationMethod
 from shard_transforms.facade.constants import ModeKeys
 from shard_transforms.facade.constants import Reduction
@@ -21,6 +20,7 @@ from shard_transforms.facade.control_flow import control_dependencies
 from shard_transforms.facade.control_flow import group
 from shard_transforms.facade.control_flow import no_op
 from shard_transforms.facade.cross_shard import CrossShardOptimizer
+from shard_transforms.facade.cross_shard import cross_replica_sum
 from shard_transforms.facade.decays import cosine_decay
 from shard_transforms.facade.decays import cosine_decay_restarts
 from shard_transforms.facade.decays import exponential_decay

@@ -12,6 +12,7 @@ import optax
 
 from shard_transforms.facade import optimizer as optimizer_lib
 from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
@@ -178,7 +179,7 @@ def clip_gradient_norms(
   ]
 
 
-class _ClippedOptimizer(optimizer_lib.Wrapper):
+class _ClippedOptimizer(wrapper.Wrapper):
   """An optimizer that clips by the global norm before it applies."""
 
   def __init__(self, opt, clip_norm):
@@ -222,7 +223,7 @@ def clip_gradients_by_norm(
   References:
     `tf.contrib.estimator.clip_gradients_by_norm` of TensorFlow 1.15.
   """
-  opt = optimizer_lib.check_optimizer('optimizer', optimizer, True)
+  opt = wrapper.check_optimizer('optimizer', optimizer, True)
   return _ClippedOptimizer(opt, clip_norm)
 
 

@@ -86,6 +86,17 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
+def _replaced(field, value):
+  """Replaces a field of this thread's contexts, inside `with`."""
+  before = getattr(_thread, field)
+  setattr(_thread, field, value)
+  try:
+    yield
+  finally:
+    setattr(_thread, field, before)
+
+
+@contextlib.contextmanager
 def shard_context(
     num_shards: int, axis_name: Hashable = SHARD_AXIS
 ) -> Iterator[Shards]:
@@ -122,15 +133,14 @@ def shard_context(
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   if _thread.shards is not None:
     raise NotImplementedError('`shard_context` cannot be nested.')
-  _thread.shards = around = Shards(num_shards, axis_name)
-  try:
+  around = Shards(num_shards, axis_name)
+  with _replaced('shards', around):
     yield around
-  finally:
-    _thread.shards = None
 
 
-@contextlib.contextmanager
-def tower_context(towers: Towers) -> Iterator[None]:
+def tower_context(
+    towers: Towers,
+) -> contextlib.AbstractContextManager[None]:
   """Tells optimizers in the calling thread which tower they run in.
 
   Raises:
@@ -138,11 +148,7 @@ def tower_context(towers: Towers) -> Iterator[None]:
   """
   if _thread.towers is not None:
     raise NotImplementedError('`replicate_model_fn` cannot be nested.')
-  _thread.towers = towers
-  try:
-    yield
-  finally:
-    _thread.towers = None
+  return _replaced('towers', towers)
 
 
 def shards() -> Shards | None:
@@ -168,28 +174,22 @@ def mapped_axes() -> tuple[Hashable, ...]:
   return tuple(axis for axis in axes if axes_lib.is_bound(axis))
 
 
-@contextlib.contextmanager
-def call_of(template: Template | None) -> Iterator[None]:
+def call_of(
+    template: Template | None,
+) -> contextlib.AbstractContextManager[None]:
   """Takes objects from a template, starting with the first of each kind.
 
   Without a template, no object that must be reused may be created.
   """
-  _thread.calls.append((template, collections.Counter()))
-  try:
-    yield
-  finally:
-    _thread.calls.pop()
+  calls = [*_thread.calls, (template, collections.Counter())]
+  return _replaced('calls', calls)
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
   """Lets objects that are created inside belong to no call."""
-  calls, _thread.calls = _thread.calls, []
-  try:
-    with scopes_are():
-      yield
-  finally:
-    _thread.calls = calls
+  with _replaced('calls', []), _replaced('scopes', ()):
+    yield
 
 
 def scopes() -> tuple[Any, ...]:
@@ -197,14 +197,9 @@ def scopes() -> tuple[Any, ...]:
   return _thread.scopes
 
 
-@contextlib.contextmanager
-def scopes_are(*scopes: Any) -> Iterator[None]:
+def scopes_are(*scopes: Any) -> contextlib.AbstractContextManager[None]:
   """Replaces the scopes of names, inside `with`."""
-  before, _thread.scopes = _thread.scopes, scopes
-  try:
-    yield
-  finally:
-    _thread.scopes = before
+  return _replaced('scopes', scopes)
 
 
 def is_repeated() -> bool:

@@ -1,10 +1,11 @@
-"""`CrossShardOptimizer`: one update from the gradients of all shards."""
+"""Sums over shards: of gradients, for one update, and of any array."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -18,11 +19,12 @@ from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
 
-class CrossShardOptimizer(optimizer.Wrapper):
+class CrossShardOptimizer(wrapper.Wrapper):
   """Averages gradients over shards, and applies them with another optimizer.
 
   With `MEAN`, `compute_gradients` divides the loss by the number of shards, or
@@ -81,7 +83,7 @@ class CrossShardOptimizer(optimizer.Wrapper):
           f'Unsupported reduction: {reduction!r}. `reduction` must be one of'
           f' {kinds}.'
       )
-    super().__init__(optimizer.check_optimizer('opt', opt), False, name)
+    super().__init__(wrapper.check_optimizer('opt', opt), False, name)
     self._reduction = reduction
     self._group_assignment = group_assignment
 
@@ -122,6 +124,57 @@ class CrossShardOptimizer(optimizer.Wrapper):
     return shards, _as_groups(self._group_assignment, shards.num_shards)
 
 
+def cross_replica_sum(
+    x: npt.ArrayLike,
+    group_assignment: Sequence[Sequence[int]] | np.ndarray | None = None,
+    name: str | None = None,
+) -> jax.Array:
+  """Returns the sum of an array over the shards around the caller.
+
+  Use it for the statistics of a batch that lies on all shards; divide by the
+  number of shards for their mean. For gradients, use `CrossShardOptimizer`.
+
+  Args:
+    x: An array of floating-point numbers.
+    group_assignment: Lists of shards that sum among themselves, a partition;
+      all together if `None`.
+    name: Ignored.
+
+  Returns:
+    The sum, of the shape of `x`.
+
+  Raises:
+    TypeError: If `x` holds no floating-point numbers.
+    ValueError: Outside of a computation that `shard` runs, or if the groups are
+      no partition.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.shard(facade.cross_replica_sum, [[1.0, 2.0]]))
+    [Array([1., 2.], dtype=float32)]
+
+  References:
+    `tf.contrib.tpu.cross_replica_sum` of TensorFlow 1.15.
+  """
+  del name
+  shards = contexts.shards()
+  if shards is None:
+    raise ValueError(
+        '`cross_replica_sum` must be used inside a shard context, got none.'
+        ' Call it in a computation that `facade.shard` runs.'
+    )
+  array = jnp.asarray(x)
+  if shards.num_shards == 1:
+    return array
+  groups = group_assignment
+  if groups is not None:
+    groups = [list(map(int, group)) for group in groups]
+  tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups or None)
+  array = axes_lib.to_varying(array, [shards.axis_name])
+  summed, _ = tx.update(array, tx.init(array))
+  return jnp.asarray(summed)
+
+
 def _sum(pairs, shards, groups):
   """Returns the sum over the shards, of each group if there are several."""
   if not axes_lib.is_bound(shards.axis_name):
@@ -137,9 +190,8 @@ def _sum(pairs, shards, groups):
         f' shards of its `shard_context`, got {size}.'
     )
   tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups)
-  return differentiation.map_gradients(
-      pairs, lambda grads: tx.update(grads, optax.EmptyState())[0]
-  )
+  summed, _ = tx.update(differentiation.by_name(pairs), optax.EmptyState())
+  return differentiation.of_variables(summed, pairs)
 
 
 def _as_groups(group_assignment, num_shards):

@@ -42,10 +42,9 @@ def compute_gradients(
     TypeError: If `loss` is no function, its result no real array, or
       `grad_loss` no real array.
     ValueError: If there are no variables, one is none or of an integer type,
-      `loss`
-      takes another number of arguments or is already reduced over the shards,
-      `grad_loss` is of another shape, or the loss makes new variables each
-      time.
+      `loss` takes another number of arguments or is already reduced over the
+      shards, `grad_loss` is of another shape, or the loss makes new variables
+      each time.
   """
   _check_function(loss)
   chosen = None if var_list is None else check_variables(var_list)
@@ -60,20 +59,15 @@ def compute_gradients(
     if chosen is not None or found == lookup.trainable_variables():
       check_variables(found)
       frames.commit(written, assigned)
-      _note_for_tower(written, assigned)
+      towers = contexts.towers()
+      if towers is not None:  # What the loss assigns counts for each tower.
+        values = zip(written, assigned, strict=True)
+        towers.assigned |= {v: x for v, x in values if isinstance(v, Variable)}
       return list(zip(grads, found, strict=True))
   raise ValueError(
       '`loss` must not make other variables each time, as `facade.Variable`'
       ' does. Use `facade.get_variable`, or make them outside.'
   )
-
-
-def _note_for_tower(written, assigned):
-  """Notes that assignments of the loss count for each tower."""
-  towers = contexts.towers()
-  if towers is not None:
-    pairs = zip(written, assigned, strict=True)
-    towers.assigned |= {v: x for v, x in pairs if isinstance(v, Variable)}
 
 
 def gradients(
@@ -145,7 +139,8 @@ def gradients(
   calls, outputs = [], []
   for loss, weight in zip(losses, weights, strict=True):
     run = functools.partial(compute_gradients, var_list=found, grad_loss=weight)
-    pairs, out = with_loss(run, loss, has_aux) if returns else (run(loss), None)
+    result = with_loss(run, loss, return_loss, has_aux)
+    pairs, out = result if returns else (result, None)
     calls.append([grad for grad, _ in pairs])
     outputs.append(out)
   grads = [_add(of_variable) for of_variable in zip(*calls, strict=True)]
@@ -185,19 +180,23 @@ def scaled(
 def with_loss(
     compute: Callable[[Callable[..., Any]], Any],
     loss: Callable[..., Any],
+    return_loss: bool,
     has_aux: bool,
-) -> tuple[Any, Any]:
+) -> Any:
   """Returns what `compute` returns for a loss, and what the loss returned.
 
   Args:
     compute: Takes a loss without other results, and differentiates it.
     loss: The loss.
+    return_loss: Whether to return what it returned; so does `has_aux`.
     has_aux: Whether it returns a pair of the loss and a tree of arrays.
 
   Raises:
     TypeError: If `loss` is no function, or returns no pair with `has_aux`.
     ValueError: If `compute` did not evaluate it.
   """
+  if not (return_loss or has_aux):
+    return compute(loss)
   _check_function(loss)
   returned = frames.Output('of what the loss returned')
 
@@ -250,10 +249,8 @@ def _differentiate(loss, found, grad_loss, arity):
   else:
     value_and_grad = jax.value_and_grad(differentiated, has_aux=True)
   (_, (read, assigned)), grads = value_and_grad([v.value() for v in found])
-  grads = [
-      g if is_read else None for g, is_read in zip(grads, read, strict=True)
-  ]
-  return grads, written, assigned
+  pairs = zip(grads, read, strict=True)
+  return [g if used else None for g, used in pairs], written, assigned
 
 
 def _arity(loss, num_variables):
@@ -268,14 +265,12 @@ def _arity(loss, num_variables):
       return arity
     except TypeError:
       pass
-  if num_variables is None:
-    raise ValueError(
-        '`loss` must be a function of no arguments where `var_list` is not'
-        f' given, got one of {signature}.'
-    )
+  wanted = ' where `var_list` is not given'
+  if num_variables is not None:
+    wanted = f' or of {num_variables}, the length of `var_list`'
   raise ValueError(
-      f'`loss` must be a function of no arguments or of {num_variables}, the'
-      f' length of `var_list`, got one of {signature}.'
+      f'`loss` must be a function of no arguments{wanted}, got one of'
+      f' {signature}.'
   )
 
 
@@ -359,18 +354,14 @@ def check_any_gradient(pairs: Pairs, advice: str = '') -> None:
     )
 
 
-def map_gradients(
-    pairs: Pairs,
-    function: Callable[[dict[str, jax.Array]], Any],
-) -> Pairs:
-  """Returns the pairs of other gradients; `None` stays.
+def by_name(pairs: Pairs) -> dict[str, jax.Array]:
+  """Returns the gradients that are not `None`, by variable."""
+  return {v.op.name: grad for grad, v in pairs if grad is not None}
 
-  Args:
-    pairs: The pairs.
-    function: Takes gradients by the name of their variable, and returns such.
-  """
-  found = function({v.op.name: grad for grad, v in pairs if grad is not None})
-  return [(found.get(v.op.name), v) for _, v in pairs]
+
+def of_variables(grads: Any, pairs: Pairs) -> Pairs:
+  """Returns pairs with other gradients, by variable; `None` without one."""
+  return [(grads.get(v.op.name), v) for _, v in pairs]
 
 
 def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
@@ -378,13 +369,13 @@ def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
 
   A call whose loss does not read a variable contributes zero.
   """
-  by_name = [{v.op.name: grad for grad, v in call} for call in calls]
+  given = [by_name(call) for call in calls]
   stacked = {}
-  for name in by_name[0]:
-    grads = [of_call.get(name) for of_call in by_name]
+  for _, variable in calls[0]:
+    grads = [of_call.get(variable.op.name) for of_call in given]
     present = [grad for grad in grads if grad is not None]
     if present:
-      stacked[name] = jnp.stack(
+      stacked[variable.op.name] = jnp.stack(
           [jnp.zeros_like(present[0]) if g is None else g for g in grads]
       )
   return stacked

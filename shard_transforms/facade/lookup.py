@@ -221,9 +221,7 @@ def trainable_variables(scope: str | None = None) -> list[Variable]:
   return graph.get_collection(_KEYS.TRAINABLE_VARIABLES, scope)
 
 
-def get_global_step(
-    graph: graph_lib.Graph | None = None,
-) -> Variable | None:
+def get_global_step(graph: graph_lib.Graph | None = None) -> Variable | None:
   """Returns the global step of a graph, or `None` without one.
 
   It is that of the collection `GLOBAL_STEP`, else the variable `global_step`.
@@ -306,9 +304,7 @@ def get_or_create_global_step(
     return step
 
 
-def get_values(
-    variables: Iterable[Variable],
-) -> dict[str, jax.Array]:
+def get_values(variables: Iterable[Variable]) -> dict[str, jax.Array]:
   """Returns the arrays of variables by name, for a checkpoint.
 
   Args:

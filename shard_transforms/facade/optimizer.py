@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy.typing as npt
 
 from shard_transforms.facade import contexts
@@ -23,7 +22,7 @@ Variable = variables_lib.Variable
 _UPDATES = '_apply_dense', '_resource_apply_dense'
 
 
-class Optimizer:
+class Optimizer(slots_lib.SlotMaker):
   """The base class of all optimizers, to be overridden as in TensorFlow 1.
 
   `minimize` calls `compute_gradients` and `apply_gradients`, and the latter
@@ -139,33 +138,24 @@ class Optimizer:
       TypeError: As they do.
       ValueError: As they do; and if the loss reads none of the variables.
     """
-    if return_loss or has_aux:
-      run = functools.partial(
-          Optimizer.minimize,
-          self,
-          global_step=global_step,
+
+    def run(loss):
+      computed = self.compute_gradients(
+          loss,
           var_list=var_list,
           gate_gradients=gate_gradients,
           aggregation_method=aggregation_method,
           colocate_gradients_with_ops=colocate_gradients_with_ops,
-          name=name,
           grad_loss=grad_loss,
       )
-      return differentiation.with_loss(run, loss, has_aux)
-    grads_and_vars = self.compute_gradients(
-        loss,
-        var_list=var_list,
-        gate_gradients=gate_gradients,
-        aggregation_method=aggregation_method,
-        colocate_gradients_with_ops=colocate_gradients_with_ops,
-        grad_loss=grad_loss,
-    )
-    pairs = list(grads_and_vars)
-    differentiation.check_any_gradient(
-        pairs, ' The loss must read one of them.'
-    )
-    with frames.transaction():
-      return self.apply_gradients(pairs, global_step=global_step, name=name)
+      pairs = list(computed)
+      differentiation.check_any_gradient(
+          pairs, ' The loss must read one of them.'
+      )
+      with frames.transaction():
+        return self.apply_gradients(pairs, global_step=global_step, name=name)
+
+    return differentiation.with_loss(run, loss, return_loss, has_aux)
 
   def compute_gradients(
       self,
@@ -220,9 +210,7 @@ class Optimizer:
         var_list=var_list,
         grad_loss=grad_loss,
     )
-    if return_loss or has_aux:
-      return differentiation.with_loss(run, loss, has_aux)
-    return run(loss)
+    return differentiation.with_loss(run, loss, return_loss, has_aux)
 
   def apply_gradients(
       self,
@@ -323,49 +311,6 @@ class Optimizer:
     """Returns a hyperparameter, or the result if it is a function."""
     return param() if callable(param) else param
 
-  def _get_or_make_slot(
-      self, var: Variable, val: npt.ArrayLike, slot_name: str, op_name: str
-  ) -> Variable:
-    """Returns a slot; makes it with an initial value if needed."""
-    return self.slots.get_or_make(var, slot_name, op_name, lambda: val)
-
-  def _get_or_make_slot_with_initializer(
-      self,
-      var: Variable,
-      initializer: Callable[..., npt.ArrayLike],
-      shape: Iterable[int],
-      dtype: jax.typing.DTypeLike,
-      slot_name: str,
-      op_name: str,
-  ) -> Variable:
-    """Returns a slot; makes it by a function of shape and dtype if needed."""
-    return self.slots.get_or_make(
-        var, slot_name, op_name, lambda: initializer(tuple(shape), dtype)
-    )
-
-  def _zeros_slot(
-      self, var: Variable, slot_name: str, op_name: str
-  ) -> Variable:
-    """Returns a slot; makes it with zeros if needed."""
-    return self.slots.get_or_make(
-        var, slot_name, op_name, lambda: jnp.zeros(var.shape, var.dtype)
-    )
-
-  def _create_non_slot_variable(
-      self, initial_value: npt.ArrayLike, name: str, colocate_with: Variable
-  ) -> Variable:
-    """Returns a variable for all variables; makes it if needed."""
-    return self.slots.get_or_make(
-        None, name, name, lambda: initial_value, colocate_with.graph
-    )
-
-  def _get_non_slot_variable(
-      self, name: str, graph: Any = None
-  ) -> Variable | None:
-    """Returns that variable, `None` if there is none."""
-    del graph
-    return self.slots.get(None, name)
-
   # The rest is not part of the protocol.
 
   def _new_slots(self) -> slots_lib.Slots:
@@ -393,113 +338,6 @@ class Optimizer:
     if not self._use_locking:
       return contextlib.nullcontext()
     return frames.held(variables[0].graph.update_lock)
-
-
-class Wrapper(Optimizer):
-  """An optimizer that calls the public methods of another one.
-
-  It has locking if itself or the other was given it.
-
-  Raises:
-    TypeError: If the other is no optimizer.
-  """
-
-  # What multiplies the loss.
-  _loss_scale: Any = 1.0
-
-  def __init__(self, opt: Optimizer, use_locking: bool, name: str):
-    self._wrapped = opt
-    super().__init__(use_locking or opt._use_locking, name)
-
-  @property
-  def _opt(self) -> Any:
-    """The wrapped optimizer."""
-    return self._wrapped
-
-  def _new_slots(self):
-    return getattr(self._wrapped, 'slots', None) or super()._new_slots()
-
-  def compute_gradients(
-      self,
-      loss: Callable[..., Any],
-      var_list: Variable | Iterable[Variable] | None = None,
-      *args: Any,
-      return_loss: bool = False,
-      has_aux: bool = False,
-      **kwargs: Any,
-  ) -> Any:
-    """Calls that of the wrapped optimizer, for the scaled loss."""
-
-    def run(loss):
-      scaled = differentiation.scaled(loss, self._loss_scale)
-      return self._opt.compute_gradients(scaled, var_list, *args, **kwargs)
-
-    if return_loss or has_aux:
-      return differentiation.with_loss(run, loss, has_aux)
-    return run(loss)
-
-  def apply_gradients(
-      self,
-      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
-      global_step: Variable | None = None,
-      name: str | None = None,
-  ) -> Any:
-    """Calls that of the wrapped optimizer."""
-    return self._opt.apply_gradients(
-        grads_and_vars, global_step=global_step, name=name
-    )
-
-  def get_slot(self, var: Variable, name: str) -> Variable | None:
-    """Returns the wrapped optimizer's slot of a name, `None` without one."""
-    return self._opt.get_slot(var, name)
-
-  def get_slot_names(self) -> list[str]:
-    """Returns the names of the wrapped optimizer's slots, sorted."""
-    return self._opt.get_slot_names()
-
-  def variables(self) -> list[Variable]:
-    """Returns all variables that hold state, by name."""
-    return self._opt.variables()
-
-
-def check_optimizer(
-    name: str, opt: object, may_gather: bool = False
-) -> Optimizer:
-  """Returns `opt` if it is an optimizer of the façade.
-
-  Args:
-    name: The name of the argument.
-    opt: The optimizer.
-    may_gather: Whether it may gather the gradients of several calls.
-
-  Raises:
-    TypeError: If it is not, or gathers gradients where it must not.
-  """
-  if not isinstance(opt, Optimizer):
-    raise TypeError(
-        f'`{name}` must be an optimizer of the façade, got {opt!r}. Wrap a'
-        ' transformation of Optax in `facade.OptaxOptimizer`.'
-    )
-  if opt._gathers and not may_gather:
-    raise TypeError(
-        f'`{name}` must not gather gradients of several calls itself, got a'
-        f' {type(opt).__name__}. Put that one outside.'
-    )
-  return opt
-
-
-def check_decided(opt: Optimizer) -> None:
-  """Checks that an optimizer that gathers gradients may do so here.
-
-  Raises:
-    ValueError: If it is inside one that may drop what it writes.
-  """
-  if frames.is_undecided():
-    raise ValueError(
-        f'{type(opt).__name__} must not be inside an optimizer or a branch that'
-        ' may drop the update, such as a `DropStaleGradientOptimizer`. Put it'
-        ' outside.'
-    )
 
 
 def _check_wrapped():

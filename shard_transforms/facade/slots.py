@@ -1,6 +1,7 @@
 """Slots: the state of an optimizer, such as an Optax state, as variables."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import threading
@@ -220,6 +221,58 @@ class Slots:
       number += 1
       slot = f'{leaf.slot}_{number}'
     self._slots[of, slot] = made
+
+
+class SlotMaker:
+  """The methods by which a subclass of an optimizer makes its slots."""
+
+  @property
+  def slots(self) -> Slots:
+    """The variables that hold its state."""
+    raise NotImplementedError
+
+  def _get_or_make_slot(
+      self, var: Variable, val: npt.ArrayLike, slot_name: str, op_name: str
+  ) -> Variable:
+    """Returns a slot; makes it with an initial value if needed."""
+    return self.slots.get_or_make(var, slot_name, op_name, lambda: val)
+
+  def _get_or_make_slot_with_initializer(
+      self,
+      var: Variable,
+      initializer: Callable[..., npt.ArrayLike],
+      shape: Iterable[int],
+      dtype: jax.typing.DTypeLike,
+      slot_name: str,
+      op_name: str,
+  ) -> Variable:
+    """Returns a slot; makes it by a function of shape and dtype if needed."""
+    return self.slots.get_or_make(
+        var, slot_name, op_name, lambda: initializer(tuple(shape), dtype)
+    )
+
+  def _zeros_slot(
+      self, var: Variable, slot_name: str, op_name: str
+  ) -> Variable:
+    """Returns a slot; makes it with zeros if needed."""
+    return self.slots.get_or_make(
+        var, slot_name, op_name, lambda: jnp.zeros(var.shape, var.dtype)
+    )
+
+  def _create_non_slot_variable(
+      self, initial_value: npt.ArrayLike, name: str, colocate_with: Variable
+  ) -> Variable:
+    """Returns a variable for all variables; makes it if needed."""
+    return self.slots.get_or_make(
+        None, name, name, lambda: initial_value, colocate_with.graph
+    )
+
+  def _get_non_slot_variable(
+      self, name: str, graph: Any = None
+  ) -> Variable | None:
+    """Returns that variable, `None` if there is none."""
+    del graph
+    return self.slots.get(None, name)
 
 
 def _check_one_value(name, is_per_shard):

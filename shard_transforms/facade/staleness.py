@@ -19,6 +19,7 @@ from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
@@ -69,7 +70,7 @@ class LocalStep(Variable):
     self.assign(jnp.stack([jnp.asarray(step, jnp.int32), 0]))
 
 
-class DropStaleGradientOptimizer(optimizer.Wrapper):
+class DropStaleGradientOptimizer(wrapper.Wrapper):
   """Drops gradients that were computed too many steps ago.
 
   `compute_gradients` records the global step before it evaluates the loss.
@@ -121,7 +122,7 @@ class DropStaleGradientOptimizer(optimizer.Wrapper):
       use_locking: bool = False,
       name: str = 'DropStaleGradient',
   ):
-    super().__init__(optimizer.check_optimizer('opt', opt), use_locking, name)
+    super().__init__(wrapper.check_optimizer('opt', opt), use_locking, name)
     self._staleness = arguments.as_int('staleness', staleness)
     self._local_step = contexts.persistent('local_step', LocalStep)
 

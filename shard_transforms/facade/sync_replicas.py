@@ -18,6 +18,7 @@ from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import staleness
 from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
@@ -29,7 +30,7 @@ class Averages(Protocol):
     """Updates it by the current values."""
 
 
-class SyncReplicasOptimizer(optimizer.Wrapper):
+class SyncReplicasOptimizer(wrapper.Wrapper):
   """Averages the first gradients of a step, whichever workers they come from.
 
   Workers are threads that share one object of this class. A worker's
@@ -102,7 +103,7 @@ class SyncReplicasOptimizer(optimizer.Wrapper):
       use_locking: bool = False,
       name: str = 'sync_replicas',
   ):
-    opt = optimizer.check_optimizer('opt', opt, may_gather=True)
+    opt = wrapper.check_optimizer('opt', opt, may_gather=True)
     super().__init__(opt, use_locking, name)
     if opt._gathers:
       raise ValueError(
@@ -149,7 +150,7 @@ class SyncReplicasOptimizer(optimizer.Wrapper):
   ) -> Any:
     """Hands gradients in, and waits for the end of the step."""
     del name
-    optimizer.check_decided(self)
+    wrapper.check_decided(self)
     lookup.check_step(global_step)
     pairs = differentiation.check_pairs(grads_and_vars)
     if global_step is None:
@@ -215,7 +216,7 @@ class SyncReplicasOptimizer(optimizer.Wrapper):
   def _apply_mean(self, calls, global_step):
     tx = shard_transforms.reduce_towers(len(calls))
     mean: Any = tx.update(differentiation.stack(calls), optax.EmptyState())[0]
-    pairs = [(mean.get(v.op.name), v) for _, v in calls[0]]
+    pairs = differentiation.of_variables(mean, calls[0])
     step = super().apply_gradients(pairs, global_step)
     if self._averages is not None and self._to_average is not None:
       self._averages.apply(self._to_average)

@@ -8,6 +8,7 @@ other name raises an `AttributeError`. The porting page tells what differs.
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -157,24 +158,39 @@ def _mean_squared_error(labels, predictions):
   return loss
 
 
-_X = {'x': 0, 'name': None}
-_FEATURES = {'features': 0, 'name': None}
-_XY = {'x': 0, 'y': 1, 'name': None}
-_REDUCED = {
-    'input_tensor': 0,
-    'axis': 'axis',
-    'keepdims': 'keepdims',
-    'name': None,
-    'reduction_indices': 'axis',
+# What parameters of TensorFlow are here, if not positions. (`None`: no effect.)
+_MEANINGS: dict[str, Any] = {
+    **{name: name for name in ('axis', 'dtype', 'keepdims')},
+    **{name: None for name in ('name', 'seed', 'shift')},
+    'dim': 'axis',
+    'dimension': 'axis',
     'keep_dims': 'keepdims',
+    'reduction_indices': 'axis',
+    'squeeze_dims': 'axis',
 }
-_INPUT = {'input': 0, 'name': None}
-_LIKE = {'tensor': 0, 'dtype': 'dtype', 'name': None}
-_SHAPED = {'shape': 0, 'dtype': 'dtype', 'name': None}
-_ARG = {'input': 0, 'axis': 'axis', 'name': None, 'dimension': 'axis'}
-_LOGITS = {'logits': 0, 'axis': 'axis', 'name': None, 'dim': 'axis'}
-_ENTROPY = {'_sentinel': ..., 'labels': 1, 'logits': 0, 'name': None}
-_NORMAL = {'mean': ..., 'stddev': 'stddev', 'seed': None, 'dtype': 'dtype'}
+
+
+def _parameters(signature):
+  """Returns the parameters of a signature, for `_renamed`.
+
+  Args:
+    signature: The parameters of TensorFlow in their order, such as
+      `'a perm=axes name'`: one that stands alone is as in `_MEANINGS`, or else
+      the next position; behind `=` stands a position, a name, `...` or `None`.
+  """
+  meanings = {'...': ..., 'None': None}
+  position = itertools.count()
+  found = {}
+  for parameter in signature.split():
+    name, _, given = parameter.partition('=')
+    if given:
+      found[name] = (
+          int(given) if given.isdigit() else meanings.get(given, given)
+      )
+    else:
+      found[name] = _MEANINGS[name] if name in _MEANINGS else next(position)
+  return found
+
 
 _OF_X = {
     **_same('abs ceil cos cosh exp expm1 floor log log1p logical_not negative'),
@@ -207,136 +223,90 @@ _REDUCTIONS = {
     'reduce_logsumexp': jax.scipy.special.logsumexp,
 }
 _OF_FEATURES = _same('elu relu relu6 selu softplus', 'nn.', jax.nn)
+_initializers = jax.nn.initializers
+_ENTROPY = '_sentinel=... labels=1 logits=0 name'
+_NORMAL = 'mean=... stddev=stddev seed dtype'
+_ARG = 'input axis name dimension'
 _OTHERS = {
-    'add_n': (sum, {'inputs': 0, 'name': None}),
+    'add_n': (sum, 'inputs name'),
     'argmax': (functools.partial(jnp.argmax, axis=0), _ARG),
     'argmin': (functools.partial(jnp.argmin, axis=0), _ARG),
-    'cast': (jnp.asarray, {'x': 0, 'dtype': 'dtype', 'name': None}),
-    'concat': (jnp.concatenate, {'values': 0, 'axis': 'axis', 'name': None}),
-    'constant': (
-        _constant,
-        {'value': 0, 'dtype': 'dtype', 'shape': 'shape', 'name': None},
-    ),
-    'constant_initializer': (
-        jax.nn.initializers.constant,
-        {'value': 0, 'dtype': 'dtype'},
-    ),
-    'convert_to_tensor': (
-        jnp.asarray,
-        {'value': 0, 'dtype': 'dtype', 'name': None},
-    ),
-    'expand_dims': (
-        jnp.expand_dims,
-        {'input': 0, 'axis': 'axis', 'name': None, 'dim': 'axis'},
-    ),
-    'fill': (jnp.full, {'dims': 0, 'value': 1, 'name': None}),
-    'glorot_uniform_initializer': (
-        jax.nn.initializers.glorot_uniform,
-        {'seed': None, 'dtype': 'dtype'},
-    ),
-    'identity': (jnp.asarray, _INPUT),
+    'cast': (jnp.asarray, 'x dtype name'),
+    'concat': (jnp.concatenate, 'values axis name'),
+    'constant': (_constant, 'value dtype shape=shape name'),
+    'constant_initializer': (_initializers.constant, 'value dtype'),
+    'convert_to_tensor': (jnp.asarray, 'value dtype name'),
+    'expand_dims': (jnp.expand_dims, 'input axis name dim'),
+    'fill': (jnp.full, 'dims value name'),
+    'glorot_uniform_initializer': (_initializers.glorot_uniform, 'seed dtype'),
+    'identity': (jnp.asarray, 'input name'),
     'losses.mean_squared_error': (
         _mean_squared_error,
-        {'labels': 0, 'predictions': 1, 'weights': ...},
+        'labels predictions weights=...',
     ),
-    'matmul': (
-        jnp.matmul,
-        {'a': 0, 'b': 1, 'transpose_a': ..., 'transpose_b': ..., 'name': None},
-    ),
+    'matmul': (jnp.matmul, 'a b transpose_a=... transpose_b=... name'),
     'nn.leaky_relu': (
         functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
-        {'features': 0, 'alpha': 'negative_slope', 'name': None},
+        'features alpha=negative_slope name',
     ),
-    'nn.l2_loss': (_l2_loss, {'t': 0, 'name': None}),
-    'nn.moments': (
-        _moments,
-        {
-            'x': 0,
-            'axes': 1,
-            'shift': None,
-            'name': None,
-            'keep_dims': 'keepdims',
-            'keepdims': 'keepdims',
-        },
-    ),
-    'nn.log_softmax': (jax.nn.log_softmax, _LOGITS),
+    'nn.l2_loss': (_l2_loss, 't name'),
+    'nn.moments': (_moments, 'x axes shift name keep_dims keepdims'),
+    'nn.log_softmax': (jax.nn.log_softmax, 'logits axis name dim'),
     'nn.sigmoid_cross_entropy_with_logits': (
         optax.sigmoid_binary_cross_entropy,
         _ENTROPY,
     ),
-    'nn.softmax': (jax.nn.softmax, _LOGITS),
+    'nn.softmax': (jax.nn.softmax, 'logits axis name dim'),
     'nn.softmax_cross_entropy_with_logits': (_cross_entropy, _ENTROPY),
     'nn.softmax_cross_entropy_with_logits_v2': (
         optax.softmax_cross_entropy,
-        {'labels': 1, 'logits': 0, 'axis': ..., 'name': None},
+        'labels=1 logits=0 axis=... name',
     ),
     'nn.sparse_softmax_cross_entropy_with_logits': (
         optax.softmax_cross_entropy_with_integer_labels,
         _ENTROPY,
     ),
-    'norm': (
-        _norm,
-        {
-            'tensor': 0,
-            'ord': 'order',
-            'axis': 'axis',
-            'keepdims': 'keepdims',
-            'name': None,
-        },
-    ),
+    'norm': (_norm, 'tensor ord=order axis keepdims name'),
     'one_hot': (
         jax.nn.one_hot,
-        {
-            'indices': 0,
-            'depth': 1,
-            'on_value': ...,
-            'off_value': ...,
-            'axis': 'axis',
-            'dtype': 'dtype',
-            'name': None,
-        },
+        'indices depth on_value=... off_value=... axis dtype name',
     ),
-    'ones': (jnp.ones, _SHAPED),
-    'ones_initializer': (lambda: jax.nn.initializers.ones, {'dtype': None}),
-    'ones_like': (jnp.ones_like, _LIKE),
+    'ones': (jnp.ones, 'shape dtype name'),
+    'ones_initializer': (lambda: _initializers.ones, 'dtype=None'),
+    'ones_like': (jnp.ones_like, 'tensor dtype name'),
     'random_normal_initializer': (
-        functools.partial(jax.nn.initializers.normal, stddev=1.0),
+        functools.partial(_initializers.normal, stddev=1.0),
         _NORMAL,
     ),
-    'range': (jnp.arange, {'start': 0, 'limit': 1, 'delta': 2}),
-    'rank': (jnp.ndim, _INPUT),
-    'reshape': (jnp.reshape, {'tensor': 0, 'shape': 1, 'name': None}),
-    'shape': (jnp.shape, _INPUT),
-    'size': (jnp.size, _INPUT),
-    'split': (
-        _split,
-        {'value': 0, 'num_or_size_splits': 1, 'axis': 'axis', 'name': None},
-    ),
-    'squared_difference': (optax.squared_error, _XY),
-    'squeeze': (
-        jnp.squeeze,
-        {'input': 0, 'axis': 'axis', 'name': None, 'squeeze_dims': 'axis'},
-    ),
-    'stack': (jnp.stack, {'values': 0, 'axis': 'axis', 'name': None}),
-    'stop_gradient': (jax.lax.stop_gradient, _INPUT),
-    'tile': (jnp.tile, {'input': 0, 'multiples': 1, 'name': None}),
-    'to_float': (functools.partial(jnp.asarray, dtype=jnp.float32), _X),
-    'to_int32': (functools.partial(jnp.asarray, dtype=jnp.int32), _X),
-    'transpose': (jnp.transpose, {'a': 0, 'perm': 'axes', 'name': None}),
+    'range': (jnp.arange, 'start limit delta'),
+    'rank': (jnp.ndim, 'input name'),
+    'reshape': (jnp.reshape, 'tensor shape name'),
+    'shape': (jnp.shape, 'input name'),
+    'size': (jnp.size, 'input name'),
+    'split': (_split, 'value num_or_size_splits axis name'),
+    'squared_difference': (optax.squared_error, 'x y name'),
+    'squeeze': (jnp.squeeze, 'input axis name squeeze_dims'),
+    'stack': (jnp.stack, 'values axis name'),
+    'stop_gradient': (jax.lax.stop_gradient, 'input name'),
+    'tile': (jnp.tile, 'input multiples name'),
+    'to_float': (functools.partial(jnp.asarray, dtype=jnp.float32), 'x name'),
+    'to_int32': (functools.partial(jnp.asarray, dtype=jnp.int32), 'x name'),
+    'transpose': (jnp.transpose, 'a perm=axes name'),
     'truncated_normal_initializer': (
-        functools.partial(jax.nn.initializers.truncated_normal, stddev=1.0),
+        functools.partial(_initializers.truncated_normal, stddev=1.0),
         _NORMAL,
     ),
-    'where': (_where, {'condition': 0, 'x': 1, 'y': 2, 'name': None}),
-    'zeros': (jnp.zeros, _SHAPED),
-    'zeros_initializer': (lambda: jax.nn.initializers.zeros, {'dtype': None}),
-    'zeros_like': (jnp.zeros_like, _LIKE),
+    'where': (_where, 'condition x y name'),
+    'zeros': (jnp.zeros, 'shape dtype name'),
+    'zeros_initializer': (lambda: _initializers.zeros, 'dtype=None'),
+    'zeros_like': (jnp.zeros_like, 'tensor dtype name'),
 }
+_REDUCED = 'input_tensor axis keepdims name reduction_indices keep_dims'
 _FUNCTIONS = (
-    {name: (function, _X) for name, function in _OF_X.items()}
-    | {name: (function, _XY) for name, function in _OF_X_AND_Y.items()}
+    {name: (function, 'x name') for name, function in _OF_X.items()}
+    | {name: (function, 'x y name') for name, function in _OF_X_AND_Y.items()}
     | {name: (function, _REDUCED) for name, function in _REDUCTIONS.items()}
-    | {name: (function, _FEATURES) for name, function in _OF_FEATURES.items()}
+    | {name: (f, 'features name') for name, f in _OF_FEATURES.items()}
     | _OTHERS
 )
 _TYPES = 'bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8'
@@ -404,8 +374,8 @@ def _names() -> dict[str, Any]:
     found |= {
         f'{place}.{name}': getattr(facade, name) for name in names.split()
     }
-  for name, (function, parameters) in _FUNCTIONS.items():
-    renamed = _renamed(function, name, parameters)
+  for name, (function, signature) in _FUNCTIONS.items():
+    renamed = _renamed(function, name, _parameters(signature))
     found[f'tf.{name}'] = renamed
     if '.' not in name:
       found[f'tf.math.{name}'] = renamed

@@ -15,13 +15,14 @@ from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
 _COLLECTION = 'replicate_model_fn_graph_states'
 
 
-class TowerOptimizer(optimizer.Wrapper):
+class TowerOptimizer(wrapper.Wrapper):
   """Gathers the gradients of all towers, and applies them with the last one.
 
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
@@ -77,7 +78,7 @@ class TowerOptimizer(optimizer.Wrapper):
     given = optimizer_or_optimizer_fn
     if callable(given) and not isinstance(given, optimizer.Optimizer):
       given = given()
-    opt = optimizer.check_optimizer('optimizer_or_optimizer_fn', given, True)
+    opt = wrapper.check_optimizer('optimizer_or_optimizer_fn', given, True)
     if isinstance(opt, TowerOptimizer):
       raise ValueError(
           '`optimizer_or_optimizer_fn` must not be a TowerOptimizer, got one:'
@@ -119,7 +120,7 @@ class TowerOptimizer(optimizer.Wrapper):
     towers = contexts.towers()
     if towers is None:
       return super().apply_gradients(grads_and_vars, global_step, name)
-    optimizer.check_decided(self)
+    wrapper.check_decided(self)
     if towers.is_applying:
       raise ValueError(
           'TowerOptimizer must not be inside another one, got one that applies'
@@ -186,7 +187,7 @@ def _gather(
   own = towers.calls[towers.tower]
   own.append(pairs)
   if towers.axis_name is not None:
-    grads = {v.op.name: grad for grad, v in pairs if grad is not None}
+    grads = differentiation.by_name(pairs)
   elif towers.tower < towers.num_towers - 1:
     return None
   else:
@@ -194,4 +195,4 @@ def _gather(
     calls = [of_tower[len(own) - 1] for of_tower in towers.calls]
     grads = differentiation.stack(calls)
   summed = reduce(towers, 'sum', grads)
-  return [(summed.get(v.op.name), v) for _, v in pairs]
+  return differentiation.of_variables(summed, pairs)

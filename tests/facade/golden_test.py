@@ -41,27 +41,6 @@ DROP_STALE = golden_tapes.read('drop_stale_*.json')
 
 TOWERS_AS_RECORDED = [case for case in TOWERS if case not in DEPARTURES]
 
-# The loss of one shard, tower or worker, a term for each variable.
-TERMS = {
-    'linear': lambda variable, grad: jnp.sum(variable * grad),
-    'half_squared_error': lambda v, target: 0.5 * jnp.sum((v - target) ** 2),
-    'sparse_rows': lambda e, rows: jnp.sum(e[rows['ids']] * rows['grads']),
-}
-
-
-def named(ids, always=None):
-  """Gives a test each tape, and the fast tests those with these numbers."""
-  if always is None:
-    return cases.parameters(*ids)
-  numbers = {f'{number:03}' for number in always}
-  return cases.parameters(*ids, always=lambda i: i.split('-')[2] in numbers)
-
-
-def assert_close(actual, expected):
-  chex.assert_trees_all_close(
-      actual, expected, rtol=1e-5, atol=1e-6, strict=True
-  )
-
 
 def inner_optimizer(inner):
   return getattr(facade, inner['class'])(**inner['kwargs'])
@@ -78,7 +57,7 @@ def make_variables(tape):
 
 def loss_of(tape, variables, data):
   """Returns the loss, which reads the variables that `data` is for."""
-  term = TERMS[tape['loss']]
+  term = golden_tapes.TERMS[tape['loss']]
   return lambda: sum(
       (term(v, data[v.op.name]) for v in variables if v.op.name in data),
       start=jnp.zeros([]),
@@ -182,13 +161,13 @@ class ReplayTest(parameterized.TestCase):
     self.enter_context(facade.Graph().as_default())
 
   def assert_state(self, tape, found, global_step, expected):
-    assert_close(found, golden_tapes.recorded(tape, expected))
+    golden_tapes.assert_close(found, golden_tapes.recorded(tape, expected))
     self.assertEqual(int(global_step), expected['global_step'])
 
 
 class CrossShardTest(ReplayTest):
 
-  @named(CROSS_SHARD, always=(0, 2, 4, 7, 12, 14, 50))
+  @golden_tapes.named(CROSS_SHARD, always=(0, 2, 4, 7, 12, 14, 50))
   def test_replays(self, case):
     tape = CROSS_SHARD[case]
     n, groups = tape['num_shards'], tape['groups']
@@ -239,7 +218,7 @@ class CrossShardTest(ReplayTest):
         self.assertEqual(variable.is_per_shard, grouped and updated)
       if handed and 'contributions' in recorded:
         contributions = stacked(tape, {'grads': recorded['contributions']})
-        assert_close(jax.device_get(handed), contributions)
+        golden_tapes.assert_close(jax.device_get(handed), contributions)
 
 
 def sync_replicas(tape):
@@ -313,14 +292,16 @@ class TowerTest(ReplayTest):
           tape, observed(variables, made[-1]), global_step, expected
       )
 
-  @named(TOWERS_AS_RECORDED, always=(0, 2, 4, 7, 10, 12, 48, 50, 54))
+  @golden_tapes.named(
+      TOWERS_AS_RECORDED, always=(0, 2, 4, 7, 10, 12, 48, 50, 54)
+  )
   def test_replays_towers_in_turn(self, case):
     tape = TOWERS[case]
     self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=True)
 
   # By itself, the `model_fn` runs anew for each tower of each step. Ways of
   # calling it are enough, because the numbers are the same.
-  @named(
+  @golden_tapes.named(
       [
           *golden_tapes.read('tower_calls.json'),
           *golden_tapes.read('tower_sync_replicas.json'),
@@ -332,7 +313,7 @@ class TowerTest(ReplayTest):
     tape = TOWERS[case]
     self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=False)
 
-  @named(TOWERS_AS_RECORDED, always=(2, 35))
+  @golden_tapes.named(TOWERS_AS_RECORDED, always=(2, 35))
   def test_replays_towers_one_to_a_device(self, case):
     tape = TOWERS[case]
     self.replay(tape, jax.devices()[: tape['towers']], is_compiled=True)
@@ -353,7 +334,7 @@ class TowerTest(ReplayTest):
 
 class DropStaleTest(ReplayTest):
 
-  @named(DROP_STALE, always=(2, 8, 13, 28))
+  @golden_tapes.named(DROP_STALE, always=(2, 8, 13, 28))
   def test_replays(self, case):
     tape = DROP_STALE[case]
     variables, global_step = make_variables(tape)
@@ -401,7 +382,7 @@ class DropStaleTest(ReplayTest):
           pairs = opt.compute_gradients(loss(event), variables)
 
           held[event['worker']] = pairs
-          assert_close(
+          golden_tapes.assert_close(
               {v.op.name: grad for grad, v in pairs if grad is not None},
               golden_tapes.arrays(tape, event['grads']),
           )

@@ -133,8 +133,7 @@ def cross_check(
   nor by `track_divergence`: all shards add the same wrong number. On every
   `every`-th step, the first included, each shard also evaluates `fun` on the
   batch of another shard, and checksums of all bits of all leaves are compared.
-  If some differ, a third shard evaluates each batch, and the majority says
-  which shard was wrong. Batches travel by powers of two, which take turns.
+  If some differ, a third shard evaluates each batch, and the majority decides.
 
   The state names the shard, `check_health` raises with its number, and `weight`
   leaves it out of a mean until a later check trusts it again. With two shards
@@ -190,9 +189,10 @@ def cross_check(
     raise TypeError(f'`fun` of `{_CALLER}` must be a function, got {fun!r}.')
   axes = axes_lib.as_axes(axis_name)
   every = arguments.as_at_least('every', every, 1)
-  if isinstance(batch_argnums, str) or not isinstance(batch_argnums, Sequence):
-    batch_argnums = (batch_argnums,)
-  moving = [arguments.as_int('batch_argnums', i) for i in batch_argnums]
+  numbers = [batch_argnums]
+  if isinstance(batch_argnums, Sequence) and not isinstance(batch_argnums, str):
+    numbers = batch_argnums
+  moving = [arguments.as_int('batch_argnums', i) for i in numbers]
 
   def init(num_shards: int) -> CrossCheckState:
     num_shards = arguments.as_at_least('num_shards', num_shards, 2)
@@ -313,7 +313,7 @@ def _evaluate(call, own, before, axes, distances):
       result=before,
       sums=jnp.zeros(shape, jnp.uint32),
   )
-  # One loop body: compiled twice, a function need not give the same bits.
+  # Compiled twice, a function need not give the same bits.
   return lax.while_loop(lambda x: x.number < x.num_turns, evaluate, first)
 
 
@@ -345,7 +345,7 @@ class _Distances(NamedTuple):
   """How far batches have travelled in each turn of a check.
 
   Attributes:
-    table: The distances of each turn, int [3, choices].
+    table: The distances, int [3, choices].
     chosen: Which column this check takes.
   """
 

@@ -84,7 +84,7 @@ def check_inner(
     caller: What errors name.
 
   Raises:
-    ValueError: If they are not, or shards are added twice.
+    ValueError: If they are not, or shards are added twice, or late.
   """
   if num_towers == 1 and order is None:
     return
@@ -95,6 +95,13 @@ def check_inner(
         f' or in neither, got {order!r} in `{caller}`. Reduce by'
         ' `cross_shard_mean`, `cross_shard_sum` or `shard_update`.'
     )
+  if any(True for _ in state_rules.nodes(inner_state, _reduces_late)):
+    raise ValueError(
+        f"`inner` of `{caller}` with `order='tree'` must begin with its"
+        ' reduction, got a link of `optax.chain` in front of it, which would'
+        ' see the sum over the towers of a shard: it depends on the number of'
+        ' shards. Put the link behind the reduction.'
+    )
   # Links of a chain would each divide by the number of towers. Masks and
   # `optax.partition` give each its own leaves.
   if any(True for _ in state_rules.nodes(inner_state, _reduces_twice)):
@@ -103,6 +110,12 @@ def check_inner(
         ' reductions in one `optax.chain`. Reduce over all axes at once, as in'
         " `cross_shard_mean(('host', 'core'), order='tree')`."
     )
+
+
+def _reduces_late(node):
+  if type(node) is not tuple or not any(map(is_in_order, node)):
+    return False
+  return not is_in_order(node[0])
 
 
 def _reduces_twice(node):
