@@ -81,7 +81,7 @@ def _renamed(function, name, parameters):
 def _arrays(key, value):
   # Unflattened, variables are arrays, also those in lists.
   value = jax.tree.map(lambda x: x, value)
-  if key == 'dtype':
+  if key in ('dtype', 'output_type'):
     return jax.dtypes.canonicalize_dtype(value)
   return (
       jnp.asarray(value) if key in _TENSORS and type(value) is list else value
@@ -105,6 +105,10 @@ def _where(condition, x, y):
         ' TensorFlow, and columns here.'
     )
   return jnp.where(condition, x, y)
+
+
+def _arg(function, x, axis=0, dtype=None):
+  return jnp.asarray(function(x, axis), dtype)
 
 
 def _norm(x, order='euclidean', axis=None, **options):
@@ -226,11 +230,11 @@ _OF_FEATURES = _same('elu relu relu6 selu softplus', 'nn.', jax.nn)
 _initializers = jax.nn.initializers
 _ENTROPY = '_sentinel=... labels=1 logits=0 name'
 _NORMAL = 'mean=... stddev=stddev seed dtype'
-_ARG = 'input axis name dimension'
+_ARG = 'input axis name dimension output_type=dtype'
 _OTHERS = {
     'add_n': (sum, 'inputs name'),
-    'argmax': (functools.partial(jnp.argmax, axis=0), _ARG),
-    'argmin': (functools.partial(jnp.argmin, axis=0), _ARG),
+    'argmax': (functools.partial(_arg, jnp.argmax), _ARG),
+    'argmin': (functools.partial(_arg, jnp.argmin), _ARG),
     'cast': (jnp.asarray, 'x dtype name'),
     'concat': (jnp.concatenate, 'values axis name'),
     'constant': (_constant, 'value dtype shape=shape name'),

@@ -164,6 +164,12 @@ class FunctionsTest(facade_cases.GraphTest):
   def test_types_of_64_bits_are_those_of_jax(self):
     self.assertEqual(tf.cast([1.5], tf.int64).dtype, jnp.int32)
     self.assertEqual(tf.constant(1, dtype=tf.float64).dtype, jnp.float32)
+    self.assertEqual(tf.argmax(X, output_type=tf.int64).dtype, jnp.int32)
+
+  def test_an_index_has_the_type_that_is_asked_for(self):
+    found = tf.argmin(X, 1, output_type=tf.int8)
+    np.testing.assert_array_equal(found, np.argmin(X, 1).astype(np.int8))
+    self.assertEqual(found.dtype, jnp.int8)
 
   def test_makes_variables_by_initializers_of_its_own(self):
     made = [
