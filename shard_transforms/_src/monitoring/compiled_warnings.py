@@ -103,25 +103,28 @@ def _bodies(module, computation, loop=None, given=None):
 
 
 def _places(graph, given):
-  """Returns the values that need nothing but the number of the shard.
+  """Returns the values that are computed from the number of the shard alone.
 
-  Those that do not even need that are `False`, as constants, the others `True`.
+  Each comes with whether it needs that number; constants do not.
 
   Args:
     graph: The values of a computation.
-    given: Those among its inputs.
+    given: Those among its inputs, likewise.
   """
   places = dict(given)
   for node in graph.nodes:
+    instruction = node.instruction
     if node.opcode in ('partition-id', 'replica-id'):
       places[node] = True
     elif node.opcode in ('constant', 'iota'):
       places[node] = False
-    elif node.inputs and not node.instruction.called and node not in places:
-      if not node.instruction.collective and all(
-          n in places for n in node.inputs
-      ):
-        places[node] = any(places[n] for n in node.inputs)
+    elif (
+        node not in places
+        and node.inputs
+        and not (instruction.collective or instruction.called)
+        and places.keys() >= {*node.inputs}
+    ):
+      places[node] = any(places[n] for n in node.inputs)
   return places
 
 
@@ -129,16 +132,12 @@ def _given(graph, instruction, operand, inside, places):
   """Returns the places that a loop or a branch is given, by its inputs."""
   found = {}
   for node in graph.nodes:
-    if node.instruction is instruction and node.index is None:
-      (whole,) = node.inputs[operand : operand + 1] or (None,)
-      if whole is None:
-        continue
+    if node.instruction is instruction and node.inputs[operand:]:
+      whole = node.inputs[operand]
       parts = whole.inputs if whole.opcode == 'tuple' else (whole,)
-      found |= {
-          part: places[parts[i]]
-          for i, part in inside.carry().items()
-          if i < len(parts) and parts[i] in places
-      }
+      for i, part in inside.carry().items():
+        if i < len(parts) and parts[i] in places:
+          found[part] = places[parts[i]]
   return found
 
 
