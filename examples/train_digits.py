@@ -225,7 +225,7 @@ def reproducible_step(
       order='tree',
   )
   loss, _ = mean.update(losses, mean.init(losses[0]))
-  return train, {'loss': loss}
+  return train, {'loss': jnp.asarray(loss)}
 
 
 def place_on_one_device(run, params, history, devices):

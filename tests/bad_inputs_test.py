@@ -40,6 +40,7 @@ from shard_transforms.compression import Compressor
 from shard_transforms.compression import compressed_mean
 from shard_transforms.launch import join_processes
 from shard_transforms.launch import run_processes
+from shard_transforms.monitoring import cross_check
 from shard_transforms.monitoring import track_divergence
 from shard_transforms.monitoring import wire_report
 
@@ -80,6 +81,15 @@ def decode_to_few_bits(x):
   )
   tx = compressed_mean(AXIS, compressor, min_elements=1)
   return tx.update(x, tx.init(x))[0]
+
+
+CHECK = cross_check(lambda w, batch: jax.tree.map(w.__mul__, batch), AXIS)
+
+
+def cross_checked(*batch):
+  """Checks a function of a batch, whose leaves have rows of all shards."""
+  step = jax.vmap(CHECK.apply, (None, None, 0), axis_name=AXIS)
+  return step(CHECK.init(max(2, len(batch[0]))), jnp.float32(2), batch)
 
 
 def joining(**variables):
@@ -258,6 +268,32 @@ CALLS = {
         of(track_divergence, AXIS, every=0),
         ValueError,
         f'`every` {ONE_OR_MORE} 0',
+    ),
+    'cross-check after no step': Call(
+        of(cross_check, jnp.multiply, AXIS, every=0),
+        ValueError,
+        f'`every` {ONE_OR_MORE} 0',
+    ),
+    'cross-check of a result': Call(
+        of(cross_check, MATRIX, AXIS),
+        TypeError,
+        '`fun` of `cross_check` must be a function, got array',
+    ),
+    'cross-check of a batch by name': Call(
+        of(cross_check, jnp.multiply, AXIS, batch_argnums='x'),
+        TypeError,
+        "`batch_argnums` must be an integer, got 'x'",
+    ),
+    'state of a cross-check between one shard': Call(
+        of(CHECK.init, 1), ValueError, '`num_shards` must be at least 2, got 1'
+    ),
+    'cross-check of one shard': Call(
+        of(cross_checked, MATRIX[:1]), ValueError, 'have 2 shards or more, got'
+    ),
+    'cross-check of batches of different sizes': Call(
+        of(cross_checked, MATRIX, MATRIX[1:]),
+        ValueError,
+        'inconsistent sizes|divisible',
     ),
 }
 

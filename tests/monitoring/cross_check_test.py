@@ -195,6 +195,68 @@ class CrossCheckTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.num_suspected, only(4))
     np.testing.assert_array_equal(state.num_differing, only(4))
 
+  @cases.parameters(
+      # Of 60 steps: every n-th one, checks, and which of them must find it.
+      dict(n=1, every=3, first=0, num_found=20),
+      dict(n=4, every=3, first=1, num_found=5),
+      dict(n=4, every=6, first=2, num_found=5),
+      # Checks never meet it.
+      dict(n=4, every=6, first=1, num_found=0),
+  )
+  def test_a_fault_in_every_nth_step_is_found_in_checks_of_such_steps(
+      self, n, every, first, num_found
+  ):
+    def fun(step, x):
+      errs = (lax.axis_index(AXIS) == 2) & (step % n == first)
+      return x + jnp.where(errs, 1.0, 0.0)
+
+    check = monitoring.cross_check(fun, AXIS, every=every)
+
+    def one_shard(steps, x):
+      return lax.scan(
+          lambda state, step: (check.apply(state, step, x)[1], None),
+          check.init(8),
+          steps,
+      )[0]
+
+    mapped = modes.map_shards('vmap', one_shard)
+    state = mapped(np.arange(60), make_batch())
+
+    np.testing.assert_array_equal(state.num_suspected[0], num_found * only(2))
+    self.assertEqual(state.num_unexplained[0], 0)
+
+  @cases.parameters(0.05, 0.3)
+  def test_the_share_of_checks_that_find_random_faults(self, p):
+    num_checks = 2000
+
+    def fun(number, batch):
+      x, owner = batch
+      shard = lax.axis_index(AXIS)
+      key = jax.random.fold_in(jax.random.key(0), number)
+      key = jax.random.fold_in(jax.random.fold_in(key, shard), owner)
+      errs = (shard == 6) & jax.random.bernoulli(key, p)
+      return x + jnp.where(errs, 1.0, 0.0)
+
+    check = monitoring.cross_check(fun, AXIS, every=1)
+
+    def one_shard(numbers, batch):
+      return lax.scan(
+          lambda state, i: (check.apply(state, i, batch)[1], None),
+          check.init(8),
+          numbers,
+      )[0]
+
+    mapped = modes.map_shards('vmap', one_shard)
+    batch = np.ones((8, 1), np.float32), np.arange(8)
+    state = jax.device_get(mapped(np.arange(num_checks), batch))
+
+    expected = 1 - (1 - p) ** 2
+    found = state.num_suspected[0] / num_checks
+    # Four standard deviations.
+    atol = 4 * (expected * (1 - expected) / num_checks) ** 0.5
+    self.assertAlmostEqual(found[6], expected, delta=atol)
+    np.testing.assert_array_equal(np.delete(found, 6), np.zeros(7))
+
   def test_names_a_second_shard_that_errs_where_it_decides(self):
     def fun(params, batch):
       x, owner = batch
@@ -266,7 +328,7 @@ class CrossCheckTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.num_differing, [1, 1])
     np.testing.assert_array_equal(weights, [1, 1])
     with self.assertRaisesRegex(
-        RuntimeError, 'in 1 of 1 checks .* no majority .* of shards 0, 1.'
+        RuntimeError, 'in 1 of 1 checks .* no majority .* of the shards .0, 1..'
     ):
       monitoring.check_health(state)
 

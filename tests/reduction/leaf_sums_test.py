@@ -16,6 +16,7 @@ import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -453,7 +454,9 @@ class SeveralMapsTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates, expected, strict=True)
 
 
-def make(kind=leaf_sums.ReductionOptions, axes=(modes.AXIS,), **options):
+def make(
+    kind=reduction_options.ReductionOptions, axes=(modes.AXIS,), **options
+):
   return kind('caller', 'mean', axes, **options)
 
 

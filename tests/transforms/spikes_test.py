@@ -588,7 +588,7 @@ class StatisticsTest(parameterized.TestCase):
   def test_exponential_averages_start_as_plain_ones(self):
     steps = np.random.default_rng(0).uniform(1, 9, size=(25, 5))
 
-    mean, std = recorded(steps, 128, decay=0.9).moments()
+    mean, std = recorded(steps, None, decay=0.9).moments()
 
     np.testing.assert_allclose(mean, [steps.mean()], 1e-5)
     np.testing.assert_allclose(std, [steps.std()], 1e-5)
@@ -614,6 +614,22 @@ class RefusalTest(parameterized.TestCase):
       (dict(max_stds=1, signals=()), ValueError, "`signals` must be of 'norm'"),
       (dict(max_stds=1, signals='norm'), ValueError, '`signals` must be of'),
       (dict(max_stds=1, signals=['x']), ValueError, '`signals` must be of'),
+      (dict(max_stds=1, signals=None), ValueError, '`signals` .* got None'),
+      (dict(max_stds=1, signals=[['x']]), ValueError, '`signals` must be of'),
+      (dict(max_stds={}), ValueError, '`max_norm` and `max_stds` .* and {}'),
+      (dict(max_norm={}), ValueError, '`max_norm` and `max_stds` .* got {}'),
+      (dict(max_stds={'norm': None}), TypeError, '`max_stds` .* got None'),
+      (
+          dict(max_stds=1, signals=['loss'], labels={'a': 'x'}),
+          ValueError,
+          "`labels` must come with 'norm' in `signals`, got \\['loss'",
+      ),
+      (
+          dict(max_stds=1, window=128, decay=0.9),
+          ValueError,
+          '`window` must not come with `decay`, got 128 and 0.9',
+      ),
+      (dict(max_norm=1, window=9), ValueError, '`window` must come with'),
       (dict(max_stds=1, on_spike='drop'), ValueError, '`on_spike` must be'),
       (
           dict(max_stds=1, signals=['loss'], on_spike='clip'),
@@ -654,6 +670,16 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, message):
       tx.init({'a': jnp.zeros(1), 'b': jnp.zeros(2)})
+
+  def test_refuses_updates_that_lack_a_label(self):
+    rule = SpikeRule(max_norm=1, labels={'a': 'x', 'b': 'y'})
+    tx = guard(optax.identity(), spikes=rule)
+    state = tx.init({'a': jnp.zeros(1), 'b': jnp.zeros(2)})
+
+    with self.assertRaisesRegex(
+        ValueError, r"These updates have leaves of \('x',\): give zeros for a"
+    ):
+      tx.update({'a': jnp.zeros(1), 'b': None}, state)
 
   @cases.parameters(
       ({'a': 1.0},), ({'x': 1.0},), ({'x': 1.0, 'y': 2.0, 'z': 3.0},)

@@ -55,7 +55,7 @@ class Thresholds:
 _UNMEASURED = Thresholds()
 
 # One process with XLA for CPUs, by `python benchmarks/thresholds.py`;
-# docs/measurements.md has what other limits gave.
+# docs/measurements_history.md has what other limits gave.
 _CPU = Thresholds(
     # Every operand of an all-reduce costs a barrier of all threads, a buffer
     # two copies. Leaves of 16 kB gain, those of 48 kB lose, larger buffers gain

@@ -18,6 +18,7 @@ from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import reduction_options
 
 
 class Kinds(NamedTuple):
@@ -46,7 +47,7 @@ class SelectiveCompression(abc.ABC):
     seed: The seed of random numbers.
   """
 
-  options: leaf_sums.ReductionOptions
+  options: reduction_options.ReductionOptions
   warmup_steps: int
   seed: int
 

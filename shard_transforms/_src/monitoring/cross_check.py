@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import operator
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
@@ -85,17 +85,14 @@ class CrossCheckState(NamedTuple):
           ' majority says which is right. If this is so from the first check'
           ' on, these devices do not give the same bits for the same program,'
           ' or `fun` is not a pure function of its arguments; else suspect'
-          f' the hardware of shards {_numbers(self.num_differing)}.'
+          ' the hardware of the shards'
+          f' {np.flatnonzero(_one_copy(self.num_differing)).tolist()}.'
       )
     return None
 
 
 def _one_copy(counts):
   return np.asarray(counts).reshape(-1, np.shape(counts)[-1])[0]
-
-
-def _numbers(counts):
-  return ', '.join(map(str, np.flatnonzero(_one_copy(counts))))
 
 
 class CrossCheck(NamedTuple):
@@ -136,9 +133,7 @@ def cross_check(
   nor by `track_divergence`: all shards add the same wrong number. On every
   `every`-th step, the first included, each shard also evaluates `fun` on the
   batch of another shard, and checksums of all bits of all leaves are compared.
-  If some differ, a third shard evaluates each batch, and the majority says
-  which shard was wrong. The distance between the shards rotates over the powers
-  of two.
+  If some differ, a third shard evaluates each batch, and the majority decides.
 
   The state names the shard, `check_health` raises with its number, and `weight`
   leaves it out of a mean until a later check trusts it again. With two shards
@@ -146,9 +141,7 @@ def cross_check(
 
   A check costs one more evaluation of `fun`, and a third one where results
   differ; it sends each batch once or twice, and 8 bytes a leaf and shard. Other
-  steps compute nothing twice and send nothing. All evaluations of a check run
-  one compiled loop body, because XLA need not give the same bits where it
-  compiles a function twice.
+  steps compute nothing twice and send nothing.
 
   A shard whose results are wrong in a share :math:`p` of all evaluations is
   found in a check with probability :math:`1 - (1 - p)^2`, because it computes
@@ -160,9 +153,8 @@ def cross_check(
       compared.
     axis_name: The mapped axis, or a sequence of them, with 2 or more shards.
     every: The number of steps between checks, at least 1.
-    batch_argnums: The positions of the arguments that are a shard's own: the
-      batch, and random keys. The others must be the same on all shards, as
-      parameters are.
+    batch_argnums: The positions of a shard's own arguments: the batch, and
+      random keys. All others must be the same on all shards.
 
   Returns:
     A `CrossCheck` of the functions `init`, `apply` and `weight`.
@@ -193,12 +185,14 @@ def cross_check(
         ...
     RuntimeError: Shard 2 computed another result than two others, ...
   """
+  if not callable(fun):
+    raise TypeError(f'`fun` of `{_CALLER}` must be a function, got {fun!r}.')
   axes = axes_lib.as_axes(axis_name)
   every = arguments.as_at_least('every', every, 1)
-  if isinstance(batch_argnums, Sequence):
-    moving = tuple(map(operator.index, batch_argnums))
-  else:
-    moving = (operator.index(batch_argnums),)
+  numbers = [batch_argnums]
+  if isinstance(batch_argnums, Sequence) and not isinstance(batch_argnums, str):
+    numbers = batch_argnums
+  moving = [arguments.as_int('batch_argnums', i) for i in numbers]
 
   def init(num_shards: int) -> CrossCheckState:
     num_shards = arguments.as_at_least('num_shards', num_shards, 2)
@@ -213,8 +207,7 @@ def cross_check(
     )
 
   def apply(state, *args):
-    arguments.check_state(state, CrossCheckState, _CALLER)
-    _check_num_shards(state, axes_lib.size(axes, _CALLER))
+    _check_state(state, axes)
     own = _batch_of(args, moving, axes)
 
     @jax.jit
@@ -224,7 +217,7 @@ def cross_check(
     before = _zeros_like_result(call, own, axes)
 
     def check():
-      distances = _Distances.of_check(state.num_checks, len(state.trusted))
+      distances = _distances(state.num_checks, len(state.trusted))
       last = _evaluate(call, own, before, axes, distances)
       return last.result, _after_check(state, last, distances)
 
@@ -233,19 +226,21 @@ def cross_check(
     return result, state._replace(num_steps=counters.add(state.num_steps, 1))
 
   def weight(state):
-    arguments.check_state(state, CrossCheckState, _CALLER)
-    _check_num_shards(state, axes_lib.size(axes, _CALLER))
+    _check_state(state, axes)
     return state.trusted[collectives.row_index(axes)].astype(jnp.float32)
 
   return CrossCheck(init, apply, weight)
 
 
-def _check_num_shards(state, num_shards):
-  """Refuses a state of other shards, or one shard.
+def _check_state(state, axes):
+  """Checks a state and the number of shards.
 
   Raises:
-    ValueError: If it is one.
+    TypeError: If the state is that of something else.
+    ValueError: If it is of other shards, or there is one shard.
   """
+  arguments.check_state(state, CrossCheckState, _CALLER)
+  num_shards = axes_lib.size(axes, _CALLER)
   if num_shards < 2:
     raise ValueError(
         f'`axis_name` of `{_CALLER}` must have 2 shards or more, got'
@@ -280,8 +275,7 @@ class _Turn(NamedTuple):
     num_turns: How many there are, int32 [].
     batch: The arguments of this one.
     result: What the first one returned, of the shard's own batch.
-    sums: The checksums of all evaluations on all shards, uint32
-      [3, shards, leaves, 2].
+    sums: The checksums of all evaluations, uint32 [3, shards, leaves, 2].
   """
 
   number: jax.Array
@@ -309,9 +303,7 @@ def _evaluate(call, own, before, axes, distances):
         lambda: _rotate(turn.batch, axes, distances, turn.number),
         lambda: turn.batch,
     )
-    result = jax.tree.map(
-        lambda x, y: jnp.where(turn.number == 0, x, y), result, turn.result
-    )
+    result = optax.tree.where(turn.number == 0, result, turn.result)
     return _Turn(turn.number + 1, num_turns, batch, result, sums)
 
   first = _Turn(
@@ -321,8 +313,7 @@ def _evaluate(call, own, before, axes, distances):
       result=before,
       sums=jnp.zeros(shape, jnp.uint32),
   )
-  # One loop body, because XLA may compile a function to other bits in another
-  # place.
+  # Compiled twice, a function need not give the same bits.
   return lax.while_loop(lambda x: x.number < x.num_turns, evaluate, first)
 
 
@@ -351,41 +342,39 @@ def _zeros_like_result(call, batch, axes):
 
 
 class _Distances(NamedTuple):
-  """How far batches travel in a check, of `choices`.
+  """How far batches have travelled in each turn of a check.
 
   Attributes:
-    choices: The powers of two below the number of shards.
-    chosen: Which of them is that of the second turn; the third takes the next.
+    table: The distances, int [3, choices].
+    chosen: Which column this check takes.
   """
 
-  choices: np.ndarray
+  table: np.ndarray
   chosen: jax.Array
 
-  @classmethod
-  def of_check(cls, number: jax.Array, num_shards: int) -> '_Distances':
-    choices = 2 ** np.arange((num_shards - 1).bit_length())
-    return cls(choices, number % len(choices))
-
   def by_turn(self) -> jax.Array:
-    """Returns the distance of the batch that each turn takes, int32 [3]."""
-    seconds_and_thirds = np.stack([self.choices, np.roll(self.choices, -1)])
-    of_others = jnp.asarray(seconds_and_thirds, jnp.int32)[:, self.chosen]
-    return jnp.append(jnp.zeros(1, jnp.int32), of_others)
+    """Returns the distances of this check, int32 [3]."""
+    return jnp.asarray(self.table, jnp.int32)[:, self.chosen]
+
+
+def _distances(number, num_shards):
+  """Returns the distances of the check of this number."""
+  powers = 2 ** np.arange((num_shards - 1).bit_length())
+  table = np.stack([0 * powers, powers, np.roll(powers, -1)])
+  return _Distances(table, number % len(powers))
 
 
 def _rotate(batch, axes, distances, turn):
   """Returns the batch that a shard takes in the next turn."""
-  steps = np.concatenate(
-      [distances.choices, np.roll(distances.choices, -1) - distances.choices]
-  )
+  steps = np.diff(distances.table, axis=0)
 
   def by(step):
     return lambda: jax.tree.map(
         lambda x: collectives.rotate(x, axes, step), batch
     )
 
-  index = turn * len(distances.choices) + distances.chosen
-  return lax.switch(index, [by(int(step)) for step in steps])
+  index = turn * steps.shape[1] + distances.chosen
+  return lax.switch(index, [by(int(step)) for step in steps.ravel()])
 
 
 def _of_batches(sums, distances):
@@ -418,13 +407,13 @@ def _after_check(state, turn, distances):
   suspected &= 2 * jnp.sum(suspected) < len(suspected)
   has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
   unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))
-  first_leaf = jnp.argmax(leaf_differs, axis=1)
+  last_leaf = jnp.where(differs, leaf_differs.argmax(1), state.last_leaf)
   return CrossCheckState(
       num_steps=state.num_steps,
       num_checks=counters.add(state.num_checks, 1),
       num_unexplained=counters.add(state.num_unexplained, unexplained),
       num_differing=counters.add(state.num_differing, differs),
       num_suspected=counters.add(state.num_suspected, suspected),
-      last_leaf=jnp.where(differs, first_leaf, state.last_leaf),
+      last_leaf=last_leaf,
       trusted=~suspected,
   )

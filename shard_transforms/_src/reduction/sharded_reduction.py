@@ -13,9 +13,10 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import reduction_options
 
 
-class ShardedReduction(leaf_sums.ReductionOptions):
+class ShardedReduction(reduction_options.ReductionOptions):
   """Reduce-scatter of a tree to slices, and all-gather of slices to a tree."""
 
   in_slices: ClassVar[bool] = True

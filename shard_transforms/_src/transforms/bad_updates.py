@@ -60,19 +60,22 @@ def diagnose(
       not a scalar.
   """
   sliced = _sliced_over(updates, axes, sharded)
-  is_finite = _are_finite(updates, axes, sliced)
   if rule is None or not isinstance(state, spikes_lib.SpikeState):
+    is_finite = _are_finite(updates, axes, sliced)
     return Diagnosis(is_finite, spikes_lib.no_signals())
   names = rule.names(updates)
   signals = []
-  # Norms read all updates again, so they are computed only if needed.
   if 'norm' in rule.signals:
+    # Elements that are not finite have a norm that is not, which is a spike.
+    is_finite = jnp.asarray(True)
     specs = sharded if sliced else None
     numbers = rule.numbers(updates)
     squares = norms_lib.sums_of_squares(
         updates, numbers, sliced, specs, _CALLER
     )
     signals.append(leaves.as_dtype(jnp.sqrt(squares), jnp.float32))
+  else:
+    is_finite = _are_finite(updates, axes, sliced)
   if 'loss' in rule.signals:
     signals.append(jnp.reshape(_as_loss(value), 1))
   judgement = spikes_lib.judge(

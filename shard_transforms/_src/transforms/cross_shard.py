@@ -8,6 +8,7 @@ import optax
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import tree_sums
 
 
@@ -15,9 +16,9 @@ def cross_shard_mean(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
+    on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: leaf_sums.Algorithm = 'flat',
+    algorithm: reduction_options.Algorithm = 'flat',
     order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
@@ -109,9 +110,9 @@ def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
+    on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: leaf_sums.Algorithm = 'flat',
+    algorithm: reduction_options.Algorithm = 'flat',
     order: tree_sums.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
@@ -161,7 +162,7 @@ def shard_mean(
     axis_name: axes.AxisName,
     *,
     weight: chex.Numeric | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
+    on_invariant: reduction_options.OnInvariant = 'error',
     order: tree_sums.Order = None,
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.

@@ -10,7 +10,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.transforms import owned_inner
@@ -65,7 +65,7 @@ def shard_update(
     *,
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
+    on_invariant: reduction_options.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     assume_elementwise: bool = False,
     slices: Slices = 'elements',

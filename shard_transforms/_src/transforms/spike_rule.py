@@ -1,6 +1,7 @@
 """`SpikeRule`: which norms and losses are spikes, and what becomes of them."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -13,6 +14,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 
+_WINDOW = 128
 # Of `min_steps`, before exponential averages.
 _WARM_UP = 25
 
@@ -43,7 +45,8 @@ class SpikeRule:
     labels: A label for each leaf, a tree of strings or a prefix of it, or a
       function that makes one of the updates, as for `optax.partition`. The
       leaves of each label have a norm of their own. `None` for one norm of all.
-    window: The number of recorded steps in the rolling mean, at least 2.
+    window: The number of recorded steps in the rolling mean, at least 2; `None`
+      for 128.
     decay: The decay of exponential averages, in place of the window.
     min_steps: The number of recorded steps before which `max_stds` does not
       count, at least 2; `None` for a full window, or 25 with `decay`.
@@ -85,7 +88,7 @@ class SpikeRule:
   max_stds: chex.Numeric | Mapping[str, chex.Numeric] | None = None
   signals: Sequence[Literal['norm', 'loss']] = ('norm',)
   labels: Any | Callable[[Any], Any] = None
-  window: int = 128
+  window: int | None = None
   decay: chex.Numeric | None = None
   min_steps: int | None = None
   two_sided: bool = False
@@ -96,10 +99,11 @@ class SpikeRule:
   def __post_init__(self):
     for name in ('max_norm', 'max_stds'):
       limit = getattr(self, name)
-      limits = limit.values() if isinstance(limit, Mapping) else [limit]
-      for value in limits:
-        if value is not None:
+      if isinstance(limit, Mapping):
+        for value in limit.values():
           arguments.as_positive(name, value)
+      elif limit is not None:
+        arguments.as_positive(name, limit)
     for name in ('two_sided', 'record_spikes'):
       arguments.check_bool(name, getattr(self, name))
     for name, least in (('window', 2), ('min_steps', 2), ('restart_after', 1)):
@@ -114,7 +118,14 @@ class SpikeRule:
     """How many recorded steps `max_stds` needs."""
     if self.min_steps is not None:
       return self.min_steps
-    return self.window if self.decay is None else _WARM_UP
+    return self.num_rows if self.decay is None else _WARM_UP
+
+  @property
+  def num_rows(self) -> int:
+    """How many steps the statistics keep: a window, or one average."""
+    if self.decay is not None:
+      return 1
+    return _WINDOW if self.window is None else self.window
 
   def names(self, params: optax.Params) -> tuple[str, ...]:
     """Returns the names of the signals: labels in order, or 'norm'; 'loss'.
@@ -179,37 +190,66 @@ def _check_choices(rule):
   Raises:
     ValueError: If they do not.
   """
-  signals = rule.signals
-  if set(signals) not in ({'norm'}, {'loss'}, {'norm', 'loss'}):
-    raise ValueError(
-        f"`signals` must be of 'norm' and 'loss', got {signals!r}."
-    )
-  if rule.on_spike not in ('skip', 'clip', 'reciprocal'):
-    raise ValueError(
-        "`on_spike` must be 'skip', 'clip' or 'reciprocal', got"
-        f' {rule.on_spike!r}.'
-    )
-  if rule.max_norm is None and rule.max_stds is None:
-    raise ValueError(
-        '`SpikeRule` must have a limit, got neither `max_norm` nor `max_stds`.'
-    )
-  needs_norm = rule.on_spike != 'skip' or rule.max_norm is not None
-  if needs_norm and 'norm' not in signals:
-    raise ValueError(
-        '`signals` must have the norm for `max_norm`, and to scale spikes down,'
-        f' got {signals!r} with `on_spike={rule.on_spike!r}`.'
-    )
-  for name in ('restart_after', 'decay', 'min_steps'):
-    if getattr(rule, name) is not None and rule.max_stds is None:
-      raise ValueError(f'`{name}` must come with `max_stds`, got None.')
-  if rule.max_stds is None and ('loss' in signals or rule.two_sided):
-    raise ValueError(
-        '`max_stds` must be given for the loss and for `two_sided`, got None.'
-    )
-  if rule.max_stds is None and rule.on_spike == 'reciprocal':
-    raise ValueError(
-        "`max_stds` must be given for `on_spike='reciprocal'`, got None."
-    )
+  signals, on_spike = rule.signals, rule.on_spike
+  named = set(map(str, signals)) if isinstance(signals, Collection) else set()
+  limits = rule.max_norm, rule.max_stds
+  of_stds = [
+      name
+      for name in ('restart_after', 'window', 'decay', 'min_steps')
+      if getattr(rule, name) is not None
+  ]
+  for is_wrong, message in (
+      (
+          named not in ({'norm'}, {'loss'}, {'norm', 'loss'}),
+          f"`signals` must be of 'norm' and 'loss', got {signals!r}.",
+      ),
+      (
+          on_spike not in ('skip', 'clip', 'reciprocal'),
+          "`on_spike` must be 'skip', 'clip' or 'reciprocal', got"
+          f' {on_spike!r}.',
+      ),
+      (
+          all(limit is None for limit in limits),
+          '`SpikeRule` must have a limit, got neither `max_norm` nor'
+          ' `max_stds`.',
+      ),
+      (
+          any(isinstance(limit, Mapping) and not limit for limit in limits),
+          '`max_norm` and `max_stds` must be numbers, or have one for each'
+          f' signal, got {limits[0]!r} and {limits[1]!r}.',
+      ),
+      (
+          'norm' not in named
+          and (on_spike != 'skip' or rule.max_norm is not None),
+          '`signals` must have the norm for `max_norm`, and to scale spikes'
+          f' down, got {signals!r} with `on_spike={on_spike!r}`.',
+      ),
+      (
+          'norm' not in named and rule.labels is not None,
+          "`labels` must come with 'norm' in `signals`, got"
+          f' {signals!r}: only norms have labels.',
+      ),
+      (
+          {'window', 'decay'} <= set(of_stds),
+          f'`window` must not come with `decay`, got {rule.window!r} and'
+          f' {rule.decay!r}: an average is over a window, or exponential.',
+      ),
+      (
+          of_stds and rule.max_stds is None,
+          f'`{"`, `".join(of_stds)}` must come with `max_stds`, got None.',
+      ),
+      (
+          rule.max_stds is None and ('loss' in named or rule.two_sided),
+          '`max_stds` must be given for the loss and for `two_sided`, got'
+          ' None.',
+      ),
+      (
+          rule.max_stds is None and on_spike == 'reciprocal',
+          "`max_stds` must be given for `on_spike='reciprocal'`, got None.",
+      ),
+  ):
+    if is_wrong:
+      raise ValueError(message)
 
 
 def _each(argument, limit, names):

@@ -7,7 +7,6 @@ the norm of some of its leaves, or its loss.
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +81,7 @@ class Statistics(NamedTuple):
     mean = self.last_mean + deviation
     variance = jnp.maximum(square - deviation**2, 0)
     if rule.decay is None:
-      row = self.num_recorded % rule.window
+      row = self.num_recorded % rule.num_rows
     else:
       row = 0
       # Each step counts the same until the average is full.
@@ -206,23 +205,20 @@ def start(
   """Returns the first state."""
   names = rule.names(params)
   rule.limits(names)
+  statistics = ()
+  if rule.max_stds is not None:
+    shape = rule.num_rows, len(names)
+    statistics = Statistics(
+        mean=jnp.zeros(shape, jnp.float32),
+        variance=jnp.zeros(shape, jnp.float32),
+        num_recorded=counters.zero(),
+    )
   never = jnp.full(len(names), counters.NEVER, jnp.int32)
   return SpikeState(
-      statistics=_start_statistics(rule, len(names)),
+      statistics=statistics,
       spike_count=counters.zero(),
       consecutive_spikes=counters.zero(),
       last_spike=per_shard_state.store(never, axes),
-  )
-
-
-def _start_statistics(rule, num_signals):
-  if rule.max_stds is None:
-    return ()
-  shape = (rule.window if rule.decay is None else 1, num_signals)
-  return Statistics(
-      mean=jnp.zeros(shape, jnp.float32),
-      variance=jnp.zeros(shape, jnp.float32),
-      num_recorded=counters.zero(),
   )
 
 
@@ -234,16 +230,21 @@ def check_fits(
   Raises:
     ValueError: If it was not.
   """
-  expected = ()
+  expected, hint = (), ''
   if rule is not None:
     expected = jax.eval_shape(lambda: start(rule, updates, ()))
-  found = [tuple(x.shape[-2:]) for x in jax.tree.leaves(state)]
-  wanted = [tuple(x.shape) for x in jax.tree.leaves(expected)]
+    if rule.labels is not None:
+      hint = (
+          f' These updates have leaves of {rule.names(updates)}: give zeros for'
+          ' a label where they are None.'
+      )
+  found = [x.shape[-2:] for x in jax.tree.leaves(state)]
+  wanted = [x.shape for x in jax.tree.leaves(expected)]
   # The last leaf is kept per shard.
   if found[:-1] != wanted[:-1] or [x[-1:] for x in found[-1:]] != wanted[-1:]:
     raise ValueError(
         'State of `guard` must have the statistics of its `spikes`, of the'
-        f' shapes {wanted}, got {found}. Make it with the same options.'
+        f' shapes {wanted}, got {found}. Make it with the same options.{hint}'
     )
 
 
@@ -327,7 +328,7 @@ def after(
     state: The state before it.
     found: What it has shown.
     step: Its number, int32 [].
-    axes: The axes of the shards.
+    axes: Those of the shards.
   """
   if rule is None or not isinstance(state, SpikeState):
     return ()
@@ -339,11 +340,11 @@ def after(
     moments = found.totals[2:].reshape(2, -1) / jnp.maximum(num_recorded, 1)
     recorded = statistics.record(rule, *moments)
     is_new = (found.accept | rule.record_spikes) & (num_recorded > 0)
-    statistics = _where(is_new, recorded, statistics)
+    statistics = optax.tree.where(is_new, recorded, statistics)
     if rule.restart_after is not None:
       is_over = consecutive >= rule.restart_after
-      zeros = jax.tree.map(jnp.zeros_like, statistics)
-      statistics = _where(is_over, zeros, statistics)
+      zeros = optax.tree.zeros_like(statistics)
+      statistics = optax.tree.where(is_over, zeros, statistics)
       consecutive = jnp.where(is_over, 0, consecutive)
   last_spike = per_shard_state.own(state.last_spike, axes, _CALLER)
   last_spike = jnp.where(found.is_spike, step, last_spike)
@@ -353,10 +354,6 @@ def after(
       consecutive_spikes=consecutive,
       last_spike=per_shard_state.store(last_spike, axes),
   )
-
-
-def _where(condition, tree, other):
-  return jax.tree.map(functools.partial(jnp.where, condition), tree, other)
 
 
 def spikes_since(state: SpikeState | tuple[()], step: int) -> str:
@@ -369,11 +366,8 @@ def spikes_since(state: SpikeState | tuple[()], step: int) -> str:
       for _, steps in state_rules.parts_here(state.last_spike)
       for i in np.flatnonzero(steps.reshape(-1, width).max(axis=0) >= step)
   }
-  if not found:
-    return ''
-  return (
-      f' Spikes were those of the signals {sorted(found)} of `SpikeRule.names`.'
-  )
+  named = f' Spikes were those of the signals {sorted(found)} of'
+  return f'{named} `SpikeRule.names`.' if found else ''
 
 
 def scaled(
@@ -384,8 +378,7 @@ def scaled(
 ) -> tuple[optax.GradientTransformationExtraArgs, Any]:
   """Returns what to run in place of `inner` so that it gets scaled updates.
 
-  They are scaled inside of it, where the compiler fuses that with what reads
-  them.
+  They are scaled inside of it, where the compiler fuses that with the readers.
 
   Args:
     rule: The rule, or `None`.
