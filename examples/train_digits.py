@@ -480,11 +480,16 @@ def start_devices(num_processes: int) -> list[Any]:
       if _SHARDS.value in (None, n) and _divides(n)
   ]
   if not num_shards:
+    rule = (
+        f'The batch of {_BATCH_SIZE.value} must be a multiple of shards x'
+        f' {NUM_TOWERS}.'
+    )
+    if _REPRODUCIBLE.value:
+      rule = f'They must divide {NUM_MICRO_BATCHES} micro-batches.'
     raise app.UsageError(
         f'`--shards` must be at most {jax.device_count()}, the number of'
         f' {jax.default_backend()} devices, and a multiple of {num_processes},'
-        f' the number of processes, got {_SHARDS.value}. The batch of'
-        f' {_BATCH_SIZE.value} must be a multiple of shards x {NUM_TOWERS}.'
+        f' the number of processes, got {_SHARDS.value}. {rule}'
     )
   return [
       device

@@ -172,6 +172,8 @@ class TrainDigitsTest(parameterized.TestCase):
       ('--shards=3', 'batch_size.* must be a multiple of .* = 12'),
       ('pmap', r"There are flags only, got \['pmap'\]"),
       ('--shards=4', '`--shards` must be at most 2, .* cpu devices.* got 4'),
+      ('--reproducible --shards=4', 'got 4. They must divide 16 micro-b'),
+      ('--reproducible --shards=3', 'with `--reproducible` must be a mult'),
       ('--processes=65', 'batch_size.* must be a multiple of .* = 260'),
       ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
   )
@@ -180,7 +182,7 @@ class TrainDigitsTest(parameterized.TestCase):
   def test_refuses_bad_flag(self, flag, message):
     flag = flag.format(script=SCRIPT)
 
-    run = self.run_script(flag, JAX_NUM_CPU_DEVICES='2')
+    run = self.run_script(*flag.split(), JAX_NUM_CPU_DEVICES='2')
 
     self.assertEqual(run.returncode, 1)
     self.assertRegex(run.stderr, message)

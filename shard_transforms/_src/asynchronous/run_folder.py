@@ -181,10 +181,9 @@ def recover(
       run.restore(server)
       if run.saved.segment < 0 <= run.journal.segment.start.segment:
         raise ValueError(
-            '`folder` must have an intact checkpoint, because its run does'
-            ' not begin with the initial parameters, got'
-            f' {str(run.path)!r}, where none is. Put one back, or name'
-            ' another folder.'
+            '`folder` must have an intact checkpoint, because the last segment'
+            f' of its journal goes on from one, got {str(run.path)!r}, where'
+            ' none is. Put one back, or name another folder.'
         ) from error
       run.begin(str(error))
 

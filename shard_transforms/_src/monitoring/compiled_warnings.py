@@ -48,10 +48,10 @@ def find(
   for collective in collectives:
     sent[collective.op].append(collective)
   found = []
-  for loop, computation in _bodies(module, module.entry, None):
+  for loop, computation, places in _bodies(module, module.entry):
     graph = hlo_flow.graph(module, computation)
     found += _added_up(module, graph, loop, sent)
-    found += _scattered(graph, sent)
+    found += _scattered(graph, places, sent)
     if loop is not None:
       found += _gathered_again(graph, loop, sent)
     found += _only_sliced(graph, sent)
@@ -61,12 +61,21 @@ def find(
   return tuple(dict.fromkeys(found))
 
 
-def _bodies(module, computation, loop):
-  """Yields the computations that run, each with the loop that repeats it.
+def _bodies(module, computation, loop=None, given=None):
+  """Yields the computations that run, each with its loop and its places.
 
-  The loop is `None` if there is none, or if it has at most one turn.
+  The loop is the one that repeats it: `None` if there is none, or if it has at
+  most one turn.
+
+  Args:
+    module: The program.
+    computation: What runs.
+    loop: The loop that repeats it, or `None`.
+    given: The places among its inputs; see `_places`.
   """
-  yield loop, computation
+  graph = hlo_flow.graph(module, computation)
+  places = _places(graph, given or {})
+  yield loop, computation, places
   pending = list(computation.instructions.values())
   while pending:
     instruction = pending.pop(0)
@@ -75,13 +84,61 @@ def _bodies(module, computation, loop):
       repeats = instruction.num_turns != 1 and (
           not hlo_flow.turns_at_most_once(module, instruction)
       )
-      yield from _bodies(module, called[1], instruction if repeats else None)
+      body = hlo_flow.graph(module, called[1])
+      kept = {
+          node for i, node in body.carry().items() if body.outputs[i] is node
+      }
+      given = _given(graph, instruction, 0, body, places)
+      given = {node: place for node, place in given.items() if node in kept}
+      outer = instruction if repeats else None
+      yield from _bodies(module, called[1], outer, given)
     elif instruction.opcode == 'conditional':
-      for branch in called:
-        yield from _bodies(module, branch, None)
+      for i, branch in enumerate(called, 1):
+        inside = hlo_flow.graph(module, branch)
+        given = _given(graph, instruction, i, inside, places)
+        yield from _bodies(module, branch, None, given)
     elif instruction.opcode in ('call', 'async-start'):
       # The graph of the caller contains these.
       pending += [i for c in called for i in c.instructions.values()]
+
+
+def _places(graph, given):
+  """Returns the values that are computed from the number of the shard alone.
+
+  Each comes with whether it needs that number; constants do not.
+
+  Args:
+    graph: The values of a computation.
+    given: Those among its inputs, likewise.
+  """
+  places = dict(given)
+  for node in graph.nodes:
+    instruction = node.instruction
+    if node.opcode in ('partition-id', 'replica-id'):
+      places[node] = True
+    elif node.opcode in ('constant', 'iota'):
+      places[node] = False
+    elif (
+        node not in places
+        and node.inputs
+        and not (instruction.collective or instruction.called)
+        and places.keys() >= {*node.inputs}
+    ):
+      places[node] = any(places[n] for n in node.inputs)
+  return places
+
+
+def _given(graph, instruction, operand, inside, places):
+  """Returns the places that a loop or a branch is given, by its inputs."""
+  found = {}
+  for node in graph.nodes:
+    if node.instruction is instruction and node.inputs[operand:]:
+      whole = node.inputs[operand]
+      parts = whole.inputs if whole.opcode == 'tuple' else (whole,)
+      for i, part in inside.carry().items():
+        if i < len(parts) and parts[i] in places:
+          found[part] = places[parts[i]]
+  return found
 
 
 def _senders(graph, sent, opcodes):
@@ -142,15 +199,20 @@ def _sums(nodes, sent):
   return found if are_sums and len(found) == len(nodes) else []
 
 
-def _scattered(graph, sent):
+def _scattered(graph, places, sent):
   """Yields warnings of sums of which each shard keeps a part alone."""
+
+  def is_own(user):
+    is_slice = user.opcode == 'dynamic-slice'
+    return is_slice and any(places.get(n) for n in user.inputs[1:])
+
   for node in _senders(graph, sent, ('all-reduce',)):
     parts = sent[node.instruction.name]
     num_shards = parts[0].num_shards
     cut = [
         n
         for n in hlo_flow.results(node)
-        if _num_taken(n, graph, _is_own_slice) * num_shards == n.array.size
+        if _num_taken(n, graph, is_own) * num_shards == n.array.size
     ]
     if sums := _sums(cut, sent):
       total = sum(c.sent_bytes for c in sums)
@@ -206,7 +268,7 @@ def _num_taken(node, graph, is_part):
     return math.inf
   taken = 0
   for user in node.users:
-    if user.inputs[0] is node and is_part(user, graph):
+    if user.inputs[0] is node and is_part(user):
       taken += user.array.size
     elif user.opcode in hlo_flow.MOVES and user.array.size == node.array.size:
       taken += _num_taken(user, graph, is_part)
@@ -215,29 +277,11 @@ def _num_taken(node, graph, is_part):
   return taken
 
 
-def _is_slice(node, graph):
+def _is_slice(node):
   """Whether it is a slice, but not of all but padding."""
-  del graph
   ranges = node.instruction.attributes.get('slice', '')
   is_head = node.opcode == 'slice' and not re.search(r'\[[1-9]', ranges)
   return node.opcode in hlo_flow.SLICES and not is_head
-
-
-def _is_own_slice(node, graph):
-  """Whether it is a slice at a place that is known to be the shard's own."""
-  if node.opcode != 'dynamic-slice':
-    return False
-  pending = [*node.inputs[1:]]
-  seen = set()
-  while pending:
-    given = pending.pop()
-    # A loop gets the place from outside, and returns it as it is.
-    is_kept = given.index is not None and given in graph.places
-    if is_kept or given.opcode in ('partition-id', 'replica-id'):
-      return True
-    pending += [n for n in given.inputs if n not in seen]
-    seen.update(given.inputs)
-  return False
 
 
 def _resharded(graph, sent):

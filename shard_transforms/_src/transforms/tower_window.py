@@ -203,7 +203,6 @@ def reduced(
     params: They give the dtype where the last tower has no gradient.
     axes: The axes between whose shards the window differs.
     divisor: A number, or `None` for the total weight.
-
   """
   total, total_weight, oldest = per_shard_state.own(
       (window.total, window.total_weight, window.oldest_local_step),

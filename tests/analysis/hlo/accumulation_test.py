@@ -611,6 +611,10 @@ class SlicedSumTest(parameterized.TestCase):
       lambda total, i: (own_part(total), total),
       # Parts that overlap.
       lambda total, i: own_part(total, 4),
+      # What may be the same part, or any other.
+      lambda total, i: lax.dynamic_slice_in_dim(
+          total, (i * jnp.arange(8))[lax.axis_index(modes.AXIS)], 2
+      ),
   )
   def test_does_not_warn_of_other_parts(self, part):
     def step(x, i):
@@ -628,6 +632,24 @@ class SlicedSumTest(parameterized.TestCase):
     )
 
     self.assertEqual(report.num_collectives, 1)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_the_same_part_in_a_loop(self):
+    def step(x, i):
+      def turn(x, _):
+        total = lax.psum(x, modes.AXIS)
+        return x + jnp.tile(lax.dynamic_slice_in_dim(total, i, 2), (8, 1)), None
+
+      return lax.scan(turn, x, length=3)[0]
+
+    mapped = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    report = wire_report(
+        mapped, array(16, 4), array(dtype=jnp.int32), compiled=True
+    )
+
+    self.assertEqual(report.num_collectives, 3)
     self.assertEmpty(report.warnings)
 
   def test_warns_of_a_part_that_a_shard_takes_itself(self):
