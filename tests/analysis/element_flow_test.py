@@ -92,6 +92,14 @@ class ElementFlowTest(parameterized.TestCase):
     self.assertTrue(kind_of(fn, ONE, CUT)[0].ends_in_zeros)
     self.assertFalse(kind_of(branch, ONE, CUT)[0].ends_in_zeros)
 
+  def test_numbers_of_all_turns_are_an_array(self):
+    def fn(one):
+      return lax.scan(lambda c, _: (2 * c, c), one, None, length=3)[1]
+
+    kind, _ = kind_of(fn, ONE)
+
+    self.assertIsInstance(kind, element_flow.Whole)
+
   @cases.parameters(
       (lambda x: total(x**2), TOTAL, 1),
       (

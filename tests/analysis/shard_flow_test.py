@@ -31,6 +31,16 @@ def late(x):
   return lax.scan(turn, (jnp.zeros(8), jnp.zeros(8), x), None, length=3)[0]
 
 
+def solved(x):
+  # A primitive whose programs are not entered one by one.
+  return lax.custom_linear_solve(
+      lambda y: y * (1.0 + lax.axis_index('model')),
+      total(x),
+      lambda _, b: b,
+      symmetric=True,
+  )
+
+
 def trace(fn):
   axis_env = [(AXIS, 8), ('model', 2)]
   return jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(8)).jaxpr
@@ -55,6 +65,7 @@ class ShardFlowTest(parameterized.TestCase):
       (lambda x: lax.psum(total(x), AXIS, axis_index_groups=UNEVEN), OWN),
       (lambda x: lax.psum(total(x), AXIS, axis_index_groups=HALVES), set()),
       (lambda x: jnp.ones(3) * lax.axis_index('model'), {'model'}),
+      (solved, {'model'}),
       (lambda x: jnp.zeros(3), set()),
       (lambda x: lax.cond(x[0] > 0, jnp.ones_like, jnp.zeros_like, x), OWN),
       (lambda x: lax.cond(total(x)[0] > 0, total, lambda x: 0 * x, x), OWN),

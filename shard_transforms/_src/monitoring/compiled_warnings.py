@@ -2,7 +2,7 @@
 
 They follow values through instructions that move elements and through linear
 ones. An instruction that the rules do not know ends the search without a
-warning, so that no warning is false.
+warning.
 """
 
 import collections
