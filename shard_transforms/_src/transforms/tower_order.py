@@ -95,6 +95,8 @@ def check_inner(
         f' or in neither, got {order!r} in `{caller}`. Reduce by'
         ' `cross_shard_mean`, `cross_shard_sum` or `shard_update`.'
     )
+  if order is None:
+    return
   if any(True for _ in state_rules.nodes(inner_state, _reduces_late)):
     raise ValueError(
         f"`inner` of `{caller}` with `order='tree'` must begin with its"
