@@ -72,7 +72,7 @@ class Row(NamedTuple):
     cuts: Whether the inner transformation sees each shard's slice of leaves.
     owns: Whether each leaf of the inner state is kept by its owner alone.
     guards: Whether it is a guard, with a value that it keeps per shard.
-    keeps: Whether it keeps a tree of each shard.
+    keeps: Whether its state has leaves of each shard's own.
     delays: Whether the result is delayed, by one call less than towers.
     moves: Whether it keeps parameters of its own, and has to be given those
       that its updates have been applied to.

@@ -125,6 +125,20 @@ class FlattenTest(parameterized.TestCase):
     self.assertEqual(_names(run), ['sin', 'mul'])
     self.assertIs(run.steps[1].inputs[1], run.inputs[0])
 
+  def test_a_condition_may_be_given_what_it_does_not_use(self):
+    def fn(x, y):
+      return lax.while_loop(
+          lambda carry: (x > y, carry[0])[1],
+          lambda carry: (jnp.zeros_like(carry[0]), jnp.sin(carry[1])),
+          (x > 0, x),
+      )[1]
+
+    program = _flatten(fn, 1.0, 2.0)
+
+    decided, step = program.steps
+    self.assertEqual(step.name, 'cond')
+    self.assertEqual(step.inputs[1:], (decided.outputs[0], program.inputs[0]))
+
   @cases.parameters(
       # A condition that reads what is around it.
       lambda x, y: lax.while_loop(lambda c: c > y, lambda c: 0.5 * c, x),
@@ -139,8 +153,7 @@ class FlattenTest(parameterized.TestCase):
       lambda x, y: lax.while_loop(lambda c: True, lambda c: 0.5 * c, x),
   )
   def test_a_loop_of_more_turns_stays_one_in_any_scope(self, fn):
-    with jax.named_scope('gate'):
-      program = _flatten(fn, 1.0, 2.0)
+    program = _flatten(jax.named_scope('gate')(fn), 1.0, 2.0)
 
     self.assertIn('while', _names(program))
     self.assertNotIn('cond', _names(program))

@@ -31,7 +31,7 @@ def in_loop(fn):
 
 def carrying_the_weight(fn):
   def update(u, w):
-    return lax.fori_loop(0, 2, lambda _, c: (fn(*c), c[1]), (u, w))[0]
+    return lax.fori_loop(0, 2, lambda _, c: (fn(*c), 2 * c[1]), (u, w))[0]
 
   return update
 
@@ -100,6 +100,7 @@ class WeightFlowTest(parameterized.TestCase):
           True,
       ),
       (ring, True, True),
+      (lambda u, w: ring(u, w) * w, True, False),
       (weighted_ring, False, False),
       (gathered, False, False),
       (lambda u, w: lax.all_gather(u, AXIS).sum(0), True, True),

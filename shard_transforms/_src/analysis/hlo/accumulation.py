@@ -169,7 +169,7 @@ def _unless_emptied_inside(module, node, index):
       is_emptied = True
     else:
       totals |= {
-          given[i] for i, part in inside.carry().items() if part is last
+          value for value, part in _arguments(inside, given) if part is last
       } or {None}
   if node.opcode == 'while' and is_emptied:
     totals.add(node.inputs[0].inputs[index])
@@ -188,6 +188,14 @@ def _branches(module, node):
       and flow.turns_at_most_once(module, node.instruction)
   ):
     yield called[1], given[0]
+
+
+def _arguments(graph, given):
+  """Yields what a branch is given, and the values that these are inside."""
+  for i, part in graph.carry().items():
+    # An empty tuple has no parts, but is a value.
+    if i < len(given):
+      yield given[i], part
 
 
 def _is_read_at_times(module, graph, total, output):
@@ -230,8 +238,8 @@ def _always_seen(module, node, whole, branches):
   for branch, given in branches:
     inside = flow.graph(module, branch)
     kept = set()
-    for i, part in inside.carry().items():
-      if given[i] is node:
+    for value, part in _arguments(inside, given):
+      if value is node:
         kept |= _kept_as(inside, part)
     parts &= kept
   return parts
