@@ -200,7 +200,7 @@ def _sums(nodes, sent):
 
 
 def _scattered(graph, places, sent):
-  """Yields warnings of sums of which each shard keeps a part alone."""
+  """Yields warnings of sums that each shard cuts to its own part."""
 
   def is_own(user):
     is_slice = user.opcode == 'dynamic-slice'

@@ -72,7 +72,7 @@ def wire_report(
 
   Of a compiled program, `warnings` name reductions that are only added up, in a
   loop, in a loop of Python, or in a state that a condition empties, as that of
-  `optax.MultiSteps`; an all-reduce of which each shard keeps a slice; an array
+  `optax.MultiSteps`; an all-reduce that each shard cuts to a slice; an array
   that does not change and that each turn of a loop gathers; a floating-point
   sum in fewer than 32 bits, which rounds each partial sum; an array that is
   gathered whole although only a part is used; and an argument with the type of

@@ -145,7 +145,7 @@ def _emptied_totals(module, graph):
 
 
 def _unless_emptied(module, node):
-  """Returns the total of which a value is either the copy or zero."""
+  """Returns the total if a value is either a copy of it or zero."""
   total = None
   if node.opcode == 'multiply':
     for switch, other in (node.inputs, node.inputs[::-1]):
@@ -177,7 +177,7 @@ def _unless_emptied_inside(module, node, index):
 
 
 def _branches(module, node):
-  """Yields computations of which one runs or none, and their arguments."""
+  """Yields the computations of branches, and their arguments."""
   called = module.called(node.instruction)
   given = [n.inputs if n.opcode == 'tuple' else (n,) for n in node.inputs]
   if node.opcode == 'conditional' and len(given) == len(called) + 1:
