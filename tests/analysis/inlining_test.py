@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import cases
 from shard_transforms._src.analysis import inlining
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import interpreter
 
 
 def _flatten(fn, *args):
@@ -74,7 +74,8 @@ class FlattenTest(parameterized.TestCase):
     shapes = [step.inputs[0].aval.shape for step in program.steps]
     self.assertEqual(shapes, [(3, 8), (3, 1), (3, 1), (3, 8)])
     self.assertEqual([cut.axes, join.axes], [('host', 'core')] * 2)
-    self.assertEqual([len(s.axis_sizes) for s in program.steps], [2, 2, 0, 0])
+    sizes = map(inlining.axis_sizes, program.steps)
+    self.assertEqual(list(map(len, sizes)), [2, 2, 0, 0])
 
   def test_each_call_of_one_function_is_its_own(self):
     fn = jax.jit(jnp.sin)
@@ -168,12 +169,12 @@ class FlattenTest(parameterized.TestCase):
     program = _flatten(fn, jnp.ones(3), jnp.ones(3))
 
     (scan,) = (step for step in program.steps if step.name == 'scan')
-    self.assertEqual(jaxprs.loop(scan).carry, scan.bodies[0].inputs[-3:-1])
+    self.assertEqual(interpreter.loop(scan).carry, scan.bodies[0].inputs[-3:-1])
 
   def test_sentences_name_a_step_and_its_scope(self):
     program = _flatten(lambda x: jax.named_scope('outer')(jnp.sin)(-x), 1.0)
 
-    labels = [step.label for step in program.steps]
+    labels = list(map(inlining.label, program.steps))
     self.assertEqual(labels, ['`neg`', "`sin` in 'outer'"])
 
   def test_scopes_and_axes_reach_into_calls_and_bodies(self):
@@ -189,9 +190,12 @@ class FlattenTest(parameterized.TestCase):
 
     (scan,) = (step for step in program.steps if step.name == 'scan')
     sizes = {'host': 2, 'core': 4}
-    self.assertEqual((scan.scope, scan.axis_sizes), ('outer', sizes))
-    for step in scan.bodies[0].steps:
-      self.assertEqual((step.scope, step.axis_sizes), ('outer/inner', sizes))
+    found = [
+        (inlining.scope(step), inlining.axis_sizes(step))
+        for step in (scan, *scan.bodies[0].steps)
+    ]
+    inside = ('outer/inner', sizes)
+    self.assertEqual(found, [('outer', sizes), inside, inside])
 
   @cases.parameters(True, False)
   def test_variants_of_a_primitive_have_one_name(self, check_vma):
@@ -218,4 +222,4 @@ class FlattenTest(parameterized.TestCase):
 
     (step,) = (step for step in program.steps if step.name == 'psum')
     self.assertEqual(step.axes, ('core',))
-    self.assertEqual(step.positional_axes, (0,))
+    self.assertCountEqual(interpreter.all_axes(step.params), (0, 'core'))

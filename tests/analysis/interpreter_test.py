@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import cases
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import jaxprs
 
 NONE = frozenset()
 
@@ -100,4 +99,4 @@ class InterpreterTest(parameterized.TestCase):
   )
   def test_runs_on_kinds(self, fn, expected):
     self.assertEqual(sources(fn), expected)
-    self.assertEqual(sources(fn, jaxprs.view), expected)
+    self.assertEqual(sources(fn, interpreter.view), expected)

@@ -4,7 +4,7 @@ from absl.testing import absltest
 import jax
 import jax.extend
 
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
 # Names that the version of JAX at hand must not have: each line of JAX that the
@@ -20,7 +20,7 @@ def installed():
       module for name, module in list(sys.modules.items()) if name[:3] == 'jax'
   ]
   return {
-      jaxprs.common_name(thing.name)
+      interpreter.common_name(thing.name)
       for module in modules
       for thing in vars(module).values()
       if isinstance(thing, jax.extend.core.Primitive)

@@ -11,13 +11,13 @@ does not count: it may be a copy, such as a counter that `jax.pmap` gets once
 for each shard.
 """
 
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.analysis import primitives
 from shard_transforms._src.analysis import shard_flow
 
 
-def find(program: jaxprs.Program) -> tuple[str, ...]:
+def find(program: interpreter.Program) -> tuple[str, ...]:
   """Returns warnings of what deadlocks if shards decide differently.
 
   That is a loop with a collective over an axis over which its condition
@@ -41,7 +41,7 @@ class _Deadlocks(shard_flow.Shards):
     self.warnings = {}
 
   def primitive(self, step, kinds):
-    axes = [shard_flow.Difference(axis) for axis in step.axis_sizes]
+    axes = [shard_flow.Difference(axis) for axis in inlining.axis_sizes(step)]
     if any(_first_waiting(body, axes) for body in step.bodies):
       # A collective in its bodies may make values equal again, as in the
       # iterative solver of a `lax.custom_linear_solve`.
@@ -66,7 +66,9 @@ class _Deadlocks(shard_flow.Shards):
 
 def _inside(step, differences):
   """Returns the differences along which there are several shards around it."""
-  return frozenset(d for d in differences if step.axis_sizes.get(d.axis, 1) > 1)
+  return frozenset(
+      d for d in differences if inlining.axis_sizes(step).get(d.axis, 1) > 1
+  )
 
 
 def _warning(step, predicate):
@@ -78,7 +80,7 @@ def _warning(step, predicate):
   late = next(filter(None, found))
   axes = ', '.join(map(repr, _awaited(late, predicate)))
   return (
-      f'{step.label} runs `{late.name}` over {axes} under a predicate'
+      f'{inlining.label(step)} runs `{late.name}` over {axes} under a predicate'
       ' that differs between shards, which deadlocks: reduce the decision'
       ' first, as `guard` does, or decide after the reduction.'
   )

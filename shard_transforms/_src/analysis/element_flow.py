@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.analysis import element_layout
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.analysis import primitives
 from shard_transforms._src.base import axes as axes_lib
 
@@ -79,11 +79,11 @@ def fixed(aval: Any, origin: str) -> Kind:
 
 
 def follow(
-    program: jaxprs.Program,
+    program: interpreter.Program,
     kinds: Sequence[Kind],
     num_slices: int,
     axes: Sequence[Hashable],
-) -> tuple[list[Kind], set[jaxprs.Step]]:
+) -> tuple[list[Kind], set[interpreter.Step]]:
   """Returns the kinds of a program's results, and the steps on elements.
 
   Args:
@@ -171,7 +171,8 @@ class _Elements(interpreter.Reader[Kind]):
       ):
         further = [axis for axis in step.axes if axis not in self.axes]
         sizes = [
-            step.axis_sizes.get(axis) or axes_lib.size([axis], 'shard_update')
+            inlining.axis_sizes(step).get(axis)
+            or axes_lib.size([axis], 'shard_update')
             for axis in further
         ]
         return Uniform(num_summed=self.num_slices * math.prod(sizes))

@@ -8,7 +8,7 @@ on slices as on the whole.
 
 import dataclasses
 
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
 
@@ -59,7 +59,7 @@ class Cut:
     return self.without((0,))
 
 
-def moved(step: jaxprs.Step, cut: Cut) -> Cut | None:
+def moved(step: interpreter.Step, cut: Cut) -> Cut | None:
   """Returns the layout that a step gives to elements, if it is known.
 
   Args:
@@ -72,7 +72,7 @@ def moved(step: jaxprs.Step, cut: Cut) -> Cut | None:
   return None if rule is None else rule(step, cut)
 
 
-def looked_up(step: jaxprs.Step, indices: Cut) -> Cut | None:
+def looked_up(step: interpreter.Step, indices: Cut) -> Cut | None:
   """Returns the layout of what is looked up in a table, if it is known.
 
   Args:

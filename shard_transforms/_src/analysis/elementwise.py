@@ -30,7 +30,7 @@ import optax
 
 from shard_transforms._src.analysis import element_flow
 from shard_transforms._src.analysis import equivalence
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 from shard_transforms._src.analysis import slice_types
 from shard_transforms._src.base import axes as axes_lib
@@ -126,8 +126,8 @@ class _Traced:
 
   given: _Given
   state: Any
-  init: jaxprs.Program
-  update: jaxprs.Program
+  init: interpreter.Program
+  update: interpreter.Program
   results: Any
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.analysis import inlining
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
 Shape = tuple[int, ...]
@@ -32,7 +32,9 @@ _SHAPE_PARAMS = frozenset(('shape', 'new_sizes', 'limit_indices'))
 _REPEATED_PARAMS = _SHAPE_PARAMS | {'broadcast_dimensions', 'dimensions'}
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> tuple[jaxprs.Program, Any]:
+def trace(
+    fn: Callable[..., Any], *args: Any
+) -> tuple[interpreter.Program, Any]:
   """Returns the program of `fn` on arguments, and the types of its results."""
   jaxpr, results = closed(fn, *args)
   return inlining.flatten(jaxpr), results
@@ -51,10 +53,10 @@ def closed(
 
 
 def are_equivalent(
-    some: jaxprs.Program,
-    other: jaxprs.Program,
+    some: interpreter.Program,
+    other: interpreter.Program,
     sizes: set[tuple[int, int]],
-    flexible: Callable[[jaxprs.Step], bool],
+    flexible: Callable[[interpreter.Step], bool],
 ) -> bool:
   """Whether two programs do the same, but for shapes.
 
@@ -100,8 +102,8 @@ class _Comparison:
   """
 
   fits: Callable[[Shape, Shape], bool]
-  flexible: Callable[[jaxprs.Step], bool]
-  partners: dict[jaxprs.Value, jaxprs.Value] = dataclasses.field(
+  flexible: Callable[[interpreter.Step], bool]
+  partners: dict[inlining.Value, inlining.Value] = dataclasses.field(
       default_factory=dict
   )
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import ad_checkpoint
 
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.base import leaves as leaves_lib
 
 _GRADIENT, _OWN, _SHARED = (
@@ -43,7 +43,7 @@ def _named(tree, name):
   return jax.tree.map(name_leaf, tree)
 
 
-def find(program: jaxprs.Program) -> tuple[str, ...]:
+def find(program: interpreter.Program) -> tuple[str, ...]:
   """Returns warnings of gradients that were taken at the wrong parameters.
 
   That is sure where a gradient depends on the parameters that shards share, and

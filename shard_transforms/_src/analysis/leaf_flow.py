@@ -12,7 +12,6 @@ import functools
 import operator
 
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.analysis import primitives
 from shard_transforms._src.base import axes as axes_lib
 
@@ -21,7 +20,7 @@ OWN_NUMBERS = 1
 
 
 def follow(
-    program: jaxprs.Program, kinds: Sequence[int], axes: Sequence[Hashable]
+    program: interpreter.Program, kinds: Sequence[int], axes: Sequence[Hashable]
 ) -> tuple[list[int], str | None]:
   """Returns on what each result depends, and the first collective.
 

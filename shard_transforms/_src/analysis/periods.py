@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import inlining
+from shard_transforms._src.analysis import interpreter
 
 
 class Period(NamedTuple):
@@ -51,9 +52,9 @@ class _Position(NamedTuple):
     return Period(self.every, (remainder - self.before) % self.every)
 
 
-def find(program: jaxprs.Program) -> dict[jaxprs.Value, Period]:
+def find(program: interpreter.Program) -> dict[inlining.Value, Period]:
   """Returns the decisions of a program that hold once in some steps."""
-  found: dict[jaxprs.Value, Any] = {
+  found: dict[inlining.Value, Any] = {
       x: _Position() for x in program.inputs if _is_integer(x)
   }
   for step in program.steps:

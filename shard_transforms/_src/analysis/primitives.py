@@ -2,7 +2,7 @@
 
 Read from JAX 0.10.2 and 0.12.0.1: a name that only one of them has is followed
 by its version. A test compares the tables with the primitives of the installed
-JAX. Variants of a primitive have one name here; see `jaxprs.common_name`.
+JAX. Variants of a primitive have one name here; see `interpreter.common_name`.
 """
 
 # Each element of the results comes from the elements at the same place.

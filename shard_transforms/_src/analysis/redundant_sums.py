@@ -17,8 +17,8 @@ import operator
 
 import jax.numpy as jnp
 
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.analysis import primitives
 
 # The axes over which a value is a sum; `None` of a literal, which is neither a
@@ -27,7 +27,7 @@ Summed = frozenset[Hashable] | None
 _NONE: frozenset[Hashable] = frozenset()
 
 
-def find(program: jaxprs.Program) -> tuple[str, ...]:
+def find(program: interpreter.Program) -> tuple[str, ...]:
   """Returns warnings of redundant sums, each once.
 
   Reduced twice: a sum over an axis of a value that is, through linear steps,
@@ -70,8 +70,8 @@ class _Sums(interpreter.Reader[Summed]):
     again = [axis for axis in step.axes if axis in before]
     if again and (_is_sum(step) or step.name == 'reduce_scatter'):
       self.warnings[step] = (
-          f'{step.label} sums over {_text(again)} what has been summed over'
-          ' it before: reduce it once.'
+          f'{inlining.label(step)} sums over {_text(again)} what has been'
+          ' summed over it before: reduce it once.'
       )
     if _is_sum(step) and step.params.get('axis_index_groups') is None:
       before |= frozenset(step.axes)
@@ -101,7 +101,7 @@ def _reduced_too_often(program):
     if step.name == 'scan' and step.params['length'] > 1:
       for late in _can_wait(step):
         yield (
-            f'{late.label} sums over {_text(late.axes)} in each of'
+            f'{inlining.label(late)} sums over {_text(late.axes)} in each of'
             f" {step.params['length']:,} turns of a scan what is only added up"
             ' there: sum once, after the scan.'
         )
@@ -110,7 +110,7 @@ def _reduced_too_often(program):
 def _can_wait(scan):
   """Returns the sums that are only added to accumulators in the carry."""
   (body,) = scan.bodies
-  carry = jaxprs.loop(scan).carry
+  carry = interpreter.loop(scan).carry
   # The outputs that a value is added to; `None` for any other use.
   ends = collections.defaultdict(set)
   for i, output in enumerate(body.outputs):

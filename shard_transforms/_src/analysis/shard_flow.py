@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax.extend
 
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.analysis import primitives
 
 Axes = frozenset[Hashable]
@@ -92,7 +91,9 @@ def _by_place(program):
   return found
 
 
-def differing(program: jaxprs.Program, given: Sequence[Axes]) -> list[Axes]:
+def differing(
+    program: interpreter.Program, given: Sequence[Axes]
+) -> list[Axes]:
   """Returns over which axes each result may differ between shards.
 
   Args:
@@ -111,13 +112,13 @@ def first_sent(
   """Returns the name of the first collective over one of some axes, or any."""
   # Called in each trace: reading jaxprs directly is fast.
   for eqn in jaxpr.eqns:
-    name = jaxprs.common_name(eqn.primitive.name)
-    over = set(jaxprs.mapped_axes(eqn.params))
+    name = interpreter.common_name(eqn.primitive.name)
+    over = set(interpreter.mapped_axes(eqn.params))
     if name in primitives.SENDING and over.intersection(
         over if axes is None else axes
     ):
       return name
-    for body in jaxprs.held(eqn.params):
+    for body in interpreter.held(eqn.params):
       if found := first_sent(body, axes):
         return found
   return None

@@ -16,7 +16,6 @@ import jax.extend
 import jax.numpy as jnp
 
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import jaxprs
 from shard_transforms._src.analysis import primitives
 
 UPDATES, WEIGHT = 1, 2
@@ -29,8 +28,8 @@ def check(
     updates: Any,
     state: Any,
     axes: Sequence[Hashable],
-    may_be_local: bool = True,
-    caller: str | None = None,
+    may_be_local: bool,
+    caller: str,
 ) -> None:
   """Checks that a program uses the weight in its sums over shards.
 
@@ -57,16 +56,13 @@ def check(
       for x, is_alone in zip(results, alone, strict=False)
   )
   if sums or (goes_through and not may_be_local):
-    way_out = (
-        ' If the sums do use it, in a way that this check does not see, tell'
-        f' `{caller}` with `assume_weighted=True`.'
-    )
     raise ValueError(
         'The inner transformation must use the extra argument `weight`, which'
         ' leaves out some shards, got one that does not: a reduction by hand,'
         ' or none, counts them all. Reduce with `cross_shard_mean`,'
         ' `cross_shard_sum` or `shard_update`, and see that what is around it'
-        f' forwards extra arguments.{way_out if caller else ""}'
+        ' forwards extra arguments. If the sums do use it, in a way that this'
+        f' check does not see, tell `{caller}` with `assume_weighted=True`.'
     )
 
 
@@ -89,7 +85,7 @@ def sums_without(
     alone.
   """
   reader = _Weights(frozenset(axes))
-  results = interpreter.interpret(jaxprs.view(jaxpr), given, reader)
+  results = interpreter.interpret(interpreter.view(jaxpr), given, reader)
   found = reader.found or any(map(_is_sent_alone, results))
   return found, [_is_alone(bits) for bits in results]
 
@@ -140,7 +136,7 @@ def _is_sent_alone(bits: int) -> bool:
   return bool(bits & _SENT) and _is_alone(bits)
 
 
-def _keeps_apart(step: jaxprs.Step, kinds: Sequence[int]) -> bool:
+def _keeps_apart(step: interpreter.Step, kinds: Sequence[int]) -> bool:
   """Whether a step leaves updates of several shards next to each other."""
   # The weights of the shards may still come: `all_gather(w) @ all_gather(u)`.
   if step.name in primitives.MOVING:

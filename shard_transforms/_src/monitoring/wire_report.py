@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from shard_transforms._src.analysis import deadlocks
 from shard_transforms._src.analysis import gradient_points
 from shard_transforms._src.analysis import inlining
+from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import periods
 from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.base import arguments
@@ -260,7 +261,7 @@ def _collective(step):
   aval = step.inputs[0].aval
   # Under `jax.vmap`, a sum may also be over an axis of its operand. Each shard
   # sums over that before it sends anything.
-  own = step.positional_axes
+  own = interpreter.all_axes(step.params)
   sent = [n for i, n in enumerate(aval.shape) if i not in own]
   return report_table.Collective(
       primitive=step.name,
@@ -268,7 +269,7 @@ def _collective(step):
       payload_bytes=math.prod(sent) * aval.dtype.itemsize,
       axes=step.axes,
       num_shards=_num_shards(step),
-      scope=step.scope,
+      scope=inlining.scope(step),
   )
 
 
@@ -278,6 +279,7 @@ def _num_shards(step):
     return max(map(len, groups))
   # Inside a mapped function, the mesh is around the report and not in its
   # program.
-  outside = [axis for axis in step.axes if axis not in step.axis_sizes]
-  inside = [step.axis_sizes[a] for a in step.axes if a in step.axis_sizes]
+  sizes = inlining.axis_sizes(step)
+  outside = [axis for axis in step.axes if axis not in sizes]
+  inside = [sizes[axis] for axis in step.axes if axis in sizes]
   return math.prod(inside) * axes_lib.size(outside, 'wire_report')

@@ -23,7 +23,7 @@ import numpy as np
 
 from shard_transforms._src.analysis import equivalence
 from shard_transforms._src.analysis import inlining
-from shard_transforms._src.analysis import jaxprs
+from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.base import axes as axes_lib
 
 _Literal = jax.extend.core.Literal
@@ -54,7 +54,7 @@ class LeafProgram:
     """Returns the types of the inputs, those of totals last."""
     return list(self.jaxpr.in_avals)
 
-  def flat(self) -> jaxprs.Program:
+  def flat(self) -> interpreter.Program:
     """Returns the program for the readers of `analysis`."""
     return inlining.flatten(self.jaxpr)
 
@@ -148,7 +148,7 @@ def _split(program, axes, num_shards):
 
 def _is_sum(eqn, axes):
   return (
-      jaxprs.common_name(eqn.primitive.name) == 'psum'
+      interpreter.common_name(eqn.primitive.name) == 'psum'
       and set(eqn.params['axes']) == axes
       and eqn.params.get('axis_index_groups') is None
   )
@@ -163,7 +163,7 @@ def _terms(summed, maker, zeros):
   if summed not in maker:
     return [summed]
   eqn = maker[summed]
-  name = jaxprs.common_name(eqn.primitive.name)
+  name = interpreter.common_name(eqn.primitive.name)
   is_rounded = jnp.issubdtype(summed.aval.dtype, jnp.integer)
   if name in ('add', 'add_any') or (name in _COPIES and not is_rounded):
     found = [_terms(x, maker, zeros) for x in eqn.invars]

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
@@ -276,19 +275,18 @@ class _Towers:
           ' of a window of several where `num_towers` is 1. Make it with'
           ' `init`.'
       )
-
-    def run(state, params, updates, weight):
-      given = extra_args | weights.given(weight=weight)
-      return gate.update(self.inner, updates, state, params, **given)
-
-    given = state.inner_state, params, updates, weight
     if weight is not None and self.weighted_axes:
       # A bad weight that is known here is not known inside of `jax.jit`.
       weights.as_weight(weight, (), _CALLER)
-      run = jax.jit(run)
-      program = run.trace(*given).jaxpr.jaxpr
-      weight_flow.check(
-          program, updates, given[0], self.weighted_axes, caller=_CALLER
-      )
-    applied, inner_state = run(*given)
+    applied, inner_state = gate.update_or_skip(
+        None,
+        self.inner,
+        updates,
+        state.inner_state,
+        params,
+        weight=weight,
+        axes=self.weighted_axes,
+        extra_args=extra_args,
+        caller=_CALLER,
+    )
     return applied, state._replace(inner_state=inner_state)
