@@ -32,6 +32,7 @@ from shard_transforms._src.state.specs import state_specs
 from shard_transforms._src.transforms.accumulation import (
     accumulated_value_and_grad,
 )
+from shard_transforms._src.transforms.bad_updates import SpikeState
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
@@ -44,8 +45,7 @@ from shard_transforms._src.transforms.owned_leaves import Place
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
-from shard_transforms._src.transforms.spike_rule import SpikeRule
-from shard_transforms._src.transforms.spikes import SpikeState
+from shard_transforms._src.transforms.spikes import SpikeRule
 from shard_transforms._src.transforms.tower_reduce import tower_reduce
 from shard_transforms._src.transforms.tower_window import TowerReduceState
 

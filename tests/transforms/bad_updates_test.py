@@ -9,11 +9,11 @@ import cases
 from shard_transforms._src.transforms import bad_updates
 
 
-def diagnosed(updates):
-  return bad_updates.diagnose(updates, None, (), None, (), None)
+def judged(updates):
+  return bad_updates.judge(None, (), updates, None, (), None)
 
 
-class DiagnosisTest(parameterized.TestCase):
+class JudgementTest(parameterized.TestCase):
 
   @cases.parameters(
       ({}, True),
@@ -26,10 +26,10 @@ class DiagnosisTest(parameterized.TestCase):
       ({'a': np.array([1, 1j * np.nan])}, False),
   )
   def test_looks_at_each_element(self, updates, expected):
-    diagnosis = diagnosed(updates)
+    judgement = judged(updates)
 
-    self.assertEqual(diagnosis.is_healthy, expected)
-    self.assertEqual(diagnosis.spikes.tally.size, 0)
+    self.assertEqual(judgement.is_healthy, expected)
+    self.assertEqual(judgement.tally.size, 0)
 
   @cases.parameters(
       ('nan', np.nan, False),
@@ -41,7 +41,7 @@ class DiagnosisTest(parameterized.TestCase):
   def test_finds_one_among_many(self, _, element, expected):
     updates = jnp.full(70_000, np.finfo(np.float32).max)
 
-    is_healthy = jax.jit(lambda x: diagnosed(x).is_healthy)(
+    is_healthy = jax.jit(lambda x: judged(x).is_healthy)(
         updates.at[65_537].set(element)
     )
 

@@ -20,6 +20,7 @@ import shard_transforms
 from shard_transforms import SpikeRule
 from shard_transforms import guard
 from shard_transforms import monitoring
+from shard_transforms._src.transforms import bad_updates
 from shard_transforms._src.transforms import spikes
 
 AXIS = modes.AXIS
@@ -553,7 +554,7 @@ class RecordTest(parameterized.TestCase):
 def recorded(steps, window, **kwargs):
   """Returns statistics after the values of shards [steps, shards]."""
   rule = SpikeRule(max_stds=1.0, window=window, **kwargs)
-  statistics = spikes.start(rule, jnp.zeros(1), ()).statistics
+  statistics = bad_updates.start(rule, jnp.zeros(1), ()).statistics
   for step in np.asarray(steps, np.float32):
     deviation = (step - statistics.last_mean)[:, None]
     statistics = statistics.record(
@@ -643,16 +644,20 @@ class RefusalTest(parameterized.TestCase):
           ValueError,
           '`restart_after` must come with `max_stds`',
       ),
-      (dict(max_norm=1, two_sided=True), ValueError, '`max_stds` must be giv'),
+      (
+          dict(max_norm=1, two_sided=True),
+          ValueError,
+          '`two_sided` must come with `max_stds`, got None',
+      ),
       (
           dict(max_norm=1, signals=['loss', 'norm']),
           ValueError,
-          '`max_stds` must be given for the loss',
+          "'loss' in `signals` must come with `max_stds`",
       ),
       (
           dict(max_norm=1, on_spike='reciprocal'),
           ValueError,
-          "`max_stds` must be given for `on_spike='reciprocal'`",
+          "`on_spike='reciprocal'` must come with `max_stds`",
       ),
   )
   def test_refuses_option(self, kwargs, error, message):

@@ -140,12 +140,12 @@ class Gate:
       self,
       accept: jax.Array | None,
       inner: optax.GradientTransformationExtraArgs,
-      updates: optax.Updates,
+      updates: Any,
       inner_state: optax.OptState,
       params: optax.Params | None,
       *,
       weight: jax.Array | weights.Summed | None = None,
-      is_healthy: jax.Array | None = None,
+      prepare: Callable[[Any], optax.Updates] | None = None,
       axes: Sequence[Hashable] = (),
       extra_args: Mapping[str, Any],
       may_be_local: bool = True,
@@ -154,9 +154,9 @@ class Gate:
     """Returns the result of `update` if `accept`, else keeps everything.
 
     `inner` is given `weight`, how much this shard counts, and must use it in
-    its sums over `axes`. It is given zeros in place of the updates of a shard
-    that is not healthy. `may_be_local` and `caller` are those of
-    `weight_flow.check`.
+    its sums over `axes`; and the updates, or what `prepare` makes of them
+    inside the branch, where the compiler fuses it with what reads them.
+    `may_be_local` and `caller` are those of `weight_flow.check`.
 
     Raises:
       ValueError: As `run_or_skip`, or if `inner` does not use the weight, or
@@ -165,10 +165,9 @@ class Gate:
     if accept is not None:
       _check_may_skip(inner_state, caller)
 
-    def run(state, params, is_healthy, updates, weight):
-      if is_healthy is not None:
-        # Inside the branch, where the compiler fuses it with what reads them.
-        updates = leaves_lib.zero_unless(is_healthy, updates)
+    def run(state, params, updates, weight):
+      if prepare is not None:
+        updates = prepare(updates)
       given = weights.given(weight=weight)
       return self.update(inner, updates, state, params, **extra_args, **given)
 
@@ -176,15 +175,14 @@ class Gate:
     if weight is not None and axes:
       check = functools.partial(
           weight_flow.check,
-          updates=(is_healthy, updates),
+          updates=updates,
           state=inner_state,
           axes=axes,
           may_be_local=may_be_local,
           caller=caller,
       )
-    given = is_healthy, updates, weight
     return self.run_or_skip(
-        accept, run, inner_state, params, *given, check=check
+        accept, run, inner_state, params, updates, weight, check=check
     )
 
   def run_or_skip(

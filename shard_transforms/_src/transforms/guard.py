@@ -19,7 +19,6 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.transforms import bad_updates
-from shard_transforms._src.transforms import spike_rule
 from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
@@ -59,7 +58,7 @@ class GuardState(NamedTuple):
   bad_shard_count: jax.Array
   last_bad_step: jax.Array
   max_consecutive: jax.Array
-  spikes: spikes_lib.SpikeState | tuple[()]
+  spikes: bad_updates.SpikeState | tuple[()]
   inner_state: optax.OptState
 
   def resize_rules(
@@ -91,7 +90,7 @@ class GuardState(NamedTuple):
     return (
         f'`guard` has skipped the last {num_skipped} updates, {first} to'
         f' {num_updates - 1}: training does not go on.{bad}'
-        f'{spikes_lib.spikes_since(self.spikes, first)} Look at the data and'
+        f'{bad_updates.spikes_since(self.spikes, first)} Look at the data and'
         ' the learning rate, and go back to a checkpoint from before them.'
     )
 
@@ -101,7 +100,7 @@ def guard(
     axis_name: axes_lib.AxisName | None = None,
     *,
     on_bad: Literal['skip', 'exclude'] = 'skip',
-    spikes: spike_rule.SpikeRule | None = None,
+    spikes: spikes_lib.SpikeRule | None = None,
     min_shards: int | None = None,
     max_consecutive: int | None = None,
     sharded: partition_specs.SpecTree = None,
@@ -191,7 +190,7 @@ def guard(
   """
   axes = axes_lib.optional_axes(axis_name)
   num_enough = _num_enough(on_bad, min_shards, axes)
-  if spikes is not None and not isinstance(spikes, spike_rule.SpikeRule):
+  if spikes is not None and not isinstance(spikes, spikes_lib.SpikeRule):
     raise TypeError(
         f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
     )
@@ -203,52 +202,55 @@ def guard(
 
   def init_fn(params):
     _check_enough_shards(axes, num_enough)
-    never = jnp.full([], counters.NEVER, jnp.int32)
-    return GuardState(
-        num_updates=counters.zero(),
-        skipped_count=counters.zero(),
-        consecutive_skipped=counters.zero(),
-        bad_shard_count=counters.zero(),
-        last_bad_step=per_shard_state.store(never, axes),
-        max_consecutive=jnp.asarray(most, jnp.int32),
-        spikes=() if spikes is None else spikes_lib.start(spikes, params, axes),
-        inner_state=inner.init(params),
-    )
+    known = () if spikes is None else bad_updates.start(spikes, params, axes)
+    return _start(inner.init(params), known, most, axes)
 
   def step(gate, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, GuardState, axes, _CALLER)
     _check_enough_shards(axes, num_enough)
-    spikes_lib.check_fits(spikes, state.spikes, updates)
-    diagnosis = bad_updates.diagnose(
-        updates, extra_args.get('value'), state.spikes, spikes, axes, sharded
+    bad_updates.check_fits(spikes, state.spikes, updates)
+    value = extra_args.get('value')
+    judgement = bad_updates.judge(
+        spikes, state.spikes, updates, value, axes, sharded
     )
-    decision = _decide(diagnosis, weight, axes, num_enough)
+    decision = _decide(judgement, weight, axes, num_enough)
     if on_bad == 'exclude':
       weight = decision.weight
-    run, given = spikes_lib.scaled(spikes, diagnosis.spikes, inner, updates)
     accept = decision.accept
     if _only_excludes(state.inner_state, spikes, num_enough):
-      accept = None
-      decision = decision._replace(accept=jnp.ones_like(decision.accept))
+      accept, decision = None, decision._replace(accept=jnp.bool_(True))
+    # A part of `inner` before its reduction may keep moments.
+    is_healthy = None if weight is None else judgement.is_healthy
     applied, inner_state = gate.update_or_skip(
         accept,
-        run,
-        given,
+        inner,
+        (updates, is_healthy, judgement.factors),
         state.inner_state,
         params,
+        prepare=lambda given: bad_updates.repaired(spikes, *given),
         weight=weight,
-        # A part of `inner` before its reduction may keep moments.
-        is_healthy=None if weight is None else diagnosis.is_healthy,
         axes=() if assume_weighted else axes,
         extra_args=extra_args,
         caller=_CALLER,
     )
-    after = spikes_lib.after(
-        spikes, state.spikes, decision.spikes, state.num_updates, axes
-    )
-    return applied, _count(state, decision, axes, after, inner_state)
+    return applied, _count(state, decision, spikes, axes, inner_state)
 
   return gating.transformation(init_fn, step)
+
+
+def _start(inner_state, spikes, max_consecutive, axes):
+  """Returns the state before the first update."""
+  never = jnp.full([], counters.NEVER, jnp.int32)
+  return GuardState(
+      num_updates=counters.zero(),
+      skipped_count=counters.zero(),
+      consecutive_skipped=counters.zero(),
+      bad_shard_count=counters.zero(),
+      last_bad_step=per_shard_state.store(never, axes),
+      max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
+      spikes=spikes,
+      inner_state=inner_state,
+  )
 
 
 def _num_enough(on_bad, min_shards, axes):
@@ -319,24 +321,20 @@ class _Decision(NamedTuple):
     is_bad: Whether this shard is bad, bool [].
     weight: How much this shard counts, float32 []; 0 if it is bad.
     num_bad: The number of bad shards, float32 [].
-    spikes: What is known of the spikes of all shards.
+    is_spike: Which signals of this shard are spikes, bool [signals].
+    of_spikes: The sum of `Judgement.tally` over the shards.
   """
 
   accept: jax.Array
   is_bad: jax.Array
   weight: jax.Array
   num_bad: jax.Array
-  spikes: spikes_lib.Findings
+  is_spike: jax.Array
+  of_spikes: jax.Array
 
 
-def _decide(diagnosis, weight, axes, num_enough):
+def _decide(judgement, weight, axes, num_enough):
   """Returns the decision of all shards, by one reduction of a few numbers.
-
-  Args:
-    diagnosis: The diagnosis of this shard's update.
-    weight: How much it counts; `None` is 1.
-    axes: The axes of the shards.
-    num_enough: As `_num_enough`.
 
   Raises:
     TypeError: If the weight is not a real number.
@@ -347,11 +345,11 @@ def _decide(diagnosis, weight, axes, num_enough):
     counted = weight.total
   given = weights.as_weight(counted, (), _CALLER)
   # A shard of weight zero is not bad.
-  counts = given > 0
-  good, bad = counts & diagnosis.is_healthy, counts & ~diagnosis.is_healthy
+  counts, is_healthy = given > 0, judgement.is_healthy
+  good, bad = counts & is_healthy, counts & ~is_healthy
   own_weight = jnp.where(good, given, 0)
   is_spike, of_spikes = leaves.zero_unless(
-      counts, (diagnosis.spikes.is_spike, diagnosis.spikes.tally)
+      counts, (judgement.is_spike, judgement.tally)
   )
   tally = jnp.stack(
       [jnp.asarray(x, jnp.float32) for x in (good, bad, own_weight)]
@@ -360,44 +358,40 @@ def _decide(diagnosis, weight, axes, num_enough):
     totals = collectives.total(jnp.concatenate([tally, of_spikes]), axes)
   num_good, num_bad, total_weight = totals[0], totals[1], totals[2]
   is_enough = num_bad == 0 if num_enough is None else num_good >= num_enough
-  accept = (total_weight > 0) & is_enough
   return _Decision(
-      accept=accept,
+      accept=(total_weight > 0) & is_enough,
       is_bad=bad,
       weight=own_weight,
       num_bad=num_bad,
-      spikes=spikes_lib.Findings(is_spike, totals[3:], accept),
+      is_spike=is_spike,
+      of_spikes=totals[3:],
   )
 
 
-def _count(state, decision, axes, spikes, inner_state):
+def _count(state, decision, spikes, axes, inner_state):
   """Returns the state after an update."""
-  accept = decision.accept
+  accept, num_updates = decision.accept, state.num_updates
   last_bad_step = per_shard_state.own(state.last_bad_step, axes, _CALLER)
-  last_bad_step = jnp.where(decision.is_bad, state.num_updates, last_bad_step)
+  last_bad_step = jnp.where(decision.is_bad, num_updates, last_bad_step)
+  skipped_in_a_row = counters.add(state.consecutive_skipped, 1)
+  found = decision.is_spike, decision.of_spikes, accept, num_updates
   return GuardState(
-      num_updates=counters.add(state.num_updates, 1),
+      num_updates=counters.add(num_updates, 1),
       skipped_count=counters.add(state.skipped_count, ~accept),
-      consecutive_skipped=jnp.where(
-          accept, 0, counters.add(state.consecutive_skipped, 1)
-      ),
+      consecutive_skipped=jnp.where(accept, 0, skipped_in_a_row),
       bad_shard_count=counters.add(state.bad_shard_count, decision.num_bad),
       last_bad_step=per_shard_state.store(last_bad_step, axes),
       max_consecutive=state.max_consecutive,
-      spikes=spikes,
+      spikes=bad_updates.after(spikes, state.spikes, *found, axes),
       inner_state=inner_state,
   )
 
 
 def _bad_shards(last_bad_step, first):
   """Returns a sentence on which shards were bad since an update."""
+  parts = state_rules.parts_here(last_bad_step)
   found = sorted(
-      {
-          start + i
-          for start, steps in state_rules.parts_here(last_bad_step)
-          for i, step in enumerate(np.ravel(steps))
-          if step >= first
-      }
+      {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}
   )
   if not found:
     return (

@@ -1,28 +1,266 @@
 """Spikes: norms or losses far from those of the steps before.
 
 A signal is a number that each shard has in each step: the norm of its update,
-the norm of some of its leaves, or its loss.
+the norm of some of its leaves, or its loss. `SpikeRule` says which of them are
+spikes, by `Statistics` of the steps before.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import counters
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
-from shard_transforms._src.gates import gating
-from shard_transforms._src.transforms import spike_rule
 
-_CALLER = 'guard'
+_WINDOW = 128
+# Of `min_steps`, before exponential averages.
+_WARM_UP = 25
+
+
+@dataclasses.dataclass(frozen=True)
+class SpikeRule:
+  """Which norms and losses are spikes for `guard`, and what becomes of them.
+
+  A norm is a spike above `max_norm`. A signal, which is a norm or the loss, is
+  a spike if it exceeds its mean by more than `max_stds` standard deviations.
+  Both are those of the values that single shards had in the last `window`
+  steps, or exponential averages. Whatever is not finite is a spike from the
+  first step on, an infinite norm of finite elements included.
+
+  Rules that others publish: of OLMo-core,
+  `SpikeRule(max_stds=6, signals=('norm', 'loss'), min_steps=63, two_sided=True,
+  record_spikes=True)`; of MaxText, the same without `two_sided`; of ZClip,
+  `SpikeRule(max_stds=2.5, decay=0.97, on_spike='reciprocal',
+  record_spikes=True)`.
+
+  Args:
+    max_norm: The largest norm, or a mapping from each label to its own.
+    max_stds: The most standard deviations from the mean, or a mapping from each
+      of `names` to its own.
+    signals: What is looked at: `'norm'`, `'loss'`, or both. The loss is the
+      extra argument `value` of `update`, a real scalar; each shard may give its
+      own, or all give their mean.
+    labels: A label for each leaf, a tree of strings or a prefix of it, or a
+      function that makes one of the updates, as for `optax.partition`. The
+      leaves of each label have a norm of their own. `None` for one norm of all.
+    window: The number of recorded steps in the rolling mean, at least 2; `None`
+      for 128.
+    decay: The decay of exponential averages, in place of the window.
+    min_steps: The number of recorded steps before which `max_stds` does not
+      count, at least 2; `None` for a full window, or 25 with `decay`.
+    two_sided: Whether values far below the mean are spikes as well.
+    record_spikes: Whether the statistics take in finite spikes: those of
+      skipped steps as they are, and those that were scaled down at what they
+      were scaled to. If not, norms that rise and stay high are spikes for ever.
+    restart_after: After how many steps with spikes in a row the statistics
+      start again, as in the first step; `None` for never.
+    on_spike: `'skip'`: a spike is a bad update. `'clip'`: the leaves of a norm
+      are scaled down to its limit, on each shard that has a spike;
+      `'reciprocal'`: further down, by the rule of ZClip, to mean + (limit -
+      mean)² / (norm - mean). Spikes of the loss, or below the mean, and what is
+      not finite stay bad.
+
+  Raises:
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If an argument has a wrong value, or there is no limit.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> rule = shard_transforms.SpikeRule(max_norm=5.0, on_spike='clip')
+    >>> tx = shard_transforms.guard(optax.identity(), spikes=rule)
+    >>> params = jnp.zeros(2)
+    >>> updates, state = tx.update(jnp.array([6.0, 8.0]), tx.init(params))
+    >>> print(updates, state.spikes.spike_count, rule.names(params))
+    [3. 4.] 1 ('norm',)
+
+  References:
+    OLMo-core, `SkipStepOptimizer`, https://github.com/allenai/OLMo-core;
+    MaxText, `skip_step_on_spikes`, https://github.com/AI-Hypercomputer/maxtext;
+    Kumar et al., ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,
+    https://arxiv.org/abs/2504.02507.
+  """
+
+  max_norm: chex.Numeric | Mapping[str, chex.Numeric] | None = None
+  max_stds: chex.Numeric | Mapping[str, chex.Numeric] | None = None
+  signals: Sequence[Literal['norm', 'loss']] = ('norm',)
+  labels: Any | Callable[[Any], Any] = None
+  window: int | None = None
+  decay: chex.Numeric | None = None
+  min_steps: int | None = None
+  two_sided: bool = False
+  record_spikes: bool = False
+  restart_after: int | None = None
+  on_spike: Literal['skip', 'clip', 'reciprocal'] = 'skip'
+
+  def __post_init__(self):
+    for name in ('max_norm', 'max_stds'):
+      limit = getattr(self, name)
+      if isinstance(limit, Mapping):
+        for value in limit.values():
+          arguments.as_positive(name, value)
+      elif limit is not None:
+        arguments.as_positive(name, limit)
+    for name in ('two_sided', 'record_spikes'):
+      arguments.check_bool(name, getattr(self, name))
+    for name, least in (('window', 2), ('min_steps', 2), ('restart_after', 1)):
+      if (value := getattr(self, name)) is not None:
+        arguments.as_at_least(name, value, least)
+    if self.decay is not None:
+      arguments.as_decay('decay', self.decay)
+    _check_choices(self)
+
+  @property
+  def steps_needed(self) -> int:
+    """How many recorded steps `max_stds` needs."""
+    if self.min_steps is not None:
+      return self.min_steps
+    return self.num_rows if self.decay is None else _WARM_UP
+
+  @property
+  def num_rows(self) -> int:
+    """How many steps the statistics keep: a window, or one average."""
+    if self.decay is not None:
+      return 1
+    return _WINDOW if self.window is None else self.window
+
+  def names(self, params: optax.Params) -> tuple[str, ...]:
+    """Returns the names of the signals: labels in order, or 'norm'; 'loss'.
+
+    Args:
+      params: The parameters, or updates.
+    """
+    norms = ['norm'] if self.labels is None else self.labels_of(params)
+    names = sorted(set(norms)) if 'norm' in self.signals else []
+    return tuple([*names, 'loss'] if 'loss' in self.signals else names)
+
+  def labels_of(self, updates: optax.Updates) -> list[str]:
+    """Returns the label of each leaf; all are `'norm'` where none are given.
+
+    Raises:
+      TypeError: If a label is not a string.
+      ValueError: If a leaf has no label, or one is called `'loss'`.
+    """
+    if self.labels is None:
+      return ['norm'] * len(jax.tree.leaves(updates))
+    labels = self.labels(updates) if callable(self.labels) else self.labels
+    try:
+      found = jax.tree.leaves(jax.tree.broadcast(labels, updates))
+    except ValueError as error:
+      raise ValueError(
+          '`labels` of `SpikeRule` must have a label for each leaf, got'
+          f' {labels!r} for {jax.tree.structure(updates)}.'
+      ) from error
+    if wrong := [x for x in found if not isinstance(x, str)]:
+      raise TypeError(f'`labels` must be strings, got {wrong[0]!r}.')
+    if not found or 'loss' in found:
+      raise ValueError(
+          "`labels` must name leaves, and none of them 'loss', got"
+          f' {sorted(set(found))!r}.'
+      )
+    return found
+
+  def numbers(self, updates: optax.Updates) -> list[int]:
+    """Returns for each leaf which of the signals is its norm."""
+    names = self.names(updates)
+    return [names.index(label) for label in self.labels_of(updates)]
+
+  def limits(self, names: Sequence[str]) -> tuple[jax.Array, jax.Array]:
+    """Returns the fixed limits and those in deviations, float32 [signals].
+
+    Raises:
+      ValueError: If a mapping does not have just these names.
+    """
+    norms = [name for name in names if name != 'loss']
+    fixed = _each('max_norm', self.max_norm, norms)
+    # The loss comes last, and has no fixed limit.
+    unlimited = jnp.full(len(names) - len(norms), jnp.inf, jnp.float32)
+    fixed = jnp.concatenate([fixed, unlimited])
+    return fixed, _each('max_stds', self.max_stds, names)
+
+
+def _check_choices(rule):
+  """Checks that the choices of a rule are known and go together.
+
+  Raises:
+    ValueError: If they do not.
+  """
+  signals, on_spike = rule.signals, rule.on_spike
+  named = set(map(str, signals)) if isinstance(signals, Collection) else set()
+  limits = rule.max_norm, rule.max_stds
+  has_norm = 'norm' in named
+  need_stds = [
+      f'`{name}`'
+      for name in ('window', 'decay', 'min_steps', 'restart_after', 'two_sided')
+      if getattr(rule, name) not in (None, False)
+  ]
+  need_stds += ["`on_spike='reciprocal'`"] * (on_spike == 'reciprocal')
+  need_stds += ["'loss' in `signals`"] * ('loss' in named)
+  for is_wrong, message in (
+      (
+          named not in ({'norm'}, {'loss'}, {'norm', 'loss'}),
+          f"`signals` must be of 'norm' and 'loss', got {signals!r}.",
+      ),
+      (
+          on_spike not in ('skip', 'clip', 'reciprocal'),
+          "`on_spike` must be 'skip', 'clip' or 'reciprocal', got"
+          f' {on_spike!r}.',
+      ),
+      (
+          all(limit is None for limit in limits),
+          '`SpikeRule` must have a limit, got neither `max_norm` nor'
+          ' `max_stds`.',
+      ),
+      (
+          any(isinstance(limit, Mapping) and not limit for limit in limits),
+          '`max_norm` and `max_stds` must be numbers, or have one for each'
+          f' signal, got {limits[0]!r} and {limits[1]!r}.',
+      ),
+      (
+          not has_norm and (on_spike != 'skip' or rule.max_norm is not None),
+          '`signals` must have the norm for `max_norm`, and to scale spikes'
+          f' down, got {signals!r} with `on_spike={on_spike!r}`.',
+      ),
+      (
+          not has_norm and rule.labels is not None,
+          "`labels` must come with 'norm' in `signals`, got"
+          f' {signals!r}: only norms have labels.',
+      ),
+      (
+          rule.window is not None and rule.decay is not None,
+          f'`window` must not come with `decay`, got {rule.window!r} and'
+          f' {rule.decay!r}: an average is over a window, or exponential.',
+      ),
+      (
+          rule.max_stds is None and need_stds,
+          f'{", ".join(need_stds)} must come with `max_stds`, got None.',
+      ),
+  ):
+    if is_wrong:
+      raise ValueError(message)
+
+
+def _each(argument, limit, names):
+  """Returns the limit of each signal, float32; infinity where there is none."""
+  if not isinstance(limit, Mapping):
+    limit = jnp.inf if limit is None else limit
+    return jnp.full(len(names), limit, jnp.float32)
+  if set(limit) != set(names):
+    raise ValueError(
+        f'`{argument}` of `SpikeRule` must be one number, or have one for each'
+        f' of {list(names)!r}, got {dict(limit)!r}.'
+    )
+  return jnp.stack([jnp.asarray(limit[name], jnp.float32) for name in names])
 
 
 class Statistics(NamedTuple):
@@ -66,10 +304,7 @@ class Statistics(NamedTuple):
     return mean, jnp.sqrt(between + average(self.variance, num))
 
   def record(
-      self,
-      rule: spike_rule.SpikeRule,
-      deviation: jax.Array,
-      square: jax.Array,
+      self, rule: SpikeRule, deviation: jax.Array, square: jax.Array
   ) -> 'Statistics':
     """Returns the statistics after a step.
 
@@ -98,199 +333,12 @@ class Statistics(NamedTuple):
     )
 
 
-class SpikeState(NamedTuple):
-  """What `guard` remembers of spikes; all but `last_spike` is the same on all.
-
-  Attributes:
-    statistics: Mean and variance of the signals; `()` without `max_stds`.
-    spike_count: Number of updates of single shards that were spikes, int32 [].
-    consecutive_spikes: Number of steps in a row in which a shard had a spike,
-      up to the last one, int32 [].
-    last_spike: In which update each signal of a shard was last a spike, counted
-      from 0, in the order of `SpikeRule.names`, int32 [signals]; -1 where none
-      was. Kept per shard, as `last_bad_step`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import shard_transforms
-    >>> labels = ['bias', 'kernel']
-    >>> rule = shard_transforms.SpikeRule(max_norm=5.0, labels=labels)
-    >>> tx = shard_transforms.guard(optax.sgd(0.1), spikes=rule)
-    >>> params = [jnp.zeros(1), jnp.zeros(2)]
-    >>> updates = [jnp.ones(1), jnp.full(2, 9.0)]
-    >>> _, state = tx.update(updates, tx.init(params))
-    >>> print(state.spikes.last_spike, state.spikes.spike_count)
-    [-1  0] 1
-  """
-
-  statistics: Statistics | tuple[()]
-  spike_count: jax.Array
-  consecutive_spikes: jax.Array
-  last_spike: jax.Array
-
-  @property
-  def last_mean(self) -> Mapping[str, jax.Array]:
-    """The mean of each signal in the last recorded step, by its number."""
-    if not isinstance(self.statistics, Statistics):
-      return {}
-    means = jnp.reshape(
-        self.statistics.last_mean, (-1, self.last_spike.shape[-1])
-    )
-    return {str(i): x for i, x in enumerate(means[0])}
-
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields."""
-    del reduction
-    # Larger batches have smaller norms, so that the norms of other batch sizes
-    # say nothing about spikes.
-    return {
-        'statistics': state_rules.ResizeRule('begin_anew'),
-        'last_spike': state_rules.ResizeRule('maximum', counters.NEVER),
-    }
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {
-        'spike_count': state_rules.MetricRule(),
-        'last_mean': state_rules.MetricRule(),
-    }
-
-
-class Judgement(NamedTuple):
-  """The judgement of a shard's own signals.
-
-  Attributes:
-    is_spike: Which signals are outside of their limits, bool [signals].
-    is_bad: Whether one of them cannot be scaled down, bool [].
-    factors: By how much the leaves of each norm are scaled, float32 [signals].
-    tally: What is summed over the shards: whether there is a spike, whether
-      values are recorded, and then their deviations and the squares of these,
-      float32 [2 + 2 * signals], or float32 [2] without statistics.
-  """
-
-  is_spike: jax.Array
-  is_bad: jax.Array
-  factors: jax.Array
-  tally: jax.Array
-
-
-def no_signals() -> Judgement:
-  """Returns the judgement where nothing is looked at."""
-  nothing = jnp.zeros(0, jnp.float32)
-  return Judgement(nothing > 0, jnp.asarray(False), nothing, nothing)
-
-
-class Findings(NamedTuple):
-  """What a step has shown of spikes.
-
-  Attributes:
-    is_spike: Which signals of this shard are spikes, bool [signals].
-    totals: The sum of `Judgement.tally` over the shards.
-    accept: Whether the step is taken, bool [].
-  """
-
-  is_spike: jax.Array
-  totals: jax.Array
-  accept: jax.Array
-
-
-def start(
-    rule: spike_rule.SpikeRule,
-    params: optax.Params,
-    axes: tuple[Hashable, ...],
-) -> SpikeState:
-  """Returns the first state."""
-  names = rule.names(params)
-  rule.limits(names)
-  statistics = ()
-  if rule.max_stds is not None:
-    shape = rule.num_rows, len(names)
-    statistics = Statistics(
-        mean=jnp.zeros(shape, jnp.float32),
-        variance=jnp.zeros(shape, jnp.float32),
-        num_recorded=counters.zero(),
-    )
-  never = jnp.full(len(names), counters.NEVER, jnp.int32)
-  return SpikeState(
-      statistics=statistics,
-      spike_count=counters.zero(),
-      consecutive_spikes=counters.zero(),
-      last_spike=per_shard_state.store(never, axes),
-  )
-
-
-def check_fits(
-    rule: spike_rule.SpikeRule | None, state: Any, updates: optax.Updates
-) -> None:
-  """Checks that a state was made for a rule and these updates.
-
-  Raises:
-    ValueError: If it was not.
-  """
-  expected, hint = (), ''
-  if rule is not None:
-    expected = jax.eval_shape(lambda: start(rule, updates, ()))
-    if rule.labels is not None:
-      hint = (
-          f' These updates have leaves of {rule.names(updates)}: give zeros for'
-          ' a label where they are None.'
-      )
-  found = [x.shape[-2:] for x in jax.tree.leaves(state)]
-  wanted = [x.shape for x in jax.tree.leaves(expected)]
-  # The last leaf is kept per shard.
-  if found[:-1] != wanted[:-1] or [x[-1:] for x in found[-1:]] != wanted[-1:]:
-    raise ValueError(
-        'State of `guard` must have the statistics of its `spikes`, of the'
-        f' shapes {wanted}, got {found}. Make it with the same options.{hint}'
-    )
-
-
-def judge(
-    rule: spike_rule.SpikeRule,
-    state: SpikeState,
+def bounds(
+    rule: SpikeRule,
+    statistics: Statistics | tuple[()],
     values: jax.Array,
     names: Sequence[str],
-    is_finite: jax.Array,
-) -> Judgement:
-  """Returns the judgement of a shard's signals.
-
-  Args:
-    rule: The rule.
-    state: The state before this step.
-    values: The signals, float32 [signals].
-    names: Their names.
-    is_finite: Whether all elements of the update are finite, bool [].
-  """
-  low, high, target = _limits(rule, state.statistics, values, names)
-  is_spike = jnp.logical_not((low <= values) & (values <= high))
-  is_clipped = jnp.asarray(False)
-  if rule.on_spike != 'skip':
-    is_norm = jnp.array([name != 'loss' for name in names])
-    is_clipped = is_norm & (values > high) & jnp.isfinite(values)
-  is_recorded = is_finite & jnp.all(jnp.isfinite(values))
-  if not rule.record_spikes:
-    is_recorded &= ~jnp.any(is_spike)
-  tally = [jnp.stack([jnp.any(is_spike), is_recorded]).astype(jnp.float32)]
-  if isinstance(state.statistics, Statistics):
-    # Plain squares would cancel each other.
-    deviation = jnp.where(is_clipped, target, values)
-    deviation -= state.statistics.last_mean
-    # The squares of recorded spikes must not overflow.
-    deviation = jnp.clip(deviation, -1e15, 1e15)
-    deviation = jnp.where(is_recorded, deviation, 0)
-    tally += [deviation, deviation**2]
-  return Judgement(
-      is_spike=is_spike,
-      is_bad=jnp.any(is_spike & ~is_clipped),
-      factors=jnp.where(is_clipped, target / values, 1),
-      tally=jnp.concatenate(tally),
-  )
-
-
-def _limits(rule, statistics, values, names):
+) -> tuple[Any, jax.Array, jax.Array]:
   """Returns the least and the largest values, and to what spikes are scaled."""
   largest = jnp.finfo(jnp.float32).max
   fixed, num_stds = rule.limits(names)
@@ -312,108 +360,3 @@ def _limits(rule, statistics, values, names):
     # A spike may be below the mean of steps with a larger `max_norm`.
     target = jnp.where(is_ready & (values > mean), scaled, high)
   return low, high, target
-
-
-def after(
-    rule: spike_rule.SpikeRule | None,
-    state: SpikeState | tuple[()],
-    found: Findings,
-    step: jax.Array,
-    axes: tuple[Hashable, ...],
-) -> SpikeState | tuple[()]:
-  """Returns the state after a step.
-
-  Args:
-    rule: The rule, or `None`.
-    state: The state before it.
-    found: What it has shown.
-    step: Its number, int32 [].
-    axes: Those of the shards.
-  """
-  if rule is None or not isinstance(state, SpikeState):
-    return ()
-  num_spikes, num_recorded = found.totals[0], found.totals[1]
-  consecutive = counters.add(state.consecutive_spikes, 1)
-  consecutive = jnp.where(num_spikes > 0, consecutive, 0)
-  statistics = state.statistics
-  if isinstance(statistics, Statistics):
-    moments = found.totals[2:].reshape(2, -1) / jnp.maximum(num_recorded, 1)
-    recorded = statistics.record(rule, *moments)
-    is_new = (found.accept | rule.record_spikes) & (num_recorded > 0)
-    statistics = optax.tree.where(is_new, recorded, statistics)
-    if rule.restart_after is not None:
-      is_over = consecutive >= rule.restart_after
-      zeros = optax.tree.zeros_like(statistics)
-      statistics = optax.tree.where(is_over, zeros, statistics)
-      consecutive = jnp.where(is_over, 0, consecutive)
-  last_spike = per_shard_state.own(state.last_spike, axes, _CALLER)
-  last_spike = jnp.where(found.is_spike, step, last_spike)
-  return SpikeState(
-      statistics=statistics,
-      spike_count=counters.add(state.spike_count, num_spikes),
-      consecutive_spikes=consecutive,
-      last_spike=per_shard_state.store(last_spike, axes),
-  )
-
-
-def spikes_since(state: SpikeState | tuple[()], step: int) -> str:
-  """Returns a sentence on which signals were spikes here since a step."""
-  if not isinstance(state, SpikeState):
-    return ''
-  width = state.last_spike.shape[-1]
-  found = {
-      int(i)
-      for _, steps in state_rules.parts_here(state.last_spike)
-      for i in np.flatnonzero(steps.reshape(-1, width).max(axis=0) >= step)
-  }
-  named = f' Spikes were those of the signals {sorted(found)} of'
-  return f'{named} `SpikeRule.names`.' if found else ''
-
-
-def scaled(
-    rule: spike_rule.SpikeRule | None,
-    judgement: Judgement,
-    inner: optax.GradientTransformationExtraArgs,
-    updates: optax.Updates,
-) -> tuple[optax.GradientTransformationExtraArgs, Any]:
-  """Returns what to run in place of `inner` so that it gets scaled updates.
-
-  They are scaled inside of it, where the compiler fuses that with the readers.
-
-  Args:
-    rule: The rule, or `None`.
-    judgement: What it says.
-    inner: A transformation.
-    updates: Its updates.
-
-  Returns:
-    A transformation with the state of `inner`, and the updates for it.
-  """
-  if rule is None or rule.on_spike == 'skip':
-    return inner, updates
-  numbers = rule.numbers(updates)
-
-  def step(gate, given, state, params=None, **extra_args):
-    updates, factors = given
-    leaves, treedef = jax.tree.flatten(updates)
-    # Indexing takes several times as long to trace.
-    factors = jnp.unstack(factors)
-    updates = treedef.unflatten(
-        _scale(leaf, factors[number])
-        for leaf, number in zip(leaves, numbers, strict=True)
-    )
-    return gate.update(inner, updates, state, params, **extra_args)
-
-  run = gating.transformation(inner.init, step)
-  return run, (updates, judgement.factors)
-
-
-def _scale(leaf, factor):
-  if leaves_lib.is_float0(leaf):
-    return leaf
-  leaf = jnp.asarray(leaf)
-  wide = leaves_lib.as_accumulator(leaf)
-  factor = leaves_lib.as_dtype(factor, wide.dtype)
-  return leaves_lib.as_dtype(
-      lax.mul(wide, lax.broadcast(factor, wide.shape)), leaf.dtype
-  )
