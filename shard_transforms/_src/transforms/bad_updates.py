@@ -94,8 +94,12 @@ def start(
   rule.limits(names)
   statistics = ()
   if rule.max_stds is not None:
-    zeros = jnp.zeros([rule.num_rows, len(names)], jnp.float32)
-    statistics = spikes.Statistics(zeros, zeros, counters.zero())
+    shape = rule.num_rows, len(names)
+    statistics = spikes.Statistics(
+        mean=jnp.zeros(shape, jnp.float32),
+        variance=jnp.zeros(shape, jnp.float32),
+        num_recorded=counters.zero(),
+    )
   never = jnp.full(len(names), counters.NEVER, jnp.int32)
   return SpikeState(
       statistics=statistics,
