@@ -16,7 +16,6 @@ import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -454,13 +453,11 @@ class SeveralMapsTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates, expected, strict=True)
 
 
-def make(
-    kind=reduction_options.ReductionOptions, axes=(modes.AXIS,), **options
-):
+def make(kind=leaf_sums.Reduction, axes=(modes.AXIS,), **options):
   return kind('caller', 'mean', axes, **options)
 
 
-class ReductionOptionsTest(parameterized.TestCase):
+class ReductionChecksTest(parameterized.TestCase):
 
   @cases.product(
       kind=(leaf_sums.Reduction, sharded_reduction.ShardedReduction),

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
@@ -22,26 +23,20 @@ from shard_transforms._src.base import partition_specs
 
 def are_here(axes: Sequence[Hashable]) -> bool:
   """Whether all of `axes` are of type `Explicit`, and none is mapped."""
-  mesh = jax.sharding.get_abstract_mesh()
-  kind = jax.sharding.AxisType.Explicit
+  types = axes_lib.types_on(jax.sharding.get_abstract_mesh())
   return all(
-      axes_lib.kind_on(mesh, axis) == kind and not axes_lib.is_bound(axis)
+      types.get(axis) == AxisType.Explicit and not axes_lib.is_bound(axis)
       for axis in axes
   )
 
 
 def check_mesh(caller: str) -> None:
-  """Checks that all axes of the mesh in use are of type `Explicit`.
-
-  Raises:
-    ValueError: If one is not.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if set(kinds.values()) != {jax.sharding.AxisType.Explicit}:
+  """Checks that all axes of the mesh in use are of type `Explicit`."""
+  types = axes_lib.types_on(jax.sharding.get_abstract_mesh())
+  if set(types.values()) != {AxisType.Explicit}:
     raise ValueError(
         f'`{caller}` must be called with a mesh in use whose axes are all of'
-        f' type `Explicit`, or inside `jax.shard_map`, got {kinds}. Call it'
+        f' type `Explicit`, or inside `jax.shard_map`, got {types}. Call it'
         ' inside `with jax.set_mesh(mesh)`; on axes of type `Auto`, take'
         ' gradients by `shard_transforms.accumulated_value_and_grad`.'
     )

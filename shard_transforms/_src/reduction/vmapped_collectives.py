@@ -32,13 +32,8 @@ def on_mesh(
 ) -> jax.Array:
   """Returns `collective(x, axes, ...)`, over the mesh if there is one.
 
-  Args:
-    collective: A linear function of an array that sends it over mapped axes.
-    x: A shard's own.
-    axes: One or more mapped axes, in any mode.
-    *args: Further arguments of `collective`.
-    is_same: Whether the result is the same on all shards.
-    **kwargs: Its keyword arguments.
+  It is linear in `x`, a shard's own, in any mode. With `is_same`, the result is
+  the same on all shards.
   """
 
   def fn(x):
