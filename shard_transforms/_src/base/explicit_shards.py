@@ -43,11 +43,7 @@ def check_mesh(caller: str) -> None:
 
 
 def check_whole(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that no parameter is sharded over `axes`.
-
-  Raises:
-    ValueError: If one is.
-  """
+  """Checks that no parameter is sharded over `axes`."""
   for path, leaf in jax.tree.leaves_with_path(tree):
     spec = spec_of(leaf)
     if partition_specs.axes_of(spec).intersection(axes):
@@ -65,11 +61,7 @@ def spec_of(leaf: Any) -> P:
 
 
 def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
-  """Returns the axes over which all leaves are still to be summed, in order.
-
-  Raises:
-    ValueError: If leaves differ in them, or one has no gradient.
-  """
+  """Returns the axes over which all leaves are still to be summed, in order."""
   found = [
       (path, leaf, axes_lib.pending_axes(leaf))
       for path, leaf in jax.tree.leaves_with_path(tree)
@@ -152,12 +144,8 @@ def map_shards(
 ) -> Any:
   """Calls `fn` on each shard; the compiler shards it over the other axes.
 
-  Args:
-    fn: The function, which gets what a shard has of each argument.
-    axes: The axes to map.
-    args: Trees of arrays, whose types say how they are sharded.
-    out_specs: The specs of its results over `axes`.
-    out_shardings: Their specs over all axes.
+  The types of `args` say how they are sharded. Results have `out_specs` over
+  `axes`, and `out_shardings` over all axes.
   """
   specs = jax.tree.map(spec_of, tuple(args))
   mapped = jax.shard_map(

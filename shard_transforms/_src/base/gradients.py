@@ -173,12 +173,7 @@ def value_and_grad(
 
 
 def _on_types(fn, axes, argnums, args, kwargs):
-  """Returns what `fn` returns, mapped over axes of type `Explicit`.
-
-  Raises:
-    ValueError: If types do not say how, parameters are sharded over them, or an
-      argument is missing.
-  """
+  """Returns what `fn` returns, mapped over axes of type `Explicit`."""
   explicit_shards.check_mesh('value_and_grad')
   places = range(-len(args), len(args))
   if not set(places).issuperset(jax.tree.leaves(argnums)):
