@@ -1,4 +1,4 @@
-"""Checks of what users give: numbers, steps, transformations, updates."""
+"""Checks of arguments: numbers, steps, transformations, updates."""
 
 from collections.abc import Hashable
 import operator

@@ -17,9 +17,9 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 
 # The parameters at which a gradient was taken, by its identity; `None` for one
-# that was taken at two places. No type shows it, and no public part of JAX
-# gives the program of what is being traced. Weak references keep nothing alive;
-# nothing is known of what is computed from a gradient.
+# that was taken at two places. No type shows it, and JAX gives no public access
+# to a program while it traces. Weak references keep nothing alive. Arrays that
+# are computed from a gradient have no entry.
 _origins: dict[int, tuple[weakref.ref, weakref.ref | None]] = {}
 
 

@@ -125,7 +125,7 @@ def safe_divisor(total_weight: jax.Array) -> jax.Array:
 
 
 def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
-  """Returns the weight of what was reduced: a mean's total, 1 or 0 for a sum.
+  """Returns the weight of a reduced update: a mean's total, 1 or 0 for a sum.
 
   A sum already contains its weights: later reductions only need to know whether
   there were any.

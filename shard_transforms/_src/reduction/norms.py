@@ -32,7 +32,7 @@ def global_norm(
   Args:
     tree: Tree of real or complex arrays of any shapes; `float0` counts as zero.
     axis_name: The mapped axis, or a sequence of them, over which leaves may be
-      sliced. `None` for the norm of what this shard holds.
+      sliced. `None` for the norm of this shard's own leaves.
     sharded: Which leaves are sliced over these axes: the `PartitionSpec`s of
       the leaves, as for `in_specs` of `jax.shard_map`, a tree or a prefix of
       one. A scalar is never sliced. `None` where the types tell: what varies

@@ -99,8 +99,8 @@ def _linear(collective, traced, x, indices):
 
   def backward(indices, cotangent):
     for axis, index in zip(collective.vmapped, indices, strict=True):
-      # Outside of the `jax.vmap` of an axis, there is one cotangent of what is
-      # the same along it, not one of each shard.
+      # A result that is the same along an axis has one cotangent outside of the
+      # `jax.vmap` of that axis, not one for each shard.
       if axis in collective.same and not axes_lib.is_bound(axis):
         cotangent = jnp.where(index == 0, cotangent, 0)
     back = dataclasses.replace(collective, fn=transposed, kind=kind, same=())

@@ -65,13 +65,13 @@ def cross_shard_mean(
       a host: a reduce-scatter over its B shards comes first, then an all-reduce
       of the parts over the other axes, then an all-gather, so that the slow
       axes carry 1/B of the bytes.
-    order: In which order shards are added: `None` for any, or `'tree'` for the
-      same bits on any number of shards, a power of two, over all of which the
-      same summands are spread. Neighbours add, then pairs of them, and so on,
+    order: In which order shards are added: `None` for any, or `'tree'`. With a
+      tree, any number of shards gives the same bits if it is a power of two and
+      the summands are the same. Neighbours add, then pairs of them, and so on,
       by recursive halving, which sends the bytes of an all-reduce. Give the
-      same order to `tower_reduce` or `reduce_towers` around it. The order of
-      groups of one size is that of each group; `on_invariant` and `algorithm`
-      would add in another.
+      same order to `tower_reduce` or `reduce_towers` around it. Groups must be
+      of one size; each adds in its own tree. `on_invariant` and `algorithm`
+      would add in another order.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without arrays in its state,
