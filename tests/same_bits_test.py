@@ -609,6 +609,20 @@ class RefusalTest(parameterized.TestCase):
     for leaf in found:
       np.testing.assert_array_equal(leaf[0], expected)
 
+  def test_takes_a_link_for_other_leaves_beside_the_reduction(self):
+    double = optax.chain(_mean(), optax.scale(2.0))
+    inner = optax.partition({'x': _mean(), 'y': double}, ['x', 'y'])
+    tx = _collected(1, inner)
+
+    def shard(_, x):
+      return tx.update([x, x], tx.init([x, x]))[0]
+
+    found = modes.map_shards('shard_map', shard)(PARAMS, X[:8])
+
+    expected = _in_pairs(X[:8]) * np.float32(1 / 8)
+    np.testing.assert_array_equal(found[0][0], expected)
+    np.testing.assert_array_equal(found[1][0], 2 * expected)
+
   def test_refuses_a_sum_of_means(self):
     inner = shard_transforms.cross_shard_sum(modes.AXIS, order='tree')
 

@@ -165,6 +165,7 @@ class ElementFlowTest(parameterized.TestCase):
       (lambda x: jnp.sum(x.reshape(2, 2), 1), 'several of them together'),
       (lambda x: jnp.max(x), '`reduce_max` takes several'),
       (lambda x: x * lax.axis_index(AXIS), 'numbers of their own'),
+      (lambda x: jnp.stack([x] * 4) + jnp.stack([x] * 4, 1), 'in different la'),
       (
           lambda x: x
           * lax.fori_loop(0, 2, lambda i, y: y + lax.axis_index(AXIS), 1),

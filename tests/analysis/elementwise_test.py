@@ -90,6 +90,7 @@ class ElementwiseTest(parameterized.TestCase):
       ('a stack', lambda u, p: jnp.stack([u, p]).max(0)),
       ('a stack behind', lambda u, p: jnp.stack([u, p], axis=-1).sum(-1)),
       ('one of a stack', lambda u, p: jnp.stack([u, 2 * p, p])[1]),
+      ('all of a stack', lambda u, p: sum(jnp.unstack(jnp.stack([u, p])))),
       ('a concatenation', lambda u, p: jnp.concatenate([u[None], p[None]])[1]),
       ('scanned rows', lambda u, p: lax.map(jnp.sin, jnp.stack([u, p])).min(0)),
       ('a barrier', lambda u, p: lax.optimization_barrier((u, p))[0]),

@@ -239,6 +239,31 @@ class TowerReduceTest(parameterized.TestCase):
         updates, expected.reshape(8, 6, 5), rtol=1e-5, atol=1e-6, strict=True
     )
 
+  @cases.product(reduction=('mean', 'sum'), num_towers=(2, 4, 6))
+  def test_a_window_of_another_length_is_reduced_over_its_towers(
+      self, reduction, num_towers
+  ):
+    make = functools.partial(
+        shard_transforms.tower_reduce,
+        inner=optax.identity(),
+        reduction=reduction,
+    )
+    updates = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    state, applied, taken = make(5).init(jnp.zeros(())), jnp.float32(0), 0
+
+    for taken in range(1, 4):
+      _, state = make(5).update(jnp.float32(updates[taken - 1]), state)
+    while not applied:
+      taken += 1
+      applied, state = make(num_towers).update(
+          jnp.float32(updates[taken - 1]), state
+      )
+
+    reduce = np.mean if reduction == 'mean' else np.sum
+    self.assertEqual(taken, max(4, num_towers))
+    self.assertEqual(applied, np.float32(reduce(updates[:taken])))
+    self.assertEqual(state.tower, 0)
+
   def test_a_chain_refuses_weights(self):
     tx = shard_transforms.tower_reduce(2)
 

@@ -6,8 +6,8 @@ in place of arrays. A reader gives kinds their meaning: how primitives make them
 (`primitives` has the tables), and how they join where branches meet. Names that
 people give, such as scopes, mean nothing to a reader.
 
-Readers err on different sides. `element_flow` is sound: whatever it does not
+Readers err on different sides. `element_flow` is sound: a step that it does not
 know counts as not element-wise. `deadlocks` and `redundant_sums` give warnings:
-whatever they do not know gives none. `weight_flow` is in between: it sees that
-a sum depends on a weight, but not that it is multiplied. Imports `base`.
+a step that they do not know gives none. `weight_flow` is in between: it sees
+that a sum depends on a weight, but not that it is multiplied. Imports `base`.
 """

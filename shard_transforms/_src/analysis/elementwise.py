@@ -13,9 +13,9 @@ questions that are both needed:
   elements does not show this: the size in `u / u.size` is a number to the
   program.
 
-This is sound, but not complete: whatever is not known to be element-wise is
-refused, and what is accepted is element-wise, as long as `inner` is the same
-each time that it is traced.
+This is sound, but not complete: a transformation that is accepted is
+element-wise, as long as `inner` is the same each time that it is traced; one
+that is not understood is refused.
 """
 
 from collections.abc import Hashable
@@ -36,7 +36,7 @@ from shard_transforms._src.analysis import slice_types
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 
-# Those whose arrays may have other shapes on slices, whatever they hold.
+# Primitives whose arrays may have other shapes on slices.
 _FLEXIBLE = primitives.ELEMENTWISE | primitives.REPEATING
 _FLEXIBLE |= {'cond', 'scan', 'while'}
 
@@ -133,7 +133,7 @@ class _Traced:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-  """What is checked: a transformation and what is known of its arguments.
+  """A transformation to check, and what is known of its arguments.
 
   Attributes:
     inner: The transformation.

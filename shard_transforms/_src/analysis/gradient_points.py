@@ -23,7 +23,7 @@ def mark(gradient: Any, own: Any, shared: Any) -> tuple[Any, Any, Any]:
   """Returns three trees, with their names in the program.
 
   Args:
-    gradient: What is to be the gradient at `own`.
+    gradient: The gradient, which must be that at `own`.
     own: A shard's own parameters, as its state keeps them.
     shared: Parameters that all shards share.
   """

@@ -34,7 +34,7 @@ class Value:
 
 
 class _Around(NamedTuple):
-  """What is around a step.
+  """The calls and maps around a step.
 
   Attributes:
     name_stacks: JAX's own records of the scopes, one for each call entered.

@@ -82,7 +82,7 @@ class Program:
 
 
 class Reader(Generic[Kind]):
-  """What is asked of a program.
+  """The questions of a reader about a program.
 
   Kinds are ordered by how little they say. `join` must give a kind that says no
   more than any of those given, and the first of them if the others add nothing;
@@ -209,7 +209,7 @@ class Loop(NamedTuple):
   Attributes:
     body: What each turn runs.
     condition: What decides whether there is another turn; `None` in a scan.
-    num_carry: The number of values that a turn hands to the next.
+    num_carry: The number of values that a turn passes to the next.
     num_read: The number of inputs of the body before these.
     num_condition: The number of inputs that the condition alone reads.
   """

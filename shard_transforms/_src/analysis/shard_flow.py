@@ -1,4 +1,4 @@
-"""Which values differ between shards, and what is sent.
+"""Which values differ between shards, and which are sent.
 
 The kind of a value is a set of differences: over which axis it differs, and by
 what. The result of a collective that is the same on all shards differs over

@@ -225,7 +225,7 @@ def _take_over(state, params):
   Raises:
     ValueError: If these are of another tree, or not those of one shard.
   """
-  # `own` removes the leading axis, whatever the name of the axis.
+  # `own` removes the leading axis; the name of the axis does not matter.
   own = per_shard_state.own(state.own_params, ('',), CALLER)
   try:
     return replaced(params, own)

@@ -174,35 +174,38 @@ def local_updates(
         inner, updates, inner_state, own, weight, axes, extra_args
     )
     total_weight += 1 if weight is None else weight
+    sent = anchor, own, None if weight is None else total_weight
     moved, outer_state = meeting.send_fragments(
-        gate,
-        due.sends,
-        state.outer_state,
-        anchor,
-        own,
-        None if weight is None else total_weight,
-        extra_args,
+        gate, due.sends, state.outer_state, *sent, extra_args
     )
     own, inner_state = meeting.take_over(
         gate, due.mixes, own, inner_state, anchor, moved
     )
-    total_weight = jnp.where(jnp.stack(due.sends), 0, total_weight)
-    own, inner_state, total_weight = per_shard_state.store(
-        (own, inner_state, total_weight), axes
+    after = _after(
+        state, due, own, inner_state, total_weight, outer_state, axes
     )
-    after = local_state.LocalUpdatesState(
-        step=jnp.where(due.is_last, 0, state.step + 1),
-        num_rounds=counters.add(state.num_rounds, due.is_last),
-        own_params=own,
-        inner_state=inner_state,
-        total_weight=total_weight,
-        outer_state=outer_state,
-    )
-    per_shard_state.check_kept(state, after, _CALLER)
     applied = local_state.replaced(params if gate.applies else updates, moved)
     return applied, after
 
   return gating.transformation(init_fn, step)
+
+
+def _after(state, due, own, inner_state, total_weight, outer_state, axes):
+  """Returns the state after a step."""
+  total_weight = jnp.where(jnp.stack(due.sends), 0, total_weight)
+  own, inner_state, total_weight = per_shard_state.store(
+      (own, inner_state, total_weight), axes
+  )
+  after = local_state.LocalUpdatesState(
+      step=jnp.where(due.is_last, 0, state.step + 1),
+      num_rounds=counters.add(state.num_rounds, due.is_last),
+      own_params=own,
+      inner_state=inner_state,
+      total_weight=total_weight,
+      outer_state=outer_state,
+  )
+  per_shard_state.check_kept(state, after, _CALLER)
+  return after
 
 
 def _step_alone(inner, updates, inner_state, own, weight, axes, extra_args):

@@ -107,7 +107,7 @@ class Meeting:
       weights: jax.Array | None,
       extra_args: Mapping[str, Any],
   ) -> tuple[Any, tuple[optax.OptState, ...]]:
-    """Moves those fragments of the anchor that are due; see `_send`.
+    """Moves those fragments of the anchor that are due.
 
     Args:
       gate: Whether to return updates, or to apply them.
@@ -119,7 +119,8 @@ class Meeting:
       extra_args: The extra arguments of `outer.update`.
 
     Returns:
-      The updates of the anchor, or the next anchor; and the next states.
+      The updates of the anchor, zero unless due, or the next anchor; and the
+      next states.
 
     Raises:
       ValueError: If `outer` does not reduce over the axes, or changes a tree.
@@ -136,34 +137,8 @@ class Meeting:
     moved, states = zip(*sent, strict=True)
     return self.fragments.join(moved, anchor), states
 
-  def _send(
-      self,
-      gate: gating.Gate,
-      is_due: jax.Array,
-      state: optax.OptState,
-      anchor: optax.Params,
-      own: optax.Params,
-      weight: jax.Array | None,
-      extra_args: Mapping[str, Any],
-  ) -> tuple[Any, optax.OptState]:
-    """Moves a fragment of the anchor by the distances of all shards from it.
-
-    Args:
-      gate: Whether to return updates, or to apply them.
-      is_due: Whether to do so, bool [].
-      state: The state of `outer`.
-      anchor: The parameters that all shards share; of one fragment.
-      own: Those of this shard.
-      weight: How much this shard counts, or `None`.
-      extra_args: The extra arguments of `outer.update`.
-
-    Returns:
-      The updates of the anchor, zero unless due, or the next anchor; and the
-      next state.
-
-    Raises:
-      ValueError: If `outer` does not reduce over the axes, or changes a tree.
-    """
+  def _send(self, gate, is_due, state, anchor, own, weight, extra_args):
+    """Moves one fragment, by the distances of all shards from the anchor."""
     given = anchor if gate.applies else jax.tree.map(jnp.zeros_like, anchor)
 
     def run(state, given, anchor, own, weight, /, **extra_args):

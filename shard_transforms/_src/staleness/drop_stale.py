@@ -159,17 +159,9 @@ def drop_stale(
         inner_state=inner.init(params),
     )
 
-  def step(
-      gate,
-      updates,
-      state,
-      params=None,
-      *,
-      local_step=None,
-      weight=None,
-      **extra_args,
-  ):
+  def step(gate, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
+    local_step = extra_args.get('local_step')
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale = is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:
@@ -182,7 +174,7 @@ def drop_stale(
         params,
         weight=weight,
         axes=() if assume_weighted else axes,
-        extra_args={**extra_args, 'local_step': local_step},
+        extra_args=extra_args,
         may_be_local=False,
         caller=_CALLER,
     )

@@ -158,19 +158,10 @@ def scale_by_staleness(
   def init_fn(params):
     return ScaleByStalenessState(counters.zero(), inner.init(params))
 
-  def step(
-      gate,
-      updates,
-      state,
-      params=None,
-      *,
-      local_step=None,
-      weight=None,
-      **extra_args,
-  ):
+  def step(gate, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
-    own_step = arguments.as_local_step(local_step, _CALLER)
-    factor = factor_of(_age(own_step, state.global_step))
+    step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
+    factor = factor_of(_age(step, state.global_step))
     accept = True
     if axes:
       weight = _weigh(weight, factor)
@@ -183,7 +174,7 @@ def scale_by_staleness(
           params,
           weight=weight,
           axes=() if assume_weighted else axes,
-          extra_args={**extra_args, 'local_step': local_step},
+          extra_args=extra_args,
           may_be_local=False,
           caller=_CALLER,
       )

@@ -144,7 +144,7 @@ class Judgement(NamedTuple):
     is_spike: Which signals are outside of their limits, bool [signals].
     factors: By how much the leaves of each norm are scaled, float32 [signals];
       `None` if none are.
-    tally: What is summed over the shards: whether there is a spike, whether
+    tally: The numbers to sum over the shards: whether there is a spike, whether
       values are recorded, and then their deviations and the squares of these,
       float32 [2 + 2 * signals], or float32 [2] without statistics. Empty
       without a rule, as is `is_spike`.

@@ -39,7 +39,8 @@ class GuardState(NamedTuple):
       int32 []; -1 where none was.
     max_consecutive: How many skipped updates in a row `check_health` lets pass,
       int32 [].
-    spikes: What is known of spikes, a `SpikeState`; `()` without `spikes`.
+    spikes: Statistics and counts of spikes, a `SpikeState`; `()` without
+      `spikes`.
     inner_state: State of the inner transformation.
 
   Examples:

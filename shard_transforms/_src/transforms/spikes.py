@@ -46,9 +46,9 @@ class SpikeRule:
     max_norm: The largest norm, or a mapping from each label to its own.
     max_stds: The most standard deviations from the mean, or a mapping from each
       of `names` to its own.
-    signals: What is looked at: `'norm'`, `'loss'`, or both. The loss is the
-      extra argument `value` of `update`, a real scalar; each shard may give its
-      own, or all give their mean.
+    signals: `'norm'`, `'loss'`, or both. The loss is the extra argument `value`
+      of `update`, a real scalar; each shard may give its own, or all give their
+      mean.
     labels: A label for each leaf, a tree of strings or a prefix of it, or a
       function that makes one of the updates, as for `optax.partition`. The
       leaves of each label have a norm of their own. `None` for one norm of all.

@@ -103,7 +103,8 @@ def check_inner(
         f"`inner` of `{caller}` with `order='tree'` must begin with its"
         ' reduction, got a link of `optax.chain` in front of it, which would'
         ' see the sum over the towers of a shard: it depends on the number of'
-        ' shards. Put the link behind the reduction.'
+        ' shards. Put the link behind the reduction. One that is for other'
+        ' leaves goes into `optax.partition`.'
     )
   # Links of a chain would each divide by the number of towers. Masks and
   # `optax.partition` give each its own leaves.
@@ -173,7 +174,7 @@ def add(levels: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
 
   Args:
     levels: The partial sums, [levels, ...].
-    x: What is added, [...].
+    x: The update of a tower, or its weight, [...].
     tower: How many towers have been added, int32 [].
   """
   carry, full, level = collectives.rounded(x), jnp.bool_(True), jnp.int32(0)

@@ -192,7 +192,8 @@ class _Towers:
     window = tower_window.collect(state, updates, weight, local_step, self.axes)
 
     def end(window, params, /, **extra_args):
-      reduced = self._reduced(window, updates, params, weight is not None)
+      is_sum = self._divides_later or self.reduction == 'sum'
+      reduced = tower_window.reduced(window, updates, params, self.axes, is_sum)
       extra_args |= weights.given(tower_squares=reduced.squares)
       if local_step is not None:
         extra_args['local_step'] = reduced.oldest_local_step
@@ -212,8 +213,8 @@ class _Towers:
         is_last, end, window, params, extra_args=extra_args, seldom=True
     )
     if self.num_towers == 1:
-      # Nothing is kept of a window of one, which takes the way of all others so
-      # that its arithmetic is compiled alike.
+      # A window of one keeps nothing. It takes the way of longer ones, so that
+      # XLA compiles the same arithmetic.
       total, total_weight = state.total, state.total_weight
       after = after._replace(total=total, total_weight=total_weight)
     return applied, after
@@ -222,13 +223,6 @@ class _Towers:
   def _divides_later(self):
     """Whether `inner` gets sums, which its reduction over shards divides."""
     return self.order is not None and bool(self.axes)
-
-  def _reduced(self, window, updates, params, is_weighted):
-    """Returns the result of a full window."""
-    divisor = None if is_weighted else self.num_towers
-    if self._divides_later or self.reduction == 'sum':
-      divisor = 1
-    return tower_window.reduced(window, updates, params, self.axes, divisor)
 
   def _apply(
       self,

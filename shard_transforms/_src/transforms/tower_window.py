@@ -192,16 +192,19 @@ def reduced(
     updates: optax.Updates,
     params: optax.Params | None,
     axes: tuple[Hashable, ...],
-    divisor: chex.Numeric | None,
+    is_sum: bool,
 ) -> Reduced:
   """Returns the mean or sum of the towers of a full window.
+
+  A window without weights has that of its towers, also if `num_towers` has
+  changed since it began.
 
   Args:
     window: The window.
     updates: Those of the last tower, whose dtypes the result gets.
     params: They give the dtype where the last tower has no gradient.
     axes: The axes between whose shards the window differs.
-    divisor: A number, or `None` for the total weight.
+    is_sum: Whether the sum is wanted.
   """
   total, total_weight, oldest = per_shard_state.own(
       (window.total, window.total_weight, window.oldest_local_step),
@@ -210,8 +213,7 @@ def reduced(
   )
   if is_in_order(window):
     total, (total_weight,) = tower_order.last_rows((total, total_weight))
-  if divisor is None:
-    divisor = weights.safe_divisor(total_weight)
+  divisor = 1 if is_sum else weights.safe_divisor(total_weight)
   in_dtype = functools.cache(jnp.asarray(divisor).astype)
 
   def divide(total, update, param):
