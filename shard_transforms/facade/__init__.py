@@ -7,6 +7,7 @@ from shard_transforms.facade.clipping import clip_gradient_norms
 from shard_transforms.facade.clipping import clip_gradients_by_norm
 from shard_transforms.facade.clipping import global_norm
 from shard_transforms.facade.constants import AggregationMethod
+from shard_transforms.facade.constants import GraphKeys
 from shard_transforms.facade.constants import ModeKeys
 from shard_transforms.facade.constants import Reduction
 from shard_transforms.facade.contexts import shard_context
@@ -32,12 +33,14 @@ from shard_transforms.facade.decays import polynomial_decay
 from shard_transforms.facade.differentiation import gradients
 from shard_transforms.facade.functions import function
 from shard_transforms.facade.graph import Graph
-from shard_transforms.facade.graph import GraphKeys
 from shard_transforms.facade.graph import add_to_collection
 from shard_transforms.facade.graph import get_collection
 from shard_transforms.facade.graph import get_default_graph
+from shard_transforms.facade.graph import get_variable_scope
+from shard_transforms.facade.graph import name_scope
 from shard_transforms.facade.graph import reset_default_graph
 from shard_transforms.facade.graph import set_random_seed
+from shard_transforms.facade.graph import variable_scope
 from shard_transforms.facade.inner import AdagradOptimizer
 from shard_transforms.facade.inner import AdamOptimizer
 from shard_transforms.facade.inner import FtrlOptimizer
@@ -58,9 +61,6 @@ from shard_transforms.facade.optimizer import Optimizer
 from shard_transforms.facade.replicate import EstimatorSpec
 from shard_transforms.facade.replicate import TPUEstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
-from shard_transforms.facade.scopes import get_variable_scope
-from shard_transforms.facade.scopes import name_scope
-from shard_transforms.facade.scopes import variable_scope
 from shard_transforms.facade.shards import shard
 from shard_transforms.facade.staleness import DropStaleGradientOptimizer
 from shard_transforms.facade.sync_replicas import SyncReplicasOptimizer

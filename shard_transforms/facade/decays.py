@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.tf1 import decays
-from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import variables
 
 _Parameters = ParamSpec('_Parameters')
 
 
-class Rate(np.lib.mixins.NDArrayOperatorsMixin):
+class Rate(variables.Leaf):
   """A number that is computed at each update: a function of no arguments.
 
   Arithmetic gives another rate. Inside a step, functions of `jax.numpy` take it
@@ -29,16 +28,6 @@ class Rate(np.lib.mixins.NDArrayOperatorsMixin):
 
   def __init__(self, compute: Callable[[], jax.typing.ArrayLike]):
     self._compute = compute
-
-  # Compared by identity, as variables are.
-  def __eq__(self, other: object) -> bool:
-    return self is other
-
-  def __ne__(self, other: object) -> bool:
-    return self is not other
-
-  def __hash__(self) -> int:
-    return id(self)
 
   def __call__(self) -> jax.Array:
     """Returns the number of this moment."""
@@ -65,17 +54,9 @@ class Rate(np.lib.mixins.NDArrayOperatorsMixin):
     return 'Rate(...)'
 
 
-# Unflattened, a rate is its array, as a variable is.
-jax.tree_util.register_pytree_node(
-    Rate,
-    lambda rate: ((rate.__jax_array__(),), None),
-    variables.rebuild,
-)
-
-
 def is_step() -> bool:
   """Whether the caller is in a step, which computes its numbers again."""
-  return frames.is_open() or contexts.is_repeated() or frames.is_staged()
+  return frames.is_step() or frames.is_staged()
 
 
 def present(value: Any) -> Any:

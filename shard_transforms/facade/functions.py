@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -22,7 +23,7 @@ class Function:
     self._fn = fn
     self._attribute = ''
     self._graph = graph_lib.get_default_graph()
-    self._scopes = contexts.scopes()
+    self._scopes = contexts.around.scopes
     self._template = contexts.Template()
     self._variables = []
     self._locks = []
@@ -95,7 +96,7 @@ class Function:
       **kwargs: The same.
     """
     everything = self._graph.get_collection(
-        graph_lib.GraphKeys.GLOBAL_VARIABLES
+        constants.GraphKeys.GLOBAL_VARIABLES
     )
     known = frames.known([*self._variables, *everything])
 
@@ -132,7 +133,7 @@ class Function:
     """Runs the function inline."""
     with (
         self._graph.as_default(),
-        contexts.scopes_are(*self._scopes),
+        contexts.replaced(scopes=self._scopes),
         contexts.call_of(self._template),
     ):
       out = self._fn(*args, **kwargs)

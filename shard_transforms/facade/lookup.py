@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import constants
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import scopes
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
-_KEYS = graph_lib.GraphKeys
+_KEYS = constants.GraphKeys
 
 
 def get_variable(
@@ -75,7 +75,7 @@ def get_variable(
   if shape is not None:
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
   graph = graph_lib.get_default_graph()
-  scope = scopes.of(graph)
+  scope = graph_lib.scope_of(graph)
   name = scope.prefix + name
   with graph.lock:
     if name in graph.variables:
@@ -169,8 +169,7 @@ def global_variables(scope: str | None = None) -> list[Variable]:
   References:
     `tf.global_variables` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.GLOBAL_VARIABLES, scope)
+  return graph_lib.get_collection(_KEYS.GLOBAL_VARIABLES, scope)
 
 
 def local_variables(scope: str | None = None) -> list[Variable]:
@@ -193,8 +192,7 @@ def local_variables(scope: str | None = None) -> list[Variable]:
   References:
     `tf.local_variables` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.LOCAL_VARIABLES, scope)
+  return graph_lib.get_collection(_KEYS.LOCAL_VARIABLES, scope)
 
 
 def trainable_variables(scope: str | None = None) -> list[Variable]:
@@ -217,8 +215,7 @@ def trainable_variables(scope: str | None = None) -> list[Variable]:
   References:
     `tf.trainable_variables` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.TRAINABLE_VARIABLES, scope)
+  return graph_lib.get_collection(_KEYS.TRAINABLE_VARIABLES, scope)
 
 
 def get_global_step(graph: graph_lib.Graph | None = None) -> Variable | None:

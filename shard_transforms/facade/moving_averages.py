@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import decays
 from shard_transforms.facade import frames
@@ -17,7 +18,7 @@ from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
 _Number = jax.typing.ArrayLike | Variable
-_KEYS = graph_lib.GraphKeys
+_KEYS = constants.GraphKeys
 
 
 class ExponentialMovingAverage:
