@@ -16,10 +16,10 @@ from shard_transforms.facade.contrib import AdafactorOptimizer
 from shard_transforms.facade.contrib import LAMBOptimizer
 from shard_transforms.facade.contrib import LARSOptimizer
 from shard_transforms.facade.contrib import LazyAdamOptimizer
-from shard_transforms.facade.control_flow import cond
-from shard_transforms.facade.control_flow import control_dependencies
-from shard_transforms.facade.control_flow import group
-from shard_transforms.facade.control_flow import no_op
+from shard_transforms.facade.functions import cond
+from shard_transforms.facade.functions import control_dependencies
+from shard_transforms.facade.functions import group
+from shard_transforms.facade.functions import no_op
 from shard_transforms.facade.cross_shard import CrossShardOptimizer
 from shard_transforms.facade.cross_shard import cross_replica_sum
 from shard_transforms.facade.decays import cosine_decay
@@ -62,8 +62,8 @@ from shard_transforms.facade.replicate import EstimatorSpec
 from shard_transforms.facade.replicate import TPUEstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
 from shard_transforms.facade.shards import shard
-from shard_transforms.facade.staleness import DropStaleGradientOptimizer
-from shard_transforms.facade.sync_replicas import SyncReplicasOptimizer
+from shard_transforms.facade.workers import DropStaleGradientOptimizer
+from shard_transforms.facade.workers import SyncReplicasOptimizer
 from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.weight_decay import AdamWOptimizer

@@ -187,11 +187,11 @@ class _ClippedOptimizer(wrapper.Wrapper):
     self._clip_norm = clip_norm
     self._gathers = opt._gathers
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-    grads, variables = zip(*grads_and_vars, strict=True)
+  def _apply(self, pairs, global_step, name):
+    grads, variables = zip(*pairs, strict=True)
     clipped, _ = clip_by_global_norm(grads, self._clip_norm)
-    pairs = zip(clipped, variables, strict=True)
-    return super().apply_gradients(list(pairs), global_step, name)
+    pairs = list(zip(clipped, variables, strict=True))
+    return super()._apply(pairs, global_step, name)
 
 
 def clip_gradients_by_norm(

@@ -94,21 +94,15 @@ class CrossShardOptimizer(wrapper.Wrapper):
       return 1.0
     return 1 / (shards.num_shards if groups is None else len(groups[0]))
 
-  def apply_gradients(
-      self,
-      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
-      global_step: Variable | None = None,
-      name: str | None = None,
-  ) -> Any:
-    """Sums gradients over the shards, for the wrapped optimizer to apply."""
+  def _apply(self, pairs, global_step, name):
     shards, groups = self._reduced_over()
-    pairs = differentiation.check_pairs(grads_and_vars)
+    pairs = differentiation.check_pairs(pairs)
     if shards.num_shards > 1:
       pairs = _sum(pairs, shards, groups)
     if groups is None:
-      return super().apply_gradients(pairs, global_step, name)
+      return super()._apply(pairs, global_step, name)
     with frames.transaction() as opened:
-      out = super().apply_gradients(pairs, global_step, name)
+      out = super()._apply(pairs, global_step, name)
       shards.parted.update(opened.written)
       return out
 

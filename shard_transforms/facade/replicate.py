@@ -18,7 +18,7 @@ import shard_transforms
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import mapping
+from shard_transforms.facade import shards
 from shard_transforms.facade import towers as towers_lib
 
 
@@ -259,7 +259,7 @@ def _one_to_a_device(call, batch, mode, towers, placed):
     return leaves, ()
 
   mesh = jax.sharding.Mesh(np.array(placed), (axis,))
-  outputs = mapping.map_variables(run, batch, [P(axis), P(axis)], mesh)
+  outputs = shards.map_variables(run, batch, [P(axis), P(axis)], mesh)
   mode, treedef = returned
   predictions, *reduced = treedef.unflatten(outputs)
   predictions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), predictions)

@@ -10,7 +10,7 @@ import optax
 
 import cases
 from shard_transforms import facade
-from shard_transforms.facade import mapping
+from shard_transforms.facade import shards
 
 X = np.float32([1, -2, 3])
 
