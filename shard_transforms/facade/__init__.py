@@ -16,10 +16,6 @@ from shard_transforms.facade.contrib import AdafactorOptimizer
 from shard_transforms.facade.contrib import LAMBOptimizer
 from shard_transforms.facade.contrib import LARSOptimizer
 from shard_transforms.facade.contrib import LazyAdamOptimizer
-from shard_transforms.facade.functions import cond
-from shard_transforms.facade.functions import control_dependencies
-from shard_transforms.facade.functions import group
-from shard_transforms.facade.functions import no_op
 from shard_transforms.facade.cross_shard import CrossShardOptimizer
 from shard_transforms.facade.cross_shard import cross_replica_sum
 from shard_transforms.facade.decays import cosine_decay
@@ -31,7 +27,11 @@ from shard_transforms.facade.decays import natural_exp_decay
 from shard_transforms.facade.decays import piecewise_constant
 from shard_transforms.facade.decays import polynomial_decay
 from shard_transforms.facade.differentiation import gradients
+from shard_transforms.facade.functions import cond
+from shard_transforms.facade.functions import control_dependencies
 from shard_transforms.facade.functions import function
+from shard_transforms.facade.functions import group
+from shard_transforms.facade.functions import no_op
 from shard_transforms.facade.graph import Graph
 from shard_transforms.facade.graph import add_to_collection
 from shard_transforms.facade.graph import get_collection
@@ -62,8 +62,6 @@ from shard_transforms.facade.replicate import EstimatorSpec
 from shard_transforms.facade.replicate import TPUEstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
 from shard_transforms.facade.shards import shard
-from shard_transforms.facade.workers import DropStaleGradientOptimizer
-from shard_transforms.facade.workers import SyncReplicasOptimizer
 from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.weight_decay import AdamWOptimizer
@@ -71,6 +69,8 @@ from shard_transforms.facade.weight_decay import DecoupledWeightDecayExtension
 from shard_transforms.facade.weight_decay import (
     extend_with_decoupled_weight_decay,
 )
+from shard_transforms.facade.workers import DropStaleGradientOptimizer
+from shard_transforms.facade.workers import SyncReplicasOptimizer
 
 __all__ = (
     'AdadeltaOptimizer',

@@ -146,8 +146,9 @@ def shard_context(
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   if around.shards is not None:
     raise NotImplementedError('`shard_context` cannot be nested.')
-  with replaced(shards=Shards(num_shards, axis_name)):
-    yield around.shards
+  found = Shards(num_shards, axis_name)
+  with replaced(shards=found):
+    yield found
 
 
 def tower_context(

@@ -1,8 +1,6 @@
 """Sums over shards: of gradients, for one update, and of any array."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp

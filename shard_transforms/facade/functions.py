@@ -1,4 +1,4 @@
-"""`function` compiles a step that assigns variables; `cond` and `group` order it."""
+"""`function` compiles a step that assigns variables; `cond` is its `if`."""
 
 from collections.abc import Callable
 from collections.abc import Iterable

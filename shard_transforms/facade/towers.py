@@ -1,11 +1,9 @@
 """`TowerOptimizer`: gathers the gradients of all towers."""
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import chex
-import numpy.typing as npt
 import optax
 
 import shard_transforms

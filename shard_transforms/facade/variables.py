@@ -49,6 +49,10 @@ class Shape(tuple[int, ...]):
     return math.prod(self)
 
 
+def _only_child(_: None, children: Any) -> Any:
+  return children[0]
+
+
 class Leaf(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
   """An object that stands for an array, in arithmetic and as a leaf of a tree.
 
@@ -59,9 +63,7 @@ class Leaf(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
     # Unflattened, it is its array: a function that JAX traces cannot assign to
     # its argument.
     jax.tree_util.register_pytree_node(
-        cls,
-        lambda leaf: ((leaf.__jax_array__(),), None),
-        lambda _, children: children[0],
+        cls, lambda leaf: ((leaf.__jax_array__(),), None), _only_child
     )
 
   def __eq__(self, other: object) -> bool:
@@ -70,7 +72,8 @@ class Leaf(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
   def __ne__(self, other: object) -> bool:
     return self is not other
 
-  __hash__ = object.__hash__
+  def __hash__(self) -> int:
+    return id(self)
 
   @abc.abstractmethod
   def __jax_array__(self) -> jax.Array:

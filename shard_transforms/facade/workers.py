@@ -1,4 +1,4 @@
-"""Optimizers of threads that train together: backup workers, stale gradients."""
+"""Optimizers for threads: backup workers, and gradients that are too old."""
 
 from collections.abc import Sequence
 import dataclasses
