@@ -49,7 +49,6 @@ def clip_by_global_norm(
   References:
     `tf.clip_by_global_norm` of TensorFlow 1.15.
   """
-  del name
   arrays = _arrays(t_list)
   if use_norm is None:
     tx = optax.clip_by_global_norm(clip_norm)
@@ -83,7 +82,6 @@ def global_norm(
   References:
     `tf.global_norm` of TensorFlow 1.15.
   """
-  del name
   return optax.tree.norm(_arrays(t_list))
 
 
@@ -112,7 +110,6 @@ def clip_by_norm(
   References:
     `tf.clip_by_norm` of TensorFlow 1.15.
   """
-  del name
   array = jnp.asarray(t)
   axes = tuple(axes) if isinstance(axes, Sequence) else axes
   norm = optax.safe_norm(array, 0.0, axis=axes, keepdims=True)
@@ -145,7 +142,6 @@ def clip_by_value(
   References:
     `tf.clip_by_value` of TensorFlow 1.15.
   """
-  del name
   return jnp.clip(jnp.asarray(t), clip_value_min, clip_value_max)
 
 

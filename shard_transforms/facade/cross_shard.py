@@ -106,13 +106,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
   def _reduced_over(self):
     """Returns the shards around the caller, and the groups among them."""
-    shards = contexts.shards()
-    if shards is None:
-      raise ValueError(
-          '`CrossShardOptimizer` must be used inside a shard context, got none:'
-          ' it would train each shard by itself. Call it in a computation that'
-          ' `facade.shard` runs, for one device with `num_shards=1`.'
-      )
+    shards = _shards('CrossShardOptimizer')
     return shards, _as_groups(self._group_assignment, shards.num_shards)
 
 
@@ -148,13 +142,7 @@ def cross_replica_sum(
   References:
     `tf.contrib.tpu.cross_replica_sum` of TensorFlow 1.15.
   """
-  del name
-  shards = contexts.shards()
-  if shards is None:
-    raise ValueError(
-        '`cross_replica_sum` must be used inside a shard context, got none.'
-        ' Call it in a computation that `facade.shard` runs.'
-    )
+  shards = _shards('cross_replica_sum')
   array = jnp.asarray(x)
   if shards.num_shards == 1:
     return array
@@ -165,6 +153,18 @@ def cross_replica_sum(
   array = axes_lib.to_varying(array, [shards.axis_name])
   summed, _ = tx.update(array, tx.init(array))
   return jnp.asarray(summed)
+
+
+def _shards(caller):
+  """Returns the shards around the caller."""
+  found = contexts.shards()
+  if found is None:
+    raise ValueError(
+        f'`{caller}` must be used inside a shard context, got none: each shard'
+        ' would count by itself. Call it in a computation that `facade.shard`'
+        ' runs, for one device with `num_shards=1`.'
+    )
+  return found
 
 
 def _sum(pairs, shards, groups):

@@ -78,16 +78,6 @@ class Output:
     self.stored: Any = None
 
 
-def take(output: Output) -> Any:
-  """Returns what was written to a place, which is forgotten; else `None`."""
-  found = output.stored
-  for opened in contexts.around.frames:
-    opened.used.pop(output, None)
-    opened.written.pop(output, None)
-    found = opened.values.pop(output, found)
-  return found
-
-
 @contextlib.contextmanager
 def frame(
     kind: Kind = 'plain',

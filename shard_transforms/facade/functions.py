@@ -256,7 +256,6 @@ def cond(
   References:
     `tf.cond` of TensorFlow 1.15.
   """
-  del strict, name
   chosen = jnp.asarray(pred)
   if not isinstance(chosen, core.Tracer):
     return true_fn() if chosen else false_fn()
@@ -303,7 +302,6 @@ def group(*inputs: Any, name: str | None = None) -> None:
   References:
     `tf.group` of TensorFlow 1.15.
   """
-  del name
   _call(inputs)
 
 
@@ -321,7 +319,6 @@ def no_op(name: str | None = None) -> None:
   References:
     `tf.no_op` of TensorFlow 1.15.
   """
-  del name
 
 
 @contextlib.contextmanager

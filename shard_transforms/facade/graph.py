@@ -332,7 +332,6 @@ def variable_scope(
   References:
     `tf.variable_scope` of TensorFlow 1.15.
   """
-  del values
   if name_or_scope is None:
     raise ValueError(
         '`name_or_scope` must be given, got None with the default'
@@ -384,7 +383,6 @@ def name_scope(
   References:
     `tf.name_scope` of TensorFlow 1.15.
   """
-  del values
   around = get_variable_scope()
   chosen = default_name if name is None else name
   names = _unique(around, chosen) if chosen else ''

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import inspect
 import re
 from typing import Any, NamedTuple
@@ -161,20 +160,19 @@ def replicate_model_fn(
   template = contexts.Template()
   accepted = inspect.signature(model_fn).parameters
 
-  def call_model_fn(features, labels, **rest):
-    given = {'labels': labels} | rest
-    given = {name: x for name, x in given.items() if name in accepted}
-    with contexts.call_of(template):
-      spec = model_fn(features, **given)
-    if not isinstance(spec, EstimatorSpec):
-      raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
-    return spec
-
   def replicated(features, labels=None, mode=None, params=None, config=None):
     batch = features, labels
-    call = functools.partial(
-        call_model_fn, mode=mode, params=params, config=config
-    )
+    options = {'mode': mode, 'params': params, 'config': config}
+
+    def call(features, labels):
+      given = {'labels': labels} | options
+      given = {name: x for name, x in given.items() if name in accepted}
+      with contexts.call_of(template):
+        spec = model_fn(features, **given)
+      if isinstance(spec, EstimatorSpec):
+        return spec
+      raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
+
     towers = contexts.Towers(len(placed), kind)
     with contexts.tower_context(towers):
       try:

@@ -85,7 +85,6 @@ def shard(
   References:
     `tf.compat.v1.tpu.shard` of TensorFlow 1.15.
   """
-  del name
   if infeed_queue is not None:
     raise NotImplementedError('`infeed_queue` must be None: hand in `inputs`.')
   if contexts.shards() is not None:
@@ -107,14 +106,12 @@ def shard(
     return run(*inputs)[0]
   devices = _devices(device_assignment, num_shards)
   mesh = jax.sharding.Mesh(np.array(devices), (contexts.SHARD_AXIS,))
-  specs = [
-      _spec(f'Input {i}', x, axis, num_shards)
-      for i, (x, axis) in enumerate(zip(inputs, axes, strict=True))
-  ]
-  placed = [
-      _place(f'Input {i}', x, jax.sharding.NamedSharding(mesh, spec))
-      for i, (x, spec) in enumerate(zip(inputs, specs, strict=True))
-  ]
+  placed, specs = [], []
+  for i, (x, axis) in enumerate(zip(inputs, axes, strict=True)):
+    spec = _spec(f'Input {i}', x, axis, num_shards)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    placed.append(_place(f'Input {i}', x, sharding))
+    specs.append(spec)
   outputs = map_variables(run, placed, specs, mesh)
   num = len(outputs)
   axes = _axes('output_shard_axes', output_shard_axes, num)

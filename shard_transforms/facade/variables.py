@@ -246,7 +246,6 @@ class Variable(Leaf):
       TypeError: If the value is no array of numbers, or would lose its kind.
       ValueError: If it has another shape.
     """
-    del use_locking, name, read_value
     array = _converted(value, self.dtype, f'The value of {self.name!r}')
     if array.shape != self.shape:
       raise ValueError(
@@ -258,12 +257,10 @@ class Variable(Leaf):
 
   def assign_add(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Adds to the value, and returns it; takes the arguments of `assign`."""
-    del ignored
     return self.assign(self + delta)
 
   def assign_sub(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Subtracts from the value, and returns it, as `assign_add` adds."""
-    del ignored
     return self.assign(self - delta)
 
   def __jax_array__(self) -> jax.Array:

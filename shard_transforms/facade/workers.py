@@ -325,7 +325,6 @@ class SyncReplicasOptimizer(_Worker):
     self._condition = threading.Condition()
 
   def _apply(self, pairs, global_step, name):
-    del name
     wrapper.check_decided(self)
     pairs = self._checked(pairs, global_step)
     if self._is_alone:

@@ -1,24 +1,122 @@
-"""`ExponentialMovingAverage`: averages of variables, themselves variables."""
+"""What follows the steps: rates that decay, and averages that move."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from typing import Any
+import functools
+import inspect
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from shard_transforms._src.tf1 import decays
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
-from shard_transforms.facade import decays
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
-from shard_transforms.facade import variables as variables_lib
+from shard_transforms.facade import variables
 
-Variable = variables_lib.Variable
+Variable = variables.Variable
 _Number = jax.typing.ArrayLike | Variable
 _KEYS = constants.GraphKeys
+_Parameters = ParamSpec('_Parameters')
+
+
+class Rate(variables.Leaf):
+  """A number that is computed at each update: a function of no arguments.
+
+  Arithmetic gives another rate. Inside a step, functions of `jax.numpy` take it
+  as the number that it is then.
+
+  Args:
+    compute: A function of no arguments that returns the number.
+  """
+
+  def __init__(self, compute: Callable[[], jax.typing.ArrayLike]):
+    self._compute = compute
+
+  def __call__(self) -> jax.Array:
+    """Returns the number of this moment."""
+    return jnp.asarray(self._compute())
+
+  def __jax_array__(self) -> jax.Array:
+    if not is_step():
+      raise ValueError(
+          'A rate must not become an array outside of a step, where it would'
+          ' never change again. Write `lambda: ...` around the computation, or'
+          ' call the rate for its present value.'
+      )
+    return self()
+
+  def __array_ufunc__(
+      self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+  ) -> Any:
+    of_jax = getattr(jnp, ufunc.__name__, None)
+    if of_jax is None or method != '__call__' or kwargs:
+      return NotImplemented
+    return Rate(lambda: of_jax(*map(present, inputs)))
+
+  def __repr__(self) -> str:
+    return 'Rate(...)'
+
+
+def is_step() -> bool:
+  """Whether the caller is in a step, which computes its numbers again."""
+  return frames.is_step() or frames.is_staged()
+
+
+def present(value: Any) -> Any:
+  """Returns the value of a variable, rate or function at this moment."""
+  if isinstance(value, Variable):
+    return value.value()
+  if callable(value):
+    return present(value())
+  if isinstance(value, list | tuple):
+    return [present(x) for x in value]
+  return value
+
+
+def _read_at_each_update(
+    formula: Callable[_Parameters, jax.Array],
+) -> Callable[_Parameters, Any]:
+  """Returns a formula that gives a rate, or inside a step its number."""
+  signature, name = inspect.signature(formula), formula.__name__
+  of_step = 'x' if 'x' in signature.parameters else 'global_step'
+
+  @functools.wraps(formula)
+  def decay(*args: Any, **kwargs: Any) -> Any:
+    given = signature.bind(*args, **kwargs).arguments
+    step = given[of_step]
+    if step is None:
+      raise ValueError(
+          f'`{of_step}` of `{name}` must be given, got None. Make'
+          ' it with `facade.get_or_create_global_step()`.'
+      )
+    if isinstance(step, jax.Array) and not is_step():
+      raise ValueError(
+          f'`{of_step}` of `{name}` must be a `facade.Variable` or'
+          f' a function outside of a step, got the array {step!r}, which never'
+          ' changes.'
+      )
+    compute: Callable[..., Any] = formula
+    rate = Rate(lambda: compute(**{k: present(v) for k, v in given.items()}))
+    # A step makes it again at each update: a number, as in TensorFlow.
+    return rate() if is_step() else rate
+
+  return decay
+
+
+exponential_decay = _read_at_each_update(decays.exponential_decay)
+natural_exp_decay = _read_at_each_update(decays.natural_exp_decay)
+inverse_time_decay = _read_at_each_update(decays.inverse_time_decay)
+polynomial_decay = _read_at_each_update(decays.polynomial_decay)
+piecewise_constant = _read_at_each_update(decays.piecewise_constant)
+cosine_decay = _read_at_each_update(decays.cosine_decay)
+cosine_decay_restarts = _read_at_each_update(decays.cosine_decay_restarts)
+linear_cosine_decay = _read_at_each_update(decays.linear_cosine_decay)
 
 
 class ExponentialMovingAverage:
@@ -59,7 +157,6 @@ class ExponentialMovingAverage:
       zero_debias: bool = False,
       name: str = 'ExponentialMovingAverage',
   ):
-    del zero_debias
     self._decay = decay
     self._num_updates = num_updates
     self._name = name
@@ -85,10 +182,15 @@ class ExponentialMovingAverage:
     """
     given = lookup.trainable_variables() if var_list is None else list(var_list)
     for variable in given:
-      _check(variable)
-    decay = decays.present(self._decay)
+      is_variable = isinstance(variable, Variable)
+      if not is_variable or not jnp.issubdtype(variable.dtype, jnp.floating):
+        raise TypeError(
+            '`var_list` must hold variables of floating-point types, got'
+            f' {variable!r}. Keep a number that is no variable in one.'
+        )
+    decay = present(self._decay)
     if self._num_updates is not None:
-      n = jnp.asarray(decays.present(self._num_updates), jnp.float32)
+      n = jnp.asarray(present(self._num_updates), jnp.float32)
       decay = jnp.minimum(decay, (1 + n) / (10 + n))
     with frames.transaction():
       for variable in given:
@@ -120,8 +222,11 @@ class ExponentialMovingAverage:
     Args:
       var: The variable.
     """
-    known = self._averages.get(var)
-    return known.op.name if known is not None else f'{var.op.name}/{self._name}'
+    known = var in self._averages
+    return self._averages[var].op.name if known else self._new_name(var)
+
+  def _new_name(self, var):
+    return f'{var.op.name}/{self._name}'
 
   def variables_to_restore(
       self, moving_avg_variables: Iterable[Variable] | None = None
@@ -136,15 +241,12 @@ class ExponentialMovingAverage:
       All variables of the default graph. `set_values(found.values(), ...)`
       takes the arrays under the names that the variables have themselves.
     """
-    graph = graph_lib.get_default_graph()
-    averaged = set(
-        [
-            *lookup.trainable_variables(),
-            *graph.get_collection(_KEYS.MOVING_AVERAGE_VARIABLES),
-        ]
-        if moving_avg_variables is None
-        else moving_avg_variables
-    )
+    averaged = moving_avg_variables
+    if averaged is None:
+      averaged = lookup.trainable_variables() + graph_lib.get_collection(
+          _KEYS.MOVING_AVERAGE_VARIABLES
+      )
+    averaged = set(averaged)
     found = {self.average_name(v): v for v in averaged}
     for variable in lookup.global_variables():
       if variable not in averaged:
@@ -154,23 +256,9 @@ class ExponentialMovingAverage:
   def _made(self, variable):
     if variable not in self._averages:
       with variable.graph.as_default(), variable.graph.lock, frames.outside():
-        self._averages[variable] = Variable(
-            variable.value(),
-            trainable=False,
-            name=f'{variable.op.name}/{self._name}',
-        )
+        value, name = variable.value(), self._new_name(variable)
+        self._averages[variable] = Variable(value, trainable=False, name=name)
         variable.graph.add_to_collection(
             _KEYS.MOVING_AVERAGE_VARIABLES, variable
         )
     return self._averages[variable]
-
-
-def _check(variable):
-  floating = isinstance(variable, Variable) and jnp.issubdtype(
-      variable.dtype, jnp.floating
-  )
-  if not floating:
-    raise TypeError(
-        '`var_list` must hold variables of floating-point types, got'
-        f' {variable!r}. Keep a number that is no variable in one.'
-    )
