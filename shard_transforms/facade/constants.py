@@ -55,7 +55,7 @@ class Reduction:
 
 
 class AggregationMethod:
-  """How TensorFlow 1 added up the parts of one gradient; without effect here.
+  """How TensorFlow 1 summed the parts of one gradient; without effect here.
 
   Attributes:
     ADD_N: All parts in one operation.
@@ -108,8 +108,8 @@ class GraphKeys:
     TRAINABLE_VARIABLES: Those that optimizers update by default.
     GLOBAL_STEP: The global step alone.
     MOVING_AVERAGE_VARIABLES: Those that have an average.
-    REGULARIZATION_LOSSES: What the regularizers of variables return.
-    LOCAL_VARIABLES: Empty unless you add to it, as all that follow.
+    REGULARIZATION_LOSSES: The results of the regularizers of variables.
+    LOCAL_VARIABLES: Empty until you add to it; so are all that follow.
     LOSSES: The same.
     SUMMARIES: The same.
     TRAIN_OP: The same.

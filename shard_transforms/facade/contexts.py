@@ -59,8 +59,8 @@ class Template:
   """The objects that a function has created, for each call to reuse.
 
   TensorFlow 1 built a graph once and ran it often. Here, the function itself
-  runs again: the n-th object of a kind that a call asks for is the n-th that
-  every other call gets.
+  runs again: each call gets, as its n-th object of a kind, the n-th that the
+  first call made.
 
   Attributes:
     made: The objects by kind and number.
@@ -115,9 +115,9 @@ def shard_context(
 ) -> Iterator[Shards]:
   """Tells optimizers in the calling thread the number of shards.
 
-  `shard` does this for the computation that it maps. Without `shard`, it serves
-  to compute the gradients of one shard of several: `apply_gradients` of a
-  `CrossShardOptimizer` needs the mapped axis as well.
+  `shard` does this for the computation that it maps. Use it without `shard` to
+  compute the gradients of one shard of several; `apply_gradients` of
+  `CrossShardOptimizer` needs the mapped axis, too.
 
   Args:
     num_shards: The number of shards, at least 1.

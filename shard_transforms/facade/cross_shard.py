@@ -32,7 +32,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
   Make both calls in the computation of `shard`, which sets the number of
   shards. With groups, variables and slots differ between the groups, and keep
-  one value a shard.
+  one value per shard.
 
   Args:
     opt: The optimizer that applies the reduced gradients.

@@ -86,8 +86,8 @@ def gradients(
 
   Nothing is scaled. Among shards or towers, it is the gradient of the shard's
   own loss; `CrossShardOptimizer.apply_gradients` and that of `TowerOptimizer`
-  sum. So their update is that of the sum of the shards' losses: divide the loss
-  by the number of shards for that of the mean, as
+  sum. Their update is that of the summed losses of the shards. For the mean,
+  divide the loss by the number of shards, as
   `CrossShardOptimizer.compute_gradients` does. (Optimizers that divide by a
   norm of the gradient, such as Adam, hide the difference.)
 

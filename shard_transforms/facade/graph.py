@@ -32,9 +32,9 @@ class VariableScope:
   """Where `get_variable` looks, and what it takes by default.
 
   Attributes:
-    name: What names of `get_variable` begin with, without the last slash.
+    name: The prefix of names of `get_variable`, without the last slash.
     graph: The graph that it is of.
-    names: What names of `Variable` begin with.
+    names: The prefix of names of `Variable`.
     reuse: Whether variables must exist.
     initializer: The default initializer.
     regularizer: The default regularizer.
@@ -51,7 +51,7 @@ class VariableScope:
 
   @property
   def prefix(self) -> str:
-    """What names of `get_variable` begin with."""
+    """The prefix of names of `get_variable`."""
     return f'{self.name}/' if self.name else ''
 
   def reuse_variables(self) -> None:
@@ -62,9 +62,9 @@ class VariableScope:
 class Graph:
   """A model's collections of variables, and the names in use.
 
-  There is no graph of operations: computations are Python functions. What a
-  step or a loss adds to a collection is there until its end; the next call adds
-  its own.
+  There is no graph of operations: computations are Python functions. An item
+  that a step or a loss adds to a collection is there until that ends; the next
+  call adds its own.
 
   Attributes:
     seed: A number for the initial values of variables without an initializer.
@@ -100,8 +100,8 @@ class Graph:
 
     Args:
       name: Its name.
-      scope: A regular expression. Items without a name that begins with it are
-        left out.
+      scope: A regular expression, if only items whose name begins with it are
+        wanted.
     """
     found = [*self._collections.get(name, ()), *frames.collected((self, name))]
     if scope:
@@ -180,14 +180,14 @@ def get_default_graph() -> Graph:
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
   """Returns a copy of a collection of the default graph.
 
-  What a step or a loss has added is in it until that ends. Regularization
-  losses are computed from the present values of variables: ask for them where
-  the loss is computed.
+  An item that a step or a loss has added is in it until that ends.
+  Regularization losses are computed from the present values of variables: ask
+  for them where the loss is computed.
 
   Args:
     key: The name of the collection, such as `GraphKeys.LOSSES`.
-    scope: A regular expression. Items without a name that begins with it are
-      left out.
+    scope: A regular expression, if only items whose name begins with it are
+      wanted.
 
   Returns:
     A new list; an empty one if nothing was added.
@@ -303,7 +303,7 @@ def variable_scope(
     reuse: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[VariableScope]:
-  """Puts a name and a slash before those of variables that are made inside.
+  """Prefixes a name and a slash to the names of variables made inside.
 
   `get_variable` finds a variable again wherever it exists, because a step runs
   often: only `reuse=True` makes a difference.
@@ -361,7 +361,7 @@ def variable_scope(
 def name_scope(
     name: str | None, default_name: str | None = None, values: Any = None
 ) -> Iterator[str]:
-  """Puts a name and a slash before those of `Variable`s that are made inside.
+  """Prefixes a name and a slash to the names of each `Variable` made inside.
 
   The names of `get_variable` stay, and no operations have names here.
 
@@ -372,7 +372,7 @@ def name_scope(
     values: Ignored.
 
   Yields:
-    What names begin with.
+    The prefix of names.
 
   Examples:
     >>> from shard_transforms import facade
@@ -392,7 +392,7 @@ def name_scope(
 
 
 def _unique(around, name):
-  """Returns what names in a scope inside another one begin with."""
+  """Returns the prefix of names in a scope inside another one."""
   if not name:
     return around.names
   if name.endswith('/'):

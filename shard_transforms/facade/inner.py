@@ -386,7 +386,7 @@ def _warn_of_constants(hyperparameters):
     if isinstance(value, jax.Array):
       warnings.warn(
           f'A hyperparameter stays what it is at construction, got the array'
-          f' {value!r}. If it was computed from a variable, hand in a function:'
+          f' {value!r}. If it was computed from a variable, pass a function:'
           ' `lambda: 0.1 * global_step`. If not, make it a Python number.',
           stacklevel=4,
       )

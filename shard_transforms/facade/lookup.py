@@ -38,7 +38,7 @@ def get_variable(
   every call, and every tower, gets the same variable.
 
   Args:
-    name: The name, which the scopes around extend.
+    name: The name; the scopes around it prefix theirs.
     shape: The shape for the initializer; an existing variable must have it.
     dtype: The dtype for the initializer, that of the scope or else float32 if
       `None`; an existing variable must have the one that is given.
@@ -48,8 +48,8 @@ def get_variable(
       integers, else Glorot's uniform numbers by `Graph.seed` and the name.
     regularizer: A function of the variable. What it returns at the time is
       among the `REGULARIZATION_LOSSES`; that of the scope if `None`.
-    trainable: Whether it joins the trainable variables; if `None`, unless it
-      joins the local ones.
+    trainable: Whether it joins the trainable variables; if `None`, it does
+      unless it joins the local ones.
     collections: The collections that it joins besides; the global variables if
       `None`.
 
@@ -154,7 +154,7 @@ def global_variables(scope: str | None = None) -> list[Variable]:
   """Returns all variables of the default graph, oldest first.
 
   Args:
-    scope: A regular expression that their names have to begin with, if given.
+    scope: A regular expression that their names must begin with, if given.
 
   Returns:
     A new list.
@@ -176,7 +176,7 @@ def local_variables(scope: str | None = None) -> list[Variable]:
   """Returns the variables of the collection `LOCAL_VARIABLES`, oldest first.
 
   Args:
-    scope: A regular expression that their names have to begin with, if given.
+    scope: A regular expression that their names must begin with, if given.
 
   Returns:
     A new list.
@@ -199,7 +199,7 @@ def trainable_variables(scope: str | None = None) -> list[Variable]:
   """Returns the trainable variables of the default graph, oldest first.
 
   Args:
-    scope: A regular expression that their names have to begin with, if given.
+    scope: A regular expression that their names must begin with, if given.
 
   Returns:
     A new list.
@@ -309,7 +309,7 @@ def get_values(variables: Iterable[Variable]) -> dict[str, jax.Array]:
 
   Returns:
     The arrays by `op.name`, which `flax.serialization` or orbax can save. A
-    variable with a value a shard gives all of them, along a leading axis; a
+    variable with one value per shard gives all of them, along a leading axis; a
     random key gives its key data.
 
   Raises:
@@ -342,7 +342,7 @@ def set_values(
   create, without running it.
 
   Args:
-    variables: The variables, as they were handed to `get_values`.
+    variables: The variables, as they were given to `get_values`.
     values: The arrays by name.
 
   Raises:

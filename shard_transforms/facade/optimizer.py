@@ -224,7 +224,7 @@ class Optimizer(slots_lib.SlotMaker):
         floating-point numbers and have one shape. Where the gradient is `None`,
         the variable and its slots stay.
       global_step: A variable that increases by one.
-      name: Handed to `_finish`.
+      name: Passed to `_finish`.
 
     Returns:
       The new global step; without one, what `_finish` returns, `None` by

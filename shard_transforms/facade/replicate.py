@@ -109,9 +109,9 @@ def replicate_model_fn(
   of the first and the variables of `get_variable`, as TensorFlow did, which
   built its graph once. Return the loss that `minimize` returns with
   `return_loss`: afterwards, the last tower reads the new values. In training,
-  what the loss assigns counts for each tower that takes its turn; all else that
-  the model function assigns counts for the last one alone, as in TensorFlow,
-  which ran the operation of the last tower.
+  an assignment in the loss counts for each tower that takes its turn. All other
+  assignments of the model function count for the last tower alone, as in
+  TensorFlow, which ran the operation of the last tower.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,

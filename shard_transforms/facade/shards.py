@@ -37,7 +37,7 @@ def shard(
   Every input is split into `num_shards` equal parts. Variables are the same on
   all shards, and must be the same after the computation: update them by a
   `CrossShardOptimizer`. If it reduces in groups, variables differ between the
-  groups, and keep one value a shard.
+  groups, and keep one value per shard.
 
   Call it inside a `function`, which compiles it once; elsewhere, each call
   compiles it again.
@@ -86,7 +86,7 @@ def shard(
     `tf.compat.v1.tpu.shard` of TensorFlow 1.15.
   """
   if infeed_queue is not None:
-    raise NotImplementedError('`infeed_queue` must be None: hand in `inputs`.')
+    raise NotImplementedError('`infeed_queue` must be None: pass `inputs`.')
   if contexts.shards() is not None:
     raise NotImplementedError('`shard` cannot be nested.')
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
@@ -140,7 +140,7 @@ def _place(name, x, sharding):
   if jax.sharding.AxisType.Explicit in typed.axis_types:
     raise ValueError(
         f'{name} must not be sharded over the explicit axes {typed.axis_names}'
-        ' of another mesh. Hand in an array of the host, as `jax.device_get`'
+        ' of another mesh. Pass an array on the host, as `jax.device_get`'
         ' gives it.'
     )
   return x
@@ -352,5 +352,5 @@ def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
 
 
 def _spec_of(variable, array, mesh):
-  """Returns the spec of an array on a mesh: replicated, or a value a shard."""
+  """Returns the spec of an array on a mesh: replicated, or one value per shard."""
   return P(*mesh.axis_names) if array.ndim > variable.ndim else P()

@@ -171,7 +171,7 @@ class Slots:
     self._variables.update({v.op.name: v for v in variables})
     with frames.outside():
       parted = {v.op.name for v in variables if v.is_per_shard}
-      # A variable with a value a shard cannot be read. Its slots must exist
+      # A variable with one value per shard cannot be read. Its slots must exist
       # already, so that only the shapes of the state matter.
       params = {
           v.op.name: (

@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 def _missing(path):
   return (
       f'`{path}` is not here: it would not mean the same, or is not about'
-      f' training. {_PAGE} has what to write in its place.'
+      f' training. {_PAGE} tells what to write in its place.'
   )
 
 

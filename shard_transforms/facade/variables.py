@@ -91,7 +91,7 @@ class Variable(Leaf):
   use `get_values` to save variables.
 
   Shape and dtype never change. Where `CrossShardOptimizer` has groups, a
-  variable gets one value a shard; reading it as one value then raises, and
+  variable gets one value per shard; reading it as one value then raises, and
   `shard_values` returns all of them.
 
   Attributes:
@@ -180,7 +180,7 @@ class Variable(Leaf):
 
   @property
   def is_per_shard(self) -> bool:
-    """Whether it has one value a shard in this frame."""
+    """Whether it has one value per shard in this frame."""
     return frames.read(self).ndim > self.ndim
 
   def value(self) -> jax.Array:
@@ -195,7 +195,7 @@ class Variable(Leaf):
       raise ValueError(
           f'Variable {self.name!r} must not be read inside a function that JAX'
           ' compiles, where its present value would become a constant. Compile'
-          ' with `facade.function`, or hand it over as an argument.'
+          ' with `facade.function`, or pass it as an argument.'
       )
     if array.ndim > self.ndim:
       raise ValueError(

@@ -1,4 +1,4 @@
-"""Weight decay apart from the gradient, for any optimizer: AdamW and others."""
+"""Decoupled weight decay for any optimizer: AdamW and others."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ Variable = variables_lib.Variable
 
 
 class DecoupledWeightDecayExtension(optimizer.Optimizer):
-  r"""A mixin: each update takes a part of the variable away, :math:`\lambda w`.
+  r"""A mixin for decoupled weight decay: updates subtract :math:`\lambda w`.
 
   Place it before an optimizer in the bases of a class. The rate of the
   optimizer does not scale :math:`\lambda`; let both decay by one schedule. (In
@@ -70,7 +70,7 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
       decay_var_list: Iterable[Variable] | None = None,
       **kwargs: Any,
   ) -> jax.Array | None:
-    """Minimizes as the optimizer does; the arguments are its own, and one.
+    """Minimizes as the optimizer does.
 
     Args:
       *args: Those of the optimizer.
@@ -90,7 +90,7 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
       name: str | None = None,
       decay_var_list: Iterable[Variable] | None = None,
   ) -> jax.Array | None:
-    """Takes the decay away, then applies gradients as the optimizer does.
+    """Subtracts the decay, then applies gradients as the optimizer does.
 
     Args:
       grads_and_vars: As the optimizer.
@@ -105,7 +105,7 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
       return super().apply_gradients(grads_and_vars, global_step, name)
 
   def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
-    """Takes the decay away, then updates variables as the optimizer does."""
+    """Subtracts the decay, then updates variables as the optimizer does."""
     decay = schedules.present(self._weight_decay)
     for _, variable in pairs:
       if not self._decay_var_list or variable in self._decay_var_list:
@@ -116,7 +116,7 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
 def extend_with_decoupled_weight_decay(
     base_optimizer: type[optimizer.Optimizer],
 ) -> Callable[..., optimizer.Optimizer]:
-  """Returns a class: an optimizer with weight decay apart from the gradient.
+  """Returns a class: an optimizer with decoupled weight decay.
 
   Args:
     base_optimizer: The class of the optimizer.
@@ -152,7 +152,7 @@ def extend_with_decoupled_weight_decay(
 
 
 class AdamWOptimizer(DecoupledWeightDecayExtension, inner.AdamOptimizer):
-  """Adam with weight decay apart from the gradient, not scaled by the rate.
+  """Adam with decoupled weight decay, which the rate does not scale.
 
   Args:
     weight_decay: As in `DecoupledWeightDecayExtension`.
