@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 from jax import core
 
-from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import jax_internals
 from shard_transforms.facade import contexts
 
 Kind = Literal['plain', 'undecided', 'traced', 'discovered']
@@ -58,7 +58,9 @@ class Frame:
   written: dict[Any, None] = dataclasses.field(default_factory=dict)
   locks: dict[Any, None] = dataclasses.field(default_factory=dict)
   mesh: jax.sharding.Mesh | None = None
-  trace_state: Any = dataclasses.field(default_factory=axes_lib.trace_state)
+  trace_state: Any = dataclasses.field(
+      default_factory=jax_internals.trace_state
+  )
   generation: contextlib.ExitStack = dataclasses.field(
       default_factory=contextlib.ExitStack
   )
@@ -170,7 +172,9 @@ def _innermost():
 
 def _check_here(what):
   opened = _innermost()
-  moved = opened is not None and opened.trace_state != axes_lib.trace_state()
+  moved = (
+      opened is not None and opened.trace_state != jax_internals.trace_state()
+  )
   if moved or (opened is None and is_staged()):
     raise ValueError(
         f'{what} must not be assigned inside a branch, a loop or a function'
@@ -252,7 +256,7 @@ def is_staged() -> bool:
 
   A value that is read here would become a constant.
   """
-  return not is_tracing() and axes_lib.is_staged()
+  return not is_tracing() and jax_internals.is_staged()
 
 
 @contextlib.contextmanager

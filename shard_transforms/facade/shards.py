@@ -352,5 +352,5 @@ def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
 
 
 def _spec_of(variable, array, mesh):
-  """Returns the spec of an array on a mesh: replicated, or one value per shard."""
+  """Returns the spec of an array: replicated, or with one value per shard."""
   return P(*mesh.axis_names) if array.ndim > variable.ndim else P()
