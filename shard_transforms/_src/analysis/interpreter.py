@@ -277,12 +277,14 @@ class _Equations:
 
   def __iter__(self) -> Iterator[Step]:
     for eqn in self.jaxpr.eqns:
+      name, ends = eqn.primitive.name, (eqn.invars, eqn.outvars)
       bodies = held(eqn.params) if eqn.params else ()
-      if bodies and (eqn.primitive.name == 'shard_map' or is_call(eqn, bodies)):
-        ends = eqn.invars, eqn.outvars, (view(bodies[0]),)
-        yield Step(CALL, {}, *ends)
+      if not bodies:
+        yield Step(common_name(name), eqn.params, *ends)
+      elif name == 'shard_map' or is_call(eqn, bodies):
+        yield Step(CALL, {}, *ends, (view(bodies[0]),))
       else:
-        yield step_of(eqn, eqn.invars, eqn.outvars, bodies, view)
+        yield step_of(eqn, *ends, bodies, view)
 
 
 def step_of(
