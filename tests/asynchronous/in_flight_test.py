@@ -8,19 +8,7 @@ from shard_transforms._src.asynchronous import in_flight as in_flight_lib
 
 
 def make(next_batch=0, **options):
-  defaults = {
-      'num_updates': 1000,
-      'staleness': 2,
-      'pace': True,
-      'patience': 4.0,
-      'save_every': 100,
-      'on_drop': 'again',
-      'max_attempts': 3,
-      'weight': None,
-      'save_seconds': 0.0,
-      'on_change': 'raise',
-      'driver_devices': 1,
-  }
+  defaults = {'num_updates': 1000, 'staleness': 2}
   made = in_flight_lib.InFlight(in_flight_lib.Options(**(defaults | options)))
   made.next_batch = next_batch
   return made

@@ -129,7 +129,7 @@ class ParameterServerTest(parameterized.TestCase):
     server = parameter_server.ParameterServer(tx, jnp.zeros(2))
     published = weakref.ref(server.publish())
 
-    server.forget(step)
+    server.forget({step})
 
     self.assertEqual(published() is not None, are_kept)
 

@@ -113,7 +113,7 @@ class SegmentsTest(parameterized.TestCase):
 
   def test_updates_after_the_checkpoint_are_replaced(self):
     self.train(num_updates=17, save_every=1000)
-    (self.folder / 'checkpoints/17').rename(self.folder / 'gone')
+    (self.folder / 'checkpoints/17.npz').rename(self.folder / 'gone')
 
     result = self.train(OTHER_TASK, on_change='continue')
 
@@ -155,7 +155,7 @@ class SegmentsTest(parameterized.TestCase):
 
   def test_damaged_record_after_the_checkpoint_costs_what_follows_it(self):
     self.train()
-    (self.folder / 'checkpoints/30').rename(self.folder / 'gone')
+    (self.folder / 'checkpoints/30.npz').rename(self.folder / 'gone')
     self.flip(25)
 
     with self.assertRaisesRegex(ValueError, 'damaged at record 25 .*continue'):
@@ -163,7 +163,7 @@ class SegmentsTest(parameterized.TestCase):
     result = self.train(on_change='continue')
 
     (saved,) = (self.folder / 'checkpoints').iterdir()
-    self.check(result, 30, [0, int(saved.name)])
+    self.check(result, 30, [0, int(saved.stem)])
 
   def test_starts_from_a_result(self):
     first = self.train(num_updates=20)
@@ -240,7 +240,7 @@ class SegmentsTest(parameterized.TestCase):
     self.train(save_seconds=1000)
 
     saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
-    self.assertEqual(saved, {'30'})
+    self.assertEqual(saved, {'30.npz'})
 
   def test_copy_of_a_segment_beside_it_is_ignored(self):
     self.train(num_updates=15)
@@ -308,7 +308,7 @@ class WatchingTest(parameterized.TestCase):
   def test_history_goes_on_at_the_checkpoint(self):
     folder = asynchronous_cases.folder(self)
     self.train(lambda report: None, folder=folder)
-    (folder / 'checkpoints/30').rename(folder / 'gone')
+    (folder / 'checkpoints/30.npz').rename(folder / 'gone')
     first, self.reports = self.reports, []
 
     self.train(lambda report: None, folder=folder, num_updates=33)
@@ -333,7 +333,7 @@ class WatchingTest(parameterized.TestCase):
         asynchronous_cases.train, task, TX, folder=folder, staleness=0
     )
     run(num_updates=20)
-    (folder / 'checkpoints/20').rename(folder / 'gone')
+    (folder / 'checkpoints/20.npz').rename(folder / 'gone')
     # The checksum of the last gradient is another.
     path = folder / 'journal.bin'
     size = asynchronous.read_journal(folder).itemsize
@@ -444,7 +444,7 @@ class WatchingTest(parameterized.TestCase):
   def test_run_that_is_stopped_while_it_catches_up_leaves_its_folder(self):
     folder = asynchronous_cases.folder(self)
     self.train(lambda report: None, folder=folder)
-    (folder / 'checkpoints/30').rename(folder / 'gone')
+    (folder / 'checkpoints/30.npz').rename(folder / 'gone')
 
     stopped = self.train(lambda report: 'stop', folder=folder)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
 import dataclasses
+import itertools
 import math
 import statistics
 from typing import Literal, NamedTuple
@@ -29,16 +30,20 @@ class Options:
   """Arguments of `train`; `staleness` is infinite for `None`."""
 
   num_updates: int
-  staleness: float
-  pace: bool
-  patience: float
-  save_every: int
-  save_seconds: float
-  on_drop: OnDrop
-  max_attempts: int
-  weight: Callable[[int], float] | None
-  on_change: OnChange
-  driver_devices: int
+  staleness: float = math.inf
+  pace: bool = True
+  patience: float = 4.0
+  save_every: int = 100
+  save_seconds: float = 5.0
+  on_change: OnChange = 'raise'
+  on_drop: OnDrop = 'again'
+  max_attempts: int = 3
+  weight: Callable[[int], float] | None = None
+  driver_devices: int = 1
+
+  def without_patience(self) -> 'Options':
+    """Returns the same for workers that take turns, which are never late."""
+    return dataclasses.replace(self, patience=math.inf)
 
 
 class Assignment(NamedTuple):
@@ -139,27 +144,47 @@ class InFlight:
 
   A gradient is late after `patience` times the median duration: another worker
   gets the batch, and the late gradient is ignored.
+
+  What a journal has, is computed again by `plan`: each batch at the parameters
+  of its local step.
   """
 
-  def __init__(self, options: Options):
+  def __init__(self, options: Options, durations: Iterable[float] = ()):
     self._options = options
-    self._limits = TimeLimits(options.patience)
-    self._ready = collections.deque[tuple[int, int]]()
+    self._limits = TimeLimits(options.patience, durations)
+    # The batch, the attempt at it, and its local step if that is planned.
+    self._ready = collections.deque[tuple[int, int, int | None]]()
     self._in_flight: dict[int, Assignment] = {}
     self._late: dict[int, Assignment] = {}
     self._seconds: dict[int, float] = {}
+    self._is_planned = False
     # The first batch that was never assigned.
     self.next_batch = 0
 
   def resume(self, next_batch: int, ready: Iterable[int]) -> None:
     """Starts with the batches that an earlier run has left."""
+    self._is_planned = False
     self.next_batch = next_batch
-    self._ready.extend((batch, 1) for batch in ready)
+    self._in_flight, self._late = {}, {}
+    self._ready.clear()
+    self._ready.extend((batch, 1, None) for batch in ready)
+
+  def plan(self, batches: np.ndarray, local_steps: np.ndarray) -> None:
+    """Starts with batches that have their local steps, and no others.
+
+    They start in the order of their local steps. So no more gradients wait for
+    their turn than the run had in flight.
+    """
+    self._is_planned = True
+    order = np.argsort(local_steps, kind='stable')
+    self._ready = collections.deque(
+        (int(batches[i]), 1, int(local_steps[i])) for i in order
+    )
 
   @property
   def ready(self) -> list[int]:
     """The numbers of earlier batches that must be computed again."""
-    return [batch for batch, _ in self._ready]
+    return [batch for batch, *_ in self._ready]
 
   def __len__(self) -> int:
     return len(self._in_flight)
@@ -174,6 +199,8 @@ class InFlight:
 
   def may_start(self, global_step: int) -> bool:
     """Returns whether to assign another batch."""
+    if self._is_planned:
+      return bool(self.planned_steps(global_step))
     step_at_end = global_step + len(self)
     if step_at_end >= self._options.num_updates:
       return False
@@ -185,14 +212,25 @@ class InFlight:
     steps = [assigned.local_step for assigned in self._in_flight.values()]
     return min(steps, default=global_step)
 
+  def planned_steps(self, global_step: int) -> set[int]:
+    """Returns the local steps of planned batches up to a global step."""
+    steps = (step for _, _, step in self._ready if step is not None)
+    return set(itertools.takewhile(lambda step: step <= global_step, steps))
+
+  def needed_steps(self, global_step: int) -> set[int]:
+    """Returns the steps up to a global one whose parameters are in use."""
+    steps = {assigned.local_step for assigned in self._in_flight.values()}
+    return steps | self.planned_steps(global_step) | {global_step}
+
   def start(self, worker: int, global_step: int, now: float) -> Assignment:
     """Assigns the next batch to a worker."""
     if self._ready:
-      batch, attempt = self._ready.popleft()
+      batch, attempt, step = self._ready.popleft()
     else:
-      batch, attempt = self.next_batch, 1
+      batch, attempt, step = self.next_batch, 1, None
       self.next_batch += 1
-    assigned = Assignment(batch, attempt, global_step, worker, now)
+    step = global_step if step is None else step
+    assigned = Assignment(batch, attempt, step, worker, now)
     self._in_flight[worker] = assigned
     return assigned
 
@@ -224,7 +262,8 @@ class InFlight:
 
   def retry(self, assigned: Assignment) -> None:
     """Puts a batch before all others."""
-    self._ready.appendleft((assigned.batch, assigned.attempt + 1))
+    step = assigned.local_step if self._is_planned else None
+    self._ready.appendleft((assigned.batch, assigned.attempt + 1, step))
 
   def make_late(self, now: float) -> list[Assignment]:
     """Returns the assignments that have become late; retries their batches."""

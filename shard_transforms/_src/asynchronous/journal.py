@@ -4,6 +4,7 @@ A run that goes on with another optimizer or on another machine begins a new
 segment of its journal, in a folder of its own.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
 import json
@@ -216,8 +217,8 @@ def segment_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _named(path):
-  """Raises errors of the disk with the name of the file."""
+def naming(path: pathlib.Path) -> Iterator[None]:
+  """Raises errors of the disk with the name of a file."""
   try:
     yield
   except OSError as error:
@@ -249,7 +250,7 @@ class Journal:
       path.parent.mkdir(exist_ok=True)
       line = json.dumps([manifest, start], sort_keys=True).encode()
       new = path.with_suffix('.new')
-      with _named(new):
+      with naming(new):
         new.write_bytes(_MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode())
       new.rename(path)
     self.segment = read_segment(folder, number)
@@ -274,7 +275,7 @@ class Journal:
       record[name] = value
     record['crc'] = zlib.crc32(record.tobytes()[:_SIGNED])
     data = record.tobytes()
-    with _named(self.segment.path):
+    with naming(self.segment.path):
       try:
         # On a disk that fills up, one call writes a part.
         while data:

@@ -1,5 +1,6 @@
 """The parameters of an asynchronous run, and their optimizer."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -114,9 +115,9 @@ class ParameterServer:
       self._read[self.global_step] = read
     return params
 
-  def forget(self, step: int) -> None:
-    """Frees what was published before a global step."""
-    self._read = {s: read for s, read in self._read.items() if s >= step}
+  def forget(self, needed: Collection[int]) -> None:
+    """Frees what was published at other global steps than these."""
+    self._read = {s: read for s, read in self._read.items() if s in needed}
 
   def accept(self, grads: Any, local_step: int, weight: float | None) -> None:
     """Applies a gradient computed at a local step."""
