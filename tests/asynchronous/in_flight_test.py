@@ -158,6 +158,60 @@ class InFlightTest(parameterized.TestCase):
     self.assertEqual(in_flight.idle(range(2)), [1, 0])
 
 
+class PlanTest(parameterized.TestCase):
+  """What a journal has, is computed again at the parameters it was."""
+
+  def plan(self):
+    in_flight = make(staleness=0)
+    in_flight.plan(np.array([7, 5, 9, 6]), np.array([0, 0, 2, 1]))
+    return in_flight
+
+  def test_starts_in_the_order_of_local_steps_and_nothing_else(self):
+    in_flight = self.plan()
+
+    found = []
+    for step in range(4):
+      while in_flight.may_start(step):
+        worker = len(found)
+        found.append((step, *in_flight.start(worker, step, 0.0)[:3]))
+
+    # The global step, the batch, the attempt at it, and the local step.
+    self.assertEqual(
+        found, [(0, 7, 1, 0), (0, 5, 1, 0), (1, 6, 1, 1), (2, 9, 1, 2)]
+    )
+
+  def test_retried_batch_keeps_its_local_step(self):
+    in_flight = self.plan()
+    assigned = in_flight.start(0, 0, 0.0)
+    in_flight.finish(0, 1.0)
+
+    in_flight.retry(assigned)
+
+    again = in_flight.start(0, 3, 1.0)
+    self.assertEqual((again.batch, again.attempt, again.local_step), (7, 2, 0))
+
+  def test_needs_the_parameters_of_what_is_in_flight_or_can_start(self):
+    in_flight = self.plan()
+    in_flight.start(0, 0, 0.0)
+
+    self.assertEqual(in_flight.needed_steps(1), {0, 1})
+    in_flight.start(1, 1, 0.0)
+    in_flight.finish(0, 1.0)
+    in_flight.finish(1, 1.0)
+    self.assertEqual(in_flight.needed_steps(1), {1})
+    self.assertEqual(in_flight.needed_steps(3), {1, 2, 3})
+
+  def test_ends_where_the_run_goes_on(self):
+    in_flight = self.plan()
+    in_flight.start(0, 0, 0.0)
+
+    in_flight.resume(12, [3])
+
+    self.assertEqual(in_flight.needed_steps(20), {20})
+    self.assertEqual(in_flight.start(0, 20, 0.0)[:3], (3, 1, 20))
+    self.assertEqual(in_flight.start(1, 20, 0.0)[:3], (12, 1, 20))
+
+
 class TimeLimitsTest(parameterized.TestCase):
 
   def test_nothing_is_late_before_a_gradient_has_come_back(self):

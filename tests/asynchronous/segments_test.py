@@ -364,7 +364,7 @@ class WatchingTest(parameterized.TestCase):
         yield asynchronous.Report(3, history=history, segments=segments)
       yield asynchronous.Result(None, None, asynchronous.Report(3))
 
-    job.run(drive, TASK, 1, cluster=None, on_progress=self.reports.append)
+    job.run(job.Job(drive, TASK, 1, None), self.reports.append)
 
     found = [step for r in self.reports for step, _ in r.history]
     self.assertEqual(found, [1, 2, 3, 2, 3])
@@ -465,7 +465,7 @@ class WatchingTest(parameterized.TestCase):
       commands.append((yield asynchronous.Report(2)))
       yield asynchronous.Result(None, None, asynchronous.Report(2))
 
-    job.run(drive, TASK, 1, cluster=None, on_progress=lambda r: answers.pop(0))
+    job.run(job.Job(drive, TASK, 1, None), lambda r: answers.pop(0))
 
     self.assertEqual(commands, ['stop', 'stop'])
 
@@ -476,7 +476,7 @@ class WatchingTest(parameterized.TestCase):
         yield asynchronous.Report(steps[-1], history=history)
       yield asynchronous.Result(None, None, asynchronous.Report(4))
 
-    job.run(drive, TASK, 1, cluster=None, on_progress=self.reports.append)
+    job.run(job.Job(drive, TASK, 1, None), self.reports.append)
 
     found = [step for r in self.reports for step, _ in r.history]
     self.assertEqual(found, [1, 2, 3, 4])

@@ -8,7 +8,6 @@ import pathlib
 from typing import Any, NamedTuple
 import warnings
 
-import jax
 import numpy as np
 
 from shard_transforms._src.asynchronous import journal
@@ -53,16 +52,16 @@ def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     OSError: If it cannot be written.
   """
   path = _path(folder, checkpoint.segment, checkpoint.global_step)
-  trees = parameter_server.unwrap_keys(checkpoint.trees)
   about = checkpoint._replace(trees={})._asdict()
-  about['layout'] = parameter_server.layout(trees)
+  about['layout'] = parameter_server.layout(checkpoint.trees)
   new = path.with_suffix('.new')
   try:
     with journal.naming(new):
       path.parent.mkdir(exist_ok=True)
       with open(new, 'wb') as file:
         # Not the tree: another optimizer may have more nodes without leaves.
-        np.savez(file, json.dumps(about), *jax.tree.leaves(trees))
+        leaves = parameter_server.leaves_of(checkpoint.trees)
+        np.savez(file, json.dumps(about), *leaves)
         file.flush()
         os.fsync(file.fileno())
       new.rename(path)
@@ -102,14 +101,12 @@ def read(
       )
     except ValueError as error:
       raise LayoutError(str(error)) from error
-    due, structure = jax.tree.flatten(parameter_server.unwrap_keys(like))
     # NumPy does not know all dtypes, such as `bfloat16`.
     leaves = [
         file[f'arr_{i}'].view(x.dtype).reshape(x.shape)
-        for i, x in enumerate(due, 1)
+        for i, x in enumerate(parameter_server.leaves_of(like), 1)
     ]
-  trees = jax.tree.unflatten(structure, leaves)
-  trees = parameter_server.wrap_keys(trees, like)
+  trees = parameter_server.with_leaves(like, leaves)
   return Checkpoint(**{**about, 'trees': trees})
 
 

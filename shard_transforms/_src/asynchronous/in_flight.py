@@ -167,7 +167,7 @@ class InFlight:
     self.next_batch = next_batch
     self._in_flight, self._late = {}, {}
     self._ready.clear()
-    self._ready.extend((batch, 1, None) for batch in ready)
+    self._ready += [(batch, 1, None) for batch in ready]
 
   def plan(self, batches: np.ndarray, local_steps: np.ndarray) -> None:
     """Starts with batches that have their local steps, and no others.
@@ -177,9 +177,8 @@ class InFlight:
     """
     self._is_planned = True
     order = np.argsort(local_steps, kind='stable')
-    self._ready = collections.deque(
-        (int(batches[i]), 1, int(local_steps[i])) for i in order
-    )
+    self._ready.clear()
+    self._ready += [(int(batches[i]), 1, int(local_steps[i])) for i in order]
 
   @property
   def ready(self) -> list[int]:
@@ -204,13 +203,8 @@ class InFlight:
     step_at_end = global_step + len(self)
     if step_at_end >= self._options.num_updates:
       return False
-    age = step_at_end - self.oldest(global_step)
+    age = step_at_end - min(self.needed_steps(global_step))
     return age <= self._options.staleness or not self._options.pace
-
-  def oldest(self, global_step: int) -> int:
-    """Returns the oldest local step in flight; the global step if none is."""
-    steps = [assigned.local_step for assigned in self._in_flight.values()]
-    return min(steps, default=global_step)
 
   def planned_steps(self, global_step: int) -> set[int]:
     """Returns the local steps of planned batches up to a global step."""

@@ -86,12 +86,9 @@ def replay(
     train.require_ray('`num_workers`')
   else:
     options = options.without_patience()
-  return job.run(
-      functools.partial(recovery.redrive, task, tx, options, path, segments),
-      task,
-      max(num_workers, 1),
-      cluster='local' if num_workers else None,
-  )
+  drive = functools.partial(recovery.redrive, task, tx, options, path, segments)
+  cluster = 'local' if num_workers else None
+  return job.run(job.Job(drive, task, max(num_workers, 1), cluster))
 
 
 def read_checkpoint(

@@ -196,14 +196,12 @@ def train(
     require_ray(f'`cluster` {cluster!r}')
   else:
     options = options.without_patience()
+  drive = functools.partial(recovery.drive, task, tx, options, path, start)
+  given = dict(resources or {'num_cpus': 1})
+  is_resumable = path is not None
   return job.run(
-      functools.partial(recovery.drive, task, tx, options, path, start),
-      task,
-      num_workers,
-      cluster=cluster,
-      is_resumable=path is not None,
-      resources=resources,
-      on_progress=on_progress,
+      job.Job(drive, task, num_workers, cluster, given, is_resumable),
+      on_progress,
   )
 
 
