@@ -50,16 +50,25 @@ class Driver:
         num_devices=options.driver_devices,
     )
     self.options = options
-    self.workers = workers
+    self._workers = workers
     self._folder: run_folder.RunFolder | None = None
     self._attempts = outcomes.Attempts(options.max_attempts)
-    self._in_flight = in_flight_lib.InFlight(options)
+    self._begin()
+
+  def _begin(self):
+    self._in_flight = in_flight_lib.InFlight(self.options)
     # What workers were given, by the global step of the parameters.
     self._published: dict[int, Any] = {}
     # Rolling forward: the records that are left, in order, and the gradients
     # and metrics that have come back before their turn, by batch.
     self._records: dict[int, np.void] = {}
     self._early: dict[int, tuple[Any, Mapping[str, float]]] = {}
+
+  def reset(self, params: Any, state: Any) -> None:
+    """Gives up what is in flight, and restores parameters and state."""
+    self._workers.reset()
+    self._begin()
+    self.server.restore(params, state)
 
   def result(self) -> outcomes.Result:
     """Returns where the run is."""
@@ -86,7 +95,7 @@ class Driver:
     command = None
     for has_recovered in self._turns(folder, recovery):
       now = time.monotonic()
-      if self.workers.ready():
+      if self._workers.ready():
         last_ready = now
       elif now - last_ready > _WITHOUT_WORKERS:
         raise RuntimeError(
@@ -137,9 +146,8 @@ class Driver:
             ' missing.'
         )
     self._records = dict(zip(accepted['batch'].tolist(), accepted, strict=True))
-    self._early, self._published = {}, {}
-    self._in_flight = in_flight_lib.InFlight(self.options, durations)
-    self._in_flight.plan(accepted['batch'], accepted['local_step'])
+    self._published = {}
+    self._in_flight.plan(accepted['batch'], accepted['local_step'], durations)
     while self._records:
       self._turn()
       if self._records:
@@ -149,8 +157,6 @@ class Driver:
     """Yields after each turn whether the run has recovered."""
     for _ in recovery:
       yield False
-    # Of a journal that could not be rolled forward, something may be left.
-    self._records, self._published = {}, {}
     step = self.server.global_step
     if folder is None:
       self._in_flight.resume(step, [])
@@ -170,13 +176,13 @@ class Driver:
     """Assigns batches, and settles what comes back meanwhile."""
     self._assign()
     seconds = self._in_flight.seconds_left(time.monotonic())
-    for event in self.workers.wait(min(seconds, _WAIT)):
+    for event in self._workers.wait(min(seconds, _WAIT)):
       self._settle(event)
     now = time.monotonic()
     for assigned in self._in_flight.make_late(now):
       self._record(assigned, _Outcome.LATE)
     for worker in self._in_flight.hung(now):
-      self.workers.replace(worker)
+      self._workers.replace(worker)
 
   def _assign(self):
     """Gives batches to idle workers, unless a checkpoint is due first."""
@@ -185,20 +191,20 @@ class Driver:
       if len(self._in_flight):
         return
       self._save()
-    for worker in self._in_flight.idle(self.workers.ready()):
+    for worker in self._in_flight.idle(self._workers.ready()):
       if not self._in_flight.may_start(step):
         return
       assigned = self._in_flight.start(worker, step, time.monotonic())
       if assigned.local_step == step:
         self._publish()
       published = self._published[assigned.local_step]
-      self.workers.start(worker, published, assigned.batch)
+      self._workers.start(worker, published, assigned.batch)
 
   def _publish(self):
     """Publishes the parameters of the global step, once."""
     step = self.server.global_step
     if step not in self._published:
-      self._published[step] = self.workers.publish(self.server.publish())
+      self._published[step] = self._workers.publish(self.server.publish())
 
   def _save(self):
     assert self._folder is not None

@@ -72,17 +72,15 @@ class TimeLimits:
   itself may be slow.
   """
 
-  def __init__(self, patience: float, durations: Iterable[float] = ()):
-    """Starts with the durations that are known.
-
-    Args:
-      patience: A gradient is late after this many times the median.
-      durations: The seconds that earlier gradients took.
-    """
+  def __init__(self, patience: float):
     self._patience = patience
-    self._durations = collections.deque(durations, _NUM_DURATIONS)
+    self._durations = collections.deque[float](maxlen=_NUM_DURATIONS)
     self._first_durations = collections.deque[float](maxlen=_NUM_DURATIONS)
     self._compiled: set[int] = set()
+
+  def extend(self, durations: Iterable[float]) -> None:
+    """Adds the durations of earlier gradients."""
+    self._durations.extend(durations)
 
   def add(self, worker: int, seconds: float) -> None:
     """Adds the duration of a gradient."""
@@ -149,9 +147,9 @@ class InFlight:
   of its local step.
   """
 
-  def __init__(self, options: Options, durations: Iterable[float] = ()):
+  def __init__(self, options: Options):
     self._options = options
-    self._limits = TimeLimits(options.patience, durations)
+    self._limits = TimeLimits(options.patience)
     # The batch, the attempt at it, and its local step if that is planned.
     self._ready = collections.deque[tuple[int, int, int | None]]()
     self._in_flight: dict[int, Assignment] = {}
@@ -165,17 +163,27 @@ class InFlight:
     """Starts with the batches that an earlier run has left."""
     self._is_planned = False
     self.next_batch = next_batch
-    self._in_flight, self._late = {}, {}
     self._ready.clear()
     self._ready += [(batch, 1, None) for batch in ready]
 
-  def plan(self, batches: np.ndarray, local_steps: np.ndarray) -> None:
+  def plan(
+      self,
+      batches: np.ndarray,
+      local_steps: np.ndarray,
+      durations: Iterable[float],
+  ) -> None:
     """Starts with batches that have their local steps, and no others.
 
     They start in the order of their local steps. So no more gradients wait for
     their turn than the run had in flight.
+
+    Args:
+      batches: The numbers of the batches [number of batches].
+      local_steps: Their local steps [number of batches].
+      durations: About how many seconds gradients take.
     """
     self._is_planned = True
+    self._limits.extend(durations)
     order = np.argsort(local_steps, kind='stable')
     self._ready.clear()
     self._ready += [(int(batches[i]), 1, int(local_steps[i])) for i in order]

@@ -126,8 +126,7 @@ def _recover(
   except ValueError as error:
     if driver.options.on_change == 'raise':
       raise
-    driver.workers.reset()
-    server.restore(**initial)
+    driver.reset(**initial)
     run.restore(server)
     if run.saved.segment < 0 <= run.journal.segment.start.segment:
       raise ValueError(
