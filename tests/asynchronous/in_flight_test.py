@@ -159,7 +159,7 @@ class InFlightTest(parameterized.TestCase):
 
 
 class PlanTest(parameterized.TestCase):
-  """What a journal has, is computed again at the parameters it was."""
+  """The batches of a journal, which are computed again."""
 
   def plan(self):
     in_flight = make(staleness=0)

@@ -30,8 +30,8 @@ _WITHOUT_WORKERS = 300.0
 class Driver:
   """Assigns batches to workers, and applies their gradients.
 
-  It takes what comes back as it comes, or, where it rolls a journal forward, in
-  the order of the journal.
+  It applies gradients as they come back. Where it rolls a journal forward, it
+  applies them in the order of the journal.
   """
 
   def __init__(

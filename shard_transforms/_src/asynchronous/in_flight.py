@@ -143,8 +143,8 @@ class InFlight:
   A gradient is late after `patience` times the median duration: another worker
   gets the batch, and the late gradient is ignored.
 
-  What a journal has, is computed again by `plan`: each batch at the parameters
-  of its local step.
+  `plan` takes the batches of a journal, which are computed again: each at the
+  parameters of its local step.
   """
 
   def __init__(self, options: Options):
