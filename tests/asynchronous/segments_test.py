@@ -102,7 +102,10 @@ class SegmentsTest(parameterized.TestCase):
     read = asynchronous.read_checkpoint(self.folder, TASK, tx)
     result = self.train(tx=tx, num_updates=40, on_change='continue')
 
-    asynchronous_cases.assert_same_bits(read, first)
+    # Their optimizers may differ in nodes without leaves.
+    asynchronous_cases.assert_same_bits(
+        *([jax.tree.leaves(found[:2])] for found in (read, first))
+    )
     self.check(result, 40, [0, 30])
     self.assertIn(words, result.report.segments[30])
     again = self.train(tx=tx, num_updates=45)
