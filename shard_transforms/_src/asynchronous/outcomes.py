@@ -113,8 +113,8 @@ class Report:
       them in any case.
 
   `num_recovered` and `seconds` start at zero when a run resumes, and `history`
-  starts at its checkpoint. The others include what came before; the counts do so
-  once the run has caught up with its journal. Until then, with
+  starts at its checkpoint. The others include what came before; the counts do
+  so once the run has caught up with its journal. Until then, with
   `on_change='continue'`, reports have no history, because a new segment may
   still replace updates. The history then starts where that segment begins.
 
