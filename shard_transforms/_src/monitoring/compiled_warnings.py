@@ -47,98 +47,36 @@ def find(
   sent = collections.defaultdict(list)
   for collective in collectives:
     sent[collective.op].append(collective)
-  found = []
-  for loop, computation, places in _bodies(module, module.entry):
-    graph = hlo_flow.graph(module, computation)
-    found += _added_up(module, graph, loop, sent)
-    found += _scattered(graph, places, sent)
-    if loop is not None:
-      found += _gathered_again(graph, loop, sent)
-    found += _only_sliced(graph, sent)
-    if computation is module.entry:
-      found += _resharded(graph, sent)
-  found += _too_few_bits(module, sent)
+  graph = hlo_flow.graph(module)
+  found = (
+      *_added_up(module, graph, sent),
+      *_scattered(module, graph, sent),
+      *_gathered_again(graph, sent),
+      *_only_sliced(graph, sent),
+      *_resharded(graph, sent),
+      *_too_few_bits(module, sent),
+  )
   return tuple(dict.fromkeys(found))
 
 
-def _bodies(module, computation, loop=None, given=None):
-  """Yields the computations that run, each with its loop and its places.
-
-  The loop is the one that repeats it: `None` if there is none, or if it has at
-  most one turn.
-
-  Args:
-    module: The program.
-    computation: What runs.
-    loop: The loop that repeats it, or `None`.
-    given: The places among its inputs; see `_places`.
-  """
-  graph = hlo_flow.graph(module, computation)
-  places = _places(graph, given or {})
-  yield loop, computation, places
-  pending = list(computation.instructions.values())
-  while pending:
-    instruction = pending.pop(0)
-    called = module.called(instruction)
-    if instruction.opcode == 'while':
-      repeats = instruction.num_turns != 1 and (
-          not hlo_flow.turns_at_most_once(module, instruction)
-      )
-      body = hlo_flow.graph(module, called[1])
-      kept = {
-          node for i, node in body.carry().items() if body.outputs[i] is node
-      }
-      given = _given(graph, instruction, 0, body, places)
-      given = {node: place for node, place in given.items() if node in kept}
-      outer = instruction if repeats else None
-      yield from _bodies(module, called[1], outer, given)
-    elif instruction.opcode == 'conditional':
-      for i, branch in enumerate(called, 1):
-        inside = hlo_flow.graph(module, branch)
-        given = _given(graph, instruction, i, inside, places)
-        yield from _bodies(module, branch, None, given)
-    elif instruction.opcode in ('call', 'async-start'):
-      # The graph of the caller contains these.
-      pending += [i for c in called for i in c.instructions.values()]
-
-
-def _places(graph, given):
+def _places(graph):
   """Returns the values that are computed from the number of the shard alone.
 
   Each comes with whether it needs that number; constants do not.
-
-  Args:
-    graph: The values of a computation.
-    given: Those among its inputs, likewise.
   """
-  places = dict(given)
+  places = {}
   for node in graph.nodes:
-    instruction = node.instruction
     if node.opcode in ('partition-id', 'replica-id'):
       places[node] = True
     elif node.opcode in ('constant', 'iota'):
       places[node] = False
     elif (
-        node not in places
-        and node.inputs
-        and not (instruction.collective or instruction.called)
+        node.inputs
+        and not (node.collective or node.opcode == 'while')
         and places.keys() >= {*node.inputs}
     ):
       places[node] = any(places[n] for n in node.inputs)
   return places
-
-
-def _given(graph, instruction, operand, inside, places):
-  """Returns the places that a loop or a branch is given, by its inputs."""
-  found = {}
-  for node in graph.nodes:
-    if node.instruction is instruction and node.inputs[operand:]:
-      whole = node.inputs[operand]
-      parts = whole.inputs if whole.opcode == 'tuple' else (whole,)
-      for i, part in inside.carry().items():
-        if i < len(parts) and parts[i] in places:
-          found[part] = places[parts[i]]
-  return found
 
 
 def _senders(graph, sent, opcodes):
@@ -146,29 +84,26 @@ def _senders(graph, sent, opcodes):
   return [
       node
       for node in graph.nodes
-      if node.instruction.collective in opcodes
-      and node.instruction.name in sent
+      if node.collective in opcodes and node.instruction.name in sent
   ]
 
 
-def _added_up(module, graph, loop, sent):
+def _added_up(module, graph, sent):
   """Yields warnings of reductions that one of their sum could replace."""
-  how, cure = (
-      'in each call, and only adds up the results of a window',
-      _BY_CALLS,
-  )
-  if loop is not None:
-    how = f'in {_turns(loop)} of a loop that only adds up the results'
-    cure = _BY_LOOP
-  late = [*accumulation.carried(module, graph, loop)]
+  late = dict(accumulation.carried(graph))
   found = collections.defaultdict(list)
-  for node in late:
-    found[accumulation.sender(node)].append(node)
-  for nodes in found.values():
-    yield from _accumulation(nodes, how, cure, sent)
+  for node, loop in late.items():
+    found[accumulation.sender(node), loop].append(node)
+  for (_, loop), nodes in found.items():
+    if loop.node is None:
+      how = 'in each call, and only adds up the results of a window'
+      yield from _accumulation(nodes, how, _BY_CALLS, sent)
+    else:
+      how = f'in {_turns(loop)} of a loop that only adds up the results'
+      yield from _accumulation(nodes, how, _BY_LOOP, sent)
   parts = collections.defaultdict(list)
   for nodes in accumulation.joined(module, graph):
-    if not set(nodes).intersection(late):
+    if not late.keys() & {*nodes}:
       for c in _sums(nodes[:1], sent):
         parts[c.axes] += nodes
   how = 'one by one, and only adds up the results'
@@ -178,7 +113,9 @@ def _added_up(module, graph, loop, sent):
 
 def _accumulation(nodes, how, cure, sent):
   """Yields a warning of results that are only added up, if they are sums."""
-  if sums := _sums(nodes, sent):
+  # Beside the arrays of a step, numbers such as a loss cost nothing.
+  is_worth_it = cure is _BY_LOOP or any(n.array.size > 1 for n in nodes)
+  if is_worth_it and (sums := _sums(nodes, sent)):
     first, *_ = sums
     axes = repr(first.axes if len(first.axes) > 1 else first.axes[0])
     total = sum(c.sent_bytes for c in sums)
@@ -199,8 +136,9 @@ def _sums(nodes, sent):
   return found if are_sums and len(found) == len(nodes) else []
 
 
-def _scattered(graph, places, sent):
+def _scattered(module, graph, sent):
   """Yields warnings of sums that each shard cuts to its own part."""
+  places = _places(graph)
 
   def is_own(user):
     is_slice = user.opcode == 'dynamic-slice'
@@ -216,34 +154,29 @@ def _scattered(graph, places, sent):
     ]
     if sums := _sums(cut, sent):
       total = sum(c.sent_bytes for c in sums)
+      other = ', or a slice before the sum, if another axis chooses the part'
+      other = other if num_shards < module.num_devices else ''
       yield (
           f'{_where(sums[0])} sums the whole {_names(n.array for n in cut)},'
           f' which sends {total:,.0f} bytes, but each shard keeps one part in'
-          f' {num_shards}: a reduce-scatter sends half. XLA makes none'
+          f' {num_shards}: a reduce-scatter sends half{other}. XLA makes none'
           ' for CPUs under `jax.jit`; `accumulated_value_and_grad` with'
           ' `param_specs` (FSDP) and `shard_update` (ZeRO-1) do.'
       )
 
 
-def _gathered_again(graph, loop, sent):
+def _gathered_again(graph, sent):
   """Yields warnings of arrays that do not change and that each turn gathers."""
-  carry = {node: i for i, node in graph.carry().items()}
   same = set()
   for node in graph.nodes:
-    if node in carry:
-      source, *_ = hlo_flow.sources(graph.outputs[carry[node]], ('copy',))
-      is_same = source is node
-    else:
-      is_same = node.opcode == 'constant' or bool(
-          node.inputs and all(given in same for given in node.inputs)
-      )
-    if is_same:
+    inside = [n for n in node.inputs if n.loop is node.loop]
+    if node.opcode == 'constant' or (node.inputs and same.issuperset(inside)):
       same.add(node)
   for node in _senders(graph, sent, _GATHERS):
-    if node in same:
+    if node in same and node.loop.node is not None:
       yield (
           f'{_label(node, sent)} gathers the same {node.array} in'
-          f' {_turns(loop)} of a loop, {_sent(sent, node)}: gather it once'
+          f' {_turns(node.loop)} of a loop, {_sent(sent, node)}: gather it once'
           ' before the loop, as by `jax.lax.with_sharding_constraint` there.'
       )
 
@@ -268,6 +201,8 @@ def _num_taken(node, graph, is_part):
     return math.inf
   taken = 0
   for user in node.users:
+    if user.loop is not node.loop:
+      return math.inf
     if user.inputs[0] is node and is_part(user):
       taken += user.array.size
     elif user.opcode in hlo_flow.MOVES and user.array.size == node.array.size:
@@ -286,10 +221,13 @@ def _is_slice(node):
 
 def _resharded(graph, sent):
   """Yields warnings of arguments that each step reshards."""
-  given_back = {a for node in graph.outputs for a in node.instruction.results}
+  program, *_ = graph.loops
+  given_back = {node.array for node in program.outputs.values()}
   moves = 'broadcast', *hlo_flow.MOVES, *hlo_flow.SLICES
   for node in _senders(graph, sent, _RESHARDINGS):
-    if node.instruction.op_name.split('/')[-1] in _ASKED_FOR:
+    if node.instruction.op_name.split('/')[-1] in _ASKED_FOR or (
+        node.is_chosen or node.loop is not program
+    ):
       continue
     for source in {s for n in node.inputs for s in hlo_flow.sources(n, moves)}:
       if source.opcode == 'parameter' and source.array in given_back:
@@ -347,7 +285,7 @@ def _names(arrays):
 
 
 def _turns(loop):
-  turns = loop.num_turns
+  turns = loop.node.instruction.num_turns
   return 'each turn' if turns is None else f'each of {turns:,} turns'
 
 

@@ -1,8 +1,9 @@
-"""Data flow through a compiled computation, with fusions inlined.
+"""Data flow through a compiled program, as one graph.
 
-XLA keeps the instructions of a fusion or a call in a computation of its own.
-Here they are inlined, and a value is one object wherever it goes, also into and
-out of tuples, and where several fusions compute it.
+Fusions, calls and branches are inlined, and a value is one object wherever it
+goes, also into and out of tuples. A conditional becomes a `select` of what its
+branches return; so does a loop of at most one turn. Any other loop is in the
+graph once, as one of its turns.
 """
 
 import collections
@@ -11,25 +12,18 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 from shard_transforms._src.analysis.hlo import program as hlo_program
 
+_COPIES = 'bitcast', 'copy', 'copy-done', 'copy-start'
 # Opcodes that move elements, and change no more than their dtype.
-MOVES = (
-    'bitcast',
-    'convert',
-    'copy',
-    'copy-done',
-    'copy-start',
-    'get-tuple-element',
-    'reshape',
-    'transpose',
-)
+MOVES = *_COPIES, 'convert', 'reshape', 'transpose'
 SLICES = ('dynamic-slice', 'gather', 'slice')
 _CALLS = ('async-start', 'call', 'fusion')
 _PASSES_ON = ('optimization-barrier', 'opt-barrier')
-# Opcodes whose results their operands do not determine, or that are kept apart
-# by who uses them; so are collectives and what calls computations.
+# Opcodes whose results their operands do not determine; so are collectives and
+# what calls computations.
 _NOT_SHARED = (
     'custom-call',
     'infeed',
@@ -39,7 +33,6 @@ _NOT_SHARED = (
     'rng-bit-generator',
     'rng-get-and-update-state',
     'send',
-    'tuple',
 )
 
 
@@ -48,196 +41,355 @@ class Node:
   """A value; equal to itself alone.
 
   Attributes:
-    instruction: The instruction that computes it.
+    opcode: What computes it; `get-tuple-element` for a part of a tuple.
+    arrays: Its type; several arrays only where there is a node for each part.
     inputs: Its operands.
-    users: The values that use it.
+    loop: The innermost loop that repeats it.
+    is_chosen: Whether not each turn of the loop computes it.
+    instruction: The line of the program that it comes from.
     index: The number of the part, if it is a part of a tuple.
+    users: The values that use it.
   """
 
-  instruction: hlo_program.Instruction
+  opcode: str
+  arrays: Sequence[hlo_program.Array]
   inputs: 'tuple[Node, ...]'
-  users: 'list[Node]'
+  loop: 'Loop'
+  is_chosen: bool
+  instruction: hlo_program.Instruction
   index: int | None = None
-
-  @property
-  def opcode(self) -> str:
-    """The opcode of the instruction."""
-    return self.instruction.opcode
+  users: 'list[Node]' = dataclasses.field(default_factory=list)
 
   @property
   def array(self) -> hlo_program.Array:
-    """Its type."""
-    return self.instruction.results[0]
+    """Its type, if that is one array."""
+    return self.arrays[0]
 
   @property
-  def is_number(self) -> bool:
-    """Whether it is a constant of the program that repeats one number."""
-    if self.opcode in ('broadcast', *MOVES):
-      return all(node.is_number for node in self.inputs)
-    return self.opcode == 'constant' and self.array.size == 1
+  def collective(self) -> str | None:
+    """The opcode of the collective that computes it."""
+    is_part = self.index is not None
+    return None if is_part else self.instruction.collective
+
+
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
+class Loop:
+  """A loop, or the program itself, which each call repeats.
+
+  Attributes:
+    node: The loop as a value; `None` for the program.
+    carry: The values that a turn takes from the turn before, by number.
+    outputs: The values that replace them.
+  """
+
+  node: Node | None = None
+  carry: dict[int, Node] = dataclasses.field(default_factory=dict)
+  outputs: dict[int, Node] = dataclasses.field(default_factory=dict)
+
+  @property
+  def outer(self) -> 'Loop | None':
+    """The loop that repeats this one."""
+    return self.node and self.node.loop
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-  """The values of a computation.
+  """The values of a program.
 
   Attributes:
     nodes: All of them, each behind its inputs.
-    outputs: The results of the computation, one for each array. The value of an
-      operation that returns several arrays stands for each of them.
+    loops: The program, and the loops in it.
   """
 
-  nodes: tuple[Node, ...]
-  outputs: tuple[Node, ...]
+  nodes: Sequence[Node]
+  loops: Sequence[Loop]
 
   @functools.cached_property
-  def places(self) -> Mapping[Node, set[int]]:
-    """The numbers of the outputs that a value is."""
+  def places(self) -> Mapping[Node, set[tuple[Loop, int]]]:
+    """The outputs of loops that a value is."""
     found = collections.defaultdict(set)
-    for i, output in enumerate(self.outputs):
-      found[output].add(i)
+    for loop in self.loops:
+      for i, output in loop.outputs.items():
+        found[output].add((loop, i))
     return dict(found)
 
-  def carry(self) -> dict[int, Node]:
-    """Returns the inputs of a loop body by the output that replaces them."""
-    parts = {
-        node.index: node
-        for node in self.nodes
-        if node.index is not None and node.inputs[0].opcode == 'parameter'
-    }
-    whole = [n for n in self.nodes if n.opcode == 'parameter']
-    return parts if parts else dict(enumerate(whole))
 
-
-def graph(
-    module: hlo_program.Module, computation: hlo_program.Computation
-) -> Graph:
-  """Returns the values of a computation, and of the fusions in it."""
-  if computation.name not in module.graphs:
-    builder = _Builder(module)
-    root = builder.root(computation)
-    outputs = root.inputs
-    if root.opcode != 'tuple':
-      outputs = (root,) * len(root.instruction.results)
-    found = Graph(tuple(builder.nodes), outputs)
-    module.graphs[computation.name] = found
-  return module.graphs[computation.name]
+def graph(module: hlo_program.Module) -> Graph:
+  """Returns the values of a program."""
+  builder, loop = _Builder(module), Loop()
+  around = _Around(loop, False)
+  builder.loops.append(loop)
+  arguments, outputs = builder.run(module.entry, around)
+  loop.carry.update(enumerate(_leaves(tuple(arguments))))
+  loop.outputs.update(enumerate(_leaves(outputs)))
+  return Graph(builder.nodes, builder.loops)
 
 
 def turns_at_most_once(
     module: hlo_program.Module, loop: hlo_program.Instruction
 ) -> bool:
   """Whether the body of a loop makes its condition false."""
-  return bool(_decisions(module, loop))
+  return _decision(module, loop) is not None
 
 
 def turns_once(
-    module: hlo_program.Module, loop: hlo_program.Instruction
+    module: hlo_program.Module,
+    computation: hlo_program.Computation,
+    loop: hlo_program.Instruction,
 ) -> bool:
-  """Whether a loop of at most one turn of the entry is known to turn."""
-  nodes = graph(module, module.entry).nodes
-  starts = [node.inputs[0] for node in nodes if node.instruction is loop]
-  place, *_ = _decisions(module, loop)
-  return bool(starts) and all(
-      start.opcode == 'tuple' and _is(start.inputs[place], 'true')
-      for start in starts
+  """Whether a loop in a computation is known to have exactly one turn."""
+  if loop.num_turns == 1:
+    return True
+  start = computation.instructions.get(loop.operands[0])
+  place = _decision(module, loop)
+  return (
+      place is not None
+      and start is not None
+      and start.opcode == 'tuple'
+      and _is(_origin(module, computation, start.operands[place]), 'true')
   )
 
 
-def _decisions(module, loop):
-  """Returns which of its carry decide whether a loop turns, and end it."""
+def _decision(module, loop):
+  """Returns which of its carry lets a loop turn, if its body makes it false."""
   condition, body = module.called(loop)
-  test = graph(module, condition)
-  decision = _origin(test.outputs[0])
-  places = [i for i, node in test.carry().items() if node is decision]
-  ends = graph(module, body).outputs
-  return [i for i in places if _is(ends[i], 'false')]
+  place = _place(condition, _origin(module, condition, condition.root.name))
+  ends = _results(body)
+  if place is None or place >= len(ends):
+    return None
+  return place if _is(_origin(module, body, ends[place]), 'false') else None
 
 
-def _origin(node):
-  (origin,) = sources(node, ('bitcast', 'copy', 'copy-start'))
-  return origin
+def _kept(module, body):
+  """Returns the numbers of the carry that the body of a loop passes on."""
+  return {
+      i
+      for i, name in enumerate(_results(body))
+      if _place(body, _origin(module, body, name)) == i
+  }
 
 
-def _is(node, value):
-  origin = _origin(node).instruction
-  return origin.opcode == 'constant' and origin.operand_text == value
+def _results(computation):
+  root = computation.root
+  return root.operands if root.opcode == 'tuple' else (root.name,)
+
+
+def _place(computation, instruction):
+  """Returns which part of the argument it is; `None` if it is none."""
+  if instruction is None or instruction.opcode == 'parameter':
+    is_whole = instruction and not instruction.result_text.startswith('(')
+    return 0 if is_whole else None
+  if instruction.opcode == 'get-tuple-element':
+    whole = computation.instructions.get(instruction.operands[0])
+    if whole is not None and whole.opcode == 'parameter':
+      return int(instruction.attributes['index'])
+  return None
+
+
+def _origin(module, computation, name):
+  """Returns the instruction that others copy; `None` if it is not known."""
+  instruction = computation.instructions.get(name)
+  while instruction is not None:
+    if instruction.opcode in _CALLS:
+      (called,) = module.called(instruction)
+      inside = _origin(module, called, called.root.name)
+      if inside is None or inside.opcode != 'parameter':
+        return inside if _is(inside, 'false') or _is(inside, 'true') else None
+      name = instruction.operands[int(inside.operand_text)]
+    elif instruction.opcode in _COPIES:
+      name = instruction.operands[0]
+    else:
+      break
+    instruction = computation.instructions.get(name)
+  return instruction
+
+
+def _is(instruction, value):
+  return (
+      instruction is not None
+      and instruction.opcode == 'constant'
+      and instruction.operand_text == value
+  )
+
+
+class _Around(NamedTuple):
+  """What runs a computation."""
+
+  loop: Loop
+  is_chosen: bool
 
 
 class _Builder:
-  """Collects the values of a computation."""
+  """Collects values; a result that is a tuple is one of Python."""
 
   def __init__(self, module):
-    self.nodes = []
+    self.nodes, self.loops = [], []
     self._module = module
-    self._parts = {}
     self._shared = {}
 
-  def root(self, computation, arguments=None):
-    """Adds the values of a computation; returns its result."""
-    values = {}
+  def run(self, computation, around, given=None):
+    """Adds the values of a computation; returns its arguments and results."""
+    values, arguments = {}, given or []
     for instruction in computation.instructions.values():
-      values[instruction.name] = self._value(instruction, values, arguments)
-    return values[computation.root.name]
+      if instruction.opcode == 'parameter' and given is None:
+        arguments.append(self._inputs(instruction, around))
+        value = arguments[-1]
+      elif instruction.opcode == 'parameter':
+        value = arguments[int(instruction.operand_text)]
+      else:
+        # An instruction that sends nothing is missing if its text is unknown.
+        taken = [values[n] for n in instruction.operands if n in values]
+        value = self._value(computation, instruction, taken, around)
+      values[instruction.name] = value
+    return arguments, values[computation.root.name]
 
-  def _value(self, instruction, values, arguments):
+  def _value(self, computation, instruction, given, around):
     opcode = instruction.opcode
-    if opcode == 'parameter' and arguments is not None:
-      return arguments[int(instruction.operand_text)]
-    # An instruction that sends nothing is missing if its text is unknown.
-    inputs = tuple(values[n] for n in instruction.operands if n in values)
+    if opcode == 'tuple':
+      return tuple(given)
     if opcode == 'get-tuple-element':
-      return self._part(instruction, inputs[0])
-    if opcode in _CALLS:
-      (called,) = self._module.called(instruction)
-      return self.root(called, inputs)
+      return given[0][int(instruction.attributes['index'])]
     # A `-done` returns what its `-start` computes.
     if opcode.endswith(('-done', '-update')) or opcode in _PASSES_ON:
-      return inputs[0]
-    return self._node(instruction, inputs)
+      return given[0] if len(given) == 1 else tuple(given)
+    if opcode == 'select' and given[-2] is given[-1]:
+      return given[-1]
+    if len(given) == len(instruction.operands):
+      called = self._module.called(instruction)
+      if opcode in _CALLS:
+        return self.run(called[0], around, given)[1]
+      if opcode == 'conditional':
+        branch = around._replace(is_chosen=True)
+        pairs = zip(called, given[1:], strict=True)
+        arms = [self.run(c, branch, [x])[1] for c, x in pairs]
+        return self._select(instruction, given[0], arms, around)
+      if opcode == 'while':
+        return self._while(computation, instruction, given, around)
+    return self._result(instruction, given, around)
 
-  def _part(self, instruction, whole):
-    index = int(instruction.attributes['index'])
-    if whole.opcode == 'tuple':
-      return whole.inputs[index]
-    if (whole, index) not in self._parts:
-      self._parts[whole, index] = self._node(instruction, (whole,), index)
-    return self._parts[whole, index]
+  def _while(self, computation, instruction, given, around):
+    condition, body = self._module.called(instruction)
+    if turns_once(self._module, computation, instruction):
+      return self.run(body, around, given)[1]
+    (start,) = given
+    place = _decision(self._module, instruction)
+    if place is not None:
+      branch = around._replace(is_chosen=True)
+      _, ended = self.run(body, branch, given)
+      decision = start[place] if isinstance(start, tuple) else start
+      return self._select(instruction, decision, [ended, start], around)
+    # What the body passes on is what it was before the loop.
+    kept = _kept(self._module, body)
 
-  def _node(self, instruction, inputs, index=None):
-    key = _key(instruction, inputs) if index is None else None
+    def unless_kept(values):
+      if not isinstance(start, tuple):
+        return values
+      return tuple(start[i] if i in kept else x for i, x in enumerate(values))
+
+    whole = self._node(instruction, given, around)
+    loop = Loop(whole)
+    self.loops.append(loop)
+    inside = _Around(loop, False)
+    passed = unless_kept(self._inputs(instruction, inside))
+    _, ended = self.run(body, inside, [passed])
+    self.run(condition, inside, [passed])
+    pairs = zip(_leaves(passed), _leaves(ended), strict=True)
+    for i, (before, after) in enumerate(pairs):
+      if before.loop is loop:
+        loop.carry[i], loop.outputs[i] = before, after
+    return unless_kept(self._parts(whole))
+
+  def _select(self, instruction, decision, arms, around):
+    """Returns for each result one of those of the branches."""
+    if not isinstance(arms[0], tuple):
+      given = [decision, *arms]
+      return self._node(instruction, given, around, 'select', arms[0].arrays)
+    return tuple(
+        self._select(instruction, decision, parts, around)
+        for parts in zip(*arms, strict=True)
+    )
+
+  def _inputs(self, instruction, around):
+    values = [
+        self._node(instruction, (), around, 'parameter', (array,))
+        for array in instruction.arrays
+    ]
+    return _arranged(instruction, values)
+
+  def _result(self, instruction, given, around):
+    whole = self._node(instruction, given, around)
+    is_one = len(whole.arrays) == 1 and instruction.opcode.endswith('-start')
+    is_tuple = instruction.result_text.startswith('(') and not is_one
+    return self._parts(whole) if is_tuple else whole
+
+  def _parts(self, whole):
+    around = _Around(whole.loop, whole.is_chosen)
+    parts = [
+        self._node(
+            whole.instruction, [whole], around, 'get-tuple-element', (array,), i
+        )
+        for i, array in enumerate(whole.arrays)
+    ]
+    return _arranged(whole.instruction, parts)
+
+  def _node(
+      self, instruction, given, around, opcode='', arrays=None, index=None
+  ):
+    inputs = tuple(_leaves(tuple(given)))
+    opcode, arrays = opcode or instruction.opcode, arrays or instruction.results
+    loop, is_chosen = around
+    node = Node(opcode, arrays, inputs, loop, is_chosen, instruction, index)
+    key = _key(node, given)
     if key in self._shared:
       return self._shared[key]
-    node = Node(instruction, inputs, [], index)
-    for given in inputs:
-      given.users.append(node)
+    for taken in inputs:
+      taken.users.append(node)
     self.nodes.append(node)
     if key is not None:
       self._shared[key] = node
     return node
 
 
-def _key(instruction, inputs):
+def _leaves(value):
+  if isinstance(value, tuple):
+    return [leaf for part in value for leaf in _leaves(part)]
+  return [value]
+
+
+def _arranged(instruction, leaves):
+  """Returns values as the tuple that the type of a result describes."""
+  left = iter(leaves)
+
+  def arrange(text: str) -> Any:
+    if not text.startswith('('):
+      return next(left)
+    return tuple(map(arrange, hlo_program.split(text[1:-1])))
+
+  is_start = instruction.opcode.endswith('-start')
+  return tuple(leaves) if is_start else arrange(instruction.result_text)
+
+
+def _key(node, given):
   """Returns what determines a value; `None` if that is not known."""
-  opcode = instruction.opcode
-  if opcode in _NOT_SHARED or instruction.collective or instruction.called:
+  instruction = node.instruction
+  if node.opcode in _NOT_SHARED or instruction.collective or instruction.called:
     return None
   # The elements of a constant array are not in the text.
-  if opcode == 'constant' and instruction.arrays[0].size > 1:
+  if node.opcode == 'constant' and node.array.size > 1:
     return None
-  if len(inputs) < len(instruction.operands):
+  if len(given) < len(instruction.operands):
     return None
   # Behind them stands where it comes from.
   attributes, *_ = instruction.attribute_text.partition('metadata=')
-  given = tuple(map(id, inputs)) or instruction.operand_text
-  return opcode, instruction.arrays, attributes.rstrip(', '), given
+  determined_by = tuple(map(id, node.inputs)) or instruction.operand_text
+  attributes = attributes.rstrip(', ')
+  return node.opcode, node.arrays, attributes, determined_by, id(node.loop)
 
 
 def results(collective: Node) -> Sequence[Node]:
   """Returns the results of a collective, one for each array."""
-  if len(collective.instruction.results) == 1:
-    return [collective]
-  return [n for n in collective.users if n.opcode == 'get-tuple-element']
+  parts = [node for node in collective.users if node.index is not None]
+  return [n for n in parts if n.inputs == (collective,)] or [collective]
 
 
 def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
@@ -265,10 +417,7 @@ def is_multiple(node: Node, given: Node) -> bool:
 
 def is_inexact(node: Node) -> bool:
   """Whether it is of floating point; rounding to integers is not linear."""
-  return all(
-      array.xla_dtype.startswith(('bf', 'f', 'c'))
-      for array in node.instruction.results
-  )
+  return all(a.xla_dtype.startswith(('bf', 'f', 'c')) for a in node.arrays)
 
 
 def is_repeated(node: Node) -> bool:
