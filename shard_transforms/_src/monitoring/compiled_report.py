@@ -222,9 +222,8 @@ class _Reader:
       return _conditional(report_table.dearest(inner))
     found = [*itertools.chain(*inner)]
     if instruction.opcode == 'while':
-      if hlo_flow.turns_at_most_once(self._module, instruction):
-        is_certain = hlo_flow.turns_once(self._module, computation, instruction)
-        return found if is_certain else _conditional(found)
+      if turn := hlo_flow.single_turn(self._module, computation, instruction):
+        return found if turn[1] else _conditional(found)
       return [report_table.in_loop(c, instruction.num_turns) for c in found]
     if _is_reduce_scatter(instruction):
       return [_scattered(c) for c in found]

@@ -145,12 +145,9 @@ class LoopTest(parameterized.TestCase):
   def test_turns_at_most_once_if_the_next_decision_is_false(self, text, once):
     module = hlo_text.parse(LOOP.replace('NEXT', text))
 
-    self.assertEqual(
-        hlo_flow.turns_at_most_once(module, module.entry.root), once
-    )
+    self.assertEqual(turn_of(module, 'loop'), (1, False) if once else None)
     # One that carries nothing but the decision is no tuple.
-    one = module.entry.instructions['one']
-    self.assertTrue(hlo_flow.turns_at_most_once(module, one))
+    self.assertEqual(turn_of(module, 'one'), (0, False))
 
   @cases.parameters(
       ('(f32[3], pred[]) tuple(x, true)', True),
@@ -174,6 +171,10 @@ class LoopTest(parameterized.TestCase):
         )
     )
 
-    loops = module.entry.root, module.entry.instructions['one']
-    found = [hlo_flow.turns_once(module, module.entry, x) for x in loops]
-    self.assertEqual(found, [once, False])
+    self.assertEqual(turn_of(module, 'loop'), (1, once))
+    self.assertEqual(turn_of(module, 'one'), (0, False))
+
+
+def turn_of(module, name):
+  loop = module.entry.instructions[name]
+  return hlo_flow.single_turn(module, module.entry, loop)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shard_transforms._src.analysis.hlo import program as hlo_program
 
@@ -34,6 +34,7 @@ _NOT_SHARED = (
     'rng-get-and-update-state',
     'send',
 )
+_UNKNOWN = hlo_program.Instruction('', 'unknown', '', '', '', False)
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
@@ -125,91 +126,75 @@ def graph(module: hlo_program.Module) -> Graph:
   return Graph(builder.nodes, builder.loops)
 
 
-def turns_at_most_once(
-    module: hlo_program.Module, loop: hlo_program.Instruction
-) -> bool:
-  """Whether the body of a loop makes its condition false."""
-  return _decision(module, loop) is not None
-
-
-def turns_once(
+def single_turn(
     module: hlo_program.Module,
     computation: hlo_program.Computation,
     loop: hlo_program.Instruction,
-) -> bool:
-  """Whether a loop in a computation is known to have exactly one turn."""
-  if loop.num_turns == 1:
-    return True
-  start = computation.instructions.get(loop.operands[0])
-  place = _decision(module, loop)
-  return (
-      place is not None
-      and start is not None
-      and start.opcode == 'tuple'
-      and _is(_origin(module, computation, start.operands[place]), 'true')
-  )
+) -> tuple[int, bool] | None:
+  """Returns which of its carry decides whether a loop has its only turn.
 
+  It comes with whether it is known to be true at first. A loop that may turn
+  again has none: only a body that makes its condition false ends it for sure.
 
-def _decision(module, loop):
-  """Returns which of its carry lets a loop turn, if its body makes it false."""
+  Args:
+    module: The program.
+    computation: What runs the loop.
+    loop: The loop.
+  """
   condition, body = module.called(loop)
   place = _place(condition, _origin(module, condition, condition.root.name))
-  ends = _results(body)
-  if place is None or place >= len(ends):
+  ends = _parts(body, body.root.name)
+  starts = _parts(computation, loop.operands[0])
+  if not 0 <= place < len(ends):
     return None
-  return place if _is(_origin(module, body, ends[place]), 'false') else None
+  if not _is(_origin(module, body, ends[place]), 'false'):
+    return None
+  first = starts[place] if place < len(starts) else ''
+  return place, _is(_origin(module, computation, first), 'true')
 
 
 def _kept(module, body):
   """Returns the numbers of the carry that the body of a loop passes on."""
   return {
       i
-      for i, name in enumerate(_results(body))
+      for i, name in enumerate(_parts(body, body.root.name))
       if _place(body, _origin(module, body, name)) == i
   }
 
 
-def _results(computation):
-  root = computation.root
-  return root.operands if root.opcode == 'tuple' else (root.name,)
+def _parts(computation, name):
+  """Returns the names of what is in a tuple."""
+  instruction = computation.instructions.get(name, _UNKNOWN)
+  return instruction.operands if instruction.opcode == 'tuple' else (name,)
 
 
 def _place(computation, instruction):
-  """Returns which part of the argument it is; `None` if it is none."""
-  if instruction is None or instruction.opcode == 'parameter':
-    is_whole = instruction and not instruction.result_text.startswith('(')
-    return 0 if is_whole else None
+  """Returns which part of the argument it is; -1 if it is none."""
   if instruction.opcode == 'get-tuple-element':
-    whole = computation.instructions.get(instruction.operands[0])
-    if whole is not None and whole.opcode == 'parameter':
+    (name,) = instruction.operands
+    if computation.instructions.get(name, _UNKNOWN).opcode == 'parameter':
       return int(instruction.attributes['index'])
-  return None
+  return 0 if instruction.opcode == 'parameter' else -1
 
 
 def _origin(module, computation, name):
-  """Returns the instruction that others copy; `None` if it is not known."""
-  instruction = computation.instructions.get(name)
-  while instruction is not None:
-    if instruction.opcode in _CALLS:
-      (called,) = module.called(instruction)
-      inside = _origin(module, called, called.root.name)
-      if inside is None or inside.opcode != 'parameter':
-        return inside if _is(inside, 'false') or _is(inside, 'true') else None
+  """Returns the instruction whose result others pass on."""
+  instruction = computation.instructions.get(name, _UNKNOWN)
+  if instruction.opcode in _COPIES:
+    return _origin(module, computation, instruction.operands[0])
+  if instruction.opcode in _CALLS:
+    (called,) = module.called(instruction)
+    inside = _origin(module, called, called.root.name)
+    if inside.opcode == 'parameter':
       name = instruction.operands[int(inside.operand_text)]
-    elif instruction.opcode in _COPIES:
-      name = instruction.operands[0]
-    else:
-      break
-    instruction = computation.instructions.get(name)
+      return _origin(module, computation, name)
+    return inside if inside.opcode == 'constant' else _UNKNOWN
   return instruction
 
 
 def _is(instruction, value):
-  return (
-      instruction is not None
-      and instruction.opcode == 'constant'
-      and instruction.operand_text == value
-  )
+  is_constant = instruction.opcode == 'constant'
+  return is_constant and instruction.operand_text == value
 
 
 class _Around(NamedTuple):
@@ -232,7 +217,7 @@ class _Builder:
     values, arguments = {}, given or []
     for instruction in computation.instructions.values():
       if instruction.opcode == 'parameter' and given is None:
-        arguments.append(self._inputs(instruction, around))
+        arguments.append(self._each(instruction, 'parameter', None, around))
         value = arguments[-1]
       elif instruction.opcode == 'parameter':
         value = arguments[int(instruction.operand_text)]
@@ -247,7 +232,7 @@ class _Builder:
     opcode = instruction.opcode
     if opcode == 'tuple':
       return tuple(given)
-    if opcode == 'get-tuple-element':
+    if opcode == 'get-tuple-element' and isinstance(given[0], tuple):
       return given[0][int(instruction.attributes['index'])]
     # A `-done` returns what its `-start` computes.
     if opcode.endswith(('-done', '-update')) or opcode in _PASSES_ON:
@@ -259,25 +244,26 @@ class _Builder:
       if opcode in _CALLS:
         return self.run(called[0], around, given)[1]
       if opcode == 'conditional':
-        branch = around._replace(is_chosen=True)
         pairs = zip(called, given[1:], strict=True)
-        arms = [self.run(c, branch, [x])[1] for c, x in pairs]
+        arms = [self._branch(branch, x, around) for branch, x in pairs]
         return self._select(instruction, given[0], arms, around)
       if opcode == 'while':
-        return self._while(computation, instruction, given, around)
-    return self._result(instruction, given, around)
+        return self._while(computation, instruction, given[0], around)
+    whole = self._node(instruction, given, around)
+    return self._each(instruction, 'get-tuple-element', whole, around)
 
-  def _while(self, computation, instruction, given, around):
+  def _branch(self, branch, given, around):
+    return self.run(branch, around._replace(is_chosen=True), [given])[1]
+
+  def _while(self, computation, instruction, start, around):
     condition, body = self._module.called(instruction)
-    if turns_once(self._module, computation, instruction):
-      return self.run(body, around, given)[1]
-    (start,) = given
-    place = _decision(self._module, instruction)
-    if place is not None:
-      branch = around._replace(is_chosen=True)
-      _, ended = self.run(body, branch, given)
-      decision = start[place] if isinstance(start, tuple) else start
-      return self._select(instruction, decision, [ended, start], around)
+    turn = single_turn(self._module, computation, instruction)
+    if instruction.num_turns == 1 or (turn and turn[1]):
+      return self.run(body, around, [start])[1]
+    if turn:
+      decision = start[turn[0]] if isinstance(start, tuple) else start
+      arms = [self._branch(body, start, around), start]
+      return self._select(instruction, decision, arms, around)
     # What the body passes on is what it was before the loop.
     kept = _kept(self._module, body)
 
@@ -286,18 +272,20 @@ class _Builder:
         return values
       return tuple(start[i] if i in kept else x for i, x in enumerate(values))
 
-    whole = self._node(instruction, given, around)
+    whole = self._node(instruction, [start], around)
     loop = Loop(whole)
     self.loops.append(loop)
     inside = _Around(loop, False)
-    passed = unless_kept(self._inputs(instruction, inside))
+    passed = unless_kept(self._each(instruction, 'parameter', None, inside))
     _, ended = self.run(body, inside, [passed])
     self.run(condition, inside, [passed])
     pairs = zip(_leaves(passed), _leaves(ended), strict=True)
     for i, (before, after) in enumerate(pairs):
       if before.loop is loop:
         loop.carry[i], loop.outputs[i] = before, after
-    return unless_kept(self._parts(whole))
+    return unless_kept(
+        self._each(instruction, 'get-tuple-element', whole, around)
+    )
 
   def _select(self, instruction, decision, arms, around):
     """Returns for each result one of those of the branches."""
@@ -309,28 +297,19 @@ class _Builder:
         for parts in zip(*arms, strict=True)
     )
 
-  def _inputs(self, instruction, around):
-    values = [
-        self._node(instruction, (), around, 'parameter', (array,))
-        for array in instruction.arrays
-    ]
-    return _arranged(instruction, values)
-
-  def _result(self, instruction, given, around):
-    whole = self._node(instruction, given, around)
-    is_one = len(whole.arrays) == 1 and instruction.opcode.endswith('-start')
-    is_tuple = instruction.result_text.startswith('(') and not is_one
-    return self._parts(whole) if is_tuple else whole
-
-  def _parts(self, whole):
-    around = _Around(whole.loop, whole.is_chosen)
-    parts = [
-        self._node(
-            whole.instruction, [whole], around, 'get-tuple-element', (array,), i
-        )
-        for i, array in enumerate(whole.arrays)
-    ]
-    return _arranged(whole.instruction, parts)
+  def _each(self, instruction, opcode, whole, around):
+    """Returns a value for each array of a result, or the whole of one."""
+    arrays = instruction.results
+    is_tuple = instruction.result_text.startswith('(')
+    is_start = instruction.opcode.endswith('-start')
+    if whole and (not is_tuple or (is_start and len(arrays) == 1)):
+      return whole
+    given = [whole] if whole else []
+    parts = tuple(
+        self._node(instruction, given, around, opcode, (array,), i)
+        for i, array in enumerate(arrays)
+    )
+    return parts if is_tuple else parts[0]
 
   def _node(
       self, instruction, given, around, opcode='', arrays=None, index=None
@@ -356,28 +335,17 @@ def _leaves(value):
   return [value]
 
 
-def _arranged(instruction, leaves):
-  """Returns values as the tuple that the type of a result describes."""
-  left = iter(leaves)
-
-  def arrange(text: str) -> Any:
-    if not text.startswith('('):
-      return next(left)
-    return tuple(map(arrange, hlo_program.split(text[1:-1])))
-
-  is_start = instruction.opcode.endswith('-start')
-  return tuple(leaves) if is_start else arrange(instruction.result_text)
-
-
 def _key(node, given):
   """Returns what determines a value; `None` if that is not known."""
   instruction = node.instruction
-  if node.opcode in _NOT_SHARED or instruction.collective or instruction.called:
-    return None
+  is_unknown = (
+      node.opcode in _NOT_SHARED
+      or instruction.collective
+      or instruction.called
+      or len(given) < len(instruction.operands)
+  )
   # The elements of a constant array are not in the text.
-  if node.opcode == 'constant' and node.array.size > 1:
-    return None
-  if len(given) < len(instruction.operands):
+  if is_unknown or (node.opcode == 'constant' and node.array.size > 1):
     return None
   # Behind them stands where it comes from.
   attributes, *_ = instruction.attribute_text.partition('metadata=')
@@ -386,10 +354,9 @@ def _key(node, given):
   return node.opcode, node.arrays, attributes, determined_by, id(node.loop)
 
 
-def results(collective: Node) -> Sequence[Node]:
-  """Returns the results of a collective, one for each array."""
-  parts = [node for node in collective.users if node.index is not None]
-  return [n for n in parts if n.inputs == (collective,)] or [collective]
+def results(node: Node) -> Sequence[Node]:
+  """Returns the results of a collective or a loop, one for each array."""
+  return [n for n in node.users if n.opcode == 'get-tuple-element'] or [node]
 
 
 def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
