@@ -7,7 +7,6 @@ warning.
 
 import collections
 from collections.abc import Sequence
-import itertools
 import math
 import re
 
@@ -16,7 +15,7 @@ from shard_transforms._src.analysis.hlo import flow as hlo_flow
 from shard_transforms._src.analysis.hlo import program as hlo_program
 from shard_transforms._src.monitoring import report_table
 
-_GATHERS = ('all-gather',)
+_GATHER = 'all-gather'
 _RESHARDINGS = ('all-to-all', 'collective-permute')
 # Collectives that the user wrote do not come from a wrong sharding.
 _ASKED_FOR = ('all_to_all', 'ppermute', 'pshuffle', 'ragged_all_to_all')
@@ -44,17 +43,21 @@ def find(
     module: The program.
     collectives: Its collectives.
   """
-  sent = collections.defaultdict(list)
-  for collective in collectives:
-    sent[collective.op].append(collective)
   graph = hlo_flow.graph(module)
+  by_op = collections.defaultdict(list)
+  for collective in collectives:
+    by_op[collective.op].append(collective)
+  names = {
+      node: node.instruction.name for node in graph.nodes if node.collective
+  }
+  sent = {node: by_op[name] for node, name in names.items() if name in by_op}
   found = (
       *_added_up(module, graph, sent),
       *_scattered(module, graph, sent),
       *_gathered_again(graph, sent),
       *_only_sliced(graph, sent),
       *_resharded(graph, sent),
-      *_too_few_bits(module, sent),
+      *_too_few_bits(sent),
   )
   return tuple(dict.fromkeys(found))
 
@@ -77,15 +80,6 @@ def _places(graph):
     ):
       places[node] = any(places[n] for n in node.inputs)
   return places
-
-
-def _senders(graph, sent, opcodes):
-  """Returns the values that collectives with such opcodes compute."""
-  return [
-      node
-      for node in graph.nodes
-      if node.collective in opcodes and node.instruction.name in sent
-  ]
 
 
 def _added_up(module, graph, sent):
@@ -116,13 +110,11 @@ def _accumulation(nodes, how, cure, sent):
   # Beside the arrays of a step, numbers such as a loss cost nothing.
   is_worth_it = cure is _BY_LOOP or any(n.array.size > 1 for n in nodes)
   if is_worth_it and (sums := _sums(nodes, sent)):
-    first, *_ = sums
-    axes = repr(first.axes if len(first.axes) > 1 else first.axes[0])
-    total = sum(c.sent_bytes for c in sums)
+    axes = sums[0].axes
+    cure = cure.format(repr(axes if len(axes) > 1 else axes[0]))
     yield (
-        f'{_where(first)} reduces {_names(n.array for n in nodes)} {how}, which'
-        f' sends {total:,.0f} bytes: accumulate on each shard and reduce once,'
-        f' {cure.format(axes)}.'
+        f'{_where(sums)} reduces {_names(nodes)} {how}, {_which_sends(sums)}:'
+        f' accumulate on each shard and reduce once, {cure}.'
     )
 
 
@@ -130,7 +122,7 @@ def _sums(nodes, sent):
   """Returns the sums over shards that have some results, if all are such."""
   found = []
   for node in nodes:
-    parts = sent[accumulation.sender(node).instruction.name]
+    parts = sent.get(accumulation.sender(node), [])
     found += parts[node.index or 0 :][:1]
   are_sums = all(c.primitive in _SUMS and c.axes for c in found)
   return found if are_sums and len(found) == len(nodes) else []
@@ -144,24 +136,23 @@ def _scattered(module, graph, sent):
     is_slice = user.opcode == 'dynamic-slice'
     return is_slice and any(places.get(n) for n in user.inputs[1:])
 
-  for node in _senders(graph, sent, ('all-reduce',)):
-    parts = sent[node.instruction.name]
+  for node, parts in sent.items():
     num_shards = parts[0].num_shards
     cut = [
         n
         for n in hlo_flow.results(node)
         if _num_taken(n, graph, is_own) * num_shards == n.array.size
     ]
-    if sums := _sums(cut, sent):
-      total = sum(c.sent_bytes for c in sums)
+    sums = _sums(cut, sent)
+    if node.collective == 'all-reduce' and sums:
       other = ', or a slice before the sum, if another axis chooses the part'
       other = other if num_shards < module.num_devices else ''
       yield (
-          f'{_where(sums[0])} sums the whole {_names(n.array for n in cut)},'
-          f' which sends {total:,.0f} bytes, but each shard keeps one part in'
-          f' {num_shards}: a reduce-scatter sends half{other}. XLA makes none'
-          ' for CPUs under `jax.jit`; `accumulated_value_and_grad` with'
-          ' `param_specs` (FSDP) and `shard_update` (ZeRO-1) do.'
+          f'{_where(sums)} sums the whole {_names(cut)}, {_which_sends(sums)},'
+          f' but each shard keeps one part in {num_shards}: a reduce-scatter'
+          f' sends half{other}. XLA makes none for CPUs under `jax.jit`;'
+          ' `accumulated_value_and_grad` with `param_specs` (FSDP) and'
+          ' `shard_update` (ZeRO-1) do.'
       )
 
 
@@ -172,24 +163,26 @@ def _gathered_again(graph, sent):
     inside = [n for n in node.inputs if n.loop is node.loop]
     if node.opcode == 'constant' or (node.inputs and same.issuperset(inside)):
       same.add(node)
-  for node in _senders(graph, sent, _GATHERS):
-    if node in same and node.loop.node is not None:
+  for node, parts in sent.items():
+    is_repeated = node in same and node.loop.node is not None
+    if node.collective == _GATHER and is_repeated:
       yield (
-          f'{_label(node, sent)} gathers the same {node.array} in'
-          f' {_turns(node.loop)} of a loop, {_sent(sent, node)}: gather it once'
-          ' before the loop, as by `jax.lax.with_sharding_constraint` there.'
+          f'{_where(parts)} gathers the same {node.array} in'
+          f' {_turns(node.loop)} of a loop, {_which_sends(parts)}: gather it'
+          ' once before the loop, as by `jax.lax.with_sharding_constraint`'
+          ' there.'
       )
 
 
 def _only_sliced(graph, sent):
   """Yields warnings of arrays that are gathered whole and then sliced."""
-  for node in _senders(graph, sent, _GATHERS):
+  for node, parts in sent.items():
     for result in hlo_flow.results(node):
       taken = _num_taken(result, graph, _is_slice)
-      if 0 < taken < result.array.size:
+      if node.collective == _GATHER and 0 < taken < result.array.size:
         yield (
-            f'{_label(node, sent)} gathers the whole {result.array},'
-            f' {_sent(sent, node)}, but only {taken:,} of its elements are'
+            f'{_where(parts)} gathers the whole {result.array},'
+            f' {_which_sends(parts)}, but only {taken:,} of its elements are'
             ' used: slice it before it is gathered, or shard it over another'
             ' dimension than the one that is sliced.'
         )
@@ -224,63 +217,46 @@ def _resharded(graph, sent):
   program, *_ = graph.loops
   given_back = {node.array for node in program.outputs.values()}
   moves = 'broadcast', *hlo_flow.MOVES, *hlo_flow.SLICES
-  for node in _senders(graph, sent, _RESHARDINGS):
-    if node.instruction.op_name.split('/')[-1] in _ASKED_FOR or (
-        node.is_chosen or node.loop is not program
-    ):
+  for node, parts in sent.items():
+    is_asked_for = node.instruction.op_name.split('/')[-1] in _ASKED_FOR
+    is_always_run = node.loop is program and not node.is_chosen
+    if node.collective not in _RESHARDINGS or is_asked_for or not is_always_run:
       continue
     for source in {s for n in node.inputs for s in hlo_flow.sources(n, moves)}:
       if source.opcode == 'parameter' and source.array in given_back:
+        name = source.instruction.op_name or source.instruction.name
+        name = name.replace("\\'", "'")
         yield (
-            f'{_label(node, sent)} changes the sharding of the argument'
-            f' `{_argument(source)}` ({source.array} on a device) in each step,'
-            f' {_sent(sent, node)}: pass it in and return it in the sharding'
+            f'{_where(parts)} changes the sharding of the argument `{name}`'
+            f' ({source.array} on a device) in each step,'
+            f' {_which_sends(parts)}: pass it in and return it in the sharding'
             ' that the step computes with.'
         )
 
 
-def _argument(node):
-  name = node.instruction.op_name or node.instruction.name
-  return name.replace("\\'", "'")
-
-
-def _too_few_bits(module, sent):
+def _too_few_bits(sent):
   """Yields warnings of sums in low precision, which round each partial sum."""
-  for c, array in _with_arrays(module, sent):
-    is_float = c.dtype.startswith(('bfloat', 'float'))
-    if is_float and c.primitive in _SUMS and array.bits < 32:
-      yield (
-          f'{_where(c)} sums {array} over {c.num_shards:,} shards with the'
-          f' rounding of {c.dtype}, which sends {c.sent_bytes:,.0f} bytes: cast'
-          ' to float32 before, as `cross_shard_mean` does.'
-      )
+  for node, parts in sent.items():
+    for c, given in zip(parts, node.inputs, strict=False):
+      is_float = c.dtype.startswith(('bfloat', 'float'))
+      if is_float and c.primitive in _SUMS and given.array.bits < 32:
+        yield (
+            f'{_where([c])} sums {given.array} over {c.num_shards:,} shards'
+            f' with the rounding of {c.dtype}, {_which_sends([c])}: cast to'
+            ' float32 before, as `cross_shard_mean` does.'
+        )
 
 
-def _with_arrays(module, sent):
-  """Yields each collective with the array that it takes."""
-  for computation in module.computations.values():
-    for name, instruction in computation.instructions.items():
-      if name in sent:
-        given = computation.operands(instruction)
-        arrays = [array for source in given for array in source.results]
-        # In turn, once for each call of the computation.
-        yield from zip(sent[name], itertools.cycle(arrays), strict=False)
-
-
-def _label(node, sent):
-  return _where(sent[node.instruction.name][0])
-
-
-def _where(collective):
-  source = collective.source.rpartition('/')[2]
-  places = [repr(collective.scope)] if collective.scope else []
-  places += [source] if source else []
+def _where(parts):
+  first = parts[0]
+  places = [repr(first.scope)] if first.scope else []
+  places += filter(None, [first.source.rpartition('/')[2]])
   where = f' ({", ".join(places)})' if places else ''
-  return f'`{collective.primitive}`{where}'
+  return f'`{first.primitive}`{where}'
 
 
-def _names(arrays):
-  counts = collections.Counter(map(str, arrays))
+def _names(nodes):
+  counts = collections.Counter(str(node.array) for node in nodes)
   return ', '.join(f'{n} {a}' if n > 1 else a for a, n in counts.items())
 
 
@@ -289,6 +265,5 @@ def _turns(loop):
   return 'each turn' if turns is None else f'each of {turns:,} turns'
 
 
-def _sent(sent, node):
-  total = sum(c.sent_bytes for c in sent[node.instruction.name])
-  return f'which sends {total:,.0f} bytes'
+def _which_sends(parts):
+  return f'which sends {sum(c.sent_bytes for c in parts):,.0f} bytes'

@@ -160,6 +160,10 @@ class LoopTest(parameterized.TestCase):
       lambda total, grad: total + grad * total,
       lambda total, grad: 0.9 * total.at[0].set(total[0] ** 2) + grad,
       lambda total, grad: total + grad.astype(jnp.int32),
+      # What an inner loop adds up, but the outer one does not.
+      lambda total, grad: jnp.maximum(
+          total, lax.fori_loop(0, 3, lambda i, x: x + i * grad, grad)
+      ),
   )
   def test_does_not_warn_of_one_that_cannot(self, combine):
     report = wire_report(accumulate(combine), *MICRO_BATCHES, compiled=True)
@@ -223,6 +227,24 @@ class LoopTest(parameterized.TestCase):
 
     report = wire_report(
         step, array(16, 4), array(64, 16, spec=('data',)), compiled=True
+    )
+
+    self.assertTrue(report.collectives[0].conditional)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_a_branch_that_some_turns_take(self):
+    def step(w, xs, takes):
+      def turn(total, given):
+        x, is_taken = given
+        grads = lax.cond(
+            is_taken, gradient, lambda w, _: jnp.zeros_like(w), w, x
+        )
+        return total + grads, None
+
+      return lax.scan(turn, jnp.zeros_like(w), (xs, takes))[0]
+
+    report = wire_report(
+        step, *MICRO_BATCHES, array(4, dtype=jnp.bool_), compiled=True
     )
 
     self.assertTrue(report.collectives[0].conditional)
