@@ -16,9 +16,9 @@ import time
 from shard_transforms._src.base import arguments
 from shard_transforms._src.launch import join_processes
 
-# Seconds. A process that notices the death of another reports it in less time
-# than this. One that is blocked in a collective, where JAX handles SIGTERM
-# itself, would stay until heartbeats are missed.
+# Seconds. A process that notices the death of another reports it in less time.
+# One that is blocked in a collective, where JAX handles SIGTERM itself, would
+# stay until it misses heartbeats.
 _GRACE_OF_KILLED = 1.25
 
 
@@ -43,10 +43,10 @@ def run_processes(
   `grace` seconds to report their errors; then they get SIGTERM, and after as
   many seconds SIGKILL. If one is killed by a signal, no collective with it can
   end, and the others have at most 1.25 seconds each time instead of `grace`.
-  One that has stopped (SIGSTOP) by then is killed at once, and named first: the
-  others have failed because it sent no sign of life. No
-  process is left behind, whatever ends the call: an error, Ctrl-C or, in the
-  main thread, SIGTERM. Processes that they start themselves are not ended.
+  A process that has stopped (SIGSTOP) by then is killed at once, and named
+  first: the others failed because it sent no sign of life. No process is left
+  behind, whatever ends the call: an error, Ctrl-C or, in the main thread,
+  SIGTERM. Processes that the program itself starts are not ended.
 
   Args:
     num_processes: How many processes to start.

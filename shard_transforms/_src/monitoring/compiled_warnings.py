@@ -20,8 +20,8 @@ _RESHARDINGS = ('all-to-all', 'collective-permute')
 # Collectives that the user wrote do not come from a wrong sharding.
 _ASKED_FOR = ('all_to_all', 'ppermute', 'pshuffle', 'ragged_all_to_all')
 _SUMS = 'psum', 'reduce_scatter'
-# How to reduce once, over some axes: in place of a loop, of one in Python, and
-# of calls that add up.
+# How to reduce once over some axes: in place of a loop, a loop in Python, and
+# calls that add up.
 _BY_LOOP = (
     'by `accumulated_value_and_grad(loss_fn, {0})`, or by `tower_reduce('
     'num_towers, inner, axis_name={0})` under `jax.shard_map`'

@@ -35,9 +35,9 @@ class CrossCheckState(NamedTuple):
       not that of a shard that computed it again, int32 [shards].
     num_suspected: For each shard, the number of checks in which two others
       agreed on another result than the shard, int32 [shards].
-    last_leaf: For each shard, the number of the first leaf of its result that
-      differed in the last of these checks, in the order of `jax.tree.leaves`,
-      int32 [shards]; -1 if none has.
+    last_leaf: For each shard, the first leaf of its result that differed in the
+      last check that found a difference, as a number in the order of
+      `jax.tree.leaves`, int32 [shards]; -1 if no check has found one.
     trusted: Whether the last check did not suspect the shard, bool [shards].
 
   Examples:
@@ -129,8 +129,8 @@ def cross_check(
 ) -> CrossCheck:
   r"""Has another shard compute each shard's gradient again, every few steps.
 
-  A device that returns a wrong but finite gradient is seen neither by `guard`
-  nor by `track_divergence`: all shards add the same wrong number. On every
+  Neither `guard` nor `track_divergence` sees a device that returns a wrong but
+  finite gradient: all shards add the same wrong number. On every
   `every`-th step, the first included, each shard also evaluates `fun` on the
   batch of another shard, and checksums of all bits of all leaves are compared.
   If some differ, a third shard evaluates each batch, and the majority decides.

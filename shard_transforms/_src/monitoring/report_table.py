@@ -122,8 +122,8 @@ class WireReport:
   def mean_bytes(self) -> float:
     """The average bytes that each shard sends in a step.
 
-    As `total_bytes`, but what is done once in `every` steps counts as one part
-    in so many.
+    Like `total_bytes`, but a collective that runs once in `every` steps counts
+    as a part of it.
     """
     return math.fsum(c.sent_bytes / c.every for c in self.collectives)
 
@@ -131,9 +131,8 @@ class WireReport:
   def peak_bytes(self) -> float:
     """The most bytes that each shard sends in one step.
 
-    As `total_bytes`, but a step takes only one of the branches that a counter
-    decides and that are taken once in so many steps, if each has a step of its
-    own. All counters are taken to be the same.
+    Like `total_bytes`, but branches that a counter takes in different steps do
+    not add up: the one that sends most counts. All counters are assumed equal.
     """
     held = collections.defaultdict(lambda: collections.defaultdict(float))
     for c in self.collectives:
@@ -241,6 +240,11 @@ class WireReport:
 def dearest(branches: Sequence[list[Collective]]) -> list[Collective]:
   """Returns the collectives of the branch that sends most."""
   return max(branches, key=lambda found: WireReport(tuple(found)).total_bytes)
+
+
+def conditional(collectives: Sequence[Collective]) -> list[Collective]:
+  """Returns collectives that run at most as often as they say."""
+  return [dataclasses.replace(c, conditional=True) for c in collectives]
 
 
 def in_loop(collective: Collective, num_turns: int | None) -> Collective:

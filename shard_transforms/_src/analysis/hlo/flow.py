@@ -279,7 +279,7 @@ class _Builder:
     passed = unless_kept(self._each(instruction, 'parameter', None, inside))
     _, ended = self.run(body, inside, [passed])
     self.run(condition, inside, [passed])
-    pairs = zip(_leaves(passed), _leaves(ended), strict=True)
+    pairs = zip(_leaves(passed), _leaves(ended), strict=False)
     for i, (before, after) in enumerate(pairs):
       if before.loop is loop:
         loop.carry[i], loop.outputs[i] = before, after
@@ -294,7 +294,7 @@ class _Builder:
       return self._node(instruction, given, around, 'select', arms[0].arrays)
     return tuple(
         self._select(instruction, decision, parts, around)
-        for parts in zip(*arms, strict=True)
+        for parts in zip(*arms, strict=False)
     )
 
   def _each(self, instruction, opcode, whole, around):

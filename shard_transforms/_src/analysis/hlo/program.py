@@ -14,7 +14,7 @@ _ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=?]*)\]')
 _SIZE = re.compile(r'\d+|\?')
 _DTYPES = {'pred': 'bool', 'bf16': 'bfloat16'}
 _KINDS = {'f': 'float', 's': 'int', 'u': 'uint', 'c': 'complex'}
-# One that starts early ends in `-start`.
+# A collective that starts early ends in `-start`.
 _COLLECTIVE = re.compile(
     r'(all-(?:gather|reduce|to-all)|collective-(?:broadcast|permute)'
     r'|ragged-all-to-all|reduce-scatter)(?:-start)?'
