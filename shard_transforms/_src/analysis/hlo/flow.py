@@ -153,15 +153,6 @@ def single_turn(
   return place, _is(_origin(module, computation, first), 'true')
 
 
-def _kept(module, body):
-  """Returns the numbers of the carry that the body of a loop passes on."""
-  return {
-      i
-      for i, name in enumerate(_parts(body, body.root.name))
-      if _place(body, _origin(module, body, name)) == i
-  }
-
-
 def _parts(computation, name):
   """Returns the names of what is in a tuple."""
   instruction = computation.instructions.get(name, _UNKNOWN)
@@ -264,28 +255,24 @@ class _Builder:
       decision = start[turn[0]] if isinstance(start, tuple) else start
       arms = [self._branch(body, start, around), start]
       return self._select(instruction, decision, arms, around)
-    # What the body passes on is what it was before the loop.
-    kept = _kept(self._module, body)
-
-    def unless_kept(values):
-      if not isinstance(start, tuple):
-        return values
-      return tuple(start[i] if i in kept else x for i, x in enumerate(values))
-
     whole = self._node(instruction, [start], around)
     loop = Loop(whole)
     self.loops.append(loop)
     inside = _Around(loop, False)
-    passed = unless_kept(self._each(instruction, 'parameter', None, inside))
+    passed = self._each(instruction, 'parameter', None, inside)
     _, ended = self.run(body, inside, [passed])
     self.run(condition, inside, [passed])
-    pairs = zip(_leaves(passed), _leaves(ended), strict=False)
-    for i, (before, after) in enumerate(pairs):
-      if before.loop is loop:
+    results = self._each(instruction, 'get-tuple-element', whole, around)
+    parts = map(_leaves, (start, passed, ended, results))
+    for i, (first, before, after, last) in enumerate(zip(*parts, strict=False)):
+      if next(sources(after, _COPIES)) is before:
+        # What the body passes on is what it was before the loop.
+        for node in before, last:
+          node.opcode, node.inputs = 'copy', (first,)
+          first.users.append(node)
+      else:
         loop.carry[i], loop.outputs[i] = before, after
-    return unless_kept(
-        self._each(instruction, 'get-tuple-element', whole, around)
-    )
+    return results
 
   def _select(self, instruction, decision, arms, around):
     """Returns for each result one of those of the branches."""
