@@ -162,7 +162,8 @@ class LoopTest(parameterized.TestCase):
       lambda total, grad: total + grad.astype(jnp.int32),
       # What an inner loop adds up, but the outer one does not.
       lambda total, grad: jnp.maximum(
-          total, lax.fori_loop(0, 3, lambda i, x: x + i * grad, grad)
+          total,
+          lax.fori_loop(0, 9, lambda _, x: x / 2 - grad, jnp.ones((16, 4))),
       ),
   )
   def test_does_not_warn_of_one_that_cannot(self, combine):

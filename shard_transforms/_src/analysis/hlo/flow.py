@@ -264,14 +264,18 @@ class _Builder:
     self.run(condition, inside, [passed])
     results = self._each(instruction, 'get-tuple-element', whole, around)
     parts = map(_leaves, (start, passed, ended, results))
+    taken = []
     for i, (first, before, after, last) in enumerate(zip(*parts, strict=False)):
       if next(sources(after, _COPIES)) is before:
         # What the body passes on is what it was before the loop.
         for node in before, last:
           node.opcode, node.inputs = 'copy', (first,)
           first.users.append(node)
+        first.users.remove(whole)
       else:
+        taken.append(first)
         loop.carry[i], loop.outputs[i] = before, after
+    whole.inputs = tuple(taken)
     return results
 
   def _select(self, instruction, decision, arms, around):
