@@ -35,13 +35,8 @@ class Reduction:
   @classmethod
   def all(cls) -> tuple[str, ...]:
     """Returns all names."""
-    return (
-        cls.NONE,
-        cls.SUM,
-        cls.MEAN,
-        cls.SUM_OVER_BATCH_SIZE,
-        cls.SUM_BY_NONZERO_WEIGHTS,
-    )
+    divided = cls.MEAN, cls.SUM_OVER_BATCH_SIZE, cls.SUM_BY_NONZERO_WEIGHTS
+    return cls.NONE, cls.SUM, *divided
 
   @classmethod
   def validate(cls, key: str) -> None:

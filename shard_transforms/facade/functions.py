@@ -302,7 +302,9 @@ def group(*inputs: Any, name: str | None = None) -> None:
   References:
     `tf.group` of TensorFlow 1.15.
   """
-  _call(inputs)
+  for operation in inputs:
+    if callable(operation):
+      operation()
 
 
 def no_op(name: str | None = None) -> None:
@@ -344,11 +346,5 @@ def control_dependencies(
   References:
     `tf.control_dependencies` of TensorFlow 1.15.
   """
-  _call(control_inputs or ())
+  group(*(control_inputs or ()))
   yield
-
-
-def _call(operations):
-  for operation in operations:
-    if callable(operation):
-      operation()
