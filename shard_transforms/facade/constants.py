@@ -43,7 +43,7 @@ class Reduction:
     """Checks a name.
 
     Raises:
-      ValueError: If it is none of them.
+      ValueError: If it is no such name.
     """
     if key not in cls.all():
       raise ValueError(f'Invalid Reduction: {key!r}. Use one of {cls.all()}.')

@@ -225,9 +225,9 @@ def cond(
 ) -> Any:
   """Chooses between two branches, which may assign to variables.
 
-  Where `pred` is not known, as in a compiled step, both branches compute, each
-  from the values before; what one of them assigns or returns is then chosen.
-  (In a branch of `jax.lax.cond`, variables cannot be assigned.)
+  In a compiled step, where `pred` is not known, both branches compute from the
+  values before; the assignments and the result of one are then chosen. (In a
+  branch of `jax.lax.cond`, variables cannot be assigned.)
 
   Args:
     pred: A scalar; the same on all shards if a branch assigns.
@@ -284,7 +284,7 @@ def select(
 
 
 def group(*inputs: Any, name: str | None = None) -> None:
-  """Stands for operations that have run: lines run in order.
+  """Takes operations that have run already: lines run in order.
 
   Args:
     *inputs: What was returned for operations; functions of no arguments are
