@@ -114,7 +114,7 @@ class Report:
 
   `num_recovered` and `seconds` start at zero when a run resumes, and `history`
   at its checkpoint; the others include what came before. While a run catches up
-  with its journal, only `global_step`, `metrics` and `history` do. Then, with
+  with its journal, only `global_step`, `metrics` and `history` change. With
   `on_change='continue'`, a new segment may replace updates: their history comes
   once it is certain, and goes back to the step at which the segment begins.
 
