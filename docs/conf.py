@@ -84,7 +84,7 @@ def _describe(app, pagename, templatename, context, doctree):
 
 
 def _break_names(app, pagename, templatename, context, doctree):
-  """Lets a browser break names, but only behind a dot, a bracket or the like."""
+  """Lets a browser break names, behind dots, underscores and brackets alone."""
   del app, pagename, templatename, doctree
   name = re.compile(r'(?<=<span class="pre">)[^<]+')
   context['body'] = name.sub(

@@ -95,8 +95,8 @@ def shard_update(
   and updates it: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo are divided
   among shards. Owners are chosen so that all have equal work. The bytes are
   those of an all-reduce if they also have equal numbers of elements: all rows
-  are as long as the longest. `inner` is traced on the whole tree, so that paths,
-  masks, labels, random numbers and the number of leaves are those of the
+  are as long as the longest. `inner` is traced on the whole tree, so that
+  paths, masks, labels, random numbers and the number of leaves are those of the
   replicated optimizer, and each shard runs its part of that program. It must
   treat each leaf alone. What mixes leaves is refused, such as
   `optax.clip_by_global_norm` and `optax.flatten`. A `psum` over `axis_name` of
