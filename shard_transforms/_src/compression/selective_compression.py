@@ -18,7 +18,6 @@ from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 
 
 class Kinds(NamedTuple):
@@ -47,7 +46,7 @@ class SelectiveCompression(abc.ABC):
     seed: The seed of random numbers.
   """
 
-  options: reduction_options.ReductionOptions
+  options: leaf_sums.Reduction
   warmup_steps: int
   seed: int
 
@@ -204,7 +203,7 @@ class SelectiveCompression(abc.ABC):
     own = self._per_shard(trees)
     trees |= per_shard_state.own(own, self.axes, self.caller)
     fields = list(trees.values())
-    leaves_lib.check_like(updates, fields[0], self.caller)
+    arguments.check_like(updates, fields[0], self.caller)
     held = []
     rows = map(treedef.flatten_up_to, (updates, *fields))
     for leaf, *kept in zip(*rows, strict=True):
