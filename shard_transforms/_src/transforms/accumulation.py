@@ -58,7 +58,7 @@ def accumulated_value_and_grad(
     fun: The loss of the parameters and of rows of a batch, as `fun(params,
       *batch, **kwargs)`: a mean over the rows that it is given, which are those
       of one micro-batch on one shard, or with `has_aux` a pair of it and
-      anything. Put what is no batch into keyword arguments.
+      anything. Pass all other arguments by keyword.
     axis_name: The axis of the mesh over which the batch is sharded, or a
       sequence of them. Where it is of type `Explicit`, `fun` is traced with all
       axes of type `Auto`, so that it must not name an `out_sharding`.
@@ -79,9 +79,9 @@ def accumulated_value_and_grad(
     A function of the parameters and of one or more trees `batch`, whose leaves
     are [rows, ...] or [towers, rows, ...], with the rows sharded over
     `axis_name`. It returns the pair (value, gradient) as `jax.value_and_grad`
-    does, gradients in the dtypes of the parameters. A leaf of what comes with
-    the loss has a leading axis of all micro-batches [shards * towers, ...], in
-    the order of the rows, or, of those that are stacked, two: [towers, shards,
+    does, gradients in the dtypes of the parameters. A leaf of the auxiliary
+    output has a leading axis of all micro-batches, [shards * towers, ...], in
+    the order of the rows; if these are stacked, it has two, [towers, shards,
     ...].
 
   Raises:

@@ -33,7 +33,7 @@ class ShardUpdateState(NamedTuple):
       keeps; its `rows` hold these leaves, of shape [1, elements]; and its
       `whole()` returns the state of the replicated optimizer, in arrays of
       NumPy, for any number of shards.
-    order: What gates know the order of its sums by: `()` for any. No arrays.
+    order: Tells gates the order of its sums: `()` for any. It has no arrays.
 
   Examples:
     >>> import jax
@@ -81,8 +81,8 @@ def shard_update(
   send as many bytes as the all-reduce that they replace.
 
   `inner` sees the tree of the parameters, and the rank of each, with all
-  elements of a slice along the last axis: masks and labels that go by path or
-  rank work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
+  elements of a slice along the last axis: masks and labels that use paths or
+  ranks work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
   Lion, Adagrad and RMSProp do. What looks across elements is refused, because
   a shard sees a slice: LAMB, Adafactor, Muon, noise. For these, use
   `slices='leaves'`. A sum of all elements of
@@ -92,10 +92,10 @@ def shard_update(
 
   With `slices='leaves'`, each leaf has an owner, which alone keeps its state
   and updates it: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo are divided
-  among shards. Owners are chosen so that all have as much to do. The
-  bytes are those of an all-reduce if they also have as many elements: rows are
-  as long as the longest. `inner` is traced on the whole tree, so that paths,
-  masks, labels, random numbers and the number of leaves are those of the
+  among shards. Owners are chosen so that all have equal work. The bytes are
+  those of an all-reduce if they also have equal numbers of elements: all rows
+  are as long as the longest. `inner` is traced on the whole tree, so that
+  paths, masks, labels, random numbers and the number of leaves are those of the
   replicated optimizer, and each shard runs its part of that program. It must
   treat each leaf alone. What mixes leaves is refused, such as
   `optax.clip_by_global_norm` and `optax.flatten`. A `psum` over `axis_name` of
@@ -143,7 +143,7 @@ def shard_update(
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
     `update` takes the optional extra argument `weight`, as that of
-    `cross_shard_mean` does, and hands all others to `inner`.
+    `cross_shard_mean` does, and passes all others to `inner`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
