@@ -3,10 +3,13 @@ from absl.testing import absltest
 from shard_transforms._src.compression import selective_compression
 
 
-class SelectiveCompressionTest(absltest.TestCase):
+class SplitTest(absltest.TestCase):
   # The mean itself is tested through `compressed_mean` and `power_sgd`.
 
-  def test_chooses_positions_of_leaves_that_are_there(self):
-    found = selective_compression.choose([3, None, 8, 1, 9], lambda x: x > 5)
+  def test_parts_are_of_leaves_that_are_there(self):
+    tree = [3, None, 8, 1, 9]
 
-    self.assertEqual(found, ([2, 4], [0, 3]))
+    split = selective_compression.Split.of(tree, lambda x: x > 5)
+
+    self.assertEqual(split.parts(tree), ([8, 9], [3, 1]))
+    self.assertEqual(split.replace(tree, [0, 2], [5, 7]), [5, None, 0, 7, 2])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -21,18 +22,39 @@ from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
 
 
-class Kinds(NamedTuple):
-  """The classes of the state as a whole, and of its part for a leaf.
+class Split(NamedTuple):
+  """The places of the leaves of a tree that are compressed, and of the others.
 
   Attributes:
-    state: The state: `step`, and a tree for each field of `held`.
-    held: The values that a shard keeps for a leaf.
-    shared: The field of `held` that is the same on all shards, if any.
+    treedef: The structure of the tree; `None` is a leaf.
+    chosen: The places of the leaves that are compressed.
+    others: Those of all others but `None`.
   """
 
-  state: Any
-  held: Any
-  shared: str = ''
+  treedef: Any
+  chosen: list[int]
+  others: list[int]
+
+  @classmethod
+  def of(cls, tree: Any, is_chosen: Callable[[Any], bool]) -> 'Split':
+    """Returns the split of a tree; `is_chosen` is not asked about `None`."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=leaves_lib.is_none)
+    found = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    chosen = [i for i in found if is_chosen(leaves[i])]
+    return cls(treedef, chosen, sorted(set(found).difference(chosen)))
+
+  def parts(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the leaves that are compressed, and the others."""
+    leaves = self.treedef.flatten_up_to(tree)
+    return [leaves[i] for i in self.chosen], [leaves[i] for i in self.others]
+
+  def replace(self, tree: Any, chosen: list[Any], others: list[Any]) -> Any:
+    """Returns a tree with these parts in place of its own."""
+    leaves = self.treedef.flatten_up_to(tree)
+    places = self.chosen + self.others
+    for i, leaf in zip(places, chosen + others, strict=True):
+      leaves[i] = leaf
+    return self.treedef.unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +62,8 @@ class SelectiveCompression(abc.ABC):
   """The mean of a tree over shards, with some leaves compressed.
 
   The other leaves, and all of them during the warm-up, are reduced as they are.
+  The state is a `NamedTuple` of `step` and of trees, with a value for each leaf
+  that is compressed. In a step, each tree is the list of these values.
 
   Attributes:
     options: The public name that errors show, and how leaves are reduced.
@@ -65,23 +89,28 @@ class SelectiveCompression(abc.ABC):
 
   @property
   @abc.abstractmethod
-  def kinds(self) -> Kinds:
-    """Returns the classes of the state."""
+  def kind(self) -> Any:
+    """The class of the state."""
+
+  @property
+  def shared(self) -> str:
+    """The name of the tree of the state that is the same on all shards."""
+    return ''
 
   @abc.abstractmethod
   def compresses(self, leaf: Any) -> bool:
-    """Whether a leaf, which may be `None`, is compressed."""
+    """Whether a leaf is compressed."""
 
   @abc.abstractmethod
-  def _begin(self, param: jax.Array, position: int) -> Any:
-    """Returns the values kept for a leaf before the first step."""
+  def _begin(self, param: jax.Array, position: int) -> tuple[Any, ...]:
+    """Returns what is kept of a leaf before the first step, but for `step`."""
 
   @abc.abstractmethod
-  def _check_kept(self, leaf: Any, kept: Any) -> None:
-    """Checks that the values kept for a leaf were made for it.
+  def _check_kept(self, leaf: Any, kept: Sequence[Any]) -> None:
+    """Checks that what is kept of a leaf, in the order of the trees, fits it.
 
     Raises:
-      ValueError: If they were not.
+      ValueError: If it does not.
     """
 
   @abc.abstractmethod
@@ -89,11 +118,10 @@ class SelectiveCompression(abc.ABC):
       self,
       leaves: Sequence[jax.Array],
       others: Sequence[jax.Array],
-      held: Sequence[Any],
+      held: Any,
       share: leaf_sums.Share,
-      step: jax.Array,
-  ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
-    """Returns the means of leaves and of others, and the next values kept."""
+  ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+    """Returns the means of leaves and of others, and the next state."""
 
   def start(self, params: optax.Params) -> Any:
     """Returns the state before the first step.
@@ -103,11 +131,16 @@ class SelectiveCompression(abc.ABC):
     """
     axes_lib.size(self.axes, self.caller)
     leaves, treedef = jax.tree.flatten(params)
-    held = [
-        self._begin(leaf, i) if self.compresses(leaf) else None
+    names = self.kind._fields[1:]
+    nothing = (None,) * len(names)
+    begun = [
+        self._begin(leaf, i) if self.compresses(leaf) else nothing
         for i, leaf in enumerate(leaves)
     ]
-    return self._state(counters.zero(), treedef, held)
+    trees = [
+        treedef.unflatten(kept[i] for kept in begun) for i in range(len(names))
+    ]
+    return self._stored(self.kind(counters.zero(), *trees))
 
   def __call__(
       self,
@@ -124,21 +157,25 @@ class SelectiveCompression(abc.ABC):
         negative, or the state was made for other parameters or shards.
     """
     share = self._share(updates, weight)
+    split, own, held = self._opened(updates, state)
+    leaves, others = split.parts(updates)
 
-    def mean(leaves, others, held):
-      def plain(held):
-        means = leaf_sums.reduce([*leaves, *others], share, self.options)
-        return means[: len(leaves)], means[len(leaves) :], held
+    def plain(held):
+      means = leaf_sums.reduce([*leaves, *others], share, self.options)
+      return means[: len(leaves)], means[len(leaves) :], held
 
-      def compressed(held):
-        return self._compressed_mean(leaves, others, held, share, state.step)
+    def compressed(held):
+      return self._compressed_mean(leaves, others, held, share)
 
-      if not leaves:
-        return plain(held)
-      return self._after_warmup(state.step, compressed, plain, held)
-
-    step = counters.add(state.step, 1)
-    return self._map_leaves(mean, updates, state, step)
+    with jax.named_scope(self.caller):
+      if leaves:
+        run = self._after_warmup(state.step, compressed, plain, leaves)
+      else:
+        run = plain
+      means, plain_means, held = run(held)
+    held = held._replace(step=counters.add(state.step, 1))
+    updates = split.replace(updates, means, plain_means)
+    return updates, self._closed(split, own, held)
 
   def _share(self, updates, weight):
     """Checks the arguments, and returns how much the shard counts.
@@ -152,80 +189,53 @@ class SelectiveCompression(abc.ABC):
     with jax.named_scope(self.caller):
       return leaf_sums.share(weight, self.options)
 
-  def _map_leaves(self, fn, tree, state, step):
-    """Applies a function to the leaves; returns the tree and the new state.
+  def _after_warmup(self, step, compressed, plain, like):
+    """Returns a function that runs `compressed`, or `plain` in the warm-up.
 
-    Args:
-      fn: Takes the leaves that are compressed, all others, and the values kept
-        for the former; returns a list of results for each of the three.
-      tree: The leaves.
-      state: The state before the step.
-      step: The number of updates after the step.
+    The first result of `compressed` is cast to the dtypes of `like`.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=leaves_lib.is_none)
-    held = self._held(tree, treedef, state)
-    chosen, others = choose(leaves, self.compresses)
-    with jax.named_scope(self.caller):
-      compressed, plain, kept = fn(
-          [leaves[i] for i in chosen],
-          [leaves[i] for i in others],
-          [held[i] for i in chosen],
-      )
-    for i, x in zip(chosen + others, compressed + plain, strict=True):
-      leaves[i] = x
-    for i, x in zip(chosen, kept, strict=True):
-      held[i] = x
-    return treedef.unflatten(leaves), self._state(step, treedef, held)
 
-  def _after_warmup(self, step, compressed, plain, held):
-    """Runs `compressed`, or during the warm-up `plain`."""
+    def cast(held):
+      made, *others = compressed(held)
+      pairs = zip(made, like, strict=True)
+      return [x.astype(y.dtype) for x, y in pairs], *others
+
     if not self.warmup_steps:
-      return compressed(held)
-    return lax.cond(step < self.warmup_steps, plain, compressed, held)
+      return cast
+    return functools.partial(lax.cond, step < self.warmup_steps, plain, cast)
 
-  def _state(self, step, treedef, held):
-    """Returns the state that keeps these values for the leaves."""
-    trees = {
-        name: treedef.unflatten([None if x is None else x[i] for x in held])
-        for i, name in enumerate(self.kinds.held._fields)
-    }
-    trees |= per_shard_state.store(self._per_shard(trees), self.axes)
-    return self.kinds.state(step, **trees)
-
-  def _held(self, updates, treedef, state):
-    """Returns the values that a state keeps for each leaf, checked.
+  def _opened(self, updates, state):
+    """Returns the split of updates, and the state as trees and as lists.
 
     Raises:
       TypeError: If a leaf is complex where the parameter is real.
       ValueError: If the state was made for other parameters, another number of
         shards, or with other options.
     """
-    trees = {name: getattr(state, name) for name in self.kinds.held._fields}
-    own = self._per_shard(trees)
-    trees |= per_shard_state.own(own, self.axes, self.caller)
-    fields = list(trees.values())
-    leaves_lib.check_like(updates, fields[0], self.caller)
-    held = []
-    rows = map(treedef.flatten_up_to, (updates, *fields))
-    for leaf, *kept in zip(*rows, strict=True):
-      held.append(None if kept[0] is None else self.kinds.held(*kept))
-      self._check_kept(leaf, held[-1])
-    return held
+    split = Split.of(updates, self.compresses)
+    trees = per_shard_state.own(self._per_shard(state), self.axes, self.caller)
+    own = state._replace(**trees)
+    leaves_lib.check_like(updates, own[1], self.caller)
+    for leaf, *kept in zip(
+        *map(split.treedef.flatten_up_to, (updates, *own[1:])), strict=True
+    ):
+      self._check_kept(leaf, kept)
+    held = self.kind(own.step, *(split.parts(tree)[0] for tree in own[1:]))
+    return split, own, held
 
-  def _per_shard(self, trees):
-    """Returns those of the trees by field that differ between shards."""
-    return {k: tree for k, tree in trees.items() if k != self.kinds.shared}
+  def _closed(self, split, own, held):
+    """Returns the state as it is kept; the reverse of `_opened`."""
+    trees = [
+        split.replace(tree, kept, split.parts(tree)[1])
+        for tree, kept in zip(own[1:], held[1:], strict=True)
+    ]
+    return self._stored(self.kind(held.step, *trees))
 
+  def _stored(self, state):
+    trees = self._per_shard(state)
+    return state._replace(**per_shard_state.store(trees, self.axes))
 
-def choose(
-    leaves: Sequence[Any], is_chosen: Callable[[Any], bool]
-) -> tuple[list[int], list[int]]:
-  """Returns the positions of the chosen leaves, and of all others.
-
-  Args:
-    leaves: Leaves; those that are `None` are in neither list.
-    is_chosen: Whether one is chosen.
-  """
-  found = [i for i, leaf in enumerate(leaves) if leaf is not None]
-  chosen = [i for i in found if is_chosen(leaves[i])]
-  return chosen, [i for i in found if not is_chosen(leaves[i])]
+  def _per_shard(self, state):
+    """Returns the trees of a state that differ between shards, by name."""
+    same = ('step', self.shared)
+    return {k: tree for k, tree in state._asdict().items() if k not in same}

@@ -21,6 +21,21 @@ class ShardedReduction(reduction_options.ReductionOptions):
 
   in_slices: ClassVar[bool] = True
 
+  def check_mapped(self) -> None:
+    """Refuses a mesh of which an axis is left to the compiler.
+
+    Raises:
+      ValueError: If there is one.
+    """
+    if unmapped := axes_lib.unmapped_axes(self.axes):
+      raise ValueError(
+          f'The mesh of `{self.caller}` must have no axis that is'
+          f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
+          ' such an axis shards. Name all axes in `axis_names` of'
+          ' `jax.shard_map`; on axes of type `Explicit` that nothing maps, take'
+          ' gradients over all of them by `shard_transforms.value_and_grad`.'
+      )
+
   def num_slices(self) -> int:
     """Returns the number of slices of a leaf.
 

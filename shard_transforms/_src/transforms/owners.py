@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.transforms import leafwise
+from shard_transforms._src.transforms import leaf_program
 from shard_transforms._src.transforms import owned_leaves
 
 # Takes the shapes of the parameters; gives a number for each of them.
@@ -121,24 +121,23 @@ class Owners:
     return {name: i for i, name in enumerate(self.names)}
 
   def layout(
-      self, of: Mapping[int, int], kinds: Sequence[Any]
+      self, of: Sequence[int], kinds: Sequence[Any], first: int = 0
   ) -> owned_leaves.Layout:
     """Returns the layout of those arrays that have an owner.
 
     Args:
-      of: The number of the parameter of each array, by the number of the array;
-        those with a negative one have no owner.
+      of: The number of the parameter of each array; those with a negative one
+        have no owner.
       kinds: The type of each array.
+      first: The number of the first array.
     """
     ends, places, rows = {}, {}, {}
-    for i, param in of.items():
+    for i, (param, kind) in enumerate(zip(of, kinds, strict=True), first):
       if param < 0:
         continue
-      kind, shard = kinds[i], self.shards[param]
-      name = jnp.dtype(kind.dtype).name
-      start = ends.get((shard, name), 0)
+      shard, name = self.shards[param], jnp.dtype(kind.dtype).name
       place = owned_leaves.Place(
-          self.names[param], shard, name, start, kind.shape
+          self.names[param], shard, name, ends.get((shard, name), 0), kind.shape
       )
       ends[shard, name] = place.end
       length, _ = rows.get(name, (0, None))
@@ -146,71 +145,61 @@ class Owners:
       places[i] = place
     return owned_leaves.Layout(places, dict(sorted(rows.items())), self.axes)
 
+  def read(
+      self, state: Any, kinds: Any, first: int, caller: str
+  ) -> tuple[list[int], Any, owned_leaves.Layout]:
+    """Reads what each leaf of a state belongs to, and how it is kept.
 
-def read(
-    state: Any, owners: Owners, kinds: Any, caller: str
-) -> tuple[dict[int, int], owned_leaves.Layout]:
-  """Returns what each leaf of a state belongs to, and how it is kept.
+    Args:
+      state: The state.
+      kinds: The types of the state of `inner`.
+      first: The number of the first leaf in the layout.
+      caller: What errors name.
 
-  Args:
-    state: The state.
-    owners: The owners of the parameters.
-    kinds: The types of the state of `inner`.
-    caller: What errors name.
+    Returns:
+      What each leaf belongs to, their types as this step is given them, and
+      their layout.
 
-  Raises:
-    ValueError: If it was made for other parameters or other owners.
-  """
-  made_for_others = (
-      f"State of `{caller}(..., slices='leaves')` must be made for these"
-      ' parameters, this number of shards and this `cost` by'
-      ' `shard_transforms.init_state`, mapped with the specs of'
-      ' `shard_transforms.state_specs`, and converted by'
-      ' `shard_transforms.resize_state`, or for `jax.pmap` be made by'
-      ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
-  )
-  if not isinstance(state, owned_leaves.OwnedLeaves):
-    raise ValueError(f'{made_for_others}{type(state).__name__}.')
-  leaves, treedef = jax.tree.flatten(
-      state.leaves, is_leaf=owned_leaves.is_place
-  )
-  if treedef != jax.tree.structure(kinds):
-    raise ValueError(f'{made_for_others}the tree {treedef}.')
-  types = jax.tree.leaves(kinds)
-  of = {}
-  for i, (leaf, kind) in enumerate(zip(leaves, types, strict=True)):
-    if owned_leaves.is_place(leaf):
-      of[i] = owners.number_of(leaf.of)
-    else:
-      is_whole = jnp.shape(leaf) == kind.shape
-      of[i] = leafwise.SHARED if is_whole else leafwise.MIXED
-  layout = owners.layout(of, types)
-  places = {i: x for i, x in enumerate(leaves) if owned_leaves.is_place(x)}
-  if places != layout.places:
-    different = [x for i, x in places.items() if x != layout.places.get(i)]
-    raise ValueError(f'{made_for_others}{different[0]!r}.')
-  for name, (length, _) in layout.rows.items():
-    row = state.rows.get(name)
-    if jnp.shape(row) != (1, length):
-      raise ValueError(
-          f'{made_for_others}the shape {jnp.shape(row)} of the row {name!r},'
-          f' where a shard has {(1, length)}.'
-      )
-  return of, layout
-
-
-def kinds_of(
-    state: owned_leaves.OwnedLeaves, kinds: Any, of: Mapping[int, int]
-) -> Any:
-  """Returns the types of a state, as this step is given it."""
-  leaves, treedef = jax.tree.flatten(kinds)
-  given = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
-  return treedef.unflatten(
-      kind
-      if owned_leaves.is_place(given[i]) or of[i] < leafwise.SHARED
-      else jax.typeof(given[i])
-      for i, kind in enumerate(leaves)
-  )
+    Raises:
+      ValueError: If it was made for other parameters or other owners.
+    """
+    made_for_others = (
+        f"State of `{caller}(..., slices='leaves')` must be made for these"
+        ' parameters, this number of shards and this `cost` by'
+        ' `shard_transforms.init_state`, mapped with the specs of'
+        ' `shard_transforms.state_specs`, and converted by'
+        ' `shard_transforms.resize_state`, or for `jax.pmap` be made by'
+        ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
+    )
+    if not isinstance(state, owned_leaves.OwnedLeaves):
+      raise ValueError(f'{made_for_others}{type(state).__name__}.')
+    leaves, treedef = jax.tree.flatten(
+        state.leaves, is_leaf=owned_leaves.is_place
+    )
+    if treedef != jax.tree.structure(kinds):
+      raise ValueError(f'{made_for_others}the tree {treedef}.')
+    types, of, places = jax.tree.leaves(kinds), [], {}
+    given = list(types)
+    for i, leaf in enumerate(leaves):
+      if owned_leaves.is_place(leaf):
+        of.append(self.number_of(leaf.of))
+        places[first + i] = leaf
+      elif jnp.shape(leaf) == types[i].shape:
+        of.append(leaf_program.SHARED)
+        given[i] = jax.typeof(leaf)
+      else:
+        of.append(leaf_program.MIXED)
+    layout = self.layout(of, types, first)
+    if places != layout.places:
+      different = [x for i, x in places.items() if x != layout.places.get(i)]
+      raise ValueError(f'{made_for_others}{different[0]!r}.')
+    for name, (length, _) in layout.rows.items():
+      if jnp.shape(state.rows.get(name)) != (1, length):
+        raise ValueError(
+            f'{made_for_others}the shape {jnp.shape(state.rows.get(name))} of'
+            f' the row {name!r}, where a shard has {(1, length)}.'
+        )
+    return of, treedef.unflatten(given), layout
 
 
 def _costs(params, cost):

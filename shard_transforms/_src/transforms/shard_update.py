@@ -19,6 +19,8 @@ from shard_transforms._src.transforms import sliced_inner
 
 Slices = Literal['elements', 'leaves']
 
+_CALLER = 'shard_update'
+
 
 class ShardUpdateState(NamedTuple):
   """State of `shard_update`.
@@ -184,11 +186,10 @@ def shard_update(
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models, 2020, https://arxiv.org/abs/1910.02054 (stage 1).
   """
-  caller = 'shard_update'
   arguments.check_reduction(reduction)
-  _check_slices(slices, cost, assume_elementwise, assume_leafwise)
+  _check_slices(slices, cost, assume_elementwise, assume_leafwise, order)
   reduce = sharded_reduction.ShardedReduction(
-      caller,
+      _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
       None if groups is None else _as_even_groups(groups),
@@ -197,56 +198,33 @@ def shard_update(
       order=order,
   )
   made_in = () if order is None else tree_sums.TreeOrder()
-  inner = arguments.as_inner(inner, caller)
+  inner = arguments.as_inner(inner, _CALLER)
   if slices == 'leaves':
-    if order is not None:
-      raise ValueError(
-          "`order` of `shard_update` must be None with slices='leaves', whose"
-          f' owners sum their own leaves, got {order!r}. Reduce before:'
-          " `optax.chain(cross_shard_mean(axis_name, order='tree'),"
-          " shard_update(inner, axis_name, on_invariant='averaged',"
-          " slices='leaves'))`."
-      )
-    owned = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
-    return _of_owners(owned, caller)
-  own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+    own = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
+    update = own.update
+  else:
+    own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+
+    def update(updates, weight, state, params, extra_args):
+      reduce.check_mapped()
+      parts = reduce.scatter(updates, weight)
+      parts, state = own.update(parts, state, updates, params, extra_args)
+      return reduce.gather(parts, updates), state
 
   def init_fn(params):
     return ShardUpdateState(own.init(params), made_in)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_state(state, ShardUpdateState, caller)
-    own.check_mapped()
-    own_updates, inner_state = own.update(
-        reduce.scatter(updates, weight),
-        state.inner_state,
-        updates,
-        params,
-        extra_args,
+    arguments.check_state(state, ShardUpdateState, _CALLER)
+    updates, inner_state = update(
+        updates, weight, state.inner_state, params, extra_args
     )
-    updates = reduce.gather(own_updates, updates)
     return updates, ShardUpdateState(inner_state, made_in)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _of_owners(owned, caller):
-  """Returns the transformation whose leaves have owners."""
-
-  def init_fn(params):
-    return ShardUpdateState(owned.init(params))
-
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_state(state, ShardUpdateState, caller)
-    updates, inner_state = owned.update(
-        updates, weight, state.inner_state, params, extra_args
-    )
-    return updates, ShardUpdateState(inner_state)
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _check_slices(slices, cost, assume_elementwise, assume_leafwise):
+def _check_slices(slices, cost, assume_elementwise, assume_leafwise, order):
   """Checks what is cut, and the arguments that belong to it.
 
   Raises:
@@ -274,6 +252,14 @@ def _check_slices(slices, cost, assume_elementwise, assume_leafwise):
     raise ValueError(
         "`cost` must come with slices='leaves', which have owners, got"
         f' {cost!r} with slices={slices!r}.'
+    )
+  if order is not None and slices == 'leaves':
+    raise ValueError(
+        "`order` of `shard_update` must be None with slices='leaves', whose"
+        f' owners sum their own leaves, got {order!r}. Reduce before:'
+        " `optax.chain(cross_shard_mean(axis_name, order='tree'),"
+        " shard_update(inner, axis_name, on_invariant='averaged',"
+        " slices='leaves'))`."
     )
 
 
