@@ -44,10 +44,10 @@ class ErrorFeedbackTest(parameterized.TestCase):
     # Sent are [4, 0 | 0, 2] and [2, 0 | 0, 8]; the owners have [4, 2] of the
     # mean [3, 0] and [1, 2], and [-3, 5] of [0, 5] and [-3, 0].
     np.testing.assert_array_equal(mean, [[4, 0, 0, 5]] * 2)
-    np.testing.assert_array_equal(held.residual[0], [[0, 2, -1, 0], [0, 1, 4, 0]])
-    np.testing.assert_array_equal(held.server_residual[0], [[0, 2], [-3, 0]])
-    norms = np.linalg.norm(u, axis=1)
-    np.testing.assert_allclose(held.update_norm[0], norms, rtol=1e-6)
+    (residual,), (server,), (norm,) = held[1:]
+    np.testing.assert_array_equal(residual, [[0, 2, -1, 0], [0, 1, 4, 0]])
+    np.testing.assert_array_equal(server, [[0, 2], [-3, 0]])
+    np.testing.assert_allclose(norm, np.linalg.norm(u, axis=1), rtol=1e-6)
 
 
 class CountingTest(parameterized.TestCase):

@@ -1,25 +1,12 @@
 """`compressed_mean`: the mean over shards in fewer bytes."""
 
-import dataclasses
-import math
-from typing import Any, Literal
-
-import jax
-import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
-from shard_transforms._src.compression import ef21
-from shard_transforms._src.compression import error_feedback
-from shard_transforms._src.compression import selective_compression
-from shard_transforms._src.compression import two_phase
-from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
-
-Feedback = Literal['residual', 'ef21'] | None
 
 _CALLER = 'compressed_mean'
 
@@ -28,7 +15,7 @@ def compressed_mean(
     axis_name: axes_lib.AxisName,
     compressor: compressor_lib.Compressor,
     *,
-    feedback: Feedback = 'residual',
+    feedback: compressed_reduction.Feedback = 'residual',
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
@@ -130,7 +117,7 @@ def compressed_mean(
     Double-pass Error-Compensated Compression, 2019,
     https://arxiv.org/abs/1905.05957.
   """
-  reduce = CompressedReduction(
+  reduce = compressed_reduction.CompressedReduction(
       reduction_options.ReductionOptions(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
@@ -156,82 +143,3 @@ def compressed_mean(
     return reduce(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-@dataclasses.dataclass(frozen=True)
-class CompressedReduction(selective_compression.SelectiveCompression):
-  """The compressed mean of a tree over shards; checked when it is made.
-
-  Attributes:
-    compressor: How rows become bytes.
-    feedback: How errors are fed back; `None` forgets them.
-    min_elements: The least number of elements of a leaf that is compressed.
-  """
-
-  compressor: compressor_lib.Compressor
-  feedback: Feedback
-  min_elements: int
-
-  def __post_init__(self):
-    super().__post_init__()
-    compressor_lib.check(self.compressor, self.caller)
-    if self.feedback not in ('residual', 'ef21', None):
-      raise ValueError(
-          "`feedback` must be 'residual', 'ef21' or None, got"
-          f' {self.feedback!r}.'
-      )
-    arguments.as_at_least('min_elements', self.min_elements, 1)
-
-  @property
-  def _method(self):
-    return ef21 if self.feedback == 'ef21' else error_feedback
-
-  @property
-  def kind(self) -> Any:
-    return self._method.KIND
-
-  @property
-  def shared(self) -> str:
-    return self._method.SHARED
-
-  def compresses(self, leaf: Any) -> bool:
-    """Whether a leaf is compressed; complex ones and small ones are not."""
-    is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
-    return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
-
-  def _exchange(self, compressor, step):
-    """Returns the exchange of a step."""
-    key = jax.random.fold_in(jax.random.key(self.seed), step)
-    algorithm = self.options.algorithm
-    return two_phase.Exchange(compressor, self.axes, key, algorithm)
-
-  def _begin(self, param, position):
-    del position
-    if self.feedback is None:
-      return None, None, None
-    return self._method.start(param, axes_lib.size(self.axes, self.caller))
-
-  def _compressed_mean(self, leaves, others, held, share):
-    exchange = self._exchange(self.compressor, held.step)
-    plain = leaf_sums.reduce(others, share, self.options)
-    means, held = self._method.mean(leaves, held, share, exchange)
-    return means, plain, held
-
-  def _check_kept(self, leaf, kept):
-    own, server, *_ = kept
-    is_held = own is not None
-    keeps = bool(self.feedback) and leaf is not None and self.compresses(leaf)
-    if leaf is not None and keeps != is_held:
-      verb = 'keeps' if is_held else 'lacks'
-      raise ValueError(
-          f'State of `{self.caller}` must be made with the same `feedback`'
-          f' and `min_elements`, got one that {verb} a residual for a leaf of'
-          f' the shape {jnp.shape(leaf)}.'
-      )
-    num_shards = axes_lib.size(self.axes, self.caller)
-    if is_held and server.size != two_phase.slice_length(own.shape, num_shards):
-      raise ValueError(
-          f'State of `{self.caller}` must be made for {num_shards} shards, got'
-          f' slices of {server.size} elements of {own.shape}. Make it fit them'
-          ' with `shard_transforms.resize_state`.'
-      )

@@ -13,7 +13,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
-from shard_transforms._src.compression import compressed_mean
+from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import quantization
 from shard_transforms._src.reduction import collectives
@@ -120,7 +120,7 @@ def scale_by_one_bit_adam(
     Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with
     Adam's Convergence Speed, 2021, https://arxiv.org/abs/2102.02888.
   """
-  reduce = compressed_mean.CompressedReduction(
+  reduce = compressed_reduction.CompressedReduction(
       reduction_options.ReductionOptions(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),

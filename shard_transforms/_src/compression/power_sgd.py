@@ -15,9 +15,9 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import thresholds
+from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
-from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
 
@@ -183,7 +183,7 @@ def power_sgd(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Factors(selective_compression.SelectiveCompression):
+class _Factors(compressed_reduction.SelectiveCompression):
   """The options and the steps of `power_sgd`."""
 
   rank: int

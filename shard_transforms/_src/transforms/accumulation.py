@@ -133,13 +133,9 @@ def accumulated_value_and_grad(
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
       sums, aux = _collect(grad_fn, has_aux, weight_fn, whole, batch)
-      spec_of_weight = () if weight_fn is None else P()
-      sums = _reduce(axes, sums, (P(), specs, spec_of_weight))
-      loss, grads, weight = sums
-      divisor = 1
-      if reduction == 'mean':
-        divisor = towers * num_shards if weight is None else weight
-      loss, grads = _divided(loss, grads, divisor, params)
+      sums = _reduce(axes, sums, specs)
+      count = towers * num_shards if reduction == 'mean' else None
+      loss, grads = _divided(sums, count, params)
       if is_stacked:
         aux = jax.tree.map(lambda x: x[:, None], aux)
       return ((loss, aux) if has_aux else loss), grads
@@ -283,12 +279,13 @@ def _collect(grad_fn, has_aux, weight_fn, params, batch):
 
 
 def _reduce(axes, sums, specs):
-  """Returns sums over shards, each once; of some leaves, a shard's slice."""
+  """Returns sums over shards, each once; of some gradients, a shard's slice."""
   leaves, treedef = jax.tree.flatten(sums)
+  of_grads = jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
+  # Before them comes the loss, and behind them the weight, if any.
+  others = [P()] * (len(leaves) - 1 - len(of_grads))
   todo = collections.defaultdict(dict)
-  for i, spec in enumerate(
-      jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
-  ):
+  for i, spec in enumerate([P(), *of_grads, *others]):
     leaves[i] = _scatter(axes, leaves[i], spec)
     done = partition_specs.axes_of(spec)
     left = tuple(axis for axis in axes if axis not in done)
@@ -300,10 +297,18 @@ def _reduce(axes, sums, specs):
   return treedef.unflatten(leaves)
 
 
-def _divided(loss, grads, divisor, params):
-  """Returns the loss and gradients, in the dtypes of the parameters."""
-  if isinstance(divisor, jax.Array):
-    divisor = weights.safe_divisor(divisor)
+def _divided(sums, count, params):
+  """Returns the loss and gradients, in the dtypes of the parameters.
+
+  Args:
+    sums: The sums of losses, of gradients and of weights, if any.
+    count: The number of summands of a mean, or `None` for a sum.
+    params: The parameters.
+  """
+  loss, grads, weight = sums
+  divisor = 1 if count is None else count
+  if count is not None and weight is not None:
+    divisor = weights.safe_divisor(weight)
 
   def divide(x, param):
     return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(param))

@@ -13,7 +13,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.compression import compressed_mean
+from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
@@ -169,7 +169,7 @@ def compressed_shard_update(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slices(compressed_mean.CompressedReduction):
+class _Slices(compressed_reduction.CompressedReduction):
   """The two halves of a compressed mean, for an optimizer in between.
 
   Attributes:

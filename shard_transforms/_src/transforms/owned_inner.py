@@ -59,7 +59,7 @@ class OwnedInner:
     # the parameters.
     if not jax.tree.leaves(params):
       return owned_leaves.OwnedLeaves(self._inner.init(params), jnp.zeros(0))
-    owners = self._owners(params)
+    owners = owners_lib.assign(params, (), self._reduction, self._cost)
     program = self._trace_init(params)
     of = self._find(owners, params, program.results)
     layout = owners.layout(of, jax.tree.leaves(program.results))
@@ -98,13 +98,11 @@ class OwnedInner:
       updates, kept = update(updates, state.leaves, params)
       return updates, state._replace(leaves=kept)
     like = updates if params is None else params
-    owners = self._owners(like, updates)
+    owners = owners_lib.assign(like, updates, self._reduction, self._cost)
     num_updates = len(jax.tree.leaves(updates))
-    of, kinds, layout = owners.read(
-        state,
-        self._trace_init(like).results,
-        num_updates,
-        self._reduction.caller,
+    kinds = self._trace_init(like).results
+    of, kinds, layout = owners_lib.read(
+        state, owners, kinds, num_updates, self._reduction.caller
     )
     found = self._trace_update(owners, update, updates, kinds, params, of)
     self._check(found)
@@ -120,32 +118,6 @@ class OwnedInner:
         jax.tree.structure(updates), (made[i] for i in range(num_updates))
     )
     return updates, run.state(kinds, made, layout, rows, num_updates)
-
-  def _owners(self, like, updates=()):
-    """Returns the owners of parameters like these.
-
-    Raises:
-      ValueError: If some leaves differ between shards of another axis, and some
-        do not.
-    """
-    axes = self._reduction.axes
-    others = {
-        axes_lib.varying_axes(leaf).difference(axes)
-        for leaf in jax.tree.leaves((like, updates))
-        if leaves_lib.is_cut(leaf, 2)
-    }
-    more = sorted(frozenset().union(*others), key=str)
-    if len(others) > 1:
-      raise ValueError(
-          "`params` of `shard_update(..., slices='leaves')` must be whole on"
-          f' each shard, got some leaves that vary over axes of {more!r}, as'
-          ' slices do, and some that do not. Leave slices to'
-          " `slices='elements'`, with `optax.partition`."
-      )
-    num_shards = self._reduction.num_slices()
-    return owners_lib.Owners.of_params(
-        like, num_shards, (*axes, *more), self._cost
-    )
 
   def _trace_init(self, like):
     types = jax.tree.map(jax.typeof, like)
@@ -215,21 +187,7 @@ class OwnedInner:
     """
     problem = None if self._assume_leafwise else found.problem()
     if problem:
-      caller = self._reduction.caller
-      raise ValueError(
-          f"`inner` of `{caller}(..., slices='leaves')` must treat each leaf of"
-          ' the parameters alone, because each shard updates those that it'
-          f' owns, but {problem}. Keep such a transformation whole, as in'
-          ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
-          ' parameters, or for some of them with `optax.partition`. To clip by'
-          ' the global norm, put'
-          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
-          ' in `inner`. Or let what comes first see what is reduced:'
-          ' `optax.chain(cross_shard_mean(axis_name), first,'
-          " shard_update(inner, axis_name, slices='leaves',"
-          " on_invariant='averaged'))`. If you know that it treats each leaf"
-          f' alone, say `{caller}(..., assume_leafwise=True)`.'
-      )
+      raise ValueError(_refusal(self._reduction.caller, problem))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,6 +338,24 @@ class _Run:
 
   def _stored(self, tree):
     return per_shard_state.store(tree, self.reduction.axes)
+
+
+def _refusal(caller, problem):
+  """Returns what is said of a transformation that mixes leaves."""
+  return (
+      f"`inner` of `{caller}(..., slices='leaves')` must treat each leaf of"
+      ' the parameters alone, because each shard updates those that it'
+      f' owns, but {problem}. Keep such a transformation whole, as in'
+      ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
+      ' parameters, or for some of them with `optax.partition`. To clip by'
+      ' the global norm, put'
+      ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
+      ' in `inner`. Or let what comes first see what is reduced:'
+      ' `optax.chain(cross_shard_mean(axis_name), first,'
+      " shard_update(inner, axis_name, slices='leaves',"
+      " on_invariant='averaged'))`. If you know that it treats each leaf"
+      f' alone, say `{caller}(..., assume_leafwise=True)`.'
+  )
 
 
 def _check_types(results, given):

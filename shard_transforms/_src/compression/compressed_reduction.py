@@ -6,11 +6,13 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
 from jax import lax
+import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
@@ -18,8 +20,14 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.compression import ef21
+from shard_transforms._src.compression import error_feedback
+from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import reduction_options
+
+Feedback = Literal['residual', 'ef21'] | None
 
 
 class Split(NamedTuple):
@@ -107,11 +115,7 @@ class SelectiveCompression(abc.ABC):
 
   @abc.abstractmethod
   def _check_kept(self, leaf: Any, kept: Sequence[Any]) -> None:
-    """Checks that what is kept of a leaf, in the order of the trees, fits it.
-
-    Raises:
-      ValueError: If it does not.
-    """
+    """Refuses what is kept of a leaf, in the order of the trees, of another."""
 
   @abc.abstractmethod
   def _compressed_mean(
@@ -178,22 +182,14 @@ class SelectiveCompression(abc.ABC):
     return updates, self._closed(split, own, held)
 
   def _share(self, updates, weight):
-    """Checks the arguments, and returns how much the shard counts.
-
-    Raises:
-      TypeError: As `__call__`.
-      ValueError: As `__call__`.
-    """
+    """Checks the arguments, and returns how much the shard counts."""
     weight = leaf_sums.check(updates, weight, self.options)
     leaves_lib.check_per_shard(updates, self.axes, self.caller)
     with jax.named_scope(self.caller):
       return leaf_sums.share(weight, self.options)
 
   def _after_warmup(self, step, compressed, plain, like):
-    """Returns a function that runs `compressed`, or `plain` in the warm-up.
-
-    The first result of `compressed` is cast to the dtypes of `like`.
-    """
+    """Returns `compressed`, cast to the dtypes of `like`, after the warm-up."""
 
     def cast(held):
       made, *others = compressed(held)
@@ -205,13 +201,7 @@ class SelectiveCompression(abc.ABC):
     return functools.partial(lax.cond, step < self.warmup_steps, plain, cast)
 
   def _opened(self, updates, state):
-    """Returns the split of updates, and the state as trees and as lists.
-
-    Raises:
-      TypeError: If a leaf is complex where the parameter is real.
-      ValueError: If the state was made for other parameters, another number of
-        shards, or with other options.
-    """
+    """Checks a state; returns the split of updates, and its trees and lists."""
     split = Split.of(updates, self.compresses)
     trees = per_shard_state.own(self._per_shard(state), self.axes, self.caller)
     own = state._replace(**trees)
@@ -239,3 +229,82 @@ class SelectiveCompression(abc.ABC):
     """Returns the trees of a state that differ between shards, by name."""
     same = ('step', self.shared)
     return {k: tree for k, tree in state._asdict().items() if k not in same}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedReduction(SelectiveCompression):
+  """The compressed mean of a tree over shards; checked when it is made.
+
+  Attributes:
+    compressor: How rows become bytes.
+    feedback: How errors are fed back; `None` forgets them.
+    min_elements: The least number of elements of a leaf that is compressed.
+  """
+
+  compressor: compressor_lib.Compressor
+  feedback: Feedback
+  min_elements: int
+
+  def __post_init__(self):
+    super().__post_init__()
+    compressor_lib.check(self.compressor, self.caller)
+    if self.feedback not in ('residual', 'ef21', None):
+      raise ValueError(
+          "`feedback` must be 'residual', 'ef21' or None, got"
+          f' {self.feedback!r}.'
+      )
+    arguments.as_at_least('min_elements', self.min_elements, 1)
+
+  @property
+  def _method(self):
+    return ef21 if self.feedback == 'ef21' else error_feedback
+
+  @property
+  def kind(self) -> Any:
+    return self._method.KIND
+
+  @property
+  def shared(self) -> str:
+    return self._method.SHARED
+
+  def compresses(self, leaf: Any) -> bool:
+    """Whether a leaf is compressed; complex ones and small ones are not."""
+    is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
+    return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
+
+  def _exchange(self, compressor, step):
+    """Returns the exchange of a step."""
+    key = jax.random.fold_in(jax.random.key(self.seed), step)
+    algorithm = self.options.algorithm
+    return two_phase.Exchange(compressor, self.axes, key, algorithm)
+
+  def _begin(self, param, position):
+    del position
+    if self.feedback is None:
+      return None, None, None
+    return self._method.start(param, axes_lib.size(self.axes, self.caller))
+
+  def _compressed_mean(self, leaves, others, held, share):
+    exchange = self._exchange(self.compressor, held.step)
+    plain = leaf_sums.reduce(others, share, self.options)
+    means, held = self._method.mean(leaves, held, share, exchange)
+    return means, plain, held
+
+  def _check_kept(self, leaf, kept):
+    own, server, *_ = kept
+    is_held = own is not None
+    keeps = bool(self.feedback) and leaf is not None and self.compresses(leaf)
+    if leaf is not None and keeps != is_held:
+      verb = 'keeps' if is_held else 'lacks'
+      raise ValueError(
+          f'State of `{self.caller}` must be made with the same `feedback`'
+          f' and `min_elements`, got one that {verb} a residual for a leaf of'
+          f' the shape {jnp.shape(leaf)}.'
+      )
+    num_shards = axes_lib.size(self.axes, self.caller)
+    if is_held and server.size != two_phase.slice_length(own.shape, num_shards):
+      raise ValueError(
+          f'State of `{self.caller}` must be made for {num_shards} shards, got'
+          f' slices of {server.size} elements of {own.shape}. Make it fit them'
+          ' with `shard_transforms.resize_state`.'
+      )
