@@ -74,9 +74,9 @@ def scale_by_one_bit_adam(
 
   with T the steps of the warm-up. (The paper sends the momentum as it is. The
   scale that elements of a block share then moves those of a small mean square
-  by many times as much as Adam would.) Elements whose mean square is zero, as
-  those of embeddings that no batch of the warm-up has seen, stay at zero; so
-  the warm-up must be long enough for each to be seen, and for v to settle.
+  by many times as much as Adam would.) Elements whose mean square is zero, such
+  as embeddings that no batch of the warm-up has seen, stay at zero; so the
+  warm-up must be long enough for each to be seen, and for v to settle.
 
   Weights, leaves that are not compressed, and `resize_state` work as with
   `compressed_mean`. Gradients must be real.

@@ -111,7 +111,7 @@ def power_sgd(
   `compressed_mean`. A constant mean of rank at most r comes out as it is, but
   for errors of a few 1e-6 of its largest singular value.
 
-  The last axis is to be the outputs, as in kernels of JAX libraries: [height,
+  The last axis must be the outputs, as in kernels of JAX libraries: [height,
   width, inputs, outputs] becomes [height * width * inputs, outputs]. A
   convolution in PyTorch's order, [outputs, inputs, height, width], would have
   `width` columns, too few to compress: keep it as `jnp.moveaxis(kernel, 0,

@@ -188,8 +188,8 @@ def _reason(rule, name, old, target):
   return (
       '`resize_state` must know what a leaf is that depends on the number of'
       f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
-      ' for which no rule is declared. Go on with as many as before, or begin'
-      ' this part again with `init_state`.'
+      ' for which no rule is declared. Go on with as many shards as before, or'
+      ' start this part again with `init_state`.'
   )
 
 

@@ -52,20 +52,20 @@ def accumulated_value_and_grad(
   over the micro-batches t of all shards, and zero where no weight is positive.
 
   Each device holds the whole gradient along `axis_name`, in float32, until it
-  is reduced. Where it does not fit, accumulate in a plain `lax.scan`.
+  is reduced. If it does not fit, accumulate in a plain `lax.scan`.
 
   Args:
     fun: The loss of the parameters and of rows of a batch, as `fun(params,
       *batch, **kwargs)`: a mean over the rows that it is given, which are those
       of one micro-batch on one shard, or with `has_aux` a pair of it and
-      anything. Put what is no batch into keyword arguments.
+      anything. Pass all else as keyword arguments.
     axis_name: The axis of the mesh over which the batch is sharded, or a
       sequence of them. Where it is of type `Explicit`, `fun` is traced with all
       axes of type `Auto`, so that it must not name an `out_sharding`.
     num_towers: How many micro-batches the rows of each shard are split into.
       `None` if they are stacked already: leaves are [towers, rows, ...].
     param_specs: The `PartitionSpec`s of the parameters, a tree or a prefix of
-      one, which the gradients get, too. `None` for those of their types, which
+      one; the gradients get them, too. `None` for those of their types, which
       axes of type `Explicit` have. On axes of type `Auto` they cannot be seen
       under `jax.jit`: a parameter that is sharded over `axis_name` without
       being named here is gathered, and its gradient is all-reduced.
@@ -79,10 +79,9 @@ def accumulated_value_and_grad(
     A function of the parameters and of one or more trees `batch`, whose leaves
     are [rows, ...] or [towers, rows, ...], with the rows sharded over
     `axis_name`. It returns the pair (value, gradient) as `jax.value_and_grad`
-    does, gradients in the dtypes of the parameters. A leaf of what comes with
-    the loss has a leading axis of all micro-batches [shards * towers, ...], in
-    the order of the rows, or, of those that are stacked, two: [towers, shards,
-    ...].
+    does, gradients in the dtypes of the parameters. Each auxiliary leaf has a
+    leading axis of all micro-batches, [shards * towers, ...], in the order of
+    the rows; for stacked micro-batches it has two, [towers, shards, ...].
 
   Raises:
     TypeError: If an argument is of the wrong kind; when called, if a weight is
@@ -214,7 +213,7 @@ def _check_rows(batch, num_shards, num_towers):
   if not leaves:
     raise ValueError(
         f'`{_CALLER}` must be given the rows of a batch behind the parameters,'
-        ' got no array. Keyword arguments are no batch.'
+        ' got no array. Keyword arguments are not part of the batch.'
     )
   is_stacked = num_towers is None
   if is_stacked:
@@ -233,8 +232,8 @@ def _check_rows(batch, num_shards, num_towers):
       raise ValueError(
           f'`batch` of `{_CALLER}` must have rows that can be divided by'
           f' {num_shards} shards{towers}, got the shape {name}. Pad it, and'
-          ' leave the padding out in the loss; what has no rows is passed as a'
-          ' keyword argument.'
+          ' leave the padding out in the loss; pass arguments without rows by'
+          ' keyword.'
       )
   return num_towers
 

@@ -71,10 +71,10 @@ def compressed_shard_update(
     seed: int = 0,
     algorithm: reduction_options.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Has each shard run an optimizer on its slice of a compressed mean.
+  r"""Shards the optimizer (ZeRO-1), and sends fewer bytes.
 
-  As `shard_update` does, with the two halves of `compressed_mean` in the place
-  of its reduce-scatter and its all-gather. With the gradients :math:`u_i` of N
+  It is `shard_update` with the two halves of `compressed_mean` in place of the
+  reduce-scatter and the all-gather. With the gradients :math:`u_i` of N
   shards, compressors C and D, and the update :math:`d_j` of `inner` for the
   slice of shard j:
 
@@ -82,10 +82,10 @@ def compressed_shard_update(
      C(p_i)_j\Big), \quad u \leftarrow D(d + E)
 
   The errors :math:`e_i \leftarrow p_i - C(p_i)` and :math:`E_j \leftarrow d_j +
-  E_j - D(d_j + E_j)` are held back. So the sum of all inputs of `inner`, plus
-  the mean of :math:`e_i`, is the sum of all mean gradients, and the sum of all
-  results, plus E, is the sum of all updates, but for rounding as in
-  `compressed_mean`. Without D, updates are sent as they are.
+  E_j - D(d_j + E_j)` are kept for the next step. So the sum of all inputs of
+  `inner`, plus the mean of :math:`e_i`, is the sum of all mean gradients, and
+  the sum of all results, plus E, is the sum of all updates, but for rounding as
+  in `compressed_mean`. Without D, updates are sent as they are.
 
   `inner` must treat each element alone, as for `shard_update`. Weights, leaves
   that are not compressed, and NaN are treated as by `compressed_mean`. Make

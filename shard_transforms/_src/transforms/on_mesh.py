@@ -35,10 +35,10 @@ def on_mesh(
   """Binds a transformation to a mesh, so that `init` works outside of the step.
 
   For frameworks that call `tx.init(params)` where no axis is mapped, such as
-  `TrainState.create` and `nnx.Optimizer` of flax. There, `init` is `init_state`
-  on the mesh; where an axis of the mesh is mapped, it is `tx.init`. `update` is
-  that of `tx`, inside the mapped step. `specs_of` returns the specs of the
-  whole training state that the framework makes.
+  `TrainState.create` and `nnx.Optimizer` of flax. Outside of the mapped step,
+  `init` is `init_state` on the mesh; inside, it is `tx.init`, and `update` is
+  `tx.update`. `specs_of` returns the specs of the whole training state that the
+  framework makes.
 
   On a mesh of type `Explicit`, `update` also works outside of a mapped step,
   under plain `jax.jit`, with the unreduced gradients of

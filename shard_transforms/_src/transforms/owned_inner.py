@@ -158,8 +158,8 @@ class OwnedInner:
     trace = functools.partial(
         self._trace_update, owners, self._inner.update, params, kinds, params
     )
-    # What an extra argument is missing for, which only `update` has, raises one
-    # of these errors, and is checked there.
+    # An `inner` that needs an extra argument, which only `update` gets, raises
+    # one of these errors. `update` checks it.
     with contextlib.suppress(TypeError, KeyError):
       found = trace(of)
       if (associated := found.associated(known)) != of:
@@ -171,7 +171,7 @@ class OwnedInner:
   def _find_by_place(self, owners, params, kinds):
     """Returns to what leaves of the state belong that are in its place."""
     numbers = jax.tree.unflatten(jax.tree.structure(params), owners.of(params))
-    # A state that has no place for each parameter, such as a list of its own.
+    # A state may have no place for each parameter, such as a list.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
       kinds = specs.map_with_params(
           self._inner, lambda _, number: number, kinds, numbers

@@ -36,7 +36,7 @@ class ShardUpdateState(NamedTuple):
       keeps; its `rows` hold these leaves, of shape [1, elements]; and its
       `whole()` returns the state of the replicated optimizer, in arrays of
       NumPy, for any number of shards.
-    order: What gates know the order of its sums by: `()` for any. No arrays.
+    order: Tells gates the order of the sums; `()` for any order. No arrays.
 
   Examples:
     >>> import jax
@@ -86,30 +86,29 @@ def shard_update(
   `inner` sees the tree of the parameters, and the rank of each, with all
   elements of a slice along the last axis: masks and labels that go by path or
   rank work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
-  Lion, Adagrad and RMSProp do. What looks across elements is refused, because
-  a shard sees a slice: LAMB, Adafactor, Muon, noise. For these, use
-  `slices='leaves'`. A sum of all elements of
-  sliced leaves is right if `psum` over `axis_name` follows, once. To clip by
-  the global norm, `clip_by_global_norm(max_norm, axis_name)` of this library
-  comes first in `inner`.
+  Lion, Adagrad and RMSProp do. An `inner` that looks across elements is
+  refused, because a shard sees only a slice: LAMB, Adafactor, Muon, noise. For
+  these, use `slices='leaves'`. A sum of all elements of sliced leaves is right
+  if one `psum` over `axis_name` follows. To clip by the global norm, put
+  `clip_by_global_norm(max_norm, axis_name)` of this library first in `inner`.
 
   With `slices='leaves'`, each leaf has an owner, which alone keeps its state
   and updates it: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo are divided
-  among shards. Owners are chosen so that all have as much to do. The
-  bytes are those of an all-reduce if they also have as many elements: rows are
-  as long as the longest. `inner` is traced on the whole tree, so that paths,
-  masks, labels, random numbers and the number of leaves are those of the
-  replicated optimizer, and each shard runs its part of that program. It must
-  treat each leaf alone. What mixes leaves is refused, such as
-  `optax.clip_by_global_norm` and `optax.flatten`. A `psum` over `axis_name` of
-  a sum of numbers of single leaves counts each leaf once. Shards stay idle if
-  there are fewer leaves than shards. Under `jax.vmap`, each shard updates all
-  leaves and uses its own.
+  among shards. Owners are chosen so that all have about the same work. As many
+  bytes are sent as by an all-reduce if all owners have the same number of
+  elements; otherwise, each sends as much as the largest. `inner` is traced on
+  the whole tree, so that paths, masks, labels, random numbers and the number of
+  leaves are those of the replicated optimizer, and each shard runs its part of
+  that program. `inner` must treat each leaf alone. One that mixes leaves is
+  refused, such as `optax.clip_by_global_norm` and `optax.flatten`. A `psum`
+  over `axis_name` of a sum of numbers of single leaves counts each leaf once.
+  Shards stay idle if there are fewer leaves than shards. Under `jax.vmap`, each
+  shard updates all leaves and uses its own.
 
   Scalars are not sliced and have no owner: they are reduced as by
   `cross_shard_mean`, and all shards update them. Make the state with
-  `init_state`, and map it with the specs of `state_specs`; it is for this
-  number of shards, and `resize_state` converts it to another. All axes of the
+  `init_state`, and map it with the specs of `state_specs`. It fits this number
+  of shards; `resize_state` converts it to another. All axes of the
   mesh must be mapped, and parameters may be sharded over others than
   `axis_name`.
 
@@ -132,9 +131,9 @@ def shard_update(
       trains wrongly without an error.
     slices: What a shard updates: its part of the `'elements'` of each leaf, or
       whole `'leaves'`.
-    cost: For whole leaves, how long the update of each takes: a function that
-      takes the parameters, or their shapes, and gives a tree of numbers of at
-      least 0. Without it, the cost of a matrix [m, n] is m * n * min(m, n), as
+    cost: For whole leaves, how long the update of each takes: a function of the
+      parameters, or of their shapes, that returns a tree of numbers of at least
+      0. Without it, the cost of a matrix [m, n] is m * n * min(m, n), as
       for Muon, times the other dimensions of a stack; that of a vector is its
       number of elements.
     assume_leafwise: As `assume_elementwise`, for whole leaves. State that
@@ -146,13 +145,13 @@ def shard_update(
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
     `update` takes the optional extra argument `weight`, as that of
-    `cross_shard_mean` does, and hands all others to `inner`.
+    `cross_shard_mean` does, and passes all others to `inner`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind, or `cost` gives what is no
-      number; in `update`, if a leaf is an integer or boolean, `weight` is not a
-      real number, or the state is of another transformation.
+    TypeError: If an argument is of the wrong kind, or `cost` gives something
+      that is not a number; in `update`, if a leaf is an integer or boolean,
+      `weight` is not a real number, or the state is of another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
       sizes, or `cost` gives a negative number; in `init` and `update`, if
       `inner` looks across elements or mixes leaves, unless it is assumed not

@@ -45,8 +45,8 @@ class SlicedInner:
         mapped.
     """
     self._reduction.check_mapped()
-    # What an extra argument is missing for, which only `update` has, raises one
-    # of these errors, and is checked there.
+    # An `inner` that needs an extra argument, which only `update` gets, raises
+    # one of these errors. `update` checks it.
     with contextlib.suppress(TypeError, KeyError):
       self._check(params, params, self._inner.update, False)
     own_state = self._inner.init(self._reduction.own(params))
