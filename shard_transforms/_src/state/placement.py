@@ -81,7 +81,7 @@ def init_state(
         f' with spmd_axis_name={spmd_axis_name!r}. Map every leaf over axis 0'
         ' there.'
     )
-  param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
+  param_specs = jax.tree.broadcast(in_specs, params)
   if spmd_axis_name is None:
     out_specs = specs.state_specs(
         tx, params, mesh, in_specs=in_specs, per_shard=per_shard

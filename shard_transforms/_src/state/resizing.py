@@ -108,7 +108,7 @@ def resize_state(
   are_sharded = False
   places = target
   if spmd_axis_name is None:
-    told = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
+    told = jax.tree.leaves(in_specs)
     are_sharded = any(map(partition_specs.axes_of, told))
   else:
     axes = placement.state_axes(tx, params, mesh, spmd_axis_name)

@@ -61,7 +61,7 @@ def state_specs(
   """
   check_mesh(mesh)
   lead = free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
+  param_specs = jax.tree.broadcast(in_specs, params)
   return read(tx, params, mesh, param_specs, param_specs, lead)
 
 
@@ -222,12 +222,7 @@ def free_axes(
   Raises:
     ValueError: If there is none.
   """
-  used = set().union(
-      *map(
-          specs_lib.axes_of,
-          jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec),
-      )
-  )
+  used = set().union(*map(specs_lib.axes_of, jax.tree.leaves(in_specs)))
   free = tuple(axis for axis in mesh.axis_names if axis not in used)
   if not free:
     raise ValueError(

@@ -163,7 +163,7 @@ def _specs(params, given):
   """Returns the `PartitionSpec` of each parameter."""
   if given is None:
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
-  return jax.tree.broadcast(given, params, is_leaf=partition_specs.is_spec)
+  return jax.tree.broadcast(given, params)
 
 
 def _num_shards(mesh, axes):
@@ -280,7 +280,7 @@ def _collect(grad_fn, has_aux, weight_fn, params, batch):
 def _reduce(axes, sums, specs):
   """Returns sums over shards, each once; of some gradients, a shard's slice."""
   leaves, treedef = jax.tree.flatten(sums)
-  of_grads = jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
+  of_grads = jax.tree.leaves(specs)
   # Before them comes the loss, and behind them the weight, if any.
   others = [P()] * (len(leaves) - 1 - len(of_grads))
   todo = collections.defaultdict(dict)

@@ -187,7 +187,7 @@ def _check_reduced(result, specs, axes):
   Raises:
     ValueError: If a leaf is not.
   """
-  specs = jax.tree.leaves(specs, is_leaf=specs_lib.is_spec)
+  specs = jax.tree.leaves(specs)
   found = jax.tree.leaves_with_path(result)
   for (path, leaf), spec in zip(found, specs, strict=True):
     varying = axes_lib.varying_axes(leaf).intersection(axes)
