@@ -357,8 +357,7 @@ MEASURES = {
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  timing.refuse_arguments(argv)
   os.environ['JAX_PLATFORMS'] = 'cpu'
   jax.config.update('jax_platforms', 'cpu')
   rounds = f'{_ROUNDS.value} rounds'

@@ -167,10 +167,7 @@ def sent(tx: Transformation) -> int:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', SHARDS)
+  timing.begin(argv, SHARDS)
   print(timing.setting(f'{_STEPS.value} steps, {_SEEDS.value} seeds'))
   print(f'{"":20}{"accuracy":>9}{"least":>9}{"most":>9}{"bytes":>12}')
   for name, make in ways().items():

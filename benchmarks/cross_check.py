@@ -85,10 +85,7 @@ def training(every: int | None) -> Callable[[], Any]:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', SHARDS)
+  timing.begin(argv, SHARDS)
   calls = [training(every) for every in EVERY.values()]
   for call in calls:
     jax.block_until_ready(call())

@@ -157,10 +157,7 @@ def row(name: str, num_shards: int) -> str:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table, line by line as it is measured."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', max(map(int, _SHARDS.value)))
+  timing.begin(argv, max(map(int, _SHARDS.value)))
   print(
       f'{timing.setting(f"{_ROWS.value} rows")}\n'
       f'Medians of {_REPEATS.value} calls in milliseconds.\n\n'

@@ -159,9 +159,7 @@ def rows(name: str) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  jax.config.update('jax_platforms', 'cpu')
+  timing.begin(argv)
   setting = timing.setting(f'{_LEAVES.value} x {_ELEMENTS.value:,} float32')
   print(f'{setting}\nTimes of a step; without a gate = 1.\n\n{HEADER}')
   for name in OPTIMIZERS:

@@ -135,11 +135,7 @@ def row(name: str, reference: Run, run: Run) -> str:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table, line by line as it is measured."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', 8)
-  jax.config.update('jax_enable_compilation_cache', False)
+  timing.begin(argv, 8, is_cached=False)
   mesh = jax.make_mesh((8,), (AXIS,), (jax.sharding.AxisType.Auto,))
   params = params_of(_WIDTH.value, _LAYERS.value)
   print(

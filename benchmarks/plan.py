@@ -127,8 +127,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the tables."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  timing.refuse_arguments(argv)
   num_bytes = 4 * _PARAMETERS.value / _MODEL_SHARDS.value
   shards = list(map(int, _SHARDS.value))
   headings = (

@@ -368,14 +368,11 @@ def start_processes() -> None:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table, model by model as it is measured."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  timing.refuse_arguments(argv)
   if _RENDEZVOUS.value is None:
     start_processes()
     return
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', 1)
-  jax.config.update('jax_enable_compilation_cache', False)
+  timing.begin(argv, is_cached=False)
   num_cores = os.cpu_count() or 1
   if _PIN.value:
     # Threads that start later inherit it: those of XLA and gloo do.

@@ -334,15 +334,11 @@ def plot(
 
 def main(argv: Sequence[str]) -> None:
   """Prints the tables, size by size as they are measured, and plots them."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
   sweeps = {sweep: sizes_of(sweep) for sweep in _SWEEPS.value}
   num_devices = max(
       size.num_shards for sizes in sweeps.values() for size in sizes
   )
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', num_devices)
-  jax.config.update('jax_enable_compilation_cache', False)
+  timing.begin(argv, num_devices, is_cached=False)
   print(timing.setting(f'{num_devices} virtual devices'))
   # A warm-up, so that one-time work of JAX counts for no program.
   measure(Size(1, 1, 1_000, 1))

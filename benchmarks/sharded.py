@@ -131,11 +131,7 @@ def row(name: str, mesh: jax.sharding.Mesh) -> str:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table, line by line as it is measured."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', _NUM_SHARDS.value)
-  jax.config.update('jax_enable_compilation_cache', False)
+  timing.begin(argv, _NUM_SHARDS.value, is_cached=False)
   mesh = jax.make_mesh(
       (_NUM_SHARDS.value,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)
   )

@@ -232,8 +232,7 @@ def between_processes() -> thresholds.Thresholds:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the lines as they are measured, and then the table."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+  timing.refuse_arguments(argv)
   jax.config.update('jax_enable_compilation_cache', False)
   is_child = 'JAX_NUM_PROCESSES' in os.environ
   jax.config.update('jax_num_cpu_devices', 1 if is_child else _SHARDS.value)

@@ -1,4 +1,4 @@
-"""Times calls side by side, compares the times, and says where."""
+"""Begins a benchmark, times calls side by side, and compares the times."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -7,8 +7,35 @@ import shlex
 import sys
 import time
 
+from absl import app
 import jax
 import numpy as np
+
+
+def refuse_arguments(argv: Sequence[str]) -> None:
+  """Checks that a command has flags only.
+
+  Raises:
+    UsageError: If it has other arguments.
+  """
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
+
+
+def begin(
+    argv: Sequence[str], num_devices: int = 1, is_cached: bool = True
+) -> None:
+  """Refuses arguments, and has JAX run on virtual CPU devices.
+
+  Args:
+    argv: The command line.
+    num_devices: The number of devices.
+    is_cached: Whether programs may come from the cache of compiled ones.
+  """
+  refuse_arguments(argv)
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', num_devices)
+  jax.config.update('jax_enable_compilation_cache', is_cached)
 
 
 def seconds_in_turn(

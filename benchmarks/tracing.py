@@ -173,9 +173,7 @@ def rows(num_leaves: int) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
   """Prints the table."""
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments: {" ".join(argv[1:])}')
-  jax.config.update('jax_platforms', 'cpu')
+  timing.begin(argv)
   print(f'{timing.setting()}\nThe least of {_ROUNDS.value} times.\n\n{HEADER}')
   for num_leaves in map(int, _LEAVES.value):
     print('\n'.join(rows(num_leaves)), flush=True)

@@ -96,7 +96,7 @@ __all__ = (
     'value_and_grad',
 )
 
-# No training step needs them, and some of what they do needs POSIX.
+# No training step needs them, and parts of them need POSIX.
 _LATER = ('asynchronous', 'launch')
 
 

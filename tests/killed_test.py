@@ -197,6 +197,7 @@ class KilledTest(parameterized.TestCase):
 
     self.assert_ends_like_one_never_killed(*TWO_PROCESSES)
 
+  @pytest.mark.repeated(4)
   def test_is_killed_while_it_writes(self):
     flags = ('--shards=2', '--checkpoint_every=1')
     process = self.start(*flags)

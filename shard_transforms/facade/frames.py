@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 from jax import core
 
-from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import jax_internals
 from shard_transforms.facade import contexts
 
 Kind = Literal['plain', 'undecided', 'traced', 'discovered']
@@ -59,7 +59,9 @@ class Frame:
   written: dict[Any, None] = dataclasses.field(default_factory=dict)
   locks: dict[Any, None] = dataclasses.field(default_factory=dict)
   mesh: jax.sharding.Mesh | None = None
-  trace_state: Any = dataclasses.field(default_factory=axes_lib.trace_state)
+  trace_state: Any = dataclasses.field(
+      default_factory=jax_internals.trace_state
+  )
   generation: contextlib.ExitStack = dataclasses.field(
       default_factory=contextlib.ExitStack
   )
@@ -190,7 +192,7 @@ def write(variable: Any, array: Any) -> None:
 
 def _check_here(what):
   if _thread.frames:
-    here = _thread.frames[-1].trace_state == axes_lib.trace_state()
+    here = _thread.frames[-1].trace_state == jax_internals.trace_state()
   else:
     here = not is_staged()
   if not here:
@@ -265,7 +267,7 @@ def is_staged() -> bool:
 
   A value that is read here would become a constant.
   """
-  return not is_tracing() and axes_lib.is_staged()
+  return not is_tracing() and jax_internals.is_staged()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import optax
 import cases
 import modes
 import shard_transforms
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves
 
 FLOAT0 = jax.dtypes.float0
@@ -322,10 +323,10 @@ class TrackingTest(parameterized.TestCase):
   @cases.parameters(*modes.MODES)
   def test_varies_with_what_differs(self, mode):
     def fn(shared, x):
-      leaves.check_varies_with({'a': x}, {'a': shared}, 'caller')
-      leaves.check_varies_with({'a': x}, {'a': x}, 'caller')
-      leaves.check_varies_with({'a': shared}, {'a': None}, 'caller')
-      leaves.check_varies_with({'a': None}, {'a': x}, 'caller')
+      arguments.check_varies_with({'a': x}, {'a': shared}, 'caller')
+      arguments.check_varies_with({'a': x}, {'a': x}, 'caller')
+      arguments.check_varies_with({'a': shared}, {'a': None}, 'caller')
+      arguments.check_varies_with({'a': None}, {'a': x}, 'caller')
       return x
 
     jax.eval_shape(modes.map_shards(mode, fn), 0.0, jnp.zeros((8, 3)))
@@ -333,7 +334,7 @@ class TrackingTest(parameterized.TestCase):
   def test_refuses_what_is_reduced_beside_what_differs(self):
     def fn(shared, x):
       trees = {'a': x, 'b': shared}, {'a': shared, 'b': x}
-      leaves.check_varies_with(*trees, 'caller')
+      arguments.check_varies_with(*trees, 'caller')
       return x
 
     with self.assertRaisesRegex(

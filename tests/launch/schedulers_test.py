@@ -12,7 +12,7 @@ import pytest
 import cases
 import python_command
 import shard_transforms
-from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import jax_internals
 
 SLURM = {
     'SLURM_JOB_ID': '7',
@@ -107,7 +107,7 @@ class SchedulersTest(parameterized.TestCase):
         mock.patch.dict(os.environ, environment(values), clear=True),
         mock.patch.object(jax.distributed, 'initialize') as initialize,
         mock.patch.object(
-            axes_lib, 'detect_cluster', return_value=detected
+            jax_internals, 'detect_cluster', return_value=detected
         ) as detect,
         mock.patch('atexit.register'),
     ):
@@ -175,7 +175,7 @@ class SchedulersTest(parameterized.TestCase):
     message = f'must find the other tasks of {cluster}.*, got TimeoutError: no'
     with (
         mock.patch.dict(os.environ, environment(values), clear=True),
-        mock.patch.object(axes_lib, 'detect_cluster', side_effect=no_host),
+        mock.patch.object(jax_internals, 'detect_cluster', side_effect=no_host),
         self.assertRaisesRegex(RuntimeError, message),
     ):
       shard_transforms.launch.join_processes(keep_memory=False)

@@ -76,7 +76,7 @@ class StepDeadlineTest(parameterized.TestCase):
       ('outside', 1, 'process 1 of 2 has not arrived, it is after step 3'),
       ('inside', 0, r'all have arrived; process 0 of 2 waits at step 4 in'),
   )
-  @pytest.mark.slow
+  @pytest.mark.repeated(2)
   def test_all_end_and_name_who_hangs(self, how, process, message):
     done = subprocess.run(
         [*python_command.STRICT, '-c', HANG, how, str(process)],

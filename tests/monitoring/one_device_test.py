@@ -381,7 +381,7 @@ class ExamplesTest(parameterized.TestCase):
       ('train_digits', 'shard_map'),
       cases.Repeated(('train_digits', 'pmap')),
       ('train_on_cluster', ''),
-      ('train_transformer', ''),
+      cases.Repeated(('train_transformer', '')),
   )
   @pytest.mark.slow
   def test_no_false_alarm_on_the_examples(self, name, mode):

@@ -231,7 +231,7 @@ class BetweenProcessesTest(parameterized.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr[-2_000:])
     self.assertEndsWith(done.stdout, '4e+06\n')
 
-  @pytest.mark.slow
+  @pytest.mark.repeated(4)
   def test_shard_update_waits_for_a_late_process(self):
     done = subprocess.run(
         [*python_command.STRICT, '-c', LATE],

@@ -16,7 +16,6 @@ import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -282,9 +281,13 @@ LEVELS = ('host', 'core')
 def route_of(make, averaged, check_vma=True):
   """Returns the route of `make(x)`, of an `x` that differs between shards."""
   found = []
+  on_invariant = 'averaged' if averaged else 'summed'
+  reduction = leaf_sums.Reduction(
+      'caller', 'mean', LEVELS, on_invariant=on_invariant
+  )
 
   def fn(x):
-    found.extend(leaf_sums.find_routes([make(x)], LEVELS, averaged, 'caller'))
+    found.extend(leaf_sums.find_routes([make(x)], reduction))
     return x
 
   mapped = jax.shard_map(
@@ -335,7 +338,8 @@ class RoutesTest(parameterized.TestCase):
   @cases.parameters(*modes.MODES)
   def test_names_who_needs_an_axis_that_is_not_bound(self, mode):
     def fn(_, x):
-      return leaf_sums.find_routes([x], ('other',), False, 'caller')
+      reduction = leaf_sums.Reduction('caller', 'mean', ('other',))
+      return leaf_sums.find_routes([x], reduction)
 
     with self.assertRaisesRegex(NameError, "`caller` needs .*'other'"):
       modes.map_shards(mode, fn)(0.0, jnp.zeros(8))
@@ -454,13 +458,11 @@ class SeveralMapsTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates, expected, strict=True)
 
 
-def make(
-    kind=reduction_options.ReductionOptions, axes=(modes.AXIS,), **options
-):
+def make(kind=leaf_sums.Reduction, axes=(modes.AXIS,), **options):
   return kind('caller', 'mean', axes, **options)
 
 
-class ReductionOptionsTest(parameterized.TestCase):
+class ReductionChecksTest(parameterized.TestCase):
 
   @cases.product(
       kind=(leaf_sums.Reduction, sharded_reduction.ShardedReduction),

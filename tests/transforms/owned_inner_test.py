@@ -374,7 +374,7 @@ class EqualityTest(parameterized.TestCase):
 
     assert_close(actual, train(tx(whole(optax.lamb(0.1))), mode))
 
-  @cases.parameters('shard_map', 'vmap')
+  @cases.parameters('shard_map', cases.Repeated('vmap'))
   def test_muon_multiplies_the_dimensions_that_are_named(self, mode):
     shapes = per_entry(lambda entry: entry[0], DECODER)
     numbers = per_entry(

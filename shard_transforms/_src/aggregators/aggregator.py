@@ -8,9 +8,7 @@ the bytes of an all-reduce.
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
-from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -35,15 +33,8 @@ def transformation(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation that applies `aggregate` to whole trees.
 
-  Args:
-    caller: The public name that errors and profiles show.
-    axis_name: The mapped axis, or a sequence of them.
-    aggregate: Reduces the leaves that hold numbers, in float32 or wider,
-      complex ones as [2, ...].
-
-  Raises:
-    TypeError: If `axis_name` is not a name or a sequence of names.
-    ValueError: If `axis_name` is empty or names an axis twice.
+  It gets the leaves that hold numbers, in float32 or wider, complex ones as
+  [2, ...]. `caller` is the public name that errors and profiles show.
   """
   axes = axes_lib.as_axes(axis_name)
 
@@ -55,10 +46,10 @@ def transformation(
     del params, extra_args
     counts = _check(updates, weight, axes, caller)
     leaves, treedef = jax.tree.flatten(updates)
-    todo = [i for i, leaf in enumerate(leaves) if _holds_numbers(leaf)]
+    results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
+    todo = [i for i, result in enumerate(results) if result is None]
     with jax.named_scope(caller):
       aggregated = aggregate([_as_real(leaves[i]) for i in todo], counts, axes)
-    results = [_without_numbers(leaf, axes) for leaf in leaves]
     for i, x in zip(todo, aggregated, strict=True):
       results[i] = _as_before(x, leaves[i])
     return treedef.unflatten(results), state
@@ -82,13 +73,8 @@ def map_elements(
 ) -> list[jax.Array]:
   """Combines the values that all shards have of each element.
 
-  Args:
-    combine: Takes values [number of shards, ...] and gives one of each [...].
-    leaves: This shard's arrays.
-    axes: The axes of the shards.
-
-  Returns:
-    Arrays of the same shapes, the same on all shards.
+  From values [shards, ...], `combine` makes [...]. The results are the same on
+  all shards.
   """
 
   def send(buffer):
@@ -119,13 +105,7 @@ def map_packed(
     leaves: Sequence[jax.Array],
     **sizes: int,
 ) -> list[jax.Array]:
-  """Sends leaves of one kind in shared buffers.
-
-  Args:
-    send: What is done with each buffer.
-    leaves: This shard's arrays.
-    **sizes: `num_rows` and `growth`, as of `bucketing.map_packed`.
-  """
+  """Sends leaves of one kind in shared buffers; see `bucketing.map_packed`."""
   keys = [(leaf.dtype, axes_lib.varying_axes(leaf)) for leaf in leaves]
   levels = thresholds.measured().buffers
   return bucketing.map_packed(
@@ -133,19 +113,8 @@ def map_packed(
   )
 
 
-def _check(
-    updates: optax.Updates,
-    weight: chex.Numeric | None,
-    axes: Axes,
-    caller: str,
-) -> jax.Array | None:
-  """Checks updates and weight; returns whether this shard counts.
-
-  Raises:
-    NameError: If an axis is not bound.
-    TypeError: If a leaf carries no gradient or the weight is not a number.
-    ValueError: If a leaf is reduced already, or the weight is wrong.
-  """
+def _check(updates, weight, axes, caller):
+  """Checks updates and weight; returns whether this shard counts."""
   axes_lib.size(axes, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, axes, caller)
@@ -153,18 +122,6 @@ def _check(
     return None
   weight = weights.as_weight(weight, (), caller)
   return axes_lib.to_varying(weight > 0, axes)
-
-
-def _holds_numbers(leaf):
-  return not leaves_lib.is_float0(leaf) and jnp.size(leaf) > 0
-
-
-def _without_numbers(leaf: Any, axes: Axes) -> Any:
-  """Returns a leaf that holds no numbers as it is after a reduction."""
-  if _holds_numbers(leaf) or leaves_lib.is_float0(leaf):
-    return leaf
-  stays = axes_lib.varying_axes(leaf).difference(axes)
-  return axes_lib.to_varying(axes_lib.zeros(jax.typeof(leaf)), tuple(stays))
 
 
 def _as_real(leaf):

@@ -1,4 +1,4 @@
-"""Checks of what users give: numbers, local steps, inner transformations."""
+"""Checks of arguments: numbers, steps, transformations, updates."""
 
 from collections.abc import Hashable
 import operator
@@ -15,11 +15,7 @@ from shard_transforms._src.base import leaves
 
 
 def as_int(name: str, value: Any) -> int:
-  """Returns `value` as a Python integer.
-
-  Raises:
-    TypeError: If it is not an integer that is known at construction.
-  """
+  """Returns `value` as a Python integer, known at construction."""
   if isinstance(value, jax.Array):
     raise TypeError(
         f'`{name}` must be a Python integer, got the array {value!r}. Under'
@@ -34,12 +30,7 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_at_least(name: str, value: Any, least: int) -> int:
-  """Returns `value` as a Python integer that is not less than `least`.
-
-  Raises:
-    TypeError: If it is not an integer that is known at construction.
-    ValueError: If it is less.
-  """
+  """Returns `value` as a Python integer that is not less than `least`."""
   value = as_int(name, value)
   if value < least:
     raise ValueError(f'`{name}` must be at least {least}, got {value!r}.')
@@ -47,44 +38,24 @@ def as_at_least(name: str, value: Any, least: int) -> int:
 
 
 def as_positive(name: str, value: Any) -> Any:
-  """Returns a real number, which may be traced, if it is positive.
-
-  Raises:
-    TypeError: If it is not a real scalar.
-    ValueError: If it is known, and not positive.
-  """
+  """Returns a real number, which may be traced, if it is positive."""
   return _as_real(name, value, 'be positive', lambda x: x > 0)
 
 
 def as_not_negative(name: str, value: Any) -> Any:
-  """Returns a real number, which may be traced, if it is not negative.
-
-  Raises:
-    TypeError: If it is not a real scalar.
-    ValueError: If it is known, and negative.
-  """
+  """Returns a real number, which may be traced, if it is not negative."""
   return _as_real(name, value, 'not be negative', lambda x: x >= 0)
 
 
 def as_decay(name: str, value: Any) -> Any:
-  """Returns the decay of a moving mean, which may be traced.
-
-  Raises:
-    TypeError: If it is not a real scalar.
-    ValueError: If it is known, and not from 0 to below 1.
-  """
+  """Returns the decay of a moving mean, which may be traced."""
   return _as_real(
       name, value, 'be at least 0 and less than 1', lambda x: 0 <= x < 1
   )
 
 
 def as_fraction(name: str, value: Any) -> Any:
-  """Returns a real number from 0 to 1, which may be traced.
-
-  Raises:
-    TypeError: If it is not a real scalar.
-    ValueError: If it is known, and not from 0 to 1.
-  """
+  """Returns a real number from 0 to 1, which may be traced."""
   return _as_real(name, value, 'be from 0 to 1', lambda x: 0 <= x <= 1)
 
 
@@ -101,21 +72,13 @@ def _as_real(name, value, requirement, fits):
 
 
 def check_bool(name: str, value: Any) -> None:
-  """Checks a switch.
-
-  Raises:
-    TypeError: If it is not `True` or `False`.
-  """
+  """Checks that a switch is `True` or `False`."""
   if not isinstance(value, bool):
     raise TypeError(f'`{name}` must be a boolean, got {value!r}.')
 
 
 def check_reduction(reduction: Any) -> None:
-  """Checks a kind of reduction.
-
-  Raises:
-    ValueError: If it is not `'mean'` or `'sum'`.
-  """
+  """Checks a kind of reduction."""
   if reduction not in ('mean', 'sum'):
     raise ValueError(f"`reduction` must be 'mean' or 'sum', got {reduction!r}.")
 
@@ -123,12 +86,7 @@ def check_reduction(reduction: Any) -> None:
 def as_local_step(
     local_step: Any, caller: str, shape: tuple[int, ...] = ()
 ) -> jax.Array:
-  """Returns `local_step`, one step or one for each of `shape`, in int32.
-
-  Raises:
-    TypeError: If it is missing or not an integer.
-    ValueError: If it is of another shape, or is known not to fit int32.
-  """
+  """Returns `local_step`, one step or one for each of `shape`, in int32."""
   name = f'`local_step` of `{caller}`'
   if local_step is None:
     raise TypeError(
@@ -156,11 +114,7 @@ def as_local_step(
 def as_inner(
     inner: Any, caller: str, argument: str = 'inner'
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the inner transformation, as one that takes extra arguments.
-
-  Raises:
-    TypeError: If it is no transformation.
-  """
+  """Returns the inner transformation, as one that takes extra arguments."""
   parts = (getattr(inner, name, None) for name in ('init', 'update'))
   if not all(map(callable, parts)):
     raise TypeError(
@@ -171,11 +125,7 @@ def as_inner(
 
 
 def check_state(state: Any, kind: type, caller: str) -> None:
-  """Checks that `update` is given the state of its own transformation.
-
-  Raises:
-    TypeError: If it is given another one.
-  """
+  """Checks that `update` is given the state of its own transformation."""
   if not isinstance(state, kind):
     raise TypeError(
         f'`state` of `{caller}` must be a `{kind.__name__}`, as its `init`'
@@ -195,13 +145,53 @@ def check_update(
 
   A mask or another result of a gate may vary over an axis where the updates do
   not: multiplied by it, reduced updates would look unreduced.
-
-  Raises:
-    NameError: If an axis is not bound.
-    TypeError: If the state is another one, or a leaf an integer or boolean.
-    ValueError: If updates are already reduced over one of `axes`.
   """
   check_state(state, kind, caller)
   leaves.check_inexact(updates, caller)
   axes_lib.size(axes, caller)
   leaves.check_per_shard(updates, axes, caller)
+
+
+def check_like(tree: Any, reference: Any, caller: str) -> None:
+  """Checks updates against what a state holds; a leaf may be `None`."""
+  got = dict(jax.tree.leaves_with_path(tree, is_leaf=leaves.is_none))
+  want = dict(jax.tree.leaves_with_path(reference, is_leaf=leaves.is_none))
+  for path in want | got:
+    if path not in got or path not in want:
+      raise ValueError(
+          f'`updates` of `{caller}` must have the tree that its state was made'
+          f' for, but {leaves.name_of(path)} is only in'
+          f' {"the state" if path in want else "the updates"}. Call `init` with'
+          ' parameters of the same tree.'
+      )
+    update, kept = got[path], want[path]
+    if update is None or kept is None:
+      continue
+    if jnp.iscomplexobj(update) and not jnp.iscomplexobj(kept):
+      raise TypeError(
+          f'`updates` of `{caller}` must be real where the parameters are, got'
+          f' a complex leaf at {leaves.name_of(path)}.'
+      )
+    if jnp.shape(update) != jnp.shape(kept):
+      raise ValueError(
+          f'`updates` of `{caller}` must have the shapes that its state was'
+          f' made for, got {jnp.shape(update)} instead of {jnp.shape(kept)} at'
+          f' {leaves.name_of(path)}.'
+      )
+
+
+def check_varies_with(tree: Any, others: Any, caller: str) -> None:
+  """Checks that leaves vary over each axis over which others do.
+
+  A result of both varies, so that a reduced leaf would look unreduced. A leaf
+  may be `None`, in both trees.
+  """
+  axes = set().union(*map(axes_lib.varying_axes, jax.tree.leaves(others)))
+  for axis in sorted(axes, key=str):
+
+    def to_check(other, leaf, axis=axis):
+      varies = other is not None and axis in axes_lib.varying_axes(other)
+      return leaf if varies else None
+
+    found = jax.tree.map(to_check, others, tree, is_leaf=leaves.is_none)
+    leaves.check_per_shard(found, (axis,), caller)

@@ -1,21 +1,19 @@
 """Mapped axes: their sizes, and what the type of a leaf says about them.
 
-The only file that knows how JAX binds axes, how its versions differ, and what
-it has no public name for.
+The only file that knows how JAX binds axes, and how its versions differ.
 """
 
 from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
-import importlib
 import math
 from typing import Any, Literal
 
 import jax
 from jax import core
 from jax import lax
-import jax.extend
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -53,12 +51,7 @@ def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
 
 
 def optional_axes(axis_name: AxisName | None) -> tuple[Hashable, ...]:
-  """Returns `as_axes(axis_name)`; no axes for `None`.
-
-  Raises:
-    TypeError: As `as_axes`.
-    ValueError: As `as_axes`.
-  """
+  """Returns `as_axes(axis_name)`; no axes for `None`."""
   return () if axis_name is None else as_axes(axis_name)
 
 
@@ -101,27 +94,20 @@ def is_bound(axis: Hashable) -> bool:
   return True
 
 
+def types_on(mesh: Any) -> dict[Hashable, jax.sharding.AxisType]:
+  """Returns the type of each axis of a mesh, by its name."""
+  return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
 def _manual_axes():
-  mesh = jax.sharding.get_abstract_mesh()
-  manual = jax.sharding.AxisType.Manual
-  return tuple(
-      name
-      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-      if kind == manual
-  )
-
-
-def kind_on(mesh: Any, axis: Hashable) -> jax.sharding.AxisType | None:
-  """Returns the type of an axis of a mesh; `None` if it has no such axis."""
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  return kinds.get(axis)
+  types = types_on(jax.sharding.get_abstract_mesh()).items()
+  return tuple(a for a, kind in types if kind == AxisType.Manual)
 
 
 def has_explicit(axes: Sequence[Hashable]) -> bool:
   """Whether types say how arrays are sharded over some of `axes` here."""
-  mesh = jax.sharding.get_abstract_mesh()
-  kind = jax.sharding.AxisType.Explicit
-  return any(kind_on(mesh, axis) == kind for axis in axes)
+  types = types_on(jax.sharding.get_abstract_mesh())
+  return any(types.get(axis) == AxisType.Explicit for axis in axes)
 
 
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
@@ -134,12 +120,12 @@ def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   if not set(axes).issubset(_manual_axes()):
     return ()
   mesh = jax.sharding.get_abstract_mesh()
-  kinds = jax.sharding.AxisType
   return tuple(
-      name
-      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+      axis
+      for axis, kind in types_on(mesh).items()
       # An axis of length 1 shards nothing, but one in types forbids reshapes.
-      if kind == kinds.Explicit or (kind == kinds.Auto and mesh.shape[name] > 1)
+      if kind == AxisType.Explicit
+      or (kind == AxisType.Auto and mesh.shape[axis] > 1)
   )
 
 
@@ -148,15 +134,14 @@ def vmapped_mesh(
 ) -> jax.sharding.AbstractMesh | None:
   """Returns the mesh over whose `axes` the compiler shards what `vmap` maps.
 
-  Returns:
-    A mesh that is in use here, or on which the array is; `None` if its axes are
-    mapped otherwise, or if there are more shards than devices along one.
+  It is in use here, or the array is on it. There is none if the axes are mapped
+  otherwise, or if one has more shards than devices.
   """
-  kind = jax.sharding.AxisType.Auto
   for mesh in jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh:
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = types_on(mesh)
     if all(
-        kinds.get(axis) == kind and mesh.shape[axis] == lax.axis_size(axis)
+        types.get(axis) == AxisType.Auto
+        and mesh.shape[axis] == lax.axis_size(axis)
         for axis in axes
     ):
       return mesh
@@ -164,7 +149,7 @@ def vmapped_mesh(
 
 
 def on_own_mesh(x: jax.Array, axes: Sequence[Hashable]) -> bool:
-  """Whether `axes` are all that may shard an array on a mesh.
+  """Whether an array may be sharded over `axes` of a mesh, and over no others.
 
   They are mapped axes of the mesh, or axes of `jax.vmap` that the compiler
   shards over it.
@@ -195,34 +180,6 @@ def platform() -> str:
 def between_processes() -> bool:
   """Whether CPU devices may be those of several processes, joined by gloo."""
   return jax.process_count() > 1 and platform() == 'cpu'
-
-
-def detect_cluster(
-    methods: Sequence[str], timeout: int
-) -> tuple[str, int, int, Sequence[int] | None] | None:
-  """Returns what JAX detects of the cluster that started this process.
-
-  Args:
-    methods: JAX's names of the ways of detection that may be taken.
-    timeout: Seconds in which the host of process 0 must be known.
-
-  Returns:
-    The address of the coordinator, the number of processes, that of this one,
-    and the devices that are its own, if not all; `None` for no cluster.
-  """
-  clusters = importlib.import_module('jax._src.clusters').ClusterEnv
-  for kind in clusters._cluster_types:
-    # The name of Kubernetes is empty in JAX.
-    if (kind.name or 'k8s') in methods and kind.is_env_present():
-      return clusters.auto_detect_unset_distributed_params(
-          *(None, None, None, None), kind.name, timeout
-      )
-  return None
-
-
-def coordination_client() -> Any | None:
-  """Returns the client of JAX's coordination service, if it has been joined."""
-  return importlib.import_module('jax._src.distributed').global_state.client
 
 
 def scatters_wait() -> bool:
@@ -260,10 +217,7 @@ def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
 
 
 def pending_axes(leaf: Any) -> frozenset[Hashable]:
-  """Returns the axes of type `Explicit` over which a sum is still to be done.
-
-  They are not mapped; those that are have `unreduced_axes`.
-  """
+  """Returns the unmapped mesh axes over which a sum is still to be done."""
   spec = getattr(jax.typeof(leaf).sharding, 'spec', None)
   return frozenset(getattr(spec, 'unreduced', ())).difference(_manual_axes())
 
@@ -312,23 +266,3 @@ def zeros(kind: Any) -> jax.Array:
   # On mesh axes of the explicit type, the branches of a `cond` must have the
   # same sharding.
   return jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding)
-
-
-def trace_state() -> Any:
-  """Returns a value that is equal for two places in the same trace."""
-  return jax.extend.core.get_opaque_trace_state(convention='flax')
-
-
-@functools.cache
-def _untraced_state():
-  with jax.ensure_compile_time_eval():
-    return trace_state()
-
-
-def is_staged() -> bool:
-  """Whether JAX traces here for a program that it caches, as `jax.jit` does."""
-  if trace_state() == _untraced_state():
-    return False
-  # Under `jax.vmap` and `jax.grad` alone, new arrays are concrete. Placing one
-  # compiles nothing; computing one would compile once a trace.
-  return isinstance(jax.device_put(0.0), core.Tracer)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
@@ -22,37 +23,27 @@ from shard_transforms._src.base import partition_specs
 
 def are_here(axes: Sequence[Hashable]) -> bool:
   """Whether all of `axes` are of type `Explicit`, and none is mapped."""
-  mesh = jax.sharding.get_abstract_mesh()
-  kind = jax.sharding.AxisType.Explicit
+  types = axes_lib.types_on(jax.sharding.get_abstract_mesh())
   return all(
-      axes_lib.kind_on(mesh, axis) == kind and not axes_lib.is_bound(axis)
+      types.get(axis) == AxisType.Explicit and not axes_lib.is_bound(axis)
       for axis in axes
   )
 
 
 def check_mesh(caller: str) -> None:
-  """Checks that all axes of the mesh in use are of type `Explicit`.
-
-  Raises:
-    ValueError: If one is not.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if set(kinds.values()) != {jax.sharding.AxisType.Explicit}:
+  """Checks that all axes of the mesh in use are of type `Explicit`."""
+  types = axes_lib.types_on(jax.sharding.get_abstract_mesh())
+  if set(types.values()) != {AxisType.Explicit}:
     raise ValueError(
         f'`{caller}` must be called with a mesh in use whose axes are all of'
-        f' type `Explicit`, or inside `jax.shard_map`, got {kinds}. Call it'
+        f' type `Explicit`, or inside `jax.shard_map`, got {types}. Call it'
         ' inside `with jax.set_mesh(mesh)`; on axes of type `Auto`, take'
         ' gradients by `shard_transforms.accumulated_value_and_grad`.'
     )
 
 
 def check_whole(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that no parameter is sharded over `axes`.
-
-  Raises:
-    ValueError: If one is.
-  """
+  """Checks that no parameter is sharded over `axes`."""
   for path, leaf in jax.tree.leaves_with_path(tree):
     spec = spec_of(leaf)
     if partition_specs.axes_of(spec).intersection(axes):
@@ -70,11 +61,7 @@ def spec_of(leaf: Any) -> P:
 
 
 def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
-  """Returns the axes over which all leaves are still to be summed, in order.
-
-  Raises:
-    ValueError: If leaves differ in them, or one has no gradient.
-  """
+  """Returns the axes over which all leaves are still to be summed, in order."""
   found = [
       (path, leaf, axes_lib.pending_axes(leaf))
       for path, leaf in jax.tree.leaves_with_path(tree)
@@ -157,12 +144,8 @@ def map_shards(
 ) -> Any:
   """Calls `fn` on each shard; the compiler shards it over the other axes.
 
-  Args:
-    fn: The function, which gets what a shard has of each argument.
-    axes: The axes to map.
-    args: Trees of arrays, whose types say how they are sharded.
-    out_specs: The specs of its results over `axes`.
-    out_shardings: Their specs over all axes.
+  The types of `args` say how they are sharded. Results have `out_specs` over
+  `axes`, and `out_shardings` over all axes.
   """
   specs = jax.tree.map(spec_of, tuple(args))
   mapped = jax.shard_map(

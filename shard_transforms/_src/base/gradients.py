@@ -17,9 +17,9 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 
 # The parameters at which a gradient was taken, by its identity; `None` for one
-# that was taken at two places. No type shows it, and no public part of JAX
-# gives the program of what is being traced. Weak references keep nothing alive;
-# nothing is known of what is computed from a gradient.
+# that was taken at two places. No type shows it, and JAX gives no public access
+# to a program while it traces. Weak references keep nothing alive. Arrays that
+# are computed from a gradient have no entry.
 _origins: dict[int, tuple[weakref.ref, weakref.ref | None]] = {}
 
 
@@ -173,12 +173,7 @@ def value_and_grad(
 
 
 def _on_types(fn, axes, argnums, args, kwargs):
-  """Returns what `fn` returns, mapped over axes of type `Explicit`.
-
-  Raises:
-    ValueError: If types do not say how, parameters are sharded over them, or an
-      argument is missing.
-  """
+  """Returns what `fn` returns, mapped over axes of type `Explicit`."""
   explicit_shards.check_mesh('value_and_grad')
   places = range(-len(args), len(args))
   if not set(places).issuperset(jax.tree.leaves(argnums)):

@@ -13,13 +13,7 @@ GroupsLike = Sequence[Sequence[int]] | np.ndarray
 
 
 def as_groups(groups: Any) -> Groups:
-  """Checks that `groups` is a partition of `range(number of ids)`.
-
-  Raises:
-    TypeError: If it is not a sequence of sequences of integers.
-    ValueError: If an id is negative, repeated, missing or too large, or a group
-      is empty.
-  """
+  """Returns groups as tuples, a partition of `range(number of ids)`."""
   checked = tuple(_as_group(group, groups) for group in _items(groups, groups))
   ids = [shard for group in checked for shard in group]
   if not ids or not all(checked):
@@ -27,29 +21,24 @@ def as_groups(groups: Any) -> Groups:
         f'`groups` must not be empty nor hold an empty group, got {groups!r}.'
     )
   counts = collections.Counter(ids)
-  negative = sorted(shard for shard in counts if shard < 0)
-  repeated = sorted(shard for shard in counts if counts[shard] > 1)
-  missing = sorted(set(range(len(ids))) - set(ids))
   too_large = sorted(shard for shard in counts if shard >= len(ids))
-  for found, problem in (
-      (negative, 'negative ids'),
-      (repeated, 'ids in more than one place'),
-      (missing, f'gaps (too large for {len(ids)} ids: {too_large}) at the ids'),
-  ):
+  for problem, found in {
+      'negative ids': [shard for shard in counts if shard < 0],
+      'ids in more than one place': [x for x in counts if counts[x] > 1],
+      f'gaps (too large for {len(ids)} ids: {too_large}) at the ids': [
+          shard for shard in range(len(ids)) if shard not in counts
+      ],
+  }.items():
     if found:
       raise ValueError(
           '`groups` must hold every id from 0 to the number of shards minus 1'
-          f' exactly once, got {problem} {found} in {groups!r}.'
+          f' exactly once, got {problem} {sorted(found)} in {groups!r}.'
       )
   return checked
 
 
 def check_size(groups: Groups, num_shards: int) -> None:
-  """Checks that `groups` covers an axis of `num_shards`.
-
-  Raises:
-    ValueError: If ids are missing or not on the axis.
-  """
+  """Checks that `groups` cover an axis of `num_shards`."""
   ids = {shard for group in groups for shard in group}
   wrong = sorted(ids ^ set(range(num_shards)))
   if wrong:

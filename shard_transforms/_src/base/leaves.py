@@ -172,13 +172,18 @@ def zero_unless(condition: jax.Array, tree: Any) -> Any:
   return jax.tree.map(zero, tree)
 
 
-def check_inexact(tree: Any, caller: str) -> None:
-  """Checks that every leaf of `tree` is real or complex, or a `float0`.
+def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
+  """Returns the sum over shards of a leaf that has no elements, or `None`."""
+  if is_float0(leaf):
+    return leaf
+  if jnp.size(leaf) > 0:
+    return None
+  stays = axes_lib.varying_axes(leaf).difference(axes)
+  return axes_lib.to_varying(axes_lib.zeros(jax.typeof(leaf)), tuple(stays))
 
-  Raises:
-    TypeError: If a leaf is of another dtype.
-    ValueError: If its sum over an axis that is not mapped is pending.
-  """
+
+def check_inexact(tree: Any, caller: str) -> None:
+  """Checks that leaves are real, complex or `float0`, and their sums done."""
   _check_not_pending(tree, caller)
   for path, leaf in jax.tree.leaves_with_path(tree):
     # `jnp.result_type` takes ten times as long.
@@ -191,79 +196,14 @@ def check_inexact(tree: Any, caller: str) -> None:
       )
 
 
-def check_like(tree: Any, reference: Any, caller: str) -> None:
-  """Checks `tree` against `reference`; a leaf of either may be `None`.
-
-  Raises:
-    TypeError: If a leaf is complex where the reference is real.
-    ValueError: If a leaf is missing, unknown or of another shape.
-  """
-  got = dict(jax.tree.leaves_with_path(tree, is_leaf=is_none))
-  want = dict(jax.tree.leaves_with_path(reference, is_leaf=is_none))
-  for path in want | got:
-    if path not in got or path not in want:
-      raise ValueError(
-          f'`updates` of `{caller}` must have the tree that its state was made'
-          f' for, but {name_of(path)} is only in'
-          f' {"the state" if path in want else "the updates"}. Call `init` with'
-          ' parameters of the same tree.'
-      )
-    update, kept = got[path], want[path]
-    if update is None or kept is None:
-      continue
-    if jnp.iscomplexobj(update) and not jnp.iscomplexobj(kept):
-      raise TypeError(
-          f'`updates` of `{caller}` must be real where the parameters are, got'
-          f' a complex leaf at {name_of(path)}.'
-      )
-    if jnp.shape(update) != jnp.shape(kept):
-      raise ValueError(
-          f'`updates` of `{caller}` must have the shapes that its state was'
-          f' made for, got {jnp.shape(update)} instead of {jnp.shape(kept)} at'
-          f' {name_of(path)}.'
-      )
-
-
 def check_per_shard(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that each shard still has its own values.
-
-  Raises:
-    ValueError: If a leaf is reduced over an axis, or its sum is pending.
-  """
+  """Checks that each shard still has its own values."""
   _check(tree, axes, caller, refused=('invariant', 'unreduced'))
 
 
 def check_not_reduced(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that values are not reduced yet; their sum may be pending.
-
-  Raises:
-    ValueError: If a leaf is reduced over an axis.
-  """
+  """Checks that values are not reduced yet; their sum may be pending."""
   _check(tree, axes, caller, refused=('invariant',))
-
-
-def check_varies_with(tree: Any, others: Any, caller: str) -> None:
-  """Checks that leaves vary over each axis over which others do.
-
-  A result of both varies, so that a reduced leaf would look unreduced.
-
-  Args:
-    tree: The leaves, any of which may be `None`.
-    others: For each of them another array, or `None`.
-    caller: What errors name.
-
-  Raises:
-    ValueError: If a leaf is reduced where the other is not, or is pending.
-  """
-  axes = set().union(*map(axes_lib.varying_axes, jax.tree.leaves(others)))
-  for axis in sorted(axes, key=str):
-
-    def to_check(other, leaf, axis=axis):
-      varies = other is not None and axis in axes_lib.varying_axes(other)
-      return leaf if varies else None
-
-    found = jax.tree.map(to_check, others, tree, is_leaf=is_none)
-    check_per_shard(found, (axis,), caller)
 
 
 def _check(tree, axes, caller, refused):
@@ -273,20 +213,15 @@ def _check(tree, axes, caller, refused):
     states = axes_lib.states([leaf for _, leaf in found], axis)
     for (path, leaf), state in zip(found, states, strict=True):
       if state in refused:
-        name = name_of(path)
-        got = f'{name} {list(jnp.shape(leaf))}, typed {state}'
         raise ValueError(
             f'`updates` of `{caller}` must be per shard over {axis!r}, got'
-            f' {got}: {_REMEDIES[state].format(axis=axis)}'
+            f' {name_of(path)} {list(jnp.shape(leaf))}, typed {state}:'
+            f' {_REMEDIES[state].format(axis=axis)}'
         )
 
 
 def _check_not_pending(tree: Any, caller: str) -> None:
-  """Checks that no sum over an axis of type `Explicit` is still to be done.
-
-  Raises:
-    ValueError: If one is.
-  """
+  """Checks that no sum over an axis of type `Explicit` is still to be done."""
   if not axes_lib.has_explicit(jax.sharding.get_abstract_mesh().axis_names):
     return
   for path, leaf in jax.tree.leaves_with_path(tree):

@@ -25,27 +25,25 @@ def is_spec(spec: Any) -> bool:
 
 def axes_of(spec: P) -> frozenset[Hashable]:
   """Returns all axes that a `PartitionSpec` names."""
-  entries = [e if isinstance(e, tuple) else (e,) for e in spec]
-  return frozenset(axis for e in entries for axis in e if axis is not None)
+  return frozenset(a for e in _entries(spec) for a in e if a is not None)
+
+
+def _entries(spec):
+  return [e if isinstance(e, tuple) else (e,) for e in spec]
 
 
 def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
   """Returns `PartitionSpec`s that name those of `axes` alone."""
 
   def restrict(spec):
-    entries = [e if isinstance(e, tuple) else (e,) for e in spec]
-    kept = [tuple(axis for axis in e if axis in axes) for e in entries]
+    kept = [tuple(axis for axis in e if axis in axes) for e in _entries(spec)]
     return P(*(e or None for e in kept))
 
   return jax.tree.map(restrict, specs, is_leaf=is_spec)
 
 
 def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
-  """Checks that `sharded` is a `PartitionSpec` or a tree of them.
-
-  Raises:
-    TypeError: If it is not.
-  """
+  """Checks that `sharded` is a `PartitionSpec` or a tree of them."""
   if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
     raise TypeError(
         f'`{name}` of `{caller}` must be a `PartitionSpec` or a tree of them,'
@@ -57,18 +55,7 @@ def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
 def sliced_axes(
     tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
 ) -> list[tuple[Hashable, ...]]:
-  """Returns over which of `axes` each leaf of a tree is sliced.
-
-  Args:
-    tree: Tree of arrays.
-    axes: Mapped axes.
-    sharded: A prefix tree of specs; `None` to read them off the types.
-    caller: The public name that errors show.
-
-  Raises:
-    NameError: If an axis is not bound.
-    ValueError: If the types do not tell, or tell otherwise.
-  """
+  """Returns over which of `axes` each leaf is sliced, by specs or by types."""
   if sharded is not None and not axes:
     raise ValueError(
         f'`sharded` of `{caller}` must come with `axis_name`, got {sharded!r}'

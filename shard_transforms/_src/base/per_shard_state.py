@@ -1,7 +1,6 @@
-"""Values of each shard that a state keeps: a leading axis, of length 1 inside.
+"""State that differs between shards: it has a leading axis.
 
-What differs between shards has a leading axis of length 1 inside the mapped
-function, and of the number of shards outside.
+Its length is 1 inside the mapped function, and the number of shards outside.
 """
 
 from collections.abc import Hashable
@@ -22,11 +21,7 @@ def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
 
 
 def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
-  """Takes a shard's own values out of leaves that are kept per shard.
-
-  Raises:
-    ValueError: If a leaf does not have a leading axis of length 1.
-  """
+  """Returns a shard's own values, which its state keeps per shard."""
   if not axes:
     return tree
   for leaf in jax.tree.leaves(tree):
@@ -61,11 +56,7 @@ def _apart(tree):
 
 
 def check_kept(before: Any, after: Any, caller: str) -> None:
-  """Checks that shared state is the same on all shards after a step.
-
-  Raises:
-    ValueError: If a leaf varies over an axis over which it did not before.
-  """
+  """Checks that a step leaves shared state the same on all shards."""
   old = jax.tree.leaves(before)
   new = jax.tree.leaves_with_path(after)
   for held, (path, leaf) in zip(old, new, strict=True):

@@ -9,11 +9,8 @@ def pack(values: jax.Array, num_values: int) -> jax.Array:
   """Returns small integers [..., n] as bytes [..., n / num_values].
 
   Neighbours in a byte are far apart in the row, so that whole parts of the row
-  are combined by one vector operation.
-
-  Args:
-    values: Integers or booleans below 2 ** (8 / num_values).
-    num_values: How many are put into a byte: 2, 4 or 8.
+  are combined by one vector operation. Values, or booleans, are below
+  2 ** (8 / num_values); a byte has 2, 4 or 8 of them.
   """
   *lead, length = values.shape
   shifts = np.arange(0, 8, 8 // num_values, dtype=np.uint8)

@@ -1,14 +1,15 @@
-"""How much shards and towers count: a scalar each; 0 leaves them out.
+"""How much shards and towers count, and in which order they are added.
 
-Everything that decides how much an update counts is a weight that is passed on
-to the reduction: a number of tokens, the age of a stale update, a shard that is
-not finite. So all of them compose.
+Each has a scalar weight; 0 leaves it out. Everything that decides how much an
+update counts is a weight that is passed on to the reduction: a number of
+tokens, the age of a stale update, a shard that is not finite. So all of them
+compose.
 """
 
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
@@ -20,6 +21,11 @@ import numpy as np
 from shard_transforms._src.base import leaves
 
 Kind = Literal['mean', 'sum']
+Order = Literal['tree'] | None
+
+
+class TreeOrder(NamedTuple):
+  """State of a reduction in the order of a tree, by which gates know it."""
 
 
 @functools.partial(
@@ -44,11 +50,7 @@ class Summed:
   dtypes: tuple[np.dtype, ...] = ()
 
   def as_given(self, summed: list[jax.Array], caller: str) -> list[jax.Array]:
-    """Returns leaves in the dtypes of the updates of a tower.
-
-    Raises:
-      ValueError: If there are not as many leaves as updates.
-    """
+    """Returns leaves in the dtypes of the updates of a tower."""
     if not self.dtypes:
       return summed
     if len(summed) != len(self.dtypes):
@@ -67,16 +69,7 @@ class Summed:
 def as_weight(
     weight: chex.Numeric | Summed, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
-  """Returns `weight` in float32; only positive normal numbers count.
-
-  Nonpositive, nonfinite and subnormal weights become 0; the reciprocal of a
-  subnormal number is infinite. A bad value that is known while tracing is an
-  error instead.
-
-  Raises:
-    TypeError: If the weight is not real.
-    ValueError: If it is not of `shape`, or is negative or not finite.
-  """
+  """Returns `weight` as `usable`; a bad one that is known is an error."""
   name = f'`weight` of `{caller}`'
   if isinstance(weight, Summed):
     raise ValueError(
@@ -109,7 +102,10 @@ def as_weight(
 
 @functools.partial(jax.jit, inline=True)
 def usable(weight: jax.Array) -> jax.Array:
-  """Returns a weight in float32; all but positive normal numbers become 0."""
+  """Returns a weight in float32; all but positive normal numbers become 0.
+
+  The reciprocal of a subnormal number is infinite.
+  """
   tiny = jnp.finfo(jnp.float32).tiny
   return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
 
@@ -129,7 +125,7 @@ def safe_divisor(total_weight: jax.Array) -> jax.Array:
 
 
 def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
-  """Returns the weight of what was reduced: a mean's total, 1 or 0 for a sum.
+  """Returns the weight of a reduced update: a mean's total, 1 or 0 for a sum.
 
   A sum already contains its weights: later reductions only need to know whether
   there were any.
@@ -138,16 +134,28 @@ def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
 
 
 def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
-  """Checks that a wrapper without `inner` is given no weight.
-
-  Raises:
-    ValueError: If it is given one.
-  """
+  """Checks that a wrapper without `inner` is given no weight."""
   if weight is not None:
     raise ValueError(
         f'`weight` of `{caller}` must come with `inner`, got none. A link of a'
         ' chain cannot pass the total weight to the next link: write'
         f' `{caller}(num_towers, optax.chain(...))`.'
+    )
+
+
+def check_order(order: Any) -> None:
+  """Checks that the order of a sum is `'tree'` or `None`."""
+  if order not in ('tree', None):
+    raise ValueError(f"`order` must be 'tree' or None, got {order!r}.")
+
+
+def check_power_of_two(name: str, value: int) -> None:
+  """Checks a number of summands that are added in the order of a tree."""
+  if value & (value - 1):
+    raise ValueError(
+        f"{name} must be a power of two with `order='tree'`, whose sums are of"
+        f' pairs, got {value}. Take {1 << (value.bit_length() - 1)} or'
+        f' {1 << value.bit_length()}.'
     )
 
 

@@ -6,7 +6,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'compressed_mean'
 
@@ -19,7 +19,7 @@ def compressed_mean(
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
-    algorithm: reduction_options.Algorithm = 'flat',
+    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by a compressed mean over all shards of a mapped axis.
 
@@ -118,7 +118,7 @@ def compressed_mean(
     https://arxiv.org/abs/1905.05957.
   """
   reduce = compressed_reduction.CompressedReduction(
-      reduction_options.ReductionOptions(
+      leaf_sums.Reduction(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
       warmup_steps,

@@ -25,7 +25,6 @@ from shard_transforms._src.compression import ef21
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 
 Feedback = Literal['residual', 'ef21'] | None
 
@@ -79,7 +78,7 @@ class SelectiveCompression(abc.ABC):
     seed: The seed of random numbers.
   """
 
-  options: reduction_options.ReductionOptions
+  options: leaf_sums.Reduction
   warmup_steps: int
   seed: int
 
@@ -205,7 +204,7 @@ class SelectiveCompression(abc.ABC):
     split = Split.of(updates, self.compresses)
     trees = per_shard_state.own(self._per_shard(state), self.axes, self.caller)
     own = state._replace(**trees)
-    leaves_lib.check_like(updates, own[1], self.caller)
+    arguments.check_like(updates, own[1], self.caller)
     for leaf, *kept in zip(
         *map(split.treedef.flatten_up_to, (updates, *own[1:])), strict=True
     ):

@@ -17,7 +17,7 @@ from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import quantization
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'scale_by_one_bit_adam'
 
@@ -58,7 +58,7 @@ def scale_by_one_bit_adam(
     compressor: compressor_lib.Compressor | None = None,
     min_elements: int = 16384,
     seed: int = 0,
-    algorithm: reduction_options.Algorithm = 'flat',
+    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Rescales the mean update over shards by Adam, in one bit an element.
 
@@ -121,7 +121,7 @@ def scale_by_one_bit_adam(
     Adam's Convergence Speed, 2021, https://arxiv.org/abs/2102.02888.
   """
   reduce = compressed_reduction.CompressedReduction(
-      reduction_options.ReductionOptions(
+      leaf_sums.Reduction(
           _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
       ),
       arguments.as_at_least('warmup_steps', warmup_steps, 1),
@@ -142,7 +142,7 @@ def scale_by_one_bit_adam(
     arguments.check_state(state, ScaleByOneBitAdamState, _CALLER)
     _check_real(updates)
     leaves_lib.check_per_shard(updates, reduce.axes, _CALLER)
-    leaves_lib.check_like(updates, state.mu, _CALLER)
+    arguments.check_like(updates, state.mu, _CALLER)
     rule = _Rule(b1, b2, eps, warmup_steps, state.mean_state.step)
     to_send = leaves_lib.tree_map(rule.to_send, updates, state.mu, state.nu)
     means, mean_state = reduce(to_send, state.mean_state, weight)

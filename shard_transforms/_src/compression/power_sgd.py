@@ -19,7 +19,6 @@ from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 
 _CALLER = 'power_sgd'
 _UNWEIGHTED = leaf_sums.Share(None, None)
@@ -162,9 +161,7 @@ def power_sgd(
     Distributed Optimization, 2019, https://arxiv.org/abs/1905.13727.
   """
   factors = _Factors(
-      reduction_options.ReductionOptions(
-          _CALLER, 'mean', axes_lib.as_axes(axis_name)
-      ),
+      leaf_sums.Reduction(_CALLER, 'mean', axes_lib.as_axes(axis_name)),
       warmup_steps,
       seed,
       rank,

@@ -26,7 +26,7 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import exchanges
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import vmapped_collectives
 
 Shape = tuple[int, ...]
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
   compressor: compressor_lib.Compressor
   axes: tuple[Hashable, ...]
   key: jax.Array
-  algorithm: reduction_options.Algorithm = 'flat'
+  algorithm: leaf_sums.Algorithm = 'flat'
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import os
 from typing import NamedTuple
 
-from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import jax_internals
 
 
 class Scheduler(NamedTuple):
@@ -108,7 +108,7 @@ def find_cluster(timeout: int) -> Cluster | None:
       ' recipes.'
   )
   try:
-    found = axes_lib.detect_cluster((*methods, *_CLOUD_TPU), timeout)
+    found = jax_internals.detect_cluster((*methods, *_CLOUD_TPU), timeout)
   except Exception as error:
     raise RuntimeError(
         f'JAX must find the other tasks of {cluster}, got'

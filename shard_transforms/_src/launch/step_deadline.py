@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import jax_internals
 
 _PULSES, _VERDICT = 'step_deadline/pulses', 'step_deadline/verdict'
 # Seconds between two signs of life; for one question to the coordinator, which
@@ -87,7 +87,7 @@ class StepDeadline:
 
   def _start(self):
     self._own, self._num = jax.process_index(), jax.process_count()
-    self._client: Any = axes_lib.coordination_client()
+    self._client: Any = jax_internals.coordination_client()
     self._main = threading.get_ident()
     self._watcher = threading.Thread(target=self._watch, daemon=True)
     self._watcher.start()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
@@ -267,7 +268,7 @@ def check_state(
   own = jax.eval_shape(
       lambda own: jax.tree.map(lambda x: x[0], own), state.own_params
   )
-  leaves_lib.check_like(updates, own, CALLER)
+  arguments.check_like(updates, own, CALLER)
   got, want = _kinds(anchor), _kinds(own)
   if got != want:
     raise ValueError(

@@ -20,15 +20,7 @@ from shard_transforms._src.base import thresholds
 
 
 def check_bucket_bytes(bucket_bytes: int | str) -> None:
-  """Checks the size of the buffers, as the user gives it.
-
-  Args:
-    bucket_bytes: Should be an integer of at least 0, or `'auto'`.
-
-  Raises:
-    TypeError: If it is neither an integer nor `'auto'`.
-    ValueError: If it is negative.
-  """
+  """Checks the size of the buffers, as the user gives it."""
   required = "`bucket_bytes` must be 'auto' or an integer of at least 0"
   if isinstance(bucket_bytes, jax.Array):
     raise TypeError(
@@ -49,13 +41,7 @@ def check_bucket_bytes(bucket_bytes: int | str) -> None:
 def levels(
     bucket_bytes: int | str, measured: tuple[thresholds.Level, ...]
 ) -> tuple[thresholds.Level, ...]:
-  """Returns the steps in which leaves are packed.
-
-  Args:
-    bucket_bytes: Checked by `check_bucket_bytes`. A number is both limits of
-      one step, and 0 packs nothing.
-    measured: The steps for `'auto'`.
-  """
+  """Returns the steps in which leaves are packed, `measured` for `'auto'`."""
   if bucket_bytes == 'auto':
     return measured
   limit = int(bucket_bytes)
@@ -78,16 +64,11 @@ def map_packed(
       sum over shards. It may take rows, [num_rows, ...], and return one of
       them, or take one and return rows.
     leaves: Arrays, none of size zero.
-    keys: A key for each leaf; only leaves with equal keys share a buffer. Equal
-      keys imply equal dtypes.
+    keys: Only leaves with equal keys, so of one dtype, share a buffer.
     levels: The steps in which they are packed. A leaf that is too large to
       share a buffer is sent alone, in its own shape.
-    num_rows: How many rows each leaf has, along its first axis; `fn` gets all
-      rows together. `None` where leaves have no rows.
+    num_rows: How many rows each leaf has, along its first axis, or `None`.
     growth: The size of a result divided by the size of its leaf.
-
-  Returns:
-    The results, in the order of `leaves`.
   """
   if not levels:
     return [fn(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]

@@ -1,10 +1,12 @@
-"""Collectives over shards.
+"""Collectives over shards, in any order or in that of a balanced binary tree.
 
 This file and `vmapped_collectives`, on which it stands, are the only ones that
-call those of JAX.
+call those of JAX. Values vary over all axes where JAX tracks this.
 
-Every function is called with at least one axis, and with values that vary over
-all of them where JAX tracks this.
+In the order of a tree, numbers are added in pairs, the sums of pairs in pairs,
+and so on. A shard that has 2**m of them in a row adds its own subtree, and
+shards add the rest of the tree: the same additions on any number of shards.
+Only the order within a pair may differ, which changes no bit.
 """
 
 from collections.abc import Hashable
@@ -71,11 +73,7 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the sum of `x` over the shards; itself without axes.
-
-  Raises:
-    NotImplementedError: If JAX has no sum here.
-  """
+  """Returns the sum of `x` over the shards; itself without axes."""
   if not axes:
     return x
   with _explaining(x, axes):
@@ -86,22 +84,22 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the same sum, with less traffic over all axes but the last.
-
-  It is a reduce-scatter along the last axis, an all-reduce of the parts over
-  the other axes, and an all-gather along the last.
-  """
+  """Returns the same sum, with less traffic over all axes but the last."""
   *slow, fast = axes
   if not axes_lib.on_own_mesh(x, axes):
     return psum(x, axes)
-  return _scatter_and_gather(x, fast, tuple(slow))
+
+  def scatter_and_sum(rows, axes, groups):
+    return psum(scatter(rows, axes, groups), tuple(slow))
+
+  return _psum_in_slices(scatter_and_sum, x, (fast,))
 
 
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
   is_even = len(set(map(len, groups))) == 1
   if is_even and _sends_in_groups(x, axis):
-    return _scatter_and_gather(x, axis, (), groups)
+    return _psum_in_slices(scatter, x, (axis,), groups)
   if is_even and _is_untyped_on_mesh(x, axis):
     return _on_mesh(lax.psum, x, axis, axis_index_groups=groups)
   return _psum_one_hot(x, axis, groups)
@@ -112,14 +110,8 @@ def scatter(
 ) -> jax.Array:
   """Returns the row of each shard, summed over all shards or a group of them.
 
-  Args:
-    rows: An array of shape [number of shards, ...] that has a row for each
-      shard, in the order of the mesh; see `row_index`.
-    axes: The mapped axes.
-    groups: Even groups; `rows` is then [size of a group, ...].
-
-  Raises:
-    NotImplementedError: If JAX has no sum here.
+  There is a row for each shard, [shards, ...], in the order of the mesh; see
+  `row_index`. Groups are of one size, [size of a group, ...].
   """
   if groups is not None:
     if _sends_in_groups(rows, axes[0]):
@@ -141,14 +133,8 @@ def scatter_along(
 ) -> jax.Array:
   """Returns each shard's part of the sum of `x` over the shards along an axis.
 
-  Args:
-    x: An array that has a part for each shard along a dimension.
-    axis: The mapped axis.
-    dimension: Which dimension, which the result does not have.
-    tiled: Whether parts are slices of the dimension, which the result keeps.
-
-  Raises:
-    NotImplementedError: If JAX has no sum here.
+  Parts lie along a dimension, which the result does not have; if they are
+  `tiled`, they are slices of it.
   """
   with _explaining(x, (axis,)):
     return _scatter(x, axis, dimension, tiled)
@@ -159,11 +145,8 @@ def exchange_along(
 ) -> jax.Array:
   """Returns the parts addressed to this shard, ordered by sender.
 
-  Args:
-    x: An array that has a part for each shard along a dimension.
-    axis: The mapped axis.
-    dimension: Which dimension.
-    **groups: `axis_index_groups`, if the shards of each group exchange.
+  There is a part for each shard along a dimension, or for each of its group
+  with `axis_index_groups`.
   """
   # For an operand that `vmap` does not batch, JAX returns the wrong shape.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
@@ -194,16 +177,7 @@ def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
 def gather(
     row: jax.Array, axes: Axes, groups: Groups | None = None
 ) -> jax.Array:
-  """Returns the rows of all shards, or of each shard's own group.
-
-  Args:
-    row: A shard's own, of any shape.
-    axes: The mapped axes.
-    groups: As in `scatter`.
-
-  Returns:
-    An array of shape [number of shards, ...], or [size of a group, ...].
-  """
+  """Returns the rows of all shards, [shards, ...], or of each one's group."""
   if groups is not None:
     if _sends_in_groups(row, axes[0]):
       return _on_mesh(lax.all_gather, row, axes[0], axis_index_groups=groups)
@@ -232,13 +206,67 @@ def group_size(axis: Hashable, groups: Groups) -> jax.Array:
   return _own_entry(sizes, axis).astype(jnp.float32)
 
 
+def rounded(x: jax.Array) -> jax.Array:
+  """Returns a number rounded to its dtype; every NaN becomes the same one.
+
+  A compiler may join a product and a sum into one operation, which rounds once
+  and gives other bits. Whether it does depends on the program around them, and
+  so on the number of shards. It cannot across a comparison; XLA for CPUs does
+  across `lax.optimization_barrier` (JAX 0.10) and `lax.reduce_precision`.
+  """
+  return jnp.where(x == x, x, jnp.nan)
+
+
+def sum_rows(rows: jax.Array) -> jax.Array:
+  """Returns the sum over the first axis, whose length is a power of two."""
+  while len(rows) > 1:
+    pairs = lax.reshape(rows, (len(rows) // 2, 2, *rows.shape[1:]))
+    rows = pairs[:, 0] + pairs[:, 1]
+  return rows[0]
+
+
+def scatter_in_pairs(
+    rows: jax.Array, axes: Axes, groups: Groups | None = None
+) -> jax.Array:
+  """Returns what `scatter` does, added in the order of a tree.
+
+  By recursive halving: at each level, two shards swap halves of their rows and
+  add, at first neighbours, then pairs of them. Sends the same bytes.
+  """
+  members = groups or (tuple(range(len(rows))),)
+  rank, distance = row_index(axes, groups), 1
+  while len(rows) > 1:
+    halves = lax.reshape(rows, (len(rows) // 2, 2, *rows.shape[1:]))
+    bit = (rank // distance) % 2
+    keep, give = (
+        lax.dynamic_index_in_dim(halves, i, 1, keepdims=False)
+        for i in (bit, 1 - bit)
+    )
+    pairs = [
+        (group[i ^ distance], shard)
+        for group in members
+        for i, shard in enumerate(group)
+    ]
+    rows, distance = keep + permute(give, axes, pairs), 2 * distance
+  return lax.squeeze(rows, (0,))
+
+
+def psum_in_pairs(
+    x: jax.Array, axes: Axes, groups: Groups | None = None
+) -> jax.Array:
+  """Returns the sum of `x` over the shards, added in the order of a tree."""
+  if not axes:
+    return x
+  num_shards = math.prod(map(lax.axis_size, axes))
+  if x.size < (num_shards if groups is None else len(groups[0])):
+    # One collective, in place of two or more.
+    return sum_rows(gather(x, axes, groups))
+  return _psum_in_slices(scatter_in_pairs, x, axes, groups)
+
+
 @contextlib.contextmanager
 def _explaining(x, axes):
-  """Explains what to do where JAX has no sum.
-
-  Raises:
-    NotImplementedError: If JAX raises in this context.
-  """
+  """Explains what to do where JAX has no sum."""
   try:
     yield
   except (AssertionError, ValueError) as error:
@@ -273,12 +301,15 @@ def _own_entry(entries, axis):
   return jnp.asarray(in_order, jnp.int32)[lax.axis_index(axis)]
 
 
-def _scatter_and_gather(x, axis, others, groups=None):
-  # Unlike `psum`, these support groups under `shard_map(check_vma=True)` too.
-  size = lax.axis_size(axis) if groups is None else len(groups[0])
-  rows = leaves_lib.cut(x.ravel(), size)
-  part = psum(scatter(rows, (axis,), groups), others)
-  return leaves_lib.join(gather(part, (axis,), groups), x)
+def _psum_in_slices(scatter_rows, x, axes, groups=None):
+  """Returns the sum over the shards, each of which adds up a slice.
+
+  Unlike `psum`, it supports groups under `shard_map(check_vma=True)` too.
+  """
+  num_shards = math.prod(map(lax.axis_size, axes))
+  size = num_shards if groups is None else len(groups[0])
+  part = scatter_rows(leaves_lib.cut(x.ravel(), size), axes, groups)
+  return leaves_lib.join(gather(part, axes, groups), x)
 
 
 def _scatter(x, axis, dimension, tiled=False, **groups):

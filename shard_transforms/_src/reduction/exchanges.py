@@ -15,10 +15,8 @@ from shard_transforms._src.reduction import vmapped_collectives
 def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the rows addressed to this shard, ordered by sender.
 
-  Args:
-    rows: An array of shape [number of shards, elements] that has a row for each
-      shard, in the order of the mesh; see `collectives.row_index`.
-    axes: The mapped axes.
+  There is one for each shard, [shards, elements], in the order of the mesh; see
+  `collectives.row_index`.
   """
   order = axes_lib.in_mesh_order(axes)
   if not axes_lib.on_own_mesh(rows, axes):
@@ -31,12 +29,7 @@ def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
 
 
 def gather_flat(row: jax.Array, axes: collectives.Axes) -> jax.Array:
-  """Returns the rows of all shards, as `collectives.gather`, over slow links.
-
-  Args:
-    row: A shard's own, [elements].
-    axes: The mapped axes.
-  """
+  """Returns the rows [elements] of all shards, as `collectives.gather`."""
   return _in_pieces(lambda row: collectives.gather(row, axes), row)
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
+import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import chex
 import jax
@@ -15,12 +16,15 @@ import numpy as np
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import reduction_options
-from shard_transforms._src.reduction import tree_sums
+
+OnInvariant = Literal['error', 'summed', 'averaged']
+Algorithm = Literal['flat', 'hierarchical']
 
 
 class Route(NamedTuple):
@@ -42,11 +46,7 @@ class Route(NamedTuple):
 class Key(NamedTuple):
   """What must be equal for leaves to share a buffer.
 
-  Attributes:
-    route: The axes and the scale.
-    dtype: The dtype that is sent.
-    varying: All axes over which the leaf varies; a shared buffer would vary
-      over the axes of all of its leaves.
+  A buffer varies over all axes over which one of its leaves does.
   """
 
   route: Route
@@ -66,49 +66,121 @@ class Share(NamedTuple):
   total: jax.Array | None
 
 
-class Reduction(reduction_options.ReductionOptions):
-  """The sum or mean of a tree over shards, the same on all of them."""
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+  """The sum or mean of a tree over shards; checked when it is made.
+
+  Attributes:
+    caller: The public name that errors and profiles show.
+    kind: `'mean'` or `'sum'`.
+    axes: The mapped axes.
+    groups: The partition of the shards that reduce among themselves, or `None`.
+    on_invariant: How to read a leaf that is the same on all shards.
+    bucket_bytes: The size of the buffers that small leaves share, or `'auto'`.
+    algorithm: Whether several axes are summed over at once or level by level.
+    order: `'tree'` for sums in the order of a balanced tree; `None` for any.
+    in_slices: Whether leaves are scattered and gathered, in place of summed.
+  """
+
+  caller: str
+  kind: weights.Kind
+  axes: tuple[Hashable, ...]
+  groups: groups_lib.Groups | None = None
+  on_invariant: OnInvariant = 'error'
+  bucket_bytes: int | str = 'auto'
+  algorithm: Algorithm = 'flat'
+  order: weights.Order = None
+  in_slices: ClassVar[bool] = False
+
+  def __post_init__(self):
+    if self.on_invariant not in ('error', 'summed', 'averaged'):
+      raise ValueError(
+          "`on_invariant` must be 'error', 'summed' or 'averaged', got"
+          f' {self.on_invariant!r}.'
+      )
+    if self.algorithm not in ('flat', 'hierarchical'):
+      raise ValueError(
+          "`algorithm` must be 'flat' or 'hierarchical', got"
+          f' {self.algorithm!r}.'
+      )
+    if self.algorithm == 'hierarchical' and len(self.axes) < 2:
+      raise ValueError(
+          "`algorithm='hierarchical'` must come with two axes or more, the fast"
+          f' one last, got {self.axes!r}.'
+      )
+    if self.groups is not None and len(self.axes) > 1:
+      raise ValueError(
+          f'`groups` must come with one axis, got {self.axes!r}. Number the'
+          ' shards along a mesh of one axis.'
+      )
+    bucketing.check_bucket_bytes(self.bucket_bytes)
+    weights.check_order(self.order)
+    if self.order is not None:
+      self._check_own_order()
+
+  def _check_own_order(self):
+    """Checks that nothing else decides in which order shards are summed."""
+    even = self.groups is None or groups_lib.is_even(self.groups)
+    for name, value, fits in (
+        ('on_invariant', self.on_invariant, self.on_invariant == 'error'),
+        ('algorithm', self.algorithm, self.algorithm == 'flat'),
+        ('groups', self.groups, even),
+    ):
+      if not fits:
+        raise ValueError(
+            f'`{name}` of `{self.caller}` must not decide the order of a sum'
+            f" with `order='tree'`, got {value!r}. Leave one of the two out;"
+            ' groups must be of one size.'
+        )
 
   def __call__(
       self, tree: chex.ArrayTree, weight: chex.Numeric | None = None
   ) -> chex.ArrayTree:
     """Returns the (weighted) sum or mean of `tree` over the shards.
 
-    Args:
-      tree: Real or complex leaves of any shapes; `float0` passes through.
-      weight: A scalar a shard, or `None` for equal ones.
-
-    Returns:
-      A tree of the same shapes and dtypes, the same on all shards of `axes`, or
-      of a group.
-
-    Raises:
-      NameError: If an axis is not bound.
-      TypeError: If a leaf carries no gradient or the weight is no number.
-      ValueError: If a leaf is reduced already and `on_invariant`, `weight` or
-        `groups` do not allow it, or `weight` or `groups` are wrong.
+    It has the same shapes and dtypes, and is the same on all shards of `axes`,
+    or of a group.
     """
     checked = check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      own = share(checked, self)
-      reduced = reduce(leaves, own, self)
+      reduced = reduce(leaves, share(checked, self), self)
     return treedef.unflatten(as_given(reduced, checked, self))
+
+  def num_shards(self) -> int:
+    """Returns the number of all shards, which `groups` must partition."""
+    num_shards = axes_lib.size(self.axes, self.caller)
+    if self.groups is not None:
+      groups_lib.check_size(self.groups, num_shards)
+    if self.order is not None:
+      summands = num_shards if self.groups is None else len(self.groups[0])
+      weights.check_power_of_two(
+          f'The number of shards of `{self.caller}`', summands
+      )
+    return num_shards
+
+  def num_slices(self) -> int:
+    """Returns how many shards reduce together, each of which has a slice."""
+    num_shards = self.num_shards()
+    return num_shards if self.groups is None else len(self.groups[0])
+
+  def levels(self) -> tuple[thresholds.Level, ...]:
+    """Returns the steps in which leaves are packed where this is traced."""
+    # A buffer would gather what is sharded over a mesh axis that is not mapped,
+    # and under `vmap` nothing is sent.
+    if not axes_lib.on_mapped_mesh(self.axes):
+      return ()
+    measured = thresholds.measured()
+    buffers = measured.slice_buffers if self.in_slices else measured.buffers
+    return bucketing.levels(self.bucket_bytes, buffers)
 
 
 def check(
     tree: optax.Updates,
     weight: chex.Numeric | weights.Summed | None,
-    options: reduction_options.ReductionOptions,
+    options: Reduction,
 ) -> jax.Array | weights.Summed | None:
-  """Checks what is to be reduced; returns the weight as an array.
-
-  Raises:
-    NameError: If an axis is not bound.
-    TypeError: If a leaf carries no gradient or the weight is no number.
-    ValueError: If a leaf is reduced already and `on_invariant`, `weight` or
-      `groups` do not allow it, or `weight` or `groups` are wrong.
-  """
+  """Checks what is to be reduced; returns the weight as an array."""
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
   if isinstance(weight, weights.Summed) and options.on_invariant == 'averaged':
@@ -121,46 +193,31 @@ def check(
     leaves_lib.check_not_reduced(tree, options.axes, options.caller)
   if weight is None:
     return None
-  if isinstance(weight, weights.Summed) and options.order is not None:
-    return _checked_sum(weight, options)
-  weight = weights.as_weight(weight, (), options.caller)
+  if not isinstance(weight, weights.Summed) or options.order is None:
+    weight = weights.as_weight(weight, (), options.caller)
+  elif not isinstance(weight.total, jax.Array):
+    if options.kind == 'sum' and weight.total != 1:
+      raise ValueError(
+          "`reduction` of the towers must be 'sum' where shards are summed with"
+          " `order='tree'`, got 'mean': a sum of the shards' means depends on"
+          ' the number of shards.'
+      )
+    return weight
   return axes_lib.to_varying(weight, options.axes)
 
 
 def as_given(
     reduced: list[jax.Array],
     weight: jax.Array | weights.Summed | None,
-    options: reduction_options.ReductionOptions,
+    options: Reduction,
 ) -> list[jax.Array]:
-  """Returns reduced leaves in the dtypes of the towers, if they are of some.
-
-  Raises:
-    ValueError: If there are not as many leaves as updates of a tower.
-  """
+  """Returns reduced leaves in the dtypes of the towers, if they are of some."""
   is_sum = isinstance(weight, weights.Summed)
   return weight.as_given(reduced, options.caller) if is_sum else reduced
 
 
-def _checked_sum(weight, options):
-  """Returns the weight of sums over towers, if they can be reduced.
-
-  Raises:
-    ValueError: If they are to be means that are summed without weights.
-  """
-  if isinstance(weight.total, jax.Array):
-    return axes_lib.to_varying(weight, options.axes)
-  if options.kind == 'sum' and weight.total != 1:
-    raise ValueError(
-        "`reduction` of the towers must be 'sum' where shards are summed with"
-        " `order='tree'`, got 'mean': a sum of the shards' means depends on the"
-        ' number of shards.'
-    )
-  return weight
-
-
 def share(
-    weight: jax.Array | weights.Summed | None,
-    options: reduction_options.ReductionOptions,
+    weight: jax.Array | weights.Summed | None, options: Reduction
 ) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
   axes, groups = options.axes, options.groups
@@ -184,19 +241,16 @@ def _share_in_order(weight, options):
   is_sum = isinstance(weight, weights.Summed)
   own = weight.total if is_sum else weight
   if not isinstance(own, jax.Array):
-    groups = options.groups
-    size = options.num_shards() if groups is None else len(groups[0])
-    return Share(None, jnp.float32((1 if own is None else own) * size))
-  total = tree_sums.sum_in_pairs(
-      tree_sums.rounded(own), options.axes, options.groups
+    number = 1 if own is None else own
+    return Share(None, jnp.float32(number * options.num_slices()))
+  total = collectives.psum_in_pairs(
+      collectives.rounded(own), options.axes, options.groups
   )
   return Share(jnp.sign(own) if is_sum else own, total)
 
 
 def reduce(
-    leaves: Sequence[chex.Array],
-    own: Share,
-    options: reduction_options.ReductionOptions,
+    leaves: Sequence[chex.Array], own: Share, options: Reduction
 ) -> list[jax.Array]:
   """Returns the sum or mean of each leaf, in its shape and dtype."""
   sum_over = functools.partial(_psum, options=options)
@@ -204,22 +258,19 @@ def reduce(
 
 
 def scatter(
-    rows: Sequence[chex.Array],
-    own: Share,
-    options: reduction_options.ReductionOptions,
-    num_rows: int,
+    rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
 ) -> list[jax.Array]:
   """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
   send = collectives.scatter
   if options.order is not None:
-    send = tree_sums.scatter_in_pairs
+    send = collectives.scatter_in_pairs
   sum_over = functools.partial(send, groups=options.groups)
   return _reduce(sum_over, rows, own, options, num_rows)
 
 
 def _psum(x, axes, options):
   if options.order is not None:
-    return tree_sums.sum_in_pairs(x, axes, options.groups)
+    return collectives.psum_in_pairs(x, axes, options.groups)
   if options.groups is not None:
     return collectives.psum_in_groups(x, axes[0], options.groups)
   if options.algorithm == 'hierarchical' and len(axes) > 1:
@@ -231,22 +282,15 @@ def _reduce(
     sum_over: Callable[..., jax.Array],
     leaves: Sequence[chex.Array],
     own: Share,
-    options: reduction_options.ReductionOptions,
+    options: Reduction,
     num_rows: int | None = None,
 ) -> list[jax.Array]:
-  """Reduces a list of checked leaves.
+  """Returns what `sum_over` gives, scaled, in the dtype of each leaf.
 
-  Args:
-    sum_over: Takes an array and axes; gives the sum, or a row of it.
-    leaves: Arrays; with `num_rows`, of rows.
-    own: The share of this shard.
-    options: How to reduce them.
-    num_rows: As in `bucketing.map_packed`.
-
-  Returns:
-    What `sum_over` gives, scaled, in the dtype of each leaf.
+  It takes an array and axes, and gives the sum, or one of `num_rows` rows.
   """
-  results: list[Any] = [_pass_through(leaf, options) for leaf in leaves]
+  axes = options.axes if options.groups is None else ()
+  results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
   todo = [i for i, result in enumerate(results) if result is None]
   values, keys = _prepare([leaves[i] for i in todo], own.weight, options)
   factors = {}
@@ -259,7 +303,7 @@ def _reduce(
     summed = sum_over(buffer, key.route.send)
     factor = factors.get(key.dtype)
     scaled = _scaled(summed, key.route, factor, options.kind)
-    return scaled if options.order is None else tree_sums.rounded(scaled)
+    return scaled if options.order is None else collectives.rounded(scaled)
 
   sends = any(key.route.send for key in keys)
   levels = options.levels() if sends else ()
@@ -272,15 +316,14 @@ def _reduce(
 def _prepare(leaves, weight, options):
   """Returns the weighted values that are sent, and the key of each."""
   values = [leaves_lib.as_accumulator(leaf) for leaf in leaves]
-  averaged = options.on_invariant == 'averaged'
-  routes = find_routes(values, options.axes, averaged, options.caller)
+  routes = find_routes(values, options)
   weigh = weights.weighing(weight)
   values = [
       weigh(collectives.psum(x, route.pending))
       for x, route in zip(values, routes, strict=True)
   ]
   if options.order is not None:
-    values = list(map(tree_sums.rounded, values))
+    values = list(map(collectives.rounded, values))
   keys = [
       Key(route, x.dtype, axes_lib.varying_axes(x))
       for x, route in zip(values, routes, strict=True)
@@ -289,26 +332,14 @@ def _prepare(leaves, weight, options):
 
 
 def find_routes(
-    leaves: Sequence[chex.Array],
-    axes: Sequence[Hashable],
-    averaged: bool,
-    caller: str,
+    leaves: Sequence[chex.Array], options: Reduction
 ) -> list[Route]:
-  """Returns the route of each leaf.
-
-  Args:
-    leaves: Arrays.
-    axes: The axes to sum over, all of them bound.
-    averaged: Whether a leaf that is the same on all shards is an average.
-    caller: The public name that errors show.
-
-  Raises:
-    NameError: If an axis is not bound.
-  """
-  sizes = [axes_lib.size([axis], caller) for axis in axes]
-  per_axis = [axes_lib.states(leaves, axis) for axis in axes]
+  """Returns the route of each leaf."""
+  averaged = options.on_invariant == 'averaged'
+  sizes = [axes_lib.size([axis], options.caller) for axis in options.axes]
+  per_axis = [axes_lib.states(leaves, axis) for axis in options.axes]
   return [
-      _route(list(zip(axes, sizes, states, strict=True)), averaged)
+      _route(list(zip(options.axes, sizes, states, strict=True)), averaged)
       for states in zip(*per_axis, strict=True)
   ]
 
@@ -340,15 +371,3 @@ def _reciprocal(x, dtype):
   """Returns `1 / x`, or 1 for 0, as precise as `dtype`."""
   divisor = weights.safe_divisor(x).astype(jnp.finfo(dtype).dtype)
   return (1 / divisor).astype(dtype)
-
-
-def _pass_through(leaf, options):
-  """Returns the result for a leaf that holds no number, or `None`."""
-  if leaves_lib.is_float0(leaf):
-    return leaf
-  if jnp.size(leaf) > 0:
-    return None
-  stays = axes_lib.varying_axes(leaf)
-  if options.groups is None:
-    stays = stays.difference(options.axes)
-  return axes_lib.to_varying(axes_lib.zeros(jax.typeof(leaf)), tuple(stays))

@@ -32,7 +32,7 @@ def global_norm(
   Args:
     tree: Tree of real or complex arrays of any shapes; `float0` counts as zero.
     axis_name: The mapped axis, or a sequence of them, over which leaves may be
-      sliced. `None` for the norm of what this shard holds.
+      sliced. `None` for the norm of this shard's own leaves.
     sharded: Which leaves are sliced over these axes: the `PartitionSpec`s of
       the leaves, as for `in_specs` of `jax.shard_map`, a tree or a prefix of
       one. A scalar is never sliced. `None` where the types tell: what varies
@@ -72,13 +72,7 @@ def sum_of_squares(
     sharded: partition_specs.SpecTree,
     caller: str,
 ) -> jax.Array:
-  """Returns the sum of the squares of all elements, float32 or wider [].
-
-  Raises:
-    NameError: If an axis is not bound.
-    TypeError: If a leaf is an integer or boolean.
-    ValueError: As `global_norm`.
-  """
+  """Returns the sum of the squares of all elements, float32 or wider []."""
   numbers = [0] * len(jax.tree.leaves(tree))
   with jax.named_scope(caller):
     totals = [
@@ -97,19 +91,9 @@ def sums_of_squares(
     sharded: partition_specs.SpecTree,
     caller: str,
 ) -> jax.Array:
-  """Returns sums of squares over some of the leaves, float32 or wider [sums].
+  """Returns sums of squares of leaves, by the number of the sum of each leaf.
 
-  Args:
-    tree: The tree.
-    numbers: To which of the sums each leaf belongs.
-    axes: As for `sum_of_squares`.
-    sharded: As for `sum_of_squares`.
-    caller: As for `sum_of_squares`.
-
-  Raises:
-    NameError: If an axis is not bound.
-    TypeError: If a leaf is an integer or boolean.
-    ValueError: As `global_norm`.
+  They are float32 or wider, [sums].
   """
   with jax.named_scope(caller):
     totals = [

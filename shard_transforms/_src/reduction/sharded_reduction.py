@@ -13,10 +13,9 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
 
 
-class ShardedReduction(reduction_options.ReductionOptions):
+class ShardedReduction(leaf_sums.Reduction):
   """Reduce-scatter of a tree to slices, and all-gather of slices to a tree."""
 
   in_slices: ClassVar[bool] = True
@@ -36,30 +35,10 @@ class ShardedReduction(reduction_options.ReductionOptions):
           ' gradients over all of them by `shard_transforms.value_and_grad`.'
       )
 
-  def num_slices(self) -> int:
-    """Returns the number of slices of a leaf.
-
-    Raises:
-      NameError: If an axis is not bound.
-      ValueError: If `groups` do not fit the axis.
-    """
-    num_shards = self.num_shards()
-    return num_shards if self.groups is None else len(self.groups[0])
-
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
   ) -> optax.Updates:
-    """Returns each shard's slice of the (weighted) sum or mean of a tree.
-
-    Args:
-      tree: As for `Reduction`.
-      weight: As for `Reduction`.
-
-    Raises:
-      NameError: As `Reduction`.
-      TypeError: As `Reduction`.
-      ValueError: As `Reduction`.
-    """
+    """Returns each shard's slice of the (weighted) sum or mean of a tree."""
     checked = leaf_sums.check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
@@ -95,12 +74,7 @@ class ShardedReduction(reduction_options.ReductionOptions):
     return jax.tree.map(own, tree)
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
-    """Gathers a tree from the slices of all shards; the reverse of `own`.
-
-    Args:
-      tree: Each shard's slices of arrays of any dtypes.
-      like: A tree of leaves of the shapes and the kinds of the result.
-    """
+    """Gathers a tree like another from the slices of all shards."""
     num_slices = self.num_slices()
     leaves, treedef = jax.tree.flatten(tree)
     kinds = treedef.flatten_up_to(like)
@@ -122,8 +96,7 @@ class ShardedReduction(reduction_options.ReductionOptions):
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
     """Returns for each leaf whether it is sliced before it is sent."""
     num_slices = self.num_slices()
-    averaged = self.on_invariant == 'averaged'
-    routes = leaf_sums.find_routes(leaves, self.axes, averaged, self.caller)
+    routes = leaf_sums.find_routes(leaves, self)
     # A leaf that is not sent over all axes is the same on some shards.
     return [
         leaves_lib.is_cut(leaf, num_slices) and route.send == self.axes

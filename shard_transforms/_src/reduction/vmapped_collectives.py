@@ -32,13 +32,8 @@ def on_mesh(
 ) -> jax.Array:
   """Returns `collective(x, axes, ...)`, over the mesh if there is one.
 
-  Args:
-    collective: A linear function of an array that sends it over mapped axes.
-    x: A shard's own.
-    axes: One or more mapped axes, in any mode.
-    *args: Further arguments of `collective`.
-    is_same: Whether the result is the same on all shards.
-    **kwargs: Its keyword arguments.
+  It is linear in `x`, a shard's own, in any mode. With `is_same`, the result is
+  the same on all shards.
   """
 
   def fn(x):
@@ -104,8 +99,8 @@ def _linear(collective, traced, x, indices):
 
   def backward(indices, cotangent):
     for axis, index in zip(collective.vmapped, indices, strict=True):
-      # Outside of the `jax.vmap` of an axis, there is one cotangent of what is
-      # the same along it, not one of each shard.
+      # A result that is the same along an axis has one cotangent outside of the
+      # `jax.vmap` of that axis, not one for each shard.
       if axis in collective.same and not axes_lib.is_bound(axis):
         cotangent = jnp.where(index == 0, cotangent, 0)
     back = dataclasses.replace(collective, fn=transposed, kind=kind, same=())

@@ -145,7 +145,7 @@ def compensate_delay(
     del extra_args
     arguments.check_update(updates, state, CompensateDelayState, axes, _CALLER)
     moved = _moved(updates, params, read_params)
-    leaves_lib.check_varies_with(updates, moved, _CALLER)
+    arguments.check_varies_with(updates, moved, _CALLER)
     squares = jax.tree.map(_square, updates)
     lams = jax.tree.map(lambda _: lam, updates)
     if decay is not None:
@@ -234,8 +234,8 @@ def _record(kept, squares, decay, counts, axes):
     return jnp.where(counts, after.astype(mean.dtype), mean)
 
   mean_square = per_shard_state.own(kept, axes, _CALLER)
-  leaves_lib.check_like(squares, mean_square, _CALLER)
-  leaves_lib.check_varies_with(squares, mean_square, _CALLER)
+  arguments.check_like(squares, mean_square, _CALLER)
+  arguments.check_varies_with(squares, mean_square, _CALLER)
   return leaves_lib.tree_map(record, mean_square, squares)
 
 

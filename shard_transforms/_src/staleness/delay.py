@@ -207,8 +207,8 @@ def _check_like(updates, pending):
     ValueError: If a tree or a shape differs, or a leaf is already reduced.
   """
   some = jax.tree.map(functools.partial(_take, 0), pending)
-  leaves_lib.check_like(updates, some, _CALLER)
-  leaves_lib.check_varies_with(updates, some, _CALLER)
+  arguments.check_like(updates, some, _CALLER)
+  arguments.check_varies_with(updates, some, _CALLER)
 
 
 def _check_unweighted(weight: chex.Numeric | None):

@@ -267,7 +267,7 @@ def _scale(updates, factor):
   Raises:
     ValueError: If the factor differs between shards, and an update does not.
   """
-  leaves_lib.check_varies_with(
+  arguments.check_varies_with(
       updates, jax.tree.map(lambda _: factor, updates), _CALLER
   )
   weigh = weights.weighing(weights.usable(factor))

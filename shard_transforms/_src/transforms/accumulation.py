@@ -179,7 +179,7 @@ def _num_shards(mesh, axes):
   specs_lib.check_mesh(mesh)
   kinds = jax.sharding.AxisType
   for axis in axes:
-    if axes_lib.kind_on(here, axis) == kinds.Manual:
+    if axes_lib.types_on(here).get(axis) == kinds.Manual:
       raise ValueError(
           f'`{_CALLER}` must be called outside of `jax.shard_map` over'
           f' {axis!r}. Inside, add up the gradients of `value_and_grad`, and'
@@ -192,7 +192,8 @@ def _num_shards(mesh, axes):
           ' or give `mesh`.'
       )
     # JAX changes the types of axes of the mesh in use alone.
-    if axes_lib.kind_on(mesh, axis) == kinds.Explicit and not here.axis_names:
+    is_explicit = axes_lib.types_on(mesh)[axis] == kinds.Explicit
+    if is_explicit and not here.axis_names:
       raise ValueError(
           f'`{_CALLER}` must be called inside `with jax.set_mesh(mesh)`,'
           f' because {axis!r} is of type `Explicit`, got no mesh in use.'

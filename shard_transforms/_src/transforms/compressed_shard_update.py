@@ -17,7 +17,7 @@ from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.transforms import sliced_inner
 
@@ -69,7 +69,7 @@ def compressed_shard_update(
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
-    algorithm: reduction_options.Algorithm = 'flat',
+    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1), and sends fewer bytes.
 
@@ -138,9 +138,7 @@ def compressed_shard_update(
   """
   axes = axes_lib.as_axes(axis_name)
   exchange = _Slices(
-      reduction_options.ReductionOptions(
-          _CALLER, 'mean', axes, algorithm=algorithm
-      ),
+      leaf_sums.Reduction(_CALLER, 'mean', axes, algorithm=algorithm),
       warmup_steps,
       seed,
       compressor,

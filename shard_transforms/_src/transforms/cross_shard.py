@@ -7,19 +7,18 @@ import optax
 
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import reduction_options
-from shard_transforms._src.reduction import tree_sums
 
 
 def cross_shard_mean(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: reduction_options.OnInvariant = 'error',
+    on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: reduction_options.Algorithm = 'flat',
-    order: tree_sums.Order = None,
+    algorithm: leaf_sums.Algorithm = 'flat',
+    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -66,13 +65,13 @@ def cross_shard_mean(
       a host: a reduce-scatter over its B shards comes first, then an all-reduce
       of the parts over the other axes, then an all-gather, so that the slow
       axes carry 1/B of the bytes.
-    order: In which order shards are added: `None` for any, or `'tree'` for the
-      same bits on any number of shards, a power of two, over all of which the
-      same summands are spread. Neighbours add, then pairs of them, and so on,
+    order: In which order shards are added: `None` for any, or `'tree'`. With a
+      tree, any number of shards gives the same bits if it is a power of two and
+      the summands are the same. Neighbours add, then pairs of them, and so on,
       by recursive halving, which sends the bytes of an all-reduce. Give the
-      same order to `tower_reduce` or `reduce_towers` around it. The order of
-      groups of one size is that of each group; `on_invariant` and `algorithm`
-      would add in another.
+      same order to `tower_reduce` or `reduce_towers` around it. Groups must be
+      of one size; each adds in its own tree. `on_invariant` and `algorithm`
+      would add in another order.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without arrays in its state,
@@ -110,10 +109,10 @@ def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: reduction_options.OnInvariant = 'error',
+    on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
-    algorithm: reduction_options.Algorithm = 'flat',
-    order: tree_sums.Order = None,
+    algorithm: leaf_sums.Algorithm = 'flat',
+    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
@@ -162,8 +161,8 @@ def shard_mean(
     axis_name: axes.AxisName,
     *,
     weight: chex.Numeric | None = None,
-    on_invariant: reduction_options.OnInvariant = 'error',
-    order: tree_sums.Order = None,
+    on_invariant: leaf_sums.OnInvariant = 'error',
+    order: weights.Order = None,
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
@@ -221,7 +220,7 @@ def _cross_shard(
 
   def init_fn(params):
     del params
-    return optax.EmptyState() if order is None else tree_sums.TreeOrder()
+    return optax.EmptyState() if order is None else weights.TreeOrder()
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args

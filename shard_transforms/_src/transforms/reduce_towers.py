@@ -11,7 +11,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import tree_sums
+from shard_transforms._src.reduction import collectives
 from shard_transforms._src.transforms import tower_order
 
 _CALLER = 'reduce_towers'
@@ -22,7 +22,7 @@ def reduce_towers(
     inner: optax.GradientTransformation | None = None,
     *,
     reduction: Literal['mean', 'sum'] = 'mean',
-    order: tree_sums.Order = None,
+    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: reduces a leading axis of updates to one update.
 
@@ -134,7 +134,7 @@ def _sum(towers, weight, order):
     weight = weight.reshape((-1,) + (1,) * (towers.ndim - 1))
   towers = weights.weighing(weight)(towers)
   if order is not None:
-    return tree_sums.sum_rows(tree_sums.rounded(towers))
+    return collectives.sum_rows(collectives.rounded(towers))
   return jnp.sum(towers, axis=0)
 
 

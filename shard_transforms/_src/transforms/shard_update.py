@@ -10,9 +10,8 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import reduction_options
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
-from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.transforms import owned_inner
 from shard_transforms._src.transforms import owners
 from shard_transforms._src.transforms import sliced_inner
@@ -51,7 +50,7 @@ class ShardUpdateState(NamedTuple):
   """
 
   inner_state: optax.OptState
-  order: tree_sums.TreeOrder | tuple[()] = ()
+  order: weights.TreeOrder | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -67,13 +66,13 @@ def shard_update(
     *,
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: reduction_options.OnInvariant = 'error',
+    on_invariant: leaf_sums.OnInvariant = 'error',
     bucket_bytes: int | str = 'auto',
     assume_elementwise: bool = False,
     slices: Slices = 'elements',
     cost: owners.Cost | None = None,
     assume_leafwise: bool = False,
-    order: tree_sums.Order = None,
+    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates its part of the leaves.
 
@@ -196,7 +195,7 @@ def shard_update(
       bucket_bytes,
       order=order,
   )
-  made_in = () if order is None else tree_sums.TreeOrder()
+  made_in = () if order is None else weights.TreeOrder()
   inner = arguments.as_inner(inner, _CALLER)
   if slices == 'leaves':
     own = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)

@@ -16,7 +16,8 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.reduction import tree_sums
+from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import collectives
 
 
 class TowerWeights(NamedTuple):
@@ -54,10 +55,10 @@ def check_towers(order: Any, num_towers: int, inner: Any, caller: str) -> None:
   Raises:
     ValueError: If the order is unknown, or lacks what it needs.
   """
-  tree_sums.check_order(order)
+  weights.check_order(order)
   if order is None:
     return
-  tree_sums.check_power_of_two(f'`num_towers` of `{caller}`', num_towers)
+  weights.check_power_of_two(f'`num_towers` of `{caller}`', num_towers)
   if inner is None:
     raise ValueError(
         f"`order='tree'` of `{caller}` must come with `inner`, got None. The"
@@ -68,7 +69,7 @@ def check_towers(order: Any, num_towers: int, inner: Any, caller: str) -> None:
 
 
 def check_inner(
-    order: tree_sums.Order,
+    order: weights.Order,
     num_towers: int,
     inner_state: Any,
     sums_over_shards: bool,
@@ -130,7 +131,7 @@ def _reduces_twice(node):
 def is_in_order(state: Any) -> bool:
   """Whether a state is of a transformation that sums over shards by a tree."""
   found = state_rules.nodes(
-      state, lambda node: isinstance(node, tree_sums.TreeOrder)
+      state, lambda node: isinstance(node, weights.TreeOrder)
   )
   return any(True for _ in found)
 
@@ -175,7 +176,7 @@ def add(levels: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
     x: What is added, [...].
     tower: How many towers have been added, int32 [].
   """
-  carry, full, level = tree_sums.rounded(x), jnp.bool_(True), jnp.int32(0)
+  carry, full, level = collectives.rounded(x), jnp.bool_(True), jnp.int32(0)
   if not len(levels):
     return carry[None]
   for i, row in enumerate(levels):

@@ -16,7 +16,6 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import tower_squares
-from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.transforms import tower_order
 from shard_transforms._src.transforms import tower_window
 
@@ -30,7 +29,7 @@ def tower_reduce(
     axis_name: axes_lib.AxisName | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
     assume_weighted: bool = False,
-    order: tree_sums.Order = None,
+    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: sums several updates and applies them once.
 
@@ -149,7 +148,7 @@ class _Towers:
   axes: tuple[Hashable, ...]
   weighted_axes: tuple[Hashable, ...]
   reduction: weights.Kind
-  order: tree_sums.Order
+  order: weights.Order
 
   def init(self, params):
     axes_lib.size(self.axes, _CALLER)

@@ -20,7 +20,6 @@ from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import tower_squares
-from shard_transforms._src.reduction import tree_sums
 from shard_transforms._src.transforms import tower_order
 
 _CALLER = 'tower_reduce'
@@ -161,8 +160,8 @@ def collect(
     like = jax.tree.map(tower_order.zero_row, total)
     updates = leaves_lib.tree_map(_zeros_for_none, updates, like)
     add = functools.partial(tower_order.add, tower=state.tower)
-  leaves_lib.check_like(updates, like, _CALLER)
-  leaves_lib.check_varies_with(updates, like, _CALLER)
+  arguments.check_like(updates, like, _CALLER)
+  arguments.check_varies_with(updates, like, _CALLER)
   add_update = functools.partial(_add, add, weights.weighing(weight))
   total = leaves_lib.tree_map(add_update, total, updates)
   own_weight = jnp.ones([], jnp.float32) if weight is None else weight
@@ -251,7 +250,7 @@ def emptied(
 
 def check_same_order(
     state: TowerReduceState,
-    order: tree_sums.Order,
+    order: weights.Order,
     num_towers: int,
     axes: tuple[Hashable, ...],
 ) -> None:
