@@ -233,8 +233,8 @@ def _check_rows(batch, num_shards, num_towers):
       raise ValueError(
           f'`batch` of `{_CALLER}` must have rows that can be divided by'
           f' {num_shards} shards{towers}, got the shape {name}. Pad it, and'
-          ' leave the padding out in the loss; pass arguments without rows by'
-          ' keyword.'
+          ' leave the padding out in the loss; pass what has no rows as a'
+          ' keyword argument.'
       )
   return num_towers
 
