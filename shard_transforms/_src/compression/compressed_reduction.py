@@ -171,10 +171,9 @@ class SelectiveCompression(abc.ABC):
       return self._compressed_mean(leaves, others, held, share)
 
     with jax.named_scope(self.caller):
+      run: Any = plain
       if leaves:
         run = self._after_warmup(state.step, compressed, plain, leaves)
-      else:
-        run = plain
       means, plain_means, held = run(held)
     held = held._replace(step=counters.add(state.step, 1))
     updates = split.replace(updates, means, plain_means)

@@ -134,8 +134,8 @@ def scale_by_one_bit_adam(
   eps = arguments.as_not_negative('eps', eps)
 
   def init_fn(params):
-    moments = map(leaves_lib.accumulators, (params, params))
-    return ScaleByOneBitAdamState(*moments, reduce.start(params))
+    mu, nu = map(leaves_lib.accumulators, (params, params))
+    return ScaleByOneBitAdamState(mu, nu, reduce.start(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args

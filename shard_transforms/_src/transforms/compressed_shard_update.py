@@ -257,7 +257,7 @@ class _Slices(compressed_reduction.CompressedReduction):
     with jax.named_scope(self.caller):
       run = self._after_warmup(state.step, compressed, plain, parts)
       wholes, rests = run(held.server_residual)
-      plain_wholes = self.plain.gather(others, other_kinds)
+      plain_wholes: Any = self.plain.gather(others, other_kinds)
     held = held._replace(step=step, server_residual=rests)
     wholes = split.replace(like, wholes, plain_wholes)
     return wholes, self._closed(split, own, held)
