@@ -7,6 +7,7 @@ from shard_transforms.facade.clipping import clip_gradient_norms
 from shard_transforms.facade.clipping import clip_gradients_by_norm
 from shard_transforms.facade.clipping import global_norm
 from shard_transforms.facade.constants import AggregationMethod
+from shard_transforms.facade.constants import GraphKeys
 from shard_transforms.facade.constants import ModeKeys
 from shard_transforms.facade.constants import Reduction
 from shard_transforms.facade.contexts import shard_context
@@ -15,29 +16,23 @@ from shard_transforms.facade.contrib import AdafactorOptimizer
 from shard_transforms.facade.contrib import LAMBOptimizer
 from shard_transforms.facade.contrib import LARSOptimizer
 from shard_transforms.facade.contrib import LazyAdamOptimizer
-from shard_transforms.facade.control_flow import cond
-from shard_transforms.facade.control_flow import control_dependencies
-from shard_transforms.facade.control_flow import group
-from shard_transforms.facade.control_flow import no_op
 from shard_transforms.facade.cross_shard import CrossShardOptimizer
 from shard_transforms.facade.cross_shard import cross_replica_sum
-from shard_transforms.facade.decays import cosine_decay
-from shard_transforms.facade.decays import cosine_decay_restarts
-from shard_transforms.facade.decays import exponential_decay
-from shard_transforms.facade.decays import inverse_time_decay
-from shard_transforms.facade.decays import linear_cosine_decay
-from shard_transforms.facade.decays import natural_exp_decay
-from shard_transforms.facade.decays import piecewise_constant
-from shard_transforms.facade.decays import polynomial_decay
 from shard_transforms.facade.differentiation import gradients
+from shard_transforms.facade.functions import cond
+from shard_transforms.facade.functions import control_dependencies
 from shard_transforms.facade.functions import function
+from shard_transforms.facade.functions import group
+from shard_transforms.facade.functions import no_op
 from shard_transforms.facade.graph import Graph
-from shard_transforms.facade.graph import GraphKeys
 from shard_transforms.facade.graph import add_to_collection
 from shard_transforms.facade.graph import get_collection
 from shard_transforms.facade.graph import get_default_graph
+from shard_transforms.facade.graph import get_variable_scope
+from shard_transforms.facade.graph import name_scope
 from shard_transforms.facade.graph import reset_default_graph
 from shard_transforms.facade.graph import set_random_seed
+from shard_transforms.facade.graph import variable_scope
 from shard_transforms.facade.inner import AdagradOptimizer
 from shard_transforms.facade.inner import AdamOptimizer
 from shard_transforms.facade.inner import FtrlOptimizer
@@ -53,17 +48,20 @@ from shard_transforms.facade.lookup import global_variables
 from shard_transforms.facade.lookup import local_variables
 from shard_transforms.facade.lookup import set_values
 from shard_transforms.facade.lookup import trainable_variables
-from shard_transforms.facade.moving_averages import ExponentialMovingAverage
 from shard_transforms.facade.optimizer import Optimizer
 from shard_transforms.facade.replicate import EstimatorSpec
 from shard_transforms.facade.replicate import TPUEstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
-from shard_transforms.facade.scopes import get_variable_scope
-from shard_transforms.facade.scopes import name_scope
-from shard_transforms.facade.scopes import variable_scope
+from shard_transforms.facade.schedules import ExponentialMovingAverage
+from shard_transforms.facade.schedules import cosine_decay
+from shard_transforms.facade.schedules import cosine_decay_restarts
+from shard_transforms.facade.schedules import exponential_decay
+from shard_transforms.facade.schedules import inverse_time_decay
+from shard_transforms.facade.schedules import linear_cosine_decay
+from shard_transforms.facade.schedules import natural_exp_decay
+from shard_transforms.facade.schedules import piecewise_constant
+from shard_transforms.facade.schedules import polynomial_decay
 from shard_transforms.facade.shards import shard
-from shard_transforms.facade.staleness import DropStaleGradientOptimizer
-from shard_transforms.facade.sync_replicas import SyncReplicasOptimizer
 from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.weight_decay import AdamWOptimizer
@@ -71,6 +69,8 @@ from shard_transforms.facade.weight_decay import DecoupledWeightDecayExtension
 from shard_transforms.facade.weight_decay import (
     extend_with_decoupled_weight_decay,
 )
+from shard_transforms.facade.workers import DropStaleGradientOptimizer
+from shard_transforms.facade.workers import SyncReplicasOptimizer
 
 __all__ = (
     'AdadeltaOptimizer',

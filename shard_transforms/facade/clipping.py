@@ -49,7 +49,6 @@ def clip_by_global_norm(
   References:
     `tf.clip_by_global_norm` of TensorFlow 1.15.
   """
-  del name
   arrays = _arrays(t_list)
   if use_norm is None:
     tx = optax.clip_by_global_norm(clip_norm)
@@ -83,7 +82,6 @@ def global_norm(
   References:
     `tf.global_norm` of TensorFlow 1.15.
   """
-  del name
   return optax.tree.norm(_arrays(t_list))
 
 
@@ -112,7 +110,6 @@ def clip_by_norm(
   References:
     `tf.clip_by_norm` of TensorFlow 1.15.
   """
-  del name
   array = jnp.asarray(t)
   axes = tuple(axes) if isinstance(axes, Sequence) else axes
   norm = optax.safe_norm(array, 0.0, axis=axes, keepdims=True)
@@ -145,7 +142,6 @@ def clip_by_value(
   References:
     `tf.clip_by_value` of TensorFlow 1.15.
   """
-  del name
   return jnp.clip(jnp.asarray(t), clip_value_min, clip_value_max)
 
 
@@ -187,11 +183,11 @@ class _ClippedOptimizer(wrapper.Wrapper):
     self._clip_norm = clip_norm
     self._gathers = opt._gathers
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-    grads, variables = zip(*grads_and_vars, strict=True)
+  def _apply(self, pairs, global_step, name):
+    grads, variables = zip(*pairs, strict=True)
     clipped, _ = clip_by_global_norm(grads, self._clip_norm)
-    pairs = zip(clipped, variables, strict=True)
-    return super().apply_gradients(list(pairs), global_step, name)
+    pairs = list(zip(clipped, variables, strict=True))
+    return super()._apply(pairs, global_step, name)
 
 
 def clip_gradients_by_norm(

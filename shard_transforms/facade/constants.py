@@ -55,7 +55,7 @@ class Reduction:
 
 
 class AggregationMethod:
-  """How TensorFlow 1 added up the parts of one gradient; without effect here.
+  """How TensorFlow 1 summed the parts of one gradient; without effect here.
 
   Attributes:
     ADD_N: All parts in one operation.
@@ -98,3 +98,41 @@ class ModeKeys:
   TRAIN = 'train'
   EVAL = 'eval'
   PREDICT = 'infer'
+
+
+class GraphKeys:
+  """Names of the collections of a graph.
+
+  Attributes:
+    GLOBAL_VARIABLES: All variables.
+    TRAINABLE_VARIABLES: Those that optimizers update by default.
+    GLOBAL_STEP: The global step alone.
+    MOVING_AVERAGE_VARIABLES: Those that have an average.
+    REGULARIZATION_LOSSES: The results of the regularizers of variables.
+    LOCAL_VARIABLES: Empty until you add to it; so are all that follow.
+    LOSSES: The same.
+    SUMMARIES: The same.
+    TRAIN_OP: The same.
+    UPDATE_OPS: The same.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default() as graph:
+    ...   w = facade.Variable(1.0, name='w')
+    ...   print(graph.get_collection(facade.GraphKeys.TRAINABLE_VARIABLES))
+    [<Variable 'w:0' shape=() dtype=float32>]
+
+  References:
+    `tf.GraphKeys` of TensorFlow 1.15.
+  """
+
+  GLOBAL_VARIABLES = 'variables'
+  TRAINABLE_VARIABLES = 'trainable_variables'
+  GLOBAL_STEP = 'global_step'
+  MOVING_AVERAGE_VARIABLES = 'moving_average_variables'
+  REGULARIZATION_LOSSES = 'regularization_losses'
+  LOCAL_VARIABLES = 'local_variables'
+  LOSSES = 'losses'
+  SUMMARIES = 'summaries'
+  TRAIN_OP = 'train_op'
+  UPDATE_OPS = 'update_ops'

@@ -59,8 +59,8 @@ class Template:
   """The objects that a function has created, for each call to reuse.
 
   TensorFlow 1 built a graph once and ran it often. Here, the function itself
-  runs again: the n-th object of a kind that a call asks for is the n-th that
-  every other call gets.
+  runs again: each call gets, as its n-th object of a kind, the n-th that the
+  first call made.
 
   Attributes:
     made: The objects by kind and number.
@@ -73,27 +73,40 @@ class Template:
 
 
 class _Thread(threading.local):
-  """The contexts of this thread; each call counts its objects by kind."""
+  """What is around the caller; each thread has its own.
 
-  def __init__(self):
-    self.shards: Shards | None = None
-    self.towers: Towers | None = None
-    self.calls: list[tuple[Template | None, collections.Counter]] = []
-    self.scopes: tuple[Any, ...] = ()
+  Attributes:
+    graph: The default graph, `None` for the one that all threads share.
+    scopes: The scopes of names, outermost first.
+    shards: The shards.
+    towers: The towers, even if there is only one.
+    call: The call of a function that runs again: its template, and how many
+      objects of each kind it has asked for.
+    frames: The frames that are open, outermost first.
+    locks: The locks that are held.
+  """
+
+  graph: Any = None
+  scopes: tuple[Any, ...] = ()
+  shards: Shards | None = None
+  towers: Towers | None = None
+  call: tuple[Template | None, collections.Counter] | None = None
+  frames: tuple[Any, ...] = ()
+  locks: tuple[Any, ...] = ()
 
 
-_thread = _Thread()
+around = _Thread()
 
 
 @contextlib.contextmanager
-def _replaced(field, value):
-  """Replaces a field of this thread's contexts, inside `with`."""
-  before = getattr(_thread, field)
-  setattr(_thread, field, value)
+def replaced(**fields: Any) -> Iterator[None]:
+  """Replaces some of what is around the caller, inside `with`."""
+  before = {name: getattr(around, name) for name in fields}
+  vars(around).update(fields)
   try:
     yield
   finally:
-    setattr(_thread, field, before)
+    vars(around).update(before)
 
 
 @contextlib.contextmanager
@@ -102,9 +115,9 @@ def shard_context(
 ) -> Iterator[Shards]:
   """Tells optimizers in the calling thread the number of shards.
 
-  `shard` does this for the computation that it maps. Without `shard`, it serves
-  to compute the gradients of one shard of several: `apply_gradients` of a
-  `CrossShardOptimizer` needs the mapped axis as well.
+  `shard` does this for the computation that it maps. Use it without `shard` to
+  compute the gradients of one shard of several; `apply_gradients` of
+  `CrossShardOptimizer` needs the mapped axis, too.
 
   Args:
     num_shards: The number of shards, at least 1.
@@ -131,11 +144,11 @@ def shard_context(
     `tpu_function.tpu_shard_context` of TensorFlow 1.15.
   """
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
-  if _thread.shards is not None:
+  if around.shards is not None:
     raise NotImplementedError('`shard_context` cannot be nested.')
-  around = Shards(num_shards, axis_name)
-  with _replaced('shards', around):
-    yield around
+  found = Shards(num_shards, axis_name)
+  with replaced(shards=found):
+    yield found
 
 
 def tower_context(
@@ -146,31 +159,31 @@ def tower_context(
   Raises:
     NotImplementedError: Inside another one.
   """
-  if _thread.towers is not None:
+  if around.towers is not None:
     raise NotImplementedError('`replicate_model_fn` cannot be nested.')
-  return _replaced('towers', towers)
+  return replaced(towers=towers)
 
 
 def shards() -> Shards | None:
   """Returns the shards around the caller, if any."""
-  return _thread.shards
+  return around.shards
 
 
 def towers() -> Towers | None:
   """Returns the towers around the caller, if there are several."""
-  around = _thread.towers
-  return around if around is not None and around.num_towers > 1 else None
+  found = around.towers
+  return found if found is not None and found.num_towers > 1 else None
 
 
 def is_any() -> bool:
   """Whether the caller is among shards or towers."""
-  return _thread.shards is not None or _thread.towers is not None
+  return around.shards is not None or around.towers is not None
 
 
 def mapped_axes() -> tuple[Hashable, ...]:
   """Returns the axes of shards and towers that are bound here."""
-  around = [x for x in (_thread.shards, _thread.towers) if x is not None]
-  axes = [x.axis_name for x in around if x.axis_name is not None]
+  found = [x for x in (around.shards, around.towers) if x is not None]
+  axes = [x.axis_name for x in found if x.axis_name is not None]
   return tuple(axis for axis in axes if axes_lib.is_bound(axis))
 
 
@@ -181,35 +194,12 @@ def call_of(
 
   Without a template, no object that must be reused may be created.
   """
-  calls = [*_thread.calls, (template, collections.Counter())]
-  return _replaced('calls', calls)
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-  """Lets objects that are created inside belong to no call."""
-  with _replaced('calls', []), _replaced('scopes', ()):
-    yield
-
-
-def scopes() -> tuple[Any, ...]:
-  """Returns the scopes of names around the caller, outermost first."""
-  return _thread.scopes
-
-
-def scopes_are(*scopes: Any) -> contextlib.AbstractContextManager[None]:
-  """Replaces the scopes of names, inside `with`."""
-  return _replaced('scopes', scopes)
-
-
-def is_repeated() -> bool:
-  """Whether a function is running that will run again."""
-  return bool(_thread.calls)
+  return replaced(call=(template, collections.Counter()))
 
 
 def subtemplate() -> Template | None:
   """Returns the template of a function inside the one around, if any."""
-  if not _thread.calls or _thread.calls[-1][0] is None:
+  if around.call is None or around.call[0] is None:
     return None
   return persistent('template', Template)
 
@@ -220,9 +210,9 @@ def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
   Raises:
     ValueError: In a call without a template.
   """
-  if not _thread.calls:
+  if around.call is None:
     return make()
-  template, counts = _thread.calls[-1]
+  template, counts = around.call
   if template is None:
     raise ValueError(
         'An optimizer must not be made in a computation that `shard` runs by'

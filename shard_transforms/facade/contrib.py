@@ -202,7 +202,6 @@ class LAMBOptimizer(inner.TensorFlowOptimizer):
       self, grads_and_vars: Any, global_step: Any = None, name: Any = None
   ) -> None:
     """Updates variables by gradients, as `Optimizer`, but never the step."""
-    del global_step
     super().apply_gradients(grads_and_vars, None, name)
 
 
@@ -280,15 +279,15 @@ class AdafactorOptimizer(inner.TensorFlowOptimizer):
       learning_rate = _of_step(lambda t: part * adafactor.default_rate(t))
     if decay_rate is None:
       decay_rate = _of_step(adafactor.default_decay_rate)
-    options = {
-        'multiply_by_parameter_scale': multiply_by_parameter_scale,
-        'beta1': beta1,
-        'clipping_threshold': clipping_threshold,
-        'factored': factored,
-        'epsilon1': epsilon1,
-        'epsilon2': epsilon2,
-    }
-    factory = functools.partial(adafactor.adafactor, **options)
+    factory = functools.partial(
+        adafactor.adafactor,
+        multiply_by_parameter_scale=multiply_by_parameter_scale,
+        beta1=beta1,
+        clipping_threshold=clipping_threshold,
+        factored=factored,
+        epsilon1=epsilon1,
+        epsilon2=epsilon2,
+    )
     super().__init__(use_locking, name, factory, learning_rate, decay_rate)
 
 

@@ -1,8 +1,6 @@
 """Sums over shards: of gradients, for one update, and of any array."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +32,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
   Make both calls in the computation of `shard`, which sets the number of
   shards. With groups, variables and slots differ between the groups, and keep
-  one value a shard.
+  one value per shard.
 
   Args:
     opt: The optimizer that applies the reduced gradients.
@@ -94,33 +92,21 @@ class CrossShardOptimizer(wrapper.Wrapper):
       return 1.0
     return 1 / (shards.num_shards if groups is None else len(groups[0]))
 
-  def apply_gradients(
-      self,
-      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
-      global_step: Variable | None = None,
-      name: str | None = None,
-  ) -> Any:
-    """Sums gradients over the shards, for the wrapped optimizer to apply."""
+  def _apply(self, pairs, global_step, name):
     shards, groups = self._reduced_over()
-    pairs = differentiation.check_pairs(grads_and_vars)
+    pairs = differentiation.check_pairs(pairs)
     if shards.num_shards > 1:
       pairs = _sum(pairs, shards, groups)
     if groups is None:
-      return super().apply_gradients(pairs, global_step, name)
+      return super()._apply(pairs, global_step, name)
     with frames.transaction() as opened:
-      out = super().apply_gradients(pairs, global_step, name)
+      out = super()._apply(pairs, global_step, name)
       shards.parted.update(opened.written)
       return out
 
   def _reduced_over(self):
     """Returns the shards around the caller, and the groups among them."""
-    shards = contexts.shards()
-    if shards is None:
-      raise ValueError(
-          '`CrossShardOptimizer` must be used inside a shard context, got none:'
-          ' it would train each shard by itself. Call it in a computation that'
-          ' `facade.shard` runs, for one device with `num_shards=1`.'
-      )
+    shards = _shards('CrossShardOptimizer')
     return shards, _as_groups(self._group_assignment, shards.num_shards)
 
 
@@ -156,13 +142,7 @@ def cross_replica_sum(
   References:
     `tf.contrib.tpu.cross_replica_sum` of TensorFlow 1.15.
   """
-  del name
-  shards = contexts.shards()
-  if shards is None:
-    raise ValueError(
-        '`cross_replica_sum` must be used inside a shard context, got none.'
-        ' Call it in a computation that `facade.shard` runs.'
-    )
+  shards = _shards('cross_replica_sum')
   array = jnp.asarray(x)
   if shards.num_shards == 1:
     return array
@@ -173,6 +153,18 @@ def cross_replica_sum(
   array = axes_lib.to_varying(array, [shards.axis_name])
   summed, _ = tx.update(array, tx.init(array))
   return jnp.asarray(summed)
+
+
+def _shards(caller):
+  """Returns the shards around the caller."""
+  found = contexts.shards()
+  if found is None:
+    raise ValueError(
+        f'`{caller}` must be used inside a shard context, got none: each shard'
+        ' would count by itself. Call it in a computation that `facade.shard`'
+        ' runs, for one device with `num_shards=1`.'
+    )
+  return found
 
 
 def _sum(pairs, shards, groups):

@@ -86,8 +86,8 @@ def gradients(
 
   Nothing is scaled. Among shards or towers, it is the gradient of the shard's
   own loss; `CrossShardOptimizer.apply_gradients` and that of `TowerOptimizer`
-  sum. So their update is that of the sum of the shards' losses: divide the loss
-  by the number of shards for that of the mean, as
+  sum. Their update is that of the summed losses of the shards. For the mean,
+  divide the loss by the number of shards, as
   `CrossShardOptimizer.compute_gradients` does. (Optimizers that divide by a
   norm of the gradient, such as Adam, hide the difference.)
 
@@ -123,7 +123,6 @@ def gradients(
   References:
     `tf.gradients` of TensorFlow 1.15.
   """
-  del name, colocate_gradients_with_ops, gate_gradients, aggregation_method
   is_one = not isinstance(ys, list | tuple)
   losses: list[Any] = [ys] if is_one else list(ys)
   weights = [grad_ys] if is_one or grad_ys is None else list(grad_ys)
@@ -211,9 +210,11 @@ def with_loss(
     frames.write(returned, (value, aux) if has_aux else value)
     return value
 
-  with frames.transaction():
+  with frames.transaction() as opened:
     result = compute(_mapped(loss, kept))
-    out = frames.take(returned)
+    out = opened.values.pop(returned, returned.stored)
+    for known in (opened.used, opened.written):
+      known.pop(returned, None)  # It is no variable of the step.
     if out is None:
       raise ValueError(
           'An optimizer must evaluate the loss that it is given, got one that'
@@ -370,15 +371,11 @@ def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
   A call whose loss does not read a variable contributes zero.
   """
   given = [by_name(call) for call in calls]
-  stacked = {}
-  for _, variable in calls[0]:
-    grads = [of_call.get(variable.op.name) for of_call in given]
-    present = [grad for grad in grads if grad is not None]
-    if present:
-      stacked[variable.op.name] = jnp.stack(
-          [jnp.zeros_like(present[0]) if g is None else g for g in grads]
-      )
-  return stacked
+  zeros = {k: jnp.zeros_like(g) for call in given for k, g in call.items()}
+  return {
+      name: jnp.stack([call.get(name, zero) for call in given])
+      for name, zero in zeros.items()
+  }
 
 
 def _check_pair(pair):

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import threading
 from typing import Any, Literal
 
 import jax
@@ -68,17 +67,6 @@ class Frame:
   collected: dict[Any, list[Any]] = dataclasses.field(default_factory=dict)
 
 
-class _Thread(threading.local):
-  """The frames that are open in this thread, and the locks that it holds."""
-
-  def __init__(self):
-    self.frames: list[Frame] = []
-    self.locks: list[Any] = []
-
-
-_thread = _Thread()
-
-
 class Output:
   """A place for a result that leaves a trace like the value of a variable.
 
@@ -92,16 +80,6 @@ class Output:
     self.stored: Any = None
 
 
-def take(output: Output) -> Any:
-  """Returns what was written to a place, which is forgotten; else `None`."""
-  found = output.stored
-  for opened in _thread.frames:
-    opened.used.pop(output, None)
-    opened.written.pop(output, None)
-    found = opened.values.pop(output, found)
-  return found
-
-
 @contextlib.contextmanager
 def frame(
     kind: Kind = 'plain',
@@ -111,13 +89,10 @@ def frame(
 ) -> Iterator[Frame]:
   """Opens a frame; what is written in it is lost unless committed."""
   opened = Frame(kind, enter, {v: enter(v, array) for v, array in values})
-  _thread.frames.append(opened)
-  try:
+  frames = *contexts.around.frames, opened
+  with contexts.replaced(frames=frames), opened.generation:
     _begin_generation(opened)
     yield opened
-  finally:
-    opened.generation.close()
-    _thread.frames.pop()
 
 
 def _begin_generation(opened):
@@ -145,7 +120,7 @@ def transaction() -> Iterator[Frame]:
 
 def read(variable: Any) -> Any:
   """Returns the array that `variable` stands for here."""
-  return _read(variable, _thread.frames)
+  return _read(variable, contexts.around.frames)
 
 
 def _read(variable, frames):
@@ -174,7 +149,7 @@ def known(variables: Iterable[Any]) -> dict[Any, Any]:
     variables: The variables that may be read outside of any trace.
   """
   found = {} if is_tracing() else {v: v.stored for v in variables}
-  for opened in _thread.frames:
+  for opened in contexts.around.frames:
     found.update(opened.values)
   return found
 
@@ -190,12 +165,17 @@ def write(variable: Any, array: Any) -> None:
   commit([variable], [array])
 
 
+def _innermost():
+  frames = contexts.around.frames
+  return frames[-1] if frames else None
+
+
 def _check_here(what):
-  if _thread.frames:
-    here = _thread.frames[-1].trace_state == jax_internals.trace_state()
-  else:
-    here = not is_staged()
-  if not here:
+  opened = _innermost()
+  moved = (
+      opened is not None and opened.trace_state != jax_internals.trace_state()
+  )
+  if moved or (opened is None and is_staged()):
     raise ValueError(
         f'{what} must not be assigned inside a branch, a loop or a function'
         ' that JAX traces by itself. Return the value from it, and assign it'
@@ -210,7 +190,7 @@ def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
   Raises:
     ValueError: If an array is a tracer that would leak from its trace.
   """
-  opened = _thread.frames[-1] if _thread.frames else None
+  opened = _innermost()
   for variable, array in zip(variables, arrays, strict=True):
     if opened is not None:
       _use(variable, opened)
@@ -236,30 +216,39 @@ def collect(key: Any, outermost: list[Any], value: Any) -> None:
     outermost: Its list outside of all frames.
     value: The value.
   """
-  frames = _thread.frames
-  into = frames[-1].collected.setdefault(key, []) if frames else outermost
+  opened = _innermost()
+  into = opened.collected.setdefault(key, []) if opened else outermost
   into.append(value)
 
 
 def collected(key: Any) -> list[Any]:
   """Returns what the frames around the caller hold of a collection."""
-  return [x for opened in _thread.frames for x in opened.collected.get(key, ())]
+  frames = contexts.around.frames
+  return [x for opened in frames for x in opened.collected.get(key, ())]
 
 
 def is_open() -> bool:
   """Whether this thread is inside any frame."""
-  return bool(_thread.frames)
+  return bool(contexts.around.frames)
+
+
+def is_step() -> bool:
+  """Whether the caller is in a step, which will run again."""
+  return is_open() or contexts.around.call is not None
 
 
 def is_tracing() -> bool:
   """Whether this thread is inside a call that is traced."""
-  kinds = {opened.kind for opened in _thread.frames}
-  return bool(kinds & {'traced', 'discovered'})
+  return _is_in('traced', 'discovered')
 
 
 def is_undecided() -> bool:
   """Whether what is written here may be dropped."""
-  return any(opened.kind == 'undecided' for opened in _thread.frames)
+  return _is_in('undecided')
+
+
+def _is_in(*kinds):
+  return any(opened.kind in kinds for opened in contexts.around.frames)
 
 
 def is_staged() -> bool:
@@ -278,9 +267,10 @@ def held(lock: Any) -> Iterator[None]:
     ValueError: If what is written inside could be dropped only after others
       have seen it.
   """
-  for opened in _thread.frames:
+  for opened in contexts.around.frames:
     opened.locks[lock] = None
-  if lock in _thread.locks:
+  locks = contexts.around.locks
+  if lock in locks:
     yield
     return
   if is_undecided() and not is_tracing():
@@ -289,12 +279,12 @@ def held(lock: Any) -> Iterator[None]:
         ' branch without, which may drop the update, such as a'
         ' `DropStaleGradientOptimizer`. Give that one `use_locking=True`, too.'
     )
-  _thread.locks.append(lock)
-  try:
-    with lock, contextlib.nullcontext() if is_tracing() else at_once():
-      yield
-  finally:
-    _thread.locks.remove(lock)
+  with (
+      contexts.replaced(locks=(*locks, lock)),
+      lock,
+      contextlib.nullcontext() if is_tracing() else at_once(),
+  ):
+    yield
 
 
 @contextlib.contextmanager
@@ -304,29 +294,24 @@ def at_once() -> Iterator[None]:
   The writes of outer transactions were private so far; now they can no longer
   be rolled back.
   """
-  frames, _thread.frames = _thread.frames, []
-  try:
+  frames = contexts.around.frames
+  with contexts.replaced(frames=()):
     for opened in frames:
       commit(opened.written, [opened.values[v] for v in opened.written])
       opened.values.clear()
       opened.written.clear()
     yield
-  finally:
-    _thread.frames = frames
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
   """Leaves all frames, calls and traces, so that results are concrete."""
-  frames, _thread.frames = _thread.frames, []
-  try:
-    with jax.ensure_compile_time_eval(), contexts.suspended():
-      yield
-  finally:
-    _thread.frames = frames
+  left = contexts.replaced(frames=(), call=None, scopes=())
+  with jax.ensure_compile_time_eval(), left:
+    yield
 
 
 def mark_mapped(mesh: jax.sharding.Mesh) -> None:
   """Marks the frames around as containing a call over `mesh`."""
-  for opened in _thread.frames:
+  for opened in contexts.around.frames:
     opened.mesh = mesh

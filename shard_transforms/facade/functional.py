@@ -69,7 +69,6 @@ class FunctionalOptimizer(optimizer.Optimizer, abc.ABC):
     return [variable.assign(params[variable.op.name]) for variable in given]
 
   def _finish(self, update_ops, name_scope):
-    del update_ops, name_scope
     self._prepared = None
 
 

@@ -1,17 +1,23 @@
-"""`function`: compiles a step that reads and assigns variables."""
+"""`function` compiles a step that assigns variables; `cond` is its `if`."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
 import contextlib
 import functools
 import threading
 from typing import Any
 
 import jax
+from jax import core
+import jax.numpy as jnp
 
+from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import mapping
+from shard_transforms.facade import shards
+from shard_transforms.facade import variables as variables_lib
 
 
 class Function:
@@ -22,7 +28,7 @@ class Function:
     self._fn = fn
     self._attribute = ''
     self._graph = graph_lib.get_default_graph()
-    self._scopes = contexts.scopes()
+    self._scopes = contexts.around.scopes
     self._template = contexts.Template()
     self._variables = []
     self._locks = []
@@ -62,7 +68,7 @@ class Function:
       return self._inline(args, kwargs)
     if not self._is_built:
       self.build(*args, **kwargs)
-    for _ in range(mapping.MAX_TRACES):
+    for _ in range(shards.MAX_TRACES):
       variables = self._variables
       with self._held():
         # Outside of all frames, a variable stands for what it stores.
@@ -83,7 +89,7 @@ class Function:
           self._unfinished = next(iter(written.values()), None)
         return out
     raise RuntimeError(
-        f'{self._fn!r} met new variables in each of {mapping.MAX_TRACES}'
+        f'{self._fn!r} met new variables in each of {shards.MAX_TRACES}'
         ' traces. It must use the same at every call.'
     )
 
@@ -95,7 +101,7 @@ class Function:
       **kwargs: The same.
     """
     everything = self._graph.get_collection(
-        graph_lib.GraphKeys.GLOBAL_VARIABLES
+        constants.GraphKeys.GLOBAL_VARIABLES
     )
     known = frames.known([*self._variables, *everything])
 
@@ -132,7 +138,7 @@ class Function:
     """Runs the function inline."""
     with (
         self._graph.as_default(),
-        contexts.scopes_are(*self._scopes),
+        contexts.replaced(scopes=self._scopes),
         contexts.call_of(self._template),
     ):
       out = self._fn(*args, **kwargs)
@@ -162,7 +168,7 @@ class Function:
 
   def _place(self):
     """Places variables where the step leaves them, to avoid a recompilation."""
-    return self._mesh is not None and mapping.place(self._variables, self._mesh)
+    return self._mesh is not None and shards.place(self._variables, self._mesh)
 
 
 def function(fn: Callable[..., Any]) -> Function:
@@ -208,3 +214,141 @@ def function(fn: Callable[..., Any]) -> Function:
   if not callable(fn):
     raise TypeError(f'`fn` must be a function, got {fn!r}.')
   return Function(fn)
+
+
+def cond(
+    pred: jax.typing.ArrayLike | variables_lib.Variable,
+    true_fn: Callable[[], Any],
+    false_fn: Callable[[], Any],
+    strict: bool = False,
+    name: str | None = None,
+) -> Any:
+  """Chooses between two branches, which may assign to variables.
+
+  Where `pred` is not known, as in a compiled step, both branches compute, each
+  from the values before; what one of them assigns or returns is then chosen.
+  (In a branch of `jax.lax.cond`, variables cannot be assigned.)
+
+  Args:
+    pred: A scalar; the same on all shards if a branch assigns.
+    true_fn: A function of no arguments.
+    false_fn: The same; returns a tree of the same structure and shapes.
+    strict: Ignored.
+    name: Ignored.
+
+  Returns:
+    What the chosen branch returns.
+
+  Raises:
+    ValueError: If the branches return other structures or shapes.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> step = facade.function(
+    ...     lambda x: facade.cond(x > 0, lambda: w.assign_add(x), lambda: x)
+    ... )
+    >>> for x in (2.0, -5.0):
+    ...   _ = step(x)
+    >>> print(w)
+    3.0
+
+  References:
+    `tf.cond` of TensorFlow 1.15.
+  """
+  chosen = jnp.asarray(pred)
+  if not isinstance(chosen, core.Tracer):
+    return true_fn() if chosen else false_fn()
+  return select(chosen, true_fn, false_fn)
+
+
+def select(
+    chosen: jax.Array, true_fn: Callable[[], Any], false_fn: Callable[[], Any]
+) -> Any:
+  """Computes both branches of `cond`, then chooses between the results."""
+  outputs, tried = [], []
+  for branch in (true_fn, false_fn):
+    with frames.frame('undecided') as opened:
+      outputs.append(jax.tree.map(jnp.asarray, branch()))
+    tried.append(opened)
+  shapes = [jax.tree.map(jnp.shape, output) for output in outputs]
+  if shapes[0] != shapes[1]:
+    raise ValueError(
+        '`true_fn` and `false_fn` must return the same structure and shapes,'
+        f' got {shapes[0]} and {shapes[1]}.'
+    )
+  for variable in {**tried[0].written, **tried[1].written}:
+    new = [f.values.get(variable, frames.read(variable)) for f in tried]
+    frames.commit([variable], [jnp.where(chosen, *new)])
+  return jax.tree.map(lambda x, y: jnp.where(chosen, x, y), *outputs)
+
+
+def group(*inputs: Any, name: str | None = None) -> None:
+  """Stands for operations that have run: lines run in order.
+
+  Args:
+    *inputs: What was returned for operations; functions of no arguments are
+      called, in this order.
+    name: Ignored.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w, step = facade.Variable(1.0), facade.Variable(0, trainable=False)
+    >>> opt = facade.GradientDescentOptimizer(0.5)
+    >>> facade.group(opt.minimize(lambda: w, var_list=[w]), step.assign_add(1))
+    >>> print(w, step)
+    0.5 1
+
+  References:
+    `tf.group` of TensorFlow 1.15.
+  """
+  _call(inputs)
+
+
+def no_op(name: str | None = None) -> None:
+  """Does nothing.
+
+  Args:
+    name: Ignored.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.no_op())
+    None
+
+  References:
+    `tf.no_op` of TensorFlow 1.15.
+  """
+
+
+@contextlib.contextmanager
+def control_dependencies(
+    control_inputs: Iterable[Any] | None,
+) -> Iterator[None]:
+  """Runs the lines inside after those before, as all lines do.
+
+  Args:
+    control_inputs: What was returned for operations; functions of no arguments
+      are called first.
+
+  Yields:
+    `None`.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> with facade.control_dependencies([w.assign(2.0)]):
+    ...   print(w)
+    2.0
+
+  References:
+    `tf.control_dependencies` of TensorFlow 1.15.
+  """
+  _call(control_inputs or ())
+  yield
+
+
+def _call(operations):
+  for operation in operations:
+    if callable(operation):
+      operation()

@@ -1,82 +1,75 @@
-"""Graphs: collections of variables, which keep two models apart."""
+"""Graphs: collections of variables, and the scopes of their names."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 import contextlib
+import dataclasses
 import re
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 
 
-class GraphKeys:
-  """Names of the collections of a graph.
-
-  Attributes:
-    GLOBAL_VARIABLES: All variables.
-    TRAINABLE_VARIABLES: Those that optimizers update by default.
-    GLOBAL_STEP: The global step alone.
-    MOVING_AVERAGE_VARIABLES: Those that have an average.
-    REGULARIZATION_LOSSES: What the regularizers of variables return.
-    LOCAL_VARIABLES: Empty unless you add to it, as all that follow.
-    LOSSES: The same.
-    SUMMARIES: The same.
-    TRAIN_OP: The same.
-    UPDATE_OPS: The same.
-
-  Examples:
-    >>> from shard_transforms import facade
-    >>> with facade.Graph().as_default() as graph:
-    ...   w = facade.Variable(1.0, name='w')
-    ...   print(graph.get_collection(facade.GraphKeys.TRAINABLE_VARIABLES))
-    [<Variable 'w:0' shape=() dtype=float32>]
-
-  References:
-    `tf.GraphKeys` of TensorFlow 1.15.
-  """
-
-  GLOBAL_VARIABLES = 'variables'
-  TRAINABLE_VARIABLES = 'trainable_variables'
-  GLOBAL_STEP = 'global_step'
-  MOVING_AVERAGE_VARIABLES = 'moving_average_variables'
-  REGULARIZATION_LOSSES = 'regularization_losses'
-  LOCAL_VARIABLES = 'local_variables'
-  LOSSES = 'losses'
-  SUMMARIES = 'summaries'
-  TRAIN_OP = 'train_op'
-  UPDATE_OPS = 'update_ops'
-
-
-class Computed:
+class Computed(NamedTuple):
   """An item of a collection that is computed whenever it is read.
 
-  Args:
+  Attributes:
     name: Its name.
-    compute: A function of no arguments.
+    compute: A function of no arguments; it returns `None` if there is no item.
   """
 
-  def __init__(self, name: str, compute: Callable[[], Any]):
-    self.name = name
-    self._compute = compute
+  name: str
+  compute: Callable[[], Any]
 
-  def __call__(self) -> Any:
-    """Returns the item, `None` if there is none."""
-    return self._compute()
+
+@dataclasses.dataclass
+class VariableScope:
+  """Where `get_variable` looks, and what it takes by default.
+
+  Attributes:
+    name: The prefix of names of `get_variable`, without the last slash.
+    graph: The graph that it is of.
+    names: The prefix of names of `Variable`.
+    reuse: Whether variables must exist.
+    initializer: The default initializer.
+    regularizer: The default regularizer.
+    dtype: The default dtype.
+  """
+
+  name: str
+  graph: 'Graph'
+  names: str = ''
+  reuse: bool = False
+  initializer: Any = None
+  regularizer: Callable[[Any], Any] | None = None
+  dtype: jax.typing.DTypeLike | None = None
+
+  @property
+  def prefix(self) -> str:
+    """The prefix of names of `get_variable`."""
+    return f'{self.name}/' if self.name else ''
+
+  def reuse_variables(self) -> None:
+    """Makes `get_variable` refuse new names from here to the scope's end."""
+    self.reuse = True
 
 
 class Graph:
   """A model's collections of variables, and the names in use.
 
-  There is no graph of operations: computations are Python functions. What a
-  step or a loss adds to a collection is there until its end; the next call adds
-  its own.
+  There is no graph of operations: computations are Python functions. An item
+  that a step or a loss adds to a collection is there until that ends; the next
+  call adds its own.
 
   Attributes:
     seed: A number for the initial values of variables without an initializer.
     variables: All variables by name, those of no collection too.
-    scope: The scope around all others.
+    scope: The `VariableScope` around all others.
     lock: Excludes other threads while a variable is made or looked up.
     update_lock: Excludes other threads while an optimizer with `use_locking`
       updates variables of the graph.
@@ -98,7 +91,7 @@ class Graph:
     self._names = {}
     self.seed = 0
     self.variables = {}
-    self.scope: Any = None
+    self.scope = VariableScope('', self)
     self.lock = threading.RLock()
     self.update_lock = threading.RLock()
 
@@ -107,13 +100,13 @@ class Graph:
 
     Args:
       name: Its name.
-      scope: A regular expression. Items without a name that begins with it are
-        left out.
+      scope: A regular expression, if only items whose name begins with it are
+        wanted.
     """
     found = [*self._collections.get(name, ()), *frames.collected((self, name))]
     if scope:
       found = [x for x in found if re.match(scope, getattr(x, 'name', ''))]
-    computed = (x() if isinstance(x, Computed) else x for x in found)
+    computed = (x.compute() if isinstance(x, Computed) else x for x in found)
     return [item for item in computed if item is not None]
 
   def get_collection_ref(self, name: str) -> list[Any]:
@@ -156,20 +149,10 @@ class Graph:
   @contextlib.contextmanager
   def as_default(self) -> Iterator['Graph']:
     """Makes this graph the default of the calling thread, inside `with`."""
-    _thread.graphs.append(self)
-    try:
+    with contexts.replaced(graph=self):
       yield self
-    finally:
-      _thread.graphs.pop()
 
 
-class _Thread(threading.local):
-
-  def __init__(self):
-    self.graphs = []
-
-
-_thread = _Thread()
 _shared = [Graph()]
 
 
@@ -191,20 +174,20 @@ def get_default_graph() -> Graph:
   References:
     `tf.get_default_graph` of TensorFlow 1.15.
   """
-  return _thread.graphs[-1] if _thread.graphs else _shared[0]
+  return contexts.around.graph or _shared[0]
 
 
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
   """Returns a copy of a collection of the default graph.
 
-  What a step or a loss has added is in it until that ends. Regularization
-  losses are computed from the present values of variables: ask for them where
-  the loss is computed.
+  An item that a step or a loss has added is in it until that ends.
+  Regularization losses are computed from the present values of variables: ask
+  for them where the loss is computed.
 
   Args:
     key: The name of the collection, such as `GraphKeys.LOSSES`.
-    scope: A regular expression. Items without a name that begins with it are
-      left out.
+    scope: A regular expression, if only items whose name begins with it are
+      wanted.
 
   Returns:
     A new list; an empty one if nothing was added.
@@ -279,8 +262,143 @@ def reset_default_graph() -> None:
   References:
     `tf.reset_default_graph` of TensorFlow 1.15.
   """
-  if _thread.graphs:
+  if contexts.around.graph is not None:
     raise ValueError(
         '`reset_default_graph` must be called outside `Graph.as_default()`.'
     )
   _shared[0] = Graph()
+
+
+def scope_of(graph: Graph) -> VariableScope:
+  """Returns the innermost scope of a graph around the caller."""
+  scopes = reversed(contexts.around.scopes)
+  return next((s for s in scopes if s.graph is graph), graph.scope)
+
+
+def get_variable_scope() -> VariableScope:
+  """Returns the innermost scope of the default graph.
+
+  Returns:
+    The scope, with `name`, `reuse` and `reuse_variables()`.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.variable_scope('a'), facade.variable_scope('b'):
+    ...   print(facade.get_variable_scope().name)
+    a/b
+
+  References:
+    `tf.get_variable_scope` of TensorFlow 1.15.
+  """
+  return scope_of(get_default_graph())
+
+
+@contextlib.contextmanager
+def variable_scope(
+    name_or_scope: str | VariableScope,
+    default_name: str | None = None,
+    values: Any = None,
+    initializer: Any = None,
+    regularizer: Callable[[Any], Any] | None = None,
+    reuse: bool | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Iterator[VariableScope]:
+  """Prefixes a name and a slash to the names of variables made inside.
+
+  `get_variable` finds a variable again wherever it exists, because a step runs
+  often: only `reuse=True` makes a difference.
+
+  Args:
+    name_or_scope: The name, or a scope that another `variable_scope` gave.
+    default_name: Ignored.
+    values: Ignored.
+    initializer: The default initializer; that of the scope around if `None`.
+    regularizer: The default regularizer, the same.
+    reuse: Whether variables must exist, here and in scopes inside.
+    dtype: The default dtype, the same.
+
+  Yields:
+    The scope.
+
+  Raises:
+    ValueError: If there is no name: the next step would need the same one.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default(), facade.variable_scope('layer'):
+    ...   print(facade.get_variable('w', initializer=1.0).name)
+    layer/w:0
+
+  References:
+    `tf.variable_scope` of TensorFlow 1.15.
+  """
+  if name_or_scope is None:
+    raise ValueError(
+        '`name_or_scope` must be given, got None with the default'
+        f' {default_name!r}: a step that runs again would find other names.'
+    )
+  around = get_variable_scope()
+  if isinstance(name_or_scope, VariableScope):
+    base, name = name_or_scope, name_or_scope.name
+    names = name.rpartition('/')[2]
+  else:
+    base, names = around, name_or_scope
+    name = around.prefix + names if names else around.name
+  scope = dataclasses.replace(
+      base,
+      name=name,
+      names=_unique(around, names),
+      reuse=bool(reuse) or around.reuse or base.reuse,
+      initializer=base.initializer if initializer is None else initializer,
+      regularizer=base.regularizer if regularizer is None else regularizer,
+      dtype=base.dtype if dtype is None else dtype,
+  )
+  with contexts.replaced(scopes=(*contexts.around.scopes, scope)):
+    yield scope
+
+
+@contextlib.contextmanager
+def name_scope(
+    name: str | None, default_name: str | None = None, values: Any = None
+) -> Iterator[str]:
+  """Prefixes a name and a slash to the names of each `Variable` made inside.
+
+  The names of `get_variable` stay, and no operations have names here.
+
+  Args:
+    name: The name; a number is appended if it is taken. An empty one, or
+      `None` without a default, leaves all scopes.
+    default_name: The name if `name` is `None`.
+    values: Ignored.
+
+  Yields:
+    The prefix of names.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default(), facade.name_scope('layer'):
+    ...   print(facade.Variable(1.0, name='w').name)
+    layer/w:0
+
+  References:
+    `tf.name_scope` of TensorFlow 1.15.
+  """
+  around = get_variable_scope()
+  chosen = default_name if name is None else name
+  names = _unique(around, chosen) if chosen else ''
+  scope = dataclasses.replace(around, names=names)
+  with contexts.replaced(scopes=(*contexts.around.scopes, scope)):
+    yield names
+
+
+def _unique(around, name):
+  """Returns the prefix of names in a scope inside another one."""
+  if not name:
+    return around.names
+  if name.endswith('/'):
+    return name
+  whole = around.names + name
+  # No `Variable` is made in a step, which must not use up names.
+  if not frames.is_step():
+    whole = around.graph.unique_name(whole)
+  return f'{whole}/'

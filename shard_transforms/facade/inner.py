@@ -13,7 +13,6 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.tf1 import adam
 from shard_transforms._src.tf1 import ftrl
-from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import functional
 from shard_transforms.facade import variables
@@ -381,13 +380,13 @@ class FtrlOptimizer(TensorFlowOptimizer):
 
 def _warn_of_constants(hyperparameters):
   """Warns of what may have been computed from a variable, and would stay."""
-  if frames.is_open() or contexts.is_repeated():
+  if frames.is_step():
     return
   for value in hyperparameters:
     if isinstance(value, jax.Array):
       warnings.warn(
           f'A hyperparameter stays what it is at construction, got the array'
-          f' {value!r}. If it was computed from a variable, hand in a function:'
+          f' {value!r}. If it was computed from a variable, pass a function:'
           ' `lambda: 0.1 * global_step`. If not, make it a Python number.',
           stacklevel=4,
       )

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import constants
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import scopes
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
-_KEYS = graph_lib.GraphKeys
+_KEYS = constants.GraphKeys
 
 
 def get_variable(
@@ -38,7 +38,7 @@ def get_variable(
   every call, and every tower, gets the same variable.
 
   Args:
-    name: The name, which the scopes around extend.
+    name: The name; the scopes around it prefix theirs.
     shape: The shape for the initializer; an existing variable must have it.
     dtype: The dtype for the initializer, that of the scope or else float32 if
       `None`; an existing variable must have the one that is given.
@@ -48,8 +48,8 @@ def get_variable(
       integers, else Glorot's uniform numbers by `Graph.seed` and the name.
     regularizer: A function of the variable. What it returns at the time is
       among the `REGULARIZATION_LOSSES`; that of the scope if `None`.
-    trainable: Whether it joins the trainable variables; if `None`, unless it
-      joins the local ones.
+    trainable: Whether it joins the trainable variables; if `None`, it does
+      unless it joins the local ones.
     collections: The collections that it joins besides; the global variables if
       `None`.
 
@@ -75,7 +75,7 @@ def get_variable(
   if shape is not None:
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
   graph = graph_lib.get_default_graph()
-  scope = scopes.of(graph)
+  scope = graph_lib.scope_of(graph)
   name = scope.prefix + name
   with graph.lock:
     if name in graph.variables:
@@ -154,7 +154,7 @@ def global_variables(scope: str | None = None) -> list[Variable]:
   """Returns all variables of the default graph, oldest first.
 
   Args:
-    scope: A regular expression that their names have to begin with, if given.
+    scope: A regular expression that their names must begin with, if given.
 
   Returns:
     A new list.
@@ -169,15 +169,14 @@ def global_variables(scope: str | None = None) -> list[Variable]:
   References:
     `tf.global_variables` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.GLOBAL_VARIABLES, scope)
+  return graph_lib.get_collection(_KEYS.GLOBAL_VARIABLES, scope)
 
 
 def local_variables(scope: str | None = None) -> list[Variable]:
   """Returns the variables of the collection `LOCAL_VARIABLES`, oldest first.
 
   Args:
-    scope: A regular expression that their names have to begin with, if given.
+    scope: A regular expression that their names must begin with, if given.
 
   Returns:
     A new list.
@@ -193,15 +192,14 @@ def local_variables(scope: str | None = None) -> list[Variable]:
   References:
     `tf.local_variables` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.LOCAL_VARIABLES, scope)
+  return graph_lib.get_collection(_KEYS.LOCAL_VARIABLES, scope)
 
 
 def trainable_variables(scope: str | None = None) -> list[Variable]:
   """Returns the trainable variables of the default graph, oldest first.
 
   Args:
-    scope: A regular expression that their names have to begin with, if given.
+    scope: A regular expression that their names must begin with, if given.
 
   Returns:
     A new list.
@@ -217,8 +215,7 @@ def trainable_variables(scope: str | None = None) -> list[Variable]:
   References:
     `tf.trainable_variables` of TensorFlow 1.15.
   """
-  graph = graph_lib.get_default_graph()
-  return graph.get_collection(_KEYS.TRAINABLE_VARIABLES, scope)
+  return graph_lib.get_collection(_KEYS.TRAINABLE_VARIABLES, scope)
 
 
 def get_global_step(graph: graph_lib.Graph | None = None) -> Variable | None:
@@ -312,7 +309,7 @@ def get_values(variables: Iterable[Variable]) -> dict[str, jax.Array]:
 
   Returns:
     The arrays by `op.name`, which `flax.serialization` or orbax can save. A
-    variable with a value a shard gives all of them, along a leading axis; a
+    variable with one value per shard gives all of them, along a leading axis; a
     random key gives its key data.
 
   Raises:
@@ -345,7 +342,7 @@ def set_values(
   create, without running it.
 
   Args:
-    variables: The variables, as they were handed to `get_values`.
+    variables: The variables, as they were given to `get_values`.
     values: The arrays by name.
 
   Raises:

@@ -204,7 +204,6 @@ class Optimizer(slots_lib.SlotMaker):
           ' Optimizer.GATE_OP, Optimizer.GATE_GRAPH, got'
           f' {gate_gradients!r}.'
       )
-    del aggregation_method, colocate_gradients_with_ops
     run = functools.partial(
         differentiation.compute_gradients,
         var_list=var_list,
@@ -225,7 +224,7 @@ class Optimizer(slots_lib.SlotMaker):
         floating-point numbers and have one shape. Where the gradient is `None`,
         the variable and its slots stay.
       global_step: A variable that increases by one.
-      name: Handed to `_finish`.
+      name: Passed to `_finish`.
 
     Returns:
       The new global step; without one, what `_finish` returns, `None` by
@@ -272,14 +271,12 @@ class Optimizer(slots_lib.SlotMaker):
 
   def _create_slots(self, var_list: list[Variable]) -> None:
     """Makes the slots of variables; runs outside of the step, at each call."""
-    del var_list
 
   def _prepare(self) -> None:
     """Reads hyperparameters, before the variables are updated."""
 
   def _apply_dense(self, grad: jax.Array, var: Variable) -> Any:
     """Updates a variable."""
-    del grad, var
     raise NotImplementedError(
         f'{type(self).__name__} must define `_apply_dense(self, grad, var)`, or'
         ' override `apply_gradients`. (`_apply_sparse` is never called:'
@@ -292,7 +289,6 @@ class Optimizer(slots_lib.SlotMaker):
 
   def _apply_sparse(self, grad: Any, var: Variable) -> Any:
     """Refuses: JAX has no sparse gradients."""
-    del grad
     raise NotImplementedError(
         f'The gradient of {var.name} must be dense: JAX has no `IndexedSlices`,'
         ' and a lookup has a gradient of the shape of its table. Update it by'
@@ -303,7 +299,6 @@ class Optimizer(slots_lib.SlotMaker):
 
   def _finish(self, update_ops: list[Any], name_scope: str) -> Any:
     """Ends an update; gets what the updates of the variables returned."""
-    del update_ops, name_scope
 
   # What a subclass calls.
 

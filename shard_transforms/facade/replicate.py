@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import inspect
 import re
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import shard_transforms
 from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import mapping
+from shard_transforms.facade import shards
 from shard_transforms.facade import towers as towers_lib
 
 
@@ -110,9 +109,9 @@ def replicate_model_fn(
   of the first and the variables of `get_variable`, as TensorFlow did, which
   built its graph once. Return the loss that `minimize` returns with
   `return_loss`: afterwards, the last tower reads the new values. In training,
-  what the loss assigns counts for each tower that takes its turn; all else that
-  the model function assigns counts for the last one alone, as in TensorFlow,
-  which ran the operation of the last tower.
+  an assignment in the loss counts for each tower that takes its turn. All other
+  assignments of the model function count for the last tower alone, as in
+  TensorFlow, which ran the operation of the last tower.
 
   Args:
     model_fn: Takes `features` and, as far as it has arguments of these names,
@@ -161,20 +160,19 @@ def replicate_model_fn(
   template = contexts.Template()
   accepted = inspect.signature(model_fn).parameters
 
-  def call_model_fn(features, labels, **rest):
-    given = {'labels': labels} | rest
-    given = {name: x for name, x in given.items() if name in accepted}
-    with contexts.call_of(template):
-      spec = model_fn(features, **given)
-    if not isinstance(spec, EstimatorSpec):
-      raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
-    return spec
-
   def replicated(features, labels=None, mode=None, params=None, config=None):
     batch = features, labels
-    call = functools.partial(
-        call_model_fn, mode=mode, params=params, config=config
-    )
+    options = {'mode': mode, 'params': params, 'config': config}
+
+    def call(features, labels):
+      given = {'labels': labels} | options
+      given = {name: x for name, x in given.items() if name in accepted}
+      with contexts.call_of(template):
+        spec = model_fn(features, **given)
+      if isinstance(spec, EstimatorSpec):
+        return spec
+      raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
+
     towers = contexts.Towers(len(placed), kind)
     with contexts.tower_context(towers):
       try:
@@ -259,7 +257,7 @@ def _one_to_a_device(call, batch, mode, towers, placed):
     return leaves, ()
 
   mesh = jax.sharding.Mesh(np.array(placed), (axis,))
-  outputs = mapping.map_variables(run, batch, [P(axis), P(axis)], mesh)
+  outputs = shards.map_variables(run, batch, [P(axis), P(axis)], mesh)
   mode, treedef = returned
   predictions, *reduced = treedef.unflatten(outputs)
   predictions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), predictions)

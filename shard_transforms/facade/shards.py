@@ -1,7 +1,9 @@
 """`shard`: maps a computation on variables over the shards of a mesh."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
+import dataclasses
 import operator
 from typing import Any
 
@@ -13,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms.facade import contexts
-from shard_transforms.facade import mapping
+from shard_transforms.facade import frames
+from shard_transforms.facade import lookup
 
 
 def shard(
@@ -33,7 +37,7 @@ def shard(
   Every input is split into `num_shards` equal parts. Variables are the same on
   all shards, and must be the same after the computation: update them by a
   `CrossShardOptimizer`. If it reduces in groups, variables differ between the
-  groups, and keep one value a shard.
+  groups, and keep one value per shard.
 
   Call it inside a `function`, which compiles it once; elsewhere, each call
   compiles it again.
@@ -81,9 +85,8 @@ def shard(
   References:
     `tf.compat.v1.tpu.shard` of TensorFlow 1.15.
   """
-  del name
   if infeed_queue is not None:
-    raise NotImplementedError('`infeed_queue` must be None: hand in `inputs`.')
+    raise NotImplementedError('`infeed_queue` must be None: pass `inputs`.')
   if contexts.shards() is not None:
     raise NotImplementedError('`shard` cannot be nested.')
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
@@ -102,17 +105,21 @@ def shard(
   if num_shards == 1:
     return run(*inputs)[0]
   devices = _devices(device_assignment, num_shards)
-  specs = [
-      _spec(f'Input {i}', x, axis, num_shards)
-      for i, (x, axis) in enumerate(zip(inputs, axes, strict=True))
-  ]
   mesh = jax.sharding.Mesh(np.array(devices), (contexts.SHARD_AXIS,))
-  inputs = [
-      _place(f'Input {i}', x, jax.sharding.NamedSharding(mesh, spec))
-      for i, (x, spec) in enumerate(zip(inputs, specs, strict=True))
+  placed, specs = [], []
+  for i, (x, axis) in enumerate(zip(inputs, axes, strict=True)):
+    spec = _spec(f'Input {i}', x, axis, num_shards)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    placed.append(_place(f'Input {i}', x, sharding))
+    specs.append(spec)
+  outputs = map_variables(run, placed, specs, mesh)
+  num = len(outputs)
+  axes = _axes('output_shard_axes', output_shard_axes, num)
+  from_all = _per_item('outputs_from_all_shards', outputs_from_all_shards, num)
+  return [
+      _join(x, axis) if operator.index(is_from_all) else x[0]
+      for x, axis, is_from_all in zip(outputs, axes, from_all, strict=True)
   ]
-  outputs = mapping.map_variables(run, inputs, specs, mesh)
-  return _joined(outputs, outputs_from_all_shards, output_shard_axes)
 
 
 def _spec(name, x, axis, num_shards):
@@ -133,21 +140,10 @@ def _place(name, x, sharding):
   if jax.sharding.AxisType.Explicit in typed.axis_types:
     raise ValueError(
         f'{name} must not be sharded over the explicit axes {typed.axis_names}'
-        ' of another mesh. Hand in an array of the host, as `jax.device_get`'
+        ' of another mesh. Pass an array on the host, as `jax.device_get`'
         ' gives it.'
     )
   return x
-
-
-def _joined(outputs, from_all_shards, shard_axes):
-  """Returns each output, of all shards or of the first."""
-  num = len(outputs)
-  axes = _axes('output_shard_axes', shard_axes, num)
-  keep = _per_item('outputs_from_all_shards', from_all_shards, num)
-  return [
-      _join(x, axis) if operator.index(from_all) else x[0]
-      for x, from_all, axis in zip(outputs, keep, axes, strict=True)
-  ]
 
 
 def _join(x, axis):
@@ -177,19 +173,184 @@ def _per_item(name, value, length):
 
 
 def _devices(device_assignment, num_shards):
-  if device_assignment is not None:
+  if device_assignment is None:
+    devices = jax.devices()[:num_shards]
+  else:
     devices = list(device_assignment)
     if len(devices) != num_shards:
       raise ValueError(
           f'`device_assignment` must name {num_shards} devices, got'
           f' {device_assignment!r}.'
       )
-    return devices
-  devices = jax.devices()
   if len(devices) < num_shards:
     raise ValueError(
         f'`num_shards` must not exceed the number of devices, {len(devices)},'
         f' got {num_shards}. On a CPU, ask for more before JAX starts:'
         f" `jax.config.update('jax_num_cpu_devices', {num_shards})`."
     )
-  return devices[:num_shards]
+  return devices
+
+
+# A call is traced again if it uses variables that no earlier trace has found.
+MAX_TRACES = 32
+
+
+def map_variables(
+    run: Callable[..., tuple[list[Any], Any]],
+    inputs: Sequence[Any],
+    specs: Sequence[P],
+    mesh: jax.sharding.Mesh,
+) -> list[Any]:
+  """Maps a function that reads and writes variables over a mesh of one axis.
+
+  Args:
+    run: Takes the parts of the inputs; returns its outputs, and the variables
+      that may differ between the shards after it.
+    inputs: Arrays or trees of them.
+    specs: The `PartitionSpec` of each input.
+    mesh: The mesh.
+
+  Returns:
+    The outputs, stacked along a leading axis.
+
+  Raises:
+    ValueError: If another variable would differ between the shards, or one has
+      values for another number of them.
+    RuntimeError: If each call makes new variables.
+  """
+  frames.mark_mapped(mesh)
+  mapping = _Mapping(run, inputs, specs, mesh)
+  for _ in range(MAX_TRACES):
+    used, written = mapping.discover()
+    place(used, mesh)
+    try:
+      outputs, new = mapping.compute(used, written)
+    except frames.Retraced:
+      continue
+    for variable, differs in written.items():
+      variable.num_parts = mesh.size if differs else variable.num_parts
+    frames.commit(written, new)
+    return outputs
+  raise RuntimeError(
+      f'The computation met new variables in each of {MAX_TRACES} traces.'
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapping:
+  """The arguments of `map_variables`, and the traces of the function."""
+
+  run: Callable[..., tuple[list[Any], Any]]
+  inputs: Sequence[Any]
+  specs: Sequence[P]
+  mesh: jax.sharding.Mesh
+
+  @property
+  def axis(self):
+    return self.mesh.axis_names[0]
+
+  def discover(self):
+    """Returns the variables that are used, and which writes differ by shard."""
+    known = {
+        v: x
+        for v, x in frames.known(lookup.global_variables()).items()
+        if x.ndim == v.ndim or len(x) == self.mesh.size
+    }
+    found = []
+    jax.eval_shape(
+        *self._mapped('discovered', known, None, lambda *x: found.extend(x))
+    )
+    frame, _, may_part = found
+    for variable in frame.used:
+      if variable.is_per_shard and variable.num_parts != self.mesh.size:
+        raise ValueError(
+            f'Variable {variable.name!r} has a value for each of'
+            f' {variable.num_parts} shards, but is used on {self.mesh.size}.'
+            ' Assign one value to all first.'
+        )
+    written = {}
+    for variable in frame.written:
+      axes = axes_lib.varying_axes(frame.values[variable])
+      written[variable] = self.axis in axes
+      if written[variable] and variable not in may_part:
+        raise ValueError(
+            f'Variable {variable.name!r} would differ between the shards (or'
+            ' towers on several devices). Update it by a `CrossShardOptimizer`'
+            ' (`TowerOptimizer`), or assign what `shard_transforms.shard_mean`'
+            ' gives.'
+        )
+    return frame.used, written
+
+  def compute(self, used, written):
+    """Returns the outputs, and the new arrays of written variables."""
+
+    def returned(frame, outputs, _):
+      outputs = [_stack(x, self.axis) for x in outputs]
+      return outputs, [
+          frame.values[v][None] if differs else frame.values[v]
+          for v, differs in written.items()
+      ]
+
+    arrays = {v: frames.read(v) for v in used}
+    of_written = [P(self.axis) if d else P() for d in written.values()]
+    out_specs = P(self.axis), of_written
+    call, *arguments = self._mapped('traced', arrays, out_specs, returned)
+    return jax.jit(call)(*arguments)
+
+  def _mapped(self, kind, arrays, out_specs, returned):
+    """Returns `run` in a frame, as a mapped function, and its arguments."""
+
+    def traced(values, inputs):
+      of_frame = zip(arrays, values, strict=True)
+      with frames.frame(kind, of_frame, enter=self._own) as frame:
+        return returned(frame, *self.run(*inputs))
+
+    specs = [_spec_of(v, x, self.mesh) for v, x in arrays.items()]
+    call = jax.shard_map(
+        traced,
+        mesh=self.mesh,
+        in_specs=(specs, list(self.specs)),
+        out_specs=out_specs,
+    )
+    return call, list(arrays.values()), list(self.inputs)
+
+  def _own(self, variable, array):
+    """Returns a shard's part of an array."""
+    if array.ndim == variable.ndim:
+      return array
+    is_argument = len(array) == 1
+    # While variables are discovered, the array has the values of all shards.
+    # Only the shape matters then.
+    mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
+    return axes_lib.to_varying(mine, [self.axis])
+
+
+def _stack(x, axis):
+  if isinstance(x, str) or (not hasattr(x, 'dtype') and not np.isscalar(x)):
+    raise TypeError(f'An output of `shard` must be an array, got {x!r}.')
+  return axes_lib.to_varying(jnp.asarray(x)[None], [axis])
+
+
+def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
+  """Puts variables on a mesh of one axis; returns whether any was elsewhere.
+
+  Nothing is moved inside a trace, where all arrays are placed already.
+  """
+  if frames.is_tracing():
+    return False
+  moved = False
+  for variable in variables:
+    array = frames.read(variable)
+    if isinstance(array, core.Tracer):
+      continue
+    spec = _spec_of(variable, array, mesh)
+    placed = jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+    if getattr(array, 'sharding', None) != placed.sharding:
+      frames.commit([variable], [placed])
+      moved = True
+  return moved
+
+
+def _spec_of(variable, array, mesh):
+  """Returns the spec of an array: replicated, or with one value per shard."""
+  return P(*mesh.axis_names) if array.ndim > variable.ndim else P()

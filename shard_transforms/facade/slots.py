@@ -35,12 +35,11 @@ class Slots:
     self.lock = threading.RLock()
     self._variables = {}
     self._leaves = {}
-    self._counters = {}
     self._slots = {}
     self._calls = {}
 
   def __reduce__(self):
-    if self._slots or self._leaves or self._counters:
+    if self._slots:
       raise TypeError(
           'An optimizer that has slots must not be copied or pickled: they are'
           f' variables of a graph, {self.variables()!r}. Save their values with'
@@ -63,11 +62,11 @@ class Slots:
   def counter(self, name: str) -> Variable:
     """Returns a counter that is no part of the state; creates it at 0."""
     with self.lock:
-      if name not in self._counters:
+      if (None, name) not in self._slots:
         with frames.outside():
           zero = jnp.zeros([], jnp.int32)
-          self._counters[name] = Variable(zero, trainable=False, name=name)
-      return self._counters[name]
+          self._slots[None, name] = Variable(zero, trainable=False, name=name)
+      return self._slots[None, name]
 
   def get_or_make(
       self,
@@ -172,7 +171,7 @@ class Slots:
     self._variables.update({v.op.name: v for v in variables})
     with frames.outside():
       parted = {v.op.name for v in variables if v.is_per_shard}
-      # A variable with a value a shard cannot be read. Its slots must exist
+      # A variable with one value per shard cannot be read. Its slots must exist
       # already, so that only the shapes of the state matter.
       params = {
           v.op.name: (
@@ -271,7 +270,6 @@ class SlotMaker:
       self, name: str, graph: Any = None
   ) -> Variable | None:
     """Returns that variable, `None` if there is none."""
-    del graph
     return self.slots.get(None, name)
 
 

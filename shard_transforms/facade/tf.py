@@ -17,7 +17,6 @@ import numpy as np
 import optax
 
 from shard_transforms import facade
-from shard_transforms.facade import variables
 
 _PAGE = 'docs/porting_from_tf1.md'
 
@@ -39,7 +38,7 @@ def __getattr__(name: str) -> Any:
 def _missing(path):
   return (
       f'`{path}` is not here: it would not mean the same, or is not about'
-      f' training. {_PAGE} has what to write in its place.'
+      f' training. {_PAGE} tells what to write in its place.'
   )
 
 
@@ -124,9 +123,25 @@ def _cross_entropy(logits, labels):
   return optax.softmax_cross_entropy(logits, jax.lax.stop_gradient(labels))
 
 
-def _same(names, prefix='', module=jnp):
-  """Returns functions of a module by their names in TensorFlow."""
-  return {f'{prefix}{name}': getattr(module, name) for name in names.split()}
+def _members(names: str, prefix: str = '', module: Any = jnp):
+  """Returns members of a module by their names in TensorFlow, `'pow=power'`."""
+  pairs = (name.partition('=') for name in names.split())
+  return {
+      f'{prefix}{name}': getattr(module, member or name)
+      for name, _, member in pairs
+  }
+
+
+def _leaky_relu(features, alpha=0.2):
+  return jax.nn.leaky_relu(features, alpha)
+
+
+def _normal(stddev=1.0, **options):
+  return jax.nn.initializers.normal(stddev, **options)
+
+
+def _truncated_normal(stddev=1.0, **options):
+  return jax.nn.initializers.truncated_normal(stddev, **options)
 
 
 # Parameters that TensorFlow also takes as lists of numbers.
@@ -147,9 +162,7 @@ def _split(value, parts, **options):
 
 def _moments(x, axes, keepdims=False):
   axes = tuple(axes) if np.ndim(axes) else axes
-  return jnp.mean(x, axes, keepdims=keepdims), jnp.var(
-      x, axes, keepdims=keepdims
-  )
+  return tuple(f(x, axes, keepdims=keepdims) for f in (jnp.mean, jnp.var))
 
 
 def _l2_loss(t):
@@ -196,123 +209,105 @@ def _parameters(signature):
   return found
 
 
-_OF_X = {
-    **_same('abs ceil cos cosh exp expm1 floor log log1p logical_not negative'),
-    **_same('reciprocal rint round sign sin sinh sqrt square tan tanh'),
-    'acos': jnp.arccos,
-    'asin': jnp.arcsin,
-    'atan': jnp.arctan,
-    'erf': jax.scipy.special.erf,
-    'is_finite': jnp.isfinite,
-    'is_inf': jnp.isinf,
-    'is_nan': jnp.isnan,
-    'lgamma': jax.scipy.special.gammaln,
-    'log_sigmoid': jax.nn.log_sigmoid,
-    'nn.sigmoid': jax.nn.sigmoid,
-    'nn.tanh': jnp.tanh,
-    'rsqrt': jax.lax.rsqrt,
-    'sigmoid': jax.nn.sigmoid,
+_nn, _initializers = jax.nn, jax.nn.initializers
+
+# The functions by the parameters that they have in TensorFlow.
+_FUNCTIONS = {
+    'x name': {
+        **_members(
+            'abs acos=arccos asin=arcsin atan=arctan ceil cos cosh exp expm1'
+            ' floor is_finite=isfinite is_inf=isinf is_nan=isnan log log1p'
+            ' logical_not negative nn.tanh=tanh reciprocal rint round sign sin'
+            ' sinh sqrt square tan tanh'
+        ),
+        **_members('log_sigmoid nn.sigmoid=sigmoid sigmoid', module=_nn),
+        **_members('erf lgamma=gammaln', module=jax.scipy.special),
+        'rsqrt': jax.lax.rsqrt,
+        'to_float': functools.partial(jnp.asarray, dtype=jnp.float32),
+        'to_int32': functools.partial(jnp.asarray, dtype=jnp.int32),
+    },
+    'x y name': {
+        **_members(
+            'add divide equal floordiv=floor_divide floormod=mod greater'
+            ' greater_equal less less_equal logical_and logical_or logical_xor'
+            ' maximum minimum mod multiply not_equal pow=power subtract'
+            ' truediv=true_divide'
+        ),
+        'squared_difference': optax.squared_error,
+    },
+    'input_tensor axis keepdims name reduction_indices keep_dims': {
+        **_members('all any max mean min prod sum', 'reduce_'),
+        **_members('logsumexp', 'reduce_', jax.scipy.special),
+    },
+    'a b transpose_a=... transpose_b=... name': _members('matmul'),
+    'a perm=axes name': _members('transpose'),
+    'condition x y name': {'where': _where},
+    'dims value name': _members('fill=full'),
+    'input axis name dim': _members('expand_dims'),
+    'input axis name dimension output_type=dtype': {
+        name: functools.partial(_arg, getattr(jnp, name))
+        for name in ('argmax', 'argmin')
+    },
+    'input axis name squeeze_dims': _members('squeeze'),
+    'input multiples name': _members('tile'),
+    'input name': {
+        **_members('identity=asarray rank=ndim shape size'),
+        **_members('stop_gradient', module=jax.lax),
+    },
+    'inputs name': {'add_n': sum},
+    'shape dtype name': _members('ones zeros'),
+    'start limit delta': _members('range=arange'),
+    'tensor dtype name': _members('ones_like zeros_like'),
+    'tensor ord=order axis keepdims name': {'norm': _norm},
+    'tensor shape name': _members('reshape'),
+    'value dtype name': _members('convert_to_tensor=asarray'),
+    'value dtype shape=shape name': {'constant': _constant},
+    'value num_or_size_splits axis name': {'split': _split},
+    'values axis name': _members('concat=concatenate stack'),
+    'x dtype name': _members('cast=asarray'),
+    # Losses, and the layers of networks.
+    'features name': _members('elu relu relu6 selu softplus', 'nn.', _nn),
+    'features alpha name': {'nn.leaky_relu': _leaky_relu},
+    'indices depth on_value=... off_value=... axis dtype name': _members(
+        'one_hot', module=_nn
+    ),
+    'labels predictions weights=...': {
+        'losses.mean_squared_error': _mean_squared_error
+    },
+    'labels=1 logits=0 axis=... name': _members(
+        'softmax_cross_entropy_with_logits_v2=softmax_cross_entropy',
+        'nn.',
+        optax,
+    ),
+    'logits axis name dim': _members('log_softmax softmax', 'nn.', _nn),
+    't name': {'nn.l2_loss': _l2_loss},
+    'x axes shift name keep_dims keepdims': {'nn.moments': _moments},
+    '_sentinel=... labels=1 logits=0 name': {
+        'nn.softmax_cross_entropy_with_logits': _cross_entropy,
+        **_members(
+            'sigmoid_cross_entropy_with_logits=sigmoid_binary_cross_entropy'
+            ' sparse_softmax_cross_entropy_with_logits'
+            '=softmax_cross_entropy_with_integer_labels',
+            'nn.',
+            optax,
+        ),
+    },
+    # Initializers.
+    'dtype=None': {
+        f'{name}_initializer': functools.partial(getattr, _initializers, name)
+        for name in ('ones', 'zeros')
+    },
+    'mean=... stddev seed dtype': {
+        'random_normal_initializer': _normal,
+        'truncated_normal_initializer': _truncated_normal,
+    },
+    'seed dtype': _members(
+        'glorot_uniform_initializer=glorot_uniform', module=_initializers
+    ),
+    'value dtype': _members(
+        'constant_initializer=constant', module=_initializers
+    ),
 }
-_OF_X_AND_Y = {
-    **_same('add divide equal greater greater_equal less less_equal'),
-    **_same('logical_and logical_or logical_xor maximum minimum mod multiply'),
-    **_same('not_equal subtract'),
-    'floordiv': jnp.floor_divide,
-    'floormod': jnp.mod,
-    'pow': jnp.power,
-    'truediv': jnp.true_divide,
-}
-_REDUCTIONS = {
-    **_same('all any max mean min prod sum', 'reduce_'),
-    'reduce_logsumexp': jax.scipy.special.logsumexp,
-}
-_OF_FEATURES = _same('elu relu relu6 selu softplus', 'nn.', jax.nn)
-_initializers = jax.nn.initializers
-_ENTROPY = '_sentinel=... labels=1 logits=0 name'
-_NORMAL = 'mean=... stddev=stddev seed dtype'
-_ARG = 'input axis name dimension output_type=dtype'
-_OTHERS = {
-    'add_n': (sum, 'inputs name'),
-    'argmax': (functools.partial(_arg, jnp.argmax), _ARG),
-    'argmin': (functools.partial(_arg, jnp.argmin), _ARG),
-    'cast': (jnp.asarray, 'x dtype name'),
-    'concat': (jnp.concatenate, 'values axis name'),
-    'constant': (_constant, 'value dtype shape=shape name'),
-    'constant_initializer': (_initializers.constant, 'value dtype'),
-    'convert_to_tensor': (jnp.asarray, 'value dtype name'),
-    'expand_dims': (jnp.expand_dims, 'input axis name dim'),
-    'fill': (jnp.full, 'dims value name'),
-    'glorot_uniform_initializer': (_initializers.glorot_uniform, 'seed dtype'),
-    'identity': (jnp.asarray, 'input name'),
-    'losses.mean_squared_error': (
-        _mean_squared_error,
-        'labels predictions weights=...',
-    ),
-    'matmul': (jnp.matmul, 'a b transpose_a=... transpose_b=... name'),
-    'nn.leaky_relu': (
-        functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
-        'features alpha=negative_slope name',
-    ),
-    'nn.l2_loss': (_l2_loss, 't name'),
-    'nn.moments': (_moments, 'x axes shift name keep_dims keepdims'),
-    'nn.log_softmax': (jax.nn.log_softmax, 'logits axis name dim'),
-    'nn.sigmoid_cross_entropy_with_logits': (
-        optax.sigmoid_binary_cross_entropy,
-        _ENTROPY,
-    ),
-    'nn.softmax': (jax.nn.softmax, 'logits axis name dim'),
-    'nn.softmax_cross_entropy_with_logits': (_cross_entropy, _ENTROPY),
-    'nn.softmax_cross_entropy_with_logits_v2': (
-        optax.softmax_cross_entropy,
-        'labels=1 logits=0 axis=... name',
-    ),
-    'nn.sparse_softmax_cross_entropy_with_logits': (
-        optax.softmax_cross_entropy_with_integer_labels,
-        _ENTROPY,
-    ),
-    'norm': (_norm, 'tensor ord=order axis keepdims name'),
-    'one_hot': (
-        jax.nn.one_hot,
-        'indices depth on_value=... off_value=... axis dtype name',
-    ),
-    'ones': (jnp.ones, 'shape dtype name'),
-    'ones_initializer': (lambda: _initializers.ones, 'dtype=None'),
-    'ones_like': (jnp.ones_like, 'tensor dtype name'),
-    'random_normal_initializer': (
-        functools.partial(_initializers.normal, stddev=1.0),
-        _NORMAL,
-    ),
-    'range': (jnp.arange, 'start limit delta'),
-    'rank': (jnp.ndim, 'input name'),
-    'reshape': (jnp.reshape, 'tensor shape name'),
-    'shape': (jnp.shape, 'input name'),
-    'size': (jnp.size, 'input name'),
-    'split': (_split, 'value num_or_size_splits axis name'),
-    'squared_difference': (optax.squared_error, 'x y name'),
-    'squeeze': (jnp.squeeze, 'input axis name squeeze_dims'),
-    'stack': (jnp.stack, 'values axis name'),
-    'stop_gradient': (jax.lax.stop_gradient, 'input name'),
-    'tile': (jnp.tile, 'input multiples name'),
-    'to_float': (functools.partial(jnp.asarray, dtype=jnp.float32), 'x name'),
-    'to_int32': (functools.partial(jnp.asarray, dtype=jnp.int32), 'x name'),
-    'transpose': (jnp.transpose, 'a perm=axes name'),
-    'truncated_normal_initializer': (
-        functools.partial(_initializers.truncated_normal, stddev=1.0),
-        _NORMAL,
-    ),
-    'where': (_where, 'condition x y name'),
-    'zeros': (jnp.zeros, 'shape dtype name'),
-    'zeros_initializer': (lambda: _initializers.zeros, 'dtype=None'),
-    'zeros_like': (jnp.zeros_like, 'tensor dtype name'),
-}
-_REDUCED = 'input_tensor axis keepdims name reduction_indices keep_dims'
-_FUNCTIONS = (
-    {name: (function, 'x name') for name, function in _OF_X.items()}
-    | {name: (function, 'x y name') for name, function in _OF_X_AND_Y.items()}
-    | {name: (function, _REDUCED) for name, function in _REDUCTIONS.items()}
-    | {name: (f, 'features name') for name, f in _OF_FEATURES.items()}
-    | _OTHERS
-)
 _TYPES = 'bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8'
 
 # The names of the façade, by their place in TensorFlow.
@@ -353,36 +348,31 @@ _OURS = {
 
 def _names() -> dict[str, Any]:
   """Returns all names with what stands behind them."""
-  key = facade.GraphKeys
+  keys = facade.GraphKeys
+  add, get = facade.add_to_collection, facade.get_collection
+  regularization = keys.REGULARIZATION_LOSSES
   found = {
       'tf.AUTO_REUSE': None,
-      'tf.assign': variables.Variable.assign,
-      'tf.assign_add': variables.Variable.assign_add,
-      'tf.assign_sub': variables.Variable.assign_sub,
+      **_members('assign assign_add assign_sub', 'tf.', facade.Variable),
       'tf.bool': jnp.bool_,
       # Contexts without effect: devices are those of the mesh.
       'tf.colocate_with': contextlib.nullcontext,
-      'tf.losses.add_loss': functools.partial(
-          facade.add_to_collection, key.LOSSES
-      ),
-      'tf.losses.get_losses': functools.partial(
-          facade.get_collection, key.LOSSES
-      ),
+      'tf.losses.add_loss': functools.partial(add, keys.LOSSES),
+      'tf.losses.get_losses': functools.partial(get, keys.LOSSES),
       'tf.losses.get_regularization_losses': functools.partial(
-          facade.get_collection, key.REGULARIZATION_LOSSES
+          get, regularization
       ),
       'tf.newaxis': None,
   }
   found |= {f'tf.{name}': jnp.dtype(name) for name in _TYPES.split()}
   for place, names in _OURS.items():
-    found |= {
-        f'{place}.{name}': getattr(facade, name) for name in names.split()
-    }
-  for name, (function, signature) in _FUNCTIONS.items():
-    renamed = _renamed(function, name, _parameters(signature))
-    found[f'tf.{name}'] = renamed
-    if '.' not in name:
-      found[f'tf.math.{name}'] = renamed
+    found |= _members(names, f'{place}.', facade)
+  for signature, functions in _FUNCTIONS.items():
+    for name, function in functions.items():
+      renamed = _renamed(function, name, _parameters(signature))
+      found[f'tf.{name}'] = renamed
+      if '.' not in name:
+        found[f'tf.math.{name}'] = renamed
   return found
 
 

@@ -1,11 +1,9 @@
 """`TowerOptimizer`: gathers the gradients of all towers."""
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import chex
-import numpy.typing as npt
 import optax
 
 import shard_transforms
@@ -110,16 +108,10 @@ class TowerOptimizer(wrapper.Wrapper):
       return 1.0
     return 1 / towers.num_towers
 
-  def apply_gradients(
-      self,
-      grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
-      global_step: Variable | None = None,
-      name: str | None = None,
-  ) -> Any:
-    """Sums gradients over the towers; the last call applies them."""
+  def _apply(self, pairs, global_step, name):
     towers = contexts.towers()
     if towers is None:
-      return super().apply_gradients(grads_and_vars, global_step, name)
+      return super()._apply(pairs, global_step, name)
     wrapper.check_decided(self)
     if towers.is_applying:
       raise ValueError(
@@ -127,12 +119,12 @@ class TowerOptimizer(wrapper.Wrapper):
           ' gathered gradients: towers are gathered once.'
       )
     lookup.check_step(global_step)
-    gathered = _gather(towers, differentiation.check_pairs(grads_and_vars))
+    gathered = _gather(towers, differentiation.check_pairs(pairs))
     if gathered is None:
       return None
     towers.is_applying = True
     try:
-      return super().apply_gradients(gathered, global_step, name)
+      return super()._apply(gathered, global_step, name)
     finally:
       towers.is_applying = False
 

@@ -1,5 +1,6 @@
 """Variables: named arrays that a computation reads and writes in place."""
 
+import abc
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import scopes
 
-_KEYS = graph_lib.GraphKeys
+_KEYS = constants.GraphKeys
 
 
 class Operation(NamedTuple):
@@ -48,7 +49,38 @@ class Shape(tuple[int, ...]):
     return math.prod(self)
 
 
-class Variable(np.lib.mixins.NDArrayOperatorsMixin):
+def _only_child(_: None, children: Any) -> Any:
+  return children[0]
+
+
+class Leaf(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
+  """An object that stands for an array, in arithmetic and as a leaf of a tree.
+
+  It is compared by identity, as in TensorFlow 1: it can be the key of a dict.
+  """
+
+  def __init_subclass__(cls):
+    # Unflattened, it is its array: a function that JAX traces cannot assign to
+    # its argument.
+    jax.tree_util.register_pytree_node(
+        cls, lambda leaf: ((leaf.__jax_array__(),), None), _only_child
+    )
+
+  def __eq__(self, other: object) -> bool:
+    return self is other
+
+  def __ne__(self, other: object) -> bool:
+    return self is not other
+
+  def __hash__(self) -> int:
+    return id(self)
+
+  @abc.abstractmethod
+  def __jax_array__(self) -> jax.Array:
+    """Returns the array."""
+
+
+class Variable(Leaf):
   """A named array that can be assigned to.
 
   It can be used wherever an array can: in arithmetic, in functions of
@@ -59,7 +91,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
   use `get_values` to save variables.
 
   Shape and dtype never change. Where `CrossShardOptimizer` has groups, a
-  variable gets one value a shard; reading it as one value then raises, and
+  variable gets one value per shard; reading it as one value then raises, and
   `shard_values` returns all of them.
 
   Attributes:
@@ -99,17 +131,6 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     `tf.Variable` of TensorFlow 1.15.
   """
 
-  # Variables are compared by identity, as in TensorFlow 1: they are the keys of
-  # dicts.
-  def __eq__(self, other: object) -> bool:
-    return self is other
-
-  def __ne__(self, other: object) -> bool:
-    return self is not other
-
-  def __hash__(self) -> int:
-    return id(self)
-
   def __init__(
       self,
       initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
@@ -119,7 +140,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       name: str | None = None,
       dtype: jax.typing.DTypeLike | None = None,
   ):
-    if frames.is_tracing() or contexts.is_repeated() or frames.is_staged():
+    is_repeated = contexts.around.call is not None
+    if frames.is_tracing() or is_repeated or frames.is_staged():
       raise ValueError(
           '`Variable` must not be made inside a function that runs at each'
           f' step, got {name or "one without a name"!r}. Make it outside, or'
@@ -137,7 +159,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     self.trainable = trainable
     self.num_parts: int | None = None
     self.graph = graph_lib.get_default_graph()
-    prefix = scopes.of(self.graph).names
+    prefix = graph_lib.scope_of(self.graph).names
     self.op = Operation(self.graph.unique_name(prefix + (name or 'Variable')))
     self.name = f'{self.op.name}:0'
     if collections is None:
@@ -158,7 +180,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
   @property
   def is_per_shard(self) -> bool:
-    """Whether it has one value a shard in this frame."""
+    """Whether it has one value per shard in this frame."""
     return frames.read(self).ndim > self.ndim
 
   def value(self) -> jax.Array:
@@ -173,7 +195,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       raise ValueError(
           f'Variable {self.name!r} must not be read inside a function that JAX'
           ' compiles, where its present value would become a constant. Compile'
-          ' with `facade.function`, or hand it over as an argument.'
+          ' with `facade.function`, or pass it as an argument.'
       )
     if array.ndim > self.ndim:
       raise ValueError(
@@ -224,7 +246,6 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
       TypeError: If the value is no array of numbers, or would lose its kind.
       ValueError: If it has another shape.
     """
-    del use_locking, name, read_value
     array = _converted(value, self.dtype, f'The value of {self.name!r}')
     if array.shape != self.shape:
       raise ValueError(
@@ -236,12 +257,10 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
   def assign_add(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Adds to the value, and returns it; takes the arguments of `assign`."""
-    del ignored
     return self.assign(self + delta)
 
   def assign_sub(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Subtracts from the value, and returns it, as `assign_add` adds."""
-    del ignored
     return self.assign(self - delta)
 
   def __jax_array__(self) -> jax.Array:
@@ -306,18 +325,6 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     return (
         f'<Variable {self.name!r} shape={self.shape} dtype={self.dtype}{note}>'
     )
-
-
-def rebuild(_: None, children: Any) -> Any:
-  """Returns the array in place of its node."""
-  return children[0]
-
-
-# Unflattened, a variable is its array: a function that JAX traces cannot assign
-# to its argument.
-jax.tree_util.register_pytree_node(
-    Variable, lambda variable: ((variable.value(),), None), rebuild
-)
 
 
 def _operand(value):

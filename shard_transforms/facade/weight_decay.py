@@ -1,21 +1,22 @@
-"""Weight decay apart from the gradient, for any optimizer: AdamW and others."""
+"""Decoupled weight decay for any optimizer: AdamW and others."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
+import contextlib
 from typing import Any
 
 import jax
 
-from shard_transforms.facade import decays
 from shard_transforms.facade import inner
 from shard_transforms.facade import optimizer
+from shard_transforms.facade import schedules
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
 
 
-class DecoupledWeightDecayExtension:
-  r"""A mixin: each update takes a part of the variable away, :math:`\lambda w`.
+class DecoupledWeightDecayExtension(optimizer.Optimizer):
+  r"""A mixin for decoupled weight decay: updates subtract :math:`\lambda w`.
 
   Place it before an optimizer in the bases of a class. The rate of the
   optimizer does not scale :math:`\lambda`; let both decay by one schedule. (In
@@ -53,10 +54,15 @@ class DecoupledWeightDecayExtension:
     self._weight_decay = weight_decay
     self._decay_var_list: list[Variable] = []
 
-  @property
-  def _undecayed(self) -> Any:
-    """The optimizer, with its own methods."""
-    return super()
+  @contextlib.contextmanager
+  def _decaying(self, var_list):
+    """Lets these variables decay inside `with`; all if none is given."""
+    before = self._decay_var_list
+    self._decay_var_list = list(var_list or before)
+    try:
+      yield
+    finally:
+      self._decay_var_list = before
 
   def minimize(
       self,
@@ -64,7 +70,7 @@ class DecoupledWeightDecayExtension:
       decay_var_list: Iterable[Variable] | None = None,
       **kwargs: Any,
   ) -> jax.Array | None:
-    """Minimizes as the optimizer does; the arguments are its own, and one.
+    """Minimizes as the optimizer does.
 
     Args:
       *args: Those of the optimizer.
@@ -74,11 +80,8 @@ class DecoupledWeightDecayExtension:
     Returns:
       What `apply_gradients` returns.
     """
-    self._decay_var_list = list(decay_var_list or ())
-    try:
-      return self._undecayed.minimize(*args, **kwargs)
-    finally:
-      self._decay_var_list = []
+    with self._decaying(decay_var_list):
+      return super().minimize(*args, **kwargs)
 
   def apply_gradients(
       self,
@@ -87,7 +90,7 @@ class DecoupledWeightDecayExtension:
       name: str | None = None,
       decay_var_list: Iterable[Variable] | None = None,
   ) -> jax.Array | None:
-    """Takes the decay away, then applies gradients as the optimizer does.
+    """Subtracts the decay, then applies gradients as the optimizer does.
 
     Args:
       grads_and_vars: As the optimizer.
@@ -98,26 +101,22 @@ class DecoupledWeightDecayExtension:
     Returns:
       What the optimizer returns.
     """
-    before = self._decay_var_list
-    self._decay_var_list = list(decay_var_list or before)
-    try:
-      return self._undecayed.apply_gradients(grads_and_vars, global_step, name)
-    finally:
-      self._decay_var_list = before
+    with self._decaying(decay_var_list):
+      return super().apply_gradients(grads_and_vars, global_step, name)
 
   def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
-    """Takes the decay away, then updates variables as the optimizer does."""
-    decay = decays.present(self._weight_decay)
+    """Subtracts the decay, then updates variables as the optimizer does."""
+    decay = schedules.present(self._weight_decay)
     for _, variable in pairs:
       if not self._decay_var_list or variable in self._decay_var_list:
         variable.assign_sub(decay * variable)
-    return self._undecayed._apply_all(pairs)
+    return super()._apply_all(pairs)
 
 
 def extend_with_decoupled_weight_decay(
     base_optimizer: type[optimizer.Optimizer],
 ) -> Callable[..., optimizer.Optimizer]:
-  """Returns a class: an optimizer with weight decay apart from the gradient.
+  """Returns a class: an optimizer with decoupled weight decay.
 
   Args:
     base_optimizer: The class of the optimizer.
@@ -153,7 +152,7 @@ def extend_with_decoupled_weight_decay(
 
 
 class AdamWOptimizer(DecoupledWeightDecayExtension, inner.AdamOptimizer):
-  """Adam with weight decay apart from the gradient, not scaled by the rate.
+  """Adam with decoupled weight decay, which the rate does not scale.
 
   Args:
     weight_decay: As in `DecoupledWeightDecayExtension`.

@@ -61,10 +61,12 @@ class Wrapper(optimizer.Optimizer):
       global_step: Variable | None = None,
       name: str | None = None,
   ) -> Any:
-    """Calls that of the wrapped optimizer."""
-    return self._opt.apply_gradients(
-        grads_and_vars, global_step=global_step, name=name
-    )
+    """Applies gradients by the wrapped optimizer, as its own class says."""
+    return self._apply(grads_and_vars, global_step, name)
+
+  def _apply(self, pairs, global_step, name):
+    """Calls `apply_gradients` of the wrapped optimizer."""
+    return self._opt.apply_gradients(pairs, global_step=global_step, name=name)
 
   def get_slot(self, var: Variable, name: str) -> Variable | None:
     """Returns the wrapped optimizer's slot of a name, `None` without one."""

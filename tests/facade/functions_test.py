@@ -10,7 +10,7 @@ import optax
 
 import cases
 from shard_transforms import facade
-from shard_transforms.facade import mapping
+from shard_transforms.facade import shards
 
 X = np.float32([1, -2, 3])
 
@@ -351,7 +351,7 @@ class FunctionTest(StepTest):
     with self.assertRaisesRegex(TypeError, '`fn` must be a function, got'):
       facade.function(fn)
 
-  @mock.patch.object(mapping, 'MAX_TRACES', 3)
+  @mock.patch.object(shards, 'MAX_TRACES', 3)
   def test_refuses_to_make_new_variables_in_each_trace(self):
     @facade.function
     def step():

@@ -8,7 +8,7 @@ import numpy as np
 
 from shard_transforms import facade
 from shard_transforms.facade import frames
-from shard_transforms.facade import mapping
+from shard_transforms.facade import shards
 
 
 def setUpModule():
@@ -135,8 +135,8 @@ class PlacementTest(absltest.TestCase):
     self.w = facade.Variable([1.0, 2.0], name='w')
 
   def test_replicates_a_variable_once(self):
-    moved = mapping.place([self.w], self.mesh)
-    again = mapping.place([self.w], self.mesh)
+    moved = shards.place([self.w], self.mesh)
+    again = shards.place([self.w], self.mesh)
 
     self.assertEqual((moved, again), (True, False))
     self.assertEqual(
@@ -146,7 +146,7 @@ class PlacementTest(absltest.TestCase):
   def test_shards_a_variable_with_a_value_a_shard(self):
     frames.commit([self.w], [jnp.ones((2, 2))])
 
-    mapping.place([self.w], self.mesh)
+    shards.place([self.w], self.mesh)
 
     self.assertEqual(
         self.w.stored.sharding,
@@ -155,7 +155,7 @@ class PlacementTest(absltest.TestCase):
 
   def test_moves_nothing_while_tracing(self):
     with frames.frame('discovered'):
-      moved = mapping.place([self.w], self.mesh)
+      moved = shards.place([self.w], self.mesh)
 
     self.assertFalse(moved)
     self.assertLen(self.w.stored.sharding.device_set, 1)

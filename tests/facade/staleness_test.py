@@ -13,7 +13,7 @@ import pytest
 import cases
 import shard_transforms
 from shard_transforms import facade
-from shard_transforms.facade import staleness
+from shard_transforms.facade import workers
 
 
 class DropStaleGradientOptimizerTest(parameterized.TestCase):
@@ -382,10 +382,10 @@ class LocalStepTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.graph = self.enterContext(facade.Graph().as_default())
-    self.local_step = staleness.LocalStep()
+    self.local_step = workers.LocalStep()
 
   def test_starts_with_none(self):
-    self.assertEqual(int(self.local_step.step), staleness.NO_STEP)
+    self.assertEqual(int(self.local_step.step), workers.NO_STEP)
 
   def test_is_in_no_collection(self):
     self.assertEmpty(facade.global_variables())
@@ -420,7 +420,7 @@ class LocalStepTest(absltest.TestCase):
     thread.start()
     thread.join()
 
-    self.assertEqual(seen, [staleness.NO_STEP])
+    self.assertEqual(seen, [workers.NO_STEP])
     self.assertEqual(int(self.local_step.step), 5)
 
   def test_is_recorded_by_what_is_compiled(self):

@@ -236,5 +236,7 @@ class SyncReplicasOptimizerTest(parameterized.TestCase):
       facade.SyncReplicasOptimizer(optax.sgd(0.1), 1)
 
   def test_missing_global_step(self):
-    with self.assertRaisesRegex(ValueError, '`global_step` of SyncReplicas'):
+    with self.assertRaisesRegex(
+        ValueError, '`global_step` of `SyncReplicas.*belongs to a step'
+    ):
       self.optimizer(1).minimize(lambda: jnp.sum(self.w))

@@ -151,7 +151,7 @@ def polynomial_decay(
     cycle: bool = False,
     name: str | None = None,
 ) -> jax.Array:
-  r"""A rate that goes to an end by a power of the steps that are left.
+  r"""A rate that falls to an end value as a power of the remaining steps.
 
   .. math:: (\eta - \eta_e) (1 - t / T)^p + \eta_e
 
@@ -161,8 +161,8 @@ def polynomial_decay(
     decay_steps: The steps T until the end.
     end_learning_rate: The rate :math:`\eta_e` at the end.
     power: The power p.
-    cycle: Whether T becomes the next multiple of itself at its end; otherwise
-      the rate stays.
+    cycle: Whether T grows to its next multiple when it is reached; otherwise
+      the rate stays at its end value.
     name: Ignored.
 
   Returns:
@@ -194,12 +194,12 @@ def piecewise_constant(
     values: Sequence[_Number],
     name: str | None = None,
 ) -> jax.Array:
-  """A rate for each stretch between boundaries; one of them ends a stretch.
+  """A constant rate for each interval; a boundary ends the interval before it.
 
   Args:
     x: The step, a scalar.
-    boundaries: The last step of each stretch but the last, increasing.
-    values: The rate of each stretch.
+    boundaries: The last step of each interval but the last, increasing.
+    values: The rate of each interval.
     name: Ignored.
 
   Returns:

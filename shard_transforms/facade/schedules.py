@@ -1,0 +1,264 @@
+"""What follows the steps: rates that decay, and averages that move."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+import functools
+import inspect
+from typing import Any, ParamSpec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shard_transforms._src.tf1 import decays
+from shard_transforms.facade import constants
+from shard_transforms.facade import contexts
+from shard_transforms.facade import frames
+from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import lookup
+from shard_transforms.facade import variables
+
+Variable = variables.Variable
+_Number = jax.typing.ArrayLike | Variable
+_KEYS = constants.GraphKeys
+_Parameters = ParamSpec('_Parameters')
+
+
+class Rate(variables.Leaf):
+  """A number that is computed at each update: a function of no arguments.
+
+  Arithmetic gives another rate. Inside a step, functions of `jax.numpy` take it
+  as the number that it is then.
+
+  Args:
+    compute: A function of no arguments that returns the number.
+  """
+
+  def __init__(self, compute: Callable[[], jax.typing.ArrayLike]):
+    self._compute = compute
+
+  def __call__(self) -> jax.Array:
+    """Returns the number of this moment."""
+    return jnp.asarray(self._compute())
+
+  def __jax_array__(self) -> jax.Array:
+    if not is_step():
+      raise ValueError(
+          'A rate must not become an array outside of a step, where it would'
+          ' never change again. Write `lambda: ...` around the computation, or'
+          ' call the rate for its present value.'
+      )
+    return self()
+
+  def __array_ufunc__(
+      self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+  ) -> Any:
+    of_jax = getattr(jnp, ufunc.__name__, None)
+    if of_jax is None or method != '__call__' or kwargs:
+      return NotImplemented
+    return Rate(lambda: of_jax(*map(present, inputs)))
+
+  def __repr__(self) -> str:
+    return 'Rate(...)'
+
+
+def is_step() -> bool:
+  """Whether the caller is in a step, which computes its numbers again."""
+  return frames.is_step() or frames.is_staged()
+
+
+def present(value: Any) -> Any:
+  """Returns the value of a variable, rate or function at this moment."""
+  if isinstance(value, Variable):
+    return value.value()
+  if callable(value):
+    return present(value())
+  if isinstance(value, list | tuple):
+    return [present(x) for x in value]
+  return value
+
+
+def _read_at_each_update(
+    formula: Callable[_Parameters, jax.Array],
+) -> Callable[_Parameters, Any]:
+  """Returns a formula that gives a rate, or inside a step its number."""
+  signature, name = inspect.signature(formula), formula.__name__
+  of_step = 'x' if 'x' in signature.parameters else 'global_step'
+
+  @functools.wraps(formula)
+  def decay(*args: Any, **kwargs: Any) -> Any:
+    given = signature.bind(*args, **kwargs).arguments
+    step = given[of_step]
+    if step is None:
+      raise ValueError(
+          f'`{of_step}` of `{name}` must be given, got None. Make'
+          ' it with `facade.get_or_create_global_step()`.'
+      )
+    if isinstance(step, jax.Array) and not is_step():
+      raise ValueError(
+          f'`{of_step}` of `{name}` must be a `facade.Variable` or'
+          f' a function outside of a step, got the array {step!r}, which never'
+          ' changes.'
+      )
+    compute: Callable[..., Any] = formula
+    rate = Rate(lambda: compute(**{k: present(v) for k, v in given.items()}))
+    # A step makes it again at each update: a number, as in TensorFlow.
+    return rate() if is_step() else rate
+
+  return decay
+
+
+exponential_decay = _read_at_each_update(decays.exponential_decay)
+natural_exp_decay = _read_at_each_update(decays.natural_exp_decay)
+inverse_time_decay = _read_at_each_update(decays.inverse_time_decay)
+polynomial_decay = _read_at_each_update(decays.polynomial_decay)
+piecewise_constant = _read_at_each_update(decays.piecewise_constant)
+cosine_decay = _read_at_each_update(decays.cosine_decay)
+cosine_decay_restarts = _read_at_each_update(decays.cosine_decay_restarts)
+linear_cosine_decay = _read_at_each_update(decays.linear_cosine_decay)
+
+
+class ExponentialMovingAverage:
+  r"""Moving averages of variables: a := d a + (1 - d) w at each `apply`.
+
+  The averages are variables named `w/ExponentialMovingAverage`. The first
+  `apply` makes them, with the value that a variable has before the step; call
+  it once before training if the step is not compiled by `function`.
+
+  Args:
+    decay: The decay d, a number or a function of no arguments.
+    num_updates: A number of updates n, such as the global step, if averages are
+      to move faster at the beginning: the decay is at most
+      (1 + n) / (10 + n).
+    zero_debias: Without effect, as on variables in TensorFlow 1, where it is
+      for averages that begin at zero.
+    name: The second part of the names of the averages.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(1.0, name='w')
+    >>> ema = facade.ExponentialMovingAverage(0.75)
+    >>> ema.apply([w])
+    >>> _ = w.assign(5.0)
+    >>> ema.apply([w])
+    >>> print(ema.average(w).name, ema.average(w))
+    w/ExponentialMovingAverage:0 2.0
+
+  References:
+    `tf.train.ExponentialMovingAverage` of TensorFlow 1.15.
+  """
+
+  def __init__(
+      self,
+      decay: _Number | Callable[[], _Number],
+      num_updates: _Number | Callable[[], _Number] | None = None,
+      zero_debias: bool = False,
+      name: str = 'ExponentialMovingAverage',
+  ):
+    self._decay = decay
+    self._num_updates = num_updates
+    self._name = name
+    # A model function that makes it again at each step finds the averages.
+    self._averages: dict[Variable, Variable] = contexts.persistent(
+        (type(self).__name__, name), dict
+    )
+
+  @property
+  def name(self) -> str:
+    """The second part of the names of the averages."""
+    return self._name
+
+  def apply(self, var_list: Iterable[Variable] | None = None) -> None:
+    """Moves the averages of variables; makes them at the first call.
+
+    Args:
+      var_list: The variables; the trainable ones if `None`.
+
+    Raises:
+      TypeError: If one is no `Variable` of a floating-point type. Nothing
+        changes then.
+    """
+    given = lookup.trainable_variables() if var_list is None else list(var_list)
+    for variable in given:
+      is_variable = isinstance(variable, Variable)
+      if not is_variable or not jnp.issubdtype(variable.dtype, jnp.floating):
+        raise TypeError(
+            '`var_list` must hold variables of floating-point types, got'
+            f' {variable!r}. Keep a number that is no variable in one.'
+        )
+    decay = present(self._decay)
+    if self._num_updates is not None:
+      n = jnp.asarray(present(self._num_updates), jnp.float32)
+      decay = jnp.minimum(decay, (1 + n) / (10 + n))
+    with frames.transaction():
+      for variable in given:
+        average = self._made(variable)
+        moved: Any = optax.incremental_update(
+            variable.value(), average.value(), 1 - decay
+        )
+        average.assign(moved)
+
+  def average(self, var: Variable) -> Variable:
+    """Returns the average of a variable.
+
+    Args:
+      var: The variable.
+
+    Raises:
+      ValueError: If it has none.
+    """
+    if not isinstance(var, Variable) or var not in self._averages:
+      raise ValueError(
+          f'`var` must be a variable that `apply` was given, got {var!r}. Call'
+          ' `apply` first, or build the step that does.'
+      )
+    return self._averages[var]
+
+  def average_name(self, var: Variable) -> str:
+    """Returns the name of the average of a variable, which it may not have.
+
+    Args:
+      var: The variable.
+    """
+    known = var in self._averages
+    return self._averages[var].op.name if known else self._new_name(var)
+
+  def _new_name(self, var):
+    return f'{var.op.name}/{self._name}'
+
+  def variables_to_restore(
+      self, moving_avg_variables: Iterable[Variable] | None = None
+  ) -> dict[str, Variable]:
+    """Returns variables by the names in a checkpoint, averages for themselves.
+
+    Args:
+      moving_avg_variables: The variables whose average is restored to them;
+        those that are trainable or have an average if `None`.
+
+    Returns:
+      All variables of the default graph. `set_values(found.values(), ...)`
+      takes the arrays under the names that the variables have themselves.
+    """
+    averaged = moving_avg_variables
+    if averaged is None:
+      averaged = lookup.trainable_variables() + graph_lib.get_collection(
+          _KEYS.MOVING_AVERAGE_VARIABLES
+      )
+    averaged = set(averaged)
+    found = {self.average_name(v): v for v in averaged}
+    for variable in lookup.global_variables():
+      if variable not in averaged:
+        found.setdefault(variable.op.name, variable)
+    return found
+
+  def _made(self, variable):
+    if variable not in self._averages:
+      with variable.graph.as_default(), variable.graph.lock, frames.outside():
+        value, name = variable.value(), self._new_name(variable)
+        self._averages[variable] = Variable(value, trainable=False, name=name)
+        variable.graph.add_to_collection(
+            _KEYS.MOVING_AVERAGE_VARIABLES, variable
+        )
+    return self._averages[variable]
