@@ -48,6 +48,11 @@ class ArgumentTest(parameterized.TestCase):
       (dict(elastic=True), ValueError, '`elastic` .* come with `mixing`'),
       (dict(elastic=1), TypeError, '`elastic` must be a boolean, got 1'),
       (
+          dict(assume_weighted=1),
+          TypeError,
+          '`assume_weighted` must be a boolean, got 1',
+      ),
+      (
           dict(elastic=True, mixing=0.5, delay=1),
           ValueError,
           '`delay` .* 0 with `elastic`, got 1',

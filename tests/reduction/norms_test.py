@@ -134,7 +134,7 @@ class GlobalNormTest(parameterized.TestCase):
       leaf, spec = (own, P()) if sliced else (whole, P(AXIS))
       return global_norm({'w': leaf}, AXIS, sharded=spec)
 
-    with self.assertRaisesRegex(ValueError, r"as the types .* \['w'\] \[2\]"):
+    with self.assertRaisesRegex(ValueError, r"with the types .* \['w'\] \[2\]"):
       modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
 
   def test_refuses_specs_of_another_tree(self):

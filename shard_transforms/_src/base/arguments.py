@@ -129,8 +129,8 @@ def check_state(state: Any, kind: type, caller: str) -> None:
   if not isinstance(state, kind):
     raise TypeError(
         f'`state` of `{caller}` must be a `{kind.__name__}`, as its `init`'
-        f' returns, got {type(state).__name__}. A checkpoint is restored with'
-        ' the state of `init` or `init_state` as the target.'
+        f' returns, got {type(state).__name__}. Restore a checkpoint with the'
+        ' state of `init` or `init_state` as the target.'
     )
 
 

@@ -72,8 +72,8 @@ def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
     if axes and leaves_lib.is_float0(leaf):
       raise ValueError(
           f'`updates` of `{caller}` must have gradients if they are unreduced,'
-          f' got float0 at {leaves_lib.name_of(path)}. Keep integers out of'
-          ' what is differentiated, in another argument.'
+          f' got float0 at {leaves_lib.name_of(path)}. Pass integers in'
+          ' another argument, which is not differentiated.'
       )
     if missing := axes - pending:
       raise ValueError(

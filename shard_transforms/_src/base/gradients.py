@@ -34,8 +34,8 @@ def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
   `jax.shard_map(..., check_vma=False)`, where gradients are per shard already.
 
   Args:
-    params: Tree of arrays of any shapes and dtypes. What is no array, such as a
-      function in a model of Equinox, stays.
+    params: Tree of arrays of any shapes and dtypes. Other leaves, such as a
+      function in a model of Equinox, stay.
     axis_name: The mapped axis, or a sequence of them.
 
   Returns:
@@ -90,8 +90,8 @@ def value_and_grad(
   Where the axes are of type `Explicit` and nothing maps them, as under plain
   `jax.jit`, it maps `fun` over the shards by itself, and types say which
   arguments are sharded. The gradient is then typed `unreduced`: it can be added
-  up without communication, and `on_mesh(tx, mesh)` reduces it. Values and what
-  comes with them have a leading axis, [shards, ...].
+  up without communication, and `on_mesh(tx, mesh)` reduces it. Values and
+  auxiliary results have a leading axis, [shards, ...].
 
   Args:
     fun: A function of arrays whose result is a scalar, or a pair of a scalar
@@ -116,8 +116,8 @@ def value_and_grad(
       the loss is already reduced over an axis, where JAX tracks this. Under
       `jax.pmap`, `jax.vmap` and `jax.shard_map(..., check_vma=False)` it cannot
       be seen, and a `lax.psum` in the loss makes the gradient too large. On
-      axes of type `Explicit`, if no argument is sharded over them, parameters
-      are, or the mesh has axes of other types.
+      axes of type `Explicit`, if no argument is sharded over them, if
+      parameters are, or if the mesh has axes of other types.
 
   Examples:
     >>> import jax
@@ -178,8 +178,8 @@ def _on_types(fn, axes, argnums, args, kwargs):
   places = range(-len(args), len(args))
   if not set(places).issuperset(jax.tree.leaves(argnums)):
     raise ValueError(
-        '`value_and_grad` must be given the arguments that it differentiates'
-        f' by position, {argnums} by `argnums`, got {len(args)} of them.'
+        '`value_and_grad` must be given differentiated arguments by position,'
+        f' {argnums} by `argnums`, got {len(args)} positional arguments.'
     )
   params = jax.tree.map(lambda i: args[i], argnums)
   explicit_shards.check_whole(params, axes, 'value_and_grad')

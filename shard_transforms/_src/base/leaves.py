@@ -39,7 +39,7 @@ _REMEDIES = {
     ),
     'unreduced': (
         'its sum over the shards is pending. Weights, groups and wrappers need'
-        ' the gradient of each shard: take that of'
+        ' the gradient of each shard: differentiate at'
         ' `shard_transforms.per_shard(params, {axis!r})`.'
     ),
 }
@@ -230,8 +230,8 @@ def _check_not_pending(tree: Any, caller: str) -> None:
       raise ValueError(
           f'`updates` of `{caller}` must not be unreduced, got {name_of(path)}'
           f' {list(jnp.shape(leaf))}, whose sum over'
-          f' {sorted(pending, key=str)} is pending. Give `axis_name` to what'
-          ' reduces it, such as `cross_shard_mean`, and bind it by'
+          f' {sorted(pending, key=str)} is pending. Name these axes in the'
+          ' reduction, such as `cross_shard_mean`, and bind them by'
           ' `shard_transforms.on_mesh(tx, mesh)`; or take gradients by'
           ' `shard_transforms.accumulated_value_and_grad`.'
       )

@@ -48,7 +48,7 @@ def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
     raise TypeError(
         f'`{name}` of `{caller}` must be a `PartitionSpec` or a tree of them,'
         f" got {sharded!r}. Write `PartitionSpec('model')`, or"
-        ' `PartitionSpec()` for what is whole.'
+        ' `PartitionSpec()` for a whole leaf.'
     )
 
 
@@ -93,7 +93,7 @@ def _is_sliced(path, leaf, axis, spec, caller):
   # With one shard, a whole leaf is its own slice.
   if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
     raise ValueError(
-        f'`sharded` of `{caller}` must be as the types of the leaves say, got'
+        f'`sharded` of `{caller}` must agree with the types of the leaves, got'
         f' {spec!r} for {name} {list(jnp.shape(leaf))}, typed {state} over'
         f' {axis!r}. A gradient that is still to be reduced over an axis is no'
         ' slice.'

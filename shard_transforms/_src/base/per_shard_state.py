@@ -65,7 +65,7 @@ def check_kept(before: Any, after: Any, caller: str) -> None:
       name = leaves_lib.name_of(path)
       raise ValueError(
           f'`axis_name` of `{caller}` must name {sorted(differs, key=str)},'
-          ' because what is collected differs between those shards, at'
+          ' because state differs between those shards at'
           f' {name.removeprefix(".")}, but is kept as if it were the same on'
           ' all. Make the state with `shard_transforms.init_state`.'
       )

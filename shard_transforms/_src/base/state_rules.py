@@ -42,12 +42,12 @@ class ResizeRule:
   over the old one.
 
   Args:
-    kind: `'keep'` for what does not depend on the number of shards; `'sum'`,
+    kind: `'keep'` for parts that any number of shards can use; `'sum'`,
       `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows that each
       become the mean of all finite ones; `'share'` for rows that each become an
       equal part of the sum of all; `'cut_anew'` for slices of one
-      array, which are joined and cut again; `'begin_anew'` for what is
-      initialized again; `'refuse'` for what cannot be carried over.
+      array, which are joined and cut again; `'begin_anew'` for parts that
+      are initialized again; `'refuse'` for parts that cannot be carried over.
     empty: The value of a shard that is added, and of a part that starts again.
       `None` is 0; for `'minimum'` and `'maximum'` it is the extreme of all
       shards so far.
@@ -109,7 +109,7 @@ class MetricRule:
   """How the shards' values of a part of a state become one number.
 
   Args:
-    kind: `'same'` for what is the same on all shards; `'sum'`, `'mean'`,
+    kind: `'same'` for a value that all shards share; `'sum'`, `'mean'`,
       `'minimum'` or `'maximum'` over the shards where each has its own value:
       a leading axis, of length 1 inside the mapped function.
 

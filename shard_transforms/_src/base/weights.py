@@ -73,10 +73,10 @@ def as_weight(
   name = f'`weight` of `{caller}`'
   if isinstance(weight, Summed):
     raise ValueError(
-        f'{name} must be a number, got that of sums over towers, which are'
-        " divided after the shards have added theirs. With `order='tree'`,"
-        ' `inner` is to reduce by `cross_shard_mean`, `cross_shard_sum` or'
-        " `shard_update` with `order='tree'`; put gates around, not inside."
+        f'{name} must be a number, got the weight of sums over towers, which'
+        " are divided once all shards are added. With `order='tree'`, `inner`"
+        ' must reduce by `cross_shard_mean`, `cross_shard_sum` or'
+        " `shard_update` with `order='tree'`; put gates around it, not inside."
     )
   # An array of booleans says which shards count; `True` alone is a flag that
   # was meant for another argument.
@@ -88,7 +88,7 @@ def as_weight(
   if jnp.shape(weight) != shape:
     raise ValueError(
         f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
-        ' one number a shard and tower.'
+        ' one number for each shard and tower.'
     )
   if not isinstance(weight, core.Tracer):
     known = np.asarray(weight, np.float64)

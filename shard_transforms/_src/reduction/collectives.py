@@ -272,9 +272,9 @@ def _explaining(x, axes):
   except (AssertionError, ValueError) as error:
     raise NotImplementedError(
         f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
-        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`, and'
-        ' one that is an axis of a mesh of type `Explicit` needs'
-        ' `jax.sharding.auto_axes` around `jax.vmap`.'
+        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`; on an'
+        ' axis of type `Explicit`, `jax.vmap` needs `jax.sharding.auto_axes`'
+        ' around it.'
     ) from error
 
 
