@@ -19,7 +19,7 @@ or of the first program. The parts:
 * driver: the milliseconds between updates if gradients cost their workers
   nothing;
 * memory: the largest size of Ray's object store, and the memory of the driver
-  after 1,000 and after 10,000 updates.
+  after 1,000 and after 10,000 updates, where `grpcio` is installed.
 """
 
 from collections.abc import Callable
@@ -367,9 +367,11 @@ def main(argv: Sequence[str]) -> None:
       flush=True,
   )
   parts = list(dict.fromkeys(_PARTS.value))
-  if 'rpc' in parts and importlib.util.find_spec('torch') is None:
-    print('rpc         not measured: torch is not installed', flush=True)
-    parts.remove('rpc')
+  # Ray tells how full its store is by `grpcio`, which it does not require.
+  for part, module in ('rpc', 'torch'), ('memory', 'grpc'):
+    if part in parts and importlib.util.find_spec(module) is None:
+      print(f'{part:12}not measured: {module} is not installed', flush=True)
+      parts.remove(part)
   others = [part for part in OTHERS if part in parts]
   if others:
     rivals(others)

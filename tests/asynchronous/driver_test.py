@@ -13,23 +13,12 @@ import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import in_flight
+from shard_transforms._src.asynchronous import recovery
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 TASK = asynchronous_cases.TASK
-OPTIONS = {
-    'num_updates': 20,
-    'staleness': 1,
-    'pace': True,
-    # A pause of the machine makes no gradient late.
-    'patience': math.inf,
-    'save_every': 100,
-    'on_drop': 'again',
-    'max_attempts': 3,
-    'weight': None,
-    'save_seconds': 0.0,
-    'on_change': 'raise',
-    'driver_devices': 1,
-}
+# A pause of the machine makes no gradient late.
+OPTIONS = {'num_updates': 20, 'staleness': 1, 'patience': math.inf}
 
 
 class Faulty(workers_lib.LocalWorkers):
@@ -72,7 +61,7 @@ class DriverTest(parameterized.TestCase):
 
   def run_with(self, make_workers, task=TASK, **options):
     workers = make_workers(task)
-    *_, result = driver_lib.drive(
+    *_, result = recovery.drive(
         task,
         optax.sgd(0.1),
         in_flight.Options(**(OPTIONS | options)),

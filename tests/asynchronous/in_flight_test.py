@@ -8,19 +8,7 @@ from shard_transforms._src.asynchronous import in_flight as in_flight_lib
 
 
 def make(next_batch=0, **options):
-  defaults = {
-      'num_updates': 1000,
-      'staleness': 2,
-      'pace': True,
-      'patience': 4.0,
-      'save_every': 100,
-      'on_drop': 'again',
-      'max_attempts': 3,
-      'weight': None,
-      'save_seconds': 0.0,
-      'on_change': 'raise',
-      'driver_devices': 1,
-  }
+  defaults = {'num_updates': 1000, 'staleness': 2}
   made = in_flight_lib.InFlight(in_flight_lib.Options(**(defaults | options)))
   made.next_batch = next_batch
   return made
@@ -170,6 +158,70 @@ class InFlightTest(parameterized.TestCase):
     self.assertEqual(in_flight.idle(range(2)), [1, 0])
 
 
+class PlanTest(parameterized.TestCase):
+  """The batches of a journal, which are computed again."""
+
+  def plan(self):
+    in_flight = make(staleness=0)
+    in_flight.plan(np.array([7, 5, 9, 6]), np.array([0, 0, 2, 1]), [1.0])
+    return in_flight
+
+  def test_starts_in_the_order_of_local_steps_and_nothing_else(self):
+    in_flight = self.plan()
+
+    found = []
+    for step in range(4):
+      while in_flight.may_start(step):
+        worker = len(found)
+        found.append((step, *in_flight.start(worker, step, 0.0)[:3]))
+
+    # The global step, the batch, the attempt at it, and the local step.
+    self.assertEqual(
+        found, [(0, 7, 1, 0), (0, 5, 1, 0), (1, 6, 1, 1), (2, 9, 1, 2)]
+    )
+
+  def test_retried_batch_keeps_its_local_step(self):
+    in_flight = self.plan()
+    assigned = in_flight.start(0, 0, 0.0)
+    in_flight.finish(0, 1.0)
+
+    in_flight.retry(assigned)
+
+    again = in_flight.start(0, 3, 1.0)
+    self.assertEqual((again.batch, again.attempt, again.local_step), (7, 2, 0))
+
+  def test_needs_the_parameters_of_what_is_in_flight_or_can_start(self):
+    in_flight = self.plan()
+    in_flight.start(0, 0, 0.0)
+
+    self.assertEqual(in_flight.needed_steps(1), {0, 1})
+    in_flight.start(1, 1, 0.0)
+    in_flight.finish(0, 1.0)
+    in_flight.finish(1, 1.0)
+    self.assertEqual(in_flight.needed_steps(1), {1})
+    self.assertEqual(in_flight.needed_steps(3), {1, 2, 3})
+
+  def test_ends_where_the_run_goes_on(self):
+    in_flight = self.plan()
+
+    in_flight.resume(12, [3])
+
+    self.assertEqual(in_flight.needed_steps(20), {20})
+    self.assertEqual(in_flight.start(0, 20, 0.0)[:3], (3, 1, 20))
+    self.assertEqual(in_flight.start(1, 20, 0.0)[:3], (12, 1, 20))
+
+  def test_worker_that_is_late_then_gets_nothing_until_it_is_back(self):
+    in_flight = self.plan()
+    in_flight.start(0, 0, 0.0)
+    in_flight.make_late(1000.0)
+
+    in_flight.resume(12, [])
+
+    self.assertEqual(in_flight.idle(range(2)), [1])
+    in_flight.start(1, 20, 1000.0)
+    self.assertFalse(in_flight.finish(0, 1001.0)[1])
+
+
 class TimeLimitsTest(parameterized.TestCase):
 
   def test_nothing_is_late_before_a_gradient_has_come_back(self):
@@ -189,7 +241,8 @@ class TimeLimitsTest(parameterized.TestCase):
     self.assertEqual(limits.late_at(assigned(0, 1)), 4.0)
 
   def test_later_attempts_have_twice_the_time(self):
-    limits = in_flight_lib.TimeLimits(3.0, [1.0, 2.0, 30.0])
+    limits = in_flight_lib.TimeLimits(3.0)
+    limits.extend([1.0, 2.0, 30.0])
     limits.add(0, 2.0)
 
     found = [limits.late_at(assigned(0, attempt)) for attempt in (1, 2, 3)]
@@ -197,16 +250,17 @@ class TimeLimitsTest(parameterized.TestCase):
     self.assertEqual(found, [6.0, 12.0, 24.0])
 
   def test_hangs_after_five_times_that_and_at_least_five_seconds(self):
-    short = in_flight_lib.TimeLimits(4.0, [0.1])
-    long = in_flight_lib.TimeLimits(4.0, [10.0])
-    for limits in short, long:
+    short, long = in_flight_lib.TimeLimits(4.0), in_flight_lib.TimeLimits(4.0)
+    for limits, seconds in (short, 0.1), (long, 10.0):
+      limits.extend([seconds])
       limits.add(0, 1.0)
 
     self.assertEqual(short.hung_at(assigned(0, 1)), 5.0)
     self.assertEqual(long.hung_at(assigned(0, 1)), 200.0)
 
   def test_compilation_has_two_minutes_more_after_each_start(self):
-    limits = in_flight_lib.TimeLimits(4.0, [1.0])
+    limits = in_flight_lib.TimeLimits(4.0)
+    limits.extend([1.0])
     before = limits.late_at(assigned(7, 1)), limits.hung_at(assigned(7, 1))
 
     limits.add(7, 60.0)

@@ -18,7 +18,7 @@ from shard_transforms._src.asynchronous import task
 
 def manifest_of(tx, params):
   server = parameter_server.ParameterServer(tx, params)
-  return manifest.manifest(params, server)
+  return manifest.manifest(server)
 
 
 class ManifestTest(unittest.TestCase):

@@ -1,4 +1,5 @@
 import pathlib
+from unittest import mock
 
 from absl.testing import parameterized
 import numpy as np
@@ -59,21 +60,20 @@ class TallyTest(parameterized.TestCase):
     records['fate'] = [0, 0, 1, 2, 3, 4, 4]
     records['global_step'] = 9
     records['local_step'] = [8, 6, 0, 0, 0, 0, 0]
-    whole = np.zeros(7, bool)
     segments = [
         journal.Segment(
-            pathlib.Path('run'), {}, journal.Start(), records[:3], whole[:3], 0
+            pathlib.Path('run'), {}, journal.Start(), records[:3], 0
         ),
         journal.Segment(
             pathlib.Path('run'),
             {},
             journal.Start(0, 3, 5, 'why'),
             records[3:],
-            whole[3:],
             0,
         ),
     ]
-    tally.add_all(segments)
+    with mock.patch.object(journal, 'intact', lambda segments: records):
+      tally.add_all(segments)
     tally.add(Outcome.ACCEPTED, 2)
 
     found = tally.report(global_step=12)

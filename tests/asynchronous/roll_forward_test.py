@@ -9,9 +9,8 @@ import pytest
 
 import asynchronous_cases
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import in_flight
-from shard_transforms._src.asynchronous import parameter_server
-from shard_transforms._src.asynchronous import roll_forward
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 TASK = asynchronous_cases.TASK
@@ -75,14 +74,13 @@ class RollForwardTest(unittest.TestCase):
     self.records = asynchronous.read_journal(self.folder).copy()
 
   def roll(self, workers, times=math.inf, max_attempts=99):
-    server = parameter_server.ParameterServer(TX, asynchronous_cases.init())
-    limits = in_flight.TimeLimits(times, [1e-3])
-    turns = roll_forward.roll_forward(
-        server, self.records, workers, limits, max_attempts
+    options = in_flight.Options(
+        num_updates=0, patience=times, max_attempts=max_attempts
     )
-    for turn, _ in enumerate(turns):
+    driver = driver_lib.Driver(TASK, TX, options, workers)
+    for turn, _ in enumerate(driver.roll_forward(self.records, [1e-3])):
       self.assertLess(turn, 2_000)
-    return server.params, server.state
+    return driver.result()
 
   @pytest.mark.slow
   def test_any_workers_give_the_same_bits(self):
@@ -108,7 +106,7 @@ class RollForwardTest(unittest.TestCase):
   @mock.patch.object(in_flight, '_COMPILATION', 0.0)
   @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
   def test_batch_that_always_hangs_is_reported(self):
-    workers = Hanging(TASK, 2, batch=0, num_times=3)
+    workers = Hanging(TASK, 2, batch=0, num_times=99)
 
     with self.assertRaisesRegex(RuntimeError, 'batch 0 has died or hung 3'):
       self.roll(workers, times=4.0, max_attempts=3)

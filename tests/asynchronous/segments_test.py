@@ -102,7 +102,10 @@ class SegmentsTest(parameterized.TestCase):
     read = asynchronous.read_checkpoint(self.folder, TASK, tx)
     result = self.train(tx=tx, num_updates=40, on_change='continue')
 
-    asynchronous_cases.assert_same_bits(read, first)
+    # Their optimizers may differ in nodes without leaves.
+    asynchronous_cases.assert_same_bits(
+        *([jax.tree.leaves(found[:2])] for found in (read, first))
+    )
     self.check(result, 40, [0, 30])
     self.assertIn(words, result.report.segments[30])
     again = self.train(tx=tx, num_updates=45)
@@ -113,7 +116,7 @@ class SegmentsTest(parameterized.TestCase):
 
   def test_updates_after_the_checkpoint_are_replaced(self):
     self.train(num_updates=17, save_every=1000)
-    (self.folder / 'checkpoints/17').rename(self.folder / 'gone')
+    (self.folder / 'checkpoints/17.npz').rename(self.folder / 'gone')
 
     result = self.train(OTHER_TASK, on_change='continue')
 
@@ -155,7 +158,7 @@ class SegmentsTest(parameterized.TestCase):
 
   def test_damaged_record_after_the_checkpoint_costs_what_follows_it(self):
     self.train()
-    (self.folder / 'checkpoints/30').rename(self.folder / 'gone')
+    (self.folder / 'checkpoints/30.npz').rename(self.folder / 'gone')
     self.flip(25)
 
     with self.assertRaisesRegex(ValueError, 'damaged at record 25 .*continue'):
@@ -163,7 +166,7 @@ class SegmentsTest(parameterized.TestCase):
     result = self.train(on_change='continue')
 
     (saved,) = (self.folder / 'checkpoints').iterdir()
-    self.check(result, 30, [0, int(saved.name)])
+    self.check(result, 30, [0, int(saved.stem)])
 
   def test_starts_from_a_result(self):
     first = self.train(num_updates=20)
@@ -240,7 +243,7 @@ class SegmentsTest(parameterized.TestCase):
     self.train(save_seconds=1000)
 
     saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
-    self.assertEqual(saved, {'30'})
+    self.assertEqual(saved, {'30.npz'})
 
   def test_copy_of_a_segment_beside_it_is_ignored(self):
     self.train(num_updates=15)
@@ -308,7 +311,7 @@ class WatchingTest(parameterized.TestCase):
   def test_history_goes_on_at_the_checkpoint(self):
     folder = asynchronous_cases.folder(self)
     self.train(lambda report: None, folder=folder)
-    (folder / 'checkpoints/30').rename(folder / 'gone')
+    (folder / 'checkpoints/30.npz').rename(folder / 'gone')
     first, self.reports = self.reports, []
 
     self.train(lambda report: None, folder=folder, num_updates=33)
@@ -333,7 +336,7 @@ class WatchingTest(parameterized.TestCase):
         asynchronous_cases.train, task, TX, folder=folder, staleness=0
     )
     run(num_updates=20)
-    (folder / 'checkpoints/20').rename(folder / 'gone')
+    (folder / 'checkpoints/20.npz').rename(folder / 'gone')
     # The checksum of the last gradient is another.
     path = folder / 'journal.bin'
     size = asynchronous.read_journal(folder).itemsize
@@ -364,7 +367,7 @@ class WatchingTest(parameterized.TestCase):
         yield asynchronous.Report(3, history=history, segments=segments)
       yield asynchronous.Result(None, None, asynchronous.Report(3))
 
-    job.run(drive, TASK, 1, cluster=None, on_progress=self.reports.append)
+    job.run(job.Job(drive, TASK, 1, None), self.reports.append)
 
     found = [step for r in self.reports for step, _ in r.history]
     self.assertEqual(found, [1, 2, 3, 2, 3])
@@ -444,7 +447,7 @@ class WatchingTest(parameterized.TestCase):
   def test_run_that_is_stopped_while_it_catches_up_leaves_its_folder(self):
     folder = asynchronous_cases.folder(self)
     self.train(lambda report: None, folder=folder)
-    (folder / 'checkpoints/30').rename(folder / 'gone')
+    (folder / 'checkpoints/30.npz').rename(folder / 'gone')
 
     stopped = self.train(lambda report: 'stop', folder=folder)
 
@@ -465,7 +468,7 @@ class WatchingTest(parameterized.TestCase):
       commands.append((yield asynchronous.Report(2)))
       yield asynchronous.Result(None, None, asynchronous.Report(2))
 
-    job.run(drive, TASK, 1, cluster=None, on_progress=lambda r: answers.pop(0))
+    job.run(job.Job(drive, TASK, 1, None), lambda r: answers.pop(0))
 
     self.assertEqual(commands, ['stop', 'stop'])
 
@@ -476,7 +479,7 @@ class WatchingTest(parameterized.TestCase):
         yield asynchronous.Report(steps[-1], history=history)
       yield asynchronous.Result(None, None, asynchronous.Report(4))
 
-    job.run(drive, TASK, 1, cluster=None, on_progress=self.reports.append)
+    job.run(job.Job(drive, TASK, 1, None), self.reports.append)
 
     found = [step for r in self.reports for step, _ in r.history]
     self.assertEqual(found, [1, 2, 3, 4])

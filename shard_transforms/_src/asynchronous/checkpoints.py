@@ -1,40 +1,20 @@
-"""The checkpoints of a run, by orbax."""
+"""The checkpoints of a run: one file of `numpy.savez` each."""
 
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
+import json
+import os
 import pathlib
-import shutil
 from typing import Any, NamedTuple
 import warnings
 
-import jax
-import orbax.checkpoint as ocp
+import numpy as np
 
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import parameter_server
-from shard_transforms._src.monitoring import digests
 
 _FOLDER = 'checkpoints'
-
-
-class Position(NamedTuple):
-  """Where a run was when a checkpoint was written.
-
-  Attributes:
-    num_records: Number of records in the segment of the journal.
-    last_crc: The `crc` of the last of them, or 0.
-    next_batch: The first batch that had not been assigned.
-    ready: The earlier batches that had to be computed again.
-    metrics: The metrics of the last update.
-  """
-
-  num_records: int = 0
-  last_crc: int = 0
-  next_batch: int = 0
-  ready: Sequence[int] = ()
-  metrics: Mapping[str, float] = {}
+_END = '.npz'
 
 
 class Checkpoint(NamedTuple):
@@ -43,148 +23,112 @@ class Checkpoint(NamedTuple):
   Attributes:
     segment: The number of its segment of the journal; -1 if there is none.
     global_step: Its global step.
-    position: Where the run was.
+    num_records: Number of records that the segment had.
+    last_crc: The `crc` of the last of them, or 0.
+    next_batch: The first batch that had not been assigned.
+    ready: The earlier batches that had to be computed again.
+    metrics: The metrics of the last update.
     trees: The arguments of `ParameterServer.restore`, if they were read.
   """
 
   segment: int = -1
   global_step: int = 0
-  position: Position = Position()
+  num_records: int = 0
+  last_crc: int = 0
+  next_batch: int = 0
+  ready: Sequence[int] = ()
+  metrics: Mapping[str, float] = {}
   trees: Mapping[str, Any] = {}
 
 
-class Checkpoints:
-  """The last two checkpoints of a segment."""
+class LayoutError(ValueError):
+  """A checkpoint is intact, and of other parameters or another optimizer."""
 
-  def __init__(self, folder: pathlib.Path, number: int, *, create: bool = True):
-    """Opens the checkpoints of a segment of a run."""
-    self._number = number
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, cleanup_tmp_directories=create, create=create
-    )
-    path = journal.segment_folder(folder, number) / _FOLDER
-    self._manager = ocp.CheckpointManager(path.absolute(), options=options)
 
-  def save(
-      self, server: parameter_server.ParameterServer, position: Position
-  ) -> None:
-    """Starts to write a checkpoint, after waiting for the previous one.
+def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
+  """Writes a checkpoint of a run; keeps the one before it, and no other.
 
-    Raises:
-      OSError: If the previous checkpoint could not be written.
-    """
-    trees = parameter_server.unwrap_keys(server.trees())
-    # Not the tree: another optimizer may have more nodes without leaves.
-    leaves = jax.tree.leaves(trees)
-    about = {
-        **position._asdict(),
-        'digest': digests.digest(leaves),
-        'layout': parameter_server.layout(trees),
-    }
-    args = ocp.args.Composite(
-        trees=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about)
-    )
-    with self._writing():
-      self._manager.wait_until_finished()
-      # Orbax would fail as well, in several threads, with hundreds of lines.
-      size = sum(x.nbytes for x in leaves)
-      free = shutil.disk_usage(str(self._manager.directory)).free
-      if size > free:
-        raise OSError(f'it has {size:,} bytes, and {free:,} are free.')
-      for step in self._manager.all_steps():
-        if step >= server.global_step:
-          # It was damaged. Orbax would keep it in place of earlier ones.
-          self._manager.delete(step)
-      self._manager.save(server.global_step, args=args, force=True)
+  Raises:
+    OSError: If it cannot be written.
+  """
+  path = _path(folder, checkpoint.segment, checkpoint.global_step)
+  about = checkpoint._replace(trees={})._asdict()
+  about['layout'] = parameter_server.layout(checkpoint.trees)
+  new = path.with_suffix('.new')
+  try:
+    with journal.naming(new):
+      path.parent.mkdir(exist_ok=True)
+      with open(new, 'wb') as file:
+        # Not the tree: another optimizer may have more nodes without leaves.
+        leaves = parameter_server.leaves_of(checkpoint.trees)
+        np.savez(file, json.dumps(about), *leaves)
+        file.flush()
+        os.fsync(file.fileno())
+      new.rename(path)
+  finally:
+    new.unlink(missing_ok=True)
+  steps = _steps(folder, checkpoint.segment)
+  place = steps.index(checkpoint.global_step)
+  # Later ones are damaged: the run would have gone on from them.
+  for step in steps[: max(place - 1, 0)] + steps[place + 1 :]:
+    _path(folder, checkpoint.segment, step).unlink()
 
-  def latest(self, like: Mapping[str, Any]) -> Checkpoint:
-    """Returns the latest intact checkpoint; warns of those that are not.
 
-    Raises:
-      LayoutError: If it has leaves of other names, shapes or dtypes.
-    """
-    for step in sorted(self._manager.all_steps(), reverse=True):
+def read(
+    folder: pathlib.Path, segment: int, step: int, like: Mapping[str, Any]
+) -> Checkpoint:
+  """Returns the checkpoint of a segment at a global step.
+
+  Args:
+    folder: The folder of the run.
+    segment: The number of the segment.
+    step: The global step.
+    like: Trees of the same structures, shapes and dtypes.
+
+  Raises:
+    LayoutError: If it has leaves of other names, shapes or dtypes.
+    Exception: If it is damaged.
+  """
+  path = _path(folder, segment, step)
+  # It compares a checksum of each array.
+  with np.load(path) as file:
+    about = json.loads(str(file['arr_0']))
+    try:
+      parameter_server.check_layout(
+          about.pop('layout'),
+          like,
+          f'Checkpoint {step} of {str(path.parent)!r}',
+      )
+    except ValueError as error:
+      raise LayoutError(str(error)) from error
+    # NumPy does not know all dtypes, such as `bfloat16`.
+    leaves = [
+        file[f'arr_{i}'].view(x.dtype).reshape(x.shape)
+        for i, x in enumerate(parameter_server.leaves_of(like), 1)
+    ]
+  trees = parameter_server.with_leaves(like, leaves)
+  return Checkpoint(**{**about, 'trees': trees})
+
+
+def read_latest(folder: pathlib.Path, like: Mapping[str, Any]) -> Checkpoint:
+  """Returns the latest intact checkpoint of a run; warns of those that are not.
+
+  Raises:
+    LayoutError: If it has leaves of other names, shapes or dtypes.
+  """
+  for segment in range(max(journal.last_segment(folder), 0), -1, -1):
+    for step in reversed(_steps(folder, segment)):
       try:
-        return self.read(step, like)
+        return read(folder, segment, step, like)
       except LayoutError:
         raise
-      except Exception as error:  # Orbax raises many kinds.
+      except Exception as error:  # What is damaged raises many kinds.
         warnings.warn(
-            f'Checkpoint {step} of {self._manager.directory} cannot be used,'
-            f' an earlier one is: {_line(error)}',
+            f'{str(_path(folder, segment, step))!r} cannot be used, an earlier'
+            f' checkpoint is: {_line(error)}',
             RuntimeWarning,
             stacklevel=2,
         )
-    return Checkpoint()
-
-  def read(self, step: int, like: Mapping[str, Any]) -> Checkpoint:
-    """Returns a checkpoint whose bits are those that were written.
-
-    Args:
-      step: Its global step.
-      like: Trees of the same structures, shapes and dtypes.
-
-    Raises:
-      LayoutError: If it has leaves of other names, shapes or dtypes.
-      ValueError: If it has been damaged.
-    """
-    about = self._restore(step, about=ocp.args.JsonRestore())
-    try:
-      what = f'Checkpoint {step} of {str(self._manager.directory)!r}'
-      parameter_server.check_layout(about.pop('layout'), like, what)
-    except ValueError as error:
-      raise LayoutError(str(error)) from error
-    due, structure = jax.tree.flatten(parameter_server.unwrap_keys(like))
-    leaves = self._restore(step, trees=ocp.args.StandardRestore(due))
-    if digests.digest(leaves) != about.pop('digest'):
-      raise ValueError('its bits have changed since they were written.')
-    trees = jax.tree.unflatten(structure, leaves)
-    trees = parameter_server.wrap_keys(trees, like)
-    return Checkpoint(self._number, step, Position(**about), trees)
-
-  def close(self) -> None:
-    """Finishes pending writes.
-
-    Raises:
-      OSError: If the last checkpoint could not be written.
-    """
-    with self._writing():
-      self._manager.wait_until_finished()
-    self._manager.close()
-
-  def _restore(self, step, **args):
-    (found,) = self._manager.restore(
-        step, args=ocp.args.Composite(**args)
-    ).values()
-    return found
-
-  @contextlib.contextmanager
-  def _writing(self) -> Iterator[None]:
-    """Raises the errors of orbax, of many kinds, as `OSError`."""
-    try:
-      yield
-    except Exception as error:
-      raise OSError(
-          'A checkpoint must be written to'
-          f' {str(self._manager.directory)!r}, got {_line(error)}'
-      ) from error
-
-
-def read_latest(
-    folder: pathlib.Path, server: parameter_server.ParameterServer
-) -> Checkpoint:
-  """Returns the latest intact checkpoint of a run.
-
-  Raises:
-    ValueError: If it has leaves of other names, shapes or dtypes.
-  """
-  for number in range(max(journal.last_segment(folder), 0), -1, -1):
-    with contextlib.closing(
-        Checkpoints(folder, number, create=False)
-    ) as checkpoints:
-      found = checkpoints.latest(server.trees())
-    if found.trees:
-      return found
   return Checkpoint()
 
 
@@ -201,11 +145,8 @@ def restore_start(
   if start.segment < 0:
     return
   try:
-    with contextlib.closing(
-        Checkpoints(folder, start.segment, create=False)
-    ) as checkpoints:
-      found = checkpoints.read(start.global_step, server.trees())
-  except Exception as error:  # Orbax raises many kinds.
+    found = read(folder, start.segment, start.global_step, server.trees())
+  except Exception as error:  # What is damaged raises many kinds.
     raise ValueError(
         f'Checkpoint {start.global_step} of segment {start.segment} must be in'
         f' {str(folder)!r}, got {_line(error)}'
@@ -213,8 +154,14 @@ def restore_start(
   server.restore(**found.trees)
 
 
-class LayoutError(ValueError):
-  """A checkpoint is intact, and of other parameters or another optimizer."""
+def _path(folder: pathlib.Path, segment: int, step: int) -> pathlib.Path:
+  return journal.segment_folder(folder, segment) / _FOLDER / f'{step}{_END}'
+
+
+def _steps(folder: pathlib.Path, segment: int) -> list[int]:
+  """Returns the global steps of the checkpoints of a segment, in order."""
+  paths = _path(folder, segment, 0).parent.glob(f'*{_END}')
+  return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
 
 
 def _line(error: Exception) -> str:

@@ -3,19 +3,18 @@
 from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Mapping
-import contextlib
 import math
-import pathlib
 import time
 from typing import Any
 
+import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import in_flight as in_flight_lib
 from shard_transforms._src.asynchronous import journal
-from shard_transforms._src.asynchronous import manifest
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -28,79 +27,63 @@ _WAIT = 1.0
 _WITHOUT_WORKERS = 300.0
 
 
-def drive(
-    task: task_lib.Task,
-    tx: optax.GradientTransformation,
-    options: in_flight_lib.Options,
-    folder: pathlib.Path | None,
-    start: outcomes.Result | None,
-    workers: workers_lib.Workers,
-) -> Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]:
-  """Trains to the end; yields reports at intervals, and finally the result.
+class Driver:
+  """Assigns batches to workers, and applies their gradients.
 
-  The answer to a report is what `on_progress` returns.
-
-  Raises:
-    OSError: If the folder cannot be written.
-    RuntimeError: If a function of the task fails too often, or there are no
-      workers.
-    ValueError: If `folder` is of another run, damaged or in use; if `start` has
-      other parameters or another optimizer.
+  It applies gradients as they come back. Where it rolls a journal forward, it
+  applies them in the order of the journal.
   """
-  # It counts the seconds from here.
-  tally = outcomes.Tally()
-  params = task_lib.init_params(task)
-  server = parameter_server.ParameterServer(
-      tx,
-      params,
-      model_state=task.model_state,
-      num_devices=options.driver_devices,
-  )
-  if start is not None:
-    found = {'params': start.params, 'state': start.opt_state}
-    parameter_server.check_layout(
-        parameter_server.layout(found), server.trees(), '`start`'
+
+  def __init__(
+      self,
+      task: task_lib.Task,
+      tx: optax.GradientTransformation,
+      options: in_flight_lib.Options,
+      workers: workers_lib.Workers,
+  ):
+    # It counts the seconds from here.
+    self.tally = outcomes.Tally()
+    self.server = parameter_server.ParameterServer(
+        tx,
+        task_lib.init_params(task),
+        model_state=task.model_state,
+        num_devices=options.driver_devices,
     )
-  with contextlib.ExitStack() as stack:
-    kept, recovery = None, iter(())
-    if folder is not None:
-      # It needs orbax, an optional dependency.
-      from shard_transforms._src.asynchronous import run_folder
-
-      kept = run_folder.RunFolder(folder, manifest.manifest(params, server))
-      stack.callback(kept.close)
-      recovery = run_folder.recover(kept, server, workers, options, start)
-    elif start is not None:
-      server.restore(start.params, start.opt_state)
-    run = _Run(server, options, kept, tally)
-    yield from run.reports(workers, recovery)
-    params = server.params
-    report = tally.report(server.global_step, params)
-    result = outcomes.Result(params, server.state, report)
-  # The last checkpoint is written by now.
-  yield result
-
-
-class _Run:
-  """A run: drives the workers of a parameter server."""
-
-  def __init__(self, server, options, folder, tally):
-    self._server = server
-    self._options = options
-    self._folder = folder
-    self._tally = tally
+    self.options = options
+    self._workers = workers
+    self._folder: run_folder.RunFolder | None = None
     self._attempts = outcomes.Attempts(options.max_attempts)
-    self._in_flight = in_flight_lib.InFlight(options)
-    self._has_recovered = False
-    # The latest parameters for workers, and their global step.
-    self._published: tuple[int, Any] = (-1, None)
+    self._begin()
+
+  def _begin(self):
+    self._in_flight = in_flight_lib.InFlight(self.options)
+    # What workers were given, by the global step of the parameters.
+    self._published: dict[int, Any] = {}
+    # Rolling forward: the records that are left, in order, and the gradients
+    # and metrics that have come back before their turn, by batch.
+    self._records: dict[int, np.void] = {}
+    self._early: dict[int, tuple[Any, Mapping[str, float]]] = {}
+
+  def reset(self, params: Any, state: Any) -> None:
+    """Gives up what is in flight, and restores parameters and state."""
+    self._workers.reset()
+    self._begin()
+    self.server.restore(params, state)
+
+  def result(self) -> outcomes.Result:
+    """Returns where the run is."""
+    params = self.server.params
+    report = self.tally.report(self.server.global_step, params)
+    return outcomes.Result(params, self.server.state, report)
 
   def reports(
-      self,
-      workers: workers_lib.Workers,
-      recovery: Iterator[Mapping[str, float] | None],
+      self, folder: run_folder.RunFolder | None, recovery: Iterator[None]
   ) -> Generator[outcomes.Report, outcomes.Command, None]:
     """Trains to the end, and yields its progress at intervals.
+
+    Args:
+      folder: Where the outcomes are written once the run has recovered.
+      recovery: Resumes where the folder ends; see `recovery.recover`.
 
     Raises:
       OSError: If the journal or a checkpoint cannot be written.
@@ -110,9 +93,9 @@ class _Run:
     """
     reported = last_ready = time.monotonic()
     command = None
-    for _ in self._turns(workers, recovery):
+    for has_recovered in self._turns(folder, recovery):
       now = time.monotonic()
-      if workers.ready():
+      if self._workers.ready():
         last_ready = now
       elif now - last_ready > _WITHOUT_WORKERS:
         raise RuntimeError(
@@ -120,73 +103,117 @@ class _Run:
             ' cluster has the `resources` that a worker needs.'
         )
       is_due = now - reported >= _BETWEEN_REPORTS or command == 'params'
-      if is_due and self._tally.metrics is not None:
+      if is_due and self.tally.metrics is not None:
         reported = now
-        params = self._server.params if command == 'params' else None
-        step = self._server.global_step
+        params = self.server.params if command == 'params' else None
+        step = self.server.global_step
         # Until then, a new segment may replace the updates.
-        is_certain = self._has_recovered or self._options.on_change == 'raise'
-        command = yield self._tally.report(step, params, has_history=is_certain)
+        is_certain = has_recovered or self.options.on_change == 'raise'
+        command = yield self.tally.report(step, params, has_history=is_certain)
         if command == 'stop':
           break
-    if self._has_recovered:
-      # Before that, the folder has more than the server.
+    # Before it has recovered, the folder has more than the server.
+    if self._folder is not None:
       self._in_flight.abandon()
       self._save()
 
-  def _turns(self, workers, recovery):
-    """Trains to the end, and yields after each turn."""
-    yield from self._recover(recovery)
-    self._has_recovered = True
-    while self._server.global_step < self._options.num_updates:
-      self._assign(workers)
-      seconds = self._in_flight.seconds_left(time.monotonic())
-      for event in workers.wait(min(seconds, _WAIT)):
-        self._settle(event)
-      self._replace_stragglers(workers)
-      yield
+  def roll_forward(
+      self, records: np.ndarray, durations: list[float]
+  ) -> Iterator[None]:
+    """Applies the accepted gradients of a journal, computed by any workers.
 
-  def _recover(self, recovery):
-    """Resumes where the journal ends, if there is one."""
-    folder = self._folder
-    for metrics in recovery:
-      if metrics is not None:
-        self._tally.update(self._server.global_step, metrics)
-      yield
+    Args:
+      records: Those of the journal. The parameters of the first are those that
+        the server has, or later ones.
+      durations: About how many seconds gradients take.
+
+    Yields:
+      After each turn but the last.
+
+    Raises:
+      RuntimeError: If a function of the task fails, or a worker dies or hangs
+        at each attempt at a batch.
+      ValueError: If a gradient has other bits than before.
+    """
+    for _ in records[records['fate'] == _Outcome.DROPPED]:
+      self.server.drop()
+    accepted = records[records['fate'] == _Outcome.ACCEPTED]
+    for step, record in enumerate(accepted, self.server.global_step):
+      if step != record['global_step']:
+        raise ValueError(
+            f'Record {record["sequence"]} of the journal must be of global step'
+            f' {step}, got {record["global_step"]}. A part of the journal is'
+            ' missing.'
+        )
+    self._records = dict(zip(accepted['batch'].tolist(), accepted, strict=True))
+    self._published = {}
+    self._in_flight.plan(accepted['batch'], accepted['local_step'], durations)
+    while self._records:
+      self._turn()
+      if self._records:
+        yield
+
+  def _turns(self, folder, recovery):
+    """Yields after each turn whether the run has recovered."""
+    for _ in recovery:
+      yield False
+    step = self.server.global_step
     if folder is None:
-      self._in_flight.resume(self._server.global_step, [])
-      return
-    self._tally.rewind(self._server.global_step)
-    self._in_flight.resume(folder.next_batch, folder.ready)
-    saved = folder.saved
-    self._tally.num_recovered = self._server.global_step - saved.global_step
-    if self._tally.metrics is None:
-      self._tally.metrics = saved.position.metrics or None
-    self._tally.add_all(journal.read_segments(folder.path))
+      self._in_flight.resume(step, [])
+    else:
+      self.tally.rewind(step)
+      self._in_flight.resume(folder.next_batch, folder.ready)
+      self.tally.num_recovered = step - folder.saved.global_step
+      if self.tally.metrics is None:
+        self.tally.metrics = folder.saved.metrics or None
+      self.tally.add_all(journal.read_segments(folder.path))
+      self._folder = folder
+    while self.server.global_step < self.options.num_updates:
+      self._turn()
+      yield True
 
-  def _assign(self, workers):
+  def _turn(self):
+    """Assigns batches, and settles what comes back meanwhile."""
+    self._assign()
+    seconds = self._in_flight.seconds_left(time.monotonic())
+    for event in self._workers.wait(min(seconds, _WAIT)):
+      self._settle(event)
+    now = time.monotonic()
+    for assigned in self._in_flight.make_late(now):
+      self._record(assigned, _Outcome.LATE)
+    for worker in self._in_flight.hung(now):
+      self._workers.replace(worker)
+
+  def _assign(self):
     """Gives batches to idle workers, unless a checkpoint is due first."""
-    step = self._server.global_step
-    if self._folder is not None and self._folder.is_due(step, self._options):
+    step = self.server.global_step
+    if self._folder is not None and self._folder.is_due(step, self.options):
       if len(self._in_flight):
         return
       self._save()
-    for worker in self._in_flight.idle(workers.ready()):
+    for worker in self._in_flight.idle(self._workers.ready()):
       if not self._in_flight.may_start(step):
         return
-      if self._published[0] != step:
-        self._published = step, workers.publish(self._server.publish())
       assigned = self._in_flight.start(worker, step, time.monotonic())
-      workers.start(worker, self._published[1], assigned.batch)
+      if assigned.local_step == step:
+        self._publish()
+      published = self._published[assigned.local_step]
+      self._workers.start(worker, published, assigned.batch)
+
+  def _publish(self):
+    """Publishes the parameters of the global step, once."""
+    step = self.server.global_step
+    if step not in self._published:
+      self._published[step] = self._workers.publish(self.server.publish())
 
   def _save(self):
-    if self._folder is not None:
-      self._folder.save(
-          self._server,
-          self._in_flight.next_batch,
-          self._in_flight.ready,
-          self._tally.metrics or {},
-      )
+    assert self._folder is not None
+    self._folder.save(
+        self.server,
+        self._in_flight.next_batch,
+        self._in_flight.ready,
+        self.tally.metrics or {},
+    )
 
   def _settle(self, event):
     """Decides on a gradient; records its outcome before it takes effect."""
@@ -199,38 +226,79 @@ class _Run:
       if reply is None and self._in_flight.has(assigned.batch):
         self._attempts.add(assigned, None)
       return
-    age = self._server.global_step - assigned.local_step
-    outcome = outcomes.outcome_of(reply, age, self._options.staleness)
+    age = self.server.global_step - assigned.local_step
+    limit = math.inf if self._records else self.options.staleness
+    outcome = outcomes.outcome_of(reply, age, limit)
     grads = event.fetch() if outcome == _Outcome.ACCEPTED else None
     if outcome == _Outcome.ACCEPTED and grads is None:
       outcome, reply = _Outcome.LOST, None
+    settle = self._settle_again if self._records else self._settle_new
+    settle(assigned, outcome, reply, grads)
+
+  def _settle_new(self, assigned, outcome, reply, grads):
+    """Records an outcome before it takes effect."""
     weight = None
     if outcome == _Outcome.ACCEPTED:
-      weight = _weight_at(age, self._options.weight)
+      age = self.server.global_step - assigned.local_step
+      weight = _weight_at(age, self.options.weight)
     self._record(assigned, outcome, reply, weight)
     if outcome == _Outcome.ACCEPTED:
-      self._server.accept(grads, assigned.local_step, weight)
-      self._tally.update(self._server.global_step, event.reply.metrics)
-      self._server.forget(self._in_flight.oldest(self._server.global_step))
+      self._apply(grads, reply.metrics, assigned.local_step, weight)
     elif outcome == _Outcome.DROPPED:
-      self._server.drop()
-      if self._options.on_drop == 'again':
+      self.server.drop()
+      if self.options.on_drop == 'again':
         self._in_flight.retry(assigned)
     else:
       self._attempts.add(assigned, reply and reply.failure)
       self._in_flight.retry(assigned)
 
-  def _replace_stragglers(self, workers):
-    """Gives late batches to others, and replaces the workers that hang."""
-    now = time.monotonic()
-    for assigned in self._in_flight.make_late(now):
-      self._record(assigned, _Outcome.LATE)
-    for worker in self._in_flight.hung(now):
-      workers.replace(worker)
+  def _settle_again(self, assigned, outcome, reply, grads):
+    """Applies a gradient of a record, and those that waited for it."""
+    if outcome == _Outcome.LOST:
+      self._attempts.add(assigned, None)
+      self._in_flight.retry(assigned)
+      return
+    if outcome == _Outcome.FAILED:
+      raise RuntimeError(
+          f'`{reply.failure.function}` of `task` must do again what it did for'
+          f' batch {assigned.batch}, got {reply.failure.message}\n'
+          f'{reply.failure.trace}'
+      )
+    record = self._records[assigned.batch]
+    if reply.checksum != record['checksum']:
+      raise ValueError(
+          f'The gradient at batch {record["batch"]} must have the bits that it'
+          f' had in record {record["sequence"]} of the journal (local step'
+          f' {record["local_step"]}), got others. The task, its data or the'
+          ' machine is another, or its functions are not pure.'
+      )
+    self._early[assigned.batch] = grads, reply.metrics
+    while self._records and (batch := next(iter(self._records))) in self._early:
+      # Others are still to be computed at these parameters.
+      step = self.server.global_step
+      if step in self._in_flight.planned_steps(step):
+        self._publish()
+      record = self._records[batch]
+      weight = None if np.isnan(record['weight']) else float(record['weight'])
+      self._apply(*self._early.pop(batch), int(record['local_step']), weight)
+      del self._records[batch]
+
+  def _apply(self, grads, metrics, local_step, weight):
+    """Applies a gradient; frees parameters that are no longer in use."""
+    self.server.accept(grads, local_step, weight)
+    step = self.server.global_step
+    self.tally.update(step, metrics)
+    needed = self._in_flight.needed_steps(step)
+    self.server.forget(needed)
+    self._published = {
+        s: published for s, published in self._published.items() if s in needed
+    }
 
   def _record(self, assigned, outcome, reply=None, weight=None):
-    """Writes an outcome to the journal, and counts it."""
-    step = self._server.global_step
+    """Writes an outcome to the journal and counts it, if it is new."""
+    if self._records:
+      return
+    step = self.server.global_step
     if self._folder is not None:
       self._folder.journal.write(
           batch=assigned.batch,
@@ -240,10 +308,10 @@ class _Run:
           attempt=assigned.attempt,
           fate=outcome,
           weight=math.nan if weight is None else weight,
-          seconds=self._tally.seconds(),
+          seconds=self.tally.seconds(),
           checksum=0 if reply is None else reply.checksum,
       )
-    self._tally.add(outcome, step - assigned.local_step)
+    self.tally.add(outcome, step - assigned.local_step)
 
 
 def _weight_at(age, weight):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
 import dataclasses
+import itertools
 import math
 import statistics
 from typing import Literal, NamedTuple
@@ -29,16 +30,20 @@ class Options:
   """Arguments of `train`; `staleness` is infinite for `None`."""
 
   num_updates: int
-  staleness: float
-  pace: bool
-  patience: float
-  save_every: int
-  save_seconds: float
-  on_drop: OnDrop
-  max_attempts: int
-  weight: Callable[[int], float] | None
-  on_change: OnChange
-  driver_devices: int
+  staleness: float = math.inf
+  pace: bool = True
+  patience: float = 4.0
+  save_every: int = 100
+  save_seconds: float = 5.0
+  on_change: OnChange = 'raise'
+  on_drop: OnDrop = 'again'
+  max_attempts: int = 3
+  weight: Callable[[int], float] | None = None
+  driver_devices: int = 1
+
+  def without_patience(self) -> 'Options':
+    """Returns the same for workers that take turns, which are never late."""
+    return dataclasses.replace(self, patience=math.inf)
 
 
 class Assignment(NamedTuple):
@@ -67,17 +72,15 @@ class TimeLimits:
   itself may be slow.
   """
 
-  def __init__(self, patience: float, durations: Iterable[float] = ()):
-    """Starts with the durations that are known.
-
-    Args:
-      patience: A gradient is late after this many times the median.
-      durations: The seconds that earlier gradients took.
-    """
+  def __init__(self, patience: float):
     self._patience = patience
-    self._durations = collections.deque(durations, _NUM_DURATIONS)
+    self._durations = collections.deque[float](maxlen=_NUM_DURATIONS)
     self._first_durations = collections.deque[float](maxlen=_NUM_DURATIONS)
     self._compiled: set[int] = set()
+
+  def extend(self, durations: Iterable[float]) -> None:
+    """Adds the durations of earlier gradients."""
+    self._durations.extend(durations)
 
   def add(self, worker: int, seconds: float) -> None:
     """Adds the duration of a gradient."""
@@ -139,27 +142,56 @@ class InFlight:
 
   A gradient is late after `patience` times the median duration: another worker
   gets the batch, and the late gradient is ignored.
+
+  `plan` takes the batches of a journal, which are computed again: each at the
+  parameters of its local step.
   """
 
   def __init__(self, options: Options):
     self._options = options
     self._limits = TimeLimits(options.patience)
-    self._ready = collections.deque[tuple[int, int]]()
+    # The batch, the attempt at it, and its local step if that is planned.
+    self._ready = collections.deque[tuple[int, int, int | None]]()
     self._in_flight: dict[int, Assignment] = {}
     self._late: dict[int, Assignment] = {}
     self._seconds: dict[int, float] = {}
+    self._is_planned = False
     # The first batch that was never assigned.
     self.next_batch = 0
 
   def resume(self, next_batch: int, ready: Iterable[int]) -> None:
     """Starts with the batches that an earlier run has left."""
+    self._is_planned = False
     self.next_batch = next_batch
-    self._ready.extend((batch, 1) for batch in ready)
+    self._ready.clear()
+    self._ready += [(batch, 1, None) for batch in ready]
+
+  def plan(
+      self,
+      batches: np.ndarray,
+      local_steps: np.ndarray,
+      durations: Iterable[float],
+  ) -> None:
+    """Starts with batches that have their local steps, and no others.
+
+    They start in the order of their local steps. So no more gradients wait for
+    their turn than the run had in flight.
+
+    Args:
+      batches: The numbers of the batches [number of batches].
+      local_steps: Their local steps [number of batches].
+      durations: About how many seconds gradients take.
+    """
+    self._is_planned = True
+    self._limits.extend(durations)
+    order = np.argsort(local_steps, kind='stable')
+    self._ready.clear()
+    self._ready += [(int(batches[i]), 1, int(local_steps[i])) for i in order]
 
   @property
   def ready(self) -> list[int]:
     """The numbers of earlier batches that must be computed again."""
-    return [batch for batch, _ in self._ready]
+    return [batch for batch, *_ in self._ready]
 
   def __len__(self) -> int:
     return len(self._in_flight)
@@ -174,25 +206,33 @@ class InFlight:
 
   def may_start(self, global_step: int) -> bool:
     """Returns whether to assign another batch."""
+    if self._is_planned:
+      return bool(self.planned_steps(global_step))
     step_at_end = global_step + len(self)
     if step_at_end >= self._options.num_updates:
       return False
-    age = step_at_end - self.oldest(global_step)
+    age = step_at_end - min(self.needed_steps(global_step))
     return age <= self._options.staleness or not self._options.pace
 
-  def oldest(self, global_step: int) -> int:
-    """Returns the oldest local step in flight; the global step if none is."""
-    steps = [assigned.local_step for assigned in self._in_flight.values()]
-    return min(steps, default=global_step)
+  def planned_steps(self, global_step: int) -> set[int]:
+    """Returns the local steps of planned batches up to a global step."""
+    steps = (step for _, _, step in self._ready if step is not None)
+    return set(itertools.takewhile(lambda step: step <= global_step, steps))
+
+  def needed_steps(self, global_step: int) -> set[int]:
+    """Returns the steps up to a global one whose parameters are in use."""
+    steps = {assigned.local_step for assigned in self._in_flight.values()}
+    return steps | self.planned_steps(global_step) | {global_step}
 
   def start(self, worker: int, global_step: int, now: float) -> Assignment:
     """Assigns the next batch to a worker."""
     if self._ready:
-      batch, attempt = self._ready.popleft()
+      batch, attempt, step = self._ready.popleft()
     else:
-      batch, attempt = self.next_batch, 1
+      batch, attempt, step = self.next_batch, 1, None
       self.next_batch += 1
-    assigned = Assignment(batch, attempt, global_step, worker, now)
+    step = global_step if step is None else step
+    assigned = Assignment(batch, attempt, step, worker, now)
     self._in_flight[worker] = assigned
     return assigned
 
@@ -224,7 +264,8 @@ class InFlight:
 
   def retry(self, assigned: Assignment) -> None:
     """Puts a batch before all others."""
-    self._ready.appendleft((assigned.batch, assigned.attempt + 1))
+    step = assigned.local_step if self._is_planned else None
+    self._ready.appendleft((assigned.batch, assigned.attempt + 1, step))
 
   def make_late(self, now: float) -> list[Assignment]:
     """Returns the assignments that have become late; retries their batches."""

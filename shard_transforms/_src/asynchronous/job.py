@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 
 from shard_transforms._src.asynchronous import outcomes
-from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import watchdog
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -64,49 +63,38 @@ _ERRORS = (
 
 
 class Job(NamedTuple):
-  """What the child runs.
+  """What drives which workers.
 
   Attributes:
-    drive: As for `run`; pickled, because the child need not import the task.
-    task: What the workers compute, pickled.
+    drive: Takes the workers; yields reports, and finally the result. The answer
+      to a report is what `on_progress` returns. On its way to the child, it is
+      pickled, because the child need not import the modules of the task.
+    task: What the workers compute; pickled, too.
     num_workers: The number of workers.
     cluster: As for `train`.
     resources: As for `train`.
-    is_resumable: As for `run`.
-    config: Settings of JAX.
-    folder: A folder for temporary files, which nobody else may enter.
+    is_resumable: Whether `drive` can be called again after it was killed.
+    config: Settings of JAX, for the child.
+    folder: A folder of the child for temporary files, for nobody else.
   """
 
-  drive: bytes
-  task: bytes
+  drive: Any
+  task: Any
   num_workers: int
-  cluster: str
-  resources: dict[str, Any]
-  is_resumable: bool
-  config: dict[str, Any]
-  folder: str
+  cluster: Any
+  resources: Mapping[str, Any] = {'num_cpus': 1}
+  is_resumable: bool = True
+  config: Mapping[str, Any] = {}
+  folder: str = ''
 
 
 def run(
-    drive: Callable[[workers_lib.Workers], Messages],
-    task: task_lib.Task,
-    num_workers: int,
-    *,
-    cluster: str | None,
-    is_resumable: bool = True,
-    resources: Mapping[str, Any] | None = None,
-    on_progress: Callable[[outcomes.Report], Any] | None = None,
+    job: Job, on_progress: Callable[[outcomes.Report], Any] | None = None
 ) -> outcomes.Result:
-  """Drives workers, in this process or by Ray, and returns the result.
+  """Does a job, in this process or by Ray, and returns the result.
 
   Args:
-    drive: Takes the workers; yields reports, and finally the result. The answer
-      to a report is what `on_progress` returns.
-    task: What the workers compute.
-    num_workers: The number of workers.
-    cluster: As for `train`.
-    is_resumable: Whether `drive` can be called again after it was killed.
-    resources: As for `train`.
+    job: The job.
     on_progress: As for `train`.
 
   Raises:
@@ -116,20 +104,17 @@ def run(
     ValueError: If `on_progress` returns something else.
     Exception: What `drive` raises.
   """
-  if cluster is None:
-    messages = drive(workers_lib.LocalWorkers(task, num_workers))
+  if job.cluster is None:
+    messages = job.drive(workers_lib.LocalWorkers(job.task, job.num_workers))
   else:
-    job = Job(
-        _pickled(drive),
-        _pickled(task),
-        num_workers,
-        cluster,
-        dict(resources or {'num_cpus': 1}),
-        is_resumable,
-        {name: getattr(jax.config, name) for name in _CONFIG},
-        _folder(),
+    messages = _messages(
+        job._replace(
+            drive=_pickled(job.drive),
+            task=_pickled(job.task),
+            config={name: getattr(jax.config, name) for name in _CONFIG},
+            folder=_folder(),
+        )
     )
-    messages = _messages(_pickled(job), job)
   command: outcomes.Command = None
   seen = 0
   segments: Mapping[int, str] = {}
@@ -164,13 +149,14 @@ def portable(error: Exception) -> Exception:
   return (kinds or [RuntimeError])[0](str(error))
 
 
-def _messages(pickled: bytes, job: Job) -> Messages:
+def _messages(job: Job) -> Messages:
   """Runs a job in a child process; yields reports, and finally the result.
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
     Exception: What the job raises.
   """
+  pickled = _pickled(job)
   with _child(job) as child:
     _send(child, pickled)
     if not child.poll(_START_TIMEOUT):

@@ -4,8 +4,11 @@ A run that goes on with another optimizer or on another machine begins a new
 segment of its journal, in a folder of its own.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
+import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -97,7 +100,8 @@ class Start(NamedTuple):
   reason: str = ''
 
 
-class Segment(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Segment:
   """A segment of a journal, as it is on the disk.
 
   Attributes:
@@ -105,7 +109,6 @@ class Segment(NamedTuple):
     manifest: What was equal in all of it.
     start: Where it starts.
     records: Its complete records.
-    is_damaged: Whether a record has other bits than were written [records].
     num_bytes: The size of the file up to the last complete record.
   """
 
@@ -113,15 +116,21 @@ class Segment(NamedTuple):
   manifest: Mapping[str, Any]
   start: Start
   records: np.ndarray
-  is_damaged: np.ndarray
   num_bytes: int
+
+  @functools.cached_property
+  def is_damaged(self) -> np.ndarray:
+    """Whether a record has other bits than were written, bool [records]."""
+    found = [
+        record['sequence'] != i
+        or record['crc'] != zlib.crc32(record.tobytes()[:_SIGNED])
+        for i, record in enumerate(self.records)
+    ]
+    return np.array(found, bool)
 
   def cut(self, num_records: int) -> 'Segment':
     """Returns the segment up to a number of records."""
-    return self._replace(
-        records=self.records[:num_records],
-        is_damaged=self.is_damaged[:num_records],
-    )
+    return dataclasses.replace(self, records=self.records[:num_records])
 
   def check(self, first: int = 0) -> None:
     """Checks that the records from one on are intact.
@@ -172,17 +181,11 @@ def read_segment(folder: pathlib.Path, number: int) -> Segment:
   manifest, start = json.loads(lines[1])
   size = len(lines[3]) // RECORD.itemsize * RECORD.itemsize
   records = np.frombuffer(lines[3][:size], RECORD)
-  is_damaged = [
-      record['sequence'] != i
-      or record['crc'] != zlib.crc32(record.tobytes()[:_SIGNED])
-      for i, record in enumerate(records)
-  ]
   return Segment(
       path,
       manifest,
       Start(*start),
       records,
-      np.array(is_damaged, bool),
       len(data) - len(lines[3]) + size,
   )
 
@@ -216,8 +219,8 @@ def segment_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _named(path):
-  """Raises errors of the disk with the name of the file."""
+def naming(path: pathlib.Path) -> Iterator[None]:
+  """Raises errors of the disk with the name of a file."""
   try:
     yield
   except OSError as error:
@@ -249,7 +252,7 @@ class Journal:
       path.parent.mkdir(exist_ok=True)
       line = json.dumps([manifest, start], sort_keys=True).encode()
       new = path.with_suffix('.new')
-      with _named(new):
+      with naming(new):
         new.write_bytes(_MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode())
       new.rename(path)
     self.segment = read_segment(folder, number)
@@ -274,7 +277,7 @@ class Journal:
       record[name] = value
     record['crc'] = zlib.crc32(record.tobytes()[:_SIGNED])
     data = record.tobytes()
-    with _named(self.segment.path):
+    with naming(self.segment.path):
       try:
         # On a disk that fills up, one call writes a part.
         while data:

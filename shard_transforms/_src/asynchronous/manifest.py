@@ -10,7 +10,6 @@ import platform
 import sys
 import sysconfig
 import types
-from typing import Any
 
 import jax
 
@@ -23,19 +22,13 @@ _PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
 _INITIAL = 'initial parameters'
 
 
-def manifest(
-    params: Any, server: parameter_server.ParameterServer
-) -> dict[str, str]:
-  """Returns the manifest of a run.
+def manifest(server: parameter_server.ParameterServer) -> dict[str, str]:
+  """Returns the manifest of a run, of a server with the initial parameters.
 
   It does not describe the functions of the task: their gradients are compared.
-
-  Args:
-    params: The initial parameters, in NumPy arrays.
-    server: Holds the optimizer.
   """
   return {
-      _INITIAL: str(task_lib.checksum(params)),
+      _INITIAL: str(task_lib.checksum(server.params)),
       **server.fingerprints(),
       **machine(),
   }

@@ -113,10 +113,10 @@ class Report:
       them in any case.
 
   `num_recovered` and `seconds` start at zero when a run resumes, and `history`
-  at its checkpoint; the others include what came before. While a run catches up
-  with its journal, only `global_step`, `metrics` and `history` do. Then, with
-  `on_change='continue'`, a new segment may replace updates: their history comes
-  once it is certain, and goes back to the step at which the segment begins.
+  starts at its checkpoint. The others include what came before; the counts do
+  so once the run has caught up with its journal. Until then, with
+  `on_change='continue'`, reports have no history, because a new segment may
+  still replace updates. The history then starts where that segment begins.
 
   Examples:
     >>> from shard_transforms import asynchronous

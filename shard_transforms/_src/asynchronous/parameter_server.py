@@ -1,5 +1,6 @@
 """The parameters of an asynchronous run, and their optimizer."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -86,8 +87,7 @@ class ParameterServer:
         stale_shard_count=self._stale_count,
         inner_state=self._inner_state,
     )
-    numbers = jax.tree.map(np.array, unwrap_keys(state))
-    return wrap_keys(numbers, state)
+    return with_leaves(state, [np.array(x) for x in leaves_of(state)])
 
   def trees(self) -> dict[str, Any]:
     """Returns copies of both: the arguments of `restore`."""
@@ -114,9 +114,9 @@ class ParameterServer:
       self._read[self.global_step] = read
     return params
 
-  def forget(self, step: int) -> None:
-    """Frees what was published before a global step."""
-    self._read = {s: read for s, read in self._read.items() if s >= step}
+  def forget(self, needed: Collection[int]) -> None:
+    """Frees what was published at other global steps than these."""
+    self._read = {s: read for s, read in self._read.items() if s in needed}
 
   def accept(self, grads: Any, local_step: int, weight: float | None) -> None:
     """Applies a gradient computed at a local step."""
@@ -157,7 +157,7 @@ class ParameterServer:
     read = self._params if self._needs_read_params else None
     text = jax.jit(step).lower(*self._shapes(read)).as_text()
     numbers = hashlib.sha256(text.encode())
-    for x in jax.tree.leaves(unwrap_keys(self._inner_state)):
+    for x in leaves_of(self._inner_state):
       numbers.update(np.asarray(x).tobytes())
     operations = hashlib.sha256(re.sub('dense<.*?>', '', text).encode())
     return {
@@ -187,9 +187,12 @@ class ParameterServer:
 
 def layout(tree: Any) -> dict[str, str]:
   """Returns dtypes and shapes of leaves, by their names."""
+  paths = [
+      leaves_lib.name_of(path) for path, _ in jax.tree.leaves_with_path(tree)
+  ]
   return {
-      leaves_lib.name_of(path): f'{x.dtype}{list(x.shape)}'
-      for path, x in jax.tree.leaves_with_path(unwrap_keys(tree))
+      path: f'{x.dtype}{list(x.shape)}'
+      for path, x in zip(paths, leaves_of(tree), strict=True)
   }
 
 
@@ -213,28 +216,20 @@ def check_layout(found: Mapping[str, str], like: Any, what: str) -> None:
       )
 
 
-def unwrap_keys(tree: Any) -> Any:
-  """Returns a tree with the data of its random keys in their place."""
-  return jax.tree.map(
-      lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
-  )
+def leaves_of(tree: Any) -> list[Any]:
+  """Returns the leaves of a tree; of random keys, their data."""
+  leaves = jax.tree.leaves(tree)
+  return [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
 
 
-def wrap_keys(tree: Any, like: Any) -> Any:
-  """Returns a tree with random keys where another tree has them.
-
-  Args:
-    tree: A tree without random keys, as from `unwrap_keys`.
-    like: The tree that it was.
-  """
-  return jax.tree.map(
-      lambda x, y: (
-          jax.random.wrap_key_data(x, impl=jax.random.key_impl(y))
-          if _is_key(y)
-          else x
-      ),
-      tree,
-      like,
+def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+  """Returns a tree with other leaves, which are as `leaves_of` returns them."""
+  olds, structure = jax.tree.flatten(tree)
+  return structure.unflatten(
+      jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
+      if _is_key(old)
+      else new
+      for old, new in zip(olds, leaves, strict=True)
   )
 
 

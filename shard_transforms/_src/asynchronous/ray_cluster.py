@@ -120,9 +120,11 @@ def _ray(job: job_lib.Job) -> Iterator[None]:
   try:
     if job.cluster == 'local':
       # Workers that wait use no core: there may be more workers than cores.
-      needed = job.num_workers * job.resources.get('num_cpus', 1)
+      num_cpus = job.resources.get('num_cpus', 1)
       options = {
-          'num_cpus': max(int(needed) + 1, os.cpu_count() or 1),
+          'num_cpus': max(
+              int(job.num_workers * num_cpus) + 1, os.cpu_count() or 1
+          ),
           'include_dashboard': False,
           # Ray lets everybody write there, and nobody else into the folder.
           '_temp_dir': f'{job.folder}/ray',

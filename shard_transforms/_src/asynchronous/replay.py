@@ -1,27 +1,22 @@
 """What reads the folder of a run: `replay` and `read_checkpoint`."""
 
 import functools
-import math
 import os
 import pathlib
 
 import numpy as np
 import optax
 
+from shard_transforms._src.asynchronous import checkpoints
 from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import journal
-from shard_transforms._src.asynchronous import manifest
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
-from shard_transforms._src.asynchronous import roll_forward
+from shard_transforms._src.asynchronous import recovery
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import train
 from shard_transforms._src.base import arguments
-
-# The defaults of `train`.
-_PATIENCE = 4.0
-_MAX_ATTEMPTS = 3
 
 
 def replay(
@@ -81,21 +76,19 @@ def replay(
     >>> print(np.array_equal(first.params, again.params))
     True
   """
-  train.check_task(task, tx)
+  train.check_kinds(task, tx)
   num_workers = arguments.as_at_least('num_workers', num_workers, 0)
   path = pathlib.Path(folder).expanduser().absolute()
   segments = _until(journal.read_segments(path), until)
-  # Workers that take turns never hang.
-  patience = math.inf
+  devices = segments[-1].manifest.get(parameter_server.DEVICES, 1)
+  options = in_flight.Options(num_updates=0, driver_devices=int(devices))
   if num_workers:
-    train.require('ray', '`num_workers`')
-    patience = _PATIENCE
-  return job.run(
-      functools.partial(_drive, task, tx, segments, path, patience),
-      task,
-      max(num_workers, 1),
-      cluster='local' if num_workers else None,
-  )
+    train.require_ray('`num_workers`')
+  else:
+    options = options.without_patience()
+  drive = functools.partial(recovery.redrive, task, tx, options, path, segments)
+  cluster = 'local' if num_workers else None
+  return job.run(job.Job(drive, task, max(num_workers, 1), cluster))
 
 
 def read_checkpoint(
@@ -119,7 +112,6 @@ def read_checkpoint(
 
   Raises:
     FileNotFoundError: If there is no intact checkpoint.
-    ImportError: If orbax is not installed; the extra `ray` has it.
     TypeError: If an argument is of the wrong kind.
     ValueError: If the parameters or the state have other leaves.
 
@@ -141,60 +133,18 @@ def read_checkpoint(
     >>> print(params, report.global_step)
     [0.25 0.25 0.25] 3
   """
-  train.check_task(task, tx)
-  train.require('orbax.checkpoint', '`folder`')
-  # It needs orbax, an optional dependency.
-  from shard_transforms._src.asynchronous import checkpoints
-
+  train.check_kinds(task, tx)
   path = pathlib.Path(folder).expanduser().absolute()
   server = parameter_server.ParameterServer(
       tx, task_lib.init_params(task), model_state=task.model_state
   )
-  found = checkpoints.read_latest(path, server)
+  found = checkpoints.read_latest(path, server.trees())
   if not found.trees:
     raise FileNotFoundError(
         f'`folder` must have an intact checkpoint, got {str(path)!r}.'
     )
-  report = outcomes.Report(
-      found.global_step, metrics=dict(found.position.metrics)
-  )
-  params, state = found.trees['params'], found.trees['state']
-  return outcomes.Result(params, state, report)
-
-
-def _drive(task, tx, segments, folder, patience, workers):
-  """Replays the last of some segments of a journal, and yields the result.
-
-  Raises:
-    ValueError: If it is of another task, optimizer or machine, or damaged.
-  """
-  tally = outcomes.Tally()
-  params = task_lib.init_params(task)
-  segment = segments[-1]
-  server = parameter_server.ParameterServer(
-      tx,
-      params,
-      model_state=task.model_state,
-      num_devices=int(segment.manifest.get(parameter_server.DEVICES, 1)),
-  )
-  manifest.check(segment, manifest.manifest(params, server))
-  segment.check()
-  if segment.start.segment >= 0:
-    # It needs orbax, an optional dependency.
-    from shard_transforms._src.asynchronous import checkpoints
-
-    checkpoints.restore_start(folder, segment.start, server)
-  times = in_flight.durations(segment.records)
-  limits = in_flight.TimeLimits(patience, times)
-  for metrics in roll_forward.roll_forward(
-      server, segment.records, workers, limits, _MAX_ATTEMPTS
-  ):
-    if metrics is not None:
-      tally.update(server.global_step, metrics)
-  tally.add_all(segments)
-  params = server.params
-  report = tally.report(server.global_step, params)
-  yield outcomes.Result(params, server.state, report)
+  report = outcomes.Report(found.global_step, metrics=dict(found.metrics))
+  return outcomes.Result(found.trees['params'], found.trees['state'], report)
 
 
 def _until(segments, until):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -13,10 +12,10 @@ from typing import Any, Literal
 
 import optax
 
-from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import recovery
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
 
@@ -115,8 +114,8 @@ def train(
 
   Raises:
     ConnectionError: If the cluster cannot be reached within two minutes.
-    ImportError: If `cluster` or `folder` needs a library that is not installed:
-      the extra `ray` has it.
+    ImportError: If `cluster` needs Ray, and it is not installed: the extra
+      `ray` has it.
     OSError: If `folder` cannot be written; if `folder` or `cluster` is used on
       a system that is not POSIX.
     RuntimeError: If a function of the task fails `max_attempts` times in one
@@ -147,25 +146,31 @@ def train(
     Parameter Server, 2013;
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
-  check_task(task, tx)
-  age = math.inf
-  if staleness is not None:
-    age = arguments.as_at_least('staleness', staleness, 0)
+  check_kinds(
+      task,
+      tx,
+      ('start', start, outcomes.Result | None, 'a `Result`'),
+      ('weight', weight, Callable | None, 'a function'),
+      ('on_progress', on_progress, Callable | None, 'a function'),
+      ('resources', resources, Mapping | None, 'a dict'),
+  )
+  count = arguments.as_at_least
+  age = math.inf if staleness is None else count('staleness', staleness, 0)
+  seconds = arguments.as_not_negative('save_seconds', save_seconds)
   options = in_flight.Options(
-      num_updates=arguments.as_at_least('num_updates', num_updates, 1),
+      num_updates=count('num_updates', num_updates, 1),
       staleness=age,
       pace=bool(pace),
       patience=float(arguments.as_positive('patience', patience)),
-      save_every=arguments.as_at_least('save_every', save_every, 1),
-      on_drop=on_drop,
-      max_attempts=arguments.as_at_least('max_attempts', max_attempts, 1),
-      weight=weight,
-      save_seconds=float(
-          arguments.as_not_negative('save_seconds', save_seconds)
-      ),
+      save_every=count('save_every', save_every, 1),
+      save_seconds=float(seconds),
       on_change=on_change,
-      driver_devices=arguments.as_at_least('driver_devices', driver_devices, 1),
+      on_drop=on_drop,
+      max_attempts=count('max_attempts', max_attempts, 1),
+      weight=weight,
+      driver_devices=count('driver_devices', driver_devices, 1),
   )
+  num_workers = count('num_workers', num_workers, 1)
   if patience < 1:
     raise ValueError(f'`patience` must be at least 1, got {patience!r}.')
   for name, value, first, second in (
@@ -176,14 +181,6 @@ def train(
       raise ValueError(
           f'`{name}` must be {first!r} or {second!r}, got {value!r}.'
       )
-  if start is not None and not isinstance(start, outcomes.Result):
-    raise TypeError(f'`start` must be a `Result`, got {start!r}.')
-  num_workers = arguments.as_at_least('num_workers', num_workers, 1)
-  for name, function in ('weight', weight), ('on_progress', on_progress):
-    if function is not None and not callable(function):
-      raise TypeError(f'`{name}` must be a function, got {function!r}.')
-  if resources is not None and not isinstance(resources, Mapping):
-    raise TypeError(f'`resources` must be a dict, got {resources!r}.')
   if not _is_cluster(cluster):
     raise ValueError(
         "`cluster` must be None, 'local' or an address 'host:port', got"
@@ -194,58 +191,65 @@ def train(
   path = None
   if folder is not None:
     path = pathlib.Path(folder).expanduser().absolute()
-    require('orbax.checkpoint', '`folder`')
+    require_posix('`folder`')
   if cluster is not None:
-    require('ray', f'`cluster` {cluster!r}')
+    require_ray(f'`cluster` {cluster!r}')
   else:
-    # Workers that take turns are never late.
-    options = dataclasses.replace(options, patience=math.inf)
+    options = options.without_patience()
+  drive = functools.partial(recovery.drive, task, tx, options, path, start)
+  given = dict(resources or {'num_cpus': 1})
+  is_resumable = path is not None
   return job.run(
-      functools.partial(driver.drive, task, tx, options, path, start),
-      task,
-      num_workers,
-      cluster=cluster,
-      is_resumable=path is not None,
-      resources=resources,
-      on_progress=on_progress,
+      job.Job(drive, task, num_workers, cluster, given, is_resumable),
+      on_progress,
   )
 
 
-def require(module: str, user: str) -> None:
-  """Checks that an argument can be used here.
-
-  Args:
-    module: The library that it needs.
-    user: The argument, for the error.
+def check_kinds(task: Any, tx: Any, *more: tuple[str, Any, Any, str]) -> None:
+  """Checks the first two arguments, and names, values and kinds of others.
 
   Raises:
-    ImportError: If the library is not installed.
-    OSError: If the system is not POSIX: files must be locked, and groups of
-      processes killed.
+    TypeError: If one of them is of the wrong kind.
+  """
+  for name, value, kind, words in (
+      ('task', task, task_lib.Task, 'a `Task`'),
+      (
+          'tx',
+          tx,
+          optax.GradientTransformation,
+          'an `optax.GradientTransformation`',
+      ),
+      *more,
+  ):
+    if not isinstance(value, kind):
+      raise TypeError(f'`{name}` must be {words}, got {value!r}.')
+
+
+def require_posix(user: str) -> None:
+  """Checks that the system can lock files and kill groups of processes.
+
+  Raises:
+    OSError: If it is not POSIX; the error names the argument that needs it.
   """
   if not _is_installed('fcntl'):
     raise OSError(
         f'{user} must be used on a POSIX system such as Linux or macOS, got'
         f' {sys.platform!r}. Train with `cluster=None` and without a `folder`.'
     )
-  if not _is_installed(module):
-    raise ImportError(
-        f'{user} must have the library {module.split(".")[0]!r}, which is not'
-        " installed. Run `pip install 'shard_transforms[ray]'`."
-    )
 
 
-def check_task(task: Any, tx: Any) -> None:
-  """Checks the first two arguments.
+def require_ray(user: str) -> None:
+  """Checks that an argument can start or join Ray.
 
   Raises:
-    TypeError: If one of them is of the wrong kind.
+    ImportError: If Ray is not installed.
+    OSError: If the system is not POSIX.
   """
-  if not isinstance(task, task_lib.Task):
-    raise TypeError(f'`task` must be a `Task`, got {task!r}.')
-  if not isinstance(tx, optax.GradientTransformation):
-    raise TypeError(
-        f'`tx` must be an `optax.GradientTransformation`, got {tx!r}.'
+  require_posix(user)
+  if not _is_installed('ray'):
+    raise ImportError(
+        f"{user} must have the library 'ray', which is not installed. Run `pip"
+        " install 'shard_transforms[ray]'`."
     )
 
 
