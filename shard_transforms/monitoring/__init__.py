@@ -2,13 +2,13 @@
 
 from shard_transforms._src.monitoring.agreement import AgreementState
 from shard_transforms._src.monitoring.agreement import track_agreement
-from shard_transforms._src.monitoring.assert_reduced import assert_reduced
 from shard_transforms._src.monitoring.compiled_report import hlo_wire_report
 from shard_transforms._src.monitoring.cross_check import CrossCheck
 from shard_transforms._src.monitoring.cross_check import CrossCheckState
 from shard_transforms._src.monitoring.cross_check import cross_check
 from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
+from shard_transforms._src.monitoring.divergence import assert_reduced
 from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
 from shard_transforms._src.monitoring.metrics import check_health

@@ -176,7 +176,9 @@ class AgreementTest(parameterized.TestCase):
     )
     scopes = {collective.scope for collective in traced.collectives}
     self.assertEqual({c.scope for c in compiled.collectives}, scopes)
-    self.assertEmpty(compiled.warnings)
+    # It sends in each call what could wait for the end of a window.
+    num_warnings = int(name == 'tower_reduce_without_axis_name')
+    self.assertLen(compiled.warnings, num_warnings)
 
   @cases.parameters(True, False)
   def test_sends_what_the_traced_program_does_over_two_axes(self, check_vma):

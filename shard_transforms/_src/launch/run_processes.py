@@ -16,10 +16,10 @@ import time
 from shard_transforms._src.base import arguments
 from shard_transforms._src.launch import join_processes
 
-# Seconds. A process that notices the death of another reports it in less time
-# than this. One that is blocked in a collective, where JAX handles SIGTERM
-# itself, would stay until heartbeats are missed.
-_PATIENCE = 1.25
+# Seconds. A process that notices the death of another reports it in less time.
+# One that is blocked in a collective, where JAX handles SIGTERM itself, would
+# stay until it misses heartbeats.
+_GRACE_OF_KILLED = 1.25
 
 
 def run_processes(
@@ -43,10 +43,10 @@ def run_processes(
   `grace` seconds to report their errors; then they get SIGTERM, and after as
   many seconds SIGKILL. If one is killed by a signal, no collective with it can
   end, and the others have at most 1.25 seconds each time instead of `grace`.
-  One that has stopped (SIGSTOP) by then is killed at once, and named first: the
-  others have failed because it sent no sign of life. No
-  process is left behind, whatever ends the call: an error, Ctrl-C or, in the
-  main thread, SIGTERM. Processes that they start themselves are not ended.
+  A process that has stopped (SIGSTOP) by then is killed at once, and named
+  first: the others failed because it sent no sign of life. No process is left
+  behind, whatever ends the call: an error, Ctrl-C or, in the main thread,
+  SIGTERM. Processes that the program itself starts are not ended.
 
   Args:
     num_processes: How many processes to start.
@@ -86,15 +86,15 @@ def run_processes(
 
   children: list[subprocess.Popen] = []
   ends: queue.SimpleQueue = queue.SimpleQueue()
-  patience = grace
+  grace_left = grace
   with _noting_sigterm(ends) as sigterms:
     try:
       _start(num_processes, command, children, ends)
       failed = _wait_for_all(children, ends, grace)
       if not sigterms:
-        patience = _patience(failed, grace)
+        grace_left = _grace_after(failed, grace)
     finally:
-      _stop(children, patience)
+      _stop(children, grace_left)
   if sigterms:
     sys.exit(128 + signal.SIGTERM)
   if failed:
@@ -148,7 +148,9 @@ def _start(num_processes, command, children, ends):
     # A thread each: if one polled them in turn, a process that ends some
     # milliseconds later could seem to be the first.
     threading.Thread(
-        target=_put_end, args=(process_id, child, ends), daemon=True
+        target=lambda i, x: ends.put((i, x.wait())),
+        args=(process_id, child),
+        daemon=True,
     ).start()
 
 
@@ -156,10 +158,6 @@ def _free_port():
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
     return probe.getsockname()[1]
-
-
-def _put_end(process_id, child, ends):
-  ends.put((process_id, child.wait()))
 
 
 def _wait_for_all(children, ends, grace):
@@ -180,7 +178,7 @@ def _wait_for_all(children, ends, grace):
       if not failed:
         failed.update(dict.fromkeys(_kill_stopped(children)))
       failed.setdefault(process_id, status)
-      deadline = min(deadline, time.monotonic() + _patience(failed, grace))
+      deadline = min(deadline, time.monotonic() + _grace_after(failed, grace))
   return failed
 
 
@@ -205,28 +203,25 @@ def _has_stopped(child):
 
 def _next(ends, deadline):
   """Returns the next end, or `None` at the deadline or when told to stop."""
-  timeout = None
-  if deadline < math.inf:
-    remaining = max(deadline - time.monotonic(), 0)
-    timeout = min(remaining, threading.TIMEOUT_MAX)
+  timeout = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
   try:
     return ends.get(timeout=timeout)
   except queue.Empty:
     return None
 
 
-def _patience(failed, grace):
+def _grace_after(failed, grace):
   """Returns how long to wait for those that are left."""
   was_killed = any((status or -1) < 0 for status in failed.values())
-  return min(grace, _PATIENCE) if was_killed else grace
+  return min(grace, _GRACE_OF_KILLED) if was_killed else grace
 
 
-def _stop(children, patience):
+def _stop(children, grace_left):
   """Ends all children: SIGTERM first, then SIGKILL."""
   try:
     for child in children:
       child.terminate()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + grace_left
     for child in children:
       with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(max(deadline - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""What a cluster scheduler tells a process about the others of its job."""
+"""What the variables of a cluster scheduler say about the tasks of a job."""
 
 from collections.abc import Sequence
 import os
@@ -81,7 +81,7 @@ _SCHEDULERS = (
     _SLURM,
     _KUBERNETES,
 )
-# JAX asks the machine, for there are hosts without variables.
+# JAX asks the machine, because some hosts set no variables.
 _CLOUD_TPU = ('gketpu', 'gcetpu')
 
 
@@ -138,7 +138,7 @@ def check_agrees(cluster: Cluster, is_loopback: bool) -> None:
   task = _find_task()
   if task is None:
     return
-  # What is no task of a program may itself start processes on its own host.
+  # A process that is no task may itself start processes on its own host.
   is_sure = task.num_tasks is not None and _is_in_step(task.scheduler)
   if is_loopback and not is_sure:
     return

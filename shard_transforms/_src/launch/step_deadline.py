@@ -15,11 +15,11 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import jax_internals
 
 _PULSES, _VERDICT = 'step_deadline/pulses', 'step_deadline/verdict'
-# Seconds between two signs of life; for one question to the coordinator, which
-# itself may have stopped; and in which a process that lives gives a sign.
+# Seconds between two signs of life; to wait for an answer of the coordinator,
+# which may have stopped; and in which each process that lives gives a sign.
 _PULSE, _ANSWER, _SILENCE = 0.25, 0.5, 1.0
-# Seconds in which the others read the verdict. Process 0, which has it, ends
-# after them: they would otherwise be told of nothing but a lost connection.
+# Seconds in which the others read the verdict. Process 0 keeps it, so it ends
+# last: the others would otherwise only report a lost connection.
 _FAREWELL = 0.5
 
 
@@ -27,20 +27,20 @@ class StepDeadline:
   """Ends all processes if a step of any of them takes too long.
 
   A process that hangs while it sends signs of life makes all others wait for
-  ever. Around each step, with the wait for its result, this context measures
-  the time. Within 5 seconds after the deadline all processes exit with status
-  1, and say who has not arrived at the step, or has stopped, and where the
-  others wait. A process that has stopped (SIGSTOP) cannot exit by itself:
+  ever. This context measures the time of each step, with the wait for its
+  result. Within 5 seconds after the deadline all processes exit with status 1,
+  and say which of them has not arrived at the step, or has stopped, and where
+  the others wait. A process that has stopped (SIGSTOP) cannot exit by itself:
   `run_processes` kills it and names it first; elsewhere the scheduler must end
   the whole job as soon as one task fails.
 
-  Create one in each process, after `join_processes`, and enter it as often in
-  each. What runs outside of it, such as reading a batch, has no deadline of its
-  own; but the others wait for it inside. A call that compiles takes longer:
+  Create one in each process after `join_processes`, and enter it equally often
+  in all. Code outside of it, such as reading a batch, has no deadline of its
+  own, but the others wait for it inside. A call that compiles takes longer:
   leave it outside, or choose a deadline that covers it. A thread of each
-  process sends a sign of life to the coordinator four times a second, and the
-  training does not wait for it. If process 0 has stopped, which runs the
-  coordinator, JAX may end the others instead, once they miss its heartbeats.
+  process sends a sign of life to the coordinator four times a second; the
+  training does not wait for it. Process 0 runs the coordinator: if it has
+  stopped, JAX may end the others first, because they miss its heartbeats.
 
   Args:
     seconds: How long a step may take.
@@ -182,7 +182,7 @@ class StepDeadline:
 def _reasons(before, after, step, num):
   """Returns who is late, and then where the others are."""
   if before is None or after is None:
-    return ['process 0, at whose coordinator all ask, does not answer']
+    return ['process 0, which runs the coordinator, does not answer']
   late, others = [], []
   for process in range(num):
     pulse = after.get(process)

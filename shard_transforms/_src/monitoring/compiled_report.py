@@ -41,9 +41,8 @@ def hlo_wire_report(
   r"""Reports what each device sends when a compiled program runs once.
 
   It is `wire_report(..., compiled=True)` for the text of a program that was
-  compiled elsewhere. It reads programs for CPUs, GPUs
-  and TPUs. For GPUs and TPUs it was tested on short texts written by hand after
-  the documentation of XLA, not on such devices.
+  compiled elsewhere: for CPUs, GPUs or TPUs. For GPUs and TPUs it was tested on
+  short texts written by hand after the documentation of XLA, not on devices.
 
   Args:
     text: The optimized program as XLA prints it:
@@ -88,16 +87,7 @@ def report_program(
     kwargs: Mapping[str, Any],
     mesh: Mesh | None,
 ) -> report_table.WireReport:
-  """Returns what a program sends, compiled if it is not yet.
-
-  Args:
-    fn: The program, or a function.
-    args: Its arguments; a program may leave them out.
-    kwargs: Its keyword arguments.
-    mesh: Its mesh, if it is known.
-
-  Returns:
-    A `WireReport`.
+  """Returns what a program or a function sends, compiled if it is not yet.
 
   Raises:
     ValueError: If the program is for other arguments, or for a backend that
@@ -219,12 +209,11 @@ class _Reader:
       return self._sent(instruction, arrays)
     inner = [self.all_of(c) for c in self._module.called(instruction)]
     if instruction.opcode == 'conditional':
-      return _conditional(report_table.dearest(inner))
+      return report_table.conditional(report_table.dearest(inner))
     found = [*itertools.chain(*inner)]
     if instruction.opcode == 'while':
-      if hlo_flow.turns_at_most_once(self._module, instruction):
-        is_certain = hlo_flow.turns_once(self._module, instruction)
-        return found if is_certain else _conditional(found)
+      if turn := hlo_flow.single_turn(self._module, computation, instruction):
+        return found if turn[1] else report_table.conditional(found)
       return [report_table.in_loop(c, instruction.num_turns) for c in found]
     if _is_reduce_scatter(instruction):
       return [_scattered(c) for c in found]
@@ -274,10 +263,6 @@ class _Reader:
     is_bool = combine.arrays[0].xla_dtype == 'pred'
     names = _DECISIONS if is_bool else _REDUCTIONS
     return names.get(combine.opcode, 'all_reduce')
-
-
-def _conditional(collectives):
-  return [dataclasses.replace(c, conditional=True) for c in collectives]
 
 
 def _payloads(arrays, instruction):

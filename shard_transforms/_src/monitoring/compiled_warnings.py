@@ -7,7 +7,6 @@ warning.
 
 import collections
 from collections.abc import Sequence
-import itertools
 import math
 import re
 
@@ -16,13 +15,13 @@ from shard_transforms._src.analysis.hlo import flow as hlo_flow
 from shard_transforms._src.analysis.hlo import program as hlo_program
 from shard_transforms._src.monitoring import report_table
 
-_GATHERS = ('all-gather',)
+_GATHER = 'all-gather'
 _RESHARDINGS = ('all-to-all', 'collective-permute')
 # Collectives that the user wrote do not come from a wrong sharding.
 _ASKED_FOR = ('all_to_all', 'ppermute', 'pshuffle', 'ragged_all_to_all')
 _SUMS = 'psum', 'reduce_scatter'
-# How to reduce once, over some axes: in place of a loop, of one in Python, and
-# of calls that add up.
+# How to reduce once over some axes: in place of a loop, a loop in Python, and
+# calls that add up.
 _BY_LOOP = (
     'by `accumulated_value_and_grad(loss_fn, {0})`, or by `tower_reduce('
     'num_towers, inner, axis_name={0})` under `jax.shard_map`'
@@ -44,131 +43,61 @@ def find(
     module: The program.
     collectives: Its collectives.
   """
-  sent = collections.defaultdict(list)
+  graph = hlo_flow.graph(module)
+  by_op = collections.defaultdict(list)
   for collective in collectives:
-    sent[collective.op].append(collective)
-  found = []
-  for loop, computation, places in _bodies(module, module.entry):
-    graph = hlo_flow.graph(module, computation)
-    found += _added_up(module, graph, loop, sent)
-    found += _scattered(graph, places, sent)
-    if loop is not None:
-      found += _gathered_again(graph, loop, sent)
-    found += _only_sliced(graph, sent)
-    if computation is module.entry:
-      found += _resharded(graph, sent)
-  found += _too_few_bits(module, sent)
+    by_op[collective.op].append(collective)
+  names = {
+      node: node.instruction.name for node in graph.nodes if node.collective
+  }
+  sent = {node: by_op[name] for node, name in names.items() if name in by_op}
+  found = (
+      *_added_up(module, graph, sent),
+      *_scattered(module, graph, sent),
+      *_gathered_again(graph, sent),
+      *_only_sliced(graph, sent),
+      *_resharded(graph, sent),
+      *_too_few_bits(sent),
+  )
   return tuple(dict.fromkeys(found))
 
 
-def _bodies(module, computation, loop=None, given=None):
-  """Yields the computations that run, each with its loop and its places.
-
-  The loop is the one that repeats it: `None` if there is none, or if it has at
-  most one turn.
-
-  Args:
-    module: The program.
-    computation: What runs.
-    loop: The loop that repeats it, or `None`.
-    given: The places among its inputs; see `_places`.
-  """
-  graph = hlo_flow.graph(module, computation)
-  places = _places(graph, given or {})
-  yield loop, computation, places
-  pending = list(computation.instructions.values())
-  while pending:
-    instruction = pending.pop(0)
-    called = module.called(instruction)
-    if instruction.opcode == 'while':
-      repeats = instruction.num_turns != 1 and (
-          not hlo_flow.turns_at_most_once(module, instruction)
-      )
-      body = hlo_flow.graph(module, called[1])
-      kept = {
-          node for i, node in body.carry().items() if body.outputs[i] is node
-      }
-      given = _given(graph, instruction, 0, body, places)
-      given = {node: place for node, place in given.items() if node in kept}
-      outer = instruction if repeats else None
-      yield from _bodies(module, called[1], outer, given)
-    elif instruction.opcode == 'conditional':
-      for i, branch in enumerate(called, 1):
-        inside = hlo_flow.graph(module, branch)
-        given = _given(graph, instruction, i, inside, places)
-        yield from _bodies(module, branch, None, given)
-    elif instruction.opcode in ('call', 'async-start'):
-      # The graph of the caller contains these.
-      pending += [i for c in called for i in c.instructions.values()]
-
-
-def _places(graph, given):
+def _places(graph):
   """Returns the values that are computed from the number of the shard alone.
 
   Each comes with whether it needs that number; constants do not.
-
-  Args:
-    graph: The values of a computation.
-    given: Those among its inputs, likewise.
   """
-  places = dict(given)
+  places = {}
   for node in graph.nodes:
-    instruction = node.instruction
     if node.opcode in ('partition-id', 'replica-id'):
       places[node] = True
     elif node.opcode in ('constant', 'iota'):
       places[node] = False
     elif (
-        node not in places
-        and node.inputs
-        and not (instruction.collective or instruction.called)
+        node.inputs
+        and not (node.collective or node.opcode == 'while')
         and places.keys() >= {*node.inputs}
     ):
       places[node] = any(places[n] for n in node.inputs)
   return places
 
 
-def _given(graph, instruction, operand, inside, places):
-  """Returns the places that a loop or a branch is given, by its inputs."""
-  found = {}
-  for node in graph.nodes:
-    if node.instruction is instruction and node.inputs[operand:]:
-      whole = node.inputs[operand]
-      parts = whole.inputs if whole.opcode == 'tuple' else (whole,)
-      for i, part in inside.carry().items():
-        if i < len(parts) and parts[i] in places:
-          found[part] = places[parts[i]]
-  return found
-
-
-def _senders(graph, sent, opcodes):
-  """Returns the values that collectives with such opcodes compute."""
-  return [
-      node
-      for node in graph.nodes
-      if node.instruction.collective in opcodes
-      and node.instruction.name in sent
-  ]
-
-
-def _added_up(module, graph, loop, sent):
+def _added_up(module, graph, sent):
   """Yields warnings of reductions that one of their sum could replace."""
-  how, cure = (
-      'in each call, and only adds up the results of a window',
-      _BY_CALLS,
-  )
-  if loop is not None:
-    how = f'in {_turns(loop)} of a loop that only adds up the results'
-    cure = _BY_LOOP
-  late = [*accumulation.carried(module, graph, loop)]
+  late = dict(accumulation.carried(graph))
   found = collections.defaultdict(list)
-  for node in late:
-    found[accumulation.sender(node)].append(node)
-  for nodes in found.values():
-    yield from _accumulation(nodes, how, cure, sent)
+  for node, loop in late.items():
+    found[accumulation.sender(node), loop].append(node)
+  for (_, loop), nodes in found.items():
+    if loop.node is None:
+      how = 'in each call, and only adds up the results of a window'
+      yield from _accumulation(nodes, how, _BY_CALLS, sent)
+    else:
+      how = f'in {_turns(loop)} of a loop that only adds up the results'
+      yield from _accumulation(nodes, how, _BY_LOOP, sent)
   parts = collections.defaultdict(list)
   for nodes in accumulation.joined(module, graph):
-    if not set(nodes).intersection(late):
+    if not late.keys() & {*nodes}:
       for c in _sums(nodes[:1], sent):
         parts[c.axes] += nodes
   how = 'one by one, and only adds up the results'
@@ -178,14 +107,14 @@ def _added_up(module, graph, loop, sent):
 
 def _accumulation(nodes, how, cure, sent):
   """Yields a warning of results that are only added up, if they are sums."""
-  if sums := _sums(nodes, sent):
-    first, *_ = sums
-    axes = repr(first.axes if len(first.axes) > 1 else first.axes[0])
-    total = sum(c.sent_bytes for c in sums)
+  # Beside the arrays of a step, numbers such as a loss cost nothing.
+  is_worth_it = cure is _BY_LOOP or any(n.array.size > 1 for n in nodes)
+  if is_worth_it and (sums := _sums(nodes, sent)):
+    axes = sums[0].axes
+    cure = cure.format(repr(axes if len(axes) > 1 else axes[0]))
     yield (
-        f'{_where(first)} reduces {_names(n.array for n in nodes)} {how}, which'
-        f' sends {total:,.0f} bytes: accumulate on each shard and reduce once,'
-        f' {cure.format(axes)}.'
+        f'{_where(sums)} reduces {_names(nodes)} {how}, {_which_sends(sums)}:'
+        f' accumulate on each shard and reduce once, {cure}.'
     )
 
 
@@ -193,70 +122,67 @@ def _sums(nodes, sent):
   """Returns the sums over shards that have some results, if all are such."""
   found = []
   for node in nodes:
-    parts = sent[accumulation.sender(node).instruction.name]
+    parts = sent.get(accumulation.sender(node), [])
     found += parts[node.index or 0 :][:1]
   are_sums = all(c.primitive in _SUMS and c.axes for c in found)
   return found if are_sums and len(found) == len(nodes) else []
 
 
-def _scattered(graph, places, sent):
+def _scattered(module, graph, sent):
   """Yields warnings of sums that each shard cuts to its own part."""
+  places = _places(graph)
 
   def is_own(user):
     is_slice = user.opcode == 'dynamic-slice'
     return is_slice and any(places.get(n) for n in user.inputs[1:])
 
-  for node in _senders(graph, sent, ('all-reduce',)):
-    parts = sent[node.instruction.name]
+  for node, parts in sent.items():
     num_shards = parts[0].num_shards
     cut = [
         n
         for n in hlo_flow.results(node)
         if _num_taken(n, graph, is_own) * num_shards == n.array.size
     ]
-    if sums := _sums(cut, sent):
-      total = sum(c.sent_bytes for c in sums)
+    sums = _sums(cut, sent)
+    if node.collective == 'all-reduce' and sums:
+      other = ', or a slice before the sum, if another axis chooses the part'
+      other = other if num_shards < module.num_devices else ''
       yield (
-          f'{_where(sums[0])} sums the whole {_names(n.array for n in cut)},'
-          f' which sends {total:,.0f} bytes, but each shard keeps one part in'
-          f' {num_shards}: a reduce-scatter sends half. XLA makes none'
-          ' for CPUs under `jax.jit`; `accumulated_value_and_grad` with'
-          ' `param_specs` (FSDP) and `shard_update` (ZeRO-1) do.'
+          f'{_where(sums)} sums the whole {_names(cut)}, {_which_sends(sums)},'
+          f' but each shard keeps one part in {num_shards}: a reduce-scatter'
+          f' sends half{other}. XLA makes none for CPUs under `jax.jit`;'
+          ' `accumulated_value_and_grad` with `param_specs` (FSDP) and'
+          ' `shard_update` (ZeRO-1) do.'
       )
 
 
-def _gathered_again(graph, loop, sent):
+def _gathered_again(graph, sent):
   """Yields warnings of arrays that do not change and that each turn gathers."""
-  carry = {node: i for i, node in graph.carry().items()}
   same = set()
   for node in graph.nodes:
-    if node in carry:
-      source, *_ = hlo_flow.sources(graph.outputs[carry[node]], ('copy',))
-      is_same = source is node
-    else:
-      is_same = node.opcode == 'constant' or bool(
-          node.inputs and all(given in same for given in node.inputs)
-      )
-    if is_same:
+    inside = [n for n in node.inputs if n.loop is node.loop]
+    if node.opcode == 'constant' or (node.inputs and same.issuperset(inside)):
       same.add(node)
-  for node in _senders(graph, sent, _GATHERS):
-    if node in same:
+  for node, parts in sent.items():
+    is_repeated = node in same and node.loop.node is not None
+    if node.collective == _GATHER and is_repeated:
       yield (
-          f'{_label(node, sent)} gathers the same {node.array} in'
-          f' {_turns(loop)} of a loop, {_sent(sent, node)}: gather it once'
-          ' before the loop, as by `jax.lax.with_sharding_constraint` there.'
+          f'{_where(parts)} gathers the same {node.array} in'
+          f' {_turns(node.loop)} of a loop, {_which_sends(parts)}: gather it'
+          ' once before the loop, as by `jax.lax.with_sharding_constraint`'
+          ' there.'
       )
 
 
 def _only_sliced(graph, sent):
   """Yields warnings of arrays that are gathered whole and then sliced."""
-  for node in _senders(graph, sent, _GATHERS):
+  for node, parts in sent.items():
     for result in hlo_flow.results(node):
       taken = _num_taken(result, graph, _is_slice)
-      if 0 < taken < result.array.size:
+      if node.collective == _GATHER and 0 < taken < result.array.size:
         yield (
-            f'{_label(node, sent)} gathers the whole {result.array},'
-            f' {_sent(sent, node)}, but only {taken:,} of its elements are'
+            f'{_where(parts)} gathers the whole {result.array},'
+            f' {_which_sends(parts)}, but only {taken:,} of its elements are'
             ' used: slice it before it is gathered, or shard it over another'
             ' dimension than the one that is sliced.'
         )
@@ -268,6 +194,8 @@ def _num_taken(node, graph, is_part):
     return math.inf
   taken = 0
   for user in node.users:
+    if user.loop is not node.loop:
+      return math.inf
     if user.inputs[0] is node and is_part(user):
       taken += user.array.size
     elif user.opcode in hlo_flow.MOVES and user.array.size == node.array.size:
@@ -286,71 +214,56 @@ def _is_slice(node):
 
 def _resharded(graph, sent):
   """Yields warnings of arguments that each step reshards."""
-  given_back = {a for node in graph.outputs for a in node.instruction.results}
+  program, *_ = graph.loops
+  given_back = {node.array for node in program.outputs.values()}
   moves = 'broadcast', *hlo_flow.MOVES, *hlo_flow.SLICES
-  for node in _senders(graph, sent, _RESHARDINGS):
-    if node.instruction.op_name.split('/')[-1] in _ASKED_FOR:
+  for node, parts in sent.items():
+    is_asked_for = node.instruction.op_name.split('/')[-1] in _ASKED_FOR
+    is_always_run = node.loop is program and not node.is_chosen
+    if node.collective not in _RESHARDINGS or is_asked_for or not is_always_run:
       continue
     for source in {s for n in node.inputs for s in hlo_flow.sources(n, moves)}:
       if source.opcode == 'parameter' and source.array in given_back:
+        name = source.instruction.op_name or source.instruction.name
+        name = name.replace("\\'", "'")
         yield (
-            f'{_label(node, sent)} changes the sharding of the argument'
-            f' `{_argument(source)}` ({source.array} on a device) in each step,'
-            f' {_sent(sent, node)}: pass it in and return it in the sharding'
+            f'{_where(parts)} changes the sharding of the argument `{name}`'
+            f' ({source.array} on a device) in each step,'
+            f' {_which_sends(parts)}: pass it in and return it in the sharding'
             ' that the step computes with.'
         )
 
 
-def _argument(node):
-  name = node.instruction.op_name or node.instruction.name
-  return name.replace("\\'", "'")
-
-
-def _too_few_bits(module, sent):
+def _too_few_bits(sent):
   """Yields warnings of sums in low precision, which round each partial sum."""
-  for c, array in _with_arrays(module, sent):
-    is_float = c.dtype.startswith(('bfloat', 'float'))
-    if is_float and c.primitive in _SUMS and array.bits < 32:
-      yield (
-          f'{_where(c)} sums {array} over {c.num_shards:,} shards with the'
-          f' rounding of {c.dtype}, which sends {c.sent_bytes:,.0f} bytes: cast'
-          ' to float32 before, as `cross_shard_mean` does.'
-      )
+  for node, parts in sent.items():
+    for c, given in zip(parts, node.inputs, strict=False):
+      is_float = c.dtype.startswith(('bfloat', 'float'))
+      if is_float and c.primitive in _SUMS and given.array.bits < 32:
+        yield (
+            f'{_where([c])} sums {given.array} over {c.num_shards:,} shards'
+            f' with the rounding of {c.dtype}, {_which_sends([c])}: cast to'
+            ' float32 before, as `cross_shard_mean` does.'
+        )
 
 
-def _with_arrays(module, sent):
-  """Yields each collective with the array that it takes."""
-  for computation in module.computations.values():
-    for name, instruction in computation.instructions.items():
-      if name in sent:
-        given = computation.operands(instruction)
-        arrays = [array for source in given for array in source.results]
-        # In turn, once for each call of the computation.
-        yield from zip(sent[name], itertools.cycle(arrays), strict=False)
-
-
-def _label(node, sent):
-  return _where(sent[node.instruction.name][0])
-
-
-def _where(collective):
-  source = collective.source.rpartition('/')[2]
-  places = [repr(collective.scope)] if collective.scope else []
-  places += [source] if source else []
+def _where(parts):
+  first = parts[0]
+  places = [repr(first.scope)] if first.scope else []
+  places += filter(None, [first.source.rpartition('/')[2]])
   where = f' ({", ".join(places)})' if places else ''
-  return f'`{collective.primitive}`{where}'
+  return f'`{first.primitive}`{where}'
 
 
-def _names(arrays):
-  counts = collections.Counter(map(str, arrays))
+def _names(nodes):
+  counts = collections.Counter(str(node.array) for node in nodes)
   return ', '.join(f'{n} {a}' if n > 1 else a for a, n in counts.items())
 
 
 def _turns(loop):
-  turns = loop.num_turns
+  turns = loop.node.instruction.num_turns
   return 'each turn' if turns is None else f'each of {turns:,} turns'
 
 
-def _sent(sent, node):
-  total = sum(c.sent_bytes for c in sent[node.instruction.name])
-  return f'which sends {total:,.0f} bytes'
+def _which_sends(parts):
+  return f'which sends {sum(c.sent_bytes for c in parts):,.0f} bytes'

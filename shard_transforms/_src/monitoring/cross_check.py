@@ -35,9 +35,9 @@ class CrossCheckState(NamedTuple):
       not that of a shard that computed it again, int32 [shards].
     num_suspected: For each shard, the number of checks in which two others
       agreed on another result than the shard, int32 [shards].
-    last_leaf: For each shard, the number of the first leaf of its result that
-      differed in the last of these checks, in the order of `jax.tree.leaves`,
-      int32 [shards]; -1 if none has.
+    last_leaf: For each shard, the first leaf of its result that differed in the
+      last check that found a difference, as a number in the order of
+      `jax.tree.leaves`, int32 [shards]; -1 if no check has found one.
     trusted: Whether the last check did not suspect the shard, bool [shards].
 
   Examples:
@@ -129,8 +129,8 @@ def cross_check(
 ) -> CrossCheck:
   r"""Has another shard compute each shard's gradient again, every few steps.
 
-  A device that returns a wrong but finite gradient is seen neither by `guard`
-  nor by `track_divergence`: all shards add the same wrong number. On every
+  Neither `guard` nor `track_divergence` sees a device that returns a wrong but
+  finite gradient: all shards add the same wrong number. On every
   `every`-th step, the first included, each shard also evaluates `fun` on the
   batch of another shard, and checksums of all bits of all leaves are compared.
   If some differ, a third shard evaluates each batch, and the majority decides.
@@ -196,14 +196,15 @@ def cross_check(
 
   def init(num_shards: int) -> CrossCheckState:
     num_shards = arguments.as_at_least('num_shards', num_shards, 2)
+    counts = jnp.zeros(num_shards, jnp.int32)
     return CrossCheckState(
         num_steps=counters.zero(),
         num_checks=counters.zero(),
         num_unexplained=counters.zero(),
-        num_differing=jnp.zeros(num_shards, jnp.int32),
-        num_suspected=jnp.zeros(num_shards, jnp.int32),
-        last_leaf=jnp.full(num_shards, counters.NEVER, jnp.int32),
-        trusted=jnp.ones(num_shards, jnp.bool_),
+        num_differing=counts,
+        num_suspected=jnp.copy(counts),
+        last_leaf=counts + counters.NEVER,
+        trusted=counts == 0,
     )
 
   def apply(state, *args):
@@ -217,9 +218,11 @@ def cross_check(
     before = _zeros_like_result(call, own, axes)
 
     def check():
-      distances = _distances(state.num_checks, len(state.trusted))
-      last = _evaluate(call, own, before, axes, distances)
-      return last.result, _after_check(state, last, distances)
+      table = _distances(len(state.trusted))
+      chosen = state.num_checks % table.shape[1]
+      by_turn = jnp.asarray(table, jnp.int32)[:, chosen]
+      last = _evaluate(call, own, before, axes, (table, chosen, by_turn))
+      return last.result, _after_check(state, last, by_turn)
 
     is_due = collectives.agreed(state.num_steps % every == 0)
     result, state = lax.cond(is_due, check, lambda: (call(own), state))
@@ -292,7 +295,8 @@ class _Turn(NamedTuple):
 
 
 def _evaluate(call, own, before, axes, distances):
-  """Returns the last turn of a check."""
+  """Returns the last turn of a check, for all distances and those chosen."""
+  table, chosen, by_turn = distances
   num_shards = axes_lib.size(axes, _CALLER)
   shape = (_MAX_TURNS, num_shards, len(jax.tree.leaves(before)), 2)
 
@@ -301,12 +305,12 @@ def _evaluate(call, own, before, axes, distances):
     words = [digests.checksum(leaf) for leaf in jax.tree.leaves(result)]
     words = axes_lib.to_varying(jnp.stack(words), axes)
     sums = turn.sums.at[turn.number].set(collectives.gather(words, axes))
-    differs = jnp.any(_of_batches(sums, distances)[1] != sums[0])
+    differs = jnp.any(_of_batches(sums, by_turn)[1] != sums[0])
     has_third = (turn.number == 1) & differs & (num_shards > 2)
     num_turns = turn.num_turns + has_third
     batch = lax.cond(
         turn.number + 1 < num_turns,
-        lambda: _rotate(turn.batch, axes, distances, turn.number),
+        lambda: _rotate(turn.batch, axes, table, turn.number, chosen),
         lambda: turn.batch,
     )
     result = optax.tree.where(turn.number == 0, result, turn.result)
@@ -347,50 +351,33 @@ def _zeros_like_result(call, batch, axes):
   return jax.tree.unflatten(jax.tree.structure(traced.out_info), zeros)
 
 
-class _Distances(NamedTuple):
-  """How far batches have travelled in each turn of a check.
-
-  Attributes:
-    table: The distances, int [3, choices].
-    chosen: Which column this check takes.
-  """
-
-  table: np.ndarray
-  chosen: jax.Array
-
-  def by_turn(self) -> jax.Array:
-    """Returns the distances of this check, int32 [3]."""
-    return jnp.asarray(self.table, jnp.int32)[:, self.chosen]
-
-
-def _distances(number, num_shards):
-  """Returns the distances of the check of this number."""
+def _distances(num_shards):
+  """Returns the distances of batches in each turn, int [3, choices]."""
   powers = 2 ** np.arange((num_shards - 1).bit_length())
-  table = np.stack([0 * powers, powers, np.roll(powers, -1)])
-  return _Distances(table, number % len(powers))
+  return np.stack([0 * powers, powers, np.roll(powers, -1)])
 
 
-def _rotate(batch, axes, distances, turn):
+def _rotate(batch, axes, table, turn, chosen):
   """Returns the batch that a shard takes in the next turn."""
-  steps = np.diff(distances.table, axis=0)
+  steps = np.diff(table, axis=0)
 
   def by(step):
     return lambda: jax.tree.map(
         lambda x: collectives.rotate(x, axes, step), batch
     )
 
-  index = turn * steps.shape[1] + distances.chosen
+  index = turn * steps.shape[1] + chosen
   return lax.switch(index, [by(int(step)) for step in steps.ravel()])
 
 
-def _of_batches(sums, distances):
+def _of_batches(sums, by_turn):
   """Orders the checksums of each turn by whose batch it was."""
-  return jax.vmap(lambda x, by: jnp.roll(x, by, 0))(sums, distances.by_turn())
+  return jax.vmap(lambda x, by: jnp.roll(x, by, 0))(sums, by_turn)
 
 
-def _after_check(state, turn, distances):
+def _after_check(state, turn, by_turn):
   """Counts what a check has found; the majority of three decides."""
-  own, second, third = _of_batches(turn.sums, distances)
+  own, second, third = _of_batches(turn.sums, by_turn)
   leaf_differs = jnp.any(own != second, axis=-1)
   differs = jnp.any(leaf_differs, axis=-1)
 
@@ -406,7 +393,6 @@ def _after_check(state, turn, distances):
       ]
   )
   # By the shard that has computed it.
-  by_turn = distances.by_turn()
   wrong = jax.vmap(lambda x, by: jnp.roll(x, -by))(outvoted, by_turn)
   suspected = jnp.any(wrong, axis=0) & (turn.num_turns == _MAX_TURNS)
   # Where half of the shards are outvoted, the votes are worth nothing.
@@ -414,8 +400,7 @@ def _after_check(state, turn, distances):
   has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
   unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))
   last_leaf = jnp.where(differs, leaf_differs.argmax(1), state.last_leaf)
-  return CrossCheckState(
-      num_steps=state.num_steps,
+  return state._replace(
       num_checks=counters.add(state.num_checks, 1),
       num_unexplained=counters.add(state.num_unexplained, unexplained),
       num_differing=counters.add(state.num_differing, differs),

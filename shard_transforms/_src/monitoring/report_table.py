@@ -10,38 +10,14 @@ import math
 from numbers import Real
 import os
 
-
-def _all_reduce(n, x):
-  return 2 * (n - 1) * x / n
-
-
-def _exchange(n, x):
-  return (n - 1) * x / n
-
-
-def _gather(n, x):
-  return (n - 1) * x
-
-
-def _pass_on(n, x):
-  return x if n > 1 else 0
-
-
 # Bytes that each of `n` shards on a ring sends for an operand of `x` bytes.
-SENT = {
-    'all_gather': _gather,
-    'all_reduce': _all_reduce,
-    'all_to_all': _exchange,
-    'pbroadcast': _pass_on,
-    'pbroadcast_dynamic': _pass_on,
-    'pmax': _all_reduce,
-    'pmin': _all_reduce,
-    'ppermute': _pass_on,
-    'psend': _pass_on,
-    'psum': _all_reduce,
-    'ragged_all_to_all': _exchange,
-    'reduce_scatter': _exchange,
+_COSTS = {
+    'all_reduce pmax pmin psum': lambda n, x: 2 * (n - 1) * x / n,
+    'all_to_all ragged_all_to_all reduce_scatter': lambda n, x: (n - 1) * x / n,
+    'all_gather': lambda n, x: (n - 1) * x,
+    'pbroadcast pbroadcast_dynamic ppermute psend': lambda n, x: x * (n > 1),
 }
+SENT = {name: cost for names, cost in _COSTS.items() for name in names.split()}
 
 
 # The columns of a table, with how their cells are lined up.
@@ -110,7 +86,7 @@ class Collective:
   def __post_init__(self):
     if self.primitive not in SENT:
       raise ValueError(
-          f'`primitive` must be one of {[*SENT]}, got {self.primitive!r}.'
+          f'`primitive` must be one of {sorted(SENT)}, got {self.primitive!r}.'
       )
 
   @property
@@ -146,8 +122,8 @@ class WireReport:
   def mean_bytes(self) -> float:
     """The average bytes that each shard sends in a step.
 
-    As `total_bytes`, but what is done once in `every` steps counts as one part
-    in so many.
+    Like `total_bytes`, but a collective that runs once in `every` steps counts
+    as a part of it.
     """
     return math.fsum(c.sent_bytes / c.every for c in self.collectives)
 
@@ -155,9 +131,8 @@ class WireReport:
   def peak_bytes(self) -> float:
     """The most bytes that each shard sends in one step.
 
-    As `total_bytes`, but a step takes only one of the branches that a counter
-    decides and that are taken once in so many steps, if each has a step of its
-    own. All counters are taken to be the same.
+    Like `total_bytes`, but branches that a counter takes in different steps do
+    not add up: the one that sends most counts. All counters are assumed equal.
     """
     held = collections.defaultdict(lambda: collections.defaultdict(float))
     for c in self.collectives:
@@ -240,11 +215,13 @@ class WireReport:
     total = ['total', '', '', '', '', f'{self.num_collectives:,}']
     total += [f'{self.total_bytes:,.0f}', '', '']
     cells = [*itertools.starmap(_row, counts.items()), total]
-    columns = [
-        _aligned(name, column)
-        for name, column in zip(_COLUMNS, zip(*cells, strict=True), strict=True)
-        if name != 'source' or any(column)
-    ]
+    columns = []
+    for (name, align), column in zip(
+        _COLUMNS.items(), zip(*cells, strict=True), strict=True
+    ):
+      if name != 'source' or any(column):
+        width = max(map(len, (name, *column)))
+        columns.append([align(cell, width) for cell in (name, *column)])
     lines = ['  '.join(row).rstrip() for row in zip(*columns, strict=True)]
     if any(c.conditional for c in self.collectives):
       lines.append('<=: if the branch that sends most is taken each time')
@@ -263,6 +240,11 @@ class WireReport:
 def dearest(branches: Sequence[list[Collective]]) -> list[Collective]:
   """Returns the collectives of the branch that sends most."""
   return max(branches, key=lambda found: WireReport(tuple(found)).total_bytes)
+
+
+def conditional(collectives: Sequence[Collective]) -> list[Collective]:
+  """Returns collectives that run at most as often as they say."""
+  return [dataclasses.replace(c, conditional=True) for c in collectives]
 
 
 def in_loop(collective: Collective, num_turns: int | None) -> Collective:
@@ -314,9 +296,3 @@ def _row(collective, count):
       collective.scope,
       os.path.basename(collective.source),
   )
-
-
-def _aligned(name, cells):
-  """Returns the heading and the cells of a column, padded to one width."""
-  width = max(map(len, (name, *cells)))
-  return [_COLUMNS[name](cell, width) for cell in (name, *cells)]

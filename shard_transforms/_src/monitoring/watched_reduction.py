@@ -1,4 +1,4 @@
-"""A reduction with a monitor, which does not change a bit of the result."""
+"""A reduction with a monitor that does not change a bit of the result."""
 
 from collections.abc import Callable
 from collections.abc import Hashable

@@ -58,25 +58,33 @@ def wire_report(
   multiplied by it. If JAX finds a program in its compilation cache, lines and
   scopes are those of when it was compiled.
 
-  Of a traced program, `warnings` name a sum over an axis of values that were
-  summed over it before; a sum in each turn of a scan that one sum after the
-  scan could replace; a collective under a predicate that differs between
-  shards, which deadlocks; and a gradient for `local_updates` that was taken at
-  `params` in place of `local_params(params, state)`. Sums are named only where
-  this is sure: where values are only cast, reshaped, added and multiplied by
-  numbers in between. The predicate of a `lax.cond` or a `lax.while_loop`
-  differs if it is computed from `lax.axis_index`, or from an array that is
-  sliced over shards, unless a collective made it the same. A single number
-  for each shard does not count, because it may be a copy. Nor do arguments
-  where `axis_sizes` maps `fn`, because nothing says which of them differ.
+  In the report of a traced program, `warnings` name
 
-  Of a compiled program, `warnings` name reductions that are only added up, in a
-  loop, in a loop of Python, or in a state that a condition empties, as that of
-  `optax.MultiSteps`; an all-reduce that each shard cuts to a slice; an array
-  that does not change and that each turn of a loop gathers; a floating-point
-  sum in fewer than 32 bits, which rounds each partial sum; an array that is
-  gathered whole although only a part is used; and an argument with the type of
-  a result, such as state or parameters, that changes its sharding in each step.
+  - a sum over an axis of values that were summed over it before;
+  - a sum in each turn of a scan that one sum after the scan could replace;
+  - a collective under a predicate that differs between shards, which deadlocks;
+  - a gradient for `local_updates` that was taken at `params` in place of
+    `local_params(params, state)`.
+
+  Sums are named only where this is sure: where values are only cast, reshaped,
+  added and multiplied by numbers in between. The predicate of a `lax.cond` or a
+  `lax.while_loop` differs if it is computed from `lax.axis_index`, or from an
+  array that is sliced over shards, unless a collective made it the same. A
+  single number for each shard does not count, because it may be a copy. Nor do
+  arguments where `axis_sizes` maps `fn`, because nothing says which of them
+  differ.
+
+  In the report of a compiled program, `warnings` name
+
+  - reductions that are only added up: in a loop, also by the layers that an
+    inner loop runs; in a loop of Python; or in a state that a condition
+    empties, as `optax.MultiSteps` does;
+  - an all-reduce that each shard cuts to a slice;
+  - an array that does not change and that each turn of a loop gathers;
+  - a floating-point sum in fewer than 32 bits, which rounds each partial sum;
+  - an array that is gathered whole although only a part is used;
+  - an argument with the type of a result, such as state or parameters, that
+    changes its sharding in each step.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or
@@ -244,7 +252,7 @@ def _collectives(program):
 def _branch(branches, period):
   """Returns the collectives of the branch that sends most."""
   dearest = report_table.dearest(branches)
-  found = [dataclasses.replace(c, conditional=True) for c in dearest]
+  found = report_table.conditional(dearest)
   # Where other branches send as well, no step is without it.
   if period is None or dearest is not branches[-1] or any(branches[:-1]):
     return found

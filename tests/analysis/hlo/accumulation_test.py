@@ -27,14 +27,32 @@ def gradient(w, x):
   return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
 
 
-def accumulate(combine, start=jnp.zeros_like):
+def stacked(layers, x):
+  """Returns the gradient of layers that a loop runs."""
+
+  def loss(layers):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0].sum()
+
+  return jax.grad(loss)(layers)
+
+
+def shared(w, x):
+  """Returns the gradient of five layers with the same parameters."""
+
+  def loss(w):
+    return lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x).sum()
+
+  return jax.grad(loss)(w)
+
+
+def accumulate(combine, gradient=gradient):
   """Returns a step that combines the gradients of micro-batches in a scan."""
 
   def step(w, xs):
     def turn(total, x):
       return combine(total, gradient(w, x)), None
 
-    return lax.scan(turn, start(w), xs)[0]
+    return lax.scan(turn, jnp.zeros_like(w), xs)[0]
 
   return step
 
@@ -84,6 +102,33 @@ class LoopTest(parameterized.TestCase):
     self.assertIn('in each turn of a loop', warning)
     self.assertTrue(report.collectives[0].in_while)
 
+  @cases.parameters(stacked, shared)
+  def test_warns_of_what_the_layers_of_an_inner_loop_give(self, gradient):
+    w = array(5, 16, 16) if gradient is stacked else array(16, 16)
+    step = accumulate(lambda total, grad: total + grad, gradient=gradient)
+
+    report = wire_report(step, w, MICRO_BATCHES[1], compiled=True)
+
+    (warning,) = report.warnings
+    self.assertIn('float32[16,16] in each of 4 turns of a loop that', warning)
+    self.assertIn(f'sends {report.total_bytes:,.0f} bytes', warning)
+    self.assertEqual(report.num_collectives, 4 * 5)
+
+  @cases.parameters(
+      lambda total, grad: jnp.maximum(total, grad),
+      lambda total, grad: total + grad[::-1] * total,
+      lambda total, grad: total.at[0].add(grad[0] ** 2),
+  )
+  def test_does_not_warn_of_layers_that_are_read(self, combine):
+    step = accumulate(combine, gradient=stacked)
+
+    report = wire_report(
+        step, array(5, 16, 16), MICRO_BATCHES[1], compiled=True
+    )
+
+    self.assertEqual(report.num_collectives, 4 * 5)
+    self.assertEmpty(report.warnings)
+
   @cases.product(
       widths=((4, 5), (5, 4)), is_first=(True, cases.Repeated(False))
   )
@@ -115,6 +160,11 @@ class LoopTest(parameterized.TestCase):
       lambda total, grad: total + grad * total,
       lambda total, grad: 0.9 * total.at[0].set(total[0] ** 2) + grad,
       lambda total, grad: total + grad.astype(jnp.int32),
+      # What an inner loop adds up, but the outer one does not.
+      lambda total, grad: jnp.maximum(
+          total,
+          lax.fori_loop(0, 9, lambda _, x: x / 2 - grad, jnp.ones((16, 4))),
+      ),
   )
   def test_does_not_warn_of_one_that_cannot(self, combine):
     report = wire_report(accumulate(combine), *MICRO_BATCHES, compiled=True)
@@ -178,6 +228,24 @@ class LoopTest(parameterized.TestCase):
 
     report = wire_report(
         step, array(16, 4), array(64, 16, spec=('data',)), compiled=True
+    )
+
+    self.assertTrue(report.collectives[0].conditional)
+    self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_a_branch_that_some_turns_take(self):
+    def step(w, xs, takes):
+      def turn(total, given):
+        x, is_taken = given
+        grads = lax.cond(
+            is_taken, gradient, lambda w, _: jnp.zeros_like(w), w, x
+        )
+        return total + grads, None
+
+      return lax.scan(turn, jnp.zeros_like(w), (xs, takes))[0]
+
+    report = wire_report(
+        step, *MICRO_BATCHES, array(4, dtype=jnp.bool_), compiled=True
     )
 
     self.assertTrue(report.collectives[0].conditional)
@@ -398,6 +466,7 @@ READING = {
     'schedule': optax.sgd(optax.cosine_decay_schedule(0.1, 10)),
     'clip': optax.chain(optax.clip_by_global_norm(1.0), ADAM),
     'apply_if_finite': optax.apply_if_finite(ADAM, 3),
+    'MultiSteps of one': optax.MultiSteps(ADAM, 1).gradient_transformation(),
     # It looks at each gradient, so none can wait.
     'MultiSteps, skip': multi_steps(
         ADAM, should_skip_update_fn=optax.skip_not_finite
@@ -455,6 +524,62 @@ class CallsTest(parameterized.TestCase):
 
     self.assertEqual(report.num_collectives, 1)
     self.assertEmpty(report.warnings)
+
+  def test_does_not_warn_of_a_number_for_a_log(self):
+    def step(w, total, count, x):
+      loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(
+          w
+      )
+      total = jnp.where(count % 100 == 0, 0.0, total) + loss
+      return w - grad, total, count + 1
+
+    report = wire_report(
+        step, W, array(), array(dtype=jnp.int32), X, compiled=True
+    )
+
+    self.assertEqual(report.num_collectives, 2)
+    self.assertEmpty(report.warnings)
+
+  def test_a_branch_may_take_nothing(self):
+    (warning,) = hlo_wire_report(EMPTIED_FROM_NOTHING).warnings
+
+    self.assertIn('reduces float32[3] in each call, and only adds', warning)
+
+
+EMPTIED_FROM_NOTHING = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%empty {
+  %nothing = () parameter(0)
+  %zero = f32[] constant(0)
+  %zeros = f32[3] broadcast(%zero), dimensions={}
+  ROOT %r = (f32[3]) tuple(%zeros)
+}
+
+%wait {
+  %p = (f32[3]) parameter(0)
+  %total = f32[3] get-tuple-element(%p), index=0
+  ROOT %r = (f32[3]) tuple(%total)
+}
+
+ENTRY %main {
+  %is_last = pred[] parameter(0)
+  %total = f32[3] parameter(1)
+  %x = f32[3] parameter(2)
+  %sum = f32[3] all-reduce(%x), replica_groups=mesh['data'=8] {'data'}, \
+to_apply=%add
+  %new = f32[3] add(%total, %sum)
+  %nothing = () tuple()
+  %given = (f32[3]) tuple(%new)
+  ROOT %r = (f32[3]) conditional(%is_last, %nothing, %given), \
+true_computation=%empty, false_computation=%wait
+}
+"""
 
 
 class PartsTest(parameterized.TestCase):
@@ -664,8 +789,27 @@ class SlicedSumTest(parameterized.TestCase):
 
     (warning,) = report.warnings
     self.assertIn('sums the whole float32[16,4]', warning)
+    self.assertIn('a reduce-scatter sends half. XLA', warning)
+
+  @cases.parameters('data', 'model')
+  def test_tells_of_another_axis_that_may_choose_the_part(self, axis):
+    mesh = jax.make_mesh((2, 2), ('data', 'model'), devices=jax.devices()[:4])
+    mapped = jax.shard_map(
+        lambda x: own_part(lax.psum(x, 'data'), 8, axis),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(('data', 'model')),
+        check_vma=False,
+    )
+
+    report = wire_report(
+        mapped, jax.ShapeDtypeStruct((16, 4), jnp.float32), compiled=True
+    )
+
+    (warning,) = report.warnings
+    self.assertIn('half, or a slice before the sum, if another axis', warning)
 
 
-def own_part(total, size=2):
-  start = 2 * lax.axis_index(modes.AXIS)
+def own_part(total, size=2, axis=modes.AXIS):
+  start = 2 * lax.axis_index(axis)
   return lax.dynamic_slice_in_dim(total, start, size)

@@ -43,54 +43,47 @@ ENTRY body {
   ROOT r = (f32[3], f32[3], f32[3], f32[3]) tuple(same, out, second, copy)
 }
 """
-MODULE = hlo_text.parse(TEXT)
-GRAPH = hlo_flow.graph(MODULE, MODULE.entry)
+GRAPH = hlo_flow.graph(hlo_text.parse(TEXT))
 
 
 def names(nodes):
-  return [node.instruction.name for node in nodes]
+  return [(n.instruction.name, n.index) for n in nodes]
+
+
+def node(name, index=None):
+  (found,) = [
+      n for n in GRAPH.nodes if n.instruction.name == name and n.index == index
+  ]
+  return found
 
 
 class GraphTest(parameterized.TestCase):
 
   def test_looks_into_fusions_and_through_tuples(self):
-    self.assertEqual(names(GRAPH.outputs), ['same', 'sum', 'second', 'copy'])
-    (total,) = [n for n in GRAPH.nodes if n.instruction.name == 'sum']
-    self.assertEqual(names(total.inputs), ['scaled', 'total'])
+    (program,) = GRAPH.loops
+    arguments = [program.carry[i] for i in range(4)]
 
-  def test_knows_users(self):
-    (first,) = [n for n in GRAPH.nodes if n.instruction.name == 'first']
-
-    self.assertEqual(names(first.users), ['scaled'])
-
-  def test_has_each_part_of_an_argument_once(self):
-    carry = GRAPH.carry()
-
-    self.assertEqual(sorted(carry), [0, 1, 2])
-    self.assertEqual(names([carry[2]]), ['third'])
-    self.assertEqual(names(carry[2].users), ['start', 'copy'])
-
-  def test_has_a_whole_argument(self):
-    fused = hlo_flow.graph(MODULE, MODULE.computations['add'])
-
-    self.assertEqual(names(fused.carry().values()), ['x', 'y'])
+    self.assertEqual(
+        list(program.outputs.values()),
+        [arguments[0], node('sum'), node('start', 1), node('copy')],
+    )
+    self.assertEqual(node('sum').inputs, (node('scaled'), arguments[1]))
+    self.assertEqual(arguments[2].users, [node('start'), node('copy')])
 
   def test_finds_what_a_collective_gives(self):
-    (start,) = [n for n in GRAPH.nodes if n.instruction.name == 'start']
+    found = hlo_flow.results(node('start'))
 
-    self.assertEqual(names(hlo_flow.results(start)), ['first', 'second'])
-
-  def test_tells_numbers(self):
-    numbers = [node for node in GRAPH.nodes if node.is_number]
-
-    self.assertEqual(names(numbers), ['half', 'halves'])
+    self.assertEqual(names(found), [('start', 0), ('start', 1)])
+    self.assertEqual(names(found[0].users), [('scaled', None)])
+    self.assertEqual(node('start').collective, 'all-reduce')
+    self.assertIsNone(found[0].collective)
 
   def test_follows_values_back(self):
-    found = hlo_flow.sources(GRAPH.outputs[3], hlo_flow.MOVES)
+    (program,) = GRAPH.loops
 
-    self.assertEqual(names(found), ['p'])
-    found = hlo_flow.sources(GRAPH.outputs[3], ('copy',))
-    self.assertEqual(names(found), ['third'])
+    found = hlo_flow.sources(program.outputs[3], hlo_flow.MOVES)
+
+    self.assertEqual(list(found), [program.carry[2]])
 
 
 LOOP = """HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -152,12 +145,9 @@ class LoopTest(parameterized.TestCase):
   def test_turns_at_most_once_if_the_next_decision_is_false(self, text, once):
     module = hlo_text.parse(LOOP.replace('NEXT', text))
 
-    self.assertEqual(
-        hlo_flow.turns_at_most_once(module, module.entry.root), once
-    )
+    self.assertEqual(turn_of(module, 'loop'), (1, False) if once else None)
     # One that carries nothing but the decision is no tuple.
-    one = module.entry.instructions['one']
-    self.assertTrue(hlo_flow.turns_at_most_once(module, one))
+    self.assertEqual(turn_of(module, 'one'), (0, False))
 
   @cases.parameters(
       ('(f32[3], pred[]) tuple(x, true)', True),
@@ -181,6 +171,10 @@ class LoopTest(parameterized.TestCase):
         )
     )
 
-    self.assertEqual(hlo_flow.turns_once(module, module.entry.root), once)
-    one = module.entry.instructions['one']
-    self.assertFalse(hlo_flow.turns_once(module, one))
+    self.assertEqual(turn_of(module, 'loop'), (1, once))
+    self.assertEqual(turn_of(module, 'one'), (0, False))
+
+
+def turn_of(module, name):
+  loop = module.entry.instructions[name]
+  return hlo_flow.single_turn(module, module.entry, loop)

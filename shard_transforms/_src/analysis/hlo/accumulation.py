@@ -1,4 +1,4 @@
-"""Accumulation in a compiled computation: reduced values that are added up.
+"""Accumulation in a compiled program: reduced values that are added up.
 
 The sum of reductions is the reduction of the sum. Values are followed forward
 through steps that are linear in each of their inputs; any other step ends the
@@ -14,39 +14,59 @@ from shard_transforms._src.analysis.hlo import program as hlo_program
 
 _REDUCTIONS = ('all-reduce', 'reduce-scatter')
 _ADDITIONS = 'add', 'subtract'
-_LINEAR = *_ADDITIONS, *_REDUCTIONS, 'slice'
-# Marks values that are summed on their way: a sum of sums cannot wait.
-_SUMMED = 'summed'
+_LINEAR = *_ADDITIONS, *_REDUCTIONS, 'get-tuple-element', 'slice'
+# Mark values that are summed on their way, because a sum of sums cannot wait,
+# and those that become a part of a larger array.
+_SUMMED, _STACKED = 'summed', 'stacked'
 
 
-def carried(
-    module: hlo_program.Module,
-    graph: flow.Graph,
-    loop: hlo_program.Instruction | None,
-) -> Iterator[flow.Node]:
-  """Yields results of reductions that are only added up in what is carried.
+def carried(graph: flow.Graph) -> Iterator[tuple[flow.Node, flow.Loop]]:
+  """Yields reductions that are only added up in what a loop carries.
+
+  Each result comes with the outermost loop behind which it could be reduced;
+  the program itself is one, which each call repeats. A turn may add up what an
+  inner loop adds up or stacks, such as the gradients of layers.
 
   Args:
-    module: The program.
-    graph: The body of a loop, or what each call of the program runs.
-    loop: The loop, or `None`.
+    graph: The values of a program.
   """
-  totals = dict(_emptied_totals(module, graph))
+  totals = dict(_emptied_totals(graph))
   ends = _ends(graph, totals)
-  carry = graph.carry()
-  if loop is None:
-    # Any argument may be the state of the call before.
-    found = {frozenset(ends[node]) for node in carry.values()}
-    added_up = {i for i in totals.values() if {i} in found}
-  else:
-    condition, _ = module.called(loop)
-    test = flow.graph(module, condition)
-    ends_loop = {i for i, node in test.carry().items() if node.users}
-    added_up = {i for i, node in carry.items() if ends[node] == {i}}
-    added_up -= ends_loop
+  kept = _kept(graph, totals, ends)
   for node in _reduced(graph):
-    if set() < ends[node] - {_SUMMED} <= added_up:
-      yield node
+    if loop := _last_loop(node, ends, kept):
+      yield node, loop
+
+
+def _kept(graph, totals, ends):
+  """Returns the places of loops that are only added to, with marks."""
+  program, *loops = graph.loops
+  # Any argument of the program may be the state of the call before.
+  arguments = [ends[node] for node in program.carry.values()]
+  kept = {place: set() for place in totals.values() if {place} in arguments}
+  for loop in loops:
+    for i, node in loop.carry.items():
+      marks = ends[node] - {(loop, i)}
+      if marks <= {_STACKED}:
+        kept[loop, i] = marks
+  return kept
+
+
+def _last_loop(node, ends, kept):
+  """Returns the outermost loop that only adds up a value, if there is one."""
+  found, loop, values = None, node.loop, [node]
+  while loop is not None and not any(value.is_chosen for value in values):
+    marked = set().union(*map(ends.get, values)) - {_SUMMED}
+    places = marked - {_STACKED}
+    if not places or any(x not in kept or x[0] is not loop for x in places):
+      break
+    if _STACKED not in marked.union(*map(kept.get, places)):
+      found = loop
+    numbers = {i for _, i in places}
+    values = loop.node and flow.results(loop.node)
+    values = [x for x in values or () if (x.index or 0) in numbers]
+    loop = loop.outer
+  return found
 
 
 def joined(
@@ -59,7 +79,7 @@ def joined(
 
   Args:
     module: The program.
-    graph: The values of a computation.
+    graph: Its values.
   """
   groups = collections.defaultdict(list)
   for node in _reduced(graph):
@@ -79,32 +99,29 @@ def sender(result: flow.Node) -> flow.Node:
 def _reduced(graph):
   """Yields the results of reductions, one for each array."""
   for node in graph.nodes:
-    if node.instruction.collective in _REDUCTIONS:
+    if node.collective in _REDUCTIONS:
       yield from flow.results(node)
 
 
 def _ends(graph, totals):
-  """Returns, by value, the outputs to which it is only added.
+  """Returns, by value, the places to which it is only added.
 
-  The outputs include `None` for any other use, and `_SUMMED` if a reduction is
-  on the way.
+  They include `None` for any other use, and marks of what is on the way.
 
   Args:
-    graph: The values of a computation.
-    totals: The outputs to which some values are known to belong.
+    graph: The values of a program.
+    totals: The places to which some values are known to belong.
   """
   ends = collections.defaultdict(set)
   ends.update((node, set(places)) for node, places in graph.places.items())
-  root = [node for node in graph.nodes if node.opcode == 'tuple']
   for node in reversed(graph.nodes):
-    # The tuple of all outputs is not a use.
-    if node in root and node.inputs == graph.outputs:
-      continue
     if node in totals:
       ends[node] = {totals[node]}
     found = ends[node]
-    if node.instruction.collective in _REDUCTIONS:
+    if node.collective in _REDUCTIONS:
       found = found | {_SUMMED}
+    elif node.opcode == 'dynamic-update-slice':
+      found = found | {_STACKED}
     for given in node.inputs:
       ends[given] |= found if _is_linear(node, given) else {None}
   return ends
@@ -115,6 +132,8 @@ def _is_linear(node, given):
     return given is not node.inputs[0]
   if node.opcode == 'dynamic-slice':
     return given is node.inputs[0]
+  if node.opcode == 'dynamic-update-slice':
+    return given in node.inputs[:2]
   is_sum = node.opcode in _LINEAR and flow.is_inexact(node)
   return is_sum or flow.is_multiple(node, given)
 
@@ -123,140 +142,75 @@ def _total(graph, node):
   """Returns the last sum in which a value ends that has no other use."""
   while node not in graph.places and len(node.users) == 1:
     (user,) = node.users
-    is_choice = user.opcode == 'select' or user.instruction.collective
+    is_choice = user.opcode == 'select' or user.collective
     if is_choice or not _is_linear(user, node):
       break
     node = user
   return node
 
 
-def _emptied_totals(module, graph):
-  """Yields totals that some calls read and empty, each with its output."""
-  arguments = set(graph.carry().values())
-  for i, output in enumerate(graph.outputs):
-    last = _origin(output)
-    total = _unless_emptied(module, last)
-    if total is None and last.opcode in _ADDITIONS:
-      # It may be emptied by the first call of a window.
-      given = [_unless_emptied(module, _origin(n)) for n in last.inputs]
-      total = last if arguments.intersection(given) else None
-    if total is not None and _is_read_at_times(module, graph, total, i):
-      yield total, i
+def _emptied_totals(graph):
+  """Yields totals that some turns read and empty, each with its place."""
+  fixed = _fixed(graph)
+  for loop in graph.loops:
+    arguments = {*loop.carry.values()}
+    for i, output in loop.outputs.items():
+      last = _origin(output)
+      total = _unless_emptied(last, fixed)
+      if total is None and last.opcode in _ADDITIONS:
+        # It may be emptied by the first turn of a window.
+        given = [_unless_emptied(_origin(n), fixed) for n in last.inputs]
+        total = last if arguments.intersection(given) else None
+      if total is not None and _is_read_at_times(graph, total, (loop, i)):
+        yield total, (loop, i)
 
 
-def _unless_emptied(module, node):
-  """Returns the total if a value is either a copy of it or zero."""
-  total = None
+def _fixed(graph):
+  """Returns the values that do not change after the first turn.
+
+  The counter of a window of one step is always 0: it empties a total each time.
+  """
+  fixed = set()
+  for loop in graph.loops:
+    ends = {i for i, x in loop.outputs.items() if x.opcode == 'constant'}
+    fixed |= {node for i, node in loop.carry.items() if i in ends}
+  for node in graph.nodes:
+    known = node.inputs and fixed.issuperset(node.inputs)
+    if known or node.opcode == 'constant':
+      fixed.add(node)
+  return fixed
+
+
+def _unless_emptied(node, fixed):
+  """Returns the total if a value is in some turns a copy of it, else zero."""
+  totals = set()
   if node.opcode == 'multiply':
     for switch, other in (node.inputs, node.inputs[::-1]):
-      total = other if _is_switch(switch) else total
-  elif node.opcode == 'select' and flow.is_repeated(node.inputs[0]):
-    _, *branches = node.inputs
-    for one, other in (branches, branches[::-1]):
-      total = other if _is_number(one, '0') else total
-  elif node.index is not None:
-    total = _unless_emptied_inside(module, node.inputs[0], node.index)
-  return None if total is None else _origin(total)
-
-
-def _unless_emptied_inside(module, node, index):
-  """The same for a part of what a loop or conditional returns."""
-  totals, is_emptied = set(), False
-  for branch, given in _branches(module, node):
-    inside = flow.graph(module, branch)
-    last = _origin(inside.outputs[index])
-    if _is_number(last, '0'):
-      is_emptied = True
-    else:
-      totals |= {
-          value for value, part in _arguments(inside, given) if part is last
-      } or {None}
-  if node.opcode == 'while' and is_emptied:
-    totals.add(node.inputs[0].inputs[index])
-  return totals.pop() if is_emptied and len(totals) == 1 else None
-
-
-def _branches(module, node):
-  """Yields the computations of branches, and their arguments."""
-  called = module.called(node.instruction)
-  given = [n.inputs if n.opcode == 'tuple' else (n,) for n in node.inputs]
-  if node.opcode == 'conditional' and len(given) == len(called) + 1:
-    yield from zip(called, given[1:], strict=True)
-  elif (
-      node.opcode == 'while'
-      and node.inputs[0].opcode == 'tuple'
-      and flow.turns_at_most_once(module, node.instruction)
+      is_switch = switch not in fixed and _is_switch(switch)
+      totals |= {other} if is_switch else set()
+  elif node.opcode == 'select' and (
+      node.inputs[0] not in fixed and flow.is_repeated(node.inputs[0])
   ):
-    yield called[1], given[0]
+    arms = {*map(_origin, node.inputs[1:])}
+    totals = {arm for arm in arms if not _is_number(arm, '0')}
+    totals = totals if totals < arms else set()
+  return _origin(*totals) if len(totals) == 1 else None
 
 
-def _arguments(graph, given):
-  """Yields what a branch is given, and the values that these are inside."""
-  for i, part in graph.carry().items():
-    # An empty tuple has no parts, but is a value.
-    if i < len(given):
-      yield given[i], part
-
-
-def _is_read_at_times(module, graph, total, output):
-  """Whether nothing but one output sees a total in each call."""
-  pending, seen = [total], {total}
-  while pending:
-    node = pending.pop()
-    if graph.places.get(node, set()) - {output}:
-      return False
-    for user in node.users:
-      found = _seen_through(module, node, user)
-      pending += [n for n in found if n not in seen]
-      seen.update(found)
-  return True
-
-
-def _seen_through(module, node, user):
-  """Returns the values that a user of a value makes of it in each call."""
-  if user.opcode == 'multiply' and any(map(_is_switch, user.inputs)):
-    return set()
-  if user.opcode == 'select' and flow.is_repeated(user.inputs[0]):
-    return {user} if node is user.inputs[0] else set()
-  wholes = user.users if user.opcode == 'tuple' else [user]
-  branches = [(whole, [*_branches(module, whole)]) for whole in wholes]
-  if not all(found for _, found in branches):
-    return {user}
-  return {
-      part
-      for whole, found in branches
-      for part in whole.users
-      if part.index in _always_seen(module, node, whole, found)
-  }
-
-
-def _always_seen(module, node, whole, branches):
-  """Returns the parts of a loop or conditional that show a value each time."""
-  if whole.opcode == 'while':
-    return {i for i, n in enumerate(whole.inputs[0].inputs) if n is node}
-  parts = {part.index for part in whole.users}
-  for branch, given in branches:
-    inside = flow.graph(module, branch)
-    kept = set()
-    for value, part in _arguments(inside, given):
-      if value is node:
-        kept |= _kept_as(inside, part)
-    parts &= kept
-  return parts
-
-
-def _kept_as(graph, node):
-  """Returns the outputs that a value is; all, if anything else uses it."""
-  pending, found = [node], set()
-  while pending:
-    node = pending.pop()
-    found |= graph.places.get(node, set())
-    for user in node.users:
-      if user.inputs != graph.outputs:
-        if user.opcode not in flow.MOVES:
-          return {*range(len(graph.outputs))}
-        pending.append(user)
-  return found
+def _is_read_at_times(graph, total, place):
+  """Whether nothing but one place sees a total in each turn."""
+  seen = {total}
+  for node in graph.nodes:
+    if node.opcode == 'select' and flow.is_repeated(node.inputs[0]):
+      decision, *arms = node.inputs
+      is_seen = decision in seen or all(arm in seen for arm in arms)
+    elif node.opcode == 'multiply' and any(map(_is_switch, node.inputs)):
+      is_seen = False
+    else:
+      is_seen = any(given in seen for given in node.inputs)
+    if is_seen:
+      seen.add(node)
+  return all(graph.places.get(node, {place}) == {place} for node in seen)
 
 
 def _is_switch(node):
@@ -267,7 +221,7 @@ def _is_switch(node):
     zeros = [n for n in node.inputs[1:] if _is_number(n, '0')]
     return bool(zeros) and flow.is_repeated(node.inputs[0])
   if node.opcode == 'broadcast' or node.opcode in flow.MOVES:
-    return node.index is None and _is_switch(node.inputs[0])
+    return _is_switch(node.inputs[0])
   if node.array.size > 1:
     return False
   if node.opcode == 'subtract':
@@ -284,7 +238,7 @@ def _is_number(node, text):
 
 
 def _origin(node):
-  """Returns the value that was moved; a part of a tuple is one."""
-  while node.opcode in flow.MOVES and node.index is None:
+  """Returns the value that was moved."""
+  while node.opcode in flow.MOVES:
     (node,) = node.inputs[:1]
   return node

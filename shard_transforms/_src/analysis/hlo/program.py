@@ -9,13 +9,12 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
 
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=?]*)\]')
 _SIZE = re.compile(r'\d+|\?')
 _DTYPES = {'pred': 'bool', 'bf16': 'bfloat16'}
 _KINDS = {'f': 'float', 's': 'int', 'u': 'uint', 'c': 'complex'}
-# One that starts early ends in `-start`.
+# A collective that starts early ends in `-start`.
 _COLLECTIVE = re.compile(
     r'(all-(?:gather|reduce|to-all)|collective-(?:broadcast|permute)'
     r'|ragged-all-to-all|reduce-scatter)(?:-start)?'
@@ -209,14 +208,12 @@ class Module:
     num_devices: How many devices run it.
     frames: The files and lines around each instruction, innermost first, by
       the number in its metadata.
-    graphs: The data flow of computations, once `flow.graph` has found it.
   """
 
   computations: Mapping[str, Computation]
   entry: Computation
   num_devices: int
   frames: Mapping[str, tuple[tuple[str, int], ...]]
-  graphs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def called(self, instruction: Instruction) -> tuple[Computation, ...]:
     """Returns the computations that an instruction calls."""
