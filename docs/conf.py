@@ -40,6 +40,8 @@ nb_execution_mode = 'off'
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 3
 
+# Messages of errors are quoted as they are.
+smartquotes = False
 # As docstrings have names.
 default_role = 'code'
 autodoc_typehints = 'none'
@@ -81,8 +83,19 @@ def _describe(app, pagename, templatename, context, doctree):
     context['metatags'] += f'<meta name="description" content="{text}">'
 
 
+def _break_names(app, pagename, templatename, context, doctree):
+  """Lets a browser break names, behind dots, underscores and brackets alone."""
+  del app, pagename, templatename, doctree
+  name = re.compile(r'(?<=<span class="pre">)[^<]+')
+  context['body'] = name.sub(
+      lambda m: re.sub(r'(?<=\w)([._(=/]+)(?=\w)', r'\1<wbr>', m[0]),
+      context.get('body', ''),
+  )
+
+
 def setup(app):
   """Tells Sphinx how docstrings are read, and pages are described."""
   app.connect('autodoc-process-docstring', _write_plurals)
   app.connect('autodoc-skip-member', _skip)
   app.connect('html-page-context', _describe)
+  app.connect('html-page-context', _break_names)

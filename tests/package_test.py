@@ -775,6 +775,16 @@ class DocumentationTest(parameterized.TestCase):
     pages.remove('docs/compiled_programs.md')
     self.assertContainsSubset(pages, DOCUMENTS)
 
+  def test_table_of_names_has_all_but_states_and_tensorflow_1(self):
+    names = {
+        name
+        for package, name in PUBLIC
+        if package not in (facade, tf1) and not name.endswith('State')
+    }
+    shown = re.findall(r'`(?:\w+\.)?(\w+)`', read('docs/names.md'))
+
+    self.assertEmpty(names.difference(shown))
+
   def test_contributing_has_the_floors(self):
     section = read('CONTRIBUTING.md').partition('## The floors')[2]
     rows = re.findall(r'^\| (\d) \| `(\w+)` \|', section, re.M)

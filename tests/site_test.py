@@ -132,6 +132,8 @@ class SiteTest(unittest.TestCase):
         self.assertEqual(content['problems'], [])
         self.assertEqual(content['missingImages'], [])
         self.assertEqual(content['wrongFormulas'], [])
+        self.assertEqual(content['tooWide'], [])
+        self.assertEqual(content['lowContrasts'], {})
     pages = found['pages']
     for page in '/averaging.html', '/reference/shard_transforms.html':
       self.assertGreater(pages[page]['formulas'], 0)

@@ -55,7 +55,8 @@ def metrics(
 
   A number that differs between shards is reduced to its sum, mean, minimum or
   maximum, as the state declares. Call `metrics` on a state outside of a mapped
-  function, compiled or not, where all shards are visible. Inside a mapped
+  function, compiled or not, where all shards are visible; with several
+  processes, in all of them. Inside a mapped
   function, it sends a few bytes for each such number, over `axis_name`, or over
   the axes in its type.
 

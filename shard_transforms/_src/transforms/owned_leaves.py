@@ -64,7 +64,7 @@ class Place:
 
 
 class OwnedLeaves(NamedTuple):
-  """The state of an optimizer each of whose leaves one shard keeps.
+  """The state of an optimizer whose leaves are each kept by one shard.
 
   Attributes:
     leaves: The state as `inner` has it. What belongs to one parameter is kept

@@ -83,8 +83,8 @@ def shard_update(
   send as many bytes as the all-reduce that they replace.
 
   `inner` sees the tree of the parameters, and the rank of each, with all
-  elements of a slice along the last axis: masks and labels that go by path or
-  rank work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
+  elements of a slice along the last axis: masks and labels that use paths or
+  ranks work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
   Lion, Adagrad and RMSProp do. An `inner` that looks across elements is
   refused, because a shard sees only a slice: LAMB, Adafactor, Muon, noise. For
   these, use `slices='leaves'`. A sum of all elements of sliced leaves is right

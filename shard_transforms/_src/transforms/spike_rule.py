@@ -29,7 +29,7 @@ class SpikeRule:
   steps, or exponential averages. Whatever is not finite is a spike from the
   first step on, an infinite norm of finite elements included.
 
-  Rules that others publish: of OLMo-core,
+  Published rules: that of OLMo-core is
   `SpikeRule(max_stds=6, signals=('norm', 'loss'), min_steps=63, two_sided=True,
   record_spikes=True)`; of MaxText, the same without `two_sided`; of ZClip,
   `SpikeRule(max_stds=2.5, decay=0.97, on_spike='reciprocal',
@@ -51,9 +51,9 @@ class SpikeRule:
     min_steps: The number of recorded steps before which `max_stds` does not
       count, at least 2; `None` for a full window, or 25 with `decay`.
     two_sided: Whether values far below the mean are spikes as well.
-    record_spikes: Whether the statistics take in finite spikes: those of
-      skipped steps as they are, and those that were scaled down at what they
-      were scaled to. If not, norms that rise and stay high are spikes for ever.
+    record_spikes: Whether finite spikes enter the statistics: skipped ones as
+      they are, and clipped ones after clipping. If they do not, norms that rise
+      and stay high are spikes for ever.
     restart_after: After how many steps with spikes in a row the statistics
       start again, as in the first step; `None` for never.
     on_spike: `'skip'`: a spike is a bad update. `'clip'`: the leaves of a norm
