@@ -35,20 +35,15 @@ class Reduction:
   @classmethod
   def all(cls) -> tuple[str, ...]:
     """Returns all names."""
-    return (
-        cls.NONE,
-        cls.SUM,
-        cls.MEAN,
-        cls.SUM_OVER_BATCH_SIZE,
-        cls.SUM_BY_NONZERO_WEIGHTS,
-    )
+    divided = cls.MEAN, cls.SUM_OVER_BATCH_SIZE, cls.SUM_BY_NONZERO_WEIGHTS
+    return cls.NONE, cls.SUM, *divided
 
   @classmethod
   def validate(cls, key: str) -> None:
     """Checks a name.
 
     Raises:
-      ValueError: If it is none of them.
+      ValueError: If it is no such name.
     """
     if key not in cls.all():
       raise ValueError(f'Invalid Reduction: {key!r}. Use one of {cls.all()}.')

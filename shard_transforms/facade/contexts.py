@@ -23,7 +23,7 @@ class Shards:
   Attributes:
     num_shards: Their number.
     axis_name: The mapped axis that they lie along, if there are several.
-    parted: The variables that were updated in groups, and so differ.
+    parted: The variables that differ, because groups updated them.
   """
 
   num_shards: int
@@ -39,9 +39,9 @@ class Towers:
     num_towers: Their number.
     reduction: How losses and gradients are reduced, `'mean'` or `'sum'`.
     axis_name: The mapped axis that they lie along; `None` if they take turns.
-    tower: The one whose turn it is.
+    tower: The tower whose turn it is.
     calls: The gradients that each tower has given to its optimizers, by call.
-    assigned: What losses have assigned to variables in this turn.
+    assigned: The values that losses have assigned to variables in this turn.
     is_applying: Whether a `TowerOptimizer` is applying gathered gradients by
       another optimizer.
   """

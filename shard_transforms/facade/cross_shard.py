@@ -1,4 +1,4 @@
-"""Sums over shards: of gradients, for one update, and of any array."""
+"""Sums over shards, of the gradients for an update and of any array."""
 
 from collections.abc import Sequence
 

@@ -225,9 +225,9 @@ def cond(
 ) -> Any:
   """Chooses between two branches, which may assign to variables.
 
-  Where `pred` is not known, as in a compiled step, both branches compute, each
-  from the values before; what one of them assigns or returns is then chosen.
-  (In a branch of `jax.lax.cond`, variables cannot be assigned.)
+  In a compiled step, where `pred` is not known, both branches compute from the
+  values before; the assignments and the result of one are then chosen. (In a
+  branch of `jax.lax.cond`, variables cannot be assigned.)
 
   Args:
     pred: A scalar; the same on all shards if a branch assigns.
@@ -284,7 +284,7 @@ def select(
 
 
 def group(*inputs: Any, name: str | None = None) -> None:
-  """Stands for operations that have run: lines run in order.
+  """Takes operations that have run already: lines run in order.
 
   Args:
     *inputs: What was returned for operations; functions of no arguments are
@@ -302,7 +302,9 @@ def group(*inputs: Any, name: str | None = None) -> None:
   References:
     `tf.group` of TensorFlow 1.15.
   """
-  _call(inputs)
+  for operation in inputs:
+    if callable(operation):
+      operation()
 
 
 def no_op(name: str | None = None) -> None:
@@ -344,11 +346,5 @@ def control_dependencies(
   References:
     `tf.control_dependencies` of TensorFlow 1.15.
   """
-  _call(control_inputs or ())
+  group(*(control_inputs or ()))
   yield
-
-
-def _call(operations):
-  for operation in operations:
-    if callable(operation):
-      operation()

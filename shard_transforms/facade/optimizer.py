@@ -240,7 +240,12 @@ class Optimizer(slots_lib.SlotMaker):
     """
     lookup.check_step(global_step)
     pairs = differentiation.check_pairs(grads_and_vars)
-    _check_wrapped()
+    towers = contexts.towers()
+    if towers is not None and not towers.is_applying:
+      raise ValueError(
+          'Please wrap optimizers with TowerOptimizer in order to use'
+          f' `replicate_model_fn` with {towers.num_towers} towers.'
+      )
     differentiation.check_any_gradient(pairs)
     given = [variable for grad, variable in pairs if grad is not None]
     with self._held(given), self.slots.lock, frames.transaction():
@@ -333,12 +338,3 @@ class Optimizer(slots_lib.SlotMaker):
     if not self._use_locking:
       return contextlib.nullcontext()
     return frames.held(variables[0].graph.update_lock)
-
-
-def _check_wrapped():
-  towers = contexts.towers()
-  if towers is not None and not towers.is_applying:
-    raise ValueError(
-        'Please wrap optimizers with TowerOptimizer in order to use'
-        f' `replicate_model_fn` with {towers.num_towers} towers.'
-    )

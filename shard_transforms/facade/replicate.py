@@ -114,7 +114,7 @@ def replicate_model_fn(
   TensorFlow, which ran the operation of the last tower.
 
   Args:
-    model_fn: Takes `features` and, as far as it has arguments of these names,
+    model_fn: Takes `features` and, if it has arguments of these names,
       `labels`, `mode`, `params` and `config`; returns an `EstimatorSpec`.
     loss_reduction: `Reduction.SUM` sums the losses and gradients of the towers;
       any other but `Reduction.NONE` takes their mean.

@@ -28,8 +28,8 @@ _Parameters = ParamSpec('_Parameters')
 class Rate(variables.Leaf):
   """A number that is computed at each update: a function of no arguments.
 
-  Arithmetic gives another rate. Inside a step, functions of `jax.numpy` take it
-  as the number that it is then.
+  Arithmetic gives another rate. Inside a step, functions of `jax.numpy` read
+  its present number.
 
   Args:
     compute: A function of no arguments that returns the number.
@@ -39,7 +39,7 @@ class Rate(variables.Leaf):
     self._compute = compute
 
   def __call__(self) -> jax.Array:
-    """Returns the number of this moment."""
+    """Returns the present number."""
     return jnp.asarray(self._compute())
 
   def __jax_array__(self) -> jax.Array:
@@ -69,7 +69,7 @@ def is_step() -> bool:
 
 
 def present(value: Any) -> Any:
-  """Returns the value of a variable, rate or function at this moment."""
+  """Returns the present value of a variable, rate or function."""
   if isinstance(value, Variable):
     return value.value()
   if callable(value):
@@ -217,7 +217,7 @@ class ExponentialMovingAverage:
     return self._averages[var]
 
   def average_name(self, var: Variable) -> str:
-    """Returns the name of the average of a variable, which it may not have.
+    """Returns the name that the average of a variable has or would have.
 
     Args:
       var: The variable.
@@ -231,7 +231,7 @@ class ExponentialMovingAverage:
   def variables_to_restore(
       self, moving_avg_variables: Iterable[Variable] | None = None
   ) -> dict[str, Variable]:
-    """Returns variables by the names in a checkpoint, averages for themselves.
+    """Returns all variables by name, averaged ones by that of their average.
 
     Args:
       moving_avg_variables: The variables whose average is restored to them;

@@ -112,7 +112,7 @@ class Slots:
       slot_names: Mapping[str, str],
       op_names: Mapping[str | None, str],
   ) -> None:
-    """Makes the leaves of the state for some variables, as far as missing.
+    """Makes the missing leaves of the state for some variables.
 
     Args:
       transformation: Returns the transformation.

@@ -1,8 +1,8 @@
 """`tf`: the names of TensorFlow 1 for functions that mean the same.
 
 `from shard_transforms.facade import tf` takes the place of
-`import tensorflow as tf`. Behind a name stands a function of the façade, JAX or
-Optax, which takes the arguments of TensorFlow; nothing computes by itself. Any
+`import tensorflow as tf`. Each name is a function of the façade, JAX or Optax
+that takes the arguments of TensorFlow; this module computes nothing itself. Any
 other name raises an `AttributeError`. The porting page tells what differs.
 """
 
@@ -192,8 +192,9 @@ def _parameters(signature):
 
   Args:
     signature: The parameters of TensorFlow in their order, such as
-      `'a perm=axes name'`: one that stands alone is as in `_MEANINGS`, or else
-      the next position; behind `=` stands a position, a name, `...` or `None`.
+      `'a perm=axes name'`. A parameter alone means what `_MEANINGS` says, or
+      else the next position; after `=` comes a position, a name, `...` or
+      `None`.
   """
   meanings = {'...': ..., 'None': None}
   position = itertools.count()

@@ -28,8 +28,8 @@ class TowerOptimizer(wrapper.Wrapper):
   the gradients of the towers in the same call; the last tower's call applies
   them, with its `global_step`. It is `reduce_towers` (towers one after the
   other) or `cross_shard_sum` (one tower to a device), followed by the call of
-  the wrapped optimizer. Elsewhere, and with one tower, all calls go to it
-  unchanged.
+  the wrapped optimizer. Elsewhere, and with one tower, all calls go to the
+  wrapped optimizer unchanged.
 
   Args:
     optimizer_or_optimizer_fn: The optimizer that applies the sum, or a function

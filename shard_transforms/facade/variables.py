@@ -1,6 +1,5 @@
 """Variables: named arrays that a computation reads and writes in place."""
 
-import abc
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -53,7 +52,7 @@ def _only_child(_: None, children: Any) -> Any:
   return children[0]
 
 
-class Leaf(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
+class Leaf(np.lib.mixins.NDArrayOperatorsMixin):
   """An object that stands for an array, in arithmetic and as a leaf of a tree.
 
   It is compared by identity, as in TensorFlow 1: it can be the key of a dict.
@@ -75,9 +74,9 @@ class Leaf(np.lib.mixins.NDArrayOperatorsMixin, abc.ABC):
   def __hash__(self) -> int:
     return id(self)
 
-  @abc.abstractmethod
   def __jax_array__(self) -> jax.Array:
     """Returns the array."""
+    raise NotImplementedError
 
 
 class Variable(Leaf):

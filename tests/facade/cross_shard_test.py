@@ -242,10 +242,6 @@ class CrossShardOptimizerTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'the 4 shards of its'):
       jax.vmap(of_shard, axis_name='shard')(jnp.arange(8.0))
 
-  def test_refuses_what_is_no_optimizer(self):
-    with self.assertRaisesRegex(TypeError, r'facade\.OptaxOptimizer'):
-      facade.CrossShardOptimizer(optax.sgd(0.1))
-
   def test_refuses_an_optimizer_that_gathers(self):
     towers = facade.TowerOptimizer(facade.GradientDescentOptimizer(0.1))
 

@@ -3,6 +3,7 @@ import inspect
 from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import cases
@@ -47,6 +48,15 @@ SIGNATURES = {
         ' outputs_from_all_shards=True, output_shard_axes=None,'
         ' infeed_queue=None, device_assignment=None, name=None)'
     ),
+}
+
+WRAPPERS = {
+    'clip_gradients_by_norm': lambda x: facade.clip_gradients_by_norm(x, 1.0),
+    'cross_shard': facade.CrossShardOptimizer,
+    'drop_stale': lambda x: facade.DropStaleGradientOptimizer(x, 1),
+    'sync_replicas': lambda x: facade.SyncReplicasOptimizer(x, 1),
+    'tower': facade.TowerOptimizer,
+    'tower of a function': lambda x: facade.TowerOptimizer(lambda: x),
 }
 
 
@@ -152,3 +162,11 @@ class SignaturesTest(parameterized.TestCase):
     ):
       for kind in facade.Optimizer, facade.AdamOptimizer:
         self.assertEqual(signature(getattr(kind, name)), expected)
+
+
+class WrappersTest(parameterized.TestCase):
+
+  @cases.product(wrap=WRAPPERS, opt=[optax.sgd(0.1), None])
+  def test_refuse_what_is_no_optimizer(self, wrap, opt):
+    with self.assertRaisesRegex(TypeError, r'facade\.OptaxOptimizer'):
+      WRAPPERS[wrap](opt)

@@ -253,13 +253,3 @@ class DevicesTest(parameterized.TestCase):
     self.assertEqual(
         replicate.devices_of_towers(name), [jax.local_devices()[1]]
     )
-
-  def test_all_local_devices_by_default(self):
-    self.assertEqual(replicate.devices_of_towers(None), jax.local_devices())
-
-  @cases.parameters(
-      ([],), (['/cpu:0', '/cpu:0', '/cpu:1'],), (['/cpu:99'],), (['cpu0'],)
-  )
-  def test_refuses(self, names):
-    with self.assertRaisesRegex(ValueError, '`devices` must'):
-      replicate.devices_of_towers(names)

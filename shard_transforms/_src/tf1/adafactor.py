@@ -10,7 +10,7 @@ import optax
 
 
 class AdafactorState(NamedTuple):
-  """State of `adafactor`; `None` in place of the leaves that it has not.
+  """State of `adafactor`; `None` stands for a moment that a leaf lacks.
 
   Attributes:
     m: The first moment, if `beta1` is not 0, [...].
@@ -56,9 +56,9 @@ def adafactor(
     epsilon2: The smallest root mean square of a parameter.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` whose state has the moments `m`,
-    `vr`, `vc` and `v` as far as a leaf has them, in float32. Its `update` needs
-    the parameters.
+    An `optax.GradientTransformationExtraArgs` whose state has, in float32, the
+    moments `m`, `vr`, `vc` and `v` that a leaf needs. Its `update` needs the
+    parameters.
 
   Raises:
     ValueError: In `update`, without parameters.
