@@ -1,11 +1,9 @@
 """Fewer bytes between shards, with feedback of what is not sent."""
 
 from shard_transforms._src.compression.compressed_mean import compressed_mean
-from shard_transforms._src.compression.compressed_reduction import (
-    CompressedMeanState,
-)
 from shard_transforms._src.compression.compressor import Compressor
 from shard_transforms._src.compression.ef21 import EF21State
+from shard_transforms._src.compression.error_feedback import CompressedMeanState
 from shard_transforms._src.compression.one_bit_adam import (
     ScaleByOneBitAdamState,
 )

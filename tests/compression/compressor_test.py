@@ -37,10 +37,6 @@ class CompressorTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       compression.Compressor(*arguments)
 
-  def test_refuses_what_is_none(self):
-    with self.assertRaisesRegex(TypeError, '`tx` must be a `Compressor`.*sign'):
-      compressor_lib.check(compression.scaled_sign, 'tx')
-
 
 class PayloadTest(parameterized.TestCase):
 

@@ -32,9 +32,11 @@ class ErrorFeedbackTest(parameterized.TestCase):
 
     def fn(_, own):
       u, e, server = own
-      held = error_feedback.Held(e, server, jnp.float32(0))
+      held = compression.CompressedMeanState(
+          jnp.int32(0), [e], [server], [jnp.float32(0)]
+      )
       share = leaf_sums.Share(None, None)
-      (mean,), (held,) = error_feedback.mean([u], [held], share, exchange)
+      (mean,), held = error_feedback.mean([u], held, share, exchange)
       return mean, held
 
     mean, held = modes.map_shards('shard_map', fn, 2)(0.0, (u, e, server))
@@ -42,10 +44,10 @@ class ErrorFeedbackTest(parameterized.TestCase):
     # Sent are [4, 0 | 0, 2] and [2, 0 | 0, 8]; the owners have [4, 2] of the
     # mean [3, 0] and [1, 2], and [-3, 5] of [0, 5] and [-3, 0].
     np.testing.assert_array_equal(mean, [[4, 0, 0, 5]] * 2)
-    np.testing.assert_array_equal(held.residual, [[0, 2, -1, 0], [0, 1, 4, 0]])
-    np.testing.assert_array_equal(held.server_residual, [[0, 2], [-3, 0]])
-    norms = np.linalg.norm(u, axis=1)
-    np.testing.assert_allclose(held.update_norm, norms, rtol=1e-6)
+    (residual,), (server,), (norm,) = held[1:]
+    np.testing.assert_array_equal(residual, [[0, 2, -1, 0], [0, 1, 4, 0]])
+    np.testing.assert_array_equal(server, [[0, 2], [-3, 0]])
+    np.testing.assert_allclose(norm, np.linalg.norm(u, axis=1), rtol=1e-6)
 
 
 class CountingTest(parameterized.TestCase):

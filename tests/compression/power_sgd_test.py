@@ -273,6 +273,23 @@ class PowerSGDTest(parameterized.TestCase):
 
     self.assertLen({sketch.tobytes() for sketch in found}, 4)
 
+  def test_columns_are_the_last_axis_and_rows_all_others(self):
+    tx = compression.power_sgd(AXIS, 2)
+    data = compressions.make_data(8, 2, jnp.zeros((3, 4, 10)))
+
+    def two_steps(data):
+      _, state = tx.update(data[0], tx.init(data[0]))
+      updates, state = tx.update(data[1], state)
+      return updates, state.sketch
+
+    mapped = jax.vmap(two_steps, axis_name=AXIS)
+    updates, sketch = mapped(data)
+    expected, of_matrix = mapped(data.reshape(8, 2, 12, 10))
+
+    self.assertEqual(sketch.shape, (8, 1, 10, 2))
+    np.testing.assert_array_equal(sketch, of_matrix)
+    np.testing.assert_array_equal(updates.reshape(8, 12, 10), expected)
+
   @pytest.mark.slow
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = compression.power_sgd(AXIS, 2)

@@ -34,8 +34,8 @@ class ResidualsTest(parameterized.TestCase):
   def test_norm_is_of_the_last_update_that_is_not_zero(self):
     update = jnp.array([3.0, 4.0])
 
-    self.assertEqual(residuals.next_norm(update, jnp.float32(2)), 5)
-    self.assertEqual(residuals.next_norm(0 * update, jnp.float32(2)), 2)
+    self.assertEqual(residuals.next_norm(jnp.float32(2), update), 5)
+    self.assertEqual(residuals.next_norm(jnp.float32(2), 0 * update), 2)
 
   @cases.parameters(
       (compression.compressed_mean('data', compression.cast('bfloat16')),),

@@ -449,6 +449,14 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       step(check.init(8), make_params(), make_batch(), fault())
 
+  @cases.product(batch_argnums=((1, -2), (2, 2)))
+  def test_refuses_an_argument_that_is_named_twice(self, batch_argnums):
+    check = monitoring.cross_check(gradient, AXIS, batch_argnums=batch_argnums)
+    step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
+    message = r'must name no argument twice, got .* positions .* of 3'
+    with self.assertRaisesRegex(ValueError, message):
+      step(check.init(8), make_params(), make_batch(), fault())
+
   def test_refuses_side_effects_and_no_result(self):
     def loud(w, x):
       jax.debug.print('{}', w)

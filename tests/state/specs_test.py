@@ -118,6 +118,18 @@ class StateSpecsTest(parameterized.TestCase):
       self.assertEqual(state[0].pending[name].shape, (2, 3, *param.shape))
       self.assertEqual(state[1].pending[name].shape, (3, *param.shape))
 
+  def test_a_constant_that_looks_like_a_stack_is_replicated(self):
+    tx = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros((5, *p.shape)), params),
+        lambda updates, state, params=None: (updates, state),
+    )
+
+    specs = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(KINDS[0], (2, 4)), in_specs=MODEL_SPECS
+    )
+
+    self.assertEqual(specs, dict.fromkeys(PARAMS, P()))
+
   def test_what_is_not_like_its_parameter_is_replicated(self):
     # Where it does not factor, Adafactor keeps placeholders of length 1.
     tx = optax.adafactor(0.1)

@@ -691,6 +691,21 @@ class StateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(step, state, params)
 
+  def test_takes_what_is_shared_in_the_dtype_that_is_given(self):
+    inner = optax.GradientTransformation(
+        lambda _: jnp.float32(1), lambda u, factor, _: (factor * u, factor)
+    )
+    tx = owned(inner)
+
+    def step(grads):
+      state = tx.init(grads)
+      other = state.inner_state._replace(leaves=jnp.bfloat16(2))
+      return tx.update(grads, state._replace(inner_state=other))[0]
+
+    found = jax.vmap(step, axis_name=AXIS)(jnp.ones((SHARDS, 5)))
+
+    np.testing.assert_array_equal(found, np.full((SHARDS, 5), 2.0))
+
   def test_refuses_state_of_slices(self):
     state = init_state(
         shard_transforms.shard_update(optax.trace(0.9), AXIS),

@@ -133,7 +133,7 @@ def compressed_mean(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    arguments.check_state(state, reduce.kinds.state, _CALLER)
+    arguments.check_state(state, reduce.kind, _CALLER)
     if weight is not None and feedback == 'ef21':
       raise ValueError(
           f'`weight` of `{_CALLER}` must be left out with'

@@ -1,98 +1,236 @@
-"""Compressed means of trees, with either kind of feedback."""
+"""Means of trees over shards, with some leaves compressed."""
 
-from collections.abc import Mapping
+import abc
+from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
+import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import ef21
 from shard_transforms._src.compression import error_feedback
-from shard_transforms._src.compression import residuals
-from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import leaf_sums
 
 Feedback = Literal['residual', 'ef21'] | None
 
 
-class CompressedMeanState(NamedTuple):
-  """State of `compressed_mean`.
-
-  What differs between shards has a leading axis, of length 1 inside the mapped
-  function and of the number of shards outside. A leaf that is not compressed
-  has `None` in place of its residuals; without feedback, all have.
+class Split(NamedTuple):
+  """The places of the leaves of a tree that are compressed, and of the others.
 
   Attributes:
-    step: Number of updates, int32 [].
-    residual: The part of each shard's updates that it has not sent yet, a tree
-      like the parameters, each leaf [1, ...], in float32 for leaves of fewer
-      bits.
-    server_residual: The same of the means of the slices that each shard owns,
-      each leaf [1, 1, ..., 1, elements].
-    update_norm: The norm of each leaf of each shard's last update that was not
-      zero, float32 [1].
-
-  Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import shard_transforms
-    >>> from shard_transforms import compression
-    >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = compression.compressed_mean('data', compression.quantize(8))
-    >>> params = {'w': jnp.ones((200, 300)), 'b': jnp.ones(300)}
-    >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print(state.residual['w'].shape, state.server_residual['w'].shape)
-    (8, 200, 300) (8, 1, 7500)
-    >>> print(state.residual['b'])
-    None
+    treedef: The structure of the tree; `None` is a leaf.
+    chosen: The places of the leaves that are compressed.
+    others: Those of all others but `None`.
   """
 
-  step: jax.Array
-  residual: Any
-  server_residual: Any
-  update_norm: Any
+  treedef: Any
+  chosen: list[int]
+  others: list[int]
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields.
+  @classmethod
+  def of(cls, tree: Any, is_chosen: Callable[[Any], bool]) -> 'Split':
+    """Returns the split of a tree; `is_chosen` is not asked about `None`."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=leaves_lib.is_none)
+    found = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    chosen = [i for i in found if is_chosen(leaves[i])]
+    return cls(treedef, chosen, sorted(set(found).difference(chosen)))
 
-    The mean of all residuals stays as it is.
-    """
-    del reduction
-    return {
-        'residual': state_rules.ResizeRule('mean'),
-        'server_residual': state_rules.ResizeRule('cut_anew'),
-        'update_norm': state_rules.ResizeRule('maximum'),
-    }
+  def parts(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the leaves that are compressed, and the others."""
+    leaves = self.treedef.flatten_up_to(tree)
+    return [leaves[i] for i in self.chosen], [leaves[i] for i in self.others]
 
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {'step': state_rules.MetricRule()}
-
-  def health_problem(self) -> str | None:
-    """Returns what `check_health` raises, if a residual is not finite."""
-    return residuals.problem((self.residual, self.server_residual))
-
-  def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the two squares of `compression_error`, per shard."""
-    return (
-        residuals.squares(self.residual),
-        residuals.norm_squares(self.update_norm, self.residual),
-    )
+  def replace(self, tree: Any, chosen: list[Any], others: list[Any]) -> Any:
+    """Returns a tree with these parts in place of its own."""
+    leaves = self.treedef.flatten_up_to(tree)
+    places = self.chosen + self.others
+    for i, leaf in zip(places, chosen + others, strict=True):
+      leaves[i] = leaf
+    return self.treedef.unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True)
-class CompressedReduction(selective_compression.SelectiveCompression):
+class SelectiveCompression(abc.ABC):
+  """The mean of a tree over shards, with some leaves compressed.
+
+  The other leaves, and all of them during the warm-up, are reduced as they are.
+  The state is a `NamedTuple` of `step` and of trees, with a value for each leaf
+  that is compressed. In a step, each tree is the list of these values.
+
+  Attributes:
+    options: The public name that errors show, and how leaves are reduced.
+    warmup_steps: How many steps are not compressed.
+    seed: The seed of random numbers.
+  """
+
+  options: leaf_sums.Reduction
+  warmup_steps: int
+  seed: int
+
+  def __post_init__(self):
+    arguments.as_at_least('warmup_steps', self.warmup_steps, 0)
+    arguments.as_int('seed', self.seed)
+
+  @property
+  def caller(self) -> str:
+    return self.options.caller
+
+  @property
+  def axes(self) -> tuple[Hashable, ...]:
+    return self.options.axes
+
+  @property
+  @abc.abstractmethod
+  def kind(self) -> Any:
+    """The class of the state."""
+
+  @property
+  def shared(self) -> str:
+    """The name of the tree of the state that is the same on all shards."""
+    return ''
+
+  @abc.abstractmethod
+  def compresses(self, leaf: Any) -> bool:
+    """Whether a leaf is compressed."""
+
+  @abc.abstractmethod
+  def _begin(self, param: jax.Array, position: int) -> tuple[Any, ...]:
+    """Returns what is kept of a leaf before the first step, but for `step`."""
+
+  @abc.abstractmethod
+  def _check_kept(self, leaf: Any, kept: Sequence[Any]) -> None:
+    """Refuses what is kept of a leaf, in the order of the trees, of another."""
+
+  @abc.abstractmethod
+  def _compressed_mean(
+      self,
+      leaves: Sequence[jax.Array],
+      others: Sequence[jax.Array],
+      held: Any,
+      share: leaf_sums.Share,
+  ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+    """Returns the means of leaves and of others, and the next state."""
+
+  def start(self, params: optax.Params) -> Any:
+    """Returns the state before the first step.
+
+    Raises:
+      NameError: If an axis is not bound.
+    """
+    axes_lib.size(self.axes, self.caller)
+    leaves, treedef = jax.tree.flatten(params)
+    names = self.kind._fields[1:]
+    nothing = (None,) * len(names)
+    begun = [
+        self._begin(leaf, i) if self.compresses(leaf) else nothing
+        for i, leaf in enumerate(leaves)
+    ]
+    trees = [
+        treedef.unflatten(kept[i] for kept in begun) for i in range(len(names))
+    ]
+    return self._stored(self.kind(counters.zero(), *trees))
+
+  def __call__(
+      self,
+      updates: optax.Updates,
+      state: Any,
+      weight: chex.Numeric | None = None,
+  ) -> tuple[optax.Updates, Any]:
+    """Returns the (weighted) mean of a tree over the shards, and the state.
+
+    Raises:
+      NameError: If an axis is not bound.
+      TypeError: If a leaf carries no gradient, or the weight is not a number.
+      ValueError: If a leaf is reduced already, the weight is not a scalar or is
+        negative, or the state was made for other parameters or shards.
+    """
+    share = self._share(updates, weight)
+    split, own, held = self._opened(updates, state)
+    leaves, others = split.parts(updates)
+
+    def plain(held):
+      means = leaf_sums.reduce([*leaves, *others], share, self.options)
+      return means[: len(leaves)], means[len(leaves) :], held
+
+    def compressed(held):
+      return self._compressed_mean(leaves, others, held, share)
+
+    with jax.named_scope(self.caller):
+      run: Any = plain
+      if leaves:
+        run = self._after_warmup(state.step, compressed, plain, leaves)
+      means, plain_means, held = run(held)
+    held = held._replace(step=counters.add(state.step, 1))
+    updates = split.replace(updates, means, plain_means)
+    return updates, self._closed(split, own, held)
+
+  def _share(self, updates, weight):
+    """Checks the arguments, and returns how much the shard counts."""
+    weight = leaf_sums.check(updates, weight, self.options)
+    leaves_lib.check_per_shard(updates, self.axes, self.caller)
+    with jax.named_scope(self.caller):
+      return leaf_sums.share(weight, self.options)
+
+  def _after_warmup(self, step, compressed, plain, like):
+    """Returns `compressed`, cast to the dtypes of `like`, after the warm-up."""
+
+    def cast(held):
+      made, *others = compressed(held)
+      pairs = zip(made, like, strict=True)
+      return [x.astype(y.dtype) for x, y in pairs], *others
+
+    if not self.warmup_steps:
+      return cast
+    return functools.partial(lax.cond, step < self.warmup_steps, plain, cast)
+
+  def _opened(self, updates, state):
+    """Checks a state; returns the split of updates, and its trees and lists."""
+    split = Split.of(updates, self.compresses)
+    trees = per_shard_state.own(self._per_shard(state), self.axes, self.caller)
+    own = state._replace(**trees)
+    arguments.check_like(updates, own[1], self.caller)
+    for leaf, *kept in zip(
+        *map(split.treedef.flatten_up_to, (updates, *own[1:])), strict=True
+    ):
+      self._check_kept(leaf, kept)
+    held = self.kind(own.step, *(split.parts(tree)[0] for tree in own[1:]))
+    return split, own, held
+
+  def _closed(self, split, own, held):
+    """Returns the state as it is kept; the reverse of `_opened`."""
+    trees = [
+        split.replace(tree, kept, split.parts(tree)[1])
+        for tree, kept in zip(own[1:], held[1:], strict=True)
+    ]
+    return self._stored(self.kind(held.step, *trees))
+
+  def _stored(self, state):
+    trees = self._per_shard(state)
+    return state._replace(**per_shard_state.store(trees, self.axes))
+
+  def _per_shard(self, state):
+    """Returns the trees of a state that differ between shards, by name."""
+    same = ('step', self.shared)
+    return {k: tree for k, tree in state._asdict().items() if k not in same}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedReduction(SelectiveCompression):
   """The compressed mean of a tree over shards; checked when it is made.
 
   Attributes:
@@ -116,15 +254,19 @@ class CompressedReduction(selective_compression.SelectiveCompression):
     arguments.as_at_least('min_elements', self.min_elements, 1)
 
   @property
-  def kinds(self) -> selective_compression.Kinds:
-    if self.feedback == 'ef21':
-      return selective_compression.Kinds(ef21.EF21State, ef21.Held, 'mean')
-    return selective_compression.Kinds(CompressedMeanState, error_feedback.Held)
+  def _method(self):
+    return ef21 if self.feedback == 'ef21' else error_feedback
+
+  @property
+  def kind(self) -> Any:
+    return self._method.KIND
+
+  @property
+  def shared(self) -> str:
+    return self._method.SHARED
 
   def compresses(self, leaf: Any) -> bool:
     """Whether a leaf is compressed; complex ones and small ones are not."""
-    if leaf is None:
-      return False
     is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
     return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
 
@@ -134,38 +276,22 @@ class CompressedReduction(selective_compression.SelectiveCompression):
     algorithm = self.options.algorithm
     return two_phase.Exchange(compressor, self.axes, key, algorithm)
 
-  @property
-  def _method(self):
-    return ef21 if self.feedback == 'ef21' else error_feedback
-
-  def _begin(self, param: jax.Array, position: int) -> Any:
+  def _begin(self, param, position):
     del position
     if self.feedback is None:
-      return None
-    num_shards = axes_lib.size(self.axes, self.caller)
-    return self._method.start(param, num_shards)
+      return None, None, None
+    return self._method.start(param, axes_lib.size(self.axes, self.caller))
 
-  def _compressed_mean(
-      self,
-      leaves: Sequence[jax.Array],
-      others: Sequence[jax.Array],
-      held: Sequence[Any],
-      share: leaf_sums.Share,
-      step: jax.Array,
-  ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
-    exchange = self._exchange(self.compressor, step)
+  def _compressed_mean(self, leaves, others, held, share):
+    exchange = self._exchange(self.compressor, held.step)
     plain = leaf_sums.reduce(others, share, self.options)
-    means, after = self._method.mean(leaves, held, share, exchange)
-    return means, plain, after
+    means, held = self._method.mean(leaves, held, share, exchange)
+    return means, plain, held
 
-  def _check_kept(self, leaf: Any, kept: Any) -> None:
-    """Checks that a state was made for this leaf and number of shards.
-
-    Raises:
-      ValueError: If it was not.
-    """
-    is_held = kept is not None
-    keeps = self.feedback is not None and self.compresses(leaf)
+  def _check_kept(self, leaf, kept):
+    own, server, *_ = kept
+    is_held = own is not None
+    keeps = bool(self.feedback) and leaf is not None and self.compresses(leaf)
     if leaf is not None and keeps != is_held:
       verb = 'keeps' if is_held else 'lacks'
       raise ValueError(
@@ -173,13 +299,10 @@ class CompressedReduction(selective_compression.SelectiveCompression):
           f' and `min_elements`, got one that {verb} a residual for a leaf of'
           f' the shape {jnp.shape(leaf)}.'
       )
-    if not is_held:
-      return
     num_shards = axes_lib.size(self.axes, self.caller)
-    shape, size = kept[0].shape, kept.server_residual.size
-    if size != two_phase.slice_length(shape, num_shards):
+    if is_held and server.size != two_phase.slice_length(own.shape, num_shards):
       raise ValueError(
           f'State of `{self.caller}` must be made for {num_shards} shards, got'
-          f' slices of {size} elements of {shape}. Make it fit them with'
-          ' `shard_transforms.resize_state`.'
+          f' slices of {server.size} elements of {own.shape}. Make it fit them'
+          ' with `shard_transforms.resize_state`.'
       )

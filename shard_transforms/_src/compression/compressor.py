@@ -1,4 +1,4 @@
-"""`Compressor`: what turns rows of numbers into fewer bytes, and back."""
+"""`Compressor`: turns rows of numbers into fewer bytes, and back."""
 
 from collections.abc import Callable
 import dataclasses

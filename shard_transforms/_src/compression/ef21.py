@@ -11,6 +11,7 @@ so that the last result and the residual add up to the mean estimate.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -93,74 +94,57 @@ class EF21State(NamedTuple):
     )
 
 
-class Held(NamedTuple):
-  """The fields of `EF21State` for one leaf of a shard."""
-
-  estimate: jax.Array
-  server_residual: jax.Array
-  error_norm: jax.Array
-  update_norm: jax.Array
-  mean: jax.Array
+# The state, and its tree that is the same on all shards.
+KIND, SHARED = EF21State, 'mean'
 
 
-def start(param: jax.Array, num_shards: int) -> Held:
-  """Returns the values kept for a leaf before the first step."""
+def start(param: jax.Array, num_shards: int) -> tuple[jax.Array, ...]:
+  """Returns what is kept of a leaf before the first step: zeros."""
   estimate, server_residual, norm = error_feedback.start(param, num_shards)
   mean = jnp.zeros_like(estimate)
-  return Held(estimate, server_residual, jnp.zeros_like(norm), norm, mean)
+  return estimate, server_residual, jnp.zeros_like(norm), norm, mean
 
 
 def mean(
     leaves: Sequence[jax.Array],
-    held: Sequence[Held],
+    held: EF21State,
     share: leaf_sums.Share,
     exchange: two_phase.Exchange,
-) -> tuple[list[jax.Array], list[Held]]:
-  """Returns the estimated mean of real leaves, and the next values kept.
+) -> tuple[list[jax.Array], EF21State]:
+  """Returns the estimated mean of real leaves, and what is kept next.
 
   Args:
     leaves: This shard's leaves, none of them empty.
-    held: The values kept for each.
+    held: For each field, what is kept of each leaf.
     share: How much the shard counts: as much as any other.
     exchange: How it sends.
   """
   del share
   if exchange.num_shards() == 1:
-    held = [_restarted(kept) for kept in held]
+    # Without an estimate, the update of a single shard is exact.
+    held = jax.tree.map(jnp.zeros_like, held)._replace(
+        step=held.step, update_norm=held.update_norm
+    )
   everyone = error_feedback.EVERYONE
   values = [everyone.weigh(leaf) for leaf in leaves]
-  differences = [
-      value - kept.estimate for value, kept in zip(values, held, strict=True)
-  ]
-  nothing = [jnp.zeros_like(x) for x in differences]
+  differences = list(map(operator.sub, values, held.estimate))
+  nothing = list(map(jnp.zeros_like, differences))
   slices, rests = error_feedback.scatter(
       differences, nothing, everyone, exchange
   )
-  server = [kept.server_residual for kept in held]
-  changes, server = error_feedback.gather(
-      slices, server, values, everyone, exchange
+  changes, server_residual = error_feedback.gather(
+      slices, held.server_residual, values, everyone, exchange
   )
-  after = [
-      Held(
-          value - rest,
-          server_rest,
-          residuals.norm(rest),
-          residuals.next_norm(value, kept.update_norm),
-          # Added to zero, -0.0 would lose its sign.
-          jnp.where(kept.mean == 0, change, kept.mean + change),
-      )
-      for value, rest, server_rest, kept, change in zip(
-          values, rests, server, held, changes, strict=True
-      )
-  ]
+  # Added to zero, -0.0 would lose its sign.
   means = [
-      kept.mean.astype(leaf.dtype)
-      for kept, leaf in zip(after, leaves, strict=True)
+      jnp.where(before == 0, change, before + change)
+      for before, change in zip(held.mean, changes, strict=True)
   ]
-  return means, after
-
-
-def _restarted(kept):
-  """Returns zeros for a single shard, so that its update is exact."""
-  restarted = Held(*map(jnp.zeros_like, kept))
-  return restarted._replace(update_norm=kept.update_norm)
+  return means, EF21State(
+      held.step,
+      list(map(operator.sub, values, rests)),
+      server_residual,
+      list(map(residuals.norm, rests)),
+      list(map(residuals.next_norm, held.update_norm, values)),
+      means,
+  )

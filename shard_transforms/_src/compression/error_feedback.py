@@ -6,12 +6,14 @@ of a slice of each leaf, and a compressor C:
   p_i = u_i + e_i,  s_j = mean_i C(p_i)[j] + E_j,  result[j] = C(s_j)
   e_i = p_i - C(p_i),  E_j = s_j - C(s_j)
 
-so that all results and all that is held back add up to the means of all
-updates, but for rounding in float32.
+All results and all residuals add up to the means of all updates, but for
+rounding in float32.
 """
 
 import collections
+from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,26 +23,86 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.compression import residuals
 from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 
+# What a shard keeps of each leaf; `None` without feedback.
+Kept = Sequence[jax.Array | None]
 
-class Held(NamedTuple):
-  """The parts of a leaf that a shard has not sent yet.
+
+class CompressedMeanState(NamedTuple):
+  """State of `compressed_mean`.
+
+  What differs between shards has a leading axis, of length 1 inside the mapped
+  function and of the number of shards outside. A leaf that is not compressed
+  has `None` in place of its residuals; without feedback, all have.
 
   Attributes:
-    residual: The unsent part of its own updates, shaped like the leaf.
-    server_residual: The unsent part of the mean of the slice that it owns, [1,
-      ..., 1, elements].
-    update_norm: The norm of its last update that was not zero, float32 [].
+    step: Number of updates, int32 [].
+    residual: The part of each shard's updates that it has not sent yet, a tree
+      like the parameters, each leaf [1, ...], in float32 for leaves of fewer
+      bits.
+    server_residual: The same of the means of the slices that each shard owns,
+      each leaf [1, 1, ..., 1, elements].
+    update_norm: The norm of each leaf of each shard's last update that was not
+      zero, float32 [1].
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from shard_transforms import compression
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = compression.compressed_mean('data', compression.quantize(8))
+    >>> params = {'w': jnp.ones((200, 300)), 'b': jnp.ones(300)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> print(state.residual['w'].shape, state.server_residual['w'].shape)
+    (8, 200, 300) (8, 1, 7500)
+    >>> print(state.residual['b'])
+    None
   """
 
-  residual: jax.Array
-  server_residual: jax.Array
-  update_norm: jax.Array
+  step: jax.Array
+  residual: Any
+  server_residual: Any
+  update_norm: Any
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns how `resize_state` converts its fields.
+
+    The mean of all residuals stays as it is.
+    """
+    del reduction
+    return {
+        'residual': state_rules.ResizeRule('mean'),
+        'server_residual': state_rules.ResizeRule('cut_anew'),
+        'update_norm': state_rules.ResizeRule('maximum'),
+    }
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns how `metrics` reads its attributes."""
+    return {'step': state_rules.MetricRule()}
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if a residual is not finite."""
+    return residuals.problem((self.residual, self.server_residual))
+
+  def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the two squares of `compression_error`, per shard."""
+    return (
+        residuals.squares(self.residual),
+        residuals.norm_squares(self.update_norm, self.residual),
+    )
+
+
+# The state, and its tree that is the same on all shards.
+KIND, SHARED = CompressedMeanState, ''
 
 
 class Counting(NamedTuple):
@@ -79,43 +141,22 @@ class Counting(NamedTuple):
       return after
     return jnp.where(self.is_any, after, before)
 
-  def flush(
-      self,
-      value: jax.Array,
-      held: Sequence[jax.Array],
-      axes: tuple[Hashable, ...],
-  ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the result of a single shard: the leaf and all it held back.
-
-    Args:
-      value: The leaf, as `weigh` returns it.
-      held: The residuals of the leaf, as arrays of as many elements.
-      axes: The mapped axes, on which there is one shard.
-
-    Returns:
-      The value with all that was held back, and zeros in place of that.
-    """
-    for x in held:
-      pending = self.keep(x.reshape(value.shape), 0)
-      # Adding zero would turn a -0 into a 0.
-      value = jnp.where(pending == 0, value, value + pending)
-    # Unlike a sum, this keeps the sign of a zero too.
-    whole = collectives.gather(value, axes).reshape(value.shape)
-    return whole, [self.keep(jnp.zeros_like(x), x) for x in held]
-
 
 # All shards count the same.
 EVERYONE = Counting(None, None)
 
 
-def start(param: jax.Array, num_shards: int) -> Held:
-  """Returns the residuals of a leaf before the first step: zeros."""
+def start(param: jax.Array, num_shards: int) -> tuple[jax.Array, ...]:
+  """Returns what is kept of a leaf before the first step: zeros.
+
+  They are in the order of the fields of the state, without `step`.
+  """
   dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
   length = two_phase.slice_length(param.shape, num_shards)
   flat = axes_lib.to_varying(
       jnp.zeros(length, jnp.float32), tuple(axes_lib.varying_axes(param))
   )
-  return Held(
+  return (
       jnp.zeros_like(param, dtype),
       flat.reshape((1,) * (param.ndim - 1) + (length,)),
       residuals.no_norm(param),
@@ -124,45 +165,44 @@ def start(param: jax.Array, num_shards: int) -> Held:
 
 def mean(
     leaves: Sequence[jax.Array],
-    held: Sequence[Held | None],
+    held: CompressedMeanState,
     share: leaf_sums.Share,
     exchange: two_phase.Exchange,
-) -> tuple[list[jax.Array], list[Held | None]]:
-  """Returns the compressed mean of real leaves, and their next residuals.
+) -> tuple[list[jax.Array], CompressedMeanState]:
+  """Returns the compressed mean of real leaves, and what is kept next.
 
   A shard of weight zero sends zeros and keeps its residuals; a total weight of
   zero gives zeros.
 
   Args:
     leaves: This shard's leaves, none of them empty.
-    held: The residuals of each, or `None` without feedback.
-    share: How much it counts.
+    held: For each field, what is kept of each leaf; `None` without feedback.
+    share: How much the shard counts.
     exchange: How it sends.
   """
   counting = Counting.of(share, exchange.num_shards())
   values = [counting.weigh(leaf) for leaf in leaves]
-  own = [None if kept is None else kept.residual for kept in held]
-  slices, own = scatter(values, own, counting, exchange)
-  server = [None if kept is None else kept.server_residual for kept in held]
-  wholes, server = gather(slices, server, values, counting, exchange)
-  after = [
-      None
-      if kept is None
-      else Held(rest, server_rest, residuals.next_norm(value, kept.update_norm))
-      for kept, value, rest, server_rest in zip(
-          held, values, own, server, strict=True
-      )
+  slices, residual = scatter(values, held.residual, counting, exchange)
+  wholes, server = gather(
+      slices, held.server_residual, values, counting, exchange
+  )
+  norms = map_kept(residuals.next_norm, held.update_norm, values)
+  return wholes, CompressedMeanState(held.step, residual, server, norms)
+
+
+def map_kept(
+    fn: Callable[..., Any], kept: Kept, *lists: Sequence[Any]
+) -> list[Any]:
+  """Maps what is kept of leaves, and other lists; `None` where none is."""
+  return [
+      None if x is None else fn(x, *others)
+      for x, *others in zip(kept, *lists, strict=True)
   ]
-  means = [
-      whole.astype(leaf.dtype)
-      for whole, leaf in zip(wholes, leaves, strict=True)
-  ]
-  return means, after
 
 
 def scatter(
     values: Sequence[jax.Array],
-    held: Sequence[jax.Array | None],
+    held: Kept,
     counting: Counting,
     exchange: two_phase.Exchange,
 ) -> tuple[list[jax.Array], list[Any]]:
@@ -170,8 +210,8 @@ def scatter(
 
   Args:
     values: Leaves as they enter the mean.
-    held: The residual of each, or `None` without feedback.
-    counting: Whether it counts.
+    held: The residual of each.
+    counting: Whether the shard counts.
     exchange: How it sends.
 
   Returns:
@@ -179,31 +219,25 @@ def scatter(
     behind the last element of a leaf; and the next residuals.
   """
   if exchange.num_shards() == 1:
-    return _flush(values, held, counting, exchange)
-  pending = [
-      value if before is None else counting.keep(value + before, 0)
-      for value, before in zip(values, held, strict=True)
-  ]
+    return flush(values, held, counting, exchange.axes)
+  pending = _pending(values, held, counting.keep)
 
   def send(some):
     return exchange.scatter([pending[i] for i in some])
 
-  slices, sent = _in_groups(send, pending)
-  rests = []
-  for before, whole, x in zip(held, pending, sent, strict=True):
-    if before is None:
-      rests.append(None)
-      continue
-    rest = whole - x.astype(whole.dtype)
+  def rest(before, whole, sent):
+    rest = whole - sent.astype(whole.dtype)
     # A shard of weight zero has sent something if it encodes the sum of its
     # host: the error of that must not be lost.
-    rests.append(counting.keep(rest, before + rest))
-  return slices, rests
+    return counting.keep(rest, before + rest)
+
+  slices, sent = _in_groups(send, pending)
+  return slices, map_kept(rest, held, pending, sent)
 
 
 def gather(
     slices: Sequence[jax.Array],
-    held: Sequence[jax.Array | None],
+    held: Kept,
     like: Sequence[jax.Array],
     counting: Counting,
     exchange: two_phase.Exchange,
@@ -212,28 +246,33 @@ def gather(
 
   Args:
     slices: Those that this shard owns.
-    held: The residual of each, or `None` without feedback.
+    held: The residual of each.
     like: Arrays of the shapes of the leaves.
     counting: Whether any shard counts.
     exchange: How it sends.
   """
   if exchange.num_shards() == 1:
-    return _flush(slices, held, counting, exchange)
-  pending = [
-      counting.keep_of_any(part if before is None else part + before, 0)
-      for part, before in zip(slices, held, strict=True)
-  ]
+    return flush(slices, held, counting, exchange.axes)
+  pending = _pending(slices, held, counting.keep_of_any)
 
   def send(some):
     shapes = [like[i].shape for i in some]
     return exchange.gather([pending[i] for i in some], shapes)
 
   wholes, rests = _in_groups(send, pending)
-  rests = [
-      None if before is None else counting.keep_of_any(rest, before)
-      for before, rest in zip(held, rests, strict=True)
+
+  def rest(before, rest):
+    return counting.keep_of_any(rest, before)
+
+  return wholes, map_kept(rest, held, rests)
+
+
+def _pending(values, held, keep):
+  """Returns values with their residuals; zeros where nothing counts."""
+  return [
+      keep(x if before is None else x + before, 0)
+      for x, before in zip(values, held, strict=True)
   ]
-  return wholes, rests
 
 
 def _in_groups(send, leaves):
@@ -259,12 +298,31 @@ def _in_groups(send, leaves):
   return [first for first, _ in pairs], [second for _, second in pairs]
 
 
-def _flush(values, held, counting, exchange):
-  """Returns the results of a single shard, and residuals of zero."""
+def flush(
+    values: Sequence[jax.Array],
+    held: Kept,
+    counting: Counting,
+    axes: tuple[Hashable, ...],
+) -> tuple[list[jax.Array], list[Any]]:
+  """Returns the results of a single shard: leaves and their residuals.
+
+  Args:
+    values: Leaves, as `Counting.weigh` returns them.
+    held: The residual of each, of as many elements.
+    counting: Whether the shard counts.
+    axes: The mapped axes, on which there is one shard.
+
+  Returns:
+    The leaves with their residuals, and zeros in place of these.
+  """
   wholes, after = [], []
   for value, before in zip(values, held, strict=True):
-    rests = [] if before is None else [before]
-    whole, rests = counting.flush(value, rests, exchange.axes)
-    wholes.append(whole)
-    after.append(*(rests or [None]))
+    if before is not None:
+      pending = counting.keep(before.reshape(value.shape), 0)
+      # Adding zero would turn a -0 into a 0.
+      value = jnp.where(pending == 0, value, value + pending)
+      before = counting.keep(jnp.zeros_like(before), before)
+    # Unlike a sum, this keeps the sign of a zero too.
+    wholes.append(collectives.gather(value, axes).reshape(value.shape))
+    after.append(before)
   return wholes, after

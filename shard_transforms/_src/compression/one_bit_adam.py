@@ -74,8 +74,8 @@ def scale_by_one_bit_adam(
 
   with T the steps of the warm-up. (The paper sends the momentum as it is. The
   scale that elements of a block share then moves those of a small mean square
-  by many times as much as Adam would.) Elements whose mean square is zero, as
-  those of embeddings that no batch of the warm-up has seen, stay at zero: the
+  by many times as much as Adam would.) Elements whose mean square is zero, such
+  as embeddings that no batch of the warm-up has seen, stay at zero; so the
   warm-up must be long enough for each to be seen, and for v to settle.
 
   Weights, leaves that are not compressed, and `resize_state` work as with
@@ -134,11 +134,8 @@ def scale_by_one_bit_adam(
   eps = arguments.as_not_negative('eps', eps)
 
   def init_fn(params):
-    zeros = jax.tree.map(_zeros, params)
-    mean_state = reduce.start(params)
-    return ScaleByOneBitAdamState(
-        zeros, jax.tree.map(jnp.copy, zeros), mean_state
-    )
+    mu, nu = map(leaves_lib.accumulators, (params, params))
+    return ScaleByOneBitAdamState(mu, nu, reduce.start(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
@@ -149,11 +146,15 @@ def scale_by_one_bit_adam(
     rule = _Rule(b1, b2, eps, warmup_steps, state.mean_state.step)
     to_send = leaves_lib.tree_map(rule.to_send, updates, state.mu, state.nu)
     means, mean_state = reduce(to_send, state.mean_state, weight)
-    is_any = _is_any(weight, reduce.axes)
-    next_mu = functools.partial(rule.next_mu, is_any=is_any)
-    mu = leaves_lib.tree_map(next_mu, means, state.mu, state.nu)
-    nu = leaves_lib.tree_map(rule.next_nu, means, state.nu)
-    rescaled = leaves_lib.tree_map(rule.rescale, updates, mu, nu)
+    advance = functools.partial(
+        rule.advance, is_any=_is_any(weight, reduce.axes)
+    )
+    leaves, treedef = jax.tree.flatten(updates, is_leaf=leaves_lib.is_none)
+    others = map(treedef.flatten_up_to, (means, state.mu, state.nu))
+    moved = list(map(advance, leaves, *others))
+    rescaled, mu, nu = (
+        treedef.unflatten(x[i] for x in moved) for i in range(3)
+    )
     return rescaled, ScaleByOneBitAdamState(mu, nu, mean_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -187,29 +188,22 @@ class _Rule:
     moved = moved / self._divisor(nu, self.step)
     return self._if_warm(update, jnp.where(nu > 0, moved, 0))
 
-  def next_mu(self, mean, mu, nu, is_any):
-    """Returns the momentum: from the mean, or decayed unless `is_any`."""
-    if mu is None or mean is None:
-      return mu
+  def advance(self, update, mean, mu, nu, is_any):
+    """Returns the next update, in the dtype of this one, and next moments.
+
+    Without any shard that counts, the momentum decays.
+    """
+    if mu is None or update is None:
+      return update, mu, nu
     of_gradient = (1 - self.b1) * mean + self.b1 * mu
     # Where no shard counts, the mean is zero, which is not the momentum.
     moved = jnp.where(nu > 0, mean * self._divisor(nu, self.step), 0)
-    return self._if_warm(of_gradient, jnp.where(is_any, moved, self.b1 * mu))
-
-  def next_nu(self, mean, nu):
-    """Returns the mean square, which is frozen after the warm-up."""
-    if nu is None or mean is None:
-      return nu
-    of_gradient = (1 - self.b2) * jnp.square(mean) + self.b2 * nu
-    return self._if_warm(of_gradient, nu)
-
-  def rescale(self, update, mu, nu):
-    """Returns the next update, in the dtype of the one before."""
-    if mu is None or update is None:
-      return update
-    mu = mu / (1 - self.b1 ** (self.step + 1))
-    rescaled = mu / self._divisor(nu, self.step + 1)
-    return rescaled.astype(jnp.result_type(update))
+    mu = self._if_warm(of_gradient, jnp.where(is_any, moved, self.b1 * mu))
+    # The mean square is frozen after the warm-up.
+    nu = self._if_warm((1 - self.b2) * jnp.square(mean) + self.b2 * nu, nu)
+    rescaled = mu / (1 - self.b1 ** (self.step + 1))
+    rescaled = rescaled / self._divisor(nu, self.step + 1)
+    return rescaled.astype(jnp.result_type(update)), mu, nu
 
   def _divisor(self, nu, num_steps):
     seen = jnp.clip(num_steps, 1, self.warmup_steps)
@@ -217,14 +211,6 @@ class _Rule:
 
   def _if_warm(self, warm, later):
     return jnp.where(self.step < self.warmup_steps, warm, later)
-
-
-def _zeros(param):
-  """Returns the moment of a parameter; `None` where it has no gradient."""
-  dtype = leaves_lib.dtype_of(param)
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    return None
-  return jnp.zeros_like(param, leaves_lib.accumulator_dtype(dtype))
 
 
 def _check_real(updates):

@@ -15,9 +15,9 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import thresholds
+from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
-from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'power_sgd'
@@ -110,7 +110,7 @@ def power_sgd(
   `compressed_mean`. A constant mean of rank at most r comes out as it is, but
   for errors of a few 1e-6 of its largest singular value.
 
-  The last axis is to be the outputs, as in kernels of JAX libraries: [height,
+  The last axis must be the outputs, as in kernels of JAX libraries: [height,
   width, inputs, outputs] becomes [height * width * inputs, outputs]. A
   convolution in PyTorch's order, [outputs, inputs, height, width], would have
   `width` columns, too few to compress: keep it as `jnp.moveaxis(kernel, 0,
@@ -179,22 +179,8 @@ def power_sgd(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Held(NamedTuple):
-  """The values that a shard keeps for a leaf between steps.
-
-  Attributes:
-    residual: The unsent part of its updates, shaped like the leaf.
-    sketch: The right factor of the last mean, float32 [1, columns, rank].
-    update_norm: The norm of its last update that was not zero, float32 [].
-  """
-
-  residual: jax.Array
-  sketch: jax.Array
-  update_norm: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
-class _Factors(selective_compression.SelectiveCompression):
+class _Factors(compressed_reduction.SelectiveCompression):
   """The options and the steps of `power_sgd`."""
 
   rank: int
@@ -209,12 +195,16 @@ class _Factors(selective_compression.SelectiveCompression):
       )
 
   @property
-  def kinds(self):
-    return selective_compression.Kinds(PowerSGDState, _Held, 'sketch')
+  def kind(self):
+    return PowerSGDState
+
+  @property
+  def shared(self):
+    return 'sketch'
 
   def compresses(self, leaf):
     """Whether a leaf is a matrix with a large enough compression ratio."""
-    if leaf is None or jnp.ndim(leaf) < 2:
+    if jnp.ndim(leaf) < 2:
       return False
     *rows, columns = jnp.shape(leaf)
     is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
@@ -228,70 +218,62 @@ class _Factors(selective_compression.SelectiveCompression):
     shape = 1, param.shape[-1], self.rank
     sketch = jax.random.normal(key, shape, jnp.float32)
     sketch = axes_lib.to_varying(sketch, tuple(axes_lib.varying_axes(param)))
-    residual = jnp.zeros_like(param, dtype)
-    return _Held(residual, sketch, residuals.no_norm(param))
+    return jnp.zeros_like(param, dtype), sketch, residuals.no_norm(param)
 
   def _check_kept(self, leaf, kept):
-    is_same = kept is not None and kept.sketch.shape[-1] == self.rank
+    _, sketch, _ = kept
+    is_same = sketch is not None and sketch.shape[-1] == self.rank
     if leaf is not None and self.compresses(leaf) != is_same:
-      shape = None if kept is None else kept.sketch.shape
       raise ValueError(
           f'State of `{_CALLER}` must be made with the same `rank` and'
-          f' `min_ratio`, got a sketch of the shape {shape} for a leaf of the'
-          f' shape {jnp.shape(leaf)}.'
+          ' `min_ratio`, got a sketch of the shape'
+          f' {getattr(sketch, "shape", None)} for a leaf of the shape'
+          f' {jnp.shape(leaf)}.'
       )
 
-  def _compressed_mean(self, leaves, others, held, share, step):
-    del step
+  def _compressed_mean(self, leaves, others, held, share):
     num_shards = axes_lib.size(self.axes, _CALLER)
     counting = error_feedback.Counting.of(share, num_shards)
     values = [counting.weigh(leaf) for leaf in leaves]
+    norms = list(map(residuals.next_norm, held.update_norm, values))
     if num_shards == 1:
-      means, after = [], []
-      for value, kept in zip(values, held, strict=True):
-        whole, (zeros,) = counting.flush(value, kept[:1], self.axes)
-        means.append(whole)
-        after.append(kept._replace(residual=zeros))
+      means, rests = error_feedback.flush(
+          values, held.residual, counting, self.axes
+      )
       plain = leaf_sums.reduce(others, share, self.options)
-    else:
-      matrices = [
-          counting.keep(value + kept.residual, 0).reshape(-1, value.shape[-1])
-          for value, kept in zip(values, held, strict=True)
-      ]
-      lefts, plain = self._lefts(matrices, others, held, share)
-      # As rows: XLA on CPU takes twice as long for the columns of `m.T @ p`.
-      own_rights = [
-          _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
-      ]
-      rights = leaf_sums.reduce(own_rights, _UNWEIGHTED, self.options)
-      means, after = [], []
-      for m, p, own, q, kept in zip(
-          matrices, lefts, own_rights, rights, held, strict=True
-      ):
-        rest = (m - _of_factors(p, own)).reshape(kept.residual.shape)
-        sketch = q.T[None].astype(jnp.float32)
-        means.append(_of_factors(p, q))
-        after.append(
-            kept._replace(
-                residual=counting.keep(rest, kept.residual),
-                sketch=counting.keep_of_any(sketch, kept.sketch),
-            )
-        )
-    means = [
-        x.reshape(leaf.shape).astype(leaf.dtype)
-        for x, leaf in zip(means, leaves, strict=True)
+      return means, plain, PowerSGDState(held.step, rests, held.sketch, norms)
+    matrices = [
+        counting.keep(value + rest, 0).reshape(-1, value.shape[-1])
+        for value, rest in zip(values, held.residual, strict=True)
     ]
-    after = [
-        x._replace(update_norm=residuals.next_norm(value, x.update_norm))
-        for x, value in zip(after, values, strict=True)
+    lefts, plain = self._lefts(matrices, others, held.sketch, share)
+    # As rows: XLA on CPU takes twice as long for the columns of `m.T @ p`.
+    own_rights = [
+        _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
     ]
-    return means, plain, after
+    rights = leaf_sums.reduce(own_rights, _UNWEIGHTED, self.options)
 
-  def _lefts(self, matrices, others, held, share):
+    def mean(left, right, like):
+      return _of_factors(left, right).reshape(like.shape)
+
+    def rest(before, matrix, left, right):
+      rest = matrix - _of_factors(left, right)
+      return counting.keep(rest.reshape(before.shape), before)
+
+    def sketch(before, right):
+      right = right.T[None].astype(jnp.float32)
+      return counting.keep_of_any(right, before)
+
+    means = list(map(mean, lefts, rights, leaves))
+    rests = list(map(rest, held.residual, matrices, lefts, own_rights))
+    sketches = list(map(sketch, held.sketch, rights))
+    return means, plain, PowerSGDState(held.step, rests, sketches, norms)
+
+  def _lefts(self, matrices, others, sketches, share):
     """Returns the left factors, the same on all shards, and other means."""
     sketched = [
-        _product(m, _normalized(kept.sketch[0]))
-        for m, kept in zip(matrices, held, strict=True)
+        _product(m, _normalized(sketch[0]))
+        for m, sketch in zip(matrices, sketches, strict=True)
     ]
     if share.weight is None:
       # All in one all-reduce.

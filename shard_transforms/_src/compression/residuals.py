@@ -94,12 +94,12 @@ def _lead(sharding):
   return entry if isinstance(entry, tuple) else (entry,)
 
 
-def next_norm(update: jax.Array, before: jax.Array) -> jax.Array:
+def next_norm(before: jax.Array, update: jax.Array) -> jax.Array:
   """Returns the norm of an update, or the last norm if the update is zero.
 
   Args:
-    update: A leaf of the update.
-    before: The norm of its last update that was not zero, float32 [].
+    before: The norm of the last update of a leaf that was not zero, float32 [].
+    update: The leaf.
   """
   after = norm(update)
   return jnp.where(after == 0, before, after)

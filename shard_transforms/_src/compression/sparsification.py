@@ -92,9 +92,9 @@ def group_max(group: int = 32) -> compressor_lib.Compressor:
     [[ 0. -3.  0.  0.]]
 
   References:
-    The largest element of bins of a fixed length is what Chen et al., AdaComp:
-    Adaptive Residual Gradient Compression for Data-Parallel Distributed
-    Training, 2017, https://arxiv.org/abs/1712.02679 sends at least.
+    Chen et al., AdaComp: Adaptive Residual Gradient Compression for
+    Data-Parallel Distributed Training, 2017, https://arxiv.org/abs/1712.02679,
+    which sends at least the largest element of each bin.
   """
   group = arguments.as_at_least('group', group, 1)
   if group > 256:

@@ -164,8 +164,8 @@ def cross_check(
     TypeError: If an argument is of the wrong kind.
     ValueError: If `axis_name` is empty or names an axis twice, or `every` is
       less than 1; in `apply`, if there is one shard, the state was made for
-      another number of shards, `batch_argnums` names no argument, or `fun` has
-      side effects.
+      another number of shards, `batch_argnums` names no argument, or one twice,
+      or `fun` has side effects.
 
   Examples:
     >>> import jax
@@ -260,14 +260,20 @@ def _batch_of(args, moving, axes):
   """Returns the arguments of a shard's own, by their positions.
 
   Raises:
-    ValueError: If one is missing.
+    ValueError: If one is missing, or named twice.
   """
   if not moving or not all(-len(args) <= i < len(args) for i in moving):
     raise ValueError(
         f'`batch_argnums` of `{_CALLER}` must name some of {len(args)}'
         f' positional arguments, got {moving!r}.'
     )
-  return {i % len(args): axes_lib.to_varying(args[i], axes) for i in moving}
+  places = [i % len(args) for i in moving]
+  if len(set(places)) < len(places):
+    raise ValueError(
+        f'`batch_argnums` of `{_CALLER}` must name no argument twice, got'
+        f' {moving!r}, which are the positions {places!r} of {len(args)}.'
+    )
+  return {i: axes_lib.to_varying(args[i], axes) for i in places}
 
 
 class _Turn(NamedTuple):

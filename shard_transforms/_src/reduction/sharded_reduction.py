@@ -20,6 +20,21 @@ class ShardedReduction(leaf_sums.Reduction):
 
   in_slices: ClassVar[bool] = True
 
+  def check_mapped(self) -> None:
+    """Refuses a mesh of which an axis is left to the compiler.
+
+    Raises:
+      ValueError: If there is one.
+    """
+    if unmapped := axes_lib.unmapped_axes(self.axes):
+      raise ValueError(
+          f'The mesh of `{self.caller}` must have no axis that is'
+          f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
+          ' such an axis shards. Name all axes in `axis_names` of'
+          ' `jax.shard_map`; on axes of type `Explicit` that nothing maps, take'
+          ' gradients over all of them by `shard_transforms.value_and_grad`.'
+      )
+
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
   ) -> optax.Updates:

@@ -81,7 +81,7 @@ def init_state(
         f' with spmd_axis_name={spmd_axis_name!r}. Map every leaf over axis 0'
         ' there.'
     )
-  param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
+  param_specs = jax.tree.broadcast(in_specs, params)
   if spmd_axis_name is None:
     out_specs = specs.state_specs(
         tx, params, mesh, in_specs=in_specs, per_shard=per_shard
@@ -89,13 +89,18 @@ def init_state(
     lead = specs.free_axes(mesh, in_specs) if per_shard else ()
     init, init_mesh = _mapped_init(tx, mesh, param_specs, out_specs, lead), mesh
   else:
+    read = _read(tx, params, mesh, param_specs, spmd_axis_name)
     out_specs = jax.tree.map(
-        lambda spec: _with_own_axis(spec, spmd_axis_name),
-        _read(tx, params, mesh, param_specs, spmd_axis_name),
-        is_leaf=specs_lib.is_spec,
+        lambda spec: _with_own_axis(spec, spmd_axis_name), read
     )
-    axes = state_axes(tx, params, mesh, spmd_axis_name)
-    init = _vmapped_init(tx, mesh, axes, spmd_axis_name)
+    init = jax.vmap(
+        tx.init,
+        in_axes=None,
+        out_axes=_axes(read, spmd_axis_name),
+        axis_name=spmd_axis_name,
+        axis_size=mesh.shape[spmd_axis_name],
+        spmd_axis_name=spmd_axis_name,
+    )
     # JAX cannot `vmap` over an axis whose shardings it tracks.
     auto = (AxisType.Auto,) * len(mesh.axis_names)
     init_mesh = mesh.update(axis_types=auto)
@@ -119,21 +124,8 @@ def _mapped_init(tx, mesh, param_specs, out_specs, lead):
   )
 
 
-def _vmapped_init(tx, mesh, axes, axis):
-  return jax.vmap(
-      tx.init,
-      in_axes=None,
-      out_axes=axes,
-      axis_name=axis,
-      axis_size=mesh.shape[axis],
-      spmd_axis_name=axis,
-  )
-
-
 def _shardings(tree, mesh):
-  return jax.tree.map(
-      lambda spec: NamedSharding(mesh, spec), tree, is_leaf=specs_lib.is_spec
-  )
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree)
 
 
 def state_axes(
@@ -178,10 +170,12 @@ def state_axes(
   """
   whole = jax.tree.map(lambda _: P(), params)
   read = _read(tx, params, mesh, whole, spmd_axis_name)
+  return _axes(read, spmd_axis_name)
+
+
+def _axes(read, axis):
   return jax.tree.map(
-      lambda spec: 0 if spmd_axis_name in specs_lib.axes_of(spec) else None,
-      read,
-      is_leaf=specs_lib.is_spec,
+      lambda spec: 0 if axis in specs_lib.axes_of(spec) else None, read
   )
 
 

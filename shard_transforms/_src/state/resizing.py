@@ -1,6 +1,7 @@
 """`resize_state`: converts state to another number of shards."""
 
 from collections.abc import Hashable
+import contextlib
 from typing import Any
 
 import jax
@@ -107,7 +108,7 @@ def resize_state(
   are_sharded = False
   places = target
   if spmd_axis_name is None:
-    told = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
+    told = jax.tree.leaves(in_specs)
     are_sharded = any(map(partition_specs.axes_of, told))
   else:
     axes = placement.state_axes(tx, params, mesh, spmd_axis_name)
@@ -132,16 +133,14 @@ def _laid_out_like(state, target):
   def has_places(node):
     return hasattr(node, 'laid_out_like')
 
-  nodes, treedef = jax.tree.flatten(state, is_leaf=has_places)
-  others, structure = jax.tree.flatten(target, is_leaf=has_places)
-  if treedef != structure or list(map(has_places, nodes)) != list(
-      map(has_places, others)
-  ):
-    return state
-  return treedef.unflatten(
-      node.laid_out_like(other) if has_places(node) else node
-      for node, other in zip(nodes, others, strict=True)
-  )
+  def place(node, other):
+    both = has_places(node) and has_places(other)
+    return node.laid_out_like(other) if both else node
+
+  # A state of another tree is refused next.
+  with contextlib.suppress(ValueError):
+    return jax.tree.map(place, state, target, is_leaf=has_places)
+  return state
 
 
 def apply_rule(
@@ -189,8 +188,8 @@ def _reason(rule, name, old, target):
   return (
       '`resize_state` must know what a leaf is that depends on the number of'
       f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
-      ' for which no rule is declared. Go on with as many as before, or begin'
-      ' this part again with `init_state`.'
+      ' for which no rule is declared. Go on with as many shards as before, or'
+      ' start this part again with `init_state`.'
   )
 
 
@@ -291,11 +290,9 @@ def _rules(state, target, reduction):
     declared = node.resize_rules(reduction)
     _check_declared(node, declared)
     is_resized = any(
-        rule.kind != 'begin_anew' and _shapes(field) != _shapes(field_of_target)
-        for field, field_of_target, rule in (
-            (getattr(node, name), getattr(target, name), rule)
-            for name, rule in declared.items()
-        )
+        rule.kind != 'begin_anew'
+        and _shapes(getattr(node, name)) != _shapes(getattr(target, name))
+        for name, rule in declared.items()
     )
 
     def rules_of_field(path, field, target):

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable
 import contextlib
-import dataclasses
 import math
 import numbers
 from typing import Any, Literal
@@ -104,38 +103,25 @@ def state_shardings(
   _check(mesh, shard_over, on_whole)
   _check_whole_dims(whole_dims)
   shapes = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
-  whole = jax.tree.map(lambda leaf: _Leaf(leaf.shape, leaf.dtype), shapes)
 
   def divide(leaf, param):
     if leaf.shape != jnp.shape(param):
       return leaf
-    spec = _divided(
-        leaf.shape, _spec_of(param, mesh), mesh, shard_over, whole_dims
-    )
-    return dataclasses.replace(leaf, spec=spec, is_like_param=True)
+    spec = _spec_of(param, mesh)
+    spec = _divided(leaf.shape, spec, mesh, shard_over, whole_dims)
+    return leaf.update(sharding=NamedSharding(mesh, spec))
 
+  # A leaf that is not shaped like its parameter has no sharding.
+  whole = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes
+  )
   leaves = specs.map_with_params(tx, divide, whole, params)
-  _tell_whole(leaves, shard_over, on_whole)
   if on_whole != 'ignore':
+    _tell_whole(leaves, shard_over, on_whole)
     _tell_gathered(tx, leaves, params, shapes, shard_over)
-  return jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.spec), leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-  """A leaf of the state.
-
-  Attributes:
-    shape: Its shape.
-    dtype: Its dtype.
-    spec: How it is sharded.
-    is_like_param: Whether it is shaped like its parameter.
-  """
-
-  shape: tuple[int, ...]
-  dtype: Any
-  spec: P = dataclasses.field(default_factory=P)
-  is_like_param: bool = False
+  return jax.tree.map(
+      lambda leaf: leaf.sharding or NamedSharding(mesh, P()), leaves
+  )
 
 
 def _check(mesh, shard_over, on_whole):
@@ -226,10 +212,10 @@ def _tell_whole(leaves, axis, on_whole):
   whole = {
       leaves_lib.name_of(path): leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
-      if axis not in specs_lib.axes_of(leaf.spec)
+      if axis not in specs_lib.axes_of(_spec(leaf))
   }
   found = {n: leaf for n, leaf in whole.items() if math.prod(leaf.shape) > 1}
-  if not found or on_whole == 'ignore':
+  if not found:
     return
   sizes = {name: _num_bytes(leaf) for name, leaf in found.items()}
   all_bytes = sum(map(_num_bytes, jax.tree.leaves(leaves)))
@@ -243,13 +229,17 @@ def _tell_whole(leaves, axis, on_whole):
       f' that each device keeps whole: {listed}.'
   )
   divides_none = len(whole) == len(jax.tree.leaves(leaves))
-  like_param = any(leaf.is_like_param for leaf in found.values())
+  like_param = any(leaf.sharding for leaf in found.values())
   if on_whole == 'raise' or (divides_none and like_param):
     raise ValueError(
         f'{message} Choose another `shard_over`, or keep them whole by'
         " `on_whole='ignore'`."
     )
   warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _spec(leaf):
+  return leaf.sharding.spec if leaf.sharding else P()
 
 
 def _num_bytes(leaf):
@@ -261,7 +251,8 @@ def _tell_gathered(tx, leaves, params, state, axis):
   divided = {
       leaves_lib.name_of(path): leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
-      if leaf.is_like_param and _divides_matrix(leaf, axis)
+      if leaf.ndim > 1
+      and axis in specs_lib.axes_of(P(*_spec(leaf)[leaf.ndim - 2 :]))
   }
   products = _products(tx, params, state) if divided else ()
   multiplied = {frozenset(shape[-2:]) for shape in products}
@@ -290,11 +281,6 @@ def _products(tx, params, state):
   with contextlib.suppress(KeyError, NameError, TypeError, ValueError):
     return list(_multiplied(jax.make_jaxpr(tx.update)(shapes, state, shapes)))
   return []
-
-
-def _divides_matrix(leaf, axis):
-  last = leaf.spec[max(len(leaf.shape) - 2, 0) :]
-  return len(leaf.shape) > 1 and axis in specs_lib.axes_of(P(*last))
 
 
 def _multiplied(jaxpr):

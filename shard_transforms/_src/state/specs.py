@@ -61,7 +61,7 @@ def state_specs(
   """
   check_mesh(mesh)
   lead = free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = jax.tree.broadcast(in_specs, params, is_leaf=specs_lib.is_spec)
+  param_specs = jax.tree.broadcast(in_specs, params)
   return read(tx, params, mesh, param_specs, param_specs, lead)
 
 
@@ -135,42 +135,32 @@ def read(
     NameError: As in `state_specs`.
     ValueError: As in `state_specs`.
   """
-  traced = []
+  found = []
+  mapped = frozenset(mesh.axis_names)
+
+  def note(leaf, param, spec):
+    return _spec_like(leaf, jnp.shape(param), spec, mapped)
 
   def trace(params):
     state = tx.init(params)
-    described = jax.tree.map(_describe, state)
-    if any(specs_lib.axes_of(spec) for spec in jax.tree.leaves(param_specs)):
-      described = _with_param_specs(
-          tx, described, params, param_specs, frozenset(mesh.axis_names)
-      )
-    traced.append(described)
+    likes = jax.tree.map(lambda _: P(), state)
+    if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
+      noted = map_with_params(tx, note, state, params, param_specs)
+      likes = jax.tree.map(lambda x: x if specs_lib.is_spec(x) else P(), noted)
+    found.append(
+        jax.tree.map_with_path(
+            lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
+            state,
+            likes,
+        )
+    )
     return ()
 
-  mapped = jax.shard_map(
+  mapped_trace = jax.shard_map(
       trace, mesh=mesh, in_specs=(mapped_specs,), out_specs=()
   )
-  jax.eval_shape(mapped, abstract(params, mapped_specs, mesh))
-  return jax.tree.map_with_path(
-      lambda path, leaf: _spec(path, leaf, mesh, lead),
-      traced[0],
-      is_leaf=lambda leaf: isinstance(leaf, _Leaf),
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-  """What decides the spec of a leaf of the state.
-
-  Attributes:
-    shape: Its shape on a shard.
-    varying: The axes over which it varies.
-    like: The spec of its parameter, without the leading axis of shards.
-  """
-
-  shape: tuple[int, ...]
-  varying: frozenset[Hashable]
-  like: P
+  jax.eval_shape(mapped_trace, abstract(params, mapped_specs, mesh))
+  return found[0]
 
 
 def check_mesh(mesh: Any) -> None:
@@ -186,49 +176,38 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
-def _describe(leaf):
-  return _Leaf(jnp.shape(leaf), axes_lib.varying_axes(leaf), P())
-
-
-def _with_param_specs(tx, described, params, param_specs, mapped):
-  """Records the spec of its parameter in each leaf that is shaped like it."""
-
-  def note(leaf, param, spec):
-    like = _spec_like(leaf, jnp.shape(param), spec, mapped)
-    return _Leaf(leaf.shape, leaf.varying, like)
-
-  return map_with_params(tx, note, described, params, param_specs)
-
-
 def _spec_like(leaf, shape, spec, mapped):
-  """Returns the spec of a leaf like a parameter, or like a stack of it."""
-  lead = len(leaf.shape) - len(shape)
+  """Returns the spec of a leaf like a parameter, or like a stack of it.
+
+  The leading axis of a leaf that is kept per shard is not in it.
+  """
+  varying, found = axes_lib.varying_axes(leaf), jnp.shape(leaf)
+  lead = len(found) - len(shape)
   axes = specs_lib.axes_of(spec)
-  if lead < 0 or leaf.shape[lead:] != shape or not axes:
+  if lead < 0 or found[lead:] != shape or not axes:
     return P()
   # A leaf of the same shape on all shards may look like a stack by chance.
-  is_row = leaf.shape[:lead] in ((), (1,))
-  if not is_row and not axes & mapped <= leaf.varying:
+  is_row = found[:lead] in ((), (1,))
+  if not is_row and not axes & mapped <= varying:
     return P()
-  is_own = bool(leaf.varying - axes)
-  return P(*(None,) * (lead - is_own), *spec)
+  return P(*(None,) * (lead - bool(varying - axes)), *spec)
 
 
-def _spec(path, leaf, mesh, lead):
+def _spec(path, leaf, like, mesh, lead):
   """Returns the spec of a leaf of the state, with the axes `lead` in front."""
-  own = leaf.varying - specs_lib.axes_of(leaf.like)
-  if own and leaf.shape[:1] != (1,):
+  own = axes_lib.varying_axes(leaf) - specs_lib.axes_of(like)
+  if own and jnp.shape(leaf)[:1] != (1,):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
-        f' shards the same way, got the shape {leaf.shape} at'
+        f' shards the same way, got the shape {jnp.shape(leaf)} at'
         f' {leaves_lib.name_of(path)}, which varies over'
         f' {sorted(own, key=str)}.'
     )
   split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
   entries = [_entry(lead)] if lead else []
   entries += [_entry(split)] if own else []
-  return P(*entries, *leaf.like)
+  return P(*entries, *like)
 
 
 def _entry(axes):
@@ -243,12 +222,7 @@ def free_axes(
   Raises:
     ValueError: If there is none.
   """
-  used = set().union(
-      *map(
-          specs_lib.axes_of,
-          jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec),
-      )
-  )
+  used = set().union(*map(specs_lib.axes_of, jax.tree.leaves(in_specs)))
   free = tuple(axis for axis in mesh.axis_names if axis not in used)
   if not free:
     raise ValueError(
@@ -300,25 +274,18 @@ def map_with_params(
     params: The parameters.
     *rest: Trees like the parameters.
   """
+  treedef = jax.tree.structure(params)
+  args = list(zip(*map(treedef.flatten_up_to, (params, *rest)), strict=True))
+  made = tx.init(treedef.unflatten(map(_StandIn, range(len(args)))))
 
-  def map_below(kept, param, *others):
-    if isinstance(kept, optax.MaskedNode) or kept is None:
+  def map_one(stand_in, kept):
+    if not isinstance(stand_in, _StandIn):
       return kept
-    children, node = jax.tree.flatten(param, is_leaf=lambda x: x is not param)
-    if jax.tree_util.treedef_is_leaf(node):
-      return jax.tree.map(lambda leaf: fn(leaf, param, *others), kept)
-    below = [node.flatten_up_to(tree) for tree in (kept, *others)]
-    mapped = map(map_below, below[0], children, *below[1:])
-    return node.unflatten(list(mapped))
+    return jax.tree.map(lambda leaf: fn(leaf, *args[stand_in.number]), kept)
 
-  try:
-    return optax.tree_utils.tree_map_params(
-        tx, map_below, state, params, *rest, is_leaf=lambda _: True
-    )
-  except ValueError:
-    # Optax has one stand-in for all parameters, which a fixed tree does not
-    # fit, such as the dimension numbers of `optax.contrib.muon`.
-    return _map_each(tx, map_below, state, params, *rest)
+  return jax.tree.map(
+      map_one, made, state, is_leaf=lambda x: isinstance(x, _StandIn)
+  )
 
 
 @jax.tree_util.register_static
@@ -327,19 +294,3 @@ class _StandIn:
   """In place of the parameter of this number, a tree without leaves."""
 
   number: int
-
-
-def _map_each(tx, fn, state, *trees):
-  """Maps a state, whose places of parameters are found one by one."""
-  treedef = jax.tree.structure(trees[0])
-  args = list(zip(*map(treedef.flatten_up_to, trees), strict=True))
-  made = tx.init(treedef.unflatten(map(_StandIn, range(len(args)))))
-
-  def map_one(stand_in, kept):
-    if not isinstance(stand_in, _StandIn):
-      return kept
-    return fn(kept, *args[stand_in.number])
-
-  return jax.tree.map(
-      map_one, made, state, is_leaf=lambda x: isinstance(x, _StandIn)
-  )

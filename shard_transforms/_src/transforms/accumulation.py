@@ -52,20 +52,20 @@ def accumulated_value_and_grad(
   over the micro-batches t of all shards, and zero where no weight is positive.
 
   Each device holds the whole gradient along `axis_name`, in float32, until it
-  is reduced. Where it does not fit, accumulate in a plain `lax.scan`.
+  is reduced. If it does not fit, accumulate in a plain `lax.scan`.
 
   Args:
     fun: The loss of the parameters and of rows of a batch, as `fun(params,
       *batch, **kwargs)`: a mean over the rows that it is given, which are those
       of one micro-batch on one shard, or with `has_aux` a pair of it and
-      anything. Pass all other arguments by keyword.
+      anything. Pass all else as keyword arguments.
     axis_name: The axis of the mesh over which the batch is sharded, or a
       sequence of them. Where it is of type `Explicit`, `fun` is traced with all
       axes of type `Auto`, so that it must not name an `out_sharding`.
     num_towers: How many micro-batches the rows of each shard are split into.
       `None` if they are stacked already: leaves are [towers, rows, ...].
     param_specs: The `PartitionSpec`s of the parameters, a tree or a prefix of
-      one, which the gradients get, too. `None` for those of their types, which
+      one; the gradients get them, too. `None` for those of their types, which
       axes of type `Explicit` have. On axes of type `Auto` they cannot be seen
       under `jax.jit`: a parameter that is sharded over `axis_name` without
       being named here is gathered, and its gradient is all-reduced.
@@ -79,10 +79,9 @@ def accumulated_value_and_grad(
     A function of the parameters and of one or more trees `batch`, whose leaves
     are [rows, ...] or [towers, rows, ...], with the rows sharded over
     `axis_name`. It returns the pair (value, gradient) as `jax.value_and_grad`
-    does, gradients in the dtypes of the parameters. A leaf of the auxiliary
-    output has a leading axis of all micro-batches, [shards * towers, ...], in
-    the order of the rows; if these are stacked, it has two, [towers, shards,
-    ...].
+    does, gradients in the dtypes of the parameters. Each auxiliary leaf has a
+    leading axis of all micro-batches, [shards * towers, ...], in the order of
+    the rows; for stacked micro-batches it has two, [towers, shards, ...].
 
   Raises:
     TypeError: If an argument is of the wrong kind; when called, if a weight is
@@ -133,13 +132,9 @@ def accumulated_value_and_grad(
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
       sums, aux = _collect(grad_fn, has_aux, weight_fn, whole, batch)
-      spec_of_weight = () if weight_fn is None else P()
-      sums = _reduce(axes, sums, (P(), specs, spec_of_weight))
-      loss, grads, weight = sums
-      divisor = 1
-      if reduction == 'mean':
-        divisor = towers * num_shards if weight is None else weight
-      loss, grads = _divided(loss, grads, divisor, params)
+      sums = _reduce(axes, sums, specs)
+      count = towers * num_shards if reduction == 'mean' else None
+      loss, grads = _divided(sums, count, params)
       if is_stacked:
         aux = jax.tree.map(lambda x: x[:, None], aux)
       return ((loss, aux) if has_aux else loss), grads
@@ -168,7 +163,7 @@ def _specs(params, given):
   """Returns the `PartitionSpec` of each parameter."""
   if given is None:
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
-  return jax.tree.broadcast(given, params, is_leaf=partition_specs.is_spec)
+  return jax.tree.broadcast(given, params)
 
 
 def _num_shards(mesh, axes):
@@ -219,7 +214,7 @@ def _check_rows(batch, num_shards, num_towers):
   if not leaves:
     raise ValueError(
         f'`{_CALLER}` must be given the rows of a batch behind the parameters,'
-        ' got no array. Keyword arguments are no batch.'
+        ' got no array. Keyword arguments are not part of the batch.'
     )
   is_stacked = num_towers is None
   if is_stacked:
@@ -238,7 +233,7 @@ def _check_rows(batch, num_shards, num_towers):
       raise ValueError(
           f'`batch` of `{_CALLER}` must have rows that can be divided by'
           f' {num_shards} shards{towers}, got the shape {name}. Pad it, and'
-          ' leave the padding out in the loss; what has no rows is passed as a'
+          ' leave the padding out in the loss; pass what has no rows as a'
           ' keyword argument.'
       )
   return num_towers
@@ -284,12 +279,13 @@ def _collect(grad_fn, has_aux, weight_fn, params, batch):
 
 
 def _reduce(axes, sums, specs):
-  """Returns sums over shards, each once; of some leaves, a shard's slice."""
+  """Returns sums over shards, each once; of some gradients, a shard's slice."""
   leaves, treedef = jax.tree.flatten(sums)
+  of_grads = jax.tree.leaves(specs)
+  # Before them comes the loss, and behind them the weight, if any.
+  others = [P()] * (len(leaves) - 1 - len(of_grads))
   todo = collections.defaultdict(dict)
-  for i, spec in enumerate(
-      jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
-  ):
+  for i, spec in enumerate([P(), *of_grads, *others]):
     leaves[i] = _scatter(axes, leaves[i], spec)
     done = partition_specs.axes_of(spec)
     left = tuple(axis for axis in axes if axis not in done)
@@ -301,10 +297,18 @@ def _reduce(axes, sums, specs):
   return treedef.unflatten(leaves)
 
 
-def _divided(loss, grads, divisor, params):
-  """Returns the loss and gradients, in the dtypes of the parameters."""
-  if isinstance(divisor, jax.Array):
-    divisor = weights.safe_divisor(divisor)
+def _divided(sums, count, params):
+  """Returns the loss and gradients, in the dtypes of the parameters.
+
+  Args:
+    sums: The sums of losses, of gradients and of weights, if any.
+    count: The number of summands of a mean, or `None` for a sum.
+    params: The parameters.
+  """
+  loss, grads, weight = sums
+  divisor = 1 if count is None else count
+  if count is not None and weight is not None:
+    divisor = weights.safe_divisor(weight)
 
   def divide(x, param):
     return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(param))

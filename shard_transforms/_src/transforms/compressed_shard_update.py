@@ -12,13 +12,11 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
-from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
-from shard_transforms._src.compression import selective_compression
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.transforms import sliced_inner
@@ -52,7 +50,7 @@ class CompressedShardUpdateState(NamedTuple):
   """
 
   inner_state: optax.OptState
-  mean_state: compressed_reduction.CompressedMeanState
+  mean_state: error_feedback.CompressedMeanState
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -73,10 +71,10 @@ def compressed_shard_update(
     seed: int = 0,
     algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Has each shard run an optimizer on its slice of a compressed mean.
+  r"""Shards the optimizer (ZeRO-1), and sends fewer bytes.
 
-  As `shard_update` does, with the two halves of `compressed_mean` in the place
-  of its reduce-scatter and its all-gather. With the gradients :math:`u_i` of N
+  It is `shard_update` with the two halves of `compressed_mean` in place of the
+  reduce-scatter and the all-gather. With the gradients :math:`u_i` of N
   shards, compressors C and D, and the update :math:`d_j` of `inner` for the
   slice of shard j:
 
@@ -84,10 +82,10 @@ def compressed_shard_update(
      C(p_i)_j\Big), \quad u \leftarrow D(d + E)
 
   The errors :math:`e_i \leftarrow p_i - C(p_i)` and :math:`E_j \leftarrow d_j +
-  E_j - D(d_j + E_j)` are held back. So the sum of all inputs of `inner`, plus
-  the mean of :math:`e_i`, is the sum of all mean gradients, and the sum of all
-  results, plus E, is the sum of all updates, but for rounding as in
-  `compressed_mean`. Without D, updates are sent as they are.
+  E_j - D(d_j + E_j)` are kept for the next step. So the sum of all inputs of
+  `inner`, plus the mean of :math:`e_i`, is the sum of all mean gradients, and
+  the sum of all results, plus E, is the sum of all updates, but for rounding as
+  in `compressed_mean`. Without D, updates are sent as they are.
 
   `inner` must treat each element alone, as for `shard_update`. Weights, leaves
   that are not compressed, and NaN are treated as by `compressed_mean`. Make
@@ -157,7 +155,7 @@ def compressed_shard_update(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, CompressedShardUpdateState, _CALLER)
-    own.check_mapped()
+    exchange.plain.check_mapped()
     slices, mean_state = exchange.scatter(updates, state.mean_state, weight)
     slices, inner_state = own.update(
         slices, state.inner_state, updates, params, extra_args
@@ -195,9 +193,9 @@ class _Slices(compressed_reduction.CompressedReduction):
   def scatter(
       self,
       updates: optax.Updates,
-      state: compressed_reduction.CompressedMeanState,
+      state: error_feedback.CompressedMeanState,
       weight: chex.Numeric | None = None,
-  ) -> tuple[optax.Updates, compressed_reduction.CompressedMeanState]:
+  ) -> tuple[optax.Updates, error_feedback.CompressedMeanState]:
     """Returns each shard's slices of the (weighted) mean, and the state.
 
     Raises:
@@ -207,19 +205,33 @@ class _Slices(compressed_reduction.CompressedReduction):
         negative, or the state was made for other parameters or shards.
     """
     share = self._share(updates, weight)
+    split, own, held = self._opened(updates, state)
+    leaves, others = split.parts(updates)
+    counting = error_feedback.Counting.of(share, self.plain.num_shards())
 
-    def scatter(leaves, others, held):
-      slices, held = self._scatter(leaves, held, share, state.step)
-      return slices, self.plain.scatter_leaves(others, share), held
+    def compressed(rests):
+      exchange = self._exchange(self.compressor, state.step)
+      return error_feedback.scatter(values, rests, counting, exchange)
 
-    return self._map_leaves(scatter, updates, state, state.step)
+    def plain(rests):
+      return self.plain.scatter_leaves(leaves, share), rests
+
+    with jax.named_scope(self.caller):
+      values = [counting.weigh(leaf) for leaf in leaves]
+      run = self._after_warmup(state.step, compressed, plain, leaves)
+      slices, rests = run(held.residual)
+      norms = list(map(residuals.next_norm, held.update_norm, values))
+      whole_slices = self.plain.scatter_leaves(others, share)
+    held = held._replace(residual=rests, update_norm=norms)
+    slices = split.replace(updates, slices, whole_slices)
+    return slices, self._closed(split, own, held)
 
   def gather(
       self,
       slices: optax.Updates,
       like: optax.Updates,
-      state: compressed_reduction.CompressedMeanState,
-  ) -> tuple[optax.Updates, compressed_reduction.CompressedMeanState]:
+      state: error_feedback.CompressedMeanState,
+  ) -> tuple[optax.Updates, error_feedback.CompressedMeanState]:
     """Returns the tree that is gathered from slices, and the state.
 
     Args:
@@ -230,64 +242,22 @@ class _Slices(compressed_reduction.CompressedReduction):
     step = counters.add(state.step, 1)
     if self.slice_compressor is None:
       return self.plain.gather(slices, like), state._replace(step=step)
-    own = jax.tree.leaves(slices, is_leaf=leaves_lib.is_none)
-    chosen, others = selective_compression.choose(
-        jax.tree.leaves(like, is_leaf=leaves_lib.is_none), self.compresses
-    )
-
-    def gather(kinds, other_kinds, held):
-      parts = [own[i] for i in chosen]
-      wholes, held = self._gather(parts, kinds, held, state.step)
-      rest = [own[i] for i in others]
-      return wholes, self.plain.gather(rest, other_kinds), held
-
-    return self._map_leaves(gather, like, state, step)
-
-  def _scatter(self, leaves, held, share, step):
-    """Returns slices of means, and the next values kept."""
-    counting = error_feedback.Counting.of(share, self.plain.num_shards())
-    values = [counting.weigh(leaf) for leaf in leaves]
+    split, own, held = self._opened(like, state)
+    (kinds, other_kinds), (parts, others) = map(split.parts, (like, slices))
 
     def compressed(rests):
-      exchange = self._exchange(self.compressor, step)
-      slices, rests = error_feedback.scatter(values, rests, counting, exchange)
-      return _cast(slices, leaves), rests
-
-    def plain(rests):
-      return self.plain.scatter_leaves(leaves, share), rests
-
-    rests = [kept.residual for kept in held]
-    slices, rests = self._after_warmup(step, compressed, plain, rests)
-    after = [
-        kept._replace(
-            residual=rest,
-            update_norm=residuals.next_norm(value, kept.update_norm),
-        )
-        for kept, rest, value in zip(held, rests, values, strict=True)
-    ]
-    return slices, after
-
-  def _gather(self, slices, like, held, step):
-    """Returns whole leaves, and the next values kept."""
-
-    def compressed(rests):
-      exchange = self._exchange(self.slice_compressor, step)
-      wholes, rests = error_feedback.gather(
-          slices, rests, like, error_feedback.EVERYONE, exchange
+      exchange = self._exchange(self.slice_compressor, state.step)
+      return error_feedback.gather(
+          parts, rests, kinds, error_feedback.EVERYONE, exchange
       )
-      return _cast(wholes, slices), rests
 
     def plain(rests):
-      return self.plain.gather(slices, like), rests
+      return self.plain.gather(parts, kinds), rests
 
-    rests = [kept.server_residual for kept in held]
-    wholes, rests = self._after_warmup(step, compressed, plain, rests)
-    after = [
-        kept._replace(server_residual=rest)
-        for kept, rest in zip(held, rests, strict=True)
-    ]
-    return wholes, after
-
-
-def _cast(leaves, like):
-  return [x.astype(y.dtype) for x, y in zip(leaves, like, strict=True)]
+    with jax.named_scope(self.caller):
+      run = self._after_warmup(state.step, compressed, plain, parts)
+      wholes, rests = run(held.server_residual)
+      plain_wholes: Any = self.plain.gather(others, other_kinds)
+    held = held._replace(step=step, server_residual=rests)
+    wholes = split.replace(like, wholes, plain_wholes)
+    return wholes, self._closed(split, own, held)

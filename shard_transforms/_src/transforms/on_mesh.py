@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Hashable
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -34,10 +35,10 @@ def on_mesh(
   """Binds a transformation to a mesh, so that `init` works outside of the step.
 
   For frameworks that call `tx.init(params)` where no axis is mapped, such as
-  `TrainState.create` and `nnx.Optimizer` of flax. There, `init` is `init_state`
-  on the mesh; where an axis of the mesh is mapped, it is `tx.init`. `update` is
-  that of `tx`, inside the mapped step. `specs_of` returns the specs of the
-  whole training state that the framework makes.
+  `TrainState.create` and `nnx.Optimizer` of flax. Outside of the mapped step,
+  `init` is `init_state` on the mesh; inside, it is `tx.init`, and `update` is
+  `tx.update`. `specs_of` returns the specs of the whole training state that the
+  framework makes.
 
   On a mesh of type `Explicit`, `update` also works outside of a mapped step,
   under plain `jax.jit`, with the unreduced gradients of
@@ -100,7 +101,12 @@ def on_mesh(
         return _mapped(run, axes, updates, state, params, extra_args, like)
     return run(updates, state, params, **extra_args)
 
-  init = _BoundInit(inner, mesh, in_specs, per_shard, spmd_axis_name)
+  options = {
+      'in_specs': in_specs,
+      'per_shard': per_shard,
+      'spmd_axis_name': spmd_axis_name,
+  }
+  init = _BoundInit(inner, mesh, options)
   return gating.transformation(init, step)
 
 
@@ -181,7 +187,7 @@ def _check_reduced(result, specs, axes):
   Raises:
     ValueError: If a leaf is not.
   """
-  specs = jax.tree.leaves(specs, is_leaf=specs_lib.is_spec)
+  specs = jax.tree.leaves(specs)
   found = jax.tree.leaves_with_path(result)
   for (path, leaf), spec in zip(found, specs, strict=True):
     varying = axes_lib.varying_axes(leaf).intersection(axes)
@@ -203,29 +209,18 @@ class _BoundInit:
   Attributes:
     tx: The transformation.
     mesh: The mesh of the step.
-    in_specs: As for `init_state`.
-    per_shard: As for `init_state`.
-    spmd_axis_name: As for `init_state`.
+    options: The options of `init_state`.
   """
 
   tx: optax.GradientTransformationExtraArgs
   mesh: jax.sharding.Mesh
-  in_specs: specs_lib.SpecTree
-  per_shard: bool
-  spmd_axis_name: Hashable | None
+  options: Mapping[str, Any]
 
   def __call__(self, params: optax.Params) -> optax.OptState:
     """Returns the state."""
     if _check_sizes(self.mesh):
       return self.tx.init(params)
-    return placement.init_state(
-        self.tx,
-        params,
-        self.mesh,
-        in_specs=self.in_specs,
-        per_shard=self.per_shard,
-        spmd_axis_name=self.spmd_axis_name,
-    )
+    return placement.init_state(self.tx, params, self.mesh, **self.options)
 
 
 def _check_sizes(mesh):

@@ -6,7 +6,9 @@ need, and packs their updates, which an all-gather brings to all shards.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,10 +27,8 @@ from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.state import specs
 from shard_transforms._src.transforms import leaf_program
-from shard_transforms._src.transforms import leafwise
 from shard_transforms._src.transforms import owned_leaves
 from shard_transforms._src.transforms import owners as owners_lib
-from shard_transforms._src.transforms import sliced_inner
 
 
 class OwnedInner:
@@ -54,27 +54,19 @@ class OwnedInner:
     Raises:
       ValueError: If it mixes leaves, or an axis of the mesh is not mapped.
     """
-    sliced_inner.check_mapped(self._reduction)
+    self._reduction.check_mapped()
     # `optax.tree_utils.tree_map_params` calls `init` with an empty stand-in for
     # the parameters.
     if not jax.tree.leaves(params):
       return owned_leaves.OwnedLeaves(self._inner.init(params), jnp.zeros(0))
-    owners = self._owners(params)
+    owners = owners_lib.assign(params, (), self._reduction, self._cost)
     program = self._trace_init(params)
     of = self._find(owners, params, program.results)
     layout = owners.layout(of, jax.tree.leaves(program.results))
+    run = _Run(program, of, owners, self._reduction)
     given = dict(enumerate(jax.tree.leaves(params)))
-    mixed = _where(of, leafwise.MIXED)
-
-    def start(shard):
-      numbers = [*layout.of_shard(shard), *mixed]
-      made = program.run(numbers, given)
-      return layout.pack(shard, made), [made[i] for i in mixed]
-
-    rows, apart = self._on_own_shard(start, owners)
-    kept = program.run(_where(of, leafwise.SHARED), given)
-    kept |= dict(zip(mixed, self._stored(apart), strict=True))
-    return self._state(program.results, kept, rows, layout)
+    (rows,), made = run.results([layout], given)
+    return run.state(program.results, made, layout, rows)
 
   def update(
       self,
@@ -98,7 +90,7 @@ class OwnedInner:
       TypeError: If a leaf is an integer or boolean, or the weight is no number.
       ValueError: As `init`, or if the state was made for other parameters.
     """
-    sliced_inner.check_mapped(self._reduction)
+    self._reduction.check_mapped()
     # It is a function of this call alone, for `inner` may close over what
     # differs between calls.
     update = functools.partial(self._inner.update, **extra_args)
@@ -106,50 +98,33 @@ class OwnedInner:
       updates, kept = update(updates, state.leaves, params)
       return updates, state._replace(leaves=kept)
     like = updates if params is None else params
-    owners = self._owners(like, updates)
+    owners = owners_lib.assign(like, updates, self._reduction, self._cost)
+    num_updates = len(jax.tree.leaves(updates))
     kinds = self._trace_init(like).results
-    of, layout = owners_lib.read(state, owners, kinds, self._reduction.caller)
-    kinds = owners_lib.kinds_of(state, kinds, of)
-    task = self._trace_update(owners, update, updates, kinds, params, of)
-    self._check(task)
-    given, given_to = self._given(
-        owners, task, updates, weight, state, params, layout
+    of, kinds, layout = owners_lib.read(
+        state, owners, kinds, num_updates, self._reduction.caller
     )
-    given |= self._totals(owners, task, given, given_to)
-    return self._run(owners, task, updates, kinds, given, given_to, layout)
-
-  def _owners(self, like, updates=()):
-    """Returns the owners of parameters like these.
-
-    Raises:
-      ValueError: If some leaves differ between shards of another axis, and some
-        do not.
-    """
-    axes = self._reduction.axes
-    others = {
-        axes_lib.varying_axes(leaf).difference(axes)
-        for leaf in jax.tree.leaves((like, updates))
-        if leaves_lib.is_cut(leaf, 2)
-    }
-    more = sorted(frozenset().union(*others), key=str)
-    if len(others) > 1:
-      raise ValueError(
-          "`params` of `shard_update(..., slices='leaves')` must be whole on"
-          f' each shard, got some leaves that vary over axes of {more!r}, as'
-          ' slices do, and some that do not. Leave slices to'
-          " `slices='elements'`, with `optax.partition`."
-      )
-    num_shards = self._reduction.num_slices()
-    return owners_lib.Owners.of_params(
-        like, num_shards, (*axes, *more), self._cost
+    found = self._trace_update(owners, update, updates, kinds, params, of)
+    self._check(found)
+    program = found.program
+    run = _Run(program, found.of, owners, self._reduction)
+    given, given_to = run.inputs(updates, weight, state, params, layout)
+    given |= run.totals(found.belongs, self._same, given, given_to)
+    types = jax.tree.leaves(program.results)[:num_updates]
+    sent = owners.layout(found.of[:num_updates], types)
+    (own, rows), made = run.results([sent, layout], given, given_to)
+    made |= run.gathered(sent, own)
+    updates = jax.tree.unflatten(
+        jax.tree.structure(updates), (made[i] for i in range(num_updates))
     )
+    return updates, run.state(kinds, made, layout, rows, num_updates)
 
   def _trace_init(self, like):
     types = jax.tree.map(jax.typeof, like)
     return leaf_program.trace(self._inner.init, (), 1, types)
 
   def _trace_update(self, owners, update, updates, kinds, params, of):
-    """Returns the program of `update`.
+    """Returns the program of `update`, and what its results depend on.
 
     Args:
       owners: The owners.
@@ -160,212 +135,227 @@ class OwnedInner:
       of: What each leaf of the state belongs to.
     """
     given = slice_types.Cutting(2, self._same).whole(updates)
-    is_own = [number != leafwise.SHARED for number in of.values()]
+    is_own = [number != leaf_program.SHARED for number in of]
     state = slice_types.Cutting(2, owners.axes).varying(kinds, is_own)
     params = jax.tree.map(jax.typeof, params)
     program = leaf_program.trace(
         update, self._same, owners.num_shards, given, state, params
     )
     _check_types(program.results, (given, state))
-    return leafwise.Leafwise.of(
-        program, owners.of(updates), list(of.values()), self._same
+    of_updates = owners.of(updates)
+    return leaf_program.Dependence.find(
+        program, [*of_updates, *of], len(of_updates), self._same
     )
 
   def _find(self, owners, params, kinds):
-    """Returns what each leaf of the state belongs to, by its number.
+    """Returns what each leaf of the state belongs to.
 
     Raises:
       ValueError: If that, or an update, mixes leaves.
     """
     known = self._find_by_place(owners, params, kinds)
-    of = {i: leafwise.SHARED if x is None else x for i, x in known.items()}
-    # What an extra argument is missing for, which only `update` has, raises one
-    # of these errors, and is checked there.
+    of = [leaf_program.SHARED if x is None else x for x in known]
+    trace = functools.partial(
+        self._trace_update, owners, self._inner.update, params, kinds, params
+    )
+    # An `inner` that needs an extra argument, which only `update` gets, raises
+    # one of these errors. `update` checks it.
     with contextlib.suppress(TypeError, KeyError):
-      update = self._inner.update
-      task = self._trace_update(owners, update, params, kinds, params, of)
-      found = dict(enumerate(task.associated(list(known.values()))))
-      if found != of:
-        of = found
-        task = self._trace_update(owners, update, params, kinds, params, of)
-      self._check(task)
+      found = trace(of)
+      if (associated := found.associated(known)) != of:
+        of = associated
+        found = trace(of)
+      self._check(found)
     return of
 
   def _find_by_place(self, owners, params, kinds):
     """Returns to what leaves of the state belong that are in its place."""
     numbers = jax.tree.unflatten(jax.tree.structure(params), owners.of(params))
-    leaves = jax.tree.leaves(kinds)
-    # A state that has no place for each parameter, such as a list of its own.
+    # A state may have no place for each parameter, such as a list.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
-      leaves = jax.tree.leaves(
-          specs.map_with_params(
-              self._inner, lambda _, number: number, kinds, numbers
-          )
+      kinds = specs.map_with_params(
+          self._inner, lambda _, number: number, kinds, numbers
       )
-    return {
-        i: leaf if isinstance(leaf, int) else None
-        for i, leaf in enumerate(leaves)
-    }
+    leaves = jax.tree.leaves(kinds)
+    return [leaf if isinstance(leaf, int) else None for leaf in leaves]
 
-  def _check(self, task):
+  def _check(self, found):
     """Refuses an inner transformation that mixes leaves.
 
     Raises:
       ValueError: If it does, and nobody says otherwise.
     """
-    problem = None if self._assume_leafwise else task.problem()
+    problem = None if self._assume_leafwise else found.problem()
     if problem:
-      caller = self._reduction.caller
-      raise ValueError(
-          f"`inner` of `{caller}(..., slices='leaves')` must treat each leaf of"
-          ' the parameters alone, because each shard updates those that it'
-          f' owns, but {problem}. Keep such a transformation whole, as in'
-          ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
-          ' parameters, or for some of them with `optax.partition`. To clip by'
-          ' the global norm, put'
-          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
-          ' in `inner`. Or let what comes first see what is reduced:'
-          ' `optax.chain(cross_shard_mean(axis_name), first,'
-          " shard_update(inner, axis_name, slices='leaves',"
-          " on_invariant='averaged'))`. If you know that it treats each leaf"
-          f' alone, say `{caller}(..., assume_leafwise=True)`.'
-      )
+      raise ValueError(_refusal(self._reduction.caller, problem))
 
-  def _on_own_shard(self, fn, owners):
-    """Returns `fn(shard)` of the shard that runs this, the same types on all.
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """A program, of which each shard runs the part of the leaves that it owns.
+
+  Attributes:
+    program: The program.
+    of: What each of its results belongs to.
+    owners: The owners.
+    reduction: How updates are reduced.
+  """
+
+  program: leaf_program.LeafProgram
+  of: Sequence[int]
+  owners: owners_lib.Owners
+  reduction: sharded_reduction.ShardedReduction
+
+  def results(self, layouts, given, given_to=lambda shard: {}):
+    """Returns a shard's rows of each layout, and all other results by number.
 
     Args:
-      fn: Takes the number of a shard; must not send.
-      owners: The owners.
+      layouts: How shards keep the results that have an owner.
+      given: The inputs that all shards have, by number.
+      given_to: Returns the inputs that a shard alone has.
     """
+    mixed = self._where(leaf_program.MIXED)
+
+    def own(shard):
+      kept = [i for layout in layouts for i in layout.of_shard(shard)]
+      made = self.program.run([*kept, *mixed], given | given_to(shard))
+      rows = [layout.pack([shard], made) for layout in layouts]
+      return rows, [made[i] for i in mixed]
+
+    rows, apart = self._on_own_shard(own)
+    made = self.program.run(self._where(leaf_program.SHARED), given)
+    return rows, made | dict(zip(mixed, self._stored(apart), strict=True))
+
+  def _where(self, wanted):
+    return [i for i, number in enumerate(self.of) if number == wanted]
+
+  def _on_own_shard(self, fn):
+    """Returns `fn(shard)` of the shard that runs this, which must not send."""
 
     def branch(shard):
-      return lambda: axes_lib.to_varying(fn(shard), owners.axes)
+      return lambda: axes_lib.to_varying(fn(shard), self.owners.axes)
 
-    if owners.num_shards == 1:
+    if self.owners.num_shards == 1:
       return branch(0)()
-    reduction = self._reduction
-    index = collectives.row_index(reduction.axes, reduction.groups)
-    return lax.switch(index, list(map(branch, range(owners.num_shards))))
+    index = collectives.row_index(self.reduction.axes, self.reduction.groups)
+    return lax.switch(index, list(map(branch, range(self.owners.num_shards))))
 
-  def _given(self, owners, task, updates, weight, state, params, layout):
+  def inputs(self, updates, weight, state, params, layout):
     """Returns the inputs of all shards, and a function to those of one."""
-    reduction, num_updates = self._reduction, len(task.update_of)
-    whole, layout_of_sent, sent = self._reduce(owners, task, updates, weight)
+    first, axes = len(jax.tree.leaves(updates)), self.reduction.axes
+    caller = self.reduction.caller
+    given, layout_of_sent, sent = self._reduced(updates, weight)
     stored = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
-    given = dict(whole)
-    for i, leaf in enumerate(stored, num_updates):
-      if task.state_of[i - num_updates] == leafwise.MIXED:
-        leaf = per_shard_state.own(leaf, reduction.axes, reduction.caller)
+    for i, leaf in enumerate(stored, first):
+      if self.of[i] == leaf_program.MIXED:
+        leaf = per_shard_state.own(leaf, axes, caller)
       if not owned_leaves.is_place(leaf):
         given[i] = leaf
-    first = num_updates + len(stored)
-    given |= dict(enumerate(jax.tree.leaves(params), first))
-    rows = per_shard_state.own(state.rows, reduction.axes, reduction.caller)
+    given |= enumerate(jax.tree.leaves(params), first + len(stored))
+    rows = per_shard_state.own(state.rows, axes, caller)
 
     def given_to(shard):
-      kept = layout.unpack(shard, rows)
-      return layout_of_sent.unpack(shard, sent) | {
-          num_updates + i: x for i, x in kept.items()
-      }
+      kept = layout.unpack([shard], rows)
+      return layout_of_sent.unpack([shard], sent) | kept
 
     return given, given_to
 
-  def _reduce(self, owners, task, updates, weight):
-    """Returns reduced updates, and the rows of those that are sent to owners.
+  def _reduced(self, updates, weight):
+    """Reduces updates, and sends rows of them to owners.
 
     Returns:
       The updates that all shards have, by number; the layout of the others; and
       the rows of this shard.
     """
-    reduction = self._reduction
+    reduction, shards = self.reduction, range(self.owners.num_shards)
     weight = leaf_sums.check(updates, weight, reduction)
     leaves = jax.tree.leaves(updates)
-    is_sent = reduction.sends_in_slices(leaves)
-    sent = {
-        i: param
-        for i, param in enumerate(task.update_of)
-        if param >= 0 and is_sent[i]
-    }
-    layout = owners.layout(sent, list(map(_array, leaves)))
+    pairs = zip(self.of, reduction.sends_in_slices(leaves), strict=False)
+    of = [number if cut else leaf_program.SHARED for number, cut in pairs]
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+    layout = self.owners.layout(of, arrays)
+    others = [i for i in range(len(leaves)) if i not in layout.places]
     with jax.named_scope(reduction.caller):
       share = leaf_sums.share(weight, reduction)
-      rows = layout.pack_all(
-          {i: _array(leaves[i]) for i in sent}, owners.num_shards
-      )
-      others = [i for i in range(len(leaves)) if i not in sent]
+      rows = layout.pack(shards, dict(enumerate(arrays)))
+      rows = {name: x.reshape(len(shards), -1) for name, x in rows.items()}
       whole = leaf_sums.reduce([leaves[i] for i in others], share, reduction)
       own = leaf_sums.scatter(
-          list(rows.values()), share, reduction, owners.num_shards
+          list(rows.values()), share, reduction, len(shards)
       )
     whole = dict(zip(others, whole, strict=True))
     return whole, layout, dict(zip(rows, own, strict=True))
 
-  def _totals(self, owners, task, given, given_to):
-    """Returns the sums over all leaves that `inner` asks for, by number."""
-    program, totals = task.program, {}
+  def totals(self, belongs, axes, given, given_to):
+    """Returns the sums over all leaves that `inner` asks for, by number.
+
+    Args:
+      belongs: Returns the parameters to which a term of a sum belongs.
+      axes: The mapped axes of the sums.
+      given: As for `results`.
+      given_to: As for `results`.
+    """
+    program, totals = self.program, {}
     for i, terms in enumerate(program.terms, program.num_inputs):
-      kind = program.inputs()[i]
+      kind = program.jaxpr.in_avals[i]
 
       def own_sum(shard, terms=terms, kind=kind):
-        own = [x for x in terms if owners.has(shard, task.belongs(x))]
+        own = [x for x in terms if self.owners.has(shard, belongs(x))]
         made = program.run(own, given | totals | given_to(shard))
+        zero = jnp.zeros(kind.shape, kind.dtype)
         summed = sum((x.astype(kind.dtype) for x in made.values()), start=0)
-        return jnp.asarray(summed, kind.dtype) + jnp.zeros(
-            kind.shape, kind.dtype
-        )
+        return jnp.asarray(summed, kind.dtype) + zero
 
-      summed = self._on_own_shard(own_sum, owners)
-      totals[i] = collectives.psum(summed, self._same)
+      totals[i] = collectives.psum(self._on_own_shard(own_sum), axes)
     return totals
 
-  def _run(self, owners, task, updates, kinds, given, given_to, layout):
-    """Returns the updates on all shards, and the next state."""
-    program, num_updates = task.program, len(task.update_of)
-    of = dict(enumerate(task.update_of + task.state_of))
-    results = jax.tree.leaves(program.results)
-    sent = owners.layout(dict(enumerate(task.update_of)), results)
-    mixed = _where(of, leafwise.MIXED)
-
-    def step(shard):
-      own_state = [num_updates + i for i in layout.of_shard(shard)]
-      numbers = [*sent.of_shard(shard), *own_state, *mixed]
-      made = program.run(numbers, given | given_to(shard))
-      kept = {i: made[num_updates + i] for i in layout.of_shard(shard)}
-      apart = [made[i] for i in mixed]
-      return sent.pack(shard, made), layout.pack(shard, kept), apart
-
-    own, rows, apart = self._on_own_shard(step, owners)
-    made = program.run(_where(of, leafwise.SHARED), given)
-    made |= dict(zip(mixed, self._stored(apart), strict=True))
-    reduction = self._reduction
-    with jax.named_scope(reduction.caller):
-      gathered = {
-          name: collectives.gather(row, reduction.axes, reduction.groups)
-          for name, row in own.items()
+  def gathered(self, layout, rows):
+    """Returns the leaves of all shards by number, given the rows of one."""
+    axes, groups = self.reduction.axes, self.reduction.groups
+    with jax.named_scope(self.reduction.caller):
+      whole = {
+          name: collectives.gather(row, axes, groups).reshape(-1)
+          for name, row in rows.items()
       }
-    made |= sent.unpack_all(gathered)
-    treedef = jax.tree.structure(updates)
-    updates = treedef.unflatten(made[i] for i in range(num_updates))
-    kept = {i - num_updates: x for i, x in made.items() if i >= num_updates}
-    return updates, self._state(kinds, kept, rows, layout)
+    return layout.unpack(range(self.owners.num_shards), whole)
 
-  def _stored(self, tree):
-    return per_shard_state.store(tree, self._reduction.axes)
-
-  def _state(self, kinds, kept, rows, layout):
+  def state(self, kinds, made, layout, rows, first=0):
     """Returns the state of a shard.
 
     Args:
       kinds: The types of the state of `inner`.
-      kept: Leaves that are not in rows, by number.
+      made: Results by number, with the leaves that are not in rows.
+      layout: Where the others are.
       rows: The rows.
-      layout: What is in them.
+      first: The number of the first leaf of the state.
     """
-    leaves, treedef = jax.tree.flatten(kinds)
-    by_number = dict(kept) | dict(layout.places)
-    made = treedef.unflatten(by_number[i] for i in range(len(leaves)))
-    return owned_leaves.OwnedLeaves(made, self._stored(rows))
+    treedef = jax.tree.structure(kinds)
+    by_number = made | layout.places
+    leaves = (by_number[first + i] for i in range(treedef.num_leaves))
+    return owned_leaves.OwnedLeaves(
+        treedef.unflatten(leaves), self._stored(rows)
+    )
+
+  def _stored(self, tree):
+    return per_shard_state.store(tree, self.reduction.axes)
+
+
+def _refusal(caller, problem):
+  """Returns what is said of a transformation that mixes leaves."""
+  return (
+      f"`inner` of `{caller}(..., slices='leaves')` must treat each leaf of"
+      ' the parameters alone, because each shard updates those that it'
+      f' owns, but {problem}. Keep such a transformation whole, as in'
+      ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
+      ' parameters, or for some of them with `optax.partition`. To clip by'
+      ' the global norm, put'
+      ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
+      ' in `inner`. Or let what comes first see what is reduced:'
+      ' `optax.chain(cross_shard_mean(axis_name), first,'
+      " shard_update(inner, axis_name, slices='leaves',"
+      " on_invariant='averaged'))`. If you know that it treats each leaf"
+      f' alone, say `{caller}(..., assume_leafwise=True)`.'
+  )
 
 
 def _check_types(results, given):
@@ -390,11 +380,3 @@ def _check_types(results, given):
           f' {"state" if is_state else "updates"} at'
           f' {leaves_lib.name_of(path[1:])}.'
       )
-
-
-def _where(of: Mapping[int, int], wanted: int) -> list[int]:
-  return [i for i, number in of.items() if number == wanted]
-
-
-def _array(leaf):
-  return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

@@ -7,6 +7,7 @@ with the most elements decides its length.
 
 from collections.abc import Hashable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -175,18 +176,14 @@ class Layout:
     return [i for i, place in self.places.items() if place.shard == shard]
 
   def pack(
-      self, shard: int, leaves: Mapping[int, jax.Array]
+      self, shards: Sequence[int], leaves: Mapping[int, jax.Array]
   ) -> dict[str, jax.Array]:
-    """Returns the rows of a shard, given its leaves by number."""
-    return self._join([shard], leaves)
+    """Returns the rows of some shards, one behind the other.
 
-  def pack_all(self, leaves: Mapping[int, jax.Array], num_shards: int) -> Any:
-    """Returns the rows of all shards, [number of shards, elements]."""
-    rows = self._join(range(num_shards), leaves)
-    return {name: row.reshape(num_shards, -1) for name, row in rows.items()}
-
-  def _join(self, shards, leaves):
-    """Returns the rows of some shards, one behind the other."""
+    Args:
+      shards: The numbers of the shards.
+      leaves: Their leaves, by number.
+    """
     parts = {name: [] for name in self.rows}
     for shard in shards:
       left = {name: length for name, (length, _) in self.rows.items()}
@@ -201,21 +198,14 @@ class Layout:
     return axes_lib.to_varying(rows, self.axes)
 
   def unpack(
-      self, shard: int, rows: Mapping[str, jax.Array]
+      self, shards: Sequence[int], rows: Mapping[str, jax.Array]
   ) -> dict[int, jax.Array]:
-    """Returns the leaves of a shard by number, given its rows."""
-    return {i: _part(rows, self.places[i]) for i in self.of_shard(shard)}
-
-  def unpack_all(self, rows: Mapping[str, jax.Array]) -> dict[int, jax.Array]:
-    """Returns all leaves by number, given the rows of all shards."""
-    flat = {name: row.reshape(-1) for name, row in rows.items()}
+    """Returns the leaves of some shards by number; the reverse of `pack`."""
     found = {}
-    for i, place in self.places.items():
-      start = place.shard * self.rows[place.row][0] + place.start
-      found[i] = _part(flat, dataclasses.replace(place, start=start))
+    for k, shard in enumerate(shards):
+      for number in self.of_shard(shard):
+        place = self.places[number]
+        start = k * self.rows[place.row][0] + place.start
+        flat = lax.slice(rows[place.row], (start,), (start + place.size,))
+        found[number] = lax.reshape(flat, place.shape)
     return found
-
-
-def _part(rows, place):
-  flat = lax.slice(rows[place.row], (place.start,), (place.end,))
-  return lax.reshape(flat, place.shape)

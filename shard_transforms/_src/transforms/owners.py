@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import heapq
 import math
 from typing import Any
@@ -18,8 +17,10 @@ from jax import core
 import jax.numpy as jnp
 import numpy as np
 
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.transforms import leafwise
+from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.transforms import leaf_program
 from shard_transforms._src.transforms import owned_leaves
 
 # Takes the shapes of the parameters; gives a number for each of them.
@@ -34,56 +35,17 @@ class Owners:
   """Which shard owns which parameter.
 
   Attributes:
-    names: The names of the parameters, in the order of their tree.
-    shards: The owner of each, or -1 for one that all shards update.
+    numbers: The number of each parameter by its name, in the order of their
+      tree; -1 for one without an owner, which all shards update.
+    shards: The owner of each parameter, or -1.
     num_shards: The number of shards.
     axes: The mapped axes over which what an owner has varies.
   """
 
-  names: tuple[str, ...]
-  shards: tuple[int, ...]
+  numbers: Mapping[str, int]
+  shards: Sequence[int]
   num_shards: int
   axes: tuple[Hashable, ...]
-
-  @classmethod
-  def of_params(
-      cls,
-      params: Any,
-      num_shards: int,
-      axes: tuple[Hashable, ...],
-      cost: Cost | None,
-  ) -> 'Owners':
-    """Returns the owners of parameters.
-
-    The costliest leaf goes first, to the shard with the least cost so far;
-    among equals to the one with the fewest elements.
-
-    Args:
-      params: The parameters, or their types.
-      num_shards: As the attribute.
-      axes: As the attribute.
-      cost: As for `shard_update`.
-
-    Raises:
-      TypeError: If `cost` does not give real numbers.
-      ValueError: If it gives another tree, or a number that is negative or not
-        finite.
-    """
-    found = jax.tree.leaves_with_path(params)
-    # Neither scalars, which are sent with others, nor what has no gradient.
-    owned = [i for i, (_, x) in enumerate(found) if leaves_lib.is_cut(x, 2)]
-    costs = _costs(params, cost)
-    sizes = [math.prod(jnp.shape(leaf)) for _, leaf in found]
-    loads = [(0.0, 0, shard) for shard in range(num_shards)]
-    shards = [-1] * len(found)
-    for i in sorted(owned, key=lambda i: (-costs[i], -sizes[i], i)):
-      load, size, shard = heapq.heappop(loads)
-      shards[i] = shard
-      heapq.heappush(loads, (load + costs[i], size + sizes[i], shard))
-    names = tuple(leaves_lib.name_of(path) for path, _ in found)
-    if num_shards > 1 and owned:
-      _warn_of_one(names, owned, costs, sizes, num_shards)
-    return cls(names, tuple(shards), num_shards, axes)
 
   def of(self, tree: Any) -> list[int]:
     """Returns the number of the parameter of each leaf; -1 without an owner.
@@ -107,38 +69,31 @@ class Owners:
           '`updates` and the state of `shard_update` must be of the parameters,'
           f' got {name}, which is none of them.'
       )
-    number = self.numbers[name]
-    return -1 if self.shards[number] < 0 else number
+    return self.numbers[name]
 
   def has(self, shard: int, params: Collection[int]) -> bool:
     """Whether a shard is to add up what belongs to some parameters."""
     # By the word of who assumes it, numbers of several are added up by all.
     return len(params) != 1 or self.shards[min(params)] == shard
 
-  @functools.cached_property
-  def numbers(self) -> Mapping[str, int]:
-    """The number of each parameter, by its name."""
-    return {name: i for i, name in enumerate(self.names)}
-
   def layout(
-      self, of: Mapping[int, int], kinds: Sequence[Any]
+      self, of: Sequence[int], kinds: Sequence[Any], first: int = 0
   ) -> owned_leaves.Layout:
     """Returns the layout of those arrays that have an owner.
 
     Args:
-      of: The number of the parameter of each array, by the number of the array;
-        those with a negative one have no owner.
+      of: The number of the parameter of each array; those with a negative one
+        have no owner.
       kinds: The type of each array.
+      first: The number of the first array.
     """
-    ends, places, rows = {}, {}, {}
-    for i, param in of.items():
+    ends, places, rows, names = {}, {}, {}, tuple(self.numbers)
+    for i, (param, kind) in enumerate(zip(of, kinds, strict=True), first):
       if param < 0:
         continue
-      kind, shard = kinds[i], self.shards[param]
-      name = jnp.dtype(kind.dtype).name
-      start = ends.get((shard, name), 0)
+      shard, name = self.shards[param], jnp.dtype(kind.dtype).name
       place = owned_leaves.Place(
-          self.names[param], shard, name, start, kind.shape
+          names[param], shard, name, ends.get((shard, name), 0), kind.shape
       )
       ends[shard, name] = place.end
       length, _ = rows.get(name, (0, None))
@@ -147,16 +102,85 @@ class Owners:
     return owned_leaves.Layout(places, dict(sorted(rows.items())), self.axes)
 
 
+def assign(
+    params: Any,
+    updates: Any,
+    reduction: sharded_reduction.ShardedReduction,
+    cost: Cost | None,
+) -> Owners:
+  """Returns the owners of parameters.
+
+  The costliest leaf goes first, to the shard with the least cost so far; among
+  equals to the one with the fewest elements.
+
+  Args:
+    params: The parameters.
+    updates: The updates, if any.
+    reduction: How these are reduced.
+    cost: As for `shard_update`.
+
+  Raises:
+    TypeError: If `cost` does not give real numbers.
+    ValueError: If it gives another tree, or a number that is negative or not
+      finite; or if some leaves differ between shards of another axis, and some
+      do not.
+  """
+  axes, num_shards = _axes((params, updates), reduction), reduction.num_slices()
+  found = jax.tree.leaves_with_path(params)
+  # Neither scalars, which are sent with others, nor what has no gradient.
+  owned = [i for i, (_, x) in enumerate(found) if leaves_lib.is_cut(x, 2)]
+  costs = _costs(params, cost)
+  sizes = [math.prod(jnp.shape(leaf)) for _, leaf in found]
+  loads = [(0.0, 0, shard) for shard in range(num_shards)]
+  shards = [-1] * len(found)
+  for i in sorted(owned, key=lambda i: (-costs[i], -sizes[i], i)):
+    load, size, shards[i] = heapq.heappop(loads)
+    heapq.heappush(loads, (load + costs[i], size + sizes[i], shards[i]))
+  names = [leaves_lib.name_of(path) for path, _ in found]
+  if num_shards > 1 and owned:
+    _warn_of_one(names, owned, costs, sizes, num_shards)
+  numbers = {x: i if shards[i] >= 0 else -1 for i, x in enumerate(names)}
+  return Owners(numbers, shards, num_shards, axes)
+
+
+def _axes(tree, reduction):
+  """Returns the axes over which what an owner has varies.
+
+  Raises:
+    ValueError: If some leaves vary over further axes, and some do not.
+  """
+  axes = reduction.axes
+  others = {
+      axes_lib.varying_axes(leaf).difference(axes)
+      for leaf in jax.tree.leaves(tree)
+      if leaves_lib.is_cut(leaf, 2)
+  }
+  more = sorted(frozenset().union(*others), key=str)
+  if len(others) > 1:
+    raise ValueError(
+        "`params` of `shard_update(..., slices='leaves')` must be whole on"
+        f' each shard, got some leaves that vary over axes of {more!r}, as'
+        ' slices do, and some that do not. Leave slices to'
+        " `slices='elements'`, with `optax.partition`."
+    )
+  return (*axes, *more)
+
+
 def read(
-    state: Any, owners: Owners, kinds: Any, caller: str
-) -> tuple[dict[int, int], owned_leaves.Layout]:
-  """Returns what each leaf of a state belongs to, and how it is kept.
+    state: Any, owners: Owners, kinds: Any, first: int, caller: str
+) -> tuple[list[int], Any, owned_leaves.Layout]:
+  """Reads what each leaf of a state belongs to, and how it is kept.
 
   Args:
     state: The state.
     owners: The owners of the parameters.
     kinds: The types of the state of `inner`.
+    first: The number of the first leaf in the layout.
     caller: What errors name.
+
+  Returns:
+    What each leaf belongs to, their types as this step is given them, and
+    their layout.
 
   Raises:
     ValueError: If it was made for other parameters or other owners.
@@ -176,41 +200,28 @@ def read(
   )
   if treedef != jax.tree.structure(kinds):
     raise ValueError(f'{made_for_others}the tree {treedef}.')
-  types = jax.tree.leaves(kinds)
-  of = {}
-  for i, (leaf, kind) in enumerate(zip(leaves, types, strict=True)):
+  types, of, places = jax.tree.leaves(kinds), [], {}
+  given = list(types)
+  for i, leaf in enumerate(leaves):
     if owned_leaves.is_place(leaf):
-      of[i] = owners.number_of(leaf.of)
+      of.append(owners.number_of(leaf.of))
+      places[first + i] = leaf
+    elif jnp.shape(leaf) == types[i].shape:
+      of.append(leaf_program.SHARED)
+      given[i] = jax.typeof(leaf)
     else:
-      is_whole = jnp.shape(leaf) == kind.shape
-      of[i] = leafwise.SHARED if is_whole else leafwise.MIXED
-  layout = owners.layout(of, types)
-  places = {i: x for i, x in enumerate(leaves) if owned_leaves.is_place(x)}
+      of.append(leaf_program.MIXED)
+  layout = owners.layout(of, types, first)
   if places != layout.places:
     different = [x for i, x in places.items() if x != layout.places.get(i)]
     raise ValueError(f'{made_for_others}{different[0]!r}.')
   for name, (length, _) in layout.rows.items():
-    row = state.rows.get(name)
-    if jnp.shape(row) != (1, length):
+    if jnp.shape(state.rows.get(name)) != (1, length):
       raise ValueError(
-          f'{made_for_others}the shape {jnp.shape(row)} of the row {name!r},'
-          f' where a shard has {(1, length)}.'
+          f'{made_for_others}the shape {jnp.shape(state.rows.get(name))} of'
+          f' the row {name!r}, where a shard has {(1, length)}.'
       )
-  return of, layout
-
-
-def kinds_of(
-    state: owned_leaves.OwnedLeaves, kinds: Any, of: Mapping[int, int]
-) -> Any:
-  """Returns the types of a state, as this step is given it."""
-  leaves, treedef = jax.tree.flatten(kinds)
-  given = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
-  return treedef.unflatten(
-      kind
-      if owned_leaves.is_place(given[i]) or of[i] < leafwise.SHARED
-      else jax.typeof(given[i])
-      for i, kind in enumerate(leaves)
-  )
+  return of, treedef.unflatten(given), layout
 
 
 def _costs(params, cost):

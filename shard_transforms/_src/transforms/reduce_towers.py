@@ -33,9 +33,9 @@ def reduce_towers(
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
 
-  `inner` receives the weight :math:`W`, a scalar, so that a `cross_shard_mean`
-  inside gives the mean over all tokens. With `reduction='sum'` it receives 1
-  if any tower has a weight, else 0. A total of zero gives a zero update. Of
+  `inner` gets the weight :math:`W`, a scalar, so that a `cross_shard_mean`
+  inside gives the mean over all tokens. With `reduction='sum'` it gets 1 where
+  any tower has a weight, else 0. A total of zero gives a zero update. Of
   several `local_step`s, one a tower, the minimum is passed on.
 
   `tower_reduce` does the same for towers that come one call after another.

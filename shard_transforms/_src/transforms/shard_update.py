@@ -18,6 +18,8 @@ from shard_transforms._src.transforms import sliced_inner
 
 Slices = Literal['elements', 'leaves']
 
+_CALLER = 'shard_update'
+
 
 class ShardUpdateState(NamedTuple):
   """State of `shard_update`.
@@ -33,7 +35,7 @@ class ShardUpdateState(NamedTuple):
       keeps; its `rows` hold these leaves, of shape [1, elements]; and its
       `whole()` returns the state of the replicated optimizer, in arrays of
       NumPy, for any number of shards.
-    order: Tells gates the order of its sums: `()` for any. It has no arrays.
+    order: Tells gates the order of the sums; `()` for any order. No arrays.
 
   Examples:
     >>> import jax
@@ -83,30 +85,29 @@ def shard_update(
   `inner` sees the tree of the parameters, and the rank of each, with all
   elements of a slice along the last axis: masks and labels that use paths or
   ranks work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
-  Lion, Adagrad and RMSProp do. What looks across elements is refused, because
-  a shard sees a slice: LAMB, Adafactor, Muon, noise. For these, use
-  `slices='leaves'`. A sum of all elements of
-  sliced leaves is right if `psum` over `axis_name` follows, once. To clip by
-  the global norm, `clip_by_global_norm(max_norm, axis_name)` of this library
-  comes first in `inner`.
+  Lion, Adagrad and RMSProp do. An `inner` that looks across elements is
+  refused, because a shard sees only a slice: LAMB, Adafactor, Muon, noise. For
+  these, use `slices='leaves'`. A sum of all elements of sliced leaves is right
+  if one `psum` over `axis_name` follows. To clip by the global norm, put
+  `clip_by_global_norm(max_norm, axis_name)` of this library first in `inner`.
 
   With `slices='leaves'`, each leaf has an owner, which alone keeps its state
   and updates it: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo are divided
-  among shards. Owners are chosen so that all have equal work. The bytes are
-  those of an all-reduce if they also have equal numbers of elements: all rows
-  are as long as the longest. `inner` is traced on the whole tree, so that
-  paths, masks, labels, random numbers and the number of leaves are those of the
-  replicated optimizer, and each shard runs its part of that program. It must
-  treat each leaf alone. What mixes leaves is refused, such as
-  `optax.clip_by_global_norm` and `optax.flatten`. A `psum` over `axis_name` of
-  a sum of numbers of single leaves counts each leaf once. Shards stay idle if
-  there are fewer leaves than shards. Under `jax.vmap`, each shard updates all
-  leaves and uses its own.
+  among shards. Owners are chosen so that all have about the same work. As many
+  bytes are sent as by an all-reduce if all owners have the same number of
+  elements; otherwise, each sends as much as the largest. `inner` is traced on
+  the whole tree, so that paths, masks, labels, random numbers and the number of
+  leaves are those of the replicated optimizer, and each shard runs its part of
+  that program. `inner` must treat each leaf alone. One that mixes leaves is
+  refused, such as `optax.clip_by_global_norm` and `optax.flatten`. A `psum`
+  over `axis_name` of a sum of numbers of single leaves counts each leaf once.
+  Shards stay idle if there are fewer leaves than shards. Under `jax.vmap`, each
+  shard updates all leaves and uses its own.
 
   Scalars are not sliced and have no owner: they are reduced as by
   `cross_shard_mean`, and all shards update them. Make the state with
-  `init_state`, and map it with the specs of `state_specs`; it is for this
-  number of shards, and `resize_state` converts it to another. All axes of the
+  `init_state`, and map it with the specs of `state_specs`. It fits this number
+  of shards; `resize_state` converts it to another. All axes of the
   mesh must be mapped, and parameters may be sharded over others than
   `axis_name`.
 
@@ -129,9 +130,9 @@ def shard_update(
       trains wrongly without an error.
     slices: What a shard updates: its part of the `'elements'` of each leaf, or
       whole `'leaves'`.
-    cost: For whole leaves, how long the update of each takes: a function that
-      takes the parameters, or their shapes, and gives a tree of numbers of at
-      least 0. Without it, the cost of a matrix [m, n] is m * n * min(m, n), as
+    cost: For whole leaves, how long the update of each takes: a function of the
+      parameters, or of their shapes, that returns a tree of numbers of at least
+      0. Without it, the cost of a matrix [m, n] is m * n * min(m, n), as
       for Muon, times the other dimensions of a stack; that of a vector is its
       number of elements.
     assume_leafwise: As `assume_elementwise`, for whole leaves. State that
@@ -147,9 +148,9 @@ def shard_update(
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind, or `cost` gives what is no
-      number; in `update`, if a leaf is an integer or boolean, `weight` is not a
-      real number, or the state is of another transformation.
+    TypeError: If an argument is of the wrong kind, or `cost` gives something
+      that is not a number; in `update`, if a leaf is an integer or boolean,
+      `weight` is not a real number, or the state is of another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
       sizes, or `cost` gives a negative number; in `init` and `update`, if
       `inner` looks across elements or mixes leaves, unless it is assumed not
@@ -183,11 +184,10 @@ def shard_update(
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models, 2020, https://arxiv.org/abs/1910.02054 (stage 1).
   """
-  caller = 'shard_update'
   arguments.check_reduction(reduction)
-  _check_slices(slices, cost, assume_elementwise, assume_leafwise)
+  _check_slices(slices, cost, assume_elementwise, assume_leafwise, order)
   reduce = sharded_reduction.ShardedReduction(
-      caller,
+      _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
       None if groups is None else _as_even_groups(groups),
@@ -196,56 +196,33 @@ def shard_update(
       order=order,
   )
   made_in = () if order is None else weights.TreeOrder()
-  inner = arguments.as_inner(inner, caller)
+  inner = arguments.as_inner(inner, _CALLER)
   if slices == 'leaves':
-    if order is not None:
-      raise ValueError(
-          "`order` of `shard_update` must be None with slices='leaves', whose"
-          f' owners sum their own leaves, got {order!r}. Reduce before:'
-          " `optax.chain(cross_shard_mean(axis_name, order='tree'),"
-          " shard_update(inner, axis_name, on_invariant='averaged',"
-          " slices='leaves'))`."
-      )
-    owned = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
-    return _of_owners(owned, caller)
-  own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+    own = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
+    update = own.update
+  else:
+    own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+
+    def update(updates, weight, state, params, extra_args):
+      reduce.check_mapped()
+      parts = reduce.scatter(updates, weight)
+      parts, state = own.update(parts, state, updates, params, extra_args)
+      return reduce.gather(parts, updates), state
 
   def init_fn(params):
     return ShardUpdateState(own.init(params), made_in)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_state(state, ShardUpdateState, caller)
-    own.check_mapped()
-    own_updates, inner_state = own.update(
-        reduce.scatter(updates, weight),
-        state.inner_state,
-        updates,
-        params,
-        extra_args,
+    arguments.check_state(state, ShardUpdateState, _CALLER)
+    updates, inner_state = update(
+        updates, weight, state.inner_state, params, extra_args
     )
-    updates = reduce.gather(own_updates, updates)
     return updates, ShardUpdateState(inner_state, made_in)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _of_owners(owned, caller):
-  """Returns the transformation whose leaves have owners."""
-
-  def init_fn(params):
-    return ShardUpdateState(owned.init(params))
-
-  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_state(state, ShardUpdateState, caller)
-    updates, inner_state = owned.update(
-        updates, weight, state.inner_state, params, extra_args
-    )
-    return updates, ShardUpdateState(inner_state)
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _check_slices(slices, cost, assume_elementwise, assume_leafwise):
+def _check_slices(slices, cost, assume_elementwise, assume_leafwise, order):
   """Checks what is cut, and the arguments that belong to it.
 
   Raises:
@@ -273,6 +250,14 @@ def _check_slices(slices, cost, assume_elementwise, assume_leafwise):
     raise ValueError(
         "`cost` must come with slices='leaves', which have owners, got"
         f' {cost!r} with slices={slices!r}.'
+    )
+  if order is not None and slices == 'leaves':
+    raise ValueError(
+        "`order` of `shard_update` must be None with slices='leaves', whose"
+        f' owners sum their own leaves, got {order!r}. Reduce before:'
+        " `optax.chain(cross_shard_mean(axis_name, order='tree'),"
+        " shard_update(inner, axis_name, on_invariant='averaged',"
+        " slices='leaves'))`."
     )
 
 

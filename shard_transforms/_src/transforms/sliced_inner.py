@@ -7,7 +7,6 @@ itself a slice, and has the leading axis of leaves that differ between shards.
 from collections.abc import Hashable
 from collections.abc import Mapping
 import contextlib
-import dataclasses
 import functools
 from typing import Any
 
@@ -22,23 +21,6 @@ from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.reduction import sharded_reduction
 
 
-def check_mapped(reduction: sharded_reduction.ShardedReduction) -> None:
-  """Refuses a mesh of which an axis is left to the compiler.
-
-  Raises:
-    ValueError: If there is one.
-  """
-  unmapped = axes_lib.unmapped_axes(reduction.axes)
-  if unmapped:
-    raise ValueError(
-        f'The mesh of `{reduction.caller}` must have no axis that is'
-        f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
-        ' such an axis shards. Name all axes in `axis_names` of'
-        ' `jax.shard_map`; on axes of type `Explicit` that nothing maps, take'
-        ' gradients over all of them by `shard_transforms.value_and_grad`.'
-    )
-
-
 class SlicedInner:
   """A transformation that each shard runs on its slices alone."""
 
@@ -51,16 +33,9 @@ class SlicedInner:
     self._inner = inner
     self._reduction = reduction
     self._assume_elementwise = assume_elementwise
-    # Tracing is slow, and `update` usually gets the types that `init` got.
-    self._problem_of_types = functools.lru_cache(maxsize=1)(self._find_problem)
-
-  def check_mapped(self) -> None:
-    """Refuses a mesh of which an axis is left to the compiler.
-
-    Raises:
-      ValueError: If there is one.
-    """
-    check_mapped(self._reduction)
+    # Tracing is slow, and `update` usually gets the types that `init` got: the
+    # last ones that were checked, and what was wrong.
+    self._checked = None, None
 
   def init(self, params: optax.Params) -> optax.OptState:
     """Returns the initial state, as each shard keeps it.
@@ -69,9 +44,9 @@ class SlicedInner:
       ValueError: If it looks across elements, or an axis of the mesh is not
         mapped.
     """
-    self.check_mapped()
-    # What an extra argument is missing for, which only `update` has, raises one
-    # of these errors, and is checked there.
+    self._reduction.check_mapped()
+    # An `inner` that needs an extra argument, which only `update` gets, raises
+    # one of these errors. `update` checks it.
     with contextlib.suppress(TypeError, KeyError):
       self._check(params, params, self._inner.update, False)
     own_state = self._inner.init(self._reduction.own(params))
@@ -125,11 +100,15 @@ class SlicedInner:
     # the parameters, which no other argument of a transformation is like.
     if self._assume_elementwise or not jax.tree.leaves(updates):
       return
-    inner = self._inner._replace(update=update)
-    types = _Types.of(updates, params, self._reduction, inner)
+    types = self._types(updates, params)
     # Extra arguments, which are not in the types, may be another each time.
-    find = self._find_problem if has_extra_args else self._problem_of_types
-    if problem := find(types):
+    if has_extra_args:
+      problem = self._find_problem(updates, params, update)
+    else:
+      if types != self._checked[0]:
+        self._checked = types, self._find_problem(updates, params, update)
+      problem = self._checked[1]
+    if problem:
       caller = self._reduction.caller
       clip = (
           ' To clip by the global norm, put'
@@ -152,14 +131,27 @@ class SlicedInner:
           f' `{caller}(..., assume_elementwise=True)`.'
       )
 
-  def _find_problem(self, types):
+  def _find_problem(self, updates, params, update):
     """Returns what is wrong with `inner` on slices, if anything."""
+    updates, params = jax.tree.map(jax.typeof, (updates, params))
     return elementwise.find_problem(
-        types.inner,
-        types.updates,
-        types.params,
+        self._inner._replace(update=update),
+        updates,
+        params,
         self._reduction.num_slices(),
         self._axes_of_sums(),
+    )
+
+  def _types(self, updates, params):
+    """Returns what the check depends on, which can be compared."""
+    reduction = self._reduction
+    # Whether updates vary over these axes does not matter: slices of them do.
+    ignored = () if reduction.groups else reduction.axes
+    return (
+        reduction.num_slices(),
+        tuple(map(axes_lib.is_tracked, reduction.axes)),
+        _describe(updates, ignored),
+        _describe(params, ()),
     )
 
   def _axes_of_sums(self):
@@ -168,46 +160,6 @@ class SlicedInner:
     # slices has the order of a tree.
     no_sums = self._reduction.groups or self._reduction.order
     return () if no_sums else self._reduction.axes
-
-
-@dataclasses.dataclass(frozen=True)
-class _Types:
-  """The types of updates and parameters, equal if one check serves both.
-
-  Attributes:
-    seen: What the check depends on.
-    updates: Tree of the types of the updates.
-    params: Tree of those of the parameters, or `None`.
-    inner: The transformation, with its extra arguments.
-  """
-
-  seen: Hashable
-  updates: Any = dataclasses.field(compare=False)
-  params: Any = dataclasses.field(compare=False)
-  inner: optax.GradientTransformationExtraArgs = dataclasses.field(
-      compare=False
-  )
-
-  @classmethod
-  def of(
-      cls,
-      updates: optax.Updates,
-      params: optax.Params | None,
-      reduction: sharded_reduction.ShardedReduction,
-      inner: optax.GradientTransformationExtraArgs,
-  ) -> '_Types':
-    """Returns the types of two trees."""
-    axes = reduction.axes
-    # Whether updates vary over these axes does not matter: slices of them do.
-    ignored = () if reduction.groups else axes
-    seen = (
-        reduction.num_slices(),
-        tuple(map(axes_lib.is_tracked, axes)),
-        _describe(updates, ignored),
-        _describe(params, ()),
-    )
-    updates, params = jax.tree.map(jax.typeof, (updates, params))
-    return cls(seen, updates, params, inner)
 
 
 def _describe(tree, ignored):
