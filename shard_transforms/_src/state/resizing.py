@@ -1,7 +1,6 @@
 """`resize_state`: converts state to another number of shards."""
 
 from collections.abc import Hashable
-import contextlib
 from typing import Any
 
 import jax
@@ -137,10 +136,11 @@ def _laid_out_like(state, target):
     both = has_places(node) and has_places(other)
     return node.laid_out_like(other) if both else node
 
+  trees = (jax.tree.structure(x, is_leaf=has_places) for x in (state, target))
   # A state of another tree is refused next.
-  with contextlib.suppress(ValueError):
-    return jax.tree.map(place, state, target, is_leaf=has_places)
-  return state
+  if len(set(trees)) > 1:
+    return state
+  return jax.tree.map(place, state, target, is_leaf=has_places)
 
 
 def apply_rule(
