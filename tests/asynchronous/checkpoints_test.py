@@ -58,6 +58,17 @@ class CheckpointsTest(parameterized.TestCase):
         (self.server.params, self.server.state),
     )
 
+  @parameterized.parameters(jnp.bfloat16, jnp.float8_e4m3fn, np.int8)
+  def test_restores_arrays_of_any_dtype_and_shape(self, dtype):
+    trees = {'params': [np.ones((2, 3), dtype), np.ones([], dtype), {}]}
+    saved = SAVED._replace(segment=0, global_step=1, trees=trees)
+    self.folder.mkdir()
+
+    checkpoints_lib.write(self.folder, saved)
+    found = checkpoints_lib.read(self.folder, 0, 1, trees)
+
+    chex.assert_trees_all_equal(found.trees, trees, strict=True)
+
   def test_none_is_found_in_an_empty_folder(self):
     found = checkpoints_lib.read_latest(self.folder, self.server.trees())
 

@@ -73,9 +73,12 @@ class RollForwardTest(unittest.TestCase):
     )
     self.records = asynchronous.read_journal(self.folder).copy()
 
-  def roll(self, workers, times=math.inf, max_attempts=99):
+  def roll(self, workers, times=math.inf, max_attempts=99, staleness=math.inf):
     options = in_flight.Options(
-        num_updates=0, patience=times, max_attempts=max_attempts
+        num_updates=0,
+        patience=times,
+        max_attempts=max_attempts,
+        staleness=staleness,
     )
     driver = driver_lib.Driver(TASK, TX, options, workers)
     for turn, _ in enumerate(driver.roll_forward(self.records, [1e-3])):
@@ -102,6 +105,22 @@ class RollForwardTest(unittest.TestCase):
     asynchronous_cases.assert_same_bits(found, self.result)
     # The workers that replace them compile again.
     self.assertEqual(restart.call_count, 2)
+
+  @mock.patch.object(in_flight, '_COMPILATION', 0.0)
+  @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
+  def test_durations_of_the_journal_show_that_the_first_batch_hangs(self):
+    found = self.roll(Hanging(TASK, 1, batch=0, num_times=1), times=4.0)
+
+    asynchronous_cases.assert_same_bits(found, self.result)
+
+  def test_less_staleness_drops_nothing_of_the_journal(self):
+    accepted = self.records[self.records['fate'] == 0]
+    ages = accepted['global_step'] - accepted['local_step']
+    self.assertGreater(ages.max(), 0)
+
+    found = self.roll(workers_lib.LocalWorkers(TASK, 3), staleness=0)
+
+    asynchronous_cases.assert_same_bits(found, self.result)
 
   @mock.patch.object(in_flight, '_COMPILATION', 0.0)
   @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
