@@ -58,7 +58,7 @@ class CheckpointsTest(parameterized.TestCase):
         (self.server.params, self.server.state),
     )
 
-  @parameterized.parameters(jnp.bfloat16, jnp.float8_e4m3fn, np.int8)
+  @parameterized.parameters(jnp.bfloat16, jnp.float8_e5m2, jnp.int4, bool)
   def test_restores_arrays_of_any_dtype_and_shape(self, dtype):
     trees = {'params': [np.ones((2, 3), dtype), np.ones([], dtype), {}]}
     saved = SAVED._replace(segment=0, global_step=1, trees=trees)
@@ -104,6 +104,15 @@ class CheckpointsTest(parameterized.TestCase):
         self.assertRegex(str(caught[0].message), '2.npz. cannot be used, an')
 
     self.assertGreater(num_damaged, len(data) / 6)
+
+  def test_part_of_a_checkpoint_is_removed_by_the_next_one(self):
+    self.save(1)
+    (self.folder / 'checkpoints/7.new').write_bytes(b'killed')
+
+    self.save(1)
+
+    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
+    self.assertEqual(saved, {'1.npz', '2.npz'})
 
   def test_full_disk_leaves_no_part_of_a_file_and_names_it(self):
     self.save(1)

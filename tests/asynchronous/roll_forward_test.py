@@ -34,6 +34,15 @@ class Unreliable(workers_lib.LocalWorkers):
     return events
 
 
+class Reversed(workers_lib.LocalWorkers):
+  """Returns the gradients that were begun last before the others."""
+
+  def wait(self, seconds):
+    if self._started:
+      self._started.rotate(1)
+    return super().wait(seconds)
+
+
 class Hanging(workers_lib.LocalWorkers):
   """Hangs at a batch some times, until it is replaced."""
 
@@ -112,6 +121,29 @@ class RollForwardTest(unittest.TestCase):
     found = self.roll(Hanging(TASK, 1, batch=0, num_times=1), times=4.0)
 
     asynchronous_cases.assert_same_bits(found, self.result)
+
+  def test_model_state_is_that_which_early_gradients_have_read(self):
+    # No gradient depends on it, so that no other error could show it.
+    task = asynchronous.Task(
+        init=lambda: {'w': np.ones(2, np.float32), 'sum': np.float32(0)},
+        gradient=lambda params, batch: (
+            {'w': params['w'] * batch, 'sum': params['sum'] + batch},
+            {},
+        ),
+        batch=np.float32,
+        model_state=('sum',),
+    )
+    folder = self.folder.parent / 'second'
+    options = {'folder': folder, 'staleness': 4, 'num_workers': 3}
+    due = asynchronous_cases.train(task, TX, **options)
+    driver = driver_lib.Driver(
+        task, TX, in_flight.Options(num_updates=0), Reversed(task, 3)
+    )
+
+    for _ in driver.roll_forward(asynchronous.read_journal(folder), [1e-3]):
+      pass
+
+    asynchronous_cases.assert_same_bits(driver.result(), due)
 
   def test_less_staleness_drops_nothing_of_the_journal(self):
     accepted = self.records[self.records['fate'] == 0]

@@ -206,6 +206,18 @@ class SegmentsTest(parameterized.TestCase):
     )
     self.assertEqual(list(result.report.segments), [0, 20])
 
+  def test_start_counts_if_its_checkpoint_could_not_be_written(self):
+    first = self.train(folder=None, num_updates=20)
+    write = mock.patch.object(np, 'savez', side_effect=OSError(28, 'disk full'))
+
+    with write, self.assertRaisesRegex(OSError, 'disk full'):
+      self.train(start=first)
+    result = self.train(start=first)
+
+    asynchronous_cases.assert_same_bits(
+        result, self.train(folder=None, start=first)
+    )
+
   @cases.parameters('start', 'change')
   def test_without_any_checkpoint_nothing_begins_at_other_parameters(self, why):
     first = self.train(num_updates=20)

@@ -58,10 +58,14 @@ def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
   try:
     with journal.naming(new):
       path.parent.mkdir(exist_ok=True)
+      # Others are of calls that were killed.
+      for left in path.parent.glob('*.new'):
+        left.unlink()
       with open(new, 'wb') as file:
         # Not the tree: another optimizer may have more nodes without leaves.
         leaves = parameter_server.leaves_of(checkpoint.trees)
-        np.savez(file, json.dumps(about), *leaves)
+        # NumPy does not know all dtypes, such as `bfloat16`.
+        np.savez(file, json.dumps(about), *map(_as_bytes, leaves))
         file.flush()
         os.fsync(file.fileno())
       new.rename(path)
@@ -101,7 +105,6 @@ def read(
       )
     except ValueError as error:
       raise LayoutError(str(error)) from error
-    # NumPy does not know all dtypes, such as `bfloat16`.
     leaves = [
         file[f'arr_{i}'].view(x.dtype).reshape(x.shape)
         for i, x in enumerate(parameter_server.leaves_of(like), 1)
@@ -152,6 +155,10 @@ def restore_start(
         f' {str(folder)!r}, got {_line(error)}'
     ) from error
   server.restore(**found.trees)
+
+
+def _as_bytes(leaf: np.ndarray) -> np.ndarray:
+  return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
 
 
 def _path(folder: pathlib.Path, segment: int, step: int) -> pathlib.Path:

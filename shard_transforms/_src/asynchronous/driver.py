@@ -289,6 +289,8 @@ class Driver:
     step = self.server.global_step
     self.tally.update(step, metrics)
     needed = self._in_flight.needed_steps(step)
+    # Those that have come back before their turn are applied later.
+    needed |= {int(self._records[n]['local_step']) for n in self._early}
     self.server.forget(needed)
     self._published = {
         s: published for s, published in self._published.items() if s in needed

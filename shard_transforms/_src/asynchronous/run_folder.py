@@ -62,7 +62,13 @@ class RunFolder:
     self._files.callback(self.journal.close)
 
   def begin(self, reason: str) -> None:
-    """Begins a segment at the latest checkpoint, or at the start of the run."""
+    """Begins a segment at the latest checkpoint, or at the start of the run.
+
+    Raises:
+      OSError: If that checkpoint cannot be written.
+    """
+    # A segment must not begin at a checkpoint that is never written.
+    self._wait()
     saved = self.saved
     start = journal_lib.Start(
         saved.segment, saved.num_records, saved.global_step, reason

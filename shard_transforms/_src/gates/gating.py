@@ -252,11 +252,11 @@ class Gate:
     jaxpr = traced.jaxpr
     if check is not None:
       check(jaxpr.jaxpr)
-    if accept is None:
-      return program(before, given)
     keeps_dtypes = _check_state(
         state, traced.out_tree.children()[1], jaxpr.out_avals
     )
+    if accept is None:
+      return program(before, given)
     # JAX adds an input for each array that `run` closes over.
     closes_over = len(jaxpr.in_avals) > len(before) + len(given)
     in_place = seldom and keeps_dtypes and not closes_over

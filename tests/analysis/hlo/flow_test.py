@@ -70,6 +70,17 @@ class GraphTest(parameterized.TestCase):
     self.assertEqual(node('sum').inputs, (node('scaled'), arguments[1]))
     self.assertEqual(arguments[2].users, [node('start'), node('copy')])
 
+  def test_operands_may_be_lines_that_are_not_understood(self):
+    text = TEXT.replace(
+        '  copy = f32[3]{0} copy(third.again)',
+        '  who == knows\n  copy = f32[3]{0} select(who, knows, third)',
+    )
+
+    nodes = hlo_flow.graph(hlo_text.parse(text)).nodes
+
+    (found,) = [n for n in nodes if n.opcode == 'select']
+    self.assertEqual(names(found.inputs), [('p', 2)])
+
   def test_finds_what_a_collective_gives(self):
     found = hlo_flow.results(node('start'))
 

@@ -228,9 +228,9 @@ class _Builder:
     # A `-done` returns what its `-start` computes.
     if opcode.endswith(('-done', '-update')) or opcode in _PASSES_ON:
       return given[0] if len(given) == 1 else tuple(given)
-    if opcode == 'select' and given[-2] is given[-1]:
-      return given[-1]
     if len(given) == len(instruction.operands):
+      if opcode == 'select' and given[1] is given[2]:
+        return given[1]
       called = self._module.called(instruction)
       if opcode in _CALLS:
         return self.run(called[0], around, given)[1]
