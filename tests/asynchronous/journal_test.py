@@ -142,6 +142,13 @@ class JournalTest(parameterized.TestCase):
       yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
+  def test_error_of_the_disk_keeps_its_text_and_names_the_file(self):
+    for error in OSError('no number'), OSError(28, 'no number'):
+      named = journal_lib.naming(self.folder / 'journal.bin')
+      expected = self.assertRaisesRegex(OSError, "no number: '.*journal.bin'")
+      with expected, named:
+        raise error
+
   def test_full_disk_leaves_no_half_of_a_header(self):
     with self.full_disk(40):
       self.write(1)

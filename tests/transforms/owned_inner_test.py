@@ -793,7 +793,7 @@ class RefusalTest(parameterized.TestCase):
       ),
       (
           lambda u: lax.psum(norm_of(u) ** 2, AXIS),
-          'no sum of numbers of single',
+          'numbers that each come from one leaf',
       ),
       (lambda u: lax.pmax(norm_of(u), AXIS), '`pmax` in it waits for shards'),
       (in_a_branch, '`psum` in it waits for shards'),

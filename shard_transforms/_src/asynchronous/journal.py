@@ -220,11 +220,16 @@ def segment_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-  """Raises errors of the disk with the name of a file."""
+  """Adds the name of a file to errors of the disk.
+
+  Raises:
+    OSError: If the body of the `with` statement does.
+  """
   try:
     yield
   except OSError as error:
-    raise OSError(error.errno, error.strerror, str(path)) from error
+    text = error.strerror or str(error)
+    raise OSError(error.errno, text, str(path)) from error
 
 
 class Journal:

@@ -302,7 +302,7 @@ def _own_entry(entries, axis):
 
 
 def _psum_in_slices(scatter_rows, x, axes, groups=None):
-  """Returns the sum over the shards, each of which adds up a slice.
+  """Returns the sum over the shards. Each shard adds up one slice.
 
   Unlike `psum`, it supports groups under `shard_map(check_vma=True)` too.
   """

@@ -160,7 +160,7 @@ class Reduction:
     return num_shards
 
   def num_slices(self) -> int:
-    """Returns how many shards reduce together, each of which has a slice."""
+    """Returns how many shards reduce together: each keeps one slice."""
     num_shards = self.num_shards()
     return num_shards if self.groups is None else len(self.groups[0])
 

@@ -21,7 +21,7 @@ class ShardedReduction(leaf_sums.Reduction):
   in_slices: ClassVar[bool] = True
 
   def check_mapped(self) -> None:
-    """Refuses a mesh of which an axis is left to the compiler.
+    """Refuses a mesh that leaves an axis to the compiler.
 
     Raises:
       ValueError: If there is one.

@@ -1,4 +1,4 @@
-"""The program of a transformation, of which each shard runs a part.
+"""The program of a transformation. Each shard runs a part of it.
 
 `inner` is traced once, on the whole tree, so that paths, labels, the number of
 leaves and random numbers mean what they say. A shard runs what the results of
@@ -186,7 +186,7 @@ class Dependence:
       if not belongs:
         return '`psum` adds up what is the same on all shards'
       if len(belongs) > 1 or MIXED in belongs:
-        return 'what it gives to `psum` is no sum of numbers of single leaves'
+        return '`psum` adds up more than numbers that each come from one leaf'
     return None
 
   def associated(self, known: Sequence[int | None]) -> list[int]:

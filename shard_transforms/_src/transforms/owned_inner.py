@@ -192,7 +192,7 @@ class OwnedInner:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-  """A program, of which each shard runs the part of the leaves that it owns.
+  """A program. Each shard runs its part for the leaves that the shard owns.
 
   Attributes:
     program: The program.
