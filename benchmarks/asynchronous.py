@@ -251,10 +251,12 @@ def accepting(size: str) -> Callable[[], Any]:
   params = programs.init(size)
   server = parameter_server.ParameterServer(programs.optimizer(), params)
   grads = from_store(params)
+  # This optimizer does not use the parameters that were read.
+  _, read = server.publish()
 
   def call():
     for _ in range(STEPS[size]):
-      server.accept(grads, server.global_step, None)
+      server.accept(grads, read, server.global_step)
     return server._params
 
   return call

@@ -38,7 +38,8 @@ class CheckpointsTest(parameterized.TestCase):
     """Accepts gradients and saves a checkpoint after each."""
     self.folder.mkdir(exist_ok=True)
     for _ in range(num_updates):
-      self.server.accept(np.ones(3, np.float32), self.server.global_step, None)
+      _, read = self.server.publish()
+      self.server.accept(np.ones(3, np.float32), read, self.server.global_step)
       checkpoint = SAVED._replace(
           segment=0,
           global_step=self.server.global_step,

@@ -13,6 +13,7 @@ import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import in_flight
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import recovery
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -64,7 +65,7 @@ class DriverTest(parameterized.TestCase):
     *_, result = recovery.drive(
         task,
         optax.sgd(0.1),
-        in_flight.Options(**(OPTIONS | options)),
+        options_lib.Options(**(OPTIONS | options)),
         self.folder,
         None,
         workers,

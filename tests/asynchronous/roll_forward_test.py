@@ -11,6 +11,7 @@ import asynchronous_cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import in_flight
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 TASK = asynchronous_cases.TASK
@@ -82,9 +83,9 @@ class RollForwardTest(unittest.TestCase):
     )
     self.records = asynchronous.read_journal(self.folder).copy()
 
-  def roll(self, workers, times=math.inf, max_attempts=99, staleness=math.inf):
-    options = in_flight.Options(
-        num_updates=0,
+  def roll(self, workers, times=math.inf, max_attempts=99, staleness=None):
+    options = options_lib.Options(
+        num_updates=1,
         patience=times,
         max_attempts=max_attempts,
         staleness=staleness,
@@ -137,7 +138,7 @@ class RollForwardTest(unittest.TestCase):
     options = {'folder': folder, 'staleness': 4, 'num_workers': 3}
     due = asynchronous_cases.train(task, TX, **options)
     driver = driver_lib.Driver(
-        task, TX, in_flight.Options(num_updates=0), Reversed(task, 3)
+        task, TX, options_lib.Options(num_updates=1), Reversed(task, 3)
     )
 
     for _ in driver.roll_forward(asynchronous.read_journal(folder), [1e-3]):
@@ -182,9 +183,28 @@ class RollForwardTest(unittest.TestCase):
     )
 
     with self.assertRaisesRegex(
-        RuntimeError, '`batch` of `task` must do again .* batch 7, got OSError'
+        RuntimeError,
+        '`batch` of `task` must work, got OSError.* batch 7 .* attempt 3',
     ):
-      self.roll(workers_lib.LocalWorkers(task, 1))
+      self.roll(workers_lib.LocalWorkers(task, 1), max_attempts=3)
+
+  def test_failure_that_passes_is_tried_again(self):
+    failed = []
+
+    def batch(number):
+      if number == 7 and not failed:
+        failed.append(number)
+        raise OSError('try again')
+      return asynchronous_cases.batch(number)
+
+    task = asynchronous.Task(
+        asynchronous_cases.init, asynchronous_cases.gradient, batch
+    )
+
+    found = self.roll(workers_lib.LocalWorkers(task, 2))
+
+    self.assertEqual(failed, [7])
+    asynchronous_cases.assert_same_bits(found, self.result)
 
   def test_missing_records_are_reported(self):
     accepted = np.flatnonzero(self.records['fate'] == 0)

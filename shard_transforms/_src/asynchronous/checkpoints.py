@@ -12,6 +12,7 @@ import numpy as np
 
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import task as task_lib
 
 _FOLDER = 'checkpoints'
 _END = '.npz'
@@ -53,7 +54,7 @@ def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
   """
   path = _path(folder, checkpoint.segment, checkpoint.global_step)
   about = checkpoint._replace(trees={})._asdict()
-  about['layout'] = parameter_server.layout(checkpoint.trees)
+  about['layout'] = task_lib.layout(checkpoint.trees)
   new = path.with_suffix('.new')
   try:
     with journal.naming(new):

@@ -10,9 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import journal
-from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import state_rules
 
 
@@ -26,67 +24,8 @@ class Outcome(enum.IntEnum):
   FAILED = 4  # A function of the task raised an error.
 
 
-def outcome_of(
-    reply: task_lib.Reply | None, age: int, staleness: float
-) -> Outcome:
-  """Returns the outcome of a gradient.
-
-  Args:
-    reply: The reply of its worker; `None` if the worker died.
-    age: The number of updates since its parameters were read.
-    staleness: The age up to which it is accepted.
-  """
-  if reply is None:
-    return Outcome.LOST
-  if reply.failure is not None:
-    return Outcome.FAILED
-  return Outcome.ACCEPTED if age <= staleness else Outcome.DROPPED
-
-
 # What `on_progress` may return.
 Command = Literal['params', 'stop'] | None
-
-
-class Attempts:
-  """The failed attempts at each batch."""
-
-  def __init__(self, max_attempts: int):
-    self._max_attempts = max_attempts
-    self._failed = collections.Counter[int]()
-
-  def num_failed(self, batch: int) -> int:
-    """Returns the number of failed attempts at a batch."""
-    return self._failed[batch]
-
-  def add(
-      self, assigned: in_flight.Assignment, failure: task_lib.Failure | None
-  ) -> None:
-    """Counts a failed attempt.
-
-    Args:
-      assigned: The batch and its worker.
-      failure: What a function of the task raised; `None` if the worker died or
-        hung.
-
-    Raises:
-      RuntimeError: If it was the last attempt.
-    """
-    self._failed[assigned.batch] += 1
-    attempts = self._failed[assigned.batch]
-    is_final = failure is not None and failure.is_final
-    if attempts < self._max_attempts and not is_final:
-      return
-    if failure is None:
-      raise RuntimeError(
-          f'The worker of batch {assigned.batch} has died or hung {attempts}'
-          ' times. The batch may be the cause. `max_attempts` is the number of'
-          ' attempts at a batch.'
-      )
-    raise RuntimeError(
-        f'`{failure.function}` of `task` must work, got {failure.message} in'
-        f' batch {assigned.batch} on worker {assigned.worker}, in attempt'
-        f' {attempts}.\n{failure.trace}'.rstrip()
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,10 +147,9 @@ class Tally:
     self.metrics = metrics
     self._history.append((global_step, metrics))
 
-  def rewind(self, global_step: int) -> None:
-    """Forgets all updates if some are after a global step, where they end."""
-    if any(step > global_step for step, _ in self._history):
-      self._history, self.metrics = [], None
+  def forget(self) -> None:
+    """Forgets all updates."""
+    self._history, self.metrics = [], None
 
   def seconds(self) -> float:
     """Returns the seconds since the run was started or resumed."""
@@ -227,18 +165,16 @@ class Tally:
       params: The parameters, if they are asked for.
       has_history: Whether it has the history, which the next one then lacks.
     """
-    counts = self._counts
-    history: list[tuple[int, Mapping[str, float]]] = []
-    if has_history:
-      history, self._history = self._history, []
+    history = self._history if has_history else []
+    self._history = self._history[len(history) :]
     return Report(
         global_step=global_step,
-        num_dropped=counts[Outcome.DROPPED],
-        num_late=counts[Outcome.LATE],
-        num_lost=counts[Outcome.LOST],
-        num_failed=counts[Outcome.FAILED],
+        num_dropped=self._counts[Outcome.DROPPED],
+        num_late=self._counts[Outcome.LATE],
+        num_lost=self._counts[Outcome.LOST],
+        num_failed=self._counts[Outcome.FAILED],
         num_recovered=self.num_recovered,
-        mean_age=self._total_age / max(counts[Outcome.ACCEPTED], 1),
+        mean_age=self._total_age / max(self._counts[Outcome.ACCEPTED], 1),
         seconds=self.seconds(),
         metrics=self.metrics or {},
         history=tuple(history),

@@ -12,6 +12,7 @@ from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import manifest
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
@@ -22,7 +23,7 @@ from shard_transforms._src.asynchronous import workers as workers_lib
 def drive(
     task: task_lib.Task,
     tx: optax.GradientTransformation,
-    options: in_flight.Options,
+    options: options_lib.Options,
     folder: pathlib.Path | None,
     start: outcomes.Result | None,
     workers: workers_lib.Workers,
@@ -43,7 +44,7 @@ def drive(
   if start is not None:
     found = {'params': start.params, 'state': start.opt_state}
     parameter_server.check_layout(
-        parameter_server.layout(found), server.trees(), '`start`'
+        task_lib.layout(found), server.trees(), '`start`'
     )
   with contextlib.ExitStack() as stack:
     run, recovery = None, iter(())
@@ -61,7 +62,7 @@ def drive(
 def redrive(
     task: task_lib.Task,
     tx: optax.GradientTransformation,
-    options: in_flight.Options,
+    options: options_lib.Options,
     folder: pathlib.Path,
     segments: list[journal.Segment],
     workers: workers_lib.Workers,
@@ -163,8 +164,7 @@ def _resume(run, driver):
     yield from driver.roll_forward(
         _first(segment), in_flight.durations(segment.records)
     )
-    driver.tally.rewind(-1)
-    server.restore(**restored)
+    driver.restore(**restored)
   tail = segment.records[num_before:]
   yield from driver.roll_forward(tail, in_flight.durations(segment.records))
   run.set_batches(tail, driver.options.on_drop)

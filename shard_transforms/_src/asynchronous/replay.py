@@ -8,14 +8,13 @@ import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import checkpoints
-from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import recovery
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.asynchronous import train
 from shard_transforms._src.base import arguments
 
 
@@ -76,19 +75,20 @@ def replay(
     >>> print(np.array_equal(first.params, again.params))
     True
   """
-  train.check_kinds(task, tx)
+  options_lib.check_task(task, tx)
   num_workers = arguments.as_at_least('num_workers', num_workers, 0)
   path = pathlib.Path(folder).expanduser().absolute()
   segments = _until(journal.read_segments(path), until)
   devices = segments[-1].manifest.get(parameter_server.DEVICES, 1)
-  options = in_flight.Options(num_updates=0, driver_devices=int(devices))
+  options = options_lib.Options(
+      num_updates=1,
+      cluster='local' if num_workers else None,
+      driver_devices=int(devices),
+  )
   if num_workers:
-    train.require_ray('`num_workers`')
-  else:
-    options = options.without_patience()
+    options_lib.require_ray('`num_workers`')
   drive = functools.partial(recovery.redrive, task, tx, options, path, segments)
-  cluster = 'local' if num_workers else None
-  return job.run(job.Job(drive, task, max(num_workers, 1), cluster))
+  return job.run(job.Job(drive, task, max(num_workers, 1), options.cluster))
 
 
 def read_checkpoint(
@@ -133,7 +133,7 @@ def read_checkpoint(
     >>> print(params, report.global_step)
     [0.25 0.25 0.25] 3
   """
-  train.check_kinds(task, tx)
+  options_lib.check_task(task, tx)
   path = pathlib.Path(folder).expanduser().absolute()
   server = parameter_server.ParameterServer(
       tx, task_lib.init_params(task), model_state=task.model_state

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from shard_transforms._src.asynchronous import checkpoints
-from shard_transforms._src.asynchronous import in_flight as in_flight_lib
 from shard_transforms._src.asynchronous import journal as journal_lib
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 
@@ -83,7 +83,7 @@ class RunFolder:
       server.restore(**found.trees)
     self.saved = found._replace(trees={})
 
-  def is_due(self, step: int, options: in_flight_lib.Options) -> bool:
+  def is_due(self, step: int, options: options_lib.Options) -> bool:
     """Returns whether a checkpoint is due at a global step."""
     seconds = time.monotonic() - self._saved_at
     num_updates = step - self.saved.global_step
@@ -151,9 +151,7 @@ class RunFolder:
           ' or name another folder.'
       )
 
-  def set_batches(
-      self, tail: np.ndarray, on_drop: in_flight_lib.OnDrop
-  ) -> None:
+  def set_batches(self, tail: np.ndarray, on_drop: options_lib.OnDrop) -> None:
     """Finds the batches that are left after the records since `saved`."""
     ends = [_Outcome.ACCEPTED]
     if on_drop == 'forget':

@@ -94,12 +94,6 @@ class Task:
           f'`Task` must have one of `batch` and `rollout`, got {given}.'
       )
 
-  def make_batch(self, params: Any, number: int) -> Any:
-    """Returns a batch, made with the parameters if it is a rollout."""
-    if self.rollout is not None:
-      return self.rollout(params, number)
-    return self.batch and self.batch(number)
-
 
 class Failure(NamedTuple):
   """What a function of a task raised.
@@ -151,7 +145,8 @@ def init_params(task: Task) -> Any:
         '`model_state` of `Task` must be keys of the dict that `init` returns,'
         f' got {task.model_state!r} for {list(keys)}.'
     )
-  for path, x in jax.tree.leaves_with_path(split(params, task.model_state)[0]):
+  trained, _ = split(params, task.model_state)
+  for path, x in jax.tree.leaves_with_path(trained):
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       raise TypeError(
           '`init` of `task` must return floating-point parameters, got'
@@ -169,6 +164,28 @@ def split(tree: Any, model_state: Sequence[str]) -> tuple[Any, dict[str, Any]]:
   return params, {key: tree[key] for key in model_state}
 
 
+def join(params: Any, model_state: Mapping[str, Any]) -> Any:
+  """Returns the tree that `split` takes apart."""
+  return {**params, **model_state} if model_state else params
+
+
+def layout(tree: Any) -> dict[str, str]:
+  """Returns dtypes and shapes of leaves, by their names."""
+  return {
+      leaves_lib.name_of(path): f'{x.dtype}{list(x.shape)}'
+      for path, x in jax.tree.leaves_with_path(tree)
+  }
+
+
+def differing(found: Mapping[str, str], like: Any) -> str:
+  """Returns where a layout differs from that of a tree, or nothing."""
+  due = layout(like)
+  for name in (*due, *found):
+    if found.get(name) != due.get(name):
+      return f'got {found.get(name)} instead of {due.get(name)} at {name}.'
+  return ''
+
+
 def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
   """Returns the reply of a worker, and the gradient on the host.
 
@@ -181,18 +198,22 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
   # On CPU, this is a view of shared memory, not a copy.
   params = jax.device_put(params)
   try:
-    batch = task.make_batch(params, number)
+    if task.rollout is not None:
+      batch = task.rollout(params, number)
+    else:
+      batch = task.batch and task.batch(number)
     function = 'gradient'
-    grads, metrics = _checked(task.gradient(params, batch), params)
-    grads = jax.tree.map(np.asarray, grads)
+    result = task.gradient(params, batch)
+    if problem := _problem(result, params):
+      failure = Failure(function, problem, '', is_final=True)
+      return Reply({}, 0, failure), None
+    grads = jax.tree.map(np.asarray, result[0])
+    metrics = {str(name): float(x) for name, x in result[1].items()}
     return Reply(metrics, checksum(grads)), grads
-  except _WrongGradientError as error:
-    failure = Failure(function, str(error), '', is_final=True)
   except Exception as error:  # Whatever a user's function raises.
     message = f'{type(error).__name__}: {error}'
     trace = ''.join(traceback.format_exception(error))
-    failure = Failure(function, message, trace)
-  return Reply({}, 0, failure), None
+    return Reply({}, 0, Failure(function, message, trace)), None
 
 
 def checksum(tree: Any) -> int:
@@ -213,45 +234,29 @@ def checksum(tree: Any) -> int:
   return total
 
 
-class _WrongGradientError(Exception):
-  """A result is not a gradient; another attempt would return the same."""
-
-
-def _checked(result, params):
-  """Returns the gradient of a result, and its metrics as numbers.
-
-  Raises:
-    _WrongGradientError: If the result is not a gradient of the parameters.
-  """
+def _problem(result, params):
+  """Returns why a result is no gradient and metrics, or nothing."""
   if not isinstance(result, tuple) or len(result) != 2:
-    raise _WrongGradientError(
+    return (
         'it must return the gradient and a dict of metrics, got'
         f' {type(result).__name__}.'
     )
   grads, metrics = result
-  if jax.tree.structure(grads) != jax.tree.structure(params):
-    raise _WrongGradientError(
-        'its gradient must be a tree like the parameters, got'
-        f' {jax.tree.structure(grads)} instead of {jax.tree.structure(params)}.'
+  grads = jax.tree.map(np.asarray, grads)
+  found, due = jax.tree.structure(grads), jax.tree.structure(params)
+  difference = differing(layout(grads), params)
+  if difference or found != due:
+    return (
+        'its gradient must have the tree, shapes and dtypes of the parameters,'
+        f' {difference or f"got {found} instead of {due}."}'
     )
-  for (path, x), p in zip(
-      jax.tree.leaves_with_path(grads), jax.tree.leaves(params), strict=True
-  ):
-    kind, due = (np.shape(x), np.asarray(x).dtype), (p.shape, p.dtype)
-    if kind != due:
-      raise _WrongGradientError(
-          'its gradient must have the shapes and dtypes of the parameters, got'
-          f' {kind[1]}{list(kind[0])} instead of {due[1]}{list(due[0])} at'
-          f' {leaves_lib.name_of(path)}.'
-      )
-  if isinstance(metrics, Mapping):
-    numbers = {str(name): np.asarray(x) for name, x in metrics.items()}
-    # Booleans, integers and floating-point numbers, of which `bfloat16` is one.
-    if all(
-        x.shape == () and (x.dtype.kind in 'biuf' or x.dtype == jnp.bfloat16)
-        for x in numbers.values()
-    ):
-      return grads, {name: float(x) for name, x in numbers.items()}
-  raise _WrongGradientError(
-      f'its metrics must be a dict of scalars, got {metrics!r}.'
-  )
+  if isinstance(metrics, Mapping) and all(map(_is_number, metrics.values())):
+    return ''
+  return f'its metrics must be a dict of scalars, got {metrics!r}.'
+
+
+def _is_number(x):
+  x = np.asarray(x)
+  # Booleans, integers and floating-point numbers, of which `bfloat16` is one.
+  is_real = x.dtype.kind in 'biuf' or x.dtype == jnp.bfloat16
+  return is_real and x.shape == ()

@@ -3,21 +3,17 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import functools
-import importlib.util
-import math
 import os
 import pathlib
-import sys
 from typing import Any, Literal
 
 import optax
 
-from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import recovery
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.base import arguments
 
 
 def train(
@@ -33,9 +29,9 @@ def train(
     folder: str | os.PathLike[str] | None = None,
     save_every: int = 100,
     save_seconds: float = 5.0,
-    on_change: in_flight.OnChange = 'raise',
+    on_change: options_lib.OnChange = 'raise',
     start: outcomes.Result | None = None,
-    on_drop: in_flight.OnDrop = 'again',
+    on_drop: options_lib.OnDrop = 'again',
     max_attempts: int = 3,
     weight: Callable[[int], float] | None = None,
     resources: Mapping[str, Any] | None = None,
@@ -146,124 +142,37 @@ def train(
     Parameter Server, 2013;
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
-  check_kinds(
-      task,
-      tx,
-      ('start', start, outcomes.Result | None, 'a `Result`'),
-      ('weight', weight, Callable | None, 'a function'),
-      ('on_progress', on_progress, Callable | None, 'a function'),
-      ('resources', resources, Mapping | None, 'a dict'),
-  )
-  count = arguments.as_at_least
-  age = math.inf if staleness is None else count('staleness', staleness, 0)
-  seconds = arguments.as_not_negative('save_seconds', save_seconds)
-  options = in_flight.Options(
-      num_updates=count('num_updates', num_updates, 1),
-      staleness=age,
-      pace=bool(pace),
-      patience=float(arguments.as_positive('patience', patience)),
-      save_every=count('save_every', save_every, 1),
-      save_seconds=float(seconds),
+  options = options_lib.Options(
+      num_updates=num_updates,
+      num_workers=num_workers,
+      staleness=staleness,
+      pace=pace,
+      patience=patience,
+      cluster=cluster,
+      save_every=save_every,
+      save_seconds=save_seconds,
       on_change=on_change,
       on_drop=on_drop,
-      max_attempts=count('max_attempts', max_attempts, 1),
+      max_attempts=max_attempts,
       weight=weight,
-      driver_devices=count('driver_devices', driver_devices, 1),
+      resources=resources,
+      driver_devices=driver_devices,
   )
-  num_workers = count('num_workers', num_workers, 1)
-  if patience < 1:
-    raise ValueError(f'`patience` must be at least 1, got {patience!r}.')
-  for name, value, first, second in (
-      ('on_drop', on_drop, 'again', 'forget'),
-      ('on_change', on_change, 'raise', 'continue'),
-  ):
-    if value not in (first, second):
-      raise ValueError(
-          f'`{name}` must be {first!r} or {second!r}, got {value!r}.'
-      )
-  if not _is_cluster(cluster):
-    raise ValueError(
-        "`cluster` must be None, 'local' or an address 'host:port', got"
-        f" {cluster!r}. For a cluster that runs on this host, 'auto' in Ray,"
-        " write '127.0.0.1:6379'. In place of 'ray://host:10001', start this"
-        " program on a node, and write 'host:6379'."
-    )
+  options_lib.check_task(task, tx)
+  options_lib.check_kinds(
+      ('start', start, outcomes.Result | None, 'a `Result`'),
+      ('on_progress', on_progress, Callable | None, 'a function'),
+  )
   path = None
   if folder is not None:
     path = pathlib.Path(folder).expanduser().absolute()
-    require_posix('`folder`')
+    options_lib.require_posix('`folder`')
   if cluster is not None:
-    require_ray(f'`cluster` {cluster!r}')
-  else:
-    options = options.without_patience()
+    options_lib.require_ray(f'`cluster` {cluster!r}')
   drive = functools.partial(recovery.drive, task, tx, options, path, start)
   given = dict(resources or {'num_cpus': 1})
   is_resumable = path is not None
   return job.run(
-      job.Job(drive, task, num_workers, cluster, given, is_resumable),
+      job.Job(drive, task, options.num_workers, cluster, given, is_resumable),
       on_progress,
   )
-
-
-def check_kinds(task: Any, tx: Any, *more: tuple[str, Any, Any, str]) -> None:
-  """Checks the first two arguments, and names, values and kinds of others.
-
-  Raises:
-    TypeError: If one of them is of the wrong kind.
-  """
-  for name, value, kind, words in (
-      ('task', task, task_lib.Task, 'a `Task`'),
-      (
-          'tx',
-          tx,
-          optax.GradientTransformation,
-          'an `optax.GradientTransformation`',
-      ),
-      *more,
-  ):
-    if not isinstance(value, kind):
-      raise TypeError(f'`{name}` must be {words}, got {value!r}.')
-
-
-def require_posix(user: str) -> None:
-  """Checks that the system can lock files and kill groups of processes.
-
-  Raises:
-    OSError: If it is not POSIX; the error names the argument that needs it.
-  """
-  if not _is_installed('fcntl'):
-    raise OSError(
-        f'{user} must be used on a POSIX system such as Linux or macOS, got'
-        f' {sys.platform!r}. Train with `cluster=None` and without a `folder`.'
-    )
-
-
-def require_ray(user: str) -> None:
-  """Checks that an argument can start or join Ray.
-
-  Raises:
-    ImportError: If Ray is not installed.
-    OSError: If the system is not POSIX.
-  """
-  require_posix(user)
-  if not _is_installed('ray'):
-    raise ImportError(
-        f"{user} must have the library 'ray', which is not installed. Run `pip"
-        " install 'shard_transforms[ray]'`."
-    )
-
-
-def _is_cluster(cluster):
-  is_address = (
-      isinstance(cluster, str)
-      and cluster.rpartition(':')[2].isdigit()
-      and '//' not in cluster
-  )
-  return cluster in (None, 'local') or is_address
-
-
-def _is_installed(module):
-  try:
-    return importlib.util.find_spec(module) is not None
-  except ModuleNotFoundError:
-    return False
