@@ -133,7 +133,7 @@ class GradientsTest(parameterized.TestCase):
 
     gradients.settle(in_flight_lib.Assignment(5, 1, 0, (0, None)), event)
 
-    written = gradients._folder.journal.write.call_args.kwargs
+    written = gradients._folder.write.call_args.kwargs
     self.assertEqual(written['fate'], outcome)
     is_accepted = outcome == Outcome.ACCEPTED
     self.assertEqual(gradients._server.accept.called, is_accepted)

@@ -10,7 +10,6 @@ import optax
 
 from shard_transforms._src.asynchronous import gradients as gradients_lib
 from shard_transforms._src.asynchronous import in_flight as in_flight_lib
-from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
@@ -68,13 +67,12 @@ class Driver:
     return outcomes.Result(params, self.server.state, report)
 
   def reports(
-      self, folder: run_folder.RunFolder | None, recovery: Iterator[None]
+      self, recovery: Generator[None, None, run_folder.RunFolder | None]
   ) -> Generator[outcomes.Report, outcomes.Command, None]:
     """Trains to the end, and yields its progress at intervals.
 
     Args:
-      folder: Where the outcomes are written once the run has recovered.
-      recovery: Resumes where the folder ends; see `recovery.recover`.
+      recovery: Resumes where the folder ends, and returns it, if there is one.
 
     Raises:
       OSError: If the journal or a checkpoint cannot be written.
@@ -84,7 +82,7 @@ class Driver:
     """
     reported = last_ready = time.monotonic()
     command = None
-    for _ in self._turns(folder, recovery):
+    for _ in self._turns(recovery):
       now = time.monotonic()
       if self._workers.ready():
         last_ready = now
@@ -138,15 +136,14 @@ class Driver:
       if gradients:
         yield
 
-  def _turns(self, folder, recovery):
+  def _turns(self, recovery):
     """Recovers and trains; yields after each turn."""
-    yield from recovery
+    folder = yield from recovery
     if folder is not None:
-      step, saved = self.server.global_step, folder.saved
-      self.tally.num_recovered = step - saved.global_step
+      saved = folder.saved
+      self.tally.num_recovered = self.server.global_step - saved.global_step
       if self.tally.metrics is None:
         self.tally.metrics = saved.metrics or None
-      self.tally.add_all(journal.read_segments(folder.path))
     self._new = gradients_lib.Gradients(*self._parts, folder)
     while self.server.global_step < self.options.num_updates:
       self._turn(self._new)

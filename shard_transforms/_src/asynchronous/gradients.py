@@ -155,7 +155,7 @@ class Gradients:
             f' {weight!r} at age {age}.'
         )
     if self._folder is not None:
-      self._folder.journal.write(
+      self._folder.write(
           batch=assigned.batch,
           local_step=assigned.local_step,
           global_step=step,
@@ -180,9 +180,12 @@ class Gradients:
   def save(self) -> None:
     """Writes a checkpoint. No gradient that counts may be in flight."""
     if self._folder is not None:
-      ready = [assigned.batch for assigned in self.waiting]
-      metrics = self._tally.metrics or {}
-      self._folder.save(self._server, self._next_batch, ready, metrics)
+      self._folder.save(
+          self._server,
+          next_batch=self._next_batch,
+          ready=[assigned.batch for assigned in self.waiting],
+          metrics=self._tally.metrics or {},
+      )
 
   def _publish(self):
     """Publishes the parameters, once for each global step."""
