@@ -123,7 +123,7 @@ class Driver:
       After each turn but the last.
 
     Raises:
-      RuntimeError: If a function of the task fails, or a worker dies or hangs
+      RuntimeError: If a function of the task fails, or a worker dies or hangs,
         at each attempt at a batch.
       ValueError: If a gradient has other bits than before.
     """

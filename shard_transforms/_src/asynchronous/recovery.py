@@ -65,7 +65,7 @@ def redrive(
   """Replays the last of some segments of a journal, and yields the result.
 
   Raises:
-    RuntimeError: If a function of the task fails, or a worker dies or hangs at
+    RuntimeError: If a function of the task fails, or a worker dies or hangs, at
       each attempt at a batch.
     ValueError: If it is of another task, optimizer or machine, or damaged.
   """
@@ -95,7 +95,7 @@ def _recover(driver, folder, given, stack):
 
   Raises:
     OSError: If the folder cannot be written.
-    RuntimeError: If a function of the task fails, or a worker dies or hangs
+    RuntimeError: If a function of the task fails, or a worker dies or hangs,
       at each attempt at a batch.
     ValueError: If the folder is damaged, or was written by another task,
       optimizer or machine, and `on_change` is `'raise'`.
@@ -144,7 +144,7 @@ def _catch_up(driver, segment, start, saved):
     At intervals.
 
   Raises:
-    RuntimeError: If a function of the task fails, or a worker dies or hangs
+    RuntimeError: If a function of the task fails, or a worker dies or hangs,
       at each attempt at a batch.
     ValueError: If the segment is damaged, or of another task.
   """

@@ -50,7 +50,7 @@ def replay(
     FileNotFoundError: If there is no journal in `folder`.
     ImportError: If `num_workers` is positive and Ray is not installed.
     OSError: If `num_workers` is positive and the system is not POSIX.
-    RuntimeError: If a function of the task fails, or workers die or hang three
+    RuntimeError: If a function of the task fails, or workers die or hang, three
       times in one batch.
     TypeError: If an argument is of the wrong kind.
     ValueError: If the journal is damaged, of another task, optimizer or
