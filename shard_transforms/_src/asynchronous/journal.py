@@ -264,7 +264,9 @@ def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
       new.rename(path)
       folder = os.open(path.parent, os.O_RDONLY)
-      os.fsync(folder)
+      # Not every file system can.
+      with contextlib.suppress(OSError):
+        os.fsync(folder)
       os.close(folder)
     finally:
       new.unlink(missing_ok=True)
