@@ -1,3 +1,5 @@
+import os
+import stat
 from unittest import mock
 import warnings
 
@@ -40,17 +42,20 @@ class CheckpointsTest(parameterized.TestCase):
     for _ in range(num_updates):
       self.server.accept(np.ones(3, np.float32), self.server.global_step, None)
       checkpoint = SAVED._replace(
-          segment=0,
-          global_step=self.server.global_step,
-          trees=self.server.trees(),
+          global_step=self.server.global_step, trees=self.server.trees()
       )
       checkpoints_lib.write(self.folder, checkpoint)
     return checkpoint
 
+  def read(self):
+    found = checkpoints_lib.read_latest(self.folder, make_server().trees())
+    assert found is not None
+    return found
+
   def test_restores_a_server(self):
     saved = self.save(1)
 
-    found = checkpoints_lib.read_latest(self.folder, make_server().trees())
+    found = self.read()
 
     self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
     asynchronous_cases.assert_same_bits(
@@ -61,18 +66,19 @@ class CheckpointsTest(parameterized.TestCase):
   @parameterized.parameters(jnp.bfloat16, jnp.float8_e5m2, jnp.int4, bool)
   def test_restores_arrays_of_any_dtype_and_shape(self, dtype):
     trees = {'params': [np.ones((2, 3), dtype), np.ones([], dtype), {}]}
-    saved = SAVED._replace(segment=0, global_step=1, trees=trees)
+    saved = SAVED._replace(global_step=1, trees=trees)
     self.folder.mkdir()
 
     checkpoints_lib.write(self.folder, saved)
-    found = checkpoints_lib.read(self.folder, 0, 1, trees)
+    found = checkpoints_lib.read_latest(self.folder, trees)
 
+    assert found is not None
     chex.assert_trees_all_equal(found.trees, trees, strict=True)
 
   def test_none_is_found_in_an_empty_folder(self):
     found = checkpoints_lib.read_latest(self.folder, self.server.trees())
 
-    self.assertEqual(found, checkpoints_lib.Checkpoint())
+    self.assertIsNone(found)
     self.assertFalse(self.folder.exists())
 
   def test_keeps_the_last_two(self):
@@ -95,19 +101,19 @@ class CheckpointsTest(parameterized.TestCase):
       path.write_bytes(flipped)
       with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
-        found = checkpoints_lib.read_latest(self.folder, self.server.trees())
+        found = self.read()
       if found.global_step == 2:
         # Not each byte means something.
         chex.assert_trees_all_equal(found.trees, due, strict=True)
       else:
         num_damaged += 1
-        self.assertRegex(str(caught[0].message), '2.npz. cannot be used, an')
+        self.assertRegex(str(caught[0].message), '2.npz. cannot be used: ')
 
     self.assertGreater(num_damaged, len(data) / 6)
 
   def test_part_of_a_checkpoint_is_removed_by_the_next_one(self):
     self.save(1)
-    (self.folder / 'checkpoints/7.new').write_bytes(b'killed')
+    (self.folder / 'checkpoints/incomplete').write_bytes(b'killed')
 
     self.save(1)
 
@@ -118,18 +124,31 @@ class CheckpointsTest(parameterized.TestCase):
     self.save(1)
 
     # A folder cannot be opened as a file.
-    (self.folder / 'checkpoints/2.new').mkdir()
-    with self.assertRaisesRegex(OSError, '2.new'):
+    (self.folder / 'checkpoints/incomplete').mkdir()
+    with self.assertRaisesRegex(OSError, 'checkpoints/incomplete'):
       self.save(1)
-    (self.folder / 'checkpoints/2.new').rmdir()
+    (self.folder / 'checkpoints/incomplete').rmdir()
     write = mock.patch.object(
         np, 'savez', side_effect=OSError(28, 'No space left on device')
     )
-    with write, self.assertRaisesRegex(OSError, 'No space left .*3.new'):
+    with write, self.assertRaisesRegex(OSError, 'No space left .*/incomplete'):
       self.save(1)
 
     saved = [path.name for path in (self.folder / 'checkpoints').iterdir()]
     self.assertEqual(saved, ['1.npz'])
+
+  def test_its_name_is_on_the_disk_before_the_one_before_is_deleted(self):
+    self.save(2)
+    synced = []
+
+    def fsync(descriptor):
+      if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        synced.append(sorted(os.listdir(self.folder / 'checkpoints')))
+
+    with mock.patch.object(os, 'fsync', fsync):
+      self.save(1)
+
+    self.assertEqual(synced, [['1.npz', '2.npz', '3.npz']])
 
   def test_damaged_checkpoint_makes_room_for_new_ones(self):
     self.save(2)

@@ -242,8 +242,8 @@ class TimeLimitsTest(parameterized.TestCase):
 
   def test_later_attempts_have_twice_the_time(self):
     limits = in_flight_lib.TimeLimits(3.0)
-    limits.extend([1.0, 2.0, 30.0])
-    limits.add(0, 2.0)
+    for seconds in 7.0, 1.0, 2.0, 30.0, 2.0:
+      limits.add(0, seconds)
 
     found = [limits.late_at(assigned(0, attempt)) for attempt in (1, 2, 3)]
 
@@ -252,8 +252,8 @@ class TimeLimitsTest(parameterized.TestCase):
   def test_hangs_after_five_times_that_and_at_least_five_seconds(self):
     short, long = in_flight_lib.TimeLimits(4.0), in_flight_lib.TimeLimits(4.0)
     for limits, seconds in (short, 0.1), (long, 10.0):
-      limits.extend([seconds])
       limits.add(0, 1.0)
+      limits.add(0, seconds)
 
     self.assertEqual(short.hung_at(assigned(0, 1)), 5.0)
     self.assertEqual(long.hung_at(assigned(0, 1)), 200.0)
@@ -264,12 +264,21 @@ class TimeLimitsTest(parameterized.TestCase):
     before = limits.late_at(assigned(7, 1)), limits.hung_at(assigned(7, 1))
 
     limits.add(7, 60.0)
+    limits.add(7, 2.0)
     between = limits.late_at(assigned(7, 1))
     limits.restart(7)
 
     self.assertEqual(before, (124.0, 140.0))
-    self.assertEqual(between, 4.0)
-    self.assertEqual(limits.late_at(assigned(7, 1)), 124.0)
+    self.assertEqual(between, 8.0)
+    self.assertEqual(limits.late_at(assigned(7, 1)), 128.0)
+
+  def test_journal_of_a_faster_machine_counts_until_a_gradient_is_back(self):
+    limits = in_flight_lib.TimeLimits(4.0)
+    limits.extend([1.0] * 100)
+
+    limits.add(0, 10.0)
+
+    self.assertEqual(limits.late_at(assigned(0, 1)), 40.0)
 
 
 class DurationsTest(parameterized.TestCase):

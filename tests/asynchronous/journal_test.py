@@ -10,7 +10,9 @@ import numpy as np
 import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import checkpoints
 from shard_transforms._src.asynchronous import journal as journal_lib
+from shard_transforms._src.asynchronous import run_folder
 
 MANIFEST = {'optimizer': 'a', 'machine': 'b'}
 START = journal_lib.Start()
@@ -26,12 +28,15 @@ class JournalTest(parameterized.TestCase):
     self.path = self.folder / 'journal.bin'
 
   def write(self, num_records):
-    with contextlib.closing(
-        journal_lib.Journal(self.folder, 0, MANIFEST, START)
-    ) as journal:
-      for _ in range(num_records):
-        number = journal.num_records
-        journal.write(batch=number, worker=2, fate=number % 3, weight=0.5)
+    if not self.path.exists():
+      journal_lib.create_segment(self.folder, 0, MANIFEST, START)
+    segment = journal_lib.read_segment(self.folder, 0)
+    saved = checkpoints.Checkpoint()
+    run = run_folder.RunFolder(segment, saved, 'again')
+    with contextlib.closing(run):
+      for number in range(num_records):
+        number += len(segment.records)
+        run.write(batch=number, worker=2, fate=number % 3, weight=0.5)
 
   def flip(self, place):
     data = bytearray(self.path.read_bytes())
@@ -85,9 +90,10 @@ class JournalTest(parameterized.TestCase):
 
     segment = journal_lib.read_segment(self.folder, 0)
 
-    segment.check(record + 1)
+    crc = int(segment.records['crc'][record])
+    segment.check(record + 1, crc)
     with self.assertRaisesRegex(ValueError, f'damaged at record {record} of 4'):
-      segment.check(record)
+      segment.check(record, segment.cut(record).last_crc)
 
   def test_flipped_bit_of_the_header_is_reported(self):
     self.write(1)
@@ -96,7 +102,12 @@ class JournalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'damaged in its header'):
       asynchronous.read_journal(self.folder)
 
-  @cases.parameters(b'', b'shard_transforms jour', b'PK\x03\x04 something else')
+  @cases.parameters(
+      b'',
+      b'shard_transforms jour',
+      b'PK\x03\x04 something else',
+      b'shard_transforms journal 2\n[{}, [-1, 0, 0, ""]]\n15534411\n',
+  )
   def test_other_file_is_refused(self, data):
     self.path.write_bytes(data)
 
@@ -113,16 +124,13 @@ class JournalTest(parameterized.TestCase):
 
   def test_later_segment_replaces_what_follows_its_start(self):
     self.write(5)
-    start = journal_lib.Start(0, 3, 2, 'another machine')
-    with contextlib.closing(
-        journal_lib.Journal(self.folder, 1, MANIFEST, start)
-    ) as journal:
-      journal.write(batch=9)
+    start = journal_lib.Start(3, 2, 'another machine')
+    journal_lib.create_segment(self.folder, 1, MANIFEST, start)
 
     found = asynchronous.read_journal(self.folder)
     first, second = journal_lib.read_segments(self.folder)
 
-    self.assertEqual(found['batch'].tolist(), [0, 1, 2, 9])
+    self.assertEqual(found['batch'].tolist(), [0, 1, 2])
     self.assertLen(first.records, 3)
     self.assertEqual(second.start, start)
 

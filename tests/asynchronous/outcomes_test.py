@@ -67,7 +67,7 @@ class TallyTest(parameterized.TestCase):
         journal.Segment(
             pathlib.Path('run'),
             {},
-            journal.Start(0, 3, 5, 'why'),
+            journal.Start(3, 5, 'why'),
             records[3:],
             0,
         ),

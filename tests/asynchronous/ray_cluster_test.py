@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -307,14 +308,20 @@ class TwoNodesTest(parameterized.TestCase):
 
   def run_program(self, code, folder):
     """Returns what a program with a cluster of its own prints."""
-    return subprocess.run(
-        [sys.executable, '-c', code, folder],
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=300,
-        check=True,
-    ).stdout
+    # Ray's sockets are there. Their paths must be shorter than 108 bytes.
+    with tempfile.TemporaryDirectory(dir='/tmp') as temporary:
+      return subprocess.run(
+          [sys.executable, '-c', code, folder],
+          env={
+              **os.environ,
+              'PYTHONPATH': os.pathsep.join(sys.path),
+              'RAY_TMPDIR': temporary,
+          },
+          stdout=subprocess.PIPE,
+          text=True,
+          timeout=300,
+          check=True,
+      ).stdout
 
   @pytest.mark.repeated(8)
   def test_node_that_dies_takes_no_update_with_it(self):

@@ -107,7 +107,17 @@ class RecoveryTest(parameterized.TestCase):
     self.resume()
     (self.folder / 'journal.bin').unlink()
 
-    with self.assertRaisesRegex(ValueError, 'must have at least .* got 0'):
+    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
+      self.resume()
+
+  def test_refuses_checkpoints_of_another_run(self):
+    self.resume()
+    journal = (self.folder / 'journal.bin').read_bytes()
+    self.folder = self.folder.parent / 'second'
+    self.resume(pace=True)
+    (self.folder / 'journal.bin').write_bytes(journal)
+
+    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
       self.resume()
 
   @cases.parameters(0, 1)

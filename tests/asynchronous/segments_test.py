@@ -15,8 +15,8 @@ import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import manifest
-from shard_transforms._src.asynchronous import run_folder
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
@@ -178,7 +178,7 @@ class SegmentsTest(parameterized.TestCase):
     )
     without = self.train(folder=None, start=first)
 
-    self.assertEqual(list(result.report.segments), [0, 20])
+    self.assertEqual(list(result.report.segments), [20])
     self.assertEqual(result.report.global_step, 30)
     journal = asynchronous.read_journal(folder)
     self.assertEqual(journal['batch'].tolist(), list(range(20, 30)))
@@ -188,23 +188,38 @@ class SegmentsTest(parameterized.TestCase):
     )
     again = self.train(folder=folder, start=first, num_updates=35)
     self.assertEqual(again.report.global_step, 35)
+    begin = asynchronous.replay(folder, TASK, TX, until=20)
+    asynchronous_cases.assert_same_bits(begin, first)
+    with self.assertRaisesRegex(ValueError, '`until` must be at least 20'):
+      asynchronous.replay(folder, TASK, TX, until=19)
 
-  def test_start_counts_if_the_first_call_was_killed_before_its_checkpoint(
-      self,
-  ):
+  @cases.parameters(True, False)
+  def test_start_counts_if_it_is_given_after_a_call_that_was_killed(self, has):
     first = self.train(folder=None, num_updates=20)
-    save = mock.patch.object(
-        run_folder.RunFolder, 'save', side_effect=OSError('killed')
+    create = mock.patch.object(
+        journal, 'create_segment', side_effect=OSError('killed')
     )
+    given = {'start': first} if has else {}
 
-    with save, self.assertRaisesRegex(OSError, 'killed'):
+    with create, self.assertRaisesRegex(OSError, 'killed'):
       self.train(start=first)
-    result = self.train(start=first)
+    result = self.train(**given)
 
     asynchronous_cases.assert_same_bits(
-        result, self.train(folder=None, start=first)
+        result, self.train(folder=None, **given)
     )
-    self.assertEqual(list(result.report.segments), [0, 20])
+    self.assertEqual(list(result.report.segments), [20] if has else [0])
+    again = asynchronous.replay(self.folder, TASK, TX)
+    asynchronous_cases.assert_same_bits(again, result)
+    for saved in (self.folder / 'checkpoints').glob('[0-9]*.npz'):
+      saved.unlink()
+    read = functools.partial(
+        asynchronous.read_checkpoint, self.folder, TASK, TX
+    )
+    if has:
+      asynchronous_cases.assert_same_bits(read(), first)
+    else:
+      self.assertRaises(FileNotFoundError, read)
 
   def test_start_counts_if_its_checkpoint_could_not_be_written(self):
     first = self.train(folder=None, num_updates=20)
@@ -233,9 +248,8 @@ class SegmentsTest(parameterized.TestCase):
 
     with (
         change('optax'),
-        self.assertRaisesRegex(
-            ValueError, 'must have an intact checkpoint, .* goes on from one,'
-        ),
+        self.assertWarnsRegex(RuntimeWarning, 'start.npz. cannot be used'),
+        self.assertRaisesRegex(ValueError, 'start.npz. must be an intact chec'),
     ):
       self.train(folder=folder, on_change='continue')
 
@@ -265,16 +279,42 @@ class SegmentsTest(parameterized.TestCase):
 
     self.assertEqual(self.train().report.segments, {0: ''})
 
+  def test_damaged_checkpoints_of_a_segment_leave_its_start(self):
+    self.train(num_updates=15)
+    with change('optax'):
+      first = self.train(on_change='continue')
+      for saved in (self.folder / 'segment_1/checkpoints').glob('[23]*.npz'):
+        saved.write_bytes(b'damaged')
+
+      with self.assertWarnsRegex(RuntimeWarning, '30.npz. cannot be used'):
+        again = self.train()
+
+    self.assertEqual(again.report.num_recovered, 15)
+    asynchronous_cases.assert_same_bits(again, first)
+
   def test_lost_start_of_a_segment_is_reported(self):
     self.train(num_updates=15)
     with change('optax'):
-      self.train(on_change='continue')
-      (self.folder / 'checkpoints').rename(self.folder / 'gone')
+      first = self.train(on_change='continue')
+      (self.folder / 'segment_1/checkpoints/start.npz').unlink()
+      lost = functools.partial(
+          self.assertWarnsRegex, RuntimeWarning, 'start.npz. cannot be used'
+      )
+      refused = functools.partial(
+          self.assertRaisesRegex, ValueError, 'start.npz. must be an intact ch'
+      )
 
-      with self.assertRaisesRegex(
-          ValueError, 'Checkpoint 15 of segment 0 must be in'
-      ):
+      with lost(), refused():
         asynchronous.replay(self.folder, TASK, TX)
+      with lost(), refused():
+        self.train(num_updates=35)
+      with lost():
+        result = self.train(num_updates=35, on_change='continue')
+
+    self.check(result, 35, [0, 15, 30])
+    read = asynchronous.read_checkpoint(self.folder, TASK, TX)
+    asynchronous_cases.assert_same_bits(read, result)
+    self.assertEqual(first.report.global_step, 30)
 
   def test_folder_in_the_home_folder_is_expanded(self):
     home = self.folder.parent

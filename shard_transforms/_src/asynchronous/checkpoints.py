@@ -1,9 +1,8 @@
-"""The checkpoints of a run: one file of `numpy.savez` each."""
+"""The checkpoints of a segment of a run: one file of `numpy.savez` each."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import json
-import os
 import pathlib
 from typing import Any, NamedTuple
 import warnings
@@ -14,24 +13,25 @@ from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import parameter_server
 
 _FOLDER = 'checkpoints'
-_END = '.npz'
+_START = 'start'
+
+# The arguments of `ParameterServer.restore`.
+Trees = Mapping[str, Any]
 
 
 class Checkpoint(NamedTuple):
-  """A checkpoint; by default, there is none.
+  """A checkpoint; by default, the start of a run.
 
   Attributes:
-    segment: The number of its segment of the journal; -1 if there is none.
     global_step: Its global step.
     num_records: Number of records that the segment had.
     last_crc: The `crc` of the last of them, or 0.
     next_batch: The first batch that had not been assigned.
     ready: The earlier batches that had to be computed again.
     metrics: The metrics of the last update.
-    trees: The arguments of `ParameterServer.restore`, if they were read.
+    trees: Its parameters and its state.
   """
 
-  segment: int = -1
   global_step: int = 0
   num_records: int = 0
   last_crc: int = 0
@@ -41,136 +41,126 @@ class Checkpoint(NamedTuple):
   trees: Mapping[str, Any] = {}
 
 
-class LayoutError(ValueError):
-  """A checkpoint is intact, and of other parameters or another optimizer."""
-
-
 def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
-  """Writes a checkpoint of a run; keeps the one before it, and no other.
+  """Writes a checkpoint; keeps the one before it, and no other.
+
+  Args:
+    folder: The folder of the segment.
+    checkpoint: The checkpoint.
 
   Raises:
     OSError: If it cannot be written.
   """
-  path = _path(folder, checkpoint.segment, checkpoint.global_step)
-  about = checkpoint._replace(trees={})._asdict()
-  about['layout'] = parameter_server.layout(checkpoint.trees)
-  new = path.with_suffix('.new')
-  try:
-    with journal.naming(new):
-      path.parent.mkdir(exist_ok=True)
-      # Others are of calls that were killed.
-      for left in path.parent.glob('*.new'):
-        left.unlink()
-      with open(new, 'wb') as file:
-        # Not the tree: another optimizer may have more nodes without leaves.
-        leaves = parameter_server.leaves_of(checkpoint.trees)
-        # NumPy does not know all dtypes, such as `bfloat16`.
-        np.savez(file, json.dumps(about), *map(_as_bytes, leaves))
-        file.flush()
-        os.fsync(file.fileno())
-      new.rename(path)
-  finally:
-    new.unlink(missing_ok=True)
-  steps = _steps(folder, checkpoint.segment)
-  place = steps.index(checkpoint.global_step)
+  _write(_path(folder, checkpoint.global_step), checkpoint)
+  steps = _steps(folder)
   # Later ones are damaged: the run would have gone on from them.
-  for step in steps[: max(place - 1, 0)] + steps[place + 1 :]:
-    _path(folder, checkpoint.segment, step).unlink()
+  kept = [step for step in steps if step <= checkpoint.global_step][-2:]
+  for step in set(steps) - set(kept):
+    _path(folder, step).unlink()
 
 
-def read(
-    folder: pathlib.Path, segment: int, step: int, like: Mapping[str, Any]
-) -> Checkpoint:
-  """Returns the checkpoint of a segment at a global step.
+def begin_segment(
+    folder: pathlib.Path,
+    manifest: Mapping[str, Any],
+    reason: str,
+    saved: Checkpoint | None,
+) -> journal.Segment:
+  """Begins a segment of a run at a checkpoint, or at the initial parameters.
+
+  Raises:
+    OSError: If it cannot be written; nothing has then begun.
+  """
+  number = journal.last_segment(folder) + 1
+  path = _path(journal.segment_folder(folder, number), _START)
+  start = journal.Start()
+  if saved is None:
+    # Another one is of a call that was killed.
+    path.unlink(missing_ok=True)
+  else:
+    _write(path, saved._replace(num_records=0, last_crc=0))
+    start = journal.Start(saved.num_records, saved.global_step, reason)
+  return journal.create_segment(folder, number, manifest, start)
+
+
+def read_latest(folder: pathlib.Path, like: Trees) -> Checkpoint | None:
+  """Returns the latest intact checkpoint of a segment, if there is one.
 
   Args:
-    folder: The folder of the run.
-    segment: The number of the segment.
-    step: The global step.
+    folder: The folder of the segment.
     like: Trees of the same structures, shapes and dtypes.
 
   Raises:
-    LayoutError: If it has leaves of other names, shapes or dtypes.
-    Exception: If it is damaged.
+    ValueError: If it has leaves of other names, shapes or dtypes.
   """
-  path = _path(folder, segment, step)
-  # It compares a checksum of each array.
-  with np.load(path) as file:
-    about = json.loads(str(file['arr_0']))
-    try:
-      parameter_server.check_layout(
-          about.pop('layout'),
-          like,
-          f'Checkpoint {step} of {str(path.parent)!r}',
-      )
-    except ValueError as error:
-      raise LayoutError(str(error)) from error
-    leaves = [
-        file[f'arr_{i}'].view(x.dtype).reshape(x.shape)
-        for i, x in enumerate(parameter_server.leaves_of(like), 1)
-    ]
-  trees = parameter_server.with_leaves(like, leaves)
-  return Checkpoint(**{**about, 'trees': trees})
+  for name in [*reversed(_steps(folder)), _START]:
+    path = _path(folder, name)
+    if path.exists() and (found := _read(path, like)):
+      return found
+  return None
 
 
-def read_latest(folder: pathlib.Path, like: Mapping[str, Any]) -> Checkpoint:
-  """Returns the latest intact checkpoint of a run; warns of those that are not.
+def read_start(segment: journal.Segment, initial: Trees) -> Checkpoint:
+  """Returns the checkpoint at which a segment starts.
+
+  Args:
+    segment: The segment.
+    initial: The trees at the start of the first segment.
 
   Raises:
-    LayoutError: If it has leaves of other names, shapes or dtypes.
+    ValueError: If it is damaged or lost, or has other leaves.
   """
-  for segment in range(max(journal.last_segment(folder), 0), -1, -1):
-    for step in reversed(_steps(folder, segment)):
-      try:
-        return read(folder, segment, step, like)
-      except LayoutError:
-        raise
-      except Exception as error:  # What is damaged raises many kinds.
-        warnings.warn(
-            f'{str(_path(folder, segment, step))!r} cannot be used, an earlier'
-            f' checkpoint is: {_line(error)}',
-            RuntimeWarning,
-            stacklevel=2,
-        )
-  return Checkpoint()
-
-
-def restore_start(
-    folder: pathlib.Path,
-    start: journal.Start,
-    server: parameter_server.ParameterServer,
-) -> None:
-  """Restores a new server as it was where a segment starts.
-
-  Raises:
-    ValueError: If that checkpoint is lost, or has other leaves.
-  """
-  if start.segment < 0:
-    return
-  try:
-    found = read(folder, start.segment, start.global_step, server.trees())
-  except Exception as error:  # What is damaged raises many kinds.
+  if not segment.start.reason:
+    return Checkpoint(trees=initial)
+  path = _path(segment.path.parent, _START)
+  found = _read(path, initial)
+  if found is None:
     raise ValueError(
-        f'Checkpoint {start.global_step} of segment {start.segment} must be in'
-        f' {str(folder)!r}, got {_line(error)}'
-    ) from error
-  server.restore(**found.trees)
+        f'{str(path)!r} must be an intact checkpoint: a segment of the journal'
+        ' starts from it. Put it back, or name another folder.'
+    )
+  return found
 
 
-def _as_bytes(leaf: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+def _write(path, checkpoint):
+  about = checkpoint._replace(trees={})._asdict()
+  about['layout'] = parameter_server.layout(checkpoint.trees)
+  # Not the tree: another optimizer may have more nodes without leaves.
+  leaves = parameter_server.leaves_of(checkpoint.trees)
+  with journal.replacing(path) as file:
+    # NumPy does not know all dtypes, such as `bfloat16`.
+    data = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
+    np.savez(file, json.dumps(about), *data)
 
 
-def _path(folder: pathlib.Path, segment: int, step: int) -> pathlib.Path:
-  return journal.segment_folder(folder, segment) / _FOLDER / f'{step}{_END}'
+def _read(path, like):
+  """Returns a checkpoint; warns and returns `None` if it is damaged."""
+  try:
+    # It compares a checksum of each array.
+    with np.load(path) as file:
+      about = json.loads(str(file['arr_0']))
+      layout = about.pop('layout')
+      found = [file[f'arr_{i + 1}'] for i in range(len(layout))]
+  except Exception as error:  # What is damaged raises many kinds.
+    line = f'{type(error).__name__}: {error}'.splitlines()[0]
+    warnings.warn(
+        f'{str(path)!r} cannot be used: {line}', RuntimeWarning, stacklevel=3
+    )
+    return None
+  what = f'Checkpoint {path.stem} of {str(path.parent)!r}'
+  parameter_server.check_layout(layout, like, what)
+  leaves = [
+      x.view(due.dtype).reshape(due.shape)
+      for x, due in zip(found, parameter_server.leaves_of(like), strict=True)
+  ]
+  about['trees'] = parameter_server.with_leaves(like, leaves)
+  return Checkpoint(*(about[name] for name in Checkpoint._fields))
 
 
-def _steps(folder: pathlib.Path, segment: int) -> list[int]:
+def _path(folder, name):
+  return folder / _FOLDER / f'{name}.npz'
+
+
+def _steps(folder):
   """Returns the global steps of the checkpoints of a segment, in order."""
-  paths = _path(folder, segment, 0).parent.glob(f'*{_END}')
+  paths = _path(folder, _START).parent.glob('*.npz')
   return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
-
-
-def _line(error: Exception) -> str:
-  """Returns an error in one line."""
-  return f'{type(error).__name__}: {error}'.splitlines()[0]

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import in_flight as in_flight_lib
-from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
@@ -77,13 +76,12 @@ class Driver:
     return outcomes.Result(params, self.server.state, report)
 
   def reports(
-      self, folder: run_folder.RunFolder | None, recovery: Iterator[None]
+      self, recovery: Generator[None, None, run_folder.RunFolder | None]
   ) -> Generator[outcomes.Report, outcomes.Command, None]:
     """Trains to the end, and yields its progress at intervals.
 
     Args:
-      folder: Where the outcomes are written once the run has recovered.
-      recovery: Resumes where the folder ends; see `recovery.recover`.
+      recovery: Resumes where the folder ends, and returns it, if there is one.
 
     Raises:
       OSError: If the journal or a checkpoint cannot be written.
@@ -93,7 +91,7 @@ class Driver:
     """
     reported = last_ready = time.monotonic()
     command = None
-    for has_recovered in self._turns(folder, recovery):
+    for has_recovered in self._turns(recovery):
       now = time.monotonic()
       if self._workers.ready():
         last_ready = now
@@ -153,10 +151,9 @@ class Driver:
       if self._records:
         yield
 
-  def _turns(self, folder, recovery):
+  def _turns(self, recovery):
     """Yields after each turn whether the run has recovered."""
-    for _ in recovery:
-      yield False
+    folder = yield from recovery
     step = self.server.global_step
     if folder is None:
       self._in_flight.resume(step, [])
@@ -166,7 +163,6 @@ class Driver:
       self.tally.num_recovered = step - folder.saved.global_step
       if self.tally.metrics is None:
         self.tally.metrics = folder.saved.metrics or None
-      self.tally.add_all(journal.read_segments(folder.path))
       self._folder = folder
     while self.server.global_step < self.options.num_updates:
       self._turn()
@@ -210,9 +206,9 @@ class Driver:
     assert self._folder is not None
     self._folder.save(
         self.server,
-        self._in_flight.next_batch,
-        self._in_flight.ready,
-        self.tally.metrics or {},
+        next_batch=self._in_flight.next_batch,
+        ready=self._in_flight.ready,
+        metrics=self.tally.metrics or {},
     )
 
   def _settle(self, event):
@@ -302,7 +298,7 @@ class Driver:
       return
     step = self.server.global_step
     if self._folder is not None:
-      self._folder.journal.write(
+      self._folder.write(
           batch=assigned.batch,
           local_step=assigned.local_step,
           global_step=step,

@@ -76,11 +76,13 @@ class TimeLimits:
     self._patience = patience
     self._durations = collections.deque[float](maxlen=_NUM_DURATIONS)
     self._first_durations = collections.deque[float](maxlen=_NUM_DURATIONS)
+    # Earlier ones are perhaps of another machine. They count until then.
+    self._earlier: list[float] = []
     self._compiled: set[int] = set()
 
   def extend(self, durations: Iterable[float]) -> None:
     """Adds the durations of earlier gradients."""
-    self._durations.extend(durations)
+    self._earlier.extend(durations)
 
   def add(self, worker: int, seconds: float) -> None:
     """Adds the duration of a gradient."""
@@ -109,7 +111,7 @@ class TimeLimits:
 
   def _limit(self, attempt):
     # First durations include compilation. They are better than no limit.
-    known = self._durations or self._first_durations
+    known = self._durations or self._first_durations or self._earlier
     if not known:
       return math.inf
     return self._patience * statistics.median(known) * 2 ** (attempt - 1)

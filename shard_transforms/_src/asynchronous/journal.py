@@ -12,33 +12,23 @@ import functools
 import json
 import os
 import pathlib
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 import warnings
 import zlib
 
 import numpy as np
 
 _FILE = 'journal.bin'
-_MAGIC = b'shard_transforms journal 2\n'
+_MAGIC = b'shard_transforms journal 3 '
 _SEGMENT = 'segment_'
 
-
-RECORD = np.dtype(
-    [
-        ('sequence', '<i8'),
-        ('batch', '<i8'),
-        ('local_step', '<i4'),
-        ('global_step', '<i4'),
-        ('worker', '<i4'),
-        ('attempt', '<i4'),
-        ('fate', '<i4'),
-        ('weight', '<f4'),
-        ('seconds', '<f4'),
-        ('checksum', '<u4'),
-        ('crc', '<u4'),
-    ]
-)
-_SIGNED = RECORD.itemsize - RECORD['crc'].itemsize
+_FIELDS = {
+    '<i8': ('sequence', 'batch'),
+    '<i4': ('local_step', 'global_step', 'worker', 'attempt', 'fate'),
+    '<f4': ('weight', 'seconds'),
+    '<u4': ('checksum', 'crc'),
+}
+RECORD = np.dtype([(name, t) for t in _FIELDS for name in _FIELDS[t]])
 
 
 def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
@@ -84,17 +74,15 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
 
 
 class Start(NamedTuple):
-  """Where a segment starts: at a checkpoint of an earlier one.
+  """Where a segment starts.
 
   Attributes:
-    segment: The number of that segment; -1 if the segment starts with the
-      initial parameters.
-    num_records: How many of its records lead to the checkpoint.
-    global_step: The global step of the checkpoint.
-    reason: Why the run began a segment.
+    num_records: How many records of the segment before it still count.
+    global_step: Its first global step.
+    reason: Why the run began it. Without a reason, it starts with the initial
+      parameters; otherwise, with a checkpoint.
   """
 
-  segment: int = -1
   num_records: int = 0
   global_step: int = 0
   reason: str = ''
@@ -122,23 +110,38 @@ class Segment:
   def is_damaged(self) -> np.ndarray:
     """Whether a record has other bits than were written, bool [records]."""
     found = [
-        record['sequence'] != i
-        or record['crc'] != zlib.crc32(record.tobytes()[:_SIGNED])
+        record['sequence'] != i or record['crc'] != crc_of(record)
         for i, record in enumerate(self.records)
     ]
     return np.array(found, bool)
 
-  def cut(self, num_records: int) -> 'Segment':
+  @property
+  def last_crc(self) -> int:
+    """The `crc` of the last record, or 0."""
+    return int(self.records['crc'][-1]) if len(self.records) else 0
+
+  def cut(self, num_records: int | None) -> 'Segment':
     """Returns the segment up to a number of records."""
     return dataclasses.replace(self, records=self.records[:num_records])
 
-  def check(self, first: int = 0) -> None:
-    """Checks that the records from one on are intact.
+  def check(self, num_records: int = 0, last_crc: int = 0) -> None:
+    """Checks that it has the records of a checkpoint, and is intact after it.
+
+    Args:
+      num_records: The number of records before the checkpoint.
+      last_crc: The `crc` of the last of them, or 0.
 
     Raises:
-      ValueError: If one of them is damaged.
+      ValueError: If the checkpoint is of another run, or a record is damaged.
     """
-    for bad in first + np.flatnonzero(self.is_damaged[first:]):
+    before = self.cut(num_records)
+    if len(before.records) < num_records or before.last_crc != last_crc:
+      raise ValueError(
+          'The checkpoints must be of the same run as the journal, got one of'
+          f' {num_records} records, and other records in {str(self.path)!r}.'
+          ' Put back its journal, or name another folder.'
+      )
+    for bad in num_records + np.flatnonzero(self.is_damaged[num_records:]):
       raise ValueError(
           f'{str(self.path)!r} is damaged at record {bad} of'
           f' {len(self.records)}: its bits have changed since they were'
@@ -154,11 +157,10 @@ def read_segments(folder: pathlib.Path) -> list[Segment]:
     FileNotFoundError: If there is no journal.
     ValueError: If a segment is another file, or damaged in its header.
   """
-  segments = [read_segment(folder, max(last_segment(folder), 0))]
-  while (start := segments[0].start).segment >= 0:
-    before = read_segment(folder, start.segment)
-    segments.insert(0, before.cut(start.num_records))
-  return segments
+  later = range(1, last_segment(folder) + 1)
+  segments = [read_segment(folder, number) for number in (0, *later)]
+  ends = [*(segment.start.num_records for segment in segments[1:]), None]
+  return [s.cut(end) for s, end in zip(segments, ends, strict=True)]
 
 
 def read_segment(folder: pathlib.Path, number: int) -> Segment:
@@ -169,25 +171,37 @@ def read_segment(folder: pathlib.Path, number: int) -> Segment:
     ValueError: If it is another file, or damaged in its header.
   """
   path = segment_folder(folder, number) / _FILE
-  data = path.read_bytes()
-  lines = data.split(b'\n', 3)
-  if len(lines) < 4 or not data.startswith(_MAGIC):
+  header, _, data = path.read_bytes().partition(b'\n')
+  crc, _, about = header.removeprefix(_MAGIC).partition(b' ')
+  if crc != str(zlib.crc32(about)).encode():
     raise ValueError(
         f'`folder` must hold the journal of a run, got {str(path)!r}, which is'
-        ' another file, or has lost its first bytes.'
+        ' another file, written by another version of this package, or damaged'
+        ' in its header.'
     )
-  if lines[2] != str(zlib.crc32(lines[1])).encode():
-    raise ValueError(f'{str(path)!r} is damaged in its header.')
-  manifest, start = json.loads(lines[1])
-  size = len(lines[3]) // RECORD.itemsize * RECORD.itemsize
-  records = np.frombuffer(lines[3][:size], RECORD)
-  return Segment(
-      path,
-      manifest,
-      Start(*start),
-      records,
-      len(data) - len(lines[3]) + size,
-  )
+  manifest, start = json.loads(about)
+  records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
+  num_bytes = len(header) + 1 + records.nbytes
+  return Segment(path, manifest, Start(*start), records, num_bytes)
+
+
+def create_segment(
+    folder: pathlib.Path, number: int, manifest: Mapping[str, Any], start: Start
+) -> Segment:
+  """Returns a new segment without records.
+
+  Raises:
+    OSError: If it cannot be written.
+  """
+  about = json.dumps([manifest, start], sort_keys=True).encode()
+  with replacing(segment_folder(folder, number) / _FILE) as file:
+    file.write(_MAGIC + b'%d %s\n' % (zlib.crc32(about), about))
+  return read_segment(folder, number)
+
+
+def crc_of(record: np.ndarray) -> int:
+  """Returns the `crc` of a record: the checksum of its other fields."""
+  return zlib.crc32(record.tobytes()[: -RECORD['crc'].itemsize])
 
 
 def intact(segments: list[Segment]) -> np.ndarray:
@@ -215,7 +229,7 @@ def last_segment(folder: pathlib.Path) -> int:
 
 def segment_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
   """Returns the folder of a segment; that of the first is the run's."""
-  return folder / f'{_SEGMENT}{number}' if number else folder
+  return folder / f'{_SEGMENT}{number}' if number > 0 else folder
 
 
 @contextlib.contextmanager
@@ -232,73 +246,25 @@ def naming(path: pathlib.Path) -> Iterator[None]:
     raise OSError(error.errno, text, str(path)) from error
 
 
-class Journal:
-  """A segment of the journal that records are added to.
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
+  """Yields a new file, which takes its place once it is on the disk.
 
-  Records survive a crash of the process once `write` returns, and a crash of
-  the machine once `sync` does.
+  Raises:
+    OSError: If it cannot be written; nothing is then changed.
   """
-
-  def __init__(
-      self,
-      folder: pathlib.Path,
-      number: int,
-      manifest: Mapping[str, Any],
-      start: Start,
-  ):
-    """Opens a segment, which is created if it does not exist.
-
-    Raises:
-      OSError: If it cannot be written.
-      ValueError: If it is another file, or damaged in its header.
-    """
-    path = segment_folder(folder, number) / _FILE
-    if not path.exists():
-      path.parent.mkdir(exist_ok=True)
-      line = json.dumps([manifest, start], sort_keys=True).encode()
-      new = path.with_suffix('.new')
-      with naming(new):
-        new.write_bytes(_MAGIC + line + f'\n{zlib.crc32(line)}\n'.encode())
+  # After a call that was killed, the next one replaces it.
+  new = path.with_name('incomplete')
+  with naming(new):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+      with open(new, 'wb') as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
       new.rename(path)
-    self.segment = read_segment(folder, number)
-    self._file = open(path, 'r+b', buffering=0)  # noqa: SIM115
-    self._size = self.segment.num_bytes
-    self._file.seek(self._size)
-    records = self.segment.records
-    # The number of records, including those before a restart.
-    self.num_records = len(records)
-    # The `crc` of the last record, or 0.
-    self.last_crc = int(records[-1]['crc']) if self.num_records else 0
-
-  def write(self, **fields: Any) -> None:
-    """Adds a record.
-
-    Raises:
-      OSError: If it cannot be written; the journal is then unchanged.
-    """
-    record = np.zeros((), RECORD)
-    record['sequence'] = self.num_records
-    for name, value in fields.items():
-      record[name] = value
-    record['crc'] = zlib.crc32(record.tobytes()[:_SIGNED])
-    data = record.tobytes()
-    with naming(self.segment.path):
-      try:
-        # On a disk that fills up, one call writes a part.
-        while data:
-          data = data[self._file.write(data) :]
-      except OSError:
-        self._file.truncate(self._size)
-        self._file.seek(self._size)
-        raise
-    self._size += RECORD.itemsize
-    self.num_records += 1
-    self.last_crc = int(record['crc'])
-
-  def sync(self) -> None:
-    """Waits until all records are on the disk."""
-    os.fsync(self._file.fileno())
-
-  def close(self) -> None:
-    """Closes the file."""
-    self._file.close()
+      folder = os.open(path.parent, os.O_RDONLY)
+      os.fsync(folder)
+      os.close(folder)
+    finally:
+      new.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import contextlib
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 import pickletools
 import platform
@@ -19,6 +20,7 @@ from shard_transforms._src.asynchronous import task as task_lib
 
 _PROCESSORS = pathlib.Path('/proc/cpuinfo')
 _PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
+_INSTALLED = 'stdlib', 'platstdlib', 'purelib', 'platlib'
 _INITIAL = 'initial parameters'
 
 
@@ -44,8 +46,8 @@ def check(segment: journal.Segment, expected: Mapping[str, str]) -> None:
       f'{name} ({segment.manifest.get(name)!r} instead of {value!r})'
       for name, value in expected.items()
       if segment.manifest.get(name) != value
-      # A later segment starts at a checkpoint.
-      and not (name == _INITIAL and segment.start.segment >= 0)
+      # This segment starts at a checkpoint.
+      and not (name == _INITIAL and segment.start.reason)
   ]
   if differing:
     raise ValueError(
@@ -76,26 +78,20 @@ def node(task: bytes) -> dict[str, str]:
     Versions, and digests of the sources of the modules that the task refers to,
     and of those that these refer to. Installed packages have versions alone.
   """
-  left = [
-      name
-      for _, name, _ in pickletools.genops(task)
-      if isinstance(name, str) and name in sys.modules
-  ]
+  ours = f'{pathlib.Path(__file__).parents[2]}{os.sep}'
+  installed = *map(sysconfig.get_path, _INSTALLED), ours
+  left = [name for _, name, _ in pickletools.genops(task)]
   digests: dict[str, str] = {}
   while left:
-    module = sys.modules.get(left.pop())
+    name = str(left.pop())
+    module = sys.modules.get(name)
     path = getattr(module, '__file__', None)
-    if module is None or path is None or _is_installed(path):
+    if path is None or name in digests or str(path).startswith(installed):
       continue
-    if module.__name__ in digests:
-      continue
-    digests[module.__name__] = _digest(path)
-    left += [
-        value.__name__
-        if isinstance(value, types.ModuleType)
-        else str(getattr(value, '__module__', None))
-        for value in list(vars(module).values())
-    ]
+    digests[name] = _digest(path)
+    for value in list(vars(module).values()):
+      is_module = isinstance(value, types.ModuleType)
+      left.append(getattr(value, '__name__' if is_module else '__module__', ''))
   return {
       'Python': f'{sys.version_info.major}.{sys.version_info.minor}',
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -110,14 +106,6 @@ def _digest(path):
     return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:8]
   except OSError:
     return 'unreadable'
-
-
-def _is_installed(path):
-  """Returns whether a module is part of Python, of a package, or of ours."""
-  paths = sysconfig.get_paths()
-  folders = [paths[name] for name in ('stdlib', 'platstdlib', 'purelib')]
-  folders += [paths['platlib'], str(pathlib.Path(__file__).parents[2])]
-  return any(pathlib.Path(path).is_relative_to(folder) for folder in folders)
 
 
 def _processor():

@@ -1,8 +1,9 @@
 """Runs that start, resume where their folder ends, or are replayed."""
 
-from collections.abc import Iterator
 import contextlib
+import functools
 import pathlib
+from typing import Any
 
 import optax
 
@@ -39,21 +40,16 @@ def drive(
       other parameters or another optimizer.
   """
   driver = driver_lib.Driver(task, tx, options, workers)
-  server = driver.server
+  given: checkpoints.Checkpoint | None = None
   if start is not None:
-    found = {'params': start.params, 'state': start.opt_state}
+    trees: dict[str, Any] = {'params': start.params, 'state': start.opt_state}
     parameter_server.check_layout(
-        parameter_server.layout(found), server.trees(), '`start`'
+        parameter_server.layout(trees), driver.server.trees(), '`start`'
     )
+    step = int(trees['state'].global_step)
+    given = checkpoints.Checkpoint(step, next_batch=step, trees=trees)
   with contextlib.ExitStack() as stack:
-    run, recovery = None, iter(())
-    if folder is not None:
-      run = run_folder.RunFolder(folder, manifest.manifest(server))
-      stack.callback(run.close)
-      recovery = _recover(run, driver, start)
-    elif start is not None:
-      server.restore(start.params, start.opt_state)
-    yield from driver.reports(run, recovery)
+    yield from driver.reports(_recover(driver, folder, given, stack))
   # The last checkpoint is written by now.
   yield driver.result()
 
@@ -62,7 +58,6 @@ def redrive(
     task: task_lib.Task,
     tx: optax.GradientTransformation,
     options: in_flight.Options,
-    folder: pathlib.Path,
     segments: list[journal.Segment],
     workers: workers_lib.Workers,
 ) -> job.Messages:
@@ -74,32 +69,28 @@ def redrive(
     ValueError: If it is of another task, optimizer or machine, or damaged.
   """
   driver = driver_lib.Driver(task, tx, options, workers)
-  segment = segments[-1]
-  manifest.check(segment, manifest.manifest(driver.server))
-  segment.check()
-  checkpoints.restore_start(folder, segment.start, driver.server)
-  for _ in driver.roll_forward(
-      segment.records, in_flight.durations(segment.records)
-  ):
+  manifest.check(segments[-1], manifest.manifest(driver.server))
+  start = checkpoints.read_start(segments[-1], driver.server.trees())
+  for _ in _catch_up(driver, segments[-1], start, start):
     pass
   driver.tally.add_all(segments)
   yield driver.result()
 
 
-def _recover(
-    run: run_folder.RunFolder,
-    driver: driver_lib.Driver,
-    start: outcomes.Result | None,
-) -> Iterator[None]:
+def _recover(driver, folder, given, stack):
   """Restores the latest checkpoint, and rolls forward to the journal's end.
 
   Args:
-    run: The folder.
     driver: Has the initial parameters.
-    start: Where a run starts whose journal has no records yet.
+    folder: The folder of the run, or `None`.
+    given: Where the run starts if the folder has no journal, or `None`.
+    stack: Closes the folder.
 
   Yields:
     At intervals.
+
+  Returns:
+    What writes to the folder.
 
   Raises:
     OSError: If the folder cannot be written.
@@ -108,66 +99,66 @@ def _recover(
     ValueError: If the folder is damaged, or was written by another task,
       optimizer or machine, and `on_change` is `'raise'`.
   """
-  server = driver.server
-  initial = server.trees()
-  number = journal.last_segment(run.path)
-  run.open(max(number, 0), journal.Start())
-  # A journal without records may be of a call that was killed right here.
-  is_new = number <= 0 and not run.journal.num_records
-  if is_new and start is not None:
-    server.restore(start.params, start.opt_state)
-    # The segment needs a checkpoint, also at step 0.
-    run.saved = checkpoints.Checkpoint(global_step=-1)
-    run.save(server, server.global_step, [], {})
-    run.begin('It starts from the result of another run.')
-    return
+  if folder is None:
+    if given is not None:
+      driver.server.restore(**given.trees)
+    return None
+  run_folder.lock(folder, stack)
+  initial, options = driver.server.trees(), driver.options
+  found = manifest.manifest(driver.server)
+  begin = functools.partial(checkpoints.begin_segment, folder, found)
+  number = journal.last_segment(folder)
+  if number < 0:
+    segment = begin('It starts from the result of another run.', given)
+  else:
+    segment = journal.read_segment(folder, number)
   try:
-    yield from _resume(run, driver)
+    manifest.check(segment, found)
+    start = checkpoints.read_start(segment, initial)
+    saved = checkpoints.read_latest(segment.path.parent, initial) or start
+    yield from _catch_up(driver, segment, start, saved)
   except ValueError as error:
-    if driver.options.on_change == 'raise':
+    if options.on_change == 'raise':
       raise
-    driver.reset(**initial)
-    run.restore(server)
-    if run.saved.segment < 0 <= run.journal.segment.start.segment:
-      raise ValueError(
-          '`folder` must have an intact checkpoint, because the last segment'
-          f' of its journal goes on from one, got {str(run.path)!r}, where'
-          ' none is. Put one back, or name another folder.'
-      ) from error
-    run.begin(str(error))
+    saved = checkpoints.read_latest(segment.path.parent, initial)
+    saved = saved or checkpoints.read_start(segment, initial)
+    driver.reset(**saved.trees)
+    segment = begin(str(error), saved)
+  driver.tally.add_all(journal.read_segments(folder))
+  run = run_folder.RunFolder(segment, saved, options.on_drop)
+  stack.callback(run.close)
+  return run
 
 
-def _resume(run, driver):
-  """Goes on in the last segment; yields what `_recover` does."""
-  segment, server = run.journal.segment, driver.server
-  start = segment.start
-  manifest.check(segment, run.manifest)
-  initial = server.trees()
-  run.restore(server)
-  num_before = 0
-  if run.saved.segment == run.number:
-    num_before = run.saved.num_records
-    run.check_records()
-  elif run.saved[:2] != (start.segment, start.global_step):
-    raise ValueError(
-        f'Checkpoint {start.global_step}, at which the last segment of the'
-        f' journal begins, must be in {str(run.path)!r}. It is damaged or lost.'
-    )
-  segment.check(num_before)
-  if num_before:
+def _catch_up(driver, segment, start, saved):
+  """Goes on from a checkpoint of a segment to its end.
+
+  Args:
+    driver: The driver.
+    segment: The segment.
+    start: The checkpoint at which it starts.
+    saved: A later one, or the same.
+
+  Yields:
+    At intervals.
+
+  Raises:
+    RuntimeError: If a function of the task fails, or a worker dies or hangs
+      at each attempt at a batch.
+    ValueError: If the segment is damaged, or of another task.
+  """
+  segment.check(saved.num_records, saved.last_crc)
+  durations = in_flight.durations(segment.records)
+  if saved.num_records:
     # Without this, a run whose checkpoint has everything would go on with
     # another task. One gradient shows whether the task is the same.
-    restored = server.trees()
-    server.restore(**initial)
-    checkpoints.restore_start(run.path, start, server)
-    yield from driver.roll_forward(
-        _first(segment), in_flight.durations(segment.records)
-    )
+    driver.server.restore(**start.trees)
+    yield from driver.roll_forward(_first(segment), durations)
     driver.tally.rewind(-1)
-    server.restore(**restored)
-  tail = segment.records[num_before:]
-  yield from driver.roll_forward(tail, in_flight.durations(segment.records))
-  run.set_batches(tail, driver.options.on_drop)
+  driver.server.restore(**saved.trees)
+  yield from driver.roll_forward(
+      segment.records[saved.num_records :], durations
+  )
 
 
 def _first(segment):

@@ -86,7 +86,7 @@ def replay(
     train.require_ray('`num_workers`')
   else:
     options = options.without_patience()
-  drive = functools.partial(recovery.redrive, task, tx, options, path, segments)
+  drive = functools.partial(recovery.redrive, task, tx, options, segments)
   cluster = 'local' if num_workers else None
   return job.run(job.Job(drive, task, max(num_workers, 1), cluster))
 
@@ -138,8 +138,9 @@ def read_checkpoint(
   server = parameter_server.ParameterServer(
       tx, task_lib.init_params(task), model_state=task.model_state
   )
-  found = checkpoints.read_latest(path, server.trees())
-  if not found.trees:
+  segment = journal.segment_folder(path, journal.last_segment(path))
+  found = checkpoints.read_latest(segment, server.trees())
+  if found is None:
     raise FileNotFoundError(
         f'`folder` must have an intact checkpoint, got {str(path)!r}.'
     )
@@ -156,16 +157,17 @@ def _until(segments, until):
   """
   if until is None:
     return segments
-  until = arguments.as_at_least('until', until, 0)
+  first = segments[0].start.global_step
+  until = arguments.as_at_least('until', until, first)
   while len(segments) > 1 and until <= segments[-1].start.global_step:
     segments = segments[:-1]
-  last = segments[-1]
-  accepted = np.flatnonzero(last.records['fate'] == outcomes.Outcome.ACCEPTED)
-  num_updates = until - last.start.global_step
-  if num_updates > len(accepted):
+  *before, last = segments
+  is_accepted = last.records['fate'] == outcomes.Outcome.ACCEPTED
+  num_updates = last.start.global_step + int(is_accepted.sum())
+  if until > num_updates:
     raise ValueError(
-        f'`until` must be at most the {last.start.global_step + len(accepted)}'
-        f' updates of the journal, got {until}.'
+        f'`until` must be at most the {num_updates} updates of the journal, got'
+        f' {until}.'
     )
-  end = accepted[num_updates - 1] + 1 if num_updates > 0 else 0
-  return [*segments[:-1], last.cut(end)]
+  is_accepted &= last.records['global_step'] < until
+  return [*before, last.cut(max(np.flatnonzero(is_accepted) + 1, default=0))]

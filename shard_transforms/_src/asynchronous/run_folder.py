@@ -1,6 +1,5 @@
-"""The folder of a run: its journal, its checkpoints, and its lock."""
+"""The folder of a run: its lock, its journal, and its checkpoints."""
 
-from collections.abc import Mapping
 from concurrent import futures
 import contextlib
 import os
@@ -12,7 +11,7 @@ import numpy as np
 
 from shard_transforms._src.asynchronous import checkpoints
 from shard_transforms._src.asynchronous import in_flight as in_flight_lib
-from shard_transforms._src.asynchronous import journal as journal_lib
+from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 
@@ -20,149 +19,103 @@ _Outcome = outcomes.Outcome
 
 
 class RunFolder:
-  """The journal and the checkpoints of a run, locked against other runs.
+  """Writes the journal and the checkpoints of a run.
+
+  Records survive a crash of the process once `write` returns. They survive a
+  crash of the machine once a later checkpoint is written.
 
   Attributes:
-    path: The folder.
-    manifest: What must be equal in all of a segment.
-    journal: The segment of the journal that is open.
-    number: The number of that segment.
     saved: The latest checkpoint, without its trees.
     next_batch: The first batch that was never assigned.
     ready: The earlier batches that are still to be computed.
   """
 
-  journal: journal_lib.Journal
-  number: int
-
-  def __init__(self, folder: pathlib.Path, manifest: Mapping[str, Any]):
-    """Locks a folder, which is created if it does not exist.
-
-    Raises:
-      OSError: If it cannot be written.
-      ValueError: If it is in use.
-    """
-    self.path = folder
-    self.manifest = manifest
-    folder.mkdir(parents=True, exist_ok=True)
-    self._files = contextlib.ExitStack()
-    self._files.callback(os.close, _lock(folder))
+  def __init__(
+      self,
+      segment: journal.Segment,
+      saved: checkpoints.Checkpoint,
+      on_drop: in_flight_lib.OnDrop,
+  ):
+    """Goes on at the end of a segment, which has this latest checkpoint."""
+    self.saved = saved._replace(trees={})
+    ends = [_Outcome.ACCEPTED]
+    if on_drop == 'forget':
+      ends.append(_Outcome.DROPPED)
+    tail = segment.records[saved.num_records :]
+    done = set(tail['batch'][np.isin(tail['fate'], ends)].tolist())
+    self.next_batch = max([saved.next_batch, *(tail['batch'] + 1).tolist()])
+    started = [*saved.ready, *range(saved.next_batch, self.next_batch)]
+    self.ready = [batch for batch in started if batch not in done]
+    self._path = segment.path
+    self._num_records, self._last_crc = len(segment.records), segment.last_crc
+    self._file = open(segment.path, 'r+b', buffering=0)  # noqa: SIM115
+    self._file.seek(segment.num_bytes)
     # It writes one checkpoint at a time, while the run goes on.
-    self._writer = self._files.enter_context(futures.ThreadPoolExecutor(1))
+    self._writer = futures.ThreadPoolExecutor(1)
     self._pending: futures.Future[None] | None = None
     self._saved_at = time.monotonic()
-    self.saved = checkpoints.Checkpoint()
-    self.next_batch = 0
-    self.ready: list[int] = []
 
-  def open(self, number: int, start: journal_lib.Start) -> None:
-    """Opens a segment, which is created if it does not exist."""
-    self.number = number
-    self.journal = journal_lib.Journal(self.path, number, self.manifest, start)
-    self._files.callback(self.journal.close)
-
-  def begin(self, reason: str) -> None:
-    """Begins a segment at the latest checkpoint, or at the start of the run.
+  def write(self, **fields: Any) -> None:
+    """Adds a record to the journal.
 
     Raises:
-      OSError: If that checkpoint cannot be written.
+      OSError: If it cannot be written; the journal is then unchanged.
     """
-    # A segment must not begin at a checkpoint that is never written.
-    self._wait()
-    saved = self.saved
-    start = journal_lib.Start(
-        saved.segment, saved.num_records, saved.global_step, reason
-    )
-    self.open(journal_lib.last_segment(self.path) + 1, start)
-    self.next_batch, self.ready = saved.next_batch, [*saved.ready]
-
-  def restore(self, server: parameter_server.ParameterServer) -> None:
-    """Restores the latest intact checkpoint, if there is one."""
-    found = checkpoints.read_latest(self.path, server.trees())
-    if found.trees:
-      server.restore(**found.trees)
-    self.saved = found._replace(trees={})
+    record = np.zeros((), journal.RECORD)
+    record['sequence'] = self._num_records
+    for name, value in fields.items():
+      record[name] = value
+    record['crc'] = journal.crc_of(record)
+    data, end = record.tobytes(), self._file.tell()
+    with journal.naming(self._path):
+      try:
+        # On a disk that fills up, one call writes a part.
+        while data:
+          data = data[self._file.write(data) :]
+      except OSError:
+        self._file.truncate(self._file.seek(end))
+        raise
+    self._num_records += 1
+    self._last_crc = int(record['crc'])
 
   def is_due(self, step: int, options: in_flight_lib.Options) -> bool:
     """Returns whether a checkpoint is due at a global step."""
-    seconds = time.monotonic() - self._saved_at
     num_updates = step - self.saved.global_step
-    is_due = num_updates >= options.save_every
-    return is_due and seconds >= options.save_seconds
+    seconds = time.monotonic() - self._saved_at
+    return num_updates >= options.save_every and seconds >= options.save_seconds
 
-  def save(
-      self,
-      server: parameter_server.ParameterServer,
-      next_batch: int,
-      ready: list[int],
-      metrics: Mapping[str, float],
-  ) -> None:
+  def save(self, server: parameter_server.ParameterServer, **run: Any) -> None:
     """Starts to write a checkpoint, after waiting for the previous one.
 
     No gradient that counts may be in flight.
+
+    Args:
+      server: The parameters and the state.
+      **run: `next_batch`, `ready` and `metrics`, as in a checkpoint.
 
     Raises:
       OSError: If the journal or the previous checkpoint cannot be written.
     """
     if server.global_step == self.saved.global_step:
       return
-    self.journal.sync()
+    os.fsync(self._file.fileno())
     self._wait()
     self.saved = checkpoints.Checkpoint(
-        self.number,
-        server.global_step,
-        self.journal.num_records,
-        self.journal.last_crc,
-        next_batch,
-        ready,
-        metrics,
+        server.global_step, self._num_records, self._last_crc, **run
     )
-    self._pending = self._writer.submit(
-        checkpoints.write, self.path, self.saved._replace(trees=server.trees())
-    )
+    saved = self.saved._replace(trees=server.trees())
+    folder = self._path.parent
+    self._pending = self._writer.submit(checkpoints.write, folder, saved)
     self._saved_at = time.monotonic()
 
   def close(self) -> None:
-    """Finishes pending writes and unlocks the folder.
+    """Finishes pending writes.
 
     Raises:
       OSError: If the last checkpoint could not be written.
     """
-    with self._files:
+    with self._file, self._writer:
       self._wait()
-
-  def check_records(self) -> None:
-    """Checks that the journal is that of the latest checkpoint.
-
-    Raises:
-      ValueError: If it is not.
-    """
-    records, saved = self.journal.segment.records, self.saved
-    if saved.num_records > len(records):
-      raise ValueError(
-          f'The journal must have at least {saved.num_records} records, as when'
-          f' its latest checkpoint was written, got {len(records)}.'
-      )
-    last = records['crc'][: saved.num_records][-1:].tolist() or [0]
-    if last != [saved.last_crc]:
-      raise ValueError(
-          'The checkpoints must be of the same run as the journal, got one of'
-          f' {saved.global_step} updates of another run. Put back its journal,'
-          ' or name another folder.'
-      )
-
-  def set_batches(
-      self, tail: np.ndarray, on_drop: in_flight_lib.OnDrop
-  ) -> None:
-    """Finds the batches that are left after the records since `saved`."""
-    ends = [_Outcome.ACCEPTED]
-    if on_drop == 'forget':
-      ends.append(_Outcome.DROPPED)
-    done = set(tail['batch'][np.isin(tail['fate'], ends)].tolist())
-    before = self.saved.next_batch
-    self.next_batch = max([before, *(tail['batch'] + 1).tolist()])
-    started = [*self.saved.ready, *range(before, self.next_batch)]
-    self.ready = [batch for batch in started if batch not in done]
 
   def _wait(self):
     """Waits until the pending checkpoint is written, or raises its error."""
@@ -171,22 +124,23 @@ class RunFolder:
       pending.result()
 
 
-def _lock(folder):
-  """Returns a file descriptor that locks a folder while it is open.
+def lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
+  """Locks a folder until the stack is closed; makes it if it does not exist.
 
   Raises:
-    ValueError: If the folder is in use.
+    OSError: If it cannot be made.
+    ValueError: If it is in use.
   """
   # Windows has none, and nothing but a lock needs it.
   import fcntl
 
-  lock = os.open(folder, os.O_RDONLY)
+  folder.mkdir(parents=True, exist_ok=True)
+  descriptor = os.open(folder, os.O_RDONLY)
+  stack.callback(os.close, descriptor)
   try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as error:
-    os.close(lock)
     raise ValueError(
         f'`folder` must not be in use, got {str(folder)!r}, which another run'
         ' writes to.'
     ) from error
-  return lock

@@ -90,8 +90,8 @@ def train(
       checkpoint, where a new segment of the journal begins. It replaces the
       updates after that checkpoint. `Report.segments` says why.
     start: A `Result` of the same parameters and kind of optimizer: the run
-      starts with its parameters, state and global step, unless the journal in
-      `folder` has records. The first batch has the number of the global step.
+      starts with its parameters, state and global step, unless `folder` has a
+      journal. The first batch has the number of the global step.
     on_drop: What happens to the batch of a gradient that is too old:
       `'again'` computes it again, `'forget'` leaves it out.
     max_attempts: Number of attempts at a batch whose gradient raises an error,
