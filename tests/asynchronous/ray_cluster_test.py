@@ -53,6 +53,15 @@ def kill(*names):
       process.kill()
 
 
+def find_raylets():
+  """Returns the processes of Ray that start and end its workers."""
+  return [
+      process
+      for process in psutil.Process().children(recursive=True)
+      if process.name() == 'raylet'
+  ]
+
+
 def wait_until(condition, seconds=60):
   """Waits until something is true.
 
@@ -211,6 +220,31 @@ class FaultsTest(parameterized.TestCase):
           folder=None,
           on_progress=on_progress,
       )
+
+  @pytest.mark.repeated(8)
+  def test_end_of_ray_itself_loses_nothing(self):
+    drivers, ended, last = set(), [], 0
+
+    def on_progress(report):
+      nonlocal last
+      before, last = last, max(last, report.global_step)
+      drivers.update(asynchronous_cases.processes(DRIVER))
+      if report.global_step > 120 and not ended:
+        ended.extend(find_raylets())
+        ended[0].kill()
+      # Ray notices it after a while; then the journal is rolled forward.
+      return 'stop' if len(drivers) > 1 and last > before else None
+
+    result = self.train(
+        asynchronous_cases.SLOW_TASK,
+        num_updates=10_000,
+        num_workers=2,
+        on_progress=on_progress,
+    )
+
+    self.assertLen(drivers, 2)
+    self.assertLess(result.report.global_step, 10_000)
+    self.check(result, asynchronous_cases.SLOW_TASK)
 
   def test_cluster_that_is_not_there_is_reported(self):
     with self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'):

@@ -1,4 +1,4 @@
-"""The driver's process: a child that starts or joins Ray, and drives workers."""
+"""The process of the driver: starts or joins Ray, and drives workers."""
 
 from collections.abc import Iterator
 import contextlib
