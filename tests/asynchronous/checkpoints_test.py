@@ -144,6 +144,7 @@ class CheckpointsTest(parameterized.TestCase):
     def fsync(descriptor):
       if stat.S_ISDIR(os.fstat(descriptor).st_mode):
         synced.append(sorted(os.listdir(self.folder / 'checkpoints')))
+        raise OSError(22, 'not for folders')
 
     with mock.patch.object(os, 'fsync', fsync):
       self.save(1)
