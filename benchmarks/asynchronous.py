@@ -43,6 +43,7 @@ import numpy as np
 import psutil
 import timing
 
+from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import parameter_server
 
 # Programs that are compared with the library, and runs of it that keep
@@ -337,7 +338,7 @@ def _driver():
   return next(
       process
       for process in psutil.Process().children(recursive=True)
-      if process.cmdline() and process.cmdline()[0].startswith('ray::_Driver')
+      if job._CHILD in process.cmdline()[2:3]
   )
 
 

@@ -48,8 +48,9 @@ OUTCOMES = {
 WINDOW = 2.5
 # Updates between two evaluations.
 EVALUATE_EVERY = 50
-# Ray's names for the processes of workers, and for that of the driver.
-WORKER, DRIVER = 'ray::_Computer.gradient', 'ray::_Driver'
+# Ray's name for the processes of workers, and the module of the driver.
+WORKER = 'ray::_Computer.gradient'
+DRIVER = 'shard_transforms._src.asynchronous.ray_cluster'
 
 _WORKERS = flags.DEFINE_integer(
     'workers', 4, 'Number of workers.', lower_bound=1
@@ -272,19 +273,19 @@ class Killer:
 
   def __init__(self, num_updates: int):
     third = num_updates // 3
-    self._due = [(third, WORKER), (2 * third, DRIVER)]
+    self._due = [(third, 'worker', WORKER), (2 * third, 'driver', DRIVER)]
 
   def __call__(self, report: asynchronous.Report) -> None:
     """Kills the process that is due at a report."""
     if not self._due or report.global_step < self._due[0][0]:
       return
-    name = self._due[0][1]
+    _, role, name = self._due[0]
     processes = find_processes(name)
     if processes:
       del self._due[0]
       processes[0].send_signal(signal.SIGKILL)
       tqdm.tqdm.write(
-          f'Killed {name} (process {processes[0].pid}) after update'
+          f'Killed the {role} (process {processes[0].pid}) after update'
           f' {report.global_step}.'
       )
 
@@ -294,11 +295,12 @@ class Killer:
 
 
 def find_processes(name: str) -> list[psutil.Process]:
-  """Returns the processes below this one whose names begin so."""
+  """Returns the processes below this one that run an actor or a module."""
   found = []
   for process in psutil.Process().children(recursive=True):
     try:
-      if process.cmdline()[:1] and process.cmdline()[0].startswith(name):
+      command = process.cmdline()
+      if command and (command[0].startswith(name) or name in command[2:3]):
         found.append(process)
     except psutil.Error:  # It has ended meanwhile.
       continue

@@ -117,10 +117,11 @@ def hang_once(path, number):
 
 
 def processes(name, root=None):
-  """Returns the descendants of a process that run an actor of that name."""
+  """Returns the descendants of a process that run an actor or module."""
   found = []
   for process in (root or psutil.Process()).children(recursive=True):
     with contextlib.suppress(psutil.Error):
-      if process.cmdline()[:1] and process.cmdline()[0].startswith(name):
+      command = process.cmdline()
+      if command and (command[0].startswith(name) or name in command[2:3]):
         found.append(process)
   return found

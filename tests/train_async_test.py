@@ -78,8 +78,8 @@ class TrainAsyncTest(parameterized.TestCase):
 
     rows = self.check_output(run, 60, 'c')
     self.assertEqual(rows['c']['dropped'], '0')
-    killed = re.findall(r'Killed (ray::_\w+)', run.stdout)
-    self.assertEqual(killed, ['ray::_Computer', 'ray::_Driver'])
+    killed = re.findall(r'Killed the (\w+)', run.stdout)
+    self.assertEqual(killed, ['worker', 'driver'])
 
   @pytest.mark.slow
   def test_stops_early_and_writes_for_tensorboard(self):

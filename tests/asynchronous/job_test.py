@@ -39,7 +39,7 @@ class JobTest(parameterized.TestCase):
     with (
         mock.patch.object(job, '_CHILD', 'no_such_module'),
         mock.patch.object(job.subprocess, 'Popen', start_and_wait),
-        self.assertRaisesRegex(RuntimeError, 'that runs Ray has died'),
+        self.assertRaisesRegex(RuntimeError, 'got one that has died 1 times'),
     ):
       asynchronous_cases.train(
           asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'

@@ -119,8 +119,8 @@ class RayWorkersTest(parameterized.TestCase):
   )
   def test_different_versions_and_sources_are_refused(self, name, node, found):
     due = {'optax': '1'} if 'there' in name else {name: '1'}
-    workers = ray_workers.RayWorkers(['actor'], due)
-    workers._asked['answer'] = 0, 0.0
+    workers = ray_workers.RayWorkers([], due)
+    workers._starting['answer'] = 0
 
     with (
         mock.patch.object(ray_workers.ray, 'get', lambda ref: (node, '')),
@@ -128,7 +128,7 @@ class RayWorkersTest(parameterized.TestCase):
             ValueError, f'got {name} {found} on worker 0 instead'
         ),
     ):
-      workers._hear('answer')
+      workers._welcome('answer')
 
   @pytest.mark.repeated(8)
   def test_module_that_workers_cannot_import_is_reported(self):
@@ -159,51 +159,6 @@ class RayWorkersTest(parameterized.TestCase):
     ).stdout
 
     self.assertRegex(printed, "No module named 'hidden'")
-
-  @pytest.mark.repeated(8)
-  def test_worker_that_hangs_for_a_dead_driver_is_replaced(self):
-    code = """
-import sys, time
-import cloudpickle, ray
-from shard_transforms._src.asynchronous import manifest, ray_workers
-import asynchronous_cases as cases
-ray.init(
-    address='local', num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])
-task = cases.asynchronous.Task(cases.init, cases.gradient, time.sleep)
-task = cloudpickle.dumps(task)
-node = manifest.node(task)
-computer = ray_workers.Computer.options(max_restarts=-1, num_cpus=1).remote(
-    task, {})
-def wait_until(condition):
-  end = time.monotonic() + 60
-  while not condition() and time.monotonic() < end:
-    workers.wait(1.0)
-workers = ray_workers.RayWorkers([computer], node)
-wait_until(workers.ready)
-workers.start(0, cases.init(), 3600)
-workers = ray_workers.RayWorkers([computer], node)
-workers.wait(1.0)
-print(workers.ready())
-ray_workers._ANSWER_TIMEOUT = 1.0
-wait_until(lambda: workers._replaced)
-ray_workers._ANSWER_TIMEOUT = 60.0
-wait_until(workers.ready)
-print(workers.ready())
-ray.shutdown()
-"""
-    environment = job._environment('local')
-    folder = asynchronous_cases.folder(self).parent
-
-    printed = subprocess.run(
-        [*python_command.STRICT, '-c', code, str(folder)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=True,
-    ).stdout
-
-    self.assertEqual(printed.splitlines()[-2:], ['set()', '{0}'])
 
   @pytest.mark.repeated(8)
   def test_functions_of_the_main_program_are_sent(self):

@@ -1,7 +1,7 @@
 """Drives workers in this process, or in a child process that runs Ray.
 
-So this process does not import Ray. No process of a run outlives it: a watchdog
-ends them all.
+So this process does not import Ray. If the child dies, another one goes on. No
+process of a run outlives this one: a watchdog ends them all.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,8 @@ from shard_transforms._src.asynchronous import workers as workers_lib
 Messages = Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]
 
 _CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
+# How often the child may die without an update in between.
+_MAX_DEATHS = 3
 # Seconds: to start or join Ray, and to end it.
 _START_TIMEOUT = 120
 _END_TIMEOUT = 10
@@ -67,8 +69,8 @@ class Job(NamedTuple):
 
   Attributes:
     drive: Takes the workers; yields reports, and finally the result. The answer
-      to a report is what `on_progress` returns. On its way to the child, it is
-      pickled, because the child need not import the modules of the task.
+      to a report is what `on_progress` returns. For the child, it is pickled on
+      its own, because unpickling it may fail.
     task: What the workers compute; pickled, too.
     num_workers: The number of workers.
     cluster: As for `train`.
@@ -150,51 +152,59 @@ def portable(error: Exception) -> Exception:
 
 
 def _messages(job: Job) -> Messages:
-  """Runs a job in a child process; yields reports, and finally the result.
+  """Does a job in a child process; yields reports, and finally the result.
+
+  If the child dies, another one goes on, where the job can be resumed.
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
+    RuntimeError: If the child dies, and no other can go on.
     Exception: What the job raises.
   """
   pickled = _pickled(job)
-  with _child(job) as child:
-    _send(child, pickled)
-    if not child.poll(_START_TIMEOUT):
-      raise ConnectionError(
-          f'`cluster` must be reached within {_START_TIMEOUT} s, got'
-          f' {job.cluster!r}, which was not.'
-      )
-    message = None
-    while not isinstance(message, outcomes.Result):
-      message = _receive(child)
-      if isinstance(message, Exception):
-        raise message
-      # The first message says that the child has started or joined Ray.
-      command = None if message is None else (yield message)
-      if command is not None:
-        _send(child, pickle.dumps(command))
+  step = deaths = 0
+  reason = ''
+  while deaths <= (_MAX_DEATHS if job.is_resumable else 0):
+    with _child(job) as child:
+      _send(child, pickled)
+      if not child.poll(_START_TIMEOUT):
+        raise ConnectionError(
+            f'`cluster` must be reached within {_START_TIMEOUT} s, got'
+            f' {job.cluster!r}, which was not.'
+        )
+      while (message := _receive(child)) is not None:
+        if isinstance(message, Exception):
+          raise message
+        if isinstance(message, str):
+          # None when Ray has started; later, why it has failed.
+          reason = message
+          continue
+        if isinstance(message, outcomes.Report) and message.global_step > step:
+          step, deaths = message.global_step, 0
+        command = yield message
+        if command is not None:
+          _send(child, pickle.dumps(command))
+    deaths += 1
+  raise RuntimeError(
+      'The driver, the process that holds the parameters, must live, or have a'
+      f' `folder` to go on from, got one that has died {deaths} times without'
+      f' an update in between. {reason} See its messages on the standard error.'
+  )
 
 
 def _send(child, pickled):
-  # If the child has died, `_receive` raises the error.
+  # If the child has died, `_receive` returns `None`.
   with contextlib.suppress(BrokenPipeError, ConnectionResetError):
     child.send_bytes(pickled)
 
 
 def _receive(child):
-  """Returns the next message of the child.
-
-  Raises:
-    RuntimeError: If the child has died.
-  """
+  """Returns the next message of the child, or `None` if it has died."""
   try:
     # Safe to unpickle: only our own child has the other end.
     return pickle.loads(child.recv_bytes())
-  except (EOFError, ConnectionResetError) as error:
-    raise RuntimeError(
-        'The process that runs Ray has died. See its messages on the standard'
-        ' error. With a `folder`, the same call resumes.'
-    ) from error
+  except (EOFError, ConnectionResetError):
+    return None
 
 
 def _pickled(sent):
