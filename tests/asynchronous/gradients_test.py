@@ -179,7 +179,7 @@ class RecordedGradientsTest(parameterized.TestCase):
   def start(self):
     return self.gradients.next(in_flight_lib.InFlight(4.0))
 
-  def test_starts_in_the_order_of_local_steps_and_nothing_else(self):
+  def test_starts_by_local_steps_and_applies_in_the_order_of_the_journal(self):
     found = []
     while self.gradients:
       step = self.server.global_step
@@ -187,7 +187,8 @@ class RecordedGradientsTest(parameterized.TestCase):
       found += [(step, x.batch, *x.published) for x in started]
       # They come back in the opposite order.
       for assigned in reversed(started):
-        self.gradients.settle(assigned, reply())
+        event = reply()._replace(fetch=lambda batch=assigned.batch: batch)
+        self.gradients.settle(assigned, event)
 
     # The global step, the batch, and the parameters that it reads.
     self.assertEqual(
@@ -195,8 +196,8 @@ class RecordedGradientsTest(parameterized.TestCase):
         [(0, 7, 0, None), (0, 5, 0, None), (2, 6, 1, None), (2, 9, 2, None)],
     )
     self.assertEqual(
-        [call.args[2] for call in self.server.accept.call_args_list],
-        [0, 0, 2, 1],
+        [call.args[0] for call in self.server.accept.call_args_list],
+        [7, 5, 9, 6],
     )
 
   def test_retried_batch_keeps_the_parameters_that_it_reads(self):
