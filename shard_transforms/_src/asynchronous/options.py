@@ -17,8 +17,13 @@ from shard_transforms._src.base import arguments
 OnDrop = Literal['again', 'forget']
 OnChange = Literal['raise', 'continue']
 
-_COUNTS = 'num_updates', 'num_workers', 'save_every', 'max_attempts'
-_COUNTS += ('driver_devices',)
+_COUNTS = (
+    'num_updates',
+    'num_workers',
+    'save_every',
+    'max_attempts',
+    'driver_devices',
+)
 
 
 @dataclasses.dataclass
