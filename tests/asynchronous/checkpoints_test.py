@@ -112,6 +112,16 @@ class CheckpointsTest(parameterized.TestCase):
 
     self.assertGreater(num_damaged, len(data) / 6)
 
+  def test_checkpoint_under_another_name_is_not_used(self):
+    self.save(3)
+    path = self.folder / 'checkpoints'
+    (path / '2.npz').rename(path / '7.npz')
+
+    with self.assertWarnsRegex(RuntimeWarning, r"7.npz' .* is checkpoint 2\."):
+      found = self.read()
+
+    self.assertEqual(found.global_step, 3)
+
   def test_part_of_a_checkpoint_is_removed_by_the_next_one(self):
     self.save(1)
     (self.folder / 'checkpoints/incomplete').write_bytes(b'killed')

@@ -320,6 +320,18 @@ class SegmentsTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(read, result)
     self.assertEqual(first.report.global_step, 30)
 
+  def test_another_checkpoint_in_place_of_the_start_is_refused(self):
+    self.train(num_updates=15)
+    with change('optax'):
+      self.train(on_change='continue')
+      saved = self.folder / 'segment_1/checkpoints'
+      (saved / '30.npz').replace(saved / 'start.npz')
+
+      with self.assertRaisesRegex(
+          ValueError, 'start.npz. must be an intact checkpoint of step 15'
+      ):
+        asynchronous.replay(self.folder, TASK, TX)
+
   def test_folder_in_the_home_folder_is_expanded(self):
     home = self.folder.parent
     with mock.patch.dict('os.environ', HOME=str(home)):

@@ -114,10 +114,11 @@ def read_start(segment: journal.Segment, initial: Trees) -> Checkpoint:
     return Checkpoint(trees=initial)
   path = _path(segment.path.parent, _START)
   found = _read(path, initial)
-  if found is None:
+  if found is None or found.global_step != segment.start.global_step:
     raise ValueError(
-        f'{str(path)!r} must be an intact checkpoint: a segment of the journal'
-        ' starts from it. Put it back, or name another folder.'
+        f'{str(path)!r} must be an intact checkpoint of step'
+        f' {segment.start.global_step}: a segment of the journal starts from'
+        ' it. Put it back, or name another folder.'
     )
   return found
 
@@ -134,12 +135,14 @@ def _write(path, checkpoint):
 
 
 def _read(path, like):
-  """Returns a checkpoint; warns and returns `None` if it is damaged."""
+  """Returns a checkpoint; warns and returns `None` if it is no such one."""
   try:
     # It compares a checksum of each array.
     with np.load(path) as file:
       about = json.loads(str(file['arr_0']))
       layout = about.pop('layout')
+      if path.stem not in (_START, str(about['global_step'])):
+        raise ValueError(f'it is checkpoint {about["global_step"]}.')
       found = [file[f'arr_{i + 1}'] for i in range(len(layout))]
   except Exception as error:  # What is damaged raises many kinds.
     line = f'{type(error).__name__}: {error}'.splitlines()[0]
