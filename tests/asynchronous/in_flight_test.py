@@ -145,7 +145,7 @@ class TimeLimitsTest(parameterized.TestCase):
 
   def test_compilation_has_two_minutes_more_after_each_start(self):
     limits = in_flight_lib.TimeLimits(4.0)
-    limits.extend([1.0])
+    limits.extend([100.0] * 1000 + [1.0] * 101)
     before = limits.late_at(assigned(7, 1)), limits.hung_at(assigned(7, 1))
 
     limits.add(7, 60.0)

@@ -1,3 +1,6 @@
+import multiprocessing
+import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -71,6 +74,14 @@ class JobTest(parameterized.TestCase):
       found = job.portable(error)
       self.assertIs(type(found), kind)
       self.assertEqual(str(found), 'x')
+
+  def test_child_that_dies_in_the_middle_of_a_message_has_died(self):
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+      os.write(theirs.fileno(), struct.pack('!i', 100) + b'a part')
+      theirs.close()
+
+      self.assertIsNone(job._receive(ours))
 
   def test_long_names_of_temporary_folders_are_avoided(self):
     with mock.patch.object(tempfile, 'tempdir', '/' + 'x' * 60):

@@ -163,13 +163,19 @@ class RayWorkersTest(parameterized.TestCase):
   @pytest.mark.repeated(8)
   def test_functions_of_the_main_program_are_sent(self):
     code = (
-        'import jax.numpy as jnp, optax\n'
+        'import jax.numpy as jnp, optax, typing\n'
         'from shard_transforms import asynchronous\n'
+        'class State(typing.NamedTuple): count: typing.Any\n'
+        'tx = optax.GradientTransformation(\n'
+        '    lambda params: State(jnp.int32(0)),\n'
+        '    lambda g, state, params: (-g, State(state.count + 1)))\n'
         'task = asynchronous.Task(lambda: jnp.zeros(2),\n'
         '    lambda params, batch: (params - batch, {}),\n'
         '    lambda number: jnp.ones(2))\n'
-        'print(asynchronous.train(task, optax.sgd(1.0), num_updates=3,'
-        ' num_workers=1, staleness=0).params)\n'
+        'params, state, _ = asynchronous.train(task, tx, num_updates=3,'
+        ' num_workers=1, staleness=0)\n'
+        'state = state.inner_state\n'
+        'print(params, type(state) is State, state.count)\n'
     )
 
     printed = subprocess.run(
@@ -180,7 +186,7 @@ class RayWorkersTest(parameterized.TestCase):
         check=True,
     ).stdout
 
-    self.assertEqual(printed, '[1. 1.]\n')
+    self.assertEqual(printed, '[1. 1.] True 3\n')
 
 
 class UserErrorTest(parameterized.TestCase):

@@ -110,6 +110,8 @@ class RecoveryTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
       self.resume()
 
+    self.assertFalse((self.folder / 'journal.bin').exists())
+
   def test_refuses_checkpoints_of_another_run(self):
     self.resume()
     journal = (self.folder / 'journal.bin').read_bytes()

@@ -320,6 +320,35 @@ class SegmentsTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(read, result)
     self.assertEqual(first.report.global_step, 30)
 
+  def test_run_with_a_start_goes_on_once_its_journal_is_back(self):
+    start = self.train(num_updates=15)
+    self.folder = self.folder.parent / 'second'
+    self.train(num_updates=20, start=start, save_every=100)
+    journal = self.folder / 'journal.bin'
+    away = journal.rename(self.folder.parent / 'away')
+
+    with self.assertRaisesRegex(ValueError, 'Put it back'):
+      self.train(num_updates=25)
+    away.rename(journal)
+    result = self.train(num_updates=25)
+
+    self.assertEqual(result.report.global_step, 25)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(self.folder, TASK, TX), result
+    )
+
+  def test_checkpoint_of_an_earlier_segment_is_read_if_there_is_no_later(self):
+    self.train(num_updates=15)
+    with change('optax'):
+      self.train(num_updates=16, on_change='continue')
+    for saved in (self.folder / 'segment_1/checkpoints').iterdir():
+      saved.write_bytes(b'damaged')
+
+    with self.assertWarnsRegex(RuntimeWarning, 'cannot be used'):
+      read = asynchronous.read_checkpoint(self.folder, TASK, TX)
+
+    self.assertEqual(read.report.global_step, 15)
+
   def test_another_checkpoint_in_place_of_the_start_is_refused(self):
     self.train(num_updates=15)
     with change('optax'):

@@ -1,3 +1,4 @@
+import pathlib
 import resource
 import signal
 import subprocess
@@ -243,6 +244,11 @@ class BadInputTest(parameterized.TestCase):
       ({'on_progress': 3}, TypeError, '`on_progress` must be a function'),
       ({'cluster': 'nowhere'}, ValueError, "`cluster` must be None, 'local'"),
       ({'cluster': 7}, ValueError, "`cluster` must be None, 'local'"),
+      (
+          {'cluster': pathlib.Path('local')},
+          ValueError,
+          "`cluster` must be None, 'local'",
+      ),
       ({'resources': 3}, TypeError, '`resources` must be a dict'),
       (
           {'weight': lambda age: -1.0},

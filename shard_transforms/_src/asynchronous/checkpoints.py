@@ -43,7 +43,7 @@ class Checkpoint(NamedTuple):
 
 
 def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
-  """Writes a checkpoint; keeps the one before it, and no other.
+  """Writes a checkpoint; keeps the one before it and that of the start.
 
   Args:
     folder: The folder of the segment.
@@ -74,26 +74,46 @@ def begin_segment(
   number = journal.last_segment(folder) + 1
   path = _path(journal.segment_folder(folder, number), _START)
   start = journal.Start()
+  if saved is not None:
+    _write(path, saved._replace(num_records=0, last_crc=0))
+    start = journal.Start(saved.num_records, saved.global_step, reason)
+  segment = journal.create_segment(folder, number, manifest, start)
   if saved is None:
     # Another one is of a call that was killed.
     path.unlink(missing_ok=True)
-  else:
-    _write(path, saved._replace(num_records=0, last_crc=0))
-    start = journal.Start(saved.num_records, saved.global_step, reason)
-  return journal.create_segment(folder, number, manifest, start)
+  return segment
 
 
-def read_latest(folder: pathlib.Path, like: Trees) -> Checkpoint | None:
+def check_unused(folder: pathlib.Path) -> None:
+  """Checks that a folder without a journal has no checkpoints.
+
+  Raises:
+    ValueError: If it has some.
+  """
+  if _steps(folder):
+    raise ValueError(
+        'The checkpoints must be of the same run as the journal, got'
+        f' {str(folder)!r}, which has no journal. Put it back, or name another'
+        ' folder.'
+    )
+
+
+def read_latest(
+    folder: pathlib.Path, like: Trees, *, has_start: bool = True
+) -> Checkpoint | None:
   """Returns the latest intact checkpoint of a segment, if there is one.
 
   Args:
     folder: The folder of the segment.
     like: Trees of the same structures, shapes and dtypes.
+    has_start: Whether the segment starts from a checkpoint. If not, one that is
+      there is of a call that was killed.
 
   Raises:
     ValueError: If it has leaves of other names, shapes or dtypes.
   """
-  for name in [*reversed(_steps(folder)), _START]:
+  starts = [_START] if has_start else []
+  for name in [*reversed(_steps(folder)), *starts]:
     path = _path(folder, name)
     if path.exists() and (found := _read(path, like)):
       return found
@@ -141,8 +161,9 @@ def _read(path, like):
     with np.load(path) as file:
       about = json.loads(str(file['arr_0']))
       layout = about.pop('layout')
-      if path.stem not in (_START, str(about['global_step'])):
-        raise ValueError(f'it is checkpoint {about["global_step"]}.')
+      step = about['global_step']
+      if path.stem not in (_START, str(step)):
+        raise ValueError(f'it is checkpoint {step}.')
       found = [file[f'arr_{i + 1}'] for i in range(len(layout))]
   except Exception as error:  # What is damaged raises many kinds.
     line = f'{type(error).__name__}: {error}'.splitlines()[0]

@@ -58,7 +58,7 @@ class TimeLimits:
     # First durations include compilation. They are better than no limit.
     self._first_durations = collections.deque[float](maxlen=_NUM_DURATIONS)
     # Earlier ones are perhaps of another machine. They count until then.
-    self._earlier: list[float] = []
+    self._earlier = collections.deque[float](maxlen=_NUM_DURATIONS)
     self.seconds: dict[int, float] = {}
 
   def extend(self, durations: Iterable[float]) -> None:

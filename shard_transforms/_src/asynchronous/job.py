@@ -31,8 +31,9 @@ from shard_transforms._src.asynchronous import workers as workers_lib
 Messages = Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]
 
 _CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
-# How often the child may die without an update in between.
+# How often a child that dies without an update is followed by another.
 _MAX_DEATHS = 3
+_UNKNOWN_REASON = 'see its messages on the standard error.'
 # Seconds: to start or join Ray, and to end it.
 _START_TIMEOUT = 120
 _END_TIMEOUT = 10
@@ -114,7 +115,6 @@ def run(
             drive=_pickled(job.drive),
             task=_pickled(job.task),
             config={name: getattr(jax.config, name) for name in _CONFIG},
-            folder=_folder(),
         )
     )
   command: outcomes.Command = None
@@ -161,10 +161,12 @@ def _messages(job: Job) -> Messages:
     RuntimeError: If the child dies, and no other can go on.
     Exception: What the job raises.
   """
-  pickled = _pickled(job)
   step = deaths = 0
-  reason = ''
+  reason = _UNKNOWN_REASON
   while deaths <= (_MAX_DEATHS if job.is_resumable else 0):
+    # What is left of the folder of a dead child is in nobody's way.
+    job = job._replace(folder=_folder())
+    pickled = _pickled(job)
     with _child(job) as child:
       _send(child, pickled)
       if not child.poll(_START_TIMEOUT):
@@ -176,8 +178,8 @@ def _messages(job: Job) -> Messages:
         if isinstance(message, Exception):
           raise message
         if isinstance(message, str):
-          # None when Ray has started; later, why it has failed.
-          reason = message
+          # Empty when Ray has started; later, why it has failed.
+          reason = message or _UNKNOWN_REASON
           continue
         if isinstance(message, outcomes.Report) and message.global_step > step:
           step, deaths = message.global_step, 0
@@ -188,7 +190,7 @@ def _messages(job: Job) -> Messages:
   raise RuntimeError(
       'The driver, the process that holds the parameters, must live, or have a'
       f' `folder` to go on from, got one that has died {deaths} times without'
-      f' an update in between. {reason} See its messages on the standard error.'
+      f' an update in between: {reason}'
   )
 
 
@@ -203,7 +205,7 @@ def _receive(child):
   try:
     # Safe to unpickle: only our own child has the other end.
     return pickle.loads(child.recv_bytes())
-  except (EOFError, ConnectionResetError):
+  except (EOFError, OSError):  # It may die in the middle of a message.
     return None
 
 
@@ -277,6 +279,8 @@ def _environment(cluster):
         # Without a token, Ray would write one to the home folder.
         'RAY_AUTH_MODE': 'token',
         'RAY_AUTH_TOKEN': secrets.token_hex(32),
+        # Otherwise, Ray's agents overwrite what the watchdog looks for.
+        'SPT_NOENV': '1',
         # Frees gradients and parameters at once, not in batches of 100.
         'RAY_free_objects_batch_size': '1',
         # On a busy machine, the 30 s that Ray waits are too short.

@@ -136,9 +136,9 @@ class Segment:
     """
     if self.cut(num_records).last_crc != last_crc:
       raise ValueError(
-          'The checkpoints must be of the same run as the journal, got one of'
-          f' {num_records} records, and other records in {str(self.path)!r}.'
-          ' Put back its journal, or name another folder.'
+          'The checkpoints must be of the same run as the journal, got one that'
+          f' was written after {num_records} records, which {str(self.path)!r}'
+          ' does not have. Put back its journal, or name another folder.'
       )
     for bad in num_records + np.flatnonzero(self.is_damaged[num_records:]):
       raise ValueError(

@@ -77,7 +77,10 @@ class Options:
         )
     if self.cluster is None:
       self.patience = math.inf
-    elif not re.fullmatch('local|[^/]+:[0-9]+', str(self.cluster)):
+    elif not (
+        isinstance(self.cluster, str)
+        and re.fullmatch('local|[^/]+:[0-9]+', self.cluster)
+    ):
       raise ValueError(
           "`cluster` must be None, 'local' or an address 'host:port', got"
           f" {self.cluster!r}. For a cluster that runs on this host, 'auto' in"

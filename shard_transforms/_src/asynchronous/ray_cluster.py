@@ -9,6 +9,7 @@ import socket
 import sys
 from typing import Any
 
+import cloudpickle
 import ray
 from ray import exceptions
 
@@ -42,7 +43,8 @@ def main() -> None:
 
 
 def _send(parent: connection.Connection, message: Any) -> None:
-  parent.send_bytes(pickle.dumps(message, protocol=5))
+  # The state of an optimizer may be of a class of the main program.
+  parent.send_bytes(cloudpickle.dumps(message, protocol=5))
 
 
 def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
@@ -63,11 +65,11 @@ def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
       while parent.poll():
         command = pickle.loads(parent.recv_bytes())
       message = messages.send(command)
+    _send(parent, message)
   except exceptions.RayError as error:
-    message = _line(error)
+    _send(parent, _line(error))
   except Exception as error:  # Raised again by the caller of `train`.
-    message = job_lib.portable(error)
-  _send(parent, message)
+    _send(parent, job_lib.portable(error))
 
 
 @contextlib.contextmanager

@@ -110,18 +110,20 @@ def _recover(driver, folder, given, stack):
   begin = functools.partial(checkpoints.begin_segment, folder, found)
   number = journal.last_segment(folder)
   if number < 0:
+    if options.on_change == 'raise':
+      checkpoints.check_unused(folder)
     segment = begin('It starts from the result of another run.', given)
   else:
     segment = journal.read_segment(folder, number)
   try:
     manifest.check(segment, found)
     start = checkpoints.read_start(segment, initial)
-    saved = checkpoints.read_latest(segment.path.parent, initial) or start
+    saved = _latest(segment, initial) or start
     yield from _catch_up(driver, segment, start, saved)
   except ValueError as error:
     if options.on_change == 'raise':
       raise
-    saved = checkpoints.read_latest(segment.path.parent, initial)
+    saved = _latest(segment, initial)
     saved = saved or checkpoints.read_start(segment, initial)
     driver.reset(**saved.trees)
     segment = begin(str(error), saved)
@@ -129,6 +131,12 @@ def _recover(driver, folder, given, stack):
   run = run_folder.RunFolder(segment, saved, options.on_drop)
   stack.callback(run.close)
   return run
+
+
+def _latest(segment, initial):
+  """Returns the latest intact checkpoint of a segment, if there is one."""
+  folder, has_start = segment.path.parent, bool(segment.start.reason)
+  return checkpoints.read_latest(folder, initial, has_start=has_start)
 
 
 def _catch_up(driver, segment, start, saved):

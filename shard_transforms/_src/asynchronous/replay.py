@@ -30,9 +30,9 @@ def replay(
 
   It starts from the initial parameters, and applies the accepted gradients in
   the order of the journal. Each is computed at the same parameters as in the
-  run, and must have the same bits. Checkpoints are not read, except by a later
-  segment of the journal (see `on_change` of `train`): it starts from the
-  checkpoint at which it begins. Only one segment is computed.
+  run, and must have the same bits. Checkpoints are not read, but for one: a run
+  with `start`, or a later segment of the journal (see `on_change` of `train`),
+  starts from the checkpoint at which it begins. Only one segment is computed.
 
   Args:
     folder: The folder of the run, which need not have ended.
@@ -138,8 +138,11 @@ def read_checkpoint(
   server = parameter_server.ParameterServer(
       tx, task_lib.init_params(task), model_state=task.model_state
   )
-  segment = journal.segment_folder(path, journal.last_segment(path))
-  found = checkpoints.read_latest(segment, server.trees())
+  found = None
+  # Those of an earlier segment are better than none.
+  for number in range(max(journal.last_segment(path), 0), -1, -1):
+    segment = journal.segment_folder(path, number)
+    found = found or checkpoints.read_latest(segment, server.trees())
   if found is None:
     raise FileNotFoundError(
         f'`folder` must have an intact checkpoint, got {str(path)!r}.'
