@@ -117,7 +117,9 @@ class CheckpointsTest(parameterized.TestCase):
     path = self.folder / 'checkpoints'
     (path / '2.npz').rename(path / '7.npz')
 
-    with self.assertWarnsRegex(RuntimeWarning, r"7.npz' .* it is checkpoint 2\."):
+    with self.assertWarnsRegex(
+        RuntimeWarning, r'7.npz. .* it is checkpoint 2\.'
+    ):
       found = self.read()
 
     self.assertEqual(found.global_step, 3)
