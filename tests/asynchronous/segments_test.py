@@ -649,6 +649,20 @@ class ModelStateTest(parameterized.TestCase):
         asynchronous.replay(folder, self.task(), tx), result
     )
 
+  def test_new_values_of_age_0_are_taken_to_the_bit(self):
+    # 1e8 + (1 - 1e8) is 0 in float32.
+    task = self.task(
+        init=lambda: {'x': np.float32(1e8), 'w': np.float32(0)},
+        gradient=lambda params, number: ({'x': np.float32(1), 'w': number}, {}),
+        model_state=('x',),
+    )
+
+    result = asynchronous_cases.train(
+        task, optax.sgd(0.1), num_updates=1, staleness=0
+    )
+
+    self.assertEqual(result.params['x'], 1)
+
   @cases.parameters(
       (
           {'model_state': 'seen'},

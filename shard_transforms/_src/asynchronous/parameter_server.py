@@ -32,7 +32,7 @@ class ParameterServer:
 
   The driver compares two integers to find stale gradients, and never passes
   them here. So `tx` runs without the gate of `drop_stale`, whose state it has
-  to the bit.
+  to the bit. It counts updates on the host.
   """
 
   def __init__(
@@ -65,8 +65,8 @@ class ParameterServer:
     self._step = jax.jit(
         step, donate_argnums=(0, 1), out_shardings=self._shardings
     )
-    pair, state = jax.eval_shape(lambda: (self._params, self._state))
-    numbers = np.int32(0), np.float32(1)
+    pair, state = jax.eval_shape(lambda: (self._params, self._opt_state))
+    numbers = np.int32(0), True, np.float32(1)
     traced = jax.jit(step).trace(pair, state, pair, *numbers, *pair[::-1])
     # Gates forward every argument, so a signature proves nothing.
     marks = [weight_flow.UPDATES] * len(jax.tree.leaves(trained))
@@ -86,9 +86,10 @@ class ParameterServer:
   @property
   def state(self) -> drop_stale.DropStaleState:
     """A copy of the state, in NumPy arrays; random keys are JAX arrays."""
-    return with_leaves(
-        self._state, [np.array(x) for x in leaves_of(self._state)]
+    state = self._counts._replace(
+        global_step=np.int32(self.global_step), inner_state=self._opt_state
     )
+    return with_leaves(state, [np.array(x) for x in leaves_of(state)])
 
   def trees(self) -> dict[str, Any]:
     """Returns copies of both: the arguments of `restore`."""
@@ -97,10 +98,11 @@ class ParameterServer:
   def restore(self, params: Any, state: Any) -> None:
     """Restores parameters and state, which are as `trees` returns them."""
     pair = task_lib.split(params, self._model_state)
-    copies = jax.tree.map(jnp.array, (pair, state))
+    copies = jax.tree.map(jnp.array, (pair, state.inner_state))
     if self._shardings is not None:
       copies = jax.device_put(copies, self._shardings)
-    self._params, self._state = copies
+    self._params, self._opt_state = copies
+    self._counts = jax.tree.map(jnp.array, state._replace(inner_state=()))
     self.global_step = int(state.global_step)
 
   def publish(self) -> tuple[Any, Any]:
@@ -121,11 +123,12 @@ class ParameterServer:
     grads = task_lib.split(grads, self._model_state)
     if self._shardings is not None:
       grads = jax.device_put(grads, self._shardings[0])
-    self._params, self._state = self._step(
+    self._params, self._opt_state = self._step(
         self._params,
-        self._state,
+        self._opt_state,
         grads,
         np.int32(local_step),
+        local_step == self.global_step,
         None if math.isnan(weight) else np.float32(weight),
         *read,
     )
@@ -133,9 +136,9 @@ class ParameterServer:
 
   def drop(self) -> None:
     """Counts a gradient that was too old."""
-    self._state = self._state._replace(
-        stale_count=counters.add(self._state.stale_count, 1),
-        stale_shard_count=counters.add(self._state.stale_shard_count, 1),
+    self._counts = self._counts._replace(
+        stale_count=counters.add(self._counts.stale_count, 1),
+        stale_shard_count=counters.add(self._counts.stale_shard_count, 1),
     )
 
   def fingerprints(self) -> dict[str, str]:
@@ -149,7 +152,7 @@ class ParameterServer:
   def _hashes(self, text):
     """Returns hashes of the optimizer; `text` is its program."""
     numbers = hashlib.sha256(text.encode())
-    for x in leaves_of(self._state):
+    for x in leaves_of(self.state):
       numbers.update(np.asarray(x).tobytes())
     operations = hashlib.sha256(re.sub('dense<.*?>', '', text).encode())
     return {
@@ -215,14 +218,22 @@ def _shardings(tx, params, held, num_devices):
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   of_held = jax.tree.map(lambda x: whole, held)
   params = jax.device_put(params, of_params.trace)
-  of_state = shardings_lib.state_shardings(
-      drop_stale.drop_stale(0, tx), params, **how
-  )
+  of_state = shardings_lib.state_shardings(tx, params, **how)
   return (of_params.trace, of_held), of_state
 
 
-def _step(tx, params, state, grads, local_step, weight, read_held, read_params):
-  """Returns the next parameters, and the next state of `drop_stale`.
+def _step(
+    tx,
+    params,
+    state,
+    grads,
+    local_step,
+    is_fresh,
+    weight,
+    read_held,
+    read_params,
+):
+  """Returns the next parameters, and the next state of the optimizer.
 
   The parameters and the gradient are pairs, with the model state.
   """
@@ -230,20 +241,11 @@ def _step(tx, params, state, grads, local_step, weight, read_held, read_params):
   if weight is not None:
     grads = jax.tree.map(lambda g: (weight * g).astype(g.dtype), grads)
   extra_args = {} if read_params is None else {'read_params': read_params}
-  params, inner_state = gating.update_and_apply(
-      tx,
-      grads,
-      state.inner_state,
-      params,
-      local_step=local_step,
-      **extra_args,
+  params, state = gating.update_and_apply(
+      tx, grads, state, params, local_step=local_step, **extra_args
   )
-  is_fresh = local_step == state.global_step
   next_held = functools.partial(_next_held, is_fresh)
-  held = jax.tree.map(next_held, held, read_held, new_held)
-  global_step = counters.add(state.global_step, 1)
-  state = state._replace(global_step=global_step, inner_state=inner_state)
-  return (params, held), state
+  return (params, jax.tree.map(next_held, held, read_held, new_held)), state
 
 
 def _next_held(is_fresh, held, read, new):
