@@ -1,5 +1,8 @@
 import multiprocessing
 import os
+import pathlib
+import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -13,6 +16,16 @@ import pytest
 import asynchronous_cases
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import watchdog
+
+# Writes to the key store of Ray, if it may.
+FOREIGN_CLIENT = """
+import sys
+from ray._raylet import GcsClient
+client = GcsClient(address=sys.argv[1])
+client.internal_kv_put(b'key', b'value', True, None)
+print('written')
+"""
+NOBODY = 65534
 
 
 class JobTest(parameterized.TestCase):
@@ -102,3 +115,59 @@ class JobTest(parameterized.TestCase):
       )
 
     self.assertEmpty(asynchronous_cases.processes('ray::'))
+
+
+@pytest.mark.slow
+class ExposureTest(parameterized.TestCase):
+  """Other programs and users of the machine, while a run is on."""
+
+  def run_outside(self, *command, **options):
+    """Returns what a command does that is no process of the run."""
+    return subprocess.run(
+        command,
+        env={'RAY_AUTH_MODE': 'disabled', 'PATH': os.environ['PATH']},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,
+    )
+
+  def look(self, report):
+    """Tries to enter the folder of the run, and to write to Ray's store."""
+    del report
+    if not self.seen:
+      (folder,) = self.temporary.iterdir()
+      self.seen['mode'] = stat.S_IMODE(folder.stat().st_mode)
+      if os.geteuid() == 0:
+        self.seen['listing'] = self.run_outside(
+            'ls', folder / 'ray', user=NOBODY, group=NOBODY, extra_groups=[]
+        )
+      address = (folder / 'ray' / 'ray_current_cluster').read_text().strip()
+      self.seen['client'] = self.run_outside(
+          sys.executable, '-c', FOREIGN_CLIENT, address
+      )
+
+  def test_run_is_closed_to_them_whatever_the_environment_says(self):
+    self.temporary = pathlib.Path(tempfile.mkdtemp(dir='/tmp'))
+    self.addCleanup(shutil.rmtree, self.temporary)
+    # Everybody may enter what is around the folder of the run.
+    self.temporary.chmod(0o755)
+    self.seen = {}
+    environment = {'RAY_AUTH_MODE': 'disabled', 'TMPDIR': str(self.temporary)}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(tempfile, 'tempdir', None),
+    ):
+      asynchronous_cases.train(
+          asynchronous_cases.TASK,
+          optax.sgd(0.1),
+          cluster='local',
+          num_workers=1,
+          on_progress=self.look,
+      )
+
+    self.assertEqual(self.seen['mode'], 0o700)
+    if 'listing' in self.seen:
+      self.assertIn('Permission denied', self.seen['listing'].stderr)
+    self.assertIn('Unauthenticated', self.seen['client'].stderr)
+    self.assertEmpty(self.seen['client'].stdout)

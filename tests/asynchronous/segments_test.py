@@ -305,7 +305,7 @@ class SegmentsTest(parameterized.TestCase):
           self.assertWarnsRegex, RuntimeWarning, 'start.npz. cannot be used'
       )
       refused = functools.partial(
-          self.assertRaisesRegex, ValueError, 'start.npz. must be an intact ch'
+          self.assertRaisesRegex, ValueError, "on_change='continue'.*if there"
       )
 
       with lost(), refused():

@@ -138,7 +138,9 @@ def read_start(segment: journal.Segment, initial: Trees) -> Checkpoint:
     raise ValueError(
         f'{str(path)!r} must be an intact checkpoint of step'
         f' {segment.start.global_step}: a segment of the journal starts from'
-        ' it. Put it back, or name another folder.'
+        ' it. Put it back, or name another folder. With'
+        " `on_change='continue'`, `train` goes on from a later checkpoint, if"
+        ' there is one.'
     )
   return found
 
