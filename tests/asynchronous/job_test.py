@@ -1,3 +1,4 @@
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -11,6 +12,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 import optax
+import psutil
 import pytest
 
 import asynchronous_cases
@@ -18,7 +20,7 @@ from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import watchdog
 
 # Writes to the key store of Ray, if it may.
-FOREIGN_CLIENT = """
+CLIENT = """
 import sys
 from ray._raylet import GcsClient
 client = GcsClient(address=sys.argv[1])
@@ -121,38 +123,55 @@ class JobTest(parameterized.TestCase):
 class ExposureTest(parameterized.TestCase):
   """Other programs and users of the machine, while a run is on."""
 
-  def run_outside(self, *command, **options):
-    """Returns what a command does that is no process of the run."""
-    return subprocess.run(
-        command,
-        env={'RAY_AUTH_MODE': 'disabled', 'PATH': os.environ['PATH']},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **options,
-    )
-
-  def look(self, report):
-    """Tries to enter the folder of the run, and to write to Ray's store."""
-    del report
-    if not self.seen:
-      (folder,) = self.temporary.iterdir()
-      self.seen['mode'] = stat.S_IMODE(folder.stat().st_mode)
-      if os.geteuid() == 0:
-        self.seen['listing'] = self.run_outside(
-            'ls', folder / 'ray', user=NOBODY, group=NOBODY, extra_groups=[]
-        )
-      address = (folder / 'ray' / 'ray_current_cluster').read_text().strip()
-      self.seen['client'] = self.run_outside(
-          sys.executable, '-c', FOREIGN_CLIENT, address
-      )
-
-  def test_run_is_closed_to_them_whatever_the_environment_says(self):
+  def setUp(self):
+    super().setUp()
     self.temporary = pathlib.Path(tempfile.mkdtemp(dir='/tmp'))
     self.addCleanup(shutil.rmtree, self.temporary)
     # Everybody may enter what is around the folder of the run.
     self.temporary.chmod(0o755)
     self.seen = {}
+
+  def look(self, report):
+    """Tries to enter the folder of the run, and to write to Ray's key store."""
+    del report
+    if self.seen:
+      return
+    (folder,) = self.temporary.iterdir()
+    self.seen['mode'] = stat.S_IMODE(folder.stat().st_mode)
+    if os.geteuid() == 0:
+      self.seen['entered'] = self.run_outside('ls', folder / 'ray', user=NOBODY)
+    (raylet,) = (
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.name() == 'raylet'
+    )
+    (address,) = (
+        argument.removeprefix('--gcs-address=')
+        for argument in raylet.cmdline()
+        if argument.startswith('--gcs-address=')
+    )
+    client = functools.partial(
+        self.run_outside, sys.executable, '-c', CLIENT, address
+    )
+    token = raylet.environ()['RAY_AUTH_TOKEN']
+    self.seen['owner'] = client(RAY_AUTH_MODE='token', RAY_AUTH_TOKEN=token)
+    self.seen['stranger'] = client(RAY_AUTH_MODE='disabled')
+
+  def run_outside(self, *command, user=None, **env):
+    """Returns what a command prints that is no process of the run."""
+    done = subprocess.run(
+        command,
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+        env={**env, 'PATH': os.environ['PATH']},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+  def test_run_is_closed_to_them_whatever_the_environment_says(self):
     environment = {'RAY_AUTH_MODE': 'disabled', 'TMPDIR': str(self.temporary)}
     with (
         mock.patch.dict(os.environ, environment),
@@ -163,11 +182,12 @@ class ExposureTest(parameterized.TestCase):
           optax.sgd(0.1),
           cluster='local',
           num_workers=1,
-          on_progress=self.look,
+          num_updates=10**6,
+          on_progress=lambda report: self.look(report) or 'stop',
       )
 
     self.assertEqual(self.seen['mode'], 0o700)
-    if 'listing' in self.seen:
-      self.assertIn('Permission denied', self.seen['listing'].stderr)
-    self.assertIn('Unauthenticated', self.seen['client'].stderr)
-    self.assertEmpty(self.seen['client'].stdout)
+    if 'entered' in self.seen:
+      self.assertIn('Permission denied', self.seen['entered'])
+    self.assertEqual(self.seen['owner'], 'written\n')
+    self.assertIn('AuthenticationError', self.seen['stranger'])
