@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from unittest import mock
 
 from absl.testing import parameterized
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 import asynchronous_cases
+import cases
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import watchdog
 
@@ -45,23 +47,34 @@ class JobTest(parameterized.TestCase):
 
     self.assertFalse(folder.exists())
 
-  def test_child_that_dies_is_reported(self):
+  @cases.parameters((False, 1), (True, 4))
+  def test_child_that_dies_is_reported(self, has_folder, num_deaths):
     start = subprocess.Popen
+    temporary = []
 
-    def start_and_wait(*args, **kwargs):
+    def start_and_wait(arguments, **options):
       # It dies before it gets the job.
-      process = start(*args, **kwargs)
+      process = start(arguments, **options)
       process.wait()
+      temporary.append(arguments[5])
       return process
 
     with (
         mock.patch.object(job, '_CHILD', 'no_such_module'),
         mock.patch.object(job.subprocess, 'Popen', start_and_wait),
-        self.assertRaisesRegex(RuntimeError, 'got one that has died 1 times'),
+        self.assertRaisesRegex(
+            RuntimeError, f'got one that has died {num_deaths} times'
+        ),
     ):
       asynchronous_cases.train(
-          asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
+          asynchronous_cases.TASK,
+          optax.sgd(0.1),
+          cluster='local',
+          folder=asynchronous_cases.folder(self) if has_folder else None,
       )
+
+    # What is left of one is in nobody's way.
+    self.assertLen(set(temporary), num_deaths)
 
   def test_child_that_never_answers_is_reported_and_ended(self):
     folder = asynchronous_cases.folder(self)
@@ -140,11 +153,19 @@ class ExposureTest(parameterized.TestCase):
     self.seen['mode'] = stat.S_IMODE(folder.stat().st_mode)
     if os.geteuid() == 0:
       self.seen['entered'] = self.run_outside('ls', folder / 'ray', user=NOBODY)
-    (raylet,) = (
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.name() == 'raylet'
-    )
+    children = []
+    end = time.monotonic() + 30
+    # It gives itself this name, over what its environment was, if it may.
+    while 'ray::DashboardAgent' not in [child.name() for child in children]:
+      self.assertLess(time.monotonic(), end)
+      children = psutil.Process().children(recursive=True)
+    # By the mark, the watchdog finds what it must end.
+    self.seen['unmarked'] = [
+        process.name()
+        for process in children
+        if 'SHARD_TRANSFORMS_RUN' not in process.environ()
+    ]
+    (raylet,) = (child for child in children if child.name() == 'raylet')
     (address,) = (
         argument.removeprefix('--gcs-address=')
         for argument in raylet.cmdline()
@@ -171,7 +192,7 @@ class ExposureTest(parameterized.TestCase):
     )
     return done.stdout + done.stderr
 
-  def test_run_is_closed_to_them_whatever_the_environment_says(self):
+  def test_run_is_closed_to_them_and_marks_its_processes(self):
     environment = {'RAY_AUTH_MODE': 'disabled', 'TMPDIR': str(self.temporary)}
     with (
         mock.patch.dict(os.environ, environment),
@@ -186,6 +207,7 @@ class ExposureTest(parameterized.TestCase):
           on_progress=lambda report: self.look(report) or 'stop',
       )
 
+    self.assertEmpty(self.seen['unmarked'])
     self.assertEqual(self.seen['mode'], 0o700)
     if 'entered' in self.seen:
       self.assertIn('Permission denied', self.seen['entered'])
