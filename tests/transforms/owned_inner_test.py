@@ -860,6 +860,29 @@ class RefusalTest(parameterized.TestCase):
     ):
       init_state(owned(inner), jnp.ones(16), modes.mesh())
 
+  @cases.parameters(
+      ('leaves', r'must keep the types .* got the tree'),
+      ('elements', r'must treat each element .* it changes the tree'),
+  )
+  def test_init_leaves_updates_of_another_tree_to_update(self, slices, message):
+    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+    inner = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5)
+    tx = shard_transforms.shard_update(inner, AXIS, slices=slices)
+    pair = optax.LookaheadParams.init_synced(params)
+
+    def step(pair):
+      grads = shard_transforms.per_shard(pair.fast, AXIS)
+      return tx.update(grads, tx.init(pair), pair)[0]
+
+    step = jax.shard_map(
+        step,
+        mesh=modes.mesh(),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    with self.assertRaisesRegex(ValueError, message):
+      jax.eval_shape(step, pair)
+
   @cases.parameters('vmap', cases.Repeated('shard_map_unchecked'))
   def test_takes_the_word_of_who_flattens(self, mode):
     # One vector of all leaves, of which each shard keeps its own.

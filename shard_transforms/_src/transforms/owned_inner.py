@@ -104,7 +104,8 @@ class OwnedInner:
     of, kinds, layout = owners_lib.read(
         state, owners, kinds, num_updates, self._reduction.caller
     )
-    found = self._trace_update(owners, update, updates, kinds, params, of)
+    traced = self._trace_update(owners, update, updates, kinds, params, of)
+    found = self._follow(owners, *traced, of)
     self._check(found)
     program = found.program
     run = _Run(program, found.of, owners, self._reduction)
@@ -124,7 +125,7 @@ class OwnedInner:
     return leaf_program.trace(self._inner.init, (), 1, types)
 
   def _trace_update(self, owners, update, updates, kinds, params, of):
-    """Returns the program of `update`, and what its results depend on.
+    """Returns the program of `update`, and the types of what it is given.
 
     Args:
       owners: The owners.
@@ -141,8 +142,17 @@ class OwnedInner:
     program = leaf_program.trace(
         update, self._same, owners.num_shards, given, state, params
     )
-    _check_types(program.results, (given, state))
-    of_updates = owners.of(updates)
+    return program, (given, state)
+
+  def _follow(self, owners, program, given, of):
+    """Returns the program, and what its results depend on.
+
+    Raises:
+      ValueError: If these have other types than the updates and the state that
+        it is given.
+    """
+    _check_types(program.results, given)
+    of_updates = owners.of(given[0])
     return leaf_program.Dependence.find(
         program, [*of_updates, *of], len(of_updates), self._same
     )
@@ -158,14 +168,17 @@ class OwnedInner:
     trace = functools.partial(
         self._trace_update, owners, self._inner.update, params, kinds, params
     )
-    # An `inner` that needs an extra argument, which only `update` gets, raises
-    # one of these errors. `update` checks it.
-    with contextlib.suppress(TypeError, KeyError):
-      found = trace(of)
-      if (associated := found.associated(known)) != of:
-        of = associated
-        found = trace(of)
-      self._check(found)
+    try:
+      traced = trace(of)
+    except (TypeError, KeyError, ValueError):
+      # It needs an extra argument, or updates of another tree than the
+      # parameters. Only `update` gets these, and checks it.
+      return of
+    found = self._follow(owners, *traced, of)
+    if (associated := found.associated(known)) != of:
+      of = associated
+      found = self._follow(owners, *trace(of), of)
+    self._check(found)
     return of
 
   def _find_by_place(self, owners, params, kinds):

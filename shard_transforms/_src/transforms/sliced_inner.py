@@ -45,10 +45,12 @@ class SlicedInner:
         mapped.
     """
     self._reduction.check_mapped()
-    # An `inner` that needs an extra argument, which only `update` gets, raises
-    # one of these errors. `update` checks it.
-    with contextlib.suppress(TypeError, KeyError):
-      self._check(params, params, self._inner.update, False)
+    problem = None
+    # It may need an extra argument, or updates of another tree than the
+    # parameters. Only `update` gets these, and checks it.
+    with contextlib.suppress(TypeError, KeyError, ValueError):
+      problem = self._problem(params, params, self._inner.update, False)
+    self._refuse(problem)
     own_state = self._inner.init(self._reduction.own(params))
     whole_kinds = jax.eval_shape(self._inner.init, params)
     return store(own_state, whole_kinds, self._reduction.axes)
@@ -78,7 +80,7 @@ class SlicedInner:
     # slices is not traced again to run. It is a function of this call alone,
     # for `inner` may close over what differs between calls.
     update = functools.partial(self._inner.update, **extra_args)
-    self._check(updates, params, update, bool(extra_args))
+    self._refuse(self._problem(updates, params, update, bool(extra_args)))
     own_params = None if params is None else reduction.own(params)
     like = updates if params is None else params
     whole_kinds = jax.eval_shape(self._inner.init, like)
@@ -90,24 +92,26 @@ class SlicedInner:
     kept = store(own_state, whole_kinds, reduction.axes)
     return own_updates, kept
 
-  def _check(self, updates, params, update, has_extra_args):
-    """Refuses an inner transformation that looks across elements.
-
-    Raises:
-      ValueError: If it does, and nobody says otherwise.
-    """
+  def _problem(self, updates, params, update, has_extra_args):
+    """Returns how `inner` looks across elements, if it does."""
     # `optax.tree_utils.tree_map_params` calls `init` with an empty stand-in for
     # the parameters, which no other argument of a transformation is like.
     if self._assume_elementwise or not jax.tree.leaves(updates):
-      return
-    types = self._types(updates, params)
+      return None
     # Extra arguments, which are not in the types, may be another each time.
     if has_extra_args:
-      problem = self._find_problem(updates, params, update)
-    else:
-      if types != self._checked[0]:
-        self._checked = types, self._find_problem(updates, params, update)
-      problem = self._checked[1]
+      return self._find_problem(updates, params, update)
+    types = self._types(updates, params)
+    if types != self._checked[0]:
+      self._checked = types, self._find_problem(updates, params, update)
+    return self._checked[1]
+
+  def _refuse(self, problem):
+    """Raises if there is a problem, and says what to do.
+
+    Raises:
+      ValueError: If there is one.
+    """
     if problem:
       caller = self._reduction.caller
       clip = (
