@@ -83,17 +83,21 @@ class Killer(threading.Thread):
     self._random = random.Random(seed)
     self._number = number
     self._progressed = threading.Event()
+    self._step = 0
     self.kills = []
 
   def on_progress(self, report):
-    self._progressed.set()
+    # Not what a new driver reports while it computes the journal again.
+    if report.global_step > self._step:
+      self._step = report.global_step
+      self._progressed.set()
     if report.global_step and not self.is_alive() and not self.kills:
       self.start()
 
   def run(self):
     while len(self.kills) < self._number:
       time.sleep(self._random.uniform(0.2, 2.5))
-      # Drivers that die before their first update end the run.
+      # Four drivers that die in turn without a new update end the run.
       self._progressed.wait()
       name = self._random.choice([WORKER, WORKER, DRIVER])
       if name == DRIVER:

@@ -213,6 +213,21 @@ class UserErrorTest(parameterized.TestCase):
           max_attempts=2,
       )
 
+  @pytest.mark.repeated(8)
+  def test_environment_that_cannot_be_set_up_is_reported(self):
+    runtime_env = {'conda': 'no_such_environment'}
+
+    with self.assertRaisesRegex(
+        ValueError, '(?s)`runtime_env` that Ray can set up on each node.*conda'
+    ):
+      train(
+          asynchronous_cases.TASK,
+          optax.sgd(0.1),
+          cluster='local',
+          num_workers=1,
+          resources={'num_cpus': 1, 'runtime_env': runtime_env},
+      )
+
   def test_function_that_cannot_be_sent_is_reported_and_nothing_starts(self):
     task = asynchronous.Task(
         asynchronous_cases.init,

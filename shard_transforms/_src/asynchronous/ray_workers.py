@@ -122,7 +122,13 @@ class RayWorkers:
   def _welcome(self, ref):
     """Checks a worker that has started."""
     worker = self._starting.pop(ref)
-    node, problem = ray.get(ref)
+    try:
+      node, problem = ray.get(ref)
+    except exceptions.RuntimeEnvSetupError as error:
+      raise ValueError(
+          '`resources` must have a `runtime_env` that Ray can set up on each'
+          f' node, got this problem: {error}'
+      ) from error
     if problem:
       raise ValueError(
           '`task` must be made of functions that workers can import, got'
