@@ -347,14 +347,12 @@ class StateTest(parameterized.TestCase):
 
 
 def _wide_gates(inner):
-  """Returns gates, for steps of which the second is not taken."""
+  """Returns gates that take no step of NaN, or of local step -1."""
+  guarded = shard_transforms.guard(inner)
   return {
-      'drop_stale': (shard_transforms.drop_stale(0, inner), {'local_step': -1}),
-      'guard': (shard_transforms.guard(inner), {'weight': 0}),
-      'nested': (
-          shard_transforms.tower_reduce(1, shard_transforms.guard(inner)),
-          {'weight': 0},
-      ),
+      'drop_stale': shard_transforms.drop_stale(0, inner),
+      'guard': guarded,
+      'nested': shard_transforms.tower_reduce(1, guarded),
   }
 
 
@@ -386,25 +384,26 @@ class MixedPrecisionTest(parameterized.TestCase):
 
   @cases.product(gate=('drop_stale', 'guard', 'nested'), applies=(False, True))
   def test_trains_with_the_dtypes_of_the_inner_state(self, gate, applies):
-    tx, skipping = _wide_gates(optax.adam(0.1))[gate]
+    tx = _wide_gates(optax.adam(0.1))[gate]
 
     @jax.jit
-    def step(params, state, grads, extra_args):
+    def step(params, state, grads, local_step):
       if applies:
         return shard_transforms.update_and_apply(
-            tx, grads, state, params, **extra_args
+            tx, grads, state, params, local_step=local_step
         )
-      updates, state = tx.update(grads, state, params, **extra_args)
+      updates, state = tx.update(grads, state, params, local_step=local_step)
       return optax.apply_updates(params, updates), state
 
-    taken = {key: abs(value) or 1 for key, value in skipping.items()}
     carry = self.params, tx.init(self.params)
-    for extra_args, grads in zip(
-        (skipping, taken, skipping, taken),
-        (self.grads[0], *self.grads),
-        strict=True,
+    bad = {'w': jnp.full(3, jnp.nan)}
+    for local_step, grads in (
+        (-1, bad),
+        (1, self.grads[0]),
+        (-1, bad),
+        (1, self.grads[2]),
     ):
-      carry = step(*carry, grads, extra_args)
+      carry = step(*carry, grads, local_step)
 
     state = carry[1].inner_state
     found = carry[0], getattr(state, 'inner_state', state)

@@ -463,9 +463,14 @@ class HealthTest(parameterized.TestCase):
       )
 
   def test_tells_of_steps_without_weight(self):
-    tx = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+    tx = guarded(1)
 
-    _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), weight=0.0)
+    def shard(grads, weight):
+      return tx.update(grads, tx.init(grads), weight=weight)[1]
+
+    shards = jax.vmap(shard, axis_name=AXIS)
+    check_health(shards(jnp.ones((8, 2)), jnp.arange(8)))
+    state = shards(jnp.ones((8, 2)), jnp.zeros(8))
 
     with self.assertRaisesRegex(RuntimeError, 'all weights were zero'):
       check_health(state)

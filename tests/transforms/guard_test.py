@@ -155,6 +155,19 @@ class SkipTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.last_bad_step, [1] * SHARDS)
     np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
 
+  @cases.parameters(*modes.MODES)
+  def test_weights_of_shards_do_not_decide_behind_the_reduction(self, mode):
+    x = data()
+    x[3, 1, 2] = NAN
+    weight = np.arange(float(SHARDS))[:, None].repeat(3, 1)
+    behind = optax.chain(cross_shard_mean(AXIS), guard(optax.adam(0.1)))
+
+    updates, _ = run(behind, x, weight, mode=mode)
+
+    expected, _ = run(guard(mean_of(optax.adam(0.1)), AXIS), x, weight)
+    self.assertTrue(np.all(updates[:, [0, 2]]))
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
   def test_examines_leaves_of_all_kinds(self):
     params = {
         'half': jnp.ones(3, jnp.bfloat16),
