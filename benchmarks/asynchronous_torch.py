@@ -105,8 +105,8 @@ def _join(folder: str, num_processes: int, name: str, rank: int) -> None:
   """Meets the others on the loopback interface."""
   os.environ['TP_SOCKET_IFNAME'] = os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
   rpc = importlib.import_module('torch.distributed.rpc')
-  # With two threads in each of three processes on two cores, it made a tenth
-  # of the updates a second (digits).
+  # With two threads in each of the three processes, on two cores, training made
+  # a tenth of the updates a second (digits).
   importlib.import_module('torch').set_num_threads(1)
   rpc.init_rpc(
       name,

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -133,6 +134,16 @@ class JobTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
+def descendants():
+  """Returns what is known of each descendant of this process."""
+  found = []
+  for process in psutil.Process().children(recursive=True):
+    # It may end meanwhile.
+    with contextlib.suppress(psutil.Error):
+      found.append(process.as_dict(['name', 'environ', 'cmdline']))
+  return [child for child in found if child['environ'] is not None]
+
+
 class ExposureTest(parameterized.TestCase):
   """Other programs and users of the machine, while a run is on."""
 
@@ -156,25 +167,25 @@ class ExposureTest(parameterized.TestCase):
     children = []
     end = time.monotonic() + 30
     # It gives itself this name, over what its environment was, if it may.
-    while 'ray::DashboardAgent' not in [child.name() for child in children]:
+    while 'ray::DashboardAgent' not in [child['name'] for child in children]:
       self.assertLess(time.monotonic(), end)
-      children = psutil.Process().children(recursive=True)
+      children = descendants()
     # By the mark, the watchdog finds what it must end.
     self.seen['unmarked'] = [
-        process.name()
-        for process in children
-        if 'SHARD_TRANSFORMS_RUN' not in process.environ()
+        child['name']
+        for child in children
+        if 'SHARD_TRANSFORMS_RUN' not in child['environ']
     ]
-    (raylet,) = (child for child in children if child.name() == 'raylet')
+    (raylet,) = (child for child in children if child['name'] == 'raylet')
     (address,) = (
         argument.removeprefix('--gcs-address=')
-        for argument in raylet.cmdline()
+        for argument in raylet['cmdline']
         if argument.startswith('--gcs-address=')
     )
     client = functools.partial(
         self.run_outside, sys.executable, '-c', CLIENT, address
     )
-    token = raylet.environ()['RAY_AUTH_TOKEN']
+    token = raylet['environ']['RAY_AUTH_TOKEN']
     self.seen['owner'] = client(RAY_AUTH_MODE='token', RAY_AUTH_TOKEN=token)
     self.seen['stranger'] = client(RAY_AUTH_MODE='disabled')
 

@@ -218,7 +218,7 @@ class UserErrorTest(parameterized.TestCase):
     runtime_env = {'conda': 'no_such_environment'}
 
     with self.assertRaisesRegex(
-        ValueError, '(?s)`runtime_env` that Ray can set up on each node.*conda'
+        RuntimeError, 'cannot set up the `runtime_env` of a worker, .*[cC]onda'
     ):
       train(
           asynchronous_cases.TASK,

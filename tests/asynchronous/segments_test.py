@@ -18,6 +18,7 @@ from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import manifest
+from shard_transforms._src.asynchronous import workers
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
@@ -125,6 +126,21 @@ class SegmentsTest(parameterized.TestCase):
     self.assertIn('must have the bits', result.report.segments[0])
     fresh = asynchronous_cases.train(OTHER_TASK, TX)
     asynchronous_cases.assert_same_bits(result, fresh)
+
+  def test_an_error_of_the_workers_replaces_no_updates(self):
+    first = self.train(num_updates=17, save_every=1000)
+    (self.folder / 'checkpoints/17.npz').unlink()
+    error = workers.WorkerError('other versions')
+
+    with (
+        mock.patch.object(workers.LocalWorkers, 'wait', side_effect=error),
+        self.assertRaisesRegex(ValueError, 'other versions'),
+    ):
+      self.train(on_change='continue')
+
+    again = self.train(num_updates=17, on_change='continue')
+    self.assertEqual(again.report.num_recovered, 17)
+    asynchronous_cases.assert_same_bits(again, first)
 
   def test_another_structure_is_refused_in_any_case(self):
     self.train()

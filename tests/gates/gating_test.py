@@ -347,7 +347,7 @@ class StateTest(parameterized.TestCase):
 
 
 def _wide_gates(inner):
-  """Returns gates that take no step of NaN, or of local step -1."""
+  """Returns gates, which skip gradients of NaN or of local step -1."""
   guarded = shard_transforms.guard(inner)
   return {
       'drop_stale': shard_transforms.drop_stale(0, inner),

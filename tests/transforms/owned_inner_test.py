@@ -870,6 +870,8 @@ class RefusalTest(parameterized.TestCase):
     tx = shard_transforms.shard_update(inner, AXIS, slices=slices)
     pair = optax.LookaheadParams.init_synced(params)
 
+    init_state(tx, pair, modes.mesh())
+
     def step(pair):
       grads = shard_transforms.per_shard(pair.fast, AXIS)
       return tx.update(grads, tx.init(pair), pair)[0]
@@ -891,6 +893,26 @@ class RefusalTest(parameterized.TestCase):
     actual = train(owned(inner, assume_leafwise=True), mode)
 
     assert_close(actual, train(whole(inner), mode))
+
+  @cases.parameters(TypeError, ValueError)
+  def test_takes_the_word_of_who_flattens_and_needs_arguments(self, kind):
+    def update(updates, state, params=None, *, value=None, **extra_args):
+      del params, extra_args
+      if value is None:
+        raise kind('It must have `value`.')
+      return jax.tree.map(lambda u: value * u, updates), state
+
+    init = optax.identity().init
+    link = optax.GradientTransformationExtraArgs(init, update)
+    inner = optax.flatten(optax.chain(optax.adam(0.1), link))
+
+    def trained(tx):
+      update = functools.partial(tx.update, value=2.0)
+      return train(tx._replace(update=update), 'vmap')
+
+    actual = trained(owned(inner, assume_leafwise=True))
+
+    assert_close(actual, trained(whole(inner)))
 
   def test_refuses_at_update_what_needs_extra_arguments_to_be_known(self):
     tx = owned(optax.polyak_sgd())

@@ -32,7 +32,8 @@ class ParameterServer:
 
   The driver compares two integers to find stale gradients, and never passes
   them here. So `tx` runs without the gate of `drop_stale`, whose state it has
-  to the bit. It counts updates on the host.
+  to the bit. The global step is a Python integer, which the compiled step does
+  not have.
   """
 
   def __init__(

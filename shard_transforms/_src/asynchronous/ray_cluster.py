@@ -66,6 +66,9 @@ def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
         command = pickle.loads(parent.recv_bytes())
       message = messages.send(command)
     _send(parent, message)
+  except exceptions.RuntimeEnvSetupError as error:
+    reason = str(error).strip().splitlines()[-1]
+    _send(parent, f'Ray cannot set up the `runtime_env` of a worker, {reason}')
   except exceptions.RayError as error:
     _send(parent, _line(error))
   except Exception as error:  # Raised again by the caller of `train`.

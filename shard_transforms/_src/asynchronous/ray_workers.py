@@ -89,7 +89,7 @@ class RayWorkers:
 
     Raises:
       RayError: If Ray cannot start a worker.
-      ValueError: If a worker cannot import the task, or has other versions or
+      WorkerError: If a worker cannot import the task, or has other versions or
         sources.
     """
     events = []
@@ -122,15 +122,9 @@ class RayWorkers:
   def _welcome(self, ref):
     """Checks a worker that has started."""
     worker = self._starting.pop(ref)
-    try:
-      node, problem = ray.get(ref)
-    except exceptions.RuntimeEnvSetupError as error:
-      raise ValueError(
-          '`resources` must have a `runtime_env` that Ray can set up on each'
-          f' node, got this problem: {error}'
-      ) from error
+    node, problem = ray.get(ref)
     if problem:
-      raise ValueError(
+      raise workers_lib.WorkerError(
           '`task` must be made of functions that workers can import, got'
           f' {problem} on worker {worker}. Define them in the main program, or'
           ' in a module that is installed on all nodes.'
@@ -138,7 +132,7 @@ class RayWorkers:
     # A module that one node lacks is part of an installed package there.
     for name in sorted(node.keys() | self._node.keys()):
       if node.get(name) != self._node.get(name):
-        raise ValueError(
+        raise workers_lib.WorkerError(
             '`cluster` must have the same versions and sources on all nodes,'
             f' got {name} {node.get(name)} on worker {worker} instead of'
             f' {self._node.get(name)}.'

@@ -99,6 +99,7 @@ def _recover(driver, folder, given, stack):
       at each attempt at a batch.
     ValueError: If the folder is damaged, or was written by another task,
       optimizer or machine, and `on_change` is `'raise'`.
+    WorkerError: If a worker cannot compute the task.
   """
   if folder is None:
     if given is not None:
@@ -120,6 +121,9 @@ def _recover(driver, folder, given, stack):
     start = checkpoints.read_start(segment, initial)
     saved = _latest(segment, initial) or start
     yield from _catch_up(driver, segment, start, saved)
+  except workers_lib.WorkerError:
+    # A new segment would lose updates, and would not help.
+    raise
   except ValueError as error:
     if options.on_change == 'raise':
       raise

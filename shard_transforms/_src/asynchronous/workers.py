@@ -7,6 +7,10 @@ from typing import Any, NamedTuple, Protocol
 from shard_transforms._src.asynchronous import task as task_lib
 
 
+class WorkerError(ValueError):
+  """A worker cannot compute the task, whatever the folder of the run holds."""
+
+
 class Event(NamedTuple):
   """A gradient has been computed, or is lost.
 

@@ -111,9 +111,11 @@ def guard(
 
   A shard is bad if an element of its update is not finite, or if its norm or
   its loss is a spike by the `SpikeRule` `spikes`, which may scale spikes down
-  instead. A shard whose extra argument `weight` is zero does not count, and is
-  not bad. Without `axis_name`, updates are reduced already, and the guard does
-  not look at the weight of a shard.
+  instead. With `axis_name`, a shard whose extra argument `weight` is zero does
+  not count, and is not bad. Without it, the update alone decides: `weight` is
+  only passed to `inner`. Behind a reduction, a step in which all weights were
+  zero is taken, with an update of zero: put `guard` around the reduction to
+  skip it.
 
   All shards decide together: each step begins with one reduction of a few
   numbers. So a bad shard cannot deadlock the others, as it does with
@@ -124,8 +126,8 @@ def guard(
 
   .. math:: u = \sum_{i \text{ good}} w_i u_i / \sum_{i \text{ good}} w_i
 
-  if at least `min_shards` are good; else the step is skipped. In both modes, a
-  step is skipped if the total weight of all shards is zero.
+  if at least `min_shards` are good; else the step is skipped. With `axis_name`,
+  a step is skipped if the total weight of all shards is zero.
 
   Skipped steps are counted. Traced code cannot raise an error if training has
   stalled: call `check_health` on the state every few steps, which raises after
@@ -342,9 +344,10 @@ def _decide(judgement, weight, axes, num_enough):
     TypeError: If the weight is not a real number.
     ValueError: If it is not a scalar, or known to be negative.
   """
-  # Behind the reduction, each shard still has its own: it must not decide.
-  is_known = axes and weight is not None
-  given = weights.as_weight(weight if is_known else 1.0, (), _CALLER)
+  # Behind a reduction, each shard still has its own weight, which must not
+  # decide.
+  counted = 1.0 if weight is None or not axes else weight
+  given = weights.as_weight(counted, (), _CALLER)
   # A shard of weight zero is not bad.
   counts, is_healthy = given > 0, judgement.is_healthy
   good, bad = counts & is_healthy, counts & ~is_healthy

@@ -125,7 +125,7 @@ class OwnedInner:
     return leaf_program.trace(self._inner.init, (), 1, types)
 
   def _trace_update(self, owners, update, updates, kinds, params, of):
-    """Returns the program of `update`, and the types of what it is given.
+    """Returns the program of `update`, and the types of updates and state.
 
     Args:
       owners: The owners.
@@ -145,11 +145,10 @@ class OwnedInner:
     return program, (given, state)
 
   def _follow(self, owners, program, given, of):
-    """Returns the program, and what its results depend on.
+    """Returns what the results of a program depend on.
 
     Raises:
-      ValueError: If these have other types than the updates and the state that
-        it is given.
+      ValueError: If they have other types than `given`, the updates and state.
     """
     _check_types(program.results, given)
     of_updates = owners.of(given[0])
@@ -171,9 +170,11 @@ class OwnedInner:
     try:
       traced = trace(of)
     except (TypeError, KeyError, ValueError):
-      # It needs an extra argument, or updates of another tree than the
-      # parameters. Only `update` gets these, and checks it.
-      return of
+      # `inner` may need an extra argument, or updates of another tree than the
+      # parameters. Only `update` gets these, so it checks `inner`.
+      if not self._assume_leafwise:
+        return of
+      return [leaf_program.MIXED if x is None else x for x in known]
     found = self._follow(owners, *traced, of)
     if (associated := found.associated(known)) != of:
       of = associated

@@ -46,8 +46,8 @@ class SlicedInner:
     """
     self._reduction.check_mapped()
     problem = None
-    # It may need an extra argument, or updates of another tree than the
-    # parameters. Only `update` gets these, and checks it.
+    # `inner` may need an extra argument, or updates of another tree than the
+    # parameters. Only `update` gets these, so it checks `inner`.
     with contextlib.suppress(TypeError, KeyError, ValueError):
       problem = self._problem(params, params, self._inner.update, False)
     self._refuse(problem)
