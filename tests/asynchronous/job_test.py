@@ -203,6 +203,7 @@ class ExposureTest(parameterized.TestCase):
     )
     return done.stdout + done.stderr
 
+  @pytest.mark.slow
   def test_run_is_closed_to_them_and_marks_its_processes(self):
     environment = {'RAY_AUTH_MODE': 'disabled', 'TMPDIR': str(self.temporary)}
     with (
