@@ -504,7 +504,12 @@ class LineSearchTest(parameterized.TestCase):
   """Optax refuses extra arguments that `value_fn` does not name."""
 
   @cases.product(
-      gate=('guard', 'drop_stale', 'tower_reduce', 'nested'),
+      gate=(
+          'guard',
+          cases.Repeated('drop_stale'),
+          cases.Repeated('tower_reduce'),
+          'nested',
+      ),
       value_fn=tuple(VALUE_FNS),
   )
   def test_value_fn_takes_what_it_names(self, gate, value_fn):

@@ -121,7 +121,12 @@ class CollectivesTest(parameterized.TestCase):
   @cases.product(
       name=ALONE,
       where=('inside', 'outside', 'twice', 'between'),
-      of=('itself', 'jit', 'scan', 'checkpoint'),
+      of=(
+          'itself',
+          cases.Repeated('jit'),
+          'scan',
+          cases.Repeated('checkpoint'),
+      ),
   )
   def test_has_the_gradient_of_vmap_without_a_mesh(self, name, where, of):
     fn = ALONE[name]
