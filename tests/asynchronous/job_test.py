@@ -133,7 +133,6 @@ class JobTest(parameterized.TestCase):
     self.assertEmpty(asynchronous_cases.processes('ray::'))
 
 
-@pytest.mark.slow
 def descendants():
   """Returns what is known of each descendant of this process."""
   found = []
@@ -144,6 +143,7 @@ def descendants():
   return [child for child in found if child['environ'] is not None]
 
 
+@pytest.mark.slow
 class ExposureTest(parameterized.TestCase):
   """Other programs and users of the machine, while a run is on."""
 
@@ -203,7 +203,6 @@ class ExposureTest(parameterized.TestCase):
     )
     return done.stdout + done.stderr
 
-  @pytest.mark.slow
   def test_run_is_closed_to_them_and_marks_its_processes(self):
     environment = {'RAY_AUTH_MODE': 'disabled', 'TMPDIR': str(self.temporary)}
     with (

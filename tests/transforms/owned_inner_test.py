@@ -894,8 +894,11 @@ class RefusalTest(parameterized.TestCase):
 
     assert_close(actual, train(whole(inner), mode))
 
-  @cases.parameters(TypeError, ValueError)
-  def test_takes_the_word_of_who_flattens_and_needs_arguments(self, kind):
+  @cases.product(
+      kind=(TypeError, ValueError),
+      mode=('vmap', cases.Repeated('shard_map_unchecked')),
+  )
+  def test_takes_the_word_of_who_flattens_and_needs_arguments(self, kind, mode):
     def update(updates, state, params=None, *, value=None, **extra_args):
       del params, extra_args
       if value is None:
@@ -908,7 +911,7 @@ class RefusalTest(parameterized.TestCase):
 
     def trained(tx):
       update = functools.partial(tx.update, value=2.0)
-      return train(tx._replace(update=update), 'vmap')
+      return train(tx._replace(update=update), mode)
 
     actual = trained(owned(inner, assume_leafwise=True))
 
