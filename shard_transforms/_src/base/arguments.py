@@ -15,7 +15,11 @@ from shard_transforms._src.base import leaves
 
 
 def as_int(name: str, value: Any) -> int:
-  """Returns `value` as a Python integer, known at construction."""
+  """Returns `value` as a Python integer, known at construction.
+
+  Raises:
+    TypeError: If it is no integer, or an array of JAX.
+  """
   if isinstance(value, jax.Array):
     raise TypeError(
         f'`{name}` must be a Python integer, got the array {value!r}. Under'
@@ -30,7 +34,11 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_at_least(name: str, value: Any, least: int) -> int:
-  """Returns `value` as a Python integer that is not less than `least`."""
+  """Returns `value` as a Python integer that is not less than `least`.
+
+  Raises:
+    ValueError: If it is less.
+  """
   value = as_int(name, value)
   if value < least:
     raise ValueError(f'`{name}` must be at least {least}, got {value!r}.')
@@ -72,13 +80,21 @@ def _as_real(name, value, requirement, fits):
 
 
 def check_bool(name: str, value: Any) -> None:
-  """Checks that a switch is `True` or `False`."""
+  """Checks that a switch is `True` or `False`.
+
+  Raises:
+    TypeError: If it is not.
+  """
   if not isinstance(value, bool):
     raise TypeError(f'`{name}` must be a boolean, got {value!r}.')
 
 
 def check_reduction(reduction: Any) -> None:
-  """Checks a kind of reduction."""
+  """Checks a kind of reduction.
+
+  Raises:
+    ValueError: If it is unknown.
+  """
   if reduction not in ('mean', 'sum'):
     raise ValueError(f"`reduction` must be 'mean' or 'sum', got {reduction!r}.")
 
@@ -86,7 +102,12 @@ def check_reduction(reduction: Any) -> None:
 def as_local_step(
     local_step: Any, caller: str, shape: tuple[int, ...] = ()
 ) -> jax.Array:
-  """Returns `local_step`, one step or one for each of `shape`, in int32."""
+  """Returns `local_step`, one step or one for each of `shape`, in int32.
+
+  Raises:
+    TypeError: If it is missing, or no integer.
+    ValueError: If it has another shape, or does not fit int32.
+  """
   name = f'`local_step` of `{caller}`'
   if local_step is None:
     raise TypeError(
@@ -114,7 +135,11 @@ def as_local_step(
 def as_inner(
     inner: Any, caller: str, argument: str = 'inner'
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the inner transformation, as one that takes extra arguments."""
+  """Returns the inner transformation, as one that takes extra arguments.
+
+  Raises:
+    TypeError: If it is no Optax transformation.
+  """
   parts = (getattr(inner, name, None) for name in ('init', 'update'))
   if not all(map(callable, parts)):
     raise TypeError(
@@ -125,7 +150,11 @@ def as_inner(
 
 
 def check_state(state: Any, kind: type, caller: str) -> None:
-  """Checks that `update` is given the state of its own transformation."""
+  """Checks that `update` is given the state of its own transformation.
+
+  Raises:
+    TypeError: If it is of another one.
+  """
   if not isinstance(state, kind):
     raise TypeError(
         f'`state` of `{caller}` must be a `{kind.__name__}`, as its `init`'
@@ -153,7 +182,12 @@ def check_update(
 
 
 def check_like(tree: Any, reference: Any, caller: str) -> None:
-  """Checks updates against what a state holds; a leaf may be `None`."""
+  """Checks updates against what a state holds; a leaf may be `None`.
+
+  Raises:
+    TypeError: If an update is complex where the state is real.
+    ValueError: If they have another tree or other shapes.
+  """
   got = dict(jax.tree.leaves_with_path(tree, is_leaf=leaves.is_none))
   want = dict(jax.tree.leaves_with_path(reference, is_leaf=leaves.is_none))
   for path in want | got:

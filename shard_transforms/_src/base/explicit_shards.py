@@ -31,7 +31,11 @@ def are_here(axes: Sequence[Hashable]) -> bool:
 
 
 def check_mesh(caller: str) -> None:
-  """Checks that all axes of the mesh in use are of type `Explicit`."""
+  """Checks that all axes of the mesh in use are of type `Explicit`.
+
+  Raises:
+    ValueError: If one is of another type, or no mesh is in use.
+  """
   types = axes_lib.types_on(jax.sharding.get_abstract_mesh())
   if set(types.values()) != {AxisType.Explicit}:
     raise ValueError(
@@ -43,7 +47,11 @@ def check_mesh(caller: str) -> None:
 
 
 def check_whole(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that no parameter is sharded over `axes`."""
+  """Checks that no parameter is sharded over `axes`.
+
+  Raises:
+    ValueError: If one is.
+  """
   for path, leaf in jax.tree.leaves_with_path(tree):
     spec = spec_of(leaf)
     if partition_specs.axes_of(spec).intersection(axes):
@@ -61,7 +69,11 @@ def spec_of(leaf: Any) -> P:
 
 
 def pending_axes(tree: Any, caller: str) -> tuple[Hashable, ...]:
-  """Returns the axes over which all leaves are still to be summed, in order."""
+  """Returns the axes over which all leaves are still to be summed, in order.
+
+  Raises:
+    ValueError: If these are not the same for all leaves, or one is float0.
+  """
   found = [
       (path, leaf, axes_lib.pending_axes(leaf))
       for path, leaf in jax.tree.leaves_with_path(tree)

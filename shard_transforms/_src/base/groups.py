@@ -13,7 +13,11 @@ GroupsLike = Sequence[Sequence[int]] | np.ndarray
 
 
 def as_groups(groups: Any) -> Groups:
-  """Returns groups as tuples, a partition of `range(number of ids)`."""
+  """Returns groups as tuples, a partition of `range(number of ids)`.
+
+  Raises:
+    ValueError: If they are no such partition.
+  """
   checked = tuple(_as_group(group, groups) for group in _items(groups, groups))
   ids = [shard for group in checked for shard in group]
   if not ids or not all(checked):
@@ -38,7 +42,11 @@ def as_groups(groups: Any) -> Groups:
 
 
 def check_size(groups: Groups, num_shards: int) -> None:
-  """Checks that `groups` cover an axis of `num_shards`."""
+  """Checks that `groups` cover an axis of `num_shards`.
+
+  Raises:
+    ValueError: If they do not.
+  """
   ids = {shard for group in groups for shard in group}
   wrong = sorted(ids ^ set(range(num_shards)))
   if wrong:

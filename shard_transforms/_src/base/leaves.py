@@ -183,7 +183,11 @@ def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
 
 
 def check_inexact(tree: Any, caller: str) -> None:
-  """Checks that leaves are real, complex or `float0`, and their sums done."""
+  """Checks that leaves are real, complex or `float0`, and their sums done.
+
+  Raises:
+    TypeError: If a leaf is an integer or boolean.
+  """
   _check_not_pending(tree, caller)
   for path, leaf in jax.tree.leaves_with_path(tree):
     # `jnp.result_type` takes ten times as long.

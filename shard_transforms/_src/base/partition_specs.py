@@ -43,7 +43,11 @@ def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
 
 
 def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
-  """Checks that `sharded` is a `PartitionSpec` or a tree of them."""
+  """Checks that `sharded` is a `PartitionSpec` or a tree of them.
+
+  Raises:
+    TypeError: If it is neither.
+  """
   if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
     raise TypeError(
         f'`{name}` of `{caller}` must be a `PartitionSpec` or a tree of them,'
@@ -55,7 +59,11 @@ def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
 def sliced_axes(
     tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
 ) -> list[tuple[Hashable, ...]]:
-  """Returns over which of `axes` each leaf is sliced, by specs or by types."""
+  """Returns over which of `axes` each leaf is sliced, by specs or by types.
+
+  Raises:
+    ValueError: If specs come without axes.
+  """
   if sharded is not None and not axes:
     raise ValueError(
         f'`sharded` of `{caller}` must come with `axis_name`, got {sharded!r}'

@@ -21,7 +21,11 @@ def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
 
 
 def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
-  """Returns a shard's own values, which its state keeps per shard."""
+  """Returns a shard's own values, which its state keeps per shard.
+
+  Raises:
+    ValueError: If a leaf has no leading axis of length 1.
+  """
   if not axes:
     return tree
   for leaf in jax.tree.leaves(tree):
@@ -56,7 +60,11 @@ def _apart(tree):
 
 
 def check_kept(before: Any, after: Any, caller: str) -> None:
-  """Checks that a step leaves shared state the same on all shards."""
+  """Checks that a step leaves shared state the same on all shards.
+
+  Raises:
+    ValueError: If it differs between shards.
+  """
   old = jax.tree.leaves(before)
   new = jax.tree.leaves_with_path(after)
   for held, (path, leaf) in zip(old, new, strict=True):

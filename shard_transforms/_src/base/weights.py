@@ -69,7 +69,13 @@ class Summed:
 def as_weight(
     weight: chex.Numeric | Summed, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
-  """Returns `weight` as `usable`; a bad one that is known is an error."""
+  """Returns `weight` as `usable`; a bad one that is known is an error.
+
+  Raises:
+    TypeError: If it is no real number.
+    ValueError: If it has another shape, is a `Summed`, or is known to be
+      negative or not finite.
+  """
   name = f'`weight` of `{caller}`'
   if isinstance(weight, Summed):
     raise ValueError(
@@ -134,7 +140,11 @@ def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
 
 
 def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
-  """Checks that a wrapper without `inner` is given no weight."""
+  """Checks that a wrapper without `inner` is given no weight.
+
+  Raises:
+    ValueError: If it is given one.
+  """
   if weight is not None:
     raise ValueError(
         f'`weight` of `{caller}` must come with `inner`, got none. A link of a'
@@ -144,13 +154,21 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
 
 
 def check_order(order: Any) -> None:
-  """Checks that the order of a sum is `'tree'` or `None`."""
+  """Checks that the order of a sum is `'tree'` or `None`.
+
+  Raises:
+    ValueError: If it is neither.
+  """
   if order not in ('tree', None):
     raise ValueError(f"`order` must be 'tree' or None, got {order!r}.")
 
 
 def check_power_of_two(name: str, value: int) -> None:
-  """Checks a number of summands that are added in the order of a tree."""
+  """Checks a number of summands that are added in the order of a tree.
+
+  Raises:
+    ValueError: If it is no power of two.
+  """
   if value & (value - 1):
     raise ValueError(
         f"{name} must be a power of two with `order='tree'`, whose sums are of"
