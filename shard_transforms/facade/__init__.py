@@ -57,7 +57,6 @@ from shard_transforms.facade.schedules import cosine_decay
 from shard_transforms.facade.schedules import cosine_decay_restarts
 from shard_transforms.facade.schedules import exponential_decay
 from shard_transforms.facade.schedules import inverse_time_decay
-from shard_transforms.facade.schedules import linear_cosine_decay
 from shard_transforms.facade.schedules import natural_exp_decay
 from shard_transforms.facade.schedules import piecewise_constant
 from shard_transforms.facade.schedules import polynomial_decay
@@ -66,9 +65,6 @@ from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.weight_decay import AdamWOptimizer
 from shard_transforms.facade.weight_decay import DecoupledWeightDecayExtension
-from shard_transforms.facade.weight_decay import (
-    extend_with_decoupled_weight_decay,
-)
 from shard_transforms.facade.workers import DropStaleGradientOptimizer
 from shard_transforms.facade.workers import SyncReplicasOptimizer
 
@@ -113,7 +109,6 @@ __all__ = (
     'cosine_decay_restarts',
     'cross_replica_sum',
     'exponential_decay',
-    'extend_with_decoupled_weight_decay',
     'function',
     'get_collection',
     'get_default_graph',
@@ -127,7 +122,6 @@ __all__ = (
     'gradients',
     'group',
     'inverse_time_decay',
-    'linear_cosine_decay',
     'local_variables',
     'name_scope',
     'natural_exp_decay',

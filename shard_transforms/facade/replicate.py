@@ -260,7 +260,7 @@ def _one_to_a_device(call, batch, mode, towers, placed):
   outputs = shards.map_variables(run, batch, [P(axis), P(axis)], mesh)
   mode, treedef = returned
   predictions, *reduced = treedef.unflatten(outputs)
-  predictions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), predictions)
+  predictions = jax.tree.map(shards.joined, predictions)
   return EstimatorSpec(
       mode, predictions, *jax.tree.map(lambda x: x[0], reduced)
   )

@@ -116,7 +116,6 @@ polynomial_decay = _read_at_each_update(decays.polynomial_decay)
 piecewise_constant = _read_at_each_update(decays.piecewise_constant)
 cosine_decay = _read_at_each_update(decays.cosine_decay)
 cosine_decay_restarts = _read_at_each_update(decays.cosine_decay_restarts)
-linear_cosine_decay = _read_at_each_update(decays.linear_cosine_decay)
 
 
 class ExponentialMovingAverage:

@@ -1,6 +1,5 @@
 """Decoupled weight decay for any optimizer: AdamW and others."""
 
-from collections.abc import Callable
 from collections.abc import Iterable
 import contextlib
 from typing import Any
@@ -111,44 +110,6 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
       if not self._decay_var_list or variable in self._decay_var_list:
         variable.assign_sub(decay * variable)
     return super()._apply_all(pairs)
-
-
-def extend_with_decoupled_weight_decay(
-    base_optimizer: type[optimizer.Optimizer],
-) -> Callable[..., optimizer.Optimizer]:
-  """Returns a class: an optimizer with decoupled weight decay.
-
-  Args:
-    base_optimizer: The class of the optimizer.
-
-  Returns:
-    A class whose first argument is the decay; the others are those of the
-    optimizer, by name.
-
-  Raises:
-    TypeError: If `base_optimizer` is no class of optimizers.
-
-  Examples:
-    >>> from shard_transforms import facade
-    >>> decayed = facade.extend_with_decoupled_weight_decay(
-    ...     facade.GradientDescentOptimizer
-    ... )
-    >>> w = facade.Variable(4.0)
-    >>> decayed(0.25, learning_rate=0.5).apply_gradients([(2.0, w)])
-    >>> print(w)
-    2.0
-
-  References:
-    `tf.contrib.opt.extend_with_decoupled_weight_decay` of TensorFlow 1.15.
-  """
-  is_class = isinstance(base_optimizer, type)
-  if not is_class or not issubclass(base_optimizer, optimizer.Optimizer):
-    raise TypeError(
-        '`base_optimizer` must be a class of optimizers, got'
-        f' {base_optimizer!r}.'
-    )
-  bases = DecoupledWeightDecayExtension, base_optimizer
-  return type(f'{base_optimizer.__name__}WithWeightDecay', bases, {})
 
 
 class AdamWOptimizer(DecoupledWeightDecayExtension, inner.AdamOptimizer):

@@ -174,10 +174,6 @@ class DropStaleGradientOptimizer(_Worker):
     """Returns the fraction of gradients that were dropped, float32 []."""
     return self._state(global_step).stale_fraction
 
-  def gradient_staleness_percentage(self, global_step: Variable) -> jax.Array:
-    """Returns drops / (global step + 1), the percentage of TensorFlow 1."""
-    return self.stale_counter / (global_step + 1.0)
-
   def variables(self) -> list[Variable]:
     """Returns all variables that hold state, by name."""
     found = [*self._opt.variables(), self.stale_counter]

@@ -11,13 +11,13 @@ RECORDED = recorded_parts.RECORDED
 DECAYS = [
     (name, *args, kwargs, expected)
     for name, args, kwargs, expected in RECORDED['decays']
+    if name != 'linear_cosine_decay'  # It was recorded, and is not here.
 ]
 TAKE_A_STEP = (
     facade.cosine_decay,
     facade.cosine_decay_restarts,
     facade.exponential_decay,
     facade.inverse_time_decay,
-    facade.linear_cosine_decay,
     facade.natural_exp_decay,
     facade.polynomial_decay,
 )
