@@ -20,6 +20,7 @@ from shard_transforms.facade import variables as variables_lib
 from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
+_Groups = Sequence[Sequence[int]] | np.ndarray | jax.Array
 
 
 class CrossShardOptimizer(wrapper.Wrapper):
@@ -71,9 +72,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
       opt: optimizer.Optimizer,
       reduction: str = constants.Reduction.MEAN,
       name: str = 'CrossShardOptimizer',
-      group_assignment: (
-          Sequence[Sequence[int]] | np.ndarray | jax.Array | None
-      ) = None,
+      group_assignment: _Groups | None = None,
   ):
     kinds = constants.Reduction.SUM, constants.Reduction.MEAN
     if reduction not in kinds:
@@ -112,7 +111,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
 def cross_replica_sum(
     x: npt.ArrayLike,
-    group_assignment: Sequence[Sequence[int]] | np.ndarray | None = None,
+    group_assignment: _Groups | None = None,
     name: str | None = None,
 ) -> jax.Array:
   """Returns the sum of an array over the shards around the caller.
@@ -122,8 +121,7 @@ def cross_replica_sum(
 
   Args:
     x: An array of floating-point numbers.
-    group_assignment: Lists of shards that sum among themselves, a partition;
-      all together if `None`.
+    group_assignment: As in `CrossShardOptimizer`.
     name: Ignored.
 
   Returns:
@@ -131,8 +129,8 @@ def cross_replica_sum(
 
   Raises:
     TypeError: If `x` holds no floating-point numbers.
-    ValueError: Outside of a computation that `shard` runs, or if the groups are
-      no partition.
+    ValueError: Outside of a computation that `shard` runs, or if
+      `group_assignment` is no such partition.
 
   Examples:
     >>> from shard_transforms import facade
@@ -146,10 +144,8 @@ def cross_replica_sum(
   array = jnp.asarray(x)
   if shards.num_shards == 1:
     return array
-  groups = group_assignment
-  if groups is not None:
-    groups = [list(map(int, group)) for group in groups]
-  tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups or None)
+  groups = _as_groups(group_assignment, shards.num_shards)
+  tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups)
   array = axes_lib.to_varying(array, [shards.axis_name])
   summed, _ = tx.update(array, tx.init(array))
   return jnp.asarray(summed)
@@ -195,6 +191,8 @@ def _as_groups(group_assignment, num_shards):
   try:
     groups = groups_lib.as_groups(group_assignment)
     groups_lib.check_size(groups, num_shards)
+    if len({len(group) for group in groups}) > 1:
+      raise ValueError('The size of each group must be equal.')
   except TypeError as error:
     raise ValueError(
         '`group_assignment` must be a list of lists of shard ids, got'
@@ -202,12 +200,8 @@ def _as_groups(group_assignment, num_shards):
     ) from error
   except ValueError as error:
     raise ValueError(
-        '`group_assignment` must be a partition of the shards, a permutation'
-        f' of range({num_shards}), got {group_assignment!r}: {error}'
+        '`group_assignment` must be a partition of the shards into groups of'
+        f' equal size, a permutation of range({num_shards}), got'
+        f' {group_assignment!r}: {error}'
     ) from error
-  if not groups_lib.is_even(groups):
-    raise ValueError(
-        'The size of each group in `group_assignment` must be equal, got'
-        f' {group_assignment!r}.'
-    )
   return groups if len(groups) > 1 else None

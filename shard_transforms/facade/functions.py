@@ -127,8 +127,6 @@ class Function:
 
   def _held(self):
     """Holds the locks of the step, in a fixed order, so that none deadlocks."""
-    if not self._locks:
-      return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     for lock in sorted(self._locks, key=id):
       stack.enter_context(frames.held(lock))
