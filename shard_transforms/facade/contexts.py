@@ -16,6 +16,54 @@ SHARD_AXIS = 'shard'
 TOWER_AXIS = 'tower'
 
 
+class Reduction:
+  """How the losses and gradients of shards or towers are reduced.
+
+  `CrossShardOptimizer` takes `MEAN` and `SUM`. For towers, `SUM` is the sum,
+  `NONE` is refused, and all others are the mean over the towers.
+
+  Attributes:
+    NONE: No reduction.
+    SUM: The sum.
+    SUM_OVER_BATCH_SIZE: In TensorFlow, the sum divided by the number of losses.
+    MEAN: The mean; in TensorFlow, the sum divided by the sum of the weights.
+    SUM_BY_NONZERO_WEIGHTS: In TensorFlow, the sum divided by the number of
+      weights that are not zero.
+    SUM_OVER_NONZERO_WEIGHTS: The same, by its older name.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.Reduction.MEAN)
+    weighted_mean
+
+  References:
+    `tf.losses.Reduction` of TensorFlow 1.15.
+  """
+
+  NONE = 'none'
+  SUM = 'weighted_sum'
+  SUM_OVER_BATCH_SIZE = 'weighted_sum_over_batch_size'
+  MEAN = 'weighted_mean'
+  SUM_BY_NONZERO_WEIGHTS = 'weighted_sum_by_nonzero_weights'
+  SUM_OVER_NONZERO_WEIGHTS = SUM_BY_NONZERO_WEIGHTS
+
+  @classmethod
+  def all(cls) -> tuple[str, ...]:
+    """Returns all names."""
+    divided = cls.MEAN, cls.SUM_OVER_BATCH_SIZE, cls.SUM_BY_NONZERO_WEIGHTS
+    return cls.NONE, cls.SUM, *divided
+
+  @classmethod
+  def validate(cls, key: str) -> None:
+    """Checks a name.
+
+    Raises:
+      ValueError: If it is no such name.
+    """
+    if key not in cls.all():
+      raise ValueError(f'Invalid Reduction: {key!r}. Use one of {cls.all()}.')
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
   """The shards that an optimizer reduces over.

@@ -11,19 +11,18 @@ import optax
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
-from shard_transforms.facade import constants
+from shard_transforms.facade import bases
 from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 _Groups = Sequence[Sequence[int]] | np.ndarray | jax.Array
 
 
-class CrossShardOptimizer(wrapper.Wrapper):
+class CrossShardOptimizer(bases.Wrapper):
   """Averages gradients over shards, and applies them with another optimizer.
 
   With `MEAN`, `compute_gradients` divides the loss by the number of shards, or
@@ -70,24 +69,24 @@ class CrossShardOptimizer(wrapper.Wrapper):
   def __init__(
       self,
       opt: optimizer.Optimizer,
-      reduction: str = constants.Reduction.MEAN,
+      reduction: str = contexts.Reduction.MEAN,
       name: str = 'CrossShardOptimizer',
       group_assignment: _Groups | None = None,
   ):
-    kinds = constants.Reduction.SUM, constants.Reduction.MEAN
+    kinds = contexts.Reduction.SUM, contexts.Reduction.MEAN
     if reduction not in kinds:
       raise ValueError(
           f'Unsupported reduction: {reduction!r}. `reduction` must be one of'
           f' {kinds}.'
       )
-    super().__init__(wrapper.check_optimizer('opt', opt), False, name)
+    super().__init__(bases.check_optimizer('opt', opt), False, name)
     self._reduction = reduction
     self._group_assignment = group_assignment
 
   @property
   def _loss_scale(self):
     shards, groups = self._reduced_over()
-    if self._reduction == constants.Reduction.SUM:
+    if self._reduction == contexts.Reduction.SUM:
       return 1.0
     return 1 / (shards.num_shards if groups is None else len(groups[0]))
 

@@ -12,7 +12,6 @@ import jax
 from jax import core
 import jax.numpy as jnp
 
-from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -101,7 +100,7 @@ class Function:
       **kwargs: The same.
     """
     everything = self._graph.get_collection(
-        constants.GraphKeys.GLOBAL_VARIABLES
+        variables_lib.GraphKeys.GLOBAL_VARIABLES
     )
     known = frames.known([*self._variables, *everything])
 

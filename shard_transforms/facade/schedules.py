@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from shard_transforms._src.tf1 import decays
-from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -21,7 +20,7 @@ from shard_transforms.facade import variables
 
 Variable = variables.Variable
 _Number = jax.typing.ArrayLike | Variable
-_KEYS = constants.GraphKeys
+_KEYS = variables.GraphKeys
 _Parameters = ParamSpec('_Parameters')
 
 

@@ -13,6 +13,7 @@ import optax
 
 import shard_transforms
 from shard_transforms._src.base import arguments
+from shard_transforms.facade import bases
 from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
@@ -21,7 +22,6 @@ from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
@@ -72,7 +72,7 @@ class LocalStep(Variable):
     self.assign(jnp.stack([jnp.asarray(step, jnp.int32), 0]))
 
 
-class _Worker(wrapper.Wrapper):
+class _Worker(bases.Wrapper):
   """An optimizer that records at which global step gradients were computed."""
 
   # Whether gradients cannot be computed without a global step.
@@ -162,7 +162,7 @@ class DropStaleGradientOptimizer(_Worker):
       use_locking: bool = False,
       name: str = 'DropStaleGradient',
   ):
-    super().__init__(wrapper.check_optimizer('opt', opt), use_locking, name)
+    super().__init__(bases.check_optimizer('opt', opt), use_locking, name)
     self._staleness = arguments.as_int('staleness', staleness)
 
   @property
@@ -291,7 +291,7 @@ class SyncReplicasOptimizer(_Worker):
       use_locking: bool = False,
       name: str = 'sync_replicas',
   ):
-    opt = wrapper.check_optimizer('opt', opt, may_gather=True)
+    opt = bases.check_optimizer('opt', opt, may_gather=True)
     super().__init__(opt, use_locking, name)
     if opt._gathers:
       raise ValueError(
@@ -321,7 +321,7 @@ class SyncReplicasOptimizer(_Worker):
     self._condition = threading.Condition()
 
   def _apply(self, pairs, global_step, name):
-    wrapper.check_decided(self)
+    bases.check_decided(self)
     pairs = self._checked(pairs, global_step)
     if self._is_alone:
       return self._apply_mean([pairs], global_step)
