@@ -113,8 +113,7 @@ def clip_by_norm(
   array = jnp.asarray(t)
   axes = tuple(axes) if isinstance(axes, Sequence) else axes
   norm = optax.safe_norm(array, 0.0, axis=axes, keepdims=True)
-  scale = clip_norm / jnp.maximum(norm, clip_norm)
-  return array * scale.reshape(() if axes is None else scale.shape)
+  return array * (clip_norm / jnp.maximum(norm, clip_norm))
 
 
 def clip_by_value(

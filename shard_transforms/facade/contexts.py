@@ -199,19 +199,6 @@ def shard_context(
     yield found
 
 
-def tower_context(
-    towers: Towers,
-) -> contextlib.AbstractContextManager[None]:
-  """Tells optimizers in the calling thread which tower they run in.
-
-  Raises:
-    NotImplementedError: Inside another one.
-  """
-  if around.towers is not None:
-    raise NotImplementedError('`replicate_model_fn` cannot be nested.')
-  return replaced(towers=towers)
-
-
 def shards() -> Shards | None:
   """Returns the shards around the caller, if any."""
   return around.shards
@@ -221,11 +208,6 @@ def towers() -> Towers | None:
   """Returns the towers around the caller, if there are several."""
   found = around.towers
   return found if found is not None and found.num_towers > 1 else None
-
-
-def is_any() -> bool:
-  """Whether the caller is among shards or towers."""
-  return around.shards is not None or around.towers is not None
 
 
 def mapped_axes() -> tuple[Hashable, ...]:

@@ -62,7 +62,8 @@ class Function:
       RuntimeError: If each trace makes new variables.
       ValueError: If the function raises one.
     """
-    if frames.is_open() or contexts.is_any():
+    around = contexts.around
+    if around.frames or around.shards or around.towers:
       # Inside another compiled call, a shard or a tower.
       return self._inline(args, kwargs)
     if not self._is_built:

@@ -194,8 +194,10 @@ def replicate_model_fn(
         return spec
       raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
 
+    if contexts.around.towers is not None:
+      raise NotImplementedError('`replicate_model_fn` cannot be nested.')
     towers = contexts.Towers(len(placed), kind)
-    with contexts.tower_context(towers):
+    with contexts.replaced(towers=towers):
       try:
         if len(placed) == 1:
           return call(*batch)

@@ -89,12 +89,8 @@ def shard(
     raise NotImplementedError('`shard` cannot be nested.')
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   inputs = [jnp.asarray(x) for x in inputs or ()]
-  axes = [
-      arguments.as_int('input_shard_axes', axis)
-      for axis in _per_item(
-          'input_shard_axes', input_shard_axes or 0, len(inputs)
-      )
-  ]
+  axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
+  axes = [arguments.as_int('input_shard_axes', axis) for axis in axes]
   template = contexts.subtemplate()
 
   def run(*parts):

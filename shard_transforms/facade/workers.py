@@ -163,7 +163,7 @@ class DropStaleGradientOptimizer(_Worker):
       name: str = 'DropStaleGradient',
   ):
     super().__init__(bases.check_optimizer('opt', opt), use_locking, name)
-    self._staleness = arguments.as_int('staleness', staleness)
+    self._tx: Any = shard_transforms.drop_stale(staleness)
 
   @property
   def stale_counter(self) -> Variable:
@@ -189,10 +189,11 @@ class DropStaleGradientOptimizer(_Worker):
           ' thread: it records the step that the gradients belong to.'
       )
     with self._held([variable for _, variable in pairs]), frames.transaction():
-      tx = shard_transforms.drop_stale(self._staleness)
-      state: Any = self._state(global_step)
-      update: Any = jnp.float32(1)  # It stays, or becomes 0.
-      update, state = tx.update(update, state, local_step=self._local_step.step)
+      update, state = self._tx.update(
+          jnp.float32(1),  # It stays, or becomes 0.
+          self._state(global_step),
+          local_step=self._local_step.step,
+      )
       apply = functools.partial(super()._apply, pairs, global_step, name)
       functions.select(
           update > 0, lambda: functions.group(apply), functions.no_op
@@ -202,12 +203,9 @@ class DropStaleGradientOptimizer(_Worker):
 
   def _state(self, global_step):
     """Returns the state of `drop_stale`."""
-    count = self.stale_counter.value()
-    return shard_transforms.DropStaleState(
+    return self._tx.init(())._replace(
         global_step=jnp.asarray(global_step.value(), jnp.int32),
-        stale_count=count,
-        stale_shard_count=count,
-        inner_state=optax.EmptyState(),
+        stale_count=self.stale_counter.value(),
     )
 
 
