@@ -190,8 +190,6 @@ def _as_groups(group_assignment, num_shards):
   try:
     groups = groups_lib.as_groups(group_assignment)
     groups_lib.check_size(groups, num_shards)
-    if len({len(group) for group in groups}) > 1:
-      raise ValueError('The size of each group must be equal.')
   except TypeError as error:
     raise ValueError(
         '`group_assignment` must be a list of lists of shard ids, got'
