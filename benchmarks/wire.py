@@ -99,9 +99,6 @@ def make_optimizers() -> dict[str, Optimizer]:
   def compressed(compressor):
     return compression.compressed_mean(AXIS, compressor)
 
-  sharded = compression.compressed_shard_update(
-      optax.adam(1e-3), AXIS, int8, update_compressor=int8
-  )
   mean = each(cross_shard_mean(AXIS))
   return {
       'cross_shard_mean': mean,
@@ -110,7 +107,6 @@ def make_optimizers() -> dict[str, Optimizer]:
       'sign': each(compressed(sign)),
       'top-k 1/32': each(compressed(compression.top_k(1 / 32))),
       POWER_SGD: each(compression.power_sgd(AXIS, 4)),
-      'sharded, int8': Optimizer(sharded),
       f'DiLoCo {EVERY}': _local(),
       f'streaming {EVERY} / 4': _local(fragments=4),
       f'DiLoCo {EVERY}, int8': _local(compressed(int8)),

@@ -40,7 +40,6 @@ from shard_transforms import tower_reduce
 from shard_transforms.aggregators import trimmed_mean
 from shard_transforms.compression import cast
 from shard_transforms.compression import compressed_mean
-from shard_transforms.compression import compressed_shard_update
 from shard_transforms.compression import power_sgd
 from shard_transforms.monitoring import track_agreement
 from shard_transforms.monitoring import track_divergence
@@ -365,19 +364,6 @@ ROWS = {
         per_shard=True,
         chained=True,
         refuser='compressed_mean',
-        keeps=True,
-    ),
-    'compressed_shard_update': Row(
-        lambda inner, n: compressed_shard_update(
-            inner,
-            AXIS,
-            cast('float32'),
-            update_compressor=cast('float32'),
-            min_elements=3,
-        ),
-        per_shard=True,
-        refuser='compressed_shard_update',
-        cuts=True,
         keeps=True,
     ),
     'power_sgd': Row(

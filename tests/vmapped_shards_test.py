@@ -71,9 +71,6 @@ TRANSFORMS = {
     'compressed_mean': optax.chain(
         compression.compressed_mean(AXIS, CAST, min_elements=3), ADAM
     ),
-    'sharded_compressed': compression.compressed_shard_update(
-        ADAM, AXIS, CAST, min_elements=3
-    ),
     'compressed_by_choice': optax.chain(
         compression.compressed_mean(
             AXIS, compression.top_k(0.5, block=8), min_elements=3
@@ -98,12 +95,6 @@ TRANSFORMS = {
     ),
     'local_updates': LOCAL,
     'local_updates_applied': LOCAL,
-    'one_bit_adam': optax.chain(
-        compression.scale_by_one_bit_adam(
-            AXIS, warmup_steps=2, min_elements=3, eps=1e-2
-        ),
-        optax.scale(-0.1),
-    ),
     'reduce_towers': shard_transforms.reduce_towers(2, CHAIN),
     'nested': shard_transforms.tower_reduce(
         2,
@@ -115,12 +106,11 @@ TRANSFORMS = {
 }
 
 # Cutting a leaf would gather what the other axis shards.
-KEEP_SLICES = ('shard_update', 'clip_slices', 'sharded_compressed')
+KEEP_SLICES = ('shard_update', 'clip_slices')
 CUT = (
     *KEEP_SLICES,
     'compressed_mean',
     'compressed_by_choice',
-    'one_bit_adam',
     'power_sgd',
     'adasum',
     'coordinate_median',
@@ -477,8 +467,6 @@ class FunctionsTest(parameterized.TestCase):
 # what a step does, or nothing, or are for an axis that nothing maps.
 OTHER_NAMES = {
     'clip_by_global_norm': 'clip_slices',
-    'compressed_shard_update': 'sharded_compressed',
-    'scale_by_one_bit_adam': 'one_bit_adam',
 }
 IN_STEPS = {
     'accumulated_value_and_grad',
@@ -512,17 +500,11 @@ AXES = 'host', 'core'
 OVER_TWO_AXES = {
     'cross_shard_mean': shard_transforms.cross_shard_mean(AXES),
     'coordinate_median': aggregators.coordinate_median(AXES),
-    'compressed_flat': compression.compressed_mean(
+    'compressed_mean': compression.compressed_mean(
         AXES, compression.quantize(8, block=8), min_elements=3
     ),
     'hierarchical_mean': shard_transforms.cross_shard_mean(
         AXES, algorithm='hierarchical'
-    ),
-    'compressed_mean': compression.compressed_mean(
-        AXES,
-        compression.quantize(8, block=8),
-        min_elements=3,
-        algorithm='hierarchical',
     ),
     'shard_update': shard_transforms.shard_update(optax.sgd(1.0), AXES),
 }

@@ -8,8 +8,6 @@ import optax
 
 import cases
 import shard_transforms
-from shard_transforms.compression import compressed_shard_update
-from shard_transforms.compression import scaled_sign
 
 NAN = float('nan')
 INF = float('inf')
@@ -311,9 +309,6 @@ class RealTest(parameterized.TestCase):
 
 
 WRAPPERS = {
-    'compressed_shard_update': lambda inner: compressed_shard_update(
-        inner, 'data', scaled_sign()
-    ),
     'drop_stale': lambda inner: shard_transforms.drop_stale(1, inner),
     'guard': shard_transforms.guard,
     'reduce_towers': lambda inner: shard_transforms.reduce_towers(2, inner),
@@ -321,7 +316,6 @@ WRAPPERS = {
     'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
 }
 STATES = {
-    'compressed_shard_update': 'CompressedShardUpdateState',
     'drop_stale': 'DropStaleState',
     'guard': 'GuardState',
     'shard_update': 'ShardUpdateState',

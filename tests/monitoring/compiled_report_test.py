@@ -95,13 +95,7 @@ TRANSFORMS = {
     'majority_vote': aggregators.majority_vote(AXIS),
     'trimmed_mean': aggregators.trimmed_mean(AXIS, 2),
     'compressed_mean': compression.compressed_mean(AXIS, INT8),
-    'compressed_shard_update': compression.compressed_shard_update(
-        ADAM, AXIS, INT8, min_elements=500
-    ),
     'power_sgd': compression.power_sgd(AXIS, 2),
-    'scale_by_one_bit_adam': compression.scale_by_one_bit_adam(
-        AXIS, warmup_steps=3
-    ),
 }
 
 
@@ -165,9 +159,8 @@ class AgreementTest(parameterized.TestCase):
     compiled = wire_report(step, *given, compiled=True)
 
     expected = sent_by_axes(traced)
-    if name in ('cross_shard_sum', 'scale_by_one_bit_adam'):
-      # Nothing is divided by the total weight, so that the compiler drops it;
-      # or it is summed twice, and the compiler sums it once.
+    if name == 'cross_shard_sum':
+      # Nothing is divided by the total weight, so that the compiler drops it.
       expected[(AXIS,), False] -= 7
     self.assertEqual(sent_by_axes(compiled), expected)
     self.assertEqual(compiled.total_bytes, compiled.merged.total_bytes)
