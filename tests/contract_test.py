@@ -597,9 +597,7 @@ def gradient(row):
     return sum(jax.tree.leaves(jax.tree.map(jnp.float32, products)))
 
   def grad(params, data):
-    # `local_updates` refuses one at the parameters, for it keeps others.
-    point = jax.tree.map(jnp.copy, params)
-    return shard_transforms.value_and_grad(loss, AXIS)(point, data)[1]
+    return shard_transforms.value_and_grad(loss, AXIS)(params, data)[1]
 
   return jax.vmap(grad, (None, 0)) if row.towers == 'stacked' else grad
 

@@ -283,23 +283,6 @@ class RealTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f'`{name}` must .*, got'):
       shard_transforms.compensate_delay(**kwargs)
 
-  @cases.parameters((0, True), (1.0, True), (1.01, False), (NAN, False))
-  def test_takes_fractions(self, mixing, fits):
-    build = functools.partial(
-        shard_transforms.local_updates,
-        optax.sgd(0.1),
-        shard_transforms.cross_shard_mean('data'),
-        'data',
-        every=2,
-        mixing=mixing,
-    )
-    if fits:
-      build()
-      return
-
-    with self.assertRaisesRegex(ValueError, '`mixing` must be from 0 to 1'):
-      build()
-
   def test_takes_what_is_traced(self):
     def build(x):
       shard_transforms.compensate_delay(x, decay=x, eps=x)
