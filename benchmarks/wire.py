@@ -269,7 +269,7 @@ def start_torch(end: list[str], number: int, results: str) -> subprocess.Popen:
 def print_bytes() -> None:
   """Prints what a step of each optimizer sends."""
   params = jax.eval_shape(make_params)
-  print(f'{"":20}  bytes a step  bytes at most')
+  print(f'{"":20}  bytes a step')
   for name, optimizer in make_optimizers().items():
     if optimizer.devices is jax.local_devices:
       continue
@@ -278,7 +278,7 @@ def print_bytes() -> None:
         params,
         axis_sizes={AXIS: 2},
     )
-    print(f'{name:20}  {report.mean_bytes:12,.0f}  {report.peak_bytes:13,.0f}')
+    print(f'{name:20}  {report.total_bytes / optimizer.every:12,.0f}')
 
 
 def print_against_torch(rate: str, times: dict[str, float]) -> None:

@@ -41,7 +41,6 @@ from shard_transforms.aggregators import trimmed_mean
 from shard_transforms.compression import cast
 from shard_transforms.compression import compressed_mean
 from shard_transforms.compression import power_sgd
-from shard_transforms.monitoring import track_agreement
 from shard_transforms.monitoring import track_divergence
 from shard_transforms.monitoring import track_noise_scale
 
@@ -415,15 +414,6 @@ ROWS = {
         per_shard=True,
         chained=True,
         refuser='track_noise_scale',
-    ),
-    'track_agreement': Row(
-        lambda inner, n: optax.chain(
-            track_agreement(AXIS, cross_shard_mean(AXIS)), inner
-        ),
-        per_shard=True,
-        chained=True,
-        refuser='track_agreement',
-        keeps=True,
     ),
     'track_divergence': Row(
         lambda inner, n: optax.chain(

@@ -84,7 +84,6 @@ TRANSFORMS = {
     'majority_vote': optax.chain(
         aggregators.majority_vote(AXIS), optax.sgd(0.01)
     ),
-    'track_agreement': optax.chain(monitoring.track_agreement(AXIS), ADAM),
     'track_noise_scale': optax.chain(monitoring.track_noise_scale(AXIS), ADAM),
     'clip_slices': shard_transforms.shard_update(
         optax.chain(

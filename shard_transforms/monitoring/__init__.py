@@ -1,8 +1,6 @@
 """Reports on what a training step sends, and checks that shards are sound."""
 
 from shard_transforms._src.compression.residuals import compression_error
-from shard_transforms._src.monitoring.agreement import AgreementState
-from shard_transforms._src.monitoring.agreement import track_agreement
 from shard_transforms._src.monitoring.compiled_report import hlo_wire_report
 from shard_transforms._src.monitoring.cross_check import CrossCheck
 from shard_transforms._src.monitoring.cross_check import CrossCheckState
@@ -24,7 +22,6 @@ from shard_transforms._src.monitoring.report_table import WireReport
 from shard_transforms._src.monitoring.wire_report import wire_report
 
 __all__ = (
-    'AgreementState',
     'Collective',
     'CrossCheck',
     'CrossCheckState',
@@ -40,7 +37,6 @@ __all__ = (
     'hlo_wire_report',
     'metrics',
     'shard_divergence',
-    'track_agreement',
     'track_divergence',
     'track_noise_scale',
     'wire_report',

@@ -390,9 +390,6 @@ class MethodTest(parameterized.TestCase):
     # Of five numbers, each is sent once in a round.
     self.assertTrue(all(c.conditional for c in report.collectives))
     self.assertEqual(report.total_bytes, 2 * 7 / 8 * 5 * 4)
-    self.assertEqual(report.peak_bytes, 2 * 7 / 8 * 3 * 4)
-    self.assertAlmostEqual(report.mean_bytes, report.total_bytes / 6)
-    self.assertIn('a step sends 6 on average and 21 at most', str(report))
     self.assertEmpty(report.warnings)
 
   def test_a_report_counts_what_inner_sends_in_each_step(self):
@@ -405,9 +402,8 @@ class MethodTest(parameterized.TestCase):
         axis_sizes={AXIS: 4, 'core': 2},
     )
 
-    found = {c.axes: (c.conditional, c.every) for c in report.collectives}
-    self.assertEqual(found, {('core',): (False, 1), (AXIS,): (True, 20)})
-    self.assertAlmostEqual(report.mean_bytes, 40 + 60 / 20)
+    found = {c.axes: c.conditional for c in report.collectives}
+    self.assertEqual(found, {('core',): False, (AXIS,): True})
 
   @cases.parameters(*modes.NAMES)
   def test_a_report_warns_of_a_gradient_at_the_shared_parameters(self, mode):

@@ -88,7 +88,6 @@ TRANSFORMS = {
         shard_transforms.delay_updates(2, axis_name=AXIS), CHAIN
     ),
     'local_updates': shard_transforms.local_updates(ADAM, MEAN, AXIS, every=3),
-    'track_agreement': monitoring.track_agreement(AXIS),
     'track_noise_scale': monitoring.track_noise_scale(AXIS),
     'adasum': aggregators.adasum(AXIS),
     'coordinate_median': aggregators.coordinate_median(AXIS),
