@@ -31,7 +31,7 @@ from shard_transforms._src.base import weights
 _ATTRIBUTE = 'update_and_apply'
 
 # Extra arguments that gates add to those of users.
-_OWN_ARGS = ('local_step', 'tower_squares', 'weight')
+_OWN_ARGS = ('local_step', 'weight')
 
 
 def update_and_apply(

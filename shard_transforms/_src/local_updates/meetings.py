@@ -7,15 +7,12 @@ import dataclasses
 import functools
 from typing import Any
 
-import chex
 import jax
-from jax import core
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import shard_flow
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.gates import gating
 from shard_transforms._src.local_updates import rounds
@@ -27,64 +24,13 @@ _SELDOM = gating.Gate(applies=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixing:
-  """How a shard takes the anchor over into its own parameters.
-
-  Attributes:
-    own: How much of its own parameters a shard keeps.
-    elastic: Whether the rest comes from the anchor before it moved.
-  """
-
-  own: chex.Numeric
-  elastic: bool
-
-  def __call__(self, own: jax.Array, anchor: jax.Array) -> jax.Array:
-    """Returns the next of a shard's own parameters, one leaf."""
-    is_known = not isinstance(self.own, core.Tracer)
-    # A factor of 1 must keep the bits, which the formula below would not.
-    if is_known and self.own == 0:
-      return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
-    if is_known and self.own == 1:
-      return own
-    mixed = jnp.asarray(self.own * own + (1 - self.own) * anchor)
-    return mixed.astype(own.dtype)
-
-
-def as_mixing(mixing: chex.Numeric, elastic: bool, delay: int) -> Mixing:
-  """Returns how shards take over the anchor.
-
-  Raises:
-    TypeError: If `mixing` is not a real number, or `elastic` no boolean.
-    ValueError: If `mixing` is known not to be from 0 to 1, or `elastic` comes
-      without it or with a delay.
-  """
-  mixing = arguments.as_fraction('mixing', mixing)
-  is_known = not isinstance(mixing, core.Tracer)
-  # In traced code, even the value of a constant array is not known.
-  mixing = float(mixing) if is_known else mixing
-  arguments.check_bool('elastic', elastic)
-  if elastic and is_known and mixing == 0:
-    raise ValueError(
-        '`elastic` of `local_updates` must come with `mixing`, got 0 for that:'
-        ' a shard would keep nothing of its own parameters. For a shard that'
-        ' moves by a part of `a` towards the anchor, `mixing` is 1 - a.'
-    )
-  if elastic and delay:
-    raise ValueError(
-        f'`delay` of `local_updates` must be 0 with `elastic`, got {delay!r}:'
-        ' the anchor is not kept as it was before it moved.'
-    )
-  return Mixing(mixing, elastic)
-
-
-@dataclasses.dataclass(frozen=True)
 class Meeting:
   """What shards do when they meet.
 
   Attributes:
     inner: The transformation of a shard's own parameters.
     outer: The one that reduces the distances from the anchor, as gradients.
-    mixing: How a shard takes the anchor over.
+    mixing: How much of its own parameters a shard keeps.
     fragments: How the leaves are divided.
     axes: The axes of the shards.
     assume_weighted: Whether `outer` is known to use the weight.
@@ -92,7 +38,7 @@ class Meeting:
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
-  mixing: Mixing
+  mixing: float
   fragments: rounds.Fragments
   axes: tuple[Hashable, ...]
   assume_weighted: bool = False
@@ -217,8 +163,7 @@ class Meeting:
       is_due = [are_due[number] for number in numbers]
       is_well = _is_well(leaves, is_due, self.axes)
       renewed = jax.tree.leaves(moved)
-      towards = jax.tree.leaves(before) if self.mixing.elastic else renewed
-      mixed = map(self.mixing, leaves, towards)
+      mixed = map(self._mixed, leaves, renewed)
       if len(are_due) > 1:
         mixed = map(jnp.where, is_due, mixed, leaves)
       choose = functools.partial(jnp.where, is_well)
@@ -227,19 +172,26 @@ class Meeting:
       inner_state = jax.tree.map(choose, inner_state, fresh)
       return (), (treedef.unflatten(leaves), inner_state)
 
-    # While a loop reads the old anchor, the new one needs memory of its own.
-    needs_old = self.mixing.elastic or not gate.applies
     _, (own, inner_state) = _SELDOM.run_or_skip(
         functools.reduce(jnp.logical_or, are_due),
         run,
         (own, inner_state),
         (),
         are_due,
-        anchor if needs_old else (),
+        # While a loop reads the old anchor, the new one needs its own memory.
+        () if gate.applies else anchor,
         moved,
         seldom=True,
     )
     return own, inner_state
+
+  def _mixed(self, own, anchor):
+    """Returns the next of a shard's own parameters, one leaf."""
+    # The anchor must keep its bits, which the formula would not.
+    if not self.mixing:
+      return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
+    mixed = jnp.asarray(self.mixing * own + (1 - self.mixing) * anchor)
+    return mixed.astype(own.dtype)
 
 
 def _is_well(leaves, are_due, axes):

@@ -14,7 +14,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import tower_squares
 from shard_transforms._src.transforms import tower_order
 from shard_transforms._src.transforms import tower_window
 
@@ -151,19 +150,17 @@ class _Towers:
 
   def init(self, params):
     axes_lib.size(self.axes, _CALLER)
-    inner_state, squares = self.inner.init(params), ()
+    inner_state = self.inner.init(params)
     tower_order.check_inner(
         self.order, self.num_towers, inner_state, bool(self.axes), _CALLER
     )
     if self.order is None and self.num_towers == 1:
       params = ()
-    elif self.order is None and self.reduction == 'mean':
-      squares = tower_squares.start(inner_state, self.axes)
     empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
     if self.order is not None:
       total, total_weight = tower_order.empty(empty, self.num_towers)
       empty = total, tower_order.TowerWeights(total_weight)
-    return tower_window.start(empty, inner_state, squares, self.axes)
+    return tower_window.start(empty, inner_state, self.axes)
 
   def step(
       self,
@@ -194,7 +191,6 @@ class _Towers:
     def end(window, params, /, **extra_args):
       is_sum = self._divides_later or self.reduction == 'sum'
       reduced = tower_window.reduced(window, updates, params, self.axes, is_sum)
-      extra_args |= weights.given(tower_squares=reduced.squares)
       if local_step is not None:
         extra_args['local_step'] = reduced.oldest_local_step
       applied, inner_state = self._apply(
