@@ -59,7 +59,8 @@ def vmapped(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
     def micro(carry, batch):
       params, state = carry
       loss, grads = jax.value_and_grad(transformer.loss_fn)(params, batch)
-      carry = shard_transforms.update_and_apply(tx, grads, state, params)
+      updates, state = tx.update(grads, state, params)
+      carry = optax.apply_updates(params, updates), state
       return carry, loss
 
     (params, state), losses = jax.lax.scan(micro, (params, state), batches)
@@ -212,9 +213,8 @@ def wrapped() -> None:
   def call_of(tx, shardings=replicated):
     def step(params, state, x):
       grads = jax.grad(loss)(params, x)
-      after = shard_transforms.update_and_apply(
-          tx, grads, state, params, local_step=0
-      )
+      updates, state = tx.update(grads, state, params, local_step=0)
+      after = optax.apply_updates(params, updates), state
       return *after, ()
 
     state = jax.jit(tx.init, out_shardings=shardings)(params)

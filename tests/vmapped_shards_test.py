@@ -169,7 +169,8 @@ def make_step(name):
       point = shard_transforms.local_params(params, state)
     grads = (grad_of_towers if name == 'reduce_towers' else grad)(point, x)
     if name == 'local_updates_applied':
-      return shard_transforms.update_and_apply(tx, grads, state, params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
     updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
 
