@@ -8,7 +8,6 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.gates import gating
 from shard_transforms._src.state import placement
 from shard_transforms._src.state import specs
 
@@ -67,11 +66,11 @@ def on_mesh(
         inner, params, mesh, in_specs=in_specs, per_shard=per_shard
     )
 
-  def step(gate, updates, state, params=None, **extra_args):
+  def update_fn(updates, state, params=None, **extra_args):
     _check_sizes(mesh)
-    return gate.update(inner, updates, state, params, **extra_args)
+    return inner.update(updates, state, params, **extra_args)
 
-  return gating.transformation(init_fn, step)
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _check_sizes(mesh):
