@@ -105,8 +105,8 @@ class RayWorkersTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, task, tx), result
     )
-    (segment,) = journal_lib.read_segments(folder)
-    self.assertEqual(segment.manifest['driver_devices'], '3')
+    manifest = journal_lib.read(folder).manifest
+    self.assertEqual(manifest['driver_devices'], '3')
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['b'], halfway.params['b'])
@@ -193,7 +193,7 @@ class UserErrorTest(parameterized.TestCase):
 
   @cases.parameters(
       ('poison', '`batch` of `task` .* OSError: no such .* in batch 7 on wor'),
-      ('deadly', 'worker of batch 7 has died or hung 2 times'),
+      ('deadly', 'worker of batch 7 has died or hung 5 times'),
   )
   @pytest.mark.slow
   @pytest.mark.slow_after(1)
@@ -210,7 +210,6 @@ class UserErrorTest(parameterized.TestCase):
           optax.sgd(0.1),
           cluster='local',
           num_workers=2,
-          max_attempts=2,
       )
 
   @pytest.mark.repeated(8)

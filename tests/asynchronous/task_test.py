@@ -67,13 +67,12 @@ class TaskTest(parameterized.TestCase):
       (lambda p, b: (p, {'loss': 'low'}), 'must be a dict of scalars'),
       (lambda p, b: (p, {'loss': '1'}), 'must be a dict of scalars'),
   )
-  def test_wrong_gradient_is_not_tried_again(self, gradient, message):
+  def test_wrong_gradient_is_a_failure(self, gradient, message):
     task = asynchronous.Task(max, gradient, lambda number: number)
 
     reply, grads = task_lib.evaluate(task, np.ones(3, np.float32), 0)
 
     self.assertIsNone(grads)
-    self.assertTrue(reply.failure.is_final)
     self.assertRegex(reply.failure.message, message)
 
   def test_failure_names_function_and_line(self):
@@ -86,7 +85,6 @@ class TaskTest(parameterized.TestCase):
         reply.failure.message, 'OSError: no such shard of the data'
     )
     self.assertIn('asynchronous_cases.py', reply.failure.trace)
-    self.assertFalse(reply.failure.is_final)
 
 
 class ChecksumTest(parameterized.TestCase):

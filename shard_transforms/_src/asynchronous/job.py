@@ -119,19 +119,14 @@ def run(
     )
   command: outcomes.Command = None
   seen = 0
-  segments: Mapping[int, str] = {}
   with contextlib.closing(messages):
     while True:
       message: Any = messages.send(command)
       is_last = isinstance(message, outcomes.Result)
       report: Any = message.report if is_last else message
-      # After the death of a driver, the next computes some updates again. A
-      # new segment replaces those after its first checkpoint.
-      begun = report.segments.items() - segments.items() if segments else ()
-      seen = min([seen, *(step for step, _ in begun)])
-      segments = report.segments or segments
+      # After the death of a driver, the next computes some updates again.
       history = tuple(update for update in report.history if update[0] > seen)
-      seen = max(seen, *(step for step, _ in history), 0)
+      seen = max([seen, *(step for step, _ in history)])
       report = dataclasses.replace(report, history=history)
       answer = None if on_progress is None else on_progress(report)
       if answer not in (None, 'params', 'stop'):
@@ -184,8 +179,7 @@ def _messages(job: Job) -> Messages:
         if isinstance(message, outcomes.Report) and message.global_step > step:
           step, deaths = message.global_step, 0
         command = yield message
-        if command is not None:
-          _send(child, pickle.dumps(command))
+        _send(child, pickle.dumps(command))
     deaths += 1
   raise RuntimeError(
       'The driver, the process that holds the parameters, must live, or have a'

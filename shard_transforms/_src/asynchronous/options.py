@@ -1,37 +1,27 @@
 """The arguments of runs, checked."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import importlib.util
 import math
 import re
 import sys
-from typing import Any, Literal, get_args
+from typing import Any
 
 import optax
 
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
 
-OnDrop = Literal['again', 'forget']
-OnChange = Literal['raise', 'continue']
-
-_COUNTS = (
-    'num_updates',
-    'num_workers',
-    'save_every',
-    'max_attempts',
-    'driver_devices',
-)
+_COUNTS = 'num_updates', 'num_workers', 'save_every', 'driver_devices'
 
 
 @dataclasses.dataclass
 class Options:
   """Arguments of `train`, which it checks.
 
-  `staleness` is infinite for `None`. So is `patience` where `cluster` is
-  `None`: workers that take turns are never late.
+  `staleness` is infinite for `None`. So is `time_limit` where `cluster` is
+  `None`: workers that take turns do not hang.
 
   Raises:
     TypeError: If one of them is of the wrong kind.
@@ -42,22 +32,15 @@ class Options:
   num_workers: int = 1
   staleness: Any = None
   pace: bool = True
-  patience: float = 4.0
+  time_limit: float = 600.0
   cluster: str | None = 'local'
   save_every: int = 100
   save_seconds: float = 5.0
-  on_change: OnChange = 'raise'
-  on_drop: OnDrop = 'again'
-  max_attempts: int = 3
-  weight: Callable[[int], float] | None = None
   resources: Mapping[str, Any] | None = None
   driver_devices: int = 1
 
   def __post_init__(self):
-    check_kinds(
-        ('weight', self.weight, Callable | None, 'a function'),
-        ('resources', self.resources, Mapping | None, 'a dict'),
-    )
+    check_kinds(('resources', self.resources, Mapping | None, 'a dict'))
     for name in _COUNTS:
       value = arguments.as_at_least(name, getattr(self, name), 1)
       setattr(self, name, value)
@@ -66,17 +49,9 @@ class Options:
     else:
       arguments.as_at_least('staleness', self.staleness, 0)
     arguments.as_not_negative('save_seconds', self.save_seconds)
-    if arguments.as_positive('patience', self.patience) < 1:
-      raise ValueError(f'`patience` must be at least 1, got {self.patience!r}.')
-    for name, kind in ('on_drop', OnDrop), ('on_change', OnChange):
-      first, second = get_args(kind)
-      if getattr(self, name) not in (first, second):
-        raise ValueError(
-            f'`{name}` must be {first!r} or {second!r}, got'
-            f' {getattr(self, name)!r}.'
-        )
+    arguments.as_positive('time_limit', self.time_limit)
     if self.cluster is None:
-      self.patience = math.inf
+      self.time_limit = math.inf
     elif not (
         isinstance(self.cluster, str)
         and re.fullmatch('local|[^/]+:[0-9]+', self.cluster)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import hashlib
-import math
 import re
 from typing import Any
 
@@ -67,7 +66,7 @@ class ParameterServer:
         step, donate_argnums=(0, 1), out_shardings=self._shardings
     )
     pair, state = jax.eval_shape(lambda: (self._params, self._opt_state))
-    numbers = np.int32(0), True, np.float32(1)
+    numbers = np.int32(0), True
     traced = jax.jit(step).trace(pair, state, pair, *numbers, *pair[::-1])
     # Gates forward every argument, so a signature proves nothing.
     marks = [weight_flow.UPDATES] * len(jax.tree.leaves(trained))
@@ -117,10 +116,8 @@ class ParameterServer:
     read = params if self._needs_read_params else None
     return task_lib.join(params, held), (held, read)
 
-  def accept(
-      self, grads: Any, read: Any, local_step: int, weight: float = math.nan
-  ) -> None:
-    """Applies a gradient computed at a local step; its weight may be NaN."""
+  def accept(self, grads: Any, read: Any, local_step: int) -> None:
+    """Applies a gradient computed at a local step."""
     grads = task_lib.split(grads, self._model_state)
     if self._shardings is not None:
       grads = jax.device_put(grads, self._shardings[0])
@@ -130,7 +127,6 @@ class ParameterServer:
         grads,
         np.int32(local_step),
         local_step == self.global_step,
-        None if math.isnan(weight) else np.float32(weight),
         *read,
     )
     self.global_step += 1
@@ -224,23 +220,13 @@ def _shardings(tx, params, held, num_devices):
 
 
 def _step(
-    tx,
-    params,
-    state,
-    grads,
-    local_step,
-    is_fresh,
-    weight,
-    read_held,
-    read_params,
+    tx, params, state, grads, local_step, is_fresh, read_held, read_params
 ):
   """Returns the next parameters, and the next state of the optimizer.
 
   The parameters and the gradient are pairs, with the model state.
   """
   (params, held), (grads, new_held) = params, grads
-  if weight is not None:
-    grads = jax.tree.map(lambda g: (weight * g).astype(g.dtype), grads)
   extra_args = {} if read_params is None else {'read_params': read_params}
   params, state = gating.update_and_apply(
       tx, grads, state, params, local_step=local_step, **extra_args

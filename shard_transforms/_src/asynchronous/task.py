@@ -102,13 +102,11 @@ class Failure(NamedTuple):
     function: The name of the function.
     message: The name of the error, and its text.
     trace: The traceback, to be read by the user.
-    is_final: Whether another attempt would fail, too.
   """
 
   function: str
   message: str
   trace: str
-  is_final: bool = False
 
 
 class Reply(NamedTuple):
@@ -205,8 +203,7 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
     function = 'gradient'
     result = task.gradient(params, batch)
     if problem := _problem(result, params):
-      failure = Failure(function, problem, '', is_final=True)
-      return Reply({}, 0, failure), None
+      return Reply({}, 0, Failure(function, problem, '')), None
     grads = jax.tree.map(np.asarray, result[0])
     metrics = {str(name): float(x) for name, x in result[1].items()}
     return Reply(metrics, checksum(grads)), grads
