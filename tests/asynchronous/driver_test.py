@@ -1,3 +1,4 @@
+import math
 import time
 from typing import ClassVar
 from unittest import mock
@@ -57,14 +58,12 @@ class DriverTest(parameterized.TestCase):
 
   def run_with(self, make_workers, task=TASK, **options):
     workers = make_workers(task)
-    *_, result = driver_lib.drive(
-        task,
-        optax.sgd(0.1),
-        options_lib.Options(**(OPTIONS | options)),
-        self.folder,
-        None,
-        workers,
+    given = options_lib.Options(
+        task, optax.sgd(0.1), folder=self.folder, **(OPTIONS | options)
     )
+    # Workers that take turns have no time limit otherwise.
+    given.time_limit = options.get('time_limit', math.inf)
+    *_, result = driver_lib.drive(given, workers)
     return result, workers
 
   def outcomes(self, batch):

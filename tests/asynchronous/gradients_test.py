@@ -2,7 +2,9 @@ from unittest import mock
 
 from absl.testing import parameterized
 import numpy as np
+import optax
 
+import asynchronous_cases
 import cases
 from shard_transforms._src.asynchronous import gradients as gradients_lib
 from shard_transforms._src.asynchronous import journal
@@ -11,7 +13,7 @@ from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
-FAILURE = task_lib.Failure('batch', 'OSError: gone', 'trace')
+FAILURE = task_lib.Reply(failure='`batch` got OSError: gone', trace='trace')
 Outcome = outcomes.Outcome
 
 
@@ -26,7 +28,9 @@ def parts(**options):
 
   server.accept.side_effect = accept
   workers = mock.Mock(publish=lambda params: params)
-  made = options_lib.Options(**(defaults | options))
+  made = options_lib.Options(
+      asynchronous_cases.TASK, optax.sgd(0.1), **(defaults | options)
+  )
   return made, server, outcomes.Tally(), workers
 
 
@@ -124,7 +128,7 @@ class GradientsTest(parameterized.TestCase):
 
   def test_failure_ends_the_run_and_is_not_recorded(self):
     gradients = make()
-    event = workers_lib.Event(3, task_lib.Reply({}, 0, FAILURE))
+    event = workers_lib.Event(3, FAILURE)
 
     with self.assertRaisesRegex(
         RuntimeError, '`batch` .* OSError: gone in batch 7 on worker 3.\ntrace'

@@ -79,12 +79,9 @@ class RollForwardTest(parameterized.TestCase):
     self.records = asynchronous.read_journal(self.folder).copy()
 
   def roll(self, workers, time_limit=math.inf, staleness=None):
-    options = options_lib.Options(
-        num_updates=1,
-        time_limit=time_limit,
-        staleness=staleness,
-    )
-    driver = driver_lib.Driver(TASK, TX, options, workers)
+    options = options_lib.Options(TASK, TX, staleness=staleness)
+    options.time_limit = time_limit
+    driver = driver_lib.Driver(options, workers)
     for turn, _ in enumerate(driver.roll_forward(self.records)):
       self.assertLess(turn, 2_000)
     return driver.result()
@@ -120,9 +117,7 @@ class RollForwardTest(parameterized.TestCase):
     folder = self.folder.parent / 'second'
     options = {'folder': folder, 'staleness': 4, 'num_workers': 3}
     due = asynchronous_cases.train(task, TX, **options)
-    driver = driver_lib.Driver(
-        task, TX, options_lib.Options(num_updates=1), Reversed(task, 3)
-    )
+    driver = driver_lib.Driver(options_lib.Options(task, TX), Reversed(task, 3))
 
     for _ in driver.roll_forward(asynchronous.read_journal(folder)):
       pass

@@ -16,6 +16,7 @@ from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import workers
 
@@ -500,7 +501,7 @@ class WatchingTest(parameterized.TestCase):
       commands.append((yield asynchronous.Report(2)))
       yield asynchronous.Result(None, None, asynchronous.Report(2))
 
-    job.run(job.Job(drive, TASK, 1, None), lambda r: answers.pop(0))
+    job.run(options_lib.Options(TASK, TX), drive, lambda r: answers.pop(0))
 
     self.assertEqual(commands, ['stop', 'stop'])
 
@@ -511,7 +512,7 @@ class WatchingTest(parameterized.TestCase):
         yield asynchronous.Report(steps[-1], history=history)
       yield asynchronous.Result(None, None, asynchronous.Report(4))
 
-    job.run(job.Job(drive, TASK, 1, None), self.reports.append)
+    job.run(options_lib.Options(TASK, TX), drive, self.reports.append)
 
     found = [step for r in self.reports for step, _ in r.history]
     self.assertEqual(found, [1, 2, 3, 4])

@@ -3,12 +3,10 @@
 from collections.abc import Generator
 from collections.abc import Iterator
 import contextlib
-import pathlib
 import time
 from typing import Any
 
 import numpy as np
-import optax
 
 from shard_transforms._src.asynchronous import gradients as gradients_lib
 from shard_transforms._src.asynchronous import job
@@ -28,12 +26,7 @@ _WITHOUT_WORKERS = 300.0
 
 
 def drive(
-    task: task_lib.Task,
-    tx: optax.GradientTransformation,
-    options: options_lib.Options,
-    folder: pathlib.Path | None,
-    start: outcomes.Result | None,
-    workers: workers_lib.Workers,
+    options: options_lib.Options, workers: workers_lib.Workers
 ) -> job.Messages:
   """Trains to the end; yields reports at intervals, and finally the result.
 
@@ -47,9 +40,9 @@ def drive(
       other parameters or another optimizer; if a worker cannot compute the
       task.
   """
-  driver = Driver(task, tx, options, workers)
+  driver = Driver(options, workers)
   given: run_folder.Checkpoint | None = None
-  if start is not None:
+  if (start := options.start) is not None:
     trees: dict[str, Any] = {'params': start.params, 'state': start.opt_state}
     parameter_server.check_layout(
         task_lib.layout(trees), driver.server.trees(), '`start`'
@@ -57,14 +50,12 @@ def drive(
     step = int(trees['state'].global_step)
     given = run_folder.Checkpoint(step, next_batch=step, trees=trees)
   with contextlib.ExitStack() as stack:
-    yield from driver.reports(_recover(driver, folder, given, stack))
+    yield from driver.reports(_recover(driver, given, stack))
   # The last checkpoint is written by now.
   yield driver.result()
 
 
 def redrive(
-    task: task_lib.Task,
-    tx: optax.GradientTransformation,
     options: options_lib.Options,
     journal: journal_lib.Journal,
     workers: workers_lib.Workers,
@@ -76,7 +67,7 @@ def redrive(
       workers.
     ValueError: If it is of another task, optimizer or machine, or damaged.
   """
-  driver = Driver(task, tx, options, workers)
+  driver = Driver(options, workers)
   run_folder.check(journal, run_folder.manifest_of(driver.server))
   start = run_folder.read_start(journal, driver.server.trees())
   for _ in _catch_up(driver, journal, start, start):
@@ -89,21 +80,17 @@ class Driver:
   """Assigns batches to workers, and applies their gradients."""
 
   def __init__(
-      self,
-      task: task_lib.Task,
-      tx: optax.GradientTransformation,
-      options: options_lib.Options,
-      workers: workers_lib.Workers,
+      self, options: options_lib.Options, workers: workers_lib.Workers
   ):
     # It counts the seconds from here.
     self.tally = outcomes.Tally()
     self.server = parameter_server.ParameterServer(
-        tx,
-        task_lib.init_params(task),
-        model_state=task.model_state,
+        options.tx,
+        task_lib.init_params(options.task),
+        model_state=options.task.model_state,
         num_devices=options.driver_devices,
     )
-    self._options = options
+    self.options = options
     self._workers = workers
     self._parts = options, self.server, self.tally, workers
     self._in_flight = gradients_lib.InFlight()
@@ -191,7 +178,7 @@ class Driver:
       if self.tally.metrics is None:
         self.tally.metrics = saved.metrics or None
     self._new = gradients_lib.Gradients(*self._parts, folder)
-    while self.server.global_step < self._options.num_updates:
+    while self.server.global_step < self.options.num_updates:
       self._turn(self._new)
       yield
 
@@ -227,15 +214,14 @@ class Driver:
 
   def _hung(self):
     """Returns the workers that compute for longer than the time limit."""
-    return self._in_flight.hung(time.monotonic() - self._options.time_limit)
+    return self._in_flight.hung(time.monotonic() - self.options.time_limit)
 
 
-def _recover(driver, folder, given, stack):
+def _recover(driver, given, stack):
   """Restores the latest checkpoint, and rolls forward to the journal's end.
 
   Args:
     driver: Has the initial parameters.
-    folder: The folder of the run, or `None`.
     given: Where the run starts if the folder has no journal, or `None`.
     stack: Closes the folder.
 
@@ -252,7 +238,7 @@ def _recover(driver, folder, given, stack):
     ValueError: If the folder is damaged, or was written by another task,
       optimizer or machine; if a worker cannot compute the task.
   """
-  if folder is None:
+  if (folder := driver.options.folder) is None:
     if given is not None:
       driver.server.restore(**given.trees)
     return None

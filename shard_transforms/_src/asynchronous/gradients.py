@@ -17,7 +17,6 @@ from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
-from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
 # How many workers of a batch may die or hang until the run ends.
@@ -162,21 +161,20 @@ class Gradients:
         too many workers.
     """
     reply, grads = event.reply, None
-    if reply is not None and (failure := reply.failure) is not None:
-      raise RuntimeError(
-          f'`{failure.function}` of `task` must work, got {failure.message} in'
-          f' batch {assigned.batch} on worker {assigned.worker}.\n'
-          f'{failure.trace}'.rstrip()
-      )
     if reply is None:
       outcome = _Outcome.LOST
+    elif reply.failure:
+      raise RuntimeError(
+          f'{reply.failure} in batch {assigned.batch} on worker'
+          f' {assigned.worker}.\n{reply.trace}'.rstrip()
+      )
     elif self._server.global_step - assigned.local_step > self.staleness:
       outcome = _Outcome.DROPPED
     elif (grads := event.fetch()) is None:
       outcome, reply = _Outcome.LOST, None
     else:
       outcome = _Outcome.ACCEPTED
-    self.record(assigned, outcome, reply)
+    self.record(assigned, outcome, 0 if reply is None else reply.checksum)
     if outcome == _Outcome.ACCEPTED:
       self.accept(assigned, reply, grads)
     elif outcome == _Outcome.DROPPED:
@@ -185,12 +183,7 @@ class Gradients:
     else:
       self._lose(assigned)
 
-  def record(
-      self,
-      assigned: Assignment,
-      outcome: _Outcome,
-      reply: task_lib.Reply | None,
-  ) -> None:
+  def record(self, assigned: Assignment, outcome: int, checksum: int) -> None:
     """Records an outcome."""
     step = self._server.global_step
     if self._folder is not None:
@@ -201,7 +194,7 @@ class Gradients:
           worker=assigned.worker,
           fate=outcome,
           seconds=self._tally.seconds(),
-          checksum=0 if reply is None else reply.checksum,
+          checksum=checksum,
       )
     self._tally.add(outcome, step - assigned.local_step)
 
@@ -286,16 +279,9 @@ class RecordedGradients(Gradients):
     del in_flight
     return self.waiting.popleft() if self.waiting else None
 
-  def record(
-      self,
-      assigned: Assignment,
-      outcome: _Outcome,
-      reply: task_lib.Reply | None,
-  ) -> None:
-    if outcome != _Outcome.ACCEPTED or reply is None:
-      return
+  def record(self, assigned: Assignment, outcome: int, checksum: int) -> None:
     record = self._records[assigned.batch]
-    if reply.checksum != record['checksum']:
+    if outcome == _Outcome.ACCEPTED and checksum != record['checksum']:
       raise ValueError(
           f'The gradient at batch {record["batch"]} must have the bits that it'
           f' had in record {record["sequence"]} of the journal (local step'

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import os
-import pathlib
 from typing import Any, Literal
 
 import numpy as np
@@ -134,36 +133,24 @@ def train(
     Parameter Server, 2013;
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
+  options_lib.check_kinds(on_progress=on_progress)
   options = options_lib.Options(
+      task=task,
+      tx=tx,
       num_updates=num_updates,
       num_workers=num_workers,
       staleness=staleness,
       pace=pace,
       time_limit=time_limit,
       cluster=cluster,
+      folder=folder,
       save_every=save_every,
       save_seconds=save_seconds,
+      start=start,
       resources=resources,
       driver_devices=driver_devices,
   )
-  options_lib.check_task(task, tx)
-  options_lib.check_kinds(
-      ('start', start, outcomes.Result | None, 'a `Result`'),
-      ('on_progress', on_progress, Callable | None, 'a function'),
-  )
-  path = None
-  if folder is not None:
-    path = _absolute(folder)
-    options_lib.require_posix('`folder`')
-  if cluster is not None:
-    options_lib.require_ray(f'`cluster` {cluster!r}')
-  drive = functools.partial(driver.drive, task, tx, options, path, start)
-  given = dict(resources or {'num_cpus': 1})
-  is_resumable = path is not None
-  return job.run(
-      job.Job(drive, task, options.num_workers, cluster, given, is_resumable),
-      on_progress,
-  )
+  return job.run(options, functools.partial(driver.drive, options), on_progress)
 
 
 def replay(
@@ -199,7 +186,7 @@ def replay(
   Raises:
     FileNotFoundError: If there is no journal in `folder`.
     ImportError: If `num_workers` is positive and Ray is not installed.
-    OSError: If `num_workers` is positive and the system is not POSIX.
+    OSError: If the system is not POSIX.
     RuntimeError: If a function of the task raises an exception; if a batch
       loses five workers.
     TypeError: If an argument is of the wrong kind.
@@ -225,23 +212,22 @@ def replay(
     >>> print(np.array_equal(first.params, again.params))
     True
   """
-  options_lib.check_task(task, tx)
+  options_lib.check_kinds(task=task, tx=tx)
   num_workers = arguments.as_at_least('num_workers', num_workers, 0)
-  journal = _until(journal_lib.read(_absolute(folder)), until)
-  options = options_lib.Options(
-      num_updates=1,
-      time_limit=time_limit,
-      cluster='local' if num_workers else None,
-      resources=resources,
-      driver_devices=int(journal.manifest[parameter_server.DEVICES]),
-  )
   if num_workers:
     options_lib.require_ray('`num_workers`')
-  drive = functools.partial(driver.redrive, task, tx, options, journal)
-  given = dict(resources or {'num_cpus': 1})
-  return job.run(
-      job.Job(drive, task, max(num_workers, 1), options.cluster, given)
+  options = options_lib.Options(
+      task=task,
+      tx=tx,
+      num_workers=max(num_workers, 1),
+      time_limit=time_limit,
+      cluster='local' if num_workers else None,
+      folder=folder,
+      resources=resources,
   )
+  journal = _until(journal_lib.read(options.folder), until)
+  options.driver_devices = int(journal.manifest[parameter_server.DEVICES])
+  return job.run(options, functools.partial(driver.redrive, options, journal))
 
 
 def read_checkpoint(
@@ -286,8 +272,8 @@ def read_checkpoint(
     >>> print(params, report.global_step)
     [0.25 0.25 0.25] 3
   """
-  options_lib.check_task(task, tx)
-  path = _absolute(folder)
+  options_lib.check_kinds(task=task, tx=tx)
+  path = options_lib.absolute(folder)
   server = parameter_server.ParameterServer(
       tx, task_lib.init_params(task), model_state=task.model_state
   )
@@ -298,10 +284,6 @@ def read_checkpoint(
     )
   report = outcomes.Report(found.global_step, metrics=dict(found.metrics))
   return outcomes.Result(found.trees['params'], found.trees['state'], report)
-
-
-def _absolute(folder):
-  return pathlib.Path(folder).expanduser().absolute()
 
 
 def _until(journal, until):
