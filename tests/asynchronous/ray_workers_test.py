@@ -130,6 +130,32 @@ class RayWorkersTest(parameterized.TestCase):
     ):
       workers._welcome('answer')
 
+  def test_worker_that_is_replaced_is_not_ready_and_may_be_again(self):
+    computers = [mock.Mock(), mock.Mock()]
+    for name, computer in zip('ab', computers, strict=True):
+      computer.gradient.remote.return_value = (
+          f'reply {name}',
+          f'gradient {name}',
+      )
+      computer.describe.remote.side_effect = [f'{name}{i}' for i in range(3)]
+    workers = ray_workers.RayWorkers(computers, {})
+    answers = {f'{name}{i}': ({}, '') for name in 'ab' for i in range(3)}
+    with mock.patch.object(ray_workers, 'ray') as ray:
+      ray.get = answers.get
+      for first in 'a0', 'b0':
+        workers._welcome(first)
+      for number in 1, 2:
+        workers.start(0, None, number)
+        workers.start(1, None, number)
+        workers.replace(0)
+
+        self.assertEqual(workers.ready(), {1})
+        # A reply that has come since belongs to nobody.
+        self.assertEqual(list(workers._in_flight), ['reply b'])
+        self.assertEqual(ray.kill.call_count, number)
+        workers._welcome(f'a{number}')
+        self.assertEqual(workers.ready(), {0, 1})
+
   @pytest.mark.repeated(8)
   def test_module_that_workers_cannot_import_is_reported(self):
     folder = asynchronous_cases.folder(self)
