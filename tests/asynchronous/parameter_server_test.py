@@ -168,7 +168,7 @@ class ParameterServerTest(parameterized.TestCase):
 
     for make in optax.inject_hyperparams(optax.sgd), scale:
       first, same, other = (
-          parameter_server.ParameterServer(make(x), jnp.zeros(3)).fingerprints()
+          parameter_server.ParameterServer(make(x), jnp.zeros(3)).fingerprints
           for x in (0.1, 0.1, 0.2)
       )
       self.assertEqual(first, same)
@@ -186,8 +186,8 @@ class ParameterServerTest(parameterized.TestCase):
     same = parameter_server.ParameterServer(optax.sgd(0.1), params)
     other = parameter_server.ParameterServer(tx, params | more)
 
-    self.assertEqual(first.fingerprints(), same.fingerprints())
-    self.assertNotEqual(first.fingerprints(), other.fingerprints())
+    self.assertEqual(first.fingerprints, same.fingerprints)
+    self.assertNotEqual(first.fingerprints, other.fingerprints)
 
 
 class RandomKeysTest(parameterized.TestCase):

@@ -97,11 +97,6 @@ class Driver:
     # There are none until the run has recovered.
     self._new: gradients_lib.Gradients | None = None
 
-  def restore(self, params: Any, state: Any) -> None:
-    """Restores parameters and state, and forgets the updates before."""
-    self.server.restore(params, state)
-    self.tally.forget()
-
   def result(self) -> outcomes.Result:
     """Returns where the run is."""
     params = self.server.params
@@ -143,7 +138,7 @@ class Driver:
     # Before it has recovered, the folder has more than the server.
     if self._new is not None:
       for assigned in sorted(self._in_flight, reverse=True):
-        self._new.retry(assigned)
+        self._new.waiting.appendleft(assigned)
       self._new.save()
 
   def roll_forward(self, records: np.ndarray) -> Iterator[None]:
@@ -278,7 +273,8 @@ def _catch_up(driver, journal, start, saved):
     # another task. One gradient shows whether the task is the same.
     driver.server.restore(**start.trees)
     yield from driver.roll_forward(_first(journal, start.global_step))
-  driver.restore(**saved.trees)
+    driver.tally.forget()
+  driver.server.restore(**saved.trees)
   yield from driver.roll_forward(journal.records[saved.num_records :])
 
 

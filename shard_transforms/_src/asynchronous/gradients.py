@@ -149,10 +149,6 @@ class Gradients:
     batch = self.waiting.popleft()
     return batch._replace(local_step=step, published=self._publish())
 
-  def retry(self, assigned: Assignment) -> None:
-    """Puts a batch before all others."""
-    self.waiting.appendleft(assigned)
-
   def settle(self, assigned: Assignment, event: workers_lib.Event) -> None:
     """Decides on a gradient, and records that before it takes effect.
 
@@ -179,7 +175,7 @@ class Gradients:
       self.accept(assigned, reply, grads)
     elif outcome == _Outcome.DROPPED:
       self._server.drop()
-      self.retry(assigned)
+      self.waiting.appendleft(assigned)
     else:
       self._lose(assigned)
 
@@ -224,7 +220,7 @@ class Gradients:
           f' gradient takes longer than `time_limit`, which is'
           f' {self._options.time_limit} s.'
       )
-    self.retry(assigned._replace(num_lost=num_lost))
+    self.waiting.appendleft(assigned._replace(num_lost=num_lost))
 
   def _publish(self):
     """Publishes the parameters, once for each global step."""

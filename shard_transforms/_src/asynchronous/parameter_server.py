@@ -33,6 +33,12 @@ class ParameterServer:
   them here. So `tx` runs without the gate of `drop_stale`, whose state it has
   to the bit. The global step is a Python integer, which the compiled step does
   not have.
+
+  Attributes:
+    global_step: The number of accepted gradients.
+    fingerprints: Hashes of the operations and of the numbers of the optimizer,
+      which depend on the shapes and dtypes of the parameters, too, and the
+      number of devices.
   """
 
   def __init__(
@@ -73,7 +79,7 @@ class ParameterServer:
     marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
     _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
     self._needs_read_params = any(depends)
-    self._fingerprints = {
+    self.fingerprints = {
         **self._hashes(traced.lower().as_text()),
         DEVICES: str(num_devices),
     }
@@ -137,14 +143,6 @@ class ParameterServer:
         stale_count=counters.add(self._counts.stale_count, 1),
         stale_shard_count=counters.add(self._counts.stale_shard_count, 1),
     )
-
-  def fingerprints(self) -> dict[str, str]:
-    """Returns hashes of the optimizer, and the number of devices.
-
-    There is one hash of its operations, and one of its numbers. They depend on
-    the shapes and dtypes of the parameters, too.
-    """
-    return self._fingerprints
 
   def _hashes(self, text):
     """Returns hashes of the optimizer; `text` is its program."""

@@ -222,7 +222,7 @@ def manifest_of(server: parameter_server.ParameterServer) -> dict[str, str]:
   """
   return {
       _INITIAL: str(task_lib.checksum(server.params)),
-      **server.fingerprints(),
+      **server.fingerprints,
       'processor': _processor(),
       'device': jax.devices()[0].device_kind,
       'jaxlib': importlib.metadata.version('jaxlib'),
