@@ -230,22 +230,6 @@ class UpdateTest(parameterized.TestCase):
         atol=1e-6,
     )
 
-  def test_needs_no_update_and_apply(self):
-    mesh = make_mesh()
-    tx = shard_transforms.on_mesh(MEAN, mesh)
-    params, x = place(mesh, (PARAMS, X[0]), (WHOLE, P('data')))
-
-    with jax.set_mesh(mesh):
-      _, grads = shard_transforms.value_and_grad(loss_fn, 'data')(params, x)
-      updates, _ = tx.update(grads, tx.init(params))
-
-    actual = optax.apply_updates(PARAMS, jax.device_get(updates))
-    chex.assert_trees_all_close(
-        jax.device_get(actual),
-        jax.device_get(trained(MEAN, mesh, WHOLE, X[:1])[0]),
-        rtol=1e-5,
-    )
-
   @cases.parameters(4, 8, cases.Repeated(2))
   def test_a_saved_window_goes_on_with_another_number_of_shards(
       self, num_shards

@@ -524,25 +524,17 @@ class RefusalTest(parameterized.TestCase):
     around = optax.partition({'x': tx, 'y': tx}, {'a': 'x', 'b': 'y'})
     grad = shard_transforms.value_and_grad(_loss, AXIS)
 
-    def shard(params, own, tx, update):
+    def shard(params, own, tx):
       def step(carry, _):
         params, state = carry
-        return update(tx, grad(params, own)[1], state, params), None
+        updates, state = tx.update(grad(params, own)[1], state, params)
+        return (optax.apply_updates(params, updates), state), None
 
       return lax.scan(step, (params, tx.init(params)), None, length=2)[0]
 
-    def update(tx, grads, state, params):
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state
-
     own = np.zeros((SHARDS, 5), np.float32)
-    apply = shard_transforms.update_and_apply
-    for options in (
-        {'tx': tx, 'update': update},
-        {'tx': tx, 'update': apply},
-        {'tx': around, 'update': update},
-    ):
-      fn = functools.partial(shard, **options)
+    for local in tx, around:
+      fn = functools.partial(shard, tx=local)
       with self.assertRaisesRegex(
           ValueError, r"gradient at `.*local_params.* at `params` for \['a'\]"
       ):
