@@ -46,6 +46,15 @@ def accept(server, grads, local_step=0):
   server.accept(grads, read, local_step)
 
 
+def step_of(tx):
+  @jax.jit
+  def step(params, state, grads, **extra_args):
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
 class ParameterServerTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*OPTIMIZERS)
@@ -54,18 +63,12 @@ class ParameterServerTest(parameterized.TestCase):
     tx = shard_transforms.drop_stale(STALENESS, make())
     params = asynchronous_cases.init()
     state = tx.init(params)
-    step = jax.jit(
-        lambda params, state, grads, local_step: (
-            shard_transforms.update_and_apply(
-                tx, grads, state, params, local_step=local_step
-            )
-        )
-    )
+    step = step_of(tx)
     server = parameter_server.ParameterServer(make(), params)
 
     for number, grads in enumerate(gradients()):
       local_step = max(server.global_step - number % 3, 0)
-      params, state = step(params, state, grads, local_step)
+      params, state = step(params, state, grads, local_step=local_step)
       if server.global_step - local_step <= STALENESS:
         accept(server, grads, local_step)
       else:
@@ -99,11 +102,7 @@ class ParameterServerTest(parameterized.TestCase):
     server = parameter_server.ParameterServer(tx, jnp.ones(3))
     params, state, read = jnp.ones(3), tx.init(jnp.ones(3)), []
     published = []
-    step = jax.jit(
-        lambda params, state, grads, read: shard_transforms.update_and_apply(
-            tx, grads, state, params, read_params=read
-        )
-    )
+    step = step_of(tx)
 
     for number in range(6):
       read.append(params)
@@ -111,7 +110,7 @@ class ParameterServerTest(parameterized.TestCase):
       local_step = max(number - number % 3, 0)
       grads = np.float32([0.3, -0.2, 0.1]) * (number + 1)
       server.accept(grads, published[local_step], local_step)
-      params, state = step(params, state, grads, read[local_step])
+      params, state = step(params, state, grads, read_params=read[local_step])
 
     asynchronous_cases.assert_same_bits(
         (server.params, server.state.inner_state),

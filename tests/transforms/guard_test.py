@@ -504,8 +504,10 @@ class SpikeTest(parameterized.TestCase):
       (SpikeRule(max_stds=3.0), None),
       (SpikeRule(max_norm=3.0), SpikeRule(max_stds=3.0)),
       (SpikeRule(max_stds=3, window=4), SpikeRule(max_stds=3, window=5)),
-      (SpikeRule(max_stds=3, decay=0.5), SpikeRule(max_stds=3, window=5)),
-      (SpikeRule(max_norm=3.0), SpikeRule(max_norm=3.0, labels=['a', 'b'])),
+      (
+          SpikeRule(max_stds=3, signals=['loss']),
+          SpikeRule(max_stds=3, signals=['norm', 'loss']),
+      ),
   )
   def test_refuses_the_state_of_other_options(self, before, after):
     params = [jnp.zeros(2), jnp.zeros(3)]
