@@ -20,7 +20,6 @@ that is not understood is refused.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import jax
@@ -74,17 +73,17 @@ def find_problem(
 
   def trace(given, state):
     before = given[0], cutting.varying(state, is_cut)
-    run = functools.partial(_run, inner)
-    program, results = equivalence.trace(run, *before, given[1])
-    return program, _shapes(results) == _shapes((state, *before))
+    init, _ = equivalence.trace(inner.init, _like(*given))
+    update, results = equivalence.trace(inner.update, *before, given[1])
+    return _joined(init, update), _shapes(results) == _shapes(before)
 
   program, keeps_shapes = trace(whole, state)
   if not keeps_shapes:
     return 'it changes the trees or the shapes of the updates or of its state'
   flow = element_flow.Flow(axes)
   of_state = jax.tree.map(_kind_of_state, is_cut)
-  before = _kinds(updates), of_state
-  taken = *before, _kinds(params, axes)
+  before, of_params = (_kinds(updates), of_state), _kinds(params, axes)
+  taken = _like(before[0], of_params), before, of_params
   if problem := _problem_of_elements(flow, program, taken, (of_state, *before)):
     return problem
   try:
@@ -99,11 +98,14 @@ def find_problem(
   return None
 
 
-def _run(inner, updates, state, params):
-  """Returns how the state of `inner` starts, its updates and its next state."""
-  # JAX keeps the programs of both, which are read and run elsewhere, too.
-  start = jax.jit(inner.init)(_like(updates, params))
-  return start, *jax.jit(inner.update)(updates, state, params)
+def _joined(init, update):
+  """Returns the program that starts a state, and does a step from another."""
+  return interpreter.Program(
+      (*init.inputs, *update.inputs),
+      (*init.steps, *update.steps),
+      (*init.outputs, *update.outputs),
+      (*init.constants, *update.constants),
+  )
 
 
 def _like(updates, params):
@@ -150,7 +152,7 @@ def _problem_of_elements(flow, program, taken, given):
     flow: Follows elements.
     program: The program.
     taken: The kinds of its inputs.
-    given: The kinds that its results must have, as `_run` returns them.
+    given: The kinds that its results must have, as `_joined` gives them.
   """
   results = interpreter.interpret(program, jax.tree.leaves(taken), flow)
   given = jax.tree.leaves_with_path(given)
