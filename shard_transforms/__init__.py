@@ -10,7 +10,6 @@ from shard_transforms import state_rules as state_rules
 from shard_transforms import tf1 as tf1
 from shard_transforms._src.base.gradients import per_shard
 from shard_transforms._src.base.gradients import value_and_grad
-from shard_transforms._src.gates.gating import update_and_apply
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params
 from shard_transforms._src.local_updates.local_updates import local_updates
@@ -24,7 +23,6 @@ from shard_transforms._src.staleness.drop_stale import drop_stale
 from shard_transforms._src.staleness.weighting import ScaleByStalenessState
 from shard_transforms._src.staleness.weighting import scale_by_staleness
 from shard_transforms._src.state.placement import init_state
-from shard_transforms._src.state.placement import state_axes
 from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import specs_of
@@ -88,11 +86,9 @@ __all__ = (
     'shard_mean',
     'shard_update',
     'specs_of',
-    'state_axes',
     'state_shardings',
     'state_specs',
     'tower_reduce',
-    'update_and_apply',
     'value_and_grad',
 )
 

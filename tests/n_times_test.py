@@ -111,11 +111,8 @@ WAYS = {
     'value_and_grad(pmean(loss))': Way(value_and_grad(pmean_loss)),
     'value_and_grad(psum(loss))': Way(value_and_grad(psum_loss)),
     'value_and_grad(shard_mean(loss))': Way(value_and_grad(shard_mean_loss)),
-    'grad(loss), summed': Way(grad(loss), 'summed'),
     'grad(loss), averaged': Way(grad(loss), 'averaged'),
-    'grad(pmean(loss)), summed': Way(grad(pmean_loss), 'summed'),
     'grad(pmean(loss)), averaged': Way(grad(pmean_loss), 'averaged'),
-    'value_and_grad(loss), summed': Way(value_and_grad(loss), 'summed'),
     'value_and_grad(loss), averaged': Way(value_and_grad(loss), 'averaged'),
 }
 
@@ -129,7 +126,6 @@ def _table(*rows):
 _REDUCED = (ValueError, '`cross_shard_mean` .* already reduced')
 _REDUCED_LOSS = (ValueError, 'loss of `value_and_grad` must be per shard')
 _NO_PCAST = (AssertionError, '')
-_NO_PCAST_SPMD = (ValueError, 'manual_axis_type')
 
 # What raises, with the error.
 REFUSED = _table(
@@ -153,9 +149,6 @@ REFUSED = _table(
     ('pcast, grad(loss)', ('vmap',), *_NO_PCAST),
     ('pcast, pmean(grad(loss))', ('vmap',), *_NO_PCAST),
     ('pcast, pmean(grad(pmean(loss)))', ('vmap',), *_NO_PCAST),
-    ('pcast, grad(loss)', modes.SPMD_MODES, *_NO_PCAST_SPMD),
-    ('pcast, pmean(grad(loss))', modes.SPMD_MODES, *_NO_PCAST_SPMD),
-    ('pcast, pmean(grad(pmean(loss)))', modes.SPMD_MODES, *_NO_PCAST_SPMD),
 )
 
 # Why no type shows it, and where the documentation says so.
@@ -178,7 +171,7 @@ AVERAGED_LOSS = (
 )
 TOLD_WRONGLY = (
     'A sum and a mean have one type; which it is, is what the caller says.',
-    r"'summed'` or `'averaged'|'averaged' \(left as it is\)",
+    r"'averaged'`, which leaves it as it is",
 )
 
 # The ratio of the result to the true mean, and the reason.
@@ -193,7 +186,6 @@ UNDETECTABLE = _table(
     ('per_shard, grad(pmean(loss))', CHECKED, 1 / SHARDS, AVERAGED_LOSS),
     ('per_shard, grad(shard_mean(loss))', CHECKED, 1 / SHARDS, AVERAGED_LOSS),
     ('grad(loss), averaged', CHECKED, SHARDS, TOLD_WRONGLY),
-    ('grad(pmean(loss)), summed', CHECKED, 1 / SHARDS, TOLD_WRONGLY),
 )
 
 EACH = [(way, mode) for way in WAYS for mode in modes.NAMES]

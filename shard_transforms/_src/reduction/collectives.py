@@ -1,7 +1,7 @@
 """Collectives over shards, in any order or in that of a balanced binary tree.
 
-This file and `vmapped_collectives`, on which it stands, are the only ones that
-call those of JAX. Values vary over all axes where JAX tracks this.
+This file and `exchanges` are the only ones that call those of JAX. Values vary
+over all axes where JAX tracks this.
 
 In the order of a tree, numbers are added in pairs, the sums of pairs in pairs,
 and so on. A shard that has 2**m of them in a row adds its own subtree, and
@@ -21,13 +21,10 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
-# A partition of the shards along one axis.
+# A partition of the shards along one axis, into groups of one size.
 Groups = tuple[tuple[int, ...], ...]
-
-_on_mesh = vmapped_collectives.on_mesh
 
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
@@ -77,32 +74,18 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
   if not axes:
     return x
   with _explaining(x, axes):
-    if len(axes) == 1:
-      return lax.psum(x, axes)
-    # The compiler would sum over axes of `vmap` one by one, and send more.
-    return _on_mesh(lax.psum, x, axes, is_same=True)
-
-
-def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the same sum, with less traffic over all axes but the last."""
-  *slow, fast = axes
-  if not axes_lib.on_own_mesh(x, axes):
-    return psum(x, axes)
-
-  def scatter_and_sum(rows, axes, groups):
-    return psum(scatter(rows, axes, groups), tuple(slow))
-
-  return _psum_in_slices(scatter_and_sum, x, (fast,))
+    return lax.psum(x, axes)
 
 
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
-  is_even = len(set(map(len, groups))) == 1
-  if is_even and _sends_in_groups(x, axis):
+  if axes_lib.on_mapped_mesh((axis,)):
     return _psum_in_slices(scatter, x, (axis,), groups)
-  if is_even and _is_untyped_on_mesh(x, axis):
-    return _on_mesh(lax.psum, x, axis, axis_index_groups=groups)
-  return _psum_one_hot(x, axis, groups)
+  # `vmap` has no collectives in groups, and slices of a leaf would gather what
+  # is sharded over a mesh axis that is not mapped. There is a row for a group.
+  own = _group_index(axis, groups)
+  numbers = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
+  return lax.psum(jnp.where(numbers == own, x[None], 0), axis)[own]
 
 
 def scatter(
@@ -114,7 +97,7 @@ def scatter(
   `row_index`. Groups are of one size, [size of a group, ...].
   """
   if groups is not None:
-    if _sends_in_groups(rows, axes[0]):
+    if axes_lib.on_mapped_mesh(axes):
       return _scatter(rows, axes[0], 0, axis_index_groups=groups)
     return psum_in_groups(rows, axes[0], groups)[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
@@ -150,7 +133,7 @@ def exchange_along(
   """
   # For an operand that `vmap` does not batch, JAX returns the wrong shape.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
-  return _on_mesh(lax.all_to_all, x, axis, dimension, dimension, **groups)
+  return lax.all_to_all(x, axis, dimension, dimension, **groups)
 
 
 def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
@@ -165,13 +148,12 @@ def permute(
     x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> jax.Array:
   """Returns what each shard is sent: pairs of a source and a destination."""
-  order = axes_lib.in_mesh_order(axes)
-  return _on_mesh(lambda x, axes: lax.ppermute(x, axes, pairs), x, order)
+  return lax.ppermute(x, axes_lib.in_mesh_order(axes), pairs)
 
 
 def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
   """Returns the slices along a dimension of all shards along an axis."""
-  return _on_mesh(lax.all_gather, x, axis, axis=dimension, tiled=True)
+  return lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
 def gather(
@@ -179,8 +161,8 @@ def gather(
 ) -> jax.Array:
   """Returns the rows of all shards, [shards, ...], or of each one's group."""
   if groups is not None:
-    if _sends_in_groups(row, axes[0]):
-      return _on_mesh(lax.all_gather, row, axes[0], axis_index_groups=groups)
+    if axes_lib.on_mapped_mesh(axes):
+      return lax.all_gather(row, axes[0], axis_index_groups=groups)
     members = jnp.asarray(groups)[_group_index(axes[0], groups)]
     return lax.all_gather(row, axes[0])[members]
   order, gathered, rows = axes_lib.in_mesh_order(axes), set(), row
@@ -198,12 +180,6 @@ def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
     ranks = {shard: i for group in groups for i, shard in enumerate(group)}
     return _own_entry(ranks, axes[0])
   return lax.axis_index(axes_lib.in_mesh_order(axes))
-
-
-def group_size(axis: Hashable, groups: Groups) -> jax.Array:
-  """Returns the number of shards in each shard's own group, float32 []."""
-  sizes = {shard: len(group) for group in groups for shard in group}
-  return _own_entry(sizes, axis).astype(jnp.float32)
 
 
 def rounded(x: jax.Array) -> jax.Array:
@@ -278,18 +254,6 @@ def _explaining(x, axes):
     ) from error
 
 
-def _sends_in_groups(x, axis):
-  # `vmap` without a mesh has no grouped collective, and flattening would gather
-  # what is sharded over a mesh axis that is not mapped.
-  return axes_lib.on_own_mesh(x, (axis,))
-
-
-def _is_untyped_on_mesh(x, axis):
-  # JAX has no `psum` in groups where types tell what varies.
-  is_vmapped = axes_lib.vmapped_mesh(x, (axis,)) is not None
-  return is_vmapped or axis in axes_lib.untracked_axes()
-
-
 def _group_index(axis, groups):
   indices = {shard: i for i, group in enumerate(groups) for shard in group}
   return _own_entry(indices, axis)
@@ -314,13 +278,8 @@ def _psum_in_slices(scatter_rows, x, axes, groups=None):
 
 def _scatter(x, axis, dimension, tiled=False, **groups):
   if axes_lib.scatters_wait():
-    return _on_mesh(
-        lax.psum_scatter,
-        x,
-        axis,
-        scatter_dimension=dimension,
-        tiled=tiled,
-        **groups,
+    return lax.psum_scatter(
+        x, axis, scatter_dimension=dimension, tiled=tiled, **groups
     )
   if tiled:
     before, after = x.shape[:dimension], x.shape[dimension:]
@@ -335,11 +294,4 @@ def _all_gather(x, axis, dimension):
   """Gathers; the result is typed as the same on all shards, if tracked."""
   if axis in axes_lib.varying_axes(x):
     return lax.all_gather(x, axis, axis=dimension, to='invarying')
-  return _on_mesh(lax.all_gather, x, axis, axis=dimension, is_same=True)
-
-
-def _psum_one_hot(x, axis, groups):
-  """Sums [number of groups, *shape] with a row a group, and picks its own."""
-  row = _group_index(axis, groups)
-  rows = jnp.arange(len(groups)).reshape((-1,) + (1,) * x.ndim)
-  return lax.psum(jnp.where(rows == row, x[None], 0), axis)[row]
+  return lax.all_gather(x, axis, axis=dimension)
