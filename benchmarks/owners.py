@@ -72,7 +72,8 @@ class Run:
           lambda p: jnp.sin(p * (1 + x[0])) + x[0],
           shard_transforms.per_shard(params, AXIS),
       )
-      return shard_transforms.update_and_apply(tx, grads, state, params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
 
     mapped = jax.shard_map(
         step,

@@ -136,7 +136,8 @@ def train_step(optimizer, params, state, inputs):
   """Returns the parameters and the state after a step."""
   at = optimizer.at(params, state)
   _, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(at, inputs)
-  return shard_transforms.update_and_apply(optimizer.tx, grads, state, params)
+  updates, state = optimizer.tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
 
 
 def seconds_a_step(optimizer: Optimizer) -> float:

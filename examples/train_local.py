@@ -125,9 +125,8 @@ def train_step(way, params, state, images, labels):
     own = shard_transforms.local_params(params, state)
   gradient = shard_transforms.value_and_grad(loss_fn, tuple(AXES))
   loss, grads = gradient(own, images, labels)
-  params, state = shard_transforms.update_and_apply(
-      way.tx, grads, state, params
-  )
+  updates, state = way.tx.update(grads, state, params)
+  params = optax.apply_updates(params, updates)
   return params, state, shard_transforms.shard_mean(loss, tuple(AXES))
 
 

@@ -54,9 +54,8 @@ def _train(tx, params, own, apply=False, loss=_loss, weights=None, **kwargs):
     _, grads = shard_transforms.value_and_grad(loss, AXIS)(own, data)
     given = {} if weight is None else {'weight': weight}
     if apply:
-      params, state = shard_transforms.update_and_apply(
-          tx, grads, state, params, **given
-      )
+      updates, state = tx.update(grads, state, params, **given)
+      params = optax.apply_updates(params, updates)
     else:
       updates, state = tx.update(grads, state, params, **given)
       params = optax.apply_updates(params, updates)
@@ -360,7 +359,8 @@ class MethodTest(parameterized.TestCase):
 
     def step(params, state, grads):
       if apply:
-        return shard_transforms.update_and_apply(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
       updates, state = tx.update(grads, state, params)
       return optax.apply_updates(params, updates), state
 

@@ -120,9 +120,8 @@ def step_of(name, check_vma):
       # There, nothing that is reduced could have a weight.
       del given['weight']
     if name == 'update_and_apply':
-      return shard_transforms.update_and_apply(
-          tx, grads, state, params, **given
-      )
+      updates, state = tx.update(grads, state, params, **given)
+      return optax.apply_updates(params, updates), state
     updates, state = tx.update(grads, state, params, **given)
     if per_shard:
       updates = jax.tree.map(lambda u: u[None], updates)

@@ -21,7 +21,6 @@ from shard_transforms._src.local_updates import meetings
 from shard_transforms._src.local_updates import rounds as rounds_lib
 
 _CALLER = local_state.CALLER
-_LOOP = gating.Gate(applies=True)
 
 
 def local_updates(
@@ -58,7 +57,7 @@ def local_updates(
   Take the gradient at `local_params(params, state)` and not at `params`, which
   has the same type but is wrong. Both `params` and `apply_updates` are for the
   anchor, and so are evaluation, averages and exports. The state differs between
-  shards: see `init_state`, and `update_and_apply` for the least memory traffic.
+  shards: see `init_state`.
 
   With the extra argument `weight`, a scalar a step, `outer` gets the sum over
   the steps of the round, so that a `cross_shard_mean` in it weighs shards by
@@ -149,7 +148,7 @@ def local_updates(
     local_state.check_not_nested((inner_state, outer_state))
     return local_state.start(params, inner_state, outer_state, axes)
 
-  def step(gate, updates, state, params=None, *, weight=None, **extra_args):
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _check_update(updates, state, params, axes)
     anchor = local_state.trained(params)
     local_state.check_state(state, anchor, updates, parts, outer)
@@ -167,18 +166,17 @@ def local_updates(
     total_weight += 1 if weight is None else weight
     sent = anchor, own, None if weight is None else total_weight
     moved, outer_state = meeting.send_fragments(
-        gate, due.sends, state.outer_state, *sent, extra_args
+        due.sends, state.outer_state, *sent, extra_args
     )
     own, inner_state = meeting.take_over(
-        gate, due.mixes, own, inner_state, anchor, moved
+        due.mixes, own, inner_state, anchor, moved
     )
     after = _after(
         state, due, own, inner_state, total_weight, outer_state, axes
     )
-    applied = local_state.replaced(params if gate.applies else updates, moved)
-    return applied, after
+    return local_state.replaced(updates, moved), after
 
-  return gating.transformation(init_fn, step)
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _after(state, due, own, inner_state, total_weight, outer_state, axes):
@@ -217,19 +215,20 @@ def _step_alone(inner, updates, inner_state, own, weight, axes, extra_args):
         ' `guard` with `axis_name`, belongs into `outer`.'
     )
 
-  def step(state, own, updates, weight):
+  def step(before, updates, weight):
+    own, state = before
     after = run(updates, state, own)
-    if weight is None:
-      return after
-    count = functools.partial(jnp.where, weight > 0)
-    return jax.tree.map(count, after, (own, state))
+    if weight is not None:
+      count = functools.partial(jnp.where, weight > 0)
+      after = jax.tree.map(count, after, before)
+    return (), after
 
-  given = inner_state, own, updates, weight
+  given = (own, inner_state), updates, weight
   if axes_lib.fuses_up_to_barriers():
-    return step(*given)
+    return step(*given)[1]
   # Outside of a loop, XLA fuses a step with the change of shape around it. Then
   # it copies the state and does not write in place: 2.9 times the CPU time.
-  return _LOOP.run_or_skip(jnp.array(True), step, *given, seldom=True)
+  return gating.run_when_due(jnp.array(True), step, *given)[1]
 
 
 def _update(inner, extra_args, updates, state, own):
