@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 from typing import ClassVar, Literal, NamedTuple
 
@@ -147,6 +146,24 @@ class Reduction:
       reduced = reduce(leaves, share(checked, self), self)
     return treedef.unflatten(as_given(reduced, checked, self))
 
+  def sum_over(self, x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+    """Returns the sum of an array over the shards."""
+    if self.order is not None:
+      return collectives.psum_in_pairs(x, axes, self.groups)
+    if self.groups is not None:
+      return collectives.psum_in_groups(x, axes[0], self.groups)
+    if self.algorithm == 'hierarchical' and len(axes) > 1:
+      return collectives.psum_by_levels(x, axes)
+    return collectives.psum(x, axes)
+
+  def scatter_over(
+      self, rows: jax.Array, axes: tuple[Hashable, ...]
+  ) -> jax.Array:
+    """Returns each shard's row of the sum of rows over the shards."""
+    if self.order is not None:
+      return collectives.scatter_in_pairs(rows, axes, self.groups)
+    return collectives.scatter(rows, axes, self.groups)
+
   def num_shards(self) -> int:
     """Returns the number of all shards, which `groups` must partition."""
     num_shards = axes_lib.size(self.axes, self.caller)
@@ -253,29 +270,14 @@ def reduce(
     leaves: Sequence[chex.Array], own: Share, options: Reduction
 ) -> list[jax.Array]:
   """Returns the sum or mean of each leaf, in its shape and dtype."""
-  sum_over = functools.partial(_psum, options=options)
-  return _reduce(sum_over, leaves, own, options)
+  return _reduce(options.sum_over, leaves, own, options)
 
 
 def scatter(
     rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
 ) -> list[jax.Array]:
   """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
-  send = collectives.scatter
-  if options.order is not None:
-    send = collectives.scatter_in_pairs
-  sum_over = functools.partial(send, groups=options.groups)
-  return _reduce(sum_over, rows, own, options, num_rows)
-
-
-def _psum(x, axes, options):
-  if options.order is not None:
-    return collectives.psum_in_pairs(x, axes, options.groups)
-  if options.groups is not None:
-    return collectives.psum_in_groups(x, axes[0], options.groups)
-  if options.algorithm == 'hierarchical' and len(axes) > 1:
-    return collectives.psum_by_levels(x, axes)
-  return collectives.psum(x, axes)
+  return _reduce(options.scatter_over, rows, own, options, num_rows)
 
 
 def _reduce(

@@ -1,5 +1,6 @@
 """Reduce-scatter and all-gather of trees over shards."""
 
+from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -34,6 +35,12 @@ class ShardedReduction(leaf_sums.Reduction):
           ' `jax.shard_map`; on axes of type `Explicit` that nothing maps, take'
           ' gradients over all of them by `shard_transforms.value_and_grad`.'
       )
+
+  def axes_of_sums(self) -> tuple[Hashable, ...]:
+    """Returns the axes over which an optimizer may sum over all slices."""
+    # Reduced over all shards, updates are the same on all of them. No sum over
+    # slices has the order of a tree.
+    return () if self.groups or self.order else self.axes
 
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
