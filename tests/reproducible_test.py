@@ -56,7 +56,7 @@ def _stacked(num_towers):
 
 
 def _sharded(num_towers, inner=ADAM):
-  return reproducible.shard_update(inner, modes.AXIS, num_towers=num_towers)
+  return reproducible.sharded_towers(num_towers, inner, modes.AXIS)
 
 
 def _guarded(num_towers):

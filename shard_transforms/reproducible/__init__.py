@@ -2,14 +2,14 @@
 
 from shard_transforms._src.reproducible.cross_shard import mean
 from shard_transforms._src.reproducible.cross_shard import sum
-from shard_transforms._src.reproducible.towers import shard_update
+from shard_transforms._src.reproducible.towers import sharded_towers
 from shard_transforms._src.reproducible.towers import towers
 from shard_transforms._src.reproducible.windows import TowersState
 
 __all__ = (
     'TowersState',
     'mean',
-    'shard_update',
+    'sharded_towers',
     'sum',
     'towers',
 )

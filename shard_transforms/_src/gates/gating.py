@@ -23,7 +23,6 @@ import optax
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 
 # The attribute of a gate's `update` that holds the function which applies its
@@ -144,7 +143,7 @@ class Gate:
       inner_state: optax.OptState,
       params: optax.Params | None,
       *,
-      weight: jax.Array | weights.Summed | None = None,
+      weight: jax.Array | None = None,
       prepare: Callable[[Any], optax.Updates] | None = None,
       axes: Sequence[Hashable] = (),
       extra_args: Mapping[str, Any],
@@ -159,11 +158,8 @@ class Gate:
     `may_be_local` and `caller` are those of `weight_flow.check`.
 
     Raises:
-      ValueError: As `run_or_skip`, or if `inner` does not use the weight, or
-        counts its calls in the order of a tree.
+      ValueError: As `run_or_skip`, or if `inner` does not use the weight.
     """
-    if accept is not None:
-      _check_may_skip(inner_state, caller)
 
     def run(state, params, updates, weight):
       if prepare is not None:
@@ -363,33 +359,6 @@ def _cond_in_place(accept, run, skip, before, given):
   # A loop has no derivative backward.
   loop.defjvp(functools.partial(jax.jvp, cond))
   return loop(accept, before, given)
-
-
-def needs_every_call(inner_state: optax.OptState) -> bool:
-  """Whether a state is of a transformation that must run in each step.
-
-  A class of states says so by the attribute `needs_every_call`.
-  """
-
-  def says_so(node):
-    return getattr(node, 'needs_every_call', False)
-
-  return any(True for _ in state_rules.nodes(inner_state, says_so))
-
-
-def _check_may_skip(inner_state, caller):
-  """Checks that no transformation inside must run in each step.
-
-  Raises:
-    ValueError: If one must.
-  """
-  if needs_every_call(inner_state):
-    raise ValueError(
-        f"`{caller}` must not skip towers that are added with `order='tree'`,"
-        ' because a step then has other towers on another number of shards. Put'
-        " `guard(..., on_bad='exclude')` around, which gives bad towers the"
-        ' weight 0, or a gate without `axis_name` behind the reduction.'
-    )
 
 
 def _taking_own_args(fn):

@@ -72,7 +72,6 @@ class Reduction:
     axes: The mapped axes.
     groups: The partition of the shards that reduce among themselves, or `None`.
     on_invariant: How to read a leaf that is the same on all shards.
-    order: `'tree'` for sums in the order of a balanced tree; `None` for any.
     in_slices: Whether leaves are scattered and gathered, in place of summed.
   """
 
@@ -81,7 +80,6 @@ class Reduction:
   axes: tuple[Hashable, ...]
   groups: groups_lib.Groups | None = None
   on_invariant: OnInvariant = 'error'
-  order: weights.Order = None
   in_slices: ClassVar[bool] = False
 
   def __post_init__(self):
@@ -100,13 +98,6 @@ class Reduction:
           f'`groups` must come with one axis, got {self.axes!r}. Number the'
           ' shards along a mesh of one axis.'
       )
-    weights.check_order(self.order)
-    if self.order is not None and self.on_invariant != 'error':
-      raise ValueError(
-          f'`on_invariant` of `{self.caller}` must not decide the order of a'
-          f" sum with `order='tree'`, got {self.on_invariant!r}. Leave one of"
-          ' the two out.'
-      )
 
   def __call__(
       self, tree: chex.ArrayTree, weight: chex.Numeric | None = None
@@ -120,12 +111,10 @@ class Reduction:
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       reduced = reduce(leaves, share(checked, self), self)
-    return treedef.unflatten(as_given(reduced, checked, self))
+    return treedef.unflatten(reduced)
 
   def sum_over(self, x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
     """Returns the sum of an array over the shards."""
-    if self.order is not None:
-      return collectives.psum_in_pairs(x, axes, self.groups)
     if self.groups is not None:
       return collectives.psum_in_groups(x, axes[0], self.groups)
     return collectives.psum(x, axes)
@@ -134,8 +123,6 @@ class Reduction:
       self, rows: jax.Array, axes: tuple[Hashable, ...]
   ) -> jax.Array:
     """Returns each shard's row of the sum of rows over the shards."""
-    if self.order is not None:
-      return collectives.scatter_in_pairs(rows, axes, self.groups)
     return collectives.scatter(rows, axes, self.groups)
 
   def num_shards(self) -> int:
@@ -144,10 +131,6 @@ class Reduction:
     if self.groups is not None:
       groups_lib.check_size(self.groups, num_shards)
       num_shards = len(self.groups[0])
-    if self.order is not None:
-      weights.check_power_of_two(
-          f'The number of shards of `{self.caller}`', num_shards
-      )
     return num_shards
 
   def levels(self) -> tuple[thresholds.Level, ...]:
@@ -161,72 +144,26 @@ class Reduction:
 
 
 def check(
-    tree: optax.Updates,
-    weight: chex.Numeric | weights.Summed | None,
-    options: Reduction,
-) -> jax.Array | weights.Summed | None:
+    tree: optax.Updates, weight: chex.Numeric | None, options: Reduction
+) -> jax.Array | None:
   """Checks what is to be reduced; returns the weight as an array."""
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
-  if isinstance(weight, weights.Summed) and options.on_invariant == 'averaged':
-    # The reduction before this one has divided.
-    weight = None
-  needs_own = weight, options.groups, options.order
-  if any(x is not None for x in needs_own):
+  if weight is not None or options.groups is not None:
     leaves_lib.check_per_shard(tree, options.axes, options.caller)
   elif options.on_invariant == 'error':
     leaves_lib.check_not_reduced(tree, options.axes, options.caller)
   if weight is None:
     return None
-  if not isinstance(weight, weights.Summed) or options.order is None:
-    weight = weights.as_weight(weight, (), options.caller)
-  elif not isinstance(weight.total, jax.Array):
-    if options.kind == 'sum' and weight.total != 1:
-      raise ValueError(
-          "`reduction` of the towers must be 'sum' where shards are summed with"
-          " `order='tree'`, got 'mean': a sum of the shards' means depends on"
-          ' the number of shards.'
-      )
-    return weight
+  weight = weights.as_weight(weight, (), options.caller)
   return axes_lib.to_varying(weight, options.axes)
 
 
-def as_given(
-    reduced: list[jax.Array],
-    weight: jax.Array | weights.Summed | None,
-    options: Reduction,
-) -> list[jax.Array]:
-  """Returns reduced leaves in the dtypes of the towers, if they are of some."""
-  is_sum = isinstance(weight, weights.Summed)
-  return weight.as_given(reduced, options.caller) if is_sum else reduced
-
-
-def share(
-    weight: jax.Array | weights.Summed | None, options: Reduction
-) -> Share:
+def share(weight: jax.Array | None, options: Reduction) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
-  if options.order is not None or isinstance(weight, weights.Summed):
-    return _share_in_order(weight, options)
   if weight is None:
     return Share(None, None)
   return Share(weight, options.sum_over(weight, options.axes))
-
-
-def _share_in_order(weight, options):
-  """Returns the share of a shard whose total is added like the updates.
-
-  One that is known is multiplied by the reciprocal like any other: the
-  arithmetic is the same on any number of shards.
-  """
-  is_sum = isinstance(weight, weights.Summed)
-  own = weight.total if is_sum else weight
-  if not isinstance(own, jax.Array):
-    number = 1 if own is None else own
-    return Share(None, jnp.float32(number * options.num_shards()))
-  total = collectives.psum_in_pairs(
-      collectives.rounded(own), options.axes, options.groups
-  )
-  return Share(jnp.sign(own) if is_sum else own, total)
 
 
 def reduce(
@@ -267,8 +204,7 @@ def _reduce(
   def send(buffer, key):
     summed = sum_over(buffer, key.route.send)
     factor = factors.get(key.dtype)
-    scaled = _scaled(summed, key.route, factor, options.kind)
-    return scaled if options.order is None else collectives.rounded(scaled)
+    return _scaled(summed, key.route, factor, options.kind)
 
   sends = any(key.route.send for key in keys)
   levels = options.levels() if sends else ()
@@ -287,8 +223,6 @@ def _prepare(leaves, weight, options):
       weigh(collectives.psum(x, route.pending))
       for x, route in zip(values, routes, strict=True)
   ]
-  if options.order is not None:
-    values = list(map(collectives.rounded, values))
   keys = [
       Key(route, x.dtype, axes_lib.varying_axes(x))
       for x, route in zip(values, routes, strict=True)

@@ -38,9 +38,8 @@ class ShardedReduction(leaf_sums.Reduction):
 
   def axes_of_sums(self) -> tuple[Hashable, ...]:
     """Returns the axes over which an optimizer may sum over all slices."""
-    # Reduced over all shards, updates are the same on all of them. No sum over
-    # slices has the order of a tree.
-    return () if self.groups or self.order else self.axes
+    # Reduced over all shards, updates are the same on all of them.
+    return () if self.groups else self.axes
 
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
@@ -50,7 +49,7 @@ class ShardedReduction(leaf_sums.Reduction):
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       slices = self.scatter_leaves(leaves, leaf_sums.share(checked, self))
-    return treedef.unflatten(leaf_sums.as_given(slices, checked, self))
+    return treedef.unflatten(slices)
 
   def scatter_leaves(
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share

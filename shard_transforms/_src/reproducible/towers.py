@@ -1,4 +1,4 @@
-"""`towers` and `shard_update`: towers and shards are added in one tree."""
+"""`towers` and `sharded_towers`: towers and shards are added in one tree."""
 
 import optax
 
@@ -88,28 +88,27 @@ def towers(
   return windows.transformation(num_towers, reduce, inner.init, finish)
 
 
-def shard_update(
+def sharded_towers(
+    num_towers: int,
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
-    num_towers: int = 1,
     reduction: weights.Kind = 'mean',
     assume_elementwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Shards the optimizer (ZeRO-1), with the same bits on any number of shards.
 
-  Gives what `towers(num_towers, inner, axis_name)` gives, with the state and
-  the work of `inner` divided among the shards, as by
-  `shard_transforms.shard_update`: shards exchange halves until each
-  has the mean of its slice of every leaf, `inner` turns that into a slice of
-  the updates, and an all-gather joins them. `inner` must treat each element
-  alone. Sums over slices, as for the global
-  norm, are refused: their bits depend on the number of slices.
+  Gives what `towers` gives, with the state and the work of `inner` divided
+  among the shards, as by `shard_update`: shards exchange halves until each has
+  the mean of its slice of every leaf, `inner` turns that into a slice of the
+  updates, and an all-gather joins them. `inner` must treat each element alone.
+  Sums over slices, as for the global norm, are refused: their bits depend on
+  the number of slices.
 
   Args:
+    num_towers: As in `towers`; 1 without accumulation.
     inner: The transformation that runs on slices.
     axis_name: As in `towers`.
-    num_towers: How many updates of a shard count as one step, a power of two.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
     assume_elementwise: Whether to take your word that `inner` treats each
       element alone, for an `inner` that is refused because its program is not
@@ -133,12 +132,12 @@ def shard_update(
     >>> import shard_transforms
     >>> from shard_transforms import reproducible
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = reproducible.shard_update(optax.adam(0.1), 'data', num_towers=2)
+    >>> tx = reproducible.sharded_towers(2, optax.adam(0.1), 'data')
     >>> state = shard_transforms.init_state(tx, jnp.ones((3, 5)), mesh)
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
     (8, 1, 2)
   """
-  reduce = _as_reduction('shard_update', reduction, axis_name)
+  reduce = _as_reduction('sharded_towers', reduction, axis_name)
   arguments.check_bool('assume_elementwise', assume_elementwise)
   inner = arguments.as_inner(inner, reduce.caller)
   own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)

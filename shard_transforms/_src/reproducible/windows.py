@@ -23,7 +23,7 @@ from shard_transforms._src.reproducible import tree_reduction
 
 
 class TowersState(NamedTuple):
-  """State of `towers` and of `shard_update`.
+  """State of `towers` and of `sharded_towers`.
 
   Partial sums differ between shards: they have a leading axis, of length 1
   inside the mapped function and of the number of shards outside. Row l is the
@@ -36,7 +36,7 @@ class TowersState(NamedTuple):
       bits.
     total_weight: Partial sums of their weights, float32, with a row for each
       level of the tree over all towers of all shards.
-    inner_state: State of the inner transformation; for `shard_update`, a
+    inner_state: State of the inner transformation; for `sharded_towers`, a
       `ShardUpdateState`.
 
   Examples:

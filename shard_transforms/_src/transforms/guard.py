@@ -221,8 +221,6 @@ def guard(
     if on_bad == 'exclude':
       weight = decision.weight
     accept = decision.accept
-    if _only_excludes(state.inner_state, spikes, num_enough):
-      accept, decision = None, decision._replace(accept=jnp.bool_(True))
     # A part of `inner` before its reduction may keep moments.
     is_healthy = None if weight is None else judgement.is_healthy
     applied, inner_state = gate.update_or_skip(
@@ -280,26 +278,6 @@ def _num_enough(on_bad, min_shards, axes):
         f' {min_shards!r} with {on_bad!r}, where no shard may be bad.'
     )
   return None
-
-
-def _only_excludes(inner_state, spikes, num_enough):
-  """Whether bad shards lose their weight and no step is skipped.
-
-  It is so around towers that are added in the order of a tree: whether all
-  shards are bad in a call depends on their number.
-
-  Raises:
-    ValueError: If statistics of the shards would decide.
-  """
-  if num_enough is None or not gating.needs_every_call(inner_state):
-    return False
-  if num_enough > 1 or spikes is not None:
-    raise ValueError(
-        '`min_shards` and `spikes` of `guard` must be left out around towers'
-        " that are added with `order='tree'`: what they say depends on the"
-        ' number of shards.'
-    )
-  return True
 
 
 def _check_enough_shards(axes, num_enough):

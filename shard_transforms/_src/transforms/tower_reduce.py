@@ -15,7 +15,6 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import tower_squares
-from shard_transforms._src.transforms import tower_order
 from shard_transforms._src.transforms import tower_window
 
 _CALLER = 'tower_reduce'
@@ -28,7 +27,6 @@ def tower_reduce(
     axis_name: axes_lib.AxisName | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
     assume_weighted: bool = False,
-    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: sums several updates and applies them once.
 
@@ -69,11 +67,6 @@ def tower_reduce(
       of its sums over shards, for an `inner` that is refused because the check
       does not see it. Nothing is checked then: a sum without the weight counts
       all shards, without an error.
-    order: `'tree'` for the same bits on any number of shards: towers, and then
-      shards, are added in pairs, pairs of pairs, and so on. `num_towers` is
-      then a power of two, and `inner` reduces with the same order. `inner` gets
-      the sum over the towers, 16-bit leaves in float32, which its reduction
-      divides. A window keeps log2 `num_towers` partial sums per parameter.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
@@ -84,9 +77,7 @@ def tower_reduce(
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
       integer or boolean, an extra argument is of the wrong kind, or the state
       is of another transformation.
-    ValueError: If `num_towers` is less than 1, or no power of two with
-      `order='tree'`, or `reduction` or `order` unknown; in `init` and `update`,
-      if `inner` reduces over shards in another order; in
+    ValueError: If `num_towers` is less than 1, or `reduction` unknown; in
       `update`, if the tree is not the one that the state was made for, updates
       are already reduced although `axis_name` is given, or differ between
       shards although it is not, an extra argument has a wrong value, or `inner`
@@ -113,7 +104,6 @@ def tower_reduce(
   arguments.check_reduction(reduction)
   arguments.check_bool('assume_weighted', assume_weighted)
   axes = axes_lib.optional_axes(axis_name)
-  tower_order.check_towers(order, num_towers, inner, _CALLER)
   is_link = inner is None
   towers = _Towers(
       num_towers=num_towers,
@@ -122,7 +112,6 @@ def tower_reduce(
       axes=axes,
       weighted_axes=() if assume_weighted else axes,
       reduction=reduction,
-      order=order,
   )
   return gating.transformation(towers.init, towers.step)
 
@@ -138,7 +127,6 @@ class _Towers:
     axes: The axes between whose shards updates differ.
     weighted_axes: Those over which sums of `inner` must use the weight.
     reduction: As in `tower_reduce`.
-    order: As in `tower_reduce`.
   """
 
   num_towers: int
@@ -147,22 +135,15 @@ class _Towers:
   axes: tuple[Hashable, ...]
   weighted_axes: tuple[Hashable, ...]
   reduction: weights.Kind
-  order: weights.Order
 
   def init(self, params):
     axes_lib.size(self.axes, _CALLER)
     inner_state, squares = self.inner.init(params), ()
-    tower_order.check_inner(
-        self.order, self.num_towers, inner_state, bool(self.axes), _CALLER
-    )
-    if self.order is None and self.num_towers == 1:
+    if self.num_towers == 1:
       params = ()
-    elif self.order is None and self.reduction == 'mean':
+    elif self.reduction == 'mean':
       squares = tower_squares.start(inner_state, self.axes)
     empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
-    if self.order is not None:
-      total, total_weight = tower_order.empty(empty, self.num_towers)
-      empty = total, tower_order.TowerWeights(total_weight)
     return tower_window.start(empty, inner_state, squares, self.axes)
 
   def step(
@@ -179,20 +160,15 @@ class _Towers:
     arguments.check_update(
         updates, state, tower_window.TowerReduceState, self.axes, _CALLER
     )
-    tower_window.check_same_order(state, self.order, self.num_towers, self.axes)
     if self.is_link:
       weights.check_not_in_chain(weight, _CALLER)
-    if self.num_towers == 1 and self.order is None:
+    if self.num_towers == 1:
       extra_args |= weights.given(local_step=local_step)
       return self._apply_alone(gate, updates, state, params, weight, extra_args)
-    dtypes = ()
-    if self._divides_later:
-      dtypes = tower_order.dtypes_to_restore(updates)
-      updates = leaves_lib.widened(updates)
     window = tower_window.collect(state, updates, weight, local_step, self.axes)
 
     def end(window, params, /, **extra_args):
-      is_sum = self._divides_later or self.reduction == 'sum'
+      is_sum = self.reduction == 'sum'
       reduced = tower_window.reduced(window, updates, params, self.axes, is_sum)
       extra_args |= weights.given(tower_squares=reduced.squares)
       if local_step is not None:
@@ -204,25 +180,13 @@ class _Towers:
           params,
           extra_args,
           is_weighted=weight is not None,
-          dtypes=dtypes,
       )
       return applied, tower_window.emptied(window, inner_state)
 
     is_last = collectives.agreed(window.tower >= self.num_towers)
-    applied, after = gate.run_or_skip(
+    return gate.run_or_skip(
         is_last, end, window, params, extra_args=extra_args, seldom=True
     )
-    if self.num_towers == 1:
-      # A window of one keeps nothing. It takes the way of longer ones, so that
-      # XLA compiles the same arithmetic.
-      total, total_weight = state.total, state.total_weight
-      after = after._replace(total=total, total_weight=total_weight)
-    return applied, after
-
-  @property
-  def _divides_later(self):
-    """Whether `inner` gets sums, which its reduction over shards divides."""
-    return self.order is not None and bool(self.axes)
 
   def _apply(
       self,
@@ -233,15 +197,11 @@ class _Towers:
       extra_args,
       *,
       is_weighted,
-      dtypes,
   ):
     """Applies the result of a window, unless no tower of it has a weight."""
     weight = None
     if is_weighted:
       weight = weights.passed_on(reduced.total_weight, self.reduction)
-    if self._divides_later:
-      known = 1 if self.reduction == 'sum' else self.num_towers
-      weight = weights.Summed(known if weight is None else weight, dtypes)
     given = self.inner, reduced.updates, inner_state, params
     if not is_weighted:
       return gate.update(*given, **extra_args, **weights.given(weight=weight))
