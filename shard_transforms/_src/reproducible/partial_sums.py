@@ -1,7 +1,7 @@
 """Partial sums of the towers of a window: a binary counter.
 
 Row l holds the sum of 2**l towers, and counts if bit l of the number of towers
-is 1. The full sum of a window replaces its last row.
+is 1. The sum of a full window takes the next row, or the place of the last.
 """
 
 from typing import Any
@@ -15,12 +15,14 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reproducible import tree_sums
 
 
-def empty(tree: Any, num_rows: int) -> Any:
-  """Returns the sums of no towers, [num_rows, ...] for each leaf.
+def empty(tree: Any, num_towers: int) -> Any:
+  """Returns the sums of no towers, [rows, ...] for each leaf.
 
   Those of fewer than 32 bits are summed in float32. A leaf that can have no
   gradient is `None`.
   """
+  # Checkpoints may refuse arrays without elements.
+  num_rows = max(num_towers.bit_length() - 1, 1)
 
   def stack(zeros):
     return jnp.broadcast_to(zeros, (num_rows, *zeros.shape))
@@ -38,14 +40,11 @@ def add(rows: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
   """Returns the partial sums with one more tower.
 
   Args:
-    rows: The partial sums, [num_rows, ...]. A window of one tower keeps none,
-      and gets the sum as a row.
+    rows: The partial sums, [rows, ...].
     x: The update of a tower, or its weight, [...].
     tower: How many towers have been added, int32 [].
   """
   carry, full, level = tree_sums.rounded(x), jnp.bool_(True), jnp.int32(0)
-  if not len(rows):
-    return carry[None]
   for i, row in enumerate(rows):
     full &= (tower >> i) & 1 == 1
     carry = jnp.where(full, row + carry, carry)

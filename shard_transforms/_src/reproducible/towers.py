@@ -30,11 +30,11 @@ def towers(
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
 
-  A window keeps log2 `num_towers` partial sums of each parameter. A tower that
-  has no gradient for a leaf (`None` in its place) counts as zero there. A tower
-  of weight 0 is left out, even if it is not finite. If all weights are zero,
-  the update is zero, and `inner` is not run. It gets the extra arguments of the
-  last tower, without the weight.
+  A window keeps log2 `num_towers` partial sums of each parameter, at least one.
+  A tower that has no gradient for a leaf (`None` in its place) counts as zero
+  there. A tower of weight 0 is left out, even if it is not finite. If all
+  weights are zero, the update is zero, and `inner` is not run. It gets the
+  extra arguments of the last tower, without the weight.
 
   Give each shard as many micro-batches in a row as it has towers: the product
   of both numbers is that of the micro-batches of a step. Do not put a gate

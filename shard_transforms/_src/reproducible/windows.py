@@ -32,8 +32,8 @@ class TowersState(NamedTuple):
   Attributes:
     tower: Number of towers collected since the last update, int32 [].
     total: Partial sums of their (weighted) updates, a tree like the parameters
-      with a further axis of log2 `num_towers`, in float32 for leaves of fewer
-      bits.
+      with a further axis of log2 `num_towers`, at least 1, in float32 for
+      leaves of fewer bits.
     total_weight: Partial sums of their weights, float32, with a row for each
       level of the tree over all towers of all shards.
     inner_state: State of the inner transformation; for `sharded_towers`, a
@@ -116,7 +116,7 @@ def transformation(
     return (num_towers * reduction.num_shards()).bit_length()
 
   def init_fn(params):
-    total = partial_sums.empty(params, num_towers.bit_length() - 1)
+    total = partial_sums.empty(params, num_towers)
     total_weight = jnp.zeros(num_levels(), jnp.float32)
     stored = per_shard_state.store((total, total_weight), reduction.axes)
     return TowersState(counters.zero(), *stored, init(params))
@@ -143,12 +143,7 @@ def transformation(
       return made, window._replace(tower=tower, inner_state=inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
-    made, after = _run_if(is_last, end, window, params)
-    if num_towers == 1:
-      # A window of one keeps nothing. It takes the way of longer ones, so that
-      # XLA compiles the same arithmetic.
-      after = after._replace(total=state.total)
-    return made, after
+    return _run_if(is_last, end, window, params)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
