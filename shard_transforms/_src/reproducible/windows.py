@@ -118,8 +118,10 @@ def transformation(
   def init_fn(params):
     total = partial_sums.empty(params, num_towers)
     total_weight = jnp.zeros(num_levels(), jnp.float32)
-    stored = per_shard_state.store((total, total_weight), reduction.axes)
-    return TowersState(counters.zero(), *stored, init(params))
+    total, total_weight = per_shard_state.store(
+        (total, total_weight), reduction.axes
+    )
+    return TowersState(counters.zero(), total, total_weight, init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _check(updates, state, num_levels(), reduction)
@@ -136,9 +138,14 @@ def transformation(
       total = reduction.total(
           num_towers if weight is None else row(total_weight)
       )
-      run = functools.partial(finish, like=like, extra_args=extra_args)
-      given = run, window.inner_state, params, sums, total
-      made, inner_state = _run_if(None if weight is None else total > 0, *given)
+      made, inner_state = _run_if(
+          None if weight is None else total > 0,
+          functools.partial(finish, like=like, extra_args=extra_args),
+          window.inner_state,
+          params,
+          sums,
+          total,
+      )
       tower = jnp.zeros_like(window.tower)
       return made, window._replace(tower=tower, inner_state=inner_state)
 
@@ -199,9 +206,9 @@ def _collect(updates, state, weight, reduction):
 
   total = leaves_lib.tree_map(add, total, zeros, updates)
   total_weight = partial_sums.add(total_weight, own_weight, state.tower)
-  stored = per_shard_state.store((total, total_weight), axes)
+  total, total_weight = per_shard_state.store((total, total_weight), axes)
   tower = counters.add(state.tower, 1)
-  window = TowersState(tower, *stored, state.inner_state)
+  window = TowersState(tower, total, total_weight, state.inner_state)
   per_shard_state.check_kept(state, window, caller)
   return window
 
