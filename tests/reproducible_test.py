@@ -35,7 +35,7 @@ PARAMS = {
 ADAM = optax.adamw(1.0, eps=1.0)
 MODES = tuple(
     mode if mode == 'shard_map' else cases.Repeated(mode)
-    for mode in modes.NAMES[:4]
+    for mode in modes.NAMES
 )
 
 
@@ -226,7 +226,7 @@ class SameBitsTest(parameterized.TestCase):
 
     self.assertGreater(len(digests), 1)
 
-  @cases.product(mode=modes.NAMES[:4], weighted=(False, True))
+  @cases.product(mode=modes.NAMES, weighted=(False, True))
   def test_adds_shards_in_pairs(self, mode, weighted):
     x, weight = X[:8], WEIGHT[:8]
     given = {'weight': weight} if weighted else {}

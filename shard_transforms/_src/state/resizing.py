@@ -1,6 +1,5 @@
 """`resize_state`: converts state to another number of shards."""
 
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ def resize_state(
     *,
     in_specs: partition_specs.SpecTree = P(),
     reduction: state_rules.Reduction | None = None,
-    spmd_axis_name: Hashable | None = None,
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
@@ -60,8 +58,6 @@ def resize_state(
       `'sum'`, needed for an unfinished window without weights; or `'weighted'`
       for weights of 1, which look the same. `'mean'` or `'sum'` is also needed
       for `delay_updates` before the reduction.
-    spmd_axis_name: As for `init_state`, for state of steps under `jax.vmap`
-      with this axis, before and after.
 
   Returns:
     A new state, placed on the mesh as by `init_state`, that shares no memory
@@ -94,9 +90,7 @@ def resize_state(
         f' {reduction!r}.'
     )
   params = jax.eval_shape(lambda params: params, params)
-  target = placement.init_state(
-      tx, params, mesh, in_specs=in_specs, spmd_axis_name=spmd_axis_name
-  )
+  target = placement.init_state(tx, params, mesh, in_specs=in_specs)
   state = _laid_out_like(state, target)
   if jax.tree.structure(state) != jax.tree.structure(target):
     raise ValueError(
@@ -104,26 +98,19 @@ def resize_state(
         f' instead of {jax.tree.structure(target)}.'
     )
   values = jax.tree.map_with_path(_as_numpy, state, target)
-  are_sharded = False
-  places = target
-  if spmd_axis_name is None:
-    told = jax.tree.leaves(in_specs)
-    are_sharded = any(map(partition_specs.axes_of, told))
-  else:
-    axes = placement.state_axes(tx, params, mesh, spmd_axis_name)
-    values = placement.without_own_axis(values, axes)
-    target = placement.without_own_axis(target, axes)
+  told = jax.tree.leaves(in_specs)
+  are_sharded = any(map(partition_specs.axes_of, told))
 
-  def carry_over(path, value, rule, target, place):
+  def carry_over(path, value, rule, target):
     name = leaves_lib.name_of(path)
     if rule.kind == 'cut_anew' and are_sharded:
       _check_not_cut(name, value, target)
     elif rule.kind == 'begin_anew' or value.shape != target.shape:
       value = apply_rule(rule, name, value, target)
-    return _place(value.reshape(place.shape), place.sharding)
+    return _place(value, target.sharding)
 
   rules = _rules(values, target, reduction)
-  return jax.tree.map_with_path(carry_over, values, rules, target, places)
+  return jax.tree.map_with_path(carry_over, values, rules, target)
 
 
 def _laid_out_like(state, target):
