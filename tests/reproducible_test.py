@@ -555,9 +555,17 @@ class RefusalTest(parameterized.TestCase):
 
   def test_refuses_the_sum_of_slices(self):
     clip = shard_transforms.clip_by_global_norm(1.0, modes.AXIS)
+    inner = optax.chain(clip, ADAM)
 
+    def clipped(tx):
+      def shard(params, x):
+        return tx.update(x, tx.init(params), params)[0]
+
+      return modes.map_shards('shard_map', shard)(X[0], X[:8])
+
+    clipped(shard_transforms.shard_update(inner, modes.AXIS))
     with self.assertRaisesRegex(ValueError, '`reduce_sum` takes') as caught:
-      _reduced(_sharded(1, optax.chain(clip, ADAM)))
+      clipped(_sharded(1, inner))
 
     # It does not advise what it refuses.
     self.assertNotIn('To clip by the global norm', str(caught.exception))
