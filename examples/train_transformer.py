@@ -108,7 +108,8 @@ def collecting_scan(tx: Any) -> Callable[..., Any]:
     def micro(carry, batch):
       params, state = carry
       loss, grads = value_and_grad(params, batch)
-      carry = shard_transforms.update_and_apply(tx, grads, state, params)
+      updates, state = tx.update(grads, state, params)
+      carry = optax.apply_updates(params, updates), state
       return carry, loss
 
     (params, state), losses = lax.scan(micro, (params, state), batches)
@@ -167,7 +168,8 @@ def in_one_call(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
 
   def step(params, state, batches):
     loss, grads = value_and_grad(params, batches)
-    after = shard_transforms.update_and_apply(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    after = optax.apply_updates(params, updates), state
     return *after, loss
 
   return Way('accumulated', step, init_state(tx, params, mesh), mesh)
@@ -180,7 +182,8 @@ def of_shards(name: str, tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
   def step(params, state, batches):
     loss, grads = value_and_grad(params, batches.reshape(-1, 64))
     loss = shard_transforms.shard_mean(loss, AXIS)
-    after = shard_transforms.update_and_apply(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    after = optax.apply_updates(params, updates), state
     return *after, loss
 
   specs = shard_transforms.state_specs(tx, params, mesh)

@@ -39,7 +39,8 @@ def loss_fn(params, x):
 
 
 def apply(tx, grads, state, params):
-  return shard_transforms.update_and_apply(tx, grads, state, params)
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
 
 
 def scanned(params, state, x):

@@ -107,9 +107,8 @@ def make_step(gate, tx, applies):
     x, local_step = batch
     grads = grad(params, x)
     if applies:
-      after = shard_transforms.update_and_apply(
-          tx, grads, state, params, local_step=local_step
-      )
+      updates, state = tx.update(grads, state, params, local_step=local_step)
+      after = optax.apply_updates(params, updates), state
       return after, ()
     updates, state = tx.update(grads, state, params, local_step=local_step)
     return (optax.apply_updates(params, updates), state), ()

@@ -70,9 +70,8 @@ def step_of(tx):
 
   def step(params, state, x, **extra_args):
     loss, grads = shard_transforms.value_and_grad(loss_fn, 'data')(params, x)
-    after = shard_transforms.update_and_apply(
-        tx, grads, state, params, **extra_args
-    )
+    updates, state = tx.update(grads, state, params, **extra_args)
+    after = optax.apply_updates(params, updates), state
     return *after, loss
 
   return step

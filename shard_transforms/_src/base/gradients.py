@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import functools
 import operator
 from typing import Any
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,6 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import explicit_shards
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
-
-# The parameters at which a gradient was taken, by its identity; `None` for one
-# that was taken at two places. No type shows it, and JAX gives no public access
-# to a program while it traces. Weak references keep nothing alive. Arrays that
-# are computed from a gradient have no entry.
-_origins: dict[int, tuple[weakref.ref, weakref.ref | None]] = {}
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
@@ -157,17 +150,11 @@ def value_and_grad(
       wanted = chosen if several else chosen[0]
       return _on_types(value_and_grad_fn, axes, wanted, args, kwargs)
     axes_lib.size(axes, 'value_and_grad')
-    given, args = args, list(args)
+    args = list(args)
     # JAX has the better error for an argument that is not there.
     for i in set(range(-len(args), len(args))).intersection(chosen):
       args[i] = per_shard(args[i], axes)
-    value, grads = differentiated(*args, **kwargs)
-    of_all = grads if several else (grads,)
-    for i, gradient in zip(chosen, of_all, strict=True):
-      pairs = map(jax.tree.leaves, (gradient, given[i]))
-      for leaf, at in zip(*pairs, strict=True):
-        _note_origin(leaf, at)
-    return value, grads
+    return differentiated(*args, **kwargs)
 
   return value_and_grad_fn
 
@@ -212,23 +199,3 @@ def _on_types(fn, axes, argnums, args, kwargs):
 def _is_array(leaf):
   numbers = bool | int | float | complex
   return hasattr(leaf, 'dtype') or isinstance(leaf, numbers)
-
-
-def is_taken_at(gradient: Any, origin: Any) -> bool:
-  """Whether `value_and_grad` took a gradient, one leaf, at this very array."""
-  noted, at = _origins.get(id(gradient), (None, None))
-  if noted is None or at is None or origin is None:
-    return False
-  return noted() is gradient and at() is origin
-
-
-def _note_origin(gradient, origin):
-  key = id(gradient)
-  try:
-    noted = weakref.ref(gradient, lambda _: _origins.pop(key, None))
-    at = weakref.ref(origin)
-  # Python numbers have no identity of their own.
-  except TypeError:
-    return
-  is_new = key not in _origins or is_taken_at(gradient, origin)
-  _origins[key] = noted, at if is_new else None

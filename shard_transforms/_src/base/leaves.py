@@ -11,7 +11,6 @@ from typing import Any
 
 import chex
 import jax
-from jax import core
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -112,31 +111,17 @@ def as_accumulator(leaf: Any) -> jax.Array:
 
 
 def split_arrays(
-    tree: Any, is_split: bool = True
+    tree: Any,
 ) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
-  """Returns the arrays in a tree, or none, and how the tree is restored.
-
-  Arrays that are known and on a mesh are always among them: inside of a
-  program, JAX does not see how a known array is sharded.
-  """
+  """Returns the arrays in a tree, and how the tree is restored from them."""
   leaves, treedef = jax.tree.flatten(tree)
-  arrays = [
-      x
-      if isinstance(x, jax.Array) and (is_split or _is_known_on_mesh(x))
-      else None
-      for x in leaves
-  ]
+  arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
 
   def join(arrays):
     pairs = zip(leaves, arrays, strict=True)
     return treedef.unflatten([x if a is None else a for x, a in pairs])
 
   return arrays, join
-
-
-def _is_known_on_mesh(x):
-  is_known = not isinstance(x, core.Tracer)
-  return is_known and bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:

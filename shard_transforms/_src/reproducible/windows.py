@@ -127,7 +127,7 @@ def transformation(
     _check(updates, state, num_levels(), reduction)
     window = _collect(updates, state, weight, reduction)
 
-    def end(window, params):
+    def end(window, params, /, **extra_args):
       total, total_weight = per_shard_state.own(
           (window.total, window.total_weight), reduction.axes, reduction.caller
       )
@@ -138,19 +138,19 @@ def transformation(
       total = reduction.total(
           num_towers if weight is None else row(total_weight)
       )
-      made, inner_state = _run_if(
-          None if weight is None else total > 0,
-          functools.partial(finish, like=like, extra_args=extra_args),
-          window.inner_state,
-          params,
-          sums,
-          total,
-      )
+      run = functools.partial(finish, like=like, extra_args=extra_args)
+      given = window.inner_state, params, sums, total
+      if weight is None:
+        made, inner_state = run(*given)
+      else:
+        made, inner_state = gating.run_when_due(total > 0, run, *given)
       tower = jnp.zeros_like(window.tower)
       return made, window._replace(tower=tower, inner_state=inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
-    return _run_if(is_last, end, window, params)
+    return gating.run_when_due(
+        is_last, end, window, params, extra_args=extra_args
+    )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -221,9 +221,3 @@ def _like(total, update, param):
   if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
     return total
   return leaves_lib.as_dtype(total, leaves_lib.dtype_of(like))
-
-
-def _run_if(is_due, run, state, params, *args):
-  """Returns `run(state, params, *args)`, or zeros and the state."""
-  gate = gating.Gate(applies=False)
-  return gate.run_or_skip(is_due, run, state, params, *args, seldom=True)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import explicit_shards
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.gates import gating
 from shard_transforms._src.state import placement
 from shard_transforms._src.state import specs
 
@@ -90,18 +88,17 @@ def on_mesh(
         f' {dict(inner.init.mesh.shape)}. Bind the transformation itself.'
     )
 
-  def step(gate, updates, state, params=None, **extra_args):
-    run = functools.partial(gate.update, inner)
+  def update_fn(updates, state, params=None, **extra_args):
+    run = inner.update
     if not _check_sizes(mesh):
       axes = explicit_shards.pending_axes(updates, _CALLER)
       if axes:
-        like = params if gate.applies else updates
-        return _mapped(run, axes, updates, state, params, extra_args, like)
+        return _mapped(run, axes, updates, state, params, extra_args, updates)
     return run(updates, state, params, **extra_args)
 
   options = {'in_specs': in_specs, 'per_shard': per_shard}
   init = _BoundInit(inner, mesh, options)
-  return gating.transformation(init, step)
+  return optax.GradientTransformationExtraArgs(init, update_fn)
 
 
 def _mapped(

@@ -19,7 +19,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import tower_squares
 
 _CALLER = 'tower_reduce'
 _NO_STEP = jnp.iinfo(jnp.int32).max
@@ -41,9 +40,6 @@ class TowerReduceState(NamedTuple):
     oldest_local_step: The minimum of their local steps, int32 []; the largest
       int32 where no tower gave one.
     inner_state: State of the inner transformation.
-    tower_squares: The weighted sum of the squared norms of their updates, and
-      the number of towers with a weight, float32 [2]; per shard as `total`;
-      `()` unless a state in `inner_state` asks for it.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -59,7 +55,6 @@ class TowerReduceState(NamedTuple):
   total_weight: jax.Array
   oldest_local_step: jax.Array
   inner_state: optax.OptState
-  tower_squares: jax.Array | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -79,7 +74,6 @@ class TowerReduceState(NamedTuple):
         'total': total,
         'total_weight': total_weight,
         'oldest_local_step': _OLDEST_RULE,
-        'tower_squares': tower_squares.resize_rule(self.tower),
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
@@ -97,19 +91,16 @@ class Reduced(NamedTuple):
     updates: Their mean or sum.
     total_weight: Their total weight on this shard, float32 [].
     oldest_local_step: The minimum of their local steps, int32 [].
-    squares: The squared norms of their updates, or `None`.
   """
 
   updates: optax.Updates
   total_weight: jax.Array
   oldest_local_step: jax.Array
-  squares: tower_squares.TowerSquares | None
 
 
 def start(
     zeros: tuple[optax.Updates, Any],
     inner_state: optax.OptState,
-    squares: jax.Array | tuple[()],
     axes: tuple[Hashable, ...],
 ) -> TowerReduceState:
   """Returns an empty window, given a total and a total weight of zero."""
@@ -122,7 +113,6 @@ def start(
           jnp.full([], _NO_STEP, jnp.int32), axes
       ),
       inner_state=inner_state,
-      tower_squares=squares,
   )
 
 
@@ -159,9 +149,6 @@ def collect(
       total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(oldest, axes),
       inner_state=state.inner_state,
-      tower_squares=tower_squares.add(
-          state.tower_squares, updates, weight, axes
-      ),
   )
   per_shard_state.check_kept(state, window, _CALLER)
   return window
@@ -205,12 +192,7 @@ def reduced(
 
   likes = updates if params is None else params
   updates = leaves_lib.tree_map(divide, total, updates, likes)
-  squares = None
-  if not isinstance(window.tower_squares, tuple):
-    squares = tower_squares.of_window(
-        window.tower_squares, total_weight, updates, axes
-    )
-  return Reduced(updates, total_weight, oldest, squares)
+  return Reduced(updates, total_weight, oldest)
 
 
 def emptied(
@@ -224,7 +206,6 @@ def emptied(
       total_weight=jnp.zeros_like(window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
       inner_state=inner_state,
-      tower_squares=tower_squares.emptied(window.tower_squares),
   )
 
 

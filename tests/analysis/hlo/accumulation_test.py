@@ -442,7 +442,8 @@ def scanned(tx):
 def fused(tx):
   def step(params, state, x):
     grads = gradient(params, x)
-    return shard_transforms.update_and_apply(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
   return step
 
