@@ -1,6 +1,5 @@
 """Gates under plain `jax.jit`, where the compiler inserts collectives."""
 
-import functools
 import math
 
 from absl.testing import parameterized
@@ -98,18 +97,14 @@ def grad_of_towers(params, x):
   return jax.vmap(jax.grad(loss), (None, 1))(params, towers)
 
 
-def make_step(gate, tx, applies):
-  """Returns a step, which applies the updates at once or after the update."""
+def make_step(gate, tx):
+  """Returns a step of `update` and `apply_updates`."""
   grad = grad_of_towers if gate == 'reduce_towers' else jax.grad(loss)
 
   def step(carry, batch):
     params, state = carry
     x, local_step = batch
     grads = grad(params, x)
-    if applies:
-      updates, state = tx.update(grads, state, params, local_step=local_step)
-      after = optax.apply_updates(params, updates), state
-      return after, ()
     updates, state = tx.update(grads, state, params, local_step=local_step)
     return (optax.apply_updates(params, updates), state), ()
 
@@ -131,13 +126,12 @@ class PlainJitTest(parameterized.TestCase):
   @cases.product(
       gate=GATES,
       kind=['Auto', 'Explicit'],
-      applies=[False, True],
       scans=[False, True],
-      always=lambda gate, kind, applies, scans: (
-          gate.endswith('nested') and (kind == 'Explicit') == applies == scans
+      always=lambda gate, kind, scans: (
+          gate.endswith('nested') and (kind == 'Explicit') == scans
       ),
   )
-  def test_trains_as_one_device_does(self, gate, kind, applies, scans):
+  def test_trains_as_one_device_does(self, gate, kind, scans):
     mesh = make_mesh(kind)
     tx = GATES[gate](mesh)
     params = {
@@ -151,12 +145,12 @@ class PlainJitTest(parameterized.TestCase):
 
     with jax.set_mesh(mesh):
       state = jax.jit(tx.init)(params)
-      step = make_step(gate, tx, applies)
+      step = make_step(gate, tx)
       after = train(step, (params, state), batches, scans)
 
     tx = GATES[gate](make_mesh('Auto', (1, 1)))
     one = make_params()
-    step = make_step(gate, tx, applies)
+    step = make_step(gate, tx)
     expected = train(step, (one, tx.init(one)), given, scans)
     chex.assert_trees_all_close(
         jax.device_get(after), jax.device_get(expected), rtol=1e-4, atol=1e-6
@@ -169,12 +163,9 @@ class PlainJitTest(parameterized.TestCase):
   @cases.product(
       gate=GATES,
       kind=['Auto', 'Explicit'],
-      applies=[False, True],
-      always=lambda gate, kind, applies: (
-          gate.endswith('nested') and kind == 'Auto' and applies
-      ),
+      always=lambda gate, kind: gate.endswith('nested') and kind == 'Auto',
   )
-  def test_no_parameter_and_no_state_is_gathered(self, gate, kind, applies):
+  def test_no_parameter_and_no_state_is_gathered(self, gate, kind):
     mesh = make_mesh(kind)
     tx = GATES[gate](mesh)
     params = {
@@ -182,7 +173,7 @@ class PlainJitTest(parameterized.TestCase):
         for name, x in make_params().items()
     }
     x = jax.device_put(BATCHES[0], NamedSharding(mesh, P('data')))
-    step = jax.jit(make_step(gate, tx, applies), donate_argnums=0)
+    step = jax.jit(make_step(gate, tx), donate_argnums=0)
 
     with jax.set_mesh(mesh):
       carry = params, jax.jit(tx.init)(params)
@@ -194,56 +185,30 @@ class PlainJitTest(parameterized.TestCase):
     self.assertEqual('pmax' in sent, 'track_divergence' in gate)
 
 
-class PendingSumsTest(parameterized.TestCase):
-  """Gradients that JAX types as unreduced, on an axis of type `Explicit`."""
-
-  @cases.product(
-      gate=(
-          shard_transforms.guard(adam()),
-          shard_transforms.drop_stale(1, adam()),
-          shard_transforms.tower_reduce(2, adam()),
-          shard_transforms.reduce_towers(2, adam()),
-          shard_transforms.clip_by_global_norm(1.0),
-      ),
-      applies=[False, True],
-  )
-  def test_gates_name_the_leaf_the_axis_and_the_way_out(self, gate, applies):
-    mesh = make_mesh('Explicit')
-
-    def step(w, x):
-      grads = {'w': jax.grad(lambda w: jnp.mean(x @ w))(w)}
-      update = gate.update
-      if applies:
-        update = functools.partial(shard_transforms.update_and_apply, gate)
-      params = {'w': jnp.zeros_like(w)}
-      return update(grads, gate.init(params), params, local_step=0)
-
-    with jax.set_mesh(mesh):
-      w = jax.reshard(
-          jnp.ones((2, 3)), P(None, None, reduced=frozenset({'data'}))
-      )
-      x = jax.device_put(jnp.ones((4, 2)), P('data'))
-      with self.assertRaisesRegex(
-          ValueError,
-          r"unreduced, got \['w'\] \[2, 3\], whose sum over \['data'\]"
-          ' is pending. .* `.*on_mesh.tx, mesh.`; .*`.*accumulated_value_and_',
-      ):
-        jax.eval_shape(step, w, x)
-
-  def test_norms_name_them_too(self):
-    with jax.set_mesh(make_mesh('Explicit')):
-      w = jax.reshard(
-          jnp.ones((2, 3)), P(None, None, unreduced=frozenset({'data'}))
-      )
-      with self.assertRaisesRegex(ValueError, r'got the root \[2, 3\], whose'):
-        shard_transforms.global_norm(w)
-      done = jax.reshard(w, P())
-      self.assertEqual(shard_transforms.global_norm(done), np.float32(6**0.5))
+class NotMappedTest(parameterized.TestCase):
 
   def test_axes_that_are_not_mapped_name_the_way_out(self):
     mean = shard_transforms.cross_shard_mean('data')
     with self.assertRaisesRegex(NameError, 'or accumulate them by `shard_tr'):
       mean.update(jnp.ones(2), mean.init(jnp.ones(2)))
+
+  @cases.parameters('Auto', 'Explicit')
+  def test_axes_of_a_mesh_need_shard_map(self, kind):
+    mean = shard_transforms.cross_shard_mean('data')
+    grad_fn = shard_transforms.value_and_grad(jnp.sum, 'data')
+    mesh = make_mesh(kind)
+    bound = shard_transforms.on_mesh(mean, mesh)
+    with jax.set_mesh(mesh):
+      x = jax.device_put(jnp.ones(8), P('data'))
+      for fn in (
+          lambda x: mean.update(x, mean.init(x)),
+          lambda x: bound.update(x, mean.init(x)),
+          grad_fn,
+      ):
+        with self.assertRaisesRegex(
+            NameError, 'Call it inside `jax.shard_map`'
+        ):
+          jax.eval_shape(fn, x)
 
 
 def kernel_spec(x):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-import numpy as np
 import optax
 
 import cases
@@ -122,18 +121,6 @@ class OnMeshTest(parameterized.TestCase):
         strict=True,
     )
 
-  def test_applies_updates_as_the_transformation(self):
-    # `update_and_apply` keeps a parameter of -0.0 in a skipped step.
-    bound = shard_transforms.on_mesh(
-        shard_transforms.guard(optax.sgd(1.0)), _mesh()
-    )
-    params = jnp.array([-0.0])
-
-    updates, _ = bound.update(jnp.array([jnp.nan]), bound.init(params), params)
-    kept = optax.apply_updates(params, updates)
-
-    self.assertTrue(np.signbit(kept[0]))
-
   def test_a_resized_state_goes_on_with_the_new_mesh(self):
     state = shard_transforms.on_mesh(_guard(), _mesh(8)).init(PARAMS)
     bound = shard_transforms.on_mesh(_guard(), _mesh(4))
@@ -166,16 +153,6 @@ class OnMeshTest(parameterized.TestCase):
       if method == 'init':
         shard_transforms.resize_state(state, bound, PARAMS, _mesh(4))
       _update_on(_mesh(4), bound, state)
-
-  def test_refuses_a_transformation_that_is_bound(self):
-    bound = shard_transforms.on_mesh(_guard(), _mesh(8))
-
-    with self.assertRaisesRegex(
-        ValueError,
-        '`tx` of `on_mesh` must not be bound to a mesh already, got one on'
-        r" {'data': 8}\. Bind the transformation itself\.",
-    ):
-      shard_transforms.on_mesh(bound, _mesh(4))
 
   @cases.parameters(
       (optax.sgd, 'mesh', '`tx` of `on_mesh` must be an Optax gradient'),
