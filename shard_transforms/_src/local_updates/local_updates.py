@@ -17,6 +17,7 @@ from shard_transforms._src.base import gradients
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import weights
+from shard_transforms._src.gates import gating
 from shard_transforms._src.local_updates import local_state
 from shard_transforms._src.local_updates import meetings
 from shard_transforms._src.local_updates import rounds as rounds_lib
@@ -223,14 +224,20 @@ def _step_alone(inner, updates, inner_state, own, weight, axes, extra_args):
         ' `guard` with `axis_name`, belongs into `outer`.'
     )
 
-  def step(state, own, updates, weight):
+  def step(before, updates, weight):
+    own, state = before
     after = run(updates, state, own)
-    if weight is None:
-      return after
-    count = functools.partial(jnp.where, weight > 0)
-    return jax.tree.map(count, after, (own, state))
+    if weight is not None:
+      count = functools.partial(jnp.where, weight > 0)
+      after = jax.tree.map(count, after, before)
+    return (), after
 
-  return step(inner_state, own, updates, weight)
+  given = (own, inner_state), updates, weight
+  if axes_lib.fuses_up_to_barriers():
+    return step(*given)[1]
+  # Outside of a loop, XLA fuses a step with the change of shape around it. Then
+  # it copies the state and does not write in place: 2.9 times the CPU time.
+  return gating.run_when_due(jnp.array(True), step, *given)[1]
 
 
 def _update(inner, extra_args, updates, state, own):
