@@ -6,6 +6,7 @@ import typing
 from shard_transforms import aggregators as aggregators
 from shard_transforms import compression as compression
 from shard_transforms import monitoring as monitoring
+from shard_transforms import owners as owners
 from shard_transforms import state_rules as state_rules
 from shard_transforms import tf1 as tf1
 from shard_transforms._src.base.gradients import per_shard
@@ -40,8 +41,6 @@ from shard_transforms._src.transforms.cross_shard import shard_mean
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.on_mesh import on_mesh
-from shard_transforms._src.transforms.owned_leaves import OwnedLeaves
-from shard_transforms._src.transforms.owned_leaves import Place
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
@@ -61,8 +60,6 @@ __all__ = (
     'DropStaleState',
     'GuardState',
     'LocalUpdatesState',
-    'OwnedLeaves',
-    'Place',
     'ScaleByStalenessState',
     'ShardUpdateState',
     'SpikeRule',

@@ -654,12 +654,6 @@ class RefusalTest(parameterized.TestCase):
     # It does not advise what it refuses.
     self.assertNotIn('To clip by the global norm', str(caught.exception))
 
-  def test_refuses_owners(self):
-    with self.assertRaisesRegex(ValueError, '`order` of `shard_update` must'):
-      shard_transforms.shard_update(
-          ADAM, modes.AXIS, slices='leaves', order='tree'
-      )
-
   def test_refuses_leaves_of_16_bits_that_it_cannot_tell_apart(self):
     inner = optax.masked(_reduce_and_apply(), [True, False])
     tx = _collected(2, inner)

@@ -268,7 +268,7 @@ def _tell_gathered(tx, leaves, params, state, axis):
         f' {sum(map(_num_bytes, found.values())):,} bytes, for each product or'
         ' two, as `monitoring.wire_report` of the compiled step shows. Keep'
         ' matrices whole by `whole_dims=2`, with stacked layers [layers, m, n];'
-        " or use `shard_update(..., slices='leaves')` in `jax.shard_map`.",
+        ' or use `owners.owned_update` in `jax.shard_map`.',
         UserWarning,
         stacklevel=3,
     )

@@ -36,7 +36,7 @@ class Place:
 
   Examples:
     >>> import jax
-    >>> from shard_transforms import Place
+    >>> from shard_transforms.owners import Place
     >>> place = Place("['w']", 3, 'float32', 128, (4, 8))
     >>> print(place.size, jax.tree.leaves(place))
     32 []
@@ -79,9 +79,9 @@ class OwnedLeaves(NamedTuple):
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
+    >>> from shard_transforms import owners
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = shard_transforms.shard_update(
-    ...     optax.lamb(0.1), 'data', slices='leaves')
+    >>> tx = owners.owned_update(optax.lamb(0.1), 'data')
     >>> params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(5)}
     >>> state = shard_transforms.init_state(tx, params, mesh).inner_state
     >>> print(state.rows['float32'].shape)

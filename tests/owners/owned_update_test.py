@@ -1,4 +1,4 @@
-"""`shard_update` with `slices='leaves'`."""
+"""`owners.owned_update`."""
 
 import functools
 import tempfile
@@ -23,14 +23,13 @@ import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import init_state
 from shard_transforms import monitoring
+from shard_transforms import owners
 from shard_transforms import resize_state
 
 AXIS = modes.AXIS
 SHARDS, STEPS = 8, 3
 WEIGHTS = np.array([3, 1, 0, 5, 0.1, 2, 0.7, 4], np.float32)
-owned = functools.partial(
-    shard_transforms.shard_update, axis_name=AXIS, slices='leaves'
-)
+owned = functools.partial(owners.owned_update, axis_name=AXIS)
 
 
 SHAPES = {
@@ -706,16 +705,13 @@ class StateTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(found, np.full((SHARDS, 5), 2.0))
 
-  def test_refuses_state_of_slices(self):
-    state = init_state(
-        shard_transforms.shard_update(optax.trace(0.9), AXIS),
-        jnp.zeros(16),
-        modes.mesh(),
-    )
+  def test_refuses_what_is_kept_otherwise(self):
+    inner = optax.trace(0.9)
+    state = owners.OwnedUpdateState(inner.init(jnp.zeros(16)))
 
     def step(state):
       grads = shard_transforms.per_shard(jnp.zeros(16), AXIS)
-      return owned(optax.trace(0.9)).update(grads, state)[0]
+      return owned(inner).update(grads, state)[0]
 
     step = jax.shard_map(
         step, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
@@ -767,8 +763,8 @@ class RefusalTest(parameterized.TestCase):
       return
     with self.assertRaisesRegex(
         ValueError,
-        r"`inner` of `shard_update\(..., slices='leaves'\)` must treat each"
-        rf' leaf .*{message}.*optax.partition',
+        r'`inner` of `owned_update` must treat each leaf'
+        rf' .*{message}.*optax.partition',
     ):
       init_state(tx, params, modes.mesh())
 
@@ -861,13 +857,16 @@ class RefusalTest(parameterized.TestCase):
       init_state(owned(inner), jnp.ones(16), modes.mesh())
 
   @cases.parameters(
-      ('leaves', r'must keep the types .* got the tree'),
-      ('elements', r'must treat each element .* it changes the tree'),
+      (owned, r'must keep the types .* got the tree'),
+      (
+          functools.partial(shard_transforms.shard_update, axis_name=AXIS),
+          r'must treat each element .* it changes the tree',
+      ),
   )
-  def test_init_leaves_updates_of_another_tree_to_update(self, slices, message):
+  def test_init_leaves_updates_of_another_tree_to_update(self, make, message):
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
     inner = optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5)
-    tx = shard_transforms.shard_update(inner, AXIS, slices=slices)
+    tx = make(inner)
     pair = optax.LookaheadParams.init_synced(params)
 
     init_state(tx, pair, modes.mesh())
@@ -930,27 +929,11 @@ class RefusalTest(parameterized.TestCase):
       jax.eval_shape(step, {'a': jnp.ones(16), 'b': jnp.ones(3)})
 
   @cases.parameters(
-      ({'slices': 'rows'}, ValueError, "`slices` must be 'elements' or 'leav"),
       ({'cost': 3}, TypeError, '`cost` must be a function'),
-      (
-          {'slices': 'elements', 'cost': max},
-          ValueError,
-          "`cost` must come with slices='leaves'",
-      ),
       (
           {'assume_leafwise': 1},
           TypeError,
           '`assume_leafwise` must be a boolean, got 1',
-      ),
-      (
-          {'assume_elementwise': True},
-          ValueError,
-          "`assume_elementwise` must be False with slices='leaves'",
-      ),
-      (
-          {'slices': 'elements', 'assume_leafwise': True},
-          ValueError,
-          "`assume_leafwise` must be False with slices='elements'",
       ),
   )
   def test_refuses_wrong_arguments(self, kwargs, error, message):
