@@ -24,6 +24,8 @@ from shard_transforms._src.staleness.drop_stale import DropStaleState
 from shard_transforms._src.staleness.drop_stale import drop_stale
 from shard_transforms._src.staleness.weighting import ScaleByStalenessState
 from shard_transforms._src.staleness.weighting import scale_by_staleness
+from shard_transforms._src.state.full_state import full_state
+from shard_transforms._src.state.full_state import place_state
 from shard_transforms._src.state.placement import init_state
 from shard_transforms._src.state.placement import state_axes
 from shard_transforms._src.state.resizing import resize_state
@@ -72,6 +74,7 @@ __all__ = (
     'cross_shard_sum',
     'delay_updates',
     'drop_stale',
+    'full_state',
     'global_norm',
     'guard',
     'init_state',
@@ -79,6 +82,7 @@ __all__ = (
     'local_updates',
     'on_mesh',
     'per_shard',
+    'place_state',
     'reduce_towers',
     'resize_state',
     'scale_by_staleness',

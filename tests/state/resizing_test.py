@@ -6,7 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from absl.testing import parameterized
 import chex
@@ -426,7 +426,7 @@ class CutTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        r'`state` .* must be made by .* these parameters, got the shape'
+        r'`state` must be made by .* these parameters, got the shape'
         r' \(.*\) at \.inner_state\[0\], which does not go into',
     ):
       resize_state(state, tx, [jnp.zeros(other)], modes.mesh(after))
@@ -747,8 +747,7 @@ class CopyTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        r'`in_specs` of `resize_state` must not shard .*`shard_update`'
-        r' .*\.inner_state\.trace',
+        r'`in_specs` must not shard .*`shard_update` .* for \.inner_state',
     ):
       resize_state(state, tx, params, other, in_specs=specs)
 
@@ -802,80 +801,6 @@ class CopyTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(NameError, "axis 'data'"):
       resize_state(state, tx, jnp.zeros(3), mesh_of((2, 2)))
-
-
-class VmappedTest(parameterized.TestCase):
-  """State for `jax.vmap` with `spmd_axis_name`."""
-
-  PARAMS: ClassVar = {'w': jnp.arange(24.0).reshape(3, 8), 'b': jnp.ones(3)}
-  SPECS: ClassVar = {'w': P(None, 'model'), 'b': P()}
-
-  @cases.product(kind=('Auto', 'Explicit'), num_shards=(4, 2))
-  @pytest.mark.slow_after(1)
-  def test_is_resized_as_under_shard_map(self, kind, num_shards):
-    inner = guard(averaged(adam()), AXIS)
-    tx = optax.chain(
-        towers(inner), shard_transforms.delay_updates(1, axis_name=AXIS)
-    )
-    old, new = modes.spmd_mesh(kind), modes.spmd_mesh(kind, num_shards)
-    state = self._init(tx, old)
-    numbers = np.random.default_rng(0)
-    state = jax.tree.map(
-        lambda x: jax.device_put(
-            np.asarray(1 + numbers.integers(0, 2, x.shape), x.dtype), x.sharding
-        ),
-        state,
-    )
-    axes = shard_transforms.state_axes(tx, self.PARAMS, old, AXIS)
-    plain = jax.tree.map(
-        lambda x, axis: np.array(x if axis is None else x[:, 0]), state, axes
-    )
-
-    resized = resize_state(
-        state,
-        tx,
-        self.PARAMS,
-        new,
-        in_specs=self.SPECS,
-        reduction='mean',
-        spmd_axis_name=AXIS,
-    )
-
-    expected = resize_state(
-        plain, tx, self.PARAMS, modes.mesh(num_shards), reduction='mean'
-    )
-    chex.assert_trees_all_equal(
-        jax.tree.map(
-            lambda x, axis: np.array(x if axis is None else x[:, 0]),
-            resized,
-            axes,
-        ),
-        jax.device_get(expected),
-        strict=True,
-    )
-    like = self._init(tx, new)
-    chex.assert_trees_all_equal_structs(resized, like)
-    self.assertEqual(
-        *(jax.tree.map(on_devices, tree) for tree in (resized, like))
-    )
-
-  def test_refuses_a_state_without_an_axis_of_its_own(self):
-    tx = towers(averaged(adam()))
-    state = init_state(tx, self.PARAMS, modes.mesh(4))
-
-    with self.assertRaisesRegex(
-        ValueError,
-        r'by `init_state` with `spmd_axis_name`, got the shape \(4, 3\) at'
-        r" \.total\['b'\]",
-    ):
-      resize_state(
-          state, tx, self.PARAMS, modes.spmd_mesh('Auto'), spmd_axis_name=AXIS
-      )
-
-  def _init(self, tx, mesh):
-    return init_state(
-        tx, self.PARAMS, mesh, in_specs=self.SPECS, spmd_axis_name=AXIS
-    )
 
 
 # Two processes with a device each; the state of one lives in both.

@@ -23,7 +23,6 @@ Kind = Literal[
     'maximum',
     'average',
     'share',
-    'cut_anew',
     'begin_anew',
     'refuse',
 ]
@@ -45,17 +44,19 @@ class ResizeRule:
     kind: `'keep'` for parts that any number of shards can use; `'sum'`,
       `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows that each
       become the mean of all finite ones; `'share'` for rows that each become an
-      equal part of the sum of all; `'cut_anew'` for slices of one
-      array, which are joined and cut again; `'begin_anew'` for parts that
-      are initialized again; `'refuse'` for parts that cannot be carried over.
+      equal part of the sum of all; `'begin_anew'` for parts that are
+      initialized again; `'refuse'` for parts that cannot be carried over.
     empty: The value of a shard that is added, and of a part that starts again.
       `None` is 0; for `'minimum'` and `'maximum'` it is the extreme of all
       shards so far.
     reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
       the name of the leaf.
-    row_weights: For `'average'` and `'share'`, how much each row counts,
-      [rows]. All rows count the same if it is left out; for `'average'` also
-      if the weights of all finite rows are 0.
+    row_weights: For `'mean'`, `'average'` and `'share'`, how much each row
+      counts, [rows]. All rows count the same if it is left out; for `'average'`
+      also if the weights of all finite rows are 0. The weights of the rows of a
+      `'mean'` must themselves be resized by `'sum'`.
+    check: Takes the old values and the new type of a leaf that is resized, and
+      raises if that must not be.
 
   Raises:
     ValueError: If the kind is unknown.
@@ -97,6 +98,7 @@ class ResizeRule:
   row_weights: np.ndarray | None = dataclasses.field(
       default=None, compare=False
   )
+  check: Callable[[np.ndarray, Any], None] | None = None
 
   def __post_init__(self):
     kinds = get_args(Kind)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
@@ -73,10 +74,13 @@ class EF21State(NamedTuple):
     del reduction
     return {
         'estimate': state_rules.ResizeRule('average'),
-        'server_residual': state_rules.ResizeRule('cut_anew'),
         'error_norm': state_rules.ResizeRule('maximum'),
         'update_norm': state_rules.ResizeRule('maximum'),
     }
+
+  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
+    """Returns how `full_state` joins its slices."""
+    return {'server_residual': full_rules.SLICES}
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""

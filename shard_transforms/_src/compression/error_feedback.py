@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
@@ -81,9 +82,12 @@ class CompressedMeanState(NamedTuple):
     del reduction
     return {
         'residual': state_rules.ResizeRule('mean'),
-        'server_residual': state_rules.ResizeRule('cut_anew'),
         'update_norm': state_rules.ResizeRule('maximum'),
     }
+
+  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
+    """Returns how `full_state` joins its slices."""
+    return {'server_residual': full_rules.SLICES}
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""

@@ -7,8 +7,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import groups as groups_lib
-from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.owners import owned_inner
 from shard_transforms._src.owners import owned_leaves
@@ -35,18 +35,15 @@ class OwnedUpdateState(NamedTuple):
     >>> tx = owners.owned_update(optax.lamb(0.1), 'data')
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print(state.inner_state.rows['float32'].shape)
-    (8, 64)
+    >>> print([row.shape for row in state.inner_state.rows.values()])
+    [(8, 64)]
   """
 
   inner_state: owned_leaves.OwnedLeaves
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its field."""
-    del reduction
-    return {'inner_state': state_rules.ResizeRule('cut_anew')}
+  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
+    """Returns how `full_state` reads the rows of owners."""
+    return {'inner_state': owned_leaves.FULL_RULE}
 
 
 def owned_update(
@@ -135,8 +132,8 @@ def owned_update(
     >>> mesh = jax.make_mesh((8,), ('data',))
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print(state.inner_state.rows['float32'].shape)
-    (8, 32)
+    >>> print([row.shape for row in state.inner_state.rows.values()])
+    [(8, 32)]
 
   References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion

@@ -10,6 +10,7 @@ import heapq
 import math
 from typing import Any
 import warnings
+import zlib
 
 import chex
 import jax
@@ -99,7 +100,14 @@ class Owners:
       length, _ = rows.get(name, (0, None))
       rows[name] = max(length, place.end), kind.dtype
       places[i] = place
-    return owned_leaves.Layout(places, dict(sorted(rows.items())), self.axes)
+    # Rows of other owners must not be taken for these, as from a checkpoint.
+    mark = zlib.crc32(repr([*places.values()]).encode())
+    places = {
+        i: dataclasses.replace(place, row=f'{place.row}_{mark:08x}')
+        for i, place in places.items()
+    }
+    rows = {f'{name}_{mark:08x}': rows[name] for name in sorted(rows)}
+    return owned_leaves.Layout(places, rows, self.axes)
 
 
 def assign(

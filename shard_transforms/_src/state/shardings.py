@@ -202,6 +202,14 @@ def _divided(shape, spec, mesh, axis, whole_dims):
   return P(*spec)
 
 
+def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
+  """Returns the spec of an array, divided over each axis that divides it."""
+  spec = P(*(None,) * len(shape))
+  for axis in mesh.axis_names:
+    spec = _divided(shape, tuple(spec), mesh, axis, 0)
+  return spec
+
+
 def _tell_whole(leaves, axis, on_whole):
   """Warns of the leaves that each device keeps whole, or raises.
 

@@ -12,7 +12,7 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.compression import error_feedback
@@ -52,12 +52,9 @@ class CompressedShardUpdateState(NamedTuple):
   inner_state: optax.OptState
   mean_state: error_feedback.CompressedMeanState
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its slices."""
-    del reduction
-    return {'inner_state': state_rules.ResizeRule('cut_anew')}
+  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
+    """Returns how `full_state` joins its slices."""
+    return {'inner_state': full_rules.SLICES}
 
 
 def compressed_shard_update(

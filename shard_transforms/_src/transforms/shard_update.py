@@ -7,8 +7,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import groups as groups_lib
-from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
@@ -43,12 +43,9 @@ class ShardUpdateState(NamedTuple):
   inner_state: optax.OptState
   order: weights.TreeOrder | tuple[()] = ()
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its field."""
-    del reduction
-    return {'inner_state': state_rules.ResizeRule('cut_anew')}
+  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
+    """Returns how `full_state` joins its slices."""
+    return {'inner_state': full_rules.SLICES}
 
 
 def shard_update(

@@ -31,23 +31,6 @@ class TowerWeights(NamedTuple):
   # A skipped call would leave out another tower on another number of shards.
   needs_every_call = True
 
-  def laid_out_like(self, other: 'TowerWeights') -> 'TowerWeights':
-    """Returns itself, if a step of `other` is of as many towers on all shards.
-
-    Raises:
-      ValueError: If it is not.
-    """
-    before, after = (
-        math.prod(x.sums.shape[:-1]) << x.sums.shape[-1] for x in (self, other)
-    )
-    if before != after:
-      raise ValueError(
-          "`num_towers` of `tower_reduce` with `order='tree'` must be"
-          f' {before} over the number of shards, because a step of `state` is'
-          f' the sum of {before} towers, got a step of {after}.'
-      )
-    return self
-
 
 def check_towers(order: Any, num_towers: int, inner: Any, caller: str) -> None:
   """Checks the arguments of gradient accumulation.
@@ -190,6 +173,23 @@ def add(levels: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
 def last_rows(levels: Any) -> Any:
   """Returns the sums of a full window."""
   return jax.tree.map(lambda x: x[-1], levels)
+
+
+def check_as_many_towers(before: Any, after: Any) -> None:
+  """Checks that a step is of as many towers on all shards, given partial sums.
+
+  Raises:
+    ValueError: If it is not.
+  """
+  before, after = (
+      math.prod(x.shape[:-1]) << x.shape[-1] for x in (before, after)
+  )
+  if before != after:
+    raise ValueError(
+        f"`num_towers` of `tower_reduce` with `order='tree'` must be {before}"
+        ' over the number of shards, because a step of `state` is the sum of'
+        f' {before} towers, got a step of {after}.'
+    )
 
 
 def resize_rule(tower: jax.Array) -> state_rules.ResizeRule:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from collections.abc import Mapping
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -78,7 +79,9 @@ class TowerReduceState(NamedTuple):
       rule = tower_order.resize_rule(self.tower)
       return {
           'total': rule,
-          'total_weight': rule,
+          'total_weight': dataclasses.replace(
+              rule, check=tower_order.check_as_many_towers
+          ),
           'oldest_local_step': _OLDEST_RULE,
       }
     total = total_weight = state_rules.ResizeRule('sum')
