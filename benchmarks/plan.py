@@ -75,7 +75,7 @@ def flat(num_bytes: float, num_shards: int, fast_shards: int) -> Traffic:
 
 
 def by_levels(num_bytes: float, num_shards: int, fast_shards: int) -> Traffic:
-  """Returns the traffic of a hierarchical sum, and of `shard_update`."""
+  """Returns the traffic of `shard_update` over a slow and a fast axis."""
   fast = min(num_shards, fast_shards)
   slow = num_shards // fast
   return Traffic(

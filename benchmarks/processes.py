@@ -57,9 +57,6 @@ _BATCH_SIZE = flags.DEFINE_integer(
 _ROUNDS = flags.DEFINE_integer(
     'rounds', 41, 'Timed calls of each program.', lower_bound=2
 )
-_BUCKET_BYTES = flags.DEFINE_string(
-    'bucket_bytes', 'auto', "The buffers' size: 'auto' or a number of bytes."
-)
 _TREE = flags.DEFINE_bool(
     'tree', False, 'Whether the library adds in the order of a tree.'
 )
@@ -76,11 +73,6 @@ _LAYERS_X_WIDTH = re.compile(r'([1-9]\d*)x([1-9]\d*)')
 @flags.validator('models', message="must hold layers and width, as in '60x128'")
 def _are_models(names):
   return all(_LAYERS_X_WIDTH.fullmatch(name) for name in names or [''])
-
-
-@flags.validator('bucket_bytes', message="must be 'auto' or a number of bytes")
-def _is_size(value):
-  return value == 'auto' or value.isdecimal()
 
 
 def loss_fn(params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -127,11 +119,8 @@ def mean_by_hand(grads: Any) -> Any:
 
 def library_transform() -> optax.GradientTransformationExtraArgs:
   """Returns the mean over the shards as a transformation."""
-  value = _BUCKET_BYTES.value
-  bucket_bytes = value if value == 'auto' else int(value)
-  return shard_transforms.cross_shard_mean(
-      AXIS, bucket_bytes=bucket_bytes, order='tree' if _TREE.value else None
-  )
+  order = 'tree' if _TREE.value else None
+  return shard_transforms.cross_shard_mean(AXIS, order=order)
 
 
 def mean_by_library(grads: Any) -> Any:

@@ -16,6 +16,7 @@ import functools
 import math
 import re
 from typing import Any
+from unittest import mock
 
 from absl import app
 from absl import flags
@@ -25,6 +26,7 @@ import numpy as np
 import timing
 
 import shard_transforms
+from shard_transforms._src.base import thresholds
 
 AXIS = 'data'
 # The bytes that a call reduces on each shard, to bound the time of a run.
@@ -87,9 +89,6 @@ _REDUCTIONS = flags.DEFINE_integer(
 _COMPILATIONS = flags.DEFINE_integer(
     'compilations', 5, 'Timed compilations of each program.', lower_bound=1
 )
-_BUCKET_BYTES = flags.DEFINE_string(
-    'bucket_bytes', 'auto', "The buffers' size: 'auto' or a number of bytes."
-)
 _TREE = flags.DEFINE_bool(
     'tree', False, 'Whether the library adds in the order of a tree.'
 )
@@ -103,21 +102,15 @@ def _are_shapes(names):
     raise flags.ValidationError(str(error)) from error
 
 
-@flags.validator('bucket_bytes', message="must be 'auto' or a number of bytes")
-def _is_size(value):
-  return value == 'auto' or value.isdecimal()
-
-
 def mean_by_hand(grads: Any) -> Any:
   """Returns the mean over the shards, leaf by leaf."""
   return jax.tree.map(lambda g: lax.pmean(g, AXIS), grads)
 
 
-def mean_by_library(grads: Any, bucket_bytes: int | str) -> Any:
+def mean_by_library(grads: Any) -> Any:
   """Returns the mean over the shards, through `cross_shard_mean`."""
-  tx = shard_transforms.cross_shard_mean(
-      AXIS, bucket_bytes=bucket_bytes, order='tree' if _TREE.value else None
-  )
+  order = 'tree' if _TREE.value else None
+  tx = shard_transforms.cross_shard_mean(AXIS, order=order)
   return tx.update(grads, tx.init(grads))[0]
 
 
@@ -146,6 +139,12 @@ def compiled(
   spec = jax.P(AXIS)
   mapped = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec)
   return jax.jit(mapped).lower(grads).compile()
+
+
+def unpacked(make: Callable[[], Callable]) -> Callable:
+  """Compiles a call that sends each leaf alone."""
+  with mock.patch.object(thresholds, 'measured', thresholds.Thresholds):
+    return make()
 
 
 def same_bits(some: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
@@ -183,27 +182,18 @@ def row(name: str, mesh: jax.sharding.Mesh) -> str:
   grads = random_grads(shapes, mesh)
   num_elements = sum(math.prod(shape) for shape in shapes)
   reductions = min(_REDUCTIONS.value, 1 + MAX_ELEMENTS // num_elements)
-  make_hand, make_library, make_unpacked = (
+  make_hand, make_library = (
       functools.partial(compiled, mean, grads, reductions, mesh)
-      for mean in (
-          mean_by_hand,
-          functools.partial(mean_by_library, bucket_bytes=_bucket_bytes()),
-          functools.partial(mean_by_library, bucket_bytes=0),
-      )
+      for mean in (mean_by_hand, mean_by_library)
   )
   hand = functools.partial(make_hand(), grads)
   library = functools.partial(make_library(), grads)
-  same = same_bits(library(), make_unpacked()(grads))
+  same = same_bits(library(), unpacked(make_library)(grads))
   run_seconds = timing.seconds_in_turn([hand, library, hand], _REPEATS.value)
   compile_seconds = timing.seconds_in_turn(
       [make_hand, make_library], _COMPILATIONS.value
   )
   return line(name, run_seconds / reductions, compile_seconds, same)
-
-
-def _bucket_bytes():
-  value = _BUCKET_BYTES.value
-  return value if value == 'auto' else int(value)
 
 
 def line(

@@ -1,7 +1,7 @@
 """Measures each threshold of the library here, and prints what it would set.
 
 `shard_transforms/_src/base/thresholds.py` is the table. Where a platform has no
-figures in it, `bucket_bytes='auto'` packs nothing: run this there. It takes all
+figures in it, nothing is packed: run this there. It takes all
 devices, or virtual ones of a CPU, and on two idle cores less than ten minutes.
 
 Each line compares ways to compute the same: the median time of calls in turn,
@@ -128,10 +128,9 @@ def buffers(
 ) -> tuple[thresholds.Level, ...]:
   """Returns the buffers that gain: first how large, then for which leaves."""
 
-  def ways(limits, num_leaves):
+  def ways(limits):
     levels = {
-        limit // KIB: (thresholds.Level(limit, limit, num_leaves),)
-        for limit in limits
+        limit // KIB: (thresholds.Level(limit, limit, 64),) for limit in limits
     }
     return {
         label: dataclasses.replace(NOTHING, **{field: steps})
@@ -142,7 +141,7 @@ def buffers(
   best = fastest(
       f'{field} [KiB]',
       lambda: updates_of(tx, [(1_000,)] * 200),
-      ways(limits, range(9, 65)),
+      ways(limits),
   )
   if best == 'alone':
     return ()
@@ -152,7 +151,7 @@ def buffers(
     found = fastest(
         f'  60 leaves of {4 * size:,} B',
         lambda size=size: updates_of(tx, [(size,)] * 60),
-        ways([limit], range(2, 65)),
+        ways([limit]),
     )
     if found == 'alone':
       break

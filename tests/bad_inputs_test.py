@@ -316,7 +316,7 @@ class Bench(NamedTuple):
 
 
 MEAN = optax.chain(cross_shard_mean(AXIS), SGD)
-SUMMED = optax.chain(cross_shard_mean(AXIS, on_invariant='summed'), SGD)
+AVERAGED = optax.chain(cross_shard_mean(AXIS, on_invariant='averaged'), SGD)
 READ = {'local_step': 0}
 BENCHES = {
     'mean': Bench(MEAN),
@@ -659,7 +659,7 @@ UPDATES = {
     'weights for a sum': Update(
         'tracked mean',
         {
-            'tx': lambda _: summed_before(SUMMED),
+            'tx': lambda _: summed_before(AVERAGED),
             'weight': 2.0,
         },
         ValueError,

@@ -449,8 +449,6 @@ ROWS = {
 }
 # Arguments that must be Python values.
 STATIC_ARGS = (
-    (cross_shard_mean, 'bucket_bytes', dict(axis_name=AXIS, bucket_bytes=64)),
-    (cross_shard_sum, 'bucket_bytes', dict(axis_name=AXIS, bucket_bytes=64)),
     (tower_reduce, 'num_towers', dict(num_towers=3)),
     (reduce_towers, 'num_towers', dict(num_towers=3)),
     (drop_stale, 'staleness', dict(staleness=3)),

@@ -68,30 +68,21 @@ def _then_adam(link):
 
 
 _MEAN = _then_adam(cross_shard_mean(AXIS))
-# All of them join shards of different processes.
-_EVEN_GROUPS = [[0, 3], [1, 2]]
-_UNEVEN_GROUPS = [[1], [0, 2, 3]]
+# Both join shards of different processes.
+_GROUPS = [[0, 3], [1, 2]]
 
 ROWS = {
     'mean': Row(_MEAN),
     'sum': Row(_then_adam(cross_shard_sum(AXIS))),
     'weighted_mean': Row(_MEAN, takes_weight=True),
     'weighted_sum': Row(_then_adam(cross_shard_sum(AXIS)), takes_weight=True),
-    'even_groups': Row(
-        _then_adam(cross_shard_mean(AXIS, groups=_EVEN_GROUPS)), per_shard=True
-    ),
-    'uneven_groups': Row(
-        _then_adam(cross_shard_mean(AXIS, groups=_UNEVEN_GROUPS)),
+    'groups': Row(
+        _then_adam(cross_shard_mean(AXIS, groups=_GROUPS)),
         takes_weight=True,
         per_shard=True,
     ),
     'two_axes': Row(
         _then_adam(cross_shard_mean(('a', 'b'))),
-        axes=AXES[1],
-        takes_weight=True,
-    ),
-    'two_axes_by_levels': Row(
-        _then_adam(cross_shard_mean(('a', 'b'), algorithm='hierarchical')),
         axes=AXES[1],
         takes_weight=True,
     ),
@@ -106,7 +97,7 @@ ROWS = {
     ),
     'shard_update': Row(shard_update(ADAM, AXIS), takes_weight=True),
     'shard_update_in_groups': Row(
-        shard_update(ADAM, AXIS, groups=_EVEN_GROUPS), per_shard=True
+        shard_update(ADAM, AXIS, groups=_GROUPS), per_shard=True
     ),
     'shard_update_over_two_axes': Row(
         shard_update(ADAM, ('a', 'b')), axes=AXES[1], takes_weight=True

@@ -111,11 +111,8 @@ WAYS = {
     'value_and_grad(pmean(loss))': Way(value_and_grad(pmean_loss)),
     'value_and_grad(psum(loss))': Way(value_and_grad(psum_loss)),
     'value_and_grad(shard_mean(loss))': Way(value_and_grad(shard_mean_loss)),
-    'grad(loss), summed': Way(grad(loss), 'summed'),
     'grad(loss), averaged': Way(grad(loss), 'averaged'),
-    'grad(pmean(loss)), summed': Way(grad(pmean_loss), 'summed'),
     'grad(pmean(loss)), averaged': Way(grad(pmean_loss), 'averaged'),
-    'value_and_grad(loss), summed': Way(value_and_grad(loss), 'summed'),
     'value_and_grad(loss), averaged': Way(value_and_grad(loss), 'averaged'),
 }
 
@@ -178,7 +175,7 @@ AVERAGED_LOSS = (
 )
 TOLD_WRONGLY = (
     'A sum and a mean have one type; which it is, is what the caller says.',
-    r"'summed'` or `'averaged'|'averaged' \(left as it is\)",
+    r"'averaged'`, which leaves it as it is",
 )
 
 # The ratio of the result to the true mean, and the reason.
@@ -193,7 +190,6 @@ UNDETECTABLE = _table(
     ('per_shard, grad(pmean(loss))', CHECKED, 1 / SHARDS, AVERAGED_LOSS),
     ('per_shard, grad(shard_mean(loss))', CHECKED, 1 / SHARDS, AVERAGED_LOSS),
     ('grad(loss), averaged', CHECKED, SHARDS, TOLD_WRONGLY),
-    ('grad(pmean(loss)), summed', CHECKED, 1 / SHARDS, TOLD_WRONGLY),
 )
 
 EACH = [(way, mode) for way in WAYS for mode in modes.NAMES]

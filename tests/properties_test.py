@@ -487,7 +487,6 @@ FEW = 2  # Towers, of which a mean is exact.
 # A new transformation is a new row.
 ROWS = {
     'cross_shard_mean': Row(cross_shard_mean(AXIS)),
-    'cross_shard_mean, unpacked': Row(cross_shard_mean(AXIS, bucket_bytes=0)),
     'cross_shard_sum': Row(cross_shard_sum(AXIS), summed=True),
     'shard_update': Row(shard_update(IDENTITY, AXIS)),
     'shard_update of sgd': Row(shard_update(SGD, AXIS), factor=-0.5),

@@ -230,7 +230,7 @@ class CrossShardTest(parameterized.TestCase):
       mode=modes.MODES,
       groups=(
           ((0, 1, 2, 3), (4, 5, 6, 7)),
-          ((0, 3), (1, 2, 4, 5, 6), (7,)),
+          ((0, 3, 6, 1), (7, 2, 4, 5)),
       ),
   )
   def test_each_group_trains_as_one_device(self, mode, groups):
@@ -250,7 +250,7 @@ class CrossShardTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
   def test_weights_within_groups_train_as_one_device(self, mode):
-    groups = ((0, 3, 2), (1, 4, 5, 6, 7))
+    groups = ((0, 3, 2, 6), (1, 4, 5, 7))
     batches = uneven_batches(SHARDS, STEPS)
     mean = shard_transforms.cross_shard_mean(AXIS, groups=groups)
     train = trainer(
@@ -265,19 +265,6 @@ class CrossShardTest(parameterized.TestCase):
       expected, _ = one_device(MOMENTUM, of_shards(group, batches))
       actual = of_shards(group, history)
       assert_same(actual, on_each_shard(expected, len(group)))
-
-  def test_summed_gradients_of_replicated_parameters_train_as_one_device(self):
-    batches = even_batches(SHARDS, STEPS)
-    mean = shard_transforms.cross_shard_mean(AXIS, on_invariant='summed')
-    train = trainer(
-        optax.chain(mean, MOMENTUM),
-        value_and_grad=jax.value_and_grad(loss_mean),
-    )
-
-    history = modes.map_shards('shard_map', train)(initial_params(), batches)
-
-    expected = one_device(MOMENTUM, batches)
-    assert_same(history, on_each_shard(expected))
 
 
 class TowersTest(parameterized.TestCase):
@@ -304,7 +291,7 @@ class TowersTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
   def test_towers_within_groups_train_as_one_device(self, mode):
-    groups = ((0, 3, 2), (1, 4, 5, 6, 7))
+    groups = ((0, 3, 2, 6), (1, 4, 5, 7))
     batches = even_batches(SHARDS, STEPS, TOWERS)
     mean = shard_transforms.cross_shard_mean(AXIS, groups=groups)
     tx = shard_transforms.tower_reduce(
@@ -498,7 +485,7 @@ class MappingTest(parameterized.TestCase):
     assert_same(jax.tree.map(lambda *xs: np.stack(xs), *history), expected)
 
   def test_trains_step_by_step_with_all_state_per_shard(self):
-    groups = ((0, 3, 2), (1, 4, 5, 6, 7))
+    groups = ((0, 3, 2, 6), (1, 4, 5, 7))
     mesh = modes.mesh()
     batches = even_batches(SHARDS, STEPS, TOWERS)
     mean = shard_transforms.cross_shard_mean(AXIS, groups=groups)

@@ -310,11 +310,7 @@ GROUPS = {
     'strides': [[0, 2], [1, 3]],
     'irregular': [[0, 3], [1, 2]],
 }
-GROUPED = {
-    'mean_of_uneven': shard_transforms.cross_shard_mean(
-        AXIS, groups=[[0, 1, 3], [2]]
-    )
-}
+GROUPED = {}
 for _kind, _groups in GROUPS.items():
   GROUPED[f'mean_of_{_kind}'] = shard_transforms.cross_shard_mean(
       AXIS, groups=_groups
@@ -512,17 +508,8 @@ AXES = 'host', 'core'
 OVER_TWO_AXES = {
     'cross_shard_mean': shard_transforms.cross_shard_mean(AXES),
     'coordinate_median': aggregators.coordinate_median(AXES),
-    'compressed_flat': compression.compressed_mean(
-        AXES, compression.quantize(8, block=8), min_elements=3
-    ),
-    'hierarchical_mean': shard_transforms.cross_shard_mean(
-        AXES, algorithm='hierarchical'
-    ),
     'compressed_mean': compression.compressed_mean(
-        AXES,
-        compression.quantize(8, block=8),
-        min_elements=3,
-        algorithm='hierarchical',
+        AXES, compression.quantize(8, block=8), min_elements=3
     ),
     'shard_update': shard_transforms.shard_update(optax.sgd(1.0), AXES),
 }

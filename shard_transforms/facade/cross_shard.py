@@ -203,11 +203,7 @@ def _as_groups(group_assignment, num_shards):
   except ValueError as error:
     raise ValueError(
         '`group_assignment` must be a partition of the shards, a permutation'
-        f' of range({num_shards}), got {group_assignment!r}: {error}'
+        f' of range({num_shards}), and the size of each group must be equal,'
+        f' got {group_assignment!r}: {error}'
     ) from error
-  if not groups_lib.is_even(groups):
-    raise ValueError(
-        'The size of each group in `group_assignment` must be equal, got'
-        f' {group_assignment!r}.'
-    )
   return groups if len(groups) > 1 else None

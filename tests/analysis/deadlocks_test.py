@@ -25,7 +25,6 @@ HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 # Pairs of which each has a shard of either half.
 PAIRS = [[i, i + 4] for i in range(4)]
 QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
-UNEVEN = [[0], [1, 2, 3, 4, 5, 6, 7]]
 RING = [(i, (i + 1) % 8) for i in range(8)]
 # Of eight shards with five examples of three features each.
 OWN = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
@@ -434,9 +433,7 @@ AROUND = {
 # Reductions, with the extra arguments that they need.
 REDUCTIONS = {
     'cross_shard_mean': (mean_of(sgd), {}),
-    'one_by_one': (mean_of(sgd, bucket_bytes=0), {}),
     'groups': (mean_of(sgd, groups=HALVES), {}),
-    'uneven_groups': (mean_of(sgd, groups=UNEVEN), {}),
     'shard_update': (update_in_slices, {}),
     'tower_reduce': (tower_reduce(2, mean_of(sgd), axis_name=AXIS), {}),
     'drop_stale': (

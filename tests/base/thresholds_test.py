@@ -64,9 +64,7 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertEqual(dataclasses.astuple(found), ((), (), None, 0, 0, 0))
 
   @cases.product(name=tuple(TRANSFORMATIONS), platform=('gpu', 'tpu'))
-  def test_auto_packs_nothing_for_a_platform_without_figures(
-      self, name, platform
-  ):
+  def test_packs_nothing_for_a_platform_without_figures(self, name, platform):
     program = _program(
         _updated(TRANSFORMATIONS[name]), _mesh_of(platform), PARAMS
     )
@@ -74,17 +72,10 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertGreaterEqual(_num_sent(program), len(PARAMS))
 
   @cases.parameters('cross_shard_mean', 'shard_update', 'majority_vote')
-  def test_auto_packs_on_cpus(self, name):
+  def test_packs_on_cpus(self, name):
     program = _program(_updated(TRANSFORMATIONS[name]), modes.mesh(), PARAMS)
 
     self.assertLess(_num_sent(program), len(PARAMS))
-
-  def test_a_number_of_bytes_packs_everywhere(self):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, bucket_bytes=10_000)
-
-    program = _program(_updated(tx), _mesh_of('gpu'), PARAMS)
-
-    self.assertTrue('concatenate[' in program)
 
   @cases.parameters(('cpu', 0), ('gpu', 1))
   def test_median_sorts_by_a_network_on_cpus(self, platform, num_sorts):

@@ -228,15 +228,13 @@ class OptionsTest(parameterized.TestCase):
     np.testing.assert_allclose(updates['w'], expected['w'][0, 3], rtol=1e-5)
 
 
-class HierarchicalTest(parameterized.TestCase):
+class SeveralAxesTest(parameterized.TestCase):
 
-  def run_on(self, axes, shape, algorithm, data, weight, check_vma=True):
+  def run_on(self, axes, shape, data, weight, check_vma=True):
     """Returns updates [steps, ...] and state of two compressors."""
     params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
     some = {
-        name: compression.compressed_mean(
-            axes, compressor, min_elements=64, algorithm=algorithm
-        )
+        name: compression.compressed_mean(axes, compressor, min_elements=64)
         for name, compressor in (
             ('sign', compression.scaled_sign(8)),
             ('random', compression.quantize(4, block=8, stochastic=True)),
@@ -285,7 +283,7 @@ class HierarchicalTest(parameterized.TestCase):
     data['w'][weight == 0] = np.nan
     clean['w'][weight == 0] = 0
 
-    found = self.run_on(order, (2, 4), 'hierarchical', data, weight, check_vma)
+    found = self.run_on(order, (2, 4), data, weight, check_vma)
 
     w = weight.astype(np.float64)
     total = np.where(w.sum(0) > 0, w.sum(0), 1)
@@ -298,53 +296,6 @@ class HierarchicalTest(parameterized.TestCase):
       np.testing.assert_array_equal(
           state.server_residual['w'].ravel()[7 * 19 :], 0
       )
-
-  @pytest.mark.slow
-  def test_compresses_the_means_of_hosts(self):
-    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
-    data = compressions.make_data(8, 6, params)
-    hosts = jax.tree.map(
-        lambda x: x.reshape(2, 4, *x.shape[1:]).mean(1).repeat(4, axis=0), data
-    )
-    weight = np.ones((8, 6), np.float32)
-
-    found = self.run_on(('host', 'core'), (2, 4), 'hierarchical', data, weight)[
-        'sign'
-    ]
-    expected = self.run_on(('host', 'core'), (2, 4), 'flat', hosts, weight)
-
-    chex.assert_trees_all_close(found[0], expected['sign'][0], atol=1e-5)
-
-  @cases.parameters(('scatter', 4, 2), ('whole', 2, 4))
-  def test_slow_axes_carry_a_part_of_the_compressed_bytes(self, _, slow, fast):
-    tx = compression.compressed_mean(
-        ('host', 'core'),
-        compression.quantize(8),
-        min_elements=1,
-        algorithm='hierarchical',
-    )
-    size = 8 * 1024
-
-    def step(grads):
-      return tx.update(grads, tx.init(grads))[0]
-
-    report = shard_transforms.monitoring.wire_report(
-        step,
-        jax.ShapeDtypeStruct((size,), jnp.float32),
-        axis_sizes={'host': slow, 'core': fast},
-    )
-
-    compressed = size * 260 / 256
-    on_hosts = 2 * compressed / fast * (slow - 1) / slow
-    on_cores = (4 * size + compressed) * (fast - 1) / fast
-    sent = {axes: 0 for axes in (('host',), ('core',))}
-    for row in report.collectives:
-      sent[row.axes] += row.sent_bytes
-    self.assertEqual(sent, {('host',): on_hosts, ('core',): on_cores})
-
-  def test_needs_two_axes(self):
-    with self.assertRaisesRegex(ValueError, 'two axes or more'):
-      build(compression.scaled_sign(), algorithm='hierarchical')
 
 
 class ResizeTest(parameterized.TestCase):

@@ -1,6 +1,5 @@
 from absl.testing import parameterized
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -161,33 +160,12 @@ class OneBitAdamTest(parameterized.TestCase):
         found['never'][1].mu['w'][0], state.mu['w'], rtol=1e-5, atol=1e-6
     )
 
-  def test_hierarchical_is_the_model_of_means_of_hosts(self):
-    tx = build(('host', 'core'), algorithm='hierarchical')
-    data = make_data({'w': jnp.zeros(128)})['w']
-    mesh = jax.make_mesh((2, 4), ('host', 'core'))
-    every = jax.P(('host', 'core'))
-
-    def shard(grads):
-      def step(state, grads):
-        updates, state = tx.update(grads, state)
-        return state, updates
-
-      return lax.scan(step, tx.init(jnp.zeros(128)), grads[0])[1]
-
-    mapped = jax.shard_map(shard, mesh=mesh, in_specs=every, out_specs=jax.P())
-    placed = jax.device_put(data, jax.NamedSharding(mesh, every))
-    updates = jax.jit(mapped)(placed)
-
-    expected = in_numpy(data.reshape(2, 4, STEPS, 128).mean(1))
-    np.testing.assert_allclose(updates, expected, rtol=2e-4, atol=1e-4)
-
   @cases.parameters(
       (dict(warmup_steps=0), ValueError, '`warmup_steps` must be at least 1'),
       (dict(warmup_steps=1.5), TypeError, '`warmup_steps` must be an integer'),
       (dict(b1=1.0), ValueError, '`b1` must be at least 0 and less than 1'),
       (dict(b2=-0.1), ValueError, '`b2` must be at least 0 and less than 1'),
       (dict(eps=-1.0), ValueError, '`eps` must not be negative'),
-      (dict(algorithm='hierarchical'), ValueError, 'two axes or more'),
       (dict(compressor='sign'), TypeError, '`compressor` of `scale_by_one'),
   )
   def test_refuses_wrong_options(self, options, error, message):

@@ -248,26 +248,6 @@ class BetweenProcessesTest(parameterized.TestCase):
 
 class SumTest(parameterized.TestCase):
 
-  @cases.product(
-      axes=(('host', 'core'), ('core', 'host')),
-      check_vma=(True, False),
-      shape=((), (3,), (5, 7)),
-      sizes=((2, 4), (1, 8), (8, 1)),
-  )
-  @pytest.mark.slow_after(6)
-  def test_sums_by_levels(self, axes, check_vma, shape, sizes):
-    x = np.random.default_rng(0).integers(-99, 99, (8, *shape))
-    x = x.astype(np.float32)
-    mapped = jax.shard_map(
-        lambda x: collectives.psum_by_levels(x[0], axes),
-        mesh=jax.make_mesh(sizes, ('host', 'core'), (AxisType.Auto,) * 2),
-        in_specs=P(('host', 'core')),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-
-    np.testing.assert_array_equal(jax.jit(mapped)(x), x.sum(0))
-
   @cases.parameters(*modes.MODES)
   def test_totals_need_no_axes(self, mode):
     def fn(shared, x):

@@ -1,5 +1,3 @@
-import functools
-
 from absl.testing import parameterized
 import chex
 import jax
@@ -44,18 +42,6 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertNotIn('concatenate', str(jaxpr))
 
-  @cases.product(mode=modes.MODES, kind=tuple(reductions.FACTORIES))
-  def test_zero_bucket_bytes_send_each_leaf_alone(self, mode, kind):
-    mapped = reductions.map_reductions(
-        mode, reductions.FACTORIES[kind](modes.AXIS, bucket_bytes=0)
-    )
-
-    sent = reductions.count_sent(
-        mapped, *reductions.with_data(np.ones((3, 5)), np.ones(()), np.ones(7))
-    )
-
-    self.assertEqual(sent, {'psum': 3})
-
   @cases.parameters(*modes.PARALLEL_MODES)
   def test_a_weight_is_sent_once(self, mode):
     mapped = reductions.map_reductions(
@@ -82,9 +68,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
     # float32, with all that has fewer bits, and complex64.
     self.assertEqual(sent, {'psum': 2})
 
-  @cases.product(
-      mode=modes.MODES, groups=(None, reductions.EVEN, reductions.UNEVEN)
-  )
+  @cases.product(mode=modes.MODES, groups=(None, reductions.GROUPS))
   def test_leaves_without_elements_are_not_sent(self, mode, groups):
     tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
     mapped = reductions.map_reductions(mode, tx)
@@ -96,8 +80,8 @@ class NumberOfCollectivesTest(parameterized.TestCase):
     self.assertEqual(sent, {})
 
   @cases.parameters(*modes.PARALLEL_MODES)
-  def test_even_groups_scatter_and_gather(self, mode):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=reductions.EVEN)
+  def test_groups_scatter_and_gather(self, mode):
+    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=reductions.GROUPS)
 
     sent = reductions.count_sent(
         reductions.map_reductions(mode, tx),
@@ -105,17 +89,6 @@ class NumberOfCollectivesTest(parameterized.TestCase):
     )
 
     self.assertEqual(sent, {'reduce_scatter': 1, 'all_gather': 1})
-
-  @cases.parameters(*modes.PARALLEL_MODES)
-  def test_uneven_groups_take_one_sum(self, mode):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=reductions.UNEVEN)
-
-    sent = reductions.count_sent(
-        reductions.map_reductions(mode, tx),
-        *reductions.with_data(np.ones((3, 5)), np.ones(())),
-    )
-
-    self.assertEqual(sent, {'psum': 1})
 
   @cases.parameters(*reductions.FACTORIES)
   def test_shows_its_name_in_profiles(self, kind):
@@ -132,29 +105,24 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
 class PackingTest(parameterized.TestCase):
 
-  def assert_same_bits(self, mode, kind, weight=None, **options):
-    factory = functools.partial(
-        reductions.FACTORIES[kind], modes.AXIS, **options
-    )
-    mapped = reductions.map_reductions(mode, factory(), factory(bucket_bytes=0))
-
-    packed, alone = mapped(
-        reductions.make_params(), (reductions.make_params((8,)), weight)
-    )
-
-    chex.assert_trees_all_equal(packed, alone, strict=True)
-
   @cases.product(
       mode=modes.MODES,
       kind=tuple(reductions.FACTORIES),
-      groups=(None, reductions.EVEN, reductions.UNEVEN),
+      groups=(None, reductions.GROUPS),
       weight=(None, reductions.WEIGHT),
   )
   @pytest.mark.slow_after(4)
   def test_packed_and_unpacked_give_the_same_bits(
       self, mode, kind, groups, weight
   ):
-    self.assert_same_bits(mode, kind, weight, groups=groups)
+    tx = reductions.FACTORIES[kind](modes.AXIS, groups=groups)
+    args = reductions.make_params(), (reductions.make_params((8,)), weight)
+
+    packed = reductions.map_reductions(mode, tx)(*args)
+    with reductions.unpacked():
+      alone = reductions.map_reductions(mode, tx)(*args)
+
+    chex.assert_trees_all_equal(packed, alone, strict=True)
 
 
 class PartlyMappedMeshTest(parameterized.TestCase):
@@ -282,7 +250,7 @@ LEVELS = ('host', 'core')
 def route_of(make, averaged, check_vma=True):
   """Returns the route of `make(x)`, of an `x` that differs between shards."""
   found = []
-  on_invariant = 'averaged' if averaged else 'summed'
+  on_invariant = 'averaged' if averaged else 'error'
   reduction = leaf_sums.Reduction(
       'caller', 'mean', LEVELS, on_invariant=on_invariant
   )
@@ -322,33 +290,31 @@ class RoutesTest(parameterized.TestCase):
   def test_sends_what_differs_over_all_axes(self, averaged):
     route = route_of(lambda x: 2 * x, averaged)
 
-    self.assertEqual(route, leaf_sums.Route(LEVELS, (), 8, 1))
+    self.assertEqual(route, leaf_sums.Route(LEVELS, (), 8))
 
-  @cases.parameters((False, 8, 1), (True, 2, 4))
-  def test_sends_nothing_over_an_axis_that_is_done(self, averaged, *scale):
-    route = route_of(lambda x: lax.psum(x, 'core'), averaged)
+  def test_sends_nothing_over_an_axis_that_is_done(self):
+    route = route_of(lambda x: lax.psum(x, 'core'), averaged=True)
 
-    self.assertEqual(route, leaf_sums.Route(('host',), (), *scale))
+    self.assertEqual(route, leaf_sums.Route(('host',), (), 2))
 
-  @cases.parameters((False, 8, 1), (True, 1, 8))
-  def test_sends_nothing_of_what_is_done(self, averaged, *scale):
-    route = route_of(lambda x: lax.psum(x, LEVELS), averaged)
+  def test_sends_nothing_of_what_is_done(self):
+    route = route_of(lambda x: lax.psum(x, LEVELS), averaged=True)
 
-    self.assertEqual(route, leaf_sums.Route((), (), *scale))
+    self.assertEqual(route, leaf_sums.Route((), (), 1))
 
   def test_knows_a_sum_that_is_pending(self):
     route = route_of(
         lambda x: lax.pcast(x, 'core', to='unreduced'), averaged=False
     )
 
-    self.assertEqual(route, leaf_sums.Route(('host',), ('core',), 8, 1))
+    self.assertEqual(route, leaf_sums.Route(('host',), ('core',), 8))
 
   def test_sends_all_where_types_say_nothing(self):
     route = route_of(
         lambda x: lax.psum(x, LEVELS), averaged=True, check_vma=False
     )
 
-    self.assertEqual(route, leaf_sums.Route(LEVELS, (), 8, 1))
+    self.assertEqual(route, leaf_sums.Route(LEVELS, (), 8))
 
   @cases.parameters(*modes.MODES)
   def test_names_who_needs_an_axis_that_is_not_bound(self, mode):
@@ -364,14 +330,11 @@ class TypeTest(parameterized.TestCase):
 
   @cases.product(
       kind=tuple(reductions.FACTORIES),
-      groups=(None, reductions.EVEN, reductions.UNEVEN),
+      groups=(None, reductions.GROUPS),
       weight=(None, 2.0),
-      bucket_bytes=('auto', 0),
   )
-  def test_says_whether_shards_differ(self, kind, groups, weight, bucket_bytes):
-    tx = reductions.FACTORIES[kind](
-        modes.AXIS, groups=groups, bucket_bytes=bucket_bytes
-    )
+  def test_says_whether_shards_differ(self, kind, groups, weight):
+    tx = reductions.FACTORIES[kind](modes.AXIS, groups=groups)
 
     def shard(params, data):
       updates = reductions.reduce(tx, params, data, weight)
@@ -483,13 +446,10 @@ class ReductionChecksTest(parameterized.TestCase):
       kind=(leaf_sums.Reduction, sharded_reduction.ShardedReduction),
       case=(
           ({'on_invariant': 'averagd'}, "`on_invariant` must be .* 'averagd'"),
-          ({'algorithm': 'ring'}, "`algorithm` must be 'flat' or .* 'ring'"),
-          ({'algorithm': 'hierarchical'}, 'must come with two axes or more'),
           (
               {'axes': ('a', 'b'), 'groups': ((0, 1), (2, 3))},
               '`groups` must come with one axis',
           ),
-          ({'bucket_bytes': -1}, '`bucket_bytes` must be .* got -1'),
       ),
   )
   def test_are_checked_when_they_are_made(self, kind, case):
@@ -507,13 +467,11 @@ class ReductionChecksTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '`groups`'):
       jax.vmap(shard, axis_name=modes.AXIS)(jnp.ones(8))
     four = jax.vmap(shard, axis_name=modes.AXIS)(jnp.ones(4))
-    self.assertEqual(four.tolist(), [4] * 4)
+    self.assertEqual(four.tolist(), [2] * 4)
 
-  @cases.parameters(
-      ('vmap', 'auto', 0), ('shard_map', 'auto', 1), ('shard_map', 0, 0)
-  )
-  def test_packs_only_where_something_travels(self, mode, bucket_bytes, number):
-    options, found = make(bucket_bytes=bucket_bytes), []
+  @cases.parameters(('vmap', 0), ('shard_map', 1))
+  def test_packs_only_where_something_travels(self, mode, number):
+    options, found = make(), []
 
     def shard(_, x):
       found.extend(options.levels())

@@ -2,8 +2,10 @@
 
 import collections
 from collections.abc import Callable
+import contextlib
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,13 @@ import numpy as np
 
 import modes
 import shard_transforms
+from shard_transforms._src.base import thresholds
 
 FACTORIES = {
     'mean': shard_transforms.cross_shard_mean,
     'sum': shard_transforms.cross_shard_sum,
 }
-EVEN = ((0, 4), (1, 5), (2, 6), (3, 7))
-UNEVEN = ((0, 4, 1), (5, 2, 6, 3, 7))
+GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
 
 WEIGHT = np.array([3, 1, 0, 5, 0.1, 2, 0.7, 4], np.float32)
 
@@ -47,6 +49,11 @@ def loss(params: Any, data: Any) -> jax.Array:
   # The gradient is the data, whatever the shape and the dtype.
   pairs = zip(jax.tree.leaves(params), jax.tree.leaves(data), strict=True)
   return sum(jnp.real(jnp.sum(w * x)).astype('float32') for w, x in pairs)
+
+
+def unpacked() -> contextlib.AbstractContextManager[Any]:
+  """Returns a context in which each leaf is sent alone."""
+  return mock.patch.object(thresholds, 'measured', thresholds.Thresholds)
 
 
 def count_sent(fn: Callable[..., Any], *args: Any) -> dict[str, int]:

@@ -33,7 +33,7 @@ class ShardedReductionTest(parameterized.TestCase):
   @cases.product(
       mode=modes.MODES,
       kind=('mean', 'sum'),
-      groups=(None, reductions.EVEN),
+      groups=(None, reductions.GROUPS),
       weight=(None, WEIGHT),
   )
   @pytest.mark.slow_after(4)
@@ -54,7 +54,7 @@ class ShardedReductionTest(parameterized.TestCase):
     chex.assert_trees_all_close(joined, expected, rtol=1e-2, atol=1e-2)
     chex.assert_trees_all_equal_shapes_and_dtypes(joined, expected)
 
-  @cases.product(mode=modes.MODES, groups=(None, reductions.EVEN))
+  @cases.product(mode=modes.MODES, groups=(None, reductions.GROUPS))
   def test_each_shard_has_its_part_of_the_elements(self, mode, groups):
     _, sharded = whole_and_sharded('sum', groups=groups)
     x = np.arange(24.0).reshape(8, 3, 1) * np.ones(5)
@@ -73,11 +73,11 @@ class ShardedReductionTest(parameterized.TestCase):
           expected = whole.reshape(len(group), 1, -1)[rank[i]]
           np.testing.assert_array_equal(part[i], expected)
 
-  @cases.parameters((None, 8), (reductions.EVEN, 2))
+  @cases.parameters((None, 8), (reductions.GROUPS, 2))
   def test_has_a_slice_for_each_shard_of_a_group(self, groups, expected):
     _, sharded = whole_and_sharded(groups=groups)
 
-    found = modes.map_shards('vmap', lambda _, x: x * sharded.num_slices())(
+    found = modes.map_shards('vmap', lambda _, x: x * sharded.num_shards())(
         0, jnp.ones(8)
     )
 

@@ -21,7 +21,7 @@ PARAMS = {
 }
 # Over 4 shards of the axis `model`.
 MODEL_SPECS = {'w': P(None, 'model'), 'h': P('model'), 'b': P()}
-GROUPS = [[0, 5, 2], [1, 3], [7, 4, 6]]
+GROUPS = [[0, 5], [1, 3], [7, 2], [4, 6]]
 
 
 def _mesh(kind, shape=(8,)):

@@ -13,6 +13,7 @@ import pytest
 
 import cases
 import modes
+import reductions
 import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import shard_update
@@ -181,15 +182,12 @@ class EqualityTest(parameterized.TestCase):
 
     assert_close(actual, replicated(name, mode))
 
-  @cases.parameters(0, 64, 10**6)
-  @pytest.mark.slow_after(1)
-  def test_buckets_of_any_size_give_the_same_bits(self, bucket_bytes):
-    tx = shard_update(optax.sgd(0.5), AXIS, bucket_bytes=bucket_bytes)
+  def test_packed_and_unpacked_give_the_same_bits(self):
+    packed = train(shard_update(optax.sgd(0.5), AXIS))
+    with reductions.unpacked():
+      alone = train(shard_update(optax.sgd(0.5), AXIS))
 
-    actual = train(tx)
-
-    expected = train(shard_update(optax.sgd(0.5), AXIS))
-    chex.assert_trees_all_equal(actual, expected, strict=True)
+    chex.assert_trees_all_equal(packed, alone, strict=True)
 
   def test_sums(self):
     tx = shard_update(optax.sgd(0.1), AXIS, reduction='sum')
@@ -497,10 +495,9 @@ class AxesTest(parameterized.TestCase):
 
     assert_close(*map(jax.device_get, results))
 
-  @cases.parameters('summed', 'averaged')
-  def test_takes_what_is_reduced_already_without_sending(self, on_invariant):
+  def test_takes_what_is_reduced_already_without_sending(self):
     mesh = modes.mesh()
-    tx = shard_update(optax.sgd(1.0), AXIS, on_invariant=on_invariant)
+    tx = shard_update(optax.sgd(1.0), AXIS, on_invariant='averaged')
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P())
@@ -510,8 +507,7 @@ class AxesTest(parameterized.TestCase):
     grads = jnp.arange(20.0)
     updates = step(grads)
 
-    factor = SHARDS if on_invariant == 'summed' else 1
-    np.testing.assert_array_equal(updates, -grads / factor)
+    np.testing.assert_array_equal(updates, -grads)
     report = shard_transforms.monitoring.wire_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
@@ -720,13 +716,13 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'several of them together'):
       shard_transforms.init_state(tx, jnp.ones(3), modes.mesh(shards))
 
-  def test_refuses_groups_of_different_sizes(self):
-    with self.assertRaisesRegex(ValueError, '`groups` of .* of one size'):
-      shard_update(optax.sgd(0.1), AXIS, groups=[[0, 1, 2], [3]])
-
   @cases.parameters(
       ({'on_invariant': 'guess'}, ValueError, '`on_invariant` must be'),
-      ({'bucket_bytes': -1}, ValueError, '`bucket_bytes` must be'),
+      (
+          {'on_invariant': 'averaged', 'reduction': 'sum'},
+          ValueError,
+          "`reduction` of `shard_update` must be 'mean' with on_invar",
+      ),
       (
           {'assume_elementwise': 1},
           TypeError,

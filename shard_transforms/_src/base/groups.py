@@ -12,12 +12,16 @@ Groups = tuple[tuple[int, ...], ...]
 GroupsLike = Sequence[Sequence[int]] | np.ndarray
 
 
-def as_groups(groups: Any) -> Groups:
-  """Returns groups as tuples, a partition of `range(number of ids)`.
+def as_groups(groups: Any) -> Groups | None:
+  """Returns groups of one size as tuples; `None` for none.
 
   Raises:
-    ValueError: If they are no such partition.
+    TypeError: If they are no sequences of integers.
+    ValueError: If they are no partition of `range(number of ids)`, or of
+      different sizes.
   """
+  if groups is None:
+    return None
   checked = tuple(_as_group(group, groups) for group in _items(groups, groups))
   ids = [shard for group in checked for shard in group]
   if not ids or not all(checked):
@@ -38,6 +42,8 @@ def as_groups(groups: Any) -> Groups:
           '`groups` must hold every id from 0 to the number of shards minus 1'
           f' exactly once, got {problem} {sorted(found)} in {groups!r}.'
       )
+  if len(set(map(len, checked))) > 1:
+    raise ValueError(f'`groups` must be of one size, got {groups!r}.')
   return checked
 
 
@@ -55,11 +61,6 @@ def check_size(groups: Groups, num_shards: int) -> None:
         f'`groups` must be a partition of the {num_shards} shards of the axis,'
         f' but the ids {wrong} {problem}.'
     )
-
-
-def is_even(groups: Groups) -> bool:
-  """Whether all groups are of one size."""
-  return len({len(group) for group in groups}) == 1
 
 
 def _items(value, groups):

@@ -33,9 +33,8 @@ _REMEDIES = {
         ' parameters under `jax.shard_map`, and an earlier reduction leaves the'
         ' same type. Take the gradient of `shard_transforms.per_shard(params,'
         ' {axis!r})`, as `shard_transforms.value_and_grad` does, and reduce it'
-        ' once. Or, where neither weights, groups nor a wrapper need the'
-        ' gradient of each shard, tell `cross_shard_mean` or `cross_shard_sum`'
-        " that it is `on_invariant='summed'` or `'averaged'`."
+        ' once. If it is a mean,'
+        " `cross_shard_mean(..., on_invariant='averaged')` leaves it as it is."
     ),
     'unreduced': (
         'its sum over the shards is pending. Weights, groups and wrappers need'

@@ -17,15 +17,13 @@ class Level(NamedTuple):
   Attributes:
     leaf_bytes: Arrays smaller than this share a buffer.
     bucket_bytes: The most that a buffer holds.
-    num_leaves: How many arrays may share one; of these candidates, the cheapest
-      to send and to compile is used.
+    num_leaves: The most arrays that share one.
   """
 
   leaf_bytes: int
   bucket_bytes: int
-  # XLA on CPU fuses the concatenation of up to 8 arrays with their producers,
-  # which is slow to compile, as is the concatenation of many arrays.
-  num_leaves: range = range(9, 33)
+  # The concatenation of many arrays is slow to compile.
+  num_leaves: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +58,11 @@ _CPU = Thresholds(
     # Every operand of an all-reduce costs a barrier of all threads, a buffer
     # two copies. Leaves of 16 kB gain, those of 48 kB lose, larger buffers gain
     # no more: python benchmarks/reduce.py
-    #   --shapes=100x4_000,100x8_000,100x12_000 --bucket_bytes=131072
+    #   --shapes=100x4_000,100x8_000,100x12_000
     buffers=(Level(32 * 1024, 128 * 1024),),
     # A leaf in slices costs two collectives, which XLA does not combine:
     # python benchmarks/sharded.py --params=200x1_000,100x12_000,100x30_000
-    slice_buffers=(Level(128 * 1024, 4 * 1024**2, range(50, 65)),),
+    slice_buffers=(Level(128 * 1024, 4 * 1024**2, 64),),
     # XLA's sort moves one element at a time. The network of n rows has about
     # n log(n)**2 / 4 comparisons to compile: python benchmarks/aggregators.py
     network_rows=32,
@@ -77,7 +75,7 @@ _CPU = Thresholds(
 # Every operand costs a switch between threads, of up to a tick of the
 # scheduler. All leaves are sent together, up to a size at which that no longer
 # matters, packed in several steps of few arrays each.
-_ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2, range(32, 33))
+_ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2)
 _PACKED_IN_STEPS = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
 _CPU_PROCESSES = dataclasses.replace(
     _CPU,

@@ -19,7 +19,6 @@ def compressed_mean(
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
-    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by a compressed mean over all shards of a mapped axis.
 
@@ -72,11 +71,6 @@ def compressed_mean(
       than a block for each shard gain little.
     warmup_steps: For how many steps nothing is compressed.
     seed: The seed of compressors that draw random numbers.
-    algorithm: How several axes are reduced over: `'flat'` at once, or
-      `'hierarchical'`. The last axis is then the fast one, such as the cores of
-      a host: its B shards reduce a part of 1/B each as it is, and compress only
-      this for the other axes, which carry 1/B of the bytes. A shard then holds
-      back the error of its part alone. A state fits both algorithms.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`, or
@@ -118,9 +112,7 @@ def compressed_mean(
     https://arxiv.org/abs/1905.05957.
   """
   reduce = compressed_reduction.CompressedReduction(
-      leaf_sums.Reduction(
-          _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
-      ),
+      leaf_sums.Reduction(_CALLER, 'mean', axes_lib.as_axes(axis_name)),
       warmup_steps,
       seed,
       compressor,

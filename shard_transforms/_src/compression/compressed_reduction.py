@@ -273,8 +273,7 @@ class CompressedReduction(SelectiveCompression):
   def _exchange(self, compressor, step):
     """Returns the exchange of a step."""
     key = jax.random.fold_in(jax.random.key(self.seed), step)
-    algorithm = self.options.algorithm
-    return two_phase.Exchange(compressor, self.axes, key, algorithm)
+    return two_phase.Exchange(compressor, self.axes, key)
 
   def _begin(self, param, position):
     del position

@@ -58,7 +58,6 @@ def scale_by_one_bit_adam(
     compressor: compressor_lib.Compressor | None = None,
     min_elements: int = 16384,
     seed: int = 0,
-    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Rescales the mean update over shards by Adam, in one bit an element.
 
@@ -91,7 +90,6 @@ def scale_by_one_bit_adam(
       out.
     min_elements: The least number of elements of a leaf that is compressed.
     seed: The seed of compressors that draw random numbers.
-    algorithm: How several axes are reduced over; see `compressed_mean`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ScaleByOneBitAdamState`,
@@ -121,9 +119,7 @@ def scale_by_one_bit_adam(
     Adam's Convergence Speed, 2021, https://arxiv.org/abs/2102.02888.
   """
   reduce = compressed_reduction.CompressedReduction(
-      leaf_sums.Reduction(
-          _CALLER, 'mean', axes_lib.as_axes(axis_name), algorithm=algorithm
-      ),
+      leaf_sums.Reduction(_CALLER, 'mean', axes_lib.as_axes(axis_name)),
       arguments.as_at_least('warmup_steps', warmup_steps, 1),
       seed,
       quantization.scaled_sign() if compressor is None else compressor,

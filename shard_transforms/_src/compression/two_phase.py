@@ -5,10 +5,6 @@ up with zeros to rows of whole blocks. So all elements of a block are of one
 leaf and one owner. Each shard sends the rows of every slice to its owner, who
 decodes and averages them, encodes the mean and sends it to all: as many bytes
 as an all-reduce of the payload.
-
-With `'hierarchical'`, a reduce-scatter over the last axis, the fast one, comes
-first, uncompressed, so that each shard encodes and sends only its part over the
-other axes.
 """
 
 from collections.abc import Hashable
@@ -26,7 +22,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import exchanges
-from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import vmapped_collectives
 
 Shape = tuple[int, ...]
@@ -39,14 +34,11 @@ class Exchange(NamedTuple):
     compressor: How rows become bytes.
     axes: The mapped axes of the shards.
     key: The common key of the step.
-    algorithm: Whether rows are compressed before they are summed over the last
-      axis, or after.
   """
 
   compressor: compressor_lib.Compressor
   axes: tuple[Hashable, ...]
   key: jax.Array
-  algorithm: leaf_sums.Algorithm = 'flat'
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""
@@ -67,9 +59,7 @@ class Exchange(NamedTuple):
     """
     num_shards, shapes = self.num_shards(), [leaf.shape for leaf in leaves]
     rows = cut(leaves, num_shards, self.compressor.block)
-    by_levels = self.algorithm == 'hierarchical'
-    send = self._exchange_by_levels if by_levels else self._exchange
-    mean_rows, sent = send(rows, self.axes)
+    mean_rows, sent = self._exchange(rows)
     lengths = [slice_length(shape, num_shards) for shape in shapes]
     slices = self._own(_join_slices(mean_rows, lengths), shapes)
     return slices, join(sent, shapes)
@@ -109,17 +99,17 @@ class Exchange(NamedTuple):
       own.append(flat.reshape(*(1,) * (len(shape) - 1), -1))
     return own
 
-  def _exchange(self, rows, axes):
+  def _exchange(self, rows):
     """Returns the mean of the rows sent to this shard, and those it has sent.
 
     Args:
       rows: This shard's rows for each owner, float32 [shards, rows, block].
-      axes: The axes over which they are sent.
     """
     flat = rows.reshape(-1, rows.shape[-1])
     payload = self._encode(flat, phase=0)
     sent = compressor_lib.to_bytes(payload, len(rows))
-    received = exchanges.exchange(axes_lib.to_varying(sent, axes), axes)
+    sent = axes_lib.to_varying(sent, self.axes)
+    received = exchanges.exchange(sent, self.axes)
     own = self._decode(payload).reshape(rows.shape)
     return self._mean(received, payload), own
 
@@ -136,23 +126,6 @@ class Exchange(NamedTuple):
     # On CPU, a sum over the first axis takes JAX 0.10 ten to forty times as
     # long as adding one shard's rows after the other.
     return lax.fori_loop(1, num_shards, add, decode(0)) / num_shards
-
-  def _exchange_by_levels(self, rows, axes):
-    """Exchanges as `_exchange`, after a reduce-scatter over the last axis."""
-    *slow, fast = axes
-    num_fast = lax.axis_size(fast)
-    order = axes_lib.in_mesh_order(axes)
-    along = order.index(fast)
-    by_axes = rows.reshape(*map(lax.axis_size, order), *rows.shape[1:])
-    part = collectives.scatter_along(by_axes, fast, along) / num_fast
-    own = part.reshape(-1, *rows.shape[1:])
-    mean, sent = self._exchange(own, tuple(slow))
-    # The error of a sum is held back by the shard that has encoded it.
-    rest = num_fast * (own - sent).reshape(part.shape)
-    place = lax.broadcasted_iota(jnp.int32, by_axes.shape, along)
-    is_own = place == lax.axis_index(fast)
-    rest = jnp.where(is_own, jnp.expand_dims(rest, along), 0)
-    return mean, (by_axes - rest).reshape(rows.shape)
 
   def _encode(self, rows, phase):
     index = collectives.row_index(self.axes)

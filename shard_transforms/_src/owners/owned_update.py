@@ -92,7 +92,7 @@ def owned_update(
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.
     on_invariant: How to read a leaf whose type says that it is the same on all
-      shards; see `cross_shard_mean`. Nothing is sent to reduce such a leaf.
+      shards, for a mean; see `cross_shard_mean`.
     cost: How long the update of each leaf takes: a function of the parameters,
       or of their shapes, that returns a tree of numbers of at least 0. Without
       it, the cost of a matrix [m, n] is m * n * min(m, n), as for Muon, times
@@ -150,7 +150,7 @@ def owned_update(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
-      None if groups is None else groups_lib.as_groups(groups),
+      groups_lib.as_groups(groups),
       on_invariant,
   )
   inner = arguments.as_inner(inner, _CALLER)

@@ -133,7 +133,7 @@ def assign(
       finite; or if some leaves differ between shards of another axis, and some
       do not.
   """
-  axes, num_shards = _axes((params, updates), reduction), reduction.num_slices()
+  axes, num_shards = _axes((params, updates), reduction), reduction.num_shards()
   found = jax.tree.leaves_with_path(params)
   # Neither scalars, which are sent with others, nor what has no gradient.
   owned = [i for i, (_, x) in enumerate(found) if leaves_lib.is_cut(x, 2)]

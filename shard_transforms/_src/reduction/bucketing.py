@@ -4,48 +4,16 @@ A collective has a cost per leaf. Small leaves of one kind are therefore sent
 together in a flat buffer, and large ones alone, in their own shape.
 """
 
-import collections
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
-import functools
 import math
-import numbers
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import thresholds
-
-
-def check_bucket_bytes(bucket_bytes: int | str) -> None:
-  """Checks the size of the buffers, as the user gives it."""
-  required = "`bucket_bytes` must be 'auto' or an integer of at least 0"
-  if isinstance(bucket_bytes, jax.Array):
-    raise TypeError(
-        f'{required}, got {bucket_bytes!r}. It decides the shapes of buffers:'
-        " under `optax.inject_hyperparams`, add 'bucket_bytes' to"
-        ' `static_args`.'
-    )
-  if isinstance(bucket_bytes, str) and bucket_bytes == 'auto':
-    return
-  if isinstance(bucket_bytes, bool | str) or not isinstance(
-      bucket_bytes, numbers.Integral
-  ):
-    raise TypeError(f'{required}, got {bucket_bytes!r}.')
-  if bucket_bytes < 0:
-    raise ValueError(f'{required}, got {bucket_bytes!r}.')
-
-
-def levels(
-    bucket_bytes: int | str, measured: tuple[thresholds.Level, ...]
-) -> tuple[thresholds.Level, ...]:
-  """Returns the steps in which leaves are packed, `measured` for `'auto'`."""
-  if bucket_bytes == 'auto':
-    return measured
-  limit = int(bucket_bytes)
-  return (thresholds.Level(limit, limit),) if limit else ()
 
 
 def map_packed(
@@ -88,42 +56,18 @@ def map_packed(
 def _buckets(leaves, keys, level, growth):
   """Groups the positions of `leaves` by the buffer that they share."""
   sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
-  buckets = []
-  small = collections.defaultdict(list)
+  buckets, filled = [], {}
   for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-    if size < level.leaf_bytes:
-      small[key].append(i)
-    else:
+    bucket, room = filled.get(key, ([], 0))
+    if size >= level.leaf_bytes:
       buckets.append([i])
-  for positions in small.values():
-    fillings = [
-        _fill(positions, sizes, level.bucket_bytes, n) for n in level.num_leaves
-    ]
-    buckets += min(fillings, key=functools.partial(_cost, leaves=leaves))
-  return sorted(buckets)
-
-
-def _fill(positions, sizes, bucket_bytes, num_leaves):
-  """Divides `positions` into buckets within both limits."""
-  buckets = []
-  room = 0
-  for i in positions:
-    if sizes[i] > room or len(buckets[-1]) == num_leaves:
-      buckets.append([])
-      room = bucket_bytes
-    buckets[-1].append(i)
-    room -= sizes[i]
+      continue
+    if size > room or len(bucket) == level.num_leaves:
+      bucket, room = [], level.bucket_bytes
+      buckets.append(bucket)
+    bucket.append(i)
+    filled[key] = bucket, room - size
   return buckets
-
-
-def _cost(buckets, leaves):
-  """Returns a cost that combines the time of a step and of compilation.
-
-  XLA compiles a kernel for each place in a buffer, but only once for equal
-  buffers. The layers of a network repeat, and so can its buffers.
-  """
-  kinds = {tuple(leaves[i].shape for i in bucket) for bucket in buckets}
-  return 2 * len(buckets) + sum(len(kind) for kind in kinds)
 
 
 def _join(members, lead):

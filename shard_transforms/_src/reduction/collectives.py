@@ -24,7 +24,7 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
-# A partition of the shards along one axis.
+# A partition of the shards along one axis, into groups of one size.
 Groups = tuple[tuple[int, ...], ...]
 
 _on_mesh = vmapped_collectives.on_mesh
@@ -83,26 +83,15 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
     return _on_mesh(lax.psum, x, axes, is_same=True)
 
 
-def psum_by_levels(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the same sum, with less traffic over all axes but the last."""
-  *slow, fast = axes
-  if not axes_lib.on_own_mesh(x, axes):
-    return psum(x, axes)
-
-  def scatter_and_sum(rows, axes, groups):
-    return psum(scatter(rows, axes, groups), tuple(slow))
-
-  return _psum_in_slices(scatter_and_sum, x, (fast,))
-
-
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
-  is_even = len(set(map(len, groups))) == 1
-  if is_even and _sends_in_groups(x, axis):
+  if _sends_in_groups(x, axis):
     return _psum_in_slices(scatter, x, (axis,), groups)
-  if is_even and _is_untyped_on_mesh(x, axis):
-    return _on_mesh(lax.psum, x, axis, axis_index_groups=groups)
-  return _psum_one_hot(x, axis, groups)
+  # Neither `vmap` nor types allow `psum` in groups, nor a partly mapped mesh of
+  # type `Explicit` an `all_gather`. There is a row for each group.
+  own = _group_index(axis, groups)
+  numbers = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
+  return lax.psum(jnp.where(numbers == own, x[None], 0), axis)[own]
 
 
 def scatter(
@@ -200,12 +189,6 @@ def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   return lax.axis_index(axes_lib.in_mesh_order(axes))
 
 
-def group_size(axis: Hashable, groups: Groups) -> jax.Array:
-  """Returns the number of shards in each shard's own group, float32 []."""
-  sizes = {shard: len(group) for group in groups for shard in group}
-  return _own_entry(sizes, axis).astype(jnp.float32)
-
-
 def rounded(x: jax.Array) -> jax.Array:
   """Returns a number rounded to its dtype; every NaN becomes the same one.
 
@@ -284,12 +267,6 @@ def _sends_in_groups(x, axis):
   return axes_lib.on_own_mesh(x, (axis,))
 
 
-def _is_untyped_on_mesh(x, axis):
-  # JAX has no `psum` in groups where types tell what varies.
-  is_vmapped = axes_lib.vmapped_mesh(x, (axis,)) is not None
-  return is_vmapped or axis in axes_lib.untracked_axes()
-
-
 def _group_index(axis, groups):
   indices = {shard: i for i, group in enumerate(groups) for shard in group}
   return _own_entry(indices, axis)
@@ -336,10 +313,3 @@ def _all_gather(x, axis, dimension):
   if axis in axes_lib.varying_axes(x):
     return lax.all_gather(x, axis, axis=dimension, to='invarying')
   return _on_mesh(lax.all_gather, x, axis, axis=dimension, is_same=True)
-
-
-def _psum_one_hot(x, axis, groups):
-  """Sums [number of groups, *shape] with a row a group, and picks its own."""
-  row = _group_index(axis, groups)
-  rows = jnp.arange(len(groups)).reshape((-1,) + (1,) * x.ndim)
-  return lax.psum(jnp.where(rows == row, x[None], 0), axis)[row]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import chex
 import jax
@@ -23,8 +23,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
-OnInvariant = Literal['error', 'summed', 'averaged']
-Algorithm = Literal['flat', 'hierarchical']
+OnInvariant = Literal['error', 'averaged']
 
 
 class Route(NamedTuple):
@@ -33,14 +32,12 @@ class Route(NamedTuple):
   Attributes:
     send: The axes over which the shards' values are summed.
     pending: The axes over which a delayed sum is still to be done.
-    divisor: The number of summands behind the sum.
-    factor: The factor that turns an average into the sum.
+    divisor: The number of summands.
   """
 
   send: tuple[Hashable, ...]
   pending: tuple[Hashable, ...]
   divisor: int
-  factor: int
 
 
 class Key(NamedTuple):
@@ -76,8 +73,6 @@ class Reduction:
     axes: The mapped axes.
     groups: The partition of the shards that reduce among themselves, or `None`.
     on_invariant: How to read a leaf that is the same on all shards.
-    bucket_bytes: The size of the buffers that small leaves share, or `'auto'`.
-    algorithm: Whether several axes are summed over at once or level by level.
     order: `'tree'` for sums in the order of a balanced tree; `None` for any.
     in_slices: Whether leaves are scattered and gathered, in place of summed.
   """
@@ -87,51 +82,32 @@ class Reduction:
   axes: tuple[Hashable, ...]
   groups: groups_lib.Groups | None = None
   on_invariant: OnInvariant = 'error'
-  bucket_bytes: int | str = 'auto'
-  algorithm: Algorithm = 'flat'
   order: weights.Order = None
   in_slices: ClassVar[bool] = False
 
   def __post_init__(self):
-    if self.on_invariant not in ('error', 'summed', 'averaged'):
+    if self.on_invariant not in get_args(OnInvariant):
       raise ValueError(
-          "`on_invariant` must be 'error', 'summed' or 'averaged', got"
+          "`on_invariant` must be 'error' or 'averaged', got"
           f' {self.on_invariant!r}.'
       )
-    if self.algorithm not in ('flat', 'hierarchical'):
+    if self.on_invariant == 'averaged' and self.kind == 'sum':
       raise ValueError(
-          "`algorithm` must be 'flat' or 'hierarchical', got"
-          f' {self.algorithm!r}.'
-      )
-    if self.algorithm == 'hierarchical' and len(self.axes) < 2:
-      raise ValueError(
-          "`algorithm='hierarchical'` must come with two axes or more, the fast"
-          f' one last, got {self.axes!r}.'
+          f"`reduction` of `{self.caller}` must be 'mean' with"
+          " on_invariant='averaged', got 'sum'."
       )
     if self.groups is not None and len(self.axes) > 1:
       raise ValueError(
           f'`groups` must come with one axis, got {self.axes!r}. Number the'
           ' shards along a mesh of one axis.'
       )
-    bucketing.check_bucket_bytes(self.bucket_bytes)
     weights.check_order(self.order)
-    if self.order is not None:
-      self._check_own_order()
-
-  def _check_own_order(self):
-    """Checks that nothing else decides in which order shards are summed."""
-    even = self.groups is None or groups_lib.is_even(self.groups)
-    for name, value, fits in (
-        ('on_invariant', self.on_invariant, self.on_invariant == 'error'),
-        ('algorithm', self.algorithm, self.algorithm == 'flat'),
-        ('groups', self.groups, even),
-    ):
-      if not fits:
-        raise ValueError(
-            f'`{name}` of `{self.caller}` must not decide the order of a sum'
-            f" with `order='tree'`, got {value!r}. Leave one of the two out;"
-            ' groups must be of one size.'
-        )
+    if self.order is not None and self.on_invariant != 'error':
+      raise ValueError(
+          f'`on_invariant` of `{self.caller}` must not decide the order of a'
+          f" sum with `order='tree'`, got {self.on_invariant!r}. Leave one of"
+          ' the two out.'
+      )
 
   def __call__(
       self, tree: chex.ArrayTree, weight: chex.Numeric | None = None
@@ -148,21 +124,16 @@ class Reduction:
     return treedef.unflatten(as_given(reduced, checked, self))
 
   def num_shards(self) -> int:
-    """Returns the number of all shards, which `groups` must partition."""
+    """Returns how many shards reduce together: all, or those of a group."""
     num_shards = axes_lib.size(self.axes, self.caller)
     if self.groups is not None:
       groups_lib.check_size(self.groups, num_shards)
+      num_shards = len(self.groups[0])
     if self.order is not None:
-      summands = num_shards if self.groups is None else len(self.groups[0])
       weights.check_power_of_two(
-          f'The number of shards of `{self.caller}`', summands
+          f'The number of shards of `{self.caller}`', num_shards
       )
     return num_shards
-
-  def num_slices(self) -> int:
-    """Returns how many shards reduce together: each keeps one slice."""
-    num_shards = self.num_shards()
-    return num_shards if self.groups is None else len(self.groups[0])
 
   def levels(self) -> tuple[thresholds.Level, ...]:
     """Returns the steps in which leaves are packed where this is traced."""
@@ -171,8 +142,7 @@ class Reduction:
     if not axes_lib.on_mapped_mesh(self.axes):
       return ()
     measured = thresholds.measured()
-    buffers = measured.slice_buffers if self.in_slices else measured.buffers
-    return bucketing.levels(self.bucket_bytes, buffers)
+    return measured.slice_buffers if self.in_slices else measured.buffers
 
 
 def check(
@@ -220,16 +190,11 @@ def share(
     weight: jax.Array | weights.Summed | None, options: Reduction
 ) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
-  axes, groups = options.axes, options.groups
   if options.order is not None or isinstance(weight, weights.Summed):
     return _share_in_order(weight, options)
-  if groups is None:
-    total = None if weight is None else collectives.psum(weight, axes)
-  elif weight is None:
-    total = collectives.group_size(axes[0], groups)
-  else:
-    total = collectives.psum_in_groups(weight, axes[0], groups)
-  return Share(weight, total)
+  if weight is None:
+    return Share(None, None)
+  return Share(weight, _psum(weight, options.axes, options))
 
 
 def _share_in_order(weight, options):
@@ -242,7 +207,7 @@ def _share_in_order(weight, options):
   own = weight.total if is_sum else weight
   if not isinstance(own, jax.Array):
     number = 1 if own is None else own
-    return Share(None, jnp.float32(number * options.num_slices()))
+    return Share(None, jnp.float32(number * options.num_shards()))
   total = collectives.psum_in_pairs(
       collectives.rounded(own), options.axes, options.groups
   )
@@ -273,8 +238,6 @@ def _psum(x, axes, options):
     return collectives.psum_in_pairs(x, axes, options.groups)
   if options.groups is not None:
     return collectives.psum_in_groups(x, axes[0], options.groups)
-  if options.algorithm == 'hierarchical' and len(axes) > 1:
-    return collectives.psum_by_levels(x, axes)
   return collectives.psum(x, axes)
 
 
@@ -335,32 +298,32 @@ def find_routes(
     leaves: Sequence[chex.Array], options: Reduction
 ) -> list[Route]:
   """Returns the route of each leaf."""
-  averaged = options.on_invariant == 'averaged'
-  sizes = [axes_lib.size([axis], options.caller) for axis in options.axes]
+  if options.groups is None:
+    sizes = [axes_lib.size([axis], options.caller) for axis in options.axes]
+  else:
+    sizes = [len(options.groups[0])]
   per_axis = [axes_lib.states(leaves, axis) for axis in options.axes]
   return [
-      _route(list(zip(options.axes, sizes, states, strict=True)), averaged)
+      _route(list(zip(options.axes, sizes, states, strict=True)))
       for states in zip(*per_axis, strict=True)
   ]
 
 
-def _route(axes, averaged):
+def _route(axes):
   """Returns the route of a leaf, given (axis, size, state) for each axis."""
-  done = [n for _, n, s in axes if s == 'invariant' and averaged]
   return Route(
       send=tuple(a for a, _, s in axes if s in ('varying', 'untracked')),
       pending=tuple(a for a, _, s in axes if s == 'unreduced'),
-      divisor=math.prod(n for _, n, _ in axes) // math.prod(done),
-      factor=math.prod(done),
+      divisor=math.prod(n for _, n, s in axes if s != 'invariant'),
   )
 
 
 def _scaled(summed, route, factor, kind):
   """Returns a sum, or the mean of a total whose reciprocal is `factor`."""
   if kind == 'sum':
-    # `*` and `/` take several times as long to trace.
-    return lax.mul(summed, summed.dtype.type(route.factor))
+    return summed
   if factor is None:
+    # `/` takes several times as long to trace.
     return lax.div(summed, summed.dtype.type(route.divisor))
   # XLA turns a division by an array into a product for some shapes only: packed
   # leaves would get other bits.

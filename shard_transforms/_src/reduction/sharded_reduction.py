@@ -49,7 +49,7 @@ class ShardedReduction(leaf_sums.Reduction):
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share
   ) -> list[jax.Array]:
     """Returns each shard's slice of the sum or mean of checked leaves."""
-    num_slices = self.num_slices()
+    num_slices = self.num_shards()
     is_sent = self.sends_in_slices(leaves)
     sent = [i for i, is_sent_so in enumerate(is_sent) if is_sent_so]
     whole = [i for i, is_sent_so in enumerate(is_sent) if not is_sent_so]
@@ -62,7 +62,7 @@ class ShardedReduction(leaf_sums.Reduction):
 
   def own(self, tree: optax.Updates) -> optax.Updates:
     """Returns each shard's slice of a tree that is the same on all of them."""
-    num_slices = self.num_slices()
+    num_slices = self.num_shards()
     index = collectives.row_index(self.axes, self.groups)
 
     def own(leaf):
@@ -75,7 +75,7 @@ class ShardedReduction(leaf_sums.Reduction):
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
     """Gathers a tree like another from the slices of all shards."""
-    num_slices = self.num_slices()
+    num_slices = self.num_shards()
     leaves, treedef = jax.tree.flatten(tree)
     kinds = treedef.flatten_up_to(like)
     cut = [i for i, x in enumerate(kinds) if leaves_lib.is_cut(x, num_slices)]
@@ -95,7 +95,7 @@ class ShardedReduction(leaf_sums.Reduction):
 
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
     """Returns for each leaf whether it is sliced before it is sent."""
-    num_slices = self.num_slices()
+    num_slices = self.num_shards()
     routes = leaf_sums.find_routes(leaves, self)
     # A leaf that is not sent over all axes is the same on some shards.
     return [

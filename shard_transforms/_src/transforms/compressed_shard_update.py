@@ -66,7 +66,6 @@ def compressed_shard_update(
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
-    algorithm: leaf_sums.Algorithm = 'flat',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1), and sends fewer bytes.
 
@@ -99,7 +98,6 @@ def compressed_shard_update(
     min_elements: The least number of elements of a leaf that is compressed.
     warmup_steps: For how many steps nothing is compressed.
     seed: The seed of compressors that draw random numbers.
-    algorithm: How several axes are reduced over; see `compressed_mean`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a
@@ -135,7 +133,7 @@ def compressed_shard_update(
   """
   axes = axes_lib.as_axes(axis_name)
   exchange = _Slices(
-      leaf_sums.Reduction(_CALLER, 'mean', axes, algorithm=algorithm),
+      leaf_sums.Reduction(_CALLER, 'mean', axes),
       warmup_steps,
       seed,
       compressor,

@@ -16,8 +16,6 @@ def cross_shard_mean(
     *,
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    bucket_bytes: int | str = 'auto',
-    algorithm: leaf_sums.Algorithm = 'flat',
     order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
@@ -44,34 +42,18 @@ def cross_shard_mean(
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
-    groups: A partition of the shards, such as `[[0, 1], [2, 3]]`, each of which
-      reduces among itself; groups may differ in size. The result then differs
-      between shards; see `init_state(..., per_shard=True)`.
+    groups: A partition of the shards into groups of one size, such as
+      `[[0, 1], [2, 3]]`, each of which reduces among itself. The result then
+      differs between shards; see `init_state(..., per_shard=True)`.
     on_invariant: How to read a leaf whose type says that it is the same on all
-      shards: `'error'`, `'summed'` (as by `jax.grad` with respect to replicated
-      parameters: divided by the number of shards) or `'averaged'` (left as it
-      is). Nothing is sent for such a leaf.
-    bucket_bytes: Leaves smaller than this are sent together in buffers of up to
-      this many bytes; 0 sends each leaf alone, with the same result to the bit.
-      `'auto'` takes measured limits, which exist for CPUs alone: in one
-      process, leaves of less than 32 KiB in buffers of up to 128 KiB; where
-      devices belong to several processes, all leaves of a dtype, in buffers of
-      up to 64 MiB. On GPU and TPU, where XLA combines all-reduces by itself,
-      it packs nothing; `benchmarks/thresholds.py` measures what would gain.
-      Without effect under `jax.vmap`, where nothing is sent, and where a mesh
-      axis is not mapped, because packing would gather what that axis shards.
-    algorithm: How several axes are summed over: `'flat'` at once, or
-      `'hierarchical'`. The last axis is then the fast one, such as the cores of
-      a host: a reduce-scatter over its B shards comes first, then an all-reduce
-      of the parts over the other axes, then an all-gather, so that the slow
-      axes carry 1/B of the bytes.
+      shards: `'error'`, or `'averaged'`, which leaves it as it is and sends
+      nothing.
     order: In which order shards are added: `None` for any, or `'tree'`. With a
       tree, any number of shards gives the same bits if it is a power of two and
       the summands are the same. Neighbours add, then pairs of them, and so on,
       by recursive halving, which sends the bytes of an all-reduce. Give the
-      same order to `tower_reduce` or `reduce_towers` around it. Groups must be
-      of one size; each adds in its own tree. `on_invariant` and `algorithm`
-      would add in another order.
+      same order to `tower_reduce` or `reduce_towers` around it. Each group adds
+      in its own tree. `on_invariant='averaged'` is refused.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without arrays in its state,
@@ -81,8 +63,8 @@ def cross_shard_mean(
     NameError: In `update`, if an axis is not bound.
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is
       an integer or boolean, or `weight` is not a real number.
-    ValueError: If an argument has a wrong value, such as groups that are no
-      partition; in `update`, if a leaf is already reduced, `weight` is not a
+    ValueError: If an argument has a wrong value, such as groups of different
+      sizes; in `update`, if a leaf is already reduced, `weight` is not a
       scalar or known to be negative, or the groups do not fit the axis.
 
   Examples:
@@ -100,18 +82,13 @@ def cross_shard_mean(
     `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15 with
     `reduction=Reduction.MEAN`.
   """
-  return _cross_shard(
-      'mean', axis_name, groups, on_invariant, bucket_bytes, algorithm, order
-  )
+  return _cross_shard('mean', axis_name, groups, on_invariant, order)
 
 
 def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
-    bucket_bytes: int | str = 'auto',
-    algorithm: leaf_sums.Algorithm = 'flat',
     order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
@@ -121,12 +98,8 @@ def cross_shard_sum(
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
-    groups: A partition of the shards, each of which reduces among itself.
-    on_invariant: How to read a leaf whose type says that it is the same on all
-      shards: `'error'`, `'summed'` (left as it is) or `'averaged'` (multiplied
-      by the number of shards).
-    bucket_bytes: Leaves smaller than this are sent together; 0 for none.
-    algorithm: `'flat'`, or `'hierarchical'` for several axes.
+    groups: A partition of the shards into groups of one size, each of which
+      reduces among itself.
     order: `None`, or `'tree'` for the same bits on any number of shards.
 
   Returns:
@@ -142,18 +115,17 @@ def cross_shard_sum(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import shard_transforms
-    >>> tx = shard_transforms.cross_shard_sum('data', groups=[[0, 2], [1]])
+    >>> tx = shard_transforms.cross_shard_sum('data', groups=[[0, 2], [1, 3]])
     >>> reduce = lambda update: tx.update(update, tx.init(update))[0]
-    >>> print(jax.vmap(reduce, axis_name='data')(jnp.array([1.0, 10.0, 5.0])))
-    [ 6. 10.  6.]
+    >>> x = jnp.array([1.0, 2.0, 5.0, 9.0])
+    >>> print(jax.vmap(reduce, axis_name='data')(x))
+    [ 6. 11.  6. 11.]
 
   References:
     `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15 with
     `reduction=Reduction.SUM`.
   """
-  return _cross_shard(
-      'sum', axis_name, groups, on_invariant, bucket_bytes, algorithm, order
-  )
+  return _cross_shard('sum', axis_name, groups, 'error', order)
 
 
 def shard_mean(
@@ -204,17 +176,13 @@ def shard_mean(
   return mean(jax.tree.map(_as_float, tree), weight)
 
 
-def _cross_shard(
-    kind, axis_name, groups, on_invariant, bucket_bytes, algorithm, order
-):
+def _cross_shard(kind, axis_name, groups, on_invariant, order):
   reduction = leaf_sums.Reduction(
       f'cross_shard_{kind}',
       kind,
       axes.as_axes(axis_name),
-      None if groups is None else groups_lib.as_groups(groups),
+      groups_lib.as_groups(groups),
       on_invariant,
-      bucket_bytes,
-      algorithm,
       order,
   )
 

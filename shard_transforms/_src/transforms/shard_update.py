@@ -55,7 +55,6 @@ def shard_update(
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    bucket_bytes: int | str = 'auto',
     assume_elementwise: bool = False,
     order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -91,10 +90,7 @@ def shard_update(
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.
     on_invariant: How to read a leaf whose type says that it is the same on all
-      shards; see `cross_shard_mean`. Nothing is sent to reduce such a leaf.
-    bucket_bytes: Slices of leaves that are smaller than this are sent together;
-      see `cross_shard_mean`. On CPU devices of one process, `'auto'` takes
-      leaves of less than 128 KiB, and buffers of up to 4 MiB.
+      shards, for a mean; see `cross_shard_mean`.
     assume_elementwise: Whether to take your word that `inner` treats each
       element alone, for an `inner` that is refused because its program is not
       understood. Nothing is checked then: if it looks across elements, it
@@ -141,9 +137,8 @@ def shard_update(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
-      None if groups is None else _as_even_groups(groups),
+      groups_lib.as_groups(groups),
       on_invariant,
-      bucket_bytes,
       order=order,
   )
   made_in = () if order is None else weights.TreeOrder()
@@ -164,19 +159,3 @@ def shard_update(
     return updates, ShardUpdateState(inner_state, made_in)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _as_even_groups(groups):
-  """Returns groups of one size, each of which can hold the state once.
-
-  Raises:
-    TypeError: If they are no groups.
-    ValueError: If they are of different sizes, or no partition.
-  """
-  groups = groups_lib.as_groups(groups)
-  if not groups_lib.is_even(groups):
-    raise ValueError(
-        '`groups` of `shard_update` must be of one size, because each of them'
-        f' holds the state once, in equal slices, got {groups!r}.'
-    )
-  return groups

@@ -142,7 +142,7 @@ class SlicedInner:
         self._inner._replace(update=update),
         updates,
         params,
-        self._reduction.num_slices(),
+        self._reduction.num_shards(),
         self._axes_of_sums(),
     )
 
@@ -152,7 +152,7 @@ class SlicedInner:
     # Whether updates vary over these axes does not matter: slices of them do.
     ignored = () if reduction.groups else reduction.axes
     return (
-        reduction.num_slices(),
+        reduction.num_shards(),
         tuple(map(axes_lib.is_tracked, reduction.axes)),
         _describe(updates, ignored),
         _describe(params, ()),
