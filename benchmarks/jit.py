@@ -50,46 +50,6 @@ NUM_TOWERS = train_transformer.NUM_TOWERS
 AUTO = jax.sharding.AxisType.Auto
 
 
-def vmapped(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Accumulates gradients in shards of `jax.vmap`, a window a step."""
-  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), tx)
-  tx = shard_transforms.tower_reduce(NUM_TOWERS, inner, axis_name=AXIS)
-
-  def shard(params, state, batches):
-    def micro(carry, batch):
-      params, state = carry
-      loss, grads = jax.value_and_grad(transformer.loss_fn)(params, batch)
-      carry = shard_transforms.update_and_apply(tx, grads, state, params)
-      return carry, loss
-
-    (params, state), losses = jax.lax.scan(micro, (params, state), batches)
-    return params, state, jax.lax.pmean(losses.mean(), AXIS)
-
-  axes = shard_transforms.state_axes(tx, params, mesh, AXIS)
-  mapped = jax.vmap(
-      shard,
-      (None, axes, 1),
-      (None, axes, None),
-      axis_name=AXIS,
-      spmd_axis_name=AXIS,
-  )
-
-  def step(params, state, batches):
-    towers, rows, length = batches.shape
-    num_shards = mesh.shape[AXIS]
-    shards = batches.reshape(towers, num_shards, rows // num_shards, length)
-    return mapped(params, state, shards)
-
-  state = shard_transforms.init_state(
-      tx,
-      params,
-      mesh,
-      in_specs=transformer.SPECS,
-      spmd_axis_name=AXIS,
-  )
-  return train_transformer.Way('jax.vmap', step, state, mesh)
-
-
 def by_hand(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Any:
   """Accumulates gradients by hand: one `lax.pmean` after a loop."""
 
@@ -177,7 +137,6 @@ def accumulation() -> None:
       train_transformer.collecting,
       train_transformer.in_one_call,
       train_transformer.by_types,
-      vmapped,
       by_hand,
   )
   ways = [make(optax.adam(1e-3), params, mesh) for make in makers]

@@ -27,7 +27,6 @@ from shard_transforms._src.staleness.weighting import scale_by_staleness
 from shard_transforms._src.state.full_state import full_state
 from shard_transforms._src.state.full_state import place_state
 from shard_transforms._src.state.placement import init_state
-from shard_transforms._src.state.placement import state_axes
 from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import specs_of
@@ -89,7 +88,6 @@ __all__ = (
     'shard_mean',
     'shard_update',
     'specs_of',
-    'state_axes',
     'state_shardings',
     'state_specs',
     'tower_reduce',

@@ -1,6 +1,5 @@
 """The table of the page on gradient accumulation: each row is a program."""
 
-import contextlib
 import functools
 import pathlib
 import re
@@ -116,18 +115,7 @@ def reducing(inner, scans, how='shard_map', sizes=(8,)):
         out_specs=(P(), specs),
     )(params, state, x)
 
-  def by_vmap(params, state, x):
-    axes = shard_transforms.state_axes(tx, params, make_mesh(sizes), 'data')
-    mapped = jax.vmap(
-        shard,
-        (None, axes, 0),
-        (None, axes),
-        axis_name='data',
-        spmd_axis_name='data',
-    )
-    return mapped(params, state, x.reshape(sizes[0], -1, WIDTH))
-
-  steps = {'shard_map': by_shard_map, 'vmap': by_vmap, 'types': shard}
+  steps = {'shard_map': by_shard_map, 'types': shard}
   return tx, steps[how]
 
 
@@ -151,7 +139,6 @@ class Way:
     in_calls: Whether `step` takes one micro-batch.
     is_flat: Whether it takes the rows of all of them, which it splits.
     zero: Whether the state is sharded by `state_shardings`.
-    axis: The axis that `jax.vmap` maps, if it does.
   """
 
   def __init__(
@@ -163,11 +150,9 @@ class Way:
       in_calls=False,
       is_flat=False,
       zero=False,
-      axis=None,
   ):
     self.step, self.specs, self.kind, self.tx = step, specs, kind, tx
     self.in_calls, self.is_flat, self.zero = in_calls, is_flat, zero
-    self.axis = axis
 
 
 STEPS = optax.with_extra_args_support(
@@ -198,8 +183,6 @@ for how, inner, specs in (
     ('shard_map', MEAN, REPLICATED),
     ('shard_map', MEAN, TENSOR),
     ('shard_map', SHARD, REPLICATED),
-    ('vmap', MEAN, REPLICATED),
-    ('vmap', MEAN, TENSOR),
     ('types', MEAN, REPLICATED),
     ('types', MEAN, TENSOR),
     ('types', SHARD, REPLICATED),
@@ -208,7 +191,7 @@ for how, inner, specs in (
   name = 'tensor-parallel' if specs is TENSOR else 'replicated'
   name = 'ZeRO-1' if inner is SHARD else name
   name += ', `Explicit`' if how == 'types' else f', `{how}`'
-  for scans in (False,) if how == 'vmap' else (True, False):
+  for scans in (True, False):
     tx, step = reducing(inner, scans, how, sizes)
     WAYS[f'{name}, {"a scan" if scans else "calls"}'] = Way(
         step,
@@ -216,7 +199,6 @@ for how, inner, specs in (
         'Explicit' if how == 'types' else 'Auto',
         tx=tx,
         in_calls=not scans,
-        axis='data' if how == 'vmap' else None,
     )
 
 
@@ -226,15 +208,10 @@ def sent_in_a_window(way):
   shardings = {k: NamedSharding(mesh, v) for k, v in way.specs.items()}
   params = jax.device_put(PARAMS, shardings)
   by_axis = way.tx not in (ADAM, STEPS)
-  # JAX maps an axis of a mesh by `jax.vmap` where no mesh is in use.
-  with contextlib.nullcontext() if way.axis else jax.set_mesh(mesh):
+  with jax.set_mesh(mesh):
     if by_axis:
       state = shard_transforms.init_state(
-          way.tx,
-          params,
-          mesh,
-          in_specs=way.specs,
-          spmd_axis_name=way.axis,
+          way.tx, params, mesh, in_specs=way.specs
       )
     else:
       state = optax.tree_utils.tree_map_params(

@@ -57,7 +57,7 @@ def state_of(state):
 
 class GateTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES[:4])
+  @cases.parameters(*modes.MODES)
   def test_guard_keeps_nan_out_of_residuals(self, mode):
     data = compressions.make_data(8, 10, PARAMS)
     clean = jax.tree.map(np.copy, data)

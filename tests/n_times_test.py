@@ -126,7 +126,6 @@ def _table(*rows):
 _REDUCED = (ValueError, '`cross_shard_mean` .* already reduced')
 _REDUCED_LOSS = (ValueError, 'loss of `value_and_grad` must be per shard')
 _NO_PCAST = (AssertionError, '')
-_NO_PCAST_SPMD = (ValueError, 'manual_axis_type')
 
 # What raises, with the error.
 REFUSED = _table(
@@ -150,9 +149,6 @@ REFUSED = _table(
     ('pcast, grad(loss)', ('vmap',), *_NO_PCAST),
     ('pcast, pmean(grad(loss))', ('vmap',), *_NO_PCAST),
     ('pcast, pmean(grad(pmean(loss)))', ('vmap',), *_NO_PCAST),
-    ('pcast, grad(loss)', modes.SPMD_MODES, *_NO_PCAST_SPMD),
-    ('pcast, pmean(grad(loss))', modes.SPMD_MODES, *_NO_PCAST_SPMD),
-    ('pcast, pmean(grad(pmean(loss)))', modes.SPMD_MODES, *_NO_PCAST_SPMD),
 )
 
 # Why no type shows it, and where the documentation says so.

@@ -383,7 +383,7 @@ class PipelineTest(parameterized.TestCase):
 
   @cases.parameters(
       *modes.NAMES,
-      always=lambda mode: mode in ('shard_map', 'pmap', 'spmd_vmap'),
+      always=lambda mode: mode in ('shard_map', 'pmap'),
   )
   def test_all_together_train_as_one_device(self, mode):
     batches = uneven_batches(SHARDS, STEPS, TOWERS)

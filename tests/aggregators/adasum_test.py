@@ -175,7 +175,8 @@ class AdasumTest(parameterized.TestCase):
 
   @cases.product(axis_names=((AXIS,), (AXIS, 'model')))
   def test_is_typed_the_same_beside_an_axis_of_the_compiler(self, axis_names):
-    mesh = modes.spmd_mesh('Auto')
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
     tx = aggregators.adasum(AXIS)
     mapped = jax.shard_map(
         lambda x: tx.update(x[0], ())[0],

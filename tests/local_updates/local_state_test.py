@@ -150,7 +150,7 @@ class ResizeTest(parameterized.TestCase):
     self.assertEqual((after.step, after.num_rounds), (step % 3, step // 3))
 
   @cases.product(
-      mode=modes.MODES[:4],
+      mode=modes.MODES,
       sizes=((8, 4, 8), (8, 3)),
   )
   def test_counts_what_each_old_shard_has_done(self, mode, sizes):
@@ -197,7 +197,7 @@ class ResizeTest(parameterized.TestCase):
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 4 / 3))
 
   @cases.product(
-      mode=modes.MODES[:4],
+      mode=modes.MODES,
       sizes=((8, 4), (4, 8), (8, 3)),
   )
   def test_steps_before_a_resize_count_as_much_as_they_did(self, mode, sizes):

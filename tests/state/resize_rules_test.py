@@ -118,7 +118,9 @@ class RowsTest(parameterized.TestCase):
   def test_keeps_what_a_reduction_makes_of_rows(self, kind, factor):
     old = np.arange(8, dtype=np.float32)
 
-    merged = row_resizing.apply_rule(ResizeRule(kind), 'leaf', old, target((4,)))
+    merged = row_resizing.apply_rule(
+        ResizeRule(kind), 'leaf', old, target((4,))
+    )
 
     np.testing.assert_array_equal(merged, factor * np.float32([1, 5, 9, 13]))
 
@@ -136,7 +138,9 @@ class RowsTest(parameterized.TestCase):
     old = np.ones((8, 2), np.float32)
 
     with self.assertRaisesRegex(ValueError, 'must know what .* at the leaf'):
-      row_resizing.apply_rule(ResizeRule('keep'), 'the leaf', old, target((4, 2)))
+      row_resizing.apply_rule(
+          ResizeRule('keep'), 'the leaf', old, target((4, 2))
+      )
 
   def test_gives_the_reason_of_a_state(self):
     old = np.ones((8, 2), np.float32)

@@ -65,7 +65,7 @@ class HalvesTest(parameterized.TestCase):
           (updates, state.mean_state), expected[name], atol=1e-5
       )
 
-  @cases.parameters(*modes.MODES[:4])
+  @cases.parameters(*modes.MODES)
   def test_nothing_of_gradients_or_updates_is_lost(self, mode):
     data = compressions.make_data(8, 12, PARAMS)
     # What is sent back is -2 times what the inner transformation is given.

@@ -55,13 +55,12 @@ class OnMeshTest(parameterized.TestCase):
     ]
     self.assertEqual(*shardings)
 
-  @cases.parameters('in_specs', 'per_shard', 'spmd_axis_name')
+  @cases.parameters('in_specs', 'per_shard')
   def test_takes_the_options_of_init_state(self, option):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), (AxisType.Auto,) * 2)
     value = {
         'in_specs': {'w': P(), 'b': P()},
         'per_shard': True,
-        'spmd_axis_name': 'data',
     }[option]
     params = {'w': jnp.ones((4, 2)), 'b': jnp.zeros(2)}
     if option == 'in_specs':

@@ -1,7 +1,6 @@
 """`adasum`: averages parallel updates and adds orthogonal ones."""
 
 from collections.abc import Sequence
-import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,7 +14,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import exchanges
-from shard_transforms._src.reduction import vmapped_collectives
 
 _CALLER = 'adasum'
 
@@ -84,17 +82,12 @@ def adasum(
       return aggregator.alone(leaves, counts, axes)
     if counts is not None:
       leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
-    is_cut = aggregator.is_cut(leaves, axes)
+    is_cut = aggregator.is_cut(axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
     rows = _rows(scaled, axes, is_cut)
     sizes = collectives.gather(jnp.stack(sizes), axes).T
-    merge = functools.partial(_merge, axes if is_cut else (), over)
-    if is_cut:
-      nodes = merge(rows, sizes)
-    else:
-      # Else the compiler could divide the nodes among the shards again.
-      nodes = vmapped_collectives.on_each_shard(merge, axes, rows, sizes)
+    nodes = _merge(axes if is_cut else (), over, rows, sizes)
     return _whole(nodes, leaves, axes, is_cut)
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)

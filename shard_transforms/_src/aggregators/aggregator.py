@@ -82,16 +82,16 @@ def map_elements(
     whole = collectives.gather(combine(rows), axes)
     return leaves_lib.join(whole, buffer)
 
-  if not is_cut(leaves, axes):
+  if not is_cut(axes):
     return [combine(collectives.gather(leaf, axes)) for leaf in leaves]
   return map_packed(send, leaves)
 
 
-def is_cut(leaves: Sequence[jax.Array], axes: Axes) -> bool:
+def is_cut(axes: Axes) -> bool:
   """Whether arrays are sliced; otherwise each shard gathers them whole."""
   # Under `vmap` on one device nothing is sent, and flattening would gather what
   # is sharded over a mesh axis that is not mapped.
-  return all(axes_lib.on_own_mesh(leaf, axes) for leaf in leaves)
+  return axes_lib.on_mapped_mesh(axes)
 
 
 def rows_of(x: jax.Array, axes: Axes) -> jax.Array:

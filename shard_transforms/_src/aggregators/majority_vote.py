@@ -71,7 +71,7 @@ def majority_vote(
 
 def _aggregate(leaves, counts, axes):
   """Returns the winners among the signs of all shards, 1 or -1."""
-  if not aggregator.is_cut(leaves, axes):
+  if not aggregator.is_cut(axes):
     return [_vote_in_bytes(leaf, counts, axes) for leaf in leaves]
   return aggregator.map_packed(
       lambda buffer: _vote_in_bits(buffer, counts, axes), leaves

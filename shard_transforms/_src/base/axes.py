@@ -129,39 +129,6 @@ def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   )
 
 
-def vmapped_mesh(
-    x: jax.Array, axes: Sequence[Hashable]
-) -> jax.sharding.AbstractMesh | None:
-  """Returns the mesh over whose `axes` the compiler shards what `vmap` maps.
-
-  It is in use here, or the array is on it. There is none if the axes are mapped
-  otherwise, or if one has more shards than devices.
-  """
-  for mesh in jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh:
-    types = types_on(mesh)
-    if all(
-        types.get(axis) == AxisType.Auto
-        and mesh.shape[axis] == lax.axis_size(axis)
-        for axis in axes
-    ):
-      return mesh
-  return None
-
-
-def on_own_mesh(x: jax.Array, axes: Sequence[Hashable]) -> bool:
-  """Whether an array may be sharded over `axes` of a mesh, and over no others.
-
-  They are mapped axes of the mesh, or axes of `jax.vmap` that the compiler
-  shards over it.
-  """
-  if on_mapped_mesh(axes):
-    return True
-  mesh = vmapped_mesh(x, axes)
-  return mesh is not None and {
-      axis for axis in mesh.axis_names if mesh.shape[axis] > 1
-  }.issubset(axes)
-
-
 def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   """Returns `axes` in the order in which arrays are sharded over them."""
   names = jax.sharding.get_abstract_mesh().axis_names

@@ -12,16 +12,14 @@ Groups = tuple[tuple[int, ...], ...]
 GroupsLike = Sequence[Sequence[int]] | np.ndarray
 
 
-def as_groups(groups: Any) -> Groups | None:
-  """Returns groups of one size as tuples; `None` for none.
+def as_groups(groups: Any) -> Groups:
+  """Returns groups of one size as tuples.
 
   Raises:
     TypeError: If they are no sequences of integers.
     ValueError: If they are no partition of `range(number of ids)`, or of
       different sizes.
   """
-  if groups is None:
-    return None
   checked = tuple(_as_group(group, groups) for group in _items(groups, groups))
   ids = [shard for group in checked for shard in group]
   if not ids or not all(checked):

@@ -9,7 +9,6 @@ as an all-reduce of the payload.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
-import functools
 import math
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import exchanges
-from shard_transforms._src.reduction import vmapped_collectives
 
 Shape = tuple[int, ...]
 
@@ -130,9 +128,7 @@ class Exchange(NamedTuple):
   def _encode(self, rows, phase):
     index = collectives.row_index(self.axes)
     own_key = jax.random.fold_in(self.key, 2 * index + phase + 1)
-    encode = functools.partial(compressor_lib.encode, self.compressor)
-    arrays = rows, self.key, own_key
-    return vmapped_collectives.on_each_shard(encode, self.axes, *arrays)
+    return compressor_lib.encode(self.compressor, rows, self.key, own_key)
 
   def _decode(self, payload):
     return compressor_lib.decode(self.compressor, payload, self.key)

@@ -1,7 +1,7 @@
 """Collectives over shards, in any order or in that of a balanced binary tree.
 
-This file and `vmapped_collectives`, on which it stands, are the only ones that
-call those of JAX. Values vary over all axes where JAX tracks this.
+This file and `exchanges` are the only ones that call those of JAX. Values vary
+over all axes where JAX tracks this.
 
 In the order of a tree, numbers are added in pairs, the sums of pairs in pairs,
 and so on. A shard that has 2**m of them in a row adds its own subtree, and
@@ -21,13 +21,10 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.reduction import vmapped_collectives
 
 Axes = tuple[Hashable, ...]
 # A partition of the shards along one axis, into groups of one size.
 Groups = tuple[tuple[int, ...], ...]
-
-_on_mesh = vmapped_collectives.on_mesh
 
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
@@ -77,18 +74,15 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
   if not axes:
     return x
   with _explaining(x, axes):
-    if len(axes) == 1:
-      return lax.psum(x, axes)
-    # The compiler would sum over axes of `vmap` one by one, and send more.
-    return _on_mesh(lax.psum, x, axes, is_same=True)
+    return lax.psum(x, axes)
 
 
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
-  if _sends_in_groups(x, axis):
+  if axes_lib.on_mapped_mesh((axis,)):
     return _psum_in_slices(scatter, x, (axis,), groups)
-  # Neither `vmap` nor types allow `psum` in groups, nor a partly mapped mesh of
-  # type `Explicit` an `all_gather`. There is a row for each group.
+  # `vmap` has no collectives in groups, and slices of a leaf would gather what
+  # is sharded over a mesh axis that is not mapped. There is a row for a group.
   own = _group_index(axis, groups)
   numbers = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
   return lax.psum(jnp.where(numbers == own, x[None], 0), axis)[own]
@@ -103,7 +97,7 @@ def scatter(
   `row_index`. Groups are of one size, [size of a group, ...].
   """
   if groups is not None:
-    if _sends_in_groups(rows, axes[0]):
+    if axes_lib.on_mapped_mesh(axes):
       return _scatter(rows, axes[0], 0, axis_index_groups=groups)
     return psum_in_groups(rows, axes[0], groups)[row_index(axes, groups)]
   left = list(axes_lib.in_mesh_order(axes))
@@ -139,7 +133,7 @@ def exchange_along(
   """
   # For an operand that `vmap` does not batch, JAX returns the wrong shape.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
-  return _on_mesh(lax.all_to_all, x, axis, dimension, dimension, **groups)
+  return lax.all_to_all(x, axis, dimension, dimension, **groups)
 
 
 def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
@@ -154,13 +148,12 @@ def permute(
     x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> jax.Array:
   """Returns what each shard is sent: pairs of a source and a destination."""
-  order = axes_lib.in_mesh_order(axes)
-  return _on_mesh(lambda x, axes: lax.ppermute(x, axes, pairs), x, order)
+  return lax.ppermute(x, axes_lib.in_mesh_order(axes), pairs)
 
 
 def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
   """Returns the slices along a dimension of all shards along an axis."""
-  return _on_mesh(lax.all_gather, x, axis, axis=dimension, tiled=True)
+  return lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
 def gather(
@@ -168,8 +161,8 @@ def gather(
 ) -> jax.Array:
   """Returns the rows of all shards, [shards, ...], or of each one's group."""
   if groups is not None:
-    if _sends_in_groups(row, axes[0]):
-      return _on_mesh(lax.all_gather, row, axes[0], axis_index_groups=groups)
+    if axes_lib.on_mapped_mesh(axes):
+      return lax.all_gather(row, axes[0], axis_index_groups=groups)
     members = jnp.asarray(groups)[_group_index(axes[0], groups)]
     return lax.all_gather(row, axes[0])[members]
   order, gathered, rows = axes_lib.in_mesh_order(axes), set(), row
@@ -261,12 +254,6 @@ def _explaining(x, axes):
     ) from error
 
 
-def _sends_in_groups(x, axis):
-  # `vmap` without a mesh has no grouped collective, and flattening would gather
-  # what is sharded over a mesh axis that is not mapped.
-  return axes_lib.on_own_mesh(x, (axis,))
-
-
 def _group_index(axis, groups):
   indices = {shard: i for i, group in enumerate(groups) for shard in group}
   return _own_entry(indices, axis)
@@ -291,13 +278,8 @@ def _psum_in_slices(scatter_rows, x, axes, groups=None):
 
 def _scatter(x, axis, dimension, tiled=False, **groups):
   if axes_lib.scatters_wait():
-    return _on_mesh(
-        lax.psum_scatter,
-        x,
-        axis,
-        scatter_dimension=dimension,
-        tiled=tiled,
-        **groups,
+    return lax.psum_scatter(
+        x, axis, scatter_dimension=dimension, tiled=tiled, **groups
     )
   if tiled:
     before, after = x.shape[:dimension], x.shape[dimension:]
@@ -312,4 +294,4 @@ def _all_gather(x, axis, dimension):
   """Gathers; the result is typed as the same on all shards, if tracked."""
   if axis in axes_lib.varying_axes(x):
     return lax.all_gather(x, axis, axis=dimension, to='invarying')
-  return _on_mesh(lax.all_gather, x, axis, axis=dimension, is_same=True)
+  return lax.all_gather(x, axis, axis=dimension)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import vmapped_collectives
 
 
 def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
@@ -19,13 +18,9 @@ def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
   `collectives.row_index`.
   """
   order = axes_lib.in_mesh_order(axes)
-  if not axes_lib.on_own_mesh(rows, axes):
+  if not axes_lib.on_mapped_mesh(axes):
     return _exchange_by_axes(rows, order)
-
-  def send(rows, axes):
-    return _in_pieces(lambda rows: lax.all_to_all(rows, axes, 0, 0), rows)
-
-  return vmapped_collectives.on_mesh(send, rows, order)
+  return _in_pieces(lambda rows: lax.all_to_all(rows, order, 0, 0), rows)
 
 
 def gather_flat(row: jax.Array, axes: collectives.Axes) -> jax.Array:

@@ -233,7 +233,8 @@ class _OneShard:
       ValueError: If it is of other parameters.
     """
     one_shard = self._fields[path]
-    expected = jax.eval_shape(self.joining(path, rule), one_shard)
+    joining = self.joining(path, rule)
+    expected = jax.eval_shape(joining, _without_shardings(one_shard))
     _check_same_trees(path, full, expected)
     for (sub, leaf), like in zip(
         jax.tree.leaves_with_path(full), jax.tree.leaves(expected), strict=True
@@ -395,7 +396,7 @@ def _joined(join, field, mesh):
   is_abstract = specs.is_abstract(field)
   if not is_abstract and not any(on_devices):
     return jax.tree.map(_copied, join(field))
-  types = jax.eval_shape(join, field)
+  types = jax.eval_shape(join, _without_shardings(field))
   spread = jax.tree.map(lambda x: shardings.spread(x.shape, mesh), types)
   if is_abstract:
     return specs.abstract(types, spread, mesh)
@@ -422,6 +423,10 @@ def _sharded(rule, full, target, mesh):
       out_shardings=_shardings(kept, compiled),
   )
   return jax.device_put(place(placed), _shardings(kept, mesh))
+
+
+def _without_shardings(tree):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _automatic(mesh):

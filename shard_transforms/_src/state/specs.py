@@ -62,7 +62,31 @@ def state_specs(
   check_mesh(mesh)
   lead = free_axes(mesh, in_specs) if per_shard else ()
   param_specs = jax.tree.broadcast(in_specs, params)
-  return read(tx, params, mesh, param_specs, param_specs, lead)
+  found = []
+
+  def note(leaf, param, spec):
+    return _spec_like(leaf, jnp.shape(param), spec)
+
+  def trace(params):
+    state = tx.init(params)
+    likes = jax.tree.map(lambda _: P(), state)
+    if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
+      noted = map_with_params(tx, note, state, params, param_specs)
+      likes = jax.tree.map(lambda x: x if specs_lib.is_spec(x) else P(), noted)
+    found.append(
+        jax.tree.map_with_path(
+            lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
+            state,
+            likes,
+        )
+    )
+    return ()
+
+  mapped = jax.shard_map(
+      trace, mesh=mesh, in_specs=(param_specs,), out_specs=()
+  )
+  jax.eval_shape(mapped, abstract(params, param_specs, mesh))
+  return found[0]
 
 
 def specs_of(tree: Any) -> Any:
@@ -113,56 +137,6 @@ def specs_of(tree: Any) -> Any:
   return specs
 
 
-def read(
-    tx: optax.GradientTransformation,
-    params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    mapped_specs: Any,
-    param_specs: Any,
-    lead: tuple[Hashable, ...] = (),
-) -> Any:
-  """Reads the `PartitionSpec`s of the state off the types of its leaves.
-
-  Args:
-    tx: The transformation.
-    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
-    mesh: The axes that are mapped.
-    mapped_specs: How the parameters are sharded over them, a tree like these.
-    param_specs: How the parameters are sharded over all axes, a tree as well.
-    lead: The mesh axes of the leading dimension that every leaf gets.
-
-  Raises:
-    NameError: As in `state_specs`.
-    ValueError: As in `state_specs`.
-  """
-  found = []
-  mapped = frozenset(mesh.axis_names)
-
-  def note(leaf, param, spec):
-    return _spec_like(leaf, jnp.shape(param), spec, mapped)
-
-  def trace(params):
-    state = tx.init(params)
-    likes = jax.tree.map(lambda _: P(), state)
-    if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
-      noted = map_with_params(tx, note, state, params, param_specs)
-      likes = jax.tree.map(lambda x: x if specs_lib.is_spec(x) else P(), noted)
-    found.append(
-        jax.tree.map_with_path(
-            lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
-            state,
-            likes,
-        )
-    )
-    return ()
-
-  mapped_trace = jax.shard_map(
-      trace, mesh=mesh, in_specs=(mapped_specs,), out_specs=()
-  )
-  jax.eval_shape(mapped_trace, abstract(params, mapped_specs, mesh))
-  return found[0]
-
-
 def check_mesh(mesh: Any) -> None:
   """Checks a mesh.
 
@@ -176,7 +150,7 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
-def _spec_like(leaf, shape, spec, mapped):
+def _spec_like(leaf, shape, spec):
   """Returns the spec of a leaf like a parameter, or like a stack of it.
 
   The leading axis of a leaf that is kept per shard is not in it.
@@ -188,7 +162,7 @@ def _spec_like(leaf, shape, spec, mapped):
     return P()
   # A leaf of the same shape on all shards may look like a stack by chance.
   is_row = found[:lead] in ((), (1,))
-  if not is_row and not axes & mapped <= varying:
+  if not is_row and not axes <= varying:
     return P()
   return P(*(None,) * (lead - bool(varying - axes)), *spec)
 

@@ -181,7 +181,7 @@ def _cross_shard(kind, axis_name, groups, on_invariant, order):
       f'cross_shard_{kind}',
       kind,
       axes.as_axes(axis_name),
-      groups_lib.as_groups(groups),
+      None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
       order,
   )

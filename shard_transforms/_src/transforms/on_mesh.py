@@ -30,7 +30,6 @@ def on_mesh(
     *,
     in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,
-    spmd_axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Binds a transformation to a mesh, so that `init` works outside of the step.
 
@@ -54,7 +53,6 @@ def on_mesh(
     mesh: The mesh of the step.
     in_specs: As for `init_state`.
     per_shard: As for `init_state`.
-    spmd_axis_name: As for `init_state`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with the state of `tx`.
@@ -101,11 +99,7 @@ def on_mesh(
         return _mapped(run, axes, updates, state, params, extra_args, like)
     return run(updates, state, params, **extra_args)
 
-  options = {
-      'in_specs': in_specs,
-      'per_shard': per_shard,
-      'spmd_axis_name': spmd_axis_name,
-  }
+  options = {'in_specs': in_specs, 'per_shard': per_shard}
   init = _BoundInit(inner, mesh, options)
   return gating.transformation(init, step)
 

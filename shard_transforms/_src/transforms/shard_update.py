@@ -137,7 +137,7 @@ def shard_update(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
-      groups_lib.as_groups(groups),
+      None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
       order=order,
   )
