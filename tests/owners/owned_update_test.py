@@ -582,7 +582,8 @@ class StateTest(parameterized.TestCase):
 
     place = mu['first']['kernel']
     self.assertEqual(place.of, "['first']['kernel']")
-    self.assertEqual((place.row, place.shape), ('float32', (4, 6)))
+    self.assertRegex(place.row, '^float32_')
+    self.assertEqual(place.shape, (4, 6))
     self.assertEqual(mu['scalar'].shape, ())
     self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 0)
 
@@ -592,14 +593,7 @@ class StateTest(parameterized.TestCase):
     )
 
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
-    self.assertEqual(specs.inner_state.rows, {'float32': P(AXIS)})
-
-  def test_gives_the_state_of_the_replicated_optimizer(self):
-    state = init_state(owned(COPY), params_of(), modes.mesh())
-
-    found = state.inner_state.whole()
-
-    chex.assert_trees_all_equal(found, (np.int32(3), params_of()), strict=True)
+    self.assertEqual([*specs.inner_state.rows.values()], [P(AXIS)])
 
   def test_metrics_read_what_is_shared(self):
     inner = optax.inject_hyperparams(optax.lars)(learning_rate=0.5)
@@ -628,10 +622,6 @@ class StateTest(parameterized.TestCase):
     expected = init_state(tx, params_of(), modes.mesh(shards))
     chex.assert_trees_all_equal(resized, expected, strict=True)
     chex.assert_trees_all_equal(back, state, strict=True)
-    digests = [
-        monitoring.digest(x.inner_state.whole()) for x in (state, resized)
-    ]
-    self.assertEqual(*digests)
 
   def test_resizes_to_another_cost(self):
     state = init_state(owned(COPY), params_of(), modes.mesh(3))
@@ -640,9 +630,8 @@ class StateTest(parameterized.TestCase):
     resized = resize_state(state, other, params_of(), modes.mesh(3))
 
     self.assertNotEqual(resized.inner_state.leaves, state.inner_state.leaves)
-    chex.assert_trees_all_equal(
-        resized.inner_state.whole(), state.inner_state.whole(), strict=True
-    )
+    expected = init_state(other, params_of(), modes.mesh(3))
+    chex.assert_trees_all_equal(resized, expected, strict=True)
 
   def test_resize_refuses_the_state_of_others(self):
     state = init_state(owned(COPY), params_of(), modes.mesh())

@@ -170,7 +170,7 @@ class FullTest(parameterized.TestCase):
 
     assert_same(placed, init_state(tx, params_of(), after))
     self.assertEqual(
-        full.inner_state[1]['even'].sharding.spec, P(('hosts', 'cores'), None)
+        full.inner_state[1]['even'].sharding.spec, P('hosts', 'cores')
     )
 
   @cases.parameters(*WRAPPERS)
@@ -369,7 +369,7 @@ class CheckpointTest(parameterized.TestCase):
     chex.assert_trees_all_equal(jax.device_get(found), expected, strict=True)
 
   @cases.parameters(
-      (4, None), (2, None), (8, lambda params: {n: 1 for n in params})
+      (4, None), (2, None), (8, lambda params: {n: ord(n) for n in params})
   )
   def test_rows_are_never_restored_for_other_owners(self, num_shards, cost):
     params = {name: jnp.ones(shape) for name, shape in OWNED.items()}
@@ -380,13 +380,12 @@ class CheckpointTest(parameterized.TestCase):
     state = init_state(old, params, modes.mesh())
     like = as_numpy(init_state(new, params, modes.mesh(num_shards)))
 
-    with self.assertRaisesRegex(ValueError, 'float32_'):
+    # orbax fails to say that the names of the rows are others.
+    with self.assertRaises(ValueError):
       saved_by_orbax(state, like)
-    with self.assertRaisesRegex(ValueError, 'float32_'):
-      flax.serialization.from_bytes(
-          flax.serialization.to_state_dict(like.inner_state.rows),
-          flax.serialization.to_bytes(state.inner_state.rows),
-      )
+    rows = flax.serialization.to_bytes(state.inner_state.rows)
+    with self.assertRaisesRegex(ValueError, 'keys do not match'):
+      flax.serialization.from_bytes(like.inner_state.rows, rows)
 
   @pytest.mark.slow
   def test_muon_goes_on_from_a_checkpoint_on_other_shards(self):

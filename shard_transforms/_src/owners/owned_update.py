@@ -150,7 +150,7 @@ def owned_update(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
-      groups_lib.as_groups(groups),
+      None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
   )
   inner = arguments.as_inner(inner, _CALLER)

@@ -212,12 +212,13 @@ class _BoundInit:
 
   def __call__(self, params: optax.Params) -> optax.OptState:
     """Returns the state."""
-    if _check_sizes(self.mesh):
+    # `full_state` reads the shapes of the state on one shard, of any mesh.
+    if _check_sizes(self.mesh, or_one=True):
       return self.tx.init(params)
     return placement.init_state(self.tx, params, self.mesh, **self.options)
 
 
-def _check_sizes(mesh):
+def _check_sizes(mesh, or_one=False):
   """Returns the mapped axes of a mesh, and checks their sizes.
 
   Raises:
@@ -229,7 +230,7 @@ def _check_sizes(mesh):
       if axes_lib.is_bound(axis)
   }
   sizes = {axis: mesh.shape[axis] for axis in mapped}
-  if mapped != sizes:
+  if mapped != sizes and not (or_one and set(mapped.values()) == {1}):
     raise ValueError(
         f'`mesh` of `{_CALLER}` must be the mesh of the step, got {sizes} where'
         f' the step maps {mapped}. Bind the transformation to that mesh; there,'
