@@ -51,10 +51,9 @@ class ResizeRule:
       shards so far.
     reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
       the name of the leaf.
-    row_weights: For `'mean'`, `'average'` and `'share'`, how much each row
-      counts, [rows]. All rows count the same if it is left out; for `'average'`
-      also if the weights of all finite rows are 0. The weights of the rows of a
-      `'mean'` must themselves be resized by `'sum'`.
+    row_weights: For `'average'` and `'share'`, how much each row counts,
+      [rows]. All rows count the same if it is left out; for `'average'` also
+      if the weights of all finite rows are 0.
     check: Takes the old values and the new type of a leaf that is resized, and
       raises if that must not be.
 

@@ -64,8 +64,6 @@ def _reason(rule, name, old, target):
 
 def _merge(rule, old, num_shards):
   """Combines the rows of neighbouring shards, or adds empty ones."""
-  if rule.row_weights is not None:
-    return _merge_weighted(rule, old, num_shards)
   combine = _COMBINE[rule.kind]
   if num_shards > len(old):
     empty = rule.empty
@@ -78,17 +76,6 @@ def _merge(rule, old, num_shards):
     merged = np.stack([combine(part, axis=0) for part in parts])
   # The new mean divides by another number of shards.
   return merged * (num_shards / len(old)) if rule.kind == 'mean' else merged
-
-
-def _merge_weighted(rule, old, num_shards):
-  """Returns the weighted means of neighbouring rows, or adds empty ones."""
-  weights = np.reshape(rule.row_weights, (len(old), *(1,) * (old.ndim - 1)))
-  wide = np.promote_types(old.dtype, np.float64)
-  added_up = state_rules.ResizeRule('sum')
-  weighed = np.where(weights > 0, weights * old.astype(wide), 0)
-  sums = _merge(added_up, weighed, num_shards)
-  total = _merge(added_up, weights.astype(np.float64), num_shards)
-  return sums / np.where(total > 0, total, 1)
 
 
 def _share(rule, old, num_shards):

@@ -163,7 +163,9 @@ class _Towers:
     if self.order is not None:
       total, total_weight = tower_order.empty(empty, self.num_towers)
       empty = total, tower_order.TowerWeights(total_weight)
-    return tower_window.start(empty, inner_state, squares, self.axes)
+    return tower_window.start(
+        empty, inner_state, squares, self.axes, self.reduction == 'sum'
+    )
 
   def step(
       self,

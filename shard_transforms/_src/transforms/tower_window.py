@@ -28,6 +28,10 @@ _NO_STEP = jnp.iinfo(jnp.int32).max
 _OLDEST_RULE = state_rules.ResizeRule('minimum', _NO_STEP)
 
 
+class SummedTowers(NamedTuple):
+  """Says that the result of a window is the sum of its towers. No arrays."""
+
+
 class TowerReduceState(NamedTuple):
   """State of `tower_reduce`.
 
@@ -49,6 +53,8 @@ class TowerReduceState(NamedTuple):
     tower_squares: The weighted sum of the squared norms of their updates, and
       the number of towers with a weight, float32 [2]; per shard as `total`;
       `()` unless a state in `inner_state` asks for it.
+    summed: Tells `resize_state` that the result is the sum of the towers; `()`
+      for their mean. No arrays.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -65,6 +71,7 @@ class TowerReduceState(NamedTuple):
   oldest_local_step: jax.Array
   inner_state: optax.OptState
   tower_squares: jax.Array | tuple[()] = ()
+  summed: SummedTowers | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -85,11 +92,17 @@ class TowerReduceState(NamedTuple):
           'oldest_local_step': _OLDEST_RULE,
       }
     total = total_weight = state_rules.ResizeRule('sum')
+    is_summed = isinstance(self.summed, SummedTowers)
     may_be_unweighted = np.all(self.total_weight == self.tower)
     if self.tower and may_be_unweighted and reduction != 'weighted':
       # Without weights, a shard's total weight is the number of its towers.
       total_weight = state_rules.ResizeRule('maximum', self.tower)
       total = _rule_of_unweighted(reduction)
+    elif self.tower and is_summed:
+      # A sum contains the weights: `inner` counts each shard once.
+      total = _rule_of_unweighted(
+          'mean' if reduction == 'weighted' else reduction
+      )
     return {
         'total': total,
         'total_weight': total_weight,
@@ -126,6 +139,7 @@ def start(
     inner_state: optax.OptState,
     squares: jax.Array | tuple[()],
     axes: tuple[Hashable, ...],
+    is_summed: bool = False,
 ) -> TowerReduceState:
   """Returns an empty window, given a total and a total weight of zero."""
   total, total_weight = zeros
@@ -138,6 +152,7 @@ def start(
       ),
       inner_state=inner_state,
       tower_squares=squares,
+      summed=SummedTowers() if is_summed else (),
   )
 
 
@@ -176,12 +191,11 @@ def collect(
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
     oldest = jnp.minimum(oldest, step)
-  window = TowerReduceState(
+  window = state._replace(
       tower=counters.add(state.tower, 1),
       total=per_shard_state.store(total, axes),
       total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(oldest, axes),
-      inner_state=state.inner_state,
       tower_squares=tower_squares.add(
           state.tower_squares, updates, weight, axes
       ),
@@ -243,7 +257,7 @@ def emptied(
 ) -> TowerReduceState:
   """Returns the state at the start of the next window."""
   zeros = functools.cache(axes_lib.zeros)
-  return TowerReduceState(
+  return window._replace(
       tower=jnp.zeros_like(window.tower),
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
       total_weight=jax.tree.map(jnp.zeros_like, window.total_weight),
@@ -294,9 +308,9 @@ def _rule_of_unweighted(reduction):
         'refuse',
         reason=(
             "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
-            ' got None: the window that was begun without weights, at {name},'
-            ' ends with the same result only if it is known how its shards are'
-            ' reduced.'
+            ' got None: the window that was begun without weights, or is'
+            ' summed, at {name}, ends with the same result only if it is known'
+            ' how its shards are reduced.'
         ),
     )
   return state_rules.ResizeRule(reduction)
