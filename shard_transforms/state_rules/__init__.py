@@ -1,6 +1,5 @@
 """What a state of your own declares: for resizing, health and metrics."""
 
-from shard_transforms._src.base.full_rules import SLICES
 from shard_transforms._src.base.full_rules import FullRule
 from shard_transforms._src.base.state_protocols import MeasuredState
 from shard_transforms._src.base.state_protocols import MonitoredState
@@ -9,7 +8,6 @@ from shard_transforms._src.base.state_rules import MetricRule
 from shard_transforms._src.base.state_rules import ResizeRule
 
 __all__ = (
-    'SLICES',
     'FullRule',
     'MeasuredState',
     'MetricRule',

@@ -453,7 +453,11 @@ class RefusalTest(parameterized.TestCase):
     params = {'w': jnp.zeros((4, 4))}
     full = full_state(init_state(tx, params, mesh), tx, params, mesh)
     cases_of = (
-        (np.zeros((2, 8), np.float32), ValueError, r'\(2, 8\) at .*\(4, 4\)'),
+        (
+            np.zeros((2, 8), np.float32),
+            ValueError,
+            r'\(2, 8\) at .*\(4, 4\)\. It must be what',
+        ),
         (np.zeros((4, 4), np.float64), TypeError, 'float64 instead of float32'),
     )
 

@@ -856,7 +856,7 @@ full = st.full_state(resized, tx, params, mesh)
 assert full.inner_state.trace.is_fully_replicated
 assert np.asarray(full.inner_state.trace).tolist() == [0, 1, 2, 3, 4]
 for tx2 in tx, st.owners.owned_update(optax.trace(0.9), 'data'):
-  params2 = {'a': np.arange(1., 9, dtype='float32').reshape(4, 2), 'b': np.float32([5, 6])}
+  params2 = {'a': np.ones((4, 2), 'float32'), 'b': np.ones(2, 'float32')}
   state2 = st.init_state(tx2, params2, mesh)
   full2 = st.full_state(state2, tx2, params2, mesh)
   a = full2.inner_state.trace['a']

@@ -28,10 +28,13 @@ class FullRule:
     >>> import jax
     >>> import numpy as np
     >>> from shard_transforms import state_rules
-    >>> one_shard = jax.ShapeDtypeStruct((3,), 'float32')
-    >>> slices = np.float32([[1, 2], [3, 0]])  # Of two shards, with padding.
-    >>> print(state_rules.SLICES.full(slices, one_shard, 'slices'))
-    [1. 2. 3.]
+    >>> rule = state_rules.FullRule(
+    ...     full=lambda part, one_shard, name: part.reshape(one_shard.shape),
+    ...     place=lambda full, target: full.reshape(target.shape))
+    >>> one_shard = jax.ShapeDtypeStruct((6,), 'float32')
+    >>> part = np.zeros((2, 3), 'float32')  # Of two shards.
+    >>> print(rule.full(part, one_shard, 'part').shape)
+    (6,)
   """
 
   full: Callable[[Any, Any, str], Any]

@@ -32,10 +32,10 @@ def full_state(
 ) -> optax.OptState:
   """Returns a state in the shapes of the replicated one, for a checkpoint.
 
-  The parts that `shard_update` and `owners.owned_update` have sharded become
-  the state of their inner transformation, as `inner.init(params)` has it,
-  whatever the number of shards; what a checkpoint holds then does not depend on
-  it. All other leaves are copied. Save this state, and place it again with
+  The parts that a transformation such as `shard_update` has sharded become the
+  state of its inner transformation, as `inner.init(params)` has it, whatever
+  the number of shards; what a checkpoint holds then does not depend on it. All
+  other leaves are copied. Save this state, and place it again with
   `place_state`, on any number of shards.
 
   The full leaves are sharded over the devices, each along its first dimensions
@@ -254,8 +254,8 @@ class _OneShard:
     told = jax.tree.leaves(self.in_specs, is_leaf=partition_specs.is_spec)
     if any(map(partition_specs.axes_of, told)):
       raise ValueError(
-          '`in_specs` must not shard parameters whose state `shard_update` or'
-          f' `owned_update` has sharded further, got {self.in_specs} for'
+          '`in_specs` must not shard parameters whose state is sharded further,'
+          f' such as by `shard_update`, got {self.in_specs} for'
           f' {leaves_lib.name_of(path)}. Go on with the same mesh, or start'
           ' again with `init_state`.'
       )
