@@ -21,9 +21,9 @@ def resize_state(
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
-  It is `place_state` of `full_state`. Leaves that are the same on all shards, or
-  sharded like a parameter, are copied. What is sharded, such as the slices of
-  `shard_update`, is joined and sharded again. An unfinished
+  It is `place_state` of `full_state`: what is sharded, such as the slices of
+  `shard_update`, is joined and sharded again. Leaves that are the same on all
+  shards, or sharded like a parameter, are copied. An unfinished
   window of `tower_reduce` is merged or spread so that it ends with the same
   result: the totals and the total weights over all shards stay the same, or,
   without weights, their `reduction`. The `reduction` of the updates that are
