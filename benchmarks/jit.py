@@ -136,7 +136,6 @@ def accumulation() -> None:
       train_transformer.plain,
       train_transformer.collecting,
       train_transformer.in_one_call,
-      train_transformer.by_types,
       by_hand,
   )
   ways = [make(optax.adam(1e-3), params, mesh) for make in makers]
@@ -171,9 +170,8 @@ def wrapped() -> None:
   def call_of(tx, shardings=replicated):
     def step(params, state, x):
       grads = jax.grad(loss)(params, x)
-      after = shard_transforms.update_and_apply(
-          tx, grads, state, params, local_step=0
-      )
+      updates, state = tx.update(grads, state, params, local_step=0)
+      after = optax.apply_updates(params, updates), state
       return *after, ()
 
     state = jax.jit(tx.init, out_shardings=shardings)(params)

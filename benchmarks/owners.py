@@ -73,7 +73,8 @@ class Run:
           lambda p: jnp.sin(p * (1 + x[0])) + x[0],
           shard_transforms.per_shard(params, AXIS),
       )
-      return shard_transforms.update_and_apply(tx, grads, state, params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
 
     mapped = jax.shard_map(
         step,
@@ -94,8 +95,8 @@ class Run:
     self.compiled: Any = lowered.compile()
     self.compile_seconds = time.process_time() - start
     wire_report = shard_transforms.monitoring.wire_report
-    self.sent = wire_report(mapped, *self.carry, self.x).mean_bytes
-    self.sent_compiled = wire_report(self.compiled).mean_bytes
+    self.sent = wire_report(mapped, *self.carry, self.x).total_bytes
+    self.sent_compiled = wire_report(self.compiled).total_bytes
     self.memory = self.compiled.memory_analysis().temp_size_in_bytes
 
   def __call__(self) -> Any:

@@ -212,9 +212,8 @@ def reproducible_step(
 
   def tower(carry, batch):
     loss, grads = value_and_grad(carry.params, *batch)
-    params, state = shard_transforms.update_and_apply(
-        tx, grads, carry.opt_state, carry.params
-    )
+    updates, state = tx.update(grads, carry.opt_state, carry.params)
+    params = optax.apply_updates(carry.params, updates)
     return Train(params, state), loss
 
   towers = [x.reshape(num_towers, -1, *x.shape[1:]) for x in (images, labels)]

@@ -53,7 +53,8 @@ def make_step(tx: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
   def step(params, state, images, labels):
     grad_fn = st.value_and_grad(digits.loss_fn, 'data')
     loss, grads = grad_fn(params, images, labels)
-    params, state = st.update_and_apply(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
     return params, state, st.shard_mean(loss, 'data')
 
   return step

@@ -11,7 +11,6 @@ from shard_transforms import state_rules as state_rules
 from shard_transforms import tf1 as tf1
 from shard_transforms._src.base.gradients import per_shard
 from shard_transforms._src.base.gradients import value_and_grad
-from shard_transforms._src.gates.gating import update_and_apply
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params
 from shard_transforms._src.local_updates.local_updates import local_updates
@@ -91,7 +90,6 @@ __all__ = (
     'state_shardings',
     'state_specs',
     'tower_reduce',
-    'update_and_apply',
     'value_and_grad',
 )
 

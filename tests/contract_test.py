@@ -40,9 +40,7 @@ from shard_transforms import tower_reduce
 from shard_transforms.aggregators import trimmed_mean
 from shard_transforms.compression import cast
 from shard_transforms.compression import compressed_mean
-from shard_transforms.compression import compressed_shard_update
 from shard_transforms.compression import power_sgd
-from shard_transforms.monitoring import track_agreement
 from shard_transforms.monitoring import track_divergence
 from shard_transforms.monitoring import track_noise_scale
 
@@ -367,19 +365,6 @@ ROWS = {
         refuser='compressed_mean',
         keeps=True,
     ),
-    'compressed_shard_update': Row(
-        lambda inner, n: compressed_shard_update(
-            inner,
-            AXIS,
-            cast('float32'),
-            update_compressor=cast('float32'),
-            min_elements=3,
-        ),
-        per_shard=True,
-        refuser='compressed_shard_update',
-        cuts=True,
-        keeps=True,
-    ),
     'power_sgd': Row(
         # A rank that is that of the matrices sends them whole.
         lambda inner, n: optax.chain(power_sgd(AXIS, 2, min_ratio=1), inner),
@@ -429,15 +414,6 @@ ROWS = {
         per_shard=True,
         chained=True,
         refuser='track_noise_scale',
-    ),
-    'track_agreement': Row(
-        lambda inner, n: optax.chain(
-            track_agreement(AXIS, cross_shard_mean(AXIS)), inner
-        ),
-        per_shard=True,
-        chained=True,
-        refuser='track_agreement',
-        keeps=True,
     ),
     'track_divergence': Row(
         lambda inner, n: optax.chain(
@@ -609,9 +585,7 @@ def gradient(row):
     return sum(jax.tree.leaves(jax.tree.map(jnp.float32, products)))
 
   def grad(params, data):
-    # `local_updates` refuses one at the parameters, for it keeps others.
-    point = jax.tree.map(jnp.copy, params)
-    return shard_transforms.value_and_grad(loss, AXIS)(point, data)[1]
+    return shard_transforms.value_and_grad(loss, AXIS)(params, data)[1]
 
   return jax.vmap(grad, (None, 0)) if row.towers == 'stacked' else grad
 

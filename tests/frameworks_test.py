@@ -116,7 +116,8 @@ def plain_loop(tx, mesh):
   def step(state, x):
     params, opt_state = state
     grads = grads_of(loss_fn, own_params(params, opt_state), x)
-    return shard_transforms.update_and_apply(tx, grads, opt_state, params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
   def resized(saved):
     params, opt_state = saved
@@ -416,8 +417,7 @@ class GuideTest(parameterized.TestCase):
       value, grads = shard_transforms.shard_mean(
           shard_transforms.value_and_grad(loss_fn, AXIS)(w, x), AXIS
       )
-      return shard_transforms.update_and_apply(
-          tx,
+      updates, state = tx.update(
           grads,
           state,
           w,
@@ -425,11 +425,11 @@ class GuideTest(parameterized.TestCase):
           grad=grads,
           value_fn=lambda w: shard_transforms.shard_mean(loss_fn(w, x), AXIS),
       )
+      return optax.apply_updates(w, updates), state
 
     def alone_step(w, state, x):
       value, grads = jax.value_and_grad(loss_fn)(w, x)
-      return shard_transforms.update_and_apply(
-          optax.lbfgs(),
+      updates, state = optax.lbfgs().update(
           grads,
           state,
           w,
@@ -437,6 +437,7 @@ class GuideTest(parameterized.TestCase):
           grad=grads,
           value_fn=lambda w: loss_fn(w, x),
       )
+      return optax.apply_updates(w, updates), state
 
     mapped = jax.shard_map(
         shard_step,

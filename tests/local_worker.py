@@ -45,7 +45,8 @@ def loss_fn(params, x):
 def train_step(tx, params, state, x):
   own = shard_transforms.local_params(params, state)
   _, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(own, x)
-  return shard_transforms.update_and_apply(tx, grads, state, params)
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
 
 
 def train(manager, die_in, victim):

@@ -590,8 +590,7 @@ class LayoutTest(parameterized.TestCase):
         for name in names_of_state(ast.parse(path.read_text(encoding='utf-8')))
     }
 
-    # It can raise an error, and changes no program.
-    self.assertEqual(kept, {('_src/base/gradients.py', '_origins')})
+    self.assertEmpty(kept)
 
   def test_no_module_is_a_drawer(self):
     drawers = {'utils', 'util', 'common', 'helpers', 'helper', 'misc'}

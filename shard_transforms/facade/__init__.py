@@ -1,18 +1,17 @@
 """The optimizers of TensorFlow 1, for code that was written against them."""
 
+from shard_transforms.facade.bases import OptaxOptimizer
 from shard_transforms.facade.clipping import clip_by_global_norm
 from shard_transforms.facade.clipping import clip_by_norm
 from shard_transforms.facade.clipping import clip_by_value
 from shard_transforms.facade.clipping import clip_gradient_norms
 from shard_transforms.facade.clipping import clip_gradients_by_norm
 from shard_transforms.facade.clipping import global_norm
-from shard_transforms.facade.constants import AggregationMethod
-from shard_transforms.facade.constants import GraphKeys
-from shard_transforms.facade.constants import ModeKeys
-from shard_transforms.facade.constants import Reduction
+from shard_transforms.facade.contexts import Reduction
 from shard_transforms.facade.contexts import shard_context
-from shard_transforms.facade.contrib import AdadeltaOptimizer
 from shard_transforms.facade.contrib import AdafactorOptimizer
+from shard_transforms.facade.contrib import AdamWOptimizer
+from shard_transforms.facade.contrib import DecoupledWeightDecayExtension
 from shard_transforms.facade.contrib import LAMBOptimizer
 from shard_transforms.facade.contrib import LARSOptimizer
 from shard_transforms.facade.contrib import LazyAdamOptimizer
@@ -33,12 +32,12 @@ from shard_transforms.facade.graph import name_scope
 from shard_transforms.facade.graph import reset_default_graph
 from shard_transforms.facade.graph import set_random_seed
 from shard_transforms.facade.graph import variable_scope
+from shard_transforms.facade.inner import AdadeltaOptimizer
 from shard_transforms.facade.inner import AdagradOptimizer
 from shard_transforms.facade.inner import AdamOptimizer
 from shard_transforms.facade.inner import FtrlOptimizer
 from shard_transforms.facade.inner import GradientDescentOptimizer
 from shard_transforms.facade.inner import MomentumOptimizer
-from shard_transforms.facade.inner import OptaxOptimizer
 from shard_transforms.facade.inner import RMSPropOptimizer
 from shard_transforms.facade.lookup import get_global_step
 from shard_transforms.facade.lookup import get_or_create_global_step
@@ -48,8 +47,10 @@ from shard_transforms.facade.lookup import global_variables
 from shard_transforms.facade.lookup import local_variables
 from shard_transforms.facade.lookup import set_values
 from shard_transforms.facade.lookup import trainable_variables
+from shard_transforms.facade.optimizer import AggregationMethod
 from shard_transforms.facade.optimizer import Optimizer
 from shard_transforms.facade.replicate import EstimatorSpec
+from shard_transforms.facade.replicate import ModeKeys
 from shard_transforms.facade.replicate import TPUEstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
 from shard_transforms.facade.schedules import ExponentialMovingAverage
@@ -57,18 +58,13 @@ from shard_transforms.facade.schedules import cosine_decay
 from shard_transforms.facade.schedules import cosine_decay_restarts
 from shard_transforms.facade.schedules import exponential_decay
 from shard_transforms.facade.schedules import inverse_time_decay
-from shard_transforms.facade.schedules import linear_cosine_decay
 from shard_transforms.facade.schedules import natural_exp_decay
 from shard_transforms.facade.schedules import piecewise_constant
 from shard_transforms.facade.schedules import polynomial_decay
 from shard_transforms.facade.shards import shard
 from shard_transforms.facade.towers import TowerOptimizer
+from shard_transforms.facade.variables import GraphKeys
 from shard_transforms.facade.variables import Variable
-from shard_transforms.facade.weight_decay import AdamWOptimizer
-from shard_transforms.facade.weight_decay import DecoupledWeightDecayExtension
-from shard_transforms.facade.weight_decay import (
-    extend_with_decoupled_weight_decay,
-)
 from shard_transforms.facade.workers import DropStaleGradientOptimizer
 from shard_transforms.facade.workers import SyncReplicasOptimizer
 
@@ -113,7 +109,6 @@ __all__ = (
     'cosine_decay_restarts',
     'cross_replica_sum',
     'exponential_decay',
-    'extend_with_decoupled_weight_decay',
     'function',
     'get_collection',
     'get_default_graph',
@@ -127,7 +122,6 @@ __all__ = (
     'gradients',
     'group',
     'inverse_time_decay',
-    'linear_cosine_decay',
     'local_variables',
     'name_scope',
     'natural_exp_decay',

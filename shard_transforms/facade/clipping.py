@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy.typing as npt
 import optax
 
+from shard_transforms.facade import bases
 from shard_transforms.facade import optimizer as optimizer_lib
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
@@ -113,8 +113,7 @@ def clip_by_norm(
   array = jnp.asarray(t)
   axes = tuple(axes) if isinstance(axes, Sequence) else axes
   norm = optax.safe_norm(array, 0.0, axis=axes, keepdims=True)
-  scale = clip_norm / jnp.maximum(norm, clip_norm)
-  return array * scale.reshape(() if axes is None else scale.shape)
+  return array * (clip_norm / jnp.maximum(norm, clip_norm))
 
 
 def clip_by_value(
@@ -175,7 +174,7 @@ def clip_gradient_norms(
   ]
 
 
-class _ClippedOptimizer(wrapper.Wrapper):
+class _ClippedOptimizer(bases.Wrapper):
   """An optimizer that clips by the global norm before it applies."""
 
   def __init__(self, opt, clip_norm):
@@ -219,7 +218,7 @@ def clip_gradients_by_norm(
   References:
     `tf.contrib.estimator.clip_gradients_by_norm` of TensorFlow 1.15.
   """
-  opt = wrapper.check_optimizer('optimizer', optimizer, True)
+  opt = bases.check_optimizer('optimizer', optimizer, True)
   return _ClippedOptimizer(opt, clip_norm)
 
 

@@ -16,6 +16,54 @@ SHARD_AXIS = 'shard'
 TOWER_AXIS = 'tower'
 
 
+class Reduction:
+  """How the losses and gradients of shards or towers are reduced.
+
+  `CrossShardOptimizer` takes `MEAN` and `SUM`. For towers, `SUM` is the sum,
+  `NONE` is refused, and all others are the mean over the towers.
+
+  Attributes:
+    NONE: No reduction.
+    SUM: The sum.
+    SUM_OVER_BATCH_SIZE: In TensorFlow, the sum divided by the number of losses.
+    MEAN: The mean; in TensorFlow, the sum divided by the sum of the weights.
+    SUM_BY_NONZERO_WEIGHTS: In TensorFlow, the sum divided by the number of
+      weights that are not zero.
+    SUM_OVER_NONZERO_WEIGHTS: The same, by its older name.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.Reduction.MEAN)
+    weighted_mean
+
+  References:
+    `tf.losses.Reduction` of TensorFlow 1.15.
+  """
+
+  NONE = 'none'
+  SUM = 'weighted_sum'
+  SUM_OVER_BATCH_SIZE = 'weighted_sum_over_batch_size'
+  MEAN = 'weighted_mean'
+  SUM_BY_NONZERO_WEIGHTS = 'weighted_sum_by_nonzero_weights'
+  SUM_OVER_NONZERO_WEIGHTS = SUM_BY_NONZERO_WEIGHTS
+
+  @classmethod
+  def all(cls) -> tuple[str, ...]:
+    """Returns all names."""
+    divided = cls.MEAN, cls.SUM_OVER_BATCH_SIZE, cls.SUM_BY_NONZERO_WEIGHTS
+    return cls.NONE, cls.SUM, *divided
+
+  @classmethod
+  def validate(cls, key: str) -> None:
+    """Checks a name.
+
+    Raises:
+      ValueError: If it is no such name.
+    """
+    if key not in cls.all():
+      raise ValueError(f'Invalid Reduction: {key!r}. Use one of {cls.all()}.')
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
   """The shards that an optimizer reduces over.
@@ -151,19 +199,6 @@ def shard_context(
     yield found
 
 
-def tower_context(
-    towers: Towers,
-) -> contextlib.AbstractContextManager[None]:
-  """Tells optimizers in the calling thread which tower they run in.
-
-  Raises:
-    NotImplementedError: Inside another one.
-  """
-  if around.towers is not None:
-    raise NotImplementedError('`replicate_model_fn` cannot be nested.')
-  return replaced(towers=towers)
-
-
 def shards() -> Shards | None:
   """Returns the shards around the caller, if any."""
   return around.shards
@@ -173,11 +208,6 @@ def towers() -> Towers | None:
   """Returns the towers around the caller, if there are several."""
   found = around.towers
   return found if found is not None and found.num_towers > 1 else None
-
-
-def is_any() -> bool:
-  """Whether the caller is among shards or towers."""
-  return around.shards is not None or around.towers is not None
 
 
 def mapped_axes() -> tuple[Hashable, ...]:

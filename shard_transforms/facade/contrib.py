@@ -1,21 +1,27 @@
 """Optimizers of `tf.contrib.opt` and of programs of TensorFlow 1."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
+import contextlib
 import functools
 import re
 import types
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import optax
 
-from shard_transforms._src.tf1 import adafactor
 from shard_transforms._src.tf1 import layerwise
+from shard_transforms.facade import bases
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import inner
 from shard_transforms.facade import lookup
+from shard_transforms.facade import optimizer
+from shard_transforms.facade import schedules
+from shard_transforms.facade import variables as variables_lib
 
-Hyperparameter = inner.Hyperparameter
+Hyperparameter = bases.Hyperparameter
+Variable = variables_lib.Variable
 
 
 class LazyAdamOptimizer(inner.AdamOptimizer):
@@ -44,16 +50,115 @@ class LazyAdamOptimizer(inner.AdamOptimizer):
   """
 
 
-class AdadeltaOptimizer(inner.TensorFlowOptimizer):
-  """Adadelta: `optax.adadelta`; slots `accum` and `accum_update`.
+class DecoupledWeightDecayExtension(optimizer.Optimizer):
+  r"""A mixin for decoupled weight decay: updates subtract :math:`\lambda w`.
+
+  Place it before an optimizer in the bases of a class. The rate of the
+  optimizer does not scale :math:`\lambda`; let both decay by one schedule. (In
+  `optax.adamw`, it does.)
 
   Args:
-    learning_rate: As in `GradientDescentOptimizer`.
-    rho: The decay of the moments, given in the same forms.
-    epsilon: The term that is added under the roots, the same.
-    use_locking: Whether an update excludes those of other threads that are
-      made with locking in this graph.
-    name: The name.
+    weight_decay: The part :math:`\lambda`, a number, a scalar `Variable` or a
+      function of no arguments; it is read at each update.
+    **kwargs: The arguments of the optimizer.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> class Decayed(
+    ...     facade.DecoupledWeightDecayExtension, facade.MomentumOptimizer
+    ... ):
+    ...   pass
+    >>> w = facade.Variable(4.0)
+    >>> opt = Decayed(0.25, learning_rate=0.5, momentum=0.9)
+    >>> opt.apply_gradients([(2.0, w)])
+    >>> print(w)
+    2.0
+
+  References:
+    `tf.contrib.opt.DecoupledWeightDecayExtension` of TensorFlow 1.15;
+    Loshchilov and Hutter, Decoupled weight decay regularization, 2017,
+    https://arxiv.org/abs/1711.05101.
+  """
+
+  def __init__(
+      self,
+      weight_decay: Hyperparameter,
+      **kwargs: Any,
+  ):
+    super().__init__(**kwargs)
+    self._weight_decay = weight_decay
+    self._decay_var_list: list[Variable] = []
+
+  @contextlib.contextmanager
+  def _decaying(self, var_list):
+    """Lets these variables decay inside `with`; all if none is given."""
+    before = self._decay_var_list
+    self._decay_var_list = list(var_list or before)
+    try:
+      yield
+    finally:
+      self._decay_var_list = before
+
+  def minimize(
+      self,
+      *args: Any,
+      decay_var_list: Iterable[Variable] | None = None,
+      **kwargs: Any,
+  ) -> jax.Array | None:
+    """Minimizes as the optimizer does.
+
+    Args:
+      *args: Those of the optimizer.
+      decay_var_list: The variables that decay; all if `None` or empty.
+      **kwargs: Those of the optimizer.
+
+    Returns:
+      What `apply_gradients` returns.
+    """
+    with self._decaying(decay_var_list):
+      return super().minimize(*args, **kwargs)
+
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[Any, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+      decay_var_list: Iterable[Variable] | None = None,
+  ) -> jax.Array | None:
+    """Subtracts the decay, then applies gradients as the optimizer does.
+
+    Args:
+      grads_and_vars: As the optimizer.
+      global_step: The same.
+      name: The same.
+      decay_var_list: As in `minimize`.
+
+    Returns:
+      What the optimizer returns.
+    """
+    with self._decaying(decay_var_list):
+      return super().apply_gradients(grads_and_vars, global_step, name)
+
+  def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
+    """Subtracts the decay, then updates variables as the optimizer does."""
+    decay = schedules.present(self._weight_decay)
+    for _, variable in pairs:
+      if not self._decay_var_list or variable in self._decay_var_list:
+        variable.assign_sub(decay * variable)
+    return super()._apply_all(pairs)
+
+
+class AdamWOptimizer(DecoupledWeightDecayExtension, inner.AdamOptimizer):
+  """Adam with decoupled weight decay, which the rate does not scale.
+
+  Args:
+    weight_decay: As in `DecoupledWeightDecayExtension`.
+    learning_rate: As in `AdamOptimizer`.
+    beta1: The same.
+    beta2: The same.
+    epsilon: The same.
+    use_locking: The same.
+    name: The same.
 
   Raises:
     ValueError: If `name` is empty.
@@ -61,32 +166,36 @@ class AdadeltaOptimizer(inner.TensorFlowOptimizer):
   Examples:
     >>> from shard_transforms import facade
     >>> w = facade.Variable(1.0)
-    >>> opt = facade.AdadeltaOptimizer(1.0, epsilon=0.05)
-    >>> opt.apply_gradients([(1.0, w)])
-    >>> print(f'{w.value():.4f}', opt.get_slot_names())
-    0.2929 ['accum', 'accum_update']
+    >>> facade.AdamWOptimizer(0.25, 0.5).apply_gradients([(2.0, w)])
+    >>> print(f'{w.value():.3f}')
+    0.250
 
   References:
-    `tf.train.AdadeltaOptimizer` of TensorFlow 1.15; Zeiler, ADADELTA: an
-    adaptive learning rate method, 2012, https://arxiv.org/abs/1212.5701.
+    `tf.contrib.opt.AdamWOptimizer` of TensorFlow 1.15.
   """
-
-  _SLOT_NAMES = types.MappingProxyType({'e_g': 'accum', 'e_x': 'accum_update'})
 
   def __init__(
       self,
+      weight_decay: Hyperparameter,
       learning_rate: Hyperparameter = 0.001,
-      rho: Hyperparameter = 0.95,
+      beta1: Hyperparameter = 0.9,
+      beta2: Hyperparameter = 0.999,
       epsilon: Hyperparameter = 1e-8,
       use_locking: bool = False,
-      name: str = 'Adadelta',
+      name: str = 'AdamW',
   ):
     super().__init__(
-        use_locking, name, optax.adadelta, learning_rate, rho, epsilon
+        weight_decay,
+        learning_rate=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        use_locking=use_locking,
+        name=name,
     )
 
 
-class LARSOptimizer(inner.TensorFlowOptimizer):
+class LARSOptimizer(bases.TensorFlowOptimizer):
   """LARS: `tf1.lars`, whose norms are not those of Optax; slot `momentum`.
 
   Args:
@@ -141,7 +250,7 @@ class LARSOptimizer(inner.TensorFlowOptimizer):
     super().__init__(False, name, lars, *numbers)
 
 
-class LAMBOptimizer(inner.TensorFlowOptimizer):
+class LAMBOptimizer(bases.TensorFlowOptimizer):
   """LAMB as ALBERT has it: `tf1.lamb`; slots `adam_m` and `adam_v`.
 
   As there, `apply_gradients` leaves the global step alone: programs that use it
@@ -205,7 +314,7 @@ class LAMBOptimizer(inner.TensorFlowOptimizer):
     super().apply_gradients(grads_and_vars, None, name)
 
 
-class AdafactorOptimizer(inner.TensorFlowOptimizer):
+class AdafactorOptimizer(bases.TensorFlowOptimizer):
   """Adafactor as Tensor2Tensor has it: `tf1.adafactor`.
 
   Its slots are `vr` and `vc` of variables with two or more dimensions, `v` of
@@ -276,11 +385,11 @@ class AdafactorOptimizer(inner.TensorFlowOptimizer):
       )
     part = 1.0 if multiply_by_parameter_scale else 0.05
     if learning_rate is None:
-      learning_rate = _of_step(lambda t: part * adafactor.default_rate(t))
+      learning_rate = _of_step(lambda t: part * layerwise.default_rate(t))
     if decay_rate is None:
-      decay_rate = _of_step(adafactor.default_decay_rate)
+      decay_rate = _of_step(layerwise.default_decay_rate)
     factory = functools.partial(
-        adafactor.adafactor,
+        layerwise.adafactor,
         multiply_by_parameter_scale=multiply_by_parameter_scale,
         beta1=beta1,
         clipping_threshold=clipping_threshold,

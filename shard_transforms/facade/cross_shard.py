@@ -11,18 +11,18 @@ import optax
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
-from shard_transforms.facade import constants
+from shard_transforms.facade import bases
 from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
+_Groups = Sequence[Sequence[int]] | np.ndarray | jax.Array
 
 
-class CrossShardOptimizer(wrapper.Wrapper):
+class CrossShardOptimizer(bases.Wrapper):
   """Averages gradients over shards, and applies them with another optimizer.
 
   With `MEAN`, `compute_gradients` divides the loss by the number of shards, or
@@ -69,26 +69,24 @@ class CrossShardOptimizer(wrapper.Wrapper):
   def __init__(
       self,
       opt: optimizer.Optimizer,
-      reduction: str = constants.Reduction.MEAN,
+      reduction: str = contexts.Reduction.MEAN,
       name: str = 'CrossShardOptimizer',
-      group_assignment: (
-          Sequence[Sequence[int]] | np.ndarray | jax.Array | None
-      ) = None,
+      group_assignment: _Groups | None = None,
   ):
-    kinds = constants.Reduction.SUM, constants.Reduction.MEAN
+    kinds = contexts.Reduction.SUM, contexts.Reduction.MEAN
     if reduction not in kinds:
       raise ValueError(
           f'Unsupported reduction: {reduction!r}. `reduction` must be one of'
           f' {kinds}.'
       )
-    super().__init__(wrapper.check_optimizer('opt', opt), False, name)
+    super().__init__(bases.check_optimizer('opt', opt), False, name)
     self._reduction = reduction
     self._group_assignment = group_assignment
 
   @property
   def _loss_scale(self):
     shards, groups = self._reduced_over()
-    if self._reduction == constants.Reduction.SUM:
+    if self._reduction == contexts.Reduction.SUM:
       return 1.0
     return 1 / (shards.num_shards if groups is None else len(groups[0]))
 
@@ -112,7 +110,7 @@ class CrossShardOptimizer(wrapper.Wrapper):
 
 def cross_replica_sum(
     x: npt.ArrayLike,
-    group_assignment: Sequence[Sequence[int]] | np.ndarray | None = None,
+    group_assignment: _Groups | None = None,
     name: str | None = None,
 ) -> jax.Array:
   """Returns the sum of an array over the shards around the caller.
@@ -122,8 +120,7 @@ def cross_replica_sum(
 
   Args:
     x: An array of floating-point numbers.
-    group_assignment: Lists of shards that sum among themselves, a partition;
-      all together if `None`.
+    group_assignment: As in `CrossShardOptimizer`.
     name: Ignored.
 
   Returns:
@@ -131,8 +128,8 @@ def cross_replica_sum(
 
   Raises:
     TypeError: If `x` holds no floating-point numbers.
-    ValueError: Outside of a computation that `shard` runs, or if the groups are
-      no partition.
+    ValueError: Outside of a computation that `shard` runs, or if
+      `group_assignment` is no such partition.
 
   Examples:
     >>> from shard_transforms import facade
@@ -146,10 +143,8 @@ def cross_replica_sum(
   array = jnp.asarray(x)
   if shards.num_shards == 1:
     return array
-  groups = group_assignment
-  if groups is not None:
-    groups = [list(map(int, group)) for group in groups]
-  tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups or None)
+  groups = _as_groups(group_assignment, shards.num_shards)
+  tx = shard_transforms.cross_shard_sum(shards.axis_name, groups=groups)
   array = axes_lib.to_varying(array, [shards.axis_name])
   summed, _ = tx.update(array, tx.init(array))
   return jnp.asarray(summed)
@@ -202,8 +197,8 @@ def _as_groups(group_assignment, num_shards):
     ) from error
   except ValueError as error:
     raise ValueError(
-        '`group_assignment` must be a partition of the shards, a permutation'
-        f' of range({num_shards}), and the size of each group must be equal,'
-        f' got {group_assignment!r}: {error}'
+        '`group_assignment` must be a partition of the shards into groups of'
+        f' equal size, a permutation of range({num_shards}), got'
+        f' {group_assignment!r}: {error}'
     ) from error
   return groups if len(groups) > 1 else None

@@ -12,7 +12,6 @@ import jax
 from jax import core
 import jax.numpy as jnp
 
-from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -63,7 +62,8 @@ class Function:
       RuntimeError: If each trace makes new variables.
       ValueError: If the function raises one.
     """
-    if frames.is_open() or contexts.is_any():
+    around = contexts.around
+    if around.frames or around.shards or around.towers:
       # Inside another compiled call, a shard or a tower.
       return self._inline(args, kwargs)
     if not self._is_built:
@@ -101,7 +101,7 @@ class Function:
       **kwargs: The same.
     """
     everything = self._graph.get_collection(
-        constants.GraphKeys.GLOBAL_VARIABLES
+        variables_lib.GraphKeys.GLOBAL_VARIABLES
     )
     known = frames.known([*self._variables, *everything])
 
@@ -127,8 +127,6 @@ class Function:
 
   def _held(self):
     """Holds the locks of the step, in a fixed order, so that none deadlocks."""
-    if not self._locks:
-      return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     for lock in sorted(self._locks, key=id):
       stack.enter_context(frames.held(lock))

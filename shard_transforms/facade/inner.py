@@ -1,95 +1,18 @@
 """The optimizers of `tf.train`, each an Optax transformation underneath."""
 
-from collections.abc import Callable
 import functools
-import inspect
 import types
-import warnings
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.tf1 import adam
-from shard_transforms._src.tf1 import ftrl
-from shard_transforms.facade import frames
-from shard_transforms.facade import functional
-from shard_transforms.facade import variables
+from shard_transforms._src.tf1 import elementwise
+from shard_transforms.facade import bases
 
-_Number = jax.typing.ArrayLike | variables.Variable
-Hyperparameter = _Number | Callable[[], _Number]
+Hyperparameter = bases.Hyperparameter
 
 
-class OptaxOptimizer(functional.FunctionalOptimizer):
-  """A transformation of Optax, as an optimizer of the façade.
-
-  Its slots are named after the fields of the transformation's state (`'mu'` and
-  `'nu'` for `optax.adam`); state that belongs to no variable, such as a count,
-  is in `variables()`. The transformation sees the variables that have a
-  gradient in this call, as a dict by `Variable.op.name`, and nothing else:
-  transformations that need other arguments (`value`, for line searches) or
-  other parameters (`optax.lookahead`) do not work.
-
-  Args:
-    tx: The transformation.
-    use_locking: Whether an update excludes those of other threads that are
-      made with locking in this graph.
-    name: The name.
-
-  Raises:
-    TypeError: If `tx` is no transformation.
-    ValueError: If `name` is empty.
-
-  Examples:
-    >>> import optax
-    >>> from shard_transforms import facade
-    >>> with facade.Graph().as_default():
-    ...   w = facade.Variable(1.0, name='w')
-    ...   opt = facade.OptaxOptimizer(optax.adam(0.1))
-    ...   opt.apply_gradients([(2.0, w)])
-    >>> print(opt.get_slot_names(), opt.get_slot(w, 'mu'))
-    ['mu', 'nu'] 0.2
-  """
-
-  def __init__(
-      self,
-      tx: optax.GradientTransformation | optax.MultiSteps,
-      use_locking: bool = False,
-      name: str = 'Optax',
-  ):
-    super().__init__(use_locking, name)
-    if isinstance(tx, optax.MultiSteps):
-      tx = tx.gradient_transformation()
-    if not isinstance(tx, optax.GradientTransformation):
-      raise TypeError(f'`tx` must be a transformation of Optax, got {tx!r}.')
-    self._tx = optax.with_extra_args_support(tx)
-
-  def _transformation(self):
-    return self._tx
-
-
-class TensorFlowOptimizer(functional.SeparableOptimizer):
-  """An optimizer of `tf.train`: a factory, called with its hyperparameters."""
-
-  def __init__(
-      self,
-      use_locking: bool,
-      name: str,
-      factory: Callable[..., optax.GradientTransformation],
-      *hyperparameters: Hyperparameter,
-  ):
-    super().__init__(use_locking, name)
-    _warn_of_constants(hyperparameters)
-    self._factory = factory
-    self._hyperparameters = hyperparameters
-
-  def _transformation(self):
-    tx = self._factory(*map(_number, self._hyperparameters))
-    return optax.with_extra_args_support(tx)
-
-
-class GradientDescentOptimizer(TensorFlowOptimizer):
+class GradientDescentOptimizer(bases.TensorFlowOptimizer):
   """Gradient descent: `optax.sgd`.
 
   Args:
@@ -123,7 +46,7 @@ class GradientDescentOptimizer(TensorFlowOptimizer):
     super().__init__(use_locking, name, optax.sgd, learning_rate)
 
 
-class MomentumOptimizer(TensorFlowOptimizer):
+class MomentumOptimizer(bases.TensorFlowOptimizer):
   """Gradient descent with momentum: `optax.sgd`; slot `momentum`.
 
   Args:
@@ -168,7 +91,7 @@ class MomentumOptimizer(TensorFlowOptimizer):
     )
 
 
-class AdamOptimizer(TensorFlowOptimizer):
+class AdamOptimizer(bases.TensorFlowOptimizer):
   """Adam; slots `m` and `v`, and the variables `beta1_power`, `beta2_power`.
 
   Args:
@@ -209,10 +132,10 @@ class AdamOptimizer(TensorFlowOptimizer):
       name: str = 'Adam',
   ):
     hyperparameters = learning_rate, beta1, beta2, epsilon
-    super().__init__(use_locking, name, adam.adam, *hyperparameters)
+    super().__init__(use_locking, name, elementwise.adam, *hyperparameters)
 
 
-class AdagradOptimizer(TensorFlowOptimizer):
+class AdagradOptimizer(bases.TensorFlowOptimizer):
   """Adagrad: `optax.adagrad` without epsilon; slot `accumulator`.
 
   Args:
@@ -256,7 +179,49 @@ class AdagradOptimizer(TensorFlowOptimizer):
     super().__init__(use_locking, name, adagrad, learning_rate, initial)
 
 
-class RMSPropOptimizer(TensorFlowOptimizer):
+class AdadeltaOptimizer(bases.TensorFlowOptimizer):
+  """Adadelta: `optax.adadelta`; slots `accum` and `accum_update`.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    rho: The decay of the moments, given in the same forms.
+    epsilon: The term that is added under the roots, the same.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
+    name: The name.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> opt = facade.AdadeltaOptimizer(1.0, epsilon=0.05)
+    >>> opt.apply_gradients([(1.0, w)])
+    >>> print(f'{w.value():.4f}', opt.get_slot_names())
+    0.2929 ['accum', 'accum_update']
+
+  References:
+    `tf.train.AdadeltaOptimizer` of TensorFlow 1.15; Zeiler, ADADELTA: an
+    adaptive learning rate method, 2012, https://arxiv.org/abs/1212.5701.
+  """
+
+  _SLOT_NAMES = types.MappingProxyType({'e_g': 'accum', 'e_x': 'accum_update'})
+
+  def __init__(
+      self,
+      learning_rate: Hyperparameter = 0.001,
+      rho: Hyperparameter = 0.95,
+      epsilon: Hyperparameter = 1e-8,
+      use_locking: bool = False,
+      name: str = 'Adadelta',
+  ):
+    super().__init__(
+        use_locking, name, optax.adadelta, learning_rate, rho, epsilon
+    )
+
+
+class RMSPropOptimizer(bases.TensorFlowOptimizer):
   """RMSProp; slots `rms`, `momentum`, and `mg` if centered.
 
   Args:
@@ -317,7 +282,7 @@ def _rmsprop(learning_rate, decay, momentum, epsilon, centered):
   )
 
 
-class FtrlOptimizer(TensorFlowOptimizer):
+class FtrlOptimizer(bases.TensorFlowOptimizer):
   """Follow the regularized leader; slots `accum` and `linear`.
 
   Args:
@@ -372,35 +337,9 @@ class FtrlOptimizer(TensorFlowOptimizer):
         l2_regularization_strength,
         l2_shrinkage_regularization_strength,
     )
-    ftrl.ftrl(1.0, *options)  # Checks the options early.
-    super().__init__(use_locking, name, ftrl.ftrl, learning_rate, *options)
+    elementwise.ftrl(1.0, *options)  # Checks the options early.
+    super().__init__(
+        use_locking, name, elementwise.ftrl, learning_rate, *options
+    )
     names = {'accum': accum_name, 'linear': linear_name}
     self._op_names |= {slot: name for slot, name in names.items() if name}
-
-
-def _warn_of_constants(hyperparameters):
-  """Warns of what may have been computed from a variable, and would stay."""
-  if frames.is_step():
-    return
-  for value in hyperparameters:
-    if isinstance(value, jax.Array):
-      warnings.warn(
-          f'A hyperparameter stays what it is at construction, got the array'
-          f' {value!r}. If it was computed from a variable, pass a function:'
-          ' `lambda: 0.1 * global_step`. If not, make it a Python number.',
-          stacklevel=4,
-      )
-
-
-def _number(value):
-  """Returns the value of a hyperparameter at this update."""
-  if callable(value):
-    try:
-      inspect.signature(value).bind()
-    except TypeError as error:
-      raise TypeError(
-          'A hyperparameter must be a number or a function of no arguments, got'
-          f' {value!r}. Write `lambda: schedule(global_step.value())`.'
-      ) from error
-    value = value()
-  return value if isinstance(value, int | float) else jnp.asarray(value)

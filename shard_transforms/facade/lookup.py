@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from shard_transforms.facade import constants
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
-_KEYS = constants.GraphKeys
+_KEYS = variables_lib.GraphKeys
 
 
 def get_variable(

@@ -22,6 +22,30 @@ Variable = variables_lib.Variable
 _UPDATES = '_apply_dense', '_resource_apply_dense'
 
 
+class AggregationMethod:
+  """How TensorFlow 1 summed the parts of one gradient; without effect here.
+
+  Attributes:
+    ADD_N: All parts in one operation.
+    DEFAULT: The same.
+    EXPERIMENTAL_TREE: Two parts at a time.
+    EXPERIMENTAL_ACCUMULATE_N: Each part into one shared buffer.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.AggregationMethod.DEFAULT)
+    0
+
+  References:
+    `tf.AggregationMethod` of TensorFlow 1.15.
+  """
+
+  ADD_N = 0
+  DEFAULT = ADD_N
+  EXPERIMENTAL_TREE = 1
+  EXPERIMENTAL_ACCUMULATE_N = 2
+
+
 class Optimizer(slots_lib.SlotMaker):
   """The base class of all optimizers, to be overridden as in TensorFlow 1.
 

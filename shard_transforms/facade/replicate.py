@@ -14,11 +14,32 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import shard_transforms
-from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import shards
 from shard_transforms.facade import towers as towers_lib
+
+
+class ModeKeys:
+  """What a `model_fn` is called for.
+
+  Attributes:
+    TRAIN: Training: gradients are applied.
+    EVAL: Evaluation: the loss and the metrics.
+    PREDICT: Prediction: there are no labels.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> print(facade.ModeKeys.TRAIN)
+    train
+
+  References:
+    `tf.estimator.ModeKeys` of TensorFlow 1.15.
+  """
+
+  TRAIN = 'train'
+  EVAL = 'eval'
+  PREDICT = 'infer'
 
 
 class EstimatorSpec(NamedTuple):
@@ -99,7 +120,7 @@ class TPUEstimatorSpec(NamedTuple):
 
 def replicate_model_fn(
     model_fn: Callable[..., EstimatorSpec],
-    loss_reduction: str = constants.Reduction.SUM_BY_NONZERO_WEIGHTS,
+    loss_reduction: str = contexts.Reduction.SUM_BY_NONZERO_WEIGHTS,
     devices: Sequence[Any] | None = None,
 ) -> Callable[..., EstimatorSpec]:
   """Runs a model function once for each tower, on its part of the batch.
@@ -149,14 +170,14 @@ def replicate_model_fn(
   References:
     `tf.contrib.estimator.replicate_model_fn` of TensorFlow 1.15.
   """
-  if loss_reduction == constants.Reduction.NONE:
+  if loss_reduction == contexts.Reduction.NONE:
     raise ValueError(
         'Tower losses need to be reduced in some way, yet `loss_reduction` is'
         ' Reduction.NONE.'
     )
-  constants.Reduction.validate(loss_reduction)
+  contexts.Reduction.validate(loss_reduction)
   placed = devices_of_towers(devices)
-  kind = 'sum' if loss_reduction == constants.Reduction.SUM else 'mean'
+  kind = 'sum' if loss_reduction == contexts.Reduction.SUM else 'mean'
   template = contexts.Template()
   accepted = inspect.signature(model_fn).parameters
 
@@ -173,8 +194,10 @@ def replicate_model_fn(
         return spec
       raise TypeError(f'`model_fn` must return an EstimatorSpec, got {spec!r}.')
 
+    if contexts.around.towers is not None:
+      raise NotImplementedError('`replicate_model_fn` cannot be nested.')
     towers = contexts.Towers(len(placed), kind)
-    with contexts.tower_context(towers):
+    with contexts.replaced(towers=towers):
       try:
         if len(placed) == 1:
           return call(*batch)
@@ -221,7 +244,7 @@ def _take_turn(call, part, towers):
     spec = call(*part)
   new = {variable: opened.values[variable] for variable in opened.written}
   is_last = towers.tower == towers.num_towers - 1
-  if spec.mode == constants.ModeKeys.TRAIN and not is_last:
+  if spec.mode == ModeKeys.TRAIN and not is_last:
     new = towers.assigned
   frames.commit(new, new.values())
   return spec
@@ -260,7 +283,7 @@ def _one_to_a_device(call, batch, mode, towers, placed):
   outputs = shards.map_variables(run, batch, [P(axis), P(axis)], mesh)
   mode, treedef = returned
   predictions, *reduced = treedef.unflatten(outputs)
-  predictions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), predictions)
+  predictions = jax.tree.map(shards.joined, predictions)
   return EstimatorSpec(
       mode, predictions, *jax.tree.map(lambda x: x[0], reduced)
   )
@@ -274,7 +297,7 @@ def _inexact(tree):
 
 
 def _check_used(mode, towers):
-  if mode == constants.ModeKeys.TRAIN and not any(towers.calls):
+  if mode == ModeKeys.TRAIN and not any(towers.calls):
     raise ValueError(
         'Please wrap optimizers with TowerOptimizer in order to use'
         f' `replicate_model_fn` with {towers.num_towers} towers: no gradients'

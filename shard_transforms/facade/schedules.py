@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from shard_transforms._src.tf1 import decays
-from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -21,7 +20,7 @@ from shard_transforms.facade import variables
 
 Variable = variables.Variable
 _Number = jax.typing.ArrayLike | Variable
-_KEYS = constants.GraphKeys
+_KEYS = variables.GraphKeys
 _Parameters = ParamSpec('_Parameters')
 
 
@@ -116,7 +115,6 @@ polynomial_decay = _read_at_each_update(decays.polynomial_decay)
 piecewise_constant = _read_at_each_update(decays.piecewise_constant)
 cosine_decay = _read_at_each_update(decays.cosine_decay)
 cosine_decay_restarts = _read_at_each_update(decays.cosine_decay_restarts)
-linear_cosine_decay = _read_at_each_update(decays.linear_cosine_decay)
 
 
 class ExponentialMovingAverage:

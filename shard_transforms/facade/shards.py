@@ -27,7 +27,7 @@ def shard(
     num_shards: int = 1,
     input_shard_axes: Sequence[int] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,
-    output_shard_axes: Sequence[int] | None = None,
+    *,
     infeed_queue: None = None,
     device_assignment: Sequence[Any] | None = None,
     name: str | None = None,
@@ -50,10 +50,8 @@ def shard(
     input_shard_axes: The dimension along which each input is split; 0 if
       `None`.
     outputs_from_all_shards: Whether an output is the concatenation over all
-      shards, rather than that of the first shard; one for all outputs, or a
-      sequence.
-    output_shard_axes: The dimension along which each output of all shards is
-      concatenated, 0 if `None`. Scalars become an array [num_shards].
+      shards along its first dimension, rather than that of the first shard; one
+      for all outputs, or a sequence. Scalars become an array [num_shards].
     infeed_queue: Must be `None`.
     device_assignment: The devices; the first of `jax.devices()` if `None`.
     name: Ignored.
@@ -91,7 +89,8 @@ def shard(
     raise NotImplementedError('`shard` cannot be nested.')
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   inputs = [jnp.asarray(x) for x in inputs or ()]
-  axes = _axes('input_shard_axes', input_shard_axes, len(inputs))
+  axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
+  axes = [arguments.as_int('input_shard_axes', axis) for axis in axes]
   template = contexts.subtemplate()
 
   def run(*parts):
@@ -113,12 +112,12 @@ def shard(
     placed.append(_place(f'Input {i}', x, sharding))
     specs.append(spec)
   outputs = map_variables(run, placed, specs, mesh)
-  num = len(outputs)
-  axes = _axes('output_shard_axes', output_shard_axes, num)
-  from_all = _per_item('outputs_from_all_shards', outputs_from_all_shards, num)
+  from_all = _per_item(
+      'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
+  )
   return [
-      _join(x, axis) if operator.index(is_from_all) else x[0]
-      for x, axis, is_from_all in zip(outputs, axes, from_all, strict=True)
+      joined(x) if operator.index(is_from_all) else x[0]
+      for x, is_from_all in zip(outputs, from_all, strict=True)
   ]
 
 
@@ -146,20 +145,15 @@ def _place(name, x, sharding):
   return x
 
 
-def _join(x, axis):
-  """Concatenates the outputs of all shards, [num_shards, ...]."""
-  return x if x.ndim == 1 else jnp.concatenate(x, axis)
+def joined(x: jax.Array) -> jax.Array:
+  """Returns the outputs of all shards, [num_shards, ...], concatenated."""
+  return x.reshape(-1, *x.shape[2:])
 
 
 def _as_list(out):
   if out is None:
     return []
   return list(out) if isinstance(out, list | tuple) else [out]
-
-
-def _axes(name, value, length):
-  axes = _per_item(name, value or 0, length)
-  return [arguments.as_int(name, axis) for axis in axes]
 
 
 def _per_item(name, value, length):

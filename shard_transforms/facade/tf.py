@@ -326,8 +326,8 @@ _OURS = {
         ' ExponentialMovingAverage FtrlOptimizer GradientDescentOptimizer'
         ' MomentumOptimizer Optimizer RMSPropOptimizer SyncReplicasOptimizer'
         ' cosine_decay cosine_decay_restarts exponential_decay get_global_step'
-        ' get_or_create_global_step inverse_time_decay linear_cosine_decay'
-        ' natural_exp_decay piecewise_constant polynomial_decay'
+        ' get_or_create_global_step inverse_time_decay natural_exp_decay'
+        ' piecewise_constant polynomial_decay'
     ),
     'tf.estimator': 'EstimatorSpec ModeKeys',
     'tf.losses': 'Reduction',
@@ -338,7 +338,6 @@ _OURS = {
     'tf.contrib.opt': (
         'AdamWOptimizer DecoupledWeightDecayExtension'
         ' DropStaleGradientOptimizer LARSOptimizer LazyAdamOptimizer'
-        ' extend_with_decoupled_weight_decay'
     ),
     'tf.contrib.estimator': (
         'TowerOptimizer clip_gradients_by_norm replicate_model_fn'

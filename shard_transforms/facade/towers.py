@@ -7,20 +7,20 @@ import chex
 import optax
 
 import shard_transforms
+from shard_transforms.facade import bases
 from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
 _COLLECTION = 'replicate_model_fn_graph_states'
 
 
-class TowerOptimizer(wrapper.Wrapper):
+class TowerOptimizer(bases.Wrapper):
   """Gathers the gradients of all towers, and applies them with the last one.
 
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
@@ -76,7 +76,7 @@ class TowerOptimizer(wrapper.Wrapper):
     given = optimizer_or_optimizer_fn
     if callable(given) and not isinstance(given, optimizer.Optimizer):
       given = given()
-    opt = wrapper.check_optimizer('optimizer_or_optimizer_fn', given, True)
+    opt = bases.check_optimizer('optimizer_or_optimizer_fn', given, True)
     if isinstance(opt, TowerOptimizer):
       raise ValueError(
           '`optimizer_or_optimizer_fn` must not be a TowerOptimizer, got one:'
@@ -112,7 +112,7 @@ class TowerOptimizer(wrapper.Wrapper):
     towers = contexts.towers()
     if towers is None:
       return super()._apply(pairs, global_step, name)
-    wrapper.check_decided(self)
+    bases.check_decided(self)
     if towers.is_applying:
       raise ValueError(
           'TowerOptimizer must not be inside another one, got one that applies'

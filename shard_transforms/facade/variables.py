@@ -13,12 +13,47 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from shard_transforms.facade import constants
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 
-_KEYS = constants.GraphKeys
+
+class GraphKeys:
+  """Names of the collections of a graph.
+
+  Attributes:
+    GLOBAL_VARIABLES: All variables.
+    TRAINABLE_VARIABLES: Those that optimizers update by default.
+    GLOBAL_STEP: The global step alone.
+    MOVING_AVERAGE_VARIABLES: Those that have an average.
+    REGULARIZATION_LOSSES: The results of the regularizers of variables.
+    LOCAL_VARIABLES: Empty until you add to it; so are all that follow.
+    LOSSES: The same.
+    SUMMARIES: The same.
+    TRAIN_OP: The same.
+    UPDATE_OPS: The same.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default() as graph:
+    ...   w = facade.Variable(1.0, name='w')
+    ...   print(graph.get_collection(facade.GraphKeys.TRAINABLE_VARIABLES))
+    [<Variable 'w:0' shape=() dtype=float32>]
+
+  References:
+    `tf.GraphKeys` of TensorFlow 1.15.
+  """
+
+  GLOBAL_VARIABLES = 'variables'
+  TRAINABLE_VARIABLES = 'trainable_variables'
+  GLOBAL_STEP = 'global_step'
+  MOVING_AVERAGE_VARIABLES = 'moving_average_variables'
+  REGULARIZATION_LOSSES = 'regularization_losses'
+  LOCAL_VARIABLES = 'local_variables'
+  LOSSES = 'losses'
+  SUMMARIES = 'summaries'
+  TRAIN_OP = 'train_op'
+  UPDATE_OPS = 'update_ops'
 
 
 class Operation(NamedTuple):
@@ -162,9 +197,9 @@ class Variable(Leaf):
     self.op = Operation(self.graph.unique_name(prefix + (name or 'Variable')))
     self.name = f'{self.op.name}:0'
     if collections is None:
-      collections = [_KEYS.GLOBAL_VARIABLES]
+      collections = [GraphKeys.GLOBAL_VARIABLES]
     if trainable:
-      collections = [*collections, _KEYS.TRAINABLE_VARIABLES]
+      collections = [*collections, GraphKeys.TRAINABLE_VARIABLES]
     self.graph.add_variable(self, dict.fromkeys(collections))
 
   @property

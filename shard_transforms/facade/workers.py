@@ -13,6 +13,7 @@ import optax
 
 import shard_transforms
 from shard_transforms._src.base import arguments
+from shard_transforms.facade import bases
 from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
@@ -21,7 +22,6 @@ from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
-from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
 
@@ -72,7 +72,7 @@ class LocalStep(Variable):
     self.assign(jnp.stack([jnp.asarray(step, jnp.int32), 0]))
 
 
-class _Worker(wrapper.Wrapper):
+class _Worker(bases.Wrapper):
   """An optimizer that records at which global step gradients were computed."""
 
   # Whether gradients cannot be computed without a global step.
@@ -162,8 +162,8 @@ class DropStaleGradientOptimizer(_Worker):
       use_locking: bool = False,
       name: str = 'DropStaleGradient',
   ):
-    super().__init__(wrapper.check_optimizer('opt', opt), use_locking, name)
-    self._staleness = arguments.as_int('staleness', staleness)
+    super().__init__(bases.check_optimizer('opt', opt), use_locking, name)
+    self._tx: Any = shard_transforms.drop_stale(staleness)
 
   @property
   def stale_counter(self) -> Variable:
@@ -173,10 +173,6 @@ class DropStaleGradientOptimizer(_Worker):
   def stale_fraction(self, global_step: Variable) -> jax.Array:
     """Returns the fraction of gradients that were dropped, float32 []."""
     return self._state(global_step).stale_fraction
-
-  def gradient_staleness_percentage(self, global_step: Variable) -> jax.Array:
-    """Returns drops / (global step + 1), the percentage of TensorFlow 1."""
-    return self.stale_counter / (global_step + 1.0)
 
   def variables(self) -> list[Variable]:
     """Returns all variables that hold state, by name."""
@@ -193,10 +189,11 @@ class DropStaleGradientOptimizer(_Worker):
           ' thread: it records the step that the gradients belong to.'
       )
     with self._held([variable for _, variable in pairs]), frames.transaction():
-      tx = shard_transforms.drop_stale(self._staleness)
-      state: Any = self._state(global_step)
-      update: Any = jnp.float32(1)  # It stays, or becomes 0.
-      update, state = tx.update(update, state, local_step=self._local_step.step)
+      update, state = self._tx.update(
+          jnp.float32(1),  # It stays, or becomes 0.
+          self._state(global_step),
+          local_step=self._local_step.step,
+      )
       apply = functools.partial(super()._apply, pairs, global_step, name)
       functions.select(
           update > 0, lambda: functions.group(apply), functions.no_op
@@ -206,12 +203,9 @@ class DropStaleGradientOptimizer(_Worker):
 
   def _state(self, global_step):
     """Returns the state of `drop_stale`."""
-    count = self.stale_counter.value()
-    return shard_transforms.DropStaleState(
+    return self._tx.init(())._replace(
         global_step=jnp.asarray(global_step.value(), jnp.int32),
-        stale_count=count,
-        stale_shard_count=count,
-        inner_state=optax.EmptyState(),
+        stale_count=self.stale_counter.value(),
     )
 
 
@@ -295,7 +289,7 @@ class SyncReplicasOptimizer(_Worker):
       use_locking: bool = False,
       name: str = 'sync_replicas',
   ):
-    opt = wrapper.check_optimizer('opt', opt, may_gather=True)
+    opt = bases.check_optimizer('opt', opt, may_gather=True)
     super().__init__(opt, use_locking, name)
     if opt._gathers:
       raise ValueError(
@@ -325,7 +319,7 @@ class SyncReplicasOptimizer(_Worker):
     self._condition = threading.Condition()
 
   def _apply(self, pairs, global_step, name):
-    wrapper.check_decided(self)
+    bases.check_decided(self)
     pairs = self._checked(pairs, global_step)
     if self._is_alone:
       return self._apply_mean([pairs], global_step)

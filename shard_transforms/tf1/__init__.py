@@ -1,8 +1,8 @@
 """Optimizers whose arithmetic in TensorFlow 1 is not that of Optax."""
 
-from shard_transforms._src.tf1.adafactor import adafactor
-from shard_transforms._src.tf1.adam import adam
-from shard_transforms._src.tf1.ftrl import ftrl
+from shard_transforms._src.tf1.elementwise import adam
+from shard_transforms._src.tf1.elementwise import ftrl
+from shard_transforms._src.tf1.layerwise import adafactor
 from shard_transforms._src.tf1.layerwise import lamb
 from shard_transforms._src.tf1.layerwise import lars
 

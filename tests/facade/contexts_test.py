@@ -73,7 +73,7 @@ class MappedAxesTest(absltest.TestCase):
 
     def of_tower(x):
       towers = contexts.Towers(8, 'sum', axis_name='tower')
-      with contexts.tower_context(towers):
+      with contexts.replaced(towers=towers):
         seen.append(contexts.mapped_axes())
       return x
 
@@ -85,18 +85,8 @@ class MappedAxesTest(absltest.TestCase):
 class TowersTest(absltest.TestCase):
 
   def test_a_single_tower_is_none(self):
-    with contexts.tower_context(contexts.Towers(1, 'sum')):
+    with contexts.replaced(towers=contexts.Towers(1, 'sum')):
       self.assertIsNone(contexts.towers())
-
-  def test_cannot_be_nested(self):
-    towers = contexts.Towers(2, 'sum')
-
-    with (
-        contexts.tower_context(towers),
-        self.assertRaisesRegex(NotImplementedError, 'cannot be nested'),
-        contexts.tower_context(towers),
-    ):
-      pass
 
 
 class TemplateTest(parameterized.TestCase):

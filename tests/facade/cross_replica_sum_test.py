@@ -26,6 +26,11 @@ class CrossReplicaSumTest(facade_cases.GraphTest):
 
     self.assert_equal(found, jnp.float32([2, 4, 2, 4, 10, 12, 10, 12]))
 
+  @cases.parameters(([[0, 1, 2], [3]], 'equal size'), ([[0, 1]], 'range'))
+  def test_refuses_what_cross_shard_optimizer_refuses(self, groups, message):
+    with self.assertRaisesRegex(ValueError, f'group_assignment.*{message}'):
+      self.sums(groups)
+
   def test_one_shard_keeps_its_array(self):
     self.assert_equal(
         facade.shard(facade.cross_replica_sum, [X]), [jnp.asarray(X)]

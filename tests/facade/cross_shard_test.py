@@ -380,7 +380,7 @@ class GroupsTest(parameterized.TestCase):
       )
 
   @cases.parameters(
-      ([[0, 1, 2], [3]], 'size of each group'),
+      ([[0, 1, 2], [3]], 'equal size'),
       ([[0, 1]], 'permutation of'),
       ([[0, 1], [1, 2], [2, 3]], 'permutation of'),
       ([0, 1, 2, 3], 'list of lists'),

@@ -17,7 +17,6 @@ TAKE_A_STEP = (
     facade.cosine_decay_restarts,
     facade.exponential_decay,
     facade.inverse_time_decay,
-    facade.linear_cosine_decay,
     facade.natural_exp_decay,
     facade.polynomial_decay,
 )

@@ -11,8 +11,7 @@ import pytest
 
 import cases
 from shard_transforms import facade
-from shard_transforms._src.tf1 import adam
-from shard_transforms._src.tf1 import ftrl
+from shard_transforms._src.tf1 import elementwise
 
 RATE = 0.3
 RNG = np.random.default_rng(0)
@@ -107,7 +106,7 @@ OPTIMIZERS = {
     ),
     'adam': (
         lambda rate: facade.AdamOptimizer(rate, 0.8, 0.99, 0.1),
-        lambda rate: adam.adam(rate, 0.8, 0.99, 0.1),
+        lambda rate: elementwise.adam(rate, 0.8, 0.99, 0.1),
     ),
     'adagrad': (
         facade.AdagradOptimizer,
@@ -130,7 +129,7 @@ OPTIMIZERS = {
             0.02,
             l2_shrinkage_regularization_strength=0.1,
         ),
-        lambda rate: ftrl.ftrl(rate, -0.7, 0.2, 0.01, 0.02, 0.1),
+        lambda rate: elementwise.ftrl(rate, -0.7, 0.2, 0.01, 0.02, 0.1),
     ),
     'optax_chain': (
         lambda rate: facade.OptaxOptimizer(

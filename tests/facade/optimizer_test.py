@@ -45,8 +45,8 @@ SIGNATURES = {
     ),
     'shard': (
         '(computation, inputs=None, num_shards=1, input_shard_axes=None,'
-        ' outputs_from_all_shards=True, output_shard_axes=None,'
-        ' infeed_queue=None, device_assignment=None, name=None)'
+        ' outputs_from_all_shards=True, *, infeed_queue=None,'
+        ' device_assignment=None, name=None)'
     ),
 }
 

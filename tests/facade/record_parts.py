@@ -38,8 +38,6 @@ DECAYS = [
     ('cosine_decay_restarts', [9], {}),
     ('cosine_decay_restarts', [9, 1.5, 0.5, 0.1], {}),
     ('cosine_decay_restarts', [9, 1.0, 0.9], {}),
-    ('linear_cosine_decay', [20], {}),
-    ('linear_cosine_decay', [20, 1.5, 0.1, 0.01], {}),
 ]
 
 

@@ -184,7 +184,7 @@ class DropStaleGradientOptimizerTest(parameterized.TestCase):
     self.assertEqual(first.stale_counter.name, 'stale_counter:0')
     self.assertEqual(other.stale_counter.name, 'stale_counter_1:0')
 
-  def test_fraction_and_percentage(self):
+  def test_fraction_of_drops(self):
     opt = self.wrapped(0)
     for age in (0, 1, 1, 1):
       pairs = self.gradients(opt)
@@ -193,8 +193,6 @@ class DropStaleGradientOptimizerTest(parameterized.TestCase):
     self.global_step.assign(1)
 
     self.assertEqual(float(opt.stale_fraction(self.global_step)), 0.75)
-    percentage = opt.gradient_staleness_percentage(self.global_step)
-    self.assertEqual(float(percentage), 1.5)
 
   def test_variables_hold_all_that_has_to_be_saved(self):
     opt = self.wrapped(0, facade.AdamOptimizer(0.1))

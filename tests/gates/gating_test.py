@@ -114,21 +114,46 @@ class GateTest(parameterized.TestCase):
 
     self.assertLen(calls, 1)
 
-  @cases.product(gate=tuple(GATES), mode=modes.MODES)
-  def test_sends_nothing_outside_of_its_branch(self, gate, mode):
-    inner = shard_transforms.cross_shard_mean(modes.AXIS)
-    tx = GATES[gate](inner)
+  @cases.parameters(*modes.MODES)
+  def test_a_window_sends_nothing_outside_of_its_branch(self, mode):
+    mean = shard_transforms.cross_shard_mean(AXIS)
+
+    outside, inside, branches = self.sent(mode, GATES['tower_reduce'](mean))
+
+    self.assertEmpty(outside)
+    self.assertLen(inside, 1)
+    self.assertEqual(branches, ['while'])
+
+  @cases.product(name=('drop_stale', 'guard', 'nested'), mode=modes.MODES)
+  def test_gates_select_without_a_branch(self, name, mode):
+    mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.adam(0.1))
+    guarded = shard_transforms.guard(mean, AXIS, on_bad='exclude')
+    tx = {
+        'drop_stale': shard_transforms.drop_stale(0, mean, axis_name=AXIS),
+        'guard': guarded,
+        'nested': shard_transforms.drop_stale(0, guarded, axis_name=AXIS),
+    }[name]
+
+    outside, inside, branches = self.sent(mode, tx)
+
+    # The updates, their total weight, and the numbers that each gate needs.
+    self.assertLen(outside, 4 if name == 'nested' else 3)
+    self.assertEmpty(inside)
+    self.assertEmpty(branches)
+
+  def sent(self, mode, tx):
+    """Returns what is sent outside and inside of branches, and the branches."""
 
     def shard(step, x):
-      marked = shard_transforms.per_shard(jnp.zeros(3), modes.AXIS)
-      state = tx.init(marked if gate == 'tower_reduce' else jnp.zeros(3))
+      like = shard_transforms.per_shard(jnp.zeros(3), AXIS)
+      is_window = isinstance(
+          jax.eval_shape(tx.init, like), shard_transforms.TowerReduceState
+      )
+      state = tx.init(like if is_window else jnp.zeros(3))
       return tx.update(x, state, local_step=step)[0]
 
     jaxpr = jax.make_jaxpr(modes.map_shards(mode, shard))(0, jnp.ones((8, 3)))
-
-    outside, inside = _collectives(jaxpr.jaxpr)
-    self.assertEmpty(outside)
-    self.assertLen(inside, 1)
+    return _collectives(jaxpr.jaxpr)
 
   @cases.parameters(*GATES)
   def test_refuses_an_inner_that_changes_the_tree_of_its_state(self, gate):
@@ -274,8 +299,8 @@ def _bits(tree):
 
 
 def _collectives(jaxpr, in_branch=False):
-  """Returns the collectives of a jaxpr outside and inside its branches."""
-  outside, inside = [], []
+  """Returns collectives outside and inside of branches, and the branches."""
+  outside, inside, branches = [], [], []
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
     if any(kind in name for kind in ('psum', 'pmin', 'pmax', 'all_gather')):
@@ -286,7 +311,10 @@ def _collectives(jaxpr, in_branch=False):
         found = _collectives(below, in_branch or name in ('cond', 'while'))
         outside += found[0]
         inside += found[1]
-  return outside, inside
+        branches += found[2]
+    if name in ('cond', 'while'):
+      branches.append(name)
+  return outside, inside, branches
 
 
 def _is_jaxpr(node):
@@ -382,16 +410,12 @@ class MixedPrecisionTest(parameterized.TestCase):
       params = optax.apply_updates(params, updates)
     return params, state
 
-  @cases.product(gate=('drop_stale', 'guard', 'nested'), applies=(False, True))
-  def test_trains_with_the_dtypes_of_the_inner_state(self, gate, applies):
+  @cases.parameters('drop_stale', 'guard', 'nested')
+  def test_trains_with_the_dtypes_of_the_inner_state(self, gate):
     tx = _wide_gates(optax.adam(0.1))[gate]
 
     @jax.jit
     def step(params, state, grads, local_step):
-      if applies:
-        return shard_transforms.update_and_apply(
-            tx, grads, state, params, local_step=local_step
-        )
       updates, state = tx.update(grads, state, params, local_step=local_step)
       return optax.apply_updates(params, updates), state
 
@@ -411,19 +435,13 @@ class MixedPrecisionTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
-  @cases.parameters(False, True)
-  def test_towers_train_with_the_dtypes_of_the_inner_state(self, applies):
+  def test_towers_train_with_the_dtypes_of_the_inner_state(self):
     tx = shard_transforms.tower_reduce(2, optax.adam(0.1))
     params, state = self.params, tx.init(self.params)
 
     for grads in np.repeat(self.grads, 2):
-      if applies:
-        params, state = shard_transforms.update_and_apply(
-            tx, grads, state, params
-        )
-      else:
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
 
     found, expected = (params, state.inner_state), self.expected(self.grads)
     chex.assert_trees_all_equal_dtypes(found, expected)
@@ -448,15 +466,6 @@ class MixedPrecisionTest(parameterized.TestCase):
         jax.tree.map(lambda x: x[0], params), expected, rtol=1e-2
     )
     self.assertEqual(mu['w'].dtype, state[0].mu['w'].dtype)
-
-  def test_towers_are_in_place_once_the_state_is_wide(self):
-    tx = shard_transforms.tower_reduce(2, optax.adam(0.1))
-    state = tx.init(self.params)
-
-    for loops in 0, 1:
-      program = jax.make_jaxpr(tx.update)(self.grads[0], state, self.params)
-      self.assertEqual(str(program).count('while['), loops)
-      _, state = tx.update(self.grads[0], state, self.params)
 
   @cases.parameters('drop_stale', 'guard', 'tower_reduce')
   def test_float32_masters_keep_the_dtypes_of_all_state(self, gate):
@@ -486,6 +495,81 @@ class MixedPrecisionTest(parameterized.TestCase):
     _, updates = lax.scan(step, tx.init(self.params), grads)
 
     self.assertEqual(updates['w'].dtype, jnp.float32)
+
+
+class DerivativeTest(parameterized.TestCase):
+
+  @cases.product(
+      gate=('drop_stale', 'guard'),
+      bad=(False, True),
+      wrap=(lambda f: f, jax.jit),
+  )
+  def test_gates_are_differentiated(self, gate, bad, wrap):
+    tx = _alone(optax.adam(0.5))[gate]
+    params = jnp.array([1.0, 2.0])
+    grads = jnp.array([1.0, jnp.nan if bad and gate == 'guard' else 3.0])
+    late = bad and gate == 'drop_stale'
+
+    def after(params, grads):
+      state = tx.init(params)
+      updates, _ = tx.update(grads, state, params, local_step=-late)
+      return jnp.sum(params * (1 + updates))
+
+    found = jax.grad(wrap(after), (0, 1))(params, grads)
+
+    # A skipped step has updates of zero, and no derivative that is NaN.
+    if bad:
+      np.testing.assert_array_equal(found, [[1, 1], [0, 0]])
+    else:
+      np.testing.assert_allclose(found[0], [0.5, 0.5], rtol=1e-4)
+
+  @cases.parameters(lambda fn: fn, jax.jit, jax.checkpoint)
+  def test_towers_are_differentiated(self, wrap):
+    tx = shard_transforms.tower_reduce(2, optax.sgd(0.5))
+
+    def loss(grads):
+      params = jnp.ones(2)
+      state = tx.init(params)
+      for _ in range(2):
+        updates, state = wrap(tx.update)(grads, state, params)
+        params += updates
+      return params[0]
+
+    ones = jnp.ones(2)
+    self.assertEqual(jax.jvp(loss, (ones,), (ones,))[1], -0.5)
+    np.testing.assert_array_equal(jax.grad(loss)(ones), [-0.5, 0.0])
+
+  @cases.parameters(False, True)
+  def test_towers_are_differentiated_by_all_that_inner_reads(self, closes_over):
+    def scaled(known):
+      def update(updates, state, params=None, *, scale):
+        _, key = state
+        scale = known if closes_over else scale
+        return scale * updates * params, (updates + params, key)
+
+      return optax.GradientTransformationExtraArgs(
+          lambda params: (params, jax.random.key(0)), update
+      )
+
+    @jax.jit
+    def after_two(grad, param, scale):
+      tx = shard_transforms.tower_reduce(2, scaled(scale))
+      state = tx.init(param)
+      for _ in range(2):
+        updates, state = tx.update(grad, state, param, scale=scale)
+        param += updates
+      return param + 10 * state.inner_state[0]
+
+    given = 3.0, 5.0, 7.0
+    found = jax.grad(after_two, argnums=(0, 1, 2))(*given)
+
+    # Of param + scale * grad * param + 10 * (grad + param).
+    self.assertEqual(found, (5 * 7 + 10, 1 + 3 * 7 + 10, 3 * 5))
+    names = str(jax.make_jaxpr(after_two)(*given))
+    # JAX could not differentiate a loop by what it closes over.
+    self.assertEqual(
+        (' while[' in names, ' cond[' in names), (not closes_over, closes_over)
+    )
 
 
 def _objective(params):

@@ -305,9 +305,8 @@ class LeafTest(parameterized.TestCase):
         )
         grads = shard_transforms.per_shard(grads, AXIS)
         if apply:
-          params, state = shard_transforms.update_and_apply(
-              tx, grads, state, params
-          )
+          updates, state = tx.update(grads, state, params)
+          params = optax.apply_updates(params, updates)
         else:
           updates, state = tx.update(grads, state, params)
           params = optax.apply_updates(params, updates)

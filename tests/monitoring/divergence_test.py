@@ -430,9 +430,8 @@ class CopiesTest(parameterized.TestCase):
     @jax.jit
     def step(params, state):
       grads = jax.tree.map(jnp.ones_like, params)
-      return shard_transforms.update_and_apply(
-          tx, grads, state, params, local_step=0
-      )
+      updates, state = tx.update(grads, state, params, local_step=0)
+      return optax.apply_updates(params, updates), state
 
     before = jax.device_get(params)
     params['w'] = with_a_flipped_bit(params['w'])

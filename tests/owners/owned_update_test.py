@@ -445,7 +445,8 @@ class EqualityTest(parameterized.TestCase):
       )
       def step(params, state, data, tx=tx):
         grads = jax.tree.map(lambda x: x[0, 0], data)
-        return shard_transforms.update_and_apply(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
       step = jax.jit(step, donate_argnums=1)
       state = init_state(tx, params, mesh)

@@ -450,9 +450,8 @@ class GatesTest(parameterized.TestCase):
     tx = scale_by_staleness('inverse')
     state = tx.init(params)._replace(global_step=jnp.int32(4))
 
-    applied, _ = shard_transforms.update_and_apply(
-        tx, jnp.ones(2), state, params, local_step=0
-    )
+    updates, _ = tx.update(jnp.ones(2), state, params, local_step=0)
+    applied = optax.apply_updates(params, updates)
 
     np.testing.assert_array_equal(applied, [1.25, 2.25])
 

@@ -406,7 +406,8 @@ class CheckpointTest(parameterized.TestCase):
 
       def step(params, state, x):
         _, grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)
-        return shard_transforms.update_and_apply(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
       return jax.jit(
           jax.shard_map(

@@ -372,7 +372,8 @@ class TrainingTest(parameterized.TestCase):
     def train(grad_fn, params, state, place_batch, shardings=None):
       def step(params, state, x, tokens):
         _, grads = grad_fn(params, x, tokens)
-        return shard_transforms.update_and_apply(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
       step = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
       for x, own in zip(batches, tokens, strict=True):

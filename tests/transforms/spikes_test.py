@@ -429,9 +429,8 @@ class ClipTest(parameterized.TestCase):
     tx = guard(optax.sgd(1.0), spikes=rule)
     params = jnp.ones(2)
 
-    found, _ = shard_transforms.update_and_apply(
-        tx, jnp.array([6.0, 8.0]), tx.init(params), params
-    )
+    updates, _ = tx.update(jnp.array([6.0, 8.0]), tx.init(params), params)
+    found = optax.apply_updates(params, updates)
 
     np.testing.assert_allclose(found, [-2.0, -3.0])
 

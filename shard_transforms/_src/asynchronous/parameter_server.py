@@ -16,7 +16,6 @@ import optax
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import counters
-from shard_transforms._src.gates import gating
 from shard_transforms._src.staleness import drop_stale
 from shard_transforms._src.state import shardings as shardings_lib
 
@@ -242,9 +241,10 @@ def _step(
   if weight is not None:
     grads = jax.tree.map(lambda g: (weight * g).astype(g.dtype), grads)
   extra_args = {} if read_params is None else {'read_params': read_params}
-  params, state = gating.update_and_apply(
-      tx, grads, state, params, local_step=local_step, **extra_args
+  updates, state = tx.update(
+      grads, state, params, local_step=local_step, **extra_args
   )
+  params = optax.apply_updates(params, updates)
   next_held = functools.partial(_next_held, is_fresh)
   return (params, jax.tree.map(next_held, held, read_held, new_held)), state
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import chex
 import jax
-from jax import core
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +36,8 @@ _REMEDIES = {
         " `cross_shard_mean(..., on_invariant='averaged')` leaves it as it is."
     ),
     'unreduced': (
-        'its sum over the shards is pending. Weights, groups and wrappers need'
-        ' the gradient of each shard: differentiate at'
-        ' `shard_transforms.per_shard(params, {axis!r})`.'
+        'its sum over the shards is pending. Take the gradient of each shard:'
+        ' differentiate at `shard_transforms.per_shard(params, {axis!r})`.'
     ),
 }
 
@@ -117,31 +115,17 @@ def widened(tree: Any) -> Any:
 
 
 def split_arrays(
-    tree: Any, is_split: bool = True
+    tree: Any,
 ) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
-  """Returns the arrays in a tree, or none, and how the tree is restored.
-
-  Arrays that are known and on a mesh are always among them: inside of a
-  program, JAX does not see how a known array is sharded.
-  """
+  """Returns the arrays in a tree, and how the tree is restored from them."""
   leaves, treedef = jax.tree.flatten(tree)
-  arrays = [
-      x
-      if isinstance(x, jax.Array) and (is_split or _is_known_on_mesh(x))
-      else None
-      for x in leaves
-  ]
+  arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
 
   def join(arrays):
     pairs = zip(leaves, arrays, strict=True)
     return treedef.unflatten([x if a is None else a for x, a in pairs])
 
   return arrays, join
-
-
-def _is_known_on_mesh(x):
-  is_known = not isinstance(x, core.Tracer)
-  return is_known and bool(jax.typeof(x).sharding.mesh.axis_names)
 
 
 def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -182,12 +166,11 @@ def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
 
 
 def check_inexact(tree: Any, caller: str) -> None:
-  """Checks that leaves are real, complex or `float0`, and their sums done.
+  """Checks that leaves are real, complex or `float0`.
 
   Raises:
     TypeError: If a leaf is an integer or boolean.
   """
-  _check_not_pending(tree, caller)
   for path, leaf in jax.tree.leaves_with_path(tree):
     # `jnp.result_type` takes ten times as long.
     dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
@@ -199,44 +182,30 @@ def check_inexact(tree: Any, caller: str) -> None:
       )
 
 
-def check_per_shard(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that each shard still has its own values."""
-  _check(tree, axes, caller, refused=('invariant', 'unreduced'))
+def check_per_shard(
+    tree: Any,
+    axes: Sequence[Hashable],
+    caller: str,
+    allow_invariant: bool = False,
+) -> None:
+  """Checks that each shard still has its own values, or the same ones.
 
-
-def check_not_reduced(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that values are not reduced yet; their sum may be pending."""
-  _check(tree, axes, caller, refused=('invariant',))
-
-
-def _check(tree, axes, caller, refused):
+  Raises:
+    ValueError: If a leaf is reduced over one of `axes`, unless this is allowed,
+      or is still to be summed.
+  """
   found = jax.tree.leaves_with_path(tree)
-  found = [(p, leaf) for p, leaf in found if not is_float0(leaf)]
-  for axis in axes:
-    states = axes_lib.states([leaf for _, leaf in found], axis)
-    for (path, leaf), state in zip(found, states, strict=True):
-      if state in refused:
-        raise ValueError(
-            f'`updates` of `{caller}` must be per shard over {axis!r}, got'
-            f' {name_of(path)} {list(jnp.shape(leaf))}, typed {state}:'
-            f' {_REMEDIES[state].format(axis=axis)}'
-        )
-
-
-def _check_not_pending(tree: Any, caller: str) -> None:
-  """Checks that no sum over an axis of type `Explicit` is still to be done."""
-  if not axes_lib.has_explicit(jax.sharding.get_abstract_mesh().axis_names):
-    return
-  for path, leaf in jax.tree.leaves_with_path(tree):
-    pending = () if is_float0(leaf) else axes_lib.pending_axes(leaf)
-    if pending:
+  for axis in filter(axes_lib.is_tracked, axes):
+    for path, leaf in found:
+      if is_float0(leaf) or axis in axes_lib.varying_axes(leaf):
+        continue
+      state = axes_lib.state(leaf, axis)
+      if state == 'invariant' and allow_invariant:
+        continue
       raise ValueError(
-          f'`updates` of `{caller}` must not be unreduced, got {name_of(path)}'
-          f' {list(jnp.shape(leaf))}, whose sum over'
-          f' {sorted(pending, key=str)} is pending. Name these axes in the'
-          ' reduction, such as `cross_shard_mean`, and bind them by'
-          ' `shard_transforms.on_mesh(tx, mesh)`; or take gradients by'
-          ' `shard_transforms.accumulated_value_and_grad`.'
+          f'`updates` of `{caller}` must be per shard over {axis!r}, got'
+          f' {name_of(path)} {list(jnp.shape(leaf))}, typed {state}:'
+          f' {_REMEDIES[state].format(axis=axis)}'
       )
 
 

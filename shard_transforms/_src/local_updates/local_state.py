@@ -120,9 +120,8 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     params = optax.apply_updates(params, updates)
 
   A gradient at `params` has the same type, but then every step of a round is
-  taken from the same point. `update` refuses a gradient at `params` that comes
-  directly from `value_and_grad`; `monitoring.wire_report` of a step warns of
-  others.
+  taken from the same point, and no error tells. `monitoring.wire_report` of a
+  step warns of it: check a step once, in a test.
 
   Args:
     params: The parameters, as for `tx.update`.

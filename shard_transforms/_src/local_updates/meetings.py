@@ -7,74 +7,17 @@ import dataclasses
 import functools
 from typing import Any
 
-import chex
 import jax
-from jax import core
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import shard_flow
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.gates import gating
 from shard_transforms._src.local_updates import rounds
 from shard_transforms._src.reduction import collectives
-
-# In a `while_loop` of one turn or none: a `cond` would copy all leaves in the
-# steps without a meeting.
-_SELDOM = gating.Gate(applies=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixing:
-  """How a shard takes the anchor over into its own parameters.
-
-  Attributes:
-    own: How much of its own parameters a shard keeps.
-    elastic: Whether the rest comes from the anchor before it moved.
-  """
-
-  own: chex.Numeric
-  elastic: bool
-
-  def __call__(self, own: jax.Array, anchor: jax.Array) -> jax.Array:
-    """Returns the next of a shard's own parameters, one leaf."""
-    is_known = not isinstance(self.own, core.Tracer)
-    # A factor of 1 must keep the bits, which the formula below would not.
-    if is_known and self.own == 0:
-      return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
-    if is_known and self.own == 1:
-      return own
-    mixed = jnp.asarray(self.own * own + (1 - self.own) * anchor)
-    return mixed.astype(own.dtype)
-
-
-def as_mixing(mixing: chex.Numeric, elastic: bool, delay: int) -> Mixing:
-  """Returns how shards take over the anchor.
-
-  Raises:
-    TypeError: If `mixing` is not a real number, or `elastic` no boolean.
-    ValueError: If `mixing` is known not to be from 0 to 1, or `elastic` comes
-      without it or with a delay.
-  """
-  mixing = arguments.as_fraction('mixing', mixing)
-  is_known = not isinstance(mixing, core.Tracer)
-  # In traced code, even the value of a constant array is not known.
-  mixing = float(mixing) if is_known else mixing
-  arguments.check_bool('elastic', elastic)
-  if elastic and is_known and mixing == 0:
-    raise ValueError(
-        '`elastic` of `local_updates` must come with `mixing`, got 0 for that:'
-        ' a shard would keep nothing of its own parameters. For a shard that'
-        ' moves by a part of `a` towards the anchor, `mixing` is 1 - a.'
-    )
-  if elastic and delay:
-    raise ValueError(
-        f'`delay` of `local_updates` must be 0 with `elastic`, got {delay!r}:'
-        ' the anchor is not kept as it was before it moved.'
-    )
-  return Mixing(mixing, elastic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +27,7 @@ class Meeting:
   Attributes:
     inner: The transformation of a shard's own parameters.
     outer: The one that reduces the distances from the anchor, as gradients.
-    mixing: How a shard takes the anchor over.
+    mixing: How much of its own parameters a shard keeps.
     fragments: How the leaves are divided.
     axes: The axes of the shards.
     assume_weighted: Whether `outer` is known to use the weight.
@@ -92,14 +35,13 @@ class Meeting:
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
-  mixing: Mixing
+  mixing: float
   fragments: rounds.Fragments
   axes: tuple[Hashable, ...]
   assume_weighted: bool = False
 
   def send_fragments(
       self,
-      gate: gating.Gate,
       are_due: Sequence[jax.Array],
       states: Sequence[optax.OptState],
       anchor: optax.Params,
@@ -110,7 +52,6 @@ class Meeting:
     """Moves those fragments of the anchor that are due.
 
     Args:
-      gate: Whether to return updates, or to apply them.
       are_due: For each fragment, whether it is sent, bool [].
       states: For each, the state of `outer`.
       anchor: The parameters that all shards share.
@@ -119,8 +60,7 @@ class Meeting:
       extra_args: The extra arguments of `outer.update`.
 
     Returns:
-      The updates of the anchor, zero unless due, or the next anchor; and the
-      next states.
+      The updates of the anchor, zero unless due; and the next states.
 
     Raises:
       ValueError: If `outer` does not reduce over the axes, or changes a tree.
@@ -133,52 +73,45 @@ class Meeting:
       weight = None if weights is None else weights[i]
       with jax.named_scope(f'meeting_{i}'):
         given = are_due[i], states[i], shared, part, weight, extra_args
-        sent.append(self._send(gate, *given))
+        sent.append(self._send(*given))
     moved, states = zip(*sent, strict=True)
     return self.fragments.join(moved, anchor), states
 
-  def _send(self, gate, is_due, state, anchor, own, weight, extra_args):
+  def _send(self, is_due, state, anchor, own, weight, extra_args):
     """Moves one fragment, by the distances of all shards from the anchor."""
-    given = anchor if gate.applies else jax.tree.map(jnp.zeros_like, anchor)
 
-    def run(state, given, anchor, own, weight, /, **extra_args):
-      anchor = given if gate.applies else anchor
+    def run(state, anchor, own, weight, /, **extra_args):
       way = jax.tree.map(jnp.subtract, anchor, own)
-      if weight is None:
-        moved, state = gate.update(self.outer, way, state, anchor, **extra_args)
-      else:
-        moved, state = gate.update_or_skip(
-            collectives.total(weight, self.axes) > 0,
-            self.outer,
-            way,
-            state,
-            anchor,
-            weight=weight,
-            axes=() if self.assume_weighted else self.axes,
-            extra_args=extra_args,
-            caller='local_updates',
-        )
+      accept = None
+      if weight is not None:
+        accept = collectives.total(weight, self.axes) > 0
+      moved, state = gating.update_or_skip(
+          gating.Checked(),
+          accept,
+          self.outer,
+          way,
+          state,
+          anchor,
+          weight=weight,
+          axes=self.axes,
+          assume_weighted=self.assume_weighted,
+          extra_args=extra_args,
+          caller='local_updates',
+      )
       return _like(moved, anchor), state
 
     def check(jaxpr):
-      num_own, num_after = (len(jax.tree.leaves(x)) for x in (own, weight))
+      arrays, _ = leaves_lib.split_arrays(extra_args)
+      num_own, num_after = map(_num_leaves, (own, (weight, arrays)))
       differs = [frozenset()] * len(jaxpr.invars)
       first = len(differs) - num_after - num_own
       differs[first : first + num_own] = [frozenset(self.axes)] * num_own
       found = shard_flow.differing(inlining.flatten(jaxpr), differs)
-      _check_reduced(found[: len(jax.tree.leaves(given))], self.axes)
+      _check_reduced(found[: _num_leaves(anchor)], self.axes)
 
-    moved, state = _SELDOM.run_or_skip(
-        is_due,
-        run,
-        state,
-        given,
-        () if gate.applies else anchor,
-        own,
-        weight,
-        extra_args=extra_args,
-        check=check,
-        seldom=True,
+    given = is_due, run, state, anchor, own, weight
+    moved, state = gating.run_when_due(
+        *given, extra_args=extra_args, check=check
     )
     types = map(axes_lib.varying_axes, jax.tree.leaves(moved))
     _check_reduced(types, self.axes)
@@ -186,7 +119,6 @@ class Meeting:
 
   def take_over(
       self,
-      gate: gating.Gate,
       are_due: Sequence[jax.Array],
       own: optax.Params,
       inner_state: optax.OptState,
@@ -199,26 +131,22 @@ class Meeting:
     anchor, with all of its parameters and a new inner state.
 
     Args:
-      gate: Whether `moved` are updates, or parameters.
       are_due: For each fragment, whether it is taken over, bool [].
       own: A shard's own parameters.
       inner_state: The state of the inner transformation.
       anchor: The parameters that all shards share, before the step.
-      moved: The updates of these, or the parameters after the step.
+      moved: The updates of these.
     """
     numbers = self.fragments.of_leaves(anchor)
 
-    def run(state, _, are_due, before, moved):
+    def run(state, are_due, before, moved):
       own, inner_state = state
-      if not gate.applies:
-        # In this loop, so that it rounds as the user's `apply_updates` does.
-        moved = optax.apply_updates(before, moved)
+      moved = optax.apply_updates(before, moved)
       leaves, treedef = jax.tree.flatten(own)
       is_due = [are_due[number] for number in numbers]
       is_well = _is_well(leaves, is_due, self.axes)
       renewed = jax.tree.leaves(moved)
-      towards = jax.tree.leaves(before) if self.mixing.elastic else renewed
-      mixed = map(self.mixing, leaves, towards)
+      mixed = map(self._mixed, leaves, renewed)
       if len(are_due) > 1:
         mixed = map(jnp.where, is_due, mixed, leaves)
       choose = functools.partial(jnp.where, is_well)
@@ -227,19 +155,22 @@ class Meeting:
       inner_state = jax.tree.map(choose, inner_state, fresh)
       return (), (treedef.unflatten(leaves), inner_state)
 
-    # While a loop reads the old anchor, the new one needs memory of its own.
-    needs_old = self.mixing.elastic or not gate.applies
-    _, (own, inner_state) = _SELDOM.run_or_skip(
-        functools.reduce(jnp.logical_or, are_due),
-        run,
-        (own, inner_state),
-        (),
-        are_due,
-        anchor if needs_old else (),
-        moved,
-        seldom=True,
-    )
-    return own, inner_state
+    is_any_due = functools.reduce(jnp.logical_or, are_due)
+    state = own, inner_state
+    given = is_any_due, run, state, are_due, anchor, moved
+    return gating.run_when_due(*given)[1]
+
+  def _mixed(self, own, anchor):
+    """Returns the next of a shard's own parameters, one leaf."""
+    # The anchor must keep its bits, which the formula would not.
+    if not self.mixing:
+      return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
+    mixed = jnp.asarray(self.mixing * own + (1 - self.mixing) * anchor)
+    return mixed.astype(own.dtype)
+
+
+def _num_leaves(tree):
+  return len(jax.tree.leaves(tree))
 
 
 def _is_well(leaves, are_due, axes):

@@ -248,9 +248,7 @@ def _explaining(x, axes):
   except (AssertionError, ValueError) as error:
     raise NotImplementedError(
         f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
-        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`; on an'
-        ' axis of type `Explicit`, `jax.vmap` needs `jax.sharding.auto_axes`'
-        ' around it.'
+        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
     ) from error
 
 

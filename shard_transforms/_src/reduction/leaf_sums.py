@@ -5,7 +5,6 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import chex
@@ -26,27 +25,17 @@ from shard_transforms._src.reduction import collectives
 OnInvariant = Literal['error', 'averaged']
 
 
-class Route(NamedTuple):
-  """How one leaf becomes its sum or mean.
-
-  Attributes:
-    send: The axes over which the shards' values are summed.
-    pending: The axes over which a delayed sum is still to be done.
-    divisor: The number of summands.
-  """
-
-  send: tuple[Hashable, ...]
-  pending: tuple[Hashable, ...]
-  divisor: int
-
-
 class Key(NamedTuple):
   """What must be equal for leaves to share a buffer.
 
-  A buffer varies over all axes over which one of its leaves does.
+  Attributes:
+    axes: The axes over which they are sent.
+    dtype: The dtype in which they are summed.
+    varying: All axes over which they vary; a buffer varies over those of each
+      of its leaves.
   """
 
-  route: Route
+  axes: tuple[Hashable, ...]
   dtype: np.dtype
   varying: frozenset[Hashable]
 
@@ -121,7 +110,9 @@ class Reduction:
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       reduced = reduce(leaves, share(checked, self), self)
-    return treedef.unflatten(as_given(reduced, checked, self))
+    if isinstance(checked, weights.Summed):
+      reduced = checked.as_given(reduced, self.caller)
+    return treedef.unflatten(reduced)
 
   def num_shards(self) -> int:
     """Returns how many shards reduce together: all, or those of a group."""
@@ -157,10 +148,12 @@ def check(
     # The reduction before this one has divided.
     weight = None
   needs_own = weight, options.groups, options.order
-  if any(x is not None for x in needs_own):
-    leaves_lib.check_per_shard(tree, options.axes, options.caller)
-  elif options.on_invariant == 'error':
-    leaves_lib.check_not_reduced(tree, options.axes, options.caller)
+  leaves_lib.check_per_shard(
+      tree,
+      options.axes,
+      options.caller,
+      options.on_invariant == 'averaged' and all(x is None for x in needs_own),
+  )
   if weight is None:
     return None
   if not isinstance(weight, weights.Summed) or options.order is None:
@@ -174,16 +167,6 @@ def check(
       )
     return weight
   return axes_lib.to_varying(weight, options.axes)
-
-
-def as_given(
-    reduced: list[jax.Array],
-    weight: jax.Array | weights.Summed | None,
-    options: Reduction,
-) -> list[jax.Array]:
-  """Returns reduced leaves in the dtypes of the towers, if they are of some."""
-  is_sum = isinstance(weight, weights.Summed)
-  return weight.as_given(reduced, options.caller) if is_sum else reduced
 
 
 def share(
@@ -255,7 +238,15 @@ def _reduce(
   axes = options.axes if options.groups is None else ()
   results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
   todo = [i for i, result in enumerate(results) if result is None]
-  values, keys = _prepare([leaves[i] for i in todo], own.weight, options)
+  values = [leaves_lib.as_accumulator(leaves[i]) for i in todo]
+  if own.weight is not None:
+    values = list(map(weights.weighing(own.weight), values))
+  if options.order is not None:
+    values = list(map(collectives.rounded, values))
+  keys = [
+      Key(sent_over(x, options), x.dtype, axes_lib.varying_axes(x))
+      for x in values
+  ]
   factors = {}
   if options.kind == 'mean' and own.total is not None:
     factors = {
@@ -263,71 +254,38 @@ def _reduce(
     }
 
   def send(buffer, key):
-    summed = sum_over(buffer, key.route.send)
-    factor = factors.get(key.dtype)
-    scaled = _scaled(summed, key.route, factor, options.kind)
-    return scaled if options.order is None else collectives.rounded(scaled)
+    summed = sum_over(buffer, key.axes)
+    if options.kind == 'mean':
+      summed = _divided(summed, key, factors.get(key.dtype), options)
+    return summed if options.order is None else collectives.rounded(summed)
 
-  sends = any(key.route.send for key in keys)
-  levels = options.levels() if sends else ()
+  levels = options.levels() if any(key.axes for key in keys) else ()
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
   for i, x in zip(todo, reduced, strict=True):
     results[i] = leaves_lib.as_dtype(x, leaves_lib.dtype_of(leaves[i]))
   return results
 
 
-def _prepare(leaves, weight, options):
-  """Returns the weighted values that are sent, and the key of each."""
-  values = [leaves_lib.as_accumulator(leaf) for leaf in leaves]
-  routes = find_routes(values, options)
-  weigh = weights.weighing(weight)
-  values = [
-      weigh(collectives.psum(x, route.pending))
-      for x, route in zip(values, routes, strict=True)
-  ]
-  if options.order is not None:
-    values = list(map(collectives.rounded, values))
-  keys = [
-      Key(route, x.dtype, axes_lib.varying_axes(x))
-      for x, route in zip(values, routes, strict=True)
-  ]
-  return values, keys
-
-
-def find_routes(
-    leaves: Sequence[chex.Array], options: Reduction
-) -> list[Route]:
-  """Returns the route of each leaf."""
-  if options.groups is None:
-    sizes = [axes_lib.size([axis], options.caller) for axis in options.axes]
-  else:
-    sizes = [len(options.groups[0])]
-  per_axis = [axes_lib.states(leaves, axis) for axis in options.axes]
-  return [
-      _route(list(zip(options.axes, sizes, states, strict=True)))
-      for states in zip(*per_axis, strict=True)
-  ]
-
-
-def _route(axes):
-  """Returns the route of a leaf, given (axis, size, state) for each axis."""
-  return Route(
-      send=tuple(a for a, _, s in axes if s in ('varying', 'untracked')),
-      pending=tuple(a for a, _, s in axes if s == 'unreduced'),
-      divisor=math.prod(n for _, n, s in axes if s != 'invariant'),
+def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
+  """Returns the axes over which a checked leaf differs between shards."""
+  if options.on_invariant == 'error':
+    return options.axes
+  return tuple(
+      axis for axis in options.axes if axes_lib.state(leaf, axis) != 'invariant'
   )
 
 
-def _scaled(summed, route, factor, kind):
-  """Returns a sum, or the mean of a total whose reciprocal is `factor`."""
-  if kind == 'sum':
-    return summed
-  if factor is None:
-    # `/` takes several times as long to trace.
-    return lax.div(summed, summed.dtype.type(route.divisor))
-  # XLA turns a division by an array into a product for some shapes only: packed
-  # leaves would get other bits.
-  return lax.mul(summed, factor)
+def _divided(summed, key, factor, options):
+  """Returns the mean of a sum; `factor` is the reciprocal of a total weight."""
+  if factor is not None:
+    # XLA turns a division by an array into a product for some shapes only:
+    # packed leaves would get other bits.
+    return lax.mul(summed, factor)
+  size = axes_lib.size(key.axes, options.caller)
+  if options.groups is not None:
+    size = len(options.groups[0])
+  # `/` takes several times as long to trace.
+  return lax.div(summed, summed.dtype.type(size))
 
 
 def _reciprocal(x, dtype):

@@ -10,8 +10,8 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
@@ -159,26 +159,33 @@ def drop_stale(
         inner_state=inner.init(params),
     )
 
-  def step(gate, updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
+  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+    gating.check_update(checked, updates, state, DropStaleState, axes, _CALLER)
     local_step = extra_args.get('local_step')
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
-    accept, num_stale = is_fresh, jnp.where(is_fresh, 0, 1)
+    accept, num_stale, counts = is_fresh, jnp.where(is_fresh, 0, 1), is_fresh
     if axes:
-      accept, num_stale, weight = _decide(is_fresh, weight, axes)
-    applied, inner_state = gate.update_or_skip(
+      given = gating.as_weight(checked, weight, axes, _CALLER)
+      weight = jnp.where(is_fresh, given, 0)
+      total_weight, num_stale = collectives.total(
+          jnp.stack([weight, jnp.where(is_fresh, 0.0, 1.0)]), axes
+      )
+      accept, counts = total_weight > 0, weight > 0
+    updates, inner_state = gating.update_or_skip(
+        checked,
         accept,
         inner,
-        updates,
+        leaves.zero_unless(counts, updates),
         state.inner_state,
         params,
         weight=weight,
-        axes=() if assume_weighted else axes,
+        axes=axes,
+        assume_weighted=assume_weighted,
         extra_args=extra_args,
         may_be_local=False,
         caller=_CALLER,
     )
-    return applied, DropStaleState(
+    return updates, DropStaleState(
         global_step=counters.add(state.global_step, accept),
         stale_count=counters.add(state.stale_count, ~accept & (num_stale > 0)),
         stale_shard_count=counters.add(state.stale_shard_count, num_stale),
@@ -186,16 +193,6 @@ def drop_stale(
     )
 
   return gating.transformation(init_fn, step)
-
-
-def _decide(is_fresh, weight, axes):
-  """Returns whether any shard counts, how many are late, and its own weight."""
-  weight = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
-  weight = jnp.where(is_fresh, weight, 0)
-  total_weight, num_stale = collectives.total(
-      jnp.stack([weight, jnp.where(is_fresh, 0.0, 1.0)]), axes
-  )
-  return total_weight > 0, num_stale, weight
 
 
 def _is_fresh(local_step, global_step, staleness):

@@ -158,32 +158,37 @@ def scale_by_staleness(
   def init_fn(params):
     return ScaleByStalenessState(counters.zero(), inner.init(params))
 
-  def step(gate, updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
+  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+    gating.check_update(
+        checked, updates, state, ScaleByStalenessState, axes, _CALLER
+    )
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     factor = factor_of(_age(step, state.global_step))
-    accept = True
     if axes:
-      weight = _weigh(weight, factor)
+      given = gating.as_weight(checked, weight, axes, _CALLER)
+      weight = weights.usable(weights.weighing(given)(factor))
       accept = collectives.total(weight, axes) > 0
-      applied, inner_state = gate.update_or_skip(
-          accept,
-          inner,
-          updates,
-          state.inner_state,
-          params,
-          weight=weight,
-          axes=() if assume_weighted else axes,
-          extra_args=extra_args,
-          may_be_local=False,
-          caller=_CALLER,
-      )
+      updates = leaves_lib.zero_unless(weight > 0, updates)
     else:
-      applied, inner_state = gate.update(
-          inner, _scale(updates, factor), state.inner_state, params
-      )
-    return applied, ScaleByStalenessState(
-        counters.add(state.global_step, accept), inner_state
+      accept, weight = None, None
+      updates = _scale(updates, factor)
+    updates, inner_state = gating.update_or_skip(
+        checked,
+        accept,
+        inner,
+        updates,
+        state.inner_state,
+        params,
+        weight=weight,
+        axes=axes,
+        assume_weighted=assume_weighted,
+        extra_args=extra_args,
+        may_be_local=False,
+        caller=_CALLER,
+    )
+    is_step = True if accept is None else accept
+    return updates, ScaleByStalenessState(
+        counters.add(state.global_step, is_step), inner_state
     )
 
   return gating.transformation(init_fn, step)
@@ -244,12 +249,6 @@ def _as_scalar(factor):
         f'{name} must be a scalar, got the shape {jnp.shape(factor)}.'
     )
   return jnp.asarray(factor, jnp.float32)
-
-
-def _weigh(weight, factor):
-  """Returns the weight of a shard times the factor of its age, float32 []."""
-  weight = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
-  return weights.usable(weights.weighing(weight)(factor))
 
 
 def _scale(updates, factor):

@@ -321,51 +321,6 @@ def cosine_decay_restarts(
   return learning_rate * _above(alpha, cosine)
 
 
-def linear_cosine_decay(
-    learning_rate: _Number,
-    global_step: _Number,
-    decay_steps: _Number,
-    num_periods: _Number = 0.5,
-    alpha: _Number = 0.0,
-    beta: _Number = 0.001,
-    name: str | None = None,
-) -> jax.Array:
-  r"""A rate that is the product of a line and a cosine.
-
-  .. math:: \eta \left((\alpha + 1 - t / T)
-     \frac{1 + \cos(2 \pi n t / T)}{2} + \beta\right)
-
-  Args:
-    learning_rate: The rate :math:`\eta`, a scalar.
-    global_step: The step t, a scalar.
-    decay_steps: The steps T until the end.
-    num_periods: The periods n of the cosine until the end.
-    alpha: What is added to the line.
-    beta: What is added to the product.
-    name: Ignored.
-
-  Returns:
-    The rate, as `exponential_decay` does.
-
-  Raises:
-    ValueError: As `exponential_decay` does.
-
-  Examples:
-    >>> from shard_transforms import facade
-    >>> print(facade.linear_cosine_decay(1.0, lambda: 0, 10, beta=0.0)())
-    1.0
-
-  References:
-    `tf.train.linear_cosine_decay` of TensorFlow 1.15; Bello et al., Neural
-    optimizer search with reinforcement learning, 2017,
-    https://arxiv.org/abs/1709.07417.
-  """
-  del name
-  progress = jnp.minimum(_progress(global_step, decay_steps), 1)
-  cosine = _half_cosine(2 * num_periods * progress)
-  return learning_rate * ((alpha + 1 - progress) * cosine + beta)
-
-
 def _progress(step, decay_steps, staircase=False):
   progress = jnp.asarray(step, jnp.float32) / decay_steps
   return jnp.floor(progress) if staircase else progress

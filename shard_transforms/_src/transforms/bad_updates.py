@@ -34,22 +34,19 @@ class SpikeState(NamedTuple):
     spike_count: Number of updates of single shards that were spikes, int32 [].
     consecutive_spikes: Number of steps in a row in which a shard had a spike,
       up to the last one, int32 [].
-    last_spike: In which update each signal of a shard was last a spike, counted
-      from 0, in the order of `SpikeRule.names`, int32 [signals]; -1 where none
-      was. Kept per shard, as `last_bad_step`.
+    last_spike: In which update the norm, the loss, or each of both of a shard
+      was last a spike, counted from 0, int32 [signals]; -1 where none was. Kept
+      per shard, as `last_bad_step`.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> labels = ['bias', 'kernel']
-    >>> rule = shard_transforms.SpikeRule(max_norm=5.0, labels=labels)
+    >>> rule = shard_transforms.SpikeRule(max_norm=5.0)
     >>> tx = shard_transforms.guard(optax.sgd(0.1), spikes=rule)
-    >>> params = [jnp.zeros(1), jnp.zeros(2)]
-    >>> updates = [jnp.ones(1), jnp.full(2, 9.0)]
-    >>> _, state = tx.update(updates, tx.init(params))
+    >>> _, state = tx.update(jnp.full(2, 9.0), tx.init(jnp.zeros(2)))
     >>> print(state.spikes.last_spike, state.spikes.spike_count)
-    [-1  0] 1
+    [0] 1
   """
 
   statistics: spikes.Statistics | tuple[()]
@@ -86,21 +83,17 @@ class SpikeState(NamedTuple):
     }
 
 
-def start(
-    rule: spikes.SpikeRule, params: optax.Params, axes: tuple[Hashable, ...]
-) -> SpikeState:
+def start(rule: spikes.SpikeRule, axes: tuple[Hashable, ...]) -> SpikeState:
   """Returns the first state."""
-  names = rule.names(params)
-  rule.limits(names)
   statistics = ()
   if rule.max_stds is not None:
-    shape = rule.num_rows, len(names)
+    shape = rule.window, len(rule.names)
     statistics = spikes.Statistics(
         mean=jnp.zeros(shape, jnp.float32),
         variance=jnp.zeros(shape, jnp.float32),
         num_recorded=counters.zero(),
     )
-  never = jnp.full(len(names), counters.NEVER, jnp.int32)
+  never = jnp.full(len(rule.names), counters.NEVER, jnp.int32)
   return SpikeState(
       statistics=statistics,
       spike_count=counters.zero(),
@@ -109,29 +102,22 @@ def start(
   )
 
 
-def check_fits(
-    rule: spikes.SpikeRule | None, state: Any, updates: optax.Updates
-) -> None:
-  """Checks that a state was made for a rule and these updates.
+def check_fits(rule: spikes.SpikeRule | None, state: Any) -> None:
+  """Checks that a state was made for a rule.
 
   Raises:
     ValueError: If it was not.
   """
-  expected, hint = (), ''
+  expected = ()
   if rule is not None:
-    expected = jax.eval_shape(lambda: start(rule, updates, ()))
-    if rule.labels is not None:
-      hint = (
-          f' These updates have leaves of {rule.names(updates)}: give zeros for'
-          ' a label where they are None.'
-      )
+    expected = jax.eval_shape(lambda: start(rule, ()))
   found = [x.shape[-2:] for x in jax.tree.leaves(state)]
   wanted = [x.shape for x in jax.tree.leaves(expected)]
   # The last leaf is kept per shard.
   if found[:-1] != wanted[:-1] or [x[-1:] for x in found[-1:]] != wanted[-1:]:
     raise ValueError(
         'State of `guard` must have the statistics of its `spikes`, of the'
-        f' shapes {wanted}, got {found}. Make it with the same options.{hint}'
+        f' shapes {wanted}, got {found}. Make it with the same options.'
     )
 
 
@@ -142,8 +128,7 @@ class Judgement(NamedTuple):
     is_healthy: Whether it is finite and no spike, or one that is scaled down,
       bool [].
     is_spike: Which signals are outside of their limits, bool [signals].
-    factors: By how much the leaves of each norm are scaled, float32 [signals];
-      `None` if none are.
+    factor: By how much the update is scaled, float32 []; `None` if it is not.
     tally: The numbers to sum over the shards: whether there is a spike, whether
       values are recorded, and then their deviations and the squares of these,
       float32 [2 + 2 * signals], or float32 [2] without statistics. Empty
@@ -152,7 +137,7 @@ class Judgement(NamedTuple):
 
   is_healthy: jax.Array
   is_spike: jax.Array
-  factors: jax.Array | None
+  factor: jax.Array | None
   tally: jax.Array
 
 
@@ -177,22 +162,22 @@ def judge(
     nothing = jnp.zeros(0, jnp.float32)
     is_finite = _are_finite(updates, axes, sliced)
     return Judgement(is_finite, nothing > 0, None, nothing)
-  names = rule.names(updates)
   values, is_finite = _signals(rule, updates, value, axes, sliced, sharded)
-  low, high, target = spikes.bounds(rule, state.statistics, values, names)
+  low, high = spikes.bounds(rule, state.statistics)
   is_spike = jnp.logical_not((low <= values) & (values <= high))
-  is_clipped, factors = jnp.asarray(False), None
-  if rule.on_spike != 'skip':
-    is_norm = jnp.array([name != 'loss' for name in names])
+  is_clipped, factor = jnp.asarray(False), None
+  if rule.on_spike == 'clip':
+    is_norm = jnp.array([name == 'norm' for name in rule.names])
     is_clipped = is_norm & (values > high) & jnp.isfinite(values)
-    factors = jnp.where(is_clipped, target / values, 1)
+    # The norm comes first.
+    factor = jnp.where(is_clipped, high / values, 1)[0]
   is_recorded = is_finite & jnp.all(jnp.isfinite(values))
   if not rule.record_spikes:
     is_recorded &= ~jnp.any(is_spike)
   tally = [jnp.stack([jnp.any(is_spike), is_recorded]).astype(jnp.float32)]
   if isinstance(state.statistics, spikes.Statistics):
     # Plain squares would cancel each other.
-    deviation = jnp.where(is_clipped, target, values)
+    deviation = jnp.where(is_clipped, high, values)
     deviation -= state.statistics.last_mean
     # The squares of recorded spikes must not overflow.
     deviation = jnp.clip(deviation, -1e15, 1e15)
@@ -201,7 +186,7 @@ def judge(
   return Judgement(
       is_healthy=is_finite & ~jnp.any(is_spike & ~is_clipped),
       is_spike=is_spike,
-      factors=factors,
+      factor=factor,
       tally=jnp.concatenate(tally),
   )
 
@@ -215,9 +200,9 @@ def _signals(rule, updates, value, axes, sliced, sharded):
   signals, is_finite = [], jnp.asarray(True)
   if 'norm' in rule.signals:
     specs = sharded if sliced else None
-    numbers = rule.numbers(updates)
-    squares = norms.sums_of_squares(updates, numbers, sliced, specs, _CALLER)
-    signals.append(leaves_lib.as_dtype(jnp.sqrt(squares), jnp.float32))
+    squares = norms.sum_of_squares(updates, sliced, specs, _CALLER)
+    norm = leaves_lib.as_dtype(jnp.sqrt(squares), jnp.float32)
+    signals.append(jnp.reshape(norm, 1))
   else:
     is_finite = _are_finite(updates, axes, sliced)
   if 'loss' in rule.signals:
@@ -274,78 +259,47 @@ def _sliced_over(
 
 def _are_finite(updates, axes, sliced):
   """Whether all elements of all slices are finite, bool []."""
-  parts = [
-      part
+  # 0 times an element is 0, or NaN if the element is not finite. A sum of these
+  # cannot overflow, and takes half the time of a check of each element.
+  zeros = [
+      _sum_of_zeros(part)
       for leaf in jax.tree.leaves(updates)
       if not leaves_lib.is_float0(leaf)
       for part in _real_parts(jnp.asarray(leaf))
   ]
-  if axes and axes_lib.unmapped_axes(axes):
-    # In a branch, the compiler could insert a collective over these axes.
-    finite = _each_is_finite(parts)
-  else:
-    finite = _sum_or_each_is_finite(parts)
-  return collectives.total(jnp.float32(~finite), sliced) == 0
-
-
-def _sum_or_each_is_finite(parts):
-  # If an element is not finite, neither is the sum, in any order. The sum takes
-  # half the time of a check of each element, which is needed only if the sum
-  # overflows. (A maximum does not do: on CPU it ignores NaN.)
-  total = functools.reduce(lax.add, map(_sum, parts), jnp.float32(0))
-  return lax.cond(
-      lax.is_finite(total),
-      lambda total, _: lax.is_finite(total),
-      lambda _, parts: _each_is_finite(parts),
-      total,
-      parts,
-  )
+  total = functools.reduce(lax.add, zeros, jnp.float32(0))
+  return collectives.total(total, sliced) == 0
 
 
 def _real_parts(leaf):
   return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
 
 
-def _sum(part):
+def _sum_of_zeros(part):
   part = leaves_lib.as_accumulator(part)
-  total = lax.reduce_sum(part, tuple(range(part.ndim)))
+  zeros = lax.mul(part, lax.full_like(part, 0))
+  total = lax.reduce_sum(zeros, tuple(range(part.ndim)))
   return leaves_lib.as_dtype(total, jnp.float32)
 
 
-def _each_is_finite(parts):
-  # `jnp.isfinite` and `jnp.all` take several times longer to trace.
-  flags = [
-      lax.reduce_and(lax.is_finite(x), tuple(range(x.ndim))) for x in parts
-  ]
-  return functools.reduce(lax.bitwise_and, flags, jnp.asarray(True))
-
-
 def repaired(
-    rule: spikes.SpikeRule | None,
     updates: optax.Updates,
-    is_healthy: jax.Array | None,
-    factors: jax.Array | None,
+    is_healthy: jax.Array,
+    factor: jax.Array | None,
 ) -> optax.Updates:
-  """Returns updates whose spikes are scaled down; zeros if not healthy."""
-  if rule is not None and factors is not None:
-    leaves, treedef = jax.tree.flatten(updates)
-    # Indexing takes several times as long to trace.
-    each = jnp.unstack(factors)
-    of_leaves = [each[number] for number in rule.numbers(updates)]
-    updates = treedef.unflatten(map(_scale, leaves, of_leaves))
-  if is_healthy is not None:
-    updates = leaves_lib.zero_unless(is_healthy, updates)
-  return updates
+  """Returns updates, scaled down if they are a spike; zeros if not healthy."""
+  if factor is not None:
+    updates = jax.tree.map(functools.partial(_scale, factor), updates)
+  return leaves_lib.zero_unless(is_healthy, updates)
 
 
-def _scale(leaf, factor):
+def _scale(factor, leaf):
   if leaves_lib.is_float0(leaf):
     return leaf
   leaf = jnp.asarray(leaf)
   wide = leaves_lib.as_accumulator(leaf)
   factor = leaves_lib.as_dtype(factor, wide.dtype)
-  scaled = lax.mul(wide, lax.broadcast(factor, wide.shape))
-  return leaves_lib.as_dtype(scaled, leaf.dtype)
+  return leaves_lib.as_dtype(wide * factor, leaf.dtype)
 
 
 def after(
@@ -369,7 +323,7 @@ def after(
   statistics = state.statistics
   if isinstance(statistics, spikes.Statistics):
     moments = totals[2:].reshape(2, -1) / jnp.maximum(num_recorded, 1)
-    recorded = statistics.record(rule, *moments)
+    recorded = statistics.record(*moments)
     is_new = (accept | rule.record_spikes) & (num_recorded > 0)
     statistics = optax.tree.where(is_new, recorded, statistics)
     if rule.restart_after is not None:

@@ -15,7 +15,6 @@ from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
-from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.transforms import bad_updates
@@ -208,38 +207,40 @@ def guard(
     # `full_state` reads the shapes of the state on one shard, of any `guard`.
     if axes_lib.size(axes, _CALLER) > 1:
       _check_enough_shards(axes, num_enough)
-    known = () if spikes is None else bad_updates.start(spikes, params, axes)
+    known = () if spikes is None else bad_updates.start(spikes, axes)
     return _start(inner.init(params), known, most, axes)
 
-  def step(gate, updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_update(updates, state, GuardState, axes, _CALLER)
+  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+    gating.check_update(checked, updates, state, GuardState, axes, _CALLER)
     _check_enough_shards(axes, num_enough)
-    bad_updates.check_fits(spikes, state.spikes, updates)
+    bad_updates.check_fits(spikes, state.spikes)
     value = extra_args.get('value')
     judgement = bad_updates.judge(
         spikes, state.spikes, updates, value, axes, sharded
     )
-    decision = _decide(judgement, weight, axes, num_enough)
+    counted = jnp.float32(1)
+    # After a reduction, each shard still has its own weight, which must not
+    # decide.
+    if axes:
+      counted = gating.as_weight(checked, weight, axes, _CALLER)
+      weight = None if weight is None else counted
+    decision = _decide(judgement, counted, axes, num_enough)
     if on_bad == 'exclude':
       weight = decision.weight
-    accept = decision.accept
-    if _only_excludes(state.inner_state, spikes, num_enough):
-      accept, decision = None, decision._replace(accept=jnp.bool_(True))
-    # A part of `inner` before its reduction may keep moments.
-    is_healthy = None if weight is None else judgement.is_healthy
-    applied, inner_state = gate.update_or_skip(
-        accept,
+    updates, inner_state = gating.update_or_skip(
+        checked,
+        decision.accept,
         inner,
-        (updates, is_healthy, judgement.factors),
+        bad_updates.repaired(updates, judgement.is_healthy, judgement.factor),
         state.inner_state,
         params,
-        prepare=lambda given: bad_updates.repaired(spikes, *given),
         weight=weight,
-        axes=() if assume_weighted else axes,
+        axes=axes,
+        assume_weighted=assume_weighted,
         extra_args=extra_args,
         caller=_CALLER,
     )
-    return applied, _count(state, decision, spikes, axes, inner_state)
+    return updates, _count(state, decision, spikes, axes, inner_state)
 
   return gating.transformation(init_fn, step)
 
@@ -284,26 +285,6 @@ def _num_enough(on_bad, min_shards, axes):
   return None
 
 
-def _only_excludes(inner_state, spikes, num_enough):
-  """Whether bad shards lose their weight and no step is skipped.
-
-  It is so around towers that are added in the order of a tree: whether all
-  shards are bad in a call depends on their number.
-
-  Raises:
-    ValueError: If statistics of the shards would decide.
-  """
-  if num_enough is None or not gating.needs_every_call(inner_state):
-    return False
-  if num_enough > 1 or spikes is not None:
-    raise ValueError(
-        '`min_shards` and `spikes` of `guard` must be left out around towers'
-        " that are added with `order='tree'`: what they say depends on the"
-        ' number of shards.'
-    )
-  return True
-
-
 def _check_enough_shards(axes, num_enough):
   """Checks that there are as many shards as must be good.
 
@@ -339,17 +320,8 @@ class _Decision(NamedTuple):
   of_spikes: jax.Array
 
 
-def _decide(judgement, weight, axes, num_enough):
-  """Returns the decision of all shards, by one reduction of a few numbers.
-
-  Raises:
-    TypeError: If the weight is not a real number.
-    ValueError: If it is not a scalar, or known to be negative.
-  """
-  # Behind a reduction, each shard still has its own weight, which must not
-  # decide.
-  counted = 1.0 if weight is None or not axes else weight
-  given = weights.as_weight(counted, (), _CALLER)
+def _decide(judgement, given, axes, num_enough):
+  """Returns the decision of all shards, by one reduction of a few numbers."""
   # A shard of weight zero is not bad.
   counts, is_healthy = given > 0, judgement.is_healthy
   good, bad = counts & is_healthy, counts & ~is_healthy

@@ -1,13 +1,11 @@
 """Spikes: norms or losses far from those of the steps before.
 
 A signal is a number that each shard has in each step: the norm of its update,
-the norm of some of its leaves, or its loss. `SpikeRule` says which of them are
-spikes, by `Statistics` of the steps before.
+or its loss. `SpikeRule` says which of them are spikes, by `Statistics` of the
+steps before.
 """
 
-from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -16,14 +14,9 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import counters
-
-_WINDOW = 128
-# Of `min_steps`, before exponential averages.
-_WARM_UP = 25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,41 +26,32 @@ class SpikeRule:
   A norm is a spike above `max_norm`. A signal, which is a norm or the loss, is
   a spike if it exceeds its mean by more than `max_stds` standard deviations.
   Both are those of the values that single shards had in the last `window`
-  steps, or exponential averages. Whatever is not finite is a spike from the
-  first step on, an infinite norm of finite elements included.
+  steps. Whatever is not finite is a spike from the first step on, an infinite
+  norm of finite elements included. Until `min_steps` steps are recorded,
+  `max_stds` judges nothing.
 
   Published rules: that of OLMo-core is
   `SpikeRule(max_stds=6, signals=('norm', 'loss'), min_steps=63, two_sided=True,
-  record_spikes=True)`; of MaxText, the same without `two_sided`; of ZClip,
-  `SpikeRule(max_stds=2.5, decay=0.97, on_spike='reciprocal',
-  record_spikes=True)`.
+  record_spikes=True)`; of MaxText, the same without `two_sided`.
 
   Args:
-    max_norm: The largest norm, or a mapping from each label to its own.
-    max_stds: The most standard deviations from the mean, or a mapping from each
-      of `names` to its own.
+    max_norm: The largest norm.
+    max_stds: The most standard deviations from the mean.
     signals: `'norm'`, `'loss'`, or both. The loss is the extra argument `value`
       of `update`, a real scalar; each shard may give its own, or all give their
       mean.
-    labels: A label for each leaf, a tree of strings or a prefix of it, or a
-      function that makes one of the updates, as for `optax.partition`. The
-      leaves of each label have a norm of their own. `None` for one norm of all.
-    window: The number of recorded steps in the rolling mean, at least 2; `None`
-      for 128.
-    decay: The decay of exponential averages, in place of the window.
+    window: The number of recorded steps in the rolling mean, at least 2.
     min_steps: The number of recorded steps before which `max_stds` does not
-      count, at least 2; `None` for a full window, or 25 with `decay`.
+      count, at least 2; `None` for a full window.
     two_sided: Whether values far below the mean are spikes as well.
     record_spikes: Whether finite spikes enter the statistics: skipped ones as
       they are, and clipped ones after clipping. If they do not, norms that rise
       and stay high are spikes for ever.
     restart_after: After how many steps with spikes in a row the statistics
       start again, as in the first step; `None` for never.
-    on_spike: `'skip'`: a spike is a bad update. `'clip'`: the leaves of a norm
-      are scaled down to its limit, on each shard that has a spike;
-      `'reciprocal'`: further down, by the rule of ZClip, to mean + (limit -
-      mean)² / (norm - mean). Spikes of the loss, or below the mean, and what is
-      not finite stay bad.
+    on_spike: `'skip'`: a spike is a bad update. `'clip'`: the update is scaled
+      down to the limit of its norm, on each shard that has a spike. Spikes of
+      the loss, or below the mean, and what is not finite stay bad.
 
   Raises:
     TypeError: If an argument is of the wrong kind.
@@ -81,112 +65,52 @@ class SpikeRule:
     >>> tx = shard_transforms.guard(optax.identity(), spikes=rule)
     >>> params = jnp.zeros(2)
     >>> updates, state = tx.update(jnp.array([6.0, 8.0]), tx.init(params))
-    >>> print(updates, state.spikes.spike_count, rule.names(params))
+    >>> print(updates, state.spikes.spike_count, rule.names)
     [3. 4.] 1 ('norm',)
 
   References:
     OLMo-core, `SkipStepOptimizer`, https://github.com/allenai/OLMo-core;
-    MaxText, `skip_step_on_spikes`, https://github.com/AI-Hypercomputer/maxtext;
-    Kumar et al., ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,
-    https://arxiv.org/abs/2504.02507.
+    MaxText, `skip_step_on_spikes`, https://github.com/AI-Hypercomputer/maxtext.
   """
 
-  max_norm: chex.Numeric | Mapping[str, chex.Numeric] | None = None
-  max_stds: chex.Numeric | Mapping[str, chex.Numeric] | None = None
+  max_norm: chex.Numeric | None = None
+  max_stds: chex.Numeric | None = None
   signals: Sequence[Literal['norm', 'loss']] = ('norm',)
-  labels: Any | Callable[[Any], Any] = None
-  window: int | None = None
-  decay: chex.Numeric | None = None
+  window: int = 128
   min_steps: int | None = None
   two_sided: bool = False
   record_spikes: bool = False
   restart_after: int | None = None
-  on_spike: Literal['skip', 'clip', 'reciprocal'] = 'skip'
+  on_spike: Literal['skip', 'clip'] = 'skip'
 
   def __post_init__(self):
     for name in ('max_norm', 'max_stds'):
-      limit = getattr(self, name)
-      if isinstance(limit, Mapping):
-        for value in limit.values():
-          arguments.as_positive(name, value)
-      elif limit is not None:
+      if (limit := getattr(self, name)) is not None:
         arguments.as_positive(name, limit)
     for name in ('two_sided', 'record_spikes'):
       arguments.check_bool(name, getattr(self, name))
     for name, least in (('window', 2), ('min_steps', 2), ('restart_after', 1)):
       if (value := getattr(self, name)) is not None:
         arguments.as_at_least(name, value, least)
-    if self.decay is not None:
-      arguments.as_decay('decay', self.decay)
     _check_choices(self)
 
   @property
   def steps_needed(self) -> int:
     """How many recorded steps `max_stds` needs."""
-    if self.min_steps is not None:
-      return self.min_steps
-    return self.num_rows if self.decay is None else _WARM_UP
+    return self.window if self.min_steps is None else self.min_steps
 
   @property
-  def num_rows(self) -> int:
-    """How many steps the statistics keep: a window, or one average."""
-    if self.decay is not None:
-      return 1
-    return _WINDOW if self.window is None else self.window
+  def names(self) -> tuple[str, ...]:
+    """The names of the signals: `'norm'` and then `'loss'`, if both are."""
+    return tuple(name for name in ('norm', 'loss') if name in self.signals)
 
-  def names(self, params: optax.Params) -> tuple[str, ...]:
-    """Returns the names of the signals: labels in order, or 'norm'; 'loss'.
-
-    Args:
-      params: The parameters, or updates.
-    """
-    norms = ['norm'] if self.labels is None else self.labels_of(params)
-    names = sorted(set(norms)) if 'norm' in self.signals else []
-    return tuple([*names, 'loss'] if 'loss' in self.signals else names)
-
-  def labels_of(self, updates: optax.Updates) -> list[str]:
-    """Returns the label of each leaf; all are `'norm'` where none are given.
-
-    Raises:
-      TypeError: If a label is not a string.
-      ValueError: If a leaf has no label, or one is called `'loss'`.
-    """
-    if self.labels is None:
-      return ['norm'] * len(jax.tree.leaves(updates))
-    labels = self.labels(updates) if callable(self.labels) else self.labels
-    try:
-      found = jax.tree.leaves(jax.tree.broadcast(labels, updates))
-    except ValueError as error:
-      raise ValueError(
-          '`labels` of `SpikeRule` must have a label for each leaf, got'
-          f' {labels!r} for {jax.tree.structure(updates)}.'
-      ) from error
-    if wrong := [x for x in found if not isinstance(x, str)]:
-      raise TypeError(f'`labels` must be strings, got {wrong[0]!r}.')
-    if not found or 'loss' in found:
-      raise ValueError(
-          "`labels` must name leaves, and none of them 'loss', got"
-          f' {sorted(set(found))!r}.'
-      )
-    return found
-
-  def numbers(self, updates: optax.Updates) -> list[int]:
-    """Returns for each leaf which of the signals is its norm."""
-    names = self.names(updates)
-    return [names.index(label) for label in self.labels_of(updates)]
-
-  def limits(self, names: Sequence[str]) -> tuple[jax.Array, jax.Array]:
-    """Returns the fixed limits and those in deviations, float32 [signals].
-
-    Raises:
-      ValueError: If a mapping does not have just these names.
-    """
-    norms = [name for name in names if name != 'loss']
-    fixed = _each('max_norm', self.max_norm, norms)
-    # The loss comes last, and has no fixed limit.
-    unlimited = jnp.full(len(names) - len(norms), jnp.inf, jnp.float32)
-    fixed = jnp.concatenate([fixed, unlimited])
-    return fixed, _each('max_stds', self.max_stds, names)
+  def fixed_limits(self) -> jax.Array:
+    """Returns the fixed limit of each signal, float32 [signals]."""
+    largest = jnp.finfo(jnp.float32).max
+    # The loss has no fixed limit; only what is infinite is beyond the largest.
+    most = largest if self.max_norm is None else self.max_norm
+    limits = [most if name == 'norm' else largest for name in self.names]
+    return jnp.minimum(jnp.stack([jnp.float32(x) for x in limits]), largest)
 
 
 def _check_choices(rule):
@@ -197,14 +121,12 @@ def _check_choices(rule):
   """
   signals, on_spike = rule.signals, rule.on_spike
   named = set(map(str, signals)) if isinstance(signals, Collection) else set()
-  limits = rule.max_norm, rule.max_stds
   has_norm = 'norm' in named
   need_stds = [
       f'`{name}`'
-      for name in ('window', 'decay', 'min_steps', 'restart_after', 'two_sided')
+      for name in ('min_steps', 'restart_after', 'two_sided')
       if getattr(rule, name) not in (None, False)
   ]
-  need_stds += ["`on_spike='reciprocal'`"] * (on_spike == 'reciprocal')
   need_stds += ["'loss' in `signals`"] * ('loss' in named)
   for is_wrong, message in (
       (
@@ -212,34 +134,18 @@ def _check_choices(rule):
           f"`signals` must be of 'norm' and 'loss', got {signals!r}.",
       ),
       (
-          on_spike not in ('skip', 'clip', 'reciprocal'),
-          "`on_spike` must be 'skip', 'clip' or 'reciprocal', got"
-          f' {on_spike!r}.',
+          on_spike not in ('skip', 'clip'),
+          f"`on_spike` must be 'skip' or 'clip', got {on_spike!r}.",
       ),
       (
-          all(limit is None for limit in limits),
+          rule.max_norm is None and rule.max_stds is None,
           '`SpikeRule` must have a limit, got neither `max_norm` nor'
           ' `max_stds`.',
-      ),
-      (
-          any(isinstance(limit, Mapping) and not limit for limit in limits),
-          '`max_norm` and `max_stds` must be numbers, or have one for each'
-          f' signal, got {limits[0]!r} and {limits[1]!r}.',
       ),
       (
           not has_norm and (on_spike != 'skip' or rule.max_norm is not None),
           '`signals` must have the norm for `max_norm`, and to scale spikes'
           f' down, got {signals!r} with `on_spike={on_spike!r}`.',
-      ),
-      (
-          not has_norm and rule.labels is not None,
-          "`labels` must come with 'norm' in `signals`, got"
-          f' {signals!r}: only norms have labels.',
-      ),
-      (
-          rule.window is not None and rule.decay is not None,
-          f'`window` must not come with `decay`, got {rule.window!r} and'
-          f' {rule.decay!r}: an average is over a window, or exponential.',
       ),
       (
           rule.max_stds is None and need_stds,
@@ -250,27 +156,13 @@ def _check_choices(rule):
       raise ValueError(message)
 
 
-def _each(argument, limit, names):
-  """Returns the limit of each signal, float32; infinity where there is none."""
-  if not isinstance(limit, Mapping):
-    limit = jnp.inf if limit is None else limit
-    return jnp.full(len(names), limit, jnp.float32)
-  if set(limit) != set(names):
-    raise ValueError(
-        f'`{argument}` of `SpikeRule` must be one number, or have one for each'
-        f' of {list(names)!r}, got {dict(limit)!r}.'
-    )
-  return jnp.stack([jnp.asarray(limit[name], jnp.float32) for name in names])
-
-
 class Statistics(NamedTuple):
-  """Mean and variance of signals, the same on all shards.
+  """Mean and variance of signals in a window, the same on all shards.
 
   Attributes:
-    mean: The means over the shards of each step in a window, or one exponential
-      average, float32 [steps, signals].
-    variance: The variances over the shards of each step, or one average of
-      squared deviations, float32 [steps, signals].
+    mean: The means over the shards of each step, float32 [window, signals].
+    variance: The variances over the shards of each step, float32 [window,
+      signals].
     num_recorded: The number of steps so far, int32 [].
   """
 
@@ -280,7 +172,7 @@ class Statistics(NamedTuple):
 
   @property
   def last_mean(self) -> jax.Array:
-    """The mean of the last step, or the average, float32 [signals]."""
+    """The mean of the last step, float32 [signals]."""
     row = (jnp.max(self.num_recorded) - 1) % self.mean.shape[-2]
     return lax.dynamic_index_in_dim(self.mean, row, axis=-2, keepdims=False)
 
@@ -290,11 +182,8 @@ class Statistics(NamedTuple):
     The variance within steps plus the sample variance between their means is
     without bias for one value of a further step.
     """
-    num_rows = len(self.mean)
-    if num_rows == 1:
-      return self.mean[0], jnp.sqrt(self.variance[0])
-    num = jnp.minimum(self.num_recorded, num_rows)
-    has_value = (jnp.arange(num_rows) < num)[:, None]
+    num = jnp.minimum(self.num_recorded, len(self.mean))
+    has_value = (jnp.arange(len(self.mean)) < num)[:, None]
 
     def average(x, num):
       return jnp.where(has_value, x, 0).sum(0) / jnp.maximum(num, 1)
@@ -303,60 +192,33 @@ class Statistics(NamedTuple):
     between = average((self.mean - mean[None]) ** 2, num - 1)
     return mean, jnp.sqrt(between + average(self.variance, num))
 
-  def record(
-      self, rule: SpikeRule, deviation: jax.Array, square: jax.Array
-  ) -> 'Statistics':
+  def record(self, deviation: jax.Array, square: jax.Array) -> 'Statistics':
     """Returns the statistics after a step.
 
     Args:
-      rule: The rule that these statistics are of.
       deviation: The mean deviation over the shards from `last_mean`, [signals].
       square: The mean of the squared deviations, [signals].
     """
-    mean = self.last_mean + deviation
+    row = self.num_recorded % len(self.mean)
     variance = jnp.maximum(square - deviation**2, 0)
-    if rule.decay is None:
-      row = self.num_recorded % rule.num_rows
-    else:
-      row = 0
-      # Each step counts the same until the average is full.
-      is_full = self.num_recorded >= rule.steps_needed
-      share = jnp.where(is_full, 1 - rule.decay, 1 / (self.num_recorded + 1))
-      mean = self.mean[0] + share * deviation
-      left = (1 - share) * deviation
-      variance += left * jnp.where(is_full, left, deviation)
-      variance = self.variance[0] + share * (variance - self.variance[0])
     return Statistics(
-        mean=self.mean.at[row].set(mean),
+        mean=self.mean.at[row].set(self.last_mean + deviation),
         variance=self.variance.at[row].set(variance),
         num_recorded=counters.add(self.num_recorded, 1),
     )
 
 
 def bounds(
-    rule: SpikeRule,
-    statistics: Statistics | tuple[()],
-    values: jax.Array,
-    names: Sequence[str],
-) -> tuple[Any, jax.Array, jax.Array]:
-  """Returns the least and the largest values, and to what spikes are scaled."""
-  largest = jnp.finfo(jnp.float32).max
-  fixed, num_stds = rule.limits(names)
-  # Only what is infinite is beyond the largest number.
-  high = jnp.minimum(fixed, largest)
+    rule: SpikeRule, statistics: Statistics | tuple[()]
+) -> tuple[Any, jax.Array]:
+  """Returns the least and the largest value of each signal, [signals]."""
+  low, high = -jnp.finfo(jnp.float32).max, rule.fixed_limits()
   if not isinstance(statistics, Statistics):
-    return -largest, high, high
+    return low, high
   is_ready = statistics.num_recorded >= rule.steps_needed
   mean, std = statistics.moments()
   # Values that stay the same must not be spikes because a mean is rounded.
-  reach = num_stds * std + 1e-6 * jnp.abs(mean)
-  low = -largest
+  reach = jnp.float32(rule.max_stds) * std + 1e-6 * jnp.abs(mean)
   if rule.two_sided:
     low = jnp.where(is_ready, mean - reach, low)
-  high = jnp.where(is_ready, jnp.minimum(high, mean + reach), high)
-  target = high
-  if rule.on_spike == 'reciprocal':
-    scaled = jnp.minimum(high, mean + reach**2 / (values - mean))
-    # A spike may be below the mean of steps with a larger `max_norm`.
-    target = jnp.where(is_ready & (values > mean), scaled, high)
-  return low, high, target
+  return low, jnp.where(is_ready, jnp.minimum(high, mean + reach), high)

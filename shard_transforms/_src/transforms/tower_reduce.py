@@ -14,7 +14,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import tower_squares
 from shard_transforms._src.transforms import tower_order
 from shard_transforms._src.transforms import tower_window
 
@@ -120,7 +119,7 @@ def tower_reduce(
       inner=arguments.as_inner(optax.identity() if is_link else inner, _CALLER),
       is_link=is_link,
       axes=axes,
-      weighted_axes=() if assume_weighted else axes,
+      assume_weighted=assume_weighted,
       reduction=reduction,
       order=order,
   )
@@ -136,7 +135,7 @@ class _Towers:
     inner: Its inner transformation.
     is_link: Whether it was given none.
     axes: The axes between whose shards updates differ.
-    weighted_axes: Those over which sums of `inner` must use the weight.
+    assume_weighted: As in `tower_reduce`.
     reduction: As in `tower_reduce`.
     order: As in `tower_reduce`.
   """
@@ -145,31 +144,29 @@ class _Towers:
   inner: optax.GradientTransformationExtraArgs
   is_link: bool
   axes: tuple[Hashable, ...]
-  weighted_axes: tuple[Hashable, ...]
+  assume_weighted: bool
   reduction: weights.Kind
   order: weights.Order
 
   def init(self, params):
     axes_lib.size(self.axes, _CALLER)
-    inner_state, squares = self.inner.init(params), ()
+    inner_state = self.inner.init(params)
     tower_order.check_inner(
         self.order, self.num_towers, inner_state, bool(self.axes), _CALLER
     )
     if self.order is None and self.num_towers == 1:
       params = ()
-    elif self.order is None and self.reduction == 'mean':
-      squares = tower_squares.start(inner_state, self.axes)
     empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
     if self.order is not None:
       total, total_weight = tower_order.empty(empty, self.num_towers)
       empty = total, tower_order.TowerWeights(total_weight)
     return tower_window.start(
-        empty, inner_state, squares, self.axes, self.reduction == 'sum'
+        empty, inner_state, self.axes, self.reduction == 'sum'
     )
 
   def step(
       self,
-      gate,
+      checked,
       updates,
       state,
       params=None,
@@ -178,48 +175,67 @@ class _Towers:
       local_step=None,
       **extra_args,
   ):
-    arguments.check_update(
-        updates, state, tower_window.TowerReduceState, self.axes, _CALLER
+    gating.check_update(
+        checked,
+        updates,
+        state,
+        tower_window.TowerReduceState,
+        self.axes,
+        _CALLER,
     )
     tower_window.check_same_order(state, self.order, self.num_towers, self.axes)
     if self.is_link:
       weights.check_not_in_chain(weight, _CALLER)
+    if weight is not None:
+      weight = gating.as_weight(checked, weight, self.axes, _CALLER)
     if self.num_towers == 1 and self.order is None:
       extra_args |= weights.given(local_step=local_step)
-      return self._apply_alone(gate, updates, state, params, weight, extra_args)
+      given = updates, state.inner_state, params, weight, extra_args
+      _check_single(state)
+      updates, inner_state = self._apply(checked, None, *given)
+      return updates, state._replace(inner_state=inner_state)
     dtypes = ()
     if self._divides_later:
       dtypes = tower_order.dtypes_to_restore(updates)
       updates = leaves_lib.widened(updates)
     window = tower_window.collect(state, updates, weight, local_step, self.axes)
 
-    def end(window, params, /, **extra_args):
+    def end(window, updates, params, /, **extra_args):
       is_sum = self._divides_later or self.reduction == 'sum'
       reduced = tower_window.reduced(window, updates, params, self.axes, is_sum)
-      extra_args |= weights.given(tower_squares=reduced.squares)
       if local_step is not None:
         extra_args['local_step'] = reduced.oldest_local_step
-      applied, inner_state = self._apply(
-          gate,
-          reduced,
+      accept, total_weight = None, None
+      if weight is not None:
+        accept = collectives.total(reduced.total_weight, self.axes) > 0
+        total_weight = weights.usable(
+            weights.passed_on(reduced.total_weight, self.reduction)
+        )
+      if self._divides_later:
+        known = 1 if self.reduction == 'sum' else self.num_towers
+        total_weight = known if total_weight is None else total_weight
+        total_weight = weights.Summed(total_weight, dtypes)
+      updates, inner_state = self._apply(
+          checked,
+          accept,
+          reduced.updates,
           window.inner_state,
           params,
+          total_weight,
           extra_args,
-          is_weighted=weight is not None,
-          dtypes=dtypes,
       )
-      return applied, tower_window.emptied(window, inner_state)
+      return updates, tower_window.emptied(window, inner_state)
 
     is_last = collectives.agreed(window.tower >= self.num_towers)
-    applied, after = gate.run_or_skip(
-        is_last, end, window, params, extra_args=extra_args, seldom=True
+    updates, after = gating.run_when_due(
+        is_last, end, window, updates, params, extra_args=extra_args
     )
     if self.num_towers == 1:
       # A window of one keeps nothing. It takes the way of longer ones, so that
       # XLA compiles the same arithmetic.
       total, total_weight = state.total, state.total_weight
       after = after._replace(total=total, total_weight=total_weight)
-    return applied, after
+    return updates, after
 
   @property
   def _divides_later(self):
@@ -227,61 +243,33 @@ class _Towers:
     return self.order is not None and bool(self.axes)
 
   def _apply(
-      self,
-      gate,
-      reduced,
-      inner_state,
-      params,
-      extra_args,
-      *,
-      is_weighted,
-      dtypes,
+      self, checked, accept, updates, inner_state, params, weight, extra_args
   ):
     """Applies the result of a window, unless no tower of it has a weight."""
-    weight = None
-    if is_weighted:
-      weight = weights.passed_on(reduced.total_weight, self.reduction)
-    if self._divides_later:
-      known = 1 if self.reduction == 'sum' else self.num_towers
-      weight = weights.Summed(known if weight is None else weight, dtypes)
-    given = self.inner, reduced.updates, inner_state, params
-    if not is_weighted:
-      return gate.update(*given, **extra_args, **weights.given(weight=weight))
-    return gate.update_or_skip(
-        collectives.total(reduced.total_weight, self.axes) > 0,
-        *given,
-        weight=weight,
-        axes=self.weighted_axes,
-        extra_args=extra_args,
-        caller=_CALLER,
-    )
-
-  def _apply_alone(self, gate, updates, state, params, weight, extra_args):
-    """Applies a single tower.
-
-    Raises:
-      TypeError: If the weight is not a real number.
-      ValueError: If the state is that of several towers, or sums of `inner` do
-        not use the weight.
-    """
-    if jax.tree.leaves(state.total):
-      raise ValueError(
-          'State of `tower_reduce` must be made for as many towers, got that'
-          ' of a window of several where `num_towers` is 1. Make it with'
-          ' `init`.'
-      )
-    if weight is not None and self.weighted_axes:
-      # A bad weight that is known here is not known inside of `jax.jit`.
-      weights.as_weight(weight, (), _CALLER)
-    applied, inner_state = gate.update_or_skip(
-        None,
+    return gating.update_or_skip(
+        checked,
+        accept,
         self.inner,
         updates,
-        state.inner_state,
+        inner_state,
         params,
         weight=weight,
-        axes=self.weighted_axes,
+        axes=self.axes,
+        assume_weighted=self.assume_weighted,
         extra_args=extra_args,
         caller=_CALLER,
     )
-    return applied, state._replace(inner_state=inner_state)
+
+
+def _check_single(state):
+  """Checks that a state is of no window of several towers.
+
+  Raises:
+    ValueError: If it is of one.
+  """
+  if jax.tree.leaves(state.total):
+    raise ValueError(
+        'State of `tower_reduce` must be made for as many towers, got that'
+        ' of a window of several where `num_towers` is 1. Make it with'
+        ' `init`.'
+    )

@@ -20,7 +20,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import tower_squares
 from shard_transforms._src.transforms import tower_order
 
 _CALLER = 'tower_reduce'
@@ -50,9 +49,6 @@ class TowerReduceState(NamedTuple):
     oldest_local_step: The minimum of their local steps, int32 []; the largest
       int32 where no tower gave one.
     inner_state: State of the inner transformation.
-    tower_squares: The weighted sum of the squared norms of their updates, and
-      the number of towers with a weight, float32 [2]; per shard as `total`;
-      `()` unless a state in `inner_state` asks for it.
     summed: Tells `resize_state` that the result is the sum of the towers; `()`
       for their mean. No arrays.
 
@@ -70,7 +66,6 @@ class TowerReduceState(NamedTuple):
   total_weight: jax.Array | tower_order.TowerWeights
   oldest_local_step: jax.Array
   inner_state: optax.OptState
-  tower_squares: jax.Array | tuple[()] = ()
   summed: SummedTowers | tuple[()] = ()
 
   def resize_rules(
@@ -107,7 +102,6 @@ class TowerReduceState(NamedTuple):
         'total': total,
         'total_weight': total_weight,
         'oldest_local_step': _OLDEST_RULE,
-        'tower_squares': tower_squares.resize_rule(self.tower),
     }
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
@@ -125,19 +119,16 @@ class Reduced(NamedTuple):
     updates: Their mean or sum.
     total_weight: Their total weight on this shard, float32 [].
     oldest_local_step: The minimum of their local steps, int32 [].
-    squares: The squared norms of their updates, or `None`.
   """
 
   updates: optax.Updates
   total_weight: jax.Array
   oldest_local_step: jax.Array
-  squares: tower_squares.TowerSquares | None
 
 
 def start(
     zeros: tuple[optax.Updates, Any],
     inner_state: optax.OptState,
-    squares: jax.Array | tuple[()],
     axes: tuple[Hashable, ...],
     is_summed: bool = False,
 ) -> TowerReduceState:
@@ -151,7 +142,6 @@ def start(
           jnp.full([], _NO_STEP, jnp.int32), axes
       ),
       inner_state=inner_state,
-      tower_squares=squares,
       summed=SummedTowers() if is_summed else (),
   )
 
@@ -196,9 +186,6 @@ def collect(
       total=per_shard_state.store(total, axes),
       total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(oldest, axes),
-      tower_squares=tower_squares.add(
-          state.tower_squares, updates, weight, axes
-      ),
   )
   per_shard_state.check_kept(state, window, _CALLER)
   return window
@@ -244,12 +231,7 @@ def reduced(
 
   likes = updates if params is None else params
   updates = leaves_lib.tree_map(divide, total, updates, likes)
-  squares = None
-  if not isinstance(window.tower_squares, tuple):
-    squares = tower_squares.of_window(
-        window.tower_squares, total_weight, updates, axes
-    )
-  return Reduced(updates, total_weight, oldest, squares)
+  return Reduced(updates, total_weight, oldest)
 
 
 def emptied(
@@ -263,7 +245,6 @@ def emptied(
       total_weight=jax.tree.map(jnp.zeros_like, window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
       inner_state=inner_state,
-      tower_squares=tower_squares.emptied(window.tower_squares),
   )
 
 

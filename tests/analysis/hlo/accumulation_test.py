@@ -442,7 +442,8 @@ def scanned(tx):
 def fused(tx):
   def step(params, state, x):
     grads = gradient(params, x)
-    return shard_transforms.update_and_apply(tx, grads, state, params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
   return step
 
@@ -494,7 +495,6 @@ class CallsTest(parameterized.TestCase):
             'reduces float32[4,16] in each call, and only adds up the results',
             'which sends 448 bytes: accumulate on each shard and reduce once,',
             "by `tower_reduce(num_towers, inner, axis_name='data')` under",
-            'bound by `on_mesh` to a mesh of type `Explicit`',
         ],
         warning,
     )
