@@ -786,7 +786,7 @@ class CopyTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        r'`in_specs` must not shard .*`shard_update` .* for \.inner_state',
+        r'`in_specs` must not shard .*`shard_update`, got .* for \.inner_state',
     ):
       resize_state(state, tx, params, other, in_specs=specs)
 
