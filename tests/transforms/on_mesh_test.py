@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-import numpy as np
 import optax
 
 import cases
@@ -121,18 +120,6 @@ class OnMeshTest(parameterized.TestCase):
         _update_on(mesh, _guard(), state),
         strict=True,
     )
-
-  def test_applies_updates_as_the_transformation(self):
-    # `update_and_apply` keeps a parameter of -0.0 in a skipped step.
-    bound = shard_transforms.on_mesh(
-        shard_transforms.guard(optax.sgd(1.0)), _mesh()
-    )
-    params = jnp.array([-0.0])
-
-    updates, _ = bound.update(jnp.array([jnp.nan]), bound.init(params), params)
-    kept = optax.apply_updates(params, updates)
-
-    self.assertTrue(np.signbit(kept[0]))
 
   def test_a_resized_state_goes_on_with_the_new_mesh(self):
     state = shard_transforms.on_mesh(_guard(), _mesh(8)).init(PARAMS)
