@@ -57,15 +57,12 @@ def reduced() -> optax.GradientTransformation:
   return optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.adam(1e-3))
 
 
-def by_leaf(
+def of_spikes(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a guard by the loss and by the norm of each leaf, which clips."""
+  """Returns a guard by the loss and by the norm, which clips."""
   rule = shard_transforms.SpikeRule(
-      max_stds=6.0,
-      signals=('norm', 'loss'),
-      labels=lambda updates: {name: name for name in updates},
-      on_spike='clip',
+      max_stds=6.0, signals=('norm', 'loss'), on_spike='clip'
   )
   tx = shard_transforms.guard(inner, AXIS, spikes=rule)
 
@@ -105,7 +102,7 @@ PROGRAMS = {
     "guard, 'exclude'": lambda: shard_transforms.guard(
         reduced(), AXIS, on_bad='exclude'
     ),
-    'guard, by leaf': lambda: by_leaf(reduced()),
+    'guard of spikes': lambda: of_spikes(reduced()),
     'drop_stale': lambda: late(reduced()),
     'tower_reduce': lambda: collected(reduced()),
     'all three, nested': lambda: collected(

@@ -34,10 +34,9 @@ FINISHED = 'finished'
 SPIKES = (
     'spikes_of_the_loss_skip',
     'spikes_of_the_loss_exclude',
-    'spikes_of_a_leaf_skip',
-    'spikes_of_a_leaf_exclude',
-    'spikes_of_a_leaf_clip',
-    'spikes_of_a_leaf_reciprocal',
+    'spikes_of_the_norm_skip',
+    'spikes_of_the_norm_exclude',
+    'spikes_of_the_norm_clip',
 )
 
 
@@ -308,7 +307,6 @@ def spikes(mode, signal, remedy):
   rule = shard_transforms.SpikeRule(
       max_stds=4.0,
       signals=('norm', 'loss'),
-      labels={'a': 'a', 'b': 'b'},
       window=2,
       two_sided=True,
       record_spikes=True,
@@ -325,7 +323,7 @@ def spikes(mode, signal, remedy):
     for value in 1.0, 1.1:
       grads = own_gradients(params, {'a': x, 'b': jnp.float32(2)})
       _, state = tx.update(grads, state, params, value=value + x)
-    grads = {'a': x, 'b': 2 + leaps['leaf']}
+    grads = {'a': x, 'b': 2 + leaps['norm']}
     updates, state = tx.update(
         own_gradients(params, grads),
         state,
@@ -339,7 +337,7 @@ def spikes(mode, signal, remedy):
   for is_bad in subsets():
     not_finite = is_bad & (np.cumsum(is_bad) % 2 == 0)
     leap = np.where(not_finite, np.nan, np.where(is_bad, 1e3, 0))
-    leaps = {'leaf': 0 * x, 'loss': 0 * x} | {signal: leap}
+    leaps = {'norm': 0 * x, 'loss': 0 * x} | {signal: leap}
     updates, state = jax.device_get(
         mapped(
             {'a': jnp.zeros(()), 'b': jnp.zeros(())},
@@ -351,14 +349,17 @@ def spikes(mode, signal, remedy):
       is_clipped[:] = False
     good = ~is_bad | is_clipped
     skipped = not good.any() or (on_bad == 'skip' and not good.all())
-    # The norm of the leaf was 2, without deviations, so that is its limit.
-    check(updates['a'], 0 if skipped else x[good].mean())
-    check(updates['b'], 0 if skipped else 2, rtol=1e-5)
+    norms = np.hypot(x, 2)
+    limit = norms.mean() + 4 * norms.std()
+    factor = np.where(is_clipped, limit / np.hypot(x, 1002), 1)
+    b = np.where(is_clipped, 1002, 2)
+    check(updates['a'], 0 if skipped else (x * factor)[good].mean(), rtol=1e-4)
+    check(updates['b'], 0 if skipped else (b * factor)[good].mean(), rtol=1e-4)
     check(state.skipped_count, int(skipped))
     check(state.bad_shard_count, (~good).sum())
     check(state.spikes.spike_count, is_bad.sum())
     leapt = state.spikes.last_spike[:, 0] == 2
-    column = {'leaf': 1, 'loss': 2}[signal]
+    column = rule.names.index(signal)
     np.testing.assert_array_equal(leapt[:, column], is_bad)
     check(leapt.sum(1), is_bad * 1.0, rtol=0)
 

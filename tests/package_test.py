@@ -873,7 +873,7 @@ class CommandsTest(parameterized.TestCase):
     def names(*arguments):
       command = [sys.executable, '-m', 'pytest', '--collect-only', '-q']
       return subprocess.run(
-          [*command, 'tests/gates/update_and_apply_test.py', *arguments],
+          [*command, 'tests/gates/gating_test.py', *arguments],
           check=True,
           capture_output=True,
           text=True,

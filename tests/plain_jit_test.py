@@ -97,18 +97,14 @@ def grad_of_towers(params, x):
   return jax.vmap(jax.grad(loss), (None, 1))(params, towers)
 
 
-def make_step(gate, tx, applies):
-  """Returns a step, which applies the updates at once or after the update."""
+def make_step(gate, tx):
+  """Returns a step of `update` and `apply_updates`."""
   grad = grad_of_towers if gate == 'reduce_towers' else jax.grad(loss)
 
   def step(carry, batch):
     params, state = carry
     x, local_step = batch
     grads = grad(params, x)
-    if applies:
-      updates, state = tx.update(grads, state, params, local_step=local_step)
-      after = optax.apply_updates(params, updates), state
-      return after, ()
     updates, state = tx.update(grads, state, params, local_step=local_step)
     return (optax.apply_updates(params, updates), state), ()
 
@@ -130,13 +126,12 @@ class PlainJitTest(parameterized.TestCase):
   @cases.product(
       gate=GATES,
       kind=['Auto', 'Explicit'],
-      applies=[False, True],
       scans=[False, True],
-      always=lambda gate, kind, applies, scans: (
-          gate.endswith('nested') and (kind == 'Explicit') == applies == scans
+      always=lambda gate, kind, scans: (
+          gate.endswith('nested') and (kind == 'Explicit') == scans
       ),
   )
-  def test_trains_as_one_device_does(self, gate, kind, applies, scans):
+  def test_trains_as_one_device_does(self, gate, kind, scans):
     mesh = make_mesh(kind)
     tx = GATES[gate](mesh)
     params = {
@@ -150,12 +145,12 @@ class PlainJitTest(parameterized.TestCase):
 
     with jax.set_mesh(mesh):
       state = jax.jit(tx.init)(params)
-      step = make_step(gate, tx, applies)
+      step = make_step(gate, tx)
       after = train(step, (params, state), batches, scans)
 
     tx = GATES[gate](make_mesh('Auto', (1, 1)))
     one = make_params()
-    step = make_step(gate, tx, applies)
+    step = make_step(gate, tx)
     expected = train(step, (one, tx.init(one)), given, scans)
     chex.assert_trees_all_close(
         jax.device_get(after), jax.device_get(expected), rtol=1e-4, atol=1e-6
@@ -168,12 +163,9 @@ class PlainJitTest(parameterized.TestCase):
   @cases.product(
       gate=GATES,
       kind=['Auto', 'Explicit'],
-      applies=[False, True],
-      always=lambda gate, kind, applies: (
-          gate.endswith('nested') and kind == 'Auto' and applies
-      ),
+      always=lambda gate, kind: gate.endswith('nested') and kind == 'Auto',
   )
-  def test_no_parameter_and_no_state_is_gathered(self, gate, kind, applies):
+  def test_no_parameter_and_no_state_is_gathered(self, gate, kind):
     mesh = make_mesh(kind)
     tx = GATES[gate](mesh)
     params = {
@@ -181,7 +173,7 @@ class PlainJitTest(parameterized.TestCase):
         for name, x in make_params().items()
     }
     x = jax.device_put(BATCHES[0], NamedSharding(mesh, P('data')))
-    step = jax.jit(make_step(gate, tx, applies), donate_argnums=0)
+    step = jax.jit(make_step(gate, tx), donate_argnums=0)
 
     with jax.set_mesh(mesh):
       carry = params, jax.jit(tx.init)(params)

@@ -56,8 +56,8 @@ def gathered(u, w):
 
 def in_gate(fn):
   def update(u, w):
-    return gating.Gate(applies=False).run_or_skip(
-        w > 0, lambda *given: (fn(*given[2:]), ()), (), (), u, w, seldom=True
+    return gating.run_when_due(
+        w > 0, lambda state, u, w: (fn(u, w), state), (), u, w
     )[0]
 
   return update

@@ -115,9 +115,9 @@ class CountingTest(parameterized.TestCase):
   def test_keeps_what_does_not_count(self, weight, total, counts, any_counts):
     counting = of(weight, total)
 
-    np.testing.assert_array_equal(counting.keep(X, -X), X if counts else -X)
+    np.testing.assert_array_equal(counting.keep(-X, X), X if counts else -X)
     np.testing.assert_array_equal(
-        counting.keep_of_any(X, -X), X if any_counts else -X
+        counting.keep_of_any(-X, X), X if any_counts else -X
     )
 
   def test_nan_does_not_count_at_weight_zero(self):

@@ -37,25 +37,32 @@ GATES = {
     'drop_stale': lambda inner: shard_transforms.drop_stale(0, inner),
     'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
 }
+ALL_GATES = {**GATES, 'guard': shard_transforms.guard}
 
 
 def _pass_or_stop(gate, inner, params, updates):
-  """Returns (updates, inner state) where `inner` did not run, and where so."""
-  tx = GATES[gate](inner)
+  """Returns (updates, inner state) of a step left out, and of one taken."""
+  tx = ALL_GATES[gate](inner)
   state = tx.init(params)
   late = -1 if gate == 'drop_stale' else 0
-  stopped = tx.update(updates, state, params, local_step=late)
+  bad = updates
+  if gate == 'guard':
+    bad = jax.tree.map(lambda x: x * jnp.nan, updates)
+  stopped = tx.update(bad, state, params, local_step=late)
   passed = tx.update(updates, stopped[1], params, local_step=0)
   return [(out, state.inner_state) for out, state in (stopped, passed)]
 
 
 class GateTest(parameterized.TestCase):
 
-  @cases.parameters(*GATES)
+  @cases.parameters(*ALL_GATES)
   def test_keeps_every_bit_of_the_state_when_closed(self, gate):
     odd = {
         'zero': jnp.array([-0.0, 0.0]),
-        'nan': jnp.array([jnp.nan, jnp.inf]),
+        'nan': jnp.array([0x7FC00123, 0xFFC00001], jnp.uint32).view(
+            jnp.float32
+        ),
+        'infinite': jnp.array([jnp.inf, -jnp.inf]),
         'int': jnp.array([7, -7]),
         'bool': jnp.array([True]),
         'half': jnp.array([1e-7, -0.0], jnp.bfloat16),
@@ -78,7 +85,7 @@ class GateTest(parameterized.TestCase):
         _bits(changed), _bits(jax.tree.map(_changed, odd)), strict=True
     )
 
-  @cases.parameters(*GATES)
+  @cases.parameters(*ALL_GATES)
   def test_gives_zeros_like_the_inner_updates_when_closed(self, gate):
     params = {'w': jnp.ones((3, 5)), 'h': jnp.ones(4, jnp.bfloat16), 'n': None}
     to_half = optax.stateless(

@@ -61,7 +61,6 @@ TRANSFORMS = {
         tower_reduce(4, guard(CHAIN, axis_name=AXIS), axis_name=AXIS),
         axis_name=AXIS,
     ),
-    'update_and_apply': tower_reduce(4, CHAIN, axis_name=AXIS),
     'clipping': optax.chain(
         MEAN, shard_transforms.clip_by_global_norm(1.0), ADAM
     ),
@@ -119,9 +118,6 @@ def step_of(name, check_vma):
     if name in ('tower_reduce_without_axis_name', 'delay_updates'):
       # There, nothing that is reduced could have a weight.
       del given['weight']
-    if name == 'update_and_apply':
-      updates, state = tx.update(grads, state, params, **given)
-      return optax.apply_updates(params, updates), state
     updates, state = tx.update(grads, state, params, **given)
     if per_shard:
       updates = jax.tree.map(lambda u: u[None], updates)

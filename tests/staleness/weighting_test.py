@@ -455,25 +455,6 @@ class GatesTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(applied, [1.25, 2.25])
 
-  @cases.parameters(*modes.MODES)
-  def test_a_gate_applies_as_it_updates(self, mode):
-    tx = _weighted('function')
-
-    def shard(params, own):
-      x, local_step = own
-      given = _grads(params, x), tx.init(params), params
-      updates, after = tx.update(*given, local_step=local_step)
-      updated = optax.apply_updates(params, updates), after
-      return updated, shard_transforms.update_and_apply(
-          tx, *given, local_step=local_step
-      )
-
-    # The factor of all shards is zero in the second of two calls.
-    mapped = modes.map_shards(mode, shard)
-    for steps in STEPS[:, 0], np.full(8, -9, np.int32):
-      updated, applied = mapped(np.ones(5, np.float32), (DATA[:, 0], steps))
-      chex.assert_trees_all_close(applied, updated, rtol=1e-6, strict=True)
-
   def test_the_rate_can_be_injected(self):
     tx = optax.inject_hyperparams(scale_by_staleness)(
         'exponential', rate=optax.linear_schedule(1.0, 0.0, 2)

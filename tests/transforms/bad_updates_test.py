@@ -46,3 +46,36 @@ class JudgementTest(parameterized.TestCase):
     )
 
     self.assertEqual(is_healthy, expected)
+
+  @cases.product(
+      dtype=(
+          'bfloat16',
+          'float16',
+          'float32',
+          'float64',
+          'complex64',
+          'complex128',
+      ),
+      element=(None, np.nan, np.inf, -np.inf, 'imaginary'),
+  )
+  def test_judges_all_dtypes_and_no_sum_overflows(self, dtype, element):
+    with jax.enable_x64(True):
+      # So many that their sum is infinite in each dtype.
+      updates = jnp.full(1000, jnp.finfo(dtype).max, dtype)
+      if element == 'imaginary' and jnp.iscomplexobj(updates):
+        updates = updates.at[500].set(complex(1, np.inf))
+      elif element not in (None, 'imaginary'):
+        updates = updates.at[500].set(element)
+      finite = bool(jnp.isfinite(updates).all())
+
+      is_healthy = jax.jit(lambda x: judged(x).is_healthy)({'a': updates})
+
+    is_real = not dtype.startswith('complex')
+    expected = element is None or (element == 'imaginary' and is_real)
+    self.assertEqual((finite, bool(is_healthy)), (expected, expected))
+
+  @cases.parameters((1e38, True), (np.inf, False))
+  def test_sums_of_leaves_do_not_overflow(self, last, expected):
+    updates = [jnp.full(9, 1e38) for _ in range(9)] + [jnp.float32(last)]
+
+    self.assertEqual(judged(updates).is_healthy, expected)

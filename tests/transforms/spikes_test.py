@@ -1,7 +1,7 @@
 """Which steps of recorded and of made-up traces are spikes, and what follows.
 
-The references are the rules that OLMo-core, MaxText and ZClip publish, written
-down again in NumPy in double precision.
+The references are the rules that OLMo-core and MaxText publish, written down
+again in NumPy in double precision.
 """
 
 import json
@@ -21,7 +21,6 @@ from shard_transforms import SpikeRule
 from shard_transforms import guard
 from shard_transforms import monitoring
 from shard_transforms._src.transforms import bad_updates
-from shard_transforms._src.transforms import spikes
 
 AXIS = modes.AXIS
 SHARDS = 8
@@ -105,25 +104,6 @@ def maxtext(loss, norm, interval, factor):
   ]
 
 
-def zclip(norm, mode, skip_update, alpha=0.97, z_thresh=2.5, warm_up=25):
-  """Returns the norms that ZClip leaves."""
-  norm = np.float64(norm)
-  mean, var = norm[:warm_up].mean(), norm[:warm_up].var()
-  clipped = list(norm[:warm_up])
-  for value in norm[warm_up:]:
-    std = var**0.5
-    z = (value - mean) / (std + 1e-6)
-    taken = value
-    if z > z_thresh:
-      eta = z / z_thresh if mode == 'zscore' else 1
-      taken = mean + z_thresh * std / eta
-    clipped.append(taken)
-    if taken == value or not skip_update:
-      mean = alpha * mean + (1 - alpha) * taken
-      var = alpha * var + (1 - alpha) * (taken - mean) ** 2
-  return np.array(clipped)
-
-
 class PublishedRulesTest(parameterized.TestCase):
 
   @cases.product(trace=NAMES, length=(24, 60, 128), sigma=(3, 6))
@@ -160,45 +140,6 @@ class PublishedRulesTest(parameterized.TestCase):
     expected = maxtext(loss, norm, interval, factor)
     np.testing.assert_array_equal(taken, expected)
     self.assertBetween(np.sum(taken), 200, len(loss) - 2)
-
-  @cases.product(
-      trace=TRACES, mode=('percentile', 'zscore'), skip_update=(False, True)
-  )
-  def test_scales_down_what_zclip_scales_down(self, trace, mode, skip_update):
-    loss, norm = TRACES[trace]()
-    rule = SpikeRule(
-        max_stds=2.5,
-        decay=0.97,
-        on_spike='reciprocal' if mode == 'zscore' else 'clip',
-        record_spikes=not skip_update,
-    )
-
-    state, _, updates = decisions(rule, loss, norm)
-
-    expected = zclip(norm, mode, skip_update)
-    np.testing.assert_allclose(updates, expected, rtol=1e-4)
-    num_scaled = np.sum(expected != norm)
-    self.assertEqual(state.spikes.spike_count, num_scaled)
-    self.assertGreater(num_scaled, 5)
-    self.assertEqual(state.skipped_count, 0)
-
-  @cases.parameters(('clip', 2.0), ('reciprocal', 1.5))
-  def test_scales_to_the_numbers_of_zclip_s_tests(self, on_spike, expected):
-    # Mean 1, standard deviation 0.5, threshold 2, norm 3: z is 4.
-    rule = SpikeRule(max_stds=2.0, decay=0.97, on_spike=on_spike)
-    tx = guard(optax.identity(), spikes=rule)
-    state = tx.init(jnp.zeros(1))
-    statistics = spikes.Statistics(
-        mean=jnp.ones((1, 1)),
-        variance=jnp.full((1, 1), 0.25),
-        num_recorded=jnp.int32(25),
-    )
-    state = state._replace(spikes=state.spikes._replace(statistics=statistics))
-
-    updates, state = tx.update(jnp.array([3.0]), state)
-
-    np.testing.assert_allclose(updates, [expected], rtol=1e-5)
-    np.testing.assert_array_equal(state.spikes.statistics.mean, [[1.0]])
 
 
 def run(tx, x, loss, mode='vmap', **kwargs):
@@ -242,32 +183,26 @@ def data(steps=12, seed=0):
   return x, rng.uniform(2, 3, (SHARDS, steps)).astype(np.float32)
 
 
-LABELS = {'head': 'small', 'body': 'large'}
-
-
 class SignalsTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
   def test_says_which_signal_of_which_shard_leapt_and_when(self, mode):
     x, loss = data()
-    x['head'][2, 7] *= 20
-    x['body'][5, 9] *= 20
+    x['body'][2, 7] *= 20
     loss[6, 10] *= 20
     loss[1, 11] = NAN
-    rule = SpikeRule(
-        max_stds=6.0, window=4, signals=('norm', 'loss'), labels=LABELS
-    )
+    rule = SpikeRule(max_stds=6.0, window=4, signals=('norm', 'loss'))
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', spikes=rule)
 
     updates, state = run(tx, x, loss, mode)
 
-    self.assertEqual(rule.names(x), ('large', 'small', 'loss'))
-    expected = np.full((SHARDS, 3), -1)
-    expected[2, 1], expected[5, 0], expected[[6, 1], 2] = 7, 9, [10, 11]
+    self.assertEqual(rule.names, ('norm', 'loss'))
+    expected = np.full((SHARDS, 2), -1)
+    expected[2, 0], expected[[6, 1], 1] = 7, [10, 11]
     np.testing.assert_array_equal(state.spikes.last_spike[:, 0], expected)
-    np.testing.assert_array_equal(state.spikes.spike_count, [4] * SHARDS)
-    np.testing.assert_array_equal(state.bad_shard_count, [4] * SHARDS)
-    for step, shard in (7, 2), (9, 5), (10, 6), (11, 1), (3, None):
+    np.testing.assert_array_equal(state.spikes.spike_count, [3] * SHARDS)
+    np.testing.assert_array_equal(state.bad_shard_count, [3] * SHARDS)
+    for step, shard in (7, 2), (10, 6), (11, 1), (3, None):
       good = [i for i in range(SHARDS) if i != shard]
       for name, leaf in updates.items():
         np.testing.assert_allclose(
@@ -288,75 +223,6 @@ class SignalsTest(parameterized.TestCase):
     np.testing.assert_array_equal(is_zero.nonzero(), [[8]])
     np.testing.assert_array_equal(state.spikes.last_spike[:, 0], [[8]] * SHARDS)
 
-  def test_a_leaf_that_is_small_hides_in_the_norm_of_all_but_not_in_its_own(
-      self,
-  ):
-    x, loss = data()
-    x['head'][2, 7] *= 3
-    for labels, expected in (None, 0), (LABELS, 1):
-      rule = SpikeRule(max_stds=8.0, window=6, labels=labels)
-      tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
-
-      _, state = run(tx, x, loss)
-
-      self.assertEqual(state.skipped_count[0], expected)
-
-  @cases.parameters(
-      (LABELS,),
-      lambda updates: jax.tree.map_with_path(
-          lambda path, _: LABELS[path[0].key], updates
-      ),
-  )
-  def test_each_label_has_its_own_limit(self, labels):
-    updates = {'head': jnp.array([3.0, 4.0]), 'body': jnp.array([6.0, 8.0])}
-    for small, large, skipped in (5.0, 10.0, 0), (4.9, 11.0, 1), (5.0, 9.9, 1):
-      rule = SpikeRule(max_norm={'small': small, 'large': large}, labels=labels)
-      tx = guard(optax.identity(), spikes=rule)
-
-      _, state = tx.update(updates, tx.init(updates))
-
-      self.assertEqual(state.skipped_count, skipped)
-
-  def test_limits_in_deviations_may_differ_between_signals(self):
-    loss, norm = np.full(9, 2.0), np.full(9, 1.0)
-    loss[:8] += [0, 0.1] * 4
-    norm[:8] += [0, 0.1] * 4
-    loss[8], norm[8] = 3.0, 1.3
-    for of_norm, of_loss, taken in (6, 60, True), (3, 60, False), (6, 6, False):
-      rule = SpikeRule(
-          max_stds={'norm': of_norm, 'loss': of_loss},
-          signals=('norm', 'loss'),
-          window=8,
-      )
-
-      _, found, _ = decisions(rule, loss, norm)
-
-      self.assertEqual(found[8], taken)
-
-  def test_slices_of_a_label_are_judged_together(self):
-    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
-    rule = SpikeRule(
-        max_norm={'small': 1.0, 'large': 8.0}, labels=LABELS, on_spike='clip'
-    )
-    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, spikes=rule)
-    specs = {'head': jax.P(), 'body': jax.P('model')}
-    x = {
-        'head': np.full((4, 1), 0.5, np.float32),
-        'body': np.full((4, 2), 6.0, np.float32) * [0.5, 1],
-    }
-
-    def step(x):
-      x = jax.tree.map(lambda x: x[0], x)
-      return tx.update(x, tx.init(x))[0]
-
-    in_specs = {'head': jax.P(AXIS), 'body': jax.P(AXIS, 'model')}
-    shardings = {k: jax.NamedSharding(mesh, v) for k, v in in_specs.items()}
-    step = jax.shard_map(step, mesh=mesh, in_specs=(in_specs,), out_specs=specs)
-    updates = jax.jit(step)(jax.device_put(x, shardings))
-
-    np.testing.assert_array_equal(updates['head'], [0.5])
-    np.testing.assert_allclose(updates['body'], [3.0, 6.0])
-
   def test_check_health_names_the_signals(self):
     x, loss = data()
     loss[:, 8:] = 100.0
@@ -372,50 +238,31 @@ class SignalsTest(parameterized.TestCase):
 class ClipTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MODES)
-  def test_scales_the_leaves_of_a_spike_down_to_the_limit(self, mode):
+  def test_scales_a_spike_down_to_the_limit(self, mode):
     x, loss = data()
     x['body'][3, 7] *= 30
     x['head'][4, 9, 1] = NAN
-    rule = SpikeRule(
-        max_norm={'large': 25.0, 'small': 9.0}, labels=LABELS, on_spike='clip'
-    )
+    rule = SpikeRule(max_norm=25.0, on_spike='clip')
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, spikes=rule)
 
     updates, state = run(tx, x, loss, mode)
 
-    clipped = x['body'].copy()
-    clipped[3, 7] *= 25 / np.linalg.norm(clipped[3, 7])
-    expected = clipped.mean(0)
-    expected[9] = 0
-    np.testing.assert_allclose(updates['body'][0], expected, rtol=1e-5)
-    expected = x['head'].mean(0)
-    expected[9] = 0
-    np.testing.assert_allclose(updates['head'][0], expected, rtol=1e-5)
+    norm = np.hypot(*(np.linalg.norm(x[k][3, 7]) for k in x))
+    for name, leaf in updates.items():
+      clipped = x[name].copy()
+      clipped[3, 7] *= 25 / norm
+      expected = clipped.mean(0)
+      expected[9] = 0
+      np.testing.assert_allclose(leaf[0], expected, rtol=1e-5)
     self.assertEqual(state.skipped_count[0], 1)
     np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
     np.testing.assert_array_equal(
-        state.spikes.last_spike[[3, 4], 0], [[7, -1], [-1, 9]]
+        state.spikes.last_spike[[3, 4], 0], [[7], [9]]
     )
 
-  def test_scales_a_spike_below_the_mean_to_a_smaller_max_norm(self):
-    def make(max_norm):
-      rule = SpikeRule(
-          max_norm=max_norm, max_stds=2.0, min_steps=2, on_spike='reciprocal'
-      )
-      return guard(optax.identity(), spikes=rule)
-
-    state = make(9.0).init(jnp.zeros(1))
-    for x in 3.0, 5.0:
-      _, state = make(9.0).update(jnp.array([x]), state)
-
-    updates, _ = make(2.0).update(jnp.array([3.0]), state)
-
-    np.testing.assert_allclose(updates, [2.0], rtol=1e-6)
-
-  @cases.parameters('clip', 'reciprocal')
-  def test_keeps_every_bit_below_the_limit(self, on_spike):
+  def test_keeps_every_bit_below_the_limit(self):
     x, loss = data()
-    rule = SpikeRule(max_stds=50.0, max_norm=1e9, window=2, on_spike=on_spike)
+    rule = SpikeRule(max_stds=50.0, max_norm=1e9, window=2, on_spike='clip')
 
     updates, _ = run(
         guard(mean_of(optax.adam(0.1)), AXIS, spikes=rule), x, loss
@@ -423,16 +270,6 @@ class ClipTest(parameterized.TestCase):
 
     expected, _ = run(mean_of(optax.adam(0.1)), x, loss)
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
-
-  def test_a_step_is_the_same_by_update_and_apply(self):
-    rule = SpikeRule(max_norm=5.0, on_spike='clip')
-    tx = guard(optax.sgd(1.0), spikes=rule)
-    params = jnp.ones(2)
-
-    updates, _ = tx.update(jnp.array([6.0, 8.0]), tx.init(params), params)
-    found = optax.apply_updates(params, updates)
-
-    np.testing.assert_allclose(found, [-2.0, -3.0])
 
   @cases.parameters(jnp.bfloat16, jnp.complex64, jnp.float16)
   def test_keeps_dtypes(self, dtype):
@@ -507,7 +344,7 @@ class RecordTest(parameterized.TestCase):
     loss = np.tile([1.0, 1.1], 30)
     loss[20] = 1e30
     rule = SpikeRule(
-        max_stds=4.0, decay=0.5, signals=['loss'], record_spikes=True
+        max_stds=4.0, window=4, signals=['loss'], record_spikes=True
     )
 
     state, _, _ = decisions(rule, loss, np.ones(60))
@@ -550,15 +387,13 @@ class RecordTest(parameterized.TestCase):
       )
 
 
-def recorded(steps, window, **kwargs):
+def recorded(steps, window):
   """Returns statistics after the values of shards [steps, shards]."""
-  rule = SpikeRule(max_stds=1.0, window=window, **kwargs)
-  statistics = bad_updates.start(rule, jnp.zeros(1), ()).statistics
+  rule = SpikeRule(max_stds=1.0, window=window)
+  statistics = bad_updates.start(rule, ()).statistics
   for step in np.asarray(steps, np.float32):
     deviation = (step - statistics.last_mean)[:, None]
-    statistics = statistics.record(
-        rule, deviation.mean(0), (deviation**2).mean(0)
-    )
+    statistics = statistics.record(deviation.mean(0), (deviation**2).mean(0))
   return statistics
 
 
@@ -585,14 +420,6 @@ class StatisticsTest(parameterized.TestCase):
     variance = last.var(1).mean() + last.mean(1).var(ddof=1)
     np.testing.assert_allclose(std, [variance**0.5], rtol=0.05)
 
-  def test_exponential_averages_start_as_plain_ones(self):
-    steps = np.random.default_rng(0).uniform(1, 9, size=(25, 5))
-
-    mean, std = recorded(steps, None, decay=0.9).moments()
-
-    np.testing.assert_allclose(mean, [steps.mean()], 1e-5)
-    np.testing.assert_allclose(std, [steps.std()], 1e-5)
-
 
 class RefusalTest(parameterized.TestCase):
 
@@ -602,13 +429,12 @@ class RefusalTest(parameterized.TestCase):
       (dict(max_norm=0.0), ValueError, '`max_norm` must be positive, got 0.0'),
       (dict(max_norm=NAN), ValueError, '`max_norm` must be positive, got nan'),
       (dict(max_norm='1'), TypeError, '`max_norm` must be a real number'),
-      (dict(max_norm={'a': -1}), ValueError, '`max_norm` must be positive'),
+      (dict(max_norm={'a': 1}), TypeError, '`max_norm` must be a real number'),
       (dict(max_stds=-1), ValueError, '`max_stds` must be positive'),
       (dict(max_stds=jnp.ones(2)), TypeError, '`max_stds` must be a real'),
       (dict(max_stds=1, window=1), ValueError, '`window` must be at least 2'),
       (dict(max_stds=1, window=2.0), TypeError, '`window` must be an integer'),
       (dict(max_stds=1, min_steps=1), ValueError, '`min_steps` must be at le'),
-      (dict(max_stds=1, decay=1.0), ValueError, '`decay` must be at least 0'),
       (dict(max_stds=1, two_sided=1), TypeError, '`two_sided` must be a bool'),
       (dict(max_stds=1, restart_after=0), ValueError, '`restart_after` must'),
       (dict(max_stds=1, signals=()), ValueError, "`signals` must be of 'norm'"),
@@ -616,20 +442,6 @@ class RefusalTest(parameterized.TestCase):
       (dict(max_stds=1, signals=['x']), ValueError, '`signals` must be of'),
       (dict(max_stds=1, signals=None), ValueError, '`signals` .* got None'),
       (dict(max_stds=1, signals=[['x']]), ValueError, '`signals` must be of'),
-      (dict(max_stds={}), ValueError, '`max_norm` and `max_stds` .* and {}'),
-      (dict(max_norm={}), ValueError, '`max_norm` and `max_stds` .* got {}'),
-      (dict(max_stds={'norm': None}), TypeError, '`max_stds` .* got None'),
-      (
-          dict(max_stds=1, signals=['loss'], labels={'a': 'x'}),
-          ValueError,
-          "`labels` must come with 'norm' in `signals`, got \\['loss'",
-      ),
-      (
-          dict(max_stds=1, window=128, decay=0.9),
-          ValueError,
-          '`window` must not come with `decay`, got 128 and 0.9',
-      ),
-      (dict(max_norm=1, window=9), ValueError, '`window` must come with'),
       (dict(max_stds=1, on_spike='drop'), ValueError, '`on_spike` must be'),
       (
           dict(max_stds=1, signals=['loss'], on_spike='clip'),
@@ -637,7 +449,6 @@ class RefusalTest(parameterized.TestCase):
           '`signals` must have the norm',
       ),
       (dict(max_norm=1, signals=['loss']), ValueError, '`signals` must have'),
-      (dict(max_norm=1, decay=0.9), ValueError, '`decay` must come with `max'),
       (
           dict(max_norm=1, restart_after=3),
           ValueError,
@@ -653,48 +464,10 @@ class RefusalTest(parameterized.TestCase):
           ValueError,
           "'loss' in `signals` must come with `max_stds`",
       ),
-      (
-          dict(max_norm=1, on_spike='reciprocal'),
-          ValueError,
-          "`on_spike='reciprocal'` must come with `max_stds`",
-      ),
   )
   def test_refuses_option(self, kwargs, error, message):
     with self.assertRaisesRegex(error, message):
       SpikeRule(**kwargs)
-
-  @cases.parameters(
-      ({'a': 'x'}, ValueError, '`labels` .* must have a label for each leaf'),
-      (lambda _: {'b': 'x'}, ValueError, 'must have a label for each leaf'),
-      ({'a': 'x', 'b': 3}, TypeError, '`labels` must be strings, got 3'),
-      ({'a': 'x', 'b': 'loss'}, ValueError, "none of them 'loss'"),
-  )
-  def test_refuses_labels(self, labels, error, message):
-    tx = guard(optax.identity(), spikes=SpikeRule(max_norm=1, labels=labels))
-
-    with self.assertRaisesRegex(error, message):
-      tx.init({'a': jnp.zeros(1), 'b': jnp.zeros(2)})
-
-  def test_refuses_updates_that_lack_a_label(self):
-    rule = SpikeRule(max_norm=1, labels={'a': 'x', 'b': 'y'})
-    tx = guard(optax.identity(), spikes=rule)
-    state = tx.init({'a': jnp.zeros(1), 'b': jnp.zeros(2)})
-
-    with self.assertRaisesRegex(
-        ValueError, r"These updates have leaves of \('x',\): give zeros for a"
-    ):
-      tx.update({'a': jnp.zeros(1), 'b': None}, state)
-
-  @cases.parameters(
-      ({'a': 1.0},), ({'x': 1.0},), ({'x': 1.0, 'y': 2.0, 'z': 3.0},)
-  )
-  def test_refuses_limits_of_other_labels(self, max_norm):
-    rule = SpikeRule(max_norm=max_norm, labels={'a': 'x', 'b': 'y'})
-
-    with self.assertRaisesRegex(ValueError, "`max_norm` .* \\['x', 'y'\\]"):
-      guard(optax.identity(), spikes=rule).init(
-          {'a': jnp.zeros(1), 'b': jnp.zeros(2)}
-      )
 
   @cases.parameters(
       (None, TypeError, '`value` of `guard` must be the loss, .* got None'),
@@ -723,20 +496,15 @@ class RefusalTest(parameterized.TestCase):
 
 class CostTest(parameterized.TestCase):
 
-  def test_sends_eight_bytes_a_label_with_the_decision(self):
-    rule = SpikeRule(
-        max_stds=3.0, signals=('norm', 'loss'), labels=['a', 'b', 'c']
-    )
+  def test_sends_eight_bytes_a_signal_with_the_decision(self):
+    rule = SpikeRule(max_stds=3.0, signals=('norm', 'loss'))
     tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
-    params = [jnp.zeros(99)] * 3
 
     report = monitoring.wire_report(
         lambda x, loss: tx.update(x, tx.init(x), value=loss),
-        params,
+        [jnp.zeros(99)] * 3,
         jnp.float32(0),
         axis_sizes={AXIS: SHARDS},
     )
 
-    first, *others = report.collectives
-    self.assertEqual(first.payload_bytes, 4 * (3 + 2 + 2 * 4))
-    self.assertTrue(all(x.conditional for x in others))
+    self.assertEqual(report.collectives[0].payload_bytes, 4 * (3 + 2 + 2 * 2))

@@ -193,7 +193,7 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
     key = jax.random.fold_in(jax.random.key(self.seed), held.step)
     exchange = two_phase.Exchange(self.compressor, self.axes, key)
     pending = [
-        counting.keep(_plus(value, rest), 0)
+        counting.keep(0, _plus(value, rest))
         for value, rest in zip(values, held.residual, strict=True)
     ]
     # A shared buffer would vary over all axes over which one of its leaves
@@ -214,17 +214,13 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
         *(found[i] for i in range(len(pending))), strict=True
     )
 
-    def keep(before, rest):
-      return counting.keep(rest, before)
-
-    def keep_of_any(before, rest):
-      return counting.keep_of_any(rest, before)
-
-    residual = compressed_reduction.map_kept(keep, held.residual, rests)
-    server = compressed_reduction.map_kept(
-        keep_of_any, held.server_residual, server_rests
+    keep, keep_of_any = counting.keep, counting.keep_of_any
+    held = held._replace(
+        residual=compressed_reduction.map_kept(keep, held.residual, rests),
+        server_residual=compressed_reduction.map_kept(
+            keep_of_any, held.server_residual, server_rests
+        ),
     )
-    held = held._replace(residual=residual, server_residual=server)
     return list(means), plain, held
 
 
@@ -239,7 +235,7 @@ def _exchanged(pending, server, counting, exchange):
   """
   slices, sent = exchange.scatter(pending)
   owned = [
-      counting.keep_of_any(_plus(value, rest), 0)
+      counting.keep_of_any(0, _plus(value, rest))
       for value, rest in zip(slices, server, strict=True)
   ]
   means, server_rests = exchange.gather(owned, [x.shape for x in pending])

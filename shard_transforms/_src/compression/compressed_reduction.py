@@ -82,13 +82,13 @@ class Counting(NamedTuple):
     """Returns a leaf as it enters an unweighted mean, in 32 bits or more."""
     return weights.weighing(self.factor)(leaves_lib.as_accumulator(leaf))
 
-  def keep(self, after: jax.Array, before: chex.Numeric) -> jax.Array:
+  def keep(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
     """Returns `after`, or `before` for a shard that does not count."""
     if self.factor is None:
       return after
     return jnp.where(self.factor > 0, after, before)
 
-  def keep_of_any(self, after: jax.Array, before: chex.Numeric) -> jax.Array:
+  def keep_of_any(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
     """Returns `after`, or `before` where no shard counts."""
     if self.is_any is None:
       return after
@@ -284,10 +284,10 @@ def _emptied(values, kept, counting):
   wholes, after = [], []
   for value, before in zip(values, kept, strict=True):
     if before is not None:
-      pending = counting.keep(before.reshape(value.shape), 0)
+      pending = counting.keep(0, before.reshape(value.shape))
       # Adding zero would turn a -0 into a 0.
       value = jnp.where(pending == 0, value, value + pending)
-      before = counting.keep(jnp.zeros_like(before), before)
+      before = counting.keep(before, jnp.zeros_like(before))
     wholes.append(value)
     after.append(before)
   return wholes, after

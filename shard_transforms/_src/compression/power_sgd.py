@@ -161,7 +161,7 @@ class _Factors(compressed_reduction.CompressedReduction):
 
   def _compressed_mean(self, values, others, held, share, counting):
     matrices = [
-        counting.keep(value + rest, 0).reshape(-1, value.shape[-1])
+        counting.keep(0, value + rest).reshape(-1, value.shape[-1])
         for value, rest in zip(values, held.residual, strict=True)
     ]
     lefts, plain = self._lefts(matrices, others, held.sketch, share)
@@ -176,11 +176,11 @@ class _Factors(compressed_reduction.CompressedReduction):
 
     def rest(before, matrix, left, right):
       rest = matrix - _of_factors(left, right)
-      return counting.keep(rest.reshape(before.shape), before)
+      return counting.keep(before, rest.reshape(before.shape))
 
     def sketch(before, right):
       right = right.T[None].astype(jnp.float32)
-      return counting.keep_of_any(right, before)
+      return counting.keep_of_any(before, right)
 
     means = list(map(mean, lefts, rights, values))
     held = held._replace(

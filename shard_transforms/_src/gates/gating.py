@@ -10,7 +10,6 @@ towers, `run_when_due` branches, so that collectives run once a window.
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import functools
 import inspect
@@ -34,23 +33,24 @@ _OWN_ARGS = ('local_step', 'weight')
 
 
 class Checked(NamedTuple):
-  """What the gates around a gate have checked, for the same updates.
+  """What the gates around a gate have checked, or leave to the innermost one.
 
   Attributes:
-    axes: Over which axes each shard is known to have its own updates and a
-      usable weight; `None` if nothing is known.
-    sums: Whether sums over these axes are known to use the weight.
-    refuses_local: Whether it is also known that no update is returned that is
-      not summed.
+    axes: Over which axes each shard is known to have its own updates; `None` if
+      nothing is known.
+    weight: Whether the weight is known to be usable.
+    unchecked: Over which axes sums must use the weight. Only the gate next to
+      them sees whether they do: behind a gate that has read the weight, all
+      updates seem to.
+    may_be_local: Whether updates may be returned that are not summed.
+    caller: The last gate that was not told that these sums use the weight.
   """
 
   axes: tuple[Hashable, ...] | None = None
-  sums: bool = False
-  refuses_local: bool = False
-
-  def covers(self, axes: Sequence[Hashable]) -> bool:
-    """Whether updates and weights need no further check over these axes."""
-    return self.axes is not None and set(axes).issubset(self.axes)
+  weight: bool = False
+  unchecked: tuple[Hashable, ...] = ()
+  may_be_local: bool = True
+  caller: str = ''
 
 
 def transformation(
@@ -86,16 +86,13 @@ def check_update(
   arguments.check_state(state, kind, caller)
   if checked.axes is None:
     leaves_lib.check_inexact(updates, caller)
-  if not checked.covers(axes):
+  if not set(axes).issubset(checked.axes or ()):
     axes_lib.size(axes, caller)
     leaves_lib.check_per_shard(updates, axes, caller)
 
 
 def as_weight(
-    checked: Checked,
-    weight: chex.Numeric | None,
-    axes: Sequence[Hashable],
-    caller: str,
+    checked: Checked, weight: chex.Numeric | None, caller: str
 ) -> jax.Array:
   """Returns the weight of a shard, float32 []; 1 if there is none.
 
@@ -103,26 +100,9 @@ def as_weight(
     TypeError: If it is not a real number.
     ValueError: If it is no scalar, or known to be negative or not finite.
   """
-  if checked.covers(axes) and isinstance(weight, jax.Array):
+  if checked.weight and isinstance(weight, jax.Array):
     return weight
   return weights.as_weight(1.0 if weight is None else weight, (), caller)
-
-
-def update(
-    checked: Checked,
-    inner: optax.GradientTransformationExtraArgs,
-    updates: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
-    **extra_args: Any,
-) -> tuple[optax.Updates, optax.OptState]:
-  """Returns the updates of an inner transformation, and its next state."""
-  if callable(value_fn := extra_args.get('value_fn')):
-    extra_args['value_fn'] = _taking_own_args(value_fn)
-  run = inner.update
-  if isinstance(run, _Update):
-    run = functools.partial(run.step, checked)
-  return run(updates, inner_state, params, **extra_args)
 
 
 def update_or_skip(
@@ -136,11 +116,11 @@ def update_or_skip(
     weight: jax.Array | None,
     axes: tuple[Hashable, ...],
     assume_weighted: bool,
-    extra_args: Mapping[str, Any],
+    extra_args: dict[str, Any],
     may_be_local: bool = True,
     caller: str,
 ) -> tuple[optax.Updates, optax.OptState]:
-  """Returns the result of `update` if `accept`, else zeros and the old state.
+  """Returns the result of `inner` if `accept`, else zeros and the old state.
 
   `inner` runs either way. Updates should be zero where the step is skipped, so
   that neither it nor its derivative computes with a NaN; what it makes of zeros
@@ -174,30 +154,30 @@ def update_or_skip(
   """
   if accept is not None:
     _check_agreed(accept)
-  is_weighted = weight is not None and bool(axes)
-  known = checked
-  if is_weighted:
-    refuses_local = checked.refuses_local or not may_be_local
-    known = Checked(axes, sums=True, refuses_local=refuses_local)
-  elif not checked.covers(axes):
-    known = Checked(axes)
+  known = checked._replace(axes=(*(checked.axes or ()), *axes))
+  if axes and weight is not None:
+    known = known._replace(weight=True)
+    if not assume_weighted:
+      known = known._replace(
+          unchecked=(*known.unchecked, *axes),
+          may_be_local=known.may_be_local and may_be_local,
+          caller=caller,
+      )
 
   def run(state, params, updates, weight):
     given = weights.given(weight=weight)
-    return update(known, inner, updates, state, params, **extra_args, **given)
+    return _update(known, inner, updates, state, params, extra_args | given)
 
-  needs_check = is_weighted and not assume_weighted
-  if checked.sums and checked.covers(axes):
-    needs_check &= not (may_be_local or checked.refuses_local)
-  if needs_check:
+  if known.unchecked and not isinstance(inner.update, _Update):
     run = jax.jit(run, inline=True)
+    traced = run.trace(inner_state, params, updates, weight)
     weight_flow.check(
-        run.trace(inner_state, params, updates, weight).jaxpr.jaxpr,
+        traced.jaxpr.jaxpr,
         updates=updates,
         state=inner_state,
-        axes=axes,
-        may_be_local=may_be_local,
-        caller=caller,
+        axes=known.unchecked,
+        may_be_local=known.may_be_local,
+        caller=known.caller,
     )
   made, after = run(inner_state, params, updates, weight)
   inner_state, after = jax.tree.map(_as_array, (inner_state, after))
@@ -207,6 +187,16 @@ def update_or_skip(
   keep_unless = functools.partial(_keep_unless, accept)
   kept = jax.tree.map(keep_unless, after, inner_state)
   return leaves_lib.zero_unless(accept, made), kept
+
+
+def _update(known, inner, updates, inner_state, params, extra_args):
+  """Returns the updates of an inner transformation, and its next state."""
+  if callable(value_fn := extra_args.get('value_fn')):
+    extra_args['value_fn'] = _taking_own_args(value_fn)
+  run = inner.update
+  if isinstance(run, _Update):
+    run = functools.partial(run.step, known)
+  return run(updates, inner_state, params, **extra_args)
 
 
 def run_when_due(

@@ -152,7 +152,7 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     >>> print(*jax.vmap(step, axis_name='data')(jnp.array([1.0, 3.0])))
     [0. 0.] [-1. -3.]
   """
-  found = [node for node in _nodes(state) if isinstance(node, _STATE)]
+  found = list(state_rules.nodes(state, _is_ours))
   if not found:
     raise TypeError(
         '`state` of `local_params` must hold a `LocalUpdatesState`, got'
@@ -162,14 +162,6 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
   for node in found:
     params = _take_over(node, params)
   return params
-
-
-_STATE = LocalUpdatesState
-
-
-def _holds_local_updates(state: optax.OptState) -> bool:
-  """Whether a state, or the types of one, has one of `local_updates` in it."""
-  return any(isinstance(node, _STATE) for node in _nodes(state))
 
 
 def trained(params: Any) -> Any:
@@ -210,8 +202,8 @@ def start(
   )
 
 
-def _nodes(state: Any):
-  return jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, _STATE))
+def _is_ours(node):
+  return isinstance(node, LocalUpdatesState)
 
 
 def _is_absent(leaf):
@@ -242,7 +234,7 @@ def check_not_nested(state: Any) -> None:
   Raises:
     ValueError: If there are.
   """
-  if _holds_local_updates(state):
+  if any(True for _ in state_rules.nodes(state, _is_ours)):
     raise ValueError(
         '`inner` and `outer` of `local_updates` must not hold `local_updates`,'
         ' got one that does. For levels, reduce over the fast axis in each step'

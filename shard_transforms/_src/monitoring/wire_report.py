@@ -43,8 +43,8 @@ def wire_report(
 
   A collective in a `lax.scan` counts in each turn. Of the branches of a
   `lax.cond`, the one that sends most counts, marked `conditional`. So does the
-  body of a loop of at most one turn, such as the end of a window in
-  `update_and_apply` or a meeting of `local_updates`. Of any other
+  body of a loop of at most one turn, such as the end of a window of
+  `tower_reduce` or a meeting of `local_updates`. Of any other
   `lax.while_loop`, one turn counts, marked `in_while`. Any other primitive that
   holds programs is taken to run each of them once. Tracing does not show what
   the compiler merges, removes, or adds, as it does for sharded arrays under

@@ -74,9 +74,11 @@ def drop_stale(
 
   .. math:: \text{global step} - \text{local step} \le \text{staleness}
 
-  Then `inner` runs, and the global step grows by one. Otherwise the update is
-  dropped: the result is zero, the global step and every bit of the state of
-  `inner` stay, and `stale_count` grows by one. Read the global step with
+  Then `inner` takes a step, and the global step grows by one. Otherwise the
+  update is dropped: the result is zero, the global step and every bit of the
+  state of `inner` stay, and `stale_count` grows by one. (`inner` runs in that
+  step too, on zeros, and what it made is thrown away: only side effects such as
+  `jax.debug.print` remain.) Read the global step with
   `optax.tree_utils.tree_get(state, 'global_step')` when you read the
   parameters, and pass it with the gradient of these parameters.
 
@@ -97,8 +99,8 @@ def drop_stale(
     inner: The transformation for accepted updates.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; needs `inner`. `None` if it is the same on all
-      shards: a difference then deadlocks collectives inside `inner`, and raises
-      where JAX tracks it.
+      shards: a difference then lets shards diverge, and raises where JAX tracks
+      it.
     assume_weighted: Whether to take your word that `inner` uses `weight` in all
       of its sums over shards, for an `inner` that is refused because the check
       does not see it. Nothing is checked then: a sum without the weight counts
@@ -165,7 +167,7 @@ def drop_stale(
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale, counts = is_fresh, jnp.where(is_fresh, 0, 1), is_fresh
     if axes:
-      given = gating.as_weight(checked, weight, axes, _CALLER)
+      given = gating.as_weight(checked, weight, _CALLER)
       weight = jnp.where(is_fresh, given, 0)
       total_weight, num_stale = collectives.total(
           jnp.stack([weight, jnp.where(is_fresh, 0.0, 1.0)]), axes

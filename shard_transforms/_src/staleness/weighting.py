@@ -165,7 +165,7 @@ def scale_by_staleness(
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     factor = factor_of(_age(step, state.global_step))
     if axes:
-      given = gating.as_weight(checked, weight, axes, _CALLER)
+      given = gating.as_weight(checked, weight, _CALLER)
       weight = weights.usable(weights.weighing(given)(factor))
       accept = collectives.total(weight, axes) > 0
       updates = leaves_lib.zero_unless(weight > 0, updates)

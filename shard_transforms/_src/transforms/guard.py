@@ -128,6 +128,11 @@ def guard(
   if at least `min_shards` are good; else the step is skipped. With `axis_name`,
   a step is skipped if the total weight of all shards is zero.
 
+  In a skipped step, `inner` runs on zeros, and what it made is thrown away:
+  only side effects such as `jax.debug.print` remain. A derivative through that
+  step is NaN if that of `inner` by its parameters or state is not finite for
+  zeros.
+
   Skipped steps are counted. Traced code cannot raise an error if training has
   stalled: call `check_health` on the state every few steps, which raises after
   `max_consecutive` skipped steps in a row. All shards of the axis decide
@@ -222,7 +227,7 @@ def guard(
     # After a reduction, each shard still has its own weight, which must not
     # decide.
     if axes:
-      counted = gating.as_weight(checked, weight, axes, _CALLER)
+      counted = gating.as_weight(checked, weight, _CALLER)
       weight = None if weight is None else counted
     decision = _decide(judgement, counted, axes, num_enough)
     if on_bad == 'exclude':

@@ -187,7 +187,7 @@ class _Towers:
     if self.is_link:
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
-      weight = gating.as_weight(checked, weight, self.axes, _CALLER)
+      weight = gating.as_weight(checked, weight, _CALLER)
     if self.num_towers == 1 and self.order is None:
       extra_args |= weights.given(local_step=local_step)
       given = updates, state.inner_state, params, weight, extra_args
@@ -212,11 +212,13 @@ class _Towers:
             weights.passed_on(reduced.total_weight, self.reduction)
         )
       if self._divides_later:
-        known = 1 if self.reduction == 'sum' else self.num_towers
-        total_weight = known if total_weight is None else total_weight
+        count = 1 if self.reduction == 'sum' else self.num_towers
+        total_weight = count if total_weight is None else total_weight
         total_weight = weights.Summed(total_weight, dtypes)
+      # The window has used the weights that gates around it care about.
+      known = checked._replace(unchecked=(), may_be_local=True)
       updates, inner_state = self._apply(
-          checked,
+          known,
           accept,
           reduced.updates,
           window.inner_state,
