@@ -481,13 +481,15 @@ def on_host(leaf: Any) -> Any:
   is_array = isinstance(leaf, jax.Array)
   if is_array and (_is_key(leaf) or not is_here(leaf)):
     return leaf
-  return np.asarray(leaf)
+  return np.asarray(leaf, _dtype_of(leaf))
 
 
 def _copied(leaf):
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf
-  return _copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+  if isinstance(leaf, jax.Array):
+    return _copy(leaf)
+  return np.array(leaf, _dtype_of(leaf))
 
 
 def _copy(leaf):
