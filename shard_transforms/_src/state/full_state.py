@@ -232,8 +232,8 @@ class _OneShard:
       TypeError: If a leaf has another dtype.
       ValueError: If it is of other parameters.
     """
-    one_shard = self._fields[path]
     joining = self.joining(path, rule)
+    one_shard = self._fields[path]
     expected = jax.eval_shape(joining, _without_shardings(one_shard))
     _check_same_trees(path, full, expected)
     for (sub, leaf), like in zip(
