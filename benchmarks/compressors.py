@@ -2,8 +2,7 @@
 
 Eight shards train a network of two hidden layers on handwritten digits with
 Adam, at equal steps, once a seed; the accuracy is that on test data. Bytes are
-those that a shard sends in a step; for 1-bit Adam during its warm-up, a fifth
-of the steps, after which they are those of the sign.
+those that a shard sends in a step.
 """
 
 from collections.abc import Callable
@@ -45,20 +44,6 @@ def compressed(
   return optax.chain(mean, optax.adam(1e-3))
 
 
-def one_bit() -> Transformation:
-  """Returns Adam that sends its momentum in one bit after a fifth of steps."""
-  adam = compression.scale_by_one_bit_adam(AXIS, warmup_steps=_STEPS.value // 5)
-  return optax.chain(adam, optax.scale(-1e-3))
-
-
-def sharded() -> Transformation:
-  """Returns Adam on slices, with gradients and updates in one bit."""
-  sign = compression.scaled_sign()
-  return compression.compressed_shard_update(
-      optax.adam(1e-3), AXIS, sign, update_compressor=sign
-  )
-
-
 def ways() -> dict[str, Callable[[], Transformation]]:
   """Returns a function that makes each optimizer."""
   sign, top_k = compression.scaled_sign(), compression.top_k(1 / 32)
@@ -71,14 +56,8 @@ def ways() -> dict[str, Callable[[], Transformation]]:
       'int4': lambda: compressed(compression.quantize(4)),
       'sign': lambda: compressed(sign),
       'sign, no feedback': lambda: compressed(sign, feedback=None),
-      'sign, EF21': lambda: compressed(sign, feedback='ef21'),
-      'sign, sharded Adam': sharded,
       'top-k 1/32': lambda: compressed(top_k),
-      'top-k 1/32, EF21': lambda: compressed(top_k, feedback='ef21'),
-      'group-max 1/32': lambda: compressed(compression.group_max(32)),
-      'random-k 1/32': lambda: compressed(compression.random_k(1 / 32)),
       'PowerSGD 4': lambda: optax.chain(factors, optax.adam(1e-3)),
-      '1-bit Adam': one_bit,
   }
 
 

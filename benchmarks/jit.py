@@ -136,7 +136,6 @@ def accumulation() -> None:
       train_transformer.plain,
       train_transformer.collecting,
       train_transformer.in_one_call,
-      train_transformer.by_types,
       by_hand,
   )
   ways = [make(optax.adam(1e-3), params, mesh) for make in makers]

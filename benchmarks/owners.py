@@ -94,8 +94,8 @@ class Run:
     self.compiled: Any = lowered.compile()
     self.compile_seconds = time.process_time() - start
     wire_report = shard_transforms.monitoring.wire_report
-    self.sent = wire_report(mapped, *self.carry, self.x).mean_bytes
-    self.sent_compiled = wire_report(self.compiled).mean_bytes
+    self.sent = wire_report(mapped, *self.carry, self.x).total_bytes
+    self.sent_compiled = wire_report(self.compiled).total_bytes
     self.memory = self.compiled.memory_analysis().temp_size_in_bytes
 
   def __call__(self) -> Any:

@@ -99,9 +99,6 @@ def make_optimizers() -> dict[str, Optimizer]:
   def compressed(compressor):
     return compression.compressed_mean(AXIS, compressor)
 
-  sharded = compression.compressed_shard_update(
-      optax.adam(1e-3), AXIS, int8, update_compressor=int8
-  )
   mean = each(cross_shard_mean(AXIS))
   return {
       'cross_shard_mean': mean,
@@ -110,7 +107,6 @@ def make_optimizers() -> dict[str, Optimizer]:
       'sign': each(compressed(sign)),
       'top-k 1/32': each(compressed(compression.top_k(1 / 32))),
       POWER_SGD: each(compression.power_sgd(AXIS, 4)),
-      'sharded, int8': Optimizer(sharded),
       f'DiLoCo {EVERY}': _local(),
       f'streaming {EVERY} / 4': _local(fragments=4),
       f'DiLoCo {EVERY}, int8': _local(compressed(int8)),
@@ -274,7 +270,7 @@ def start_torch(end: list[str], number: int, results: str) -> subprocess.Popen:
 def print_bytes() -> None:
   """Prints what a step of each optimizer sends."""
   params = jax.eval_shape(make_params)
-  print(f'{"":20}  bytes a step  bytes at most')
+  print(f'{"":20}  bytes a step')
   for name, optimizer in make_optimizers().items():
     if optimizer.devices is jax.local_devices:
       continue
@@ -283,7 +279,7 @@ def print_bytes() -> None:
         params,
         axis_sizes={AXIS: 2},
     )
-    print(f'{name:20}  {report.mean_bytes:12,.0f}  {report.peak_bytes:13,.0f}')
+    print(f'{name:20}  {report.total_bytes / optimizer.every:12,.0f}')
 
 
 def print_against_torch(rate: str, times: dict[str, float]) -> None:

@@ -3,9 +3,8 @@
 Each step accumulates the gradients of four micro-batches, (a) in a `lax.scan`
 under plain `jax.jit`, which reduces each of them over the devices of the batch,
 (b) with `tower_reduce` under a `jax.shard_map` over these devices alone, which
-reduces once, (c) by `accumulated_value_and_grad`, which does, too, and (d) with
-`tower_reduce` under plain `jax.jit`, on a mesh of type `Explicit`. The bytes
-sent and the memory are read from the compiled programs.
+reduces once, and (c) by `accumulated_value_and_grad`, which does, too. The
+bytes sent and the memory are read from the compiled programs.
 
 With `--muon` it trains by Muon on 8 devices that each hold the whole model: (a)
 all of them update all matrices, and (b) each updates those that it owns.
@@ -46,8 +45,8 @@ _BATCH_SIZE = flags.DEFINE_integer(
 )
 _ACCUMULATE = flags.DEFINE_multi_enum(
     'accumulate',
-    ['shard_map', 'auto', 'explicit'],
-    ['shard_map', 'auto', 'explicit'],
+    ['shard_map', 'auto'],
+    ['shard_map', 'auto'],
     'Which ways are compared with a `lax.scan` under plain `jax.jit`.',
 )
 _LAYERS = flags.DEFINE_integer(
@@ -100,11 +99,13 @@ def plain(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
   return Way('jit, lax.scan', step, init_state(tx, params, mesh), mesh)
 
 
-def collecting_scan(tx: Any) -> Callable[..., Any]:
-  """Returns a window of `tower_reduce`, and its losses."""
+def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
+  """Accumulates gradients by `tower_reduce`, mapped over the batch axis."""
+  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), tx)
+  tx = shard_transforms.tower_reduce(NUM_TOWERS, inner, axis_name=AXIS)
   value_and_grad = shard_transforms.value_and_grad(transformer.loss_fn, AXIS)
 
-  def window(params, state, batches):
+  def step(params, state, batches):
     def micro(carry, batch):
       params, state = carry
       loss, grads = value_and_grad(params, batch)
@@ -113,24 +114,6 @@ def collecting_scan(tx: Any) -> Callable[..., Any]:
       return carry, loss
 
     (params, state), losses = lax.scan(micro, (params, state), batches)
-    return params, state, losses
-
-  return window
-
-
-def tower_reduce(tx: Any) -> optax.GradientTransformationExtraArgs:
-  """Returns what accumulates on each shard, and reduces once."""
-  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), tx)
-  return shard_transforms.tower_reduce(NUM_TOWERS, inner, axis_name=AXIS)
-
-
-def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
-  """Accumulates gradients by `tower_reduce`, mapped over the batch axis."""
-  tx = tower_reduce(tx)
-  window = collecting_scan(tx)
-
-  def step(params, state, batches):
-    params, state, losses = window(params, state, batches)
     return params, state, shard_transforms.shard_mean(losses.mean(), AXIS)
 
   specs = shard_transforms.state_specs(tx, params, mesh)
@@ -142,22 +125,6 @@ def collecting(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
       out_specs=(P(), specs, P()),
   )
   return Way('tower_reduce', step, init_state(tx, params, mesh), mesh)
-
-
-def by_types(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
-  """Accumulates gradients by `tower_reduce`, on a mesh of type `Explicit`."""
-  explicit = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
-  mesh = mesh.update(axis_types=explicit)
-  tx = shard_transforms.on_mesh(
-      tower_reduce(tx), mesh, in_specs=transformer.SPECS
-  )
-  window = collecting_scan(tx)
-
-  def step(params, state, batches):
-    params, state, losses = window(params, state, batches)
-    return params, state, losses.mean()
-
-  return Way('Explicit', step, tx.init(params), mesh)
 
 
 def in_one_call(tx: Any, params: Any, mesh: jax.sharding.Mesh) -> Way:
@@ -225,7 +192,6 @@ def accumulating() -> tuple[list[Way], Any, list[jax.Array]]:
   builders = {
       'shard_map': collecting,
       'auto': in_one_call,
-      'explicit': by_types,
   }
   builders = [plain, *(builders[name] for name in _ACCUMULATE.value)]
   ways = [build(make(), params, mesh) for build in builders]

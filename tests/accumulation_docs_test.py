@@ -90,17 +90,15 @@ def accumulated(specs, num_towers=None):
   return step
 
 
-def reducing(inner, scans, how='shard_map', sizes=(8,)):
-  """`tower_reduce` in a scan or one call a tower, as `how` maps it."""
+def reducing(inner, scans, sizes=(8,)):
+  """`tower_reduce` in a scan or one call a tower."""
   tx = shard_transforms.tower_reduce(TOWERS, inner, axis_name='data')
-  kind = 'Explicit' if how == 'types' else 'Auto'
-  bound = shard_transforms.on_mesh(tx, make_mesh(sizes, kind))
   grad_fn = shard_transforms.value_and_grad(loss_fn, 'data')
 
   def tower(carry, x):
     params, state = carry
     _, grads = grad_fn(params, x)
-    return apply(bound, grads, state, params), None
+    return apply(tx, grads, state, params), None
 
   def shard(params, state, x):
     if scans:
@@ -116,8 +114,7 @@ def reducing(inner, scans, how='shard_map', sizes=(8,)):
         out_specs=(P(), specs),
     )(params, state, x)
 
-  steps = {'shard_map': by_shard_map, 'types': shard}
-  return tx, steps[how]
+  return tx, by_shard_map
 
 
 def make_mesh(sizes, kind='Auto'):
@@ -180,24 +177,19 @@ WAYS = {
     'tensor-parallel, `Explicit`': Way(accumulated(None), TENSOR, 'Explicit'),
     'both, `Explicit`': Way(accumulated(None), BOTH, 'Explicit'),
 }
-for how, inner, specs in (
-    ('shard_map', MEAN, REPLICATED),
-    ('shard_map', MEAN, TENSOR),
-    ('shard_map', SHARD, REPLICATED),
-    ('types', MEAN, REPLICATED),
-    ('types', MEAN, TENSOR),
-    ('types', SHARD, REPLICATED),
+for inner, specs in (
+    (MEAN, REPLICATED),
+    (MEAN, TENSOR),
+    (SHARD, REPLICATED),
 ):
   sizes = (4, 2) if specs is TENSOR else (8,)
   name = 'tensor-parallel' if specs is TENSOR else 'replicated'
   name = 'ZeRO-1' if inner is SHARD else name
-  name += ', `Explicit`' if how == 'types' else f', `{how}`'
   for scans in (True, False):
-    tx, step = reducing(inner, scans, how, sizes)
-    WAYS[f'{name}, {"a scan" if scans else "calls"}'] = Way(
+    tx, step = reducing(inner, scans, sizes)
+    WAYS[f'{name}, `shard_map`, {"a scan" if scans else "calls"}'] = Way(
         step,
         specs,
-        'Explicit' if how == 'types' else 'Auto',
         tx=tx,
         in_calls=not scans,
     )

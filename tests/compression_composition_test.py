@@ -49,7 +49,7 @@ def state_of(state):
   """Returns the state of the compression anywhere in a state."""
 
   def is_ours(node):
-    return hasattr(node, 'error_squares')
+    return hasattr(node, 'update_norm')
 
   found = jax.tree.leaves(state, is_leaf=is_ours)
   return next(node for node in found if is_ours(node))

@@ -19,8 +19,6 @@ COMPRESSORS = {
     'int4': compression.quantize(4, block=16),
     'int8_stochastic': compression.quantize(8, block=16, stochastic=True),
     'top_k': compression.top_k(0.25, block=16),
-    'group_max': compression.group_max(4),
-    'random_k': compression.random_k(0.25, block=16),
     'bfloat16': compression.cast('bfloat16'),
 }
 

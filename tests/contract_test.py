@@ -34,15 +34,14 @@ from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import local_updates
 from shard_transforms import reduce_towers
+from shard_transforms import reproducible
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.aggregators import trimmed_mean
 from shard_transforms.compression import cast
 from shard_transforms.compression import compressed_mean
-from shard_transforms.compression import compressed_shard_update
 from shard_transforms.compression import power_sgd
-from shard_transforms.monitoring import track_agreement
 from shard_transforms.monitoring import track_divergence
 from shard_transforms.monitoring import track_noise_scale
 
@@ -149,13 +148,33 @@ ROWS = {
     'cross_shard_mean': Row(
         lambda inner, n: _mean(inner), per_shard=True, chained=True
     ),
-    'cross_shard_mean_in_a_tree': Row(
-        lambda inner, n: optax.chain(
-            cross_shard_mean(AXIS, order='tree'), inner
-        ),
+    'reproducible.mean': Row(
+        lambda inner, n: optax.chain(reproducible.mean(AXIS), inner),
         per_shard=True,
         chained=True,
+        refuser='reproducible.mean',
         repeats=True,
+    ),
+    'reproducible.sum': Row(
+        lambda inner, n: optax.chain(reproducible.sum(AXIS), inner),
+        per_shard=True,
+        chained=True,
+        factor=SHARDS,
+        refuser='reproducible.sum',
+        repeats=True,
+    ),
+    # Numbers of towers are powers of two.
+    'reproducible.towers': Row(
+        lambda inner, n: reproducible.towers(1, inner, AXIS),
+        per_shard=True,
+        refuser='reproducible.towers',
+        keeps=True,
+    ),
+    'reproducible.sharded_towers': Row(
+        lambda inner, n: reproducible.sharded_towers(1, inner, AXIS),
+        per_shard=True,
+        refuser='reproducible.sharded_towers',
+        cuts=True,
     ),
     'cross_shard_sum': Row(
         lambda inner, n: optax.chain(cross_shard_sum(AXIS), inner),
@@ -367,19 +386,6 @@ ROWS = {
         refuser='compressed_mean',
         keeps=True,
     ),
-    'compressed_shard_update': Row(
-        lambda inner, n: compressed_shard_update(
-            inner,
-            AXIS,
-            cast('float32'),
-            update_compressor=cast('float32'),
-            min_elements=3,
-        ),
-        per_shard=True,
-        refuser='compressed_shard_update',
-        cuts=True,
-        keeps=True,
-    ),
     'power_sgd': Row(
         # A rank that is that of the matrices sends them whole.
         lambda inner, n: optax.chain(power_sgd(AXIS, 2, min_ratio=1), inner),
@@ -429,15 +435,6 @@ ROWS = {
         per_shard=True,
         chained=True,
         refuser='track_noise_scale',
-    ),
-    'track_agreement': Row(
-        lambda inner, n: optax.chain(
-            track_agreement(AXIS, cross_shard_mean(AXIS)), inner
-        ),
-        per_shard=True,
-        chained=True,
-        refuser='track_agreement',
-        keeps=True,
     ),
     'track_divergence': Row(
         lambda inner, n: optax.chain(
@@ -609,9 +606,7 @@ def gradient(row):
     return sum(jax.tree.leaves(jax.tree.map(jnp.float32, products)))
 
   def grad(params, data):
-    # `local_updates` refuses one at the parameters, for it keeps others.
-    point = jax.tree.map(jnp.copy, params)
-    return shard_transforms.value_and_grad(loss, AXIS)(point, data)[1]
+    return shard_transforms.value_and_grad(loss, AXIS)(params, data)[1]
 
   return jax.vmap(grad, (None, 0)) if row.towers == 'stacked' else grad
 
@@ -1165,7 +1160,10 @@ class RefusalTest(parameterized.TestCase):
         tx = row.build(optax.identity(), num_towers)
         self.trace_first_call(row, tx, grad)
 
-  @cases.parameters(*EACH_PER_SHARD)
+  @cases.parameters(
+      # This one refuses all sums in `inner`.
+      *(x for x in EACH_PER_SHARD if x != 'reproducible.sharded_towers')
+  )
   def test_refuses_to_reduce_twice(self, name):
     row = ROWS[name]
     tx = row.build(cross_shard_mean(AXIS), TOWERS)

@@ -185,52 +185,30 @@ class PlainJitTest(parameterized.TestCase):
     self.assertEqual('pmax' in sent, 'track_divergence' in gate)
 
 
-class PendingSumsTest(parameterized.TestCase):
-  """Gradients that JAX types as unreduced, on an axis of type `Explicit`."""
-
-  @cases.product(
-      gate=(
-          shard_transforms.guard(adam()),
-          shard_transforms.drop_stale(1, adam()),
-          shard_transforms.tower_reduce(2, adam()),
-          shard_transforms.reduce_towers(2, adam()),
-          shard_transforms.clip_by_global_norm(1.0),
-      )
-  )
-  def test_gates_name_the_leaf_the_axis_and_the_way_out(self, gate):
-    mesh = make_mesh('Explicit')
-
-    def step(w, x):
-      grads = {'w': jax.grad(lambda w: jnp.mean(x @ w))(w)}
-      params = {'w': jnp.zeros_like(w)}
-      return gate.update(grads, gate.init(params), params, local_step=0)
-
-    with jax.set_mesh(mesh):
-      w = jax.reshard(
-          jnp.ones((2, 3)), P(None, None, reduced=frozenset({'data'}))
-      )
-      x = jax.device_put(jnp.ones((4, 2)), P('data'))
-      with self.assertRaisesRegex(
-          ValueError,
-          r"unreduced, got \['w'\] \[2, 3\], whose sum over \['data'\]"
-          ' is pending. .* `.*on_mesh.tx, mesh.`; .*`.*accumulated_value_and_',
-      ):
-        jax.eval_shape(step, w, x)
-
-  def test_norms_name_them_too(self):
-    with jax.set_mesh(make_mesh('Explicit')):
-      w = jax.reshard(
-          jnp.ones((2, 3)), P(None, None, unreduced=frozenset({'data'}))
-      )
-      with self.assertRaisesRegex(ValueError, r'got the root \[2, 3\], whose'):
-        shard_transforms.global_norm(w)
-      done = jax.reshard(w, P())
-      self.assertEqual(shard_transforms.global_norm(done), np.float32(6**0.5))
+class NotMappedTest(parameterized.TestCase):
 
   def test_axes_that_are_not_mapped_name_the_way_out(self):
     mean = shard_transforms.cross_shard_mean('data')
     with self.assertRaisesRegex(NameError, 'or accumulate them by `shard_tr'):
       mean.update(jnp.ones(2), mean.init(jnp.ones(2)))
+
+  @cases.parameters('Auto', 'Explicit')
+  def test_axes_of_a_mesh_need_shard_map(self, kind):
+    mean = shard_transforms.cross_shard_mean('data')
+    grad_fn = shard_transforms.value_and_grad(jnp.sum, 'data')
+    mesh = make_mesh(kind)
+    bound = shard_transforms.on_mesh(mean, mesh)
+    with jax.set_mesh(mesh):
+      x = jax.device_put(jnp.ones(8), P('data'))
+      for fn in (
+          lambda x: mean.update(x, mean.init(x)),
+          lambda x: bound.update(x, mean.init(x)),
+          grad_fn,
+      ):
+        with self.assertRaisesRegex(
+            NameError, 'Call it inside `jax.shard_map`'
+        ):
+          jax.eval_shape(fn, x)
 
 
 def kernel_spec(x):

@@ -33,11 +33,9 @@ class TrainLocalTest(parameterized.TestCase):
     )
 
     self.assertEqual(run.returncode, 0, run.stderr)
-    rows = re.findall(r'^\([abc]\) .* ([\d,]+) +([\d,]+)$', run.stdout, re.M)
-    sent = [[int(x.replace(',', '')) for x in row] for row in rows]
-    (mean, _), (diloco, peak), (streaming, streaming_peak) = sent
+    rows = re.findall(r'^\([abc]\) .* ([\d,]+)$', run.stdout, re.M)
+    mean, diloco, streaming = (int(x.replace(',', '')) for x in rows)
     self.assertAlmostEqual(diloco, mean / 20, delta=1)
-    self.assertEqual((diloco, mean), (streaming, peak))
-    self.assertLess(streaming_peak, 0.3 * peak)
+    self.assertEqual(diloco, streaming)
     figure = pathlib.Path(folder) / 'digits_out/train_local.png'
     self.assertGreater(figure.stat().st_size, 1000)

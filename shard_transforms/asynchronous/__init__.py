@@ -3,9 +3,9 @@
 from shard_transforms._src.asynchronous.journal import read_journal
 from shard_transforms._src.asynchronous.outcomes import Report
 from shard_transforms._src.asynchronous.outcomes import Result
-from shard_transforms._src.asynchronous.replay import read_checkpoint
-from shard_transforms._src.asynchronous.replay import replay
 from shard_transforms._src.asynchronous.task import Task
+from shard_transforms._src.asynchronous.train import read_checkpoint
+from shard_transforms._src.asynchronous.train import replay
 from shard_transforms._src.asynchronous.train import train
 
 __all__ = (

@@ -1,7 +1,6 @@
 """Reports on what a training step sends, and checks that shards are sound."""
 
-from shard_transforms._src.monitoring.agreement import AgreementState
-from shard_transforms._src.monitoring.agreement import track_agreement
+from shard_transforms._src.compression.residuals import compression_error
 from shard_transforms._src.monitoring.compiled_report import hlo_wire_report
 from shard_transforms._src.monitoring.cross_check import CrossCheck
 from shard_transforms._src.monitoring.cross_check import CrossCheckState
@@ -12,7 +11,6 @@ from shard_transforms._src.monitoring.divergence import assert_reduced
 from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
 from shard_transforms._src.monitoring.metrics import check_health
-from shard_transforms._src.monitoring.metrics import compression_error
 from shard_transforms._src.monitoring.metrics import metrics
 from shard_transforms._src.monitoring.noise_scale import NoiseScaleState
 from shard_transforms._src.monitoring.noise_scale import track_noise_scale
@@ -24,7 +22,6 @@ from shard_transforms._src.monitoring.report_table import WireReport
 from shard_transforms._src.monitoring.wire_report import wire_report
 
 __all__ = (
-    'AgreementState',
     'Collective',
     'CrossCheck',
     'CrossCheckState',
@@ -40,7 +37,6 @@ __all__ = (
     'hlo_wire_report',
     'metrics',
     'shard_divergence',
-    'track_agreement',
     'track_divergence',
     'track_noise_scale',
     'wire_report',

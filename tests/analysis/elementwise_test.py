@@ -87,14 +87,7 @@ class ElementwiseTest(parameterized.TestCase):
           ),
       ),
       ('a sign', lambda u, p: jnp.where(jnp.signbit(u), u, p)),
-      ('a stack', lambda u, p: jnp.stack([u, p]).max(0)),
-      ('a stack behind', lambda u, p: jnp.stack([u, p], axis=-1).sum(-1)),
-      ('one of a stack', lambda u, p: jnp.stack([u, 2 * p, p])[1]),
-      ('all of a stack', lambda u, p: sum(jnp.unstack(jnp.stack([u, p])))),
-      ('a concatenation', lambda u, p: jnp.concatenate([u[None], p[None]])[1]),
-      ('scanned rows', lambda u, p: lax.map(jnp.sin, jnp.stack([u, p])).min(0)),
       ('a barrier', lambda u, p: lax.optimization_barrier((u, p))[0]),
-      ('a table', lambda u, p: jnp.array(TABLE)[(u > 0).astype(int)] * u),
       ('a polynomial', lambda u, p: jnp.polyval(TABLE, u)),
       ('a new axis', lambda u, p: (u[None] * 2)[0]),
       (
@@ -105,6 +98,32 @@ class ElementwiseTest(parameterized.TestCase):
   )
   def test_accepts(self, fn):
     self.assertIsNone(problem_of(leafwise(fn)))
+
+  @parameterized.named_parameters(
+      ('a stack', lambda u, p: jnp.stack([u, p]).max(0), 'moves them'),
+      (
+          'a concatenation',
+          lambda u, p: jnp.concatenate([u[None], p[None]])[1],
+          '`concatenate` moves them',
+      ),
+      (
+          'a table',
+          lambda u, p: jnp.array(TABLE)[(u > 0).astype(int)] * u,
+          '`gather` moves them',
+      ),
+      (
+          'what is not known',
+          lambda u, p: jax.pure_callback(np.abs, u, u),
+          '`pure_callback` takes several of them together, as far as is known',
+      ),
+      (
+          'a solver of its own',
+          lambda u, p: u * lax.reduce(jnp.ones(3), 0.0, twice_the_sum, (0,)),
+          '`reduce` takes several of them together, as far as is known',
+      ),
+  )
+  def test_refuses_what_it_does_not_understand(self, fn, problem):
+    self.assertRegex(problem_of(leafwise(fn)), problem)
 
   @parameterized.named_parameters(
       ('adam', optax.adam(optax.cosine_decay_schedule(0.1, 10))),
@@ -137,16 +156,20 @@ class ElementwiseTest(parameterized.TestCase):
           lambda u, p: u @ (u.T @ p) if u.ndim == 2 else u,
           '`transpose` moves them',
       ),
-      ('a matrix', lambda u, p: u @ p[0] if u.ndim == 2 else u, '`slice` mo'),
+      (
+          'a matrix',
+          lambda u, p: u @ p[0] if u.ndim == 2 else u,
+          'the shapes of the updates',
+      ),
+      (
+          'a matrix of rows',
+          lambda u, p: u * p[:1] if u.ndim == 2 else u,
+          '`slice` moves',
+      ),
       (
           'a square',
           lambda u, p: jnp.einsum('ij,kj->ik', u, u) @ u if u.ndim == 2 else u,
           '`dot_general` takes several',
-      ),
-      (
-          'what is not known',
-          lambda u, p: jax.pure_callback(np.abs, u, u),
-          'what `pure_callback` does with each of them is not known',
       ),
       (
           'a product with a table',
@@ -198,17 +221,17 @@ class ElementwiseTest(parameterized.TestCase):
       (
           'places',
           lambda u, p: u * jnp.arange(u.size, dtype=u.dtype).reshape(u.shape),
-          '`iota` has other numbers',
+          'depends on their shapes',
       ),
       (
           'noise',
           lambda u, p: u + jax.random.normal(jax.random.key(0), u.shape),
-          '`random_.*` has other numbers',
+          'depends on their shapes',
       ),
       (
           'noise alone',
           lambda u, p: jax.random.normal(jax.random.key(0), u.shape),
-          '`random_.*` has other numbers',
+          'depends on their shapes',
       ),
       (
           'a mean of ones',
@@ -287,12 +310,12 @@ class ElementwiseTest(parameterized.TestCase):
       (
           'noise',
           lambda p: jax.tree.map(noise_like, p),
-          '`random_.*has other numbers at other places, in its state',
+          'depends on their shapes',
       ),
       (
           'sizes',
           lambda p: jnp.float32(sum(x.size for x in jax.tree.leaves(p))),
-          'how its state starts depends on their shapes',
+          'what it does depends on their shapes',
       ),
   )
   def test_looks_at_how_state_starts(self, init, problem):
@@ -309,13 +332,7 @@ class ElementwiseTest(parameterized.TestCase):
       del params
       return {**updates, 'w': updates['w'] * table}
 
-    problem = None
-    try:
-      problem = problem_of(optax.stateless(update))
-    except TypeError:  # The table does not fit longer leaves.
-      problem = 'has other numbers'
-
-    self.assertRegex(problem, 'has other numbers at other places')
+    self.assertRegex(problem_of(optax.stateless(update)), 'on slices it raises')
 
   @parameterized.named_parameters(
       (
@@ -377,7 +394,7 @@ class ElementwiseTest(parameterized.TestCase):
     self.assertIsNone(problem_of(inner, value=jnp.float32(2)))
     self.assertRegex(
         problem_of(inner, {'b': PARAMS['b']}, value=jnp.arange(5.0)),
-        'has other numbers at other places',
+        'on slices it raises',
     )
 
   def test_a_leaf_of_one_element_is_cut_as_well(self):
@@ -400,4 +417,4 @@ class ElementwiseTest(parameterized.TestCase):
   def test_refuses_another_tree(self):
     inner = optax.stateless(lambda updates, params: list(updates.values()))
 
-    self.assertRegex(problem_of(inner), 'changes the tree')
+    self.assertRegex(problem_of(inner), 'changes the trees')

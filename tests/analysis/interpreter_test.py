@@ -29,11 +29,8 @@ class Sources(interpreter.Reader[frozenset[str]]):
         kind | {f'decided by {name}' for name in predicate} for kind in kinds
     ]
 
-  def row(self, kind, value):
+  def row(self, kind):
     return kind | {'a row'}
-
-  def stacked(self, kind, value):
-    return kind | {'a stack'}
 
 
 def sources(fn, read=inlining.flatten):
@@ -73,7 +70,7 @@ class InterpreterTest(parameterized.TestCase):
       (lambda x, y, z: lax.scan(lambda c, r: (r, c), x, z)[0], {'z', 'a row'}),
       (
           lambda x, y, z: lax.scan(lambda c, r: (c, c), x, z)[1],
-          {'x', 'a stack'},
+          {'x', 'a row'},
       ),
       (lambda x, y, z: lax.scan(lambda c, _: (y, c), x, length=0)[0], {'x'}),
       (

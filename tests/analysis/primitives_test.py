@@ -36,7 +36,6 @@ class PrimitivesTest(absltest.TestCase):
         primitives.LINEAR,
         primitives.MOVING,
         primitives.SENDING,
-        primitives.TOGETHER,
     )
 
     missing = MISSING.get(jax.__version_info__[:2], set())
@@ -44,7 +43,5 @@ class PrimitivesTest(absltest.TestCase):
 
   def test_tables_do_not_contradict_each_other(self):
     self.assertEmpty(primitives.ELEMENTWISE & primitives.MOVING)
-    self.assertEmpty(primitives.ELEMENTWISE & primitives.TOGETHER)
-    self.assertEmpty(primitives.MOVING & primitives.TOGETHER)
     self.assertEmpty(primitives.REPLICATED & primitives.SCATTERING)
     self.assertContainsSubset(primitives.KEEPS_ZEROS, primitives.ELEMENTWISE)

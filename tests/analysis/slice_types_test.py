@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import cases
 import modes
 from shard_transforms._src.analysis import slice_types
 from shard_transforms._src.base import axes as axes_lib
@@ -42,22 +41,11 @@ class SliceTypesTest(parameterized.TestCase):
     }
     self.assertEqual(shapes(slices), expected)
 
-  @cases.parameters(slice_types.longer, slice_types.Cutting(1, ()).slices)
-  def test_longer_leaves_have_one_element_more(self, fn):
-    expected = shapes(TREE) | {
-        'matrix': (1, 16, 'float32'),
-        'same': (1, 16, 'float32'),
-        'half': (1, 16, 'bfloat16'),
-        'one': (2, 'float32'),
-    }
-    self.assertEqual(shapes(fn(TREE)), expected)
+  def test_distinct_slices_differ_from_their_leaves(self):
+    slices = slice_types.Cutting(4, ()).slices(TREE, distinct=True)
 
-  def test_a_leaf_of_one_element_alone_is_its_own_slice(self):
-    types = slice_types.Cutting(4, ()).whole({**TREE, 'none': np.float32(0)})
-
-    found = {k for k, x in types.items() if slice_types.is_its_own_slice(x)}
-
-    self.assertEqual(found, {'one'})
+    self.assertEqual(slices['one'].shape, (2,))
+    self.assertEqual(slices['matrix'].shape, (1, 4))
 
   def test_what_is_cut_varies(self):
     cutting = slice_types.Cutting(8, (modes.AXIS,))

@@ -2,17 +2,18 @@ from unittest import mock
 
 from absl.testing import parameterized
 import numpy as np
+import optax
 
+import asynchronous_cases
 import cases
 from shard_transforms._src.asynchronous import gradients as gradients_lib
-from shard_transforms._src.asynchronous import in_flight as in_flight_lib
 from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
-FAILURE = task_lib.Failure('batch', 'OSError: gone', 'trace')
+FAILURE = task_lib.Reply(failure='`batch` got OSError: gone', trace='trace')
 Outcome = outcomes.Outcome
 
 
@@ -27,7 +28,9 @@ def parts(**options):
 
   server.accept.side_effect = accept
   workers = mock.Mock(publish=lambda params: params)
-  made = options_lib.Options(**(defaults | options))
+  made = options_lib.Options(
+      asynchronous_cases.TASK, optax.sgd(0.1), **(defaults | options)
+  )
   return made, server, outcomes.Tally(), workers
 
 
@@ -54,7 +57,7 @@ def reply(checksum=1):
 class GradientsTest(parameterized.TestCase):
 
   def test_numbers_batches_in_order(self):
-    gradients, in_flight = make(12, [3]), in_flight_lib.InFlight(4.0)
+    gradients, in_flight = make(12, [3]), gradients_lib.InFlight()
 
     found = [start(gradients, in_flight, worker).batch for worker in range(3)]
 
@@ -64,43 +67,30 @@ class GradientsTest(parameterized.TestCase):
   def test_pace_keeps_every_age_within_staleness(self, staleness):
     # Of 8 workers, the one that comes back is always the latest.
     gradients = make(staleness=staleness)
-    in_flight = in_flight_lib.InFlight(4.0)
+    in_flight = gradients_lib.InFlight()
     ages = []
     for step in range(50):
       gradients._server.global_step = step
       for worker in in_flight.idle(range(8)):
         start(gradients, in_flight, worker)
       worker = max(set(range(8)) - set(in_flight.idle(range(8))))
-      assigned, _ = in_flight.end(worker, 1.0, is_lost=False)
+      assigned = in_flight.end(worker, 1.0, is_lost=False)
       ages.append(step - assigned.local_step)
 
     self.assertLessEqual(max(ages), staleness)
 
   @cases.parameters((True, 3), (False, 8))
   def test_as_many_work_as_staleness_and_pace_allow(self, pace, number):
-    gradients, in_flight = make(pace=pace), in_flight_lib.InFlight(4.0)
+    gradients, in_flight = make(pace=pace), gradients_lib.InFlight()
 
     for worker in range(8):
       start(gradients, in_flight, worker)
 
     self.assertLen(in_flight, number)
 
-  def test_late_batches_hold_nobody_back(self):
-    gradients = make(patience=2.0, staleness=0)
-    in_flight = in_flight_lib.InFlight(2.0)
-    in_flight.limits.extend([1.0])
-    first = start(gradients, in_flight, 0)
-    self.assertIsNone(start(gradients, in_flight, 1))
-
-    in_flight.make_late(200.0)
-    gradients.retry(first)
-
-    again = start(gradients, in_flight, 1)
-    self.assertEqual((again.batch, again.attempt), (first.batch, 2))
-
   def test_hands_out_no_more_than_is_needed(self):
     gradients = make(num_updates=10, pace=False)
-    in_flight = in_flight_lib.InFlight(4.0)
+    in_flight = gradients_lib.InFlight()
     start(gradients, in_flight, 0)
 
     gradients._server.global_step = 9
@@ -109,7 +99,7 @@ class GradientsTest(parameterized.TestCase):
     self.assertIsNotNone(start(gradients, in_flight, 1))
 
   def test_each_batch_reads_the_latest_parameters(self):
-    gradients, in_flight = make(), in_flight_lib.InFlight(4.0)
+    gradients, in_flight = make(), gradients_lib.InFlight()
     for step in 0, 0, 1:
       gradients._server.global_step = step
       assigned = start(gradients, in_flight, step)
@@ -121,17 +111,12 @@ class GradientsTest(parameterized.TestCase):
       (reply(), 3, Outcome.DROPPED),
       (workers_lib.Event(0), 3, Outcome.LOST),
       (reply()._replace(fetch=lambda: None), 2, Outcome.LOST),
-      (
-          workers_lib.Event(0, task_lib.Reply({}, 0, FAILURE)),
-          3,
-          Outcome.FAILED,
-      ),
   )
   def test_outcome_depends_on_reply_and_age(self, event, age, outcome):
     gradients = make()
     gradients._server.global_step = age
 
-    gradients.settle(in_flight_lib.Assignment(5, 1, 0, (0, None)), event)
+    gradients.settle(gradients_lib.Assignment(5, 0, (0, None)), event)
 
     written = gradients._folder.write.call_args.kwargs
     self.assertEqual(written['fate'], outcome)
@@ -141,26 +126,81 @@ class GradientsTest(parameterized.TestCase):
         [x.batch for x in gradients.waiting], [5] * (not is_accepted)
     )
 
-  def test_counts_attempts_at_each_batch_by_itself(self):
-    gradients = make(max_attempts=2)
-    seventh, eighth = (
-        in_flight_lib.Assignment(batch, worker=3) for batch in (7, 8)
-    )
-    gradients.fail(seventh)
-    gradients.fail(eighth, FAILURE)
+  def test_failure_ends_the_run_and_is_not_recorded(self):
+    gradients = make()
+    event = workers_lib.Event(3, FAILURE)
 
     with self.assertRaisesRegex(
-        RuntimeError, '`batch` .* OSError: gone in batch 7 on worker 3'
+        RuntimeError, '`batch` .* OSError: gone in batch 7 on worker 3.\ntrace'
     ):
-      gradients.fail(seventh, FAILURE)
-    with self.assertRaisesRegex(RuntimeError, 'batch 8 has died or hung 2'):
-      gradients.fail(eighth)
+      gradients.settle(gradients_lib.Assignment(7, worker=3), event)
 
-  def test_stops_at_once_where_another_attempt_cannot_help(self):
-    failure = FAILURE._replace(is_final=True)
+    gradients._folder.write.assert_not_called()
 
-    with self.assertRaisesRegex(RuntimeError, 'in attempt 1'):
-      make().fail(in_flight_lib.Assignment(7), failure)
+  def test_counts_the_lost_workers_of_each_batch_by_itself(self):
+    gradients = make()
+    event = workers_lib.Event(0)
+    for batch in [7, 8] * 4:
+      waiting = {x.batch: x for x in gradients.waiting}
+      assigned = waiting.get(batch, gradients_lib.Assignment(batch))
+      if batch in waiting:
+        gradients.waiting.remove(assigned)
+      gradients.settle(assigned, event)
+    eighth = gradients.waiting[0]
+
+    self.assertEqual(eighth.num_lost, 4)
+    with self.assertRaisesRegex(RuntimeError, 'batch 8 has died or hung 5'):
+      gradients.settle(eighth, event)
+
+
+class InFlightTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.in_flight = gradients_lib.InFlight()
+
+  def take(self, worker, seconds, *, is_lost=False):
+    """Lets a worker compute for so long."""
+    self.in_flight.start(gradients_lib.Assignment(0, worker=worker))
+    return self.in_flight.end(worker, seconds, is_lost=is_lost)
+
+  def test_fastest_idle_worker_comes_first(self):
+    for worker, seconds in enumerate([3.0, 1.0, 2.0]):
+      # The first includes compilation.
+      self.take(worker, 100.0 - seconds)
+      self.take(worker, seconds)
+
+    self.assertEqual(self.in_flight.idle(range(3)), [1, 2, 0])
+    self.in_flight.start(gradients_lib.Assignment(0, worker=2))
+    self.assertEqual(self.in_flight.idle(range(3)), [1, 0])
+
+  def test_worker_comes_first_if_it_has_only_compiled(self):
+    for seconds in 9.0, 1.0:
+      self.take(0, seconds)
+    self.take(1, 9.0)
+
+    self.assertEqual(self.in_flight.idle(range(2)), [1, 0])
+
+  def test_lost_worker_is_unknown_again(self):
+    for seconds in 9.0, 1.0:
+      self.take(0, seconds)
+      self.take(1, 2 * seconds)
+    self.take(1, 0.0, is_lost=True)
+    self.assertEqual(self.in_flight.idle(range(2)), [1, 0])
+
+    self.take(1, 9.0)
+
+    # What it took includes compilation.
+    self.assertEqual(self.in_flight.idle(range(2)), [1, 0])
+
+  def test_worker_hangs_if_it_has_started_long_ago(self):
+    for worker, start in (0, 10.0), (1, 20.0):
+      self.in_flight.start(
+          gradients_lib.Assignment(0, worker=worker, start=start)
+      )
+
+    self.assertEqual(self.in_flight.hung(9.0), [])
+    self.assertEqual(self.in_flight.hung(15.0), [0])
 
 
 class RecordedGradientsTest(parameterized.TestCase):
@@ -172,12 +212,11 @@ class RecordedGradientsTest(parameterized.TestCase):
     records['local_step'] = [0, 0, 2, 1]
     records['global_step'] = range(4)
     records['checksum'] = 1
-    records['weight'] = np.nan
     self.gradients = gradients_lib.RecordedGradients(records, *parts())
     self.server = self.gradients._server
 
   def start(self):
-    return self.gradients.next(in_flight_lib.InFlight(4.0))
+    return self.gradients.next(gradients_lib.InFlight())
 
   def test_starts_by_local_steps_and_applies_in_the_order_of_the_journal(self):
     found = []
@@ -207,7 +246,7 @@ class RecordedGradientsTest(parameterized.TestCase):
     self.gradients.settle(second, workers_lib.Event(0))
 
     again = self.start()
-    self.assertEqual((again.batch, again.attempt), (second.batch, 2))
+    self.assertEqual((again.batch, again.num_lost), (second.batch, 1))
     self.assertEqual((again.local_step, again.published), (0, (0, None)))
 
   def test_nothing_is_counted_or_written(self):

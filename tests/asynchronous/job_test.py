@@ -3,6 +3,7 @@ import functools
 import multiprocessing
 import os
 import pathlib
+import pickle
 import shutil
 import stat
 import struct
@@ -20,6 +21,8 @@ import pytest
 import asynchronous_cases
 import cases
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import ray_cluster
 from shard_transforms._src.asynchronous import watchdog
 
 # Writes to the key store of Ray, if it may.
@@ -31,6 +34,58 @@ client.internal_kv_put(b'key', b'value', True, None)
 print('written')
 """
 NOBODY = 65534
+
+
+class ConverseTest(parameterized.TestCase):
+  """The driver tells its progress to a caller that takes its time."""
+
+  def converse(self, answers, *, num_reports=4):
+    """Returns what the caller gets, and the commands of the driver.
+
+    Args:
+      answers: Those of the caller, by how many reports the driver has made.
+      num_reports: How many reports the driver makes.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    commands = []
+
+    def drive():
+      for step in range(1, num_reports + 1):
+        if step - 1 in answers:
+          ours.send_bytes(pickle.dumps(answers[step - 1]))
+        history = ((step, {}),)
+        commands.append((yield outcomes.Report(step, history=history)))
+      last = num_reports + 1
+      report = outcomes.Report(last, history=((last, {}),))
+      yield outcomes.Result(None, None, report)
+
+    with ours, theirs:
+      ray_cluster._converse(theirs, drive())
+      found = []
+      while ours.poll():
+        message = pickle.loads(ours.recv_bytes())
+        report = getattr(message, 'report', message)
+        steps = [step for step, _ in report.history]
+        found.append((report.global_step, steps))
+    return found, commands
+
+  def test_next_report_waits_for_the_answer_and_has_all_updates(self):
+    found, commands = self.converse({3: None})
+
+    self.assertEqual(found, [(1, [1]), (4, [2, 3, 4]), (5, [5])])
+    self.assertEqual(commands, [None] * 4)
+
+  def test_caller_that_never_answers_gets_the_result(self):
+    found, _ = self.converse({})
+
+    self.assertEqual(found, [(1, [1]), (5, [2, 3, 4, 5])])
+
+  def test_command_changes_the_next_report(self):
+    found, commands = self.converse({2: 'params'})
+
+    # The report that follows the command has the parameters.
+    self.assertEqual(found, [(1, [1]), (4, [2, 3, 4]), (5, [5])])
+    self.assertEqual(commands, [None, None, 'params', None])
 
 
 class JobTest(parameterized.TestCase):

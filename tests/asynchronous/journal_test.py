@@ -10,12 +10,10 @@ import numpy as np
 import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import checkpoints
 from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import run_folder
 
 MANIFEST = {'optimizer': 'a', 'machine': 'b'}
-START = journal_lib.Start()
 SIZE = journal_lib.RECORD.itemsize
 
 
@@ -29,14 +27,13 @@ class JournalTest(parameterized.TestCase):
 
   def write(self, num_records):
     if not self.path.exists():
-      journal_lib.create_segment(self.folder, 0, MANIFEST, START)
-    segment = journal_lib.read_segment(self.folder, 0)
-    saved = checkpoints.Checkpoint()
-    run = run_folder.RunFolder(segment, saved, 'again')
+      journal_lib.create(self.folder, MANIFEST, None)
+    journal = journal_lib.read(self.folder)
+    run = run_folder.RunFolder(journal, run_folder.Checkpoint())
     with contextlib.closing(run):
       for number in range(num_records):
-        number += len(segment.records)
-        run.write(batch=number, worker=2, fate=number % 3, weight=0.5)
+        number += len(journal.records)
+        run.write(batch=number, worker=2, fate=number % 3, seconds=0.5)
 
   def flip(self, place):
     data = bytearray(self.path.read_bytes())
@@ -51,7 +48,7 @@ class JournalTest(parameterized.TestCase):
     np.testing.assert_array_equal(found['sequence'], np.arange(5))
     np.testing.assert_array_equal(found['batch'], np.arange(5))
     np.testing.assert_array_equal(found['fate'], [0, 1, 2, 0, 1])
-    np.testing.assert_array_equal(found['weight'], np.full(5, 0.5, np.float32))
+    np.testing.assert_array_equal(found['seconds'], np.full(5, 0.5, np.float32))
 
   def test_resumes_where_it_ended(self):
     self.write(3)
@@ -84,29 +81,31 @@ class JournalTest(parameterized.TestCase):
     )
 
   @cases.parameters(0, 1, 3)
-  def test_segment_names_the_first_damaged_record(self, record):
+  def test_check_names_the_first_damaged_record(self, record):
     self.write(4)
     self.flip(-SIZE * (4 - record) + 9)
 
-    segment = journal_lib.read_segment(self.folder, 0)
+    journal = journal_lib.read(self.folder)
 
-    crc = int(segment.records['crc'][record])
-    segment.check(record + 1, crc)
+    crc = int(journal.records['crc'][record])
+    journal.check(record + 1, crc)
     with self.assertRaisesRegex(ValueError, f'damaged at record {record} of 4'):
-      segment.check(record, segment.cut(record).last_crc)
+      journal.check(record, journal.last_crc(record))
 
   def test_flipped_bit_of_the_header_is_reported(self):
     self.write(1)
     self.flip(40)
 
-    with self.assertRaisesRegex(ValueError, 'damaged in its header'):
+    with self.assertRaisesRegex(
+        ValueError, 'damaged in its header.*start=read'
+    ):
       asynchronous.read_journal(self.folder)
 
   @cases.parameters(
       b'',
       b'shard_transforms jour',
       b'PK\x03\x04 something else',
-      b'shard_transforms journal 2\n[{}, [-1, 0, 0, ""]]\n15534411\n',
+      b'shard_transforms journal 3 15534411 [{}, [0, 0, ""]]\n',
   )
   def test_other_file_is_refused(self, data):
     self.path.write_bytes(data)
@@ -121,18 +120,6 @@ class JournalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
       self.write(1)
     self.assertEqual(self.path.read_bytes(), data)
-
-  def test_later_segment_replaces_what_follows_its_start(self):
-    self.write(5)
-    start = journal_lib.Start(3, 2, 'another machine')
-    journal_lib.create_segment(self.folder, 1, MANIFEST, start)
-
-    found = asynchronous.read_journal(self.folder)
-    first, second = journal_lib.read_segments(self.folder)
-
-    self.assertEqual(found['batch'].tolist(), [0, 1, 2])
-    self.assertLen(first.records, 3)
-    self.assertEqual(second.start, start)
 
   def test_missing_journal_is_reported(self):
     with self.assertRaises(FileNotFoundError):

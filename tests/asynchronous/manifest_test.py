@@ -8,17 +8,19 @@ from unittest import mock
 import zipfile
 
 import jaxlib
+import numpy as np
 import optax
 
 import asynchronous_cases
-from shard_transforms._src.asynchronous import manifest
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import ray_workers
+from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task
 
 
 def manifest_of(tx, params):
   server = parameter_server.ParameterServer(tx, params)
-  return manifest.manifest(server)
+  return run_folder.manifest_of(server)
 
 
 class ManifestTest(unittest.TestCase):
@@ -36,15 +38,14 @@ class ManifestTest(unittest.TestCase):
 class MachineTest(unittest.TestCase):
 
   def test_names_device_and_libraries(self):
-    found = manifest.machine()
+    found = manifest_of(optax.sgd(0.1), np.zeros(3))
 
     self.assertEqual(found['jaxlib'], jaxlib.__version__)
     self.assertEqual(found['device'], 'cpu')
-    self.assertEqual(found, manifest.machine())
 
   def test_names_the_architecture_where_the_system_tells_no_more(self):
-    with mock.patch.object(manifest, '_PROCESSORS', pathlib.Path('/nowhere')):
-      found = manifest.machine()
+    with mock.patch.object(run_folder, '_PROCESSORS', pathlib.Path('/nowhere')):
+      found = manifest_of(optax.sgd(0.1), np.zeros(3))
 
     self.assertEqual(
         found['processor'], platform.processor() or platform.machine()
@@ -59,7 +60,7 @@ class NodeTest(unittest.TestCase):
     importlib.invalidate_caches()
     module = importlib.import_module('of_user')
     self.addCleanup(sys.modules.pop, 'of_user', None)
-    found = manifest.node(pickle.dumps(module.init))
+    found = ray_workers.node_of(pickle.dumps(module.init))
     del sys.modules['of_user']
     return found
 

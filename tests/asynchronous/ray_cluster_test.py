@@ -142,15 +142,14 @@ class FaultsTest(parameterized.TestCase):
   @pytest.mark.repeated(8)
   def test_random_kills_lose_nothing(self, seed):
     killer = Killer(seed, number=7)
-    # On a busy machine, all may hit one batch.
-    options = {'on_progress': killer.on_progress, 'max_attempts': 8}
-
     num_updates = 500
-    result = self.train(num_updates=num_updates, **options)
+    result = self.train(num_updates=num_updates, on_progress=killer.on_progress)
     while len(killer.kills) < 7:
       # The run continues until all have been killed.
       num_updates += 500
-      result = self.train(num_updates=num_updates, **options)
+      result = self.train(
+          num_updates=num_updates, on_progress=killer.on_progress
+      )
     killer.join()
 
     self.check(result)
@@ -204,11 +203,12 @@ class FaultsTest(parameterized.TestCase):
         asynchronous_cases.init, asynchronous_cases.slow_gradient, batch
     )
 
-    result = self.train(task, num_updates=300, num_workers=2)
+    # A first gradient includes compilation.
+    result = self.train(task, num_updates=300, num_workers=2, time_limit=15)
 
     journal = asynchronous.read_journal(self.folder)
     fates = journal['fate'][journal['batch'] == 30].tolist()
-    self.assertEqual((fates[0], fates[-1]), (2, 0))
+    self.assertEqual(fates, [2, 0])
     self.check(result, task)
 
   @pytest.mark.repeated(8)

@@ -105,8 +105,8 @@ class RayWorkersTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, task, tx), result
     )
-    (segment,) = journal_lib.read_segments(folder)
-    self.assertEqual(segment.manifest['driver_devices'], '3')
+    manifest = journal_lib.read(folder).manifest
+    self.assertEqual(manifest['driver_devices'], '3')
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['b'], halfway.params['b'])
@@ -129,6 +129,32 @@ class RayWorkersTest(parameterized.TestCase):
         ),
     ):
       workers._welcome('answer')
+
+  def test_worker_that_is_replaced_is_not_ready_and_may_be_again(self):
+    computers = [mock.Mock(), mock.Mock()]
+    for name, computer in zip('ab', computers, strict=True):
+      computer.gradient.remote.return_value = (
+          f'reply {name}',
+          f'gradient {name}',
+      )
+      computer.describe.remote.side_effect = [f'{name}{i}' for i in range(3)]
+    workers = ray_workers.RayWorkers(computers, {})
+    answers = {f'{name}{i}': ({}, '') for name in 'ab' for i in range(3)}
+    with mock.patch.object(ray_workers, 'ray') as ray:
+      ray.get = answers.get
+      for first in 'a0', 'b0':
+        workers._welcome(first)
+      for number in 1, 2:
+        workers.start(0, None, number)
+        workers.start(1, None, number)
+        workers.replace(0)
+
+        self.assertEqual(workers.ready(), {1})
+        # A reply that has come since belongs to nobody.
+        self.assertEqual(list(workers._in_flight), ['reply b'])
+        self.assertEqual(ray.kill.call_count, number)
+        workers._welcome(f'a{number}')
+        self.assertEqual(workers.ready(), {0, 1})
 
   @pytest.mark.repeated(8)
   def test_module_that_workers_cannot_import_is_reported(self):
@@ -193,7 +219,7 @@ class UserErrorTest(parameterized.TestCase):
 
   @cases.parameters(
       ('poison', '`batch` of `task` .* OSError: no such .* in batch 7 on wor'),
-      ('deadly', 'worker of batch 7 has died or hung 2 times'),
+      ('deadly', 'worker of batch 7 has died or hung 5 times'),
   )
   @pytest.mark.slow
   @pytest.mark.slow_after(1)
@@ -210,7 +236,6 @@ class UserErrorTest(parameterized.TestCase):
           optax.sgd(0.1),
           cluster='local',
           num_workers=2,
-          max_attempts=2,
       )
 
   @pytest.mark.repeated(8)

@@ -1,3 +1,5 @@
+from unittest import mock
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -8,6 +10,7 @@ import asynchronous_cases
 import cases
 import shard_transforms
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import job
 
 TASK = asynchronous_cases.TASK
 
@@ -96,6 +99,21 @@ class ReplayTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'its functions are not pure'):
       asynchronous.replay(self.folder, task, optax.sgd(0.1))
+
+  def test_workers_get_their_options(self):
+    self.train(optax.sgd(0.1))
+    given = {'time_limit': 7.0, 'resources': {'num_gpus': 1}}
+
+    with mock.patch.object(job, 'run') as run:
+      asynchronous.replay(
+          self.folder, TASK, optax.sgd(0.1), num_workers=3, **given
+      )
+
+    options = run.call_args.args[0]
+    self.assertEqual(options.num_workers, 3)
+    self.assertEqual(options.cluster, 'local')
+    self.assertEqual(options.time_limit, 7.0)
+    self.assertEqual(options.resources, {'num_gpus': 1})
 
   def test_missing_folder_is_reported(self):
     with self.assertRaises(FileNotFoundError):

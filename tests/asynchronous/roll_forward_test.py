@@ -1,16 +1,15 @@
 import math
 import time
-import unittest
-from unittest import mock
 
+from absl.testing import parameterized
 import numpy as np
 import optax
 import pytest
 
 import asynchronous_cases
+import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
-from shard_transforms._src.asynchronous import in_flight
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -52,7 +51,6 @@ class Hanging(workers_lib.LocalWorkers):
     self._batch = batch
     self._left = num_times
     self._hung = set()
-    self._replaced = []
 
   def start(self, worker, published, batch):
     if batch == self._batch and self._left:
@@ -62,18 +60,15 @@ class Hanging(workers_lib.LocalWorkers):
       super().start(worker, published, batch)
 
   def wait(self, seconds):
-    lost, self._replaced = self._replaced, []
-    events = super().wait(seconds) + [workers_lib.Event(n) for n in lost]
-    if not events:
-      time.sleep(0.01)
-    return events
+    if not self._started:
+      time.sleep(min(seconds, 0.01))
+    return super().wait(seconds)
 
   def replace(self, worker):
     self._hung.remove(worker)
-    self._replaced.append(worker)
 
 
-class RollForwardTest(unittest.TestCase):
+class RollForwardTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
@@ -83,15 +78,11 @@ class RollForwardTest(unittest.TestCase):
     )
     self.records = asynchronous.read_journal(self.folder).copy()
 
-  def roll(self, workers, times=math.inf, max_attempts=99, staleness=None):
-    options = options_lib.Options(
-        num_updates=1,
-        patience=times,
-        max_attempts=max_attempts,
-        staleness=staleness,
-    )
-    driver = driver_lib.Driver(TASK, TX, options, workers)
-    for turn, _ in enumerate(driver.roll_forward(self.records, [1e-3])):
+  def roll(self, workers, time_limit=math.inf, staleness=None):
+    options = options_lib.Options(TASK, TX, staleness=staleness)
+    options.time_limit = time_limit
+    driver = driver_lib.Driver(options, workers)
+    for turn, _ in enumerate(driver.roll_forward(self.records)):
       self.assertLess(turn, 2_000)
     return driver.result()
 
@@ -104,22 +95,11 @@ class RollForwardTest(unittest.TestCase):
     ):
       asynchronous_cases.assert_same_bits(self.roll(workers), self.result)
 
-  @mock.patch.object(in_flight, '_COMPILATION', 0.0)
-  @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
-  def test_batch_that_hangs_gets_another_worker(self):
-    workers = Hanging(TASK, 2, batch=0, num_times=2)
+  @cases.parameters((1, 1), (2, 4))
+  def test_batch_that_hangs_gets_another_worker(self, num_workers, num_times):
+    workers = Hanging(TASK, num_workers, batch=0, num_times=num_times)
 
-    with mock.patch.object(in_flight.TimeLimits, 'restart') as restart:
-      found = self.roll(workers, times=4.0, max_attempts=3)
-
-    asynchronous_cases.assert_same_bits(found, self.result)
-    # The workers that replace them compile again.
-    self.assertEqual(restart.call_count, 2)
-
-  @mock.patch.object(in_flight, '_COMPILATION', 0.0)
-  @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
-  def test_durations_of_the_journal_show_that_the_first_batch_hangs(self):
-    found = self.roll(Hanging(TASK, 1, batch=0, num_times=1), times=4.0)
+    found = self.roll(workers, time_limit=0.2)
 
     asynchronous_cases.assert_same_bits(found, self.result)
 
@@ -137,11 +117,9 @@ class RollForwardTest(unittest.TestCase):
     folder = self.folder.parent / 'second'
     options = {'folder': folder, 'staleness': 4, 'num_workers': 3}
     due = asynchronous_cases.train(task, TX, **options)
-    driver = driver_lib.Driver(
-        task, TX, options_lib.Options(num_updates=1), Reversed(task, 3)
-    )
+    driver = driver_lib.Driver(options_lib.Options(task, TX), Reversed(task, 3))
 
-    for _ in driver.roll_forward(asynchronous.read_journal(folder), [1e-3]):
+    for _ in driver.roll_forward(asynchronous.read_journal(folder)):
       pass
 
     asynchronous_cases.assert_same_bits(driver.result(), due)
@@ -155,13 +133,11 @@ class RollForwardTest(unittest.TestCase):
 
     asynchronous_cases.assert_same_bits(found, self.result)
 
-  @mock.patch.object(in_flight, '_COMPILATION', 0.0)
-  @mock.patch.object(in_flight, '_LEAST_HANG', 0.2)
   def test_batch_that_always_hangs_is_reported(self):
-    workers = Hanging(TASK, 2, batch=0, num_times=99)
+    workers = Hanging(TASK, 2, batch=0, num_times=5)
 
-    with self.assertRaisesRegex(RuntimeError, 'batch 0 has died or hung 3'):
-      self.roll(workers, times=4.0, max_attempts=3)
+    with self.assertRaisesRegex(RuntimeError, 'batch 0 has died or hung 5'):
+      self.roll(workers, time_limit=0.1)
 
   def test_other_gradient_is_reported_with_its_record(self):
     task = asynchronous.Task(
@@ -184,27 +160,9 @@ class RollForwardTest(unittest.TestCase):
 
     with self.assertRaisesRegex(
         RuntimeError,
-        '`batch` of `task` must work, got OSError.* batch 7 .* attempt 3',
+        '`batch` of `task` must work, got OSError.* batch 7 on worker 0',
     ):
-      self.roll(workers_lib.LocalWorkers(task, 1), max_attempts=3)
-
-  def test_failure_that_passes_is_tried_again(self):
-    failed = []
-
-    def batch(number):
-      if number == 7 and not failed:
-        failed.append(number)
-        raise OSError('try again')
-      return asynchronous_cases.batch(number)
-
-    task = asynchronous.Task(
-        asynchronous_cases.init, asynchronous_cases.gradient, batch
-    )
-
-    found = self.roll(workers_lib.LocalWorkers(task, 2))
-
-    self.assertEqual(failed, [7])
-    asynchronous_cases.assert_same_bits(found, self.result)
+      self.roll(workers_lib.LocalWorkers(task, 1))
 
   def test_missing_records_are_reported(self):
     accepted = np.flatnonzero(self.records['fate'] == 0)

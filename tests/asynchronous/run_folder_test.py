@@ -1,172 +1,211 @@
 import os
+import stat
+from unittest import mock
+import warnings
 
 from absl.testing import parameterized
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import run_folder
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
-# Where the ages differ, and some gradients are dropped.
-OPTIONS = {
-    'pace': False,
-    'staleness': 2,
-    'num_workers': 4,
-    'save_every': 10,
-    'save_seconds': 0,
-}
+SAVED = run_folder.Checkpoint(
+    num_records=7, last_crc=9, next_batch=3, ready=[1], metrics={'loss': 0.5}
+)
 
 
-class RecoveryTest(parameterized.TestCase):
-  """Resumes a run of 30 updates that was cut off."""
+def make_server(tx=TX, params=None):
+  if params is None:
+    params = np.zeros(3, np.float32)
+  return parameter_server.ParameterServer(tx, params)
+
+
+class CheckpointsTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
     self.folder = asynchronous_cases.folder(self)
+    self.server = make_server()
 
-  def cut(self, num_records, num_checkpoints=0):
-    """Trains, and leaves the files of a run that was killed."""
-    asynchronous_cases.train(TASK, TX, folder=self.folder, **OPTIONS)
-    path = self.folder / 'journal.bin'
-    size = asynchronous.read_journal(self.folder).itemsize
-    num_all = len(asynchronous.read_journal(self.folder))
-    os.truncate(path, path.stat().st_size - size * (num_all - num_records))
-    saved = sorted(
-        (self.folder / 'checkpoints').iterdir(), key=lambda p: int(p.stem)
-    )
-    for checkpoint in saved[num_checkpoints:]:
-      checkpoint.unlink()
+  def save(self, num_updates):
+    """Accepts gradients and saves a checkpoint after each."""
+    self.folder.mkdir(exist_ok=True)
+    for _ in range(num_updates):
+      _, read = self.server.publish()
+      self.server.accept(np.ones(3, np.float32), read, self.server.global_step)
+      checkpoint = SAVED._replace(
+          global_step=self.server.global_step, trees=self.server.trees()
+      )
+      run_folder.write(self.folder, checkpoint)
+    return checkpoint
 
-  def resume(self, task=TASK, tx=TX, **options):
-    return asynchronous_cases.train(
-        task, tx, folder=self.folder, **(OPTIONS | options)
+  def read(self):
+    found = run_folder.read_latest(self.folder, make_server().trees())
+    assert found is not None
+    return found
+
+  def test_restores_a_server(self):
+    saved = self.save(1)
+
+    found = self.read()
+
+    self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
+    asynchronous_cases.assert_same_bits(
+        (found.trees['params'], found.trees['state']),
+        (self.server.params, self.server.state),
     )
+
+  @parameterized.parameters(jnp.bfloat16, jnp.float8_e5m2, jnp.int4, bool)
+  def test_restores_arrays_of_any_dtype_and_shape(self, dtype):
+    trees = {'params': [np.ones((2, 3), dtype), np.ones([], dtype), {}]}
+    saved = SAVED._replace(global_step=1, trees=trees)
+    self.folder.mkdir()
+
+    run_folder.write(self.folder, saved)
+    found = run_folder.read_latest(self.folder, trees)
+
+    assert found is not None
+    chex.assert_trees_all_equal(found.trees, trees, strict=True)
+
+  def test_none_is_found_in_an_empty_folder(self):
+    found = run_folder.read_latest(self.folder, self.server.trees())
+
+    self.assertIsNone(found)
+    self.assertFalse(self.folder.exists())
+
+  def test_keeps_the_last_two(self):
+    self.save(3)
+
+    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
+
+    self.assertEqual(saved, {'2.npz', '3.npz'})
+
+  @cases.parameters(31, cases.Repeated(3))
+  def test_no_changed_byte_gives_other_parameters(self, stride):
+    self.save(2)
+    path = self.folder / 'checkpoints/2.npz'
+    data = path.read_bytes()
+    due = jax.tree.map(np.asarray, self.server.trees())
+    num_damaged = 0
+
+    for place in range(0, len(data), stride):
+      flipped = bytearray(data)
+      flipped[place] ^= 1 << place % 8
+      path.write_bytes(flipped)
+      with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        found = self.read()
+      if found.global_step == 2:
+        # Not each byte means something.
+        chex.assert_trees_all_equal(found.trees, due, strict=True)
+      else:
+        num_damaged += 1
+        self.assertRegex(str(caught[0].message), '2.npz. cannot be used: ')
+
+    self.assertGreater(num_damaged, len(data) / stride / 2)
+
+  def test_checkpoint_under_another_name_is_not_used(self):
+    self.save(3)
+    path = self.folder / 'checkpoints'
+    (path / '2.npz').rename(path / '7.npz')
+
+    with self.assertWarnsRegex(
+        RuntimeWarning, r'7.npz. .* it is checkpoint 2\.'
+    ):
+      found = self.read()
+
+    self.assertEqual(found.global_step, 3)
+
+  def test_part_of_a_checkpoint_is_removed_by_the_next_one(self):
+    self.save(1)
+    (self.folder / 'checkpoints/incomplete').write_bytes(b'killed')
+
+    self.save(1)
+
+    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
+    self.assertEqual(saved, {'1.npz', '2.npz'})
+
+  def test_full_disk_leaves_no_part_of_a_file_and_names_it(self):
+    self.save(1)
+
+    # A folder cannot be opened as a file.
+    (self.folder / 'checkpoints/incomplete').mkdir()
+    with self.assertRaisesRegex(OSError, 'checkpoints/incomplete'):
+      self.save(1)
+    (self.folder / 'checkpoints/incomplete').rmdir()
+    write = mock.patch.object(
+        np, 'savez', side_effect=OSError(28, 'No space left on device')
+    )
+    with write, self.assertRaisesRegex(OSError, 'No space left .*/incomplete'):
+      self.save(1)
+
+    saved = [path.name for path in (self.folder / 'checkpoints').iterdir()]
+    self.assertEqual(saved, ['1.npz'])
+
+  def test_its_name_is_on_the_disk_before_the_one_before_is_deleted(self):
+    self.save(2)
+    synced = []
+
+    def fsync(descriptor):
+      if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        synced.append(sorted(os.listdir(self.folder / 'checkpoints')))
+        raise OSError(22, 'not for folders')
+
+    with mock.patch.object(os, 'fsync', fsync):
+      self.save(1)
+
+    self.assertEqual(synced, [['1.npz', '2.npz', '3.npz']])
+
+  def test_damaged_checkpoint_makes_room_for_new_ones(self):
+    self.save(2)
+    self.server = make_server()
+
+    self.save(1)
+
+    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
+    self.assertEqual(saved, {'1.npz'})
 
   @cases.parameters(
-      ('again', 11, 0), ('again', 38, 1), ('forget', 11, 0), ('forget', 38, 1)
+      (
+          optax.sgd(0.1, momentum=0.9),
+          None,
+          r'None instead of float32\[3\] at .*',
+      ),
+      (TX, np.zeros(4, np.float32), r'float32\[3\] instead of float32\[4\]'),
+      (TX, jnp.zeros(3, jnp.bfloat16), r'float32\[3\] instead of bfloat16'),
   )
-  @pytest.mark.slow_after(2)
-  def test_loses_no_update_and_counts_no_batch_twice(
-      self, on_drop, num_records, num_checkpoints
+  def test_names_the_leaf_that_another_optimizer_or_task_has(
+      self, tx, params, message
   ):
-    self.cut(num_records, num_checkpoints)
-    before = asynchronous.read_journal(self.folder).copy()
+    self.save(1)
 
-    result = self.resume(on_drop=on_drop)
+    with self.assertRaisesRegex(ValueError, 'Checkpoint 1 .* got ' + message):
+      run_folder.read_latest(self.folder, make_server(tx, params).trees())
 
-    journal = asynchronous.read_journal(self.folder)
-    self.assertEqual(journal[:num_records].tobytes(), before.tobytes())
-    accepted = asynchronous_cases.accepted(journal)
-    np.testing.assert_array_equal(accepted['global_step'], np.arange(30))
-    self.assertLen(set(accepted['batch'].tolist()), 30)
-    self.assertGreater(result.report.num_recovered, 0)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(self.folder, TASK, TX), result
-    )
 
-  @pytest.mark.slow
-  def test_every_batch_is_done_in_the_end(self):
-    self.cut(11)
+class ReadCheckpointTest(parameterized.TestCase):
 
-    self.resume()
+  def test_gives_plain_jax_the_result(self):
+    folder = asynchronous_cases.folder(self)
+    first = asynchronous_cases.train(TASK, TX, folder=folder)
 
-    accepted = asynchronous_cases.accepted(
-        asynchronous.read_journal(self.folder)
-    )
-    # Beyond the last, four were in flight at most.
-    self.assertContainsSubset(range(26), accepted['batch'].tolist())
+    params, state, report = asynchronous.read_checkpoint(folder, TASK, TX)
 
-  @pytest.mark.slow
-  def test_resumes_from_before_a_damaged_checkpoint(self):
-    self.resume()
-    path = self.folder / 'checkpoints/30.npz'
-    path.write_bytes(bytes(path.stat().st_size))
-    first = asynchronous.replay(self.folder, TASK, TX)
+    asynchronous_cases.assert_same_bits((params, state), first)
+    self.assertEqual(report.global_step, 30)
+    self.assertEqual(report.metrics, first.report.metrics)
+    grads, _ = asynchronous_cases.gradient(params, asynchronous_cases.batch(30))
+    TX.update(grads, state.inner_state, params)
 
-    with self.assertWarnsRegex(RuntimeWarning, '30.npz. cannot be used'):
-      again = self.resume()
-
-    asynchronous_cases.assert_same_bits(first, again)
-    self.assertGreater(again.report.num_recovered, 0)
-
-  def test_finished_run_ends_at_once(self):
-    first = self.resume()
-
-    again = self.resume()
-
-    asynchronous_cases.assert_same_bits(first, again)
-    self.assertEqual(again.report.global_step, 30)
-    self.assertEqual(again.report.num_dropped, first.report.num_dropped)
-
-  def test_refuses_checkpoints_without_their_journal(self):
-    self.resume()
-    (self.folder / 'journal.bin').unlink()
-
-    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
-      self.resume()
-
-    self.assertFalse((self.folder / 'journal.bin').exists())
-
-  def test_refuses_checkpoints_of_another_run(self):
-    self.resume()
-    journal = (self.folder / 'journal.bin').read_bytes()
-    self.folder = self.folder.parent / 'second'
-    self.resume(pace=True)
-    (self.folder / 'journal.bin').write_bytes(journal)
-
-    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
-      self.resume()
-
-  @cases.parameters(0, 1)
-  @pytest.mark.slow_after(1)
-  def test_refuses_another_task(self, num_checkpoints):
-    self.cut(38, num_checkpoints)
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.gradient,
-        lambda number: asynchronous_cases.batch(number) + 1,
-    )
-
-    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
-      self.resume(task)
-    self.assertLen(asynchronous.read_journal(self.folder), 38)
-
-  def test_refuses_another_task_where_a_checkpoint_has_all(self):
-    self.resume()
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.gradient,
-        lambda number: asynchronous_cases.batch(number) + 1,
-    )
-
-    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
-      self.resume(task, num_updates=35)
-
-  def test_refuses_another_optimizer_and_other_parameters(self):
-    self.resume()
-    task = asynchronous.Task(
-        lambda: {'w': np.ones(3, np.float32)},
-        asynchronous_cases.gradient,
-        asynchronous_cases.batch,
-    )
-
-    with self.assertRaisesRegex(ValueError, 'numbers of the optimizer'):
-      self.resume(tx=optax.adam(0.2))
-    with self.assertRaisesRegex(ValueError, 'initial parameters'):
-      self.resume(task)
-
-  def test_random_keys_of_an_optimizer_are_restored(self):
-    tx = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
-
-    self.resume(tx=tx, num_updates=10)
-    result = self.resume(tx=tx, num_updates=15)
-
-    again = asynchronous.replay(self.folder, TASK, tx)
-    asynchronous_cases.assert_same_bits(
-        *([parameter_server.leaves_of(r[:2])] for r in (again, result))
-    )
+  def test_reports_that_there_is_none(self):
+    with self.assertRaisesRegex(FileNotFoundError, 'an intact checkpoint, got'):
+      asynchronous.read_checkpoint(asynchronous_cases.folder(self), TASK, TX)

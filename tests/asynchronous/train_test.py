@@ -90,37 +90,6 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(report.num_dropped, 0)
     self.assertEqual((journal['global_step'] - journal['local_step']).max(), 1)
 
-  def test_forgotten_batches_are_not_accepted(self):
-    folder = asynchronous_cases.folder(self)
-    options = {'staleness': 1, 'pace': False, 'folder': folder}
-
-    train(TASK, optax.sgd(0.01), on_drop='forget', **options)
-
-    journal = asynchronous.read_journal(folder)
-    dropped = set(journal['batch'][journal['fate'] == 1].tolist())
-    accepted = set(asynchronous_cases.accepted(journal)['batch'].tolist())
-    self.assertNotEmpty(dropped)
-    self.assertEmpty(dropped & accepted)
-
-  def test_weight_counts_gradients_by_their_age(self):
-    folder = asynchronous_cases.folder(self)
-    result = train(
-        TASK,
-        optax.sgd(0.01),
-        staleness=None,
-        weight=lambda age: 1 / (1 + age),
-        folder=folder,
-    )
-
-    records = asynchronous_cases.accepted(asynchronous.read_journal(folder))
-    ages = records['global_step'] - records['local_step']
-    np.testing.assert_allclose(records['weight'], 1 / (1 + ages))
-    without = train(TASK, optax.sgd(0.01), staleness=None)
-    self.assertFalse(np.allclose(result.params['w'], without.params['w']))
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, TASK, optax.sgd(0.01)), result
-    )
-
   def test_guard_skips_a_gradient_that_is_not_finite(self):
     task = asynchronous.Task(
         asynchronous_cases.init,
@@ -222,12 +191,9 @@ class BadInputTest(parameterized.TestCase):
           '`staleness` must be at least 0, got',
       ),
       ({'staleness': 'x'}, TypeError, '`staleness` must be an integer'),
-      ({'patience': 0.5}, ValueError, '`patience` must be at least 1'),
-      ({'patience': 'x'}, TypeError, '`patience` must be a real number'),
+      ({'time_limit': 0}, ValueError, '`time_limit` must be positive'),
+      ({'time_limit': 'x'}, TypeError, '`time_limit` must be a real number'),
       ({'save_every': 0}, ValueError, '`save_every` must be at least 1'),
-      ({'max_attempts': 0}, ValueError, '`max_attempts` must be at least 1'),
-      ({'on_drop': 'never'}, ValueError, "`on_drop` must be 'again' or"),
-      ({'on_change': 'go'}, ValueError, "`on_change` must be 'raise' or"),
       ({'save_seconds': -1}, ValueError, '`save_seconds` must'),
       (
           {'driver_devices': 0},
@@ -240,7 +206,6 @@ class BadInputTest(parameterized.TestCase):
           "'auto' in Ray, write '127.0.0.1:6379'",
       ),
       ({'cluster': 'ray://there:10001'}, ValueError, "write 'host:6379'"),
-      ({'weight': 0.5}, TypeError, '`weight` must be a function'),
       ({'on_progress': 3}, TypeError, '`on_progress` must be a function'),
       ({'cluster': 'nowhere'}, ValueError, "`cluster` must be None, 'local'"),
       ({'cluster': 7}, ValueError, "`cluster` must be None, 'local'"),
@@ -250,11 +215,6 @@ class BadInputTest(parameterized.TestCase):
           "`cluster` must be None, 'local'",
       ),
       ({'resources': 3}, TypeError, '`resources` must be a dict'),
-      (
-          {'weight': lambda age: -1.0},
-          ValueError,
-          '`weight` must give a finite number .* got -1.0 at age 0',
-      ),
   )
   def test_is_refused_and_nothing_is_started(self, change, error, message):
     with self.assertRaisesRegex(error, message):

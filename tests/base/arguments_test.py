@@ -8,8 +8,6 @@ import optax
 
 import cases
 import shard_transforms
-from shard_transforms.compression import compressed_shard_update
-from shard_transforms.compression import scaled_sign
 
 NAN = float('nan')
 INF = float('inf')
@@ -285,23 +283,6 @@ class RealTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f'`{name}` must .*, got'):
       shard_transforms.compensate_delay(**kwargs)
 
-  @cases.parameters((0, True), (1.0, True), (1.01, False), (NAN, False))
-  def test_takes_fractions(self, mixing, fits):
-    build = functools.partial(
-        shard_transforms.local_updates,
-        optax.sgd(0.1),
-        shard_transforms.cross_shard_mean('data'),
-        'data',
-        every=2,
-        mixing=mixing,
-    )
-    if fits:
-      build()
-      return
-
-    with self.assertRaisesRegex(ValueError, '`mixing` must be from 0 to 1'):
-      build()
-
   def test_takes_what_is_traced(self):
     def build(x):
       shard_transforms.compensate_delay(x, decay=x, eps=x)
@@ -311,9 +292,6 @@ class RealTest(parameterized.TestCase):
 
 
 WRAPPERS = {
-    'compressed_shard_update': lambda inner: compressed_shard_update(
-        inner, 'data', scaled_sign()
-    ),
     'drop_stale': lambda inner: shard_transforms.drop_stale(1, inner),
     'guard': shard_transforms.guard,
     'reduce_towers': lambda inner: shard_transforms.reduce_towers(2, inner),
@@ -321,7 +299,6 @@ WRAPPERS = {
     'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
 }
 STATES = {
-    'compressed_shard_update': 'CompressedShardUpdateState',
     'drop_stale': 'DropStaleState',
     'guard': 'GuardState',
     'shard_update': 'ShardUpdateState',

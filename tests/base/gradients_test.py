@@ -1,7 +1,3 @@
-import gc
-from unittest import mock
-import weakref
-
 from absl.testing import parameterized
 import chex
 import jax
@@ -13,7 +9,6 @@ import numpy as np
 import cases
 import modes
 import shard_transforms
-from shard_transforms._src.base import gradients
 
 X = np.random.default_rng(0).normal(size=(8, 3, 5)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
@@ -269,55 +264,3 @@ class ReducedLossTest(parameterized.TestCase):
     np.testing.assert_array_equal(value, np.full(8, 28.0))
     # 8 times too large, as the docstring says.
     np.testing.assert_array_equal(grads, 8 * x)
-
-
-class OriginsTest(parameterized.TestCase):
-
-  @cases.parameters(*modes.MODES)
-  def test_knows_at_which_arrays_a_gradient_was_taken(self, mode):
-    def loss(params, x):
-      return jnp.sum(params['a'] * x) + jnp.sum(params['b'] ** 2 * x)
-
-    def fn(params, x):
-      grad = shard_transforms.value_and_grad(loss, modes.AXIS)
-      _, grads = grad(params, x)
-      is_taken_at = gradients.is_taken_at
-      self.assertTrue(is_taken_at(grads['a'], params['a']))
-      self.assertTrue(is_taken_at(grads['b'], params['b']))
-      self.assertFalse(is_taken_at(grads['a'], params['b']))
-      self.assertFalse(is_taken_at(grads['a'] + 1, params['a']))
-      self.assertFalse(is_taken_at(params['a'], grads['a']))
-      self.assertFalse(is_taken_at(grads['a'], None))
-      return grads
-
-    params = {'a': jnp.ones(3), 'b': jnp.ones(3)}
-    modes.map_shards(mode, fn)(params, jnp.ones((8, 3)))
-
-  def test_says_nothing_of_what_was_taken_at_two_places(self):
-    # JAX 0.10 may return one array as the gradient of both arguments.
-    gradient = np.ones(3)
-    x, y = np.ones(3), np.ones(3)
-
-    def grad(*_):
-      return 1.0, (gradient, gradient)
-
-    with mock.patch.object(jax, 'value_and_grad', return_value=grad):
-      fn = shard_transforms.value_and_grad(jnp.add, modes.AXIS, (0, 1))
-      jax.vmap(lambda _: fn(x, y)[0], axis_name=modes.AXIS)(jnp.ones(8))
-
-    self.assertFalse(gradients.is_taken_at(gradient, x))
-    self.assertFalse(gradients.is_taken_at(gradient, y))
-
-  def test_keeps_nothing_alive(self):
-    gone = []
-
-    def fn(x):
-      grad = shard_transforms.value_and_grad(jnp.square, modes.AXIS)
-      gradient = grad(x)[1]
-      gone.extend(map(weakref.ref, (gradient, x)))
-      return 2 * x
-
-    jax.vmap(fn, axis_name=modes.AXIS)(jnp.ones(8))
-    gc.collect()
-
-    self.assertEqual([ref() for ref in gone], [None, None])

@@ -1,3 +1,5 @@
+import functools
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -264,7 +266,9 @@ class DtypeTest(parameterized.TestCase):
 AXIS = modes.AXIS
 CHECKS = {
     'per_shard': leaves.check_per_shard,
-    'not_reduced': leaves.check_not_reduced,
+    'may_be_invariant': functools.partial(
+        leaves.check_per_shard, allow_invariant=True
+    ),
 }
 
 
@@ -284,14 +288,16 @@ class TrackingTest(parameterized.TestCase):
   def test_accepts_what_differs_between_shards(self, check, mode):
     run(CHECKS[check], mode, lambda x: 2 * x)
 
-  @cases.parameters(*CHECKS)
-  def test_refuses_what_is_reduced(self, check):
+  def test_accepts_what_is_reduced_where_it_is_allowed(self):
+    run(CHECKS['may_be_invariant'], 'shard_map', lambda x: lax.psum(x, AXIS))
+
+  def test_refuses_what_is_reduced(self):
     with self.assertRaisesRegex(
         ValueError,
         r"`updates` of `caller` must be per shard over 'data', got \['a'\]"
         r' \[3\], typed invariant: it is already reduced.*per_shard',
     ):
-      run(CHECKS[check], 'shard_map', lambda x: lax.psum(x, AXIS))
+      run(leaves.check_per_shard, 'shard_map', lambda x: lax.psum(x, AXIS))
 
   @cases.product(
       check=tuple(CHECKS), mode=('vmap', 'pmap', 'shard_map_unchecked')
@@ -305,14 +311,14 @@ class TrackingTest(parameterized.TestCase):
 
     run(CHECKS[check], 'shard_map', lambda x: zeros)
 
-  def test_a_pending_sum_is_not_per_shard(self):
+  @cases.parameters(*CHECKS)
+  def test_a_pending_sum_is_not_per_shard(self, check):
     def fn(x):
       pending = lax.pcast(x, AXIS, to='unreduced')
-      leaves.check_not_reduced(pending, (AXIS,), 'caller')
       with self.assertRaisesRegex(
           ValueError, 'its sum over the shards is pend'
       ):
-        leaves.check_per_shard(pending, (AXIS,), 'caller')
+        CHECKS[check](pending, (AXIS,), 'caller')
       return lax.psum(pending, AXIS)
 
     mapped = jax.shard_map(

@@ -1,13 +1,18 @@
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import cases
 import modes
+import shard_transforms
 from shard_transforms import compression
+from shard_transforms import monitoring
 from shard_transforms._src.compression import compressed_reduction
+from shard_transforms._src.reduction import leaf_sums
 
 AXIS = modes.AXIS
+X = jnp.array([1.0, 2.0])
 
 
 class CompressedReductionTest(parameterized.TestCase):
@@ -40,3 +45,80 @@ class SplitTest(parameterized.TestCase):
 
     self.assertEqual(split.parts(tree), ([8, 9], [3, 1]))
     self.assertEqual(split.replace(tree, [0, 2], [5, 7]), [5, None, 0, 7, 2])
+
+
+class StateTest(parameterized.TestCase):
+
+  def test_health_names_the_shards_that_are_not_finite(self):
+    tx = compression.compressed_mean(
+        AXIS, compression.scaled_sign(), min_elements=1
+    )
+    params = {'a': jnp.zeros(2), 'b': jnp.zeros((1, 3)), 'c': jnp.int32(0)}
+    state = shard_transforms.init_state(tx, params, modes.mesh(4))
+
+    monitoring.check_health(state)
+    state.residual['a'] = state.residual['a'].at[3, 0].set(jnp.inf)
+    with self.assertRaisesRegex(RuntimeError, r'shards \[3\] are not finite'):
+      monitoring.check_health(state)
+    state.server_residual['b'] = jnp.full((4, 1, 1), jnp.nan).at[:2].set(0)
+    with self.assertRaisesRegex(RuntimeError, r'shards \[2, 3\] are not fin'):
+      monitoring.check_health(state)
+
+  @cases.parameters(
+      (compression.compressed_mean(AXIS, compression.scaled_sign()),),
+      (compression.power_sgd(AXIS, 1),),
+  )
+  def test_metrics_tell_the_steps(self, tx):
+    state = shard_transforms.init_state(tx, jnp.zeros(2), modes.mesh(8))
+
+    found = monitoring.metrics(state._replace(step=jnp.int32(3)))
+
+    self.assertEqual([int(x) for x in found.values()], [3])
+
+  def test_norm_is_of_the_last_update_that_is_not_zero(self):
+    tx = compression.compressed_mean(
+        AXIS, compression.scaled_sign(), min_elements=1
+    )
+
+    def shard(update):
+      _, state = tx.update(update, tx.init(update))
+      return tx.update(0 * update, state)[1].update_norm
+
+    updates = jnp.array([[3.0, 4.0], [0.0, 1.0]])
+    norms = jax.vmap(shard, axis_name=AXIS)(updates)
+
+    np.testing.assert_array_equal(norms, [[5], [1]])
+
+
+def of(weight, total, num_shards=4):
+  if weight is not None:
+    weight, total = jnp.float32(weight), jnp.float32(total)
+  share = leaf_sums.Share(weight, total)
+  return compressed_reduction.Counting.of(share, num_shards)
+
+
+class CountingTest(parameterized.TestCase):
+
+  @cases.parameters((None, None, 1), (3, 6, 2), (0, 6, 0), (0, 0, 0))
+  def test_weighs_for_an_unweighted_mean(self, weight, total, factor):
+    found = of(weight, total).weigh(X.astype(jnp.bfloat16))
+
+    np.testing.assert_array_equal(found, factor * X)
+    self.assertEqual(found.dtype, jnp.float32)
+
+  @cases.parameters(
+      (None, None, True, True),
+      (3, 6, True, True),
+      (0, 6, False, True),
+      (0, 0, False, False),
+  )
+  def test_keeps_what_does_not_count(self, weight, total, counts, any_counts):
+    counting = of(weight, total)
+
+    np.testing.assert_array_equal(counting.keep(-X, X), X if counts else -X)
+    np.testing.assert_array_equal(
+        counting.keep_of_any(-X, X), X if any_counts else -X
+    )
+
+  def test_nan_does_not_count_at_weight_zero(self):
+    np.testing.assert_array_equal(of(0, 6).weigh(X * jnp.nan), 0)

@@ -117,7 +117,13 @@ class SchedulersTest(parameterized.TestCase):
     return count, initialize, detect
 
   @cases.parameters(
-      (SLURM, 'slurm'), (OPEN_MPI, 'ompi'), (KUBERNETES, 'k8s'), ({}, 'gcetpu')
+      (SLURM, 'slurm'),
+      (OPEN_MPI, 'ompi'),
+      (KUBERNETES, 'k8s'),
+      ({}, 'gcetpu'),
+      # As `srun --mpi=pmi2` does, and a launcher of PyTorch.
+      (SLURM | {'PMI_SIZE': '2', 'PMI_RANK': '1'}, 'slurm'),
+      (SLURM | {'WORLD_SIZE': '2', 'RANK': '1'}, 'slurm'),
   )
   def test_joins_what_jax_detects(self, values, method):
     found = '127.0.0.1:99', 2, 1, [1]
@@ -161,6 +167,10 @@ class SchedulersTest(parameterized.TestCase):
       (BATCH_SCRIPT, 'a batch script is no task'),
       ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, r'MPI \(PMI_SIZE=2, PMI_RANK=0\)'),
       ({'WORLD_SIZE': '2', 'RANK': '0'}, 'torchrun .* unset RANK'),
+      (
+          BATCH_SCRIPT | {'WORLD_SIZE': '2', 'RANK': '0'},
+          'several tasks of torc',
+      ),
       (KUBERNETES, r"pip install 'jax\[k8s\]'"),
       (OPEN_MPI, 'OMPI_MCA_orte_hnp_uri'),
       (SLURM, 'Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_PROCID'),

@@ -7,7 +7,6 @@ nothing of Optax in it.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -44,20 +43,18 @@ def step_alone(own, centre):
   return own - RATE * (own - centre)
 
 
-def in_rounds(start, every=lambda r: 3):
+def in_rounds(start, every=3):
   """Returns a model of rounds after which all shards go on from the anchor."""
 
   def model(centres):
     move = start()
     anchor = np.linspace(-1, 1, centres.shape[-1])
     own = np.stack([anchor] * centres.shape[1])
-    step = rounds = 0
     anchors, owns = [], []
-    for centre in centres:
-      own, step = step_alone(own, centre), step + 1
-      if step == every(rounds):
+    for step, centre in enumerate(centres, 1):
+      own = step_alone(own, centre)
+      if step % every == 0:
         anchor, own = move(anchor, own)
-        step, rounds = 0, rounds + 1
       anchors.append(anchor)
       owns.append(own)
     return np.stack(anchors), np.stack(owns)
@@ -121,15 +118,6 @@ def slow_momentum():
   return move
 
 
-def elastic():
-  a, beta = 0.2, 0.9
-
-  def move(centre, own):
-    return centre + beta * (own.mean(0) - centre), own - a * (own - centre)
-
-  return move
-
-
 def streaming(centres, every=6, delay=1, own_part=0.25):
   """Sends the first two numbers at half of a round, the others at its end."""
   size = centres.shape[-1]
@@ -155,16 +143,6 @@ def streaming(centres, every=6, delay=1, own_part=0.25):
 
 METHODS = {
     'local SGD': Method(optax.sgd(1.0), dict(every=3), in_rounds(local_sgd)),
-    'post-local SGD': Method(
-        optax.sgd(1.0),
-        dict(every=lambda r: jnp.where(r < 4, 1, 3)),
-        in_rounds(local_sgd, lambda r: 1 if r < 4 else 3),
-    ),
-    'growing rounds': Method(
-        optax.sgd(1.0),
-        dict(every=lambda r: r + 1),
-        in_rounds(local_sgd, lambda r: r + 1),
-    ),
     'DiLoCo': Method(
         optax.sgd(0.7, 0.9, nesterov=True), dict(every=3), in_rounds(diloco)
     ),
@@ -178,11 +156,6 @@ METHODS = {
     ),
     'SlowMo': Method(
         optax.sgd(0.8, 0.6), dict(every=3), in_rounds(slow_momentum)
-    ),
-    'EASGD': Method(
-        optax.sgd(0.9),
-        dict(every=3, mixing=0.8, elastic=True),
-        in_rounds(elastic),
     ),
     'streaming DiLoCo': Method(
         optax.sgd(0.7, 0.9, nesterov=True),

@@ -168,10 +168,11 @@ class MethodTest(parameterized.TestCase):
           )
 
   @cases.product(
-      mode=modes.MODES, case=(0, 1, 2, 3, *map(cases.Repeated, (4, 5)))
+      mode=modes.MODES,
+      delay=(0, cases.Repeated(1)),
+      mixing=(0.0, 0.5),
   )
-  def test_gives_the_histories_of_torchft(self, mode, case):
-    delay, mixing = case // 3, 0.5 * (case % 3)
+  def test_gives_the_histories_of_torchft(self, mode, delay, mixing):
     tx = local_updates(
         optax.sgd(1.0),
         _mean(optax.sgd(2.0)),
@@ -193,11 +194,6 @@ class MethodTest(parameterized.TestCase):
     anchor, own = modes.map_shards(mode, shard)(ones, np.zeros((SHARDS, 15)))
 
     anchor, own = (np.stack(tree, -1)[..., 0, 0, :] for tree in (anchor, own))
-    if mixing == 1:
-      # Nothing of the anchor gets into what shards have.
-      history = np.stack([1 - 2 * np.arange(1, 16)] * 2, -1)
-      np.testing.assert_array_equal(own, [history] * SHARDS)
-      return
     (recorded,) = (
         x
         for x in json.loads(TORCHFT.read_text(encoding='utf-8'))['cases']
@@ -390,9 +386,6 @@ class MethodTest(parameterized.TestCase):
     # Of five numbers, each is sent once in a round.
     self.assertTrue(all(c.conditional for c in report.collectives))
     self.assertEqual(report.total_bytes, 2 * 7 / 8 * 5 * 4)
-    self.assertEqual(report.peak_bytes, 2 * 7 / 8 * 3 * 4)
-    self.assertAlmostEqual(report.mean_bytes, report.total_bytes / 6)
-    self.assertIn('a step sends 6 on average and 21 at most', str(report))
     self.assertEmpty(report.warnings)
 
   def test_a_report_counts_what_inner_sends_in_each_step(self):
@@ -405,34 +398,43 @@ class MethodTest(parameterized.TestCase):
         axis_sizes={AXIS: 4, 'core': 2},
     )
 
-    found = {c.axes: (c.conditional, c.every) for c in report.collectives}
-    self.assertEqual(found, {('core',): (False, 1), (AXIS,): (True, 20)})
-    self.assertAlmostEqual(report.mean_bytes, 40 + 60 / 20)
+    found = {c.axes: c.conditional for c in report.collectives}
+    self.assertEqual(found, {('core',): False, (AXIS,): True})
 
   @cases.parameters(*modes.NAMES)
   def test_a_report_warns_of_a_gradient_at_the_shared_parameters(self, mode):
     tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
 
-    def shard(params, own, at=lambda params, state: params):
+    def by_hand(params, own):
+      return jax.grad(_loss)(shard_transforms.per_shard(params, AXIS), own)
+
+    def by_name(params, own):
+      return shard_transforms.value_and_grad(_loss, AXIS)(params, own)[1]
+
+    def shard(params, own, grad=by_hand, at=lambda params, state: params):
       state = tx.init(params)
       for _ in range(2):
-        point = shard_transforms.per_shard(at(params, state), AXIS)
-        grads = jax.grad(_loss)(point, own)
+        grads = grad(at(params, state), own)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
       return params
 
-    right = functools.partial(shard, at=local_params)
+    fns = (
+        shard,
+        functools.partial(shard, grad=by_name),
+        functools.partial(shard, grad=by_name, at=local_params),
+    )
     own = np.zeros((SHARDS, 5), np.float32)
     found = [
         shard_transforms.monitoring.wire_report(
             modes.map_shards(mode, fn), _params(), own
         ).warnings
-        for fn in (shard, right)
+        for fn in fns
     ]
 
-    self.assertEqual([len(warnings) for warnings in found], [1, 0])
-    self.assertRegex(found[0][0], 'taken at `params`.*local_params')
+    self.assertEqual([len(warnings) for warnings in found], [1, 1, 0])
+    for warnings in found[:2]:
+      self.assertRegex(warnings[0], 'taken at `params`.*local_params')
 
 
 class SickShardTest(parameterized.TestCase):
@@ -513,28 +515,6 @@ class RefusalTest(parameterized.TestCase):
       self.check_refused(
           mode, tx, "`outer` .* must reduce .*along \\['data'\\]"
       )
-
-  @cases.parameters(*modes.NAMES)
-  def test_refuses_a_gradient_at_the_shared_parameters(self, mode):
-    tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
-    around = optax.partition({'x': tx, 'y': tx}, {'a': 'x', 'b': 'y'})
-    grad = shard_transforms.value_and_grad(_loss, AXIS)
-
-    def shard(params, own, tx):
-      def step(carry, _):
-        params, state = carry
-        updates, state = tx.update(grad(params, own)[1], state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-      return lax.scan(step, (params, tx.init(params)), None, length=2)[0]
-
-    own = np.zeros((SHARDS, 5), np.float32)
-    for local in tx, around:
-      fn = functools.partial(shard, tx=local)
-      with self.assertRaisesRegex(
-          ValueError, r"gradient at `.*local_params.* at `params` for \['a'\]"
-      ):
-        jax.eval_shape(modes.map_shards(mode, fn), _params(), own)
 
   def test_takes_the_gradient_of_integers_which_all_shards_share(self):
     params = {'w': jnp.ones(3), 'n': jnp.arange(4)}

@@ -1,11 +1,12 @@
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import cases
+import lying_shards
 import modes
 import shard_transforms
 from shard_transforms import monitoring
@@ -25,38 +26,6 @@ def measured(updates, weight, **kwargs):
 
   in_axes = (0, None if weight is None else 0)
   shards = jax.vmap(one, in_axes, axis_name=AXIS)
-  states = jax.jit(jax.vmap(shards, (0, None)))(updates, weight)
-  return jax.tree.map(lambda x: np.asarray(x[:, 0], np.float64), states)
-
-
-def of_towers(updates, weight, *links, mask=None):
-  """Returns the state after a window of each trial.
-
-  Args:
-    updates: [trials, shards, towers, ...]
-    weight: [shards, towers].
-    links: What is before.
-    mask: Which leaves it sees.
-  """
-  tracker = monitoring.track_noise_scale(AXIS, decay=0.0)
-  if mask is not None:
-    others = jax.tree.map(lambda is_seen: not is_seen, mask)
-    mean = shard_transforms.cross_shard_mean(AXIS)
-    tracker = optax.chain(
-        optax.masked(tracker, mask), optax.masked(mean, others)
-    )
-  tx = shard_transforms.tower_reduce(
-      weight.shape[1], optax.chain(*links, tracker), axis_name=AXIS
-  )
-
-  def one(towers, weight):
-    state = tx.init(jax.tree.map(lambda x: x[0], towers))
-    for i in range(len(weight)):
-      tower = jax.tree.map(lambda x, i=i: x[i], towers)
-      _, state = tx.update(tower, state, weight=weight[i])
-    return optax.tree_utils.tree_get(state, 'NoiseScaleState')
-
-  shards = jax.vmap(one, axis_name=AXIS)
   states = jax.jit(jax.vmap(shards, (0, None)))(updates, weight)
   return jax.tree.map(lambda x: np.asarray(x[:, 0], np.float64), states)
 
@@ -93,73 +62,23 @@ class NoiseScaleTest(parameterized.TestCase):
 
     assert_unbiased(state)
 
-  @cases.parameters(
-      (np.full((4, 3), 16),),
-      (np.array([[1, 2, 3], [40, 5, 0], [7, 8, 9], [2, 0, 4]]),),
-      (np.array([[3, 4, 5]]),),
-  )
-  @pytest.mark.slow_after(1)
-  def test_each_tower_of_each_shard_is_a_small_batch(self, num_examples):
-    updates = simulated(num_examples)
-
-    state = of_towers(updates, np.float32(num_examples))
-
-    degrees = np.sum(num_examples > 0) - 1
-    assert_unbiased(state)
-    # Of normal updates, the estimate is a sum of squares of so many.
-    spread = np.sqrt(2 * np.sum(DEVIATIONS**4) / degrees)
-    self.assertLess(abs(state.noise.std() / spread - 1), 0.05)
-
-  @cases.parameters('changed', 'masked')
-  @pytest.mark.slow_after(1)
-  def test_where_the_mean_of_towers_is_changed_a_shard_is_one(self, way):
-    num_examples = np.full((4, 3), 16)
-    updates = simulated(num_examples)
-
-    if way == 'changed':
-      state = of_towers(updates, np.float32(num_examples), optax.scale(2.0))
-      expected = measured(2 * updates.mean(2), np.full(4, 48, np.float32))
-    else:
-      halves = {'seen': updates[..., :2], 'unseen': 9 + updates[..., 2:]}
-      mask = {'seen': True, 'unseen': False}
-      state = of_towers(halves, np.float32(num_examples), mask=mask)
-      expected = measured(updates[..., :2].mean(2), np.full(4, 48, np.float32))
-
-    np.testing.assert_allclose(state.noise, expected.noise, rtol=1e-2)
-
-  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
-  def test_towers_are_those_of_numpy(self, mode, weighted):
-    rng = np.random.default_rng(0)
-    updates = rng.normal(size=(8, 2, 3, 5)).astype('float32')
-    weight = np.float32(rng.integers(1, 9, size=(8, 2, 3)))
-    if weighted:
-      # One that does not count may be anything.
-      weight[3, 1, 2], updates[3, 1, 2] = 0, np.nan
-    else:
-      weight = np.full((8, 2, 3), 1 / 3, np.float32)
+  def test_the_towers_of_a_shard_are_one_batch(self):
+    updates = simulated(np.full((4, 3), 16))[:100]
     tx = shard_transforms.tower_reduce(
         3, monitoring.track_noise_scale(AXIS, decay=0.0), axis_name=AXIS
     )
 
-    def fn(params, own):
-      state = tx.init(params)
-      for window in range(2):
-        for tower in range(3):
-          update = shard_transforms.per_shard(own[0][window, tower], AXIS)
-          given = own[1][window, tower] if weighted else None
-          found, state = tx.update(update, state, params, weight=given)
-      return found, state.inner_state
+    def one(towers):
+      state = tx.init(towers[0])
+      for tower in towers:
+        _, state = tx.update(tower, state, weight=16.0)
+      return state.inner_state.noise
 
-    found, state = modes.map_shards(mode, fn)(jnp.zeros(5), (updates, weight))
+    shards = jax.vmap(one, axis_name=AXIS)
+    noise = jax.jit(jax.vmap(shards))(updates)[:, 0]
 
-    u = updates[:, 1].reshape(24, 5).astype('float64')
-    w = weight[:, 1].reshape(24).astype('float64')
-    u, w = u[w > 0], w[w > 0]
-    mean = w @ u / w.sum()
-    noise = w @ np.sum((u - mean) ** 2, axis=1) / (len(w) - 1)
-    np.testing.assert_allclose(found[0], mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(state.noise, [noise] * 8, rtol=1e-5)
-    np.testing.assert_array_equal(state.num_measured, [2] * 8)
+    expected = measured(updates.mean(2), np.full(4, 48, np.float32))
+    np.testing.assert_allclose(noise, expected.noise, rtol=1e-3)
 
   def test_without_weights_a_shard_is_an_example(self):
     updates = np.random.default_rng(0).normal(size=(50, 8, 3)).astype('float32')
@@ -225,3 +144,68 @@ class NoiseScaleTest(parameterized.TestCase):
     state = measured(np.ones([1, 1, 3], np.float32), None)
 
     self.assertEqual((state.num_measured, state.noise_scale), (0, 0))
+
+  @cases.parameters(*modes.MODES)
+  def test_updates_are_those_of_the_reduction_to_the_bit(self, mode):
+    mean = shard_transforms.cross_shard_mean(AXIS)
+    median = shard_transforms.aggregators.coordinate_median(AXIS)
+    track = monitoring.track_noise_scale
+    updates = {**lying_shards.tree(), 'half': np.ones([8, 3], jnp.bfloat16)}
+
+    def fn(params, own):
+      def run(tx):
+        return tx.update(own[0], tx.init(params), params, weight=own[1])[0]
+
+      own = shard_transforms.per_shard(own, AXIS)
+      pairs = [
+          (track(AXIS), mean),
+          (track(AXIS, mean), mean),
+          (track(AXIS, median), median),
+      ]
+      return [list(map(run, pair)) for pair in pairs]
+
+    weight = np.float32([3, 0, 1, 0, 2, 1, np.nan, 0.5])
+    params = jax.tree.map(lambda x: x[0], updates)
+    for found, expected in modes.map_shards(mode, fn)(
+        params, (updates, weight)
+    ):
+      chex.assert_trees_all_equal(found, expected, strict=True)
+
+  def test_works_within_windows_of_towers_and_guards(self):
+    inner = optax.chain(monitoring.track_noise_scale(AXIS), optax.sgd(1.0))
+    tx = shard_transforms.tower_reduce(
+        2,
+        shard_transforms.guard(inner, AXIS, on_bad='exclude'),
+        axis_name=AXIS,
+    )
+    updates = lying_shards.tree()['w']
+
+    def fn(params, update):
+      state = tx.init(params)
+      for tower in 1.0, 3.0:
+        found, state = tx.update(
+            shard_transforms.per_shard(tower * update, AXIS), state, weight=2.0
+        )
+      return found
+
+    found = modes.map_shards('shard_map', fn)(jnp.zeros(29), updates)
+
+    np.testing.assert_allclose(found[0], -2 * updates.mean(0), rtol=1e-5)
+
+  def test_refuses_what_is_no_transformation_or_decay(self):
+    with self.assertRaisesRegex(TypeError, '`inner` of .* must be an Optax'):
+      monitoring.track_noise_scale(AXIS, 0.9)
+    for decay in -0.1, 1.0:
+      with self.assertRaisesRegex(ValueError, '`decay` must be at least 0 and'):
+        monitoring.track_noise_scale(AXIS, decay=decay)
+    with self.assertRaisesRegex(TypeError, '`decay` must be a real number'):
+      monitoring.track_noise_scale(AXIS, decay='fast')
+
+  def test_refuses_a_state_of_another_transformation(self):
+    tx = monitoring.track_noise_scale(AXIS)
+
+    def fn(params, update):
+      return tx.update(update, optax.EmptyState(), params)[0]
+
+    with self.assertRaisesRegex(TypeError, '`state` of .* must be a'):
+      modes.map_shards('shard_map', fn)(jnp.zeros(3), np.ones([8, 3]))

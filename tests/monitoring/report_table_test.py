@@ -1,5 +1,4 @@
 import dataclasses
-import math
 
 from absl.testing import parameterized
 
@@ -146,59 +145,3 @@ psum       float32    4,000  data       8      1   7,000
 total                                          3  21,000
 merged by the compiler into 2 collectives""",
     )
-
-
-class SecondsTest(parameterized.TestCase):
-
-  @cases.parameters(
-      ({'bytes_per_second': 7e3}, {('data',): 4.0, ('data', 'host'): 1.0}),
-      (
-          {'bytes_per_second': 7e3, 'latency': 0.5},
-          {('data',): 6.0, ('data', 'host'): 1.5},
-      ),
-      (
-          {
-              'bytes_per_second': {'data': 7e3, 'host': 14e3},
-              'latency': {'data': 0.25, 'host': 0.5, 'model': 9},
-          },
-          {('data',): 5.0, ('data', 'host'): 0.75},
-      ),
-  )
-  def test_is_what_is_sent_over_the_bandwidth(self, given, seconds):
-    report = shard_transforms.monitoring.WireReport(
-        (
-            SUM,
-            dataclasses.replace(SUM, times=3),
-            dataclasses.replace(SUM, axes=('data', 'host')),
-            dataclasses.replace(SUM, axes=(), num_shards=1),
-        )
-    )
-
-    self.assertEqual(report.seconds(**given), seconds)
-
-  @cases.parameters(
-      ({'bytes_per_second': {'host': 1}}, ValueError, "number for 'data', got"),
-      ({'bytes_per_second': 0}, ValueError, 'be more than 0, got 0 for'),
-      ({'bytes_per_second': -1.0}, ValueError, 'be more than 0, got -1.0'),
-      ({'bytes_per_second': math.nan}, ValueError, 'be more than 0, got nan'),
-      ({'bytes_per_second': '1'}, TypeError, "be a number, got '1'"),
-      ({'bytes_per_second': True}, TypeError, 'be a number, got True'),
-      ({'bytes_per_second': {'data': None}}, TypeError, 'number, got None'),
-  )
-  def test_refuses_a_bandwidth_that_is_none(self, given, error, message):
-    report = shard_transforms.monitoring.WireReport((SUM,))
-
-    with self.assertRaisesRegex(error, f'`bytes_per_second` must .*{message}'):
-      report.seconds(**given)
-
-  @cases.parameters(
-      (-1.0, ValueError, 'be at least 0, got -1.0'),
-      (math.nan, ValueError, 'be at least 0, got nan'),
-      (None, TypeError, 'be a number, got None'),
-      ({}, ValueError, "have a number for 'data'"),
-  )
-  def test_refuses_a_latency_that_is_none(self, latency, error, message):
-    report = shard_transforms.monitoring.WireReport((SUM,))
-
-    with self.assertRaisesRegex(error, f'`latency` must {message}'):
-      report.seconds(1.0, latency)

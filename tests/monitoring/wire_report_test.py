@@ -531,62 +531,6 @@ class ControlFlowTest(parameterized.TestCase):
     self.assertEqual(found, [('all_gather', True), ('pmin', False)])
     self.assertIn(' <=1 ', str(report))
 
-  @cases.parameters(
-      (lambda i, x: lax.cond(i % 10 == 7, _sends, jnp.copy, x), 10, 7),
-      (lambda i, x: lax.cond((i + 1) % 4 == 0, _sends, jnp.copy, x), 4, 3),
-      # A name, a branch that sends in all other steps, two that send, and a
-      # number that does not count steps.
-      (
-          jax.named_scope('meeting_1_of_10_steps')(
-              lambda i, x: lax.cond(i > 3, _sends, jnp.copy, x)
-          ),
-          1,
-          None,
-      ),
-      (lambda i, x: lax.cond(i % 10 == 7, jnp.copy, _sends, x), 1, None),
-      (
-          lambda i, x: lax.cond(
-              i % 10 == 7, lambda x: _sends(_sends(x)), _sends, x
-          ),
-          1,
-          None,
-      ),
-      (lambda i, x: lax.cond(i * i % 10 == 7, _sends, jnp.copy, x), 1, None),
-      (
-          lambda i, x: lax.cond(
-              i % 2 == 0,
-              lambda x: lax.cond(i % 6 == 4, _sends, jnp.copy, x),
-              jnp.copy,
-              x,
-          ),
-          6,
-          4,
-      ),
-  )
-  def test_counts_a_branch_that_a_counter_decides(self, fn, every, meeting):
-    report = report_on('axis_sizes', fn, STEP, VECTOR)
-
-    found = report.collectives[0]
-    self.assertTrue(found.conditional)
-    self.assertEqual((found.every, found.meeting), (every, meeting))
-    self.assertEqual(report.mean_bytes, report.total_bytes / every)
-
-  def test_of_the_branches_of_a_counter_a_step_takes_the_dearest(self):
-    def fn(i, x):
-      for phase, times in ((0, 1), (5, 3), (5, 1), (0, 2)):
-        x = lax.cond(
-            i % 10 == phase,
-            lambda x, times=times: _sends(jnp.stack([x] * times))[0],
-            jnp.copy,
-            x,
-        )
-      return lax.pmax(x, AXIS)
-
-    report = report_on('axis_sizes', fn, STEP, VECTOR)
-
-    self.assertEqual(report.peak_bytes, (1 + 4) * all_reduce(96))
-    self.assertAlmostEqual(report.mean_bytes, 1.7 * all_reduce(96))
-
   def test_counts_one_turn_of_a_while_loop(self):
     def fn(x):
       return lax.while_loop(

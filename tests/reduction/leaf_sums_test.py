@@ -13,7 +13,6 @@ import modes
 import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 
@@ -247,8 +246,8 @@ def _loss_of_two(params, x):
 LEVELS = ('host', 'core')
 
 
-def route_of(make, averaged, check_vma=True):
-  """Returns the route of `make(x)`, of an `x` that differs between shards."""
+def axes_of(make, averaged, check_vma=True):
+  """Returns over which axes `make(x)` is sent, of an `x` of each shard."""
   found = []
   on_invariant = 'averaged' if averaged else 'error'
   reduction = leaf_sums.Reduction(
@@ -256,7 +255,7 @@ def route_of(make, averaged, check_vma=True):
   )
 
   def fn(x):
-    found.extend(leaf_sums.find_routes([make(x)], reduction))
+    found.append(leaf_sums.sent_over(make(x), reduction))
     return x
 
   mapped = jax.shard_map(
@@ -270,57 +269,29 @@ def route_of(make, averaged, check_vma=True):
   return found[0]
 
 
-class WeightTest(parameterized.TestCase):
-
-  def test_refuses_the_weight_of_towers_without_their_order(self):
-    reduction = leaf_sums.Reduction('caller', 'mean', (modes.AXIS,))
-
-    def fn(_, x):
-      return reduction(x, weights.Summed(2.0))
-
-    with self.assertRaisesRegex(
-        ValueError, '`weight` of `caller` .* got the weight of sums over towers'
-    ):
-      jax.eval_shape(modes.map_shards('shard_map', fn), 0.0, jnp.zeros(8))
-
-
-class RoutesTest(parameterized.TestCase):
+class SentOverTest(parameterized.TestCase):
 
   @cases.parameters(False, True)
   def test_sends_what_differs_over_all_axes(self, averaged):
-    route = route_of(lambda x: 2 * x, averaged)
+    self.assertEqual(axes_of(lambda x: 2 * x, averaged), LEVELS)
 
-    self.assertEqual(route, leaf_sums.Route(LEVELS, (), 8))
+  @cases.parameters(('core', ('host',)), ('host', ('core',)), (LEVELS, ()))
+  def test_sends_nothing_over_an_axis_that_is_done(self, done, expected):
+    axes = axes_of(lambda x: lax.pmean(x, done), averaged=True)
 
-  def test_sends_nothing_over_an_axis_that_is_done(self):
-    route = route_of(lambda x: lax.psum(x, 'core'), averaged=True)
-
-    self.assertEqual(route, leaf_sums.Route(('host',), (), 2))
-
-  def test_sends_nothing_of_what_is_done(self):
-    route = route_of(lambda x: lax.psum(x, LEVELS), averaged=True)
-
-    self.assertEqual(route, leaf_sums.Route((), (), 1))
-
-  def test_knows_a_sum_that_is_pending(self):
-    route = route_of(
-        lambda x: lax.pcast(x, 'core', to='unreduced'), averaged=False
-    )
-
-    self.assertEqual(route, leaf_sums.Route(('host',), ('core',), 8))
+    self.assertEqual(axes, expected)
 
   def test_sends_all_where_types_say_nothing(self):
-    route = route_of(
+    axes = axes_of(
         lambda x: lax.psum(x, LEVELS), averaged=True, check_vma=False
     )
 
-    self.assertEqual(route, leaf_sums.Route(LEVELS, (), 8))
+    self.assertEqual(axes, LEVELS)
 
   @cases.parameters(*modes.MODES)
   def test_names_who_needs_an_axis_that_is_not_bound(self, mode):
     def fn(_, x):
-      reduction = leaf_sums.Reduction('caller', 'mean', ('other',))
-      return leaf_sums.find_routes([x], reduction)
+      return leaf_sums.Reduction('caller', 'mean', ('other',))(x)
 
     with self.assertRaisesRegex(NameError, "`caller` needs .*'other'"):
       modes.map_shards(mode, fn)(0.0, jnp.zeros(8))

@@ -422,24 +422,18 @@ class InvariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'typed invariant'):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
-  @cases.parameters(*FACTORIES)
-  def test_does_a_delayed_sum(self, kind):
-    tx = FACTORIES[kind](modes.AXIS)
-
-    def shard(params, x):
-      params = jax.tree.map(_delay_sum, params)
-      grads = jax.grad(_loss)(params, x)
-      return tx.update(grads, tx.init(params))[0]
-
-    updates = modes.map_shards(TRACKED, shard)(PARAMS, DATA)
-
-    total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
-    expected = _like_params(np.broadcast_to(total, DATA.shape))
-    chex.assert_trees_all_equal(updates, expected, strict=True)
-
-  @cases.parameters(*NEEDS_OWN)
-  def test_refuses_weights_and_groups_with_a_delayed_sum(self, weight, groups):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
+  @cases.product(
+      make=(
+          *FACTORIES.values(),
+          functools.partial(
+              shard_transforms.cross_shard_mean, on_invariant='averaged'
+          ),
+      ),
+      needs_own=((None, None), *NEEDS_OWN),
+  )
+  def test_refuses_a_delayed_sum(self, make, needs_own):
+    weight, groups = needs_own
+    tx = make(modes.AXIS, groups=groups)
 
     def shard(params, x):
       grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)

@@ -154,16 +154,6 @@ class OnMeshTest(parameterized.TestCase):
         shard_transforms.resize_state(state, bound, PARAMS, _mesh(4))
       _update_on(_mesh(4), bound, state)
 
-  def test_refuses_a_transformation_that_is_bound(self):
-    bound = shard_transforms.on_mesh(_guard(), _mesh(8))
-
-    with self.assertRaisesRegex(
-        ValueError,
-        '`tx` of `on_mesh` must not be bound to a mesh already, got one on'
-        r" {'data': 8}\. Bind the transformation itself\.",
-    ):
-      shard_transforms.on_mesh(bound, _mesh(4))
-
   @cases.parameters(
       (optax.sgd, 'mesh', '`tx` of `on_mesh` must be an Optax gradient'),
       ('tx', ('data',), '`mesh` must be a `jax.sharding.Mesh`'),

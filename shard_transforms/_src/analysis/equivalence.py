@@ -9,9 +9,8 @@ not found equivalent.
 """
 
 from collections.abc import Callable
+from collections.abc import Set
 import dataclasses
-import math
-import operator
 from typing import Any
 
 import jax
@@ -24,12 +23,10 @@ from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
-Shape = tuple[int, ...]
-
-# Parameters that depend on shapes: those of steps that move elements, and those
-# of steps that repeat one number.
-_SHAPE_PARAMS = frozenset(('shape', 'new_sizes', 'limit_indices'))
-_REPEATED_PARAMS = _SHAPE_PARAMS | {'broadcast_dimensions', 'dimensions'}
+# Primitives whose arrays may have other shapes in the other program.
+_FLEXIBLE = primitives.ELEMENTWISE | primitives.REPEATING
+_FLEXIBLE |= {'bitcast_convert_type', 'cond', 'optimization_barrier'}
+_FLEXIBLE |= {'scan', 'while'}
 
 
 def trace(
@@ -52,62 +49,29 @@ def closed(
   return jaxpr, traced.out_avals
 
 
-def are_equivalent(
-    some: interpreter.Program,
-    other: interpreter.Program,
-    sizes: set[tuple[int, int]],
-    flexible: Callable[[interpreter.Step], bool],
-) -> bool:
-  """Whether two programs do the same, but for shapes.
-
-  Args:
-    some: The first program.
-    other: The second program.
-    sizes: Pairs of sizes, in the first and in the second program, that count as
-      equal, as do equal multiples of both.
-    flexible: Whether a step of the first program may have arrays of such sizes.
-  """
-  return _Comparison(_SizeRatios(sizes), flexible).of_programs(some, other)
-
-
-class _SizeRatios:
-  """Whether two shapes differ only by how many elements of leaves they have."""
-
-  def __init__(self, sizes: set[tuple[int, int]]):
-    self._sizes = sizes
-    self._known = {}
-
-  def __call__(self, some: Shape, other: Shape) -> bool:
-    if some == other:
-      return True
-    key = some, other
-    if key not in self._known:
-      x, y = math.prod(some), math.prod(other)
-      self._known[key] = len(some) == len(other) and any(
-          x * b == y * a for a, b in self._sizes
-      )
-    return self._known[key]
-
-
 @dataclasses.dataclass
-class _Comparison:
+class Comparison:
   """A comparison of two programs, from their results backward.
 
   Attributes:
-    fits: Whether two shapes count as equal in a flexible step.
-    flexible: As for `are_equivalent`.
+    sizes: Pairs of sizes, in the first and in the second program, that count as
+      equal where a step treats each element alone.
+    sums: Sums in the first program that may be over such sizes.
     partners: For each value so far, its counterpart in the other program.
       Without them, `x + x * y` and `y + x * y`, between which a function may
       choose by shapes, would be the same two steps.
   """
 
-  fits: Callable[[Shape, Shape], bool]
-  flexible: Callable[[interpreter.Step], bool]
+  sizes: Set[tuple[int, int]]
+  sums: Set[interpreter.Step] = frozenset()
   partners: dict[inlining.Value, inlining.Value] = dataclasses.field(
       default_factory=dict
   )
 
-  def of_programs(self, some, other):
+  def of_programs(
+      self, some: interpreter.Program, other: interpreter.Program
+  ) -> bool:
+    """Whether two programs do the same, but for shapes."""
     steps, other_steps = _used_steps(some), _used_steps(other)
     given = (*some.inputs, *some.constants)
     other_given = (*other.inputs, *other.constants)
@@ -116,25 +80,27 @@ class _Comparison:
         and len(given) == len(other_given)
         and all(map(_same_array, some.constants, other.constants))
         and all(map(self._are_partners, given, other_given))
-        and self._of_values(some.outputs, other.outputs, self.fits)
+        and self._of_values(some.outputs, other.outputs, True)
         and all(map(self._of_steps, steps, other_steps))
     )
 
   def _of_steps(self, some, other):
-    is_flexible = self.flexible(some)
-    allowed = self.fits if is_flexible else operator.eq
+    is_flexible = some.name in _FLEXIBLE or some in self.sums
     return (
         some.name == other.name
-        and self._of_values(some.inputs, other.inputs, allowed)
-        and self._of_values(some.outputs, other.outputs, allowed)
-        and _same_params(some, other, is_flexible)
+        and self._of_values(some.inputs, other.inputs, is_flexible)
+        and self._of_values(some.outputs, other.outputs, is_flexible)
+        and _same_params(some, other)
         and len(some.bodies) == len(other.bodies)
         and all(map(self.of_programs, some.bodies, other.bodies))
     )
 
-  def _of_values(self, some, other, fits):
+  def _of_values(self, some, other, is_flexible):
+    sizes = self.sizes if is_flexible else ()
     return len(some) == len(other) and all(
-        _same_kind(x, y, fits) and self._are_partners(x, y)
+        x.aval.dtype == y.aval.dtype
+        and (_same_shape(x, y) or (x.aval.size, y.aval.size) in sizes)
+        and self._are_partners(x, y)
         for x, y in zip(some, other, strict=True)
     )
 
@@ -161,10 +127,14 @@ def _used_steps(program):
   return steps
 
 
-def _same_params(some, other, is_flexible):
-  ignored = _SHAPE_PARAMS if is_flexible else ()
-  if some.name in primitives.REPEATING:
-    ignored = _REPEATED_PARAMS
+def _same_params(some, other):
+  ignored = ()
+  # A table that is the same in both may be repeated along other dimensions.
+  if some.name in primitives.REPEATING and (
+      some.inputs[0].aval.size == 1
+      or not _same_shape(some.inputs[0], other.inputs[0])
+  ):
+    ignored = 'shape', 'new_sizes', 'broadcast_dimensions', 'dimensions'
   return all(
       param == other.params.get(name)
       for name, param in some.params.items()
@@ -172,11 +142,8 @@ def _same_params(some, other, is_flexible):
   )
 
 
-def _same_kind(some, other, fits):
-  return (
-      fits(some.aval.shape, other.aval.shape)
-      and some.aval.dtype == other.aval.dtype
-  )
+def _same_shape(some, other):
+  return some.aval.shape == other.aval.shape
 
 
 def _bits(number):

@@ -124,14 +124,11 @@ class Reader(Generic[Kind]):
     """Returns what is known in a loop of a value that its turns change."""
     return kind
 
-  def row(self, kind: Kind, value: Value) -> Kind:
-    """Returns the kind of one turn's part of a scanned array."""
-    del value
-    return kind
+  def row(self, kind: Kind) -> Kind:
+    """Returns the kind of one turn's part of a scanned array, or the reverse.
 
-  def stacked(self, kind: Kind, value: Value) -> Kind:
-    """Returns the kind of an array that stacks results of all turns."""
-    del value
+    That is an array that stacks results of all turns.
+    """
     return kind
 
 
@@ -184,8 +181,7 @@ def _run_loop(step, kinds, reader):
   if not step.params.get('length', 1):
     # A scan without turns, whose body sends nothing.
     return [*given[: parts.num_carry], *map(reader.constant, results)]
-  scanned = parts.body.inputs[parts.num_read + parts.num_carry :]
-  rows = list(map(reader.row, given[parts.num_carry :], scanned))
+  rows = list(map(reader.row, given[parts.num_carry :]))
   before, ends = None, []
   carry = list(map(reader.carried, given[: parts.num_carry]))
   # A turn may read what the one before it has put into the carry.
@@ -198,7 +194,7 @@ def _run_loop(step, kinds, reader):
     condition_reads = kinds[: parts.num_condition]
     (go_on,) = interpret(parts.condition, condition_reads + carry, reader)
     return reader.chosen(step, go_on, carry)
-  stacks = map(reader.stacked, ends[parts.num_carry :], results)
+  stacks = map(reader.row, ends[parts.num_carry :])
   # The carry is that of the last turn.
   return [*ends[: parts.num_carry], *stacks]
 

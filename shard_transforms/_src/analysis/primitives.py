@@ -50,18 +50,6 @@ LINEAR = SUMS.union(
     ('copy', 'pvary', 'broadcast_in_dim', 'reshape', 'squeeze', 'transpose'),
     ('rev', 'slice', 'split', 'optimization_barrier'),
 )
-# Reductions along dimensions of an array.
-REDUCTIONS = frozenset(
-    f'reduce_{name}' for name in ('sum', 'max', 'min', 'prod', 'and', 'or')
-).union(('reduce_xor',))
-# Computes a number from several elements.
-TOGETHER = REDUCTIONS.union(
-    ('reduce', 'argmax', 'argmin', 'cumsum', 'cumprod', 'cummax', 'cummin'),
-    ('cumlogsumexp', 'sort', 'top_k', 'dot_general', 'conv_general_dilated'),
-    ('reduce_window', 'reduce_window_max', 'reduce_window_min'),
-    ('reduce_window_sum', 'fft', 'cholesky', 'eigh', 'lu', 'qr', 'svd'),
-    ('triangular_solve', 'custom_linear_solve'),
-)
 
 # Collectives whose result is the same on all shards, except with groups.
 REPLICATED = frozenset(('all_gather', 'pbroadcast', 'pmax', 'pmin', 'psum'))

@@ -44,14 +44,19 @@ class Cutting:
     is_number = jax.tree.map(lambda x: not leaves_lib.is_float0(x), tree)
     return _map_types(zeros, tree, is_number)
 
-  def slices(self, tree: Any) -> Any:
-    """Returns the types of slices of those leaves that can be cut."""
-    # With one shard, slices are whole; longer leaves are used instead.
-    if self.num_slices == 1:
-      return longer(tree)
+  def slices(self, tree: Any, distinct: bool = False) -> Any:
+    """Returns the types of slices of those leaves that can be cut.
+
+    Args:
+      tree: Tree of types.
+      distinct: Whether a leaf of one element, which is its own slice, gets two,
+        so that each slice differs from its leaf.
+    """
 
     def first(leaf):
       rows = leaves_lib.cut(leaf, self.num_slices)
+      if distinct and leaf.size == 1:
+        rows = jnp.concatenate([rows, rows], axis=-1)
       return lax.index_in_dim(rows, 0, keepdims=False)
 
     return _map_types(first, tree, jax.tree.map(can_be_cut, tree))
@@ -73,21 +78,6 @@ class Cutting:
 def can_be_cut(leaf: Any) -> bool:
   """Whether a leaf is sliced where there is more than one shard."""
   return leaves_lib.is_cut(leaf, num_slices=2)
-
-
-def is_its_own_slice(leaf: Any) -> bool:
-  """Whether the first slice of a leaf has the shape of the leaf."""
-  return can_be_cut(leaf) and leaf.size == 1
-
-
-def longer(tree: Any) -> Any:
-  """Returns the types of leaves, one element longer if they can be sliced."""
-
-  def pad(leaf):
-    flat = jnp.pad(jnp.ravel(leaf), (0, 1))
-    return flat.reshape((1,) * (jnp.ndim(leaf) - 1) + (-1,))
-
-  return _map_types(pad, tree, jax.tree.map(can_be_cut, tree))
 
 
 def _map_types(fn: Callable[[Any], Any], tree: Any, is_chosen: Any) -> Any:

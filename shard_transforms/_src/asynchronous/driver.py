@@ -2,14 +2,15 @@
 
 from collections.abc import Generator
 from collections.abc import Iterator
+import contextlib
 import time
 from typing import Any
 
 import numpy as np
-import optax
 
 from shard_transforms._src.asynchronous import gradients as gradients_lib
-from shard_transforms._src.asynchronous import in_flight as in_flight_lib
+from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
@@ -24,41 +25,77 @@ _WAIT = 1.0
 _WITHOUT_WORKERS = 300.0
 
 
+def drive(
+    options: options_lib.Options, workers: workers_lib.Workers
+) -> job.Messages:
+  """Trains to the end; yields reports at intervals, and finally the result.
+
+  The answer to a report is what `on_progress` returns.
+
+  Raises:
+    OSError: If the folder cannot be written.
+    RuntimeError: If a function of the task fails, a batch loses too many
+      workers, or there are no workers.
+    ValueError: If `folder` is of another run, damaged or in use; if `start` has
+      other parameters or another optimizer; if a worker cannot compute the
+      task.
+  """
+  driver = Driver(options, workers)
+  given: run_folder.Checkpoint | None = None
+  if (start := options.start) is not None:
+    trees: dict[str, Any] = {'params': start.params, 'state': start.opt_state}
+    parameter_server.check_layout(
+        task_lib.layout(trees), driver.server.trees(), '`start`'
+    )
+    step = int(trees['state'].global_step)
+    given = run_folder.Checkpoint(step, next_batch=step, trees=trees)
+  with contextlib.ExitStack() as stack:
+    yield from driver.reports(_recover(driver, given, stack))
+  # The last checkpoint is written by now.
+  yield driver.result()
+
+
+def redrive(
+    options: options_lib.Options,
+    journal: journal_lib.Journal,
+    workers: workers_lib.Workers,
+) -> job.Messages:
+  """Replays a journal, and yields the result.
+
+  Raises:
+    RuntimeError: If a function of the task fails, or a batch loses too many
+      workers.
+    ValueError: If it is of another task, optimizer or machine, or damaged.
+  """
+  driver = Driver(options, workers)
+  run_folder.check(journal, run_folder.manifest_of(driver.server))
+  start = run_folder.read_start(journal, driver.server.trees())
+  for _ in _catch_up(driver, journal, start, start):
+    pass
+  driver.tally.add_all(journal.intact())
+  yield driver.result()
+
+
 class Driver:
   """Assigns batches to workers, and applies their gradients."""
 
   def __init__(
-      self,
-      task: task_lib.Task,
-      tx: optax.GradientTransformation,
-      options: options_lib.Options,
-      workers: workers_lib.Workers,
+      self, options: options_lib.Options, workers: workers_lib.Workers
   ):
     # It counts the seconds from here.
     self.tally = outcomes.Tally()
     self.server = parameter_server.ParameterServer(
-        tx,
-        task_lib.init_params(task),
-        model_state=task.model_state,
+        options.tx,
+        task_lib.init_params(options.task),
+        model_state=options.task.model_state,
         num_devices=options.driver_devices,
     )
     self.options = options
     self._workers = workers
     self._parts = options, self.server, self.tally, workers
-    self._in_flight = in_flight_lib.InFlight(options.patience)
+    self._in_flight = gradients_lib.InFlight()
     # There are none until the run has recovered.
     self._new: gradients_lib.Gradients | None = None
-
-  def restore(self, params: Any, state: Any) -> None:
-    """Restores parameters and state, and forgets the updates before."""
-    self.server.restore(params, state)
-    self.tally.forget()
-
-  def reset(self, params: Any, state: Any) -> None:
-    """Does the same as `restore`, and gives up what is in flight."""
-    self.restore(params, state)
-    self._workers.reset()
-    self._in_flight = in_flight_lib.InFlight(self.options.patience)
 
   def result(self) -> outcomes.Result:
     """Returns where the run is."""
@@ -76,8 +113,8 @@ class Driver:
 
     Raises:
       OSError: If the journal or a checkpoint cannot be written.
-      RuntimeError: If a function of the task fails too often, or there are no
-        workers.
+      RuntimeError: If a function of the task fails, a batch loses too many
+        workers, or there are no workers.
       ValueError: If the journal is of another task or machine.
     """
     reported = last_ready = time.monotonic()
@@ -95,41 +132,32 @@ class Driver:
       if is_due and self.tally.metrics is not None:
         reported = now
         params = self.server.params if command == 'params' else None
-        step = self.server.global_step
-        # Until then, a new segment may replace the updates.
-        is_certain = self._new or self.options.on_change == 'raise'
-        command = yield self.tally.report(
-            step, params, has_history=bool(is_certain)
-        )
+        command = yield self.tally.report(self.server.global_step, params)
         if command == 'stop':
           break
     # Before it has recovered, the folder has more than the server.
     if self._new is not None:
       for assigned in sorted(self._in_flight, reverse=True):
-        self._new.retry(assigned)
+        self._new.waiting.appendleft(assigned)
       self._new.save()
 
-  def roll_forward(
-      self, records: np.ndarray, durations: list[float]
-  ) -> Iterator[None]:
+  def roll_forward(self, records: np.ndarray) -> Iterator[None]:
     """Applies the accepted gradients of a journal, computed by any workers.
 
     Args:
       records: Those of the journal. The parameters of the first are those that
         the server has, or later ones.
-      durations: About how many seconds gradients take.
 
     Yields:
       After each turn but the last.
 
     Raises:
-      RuntimeError: If a function of the task fails, or a worker dies or hangs,
-        at each attempt at a batch.
+      RuntimeError: If a function of the task fails, or a batch loses too many
+        workers.
       ValueError: If a gradient has other bits than before.
     """
     for _ in records[records['fate'] == outcomes.Outcome.DROPPED]:
       self.server.drop()
-    self._in_flight.limits.extend(durations)
     gradients = gradients_lib.RecordedGradients(records, *self._parts)
     while gradients:
       self._turn(gradients)
@@ -152,23 +180,14 @@ class Driver:
   def _turn(self, gradients):
     """Assigns batches, and settles what comes back meanwhile."""
     self._assign(gradients)
-    seconds = self._in_flight.seconds_left(time.monotonic())
-    for event in self._workers.wait(min(seconds, _WAIT)):
-      assigned, counts = self._in_flight.end(
-          event.worker, time.monotonic(), is_lost=event.reply is None
-      )
-      if counts:
-        gradients.settle(assigned, event)
-      elif event.reply is None:
-        left = [x.batch for x in (*self._in_flight, *gradients.waiting)]
-        if assigned.batch in left:
-          gradients.fail(assigned)
-    now = time.monotonic()
-    for assigned in self._in_flight.make_late(now):
-      gradients.record(assigned, outcomes.Outcome.LATE, None)
-      gradients.retry(assigned)
-    for worker in self._in_flight.hung(now):
+    self._settle(gradients, self._workers.wait(_WAIT))
+    if self._hung():
+      # After a pause of this process, their replies may have come in time.
+      while events := self._workers.wait(_WAIT):
+        self._settle(gradients, events)
+    for worker in self._hung():
       self._workers.replace(worker)
+      self._settle(gradients, [workers_lib.Event(worker)])
 
   def _assign(self, gradients):
     """Gives batches to idle workers."""
@@ -180,3 +199,90 @@ class Driver:
       self._in_flight.start(assigned)
       params, _ = assigned.published
       self._workers.start(worker, params, assigned.batch)
+
+  def _settle(self, gradients, events):
+    """Decides on gradients that have come back, or are lost."""
+    for event in events:
+      now, is_lost = time.monotonic(), event.reply is None
+      assigned = self._in_flight.end(event.worker, now, is_lost=is_lost)
+      gradients.settle(assigned, event)
+
+  def _hung(self):
+    """Returns the workers that compute for longer than the time limit."""
+    return self._in_flight.hung(time.monotonic() - self.options.time_limit)
+
+
+def _recover(driver, given, stack):
+  """Restores the latest checkpoint, and rolls forward to the journal's end.
+
+  Args:
+    driver: Has the initial parameters.
+    given: Where the run starts if the folder has no journal, or `None`.
+    stack: Closes the folder.
+
+  Yields:
+    At intervals.
+
+  Returns:
+    What writes to the folder.
+
+  Raises:
+    OSError: If the folder cannot be written.
+    RuntimeError: If a function of the task fails, or a batch loses too many
+      workers.
+    ValueError: If the folder is damaged, or was written by another task,
+      optimizer or machine; if a worker cannot compute the task.
+  """
+  if (folder := driver.options.folder) is None:
+    if given is not None:
+      driver.server.restore(**given.trees)
+    return None
+  run_folder.lock(folder, stack)
+  initial = driver.server.trees()
+  manifest = run_folder.manifest_of(driver.server)
+  journal = run_folder.read_or_create(folder, manifest, given)
+  start = run_folder.read_start(journal, initial)
+  saved = run_folder.read_latest(folder, initial) or start
+  yield from _catch_up(driver, journal, start, saved)
+  driver.tally.add_all(journal.intact())
+  run = run_folder.RunFolder(journal, saved)
+  stack.callback(run.close)
+  return run
+
+
+def _catch_up(driver, journal, start, saved):
+  """Goes on from a checkpoint of a run to the end of its journal.
+
+  Args:
+    driver: The driver.
+    journal: The journal.
+    start: The checkpoint with which the run starts.
+    saved: A later one, or the same.
+
+  Yields:
+    At intervals.
+
+  Raises:
+    RuntimeError: If a function of the task fails, or a batch loses too many
+      workers.
+    ValueError: If the journal is damaged, or of another task.
+  """
+  journal.check(saved.num_records, saved.last_crc)
+  if saved.num_records:
+    # Without this, a run whose checkpoint has everything would go on with
+    # another task. One gradient shows whether the task is the same.
+    driver.server.restore(**start.trees)
+    yield from driver.roll_forward(_first(journal, start.global_step))
+    driver.tally.forget()
+  driver.server.restore(**saved.trees)
+  yield from driver.roll_forward(journal.records[saved.num_records :])
+
+
+def _first(journal, step):
+  """Returns the first intact record of a gradient at the step of a start."""
+  records = journal.records[~journal.is_damaged]
+  is_first = records['local_step'] == step
+  is_first &= records['fate'] == outcomes.Outcome.ACCEPTED
+  first = records[is_first][:1].copy()
+  first['global_step'] = step
+  return first

@@ -5,23 +5,90 @@ again.
 """
 
 import collections
+from collections.abc import Collection
+from collections.abc import Iterator
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shard_transforms._src.asynchronous import in_flight as in_flight_lib
+from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
-from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
-_Assignment = in_flight_lib.Assignment
-_InFlight = in_flight_lib.InFlight
+# How many workers of a batch may die or hang until the run ends.
+_MAX_LOST = 5
+
 _Outcome = outcomes.Outcome
-_Reply = task_lib.Reply
+
+
+class Assignment(NamedTuple):
+  """A batch that a worker computes, or that waits for a worker.
+
+  Attributes:
+    batch: The number of the batch.
+    local_step: The global step of the parameters that the worker is given.
+    published: These parameters, as published; see `ParameterServer.publish`.
+    worker: The number of the worker; -1 if there is none yet.
+    start: When it was assigned, in seconds.
+    num_lost: How many workers have died or hung at this batch.
+  """
+
+  batch: int
+  local_step: int = 0
+  published: Any = None
+  worker: int = -1
+  start: float = 0.0
+  num_lost: int = 0
+
+
+class InFlight:
+  """What each worker computes. It iterates over what is in flight."""
+
+  def __init__(self):
+    self._assigned: dict[int, Assignment] = {}
+    # The latest duration of each worker; 0 if it has computed only one
+    # gradient, which includes compilation and says nothing of its speed.
+    self._seconds: dict[int, float] = {}
+
+  def __len__(self) -> int:
+    return len(self._assigned)
+
+  def __iter__(self) -> Iterator[Assignment]:
+    return iter(self._assigned.values())
+
+  def idle(self, workers: Collection[int]) -> list[int]:
+    """Returns the workers that have nothing to do, the fastest first."""
+    idle = set(workers) - self._assigned.keys()
+    # A worker whose speed is unknown comes first.
+    return sorted(
+        idle, key=lambda worker: (self._seconds.get(worker, 0), worker)
+    )
+
+  def start(self, assigned: Assignment) -> None:
+    """Starts an assignment."""
+    self._assigned[assigned.worker] = assigned
+
+  def end(self, worker: int, now: float, *, is_lost: bool) -> Assignment:
+    """Ends the assignment of a worker, and returns it.
+
+    Args:
+      worker: The worker.
+      now: The time.
+      is_lost: Whether the worker has died, and its successor compiles again.
+    """
+    assigned = self._assigned.pop(worker)
+    is_first = self._seconds.pop(worker, None) is None
+    if not is_lost:
+      self._seconds[worker] = 0 if is_first else now - assigned.start
+    return assigned
+
+  def hung(self, started_before: float) -> list[int]:
+    """Returns the workers that have computed since before a time."""
+    return [x.worker for x in self if x.start < started_before]
 
 
 class Gradients:
@@ -51,7 +118,7 @@ class Gradients:
   ):
     """Starts where a folder ends; without one, at the batch of the step."""
     self.staleness = options.staleness
-    self.waiting = collections.deque[_Assignment]()
+    self.waiting = collections.deque[Assignment]()
     self._options = options
     self._server = server
     self._tally = tally
@@ -61,11 +128,10 @@ class Gradients:
     self._next_batch = server.global_step
     if folder is not None:
       self._next_batch = folder.next_batch
-      self.waiting.extend(map(_Assignment, folder.ready))
-    self._num_failed = collections.Counter[int]()
+      self.waiting.extend(map(Assignment, folder.ready))
     self._published: tuple[int, Any] = -1, None
 
-  def next(self, in_flight: _InFlight) -> _Assignment | None:
+  def next(self, in_flight: InFlight) -> Assignment | None:
     """Returns the batch to be assigned next, or `None` if none may start."""
     step, options = self._server.global_step, self._options
     if self._folder is not None and self._folder.is_due(step, options):
@@ -78,107 +144,64 @@ class Gradients:
     if must_wait or step_at_end >= options.num_updates:
       return None
     if not self.waiting:
-      self.waiting.append(_Assignment(self._next_batch))
+      self.waiting.append(Assignment(self._next_batch))
       self._next_batch += 1
     batch = self.waiting.popleft()
     return batch._replace(local_step=step, published=self._publish())
 
-  def retry(self, assigned: _Assignment) -> None:
-    """Puts a batch before all others."""
-    self.waiting.appendleft(assigned._replace(attempt=assigned.attempt + 1))
-
-  def fail(
-      self, assigned: _Assignment, failure: task_lib.Failure | None = None
-  ) -> None:
-    """Counts a failed attempt at a batch.
-
-    Args:
-      assigned: The batch and its worker.
-      failure: What a function of the task raised; `None` if the worker died or
-        hung.
+  def settle(self, assigned: Assignment, event: workers_lib.Event) -> None:
+    """Decides on a gradient, and records that before it takes effect.
 
     Raises:
-      RuntimeError: If it was the last attempt.
+      RuntimeError: If a function of the task has failed, or the batch has lost
+        too many workers.
     """
-    self._num_failed[assigned.batch] += 1
-    attempts = self._num_failed[assigned.batch]
-    is_final = failure is not None and failure.is_final
-    if attempts < self._options.max_attempts and not is_final:
-      return
-    if failure is None:
-      raise RuntimeError(
-          f'The worker of batch {assigned.batch} has died or hung {attempts}'
-          ' times. The batch may be the cause. `max_attempts` is the number of'
-          ' attempts at a batch.'
-      )
-    raise RuntimeError(
-        f'`{failure.function}` of `task` must work, got {failure.message} in'
-        f' batch {assigned.batch} on worker {assigned.worker}, in attempt'
-        f' {attempts}.\n{failure.trace}'.rstrip()
-    )
-
-  def settle(self, assigned: _Assignment, event: workers_lib.Event) -> None:
-    """Decides on a gradient, and records that before it takes effect."""
     reply, grads = event.reply, None
     if reply is None:
       outcome = _Outcome.LOST
-    elif reply.failure is not None:
-      outcome = _Outcome.FAILED
+    elif reply.failure:
+      raise RuntimeError(
+          f'{reply.failure} in batch {assigned.batch} on worker'
+          f' {assigned.worker}.\n{reply.trace}'.rstrip()
+      )
     elif self._server.global_step - assigned.local_step > self.staleness:
       outcome = _Outcome.DROPPED
     elif (grads := event.fetch()) is None:
       outcome, reply = _Outcome.LOST, None
     else:
       outcome = _Outcome.ACCEPTED
-    weight = self.record(assigned, outcome, reply)
-    if reply is None or reply.failure is not None:
-      self.fail(assigned, reply and reply.failure)
-      self.retry(assigned)
-    elif outcome == _Outcome.ACCEPTED:
-      self.accept(assigned, reply, grads, weight)
-    else:
+    self.record(assigned, outcome, 0 if reply is None else reply.checksum)
+    if outcome == _Outcome.ACCEPTED:
+      self.accept(assigned, reply, grads)
+    elif outcome == _Outcome.DROPPED:
       self._server.drop()
-      if self._options.on_drop == 'again':
-        self.retry(assigned)
+      self.waiting.appendleft(assigned)
+    else:
+      self._lose(assigned)
 
-  def record(
-      self, assigned: _Assignment, outcome: _Outcome, reply: _Reply | None
-  ) -> float:
-    """Records an outcome; returns the weight of the gradient, or NaN."""
-    step, weight = self._server.global_step, math.nan
-    age = step - assigned.local_step
-    if outcome == _Outcome.ACCEPTED and self._options.weight is not None:
-      weight = float(self._options.weight(age))
-      if not 0 <= weight < math.inf:
-        raise ValueError(
-            '`weight` must give a finite number that is not negative, got'
-            f' {weight!r} at age {age}.'
-        )
+  def record(self, assigned: Assignment, outcome: int, checksum: int) -> None:
+    """Records an outcome."""
+    step = self._server.global_step
     if self._folder is not None:
       self._folder.write(
           batch=assigned.batch,
           local_step=assigned.local_step,
           global_step=step,
           worker=assigned.worker,
-          attempt=assigned.attempt,
           fate=outcome,
-          weight=weight,
           seconds=self._tally.seconds(),
-          checksum=0 if reply is None else reply.checksum,
+          checksum=checksum,
       )
-    self._tally.add(outcome, age)
-    return weight
+    self._tally.add(outcome, step - assigned.local_step)
 
-  def accept(
-      self, assigned: _Assignment, reply: _Reply, grads: Any, weight: float
-  ) -> None:
+  def accept(self, assigned: Assignment, reply: Any, grads: Any) -> None:
     """Applies a gradient."""
     _, read = assigned.published
-    self._server.accept(grads, read, assigned.local_step, weight)
+    self._server.accept(grads, read, assigned.local_step)
     self._tally.update(self._server.global_step, reply.metrics)
 
   def save(self) -> None:
-    """Writes a checkpoint. No gradient that counts may be in flight."""
+    """Writes a checkpoint. No gradient may be in flight."""
     if self._folder is not None:
       self._folder.save(
           self._server,
@@ -186,6 +209,18 @@ class Gradients:
           ready=[assigned.batch for assigned in self.waiting],
           metrics=self._tally.metrics or {},
       )
+
+  def _lose(self, assigned):
+    """Puts a batch before all others whose worker has died or hung."""
+    num_lost = assigned.num_lost + 1
+    if num_lost == _MAX_LOST:
+      raise RuntimeError(
+          f'The worker of batch {assigned.batch} has died or hung {num_lost}'
+          ' times. The batch may be the cause. A worker counts as hung if a'
+          f' gradient takes longer than `time_limit`, which is'
+          f' {self._options.time_limit} s.'
+      )
+    self.waiting.appendleft(assigned._replace(num_lost=num_lost))
 
   def _publish(self):
     """Publishes the parameters, once for each global step."""
@@ -226,38 +261,33 @@ class RecordedGradients(Gradients):
     self._left = collections.deque(self._records)
     self._early: dict[int, Any] = {}
     # The batches whose parameters are still to come.
-    self._later = collections.deque[_Assignment]()
+    self._later = collections.deque[Assignment]()
     for i in np.argsort(accepted['local_step'], kind='stable'):
-      batch, step = accepted[['batch', 'local_step']][i].tolist()
-      self._later.append(_Assignment(batch, local_step=step))
+      self._later.append(
+          Assignment(*accepted[['batch', 'local_step']][i].item())
+      )
     self._release()
 
   def __len__(self) -> int:
     return len(self._left)
 
-  def next(self, in_flight: _InFlight) -> _Assignment | None:
+  def next(self, in_flight: InFlight) -> Assignment | None:
     del in_flight
     return self.waiting.popleft() if self.waiting else None
 
-  def record(
-      self, assigned: _Assignment, outcome: _Outcome, reply: _Reply | None
-  ) -> float:
-    if outcome != _Outcome.ACCEPTED or reply is None:
-      return math.nan
+  def record(self, assigned: Assignment, outcome: int, checksum: int) -> None:
     record = self._records[assigned.batch]
-    if reply.checksum != record['checksum']:
+    if outcome == _Outcome.ACCEPTED and checksum != record['checksum']:
       raise ValueError(
           f'The gradient at batch {record["batch"]} must have the bits that it'
           f' had in record {record["sequence"]} of the journal (local step'
           f' {record["local_step"]}), got others. The task, its data or the'
-          ' machine is another, or its functions are not pure.'
+          ' machine is another, or its functions are not pure. Use what the run'
+          f' was started with. {journal.WAY_ON}'
       )
-    return float(record['weight'])
 
-  def accept(
-      self, assigned: _Assignment, reply: _Reply, grads: Any, weight: float
-  ) -> None:
-    self._early[assigned.batch] = assigned, reply, grads, weight
+  def accept(self, assigned: Assignment, reply: Any, grads: Any) -> None:
+    self._early[assigned.batch] = assigned, reply, grads
     while self._left and self._left[0] in self._early:
       super().accept(*self._early.pop(self._left.popleft()))
       self._release()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import watchdog
 from shard_transforms._src.asynchronous import workers as workers_lib
@@ -66,38 +67,39 @@ _ERRORS = (
 
 
 class Job(NamedTuple):
-  """What drives which workers.
+  """What the child does.
 
   Attributes:
-    drive: Takes the workers; yields reports, and finally the result. The answer
-      to a report is what `on_progress` returns. For the child, it is pickled on
-      its own, because unpickling it may fail.
+    drive: Takes the workers; yields reports, and finally the result. It is
+      pickled on its own, because unpickling it may fail.
     task: What the workers compute; pickled, too.
     num_workers: The number of workers.
     cluster: As for `train`.
-    resources: As for `train`.
-    is_resumable: Whether `drive` can be called again after it was killed.
-    config: Settings of JAX, for the child.
+    resources: The options of the actor of a worker.
+    config: Settings of JAX.
     folder: A folder of the child for temporary files, for nobody else.
   """
 
-  drive: Any
-  task: Any
+  drive: bytes
+  task: bytes
   num_workers: int
-  cluster: Any
-  resources: Mapping[str, Any] = {'num_cpus': 1}
-  is_resumable: bool = True
-  config: Mapping[str, Any] = {}
-  folder: str = ''
+  cluster: str
+  resources: Mapping[str, Any]
+  config: Mapping[str, Any]
+  folder: str
 
 
 def run(
-    job: Job, on_progress: Callable[[outcomes.Report], Any] | None = None
+    options: options_lib.Options,
+    drive: Callable[[Any], Messages],
+    on_progress: Callable[[outcomes.Report], Any] | None = None,
 ) -> outcomes.Result:
-  """Does a job, in this process or by Ray, and returns the result.
+  """Drives workers, in this process or by Ray, and returns the result.
 
   Args:
-    job: The job.
+    options: The arguments of the run.
+    drive: Takes the workers; yields reports, and finally the result. The answer
+      to a report is what `on_progress` returns.
     on_progress: As for `train`.
 
   Raises:
@@ -107,31 +109,21 @@ def run(
     ValueError: If `on_progress` returns something else.
     Exception: What `drive` raises.
   """
-  if job.cluster is None:
-    messages = job.drive(workers_lib.LocalWorkers(job.task, job.num_workers))
+  if options.cluster is None:
+    workers = workers_lib.LocalWorkers(options.task, options.num_workers)
+    messages = drive(workers)
   else:
-    messages = _messages(
-        job._replace(
-            drive=_pickled(job.drive),
-            task=_pickled(job.task),
-            config={name: getattr(jax.config, name) for name in _CONFIG},
-        )
-    )
+    messages = _messages(options, drive)
   command: outcomes.Command = None
   seen = 0
-  segments: Mapping[int, str] = {}
   with contextlib.closing(messages):
     while True:
       message: Any = messages.send(command)
       is_last = isinstance(message, outcomes.Result)
       report: Any = message.report if is_last else message
-      # After the death of a driver, the next computes some updates again. A
-      # new segment replaces those after its first checkpoint.
-      begun = report.segments.items() - segments.items() if segments else ()
-      seen = min([seen, *(step for step, _ in begun)])
-      segments = report.segments or segments
+      # After the death of a driver, the next computes some updates again.
       history = tuple(update for update in report.history if update[0] > seen)
-      seen = max(seen, *(step for step, _ in history), 0)
+      seen = max([seen, *(step for step, _ in history)])
       report = dataclasses.replace(report, history=history)
       answer = None if on_progress is None else on_progress(report)
       if answer not in (None, 'params', 'stop'):
@@ -139,7 +131,7 @@ def run(
             "`on_progress` must return None, 'params' or 'stop', got"
             f' {answer!r}.'
         )
-      # Reports that were under way may come after 'stop'.
+      # Another driver may take the place of one that died before it stopped.
       command = command if command == 'stop' else answer
       if is_last:
         return message._replace(report=report)
@@ -151,21 +143,34 @@ def portable(error: Exception) -> Exception:
   return (kinds or [RuntimeError])[0](str(error))
 
 
-def _messages(job: Job) -> Messages:
-  """Does a job in a child process; yields reports, and finally the result.
+def _messages(
+    options: options_lib.Options, drive: Callable[[Any], Messages]
+) -> Messages:
+  """Drives workers in a child process; yields reports, and then the result.
 
-  If the child dies, another one goes on, where the job can be resumed.
+  If the child dies, another one goes on, where there is a folder.
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
     RuntimeError: If the child dies, and no other can go on.
-    Exception: What the job raises.
+    Exception: What `drive` raises.
   """
+  config = {name: getattr(jax.config, name) for name in _CONFIG}
+  resources = dict(options.resources or {'num_cpus': 1})
+  cluster: Any = options.cluster
+  drive_and_task = _pickled(drive), _pickled(options.task)
   step = deaths = 0
   reason = _UNKNOWN_REASON
-  while deaths <= (_MAX_DEATHS if job.is_resumable else 0):
+  while deaths <= (_MAX_DEATHS if options.folder is not None else 0):
     # What is left of the folder of a dead child is in nobody's way.
-    job = job._replace(folder=_folder())
+    job = Job(
+        *drive_and_task,
+        options.num_workers,
+        cluster,
+        resources,
+        config,
+        _folder(),
+    )
     pickled = _pickled(job)
     with _child(job) as child:
       _send(child, pickled)
@@ -184,8 +189,7 @@ def _messages(job: Job) -> Messages:
         if isinstance(message, outcomes.Report) and message.global_step > step:
           step, deaths = message.global_step, 0
         command = yield message
-        if command is not None:
-          _send(child, pickle.dumps(command))
+        _send(child, pickle.dumps(command))
     deaths += 1
   raise RuntimeError(
       'The driver, the process that holds the parameters, must live, or have a'

@@ -1,8 +1,4 @@
-"""The journal of a run: the outcome of each gradient, in order.
-
-A run that goes on with another optimizer or on another machine begins a new
-segment of its journal, in a folder of its own.
-"""
+"""The journal of a run: the outcome of each gradient, in order."""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -12,42 +8,45 @@ import functools
 import json
 import os
 import pathlib
-from typing import IO, Any, NamedTuple
+from typing import IO
 import warnings
 import zlib
 
 import numpy as np
 
-_FILE = 'journal.bin'
-_MAGIC = b'shard_transforms journal 3 '
-_SEGMENT = 'segment_'
+FILE = 'journal.bin'
+_MAGIC = b'shard_transforms journal 4 '
 
 _FIELDS = {
     '<i8': ('sequence', 'batch'),
-    '<i4': ('local_step', 'global_step', 'worker', 'attempt', 'fate'),
-    '<f4': ('weight', 'seconds'),
+    '<i4': ('local_step', 'global_step', 'worker', 'fate'),
+    '<f4': ('seconds',),
     '<u4': ('checksum', 'crc'),
 }
 RECORD = np.dtype([(name, t) for t in _FIELDS for name in _FIELDS[t]])
+
+# What to do if a run cannot go on in its folder.
+WAY_ON = (
+    'Or start a new run in a new folder from the last checkpoint:'
+    ' `train(..., start=read_checkpoint(folder, task, tx))`.'
+)
 
 
 def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
   """Returns the journal of an asynchronous run.
 
   It may be read during the run. An incomplete last record, as after a crash, is
-  ignored. A damaged record is left out, with a warning. Where a segment of the
-  journal begins, it replaces the records after its first checkpoint.
+  ignored. A damaged record is left out, with a warning.
 
   Args:
     folder: The folder of the run.
 
   Returns:
     A structured array [number of gradients], in the order in which they came
-    back, with the fields `sequence` (0, 1, 2, ... in each segment), `batch`,
-    `local_step` and `global_step` (the age is their difference), `worker`,
-    `attempt`, `fate` (0 accepted, 1 dropped as too old, 2 late, 3 lost with its
-    worker, 4 failed), `weight`, `seconds` since the program was started,
-    `checksum` of the gradient, and `crc` of the record.
+    back, with the fields `sequence` (0, 1, 2, ...), `batch`, `local_step` and
+    `global_step` (the age is their difference), `worker`, `fate` (0 accepted, 1
+    dropped as too old, 2 lost with its worker), `seconds` since the program was
+    started, `checksum` of the gradient, and `crc` of the record.
 
   Raises:
     FileNotFoundError: If there is no journal.
@@ -70,39 +69,25 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
     >>> print(journal['global_step'] - journal['local_step'])
     [0 1 0 1 0]
   """
-  return intact(read_segments(pathlib.Path(folder)))
-
-
-class Start(NamedTuple):
-  """Where a segment starts.
-
-  Attributes:
-    num_records: How many records of the segment before it still count.
-    global_step: Its first global step.
-    reason: Why the run began it. Without a reason, it starts with the initial
-      parameters; otherwise, with a checkpoint.
-  """
-
-  num_records: int = 0
-  global_step: int = 0
-  reason: str = ''
+  return read(pathlib.Path(folder)).intact()
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
-  """A segment of a journal, as it is on the disk.
+class Journal:
+  """A journal, as it is on the disk.
 
   Attributes:
     path: The file.
-    manifest: What was equal in all of it.
-    start: Where it starts.
+    manifest: What must be equal when the run resumes or is replayed.
+    start: The global step of the checkpoint that the run starts with; `None`
+      for the initial parameters.
     records: Its complete records.
     num_bytes: The size of the file up to the last complete record.
   """
 
   path: pathlib.Path
-  manifest: Mapping[str, Any]
-  start: Start
+  manifest: Mapping[str, str]
+  start: int | None
   records: np.ndarray
   num_bytes: int
 
@@ -115,16 +100,22 @@ class Segment:
     ]
     return np.array(found, bool)
 
-  @property
-  def last_crc(self) -> int:
-    """The `crc` of the last record, or 0."""
-    return int(self.records['crc'][-1]) if len(self.records) else 0
+  def intact(self) -> np.ndarray:
+    """Returns the intact records; warns if others are damaged."""
+    if self.is_damaged.any():
+      warnings.warn(
+          f'{int(self.is_damaged.sum())} records of {str(self.path)!r} are'
+          ' damaged, and left out.',
+          RuntimeWarning,
+          stacklevel=3,
+      )
+    return self.records[~self.is_damaged]
 
-  def cut(self, num_records: int | None) -> 'Segment':
-    """Returns the segment up to a number of records."""
-    return dataclasses.replace(self, records=self.records[:num_records])
+  def last_crc(self, num_records: int) -> int:
+    """Returns the `crc` of the last of some records, or 0."""
+    return int(self.records['crc'][:num_records][-1:].sum())
 
-  def check(self, num_records: int = 0, last_crc: int = 0) -> None:
+  def check(self, num_records: int, last_crc: int) -> None:
     """Checks that it has the records of a checkpoint, and is intact after it.
 
     Args:
@@ -134,7 +125,7 @@ class Segment:
     Raises:
       ValueError: If the checkpoint is of another run, or a record is damaged.
     """
-    if self.cut(num_records).last_crc != last_crc:
+    if self.last_crc(num_records) != last_crc:
       raise ValueError(
           'The checkpoints must be of the same run as the journal, got one that'
           f' was written after {num_records} records, which {str(self.path)!r}'
@@ -144,91 +135,48 @@ class Segment:
       raise ValueError(
           f'{str(self.path)!r} is damaged at record {bad} of'
           f' {len(self.records)}: its bits have changed since they were'
-          " written. With `on_change='continue'`, `train` goes on from the last"
-          ' checkpoint.'
+          f' written. Put back a copy. {WAY_ON}'
       )
 
 
-def read_segments(folder: pathlib.Path) -> list[Segment]:
-  """Returns the segments of a journal, each cut off where the next one starts.
-
-  Raises:
-    FileNotFoundError: If there is no journal.
-    ValueError: If a segment is another file, or damaged in its header.
-  """
-  later = range(1, last_segment(folder) + 1)
-  segments = [read_segment(folder, number) for number in (0, *later)]
-  ends = [*(segment.start.num_records for segment in segments[1:]), None]
-  return [s.cut(end) for s, end in zip(segments, ends, strict=True)]
-
-
-def read_segment(folder: pathlib.Path, number: int) -> Segment:
-  """Returns a segment.
+def read(folder: pathlib.Path) -> Journal:
+  """Returns the journal in a folder.
 
   Raises:
     FileNotFoundError: If there is none.
     ValueError: If it is another file, or damaged in its header.
   """
-  path = segment_folder(folder, number) / _FILE
+  path = folder / FILE
   header, _, data = path.read_bytes().partition(b'\n')
   crc, _, about = header.removeprefix(_MAGIC).partition(b' ')
   if crc != str(zlib.crc32(about)).encode():
     raise ValueError(
         f'`folder` must hold the journal of a run, got {str(path)!r}, which is'
         ' another file, written by another version of this package, or damaged'
-        ' in its header.'
+        f' in its header. Put back a copy. {WAY_ON}'
     )
   manifest, start = json.loads(about)
   records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
   num_bytes = len(header) + 1 + records.nbytes
-  return Segment(path, manifest, Start(*start), records, num_bytes)
+  return Journal(path, manifest, start, records, num_bytes)
 
 
-def create_segment(
-    folder: pathlib.Path, number: int, manifest: Mapping[str, Any], start: Start
-) -> Segment:
-  """Returns a new segment without records.
+def create(
+    folder: pathlib.Path, manifest: Mapping[str, str], start: int | None
+) -> None:
+  """Writes a journal without records.
 
   Raises:
     OSError: If it cannot be written.
   """
   about = json.dumps([manifest, start], sort_keys=True).encode()
-  with replacing(segment_folder(folder, number) / _FILE) as file:
+  with replacing(folder / FILE) as file:
     file.write(_MAGIC + b'%d %s\n' % (zlib.crc32(about), about))
-  return read_segment(folder, number)
 
 
 def crc_of(record: np.ndarray) -> int:
   """Returns the `crc` of a record: the checksum of its other fields."""
   return zlib.crc32(record.tobytes()[: -RECORD['crc'].itemsize])
-
-
-def intact(segments: list[Segment]) -> np.ndarray:
-  """Returns the records of segments; warns of those that are damaged."""
-  for segment in segments:
-    if segment.is_damaged.any():
-      warnings.warn(
-          f'{int(segment.is_damaged.sum())} records of {str(segment.path)!r}'
-          ' are damaged, and left out.',
-          RuntimeWarning,
-          stacklevel=3,
-      )
-  return np.concatenate([s.records[~s.is_damaged] for s in segments])
-
-
-def last_segment(folder: pathlib.Path) -> int:
-  """Returns the number of the last segment, or -1."""
-  names = [
-      path.parent.name.removeprefix(_SEGMENT)
-      for path in folder.glob(f'{_SEGMENT}*/{_FILE}')
-  ]
-  later = [int(name) for name in names if name.isdecimal()]
-  return max(later, default=0 if (folder / _FILE).exists() else -1)
-
-
-def segment_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
-  """Returns the folder of a segment; that of the first is the run's."""
-  return folder / f'{_SEGMENT}{number}' if number > 0 else folder
 
 
 @contextlib.contextmanager

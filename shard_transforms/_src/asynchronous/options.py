@@ -1,63 +1,62 @@
-"""The arguments of runs, checked."""
+"""The arguments of a run, checked."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import importlib.util
 import math
+import pathlib
 import re
 import sys
-from typing import Any, Literal, get_args
+from typing import Any
 
 import optax
 
+from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
 
-OnDrop = Literal['again', 'forget']
-OnChange = Literal['raise', 'continue']
-
-_COUNTS = (
-    'num_updates',
-    'num_workers',
-    'save_every',
-    'max_attempts',
-    'driver_devices',
-)
+_COUNTS = 'num_updates', 'num_workers', 'save_every', 'driver_devices'
+_KINDS = {
+    'task': (task_lib.Task, 'a `Task`'),
+    'tx': (optax.GradientTransformation, 'an `optax.GradientTransformation`'),
+    'resources': (Mapping | None, 'a dict'),
+    'start': (outcomes.Result | None, 'a `Result`'),
+    'on_progress': ((Callable, type(None)), 'a function'),
+}
 
 
 @dataclasses.dataclass
 class Options:
   """Arguments of `train`, which it checks.
 
-  `staleness` is infinite for `None`. So is `patience` where `cluster` is
-  `None`: workers that take turns are never late.
+  `staleness` is infinite for `None`. So is `time_limit` where `cluster` is
+  `None`: workers that take turns do not hang. `folder` is an absolute path.
 
   Raises:
+    ImportError: If one of them needs Ray, and it is not installed.
+    OSError: If one of them needs a POSIX system, and this one is not.
     TypeError: If one of them is of the wrong kind.
     ValueError: If one of them has a wrong value.
   """
 
-  num_updates: int
+  task: task_lib.Task
+  tx: optax.GradientTransformation
+  num_updates: int = 1
   num_workers: int = 1
   staleness: Any = None
   pace: bool = True
-  patience: float = 4.0
-  cluster: str | None = 'local'
+  time_limit: float = 600.0
+  cluster: str | None = None
+  folder: Any = None
   save_every: int = 100
   save_seconds: float = 5.0
-  on_change: OnChange = 'raise'
-  on_drop: OnDrop = 'again'
-  max_attempts: int = 3
-  weight: Callable[[int], float] | None = None
+  start: outcomes.Result | None = None
   resources: Mapping[str, Any] | None = None
   driver_devices: int = 1
 
   def __post_init__(self):
-    check_kinds(
-        ('weight', self.weight, Callable | None, 'a function'),
-        ('resources', self.resources, Mapping | None, 'a dict'),
-    )
+    check_kinds(**vars(self))
     for name in _COUNTS:
       value = arguments.as_at_least(name, getattr(self, name), 1)
       setattr(self, name, value)
@@ -66,18 +65,14 @@ class Options:
     else:
       arguments.as_at_least('staleness', self.staleness, 0)
     arguments.as_not_negative('save_seconds', self.save_seconds)
-    if arguments.as_positive('patience', self.patience) < 1:
-      raise ValueError(f'`patience` must be at least 1, got {self.patience!r}.')
-    for name, kind in ('on_drop', OnDrop), ('on_change', OnChange):
-      first, second = get_args(kind)
-      if getattr(self, name) not in (first, second):
-        raise ValueError(
-            f'`{name}` must be {first!r} or {second!r}, got'
-            f' {getattr(self, name)!r}.'
-        )
+    arguments.as_positive('time_limit', self.time_limit)
+    if self.folder is not None:
+      self.folder = absolute(self.folder)
+      require_posix('`folder`')
     if self.cluster is None:
-      self.patience = math.inf
-    elif not (
+      self.time_limit = math.inf
+      return
+    if not (
         isinstance(self.cluster, str)
         and re.fullmatch('local|[^/]+:[0-9]+', self.cluster)
     ):
@@ -87,33 +82,23 @@ class Options:
           " Ray, write '127.0.0.1:6379'. In place of 'ray://host:10001', start"
           " this program on a node, and write 'host:6379'."
       )
+    require_ray(f'`cluster` {self.cluster!r}')
 
 
-def check_kinds(*given: tuple[str, Any, Any, str]) -> None:
-  """Checks that values are of their kinds.
-
-  Args:
-    given: Names, values, kinds, and the kinds in words.
+def check_kinds(**given: Any) -> None:
+  """Checks that arguments are of their kinds.
 
   Raises:
     TypeError: If one of them is not.
   """
-  for name, value, kind, words in given:
-    if not isinstance(value, kind):
-      raise TypeError(f'`{name}` must be {words}, got {value!r}.')
+  for name, (kind, words) in _KINDS.items():
+    if name in given and not isinstance(given[name], kind):
+      raise TypeError(f'`{name}` must be {words}, got {given[name]!r}.')
 
 
-def check_task(task: Any, tx: Any) -> None:
-  """Checks that there are a task and an optimizer.
-
-  Raises:
-    TypeError: If one of them is of another kind.
-  """
-  kind = optax.GradientTransformation
-  check_kinds(
-      ('task', task, task_lib.Task, 'a `Task`'),
-      ('tx', tx, kind, 'an `optax.GradientTransformation`'),
-  )
+def absolute(folder: Any) -> pathlib.Path:
+  """Returns the absolute path of a folder, with `~` expanded."""
+  return pathlib.Path(folder).expanduser().absolute()
 
 
 def require_posix(user: str) -> None:

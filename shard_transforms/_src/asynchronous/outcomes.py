@@ -8,9 +8,9 @@ import enum
 import time
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import optax
 
-from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.base import state_rules
 
 
@@ -19,9 +19,7 @@ class Outcome(enum.IntEnum):
 
   ACCEPTED = 0
   DROPPED = 1  # Too old.
-  LATE = 2  # Another worker got the batch.
-  LOST = 3  # Its worker died.
-  FAILED = 4  # A function of the task raised an error.
+  LOST = 2  # Its worker died or hung.
 
 
 # What `on_progress` may return.
@@ -35,9 +33,7 @@ class Report:
   Args:
     global_step: Number of accepted updates, including those before a restart.
     num_dropped: Number of gradients that were too old.
-    num_late: Number of gradients whose batch was given to another worker.
-    num_lost: Number of gradients whose worker died.
-    num_failed: Number of attempts in which the task raised an error.
+    num_lost: Number of gradients whose worker died or hung.
     num_recovered: Number of accepted updates that were computed again from the
       journal when the run resumed.
     mean_age: Mean staleness of the accepted updates, in steps.
@@ -46,16 +42,12 @@ class Report:
     history: The global step and the metrics of each update since the report
       before, in order. Some are missing only if the driver was killed between a
       checkpoint and the next report.
-    segments: Why each segment of the journal began, by the global steps at
-      which they did.
     params: The parameters, if `on_progress` asked for them; the last report has
       them in any case.
 
   `num_recovered` and `seconds` start at zero when a run resumes, and `history`
   starts at its checkpoint. The others include what came before; the counts do
-  so once the run has caught up with its journal. Until then, with
-  `on_change='continue'`, reports have no history, because a new segment may
-  still replace updates. The history then starts where that segment begins.
+  so once the run has caught up with its journal.
 
   Examples:
     >>> from shard_transforms import asynchronous
@@ -66,15 +58,12 @@ class Report:
 
   global_step: int
   num_dropped: int = 0
-  num_late: int = 0
   num_lost: int = 0
-  num_failed: int = 0
   num_recovered: int = 0
   mean_age: float = 0.0
   seconds: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   history: Sequence[tuple[int, Mapping[str, float]]] = ()
-  segments: Mapping[int, str] = dataclasses.field(default_factory=dict)
   params: Any = dataclasses.field(default=None, compare=False, repr=False)
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
@@ -82,7 +71,7 @@ class Report:
     return {
         field.name: state_rules.MetricRule()
         for field in dataclasses.fields(self)
-        if field.name not in ('history', 'segments', 'params')
+        if field.name not in ('history', 'params')
     }
 
 
@@ -124,7 +113,6 @@ class Tally:
     self._total_age = 0
     self._history: list[tuple[int, Mapping[str, float]]] = []
     self.num_recovered = 0
-    self.segments: Mapping[int, str] = {}
     # `None` before the first update.
     self.metrics: Mapping[str, float] | None = None
 
@@ -134,10 +122,8 @@ class Tally:
     if outcome == Outcome.ACCEPTED:
       self._total_age += int(age)
 
-  def add_all(self, segments: list[journal.Segment]) -> None:
-    """Counts the records of a journal, and keeps why its segments began."""
-    self.segments = {s.start.global_step: s.start.reason for s in segments}
-    records = journal.intact(segments)
+  def add_all(self, records: np.ndarray) -> None:
+    """Counts the records of a journal."""
     ages = records['global_step'] - records['local_step']
     for outcome, age in zip(records['fate'], ages, strict=True):
       self.add(outcome, age)
@@ -155,29 +141,22 @@ class Tally:
     """Returns the seconds since the run was started or resumed."""
     return time.monotonic() - self._start
 
-  def report(
-      self, global_step: int, params: Any = None, *, has_history: bool = True
-  ) -> Report:
-    """Returns the report at a global step.
+  def report(self, global_step: int, params: Any = None) -> Report:
+    """Returns the report at a global step; the next one has later updates.
 
     Args:
       global_step: The global step.
       params: The parameters, if they are asked for.
-      has_history: Whether it has the history, which the next one then lacks.
     """
-    history = self._history if has_history else []
-    self._history = self._history[len(history) :]
+    history, self._history = self._history, []
     return Report(
         global_step=global_step,
         num_dropped=self._counts[Outcome.DROPPED],
-        num_late=self._counts[Outcome.LATE],
         num_lost=self._counts[Outcome.LOST],
-        num_failed=self._counts[Outcome.FAILED],
         num_recovered=self.num_recovered,
         mean_age=self._total_age / max(self._counts[Outcome.ACCEPTED], 1),
         seconds=self.seconds(),
         metrics=self.metrics or {},
         history=tuple(history),
-        segments=self.segments,
         params=params,
     )

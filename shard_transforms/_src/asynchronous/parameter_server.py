@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import hashlib
-import math
 import re
 from typing import Any
 
@@ -33,6 +32,12 @@ class ParameterServer:
   them here. So `tx` runs without the gate of `drop_stale`, whose state it has
   to rounding. The global step is a Python integer, which the compiled step does
   not have.
+
+  Attributes:
+    global_step: The number of accepted gradients.
+    fingerprints: Hashes of the operations and of the numbers of the optimizer,
+      which depend on the shapes and dtypes of the parameters, too, and the
+      number of devices.
   """
 
   def __init__(
@@ -66,14 +71,14 @@ class ParameterServer:
         step, donate_argnums=(0, 1), out_shardings=self._shardings
     )
     pair, state = jax.eval_shape(lambda: (self._params, self._opt_state))
-    numbers = np.int32(0), True, np.float32(1)
+    numbers = np.int32(0), True
     traced = jax.jit(step).trace(pair, state, pair, *numbers, *pair[::-1])
     # Gates forward every argument, so a signature proves nothing.
     marks = [weight_flow.UPDATES] * len(jax.tree.leaves(trained))
     marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
     _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
     self._needs_read_params = any(depends)
-    self._fingerprints = {
+    self.fingerprints = {
         **self._hashes(traced.lower().as_text()),
         DEVICES: str(num_devices),
     }
@@ -116,10 +121,8 @@ class ParameterServer:
     read = params if self._needs_read_params else None
     return task_lib.join(params, held), (held, read)
 
-  def accept(
-      self, grads: Any, read: Any, local_step: int, weight: float = math.nan
-  ) -> None:
-    """Applies a gradient computed at a local step; its weight may be NaN."""
+  def accept(self, grads: Any, read: Any, local_step: int) -> None:
+    """Applies a gradient computed at a local step."""
     grads = task_lib.split(grads, self._model_state)
     if self._shardings is not None:
       grads = jax.device_put(grads, self._shardings[0])
@@ -129,7 +132,6 @@ class ParameterServer:
         grads,
         np.int32(local_step),
         local_step == self.global_step,
-        None if math.isnan(weight) else np.float32(weight),
         *read,
     )
     self.global_step += 1
@@ -140,14 +142,6 @@ class ParameterServer:
         stale_count=counters.add(self._counts.stale_count, 1),
         stale_shard_count=counters.add(self._counts.stale_shard_count, 1),
     )
-
-  def fingerprints(self) -> dict[str, str]:
-    """Returns hashes of the optimizer, and the number of devices.
-
-    There is one hash of its operations, and one of its numbers. They depend on
-    the shapes and dtypes of the parameters, too.
-    """
-    return self._fingerprints
 
   def _hashes(self, text):
     """Returns hashes of the optimizer; `text` is its program."""
@@ -223,23 +217,13 @@ def _shardings(tx, params, held, num_devices):
 
 
 def _step(
-    tx,
-    params,
-    state,
-    grads,
-    local_step,
-    is_fresh,
-    weight,
-    read_held,
-    read_params,
+    tx, params, state, grads, local_step, is_fresh, read_held, read_params
 ):
   """Returns the next parameters, and the next state of the optimizer.
 
   The parameters and the gradient are pairs, with the model state.
   """
   (params, held), (grads, new_held) = params, grads
-  if weight is not None:
-    grads = jax.tree.map(lambda g: (weight * g).astype(g.dtype), grads)
   extra_args = {} if read_params is None else {'read_params': read_params}
   updates, state = optax.with_extra_args_support(tx).update(
       grads, state, params, local_step=local_step, **extra_args

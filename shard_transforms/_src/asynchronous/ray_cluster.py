@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
 from multiprocessing import connection
 import os
 import pickle
@@ -14,7 +15,6 @@ import ray
 from ray import exceptions
 
 from shard_transforms._src.asynchronous import job as job_lib
-from shard_transforms._src.asynchronous import manifest
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import ray_workers
 
@@ -55,17 +55,9 @@ def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
     ray_workers.configure({**job.config, 'jax_platforms': 'cpu'})
     pickle.loads(job.task)
     # Before the modules of the optimizer, which workers do not import.
-    node = manifest.node(job.task)
+    node = ray_workers.node_of(job.task)
     drive = pickle.loads(job.drive)
-    messages = drive(ray_workers.RayWorkers(computers, node))
-    message = next(messages)
-    while not isinstance(message, outcomes.Result):
-      _send(parent, message)
-      command = None
-      while parent.poll():
-        command = pickle.loads(parent.recv_bytes())
-      message = messages.send(command)
-    _send(parent, message)
+    _converse(parent, drive(ray_workers.RayWorkers(computers, node)))
   except exceptions.RuntimeEnvSetupError as error:
     reason = str(error).strip().splitlines()[-1]
     _send(parent, f'Ray cannot set up the `runtime_env` of a worker, {reason}')
@@ -73,6 +65,30 @@ def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
     _send(parent, _line(error))
   except Exception as error:  # Raised again by the caller of `train`.
     _send(parent, job_lib.portable(error))
+
+
+def _converse(
+    parent: connection.Connection, messages: job_lib.Messages
+) -> None:
+  """Sends reports, each once the one before is answered, and the result.
+
+  So a slow `on_progress` does not stop the run.
+  """
+  message, history, is_answered = next(messages), (), True
+  while isinstance(message, outcomes.Report):
+    history += tuple(message.history)
+    command = None
+    if not is_answered and parent.poll():
+      command, is_answered = pickle.loads(parent.recv_bytes()), True
+    # A command changes the next report.
+    if is_answered and command is None:
+      _send(parent, dataclasses.replace(message, history=history))
+      history, is_answered = (), False
+    message = messages.send(command)
+  report = message.report
+  history += tuple(report.history)
+  report = dataclasses.replace(report, history=history)
+  _send(parent, message._replace(report=report))
 
 
 @contextlib.contextmanager

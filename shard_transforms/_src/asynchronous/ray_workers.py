@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
 import pickle
+import pickletools
+import sys
+import sysconfig
+import types
 from typing import Any
 
 import jax
@@ -10,7 +18,6 @@ import ray
 from ray import exceptions
 
 from shard_transforms._src.asynchronous import job as job_lib
-from shard_transforms._src.asynchronous import manifest
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.asynchronous import workers as workers_lib
 
@@ -19,6 +26,9 @@ from shard_transforms._src.asynchronous import workers as workers_lib
 _SMALL = 100_000
 # Seconds to fetch a gradient.
 _FETCH_TIMEOUT = 60.0
+_PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
+# Folders of installed packages, of this environment or another one.
+_INSTALLED = {'site-packages', 'dist-packages'}
 
 
 class _Computer:
@@ -31,14 +41,14 @@ class _Computer:
       configure(config)
       # Safe to unpickle: it is from the process that started this run.
       self._task = pickle.loads(task)
-      self._node = manifest.node(task)
+      self._node = node_of(task)
     except Exception as error:  # Whatever the modules of the task raise.
       self._problem = f'{type(error).__name__}: {error}'
 
   # After a restart, Ray calls it again.
   @ray.method(max_task_retries=-1)
   def describe(self) -> tuple[dict[str, str], str]:
-    """Returns `manifest.node`, and the error if the task cannot be imported."""
+    """Returns `node_of`, and the error if the task cannot be imported."""
     return self._node, self._problem
 
   @ray.method(num_returns=2)
@@ -69,7 +79,6 @@ class RayWorkers:
     self._in_flight: dict[Any, tuple[int, Any]] = {}
     # Workers that are starting, by the reference to what describes them.
     self._starting: dict[Any, int] = {}
-    self._replaced: set[int] = set()
     for worker in range(len(computers)):
       self._start(worker)
 
@@ -89,7 +98,7 @@ class RayWorkers:
 
     Raises:
       RayError: If Ray cannot start a worker.
-      WorkerError: If a worker cannot import the task, or has other versions or
+      ValueError: If a worker cannot import the task, or has other versions or
         sources.
     """
     events = []
@@ -103,20 +112,15 @@ class RayWorkers:
     return events
 
   def replace(self, worker: int) -> None:
-    if worker not in self._replaced:
-      self._replaced.add(worker)
-      ray.kill(self._computers[worker], no_restart=False)
-
-  def reset(self) -> None:
-    for worker, _ in self._in_flight.values():
-      self.replace(worker)
-      self._start(worker)
-    self._in_flight.clear()
+    ray.kill(self._computers[worker], no_restart=False)
+    self._in_flight = {
+        ref: x for ref, x in self._in_flight.items() if x[0] != worker
+    }
+    self._start(worker)
 
   def _start(self, worker):
     """Waits for a worker that has been started or restarted."""
     self._ready.discard(worker)
-    self._replaced.discard(worker)
     self._starting[self._computers[worker].describe.remote()] = worker
 
   def _welcome(self, ref):
@@ -124,7 +128,7 @@ class RayWorkers:
     worker = self._starting.pop(ref)
     node, problem = ray.get(ref)
     if problem:
-      raise workers_lib.WorkerError(
+      raise ValueError(
           '`task` must be made of functions that workers can import, got'
           f' {problem} on worker {worker}. Define them in the main program, or'
           ' in a module that is installed on all nodes.'
@@ -132,7 +136,7 @@ class RayWorkers:
     # A module that one node lacks is part of an installed package there.
     for name in sorted(node.keys() | self._node.keys()):
       if node.get(name) != self._node.get(name):
-        raise workers_lib.WorkerError(
+        raise ValueError(
             '`cluster` must have the same versions and sources on all nodes,'
             f' got {name} {node.get(name)} on worker {worker} instead of'
             f' {self._node.get(name)}.'
@@ -156,6 +160,48 @@ def _fetch(ref):
     return ray.get(ref, timeout=_FETCH_TIMEOUT)
   except exceptions.RayError:
     return None
+
+
+def node_of(task: bytes) -> dict[str, str]:
+  """Returns what must be the same on all nodes of a cluster.
+
+  Args:
+    task: The task, pickled. Its modules have been imported.
+
+  Returns:
+    Versions, and digests of the sources of the modules that the task refers to,
+    and of those that these refer to. Installed packages have versions alone.
+  """
+  ours = f'{pathlib.Path(__file__).parents[2]}{os.sep}'
+  known = *map(sysconfig.get_path, ('stdlib', 'platstdlib')), ours
+  left = [name for _, name, _ in pickletools.genops(task)]
+  digests: dict[str, str] = {}
+  while left:
+    name = str(left.pop())
+    module = sys.modules.get(name)
+    path = getattr(module, '__file__', None)
+    if path is None or name in digests or str(path).startswith(known):
+      continue
+    if _INSTALLED & set(pathlib.Path(path).parts):
+      continue
+    digests[name] = _digest(path)
+    for value in list(vars(module).values()):
+      is_module = isinstance(value, types.ModuleType)
+      left.append(getattr(value, '__name__' if is_module else '__module__', ''))
+  return {
+      'Python': f'{sys.version_info.major}.{sys.version_info.minor}',
+      **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      'shard_transforms': sys.modules['shard_transforms'].__version__,
+      **{f'module {name}': digest for name, digest in digests.items()},
+  }
+
+
+def _digest(path):
+  """Returns a digest of a file; modules in archives have none."""
+  try:
+    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:8]
+  except OSError:
+    return 'unreadable'
 
 
 def configure(config: Mapping[str, Any]) -> None:

@@ -1,21 +1,60 @@
-"""The folder of a run: its lock, its journal, and its checkpoints."""
+"""The folder of a run: its lock, its journal, and its checkpoints.
 
+A checkpoint is one file of `numpy.savez`.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent import futures
 import contextlib
+import importlib.metadata
+import json
 import os
 import pathlib
+import platform
 import time
-from typing import Any
+from typing import Any, NamedTuple
+import warnings
 
+import jax
 import numpy as np
 
-from shard_transforms._src.asynchronous import checkpoints
-from shard_transforms._src.asynchronous import journal
+from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import task as task_lib
 
-_Outcome = outcomes.Outcome
+_FOLDER = 'checkpoints'
+# The name of the checkpoint that a run starts with.
+_START = 'start'
+_INITIAL = 'initial parameters'
+_PROCESSORS = pathlib.Path('/proc/cpuinfo')
+
+# The arguments of `ParameterServer.restore`.
+Trees = Mapping[str, Any]
+
+
+class Checkpoint(NamedTuple):
+  """A checkpoint; by default, the start of a run.
+
+  Attributes:
+    global_step: Its global step.
+    num_records: Number of records that the journal had.
+    last_crc: The `crc` of the last of them, or 0.
+    next_batch: The first batch that had not been assigned.
+    ready: The earlier batches that had to be computed again.
+    metrics: The metrics of the last update.
+    trees: Its parameters and its state.
+  """
+
+  global_step: int = 0
+  num_records: int = 0
+  last_crc: int = 0
+  next_batch: int = 0
+  ready: Sequence[int] = ()
+  metrics: Mapping[str, float] = {}
+  trees: Mapping[str, Any] = {}
 
 
 class RunFolder:
@@ -30,26 +69,20 @@ class RunFolder:
     ready: The earlier batches that are still to be computed.
   """
 
-  def __init__(
-      self,
-      segment: journal.Segment,
-      saved: checkpoints.Checkpoint,
-      on_drop: options_lib.OnDrop,
-  ):
-    """Goes on at the end of a segment, which has this latest checkpoint."""
+  def __init__(self, journal: journal_lib.Journal, saved: Checkpoint):
+    """Goes on at the end of a journal, which has this latest checkpoint."""
     self.saved = saved._replace(trees={})
-    ends = [_Outcome.ACCEPTED]
-    if on_drop == 'forget':
-      ends.append(_Outcome.DROPPED)
-    tail = segment.records[saved.num_records :]
-    done = set(tail['batch'][np.isin(tail['fate'], ends)].tolist())
+    tail = journal.records[saved.num_records :]
+    is_accepted = tail['fate'] == outcomes.Outcome.ACCEPTED
+    done = set(tail['batch'][is_accepted].tolist())
     self.next_batch = max([saved.next_batch, *(tail['batch'] + 1).tolist()])
     started = [*saved.ready, *range(saved.next_batch, self.next_batch)]
     self.ready = [batch for batch in started if batch not in done]
-    self._path = segment.path
-    self._num_records, self._last_crc = len(segment.records), segment.last_crc
-    self._file = open(segment.path, 'r+b', buffering=0)  # noqa: SIM115
-    self._file.seek(segment.num_bytes)
+    self._path = journal.path
+    self._num_records = len(journal.records)
+    self._last_crc = journal.last_crc(self._num_records)
+    self._file = open(journal.path, 'r+b', buffering=0)  # noqa: SIM115
+    self._file.seek(journal.num_bytes)
     # It writes one checkpoint at a time, while the run goes on.
     self._writer = futures.ThreadPoolExecutor(1)
     self._pending: futures.Future[None] | None = None
@@ -61,13 +94,13 @@ class RunFolder:
     Raises:
       OSError: If it cannot be written; the journal is then unchanged.
     """
-    record = np.zeros((), journal.RECORD)
+    record = np.zeros((), journal_lib.RECORD)
     record['sequence'] = self._num_records
     for name, value in fields.items():
       record[name] = value
-    record['crc'] = journal.crc_of(record)
+    record['crc'] = journal_lib.crc_of(record)
     data, end = record.tobytes(), self._file.tell()
-    with journal.naming(self._path):
+    with journal_lib.naming(self._path):
       try:
         # On a disk that fills up, one call writes a part.
         while data:
@@ -87,7 +120,7 @@ class RunFolder:
   def save(self, server: parameter_server.ParameterServer, **run: Any) -> None:
     """Starts to write a checkpoint, after waiting for the previous one.
 
-    No gradient that counts may be in flight.
+    No gradient may be in flight.
 
     Args:
       server: The parameters and the state.
@@ -98,14 +131,14 @@ class RunFolder:
     """
     if server.global_step == self.saved.global_step:
       return
-    os.fsync(self._file.fileno())
+    with journal_lib.naming(self._path):
+      os.fsync(self._file.fileno())
     self._wait()
-    self.saved = checkpoints.Checkpoint(
+    self.saved = Checkpoint(
         server.global_step, self._num_records, self._last_crc, **run
     )
     saved = self.saved._replace(trees=server.trees())
-    folder = self._path.parent
-    self._pending = self._writer.submit(checkpoints.write, folder, saved)
+    self._pending = self._writer.submit(write, self._path.parent, saved)
     self._saved_at = time.monotonic()
 
   def close(self) -> None:
@@ -144,3 +177,190 @@ def lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
         f'`folder` must not be in use, got {str(folder)!r}, which another run'
         ' writes to.'
     ) from error
+
+
+def read_or_create(
+    folder: pathlib.Path, manifest: Mapping[str, str], given: Checkpoint | None
+) -> journal_lib.Journal:
+  """Returns the journal in a folder; if there is none, it begins one.
+
+  Args:
+    folder: The folder.
+    manifest: The manifest of this run.
+    given: What a new run starts with; `None` for the initial parameters.
+
+  Raises:
+    OSError: If it cannot be written; nothing has then begun.
+    ValueError: If the folder has checkpoints without a journal, or is of
+      another run.
+  """
+  if not (folder / journal_lib.FILE).exists():
+    if _steps(folder):
+      raise ValueError(
+          'The checkpoints must be of the same run as the journal, got'
+          f' {str(folder)!r}, which has no journal. Put it back, or name'
+          ' another folder.'
+      )
+    start = _path(folder, _START)
+    if given is None:
+      # Another one is of a call that was killed.
+      start.unlink(missing_ok=True)
+    else:
+      _write(start, given)
+    step = None if given is None else given.global_step
+    journal_lib.create(folder, manifest, step)
+  journal = journal_lib.read(folder)
+  check(journal, manifest)
+  return journal
+
+
+def manifest_of(server: parameter_server.ParameterServer) -> dict[str, str]:
+  """Returns the manifest of a run, of a server with the initial parameters.
+
+  It does not describe the functions of the task: their gradients are compared.
+  It has what decides the last bits: processor, device and libraries.
+  """
+  return {
+      _INITIAL: str(task_lib.checksum(server.params)),
+      **server.fingerprints,
+      'processor': _processor(),
+      'device': jax.devices()[0].device_kind,
+      'jaxlib': importlib.metadata.version('jaxlib'),
+      'optax': importlib.metadata.version('optax'),
+  }
+
+
+def check(journal: journal_lib.Journal, manifest: Mapping[str, str]) -> None:
+  """Checks that a journal has the manifest of this run.
+
+  Raises:
+    ValueError: If it has not; the message names all that differs.
+  """
+  differing = [
+      f'{name} ({journal.manifest.get(name)!r} instead of {value!r})'
+      for name, value in manifest.items()
+      if journal.manifest.get(name) != value
+      # Those of a run that starts with a checkpoint do not matter.
+      and not (name == _INITIAL and journal.start is not None)
+  ]
+  if differing:
+    raise ValueError(
+        f'`folder` must be of the same run, got {str(journal.path.parent)!r},'
+        f' where these differ: {", ".join(differing)}. Use what the run was'
+        f' started with, or name another folder. {journal_lib.WAY_ON}'
+    )
+
+
+def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
+  """Writes a checkpoint; keeps the one before it and that of the start.
+
+  Args:
+    folder: The folder of the run.
+    checkpoint: The checkpoint.
+
+  Raises:
+    OSError: If it cannot be written.
+  """
+  _write(_path(folder, checkpoint.global_step), checkpoint)
+  steps = _steps(folder)
+  # Later ones are damaged: the run would have gone on from them.
+  kept = [step for step in steps if step <= checkpoint.global_step][-2:]
+  for step in set(steps) - set(kept):
+    _path(folder, step).unlink()
+
+
+def read_latest(folder: pathlib.Path, like: Trees) -> Checkpoint | None:
+  """Returns the latest intact checkpoint of a run, if there is one.
+
+  Args:
+    folder: The folder of the run.
+    like: Trees of the same structures, shapes and dtypes.
+
+  Raises:
+    ValueError: If it has leaves of other names, shapes or dtypes.
+  """
+  for name in [*reversed(_steps(folder)), _START]:
+    path = _path(folder, name)
+    if path.exists() and (found := _read(path, like)):
+      return found
+  return None
+
+
+def read_start(journal: journal_lib.Journal, initial: Trees) -> Checkpoint:
+  """Returns the checkpoint with which a run starts.
+
+  Args:
+    journal: The journal of the run.
+    initial: The trees with which it starts otherwise.
+
+  Raises:
+    ValueError: If it is damaged or lost, or has other leaves.
+  """
+  if journal.start is None:
+    return Checkpoint(trees=initial)
+  path = _path(journal.path.parent, _START)
+  found = _read(path, initial)
+  if found is None or found.global_step != journal.start:
+    raise ValueError(
+        f'{str(path)!r} must be an intact checkpoint of step {journal.start}:'
+        f' the run starts with it. Put it back. {journal_lib.WAY_ON}'
+    )
+  return found
+
+
+def _write(path, checkpoint):
+  about = checkpoint._replace(trees={})._asdict()
+  about['layout'] = task_lib.layout(checkpoint.trees)
+  # Not the tree: another optimizer may have more nodes without leaves.
+  leaves = parameter_server.leaves_of(checkpoint.trees)
+  with journal_lib.replacing(path) as file:
+    # NumPy does not know all dtypes, such as `bfloat16`.
+    data = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
+    np.savez(file, json.dumps(about), *data)
+
+
+def _read(path, like):
+  """Returns a checkpoint; warns and returns `None` if it is no such one."""
+  try:
+    # It compares a checksum of each array.
+    with np.load(path) as file:
+      about = json.loads(str(file['arr_0']))
+      layout = about.pop('layout')
+      step = about['global_step']
+      if path.stem not in (_START, str(step)):
+        raise ValueError(f'it is checkpoint {step}.')
+      found = [file[f'arr_{i + 1}'] for i in range(len(layout))]
+  except Exception as error:  # What is damaged raises many kinds.
+    line = f'{type(error).__name__}: {error}'.splitlines()[0]
+    warnings.warn(
+        f'{str(path)!r} cannot be used: {line}', RuntimeWarning, stacklevel=3
+    )
+    return None
+  what = f'Checkpoint {path.stem} of {str(path.parent)!r}'
+  parameter_server.check_layout(layout, like, what)
+  leaves = [
+      x.view(due.dtype).reshape(due.shape)
+      for x, due in zip(found, parameter_server.leaves_of(like), strict=True)
+  ]
+  about['trees'] = parameter_server.with_leaves(like, leaves)
+  return Checkpoint(*(about[name] for name in Checkpoint._fields))
+
+
+def _path(folder, name):
+  return folder / _FOLDER / f'{name}.npz'
+
+
+def _steps(folder):
+  """Returns the global steps of the checkpoints of a run, in order."""
+  names = [path.stem for path in (folder / _FOLDER).glob('*.npz')]
+  # Not '007', which no run writes.
+  return sorted(int(x) for x in names if x.isdecimal() and str(int(x)) == x)
+
+
+def _processor():
+  """Returns the name of the processor, or its architecture."""
+  with contextlib.suppress(OSError):
+    for line in _PROCESSORS.read_text().splitlines():
+      if line.startswith('model name'):
+        return line.split(':', 1)[1].strip()
+  return platform.processor() or platform.machine()

@@ -95,34 +95,20 @@ class Task:
       )
 
 
-class Failure(NamedTuple):
-  """What a function of a task raised.
-
-  Attributes:
-    function: The name of the function.
-    message: The name of the error, and its text.
-    trace: The traceback, to be read by the user.
-    is_final: Whether another attempt would fail, too.
-  """
-
-  function: str
-  message: str
-  trace: str
-  is_final: bool = False
-
-
 class Reply(NamedTuple):
   """The reply of a worker, without the gradient itself.
 
   Attributes:
     metrics: The metrics of the batch.
     checksum: The checksum of the gradient.
-    failure: What went wrong, if anything.
+    failure: What is wrong with a function of the task, if anything.
+    trace: The traceback of the error that it raised, to be read by the user.
   """
 
-  metrics: Mapping[str, float]
-  checksum: int
-  failure: Failure | None = None
+  metrics: Mapping[str, float] = {}
+  checksum: int = 0
+  failure: str = ''
+  trace: str = ''
 
 
 def init_params(task: Task) -> Any:
@@ -205,15 +191,18 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
     function = 'gradient'
     result = task.gradient(params, batch)
     if problem := _problem(result, params):
-      failure = Failure(function, problem, '', is_final=True)
-      return Reply({}, 0, failure), None
+      return (
+          Reply(failure=f'`gradient` of `task` must work, got {problem}'),
+          None,
+      )
     grads = jax.tree.map(np.asarray, result[0])
     metrics = {str(name): float(x) for name, x in result[1].items()}
     return Reply(metrics, checksum(grads)), grads
   except Exception as error:  # Whatever a user's function raises.
-    message = f'{type(error).__name__}: {error}'
+    name = f'{type(error).__name__}: {error}'
+    failure = f'`{function}` of `task` must work, got {name}'
     trace = ''.join(traceback.format_exception(error))
-    return Reply({}, 0, Failure(function, message, trace)), None
+    return Reply(failure=failure, trace=trace), None
 
 
 def checksum(tree: Any) -> int:

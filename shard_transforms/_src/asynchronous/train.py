@@ -1,19 +1,24 @@
-"""`train`: an optimizer over workers that do not wait for each other."""
+"""`train`, `replay` and `read_checkpoint`: what users call."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import dataclasses
 import functools
 import os
-import pathlib
 from typing import Any, Literal
 
+import numpy as np
 import optax
 
+from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
-from shard_transforms._src.asynchronous import recovery
+from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task as task_lib
+from shard_transforms._src.base import arguments
 
 
 def train(
@@ -24,16 +29,12 @@ def train(
     num_workers: int,
     staleness: int | None,
     pace: bool = True,
-    patience: float = 4.0,
+    time_limit: float = 600.0,
     cluster: Literal['local'] | str | None = 'local',
     folder: str | os.PathLike[str] | None = None,
     save_every: int = 100,
     save_seconds: float = 5.0,
-    on_change: options_lib.OnChange = 'raise',
     start: outcomes.Result | None = None,
-    on_drop: options_lib.OnDrop = 'again',
-    max_attempts: int = 3,
-    weight: Callable[[int], float] | None = None,
     resources: Mapping[str, Any] | None = None,
     driver_devices: int = 1,
     on_progress: Callable[[outcomes.Report], outcomes.Command] | None = None,
@@ -51,10 +52,12 @@ def train(
   With a `folder`, the outcome of each gradient is written to a journal before
   the new parameters are published. Parameters and state are written to a
   checkpoint at intervals. The same call resumes where the last one ended, even
-  if it was killed: no accepted update is lost, and no batch counts twice. A
-  worker that dies is always replaced. With a folder, so is the *driver*, the
-  process that holds the parameters. `replay` computes the same bits from the
-  journal.
+  if it was killed: no accepted update is lost, and no batch counts twice.
+  `replay` computes the same bits from the journal.
+
+  A worker that dies or hangs is replaced, and its batch computed again. With a
+  folder, the *driver* is replaced, too: the process that holds the parameters.
+  An exception of a function of the task ends the run.
 
   Args:
     task: The functions of the training.
@@ -67,11 +70,9 @@ def train(
       any age.
     pace: Whether a worker waits if its gradient could become too old because of
       the updates of the others. Then no gradient is dropped.
-    patience: A gradient is late after this many times the median duration:
-      another worker gets its batch. Each further attempt at a batch has twice
-      the time. A worker that takes five times as long, and at least 5 seconds,
-      is replaced. The first gradient of a worker may take two minutes longer,
-      because it includes compilation.
+    time_limit: The seconds in which a worker must compute a gradient; the first
+      includes compilation. A worker that takes longer counts as hung. Workers
+      of this process have no limit.
     cluster: `'local'` starts Ray on this machine, on loopback, and stops it at
       the end of the call. `'host:port'` joins a Ray cluster, on whose nodes
       this package and the modules of the task must be installed. `None`
@@ -81,19 +82,9 @@ def train(
     save_every: Number of updates between checkpoints, at least. Before each
       checkpoint, no batch is assigned until the gradients in flight are back.
     save_seconds: Number of seconds between checkpoints, at least.
-    on_change: What to do if `folder` is of another task, optimizer or machine,
-      or its journal is damaged: `'raise'`, or `'continue'` from the last
-      checkpoint, where a new segment of the journal begins. It replaces the
-      updates after that checkpoint. `Report.segments` says why.
     start: A `Result` of the same parameters and kind of optimizer: the run
       starts with its parameters, state and global step, unless `folder` has a
       journal. The first batch has the number of the global step.
-    on_drop: What happens to the batch of a gradient that is too old:
-      `'again'` computes it again, `'forget'` leaves it out.
-    max_attempts: Number of attempts at a batch whose gradient raises an error,
-      or whose worker dies or hangs.
-    weight: Takes the age of an accepted gradient, and returns a factor for the
-      gradient. `None` for 1.
     resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
     driver_devices: The number of local devices of the driver over which
@@ -114,9 +105,9 @@ def train(
       `ray` has it.
     OSError: If `folder` cannot be written; if `folder` or `cluster` is used on
       a system that is not POSIX.
-    RuntimeError: If a function of the task fails `max_attempts` times in one
-      batch, or does not return a gradient; if no worker starts; if the driver
-      dies without a folder, or repeatedly.
+    RuntimeError: If a function of the task raises an exception, or does not
+      return a gradient; if a batch loses five workers; if no worker starts; if
+      the driver dies without a folder, or repeatedly.
     TypeError: If an argument is of the wrong kind.
     ValueError: If an argument has a wrong value; if `folder` is of another
       task, optimizer or machine, is damaged or in use; if nodes have other
@@ -142,37 +133,177 @@ def train(
     Parameter Server, 2013;
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
+  options_lib.check_kinds(on_progress=on_progress)
   options = options_lib.Options(
+      task=task,
+      tx=tx,
       num_updates=num_updates,
       num_workers=num_workers,
       staleness=staleness,
       pace=pace,
-      patience=patience,
+      time_limit=time_limit,
       cluster=cluster,
+      folder=folder,
       save_every=save_every,
       save_seconds=save_seconds,
-      on_change=on_change,
-      on_drop=on_drop,
-      max_attempts=max_attempts,
-      weight=weight,
+      start=start,
       resources=resources,
       driver_devices=driver_devices,
   )
-  options_lib.check_task(task, tx)
-  options_lib.check_kinds(
-      ('start', start, outcomes.Result | None, 'a `Result`'),
-      ('on_progress', on_progress, Callable | None, 'a function'),
+  return job.run(options, functools.partial(driver.drive, options), on_progress)
+
+
+def replay(
+    folder: str | os.PathLike[str],
+    task: task_lib.Task,
+    tx: optax.GradientTransformation,
+    *,
+    until: int | None = None,
+    num_workers: int = 0,
+    time_limit: float = 600.0,
+    resources: Mapping[str, Any] | None = None,
+) -> outcomes.Result:
+  """Computes an asynchronous run again from its journal, to the bit.
+
+  It starts from the initial parameters, and applies the accepted gradients in
+  the order of the journal. Each is computed at the same parameters as in the
+  run, and must have the same bits. Checkpoints are not read, but for that of
+  the `start` of the run, if there was one.
+
+  Args:
+    folder: The folder of the run, which need not have ended.
+    task: The task of the run.
+    tx: Its optimizer.
+    until: The global step at which to stop; `None` goes to the end.
+    num_workers: Number of processes of Ray on this machine that compute the
+      gradients; 0 computes them in this process, without Ray.
+    time_limit: As for `train`.
+    resources: As for `train`.
+
+  Returns:
+    The parameters, the state, and how the run went.
+
+  Raises:
+    FileNotFoundError: If there is no journal in `folder`.
+    ImportError: If `num_workers` is positive and Ray is not installed.
+    OSError: If the system is not POSIX.
+    RuntimeError: If a function of the task raises an exception; if a batch
+      loses five workers.
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If the journal is damaged, of another task, optimizer or
+      machine, or has fewer updates than `until`; or a gradient has other bits;
+      or there are fewer devices than the `driver_devices` of the run.
+
+  Examples:
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import optax
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(3),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   first = asynchronous.train(
+    ...       task, optax.adam(0.1), num_updates=20, num_workers=3,
+    ...       staleness=2, cluster=None, folder=folder)
+    ...   again = asynchronous.replay(folder, task, optax.adam(0.1))
+    >>> print(np.array_equal(first.params, again.params))
+    True
+  """
+  options_lib.check_kinds(task=task, tx=tx)
+  num_workers = arguments.as_at_least('num_workers', num_workers, 0)
+  if num_workers:
+    options_lib.require_ray('`num_workers`')
+  options = options_lib.Options(
+      task=task,
+      tx=tx,
+      num_workers=max(num_workers, 1),
+      time_limit=time_limit,
+      cluster='local' if num_workers else None,
+      folder=folder,
+      resources=resources,
   )
-  path = None
-  if folder is not None:
-    path = pathlib.Path(folder).expanduser().absolute()
-    options_lib.require_posix('`folder`')
-  if cluster is not None:
-    options_lib.require_ray(f'`cluster` {cluster!r}')
-  drive = functools.partial(recovery.drive, task, tx, options, path, start)
-  given = dict(resources or {'num_cpus': 1})
-  is_resumable = path is not None
-  return job.run(
-      job.Job(drive, task, options.num_workers, cluster, given, is_resumable),
-      on_progress,
+  journal = _until(journal_lib.read(options.folder), until)
+  options.driver_devices = int(journal.manifest[parameter_server.DEVICES])
+  return job.run(options, functools.partial(driver.redrive, options, journal))
+
+
+def read_checkpoint(
+    folder: str | os.PathLike[str],
+    task: task_lib.Task,
+    tx: optax.GradientTransformation,
+) -> outcomes.Result:
+  """Returns the latest checkpoint of an asynchronous run, for any machine.
+
+  It may be read during the run. Nothing is computed again: what the journal has
+  after the checkpoint is not in it. Go on from it in plain JAX, where
+  `opt_state.inner_state` is the state of `tx`, or by `train(..., start=...)`.
+
+  Args:
+    folder: The folder of the run.
+    task: A task with parameters of the same names, shapes and dtypes.
+    tx: An optimizer whose state has the same names, shapes and dtypes.
+
+  Returns:
+    The parameters, the state, and a report of the global step and the metrics.
+
+  Raises:
+    FileNotFoundError: If there is no intact checkpoint.
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If the parameters or the state have other leaves.
+
+  Examples:
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(3),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
+    >>> tx = optax.sgd(0.5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   _ = asynchronous.train(
+    ...       task, tx, num_updates=3, num_workers=1, staleness=0,
+    ...       cluster=None, folder=folder)
+    ...   params, state, report = asynchronous.read_checkpoint(folder, task, tx)
+    >>> print(params, report.global_step)
+    [0.25 0.25 0.25] 3
+  """
+  options_lib.check_kinds(task=task, tx=tx)
+  path = options_lib.absolute(folder)
+  server = parameter_server.ParameterServer(
+      tx, task_lib.init_params(task), model_state=task.model_state
   )
+  found = run_folder.read_latest(path, server.trees())
+  if found is None:
+    raise FileNotFoundError(
+        f'`folder` must have an intact checkpoint, got {str(path)!r}.'
+    )
+  report = outcomes.Report(found.global_step, metrics=dict(found.metrics))
+  return outcomes.Result(found.trees['params'], found.trees['state'], report)
+
+
+def _until(journal, until):
+  """Returns a journal up to a global step, or all of it.
+
+  Raises:
+    TypeError: If `until` is no integer.
+    ValueError: If there is no such step.
+  """
+  if until is None:
+    return journal
+  first = journal.start or 0
+  until = arguments.as_at_least('until', until, first)
+  is_accepted = journal.records['fate'] == outcomes.Outcome.ACCEPTED
+  num_updates = first + int(is_accepted.sum())
+  if until > num_updates:
+    raise ValueError(
+        f'`until` must be at most the {num_updates} updates of the journal, got'
+        f' {until}.'
+    )
+  is_accepted &= journal.records['global_step'] < until
+  end = max(np.flatnonzero(is_accepted) + 1, default=0)
+  return dataclasses.replace(journal, records=journal.records[:end])

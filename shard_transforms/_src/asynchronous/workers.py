@@ -7,16 +7,12 @@ from typing import Any, NamedTuple, Protocol
 from shard_transforms._src.asynchronous import task as task_lib
 
 
-class WorkerError(ValueError):
-  """A worker cannot compute the task, whatever the folder of the run holds."""
-
-
 class Event(NamedTuple):
   """A gradient has been computed, or is lost.
 
   Attributes:
     worker: The number of the worker.
-    reply: The reply of the worker; `None` if it died.
+    reply: The reply of the worker; `None` if it died or hung.
     fetch: Returns the gradient, or `None` if it has been lost since.
   """
 
@@ -45,11 +41,7 @@ class Workers(Protocol):
     ...
 
   def replace(self, worker: int) -> None:
-    """Replaces a worker; an event reports the gradient that is lost."""
-    ...
-
-  def reset(self) -> None:
-    """Makes all workers idle; no event reports what they computed."""
+    """Replaces a worker; no event reports the gradient that is lost."""
     ...
 
 
@@ -83,6 +75,3 @@ class LocalWorkers:
 
   def replace(self, worker: int) -> None:
     raise NotImplementedError(f'Worker {worker} of this process cannot hang.')
-
-  def reset(self) -> None:
-    self._started.clear()

@@ -62,11 +62,6 @@ def as_decay(name: str, value: Any) -> Any:
   )
 
 
-def as_fraction(name: str, value: Any) -> Any:
-  """Returns a real number from 0 to 1, which may be traced."""
-  return _as_real(name, value, 'be from 0 to 1', lambda x: 0 <= x <= 1)
-
-
 def _as_real(name, value, requirement, fits):
   """Returns a real scalar that fits a requirement, as far as it is known."""
   dtype = leaves.dtype_of_number(value)

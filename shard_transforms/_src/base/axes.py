@@ -13,7 +13,6 @@ import jax
 from jax import core
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -61,28 +60,24 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
   Raises:
     NameError: If an axis is not bound.
   """
-  return math.prod(_size(axis, caller) for axis in axes)
-
-
-def _size(axis, caller):
-  try:
-    return lax.axis_size(axis)
-  except NameError as error:
-    raise NameError(
-        f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
-        f' (mapped mesh axes: {_manual_axes()}). Call it inside'
-        ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
-        f' `jax.vmap` with `axis_name={axis!r}`. Where `tx.init` is called'
-        ' outside, as `TrainState.create` and `nnx.Optimizer` do, bind it:'
-        ' `tx = shard_transforms.on_mesh(tx, mesh)`. On axes of type'
-        ' `Explicit`, its `update` binds them, for gradients of'
-        f' `shard_transforms.value_and_grad(fun, {axis!r})` inside'
-        ' `with jax.set_mesh(mesh)`. For `jax.pmap`, call'
-        f' `jax.pmap(tx.init, axis_name={axis!r})(replicated_params)`. Under'
-        ' plain `jax.jit` with sharded arrays, gradients are global already:'
-        f' leave `{caller}` out, or accumulate them by'
-        ' `shard_transforms.accumulated_value_and_grad`.'
-    ) from error
+  for axis in axes:
+    try:
+      lax.axis_size(axis)
+    except NameError as error:
+      mapped = jax.sharding.get_abstract_mesh().manual_axes
+      raise NameError(
+          f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
+          f' (mapped mesh axes: {mapped}). Call it inside'
+          ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
+          f' `jax.vmap` with `axis_name={axis!r}`. Where `tx.init` is called'
+          ' outside, as `TrainState.create` and `nnx.Optimizer` do, bind it:'
+          ' `tx = shard_transforms.on_mesh(tx, mesh)`. For `jax.pmap`, call'
+          f' `jax.pmap(tx.init, axis_name={axis!r})(replicated_params)`. Under'
+          ' plain `jax.jit` with sharded arrays, gradients are global already:'
+          f' leave `{caller}` out, or accumulate them by'
+          ' `shard_transforms.accumulated_value_and_grad`.'
+      ) from error
+  return math.prod(map(lax.axis_size, axes))
 
 
 def is_bound(axis: Hashable) -> bool:
@@ -94,39 +89,20 @@ def is_bound(axis: Hashable) -> bool:
   return True
 
 
-def types_on(mesh: Any) -> dict[Hashable, jax.sharding.AxisType]:
-  """Returns the type of each axis of a mesh, by its name."""
-  return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-
-def _manual_axes():
-  types = types_on(jax.sharding.get_abstract_mesh()).items()
-  return tuple(a for a, kind in types if kind == AxisType.Manual)
-
-
-def has_explicit(axes: Sequence[Hashable]) -> bool:
-  """Whether types say how arrays are sharded over some of `axes` here."""
-  types = types_on(jax.sharding.get_abstract_mesh())
-  return any(types.get(axis) == AxisType.Explicit for axis in axes)
-
-
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
   """Whether `axes` are of a mesh whose axes are all mapped."""
-  return set(axes).issubset(_manual_axes()) and not unmapped_axes(axes)
+  mapped = jax.sharding.get_abstract_mesh().manual_axes
+  return set(axes).issubset(mapped) and not unmapped_axes(axes)
 
 
 def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   """Returns the axes of the mesh of `axes` that are left to the compiler."""
-  if not set(axes).issubset(_manual_axes()):
-    return ()
   mesh = jax.sharding.get_abstract_mesh()
-  return tuple(
-      axis
-      for axis, kind in types_on(mesh).items()
-      # An axis of length 1 shards nothing, but one in types forbids reshapes.
-      if kind == AxisType.Explicit
-      or (kind == AxisType.Auto and mesh.shape[axis] > 1)
-  )
+  if not set(axes).issubset(mesh.manual_axes):
+    return ()
+  # An axis of length 1 shards nothing, but one in types forbids reshapes.
+  auto = (axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+  return (*mesh.explicit_axes, *auto)
 
 
 def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
@@ -166,7 +142,7 @@ def untracked_axes() -> tuple[Hashable, ...]:
   """Returns the mapped mesh axes over which types do not tell what varies."""
   return tuple(
       axis
-      for axis in _manual_axes()
+      for axis in jax.sharding.get_abstract_mesh().manual_axes
       if lax.axis_size(axis) > 1 and not is_tracked(axis)
   )
 
@@ -183,30 +159,19 @@ def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
   return frozenset(jax.typeof(leaf).manual_axis_type.unreduced)
 
 
-def pending_axes(leaf: Any) -> frozenset[Hashable]:
-  """Returns the unmapped mesh axes over which a sum is still to be done."""
-  spec = getattr(jax.typeof(leaf).sharding, 'spec', None)
-  return frozenset(getattr(spec, 'unreduced', ())).difference(_manual_axes())
-
-
 def is_tracked(axis: Hashable) -> bool:
   """Whether types say which values vary over `axis`, a bound axis."""
   # An index differs between shards by definition, so that its type tells.
   return axis in varying_axes(lax.axis_index(axis))
 
 
-def states(leaves: Sequence[Any], axis: Hashable) -> list[State]:
-  """Returns what the type of each leaf says about `axis`, a bound axis."""
-  tracked = is_tracked(axis)
-  return [_state(leaf, axis, tracked) for leaf in leaves]
-
-
-def _state(leaf: Any, axis: Hashable, tracked: bool) -> State:
-  if axis in unreduced_axes(leaf):
-    return 'unreduced'
+def state(leaf: Any, axis: Hashable) -> State:
+  """Returns what the type of a leaf says about `axis`, a bound axis."""
   if axis in varying_axes(leaf):
     return 'varying'
-  return 'invariant' if tracked else 'untracked'
+  if axis in unreduced_axes(leaf):
+    return 'unreduced'
+  return 'invariant' if is_tracked(axis) else 'untracked'
 
 
 def to_varying(tree: Any, axes: Sequence[Hashable]) -> Any:

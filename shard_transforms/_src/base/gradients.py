@@ -5,22 +5,10 @@ from collections.abc import Sequence
 import functools
 import operator
 from typing import Any
-import weakref
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import explicit_shards
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import partition_specs
-
-# The parameters at which a gradient was taken, by its identity; `None` for one
-# that was taken at two places. No type shows it, and JAX gives no public access
-# to a program while it traces. Weak references keep nothing alive. Arrays that
-# are computed from a gradient have no entry.
-_origins: dict[int, tuple[weakref.ref, weakref.ref | None]] = {}
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
@@ -87,18 +75,10 @@ def value_and_grad(
   Reduce the gradient with `cross_shard_mean`, and the value, for display, with
   `shard_mean`.
 
-  Where the axes are of type `Explicit` and nothing maps them, as under plain
-  `jax.jit`, it maps `fun` over the shards by itself, and types say which
-  arguments are sharded. The gradient is then typed `unreduced`: it can be added
-  up without communication, and `on_mesh(tx, mesh)` reduces it. Values and
-  auxiliary results have a leading axis, [shards, ...].
-
   Args:
     fun: A function of arrays whose result is a scalar, or a pair of a scalar
       and anything with `has_aux`. The scalar must not be reduced over the
-      shards: return `jnp.mean(losses)`, not its `lax.pmean`. On axes of type
-      `Explicit` it gets the rows of a shard, and all other axes of the mesh are
-      of type `Auto`, so that it must not name an `out_sharding`.
+      shards: return `jnp.mean(losses)`, not its `lax.pmean`.
     axis_name: The mapped axis, or a sequence of them.
     argnums: Which positional arguments to differentiate with respect to.
     has_aux: Whether `fun` returns a pair.
@@ -115,9 +95,7 @@ def value_and_grad(
     ValueError: If `axis_name` is empty or names an axis twice; when called, if
       the loss is already reduced over an axis, where JAX tracks this. Under
       `jax.pmap`, `jax.vmap` and `jax.shard_map(..., check_vma=False)` it cannot
-      be seen, and a `lax.psum` in the loss makes the gradient too large. On
-      axes of type `Explicit`, if no argument is sharded over them, if
-      parameters are, or if the mesh has axes of other types.
+      be seen, and a `lax.psum` in the loss makes the gradient too large.
 
   Examples:
     >>> import jax
@@ -136,7 +114,7 @@ def value_and_grad(
     out = fun(*args, **kwargs)
     loss = out[0] if has_aux else out
     for axis in axes:
-      if axes_lib.states([loss], axis) == ['invariant']:
+      if axes_lib.state(loss, axis) == 'invariant':
         raise ValueError(
             f'The loss of `value_and_grad` must be per shard over {axis!r}, got'
             ' one that is the same on all shards: its gradient would be divided'
@@ -153,82 +131,16 @@ def value_and_grad(
 
   @functools.wraps(fun)
   def value_and_grad_fn(*args, **kwargs):
-    if explicit_shards.are_here(axes):
-      wanted = chosen if several else chosen[0]
-      return _on_types(value_and_grad_fn, axes, wanted, args, kwargs)
     axes_lib.size(axes, 'value_and_grad')
-    given, args = args, list(args)
+    args = list(args)
     # JAX has the better error for an argument that is not there.
     for i in set(range(-len(args), len(args))).intersection(chosen):
       args[i] = per_shard(args[i], axes)
-    value, grads = differentiated(*args, **kwargs)
-    of_all = grads if several else (grads,)
-    for i, gradient in zip(chosen, of_all, strict=True):
-      pairs = map(jax.tree.leaves, (gradient, given[i]))
-      for leaf, at in zip(*pairs, strict=True):
-        _note_origin(leaf, at)
-    return value, grads
+    return differentiated(*args, **kwargs)
 
   return value_and_grad_fn
-
-
-def _on_types(fn, axes, argnums, args, kwargs):
-  """Returns what `fn` returns, mapped over axes of type `Explicit`."""
-  explicit_shards.check_mesh('value_and_grad')
-  places = range(-len(args), len(args))
-  if not set(places).issuperset(jax.tree.leaves(argnums)):
-    raise ValueError(
-        '`value_and_grad` must be given differentiated arguments by position,'
-        f' {argnums} by `argnums`, got {len(args)} positional arguments.'
-    )
-  params = jax.tree.map(lambda i: args[i], argnums)
-  explicit_shards.check_whole(params, axes, 'value_and_grad')
-  arrays, join = leaves_lib.split_arrays((args, kwargs))
-  used = map(
-      partition_specs.axes_of,
-      map(explicit_shards.spec_of, jax.tree.leaves(arrays)),
-  )
-  if missing := set(axes).difference(*used):
-    axis = axes if len(axes) > 1 else axes[0]
-    raise ValueError(
-        '`value_and_grad` must be given a batch that is sharded over'
-        f' {sorted(missing, key=str)}, got no such argument. Place it with'
-        f' `jax.device_put(batch, jax.P({axis!r}))`.'
-    )
-
-  def shard(arrays):
-    args, kwargs = join(arrays)
-    return jax.tree.map(lambda x: jnp.expand_dims(x, 0), fn(*args, **kwargs))
-
-  of_grads = jax.tree.map(
-      lambda x: P(axes, *explicit_shards.spec_of(x)), params
-  )
-  value, grads = explicit_shards.map_shards(
-      shard, axes, (arrays,), P(axes), (P(axes), of_grads)
-  )
-  return value, explicit_shards.unreduced_of(grads, axes)
 
 
 def _is_array(leaf):
   numbers = bool | int | float | complex
   return hasattr(leaf, 'dtype') or isinstance(leaf, numbers)
-
-
-def is_taken_at(gradient: Any, origin: Any) -> bool:
-  """Whether `value_and_grad` took a gradient, one leaf, at this very array."""
-  noted, at = _origins.get(id(gradient), (None, None))
-  if noted is None or at is None or origin is None:
-    return False
-  return noted() is gradient and at() is origin
-
-
-def _note_origin(gradient, origin):
-  key = id(gradient)
-  try:
-    noted = weakref.ref(gradient, lambda _: _origins.pop(key, None))
-    at = weakref.ref(origin)
-  # Python numbers have no identity of their own.
-  except TypeError:
-    return
-  is_new = key not in _origins or is_taken_at(gradient, origin)
-  _origins[key] = noted, at if is_new else None

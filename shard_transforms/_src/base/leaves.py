@@ -36,9 +36,8 @@ _REMEDIES = {
         " `cross_shard_mean(..., on_invariant='averaged')` leaves it as it is."
     ),
     'unreduced': (
-        'its sum over the shards is pending. Weights, groups and wrappers need'
-        ' the gradient of each shard: differentiate at'
-        ' `shard_transforms.per_shard(params, {axis!r})`.'
+        'its sum over the shards is pending. Take the gradient of each shard:'
+        ' differentiate at `shard_transforms.per_shard(params, {axis!r})`.'
     ),
 }
 
@@ -110,11 +109,6 @@ def as_accumulator(leaf: Any) -> jax.Array:
   return as_dtype(x, accumulator_dtype(x.dtype))
 
 
-def widened(tree: Any) -> Any:
-  """Returns a tree whose leaves are of the dtypes in which they are summed."""
-  return jax.tree.map(lambda x: x if is_float0(x) else as_accumulator(x), tree)
-
-
 def split_arrays(
     tree: Any,
 ) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
@@ -167,12 +161,11 @@ def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
 
 
 def check_inexact(tree: Any, caller: str) -> None:
-  """Checks that leaves are real, complex or `float0`, and their sums done.
+  """Checks that leaves are real, complex or `float0`.
 
   Raises:
     TypeError: If a leaf is an integer or boolean.
   """
-  _check_not_pending(tree, caller)
   for path, leaf in jax.tree.leaves_with_path(tree):
     # `jnp.result_type` takes ten times as long.
     dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
@@ -184,44 +177,30 @@ def check_inexact(tree: Any, caller: str) -> None:
       )
 
 
-def check_per_shard(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that each shard still has its own values."""
-  _check(tree, axes, caller, refused=('invariant', 'unreduced'))
+def check_per_shard(
+    tree: Any,
+    axes: Sequence[Hashable],
+    caller: str,
+    allow_invariant: bool = False,
+) -> None:
+  """Checks that each shard still has its own values, or the same ones.
 
-
-def check_not_reduced(tree: Any, axes: Sequence[Hashable], caller: str) -> None:
-  """Checks that values are not reduced yet; their sum may be pending."""
-  _check(tree, axes, caller, refused=('invariant',))
-
-
-def _check(tree, axes, caller, refused):
+  Raises:
+    ValueError: If a leaf is reduced over one of `axes`, unless this is allowed,
+      or is still to be summed.
+  """
   found = jax.tree.leaves_with_path(tree)
-  found = [(p, leaf) for p, leaf in found if not is_float0(leaf)]
-  for axis in axes:
-    states = axes_lib.states([leaf for _, leaf in found], axis)
-    for (path, leaf), state in zip(found, states, strict=True):
-      if state in refused:
-        raise ValueError(
-            f'`updates` of `{caller}` must be per shard over {axis!r}, got'
-            f' {name_of(path)} {list(jnp.shape(leaf))}, typed {state}:'
-            f' {_REMEDIES[state].format(axis=axis)}'
-        )
-
-
-def _check_not_pending(tree: Any, caller: str) -> None:
-  """Checks that no sum over an axis of type `Explicit` is still to be done."""
-  if not axes_lib.has_explicit(jax.sharding.get_abstract_mesh().axis_names):
-    return
-  for path, leaf in jax.tree.leaves_with_path(tree):
-    pending = () if is_float0(leaf) else axes_lib.pending_axes(leaf)
-    if pending:
+  for axis in filter(axes_lib.is_tracked, axes):
+    for path, leaf in found:
+      if is_float0(leaf) or axis in axes_lib.varying_axes(leaf):
+        continue
+      state = axes_lib.state(leaf, axis)
+      if state == 'invariant' and allow_invariant:
+        continue
       raise ValueError(
-          f'`updates` of `{caller}` must not be unreduced, got {name_of(path)}'
-          f' {list(jnp.shape(leaf))}, whose sum over'
-          f' {sorted(pending, key=str)} is pending. Name these axes in the'
-          ' reduction, such as `cross_shard_mean`, and bind them by'
-          ' `shard_transforms.on_mesh(tx, mesh)`; or take gradients by'
-          ' `shard_transforms.accumulated_value_and_grad`.'
+          f'`updates` of `{caller}` must be per shard over {axis!r}, got'
+          f' {name_of(path)} {list(jnp.shape(leaf))}, typed {state}:'
+          f' {_REMEDIES[state].format(axis=axis)}'
       )
 
 

@@ -85,7 +85,7 @@ def _is_sliced(path, leaf, axis, spec, caller):
   # Neither an array without elements nor a scalar can be sliced.
   if leaves_lib.is_float0(leaf) or not jnp.size(leaf):
     return False
-  state = axes_lib.states([leaf], axis)[0]
+  state = axes_lib.state(leaf, axis)
   told = None
   if spec is not None:
     told = axis in axes_of(spec) and jnp.ndim(leaf) > 0

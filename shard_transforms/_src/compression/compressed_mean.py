@@ -1,21 +1,42 @@
-"""`compressed_mean`: the mean over shards in fewer bytes."""
+"""`compressed_mean`: the mean over shards in fewer bytes.
 
+For the update u_i of shard i, its residual e_i, the residual E_j of the owner j
+of a slice of each leaf, and a compressor C:
+
+  p_i = u_i + e_i,  s_j = mean_i C(p_i)[j] + E_j,  result[j] = C(s_j)
+  e_i = p_i - C(p_i),  E_j = s_j - C(s_j)
+
+All results and all residuals add up to the means of all updates, but for
+rounding in float32.
+"""
+
+import collections
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressed_reduction
 from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.compression import residuals
+from shard_transforms._src.compression import two_phase
 from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'compressed_mean'
+Feedback = Literal['residual'] | None
 
 
 def compressed_mean(
     axis_name: axes_lib.AxisName,
     compressor: compressor_lib.Compressor,
     *,
-    feedback: compressed_reduction.Feedback = 'residual',
+    feedback: Feedback = 'residual',
     min_elements: int = 16384,
     warmup_steps: int = 0,
     seed: int = 0,
@@ -43,18 +64,6 @@ def compressed_mean(
   keep theirs. A NaN with a weight enters the residuals and stays there:
   `guard` around the reduction keeps it out.
 
-  With `feedback='ef21'`, each shard keeps an estimate :math:`m_i` of its
-  update, whose mean all shards know, and sends the difference:
-
-  .. math:: m_i \leftarrow m_i + C(u_i - m_i), \quad
-     u \leftarrow u + C\Big(\frac1N \sum_i m_i - u\Big)
-
-  (the owners apply the second C, with a residual of their own). For constant
-  updates, the error :math:`u_i - m_i` contracts in each step as C does, and no
-  old error comes back. Changes from step to step, such as the noise of batches,
-  are followed with a delay. It takes no weights, because the estimates do not
-  contain them.
-
   Leaves of fewer than `min_elements` elements and complex leaves are reduced as
   by `cross_shard_mean`. Put compression before transformations that keep
   moments. Make the state with `init_state`; it is for this number of shards,
@@ -64,8 +73,8 @@ def compressed_mean(
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of them.
     compressor: How blocks of updates are compressed, such as `quantize(8)`.
-    feedback: `'residual'` to add each error to the next update, `'ef21'` to
-      send the difference from an estimate, or `None` to forget errors.
+    feedback: `'residual'` to add each error to the next update, or `None` to
+      forget errors.
     min_elements: The least number of elements of a leaf that is compressed. The
       slice of each shard is filled up to whole blocks, so that leaves of less
       than a block for each shard gain little.
@@ -73,8 +82,8 @@ def compressed_mean(
     seed: The seed of compressors that draw random numbers.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`, or
-    an `EF21State`, whose `update` takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` with a `CompressedMeanState`,
+    whose `update` takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
@@ -82,10 +91,9 @@ def compressed_mean(
       integer or boolean, `weight` is not a real number, or the state is of
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
-      already reduced, `weight` is not a scalar, known to be negative or given
-      together with `feedback='ef21'`, or the state was made for other
-      parameters, another number of shards, or with another `feedback` or
-      `min_elements`.
+      already reduced, `weight` is not a scalar or known to be negative, or the
+      state was made for other parameters, another number of shards, or with
+      another `feedback` or `min_elements`.
 
   Examples:
     >>> import jax
@@ -105,13 +113,11 @@ def compressed_mean(
   References:
     Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient
     Compression Schemes, 2019, https://arxiv.org/abs/1901.09847.
-    Richtarik et al., EF21: A New, Simpler, Theoretically Better, and
-    Practically Faster Error Feedback, 2021, https://arxiv.org/abs/2106.05203.
     Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with
     Double-pass Error-Compensated Compression, 2019,
     https://arxiv.org/abs/1905.05957.
   """
-  reduce = compressed_reduction.CompressedReduction(
+  reduction = _CompressedMean(
       leaf_sums.Reduction(_CALLER, 'mean', axes_lib.as_axes(axis_name)),
       warmup_steps,
       seed,
@@ -120,18 +126,122 @@ def compressed_mean(
       min_elements,
   )
 
-  def init_fn(params):
-    return reduce.start(params)
-
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    arguments.check_state(state, reduce.kind, _CALLER)
-    if weight is not None and feedback == 'ef21':
-      raise ValueError(
-          f'`weight` of `{_CALLER}` must be left out with'
-          f" `feedback='ef21'`, got {weight!r}: estimates do not know it. Use"
-          " `feedback='residual'`; `guard` with `on_bad='skip'` gives none."
-      )
-    return reduce(updates, state, weight)
+    return reduction.update(updates, state, weight)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(reduction.init, update_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CompressedMean(compressed_reduction.CompressedReduction):
+  """The options and the steps of `compressed_mean`."""
+
+  compressor: compressor_lib.Compressor
+  feedback: Feedback
+  min_elements: int
+  kind = residuals.CompressedMeanState
+  names = 'residual', 'server_residual'
+
+  def __post_init__(self):
+    super().__post_init__()
+    compressor_lib.check(self.compressor, _CALLER)
+    if self.feedback not in ('residual', None):
+      raise ValueError(
+          f"`feedback` must be 'residual' or None, got {self.feedback!r}."
+      )
+    arguments.as_at_least('min_elements', self.min_elements, 1)
+
+  def compresses(self, leaf):
+    """Whether a leaf is compressed; complex ones and small ones are not."""
+    is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
+    return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
+
+  def _begin(self, param, position):
+    del position
+    if self.feedback is None:
+      return None, None, None
+    length = two_phase.slice_length(param.shape, self.num_shards())
+    server = jnp.zeros((1,) * (param.ndim - 1) + (length,), jnp.float32)
+    return (
+        compressed_reduction.no_residual(param),
+        compressed_reduction.like_param(server, param),
+        compressed_reduction.no_norm(param),
+    )
+
+  def _check_kept(self, leaf, kept):
+    own, server, _ = kept
+    is_held = own is not None
+    keeps = bool(self.feedback) and leaf is not None and self.compresses(leaf)
+    if leaf is not None and keeps != is_held:
+      verb = 'keeps' if is_held else 'lacks'
+      raise ValueError(
+          f'State of `{_CALLER}` must be made with the same `feedback`'
+          f' and `min_elements`, got one that {verb} a residual for a leaf of'
+          f' the shape {jnp.shape(leaf)}.'
+      )
+    num_shards = self.num_shards()
+    if is_held and server.size != two_phase.slice_length(own.shape, num_shards):
+      raise ValueError(
+          f'State of `{_CALLER}` must be made for {num_shards} shards, got'
+          f' slices of {server.size} elements of {own.shape}. Make it fit them'
+          ' with `shard_transforms.resize_state`.'
+      )
+
+  def _compressed_mean(self, values, others, held, share, counting):
+    plain = leaf_sums.reduce(others, share, self.options)
+    key = jax.random.fold_in(jax.random.key(self.seed), held.step)
+    exchange = two_phase.Exchange(self.compressor, self.axes, key)
+    pending = [
+        counting.keep(0, _plus(value, rest))
+        for value, rest in zip(values, held.residual, strict=True)
+    ]
+    # A shared buffer would vary over all axes over which one of its leaves
+    # does.
+    groups = collections.defaultdict(list)
+    for i, leaf in enumerate(pending):
+      groups[axes_lib.varying_axes(leaf)].append(i)
+    found = {}
+    for some in groups.values():
+      parts = _exchanged(
+          [pending[i] for i in some],
+          [held.server_residual[i] for i in some],
+          counting,
+          exchange,
+      )
+      found.update(zip(some, zip(*parts, strict=True), strict=True))
+    means, rests, server_rests = zip(
+        *(found[i] for i in range(len(pending))), strict=True
+    )
+
+    keep, keep_of_any = counting.keep, counting.keep_of_any
+    held = held._replace(
+        residual=compressed_reduction.map_kept(keep, held.residual, rests),
+        server_residual=compressed_reduction.map_kept(
+            keep_of_any, held.server_residual, server_rests
+        ),
+    )
+    return list(means), plain, held
+
+
+def _exchanged(pending, server, counting, exchange):
+  """Returns means of leaves, the errors of this shard, and those of owners.
+
+  Args:
+    pending: What this shard sends, all varying over the same axes.
+    server: The residuals of the slices that it owns; `None` without feedback.
+    counting: Whether any shard counts.
+    exchange: How leaves are sent.
+  """
+  slices, sent = exchange.scatter(pending)
+  owned = [
+      counting.keep_of_any(0, _plus(value, rest))
+      for value, rest in zip(slices, server, strict=True)
+  ]
+  means, server_rests = exchange.gather(owned, [x.shape for x in pending])
+  rests = [x - y.astype(x.dtype) for x, y in zip(pending, sent, strict=True)]
+  return means, rests, server_rests
+
+
+def _plus(value, residual):
+  return value if residual is None else value + residual

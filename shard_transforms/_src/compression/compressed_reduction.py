@@ -5,9 +5,7 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
-import functools
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import chex
 import jax
@@ -20,13 +18,9 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.compression import compressor as compressor_lib
-from shard_transforms._src.compression import ef21
-from shard_transforms._src.compression import error_feedback
-from shard_transforms._src.compression import two_phase
+from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
-
-Feedback = Literal['residual', 'ef21'] | None
 
 
 class Split(NamedTuple):
@@ -64,8 +58,45 @@ class Split(NamedTuple):
     return self.treedef.unflatten(leaves)
 
 
+class Counting(NamedTuple):
+  """Whether a shard counts in a step, and how much.
+
+  Attributes:
+    factor: The number by which its updates are multiplied in an unweighted
+      mean, float32 [], or `None` where all shards count the same.
+    is_any: Whether any shard counts, bool [], or `None`.
+  """
+
+  factor: jax.Array | None
+  is_any: jax.Array | None
+
+  @classmethod
+  def of(cls, share: leaf_sums.Share, num_shards: int) -> 'Counting':
+    """Returns the counting of a shard with this share."""
+    if share.weight is None or share.total is None:
+      return cls(None, None)
+    total = weights.safe_divisor(share.total)
+    return cls(share.weight * num_shards / total, share.total > 0)
+
+  def weigh(self, leaf: jax.Array) -> jax.Array:
+    """Returns a leaf as it enters an unweighted mean, in 32 bits or more."""
+    return weights.weighing(self.factor)(leaves_lib.as_accumulator(leaf))
+
+  def keep(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
+    """Returns `after`, or `before` for a shard that does not count."""
+    if self.factor is None:
+      return after
+    return jnp.where(self.factor > 0, after, before)
+
+  def keep_of_any(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
+    """Returns `after`, or `before` where no shard counts."""
+    if self.is_any is None:
+      return after
+    return jnp.where(self.is_any, after, before)
+
+
 @dataclasses.dataclass(frozen=True)
-class SelectiveCompression(abc.ABC):
+class CompressedReduction(abc.ABC):
   """The mean of a tree over shards, with some leaves compressed.
 
   The other leaves, and all of them during the warm-up, are reduced as they are.
@@ -76,11 +107,16 @@ class SelectiveCompression(abc.ABC):
     options: The public name that errors show, and how leaves are reduced.
     warmup_steps: How many steps are not compressed.
     seed: The seed of random numbers.
+    kind: The class of the state.
+    names: Those of the trees of residuals. They and `update_norm`
+      differ between shards.
   """
 
   options: leaf_sums.Reduction
   warmup_steps: int
   seed: int
+  kind: ClassVar[Any]
+  names: ClassVar[tuple[str, ...]]
 
   def __post_init__(self):
     arguments.as_at_least('warmup_steps', self.warmup_steps, 0)
@@ -94,15 +130,9 @@ class SelectiveCompression(abc.ABC):
   def axes(self) -> tuple[Hashable, ...]:
     return self.options.axes
 
-  @property
-  @abc.abstractmethod
-  def kind(self) -> Any:
-    """The class of the state."""
-
-  @property
-  def shared(self) -> str:
-    """The name of the tree of the state that is the same on all shards."""
-    return ''
+  def num_shards(self) -> int:
+    """Returns the number of shards over all axes."""
+    return axes_lib.size(self.axes, self.caller)
 
   @abc.abstractmethod
   def compresses(self, leaf: Any) -> bool:
@@ -114,38 +144,47 @@ class SelectiveCompression(abc.ABC):
 
   @abc.abstractmethod
   def _check_kept(self, leaf: Any, kept: Sequence[Any]) -> None:
-    """Refuses what is kept of a leaf, in the order of the trees, of another."""
+    """Raises if the saved state of a leaf was made for a different leaf."""
 
   @abc.abstractmethod
   def _compressed_mean(
       self,
-      leaves: Sequence[jax.Array],
+      values: Sequence[jax.Array],
       others: Sequence[jax.Array],
       held: Any,
       share: leaf_sums.Share,
+      counting: Counting,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
-    """Returns the means of leaves and of others, and the next state."""
+    """Returns means over several shards, and the next residuals.
 
-  def start(self, params: optax.Params) -> Any:
+    Args:
+      values: Leaves as they enter the mean, none of them empty.
+      others: Leaves that are not compressed.
+      held: The state, with a list in place of each tree.
+      share: How much this shard counts.
+      counting: The same for an unweighted mean.
+    """
+
+  def init(self, params: optax.Params) -> Any:
     """Returns the state before the first step.
 
     Raises:
       NameError: If an axis is not bound.
     """
-    axes_lib.size(self.axes, self.caller)
+    self.num_shards()
     leaves, treedef = jax.tree.flatten(params)
-    names = self.kind._fields[1:]
-    nothing = (None,) * len(names)
+    nothing = (None,) * (len(self.kind._fields) - 1)
     begun = [
         self._begin(leaf, i) if self.compresses(leaf) else nothing
         for i, leaf in enumerate(leaves)
     ]
     trees = [
-        treedef.unflatten(kept[i] for kept in begun) for i in range(len(names))
+        treedef.unflatten(kept[i] for kept in begun)
+        for i in range(len(nothing))
     ]
     return self._stored(self.kind(counters.zero(), *trees))
 
-  def __call__(
+  def update(
       self,
       updates: optax.Updates,
       state: Any,
@@ -155,52 +194,62 @@ class SelectiveCompression(abc.ABC):
 
     Raises:
       NameError: If an axis is not bound.
-      TypeError: If a leaf carries no gradient, or the weight is not a number.
+      TypeError: If a leaf carries no gradient, the weight is not a number, or
+        the state is of another transformation.
       ValueError: If a leaf is reduced already, the weight is not a scalar or is
         negative, or the state was made for other parameters or shards.
     """
-    share = self._share(updates, weight)
-    split, own, held = self._opened(updates, state)
+    arguments.check_state(state, self.kind, self.caller)
+    checked = leaf_sums.check(updates, weight, self.options)
+    leaves_lib.check_per_shard(updates, self.axes, self.caller)
+    split = Split.of(updates, self.compresses)
+    own = self._own(state, updates, split)
+    held = self.kind(own.step, *(split.parts(tree)[0] for tree in own[1:]))
     leaves, others = split.parts(updates)
+    with jax.named_scope(self.caller):
+      share = leaf_sums.share(checked, self.options)
+      means, plain, held = self._mean(leaves, others, held, share)
+    trees = [
+        split.replace(tree, kept, split.parts(tree)[1])
+        for tree, kept in zip(own[1:], held[1:], strict=True)
+    ]
+    after = self.kind(counters.add(own.step, 1), *trees)
+    return split.replace(updates, means, plain), self._stored(after)
+
+  def _mean(self, leaves, others, held, share):
+    """Returns the means of leaves and of others, and what is kept next."""
 
     def plain(held):
       means = leaf_sums.reduce([*leaves, *others], share, self.options)
       return means[: len(leaves)], means[len(leaves) :], held
 
     def compressed(held):
-      return self._compressed_mean(leaves, others, held, share)
+      counting = Counting.of(share, self.num_shards())
+      values = [counting.weigh(leaf) for leaf in leaves]
+      norms = map_kept(_next_norm, held.update_norm, values)
+      run = self._flush if self.num_shards() == 1 else self._compressed_mean
+      means, plain_means, held = run(values, others, held, share, counting)
+      means = [x.astype(y.dtype) for x, y in zip(means, leaves, strict=True)]
+      return means, plain_means, held._replace(update_norm=norms)
 
-    with jax.named_scope(self.caller):
-      run: Any = plain
-      if leaves:
-        run = self._after_warmup(state.step, compressed, plain, leaves)
-      means, plain_means, held = run(held)
-    held = held._replace(step=counters.add(state.step, 1))
-    updates = split.replace(updates, means, plain_means)
-    return updates, self._closed(split, own, held)
-
-  def _share(self, updates, weight):
-    """Checks the arguments, and returns how much the shard counts."""
-    weight = leaf_sums.check(updates, weight, self.options)
-    leaves_lib.check_per_shard(updates, self.axes, self.caller)
-    with jax.named_scope(self.caller):
-      return leaf_sums.share(weight, self.options)
-
-  def _after_warmup(self, step, compressed, plain, like):
-    """Returns `compressed`, cast to the dtypes of `like`, after the warm-up."""
-
-    def cast(held):
-      made, *others = compressed(held)
-      pairs = zip(made, like, strict=True)
-      return [x.astype(y.dtype) for x, y in pairs], *others
-
+    if not leaves:
+      return plain(held)
     if not self.warmup_steps:
-      return cast
-    return functools.partial(lax.cond, step < self.warmup_steps, plain, cast)
+      return compressed(held)
+    is_warm = held.step < self.warmup_steps
+    return lax.cond(is_warm, plain, compressed, held)
 
-  def _opened(self, updates, state):
-    """Checks a state; returns the split of updates, and its trees and lists."""
-    split = Split.of(updates, self.compresses)
+  def _flush(self, values, others, held, share, counting):
+    """Returns the means of a single shard, which sends all that it holds."""
+    for name in self.names:
+      values, rests = _emptied(values, getattr(held, name), counting)
+      held = held._replace(**{name: rests})
+    # Unlike a sum, this keeps the sign of a zero too.
+    means = [collectives.gather(x, self.axes).reshape(x.shape) for x in values]
+    return means, leaf_sums.reduce(others, share, self.options), held
+
+  def _own(self, state, updates, split):
+    """Returns the state of this shard, checked."""
     trees = per_shard_state.own(self._per_shard(state), self.axes, self.caller)
     own = state._replace(**trees)
     arguments.check_like(updates, own[1], self.caller)
@@ -208,16 +257,7 @@ class SelectiveCompression(abc.ABC):
         *map(split.treedef.flatten_up_to, (updates, *own[1:])), strict=True
     ):
       self._check_kept(leaf, kept)
-    held = self.kind(own.step, *(split.parts(tree)[0] for tree in own[1:]))
-    return split, own, held
-
-  def _closed(self, split, own, held):
-    """Returns the state as it is kept; the reverse of `_opened`."""
-    trees = [
-        split.replace(tree, kept, split.parts(tree)[1])
-        for tree, kept in zip(own[1:], held[1:], strict=True)
-    ]
-    return self._stored(self.kind(held.step, *trees))
+    return own
 
   def _stored(self, state):
     trees = self._per_shard(state)
@@ -225,83 +265,51 @@ class SelectiveCompression(abc.ABC):
 
   def _per_shard(self, state):
     """Returns the trees of a state that differ between shards, by name."""
-    same = ('step', self.shared)
-    return {k: tree for k, tree in state._asdict().items() if k not in same}
+    names = *self.names, 'update_norm'
+    return {name: getattr(state, name) for name in names}
 
 
-@dataclasses.dataclass(frozen=True)
-class CompressedReduction(SelectiveCompression):
-  """The compressed mean of a tree over shards; checked when it is made.
+def map_kept(
+    fn: Callable[..., Any], kept: Sequence[Any], *lists: Sequence[Any]
+) -> list[Any]:
+  """Maps what is kept of leaves, and other lists; `None` where none is."""
+  return [
+      None if x is None else fn(x, *others)
+      for x, *others in zip(kept, *lists, strict=True)
+  ]
 
-  Attributes:
-    compressor: How rows become bytes.
-    feedback: How errors are fed back; `None` forgets them.
-    min_elements: The least number of elements of a leaf that is compressed.
-  """
 
-  compressor: compressor_lib.Compressor
-  feedback: Feedback
-  min_elements: int
+def _emptied(values, kept, counting):
+  """Returns values with their residuals, and zeros in place of these."""
+  wholes, after = [], []
+  for value, before in zip(values, kept, strict=True):
+    if before is not None:
+      pending = counting.keep(0, before.reshape(value.shape))
+      # Adding zero would turn a -0 into a 0.
+      value = jnp.where(pending == 0, value, value + pending)
+      before = counting.keep(before, jnp.zeros_like(before))
+    wholes.append(value)
+    after.append(before)
+  return wholes, after
 
-  def __post_init__(self):
-    super().__post_init__()
-    compressor_lib.check(self.compressor, self.caller)
-    if self.feedback not in ('residual', 'ef21', None):
-      raise ValueError(
-          "`feedback` must be 'residual', 'ef21' or None, got"
-          f' {self.feedback!r}.'
-      )
-    arguments.as_at_least('min_elements', self.min_elements, 1)
 
-  @property
-  def _method(self):
-    return ef21 if self.feedback == 'ef21' else error_feedback
+def _next_norm(before, update):
+  """Returns the norm of an update, or the last norm if the update is zero."""
+  after = jnp.sqrt(jnp.sum(jnp.square(update))).astype(jnp.float32)
+  return jnp.where(after == 0, before, after)
 
-  @property
-  def kind(self) -> Any:
-    return self._method.KIND
 
-  @property
-  def shared(self) -> str:
-    return self._method.SHARED
+def no_residual(param: jax.Array) -> jax.Array:
+  """Returns the residual of a leaf before the first step."""
+  dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
+  return jnp.zeros_like(param, dtype)
 
-  def compresses(self, leaf: Any) -> bool:
-    """Whether a leaf is compressed; complex ones and small ones are not."""
-    is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
-    return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
 
-  def _exchange(self, compressor, step):
-    """Returns the exchange of a step."""
-    key = jax.random.fold_in(jax.random.key(self.seed), step)
-    return two_phase.Exchange(compressor, self.axes, key)
+def no_norm(param: jax.Array) -> jax.Array:
+  """Returns a norm of 0 that varies over the same axes as the parameter."""
+  return like_param(jnp.zeros([], jnp.float32), param)
 
-  def _begin(self, param, position):
-    del position
-    if self.feedback is None:
-      return None, None, None
-    return self._method.start(param, axes_lib.size(self.axes, self.caller))
 
-  def _compressed_mean(self, leaves, others, held, share):
-    exchange = self._exchange(self.compressor, held.step)
-    plain = leaf_sums.reduce(others, share, self.options)
-    means, held = self._method.mean(leaves, held, share, exchange)
-    return means, plain, held
-
-  def _check_kept(self, leaf, kept):
-    own, server, *_ = kept
-    is_held = own is not None
-    keeps = bool(self.feedback) and leaf is not None and self.compresses(leaf)
-    if leaf is not None and keeps != is_held:
-      verb = 'keeps' if is_held else 'lacks'
-      raise ValueError(
-          f'State of `{self.caller}` must be made with the same `feedback`'
-          f' and `min_elements`, got one that {verb} a residual for a leaf of'
-          f' the shape {jnp.shape(leaf)}.'
-      )
-    num_shards = axes_lib.size(self.axes, self.caller)
-    if is_held and server.size != two_phase.slice_length(own.shape, num_shards):
-      raise ValueError(
-          f'State of `{self.caller}` must be made for {num_shards} shards, got'
-          f' slices of {server.size} elements of {own.shape}. Make it fit them'
-          ' with `shard_transforms.resize_state`.'
-      )
+def like_param(x: jax.Array, param: jax.Array) -> jax.Array:
+  """Returns an array that varies over the same axes as a parameter."""
+  return axes_lib.to_varying(x, tuple(axes_lib.varying_axes(param)))

@@ -1,9 +1,7 @@
 """`power_sgd`: the mean of matrices over shards, as two thin factors."""
 
-from collections.abc import Mapping
 import dataclasses
 import math
-from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -13,75 +11,13 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.compression import compressed_reduction
-from shard_transforms._src.compression import error_feedback
 from shard_transforms._src.compression import residuals
 from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'power_sgd'
 _UNWEIGHTED = leaf_sums.Share(None, None)
-
-
-class PowerSGDState(NamedTuple):
-  """State of `power_sgd`.
-
-  A leaf that is not compressed has `None` in place of its residual and sketch.
-
-  Attributes:
-    step: Number of updates, int32 [].
-    residual: The part of each shard's updates that it has not sent yet, a tree
-      like the parameters, each leaf [1, ...], in float32 for leaves of fewer
-      bits: a leading axis, of length 1 inside the mapped function and of the
-      number of shards outside.
-    sketch: The right factor of the last mean of each matrix, float32 [1,
-      columns, rank], the same on all shards.
-    update_norm: The norm of each leaf of each shard's last update that was not
-      zero, float32 [1].
-
-  Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import shard_transforms
-    >>> from shard_transforms import compression
-    >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = compression.power_sgd('data', 2)
-    >>> params = {'w': jnp.ones((20, 30)), 'b': jnp.ones(30)}
-    >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print(state.residual['w'].shape, state.sketch['w'].shape)
-    (8, 20, 30) (1, 30, 2)
-  """
-
-  step: jax.Array
-  residual: Any
-  sketch: Any
-  update_norm: Any
-
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields."""
-    del reduction
-    return {
-        'residual': state_rules.ResizeRule('mean'),
-        'update_norm': state_rules.ResizeRule('maximum'),
-    }
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {'step': state_rules.MetricRule()}
-
-  def health_problem(self) -> str | None:
-    """Returns what `check_health` raises, if a residual is not finite."""
-    return residuals.problem(self.residual)
-
-  def error_squares(self) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the two squares of `compression_error`, per shard."""
-    return (
-        residuals.squares(self.residual),
-        residuals.norm_squares(self.update_norm, self.residual),
-    )
 
 
 def power_sgd(
@@ -168,23 +104,21 @@ def power_sgd(
       min_ratio,
   )
 
-  def init_fn(params):
-    return factors.start(params)
-
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    arguments.check_state(state, PowerSGDState, _CALLER)
-    return factors(updates, state, weight)
+    return factors.update(updates, state, weight)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(factors.init, update_fn)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Factors(compressed_reduction.SelectiveCompression):
+class _Factors(compressed_reduction.CompressedReduction):
   """The options and the steps of `power_sgd`."""
 
   rank: int
   min_ratio: float
+  kind = residuals.PowerSGDState
+  names = ('residual',)
 
   def __post_init__(self):
     super().__post_init__()
@@ -193,14 +127,6 @@ class _Factors(compressed_reduction.SelectiveCompression):
       raise ValueError(
           f'`min_ratio` must be at least 1, got {self.min_ratio!r}.'
       )
-
-  @property
-  def kind(self):
-    return PowerSGDState
-
-  @property
-  def shared(self):
-    return 'sketch'
 
   def compresses(self, leaf):
     """Whether a leaf is a matrix with a large enough compression ratio."""
@@ -213,12 +139,14 @@ class _Factors(compressed_reduction.SelectiveCompression):
     return is_real and size > 0 and size >= self.min_ratio * sent
 
   def _begin(self, param, position):
-    dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
     key = jax.random.fold_in(jax.random.key(self.seed), position)
     shape = 1, param.shape[-1], self.rank
     sketch = jax.random.normal(key, shape, jnp.float32)
-    sketch = axes_lib.to_varying(sketch, tuple(axes_lib.varying_axes(param)))
-    return jnp.zeros_like(param, dtype), sketch, residuals.no_norm(param)
+    return (
+        compressed_reduction.no_residual(param),
+        compressed_reduction.like_param(sketch, param),
+        compressed_reduction.no_norm(param),
+    )
 
   def _check_kept(self, leaf, kept):
     _, sketch, _ = kept
@@ -231,19 +159,9 @@ class _Factors(compressed_reduction.SelectiveCompression):
           f' {jnp.shape(leaf)}.'
       )
 
-  def _compressed_mean(self, leaves, others, held, share):
-    num_shards = axes_lib.size(self.axes, _CALLER)
-    counting = error_feedback.Counting.of(share, num_shards)
-    values = [counting.weigh(leaf) for leaf in leaves]
-    norms = list(map(residuals.next_norm, held.update_norm, values))
-    if num_shards == 1:
-      means, rests = error_feedback.flush(
-          values, held.residual, counting, self.axes
-      )
-      plain = leaf_sums.reduce(others, share, self.options)
-      return means, plain, PowerSGDState(held.step, rests, held.sketch, norms)
+  def _compressed_mean(self, values, others, held, share, counting):
     matrices = [
-        counting.keep(value + rest, 0).reshape(-1, value.shape[-1])
+        counting.keep(0, value + rest).reshape(-1, value.shape[-1])
         for value, rest in zip(values, held.residual, strict=True)
     ]
     lefts, plain = self._lefts(matrices, others, held.sketch, share)
@@ -253,21 +171,23 @@ class _Factors(compressed_reduction.SelectiveCompression):
     ]
     rights = leaf_sums.reduce(own_rights, _UNWEIGHTED, self.options)
 
-    def mean(left, right, like):
-      return _of_factors(left, right).reshape(like.shape)
+    def mean(left, right, value):
+      return _of_factors(left, right).reshape(value.shape)
 
     def rest(before, matrix, left, right):
       rest = matrix - _of_factors(left, right)
-      return counting.keep(rest.reshape(before.shape), before)
+      return counting.keep(before, rest.reshape(before.shape))
 
     def sketch(before, right):
       right = right.T[None].astype(jnp.float32)
-      return counting.keep_of_any(right, before)
+      return counting.keep_of_any(before, right)
 
-    means = list(map(mean, lefts, rights, leaves))
-    rests = list(map(rest, held.residual, matrices, lefts, own_rights))
-    sketches = list(map(sketch, held.sketch, rights))
-    return means, plain, PowerSGDState(held.step, rests, sketches, norms)
+    means = list(map(mean, lefts, rights, values))
+    held = held._replace(
+        residual=list(map(rest, held.residual, matrices, lefts, own_rights)),
+        sketch=list(map(sketch, held.sketch, rights)),
+    )
+    return means, plain, held
 
   def _lefts(self, matrices, others, sketches, share):
     """Returns the left factors, the same on all shards, and other means."""

@@ -1,71 +1,196 @@
-"""Residuals seen from outside: whether they are finite, and their norms."""
+"""States with residuals, whether these are finite, and how large they are."""
 
-from typing import Any, TypeGuard
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import state_rules
 
 
-def problem(residuals: Any) -> str | None:
-  """Returns what is wrong if a residual of a shard here is not finite.
+class CompressedMeanState(NamedTuple):
+  """State of `compressed_mean`.
 
-  Args:
-    residuals: Arrays with a leading axis of shards.
+  What differs between shards has a leading axis, of length 1 inside the mapped
+  function and of the number of shards outside. A leaf that is not compressed
+  has `None` in place of its residuals; without feedback, all have.
+
+  Attributes:
+    step: Number of updates, int32 [].
+    residual: The part of each shard's updates that it has not sent yet, a tree
+      like the parameters, each leaf [1, ...], in float32 for leaves of fewer
+      bits.
+    server_residual: The same of the means of the slices that each shard owns,
+      each leaf [1, 1, ..., 1, elements].
+    update_norm: The norm of each leaf of each shard's last update that was not
+      zero, float32 [1].
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from shard_transforms import compression
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = compression.compressed_mean('data', compression.quantize(8))
+    >>> params = {'w': jnp.ones((200, 300)), 'b': jnp.ones(300)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> print(state.residual['w'].shape, state.server_residual['w'].shape)
+    (8, 200, 300) (8, 1, 7500)
+    >>> print(state.residual['b'])
+    None
   """
-  bad = {
-      start + i
-      for leaf in jax.tree.leaves(residuals)
-      for start, piece in state_rules.parts_here(leaf)
-      for i, row in enumerate(piece)
-      if not np.all(np.isfinite(row))
-  }
-  if not bad:
-    return None
-  return (
-      f'The residuals of the shards {sorted(bad)} are not finite: a bad update'
-      ' has reached them, and stays in all later ones. Go back to a checkpoint,'
-      ' and put `shard_transforms.guard` around the compression.'
-  )
+
+  step: jax.Array
+  residual: Any
+  server_residual: Any
+  update_norm: Any
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns how `resize_state` converts its fields.
+
+    The mean of all residuals stays as it is.
+    """
+    del reduction
+    return {
+        'residual': state_rules.ResizeRule('mean'),
+        'server_residual': state_rules.ResizeRule('cut_anew'),
+        'update_norm': state_rules.ResizeRule('maximum'),
+    }
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns how `metrics` reads its attributes."""
+    return {'step': state_rules.MetricRule()}
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if a residual is not finite."""
+    held = self.residual, self.server_residual
+    return _health_problem(held)
 
 
-def squares(residual: Any) -> jax.Array | None:
-  """Returns the squared norm of the residual of each shard, [shards].
+class PowerSGDState(NamedTuple):
+  """State of `power_sgd`.
 
-  Args:
-    residual: A tree of arrays [shards, ...], or of none.
+  A leaf that is not compressed has `None` in place of its residual and sketch.
+
+  Attributes:
+    step: Number of updates, int32 [].
+    residual: The part of each shard's updates that it has not sent yet, a tree
+      like the parameters, each leaf [1, ...], in float32 for leaves of fewer
+      bits: a leading axis, of length 1 inside the mapped function and of the
+      number of shards outside.
+    sketch: The right factor of the last mean of each matrix, float32 [1,
+      columns, rank], the same on all shards.
+    update_norm: The norm of each leaf of each shard's last update that was not
+      zero, float32 [1].
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import shard_transforms
+    >>> from shard_transforms import compression
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = compression.power_sgd('data', 2)
+    >>> params = {'w': jnp.ones((20, 30)), 'b': jnp.ones(30)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> print(state.residual['w'].shape, state.sketch['w'].shape)
+    (8, 20, 30) (1, 30, 2)
   """
-  found = [
-      jnp.square(x).reshape(len(x), -1).sum(1)
-      for x in jax.tree.leaves(residual)
-  ]
-  return sum(found[1:], found[0]) if found else None
+
+  step: jax.Array
+  residual: Any
+  sketch: Any
+  update_norm: Any
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns how `resize_state` converts its fields."""
+    del reduction
+    return {
+        'residual': state_rules.ResizeRule('mean'),
+        'update_norm': state_rules.ResizeRule('maximum'),
+    }
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns how `metrics` reads its attributes."""
+    return {'step': state_rules.MetricRule()}
+
+  def health_problem(self) -> str | None:
+    """Returns what `check_health` raises, if a residual is not finite."""
+    return _health_problem(self.residual)
 
 
-def norm_squares(norms: Any, like: Any) -> jax.Array | None:
-  """Returns the sum of the squares of the norms of each shard, [shards].
+def compression_error(state: optax.OptState) -> jax.Array:
+  r"""Returns the norm of each shard's residual over the norm of its update.
+
+  .. math:: \lVert e_i \rVert / \lVert u_i \rVert
+
+  Here :math:`e_i` are the residuals that `shard_transforms.compression` keeps
+  anywhere in the state, and :math:`u_i` the leaves of the last update that were
+  compressed. With :math:`\delta` the contraction of a compressor, the ratio
+  settles at about :math:`\sqrt{1 - \delta} / (1 - \sqrt{1 - \delta})` at most.
+  If it grows from step to step, feedback falls behind: take a smaller learning
+  rate, a longer warm-up or a compressor that sends more.
 
   Args:
-    norms: The norms of leaves, each [shards], or [shards times those of a model
-      axis], in the order of the mesh.
-    like: A tree of arrays [shards, ...], one for each of these leaves.
+    state: A state that a step has returned, or one inside a mapped function,
+      for its own shard.
+
+  Returns:
+    A float32 array [number of shards]; 0 where a shard has sent nothing yet.
 
   Raises:
-    ValueError: If the order of norms of parts of a leaf cannot be told.
+    ValueError: If the state holds no residuals, or its arrays do not tell which
+      norm belongs to which shard.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import compression
+    >>> from shard_transforms import monitoring
+    >>> tx = compression.compressed_mean(
+    ...     'data', compression.top_k(0.5, block=2), min_elements=1)
+    >>> def step(update):
+    ...   _, state = tx.update(update, tx.init(update))
+    ...   return monitoring.compression_error(state)
+    >>> updates = jnp.array([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]])
+    >>> print(jax.vmap(step, axis_name='data')(updates)[:, 0])
+    [0.6 0. ]
   """
-  pairs = zip(jax.tree.leaves(norms), jax.tree.leaves(like), strict=True)
-  found = [jnp.square(_by_shard(*pair)).sum(1) for pair in pairs]
-  return sum(found[1:], found[0]) if found else None
+  kinds = CompressedMeanState, PowerSGDState
+  pairs = [
+      pair
+      for node in state_rules.nodes(state, lambda x: isinstance(x, kinds))
+      for pair in zip(
+          *map(jax.tree.leaves, (node.residual, node.update_norm)), strict=True
+      )
+  ]
+  if not pairs:
+    raise ValueError(
+        '`state` must hold the residuals of `shard_transforms.compression`, got'
+        f' none in {jax.tree.structure(state)}.'
+    )
+  held = sum(jnp.square(x).reshape(len(x), -1).sum(1) for x, _ in pairs)
+  sent = sum(jnp.square(_by_shard(norms, x)).sum(1) for x, norms in pairs)
+  ratio = jnp.where(sent > 0, held / jnp.where(sent > 0, sent, 1), 0)
+  return jnp.sqrt(ratio).astype(jnp.float32)
 
 
 def _by_shard(norms, like):
   """Returns the norms [shards, parts] of a leaf.
 
+  Args:
+    norms: Those of the leaf, [shards], or [shards times those of a model axis],
+      in the order of the mesh.
+    like: The residual of the leaf, [shards, ...].
+
   Raises:
-    ValueError: If their order cannot be told.
+    ValueError: If the order of norms of parts of a leaf cannot be told.
   """
   if len(norms) == len(like):
     return norms.reshape(-1, 1)
@@ -94,23 +219,23 @@ def _lead(sharding):
   return entry if isinstance(entry, tuple) else (entry,)
 
 
-def next_norm(before: jax.Array, update: jax.Array) -> jax.Array:
-  """Returns the norm of an update, or the last norm if the update is zero.
+def _health_problem(residuals: Any) -> str | None:
+  """Returns what is wrong if a residual of a shard here is not finite.
 
   Args:
-    before: The norm of the last update of a leaf that was not zero, float32 [].
-    update: The leaf.
+    residuals: Arrays with a leading axis of shards.
   """
-  after = norm(update)
-  return jnp.where(after == 0, before, after)
-
-
-def norm(x: jax.Array) -> jax.Array:
-  """Returns the norm of an array, float32 []."""
-  return jnp.sqrt(jnp.sum(jnp.square(x))).astype(jnp.float32)
-
-
-def no_norm(param: jax.Array) -> jax.Array:
-  """Returns a norm of 0 that varies over the same axes as the parameter."""
-  zero = jnp.zeros([], jnp.float32)
-  return axes_lib.to_varying(zero, tuple(axes_lib.varying_axes(param)))
+  bad = {
+      start + i
+      for leaf in jax.tree.leaves(residuals)
+      for start, piece in state_rules.parts_here(leaf)
+      for i, row in enumerate(piece)
+      if not np.all(np.isfinite(row))
+  }
+  if not bad:
+    return None
+  return (
+      f'The residuals of the shards {sorted(bad)} are not finite: a bad update'
+      ' has reached them, and stays in all later ones. Go back to a checkpoint,'
+      ' and put `shard_transforms.guard` around the compression.'
+  )

@@ -57,10 +57,16 @@ class Exchange(NamedTuple):
     """
     num_shards, shapes = self.num_shards(), [leaf.shape for leaf in leaves]
     rows = cut(leaves, num_shards, self.compressor.block)
-    mean_rows, sent = self._exchange(rows)
+    payload = self._encode(rows.reshape(-1, rows.shape[-1]), phase=0)
+    sent = compressor_lib.to_bytes(payload, num_shards)
+    received = exchanges.exchange(
+        axes_lib.to_varying(sent, self.axes), self.axes
+    )
+    own = self._decode(payload).reshape(rows.shape)
+    mean_rows = self._mean(received, payload)
     lengths = [slice_length(shape, num_shards) for shape in shapes]
     slices = self._own(_join_slices(mean_rows, lengths), shapes)
-    return slices, join(sent, shapes)
+    return slices, join(own, shapes)
 
   def gather(
       self, slices: Sequence[jax.Array], shapes: Sequence[Shape]
@@ -96,20 +102,6 @@ class Exchange(NamedTuple):
       flat = jnp.where(place < math.prod(shape), flat, 0)
       own.append(flat.reshape(*(1,) * (len(shape) - 1), -1))
     return own
-
-  def _exchange(self, rows):
-    """Returns the mean of the rows sent to this shard, and those it has sent.
-
-    Args:
-      rows: This shard's rows for each owner, float32 [shards, rows, block].
-    """
-    flat = rows.reshape(-1, rows.shape[-1])
-    payload = self._encode(flat, phase=0)
-    sent = compressor_lib.to_bytes(payload, len(rows))
-    sent = axes_lib.to_varying(sent, self.axes)
-    received = exchanges.exchange(sent, self.axes)
-    own = self._decode(payload).reshape(rows.shape)
-    return self._mean(received, payload), own
 
   def _mean(self, received, like):
     """Returns the mean of the rows that each shard has sent in bytes."""

@@ -171,7 +171,10 @@ def _find_task():
           f' {first} and {other}. Unset the variables of the one that did not'
           ' start it.'
       )
-  return first
+  # JAX joins by Slurm where variables of PMI or `torchrun` say the same.
+  same = [task for task in tasks if first and task[1:] == first[1:]]
+  known = [x for x in same if x.scheduler.methods and _is_in_step(x.scheduler)]
+  return known[0] if known else first
 
 
 def _read(scheduler):

@@ -120,9 +120,8 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     params = optax.apply_updates(params, updates)
 
   A gradient at `params` has the same type, but then every step of a round is
-  taken from the same point. `update` refuses a gradient at `params` that comes
-  directly from `value_and_grad`; `monitoring.wire_report` of a step warns of
-  others.
+  taken from the same point, and no error tells. `monitoring.wire_report` of a
+  step warns of it: check a step once, in a test.
 
   Args:
     params: The parameters, as for `tx.update`.
@@ -153,7 +152,7 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     >>> print(*jax.vmap(step, axis_name='data')(jnp.array([1.0, 3.0])))
     [0. 0.] [-1. -3.]
   """
-  found = [node for node in _nodes(state) if isinstance(node, _STATE)]
+  found = list(state_rules.nodes(state, _is_ours))
   if not found:
     raise TypeError(
         '`state` of `local_params` must hold a `LocalUpdatesState`, got'
@@ -163,14 +162,6 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
   for node in found:
     params = _take_over(node, params)
   return params
-
-
-_STATE = LocalUpdatesState
-
-
-def _holds_local_updates(state: optax.OptState) -> bool:
-  """Whether a state, or the types of one, has one of `local_updates` in it."""
-  return any(isinstance(node, _STATE) for node in _nodes(state))
 
 
 def trained(params: Any) -> Any:
@@ -211,8 +202,8 @@ def start(
   )
 
 
-def _nodes(state: Any):
-  return jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, _STATE))
+def _is_ours(node):
+  return isinstance(node, LocalUpdatesState)
 
 
 def _is_absent(leaf):
@@ -243,7 +234,7 @@ def check_not_nested(state: Any) -> None:
   Raises:
     ValueError: If there are.
   """
-  if _holds_local_updates(state):
+  if any(True for _ in state_rules.nodes(state, _is_ours)):
     raise ValueError(
         '`inner` and `outer` of `local_updates` must not hold `local_updates`,'
         ' got one that does. For levels, reduce over the fast axis in each step'

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,7 +12,6 @@ from shard_transforms._src.analysis import shard_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
-from shard_transforms._src.base import gradients
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import weights
@@ -30,9 +28,8 @@ def local_updates(
     outer: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
-    every: rounds_lib.Every,
-    mixing: chex.Numeric = 0.0,
-    elastic: bool = False,
+    every: int,
+    mixing: float = 0.0,
     fragments: Any = 1,
     delay: int = 0,
     assume_weighted: bool = False,
@@ -77,17 +74,15 @@ def local_updates(
     outer: The optimizer of the anchor, with the reduction over the axis in it.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       steps are local. Over other axes, `inner` may reduce in each step.
-    every: The number of steps of a round, at least 1; or a function that
-      returns it for the number of the round, a traced int32 [].
-    mixing: How much of its own parameters a shard keeps, from 0 to 1.
-    elastic: Whether shards move towards the anchor as it was before it moved.
+    every: The number of steps of a round, at least 1.
+    mixing: How much of its own parameters a shard keeps when it takes over the
+      anchor, at least 0 and less than 1.
     fragments: In how many parts the leaves are sent, at equal distances over
       the round; they are spread evenly by bytes. Or a tree of labels, integers
       or strings, like the parameters or a prefix of them: leaves of one label
       are sent together, in the order of the labels.
     delay: How many steps a fragment is sent, and the anchor moved, before
-      shards take it over. Less than the steps to the first meeting of a round;
-      in a round that `every` makes shorter, it is sent in the first step.
+      shards take it over. Less than the steps to the first meeting of a round.
     assume_weighted: Whether to take your word that `outer` uses `weight` in all
       of its sums over shards, for one that is refused although it does.
 
@@ -101,10 +96,9 @@ def local_updates(
       integer or boolean, or the state is of another transformation.
     ValueError: If an argument has a wrong value; in `init`, if there are more
       fragments than leaves, labels do not fit, or `inner` or `outer` holds
-      `local_updates`; in `update`, if updates are already reduced or are known
-      to be the gradient at `params`, the state is for other parameters or
-      fragments, `params` are missing or a shard's own, `inner` sends over the
-      axis, or `outer` does not reduce over it.
+      `local_updates`; in `update`, if updates are already reduced, the state is
+      for other parameters or fragments, `params` are missing or a shard's own,
+      `inner` sends over the axis, or `outer` does not reduce over it.
 
   Examples:
     >>> import jax
@@ -134,19 +128,17 @@ def local_updates(
     Models, 2023, https://arxiv.org/abs/2311.08105; in fragments: Streaming
     DiLoCo with overlapping communication, 2025,
     https://arxiv.org/abs/2501.18512.
-    Zhang, Choromanska and LeCun, Deep learning with Elastic Averaging SGD,
-    2014, https://arxiv.org/abs/1412.6651.
     Wang et al., SlowMo: Improving Communication-Efficient Distributed SGD with
     Slow Momentum, 2019, https://arxiv.org/abs/1910.00643.
   """
   inner = arguments.as_inner(inner, _CALLER)
   outer = arguments.as_inner(outer, _CALLER, 'outer')
   axes = axes_lib.as_axes(axis_name)
-  mixed = meetings.as_mixing(mixing, elastic, delay)
+  mixing = float(arguments.as_decay('mixing', mixing))
   parts = rounds_lib.as_fragments(fragments)
   rounds = rounds_lib.Rounds(every, delay, parts.num)
   arguments.check_bool('assume_weighted', assume_weighted)
-  meeting = meetings.Meeting(inner, outer, mixed, parts, axes, assume_weighted)
+  meeting = meetings.Meeting(inner, outer, mixing, parts, axes, assume_weighted)
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
@@ -160,10 +152,9 @@ def local_updates(
     _check_update(updates, state, params, axes)
     anchor = local_state.trained(params)
     local_state.check_state(state, anchor, updates, parts, outer)
-    _check_gradient_point(updates, params)
     if weight is not None:
       weight = weights.as_weight(weight, (), _CALLER)
-    due = rounds.at(state.step, state.num_rounds)
+    due = rounds.at(state.step)
     marked = gradient_points.mark(updates, state.own_params, anchor)
     updates, own, anchor = marked
     own, inner_state, total_weight = per_shard_state.own(
@@ -295,26 +286,4 @@ def _check_shared(params, axes):
           f' which differs between them along {sorted(own, key=str)}. Only the'
           ' gradient is taken at `local_params(params, state)`: give `update`'
           ' and `apply_updates` the parameters themselves.'
-      )
-
-
-def _check_gradient_point(updates, params):
-  """Checks that no gradient is known to have been taken at `params`.
-
-  Raises:
-    ValueError: If one is.
-  """
-  found = jax.tree.leaves_with_path(updates, is_leaf=leaves_lib.is_none)
-  shared = jax.tree.leaves(params, is_leaf=leaves_lib.is_none)
-  for (path, update), param in zip(found, shared, strict=True):
-    # Leaves that are not trained have no copy per shard: they are `params`.
-    if update is None or leaves_lib.is_float0(update):
-      continue
-    if gradients.is_taken_at(update, param):
-      name = leaves_lib.name_of(path)
-      raise ValueError(
-          f'`updates` of `{_CALLER}` must be the gradient at'
-          ' `shard_transforms.local_params(params, state)`, got one at `params`'
-          f' for {name}: these stay as they are for a whole round, and each'
-          ' shard has parameters of its own.'
       )

@@ -7,70 +7,17 @@ import dataclasses
 import functools
 from typing import Any
 
-import chex
 import jax
-from jax import core
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import shard_flow
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.gates import gating
 from shard_transforms._src.local_updates import rounds
 from shard_transforms._src.reduction import collectives
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixing:
-  """How a shard takes the anchor over into its own parameters.
-
-  Attributes:
-    own: How much of its own parameters a shard keeps.
-    elastic: Whether the rest comes from the anchor before it moved.
-  """
-
-  own: chex.Numeric
-  elastic: bool
-
-  def __call__(self, own: jax.Array, anchor: jax.Array) -> jax.Array:
-    """Returns the next of a shard's own parameters, one leaf."""
-    is_known = not isinstance(self.own, core.Tracer)
-    # A factor of 1 must keep the bits, which the formula below would not.
-    if is_known and self.own == 0:
-      return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
-    if is_known and self.own == 1:
-      return own
-    mixed = jnp.asarray(self.own * own + (1 - self.own) * anchor)
-    return mixed.astype(own.dtype)
-
-
-def as_mixing(mixing: chex.Numeric, elastic: bool, delay: int) -> Mixing:
-  """Returns how shards take over the anchor.
-
-  Raises:
-    TypeError: If `mixing` is not a real number, or `elastic` no boolean.
-    ValueError: If `mixing` is known not to be from 0 to 1, or `elastic` comes
-      without it or with a delay.
-  """
-  mixing = arguments.as_fraction('mixing', mixing)
-  is_known = not isinstance(mixing, core.Tracer)
-  # In traced code, even the value of a constant array is not known.
-  mixing = float(mixing) if is_known else mixing
-  arguments.check_bool('elastic', elastic)
-  if elastic and is_known and mixing == 0:
-    raise ValueError(
-        '`elastic` of `local_updates` must come with `mixing`, got 0 for that:'
-        ' a shard would keep nothing of its own parameters. For a shard that'
-        ' moves by a part of `a` towards the anchor, `mixing` is 1 - a.'
-    )
-  if elastic and delay:
-    raise ValueError(
-        f'`delay` of `local_updates` must be 0 with `elastic`, got {delay!r}:'
-        ' the anchor is not kept as it was before it moved.'
-    )
-  return Mixing(mixing, elastic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +27,7 @@ class Meeting:
   Attributes:
     inner: The transformation of a shard's own parameters.
     outer: The one that reduces the distances from the anchor, as gradients.
-    mixing: How a shard takes the anchor over.
+    mixing: How much of its own parameters a shard keeps.
     fragments: How the leaves are divided.
     axes: The axes of the shards.
     assume_weighted: Whether `outer` is known to use the weight.
@@ -88,7 +35,7 @@ class Meeting:
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
-  mixing: Mixing
+  mixing: float
   fragments: rounds.Fragments
   axes: tuple[Hashable, ...]
   assume_weighted: bool = False
@@ -133,8 +80,7 @@ class Meeting:
   def _send(self, is_due, state, anchor, own, weight, extra_args):
     """Moves one fragment, by the distances of all shards from the anchor."""
 
-    @jax.jit
-    def run(state, anchor, own, weight):
+    def run(state, anchor, own, weight, /, **extra_args):
       way = jax.tree.map(jnp.subtract, anchor, own)
       accept = None
       if weight is not None:
@@ -154,21 +100,22 @@ class Meeting:
       )
       return _like(moved, anchor), state
 
-    given = state, anchor, own, weight
-    self._check_reduced(run.trace(*given).jaxpr.jaxpr, *given)
-    moved, state = gating.run_when_due(is_due, run, *given)
+    def check(jaxpr):
+      arrays, _ = leaves_lib.split_arrays(extra_args)
+      num_own, num_after = map(_num_leaves, (own, (weight, arrays)))
+      differs = [frozenset()] * len(jaxpr.invars)
+      first = len(differs) - num_after - num_own
+      differs[first : first + num_own] = [frozenset(self.axes)] * num_own
+      found = shard_flow.differing(inlining.flatten(jaxpr), differs)
+      _check_reduced(found[: _num_leaves(anchor)], self.axes)
+
+    given = is_due, run, state, anchor, own, weight
+    moved, state = gating.run_when_due(
+        *given, extra_args=extra_args, check=check
+    )
     types = map(axes_lib.varying_axes, jax.tree.leaves(moved))
     _check_reduced(types, self.axes)
     return moved, state
-
-  def _check_reduced(self, jaxpr, state, anchor, own, weight):
-    """Checks that a program moves the anchor by the same on all shards."""
-    num_own, num_after = (len(jax.tree.leaves(x)) for x in (own, weight))
-    differs = [frozenset()] * len(jaxpr.invars)
-    first = len(differs) - num_after - num_own
-    differs[first : first + num_own] = [frozenset(self.axes)] * num_own
-    found = shard_flow.differing(inlining.flatten(jaxpr), differs)
-    _check_reduced(found[: len(jax.tree.leaves(anchor))], self.axes)
 
   def take_over(
       self,
@@ -199,8 +146,7 @@ class Meeting:
       is_due = [are_due[number] for number in numbers]
       is_well = _is_well(leaves, is_due, self.axes)
       renewed = jax.tree.leaves(moved)
-      towards = jax.tree.leaves(before) if self.mixing.elastic else renewed
-      mixed = map(self.mixing, leaves, towards)
+      mixed = map(self._mixed, leaves, renewed)
       if len(are_due) > 1:
         mixed = map(jnp.where, is_due, mixed, leaves)
       choose = functools.partial(jnp.where, is_well)
@@ -213,6 +159,18 @@ class Meeting:
     state = own, inner_state
     given = is_any_due, run, state, are_due, anchor, moved
     return gating.run_when_due(*given)[1]
+
+  def _mixed(self, own, anchor):
+    """Returns the next of a shard's own parameters, one leaf."""
+    # The anchor must keep its bits, which the formula would not.
+    if not self.mixing:
+      return axes_lib.mark_varying(anchor, tuple(axes_lib.varying_axes(own)))
+    mixed = jnp.asarray(self.mixing * own + (1 - self.mixing) * anchor)
+    return mixed.astype(own.dtype)
+
+
+def _num_leaves(tree):
+  return len(jax.tree.leaves(tree))
 
 
 def _is_well(leaves, are_due, axes):

@@ -1,12 +1,10 @@
 """Rounds: in which steps the shards meet, and which part of the parameters."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -16,11 +14,7 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves as leaves_lib
 
-_EVERY = '`every` of `local_updates`'
 _FRAGMENTS = '`fragments` of `local_updates`'
-
-# The number of steps of a round, or a function of the number of the round.
-Every = int | Callable[[jax.Array], chex.Numeric]
 
 
 class Due(NamedTuple):
@@ -42,77 +36,44 @@ class Rounds:
   """When fragments meet; checked when it is made.
 
   Attributes:
-    every: The number of steps of a round, or a function of the round's number.
+    every: The number of steps of a round.
     delay: How many steps a fragment is sent before shards take it over.
     num_fragments: How many fragments there are.
   """
 
-  every: Every
+  every: int
   delay: int
   num_fragments: int
 
   def __post_init__(self):
     delay = arguments.as_at_least('delay', self.delay, 0)
-    if callable(self.every):
-      _check_function(self.every)
-      return
-    every = arguments.as_at_least('every', self.every, 1)
-    apart = self._ends(every)[0]
-    # A round of one step leaves no time for a delay.
-    if delay >= max(apart, 1):
+    arguments.as_at_least('every', self.every, 1)
+    apart = self._ends()[0]
+    if delay >= apart:
       raise ValueError(
           '`delay` of `local_updates` must be less than the steps to the first'
           f' meeting of a round, {apart}, got {delay!r}: a fragment is taken'
           ' over before the next is.'
       )
 
-  def at(self, step: jax.Array, num_rounds: jax.Array) -> Due:
+  def at(self, step: jax.Array) -> Due:
     """Returns what happens in a step.
 
     Args:
       step: The number of steps of this round before it, int32 [].
-      num_rounds: The number of rounds before this one, int32 [].
     """
-    length, at_least = self.every, max
-    if callable(length):
-      at_least = jnp.maximum
-      length = jnp.maximum(jnp.asarray(length(num_rounds), jnp.int32), 1)
     # A round may become shorter after it began: the number stays within it.
-    number = lax.rem(step, length) + 1
-    ends = self._ends(length)
+    number = lax.rem(step, self.every) + 1
     return Due(
-        sends=[number == at_least(end - self.delay, 1) for end in ends],
-        mixes=[number == end for end in ends],
-        is_last=number == length,
+        sends=[number == end - self.delay for end in self._ends()],
+        mixes=[number == end for end in self._ends()],
+        is_last=number == self.every,
     )
 
-  def _ends(self, length: Any):
+  def _ends(self):
     """Returns in which step each fragment is taken over, counted from 1."""
     num = self.num_fragments
-    return [-(-(i + 1) * length // num) for i in range(num)]
-
-
-def _check_function(every):
-  """Checks that a function gives a number of steps.
-
-  Raises:
-    TypeError: If it does not.
-  """
-  try:
-    kind = jax.eval_shape(every, jax.ShapeDtypeStruct((), jnp.int32))
-  except jax.errors.ConcretizationTypeError as error:
-    raise TypeError(
-        f'{_EVERY} must be an integer or a function of the number of the round'
-        f' that JAX can trace, got {every!r}. Write `jnp.where` in place of'
-        ' `if`.'
-    ) from error
-  dtype = getattr(kind, 'dtype', None)
-  is_number = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-  if not is_number or kind.shape:
-    raise TypeError(
-        f'{_EVERY} must be an integer or give one for the number of a round,'
-        f' got {every!r}, which gives {kind}.'
-    )
+    return [-(-(i + 1) * self.every // num) for i in range(num)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,7 @@ _BY_LOOP = (
 )
 _BY_PARTS = 'as `accumulated_value_and_grad(loss_fn, {0})` does for gradients'
 _BY_CALLS = (
-    'by `tower_reduce(num_towers, inner, axis_name={0})` under `jax.shard_map`,'
-    ' or bound by `on_mesh` to a mesh of type `Explicit`'
+    'by `tower_reduce(num_towers, inner, axis_name={0})` under `jax.shard_map`'
 )
 
 

@@ -329,7 +329,7 @@ def assert_reduced(tree: chex.ArrayTree, axis_name: axes_lib.AxisName) -> None:
 def _assert_typed(name, leaf, axes):
   axes_lib.size(axes, 'assert_reduced')
   for axis in axes:
-    state = axes_lib.states([leaf], axis)[0]
+    state = axes_lib.state(leaf, axis)
     if state == 'untracked':
       raise ValueError(
           f'`assert_reduced` must be told by types what is the same over'

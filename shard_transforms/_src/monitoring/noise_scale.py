@@ -13,8 +13,8 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import counters
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.monitoring import watched_reduction
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import norms
 
 _CALLER = 'track_noise_scale'
@@ -53,11 +53,6 @@ class NoiseScaleState(NamedTuple):
     divisor = jnp.where(is_known, self.gradient_square, 1)
     return jnp.where(is_known, self.noise / divisor, 0)
 
-  @property
-  def asks_for_tower_squares(self) -> bool:
-    """Whether `tower_reduce` passes on the squares of its towers."""
-    return True
-
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""
     names = 'num_measured', 'gradient_square', 'noise', 'noise_scale'
@@ -94,12 +89,8 @@ def track_noise_scale(
   measured if fewer than two shards have a weight, or if a norm is not finite.
   Besides the reduction, it sends three numbers.
 
-  Inside `tower_reduce`, each tower of each shard is a small batch of its own,
-  and n is their number, so that estimates are less noisy, and exist for one
-  shard too. All towers of a shard then have one weight together, or without a
-  weight count as one example. Gates in between change nothing. Behind a
-  transformation that changes the mean of the towers, such as clipping or a
-  mask, or with `reduction='sum'`, all towers of a shard are one small batch.
+  Inside `tower_reduce`, the towers of a shard are one batch, with their total
+  weight.
 
   Args:
     axis_name: The mapped axis, or a sequence of them.
@@ -135,62 +126,65 @@ def track_noise_scale(
     McCandlish et al., An Empirical Model of Large-Batch Training, 2018,
     appendix A.1, https://arxiv.org/abs/1812.06162.
   """
+  axes = axes_lib.as_axes(axis_name)
+  inner = _mean(axes) if inner is None else arguments.as_inner(inner, _CALLER)
   arguments.as_decay('decay', decay)
 
-  def start(axes, inner_state):
-    del axes
+  def init_fn(params):
     zero = jnp.zeros([], jnp.float32)
-    return NoiseScaleState(counters.zero(), zero, zero, inner_state)
+    return NoiseScaleState(counters.zero(), zero, zero, inner.init(params))
 
-  def watch(seen, state, axes):
-    noise, gradient_square = _estimates(seen, axes)
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    arguments.check_update(updates, state, NoiseScaleState, axes, _CALLER)
+    extra_args |= weights.given(weight=weight)
+    reduced, inner_state = inner.update(
+        updates, state.inner_state, params, **extra_args
+    )
+    weight = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
+    noise, gradient_square = _estimates(updates, reduced, weight, axes)
     is_known = jnp.isfinite(noise) & jnp.isfinite(gradient_square)
 
     def average(old, new):
-      return watched_reduction.averaged(old, new, decay, is_known)
+      return jnp.where(is_known, decay * old + (1 - decay) * new, old)
 
-    return {
-        'num_measured': counters.add(state.num_measured, is_known),
-        'gradient_square': average(state.gradient_square, gradient_square),
-        'noise': average(state.noise, noise),
-    }
+    return reduced, NoiseScaleState(
+        num_measured=counters.add(state.num_measured, is_known),
+        gradient_square=average(state.gradient_square, gradient_square),
+        noise=average(state.noise, noise),
+        inner_state=inner_state,
+    )
 
-  return watched_reduction.transformation(
-      _CALLER, axis_name, inner, NoiseScaleState, start, watch
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _mean(axes):
+  """Returns the mean over shards as a transformation."""
+  mean = leaf_sums.Reduction(_CALLER, 'mean', axes)
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    return mean(updates, weight), state
+
+  return optax.GradientTransformationExtraArgs(
+      lambda params: optax.EmptyState(), update_fn
   )
 
 
-def _estimates(seen, axes):
+def _estimates(updates, reduced, weight, axes):
   """Returns the trace of the covariance and the square of the gradient.
 
   Both are NaN if they are not known.
   """
-  num_batches, square = _small_batches(seen)
-  counts = seen.weight > 0
-  own = jnp.stack([seen.weight * square, seen.weight, num_batches])
+  counts = weight > 0
+  own = jnp.stack([weight * _square(updates), weight, jnp.ones_like(weight)])
   with jax.named_scope(_CALLER):
-    total_square, total_weight, num_batches = collectives.total(
+    total_square, total_weight, num_shards = collectives.total(
         jnp.where(counts, own, 0), axes
     )
-  degrees = jnp.where(num_batches > 1, num_batches - 1, jnp.nan)
-  square_of_mean = _square(seen.reduced)
+  degrees = jnp.where(num_shards > 1, num_shards - 1, jnp.nan)
+  square_of_mean = _square(reduced)
   noise = (total_square - total_weight * square_of_mean) / degrees
   return noise, square_of_mean - noise / weights.safe_divisor(total_weight)
-
-
-def _small_batches(seen):
-  """Returns the number of small batches here, and their mean square."""
-  square = _square(seen.updates)
-  towers = seen.tower_squares
-  if towers is None:
-    return jnp.ones_like(square), square
-  # A transformation in between, such as clipping or a mask, may have changed
-  # the mean of the towers; the shard is then one small batch.
-  is_their_mean = jnp.isclose(square, towers.of_mean, rtol=1e-3, atol=0)
-  return (
-      jnp.where(is_their_mean, towers.num_towers, 1),
-      jnp.where(is_their_mean, towers.mean, square),
-  )
 
 
 def _square(tree):

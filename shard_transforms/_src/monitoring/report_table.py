@@ -2,12 +2,10 @@
 
 import collections
 from collections.abc import Hashable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import itertools
 import math
-from numbers import Real
 import os
 
 # Bytes that each of `n` shards on a ring sends for an operand of `x` bytes.
@@ -54,9 +52,6 @@ class Collective:
     source: The line of the program that asked for it, as `file:line`, if a
       compiled program tells.
     op: The operation of a compiled program that sends it; it may send others.
-    every: It runs once in this many steps, where a counter decides, as for the
-      meetings of `local_updates`; 1 if the number is not known.
-    meeting: In which of these steps: the remainder of the counter by `every`.
 
   Raises:
     ValueError: If the primitive is not known.
@@ -80,8 +75,6 @@ class Collective:
   scope: str = ''
   source: str = ''
   op: str = ''
-  every: int = 1
-  meeting: int | None = None
 
   def __post_init__(self):
     if self.primitive not in SENT:
@@ -119,30 +112,6 @@ class WireReport:
     return math.fsum(c.sent_bytes for c in self.collectives)
 
   @property
-  def mean_bytes(self) -> float:
-    """The average bytes that each shard sends in a step.
-
-    Like `total_bytes`, but a collective that runs once in `every` steps counts
-    as a part of it.
-    """
-    return math.fsum(c.sent_bytes / c.every for c in self.collectives)
-
-  @property
-  def peak_bytes(self) -> float:
-    """The most bytes that each shard sends in one step.
-
-    Like `total_bytes`, but branches that a counter takes in different steps do
-    not add up: the one that sends most counts. All counters are assumed equal.
-    """
-    held = collections.defaultdict(lambda: collections.defaultdict(float))
-    for c in self.collectives:
-      if c.meeting is not None:
-        held[c.every][c.meeting] += c.sent_bytes
-    always = [c.sent_bytes for c in self.collectives if c.meeting is None]
-    always += [max(sizes.values()) for sizes in held.values()]
-    return math.fsum(always)
-
-  @property
   def num_collectives(self) -> int:
     """How many collectives run."""
     return sum(c.times for c in self.collectives)
@@ -155,55 +124,6 @@ class WireReport:
       parts = list(parts)
       found += [_as_one(parts)] if op else parts
     return dataclasses.replace(self, collectives=tuple(found))
-
-  def seconds(
-      self,
-      bytes_per_second: float | Mapping[Hashable, float],
-      latency: float | Mapping[Hashable, float] = 0.0,
-  ) -> dict[tuple[Hashable, ...], float]:
-    """Returns a lower bound of the time to send, for each set of axes.
-
-    It adds the bytes of the table, divided by the bandwidth, and a latency for
-    each collective. Other waiting and overlap with computation do not count.
-
-    Args:
-      bytes_per_second: The bandwidth of a shard; by axis, if axes differ. Over
-        several axes at once, the fastest counts.
-      latency: The seconds until the first byte of a collective arrives; by
-        axis, if axes differ. Over several axes at once, the least counts.
-
-    Returns:
-      The seconds by `Collective.axes`.
-
-    Raises:
-      TypeError: If a bandwidth or a latency is not a number.
-      ValueError: If an axis is missing, or a number is out of range.
-
-    Examples:
-      >>> import shard_transforms
-      >>> report = shard_transforms.monitoring.WireReport((
-      ...     shard_transforms.monitoring.Collective(
-      ...         'psum', 'float32', 4000, axes=('data',), num_shards=8),))
-      >>> report.seconds(bytes_per_second=7e6, latency=0.5)
-      {('data',): 0.501}
-    """
-    found = collections.defaultdict(float)
-    for collective in self.collectives:
-      axes = collective.axes
-      if not axes:
-        continue
-      rate = max(_by_axis('bytes_per_second', bytes_per_second, axes))
-      wait = min(_by_axis('latency', latency, axes))
-      if not rate > 0:
-        raise ValueError(
-            f'`bytes_per_second` must be more than 0, got {rate!r} for {axes}.'
-        )
-      if not wait >= 0:
-        raise ValueError(
-            f'`latency` must be at least 0, got {wait!r} for {axes}.'
-        )
-      found[axes] += collective.sent_bytes / rate + collective.times * wait
-    return dict(found)
 
   def __str__(self) -> str:
     told = [f'warning: {w}' for w in self.warnings]
@@ -225,11 +145,6 @@ class WireReport:
     lines = ['  '.join(row).rstrip() for row in zip(*columns, strict=True)]
     if any(c.conditional for c in self.collectives):
       lines.append('<=: if the branch that sends most is taken each time')
-    if any(c.every > 1 for c in self.collectives):
-      lines.append(
-          f'a step sends {self.mean_bytes:,.0f} on average and'
-          f' {self.peak_bytes:,.0f} at most'
-      )
     if any(c.in_while for c in self.collectives):
       lines.append('>=: one turn of each `while` loop')
     if (merged := self.merged.num_collectives) < self.num_collectives:
@@ -261,24 +176,6 @@ def _as_one(parts):
   return dataclasses.replace(
       parts[0], dtype=dtypes, payload_bytes=payload_bytes
   )
-
-
-def _by_axis(
-    argument: str,
-    numbers: float | Mapping[Hashable, float],
-    axes: tuple[Hashable, ...],
-) -> Sequence[float]:
-  """Returns the numbers of axes."""
-  if not isinstance(numbers, Mapping):
-    numbers = dict.fromkeys(axes, numbers)
-  for axis in axes:
-    if axis not in numbers:
-      raise ValueError(
-          f'`{argument}` must have a number for {axis!r}, got {numbers!r}.'
-      )
-    if isinstance(numbers[axis], bool) or not isinstance(numbers[axis], Real):
-      raise TypeError(f'`{argument}` must be a number, got {numbers[axis]!r}.')
-  return [numbers[axis] for axis in axes]
 
 
 def _row(collective, count):

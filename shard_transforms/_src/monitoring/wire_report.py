@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Mapping
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -17,7 +16,6 @@ from shard_transforms._src.analysis import deadlocks
 from shard_transforms._src.analysis import gradient_points
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import periods
 from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
@@ -230,13 +228,12 @@ def _mapped(fn, axis_sizes):
 def _collectives(program):
   """Returns the collectives of a program, each as often as it runs."""
   found = []
-  decided = periods.find(program)
   for step in program.steps:
     inner = [_collectives(body) for body in step.bodies]
     if step.name == 'cond':
       chosen = step.inputs[0]
       if chosen.number is None:
-        found += _branch(inner, decided.get(chosen))
+        found += report_table.conditional(report_table.dearest(inner))
       else:
         found += inner[int(chosen.number)]
     elif step.name in ('scan', 'while'):
@@ -248,21 +245,6 @@ def _collectives(program):
     else:
       found += itertools.chain(*inner)
   return found
-
-
-def _branch(branches, period):
-  """Returns the collectives of the branch that sends most."""
-  dearest = report_table.dearest(branches)
-  found = report_table.conditional(dearest)
-  # Where other branches send as well, no step is without it.
-  if period is None or dearest is not branches[-1] or any(branches[:-1]):
-    return found
-  return [
-      c
-      if c.every > period.every
-      else dataclasses.replace(c, every=period.every, meeting=period.phase)
-      for c in found
-  ]
 
 
 def _collective(step):

@@ -1,5 +1,6 @@
 """Reduce-scatter and all-gather of trees over shards."""
 
+from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -31,9 +32,13 @@ class ShardedReduction(leaf_sums.Reduction):
           f'The mesh of `{self.caller}` must have no axis that is'
           f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
           ' such an axis shards. Name all axes in `axis_names` of'
-          ' `jax.shard_map`; on axes of type `Explicit` that nothing maps, take'
-          ' gradients over all of them by `shard_transforms.value_and_grad`.'
+          ' `jax.shard_map`.'
       )
+
+  def axes_of_sums(self) -> tuple[Hashable, ...]:
+    """Returns the axes over which an optimizer may sum over all slices."""
+    # Reduced over all shards, updates are the same on all of them.
+    return () if self.groups else self.axes
 
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
@@ -43,7 +48,7 @@ class ShardedReduction(leaf_sums.Reduction):
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       slices = self.scatter_leaves(leaves, leaf_sums.share(checked, self))
-    return treedef.unflatten(leaf_sums.as_given(slices, checked, self))
+    return treedef.unflatten(slices)
 
   def scatter_leaves(
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share
@@ -96,9 +101,9 @@ class ShardedReduction(leaf_sums.Reduction):
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
     """Returns for each leaf whether it is sliced before it is sent."""
     num_slices = self.num_shards()
-    routes = leaf_sums.find_routes(leaves, self)
     # A leaf that is not sent over all axes is the same on some shards.
     return [
-        leaves_lib.is_cut(leaf, num_slices) and route.send == self.axes
-        for leaf, route in zip(leaves, routes, strict=True)
+        leaves_lib.is_cut(leaf, num_slices)
+        and leaf_sums.sent_over(leaf, self) == self.axes
+        for leaf in leaves
     ]

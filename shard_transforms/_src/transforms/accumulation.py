@@ -141,7 +141,8 @@ def accumulated_value_and_grad(
 
     values = (P(), rows) if has_aux else P()
     slices = partition_specs.restricted(specs, axes)
-    is_typed = axes_lib.has_explicit(axes)
+    here = jax.sharding.get_abstract_mesh()
+    is_typed = not set(axes).isdisjoint(here.explicit_axes)
     # Types would refuse a loss that was not written with them in mind.
     mapped = jax.shard_map(
         shard,
@@ -177,9 +178,8 @@ def _num_shards(mesh, axes):
   if mesh is None:
     mesh = here
   specs_lib.check_mesh(mesh)
-  kinds = jax.sharding.AxisType
   for axis in axes:
-    if axes_lib.types_on(here).get(axis) == kinds.Manual:
+    if axis in here.manual_axes:
       raise ValueError(
           f'`{_CALLER}` must be called outside of `jax.shard_map` over'
           f' {axis!r}. Inside, add up the gradients of `value_and_grad`, and'
@@ -192,8 +192,7 @@ def _num_shards(mesh, axes):
           ' or give `mesh`.'
       )
     # JAX changes the types of axes of the mesh in use alone.
-    is_explicit = axes_lib.types_on(mesh)[axis] == kinds.Explicit
-    if is_explicit and not here.axis_names:
+    if axis in mesh.explicit_axes and not here.axis_names:
       raise ValueError(
           f'`{_CALLER}` must be called inside `with jax.set_mesh(mesh)`,'
           f' because {axis!r} is of type `Explicit`, got no mesh in use.'

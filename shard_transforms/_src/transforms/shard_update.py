@@ -35,7 +35,6 @@ class ShardUpdateState(NamedTuple):
       keeps; its `rows` hold these leaves, of shape [1, elements]; and its
       `whole()` returns the state of the replicated optimizer, in arrays of
       NumPy, for any number of shards.
-    order: Tells gates the order of the sums; `()` for any order. No arrays.
 
   Examples:
     >>> import jax
@@ -50,7 +49,6 @@ class ShardUpdateState(NamedTuple):
   """
 
   inner_state: optax.OptState
-  order: weights.TreeOrder | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -71,7 +69,6 @@ def shard_update(
     slices: Slices = 'elements',
     cost: owners.Cost | None = None,
     assume_leafwise: bool = False,
-    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates its part of the leaves.
 
@@ -133,9 +130,6 @@ def shard_update(
       number of elements.
     assume_leafwise: As `assume_elementwise`, for whole leaves. State that
       belongs to several leaves is then kept by each shard.
-    order: `None`, or `'tree'` for the same bits on any number of shards; see
-      `cross_shard_mean`. Sums over slices in `inner`, as for the global norm,
-      are refused then: their bits depend on the number of slices.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
@@ -181,16 +175,14 @@ def shard_update(
     Parameter Models, 2020, https://arxiv.org/abs/1910.02054 (stage 1).
   """
   arguments.check_reduction(reduction)
-  _check_slices(slices, cost, assume_elementwise, assume_leafwise, order)
+  _check_slices(slices, cost, assume_elementwise, assume_leafwise)
   reduce = sharded_reduction.ShardedReduction(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
-      order=order,
   )
-  made_in = () if order is None else weights.TreeOrder()
   inner = arguments.as_inner(inner, _CALLER)
   if slices == 'leaves':
     own = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
@@ -205,19 +197,19 @@ def shard_update(
       return reduce.gather(parts, updates), state
 
   def init_fn(params):
-    return ShardUpdateState(own.init(params), made_in)
+    return ShardUpdateState(own.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, ShardUpdateState, _CALLER)
     updates, inner_state = update(
         updates, weight, state.inner_state, params, extra_args
     )
-    return updates, ShardUpdateState(inner_state, made_in)
+    return updates, ShardUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_slices(slices, cost, assume_elementwise, assume_leafwise, order):
+def _check_slices(slices, cost, assume_elementwise, assume_leafwise):
   """Checks what is cut, and the arguments that belong to it.
 
   Raises:
@@ -245,12 +237,4 @@ def _check_slices(slices, cost, assume_elementwise, assume_leafwise, order):
     raise ValueError(
         "`cost` must come with slices='leaves', which have owners, got"
         f' {cost!r} with slices={slices!r}.'
-    )
-  if order is not None and slices == 'leaves':
-    raise ValueError(
-        "`order` of `shard_update` must be None with slices='leaves', whose"
-        f' owners sum their own leaves, got {order!r}. Reduce before:'
-        " `optax.chain(cross_shard_mean(axis_name, order='tree'),"
-        " shard_update(inner, axis_name, on_invariant='averaged',"
-        " slices='leaves'))`."
     )

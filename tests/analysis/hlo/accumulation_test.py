@@ -495,7 +495,6 @@ class CallsTest(parameterized.TestCase):
             'reduces float32[4,16] in each call, and only adds up the results',
             'which sends 448 bytes: accumulate on each shard and reduce once,',
             "by `tower_reduce(num_towers, inner, axis_name='data')` under",
-            'bound by `on_mesh` to a mesh of type `Explicit`',
         ],
         warning,
     )

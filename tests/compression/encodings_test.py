@@ -2,6 +2,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 from shard_transforms import compression
@@ -17,8 +18,6 @@ ALL = {
     'float16': compression.cast('float16'),
     'float32': compression.cast('float32'),
     'top_k': compression.top_k(0.1, block=64),
-    'group_max': compression.group_max(64),
-    'random_k': compression.random_k(0.1, block=64),
 }
 
 
@@ -75,8 +74,6 @@ class EveryCompressorTest(parameterized.TestCase):
         'float16': 1 - 2.0**-18,
         'float32': 1,
         'top_k': 6 / 64,
-        'group_max': 1 / 64,
-        'random_k': 0,
     }
 
     found = compress_by_all(rows)
@@ -174,6 +171,53 @@ class QuantizeTest(parameterized.TestCase):
       ),
       (lambda: compression.quantize(8, stochastic=1), 'boolean, got 1'),
       (lambda: compression.cast('real'), "'real' not understood"),
+  )
+  def test_refuses_wrong_kinds(self, make, message):
+    with self.assertRaisesRegex(TypeError, message):
+      make()
+
+
+def compress(tx, rows):
+  return np.asarray(tx.decode(tx.encode(jnp.asarray(rows), KEY, KEY), KEY))
+
+
+class TopKTest(parameterized.TestCase):
+
+  @cases.parameters((0.25, 16, 4), (1e-9, 16, 1), (1.0, 16, 16), (1 / 3, 9, 3))
+  @pytest.mark.slow_after(2)
+  def test_top_k_sends_the_largest(self, fraction, block, num_sent):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(9, block)).astype(np.float32)
+
+    found = compress(compression.top_k(fraction, block=block), rows)
+
+    order = np.argsort(-np.abs(rows), axis=1)
+    is_sent = np.zeros(rows.shape, bool)
+    np.put_along_axis(is_sent, order[:, :num_sent], True, axis=1)
+    np.testing.assert_array_equal(found, np.where(is_sent, rows, 0))
+
+  @pytest.mark.slow
+  def test_top_k_knows_places_in_the_largest_block(self):
+    rows = np.zeros((1, 65536), np.float32)
+    rows[0, 65535] = -2.0
+
+    found = compress(compression.top_k(1e-9, block=65536), rows)
+
+    np.testing.assert_array_equal(found, rows)
+
+  @cases.parameters(
+      (lambda: compression.top_k(0.0), '`fraction` must be positive, got 0.0'),
+      (lambda: compression.top_k(1.5), '`fraction` must be at most 1'),
+      (lambda: compression.top_k(0.1, block=65537), 'at most 65536'),
+      (lambda: compression.top_k(0.1, block=0), '`block` must be at least 1'),
+  )
+  def test_refuses_wrong_values(self, make, message):
+    with self.assertRaisesRegex(ValueError, message):
+      make()
+
+  @cases.parameters(
+      (lambda: compression.top_k('all'), '`fraction` must be a real number'),
+      (lambda: compression.top_k(jnp.float32(0.1)), 'must be a Python number'),
   )
   def test_refuses_wrong_kinds(self, make, message):
     with self.assertRaisesRegex(TypeError, message):

@@ -1,9 +1,8 @@
-"""Runs that go on on another machine, or with another optimizer or task."""
+"""Runs that cannot go on, start with a result, are watched or hold state."""
 
 import dataclasses
 import functools
 from unittest import mock
-import zlib
 
 from absl.testing import parameterized
 import jax
@@ -17,7 +16,8 @@ from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import journal
-from shard_transforms._src.asynchronous import manifest
+from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import workers
 
 TASK = asynchronous_cases.TASK
@@ -27,16 +27,19 @@ OTHER_TASK = asynchronous.Task(
     asynchronous_cases.gradient,
     lambda number: asynchronous_cases.batch(number) + 1,
 )
-MACHINE = manifest.machine()
+MANIFEST_OF = run_folder.manifest_of
 
 
 def change(part):
   """Makes this another machine, in one part."""
-  other = {**MACHINE, part: 'another one'}
-  return mock.patch.object(manifest, 'machine', lambda: other)
+  return mock.patch.object(
+      run_folder,
+      'manifest_of',
+      lambda server: {**MANIFEST_OF(server), part: 'another one'},
+  )
 
 
-class SegmentsTest(parameterized.TestCase):
+class FolderTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
@@ -46,39 +49,31 @@ class SegmentsTest(parameterized.TestCase):
     defaults = {'save_every': 10, 'save_seconds': 0, 'folder': self.folder}
     return asynchronous_cases.train(task, tx, **(defaults | options))
 
-  def check(self, result, num_updates, begins):
-    """Checks the journal, and the replay of the last segment."""
-    self.assertEqual(list(result.report.segments), begins)
-    accepted = asynchronous_cases.accepted(
-        asynchronous.read_journal(self.folder)
-    )
-    np.testing.assert_array_equal(
-        accepted['global_step'], np.arange(num_updates)
-    )
-    self.assertLen(set(accepted['batch'].tolist()), num_updates)
+  def read(self, tx=TX):
+    """Returns the checkpoint as the error says."""
+    return asynchronous.read_checkpoint(self.folder, TASK, tx)
 
   @cases.parameters('processor', 'device', 'jaxlib', 'optax')
-  def test_another_machine_goes_on_by_the_option_alone(self, part):
+  def test_another_machine_is_refused_and_goes_on_in_another_folder(self, part):
     first = self.train(num_updates=15)
+    files = self.files()
+    folder = self.folder.parent / 'second'
 
     with change(part):
-      with self.assertRaisesRegex(ValueError, f'{part} .*continue'):
+      with self.assertRaisesRegex(
+          ValueError, f'differ: {part} .*new folder .*start=read_checkpoint'
+      ):
         self.train()
-      with self.assertRaisesRegex(ValueError, f'{part} .*continue'):
+      with self.assertRaisesRegex(ValueError, f'differ: {part} '):
         asynchronous.replay(self.folder, TASK, TX)
-      read = asynchronous.read_checkpoint(self.folder, TASK, TX)
-      result = self.train(on_change='continue')
-      again = asynchronous.replay(self.folder, TASK, TX)
+      result = self.train(folder=folder, start=self.read())
+      again = asynchronous.replay(folder, TASK, TX)
 
-    asynchronous_cases.assert_same_bits(read, first)
-    self.check(result, 30, [0, 15])
-    self.assertIn(part, result.report.segments[15])
     asynchronous_cases.assert_same_bits(again, result)
-    # The first segment is of this machine, the second is not.
-    begin = asynchronous.replay(self.folder, TASK, TX, until=15)
-    asynchronous_cases.assert_same_bits(begin, first)
-    with self.assertRaisesRegex(ValueError, f'{part} .*continue'):
-      asynchronous.replay(self.folder, TASK, TX, until=16)
+    asynchronous_cases.assert_same_bits(
+        result, self.train(start=first, folder=None)
+    )
+    self.assertEqual(self.files(), files)
 
   @cases.parameters(
       ('numbers of the optimizer', optax.sgd(0.1), optax.sgd(0.2)),
@@ -94,64 +89,72 @@ class SegmentsTest(parameterized.TestCase):
       ),
   )
   @pytest.mark.slow_after(2)
-  def test_another_program_goes_on_by_the_option_alone(self, words, base, tx):
+  def test_another_program_is_refused_and_goes_on_in_another_folder(
+      self, words, base, tx
+  ):
     first = self.train(tx=base)
+    folder = self.folder.parent / 'second'
 
-    with self.assertRaisesRegex(ValueError, f'{words}.*continue'):
+    with self.assertRaisesRegex(ValueError, f'differ: .*{words}.*read_check'):
       self.train(tx=tx, num_updates=40)
-    with self.assertRaisesRegex(ValueError, f'{words}.*continue'):
+    with self.assertRaisesRegex(ValueError, f'differ: .*{words}'):
       asynchronous.replay(self.folder, TASK, tx)
-    read = asynchronous.read_checkpoint(self.folder, TASK, tx)
-    result = self.train(tx=tx, num_updates=40, on_change='continue')
+    read = self.read(tx)
+    result = self.train(tx=tx, num_updates=40, start=read, folder=folder)
 
     # Their optimizers may differ in nodes without leaves.
     asynchronous_cases.assert_same_bits(
         *([jax.tree.leaves(found[:2])] for found in (read, first))
     )
-    self.check(result, 40, [0, 30])
-    self.assertIn(words, result.report.segments[30])
-    again = self.train(tx=tx, num_updates=45)
-    self.assertEqual(again.report.segments, result.report.segments)
+    self.assertEqual(result.report.global_step, 40)
     asynchronous_cases.assert_same_bits(
-        asynchronous.replay(self.folder, TASK, tx), again
+        asynchronous.replay(folder, TASK, tx), result
     )
 
-  def test_updates_after_the_checkpoint_are_replaced(self):
-    self.train(num_updates=17, save_every=1000)
-    (self.folder / 'checkpoints/17.npz').rename(self.folder / 'gone')
+  def test_another_task_is_refused_and_goes_on_in_another_folder(self):
+    first = self.train(num_updates=17)
+    files = self.files()
+    folder = self.folder.parent / 'second'
 
-    result = self.train(OTHER_TASK, on_change='continue')
+    with self.assertRaisesRegex(
+        ValueError, 'must have the bits .*start=read_checkpoint'
+    ):
+      self.train(OTHER_TASK)
+    result = self.train(OTHER_TASK, folder=folder, start=self.read())
 
-    self.check(result, 30, [0])
-    self.assertIn('must have the bits', result.report.segments[0])
-    fresh = asynchronous_cases.train(OTHER_TASK, TX)
-    asynchronous_cases.assert_same_bits(result, fresh)
+    self.assertEqual(self.files(), files)
+    due = self.train(OTHER_TASK, folder=None, start=first)
+    asynchronous_cases.assert_same_bits(result, due)
 
-  def test_an_error_of_the_workers_replaces_no_updates(self):
+  def test_an_error_of_the_workers_changes_nothing(self):
     first = self.train(num_updates=17, save_every=1000)
     (self.folder / 'checkpoints/17.npz').unlink()
-    error = workers.WorkerError('other versions')
+    error = ValueError('other versions')
+    files = self.files()
 
     with (
         mock.patch.object(workers.LocalWorkers, 'wait', side_effect=error),
         self.assertRaisesRegex(ValueError, 'other versions'),
     ):
-      self.train(on_change='continue')
+      self.train()
 
-    again = self.train(num_updates=17, on_change='continue')
+    self.assertEqual(self.files(), files)
+    again = self.train(num_updates=17)
     self.assertEqual(again.report.num_recovered, 17)
     asynchronous_cases.assert_same_bits(again, first)
 
-  def test_another_structure_is_refused_in_any_case(self):
+  def test_checkpoint_of_another_structure_is_named(self):
     self.train()
 
     with self.assertRaisesRegex(
         ValueError, 'Checkpoint 30 .* got None instead'
     ):
-      self.train(
-          tx=optax.sgd(0.1, momentum=0.9), on_change='continue', num_updates=40
-      )
-    self.assertEqual(self.train().report.segments, {0: ''})
+      self.read(optax.sgd(0.1, momentum=0.9))
+
+  def files(self):
+    """Returns the files of the folder and what is in them."""
+    paths = sorted(self.folder.rglob('*.*'))
+    return {str(path): path.read_bytes() for path in paths}
 
   def flip(self, record):
     path = self.folder / 'journal.bin'
@@ -169,21 +172,24 @@ class SegmentsTest(parameterized.TestCase):
       result = self.train(num_updates=40)
 
     self.assertEqual(result.report.global_step, 40)
-    self.assertEqual(result.report.segments, {0: ''})
     with self.assertRaisesRegex(ValueError, f'damaged at record {bad}'):
       asynchronous.replay(self.folder, TASK, TX)
 
-  def test_damaged_record_after_the_checkpoint_costs_what_follows_it(self):
+  def test_damaged_record_after_the_checkpoint_is_refused_with_a_way_on(self):
     self.train()
     (self.folder / 'checkpoints/30.npz').rename(self.folder / 'gone')
     self.flip(25)
+    files = self.files()
 
-    with self.assertRaisesRegex(ValueError, 'damaged at record 25 .*continue'):
+    with self.assertRaisesRegex(
+        ValueError, 'damaged at record 25 .*start=read_checkpoint'
+    ):
       self.train()
-    result = self.train(on_change='continue')
 
-    (saved,) = (self.folder / 'checkpoints').iterdir()
-    self.check(result, 30, [0, int(saved.stem)])
+    self.assertEqual(self.files(), files)
+    folder = self.folder.parent / 'second'
+    result = self.train(folder=folder, start=self.read())
+    self.assertEqual(result.report.global_step, 30)
 
   def test_starts_from_a_result(self):
     first = self.train(num_updates=20)
@@ -195,10 +201,10 @@ class SegmentsTest(parameterized.TestCase):
     )
     without = self.train(folder=None, start=first)
 
-    self.assertEqual(list(result.report.segments), [20])
+    self.assertEqual(journal.read(folder).start, 20)
     self.assertEqual(result.report.global_step, 30)
-    journal = asynchronous.read_journal(folder)
-    self.assertEqual(journal['batch'].tolist(), list(range(20, 30)))
+    batches = asynchronous.read_journal(folder)['batch']
+    self.assertEqual(batches.tolist(), list(range(20, 30)))
     asynchronous_cases.assert_same_bits(result, without)
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, TASK, TX), result
@@ -216,9 +222,7 @@ class SegmentsTest(parameterized.TestCase):
   @cases.parameters(True, False)
   def test_start_counts_if_it_is_given_after_a_call_that_was_killed(self, has):
     first = self.train(folder=None, num_updates=20)
-    create = mock.patch.object(
-        journal, 'create_segment', side_effect=OSError('killed')
-    )
+    create = mock.patch.object(journal, 'create', side_effect=OSError('killed'))
     given = {'start': first} if has else {}
 
     with create, self.assertRaisesRegex(OSError, 'killed'):
@@ -228,7 +232,7 @@ class SegmentsTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         result, self.train(folder=None, **given)
     )
-    self.assertEqual(list(result.report.segments), [20] if has else [0])
+    self.assertEqual(journal.read(self.folder).start, 20 if has else None)
     again = asynchronous.replay(self.folder, TASK, TX)
     asynchronous_cases.assert_same_bits(again, result)
     for saved in (self.folder / 'checkpoints').glob('[0-9]*.npz'):
@@ -253,25 +257,18 @@ class SegmentsTest(parameterized.TestCase):
         result, self.train(folder=None, start=first)
     )
 
-  @cases.parameters('start', 'change')
-  def test_without_any_checkpoint_nothing_begins_at_other_parameters(self, why):
+  def test_without_any_checkpoint_nothing_starts_at_other_parameters(self):
     first = self.train(num_updates=20)
     folder = self.folder.parent / 'second'
-    if why == 'start':
-      self.train(folder=folder, start=first)
-    else:
-      folder = self.folder
-      with change('optax'):
-        self.train(on_change='continue')
-    for saved in folder.glob('**/checkpoints/*'):
+    self.train(folder=folder, start=first)
+    for saved in folder.glob('checkpoints/*'):
       saved.rename(self.folder.parent / f'gone_{saved.name}')
 
     with (
-        change('optax'),
         self.assertWarnsRegex(RuntimeWarning, 'start.npz. cannot be used'),
         self.assertRaisesRegex(ValueError, 'start.npz. must be an intact chec'),
     ):
-      self.train(folder=folder, on_change='continue')
+      self.train(folder=folder)
 
   def test_start_without_updates_has_a_checkpoint(self):
     self.train(num_updates=5)
@@ -291,50 +288,46 @@ class SegmentsTest(parameterized.TestCase):
     saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
     self.assertEqual(saved, {'30.npz'})
 
-  def test_copy_of_a_segment_beside_it_is_ignored(self):
+  def test_other_files_beside_checkpoints_are_ignored(self):
     self.train(num_updates=15)
-    copy = self.folder / 'segment_1.bak'
-    copy.mkdir()
-    (copy / 'journal.bin').write_bytes(b'')
+    for name in '007.npz', 'copy of 15.npz', '16.npz.bak':
+      (self.folder / 'checkpoints' / name).touch()
 
-    self.assertEqual(self.train().report.segments, {0: ''})
+    result = self.train()
 
-  def test_damaged_checkpoints_of_a_segment_leave_its_start(self):
-    self.train(num_updates=15)
-    with change('optax'):
-      first = self.train(on_change='continue')
-      for saved in (self.folder / 'segment_1/checkpoints').glob('[23]*.npz'):
-        saved.write_bytes(b'damaged')
+    asynchronous_cases.assert_same_bits(result, self.read())
 
-      with self.assertWarnsRegex(RuntimeWarning, '30.npz. cannot be used'):
-        again = self.train()
+  def test_damaged_checkpoints_leave_the_start(self):
+    start = self.train(num_updates=15)
+    self.folder = self.folder.parent / 'second'
+    first = self.train(start=start)
+    for saved in (self.folder / 'checkpoints').glob('[23]*.npz'):
+      saved.write_bytes(b'damaged')
+
+    with self.assertWarnsRegex(RuntimeWarning, '30.npz. cannot be used'):
+      again = self.train()
 
     self.assertEqual(again.report.num_recovered, 15)
     asynchronous_cases.assert_same_bits(again, first)
 
-  def test_lost_start_of_a_segment_is_reported(self):
-    self.train(num_updates=15)
-    with change('optax'):
-      first = self.train(on_change='continue')
-      (self.folder / 'segment_1/checkpoints/start.npz').unlink()
-      lost = functools.partial(
-          self.assertWarnsRegex, RuntimeWarning, 'start.npz. cannot be used'
-      )
-      refused = functools.partial(
-          self.assertRaisesRegex, ValueError, "on_change='continue'.*if there"
-      )
+  def test_lost_start_is_reported_and_a_later_checkpoint_is_the_way_on(self):
+    start = self.train(num_updates=15)
+    self.folder = self.folder.parent / 'second'
+    first = self.train(start=start)
+    (self.folder / 'checkpoints/start.npz').unlink()
+    lost = functools.partial(
+        self.assertWarnsRegex, RuntimeWarning, 'start.npz. cannot be used'
+    )
+    refused = functools.partial(
+        self.assertRaisesRegex, ValueError, 'Put it back.*start=read_check'
+    )
 
-      with lost(), refused():
-        asynchronous.replay(self.folder, TASK, TX)
-      with lost(), refused():
-        self.train(num_updates=35)
-      with lost():
-        result = self.train(num_updates=35, on_change='continue')
+    with lost(), refused():
+      asynchronous.replay(self.folder, TASK, TX)
+    with lost(), refused():
+      self.train(num_updates=35)
 
-    self.check(result, 35, [0, 15, 30])
-    read = asynchronous.read_checkpoint(self.folder, TASK, TX)
-    asynchronous_cases.assert_same_bits(read, result)
-    self.assertEqual(first.report.global_step, 30)
+    asynchronous_cases.assert_same_bits(self.read(), first)
 
   def test_run_with_a_start_goes_on_once_its_journal_is_back(self):
     start = self.train(num_updates=15)
@@ -353,29 +346,17 @@ class SegmentsTest(parameterized.TestCase):
         asynchronous.replay(self.folder, TASK, TX), result
     )
 
-  def test_checkpoint_of_an_earlier_segment_is_read_if_there_is_no_later(self):
-    self.train(num_updates=15)
-    with change('optax'):
-      self.train(num_updates=16, on_change='continue')
-    for saved in (self.folder / 'segment_1/checkpoints').iterdir():
-      saved.write_bytes(b'damaged')
-
-    with self.assertWarnsRegex(RuntimeWarning, 'cannot be used'):
-      read = asynchronous.read_checkpoint(self.folder, TASK, TX)
-
-    self.assertEqual(read.report.global_step, 15)
-
   def test_another_checkpoint_in_place_of_the_start_is_refused(self):
-    self.train(num_updates=15)
-    with change('optax'):
-      self.train(on_change='continue')
-      saved = self.folder / 'segment_1/checkpoints'
-      (saved / '30.npz').replace(saved / 'start.npz')
+    start = self.train(num_updates=15)
+    self.folder = self.folder.parent / 'second'
+    self.train(start=start)
+    saved = self.folder / 'checkpoints'
+    (saved / '30.npz').replace(saved / 'start.npz')
 
-      with self.assertRaisesRegex(
-          ValueError, 'start.npz. must be an intact checkpoint of step 15'
-      ):
-        asynchronous.replay(self.folder, TASK, TX)
+    with self.assertRaisesRegex(
+        ValueError, 'start.npz. must be an intact checkpoint of step 15'
+    ):
+      asynchronous.replay(self.folder, TASK, TX)
 
   def test_folder_in_the_home_folder_is_expanded(self):
     home = self.folder.parent
@@ -434,81 +415,20 @@ class WatchingTest(parameterized.TestCase):
     self.assertEqual(again[:30], before)
     self.assertEqual([step for step, _ in again], list(range(1, 34)))
 
-  def test_history_has_no_updates_that_a_segment_replaced(self):
-    folder = asynchronous_cases.folder(self)
-    calls = []
-    task = asynchronous.Task(
-        lambda: np.zeros(2, np.float32),
-        lambda params, number: (
-            params + 1,
-            {'call': calls.append(0) or len(calls)},
-        ),
-        np.float32,
-    )
-    run = functools.partial(
-        asynchronous_cases.train, task, TX, folder=folder, staleness=0
-    )
-    run(num_updates=20)
-    (folder / 'checkpoints/20.npz').rename(folder / 'gone')
-    # The checksum of the last gradient is another.
-    path = folder / 'journal.bin'
-    size = asynchronous.read_journal(folder).itemsize
-    written = bytearray(path.read_bytes())
-    written[-5] ^= 1
-    written[-4:] = zlib.crc32(written[-size:-4]).to_bytes(4, 'little')
-    path.write_bytes(written)
-    calls.clear()
-    with mock.patch.object(driver, '_BETWEEN_REPORTS', 0):
-      result = run(
-          on_change='continue',
-          on_progress=self.reports.append,
-      )
-
-    self.assertEqual(list(result.report.segments), [0])
-    self.assertIn('must have the bits', result.report.segments[0])
-    history = [update for report in self.reports for update in report.history]
-    # The first 20 calls computed the updates that are replaced.
-    self.assertEqual(
-        [(step, found['call']) for step, found in history],
-        [(step, step + 20.0) for step in range(1, 31)],
-    )
-
-  def test_updates_of_a_new_segment_come_though_others_had_their_steps(self):
-    def drive(workers):
-      for steps, segments in ((1, 2, 3), {0: ''}), ((2, 3), {0: '', 1: 'why'}):
-        history = tuple((step, {'loss': 0.0}) for step in steps)
-        yield asynchronous.Report(3, history=history, segments=segments)
-      yield asynchronous.Result(None, None, asynchronous.Report(3))
-
-    job.run(job.Job(drive, TASK, 1, None), self.reports.append)
-
-    found = [step for r in self.reports for step, _ in r.history]
-    self.assertEqual(found, [1, 2, 3, 2, 3])
-
   @cases.parameters(True, False)
   def test_run_with_a_start_reports_after_its_first_update(self, has_folder):
     first = self.train(lambda report: None)
     self.reports.clear()
-    failed = []
+    nothing, wait = [[]], workers.LocalWorkers.wait
 
-    def fails_once(params, x):
-      if not failed:
-        failed.append(x)
-        raise OSError('try again')
-      return asynchronous_cases.gradient(params, x)
+    def wait_twice(self, seconds):
+      return nothing.pop() if nothing else wait(self, seconds)
 
-    task = asynchronous.Task(
-        asynchronous_cases.init, fails_once, asynchronous_cases.batch
-    )
     folder = asynchronous_cases.folder(self) if has_folder else None
-    asynchronous_cases.train(
-        task,
-        TX,
-        num_updates=33,
-        start=first,
-        folder=folder,
-        on_progress=self.reports.append,
-    )
+    with mock.patch.object(workers.LocalWorkers, 'wait', wait_twice):
+      self.train(
+          lambda report: None, num_updates=33, start=first, folder=folder
+      )
 
     for report in self.reports:
       self.assertIn('loss', report.metrics)
@@ -581,7 +501,7 @@ class WatchingTest(parameterized.TestCase):
       commands.append((yield asynchronous.Report(2)))
       yield asynchronous.Result(None, None, asynchronous.Report(2))
 
-    job.run(job.Job(drive, TASK, 1, None), lambda r: answers.pop(0))
+    job.run(options_lib.Options(TASK, TX), drive, lambda r: answers.pop(0))
 
     self.assertEqual(commands, ['stop', 'stop'])
 
@@ -592,7 +512,7 @@ class WatchingTest(parameterized.TestCase):
         yield asynchronous.Report(steps[-1], history=history)
       yield asynchronous.Result(None, None, asynchronous.Report(4))
 
-    job.run(job.Job(drive, TASK, 1, None), self.reports.append)
+    job.run(options_lib.Options(TASK, TX), drive, self.reports.append)
 
     found = [step for r in self.reports for step, _ in r.history]
     self.assertEqual(found, [1, 2, 3, 4])
@@ -748,8 +668,6 @@ class DriverDevicesTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(again, result)
     with self.assertRaisesRegex(ValueError, "driver_devices .'4' instead of"):
       run(num_updates=35)
-    result = run(num_updates=35, on_change='continue')
-    self.assertEqual(list(result.report.segments), [0, 30])
 
   def test_more_devices_than_there_are_are_refused(self):
     with self.assertRaisesRegex(ValueError, '`driver_devices` must be at most'):

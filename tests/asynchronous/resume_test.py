@@ -1,0 +1,169 @@
+import os
+
+from absl.testing import parameterized
+import numpy as np
+import optax
+import pytest
+
+import asynchronous_cases
+import cases
+from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import parameter_server
+
+TASK = asynchronous_cases.TASK
+TX = optax.adam(0.1)
+# Where the ages differ, and some gradients are dropped.
+OPTIONS = {
+    'pace': False,
+    'staleness': 2,
+    'num_workers': 4,
+    'save_every': 10,
+    'save_seconds': 0,
+}
+
+
+class RecoveryTest(parameterized.TestCase):
+  """Resumes a run of 30 updates that was cut off."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+
+  def cut(self, num_records, num_checkpoints=0):
+    """Trains, and leaves the files of a run that was killed."""
+    asynchronous_cases.train(TASK, TX, folder=self.folder, **OPTIONS)
+    path = self.folder / 'journal.bin'
+    size = asynchronous.read_journal(self.folder).itemsize
+    num_all = len(asynchronous.read_journal(self.folder))
+    os.truncate(path, path.stat().st_size - size * (num_all - num_records))
+    saved = sorted(
+        (self.folder / 'checkpoints').iterdir(), key=lambda p: int(p.stem)
+    )
+    for checkpoint in saved[num_checkpoints:]:
+      checkpoint.unlink()
+
+  def resume(self, task=TASK, tx=TX, **options):
+    return asynchronous_cases.train(
+        task, tx, folder=self.folder, **(OPTIONS | options)
+    )
+
+  @cases.parameters((11, 0), (38, 1))
+  def test_loses_no_update_and_counts_no_batch_twice(
+      self, num_records, num_checkpoints
+  ):
+    self.cut(num_records, num_checkpoints)
+    before = asynchronous.read_journal(self.folder).copy()
+
+    result = self.resume()
+
+    journal = asynchronous.read_journal(self.folder)
+    self.assertEqual(journal[:num_records].tobytes(), before.tobytes())
+    accepted = asynchronous_cases.accepted(journal)
+    np.testing.assert_array_equal(accepted['global_step'], np.arange(30))
+    self.assertLen(set(accepted['batch'].tolist()), 30)
+    self.assertGreater(result.report.num_recovered, 0)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(self.folder, TASK, TX), result
+    )
+
+  @pytest.mark.slow
+  def test_every_batch_is_done_in_the_end(self):
+    self.cut(11)
+
+    self.resume()
+
+    accepted = asynchronous_cases.accepted(
+        asynchronous.read_journal(self.folder)
+    )
+    # Beyond the last, four were in flight at most.
+    self.assertContainsSubset(range(26), accepted['batch'].tolist())
+
+  @pytest.mark.slow
+  def test_resumes_from_before_a_damaged_checkpoint(self):
+    self.resume()
+    path = self.folder / 'checkpoints/30.npz'
+    path.write_bytes(bytes(path.stat().st_size))
+    first = asynchronous.replay(self.folder, TASK, TX)
+
+    with self.assertWarnsRegex(RuntimeWarning, '30.npz. cannot be used'):
+      again = self.resume()
+
+    asynchronous_cases.assert_same_bits(first, again)
+    self.assertGreater(again.report.num_recovered, 0)
+
+  def test_finished_run_ends_at_once(self):
+    first = self.resume()
+
+    again = self.resume()
+
+    asynchronous_cases.assert_same_bits(first, again)
+    self.assertEqual(again.report.global_step, 30)
+    self.assertEqual(again.report.num_dropped, first.report.num_dropped)
+
+  def test_refuses_checkpoints_without_their_journal(self):
+    self.resume()
+    (self.folder / 'journal.bin').unlink()
+
+    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
+      self.resume()
+
+    self.assertFalse((self.folder / 'journal.bin').exists())
+
+  def test_refuses_checkpoints_of_another_run(self):
+    self.resume()
+    journal = (self.folder / 'journal.bin').read_bytes()
+    self.folder = self.folder.parent / 'second'
+    self.resume(pace=True)
+    (self.folder / 'journal.bin').write_bytes(journal)
+
+    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
+      self.resume()
+
+  @cases.parameters(0, 1)
+  @pytest.mark.slow_after(1)
+  def test_refuses_another_task(self, num_checkpoints):
+    self.cut(38, num_checkpoints)
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        lambda number: asynchronous_cases.batch(number) + 1,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+      self.resume(task)
+    self.assertLen(asynchronous.read_journal(self.folder), 38)
+
+  def test_refuses_another_task_where_a_checkpoint_has_all(self):
+    self.resume()
+    task = asynchronous.Task(
+        asynchronous_cases.init,
+        asynchronous_cases.gradient,
+        lambda number: asynchronous_cases.batch(number) + 1,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+      self.resume(task, num_updates=35)
+
+  def test_refuses_another_optimizer_and_other_parameters(self):
+    self.resume()
+    task = asynchronous.Task(
+        lambda: {'w': np.ones(3, np.float32)},
+        asynchronous_cases.gradient,
+        asynchronous_cases.batch,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'numbers of the optimizer'):
+      self.resume(tx=optax.adam(0.2))
+    with self.assertRaisesRegex(ValueError, 'initial parameters'):
+      self.resume(task)
+
+  def test_random_keys_of_an_optimizer_are_restored(self):
+    tx = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+
+    self.resume(tx=tx, num_updates=10)
+    result = self.resume(tx=tx, num_updates=15)
+
+    again = asynchronous.replay(self.folder, TASK, tx)
+    asynchronous_cases.assert_same_bits(
+        *([parameter_server.leaves_of(r[:2])] for r in (again, result))
+    )
