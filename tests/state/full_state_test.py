@@ -27,6 +27,7 @@ from shard_transforms import init_state
 from shard_transforms import monitoring
 from shard_transforms import owners
 from shard_transforms import place_state
+from shard_transforms import reproducible
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
@@ -467,6 +468,27 @@ class RefusalTest(parameterized.TestCase):
       wrong = full._replace(inner_state=optax.TraceState({'w': trace}))
       with self.assertRaisesRegex(error, message):
         place_state(wrong, tx, params, mesh)
+
+  @cases.parameters(*WRAPPERS)
+  def test_names_a_state_of_other_parameters(self, name):
+    tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
+    state = init_state(tx, {'w': jnp.zeros((4, 4))}, mesh)
+    message = r'`state` must be made by .* at \.inner_state'
+
+    for others in ({'w': jnp.zeros((4, 99))}, {'v': jnp.zeros((4, 4))}):
+      with self.assertRaisesRegex(ValueError, message):
+        full_state(state, tx, others, mesh)
+
+  def test_names_a_state_of_another_class(self):
+    params, mesh = jnp.zeros(16), modes.mesh()
+    towers = reproducible.towers(2, optax.trace(0.9), AXIS)
+    sliced = shard_update(optax.trace(0.9), AXIS)
+    state = init_state(towers, params, mesh)
+
+    with self.assertRaisesRegex(
+        ValueError, 'got the tree .*TowersState.* instead'
+    ):
+      place_state(state, sliced, params, mesh)
 
   def test_names_rows_of_other_owners(self):
     tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()

@@ -147,7 +147,7 @@ def place_state(
 
   def convert(path, rule, field, like):
     if isinstance(rule, full_rules.FullRule):
-      one_shard.check(path, rule, field, like)
+      one_shard.check(path, field, like)
       return _sharded(rule, field, like, mesh)
     _check_same_trees(path, field, like)
     carry_over = functools.partial(_carried_over, path, rule)
@@ -193,7 +193,7 @@ class _OneShard:
 
   @functools.cached_property
   def _fields(self):
-    """The types of the parts that are sharded elsewhere, by their paths."""
+    """The types of the parts that are sharded elsewhere, cut and full."""
     names, fields = self.mesh.axis_names, {}
     mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
     state = placement.init_state(
@@ -202,7 +202,11 @@ class _OneShard:
 
     def note(path, rule, field, _):
       if isinstance(rule, full_rules.FullRule):
-        fields[path] = field
+        name = leaves_lib.name_of(path)
+        full = jax.eval_shape(
+            lambda part: rule.full(part, field, name), _without_shardings(field)
+        )
+        fields[path] = field, full
 
     _map_fields(note, _full_rules_of, state, state)
     return fields
@@ -214,41 +218,48 @@ class _OneShard:
       ValueError: If there is none.
     """
     name = leaves_lib.name_of(path)
-    if path not in self._fields:
-      raise ValueError(f'{full_rules.made_for_others("a part", name)}.')
+    one_shard, _ = self._types_of(path)
 
     def join(field):
-      one_shard = self._fields[path]
       if _types(field) != _types(one_shard):
         self._check_whole_params(path)
-      return rule.full(field, one_shard, name)
+      full = rule.full(field, one_shard, name)
+      self._check_shapes(path, full)
+      return full
 
     return join
 
-  def check(self, path, rule, full, target):
+  def check(self, path, full, target):
     """Checks a part in its full form, which is to be placed like `target`.
 
     Raises:
       TypeError: If a leaf has another dtype.
       ValueError: If it is of other parameters.
     """
-    joining = self.joining(path, rule)
-    one_shard = self._fields[path]
-    expected = jax.eval_shape(joining, _without_shardings(one_shard))
+    one_shard, expected = self._types_of(path)
+    self._check_shapes(path, full, ' It must be what `full_state` returns.')
+    for (sub, leaf), like in _pairs(full, expected):
+      _check_dtype(leaves_lib.name_of((*path, *sub)), leaf, like)
+    if _types(target) != _types(one_shard):
+      self._check_whole_params(path)
+
+  def _types_of(self, path):
+    if path not in self._fields:
+      name = leaves_lib.name_of(path)
+      raise ValueError(f'{full_rules.made_for_others("a part", name)}.')
+    return self._fields[path]
+
+  def _check_shapes(self, path, full, hint=''):
+    _, expected = self._types_of(path)
     _check_same_trees(path, full, expected)
-    for (sub, leaf), like in zip(
-        jax.tree.leaves_with_path(full), jax.tree.leaves(expected), strict=True
-    ):
-      name = leaves_lib.name_of((*path, *sub))
-      _check_dtype(name, leaf, like)
+    for (sub, leaf), like in _pairs(full, expected):
       if jnp.shape(leaf) != like.shape:
+        name = leaves_lib.name_of((*path, *sub))
         got = f'the shape {jnp.shape(leaf)}'
         raise ValueError(
             f'{full_rules.made_for_others(got, name)} instead of {like.shape}.'
-            ' It must be what `full_state` returns.'
+            f'{hint}'
         )
-    if _types(target) != _types(one_shard):
-      self._check_whole_params(path)
 
   def _check_whole_params(self, path):
     told = jax.tree.leaves(self.in_specs, is_leaf=partition_specs.is_spec)
@@ -259,6 +270,12 @@ class _OneShard:
           f' {leaves_lib.name_of(path)}. Go on with the same mesh, or start'
           ' again with `init_state`.'
       )
+
+
+def _pairs(tree, like):
+  return zip(
+      jax.tree.leaves_with_path(tree), jax.tree.leaves(like), strict=True
+  )
 
 
 def _types(tree):
@@ -281,6 +298,11 @@ def _map_fields(fn, rules_of, state, like, path=()):
     here = (*path, *sub)
     if not _declares(node):
       return fn(here, state_rules.ResizeRule('keep'), node, like)
+
+    def is_part(part):
+      return part is not node and part is not like
+
+    _check_same_trees(here, node, like, is_part)
     rules = rules_of(node, like)
 
     def of_field(key, field, like):
@@ -290,10 +312,6 @@ def _map_fields(fn, rules_of, state, like, path=()):
         return _map_fields(fn, rules_of, field, like, (*here, *key))
       return fn((*here, *key), rule, field, like)
 
-    def is_part(part):
-      return part is not node and part is not like
-
-    _check_same_trees(here, node, like, is_part)
     return jax.tree.map_with_path(of_field, node, like, is_leaf=is_part)
 
   _check_same_trees(path, state, like, _declares)
