@@ -83,11 +83,11 @@ def drop_stale(
   parameters, and pass it with the gradient of these parameters.
 
   With `axis_name`, each shard has its own `local_step`. Shards that are too
-  late, or whose extra argument `weight` is zero, get weight zero, and `inner`
-  receives that weight: a `cross_shard_mean` inside leaves them out. If no shard
-  has any weight left, nothing changes, and the step counts as dropped if any
-  shard was late. All shards of the axis decide together, even if `inner`
-  reduces in groups.
+  late, or whose extra argument `weight` is zero, get weight zero and an update
+  of zero, and `inner` receives both: a `cross_shard_mean` inside leaves them
+  out. If no shard has any weight left, nothing changes, and the step counts as
+  dropped if any shard was late. All shards of the axis decide together, even if
+  `inner` reduces in groups.
 
   Without `inner`, the update goes to the next link of an `optax.chain`, as
   zeros if it is dropped. Use that only with links that keep no moments.
