@@ -1,11 +1,11 @@
-"""Compares `shard_update(..., slices='leaves')` with the replicated optimizer.
+"""Compares `owners.owned_update` with the replicated optimizer.
 
 Eight shards update a transformer, in one process over virtual CPU devices. A
 row has an optimizer's ratios to `chain(cross_shard_mean, inner)`, both run in
 turn: the state of a shard, the bytes that a step sends, traced and compiled,
 over those of one all-reduce, CPU time of a step and of compiling it, temporary
 memory. "difference" is the largest of any parameter. The last row compares
-AdamW with `slices='elements'`.
+AdamW with `shard_update`.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ import optax
 import timing
 
 import shard_transforms
+from shard_transforms import owners
 
 AXIS = 'data'
 
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> None:
   mean = shard_transforms.cross_shard_mean(AXIS)
   for name in _INNERS.value:
     inner = _MAKE[name](1e-3)
-    owned = shard_transforms.shard_update(inner, AXIS, slices='leaves')
+    owned = owners.owned_update(inner, AXIS)
     run = Run(owned, params, mesh)
     replicated = Run(optax.chain(mean, inner), params, mesh)
     print(row(name, replicated, run), flush=True)

@@ -6,6 +6,7 @@ import typing
 from shard_transforms import aggregators as aggregators
 from shard_transforms import compression as compression
 from shard_transforms import monitoring as monitoring
+from shard_transforms import owners as owners
 from shard_transforms import reproducible as reproducible
 from shard_transforms import state_rules as state_rules
 from shard_transforms import tf1 as tf1
@@ -23,6 +24,8 @@ from shard_transforms._src.staleness.drop_stale import DropStaleState
 from shard_transforms._src.staleness.drop_stale import drop_stale
 from shard_transforms._src.staleness.weighting import ScaleByStalenessState
 from shard_transforms._src.staleness.weighting import scale_by_staleness
+from shard_transforms._src.state.full_state import full_state
+from shard_transforms._src.state.full_state import place_state
 from shard_transforms._src.state.placement import init_state
 from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
@@ -39,8 +42,6 @@ from shard_transforms._src.transforms.cross_shard import shard_mean
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.on_mesh import on_mesh
-from shard_transforms._src.transforms.owned_leaves import OwnedLeaves
-from shard_transforms._src.transforms.owned_leaves import Place
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
@@ -60,8 +61,6 @@ __all__ = (
     'DropStaleState',
     'GuardState',
     'LocalUpdatesState',
-    'OwnedLeaves',
-    'Place',
     'ScaleByStalenessState',
     'ShardUpdateState',
     'SpikeRule',
@@ -74,6 +73,7 @@ __all__ = (
     'cross_shard_sum',
     'delay_updates',
     'drop_stale',
+    'full_state',
     'global_norm',
     'guard',
     'init_state',
@@ -81,6 +81,7 @@ __all__ = (
     'local_updates',
     'on_mesh',
     'per_shard',
+    'place_state',
     'reduce_towers',
     'resize_state',
     'scale_by_staleness',

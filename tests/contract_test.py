@@ -23,7 +23,6 @@ import orbax.checkpoint
 import cases
 import modes
 import shard_transforms
-from shard_transforms import Place
 from shard_transforms import aggregators
 from shard_transforms import clip_by_global_norm
 from shard_transforms import compensate_delay
@@ -33,6 +32,7 @@ from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import local_updates
+from shard_transforms import owners
 from shard_transforms import reduce_towers
 from shard_transforms import reproducible
 from shard_transforms import scale_by_staleness
@@ -190,9 +190,9 @@ ROWS = {
         cuts=True,
     ),
     'owners': Row(
-        lambda inner, n: shard_update(inner, AXIS, slices='leaves'),
+        lambda inner, n: owners.owned_update(inner, AXIS),
         per_shard=True,
-        refuser='shard_update',
+        refuser='owned_update',
         cuts=True,
         owns=True,
     ),
@@ -1016,7 +1016,7 @@ class StateTest(parameterized.TestCase):
     if ROWS[name].owns:
       # flax knows no static nodes; see docs/sharded_optimizer.md.
       serialization.register_serialization_state(
-          Place, lambda place: {}, lambda place, _: place, override=True
+          owners.Place, lambda place: {}, lambda place, _: place, override=True
       )
     params, state = halfway(name)
     _, fresh = run_of(name).start()

@@ -37,6 +37,7 @@ from shard_transforms import compression
 from shard_transforms import facade
 from shard_transforms import launch
 from shard_transforms import monitoring
+from shard_transforms import owners
 from shard_transforms import reproducible
 from shard_transforms import state_rules
 from shard_transforms import tf1
@@ -50,7 +51,7 @@ FLOORS = (
     ('base', 'tf1'),
     ('analysis', 'launch', 'reduction', 'state'),
     ('aggregators', 'compression', 'gates'),
-    ('local_updates', 'monitoring', 'staleness', 'transforms'),
+    ('local_updates', 'monitoring', 'owners', 'staleness', 'transforms'),
     ('asynchronous', 'reproducible'),
 )
 
@@ -73,7 +74,7 @@ FACADE_MODULES = sorted(
 )
 NAMESPACES = (
     *(shard_transforms, aggregators, asynchronous, compression, facade),
-    *(launch, monitoring, reproducible, state_rules, tf1),
+    *(launch, monitoring, owners, reproducible, state_rules, tf1),
 )
 
 # Everything public, each with the package that it is imported from.

@@ -7,7 +7,7 @@ import numpy as np
 
 import cases
 import modes
-from shard_transforms._src.state import resizing
+from shard_transforms._src.state import row_resizing
 from shard_transforms.state_rules import ResizeRule
 
 
@@ -28,7 +28,7 @@ class RowsTest(parameterized.TestCase):
     old = np.arange(8, dtype=np.float32)
     new = target((num_shards,), num_shards=num_shards)
 
-    merged = resizing.apply_rule(ResizeRule(kind), 'leaf', old, new)
+    merged = row_resizing.apply_rule(ResizeRule(kind), 'leaf', old, new)
 
     np.testing.assert_array_equal(merged, expected)
     self.assertEqual(merged.dtype, old.dtype)
@@ -42,7 +42,7 @@ class RowsTest(parameterized.TestCase):
   def test_adds_empty_rows(self, rule, expected):
     old = np.arange(6, dtype=np.float32).reshape(3, 2)
 
-    merged = resizing.apply_rule(rule, 'leaf', old, target((4, 2)))
+    merged = row_resizing.apply_rule(rule, 'leaf', old, target((4, 2)))
 
     np.testing.assert_array_equal(merged, [*old, expected])
 
@@ -51,7 +51,7 @@ class RowsTest(parameterized.TestCase):
     old = np.arange(0, 840, 210).astype(dtype)
     new = target((num_shards,), num_shards=num_shards)
 
-    merged = resizing.apply_rule(ResizeRule('mean'), 'leaf', old, new)
+    merged = row_resizing.apply_rule(ResizeRule('mean'), 'leaf', old, new)
 
     self.assertEqual(merged.dtype, dtype)
     np.testing.assert_allclose(merged.mean(), old.mean(), rtol=1e-6)
@@ -68,7 +68,7 @@ class RowsTest(parameterized.TestCase):
         (unknown, 315),
         (weighted, 490),
     ):
-      averaged = resizing.apply_rule(rule, 'leaf', old, new)
+      averaged = row_resizing.apply_rule(rule, 'leaf', old, new)
 
       self.assertEqual(averaged.dtype, dtype)
       np.testing.assert_array_equal(averaged, [want] * num_shards)
@@ -80,7 +80,7 @@ class RowsTest(parameterized.TestCase):
     weighted = ResizeRule('share', row_weights=np.array([1, 0, 0, 1]))
 
     for rule, total in ((ResizeRule('share'), 1260), (weighted, 630)):
-      shared = resizing.apply_rule(rule, 'leaf', old, new)
+      shared = row_resizing.apply_rule(rule, 'leaf', old, new)
 
       self.assertEqual(shared.dtype, dtype)
       want = np.full(num_shards, total / num_shards)
@@ -96,7 +96,7 @@ class RowsTest(parameterized.TestCase):
     rule = ResizeRule('average')
 
     averaged = [
-        resizing.apply_rule(rule, 'leaf', old, target((4, 2)))
+        row_resizing.apply_rule(rule, 'leaf', old, target((4, 2)))
         for old in (alike, some, none)
     ]
 
@@ -107,7 +107,7 @@ class RowsTest(parameterized.TestCase):
   def test_begins_anew_with_what_is_empty(self):
     old = np.ones(3, np.int32)
 
-    begun = resizing.apply_rule(
+    begun = row_resizing.apply_rule(
         ResizeRule('begin_anew', 7), 'leaf', old, target((3,), P())
     )
 
@@ -118,22 +118,13 @@ class RowsTest(parameterized.TestCase):
   def test_keeps_what_a_reduction_makes_of_rows(self, kind, factor):
     old = np.arange(8, dtype=np.float32)
 
-    merged = resizing.apply_rule(ResizeRule(kind), 'leaf', old, target((4,)))
+    merged = row_resizing.apply_rule(
+        ResizeRule(kind), 'leaf', old, target((4,))
+    )
 
     np.testing.assert_array_equal(merged, factor * np.float32([1, 5, 9, 13]))
 
-  def test_cuts_anew(self):
-    old = np.arange(16, dtype=np.float32).reshape(8, 1, 2)
-
-    cut = resizing.apply_rule(
-        ResizeRule('cut_anew'), 'leaf', old, target((4, 1, 4))
-    )
-
-    np.testing.assert_array_equal(cut.ravel(), range(16))
-
   @cases.parameters(
-      ('cut_anew', (8, 1, 2), (4, 1, 5)),
-      ('cut_anew', (8, 2, 2), (4, 1, 8)),
       ('keep', (8, 2), (4, 3)),
       ('sum', (8, 2), (4, 3)),
   )
@@ -141,17 +132,19 @@ class RowsTest(parameterized.TestCase):
     old = np.ones(old, np.float32)
 
     with self.assertRaisesRegex(ValueError, r'made by .* at the leaf, which'):
-      resizing.apply_rule(ResizeRule(kind), 'the leaf', old, target(new))
+      row_resizing.apply_rule(ResizeRule(kind), 'the leaf', old, target(new))
 
   def test_names_what_it_does_not_know(self):
     old = np.ones((8, 2), np.float32)
 
     with self.assertRaisesRegex(ValueError, 'must know what .* at the leaf'):
-      resizing.apply_rule(ResizeRule('keep'), 'the leaf', old, target((4, 2)))
+      row_resizing.apply_rule(
+          ResizeRule('keep'), 'the leaf', old, target((4, 2))
+      )
 
   def test_gives_the_reason_of_a_state(self):
     old = np.ones((8, 2), np.float32)
     rule = ResizeRule('refuse', reason='{name} is of these shards.')
 
     with self.assertRaisesRegex(ValueError, r'^\.m is of these shards\.$'):
-      resizing.apply_rule(rule, '.m', old, target((4, 2)))
+      row_resizing.apply_rule(rule, '.m', old, target((4, 2)))

@@ -426,7 +426,7 @@ class CutTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        r'`state` .* must be made by .* these parameters, got the shape'
+        r'`state` must be made by .* these parameters, got the shape'
         r' \(.*\) at \.inner_state\[0\], which does not go into',
     ):
       resize_state(state, tx, [jnp.zeros(other)], modes.mesh(after))
@@ -504,6 +504,45 @@ class WindowTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(resized.total, after)
     np.testing.assert_array_equal(resized.total_weight, [3] * len(after))
+
+  @cases.product(reduction=('mean', 'weighted'), after=(2, 1, 8))
+  def test_a_weighted_sum_of_towers_ends_with_the_same_mean(
+      self, reduction, after
+  ):
+    inner = averaged(optax.identity())
+    tx = tower_reduce(2, inner, axis_name=AXIS, reduction='sum')
+    total = np.float32([[0, 1], [6, 8], [18, 21], [36, 40]])
+    state = replaced(
+        state_of(tx, jnp.zeros(2), 4),
+        tower=1,
+        total=total,
+        total_weight=np.arange(1.0, 5.0),
+    )
+
+    resized = resize_state(
+        state, tx, jnp.zeros(2), modes.mesh(after), reduction=reduction
+    )
+
+    specs = shard_transforms.state_specs(tx, jnp.zeros(2), modes.mesh(after))
+
+    def last(state, weight):
+      zeros = shard_transforms.per_shard(jnp.zeros(2), AXIS)
+      return tx.update(zeros, state, weight=weight[0])[0]
+
+    updates = jax.shard_map(
+        last, mesh=modes.mesh(after), in_specs=(specs, P(AXIS)), out_specs=P()
+    )(resized, np.ones(after, np.float32))
+    np.testing.assert_allclose(updates, total.mean(0), rtol=1e-6)
+
+  def test_a_weighted_sum_of_towers_needs_the_reduction(self):
+    inner = averaged(optax.identity())
+    tx = tower_reduce(2, inner, axis_name=AXIS, reduction='sum')
+    state = replaced(
+        state_of(tx, jnp.zeros(2), 4), tower=1, total_weight=np.arange(4.0)
+    )
+
+    with self.assertRaisesRegex(ValueError, r'or is summed, at \.total'):
+      resize_state(state, tx, jnp.zeros(2), modes.mesh(2))
 
   def test_counters_of_drop_stale_are_copied(self):
     tx = drop_stale(2, averaged(optax.identity()), axis_name=AXIS)
@@ -747,8 +786,7 @@ class CopyTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        r'`in_specs` of `resize_state` must not shard .*`shard_update`'
-        r' .*\.inner_state\.trace',
+        r'`in_specs` must not shard .*`shard_update`, got .* for \.inner_state',
     ):
       resize_state(state, tx, params, other, in_specs=specs)
 
@@ -814,6 +852,21 @@ tx = st.shard_update(optax.trace(0.9), 'data')
 params = jnp.zeros(5)
 state = st.ShardUpdateState(optax.TraceState(np.arange(5, dtype=np.float32)))
 resized = st.resize_state(state, tx, params, mesh)
+full = st.full_state(resized, tx, params, mesh)
+assert full.inner_state.trace.is_fully_replicated
+assert np.asarray(full.inner_state.trace).tolist() == [0, 1, 2, 3, 4]
+for tx2 in tx, st.owners.owned_update(optax.trace(0.9), 'data'):
+  params2 = {'a': np.ones((4, 2), 'float32'), 'b': np.ones(2, 'float32')}
+  state2 = st.init_state(tx2, params2, mesh)
+  full2 = st.full_state(state2, tx2, params2, mesh)
+  a = full2.inner_state.trace['a']
+  assert a.shape == (4, 2) and a.addressable_data(0).shape == (2, 2), a
+  full2 = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))(full2)
+  placed = st.place_state(full2, tx2, params2, mesh)
+  assert jax.tree.structure(placed) == jax.tree.structure(state2)
+  again = st.full_state(placed, tx2, params2, mesh)
+  ones = jax.jit(lambda s: jax.tree.map(lambda x: (x == 1).all(), s))(again)
+  assert all(map(bool, jax.tree.leaves(ones))), ones
 own = np.asarray(resized.inner_state.trace.addressable_data(0))
 assert own.tolist() == [[[0, 1, 2]], [[3, 4, 0]]][jax.process_index()], own
 copy = st.resize_state(

@@ -23,7 +23,6 @@ Kind = Literal[
     'maximum',
     'average',
     'share',
-    'cut_anew',
     'begin_anew',
     'refuse',
 ]
@@ -45,9 +44,8 @@ class ResizeRule:
     kind: `'keep'` for parts that any number of shards can use; `'sum'`,
       `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows that each
       become the mean of all finite ones; `'share'` for rows that each become an
-      equal part of the sum of all; `'cut_anew'` for slices of one
-      array, which are joined and cut again; `'begin_anew'` for parts that
-      are initialized again; `'refuse'` for parts that cannot be carried over.
+      equal part of the sum of all; `'begin_anew'` for parts that are
+      initialized again; `'refuse'` for parts that cannot be carried over.
     empty: The value of a shard that is added, and of a part that starts again.
       `None` is 0; for `'minimum'` and `'maximum'` it is the extreme of all
       shards so far.

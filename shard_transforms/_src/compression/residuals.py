@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import state_rules
 
 
@@ -58,9 +59,12 @@ class CompressedMeanState(NamedTuple):
     del reduction
     return {
         'residual': state_rules.ResizeRule('mean'),
-        'server_residual': state_rules.ResizeRule('cut_anew'),
         'update_norm': state_rules.ResizeRule('maximum'),
     }
+
+  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
+    """Returns how `full_state` joins its slices."""
+    return {'server_residual': full_rules.SLICES}
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""

@@ -14,7 +14,7 @@ from shard_transforms._src.state import specs
 def init_state(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     *,
     in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,

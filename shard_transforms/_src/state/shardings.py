@@ -202,6 +202,14 @@ def _divided(shape, spec, mesh, axis, whole_dims):
   return P(*spec)
 
 
+def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
+  """Returns the spec of an array, divided over each axis that divides it."""
+  spec = P(*(None,) * len(shape))
+  for axis in mesh.axis_names:
+    spec = _divided(shape, tuple(spec), mesh, axis, 0)
+  return spec
+
+
 def _tell_whole(leaves, axis, on_whole):
   """Warns of the leaves that each device keeps whole, or raises.
 
@@ -268,7 +276,7 @@ def _tell_gathered(tx, leaves, params, state, axis):
         f' {sum(map(_num_bytes, found.values())):,} bytes, for each product or'
         ' two, as `monitoring.wire_report` of the compiled step shows. Keep'
         ' matrices whole by `whole_dims=2`, with stacked layers [layers, m, n];'
-        " or use `shard_update(..., slices='leaves')` in `jax.shard_map`.",
+        ' or use `owners.owned_update` in `jax.shard_map`.',
         UserWarning,
         stacklevel=3,
     )

@@ -18,7 +18,7 @@ from shard_transforms._src.base import partition_specs as specs_lib
 def state_specs(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     *,
     in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,
@@ -189,7 +189,8 @@ def _entry(axes):
 
 
 def free_axes(
-    mesh: jax.sharding.Mesh, in_specs: specs_lib.SpecTree
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    in_specs: specs_lib.SpecTree,
 ) -> tuple[Hashable, ...]:
   """Returns the axes of a mesh that shard no parameter.
 

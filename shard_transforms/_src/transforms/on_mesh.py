@@ -60,7 +60,8 @@ def on_mesh(
   inner = arguments.as_inner(tx, 'on_mesh', 'tx')
 
   def init_fn(params):
-    if _check_sizes(mesh):
+    # `full_state` reads the shapes of the state on one shard, of any mesh.
+    if _check_sizes(mesh, or_one=True):
       return inner.init(params)
     return placement.init_state(
         inner, params, mesh, in_specs=in_specs, per_shard=per_shard
@@ -73,7 +74,7 @@ def on_mesh(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_sizes(mesh):
+def _check_sizes(mesh, or_one=False):
   """Returns the mapped axes of a mesh, and checks their sizes.
 
   Raises:
@@ -85,7 +86,7 @@ def _check_sizes(mesh):
       if axes_lib.is_bound(axis)
   }
   sizes = {axis: mesh.shape[axis] for axis in mapped}
-  if mapped != sizes:
+  if mapped != sizes and not (or_one and set(mapped.values()) == {1}):
     raise ValueError(
         f'`mesh` of `on_mesh` must be the mesh of the step, got {sizes} where'
         f' the step maps {mapped}. Bind the transformation to that mesh; there,'

@@ -141,7 +141,8 @@ class _Towers:
     if self.num_towers == 1:
       params = ()
     empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
-    return tower_window.start(empty, inner_state, self.axes)
+    is_sum = self.reduction == 'sum'
+    return tower_window.start(empty, inner_state, self.axes, is_sum)
 
   def step(
       self,

@@ -25,6 +25,10 @@ _NO_STEP = jnp.iinfo(jnp.int32).max
 _OLDEST_RULE = state_rules.ResizeRule('minimum', _NO_STEP)
 
 
+class SummedTowers(NamedTuple):
+  """Says that the result of a window is the sum of its towers. No arrays."""
+
+
 class TowerReduceState(NamedTuple):
   """State of `tower_reduce`.
 
@@ -40,6 +44,8 @@ class TowerReduceState(NamedTuple):
     oldest_local_step: The minimum of their local steps, int32 []; the largest
       int32 where no tower gave one.
     inner_state: State of the inner transformation.
+    summed: Tells `resize_state` that the result is the sum of the towers; `()`
+      for their mean. No arrays.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -55,6 +61,7 @@ class TowerReduceState(NamedTuple):
   total_weight: jax.Array
   oldest_local_step: jax.Array
   inner_state: optax.OptState
+  summed: SummedTowers | tuple[()] = ()
 
   def resize_rules(
       self, reduction: state_rules.Reduction | None
@@ -65,11 +72,17 @@ class TowerReduceState(NamedTuple):
     or, without weights, their `reduction`.
     """
     total = total_weight = state_rules.ResizeRule('sum')
+    is_summed = isinstance(self.summed, SummedTowers)
     may_be_unweighted = np.all(self.total_weight == self.tower)
     if self.tower and may_be_unweighted and reduction != 'weighted':
       # Without weights, a shard's total weight is the number of its towers.
       total_weight = state_rules.ResizeRule('maximum', self.tower)
       total = _rule_of_unweighted(reduction)
+    elif self.tower and is_summed:
+      # A sum contains the weights: `inner` counts each shard once.
+      total = _rule_of_unweighted(
+          'mean' if reduction == 'weighted' else reduction
+      )
     return {
         'total': total,
         'total_weight': total_weight,
@@ -102,6 +115,7 @@ def start(
     zeros: tuple[optax.Updates, Any],
     inner_state: optax.OptState,
     axes: tuple[Hashable, ...],
+    is_summed: bool = False,
 ) -> TowerReduceState:
   """Returns an empty window, given a total and a total weight of zero."""
   total, total_weight = zeros
@@ -113,6 +127,7 @@ def start(
           jnp.full([], _NO_STEP, jnp.int32), axes
       ),
       inner_state=inner_state,
+      summed=SummedTowers() if is_summed else (),
   )
 
 
@@ -143,12 +158,11 @@ def collect(
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
     oldest = jnp.minimum(oldest, step)
-  window = TowerReduceState(
+  window = state._replace(
       tower=counters.add(state.tower, 1),
       total=per_shard_state.store(total, axes),
       total_weight=per_shard_state.store(total_weight, axes),
       oldest_local_step=per_shard_state.store(oldest, axes),
-      inner_state=state.inner_state,
   )
   per_shard_state.check_kept(state, window, _CALLER)
   return window
@@ -200,7 +214,7 @@ def emptied(
 ) -> TowerReduceState:
   """Returns the state at the start of the next window."""
   zeros = functools.cache(axes_lib.zeros)
-  return TowerReduceState(
+  return window._replace(
       tower=jnp.zeros_like(window.tower),
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
       total_weight=jnp.zeros_like(window.total_weight),
@@ -216,9 +230,9 @@ def _rule_of_unweighted(reduction):
         'refuse',
         reason=(
             "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
-            ' got None: the window that was begun without weights, at {name},'
-            ' ends with the same result only if it is known how its shards are'
-            ' reduced.'
+            ' got None: the window that was begun without weights, or is'
+            ' summed, at {name}, ends with the same result only if it is known'
+            ' how its shards are reduced.'
         ),
     )
   return state_rules.ResizeRule(reduction)

@@ -10,6 +10,7 @@ import heapq
 import math
 from typing import Any
 import warnings
+import zlib
 
 import chex
 import jax
@@ -19,9 +20,9 @@ import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.owners import leaf_program
+from shard_transforms._src.owners import owned_leaves
 from shard_transforms._src.reduction import sharded_reduction
-from shard_transforms._src.transforms import leaf_program
-from shard_transforms._src.transforms import owned_leaves
 
 # Takes the shapes of the parameters; gives a number for each of them.
 Cost = Callable[[Any], chex.ArrayTree]
@@ -66,7 +67,7 @@ class Owners:
     """
     if name not in self.numbers:
       raise ValueError(
-          '`updates` and the state of `shard_update` must be of the parameters,'
+          '`updates` and the state of `owned_update` must be of the parameters,'
           f' got {name}, which is none of them.'
       )
     return self.numbers[name]
@@ -99,7 +100,14 @@ class Owners:
       length, _ = rows.get(name, (0, None))
       rows[name] = max(length, place.end), kind.dtype
       places[i] = place
-    return owned_leaves.Layout(places, dict(sorted(rows.items())), self.axes)
+    # Rows of other owners must not be taken for these, as from a checkpoint.
+    mark = zlib.crc32(repr([*places.values()]).encode())
+    places = {
+        i: dataclasses.replace(place, row=f'{place.row}_{mark:08x}')
+        for i, place in places.items()
+    }
+    rows = {f'{name}_{mark:08x}': rows[name] for name in sorted(rows)}
+    return owned_leaves.Layout(places, rows, self.axes)
 
 
 def assign(
@@ -117,7 +125,7 @@ def assign(
     params: The parameters.
     updates: The updates, if any.
     reduction: How these are reduced.
-    cost: As for `shard_update`.
+    cost: As for `owned_update`.
 
   Raises:
     TypeError: If `cost` does not give real numbers.
@@ -158,10 +166,9 @@ def _axes(tree, reduction):
   more = sorted(frozenset().union(*others), key=str)
   if len(others) > 1:
     raise ValueError(
-        "`params` of `shard_update(..., slices='leaves')` must be whole on"
-        f' each shard, got some leaves that vary over axes of {more!r}, as'
-        ' slices do, and some that do not. Leave slices to'
-        " `slices='elements'`, with `optax.partition`."
+        '`params` of `owned_update` must be whole on each shard, got some'
+        f' leaves that vary over axes of {more!r}, as slices do, and some that'
+        ' do not. Leave slices to `shard_update`, with `optax.partition`.'
     )
   return (*axes, *more)
 
@@ -186,8 +193,8 @@ def read(
     ValueError: If it was made for other parameters or other owners.
   """
   made_for_others = (
-      f"State of `{caller}(..., slices='leaves')` must be made for these"
-      ' parameters, this number of shards and this `cost` by'
+      f'State of `{caller}` must be made for these parameters, this number of'
+      ' shards and this `cost` by'
       ' `shard_transforms.init_state`, mapped with the specs of'
       ' `shard_transforms.state_specs`, and converted by'
       ' `shard_transforms.resize_state`, or for `jax.pmap` be made by'
@@ -231,7 +238,7 @@ def _costs(params, cost):
   found = cost(params)
   if jax.tree.structure(found) != jax.tree.structure(params):
     raise ValueError(
-        '`cost` of `shard_update` must give a tree like the parameters,'
+        '`cost` of `owned_update` must give a tree like the parameters,'
         f' {jax.tree.structure(params)}, got {jax.tree.structure(found)}.'
     )
   return [
@@ -245,11 +252,11 @@ def _as_cost(path, value):
   is_real = dtype is not None and dtype.kind in 'iuf' and not np.ndim(value)
   if not is_real or isinstance(value, core.Tracer):
     raise TypeError(
-        f'`cost` of `shard_update` must give a real number a leaf, {got}.'
+        f'`cost` of `owned_update` must give a real number a leaf, {got}.'
     )
   if not (math.isfinite(value) and value >= 0):
     raise ValueError(
-        '`cost` of `shard_update` must give finite numbers of at least 0,'
+        '`cost` of `owned_update` must give finite numbers of at least 0,'
         f' {got}.'
     )
   return float(value)
@@ -267,12 +274,12 @@ def _warn_of_one(names, owned, costs, sizes, num_shards):
   if sizes[largest] < _LARGE or costs[largest] <= 2 * total / num_shards:
     return
   warnings.warn(
-      "`shard_update(..., slices='leaves')` waits for the owner of one leaf,"
+      '`owned_update` waits for the owner of one leaf,'
       f' {names[largest]} of {sizes[largest]:,} elements, which is'
       f' {100 * costs[largest] / total:.0f} % of the work of all'
       f' {num_shards} shards. Treat it element by element where that fits, with'
-      ' `optax.partition` around two `shard_update`s; or tell its `cost`, if it'
-      ' is less.',
+      ' `optax.partition` around `shard_update` and `owned_update`; or tell its'
+      ' `cost`, if it is less.',
       UserWarning,
       stacklevel=2,
   )

@@ -30,9 +30,9 @@ import numpy as np
 from shard_transforms._src.analysis import equivalence
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import leaf_flow
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.owners import leaf_flow
 
 # What an array belongs to, where that is not the number of one parameter: to
 # none, and is the same on all shards; or to several of them.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import cases
 from shard_transforms._src.analysis import inlining
-from shard_transforms._src.analysis import leaf_flow
+from shard_transforms._src.owners import leaf_flow
 
 A, B = 2, 4
 

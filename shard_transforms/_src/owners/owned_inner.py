@@ -14,21 +14,21 @@ from typing import Any
 
 import chex
 import jax
+from jax import core
 from jax import lax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.analysis import slice_types
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.owners import leaf_program
+from shard_transforms._src.owners import owned_leaves
+from shard_transforms._src.owners import owners as owners_lib
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.state import specs
-from shard_transforms._src.transforms import leaf_program
-from shard_transforms._src.transforms import owned_leaves
-from shard_transforms._src.transforms import owners as owners_lib
 
 
 class OwnedInner:
@@ -135,9 +135,10 @@ class OwnedInner:
       params: Whole parameters, if any.
       of: What each leaf of the state belongs to.
     """
-    given = slice_types.Cutting(2, self._same).whole(updates)
+    cut = [leaves_lib.is_cut(x, 2) for x in jax.tree.leaves(updates)]
+    given = _types(updates, cut, self._same, self._same)
     is_own = [number != leaf_program.SHARED for number in of]
-    state = slice_types.Cutting(2, owners.axes).varying(kinds, is_own)
+    state = _types(kinds, is_own, owners.axes)
     params = jax.tree.map(jax.typeof, params)
     program = leaf_program.trace(
         update, self._same, owners.num_shards, given, state, params
@@ -354,21 +355,54 @@ class _Run:
     return per_shard_state.store(tree, self.reduction.axes)
 
 
+def _types(tree, is_own, axes, ignored=()):
+  """Returns the types of a tree in which what owners have varies over `axes`.
+
+  JAX refuses a `cond` between an update and the old state if only one of them
+  varies.
+
+  Args:
+    tree: A tree of arrays or types.
+    is_own: Whether an owner has it, for each leaf.
+    axes: The mapped axes.
+    ignored: Those over which nothing else varies.
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+
+  # Trees have many leaves of few types, and tracing takes long.
+  @functools.cache
+  def typed(kind, is_own):
+    before = axes_lib.varying_axes(kind)
+    over = before.difference(ignored).union(axes if is_own else ())
+    if over == before:
+      return kind
+    return jax.eval_shape(
+        lambda: axes_lib.to_varying(jnp.zeros(kind.shape, kind.dtype), (*over,))
+    )
+
+  is_type = [isinstance(x, core.AbstractValue) for x in leaves]
+  kinds = [
+      x if known else jax.typeof(x)
+      for x, known in zip(leaves, is_type, strict=True)
+  ]
+  return treedef.unflatten(map(typed, kinds, is_own))
+
+
 def _refusal(caller, problem):
   """Returns what is said of a transformation that mixes leaves."""
   return (
-      f"`inner` of `{caller}(..., slices='leaves')` must treat each leaf of"
-      ' the parameters alone, because each shard updates those that it'
-      f' owns, but {problem}. Keep such a transformation whole, as in'
+      f'`inner` of `{caller}` must treat each leaf of the parameters alone,'
+      ' because each shard updates those that it owns, but'
+      f' {problem}. Keep such a transformation whole, as in'
       ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
       ' parameters, or for some of them with `optax.partition`. To clip by'
       ' the global norm, put'
       ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
       ' in `inner`. Or let what comes first see what is reduced:'
       ' `optax.chain(cross_shard_mean(axis_name), first,'
-      " shard_update(inner, axis_name, slices='leaves',"
-      " on_invariant='averaged'))`. If you know that it treats each leaf"
-      f' alone, say `{caller}(..., assume_leafwise=True)`.'
+      f" {caller}(inner, axis_name, on_invariant='averaged'))`. If you know"
+      ' that it treats each leaf alone, say'
+      f' `{caller}(..., assume_leafwise=True)`.'
   )
 
 
@@ -378,7 +412,7 @@ def _check_types(results, given):
   Raises:
     ValueError: If they have not.
   """
-  refused = '`inner` of `shard_update` must keep the types of what it is given'
+  refused = '`inner` of `owned_update` must keep the types of what it is given'
   found, expected = jax.tree.structure(results), jax.tree.structure(given)
   if found != expected:
     raise ValueError(f'{refused}, got the tree {found} for {expected}.')

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import full_rules
 
 
 @jax.tree_util.register_static
@@ -30,14 +30,14 @@ class Place:
   Args:
     of: The name of the parameter that it belongs to.
     shard: The shard that keeps it.
-    row: The name of the row, of its dtype.
+    row: The name of the row: its dtype, and a mark of where all leaves are.
     start: Where it begins there.
     shape: Its shape.
 
   Examples:
     >>> import jax
-    >>> from shard_transforms import Place
-    >>> place = Place("['w']", 3, 'float32', 128, (4, 8))
+    >>> from shard_transforms.owners import Place
+    >>> place = Place("['w']", 3, 'float32_5f9c1a0e', 128, (4, 8))
     >>> print(place.size, jax.tree.leaves(place))
     32 []
   """
@@ -58,10 +58,6 @@ class Place:
     """Where it ends in the row."""
     return self.start + self.size
 
-  def is_of(self, other: 'Place') -> bool:
-    """Whether two places, in two layouts, are of the same leaf."""
-    return (self.of, self.row, self.shape) == (other.of, other.row, other.shape)
-
 
 class OwnedLeaves(NamedTuple):
   """The state of an optimizer whose leaves are each kept by one shard.
@@ -72,89 +68,34 @@ class OwnedLeaves(NamedTuple):
       counters, is the same on all shards, and is here.
     rows: For each dtype, the leaves of a shard, one behind the other, [1,
       elements]: a leading axis, of length 1 inside the mapped function and of
-      the number of shards outside.
+      the number of shards outside. Their names depend on where all leaves are,
+      so that rows of other owners are not taken for them.
 
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
+    >>> from shard_transforms import owners
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = shard_transforms.shard_update(
-    ...     optax.lamb(0.1), 'data', slices='leaves')
+    >>> tx = owners.owned_update(optax.lamb(0.1), 'data')
     >>> params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(5)}
     >>> state = shard_transforms.init_state(tx, params, mesh).inner_state
-    >>> print(state.rows['float32'].shape)
-    (8, 30)
-    >>> print(optax.tree_utils.tree_get(state, 'mu')['b'])
-    Place(of="['b']", shard=1, row='float32', start=0, shape=(5,))
-    >>> print(optax.tree_utils.tree_get(state.whole(), 'mu')['b'].shape)
-    (5,)
+    >>> print([row.shape for row in state.rows.values()])
+    [(8, 30)]
+    >>> place = optax.tree_utils.tree_get(state, 'mu')['b']
+    >>> print(place.shard, place.start, place.shape)
+    1 0 (5,)
   """
 
   leaves: Any
   # A leaf in place of the mapping where there are no parameters.
   rows: Any
 
-  def whole(self) -> Any:
-    """Returns the state as `inner` has it, with arrays of NumPy.
-
-    The arrays must be on this process. It is the same for any number of shards,
-    as is its `monitoring.digest`.
-    """
-    rows = jax.tree.map(_as_rows, self.rows)
-
-    def read(leaf):
-      if not isinstance(leaf, Place):
-        return np.asarray(leaf)
-      row = rows[leaf.row][leaf.shard]
-      return row[leaf.start : leaf.end].reshape(leaf.shape)
-
-    return jax.tree.map(read, self.leaves, is_leaf=is_place)
-
-  def laid_out_like(self, other: 'OwnedLeaves') -> 'OwnedLeaves':
-    """Returns this state, kept at the places of another, in arrays of NumPy.
-
-    Args:
-      other: A state for any number of shards, or the shapes of one.
-
-    Returns:
-      A state of the shapes of the other; itself if that is for other
-      parameters.
-    """
-    kept, found = map(_by_position, (self.leaves, other.leaves))
-    if kept.keys() != found.keys() or any(
-        not found[i].is_of(kept[i]) for i in kept
-    ):
-      return self
-    rows = {
-        name: np.zeros(row.shape, row.dtype) for name, row in other.rows.items()
-    }
-    flat = jax.tree.map(_as_rows, rows)
-    whole = jax.tree.leaves(self.whole())
-    for i, place in found.items():
-      part = slice(place.start, place.end)
-      flat[place.row][place.shard, part] = whole[i].ravel()
-    leaves, treedef = jax.tree.flatten(self.leaves, is_leaf=is_place)
-    leaves = [found.get(i, leaf) for i, leaf in enumerate(leaves)]
-    return OwnedLeaves(treedef.unflatten(leaves), rows)
-
 
 def is_place(leaf: Any) -> bool:
   """Whether a leaf is kept elsewhere, for the `is_leaf` of a tree map."""
   return isinstance(leaf, Place)
-
-
-def _by_position(tree):
-  """Returns the places in a tree, by their number among the leaves."""
-  leaves = jax.tree.leaves(tree, is_leaf=is_place)
-  return {i: leaf for i, leaf in enumerate(leaves) if is_place(leaf)}
-
-
-def _as_rows(x):
-  # Under `jax.vmap` over an axis of the mesh, [shards, 1, elements].
-  x = np.asarray(x)
-  return x.reshape(len(x), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,3 +150,57 @@ class Layout:
         flat = lax.slice(rows[place.row], (start,), (start + place.size,))
         found[number] = lax.reshape(flat, place.shape)
     return found
+
+
+def _full(kept, one_shard, name):
+  """Returns the state as `inner` has it.
+
+  Raises:
+    ValueError: If its rows are of other leaves.
+  """
+  del one_shard
+  if not isinstance(kept, OwnedLeaves):
+    return kept
+  leaves, treedef = jax.tree.flatten(kept.leaves, is_leaf=is_place)
+  places = [leaf for leaf in leaves if is_place(leaf)]
+  for row in {place.row for place in places}:
+    length = max(place.end for place in places if place.row == row)
+    shape = jnp.shape(kept.rows.get(row))
+    if shape[1:] != (length,):
+      got = f'the shape {shape} of the row {row!r}'
+      raise ValueError(
+          f'{full_rules.made_for_others(got, name)}, whose owners keep'
+          f' {length} elements.'
+      )
+
+  def read(leaf):
+    if not is_place(leaf):
+      return leaf
+    row = kept.rows[leaf.row][leaf.shard]
+    return row[leaf.start : leaf.end].reshape(leaf.shape)
+
+  return treedef.unflatten(map(read, leaves))
+
+
+def _place(full, target):
+  """Returns the state as owners keep it, at the places of `target`."""
+  leaves, treedef = jax.tree.flatten(target.leaves, is_leaf=is_place)
+  values = treedef.flatten_up_to(full)
+  places = {i: leaf for i, leaf in enumerate(leaves) if is_place(leaf)}
+  # Without parameters, there is no mapping of rows.
+  if not places:
+    return OwnedLeaves(full, jax.tree.map(jnp.zeros_like, target.rows))
+  lengths = {
+      name: (row.shape[1], row.dtype) for name, row in target.rows.items()
+  }
+  (num_shards,) = {row.shape[0] for row in target.rows.values()}
+  rows = Layout(places, lengths, ()).pack(
+      range(num_shards), dict(enumerate(values))
+  )
+  rows = {name: row.reshape(num_shards, -1) for name, row in rows.items()}
+  kept = [places.get(i, x) for i, x in enumerate(values)]
+  return OwnedLeaves(treedef.unflatten(kept), rows)
+
+
+# Full, the leaves of all owners are the state of `inner`.
+FULL_RULE = full_rules.FullRule(_full, _place)

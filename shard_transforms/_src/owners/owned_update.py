@@ -1,0 +1,169 @@
+"""`owned_update`: ZeRO-1, each shard runs the optimizer on whole leaves."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import full_rules
+from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import weights
+from shard_transforms._src.owners import owned_inner
+from shard_transforms._src.owners import owned_leaves
+from shard_transforms._src.owners import owners
+from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import sharded_reduction
+
+_CALLER = 'owned_update'
+
+
+class OwnedUpdateState(NamedTuple):
+  """State of `owned_update`.
+
+  Attributes:
+    inner_state: State of the inner transformation.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> from shard_transforms import owners
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = owners.owned_update(optax.lamb(0.1), 'data')
+    >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> print([row.shape for row in state.inner_state.rows.values()])
+    [(8, 64)]
+  """
+
+  inner_state: owned_leaves.OwnedLeaves
+
+  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
+    """Returns how `full_state` reads the rows of owners."""
+    return {'inner_state': owned_leaves.FULL_RULE}
+
+
+def owned_update(
+    inner: optax.GradientTransformation,
+    axis_name: axes_lib.AxisName,
+    *,
+    reduction: weights.Kind = 'mean',
+    groups: groups_lib.GroupsLike | None = None,
+    on_invariant: leaf_sums.OnInvariant = 'error',
+    cost: owners.Cost | None = None,
+    assume_leafwise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Shards the optimizer (ZeRO-1): each shard updates the leaves that it owns.
+
+  Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
+  state and the work of `inner` divided among the N shards. Each leaf has an
+  owner, which alone keeps its state and updates it: Muon, LAMB, LARS,
+  Adafactor, SOAP and Shampoo are divided among shards, which look at whole
+  leaves. For optimizers that treat each element alone, such as Adam, take
+  `shard_transforms.shard_update`.
+
+  A reduce-scatter brings the mean of each gradient to its owner, and an
+  all-gather brings the updates back. Owners are chosen so that all have about
+  the same work. As many bytes are sent as by an all-reduce if all owners have
+  the same number of elements; otherwise, each sends as much as the largest.
+
+  `inner` is traced on the whole tree, so that paths, masks, labels, random
+  numbers and the number of leaves are those of the replicated optimizer, and
+  each shard runs its part of that program. `inner` must treat each leaf alone.
+  One that mixes leaves is refused, such as `optax.clip_by_global_norm` and
+  `optax.flatten`. A `psum` over `axis_name` of a sum of numbers of single
+  leaves counts each leaf once. Shards stay idle if there are fewer leaves than
+  shards. Under `jax.vmap`, each shard updates all leaves and uses its own.
+
+  Scalars have no owner: they are reduced as by `cross_shard_mean`, and all
+  shards update them. Make the state with `init_state`, and map it with the
+  specs of `state_specs`. It fits this number of shards; `resize_state` converts
+  it to another. All axes of the mesh must be mapped.
+
+  Args:
+    inner: The transformation.
+    axis_name: The mapped axis, or a sequence of them, the fast one last, over
+      whose shards the updates are reduced and the leaves divided. The last axis
+      is scattered first, so that the others carry only a part.
+    reduction: `'mean'` or `'sum'` over the shards.
+    groups: A partition of the shards into groups of one size, each of which
+      reduces among itself and holds the state once.
+    on_invariant: How to read a leaf whose type says that it is the same on all
+      shards, for a mean; see `cross_shard_mean`.
+    cost: How long the update of each leaf takes: a function of the parameters,
+      or of their shapes, that returns a tree of numbers of at least 0. Without
+      it, the cost of a matrix [m, n] is m * n * min(m, n), as for Muon, times
+      the other dimensions of a stack; that of a vector is its number of
+      elements.
+    assume_leafwise: Whether to take your word that `inner` treats each leaf
+      alone, for an `inner` that is refused because its program is not
+      understood. Nothing is checked then: if it mixes leaves, it trains wrongly
+      without an error. State that belongs to several leaves is then kept by
+      each shard.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`, whose
+    `update` takes the optional extra argument `weight`, as that of
+    `cross_shard_mean` does, and passes all others to `inner`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind, or `cost` gives something
+      that is not a number; in `update`, if a leaf is an integer or boolean,
+      `weight` is not a real number, or the state is of another transformation.
+    ValueError: If an argument has a wrong value, such as groups of different
+      sizes, or `cost` gives a negative number; in `init` and `update`, if
+      `inner` mixes leaves, unless it is assumed not to; in `update`, as in
+      `cross_shard_mean`, or if the state was made for other parameters or
+      another number of shards.
+
+  Examples:
+    Muon, each of whose matrices one shard updates:
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> from shard_transforms import owners
+    >>> tx = owners.owned_update(optax.contrib.muon(0.1), 'data')
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> print([row.shape for row in state.inner_state.rows.values()])
+    [(8, 32)]
+
+  References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models, 2020, https://arxiv.org/abs/1910.02054 (stage 1).
+  """
+  arguments.check_reduction(reduction)
+  arguments.check_bool('assume_leafwise', assume_leafwise)
+  if cost is not None and not callable(cost):
+    raise TypeError(
+        '`cost` must be a function from the tree of the parameters to a tree of'
+        f' numbers, got {cost!r}.'
+    )
+  reduce = sharded_reduction.ShardedReduction(
+      _CALLER,
+      reduction,
+      axes_lib.as_axes(axis_name),
+      None if groups is None else groups_lib.as_groups(groups),
+      on_invariant,
+  )
+  inner = arguments.as_inner(inner, _CALLER)
+  own = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
+
+  def init_fn(params):
+    return OwnedUpdateState(own.init(params))
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    arguments.check_state(state, OwnedUpdateState, _CALLER)
+    updates, inner_state = own.update(
+        updates, weight, state.inner_state, params, extra_args
+    )
+    return updates, OwnedUpdateState(inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

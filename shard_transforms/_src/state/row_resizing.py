@@ -1,0 +1,106 @@
+"""How what each shard keeps is resized to another number of shards."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shard_transforms._src.base import full_rules
+from shard_transforms._src.base import state_rules
+
+_COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
+
+
+def apply_rule(
+    rule: state_rules.ResizeRule, name: str, old: np.ndarray, target: Any
+) -> np.ndarray:
+  """Returns the values of a leaf for another number of shards.
+
+  Args:
+    rule: How it is resized.
+    name: Its name in errors.
+    old: Its values.
+    target: Its new shape and sharding.
+
+  Raises:
+    ValueError: If it cannot be carried over, or was not made for the same
+      parameters.
+  """
+  if rule.kind == 'begin_anew':
+    empty = 0 if rule.empty is None else rule.empty
+    return np.full(target.shape, empty, old.dtype)
+  if rule.kind != 'refuse' and not _are_rows(old, target):
+    got = f'the shape {old.shape}'
+    raise ValueError(
+        f'{full_rules.made_for_others(got, name)}, which does not go into'
+        f' {target.shape}.'
+    )
+  if rule.kind in ('keep', 'refuse'):
+    raise ValueError(_reason(rule, name, old, target))
+  if rule.kind == 'average':
+    resized = _average(rule, old)
+  elif rule.kind == 'share':
+    resized = _share(rule, old, target.shape[0])
+  else:
+    resized = _merge(rule, old, target.shape[0])
+  if resized.dtype.kind == 'f' and not jnp.issubdtype(old.dtype, jnp.inexact):
+    resized = np.rint(resized)
+  return np.broadcast_to(resized, target.shape).astype(old.dtype)
+
+
+def _reason(rule, name, old, target):
+  """Returns why a leaf cannot be carried over."""
+  if rule.reason:
+    return rule.reason.replace('{name}', name)
+  return (
+      '`resize_state` must know what a leaf is that depends on the number of'
+      f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
+      ' for which no rule is declared. Go on with as many shards as before, or'
+      ' start this part again with `init_state`.'
+  )
+
+
+def _merge(rule, old, num_shards):
+  """Combines the rows of neighbouring shards, or adds empty ones."""
+  combine = _COMBINE[rule.kind]
+  if num_shards > len(old):
+    empty = rule.empty
+    if empty is None:
+      empty = 0 if combine is np.sum else combine(old, axis=0)
+    rows = np.broadcast_to(empty, (num_shards - len(old), *old.shape[1:]))
+    merged = np.concatenate([old, rows.astype(old.dtype)])
+  else:
+    parts = np.array_split(old, num_shards)
+    merged = np.stack([combine(part, axis=0) for part in parts])
+  # The new mean divides by another number of shards.
+  return merged * (num_shards / len(old)) if rule.kind == 'mean' else merged
+
+
+def _share(rule, old, num_shards):
+  """Returns an equal part of the weighted sum of all rows."""
+  weights = np.ones(len(old)) if rule.row_weights is None else rule.row_weights
+  return np.tensordot(weights, old.astype(np.float64), 1) / num_shards
+
+
+def _average(rule, old):
+  """Returns the mean of all rows that are finite."""
+  # Equal rows keep their bits.
+  if np.all(old == old[:1]):
+    return old[0]
+  is_finite = np.isfinite(old.reshape(len(old), -1)).all(axis=-1)
+  counts = is_finite if is_finite.any() else np.ones(len(old), bool)
+  weights = rule.row_weights
+  if weights is None or not np.any(weights[counts]):
+    weights = np.ones(len(old))
+  return np.average(old[counts], axis=0, weights=weights[counts])
+
+
+def _are_rows(old, target):
+  """Whether both have a leading axis of shards, and else the same shape."""
+  is_same = old.ndim == target.ndim and old.shape[1:] == target.shape[1:]
+  is_sharded = any(target.sharding.spec[:1])
+  return (
+      is_same
+      and is_sharded
+      and target.sharding.shard_shape(target.shape)[0] == 1
+  )

@@ -1,0 +1,511 @@
+"""Checkpoints of sharded state, in the shapes of the replicated state."""
+
+import functools
+import tempfile
+from typing import NamedTuple
+
+from absl.testing import parameterized
+import chex
+import flax.serialization
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import compression
+from shard_transforms import full_state
+from shard_transforms import guard
+from shard_transforms import init_state
+from shard_transforms import monitoring
+from shard_transforms import owners
+from shard_transforms import place_state
+from shard_transforms import resize_state
+from shard_transforms import shard_update
+from shard_transforms import tower_reduce
+from shard_transforms.state_rules import FullRule
+
+AXIS = modes.AXIS
+WRAPPERS = {
+    'elements': functools.partial(shard_update, axis_name=AXIS),
+    'owners': functools.partial(owners.owned_update, axis_name=AXIS),
+}
+
+
+def params_of():
+  """Returns leaves that are cut evenly, with padding, in bits, and not."""
+  normal = np.random.default_rng(0).normal
+  return {
+      'even': normal(size=(8, 4)).astype(np.float32),
+      'padded': normal(size=(3, 5, 1)).astype(np.float32),
+      'few': np.float32([1, -1, 2]),
+      'one': np.float32([[7]]),
+      'half': normal(size=(2, 5)).astype(jnp.bfloat16),
+      'empty': np.zeros((0, 3), np.float32),
+      'scalar': np.float32(0.5),
+  }
+
+
+# Its state has the values of the parameters, and a count.
+COPY = optax.GradientTransformation(
+    lambda params: (jnp.int32(3), jax.tree.map(jnp.copy, params)),
+    lambda updates, state, params=None: (updates, state),
+)
+
+
+def numbered(state, params):
+  """Returns a state of `trace`, in which leaves are numbered from 1."""
+  treedef = jax.tree.structure(params)
+  trace = treedef.unflatten(
+      np.full(jnp.shape(x), i, np.float32)
+      for i, x in enumerate(jax.tree.leaves(params), 1)
+  )
+  return state._replace(inner_state=optax.TraceState(trace))
+
+
+def saved_by_orbax(state, like):
+  """Returns what orbax restores like `like` of a state that it has saved."""
+  with (
+      tempfile.TemporaryDirectory() as folder,
+      ocp.StandardCheckpointer() as saver,
+  ):
+    saver.save(f'{folder}/state', state)
+    saver.wait_until_finished()
+    return saver.restore(f'{folder}/state', like)
+
+
+def as_numpy(tree):
+  return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+
+
+def assert_same(actual, expected):
+  """Asserts the same tree, bits, dtypes and shardings."""
+  chex.assert_trees_all_equal_structs(actual, expected)
+  chex.assert_trees_all_equal(
+      jax.device_get(actual), jax.device_get(expected), strict=True
+  )
+  specs = [jax.tree.map(lambda x: x.sharding, x) for x in (actual, expected)]
+  assert jax.tree.all(
+      jax.tree.map(
+          lambda x, y, leaf: x.is_equivalent_to(y, leaf.ndim), *specs, expected
+      )
+  )
+
+
+class FullTest(parameterized.TestCase):
+
+  @cases.product(name=tuple(WRAPPERS), num_shards=(8, 3, 1))
+  def test_is_the_state_of_the_replicated_optimizer(self, name, num_shards):
+    tx, mesh = WRAPPERS[name](COPY), modes.mesh(num_shards)
+    state = init_state(tx, params_of(), mesh)
+
+    full = full_state(state, tx, params_of(), mesh)
+
+    chex.assert_trees_all_equal(
+        jax.device_get(full.inner_state),
+        jax.device_get(COPY.init(params_of())),
+        strict=True,
+    )
+
+  @cases.product(
+      name=tuple(WRAPPERS),
+      sizes=((8, 4), (4, 8), (8, 3), (1, 8)),
+      given=(jax.device_get, lambda tree: tree),
+  )
+  @pytest.mark.slow_after(4)
+  def test_is_placed_as_if_made_there(self, name, sizes, given):
+    tx = WRAPPERS[name](COPY)
+    before, after = map(modes.mesh, sizes)
+    state = init_state(tx, params_of(), before)
+
+    full = given(full_state(state, tx, params_of(), before))
+    placed = place_state(full, tx, jax.eval_shape(params_of), after)
+
+    assert_same(placed, init_state(tx, params_of(), after))
+
+  @cases.parameters(*WRAPPERS)
+  def test_no_device_holds_all_of_it(self, name):
+    tx, mesh = WRAPPERS[name](COPY), modes.mesh()
+    params = {'a': jnp.ones((3, 16)), 'b': jnp.ones((8, 2)), 'c': jnp.ones(3)}
+    state = init_state(tx, params, mesh)
+
+    full = full_state(state, tx, params, mesh)
+
+    specs = jax.tree.map(lambda x: x.sharding.spec, full.inner_state[1])
+    self.assertEqual(
+        specs, {'a': P(None, AXIS), 'b': P(AXIS, None), 'c': P(None)}
+    )
+
+  @cases.product(name=tuple(WRAPPERS), kind=(AxisType.Auto, AxisType.Explicit))
+  def test_is_on_a_mesh_of_any_type(self, name, kind):
+    tx = WRAPPERS[name](COPY)
+    mesh = jax.make_mesh((8,), (AXIS,), (kind,))
+    state = init_state(tx, params_of(), mesh)
+
+    full = full_state(state, tx, params_of(), mesh)
+    placed = place_state(full, tx, params_of(), mesh)
+
+    assert_same(placed, state)
+    for leaf in jax.tree.leaves((full, placed)):
+      self.assertEqual(leaf.sharding.mesh, mesh)
+
+  @cases.parameters(*WRAPPERS)
+  def test_over_several_axes(self, name):
+    tx = WRAPPERS[name](COPY, axis_name=('hosts', 'cores'))
+    before, after = (
+        jax.make_mesh(shape, ('hosts', 'cores'), (AxisType.Auto,) * 2)
+        for shape in ((2, 4), (4, 2))
+    )
+    state = init_state(tx, params_of(), before)
+
+    full = full_state(state, tx, params_of(), before)
+    placed = place_state(full, tx, params_of(), after)
+
+    assert_same(placed, init_state(tx, params_of(), after))
+    self.assertEqual(
+        full.inner_state[1]['even'].sharding.spec, P('hosts', 'cores')
+    )
+
+  @cases.parameters(*WRAPPERS)
+  def test_abstract_state_gives_the_target_of_a_restore(self, name):
+    tx, mesh = WRAPPERS[name](COPY), modes.mesh()
+    state = init_state(tx, params_of(), mesh)
+    full = full_state(state, tx, params_of(), mesh)
+
+    like = full_state(
+        init_state(tx, jax.eval_shape(params_of), mesh), tx, params_of(), mesh
+    )
+
+    chex.assert_trees_all_equal_structs(like, full)
+    for found, expected in zip(
+        jax.tree.leaves(like), jax.tree.leaves(full), strict=True
+    ):
+      self.assertIsInstance(found, jax.ShapeDtypeStruct)
+      self.assertEqual(
+          (found.shape, found.dtype, found.sharding),
+          (expected.shape, expected.dtype, expected.sharding),
+      )
+
+  @cases.parameters(*WRAPPERS)
+  def test_numpy_gives_numpy_and_nothing_is_shared(self, name):
+    tx, mesh = WRAPPERS[name](COPY), modes.mesh()
+    params = {'w': np.ones((64, 64), np.float32)}
+    state = jax.tree.map(np.array, init_state(tx, params, mesh))
+
+    full = full_state(state, tx, params, mesh)
+    placed = place_state(full, tx, params, mesh)
+
+    for leaf in jax.tree.leaves((state, full)):
+      self.assertIsInstance(leaf, np.ndarray)
+    for leaf in jax.tree.leaves(state):
+      leaf[...] = -1
+    np.testing.assert_array_equal(full.inner_state[1]['w'], params['w'])
+    for leaf in jax.tree.leaves(full):
+      leaf[...] = -1
+    again = full_state(placed, tx, params, mesh)
+    np.testing.assert_array_equal(again.inner_state[1]['w'], params['w'])
+
+  @cases.parameters(*WRAPPERS)
+  def test_stays_when_the_state_is_donated(self, name):
+    tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
+    state = init_state(tx, params_of(), mesh)
+    full = full_state(state, tx, params_of(), mesh)
+
+    spoil = jax.jit(
+        lambda s: jax.tree.map(lambda x: x * 2 + 1, s), donate_argnums=0
+    )
+    jax.block_until_ready(spoil(state))
+
+    for count, copy in full[0].inner_state, full[1]:
+      np.testing.assert_array_equal(count, 3)
+      np.testing.assert_array_equal(copy['scalar'], 0.5)
+
+  def test_has_the_keys_of_random_numbers(self):
+    inner = optax.chain(
+        optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.trace(0.9)
+    )
+    tx, params = owners.owned_update(inner, AXIS), {'a': jnp.ones((4, 3))}
+    state = init_state(tx, params, modes.mesh())
+
+    full = full_state(state, tx, params, modes.mesh())
+    resized = resize_state(state, tx, params, modes.mesh(4))
+    placed = place_state(full, tx, params, modes.mesh(4))
+
+    expected = init_state(tx, params, modes.mesh(4))
+    for found in (resized, placed):
+      chex.assert_trees_all_equal(
+          jax.tree.map(_bits, found), jax.tree.map(_bits, expected)
+      )
+
+  @cases.parameters(*WRAPPERS)
+  def test_a_label_without_parameters_is_resized(self, name):
+    inner = functools.partial(WRAPPERS[name], optax.trace(0.9))
+    tx = optax.partition(
+        {'matrix': inner(), 'embedding': inner()},
+        lambda params: jax.tree.map(lambda _: 'matrix', params),
+    )
+    params = {'a': jnp.ones((4, 3)), 'b': jnp.ones(3)}
+    state = init_state(tx, params, modes.mesh(4))
+
+    resized = resize_state(state, tx, params, modes.mesh(2))
+
+    assert_same(resized, init_state(tx, params, modes.mesh(2)))
+
+  def test_keeps_what_each_shard_has_and_converts_it(self):
+    inner = shard_update(optax.trace(0.9), AXIS)
+    tx = tower_reduce(4, guard(inner, AXIS), axis_name=AXIS)
+    params = {'w': jnp.zeros((3, 5))}
+    state = jax.device_get(init_state(tx, params, modes.mesh(4)))
+    state = state._replace(
+        tower=np.int32(2),
+        total={'w': np.arange(60, dtype=np.float32).reshape(4, 3, 5)},
+        total_weight=np.float32([1, 2, 3, 5]),
+    )
+
+    full = full_state(state, tx, params, modes.mesh(4))
+    placed = place_state(full, tx, params, modes.mesh(2))
+
+    chex.assert_trees_all_equal(full.total, state.total)
+    trace = optax.tree_utils.tree_get(full, 'trace')
+    self.assertEqual(trace['w'].shape, (3, 5))
+    expected = resize_state(state, tx, params, modes.mesh(2))
+    assert_same(placed, expected)
+    np.testing.assert_array_equal(placed.total_weight, [3, 8])
+
+  def test_joins_the_slices_of_residuals(self):
+    tx = compression.compressed_mean(AXIS, compression.quantize(8))
+    params = {'w': jnp.ones((200, 300)), 'b': jnp.ones(300)}
+    state = init_state(tx, params, modes.mesh())
+
+    full = full_state(state, tx, params, modes.mesh())
+    placed = place_state(jax.device_get(full), tx, params, modes.mesh(4))
+
+    self.assertEqual(full.server_residual['w'].size, 60_000)
+    assert_same(placed, init_state(tx, params, modes.mesh(4)))
+
+
+def _bits(x):
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.array(jax.random.key_data(x) if is_key else x)
+
+
+# One owner has most of the elements: others are in rows of other lengths.
+OWNED = {'a': (10,), 'b': (4,), 'c': (4,), 'd': (4,), 'e': (4,)}
+
+
+class CheckpointTest(parameterized.TestCase):
+  """What libraries save and restore."""
+
+  @cases.product(name=tuple(WRAPPERS), num_shards=(4, 3, 2))
+  @pytest.mark.slow_after(2)
+  def test_orbax_restores_it_on_other_shards(self, name, num_shards):
+    tx = WRAPPERS[name](optax.trace(0.9))
+    params = {name: jnp.ones(shape) for name, shape in OWNED.items()}
+    before, after = modes.mesh(), modes.mesh(num_shards)
+    state = init_state(tx, params, before)
+    expected = numbered(state, params)
+    state = place_state(expected, tx, params, before)
+
+    like = full_state(init_state(tx, params, after), tx, params, after)
+    saved = saved_by_orbax(full_state(state, tx, params, before), like)
+    placed = place_state(saved, tx, params, after)
+
+    found = full_state(placed, tx, params, after)
+    chex.assert_trees_all_equal(jax.device_get(found), expected, strict=True)
+
+  @cases.parameters(*WRAPPERS)
+  def test_flax_restores_it_on_other_shards(self, name):
+    tx = WRAPPERS[name](optax.trace(0.9))
+    params = {name: jnp.ones(shape) for name, shape in OWNED.items()}
+
+    def create(num_shards):
+      mesh = modes.mesh(num_shards)
+      return (
+          train_state.TrainState.create(
+              apply_fn=None,
+              params=params,
+              tx=shard_transforms.on_mesh(tx, mesh),
+          ),
+          mesh,
+      )
+
+    (ts, before), (new, after) = create(8), create(4)
+    full = numbered(ts.opt_state, params)
+    ts = ts.replace(opt_state=place_state(full, ts.tx, params, before))
+
+    def full_of(ts, mesh):
+      full = full_state(ts.opt_state, ts.tx, ts.params, mesh)
+      return ts.replace(opt_state=full)
+
+    saved = flax.serialization.to_bytes(full_of(ts, before))
+    back = flax.serialization.from_bytes(full_of(new, after), saved)
+    placed = place_state(back.opt_state, new.tx, back.params, after)
+
+    found = full_state(placed, new.tx, back.params, after)
+    chex.assert_trees_all_equal(jax.device_get(found), full, strict=True)
+
+  def test_is_restored_for_another_cost(self):
+    params, mesh = {'a': jnp.ones(4), 'b': jnp.ones(4)}, modes.mesh(2)
+    old, new = (
+        owners.owned_update(optax.trace(0.9), AXIS, cost=cost)
+        for cost in (None, lambda params: {'a': 1, 'b': 9})
+    )
+    state = init_state(old, params, mesh)
+    expected = numbered(state, params)
+    state = place_state(expected, old, params, mesh)
+
+    like = full_state(init_state(new, params, mesh), new, params, mesh)
+    saved = saved_by_orbax(full_state(state, old, params, mesh), like)
+    placed = place_state(saved, new, params, mesh)
+
+    self.assertNotEqual(placed.inner_state.leaves, state.inner_state.leaves)
+    found = full_state(placed, new, params, mesh)
+    chex.assert_trees_all_equal(jax.device_get(found), expected, strict=True)
+
+  @cases.parameters(
+      (4, None), (2, None), (8, lambda params: {n: ord(n) for n in params})
+  )
+  def test_rows_are_never_restored_for_other_owners(self, num_shards, cost):
+    params = {name: jnp.ones(shape) for name, shape in OWNED.items()}
+    old, new = (
+        owners.owned_update(optax.trace(0.9), AXIS, cost=cost)
+        for cost in (None, cost)
+    )
+    state = init_state(old, params, modes.mesh())
+    like = as_numpy(init_state(new, params, modes.mesh(num_shards)))
+
+    # orbax fails to say that the names of the rows are others.
+    with self.assertRaises(ValueError):
+      saved_by_orbax(state, like)
+    rows = flax.serialization.to_bytes(state.inner_state.rows)
+    with self.assertRaisesRegex(ValueError, 'keys do not match'):
+      flax.serialization.from_bytes(like.inner_state.rows, rows)
+
+  @pytest.mark.slow
+  def test_muon_goes_on_from_a_checkpoint_on_other_shards(self):
+    tx = owners.owned_update(optax.contrib.muon(1e-2), AXIS)
+    params = {
+        'embedding': jnp.ones((32, 32)),
+        **{f'layer_{i}': jnp.eye(8) * (i + 1) / 8 for i in range(6)},
+    }
+    before, after = modes.mesh(), modes.mesh(4)
+
+    def step_on(mesh):
+      specs = shard_transforms.state_specs(tx, params, mesh)
+
+      def loss(params, x):
+        products = jax.tree.map(lambda p: jnp.sum((x.mean() * p) ** 2), params)
+        return sum(jax.tree.leaves(products))
+
+      def step(params, state, x):
+        _, grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+      return jax.jit(
+          jax.shard_map(
+              step,
+              mesh=mesh,
+              in_specs=(P(), specs, P(AXIS)),
+              out_specs=(P(), specs),
+          )
+      )
+
+    x = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+    trained, state = step_on(before)(
+        params, init_state(tx, params, before), x[0]
+    )
+    like = full_state(init_state(tx, params, after), tx, params, after)
+
+    full = full_state(state, tx, params, before)
+    saved = saved_by_orbax(full, like)
+    placed = place_state(saved, tx, params, after)
+
+    self.assertEqual(monitoring.digest(saved), monitoring.digest(full))
+    expected, _ = step_on(before)(trained, state, x[1])
+    found, _ = step_on(after)(jax.device_get(trained), placed, x[1])
+    chex.assert_trees_all_close(
+        jax.device_get(found), jax.device_get(expected), rtol=1e-4, atol=1e-6
+    )
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @cases.parameters(*WRAPPERS)
+  def test_names_what_is_not_full(self, name):
+    tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
+    state = init_state(tx, {'w': jnp.zeros(16)}, mesh)
+
+    with self.assertRaisesRegex(
+        ValueError,
+        r'`state` must be made by .* got .* at \.inner_state.* instead of',
+    ):
+      place_state(state, tx, {'w': jnp.zeros(16)}, mesh)
+
+  @cases.parameters(*WRAPPERS)
+  def test_names_a_leaf_of_another_shape_or_dtype(self, name):
+    tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
+    params = {'w': jnp.zeros((4, 4))}
+    full = full_state(init_state(tx, params, mesh), tx, params, mesh)
+    cases_of = (
+        (
+            np.zeros((2, 8), np.float32),
+            ValueError,
+            r'\(2, 8\) at .*\(4, 4\)\. It must be what',
+        ),
+        (np.zeros((4, 4), np.float64), TypeError, 'float64 instead of float32'),
+    )
+
+    for trace, error, message in cases_of:
+      wrong = full._replace(inner_state=optax.TraceState({'w': trace}))
+      with self.assertRaisesRegex(error, message):
+        place_state(wrong, tx, params, mesh)
+
+  def test_names_rows_of_other_owners(self):
+    tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
+    params = {'w': jnp.zeros((4, 4))}
+    state = init_state(tx, params, mesh)
+    rows = {name: row[:, :3] for name, row in state.inner_state.rows.items()}
+    state = state._replace(inner_state=state.inner_state._replace(rows=rows))
+
+    with self.assertRaisesRegex(
+        ValueError, r'the row .* at \.inner_state, whose owners keep 16'
+    ):
+      full_state(state, tx, params, mesh)
+
+  @cases.parameters(*WRAPPERS)
+  def test_refuses_parameters_that_are_sharded(self, name):
+    tx = WRAPPERS[name](optax.trace(0.9))
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
+    params, specs = {'w': jnp.zeros((8, 6))}, P('model')
+    state = init_state(tx, params, mesh, in_specs=specs)
+
+    with self.assertRaisesRegex(ValueError, '`in_specs` must not shard'):
+      full_state(state, tx, params, mesh, in_specs=specs)
+
+  def test_refuses_an_unknown_reduction(self):
+    with self.assertRaisesRegex(ValueError, "`reduction` must be .*'max'"):
+      place_state((), optax.sgd(1), {}, modes.mesh(), reduction='max')
+
+  @parameterized.named_parameters(
+      ('field', {'seem': FullRule(max, max)}, ValueError, "fields .* 'seem'"),
+      ('rule', {'seen': 'sum'}, TypeError, "`FullRule` .*'sum' for 'seen'"),
+  )
+  def test_names_what_is_declared_wrongly(self, rules, error, message):
+    class State(NamedTuple):
+      seen: jax.Array
+
+      def full_rules(self):
+        return rules
+
+    tx = optax.GradientTransformation(lambda _: State(jnp.zeros(2)), None)
+
+    with self.assertRaisesRegex(error, f'`full_rules` of `State` .*{message}'):
+      full_state(tx.init(()), tx, (), modes.mesh())
