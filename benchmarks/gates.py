@@ -91,7 +91,7 @@ def steps(tx: optax.GradientTransformation) -> Callable[[], Any]:
 
   step = jax.jit(on_one_shard(step), donate_argnums=(0, 1))
   params, grads = make_params(0), make_params(1)
-  ends = [(params, jax.jit(on_one_shard(tx.init))(params))]
+  ends: list[Any] = [(params, jax.jit(on_one_shard(tx.init))(params))]
 
   def run():
     for _ in range(STEPS):
