@@ -39,6 +39,7 @@ import optax
 import timing
 
 import shard_transforms
+from shard_transforms import reproducible
 
 AXIS = 'data'
 LEARNING_RATE = 1e-3
@@ -119,8 +120,8 @@ def mean_by_hand(grads: Any) -> Any:
 
 def library_transform() -> optax.GradientTransformationExtraArgs:
   """Returns the mean over the shards as a transformation."""
-  order = 'tree' if _TREE.value else None
-  return shard_transforms.cross_shard_mean(AXIS, order=order)
+  make = reproducible.mean if _TREE.value else shard_transforms.cross_shard_mean
+  return make(AXIS)
 
 
 def mean_by_library(grads: Any) -> Any:

@@ -54,7 +54,6 @@ add_module_names = False
 
 # What `resize_state`, `check_health` and `metrics` ask a state for.
 _FOR_THE_LIBRARY = {
-    'error_squares',
     'health_problem',
     'metric_rules',
     'resize_rules',

@@ -5,7 +5,7 @@
 gradients taken at old parameters. (b) and (c) must end where (a) does.
 
 With `--reproducible`, it trains in one way instead, to the same bits on any
-number of shards: (e) with `order='tree'`.
+number of shards: (e) with `reproducible.towers`.
 
 With `--processes 2`, the shards are those of two processes, which this program
 starts; on a cluster, `shard_transforms.launch.join_processes` says what to set.
@@ -41,6 +41,7 @@ import tqdm
 
 import shard_transforms
 from shard_transforms import monitoring
+from shard_transforms import reproducible
 
 AXIS = 'data'
 NUM_TOWERS = 4
@@ -213,16 +214,11 @@ def reproducible_step(
   def tower(carry, batch):
     loss, grads = value_and_grad(carry.params, *batch)
     updates, state = tx.update(grads, carry.opt_state, carry.params)
-    params = optax.apply_updates(carry.params, updates)
-    return Train(params, state), loss
+    return Train(optax.apply_updates(carry.params, updates), state), loss
 
   towers = [x.reshape(num_towers, -1, *x.shape[1:]) for x in (images, labels)]
   train, losses = jax.lax.scan(tower, train, towers)
-  mean = shard_transforms.reduce_towers(
-      num_towers,
-      shard_transforms.cross_shard_mean(AXIS, order='tree'),
-      order='tree',
-  )
+  mean = reproducible.mean(AXIS, num_towers=num_towers)
   loss, _ = mean.update(losses, mean.init(losses[0]))
   return train, {'loss': jnp.asarray(loss)}
 
@@ -295,12 +291,9 @@ def make_runs(num_shards: int) -> list[Run]:
   sgd = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
   if _REPRODUCIBLE.value:
     num_towers = NUM_MICRO_BATCHES // num_shards
-    mean = shard_transforms.cross_shard_mean(AXIS, order='tree')
-    tx = shard_transforms.tower_reduce(
-        num_towers, optax.chain(mean, sgd), axis_name=AXIS, order='tree'
-    )
+    tx = reproducible.towers(num_towers, sgd, AXIS)
     step = functools.partial(reproducible_step, num_towers)
-    name = f"(e) order='tree', {shards} x {num_towers} towers"
+    name = f'(e) reproducible, {shards} x {num_towers} towers'
     return [Run(name, place, tx, step)]
   mean_sgd = optax.chain(shard_transforms.cross_shard_mean(AXIS), sgd)
   towers = shard_transforms.tower_reduce(NUM_TOWERS, mean_sgd, axis_name=AXIS)

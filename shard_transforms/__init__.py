@@ -7,6 +7,7 @@ from shard_transforms import aggregators as aggregators
 from shard_transforms import compression as compression
 from shard_transforms import monitoring as monitoring
 from shard_transforms import owners as owners
+from shard_transforms import reproducible as reproducible
 from shard_transforms import state_rules as state_rules
 from shard_transforms import tf1 as tf1
 from shard_transforms._src.base.gradients import per_shard

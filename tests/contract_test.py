@@ -34,6 +34,7 @@ from shard_transforms import guard
 from shard_transforms import local_updates
 from shard_transforms import owners
 from shard_transforms import reduce_towers
+from shard_transforms import reproducible
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
@@ -147,13 +148,33 @@ ROWS = {
     'cross_shard_mean': Row(
         lambda inner, n: _mean(inner), per_shard=True, chained=True
     ),
-    'cross_shard_mean_in_a_tree': Row(
-        lambda inner, n: optax.chain(
-            cross_shard_mean(AXIS, order='tree'), inner
-        ),
+    'reproducible.mean': Row(
+        lambda inner, n: optax.chain(reproducible.mean(AXIS), inner),
         per_shard=True,
         chained=True,
+        refuser='reproducible.mean',
         repeats=True,
+    ),
+    'reproducible.sum': Row(
+        lambda inner, n: optax.chain(reproducible.sum(AXIS), inner),
+        per_shard=True,
+        chained=True,
+        factor=SHARDS,
+        refuser='reproducible.sum',
+        repeats=True,
+    ),
+    # Numbers of towers are powers of two.
+    'reproducible.towers': Row(
+        lambda inner, n: reproducible.towers(1, inner, AXIS),
+        per_shard=True,
+        refuser='reproducible.towers',
+        keeps=True,
+    ),
+    'reproducible.sharded_towers': Row(
+        lambda inner, n: reproducible.sharded_towers(1, inner, AXIS),
+        per_shard=True,
+        refuser='reproducible.sharded_towers',
+        cuts=True,
     ),
     'cross_shard_sum': Row(
         lambda inner, n: optax.chain(cross_shard_sum(AXIS), inner),
@@ -1139,7 +1160,10 @@ class RefusalTest(parameterized.TestCase):
         tx = row.build(optax.identity(), num_towers)
         self.trace_first_call(row, tx, grad)
 
-  @cases.parameters(*EACH_PER_SHARD)
+  @cases.parameters(
+      # This one refuses all sums in `inner`.
+      *(x for x in EACH_PER_SHARD if x != 'reproducible.sharded_towers')
+  )
   def test_refuses_to_reduce_twice(self, name):
     row = ROWS[name]
     tx = row.build(cross_shard_mean(AXIS), TOWERS)

@@ -359,22 +359,17 @@ class StateTest(parameterized.TestCase):
       _pass_or_stop(gate, inner, jnp.ones(3), jnp.ones(3))
 
   def test_refuses_another_shape_where_no_step_is_skipped(self):
-    towers = shard_transforms.tower_reduce(
-        1,
-        shard_transforms.cross_shard_mean('data', order='tree'),
-        axis_name='data',
-        order='tree',
-    )
     grows = optax.GradientTransformation(
         lambda params: {'mu': params},
         lambda updates, _, params=None: (updates, {'mu': jnp.ones(4)}),
     )
-    tx = shard_transforms.guard(
-        optax.chain(towers, grows), 'data', on_bad='exclude'
+    mean = shard_transforms.cross_shard_mean('data')
+    tx = shard_transforms.tower_reduce(
+        1, optax.chain(mean, grows), axis_name='data'
     )
 
     def shard(_, x):
-      return tx.update(x, tx.init(x))[0]
+      return tx.update(x, tx.init(x), weight=1.0)[0]
 
     with self.assertRaisesRegex(ValueError, r"float32\[4\] instead .*\['mu'\]"):
       mapped = modes.map_shards('shard_map', shard)

@@ -352,15 +352,11 @@ class MethodTest(parameterized.TestCase):
           x[:, part] = params[part]
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
 
-  @cases.parameters(False, True)
-  def test_writes_a_donated_state_in_place(self, apply):
+  def test_writes_a_donated_state_in_place(self):
     outer = _mean(optax.sgd(0.7, 0.9))
     tx = local_updates(optax.adam(0.1), outer, AXIS, every=20)
 
     def step(params, state, grads):
-      if apply:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
       updates, state = tx.update(grads, state, params)
       return optax.apply_updates(params, updates), state
 

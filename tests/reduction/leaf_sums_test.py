@@ -13,7 +13,6 @@ import modes
 import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 
@@ -268,20 +267,6 @@ def axes_of(make, averaged, check_vma=True):
   )
   jax.eval_shape(mapped, jnp.zeros(8))
   return found[0]
-
-
-class WeightTest(parameterized.TestCase):
-
-  def test_refuses_the_weight_of_towers_without_their_order(self):
-    reduction = leaf_sums.Reduction('caller', 'mean', (modes.AXIS,))
-
-    def fn(_, x):
-      return reduction(x, weights.Summed(2.0))
-
-    with self.assertRaisesRegex(
-        ValueError, '`weight` of `caller` .* got the weight of sums over towers'
-    ):
-      jax.eval_shape(modes.map_shards('shard_map', fn), 0.0, jnp.zeros(8))
 
 
 class SentOverTest(parameterized.TestCase):

@@ -66,7 +66,13 @@ class _Sums(interpreter.Reader[Summed]):
     return functools.reduce(operator.and_, known) if known else None
 
   def primitive(self, step, kinds):
-    before = self.join(kinds) or _NONE
+    if step.name == 'select_n':
+      # A mask leaves a sum what it is; the alternative is a constant.
+      kinds = kinds[1:]
+    before = self.join(kinds)
+    if before is None and not step.axes:
+      return [None] * len(step.outputs)
+    before = before or _NONE
     again = [axis for axis in step.axes if axis in before]
     if again and (_is_sum(step) or step.name == 'reduce_scatter'):
       self.warnings[step] = (
@@ -76,7 +82,7 @@ class _Sums(interpreter.Reader[Summed]):
     if _is_sum(step) and step.params.get('axis_index_groups') is None:
       before |= frozenset(step.axes)
     # A concatenation of sums is a sum.
-    elif not _is_linear(step) and step.name != 'concatenate':
+    elif not _is_linear(step) and step.name not in ('concatenate', 'select_n'):
       before = _NONE
     return [before] * len(step.outputs)
 

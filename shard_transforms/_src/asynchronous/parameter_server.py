@@ -30,7 +30,7 @@ class ParameterServer:
 
   The driver compares two integers to find stale gradients, and never passes
   them here. So `tx` runs without the gate of `drop_stale`, whose state it has
-  to the bit. The global step is a Python integer, which the compiled step does
+  to rounding. The global step is a Python integer, which the compiled step does
   not have.
 
   Attributes:
@@ -225,7 +225,7 @@ def _step(
   """
   (params, held), (grads, new_held) = params, grads
   extra_args = {} if read_params is None else {'read_params': read_params}
-  updates, state = tx.update(
+  updates, state = optax.with_extra_args_support(tx).update(
       grads, state, params, local_step=local_step, **extra_args
   )
   params = optax.apply_updates(params, updates)

@@ -47,7 +47,7 @@ def train(
   .. math:: \text{global step} - \text{local step} \le \text{staleness}
 
   Then `tx` applies it, and the global step grows by one. The state is that of
-  `drop_stale(staleness, tx)`, to the bit.
+  `drop_stale(staleness, tx)`, to rounding.
 
   With a `folder`, the outcome of each gradient is written to a journal before
   the new parameters are published. Parameters and state are written to a

@@ -109,11 +109,6 @@ def as_accumulator(leaf: Any) -> jax.Array:
   return as_dtype(x, accumulator_dtype(x.dtype))
 
 
-def widened(tree: Any) -> Any:
-  """Returns a tree whose leaves are of the dtypes in which they are summed."""
-  return jax.tree.map(lambda x: x if is_float0(x) else as_accumulator(x), tree)
-
-
 def split_arrays(
     tree: Any,
 ) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:

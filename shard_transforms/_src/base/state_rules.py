@@ -54,8 +54,6 @@ class ResizeRule:
     row_weights: For `'average'` and `'share'`, how much each row counts,
       [rows]. All rows count the same if it is left out; for `'average'` also
       if the weights of all finite rows are 0.
-    check: Takes the old values and the new type of a leaf that is resized, and
-      raises if that must not be.
 
   Raises:
     ValueError: If the kind is unknown.
@@ -97,7 +95,6 @@ class ResizeRule:
   row_weights: np.ndarray | None = dataclasses.field(
       default=None, compare=False
   )
-  check: Callable[[np.ndarray, Any], None] | None = None
 
   def __post_init__(self):
     kinds = get_args(Kind)

@@ -1,4 +1,4 @@
-"""How much shards and towers count, and in which order they are added.
+"""How much shards and towers count.
 
 Each has a scalar weight; 0 leaves it out. Everything that decides how much an
 update counts is a weight that is passed on to the reduction: a number of
@@ -7,9 +7,8 @@ compose.
 """
 
 from collections.abc import Callable
-import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import chex
 import jax
@@ -21,69 +20,19 @@ import numpy as np
 from shard_transforms._src.base import leaves
 
 Kind = Literal['mean', 'sum']
-Order = Literal['tree'] | None
-
-
-class TreeOrder(NamedTuple):
-  """State of a reduction in the order of a tree, by which gates know it."""
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=['total'],
-    meta_fields=['dtypes'],
-)
-@dataclasses.dataclass(frozen=True)
-class Summed:
-  """The weight of updates that are sums over towers, not yet their means.
-
-  It is passed to a reduction in the order of a tree, which divides once.
-
-  Attributes:
-    total: The total weight of the towers of this shard, float32 [], or their
-      number, a Python number, where all count the same.
-    dtypes: The dtypes of the updates of a tower, leaf by leaf, if sums are in
-      another.
-  """
-
-  total: Any
-  dtypes: tuple[np.dtype, ...] = ()
-
-  def as_given(self, summed: list[jax.Array], caller: str) -> list[jax.Array]:
-    """Returns leaves in the dtypes of the updates of a tower."""
-    if not self.dtypes:
-      return summed
-    if len(summed) != len(self.dtypes):
-      raise ValueError(
-          f'`updates` of `{caller}` must have the {len(self.dtypes)} leaves of'
-          f' the towers, some of them of 16 bits, got {len(summed)}. Cast'
-          ' gradients to float32 before they are accumulated.'
-      )
-    pairs = zip(summed, self.dtypes, strict=True)
-    return [
-        x if leaves.is_float0(x) else leaves.as_dtype(x, dtype)
-        for x, dtype in pairs
-    ]
 
 
 def as_weight(
-    weight: chex.Numeric | Summed, shape: tuple[int, ...], caller: str
+    weight: chex.Numeric, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
   """Returns `weight` as `usable`; a bad one that is known is an error.
 
   Raises:
     TypeError: If it is no real number.
-    ValueError: If it has another shape, is a `Summed`, or is known to be
-      negative or not finite.
+    ValueError: If it has another shape, or is known to be negative or not
+      finite.
   """
   name = f'`weight` of `{caller}`'
-  if isinstance(weight, Summed):
-    raise ValueError(
-        f'{name} must be a number, got the weight of sums over towers, which'
-        " are divided once all shards are added. With `order='tree'`, `inner`"
-        ' must reduce by `cross_shard_mean`, `cross_shard_sum` or'
-        " `shard_update` with `order='tree'`; put gates around it, not inside."
-    )
   # An array of booleans says which shards count; `True` alone is a flag that
   # was meant for another argument.
   is_flag = isinstance(weight, (bool, np.bool_))
@@ -150,30 +99,6 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
         f'`weight` of `{caller}` must come with `inner`, got none. A link of a'
         ' chain cannot pass the total weight to the next link: write'
         f' `{caller}(num_towers, optax.chain(...))`.'
-    )
-
-
-def check_order(order: Any) -> None:
-  """Checks that the order of a sum is `'tree'` or `None`.
-
-  Raises:
-    ValueError: If it is neither.
-  """
-  if order not in ('tree', None):
-    raise ValueError(f"`order` must be 'tree' or None, got {order!r}.")
-
-
-def check_power_of_two(name: str, value: int) -> None:
-  """Checks a number of summands that are added in the order of a tree.
-
-  Raises:
-    ValueError: If it is no power of two.
-  """
-  if value & (value - 1):
-    raise ValueError(
-        f"{name} must be a power of two with `order='tree'`, whose sums are of"
-        f' pairs, got {value}. Take {1 << (value.bit_length() - 1)} or'
-        f' {1 << value.bit_length()}.'
     )
 
 

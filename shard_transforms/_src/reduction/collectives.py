@@ -1,12 +1,7 @@
-"""Collectives over shards, in any order or in that of a balanced binary tree.
+"""Collectives over shards.
 
 This file and `exchanges` are the only ones that call those of JAX. Values vary
 over all axes where JAX tracks this.
-
-In the order of a tree, numbers are added in pairs, the sums of pairs in pairs,
-and so on. A shard that has 2**m of them in a row adds its own subtree, and
-shards add the rest of the tree: the same additions on any number of shards.
-Only the order within a pair may differ, which changes no bit.
 """
 
 from collections.abc import Hashable
@@ -80,7 +75,9 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
   if axes_lib.on_mapped_mesh((axis,)):
-    return _psum_in_slices(scatter, x, (axis,), groups)
+    rows = leaves_lib.cut(x.ravel(), len(groups[0]))
+    part = scatter(rows, (axis,), groups)
+    return leaves_lib.join(gather(part, (axis,), groups), x)
   # `vmap` has no collectives in groups, and slices of a leaf would gather what
   # is sharded over a mesh axis that is not mapped. There is a row for a group.
   own = _group_index(axis, groups)
@@ -182,64 +179,6 @@ def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   return lax.axis_index(axes_lib.in_mesh_order(axes))
 
 
-def rounded(x: jax.Array) -> jax.Array:
-  """Returns a number rounded to its dtype; every NaN becomes the same one.
-
-  A compiler may join a product and a sum into one operation, which rounds once
-  and gives other bits. Whether it does depends on the program around them, and
-  so on the number of shards. It cannot across a comparison; XLA for CPUs does
-  across `lax.optimization_barrier` (JAX 0.10) and `lax.reduce_precision`.
-  """
-  return jnp.where(x == x, x, jnp.nan)
-
-
-def sum_rows(rows: jax.Array) -> jax.Array:
-  """Returns the sum over the first axis, whose length is a power of two."""
-  while len(rows) > 1:
-    pairs = lax.reshape(rows, (len(rows) // 2, 2, *rows.shape[1:]))
-    rows = pairs[:, 0] + pairs[:, 1]
-  return rows[0]
-
-
-def scatter_in_pairs(
-    rows: jax.Array, axes: Axes, groups: Groups | None = None
-) -> jax.Array:
-  """Returns what `scatter` does, added in the order of a tree.
-
-  By recursive halving: at each level, two shards swap halves of their rows and
-  add, at first neighbours, then pairs of them. Sends the same bytes.
-  """
-  members = groups or (tuple(range(len(rows))),)
-  rank, distance = row_index(axes, groups), 1
-  while len(rows) > 1:
-    halves = lax.reshape(rows, (len(rows) // 2, 2, *rows.shape[1:]))
-    bit = (rank // distance) % 2
-    keep, give = (
-        lax.dynamic_index_in_dim(halves, i, 1, keepdims=False)
-        for i in (bit, 1 - bit)
-    )
-    pairs = [
-        (group[i ^ distance], shard)
-        for group in members
-        for i, shard in enumerate(group)
-    ]
-    rows, distance = keep + permute(give, axes, pairs), 2 * distance
-  return lax.squeeze(rows, (0,))
-
-
-def psum_in_pairs(
-    x: jax.Array, axes: Axes, groups: Groups | None = None
-) -> jax.Array:
-  """Returns the sum of `x` over the shards, added in the order of a tree."""
-  if not axes:
-    return x
-  num_shards = math.prod(map(lax.axis_size, axes))
-  if x.size < (num_shards if groups is None else len(groups[0])):
-    # One collective, in place of two or more.
-    return sum_rows(gather(x, axes, groups))
-  return _psum_in_slices(scatter_in_pairs, x, axes, groups)
-
-
 @contextlib.contextmanager
 def _explaining(x, axes):
   """Explains what to do where JAX has no sum."""
@@ -261,17 +200,6 @@ def _own_entry(entries, axis):
   """Returns a shard's own of the integers {shard: integer}, int32 []."""
   in_order = [entries[shard] for shard in range(len(entries))]
   return jnp.asarray(in_order, jnp.int32)[lax.axis_index(axis)]
-
-
-def _psum_in_slices(scatter_rows, x, axes, groups=None):
-  """Returns the sum over the shards. Each shard adds up one slice.
-
-  Unlike `psum`, it supports groups under `shard_map(check_vma=True)` too.
-  """
-  num_shards = math.prod(map(lax.axis_size, axes))
-  size = num_shards if groups is None else len(groups[0])
-  part = scatter_rows(leaves_lib.cut(x.ravel(), size), axes, groups)
-  return leaves_lib.join(gather(part, axes, groups), x)
 
 
 def _scatter(x, axis, dimension, tiled=False, **groups):

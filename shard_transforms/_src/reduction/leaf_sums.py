@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
-import functools
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import chex
@@ -62,7 +61,6 @@ class Reduction:
     axes: The mapped axes.
     groups: The partition of the shards that reduce among themselves, or `None`.
     on_invariant: How to read a leaf that is the same on all shards.
-    order: `'tree'` for sums in the order of a balanced tree; `None` for any.
     in_slices: Whether leaves are scattered and gathered, in place of summed.
   """
 
@@ -71,7 +69,6 @@ class Reduction:
   axes: tuple[Hashable, ...]
   groups: groups_lib.Groups | None = None
   on_invariant: OnInvariant = 'error'
-  order: weights.Order = None
   in_slices: ClassVar[bool] = False
 
   def __post_init__(self):
@@ -90,13 +87,6 @@ class Reduction:
           f'`groups` must come with one axis, got {self.axes!r}. Number the'
           ' shards along a mesh of one axis.'
       )
-    weights.check_order(self.order)
-    if self.order is not None and self.on_invariant != 'error':
-      raise ValueError(
-          f'`on_invariant` of `{self.caller}` must not decide the order of a'
-          f" sum with `order='tree'`, got {self.on_invariant!r}. Leave one of"
-          ' the two out.'
-      )
 
   def __call__(
       self, tree: chex.ArrayTree, weight: chex.Numeric | None = None
@@ -110,9 +100,19 @@ class Reduction:
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       reduced = reduce(leaves, share(checked, self), self)
-    if isinstance(checked, weights.Summed):
-      reduced = checked.as_given(reduced, self.caller)
     return treedef.unflatten(reduced)
+
+  def sum_over(self, x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+    """Returns the sum of an array over the shards."""
+    if self.groups is not None:
+      return collectives.psum_in_groups(x, axes[0], self.groups)
+    return collectives.psum(x, axes)
+
+  def scatter_over(
+      self, rows: jax.Array, axes: tuple[Hashable, ...]
+  ) -> jax.Array:
+    """Returns each shard's row of the sum of rows over the shards."""
+    return collectives.scatter(rows, axes, self.groups)
 
   def num_shards(self) -> int:
     """Returns how many shards reduce together: all, or those of a group."""
@@ -120,10 +120,6 @@ class Reduction:
     if self.groups is not None:
       groups_lib.check_size(self.groups, num_shards)
       num_shards = len(self.groups[0])
-    if self.order is not None:
-      weights.check_power_of_two(
-          f'The number of shards of `{self.caller}`', num_shards
-      )
     return num_shards
 
   def levels(self) -> tuple[thresholds.Level, ...]:
@@ -137,91 +133,39 @@ class Reduction:
 
 
 def check(
-    tree: optax.Updates,
-    weight: chex.Numeric | weights.Summed | None,
-    options: Reduction,
-) -> jax.Array | weights.Summed | None:
+    tree: optax.Updates, weight: chex.Numeric | None, options: Reduction
+) -> jax.Array | None:
   """Checks what is to be reduced; returns the weight as an array."""
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
-  if isinstance(weight, weights.Summed) and options.on_invariant == 'averaged':
-    # The reduction before this one has divided.
-    weight = None
-  needs_own = weight, options.groups, options.order
-  leaves_lib.check_per_shard(
-      tree,
-      options.axes,
-      options.caller,
-      options.on_invariant == 'averaged' and all(x is None for x in needs_own),
-  )
+  needs_own = weight is not None or options.groups is not None
+  is_known = options.on_invariant == 'averaged' and not needs_own
+  leaves_lib.check_per_shard(tree, options.axes, options.caller, is_known)
   if weight is None:
     return None
-  if not isinstance(weight, weights.Summed) or options.order is None:
-    weight = weights.as_weight(weight, (), options.caller)
-  elif not isinstance(weight.total, jax.Array):
-    if options.kind == 'sum' and weight.total != 1:
-      raise ValueError(
-          "`reduction` of the towers must be 'sum' where shards are summed with"
-          " `order='tree'`, got 'mean': a sum of the shards' means depends on"
-          ' the number of shards.'
-      )
-    return weight
+  weight = weights.as_weight(weight, (), options.caller)
   return axes_lib.to_varying(weight, options.axes)
 
 
-def share(
-    weight: jax.Array | weights.Summed | None, options: Reduction
-) -> Share:
+def share(weight: jax.Array | None, options: Reduction) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
-  if options.order is not None or isinstance(weight, weights.Summed):
-    return _share_in_order(weight, options)
   if weight is None:
     return Share(None, None)
-  return Share(weight, _psum(weight, options.axes, options))
-
-
-def _share_in_order(weight, options):
-  """Returns the share of a shard whose total is added like the updates.
-
-  One that is known is multiplied by the reciprocal like any other: the
-  arithmetic is the same on any number of shards.
-  """
-  is_sum = isinstance(weight, weights.Summed)
-  own = weight.total if is_sum else weight
-  if not isinstance(own, jax.Array):
-    number = 1 if own is None else own
-    return Share(None, jnp.float32(number * options.num_shards()))
-  total = collectives.psum_in_pairs(
-      collectives.rounded(own), options.axes, options.groups
-  )
-  return Share(jnp.sign(own) if is_sum else own, total)
+  return Share(weight, options.sum_over(weight, options.axes))
 
 
 def reduce(
     leaves: Sequence[chex.Array], own: Share, options: Reduction
 ) -> list[jax.Array]:
   """Returns the sum or mean of each leaf, in its shape and dtype."""
-  sum_over = functools.partial(_psum, options=options)
-  return _reduce(sum_over, leaves, own, options)
+  return _reduce(options.sum_over, leaves, own, options)
 
 
 def scatter(
     rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
 ) -> list[jax.Array]:
   """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
-  send = collectives.scatter
-  if options.order is not None:
-    send = collectives.scatter_in_pairs
-  sum_over = functools.partial(send, groups=options.groups)
-  return _reduce(sum_over, rows, own, options, num_rows)
-
-
-def _psum(x, axes, options):
-  if options.order is not None:
-    return collectives.psum_in_pairs(x, axes, options.groups)
-  if options.groups is not None:
-    return collectives.psum_in_groups(x, axes[0], options.groups)
-  return collectives.psum(x, axes)
+  return _reduce(options.scatter_over, rows, own, options, num_rows)
 
 
 def _reduce(
@@ -241,8 +185,6 @@ def _reduce(
   values = [leaves_lib.as_accumulator(leaves[i]) for i in todo]
   if own.weight is not None:
     values = list(map(weights.weighing(own.weight), values))
-  if options.order is not None:
-    values = list(map(collectives.rounded, values))
   keys = [
       Key(sent_over(x, options), x.dtype, axes_lib.varying_axes(x))
       for x in values
@@ -255,9 +197,9 @@ def _reduce(
 
   def send(buffer, key):
     summed = sum_over(buffer, key.axes)
-    if options.kind == 'mean':
-      summed = _divided(summed, key, factors.get(key.dtype), options)
-    return summed if options.order is None else collectives.rounded(summed)
+    if options.kind == 'sum':
+      return summed
+    return _divided(summed, key, factors.get(key.dtype), options)
 
   levels = options.levels() if any(key.axes for key in keys) else ()
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)

@@ -1,5 +1,6 @@
 """Reduce-scatter and all-gather of trees over shards."""
 
+from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,7 +11,6 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -35,6 +35,11 @@ class ShardedReduction(leaf_sums.Reduction):
           ' `jax.shard_map`.'
       )
 
+  def axes_of_sums(self) -> tuple[Hashable, ...]:
+    """Returns the axes over which an optimizer may sum over all slices."""
+    # Reduced over all shards, updates are the same on all of them.
+    return () if self.groups else self.axes
+
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
   ) -> optax.Updates:
@@ -43,8 +48,6 @@ class ShardedReduction(leaf_sums.Reduction):
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       slices = self.scatter_leaves(leaves, leaf_sums.share(checked, self))
-    if isinstance(checked, weights.Summed):
-      slices = checked.as_given(slices, self.caller)
     return treedef.unflatten(slices)
 
   def scatter_leaves(

@@ -7,7 +7,6 @@ import optax
 
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import groups as groups_lib
-from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
 
 
@@ -16,7 +15,6 @@ def cross_shard_mean(
     *,
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -48,16 +46,10 @@ def cross_shard_mean(
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards: `'error'`, or `'averaged'`, which leaves it as it is and sends
       nothing.
-    order: In which order shards are added: `None` for any, or `'tree'`. With a
-      tree, any number of shards gives the same bits if it is a power of two and
-      the summands are the same. Neighbours add, then pairs of them, and so on,
-      by recursive halving, which sends the bytes of an all-reduce. Give the
-      same order to `tower_reduce` or `reduce_towers` around it. Each group adds
-      in its own tree. `on_invariant='averaged'` is refused.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` without arrays in its state,
-    whose `update` takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` without state, whose `update`
+    takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
@@ -82,14 +74,13 @@ def cross_shard_mean(
     `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15 with
     `reduction=Reduction.MEAN`.
   """
-  return _cross_shard('mean', axis_name, groups, on_invariant, order)
+  return _cross_shard('mean', axis_name, groups, on_invariant)
 
 
 def cross_shard_sum(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
@@ -100,11 +91,10 @@ def cross_shard_sum(
     axis_name: The mapped axis to reduce over, or a sequence of them.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself.
-    order: `None`, or `'tree'` for the same bits on any number of shards.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` without arrays in its state,
-    whose `update` takes the optional extra argument `weight`.
+    An `optax.GradientTransformationExtraArgs` without state, whose `update`
+    takes the optional extra argument `weight`.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
@@ -125,7 +115,7 @@ def cross_shard_sum(
     `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15 with
     `reduction=Reduction.SUM`.
   """
-  return _cross_shard('sum', axis_name, groups, 'error', order)
+  return _cross_shard('sum', axis_name, groups, 'error')
 
 
 def shard_mean(
@@ -134,7 +124,6 @@ def shard_mean(
     *,
     weight: chex.Numeric | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    order: weights.Order = None,
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
@@ -147,7 +136,6 @@ def shard_mean(
     weight: A scalar a shard, such as its number of tokens, or `None`.
     on_invariant: How to read a leaf that is the same on all shards; see
       `cross_shard_mean`. `'averaged'` leaves it as it is.
-    order: `None`, or `'tree'` for the same bits on any number of shards.
 
   Returns:
     A tree of the same shapes, the same on all shards.
@@ -171,24 +159,22 @@ def shard_mean(
       'mean',
       axes.as_axes(axis_name),
       on_invariant=on_invariant,
-      order=order,
   )
   return mean(jax.tree.map(_as_float, tree), weight)
 
 
-def _cross_shard(kind, axis_name, groups, on_invariant, order):
+def _cross_shard(kind, axis_name, groups, on_invariant):
   reduction = leaf_sums.Reduction(
       f'cross_shard_{kind}',
       kind,
       axes.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
-      order,
   )
 
   def init_fn(params):
     del params
-    return optax.EmptyState() if order is None else weights.TreeOrder()
+    return optax.EmptyState()
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args

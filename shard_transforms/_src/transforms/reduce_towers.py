@@ -11,8 +11,6 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import collectives
-from shard_transforms._src.transforms import tower_order
 
 _CALLER = 'reduce_towers'
 
@@ -22,7 +20,6 @@ def reduce_towers(
     inner: optax.GradientTransformation | None = None,
     *,
     reduction: Literal['mean', 'sum'] = 'mean',
-    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: reduces a leading axis of updates to one update.
 
@@ -45,8 +42,6 @@ def reduce_towers(
     inner: The transformation that the result goes through. `None` leaves it to
       the next link of an `optax.chain`; weights then raise.
     reduction: `'mean'` or `'sum'` over the towers.
-    order: `'tree'` for the same bits on any number of shards; see
-      `tower_reduce`. `inner` then gets sums only if it reduces over shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` whose state is that of `inner`
@@ -58,11 +53,10 @@ def reduce_towers(
     TypeError: If `num_towers` is not an integer, or `inner` no transformation;
       in `update`, if a leaf is an integer or boolean, or an extra argument is
       of the wrong kind.
-    ValueError: If `num_towers` is less than 1, or no power of two with
-      `order='tree'`, or `reduction` or `order` unknown; in `update`, if a leaf
-      lacks the leading axis, updates are already reduced over an axis over
-      which their weights differ, an extra argument has a wrong value, or
-      `inner` reduces over shards in another order.
+    ValueError: If `num_towers` is less than 1, or `reduction` unknown; in
+      `update`, if a leaf lacks the leading axis, updates are already reduced
+      over an axis over which their weights differ, or an extra argument has a
+      wrong value.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -79,7 +73,6 @@ def reduce_towers(
   """
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
-  tower_order.check_towers(order, num_towers, inner, _CALLER)
   is_link = inner is None
   inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
 
@@ -95,46 +88,35 @@ def reduce_towers(
       weight = weights.as_weight(weight, (num_towers,), _CALLER)
       differs = tuple(axes.varying_axes(weight))
       leaves.check_per_shard(updates, differs, _CALLER)
-      total_weight = _sum(weight, None, order)
+      total_weight = _sum(weight, None)
       divisor = weights.safe_divisor(total_weight)
       extra_args['weight'] = weights.passed_on(total_weight, reduction)
     if local_step is not None:
       step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
       extra_args['local_step'] = jnp.min(step)
     divisor = 1 if reduction == 'sum' else divisor
-    tower_order.check_inner(order, num_towers, state, False, _CALLER)
-    if order is not None and tower_order.is_in_order(state):
-      extra_args['weight'] = weights.Summed(
-          extra_args.get('weight', divisor),
-          tower_order.dtypes_to_restore(updates),
-      )
-      updates, divisor = leaves.widened(updates), 1
-    reduce = functools.partial(
-        _reduce, weight=weight, divisor=divisor, order=order
-    )
+    reduce = functools.partial(_reduce, weight=weight, divisor=divisor)
     reduced = jax.tree.map(reduce, updates)
     return inner.update(reduced, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def _reduce(towers, weight, divisor, order):
+def _reduce(towers, weight, divisor):
   """Returns the sum of the towers of a leaf over a divisor, in its dtype."""
   if leaves.is_float0(towers):
     return towers[0]
-  total = _sum(towers, weight, order)
+  total = _sum(towers, weight)
   return (total / divisor).astype(towers.dtype)
 
 
-def _sum(towers, weight, order):
+def _sum(towers, weight):
   towers = jnp.asarray(towers, leaves.accumulator_dtype(towers.dtype))
   if len(towers) == 1 and weight is None:
     return towers[0]
   if weight is not None:
     weight = weight.reshape((-1,) + (1,) * (towers.ndim - 1))
   towers = weights.weighing(weight)(towers)
-  if order is not None:
-    return collectives.sum_rows(collectives.rounded(towers))
   return jnp.sum(towers, axis=0)
 
 

@@ -26,7 +26,6 @@ class ShardUpdateState(NamedTuple):
       [1, 1, ..., 1, elements]: a leading axis, of length 1 inside the mapped
       function and of the number of shards outside, and as many axes as the
       parameter has. (A parameter of a single element has no further axis.)
-    order: Tells gates the order of the sums; `()` for any order. No arrays.
 
   Examples:
     >>> import jax
@@ -41,7 +40,6 @@ class ShardUpdateState(NamedTuple):
   """
 
   inner_state: optax.OptState
-  order: weights.TreeOrder | tuple[()] = ()
 
   def full_rules(self) -> Mapping[str, full_rules.FullRule]:
     """Returns how `full_state` joins its slices."""
@@ -56,7 +54,6 @@ def shard_update(
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
     assume_elementwise: bool = False,
-    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates its part of the leaves.
 
@@ -95,9 +92,6 @@ def shard_update(
       element alone, for an `inner` that is refused because its program is not
       understood. Nothing is checked then: if it looks across elements, it
       trains wrongly without an error.
-    order: `None`, or `'tree'` for the same bits on any number of shards; see
-      `cross_shard_mean`. Sums over slices in `inner`, as for the global norm,
-      are refused then: their bits depend on the number of slices.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
@@ -139,14 +133,12 @@ def shard_update(
       axes_lib.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
-      order=order,
   )
-  made_in = () if order is None else weights.TreeOrder()
   inner = arguments.as_inner(inner, _CALLER)
   own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
 
   def init_fn(params):
-    return ShardUpdateState(own.init(params), made_in)
+    return ShardUpdateState(own.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, ShardUpdateState, _CALLER)
@@ -156,6 +148,6 @@ def shard_update(
         parts, state.inner_state, updates, params, extra_args
     )
     updates = reduce.gather(parts, updates)
-    return updates, ShardUpdateState(inner_state, made_in)
+    return updates, ShardUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

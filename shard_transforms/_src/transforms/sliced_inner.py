@@ -126,7 +126,7 @@ class SlicedInner:
           f' {problem}. Keep such a transformation whole, as in'
           ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
           ' parameters, or for some of them with `optax.partition`.'
-          f'{clip if self._axes_of_sums() else ""}'
+          f'{clip if self._reduction.axes_of_sums() else ""}'
           ' Or let what comes first see what is reduced:'
           ' `optax.chain(cross_shard_mean(axis_name), first,'
           " shard_update(inner, axis_name, on_invariant='averaged'))`. So do"
@@ -143,7 +143,7 @@ class SlicedInner:
         updates,
         params,
         self._reduction.num_shards(),
-        self._axes_of_sums(),
+        self._reduction.axes_of_sums(),
     )
 
   def _types(self, updates, params):
@@ -157,13 +157,6 @@ class SlicedInner:
         _describe(updates, ignored),
         _describe(params, ()),
     )
-
-  def _axes_of_sums(self):
-    """Returns the axes over which `inner` may sum over all slices."""
-    # Reduced over all shards, updates are the same on all of them. No sum over
-    # slices has the order of a tree.
-    no_sums = self._reduction.groups or self._reduction.order
-    return () if no_sums else self._reduction.axes
 
 
 def _describe(tree, ignored):

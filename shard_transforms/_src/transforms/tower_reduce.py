@@ -14,7 +14,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.transforms import tower_order
 from shard_transforms._src.transforms import tower_window
 
 _CALLER = 'tower_reduce'
@@ -27,7 +26,6 @@ def tower_reduce(
     axis_name: axes_lib.AxisName | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
     assume_weighted: bool = False,
-    order: weights.Order = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: sums several updates and applies them once.
 
@@ -68,11 +66,6 @@ def tower_reduce(
       of its sums over shards, for an `inner` that is refused because the check
       does not see it. Nothing is checked then: a sum without the weight counts
       all shards, without an error.
-    order: `'tree'` for the same bits on any number of shards: towers, and then
-      shards, are added in pairs, pairs of pairs, and so on. `num_towers` is
-      then a power of two, and `inner` reduces with the same order. `inner` gets
-      the sum over the towers, 16-bit leaves in float32, which its reduction
-      divides. A window keeps log2 `num_towers` partial sums per parameter.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
@@ -83,9 +76,7 @@ def tower_reduce(
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
       integer or boolean, an extra argument is of the wrong kind, or the state
       is of another transformation.
-    ValueError: If `num_towers` is less than 1, or no power of two with
-      `order='tree'`, or `reduction` or `order` unknown; in `init` and `update`,
-      if `inner` reduces over shards in another order; in
+    ValueError: If `num_towers` is less than 1, or `reduction` unknown; in
       `update`, if the tree is not the one that the state was made for, updates
       are already reduced although `axis_name` is given, or differ between
       shards although it is not, an extra argument has a wrong value, or `inner`
@@ -112,7 +103,6 @@ def tower_reduce(
   arguments.check_reduction(reduction)
   arguments.check_bool('assume_weighted', assume_weighted)
   axes = axes_lib.optional_axes(axis_name)
-  tower_order.check_towers(order, num_towers, inner, _CALLER)
   is_link = inner is None
   towers = _Towers(
       num_towers=num_towers,
@@ -121,7 +111,6 @@ def tower_reduce(
       axes=axes,
       assume_weighted=assume_weighted,
       reduction=reduction,
-      order=order,
   )
   return gating.transformation(towers.init, towers.step)
 
@@ -137,7 +126,6 @@ class _Towers:
     axes: The axes between whose shards updates differ.
     assume_weighted: As in `tower_reduce`.
     reduction: As in `tower_reduce`.
-    order: As in `tower_reduce`.
   """
 
   num_towers: int
@@ -146,20 +134,13 @@ class _Towers:
   axes: tuple[Hashable, ...]
   assume_weighted: bool
   reduction: weights.Kind
-  order: weights.Order
 
   def init(self, params):
     axes_lib.size(self.axes, _CALLER)
     inner_state = self.inner.init(params)
-    tower_order.check_inner(
-        self.order, self.num_towers, inner_state, bool(self.axes), _CALLER
-    )
-    if self.order is None and self.num_towers == 1:
+    if self.num_towers == 1:
       params = ()
     empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
-    if self.order is not None:
-      total, total_weight = tower_order.empty(empty, self.num_towers)
-      empty = total, tower_order.TowerWeights(total_weight)
     return tower_window.start(
         empty, inner_state, self.axes, self.reduction == 'sum'
     )
@@ -183,25 +164,20 @@ class _Towers:
         self.axes,
         _CALLER,
     )
-    tower_window.check_same_order(state, self.order, self.num_towers, self.axes)
     if self.is_link:
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
       weight = gating.as_weight(checked, weight, _CALLER)
-    if self.num_towers == 1 and self.order is None:
+    if self.num_towers == 1:
       extra_args |= weights.given(local_step=local_step)
       given = updates, state.inner_state, params, weight, extra_args
       _check_single(state)
       updates, inner_state = self._apply(checked, None, *given)
       return updates, state._replace(inner_state=inner_state)
-    dtypes = ()
-    if self._divides_later:
-      dtypes = tower_order.dtypes_to_restore(updates)
-      updates = leaves_lib.widened(updates)
     window = tower_window.collect(state, updates, weight, local_step, self.axes)
 
     def end(window, updates, params, /, **extra_args):
-      is_sum = self._divides_later or self.reduction == 'sum'
+      is_sum = self.reduction == 'sum'
       reduced = tower_window.reduced(window, updates, params, self.axes, is_sum)
       if local_step is not None:
         extra_args['local_step'] = reduced.oldest_local_step
@@ -211,10 +187,6 @@ class _Towers:
         total_weight = weights.usable(
             weights.passed_on(reduced.total_weight, self.reduction)
         )
-      if self._divides_later:
-        count = 1 if self.reduction == 'sum' else self.num_towers
-        total_weight = count if total_weight is None else total_weight
-        total_weight = weights.Summed(total_weight, dtypes)
       # The window has used the weights that gates around it care about.
       known = checked._replace(unchecked=(), may_be_local=True)
       updates, inner_state = self._apply(
@@ -229,20 +201,9 @@ class _Towers:
       return updates, tower_window.emptied(window, inner_state)
 
     is_last = collectives.agreed(window.tower >= self.num_towers)
-    updates, after = gating.run_when_due(
+    return gating.run_when_due(
         is_last, end, window, updates, params, extra_args=extra_args
     )
-    if self.num_towers == 1:
-      # A window of one keeps nothing. It takes the way of longer ones, so that
-      # XLA compiles the same arithmetic.
-      total, total_weight = state.total, state.total_weight
-      after = after._replace(total=total, total_weight=total_weight)
-    return updates, after
-
-  @property
-  def _divides_later(self):
-    """Whether `inner` gets sums, which its reduction over shards divides."""
-    return self.order is not None and bool(self.axes)
 
   def _apply(
       self, checked, accept, updates, inner_state, params, weight, extra_args

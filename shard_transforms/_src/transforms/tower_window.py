@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable
 from collections.abc import Mapping
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.base import weights
-from shard_transforms._src.transforms import tower_order
 
 _CALLER = 'tower_reduce'
 _NO_STEP = jnp.iinfo(jnp.int32).max
@@ -42,10 +40,7 @@ class TowerReduceState(NamedTuple):
     tower: Number of towers collected since the last update, int32 [].
     total: Their (weighted) sum, a tree like the parameters, in float32 for
       leaves of fewer bits; `()` where there is but one tower.
-    total_weight: The sum of their weights, float32 []. With `order='tree'`, a
-      `TowerWeights`; both totals then have a further axis, of length log2
-      `num_towers`: row l is the sum of 2**l towers, and counts if bit l of
-      `tower` is 1.
+    total_weight: The sum of their weights, float32 [].
     oldest_local_step: The minimum of their local steps, int32 []; the largest
       int32 where no tower gave one.
     inner_state: State of the inner transformation.
@@ -63,7 +58,7 @@ class TowerReduceState(NamedTuple):
 
   tower: jax.Array
   total: optax.Updates
-  total_weight: jax.Array | tower_order.TowerWeights
+  total_weight: jax.Array
   oldest_local_step: jax.Array
   inner_state: optax.OptState
   summed: SummedTowers | tuple[()] = ()
@@ -74,18 +69,8 @@ class TowerReduceState(NamedTuple):
     """Returns how `resize_state` converts its fields.
 
     The window then ends with the same result: totals over all shards are kept,
-    or, without weights, their `reduction`. With `order='tree'`, only a window
-    without towers is converted.
+    or, without weights, their `reduction`.
     """
-    if is_in_order(self):
-      rule = tower_order.resize_rule(self.tower)
-      return {
-          'total': rule,
-          'total_weight': dataclasses.replace(
-              rule, check=tower_order.check_as_many_towers
-          ),
-          'oldest_local_step': _OLDEST_RULE,
-      }
     total = total_weight = state_rules.ResizeRule('sum')
     is_summed = isinstance(self.summed, SummedTowers)
     may_be_unweighted = np.all(self.total_weight == self.tower)
@@ -106,10 +91,10 @@ class TowerReduceState(NamedTuple):
 
   def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
     """Returns how `metrics` reads its attributes."""
-    rules = {'tower': state_rules.MetricRule()}
-    if not is_in_order(self):
-      rules['total_weight'] = state_rules.MetricRule('sum')
-    return rules
+    return {
+        'tower': state_rules.MetricRule(),
+        'total_weight': state_rules.MetricRule('sum'),
+    }
 
 
 class Reduced(NamedTuple):
@@ -163,20 +148,12 @@ def collect(
   if weight is not None:
     weight = weights.as_weight(weight, (), _CALLER)
   total = per_shard_state.own(state.total, axes, _CALLER)
-  like, add = total, lax.add
-  if is_in_order(state):
-    like = jax.tree.map(tower_order.zero_row, total)
-    updates = leaves_lib.tree_map(_zeros_for_none, updates, like)
-    add = functools.partial(tower_order.add, tower=state.tower)
-  arguments.check_like(updates, like, _CALLER)
-  arguments.check_varies_with(updates, like, _CALLER)
-  add_update = functools.partial(_add, add, weights.weighing(weight))
-  total = leaves_lib.tree_map(add_update, total, updates)
-  own_weight = jnp.ones([], jnp.float32) if weight is None else weight
-  total_weight = jax.tree.map(
-      lambda total: add(total, own_weight),
-      per_shard_state.own(state.total_weight, axes, _CALLER),
-  )
+  arguments.check_like(updates, total, _CALLER)
+  arguments.check_varies_with(updates, total, _CALLER)
+  add = functools.partial(_add, weights.weighing(weight))
+  total = leaves_lib.tree_map(add, total, updates)
+  total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
+  total_weight += 1 if weight is None else weight
   oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
@@ -215,8 +192,6 @@ def reduced(
       axes,
       _CALLER,
   )
-  if is_in_order(window):
-    total, (total_weight,) = tower_order.last_rows((total, total_weight))
   divisor = 1 if is_sum else weights.safe_divisor(total_weight)
   in_dtype = functools.cache(jnp.asarray(divisor).astype)
 
@@ -242,44 +217,10 @@ def emptied(
   return window._replace(
       tower=jnp.zeros_like(window.tower),
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
-      total_weight=jax.tree.map(jnp.zeros_like, window.total_weight),
+      total_weight=jnp.zeros_like(window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
       inner_state=inner_state,
   )
-
-
-def check_same_order(
-    state: TowerReduceState,
-    order: weights.Order,
-    num_towers: int,
-    axes: tuple[Hashable, ...],
-) -> None:
-  """Checks that a state was made for sums in this order.
-
-  Raises:
-    ValueError: If it was made for another order or another number of towers.
-  """
-  made_in_order = is_in_order(state)
-  if made_in_order != (order is not None):
-    made = "with `order='tree'`" if made_in_order else 'without `order`'
-    raise ValueError(
-        f'State of `tower_reduce` must be made with the same `order`, got one'
-        f' that was made {made}, and order={order!r}. Make it with `init`.'
-    )
-  if made_in_order:
-    kept = per_shard_state.own(state.total_weight, axes, _CALLER).sums.shape
-    wanted = tower_order.num_levels(num_towers)
-    if kept != (wanted,):
-      raise ValueError(
-          'State of `tower_reduce` must be made for as many towers, got one'
-          f' with {kept} partial sums where {num_towers} towers take {wanted}.'
-          ' Convert it by `shard_transforms.resize_state`.'
-      )
-
-
-def is_in_order(window: TowerReduceState) -> bool:
-  """Whether towers are added in the order of a tree."""
-  return isinstance(window.total_weight, tower_order.TowerWeights)
 
 
 def _rule_of_unweighted(reduction):
@@ -297,12 +238,8 @@ def _rule_of_unweighted(reduction):
   return state_rules.ResizeRule(reduction)
 
 
-def _add(add, weigh, total, update):
+def _add(weigh, total, update):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
   update = leaves_lib.as_dtype(jnp.asarray(update), total.dtype)
-  return add(total, weigh(update))
-
-
-def _zeros_for_none(update, zeros):
-  return zeros if update is None else update
+  return lax.add(total, weigh(update))

@@ -1,0 +1,157 @@
+"""`mean` and `sum`: reductions with the same bits on any number of shards."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import weights
+from shard_transforms._src.reproducible import tree_reduction
+from shard_transforms._src.reproducible import tree_sums
+
+
+def mean(
+    axis_name: axes_lib.AxisName, *, num_towers: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Averages updates over all shards, with the same bits on any number of them.
+
+  As `cross_shard_mean`, but updates are added in the order of a balanced binary
+  tree: those of neighbouring shards in pairs, pairs of pairs, and so on. With
+  `num_towers`, each leaf is a stack [num_towers, ...] of the updates of as many
+  micro-batches, which are added in the same tree, and the mean is over all of
+  them. A step has the same bits on 2, 4 and 8 shards if each micro-batch has
+  the same gradient there.
+
+  Shards exchange halves, then gather: they send the bytes of a ring all-reduce.
+
+  Args:
+    axis_name: The mapped axis, or a sequence of them, whose shards are added.
+      Their number must be a power of two.
+    num_towers: How many updates a leaf stacks, a power of two; `None` if leaves
+      are the updates of one tower.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` without state, whose `update`
+    takes the optional extra argument `weight`, a scalar a shard, or
+    [num_towers].
+
+  Raises:
+    NameError: In `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, or `weight` is not a real number.
+    ValueError: If `num_towers` is no power of two; in `update`, if the number
+      of shards is none, a leaf is already reduced or lacks the leading axis, or
+      `weight` is negative or of another shape.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import reproducible
+    >>> mean = reproducible.mean('data')
+    >>> def step(x):
+    ...   return mean.update(x, mean.init(x))[0]
+    >>> print(jax.vmap(step, axis_name='data')(jnp.array([1.0, 2.0, 3.0, 6.0])))
+    [3. 3. 3. 3.]
+  """
+  return _cross_shard('mean', axis_name, num_towers)
+
+
+def sum(
+    axis_name: axes_lib.AxisName, *, num_towers: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+  """Sums updates over all shards, with the same bits on any number of them.
+
+  As `mean`, without the division. A sum contains the weights.
+
+  Args:
+    axis_name: As in `mean`.
+    num_towers: As in `mean`.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs`, as of `mean`.
+
+  Raises:
+    NameError: As `mean`.
+    TypeError: As `mean`.
+    ValueError: As `mean`.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import reproducible
+    >>> total = reproducible.sum('data', num_towers=2)
+    >>> def step(towers):
+    ...   return total.update(towers, total.init(towers[0]))[0]
+    >>> towers = jnp.array([[1.0, 2.0], [3.0, 6.0]])
+    >>> print(jax.vmap(step, axis_name='data')(towers))
+    [12. 12.]
+  """
+  return _cross_shard('sum', axis_name, num_towers)
+
+
+def _cross_shard(kind, axis_name, num_towers):
+  caller = f'reproducible.{kind}'
+  if num_towers is not None:
+    num_towers = arguments.as_at_least('num_towers', num_towers, 1)
+    tree_reduction.check_power_of_two('`num_towers`', num_towers)
+  lead = () if num_towers is None else (num_towers,)
+  axes = axes_lib.as_axes(axis_name)
+  reduction = tree_reduction.TreeReduction(caller, kind, axes)
+
+  def init_fn(params):
+    del params
+    return optax.EmptyState()
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    del params, extra_args
+    reduction.num_shards()
+    leaves_lib.check_inexact(updates, caller)
+    leaves_lib.check_per_shard(updates, axes, caller)
+    _check_stacked(updates, lead, caller)
+    if weight is None:
+      total = reduction.total(num_towers or 1)
+    else:
+      weight = weights.as_weight(weight, lead, caller)
+      total = reduction.total(_sum_of_towers(weight, None, lead))
+
+    def sum_of_towers(leaf):
+      return _sum_of_towers(leaf, weight, lead)
+
+    def tower(leaf):
+      return leaf[0] if lead else leaf
+
+    sums = jax.tree.map(sum_of_towers, updates)
+    like = jax.tree.map(tower, updates)
+    return reduction.of_sums(sums, total, like), state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _sum_of_towers(leaf: Any, weight: jax.Array | None, lead: tuple[int, ...]):
+  """Returns the weighted sum of the towers of a shard, in float32 at least."""
+  if leaves_lib.is_float0(leaf):
+    return leaf
+  x = leaves_lib.as_accumulator(leaf)
+  if weight is not None and lead:
+    weight = weight.reshape(lead + (1,) * (x.ndim - 1))
+  x = tree_sums.rounded(weights.weighing(weight)(x))
+  return tree_sums.sum_rows(x) if lead else x
+
+
+def _check_stacked(updates, lead, caller):
+  """Checks that leaves have a leading axis of towers.
+
+  Raises:
+    ValueError: If one has not.
+  """
+  for path, leaf in jax.tree.leaves_with_path(updates):
+    if jnp.shape(leaf)[: len(lead)] != lead:
+      raise ValueError(
+          f'`updates` of `{caller}` must have a leading axis of {lead[0]}'
+          f' towers, got the shape {jnp.shape(leaf)} at'
+          f' {leaves_lib.name_of(path)}.'
+      )

@@ -1,0 +1,162 @@
+"""`towers` and `sharded_towers`: towers and shards are added in one tree."""
+
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import weights
+from shard_transforms._src.reproducible import tree_reduction
+from shard_transforms._src.reproducible import windows
+from shard_transforms._src.transforms import shard_update as shard_update_lib
+from shard_transforms._src.transforms import sliced_inner
+
+
+def towers(
+    num_towers: int,
+    inner: optax.GradientTransformation,
+    axis_name: axes_lib.AxisName,
+    *,
+    reduction: weights.Kind = 'mean',
+) -> optax.GradientTransformationExtraArgs:
+  r"""Gradient accumulation with the same bits on any number of shards.
+
+  As `tower_reduce` around `optax.chain(cross_shard_mean(axis_name), inner)`,
+  but the updates of all towers of all shards are added as the leaves of one
+  balanced binary tree: a shard adds the subtree of its own towers, and shards
+  add the rest in pairs. All but the last of `num_towers` calls return zero
+  updates. The last divides the sum once, by the number of all towers, or by the
+  total of their weights, and runs `inner`:
+
+  .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
+     \quad W = \sum_{t: w_t > 0} w_t
+
+  A window keeps log2 `num_towers` partial sums of each parameter, at least one.
+  A tower that has no gradient for a leaf (`None` in its place) counts as zero
+  there. A tower of weight 0 is left out, even if it is not finite. If all
+  weights are zero, the update is zero, and `inner` is not run. It gets the
+  extra arguments of the last tower, without the weight.
+
+  Give each shard as many micro-batches in a row as it has towers: the product
+  of both numbers is that of the micro-batches of a step. Do not put a gate
+  around, such as `guard`: which towers a skipped call leaves out depends on the
+  number of shards. A gate without `axis_name` may stand in `inner`.
+
+  Args:
+    num_towers: How many updates of a shard count as one step, a power of two.
+    inner: What comes after the reduction, such as an optimizer.
+    axis_name: The mapped axis, or a sequence of them, over whose shards the
+      updates are reduced. Their number must be a power of two.
+    reduction: `'mean'` or `'sum'` over all towers of all shards.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `TowersState`, whose
+    `update` takes the optional extra argument `weight`, a scalar a tower. Make
+    the state with `init_state`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is of
+      another transformation.
+    ValueError: If `num_towers` is no power of two, or `reduction` unknown; in
+      `init` and `update`, if the number of shards is no power of two; in
+      `update`, if the state was made for another tree or number of towers,
+      updates are already reduced, or `weight` has a wrong value.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from shard_transforms import reproducible
+    >>> tx = reproducible.towers(2, optax.sgd(1.0), 'data')
+    >>> def step(towers):
+    ...   state = tx.init(jnp.zeros([]))
+    ...   for tower in towers:
+    ...     updates, state = tx.update(tower, state)
+    ...   return updates
+    >>> towers = jnp.array([[1.0, 2.0], [3.0, 6.0]])
+    >>> print(jax.vmap(step, axis_name='data')(towers))
+    [-3. -3.]
+  """
+  reduce = _as_reduction('towers', reduction, axis_name)
+  inner = arguments.as_inner(inner, reduce.caller)
+
+  def finish(inner_state, params, sums, total, like, extra_args):
+    updates = reduce.of_sums(sums, total, like)
+    return inner.update(updates, inner_state, params, **extra_args)
+
+  return windows.transformation(num_towers, reduce, inner.init, finish)
+
+
+def sharded_towers(
+    num_towers: int,
+    inner: optax.GradientTransformation,
+    axis_name: axes_lib.AxisName,
+    *,
+    reduction: weights.Kind = 'mean',
+    assume_elementwise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  """Shards the optimizer (ZeRO-1), with the same bits on any number of shards.
+
+  Gives what `towers` gives, with the state and the work of `inner` divided
+  among the shards, as by `shard_update`: shards exchange halves until each has
+  the mean of its slice of every leaf, `inner` turns that into a slice of the
+  updates, and an all-gather joins them. `inner` must treat each element alone.
+  Sums over slices, as for the global norm, are refused: their bits depend on
+  the number of slices.
+
+  Args:
+    num_towers: As in `towers`; 1 without accumulation.
+    inner: The transformation that runs on slices.
+    axis_name: As in `towers`.
+    reduction: `'mean'` or `'sum'` over all towers of all shards.
+    assume_elementwise: Whether to take your word that `inner` treats each
+      element alone, for an `inner` that is refused because its program is not
+      understood. Nothing is checked then: if it looks across elements, it
+      trains wrongly without an error.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `TowersState`, as of
+    `towers`.
+
+  Raises:
+    NameError: As `towers`.
+    TypeError: As `towers`.
+    ValueError: As `towers`; in `init` and `update`, if `inner` looks across
+      elements, or an axis of the mesh is not mapped.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> from shard_transforms import reproducible
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = reproducible.sharded_towers(2, optax.adam(0.1), 'data')
+    >>> state = shard_transforms.init_state(tx, jnp.ones((3, 5)), mesh)
+    >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
+    (8, 1, 2)
+  """
+  reduce = _as_reduction('sharded_towers', reduction, axis_name)
+  arguments.check_bool('assume_elementwise', assume_elementwise)
+  inner = arguments.as_inner(inner, reduce.caller)
+  own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+
+  def init(params):
+    return shard_update_lib.ShardUpdateState(own.init(params))
+
+  def finish(inner_state, params, sums, total, like, extra_args):
+    reduce.check_mapped()
+    parts = reduce.of_sums(sums, total, like, in_slices=True)
+    state = inner_state.inner_state
+    parts, state = own.update(parts, state, like, params, extra_args)
+    updates = reduce.gather(parts, like)
+    return updates, shard_update_lib.ShardUpdateState(state)
+
+  return windows.transformation(num_towers, reduce, init, finish)
+
+
+def _as_reduction(name, kind, axis_name):
+  arguments.check_reduction(kind)
+  axes = axes_lib.as_axes(axis_name)
+  return tree_reduction.TreeReduction(f'reproducible.{name}', kind, axes)

@@ -1,0 +1,223 @@
+"""The window of towers on a shard, and how it ends."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import counters
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import weights
+from shard_transforms._src.gates import gating
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reproducible import partial_sums
+from shard_transforms._src.reproducible import tree_reduction
+
+
+class TowersState(NamedTuple):
+  """State of `towers` and of `sharded_towers`.
+
+  Partial sums differ between shards: they have a leading axis, of length 1
+  inside the mapped function and of the number of shards outside. Row l is the
+  sum of 2**l towers, and counts if bit l of `tower` is 1.
+
+  Attributes:
+    tower: Number of towers collected since the last update, int32 [].
+    total: Partial sums of their (weighted) updates, a tree like the parameters
+      with a further axis of log2 `num_towers`, at least 1, in float32 for
+      leaves of fewer bits.
+    total_weight: Partial sums of their weights, float32, with a row for each
+      level of the tree over all towers of all shards.
+    inner_state: State of the inner transformation; for `sharded_towers`, a
+      `ShardUpdateState`.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> from shard_transforms import reproducible
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = reproducible.towers(4, optax.sgd(0.1), 'data')
+    >>> state = shard_transforms.init_state(tx, jnp.zeros(3), mesh)
+    >>> print(state.total.shape, state.total_weight.shape)
+    (8, 2, 3) (8, 6)
+  """
+
+  tower: jax.Array
+  total: optax.Updates
+  total_weight: jax.Array
+  inner_state: optax.OptState
+
+  def resize_rules(
+      self, reduction: state_rules.Reduction | None
+  ) -> Mapping[str, state_rules.ResizeRule]:
+    """Returns how `resize_state` converts its fields: between steps alone."""
+    del reduction
+    if not np.any(self.tower):
+      # Nothing in the sums counts. Rows of another number would be of a step of
+      # another number of towers, and are refused.
+      return {
+          'total': state_rules.ResizeRule('begin_anew'),
+          'total_weight': state_rules.ResizeRule('sum'),
+      }
+    refused = state_rules.ResizeRule(
+        'refuse',
+        reason=(
+            '`state` of `resize_state` must have no tower in its window, got'
+            f' {self.tower} at {{name}}: the partial sums of an unfinished'
+            ' window belong to other parts of the tree on another number of'
+            ' shards. Finish the window first, or begin it again: convert'
+            ' `optax.tree_utils.tree_set(state, tower=0)`, and repeat its'
+            ' towers from the first. The parameters are still those at its'
+            ' start, so that the result has the same bits.'
+        ),
+    )
+    return {'total': refused, 'total_weight': refused}
+
+  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
+    """Returns how `metrics` reads its attributes."""
+    return {'tower': state_rules.MetricRule()}
+
+
+def transformation(
+    num_towers: int,
+    reduction: tree_reduction.TreeReduction,
+    init: optax.TransformInitFn,
+    finish: Callable[..., tuple[optax.Updates, optax.OptState]],
+) -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation that collects towers.
+
+  Args:
+    num_towers: The towers of a shard.
+    reduction: The reduction over shards.
+    init: Returns the inner state.
+    finish: Returns the updates of a full window, and the next inner state: a
+      function of the inner state, parameters, the sums of a shard, the total
+      weight of all shards, updates of the wanted dtypes, and extra arguments.
+
+  Raises:
+    TypeError: If `num_towers` is no integer.
+    ValueError: If it is no power of two.
+  """
+  num_towers = arguments.as_at_least('num_towers', num_towers, 1)
+  tree_reduction.check_power_of_two('`num_towers`', num_towers)
+  row = functools.partial(partial_sums.full_row, num_towers=num_towers)
+
+  def num_levels():
+    return (num_towers * reduction.num_shards()).bit_length()
+
+  def init_fn(params):
+    total = partial_sums.empty(params, num_towers)
+    total_weight = jnp.zeros(num_levels(), jnp.float32)
+    total, total_weight = per_shard_state.store(
+        (total, total_weight), reduction.axes
+    )
+    return TowersState(counters.zero(), total, total_weight, init(params))
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    _check(updates, state, num_levels(), reduction)
+    window = _collect(updates, state, weight, reduction)
+
+    def end(window, params, /, **extra_args):
+      total, total_weight = per_shard_state.own(
+          (window.total, window.total_weight), reduction.axes, reduction.caller
+      )
+      sums = jax.tree.map(row, total)
+      like = leaves_lib.tree_map(
+          _like, sums, updates, updates if params is None else params
+      )
+      total = reduction.total(
+          num_towers if weight is None else row(total_weight)
+      )
+      run = functools.partial(finish, like=like, extra_args=extra_args)
+      given = window.inner_state, params, sums, total
+      if weight is None:
+        made, inner_state = run(*given)
+      else:
+        made, inner_state = gating.run_when_due(total > 0, run, *given)
+      tower = jnp.zeros_like(window.tower)
+      return made, window._replace(tower=tower, inner_state=inner_state)
+
+    is_last = collectives.agreed(window.tower >= num_towers)
+    return gating.run_when_due(
+        is_last, end, window, params, extra_args=extra_args
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check(updates, state, num_levels, reduction):
+  """Checks what `update` is given, before any arithmetic.
+
+  Raises:
+    TypeError: If a leaf is an integer, or the state of another transformation.
+    ValueError: If updates are reduced, or the state is of another step.
+  """
+  caller = reduction.caller
+  arguments.check_state(state, TowersState, caller)
+  leaves_lib.check_inexact(updates, caller)
+  leaves_lib.check_per_shard(updates, reduction.axes, caller)
+  found = jnp.shape(state.total_weight)[-1]
+  if found != num_levels:
+    raise ValueError(
+        f'State of `{caller}` must be made for a step of as many towers on all'
+        f' shards, got {1 << (found - 1)} where there are'
+        f' {1 << (num_levels - 1)}. Convert it by'
+        ' `shard_transforms.resize_state`, with the same product of both.'
+    )
+
+
+def _collect(updates, state, weight, reduction):
+  """Returns the window with one more tower.
+
+  Raises:
+    TypeError: If the weight is no real number.
+    ValueError: If it has a wrong value, updates do not fit the window, or
+      differ between shards where the window does not.
+  """
+  axes, caller = reduction.axes, reduction.caller
+  total, total_weight = per_shard_state.own(
+      (state.total, state.total_weight), axes, caller
+  )
+  zeros = jax.tree.map(partial_sums.zero, total)
+  arguments.check_like(updates, zeros, caller)
+  arguments.check_varies_with(updates, zeros, caller)
+  own_weight = jnp.ones([], jnp.float32)
+  if weight is not None:
+    weight = own_weight = weights.as_weight(weight, (), caller)
+  weigh = weights.weighing(weight)
+
+  def add(rows, zero, update):
+    if rows is None:
+      return None
+    if update is None or leaves_lib.is_float0(update):
+      update = zero
+    update = leaves_lib.as_dtype(jnp.asarray(update), rows.dtype)
+    return partial_sums.add(rows, weigh(update), state.tower)
+
+  total = leaves_lib.tree_map(add, total, zeros, updates)
+  total_weight = partial_sums.add(total_weight, own_weight, state.tower)
+  total, total_weight = per_shard_state.store((total, total_weight), axes)
+  tower = counters.add(state.tower, 1)
+  window = TowersState(tower, total, total_weight, state.inner_state)
+  per_shard_state.check_kept(state, window, caller)
+  return window
+
+
+def _like(total, update, param):
+  """Returns a leaf of the dtype that the result of a window gets."""
+  if total is None:
+    return update
+  like = param if update is None else update
+  if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
+    return total
+  return leaves_lib.as_dtype(total, leaves_lib.dtype_of(like))
