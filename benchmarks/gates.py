@@ -82,6 +82,7 @@ def of_spikes(
 
 def steps(tx: optax.GradientTransformation) -> Callable[[], Any]:
   """Returns a call of four steps, each from where the last one ended."""
+  ends: list[Any] = []
   tx = optax.with_extra_args_support(tx)
 
   def step(params, state, grads):
@@ -91,7 +92,7 @@ def steps(tx: optax.GradientTransformation) -> Callable[[], Any]:
 
   step = jax.jit(on_one_shard(step), donate_argnums=(0, 1))
   params, grads = make_params(0), make_params(1)
-  ends: list[Any] = [(params, jax.jit(on_one_shard(tx.init))(params))]
+  ends.append((params, jax.jit(on_one_shard(tx.init))(params)))
 
   def run():
     for _ in range(STEPS):
