@@ -82,17 +82,16 @@ def of_spikes(
 
 def steps(tx: optax.GradientTransformation) -> Callable[[], Any]:
   """Returns a call of four steps, each from where the last one ended."""
-  ends: list[Any] = []
   tx = optax.with_extra_args_support(tx)
 
-  def step(params, state, grads):
+  def step(params, state, grads) -> Any:
     given = {'local_step': 0, 'value': 1.0}
     updates, state = tx.update(grads, state, params, **given)
     return optax.apply_updates(params, updates), state
 
   step = jax.jit(on_one_shard(step), donate_argnums=(0, 1))
   params, grads = make_params(0), make_params(1)
-  ends.append((params, jax.jit(on_one_shard(tx.init))(params)))
+  ends = [(params, jax.jit(on_one_shard(tx.init))(params))]
 
   def run():
     for _ in range(STEPS):
