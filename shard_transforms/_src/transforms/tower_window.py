@@ -153,7 +153,8 @@ def collect(
   add = functools.partial(_add, weights.weighing(weight))
   total = leaves_lib.tree_map(add, total, updates)
   total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
-  total_weight += 1 if weight is None else weight
+  # In place, `+=` would change a state that is in NumPy.
+  total_weight = total_weight + (1 if weight is None else weight)
   oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
