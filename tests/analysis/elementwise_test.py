@@ -414,6 +414,21 @@ class ElementwiseTest(parameterized.TestCase):
 
     self.assertRegex(problem_of(inner), 'its state depends on their shapes')
 
+  # On four slices, each has one element of `b`.
+  @parameterized.parameters(
+      ((6, 4), (1,)), ((6, 4), (1, 1)), ((6, 4), (4,)), ((6, 4), (1, 4))
+  )
+  def test_refuses_an_element_that_meets_several(self, of_w, of_b):
+    w, b = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (of_w, of_b))
+    inner = optax.stateless(
+        lambda u, _: {**u, 'w': u['w'] * u['b'].reshape(1, -1)}
+    )
+
+    self.assertIn(
+        '`mul` repeats them at other places',
+        problem_of(inner, {'w': w, 'b': b}),
+    )
+
   def test_refuses_another_tree(self):
     inner = optax.stateless(lambda updates, params: list(updates.values()))
 

@@ -145,12 +145,24 @@ class Flow(interpreter.Reader[Kind]):
       # Bodies of other steps than loops and branches are not followed.
       return _unknown(step) if step.bodies else together
     if step.name in primitives.ELEMENTWISE:
+      if problem := _repeated(step, kinds):
+        return problem
       return Elements(_gives_zeros(step, kinds))
     is_of_all = not step.outputs[0].aval.shape and self.axes
     if step.name == 'reduce_sum' and is_of_all:
       self.sums.add(step)
       return Partial() if Elements() not in kinds else _NOT_PADDED
     return _moved(step, kinds[0])
+
+
+def _repeated(step, kinds):
+  """Returns what is wrong if an element meets several others."""
+  # JAX repeats inputs along their dimensions of length 1.
+  size = step.outputs[0].aval.size
+  for value, kind in zip(step.inputs, kinds, strict=True):
+    if isinstance(kind, Elements) and value.aval.size != size:
+      return Mixed(f'`{step.name}` repeats them at other places')
+  return None
 
 
 def _moved(step, elements):
