@@ -55,6 +55,13 @@ FLOORS = (
     ('asynchronous', 'reproducible'),
 )
 
+# What a maintainer reads first, and the modules of other packages that it uses.
+CORE = ('base', 'gates', 'reduction', 'state', 'transforms')
+DOORS = {
+    'gates/gating': 'shard_transforms._src.analysis.weight_flow',
+    'transforms/sliced_inner': 'shard_transforms._src.analysis.elementwise',
+}
+
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(
@@ -515,6 +522,14 @@ class LayoutTest(parameterized.TestCase):
     self.assertEmpty(
         {name for name in found if package_of(name) not in allowed}
     )
+
+  @cases.parameters(*(x for x in SRC_MODULES if x[0] in CORE))
+  def test_core_knows_no_other_package(self, package, module):
+    found = imported_of_ours(f'_src/{package}/{module}.py')
+
+    others = {name for name in found if package_of(name) not in CORE}
+    door = DOORS.get(f'{package}/{module}')
+    self.assertEqual(others, {door} if door else set())
 
   @cases.parameters(*FACADE_MODULES)
   def test_facade_computes_with_what_is_public(self, module):
