@@ -55,8 +55,7 @@ add_module_names = False
 # What `resize_state`, `check_health` and `metrics` ask a state for.
 _FOR_THE_LIBRARY = {
     'health_problem',
-    'metric_rules',
-    'resize_rules',
+    'rules',
 }
 
 

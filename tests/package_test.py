@@ -350,12 +350,8 @@ def takes_arguments(value):
   """Whether users hand arguments to a function or a class."""
   if inspect.isclass(value) and inspect.isabstract(value):
     # Without a constructor of its own, it has the signature of any class.
-    return '__init__' in vars(value) and not is_protocol(value)
+    return '__init__' in vars(value)
   return bool(inspect.signature(value).parameters)
-
-
-def is_protocol(value):
-  return getattr(value, '_is_protocol', False)
 
 
 def constants_of(value):
@@ -368,12 +364,8 @@ def returns_something(function):
 
 
 def fields_of(value):
-  """Returns the fields of a public state, or what a protocol asks for."""
-  if not inspect.isclass(value):
-    return ()
-  if getattr(value, '_is_protocol', False):
-    return tuple(name for name in vars(value) if not name.startswith('_'))
-  return getattr(value, '_fields', ())
+  """Returns the fields of a public state."""
+  return getattr(value, '_fields', ()) if inspect.isclass(value) else ()
 
 
 def run_examples(module):

@@ -1,6 +1,5 @@
 """`drop_stale`: drops updates that were computed too many steps ago."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -48,16 +47,18 @@ class DropStaleState(NamedTuple):
   stale_shard_count: jax.Array
   inner_state: optax.OptState
 
+  rules = {
+      'global_step': state_rules.Rule(metric='same'),
+      'stale_count': state_rules.Rule(metric='same'),
+      'stale_shard_count': state_rules.Rule(metric='same'),
+      'stale_fraction': state_rules.Rule(metric='same'),
+  }
+
   @property
   def stale_fraction(self) -> jax.Array:
     """The fraction of updates that was dropped, float32 []; 0 at the start."""
     stale = jnp.asarray(self.stale_count, jnp.float32)
     return stale / jnp.maximum(stale + self.global_step, 1)
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    names = 'global_step', 'stale_count', 'stale_shard_count', 'stale_fraction'
-    return dict.fromkeys(names, state_rules.MetricRule())
 
 
 def drop_stale(
