@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from typing import NamedTuple
+from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -30,6 +31,7 @@ from shard_transforms import place_state
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms._src.state import full_state as full_state_lib
 
 AXIS = modes.AXIS
 WRAPPERS = {
@@ -502,3 +504,20 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(TypeError, "`rules` of `State` .*'sum' for"):
       full_state(tx.init(()), tx, (), modes.mesh())
+
+  def test_what_is_not_resized_may_be_elsewhere(self):
+    tx, params = guard(shard_update(COPY, AXIS), AXIS), {'w': jnp.ones((3, 5))}
+    mesh = modes.mesh()
+    state = init_state(tx, params, mesh)
+
+    def is_here(leaf):
+      return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
+
+    with mock.patch.object(full_state_lib, 'is_here', is_here):
+      full = full_state(state, tx, params, mesh)
+      placed = place_state(full, tx, params, mesh)
+
+      with self.assertRaisesRegex(ValueError, 'a part of GuardState'):
+        place_state(full, tx, params, modes.mesh(4))
+
+    chex.assert_trees_all_equal(placed, state)
