@@ -219,8 +219,8 @@ def run_when_due(
     run: `run(state, *args, **extra_args)` returns updates and the next state.
       It is traced once.
     state: Tree of arrays.
-    args: Further arguments of `run`, trees of arrays.
-    extra_args: Its keyword arguments, which need not be arrays.
+    args: Further arguments of `run`, trees whose leaves need not be arrays.
+    extra_args: Its keyword arguments, likewise.
     check: Takes the program of `run`, and raises if it must not run.
 
   Returns:

@@ -114,7 +114,8 @@ def drop_stale(
   Raises:
     NameError: In `update`, if an axis is not bound.
     TypeError: If an argument is of the wrong kind; in `update`, if `local_step`
-      is missing or not an integer, or the state is of another transformation.
+      is missing or not an integer, a leaf is an integer or boolean, or the
+      state is of another transformation.
     ValueError: If `axis_name` is given without `inner`; in `update`, if
       `local_step` is not a scalar or differs between shards without
       `axis_name`, or, with it, updates are already reduced or `inner` does not

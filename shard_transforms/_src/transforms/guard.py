@@ -160,11 +160,11 @@ def guard(
       integer or boolean, `value` is missing, or the state is of another
       transformation.
     ValueError: If an argument has a wrong value, or `on_bad='exclude'` comes
-      without `axis_name`, or `min_shards` without it; in `init` and `update`,
-      if there are fewer shards than `min_shards`; in `update`, if updates are
-      already reduced although `axis_name` is given, differ between shards
-      although it is not, `sharded` is missing, `inner` does not use the weight,
-      or the state was made with other options.
+      without `axis_name`, or `min_shards` without it; in `update`, and in
+      `init` on several shards, if there are fewer than `min_shards`; in
+      `update`, if updates are already reduced although `axis_name` is given,
+      differ between shards although it is not, `sharded` is missing, `inner`
+      does not use the weight, or the state was made with other options.
 
   Examples:
     >>> import jax
