@@ -84,7 +84,7 @@ def steps(tx: optax.GradientTransformation) -> Callable[[], Any]:
   """Returns a call of four steps, each from where the last one ended."""
   tx = optax.with_extra_args_support(tx)
 
-  def step(params, state, grads):
+  def step(params: Any, state: Any, grads: Any) -> Any:
     given = {'local_step': 0, 'value': 1.0}
     updates, state = tx.update(grads, state, params, **given)
     return optax.apply_updates(params, updates), state

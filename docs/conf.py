@@ -55,8 +55,7 @@ add_module_names = False
 # What `resize_state`, `check_health` and `metrics` ask a state for.
 _FOR_THE_LIBRARY = {
     'health_problem',
-    'metric_rules',
-    'resize_rules',
+    'rules',
 }
 
 
@@ -70,7 +69,12 @@ def _skip(app, what, name, obj, skip, options):
 def _write_plurals(app, what, name, obj, options, lines):
   del app, what, name, obj, options
   # What follows a name at once must be told apart from it.
-  lines[:] = [re.sub(r'(`[^`]+`)(?=[a-z])', r'\1\\ ', line) for line in lines]
+  plural = re.compile(r'(`[^`]+`)([a-z]?)')
+  # All names are matched, so that what stands between two of them is none.
+  lines[:] = [
+      plural.sub(lambda m: rf'{m[1]}\ {m[2]}' if m[2] else m[1], line)
+      for line in lines
+  ]
 
 
 def _describe(app, pagename, templatename, context, doctree):

@@ -20,10 +20,6 @@ from shard_transforms._src.staleness.compensation import CompensateDelayState
 from shard_transforms._src.staleness.compensation import compensate_delay
 from shard_transforms._src.staleness.delay import DelayUpdatesState
 from shard_transforms._src.staleness.delay import delay_updates
-from shard_transforms._src.staleness.drop_stale import DropStaleState
-from shard_transforms._src.staleness.drop_stale import drop_stale
-from shard_transforms._src.staleness.weighting import ScaleByStalenessState
-from shard_transforms._src.staleness.weighting import scale_by_staleness
 from shard_transforms._src.state.full_state import full_state
 from shard_transforms._src.state.full_state import place_state
 from shard_transforms._src.state.placement import init_state
@@ -39,10 +35,18 @@ from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
 from shard_transforms._src.transforms.cross_shard import shard_mean
+from shard_transforms._src.transforms.drop_stale import DropStaleState
+from shard_transforms._src.transforms.drop_stale import drop_stale
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.on_mesh import on_mesh
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
+from shard_transforms._src.transforms.scale_by_staleness import (
+    ScaleByStalenessState,
+)
+from shard_transforms._src.transforms.scale_by_staleness import (
+    scale_by_staleness,
+)
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
 from shard_transforms._src.transforms.spikes import SpikeRule

@@ -31,25 +31,13 @@ class TallyState(NamedTuple):
   unit: jax.Array
   inner_state: optax.OptState
 
-  def resize_rules(self, reduction):
-    del reduction
-    rule = state_rules.ResizeRule
-    return {
-        'seen': rule('sum'),
-        'rate': rule('mean'),
-        'least': rule('minimum', 100),
-        'most': rule('maximum'),
-        'recent': rule('begin_anew', -1),
-    }
-
-  def metric_rules(self):
-    rule = state_rules.MetricRule
-    return {
-        'seen': rule('sum'),
-        'rate': rule('mean'),
-        'least': rule('minimum'),
-        'most': rule('maximum'),
-    }
+  rules = {
+      'seen': state_rules.Rule(resize='sum', metric='sum'),
+      'rate': state_rules.Rule(resize='mean', metric='mean'),
+      'least': state_rules.Rule(resize='minimum', empty=100, metric='minimum'),
+      'most': state_rules.Rule(resize='maximum', metric='maximum'),
+      'recent': state_rules.Rule(resize='begin_anew', empty=-1),
+  }
 
   def health_problem(self):
     if jnp.min(self.seen) < 0:

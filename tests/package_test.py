@@ -55,6 +55,13 @@ FLOORS = (
     ('asynchronous', 'reproducible'),
 )
 
+# What a maintainer reads first, and the modules of other packages that it uses.
+CORE = ('base', 'gates', 'reduction', 'state', 'transforms')
+DOORS = {
+    'gates/gating': 'shard_transforms._src.analysis.weight_flow',
+    'transforms/sliced_inner': 'shard_transforms._src.analysis.elementwise',
+}
+
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(
@@ -343,12 +350,8 @@ def takes_arguments(value):
   """Whether users hand arguments to a function or a class."""
   if inspect.isclass(value) and inspect.isabstract(value):
     # Without a constructor of its own, it has the signature of any class.
-    return '__init__' in vars(value) and not is_protocol(value)
+    return '__init__' in vars(value)
   return bool(inspect.signature(value).parameters)
-
-
-def is_protocol(value):
-  return getattr(value, '_is_protocol', False)
 
 
 def constants_of(value):
@@ -361,12 +364,8 @@ def returns_something(function):
 
 
 def fields_of(value):
-  """Returns the fields of a public state, or what a protocol asks for."""
-  if not inspect.isclass(value):
-    return ()
-  if getattr(value, '_is_protocol', False):
-    return tuple(name for name in vars(value) if not name.startswith('_'))
-  return getattr(value, '_fields', ())
+  """Returns the fields of a public state."""
+  return getattr(value, '_fields', ()) if inspect.isclass(value) else ()
 
 
 def run_examples(module):
@@ -515,6 +514,14 @@ class LayoutTest(parameterized.TestCase):
     self.assertEmpty(
         {name for name in found if package_of(name) not in allowed}
     )
+
+  @cases.parameters(*(x for x in SRC_MODULES if x[0] in CORE))
+  def test_core_knows_no_other_package(self, package, module):
+    found = imported_of_ours(f'_src/{package}/{module}.py')
+
+    others = {name for name in found if package_of(name) not in CORE}
+    door = DOORS.get(f'{package}/{module}')
+    self.assertEqual(others, {door} if door else set())
 
   @cases.parameters(*FACADE_MODULES)
   def test_facade_computes_with_what_is_public(self, module):

@@ -1,17 +1,5 @@
-"""What a state of your own declares: for resizing, health and metrics."""
+"""What a state of your own declares: how it is resized, saved and measured."""
 
-from shard_transforms._src.base.full_rules import FullRule
-from shard_transforms._src.base.state_protocols import MeasuredState
-from shard_transforms._src.base.state_protocols import MonitoredState
-from shard_transforms._src.base.state_protocols import ResizableState
-from shard_transforms._src.base.state_rules import MetricRule
-from shard_transforms._src.base.state_rules import ResizeRule
+from shard_transforms._src.base.state_rules import Rule
 
-__all__ = (
-    'FullRule',
-    'MeasuredState',
-    'MetricRule',
-    'MonitoredState',
-    'ResizableState',
-    'ResizeRule',
-)
+__all__ = ('Rule',)

@@ -1,35 +1,72 @@
 """The effect of rules is tested with the functions that use them."""
 
+from typing import Any, NamedTuple
+
 from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import cases
 import modes
 from shard_transforms._src.base import state_rules
-from shard_transforms.state_rules import MetricRule
-from shard_transforms.state_rules import ResizeRule
+from shard_transforms.state_rules import Rule
 
 
-class ResizeRuleTest(absltest.TestCase):
+class RuleTest(parameterized.TestCase):
 
-  def test_keeps_by_default(self):
-    self.assertEqual(ResizeRule(), ResizeRule('keep'))
+  def test_says_nothing_by_default(self):
+    self.assertEqual(Rule(), Rule(resize='keep', metric=None))
 
-  def test_refuses_an_unknown_kind(self):
-    with self.assertRaisesRegex(ValueError, "`kind` must be one of .*'median'"):
-      ResizeRule('median')
+  @cases.parameters('resize', 'metric')
+  def test_refuses_an_unknown_kind(self, name):
+    with self.assertRaisesRegex(
+        ValueError, f"`{name}` must be .* one of .*'median'"
+    ):
+      Rule(**{name: 'median'})
+
+  @cases.parameters('full', 'place')
+  def test_refuses_one_way_alone(self, name):
+    with self.assertRaisesRegex(ValueError, '`full` and `place` must be given'):
+      Rule(**{name: max})
 
 
-class MetricRuleTest(absltest.TestCase):
+class TableTest(parameterized.TestCase):
 
-  def test_is_the_same_on_all_shards_by_default(self):
-    self.assertEqual(MetricRule(), MetricRule('same'))
+  def test_is_read_without_computing_properties(self):
+    class State(NamedTuple):
+      seen: int
 
-  def test_refuses_an_unknown_kind(self):
-    with self.assertRaisesRegex(ValueError, "`kind` must be one of .*'median'"):
-      MetricRule('median')
+      @property
+      def fraction(self):
+        raise AssertionError
+
+      rules = {'seen': Rule(resize='sum'), 'fraction': Rule(metric='same')}
+
+    self.assertIs(state_rules.rules_of(State(1)), State.rules)
+
+  def test_is_no_field_of_this_name(self):
+    class State(NamedTuple):
+      rules: Any
+
+    state = State({'rules': Rule()})
+
+    self.assertFalse(state_rules.declares(state))
+    self.assertEqual(state_rules.rules_of(state), {})
+
+  @cases.parameters(
+      ({'seem': Rule()}, ValueError, "name fields .* 'seem'"),
+      ({'seen': 'sum'}, TypeError, "give a `Rule` for each .*'sum' for 'seen'"),
+  )
+  def test_names_what_is_declared_wrongly(self, table, error, message):
+    class State(NamedTuple):
+      seen: int
+      rules = table
+
+    with self.assertRaisesRegex(error, f'`rules` of `State` must {message}'):
+      state_rules.rules_of(State(1))
 
 
 class AddressableTest(absltest.TestCase):

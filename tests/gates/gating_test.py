@@ -85,6 +85,47 @@ class GateTest(parameterized.TestCase):
         _bits(changed), _bits(jax.tree.map(_changed, odd)), strict=True
     )
 
+  @cases.parameters('drop_stale', 'guard')
+  def test_takes_an_inner_state_in_64_bits_of_numpy(self, gate):
+    tx = ALL_GATES[gate](optax.adam(0.1))
+    params = jnp.ones(3)
+    state = tx.init(params)
+    wide = {'f': np.float64, 'i': np.int64}
+    inner_state = jax.tree.map(
+        lambda x: np.asarray(x).astype(wide[x.dtype.kind]), state.inner_state
+    )
+
+    found = tx.update(
+        params, state._replace(inner_state=inner_state), local_step=0
+    )
+
+    expected = tx.update(params, state, local_step=0)
+    chex.assert_trees_all_equal(found, expected, strict=True)
+
+  def test_a_window_leaves_a_state_in_numpy_as_it_is(self):
+    tx = GATES['tower_reduce'](optax.adam(0.1))
+    params = jnp.ones(3)
+    state = jax.tree.map(np.array, tx.init(params))
+
+    for weight in None, 2.0:
+      _, result = tx.update(params, state, weight=weight)
+
+      chex.assert_trees_all_equal(state, tx.init(params))
+      np.testing.assert_array_equal(result.total_weight, weight or 1.0)
+
+  def test_a_window_takes_state_of_python_numbers(self):
+    state = {'flag': True, 'count': 3, 'rate': 0.5}
+    inner = optax.GradientTransformation(
+        lambda _: state, lambda updates, state, params=None: (updates, state)
+    )
+    tx = GATES['tower_reduce'](inner)
+
+    _, result = tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+
+    self.assertEqual(
+        jax.tree.map(lambda x: x.item(), result.inner_state), state
+    )
+
   @cases.parameters(*ALL_GATES)
   def test_gives_zeros_like_the_inner_updates_when_closed(self, gate):
     params = {'w': jnp.ones((3, 5)), 'h': jnp.ones(4, jnp.bfloat16), 'n': None}
@@ -674,6 +715,22 @@ class WeightTest(parameterized.TestCase):
 
     params = {'w': jnp.ones(3)} if params is None else params
     return modes.map_shards(mode, fn)(params, jnp.arange(8.0))
+
+  @cases.parameters(*WEIGHING)
+  def test_parameters_may_have_what_is_no_array(self, gate):
+    mean = shard_transforms.cross_shard_mean(AXIS)
+    tx = WEIGHING[gate](inner=mean)
+
+    def fn(x):
+      params = {'w': x, 'activation': jnp.tanh}
+      state = tx.init(x)
+      for _ in range(2):
+        updates, state = tx.update(x, state, params, weight=x, local_step=0)
+      return updates
+
+    updates = jax.vmap(fn, axis_name=AXIS)(jnp.array([1.0, 3.0]))
+
+    np.testing.assert_allclose(updates, [2.5, 2.5])
 
   @cases.product(gate=tuple(WEIGHING), mode=modes.MODES)
   def test_refuses_a_reduction_by_hand(self, gate, mode):

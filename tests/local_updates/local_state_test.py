@@ -228,10 +228,9 @@ class ResizeTest(parameterized.TestCase):
     state = shard_transforms.init_state(_tx(), jnp.zeros(2), modes.mesh(3))
     state = state._replace(total_weight=np.float32([[1, 3], [0, 0], [5, 0]]))
 
-    rules = state.resize_rules(None)
-
     for name in ('own_params', 'inner_state'):
-      np.testing.assert_array_equal(rules[name].row_weights, [2, 0, 2.5])
+      rule = state.rules[name].resize(state, None)
+      np.testing.assert_array_equal(rule.row_weights, [2, 0, 2.5])
 
 
 def _step(tx, mesh, like, mode='shard_map'):

@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from typing import NamedTuple
+from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -31,7 +32,7 @@ from shard_transforms import reproducible
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms.state_rules import FullRule
+from shard_transforms._src.state import full_state as full_state_lib
 
 AXIS = modes.AXIS
 WRAPPERS = {
@@ -516,18 +517,29 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "`reduction` must be .*'max'"):
       place_state((), optax.sgd(1), {}, modes.mesh(), reduction='max')
 
-  @parameterized.named_parameters(
-      ('field', {'seem': FullRule(max, max)}, ValueError, "fields .* 'seem'"),
-      ('rule', {'seen': 'sum'}, TypeError, "`FullRule` .*'sum' for 'seen'"),
-  )
-  def test_names_what_is_declared_wrongly(self, rules, error, message):
+  def test_names_what_is_declared_wrongly(self):
     class State(NamedTuple):
       seen: jax.Array
-
-      def full_rules(self):
-        return rules
+      rules = {'seen': 'sum'}
 
     tx = optax.GradientTransformation(lambda _: State(jnp.zeros(2)), None)
 
-    with self.assertRaisesRegex(error, f'`full_rules` of `State` .*{message}'):
+    with self.assertRaisesRegex(TypeError, "`rules` of `State` .*'sum' for"):
       full_state(tx.init(()), tx, (), modes.mesh())
+
+  def test_what_is_not_resized_may_be_elsewhere(self):
+    tx, params = guard(shard_update(COPY, AXIS), AXIS), {'w': jnp.ones((3, 5))}
+    mesh = modes.mesh()
+    state = init_state(tx, params, mesh)
+
+    def is_here(leaf):
+      return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
+
+    with mock.patch.object(full_state_lib, 'is_here', is_here):
+      full = full_state(state, tx, params, mesh)
+      placed = place_state(full, tx, params, mesh)
+
+      with self.assertRaisesRegex(ValueError, 'a part of GuardState'):
+        place_state(full, tx, params, modes.mesh(4))
+
+    chex.assert_trees_all_equal(placed, state)

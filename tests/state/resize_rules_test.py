@@ -8,7 +8,7 @@ import numpy as np
 import cases
 import modes
 from shard_transforms._src.state import row_resizing
-from shard_transforms.state_rules import ResizeRule
+from shard_transforms.state_rules import Rule
 
 
 def target(shape, spec=P(modes.AXIS), num_shards=4):
@@ -28,16 +28,16 @@ class RowsTest(parameterized.TestCase):
     old = np.arange(8, dtype=np.float32)
     new = target((num_shards,), num_shards=num_shards)
 
-    merged = row_resizing.apply_rule(ResizeRule(kind), 'leaf', old, new)
+    merged = row_resizing.apply_rule(Rule(resize=kind), 'leaf', old, new)
 
     np.testing.assert_array_equal(merged, expected)
     self.assertEqual(merged.dtype, old.dtype)
 
   @cases.parameters(
-      (ResizeRule('maximum', -1), [-1, -1]),
-      (ResizeRule('maximum'), [4, 5]),
-      (ResizeRule('minimum'), [0, 1]),
-      (ResizeRule('sum'), [0, 0]),
+      (Rule(resize='maximum', empty=-1), [-1, -1]),
+      (Rule(resize='maximum'), [4, 5]),
+      (Rule(resize='minimum'), [0, 1]),
+      (Rule(resize='sum'), [0, 0]),
   )
   def test_adds_empty_rows(self, rule, expected):
     old = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -51,7 +51,7 @@ class RowsTest(parameterized.TestCase):
     old = np.arange(0, 840, 210).astype(dtype)
     new = target((num_shards,), num_shards=num_shards)
 
-    merged = row_resizing.apply_rule(ResizeRule('mean'), 'leaf', old, new)
+    merged = row_resizing.apply_rule(Rule(resize='mean'), 'leaf', old, new)
 
     self.assertEqual(merged.dtype, dtype)
     np.testing.assert_allclose(merged.mean(), old.mean(), rtol=1e-6)
@@ -60,11 +60,11 @@ class RowsTest(parameterized.TestCase):
   def test_an_average_is_in_each_row(self, num_shards, dtype):
     old = np.arange(0, 840, 210).astype(dtype)
     new = target((num_shards,), num_shards=num_shards)
-    weighted = ResizeRule('average', row_weights=np.array([0, 1, 0, 2]))
-    unknown = ResizeRule('average', row_weights=np.zeros(4))
+    weighted = Rule(resize='average', row_weights=np.array([0, 1, 0, 2]))
+    unknown = Rule(resize='average', row_weights=np.zeros(4))
 
     for rule, want in (
-        (ResizeRule('average'), 315),
+        (Rule(resize='average'), 315),
         (unknown, 315),
         (weighted, 490),
     ):
@@ -77,9 +77,9 @@ class RowsTest(parameterized.TestCase):
   def test_each_row_gets_an_equal_share_of_the_sum(self, num_shards, dtype):
     old = np.arange(0, 840, 210).astype(dtype)
     new = target((num_shards,), num_shards=num_shards)
-    weighted = ResizeRule('share', row_weights=np.array([1, 0, 0, 1]))
+    weighted = Rule(resize='share', row_weights=np.array([1, 0, 0, 1]))
 
-    for rule, total in ((ResizeRule('share'), 1260), (weighted, 630)):
+    for rule, total in ((Rule(resize='share'), 1260), (weighted, 630)):
       shared = row_resizing.apply_rule(rule, 'leaf', old, new)
 
       self.assertEqual(shared.dtype, dtype)
@@ -93,7 +93,7 @@ class RowsTest(parameterized.TestCase):
     alike = np.full((3, 2), 0.1)
     some = np.float32([[1, np.nan], [2, 4], [4, 8]])
     none = np.full((3, 2), np.nan, np.float32)
-    rule = ResizeRule('average')
+    rule = Rule(resize='average')
 
     averaged = [
         row_resizing.apply_rule(rule, 'leaf', old, target((4, 2)))
@@ -108,7 +108,7 @@ class RowsTest(parameterized.TestCase):
     old = np.ones(3, np.int32)
 
     begun = row_resizing.apply_rule(
-        ResizeRule('begin_anew', 7), 'leaf', old, target((3,), P())
+        Rule(resize='begin_anew', empty=7), 'leaf', old, target((3,), P())
     )
 
     np.testing.assert_array_equal(begun, [7, 7, 7])
@@ -119,7 +119,7 @@ class RowsTest(parameterized.TestCase):
     old = np.arange(8, dtype=np.float32)
 
     merged = row_resizing.apply_rule(
-        ResizeRule(kind), 'leaf', old, target((4,))
+        Rule(resize=kind), 'leaf', old, target((4,))
     )
 
     np.testing.assert_array_equal(merged, factor * np.float32([1, 5, 9, 13]))
@@ -132,19 +132,19 @@ class RowsTest(parameterized.TestCase):
     old = np.ones(old, np.float32)
 
     with self.assertRaisesRegex(ValueError, r'made by .* at the leaf, which'):
-      row_resizing.apply_rule(ResizeRule(kind), 'the leaf', old, target(new))
+      row_resizing.apply_rule(Rule(resize=kind), 'the leaf', old, target(new))
 
   def test_names_what_it_does_not_know(self):
     old = np.ones((8, 2), np.float32)
 
     with self.assertRaisesRegex(ValueError, 'must know what .* at the leaf'):
       row_resizing.apply_rule(
-          ResizeRule('keep'), 'the leaf', old, target((4, 2))
+          Rule(resize='keep'), 'the leaf', old, target((4, 2))
       )
 
   def test_gives_the_reason_of_a_state(self):
     old = np.ones((8, 2), np.float32)
-    rule = ResizeRule('refuse', reason='{name} is of these shards.')
+    rule = Rule(resize='refuse', reason='{name} is of these shards.')
 
     with self.assertRaisesRegex(ValueError, r'^\.m is of these shards\.$'):
       row_resizing.apply_rule(rule, '.m', old, target((4, 2)))

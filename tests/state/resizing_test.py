@@ -31,7 +31,7 @@ from shard_transforms import init_state
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms.state_rules import ResizeRule
+from shard_transforms.state_rules import Rule
 
 AXIS = modes.AXIS
 SPIKES = shard_transforms.SpikeRule(max_stds=3, window=2)
@@ -969,22 +969,25 @@ class DeclaredStateTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(state.recent['last_norms'], [7] * 3)
 
-  @parameterized.named_parameters(
-      ('field', {'seem': ResizeRule('sum')}, ValueError, "fields .* 'seem'"),
-      ('rule', {'seen': 'sum'}, TypeError, "`ResizeRule` .*'sum' for 'seen'"),
+  @cases.parameters(
+      ({'seem': Rule(resize='sum')}, ValueError, "fields .* 'seem'"),
+      (
+          {'seen': Rule(resize=lambda state, reduction: reduction)},
+          TypeError,
+          "`Rule` .*'sum' for 'seen'",
+      ),
   )
-  def test_names_what_is_declared_wrongly(self, rules, error, message):
+  def test_names_what_is_declared_wrongly(self, table, error, message):
     class State(NamedTuple):
       seen: jax.Array
+      rules = table
 
-      def resize_rules(self, reduction):
-        del reduction
-        return rules
+    def init(params):
+      del params
+      return State(shard_transforms.per_shard(jnp.zeros(1), AXIS))
 
-    tx = optax.GradientTransformation(lambda _: State(jnp.zeros(2)), None)
-    params = jnp.zeros(2)
+    tx = optax.GradientTransformation(init, None)
+    state = init_state(tx, (), modes.mesh(4))
 
-    with self.assertRaisesRegex(
-        error, f'`resize_rules` of `State` .*{message}'
-    ):
-      resize_state(tx.init(params), tx, params, modes.mesh(2))
+    with self.assertRaisesRegex(error, f'`rules` of `State` .*{message}'):
+      resize_state(state, tx, (), modes.mesh(2), reduction='sum')

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import dataclasses
 import enum
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import optax
@@ -66,13 +66,15 @@ class Report:
   history: Sequence[tuple[int, Mapping[str, float]]] = ()
   params: Any = dataclasses.field(default=None, compare=False, repr=False)
 
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `monitoring.metrics` reads its attributes."""
-    return {
-        field.name: state_rules.MetricRule()
-        for field in dataclasses.fields(self)
-        if field.name not in ('history', 'params')
-    }
+  rules: ClassVar = {
+      'global_step': state_rules.Rule(metric='same'),
+      'num_dropped': state_rules.Rule(metric='same'),
+      'num_lost': state_rules.Rule(metric='same'),
+      'num_recovered': state_rules.Rule(metric='same'),
+      'mean_age': state_rules.Rule(metric='same'),
+      'seconds': state_rules.Rule(metric='same'),
+      'metrics': state_rules.Rule(metric='same'),
+  }
 
 
 class Result(NamedTuple):

@@ -15,8 +15,8 @@ import optax
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import counters
-from shard_transforms._src.staleness import drop_stale
 from shard_transforms._src.state import shardings as shardings_lib
+from shard_transforms._src.transforms import drop_stale
 
 _AXIS = 'driver'
 # Sums over divided parameters have other bits.

@@ -1,44 +1,12 @@
 """How a sharded part of a state gets the shapes of the replicated state."""
 
-from collections.abc import Callable
-import dataclasses
 import math
-from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-
-@dataclasses.dataclass(frozen=True)
-class FullRule:
-  """How a sharded part of a state becomes full, and is sharded again.
-
-  Full, it has the shapes of the replicated state, whatever the number of
-  shards: `full_state` and `place_state` call these functions.
-
-  Args:
-    full: Takes the part, with arrays of JAX or of NumPy; the types that it has
-      on one shard; and what errors call it. Returns it in its full form, which
-      it may have already.
-    place: Takes it in its full form, and the types that it has on the new
-      shards. Returns it as these keep it.
-
-  Examples:
-    >>> import jax
-    >>> import numpy as np
-    >>> from shard_transforms import state_rules
-    >>> rule = state_rules.FullRule(
-    ...     full=lambda part, one_shard, name: part.reshape(one_shard.shape),
-    ...     place=lambda full, target: full.reshape(target.shape))
-    >>> one_shard = jax.ShapeDtypeStruct((6,), 'float32')
-    >>> part = np.zeros((2, 3), 'float32')  # Of two shards.
-    >>> print(rule.full(part, one_shard, 'part').shape)
-    (6,)
-  """
-
-  full: Callable[[Any, Any, str], Any]
-  place: Callable[[Any, Any], Any]
+from shard_transforms._src.base import state_rules
 
 
 def made_for_others(got: str, name: str) -> str:
@@ -100,4 +68,4 @@ def _cut(full, target):
 
 # Each shard has a slice of each leaf, as of `shard_update`: [slices, 1, ..., 1,
 # elements], flattened and padded at its end.
-SLICES = FullRule(_join, _cut)
+SLICES = state_rules.Rule(full=_join, place=_cut)

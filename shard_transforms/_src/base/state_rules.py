@@ -1,12 +1,12 @@
-"""What a state declares about itself: resizing, health and metrics.
+"""What the class of a state declares about its fields, in one table.
 
-`resize_state`, `check_health` and `metrics` know no state of this library by
-name. They ask each node of a state for `resize_rules`, `health_problem` and
-`metric_rules`, which any class may have.
+`resize_state`, `full_state` and `metrics` know no state of this library by
+name. They read the `rules` of each node of a state, which any class may have.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, Literal, get_args
 
@@ -29,34 +29,52 @@ Kind = Literal[
 Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
 
-@dataclasses.dataclass(frozen=True)
-class ResizeRule:
-  """How a part of a state is resized to another number of shards.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+  """How a part of a state is resized, measured and saved.
 
-  For `'sum'`, `'mean'`, `'minimum'` and `'maximum'` each shard has a row: the
-  leading axis that differs between shards, of length 1 inside the mapped
-  function. Neighbouring shards are combined into one, or shards are added, so
-  that the sum, mean, minimum or maximum over all shards stays as it is, but for
-  rounding. A mean is merged as a sum is, and scaled by the new number of shards
-  over the old one.
+  A state declares `rules`, an attribute of its class: a `Rule` for each field
+  about which there is something to say, by name. A property may be a metric,
+  too. A field that is not resized is kept, or asked itself if it is a state.
+
+  To be resized, each shard has a row: the leading axis that differs between
+  shards, of length 1 inside the mapped function. Neighbouring shards are
+  combined into one, or shards are added, so that the sum, mean, minimum or
+  maximum over all shards stays as it is, but for rounding. A mean is merged as
+  a sum is, and scaled by the new number of shards over the old one.
 
   Args:
-    kind: `'keep'` for parts that any number of shards can use; `'sum'`,
-      `'mean'`, `'minimum'` or `'maximum'`; `'average'` for rows that each
-      become the mean of all finite ones; `'share'` for rows that each become an
-      equal part of the sum of all; `'begin_anew'` for parts that are
-      initialized again; `'refuse'` for parts that cannot be carried over.
-    empty: The value of a shard that is added, and of a part that starts again.
-      `None` is 0; for `'minimum'` and `'maximum'` it is the extreme of all
-      shards so far.
+    resize: How it fits another number of shards. `'keep'` for parts that any
+      number can use; `'sum'`, `'mean'`, `'minimum'` or `'maximum'`; `'average'`
+      for rows that each become the mean of all finite ones; `'share'` for rows
+      that each become an equal part of the sum of all; `'begin_anew'` for parts
+      that are initialized again; `'refuse'` for parts that cannot be carried
+      over. Where it depends on values, a function of the state and of the
+      `reduction` that `resize_state` is given, which returns a `Rule`.
+    metric: How the shards' values become one number of `metrics`. `'same'` for
+      a value that all shards share; `'sum'`, `'mean'`, `'minimum'` or
+      `'maximum'` where each has its own: a leading axis, of length 1 inside the
+      mapped function. A mapping gives a metric for each of its values. `None`
+      for what is no metric.
+    empty: To resize, the value of a shard that is added, and of a part that
+      starts again. `None` is 0; for `'minimum'` and `'maximum'` it is the
+      extreme of all shards so far.
     reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
       the name of the leaf.
     row_weights: For `'average'` and `'share'`, how much each row counts,
       [rows]. All rows count the same if it is left out; for `'average'` also
       if the weights of all finite rows are 0.
+    full: For a part that is sharded, and in place of `resize`: how `full_state`
+      gives it the shapes of the replicated state. A function of the part, in
+      arrays of JAX or of NumPy; of the types that it has on one shard; and of
+      what errors call it. It returns the part in its full form, which it may
+      have already.
+    place: With `full`, its reverse: a function of the part in its full form,
+      and of the types that it has on the new shards. It returns the part as
+      these keep it.
 
   Raises:
-    ValueError: If the kind is unknown.
+    ValueError: If a kind is unknown, or `full` is given without `place`.
 
   Examples:
     A transformation of your own that counts, on each shard, its large updates:
@@ -70,8 +88,7 @@ class ResizeRule:
     >>> from shard_transforms import state_rules
     >>> class CountLargeState(NamedTuple):
     ...   large_count: jax.Array  # Of each shard, int32 [1].
-    ...   def resize_rules(self, reduction):
-    ...     return {'large_count': state_rules.ResizeRule('sum')}
+    ...   rules = {'large_count': state_rules.Rule(resize='sum', metric='sum')}
     >>> def init(params):
     ...   count = jnp.zeros(1, jnp.int32)
     ...   return CountLargeState(shard_transforms.per_shard(count, 'data'))
@@ -86,57 +103,77 @@ class ResizeRule:
     >>> state = shard_transforms.resize_state(state, tx, params, four)
     >>> print(state.large_count)
     [ 1  5  9 13]
+    >>> print(shard_transforms.monitoring.metrics(state))
+    {'count_large/large_count': Array(28, dtype=int32)}
   """
 
-  kind: Kind = 'keep'
+  resize: Kind | Callable[[Any, Reduction | None], 'Rule'] = 'keep'
+  metric: Summary | None = None
   empty: chex.Numeric | None = None
   reason: str = ''
   # Arrays cannot be compared as a whole.
   row_weights: np.ndarray | None = dataclasses.field(
       default=None, compare=False
   )
+  full: Callable[[Any, Any, str], Any] | None = None
+  place: Callable[[Any, Any], Any] | None = None
 
   def __post_init__(self):
-    kinds = get_args(Kind)
-    if self.kind not in kinds:
-      raise ValueError(f'`kind` must be one of {kinds}, got {self.kind!r}.')
+    if not callable(self.resize) and self.resize not in get_args(Kind):
+      raise ValueError(
+          f'`resize` must be a function or one of {get_args(Kind)}, got'
+          f' {self.resize!r}.'
+      )
+    if self.metric is not None and self.metric not in get_args(Summary):
+      raise ValueError(
+          f'`metric` must be None or one of {get_args(Summary)}, got'
+          f' {self.metric!r}.'
+      )
+    if (self.full is None) != (self.place is None):
+      raise ValueError(
+          '`full` and `place` must be given together, got'
+          f' {self.full} and {self.place}.'
+      )
 
 
-@dataclasses.dataclass(frozen=True)
-class MetricRule:
-  """How the shards' values of a part of a state become one number.
-
-  Args:
-    kind: `'same'` for a value that all shards share; `'sum'`, `'mean'`,
-      `'minimum'` or `'maximum'` over the shards where each has its own value:
-      a leading axis, of length 1 inside the mapped function.
+def rules_of(node: Any) -> Mapping[str, Rule]:
+  """Returns the rules that the class of a node declares; `{}` if it has none.
 
   Raises:
-    ValueError: If the kind is unknown.
-
-  Examples:
-    A transformation of your own that counts, on each shard, its large updates:
-
-    >>> from typing import NamedTuple
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from shard_transforms import monitoring
-    >>> from shard_transforms import state_rules
-    >>> class CountLargeState(NamedTuple):
-    ...   large_count: jax.Array  # Of each shard, int32 [1].
-    ...   def metric_rules(self):
-    ...     return {'large_count': state_rules.MetricRule('sum')}
-    >>> state = CountLargeState(jnp.array([1, 0, 4]))  # Of three shards.
-    >>> print(monitoring.metrics(state))
-    {'count_large/large_count': Array(5, dtype=int32)}
+    TypeError: If one of them is no `Rule`.
+    ValueError: If a field is not there.
   """
+  if not declares(node):
+    return {}
+  rules = type(node).rules
+  for field, rule in rules.items():
+    # `hasattr` would compute a property.
+    if field not in dir(node):
+      raise ValueError(
+          f'`rules` of `{type(node).__name__}` must name fields of the state,'
+          f' got {field!r}.'
+      )
+    check_rule(node, field, rule)
+  return rules
 
-  kind: Summary = 'same'
 
-  def __post_init__(self):
-    kinds = get_args(Summary)
-    if self.kind not in kinds:
-      raise ValueError(f'`kind` must be one of {kinds}, got {self.kind!r}.')
+def declares(node: Any) -> bool:
+  """Whether the class of a node has a table of rules."""
+  # A state may have a field of this name.
+  return isinstance(getattr(type(node), 'rules', None), Mapping)
+
+
+def check_rule(node: Any, field: str, rule: Any) -> None:
+  """Checks what a node declares for a field.
+
+  Raises:
+    TypeError: If it is no `Rule`.
+  """
+  if not isinstance(rule, Rule):
+    raise TypeError(
+        f'`rules` of `{type(node).__name__}` must give a `Rule` for each field,'
+        f' got {rule!r} for {field!r}.'
+    )
 
 
 def nodes(tree: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:

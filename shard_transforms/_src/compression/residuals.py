@@ -1,6 +1,5 @@
 """States with residuals, whether these are finite, and how large they are."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -49,26 +48,13 @@ class CompressedMeanState(NamedTuple):
   server_residual: Any
   update_norm: Any
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields.
-
-    The mean of all residuals stays as it is.
-    """
-    del reduction
-    return {
-        'residual': state_rules.ResizeRule('mean'),
-        'update_norm': state_rules.ResizeRule('maximum'),
-    }
-
-  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
-    """Returns how `full_state` joins its slices."""
-    return {'server_residual': full_rules.SLICES}
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {'step': state_rules.MetricRule()}
+  rules = {
+      'step': state_rules.Rule(metric='same'),
+      # The mean of all residuals stays as it is.
+      'residual': state_rules.Rule(resize='mean'),
+      'server_residual': full_rules.SLICES,
+      'update_norm': state_rules.Rule(resize='maximum'),
+  }
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if a residual is not finite."""
@@ -110,19 +96,11 @@ class PowerSGDState(NamedTuple):
   sketch: Any
   update_norm: Any
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields."""
-    del reduction
-    return {
-        'residual': state_rules.ResizeRule('mean'),
-        'update_norm': state_rules.ResizeRule('maximum'),
-    }
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {'step': state_rules.MetricRule()}
+  rules = {
+      'step': state_rules.Rule(metric='same'),
+      'residual': state_rules.Rule(resize='mean'),
+      'update_norm': state_rules.Rule(resize='maximum'),
+  }
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if a residual is not finite."""

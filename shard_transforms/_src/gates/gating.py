@@ -33,17 +33,18 @@ _OWN_ARGS = ('local_step', 'weight')
 
 
 class Checked(NamedTuple):
-  """What the gates around a gate have checked, or leave to the innermost one.
+  """What the gates around a gate have checked, and what it must check for them.
 
   Attributes:
     axes: Over which axes each shard is known to have its own updates; `None` if
-      nothing is known.
+      there is no gate around.
     weight: Whether the weight is known to be usable.
-    unchecked: Over which axes sums must use the weight. Only the gate next to
-      them sees whether they do: behind a gate that has read the weight, all
-      updates seem to.
-    may_be_local: Whether updates may be returned that are not summed.
-    caller: The last gate that was not told that these sums use the weight.
+    unchecked: Over which axes sums must use the weight. Only the innermost gate
+      sees whether they do: behind a gate that has read the weight, all updates
+      seem to.
+    may_be_local: Whether updates that are not summed may be returned.
+    caller: The innermost gate so far that was not told that these sums use the
+      weight, for the error.
   """
 
   axes: tuple[Hashable, ...] | None = None
@@ -57,11 +58,11 @@ def transformation(
     init: optax.TransformInitFn, step: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
   """Returns a gate, whose `step` takes a `Checked` before all else."""
-  return optax.GradientTransformationExtraArgs(init, _Update(step))
+  return optax.GradientTransformationExtraArgs(init, _GateUpdate(step))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Update:
+class _GateUpdate:
   """The `update` of a gate; a gate around it calls its `step`."""
 
   step: Callable[..., Any]
@@ -154,6 +155,7 @@ def update_or_skip(
   """
   if accept is not None:
     _check_agreed(accept)
+  inner_state = jax.tree.map(_as_array, inner_state)
   known = checked._replace(axes=(*(checked.axes or ()), *axes))
   if axes and weight is not None:
     known = known._replace(weight=True)
@@ -164,13 +166,13 @@ def update_or_skip(
           caller=caller,
       )
 
-  def run(state, params, updates, weight):
+  def run(state, updates, weight):
     given = weights.given(weight=weight)
-    return _update(known, inner, updates, state, params, extra_args | given)
+    return _run_inner(known, inner, updates, state, params, extra_args | given)
 
-  if known.unchecked and not isinstance(inner.update, _Update):
+  if known.unchecked and not isinstance(inner.update, _GateUpdate):
     run = jax.jit(run, inline=True)
-    traced = run.trace(inner_state, params, updates, weight)
+    traced = run.trace(inner_state, updates, weight)
     weight_flow.check(
         traced.jaxpr.jaxpr,
         updates=updates,
@@ -179,8 +181,8 @@ def update_or_skip(
         may_be_local=known.may_be_local,
         caller=known.caller,
     )
-  made, after = run(inner_state, params, updates, weight)
-  inner_state, after = jax.tree.map(_as_array, (inner_state, after))
+  made, after = run(inner_state, updates, weight)
+  after = jax.tree.map(_as_array, after)
   _check_state(inner_state, after)
   if accept is None:
     return made, after
@@ -189,12 +191,12 @@ def update_or_skip(
   return leaves_lib.zero_unless(accept, made), kept
 
 
-def _update(known, inner, updates, inner_state, params, extra_args):
+def _run_inner(known, inner, updates, inner_state, params, extra_args):
   """Returns the updates of an inner transformation, and its next state."""
   if callable(value_fn := extra_args.get('value_fn')):
     extra_args['value_fn'] = _taking_own_args(value_fn)
   run = inner.update
-  if isinstance(run, _Update):
+  if isinstance(run, _GateUpdate):
     run = functools.partial(run.step, known)
   return run(updates, inner_state, params, **extra_args)
 
@@ -217,8 +219,8 @@ def run_when_due(
     run: `run(state, *args, **extra_args)` returns updates and the next state.
       It is traced once.
     state: Tree of arrays.
-    args: Further arguments of `run`, trees of arrays.
-    extra_args: Its keyword arguments, which need not be arrays.
+    args: Further arguments of `run`, trees whose leaves need not be arrays.
+    extra_args: Its keyword arguments, likewise.
     check: Takes the program of `run`, and raises if it must not run.
 
   Returns:
@@ -229,13 +231,14 @@ def run_when_due(
       state as `update_or_skip` refuses it.
   """
   _check_agreed(is_due)
-  arrays, join = leaves_lib.split_arrays(dict(extra_args or {}))
-  given = args, arrays
+  state = jax.tree.map(_as_array, state)
+  # Parameters may have leaves that are no arrays, as may extra arguments.
+  given, join = leaves_lib.split_arrays((args, dict(extra_args or {})))
 
   @jax.jit
   def program(state, given):
-    args, arrays = given
-    return run(state, *args, **join(arrays))
+    args, extra_args = join(given)
+    return run(state, *args, **extra_args)
 
   traced = program.trace(state, given)
   if check is not None:
@@ -297,7 +300,9 @@ def _varying_with(tree, other):
 
 
 def _as_array(leaf):
-  return leaf if hasattr(leaf, 'dtype') else jnp.asarray(leaf)
+  # An array of NumPy may have a dtype that no array of JAX has.
+  is_array = isinstance(leaf, jax.Array) or leaves_lib.is_float0(leaf)
+  return leaf if is_array else jnp.asarray(leaf)
 
 
 def _keep_unless(accept, after, before):

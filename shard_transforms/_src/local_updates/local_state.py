@@ -1,7 +1,6 @@
 """The state of `local_updates`, and each shard's own parameters in it."""
 
 from collections.abc import Hashable
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,31 @@ from shard_transforms._src.base import state_rules
 from shard_transforms._src.local_updates import rounds as rounds_lib
 
 CALLER = 'local_updates'
+
+
+def _own_rule(state, _):
+  """Returns how what is each shard's own is resized.
+
+  Each shard continues from the weighted mean of all shards so far, with an
+  equal share of their weight: then the round ends with the steps of all shards,
+  before and after, each by its own weight. A shard that is not finite is left
+  out with its weight.
+  """
+  weights = np.asarray(state.total_weight).mean(axis=-1) * _are_finite(state)
+  return state_rules.Rule(resize='average', row_weights=weights)
+
+
+def _share_rule(state, _):
+  return state_rules.Rule(resize='share', row_weights=_are_finite(state))
+
+
+def _are_finite(state):
+  """Returns of which shards all own parameters are finite."""
+  are_finite = np.ones(len(state.total_weight), bool)
+  for leaf in jax.tree.leaves(state.own_params):
+    rows = np.asarray(leaf).reshape(len(leaf), -1)
+    are_finite &= np.isfinite(rows).all(axis=-1)
+  return are_finite
 
 
 class LocalUpdatesState(NamedTuple):
@@ -58,36 +82,13 @@ class LocalUpdatesState(NamedTuple):
   total_weight: jax.Array
   outer_state: tuple[optax.OptState, ...]
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields.
-
-    Each shard continues from the weighted mean of all shards so far, with an
-    equal share of their weight: then the round ends with the steps of all
-    shards, before and after, each by its own weight. A shard that is not finite
-    is left out with its weight.
-    """
-    del reduction
-    total_weight = np.asarray(self.total_weight)
-    is_finite = np.ones(len(total_weight), bool)
-    for leaf in jax.tree.leaves(self.own_params):
-      rows = np.asarray(leaf).reshape(len(leaf), -1)
-      is_finite &= np.isfinite(rows).all(axis=-1)
-    weights = total_weight.mean(axis=-1) * is_finite
-    own = state_rules.ResizeRule('average', row_weights=weights)
-    return {
-        'own_params': own,
-        'inner_state': own,
-        'total_weight': state_rules.ResizeRule('share', row_weights=is_finite),
-    }
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {
-        'step': state_rules.MetricRule(),
-        'num_rounds': state_rules.MetricRule(),
-    }
+  rules = {
+      'step': state_rules.Rule(metric='same'),
+      'num_rounds': state_rules.Rule(metric='same'),
+      'own_params': state_rules.Rule(resize=_own_rule),
+      'inner_state': state_rules.Rule(resize=_own_rule),
+      'total_weight': state_rules.Rule(resize=_share_rule),
+  }
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if no shard here is finite."""

@@ -1,7 +1,6 @@
 """`cross_check`: gradients that another shard computes a second time."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,14 +55,12 @@ class CrossCheckState(NamedTuple):
   last_leaf: jax.Array
   trusted: jax.Array
 
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {
-        'num_checks': state_rules.MetricRule(),
-        'num_unexplained': state_rules.MetricRule(),
-        'num_differing': state_rules.MetricRule('maximum'),
-        'num_suspected': state_rules.MetricRule('maximum'),
-    }
+  rules = {
+      'num_checks': state_rules.Rule(metric='same'),
+      'num_unexplained': state_rules.Rule(metric='same'),
+      'num_differing': state_rules.Rule(metric='maximum'),
+      'num_suspected': state_rules.Rule(metric='maximum'),
+  }
 
   def health_problem(self) -> str | None:
     """Returns the message of `check_health`, if results have differed."""

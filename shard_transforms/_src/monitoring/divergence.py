@@ -1,7 +1,6 @@
 """Divergence: whether shards hold the same bits where they should."""
 
 import collections
-from collections.abc import Mapping
 import functools
 from typing import Any, NamedTuple
 
@@ -48,9 +47,12 @@ class DivergenceState(NamedTuple):
   diverged_count: jax.Array
   first_diverged_step: jax.Array
 
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return dict.fromkeys(self._fields, state_rules.MetricRule())
+  rules = {
+      'num_updates': state_rules.Rule(metric='same'),
+      'divergence': state_rules.Rule(metric='same'),
+      'diverged_count': state_rules.Rule(metric='same'),
+      'first_diverged_step': state_rules.Rule(metric='same'),
+  }
 
   def health_problem(self) -> str | None:
     """Returns the message of `check_health`, if shards have diverged."""

@@ -14,7 +14,6 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import state_rules
 from shard_transforms._src.reduction import collectives
 
-_SAME = state_rules.MetricRule()
 # States of Optax cannot declare their metrics themselves.
 _OF_OPTAX = {
     optax.ApplyIfFiniteState: ('notfinite_count', 'total_notfinite'),
@@ -49,8 +48,8 @@ def metrics(
   `multi_steps/mini_step` and, for each number that `optax.inject_hyperparams`
   injects, a name such as `hyperparams/learning_rate`. States may be anywhere:
   in chains, masks, partitions, wrappers, tuples and dictionaries. A state of
-  your own declares its metrics by a method `metric_rules`; see
-  `shard_transforms.state_rules.MeasuredState`.
+  your own declares its metrics in its `rules`; see
+  `shard_transforms.state_rules.Rule`.
 
   A number that differs between shards is reduced to its sum, mean, minimum or
   maximum, as the state declares. Call `metrics` on a state outside of a mapped
@@ -115,53 +114,55 @@ def metrics(
     num_named[name] += 1
     if num_named[name] > 1:
       name = f'{name}_{num_named[name]}'
-    for key, value, rule in numbers:
+    for key, value, kind in numbers:
       full_name = f'{prefix}{name}/{key}'
-      found[full_name] = _scalar(full_name, value, rule, axes)
+      found[full_name] = _scalar(full_name, value, kind, axes)
   return found
 
 
 def _is_measured(node):
-  return hasattr(node, 'metric_rules') or isinstance(
-      node, (*_OF_OPTAX, *_WITH_HYPERPARAMS)
-  )
+  return isinstance(node, _WITH_HYPERPARAMS) or bool(_kinds(node))
+
+
+def _kinds(node):
+  """Returns how each metric of a state becomes one number, by its name."""
+  if type(node) in _OF_OPTAX:
+    return dict.fromkeys(_OF_OPTAX[type(node)], 'same')
+  rules = state_rules.rules_of(node)
+  return {name: x.metric for name, x in rules.items() if x.metric is not None}
 
 
 def _numbers(node):
-  """Returns the name of a state, and its numbers with names and rules."""
+  """Returns the name of a state, and its numbers with names and kinds."""
   if isinstance(node, _WITH_HYPERPARAMS):
-    return 'hyperparams', _entries('', node.hyperparams, _SAME)
-  if hasattr(node, 'metric_rules'):
-    rules = node.metric_rules()
-  else:
-    rules = dict.fromkeys(_OF_OPTAX[type(node)], _SAME)
+    return 'hyperparams', _entries('', node.hyperparams, 'same')
   # A capital letter begins a word.
-  kind = type(node).__name__.removesuffix('State')
-  return re.sub(r'(?<=[^_])(?=[A-Z])', '_', kind).lower(), (
+  name = type(node).__name__.removesuffix('State')
+  return re.sub(r'(?<=[^_])(?=[A-Z])', '_', name).lower(), (
       number
-      for key, rule in rules.items()
-      for number in _entries(key, getattr(node, key), rule)
+      for key, kind in _kinds(node).items()
+      for number in _entries(key, getattr(node, key), kind)
   )
 
 
-def _entries(key, value, rule):
+def _entries(key, value, kind):
   """Yields a number; or those of a mapping, each under its own key."""
   if not isinstance(value, Mapping):
-    yield key, value, rule
+    yield key, value, kind
     return
   for name, entry in value.items():
-    yield from _entries(f'{key}/{name}'.removeprefix('/'), entry, rule)
+    yield from _entries(f'{key}/{name}'.removeprefix('/'), entry, kind)
 
 
-def _scalar(name, value, rule, axes):
+def _scalar(name, value, kind, axes):
   """Returns the number that all shards' values reduce to, as a copy.
 
   Raises:
     ValueError: If it is not known over which axes they differ.
   """
-  combined = _COMBINE[rule.kind](jnp.asarray(value))
+  combined = _COMBINE[kind](jnp.asarray(value))
   # A value without a leading axis is not kept per shard.
-  if rule.kind == 'same' or not jnp.ndim(value):
+  if kind == 'same' or not jnp.ndim(value):
     return combined
   if not axes and (unknown := axes_lib.untracked_axes()):
     raise ValueError(
@@ -171,16 +172,17 @@ def _scalar(name, value, rule, axes):
         ' call `metrics` outside of the mapped function.'
     )
   axes = axes or tuple(sorted(axes_lib.varying_axes(combined), key=str))
-  return collectives.combine(combined, axes, rule.kind)
+  return collectives.combine(combined, axes, kind)
 
 
 def check_health(state: optax.OptState) -> None:
   """Raises if training has stalled or shards have diverged.
 
   It asks the states of `guard` and `track_divergence` anywhere in `state`, and
-  states of your own that have a method `health_problem`; see
-  `shard_transforms.state_rules.MonitoredState`. It waits for their counters, so
-  call it now and then rather than in each step.
+  states of your own that have a method `health_problem`, which returns what is
+  wrong, in sentences, or `None`. An array may be spread over several processes:
+  that method may read its addressable shards only. `check_health` waits for
+  counters, so call it now and then rather than in each step.
 
   Args:
     state: State of an optimizer, as a step returns it.

@@ -1,6 +1,5 @@
 """`track_noise_scale`: beyond which size larger batches gain little."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import chex
@@ -45,6 +44,13 @@ class NoiseScaleState(NamedTuple):
   noise: jax.Array
   inner_state: optax.OptState
 
+  rules = {
+      'num_measured': state_rules.Rule(metric='same'),
+      'gradient_square': state_rules.Rule(metric='same'),
+      'noise': state_rules.Rule(metric='same'),
+      'noise_scale': state_rules.Rule(metric='same'),
+  }
+
   @property
   def noise_scale(self) -> jax.Array:
     """The gradient noise scale, float32 []; 0 if it is not known."""
@@ -52,11 +58,6 @@ class NoiseScaleState(NamedTuple):
     is_known = jnp.asarray(self.gradient_square) > 0
     divisor = jnp.where(is_known, self.gradient_square, 1)
     return jnp.where(is_known, self.noise / divisor, 0)
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    names = 'num_measured', 'gradient_square', 'noise', 'noise_scale'
-    return dict.fromkeys(names, state_rules.MetricRule())
 
 
 def track_noise_scale(

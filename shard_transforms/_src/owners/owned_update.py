@@ -1,13 +1,11 @@
 """`owned_update`: ZeRO-1, each shard runs the optimizer on whole leaves."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.owners import owned_inner
@@ -41,9 +39,7 @@ class OwnedUpdateState(NamedTuple):
 
   inner_state: owned_leaves.OwnedLeaves
 
-  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
-    """Returns how `full_state` reads the rows of owners."""
-    return {'inner_state': owned_leaves.FULL_RULE}
+  rules = {'inner_state': owned_leaves.FULL_RULE}
 
 
 def owned_update(

@@ -1,7 +1,6 @@
 """The window of towers on a shard, and how it ends."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 import functools
 from typing import NamedTuple
 
@@ -20,6 +19,38 @@ from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reproducible import partial_sums
 from shard_transforms._src.reproducible import tree_reduction
+
+
+def _total_rule(state, _):
+  """Returns how partial sums are resized: between steps, none counts."""
+  return _refused(state) or state_rules.Rule(resize='begin_anew')
+
+
+def _total_weight_rule(state, _):
+  """Returns how their weights are resized.
+
+  Rows of another number would be of a step of another number of towers, and are
+  refused.
+  """
+  return _refused(state) or state_rules.Rule(resize='sum')
+
+
+def _refused(state):
+  """Returns the rule of sums of an unfinished window; `None` between steps."""
+  if not np.any(state.tower):
+    return None
+  return state_rules.Rule(
+      resize='refuse',
+      reason=(
+          '`state` of `resize_state` must have no tower in its window, got'
+          f' {state.tower} at {{name}}: the partial sums of an unfinished'
+          ' window belong to other parts of the tree on another number of'
+          ' shards. Finish the window first, or begin it again: convert'
+          ' `optax.tree_utils.tree_set(state, tower=0)`, and repeat its'
+          ' towers from the first. The parameters are still those at its'
+          ' start, so that the result has the same bits.'
+      ),
+  )
 
 
 class TowersState(NamedTuple):
@@ -57,35 +88,11 @@ class TowersState(NamedTuple):
   total_weight: jax.Array
   inner_state: optax.OptState
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields: between steps alone."""
-    del reduction
-    if not np.any(self.tower):
-      # Nothing in the sums counts. Rows of another number would be of a step of
-      # another number of towers, and are refused.
-      return {
-          'total': state_rules.ResizeRule('begin_anew'),
-          'total_weight': state_rules.ResizeRule('sum'),
-      }
-    refused = state_rules.ResizeRule(
-        'refuse',
-        reason=(
-            '`state` of `resize_state` must have no tower in its window, got'
-            f' {self.tower} at {{name}}: the partial sums of an unfinished'
-            ' window belong to other parts of the tree on another number of'
-            ' shards. Finish the window first, or begin it again: convert'
-            ' `optax.tree_utils.tree_set(state, tower=0)`, and repeat its'
-            ' towers from the first. The parameters are still those at its'
-            ' start, so that the result has the same bits.'
-        ),
-    )
-    return {'total': refused, 'total_weight': refused}
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {'tower': state_rules.MetricRule()}
+  rules = {
+      'tower': state_rules.Rule(metric='same'),
+      'total': state_rules.Rule(resize=_total_rule),
+      'total_weight': state_rules.Rule(resize=_total_weight_rule),
+  }
 
 
 def transformation(

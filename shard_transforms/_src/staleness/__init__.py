@@ -1,4 +1,4 @@
-"""Floor 4: transformations for updates that come too late.
+"""Floor 4: transformations for updates that are late by design.
 
 Imports the floors below; not another transformation.
 """

@@ -1,6 +1,5 @@
 """`compensate_delay`: corrects stale gradients for how parameters moved."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import chex
@@ -38,16 +37,9 @@ class CompensateDelayState(NamedTuple):
 
   mean_square: optax.Updates
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its field.
-
-    Larger mean squares give less compensation. With the maximum over shards, no
-    shard compensates more than before.
-    """
-    del reduction
-    return {'mean_square': state_rules.ResizeRule('maximum')}
+  # Larger mean squares give less compensation. With the maximum over shards, no
+  # shard compensates more than before.
+  rules = {'mean_square': state_rules.Rule(resize='maximum')}
 
 
 def compensate_delay(

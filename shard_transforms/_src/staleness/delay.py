@@ -1,6 +1,5 @@
 """`delay_updates`: applies updates some steps later."""
 
-from collections.abc import Mapping
 import functools
 from typing import NamedTuple
 
@@ -18,6 +17,19 @@ from shard_transforms._src.base import per_shard_state
 from shard_transforms._src.base import state_rules
 
 _CALLER = 'delay_updates'
+
+
+def _pending_rule(_, reduction):
+  """Returns how pending updates keep their reduction over the shards."""
+  if reduction in ('mean', 'sum'):
+    return state_rules.Rule(resize=reduction)
+  reason = (
+      "`reduction` of `resize_state` must be 'mean' or 'sum', got"
+      f' {reduction!r}: the updates that are pending on each shard, at'
+      ' {name}, give the same result only if it is known how shards are'
+      ' reduced.'
+  )
+  return state_rules.Rule(resize='refuse', reason=reason)
 
 
 class DelayUpdatesState(NamedTuple):
@@ -42,22 +54,7 @@ class DelayUpdatesState(NamedTuple):
   slot: jax.Array
   pending: optax.Updates
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields.
-
-    Each pending update keeps its reduction over the shards.
-    """
-    if reduction in ('mean', 'sum'):
-      return {'pending': state_rules.ResizeRule(reduction)}
-    reason = (
-        "`reduction` of `resize_state` must be 'mean' or 'sum', got"
-        f' {reduction!r}: the updates that are pending on each shard, at'
-        ' {name}, give the same result only if it is known how shards are'
-        ' reduced.'
-    )
-    return {'pending': state_rules.ResizeRule('refuse', reason=reason)}
+  rules = {'pending': state_rules.Rule(resize=_pending_rule)}
 
 
 def delay_updates(

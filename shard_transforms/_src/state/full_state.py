@@ -57,7 +57,7 @@ def full_state(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a state declares a rule that is not a `FullRule`.
+    TypeError: If a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not made by `tx` for these parameters,
       `in_specs` shards parameters whose state is sharded further, or a state
       declares a rule for a field that it lacks.
@@ -77,7 +77,7 @@ def full_state(
   one_shard = _OneShard(tx, params, mesh, in_specs)
 
   def convert(path, rule, field, _):
-    if not isinstance(rule, full_rules.FullRule):
+    if rule.full is None:
       return jax.tree.map(_copied, field)
     return _joined(one_shard.joining(path, rule), field, mesh)
 
@@ -115,7 +115,7 @@ def place_state(
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a leaf has another dtype than the transformation keeps, or a
-      state declares a rule that is not a `ResizeRule` or a `FullRule`.
+      state declares a rule that is not a `Rule`.
     ValueError: If `state` was not made by `tx` for these parameters, a leaf
       cannot be carried over or is not on this process, `in_specs` shards
       parameters whose state is sharded further, `reduction` is missing or
@@ -146,7 +146,7 @@ def place_state(
     }
 
   def convert(path, rule, field, like):
-    if isinstance(rule, full_rules.FullRule):
+    if rule.full is not None:
       one_shard.check(path, field, like)
       return _sharded(rule, field, like, mesh)
     _check_same_trees(path, field, like)
@@ -201,7 +201,7 @@ class _OneShard:
     )
 
     def note(path, rule, field, _):
-      if isinstance(rule, full_rules.FullRule):
+      if rule.full is not None:
         name = leaves_lib.name_of(path)
         full = jax.eval_shape(
             lambda part: rule.full(part, field, name), _without_shardings(field)
@@ -296,8 +296,8 @@ def _map_fields(fn, rules_of, state, like, path=()):
 
   def of_node(sub, node, like):
     here = (*path, *sub)
-    if not _declares(node):
-      return fn(here, state_rules.ResizeRule('keep'), node, like)
+    if not state_rules.declares(node):
+      return fn(here, state_rules.Rule(), node, like)
 
     def is_part(part):
       return part is not node and part is not like
@@ -314,67 +314,46 @@ def _map_fields(fn, rules_of, state, like, path=()):
 
     return jax.tree.map_with_path(of_field, node, like, is_leaf=is_part)
 
-  _check_same_trees(path, state, like, _declares)
-  return jax.tree.map_with_path(of_node, state, like, is_leaf=_declares)
-
-
-def _declares(node):
-  return hasattr(node, 'resize_rules') or hasattr(node, 'full_rules')
+  is_leaf = state_rules.declares
+  _check_same_trees(path, state, like, is_leaf)
+  return jax.tree.map_with_path(of_node, state, like, is_leaf=is_leaf)
 
 
 def _full_rules_of(node, _):
-  if not hasattr(node, 'full_rules'):
-    return {}
-  return _checked(node, 'full_rules', node.full_rules(), full_rules.FullRule)
+  """Returns the rules of those fields of a node that have a full form."""
+  rules = state_rules.rules_of(node)
+  return {name: rule for name, rule in rules.items() if rule.full is not None}
 
 
 def _resize_rules_of(node, like, reduction):
-  """Returns the resize rules of a node, by the names of its fields."""
-  if not hasattr(node, 'resize_rules'):
-    return {}
-  # Rules may depend on values, and matter only if shapes change.
-  if not all(map(is_here, jax.tree.leaves(node))):
-    if _types(node) != _types(like):
-      _raise_not_here(type(node).__name__)
-    return {}
-  rules = _checked(
-      node,
-      'resize_rules',
-      node.resize_rules(reduction),
-      state_rules.ResizeRule,
-  )
-  is_resized = any(
-      rule.kind != 'begin_anew'
-      and _types(getattr(node, name)) != _types(getattr(like, name))
-      for name, rule in rules.items()
-  )
-  if is_resized:
-    return rules
-  return {
-      name: dataclasses.replace(rule, kind='keep')
-      if rule.kind == 'begin_anew'
-      else rule
-      for name, rule in rules.items()
-  }
-
-
-def _checked(node, method, rules, kind):
-  """Returns the rules that a state declares for its own fields.
+  """Returns the rules of those fields of a node that are resized.
 
   Raises:
-    TypeError: If a rule is of another kind.
-    ValueError: If a field is not there.
+    TypeError: If a function that a state declares returns no rule.
+    ValueError: If the state is not on this process.
   """
-  name = f'`{method}` of `{type(node).__name__}`'
-  for field, rule in rules.items():
-    if not hasattr(node, field):
-      raise ValueError(f'{name} must name fields of the state, got {field!r}.')
-    if not isinstance(rule, kind):
-      raise TypeError(
-          f'{name} must give a `{kind.__name__}` for each field, got {rule!r}'
-          f' for {field!r}.'
-      )
-  return rules
+  rules = {
+      name: rule
+      for name, rule in state_rules.rules_of(node).items()
+      if rule.resize != 'keep'
+  }
+  changed = {
+      name
+      for name in rules
+      if _types(getattr(node, name)) != _types(getattr(like, name))
+  }
+  if not changed:
+    return {}
+  # Rules may depend on values.
+  if not all(map(is_here, jax.tree.leaves(node))):
+    _raise_not_here(type(node).__name__)
+  for name, rule in rules.items():
+    if callable(rule.resize):
+      rules[name] = rule.resize(node, reduction)
+      state_rules.check_rule(node, name, rules[name])
+  begun = {name for name, rule in rules.items() if rule.resize == 'begin_anew'}
+  # What changes by itself is of other parameters, and does not begin anew.
+  return rules if changed - begun else {}
 
 
 def _check_same_trees(path, state, like, is_leaf=None):
@@ -465,7 +444,7 @@ def _carried_over(path, rule, sub, leaf, like):
   """Returns a leaf, resized by its rule and placed."""
   name = leaves_lib.name_of((*path, *sub))
   _check_dtype(name, leaf, like)
-  if rule.kind == 'begin_anew' or jnp.shape(leaf) != like.shape:
+  if rule.resize == 'begin_anew' or jnp.shape(leaf) != like.shape:
     if not is_here(leaf):
       _raise_not_here(name)
     leaf = row_resizing.apply_rule(rule, name, leaf, like)

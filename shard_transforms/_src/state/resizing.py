@@ -34,9 +34,8 @@ def resize_state(
   `local_updates` all continue from the mean of their own parameters and of
   their inner states, weighted by the steps of each, and share its weight
   equally, so that an unfinished round contains the steps of all. A state of
-  your own declares its rules by `resize_rules`; see
-  `shard_transforms.state_rules.ResizeRule`. Any other leaf that differs between
-  shards cannot be carried over, and raises.
+  your own declares its `rules`; see `shard_transforms.state_rules.Rule`. Any
+  other leaf that differs between shards cannot be carried over, and raises.
 
   Args:
     state: A state of `init_state` and `tx.update` for any number of shards, in
@@ -57,7 +56,7 @@ def resize_state(
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a leaf has another dtype than the transformation keeps, or a
-      state declares a rule that is not a `ResizeRule`.
+      state declares a rule that is not a `Rule`.
     ValueError: If `state` was not made by `tx` for these parameters, a leaf
       cannot be carried over or is not on this process, `reduction` is missing
       or unknown, or a state declares a rule for a field that it lacks.

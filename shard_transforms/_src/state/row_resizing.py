@@ -12,7 +12,7 @@ _COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
 def apply_rule(
-    rule: state_rules.ResizeRule, name: str, old: np.ndarray, target: Any
+    rule: state_rules.Rule, name: str, old: np.ndarray, target: Any
 ) -> np.ndarray:
   """Returns the values of a leaf for another number of shards.
 
@@ -26,20 +26,20 @@ def apply_rule(
     ValueError: If it cannot be carried over, or was not made for the same
       parameters.
   """
-  if rule.kind == 'begin_anew':
+  if rule.resize == 'begin_anew':
     empty = 0 if rule.empty is None else rule.empty
     return np.full(target.shape, empty, old.dtype)
-  if rule.kind != 'refuse' and not _are_rows(old, target):
+  if rule.resize != 'refuse' and not _are_rows(old, target):
     got = f'the shape {old.shape}'
     raise ValueError(
         f'{full_rules.made_for_others(got, name)}, which does not go into'
         f' {target.shape}.'
     )
-  if rule.kind in ('keep', 'refuse'):
+  if rule.resize in ('keep', 'refuse'):
     raise ValueError(_reason(rule, name, old, target))
-  if rule.kind == 'average':
+  if rule.resize == 'average':
     resized = _average(rule, old)
-  elif rule.kind == 'share':
+  elif rule.resize == 'share':
     resized = _share(rule, old, target.shape[0])
   else:
     resized = _merge(rule, old, target.shape[0])
@@ -62,7 +62,7 @@ def _reason(rule, name, old, target):
 
 def _merge(rule, old, num_shards):
   """Combines the rows of neighbouring shards, or adds empty ones."""
-  combine = _COMBINE[rule.kind]
+  combine = _COMBINE[rule.resize]
   if num_shards > len(old):
     empty = rule.empty
     if empty is None:
@@ -73,7 +73,7 @@ def _merge(rule, old, num_shards):
     parts = np.array_split(old, num_shards)
     merged = np.stack([combine(part, axis=0) for part in parts])
   # The new mean divides by another number of shards.
-  return merged * (num_shards / len(old)) if rule.kind == 'mean' else merged
+  return merged * (num_shards / len(old)) if rule.resize == 'mean' else merged
 
 
 def _share(rule, old, num_shards):

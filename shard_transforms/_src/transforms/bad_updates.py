@@ -54,6 +54,15 @@ class SpikeState(NamedTuple):
   consecutive_spikes: jax.Array
   last_spike: jax.Array
 
+  rules = {
+      # Larger batches have smaller norms, so that the norms of other batch
+      # sizes say nothing about spikes.
+      'statistics': state_rules.Rule(resize='begin_anew'),
+      'spike_count': state_rules.Rule(metric='same'),
+      'last_spike': state_rules.Rule(resize='maximum', empty=counters.NEVER),
+      'last_mean': state_rules.Rule(metric='same'),
+  }
+
   @property
   def last_mean(self) -> Mapping[str, jax.Array]:
     """The mean of each signal in the last recorded step, by its number."""
@@ -62,25 +71,6 @@ class SpikeState(NamedTuple):
     num_signals = self.last_spike.shape[-1]
     means = jnp.reshape(self.statistics.last_mean, (-1, num_signals))
     return {str(i): x for i, x in enumerate(means[0])}
-
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields."""
-    del reduction
-    # Larger batches have smaller norms, so that the norms of other batch sizes
-    # say nothing about spikes.
-    return {
-        'statistics': state_rules.ResizeRule('begin_anew'),
-        'last_spike': state_rules.ResizeRule('maximum', counters.NEVER),
-    }
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {
-        'spike_count': state_rules.MetricRule(),
-        'last_mean': state_rules.MetricRule(),
-    }
 
 
 def start(rule: spikes.SpikeRule, axes: tuple[Hashable, ...]) -> SpikeState:

@@ -1,6 +1,5 @@
 """`guard`: skips updates that are NaN, infinite or spikes."""
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -61,23 +60,15 @@ class GuardState(NamedTuple):
   spikes: bad_updates.SpikeState | tuple[()]
   inner_state: optax.OptState
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields."""
-    del reduction
-    never = state_rules.ResizeRule('maximum', counters.NEVER)
-    return {'last_bad_step': never}
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {
-        'num_updates': state_rules.MetricRule(),
-        'skipped_count': state_rules.MetricRule(),
-        'consecutive_skipped': state_rules.MetricRule(),
-        'bad_shard_count': state_rules.MetricRule(),
-        'last_bad_step': state_rules.MetricRule('maximum'),
-    }
+  rules = {
+      'num_updates': state_rules.Rule(metric='same'),
+      'skipped_count': state_rules.Rule(metric='same'),
+      'consecutive_skipped': state_rules.Rule(metric='same'),
+      'bad_shard_count': state_rules.Rule(metric='same'),
+      'last_bad_step': state_rules.Rule(
+          resize='maximum', empty=counters.NEVER, metric='maximum'
+      ),
+  }
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if too many steps were skipped."""
@@ -169,11 +160,11 @@ def guard(
       integer or boolean, `value` is missing, or the state is of another
       transformation.
     ValueError: If an argument has a wrong value, or `on_bad='exclude'` comes
-      without `axis_name`, or `min_shards` without it; in `init` and `update`,
-      if there are fewer shards than `min_shards`; in `update`, if updates are
-      already reduced although `axis_name` is given, differ between shards
-      although it is not, `sharded` is missing, `inner` does not use the weight,
-      or the state was made with other options.
+      without `axis_name`, or `min_shards` without it; in `update`, and in
+      `init` on several shards, if there are fewer than `min_shards`; in
+      `update`, if updates are already reduced although `axis_name` is given,
+      differ between shards although it is not, `sharded` is missing, `inner`
+      does not use the weight, or the state was made with other options.
 
   Examples:
     >>> import jax

@@ -1,6 +1,5 @@
 """`shard_update`: ZeRO-1, each shard runs the optimizer on its part."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import optax
@@ -41,9 +40,7 @@ class ShardUpdateState(NamedTuple):
 
   inner_state: optax.OptState
 
-  def full_rules(self) -> Mapping[str, full_rules.FullRule]:
-    """Returns how `full_state` joins its slices."""
-    return {'inner_state': full_rules.SLICES}
+  rules = {'inner_state': full_rules.SLICES}
 
 
 def shard_update(

@@ -1,7 +1,6 @@
 """The window of `tower_reduce`: towers that are collected, and their result."""
 
 from collections.abc import Hashable
-from collections.abc import Mapping
 import functools
 from typing import Any, NamedTuple
 
@@ -22,11 +21,48 @@ from shard_transforms._src.base import weights
 
 _CALLER = 'tower_reduce'
 _NO_STEP = jnp.iinfo(jnp.int32).max
-_OLDEST_RULE = state_rules.ResizeRule('minimum', _NO_STEP)
 
 
 class SummedTowers(NamedTuple):
   """Says that the result of a window is the sum of its towers. No arrays."""
+
+
+def _total_rule(state, reduction):
+  """Returns how totals are resized: the window ends with the same result."""
+  if _is_unweighted(state, reduction):
+    return _rule_of_unweighted(reduction)
+  if state.tower and isinstance(state.summed, SummedTowers):
+    # A sum contains the weights: `inner` counts each shard once.
+    return _rule_of_unweighted('mean' if reduction == 'weighted' else reduction)
+  return state_rules.Rule(resize='sum')
+
+
+def _total_weight_rule(state, reduction):
+  """Returns how the total weights are resized."""
+  if _is_unweighted(state, reduction):
+    # Without weights, a shard's total weight is the number of its towers.
+    return state_rules.Rule(resize='maximum', empty=state.tower)
+  return state_rules.Rule(resize='sum')
+
+
+def _is_unweighted(state, reduction):
+  may_be = state.tower and np.all(state.total_weight == state.tower)
+  return may_be and reduction != 'weighted'
+
+
+def _rule_of_unweighted(reduction):
+  """Returns the rule of the totals of a window without weights."""
+  if reduction is None:
+    return state_rules.Rule(
+        resize='refuse',
+        reason=(
+            "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
+            ' got None: the window that was begun without weights, or is'
+            ' summed, at {name}, ends with the same result only if it is known'
+            ' how its shards are reduced.'
+        ),
+    )
+  return state_rules.Rule(resize=reduction)
 
 
 class TowerReduceState(NamedTuple):
@@ -63,38 +99,12 @@ class TowerReduceState(NamedTuple):
   inner_state: optax.OptState
   summed: SummedTowers | tuple[()] = ()
 
-  def resize_rules(
-      self, reduction: state_rules.Reduction | None
-  ) -> Mapping[str, state_rules.ResizeRule]:
-    """Returns how `resize_state` converts its fields.
-
-    The window then ends with the same result: totals over all shards are kept,
-    or, without weights, their `reduction`.
-    """
-    total = total_weight = state_rules.ResizeRule('sum')
-    is_summed = isinstance(self.summed, SummedTowers)
-    may_be_unweighted = np.all(self.total_weight == self.tower)
-    if self.tower and may_be_unweighted and reduction != 'weighted':
-      # Without weights, a shard's total weight is the number of its towers.
-      total_weight = state_rules.ResizeRule('maximum', self.tower)
-      total = _rule_of_unweighted(reduction)
-    elif self.tower and is_summed:
-      # A sum contains the weights: `inner` counts each shard once.
-      total = _rule_of_unweighted(
-          'mean' if reduction == 'weighted' else reduction
-      )
-    return {
-        'total': total,
-        'total_weight': total_weight,
-        'oldest_local_step': _OLDEST_RULE,
-    }
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {
-        'tower': state_rules.MetricRule(),
-        'total_weight': state_rules.MetricRule('sum'),
-    }
+  rules = {
+      'tower': state_rules.Rule(metric='same'),
+      'total': state_rules.Rule(resize=_total_rule),
+      'total_weight': state_rules.Rule(resize=_total_weight_rule, metric='sum'),
+      'oldest_local_step': state_rules.Rule(resize='minimum', empty=_NO_STEP),
+  }
 
 
 class Reduced(NamedTuple):
@@ -153,7 +163,8 @@ def collect(
   add = functools.partial(_add, weights.weighing(weight))
   total = leaves_lib.tree_map(add, total, updates)
   total_weight = per_shard_state.own(state.total_weight, axes, _CALLER)
-  total_weight += 1 if weight is None else weight
+  # In place, `+=` would change a state that is in NumPy.
+  total_weight = total_weight + (1 if weight is None else weight)
   oldest = per_shard_state.own(state.oldest_local_step, axes, _CALLER)
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
@@ -221,21 +232,6 @@ def emptied(
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
       inner_state=inner_state,
   )
-
-
-def _rule_of_unweighted(reduction):
-  """Returns the resize rule of the totals of a window without weights."""
-  if reduction is None:
-    return state_rules.ResizeRule(
-        'refuse',
-        reason=(
-            "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
-            ' got None: the window that was begun without weights, or is'
-            ' summed, at {name}, ends with the same result only if it is known'
-            ' how its shards are reduced.'
-        ),
-    )
-  return state_rules.ResizeRule(reduction)
 
 
 def _add(weigh, total, update):

@@ -1,7 +1,6 @@
 """`scale_by_staleness`: updates scaled down by their age."""
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import chex
@@ -43,9 +42,7 @@ class ScaleByStalenessState(NamedTuple):
   global_step: jax.Array
   inner_state: optax.OptState
 
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    return {'global_step': state_rules.MetricRule()}
+  rules = {'global_step': state_rules.Rule(metric='same')}
 
 
 def scale_by_staleness(

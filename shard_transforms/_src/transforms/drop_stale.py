@@ -1,6 +1,5 @@
 """`drop_stale`: drops updates that were computed too many steps ago."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -48,16 +47,18 @@ class DropStaleState(NamedTuple):
   stale_shard_count: jax.Array
   inner_state: optax.OptState
 
+  rules = {
+      'global_step': state_rules.Rule(metric='same'),
+      'stale_count': state_rules.Rule(metric='same'),
+      'stale_shard_count': state_rules.Rule(metric='same'),
+      'stale_fraction': state_rules.Rule(metric='same'),
+  }
+
   @property
   def stale_fraction(self) -> jax.Array:
     """The fraction of updates that was dropped, float32 []; 0 at the start."""
     stale = jnp.asarray(self.stale_count, jnp.float32)
     return stale / jnp.maximum(stale + self.global_step, 1)
-
-  def metric_rules(self) -> Mapping[str, state_rules.MetricRule]:
-    """Returns how `metrics` reads its attributes."""
-    names = 'global_step', 'stale_count', 'stale_shard_count', 'stale_fraction'
-    return dict.fromkeys(names, state_rules.MetricRule())
 
 
 def drop_stale(
@@ -83,11 +84,11 @@ def drop_stale(
   parameters, and pass it with the gradient of these parameters.
 
   With `axis_name`, each shard has its own `local_step`. Shards that are too
-  late, or whose extra argument `weight` is zero, get weight zero, and `inner`
-  receives that weight: a `cross_shard_mean` inside leaves them out. If no shard
-  has any weight left, nothing changes, and the step counts as dropped if any
-  shard was late. All shards of the axis decide together, even if `inner`
-  reduces in groups.
+  late, or whose extra argument `weight` is zero, get weight zero and an update
+  of zero, and `inner` receives both: a `cross_shard_mean` inside leaves them
+  out. If no shard has any weight left, nothing changes, and the step counts as
+  dropped if any shard was late. All shards of the axis decide together, even if
+  `inner` reduces in groups.
 
   Without `inner`, the update goes to the next link of an `optax.chain`, as
   zeros if it is dropped. Use that only with links that keep no moments.
@@ -113,7 +114,8 @@ def drop_stale(
   Raises:
     NameError: In `update`, if an axis is not bound.
     TypeError: If an argument is of the wrong kind; in `update`, if `local_step`
-      is missing or not an integer, or the state is of another transformation.
+      is missing or not an integer, a leaf is an integer or boolean, or the
+      state is of another transformation.
     ValueError: If `axis_name` is given without `inner`; in `update`, if
       `local_step` is not a scalar or differs between shards without
       `axis_name`, or, with it, updates are already reduced or `inner` does not
