@@ -513,6 +513,16 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '`in_specs` must not shard'):
       full_state(state, tx, params, mesh, in_specs=specs)
 
+  @cases.parameters(*WRAPPERS)
+  def test_refuses_a_state_that_was_made_with_other_specs(self, name):
+    tx = WRAPPERS[name](optax.trace(0.9))
+    mesh = jax.make_mesh((2, 4), (AXIS, 'model'), (AxisType.Auto,) * 2)
+    params = {'w': jnp.zeros((8, 6))}
+    state = init_state(tx, params, mesh, in_specs=P('model'))
+
+    with self.assertRaisesRegex(ValueError, 'made'):
+      full_state(state, tx, params, mesh)
+
   def test_refuses_an_unknown_reduction(self):
     with self.assertRaisesRegex(ValueError, "`reduction` must be .*'max'"):
       place_state((), optax.sgd(1), {}, modes.mesh(), reduction='max')

@@ -58,9 +58,10 @@ def full_state(
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a state declares a rule that is not a `Rule`.
-    ValueError: If `state` was not made by `tx` for these parameters,
-      `in_specs` shards parameters whose state is sharded further, or a state
-      declares a rule for a field that it lacks.
+    ValueError: If `state` was not made by `tx` for these parameters, or, in
+      arrays of JAX, not on this mesh with these `in_specs`; `in_specs` shards
+      parameters whose state is sharded further, or a state declares a rule for
+      a field that it lacks.
 
   Examples:
     >>> import jax
@@ -79,7 +80,10 @@ def full_state(
   def convert(path, rule, field, _):
     if rule.full is None:
       return jax.tree.map(_copied, field)
-    return _joined(one_shard.joining(path, rule), field, mesh)
+    full = _joined(one_shard.joining(path, rule), field, mesh)
+    if _is_on_devices(field):
+      one_shard.check_made_on_mesh(path, field)
+    return full
 
   return _map_fields(convert, _full_rules_of, state, state)
 
@@ -190,6 +194,38 @@ class _OneShard:
   def params(self):
     """The shapes of the parameters."""
     return jax.eval_shape(lambda params: params, self.given)
+
+  @functools.cached_property
+  def _fields_on_mesh(self):
+    """The types of the parts that are sharded, as they are on the mesh."""
+    state = placement.init_state(
+        self.tx, self.params, self.mesh, in_specs=self.in_specs
+    )
+    fields = {}
+
+    def note(path, rule, field, _):
+      if rule.full is not None:
+        fields[path] = field
+
+    _map_fields(note, _full_rules_of, state, state)
+    return fields
+
+  def check_made_on_mesh(self, path, field):
+    """Checks that a part was made on this mesh for these `in_specs`.
+
+    Slices of other parts of a parameter can have shapes that fit.
+
+    Raises:
+      ValueError: If it was not.
+    """
+    _, full = self._types_of(path)
+    made = self._fields_on_mesh.get(path)
+    if _types(field) not in (_types(made), _types(full)):
+      name = leaves_lib.name_of(path)
+      raise ValueError(
+          '`mesh` and `in_specs` must be those with which `init_state` made the'
+          f' state, got other shapes at {name}. Give both as to `init_state`.'
+      )
 
   @functools.cached_property
   def _fields(self):
@@ -384,14 +420,15 @@ def _check_dtype(name, leaf, like):
     raise TypeError(f'{full_rules.made_for_others(got, name)}.')
 
 
+def _is_on_devices(field):
+  leaves = jax.tree.leaves(field)
+  return any(isinstance(x, jax.Array) and not _is_key(x) for x in leaves)
+
+
 def _joined(join, field, mesh):
   """Returns a part in its full form, sharded over the mesh, if it is on one."""
-  on_devices = [
-      isinstance(x, jax.Array) and not _is_key(x)
-      for x in jax.tree.leaves(field)
-  ]
   is_abstract = specs.is_abstract(field)
-  if not is_abstract and not any(on_devices):
+  if not is_abstract and not _is_on_devices(field):
     return jax.tree.map(_copied, join(field))
   types = jax.eval_shape(join, _without_shardings(field))
   spread = jax.tree.map(lambda x: shardings.spread(x.shape, mesh), types)
