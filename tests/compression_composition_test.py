@@ -96,10 +96,12 @@ class GateTest(parameterized.TestCase):
     after_two = compressions.run(some, 'shard_map', data, PARAMS)
 
     for name in some:
-      chex.assert_trees_all_equal(
+      # XLA rounds the first step of two otherwise than a step alone.
+      chex.assert_trees_all_close(
           state_of(after_two[name][1]),
           state_of(after_one[name][1]),
-          strict=True,
+          rtol=1e-5,
+          atol=1e-6,
       )
 
   @cases.parameters(*LINKS)

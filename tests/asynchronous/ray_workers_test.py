@@ -27,9 +27,11 @@ class RayWorkersTest(parameterized.TestCase):
   def test_bits_are_those_of_the_journal_whoever_computes(self):
     folder = asynchronous_cases.folder(self)
     tx = optax.adam(0.1)
+    # Slow, so that both workers start before all is done.
+    task = asynchronous_cases.SLOW_TASK
 
     result = train(
-        asynchronous_cases.TASK,
+        task,
         tx,
         cluster='local',
         num_workers=2,
@@ -44,7 +46,7 @@ class RayWorkersTest(parameterized.TestCase):
     self.assertLen(set(accepted['batch'].tolist()), 100)
     self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
     asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, asynchronous_cases.TASK, tx), result
+        asynchronous.replay(folder, task, tx), result
     )
 
   @pytest.mark.repeated(8)

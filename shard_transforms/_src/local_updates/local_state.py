@@ -35,7 +35,7 @@ def _share_rule(state, _):
 
 
 def _are_finite(state):
-  """Returns of which shards all own parameters are finite."""
+  """Returns on which shards all own parameters are finite."""
   are_finite = np.ones(len(state.total_weight), bool)
   for leaf in jax.tree.leaves(state.own_params):
     rows = np.asarray(leaf).reshape(len(leaf), -1)

@@ -41,8 +41,8 @@ def tower_reduce(
   gives the mean over all tokens of all towers of all shards. With
   `reduction='sum'` the sum contains the weights, and `inner` receives 1 for a
   shard that has any, else 0. If the total over all shards is zero, the update
-  is zero, `inner` is not run, and the window starts again. Give `weight` with
-  every tower of a window or with none.
+  is zero, the state of `inner` keeps every bit, and the window starts again.
+  Give `weight` with every tower of a window or with none.
 
   A tower that has no gradient for a leaf (`None` in its place) counts as zero
   there; the divisor stays. The minimum of the `local_step`s of a window is
