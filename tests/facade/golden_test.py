@@ -304,7 +304,7 @@ class TowerTest(ReplayTest):
     tape = TOWERS[case]
     self.replay(tape, jax.devices()[: tape['towers']], is_compiled=True)
 
-  @cases.parameters(*DEPARTURES)
+  @cases.parameters([*DEPARTURES])
   def test_replays_dense_gradients(self, case):
     tape = TOWERS[case]
     devices = jax.devices()[: tape['towers']]
