@@ -38,6 +38,14 @@ def sharded(computation, num_shards=4, **kwargs):
   return facade.shard(computation, [X], num_shards, **kwargs)
 
 
+def mean(x):
+  return lax.pmean(x[0], 'shard')
+
+
+def kept(num_shards=4, **kwargs):
+  return sharded(lambda x: x, num_shards, **kwargs)
+
+
 def minimized(t, opt):
   """Minimizes on four shards."""
   return sharded(lambda x: opt.minimize(lambda: jnp.mean(t.b * x)))
@@ -160,16 +168,12 @@ ERRORS = {
         ('Nothing must define `_ap', lambda t: updated(t, Nothing(False, 'N'))),
         ('w:0 must be dense', lambda t: t.opt._apply_sparse(None, t.w)),
         ('w:0 must be dens', lambda t: t.opt._resource_apply_sparse(None, t.w)),
-        ('`shard` cannot b', lambda t: sharded(lambda x: sharded(lambda x: x))),
-        ('`infeed_queue`', lambda t: sharded(lambda x: x, infeed_queue=1)),
+        ('`shard` cannot b', lambda t: sharded(lambda x: kept())),
+        ('`infeed_queue`', lambda t: kept(infeed_queue=1)),
         ('`replicate_model_fn` cann', lambda t: towers(towers())(np.zeros(16))),
         (
             'must be None: JAX keeps',
             lambda t: facade.AdafactorOptimizer(parameter_encoding=8),
-        ),
-        (
-            'must be None: JAX keeps',
-            lambda t: facade.AdafactorOptimizer(simulated_quantize_bits=8),
         ),
     ],
     TypeError: [
@@ -193,10 +197,7 @@ ERRORS = {
         ('real numbers, got int32', lambda t: t.opt.minimize(lambda: 3)),
         ('real numbers, got comp', lambda t: t.opt.minimize(lambda: 1j)),
         ("an array, got 'text'", lambda t: t.opt.minimize(lambda: 'text')),
-        (
-            'must return a pair',
-            lambda t: t.opt.minimize(lambda: t.b * 1.0, has_aux=True),
-        ),
+        ('must return a pai', lambda t: t.opt.minimize(t.square, has_aux=True)),
         ('must be an array', lambda t: t.weighted([1.0])),
         ('must be an array', lambda t: t.weighted('text')),
         ('must hold real', lambda t: t.weighted(True)),
@@ -220,11 +221,8 @@ ERRORS = {
         ('got a TowerOptimizer.*outside', lambda t: cross_shard(tower(t.opt))),
         ('got a TowerOptimizer.*outside', lambda t: drop_stale(tower(t.opt))),
         ('`num_shards` must be an int', lambda t: with_context(2.0)),
-        ('`num_shards` must be an', lambda t: sharded(lambda x: x, 2.0)),
-        (
-            '`input_shard_axes` must be an integer, got 0.5',
-            lambda t: sharded(lambda x: x, input_shard_axes=[0.5]),
-        ),
+        ('`num_shards` must be an', lambda t: kept(2.0)),
+        ('`input_shard_axes` must be ', lambda t: kept(input_shard_axes=[0.5])),
         ('must be an array', lambda t: sharded(lambda x: ['loss'])),
         ('`staleness` must be an integer', lambda t: drop_stale(t.opt, 1.5)),
         ('`replicas_to_aggregate`', lambda t: sync_replicas(t.opt, 1.5)),
@@ -239,10 +237,6 @@ ERRORS = {
         ('`t_list` must be a seq', lambda t: facade.global_norm(3.0)),
         ('`t_list` must be', lambda t: facade.clip_by_global_norm('a', 1.0)),
         ('hold.* at 1', lambda t: facade.clip_by_global_norm([None, 3], 1.0)),
-        (
-            'hold.* at 1',
-            lambda t: facade.clip_by_global_norm([None, 3], 1.0, 5.0),
-        ),
         ('must be left out', lambda t: tf.matmul(X, X, transpose_b=True)),
         ('must be left out', lambda t: tf.truncated_normal_initializer(1.0)),
         ('`tf.sqrt` must be given some', lambda t: tf.sqrt(X, axis=1)),
@@ -255,10 +249,6 @@ ERRORS = {
         ("'v'", lambda t: facade.function(t.make)()),
         ("'v'", lambda t: jax.jit(t.make)()),
         ("'b:0' must not be read.*func", lambda t: jax.jit(t.times)(X)),
-        (
-            "'b:0' must not be read.*func",
-            lambda t: lax.scan(lambda c, _: (t.times(c), None), X, None, 3),
-        ),
         ("'b:0'.*facade.function", lambda t: jax.jit(t.b.assign)(2.0)),
         ("'b:0'.*facade.function", lambda t: jax.grad(t.b.assign)(2.0)),
         ("'b:0'.*facade.function", lambda t: jax.vmap(t.b.assign)(X)),
@@ -345,7 +335,7 @@ ERRORS = {
         ('inside a shard con', lambda t: cross_shard(t.opt).minimize(t.square)),
         (
             'inside a shard context',
-            lambda t: cross_shard(t.opt).apply_gradients([(1.0, t.b)]),
+            lambda t: cross_shard(t.opt).apply_gradients(t.pairs),
         ),
         ('`cross_replica_sum` must be ', lambda t: facade.cross_replica_sum(X)),
         (
@@ -358,17 +348,13 @@ ERRORS = {
         (
             'must be per shard',
             lambda t: t.cross(
-                lambda opt, x: opt.minimize(
-                    lambda: lax.pmean(t.b * x[0], 'shard')
-                )
+                lambda opt, x: opt.minimize(lambda: mean(t.b * x))
             ),
         ),
         (
             'already reduced',
             lambda t: t.cross(
-                lambda opt, x: opt.apply_gradients(
-                    [(lax.pmean(x[0], 'shard'), t.b)]
-                )
+                lambda opt, x: opt.apply_gradients([(mean(x), t.b)])
             ),
         ),
         ("'b:0' would differ between", lambda t: minimized(t, sgd())),
@@ -377,28 +363,16 @@ ERRORS = {
             lambda t: sharded(lambda x: t.n.assign(x[0].astype(jnp.int32))),
         ),
         # Shards and towers.
-        ('dimension 0 that 3 shards', lambda t: sharded(lambda x: x, 3)),
-        ('dimension 3', lambda t: sharded(lambda x: x, input_shard_axes=[3])),
-        (
-            '`input_shard_axes` must have 1',
-            lambda t: sharded(lambda x: x, input_shard_axes=[0, 1]),
-        ),
-        (
-            '`outputs_from_all_shards`',
-            lambda t: sharded(lambda x: x, outputs_from_all_shards=[True] * 2),
-        ),
-        (
-            '`device_assignment` must name 4',
-            lambda t: sharded(lambda x: x, device_assignment=[None]),
-        ),
+        ('dimension 0 that 3 shards', lambda t: kept(3)),
+        ('dimension 3', lambda t: kept(input_shard_axes=[3])),
+        ('`input_shard_axes` must ha', lambda t: kept(input_shard_axes=[0, 1])),
+        ('`outputs_from_a', lambda t: kept(outputs_from_all_shards=[True] * 2)),
+        ('`device_assignment` must ', lambda t: kept(device_assignment=[None])),
         ('must not excee', lambda t: facade.shard(lambda: None, num_shards=64)),
-        ('at least 1', lambda t: sharded(lambda x: x, 0)),
+        ('at least 1', lambda t: kept(0)),
         ('slots would be new', lambda t: sharded(lambda x: sgd(), 1)),
         ('slots would be new', lambda t: sharded(lambda x: sgd())),
-        (
-            r'explicit axes.*jax\.device_get',
-            lambda t: facade.function(sharded_input)(t.explicit()),
-        ),
+        (r'explicit axes.*jax\.device_get', lambda t: t.explicit()),
         ('need to be reduced in some', lambda t: towers(loss_reduction='none')),
         ('Invalid Reduction', lambda t: towers(loss_reduction='mean')),
         ('must be all different', lambda t: towers(devices=[])),
@@ -425,7 +399,7 @@ ERRORS = {
         ('get_or_create_global_step', lambda t: t.without_step()),
         (
             'must come before',
-            lambda t: drop_stale(t.opt).apply_gradients([(1.0, t.b)], t.step),
+            lambda t: drop_stale(t.opt).apply_gradients(t.pairs, t.step),
         ),
         ('`replicas_to_aggregate`', lambda t: sync_replicas(t.opt, 0)),
         (
@@ -444,10 +418,7 @@ ERRORS = {
             )(),
         ),
         # Parts.
-        (
-            '`x` of `piecewise_constant`',
-            lambda t: facade.piecewise_constant(None, [1], [1, 2]),
-        ),
+        ('`x` of `piecewi', lambda t: facade.piecewise_constant(None, [], [1])),
         (
             '`values` must be one more',
             lambda t: sgd(
@@ -459,21 +430,13 @@ ERRORS = {
         ('never change again', lambda t: tf.maximum(t.rate(), 0.1)),
         (
             '`var` must be a variable that',
-            lambda t: facade.ExponentialMovingAverage(0.9).average(t.w),
-        ),
-        (
-            '`var` must be a variable that',
-            lambda t: facade.ExponentialMovingAverage(0.9).average(X),
+            lambda t: facade.ExponentialMovingAverage(1).average(t.w),
         ),
         ('`tf.norm` must be the Euclidean', lambda t: tf.norm(X, ord=1)),
         ('`num_or_size_splits` of', lambda t: tf.split(X, [1, 2])),
         ('`condition` of', lambda t: tf.where([True, False], X[None], X[None])),
     ],
 }
-
-
-def sharded_input(x):
-  return facade.shard(lambda x: 2 * x, [x], 4)
 
 
 ROWS = [
@@ -490,6 +453,7 @@ class RefusalsTest(facade_cases.OptimizerTest):
     self.n = facade.Variable(7, trainable=False, name='n')
     self.opt = facade.MomentumOptimizer(0.25, 0.5)
     self.opt.minimize(lambda: self.b**2, self.step, [self.w, self.b])
+    self.pairs = [(1.0, self.b)]
     self.ws = [self.w, of_another_graph('w')]
 
   def times(self, x):
@@ -540,7 +504,8 @@ class RefusalsTest(facade_cases.OptimizerTest):
 
   def explicit(self):
     mesh = jax.make_mesh((4,), ('data',))
-    return jax.device_put(X, jax.NamedSharding(mesh, jax.P('data')))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P('data')))
+    facade.function(lambda x: facade.shard(lambda x: x, [x], 4))(x)
 
   def rate(self):
     return facade.exponential_decay(1.0, self.step, 1, 0.5)
