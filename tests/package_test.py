@@ -293,36 +293,6 @@ def public_names_in_tests():
   return found
 
 
-def runs_of_words(text):
-  """Returns all that stand in a row in a text, three words each."""
-  words = re.findall(r"[A-Za-z_']+", text)
-  return set(zip(words, words[1:], words[2:], strict=False))
-
-
-@functools.cache
-def runs_of_words_in_tests():
-  found = set()
-  for node in itertools.chain(*map(ast.walk, trees_of_tests())):
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-      # What a pattern has between words does not part them.
-      found |= runs_of_words(re.sub(r'\\.', ' ', node.value))
-  return found
-
-
-def messages(path):
-  """Yields the line and the constant texts of each error that a file raises."""
-  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-      parts = itertools.chain(*map(ast.walk, node.exc.args))
-      texts = [
-          x.value
-          for x in parts
-          if isinstance(x, ast.Constant) and isinstance(x.value, str)
-      ]
-      if texts:
-        yield node.lineno, texts
-
-
 def package_of(name):
   """Returns the package of `_src` in a full name, else the public package."""
   parts = name.split('.')
@@ -655,27 +625,6 @@ class BehaviourTest(parameterized.TestCase):
 
     self.assertNotEmpty(fields)
     self.assertEmpty(set(fields) - words_of_tests())
-
-  def test_each_message_is_expected_somewhere(self):
-    # Other texts may stand in all of its places, such as names.
-    texts_of = {
-        (str(path.relative_to(PACKAGE)), line): texts
-        for path in PACKAGE.rglob('*.py')
-        for line, texts in messages(path)
-    }
-    self.assertGreater(len(texts_of), 200)
-    runs_of = {
-        place: set().union(*map(runs_of_words, texts))
-        for place, texts in texts_of.items()
-    }
-
-    self.assertEmpty(
-        {
-            place: ''.join(texts_of[place])
-            for place, runs in runs_of.items()
-            if runs and not runs & runs_of_words_in_tests()
-        }
-    )
 
   def test_formulas_have_single_backslashes(self):
     # MathJax shows a backslash in `\text{...}`, and no doubled command. Where a
