@@ -286,27 +286,6 @@ class WrappersTest(facade_cases.GraphTest):
 
 class OptimizerTest(facade_cases.OptimizerTest):
 
-  @cases.product(name=MADE, compiled=(False, True))
-  def test_minimize_is_compute_and_apply_gradients(self, name, compiled):
-    def loss():
-      return jnp.sum(self.w**2) * self.b
-
-    def in_two(opt):
-      return opt.apply_gradients(opt.compute_gradients(loss), self.step)
-
-    start, results = self.values(), []
-    for run in lambda opt: opt.minimize(loss, self.step), in_two:
-      facade.set_values([self.w, self.b, self.step], start)
-      opt = MADE[name]()
-      run = facade_cases.mapped(
-          lambda run=run, opt=opt: run(opt), None, compiled
-      )
-      returned = [int(run()), int(run())]
-      self.assertEqual(returned, [1, 2])
-      results.append(facade.get_values([self.w, self.b, self.step]))
-
-    self.assert_equal(*results)
-
   def test_hands_everything_on(self):
     returned = sgd().minimize(
         lambda w: w**2,
