@@ -381,23 +381,3 @@ class FrameTest(facade_cases.OptimizerTest):
 
     self.assertEqual(float(step()), 5)
     self.assertEqual(set(seen), {3.0})
-
-  def test_an_eager_update_that_fails_is_rolled_back(self):
-    for fails in (True, False):
-
-      def update(updates, state, params=None, fails=fails):
-        self.w.assign(7 * W[:2])
-        if fails:
-          raise KeyError
-        return updates, state
-
-      tx = optax.GradientTransformation(optax.identity().init, update)
-      opt = facade.OptaxOptimizer(tx)
-      if fails:
-        with self.assertRaises(KeyError):
-          opt.apply_gradients([(1.0, self.b)], self.step)
-        self.assert_holds(self.w, facade_cases.W)
-      else:
-        opt.apply_gradients([(1.0, self.b)], self.step)
-        self.assert_holds(self.w, 7 * W[:2])
-    self.assertEqual([float(self.b), int(self.step)], [4, 1])

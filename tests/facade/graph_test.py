@@ -291,13 +291,6 @@ class GetVariableTest(facade_cases.GraphTest):
 
     self.assert_holds(w, expected)
 
-  def test_takes_initializers_of_jax(self):
-    w = facade.get_variable(
-        'w', [20, 30], initializer=jax.nn.initializers.normal(0.5)
-    )
-
-    self.assertBetween(float(jnp.std(w)), 0.4, 0.6)
-
   def test_makes_a_variable_inside_a_traced_function(self):
     def initializer(shape, dtype):
       return jax.random.normal(jax.random.key(0), shape, dtype)

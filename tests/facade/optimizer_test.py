@@ -424,21 +424,3 @@ class OptimizerTest(facade_cases.OptimizerTest):
     opt.fails = False
     opt.minimize(lambda: self.b**2, self.step, [self.b])
     self.assertEqual([float(self.b), float(other)], [-3, 6])
-
-  def test_decay_may_come_before_or_after_the_update(self):
-    class Before(facade.AdamOptimizer):
-
-      def _apply_dense(self, grad, var):
-        var.assign_sub(0.25 * var)
-        return super()._apply_dense(grad, var)
-
-    class After(facade.AdamOptimizer):
-
-      def _apply_dense(self, grad, var):
-        super()._apply_dense(grad, var)
-        return var.assign_sub(0.25 * var)
-
-    for kind, ends in (Before, [2, 7]), (After, [2.25, 6.75]):
-      w, v = facade.Variable(4.0), facade.Variable(8.0)
-      kind(1.0, epsilon=0.0).apply_gradients([(2.0, w), (-2.0, v)])
-      np.testing.assert_allclose([float(w), float(v)], ends, rtol=1e-5)
