@@ -123,16 +123,22 @@ class FunctionTest(StepTest):
         opt.minimize(lambda: jnp.sum(self.w * x), var_list=[self.w])
       return opt.get_slot(self.w, 'momentum')
 
-    compiled = facade.function(step)
+    inner = facade.function(step)
+
+    @facade.function
+    def compiled(x):  # Each counts its own optimizers.
+      facade.AdagradOptimizer(0.0).minimize(lambda: self.w, var_list=[self.w])
+      return inner(x)
+
     moments = [compiled(X) for _ in range(3)]
     names = [*self.values()]
     facade.function(step)(X)
 
-    self.assertEqual(names, ['w', 'w/Momentum', 'w/Momentum_1'])
+    self.assertEqual(names, ['w', 'w/Adagrad', 'w/Momentum', 'w/Momentum_1'])
     for moment, factor in zip(moments, (1, 1.9, 2.71), strict=True):
       self.assert_close(moment, factor * X)
     # Functions do not share what they make.
-    self.assertLen(facade.global_variables(), 5)
+    self.assertLen(facade.global_variables(), 6)
 
   @cases.parameters(False, True)
   def test_may_be_a_loss(self, compiled):

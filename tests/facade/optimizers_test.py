@@ -296,6 +296,15 @@ class OptaxTest(facade_cases.OptimizerTest):
       found = {n: opt.get_slot(self.w, n).name for n in opt.get_slot_names()}
       self.assertEqual(found, slots)
 
+  def test_a_variable_may_be_named_like_a_field_of_the_state(self):
+    count = facade.Variable(1.0, name='count')
+    opt = facade.OptaxOptimizer(optax.adam(0.1))
+
+    opt.apply_gradients([(1.0, count)])
+
+    self.assertEqual(opt.get_slot_names(), ['mu', 'nu'])
+    self.assertLess(float(count), 1)
+
   def test_takes_multi_steps(self):
     opt = facade.OptaxOptimizer(optax.MultiSteps(optax.sgd(1.0), 2))
 

@@ -135,6 +135,8 @@ class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
     others = {'b': self.b, 'global_step': self.step}
     restored = ema.variables_to_restore([self.w])
     self.assertEqual(restored, {'w/mean': self.w, **others})
+    everything = {'w/mean': self.w, 'b/mean': self.b, 'global_step': self.step}
+    self.assertEqual(ema.variables_to_restore(), everything)
 
   def test_reads_the_decay_at_each_call(self):
     decay = facade.Variable(1.0, trainable=False)

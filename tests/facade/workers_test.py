@@ -313,6 +313,8 @@ class SyncReplicasTest(WorkersTest):
   def test_workers_must_have_the_same_variables(self):
     other = facade.Variable(0.0, name='other')
     opt = self.optimizer(3, total_num_replicas=2)
+    with self.assertRaises(TypeError):
+      opt.apply_gradients([(1, other)], self.step)
     opt.apply_gradients([(1.0, self.w)], self.step)
 
     with self.assertRaisesRegex(ValueError, 'of the same variables'):
