@@ -1,7 +1,6 @@
 """`function`, `cond`, and the lines of a step; an error changes nothing."""
 
 import threading
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import optax
 import cases
 import facade_cases
 from shard_transforms import facade
-from shard_transforms.facade import shards
 
 X = np.float32([1, -2, 3])
 W = np.float32([4, 5, 6])
@@ -248,7 +246,6 @@ class FunctionTest(StepTest):
     self.assert_holds(self.w, W + 40 * X)
     self.assertEqual(int(opt.variables()[0]), 40)
 
-  @mock.patch.object(shards, 'MAX_TRACES', 3)
   def test_refuses_to_make_new_variables_in_each_trace(self):
     @facade.function
     def step():
