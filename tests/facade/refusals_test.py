@@ -108,43 +108,9 @@ def apply_unmapped(t):
     cross_shard(sgd()).apply_gradients([(1.0, t.b)])
 
 
-class Traced(facade.Optimizer):
-  """Makes a slot that starts from a gradient."""
-
-  def _apply_dense(self, grad, var):
-    self._get_or_make_slot(var, grad, 'first', 'First')
-
-
-class Nothing(facade.Optimizer):
-  """Overrides nothing."""
-
-
-class OfOne(facade.OptaxOptimizer):
-  """Overrides the update of one variable."""
-
-  def _apply_dense(self, grad, var):
-    return super()._apply_dense(grad, var)
-
-
-class Forgets(facade.AdamOptimizer):
-  """Makes no slots."""
-
-  def _create_slots(self, var_list):
-    pass
-
-
-class Careless(facade.Optimizer):
-  """Does not call the constructor."""
-
-  def __init__(self):
-    self._name = 'careless'
-
-
-class Blind(facade.GradientDescentOptimizer):
-  """Does not evaluate the loss."""
-
-  def compute_gradients(self, loss, *args, **kwargs):
-    return [(jnp.ones_like(v), v) for v in facade.trainable_variables()]
+def mine(base, *args, **methods):
+  """Returns an optimizer of a class with methods of its own."""
+  return type('Mine', (base,), methods)(*args)
 
 
 def updated(t, opt):
@@ -158,14 +124,22 @@ OPTAX = 'facade.OptaxOptimizer'
 # global step `step` and an optimizer `opt` with slots.
 ERRORS = {
     AttributeError: [
-        (r'must call `super\(\).__init', lambda t: Careless().get_slot_names()),
+        (
+            r'must call `super\(\)',
+            lambda t: mine(
+                facade.Optimizer, __init__=lambda self: None
+            ).variables(),
+        ),
         ('`tf.layers` is not here: it would', lambda t: tf.layers),
         ('`tf.train.Saver` is not here', lambda t: tf.train.Saver),
         ('`tf.contrib.slim` is not', lambda t: tf.contrib.slim),
     ],
     NameError: [("mapped axis 'shard'.*facade.shard", apply_unmapped)],
     NotImplementedError: [
-        ('Nothing must define `_ap', lambda t: updated(t, Nothing(False, 'N'))),
+        (
+            'Mine must define `_apply_d',
+            lambda t: updated(t, mine(facade.Optimizer, False, 'N')),
+        ),
         ('w:0 must be dense', lambda t: t.opt._apply_sparse(None, t.w)),
         ('w:0 must be dens', lambda t: t.opt._resource_apply_sparse(None, t.w)),
         ('`shard` cannot b', lambda t: sharded(lambda x: kept())),
@@ -214,7 +188,12 @@ ERRORS = {
             r'lambda: schedule\(global_step',
             lambda t: sgd(optax.linear_schedule(1, 0, 1)).minimize(t.square),
         ),
-        ('OfOne must not override', lambda t: updated(t, OfOne(optax.sgd(1)))),
+        (
+            'Mine must not override',
+            lambda t: updated(
+                t, mine(facade.OptaxOptimizer, optax.sgd(1), _apply_dense=len)
+            ),
+        ),
         ('initial_accumulator_value.*real', lambda t: t.adagrad('0.1')),
         ('initial_accumulator_value.*real', lambda t: t.adagrad(True)),
         ('`global_step` must be', lambda t: t.opt.minimize(t.square, 0)),
@@ -322,8 +301,13 @@ ERRORS = {
         ('`weight_decay` ', lambda t: facade.LARSOptimizer(1, weight_decay=-1)),
         ('`momentum` must not be', lambda t: facade.LARSOptimizer(1, -1)),
         ('must be called by `apply_grad', lambda t: t.opt._apply_dense(X, t.w)),
-        ('must be made first', lambda t: updated(t, Forgets())),
-        ("'b/First' must be known b", lambda t: updated(t, Traced(False, 'T'))),
+        (
+            'must be made first',
+            lambda t: updated(
+                t, mine(facade.AdamOptimizer, _create_slots=lambda *_: None)
+            ),
+        ),
+        ("'b/First' must be known b", lambda t: updated(t, t.starting())),
         ('optimizer for each', lambda t: t.apply((1.0, of_another_graph('v')))),
         ('Unsupported reduction', lambda t: cross_shard(t.opt, 'mean')),
         ('group_assignment.*equal size', lambda t: grouped([[0, 1, 2], [3]])),
@@ -490,7 +474,18 @@ class RefusalsTest(facade_cases.OptimizerTest):
     return towers(devices=facade_cases.AT_ONCE)(x).loss
 
   def blind(self):
-    Blind(0.1).minimize(self.square, return_loss=True)
+    opt = mine(
+        facade.GradientDescentOptimizer,
+        1.0,
+        compute_gradients=lambda *_, **__: [(1.0, self.b)],
+    )
+    opt.minimize(self.square, return_loss=True)
+
+  def starting(self):
+    def apply(opt, grad, var):
+      opt._get_or_make_slot(var, grad, 'first', 'First')
+
+    return mine(facade.Optimizer, False, 'T', _apply_dense=apply)
 
   def chosen(self):
     choose = facade.function(
