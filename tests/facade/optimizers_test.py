@@ -217,6 +217,8 @@ class HyperparametersTest(facade_cases.OptimizerTest):
     warns = self.assertWarnsRegex(UserWarning, 'stays what it is')
     with warns if form == 'array' else contextlib.nullcontext():
       opts = make(given), make(0.5)
+    if form == 'array':  # It is the program's line that is warned of.
+      self.assertEqual(warns.filename, __file__)
     variables = facade.Variable(W), facade.Variable(W)
 
     def step():
