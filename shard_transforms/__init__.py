@@ -30,7 +30,6 @@ from shard_transforms._src.state.specs import state_specs
 from shard_transforms._src.transforms.accumulation import (
     accumulated_value_and_grad,
 )
-from shard_transforms._src.transforms.bad_updates import SpikeState
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
@@ -50,8 +49,9 @@ from shard_transforms._src.transforms.scale_by_staleness import (
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
 from shard_transforms._src.transforms.spikes import SpikeRule
+from shard_transforms._src.transforms.spikes import SpikeState
+from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce
-from shard_transforms._src.transforms.tower_window import TowerReduceState
 
 if typing.TYPE_CHECKING:
   from shard_transforms import asynchronous as asynchronous

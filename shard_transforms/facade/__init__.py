@@ -51,6 +51,7 @@ from shard_transforms.facade.optimizer import AggregationMethod
 from shard_transforms.facade.optimizer import Optimizer
 from shard_transforms.facade.replicate import EstimatorSpec
 from shard_transforms.facade.replicate import ModeKeys
+from shard_transforms.facade.replicate import TowerOptimizer
 from shard_transforms.facade.replicate import TPUEstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
 from shard_transforms.facade.schedules import ExponentialMovingAverage
@@ -62,7 +63,6 @@ from shard_transforms.facade.schedules import natural_exp_decay
 from shard_transforms.facade.schedules import piecewise_constant
 from shard_transforms.facade.schedules import polynomial_decay
 from shard_transforms.facade.shards import shard
-from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import GraphKeys
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.workers import DropStaleGradientOptimizer

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shard_transforms._src.tf1 import layerwise
+from shard_transforms._src.tf1 import optimizers
 from shard_transforms.facade import bases
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import inner
@@ -245,7 +245,7 @@ class LARSOptimizer(bases.TensorFlowOptimizer):
         raise ValueError(f'`{argument}` must not be negative, got {value!r}.')
     skipped = skip_list or ()
     mask = _mask(lambda name: not any(x in f'{name}:0' for x in skipped))
-    lars = functools.partial(layerwise.lars, mask=mask, nesterov=use_nesterov)
+    lars = functools.partial(optimizers.lars, mask=mask, nesterov=use_nesterov)
     numbers = learning_rate, momentum, weight_decay, eeta, epsilon
     super().__init__(False, name, lars, *numbers)
 
@@ -299,7 +299,7 @@ class LAMBOptimizer(bases.TensorFlowOptimizer):
   ):
     decays = exclude_from_weight_decay or ()
     lamb = functools.partial(
-        layerwise.lamb,
+        optimizers.lamb,
         decay_mask=_unlike(decays),
         adaptation_mask=_unlike(exclude_from_layer_adaptation or decays),
     )
@@ -385,11 +385,11 @@ class AdafactorOptimizer(bases.TensorFlowOptimizer):
       )
     part = 1.0 if multiply_by_parameter_scale else 0.05
     if learning_rate is None:
-      learning_rate = _of_step(lambda t: part * layerwise.default_rate(t))
+      learning_rate = _of_step(lambda t: part * optimizers.default_rate(t))
     if decay_rate is None:
-      decay_rate = _of_step(layerwise.default_decay_rate)
+      decay_rate = _of_step(optimizers.default_decay_rate)
     factory = functools.partial(
-        layerwise.adafactor,
+        optimizers.adafactor,
         multiply_by_parameter_scale=multiply_by_parameter_scale,
         beta1=beta1,
         clipping_threshold=clipping_threshold,

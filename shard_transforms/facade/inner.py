@@ -6,7 +6,7 @@ import types
 import optax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.tf1 import elementwise
+from shard_transforms._src.tf1 import optimizers
 from shard_transforms.facade import bases
 
 Hyperparameter = bases.Hyperparameter
@@ -132,7 +132,7 @@ class AdamOptimizer(bases.TensorFlowOptimizer):
       name: str = 'Adam',
   ):
     hyperparameters = learning_rate, beta1, beta2, epsilon
-    super().__init__(use_locking, name, elementwise.adam, *hyperparameters)
+    super().__init__(use_locking, name, optimizers.adam, *hyperparameters)
 
 
 class AdagradOptimizer(bases.TensorFlowOptimizer):
@@ -337,9 +337,9 @@ class FtrlOptimizer(bases.TensorFlowOptimizer):
         l2_regularization_strength,
         l2_shrinkage_regularization_strength,
     )
-    elementwise.ftrl(1.0, *options)  # Checks the options early.
+    optimizers.ftrl(1.0, *options)  # Checks the options early.
     super().__init__(
-        use_locking, name, elementwise.ftrl, learning_rate, *options
+        use_locking, name, optimizers.ftrl, learning_rate, *options
     )
     names = {'accum': accum_name, 'linear': linear_name}
     self._op_names |= {slot: name for slot, name in names.items() if name}

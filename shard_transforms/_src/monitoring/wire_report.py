@@ -12,11 +12,11 @@ from jax import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shard_transforms._src.analysis import deadlocks
 from shard_transforms._src.analysis import gradient_points
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import redundant_sums
+from shard_transforms._src.analysis import shard_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import partition_specs as specs_lib
@@ -157,7 +157,7 @@ def wire_report(
   program = inlining.flatten(jaxpr.jaxpr)
   warnings = (
       *redundant_sums.find(program),
-      *deadlocks.find(program),
+      *shard_flow.find_deadlocks(program),
       *gradient_points.find(program),
       *_unseen(program, (args, kwargs) if axis_sizes is None else ()),
   )

@@ -148,40 +148,25 @@ def scale_by_staleness(
         ' are weights, for the reduction in `inner`; else write'
         ' `optax.chain(scale_by_staleness(kind), ...)`.'
     )
-  arguments.check_bool('assume_weighted', assume_weighted)
-  inner = optax.identity() if inner is None else inner
-  inner = arguments.as_inner(inner, _CALLER)
+  gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
 
   def init_fn(params):
-    return ScaleByStalenessState(counters.zero(), inner.init(params))
+    return ScaleByStalenessState(counters.zero(), gate.inner.init(params))
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gating.check_update(
-        checked, updates, state, ScaleByStalenessState, axes, _CALLER
-    )
+    gate.check_update(checked, updates, state, ScaleByStalenessState)
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     factor = factor_of(_age(step, state.global_step))
     if axes:
-      given = gating.as_weight(checked, weight, _CALLER)
+      given = gate.as_weight(checked, weight)
       weight = weights.usable(weights.weighing(given)(factor))
       accept = collectives.total(weight, axes) > 0
       updates = leaves_lib.zero_unless(weight > 0, updates)
     else:
       accept, weight = None, None
       updates = _scale(updates, factor)
-    updates, inner_state = gating.update_or_skip(
-        checked,
-        accept,
-        inner,
-        updates,
-        state.inner_state,
-        params,
-        weight=weight,
-        axes=axes,
-        assume_weighted=assume_weighted,
-        extra_args=extra_args,
-        may_be_local=False,
-        caller=_CALLER,
+    updates, inner_state = gate.update_or_skip(
+        checked, accept, updates, state.inner_state, params, weight, extra_args
     )
     is_step = True if accept is None else accept
     return updates, ScaleByStalenessState(
