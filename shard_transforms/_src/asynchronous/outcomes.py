@@ -19,7 +19,7 @@ import zlib
 import numpy as np
 import optax
 
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 
 JOURNAL_FILE = 'journal.bin'
 _MAGIC = b'shard_transforms journal 4 '
@@ -92,13 +92,13 @@ class Report:
   params: Any = dataclasses.field(default=None, compare=False, repr=False)
 
   rules: ClassVar = {
-      'global_step': state_rules.Rule(metric='same'),
-      'num_dropped': state_rules.Rule(metric='same'),
-      'num_lost': state_rules.Rule(metric='same'),
-      'num_recovered': state_rules.Rule(metric='same'),
-      'mean_age': state_rules.Rule(metric='same'),
-      'seconds': state_rules.Rule(metric='same'),
-      'metrics': state_rules.Rule(metric='same'),
+      'global_step': states.Rule(metric='same'),
+      'num_dropped': states.Rule(metric='same'),
+      'num_lost': states.Rule(metric='same'),
+      'num_recovered': states.Rule(metric='same'),
+      'mean_age': states.Rule(metric='same'),
+      'seconds': states.Rule(metric='same'),
+      'metrics': states.Rule(metric='same'),
   }
 
 

@@ -8,9 +8,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
@@ -48,10 +47,10 @@ class DropStaleState(NamedTuple):
   inner_state: optax.OptState
 
   rules = {
-      'global_step': state_rules.Rule(metric='same'),
-      'stale_count': state_rules.Rule(metric='same'),
-      'stale_shard_count': state_rules.Rule(metric='same'),
-      'stale_fraction': state_rules.Rule(metric='same'),
+      'global_step': states.Rule(metric='same'),
+      'stale_count': states.Rule(metric='same'),
+      'stale_shard_count': states.Rule(metric='same'),
+      'stale_fraction': states.Rule(metric='same'),
   }
 
   @property
@@ -155,9 +154,9 @@ def drop_stale(
 
   def init_fn(params):
     return DropStaleState(
-        global_step=counters.zero(),
-        stale_count=counters.zero(),
-        stale_shard_count=counters.zero(),
+        global_step=states.counter(),
+        stale_count=states.counter(),
+        stale_shard_count=states.counter(),
         inner_state=gate.inner.init(params),
     )
 
@@ -183,9 +182,9 @@ def drop_stale(
         extra_args,
     )
     return updates, DropStaleState(
-        global_step=counters.add(state.global_step, accept),
-        stale_count=counters.add(state.stale_count, ~accept & (num_stale > 0)),
-        stale_shard_count=counters.add(state.stale_shard_count, num_stale),
+        global_step=states.count(state.global_step, accept),
+        stale_count=states.count(state.stale_count, ~accept & (num_stale > 0)),
+        stale_shard_count=states.count(state.stale_shard_count, num_stale),
         inner_state=inner_state,
     )
 

@@ -10,11 +10,9 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.transforms import spikes as spikes_lib
@@ -61,21 +59,21 @@ class GuardState(NamedTuple):
   inner_state: optax.OptState
 
   rules = {
-      'num_updates': state_rules.Rule(metric='same'),
-      'skipped_count': state_rules.Rule(metric='same'),
-      'consecutive_skipped': state_rules.Rule(metric='same'),
-      'bad_shard_count': state_rules.Rule(metric='same'),
-      'last_bad_step': state_rules.Rule(
-          resize='maximum', empty=counters.NEVER, metric='maximum'
+      'num_updates': states.Rule(metric='same'),
+      'skipped_count': states.Rule(metric='same'),
+      'consecutive_skipped': states.Rule(metric='same'),
+      'bad_shard_count': states.Rule(metric='same'),
+      'last_bad_step': states.Rule(
+          resize='maximum', empty=states.NEVER, metric='maximum'
       ),
   }
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if too many steps were skipped."""
-    num_skipped = state_rules.largest_here(self.consecutive_skipped)
-    if num_skipped < state_rules.largest_here(self.max_consecutive):
+    num_skipped = states.largest_here(self.consecutive_skipped)
+    if num_skipped < states.largest_here(self.max_consecutive):
       return None
-    num_updates = state_rules.largest_here(self.num_updates)
+    num_updates = states.largest_here(self.num_updates)
     first = num_updates - num_skipped
     bad = _bad_shards(self.last_bad_step, first)
     return (
@@ -193,8 +191,10 @@ def guard(
     raise TypeError(
         f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
     )
-  most = counters.MAX if max_consecutive is None else max_consecutive
-  most = min(arguments.as_at_least('max_consecutive', most, 1), counters.MAX)
+  most = states.MAX_COUNT if max_consecutive is None else max_consecutive
+  most = min(
+      arguments.as_at_least('max_consecutive', most, 1), states.MAX_COUNT
+  )
   partition_specs.check(sharded, _CALLER)
   inner = arguments.as_inner(inner, _CALLER)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
@@ -243,13 +243,13 @@ def guard(
 
 def _start(inner_state, spikes, max_consecutive, axes):
   """Returns the state before the first update."""
-  never = jnp.full([], counters.NEVER, jnp.int32)
+  never = jnp.full([], states.NEVER, jnp.int32)
   return GuardState(
-      num_updates=counters.zero(),
-      skipped_count=counters.zero(),
-      consecutive_skipped=counters.zero(),
-      bad_shard_count=counters.zero(),
-      last_bad_step=per_shard_state.store(never, axes),
+      num_updates=states.counter(),
+      skipped_count=states.counter(),
+      consecutive_skipped=states.counter(),
+      bad_shard_count=states.counter(),
+      last_bad_step=states.store(never, axes),
       max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
       spikes=spikes,
       inner_state=inner_state,
@@ -387,16 +387,16 @@ def _scale(factor, leaf):
 def _count(state, decision, spikes, axes, inner_state):
   """Returns the state after an update."""
   accept, num_updates = decision.accept, state.num_updates
-  last_bad_step = per_shard_state.own(state.last_bad_step, axes, _CALLER)
+  last_bad_step = states.own(state.last_bad_step, axes, _CALLER)
   last_bad_step = jnp.where(decision.is_bad, num_updates, last_bad_step)
-  skipped_in_a_row = counters.add(state.consecutive_skipped, 1)
+  skipped_in_a_row = states.count(state.consecutive_skipped, 1)
   found = decision.is_spike, decision.of_spikes, accept, num_updates
   return GuardState(
-      num_updates=counters.add(num_updates, 1),
-      skipped_count=counters.add(state.skipped_count, ~accept),
+      num_updates=states.count(num_updates, 1),
+      skipped_count=states.count(state.skipped_count, ~accept),
       consecutive_skipped=jnp.where(accept, 0, skipped_in_a_row),
-      bad_shard_count=counters.add(state.bad_shard_count, decision.num_bad),
-      last_bad_step=per_shard_state.store(last_bad_step, axes),
+      bad_shard_count=states.count(state.bad_shard_count, decision.num_bad),
+      last_bad_step=states.store(last_bad_step, axes),
       max_consecutive=state.max_consecutive,
       spikes=spikes_lib.after(spikes, state.spikes, *found, axes),
       inner_state=inner_state,
@@ -405,7 +405,7 @@ def _count(state, decision, spikes, axes, inner_state):
 
 def _bad_shards(last_bad_step, first):
   """Returns a sentence on which shards were bad since an update."""
-  parts = state_rules.parts_here(last_bad_step)
+  parts = states.parts_here(last_bad_step)
   found = sorted(
       {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}
   )

@@ -20,11 +20,9 @@ import numpy as np
 import optax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.reduction import norms
 
 _CALLER = 'guard'
@@ -215,7 +213,7 @@ class Statistics(NamedTuple):
     return Statistics(
         mean=self.mean.at[row].set(self.last_mean + deviation),
         variance=self.variance.at[row].set(variance),
-        num_recorded=counters.add(self.num_recorded, 1),
+        num_recorded=states.count(self.num_recorded, 1),
     )
 
 
@@ -250,10 +248,10 @@ class SpikeState(NamedTuple):
   rules = {
       # Larger batches have smaller norms, so that the norms of other batch
       # sizes say nothing about spikes.
-      'statistics': state_rules.Rule(resize='begin_anew'),
-      'spike_count': state_rules.Rule(metric='same'),
-      'last_spike': state_rules.Rule(resize='maximum', empty=counters.NEVER),
-      'last_mean': state_rules.Rule(metric='same'),
+      'statistics': states.Rule(resize='begin_anew'),
+      'spike_count': states.Rule(metric='same'),
+      'last_spike': states.Rule(resize='maximum', empty=states.NEVER),
+      'last_mean': states.Rule(metric='same'),
   }
 
   @property
@@ -274,14 +272,14 @@ def start(rule: SpikeRule, axes: tuple[Hashable, ...]) -> SpikeState:
     statistics = Statistics(
         mean=jnp.zeros(shape, jnp.float32),
         variance=jnp.zeros(shape, jnp.float32),
-        num_recorded=counters.zero(),
+        num_recorded=states.counter(),
     )
-  never = jnp.full(len(rule.names), counters.NEVER, jnp.int32)
+  never = jnp.full(len(rule.names), states.NEVER, jnp.int32)
   return SpikeState(
       statistics=statistics,
-      spike_count=counters.zero(),
-      consecutive_spikes=counters.zero(),
-      last_spike=per_shard_state.store(never, axes),
+      spike_count=states.counter(),
+      consecutive_spikes=states.counter(),
+      last_spike=states.store(never, axes),
   )
 
 
@@ -444,7 +442,7 @@ def after(
   if rule is None or not isinstance(state, SpikeState):
     return ()
   num_spikes, num_recorded = totals[0], totals[1]
-  consecutive = counters.add(state.consecutive_spikes, 1)
+  consecutive = states.count(state.consecutive_spikes, 1)
   consecutive = jnp.where(num_spikes > 0, consecutive, 0)
   statistics = state.statistics
   if isinstance(statistics, Statistics):
@@ -457,13 +455,13 @@ def after(
       zeros = optax.tree.zeros_like(statistics)
       statistics = optax.tree.where(is_over, zeros, statistics)
       consecutive = jnp.where(is_over, 0, consecutive)
-  last_spike = per_shard_state.own(state.last_spike, axes, _CALLER)
+  last_spike = states.own(state.last_spike, axes, _CALLER)
   last_spike = jnp.where(is_spike, step, last_spike)
   return SpikeState(
       statistics=statistics,
-      spike_count=counters.add(state.spike_count, num_spikes),
+      spike_count=states.count(state.spike_count, num_spikes),
       consecutive_spikes=consecutive,
-      last_spike=per_shard_state.store(last_spike, axes),
+      last_spike=states.store(last_spike, axes),
   )
 
 
@@ -474,7 +472,7 @@ def spikes_since(state: SpikeState | tuple[()], step: int) -> str:
   width = state.last_spike.shape[-1]
   found = {
       int(i)
-      for _, steps in state_rules.parts_here(state.last_spike)
+      for _, steps in states.parts_here(state.last_spike)
       for i in np.flatnonzero(steps.reshape(-1, width).max(axis=0) >= step)
   }
   named = f' Spikes were those of the signals {sorted(found)} of'

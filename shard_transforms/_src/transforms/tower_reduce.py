@@ -11,10 +11,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
@@ -34,15 +32,15 @@ def _total_rule(state, reduction):
   if state.tower and isinstance(state.summed, SummedTowers):
     # A sum contains the weights: `inner` counts each shard once.
     return _rule_of_unweighted('mean' if reduction == 'weighted' else reduction)
-  return state_rules.Rule(resize='sum')
+  return states.Rule(resize='sum')
 
 
 def _total_weight_rule(state, reduction):
   """Returns how the total weights are resized."""
   if _is_unweighted(state, reduction):
     # Without weights, a shard's total weight is the number of its towers.
-    return state_rules.Rule(resize='maximum', empty=state.tower)
-  return state_rules.Rule(resize='sum')
+    return states.Rule(resize='maximum', empty=state.tower)
+  return states.Rule(resize='sum')
 
 
 def _is_unweighted(state, reduction):
@@ -53,7 +51,7 @@ def _is_unweighted(state, reduction):
 def _rule_of_unweighted(reduction):
   """Returns the rule of the totals of a window without weights."""
   if reduction is None:
-    return state_rules.Rule(
+    return states.Rule(
         resize='refuse',
         reason=(
             "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
@@ -62,7 +60,7 @@ def _rule_of_unweighted(reduction):
             ' how its shards are reduced.'
         ),
     )
-  return state_rules.Rule(resize=reduction)
+  return states.Rule(resize=reduction)
 
 
 class TowerReduceState(NamedTuple):
@@ -100,10 +98,10 @@ class TowerReduceState(NamedTuple):
   summed: SummedTowers | tuple[()] = ()
 
   rules = {
-      'tower': state_rules.Rule(metric='same'),
-      'total': state_rules.Rule(resize=_total_rule),
-      'total_weight': state_rules.Rule(resize=_total_weight_rule, metric='sum'),
-      'oldest_local_step': state_rules.Rule(resize='minimum', empty=_NO_STEP),
+      'tower': states.Rule(metric='same'),
+      'total': states.Rule(resize=_total_rule),
+      'total_weight': states.Rule(resize=_total_weight_rule, metric='sum'),
+      'oldest_local_step': states.Rule(resize='minimum', empty=_NO_STEP),
   }
 
 
@@ -201,8 +199,8 @@ def tower_reduce(
         oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
     )
     return TowerReduceState(
-        tower=counters.zero(),
-        **per_shard_state.store(sums, axes)._asdict(),
+        tower=states.counter(),
+        **states.store(sums, axes)._asdict(),
         inner_state=gate.inner.init(params),
         summed=() if divides else SummedTowers(),
     )
@@ -257,7 +255,7 @@ class _Sums(NamedTuple):
 def _own_sums(window, axes):
   """Returns the sums of this shard."""
   sums = _Sums(*(getattr(window, name) for name in _Sums._fields))
-  return per_shard_state.own(sums, axes, _CALLER)
+  return states.own(sums, axes, _CALLER)
 
 
 def _collect(state, updates, weight, local_step, axes):
@@ -282,10 +280,10 @@ def _collect(state, updates, weight, local_step, axes):
       oldest,
   )
   window = state._replace(
-      tower=counters.add(state.tower, 1),
-      **per_shard_state.store(sums, axes)._asdict(),
+      tower=states.count(state.tower, 1),
+      **states.store(sums, axes)._asdict(),
   )
-  per_shard_state.check_kept(state, window, _CALLER)
+  states.check_kept(state, window, _CALLER)
   return window
 
 
