@@ -1,9 +1,9 @@
 """Sums and means of trees over shards, each leaf sent and scaled once."""
 
-from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import chex
@@ -155,29 +155,14 @@ def share(weight: jax.Array | None, options: Reduction) -> Share:
 
 
 def reduce(
-    leaves: Sequence[chex.Array], own: Share, options: Reduction
-) -> list[jax.Array]:
-  """Returns the sum or mean of each leaf, in its shape and dtype."""
-  return _reduce(options.sum_over, leaves, own, options)
-
-
-def scatter(
-    rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
-) -> list[jax.Array]:
-  """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
-  return _reduce(options.scatter_over, rows, own, options, num_rows)
-
-
-def _reduce(
-    sum_over: Callable[..., jax.Array],
     leaves: Sequence[chex.Array],
     own: Share,
     options: Reduction,
     num_rows: int | None = None,
 ) -> list[jax.Array]:
-  """Returns what `sum_over` gives, scaled, in the dtype of each leaf.
+  """Returns the sum or mean of each leaf, in its shape and dtype.
 
-  It takes an array and axes, and gives the sum, or one of `num_rows` rows.
+  With `num_rows`, it returns of each [num_rows, ...] the row of this shard.
   """
   axes = options.axes if options.groups is None else ()
   results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
@@ -189,23 +174,35 @@ def _reduce(
       Key(sent_over(x, options), x.dtype, axes_lib.varying_axes(x))
       for x in values
   ]
-  factors = {}
-  if options.kind == 'mean' and own.total is not None:
-    factors = {
-        d: _reciprocal(own.total, d) for d in {key.dtype for key in keys}
-    }
+  reciprocal = functools.cache(functools.partial(_reciprocal, own.total))
+  sum_over = options.sum_over if num_rows is None else options.scatter_over
 
   def send(buffer, key):
     summed = sum_over(buffer, key.axes)
     if options.kind == 'sum':
       return summed
-    return _divided(summed, key, factors.get(key.dtype), options)
+    if own.total is not None:
+      # XLA turns a division by an array into a product for some shapes only:
+      # packed leaves would get other bits.
+      return lax.mul(summed, reciprocal(key.dtype))
+    size = axes_lib.size(key.axes, options.caller)
+    if options.groups is not None:
+      size = len(options.groups[0])
+    # `/` takes several times as long to trace.
+    return lax.div(summed, summed.dtype.type(size))
 
   levels = options.levels() if any(key.axes for key in keys) else ()
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
   for i, x in zip(todo, reduced, strict=True):
     results[i] = leaves_lib.as_dtype(x, leaves_lib.dtype_of(leaves[i]))
   return results
+
+
+def scatter(
+    rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
+) -> list[jax.Array]:
+  """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
+  return reduce(rows, own, options, num_rows)
 
 
 def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
@@ -215,19 +212,6 @@ def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
   return tuple(
       axis for axis in options.axes if axes_lib.state(leaf, axis) != 'invariant'
   )
-
-
-def _divided(summed, key, factor, options):
-  """Returns the mean of a sum; `factor` is the reciprocal of a total weight."""
-  if factor is not None:
-    # XLA turns a division by an array into a product for some shapes only:
-    # packed leaves would get other bits.
-    return lax.mul(summed, factor)
-  size = axes_lib.size(key.axes, options.caller)
-  if options.groups is not None:
-    size = len(options.groups[0])
-  # `/` takes several times as long to trace.
-  return lax.div(summed, summed.dtype.type(size))
 
 
 def _reciprocal(x, dtype):
