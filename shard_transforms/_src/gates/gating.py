@@ -92,28 +92,18 @@ class Gate:
   def check_update(
       self, checked: Checked, updates: optax.Updates, state: Any, kind: type
   ) -> None:
-    """Checks what `update` of a gate is given, before any arithmetic.
-
-    A mask or another result of a gate may vary over an axis where the updates
-    do not: multiplied by it, reduced updates would look unreduced.
-
-    Args:
-      checked: What gates around this one have checked.
-      updates: Its updates.
-      state: Its state.
-      kind: The class of its state.
+    """Checks what `update` is given, but for what gates around it have checked.
 
     Raises:
       NameError: If an axis is not bound.
       TypeError: If a leaf is an integer, or the state is of another one.
       ValueError: If updates are already reduced.
     """
-    arguments.check_state(state, kind, self.caller)
-    if checked.axes is None:
-      leaves_lib.check_inexact(updates, self.caller)
-    if not set(self.axes).issubset(checked.axes or ()):
-      axes_lib.size(self.axes, self.caller)
-      leaves_lib.check_per_shard(updates, self.axes, self.caller)
+    known = checked.axes
+    if known is not None and set(self.axes).issubset(known):
+      arguments.check_state(state, kind, self.caller)
+    else:
+      arguments.check_update(updates, state, kind, self.axes, self.caller)
 
   def as_weight(
       self, checked: Checked, weight: chex.Numeric | None
