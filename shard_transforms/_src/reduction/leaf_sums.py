@@ -1,5 +1,6 @@
 """Sums and means of trees over shards, each leaf sent and scaled once."""
 
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
@@ -155,14 +156,29 @@ def share(weight: jax.Array | None, options: Reduction) -> Share:
 
 
 def reduce(
+    leaves: Sequence[chex.Array], own: Share, options: Reduction
+) -> list[jax.Array]:
+  """Returns the sum or mean of each leaf, in its shape and dtype."""
+  return _reduce(options.sum_over, leaves, own, options)
+
+
+def scatter(
+    rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
+) -> list[jax.Array]:
+  """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
+  return _reduce(options.scatter_over, rows, own, options, num_rows)
+
+
+def _reduce(
+    sum_over: Callable[..., jax.Array],
     leaves: Sequence[chex.Array],
     own: Share,
     options: Reduction,
     num_rows: int | None = None,
 ) -> list[jax.Array]:
-  """Returns the sum or mean of each leaf, in its shape and dtype.
+  """Returns what `sum_over` gives, scaled, in the dtype of each leaf.
 
-  With `num_rows`, it returns of each [num_rows, ...] the row of this shard.
+  It takes an array and axes, and gives the sum, or one of `num_rows` rows.
   """
   axes = options.axes if options.groups is None else ()
   results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
@@ -175,7 +191,6 @@ def reduce(
       for x in values
   ]
   reciprocal = functools.cache(functools.partial(_reciprocal, own.total))
-  sum_over = options.sum_over if num_rows is None else options.scatter_over
 
   def send(buffer, key):
     summed = sum_over(buffer, key.axes)
@@ -196,13 +211,6 @@ def reduce(
   for i, x in zip(todo, reduced, strict=True):
     results[i] = leaves_lib.as_dtype(x, leaves_lib.dtype_of(leaves[i]))
   return results
-
-
-def scatter(
-    rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
-) -> list[jax.Array]:
-  """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
-  return reduce(rows, own, options, num_rows)
 
 
 def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:

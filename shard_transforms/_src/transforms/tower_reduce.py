@@ -211,12 +211,13 @@ def tower_reduce(
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
       weight = gate.as_weight(checked, weight)
+    local_step = extra_args.pop('local_step', None)
     if num_towers == 1:
       _check_single(state)
+      extra_args |= weights.given(local_step=local_step)
       given = updates, state.inner_state, params, weight, extra_args
       updates, inner_state = gate.update_or_skip(checked, None, *given)
       return updates, state._replace(inner_state=inner_state)
-    local_step = extra_args.pop('local_step', None)
     window = _collect(state, updates, weight, local_step, axes)
     # The window has used the weights that gates around it care about.
     checked = checked._replace(unchecked=(), may_be_local=True)
