@@ -2,7 +2,6 @@
 
 The tests must fail for such a mutant. This says how many of them do:
 
-    .venv/bin/pip install coverage
     .venv/bin/python benchmarks/mutants.py --number 150 --seed 0
 
 The places are drawn at random, with the seed, from all comparisons, conditions,
@@ -25,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 from typing import NamedTuple
+
+import coverage
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = 'shard_transforms'
@@ -178,8 +179,6 @@ class _Lines:
   """A plugin of pytest: which tests run which lines of the library."""
 
   def __init__(self, config):
-    import coverage
-
     folder = pathlib.Path(config.rootpath)
     self._coverage = coverage.Coverage(
         data_file=str(folder / 'lines'),
@@ -206,8 +205,6 @@ def pytest_configure(config):
 
 def _tests_of_lines(tests_from):
   """Returns the tests that run a line: {path: {line: [test, ...]}}."""
-  import coverage
-
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name).resolve()
     _checkout(folder, tests_from)
