@@ -61,7 +61,7 @@ class ThresholdsTest(parameterized.TestCase):
     with mock.patch.object(axes_lib, 'platform', return_value=platform):
       found = thresholds.measured()
 
-    self.assertEqual(dataclasses.astuple(found), ((), (), None, 0, 0, 0))
+    self.assertEqual(dataclasses.astuple(found), ((), (), None, 0, 0))
 
   @cases.product(name=tuple(TRANSFORMATIONS), platform=('gpu', 'tpu'))
   def test_packs_nothing_for_a_platform_without_figures(self, name, platform):
@@ -98,13 +98,17 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertTrue(':f32[4,13] = mul' in gpu)
     self.assertFalse(':f32[4,13] = mul' in cpu)
 
-  @cases.parameters(('cpu', 2), ('gpu', 4))
-  def test_factors_are_multiplied_as_outer_products_on_cpus(
+  @cases.parameters(('cpu', 2), ('tpu', 2), ('gpu', 4))
+  def test_power_sgd_multiplies_outer_products_and_decomposes_together(
       self, platform, num_products
   ):
     tx = compression.power_sgd(modes.AXIS, 2)
-    matrix = jnp.zeros((64, 48))
+    shapes = (64, 48), (64, 48), (32, 48)
 
-    program = _program(_updated(tx), _mesh_of(platform), matrix)
+    program = _program(
+        _updated(tx), _mesh_of(platform), list(map(jnp.zeros, shapes))
+    )
 
-    self.assertEqual(program.count('= dot_general['), num_products)
+    self.assertEqual(program.count('= dot_general['), 3 * num_products)
+    # One for each shape.
+    self.assertEqual(program.count('name=qr'), 2)

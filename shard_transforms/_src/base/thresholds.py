@@ -38,8 +38,6 @@ class Thresholds:
       not by XLA's sort.
     unrolled_rows: Up to so many rows `adasum` handles one by one, which is
       faster and more to compile, and not as one array.
-    fused_rank: Up to this rank, `power_sgd` multiplies its factors as a sum of
-      outer products, which XLA fuses with what follows.
   """
 
   buffers: tuple[Level, ...] = ()
@@ -47,7 +45,6 @@ class Thresholds:
   piece_bytes: int | None = None
   network_rows: int = 0
   unrolled_rows: int = 0
-  fused_rank: int = 0
 
 
 _UNMEASURED = Thresholds()
@@ -67,8 +64,6 @@ _CPU = Thresholds(
     # n log(n)**2 / 4 comparisons to compile: python benchmarks/aggregators.py
     network_rows=32,
     unrolled_rows=32,
-    # It takes half the time of a product: python benchmarks/compressors.py
-    fused_rank=8,
 )
 
 # Between processes with gloo: python benchmarks/processes.py
