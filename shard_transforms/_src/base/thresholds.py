@@ -1,9 +1,9 @@
 """Thresholds that were measured: one table of all of them, by platform.
 
 What pays on one platform costs on another. Where nobody has measured, nothing
-is packed, unrolled or sent in pieces. `python benchmarks/thresholds.py` measures
-the table on a machine. For TPUs and GPUs, programs were compiled and counted, but
-never run.
+is packed, unrolled or sent in pieces. For TPUs and GPUs, programs were compiled
+and counted, but never run. `python benchmarks/thresholds.py` measures the table
+on a machine.
 """
 
 import dataclasses
