@@ -605,8 +605,9 @@ class DocumentationTest(parameterized.TestCase):
         if any(fence.label == 'python' for fence in fences(f'docs/{path.name}'))
     }
 
-    # The lines of its programs have their own test.
+    # These have tests of their own.
     pages.remove('docs/compiled_programs.md')
+    pages.remove('docs/compile_for_hardware.md')
     self.assertContainsSubset(pages, DOCUMENTS)
 
   def test_table_of_names_has_all_but_states_and_tensorflow_1(self):
@@ -650,7 +651,7 @@ class CommandsTest(parameterized.TestCase):
         text=True,
     ).stdout.splitlines()
 
-    test_line, lint_line = shown
+    test_line, lint_line, hardware_line = shown
     *set_up, all_tests = test_line.split(' && ')
     # The README's command is the fast one.
     fast = f'.venv/bin/{" ".join(readme_commands()[1][1:])}'
@@ -659,6 +660,7 @@ class CommandsTest(parameterized.TestCase):
     self.assertRegex(all_tests, r"^\.venv/bin/pytest -n \d -m ''$")
     self.assertIn(all_tests, bash_lines('CONTRIBUTING.md'))
     self.assertIn(lint_line, bash_lines('CONTRIBUTING.md'))
+    self.assertIn(hardware_line, bash_lines('CONTRIBUTING.md'))
     for tool in ('ruff', 'pyink', 'pyright'):
       self.assertIn(f'.venv/bin/{tool} ', lint_line)
     self.assertTrue(os.access(ROOT / '.ci/run', os.X_OK))
