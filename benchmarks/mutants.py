@@ -101,7 +101,7 @@ class _Places(ast.NodeTransformer):
     self.found = []
 
   def visit(self, node):
-    # Messages, types and constants of modules are no behaviour.
+    # What a message says is not looked at.
     if isinstance(node, ast.Raise | ast.JoinedStr):
       return node
     new = _replacement(node)
@@ -110,20 +110,6 @@ class _Places(ast.NodeTransformer):
       if len(self.found) - 1 == self.chosen:
         return ast.copy_location(new, node)
     return self.generic_visit(node)
-
-  def visit_FunctionDef(self, node):
-    node.body = [self.visit(child) for child in node.body]
-    return node
-
-  def visit_ClassDef(self, node):
-    node.body = [
-        self.visit(x) if isinstance(x, ast.FunctionDef) else x
-        for x in node.body
-    ]
-    return node
-
-  def visit_Module(self, node):
-    return self.visit_ClassDef(node)
 
 
 def mutants():
@@ -243,7 +229,7 @@ def _is_killed(mutant, tests, tests_from):
 
 def main():
   """Prints a line for each mutant, and how many were killed."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser()
   parser.add_argument('--number', type=int, default=150)
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--tests', type=int, default=100)

@@ -1,6 +1,7 @@
 """`init_state`: makes state on the devices of a mesh, for a mapped step."""
 
 import jax
+from jax import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
@@ -84,8 +85,10 @@ def init_state(
 
 
 def _placed(params, param_specs, mesh):
+  # What is traced can be on a mesh without devices.
+  is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(params))
   try:
-    if isinstance(mesh, jax.sharding.Mesh):
+    if is_traced or isinstance(mesh, jax.sharding.Mesh):
       return jax.device_put(params, _shardings(param_specs, mesh))
     problem = None
   except jax.errors.JaxRuntimeError as error:
