@@ -263,7 +263,11 @@ def cond(
 def select(
     chosen: jax.Array, true_fn: Callable[[], Any], false_fn: Callable[[], Any]
 ) -> Any:
-  """Computes both branches of `cond`, then chooses between the results."""
+  """Computes both branches of `cond`, then chooses between the results.
+
+  Raises:
+    ValueError: If they return other structures or shapes.
+  """
   outputs, tried = [], []
   for branch in (true_fn, false_fn):
     with frames.frame('undecided') as opened:

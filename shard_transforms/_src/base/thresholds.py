@@ -82,10 +82,10 @@ _CPU_PROCESSES = dataclasses.replace(
 # XLA joins all-reduces by itself, where buffers cost temporary memory, but not
 # permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of 150. With
 # leaves of 120 kB, buffers take 2.6 times as long to compile, with those of 32
-# kB 1.5 times: python benchmarks/hardware.py v5e:2x4
+# kB 1.5 times. docs/measurements.md has the figures, which no command repeats.
 _TPU = Thresholds(slice_buffers=(Level(32 * 1024, 4 * 1024**2, 64),))
 
-# For GPUs, XLA joins all collectives: python benchmarks/hardware.py h100:1x8
+# For GPUs, XLA joins all collectives of these.
 _BY_PLATFORM = {'cpu': _CPU, 'tpu': _TPU}
 
 
