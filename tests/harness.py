@@ -1,0 +1,97 @@
+"""Trains over shards, in any mode, for tests that compare with one device."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import numpy as np
+import optax
+
+import modes
+import shard_transforms
+
+AXIS = modes.AXIS
+
+
+class Trained(NamedTuple):
+  """What a training gives on each shard.
+
+  Attributes:
+    params: The parameters after each call, [shards, calls, ...].
+    updates: The updates of each call, [shards, calls, ...].
+    state: The state after the last call, [shards, ...].
+  """
+
+  params: Any
+  updates: Any
+  state: Any
+
+
+def gradient(
+    loss: Callable[..., Any], axis_name: Any = AXIS, stacked: bool = False
+) -> Callable[[Any, Any], Any]:
+  """Returns what takes a shard's own gradient, or one of each tower."""
+
+  def grad(params, batch):
+    value_and_grad = shard_transforms.value_and_grad(loss, axis_name)
+    return value_and_grad(params, batch)[1]
+
+  return jax.vmap(grad, (None, 0)) if stacked else grad
+
+
+def train(
+    tx: Any,
+    params: Any,
+    batches: Any,
+    mode: str,
+    *,
+    grad: Callable[[Any, Any], Any],
+    extra_args: Callable[[Any, Any], dict[str, Any]] = lambda *_: {},
+    own_params: bool = False,
+    mapped: Callable[..., Any] | None = None,
+) -> Any:
+  """Trains on the batches of all shards, call by call, inside of a mapping.
+
+  Args:
+    tx: The transformation, or several by name, which one program trains alone.
+    params: The parameters at first, the same on all shards.
+    batches: A tree of batches [shards, calls, ...].
+    mode: One of `modes.NAMES`.
+    grad: Gives the gradient of parameters and a batch, as `gradient` does.
+    extra_args: Gives what `update` takes besides, of the state and the batch.
+    own_params: Whether the parameters of shards come to differ.
+    mapped: Maps a function in place of `modes.map_shards`.
+
+  Returns:
+    A `Trained`, or one for each name, on the host.
+  """
+
+  def train_one(tx, params, batches):
+    def call(carry, batch):
+      params, state = carry
+      grads = grad(params, batch)
+      updates, state = tx.update(
+          grads, state, params, **extra_args(state, batch)
+      )
+      params = optax.apply_updates(params, updates)
+      return (params, state), (params, updates)
+
+    if own_params:
+      params = shard_transforms.per_shard(params, AXIS)
+    (_, state), history = lax.scan(call, (params, tx.init(params)), batches)
+    return Trained(*history, state)
+
+  def train_all(params, batches):
+    if isinstance(tx, dict):
+      return {name: train_one(x, params, batches) for name, x in tx.items()}
+    return train_one(tx, params, batches)
+
+  num_shards = len(jax.tree.leaves(batches)[0])
+  fn = (mapped or modes.map_shards)(mode, train_all, num_shards)
+  return jax.device_get(fn(params, batches))
+
+
+def on_each_shard(tree: Any, num_shards: int = 8) -> Any:
+  """Returns what is the same on all shards, [shards, ...]."""
+  return jax.tree.map(lambda x: np.stack([x] * num_shards), tree)
