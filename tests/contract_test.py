@@ -80,8 +80,6 @@ class Row(NamedTuple):
     positive: Whether it is given positive updates: those that nearly cancel out
       would not have a result in few bits.
     tolerance: How far the result may be from what it is in many bits.
-    repeats: Whether most of the fast tests leave it out, because it is made of
-      transformations that have rows of their own.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
@@ -100,7 +98,6 @@ class Row(NamedTuple):
   aggregate: Callable[[np.ndarray], np.ndarray] | None = None
   positive: bool = False
   tolerance: float = 1e-6
-  repeats: bool = False
 
 
 def _of_present(tx):
@@ -153,7 +150,6 @@ ROWS = {
         per_shard=True,
         chained=True,
         refuser='reproducible.mean',
-        repeats=True,
     ),
     'reproducible.sum': Row(
         lambda inner, n: optax.chain(reproducible.sum(AXIS), inner),
@@ -161,7 +157,6 @@ ROWS = {
         chained=True,
         factor=SHARDS,
         refuser='reproducible.sum',
-        repeats=True,
     ),
     # Numbers of towers are powers of two.
     'reproducible.towers': Row(
@@ -204,7 +199,6 @@ ROWS = {
         per_shard=True,
         refuser='tower_reduce',
         cuts=True,
-        repeats=True,
     ),
     'drop_stale_of_shard_update': Row(
         lambda inner, n: drop_stale(
@@ -214,7 +208,6 @@ ROWS = {
         per_shard=True,
         refuser='drop_stale',
         cuts=True,
-        repeats=True,
     ),
     'tower_reduce': Row(
         lambda inner, n: tower_reduce(n, inner), towers='in turn'
@@ -223,14 +216,12 @@ ROWS = {
         lambda inner, n: optax.chain(tower_reduce(n), inner),
         towers='in turn',
         chained=True,
-        repeats=True,
     ),
     'tower_reduce_per_shard': Row(
         lambda inner, n: tower_reduce(n, _mean(inner), axis_name=AXIS),
         towers='in turn',
         per_shard=True,
         refuser='tower_reduce',
-        repeats=True,
     ),
     'tower_reduce_in_chain_per_shard': Row(
         lambda inner, n: optax.chain(
@@ -240,7 +231,6 @@ ROWS = {
         chained=True,
         per_shard=True,
         refuser='tower_reduce',
-        repeats=True,
     ),
     'reduce_towers': Row(
         lambda inner, n: reduce_towers(n, inner), towers='stacked'
@@ -249,13 +239,11 @@ ROWS = {
         lambda inner, n: optax.chain(reduce_towers(n), inner),
         towers='stacked',
         chained=True,
-        repeats=True,
     ),
     'reduce_towers_per_shard': Row(
         lambda inner, n: reduce_towers(n, _mean(inner)),
         towers='stacked',
         per_shard=True,
-        repeats=True,
     ),
     'drop_stale': Row(
         lambda inner, n: drop_stale(2, inner), takes_local_step=True
@@ -264,14 +252,12 @@ ROWS = {
         lambda inner, n: optax.chain(drop_stale(2), inner),
         takes_local_step=True,
         chained=True,
-        repeats=True,
     ),
     'drop_stale_per_shard': Row(
         lambda inner, n: drop_stale(2, _mean(inner), axis_name=AXIS),
         takes_local_step=True,
         per_shard=True,
         refuser='drop_stale',
-        repeats=True,
     ),
     'scale_by_staleness': Row(
         lambda inner, n: optax.chain(scale_by_staleness('inverse'), inner),
@@ -285,7 +271,6 @@ ROWS = {
         takes_local_step=True,
         per_shard=True,
         refuser='scale_by_staleness',
-        repeats=True,
     ),
     'compensate_delay': Row(
         lambda inner, n: optax.chain(
@@ -302,7 +287,6 @@ ROWS = {
         chained=True,
         refuser='compensate_delay',
         keeps=True,
-        repeats=True,
     ),
     # With rounds of one step, each of which the shards begin at one place.
     'local_updates': Row(
@@ -331,13 +315,11 @@ ROWS = {
         refuser='delay_updates',
         keeps=True,
         delays=True,
-        repeats=True,
     ),
     'tower_reduce_of_drop_stale': Row(
         lambda inner, n: tower_reduce(n, drop_stale(2, inner)),
         takes_local_step=True,
         towers='in turn',
-        repeats=True,
     ),
     'tower_reduce_of_drop_stale_per_shard': Row(
         lambda inner, n: tower_reduce(
@@ -347,7 +329,6 @@ ROWS = {
         towers='in turn',
         per_shard=True,
         refuser='tower_reduce',
-        repeats=True,
     ),
     'guard': Row(lambda inner, n: guard(inner, spikes=SPIKES)),
     'guard_per_shard': Row(
@@ -355,7 +336,6 @@ ROWS = {
         per_shard=True,
         refuser='guard',
         guards=True,
-        repeats=True,
     ),
     'guard_that_excludes': Row(
         lambda inner, n: guard(
@@ -471,36 +451,16 @@ GUARD_FIELDS = {
     'last_bad_step': jnp.int32,
     'max_consecutive': jnp.int32,
 }
-EACH_ROW = tuple(
-    cases.Repeated(name) if row.repeats else name for name, row in ROWS.items()
-)
-# Of transformations that have no others inside.
-SIMPLE_ROWS = (
-    *('clip_by_global_norm', 'compensate_delay', 'compressed_mean'),
-    *('cross_shard_mean', 'delay_updates', 'drop_stale', 'guard'),
-    *('guard_that_excludes', 'reduce_towers', 'scale_by_staleness'),
-    *('shard_update', 'tower_reduce'),
-)
-IN_COMBINATORS = (
-    *('cross_shard_mean', 'drop_stale', 'guard', 'shard_update'),
-    'tower_reduce',
+# Those that keep a value a shard need an axis for `init`.
+EACH_UNMAPPED_INIT = tuple(
+    name
+    for name, row in ROWS.items()
+    if not (row.cuts or row.guards or row.keeps)
+    and not (row.per_shard and row.towers == 'in turn')
 )
 EACH_OF_ANY_PARAMS = tuple(name for name, row in ROWS.items() if not row.moves)
 EACH_PER_SHARD = tuple(name for name, row in ROWS.items() if row.per_shard)
-# Those that keep a value a shard need an axis.
-EACH_UNMAPPED_INIT = tuple(
-    cases.Repeated(name) if row.repeats else name
-    for name, row in ROWS.items()
-    if not row.cuts
-    and not row.guards
-    and not row.keeps
-    and not (row.per_shard and row.towers == 'in turn')
-)
-EACH_STALE = tuple(
-    cases.Repeated(name) if row.repeats else name
-    for name, row in ROWS.items()
-    if row.takes_local_step
-)
+EACH_STALE = tuple(name for name, row in ROWS.items() if row.takes_local_step)
 EACH_ROW_AND_MODE = tuple(itertools.product(EACH_OF_ANY_PARAMS, modes.NAMES))
 
 
@@ -822,15 +782,10 @@ def placed_like(tree, like):
   return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), tree, like)
 
 
-def is_always_mapped(name, mode):
-  """Whether the fast tests have a row in a mode."""
-  return mode == 'shard_map' or name == 'cross_shard_mean'
-
-
 class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
-  @cases.parameters(*EACH_ROW_AND_MODE, always=is_always_mapped)
+  @cases.parameters(*EACH_ROW_AND_MODE)
   def test_keeps_its_promises(self, name, mode):
     row = ROWS[name]
     params = odd_params()
@@ -874,7 +829,7 @@ class MappedTest(parameterized.TestCase):
         )
         chex.assert_trees_all_equal(actual, expected, strict=True)
 
-  @cases.parameters(*EACH_ROW_AND_MODE, always=is_always_mapped)
+  @cases.parameters(*EACH_ROW_AND_MODE)
   def test_is_the_inner_transformation_at_one_shard_and_tower(self, name, mode):
     row = ROWS[name]
     # Exact products, so that it does not matter how the compiler fuses them.
@@ -904,10 +859,7 @@ class MappedTest(parameterized.TestCase):
 class CombinatorTest(parameterized.TestCase):
   """Promises inside the combinators of Optax."""
 
-  @cases.parameters(
-      *EACH_OF_ANY_PARAMS,
-      always=lambda name: name in IN_COMBINATORS,
-  )
+  @cases.parameters(*EACH_OF_ANY_PARAMS)
   def test_works_in_combinators(self, name):
     row = ROWS[name]
     tx = whole(row, optax.sgd(0.5))
@@ -953,7 +905,7 @@ class CombinatorTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
   """Promises about state between steps."""
 
-  @cases.parameters(*EACH_ROW)
+  @cases.parameters(*ROWS)
   def test_steps_donate_parameters_and_state(self, name):
     params, state = run_of(name).start()
 
@@ -967,7 +919,7 @@ class StateTest(parameterized.TestCase):
         jax.device_get((params, state)), straight(name), strict=True
     )
 
-  @cases.parameters(*EACH_ROW)
+  @cases.parameters(*ROWS)
   def test_trains_as_the_inner_transformation_on_the_means(self, name):
     row = ROWS[name]
     updates = expected_updates(row, shard_data(row, plain_params()))
@@ -982,19 +934,7 @@ class StateTest(parameterized.TestCase):
       expected = optax.apply_updates(expected, step)
     chex.assert_trees_all_close(params, expected, rtol=2e-6, atol=2e-6)
 
-  @cases.parameters(*EACH_ROW)
-  def test_state_is_a_tree_of_arrays(self, name):
-    params, state = halfway(name)
-
-    mapped = jax.tree.map(lambda x: placed_like(np.asarray(x), x), state)
-
-    self.assertEqual(jax.tree.structure(mapped), jax.tree.structure(state))
-    after = continue_run(name, params, mapped, range(HALF, CALLS))
-    chex.assert_trees_all_equal(
-        jax.device_get(after), straight(name), strict=True
-    )
-
-  @cases.parameters(*EACH_ROW)
+  @cases.parameters(*ROWS)
   def test_state_has_the_documented_fields(self, name):
     row = ROWS[name]
     fields = TOWER_FIELDS if row.towers == 'in turn' else {}
@@ -1011,7 +951,13 @@ class StateTest(parameterized.TestCase):
       self.assertEqual((field, value.dtype), (field, dtype))
       self.assertIn(value.shape, [(), (SHARDS,)])
 
-  @cases.parameters(*EACH_ROW, always=SIMPLE_ROWS.__contains__)
+  def assert_continues(self, name, params, state):
+    after = continue_run(name, params, state, range(HALF, CALLS))
+    chex.assert_trees_all_equal(
+        jax.device_get(after), straight(name), strict=True
+    )
+
+  @cases.parameters(*ROWS)
   def test_continues_from_the_bytes_of_flax(self, name):
     if ROWS[name].owns:
       # flax knows no static nodes; see docs/sharded_optimizer.md.
@@ -1027,17 +973,9 @@ class StateTest(parameterized.TestCase):
 
     self.assertEqual(jax.tree.structure(restored), jax.tree.structure(state))
     chex.assert_trees_all_equal(restored, state, strict=True)
-    after = continue_run(
-        name, params, placed_like(restored, state), range(HALF, CALLS)
-    )
-    chex.assert_trees_all_equal(
-        jax.device_get(after), straight(name), strict=True
-    )
+    self.assert_continues(name, params, placed_like(restored, state))
 
-  @cases.parameters(
-      *EACH_ROW,
-      always=lambda name: name in ('shard_update', 'guard_per_shard'),
-  )
+  @cases.parameters(*ROWS)
   def test_continues_from_a_checkpoint_of_orbax(self, name):
     params, state = halfway(name)
     target = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, state)
@@ -1051,37 +989,28 @@ class StateTest(parameterized.TestCase):
       restored = checkpointer.restore(f'{folder}/state', target)
 
     self.assertEqual(jax.tree.structure(restored), jax.tree.structure(state))
-    after = continue_run(name, params, restored, range(HALF, CALLS))
-    chex.assert_trees_all_equal(
-        jax.device_get(after), straight(name), strict=True
-    )
+    self.assert_continues(name, params, restored)
 
-  @cases.parameters(*EACH_ROW)
-  def test_makes_abstract_state_of_abstract_parameters(self, name):
+  @cases.parameters(*ROWS)
+  def test_makes_state_of_abstract_parameters(self, name):
     tx, start, *_ = run_of(name)
     _, state = start()
     abstract = jax.eval_shape(plain_params)
 
     if ROWS[name].per_shard:
       described = shard_transforms.init_state(tx, abstract, modes.mesh())
+      shardings = jax.tree.map(lambda x: x.sharding, state)
+      self.assertEqual(jax.tree.map(lambda x: x.sharding, described), shardings)
     else:
       described = jax.eval_shape(tx.init, abstract)
 
     chex.assert_trees_all_equal_structs(described, state)
     chex.assert_trees_all_equal_shapes_and_dtypes(described, state)
-    if ROWS[name].per_shard:
-      shardings = jax.tree.map(lambda x: x.sharding, state)
-      self.assertEqual(jax.tree.map(lambda x: x.sharding, described), shardings)
+    if name in EACH_UNMAPPED_INIT:
+      alone = tx.init(abstract)
+      chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
 
-  @cases.parameters(*EACH_UNMAPPED_INIT)
-  def test_makes_state_of_abstract_parameters(self, name):
-    tx = run_of(name).tx
-
-    state = tx.init(jax.eval_shape(plain_params))
-
-    chex.assert_trees_all_equal(state, tx.init(plain_params()), strict=True)
-
-  @cases.parameters(*EACH_ROW, always=SIMPLE_ROWS.__contains__)
+  @cases.parameters(*ROWS)
   def test_an_error_changes_nothing(self, name):
     run = run_of(name)
     params, state = halfway(name)
@@ -1094,16 +1023,13 @@ class StateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(
         jax.device_get((params, state)), before, strict=True
     )
-    after = continue_run(name, params, state, range(HALF, CALLS))
-    chex.assert_trees_all_equal(
-        jax.device_get(after), straight(name), strict=True
-    )
+    self.assert_continues(name, params, state)
 
 
 class RefusalTest(parameterized.TestCase):
   """Mistakes that every transformation refuses while tracing."""
 
-  @cases.product(name=EACH_ROW, dtype=('int32', 'bool'))
+  @cases.product(name=ROWS, dtype=('int32', 'bool'))
   def test_refuses_leaves_without_a_gradient(self, name, dtype):
     run = run_of(name)
     wrong = {**data_of(name, 0)}

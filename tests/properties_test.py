@@ -40,7 +40,7 @@ from shard_transforms.monitoring import track_divergence
 hypothesis.configuration.set_hypothesis_home_dir(os.devnull)
 
 AXIS = modes.AXIS
-SHARDS, TOWERS, TOKENS, FEATURES, CALLS = 8, 3, 7, 5, 10
+SHARDS, TOKENS, FEATURES, CALLS = 8, 7, 5, 10
 INT32 = np.iinfo(np.int32)
 
 SEEDS = strategies.integers(0, 2**16)
@@ -77,7 +77,7 @@ def mean_loss(w, x, y, num_tokens):
 
 
 @functools.cache
-def token_step(mode, towers):
+def token_step(towers):
   """Returns the update of a step over `towers`, 'in turn' or 'stacked'."""
   grad = shard_transforms.value_and_grad(mean_loss, AXIS)
   inner = mean_of(optax.identity())
@@ -97,7 +97,8 @@ def token_step(mode, towers):
     _, grads = jax.vmap(grad, (None, 0, 0, 0))(w, *own)
     return tx.update(grads, tx.init(w), w, weight=own[-1])[0]
 
-  return modes.map_shards(mode, in_turn if towers == 'in turn' else stacked)
+  step = in_turn if towers == 'in turn' else stacked
+  return modes.map_shards('shard_map', step)
 
 
 def token_mean(w, x, y, num_tokens):
@@ -107,102 +108,130 @@ def token_mean(w, x, y, num_tokens):
   return 2 * x.T @ (x @ w - y) / max(len(x), 1)
 
 
-class Weighted(NamedTuple):
-  """A transformation that takes weights.
+class Row(NamedTuple):
+  """A transformation that gives a multiple of the mean of what it is given.
 
   Attributes:
     tx: The transformation.
     towers: How the towers of a step arrive.
+    factor: What the result is, in means over all shards and towers.
     degree: The power of a factor of all weights that comes out as a factor.
+    stale: Whether it takes a local step.
   """
 
   tx: optax.GradientTransformationExtraArgs
   towers: Literal['one', 'in turn', 'stacked'] = 'one'
+  factor: float = 1.0
   degree: int = 0
+  stale: bool = False
 
 
-WEIGHTED = {
-    'cross_shard_mean': Weighted(cross_shard_mean(AXIS)),
-    'cross_shard_sum': Weighted(cross_shard_sum(AXIS), degree=1),
-    'shard_update': Weighted(shard_update(optax.sgd(0.5), AXIS)),
-    'drop_stale': Weighted(
-        drop_stale(0, mean_of(optax.sgd(0.5)), axis_name=AXIS)
-    ),
-    'tower_reduce': Weighted(
-        tower_reduce(TOWERS, mean_of(optax.identity()), axis_name=AXIS),
+IDENTITY, SGD = optax.identity(), optax.sgd(0.5)
+TOWERS = 2  # Of which a mean is exact.
+# A new transformation is a new row.
+ROWS = {
+    'cross_shard_mean': Row(cross_shard_mean(AXIS)),
+    'cross_shard_sum': Row(cross_shard_sum(AXIS), factor=SHARDS, degree=1),
+    'shard_update': Row(shard_update(SGD, AXIS), factor=-0.5),
+    'tower_reduce': Row(
+        tower_reduce(TOWERS, mean_of(SGD), axis_name=AXIS),
         'in turn',
+        factor=-0.5,
     ),
-    'tower_reduce to a sum': Weighted(
+    'tower_reduce to a sum': Row(
         tower_reduce(
             TOWERS,
-            mean_of(optax.identity()),
+            mean_of(IDENTITY),
             axis_name=AXIS,
             reduction='sum',
         ),
         'in turn',
+        factor=TOWERS,
         degree=1,
     ),
-    'tower_reduce of drop_stale': Weighted(
+    'tower_reduce of drop_stale of shard_update': Row(
         tower_reduce(
             TOWERS,
-            drop_stale(0, mean_of(optax.identity()), axis_name=AXIS),
+            drop_stale(0, shard_update(SGD, AXIS), axis_name=AXIS),
             axis_name=AXIS,
         ),
         'in turn',
+        factor=-0.5,
+        stale=True,
     ),
-    'drop_stale of scale_by_staleness': Weighted(
+    'reduce_towers': Row(reduce_towers(TOWERS, mean_of(IDENTITY)), 'stacked'),
+    'drop_stale': Row(
+        drop_stale(0, mean_of(IDENTITY), axis_name=AXIS), stale=True
+    ),
+    'drop_stale of scale_by_staleness': Row(
         drop_stale(
             1,
             scale_by_staleness(
-                'exponential',
-                mean_of(optax.identity()),
-                rate=1.0,
-                axis_name=AXIS,
+                'exponential', mean_of(IDENTITY), rate=1.0, axis_name=AXIS
             ),
             axis_name=AXIS,
-        )
+        ),
+        stale=True,
     ),
-    'guard': Weighted(guard(mean_of(optax.sgd(0.5)), AXIS, on_bad='exclude')),
-    'guard of shard_update': Weighted(
-        guard(shard_update(optax.sgd(0.5), AXIS), AXIS)
+    'guard': Row(
+        guard(
+            mean_of(SGD),
+            AXIS,
+            on_bad='exclude',
+            spikes=shard_transforms.SpikeRule(max_stds=3.0),
+        ),
+        factor=-0.5,
     ),
-    'reduce_towers': Weighted(
-        reduce_towers(TOWERS, mean_of(optax.identity())), 'stacked'
+    'guard of shard_update of clip_by_global_norm': Row(
+        guard(
+            shard_update(
+                optax.chain(
+                    clip_by_global_norm(1e6, AXIS, sharded=P(AXIS)), SGD
+                ),
+                AXIS,
+            ),
+            AXIS,
+        ),
+        factor=-0.5,
+    ),
+    'clip_by_global_norm of track_divergence': Row(
+        optax.chain(mean_of(clip_by_global_norm(1e6)), track_divergence(AXIS))
     ),
 }
-# Zero, or with room for a power of two that leaves all products normal.
-WEIGHTS = strategies.just(0.0) | strategies.floats(2**-10, 2**10, width=32)
-MAX_POWER = 70
 
 
 def at(tree, index):
   return jax.tree.map(lambda x: x[index], tree)
 
 
-def weighted_updates(params, own):
-  """Returns the results of all of `WEIGHTED` for one shard's towers."""
+def updates_of_rows(params, own):
+  """Returns what each row gives for one shard's towers."""
   updates, weights, local_steps = own
-  mean = functools.partial(shard_transforms.shard_mean, axis_name=AXIS)
-  results = {'shard_mean': mean(at(updates, 0), weight=weights[0])}
-  for name, (tx, towers, _) in WEIGHTED.items():
-    state = tx.init(params)
+  results = {}
+  for name, row in ROWS.items():
+    state = row.tx.init(params)
     calls = {'one': [0], 'in turn': range(TOWERS), 'stacked': [slice(None)]}
-    for i in calls[towers]:
-      # What `shard_update` hands to its optimizer must not differ by shard.
-      own_step = {'local_step': local_steps[i]} if 'drop' in name else {}
-      reduced, state = tx.update(
-          at(updates, i), state, weight=weights[i], **own_step
+    for i in calls[row.towers]:
+      given = {} if weights is None else {'weight': weights[i]}
+      if row.stale:
+        given['local_step'] = local_steps[i]
+      results[name], state = row.tx.update(
+          at(updates, i), state, params, **given
       )
-    results[name] = reduced
-    if 'drop_stale' in name:
+    if row.stale:
       counted = optax.tree_utils.tree_get(state, 'DropStaleState')
       results[f'counters of {name}'] = counted._replace(inner_state=())
   return results
 
 
+# Zero, or with room for a power of two that leaves all products normal.
+WEIGHTS = strategies.just(0.0) | strategies.floats(2**-10, 2**10, width=32)
+MAX_POWER = 70
+
+
 @functools.cache
-def weighted_step(mode):
-  step = modes.map_shards(mode, weighted_updates)
+def weighted_step():
+  step = modes.map_shards('shard_map', updates_of_rows)
   params = jax.tree.map(lambda x: jnp.zeros_like(x[0, 0]), draw_updates(0))
   return functools.partial(step, params)
 
@@ -219,36 +248,28 @@ def draw_updates(seed):
 
 
 class ValuesTest(parameterized.TestCase):
-  """Properties of values, in every mode."""
+  """Properties of values."""
 
-  @cases.product(
-      mode=modes.NAMES,
-      towers=('in turn', 'stacked'),
-      always=lambda mode, towers: (mode, towers)
-      in (('shard_map', 'in turn'), ('vmap', 'stacked')),
-  )
+  @cases.parameters('in turn', 'stacked')
   @hypothesis.given(
       num_tokens=each((SHARDS, TOWERS), strategies.integers(0, TOKENS)),
       seed=SEEDS,
   )
   @examples(20)
-  def test_any_split_of_tokens_gives_their_mean(
-      self, mode, towers, num_tokens, seed
-  ):
+  def test_any_split_of_tokens_gives_their_mean(self, towers, num_tokens, seed):
     rng = np.random.default_rng(seed)
     w = rng.normal(size=FEATURES).astype(np.float32)
     lead = SHARDS, TOWERS, TOKENS
     x = rng.normal(size=(*lead, FEATURES)).astype(np.float32)
     y = rng.normal(size=lead).astype(np.float32)
 
-    updates = token_step(mode, towers)(w, (x, y, num_tokens.astype(np.int32)))
+    updates = token_step(towers)(w, (x, y, num_tokens.astype(np.int32)))
 
     expected = token_mean(w, x, y, num_tokens)
     np.testing.assert_allclose(
         updates, np.tile(expected, (SHARDS, 1)), rtol=1e-4, atol=1e-5
     )
 
-  @cases.parameters(*modes.MODES)
   @hypothesis.given(
       order=strategies.permutations(range(SHARDS)),
       weights=each((SHARDS, TOWERS), strategies.integers(0, 9)),
@@ -256,11 +277,10 @@ class ValuesTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(20)
-  @pytest.mark.slow
   def test_the_order_of_shards_changes_only_rounding(
-      self, mode, order, weights, local_steps, seed
+      self, order, weights, local_steps, seed
   ):
-    step = weighted_step(mode)
+    step = weighted_step()
     own = (
         draw_updates(seed),
         weights.astype(np.float32),
@@ -281,25 +301,23 @@ class ValuesTest(parameterized.TestCase):
           atol=0 if exact else 1e-4,
       )
 
-  @cases.parameters(*modes.MODES)
   @hypothesis.given(
       power=strategies.integers(-MAX_POWER, MAX_POWER),
       weights=each((SHARDS, TOWERS), WEIGHTS, np.float32),
       seed=SEEDS,
   )
   @examples(20)
-  @pytest.mark.slow
   def test_a_power_of_two_in_all_weights_changes_no_bit(
-      self, mode, power, weights, seed
+      self, power, weights, seed
   ):
-    step = weighted_step(mode)
+    step = weighted_step()
     updates = draw_updates(seed)
     local_steps = np.zeros((SHARDS, TOWERS), np.int32)
 
     scaled = step((updates, np.ldexp(weights, power), local_steps))
 
     expected = jax.device_get(step((updates, weights, local_steps)))
-    for name, row in WEIGHTED.items():
+    for name, row in ROWS.items():
       factor = 2.0 ** (power * row.degree)
       expected[name] = jax.tree.map(
           lambda x, f=factor: x * x.dtype.type(f), expected[name]
@@ -325,11 +343,11 @@ def model_of_drop_stale(staleness, calls):
 
 
 @functools.cache
-def stale_step(staleness, mode):
-  """Returns a function of calls; `mode` is `None` for a single stream."""
+def stale_step(staleness, over_shards):
+  """Returns a function of calls, of a single stream or of shards."""
   inner = optax.sgd(1.0, momentum=0.5)
   tx = drop_stale(staleness, inner)
-  if mode is not None:
+  if over_shards:
     # A sum, because a mean of any number of shards is not exact.
     inner = optax.chain(cross_shard_sum(AXIS), inner)
     tx = drop_stale(staleness, inner, axis_name=AXIS)
@@ -344,7 +362,7 @@ def stale_step(staleness, mode):
 
     return lax.scan(one_call, tx.init(jnp.float32(0)), calls)[1]
 
-  return jax.jit(run) if mode is None else modes.map_shards(mode, run)
+  return modes.map_shards('shard_map', run) if over_shards else jax.jit(run)
 
 
 def local_steps_of(ages):
@@ -367,26 +385,26 @@ class DropStaleTest(parameterized.TestCase):
     local_steps, weights = local_steps_of(ages), np.ones(CALLS, np.float32)
     calls = local_steps, weights, updates.astype(np.float32)
 
-    history = stale_step(staleness, None)(0.0, calls)
+    history = stale_step(staleness, False)(0.0, calls)
 
     by_call = np.stack(calls, -1).astype(np.float64)[:, None]
     expected = model_of_drop_stale(staleness, by_call.tolist())
     np.testing.assert_array_equal(np.stack(history, -1), list(expected))
 
-  @cases.product(mode=modes.MODES, staleness=(0, 2))
+  @cases.parameters(0, 2)
   @hypothesis.given(
       ages=each((SHARDS, CALLS), AGES),
       weights=each((SHARDS, CALLS), strategies.integers(0, 2)),
       seed=SEEDS,
   )
   @examples(15)
-  def test_shards_are_as_the_model(self, mode, staleness, ages, weights, seed):
+  def test_shards_are_as_the_model(self, staleness, ages, weights, seed):
     updates = np.random.default_rng(seed).integers(-8, 9, (SHARDS, CALLS))
     # What has no weight must not count, whatever it is.
     updates = np.where(weights > 0, updates, np.nan).astype(np.float32)
     calls = local_steps_of(ages), weights.astype(np.float32), updates
 
-    history = stale_step(staleness, mode)(0.0, calls)
+    history = stale_step(staleness, True)(0.0, calls)
 
     by_call = np.stack(calls, -1).astype(np.float64).swapaxes(0, 1)
     expected = list(model_of_drop_stale(staleness, by_call.tolist()))
@@ -466,109 +484,12 @@ TREES = strategies.recursive(
 )
 
 
-class Row(NamedTuple):
-  """A transformation that gives a multiple of the mean of what it is given.
-
-  Attributes:
-    tx: The transformation.
-    towers: How the towers of a step arrive.
-    factor: What the result is, in means over all shards and towers.
-    summed: Whether the result is a sum over the shards instead.
-  """
-
-  tx: optax.GradientTransformationExtraArgs
-  towers: Literal['one', 'in turn', 'stacked'] = 'one'
-  factor: float = 1.0
-  summed: bool = False
-
-
-IDENTITY, SGD = optax.identity(), optax.sgd(0.5)
-FEW = 2  # Towers, of which a mean is exact.
-# A new transformation is a new row.
-ROWS = {
-    'cross_shard_mean': Row(cross_shard_mean(AXIS)),
-    'cross_shard_sum': Row(cross_shard_sum(AXIS), summed=True),
-    'shard_update': Row(shard_update(IDENTITY, AXIS)),
-    'shard_update of sgd': Row(shard_update(SGD, AXIS), factor=-0.5),
-    'tower_reduce of one': Row(
-        tower_reduce(1, mean_of(IDENTITY), axis_name=AXIS)
-    ),
-    'tower_reduce': Row(
-        tower_reduce(FEW, mean_of(SGD), axis_name=AXIS), 'in turn', factor=-0.5
-    ),
-    'tower_reduce in a chain': Row(
-        optax.chain(mean_of(tower_reduce(FEW)), SGD), 'in turn', factor=-0.5
-    ),
-    'tower_reduce of drop_stale of shard_update': Row(
-        tower_reduce(
-            FEW,
-            drop_stale(0, shard_update(SGD, AXIS), axis_name=AXIS),
-            axis_name=AXIS,
-        ),
-        'in turn',
-        factor=-0.5,
-    ),
-    'reduce_towers': Row(reduce_towers(FEW, mean_of(IDENTITY)), 'stacked'),
-    'drop_stale': Row(drop_stale(0, mean_of(IDENTITY), axis_name=AXIS)),
-    'drop_stale in a chain': Row(mean_of(drop_stale(0))),
-    'guard': Row(
-        guard(
-            mean_of(SGD),
-            AXIS,
-            on_bad='exclude',
-            spikes=shard_transforms.SpikeRule(max_stds=3.0),
-        ),
-        factor=-0.5,
-    ),
-    'clip_by_global_norm of track_divergence': Row(
-        optax.chain(mean_of(clip_by_global_norm(1e6)), track_divergence(AXIS))
-    ),
-    'guard of shard_update of clip_by_global_norm': Row(
-        guard(
-            shard_update(
-                optax.chain(
-                    clip_by_global_norm(1e6, AXIS, sharded=P(AXIS)), SGD
-                ),
-                AXIS,
-            ),
-            AXIS,
-        ),
-        factor=-0.5,
-    ),
-}
-
-
-def updates_of_rows(params, own):
-  """Returns what each row gives for one shard's towers."""
-  results = {}
-  for name, row in ROWS.items():
-    state = row.tx.init(params)
-    calls = {'one': [0], 'in turn': range(FEW), 'stacked': [slice(None)]}
-    for i in calls[row.towers]:
-      results[name], state = row.tx.update(
-          at(own, i), state, params, local_step=0
-      )
-  return results
-
-
-def run_rows(mode, updates, num_shards):
-  """Returns what each row gives on each shard [shards, ...]."""
-  # A tree without leaves tells no number of shards.
-  own = updates, np.arange(num_shards)
-  params = jax.tree.map(lambda x: np.zeros_like(x[0, 0]), updates)
-  step = modes.map_shards(
-      mode, lambda params, own: updates_of_rows(params, own[0]), num_shards
-  )
-  return jax.device_get(step(params, own))
-
-
-def expected_of_rows(updates, num_shards):
-  """Returns the same, computed with NumPy."""
+def expected_of_rows(updates):
+  """Returns what each row gives for updates without weights, by NumPy."""
 
   def mean(row, x):
     counted = x[:, :1] if row.towers == 'one' else x
-    factor = row.factor * (num_shards if row.summed else 1)
-    mean = factor * np.float64(counted).mean((0, 1))
+    mean = row.factor * np.float64(counted).mean((0, 1))
     return np.broadcast_to(mean, x[:, 0].shape).astype(x.dtype)
 
   return {
@@ -580,23 +501,6 @@ def expected_of_rows(updates, num_shards):
 class TreesTest(parameterized.TestCase):
   """Every transformation on trees of any kind, in a mode that is drawn too."""
 
-  @pytest.mark.slow
-  @hypothesis.given(tree=TREES, mode=ANY_MODE)
-  @examples(8)
-  def test_trees_pass_unchanged_at_one_shard(self, tree, mode):
-    rng = np.random.default_rng(0)
-    updates = jax.tree.map(
-        lambda x: rng.normal(size=(1, 1, *x.shape)).astype(x.dtype), tree
-    )
-    # The same in all towers.
-    updates = jax.tree.map(lambda x: x.repeat(FEW, axis=1), updates)
-
-    actual = run_rows(mode, updates, num_shards=1)
-
-    chex.assert_trees_all_equal(
-        actual, expected_of_rows(updates, num_shards=1), strict=True
-    )
-
   @hypothesis.given(tree=TREES, mode=ANY_MODE)
   @examples(10)
   @pytest.mark.slow
@@ -605,13 +509,16 @@ class TreesTest(parameterized.TestCase):
     rng = np.random.default_rng(0)
     updates = jax.tree.map(
         lambda x: (
-            SHARDS * FEW * rng.integers(-2, 3, (SHARDS, FEW, *x.shape))
+            SHARDS * TOWERS * rng.integers(-2, 3, (SHARDS, TOWERS, *x.shape))
         ).astype(x.dtype),
         tree,
     )
+    params = jax.tree.map(lambda x: np.zeros_like(x[0, 0]), updates)
+    # A tree without leaves tells no number of shards.
+    local_steps = np.zeros((SHARDS, TOWERS), np.int32)
 
-    actual = run_rows(mode, updates, SHARDS)
+    step = modes.map_shards(mode, updates_of_rows)
+    actual = jax.device_get(step(params, (updates, None, local_steps)))
 
-    chex.assert_trees_all_equal(
-        actual, expected_of_rows(updates, SHARDS), strict=True
-    )
+    actual = {name: actual[name] for name in ROWS}
+    chex.assert_trees_all_equal(actual, expected_of_rows(updates), strict=True)
