@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import cases
 from shard_transforms._src.tf1 import optimizers
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
@@ -20,14 +19,6 @@ TERMS = {
     'half_squared_error': lambda v, target: 0.5 * jnp.sum((v - target) ** 2),
     'sparse_rows': lambda e, rows: jnp.sum(e[rows['ids']] * rows['grads']),
 }
-
-
-def named(ids, always=None):
-  """Gives a test each tape, and the fast tests those with these numbers."""
-  if always is None:
-    return cases.parameters(*ids)
-  numbers = {f'{number:03}' for number in always}
-  return cases.parameters(*ids, always=lambda i: i.split('-')[2] in numbers)
 
 
 def assert_close(actual, expected):

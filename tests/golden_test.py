@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import golden_tapes
@@ -205,7 +204,7 @@ def sum_of_contributions(tape, step, group):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @golden_tapes.named(CROSS_SHARD, always=(*range(9), 12, 14, 23, 44, 50))
+  @cases.parameters(*CROSS_SHARD)
   def test_replays(self, case):
     tape = CROSS_SHARD[case]
     n, groups = tape['num_shards'], tape['groups']
@@ -339,8 +338,7 @@ class TowerTest(parameterized.TestCase):
       (after,) = recorded['after']
       self.check(tape, params, state, after)
 
-  @golden_tapes.named(TOWERS | DENSE_TOWERS)
-  @pytest.mark.slow_after(20)
+  @cases.parameters(*(TOWERS | DENSE_TOWERS))
   def test_replays_towers_in_turn(self, case):
     tape = (TOWERS | DENSE_TOWERS)[case]
     reduction, prepare = tower_reduction(tape)
@@ -364,7 +362,7 @@ class TowerTest(parameterized.TestCase):
 
     self.replay(tape, tx, run_step)
 
-  @golden_tapes.named(TOWERS | DENSE_TOWERS, always=(*range(5), 23, 47, 48, 53))
+  @cases.parameters(*(TOWERS | DENSE_TOWERS))
   def test_replays_stacked_towers(self, case):
     tape = (TOWERS | DENSE_TOWERS)[case]
     reduction, prepare = tower_reduction(tape)
@@ -397,7 +395,7 @@ class TowerTest(parameterized.TestCase):
 
 class DropStaleTest(parameterized.TestCase):
 
-  @golden_tapes.named(DROP_STALE)
+  @cases.parameters(*DROP_STALE)
   def test_replays(self, case):
     tape = DROP_STALE[case]
     tx = shard_transforms.drop_stale(tape['staleness'], inner_optimizer(tape))
@@ -476,14 +474,6 @@ class CoverageTest(parameterized.TestCase):
     self.assertCountEqual(
         [*CROSS_SHARD, *TOWERS, *DROP_STALE, *NOT_EXPRESSIBLE], recorded
     )
-
-  @cases.parameters(*NOT_STEPS)
-  def test_listed_file_exists_and_holds_no_steps(self, name):
-    tapes = golden_tapes.read(name)
-
-    self.assertNotEmpty(tapes)
-    for tape in tapes.values():
-      self.assertNoCommonElements(tape, ['steps', 'events'])
 
   def test_every_field_is_known(self):
     tapes = golden_tapes.read('*_*.json').values()
