@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import compressions
@@ -57,32 +56,6 @@ def state_of(state):
 
 class GateTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_guard_keeps_nan_out_of_residuals(self, mode):
-    data = compressions.make_data(8, 10, PARAMS)
-    clean = jax.tree.map(np.copy, data)
-    is_bad = np.random.default_rng(1).random((8, 10)) < 0.2
-    is_bad[:, 4] = True
-    data['w'][is_bad, 3, 2] = np.nan
-    guarded = {
-        name: shard_transforms.guard(tx, AXIS, on_bad='exclude', min_shards=1)
-        for name, tx in LINKS.items()
-    }
-
-    found = compressions.run(guarded, mode, data, PARAMS)
-
-    counts = (~is_bad).astype(np.float64)
-    share = counts / np.maximum(counts.sum(0), 1)
-    means = np.einsum('nt,ntij->tij', share, clean['w'])
-    for name, (updates, state) in found.items():
-      with self.subTest(name):
-        state = state_of(state)
-        self.assertIsNone(state.health_problem())
-        total = updates['w'][0].astype(np.float64).sum(0) + held_back(state)
-        np.testing.assert_allclose(total, means.sum(0), atol=3e-5)
-        np.testing.assert_array_equal(updates['w'][:, 4], 0)
-
-  @pytest.mark.slow
   def test_guard_that_skips_leaves_the_residuals(self):
     data = compressions.make_data(8, 2, PARAMS)
     data['w'][5, 1] = np.nan
@@ -104,19 +77,16 @@ class GateTest(parameterized.TestCase):
           atol=1e-6,
       )
 
-  @cases.parameters(*LINKS)
-  @pytest.mark.slow_after(1)
-  def test_without_a_guard_a_nan_is_found(self, name):
+  def test_without_a_guard_a_nan_is_found(self):
     data = compressions.make_data(8, 2, PARAMS)
     data['w'][5, 0] = np.nan
 
-    some = {name: LINKS[name]}
-    _, state = compressions.run(some, 'vmap', data, PARAMS)[name]
+    found = compressions.run(LINKS, 'vmap', data, PARAMS)
 
-    with self.assertRaisesRegex(RuntimeError, 'not finite.*guard'):
-      check_health(state)
+    for _, state in found.values():
+      with self.assertRaisesRegex(RuntimeError, 'not finite.*guard'):
+        check_health(state)
 
-  @pytest.mark.slow
   def test_towers_are_one_update(self):
     data = compressions.make_data(8, 6, PARAMS)
     pairs = jax.tree.map(
@@ -137,59 +107,18 @@ class GateTest(parameterized.TestCase):
       )
       self.assertEqual(state_of(state).step[0], 3)
 
-  @pytest.mark.slow
-  def test_stale_shards_keep_what_they_hold_back(self):
-    data = compressions.make_data(8, 8, PARAMS)
-    is_stale = np.random.default_rng(1).random((8, 8)) < 0.3
-
-    def shard(params, own):
-      def one(tx):
-        tx = shard_transforms.drop_stale(1, tx, axis_name=AXIS)
-
-        def step(state, inputs):
-          grads, is_stale = inputs
-          local_step = state.global_step - jnp.where(is_stale, 3, 0)
-          updates, state = tx.update(
-              grads, state, params, local_step=local_step
-          )
-          return state, updates
-
-        state, updates = lax.scan(step, tx.init(params), own)
-        return updates, state
-
-      return {name: one(tx) for name, tx in LINKS.items()}
-
-    mapped = modes.map_shards('shard_map', shard)
-    found = jax.device_get(mapped(PARAMS, (data, is_stale)))
-
-    counts = (~is_stale).astype(np.float64)
-    self.assertGreater(counts.sum(0).min(), 0)
-    means = np.einsum('nt,ntij->tij', counts / counts.sum(0), data['w'])
-    for updates, state in found.values():
-      total = updates['w'][0].astype(np.float64).sum(0)
-      total += held_back(state_of(state))
-      np.testing.assert_allclose(total, means.sum(0), atol=3e-5)
-
-
-class LongRunTest(parameterized.TestCase):
-
-  @cases.product(
-      num_shards=(8, 3, 1),
-      mode=modes.NAMES,
-      always=lambda num_shards, mode: (num_shards, mode) == (8, 'vmap'),
-  )
-  @pytest.mark.slow
-  def test_200_steps_lose_nothing(self, num_shards, mode):
+  def test_stale_and_bad_shards_lose_nothing_in_60_steps(self):
+    num_shards, steps = 8, 60
     links = {
         name: compression.compressed_mean(AXIS, x, min_elements=64)
         for name, x in compressions.COMPRESSORS.items()
     } | {'power_sgd': LINKS['power_sgd']}
-    data = compressions.make_data(num_shards, 200, PARAMS)
+    data = compressions.make_data(num_shards, steps, PARAMS)
     clean = data['w'].astype(np.float64)
     rng = np.random.default_rng(1)
-    weight = rng.choice([0, 0.5, 1, 7], (num_shards, 200)).astype(np.float32)
-    is_stale, is_bad = rng.random((2, num_shards, 200)) < 0.2
-    is_stale[:, 100] = True
+    weight = rng.choice([0, 0.5, 1, 7], (num_shards, steps)).astype(np.float32)
+    is_stale, is_bad = rng.random((2, num_shards, steps)) < 0.2
+    is_stale[:, 30] = True
     data['w'][is_bad, 3, 2] = np.nan
 
     def shard(params, own):
@@ -210,7 +139,7 @@ class LongRunTest(parameterized.TestCase):
 
       return {name: one(tx) for name, tx in links.items()}
 
-    mapped = modes.map_shards(mode, shard, num_shards)
+    mapped = modes.map_shards('shard_map', shard)
     found = jax.device_get(mapped(PARAMS, (data, weight, is_stale)))
 
     counts = np.where(is_stale | is_bad, 0, weight).astype(np.float64)
@@ -221,12 +150,11 @@ class LongRunTest(parameterized.TestCase):
         total = updates['w'][0].astype(np.float64).sum(0) + held_back(state)
         error = np.linalg.norm(total - means.sum(0)) / np.linalg.norm(means)
         self.assertLess(error, 1e-5)
-        np.testing.assert_array_equal(updates['w'][:, 100], 0)
+        np.testing.assert_array_equal(updates['w'][:, 30], 0)
 
 
 class PartTest(parameterized.TestCase):
 
-  @pytest.mark.slow
   def test_masked_leaves_stay(self):
     data = compressions.make_data(8, 2, PARAMS)
     masked = {
@@ -234,8 +162,8 @@ class PartTest(parameterized.TestCase):
         for name, tx in LINKS.items()
     }
 
-    found = compressions.run(masked, 'shard_map_unchecked', data, PARAMS)
-    alone = compressions.run(LINKS, 'shard_map_unchecked', data, PARAMS)
+    found = compressions.run(masked, 'shard_map', data, PARAMS)
+    alone = compressions.run(LINKS, 'shard_map', data, PARAMS)
 
     for name, (updates, _) in found.items():
       np.testing.assert_array_equal(updates['b'], data['b'])
@@ -272,12 +200,8 @@ class PartTest(parameterized.TestCase):
     self.assertEqual(rank, 1)
     self.assertLen(jax.tree.leaves(state_of(state).residual), 1)
 
-  @cases.product(
-      name=tuple(LINKS),
-      check_vma=(True, False),
-      always=lambda name, check_vma: name.endswith('sign') and check_vma,
-  )
-  def test_parameters_over_a_model_axis(self, name, check_vma):
+  @cases.parameters(*LINKS)
+  def test_parameters_over_a_model_axis(self, name):
     tx = LINKS[name]
     params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros((12, 16))}
     in_specs = {'w': P('model'), 'v': P()}
@@ -302,7 +226,6 @@ class PartTest(parameterized.TestCase):
         mesh=mesh,
         in_specs=(in_specs, specs, {'w': P(AXIS, None, 'model'), 'v': P(AXIS)}),
         out_specs=({'w': P(None, 'model'), 'v': P()}, specs),
-        check_vma=check_vma,
     )
     updates, after = jax.jit(mapped)(params, state, data)
 

@@ -121,18 +121,17 @@ def train(step, carry, batches, scans):
   return carry
 
 
+def sent_by(step, *args):
+  """Returns the kinds of collectives that the compiler inserts."""
+  report = monitoring.wire_report(jax.jit(step), *args, compiled=True)
+  return {c.primitive for c in report.collectives}
+
+
 class PlainJitTest(parameterized.TestCase):
 
-  @cases.product(
-      gate=GATES,
-      kind=['Auto', 'Explicit'],
-      scans=[False, True],
-      always=lambda gate, kind, scans: (
-          gate.endswith('nested') and (kind == 'Explicit') == scans
-      ),
-  )
-  def test_trains_as_one_device_does(self, gate, kind, scans):
-    mesh = make_mesh(kind)
+  @cases.product(gate=GATES, kind=['Auto', 'Explicit'])
+  def test_trains_as_one_device_does(self, gate, kind):
+    mesh, scans = make_mesh(kind), kind == 'Explicit'
     tx = GATES[gate](mesh)
     params = {
         name: jax.device_put(x, NamedSharding(mesh, SPECS[name]))
@@ -146,6 +145,8 @@ class PlainJitTest(parameterized.TestCase):
     with jax.set_mesh(mesh):
       state = jax.jit(tx.init)(params)
       step = make_step(gate, tx)
+      first = batches[0], LOCAL_STEPS[0]
+      sent = sent_by(step, (params, state), first)
       after = train(step, (params, state), batches, scans)
 
     tx = GATES[gate](make_mesh('Auto', (1, 1)))
@@ -159,28 +160,8 @@ class PlainJitTest(parameterized.TestCase):
       for name, param in params.items():
         if leaf.shape == param.shape:
           self.assertEqual(leaf.sharding.spec, SPECS[name])
-
-  @cases.product(
-      gate=GATES,
-      kind=['Auto', 'Explicit'],
-      always=lambda gate, kind: gate.endswith('nested') and kind == 'Auto',
-  )
-  def test_no_parameter_and_no_state_is_gathered(self, gate, kind):
-    mesh = make_mesh(kind)
-    tx = GATES[gate](mesh)
-    params = {
-        name: jax.device_put(x, NamedSharding(mesh, SPECS[name]))
-        for name, x in make_params().items()
-    }
-    x = jax.device_put(BATCHES[0], NamedSharding(mesh, P('data')))
-    step = jax.jit(make_step(gate, tx), donate_argnums=0)
-
-    with jax.set_mesh(mesh):
-      carry = params, jax.jit(tx.init)(params)
-      report = monitoring.wire_report(step, carry, (x, 0), compiled=True)
-
-    sent = {c.primitive for c in report.collectives}
-    # Gradients, losses, whether all of them are finite, and checksums.
+    # No parameter and no state is gathered. What is sent: gradients, losses,
+    # whether all of them are finite, and checksums.
     self.assertContainsSubset(sent, {'psum', 'pmax'})
     self.assertEqual('pmax' in sent, 'track_divergence' in gate)
 
@@ -284,39 +265,16 @@ def linen_train_state(tx):
   )
 
 
-def apply_gradients(tx):
-  """Returns the same, with the step of `TrainState` itself."""
-  state, _ = linen_train_state(tx)
-
-  def step(state, batch):
-
-    def loss(params):
-      return mean_of_squares(state.apply_fn(params, batch[0]))
-
-    return state.apply_gradients(grads=jax.grad(loss)(state.params)), ()
-
-  return state, step
-
-
 class FlaxTest(parameterized.TestCase):
 
   @cases.product(
-      framework=(
-          *(nnx_optimizer, cases.Repeated(linen_train_state)),
-          cases.Repeated(apply_gradients),
-      ),
-      kind=['Auto', cases.Repeated('Explicit')],
-      scans=[False, cases.Repeated(True)],
+      framework=(nnx_optimizer, linen_train_state), kind=['Auto', 'Explicit']
   )
-  def test_trains_as_one_device_does(self, framework, kind, scans):
-    mesh = make_mesh(kind)
+  def test_trains_as_one_device_does(self, framework, kind):
+    mesh, scans = make_mesh(kind), kind == 'Explicit'
 
     def make(mesh):
-      inner = tracked_by_shape(mesh)
-      if framework is apply_gradients:
-        inner = shard_transforms.guard(inner)
-        return framework(shard_transforms.tower_reduce(2, inner))
-      return framework(nested(inner))
+      return framework(nested(tracked_by_shape(mesh)))
 
     start, step = make(mesh)
 
@@ -328,9 +286,7 @@ class FlaxTest(parameterized.TestCase):
 
     state = jax.tree.map(place, start)
     with jax.set_mesh(mesh):
-      report = monitoring.wire_report(
-          jax.jit(step), state, (batches[0], 0), compiled=True
-      )
+      sent = sent_by(step, state, (batches[0], LOCAL_STEPS[0]))
       after = train(step, state, batches, scans)
 
     one, step = make(make_mesh('Auto', (1, 1)))
@@ -344,5 +300,4 @@ class FlaxTest(parameterized.TestCase):
     )
     for leaf in jax.tree.leaves(after):
       self.assertEqual(leaf.sharding.spec, kernel_spec(leaf))
-    sent = {c.primitive for c in report.collectives}
     self.assertEqual(sent, {'psum', 'pmax'})

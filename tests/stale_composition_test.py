@@ -1,7 +1,6 @@
 """Which staleness transformations nest in which: a table of the documents."""
 
 import pathlib
-import re
 
 from absl.testing import parameterized
 import chex
@@ -16,8 +15,7 @@ import modes
 import shard_transforms as st
 
 AXIS = modes.AXIS
-DOCS = pathlib.Path(__file__).parents[1] / 'docs'
-DOCUMENT, GUIDE = DOCS / 'composing.md', DOCS / 'stale_gradients.md'
+DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
 PARAMS = {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(2)}
 SGD = optax.sgd(0.1, momentum=0.9)
 
@@ -92,41 +90,6 @@ class CompositionTest(parameterized.TestCase):
     line = '| ' + ' | '.join([row, *found]) + ' |'
     self.assertIn(f'\n{line}\n', DOCUMENT.read_text())
 
-  def test_the_table_has_no_other_rows(self):
-    (table,) = re.findall(
-        r'\n\| \| in `drop_stale` .*\n\|---.*\n((?:\|.*\n)+)',
-        DOCUMENT.read_text(),
-    )
-
-    self.assertLen(table.splitlines(), len(ROWS))
-
-  def test_the_example_trains(self):
-    text = GUIDE.read_text().partition('## All together')[2]
-    code = re.findall(r'```python\n(.*?)```', text, re.DOTALL)[0]
-    scope = {'st': st, 'optax': optax}
-    exec(code.partition('mesh = ')[0], scope)
-    tx = scope['tx']
-
-    def shard(params, own):
-      grads, step_read = own
-      return tx.update(
-          grads,
-          tx.init(params),
-          params,
-          local_step=step_read,
-          read_params=params,
-      )[0]
-
-    grads = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
-    steps = -np.arange(8, dtype=np.int32)
-    updates = modes.map_shards('shard_map', shard)(jnp.zeros(5), (grads, steps))
-
-    weights = 1 / np.maximum(np.arange(8.0), 1)
-    mean = np.average(grads, axis=0, weights=weights)
-    np.testing.assert_allclose(
-        updates, np.tile(-1e-3 * np.sign(mean), (8, 1)), rtol=1e-3
-    )
-
   def test_both_global_steps_are_found(self):
     tx = build('`scale_by_staleness` with `inner`', 'in `drop_stale`')
     state = tx.init(PARAMS)
@@ -142,15 +105,14 @@ class PlainJitTest(parameterized.TestCase):
   """Without a mapping, where gradients are global."""
 
   @cases.product(
-      kind=('Auto', cases.Repeated('Explicit')),
       tx=(
           st.scale_by_staleness(lambda age: 1.0 + 0 * age),
           st.compensate_delay(2.0, decay=0.95),
           st.delay_updates(1),
-      ),
+      )
   )
-  def test_keeps_what_is_sharded(self, kind, tx):
-    mesh = jax.make_mesh((8,), (AXIS,), (jax.sharding.AxisType[kind],))
+  def test_keeps_what_is_sharded(self, tx):
+    mesh = jax.make_mesh((8,), (AXIS,), (jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, P(None, AXIS))
     params = np.arange(16.0, dtype=np.float32).reshape(2, 8)
 
