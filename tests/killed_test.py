@@ -1,7 +1,6 @@
 """The main job, killed, stopped or out of disk, resumes to the bit."""
 
 import functools
-import json
 import os
 import pathlib
 import random
@@ -20,8 +19,6 @@ import numpy as np
 import orbax.checkpoint
 import psutil
 import pytest
-
-import cases
 
 SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
 NUM_KILLS = 4
@@ -114,12 +111,6 @@ def read(folder):
   return states
 
 
-def flip(data):
-  """Returns the data with another bit in the middle."""
-  middle = len(data) // 2
-  return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
 @pytest.mark.slow
 class KilledTest(parameterized.TestCase):
 
@@ -172,7 +163,6 @@ class KilledTest(parameterized.TestCase):
     chex.assert_trees_all_equal(read(self.folder), read(folder), strict=True)
     self.assertEmpty(half_written(self.folder))
 
-  @pytest.mark.repeated(8)
   def test_is_killed_again_and_again_and_ends_with_the_same_bits(self):
     rng = random.Random(0)
     never_killed(*TWO_PROCESSES)
@@ -197,7 +187,6 @@ class KilledTest(parameterized.TestCase):
 
     self.assert_ends_like_one_never_killed(*TWO_PROCESSES)
 
-  @pytest.mark.repeated(4)
   def test_is_killed_while_it_writes(self):
     flags = ('--shards=2', '--checkpoint_every=1')
     process = self.start(*flags)
@@ -215,14 +204,6 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(calls(self.folder, 'c'), 2)
     self.assert_ends_like_one_never_killed('--shards=2')
 
-  @pytest.mark.repeated(8)
-  def test_goes_on_in_the_middle_of_a_window(self):
-    flags = ('--mode=pmap', '--shards=4', '--processes=2')
-    self.copy(*flags)
-    self.forget_end()
-
-    self.assert_ends_like_one_never_killed(*flags)
-
   def forget_end(self):
     """Removes all from the end of (c) on, but not the checkpoint before."""
     shutil.rmtree(self.folder / 'digits_out')
@@ -230,11 +211,8 @@ class KilledTest(parameterized.TestCase):
     shutil.rmtree(self.folder / f'saved/c/{ENDS["c"]}')
     self.assertEqual(calls(self.folder, 'c'), [ENDS['c'] - EVERY])
 
-  @cases.parameters([TWO_PROCESSES], [('--shards=2',)])
-  @pytest.mark.slow_after(1)
-  @pytest.mark.repeated(8)
-  def test_saves_and_stops_on_sigterm(self, flags):
-    process = self.start(*flags)
+  def test_saves_and_stops_on_sigterm(self):
+    process = self.start('--shards=2')
     self.wait_until_saved(EVERY, process)
 
     process.terminate()
@@ -242,7 +220,7 @@ class KilledTest(parameterized.TestCase):
 
     self.assertEqual(process.returncode, 128 + signal.SIGTERM, err)
     self.assert_tells_what_it_saved(out, err)
-    self.assert_ends_like_one_never_killed(*flags)
+    self.assert_ends_like_one_never_killed('--shards=2')
 
   def assert_tells_what_it_saved(self, out, err):
     self.assertNotIn(' ' * 40, out)
@@ -250,7 +228,6 @@ class KilledTest(parameterized.TestCase):
     call = calls(self.folder)[-1]
     self.assertIn(f'Stopped by SIGTERM, and saved call {call}.', err)
 
-  @pytest.mark.repeated(4)
   def test_goes_on_with_the_same_bits_on_another_number_of_shards(self):
     flags = '--reproducible', '--steps=100', '--checkpoint_every=5'
     for saved, *shards in (10, '--shards=8'), (30, *TWO_PROCESSES):
@@ -267,7 +244,6 @@ class KilledTest(parameterized.TestCase):
     _, expected = never_killed(*flags, '--shards=2')
     self.assertEqual(expected.splitlines()[-1], digest)
 
-  @pytest.mark.repeated(8)
   def test_saves_and_stops_when_one_process_gets_sigterm(self):
     process = self.start(*TWO_PROCESSES)
     self.wait_until_saved(EVERY, process)
@@ -278,7 +254,6 @@ class KilledTest(parameterized.TestCase):
     self.assert_both_fail(process, err, 128 + signal.SIGTERM)
     self.assert_tells_what_it_saved(out, err)
 
-  @pytest.mark.repeated(8)
   def test_fails_where_the_disk_is_full(self):
     self.copy(*TWO_PROCESSES)
     self.forget_end()
@@ -306,79 +281,36 @@ class KilledTest(parameterized.TestCase):
       end = f'process {child} of 2 that exited with status {status}'
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
-  @pytest.mark.repeated(8)
-  def test_fails_where_the_folder_cannot_be_used(self):
-    (self.folder / 'saved').write_text('')
-
-    process, _, err = self.run_script(*TWO_PROCESSES)
-
-    self.assert_both_fail(process, err, 1)
-    self.assertRegex(err, 'FAILED: Cannot open .*/saved/a: NotADirectoryError')
-    self.assertRegex(err, r'FAILED: Process 0 cannot open .*/saved/a\.')
-    self.assertNotIn('Traceback', err)
-
-  @pytest.mark.repeated(8)
-  def test_refuses_a_checkpoint_that_was_cut_off(self):
-    self.copy('--shards=2')
-    broken = self.break_last(lambda data: data[: len(data) // 2])
-
-    self.assert_is_refused(broken, '.')
-
   def test_refuses_changed_bits_and_goes_on_from_those_before(self):
     self.copy('--shards=2')
-    broken = self.break_last(flip)
-
-    self.assert_is_refused(broken, 'ValueError: its bits have changed')
-    shutil.rmtree(broken)
-    self.assert_ends_like_one_never_killed('--shards=2')
-
-  def break_last(self, change):
-    """Changes the largest file of the last checkpoint; returns its folder."""
-    path = self.folder / f'saved/d/{ENDS["d"]}'
-    files = [file for file in path.rglob('*') if file.is_file()]
+    broken = self.folder / f'saved/d/{ENDS["d"]}'
+    files = [file for file in broken.rglob('*') if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
-    largest.write_bytes(change(largest.read_bytes()))
-    return path
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
 
-  def assert_is_refused(self, path, message):
     process, out, err = self.run_script('--shards=2')
 
     self.assertEqual((process.returncode, out), (1, ''), err)
-    self.assertRegex(err, f'FAILED: Cannot resume from {path}: {message}')
+    message = f'Cannot resume from {broken}: ValueError: its bits have changed'
+    self.assertIn(f'FAILED: {message}', err)
     self.assertIn('Without that folder, it goes on from the one before', err)
+    shutil.rmtree(broken)
+    self.assert_ends_like_one_never_killed('--shards=2')
 
-  @cases.parameters(('seed', 0, 1), ('shards', 2, 1))
-  @pytest.mark.repeated(8)
-  def test_refuses_the_checkpoints_of_another_training(self, flag, old, new):
+  def test_refuses_the_checkpoints_of_another_training(self):
     self.copy('--shards=2')
     shutil.rmtree(self.folder / 'digits_out')
 
-    process, out, err = self.run_script('--shards=2', f'--{flag}={new}')
+    process, out, err = self.run_script('--shards=2', '--seed=1')
 
     self.assertEqual(process.returncode, 1, err)
     self.assertRegex(
         err,
         'FAILED: .*/saved must hold checkpoints of the same training, got'
-        f' `--{flag}` {old!r} instead of {new!r}',
+        ' `--seed` 0 instead of 1',
     )
     self.assertNotIn('Traceback', err)
     self.assertNotIn(' ' * 40, out)
     self.assertEqual(calls(self.folder), calls(never_killed('--shards=2')[0]))
-
-  @pytest.mark.repeated(8)
-  def test_knows_a_training_by_its_flags(self):
-    folder, _ = never_killed('--shards=2')
-    (about,) = folder.glob(f'saved/a/{STEPS}/about/metadata')
-
-    self.assertEqual(
-        json.loads(about.read_text())['settings'],
-        {
-            'shards': 2,
-            'processes': 1,
-            'steps': STEPS,
-            'mode': 'shard_map',
-            'batch_size': 256,
-            'learning_rate': 0.05,
-            'seed': 0,
-        },
-    )

@@ -84,12 +84,3 @@ class LegacyDigitsTest(parameterized.TestCase):
     slots = {f'{name}/Momentum': shape for name, shape in SHAPES.items()}
     self.assertEqual(shapes, SHAPES | slots | {'global_step': ()})
     self.assertEqual(values['global_step'], 150)
-
-  @pytest.mark.repeated(8)
-  def test_refuses_argument(self):
-    run = self.run_script('out')
-
-    self.assertEqual(run.returncode, 1)
-    self.assertRegex(run.stderr, r"There are flags only, got \['out'\]")
-    self.assertNotIn('Traceback', run.stderr)
-    self.assertEmpty(self.files())

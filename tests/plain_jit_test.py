@@ -117,7 +117,8 @@ def train(step, carry, batches, scans):
     return many(carry, (batches, LOCAL_STEPS))
   step = jax.jit(step, donate_argnums=0)
   for x, local_step in zip(batches, LOCAL_STEPS, strict=True):
-    carry, _ = step(carry, (x, local_step))
+    # In JAX 0.10, calls that queue up on virtual devices can abort.
+    carry, _ = jax.block_until_ready(step(carry, (x, local_step)))
   return carry
 
 

@@ -97,19 +97,12 @@ class TrainAsyncTest(parameterized.TestCase):
     self.assertIn(b'test_accuracy', data)
 
   @cases.parameters(
-      ('--ways=abd', '`--ways` must be letters of abcd, with c'),
       ('--kill --cluster=none', '`--kill` must go with `--cluster=local`'),
-      (
-          '--cluster=there --updates=1',
-          "FAILED: `cluster` must be None, 'local'",
-      ),
       ('out', r"There are flags only, got \['out'\]"),
-      ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
   )
   @pytest.mark.slow
-  @pytest.mark.slow_after(1)
   def test_refuses_bad_flag(self, given, message):
-    run = self.run_script(*given.format(script=SCRIPT).split())
+    run = self.run_script(*given.split())
 
     self.assertEqual(run.returncode, 1)
     self.assertRegex(run.stderr, message)

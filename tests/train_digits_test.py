@@ -53,17 +53,16 @@ class TrainDigitsTest(parameterized.TestCase):
 
   @cases.parameters(
       # With its defaults, it also checks that it reaches its accuracy.
-      cases.Repeated(('digits_out', 8, 500)),
+      ('digits_out', 8, 500),
       # Of 5 devices, 3 divide this batch.
-      cases.Repeated(
-          ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24')
-      ),
-      ('out', 2, 12, '--mode=pmap', '--shards=2', '--log_dir=out/logs'),
+      ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24'),
       # With `jax.shard_map`, killed_test runs in two processes.
-      cases.Repeated(
-          ('in_two', 4, 12, '--processes=2', '--mode=pmap', '--shards=4')
+      (
+          *('out', 2, 12, '--processes=2', '--mode=pmap', '--shards=2'),
+          '--log_dir=out/logs',
       ),
   )
+  @pytest.mark.slow
   def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
     if flags:
       flags += (f'--output_dir={folder}', f'--steps={steps}')
@@ -126,7 +125,7 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertGreater(width, 1000)
     self.assertGreater(height, 400)
 
-  @pytest.mark.repeated(8)
+  @pytest.mark.slow
   def test_fails_where_it_misses_its_aims(self):
     run = self.run_script('--learning_rate=1e6', '--shards=1', '--batch_size=4')
 
@@ -156,29 +155,17 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertNotIn('cross_shard_mean', second.stdout + second.stderr)
     self.check_figure('digits_out/train_digits.png')
 
-  @pytest.mark.repeated(8)
-  def test_tells_that_a_process_failed(self):
-    run = self.run_script(
-        '--processes=2', '--shards=4', JAX_NUM_CPU_DEVICES='1'
-    )
-
-    self.assertEqual(run.returncode, 1)
-    self.assertIn('`--shards` must be at most 2, the number of', run.stderr)
-    self.assertRegex(run.stderr, 'FAILED: .* got process . of 2 that exited')
-    self.assertEmpty(self.files())
-
   @cases.parameters(
-      ('--mode=vmap', r'mode=vmap: .*<shard_map\|shard_map_unchecked\|pmap>'),
       ('--shards=3', 'batch_size.* must be a multiple of .* = 12'),
-      ('pmap', r"There are flags only, got \['pmap'\]"),
-      ('--shards=4', '`--shards` must be at most 2, .* cpu devices.* got 4'),
-      ('--reproducible --shards=4', 'got 4. They must divide 16 micro-b'),
       ('--reproducible --shards=3', 'with `--reproducible` must be a mult'),
-      ('--processes=65', 'batch_size.* must be a multiple of .* = 260'),
       ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
+      (
+          '--processes=2 --shards=8',
+          '`--shards` must be at most 4, the number of[^!]*'
+          'FAILED: .* got process . of 2 that exited',
+      ),
   )
   @pytest.mark.slow
-  @pytest.mark.slow_after(1)
   def test_refuses_bad_flag(self, flag, message):
     flag = flag.format(script=SCRIPT)
 

@@ -58,7 +58,7 @@ def _kill_a_worker(process):
 
 class TrainOnRayTest(parameterized.TestCase):
 
-  @pytest.mark.repeated(4)
+  @pytest.mark.slow
   def test_killed_workers_resume_to_the_same_bits_and_fewer_go_on(self):
     with tempfile.TemporaryDirectory() as folder:
       flags = f'--checkpoint_dir={folder}/ray', '--checkpoint_every=20'
