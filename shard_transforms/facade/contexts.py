@@ -134,6 +134,7 @@ class _Thread(threading.local):
     call: The call of a function that runs again: its template, how many
       objects of each kind it has asked for at each place, and its depth.
     frames: The frames that are open, outermost first.
+    is_making: Whether a variable or a slot is made, outside of all frames.
     locks: The locks that are held.
   """
 
@@ -144,6 +145,7 @@ class _Thread(threading.local):
   towers: Towers | None = None
   call: tuple[Template | None, collections.Counter, int] | None = None
   frames: tuple[Any, ...] = ()
+  is_making: bool = False
   locks: tuple[Any, ...] = ()
 
 

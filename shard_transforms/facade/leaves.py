@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 
 
@@ -89,7 +90,8 @@ class Rate(Leaf):
 
 def is_step() -> bool:
   """Whether the caller is in a step, which computes its numbers again."""
-  return frames.is_step() or frames.is_staged()
+  is_making = contexts.around.is_making
+  return is_making or frames.is_step() or frames.is_staged()
 
 
 def present(value: Any) -> Any:

@@ -149,7 +149,8 @@ def _truncated_normal(stddev=1.0, **options):
 # Parameters that TensorFlow also takes as lists of numbers.
 _TENSORS = (
     *('a', 'b', 'condition', 'features', 'indices', 'input', 'input_tensor'),
-    *('labels', 'logits', 'predictions', 't', 'tensor', 'x', 'y'),
+    *('labels', 'logits', 'onehot_labels', 'params', 'predictions', 't'),
+    *('tensor', 'weights', 'x', 'y'),
 )
 
 
@@ -332,7 +333,9 @@ _FUNCTIONS = {
         'losses.mean_squared_error': _mean_loss(optax.squared_error),
     },
     f'labels predictions weights delta {_LOSS}': {
-        'losses.huber_loss': _mean_loss(optax.huber_loss)
+        'losses.huber_loss': _mean_loss(
+            lambda x, y, delta=1.0: optax.huber_loss(x, y, delta=delta)
+        )
     },
     f'multi_class_labels=1 logits=0 weights label_smoothing=... {_LOSS}': {
         'losses.sigmoid_cross_entropy': _mean_loss(
