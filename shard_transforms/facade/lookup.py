@@ -112,10 +112,10 @@ def get_variable(
           dtype=dtype,
           constraint=constraint,
       )
-      regularizer = regularizer or scope.regularizer
-      if regularizer is not None and regularizer(made) is not None:
+      regularize: Any = regularizer or scope.regularizer
+      if regularize is not None and regularize(made) is not None:
         graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES).append(
-            leaves.Rate(lambda: regularizer(made), name)
+            leaves.Rate(lambda: regularize(made), name)
         )
   return made
 
@@ -125,6 +125,9 @@ def _in_loss(graph, name):
 
   TensorFlow 1 built the loss before the scopes around its optimizer, or in
   them. The variables that exist tell which.
+
+  Raises:
+    ValueError: If none or several do.
   """
   prefixes = contexts.around.loss_prefixes
   if len(prefixes) < 2 or not name.startswith(prefixes[-1]):

@@ -47,7 +47,9 @@ def _read_at_each_update(
           ' changes.'
       )
     compute: Callable[..., Any] = formula
-    rate = leaves.Rate(lambda: compute(**{k: leaves.present(v) for k, v in given.items()}))
+    rate = leaves.Rate(
+        lambda: compute(**{k: leaves.present(v) for k, v in given.items()})
+    )
     # A step makes it again at each update: a number, as in TensorFlow.
     return rate() if leaves.is_step() else rate
 

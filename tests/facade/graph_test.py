@@ -195,7 +195,9 @@ class ScopesTest(facade_cases.GraphTest):
     self.assert_holds(w, jnp.ones(2, jnp.bfloat16))
     self.assert_holds(v, jnp.zeros(2))
     losses = facade.get_collection(KEYS.REGULARIZATION_LOSSES)
-    self.assert_equal([loss() for loss in losses], [jnp.bfloat16(2), jnp.float32(0)])
+    self.assert_equal(
+        [loss() for loss in losses], [jnp.bfloat16(2), jnp.float32(0)]
+    )
 
   def test_is_of_its_graph_and_ends_with_an_exception(self):
     with self.assertRaises(KeyError), facade.variable_scope('a'):

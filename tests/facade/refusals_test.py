@@ -473,9 +473,10 @@ class RefusalsTest(facade_cases.OptimizerTest):
     for scope in made_in:
       with facade.variable_scope(scope):
         self.made('v', initializer=1.0)
-    loss = lambda: self.b * self.made('v', initializer=1.0)
     with facade.variable_scope('a'):
-      self.opt.minimize(loss, var_list=[self.b])
+      self.opt.minimize(
+          lambda: self.b * self.made('v', initializer=1.0), var_list=[self.b]
+      )
 
   def apply(self, *pairs, step=None):
     self.opt.apply_gradients(pairs, self.step if step is None else step)

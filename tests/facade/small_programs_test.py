@@ -34,8 +34,8 @@ def loss_of_another_scope(made_in, compiled):
 
   def train():
     with tf.variable_scope('train'):
-      loss = lambda: tf.square(variable() - 1.0)
-      return tf.train.GradientDescentOptimizer(0.5).minimize(loss)
+      opt = tf.train.GradientDescentOptimizer(0.5)
+      return opt.minimize(lambda: tf.square(variable() - 1.0))
 
   (facade.function(train) if compiled else train)()
   return float(w), len(tf.global_variables())

@@ -11,14 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import arguments
-
 _Arguments = ParamSpec('_Arguments')
 _Made = TypeVar('_Made')
 
 
-def _checked(factory: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
-  """Returns a factory that refuses arguments that are NaN."""
+def _checked(
+    factory: Callable[_Arguments, _Made],
+) -> Callable[_Arguments, _Made]:
+  """Returns a factory that refuses arguments that are NaN.
+
+  Raises:
+    ValueError: When it is called, if one is.
+  """
 
   @functools.wraps(factory)
   def make(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
@@ -188,7 +192,8 @@ def ftrl(
           l2_shrinkage_regularization_strength
       ),
   }.items():
-    arguments.as_not_negative(name, value)
+    if value < 0:
+      raise ValueError(f'`{name}` must not be negative, got {value!r}.')
 
   def init_fn(params):
     return FtrlState(
