@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import sys
 import threading
 from typing import Any, Literal
 
@@ -107,11 +108,11 @@ class Template:
   """The objects that a function has created, for each call to reuse.
 
   TensorFlow 1 built a graph once and ran it often. Here, the function itself
-  runs again: each call gets, as its n-th object of a kind, the n-th that the
-  first call made.
+  runs again: each call gets, as the n-th object of a kind that one of its lines
+  makes, the n-th that the line made in the first call.
 
   Attributes:
-    made: The objects by kind and number.
+    made: The objects by kind, place and number.
     lock: Excludes other threads while an object is created.
   """
 
@@ -126,20 +127,25 @@ class _Thread(threading.local):
   Attributes:
     graph: The default graph, `None` for the one that all threads share.
     scopes: The scopes of names, outermost first.
+    loss_prefixes: In a loss, the prefixes of names of the scopes in which its
+      optimizer is called, outermost first.
     shards: The shards.
     towers: The towers, even if there is only one.
-    call: The call of a function that runs again: its template, and how many
-      objects of each kind it has asked for.
+    call: The call of a function that runs again: its template, how many
+      objects of each kind it has asked for at each place, and its depth.
     frames: The frames that are open, outermost first.
+    is_making: Whether a variable or a slot is made, outside of all frames.
     locks: The locks that are held.
   """
 
   graph: Any = None
   scopes: tuple[Any, ...] = ()
+  loss_prefixes: tuple[str, ...] = ()
   shards: Shards | None = None
   towers: Towers | None = None
-  call: tuple[Template | None, collections.Counter] | None = None
+  call: tuple[Template | None, collections.Counter, int] | None = None
   frames: tuple[Any, ...] = ()
+  is_making: bool = False
   locks: tuple[Any, ...] = ()
 
 
@@ -224,7 +230,7 @@ def call_of(
 
   Without a template, no object that must be reused may be created.
   """
-  return replaced(call=(template, collections.Counter()))
+  return replaced(call=(template, collections.Counter(), len(_place())))
 
 
 def subtemplate() -> Template | None:
@@ -242,16 +248,26 @@ def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
   """
   if around.call is None:
     return make()
-  template, counts = around.call
+  template, counts, depth = around.call
   if template is None:
     raise ValueError(
         'An optimizer must not be made in a computation that `shard` runs by'
         ' itself: its slots would be new at each call. Make it outside, or'
         ' call `shard` in a `function`.'
     )
-  counts[kind] += 1
-  key = kind, counts[kind]
+  place = kind, *_place()[depth:]
+  counts[place] += 1
+  key = place, counts[place]
   with template.lock:
     if key not in template.made:
       template.made[key] = make()
     return template.made[key]
+
+
+def _place():
+  """Returns where the calls around the caller are, outermost first."""
+  frame, place = sys._getframe(2), []
+  while frame is not None:
+    place.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
+    frame = frame.f_back
+  return place[::-1]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import shard_transforms
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
+from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import variables as variables_lib
 
@@ -232,8 +233,13 @@ def _differentiate(loss, found, grad_loss, arity):
   """Returns the gradients, and the assignments of the loss."""
   written = []
 
+  prefixes = contexts.around.loss_prefixes or graph_lib.prefixes()
+
   def differentiated(values):
-    with frames.frame('plain', zip(found, values, strict=True)) as frame:
+    with (
+        frames.frame('plain', zip(found, values, strict=True)) as frame,
+        contexts.replaced(loss_prefixes=prefixes),
+    ):
       out = _as_loss(loss(*values[:arity]))
       if grad_loss is not None:
         _check_grad_loss(grad_loss, out.shape)
@@ -277,6 +283,11 @@ def _arity(loss, num_variables):
 
 def _as_loss(out):
   """Returns the loss as an array."""
+  if isinstance(out, list | tuple):
+    raise TypeError(
+        f'`loss` must return one array, got {out!r}. Add several losses up; if'
+        ' other results come along, give `has_aux=True`.'
+    )
   out = variables_lib.as_array(out, '`loss` must return an array')
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')

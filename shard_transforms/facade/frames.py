@@ -306,7 +306,7 @@ def at_once() -> Iterator[None]:
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
   """Leaves all frames, calls and traces, so that results are concrete."""
-  left = contexts.replaced(frames=(), call=None, scopes=())
+  left = contexts.replaced(frames=(), call=None, is_making=True)
   with jax.ensure_compile_time_eval(), left:
     yield
 

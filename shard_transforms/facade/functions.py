@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import leaves
 from shard_transforms.facade import shards
 from shard_transforms.facade import variables as variables_lib
 
@@ -230,7 +231,8 @@ def cond(
   Args:
     pred: A scalar; the same on all shards if a branch assigns.
     true_fn: A function of no arguments.
-    false_fn: The same; returns a tree of the same structure and shapes.
+    false_fn: The same; returns a tree of the same structure and shapes. If one
+      returns `None`, such as `no_op`, so does `cond` in a compiled step.
     strict: Ignored.
     name: Ignored.
 
@@ -238,7 +240,8 @@ def cond(
     What the chosen branch returns.
 
   Raises:
-    ValueError: If the branches return other structures or shapes.
+    ValueError: If the branches return other structures or shapes; or a decaying
+      rate outside of a step, which would stay the one that is chosen now.
 
   Examples:
     >>> from shard_transforms import facade
@@ -255,9 +258,13 @@ def cond(
     `tf.cond` of TensorFlow 1.15.
   """
   chosen = jnp.asarray(pred)
-  if not isinstance(chosen, core.Tracer):
-    return true_fn() if chosen else false_fn()
-  return select(chosen, true_fn, false_fn)
+  if isinstance(chosen, core.Tracer):
+    return select(chosen, true_fn, false_fn)
+  out = true_fn() if chosen else false_fn()
+  if leaves.is_step() or not isinstance(pred, jax.Array | leaves.Leaf):
+    return out
+  # An array, of which optimizers warn: what is chosen now stays.
+  return jax.tree.map(jnp.asarray, out)
 
 
 def select(
@@ -273,6 +280,8 @@ def select(
     with frames.frame('undecided') as opened:
       outputs.append(jax.tree.map(jnp.asarray, branch()))
     tried.append(opened)
+  if any(output is None for output in outputs):
+    outputs = [None, None]
   shapes = [jax.tree.map(jnp.shape, output) for output in outputs]
   if shapes[0] != shapes[1]:
     raise ValueError(

@@ -7,24 +7,21 @@ import contextlib
 import dataclasses
 import re
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
+from shard_transforms.facade import leaves
 
 
-class Computed(NamedTuple):
-  """An item of a collection that is computed whenever it is read.
+@dataclasses.dataclass
+class _Unnamed:
+  """An item of a collection without a name, and the prefix of those around."""
 
-  Attributes:
-    name: Its name.
-    compute: A function of no arguments; it returns `None` if there is no item.
-  """
-
+  value: Any
   name: str
-  compute: Callable[[], Any]
 
 
 @dataclasses.dataclass
@@ -69,6 +66,7 @@ class Graph:
   Attributes:
     seed: A number for the initial values of variables without an initializer.
     variables: All variables by name, those of no collection too.
+    shared: The variables of `get_variable`, by the name that it was asked for.
     scope: The `VariableScope` around all others.
     lock: Excludes other threads while a variable is made or looked up.
     update_lock: Excludes other threads while an optimizer with `use_locking`
@@ -91,6 +89,7 @@ class Graph:
     self._names = {}
     self.seed = 0
     self.variables = {}
+    self.shared = {}
     self.scope = VariableScope('', self)
     self.lock = threading.RLock()
     self.update_lock = threading.RLock()
@@ -101,13 +100,15 @@ class Graph:
     Args:
       name: Its name.
       scope: A regular expression, if only items whose name begins with it are
-        wanted.
+        wanted. That of an array is where it was added, such as `'tower_0/'`.
     """
     found = [*self._collections.get(name, ()), *frames.collected((self, name))]
     if scope:
       found = [x for x in found if re.match(scope, getattr(x, 'name', ''))]
-    computed = (x.compute() if isinstance(x, Computed) else x for x in found)
-    return [item for item in computed if item is not None]
+    items = [x.value if isinstance(x, _Unnamed) else x for x in found]
+    if not leaves.is_step():
+      return items
+    return [x() if isinstance(x, leaves.Rate) else x for x in items]
 
   def get_collection_ref(self, name: str) -> list[Any]:
     """Returns a collection itself."""
@@ -124,6 +125,8 @@ class Graph:
       value: The value.
     """
     collection = self.get_collection_ref(name)
+    if not hasattr(value, 'name'):
+      value = _Unnamed(value, scope_of(self).names)
     op_name = getattr(getattr(value, 'op', None), 'name', None)
     if not frames.is_open() or self.variables.get(op_name) is not value:
       frames.collect((self, name), collection, value)
@@ -181,8 +184,8 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
   """Returns a copy of a collection of the default graph.
 
   An item that a step or a loss has added is in it until that ends.
-  Regularization losses are computed from the present values of variables: ask
-  for them where the loss is computed.
+  Regularization losses are computed from the present values of variables;
+  outside of a step, each is a function of no arguments.
 
   Args:
     key: The name of the collection, such as `GraphKeys.LOSSES`.
@@ -273,6 +276,13 @@ def scope_of(graph: Graph) -> VariableScope:
   """Returns the innermost scope of a graph around the caller."""
   scopes = reversed(contexts.around.scopes)
   return next((s for s in scopes if s.graph is graph), graph.scope)
+
+
+def prefixes() -> tuple[str, ...]:
+  """Returns the prefixes of names of the scopes around, outermost first."""
+  graph = get_default_graph()
+  scopes = [s for s in contexts.around.scopes if s.graph is graph]
+  return tuple(dict.fromkeys(s.prefix for s in (graph.scope, *scopes)))
 
 
 def get_variable_scope() -> VariableScope:
@@ -389,6 +399,11 @@ def name_scope(
   scope = dataclasses.replace(around, names=names)
   with contexts.replaced(scopes=(*contexts.around.scopes, scope)):
     yield names
+
+
+def slot_scope() -> contextlib.AbstractContextManager[str]:
+  """Prefixes the names of the variable scopes alone, as slots have them."""
+  return name_scope(get_variable_scope().prefix)
 
 
 def _unique(around, name):

@@ -16,9 +16,9 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.tf1 import optimizers
 from shard_transforms.facade import bases
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import leaves
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
-from shard_transforms.facade import schedules
 from shard_transforms.facade import variables as variables_lib
 
 Hyperparameter = bases.Hyperparameter
@@ -475,7 +475,7 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
 
   def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
     """Subtracts the decay, then updates variables as the optimizer does."""
-    decay = schedules.present(self._weight_decay)
+    decay = leaves.present(self._weight_decay)
     for _, variable in pairs:
       if not self._decay_var_list or variable in self._decay_var_list:
         variable.assign_sub(decay * variable)

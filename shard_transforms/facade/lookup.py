@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import leaves
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
@@ -30,6 +32,9 @@ def get_variable(
     regularizer: Callable[[Any], npt.ArrayLike | None] | None = None,
     trainable: bool | None = None,
     collections: Iterable[str] | None = None,
+    *,
+    use_resource: bool | None = None,
+    constraint: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Variable:
   """Returns the variable of a name in the default graph; creates it if needed.
 
@@ -51,6 +56,8 @@ def get_variable(
       unless it joins the local ones.
     collections: The collections that it joins besides; the global variables if
       `None`.
+    use_resource: Ignored.
+    constraint: As in `Variable`.
 
   Returns:
     The `Variable`.
@@ -58,7 +65,8 @@ def get_variable(
   Raises:
     ValueError: If it does not exist and there is no initializer or the scope
       has `reuse`, if it exists in another shape or dtype, or if the initializer
-      returns another shape.
+      returns another shape; in the loss of an optimizer that is called in a
+      scope, if it does not exist, or both there and outside.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -75,10 +83,10 @@ def get_variable(
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
   graph = graph_lib.get_default_graph()
   scope = graph_lib.scope_of(graph)
-  name = scope.prefix + name
   with graph.lock:
-    if name in graph.variables:
-      variable = graph.variables[name]
+    name = _in_loss(graph, scope.prefix + name)
+    if name in graph.shared:
+      variable = graph.shared[name]
       _check('shape', variable.shape, shape, name)
       wanted = dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
       _check('dtype', variable.dtype, wanted, name)
@@ -91,18 +99,49 @@ def get_variable(
     dtype = scope.dtype if dtype is None else dtype
     if initializer is None:
       initializer = scope.initializer
-    with frames.outside():
+    with frames.outside(), graph_lib.name_scope(''):
       value: Any = _initial(initializer, shape, dtype, name, graph)
       _check('shape', np.shape(value), shape, name)
       if trainable is None:
         trainable = _KEYS.LOCAL_VARIABLES not in (collections or ())
-      made = Variable(value, trainable, collections, name=name, dtype=dtype)
-  regularizer = regularizer or scope.regularizer
-  if regularizer is not None:
-    graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES).append(
-        graph_lib.Computed(name, lambda: regularizer(made))
-    )
+      made = graph.shared[name] = Variable(
+          value,
+          trainable,
+          collections,
+          name=name,
+          dtype=dtype,
+          constraint=constraint,
+      )
+      regularize: Any = regularizer or scope.regularizer
+      if regularize is not None and regularize(made) is not None:
+        graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES).append(
+            leaves.Rate(lambda: regularize(made), name)
+        )
   return made
+
+
+def _in_loss(graph, name):
+  """Returns the name of a variable that a loss looks up, or any other.
+
+  TensorFlow 1 built the loss before the scopes around its optimizer, or in
+  them. The variables that exist tell which.
+
+  Raises:
+    ValueError: If none or several do.
+  """
+  prefixes = contexts.around.loss_prefixes
+  if len(prefixes) < 2 or not name.startswith(prefixes[-1]):
+    return name
+  own = name.removeprefix(prefixes[-1])
+  names = [prefix + own for prefix in prefixes]
+  found = [name for name in names if name in graph.shared]
+  if len(found) != 1:
+    raise ValueError(
+        f'`loss` must find exactly one of the variables {names}, because its'
+        f' optimizer is called in a scope, got {found}. Call the model once'
+        ' before, where TensorFlow built the loss, or leave the scope.'
+    )
+  return found[0]
 
 
 def _initial(given, shape, dtype, name, graph):

@@ -322,6 +322,9 @@ class Optimizer(Updater):
         self._create_slots(given)
       self._prepare()
       update_ops = self._apply_all([(g, v) for g, v in pairs if g is not None])
+      for variable in given:
+        if variable.constraint is not None:
+          variable.assign(variable.constraint(variable.value()))
       finished = self._finish(update_ops, name or self._name)
       return finished if global_step is None else global_step.assign_add(1)
 

@@ -8,13 +8,13 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from shard_transforms._src.tf1 import decays
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import leaves
 from shard_transforms.facade import lookup
 from shard_transforms.facade import variables
 
@@ -22,60 +22,6 @@ Variable = variables.Variable
 _Number = jax.typing.ArrayLike | Variable
 _KEYS = variables.GraphKeys
 _Parameters = ParamSpec('_Parameters')
-
-
-class Rate(variables.Leaf):
-  """A number that is computed at each update: a function of no arguments.
-
-  Arithmetic gives another rate. Inside a step, functions of `jax.numpy` read
-  its present number.
-
-  Args:
-    compute: A function of no arguments that returns the number.
-  """
-
-  def __init__(self, compute: Callable[[], jax.typing.ArrayLike]):
-    self._compute = compute
-
-  def __call__(self) -> jax.Array:
-    """Returns the present number."""
-    return jnp.asarray(self._compute())
-
-  def __jax_array__(self) -> jax.Array:
-    if not is_step():
-      raise ValueError(
-          'A rate must not become an array outside of a step, where it would'
-          ' never change again. Write `lambda: ...` around the computation, or'
-          ' call the rate for its present value.'
-      )
-    return self()
-
-  def __array_ufunc__(
-      self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
-  ) -> Any:
-    of_jax = getattr(jnp, ufunc.__name__, None)
-    if of_jax is None or method != '__call__' or kwargs:
-      return NotImplemented
-    return Rate(lambda: of_jax(*map(present, inputs)))
-
-  def __repr__(self) -> str:
-    return 'Rate(...)'
-
-
-def is_step() -> bool:
-  """Whether the caller is in a step, which computes its numbers again."""
-  return frames.is_step() or frames.is_staged()
-
-
-def present(value: Any) -> Any:
-  """Returns the present value of a variable, rate or function."""
-  if isinstance(value, Variable):
-    return value.value()
-  if callable(value):
-    return present(value())
-  if isinstance(value, list | tuple):
-    return [present(x) for x in value]
-  return value
 
 
 def _read_at_each_update(
@@ -94,16 +40,18 @@ def _read_at_each_update(
           f'`{of_step}` of `{name}` must be given, got None. Make'
           ' it with `facade.get_or_create_global_step()`.'
       )
-    if isinstance(step, jax.Array) and not is_step():
+    if isinstance(step, jax.Array) and not leaves.is_step():
       raise ValueError(
           f'`{of_step}` of `{name}` must be a `facade.Variable` or'
           f' a function outside of a step, got the array {step!r}, which never'
           ' changes.'
       )
     compute: Callable[..., Any] = formula
-    rate = Rate(lambda: compute(**{k: present(v) for k, v in given.items()}))
+    rate = leaves.Rate(
+        lambda: compute(**{k: leaves.present(v) for k, v in given.items()})
+    )
     # A step makes it again at each update: a number, as in TensorFlow.
-    return rate() if is_step() else rate
+    return rate() if leaves.is_step() else rate
 
   return decay
 
@@ -172,7 +120,8 @@ class ExponentialMovingAverage:
     """Moves the averages of variables; makes them at the first call.
 
     Args:
-      var_list: The variables; the trainable ones if `None`.
+      var_list: The variables; the trainable ones if `None`. Averages of its
+        own are left out.
 
     Raises:
       TypeError: If one is no `Variable` of a floating-point type. Nothing
@@ -186,12 +135,14 @@ class ExponentialMovingAverage:
             '`var_list` must hold variables of floating-point types, got'
             f' {variable!r}. Keep a number that is no variable in one.'
         )
-    decay = present(self._decay)
+    decay = leaves.present(self._decay)
     if self._num_updates is not None:
-      n = jnp.asarray(present(self._num_updates), jnp.float32)
+      n = jnp.asarray(leaves.present(self._num_updates), jnp.float32)
       decay = jnp.minimum(decay, (1 + n) / (10 + n))
     with frames.transaction():
-      for variable in given:
+      # In a step that runs again, its averages are among the variables.
+      own = {*self._averages.values()}
+      for variable in (v for v in given if v not in own):
         average = self._made(variable)
         moved: Any = optax.incremental_update(
             variable.value(), average.value(), 1 - decay
@@ -253,10 +204,14 @@ class ExponentialMovingAverage:
 
   def _made(self, variable):
     if variable not in self._averages:
-      with variable.graph.as_default(), variable.graph.lock, frames.outside():
+      graph = variable.graph
+      with (
+          graph.as_default(),
+          graph.lock,
+          frames.outside(),
+          graph_lib.slot_scope(),
+      ):
         value, name = variable.value(), self._new_name(variable)
         self._averages[variable] = Variable(value, trainable=False, name=name)
-        variable.graph.add_to_collection(
-            _KEYS.MOVING_AVERAGE_VARIABLES, variable
-        )
+        graph.add_to_collection(_KEYS.MOVING_AVERAGE_VARIABLES, variable)
     return self._averages[variable]

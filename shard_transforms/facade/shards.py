@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -23,7 +24,7 @@ from shard_transforms.facade import lookup
 
 def shard(
     computation: Callable[..., npt.ArrayLike | Sequence[npt.ArrayLike] | None],
-    inputs: Sequence[npt.ArrayLike] | None = None,
+    inputs: Sequence[Any] | None = None,
     num_shards: int = 1,
     input_shard_axes: Sequence[int] | None = None,
     outputs_from_all_shards: bool | Sequence[bool] = True,
@@ -45,7 +46,7 @@ def shard(
   Args:
     computation: A function of the parts of the inputs that returns an array, a
       sequence of arrays, or `None`.
-    inputs: Arrays.
+    inputs: Arrays, or trees of them, such as a dict of features.
     num_shards: The number of shards.
     input_shard_axes: The dimension along which each input is split; 0 if
       `None`.
@@ -88,7 +89,7 @@ def shard(
   if contexts.shards() is not None:
     raise NotImplementedError('`shard` cannot be nested.')
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
-  inputs = [jnp.asarray(x) for x in inputs or ()]
+  inputs = [jax.tree.map(jnp.asarray, x) for x in inputs or ()]
   axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
   axes = [arguments.as_int('input_shard_axes', axis) for axis in axes]
   template = contexts.subtemplate()
@@ -106,11 +107,12 @@ def shard(
   devices = _devices(device_assignment, num_shards)
   mesh = jax.sharding.Mesh(np.array(devices), (contexts.SHARD_AXIS,))
   placed, specs = [], []
-  for i, (x, axis) in enumerate(zip(inputs, axes, strict=True)):
-    spec = _spec(f'Input {i}', x, axis, num_shards)
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    placed.append(_place(f'Input {i}', x, sharding))
-    specs.append(spec)
+  for i, (tree, axis) in enumerate(zip(inputs, axes, strict=True)):
+    name = f'Input {i}'
+    of_leaf = functools.partial(_spec, name, axis=axis, num_shards=num_shards)
+    place_leaf = functools.partial(_place, name, mesh)
+    specs.append(jax.tree.map(of_leaf, tree))
+    placed.append(jax.tree.map(place_leaf, tree, specs[-1]))
   outputs = map_variables(run, placed, specs, mesh)
   from_all = _per_item(
       'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
@@ -131,10 +133,10 @@ def _spec(name, x, axis, num_shards):
   return P(*[None] * (axis % x.ndim), contexts.SHARD_AXIS)
 
 
-def _place(name, x, sharding):
+def _place(name, mesh, x, spec):
   """Places an input on the mesh, unless JAX does so while tracing."""
   if not isinstance(x, core.Tracer):
-    return jax.device_put(x, sharding)
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
   typed = jax.typeof(x).sharding.mesh
   if jax.sharding.AxisType.Explicit in typed.axis_types:
     raise ValueError(
@@ -192,7 +194,7 @@ MAX_TRACES = 32
 def map_variables(
     run: Callable[..., tuple[list[Any], Any]],
     inputs: Sequence[Any],
-    specs: Sequence[P],
+    specs: Sequence[Any],
     mesh: jax.sharding.Mesh,
 ) -> list[Any]:
   """Maps a function that reads and writes variables over a mesh of one axis.
@@ -201,7 +203,7 @@ def map_variables(
     run: Takes the parts of the inputs; returns its outputs, and the variables
       that may differ between the shards after it.
     inputs: Arrays or trees of them.
-    specs: The `PartitionSpec` of each input.
+    specs: The `PartitionSpec` of each input, or trees of them.
     mesh: The mesh.
 
   Returns:
@@ -236,7 +238,7 @@ class _Mapping:
 
   run: Callable[..., tuple[list[Any], Any]]
   inputs: Sequence[Any]
-  specs: Sequence[P]
+  specs: Sequence[Any]
   mesh: jax.sharding.Mesh
 
   @property

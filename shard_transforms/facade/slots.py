@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import threading
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ class Slots:
           self._variables[variable.op.name] = variable
           graph, op_name = variable.graph, f'{variable.op.name}/{op_name}'
         with frames.outside(), (graph or graph_lib.Graph()).as_default():
-          made = Variable(initial(), trainable=False, name=op_name)
+          made = _new(initial(), op_name, variable is not None)
         self._slots[variable, name] = self._leaves[variable, name] = made
       return self._slots[variable, name]
 
@@ -213,7 +214,7 @@ class Slots:
     op_name = op_names.get(leaf.slot, op_names[None])
     name = leaf.slot if leaf.of is None else f'{leaf.of}/{op_name}'
     with graph.as_default():
-      made = Variable(leaf.value, trainable=False, name=name)
+      made = _new(leaf.value, name, leaf.of is not None)
     self._leaves[leaf.path] = made
     slot, number = leaf.slot, 0
     of = None if leaf.of is None else self._variables[leaf.of]
@@ -289,6 +290,13 @@ class SlotMaker:
   ) -> Variable | None:
     """Returns that variable, `None` if there is none."""
     return self.slots.get(None, name)
+
+
+def _new(value, name, is_slot):
+  """Returns a variable, as a slot named in the scopes of `get_variable`."""
+  scope = graph_lib.slot_scope() if is_slot else contextlib.nullcontext()
+  with scope:
+    return Variable(value, trainable=False, name=name)
 
 
 def _check_one_value(name, is_per_shard):

@@ -9,8 +9,11 @@ other name raises an `AttributeError`. The porting page tells what differs.
 import contextlib
 import functools
 import itertools
+import sys
 from typing import Any
+import warnings
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,10 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _missing(path):
-  return (
-      f'`{path}` is not here: it would not mean the same, or is not about'
-      f' training. {_PAGE} tells what to write in its place.'
-  )
+  return f'`{path}` is not here. {_PAGE} tells what to write in its place.'
 
 
 def _renamed(function, name, parameters):
@@ -72,6 +72,8 @@ def _renamed(function, name, parameters):
         positional[target] = value
       elif isinstance(target, str):
         named[target] = value
+    if max(positional, default=-1) != len(positional) - 1:
+      raise TypeError(f'An argument of `tf.{name}` is missing: got {given}.')
     return function(*(positional[i] for i in sorted(positional)), **named)
 
   return call
@@ -147,7 +149,8 @@ def _truncated_normal(stddev=1.0, **options):
 # Parameters that TensorFlow also takes as lists of numbers.
 _TENSORS = (
     *('a', 'b', 'condition', 'features', 'indices', 'input', 'input_tensor'),
-    *('labels', 'logits', 'predictions', 't', 'tensor', 'x', 'y'),
+    *('labels', 'logits', 'onehot_labels', 'params', 'predictions', 't'),
+    *('tensor', 'weights', 'x', 'y'),
 )
 
 
@@ -169,16 +172,62 @@ def _l2_loss(t):
   return jnp.sum(optax.l2_loss(t))
 
 
-def _mean_squared_error(labels, predictions):
-  loss = jnp.mean(optax.squared_error(predictions, labels))
-  facade.add_to_collection(facade.GraphKeys.LOSSES, loss)
+def _smoothed_cross_entropy(logits, labels, label_smoothing=0.0):
+  return _cross_entropy(logits, optax.smooth_labels(labels, label_smoothing))
+
+
+def _mean_loss(of_example):
+  """Returns a loss that is the mean over the weights that are not zero."""
+
+  def loss(*args, weights=1.0):
+    losses = of_example(*args)
+    if jnp.ndim(weights) not in (0, losses.ndim):
+      raise ValueError(
+          '`weights` of a loss must be a number, or have the dimensions of'
+          f' {losses.shape}, got {jnp.shape(weights)}.'
+      )
+    weights = jnp.broadcast_to(weights, losses.shape)
+    count = jnp.maximum(jnp.count_nonzero(weights), 1)
+    mean = jnp.sum(losses * weights) / count
+    facade.add_to_collection(facade.GraphKeys.LOSSES, mean)
+    return mean
+
   return loss
+
+
+def _total_loss(add_regularization_losses=True, scope=None):
+  keys = facade.GraphKeys.LOSSES, facade.GraphKeys.REGULARIZATION_LOSSES
+  found = [facade.get_collection(key, scope) for key in keys]
+  return _add_n(found[0] + found[1] * add_regularization_losses)
+
+
+def _add_n(inputs):
+  if not inputs:
+    raise ValueError('`inputs` of `tf.add_n` must not be empty: no loss here.')
+  return sum(inputs)
+
+
+def _matmul(a, b, transpose_a=False, transpose_b=False):
+  a = jnp.matrix_transpose(a) if transpose_a else a
+  return jnp.matmul(a, jnp.matrix_transpose(b) if transpose_b else b)
+
+
+def _without_effect(name, result=None):
+  """Returns a function that warns, and returns always the same."""
+
+  def call(*args: Any, **kwargs: Any) -> Any:
+    warnings.warn(f'`tf.{name}` has no effect here: {_PAGE}.', stacklevel=2)
+    return result
+
+  return call
 
 
 # What parameters of TensorFlow are here, if not positions. (`None`: no effect.)
 _MEANINGS: dict[str, Any] = {
-    **{name: name for name in ('axis', 'dtype', 'keepdims')},
-    **{name: None for name in ('name', 'seed', 'shift')},
+    **{name: name for name in ('axis', 'dtype', 'keepdims', 'weights')},
+    **{name: name for name in ('transpose_a', 'transpose_b')},
+    **{name: None for name in ('name', 'seed', 'shift', 'validate_indices')},
+    **{name: ... for name in ('loss_collection', 'reduction')},
     'dim': 'axis',
     'dimension': 'axis',
     'keep_dims': 'keepdims',
@@ -211,6 +260,8 @@ def _parameters(signature):
 
 
 _nn, _initializers = jax.nn, jax.nn.initializers
+# What the functions of `tf.losses` take last.
+_LOSS = 'scope=None loss_collection reduction'
 
 # The functions by the parameters that they have in TensorFlow.
 _FUNCTIONS = {
@@ -240,7 +291,7 @@ _FUNCTIONS = {
         **_members('all any max mean min prod sum', 'reduce_'),
         **_members('logsumexp', 'reduce_', jax.scipy.special),
     },
-    'a b transpose_a=... transpose_b=... name': _members('matmul'),
+    'a b transpose_a transpose_b name': {'matmul': _matmul},
     'a perm=axes name': _members('transpose'),
     'condition x y name': {'where': _where},
     'dims value name': _members('fill=full'),
@@ -255,14 +306,19 @@ _FUNCTIONS = {
         **_members('identity=asarray rank=ndim shape size'),
         **_members('stop_gradient', module=jax.lax),
     },
-    'inputs name': {'add_n': sum},
+    'inputs name': {'add_n': _add_n},
+    'params indices validate_indices name axis': {
+        'gather': functools.partial(jnp.take, axis=0)
+    },
+    'scalar x name': _members('scalar_mul=multiply'),
     'shape dtype name': _members('ones zeros'),
-    'start limit delta': _members('range=arange'),
+    'start limit=stop delta=step dtype name': _members('range=arange'),
     'tensor dtype name': _members('ones_like zeros_like'),
     'tensor ord=order axis keepdims name': {'norm': _norm},
     'tensor shape name': _members('reshape'),
     'value dtype name': _members('convert_to_tensor=asarray'),
     'value dtype shape=shape name': {'constant': _constant},
+    'value num=None axis name': _members('unstack'),
     'value num_or_size_splits axis name': {'split': _split},
     'values axis name': _members('concat=concatenate stack'),
     'x dtype name': _members('cast=asarray'),
@@ -272,8 +328,30 @@ _FUNCTIONS = {
     'indices depth on_value=... off_value=... axis dtype name': _members(
         'one_hot', module=_nn
     ),
-    'labels predictions weights=...': {
-        'losses.mean_squared_error': _mean_squared_error
+    f'labels predictions weights {_LOSS}': {
+        'losses.absolute_difference': _mean_loss(lambda x, y: jnp.abs(x - y)),
+        'losses.mean_squared_error': _mean_loss(optax.squared_error),
+    },
+    f'labels predictions weights delta {_LOSS}': {
+        'losses.huber_loss': _mean_loss(
+            lambda x, y, delta=1.0: optax.huber_loss(x, y, delta=delta)
+        )
+    },
+    f'multi_class_labels=1 logits=0 weights label_smoothing=... {_LOSS}': {
+        'losses.sigmoid_cross_entropy': _mean_loss(
+            optax.sigmoid_binary_cross_entropy
+        )
+    },
+    f'onehot_labels=1 logits=0 weights label_smoothing=2 {_LOSS}': {
+        'losses.softmax_cross_entropy': _mean_loss(_smoothed_cross_entropy)
+    },
+    f'labels=1 logits=0 weights {_LOSS}': {
+        'losses.sparse_softmax_cross_entropy': _mean_loss(
+            optax.softmax_cross_entropy_with_integer_labels
+        )
+    },
+    'add_regularization_losses name scope=scope': {
+        'losses.get_total_loss': _total_loss
     },
     'labels=1 logits=0 axis=... name': _members(
         'softmax_cross_entropy_with_logits_v2=softmax_cross_entropy',
@@ -357,14 +435,24 @@ def _names() -> dict[str, Any]:
       'tf.bool': jnp.bool_,
       # Contexts without effect: devices are those of the mesh.
       'tf.colocate_with': contextlib.nullcontext,
+      'tf.device': _without_effect('device', contextlib.nullcontext()),
+      'tf.compat.v1': sys.modules[__name__],
+      'tf.logging': logging,
       'tf.losses.add_loss': functools.partial(add, keys.LOSSES),
       'tf.losses.get_losses': functools.partial(get, keys.LOSSES),
+      'tf.moving_average_variables': functools.partial(
+          get, keys.MOVING_AVERAGE_VARIABLES
+      ),
       'tf.losses.get_regularization_losses': functools.partial(
           get, regularization
       ),
       'tf.newaxis': None,
   }
   found |= {f'tf.{name}': jnp.dtype(name) for name in _TYPES.split()}
+  found |= {
+      f'tf.summary.{name}': _without_effect(f'summary.{name}')
+      for name in ('histogram', 'image', 'merge_all', 'scalar')
+  }
   for place, names in _OURS.items():
     found |= _members(names, f'{place}.', facade)
   for signature, functions in _FUNCTIONS.items():

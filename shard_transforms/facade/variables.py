@@ -16,6 +16,7 @@ import numpy.typing as npt
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import leaves
 
 
 class GraphKeys:
@@ -83,38 +84,7 @@ class Shape(tuple[int, ...]):
     return math.prod(self)
 
 
-def _only_child(_: None, children: Any) -> Any:
-  return children[0]
-
-
-class Leaf(np.lib.mixins.NDArrayOperatorsMixin):
-  """An object that stands for an array, in arithmetic and as a leaf of a tree.
-
-  It is compared by identity, as in TensorFlow 1: it can be the key of a dict.
-  """
-
-  def __init_subclass__(cls):
-    # Unflattened, it is its array: a function that JAX traces cannot assign to
-    # its argument.
-    jax.tree_util.register_pytree_node(
-        cls, lambda leaf: ((leaf.__jax_array__(),), None), _only_child
-    )
-
-  def __eq__(self, other: object) -> bool:
-    return self is other
-
-  def __ne__(self, other: object) -> bool:
-    return self is not other
-
-  def __hash__(self) -> int:
-    return id(self)
-
-  def __jax_array__(self) -> jax.Array:
-    """Returns the array."""
-    raise NotImplementedError
-
-
-class Variable(Leaf):
+class Variable(leaves.Leaf):
   """A named array that can be assigned to.
 
   It can be used wherever an array can: in arithmetic, in functions of
@@ -132,6 +102,7 @@ class Variable(Leaf):
     name: The name with the output's number, `'w:0'`.
     op: Its attribute `name` is the name without that number, `'w'`.
     trainable: Whether optimizers update it by default.
+    constraint: The function that each update ends with, if any.
     num_parts: The number of shards between which it may differ, `None` if it
       is always the same on all.
     graph: The graph whose collections hold it.
@@ -144,8 +115,13 @@ class Variable(Leaf):
     trainable: Whether it joins the trainable variables.
     collections: The names of the collections that it joins besides; the global
       variables if `None`.
+    validate_shape: Ignored.
+    caching_device: Ignored.
     name: Its name; if taken, a number is appended.
     dtype: The dtype; that of `initial_value` if `None`.
+    constraint: A function of the array, which each update of an optimizer ends
+      with.
+    use_resource: Ignored.
 
   Raises:
     TypeError: If the value is no array of numbers.
@@ -170,9 +146,13 @@ class Variable(Leaf):
       initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
       trainable: bool = True,
       collections: Iterable[str] | None = None,
-      *,
+      validate_shape: bool = True,
+      caching_device: Any = None,
       name: str | None = None,
+      *,
       dtype: jax.typing.DTypeLike | None = None,
+      constraint: Callable[[jax.Array], jax.Array] | None = None,
+      use_resource: bool | None = None,
   ):
     is_repeated = contexts.around.call is not None
     if frames.is_tracing() or is_repeated or frames.is_staged():
@@ -191,6 +171,7 @@ class Variable(Leaf):
     self.shape = Shape(self.stored.shape)
     self.dtype = self.stored.dtype
     self.trainable = trainable
+    self.constraint = constraint
     self.num_parts: int | None = None
     self.graph = graph_lib.get_default_graph()
     prefix = graph_lib.scope_of(self.graph).names

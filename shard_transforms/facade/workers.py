@@ -318,6 +318,11 @@ class SyncReplicasOptimizer(_Worker):
     self._round = _Round(self._num_extra)
     self._condition = threading.Condition()
 
+  def make_session_run_hook(self, *args: Any, **kwargs: Any) -> None:
+    """Returns no hook: there are no queues to fill."""
+
+  get_chief_queue_runner = get_init_tokens_op = make_session_run_hook
+
   def _apply(self, pairs, global_step, name):
     bases.check_decided(self)
     pairs = self._checked(pairs, global_step)

@@ -130,7 +130,7 @@ ERRORS = {
                 facade.Optimizer, __init__=lambda self: None
             ).variables(),
         ),
-        ('`tf.layers` is not here: it would', lambda t: tf.layers),
+        ('`tf.layers` is not here. docs/port', lambda t: tf.layers),
         ('`tf.train.Saver` is not here', lambda t: tf.train.Saver),
         ('`tf.contrib.slim` is not', lambda t: tf.contrib.slim),
     ],
@@ -172,6 +172,7 @@ ERRORS = {
         ('real numbers, got comp', lambda t: t.opt.minimize(lambda: 1j)),
         ("an array, got 'text'", lambda t: t.opt.minimize(lambda: 'text')),
         ('must return a pai', lambda t: t.opt.minimize(t.square, has_aux=True)),
+        ('Add several.*has_aux', lambda t: t.opt.minimize(lambda: (t.b, 1.0))),
         ('must be an array', lambda t: t.weighted([1.0])),
         ('must be an array', lambda t: t.weighted('text')),
         ('must hold real', lambda t: t.weighted(True)),
@@ -216,8 +217,9 @@ ERRORS = {
         ('`t_list` must be a seq', lambda t: facade.global_norm(3.0)),
         ('`t_list` must be', lambda t: facade.clip_by_global_norm('a', 1.0)),
         ('hold.* at 1', lambda t: facade.clip_by_global_norm([None, 3], 1.0)),
-        ('must be left out', lambda t: tf.matmul(X, X, transpose_b=True)),
+        ('must be left out', lambda t: tf.one_hot([1], 2, on_value=2.0)),
         ('must be left out', lambda t: tf.truncated_normal_initializer(1.0)),
+        ('of `tf.where` is missing', lambda t: tf.where(X > 0, y=X)),
         ('`tf.sqrt` must be given some', lambda t: tf.sqrt(X, axis=1)),
         ('`tf.sqrt` must be given some', lambda t: tf.sqrt(X, 'name', 3)),
     ],
@@ -241,8 +243,10 @@ ERRORS = {
         ("'w:0' must fit float32", lambda t: restored(t, w=np.full(2, 0.1))),
         ('must fit int32', lambda t: restored(t, global_step=0.5)),
         # Graphs.
-        (r"'w' must be \(2,\), got \(3", lambda t: t.made('w', shape=[3])),
-        ("`dtype` of 'w' must be float32", lambda t: t.made('w', dtype='int8')),
+        (r'must be \(\), got \(3', lambda t: t.made('global_step', shape=[3])),
+        ("_step' must be i", lambda t: t.made('global_step', dtype='int8')),
+        (r"\['v', 'a/v'\].*, got \[\]", lambda t: t.lost()),
+        (r"got \['v', 'a/v'\].*leave the sc", lambda t: t.lost('', 'a')),
         ("`initializer` or `shape` of 'v'", lambda t: t.made('v')),
         (
             "initial value of 'v'",
@@ -412,6 +416,12 @@ ERRORS = {
         ('never changes', lambda t: facade.cosine_decay(0.5, t.step + 1, 10)),
         ('never change again', lambda t: jnp.sqrt(t.rate())),
         ('never change again', lambda t: tf.maximum(t.rate(), 0.1)),
+        ('never change ag', lambda t: tf.cond(t.step < 2, t.rate, lambda: 1.0)),
+        ('must not be empty', lambda t: tf.add_n([])),
+        (
+            '`weights` of a loss must be',
+            lambda t: tf.losses.huber_loss(X[None], X[None], weights=[1.0]),
+        ),
         (
             '`var` must be a variable that',
             lambda t: facade.ExponentialMovingAverage(1).average(t.w),
@@ -457,6 +467,16 @@ class RefusalsTest(facade_cases.OptimizerTest):
 
   def made(self, name, **kwargs):
     return facade.get_variable(name, **kwargs)
+
+  def lost(self, *made_in):
+    """Looks up `v` in the loss of an optimizer in a scope."""
+    for scope in made_in:
+      with facade.variable_scope(scope):
+        self.made('v', initializer=1.0)
+    with facade.variable_scope('a'):
+      self.opt.minimize(
+          lambda: self.b * self.made('v', initializer=1.0), var_list=[self.b]
+      )
 
   def apply(self, *pairs, step=None):
     self.opt.apply_gradients(pairs, self.step if step is None else step)

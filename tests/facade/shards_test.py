@@ -22,8 +22,8 @@ class ShardTest(facade_cases.GraphTest):
     x = np.arange(48.0, dtype=np.float32).reshape(3, 4, 4)
 
     out = facade.shard(
-        lambda x, y: (x, jnp.concatenate([x, y], axis=1)),
-        [x, x],
+        lambda x, y: (x['x'], jnp.concatenate([x['x'], y], axis=1)),
+        [{'x': x, 'unused': [x[0]]}, x],
         num_shards,
         input_shard_axes=[1, -2],
         outputs_from_all_shards=[num_shards < 4, True],

@@ -1,5 +1,6 @@
 """`tf`: functions by the names and with the arguments of TensorFlow 1."""
 
+from absl import logging
 import jax.numpy as jnp
 import numpy as np
 
@@ -65,6 +66,11 @@ CALLS = {
     'range': (lambda: tf.range(4), np.arange(4, dtype=np.int32)),
     'range delta': (lambda: tf.range(1, 7, 2), np.int32([1, 3, 5])),
     'matmul': (lambda: tf.matmul(X, Y.T.copy()), X @ Y.T),
+    'matmul b': (lambda: tf.matmul(X, Y, transpose_b=True), X @ Y.T),
+    'matmul a': (lambda: tf.matmul(X, Y, True), X.T @ Y),
+    'gather': (lambda: tf.gather(X, [2, 0], axis=1), X[:, [2, 0]]),
+    'scalar_mul': (lambda: tf.scalar_mul(2.0, X), 2 * X),
+    'unstack': (lambda: tf.unstack(X, axis=1)[2], X[:, 2]),
     'one_hot': (lambda: tf.one_hot([1, 0], 2), np.float32([[0, 1], [1, 0]])),
     'zeros': (lambda: tf.zeros([2], tf.int32), np.int32([0, 0])),
     'ones_like': (lambda: tf.ones_like(X), np.ones_like(X)),
@@ -80,6 +86,26 @@ CALLS = {
     'mean_squared_error': (
         lambda: tf.losses.mean_squared_error(X, predictions=Y),
         ((X - Y) ** 2).mean(),
+    ),
+    'weighted loss': (
+        lambda: tf.losses.mean_squared_error(X, Y, [[2.0, 0.0, 1.0]]),
+        ((X - Y) ** 2 @ np.float32([2, 0, 1])).sum() / 4,
+    ),
+    'huber_loss': (
+        lambda: tf.losses.huber_loss(X, 4 * X, delta=2.0),
+        np.where(3 * X <= 2, (3 * X) ** 2 / 2, 6 * X - 2).mean(),
+    ),
+    'losses.softmax': (
+        lambda: tf.losses.softmax_cross_entropy(LABELS, X, label_smoothing=0.3),
+        (np.log(np.exp(X).sum(1)) - (X * (0.7 * LABELS + 0.1)).sum(1)).mean(),
+    ),
+    'losses.sparse': (
+        lambda: tf.losses.sparse_softmax_cross_entropy([1, 0], X),
+        (np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1)).mean(),
+    ),
+    'losses.sigmoid': (
+        lambda: tf.losses.sigmoid_cross_entropy(Y, X),
+        (np.log1p(np.exp(X)) - X * Y).mean(),
     ),
     'moments': (
         lambda: jnp.stack(tf.nn.moments(X, [0])),
@@ -189,6 +215,8 @@ class FunctionsTest(facade_cases.GraphTest):
         tf.tpu.shard: facade.shard,
         tf.contrib.estimator.TowerOptimizer: facade.TowerOptimizer,
         tf.losses.Reduction: facade.Reduction,
+        tf.compat.v1.train.Optimizer: facade.Optimizer,
+        tf.logging.INFO: logging.INFO,
         tf.GraphKeys: facade.GraphKeys,
         tf.math.reduce_sum: tf.reduce_sum,
     }.items():

@@ -180,3 +180,10 @@ class FtrlTest(parameterized.TestCase):
         ValueError, f'`{name}` must not be negative, got -0.1'
     ):
       tf1.ftrl(RATE, **{name: -0.1})
+
+  def test_takes_a_tree_without_leaves(self):
+    tx = tf1.ftrl(RATE)
+
+    chex.assert_trees_all_equal(
+        tx.update({}, tx.init({}), {}), ({}, tx.init({}))
+    )

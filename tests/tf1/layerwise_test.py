@@ -1,3 +1,6 @@
+import inspect
+import math
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -108,6 +111,20 @@ TRANSFORMATIONS = {
 
 
 class ContractTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (tf1.adam, 0.1, math.nan, 0.9, 1e-8),
+      (tf1.ftrl, math.nan),
+      (tf1.lars, 0.1, math.nan),
+      (tf1.lamb, 0.1, math.nan),
+      (tf1.adafactor, 0.1, math.nan),
+  )
+  def test_names_an_argument_that_is_not_a_number(self, factory, *numbers):
+    names = [*inspect.signature(factory).parameters]
+    name = names[[*map(math.isnan, numbers)].index(True)]
+
+    with self.assertRaisesRegex(ValueError, f'`{name}` of .* must not be NaN'):
+      factory(*numbers)
 
   @cases.parameters(sorted(TRANSFORMATIONS))
   def test_needs_the_parameters(self, name):

@@ -2,12 +2,39 @@
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+import inspect
+import math
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+
+_Arguments = ParamSpec('_Arguments')
+_Made = TypeVar('_Made')
+
+
+def _checked(
+    factory: Callable[_Arguments, _Made],
+) -> Callable[_Arguments, _Made]:
+  """Returns a factory that refuses arguments that are NaN.
+
+  Raises:
+    ValueError: When it is called, if one is.
+  """
+
+  @functools.wraps(factory)
+  def make(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+    given = inspect.signature(factory).bind(*args, **kwargs).arguments
+    for name, value in given.items():
+      if isinstance(value, float) and math.isnan(value):
+        raise ValueError(
+            f'`{name}` of `{factory.__name__}` must not be NaN, got {value!r}.'
+        )
+    return factory(*args, **kwargs)
+
+  return make
 
 
 class AdamState(NamedTuple):
@@ -26,6 +53,7 @@ class AdamState(NamedTuple):
   v: optax.Updates
 
 
+@_checked
 def adam(
     learning_rate: Any, beta1: Any, beta2: Any, epsilon: Any
 ) -> optax.GradientTransformationExtraArgs:
@@ -47,6 +75,9 @@ def adam(
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `AdamState`.
+
+  Raises:
+    ValueError: If an argument is NaN.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -97,6 +128,7 @@ class FtrlState(NamedTuple):
   linear: optax.Updates
 
 
+@_checked
 def ftrl(
     learning_rate: Any,
     learning_rate_power: float = -0.5,
@@ -131,8 +163,8 @@ def ftrl(
     needs the parameters.
 
   Raises:
-    ValueError: If an argument has the wrong sign; in `update`, without
-      parameters.
+    ValueError: If an argument has the wrong sign or is NaN; in `update`,
+      without parameters.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -152,15 +184,14 @@ def ftrl(
         '`learning_rate_power` must not be positive, got'
         f' {learning_rate_power!r}.'
     )
-  for name, value in (
-      ('initial_accumulator_value', initial_accumulator_value),
-      ('l1_regularization_strength', l1_regularization_strength),
-      ('l2_regularization_strength', l2_regularization_strength),
-      (
-          'l2_shrinkage_regularization_strength',
-          l2_shrinkage_regularization_strength,
+  for name, value in {
+      'initial_accumulator_value': initial_accumulator_value,
+      'l1_regularization_strength': l1_regularization_strength,
+      'l2_regularization_strength': l2_regularization_strength,
+      'l2_shrinkage_regularization_strength': (
+          l2_shrinkage_regularization_strength
       ),
-  ):
+  }.items():
     if value < 0:
       raise ValueError(f'`{name}` must not be negative, got {value!r}.')
 
@@ -189,8 +220,9 @@ def ftrl(
     del extra_args
     _check_params('ftrl', params)
     advanced = jax.tree.map(advance, updates, state.accum, state.linear, params)
-    updates, accum, linear = jax.tree.transpose(
-        jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), advanced
+    updates, accum, linear = (
+        jax.tree.map(lambda _, x, i=i: x[i], updates, advanced)
+        for i in range(3)
     )
     return updates, FtrlState(accum, linear)
 
@@ -200,6 +232,7 @@ def ftrl(
 _Mask = Any | Callable[[optax.Params], Any]
 
 
+@_checked
 def lars(
     learning_rate: Any,
     momentum: Any = 0.9,
@@ -234,7 +267,7 @@ def lars(
     Its `update` needs the parameters.
 
   Raises:
-    ValueError: In `update`, without parameters.
+    ValueError: If an argument is NaN; in `update`, without parameters.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -284,6 +317,7 @@ class LambMoments(NamedTuple):
   adam_v: optax.Updates
 
 
+@_checked
 def lamb(
     learning_rate: Any,
     weight_decay_rate: Any = 0.0,
@@ -316,7 +350,7 @@ def lamb(
     `adam_m` and `adam_v`. Its `update` needs the parameters.
 
   Raises:
-    ValueError: In `update`, without parameters.
+    ValueError: If an argument is NaN; in `update`, without parameters.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -372,6 +406,7 @@ class AdafactorState(NamedTuple):
   v: optax.Updates
 
 
+@_checked
 def adafactor(
     learning_rate: chex.Numeric,
     decay_rate: chex.Numeric,
@@ -408,7 +443,7 @@ def adafactor(
     parameters.
 
   Raises:
-    ValueError: In `update`, without parameters.
+    ValueError: If an argument is NaN; in `update`, without parameters.
 
   Examples:
     >>> import jax.numpy as jnp

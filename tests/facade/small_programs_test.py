@@ -1,0 +1,262 @@
+"""Small programs give what TensorFlow 1.15.5 gives, or an error."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+import facade_cases
+from shard_transforms import facade
+from shard_transforms.facade import tf
+
+ZEROS, ONES = tf.zeros_initializer, tf.ones_initializer
+
+
+def variable(initializer=ZEROS):
+  return tf.get_variable('w', [], initializer=initializer())
+
+
+def trained(loss, rate=0.5, times=1):
+  """Minimizes in a compiled step; returns the first variable."""
+  opt = tf.train.GradientDescentOptimizer(rate)
+  step = facade.function(lambda: opt.minimize(loss))
+  for _ in range(times):
+    step()
+  return float(tf.global_variables()[0])
+
+
+def loss_of_another_scope(made_in, compiled):
+  """Trains a variable that was made in one scope, in the scope `train`."""
+  with tf.variable_scope(made_in):
+    w = variable()
+
+  def train():
+    with tf.variable_scope('train'):
+      opt = tf.train.GradientDescentOptimizer(0.5)
+      return opt.minimize(lambda: tf.square(variable() - 1.0))
+
+  (facade.function(train) if compiled else train)()
+  return float(w), len(tf.global_variables())
+
+
+def loss_in_towers():
+  """The losses of each tower, by the name of its scope."""
+  w = tf.get_variable('w', [2], initializer=ONES())
+
+  def loss():
+    total = 0
+    for i in range(2):
+      with tf.name_scope(f'tower_{i}') as scope:
+        weight_loss = tf.multiply(tf.nn.l2_loss(w), 0.1, name='weight_loss')
+        tf.add_to_collection('losses', weight_loss)
+        losses = tf.get_collection('losses', scope)
+        total += tf.reduce_mean(w * 3.0) + tf.add_n(losses, name='total_loss')
+    return total / 2
+
+  tf.train.GradientDescentOptimizer(0.5).minimize(loss)
+  return [round(float(x), 6) for x in w]
+
+
+def regularization_losses_that_were_fetched_before():
+  w = tf.get_variable(
+      'w', [], initializer=ONES(), regularizer=lambda v: 0.5 * v * v
+  )
+  losses = tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES)
+  return trained(lambda: 1.0 * w + tf.add_n(losses)), float(losses[0]())
+
+
+def total_loss():
+  w = tf.get_variable('w', [], initializer=ONES(), regularizer=tf.nn.l2_loss)
+
+  def loss():
+    tf.losses.absolute_difference([0.0, 0.0], w * [1.0, 3.0])
+    return tf.losses.get_total_loss()
+
+  return trained(loss)
+
+
+def a_variable_of_that_name():
+  w = tf.Variable(1.0, name='w')
+  found = [variable(), variable()]
+  return w is found[0], found[0] is found[1], found[0].name
+
+
+def optimizers_by_a_flag():
+  a, b = tf.Variable(1.0, name='a'), tf.Variable(1.0, name='b')
+
+  def tower_adam():
+    return tf.contrib.estimator.TowerOptimizer(tf.train.AdamOptimizer(0.1))
+
+  def model_fn(features, mode, params):
+    if params['stage'] == 'a':
+      op = tower_adam().minimize(lambda: a * a * features[0], var_list=[a])
+    else:
+      op = tower_adam().minimize(lambda: b * b * features[0], var_list=[b])
+    return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=op)
+
+  step = facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)
+  for stage in 'aaabbb':
+    step(np.ones(2, np.float32), mode='train', params={'stage': stage})
+  return [round(float(v), 4) for v in (a, b)]
+
+
+def minimize_at_every_second_step(compiled):
+  w, step = tf.Variable(1.0), tf.train.get_or_create_global_step()
+  opt = tf.train.GradientDescentOptimizer(0.25)
+  n = tf.get_variable('n', [], tf.int32, ZEROS(), trainable=False)
+
+  def train():
+    n.assign_add(1)
+    pred = tf.equal(tf.mod(n, 2), 0)
+    tf.cond(pred, lambda: opt.minimize(lambda: w * 1.0, step), tf.no_op)
+
+  train = facade.function(train) if compiled else train
+  for _ in range(4):
+    train()
+  return float(w), int(step)
+
+
+def averages_that_are_chosen_among_all_variables():
+  w, step = variable(), tf.train.get_or_create_global_step()
+  tf.get_variable('moving_mean', [], initializer=ZEROS(), trainable=False)
+  opt = tf.train.GradientDescentOptimizer(0.5)
+
+  @facade.function
+  def train():
+    ema = tf.train.ExponentialMovingAverage(0.9, num_updates=step)
+    chosen = [v for v in tf.global_variables() if 'moving_mean' in v.name]
+    with tf.control_dependencies([opt.minimize(lambda: w**2, step)]):
+      ema.apply([*tf.trainable_variables(), *chosen])
+
+  train()
+  train()
+  averages = [v for v in tf.global_variables() if 'Exponential' in v.name]
+  return int(step), len(averages), len(tf.moving_average_variables())
+
+
+def slots_in_a_scope():
+  w = tf.Variable(1.0, name='w')
+
+  @facade.function
+  def train():
+    with tf.variable_scope('training'):
+      tf.train.AdamOptimizer(0.1).minimize(lambda: w * w)
+      tf.train.ExponentialMovingAverage(0.9).apply([w])
+
+  train()
+  return [v.op.name for v in tf.global_variables()]
+
+
+def constrained(opt):
+  w = tf.Variable(1.0, constraint=lambda w: tf.maximum(w, 0.0))
+  opt.minimize(lambda: 3.0 * w)
+  return round(float(w), 4)
+
+
+def losses_of_a_gan():
+  """Both gradients are of the old values."""
+  d, g = tf.Variable(1.0, name='d'), tf.Variable(2.0, name='g')
+  opt = tf.train.GradientDescentOptimizer(0.5)
+  d_pairs = opt.compute_gradients(lambda: d * g, [d])
+  g_pairs = opt.compute_gradients(lambda: -d * g, [g])
+  opt.apply_gradients(d_pairs)
+  opt.apply_gradients(g_pairs)
+  return float(d), float(g)
+
+
+PROGRAMS = {
+    'a loss of no scope': (lambda: loss_of_another_scope('', True), (1, 1)),
+    'the same at once': (lambda: loss_of_another_scope('', False), (1, 1)),
+    'of its scope': (lambda: loss_of_another_scope('train', True), (1, 1)),
+    'losses of towers': (loss_in_towers, [0.2, 0.2]),
+    'regularization losses': (
+        regularization_losses_that_were_fetched_before,
+        (0.0, 0.0),
+    ),
+    'total loss': (total_loss, -0.5),
+    'two of a name': (a_variable_of_that_name, (False, True, 'w_1:0')),
+    'range': (lambda: tf.range(10, delta=2).tolist(), [0, 2, 4, 6, 8]),
+    'optimizers by a flag': (optimizers_by_a_flag, [0.7016, 0.7016]),
+    'cond compiled': (lambda: minimize_at_every_second_step(True), (0.5, 2)),
+    'cond at once': (lambda: minimize_at_every_second_step(False), (0.5, 2)),
+    'averages': (averages_that_are_chosen_among_all_variables, (2, 2, 2)),
+    'slots in a scope': (
+        slots_in_a_scope,
+        [
+            *('w', 'training/beta1_power', 'training/beta2_power'),
+            *('training/w/Adam', 'training/w/Adam_1'),
+            'training/w/ExponentialMovingAverage',
+        ],
+    ),
+    'constraint': (lambda: constrained(facade_cases.sgd()), 0.0),
+    'constraint of optax': (
+        lambda: constrained(facade_cases.OPTIMIZERS['optax']()),
+        0.9,
+    ),
+    'gan': (losses_of_a_gan, (0.0, 2.5)),
+}
+
+
+class SmallProgramsTest(facade_cases.GraphTest):
+
+  @cases.parameters(*PROGRAMS)
+  def test_gives_what_tensorflow_gives(self, name):
+    program, expected = PROGRAMS[name]
+
+    self.assertEqual(program(), expected)
+
+  def test_a_rate_that_a_condition_chose_is_warned_of(self):
+    step = tf.train.get_or_create_global_step()
+
+    with self.assertWarnsRegex(UserWarning, 'stays what it is'):
+      tf.train.GradientDescentOptimizer(
+          tf.cond(tf.less(step, 2), lambda: 0.5, lambda: 0.25)
+      )
+
+  def test_a_rate_by_a_condition_is_read_at_each_update(self):
+    w, step = tf.Variable(0.0), tf.train.get_or_create_global_step()
+    rate = tf.train.exponential_decay(1.0, step, 1, 0.5)
+    opt = tf.train.GradientDescentOptimizer(
+        lambda: tf.cond(step < 2, lambda: rate, lambda: 0.1 * rate)
+    )
+
+    for _ in range(4):
+      opt.minimize(lambda: w * 1.0, step)
+
+    self.assert_close(w.value(), jnp.float32(-1.5375))
+
+  def test_what_has_no_effect_says_so(self):
+    for call in (
+        lambda: tf.device('/gpu:1').__enter__(),
+        lambda: tf.summary.scalar('loss', 1.0),
+    ):
+      with self.assertWarnsRegex(UserWarning, 'has no effect here'):
+        self.assertIsNone(call())
+
+  def test_a_step_that_drops_leaves_nothing_behind(self):
+    w, step = tf.Variable(1.0), tf.train.get_or_create_global_step()
+    shared = tf.train.GradientDescentOptimizer(0.1)
+
+    def train():
+      opt = facade_cases.drop_stale(shared)
+      opt.apply_gradients(opt.compute_gradients(lambda: w * 1.0), step)
+
+    def num_objects():
+      gc.collect()
+      return len(gc.get_objects())
+
+    events = []
+    train()
+    train()
+    before = num_objects()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: events.append(event)
+    )
+    self.addCleanup(jax.monitoring.clear_event_listeners)
+    for _ in range(20):
+      train()
+
+    self.assertEqual([e for e in events if 'compile' in e], [])
+    self.assertLess(num_objects() - before, 100)
