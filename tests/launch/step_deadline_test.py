@@ -16,7 +16,7 @@ HANG = """
 import os, signal, sys, time
 import jax, jax.numpy as jnp
 from shard_transforms import launch
-if launch.join_processes() == 1:
+if launch.join_processes(heartbeat_timeout=5) == 1:
   launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])
 mesh = jax.make_mesh((2,), ('data',))
 step = jax.jit(jax.shard_map(
