@@ -41,7 +41,7 @@ class MachineTest(unittest.TestCase):
     found = manifest_of(optax.sgd(0.1), np.zeros(3))
 
     self.assertEqual(found['jaxlib'], jaxlib.__version__)
-    self.assertEqual(found['device'], 'cpu')
+    self.assertEqual(found['device of the driver'], 'cpu')
 
   def test_names_the_architecture_where_the_system_tells_no_more(self):
     with mock.patch.object(run_folder, '_PROCESSORS', pathlib.Path('/nowhere')):

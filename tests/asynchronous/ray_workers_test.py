@@ -15,7 +15,6 @@ import cases
 import python_command
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
-from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import ray_workers
 
 train = asynchronous_cases.train
@@ -77,7 +76,7 @@ class RayWorkersTest(parameterized.TestCase):
     )
 
   @pytest.mark.repeated(8)
-  def test_run_is_watched_and_stopped_over_several_devices(self):
+  def test_run_is_watched_and_stopped(self):
     folder = asynchronous_cases.folder(self)
     tx = optax.adam(0.1)
     task = asynchronous_cases.SLOW_TASK
@@ -96,7 +95,6 @@ class RayWorkersTest(parameterized.TestCase):
         cluster='local',
         num_workers=2,
         num_updates=1000,
-        driver_devices=3,
         folder=folder,
         on_progress=on_progress,
     )
@@ -107,8 +105,6 @@ class RayWorkersTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, task, tx), result
     )
-    manifest = outcomes.read_records(folder).manifest
-    self.assertEqual(manifest['driver_devices'], '3')
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['b'], halfway.params['b'])

@@ -53,7 +53,7 @@ class FolderTest(parameterized.TestCase):
     """Returns the checkpoint as the error says."""
     return asynchronous.read_checkpoint(self.folder, TASK, tx)
 
-  @cases.parameters('processor', 'device', 'jaxlib', 'optax')
+  @cases.parameters('processor', 'device of the driver', 'jaxlib', 'optax')
   def test_another_machine_is_refused_and_goes_on_in_another_folder(self, part):
     first = self.train(num_updates=15)
     files = self.files()
@@ -615,64 +615,3 @@ class ModelStateTest(parameterized.TestCase):
   def test_wrong_places_are_refused(self, changes, error, message):
     with self.assertRaisesRegex(error, message):
       asynchronous_cases.train(self.task(**changes), optax.sgd(0.1))
-
-
-class DriverDevicesTest(parameterized.TestCase):
-
-  @cases.parameters(
-      (optax.adam(0.1),),
-      (
-          optax.chain(
-              optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)
-          ),
-      ),
-  )
-  @pytest.mark.slow_after(1)
-  def test_divided_over_devices_it_trains_the_same(self, tx):
-    task = asynchronous.Task(
-        lambda: {
-            'w': np.ones((16, 3), np.float32),
-            'b': np.ones(5, np.float32),
-        },
-        lambda params, x: ({'w': params['w'] * x, 'b': params['b'] * x}, {}),
-        lambda number: np.float32(number % 5 + 1),
-    )
-    folder = asynchronous_cases.folder(self)
-    run = functools.partial(asynchronous_cases.train, task, tx)
-
-    run(num_updates=12, driver_devices=4, folder=folder)
-    result = run(driver_devices=4, folder=folder)
-    whole = run()
-
-    for a, b in zip(
-        jax.tree.leaves(result[:2]), jax.tree.leaves(whole[:2]), strict=True
-    ):
-      np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-
-  def test_replay_and_resuming_need_the_same_number(self):
-    rng = np.random.default_rng(0)
-    first = rng.normal(size=(64, 16)).astype(np.float32)
-    task = asynchronous.Task(
-        lambda: first,
-        lambda params, number: (params * number + first, {}),
-        lambda number: np.float32(number % 5 + 1),
-    )
-    # A sum over the parameters has other bits if they are divided.
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    run = functools.partial(
-        asynchronous_cases.train,
-        task,
-        tx,
-        folder=asynchronous_cases.folder(self),
-    )
-
-    result = run(driver_devices=4)
-
-    again = asynchronous.replay(run.keywords['folder'], task, tx)
-    asynchronous_cases.assert_same_bits(again, result)
-    with self.assertRaisesRegex(ValueError, "driver_devices .'4' instead of"):
-      run(num_updates=35)
-
-  def test_more_devices_than_there_are_are_refused(self):
-    with self.assertRaisesRegex(ValueError, '`driver_devices` must be at most'):
-      asynchronous_cases.train(TASK, TX, driver_devices=99)

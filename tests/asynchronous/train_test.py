@@ -196,11 +196,6 @@ class BadInputTest(parameterized.TestCase):
       ({'save_every': 0}, ValueError, '`save_every` must be at least 1'),
       ({'save_seconds': -1}, ValueError, '`save_seconds` must'),
       (
-          {'driver_devices': 0},
-          ValueError,
-          '`driver_devices` must be at least 1',
-      ),
-      (
           {'cluster': 'auto'},
           ValueError,
           "'auto' in Ray, write '127.0.0.1:6379'",

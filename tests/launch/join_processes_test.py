@@ -1,5 +1,6 @@
 """What the environment must say for a process to join others."""
 
+import inspect
 import os
 import pathlib
 import platform
@@ -60,6 +61,7 @@ again = libc.malloc(size)
 print(ctypes.string_at(again + size // 2, 1) == bytes([7]))
 """
 KEEP = 'join_processes.keep_freed_memory()'
+INITIALIZE = inspect.signature(jax.distributed.initialize).parameters
 
 
 def environment(address=None, num_processes=None, process_id=None):
@@ -137,9 +139,8 @@ class JoiningTest(parameterized.TestCase):
         None,
         cluster_detection_method='deactivate',
         coordinator_bind_address=address if is_loopback else None,
-        initialization_timeout=60,
-        heartbeat_timeout_seconds=10,
-        shutdown_timeout_seconds=30,
+        # As long as JAX waits by itself.
+        **{x: INITIALIZE[x].default for x in INITIALIZE if 'timeout' in x},
     )
 
   def test_hands_jax_the_timeouts(self):

@@ -139,7 +139,6 @@ class SchedulersTest(parameterized.TestCase):
     kwargs = initialize.call_args.kwargs
     self.assertEqual(kwargs['coordinator_bind_address'], '127.0.0.1:99')
     self.assertEqual(kwargs['initialization_timeout'], 5)
-    self.assertEqual(kwargs['heartbeat_timeout_seconds'], 10)
 
   @cases.parameters(
       ({}, None),

@@ -16,7 +16,7 @@ HANG = """
 import os, signal, sys, time
 import jax, jax.numpy as jnp
 from shard_transforms import launch
-if launch.join_processes() == 1:
+if launch.join_processes(heartbeat_timeout=5) == 1:
   launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])
 mesh = jax.make_mesh((2,), ('data',))
 step = jax.jit(jax.shard_map(
@@ -35,6 +35,19 @@ for i in range(6):
     if is_hanging:
       time.sleep(400)
     step(jnp.zeros(3)).block_until_ready()
+"""
+
+# Many threads, so that some are in a call of JAX when Python ends.
+MANY = """
+import time
+from shard_transforms import launch
+from shard_transforms._src.launch import step_deadline
+step_deadline._PULSE = 0.0002
+launch.join_processes()
+for _ in range(20):
+  with launch.StepDeadline(60):
+    pass
+time.sleep(0.3)
 """
 
 
@@ -68,6 +81,10 @@ class StepDeadlineTest(parameterized.TestCase):
       with deadline:
         total += jnp.ones(()).item()
     self.assertEqual(total, 3)
+
+  @pytest.mark.slow
+  def test_program_that_is_done_ends_without_an_abort(self):
+    launch.run_processes(1, [*python_command.STRICT, '-c', MANY])
 
   @cases.parameters(
       ('stop', 1, 'process 1 of 2 has stopped or died, last seen at step 3'),

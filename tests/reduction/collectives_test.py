@@ -81,13 +81,13 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(whole, ROWS.sum(0))
 
 
-class LateShardsTest(parameterized.TestCase):
-  """What is sent where a reduce-scatter would fail if one shard is late."""
+class UnsafeScattersTest(parameterized.TestCase):
+  """What is sent where a reduce-scatter may fail or be wrong."""
 
   def setUp(self):
     super().setUp()
-    self.wait = axes_lib.scatters_wait
-    patch = mock.patch.object(axes_lib, 'scatters_wait', return_value=False)
+    self.are_safe = axes_lib.scatters_are_safe
+    patch = mock.patch.object(axes_lib, 'scatters_are_safe', return_value=False)
     self.enterContext(patch)
     self.scatter = self.enterContext(mock.patch.object(lax, 'psum_scatter'))
 
@@ -125,15 +125,18 @@ class LateShardsTest(parameterized.TestCase):
       np.testing.assert_array_equal(np.asarray(own)[list(group)], total)
     self.scatter.assert_not_called()
 
+  # A single process that has joined uses gloo, too.
   @cases.parameters(
-      ((0, 10, 2), 2, False), ((0, 10, 2), 1, True), ((0, 12, 0), 2, True)
+      ((0, 10, 2), True, False),
+      ((0, 10, 2), False, True),
+      ((0, 12, 0), True, True),
   )
-  def test_only_gloo_before_jax_012_does_not_wait(self, version, num, waits):
-    with (
-        mock.patch.object(jax, '__version_info__', version),
-        mock.patch.object(jax, 'process_count', return_value=num),
-    ):
-      self.assertEqual(self.wait(), waits)
+  def test_only_those_of_gloo_before_jax_012(self, version, joined, are_safe):
+    has_joined = mock.patch.object(
+        jax.distributed, 'is_initialized', return_value=joined
+    )
+    with has_joined, mock.patch.object(jax, '__version_info__', version):
+      self.assertEqual(self.are_safe(), are_safe)
 
 
 # What is sent has a rest behind its last whole piece.

@@ -84,7 +84,6 @@ class Driver:
         options.tx,
         task_lib.init_params(options.task),
         model_state=options.task.model_state,
-        num_devices=options.driver_devices,
     )
     self.options = options
     self._workers = workers

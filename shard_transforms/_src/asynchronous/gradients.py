@@ -281,8 +281,8 @@ class RecordedGradients(Gradients):
           f'The gradient at batch {record["batch"]} must have the bits that it'
           f' had in record {record["sequence"]} of the journal (local step'
           f' {record["local_step"]}), got others. The task, its data or the'
-          ' machine is another, or its functions are not pure. Use what the run'
-          f' was started with. {outcomes.WAY_ON}'
+          ' device of a worker is another, or its functions are not pure. Use'
+          f' what the run was started with. {outcomes.WAY_ON}'
       )
 
   def accept(self, assigned: Assignment, reply: Any, grads: Any) -> None:

@@ -16,7 +16,7 @@ from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
 
-_COUNTS = 'num_updates', 'num_workers', 'save_every', 'driver_devices'
+_COUNTS = 'num_updates', 'num_workers', 'save_every'
 _KINDS = {
     'task': (task_lib.Task, 'a `Task`'),
     'tx': (optax.GradientTransformation, 'an `optax.GradientTransformation`'),
@@ -53,7 +53,6 @@ class Options:
   save_seconds: float = 5.0
   start: outcomes.Result | None = None
   resources: Mapping[str, Any] | None = None
-  driver_devices: int = 1
 
   def __post_init__(self):
     check_kinds(**vars(self))

@@ -15,12 +15,8 @@ import optax
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
-from shard_transforms._src.state import shardings as shardings_lib
 from shard_transforms._src.transforms import drop_stale
 
-_AXIS = 'driver'
-# Sums over divided parameters have other bits.
-DEVICES = 'driver_devices'
 _OPERATIONS = 'operations of the optimizer'
 _NUMBERS = 'numbers of the optimizer, such as its learning rate'
 
@@ -36,8 +32,7 @@ class ParameterServer:
   Attributes:
     global_step: The number of accepted gradients.
     fingerprints: Hashes of the operations and of the numbers of the optimizer,
-      which depend on the shapes and dtypes of the parameters, too, and the
-      number of devices.
+      which depend on the shapes and dtypes of the parameters, too.
   """
 
   def __init__(
@@ -46,7 +41,6 @@ class ParameterServer:
       params: Any,
       *,
       model_state: Sequence[str] = (),
-      num_devices: int = 1,
   ):
     """Starts from a copy of the parameters.
 
@@ -54,22 +48,12 @@ class ParameterServer:
       tx: The optimizer.
       params: The parameters, and the model state.
       model_state: As for `Task`.
-      num_devices: The number of local devices over which parameters, state and
-        updates are divided.
-
-    Raises:
-      ValueError: If there are fewer devices.
     """
     self._model_state = model_state
-    trained, held = task_lib.split(params, model_state)
-    self._shardings = None
-    if num_devices > 1:
-      self._shardings = _shardings(tx, trained, held, num_devices)
+    trained, _ = task_lib.split(params, model_state)
     self.restore(params, drop_stale.drop_stale(0, tx).init(trained))
     step = functools.partial(_step, tx)
-    self._step = jax.jit(
-        step, donate_argnums=(0, 1), out_shardings=self._shardings
-    )
+    self._step = jax.jit(step, donate_argnums=(0, 1))
     pair, state = jax.eval_shape(lambda: (self._params, self._opt_state))
     numbers = np.int32(0), True
     traced = jax.jit(step).trace(pair, state, pair, *numbers, *pair[::-1])
@@ -78,10 +62,7 @@ class ParameterServer:
     marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
     _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
     self._needs_read_params = any(depends)
-    self.fingerprints = {
-        **self._hashes(traced.lower().as_text()),
-        DEVICES: str(num_devices),
-    }
+    self.fingerprints = self._hashes(traced.lower().as_text())
 
   @property
   def params(self) -> Any:
@@ -103,10 +84,9 @@ class ParameterServer:
   def restore(self, params: Any, state: Any) -> None:
     """Restores parameters and state, which are as `trees` returns them."""
     pair = task_lib.split(params, self._model_state)
-    copies = jax.tree.map(jnp.array, (pair, state.inner_state))
-    if self._shardings is not None:
-      copies = jax.device_put(copies, self._shardings)
-    self._params, self._opt_state = copies
+    self._params, self._opt_state = jax.tree.map(
+        jnp.array, (pair, state.inner_state)
+    )
     self._counts = jax.tree.map(jnp.array, state._replace(inner_state=()))
     self.global_step = int(state.global_step)
 
@@ -124,8 +104,6 @@ class ParameterServer:
   def accept(self, grads: Any, read: Any, local_step: int) -> None:
     """Applies a gradient computed at a local step."""
     grads = task_lib.split(grads, self._model_state)
-    if self._shardings is not None:
-      grads = jax.device_put(grads, self._shardings[0])
     self._params, self._opt_state = self._step(
         self._params,
         self._opt_state,
@@ -168,7 +146,9 @@ def check_layout(found: Mapping[str, str], like: Any, what: str) -> None:
   """
   if difference := task_lib.differing(found, like):
     raise ValueError(
-        f'{what} must have the leaves of `task` and `tx`, {difference}'
+        f'{what} must have the leaves of `task` and `tx`, {difference} Take'
+        ' the optimizer that wrote it; docs/asynchronous.md says how to go on'
+        ' with another one.'
     )
 
 
@@ -191,29 +171,6 @@ def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
 
 def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _shardings(tx, params, held, num_devices):
-  """Returns the shardings of parameters and model state, and of the state.
-
-  Raises:
-    ValueError: If there are fewer devices.
-  """
-  devices = jax.local_devices()
-  if num_devices > len(devices):
-    raise ValueError(
-        f'`driver_devices` must be at most the {len(devices)} local devices of'
-        f' the driver, got {num_devices}.'
-    )
-  mesh = jax.sharding.Mesh(devices[:num_devices], _AXIS)
-  how = {'mesh': mesh, 'shard_over': _AXIS, 'on_whole': 'ignore'}
-  # A trace has the shapes of the parameters.
-  of_params = shardings_lib.state_shardings(optax.trace(0.0), params, **how)
-  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  of_held = jax.tree.map(lambda x: whole, held)
-  params = jax.device_put(params, of_params.trace)
-  of_state = shardings_lib.state_shardings(tx, params, **how)
-  return (of_params.trace, of_held), of_state
 
 
 def _step(

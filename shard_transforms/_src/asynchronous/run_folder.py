@@ -170,7 +170,8 @@ def lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
   descriptor = os.open(folder, os.O_RDONLY)
   stack.callback(os.close, descriptor)
   try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with outcomes.naming(folder):
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as error:
     raise ValueError(
         f'`folder` must not be in use, got {str(folder)!r}, which another run'
@@ -223,7 +224,8 @@ def manifest_of(server: parameter_server.ParameterServer) -> dict[str, str]:
       _INITIAL: str(task_lib.checksum(server.params)),
       **server.fingerprints,
       'processor': _processor(),
-      'device': jax.devices()[0].device_kind,
+      # With Ray, that of the workers is another: their gradients are compared.
+      'device of the driver': jax.devices()[0].device_kind,
       'jaxlib': importlib.metadata.version('jaxlib'),
       'optax': importlib.metadata.version('optax'),
   }

@@ -35,7 +35,6 @@ def train(
     save_seconds: float = 5.0,
     start: outcomes.Result | None = None,
     resources: Mapping[str, Any] | None = None,
-    driver_devices: int = 1,
     on_progress: Callable[[outcomes.Report], outcomes.Command] | None = None,
 ) -> outcomes.Result:
   r"""Trains asynchronously, by workers that do not wait for each other.
@@ -86,9 +85,6 @@ def train(
       journal. The first batch has the number of the global step.
     resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
-    driver_devices: The number of local devices of the driver over which
-      parameters, state and updates are divided, as by `state_shardings`. The
-      bits depend on it where the optimizer sums over parameters.
     on_progress: Takes a `Report`, at most ten times a second and at the end,
       after the first update. If it returns `'params'`, the next report comes at
       once and has the parameters. If it returns `'stop'`, the run ends with its
@@ -147,7 +143,6 @@ def train(
       save_seconds=save_seconds,
       start=start,
       resources=resources,
-      driver_devices=driver_devices,
   )
   return job.run(options, functools.partial(driver.drive, options), on_progress)
 
@@ -190,8 +185,7 @@ def replay(
       loses five workers.
     TypeError: If an argument is of the wrong kind.
     ValueError: If the journal is damaged, of another task, optimizer or
-      machine, or has fewer updates than `until`; or a gradient has other bits;
-      or there are fewer devices than the `driver_devices` of the run.
+      machine, or has fewer updates than `until`; or a gradient has other bits.
 
   Examples:
     >>> import tempfile
@@ -225,7 +219,6 @@ def replay(
       resources=resources,
   )
   journal = _until(outcomes.read_records(options.folder), until)
-  options.driver_devices = int(journal.manifest[parameter_server.DEVICES])
   return job.run(options, functools.partial(driver.redrive, options, journal))
 
 

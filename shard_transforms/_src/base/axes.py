@@ -121,13 +121,15 @@ def platform() -> str:
 
 
 def between_processes() -> bool:
-  """Whether CPU devices may be those of several processes, joined by gloo."""
-  return jax.process_count() > 1 and platform() == 'cpu'
+  """Whether CPU devices talk through gloo, as those of several processes do."""
+  # Those of a single process, too, if it has joined.
+  return jax.distributed.is_initialized() and platform() == 'cpu'
 
 
-def scatters_wait() -> bool:
-  """Whether a reduce-scatter waits for a shard that is late, however long."""
-  # Before JAX 0.12, gloo's fails after 30 seconds (jax#40831).
+def scatters_are_safe() -> bool:
+  """Whether a reduce-scatter is right, however late a shard may be."""
+  # Before JAX 0.12, gloo's fails after 30 seconds (jax#40831), and sometimes
+  # gives shard 0 wrong numbers without an error (jax#40830).
   return jax.__version_info__ >= (0, 12) or not between_processes()
 
 

@@ -28,9 +28,9 @@ _OPTIONS = {_MMAP: (-3, 2**30), _TRIM: (-1, -1)}
 
 def join_processes(
     *,
-    initialization_timeout: int = 60,
-    heartbeat_timeout: int = 10,
-    shutdown_timeout: int = 30,
+    initialization_timeout: int = 300,
+    heartbeat_timeout: int = 100,
+    shutdown_timeout: int = 300,
     keep_memory: bool = True,
 ) -> int:
   """Joins the processes that were started with this one, if there are any.
@@ -58,8 +58,9 @@ def join_processes(
     initialization_timeout: Seconds in which all processes must have joined.
     heartbeat_timeout: Seconds without a sign of life after which a process
       counts as dead.
-    shutdown_timeout: How many seconds apart processes may end. The others wait
-      that long for a process that has exited early.
+    shutdown_timeout: How many seconds apart processes may end. Processes that
+      are done wait that long for the last one; then JAX ends all of them with
+      SIGABRT. Choose more than what one process does alone at the end may take.
     keep_memory: Whether glibc is told, by `mallopt` for the whole process, to
       keep the memory that a step frees. Otherwise it maps that memory again in
       each step, which can take longer than sending the gradients. The variables

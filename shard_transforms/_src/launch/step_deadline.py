@@ -1,5 +1,6 @@
 """`StepDeadline`: all processes end if a step takes too long."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -21,6 +22,8 @@ _PULSE, _ANSWER, _SILENCE = 0.25, 0.5, 1.0
 # Seconds in which the others read the verdict. Process 0 keeps it, so it ends
 # last: the others would otherwise only report a lost connection.
 _FAREWELL = 0.5
+# Seconds that a program waits for these threads when it ends.
+_LEAVE = 3.0
 
 
 class StepDeadline:
@@ -67,6 +70,7 @@ class StepDeadline:
     self._beat = 0
     self._watcher: threading.Thread | None = None
     self._asking: threading.Thread | None = None
+    self._is_over = threading.Event()
 
   def __enter__(self) -> None:
     """Starts the time of one step.
@@ -91,9 +95,17 @@ class StepDeadline:
     self._main = threading.get_ident()
     self._watcher = threading.Thread(target=self._watch, daemon=True)
     self._watcher.start()
+    atexit.register(self._stop)
+
+  def _stop(self):
+    """Ends the threads: one that is in JAX when Python ends aborts it."""
+    self._is_over.set()
+    for name in '_watcher', '_asking':
+      if (thread := getattr(self, name)) is not None:
+        thread.join(_LEAVE)
 
   def _watch(self):
-    while True:
+    while not self._is_over.wait(_PULSE):
       verdict = self._pulse()
       ends_at = self._ends_at
       if ends_at is not None and time.monotonic() > ends_at:
@@ -104,7 +116,6 @@ class StepDeadline:
           self._end(verdict)
       elif verdict:
         self._end(verdict)
-      time.sleep(_PULSE)
 
   def _pulse(self):
     """Gives a sign of life; returns the verdict if there is one."""

@@ -203,7 +203,7 @@ def _own_entry(entries, axis):
 
 
 def _scatter(x, axis, dimension, tiled=False, **groups):
-  if axes_lib.scatters_wait():
+  if axes_lib.scatters_are_safe():
     return lax.psum_scatter(
         x, axis, scatter_dimension=dimension, tiled=tiled, **groups
     )
