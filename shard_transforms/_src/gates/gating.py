@@ -165,7 +165,7 @@ class Gate:
       return _run_inner(known, self.inner, updates, state, params, given)
 
     if known.unchecked and not isinstance(self.inner.update, _GateUpdate):
-      run = jax.jit(run, inline=True)
+      run = jax.jit(run)
       traced = run.trace(inner_state, updates, weight)
       weight_flow.check(
           traced.jaxpr.jaxpr,
