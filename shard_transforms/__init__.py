@@ -38,6 +38,7 @@ from shard_transforms._src.transforms.gradients import per_shard
 from shard_transforms._src.transforms.gradients import value_and_grad
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
+from shard_transforms._src.transforms.model_state import unless_skipped
 from shard_transforms._src.transforms.on_mesh import on_mesh
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.scale_by_staleness import (
@@ -95,6 +96,7 @@ __all__ = (
     'state_shardings',
     'state_specs',
     'tower_reduce',
+    'unless_skipped',
     'value_and_grad',
 )
 

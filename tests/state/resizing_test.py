@@ -432,6 +432,17 @@ class CutTest(parameterized.TestCase):
       resize_state(state, tx, [jnp.zeros(other)], modes.mesh(after))
 
 
+# What may stand around a window, and gives it weights.
+GATES = {
+    'none': lambda tx: tx,
+    'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
+    'drop_stale': lambda tx: drop_stale(2, tx, axis_name=AXIS),
+    'scale_by_staleness': lambda tx: shard_transforms.scale_by_staleness(
+        'inverse', tx, axis_name=AXIS
+    ),
+}
+
+
 class WindowTest(parameterized.TestCase):
   """What `tower_reduce` has collected, and what `guard` has seen."""
 
@@ -505,19 +516,31 @@ class WindowTest(parameterized.TestCase):
     np.testing.assert_array_equal(resized.total, after)
     np.testing.assert_array_equal(resized.total_weight, [3] * len(after))
 
-  @cases.product(reduction=('mean', 'weighted'), after=(2, 1, 8))
-  def test_a_weighted_sum_of_towers_ends_with_the_same_mean(
-      self, reduction, after
+  @cases.parameters(
+      ('sum', 'none', 'mean', 8),
+      ('sum', 'none', 'weighted', 1),
+      ('sum', 'guard', 'mean', 2),
+      ('sum', 'drop_stale', 'weighted', 2),
+      ('sum', 'scale_by_staleness', 'mean', 2),
+      ('mean', 'guard', 'mean', 2),
+  )
+  def test_a_weighted_window_ends_with_the_same_mean(
+      self, kind, gate, reduction, after
   ):
     inner = averaged(optax.identity())
-    tx = tower_reduce(2, inner, axis_name=AXIS, reduction='sum')
+    tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
     total = np.float32([[0, 1], [6, 8], [18, 21], [36, 40]])
-    state = replaced(
+    window = replaced(
         state_of(tx, jnp.zeros(2), 4),
         tower=1,
         total=total,
         total_weight=np.arange(1.0, 5.0),
     )
+    tx = GATES[gate](tx)
+    state = state_of(tx, jnp.zeros(2), 4)
+    if gate != 'none':
+      window = replaced(state, inner_state=window)
+    state = window
 
     resized = resize_state(
         state, tx, jnp.zeros(2), modes.mesh(after), reduction=reduction
@@ -527,12 +550,13 @@ class WindowTest(parameterized.TestCase):
 
     def last(state, weight):
       zeros = shard_transforms.per_shard(jnp.zeros(2), AXIS)
-      return tx.update(zeros, state, weight=weight[0])[0]
+      return tx.update(zeros, state, weight=weight[0], local_step=0)[0]
 
     updates = jax.shard_map(
         last, mesh=modes.mesh(after), in_specs=(specs, P(AXIS)), out_specs=P()
     )(resized, np.ones(after, np.float32))
-    np.testing.assert_allclose(updates, total.mean(0), rtol=1e-6)
+    divisor = 4 if kind == 'sum' else 1 + 2 + 3 + 4 + after
+    np.testing.assert_allclose(updates, total.sum(0) / divisor, rtol=1e-6)
 
   def test_a_weighted_sum_of_towers_needs_the_reduction(self):
     inner = averaged(optax.identity())

@@ -148,8 +148,8 @@ class AccumulationTest(parameterized.TestCase):
     (warning,) = set(report.warnings)
     self.assertIn('`accumulated_value_and_grad(', warning)
 
-  @cases.parameters('mean', 'sum')
-  def test_weights_count_and_zero_leaves_nan_out(self, reduction):
+  @cases.parameters(('mean', 1), ('mean', 2.0**-125), ('sum', 1))
+  def test_weights_count_and_zero_leaves_nan_out(self, reduction, scale):
     mesh = make_mesh((4,))
     tokens = np.asarray([3, 1, 0, 2, 5, 1, 0, 4], np.float32)
     x = X.reshape(8, 4, WIDTH).copy()
@@ -159,7 +159,7 @@ class AccumulationTest(parameterized.TestCase):
         'data',
         2,
         mesh=mesh,
-        weight_fn=lambda x, tokens: tokens[0],
+        weight_fn=lambda x, tokens: tokens[0] * scale,
         reduction=reduction,
     )
     w = jnp.ones(WIDTH)

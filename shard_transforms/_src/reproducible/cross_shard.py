@@ -115,7 +115,8 @@ def _cross_shard(kind, axis_name, num_towers):
     if weight is None:
       total = reduction.total(num_towers or 1)
     else:
-      weight = weights.as_weight(weight, lead, caller)
+      weight = weights.checked(weight, lead, caller)
+      weight = reduction.scaled(axes_lib.to_varying(weight, axes))
       total = reduction.total(_sum_of_towers(weight, None, lead))
 
     def sum_of_towers(leaf):

@@ -17,6 +17,7 @@ from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'scale_by_staleness'
+_TINY = jnp.finfo(jnp.float32).tiny
 
 Kind = Literal['inverse', 'exponential'] | Callable[[jax.Array], chex.Numeric]
 
@@ -138,8 +139,8 @@ def scale_by_staleness(
     Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, 2015,
     https://arxiv.org/abs/1511.05950 (`'inverse'`).
   """
-  factor_of = _as_factor(kind, rate)
   axes = axes_lib.optional_axes(axis_name)
+  factor_of = _as_factor(kind, rate, _TINY if axes else 0)
   if bool(axes) != (inner is not None):
     raise ValueError(
         '`inner` and `axis_name` of `scale_by_staleness` must come together,'
@@ -183,8 +184,11 @@ def _age(local_step, global_step):
   return jnp.where(local_step < global_step, age, 0)
 
 
-def _as_factor(kind, rate):
+def _as_factor(kind, rate, least):
   """Returns a function of the age for the factor, float32 [].
+
+  An exponential is not less than `least`: where all shards are old, their
+  weights must not all be zero.
 
   Raises:
     TypeError: If `kind` is neither a name nor a function, or `rate` no number.
@@ -210,7 +214,11 @@ def _as_factor(kind, rate):
     return lambda age: 1 / jnp.maximum(age, 1).astype(jnp.float32)
   if kind == 'exponential':
     rate = arguments.as_positive('rate', rate)
-    return lambda age: jnp.exp(-jnp.asarray(rate, jnp.float32) * age)
+
+    def factor(age):
+      return jnp.maximum(jnp.exp(-jnp.asarray(rate, jnp.float32) * age), least)
+
+    return factor
   return lambda age: _as_scalar(kind(age))
 
 

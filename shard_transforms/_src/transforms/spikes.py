@@ -36,8 +36,9 @@ class SpikeRule:
   a spike if it exceeds its mean by more than `max_stds` standard deviations.
   Both are those of the values that single shards had in the last `window`
   steps. Whatever is not finite is a spike from the first step on, an infinite
-  norm of finite elements included. Until `min_steps` steps are recorded,
-  `max_stds` judges nothing.
+  norm of finite elements included. `max_stds` judges nothing until `min_steps`
+  steps are recorded: by default, the first 128 steps. Give `max_norm` as well,
+  or fewer `min_steps`, if these can have spikes.
 
   Published rules: that of OLMo-core is
   `SpikeRule(max_stds=6, signals=('norm', 'loss'), min_steps=63, two_sided=True,

@@ -1,0 +1,80 @@
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms
+from shard_transforms import guard
+from shard_transforms import tower_reduce
+
+AXIS = modes.AXIS
+SGD = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+GUARDS = {
+    'around': guard(SGD, AXIS),
+    'inside': optax.chain(
+        shard_transforms.cross_shard_mean(AXIS), guard(optax.sgd(0.1))
+    ),
+    'only the outer': guard(guard(SGD, AXIS, on_bad='exclude'), AXIS),
+    'only the inner': guard(
+        guard(SGD, AXIS, spikes=shard_transforms.SpikeRule(max_norm=9)), AXIS
+    ),
+    'around towers': guard(tower_reduce(2, SGD, axis_name=AXIS), AXIS),
+    'in drop_stale': shard_transforms.drop_stale(
+        9, guard(SGD, AXIS), axis_name=AXIS
+    ),
+}
+
+
+class UnlessSkippedTest(parameterized.TestCase):
+
+  @cases.parameters(*GUARDS)
+  def test_keeps_what_was_before_a_skipped_step(self, case):
+    tx = GUARDS[case]
+    x = np.ones((8, 4, 3), np.float32)
+    x[3, 2] = 999 if case == 'only the inner' else np.nan
+
+    def call(carry, x):
+      state, before = carry
+      grads = jax.tree.map(lambda w: w * jnp.mean(x), {'w': jnp.ones(3)})
+      _, state = tx.update(grads, state, local_step=0)
+      after = {
+          'mean': before['mean'] + shard_transforms.shard_mean(x, AXIS),
+          'steps': before['steps'] + 1,
+          'key': jax.random.split(before['key'])[0],
+      }
+      kept = shard_transforms.unless_skipped(state, after, before)
+      return (state, kept), kept['steps']
+
+    def shard(params, x):
+      key = jax.random.key(0)
+      before = {'mean': params['w'], 'steps': jnp.int32(0), 'key': key}
+      (_, kept), steps = lax.scan(call, (tx.init(params), before), x)
+      return kept['mean'], steps
+
+    mapped = modes.map_shards('shard_map', shard)
+    mean, steps = mapped({'w': np.zeros(3, np.float32)}, x)
+
+    np.testing.assert_array_equal(steps[0], [1, 2, 2, 3])
+    np.testing.assert_array_equal(mean[0], [3, 3, 3])
+
+  @cases.parameters(
+      (optax.sgd(0.1), 'must have the state of a `guard` .* got'),
+      (tower_reduce(2, guard(optax.sgd(0.1))), 'around `tower_reduce`'),
+  )
+  def test_refuses_what_says_nothing_about_the_step(self, tx, message):
+    state = tx.init(jnp.zeros(2))
+
+    with self.assertRaisesRegex(ValueError, f'`unless_skipped` .*{message}'):
+      shard_transforms.unless_skipped(state, jnp.ones(2), jnp.zeros(2))
+
+  def test_one_tower_is_no_window(self):
+    tx = tower_reduce(1, guard(optax.sgd(0.1)))
+    _, state = tx.update(jnp.full(2, np.nan), tx.init(jnp.zeros(2)))
+
+    kept = shard_transforms.unless_skipped(state, jnp.ones(2), jnp.zeros(2))
+
+    np.testing.assert_array_equal(kept, [0, 0])
