@@ -635,8 +635,12 @@ def cut_in_numpy(param):
   """Returns the slices [shards, ...] that shards keep of a parameter."""
   if not param.ndim or not param.size:
     return on_shards(param)
-  flat = np.pad(np.ravel(param), (0, -param.size % SHARDS))
-  return flat.reshape(SHARDS, *(1,) * param.ndim, -1)
+  # Along the dimension that needs the least padding.
+  dim = min(
+      range(param.ndim), key=lambda d: -param.shape[d] % SHARDS / param.shape[d]
+  )
+  end = [(0, -size % SHARDS * (d == dim)) for d, size in enumerate(param.shape)]
+  return np.stack(np.split(np.pad(param, end), SHARDS, dim))
 
 
 def params_of_call(params, call):

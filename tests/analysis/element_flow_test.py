@@ -128,6 +128,11 @@ class ElementFlowTest(parameterized.TestCase):
   def test_numbers_of_their_own_come_from_collectives(self, fn):
     self.assertIn('of their own', kind_of(fn, CUT)[0].reason)
 
+  def test_an_element_may_not_meet_several_numbers(self):
+    kind, _ = kind_of(lambda x: x[None] * jnp.ones((3, 4)), CUT)
+
+    self.assertIn('`mul` repeats them at other places', kind.reason)
+
   @cases.parameters(
       lambda x: x * lax.pmax(jnp.float32(1), AXIS),
       lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),

@@ -28,7 +28,7 @@ def problem_of(inner, params=PARAMS, num_slices=4, **extra_args):
   inner = optax.with_extra_args_support(inner)
   update = functools.partial(inner.update, **extra_args)
   inner = inner._replace(update=update)
-  return elementwise.find_problem(inner, params, params, num_slices)
+  return elementwise.find_problem(inner, params, params, (num_slices,))
 
 
 TABLE = np.array([0.0, 0.5, 2.0], np.float32)
@@ -332,7 +332,10 @@ class ElementwiseTest(parameterized.TestCase):
       del params
       return {**updates, 'w': updates['w'] * table}
 
-    self.assertRegex(problem_of(optax.stateless(update)), 'on slices it raises')
+    self.assertRegex(
+        problem_of(optax.stateless(update)),
+        'on slices it raises|on their shapes',
+    )
 
   @parameterized.named_parameters(
       (
@@ -414,20 +417,30 @@ class ElementwiseTest(parameterized.TestCase):
 
     self.assertRegex(problem_of(inner), 'its state depends on their shapes')
 
-  # On four slices, each has one element of `b`.
+  # Slices of one size lie along different dimensions.
   @parameterized.parameters(
-      ((6, 4), (1,)), ((6, 4), (1, 1)), ((6, 4), (4,)), ((6, 4), (1, 4))
+      ((6, 4), (1,), (1, 1)),
+      ((6, 4), (1, 4), (1, 4)),
+      ((8, 6), (6, 8), (8, 6)),
+      ((48,), (6, 8), (48,)),
   )
-  def test_refuses_an_element_that_meets_several(self, of_w, of_b):
+  def test_refuses_elements_of_leaves_of_other_shapes(self, of_w, of_b, shape):
     w, b = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (of_w, of_b))
     inner = optax.stateless(
-        lambda u, _: {**u, 'w': u['w'] * u['b'].reshape(1, -1)}
+        lambda u, _: {**u, 'w': u['w'] * u['b'].reshape(shape)}
     )
 
-    self.assertIn(
-        '`mul` repeats them at other places',
-        problem_of(inner, {'w': w, 'b': b}),
+    self.assertRegex(
+        problem_of(inner, {'w': w, 'b': b}), 'leaves of other shapes, .* meet'
     )
+
+  def test_refuses_a_leaf_of_the_elements_of_another(self):
+    w, b = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((8, 6), (6, 8)))
+    inner = optax.stateless(lambda u, _: {**u, 'w': u['b'].reshape(8, 6)})
+
+    problem = problem_of(inner, {'w': w, 'b': b})
+
+    self.assertRegex(problem, r"at \['w'\] depends on elements .* \(6, 8\)")
 
   def test_refuses_another_tree(self):
     inner = optax.stateless(lambda updates, params: list(updates.values()))

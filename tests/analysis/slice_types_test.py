@@ -27,28 +27,28 @@ def shapes(tree):
 class SliceTypesTest(parameterized.TestCase):
 
   def test_whole_leaves_keep_their_shapes(self):
-    whole = slice_types.Cutting(4, ()).whole(TREE)
+    whole = slice_types.Cutting((4,), ()).whole(TREE)
 
     self.assertEqual(shapes(whole), shapes(TREE))
 
   def test_slices_keep_rank_and_dtype(self):
-    slices = slice_types.Cutting(4, ()).slices(TREE)
+    slices = slice_types.Cutting((4,), ()).slices(TREE)
 
     expected = shapes(TREE) | {
-        'matrix': (1, 4, 'float32'),
-        'same': (1, 4, 'float32'),
-        'half': (1, 4, 'bfloat16'),
+        'matrix': (1, 5, 'float32'),
+        'same': (1, 5, 'float32'),
+        'half': (1, 5, 'bfloat16'),
     }
     self.assertEqual(shapes(slices), expected)
 
   def test_distinct_slices_differ_from_their_leaves(self):
-    slices = slice_types.Cutting(4, ()).slices(TREE, distinct=True)
+    slices = slice_types.Cutting((4,), ()).slices(TREE, distinct=True)
 
     self.assertEqual(slices['one'].shape, (2,))
-    self.assertEqual(slices['matrix'].shape, (1, 4))
+    self.assertEqual(slices['matrix'].shape, (1, 5))
 
   def test_what_is_cut_varies(self):
-    cutting = slice_types.Cutting(8, (modes.AXIS,))
+    cutting = slice_types.Cutting((8,), (modes.AXIS,))
 
     def fn(replicated, own):
       tree = {'own': own, 'own_sum': jnp.sum(own), 'replicated': replicated}

@@ -322,6 +322,25 @@ class CheckpointTest(parameterized.TestCase):
     found = full_state(placed, tx, params, after)
     chex.assert_trees_all_equal(jax.device_get(found), expected, strict=True)
 
+  @cases.parameters(4, 2, 1)
+  def test_orbax_places_divided_slices_by_their_shardings(self, num_shards):
+    tx = shard_update(COPY, AXIS)
+    params = {
+        'rows': np.arange(40, dtype=np.float32).reshape(8, 5),
+        'columns': np.arange(80, dtype=np.float32).reshape(5, 16),
+        'both': np.arange(16, dtype=np.float32),
+    }
+    after = modes.mesh(num_shards)
+    state = init_state(tx, params, modes.mesh())
+
+    like = init_state(tx, jax.eval_shape(lambda: params), after)
+    restored = saved_by_orbax(state, like)
+
+    assert_same(restored, init_state(tx, params, after))
+    chex.assert_trees_all_equal(
+        jax.device_get(restored.inner_state[1]), params, strict=True
+    )
+
   @cases.parameters(*WRAPPERS)
   def test_flax_restores_it_on_other_shards(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
@@ -443,13 +462,13 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(*WRAPPERS)
   def test_names_what_is_not_full(self, name):
     tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
-    state = init_state(tx, {'w': jnp.zeros(16)}, mesh)
+    state = init_state(tx, {'w': jnp.zeros(15)}, mesh)
 
     with self.assertRaisesRegex(
         ValueError,
         r'`state` must be made by .* got .* at \.inner_state.* instead of',
     ):
-      place_state(state, tx, {'w': jnp.zeros(16)}, mesh)
+      place_state(state, tx, {'w': jnp.zeros(15)}, mesh)
 
   @cases.parameters(*WRAPPERS)
   def test_names_a_leaf_of_another_shape_or_dtype(self, name):
@@ -507,7 +526,8 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_parameters_that_are_sharded(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params, specs = {'w': jnp.zeros((8, 6))}, P('model')
+    # Its parts, [3, 5], are padded.
+    params, specs = {'w': jnp.zeros((6, 5))}, P('model')
     state = init_state(tx, params, mesh, in_specs=specs)
 
     with self.assertRaisesRegex(ValueError, '`in_specs` must not shard'):
@@ -517,7 +537,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_a_state_that_was_made_with_other_specs(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((2, 4), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params = {'w': jnp.zeros((8, 6))}
+    params = {'w': jnp.zeros((4, 5))}
     state = init_state(tx, params, mesh, in_specs=P('model'))
 
     with self.assertRaisesRegex(ValueError, 'made'):

@@ -74,6 +74,11 @@ def rounded(u):
   return cut.astype(u.dtype)
 
 
+# Its state has the values of the parameters.
+COPY = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.copy, params),
+    lambda updates, state, params=None: (updates, state),
+)
 INNERS = {
     'sgd': lambda: optax.sgd(0.1),
     'momentum': lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -308,19 +313,15 @@ class StateTest(parameterized.TestCase):
 
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
     mu = optax.tree_utils.tree_get(specs, 'mu')
-    self.assertEqual(mu, {'cut': P(AXIS), 'few': P(AXIS), 'one': P()})
+    self.assertEqual(mu, {'cut': P(None, AXIS), 'few': P(AXIS), 'one': P()})
 
   def test_state_starts_from_a_shards_own_slice_of_the_parameters(self):
-    copy = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.copy, params),
-        lambda updates, state, params=None: (updates, state),
-    )
-    tx = shard_update(copy, AXIS)
+    tx = shard_update(COPY, AXIS)
     params = jnp.arange(15.0).reshape(3, 5)
 
     state = shard_transforms.init_state(tx, params, modes.mesh())
 
-    expected = np.append(np.arange(15.0), 0).reshape(8, 1, 2)
+    expected = np.pad(np.arange(15.0).reshape(3, 5), [(0, 0), (0, 3)])
     np.testing.assert_array_equal(state.inner_state, expected)
 
   def test_state_that_is_made_of_shapes_is_cut_as_well(self):
@@ -332,25 +333,21 @@ class StateTest(parameterized.TestCase):
 
     specs = shard_transforms.state_specs(tx, jnp.zeros((3, 5)), modes.mesh())
 
-    self.assertEqual(specs.inner_state, P(AXIS))
+    self.assertEqual(specs.inner_state, P(None, AXIS))
 
   @cases.parameters((('host', 'core'),), (('core', 'host'),))
   def test_slices_are_in_the_order_of_the_mesh(self, axes):
-    copy = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.copy, params),
-        lambda updates, state, params=None: (updates, state),
-    )
     mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
 
-    tx = shard_update(copy, axes)
+    tx = shard_update(COPY, axes)
     state = shard_transforms.init_state(tx, jnp.arange(16.0), mesh)
 
-    expected = np.arange(16.0).reshape(8, 2)
+    expected = np.arange(16.0)
     np.testing.assert_array_equal(state.inner_state, expected)
 
   @cases.parameters(
-      {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(1, 2\) at .*\[0\]'},
-      {'shapes': ((16,), (16,)), 'shards': 4, 'got': r'\(2, 2\) at .*\[0\]'},
+      {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(2,\) at .*\[0\]'},
+      {'shapes': ((17,), (17,)), 'shards': 4, 'got': r'\(6,\) at .*\[0\]'},
   )
   def test_refuses_state_of_others(self, shapes, shards, got):
     tx = shard_update(optax.trace(0.9), AXIS)
@@ -446,6 +443,44 @@ class AxesTest(parameterized.TestCase):
       results.append(step(new_params, state, gradients())[0])
 
     assert_close(*map(jax.device_get, results))
+
+  @cases.parameters(
+      # The dimension that the parts of the parameter have, and that fits.
+      ((8, 16), P('core'), P(('core', 'host'))),
+      ((4, 6), P('core'), P('core', 'host')),
+      ((3, 16), P(None, 'core'), P(None, ('core', 'host'))),
+      ((6, 16), P(None, 'core'), P('host', 'core')),
+      ((16, 6), P(), P('host')),
+  )
+  def test_state_has_the_spec_of_the_parameter_and_its_own(
+      self, shape, spec, expected
+  ):
+    tx = shard_update(COPY, 'host')
+    params = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+    state = shard_transforms.init_state(
+        tx, params, self.mesh(), in_specs=spec
+    ).inner_state
+
+    self.assertEqual(state.sharding.spec, expected)
+    np.testing.assert_array_equal(state, params)
+
+  @cases.parameters(
+      ((8, 16), P('core', 'host'), (2, 8)),
+      ((3, 16), P(None, ('core', 'host')), (3, 2)),
+      ((16,), P(('core', 'host')), (2,)),
+      ((2, 5), P('host', 'core'), (1, 2)),
+  )
+  def test_each_axis_divides_a_dimension_if_it_can(self, shape, spec, part):
+    tx = shard_update(COPY, ('host', 'core'))
+    params = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+    state = shard_transforms.init_state(tx, params, self.mesh()).inner_state
+
+    self.assertEqual(state.sharding.spec, spec)
+    self.assertEqual(state.addressable_shards[0].data.shape, part)
+    whole = np.asarray(state)[tuple(map(slice, shape))]
+    np.testing.assert_array_equal(whole, params)
 
   @pytest.mark.slow
   def test_parameters_may_be_sharded_over_another_axis(self):

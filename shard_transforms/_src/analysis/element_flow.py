@@ -31,9 +31,12 @@ class Elements:
     end_in_zeros: Whether the padding of the last slice is zero. Otherwise a sum
       over all slices is not the sum over the whole: with five elements on four
       shards, `exp` adds three ones too many.
+    of: The shape of the parameters. Leaves of another shape are sliced along
+      another dimension: their slices have other elements in the same places.
   """
 
   end_in_zeros: bool = False
+  of: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +150,11 @@ class Flow(interpreter.Reader[Kind]):
     if step.name in primitives.ELEMENTWISE:
       if problem := _repeated(step, kinds):
         return problem
-      return Elements(_gives_zeros(step, kinds))
+      return Elements(_gives_zeros(step, kinds), together.of)
     is_of_all = not step.outputs[0].aval.shape and self.axes
     if step.name == 'reduce_sum' and is_of_all:
       self.sums.add(step)
-      return Partial() if Elements() not in kinds else _NOT_PADDED
+      return Partial() if kinds[0].end_in_zeros else _NOT_PADDED
     return _moved(step, kinds[0])
 
 
@@ -175,7 +178,7 @@ def _moved(step, elements):
       return elements
     # The padding may be -0.0, which has a bit.
     if step.name == 'bitcast_convert_type':
-      return Elements()
+      return Elements(of=elements.of)
   if step.name in primitives.MOVING:
     return Mixed(f'`{step.name}` moves them to other places')
   return _unknown(step)
@@ -193,8 +196,10 @@ def _together(kinds):
       return kind
   if Partial() in kinds:
     return _USED_EARLY
-  has_elements = any(isinstance(kind, Elements) for kind in kinds)
-  return Elements() if has_elements else Shared()
+  shapes = {kind.of for kind in kinds if isinstance(kind, Elements)}
+  if len(shapes) > 1:
+    return Mixed(f'elements of leaves of other shapes, {sorted(shapes)}, meet')
+  return Elements(of=shapes.pop()) if shapes else Shared()
 
 
 def _gives_zeros(step, kinds):
@@ -211,7 +216,7 @@ def _gives_zeros(step, kinds):
       pass
     case name if name not in primitives.KEEPS_ZEROS:
       return False
-  return all(kind == Elements(True) for kind in kinds)
+  return all(isinstance(x, Elements) and x.end_in_zeros for x in kinds)
 
 
 def _is_linear(step, kinds):

@@ -20,9 +20,11 @@ that is not understood is refused.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.analysis import element_flow
@@ -37,7 +39,7 @@ def find_problem(
     inner: optax.GradientTransformationExtraArgs,
     updates: Any,
     params: Any,
-    num_slices: int,
+    num_slices: Sequence[int],
     axes: Sequence[Hashable] = (),
 ) -> str | None:
   """Returns why `inner` cannot run on slices of the parameters alone.
@@ -48,7 +50,7 @@ def find_problem(
     inner: The transformation, with its extra arguments.
     updates: The updates, in the shapes of the parameters.
     params: The parameters, or `None`.
-    num_slices: The number of slices of a leaf.
+    num_slices: The number of slices of a leaf for each axis.
     axes: The axes over which slices alone may vary, and over which a sum is one
       over all slices.
 
@@ -56,7 +58,8 @@ def find_problem(
     A clause that says what it does, or `None` if it is element-wise.
   """
   # With one slice everything is right; it should be with the next number, too.
-  cutting = slice_types.Cutting(max(num_slices, 2), tuple(axes))
+  num_slices = tuple(num_slices) if math.prod(num_slices) > 1 else (2,)
+  cutting = slice_types.Cutting(num_slices, tuple(axes))
   whole = cutting.whole((updates, params))
   slices, distinct = cutting.slices(whole), cutting.slices(whole, distinct=True)
   state, sliced_state, other_state = (
@@ -81,7 +84,7 @@ def find_problem(
   if not keeps_shapes:
     return 'it changes the trees or the shapes of the updates or of its state'
   flow = element_flow.Flow(axes)
-  of_state = jax.tree.map(_kind_of_state, is_cut)
+  of_state = jax.tree.map(_kind_of_state, is_cut, state)
   before, of_params = (_kinds(updates), of_state), _kinds(params, axes)
   taken = _like(before[0], of_params), before, of_params
   if problem := _problem_of_elements(flow, program, taken, (of_state, *before)):
@@ -128,8 +131,10 @@ def _problem_of_shapes(state, is_cut, given):
   return None
 
 
-def _kind_of_state(is_cut):
-  return element_flow.Elements() if is_cut else element_flow.Shared()
+def _kind_of_state(is_cut, leaf):
+  if not is_cut:
+    return element_flow.Shared()
+  return element_flow.Elements(of=leaf.shape)
 
 
 def _kinds(tree, axes=()):
@@ -139,7 +144,7 @@ def _kinds(tree, axes=()):
     if axes_lib.varying_axes(leaf).intersection(axes):
       return element_flow.OWN_NUMBERS
     if slice_types.can_be_cut(leaf):
-      return element_flow.Elements(end_in_zeros=True)
+      return element_flow.Elements(True, jnp.shape(leaf))
     return element_flow.Shared()
 
   return jax.tree.map(kind, tree)
@@ -164,6 +169,9 @@ def _problem_of_elements(flow, program, taken, given):
         return f'{reason}, in {name}'
       case element_flow.Partial():
         return f'{name} depends on a sum over one slice'
-      case element_flow.Elements() if isinstance(kind, element_flow.Shared):
-        return f'{name}, which is not cut, depends on elements'
+      case element_flow.Elements(of=shape):
+        if isinstance(kind, element_flow.Shared):
+          return f'{name}, which is not cut, depends on elements'
+        if shape != kind.of:
+          return f'{name} depends on elements of another shape, {shape}'
   return None

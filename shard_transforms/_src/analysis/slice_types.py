@@ -6,14 +6,15 @@ Programs are traced on types alone, which takes no memory for whole arrays.
 from collections.abc import Callable
 from collections.abc import Hashable
 import dataclasses
+import math
 from typing import Any
 
 import jax
 from jax import core
-from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 
 
@@ -22,11 +23,11 @@ class Cutting:
   """How leaves are cut.
 
   Attributes:
-    num_slices: The number of slices.
+    num_slices: The number of slices of a leaf for each axis.
     axes: The mapped axes over which only slices vary.
   """
 
-  num_slices: int
+  num_slices: tuple[int, ...]
   axes: tuple[Hashable, ...]
 
   def whole(self, tree: Any) -> Any:
@@ -36,7 +37,7 @@ class Cutting:
     # state if only one of them varies.
     def zeros(leaf):
       varying = axes_lib.varying_axes(leaf).difference(self.axes)
-      if leaves_lib.is_cut(leaf, self.num_slices):
+      if leaves_lib.is_cut(leaf, math.prod(self.num_slices)):
         varying = varying.union(self.axes)
       zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
       return axes_lib.to_varying(zeros, tuple(varying))
@@ -54,10 +55,10 @@ class Cutting:
     """
 
     def first(leaf):
-      rows = leaves_lib.cut(leaf, self.num_slices)
       if distinct and leaf.size == 1:
-        rows = jnp.concatenate([rows, rows], axis=-1)
-      return lax.index_in_dim(rows, 0, keepdims=False)
+        return jnp.concatenate([leaf, leaf], axis=-1)
+      division = divisions.divide(leaf.shape, self.num_slices)
+      return division.own(leaf, [0] * len(self.num_slices))
 
     return _map_types(first, tree, jax.tree.map(can_be_cut, tree))
 
@@ -68,7 +69,7 @@ class Cutting:
       tree: Tree of types.
       is_cut: Whether each leaf is sliced.
     """
-    if self.num_slices == 1:
+    if math.prod(self.num_slices) == 1:
       return tree
     return _map_types(
         lambda leaf: axes_lib.to_varying(leaf, self.axes), tree, is_cut

@@ -73,7 +73,7 @@ def full_state(
     >>> state = shard_transforms.init_state(tx, params, mesh)
     >>> full = shard_transforms.full_state(state, tx, params, mesh)
     >>> print(state.inner_state[0].mu.shape, full.inner_state[0].mu.shape)
-    (8, 1, 2) (3, 5)
+    (3, 8) (3, 5)
   """
   one_shard = _OneShard(tx, params, mesh, in_specs)
 
@@ -137,7 +137,7 @@ def place_state(
     >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
     >>> state = shard_transforms.place_state(full, tx, params, four)
     >>> print(state.inner_state[0].mu.shape)
-    (4, 1, 4)
+    (4, 5)
   """
   check_reduction(reduction)
   one_shard = _OneShard(tx, params, mesh, in_specs)

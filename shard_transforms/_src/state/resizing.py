@@ -72,7 +72,7 @@ def resize_state(
     >>> state = shard_transforms.init_state(tx, params, eight)
     >>> state = shard_transforms.resize_state(state, tx, params, four)
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
-    (4, 1, 4)
+    (4, 5)
   """
   full_state.check_reduction(reduction)
   here = jax.tree.map_with_path(_on_this_process, state)

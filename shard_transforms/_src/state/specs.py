@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 
@@ -28,7 +30,8 @@ def state_specs(
   They are read off the types of the leaves of `tx.init`, which is traced inside
   `jax.shard_map`; nothing is computed. A leaf that differs between shards is
   sharded along its first dimension, of length 1 a shard; a leaf that is shaped
-  like a parameter, or like several in a stack, is sharded like it.
+  like a parameter, or like several in a stack, is sharded like it, and a slice
+  as of `shard_update` along the dimension that is sliced.
 
   Args:
     tx: The transformation.
@@ -44,8 +47,8 @@ def state_specs(
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If `mesh` is not a mesh.
     ValueError: If a leaf varies over an axis and neither has a leading
-      dimension of 1 nor the shape of its parameter, or if `per_shard` is true
-      and `in_specs` uses all axes.
+      dimension of 1 nor the shape of its parameter or of a slice of it, or if
+      `per_shard` is true and `in_specs` uses all axes.
 
   Examples:
     >>> import jax
@@ -65,14 +68,18 @@ def state_specs(
   found = []
 
   def note(leaf, param, spec):
-    return _spec_like(leaf, jnp.shape(param), spec)
+    return _spec_like(leaf, jnp.shape(param), spec, mesh)
 
   def trace(params):
     state = tx.init(params)
-    likes = jax.tree.map(lambda _: P(), state)
-    if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
+    noted = state
+    try:
       noted = map_with_params(tx, note, state, params, param_specs)
-      likes = jax.tree.map(lambda x: x if specs_lib.is_spec(x) else P(), noted)
+    except (AttributeError, IndexError, TypeError, ValueError):
+      # `init` may want arrays. Its state may still be no part of a parameter.
+      if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
+        raise
+    likes = jax.tree.map(lambda x: x if specs_lib.is_spec(x) else P(), noted)
     found.append(
         jax.tree.map_with_path(
             lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
@@ -116,7 +123,7 @@ def specs_of(tree: Any) -> Any:
     >>> state = shard_transforms.init_state(tx, jnp.zeros((2, 8)), mesh)
     >>> train_state = {'step': 0, 'momentum': state.inner_state[0].trace}
     >>> print(shard_transforms.specs_of(train_state))
-    {'momentum': P('data',), 'step': P()}
+    {'momentum': P(None, 'data'), 'step': P()}
   """
   meshes = {}
 
@@ -150,21 +157,26 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
-def _spec_like(leaf, shape, spec):
-  """Returns the spec of a leaf like a parameter, or like a stack of it.
+def _spec_like(leaf, shape, spec, mesh):
+  """Returns the spec of a leaf like a parameter, or like a part or stack of it.
 
   The leading axis of a leaf that is kept per shard is not in it.
   """
   varying, found = axes_lib.varying_axes(leaf), jnp.shape(leaf)
-  lead = len(found) - len(shape)
   axes = specs_lib.axes_of(spec)
-  if lead < 0 or found[lead:] != shape or not axes:
+  further = [a for a in reversed(mesh.axis_names) if a in varying - axes]
+  if further and shape and math.prod(shape):
+    division = divisions.divide(shape, [mesh.shape[a] for a in further])
+    if found == division.of_slice:
+      return division.spec(further, spec)
+  rank = len(found) - len(shape)
+  if rank < 0 or found[rank:] != shape or not axes:
     return P()
   # A leaf of the same shape on all shards may look like a stack by chance.
-  is_row = found[:lead] in ((), (1,))
+  is_row = found[:rank] in ((), (1,))
   if not is_row and not axes <= varying:
     return P()
-  return P(*(None,) * (lead - bool(varying - axes)), *spec)
+  return P(*(None,) * (rank - bool(further)), *spec)
 
 
 def _spec(path, leaf, like, mesh, lead):
@@ -181,6 +193,7 @@ def _spec(path, leaf, like, mesh, lead):
   split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
   entries = [_entry(lead)] if lead else []
   entries += [_entry(split)] if own else []
+  like = specs_lib.restricted(like, set(mesh.axis_names).difference(lead))
   return P(*entries, *like)
 
 
