@@ -91,6 +91,6 @@ def _flatten(leaf, like):
 # where they do not fit.
 DIVIDED = _rule(_crop, lambda leaf, like: divisions.padded(leaf, like.shape))
 
-# Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements], that is
-# padded at its end.
+# Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements]; zeros
+# are at its end.
 SLICES = _rule(_unflatten, _flatten)
