@@ -3,7 +3,7 @@
 The slices of all shards, side by side, are the leaf: state that is sliced so
 has the shapes of the replicated state, and a `PartitionSpec`. Slices along a
 dimension are what XLA for TPUs reduces and scatters; of flat ones it sums the
-whole. `python benchmarks/sharded.py` and docs/measurements.md compare them.
+whole; docs/measurements.md has what it makes of both.
 """
 
 from collections.abc import Hashable
@@ -100,10 +100,8 @@ class Division:
   def rows(self, leaf: jax.Array) -> jax.Array:
     """Returns the slices of all shards, [shards, ...], in mesh order."""
     x = self.pad(leaf)
-    pairs = zip(self.num_slices, self.dims, strict=True)
-    for at, number in (
-        (i + dim, number) for i, (number, dim) in enumerate(pairs)
-    ):
+    for i, number in enumerate(self.num_slices):
+      at = i + self.dims[i]
       x = x.reshape(*x.shape[:at], number, -1, *x.shape[at + 1 :])
       x = jnp.moveaxis(x, at, 0)
     return lax.reshape(x, (math.prod(self.num_slices), *self.of_slice))
@@ -111,7 +109,8 @@ class Division:
   def join(self, rows: jax.Array) -> jax.Array:
     """Returns the leaf, given its slices, [shards, ...]."""
     x = lax.reshape(rows, (*reversed(self.num_slices), *self.of_slice))
-    for at in (i + dim for i, dim in reversed(list(enumerate(self.dims)))):
+    for i in reversed(range(len(self.dims))):
+      at = i + self.dims[i]
       x = jnp.moveaxis(x, 0, at)
       x = x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
     return self.crop(x)

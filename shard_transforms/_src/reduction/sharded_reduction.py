@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
+import math
 from typing import ClassVar
 
 import chex
@@ -58,34 +59,33 @@ class ShardedReduction(leaf_sums.Reduction):
   ) -> list[jax.Array]:
     """Returns each shard's slice of the sum or mean of checked leaves."""
     is_sent = self.sends_in_slices(leaves)
-    slices, packed, whole = {}, [], []
+    slices, in_rows, whole, rows = {}, [], [], []
     for i, leaf in enumerate(leaves):
-      if not is_sent[i]:
+      division = self._division(leaf)
+      if division is None or not is_sent[i]:
         whole.append(i)
-      elif self._is_packed(leaf):
-        packed.append(i)
+      elif self.sends_in_rows(leaf):
+        in_rows.append(i)
+        rows.append(division.rows(leaf))
       else:
-        send = functools.partial(self._scatter_leaf, self._division(leaf))
+        send = functools.partial(self._scatter_along, division)
         (slices[i],) = leaf_sums.reduce_by(send, [leaf], share, self)
-    rows = [self._division(leaves[i]).rows(leaves[i]) for i in packed]
     scattered = leaf_sums.scatter(rows, share, self, self.num_shards())
-    slices |= zip(packed, scattered, strict=True)
     reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
-    own = jax.tree.leaves(self.own(reduced))
-    slices |= zip(whole, own, strict=True)
+    own = [*scattered, *jax.tree.leaves(self.own(reduced))]
+    slices |= zip(in_rows + whole, own, strict=True)
     return [slices[i] for i in range(len(leaves))]
 
   def own(self, tree: optax.Updates) -> optax.Updates:
     """Returns each shard's slice of a tree that is the same on all of them."""
-    num_slices = self.num_slices()
+    self.num_shards()  # Raises where an axis is not bound.
     index = [collectives.row_index(self.axes, self.groups)]
     if self.groups is None:
       index = list(map(lax.axis_index, self._divided_over()))
 
     def own(leaf):
-      if not self.cuts(leaf):
-        return leaf
-      return divisions.divide(jnp.shape(leaf), num_slices).own(leaf, index)
+      division = self._division(leaf)
+      return division.own(leaf, index) if division else leaf
 
     return jax.tree.map(own, tree)
 
@@ -93,77 +93,68 @@ class ShardedReduction(leaf_sums.Reduction):
     """Gathers a tree like another from the slices of all shards."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = treedef.flatten_up_to(like)
-    cut = [i for i, kind in enumerate(kinds) if self.cuts(kind)]
-    parts = {i: self._division(kinds[i]) for i in cut}
+    cut = {i: x for i, x in enumerate(map(self._division, kinds)) if x}
     own = axes_lib.to_varying({i: leaves[i] for i in cut}, self.axes)
-    packed = [i for i in cut if self._is_packed(kinds[i])]
+    in_rows = [i for i in cut if self.sends_in_rows(kinds[i])]
 
     def gather(buffer, _):
       return collectives.gather(buffer, self.axes, self.groups)
 
-    keys = [(own[i].dtype, axes_lib.varying_axes(own[i])) for i in packed]
+    packed = [own.pop(i) for i in in_rows]
+    keys = [(x.dtype, axes_lib.varying_axes(x)) for x in packed]
     with jax.named_scope(self.caller):
       rows = bucketing.map_packed(
-          gather,
-          [own[i] for i in packed],
-          keys,
-          self.levels(),
-          growth=self.num_shards(),
+          gather, packed, keys, self.levels(), growth=self.num_shards()
       )
-      for i, row in zip(packed, rows, strict=True):
-        leaves[i] = parts[i].join(row)
-      for i in cut:
-        if i not in packed:
-          leaves[i] = self._gather_leaf(parts[i], own[i])
+      for i, row in zip(in_rows, rows, strict=True):
+        leaves[i] = cut[i].join(row)
+      for i, part in own.items():
+        leaves[i] = self._gather_along(cut[i], part)
     return treedef.unflatten(leaves)
 
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
     """Returns for each leaf whether it is sliced before it is sent."""
+    num_shards = self.num_shards()
     # A leaf that is not sent over all axes is the same on some shards.
     return [
-        self.cuts(leaf) and leaf_sums.sent_over(leaf, self) == self.axes
+        leaves_lib.is_cut(leaf, num_shards)
+        and leaf_sums.sent_over(leaf, self) == self.axes
         for leaf in leaves
     ]
 
-  def cuts(self, leaf: chex.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether each shard has a slice of a leaf."""
-    return leaves_lib.is_cut(leaf, self.num_shards())
+  def sends_in_rows(self, leaf: chex.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether slices are sent as rows, such as those that share a buffer."""
+    size = math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
+    is_small = any(size < level.leaf_bytes for level in self.levels())
+    return is_small or self.groups is not None
 
   def num_slices(self) -> tuple[int, ...]:
     """Returns the number of slices for each axis, the mesh's last one first."""
-    num_shards = self.num_shards()
     if self.groups is not None:
-      return (num_shards,)
+      return (self.num_shards(),)
     return tuple(map(lax.axis_size, self._divided_over()))
 
   def _divided_over(self):
     return axes_lib.in_mesh_order(self.axes)[::-1]
 
   def _division(self, leaf):
-    return divisions.divide(jnp.shape(leaf), self.num_slices())
+    """Returns how a leaf is divided, or `None` if all shards have all of it."""
+    num_slices = self.num_slices()
+    if not leaves_lib.is_cut(leaf, math.prod(num_slices)):
+      return None
+    return divisions.divide(jnp.shape(leaf), num_slices)
 
-  def sends_in_rows(self) -> bool:
-    """Whether slices lie in rows to be sent, in place of along dimensions."""
-    return self.groups is not None
-
-  def _is_packed(self, leaf):
-    size = jnp.size(leaf) * leaves_lib.dtype_of(leaf).itemsize
-    return any(size < level.leaf_bytes for level in self.levels())
-
-  def _scatter_leaf(self, division, leaf, axes):
-    """Returns each shard's slice of the sum of a leaf over the shards."""
-    if self.sends_in_rows():
-      return self.scatter_over(division.rows(leaf), axes)
+  def _scatter_along(self, division, leaf, axes):
+    """Returns each shard's slice of the sum of a leaf, sent axis by axis."""
+    del axes  # All of them.
     leaf = division.pad(leaf)
     for axis, dim in zip(self._divided_over(), division.dims, strict=True):
       leaf = collectives.scatter_along(leaf, axis, dim, tiled=True)
     return leaf
 
-  def _gather_leaf(self, division, own):
-    """Returns a leaf from the slices of all shards."""
-    if self.sends_in_rows():
-      return division.join(collectives.gather(own, self.axes, self.groups))
-    pairs = zip(self._divided_over(), division.dims, strict=True)
-    for axis, dim in reversed(list(pairs)):
+  def _gather_along(self, division, own):
+    """Returns a leaf from the slices of all shards, sent axis by axis."""
+    order = list(zip(self._divided_over(), division.dims, strict=True))
+    for axis, dim in reversed(order):
       own = collectives.join_along(own, axis, dim)
     return division.crop(own)

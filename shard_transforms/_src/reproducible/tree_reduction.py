@@ -55,8 +55,9 @@ class TreeReduction(sharded_reduction.ShardedReduction):
     """Returns each shard's row of the sum of rows over the shards."""
     return tree_sums.scatter(tree_sums.rounded(rows), axes)
 
-  def sends_in_rows(self) -> bool:
-    """Whether slices lie in rows to be sent: always."""
+  def sends_in_rows(self, leaf: Any) -> bool:
+    """Whether slices are sent as rows: always."""
+    del leaf
     return True
 
   def axes_of_sums(self) -> tuple[Hashable, ...]:
