@@ -81,7 +81,7 @@ class Division:
       entries.pop()
     return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
 
-  def pad(self, leaf: jax.Array) -> jax.Array:
+  def pad(self, leaf: chex.Array) -> jax.Array:
     """Returns a leaf with zeros at the ends of its dimensions."""
     return padded(leaf, self.padded)
 
@@ -97,7 +97,7 @@ class Division:
       x = lax.dynamic_slice_in_dim(x, i * size, size, dim)
     return x
 
-  def rows(self, leaf: jax.Array) -> jax.Array:
+  def rows(self, leaf: chex.Array) -> jax.Array:
     """Returns the slices of all shards, [shards, ...], in mesh order."""
     x = self.pad(leaf)
     for i, number in enumerate(self.num_slices):
@@ -116,7 +116,7 @@ class Division:
     return self.crop(x)
 
 
-def padded(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def padded(leaf: chex.Array, shape: tuple[int, ...]) -> jax.Array:
   """Returns an array with zeros at the ends of its dimensions."""
   if jnp.shape(leaf) == shape:
     return jnp.asarray(leaf)
