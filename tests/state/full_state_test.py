@@ -32,7 +32,7 @@ from shard_transforms import reproducible
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms._src.state import full_state as full_state_lib
+from shard_transforms._src.state import copies
 
 AXIS = modes.AXIS
 WRAPPERS = {
@@ -565,7 +565,7 @@ class RefusalTest(parameterized.TestCase):
     def is_here(leaf):
       return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
-    with mock.patch.object(full_state_lib, 'is_here', is_here):
+    with mock.patch.object(copies, 'is_here', is_here):
       full = full_state(state, tx, params, mesh)
       placed = place_state(full, tx, params, mesh)
 

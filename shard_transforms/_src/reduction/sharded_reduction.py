@@ -78,14 +78,15 @@ class ShardedReduction(leaf_sums.Reduction):
 
   def own(self, tree: optax.Updates) -> optax.Updates:
     """Returns each shard's slice of a tree that is the same on all of them."""
-    self.num_shards()  # Raises where an axis is not bound.
+    num_slices = self.num_slices()
     index = [collectives.row_index(self.axes, self.groups)]
     if self.groups is None:
       index = list(map(lax.axis_index, self._divided_over()))
 
     def own(leaf):
-      division = self._division(leaf)
-      return division.own(leaf, index) if division else leaf
+      if not leaves_lib.is_cut(leaf, math.prod(num_slices)):
+        return leaf
+      return divisions.divide(jnp.shape(leaf), num_slices).own(leaf, index)
 
     return jax.tree.map(own, tree)
 
@@ -130,8 +131,9 @@ class ShardedReduction(leaf_sums.Reduction):
 
   def num_slices(self) -> tuple[int, ...]:
     """Returns the number of slices for each axis, the mesh's last one first."""
+    num_shards = self.num_shards()
     if self.groups is not None:
-      return (self.num_shards(),)
+      return (num_shards,)
     return tuple(map(lax.axis_size, self._divided_over()))
 
   def _divided_over(self):

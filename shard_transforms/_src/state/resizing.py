@@ -7,6 +7,7 @@ import optax
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import state_rules
+from shard_transforms._src.state import copies
 from shard_transforms._src.state import full_state
 
 
@@ -88,8 +89,8 @@ def _on_this_process(path, leaf):
   Raises:
     ValueError: If a part of it is on another process.
   """
-  leaf = full_state.on_host(leaf)
-  if not full_state.is_here(leaf):
+  leaf = copies.on_host(leaf)
+  if not copies.is_here(leaf):
     raise ValueError(
         '`state` of `resize_state` must be on this process, got a part of'
         f' {leaves_lib.name_of(path)}. Save `full_state` of it, restore that,'
