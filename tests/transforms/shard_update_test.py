@@ -315,6 +315,20 @@ class StateTest(parameterized.TestCase):
     mu = optax.tree_utils.tree_get(specs, 'mu')
     self.assertEqual(mu, {'cut': P(None, AXIS), 'few': P(AXIS), 'one': P()})
 
+  def test_is_divided_as_by_state_shardings(self):
+    mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Auto,))
+    shapes = (16, 24), (3, 16), (8,), (2, 5, 8), ()
+    params = [jnp.zeros(shape) for shape in shapes]
+    adam = optax.adam(0.1)
+
+    state = shard_transforms.init_state(shard_update(adam, AXIS), params, mesh)
+
+    shardings = shard_transforms.state_shardings(adam, params, mesh)
+    for leaf, sharding in zip(
+        jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
+    ):
+      self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
+
   def test_state_starts_from_a_shards_own_slice_of_the_parameters(self):
     tx = shard_update(COPY, AXIS)
     params = jnp.arange(15.0).reshape(3, 5)
