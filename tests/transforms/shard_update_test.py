@@ -315,6 +315,22 @@ class StateTest(parameterized.TestCase):
     mu = optax.tree_utils.tree_get(specs, 'mu')
     self.assertEqual(mu, {'cut': P(None, AXIS), 'few': P(AXIS), 'one': P()})
 
+  def test_slices_in_a_list_have_the_specs_of_their_shapes(self):
+    inner = optax.GradientTransformation(
+        lambda params: jax.tree.leaves(jax.tree.map(jnp.copy, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+    tx = shard_update(inner, AXIS)
+    # A slice of [3, 2] may be of either leaf, along another dimension.
+    alone = {'a': jnp.arange(48.0).reshape(3, 16), 'b': jnp.arange(8.0)}
+    both = {'a': jnp.zeros((3, 16)), 'b': jnp.zeros((24, 2))}
+
+    state = shard_transforms.init_state(tx, alone, modes.mesh())
+
+    chex.assert_trees_all_equal(state.inner_state, [alone['a'], alone['b']])
+    with self.assertRaisesRegex(ValueError, r'got the shape \(3, 2\) at'):
+      shard_transforms.init_state(tx, both, modes.mesh())
+
   def test_is_divided_as_by_state_shardings(self):
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Auto,))
     shapes = (16, 24), (3, 16), (8,), (2, 5, 8), ()

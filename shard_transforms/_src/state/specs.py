@@ -79,7 +79,9 @@ def state_specs(
       # `init` may want arrays. Its state may still be no part of a parameter.
       if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
         raise
-    likes = jax.tree.map(lambda x: x if specs_lib.is_spec(x) else P(), noted)
+    given = map(jnp.shape, jax.tree.leaves(params))
+    kinds = set(zip(given, jax.tree.leaves(param_specs), strict=True))
+    likes = jax.tree.map(lambda x: _spec_of_any(x, kinds, mesh), noted)
     found.append(
         jax.tree.map_with_path(
             lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
@@ -157,6 +159,23 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
+def _spec_of_any(leaf, kinds, mesh):
+  """Returns the spec of a leaf that is in the place of no parameter.
+
+  Args:
+    leaf: The leaf, or the spec of one that is in the place of a parameter.
+    kinds: The shapes and specs of all parameters.
+    mesh: The mesh.
+  """
+  if specs_lib.is_spec(leaf):
+    return leaf
+  if not axes_lib.varying_axes(leaf) or jnp.shape(leaf)[:1] == (1,):
+    return P()
+  found = {_spec_like(leaf, shape, spec, mesh) for shape, spec in kinds}
+  found.discard(P())
+  return found.pop() if len(found) == 1 else P()
+
+
 def _spec_like(leaf, shape, spec, mesh):
   """Returns the spec of a leaf like a parameter, or like a part or stack of it.
 
@@ -167,7 +186,7 @@ def _spec_like(leaf, shape, spec, mesh):
   further = [a for a in reversed(mesh.axis_names) if a in varying - axes]
   if further and shape and math.prod(shape):
     division = divisions.divide(shape, [mesh.shape[a] for a in further])
-    if found == division.of_slice:
+    if found == division.of_slice and (axes <= varying or found != (1,)):
       return division.spec(further, spec)
   rank = len(found) - len(shape)
   if rank < 0 or found[rank:] != shape or not axes:
