@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import divisions
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 
 
 def made_for_others(got: str, name: str) -> str:
@@ -48,7 +48,7 @@ def _rule(join, place):
 
     return jax.tree.map_with_path(full_leaf, slices, one_shard)
 
-  return state_rules.Rule(
+  return states.Rule(
       full=full, place=lambda part, target: jax.tree.map(place, part, target)
   )
 

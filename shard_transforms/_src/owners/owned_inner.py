@@ -21,7 +21,7 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import states
 from shard_transforms._src.owners import leaf_program
 from shard_transforms._src.owners import owned_leaves
 from shard_transforms._src.owners import owners as owners_lib
@@ -263,11 +263,11 @@ class _Run:
     stored = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
     for i, leaf in enumerate(stored, first):
       if self.of[i] == leaf_program.MIXED:
-        leaf = per_shard_state.own(leaf, axes, caller)
+        leaf = states.own(leaf, axes, caller)
       if not owned_leaves.is_place(leaf):
         given[i] = leaf
     given |= enumerate(jax.tree.leaves(params), first + len(stored))
-    rows = per_shard_state.own(state.rows, axes, caller)
+    rows = states.own(state.rows, axes, caller)
 
     def given_to(shard):
       kept = layout.unpack([shard], rows)
@@ -352,7 +352,7 @@ class _Run:
     )
 
   def _stored(self, tree):
-    return per_shard_state.store(tree, self.reduction.axes)
+    return states.store(tree, self.reduction.axes)
 
 
 def _types(tree, is_own, axes, ignored=()):

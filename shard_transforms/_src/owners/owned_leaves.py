@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import full_rules
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 
 
 @jax.tree_util.register_static
@@ -204,4 +204,4 @@ def _place(full, target):
 
 
 # Full, the leaves of all owners are the state of `inner`.
-FULL_RULE = state_rules.Rule(full=_full, place=_place)
+FULL_RULE = states.Rule(full=_full, place=_place)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.state import copies
 
 
 def map_fields(
     fn: Callable[..., Any],
-    rules_of: Callable[[Any, Any], Mapping[str, state_rules.Rule]],
+    rules_of: Callable[[Any, Any], Mapping[str, states.Rule]],
     state: Any,
     like: Any,
     path: tuple[Any, ...] = (),
@@ -33,8 +33,8 @@ def map_fields(
 
   def of_node(sub, node, like):
     here = (*path, *sub)
-    if not state_rules.declares(node):
-      return fn(here, state_rules.Rule(), node, like)
+    if not states.declares(node):
+      return fn(here, states.Rule(), node, like)
 
     def is_part(part):
       return part is not node and part is not like
@@ -51,20 +51,20 @@ def map_fields(
 
     return jax.tree.map_with_path(of_field, node, like, is_leaf=is_part)
 
-  is_leaf = state_rules.declares
+  is_leaf = states.declares
   check_same_trees(path, state, like, is_leaf)
   return jax.tree.map_with_path(of_node, state, like, is_leaf=is_leaf)
 
 
-def full_rules_of(node: Any, _: Any) -> dict[str, state_rules.Rule]:
+def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
   """Returns the rules of those fields of a node that have a full form."""
-  rules = state_rules.rules_of(node)
+  rules = states.rules_of(node)
   return {name: rule for name, rule in rules.items() if rule.full is not None}
 
 
 def resize_rules_of(
-    node: Any, like: Any, reduction: state_rules.Reduction | None
-) -> dict[str, state_rules.Rule]:
+    node: Any, like: Any, reduction: states.Reduction | None
+) -> dict[str, states.Rule]:
   """Returns the rules of those fields of a node that are resized.
 
   Raises:
@@ -73,7 +73,7 @@ def resize_rules_of(
   """
   rules = {
       name: rule
-      for name, rule in state_rules.rules_of(node).items()
+      for name, rule in states.rules_of(node).items()
       if rule.resize != 'keep'
   }
   changed = {
@@ -89,7 +89,7 @@ def resize_rules_of(
   for name, rule in rules.items():
     if callable(rule.resize):
       rules[name] = rule.resize(node, reduction)
-      state_rules.check_rule(node, name, rules[name])
+      states.check_rule(node, name, rules[name])
   begun = {name for name, rule in rules.items() if rule.resize == 'begin_anew'}
   # What changes by itself is of other parameters, and does not begin anew.
   return rules if changed - begun else {}

@@ -12,7 +12,7 @@ import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.state import copies
 from shard_transforms._src.state import fields
 from shard_transforms._src.state import one_shard as one_shard_lib
@@ -95,7 +95,7 @@ def place_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: state_rules.Reduction | None = None,
+    reduction: states.Reduction | None = None,
 ) -> optax.OptState:
   """Places the state of a checkpoint on a mesh of any number of shards.
 

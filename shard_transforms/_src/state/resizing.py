@@ -6,7 +6,7 @@ import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.state import copies
 from shard_transforms._src.state import full_state
 
@@ -18,7 +18,7 @@ def resize_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: state_rules.Reduction | None = None,
+    reduction: states.Reduction | None = None,
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
@@ -35,7 +35,7 @@ def resize_state(
   `local_updates` all continue from the mean of their own parameters and of
   their inner states, weighted by the steps of each, and share its weight
   equally, so that an unfinished round contains the steps of all. A state of
-  your own declares its `rules`; see `shard_transforms.state_rules.Rule`. Any
+  your own declares its `rules`; see `shard_transforms.states.Rule`. Any
   other leaf that differs between shards cannot be carried over, and raises.
 
   Args:
