@@ -256,7 +256,7 @@ ALONE = (
     lambda x, y: jnp.exp(-jnp.abs(x)),
     lambda x, y: jnp.zeros_like(x) + y,
     lambda x, y: lax.cond(jnp.arange(3)[1] > 0, lambda: x + 1, lambda: y),
-    lambda x, y: jnp.tanh(x.ravel()).reshape(x.shape),
+    lambda x, y: x * jnp.full(x.shape, 0.5),
     lambda x, y: (x[None] * y[None])[0],
     halved,
 )

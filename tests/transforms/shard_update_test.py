@@ -64,10 +64,6 @@ def repeatedly(u):
   return lax.fori_loop(0, 3, lambda i, x: 0.9 * x + 0.1 * u, u)
 
 
-def in_a_row(u):
-  return jnp.tanh(u.ravel()).reshape(u.shape) if u.ndim else u
-
-
 def rounded(u):
   bits = lax.bitcast_convert_type(u.astype(jnp.float32), jnp.int32)
   cut = lax.bitcast_convert_type(bits & ~0xFFFF, jnp.float32)
@@ -105,7 +101,6 @@ INNERS = {
     'towers': lambda: shard_transforms.tower_reduce(2, optax.adam(0.1)),
     'frozen': optax.set_to_zero,
     'loops': lambda: optax.chain(by_leaf(repeatedly), optax.adam(0.1)),
-    'rows': lambda: optax.chain(by_leaf(in_a_row), optax.adam(0.1)),
     'bits': lambda: optax.chain(by_leaf(rounded), optax.adam(0.1)),
 }
 
@@ -162,7 +157,7 @@ class EqualityTest(parameterized.TestCase):
 
   @cases.parameters(
       *INNERS,
-      always=lambda name: name in ('adam', 'masked', 'towers', 'loops', 'rows'),
+      always=lambda name: name in ('adam', 'masked', 'towers', 'loops'),
   )
   def test_trains_as_the_replicated_optimizer(self, name):
     actual = train(shard_update(INNERS[name](), AXIS))

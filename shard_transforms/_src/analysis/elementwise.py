@@ -164,7 +164,8 @@ def _problem_of_elements(flow, program, taken, given):
   """
   results = interpreter.interpret(program, jax.tree.leaves(taken), flow)
   given = jax.tree.leaves_with_path(given)
-  for ((number, *path), kind), result in zip(given, results, strict=True):
+  found = zip(given, results, program.outputs, strict=True)
+  for ((number, *path), kind), result, value in found:
     place = ('state', 'updates', 'state')[number.idx]
     name = f'its {place} at {leaves_lib.name_of(path)}'
     match result:
@@ -177,6 +178,11 @@ def _problem_of_elements(flow, program, taken, given):
           return f'{name}, which is not cut, depends on elements'
         if shape != kind.of:
           return f'{name} depends on elements of another shape, {shape}'
+      case _ if isinstance(kind, element_flow.Elements):
+        if not element_flow.is_one(value, result):
+          return (
+              f'{name} depends on their shapes: each place has its own number'
+          )
   return None
 
 
