@@ -310,21 +310,42 @@ class StateTest(parameterized.TestCase):
     mu = optax.tree_utils.tree_get(specs, 'mu')
     self.assertEqual(mu, {'cut': P(None, AXIS), 'few': P(AXIS), 'one': P()})
 
-  def test_slices_in_a_list_have_the_specs_of_their_shapes(self):
-    inner = optax.GradientTransformation(
-        lambda params: jax.tree.leaves(jax.tree.map(jnp.copy, params)),
-        lambda updates, state, params=None: (updates, state),
-    )
-    tx = shard_update(inner, AXIS)
-    # A slice of [3, 2] may be of either leaf, along another dimension.
-    alone = {'a': jnp.arange(48.0).reshape(3, 16), 'b': jnp.arange(8.0)}
-    both = {'a': jnp.zeros((3, 16)), 'b': jnp.zeros((24, 2))}
+  @cases.parameters(
+      # Slices of [3, 2] are of either leaf, along another dimension.
+      lambda p: jax.tree.leaves(jax.tree.map(jnp.copy, p)),
+      lambda p: {'in a': jnp.copy(p['a']), 'in b': jnp.copy(p['b'])},
+      lambda p: [jnp.copy(x) for x in p.values() if x.ndim / len(p)],
+      optax.masked(COPY, lambda p: {k: p[k].ndim > 0 for k in p}).init,
+  )
+  def test_slices_are_joined_wherever_they_are(self, init):
+    inner = optax.GradientTransformation(init, lambda u, s, _: (u, s))
+    tx = shard_update(inner, ('host', 'core'))
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
+    params = {'a': jnp.arange(24.0).reshape(3, 8), 'b': jnp.arange(8.0)}
+    params['c'] = jnp.arange(24.0).reshape(8, 3)
 
-    state = shard_transforms.init_state(tx, alone, modes.mesh())
+    state = shard_transforms.init_state(tx, params, mesh)
 
-    chex.assert_trees_all_equal(state.inner_state, [alone['a'], alone['b']])
-    with self.assertRaisesRegex(ValueError, r'got the shape \(3, 2\) at'):
-      shard_transforms.init_state(tx, both, modes.mesh())
+    chex.assert_trees_all_equal(state.inner_state, init(params))
+
+  @cases.parameters(((1, 8), (8,)), ((5,), (2, 4)))
+  def test_rows_of_ones_own_are_no_slices(self, shape, sizes):
+    axes = ('host', 'core')[: len(sizes)]
+
+    def row(_):
+      own = jnp.zeros((1,) * len(shape)) + lax.axis_index(axes)
+      return shard_transforms.per_shard(own, axes)
+
+    def init(params):
+      return jax.tree.map(row, params)
+
+    rows = optax.GradientTransformation(init, lambda u, s, _: (u, s))
+    mesh = jax.make_mesh(sizes, axes, (AxisType.Auto,) * len(sizes))
+
+    state = shard_transforms.init_state(rows, jnp.ones(shape), mesh)
+
+    np.testing.assert_array_equal(state.ravel(), range(8))
+    self.assertEqual(state.shape, (8, 1)[: len(shape)])
 
   def test_is_divided_as_by_state_shardings(self):
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Auto,))

@@ -15,6 +15,7 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import slice_marks
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -135,6 +136,13 @@ class ShardedReduction(leaf_sums.Reduction):
     if self.groups is not None:
       return (num_shards,)
     return tuple(map(lax.axis_size, self._divided_over()))
+
+  def mark(self, leaf: jax.Array, whole: jax.ShapeDtypeStruct) -> None:
+    """Marks an array that is a slice of another."""
+    # Groups hold different states, which are not the parts of one.
+    if self.groups is None and math.prod(whole.shape):
+      division = divisions.divide(whole.shape, self.num_slices())
+      slice_marks.mark(leaf, division, self._divided_over())
 
   def _divided_over(self):
     return axes_lib.in_mesh_order(self.axes)[::-1]

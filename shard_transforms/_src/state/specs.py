@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -12,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import slice_marks
 
 
 def state_specs(
@@ -67,24 +66,22 @@ def state_specs(
   param_specs = jax.tree.broadcast(in_specs, params)
   found = []
 
-  def note(leaf, param, spec):
-    return _spec_like(leaf, jnp.shape(param), spec, mesh)
-
   def trace(params):
-    state = tx.init(params)
+    with slice_marks.collected() as marks:
+      state = tx.init(params)
+
+    def note(leaf, param, spec):
+      return _spec_like(leaf, marks.of(leaf), jnp.shape(param), spec)
+
     noted = state
-    try:
+    if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
       noted = map_with_params(tx, note, state, params, param_specs)
-    except (AttributeError, IndexError, TypeError, ValueError):
-      # `init` may want arrays. Its state may still be no part of a parameter.
-      if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
-        raise
-    given = map(jnp.shape, jax.tree.leaves(params))
-    kinds = set(zip(given, jax.tree.leaves(param_specs), strict=True))
-    likes = jax.tree.map(lambda x: _spec_of_any(x, kinds, mesh), noted)
+    likes = jax.tree.map(lambda x: _spec_anywhere(x, marks.of(x)), noted)
     found.append(
         jax.tree.map_with_path(
-            lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
+            lambda path, leaf, like: _spec(
+                path, leaf, marks.of(leaf), like, mesh, lead
+            ),
             state,
             likes,
         )
@@ -159,35 +156,34 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
-def _spec_of_any(leaf, kinds, mesh):
-  """Returns the spec of a leaf that is in the place of no parameter.
+def _spec_anywhere(leaf, mark):
+  """Returns the spec of a leaf that is in the place of no sharded parameter.
 
   Args:
     leaf: The leaf, or the spec of one that is in the place of a parameter.
-    kinds: The shapes and specs of all parameters.
-    mesh: The mesh.
+    mark: What it is a slice of, if it is one.
   """
   if specs_lib.is_spec(leaf):
     return leaf
-  if not axes_lib.varying_axes(leaf) or jnp.shape(leaf)[:1] == (1,):
-    return P()
-  found = {_spec_like(leaf, shape, spec, mesh) for shape, spec in kinds}
-  found.discard(P())
-  return found.pop() if len(found) == 1 else P()
+  return P() if mark is None else mark.division.spec(mark.axes)
 
 
-def _spec_like(leaf, shape, spec, mesh):
+def _spec_like(leaf, mark, shape, spec):
   """Returns the spec of a leaf like a parameter, or like a part or stack of it.
 
   The leading axis of a leaf that is kept per shard is not in it.
+
+  Args:
+    leaf: The leaf.
+    mark: What it is a slice of, if it is one.
+    shape: The shape of the parameter on one shard.
+    spec: Its spec.
   """
   varying, found = axes_lib.varying_axes(leaf), jnp.shape(leaf)
   axes = specs_lib.axes_of(spec)
-  further = [a for a in reversed(mesh.axis_names) if a in varying - axes]
-  if further and shape and math.prod(shape):
-    division = divisions.divide(shape, [mesh.shape[a] for a in further])
-    if found == division.of_slice and (axes <= varying or found != (1,)):
-      return division.spec(further, spec)
+  if mark is not None:
+    is_like = mark.division.shape == shape and axes <= varying
+    return mark.division.spec(mark.axes, spec) if is_like else P()
   rank = len(found) - len(shape)
   if rank < 0 or found[rank:] != shape or not axes:
     return P()
@@ -195,13 +191,13 @@ def _spec_like(leaf, shape, spec, mesh):
   is_row = found[:rank] in ((), (1,))
   if not is_row and not axes <= varying:
     return P()
-  return P(*(None,) * (rank - bool(further)), *spec)
+  return P(*(None,) * (rank - bool(varying - axes)), *spec)
 
 
-def _spec(path, leaf, like, mesh, lead):
+def _spec(path, leaf, mark, like, mesh, lead):
   """Returns the spec of a leaf of the state, with the axes `lead` in front."""
   own = axes_lib.varying_axes(leaf) - specs_lib.axes_of(like)
-  if own and jnp.shape(leaf)[:1] != (1,):
+  if own and (mark is not None or jnp.shape(leaf)[:1] != (1,)):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'

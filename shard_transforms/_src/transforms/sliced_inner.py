@@ -94,11 +94,15 @@ class SlicedInner:
     reduction = self._reduction
 
     def store(leaf, whole):
-      if jnp.shape(leaf) == whole.shape:
-        return leaf
-      # Groups hold different states, which are not the parts of one.
-      leaf = lax.expand_dims(leaf, (0,)) if reduction.groups else leaf
-      return axes_lib.to_varying(leaf, reduction.axes)
+      if jnp.shape(leaf) != whole.shape:
+        # Groups hold different states, which are not the parts of one.
+        leaf = lax.expand_dims(leaf, (0,)) if reduction.groups else leaf
+        leaf = axes_lib.to_varying(leaf, reduction.axes)
+      # A leaf of one element is its own slice, and only types tell it from one.
+      varying, of_whole = map(axes_lib.varying_axes, (leaf, whole))
+      if jnp.ndim(leaf) and varying - of_whole:
+        reduction.mark(leaf, whole)
+      return leaf
 
     return jax.tree.map(store, own_state, whole_kinds)
 
