@@ -543,6 +543,30 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'made'):
       full_state(state, tx, params, mesh)
 
+  @cases.parameters(jax.device_get, lambda state: state)
+  def test_refuses_slices_of_larger_parameters(self, given):
+    tx, mesh = shard_update(COPY, AXIS), modes.mesh()
+    state = given(init_state(tx, {'w': jnp.zeros((64, 100))}, mesh))
+    params = {'w': jnp.zeros((60, 90))}
+
+    with self.assertRaisesRegex(ValueError, 'made'):
+      full_state(state, tx, params, mesh)
+    # Arrays of NumPy do not tell from how many shards they are.
+    if given is not jax.device_get:
+      with self.assertRaisesRegex(ValueError, 'made'):
+        resize_state(state, tx, params, modes.mesh(4))
+
+  @cases.parameters(full_state, resize_state)
+  def test_refuses_slices_of_parts_of_parameters(self, convert):
+    # The parts, [3], are padded at their ends, and all of it looks like [6].
+    tx = shard_update(COPY, AXIS)
+    params = jnp.arange(6.0)
+    mesh = jax.make_mesh((2, 4), ('model', AXIS), (AxisType.Auto,) * 2)
+    state = init_state(tx, params, mesh, in_specs=P('model'))
+
+    with self.assertRaisesRegex(ValueError, '`in_specs` must be those'):
+      convert(state, tx, params, mesh)
+
   def test_refuses_an_unknown_reduction(self):
     with self.assertRaisesRegex(ValueError, "`reduction` must be .*'max'"):
       place_state((), optax.sgd(1), {}, modes.mesh(), reduction='max')

@@ -58,10 +58,9 @@ def full_state(
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a state declares a rule that is not a `Rule`.
-    ValueError: If `state` was not made by `tx` for these parameters, or, in
-      arrays of JAX, not on this mesh with these `in_specs`; `in_specs` shards
-      parameters whose state is sharded further, or a state declares a rule for
-      a field that it lacks.
+    ValueError: If `state` was not made by `tx` for these parameters, on this
+      mesh with these `in_specs`; `in_specs` shards parameters whose state is
+      sharded further, or a state declares a rule for a field that it lacks.
 
   Examples:
     >>> import jax
@@ -76,16 +75,36 @@ def full_state(
     (3, 8) (3, 5)
   """
   one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs)
+  return joined(state, state, one_shard, one_shard)
 
-  def convert(path, rule, field, _):
+
+def joined(
+    state: optax.OptState,
+    placed: optax.OptState,
+    one_shard: one_shard_lib.OneShard,
+    made: one_shard_lib.OneShard | None,
+) -> optax.OptState:
+  """Returns a state in its full form.
+
+  Args:
+    state: The state.
+    placed: The same state, as it was placed.
+    one_shard: The state on one shard, and the mesh where it goes.
+    made: The same for the mesh on which the state was made, if it is known.
+
+  Raises:
+    ValueError: As `full_state`.
+  """
+
+  def convert(path, rule, field, placed):
     if rule.full is None:
       return jax.tree.map(copies.copied, field)
-    full = _joined(one_shard.joining(path, rule), field, mesh)
-    if copies.is_on_devices(field):
-      one_shard.check_made_on_mesh(path, field)
+    full = _joined(one_shard.joining(path, rule), field, one_shard.mesh)
+    if made is not None:
+      made.check_made_on_mesh(path, placed)
     return full
 
-  return fields.map_fields(convert, fields.full_rules_of, state, state)
+  return fields.map_fields(convert, fields.full_rules_of, state, placed)
 
 
 def place_state(

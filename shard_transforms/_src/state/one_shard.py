@@ -77,18 +77,25 @@ class OneShard:
   def check_made_on_mesh(self, path: Path, field: Any) -> None:
     """Checks that a part was made on this mesh for these `in_specs`.
 
-    Slices of other parts of a parameter can have shapes that fit.
+    Slices of other parts of a parameter can have shapes that fit; if so, they
+    are sharded over further axes.
 
     Raises:
       ValueError: If it was not.
     """
     _, full = self._types_of(path)
     _, made = self._made.get(path, (None, None))
-    if fields.types_of(field) not in map(fields.types_of, (made, full)):
+    if fields.types_of(field) == fields.types_of(full):
+      return
+    if fields.types_of(field) != fields.types_of(made) or any(
+        _axes_of(x) - _axes_of(y)
+        for x, y in zip(*map(jax.tree.leaves, (field, made)), strict=True)
+    ):
       name = leaves_lib.name_of(path)
       raise ValueError(
           '`mesh` and `in_specs` must be those with which `init_state` made the'
-          f' state, got other shapes at {name}. Give both as to `init_state`.'
+          f' state, got other shapes or shardings at {name}. Give both as to'
+          ' `init_state`.'
       )
 
   def joining(self, path: Path, rule: Any) -> Callable[[Any], Any]:
@@ -150,6 +157,14 @@ class OneShard:
           f' {leaves_lib.name_of(path)}. Go on with the same mesh, or start'
           ' again with `init_state`.'
       )
+
+
+def _axes_of(leaf):
+  """Returns the axes over which a leaf is known to be sharded."""
+  sharding = getattr(leaf, 'sharding', None)
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return frozenset()
+  return partition_specs.axes_of(sharding.spec)
 
 
 def _pairs(tree, like):

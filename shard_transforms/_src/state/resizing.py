@@ -1,5 +1,7 @@
 """`resize_state`: converts state to another number of shards."""
 
+import dataclasses
+
 import jax
 from jax.sharding import PartitionSpec as P
 import optax
@@ -9,6 +11,7 @@ from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.state import copies
 from shard_transforms._src.state import full_state
+from shard_transforms._src.state import one_shard
 
 
 def resize_state(
@@ -76,11 +79,26 @@ def resize_state(
     (4, 5)
   """
   full_state.check_reduction(reduction)
+  after = one_shard.OneShard(tx, params, mesh, in_specs)
+  before = _mesh_of(state)
+  # Under other names, its axes say nothing.
+  is_known = before is not None and before.axis_names == mesh.axis_names
+  made = dataclasses.replace(after, mesh=before) if is_known else None
   here = jax.tree.map_with_path(_on_this_process, state)
-  full = full_state.full_state(here, tx, params, mesh, in_specs=in_specs)
+  full = full_state.joined(here, state, after, made)
   return full_state.place_state(
       full, tx, params, mesh, in_specs=in_specs, reduction=reduction
   )
+
+
+def _mesh_of(state):
+  """Returns the mesh over which leaves of a state are sharded, or `None`."""
+  for leaf in jax.tree.leaves(state):
+    sharding = getattr(leaf, 'sharding', None)
+    is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+    if is_on_mesh and partition_specs.axes_of(sharding.spec):
+      return sharding.mesh
+  return None
 
 
 def _on_this_process(path, leaf):
