@@ -38,10 +38,10 @@ def full_state(
   other leaves are copied. Save this state, and place it again with
   `place_state`, on any number of shards.
 
-  The full leaves are sharded over the devices, each along its first dimensions
-  that can be divided, so that no device needs memory for all of them; one that
-  cannot be divided is replicated. It may be called where the arrays are on
-  several processes: all of them must call it.
+  The full leaves are sharded over the devices, each along dimensions that can
+  be divided, so that no device needs memory for all of them; one that cannot be
+  divided is replicated. It may be called where the arrays are on several
+  processes: all of them must call it.
 
   Args:
     state: A state of `init_state` and `tx.update`, or `jax.ShapeDtypeStruct`s.

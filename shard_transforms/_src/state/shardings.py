@@ -208,11 +208,22 @@ def _divided(shape, spec, mesh, axis, whole_dims):
 
 
 def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
-  """Returns the spec of an array, divided over each axis that divides it."""
-  spec = P(*(None,) * len(shape))
-  for axis in mesh.axis_names:
-    spec = _divided(shape, tuple(spec), mesh, axis, 0)
-  return spec
+  """Returns the spec of an array, divided over each axis that divides it.
+
+  It is divided as by `shard_update`, but for padding: between other orders of
+  axes, XLA would gather it.
+  """
+  spec = (None,) * len(shape)
+  if not spec or not math.prod(shape):
+    return P(*spec)
+  entries, left = specs_lib.entries(P(*spec)), list(shape)
+  axes = mesh.axis_names[::-1]
+  division = divisions.divide(shape, [mesh.shape[axis] for axis in axes])
+  for axis, dim in zip(axes, division.dims, strict=True):
+    if left[dim] % mesh.shape[axis] == 0:
+      left[dim] //= mesh.shape[axis]
+      entries[dim] += (axis,)
+  return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
 
 
 def _tell_whole(leaves, axis, on_whole):
