@@ -635,12 +635,10 @@ def cut_in_numpy(param):
   """Returns the slices [shards, ...] that shards keep of a parameter."""
   if not param.ndim or not param.size:
     return on_shards(param)
-  # Along the dimension that needs the least padding.
-  dim = min(
-      range(param.ndim), key=lambda d: -param.shape[d] % SHARDS / param.shape[d]
-  )
-  end = [(0, -size % SHARDS * (d == dim)) for d, size in enumerate(param.shape)]
-  return np.stack(np.split(np.pad(param, end), SHARDS, dim))
+  # All elements as one row, because the dimensions are short.
+  row = np.reshape(param, (*(1,) * (param.ndim - 1), -1))
+  end = [(0, -size % SHARDS * (size > 1)) for size in row.shape]
+  return np.stack(np.split(np.pad(row, end), SHARDS, -1))
 
 
 def params_of_call(params, call):

@@ -35,9 +35,9 @@ class SliceTypesTest(parameterized.TestCase):
     slices = elementwise.Cutting((4,), ()).slices(TREE)
 
     expected = shapes(TREE) | {
-        'matrix': (1, 5, 'float32'),
-        'same': (1, 5, 'float32'),
-        'half': (1, 5, 'bfloat16'),
+        'matrix': (1, 4, 'float32'),
+        'same': (1, 4, 'float32'),
+        'half': (1, 4, 'bfloat16'),
     }
     self.assertEqual(shapes(slices), expected)
 
@@ -45,7 +45,7 @@ class SliceTypesTest(parameterized.TestCase):
     slices = elementwise.Cutting((4,), ()).slices(TREE, distinct=True)
 
     self.assertEqual(slices['one'].shape, (2,))
-    self.assertEqual(slices['matrix'].shape, (1, 5))
+    self.assertEqual(slices['matrix'].shape, (1, 4))
 
   def test_what_is_cut_varies(self):
     cutting = elementwise.Cutting((8,), (modes.AXIS,))

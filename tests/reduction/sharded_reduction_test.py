@@ -66,12 +66,13 @@ class ShardedReductionTest(parameterized.TestCase):
     )(0, x)
 
     for group in members:
-      # Five columns need less padding than three rows.
-      end = [(0, 0), (0, -5 % len(group))]
+      # Both dimensions are short: all elements are one row.
+      end = [(0, 0), (0, -15 % len(group))]
       summed = x[list(group)].sum(0)
       for i in group:
         for part, whole in zip(own, (summed, x[i]), strict=True):
-          slices = np.split(np.pad(whole, end), len(group), 1)
+          row = np.pad(whole.reshape(1, 15), end)
+          slices = np.split(row, len(group), 1)
           np.testing.assert_array_equal(part[i], slices[rank[i]])
 
   @cases.parameters((None, 8), (reductions.GROUPS, 2))

@@ -367,7 +367,7 @@ class StateTest(parameterized.TestCase):
 
     state = shard_transforms.init_state(tx, params, modes.mesh())
 
-    expected = np.pad(np.arange(15.0).reshape(3, 5), [(0, 0), (0, 3)])
+    expected = np.pad(np.arange(15.0)[None], [(0, 0), (0, 1)])
     np.testing.assert_array_equal(state.inner_state, expected)
 
   def test_state_that_is_made_of_shapes_is_cut_as_well(self):
@@ -515,7 +515,11 @@ class AxesTest(parameterized.TestCase):
       ((8, 16), P('core', 'host'), (2, 8)),
       ((3, 16), P(None, ('core', 'host')), (3, 2)),
       ((16,), P(('core', 'host')), (2,)),
-      ((2, 5), P('host', 'core'), (1, 2)),
+      # Padded a little.
+      ((31, 34), P('core', 'host'), (8, 17)),
+      # Rows, where dimensions would be padded more.
+      ((2, 5), P(None, ('core', 'host')), (1, 2)),
+      ((6, 3, 2), P(None, None, ('core', 'host')), (1, 1, 5)),
   )
   def test_each_axis_divides_a_dimension_if_it_can(self, shape, spec, part):
     tx = shard_update(COPY, ('host', 'core'))
@@ -525,7 +529,10 @@ class AxesTest(parameterized.TestCase):
 
     self.assertEqual(state.sharding.spec, spec)
     self.assertEqual(state.addressable_shards[0].data.shape, part)
-    whole = np.asarray(state)[tuple(map(slice, shape))]
+    if part[0] == 1:
+      whole = np.ravel(state)[: params.size].reshape(shape)
+    else:
+      whole = np.asarray(state)[tuple(map(slice, shape))]
     np.testing.assert_array_equal(whole, params)
 
   @pytest.mark.slow

@@ -19,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import partition_specs
 
+# Of the elements of a leaf that is divided along its dimensions.
+_MOST_PADDING = 1 / 16
+
 
 def dimension(
     sizes: Sequence[int], num_slices: int, is_used: Sequence[bool]
@@ -35,14 +38,36 @@ def dimension(
 
 
 def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
-  """Returns how a leaf is divided, given the number of shards of each axis."""
+  """Returns how a leaf is divided, given the number of shards of each axis.
+
+  Where its dimensions are too short, all its elements are divided as one row.
+  """
+  division = along_dimensions(shape, num_slices)
+  if is_tight(division.padded, shape) or len(shape) == 1:
+    return division
+  row = _row(shape)
+  of_slice = (*row[:-1], -(-row[-1] // math.prod(num_slices)))
+  dims = (len(shape) - 1,) * len(division.dims)
+  return dataclasses.replace(division, laid=row, dims=dims, of_slice=of_slice)
+
+
+def along_dimensions(
+    shape: tuple[int, ...], num_slices: Sequence[int]
+) -> 'Division':
+  """Returns how a leaf is divided along its dimensions, however padded."""
   left, dims = list(shape), []
   for number in num_slices:
     is_used = [x < y for x, y in zip(left, shape, strict=True)]
     dim = dimension(left, number, is_used)
     left[dim] = -(-left[dim] // number)
     dims.append(dim)
-  return Division(shape, tuple(num_slices), tuple(dims), tuple(left))
+  return Division(shape, shape, tuple(num_slices), tuple(dims), tuple(left))
+
+
+def is_tight(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+  """Whether there is little padding."""
+  added = math.prod(padded_shape) - math.prod(shape)
+  return added <= _MOST_PADDING * math.prod(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +76,8 @@ class Division:
 
   Attributes:
     shape: Its shape.
+    laid: The shape that is divided: its own, or that of one row of its
+      elements, [1, ..., 1, elements].
     num_slices: The number of shards along each axis, the last one of the mesh
       first. It is scattered first, so that the others send only a part.
     dims: The dimension that each axis divides. Of two axes that divide one, the
@@ -59,6 +86,7 @@ class Division:
   """
 
   shape: tuple[int, ...]
+  laid: tuple[int, ...]
   num_slices: tuple[int, ...]
   dims: tuple[int, ...]
   of_slice: tuple[int, ...]
@@ -75,6 +103,8 @@ class Division:
     """Returns the spec of slices of a leaf that is itself a part by `spec`."""
     entries = partition_specs.entries(spec)
     entries += [()] * (len(self.shape) - len(entries))
+    if self.laid != self.shape:
+      entries = [()] * (len(entries) - 1) + [sum(entries, ())]
     for axis, dim in zip(axes, self.dims, strict=True):
       entries[dim] += (axis,)
     while not entries[-1]:
@@ -82,11 +112,11 @@ class Division:
     return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
 
   def pad(self, leaf: chex.Array) -> jax.Array:
-    """Returns a leaf with zeros at the ends of its dimensions."""
+    """Returns a leaf, laid as it is divided, with zeros at its ends."""
     return padded(leaf, self.padded)
 
   def crop(self, leaf: jax.Array) -> jax.Array:
-    """Returns a leaf without the zeros that `pad` has added."""
+    """Returns the leaf that `pad` has laid and padded."""
     return cropped(leaf, self.shape)
 
   def own(self, leaf: jax.Array, index: Sequence[chex.Numeric]) -> jax.Array:
@@ -117,14 +147,39 @@ class Division:
 
 
 def padded(leaf: chex.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns an array with zeros at the ends of its dimensions."""
-  if jnp.shape(leaf) == shape:
-    return jnp.asarray(leaf)
+  """Returns an array in the shape of all its slices, with zeros at its ends."""
+  leaf = jnp.asarray(leaf)
+  if any(x > y for x, y in zip(leaf.shape, shape, strict=True)):
+    leaf = leaf.reshape(_row(leaf.shape))
+  if leaf.shape == shape:
+    return leaf
   return jnp.pad(
-      leaf, [(0, y - x) for x, y in zip(jnp.shape(leaf), shape, strict=True)]
+      leaf, [(0, y - x) for x, y in zip(leaf.shape, shape, strict=True)]
   )
 
 
 def cropped(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns an array without the ends of its dimensions."""
-  return leaf[tuple(map(slice, shape))] if leaf.shape != shape else leaf
+  """Returns the array of this shape that `padded` has padded."""
+  if leaf.shape == shape:
+    return leaf
+  is_row = any(x < y for x, y in zip(leaf.shape, shape, strict=True))
+  kept = leaf[tuple(map(slice, _row(shape) if is_row else shape))]
+  return kept.reshape(shape)
+
+
+def is_padded(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+  """Whether a shape may be that of a leaf of another, divided and padded."""
+  if len(found) != len(shape):
+    return False
+  is_long = [
+      all(x >= y for x, y in zip(found, like, strict=True))
+      for like in (shape, _row(shape))
+  ]
+  # Of a row, the padding depends on the number of shards alone.
+  is_row = is_long[1] and found[:-1] == _row(shape)[:-1]
+  return is_row or (is_long[0] and is_tight(found, shape))
+
+
+def _row(shape):
+  """Returns the shape of one row of the elements of an array."""
+  return (*(1,) * (len(shape) - 1), math.prod(shape))

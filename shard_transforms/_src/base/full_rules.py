@@ -1,7 +1,6 @@
 """How a sharded part of a state gets the shapes of the replicated state."""
 
 import math
-import operator
 
 import jax
 from jax import lax
@@ -54,10 +53,8 @@ def _rule(join, place):
 
 
 def _crop(leaf, like):
-  """Returns what a leaf has before the zeros at the ends of its dimensions."""
-  shape = jnp.shape(leaf)
-  is_short = any(map(operator.lt, shape, like.shape))
-  if len(shape) != len(like.shape) or is_short:
+  """Returns what a leaf has before the zeros at its ends."""
+  if not like.shape or not divisions.is_padded(jnp.shape(leaf), like.shape):
     return None
   return divisions.cropped(leaf, like.shape)
 
@@ -87,8 +84,8 @@ def _flatten(leaf, like):
   return lax.reshape(flat, like.shape)
 
 
-# Each leaf is divided along its dimensions, as by `shard_update`, and padded
-# where they do not fit.
+# Each leaf is divided as by `shard_update`: along its dimensions, or as a row
+# of its elements.
 DIVIDED = _rule(_crop, lambda leaf, like: divisions.padded(leaf, like.shape))
 
 # Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements]; zeros

@@ -72,7 +72,7 @@ def full_state(
     >>> state = shard_transforms.init_state(tx, params, mesh)
     >>> full = shard_transforms.full_state(state, tx, params, mesh)
     >>> print(state.inner_state[0].mu.shape, full.inner_state[0].mu.shape)
-    (3, 8) (3, 5)
+    (1, 16) (3, 5)
   """
   one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs)
   return joined(state, state, one_shard, one_shard)
@@ -156,7 +156,7 @@ def place_state(
     >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
     >>> state = shard_transforms.place_state(full, tx, params, four)
     >>> print(state.inner_state[0].mu.shape)
-    (4, 5)
+    (1, 16)
   """
   check_reduction(reduction)
   one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs)

@@ -76,7 +76,7 @@ def resize_state(
     >>> state = shard_transforms.init_state(tx, params, eight)
     >>> state = shard_transforms.resize_state(state, tx, params, four)
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
-    (4, 5)
+    (1, 16)
   """
   full_state.check_reduction(reduction)
   after = one_shard.OneShard(tx, params, mesh, in_specs)

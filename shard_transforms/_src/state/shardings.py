@@ -218,7 +218,8 @@ def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
     return P(*spec)
   entries, left = specs_lib.entries(P(*spec)), list(shape)
   axes = mesh.axis_names[::-1]
-  division = divisions.divide(shape, [mesh.shape[axis] for axis in axes])
+  sizes = [mesh.shape[axis] for axis in axes]
+  division = divisions.along_dimensions(shape, sizes)
   for axis, dim in zip(axes, division.dims, strict=True):
     if left[dim] % mesh.shape[axis] == 0:
       left[dim] //= mesh.shape[axis]

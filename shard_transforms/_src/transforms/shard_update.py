@@ -22,9 +22,9 @@ class ShardUpdateState(NamedTuple):
   Attributes:
     inner_state: State of the inner transformation. Inside the mapped function,
       a leaf of the shape of a parameter is the shard's slice of it. Outside it
-      has the shape of the parameter, with zeros at the end of a dimension that
-      cannot be divided. With `groups`, a slice has a leading axis of length 1,
-      and of the number of shards outside.
+      has the shape of the parameter, or of a row of its elements, with zeros at
+      the end of a dimension that cannot be divided. With `groups`, a slice has
+      a leading axis of length 1, and of the number of shards outside.
 
   Examples:
     >>> import jax
@@ -63,7 +63,8 @@ def shard_update(
   send as many bytes as the all-reduce that they replace.
 
   A leaf is sliced along the first dimension that the shards divide, as by
-  `state_shardings`, or else along the one that needs the least padding. Over
+  `state_shardings`, or else along the one that needs the least padding. Where
+  that is more than 1/16, all its elements are sliced as one row. Over
   several axes it is sliced axis by axis, if possible along a dimension each.
   So the state is that of the replicated optimizer, sharded.
 
