@@ -1,9 +1,10 @@
 """How a leaf is divided among shards: along a dimension for each mapped axis.
 
-The slices of all shards, side by side, are the leaf: state that is sliced so
-has the shapes of the replicated state, and a `PartitionSpec`. Slices along a
-dimension are what XLA for TPUs reduces and scatters; of flat ones it sums the
-whole; docs/measurements.md has what it makes of both.
+Where dimensions are too short, a row of all elements is divided. The slices of
+all shards, side by side, are the leaf: state that is sliced so has the shapes
+of the replicated state, and a `PartitionSpec`. Slices along a dimension are
+what XLA for TPUs reduces and scatters; of flat ones it sums the whole;
+docs/measurements.md has what it makes of both.
 """
 
 from collections.abc import Hashable
