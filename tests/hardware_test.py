@@ -126,6 +126,7 @@ class HardwareTest(parameterized.TestCase):
   @cases.parameters(
       (TPU, 'by hand, ZeRO-1'),
       (GPU, 'by hand, ZeRO-1'),
+      (TPU, 'shard_update'),
       (GPU, 'shard_update'),
       (GPU, 'owned_update(muon)'),
   )

@@ -171,6 +171,11 @@ def gather(
   return lax.reshape(rows, (num_rows, *row.shape))
 
 
+def join_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+  """Returns the slices of all shards, typed as the same on all of them."""
+  return _all_gather(x, axis, dimension, tiled=True)
+
+
 def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   """Returns which row of `scatter` and `gather` is a shard's own, int32 []."""
   if groups is not None:
@@ -216,8 +221,7 @@ def _scatter(x, axis, dimension, tiled=False, **groups):
   return jnp.sum(parts, dimension, dtype=x.dtype)
 
 
-def _all_gather(x, axis, dimension):
+def _all_gather(x, axis, dimension, tiled=False):
   """Gathers; the result is typed as the same on all shards, if tracked."""
-  if axis in axes_lib.varying_axes(x):
-    return lax.all_gather(x, axis, axis=dimension, to='invarying')
-  return lax.all_gather(x, axis, axis=dimension)
+  to = {'to': 'invarying'} if axis in axes_lib.varying_axes(x) else {}
+  return lax.all_gather(x, axis, axis=dimension, tiled=tiled, **to)

@@ -1,5 +1,7 @@
 """`resize_state`: converts state to another number of shards."""
 
+import dataclasses
+
 import jax
 from jax.sharding import PartitionSpec as P
 import optax
@@ -7,7 +9,9 @@ import optax
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
+from shard_transforms._src.state import copies
 from shard_transforms._src.state import full_state
+from shard_transforms._src.state import one_shard
 
 
 def resize_state(
@@ -34,7 +38,7 @@ def resize_state(
   `local_updates` all continue from the mean of their own parameters and of
   their inner states, weighted by the steps of each, and share its weight
   equally, so that an unfinished round contains the steps of all. A state of
-  your own declares its `rules`; see `shard_transforms.state_rules.Rule`. Any
+  your own declares its `rules`; see `shard_transforms.states.Rule`. Any
   other leaf that differs between shards cannot be carried over, and raises.
 
   Args:
@@ -72,14 +76,29 @@ def resize_state(
     >>> state = shard_transforms.init_state(tx, params, eight)
     >>> state = shard_transforms.resize_state(state, tx, params, four)
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
-    (4, 1, 4)
+    (1, 16)
   """
   full_state.check_reduction(reduction)
+  after = one_shard.OneShard(tx, params, mesh, in_specs)
+  before = _mesh_of(state)
+  # Under other names, its axes say nothing.
+  is_known = before is not None and before.axis_names == mesh.axis_names
+  made = dataclasses.replace(after, mesh=before) if is_known else None
   here = jax.tree.map_with_path(_on_this_process, state)
-  full = full_state.full_state(here, tx, params, mesh, in_specs=in_specs)
+  full = full_state.joined(here, state, after, made)
   return full_state.place_state(
       full, tx, params, mesh, in_specs=in_specs, reduction=reduction
   )
+
+
+def _mesh_of(state):
+  """Returns the mesh over which leaves of a state are sharded, or `None`."""
+  for leaf in jax.tree.leaves(state):
+    sharding = getattr(leaf, 'sharding', None)
+    is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+    if is_on_mesh and partition_specs.axes_of(sharding.spec):
+      return sharding.mesh
+  return None
 
 
 def _on_this_process(path, leaf):
@@ -88,8 +107,8 @@ def _on_this_process(path, leaf):
   Raises:
     ValueError: If a part of it is on another process.
   """
-  leaf = full_state.on_host(leaf)
-  if not full_state.is_here(leaf):
+  leaf = copies.on_host(leaf)
+  if not copies.is_here(leaf):
     raise ValueError(
         '`state` of `resize_state` must be on this process, got a part of'
         f' {leaves_lib.name_of(path)}. Save `full_state` of it, restore that,'

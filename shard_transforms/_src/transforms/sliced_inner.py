@@ -1,10 +1,10 @@
 """The optimizer that each shard runs on its slices, and its state.
 
 A leaf of state whose shape on slices differs from its shape on the whole is
-itself a slice, and has the leading axis of leaves that differ between shards.
+itself a slice. Where groups of shards train apart, it has the leading axis of
+leaves that differ between shards.
 """
 
-from collections.abc import Hashable
 from collections.abc import Mapping
 import contextlib
 import functools
@@ -17,7 +17,6 @@ import optax
 
 from shard_transforms._src.analysis import elementwise
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -52,8 +51,7 @@ class SlicedInner:
       problem = self._problem(params, params, self._inner.update, False)
     self._refuse(problem)
     own_state = self._inner.init(self._reduction.own(params))
-    whole_kinds = jax.eval_shape(self._inner.init, params)
-    return store(own_state, whole_kinds, self._reduction.axes)
+    return self._stored(own_state, jax.eval_shape(self._inner.init, params))
 
   def update(
       self,
@@ -86,11 +84,57 @@ class SlicedInner:
     whole_kinds = jax.eval_shape(self._inner.init, like)
     own_like = own_updates if params is None else own_params
     own_kinds = jax.eval_shape(self._inner.init, own_like)
-    own_state = take(inner_state, own_kinds, whole_kinds, reduction.caller)
+    own_state = self._taken(inner_state, own_kinds, whole_kinds)
     run = jax.jit(update)
     own_updates, own_state = run(own_updates, own_state, own_params)
-    kept = store(own_state, whole_kinds, reduction.axes)
-    return own_updates, kept
+    return own_updates, self._stored(own_state, whole_kinds)
+
+  def _stored(self, own_state, whole_kinds):
+    """Returns a shard's own state as it is kept."""
+    reduction = self._reduction
+
+    def store(leaf, whole):
+      if jnp.shape(leaf) != whole.shape:
+        # Groups hold different states, which are not the parts of one.
+        leaf = lax.expand_dims(leaf, (0,)) if reduction.groups else leaf
+        leaf = axes_lib.to_varying(leaf, reduction.axes)
+      # A leaf of one element is its own slice, and only types tell it from one.
+      varying, of_whole = map(axes_lib.varying_axes, (leaf, whole))
+      if jnp.ndim(leaf) and varying - of_whole:
+        reduction.mark(leaf, whole)
+      return leaf
+
+    return jax.tree.map(store, own_state, whole_kinds)
+
+  def _taken(self, state, own_kinds, whole_kinds):
+    """Returns a shard's own state from the state that is kept.
+
+    Raises:
+      ValueError: If it has other leaves, or leaves of other shapes.
+    """
+    made_for_others = (
+        f'State of `{self._reduction.caller}` must be made for these parameters'
+        ' and this number of shards by `shard_transforms.init_state`, and'
+        ' mapped with the specs of `shard_transforms.state_specs`, or for'
+        ' `jax.pmap` be made by'
+        ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
+    )
+    found = jax.tree.structure(state), jax.tree.structure(own_kinds)
+    if found[0] != found[1]:
+      raise ValueError(f'{made_for_others}the tree {found[0]}.')
+    in_groups = self._reduction.groups is not None
+
+    def take(path, leaf, own, whole):
+      is_row = in_groups and own.shape != whole.shape
+      if jnp.shape(leaf) != (1,) * is_row + own.shape:
+        raise ValueError(
+            f'{made_for_others}the shape {jnp.shape(leaf)} at'
+            f' {jax.tree_util.keystr(path)}, where a shard has'
+            f' {(1,) * is_row + own.shape}.'
+        )
+      return lax.squeeze(leaf, (0,)) if is_row else leaf
+
+    return jax.tree.map_with_path(take, state, own_kinds, whole_kinds)
 
   def _problem(self, updates, params, update, has_extra_args):
     """Returns how `inner` looks across elements, if it does."""
@@ -142,7 +186,7 @@ class SlicedInner:
         self._inner._replace(update=update),
         updates,
         params,
-        self._reduction.num_shards(),
+        self._reduction.num_slices(),
         self._reduction.axes_of_sums(),
     )
 
@@ -152,7 +196,7 @@ class SlicedInner:
     # Whether updates vary over these axes does not matter: slices of them do.
     ignored = () if reduction.groups else reduction.axes
     return (
-        reduction.num_shards(),
+        reduction.num_slices(),
         tuple(map(axes_lib.is_tracked, reduction.axes)),
         _describe(updates, ignored),
         _describe(params, ()),
@@ -171,65 +215,3 @@ def _describe(tree, ignored):
       for leaf in leaves
   ]
   return treedef, tuple(kinds)
-
-
-def store(
-    own_state: optax.OptState,
-    whole_kinds: optax.OptState,
-    axes: tuple[Hashable, ...],
-) -> optax.OptState:
-  """Returns a shard's own state as it is kept.
-
-  Args:
-    own_state: State for the slices of a shard.
-    whole_kinds: Shapes and dtypes of the state for whole parameters.
-    axes: The mapped axes.
-  """
-  leaves, treedef = jax.tree.flatten(own_state)
-  wholes = treedef.flatten_up_to(whole_kinds)
-  pairs = enumerate(zip(leaves, wholes, strict=True))
-  cut = [i for i, (x, y) in pairs if jnp.shape(x) != jnp.shape(y)]
-  stored = states.store([leaves[i] for i in cut], axes)
-  for i, leaf in zip(cut, stored, strict=True):
-    leaves[i] = leaf
-  return treedef.unflatten(leaves)
-
-
-def take(
-    state: optax.OptState,
-    own_kinds: optax.OptState,
-    whole_kinds: optax.OptState,
-    caller: str,
-) -> optax.OptState:
-  """Returns a shard's own state from the state that is kept.
-
-  Args:
-    state: As `store` returns it.
-    own_kinds: Shapes and dtypes of the state for the slices of a shard.
-    whole_kinds: Shapes and dtypes of the state for whole parameters.
-    caller: What errors name.
-
-  Raises:
-    ValueError: If it has other leaves, or leaves of other shapes.
-  """
-  made_for_others = (
-      f'State of `{caller}` must be made for these parameters and this number'
-      ' of shards by `shard_transforms.init_state`, and mapped with the specs'
-      ' of `shard_transforms.state_specs`, or for `jax.pmap` be made by'
-      ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
-  )
-  found = jax.tree.structure(state), jax.tree.structure(own_kinds)
-  if found[0] != found[1]:
-    raise ValueError(made_for_others + f'the tree {found[0]}.')
-
-  def take_leaf(path, leaf, own, whole):
-    is_slice = own.shape != whole.shape
-    if jnp.shape(leaf) != (1,) * is_slice + own.shape:
-      raise ValueError(
-          f'{made_for_others}the shape {jnp.shape(leaf)} at'
-          f' {jax.tree_util.keystr(path)}, where a shard has'
-          f' {(1,) * is_slice + own.shape}.'
-      )
-    return lax.squeeze(leaf, (0,)) if is_slice else leaf
-
-  return jax.tree.map_with_path(take_leaf, state, own_kinds, whole_kinds)
