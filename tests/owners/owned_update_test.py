@@ -234,6 +234,20 @@ INNERS = {
 }
 
 
+# The programs of leaves of one shape differ, or read other leaves.
+STACKED = {
+    'partition': lambda: optax.partition(
+        {'slow': optax.lars(0.01), 'fast': optax.lars(0.1)},
+        lambda params: {
+            name: 'slow' if name in '036' else 'fast' for name in params
+        },
+    ),
+    'norm of all': lambda: optax.chain(
+        optax.lamb(0.1), INNERS['norm of parameters']()
+    ),
+}
+
+
 def train(
     tx,
     mode='shard_map',
@@ -307,6 +321,19 @@ class EqualityTest(parameterized.TestCase):
     # An eigenvector or an orthogonal matrix amplifies what is rounded.
     tolerance = 2e-3 if name in ('muon', 'soap', 'shampoo') else 1e-4
     assert_close(actual, train(whole(INNERS[name]()), steps=50), tolerance)
+
+  @cases.product(
+      name=('muon', 'lamb', 'shampoo', 'partition', 'noise', 'norm of all'),
+      num_leaves=(2, 4, 9, 17),
+  )
+  @pytest.mark.slow_after(4)
+  def test_trains_so_where_matrices_stand_in_stacks(self, name, num_leaves):
+    shapes = {str(i): (4, 6) for i in range(num_leaves)} | {'bias': (6,)}
+    inner = {**INNERS, **STACKED}[name]
+
+    actual = train(owned(inner()), shapes=shapes)
+
+    assert_close(actual, train(whole(inner()), shapes=shapes), 2e-5)
 
   @cases.parameters(*modes.MODES)
   def test_trains_alike_in_every_mode(self, mode):
@@ -582,7 +609,7 @@ class StateTest(parameterized.TestCase):
     mu = optax.tree_utils.tree_get(state, 'mu')
 
     place = mu['first']['kernel']
-    self.assertEqual(place.of, "['first']['kernel']")
+    self.assertEqual(place.of, 1)
     self.assertRegex(place.row, '^float32_')
     self.assertEqual(place.shape, (4, 6))
     self.assertEqual(mu['scalar'].shape, ())
@@ -708,6 +735,67 @@ class StateTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, 'State of .* got TraceState'):
       jax.eval_shape(step, state)
+
+
+class ProgramTest(parameterized.TestCase):
+  """What a step runs and sends."""
+
+  def program(self, inner, shapes, shards=SHARDS, axes=AXIS, sizes=None):
+    mesh = jax.make_mesh(
+        sizes or (shards,),
+        axes if sizes else (axes,),
+        (AxisType.Auto,) * len(sizes or (1,)),
+        devices=jax.devices()[:shards],
+    )
+    tx = owned(inner, axis_name=axes)
+    params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
+    specs = shard_transforms.state_specs(tx, params, mesh)
+
+    def step(params, state):
+      grads = shard_transforms.per_shard(params, axes)
+      return tx.update(grads, state, params)
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs)
+    )
+    return mapped, (params, init_state(tx, params, mesh))
+
+  @cases.parameters(
+      # Matrices, branches, and products of matrices over those of one.
+      (8, 0, 1),
+      (16, 0, 1),
+      (9, 1, 2),
+      (4, 0, 1),
+  )
+  def test_equal_programs_are_run_once(self, number, branches, products):
+    mapped, args = self.program(optax.contrib.muon(0.1), [(4, 6)] * number)
+    muon = optax.contrib.muon(0.1)
+    one = {'0': jnp.ones((4, 6))}
+
+    found = str(jax.make_jaxpr(mapped)(*args))
+
+    expected = str(jax.make_jaxpr(muon.update)(one, muon.init(one), one))
+    self.assertEqual(
+        (
+            found.count(' cond['),
+            found.count('dot_general[') / expected.count('dot_general['),
+        ),
+        (branches, products),
+    )
+
+  @cases.parameters(
+      (AXIS, None), (('host', 'core'), (2, 4)), (('host', 'core'), (4, 2))
+  )
+  def test_what_is_sent_does_not_grow_with_shards(self, axes, sizes):
+    shapes = [(8, 32)] * 2
+    mapped, args = self.program(optax.lars(0.1), shapes, 8, axes, sizes)
+    alone, few = self.program(optax.lars(0.1), shapes, 2)
+
+    report = monitoring.wire_report(mapped, *args)
+
+    least = monitoring.wire_report(alone, *few)
+    # Of an all-reduce, (N - 1) / N of twice the bytes, and sums of copies.
+    self.assertLess(report.total_bytes, 2.7 * least.total_bytes)
 
 
 def by_leaf(fn):
@@ -934,17 +1022,17 @@ class RefusalTest(parameterized.TestCase):
 class CostTest(parameterized.TestCase):
   """Who owns what."""
 
-  def owners(self, shapes, shards=3, **kwargs):
+  def state(self, shapes, shards=3, **kwargs):
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in shapes.items()
     }
     tx = owned(optax.trace(0.9), **kwargs)
-    state = init_state(tx, params, modes.mesh(shards))
-    return {
-        name: place.shard
-        for name, place in state.inner_state.leaves.trace.items()
-    }
+    return init_state(tx, params, modes.mesh(shards)).inner_state
+
+  def owners(self, shapes, shards=3, **kwargs):
+    leaves = self.state(shapes, shards, **kwargs).leaves
+    return {name: place.shard for name, place in leaves.trace.items()}
 
   def test_the_costliest_leaf_goes_to_the_shard_with_the_least_to_do(self):
     found = self.owners(
@@ -969,10 +1057,30 @@ class CostTest(parameterized.TestCase):
 
     self.assertEqual(found, {'b': 0, 'c': 1, 'a': 2, 'd': 2})
 
-  def test_fewer_leaves_than_shards_leave_some_idle(self):
-    found = self.owners({'a': (4, 4), 'b': (2,)}, shards=8)
+  @cases.parameters(
+      # Shapes, shards, owners and the rows of each.
+      ([(4, 4)] * 8, 8, 8, [(1, 4, 4)]),
+      ([(4, 4)] * 8, 4, 4, [(2, 4, 4)]),
+      ([(4, 4)] * 2, 8, 2, [(1, 4, 4)]),
+      ([(4, 4)] * 3, 8, 4, [(16,)]),
+      ([(4, 4)] * 3, 6, 3, [(1, 4, 4)]),
+      ([(4, 4)] * 9 + [(3, 5)] * 8, 8, 8, [(1, 4, 4), (30,)]),
+      ([(9,)] * 8, 4, 4, [(18,)]),
+  )
+  def test_there_are_as_many_owners_as_shares(self, shapes, shards, k, rows):
+    state = self.state({str(i): x for i, x in enumerate(shapes)}, shards)
 
-    self.assertEqual(found, {'a': 0, 'b': 1})
+    places = state.leaves.trace.values()
+    self.assertEqual({place.num_owners for place in places}, {k})
+    self.assertLess(max(place.shard for place in places), k)
+    shapes = sorted(row.shape for row in state.rows.values())
+    self.assertEqual(shapes, sorted((shards, *row) for row in rows))
+
+  def test_all_shards_update_what_is_mostly_one_leaf(self):
+    state = self.state({'a': (4, 4), 'b': (2,)}, 8)
+
+    self.assertEqual(state.leaves.trace['a'].shape, (4, 4))
+    self.assertEqual(state.rows, {})
 
   @cases.parameters(
       ({'a': -1.0}, ValueError, r"of at least 0, got -1.0 at \['a'\]"),
@@ -992,7 +1100,7 @@ class CostTest(parameterized.TestCase):
     with self.assertWarnsRegex(
         UserWarning, r"one leaf, \['huge'\] of 2,097,152"
     ):
-      self.owners(shapes)
+      self.state(shapes)
     with warnings.catch_warnings():
       warnings.simplefilter('error')
-      self.owners(shapes | {f'huge{i}': (2048, 1024) for i in range(3)})
+      self.state(shapes | {f'huge{i}': (2048, 1024) for i in range(3)})

@@ -493,7 +493,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_names_rows_of_other_owners(self):
     tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
-    params = {'w': jnp.zeros((4, 4))}
+    params = {'w': jnp.zeros((4, 4)), 'v': jnp.zeros((8, 2))}
     state = init_state(tx, params, mesh)
     rows = {name: row[:, :3] for name, row in state.inner_state.rows.items()}
     state = state._replace(inner_state=state.inner_state._replace(rows=rows))
@@ -507,7 +507,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_parameters_that_are_sharded(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params, specs = {'w': jnp.zeros((8, 6))}, P('model')
+    params, specs = {n: jnp.zeros((8, 6)) for n in 'vw'}, P('model')
     state = init_state(tx, params, mesh, in_specs=specs)
 
     with self.assertRaisesRegex(ValueError, '`in_specs` must not shard'):
@@ -517,7 +517,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_a_state_that_was_made_with_other_specs(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((2, 4), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params = {'w': jnp.zeros((8, 6))}
+    params = {name: jnp.zeros((8, 6)) for name in 'vw'}
     state = init_state(tx, params, mesh, in_specs=P('model'))
 
     with self.assertRaisesRegex(ValueError, 'made'):

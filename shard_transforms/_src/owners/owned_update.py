@@ -8,11 +8,11 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import weights
+from shard_transforms._src.owners import costs
 from shard_transforms._src.owners import owned_inner
 from shard_transforms._src.owners import owned_leaves
-from shard_transforms._src.owners import owners
+from shard_transforms._src.owners import owner_reduction
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import sharded_reduction
 
 _CALLER = 'owned_update'
 
@@ -34,7 +34,7 @@ class OwnedUpdateState(NamedTuple):
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
     >>> print([row.shape for row in state.inner_state.rows.values()])
-    [(8, 64)]
+    [(8, 2, 4, 4), (8, 2, 4, 4)]
   """
 
   inner_state: owned_leaves.OwnedLeaves
@@ -49,7 +49,7 @@ def owned_update(
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    cost: owners.Cost | None = None,
+    cost: costs.Cost | None = None,
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates the leaves that it owns.
@@ -129,7 +129,7 @@ def owned_update(
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
     >>> print([row.shape for row in state.inner_state.rows.values()])
-    [(8, 32)]
+    [(8, 2, 4, 4)]
 
   References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -142,7 +142,7 @@ def owned_update(
         '`cost` must be a function from the tree of the parameters to a tree of'
         f' numbers, got {cost!r}.'
     )
-  reduce = sharded_reduction.ShardedReduction(
+  reduce = owner_reduction.OwnerReduction(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),

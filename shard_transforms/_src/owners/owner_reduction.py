@@ -1,0 +1,144 @@
+"""Sums that reach K owners, each of them N / K times, and rows of all owners.
+
+Shard s is a copy of owner s % K. A row is summed over K neighbours first, each
+of which keeps the part of its owner, and then over the copies of an owner: what
+a shard sends, computes and holds does not grow with the number of shards.
+"""
+
+from collections.abc import Hashable
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.reduction import bucketing
+from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import sharded_reduction
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnerReduction(sharded_reduction.ShardedReduction):
+  """Reduce-scatter of rows to owners, and all-gather of theirs.
+
+  Attributes:
+    num_owners: K, one of `counts`.
+  """
+
+  num_owners: int = 1
+
+  def counts(self) -> list[int]:
+    """Returns the numbers of owners that there can be: divisors of N.
+
+    Over several axes, owners lie along the fast ones.
+    """
+    if self.groups is not None:
+      # State differs between groups, so that each shard has a row.
+      return _divisors(self.num_shards())[1:] or [1]
+    found, product = set(), 1
+    for axis in reversed(axes_lib.in_mesh_order(self.axes)):
+      size = lax.axis_size(axis)
+      found.update(product * k for k in _divisors(size))
+      product *= size
+    return sorted(found)
+
+  @property
+  def num_copies(self) -> int:
+    """How many shards do the work of the same owner."""
+    return self.num_shards() // self.num_owners
+
+  def owner(self) -> jax.Array:
+    """Returns the number of this shard's owner, int32 []."""
+    index = collectives.row_index(self.axes, self.groups)
+    return lax.rem(index, jnp.int32(self.num_owners))
+
+  def copy(self) -> jax.Array:
+    """Returns which of the copies of its owner this shard is, int32 []."""
+    index = collectives.row_index(self.axes, self.groups)
+    return lax.div(index, jnp.int32(self.num_owners))
+
+  def scatter_over(
+      self, rows: jax.Array, axes: tuple[Hashable, ...]
+  ) -> jax.Array:
+    """Returns its owner's row of the sum of rows [K, ...] over the shards."""
+    # XLA for TPUs scatters arrays of up to three dimensions.
+    lines = (
+        rows.reshape(len(rows), -1, rows.shape[-1]) if rows.ndim > 3 else rows
+    )
+    return self._scatter_lines(lines, axes).reshape(rows.shape[1:])
+
+  def _scatter_lines(self, rows, axes):
+    if self.num_copies == 1:
+      return super().scatter_over(rows, axes)
+    if not axes_lib.on_mapped_mesh(axes):
+      summed = self.sum_over(rows, axes)
+      return lax.dynamic_index_in_dim(summed, self.owner(), keepdims=False)
+    left, along, owners = [], {}, self.num_owners
+    for axis in reversed(axes_lib.in_mesh_order(axes)):
+      along[axis] = min(owners, len(self._members(axis)[0]))
+      owners //= along[axis]
+      left.insert(0, axis)
+    rows = lax.reshape(rows, (*(along[a] for a in left), *rows.shape[1:]))
+    # The last axis is the fast one; the other axes then sum only a part.
+    for axis in reversed(axes):
+      rows = self._scatter_along(rows, axis, left.index(axis), along[axis])
+      left.remove(axis)
+    return rows
+
+  def _members(self, axis):
+    return self.groups or (tuple(range(lax.axis_size(axis))),)
+
+  def _scatter_along(self, rows, axis, dimension, num_owners):
+    groups = self._members(axis)
+    size = len(groups[0])
+    starts = range(0, size, num_owners)
+    beside = [group[i : i + num_owners] for group in groups for i in starts]
+    owners = range(num_owners)
+    copies = tuple(group[k::num_owners] for group in groups for k in owners)
+    rows = collectives.scatter_along(
+        rows, axis, dimension, axis_index_groups=beside
+    )
+    if size == num_owners:
+      return rows
+    # Whole lines of it: XLA for TPUs does not scatter flat arrays.
+    parts = _parts(rows, size // num_owners)
+    own = collectives.scatter(parts, (axis,), copies)
+    return leaves_lib.join(collectives.gather(own, (axis,), copies), rows)
+
+  def gather_rows(self, rows: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the rows of all owners, [K, ...], given those of one."""
+    copies, rows = self.num_copies, axes_lib.to_varying(rows, self.axes)
+
+    def gather(row, _):
+      own = row
+      if copies > 1:
+        own = lax.dynamic_index_in_dim(
+            _parts(row, copies), self.copy(), keepdims=False
+        )
+      parts = collectives.gather(own, self.axes, self.groups)
+      if copies == 1:
+        return parts
+      parts = parts.reshape(copies, self.num_owners, -1)
+      whole = jnp.moveaxis(parts, 0, 1).reshape(self.num_owners, -1)
+      return whole[:, : row.size].reshape(-1, *row.shape)
+
+    keys = [(x.dtype, axes_lib.varying_axes(x)) for x in rows]
+    growth = self.num_owners
+    return bucketing.map_packed(
+        gather, rows, keys, self.levels(), growth=growth
+    )
+
+
+def _parts(row, number):
+  """Returns equal parts of a row, whole lines of it where that can be."""
+  lines = row.reshape(-1, row.shape[-1])
+  if len(lines) % number:
+    return leaves_lib.cut(row.ravel(), number)
+  return lines.reshape(number, -1, row.shape[-1])
+
+
+def _divisors(number):
+  return [k for k in range(1, number + 1) if number % k == 0]
