@@ -234,6 +234,26 @@ INNERS = {
 }
 
 
+def one_key_a_leaf():
+  """Momentum and noise, whose typed key each leaf has for itself."""
+
+  def init(params):
+    keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(params)))
+    return jax.tree.unflatten(jax.tree.structure(params), list(keys))
+
+  def update(updates, state, params=None):
+    del params
+    pairs = jax.tree.map(jax.random.split, state)
+    updates = jax.tree.map(
+        lambda u, pair: -0.1 * u + 0.1 * jax.random.normal(pair[0], u.shape),
+        updates,
+        pairs,
+    )
+    return updates, jax.tree.map(lambda pair: pair[1], pairs)
+
+  return optax.GradientTransformation(init, update)
+
+
 # The programs of leaves of one shape differ, or read other leaves.
 STACKED = {
     'partition': lambda: optax.partition(
@@ -242,6 +262,7 @@ STACKED = {
             name: 'slow' if name in '036' else 'fast' for name in params
         },
     ),
+    'keys': one_key_a_leaf,
     'norm of all': lambda: optax.chain(
         optax.lamb(0.1), INNERS['norm of parameters']()
     ),
@@ -323,7 +344,7 @@ class EqualityTest(parameterized.TestCase):
     assert_close(actual, train(whole(INNERS[name]()), steps=50), tolerance)
 
   @cases.product(
-      name=('muon', 'lamb', 'shampoo', 'partition', 'noise', 'norm of all'),
+      name=('muon', 'adamw', 'shampoo', 'noise', *STACKED),
       num_leaves=(2, 4, 9, 17),
   )
   @pytest.mark.slow_after(4)
@@ -870,6 +891,10 @@ class RefusalTest(parameterized.TestCase):
           'numbers that each come from one leaf',
       ),
       (lambda u: lax.pmax(norm_of(u), AXIS), '`pmax` in it waits for shards'),
+      (
+          lambda u: [jax.debug.print('{}', norm_of(u)), 1.0][1],
+          'side effects, such as `jax.debug.print`, would show',
+      ),
       (in_a_branch, '`psum` in it waits for shards'),
       (
           lambda u: 1.0 + lax.axis_index(AXIS),
@@ -882,10 +907,14 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       train(tx, 'pmap')
 
-  def test_sums_over_owners_what_a_transformation_asks_for(self):
-    inner = scaled_by(lambda u: lax.psum(norm_of(u), AXIS))
-
-    actual = train(owned(vectors(inner)), 'pmap')
+  @cases.parameters(
+      (lambda u: lax.psum(norm_of(u), AXIS),),
+      (lambda u: lax.psum(jax.jit(norm_of)(u), AXIS),),
+      (jax.jit(lambda u: lax.psum(norm_of(u), AXIS)),),
+      (jax.checkpoint(lambda u: lax.psum(norm_of(u), AXIS)),),
+  )
+  def test_sums_over_owners_what_a_transformation_asks_for(self, total):
+    actual = train(owned(vectors(scaled_by(total))), 'pmap')
 
     expected = whole(vectors(scaled_by(norm_of)))
     assert_close(actual, train(expected, 'pmap'))
@@ -902,6 +931,39 @@ class RefusalTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, 'numbers of their own'):
       jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
+
+  def test_refuses_updates_that_differ_over_an_axis_that_is_not_named(self):
+    tx = owned(optax.lars(0.1))
+    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+
+    def step(params):
+      grads = shard_transforms.per_shard(params, (AXIS, 'model'))
+      return tx.update(grads, tx.init(params), params)[0]
+
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
+    step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+    with self.assertRaisesRegex(
+        ValueError, rf"vary over \['model'\]. Name .*: \('model', '{AXIS}'\)"
+    ):
+      jax.eval_shape(step, params)
+
+  def test_says_what_init_could_not_follow(self):
+    def update(updates, state, params=None, *, value):
+      return listed().update(updates, state, params)
+
+    tx = owned(optax.GradientTransformationExtraArgs(listed().init, update))
+    params = {'w': jnp.ones((4, 6)), 'v': jnp.ones((4, 6))}
+
+    def step(params):
+      grads = shard_transforms.per_shard(params, AXIS)
+      return tx.update(grads, tx.init(params), params, value=1)[0]
+
+    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
+    with self.assertRaisesRegex(
+        ValueError,
+        r'state at \[0\] depends .*`init` could not see .* a tree like',
+    ):
+      jax.eval_shape(step, params)
 
   def test_refuses_leaves_of_which_some_are_slices(self):
     tx = owned(optax.lars(0.1))

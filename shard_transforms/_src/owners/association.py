@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ class Association:
     known = self._by_place(params, kinds)
     of = [dependence.SHARED if x is None else x for x in known]
     trace = functools.partial(
-        self._trace, self.inner.update, params, kinds, params
+        self.trace, self.inner.update, params, kinds, params
     )
     try:
       traced = trace(of)
@@ -111,13 +112,30 @@ class Association:
     Raises:
       ValueError: If it mixes leaves, or changes the types of updates or state.
     """
-    traced = self._trace(update, updates, kinds, params, of)
+    traced = self.trace(update, updates, kinds, params, of)
     found = self._depend(*traced, of)
     self._check(found)
     return found
 
-  def _trace(self, update, updates, kinds, params, of):
-    """Returns the program of `update`, and the types of updates and state."""
+  def trace(
+      self,
+      update: Callable[..., Any],
+      updates: Any,
+      kinds: Any,
+      params: Any,
+      of: Sequence[int],
+      owned_params: bool = False,
+  ) -> tuple[leaf_program.LeafProgram, tuple[Any, Any]]:
+    """Returns the program of `update`, and the types of updates and state.
+
+    Args:
+      update: As for `read`.
+      updates: As for `read`.
+      kinds: As for `read`.
+      params: As for `read`.
+      of: As for `read`.
+      owned_params: Whether each shard has other parameters.
+    """
     owners, same = self.owners, self.same
     has_owners = len(owners.all) > 1
     cut = [
@@ -125,7 +143,7 @@ class Association:
     ]
     given = _types(updates, cut, same, same)
     state = _types(kinds, map(owners.varies, of), owners.axes)
-    params = jax.tree.map(jax.typeof, params)
+    params = _types(params, itertools.repeat(owned_params), owners.axes)
     num_shards = owners.reduction.num_shards()
     program = leaf_program.trace(update, same, num_shards, given, state, params)
     return program, (given, state)
@@ -199,13 +217,6 @@ def read_state(
   if places != layout.places:
     different = [x for i, x in places.items() if x != layout.places.get(i)]
     raise ValueError(f'{made_for_others}{different[0]!r}.')
-  for name, row in layout.rows.items():
-    shape = jnp.shape(state.rows.get(name))
-    if shape != (1, *row.shape):
-      raise ValueError(
-          f'{made_for_others}the shape {shape} of the row {name!r}, where a'
-          f' shard has {(1, *row.shape)}.'
-      )
   return of, treedef.unflatten(given), layout
 
 

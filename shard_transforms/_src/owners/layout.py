@@ -6,10 +6,10 @@ holds all others, one behind the other; the owner with the most elements decides
 its length.
 """
 
-from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from collections.abc import Set
 import dataclasses
 import math
 from typing import Any
@@ -19,6 +19,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
+
+# Elements of a tile of TPUs, 8 lines of 128.
+TILE = 1024
 
 
 @jax.tree_util.register_static
@@ -99,7 +102,7 @@ class Layout:
       self,
       owners: Sequence[int],
       leaves: Mapping[int, jax.Array],
-      left_out: Collection[str] = (),
+      left_out: Set[str] = frozenset(),
   ) -> dict[str, jax.Array]:
     """Returns the rows of some owners, one behind the other.
 
@@ -109,22 +112,23 @@ class Layout:
       left_out: The names of rows that are not wanted.
     """
     rows = {}
-    for name, row in self.rows.items():
-      if name in left_out:
-        continue
-      length, *dims = row.shape
+    for name in self.rows.keys() - left_out:
+      (length, *dims), dtype = self.rows[name].shape, self.rows[name].dtype
       parts = []
       for owner in owners:
-        kept = [i for i in self.of_owner(owner) if self.places[i].row == name]
-        parts += [_in_row(leaves[i], dims) for i in kept]
-        left = length - sum(self.places[i].size for i in kept) // math.prod(
-            dims
-        )
-        if left:
-          padding = jax.ShapeDtypeStruct((left, *dims), row.dtype)
+        own = [i for i in self.of_owner(owner) if self.places[i].row == name]
+        lengths = [self.places[i].size // self._line(name) for i in own]
+        for i, number in zip(own, lengths, strict=True):
+          parts.append(lax.reshape(leaves[i], (number, *dims)))
+        if left := length - sum(lengths):
+          padding = jax.ShapeDtypeStruct((left, *dims), dtype)
           parts.append(jnp.zeros_like(padding))
       rows[name] = jnp.concatenate(parts)
     return axes_lib.to_varying(rows, self.axes)
+
+  def _line(self, row):
+    """Returns how many elements of a row are one element of its first axis."""
+    return math.prod(self.rows[row].shape[1:]) or 1
 
   def unpack(
       self, owners: Sequence[int], rows: Mapping[str, jax.Array]
@@ -134,13 +138,8 @@ class Layout:
     for k, owner in enumerate(owners):
       for number in self.of_owner(owner):
         place = self.places[number]
-        length, *dims = self.rows[place.row].shape
-        line = math.prod(dims)
-        start, end = (k * length + x // line for x in (place.start, place.end))
+        first, line = k * self.rows[place.row].shape[0], self._line(place.row)
+        start, end = (first + x // line for x in (place.start, place.end))
         part = lax.slice_in_dim(rows[place.row], start, end)
         found[number] = lax.reshape(part, place.shape)
     return found
-
-
-def _in_row(leaf, dims):
-  return lax.reshape(leaf, (math.prod(leaf.shape) // math.prod(dims), *dims))

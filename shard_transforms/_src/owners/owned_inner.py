@@ -100,8 +100,14 @@ class OwnedInner:
     given = run.with_totals(given, found.belongs, read.same)
     types = jax.tree.leaves(found.program.results)[: len(leaves)]
     sent = owners.layout(found.of[: len(leaves)], types)
-    kept = [sent, layout]
-    (own, rows), made = run.results(kept, given, run.stacks(kept))
+    kept, program = [sent, layout], found.program
+    stacks = run.stacks(kept)
+    if any(stack.reads_from(len(found.of)) for stack in stacks):
+      # The parameters that an owner chooses differ from those of others.
+      program, _ = read.trace(
+          *(update, updates, kinds, params, of), owned_params=True
+      )
+    (own, rows), made = run.results(kept, given, stacks, program)
     made |= run.gathered(sent, own)
     updates = treedef.unflatten(made[i] for i in range(len(leaves)))
     return updates, run.state(kinds, made, layout, rows, len(leaves))

@@ -32,8 +32,7 @@ from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
   """The inputs of a program, by their numbers.
 
   Attributes:
@@ -55,10 +54,9 @@ class Inputs:
 
   def stack(self, number: int) -> jax.Array | None:
     """Returns the stack in which this shard has an input, if it has one."""
-    for layout, rows in zip(self.kept, self.rows, strict=True):
-      if name := layout.stack_of(number):
-        return rows[name]
-    return None
+    pairs = zip(self.kept, self.rows, strict=True)
+    found = ((rows, layout.stack_of(number)) for layout, rows in pairs)
+    return next((rows[name] for rows, name in found if name), None)
 
 
 class Stack(NamedTuple):
@@ -74,6 +72,10 @@ class Stack(NamedTuple):
   length: int
   outputs: Sequence[int]
   inputs: Sequence[Sequence[int]]
+
+  def reads_from(self, number: int) -> bool:
+    """Whether it reads inputs from this number on."""
+    return any(numbers[0] >= number for numbers in self.inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +172,7 @@ class OwnedRun:
         is_first = owners.reduction.copy() == 0
         own = jnp.where(is_first, self._on_own_shard(own_sum), 0)
         total = collectives.psum(own, axes)
-      shared = {**given.shared, i: total}
-      given = dataclasses.replace(given, shared=shared)
+      given = given._replace(shared={**given.shared, i: total})
     return given
 
   def results(
@@ -179,6 +180,7 @@ class OwnedRun:
       layouts: Sequence[layout_lib.Layout],
       given: Inputs,
       stacks: Sequence[Stack] = (),
+      program: leaf_program.LeafProgram | None = None,
   ) -> tuple[list[dict[str, jax.Array]], dict[int, jax.Array]]:
     """Returns a shard's rows of each layout, and all other results by number.
 
@@ -186,11 +188,12 @@ class OwnedRun:
       layouts: How owners keep the results that have an owner.
       given: The inputs.
       stacks: Those of them that are made by one program.
+      program: The program of the stacks.
     """
     mixed = [i for i in range(len(self.of)) if self._is_mixed(i)]
     stacked = {}
     for stack in stacks:
-      stacked |= self._run_stack(stack, given)
+      stacked |= self._run_stack(stack, given, program)
     rows = [
         {x.places[i].row: row for i, row in stacked.items() if i in x.places}
         for x in layouts
@@ -205,7 +208,7 @@ class OwnedRun:
       ]
       made = self.program.run([*kept, *mixed], given.of_owner(owner))
       packed = [
-          layout.pack([owner], made, done)
+          layout.pack([owner], made, done.keys())
           for layout, done in zip(layouts, rows, strict=True)
       ]
       return packed, [made[i] for i in mixed]
@@ -219,27 +222,25 @@ class OwnedRun:
     made = self.program.run(shared, given.shared)
     return rows, made | dict(zip(mixed, self._stored(apart), strict=True))
 
-  def _run_stack(self, stack, given):
+  def _run_stack(self, stack, given, program):
     """Returns the stacks that a program makes for each of the leaves of one."""
 
     def chosen(numbers):
       def own(owner):
-        leaves = given.shared
-        if numbers[0] not in leaves:
-          leaves = given.of_owner(owner)
-        first = owner * stack.length
-        last = first + stack.length
-        return jnp.stack([leaves[i] for i in numbers[first:last]])
+        leaves, first = given.of_owner(owner), owner * stack.length
+        own = numbers[first : first + stack.length]
+        return jnp.stack([leaves[i] for i in own])
 
       return self._on_own_shard(own)
 
     def run(own):
-      return self.program.run(stack.outputs, {**given.shared, **own})
+      return program.run(stack.outputs, {**given.shared, **own})
 
-    own = {}
-    for numbers in stack.inputs:
-      kept = given.stack(numbers[0])
-      own[numbers[0]] = chosen(numbers) if kept is None else kept
+    own = {
+        numbers[0]: chosen(numbers) if kept is None else kept
+        for numbers in stack.inputs
+        for kept in [given.stack(numbers[0])]
+    }
     if stack.length > 1:
       return jax.vmap(run)(own)
     made = run({i: lax.squeeze(x, (0,)) for i, x in own.items()})
@@ -252,21 +253,19 @@ class OwnedRun:
       layouts: How owners keep the results that have an owner.
     """
     results = collections.defaultdict(list)
-    given = collections.defaultdict(list)
     for layout in layouts:
       for i in filter(layout.stack_of, layout.places):
         results[self.of[i]].append(i)
-    for i, param in enumerate(self.of):
+    given = collections.defaultdict(list)
+    num_params = self.program.num_inputs - len(self.of)
+    for i, param in enumerate((*self.of, *range(num_params))):
       given[param].append(i)
-    for param in range(self.program.num_inputs - len(self.of)):
-      given[param].append(len(self.of) + param)
-    parts = equal_programs.Parts.of(self.program.flat)
-    found = []
+    parts, found = equal_programs.Parts.of(self.program.flat), []
     for stack in self.owners.stacks:
       params = list(itertools.chain(*stack))
-      keys = {parts.key(results[param], given[param])[0] for param in params}
-      if len(keys) == 1:
-        read = parts.key(results[params[0]], given[params[0]])[1]
+      keys = [parts.key(results[param], given[param]) for param in params]
+      (first, read), *others = keys
+      if all(key == first for key, _ in others):
         own = [[given[param][k] for param in params] for k in sorted(read)]
         found.append(Stack(len(stack[0]), results[params[0]], own))
     return found

@@ -8,6 +8,7 @@ a shard sends, computes and holds does not grow with the number of shards.
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import math
 
 import jax
 from jax import lax
@@ -64,11 +65,7 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
       self, rows: jax.Array, axes: tuple[Hashable, ...]
   ) -> jax.Array:
     """Returns its owner's row of the sum of rows [K, ...] over the shards."""
-    # XLA for TPUs scatters arrays of up to three dimensions.
-    lines = (
-        rows.reshape(len(rows), -1, rows.shape[-1]) if rows.ndim > 3 else rows
-    )
-    return self._scatter_lines(lines, axes).reshape(rows.shape[1:])
+    return self._scatter_lines(_lines(rows), axes).reshape(rows.shape[1:])
 
   def _scatter_lines(self, rows, axes):
     if self.num_copies == 1:
@@ -76,12 +73,11 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     if not axes_lib.on_mapped_mesh(axes):
       summed = self.sum_over(rows, axes)
       return lax.dynamic_index_in_dim(summed, self.owner(), keepdims=False)
-    left, along, owners = [], {}, self.num_owners
-    for axis in reversed(axes_lib.in_mesh_order(axes)):
+    left, along = list(axes_lib.in_mesh_order(axes)), {}
+    for axis in reversed(left):
+      owners = self.num_owners // math.prod(along.values())
       along[axis] = min(owners, len(self._members(axis)[0]))
-      owners //= along[axis]
-      left.insert(0, axis)
-    rows = lax.reshape(rows, (*(along[a] for a in left), *rows.shape[1:]))
+    rows = lax.reshape(rows, (*map(along.get, left), *rows.shape[1:]))
     # The last axis is the fast one; the other axes then sum only a part.
     for axis in reversed(axes):
       rows = self._scatter_along(rows, axis, left.index(axis), along[axis])
@@ -113,23 +109,30 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     copies, rows = self.num_copies, axes_lib.to_varying(rows, self.axes)
 
     def gather(row, _):
-      own = row
+      own = _lines(row[None])[0]
       if copies > 1:
-        own = lax.dynamic_index_in_dim(
-            _parts(row, copies), self.copy(), keepdims=False
-        )
+        parts = _parts(own, copies)
+        own = lax.dynamic_index_in_dim(parts, self.copy(), keepdims=False)
       parts = collectives.gather(own, self.axes, self.groups)
-      if copies == 1:
-        return parts
-      parts = parts.reshape(copies, self.num_owners, -1)
-      whole = jnp.moveaxis(parts, 0, 1).reshape(self.num_owners, -1)
-      return whole[:, : row.size].reshape(-1, *row.shape)
+      if copies > 1:
+        parts = parts.reshape(copies, self.num_owners, -1)
+        parts = jnp.moveaxis(parts, 0, 1).reshape(self.num_owners, -1)
+        parts = parts[:, : row.size]
+      return parts.reshape(-1, *row.shape)
 
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in rows]
     growth = self.num_owners
     return bucketing.map_packed(
         gather, rows, keys, self.levels(), growth=growth
     )
+
+
+def _lines(rows):
+  """Returns rows [K, ...] as lines [K, lines, ...], if they are whole ones."""
+  # XLA for TPUs scatters and gathers tiles of 8 lines of 128.
+  width = rows.shape[-1] if rows.ndim > 2 else 128
+  is_whole = rows.size % (len(rows) * width) == 0
+  return rows.reshape(len(rows), -1, width) if is_whole else rows
 
 
 def _parts(row, number):

@@ -104,7 +104,9 @@ class Owners:
       )
       places[i], ends[owner, name] = place, place.end
       dims = kind.shape if i in stack_of else ()
-      length = max(ends[k, name] for k in self.all) // math.prod(dims)
+      length = max(ends[k, name] for k in self.all) // (math.prod(dims) or 1)
+      if length > layout_lib.TILE and not dims:
+        length += -length % layout_lib.TILE
       rows[name] = jax.ShapeDtypeStruct((length, *dims), kind.dtype)
     # Rows of other owners must not be taken for these, as from a checkpoint.
     where = self.reduction.num_shards(), *places.values()
@@ -136,9 +138,8 @@ class Owners:
         order[param] += 1
     return {
         i: name
-        for (name, number, shape), members in found.items()
+        for (name, number, _), members in found.items()
         if len(members) == sum(map(len, self.stacks[number]))
-        and math.prod(shape)
         for i in members
     }
 
