@@ -7,6 +7,7 @@ import warnings
 
 from absl.testing import parameterized
 import chex
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -254,6 +255,11 @@ def one_key_a_leaf():
   return optax.GradientTransformation(init, update)
 
 
+def data_of(x):
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
 # The programs of leaves of one shape differ, or read other leaves.
 STACKED = {
     'partition': lambda: optax.partition(
@@ -434,6 +440,45 @@ class EqualityTest(parameterized.TestCase):
     actual = train(owned(muon), mode, shapes=shapes)
 
     assert_close(actual, train(whole(muon), mode, shapes=shapes), 2e-5)
+
+  def test_nnx_optimizer_trains_as_alone(self):
+    # It calls `init` with variables, and `update` with arrays.
+    def make(tx):
+      layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(9)]
+      model = nnx.Sequential(*layers)
+      return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss(model, x):
+      return jnp.mean(model(x) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(SHARDS, 4)).astype(np.float32)
+    tx = shard_transforms.on_mesh(owned(optax.lamb(0.1)), modes.mesh())
+    graph, state = nnx.split(make(tx))
+    specs = shard_transforms.specs_of(state)
+
+    def step(state, x):
+      model, optimizer = nnx.merge(graph, state)
+      static, params = nnx.split(model)
+      value_and_grad = shard_transforms.value_and_grad(
+          lambda params: loss(nnx.merge(static, params), x), AXIS
+      )
+      optimizer.update(model, value_and_grad(params)[1])
+      return nnx.split((model, optimizer))[1]
+
+    step = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(specs, P(AXIS)), out_specs=specs
+    )
+    rows = jax.device_put(x, jax.NamedSharding(modes.mesh(), P(AXIS)))
+    found, _ = nnx.merge(graph, jax.jit(step)(state, rows))
+
+    model, optimizer = make(optax.lamb(0.1))
+    optimizer.update(model, nnx.grad(loss)(model, x))
+    assert_close(
+        *(
+            jax.device_get(nnx.to_pure_dict(nnx.state(m, nnx.Param)))
+            for m in (found, model)
+        )
+    )
 
   def test_takes_what_is_reduced_already_without_sending(self):
     tx = owned(optax.lars(1.0), on_invariant='averaged')
@@ -671,6 +716,24 @@ class StateTest(parameterized.TestCase):
     expected = init_state(tx, params_of(), modes.mesh(shards))
     chex.assert_trees_all_equal(resized, expected, strict=True)
     chex.assert_trees_all_equal(back, state, strict=True)
+
+  @cases.parameters('keys', 'noise', 'empty label')
+  def test_resizes_what_is_no_number(self, name):
+    empty = {'all': optax.trace(0.9), 'none': optax.adam(0.1)}
+    label = optax.partition(empty, lambda p: jax.tree.map(lambda _: 'all', p))
+    tx = owned({**INNERS, **STACKED, 'empty label': lambda: label}[name]())
+    params = params_of({str(i): (4, 6) for i in range(9)})
+    state = init_state(tx, params, modes.mesh())
+
+    resized = resize_state(state, tx, params, modes.mesh(4))
+    back = resize_state(resized, tx, params, modes.mesh())
+
+    expected = init_state(tx, params, modes.mesh(4))
+    for found, made in (resized, expected), (back, state):
+      self.assertEqual(jax.tree.structure(found), jax.tree.structure(made))
+      chex.assert_trees_all_equal(
+          *(jax.tree.map(data_of, x) for x in (found, made)), strict=True
+      )
 
   def test_resizes_to_another_cost(self):
     state = init_state(owned(COPY), params_of(), modes.mesh(3))

@@ -62,17 +62,24 @@ def owned_update(
   `shard_transforms.shard_update`.
 
   A reduce-scatter brings the mean of each gradient to its owner, and an
-  all-gather brings the updates back. Owners are chosen so that all have about
-  the same work. As many bytes are sent as by an all-reduce if all owners have
-  the same number of elements; otherwise, each sends as much as the largest.
+  all-gather brings the updates back. There are K owners: the smallest divisor
+  of N for which more owners would lessen neither the work nor the memory of the
+  busiest one by more than a fifth. N / K shards do the work of the same owner,
+  so that what a shard sends, computes and holds is that of K shards, however
+  many there are. With one leaf, K is 1, and all shards update all of it.
+
+  Matrices of one shape stand in stacks, as many as all owners have. If the
+  programs that update them are equal, an owner runs one of them on its own
+  matrices. For all other leaves, each owner takes its own branch.
 
   `inner` is traced on the whole tree, so that paths, masks, labels, random
   numbers and the number of leaves are those of the replicated optimizer, and
   each shard runs its part of that program. `inner` must treat each leaf alone.
   One that mixes leaves is refused, such as `optax.clip_by_global_norm` and
   `optax.flatten`. A `psum` over `axis_name` of a sum of numbers of single
-  leaves counts each leaf once. Shards stay idle if there are fewer leaves than
-  shards. Under `jax.vmap`, each shard updates all leaves and uses its own.
+  leaves counts each leaf once. Side effects such as `jax.debug.print` are
+  refused. Under `jax.vmap`, each shard updates all leaves and uses its own. A
+  leaf [L, m, n] of L layers has one owner: keep layers in leaves of their own.
 
   Scalars have no owner: they are reduced as by `cross_shard_mean`, and all
   shards update them. Make the state with `init_state`, and map it with the
