@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import chex
@@ -261,13 +260,13 @@ class OwnedRun:
     for i, param in enumerate((*self.of, *range(num_params))):
       given[param].append(i)
     parts, found = equal_programs.Parts.of(self.program.flat), []
-    for stack in self.owners.stacks:
-      params = list(itertools.chain(*stack))
+    for params in self.owners.stacks:
       keys = [parts.key(results[param], given[param]) for param in params]
       (first, read), *others = keys
       if all(key == first for key, _ in others):
         own = [[given[param][k] for param in params] for k in sorted(read)]
-        found.append(Stack(len(stack[0]), results[params[0]], own))
+        length = len(params) // len(self.owners.all)
+        found.append(Stack(length, results[params[0]], own))
     return found
 
   def _is_mixed(self, number):

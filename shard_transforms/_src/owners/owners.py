@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import heapq
-import itertools
 import math
 from typing import Any, NamedTuple
 import zlib
@@ -34,15 +33,15 @@ class Owners:
     numbers: The number of each parameter by its name, in the order of their
       tree; -1 for a scalar, or one without a gradient.
     owner_of: The owner of each parameter; -1 for one that all shards update.
-    stacks: Matrices of one type, of which all owners have as many: for each
-      stack those of each owner.
+    stacks: Matrices of one type, of which all owners have as many, those of an
+      owner one behind the other.
     reduction: How owners are reached.
     axes: The mapped axes over which what an owner has varies.
   """
 
   numbers: Mapping[str, int]
   owner_of: Sequence[int]
-  stacks: Sequence[Sequence[Sequence[int]]]
+  stacks: Sequence[Sequence[int]]
   reduction: owner_reduction.OwnerReduction
   axes: tuple[Hashable, ...]
 
@@ -123,11 +122,7 @@ class Owners:
 
   def _stacks_of(self, arrays):
     """Returns the names of the stacks in which arrays stand, by number."""
-    number_of = {
-        param: number
-        for number, stack in enumerate(self.stacks)
-        for param in itertools.chain(*stack)
-    }
+    number_of = {x: i for i, stack in enumerate(self.stacks) for x in stack}
     # The arrays of a parameter have an order, and those of one type and place
     # in it may stand in a stack.
     order, found = collections.Counter(), collections.defaultdict(list)
@@ -139,7 +134,7 @@ class Owners:
     return {
         i: name
         for (name, number, _), members in found.items()
-        if len(members) == sum(map(len, self.stacks[number]))
+        if len(members) == len(self.stacks[number])
         for i in members
     }
 
@@ -223,18 +218,15 @@ def _share(owned, costs, sizes, num_owners):
 
 def _stacks(shares, types):
   """Returns the matrices of one type, of which all owners have as many."""
-  found = collections.defaultdict(
-      lambda: [[] for _ in range(shares.num_owners)]
-  )
+  owned, stacks = collections.defaultdict(list), []
   for i, owner in sorted(shares.owner_of.items()):
     if len(types[i][0]) > 1:
-      found[types[i]][owner].append(i)
-  lengths = {kind: min(map(len, of_each)) for kind, of_each in found.items()}
-  return [
-      [members[: lengths[kind]] for members in of_each]
-      for kind, of_each in found.items()
-      if lengths[kind]
-  ]
+      owned[types[i], owner].append(i)
+  for kind in dict.fromkeys(kind for kind, _ in [*owned]):
+    of_each = [owned[kind, owner] for owner in range(shares.num_owners)]
+    length = min(map(len, of_each))
+    stacks.append([i for members in of_each for i in members[:length]])
+  return [*filter(None, stacks)]
 
 
 def _axes(params, updates, reduction):
