@@ -241,9 +241,8 @@ def _types(tree, is_own, axes, ignored=()):
     over = before.difference(ignored).union(axes if is_own else ())
     if over == before:
       return kind
-    like = jax.ShapeDtypeStruct(kind.shape, kind.dtype)
     return jax.eval_shape(
-        lambda: axes_lib.to_varying(jnp.zeros_like(like), (*over,))
+        lambda: axes_lib.to_varying(jnp.zeros(kind.shape, kind.dtype), (*over,))
     )
 
   is_type = [isinstance(x, core.AbstractValue) for x in leaves]

@@ -121,8 +121,7 @@ class Layout:
         for i, number in zip(own, lengths, strict=True):
           parts.append(lax.reshape(leaves[i], (number, *dims)))
         if left := length - sum(lengths):
-          padding = jax.ShapeDtypeStruct((left, *dims), dtype)
-          parts.append(jnp.zeros_like(padding))
+          parts.append(jnp.zeros((left, *dims), dtype))
       rows[name] = jnp.concatenate(parts)
     return axes_lib.to_varying(rows, self.axes)
 

@@ -95,7 +95,7 @@ def trace(
   jaxpr, results = equivalence.closed(fn, *args)
   program = LeafProgram(jaxpr, results, len(jaxpr.in_avals))
   is_sum = functools.partial(_is_sum, axes=frozenset(axes))
-  if not axes or not _any_equation(jaxpr.jaxpr, is_sum):
+  if not axes or all(step.name != 'psum' for step in program.flat.steps):
     return program
   # A sum, or one of its terms, may be in a function under `jax.jit`.
   inlined = jax.make_jaxpr(functools.partial(_run_inlined, jaxpr))
@@ -106,16 +106,8 @@ def trace(
 def _as_typed(x, kind):
   """Returns an array as one of this type; zeros for `None`."""
   if x is None:
-    x = jnp.zeros_like(jax.ShapeDtypeStruct(kind.shape, kind.dtype))
+    x = jnp.zeros(kind.shape, kind.dtype)
   return axes_lib.mark_varying(x, sorted(axes_lib.varying_axes(kind), key=str))
-
-
-def _any_equation(jaxpr, is_wanted):
-  return any(
-      is_wanted(eqn)
-      or any(_any_equation(x, is_wanted) for x in interpreter.held(eqn.params))
-      for eqn in jaxpr.eqns
-  )
 
 
 def _run_inlined(closed, *args):

@@ -12,10 +12,12 @@ import optax
 
 from shard_transforms._src.owners import association
 from shard_transforms._src.owners import costs
+from shard_transforms._src.owners import inputs
 from shard_transforms._src.owners import owned_leaves
 from shard_transforms._src.owners import owned_run
 from shard_transforms._src.owners import owner_reduction
 from shard_transforms._src.owners import owners as owners_lib
+from shard_transforms._src.owners import stacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +52,8 @@ class OwnedInner:
     of = self._association(owners).of_state(params, program.results)
     layout = owners.layout(of, jax.tree.leaves(program.results))
     run = owned_run.OwnedRun(program, of, owners)
-    given = owned_run.Inputs(dict(enumerate(jax.tree.leaves(params))))
-    (rows,), made = run.results([layout], given)
+    given = inputs.Inputs(dict(enumerate(jax.tree.leaves(params))))
+    (rows,), made = run.results([layout], given, {})
     return run.state(program.results, made, layout, rows)
 
   def update(
@@ -96,18 +98,19 @@ class OwnedInner:
       of = read.of_state(like, kinds)
     found = read.read(update, updates, kinds, params, of)
     run = owned_run.OwnedRun(found.program, found.of, owners)
-    given = run.inputs(updates, weight, state, params, layout)
+    given = inputs.of_step(
+        owners, found.of, updates, weight, state, params, layout
+    )
     given = run.with_totals(given, found.belongs, read.same)
     types = jax.tree.leaves(found.program.results)[: len(leaves)]
     sent = owners.layout(found.of[: len(leaves)], types)
-    kept, program = [sent, layout], found.program
-    stacks = run.stacks(kept)
-    if any(stack.reads_from(len(found.of)) for stack in stacks):
-      # The parameters that an owner chooses differ from those of others.
-      program, _ = read.trace(
-          *(update, updates, kinds, params, of), owned_params=True
-      )
-    (own, rows), made = run.results(kept, given, stacks, program)
+    kept = [sent, layout]
+    # The parameters that an owner chooses differ from those of others.
+    trace = functools.partial(
+        read.trace, update, updates, kinds, params, of, owned_params=True
+    )
+    stacked = stacks.results(found, owners, kept, given, trace)
+    (own, rows), made = run.results(kept, given, stacked)
     made |= run.gathered(sent, own)
     updates = treedef.unflatten(made[i] for i in range(len(leaves)))
     return updates, run.state(kinds, made, layout, rows, len(leaves))

@@ -77,32 +77,19 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     for axis in reversed(left):
       owners = self.num_owners // math.prod(along.values())
       along[axis] = min(owners, len(self._members(axis)[0]))
+    left = [axis for axis in left if along[axis] > 1]
     rows = lax.reshape(rows, (*map(along.get, left), *rows.shape[1:]))
     # The last axis is the fast one; the other axes then sum only a part.
     for axis in reversed(axes):
-      rows = self._scatter_along(rows, axis, left.index(axis), along[axis])
-      left.remove(axis)
+      groups, num_owners = self._members(axis), along[axis]
+      if num_owners > 1:
+        rows = _scatter_beside(rows, axis, left.index(axis), groups, num_owners)
+        left.remove(axis)
+      rows = _sum_of_copies(rows, axis, groups, num_owners)
     return rows
 
   def _members(self, axis):
     return self.groups or (tuple(range(lax.axis_size(axis))),)
-
-  def _scatter_along(self, rows, axis, dimension, num_owners):
-    groups = self._members(axis)
-    size = len(groups[0])
-    starts = range(0, size, num_owners)
-    beside = [group[i : i + num_owners] for group in groups for i in starts]
-    owners = range(num_owners)
-    copies = tuple(group[k::num_owners] for group in groups for k in owners)
-    rows = collectives.scatter_along(
-        rows, axis, dimension, axis_index_groups=beside
-    )
-    if size == num_owners:
-      return rows
-    # Whole lines of it: XLA for TPUs does not scatter flat arrays.
-    parts = _parts(rows, size // num_owners)
-    own = collectives.scatter(parts, (axis,), copies)
-    return leaves_lib.join(collectives.gather(own, (axis,), copies), rows)
 
   def gather_rows(self, rows: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the rows of all owners, [K, ...], given those of one."""
@@ -125,6 +112,25 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     return bucketing.map_packed(
         gather, rows, keys, self.levels(), growth=growth
     )
+
+
+def _scatter_beside(rows, axis, dimension, groups, num_owners):
+  """Returns a shard's row of the sum over those of other owners beside it."""
+  starts = range(0, len(groups[0]), num_owners)
+  beside = [group[i : i + num_owners] for group in groups for i in starts]
+  return collectives.scatter_along(
+      rows, axis, dimension, axis_index_groups=beside
+  )
+
+
+def _sum_of_copies(row, axis, groups, num_owners):
+  """Returns the sum of a row over the copies of its owner."""
+  if len(groups[0]) == num_owners:
+    return row
+  owners = range(num_owners)
+  copies = tuple(group[k::num_owners] for group in groups for k in owners)
+  own = collectives.scatter(_parts(row, len(copies[0])), (axis,), copies)
+  return leaves_lib.join(collectives.gather(own, (axis,), copies), row)
 
 
 def _lines(rows):

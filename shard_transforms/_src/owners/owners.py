@@ -1,6 +1,7 @@
 """Which shards own which parameter, and what they keep of the state."""
 
 import collections
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import zlib
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
@@ -69,10 +71,24 @@ class Owners:
     """Whether what belongs to this parameter has an owner."""
     return number >= 0 and self.owner_of[number] >= 0
 
+  def is_mixed(self, number: int) -> bool:
+    """Whether shards keep what belongs to several parameters, each its own."""
+    return number == dependence.MIXED and len(self.all) > 1
+
   def varies(self, number: int) -> bool:
     """Whether shards have what belongs to this parameter, or several, apart."""
-    is_mixed = number == dependence.MIXED and len(self.all) > 1
-    return is_mixed or self.is_owned(number)
+    return self.is_mixed(number) or self.is_owned(number)
+
+  def on_own_shard(self, fn: Callable[[int], Any]) -> Any:
+    """Returns `fn(owner)` of this shard's owner, which must not send."""
+
+    def branch(owner):
+      return lambda: axes_lib.to_varying(fn(owner), self.axes)
+
+    branches = list(map(branch, self.all))
+    if len(branches) == 1:
+      return branches[0]()
+    return lax.switch(self.reduction.owner(), branches)
 
   def adds(self, owner: int, params: Collection[int]) -> bool:
     """Whether an owner is to add up what belongs to some parameters."""
