@@ -188,7 +188,6 @@ def sorted_rows(num_rows: int) -> Callable[[], Any]:
 def in_one_process() -> thresholds.Thresholds:
   """Returns what the devices of this process gain by."""
   num_shards = jax.device_count()
-  power_sgd = functools.partial(compression.power_sgd, AXIS, min_ratio=1.0)
   return dataclasses.replace(
       in_buffers(),
       network_rows=largest('network_rows', sorted_rows, (4, 8, 16, 32)),
@@ -196,11 +195,6 @@ def in_one_process() -> thresholds.Thresholds:
           'unrolled_rows',
           lambda _: updates_of(aggregators.adasum(AXIS), [(200_000,)]),
           (num_shards,),
-      ),
-      fused_rank=largest(
-          'fused_rank',
-          lambda rank: updates_of(power_sgd(rank), [(512, 512)] * 4),
-          (1, 2, 4, 8, 16),
       ),
   )
 

@@ -10,8 +10,6 @@ from shard_transforms import owners as owners
 from shard_transforms import reproducible as reproducible
 from shard_transforms import state_rules as state_rules
 from shard_transforms import tf1 as tf1
-from shard_transforms._src.base.gradients import per_shard
-from shard_transforms._src.base.gradients import value_and_grad
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params
 from shard_transforms._src.local_updates.local_updates import local_updates
@@ -27,16 +25,17 @@ from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import specs_of
 from shard_transforms._src.state.specs import state_specs
-from shard_transforms._src.transforms.accumulation import (
-    accumulated_value_and_grad,
-)
-from shard_transforms._src.transforms.bad_updates import SpikeState
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
 from shard_transforms._src.transforms.cross_shard import shard_mean
 from shard_transforms._src.transforms.drop_stale import DropStaleState
 from shard_transforms._src.transforms.drop_stale import drop_stale
+from shard_transforms._src.transforms.gradients import (
+    accumulated_value_and_grad,
+)
+from shard_transforms._src.transforms.gradients import per_shard
+from shard_transforms._src.transforms.gradients import value_and_grad
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.on_mesh import on_mesh
@@ -50,8 +49,9 @@ from shard_transforms._src.transforms.scale_by_staleness import (
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
 from shard_transforms._src.transforms.spikes import SpikeRule
+from shard_transforms._src.transforms.spikes import SpikeState
+from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce
-from shard_transforms._src.transforms.tower_window import TowerReduceState
 
 if typing.TYPE_CHECKING:
   from shard_transforms import asynchronous as asynchronous

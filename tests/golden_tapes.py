@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import cases
-from shard_transforms._src.tf1 import elementwise
+from shard_transforms._src.tf1 import optimizers
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
 
@@ -179,7 +179,7 @@ def _rmsprop(
 _OPTIMIZERS = {
     'AdagradOptimizer': _adagrad,
     'AdamOptimizer': _adam,
-    'FtrlOptimizer': elementwise.ftrl,
+    'FtrlOptimizer': optimizers.ftrl,
     'GradientDescentOptimizer': optax.sgd,
     'MomentumOptimizer': _momentum,
     'RMSPropOptimizer': _rmsprop,

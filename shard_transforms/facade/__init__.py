@@ -9,12 +9,6 @@ from shard_transforms.facade.clipping import clip_gradients_by_norm
 from shard_transforms.facade.clipping import global_norm
 from shard_transforms.facade.contexts import Reduction
 from shard_transforms.facade.contexts import shard_context
-from shard_transforms.facade.contrib import AdafactorOptimizer
-from shard_transforms.facade.contrib import AdamWOptimizer
-from shard_transforms.facade.contrib import DecoupledWeightDecayExtension
-from shard_transforms.facade.contrib import LAMBOptimizer
-from shard_transforms.facade.contrib import LARSOptimizer
-from shard_transforms.facade.contrib import LazyAdamOptimizer
 from shard_transforms.facade.cross_shard import CrossShardOptimizer
 from shard_transforms.facade.cross_shard import cross_replica_sum
 from shard_transforms.facade.differentiation import gradients
@@ -33,10 +27,16 @@ from shard_transforms.facade.graph import reset_default_graph
 from shard_transforms.facade.graph import set_random_seed
 from shard_transforms.facade.graph import variable_scope
 from shard_transforms.facade.inner import AdadeltaOptimizer
+from shard_transforms.facade.inner import AdafactorOptimizer
 from shard_transforms.facade.inner import AdagradOptimizer
 from shard_transforms.facade.inner import AdamOptimizer
+from shard_transforms.facade.inner import AdamWOptimizer
+from shard_transforms.facade.inner import DecoupledWeightDecayExtension
 from shard_transforms.facade.inner import FtrlOptimizer
 from shard_transforms.facade.inner import GradientDescentOptimizer
+from shard_transforms.facade.inner import LAMBOptimizer
+from shard_transforms.facade.inner import LARSOptimizer
+from shard_transforms.facade.inner import LazyAdamOptimizer
 from shard_transforms.facade.inner import MomentumOptimizer
 from shard_transforms.facade.inner import RMSPropOptimizer
 from shard_transforms.facade.lookup import get_global_step
@@ -51,6 +51,7 @@ from shard_transforms.facade.optimizer import AggregationMethod
 from shard_transforms.facade.optimizer import Optimizer
 from shard_transforms.facade.replicate import EstimatorSpec
 from shard_transforms.facade.replicate import ModeKeys
+from shard_transforms.facade.replicate import TowerOptimizer
 from shard_transforms.facade.replicate import TPUEstimatorSpec
 from shard_transforms.facade.replicate import replicate_model_fn
 from shard_transforms.facade.schedules import ExponentialMovingAverage
@@ -62,7 +63,6 @@ from shard_transforms.facade.schedules import natural_exp_decay
 from shard_transforms.facade.schedules import piecewise_constant
 from shard_transforms.facade.schedules import polynomial_decay
 from shard_transforms.facade.shards import shard
-from shard_transforms.facade.towers import TowerOptimizer
 from shard_transforms.facade.variables import GraphKeys
 from shard_transforms.facade.variables import Variable
 from shard_transforms.facade.workers import DropStaleGradientOptimizer

@@ -116,7 +116,7 @@ class OptaxOptimizer(FunctionalOptimizer):
 
   def _apply_all(self, pairs):
     update = getattr(type(self), self._update_name())
-    if vars(optimizer.Optimizer).get(self._update_name()) is not update:
+    if vars(optimizer.Updater).get(self._update_name()) is not update:
       raise TypeError(
           f'{type(self).__name__} must not override `{self._update_name()}`:'
           ' its transformation sees the gradients of all variables at once.'

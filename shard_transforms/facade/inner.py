@@ -1,15 +1,28 @@
-"""The optimizers of `tf.train`, each an Optax transformation underneath."""
+"""The optimizers of TensorFlow 1, each a transformation underneath."""
 
+from collections.abc import Iterable
+from collections.abc import Sequence
+import contextlib
 import functools
+import re
 import types
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.tf1 import elementwise
+from shard_transforms._src.tf1 import optimizers
 from shard_transforms.facade import bases
+from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import lookup
+from shard_transforms.facade import optimizer
+from shard_transforms.facade import schedules
+from shard_transforms.facade import variables as variables_lib
 
 Hyperparameter = bases.Hyperparameter
+Variable = variables_lib.Variable
 
 
 class GradientDescentOptimizer(bases.TensorFlowOptimizer):
@@ -132,7 +145,7 @@ class AdamOptimizer(bases.TensorFlowOptimizer):
       name: str = 'Adam',
   ):
     hyperparameters = learning_rate, beta1, beta2, epsilon
-    super().__init__(use_locking, name, elementwise.adam, *hyperparameters)
+    super().__init__(use_locking, name, optimizers.adam, *hyperparameters)
 
 
 class AdagradOptimizer(bases.TensorFlowOptimizer):
@@ -337,9 +350,401 @@ class FtrlOptimizer(bases.TensorFlowOptimizer):
         l2_regularization_strength,
         l2_shrinkage_regularization_strength,
     )
-    elementwise.ftrl(1.0, *options)  # Checks the options early.
+    optimizers.ftrl(1.0, *options)  # Checks the options early.
     super().__init__(
-        use_locking, name, elementwise.ftrl, learning_rate, *options
+        use_locking, name, optimizers.ftrl, learning_rate, *options
     )
     names = {'accum': accum_name, 'linear': linear_name}
     self._op_names |= {slot: name for slot, name in names.items() if name}
+
+
+class LazyAdamOptimizer(AdamOptimizer):
+  """Adam; the lazy variant differs for sparse gradients, and these are dense.
+
+  Args:
+    learning_rate: As in `AdamOptimizer`.
+    beta1: The same.
+    beta2: The same.
+    epsilon: The same.
+    use_locking: The same.
+    name: The same.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> facade.LazyAdamOptimizer(0.5).apply_gradients([(2.0, w)])
+    >>> print(f'{w.value():.3f}')
+    0.500
+
+  References:
+    `tf.contrib.opt.LazyAdamOptimizer` of TensorFlow 1.15.
+  """
+
+
+class DecoupledWeightDecayExtension(optimizer.Optimizer):
+  r"""A mixin for decoupled weight decay: updates subtract :math:`\lambda w`.
+
+  Place it before an optimizer in the bases of a class. The rate of the
+  optimizer does not scale :math:`\lambda`; let both decay by one schedule. (In
+  `optax.adamw`, it does.)
+
+  Args:
+    weight_decay: The part :math:`\lambda`, a number, a scalar `Variable` or a
+      function of no arguments; it is read at each update.
+    **kwargs: The arguments of the optimizer.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> class Decayed(
+    ...     facade.DecoupledWeightDecayExtension, facade.MomentumOptimizer
+    ... ):
+    ...   pass
+    >>> w = facade.Variable(4.0)
+    >>> opt = Decayed(0.25, learning_rate=0.5, momentum=0.9)
+    >>> opt.apply_gradients([(2.0, w)])
+    >>> print(w)
+    2.0
+
+  References:
+    `tf.contrib.opt.DecoupledWeightDecayExtension` of TensorFlow 1.15;
+    Loshchilov and Hutter, Decoupled weight decay regularization, 2017,
+    https://arxiv.org/abs/1711.05101.
+  """
+
+  def __init__(
+      self,
+      weight_decay: Hyperparameter,
+      **kwargs: Any,
+  ):
+    super().__init__(**kwargs)
+    self._weight_decay = weight_decay
+    self._decay_var_list: list[Variable] = []
+
+  @contextlib.contextmanager
+  def _decaying(self, var_list):
+    """Lets these variables decay inside `with`; all if none is given."""
+    before = self._decay_var_list
+    self._decay_var_list = list(var_list or before)
+    try:
+      yield
+    finally:
+      self._decay_var_list = before
+
+  def minimize(
+      self,
+      *args: Any,
+      decay_var_list: Iterable[Variable] | None = None,
+      **kwargs: Any,
+  ) -> jax.Array | None:
+    """Minimizes as the optimizer does.
+
+    Args:
+      *args: Those of the optimizer.
+      decay_var_list: The variables that decay; all if `None` or empty.
+      **kwargs: Those of the optimizer.
+
+    Returns:
+      What `apply_gradients` returns.
+    """
+    with self._decaying(decay_var_list):
+      return super().minimize(*args, **kwargs)
+
+  def apply_gradients(
+      self,
+      grads_and_vars: Iterable[tuple[Any, Variable]],
+      global_step: Variable | None = None,
+      name: str | None = None,
+      decay_var_list: Iterable[Variable] | None = None,
+  ) -> jax.Array | None:
+    """Subtracts the decay, then applies gradients as the optimizer does.
+
+    Args:
+      grads_and_vars: As the optimizer.
+      global_step: The same.
+      name: The same.
+      decay_var_list: As in `minimize`.
+
+    Returns:
+      What the optimizer returns.
+    """
+    with self._decaying(decay_var_list):
+      return super().apply_gradients(grads_and_vars, global_step, name)
+
+  def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
+    """Subtracts the decay, then updates variables as the optimizer does."""
+    decay = schedules.present(self._weight_decay)
+    for _, variable in pairs:
+      if not self._decay_var_list or variable in self._decay_var_list:
+        variable.assign_sub(decay * variable)
+    return super()._apply_all(pairs)
+
+
+class AdamWOptimizer(DecoupledWeightDecayExtension, AdamOptimizer):
+  """Adam with decoupled weight decay, which the rate does not scale.
+
+  Args:
+    weight_decay: As in `DecoupledWeightDecayExtension`.
+    learning_rate: As in `AdamOptimizer`.
+    beta1: The same.
+    beta2: The same.
+    epsilon: The same.
+    use_locking: The same.
+    name: The same.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> w = facade.Variable(1.0)
+    >>> facade.AdamWOptimizer(0.25, 0.5).apply_gradients([(2.0, w)])
+    >>> print(f'{w.value():.3f}')
+    0.250
+
+  References:
+    `tf.contrib.opt.AdamWOptimizer` of TensorFlow 1.15.
+  """
+
+  def __init__(
+      self,
+      weight_decay: Hyperparameter,
+      learning_rate: Hyperparameter = 0.001,
+      beta1: Hyperparameter = 0.9,
+      beta2: Hyperparameter = 0.999,
+      epsilon: Hyperparameter = 1e-8,
+      use_locking: bool = False,
+      name: str = 'AdamW',
+  ):
+    super().__init__(
+        weight_decay,
+        learning_rate=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        use_locking=use_locking,
+        name=name,
+    )
+
+
+class LARSOptimizer(bases.TensorFlowOptimizer):
+  """LARS: `tf1.lars`, whose norms are not those of Optax; slot `momentum`.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    momentum: The decay of the momentum, not negative.
+    weight_decay: The decay of the weights, not negative.
+    eeta: The factor of the rate of a variable.
+    epsilon: The term that keeps the divisor above zero.
+    name: The name.
+    skip_list: Parts of names of variables that take the rate as it is, without
+      decay.
+    use_nesterov: Whether to use Nesterov momentum.
+
+  Raises:
+    ValueError: If `momentum` or `weight_decay` is negative, or `name` empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable([3.0, 4.0], name='w')
+    >>> opt = facade.LARSOptimizer(1.0, weight_decay=0.0, eeta=0.5)
+    >>> opt.apply_gradients([([0.0, 2.0], w)])
+    >>> print(w)
+    [3.  1.5]
+
+  References:
+    `tf.contrib.opt.LARSOptimizer` of TensorFlow 1.15; You et al., Large batch
+    training of convolutional networks, 2017, https://arxiv.org/abs/1708.03888.
+  """
+
+  _SLOT_NAMES = types.MappingProxyType({'trace': 'momentum'})
+
+  def __init__(
+      self,
+      learning_rate: Hyperparameter,
+      momentum: float = 0.9,
+      weight_decay: float = 0.0001,
+      eeta: float = 0.001,
+      epsilon: float = 0.0,
+      name: str = 'LARSOptimizer',
+      skip_list: Sequence[str] | None = None,
+      use_nesterov: bool = False,
+  ):
+    given = {'momentum': momentum, 'weight_decay': weight_decay}
+    for argument, value in given.items():
+      if value < 0:
+        raise ValueError(f'`{argument}` must not be negative, got {value!r}.')
+    skipped = skip_list or ()
+    mask = _mask(lambda name: not any(x in f'{name}:0' for x in skipped))
+    lars = functools.partial(optimizers.lars, mask=mask, nesterov=use_nesterov)
+    numbers = learning_rate, momentum, weight_decay, eeta, epsilon
+    super().__init__(False, name, lars, *numbers)
+
+
+class LAMBOptimizer(bases.TensorFlowOptimizer):
+  """LAMB as ALBERT has it: `tf1.lamb`; slots `adam_m` and `adam_v`.
+
+  As there, `apply_gradients` leaves the global step alone: programs that use it
+  count by themselves.
+
+  Args:
+    learning_rate: As in `GradientDescentOptimizer`.
+    weight_decay_rate: The decay of the weights, in the same forms.
+    beta_1: The decay of the first moment, the same.
+    beta_2: The decay of the second moment, the same.
+    epsilon: The term that keeps the divisor above zero, the same.
+    exclude_from_weight_decay: Regular expressions; a variable does not decay if
+      one is found in its name.
+    exclude_from_layer_adaptation: The same for a rate by layer;
+      `exclude_from_weight_decay` if `None` or empty.
+    name: The name.
+
+  Raises:
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable([3.0, 4.0], name='w')
+    >>> opt = facade.LAMBOptimizer(0.1)
+    >>> opt.apply_gradients([([0.0, 2.0], w)])
+    >>> print(w, opt.get_slot(w, 'adam_m').name)
+    [3.  3.5] w/adam_m:0
+
+  References:
+    `LAMBOptimizer` of https://github.com/google-research/albert; You et al.,
+    Large batch optimization for deep learning: training BERT in 76 minutes,
+    2019, https://arxiv.org/abs/1904.00962.
+  """
+
+  def __init__(
+      self,
+      learning_rate: Hyperparameter,
+      weight_decay_rate: Hyperparameter = 0.0,
+      beta_1: Hyperparameter = 0.9,
+      beta_2: Hyperparameter = 0.999,
+      epsilon: Hyperparameter = 1e-6,
+      exclude_from_weight_decay: Sequence[str] | None = None,
+      exclude_from_layer_adaptation: Sequence[str] | None = None,
+      name: str = 'LAMBOptimizer',
+  ):
+    decays = exclude_from_weight_decay or ()
+    lamb = functools.partial(
+        optimizers.lamb,
+        decay_mask=_unlike(decays),
+        adaptation_mask=_unlike(exclude_from_layer_adaptation or decays),
+    )
+    numbers = learning_rate, weight_decay_rate, beta_1, beta_2, epsilon
+    super().__init__(False, name, lamb, *numbers)
+    self._op_names |= {'adam_m': 'adam_m', 'adam_v': 'adam_v'}
+
+  def apply_gradients(
+      self, grads_and_vars: Any, global_step: Any = None, name: Any = None
+  ) -> None:
+    """Updates variables by gradients, as `Optimizer`, but never the step."""
+    super().apply_gradients(grads_and_vars, None, name)
+
+
+class AdafactorOptimizer(bases.TensorFlowOptimizer):
+  """Adafactor as Tensor2Tensor has it: `tf1.adafactor`.
+
+  Its slots are `vr` and `vc` of variables with two or more dimensions, `v` of
+  the others, and `m` if `beta1` is not 0.
+
+  Args:
+    multiply_by_parameter_scale: Whether updates are multiplied by the root
+      mean square of the variable.
+    learning_rate: As in `GradientDescentOptimizer`; by default
+      min((t + 1)^-0.5, 0.01) at the global step t, and a twentieth of it
+      without `multiply_by_parameter_scale`.
+    decay_rate: The decay of the second moment, in the same forms; by default
+      1 - (t + 1)^-0.8.
+    beta1: The decay of the first moment; 0 for none.
+    clipping_threshold: The largest root mean square of an update before the
+      rate; `None` for any.
+    factored: Whether variables of two or more dimensions keep means of rows
+      and of columns alone.
+    simulated_quantize_bits: Must be `None`.
+    parameter_encoding: Must be `None`.
+    use_locking: Whether an update excludes those of other threads that are
+      made with locking in this graph.
+    name: The name.
+    epsilon1: What is added to squared gradients.
+    epsilon2: The smallest root mean square of a variable.
+
+  Raises:
+    NotImplementedError: If `simulated_quantize_bits` or `parameter_encoding` is
+      given.
+    ValueError: If `name` is empty.
+
+  Examples:
+    >>> from shard_transforms import facade
+    >>> with facade.Graph().as_default():
+    ...   w = facade.Variable(4.0, name='w')
+    ...   opt = facade.AdafactorOptimizer(learning_rate=0.5)
+    ...   opt.apply_gradients([(1.0, w)])
+    >>> print(w, opt.get_slot_names())
+    2.0 ['v']
+
+  References:
+    `AdafactorOptimizer` of https://github.com/tensorflow/tensor2tensor; Shazeer
+    and Stern, Adafactor: adaptive learning rates with sublinear memory cost,
+    2018, https://arxiv.org/abs/1804.04235.
+  """
+
+  _SLOT_NAMES = types.MappingProxyType({s: s for s in ('m', 'vr', 'vc', 'v')})
+
+  def __init__(
+      self,
+      multiply_by_parameter_scale: bool = True,
+      learning_rate: Hyperparameter | None = None,
+      decay_rate: Hyperparameter | None = None,
+      beta1: float = 0.0,
+      clipping_threshold: float | None = 1.0,
+      factored: bool = True,
+      simulated_quantize_bits: int | None = None,
+      parameter_encoding: Any = None,
+      use_locking: bool = False,
+      name: str = 'Adafactor',
+      epsilon1: float = 1e-30,
+      epsilon2: float = 1e-3,
+  ):
+    if simulated_quantize_bits is not None or parameter_encoding is not None:
+      raise NotImplementedError(
+          '`simulated_quantize_bits` and `parameter_encoding` must be None:'
+          ' JAX keeps parameters in their own type.'
+      )
+    part = 1.0 if multiply_by_parameter_scale else 0.05
+    if learning_rate is None:
+      learning_rate = _of_step(lambda t: part * optimizers.default_rate(t))
+    if decay_rate is None:
+      decay_rate = _of_step(optimizers.default_decay_rate)
+    factory = functools.partial(
+        optimizers.adafactor,
+        multiply_by_parameter_scale=multiply_by_parameter_scale,
+        beta1=beta1,
+        clipping_threshold=clipping_threshold,
+        factored=factored,
+        epsilon1=epsilon1,
+        epsilon2=epsilon2,
+    )
+    super().__init__(use_locking, name, factory, learning_rate, decay_rate)
+
+
+def _of_step(formula):
+  """Returns a function that reads the step of this graph at each update."""
+  graph = graph_lib.get_default_graph()
+  step = functools.partial(lookup.get_or_create_global_step, graph)
+  return lambda: formula(jnp.asarray(step(), jnp.float32))
+
+
+def _unlike(patterns):
+  return _mask(lambda name: not any(re.search(x, name) for x in patterns))
+
+
+def _mask(is_meant):
+  """Returns a mask of the variables whose names are meant."""
+  return lambda params: {name: is_meant(name) for name in params}

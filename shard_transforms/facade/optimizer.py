@@ -46,7 +46,69 @@ class AggregationMethod:
   EXPERIMENTAL_ACCUMULATE_N = 2
 
 
-class Optimizer(slots_lib.SlotMaker):
+class Updater(slots_lib.SlotMaker):
+  """The methods by which a subclass of an optimizer updates variables."""
+
+  # A wrapper of a program need not call the constructor.
+  _use_locking = False
+
+  def _create_slots(self, var_list: list[Variable]) -> None:
+    """Makes the slots of variables; runs outside of the step, at each call."""
+
+  def _prepare(self) -> None:
+    """Reads hyperparameters, before the variables are updated."""
+
+  def _apply_dense(self, grad: jax.Array, var: Variable) -> Any:
+    """Updates a variable."""
+    raise NotImplementedError(
+        f'{type(self).__name__} must define `_apply_dense(self, grad, var)`, or'
+        ' override `apply_gradients`. (`_apply_sparse` is never called:'
+        ' gradients are dense here.)'
+    )
+
+  def _resource_apply_dense(self, grad: jax.Array, var: Variable) -> Any:
+    """The same, for programs that override this one."""
+    return Updater._apply_dense(self, grad, var)
+
+  def _apply_sparse(self, grad: Any, var: Variable) -> Any:
+    """Refuses: JAX has no sparse gradients."""
+    raise NotImplementedError(
+        f'The gradient of {var.name} must be dense: JAX has no `IndexedSlices`,'
+        ' and a lookup has a gradient of the shape of its table. Update it by'
+        ' `_apply_dense`.'
+    )
+
+  _resource_apply_sparse = _apply_sparse
+
+  def _finish(self, update_ops: list[Any], name_scope: str) -> Any:
+    """Ends an update; gets what the updates of the variables returned."""
+
+  def _call_if_callable(self, param: Any) -> Any:
+    """Returns a hyperparameter, or the result if it is a function."""
+    return param() if callable(param) else param
+
+  def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
+    """Updates all variables; returns what the update of each returned."""
+    update = getattr(self, self._update_name())
+    return [update(grad, var) for grad, var in pairs]
+
+  def _update_name(self) -> str:
+    """Returns the name of the method that updates a variable."""
+    return next(
+        name
+        for kind in type(self).__mro__
+        for name in _UPDATES
+        if name in vars(kind)
+    )
+
+  def _held(self, variables):
+    """Excludes other updates with locking in the graph, if this one has it."""
+    if not self._use_locking:
+      return contextlib.nullcontext()
+    return frames.held(variables[0].graph.update_lock)
+
+
+class Optimizer(Updater):
   """The base class of all optimizers, to be overridden as in TensorFlow 1.
 
   `minimize` calls `compute_gradients` and `apply_gradients`, and the latter
@@ -101,8 +163,6 @@ class Optimizer(slots_lib.SlotMaker):
 
   # Whether it applies the gradients of several calls at once.
   _gathers = False
-  # A wrapper of a program need not call the constructor.
-  _use_locking = False
 
   def __init__(self, use_locking: bool, name: str):
     if not name:
@@ -110,21 +170,6 @@ class Optimizer(slots_lib.SlotMaker):
     self._use_locking = use_locking
     self._name = name
     self._own_slots = self._new_slots()
-
-  @property
-  def slots(self) -> slots_lib.Slots:
-    """The variables that hold its state.
-
-    Raises:
-      AttributeError: If the constructor of a subclass has made none.
-    """
-    try:
-      return self._own_slots
-    except AttributeError as error:
-      raise AttributeError(
-          f'{type(self).__name__} must call `super().__init__(use_locking,'
-          ' name)` to have slots of its own.'
-      ) from error
 
   def minimize(
       self,
@@ -295,70 +340,3 @@ class Optimizer(slots_lib.SlotMaker):
   def get_name(self) -> str:
     """Returns the name that was given at construction."""
     return self._name
-
-  # What a subclass overrides.
-
-  def _create_slots(self, var_list: list[Variable]) -> None:
-    """Makes the slots of variables; runs outside of the step, at each call."""
-
-  def _prepare(self) -> None:
-    """Reads hyperparameters, before the variables are updated."""
-
-  def _apply_dense(self, grad: jax.Array, var: Variable) -> Any:
-    """Updates a variable."""
-    raise NotImplementedError(
-        f'{type(self).__name__} must define `_apply_dense(self, grad, var)`, or'
-        ' override `apply_gradients`. (`_apply_sparse` is never called:'
-        ' gradients are dense here.)'
-    )
-
-  def _resource_apply_dense(self, grad: jax.Array, var: Variable) -> Any:
-    """The same, for programs that override this one."""
-    return Optimizer._apply_dense(self, grad, var)
-
-  def _apply_sparse(self, grad: Any, var: Variable) -> Any:
-    """Refuses: JAX has no sparse gradients."""
-    raise NotImplementedError(
-        f'The gradient of {var.name} must be dense: JAX has no `IndexedSlices`,'
-        ' and a lookup has a gradient of the shape of its table. Update it by'
-        ' `_apply_dense`.'
-    )
-
-  _resource_apply_sparse = _apply_sparse
-
-  def _finish(self, update_ops: list[Any], name_scope: str) -> Any:
-    """Ends an update; gets what the updates of the variables returned."""
-
-  # What a subclass calls.
-
-  def _call_if_callable(self, param: Any) -> Any:
-    """Returns a hyperparameter, or the result if it is a function."""
-    return param() if callable(param) else param
-
-  # The rest is not part of the protocol.
-
-  def _new_slots(self) -> slots_lib.Slots:
-    """Returns the slots of this optimizer; those of a call that runs again."""
-    return contexts.persistent(
-        (type(self).__name__, self._name), slots_lib.Slots
-    )
-
-  def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
-    """Updates all variables; returns what the update of each returned."""
-    update = getattr(self, self._update_name())
-    return [update(grad, var) for grad, var in pairs]
-
-  def _update_name(self) -> str:
-    """Returns the name of the method that updates a variable."""
-    return next(
-        name
-        for kind in type(self).__mro__
-        for name in _UPDATES
-        if name in vars(kind)
-    )
-
-  def _held(self, variables):
-    """Excludes other updates with locking in the graph, if this one has it."""
-    if not self._use_locking:
-      return contextlib.nullcontext()
-    return frames.held(variables[0].graph.update_lock)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy.typing as npt
 import optax
 
+from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import variables as variables_lib
@@ -225,10 +226,27 @@ class Slots:
 class SlotMaker:
   """The methods by which a subclass of an optimizer makes its slots."""
 
+  _name: str
+  _own_slots: Slots
+
   @property
   def slots(self) -> Slots:
-    """The variables that hold its state."""
-    raise NotImplementedError
+    """The variables that hold its state.
+
+    Raises:
+      AttributeError: If the constructor of a subclass has made none.
+    """
+    try:
+      return self._own_slots
+    except AttributeError as error:
+      raise AttributeError(
+          f'{type(self).__name__} must call `super().__init__(use_locking,'
+          ' name)` to have slots of its own.'
+      ) from error
+
+  def _new_slots(self) -> Slots:
+    """Returns the slots of this optimizer; those of a call that runs again."""
+    return contexts.persistent((type(self).__name__, self._name), Slots)
 
   def _get_or_make_slot(
       self, var: Variable, val: npt.ArrayLike, slot_name: str, op_name: str

@@ -1,5 +1,5 @@
 """What a state of your own declares: how it is resized, saved and measured."""
 
-from shard_transforms._src.base.state_rules import Rule
+from shard_transforms._src.base.states import Rule
 
 __all__ = ('Rule',)

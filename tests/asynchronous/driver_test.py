@@ -12,13 +12,13 @@ import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import options as options_lib
-from shard_transforms._src.asynchronous import workers as workers_lib
+from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = asynchronous_cases.TASK
 OPTIONS = {'num_updates': 20, 'staleness': 1}
 
 
-class Faulty(workers_lib.LocalWorkers):
+class Faulty(task_lib.LocalWorkers):
   """Workers that fail at given batches, once for each mention."""
 
   def __init__(self, task, num_workers, *, lose=(), hang=()):
@@ -39,7 +39,7 @@ class Faulty(workers_lib.LocalWorkers):
     if self._started and self._started[0][2] in self._lose:
       worker, _, batch = self._started.popleft()
       self._lose.remove(batch)
-      return [workers_lib.Event(worker)]
+      return [task_lib.Event(worker)]
     if not self._started:
       time.sleep(min(seconds, 0.01))
     return super().wait(seconds)
@@ -78,7 +78,7 @@ class DriverTest(parameterized.TestCase):
     self.assertEqual(result.opt_state.stale_count, 0)
 
   def test_gradient_that_is_lost_after_its_reply_is_not_accepted(self):
-    class Lossy(workers_lib.LocalWorkers):
+    class Lossy(task_lib.LocalWorkers):
       lost = False
 
       def wait(self, seconds):
@@ -105,7 +105,7 @@ class DriverTest(parameterized.TestCase):
     self.assertLen(workers.replaced, 1)
 
   def test_reply_that_came_during_a_pause_counts(self):
-    class Pausing(workers_lib.LocalWorkers):
+    class Pausing(task_lib.LocalWorkers):
 
       def wait(self, seconds):
         if len(self._started) == 2:
@@ -146,7 +146,7 @@ class DriverTest(parameterized.TestCase):
         RuntimeError,
         message + r'[^\0]* in batch \d+ on worker \d',
     ):
-      self.run_with(lambda task: workers_lib.LocalWorkers(task, 2), task)
+      self.run_with(lambda task: task_lib.LocalWorkers(task, 2), task)
 
   def test_wrong_gradient_ends_at_once(self):
     task = asynchronous.Task(
@@ -158,14 +158,14 @@ class DriverTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         RuntimeError, r'got bfloat16\[2, 3\] instead of float32.* in batch 0'
     ):
-      self.run_with(lambda task: workers_lib.LocalWorkers(task, 2), task)
+      self.run_with(lambda task: task_lib.LocalWorkers(task, 2), task)
 
   def test_batch_that_kills_its_workers_is_named(self):
-    class Dying(workers_lib.LocalWorkers):
+    class Dying(task_lib.LocalWorkers):
 
       def wait(self, seconds):
         (event,) = super().wait(seconds)
-        return [workers_lib.Event(event.worker)]
+        return [task_lib.Event(event.worker)]
 
     with self.assertRaisesRegex(
         RuntimeError, r'worker of batch \d has died or hung 5 times'
@@ -173,7 +173,7 @@ class DriverTest(parameterized.TestCase):
       self.run_with(lambda task: Dying(task, 2))
 
   def test_no_workers_is_reported(self):
-    class Absent(workers_lib.LocalWorkers):
+    class Absent(task_lib.LocalWorkers):
 
       def ready(self):
         return set()
@@ -187,7 +187,7 @@ class DriverTest(parameterized.TestCase):
   def test_outcome_is_written_before_parameters_are_published(self):
     seen = []
 
-    class Watching(workers_lib.LocalWorkers):
+    class Watching(task_lib.LocalWorkers):
 
       def publish(self, params):
         seen.append(len(asynchronous.read_journal(folder)))
@@ -200,7 +200,7 @@ class DriverTest(parameterized.TestCase):
     np.testing.assert_array_equal(seen, np.arange(20))
 
   def test_journal_has_what_the_worker_was_given(self):
-    class Counting(workers_lib.LocalWorkers):
+    class Counting(task_lib.LocalWorkers):
       given: ClassVar[list[tuple[int, int]]] = []
 
       def start(self, worker, published, batch):

@@ -7,11 +7,9 @@ import optax
 import asynchronous_cases
 import cases
 from shard_transforms._src.asynchronous import gradients as gradients_lib
-from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.asynchronous import workers as workers_lib
 
 FAILURE = task_lib.Reply(failure='`batch` got OSError: gone', trace='trace')
 Outcome = outcomes.Outcome
@@ -51,7 +49,7 @@ def start(gradients, in_flight, worker, now=0.0):
 
 def reply(checksum=1):
   given = task_lib.Reply({}, checksum)
-  return workers_lib.Event(0, given, lambda: 'gradient')
+  return task_lib.Event(0, given, lambda: 'gradient')
 
 
 class GradientsTest(parameterized.TestCase):
@@ -109,7 +107,7 @@ class GradientsTest(parameterized.TestCase):
   @cases.parameters(
       (reply(), 2, Outcome.ACCEPTED),
       (reply(), 3, Outcome.DROPPED),
-      (workers_lib.Event(0), 3, Outcome.LOST),
+      (task_lib.Event(0), 3, Outcome.LOST),
       (reply()._replace(fetch=lambda: None), 2, Outcome.LOST),
   )
   def test_outcome_depends_on_reply_and_age(self, event, age, outcome):
@@ -128,7 +126,7 @@ class GradientsTest(parameterized.TestCase):
 
   def test_failure_ends_the_run_and_is_not_recorded(self):
     gradients = make()
-    event = workers_lib.Event(3, FAILURE)
+    event = task_lib.Event(3, FAILURE)
 
     with self.assertRaisesRegex(
         RuntimeError, '`batch` .* OSError: gone in batch 7 on worker 3.\ntrace'
@@ -139,7 +137,7 @@ class GradientsTest(parameterized.TestCase):
 
   def test_counts_the_lost_workers_of_each_batch_by_itself(self):
     gradients = make()
-    event = workers_lib.Event(0)
+    event = task_lib.Event(0)
     for batch in [7, 8] * 4:
       waiting = {x.batch: x for x in gradients.waiting}
       assigned = waiting.get(batch, gradients_lib.Assignment(batch))
@@ -207,7 +205,7 @@ class RecordedGradientsTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    records = np.zeros(4, journal.RECORD)
+    records = np.zeros(4, outcomes.RECORD)
     records['batch'] = [7, 5, 9, 6]
     records['local_step'] = [0, 0, 2, 1]
     records['global_step'] = range(4)
@@ -243,14 +241,14 @@ class RecordedGradientsTest(parameterized.TestCase):
     first, second = self.start(), self.start()
     self.gradients.settle(first, reply())
 
-    self.gradients.settle(second, workers_lib.Event(0))
+    self.gradients.settle(second, task_lib.Event(0))
 
     again = self.start()
     self.assertEqual((again.batch, again.num_lost), (second.batch, 1))
     self.assertEqual((again.local_step, again.published), (0, (0, None)))
 
   def test_nothing_is_counted_or_written(self):
-    self.gradients.settle(self.start(), workers_lib.Event(0))
+    self.gradients.settle(self.start(), task_lib.Event(0))
     self.gradients.settle(self.start(), reply())
 
     self.assertEqual(self.gradients._tally.report(0).num_lost, 0)

@@ -10,11 +10,11 @@ import numpy as np
 import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import journal as journal_lib
+from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import run_folder
 
 MANIFEST = {'optimizer': 'a', 'machine': 'b'}
-SIZE = journal_lib.RECORD.itemsize
+SIZE = outcomes.RECORD.itemsize
 
 
 class JournalTest(parameterized.TestCase):
@@ -27,8 +27,8 @@ class JournalTest(parameterized.TestCase):
 
   def write(self, num_records):
     if not self.path.exists():
-      journal_lib.create(self.folder, MANIFEST, None)
-    journal = journal_lib.read(self.folder)
+      outcomes.create_journal(self.folder, MANIFEST, None)
+    journal = outcomes.read_records(self.folder)
     run = run_folder.RunFolder(journal, run_folder.Checkpoint())
     with contextlib.closing(run):
       for number in range(num_records):
@@ -85,7 +85,7 @@ class JournalTest(parameterized.TestCase):
     self.write(4)
     self.flip(-SIZE * (4 - record) + 9)
 
-    journal = journal_lib.read(self.folder)
+    journal = outcomes.read_records(self.folder)
 
     crc = int(journal.records['crc'][record])
     journal.check(record + 1, crc)
@@ -139,7 +139,7 @@ class JournalTest(parameterized.TestCase):
 
   def test_error_of_the_disk_keeps_its_text_and_names_the_file(self):
     for error in OSError('no number'), OSError(28, 'no number'):
-      named = journal_lib.naming(self.folder / 'journal.bin')
+      named = outcomes.naming(self.folder / 'journal.bin')
       expected = self.assertRaisesRegex(OSError, "no number: '.*journal.bin'")
       with expected, named:
         raise error

@@ -1,7 +1,6 @@
 from absl.testing import parameterized
 import numpy as np
 
-from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import outcomes
 
 Outcome = outcomes.Outcome
@@ -11,7 +10,7 @@ class TallyTest(parameterized.TestCase):
 
   def test_counts_outcomes_and_the_ages_of_accepted_gradients(self):
     tally = outcomes.Tally()
-    records = np.zeros(5, journal.RECORD)
+    records = np.zeros(5, outcomes.RECORD)
     records['fate'] = [0, 0, 1, 2, 2]
     records['global_step'] = 9
     records['local_step'] = [8, 6, 0, 0, 0]

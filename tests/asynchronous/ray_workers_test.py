@@ -15,7 +15,7 @@ import cases
 import python_command
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
-from shard_transforms._src.asynchronous import journal as journal_lib
+from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import ray_workers
 
 train = asynchronous_cases.train
@@ -107,7 +107,7 @@ class RayWorkersTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, task, tx), result
     )
-    manifest = journal_lib.read(folder).manifest
+    manifest = outcomes.read_records(folder).manifest
     self.assertEqual(manifest['driver_devices'], '3')
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)

@@ -11,13 +11,13 @@ import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import options as options_lib
-from shard_transforms._src.asynchronous import workers as workers_lib
+from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
 
 
-class Unreliable(workers_lib.LocalWorkers):
+class Unreliable(task_lib.LocalWorkers):
   """Loses every third gradient, before or after its reply."""
 
   def __init__(self, *args):
@@ -28,13 +28,13 @@ class Unreliable(workers_lib.LocalWorkers):
     events = super().wait(seconds)
     self._num_events += 1
     if events and self._num_events % 3 == 0:
-      return [workers_lib.Event(events[0].worker)]
+      return [task_lib.Event(events[0].worker)]
     if events and self._num_events % 3 == 1:
       return [events[0]._replace(fetch=lambda: None)]
     return events
 
 
-class Reversed(workers_lib.LocalWorkers):
+class Reversed(task_lib.LocalWorkers):
   """Returns the gradients that were begun last before the others."""
 
   def wait(self, seconds):
@@ -43,7 +43,7 @@ class Reversed(workers_lib.LocalWorkers):
     return super().wait(seconds)
 
 
-class Hanging(workers_lib.LocalWorkers):
+class Hanging(task_lib.LocalWorkers):
   """Hangs at a batch some times, until it is replaced."""
 
   def __init__(self, task, num_workers, batch, num_times):
@@ -89,8 +89,8 @@ class RollForwardTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_any_workers_give_the_same_bits(self):
     for workers in (
-        workers_lib.LocalWorkers(TASK, 1),
-        workers_lib.LocalWorkers(TASK, 3),
+        task_lib.LocalWorkers(TASK, 1),
+        task_lib.LocalWorkers(TASK, 3),
         Unreliable(TASK, 3),
     ):
       asynchronous_cases.assert_same_bits(self.roll(workers), self.result)
@@ -129,7 +129,7 @@ class RollForwardTest(parameterized.TestCase):
     ages = accepted['global_step'] - accepted['local_step']
     self.assertGreater(ages.max(), 0)
 
-    found = self.roll(workers_lib.LocalWorkers(TASK, 3), staleness=0)
+    found = self.roll(task_lib.LocalWorkers(TASK, 3), staleness=0)
 
     asynchronous_cases.assert_same_bits(found, self.result)
 
@@ -149,7 +149,7 @@ class RollForwardTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, r'at batch 12 must have the bits .* record \d+ of the jou'
     ):
-      self.roll(workers_lib.LocalWorkers(task, 2))
+      self.roll(task_lib.LocalWorkers(task, 2))
 
   def test_failure_is_reported_with_its_batch(self):
     task = asynchronous.Task(
@@ -162,11 +162,11 @@ class RollForwardTest(parameterized.TestCase):
         RuntimeError,
         '`batch` of `task` must work, got OSError.* batch 7 on worker 0',
     ):
-      self.roll(workers_lib.LocalWorkers(task, 1))
+      self.roll(task_lib.LocalWorkers(task, 1))
 
   def test_missing_records_are_reported(self):
     accepted = np.flatnonzero(self.records['fate'] == 0)
     self.records = np.delete(self.records, accepted[5])
 
     with self.assertRaisesRegex(ValueError, 'must be of global step 5, got 6'):
-      self.roll(workers_lib.LocalWorkers(TASK, 1))
+      self.roll(task_lib.LocalWorkers(TASK, 1))

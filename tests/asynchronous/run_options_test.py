@@ -15,10 +15,10 @@ import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
-from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import run_folder
-from shard_transforms._src.asynchronous import workers
+from shard_transforms._src.asynchronous import task
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
@@ -133,7 +133,7 @@ class FolderTest(parameterized.TestCase):
     files = self.files()
 
     with (
-        mock.patch.object(workers.LocalWorkers, 'wait', side_effect=error),
+        mock.patch.object(task.LocalWorkers, 'wait', side_effect=error),
         self.assertRaisesRegex(ValueError, 'other versions'),
     ):
       self.train()
@@ -201,7 +201,7 @@ class FolderTest(parameterized.TestCase):
     )
     without = self.train(folder=None, start=first)
 
-    self.assertEqual(journal.read(folder).start, 20)
+    self.assertEqual(outcomes.read_records(folder).start, 20)
     self.assertEqual(result.report.global_step, 30)
     batches = asynchronous.read_journal(folder)['batch']
     self.assertEqual(batches.tolist(), list(range(20, 30)))
@@ -222,7 +222,9 @@ class FolderTest(parameterized.TestCase):
   @cases.parameters(True, False)
   def test_start_counts_if_it_is_given_after_a_call_that_was_killed(self, has):
     first = self.train(folder=None, num_updates=20)
-    create = mock.patch.object(journal, 'create', side_effect=OSError('killed'))
+    create = mock.patch.object(
+        outcomes, 'create_journal', side_effect=OSError('killed')
+    )
     given = {'start': first} if has else {}
 
     with create, self.assertRaisesRegex(OSError, 'killed'):
@@ -232,7 +234,9 @@ class FolderTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         result, self.train(folder=None, **given)
     )
-    self.assertEqual(journal.read(self.folder).start, 20 if has else None)
+    self.assertEqual(
+        outcomes.read_records(self.folder).start, 20 if has else None
+    )
     again = asynchronous.replay(self.folder, TASK, TX)
     asynchronous_cases.assert_same_bits(again, result)
     for saved in (self.folder / 'checkpoints').glob('[0-9]*.npz'):
@@ -419,13 +423,13 @@ class WatchingTest(parameterized.TestCase):
   def test_run_with_a_start_reports_after_its_first_update(self, has_folder):
     first = self.train(lambda report: None)
     self.reports.clear()
-    nothing, wait = [[]], workers.LocalWorkers.wait
+    nothing, wait = [[]], task.LocalWorkers.wait
 
     def wait_twice(self, seconds):
       return nothing.pop() if nothing else wait(self, seconds)
 
     folder = asynchronous_cases.folder(self) if has_folder else None
-    with mock.patch.object(workers.LocalWorkers, 'wait', wait_twice):
+    with mock.patch.object(task.LocalWorkers, 'wait', wait_twice):
       self.train(
           lambda report: None, num_updates=33, start=first, folder=folder
       )

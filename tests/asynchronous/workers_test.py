@@ -3,7 +3,7 @@ import unittest
 import jax.numpy as jnp
 
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import workers as workers_lib
+from shard_transforms._src.asynchronous import task as task_lib
 
 
 class LocalWorkersTest(unittest.TestCase):
@@ -14,7 +14,7 @@ class LocalWorkersTest(unittest.TestCase):
         gradient=lambda params, batch: (params + batch, {'batch': batch}),
         batch=lambda number: number,
     )
-    workers = workers_lib.LocalWorkers(task, 3)
+    workers = task_lib.LocalWorkers(task, 3)
     params = workers.publish(jnp.zeros(()))
 
     for worker, batch in (2, 5), (0, 7):

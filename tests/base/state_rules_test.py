@@ -11,7 +11,7 @@ import numpy as np
 
 import cases
 import modes
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms.state_rules import Rule
 
 
@@ -45,7 +45,7 @@ class TableTest(parameterized.TestCase):
 
       rules = {'seen': Rule(resize='sum'), 'fraction': Rule(metric='same')}
 
-    self.assertIs(state_rules.rules_of(State(1)), State.rules)
+    self.assertIs(states.rules_of(State(1)), State.rules)
 
   def test_is_no_field_of_this_name(self):
     class State(NamedTuple):
@@ -53,8 +53,8 @@ class TableTest(parameterized.TestCase):
 
     state = State({'rules': Rule()})
 
-    self.assertFalse(state_rules.declares(state))
-    self.assertEqual(state_rules.rules_of(state), {})
+    self.assertFalse(states.declares(state))
+    self.assertEqual(states.rules_of(state), {})
 
   @cases.parameters(
       ({'seem': Rule()}, ValueError, "name fields .* 'seem'"),
@@ -66,7 +66,7 @@ class TableTest(parameterized.TestCase):
       rules = table
 
     with self.assertRaisesRegex(error, f'`rules` of `State` must {message}'):
-      state_rules.rules_of(State(1))
+      states.rules_of(State(1))
 
 
 class AddressableTest(absltest.TestCase):
@@ -75,7 +75,7 @@ class AddressableTest(absltest.TestCase):
     x = np.arange(16).reshape(8, 2)
     sharding = jax.NamedSharding(modes.mesh(4), P(modes.AXIS))
 
-    pieces = list(state_rules.parts_here(jax.device_put(x, sharding)))
+    pieces = list(states.parts_here(jax.device_put(x, sharding)))
 
     self.assertEqual([start for start, _ in pieces], [0, 2, 4, 6])
     np.testing.assert_array_equal(
@@ -83,7 +83,7 @@ class AddressableTest(absltest.TestCase):
     )
 
   def test_an_array_of_numpy_is_one_piece(self):
-    ((start, piece),) = state_rules.parts_here(np.arange(3))
+    ((start, piece),) = states.parts_here(np.arange(3))
 
     self.assertEqual(start, 0)
     np.testing.assert_array_equal(piece, [0, 1, 2])
@@ -91,10 +91,8 @@ class AddressableTest(absltest.TestCase):
   def test_largest_of_all_pieces(self):
     sharding = jax.NamedSharding(modes.mesh(4), P(modes.AXIS))
 
-    self.assertEqual(state_rules.largest_here(np.int32(3)), 3)
+    self.assertEqual(states.largest_here(np.int32(3)), 3)
     self.assertEqual(
-        state_rules.largest_here(
-            jax.device_put(jnp.array([1, 9, 4, 2]), sharding)
-        ),
+        states.largest_here(jax.device_put(jnp.array([1, 9, 4, 2]), sharding)),
         9,
     )

@@ -12,6 +12,7 @@ import modes
 import shard_transforms
 from shard_transforms import aggregators
 from shard_transforms import compression
+from shard_transforms import reproducible
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import thresholds
 
@@ -25,6 +26,7 @@ TRANSFORMATIONS = {
     'compressed_mean': compression.compressed_mean(
         modes.AXIS, compression.quantize(8)
     ),
+    'tree': reproducible.mean(modes.AXIS),
 }
 
 
@@ -46,7 +48,7 @@ def _program(update, mesh, params):
 
 
 def _num_sent(program):
-  names = 'psum', 'reduce_scatter', 'all_gather', 'all_to_all'
+  names = 'psum', 'reduce_scatter', 'all_gather', 'all_to_all', 'ppermute'
   return sum(program.count(f'= {name}[') for name in names)
 
 
@@ -56,20 +58,20 @@ def _updated(tx):
 
 class ThresholdsTest(parameterized.TestCase):
 
-  @cases.parameters('gpu', 'tpu')
-  def test_nothing_is_measured_but_on_cpus(self, platform):
-    with mock.patch.object(axes_lib, 'platform', return_value=platform):
+  def test_nothing_is_measured_on_gpus(self):
+    with mock.patch.object(axes_lib, 'platform', return_value='gpu'):
       found = thresholds.measured()
 
-    self.assertEqual(dataclasses.astuple(found), ((), (), None, 0, 0, 0))
+    self.assertEqual(found, thresholds.Thresholds())
 
   @cases.product(name=tuple(TRANSFORMATIONS), platform=('gpu', 'tpu'))
-  def test_packs_nothing_for_a_platform_without_figures(self, name, platform):
+  def test_packs_for_tpus_only_what_xla_does_not_join(self, name, platform):
     program = _program(
         _updated(TRANSFORMATIONS[name]), _mesh_of(platform), PARAMS
     )
 
-    self.assertGreaterEqual(_num_sent(program), len(PARAMS))
+    is_packed = platform == 'tpu' and name in ('shard_update', 'tree')
+    self.assertEqual(_num_sent(program) < len(PARAMS), is_packed)
 
   @cases.parameters('cross_shard_mean', 'shard_update', 'majority_vote')
   def test_packs_on_cpus(self, name):
@@ -98,13 +100,17 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertTrue(':f32[4,13] = mul' in gpu)
     self.assertFalse(':f32[4,13] = mul' in cpu)
 
-  @cases.parameters(('cpu', 2), ('gpu', 4))
-  def test_factors_are_multiplied_as_outer_products_on_cpus(
+  @cases.parameters(('cpu', 2), ('tpu', 2), ('gpu', 4))
+  def test_power_sgd_multiplies_outer_products_and_decomposes_together(
       self, platform, num_products
   ):
     tx = compression.power_sgd(modes.AXIS, 2)
-    matrix = jnp.zeros((64, 48))
+    shapes = (64, 48), (64, 48), (32, 48)
 
-    program = _program(_updated(tx), _mesh_of(platform), matrix)
+    program = _program(
+        _updated(tx), _mesh_of(platform), list(map(jnp.zeros, shapes))
+    )
 
-    self.assertEqual(program.count('= dot_general['), num_products)
+    self.assertEqual(program.count('= dot_general['), 3 * num_products)
+    # One for each shape.
+    self.assertEqual(program.count('name=qr'), 2)

@@ -41,7 +41,7 @@ class CompressorTest(parameterized.TestCase):
 class PayloadTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_bytes_give_the_payload_back_to_the_bit(self):
+  def test_words_give_the_payload_back_to_the_bit(self):
     rng = np.random.default_rng(0)
     payload = {
         'float': rng.normal(size=(6, 3)).astype(np.float32),
@@ -52,12 +52,12 @@ class PayloadTest(parameterized.TestCase):
     payload['float'][0, 0] = np.nan
     payload = jax.tree.map(jnp.asarray, payload)
 
-    sent = compressor_lib.to_bytes(payload, 2)
+    sent = compressor_lib.to_words(payload, 2)
     # The second of the two parts, and it once more.
     parts = sent[jnp.array([1, 1, 1])]
-    found = compressor_lib.from_bytes(parts, payload, 2)
+    found = compressor_lib.from_words(parts, payload, 2)
 
-    self.assertEqual((sent.shape, sent.dtype), ((2, 66), jnp.uint8))
+    self.assertEqual((sent.shape, sent.dtype), ((2, 4, 128), jnp.uint8))
     for name, x in payload.items():
       self.assertEqual(found[name].dtype, x.dtype)
       expected = np.concatenate(3 * [x[3:]])

@@ -84,7 +84,8 @@ class ExchangeTest(parameterized.TestCase):
         'int4': (compression.quantize(4), 256 / 2 + 4),
         'top_k': (compression.top_k(1 / 32), 32 * 6),
     }[name]
-    num_blocks = 5 * num_shards
+    # The scales of 32 blocks fill a line of 128 bytes.
+    num_blocks = 32 * num_shards
     size = num_blocks * compressor.block
     tx = compression.compressed_mean(AXIS, compressor, min_elements=1)
 

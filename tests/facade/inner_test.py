@@ -11,7 +11,7 @@ import pytest
 
 import cases
 from shard_transforms import facade
-from shard_transforms._src.tf1 import elementwise
+from shard_transforms._src.tf1 import optimizers
 
 RATE = 0.3
 RNG = np.random.default_rng(0)
@@ -106,7 +106,7 @@ OPTIMIZERS = {
     ),
     'adam': (
         lambda rate: facade.AdamOptimizer(rate, 0.8, 0.99, 0.1),
-        lambda rate: elementwise.adam(rate, 0.8, 0.99, 0.1),
+        lambda rate: optimizers.adam(rate, 0.8, 0.99, 0.1),
     ),
     'adagrad': (
         facade.AdagradOptimizer,
@@ -129,7 +129,7 @@ OPTIMIZERS = {
             0.02,
             l2_shrinkage_regularization_strength=0.1,
         ),
-        lambda rate: elementwise.ftrl(rate, -0.7, 0.2, 0.01, 0.02, 0.1),
+        lambda rate: optimizers.ftrl(rate, -0.7, 0.2, 0.01, 0.02, 0.1),
     ),
     'optax_chain': (
         lambda rate: facade.OptaxOptimizer(

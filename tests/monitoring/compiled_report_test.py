@@ -407,7 +407,7 @@ class SourceTest(parameterized.TestCase):
 
 
 class BackendsTest(parameterized.TestCase):
-  """Texts by hand, as no such device is here."""
+  """Texts in short; `tests/hardware_test.py` reads what XLA makes."""
 
   def test_reads_a_program_for_gpu(self):
     report = hlo_wire_report(HLO.joinpath('gpu.txt').read_text(), MESH)
@@ -444,10 +444,14 @@ class BackendsTest(parameterized.TestCase):
         [
             ('ppermute', 'float32', 8192, ('model',), ''),
             ('ragged_all_to_all', 'float32', 8192, ('data',), ''),
+            # Three fusions have a part of it each.
+            ('all_gather', 'float32', 8192, ('data', 'model'), ''),
             # An all-reduce of which each shard keeps a slice.
             ('reduce_scatter', 'bfloat16', 2**24, ('data', 'model'), 'grads'),
         ],
     )
+    (warning,) = report.warnings
+    self.assertIn('with the rounding of bfloat16', warning)
 
 
 VECTOR = jax.ShapeDtypeStruct((24,), jnp.float32)
@@ -541,6 +545,18 @@ class ErrorTest(parameterized.TestCase):
   def test_refuses_other_trees(self, args):
     with self.assertRaisesRegex(ValueError, '`args` must be of the structure'):
       wire_report(STEP.lower(VECTOR), *args)
+
+  def test_refuses_arguments_on_other_devices(self):
+    elsewhere = jax.device_put(jnp.ones(24), jax.devices()[0])
+
+    with self.assertRaisesRegex(ValueError, '`args` must be on the devices'):
+      wire_report(STEP, elsewhere, compiled=True)
+
+  def test_tells_the_memory_of_a_compiled_program(self):
+    memory = wire_report(STEP, VECTOR, compiled=True).memory
+
+    self.assertEqual(memory.argument_size_in_bytes, 24 // 8 * 4)
+    self.assertIsNone(wire_report(STEP, VECTOR).memory)
 
   def test_refuses_a_program_for_another_backend(self):
     # A mesh of no devices is for programs that are compiled elsewhere.

@@ -198,7 +198,7 @@ class BetweenProcessesTest(parameterized.TestCase):
 
     def fn(_, rows):
       own = exchanges.exchange(rows, (AXIS,))
-      whole = exchanges.gather_flat(rows[0], (AXIS,))
+      whole = exchanges.gather(rows[0], (AXIS,))
       return own, axes_lib.to_varying(whole, (AXIS,))
 
     with (

@@ -11,6 +11,7 @@ import cases
 import modes
 import shard_transforms
 from shard_transforms import global_norm
+from shard_transforms._src.reduction import norms
 from sliced_trees import MIXES
 from sliced_trees import norm_of
 from sliced_trees import on_mesh
@@ -158,3 +159,68 @@ class GlobalNormTest(parameterized.TestCase):
       global_norm(jnp.arange(3))
     with self.assertRaisesRegex(NameError, '`global_norm` needs the mapped'):
       global_norm(jnp.ones(3), 'nowhere')
+
+
+class FiniteTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ({}, True),
+      ({'a': np.ones(3), 'b': None}, True),
+      ({'a': np.ones((0, 2))}, True),
+      ({'a': np.zeros(3, jax.dtypes.float0)}, True),
+      ({'a': np.ones(3), 'b': np.array([1, np.nan])}, False),
+      ({'a': np.array(-np.inf)}, False),
+      ({'a': jnp.array([1, jnp.inf], jnp.bfloat16)}, False),
+      ({'a': np.array([1, 1j * np.nan])}, False),
+  )
+  def test_looks_at_each_element(self, updates, expected):
+    self.assertEqual(norms.are_finite(updates, ()), expected)
+
+  @cases.parameters(
+      ('nan', np.nan, False),
+      ('infinity', np.inf, False),
+      ('minus infinity', -np.inf, False),
+      # The sum of these is infinite.
+      ('largest', np.finfo(np.float32).max, True),
+  )
+  def test_finds_one_among_many(self, _, element, expected):
+    updates = jnp.full(70_000, np.finfo(np.float32).max)
+
+    are_finite = jax.jit(lambda x: norms.are_finite(x, ()))(
+        updates.at[65_537].set(element)
+    )
+
+    self.assertEqual(are_finite, expected)
+
+  @cases.product(
+      dtype=(
+          'bfloat16',
+          'float16',
+          'float32',
+          'float64',
+          'complex64',
+          'complex128',
+      ),
+      element=(None, np.nan, np.inf, -np.inf, 'imaginary'),
+  )
+  def test_judges_all_dtypes_and_no_sum_overflows(self, dtype, element):
+    with jax.enable_x64(True):
+      # So many that their sum is infinite in each dtype.
+      updates = jnp.full(1000, jnp.finfo(dtype).max, dtype)
+      if element == 'imaginary' and jnp.iscomplexobj(updates):
+        updates = updates.at[500].set(complex(1, np.inf))
+      elif element not in (None, 'imaginary'):
+        updates = updates.at[500].set(element)
+      finite = bool(jnp.isfinite(updates).all())
+
+      actual = jax.jit(lambda x: norms.are_finite(x, ()))({'a': updates})
+
+    is_real = not dtype.startswith('complex')
+    expected = element is None or (element == 'imaginary' and is_real)
+    self.assertEqual((finite, bool(actual)), (expected, expected))
+
+  @cases.parameters((1e38, True), (np.inf, False))
+  def test_sums_of_leaves_do_not_overflow(self, last, expected):
+    updates = [jnp.full(9, 1e38) for _ in range(9)] + [jnp.float32(last)]
+
+    self.assertEqual(norms.are_finite(updates, ()), expected)

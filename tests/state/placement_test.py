@@ -155,6 +155,12 @@ class InitStateTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(state, expected, strict=True)
 
+  def test_refuses_arrays_where_there_are_no_devices(self):
+    mesh = _mesh(AxisType.Auto).abstract_mesh
+
+    with self.assertRaisesRegex(ValueError, '`params` must be shapes'):
+      shard_transforms.init_state(optax.adam(0.1), jnp.ones(3), mesh)
+
   def test_leaves_the_parameters_as_they_are(self):
     mesh = _mesh(KINDS[0])
     params = jax.device_put({'w': jnp.ones(5)}, jax.NamedSharding(mesh, P()))

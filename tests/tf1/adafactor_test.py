@@ -6,7 +6,7 @@ import numpy as np
 
 import cases
 from shard_transforms import tf1
-from shard_transforms._src.tf1 import layerwise
+from shard_transforms._src.tf1 import optimizers
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -95,8 +95,8 @@ class AdafactorTest(parameterized.TestCase):
     )
 
   def test_usual_rates_fall_with_the_step(self):
-    rates = layerwise.default_rate(jnp.float32([0, 99, 39999]))
-    decays = layerwise.default_decay_rate(jnp.float32([0, 31]))
+    rates = optimizers.default_rate(jnp.float32([0, 99, 39999]))
+    decays = optimizers.default_decay_rate(jnp.float32([0, 31]))
 
     chex.assert_trees_all_close(rates, jnp.float32([0.01, 0.01, 0.005]))
     chex.assert_trees_all_close(decays, jnp.float32([0, 0.9375]), rtol=1e-6)

@@ -20,7 +20,7 @@ import shard_transforms
 from shard_transforms import SpikeRule
 from shard_transforms import guard
 from shard_transforms import monitoring
-from shard_transforms._src.transforms import bad_updates
+from shard_transforms._src.transforms import spikes
 
 AXIS = modes.AXIS
 SHARDS = 8
@@ -390,7 +390,7 @@ class RecordTest(parameterized.TestCase):
 def recorded(steps, window):
   """Returns statistics after the values of shards [steps, shards]."""
   rule = SpikeRule(max_stds=1.0, window=window)
-  statistics = bad_updates.start(rule, ()).statistics
+  statistics = spikes.start(rule, ()).statistics
   for step in np.asarray(steps, np.float32):
     deviation = (step - statistics.last_mean)[:, None]
     statistics = statistics.record(deviation.mean(0), (deviation**2).mean(0))

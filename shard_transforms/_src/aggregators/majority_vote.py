@@ -6,7 +6,6 @@ import optax
 from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import small_integers
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import exchanges
 
@@ -93,7 +92,7 @@ def _vote_in_bits(leaf, counts, axes):
   """Exchanges votes of a bit each; each shard counts those on its slice."""
   num_shards = axes_lib.size(axes, _CALLER)
   rows = leaves_lib.cut(leaf, _BITS * num_shards).reshape(num_shards, -1)
-  ballots = small_integers.pack(rows < 0, _BITS)
+  ballots = exchanges.pack_integers(rows < 0, _BITS)
   if counts is not None:
     has_vote = jnp.full((num_shards, 1), counts, jnp.uint8)
     ballots = jnp.concatenate([ballots, has_vote], axis=1)
@@ -102,15 +101,15 @@ def _vote_in_bits(leaf, counts, axes):
   if counts is not None:
     ballots, has_vote = ballots[:, :-1], ballots[:, -1] > 0
     num_votes = jnp.sum(has_vote)
-  is_negative = small_integers.unpack(ballots, _BITS) & has_vote[:, None]
+  is_negative = exchanges.unpack_integers(ballots, _BITS) & has_vote[:, None]
   num_negative = jnp.sum(is_negative, axis=0, dtype=jnp.int32)
-  winners = small_integers.pack(2 * num_negative > num_votes, _BITS)
+  winners = exchanges.pack_integers(2 * num_negative > num_votes, _BITS)
   if counts is not None:
     winners = jnp.append(winners, jnp.uint8(num_votes > 0))
   winners, is_any = collectives.gather(winners, axes), True
   if counts is not None:
     # Gathered, so that its type says that it is the same on all shards.
     winners, is_any = winners[:, :-1], winners[:, -1:] > 0
-  signs = 1 - 2 * small_integers.unpack(winners, _BITS).astype(jnp.int8)
+  signs = 1 - 2 * exchanges.unpack_integers(winners, _BITS).astype(jnp.int8)
   signs = jnp.where(is_any, signs, 0)
   return leaves_lib.join(signs, leaf).astype(leaf.dtype)

@@ -10,13 +10,11 @@ import numpy as np
 
 from shard_transforms._src.asynchronous import gradients as gradients_lib
 from shard_transforms._src.asynchronous import job
-from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.asynchronous import workers as workers_lib
 
 # Seconds: between reports, of waiting for an event, and without any worker
 # until the run ends.
@@ -26,7 +24,7 @@ _WITHOUT_WORKERS = 300.0
 
 
 def drive(
-    options: options_lib.Options, workers: workers_lib.Workers
+    options: options_lib.Options, workers: task_lib.Workers
 ) -> job.Messages:
   """Trains to the end; yields reports at intervals, and finally the result.
 
@@ -57,8 +55,8 @@ def drive(
 
 def redrive(
     options: options_lib.Options,
-    journal: journal_lib.Journal,
-    workers: workers_lib.Workers,
+    journal: outcomes.Journal,
+    workers: task_lib.Workers,
 ) -> job.Messages:
   """Replays a journal, and yields the result.
 
@@ -79,9 +77,7 @@ def redrive(
 class Driver:
   """Assigns batches to workers, and applies their gradients."""
 
-  def __init__(
-      self, options: options_lib.Options, workers: workers_lib.Workers
-  ):
+  def __init__(self, options: options_lib.Options, workers: task_lib.Workers):
     # It counts the seconds from here.
     self.tally = outcomes.Tally()
     self.server = parameter_server.ParameterServer(
@@ -187,7 +183,7 @@ class Driver:
         self._settle(gradients, events)
     for worker in self._hung():
       self._workers.replace(worker)
-      self._settle(gradients, [workers_lib.Event(worker)])
+      self._settle(gradients, [task_lib.Event(worker)])
 
   def _assign(self, gradients):
     """Gives batches to idle workers."""

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shard_transforms._src.asynchronous import journal
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
-from shard_transforms._src.asynchronous import workers as workers_lib
+from shard_transforms._src.asynchronous import task
 
 # How many workers of a batch may die or hang until the run ends.
 _MAX_LOST = 5
@@ -113,7 +112,7 @@ class Gradients:
       options: options_lib.Options,
       server: parameter_server.ParameterServer,
       tally: outcomes.Tally,
-      workers: workers_lib.Workers,
+      workers: task.Workers,
       folder: run_folder.RunFolder | None = None,
   ):
     """Starts where a folder ends; without one, at the batch of the step."""
@@ -149,7 +148,7 @@ class Gradients:
     batch = self.waiting.popleft()
     return batch._replace(local_step=step, published=self._publish())
 
-  def settle(self, assigned: Assignment, event: workers_lib.Event) -> None:
+  def settle(self, assigned: Assignment, event: task.Event) -> None:
     """Decides on a gradient, and records that before it takes effect.
 
     Raises:
@@ -283,7 +282,7 @@ class RecordedGradients(Gradients):
           f' had in record {record["sequence"]} of the journal (local step'
           f' {record["local_step"]}), got others. The task, its data or the'
           ' machine is another, or its functions are not pure. Use what the run'
-          f' was started with. {journal.WAY_ON}'
+          f' was started with. {outcomes.WAY_ON}'
       )
 
   def accept(self, assigned: Assignment, reply: Any, grads: Any) -> None:

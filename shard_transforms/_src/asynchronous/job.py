@@ -25,8 +25,8 @@ import jax
 
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import task
 from shard_transforms._src.asynchronous import watchdog
-from shard_transforms._src.asynchronous import workers as workers_lib
 
 # Reports, and finally the result; the answers are those of `on_progress`.
 Messages = Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]
@@ -110,7 +110,7 @@ def run(
     Exception: What `drive` raises.
   """
   if options.cluster is None:
-    workers = workers_lib.LocalWorkers(options.task, options.num_workers)
+    workers = task.LocalWorkers(options.task, options.num_workers)
     messages = drive(workers)
   else:
     messages = _messages(options, drive)

@@ -1,17 +1,42 @@
-"""The outcomes of gradients, and the report that counts them."""
+"""The outcomes of gradients: a report counts them, a journal records each."""
 
 import collections
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import enum
+import functools
+import json
+import os
+import pathlib
 import time
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import IO, Any, ClassVar, Literal, NamedTuple
+import warnings
+import zlib
 
 import numpy as np
 import optax
 
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
+
+JOURNAL_FILE = 'journal.bin'
+_MAGIC = b'shard_transforms journal 4 '
+
+_FIELDS = {
+    '<i8': ('sequence', 'batch'),
+    '<i4': ('local_step', 'global_step', 'worker', 'fate'),
+    '<f4': ('seconds',),
+    '<u4': ('checksum', 'crc'),
+}
+RECORD = np.dtype([(name, t) for t in _FIELDS for name in _FIELDS[t]])
+
+# What to do if a run cannot go on in its folder.
+WAY_ON = (
+    'Or start a new run in a new folder from the last checkpoint:'
+    ' `train(..., start=read_checkpoint(folder, task, tx))`.'
+)
 
 
 class Outcome(enum.IntEnum):
@@ -67,13 +92,13 @@ class Report:
   params: Any = dataclasses.field(default=None, compare=False, repr=False)
 
   rules: ClassVar = {
-      'global_step': state_rules.Rule(metric='same'),
-      'num_dropped': state_rules.Rule(metric='same'),
-      'num_lost': state_rules.Rule(metric='same'),
-      'num_recovered': state_rules.Rule(metric='same'),
-      'mean_age': state_rules.Rule(metric='same'),
-      'seconds': state_rules.Rule(metric='same'),
-      'metrics': state_rules.Rule(metric='same'),
+      'global_step': states.Rule(metric='same'),
+      'num_dropped': states.Rule(metric='same'),
+      'num_lost': states.Rule(metric='same'),
+      'num_recovered': states.Rule(metric='same'),
+      'mean_age': states.Rule(metric='same'),
+      'seconds': states.Rule(metric='same'),
+      'metrics': states.Rule(metric='same'),
   }
 
 
@@ -162,3 +187,190 @@ class Tally:
         history=tuple(history),
         params=params,
     )
+
+
+def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
+  """Returns the journal of an asynchronous run.
+
+  It may be read during the run. An incomplete last record, as after a crash, is
+  ignored. A damaged record is left out, with a warning.
+
+  Args:
+    folder: The folder of the run.
+
+  Returns:
+    A structured array [number of gradients], in the order in which they came
+    back, with the fields `sequence` (0, 1, 2, ...), `batch`, `local_step` and
+    `global_step` (the age is their difference), `worker`, `fate` (0 accepted, 1
+    dropped as too old, 2 lost with its worker), `seconds` since the program was
+    started, `checksum` of the gradient, and `crc` of the record.
+
+  Raises:
+    FileNotFoundError: If there is no journal.
+    ValueError: If it is another file, or damaged in its header.
+
+  Examples:
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from shard_transforms import asynchronous
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.zeros(3),
+    ...     gradient=lambda params, batch: (params - batch, {}),
+    ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   _ = asynchronous.train(
+    ...       task, optax.sgd(0.1), num_updates=5, num_workers=3, staleness=1,
+    ...       cluster=None, folder=folder)
+    ...   journal = asynchronous.read_journal(folder)
+    >>> print(journal['global_step'] - journal['local_step'])
+    [0 1 0 1 0]
+  """
+  return read_records(pathlib.Path(folder)).intact()
+
+
+@dataclasses.dataclass(frozen=True)
+class Journal:
+  """A journal, as it is on the disk.
+
+  Attributes:
+    path: The file.
+    manifest: What must be equal when the run resumes or is replayed.
+    start: The global step of the checkpoint that the run starts with; `None`
+      for the initial parameters.
+    records: Its complete records.
+    num_bytes: The size of the file up to the last complete record.
+  """
+
+  path: pathlib.Path
+  manifest: Mapping[str, str]
+  start: int | None
+  records: np.ndarray
+  num_bytes: int
+
+  @functools.cached_property
+  def is_damaged(self) -> np.ndarray:
+    """Whether a record has other bits than were written, bool [records]."""
+    found = [
+        record['sequence'] != i or record['crc'] != crc_of(record)
+        for i, record in enumerate(self.records)
+    ]
+    return np.array(found, bool)
+
+  def intact(self) -> np.ndarray:
+    """Returns the intact records; warns if others are damaged."""
+    if self.is_damaged.any():
+      warnings.warn(
+          f'{int(self.is_damaged.sum())} records of {str(self.path)!r} are'
+          ' damaged, and left out.',
+          RuntimeWarning,
+          stacklevel=3,
+      )
+    return self.records[~self.is_damaged]
+
+  def last_crc(self, num_records: int) -> int:
+    """Returns the `crc` of the last of some records, or 0."""
+    return int(self.records['crc'][:num_records][-1:].sum())
+
+  def check(self, num_records: int, last_crc: int) -> None:
+    """Checks that it has the records of a checkpoint, and is intact after it.
+
+    Args:
+      num_records: The number of records before the checkpoint.
+      last_crc: The `crc` of the last of them, or 0.
+
+    Raises:
+      ValueError: If the checkpoint is of another run, or a record is damaged.
+    """
+    if self.last_crc(num_records) != last_crc:
+      raise ValueError(
+          'The checkpoints must be of the same run as the journal, got one that'
+          f' was written after {num_records} records, which {str(self.path)!r}'
+          ' does not have. Put back its journal, or name another folder.'
+      )
+    for bad in num_records + np.flatnonzero(self.is_damaged[num_records:]):
+      raise ValueError(
+          f'{str(self.path)!r} is damaged at record {bad} of'
+          f' {len(self.records)}: its bits have changed since they were'
+          f' written. Put back a copy. {WAY_ON}'
+      )
+
+
+def read_records(folder: pathlib.Path) -> Journal:
+  """Returns the journal in a folder.
+
+  Raises:
+    FileNotFoundError: If there is none.
+    ValueError: If it is another file, or damaged in its header.
+  """
+  path = folder / JOURNAL_FILE
+  header, _, data = path.read_bytes().partition(b'\n')
+  crc, _, about = header.removeprefix(_MAGIC).partition(b' ')
+  if crc != str(zlib.crc32(about)).encode():
+    raise ValueError(
+        f'`folder` must hold the journal of a run, got {str(path)!r}, which is'
+        ' another file, written by another version of this package, or damaged'
+        f' in its header. Put back a copy. {WAY_ON}'
+    )
+  manifest, start = json.loads(about)
+  records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
+  num_bytes = len(header) + 1 + records.nbytes
+  return Journal(path, manifest, start, records, num_bytes)
+
+
+def create_journal(
+    folder: pathlib.Path, manifest: Mapping[str, str], start: int | None
+) -> None:
+  """Writes a journal without records.
+
+  Raises:
+    OSError: If it cannot be written.
+  """
+  about = json.dumps([manifest, start], sort_keys=True).encode()
+  with replacing(folder / JOURNAL_FILE) as file:
+    file.write(_MAGIC + b'%d %s\n' % (zlib.crc32(about), about))
+
+
+def crc_of(record: np.ndarray) -> int:
+  """Returns the `crc` of a record: the checksum of its other fields."""
+  return zlib.crc32(record.tobytes()[: -RECORD['crc'].itemsize])
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+  """Adds the name of a file to errors of the disk.
+
+  Raises:
+    OSError: If the body of the `with` statement does.
+  """
+  try:
+    yield
+  except OSError as error:
+    text = error.strerror or str(error)
+    raise OSError(error.errno, text, str(path)) from error
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
+  """Yields a new file, which takes its place once it is on the disk.
+
+  Raises:
+    OSError: If it cannot be written; nothing is then changed.
+  """
+  # After a call that was killed, the next one replaces it.
+  new = path.with_name('incomplete')
+  with naming(new):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+      with open(new, 'wb') as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+      new.rename(path)
+      folder = os.open(path.parent, os.O_RDONLY)
+      # Not every file system can.
+      with contextlib.suppress(OSError):
+        os.fsync(folder)
+      os.close(folder)
+    finally:
+      new.unlink(missing_ok=True)

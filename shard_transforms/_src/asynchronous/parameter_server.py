@@ -14,7 +14,7 @@ import optax
 
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.base import counters
+from shard_transforms._src.base import states
 from shard_transforms._src.state import shardings as shardings_lib
 from shard_transforms._src.transforms import drop_stale
 
@@ -139,8 +139,8 @@ class ParameterServer:
   def drop(self) -> None:
     """Counts a gradient that was too old."""
     self._counts = self._counts._replace(
-        stale_count=counters.add(self._counts.stale_count, 1),
-        stale_shard_count=counters.add(self._counts.stale_shard_count, 1),
+        stale_count=states.count(self._counts.stale_count, 1),
+        stale_shard_count=states.count(self._counts.stale_shard_count, 1),
     )
 
   def _hashes(self, text):

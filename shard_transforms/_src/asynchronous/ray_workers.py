@@ -19,7 +19,6 @@ from ray import exceptions
 
 from shard_transforms._src.asynchronous import job as job_lib
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.asynchronous import workers as workers_lib
 
 # Parameters of up to this many bytes are sent with each call; larger ones go
 # through the object store.
@@ -93,7 +92,7 @@ class RayWorkers:
     reply, grads = self._computers[worker].gradient.remote(published, batch)
     self._in_flight[reply] = worker, grads
 
-  def wait(self, seconds: float) -> list[workers_lib.Event]:
+  def wait(self, seconds: float) -> list[task_lib.Event]:
     """Waits for events up to a time limit, and returns them.
 
     Raises:
@@ -150,8 +149,8 @@ class RayWorkers:
       reply: Any = ray.get(ref)
     except exceptions.RayError:
       self._start(worker)
-      return workers_lib.Event(worker)
-    return workers_lib.Event(worker, reply, functools.partial(_fetch, grads))
+      return task_lib.Event(worker)
+    return task_lib.Event(worker, reply, functools.partial(_fetch, grads))
 
 
 def _fetch(ref):

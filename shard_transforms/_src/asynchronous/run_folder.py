@@ -19,7 +19,6 @@ import warnings
 import jax
 import numpy as np
 
-from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
@@ -69,7 +68,7 @@ class RunFolder:
     ready: The earlier batches that are still to be computed.
   """
 
-  def __init__(self, journal: journal_lib.Journal, saved: Checkpoint):
+  def __init__(self, journal: outcomes.Journal, saved: Checkpoint):
     """Goes on at the end of a journal, which has this latest checkpoint."""
     self.saved = saved._replace(trees={})
     tail = journal.records[saved.num_records :]
@@ -94,13 +93,13 @@ class RunFolder:
     Raises:
       OSError: If it cannot be written; the journal is then unchanged.
     """
-    record = np.zeros((), journal_lib.RECORD)
+    record = np.zeros((), outcomes.RECORD)
     record['sequence'] = self._num_records
     for name, value in fields.items():
       record[name] = value
-    record['crc'] = journal_lib.crc_of(record)
+    record['crc'] = outcomes.crc_of(record)
     data, end = record.tobytes(), self._file.tell()
-    with journal_lib.naming(self._path):
+    with outcomes.naming(self._path):
       try:
         # On a disk that fills up, one call writes a part.
         while data:
@@ -131,7 +130,7 @@ class RunFolder:
     """
     if server.global_step == self.saved.global_step:
       return
-    with journal_lib.naming(self._path):
+    with outcomes.naming(self._path):
       os.fsync(self._file.fileno())
     self._wait()
     self.saved = Checkpoint(
@@ -181,7 +180,7 @@ def lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
 
 def read_or_create(
     folder: pathlib.Path, manifest: Mapping[str, str], given: Checkpoint | None
-) -> journal_lib.Journal:
+) -> outcomes.Journal:
   """Returns the journal in a folder; if there is none, it begins one.
 
   Args:
@@ -194,7 +193,7 @@ def read_or_create(
     ValueError: If the folder has checkpoints without a journal, or is of
       another run.
   """
-  if not (folder / journal_lib.FILE).exists():
+  if not (folder / outcomes.JOURNAL_FILE).exists():
     if _steps(folder):
       raise ValueError(
           'The checkpoints must be of the same run as the journal, got'
@@ -208,8 +207,8 @@ def read_or_create(
     else:
       _write(start, given)
     step = None if given is None else given.global_step
-    journal_lib.create(folder, manifest, step)
-  journal = journal_lib.read(folder)
+    outcomes.create_journal(folder, manifest, step)
+  journal = outcomes.read_records(folder)
   check(journal, manifest)
   return journal
 
@@ -230,7 +229,7 @@ def manifest_of(server: parameter_server.ParameterServer) -> dict[str, str]:
   }
 
 
-def check(journal: journal_lib.Journal, manifest: Mapping[str, str]) -> None:
+def check(journal: outcomes.Journal, manifest: Mapping[str, str]) -> None:
   """Checks that a journal has the manifest of this run.
 
   Raises:
@@ -247,7 +246,7 @@ def check(journal: journal_lib.Journal, manifest: Mapping[str, str]) -> None:
     raise ValueError(
         f'`folder` must be of the same run, got {str(journal.path.parent)!r},'
         f' where these differ: {", ".join(differing)}. Use what the run was'
-        f' started with, or name another folder. {journal_lib.WAY_ON}'
+        f' started with, or name another folder. {outcomes.WAY_ON}'
     )
 
 
@@ -286,7 +285,7 @@ def read_latest(folder: pathlib.Path, like: Trees) -> Checkpoint | None:
   return None
 
 
-def read_start(journal: journal_lib.Journal, initial: Trees) -> Checkpoint:
+def read_start(journal: outcomes.Journal, initial: Trees) -> Checkpoint:
   """Returns the checkpoint with which a run starts.
 
   Args:
@@ -303,7 +302,7 @@ def read_start(journal: journal_lib.Journal, initial: Trees) -> Checkpoint:
   if found is None or found.global_step != journal.start:
     raise ValueError(
         f'{str(path)!r} must be an intact checkpoint of step {journal.start}:'
-        f' the run starts with it. Put it back. {journal_lib.WAY_ON}'
+        f' the run starts with it. Put it back. {outcomes.WAY_ON}'
     )
   return found
 
@@ -313,7 +312,7 @@ def _write(path, checkpoint):
   about['layout'] = task_lib.layout(checkpoint.trees)
   # Not the tree: another optimizer may have more nodes without leaves.
   leaves = parameter_server.leaves_of(checkpoint.trees)
-  with journal_lib.replacing(path) as file:
+  with outcomes.replacing(path) as file:
     # NumPy does not know all dtypes, such as `bfloat16`.
     data = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
     np.savez(file, json.dumps(about), *data)

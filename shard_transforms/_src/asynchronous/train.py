@@ -12,7 +12,6 @@ import optax
 
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
-from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
@@ -225,7 +224,7 @@ def replay(
       folder=folder,
       resources=resources,
   )
-  journal = _until(journal_lib.read(options.folder), until)
+  journal = _until(outcomes.read_records(options.folder), until)
   options.driver_devices = int(journal.manifest[parameter_server.DEVICES])
   return job.run(options, functools.partial(driver.redrive, options, journal))
 

@@ -6,7 +6,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 
 
 def made_for_others(got: str, name: str) -> str:
@@ -68,4 +68,4 @@ def _cut(full, target):
 
 # Each shard has a slice of each leaf, as of `shard_update`: [slices, 1, ..., 1,
 # elements], flattened and padded at its end.
-SLICES = state_rules.Rule(full=_join, place=_cut)
+SLICES = states.Rule(full=_join, place=_cut)

@@ -1,8 +1,9 @@
 """Thresholds that were measured: one table of all of them, by platform.
 
 What pays on one platform costs on another. Where nobody has measured, nothing
-is packed, unrolled or sent in pieces. On GPU and TPU, XLA combines all-reduces
-by itself. `python benchmarks/thresholds.py` measures the table on a machine.
+is packed, unrolled or sent in pieces. For TPUs and GPUs, programs were compiled
+and counted, but never run. `python benchmarks/thresholds.py` measures the table
+on a machine.
 """
 
 import dataclasses
@@ -38,8 +39,6 @@ class Thresholds:
       not by XLA's sort.
     unrolled_rows: Up to so many rows `adasum` handles one by one, which is
       faster and more to compile, and not as one array.
-    fused_rank: Up to this rank, `power_sgd` multiplies its factors as a sum of
-      outer products, which XLA fuses with what follows.
   """
 
   buffers: tuple[Level, ...] = ()
@@ -47,10 +46,7 @@ class Thresholds:
   piece_bytes: int | None = None
   network_rows: int = 0
   unrolled_rows: int = 0
-  fused_rank: int = 0
 
-
-_UNMEASURED = Thresholds()
 
 # One process with XLA for CPUs, by `python benchmarks/thresholds.py`;
 # docs/measurements_history.md has what other limits gave.
@@ -67,8 +63,6 @@ _CPU = Thresholds(
     # n log(n)**2 / 4 comparisons to compile: python benchmarks/aggregators.py
     network_rows=32,
     unrolled_rows=32,
-    # It takes half the time of a product: python benchmarks/compressors.py
-    fused_rank=8,
 )
 
 # Between processes with gloo: python benchmarks/processes.py
@@ -85,9 +79,18 @@ _CPU_PROCESSES = dataclasses.replace(
     piece_bytes=256 * 1024,
 )
 
+# XLA joins all-reduces by itself, where buffers cost temporary memory, but not
+# permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of 150. With
+# leaves of 120 kB, buffers take 2.6 times as long to compile, with those of 32
+# kB 1.5 times: python benchmarks/hardware.py v5e:2x4
+_TPU = Thresholds(slice_buffers=(Level(32 * 1024, 4 * 1024**2, 64),))
+
+# For GPUs, XLA joins all collectives: python benchmarks/hardware.py h100:1x8
+_BY_PLATFORM = {'cpu': _CPU, 'tpu': _TPU}
+
 
 def measured() -> Thresholds:
   """Returns the thresholds of the platform for which a program is traced."""
-  if axes_lib.platform() != 'cpu':
-    return _UNMEASURED
-  return _CPU_PROCESSES if axes_lib.between_processes() else _CPU
+  if axes_lib.between_processes():
+    return _CPU_PROCESSES
+  return _BY_PLATFORM.get(axes_lib.platform(), Thresholds())

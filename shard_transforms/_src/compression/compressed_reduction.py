@@ -15,9 +15,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -182,7 +181,7 @@ class CompressedReduction(abc.ABC):
         treedef.unflatten(kept[i] for kept in begun)
         for i in range(len(nothing))
     ]
-    return self._stored(self.kind(counters.zero(), *trees))
+    return self._stored(self.kind(states.counter(), *trees))
 
   def update(
       self,
@@ -213,7 +212,7 @@ class CompressedReduction(abc.ABC):
         split.replace(tree, kept, split.parts(tree)[1])
         for tree, kept in zip(own[1:], held[1:], strict=True)
     ]
-    after = self.kind(counters.add(own.step, 1), *trees)
+    after = self.kind(states.count(own.step, 1), *trees)
     return split.replace(updates, means, plain), self._stored(after)
 
   def _mean(self, leaves, others, held, share):
@@ -250,7 +249,7 @@ class CompressedReduction(abc.ABC):
 
   def _own(self, state, updates, split):
     """Returns the state of this shard, checked."""
-    trees = per_shard_state.own(self._per_shard(state), self.axes, self.caller)
+    trees = states.own(self._per_shard(state), self.axes, self.caller)
     own = state._replace(**trees)
     arguments.check_like(updates, own[1], self.caller)
     for leaf, *kept in zip(
@@ -261,7 +260,7 @@ class CompressedReduction(abc.ABC):
 
   def _stored(self, state):
     trees = self._per_shard(state)
-    return state._replace(**per_shard_state.store(trees, self.axes))
+    return state._replace(**states.store(trees, self.axes))
 
   def _per_shard(self, state):
     """Returns the trees of a state that differ between shards, by name."""

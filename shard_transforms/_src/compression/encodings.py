@@ -6,8 +6,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.base import small_integers
 from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.reduction import exchanges
 
 
 def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
@@ -54,12 +54,12 @@ def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
   def encode(rows, common_key, own_key):
     del common_key, own_key
     scale = jnp.mean(jnp.abs(rows), axis=1, keepdims=True)
-    return small_integers.pack(rows >= 0, 8), scale
+    return exchanges.pack_integers(rows >= 0, 8), scale
 
   def decode(payload, common_key):
     del common_key
     bits, scale = payload
-    return jnp.where(small_integers.unpack(bits, 8) > 0, scale, -scale)
+    return jnp.where(exchanges.unpack_integers(bits, 8) > 0, scale, -scale)
 
   return compressor_lib.Compressor(block, encode, decode)
 
@@ -125,13 +125,13 @@ def quantize(
     levels = jnp.clip(jnp.round(levels), -most, most).astype(jnp.int8)
     if bits == 8:
       return levels, scale
-    return small_integers.pack((levels + most).astype(jnp.uint8), 2), scale
+    return exchanges.pack_integers((levels + most).astype(jnp.uint8), 2), scale
 
   def decode(payload, common_key):
     del common_key
     levels, scale = payload
     if bits == 4:
-      levels = small_integers.unpack(levels, 2).astype(jnp.int8) - most
+      levels = exchanges.unpack_integers(levels, 2).astype(jnp.int8) - most
     return levels.astype(jnp.float32) * scale
 
   return compressor_lib.Compressor(block, encode, decode)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from shard_transforms._src.base import full_rules
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 
 
 class CompressedMeanState(NamedTuple):
@@ -49,11 +49,11 @@ class CompressedMeanState(NamedTuple):
   update_norm: Any
 
   rules = {
-      'step': state_rules.Rule(metric='same'),
+      'step': states.Rule(metric='same'),
       # The mean of all residuals stays as it is.
-      'residual': state_rules.Rule(resize='mean'),
+      'residual': states.Rule(resize='mean'),
       'server_residual': full_rules.SLICES,
-      'update_norm': state_rules.Rule(resize='maximum'),
+      'update_norm': states.Rule(resize='maximum'),
   }
 
   def health_problem(self) -> str | None:
@@ -97,9 +97,9 @@ class PowerSGDState(NamedTuple):
   update_norm: Any
 
   rules = {
-      'step': state_rules.Rule(metric='same'),
-      'residual': state_rules.Rule(resize='mean'),
-      'update_norm': state_rules.Rule(resize='maximum'),
+      'step': states.Rule(metric='same'),
+      'residual': states.Rule(resize='mean'),
+      'update_norm': states.Rule(resize='maximum'),
   }
 
   def health_problem(self) -> str | None:
@@ -147,7 +147,7 @@ def compression_error(state: optax.OptState) -> jax.Array:
   kinds = CompressedMeanState, PowerSGDState
   pairs = [
       pair
-      for node in state_rules.nodes(state, lambda x: isinstance(x, kinds))
+      for node in states.nodes(state, lambda x: isinstance(x, kinds))
       for pair in zip(
           *map(jax.tree.leaves, (node.residual, node.update_norm)), strict=True
       )
@@ -210,7 +210,7 @@ def _health_problem(residuals: Any) -> str | None:
   bad = {
       start + i
       for leaf in jax.tree.leaves(residuals)
-      for start, piece in state_rules.parts_here(leaf)
+      for start, piece in states.parts_here(leaf)
       for i, row in enumerate(piece)
       if not np.all(np.isfinite(row))
   }

@@ -58,7 +58,7 @@ class Exchange(NamedTuple):
     num_shards, shapes = self.num_shards(), [leaf.shape for leaf in leaves]
     rows = cut(leaves, num_shards, self.compressor.block)
     payload = self._encode(rows.reshape(-1, rows.shape[-1]), phase=0)
-    sent = compressor_lib.to_bytes(payload, num_shards)
+    sent = compressor_lib.to_words(payload, num_shards)
     received = exchanges.exchange(
         axes_lib.to_varying(sent, self.axes), self.axes
     )
@@ -84,11 +84,9 @@ class Exchange(NamedTuple):
     slices = self._own(slices, shapes)
     rows = _cut_slices([x.ravel() for x in slices], self.compressor.block)
     payload = self._encode(rows, phase=1)
-    sent = compressor_lib.to_bytes(payload, 1).ravel()
-    gathered = exchanges.gather_flat(
-        axes_lib.to_varying(sent, self.axes), self.axes
-    )
-    whole = self._decode_bytes(gathered, payload, 1)
+    sent = compressor_lib.to_words(payload, 1)[0]
+    gathered = exchanges.gather(axes_lib.to_varying(sent, self.axes), self.axes)
+    whole = self._decode_words(gathered, payload, 1)
     rests = _join_slices(rows - self._decode(payload), [x.size for x in slices])
     wholes = join(whole.reshape(-1, *rows.shape), shapes)
     return wholes, self._own(rests, shapes)
@@ -108,7 +106,7 @@ class Exchange(NamedTuple):
     num_shards = len(received)
 
     def decode(i):
-      return self._decode_bytes(received[i][None], like, num_shards)
+      return self._decode_words(received[i][None], like, num_shards)
 
     def add(i, total):
       return total + decode(i)
@@ -125,8 +123,8 @@ class Exchange(NamedTuple):
   def _decode(self, payload):
     return compressor_lib.decode(self.compressor, payload, self.key)
 
-  def _decode_bytes(self, received, like, num_parts):
-    payload = compressor_lib.from_bytes(received, like, num_parts)
+  def _decode_words(self, received, like, num_parts):
+    payload = compressor_lib.from_words(received, like, num_parts)
     return self._decode(payload)
 
 

@@ -71,124 +71,150 @@ class _GateUpdate:
     return self.step(Checked(), updates, state, params, **extra_args)
 
 
-def check_update(
-    checked: Checked,
-    updates: optax.Updates,
-    state: Any,
-    kind: type,
-    axes: tuple[Hashable, ...],
+@dataclasses.dataclass(frozen=True)
+class Gate:
+  """What the steps of a gate have in common.
+
+  Attributes:
+    caller: The name of the gate, for errors.
+    inner: The transformation that it wraps.
+    axes: The axes over whose shards updates and weights differ.
+    assume_weighted: Whether `inner` is known to use the weight.
+    may_be_local: As for `weight_flow.check`.
+  """
+
+  caller: str
+  inner: optax.GradientTransformationExtraArgs
+  axes: tuple[Hashable, ...]
+  assume_weighted: bool
+  may_be_local: bool = True
+
+  def check_update(
+      self, checked: Checked, updates: optax.Updates, state: Any, kind: type
+  ) -> None:
+    """Checks what `update` is given, but for what gates around it have checked.
+
+    Raises:
+      NameError: If an axis is not bound.
+      TypeError: If a leaf is an integer, or the state is of another one.
+      ValueError: If updates are already reduced.
+    """
+    known = checked.axes
+    if known is not None and set(self.axes).issubset(known):
+      arguments.check_state(state, kind, self.caller)
+    else:
+      arguments.check_update(updates, state, kind, self.axes, self.caller)
+
+  def as_weight(
+      self, checked: Checked, weight: chex.Numeric | None
+  ) -> jax.Array:
+    """Returns the weight of a shard, float32 []; 1 if there is none.
+
+    Raises:
+      TypeError: If it is not a real number.
+      ValueError: If it is no scalar, or known to be negative or not finite.
+    """
+    if checked.weight and isinstance(weight, jax.Array):
+      return weight
+    return weights.as_weight(1.0 if weight is None else weight, (), self.caller)
+
+  def update_or_skip(
+      self,
+      checked: Checked,
+      accept: jax.Array | None,
+      updates: optax.Updates,
+      inner_state: optax.OptState,
+      params: optax.Params | None,
+      weight: jax.Array | None,
+      extra_args: dict[str, Any],
+  ) -> tuple[optax.Updates, optax.OptState]:
+    """Returns the result of `inner` if `accept`, else zeros and the old state.
+
+    `inner` runs either way. Updates should be zero where the step is skipped,
+    so that neither it nor its derivative computes with a NaN; what it makes of
+    zeros is thrown away, but a derivative that is not finite there is not.
+
+    Args:
+      checked: What gates around this one have checked.
+      accept: Whether the step is taken, bool []; `None` is always.
+      updates: The updates of `inner`.
+      inner_state: Its state.
+      params: Its parameters.
+      weight: How much this shard counts, which `inner` must use in its sums
+        over the axes; `None` if it is given none.
+      extra_args: Its further extra arguments.
+
+    Returns:
+      The updates, zero on a skip; and the state, whose leaves keep their bits
+      on a skip. Only where `inner` returns wider floating-point numbers, a skip
+      casts to these as well: moments that start in 16 bits, like the
+      parameters, take the dtype of float32 gradients in the first step.
+
+    Raises:
+      ValueError: If `accept` can differ between shards, `inner` does not use
+        the weight, or changes the tree or the shapes of its state, or its
+        dtypes to others that are not wider.
+    """
+    if accept is not None:
+      _check_agreed(accept)
+    inner_state = jax.tree.map(_as_array, inner_state)
+    known = self._known(checked, weight is not None)
+
+    def run(state, updates, weight):
+      given = extra_args | weights.given(weight=weight)
+      return _run_inner(known, self.inner, updates, state, params, given)
+
+    if known.unchecked and not isinstance(self.inner.update, _GateUpdate):
+      run = jax.jit(run, inline=True)
+      traced = run.trace(inner_state, updates, weight)
+      weight_flow.check(
+          traced.jaxpr.jaxpr,
+          updates=updates,
+          state=inner_state,
+          axes=known.unchecked,
+          may_be_local=known.may_be_local,
+          caller=known.caller,
+      )
+    made, after = run(inner_state, updates, weight)
+    after = jax.tree.map(_as_array, after)
+    _check_state(inner_state, after)
+    if accept is None:
+      return made, after
+    keep_unless = functools.partial(_keep_unless, accept)
+    kept = jax.tree.map(keep_unless, after, inner_state)
+    return leaves_lib.zero_unless(accept, made), kept
+
+  def _known(self, checked, has_weight):
+    """Returns what a gate inside this one need not check, and what it must."""
+    known = checked._replace(axes=(*(checked.axes or ()), *self.axes))
+    if not self.axes or not has_weight:
+      return known
+    known = known._replace(weight=True)
+    if self.assume_weighted:
+      return known
+    return known._replace(
+        unchecked=(*known.unchecked, *self.axes),
+        may_be_local=known.may_be_local and self.may_be_local,
+        caller=self.caller,
+    )
+
+
+def gate(
     caller: str,
-) -> None:
-  """Checks what `update` of a gate is given, before any arithmetic.
-
-  A mask or another result of a gate may vary over an axis where the updates do
-  not: multiplied by it, reduced updates would look unreduced.
-  """
-  arguments.check_state(state, kind, caller)
-  if checked.axes is None:
-    leaves_lib.check_inexact(updates, caller)
-  if not set(axes).issubset(checked.axes or ()):
-    axes_lib.size(axes, caller)
-    leaves_lib.check_per_shard(updates, axes, caller)
-
-
-def as_weight(
-    checked: Checked, weight: chex.Numeric | None, caller: str
-) -> jax.Array:
-  """Returns the weight of a shard, float32 []; 1 if there is none.
-
-  Raises:
-    TypeError: If it is not a real number.
-    ValueError: If it is no scalar, or known to be negative or not finite.
-  """
-  if checked.weight and isinstance(weight, jax.Array):
-    return weight
-  return weights.as_weight(1.0 if weight is None else weight, (), caller)
-
-
-def update_or_skip(
-    checked: Checked,
-    accept: jax.Array | None,
-    inner: optax.GradientTransformationExtraArgs,
-    updates: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
-    *,
-    weight: jax.Array | None,
+    inner: optax.GradientTransformation | None,
     axes: tuple[Hashable, ...],
     assume_weighted: bool,
-    extra_args: dict[str, Any],
     may_be_local: bool = True,
-    caller: str,
-) -> tuple[optax.Updates, optax.OptState]:
-  """Returns the result of `inner` if `accept`, else zeros and the old state.
-
-  `inner` runs either way. Updates should be zero where the step is skipped, so
-  that neither it nor its derivative computes with a NaN; what it makes of zeros
-  is thrown away, but a derivative that is not finite there is not.
-
-  Args:
-    checked: What gates around this one have checked.
-    accept: Whether the step is taken, bool []; `None` is always.
-    inner: The transformation.
-    updates: Its updates.
-    inner_state: Its state.
-    params: Its parameters.
-    weight: How much this shard counts, which `inner` must use in its sums over
-      `axes`; `None` if it is given none.
-    axes: The axes over whose shards weights differ.
-    assume_weighted: Whether `inner` is known to use the weight.
-    extra_args: Its further extra arguments.
-    may_be_local: As for `weight_flow.check`.
-    caller: The gate, for errors.
-
-  Returns:
-    The updates, zero on a skip; and the state, whose leaves keep their bits on
-    a skip. Only where `inner` returns wider floating-point numbers, a skip
-    casts to these as well: moments that start in 16 bits, like the parameters,
-    take the dtype of float32 gradients in the first step.
+) -> Gate:
+  """Returns a gate around a transformation; around `optax.identity` if none.
 
   Raises:
-    ValueError: If `accept` can differ between shards, `inner` does not use the
-      weight, or changes the tree or the shapes of its state, or its dtypes to
-      others that are not wider.
+    TypeError: If an argument is of the wrong kind.
   """
-  if accept is not None:
-    _check_agreed(accept)
-  inner_state = jax.tree.map(_as_array, inner_state)
-  known = checked._replace(axes=(*(checked.axes or ()), *axes))
-  if axes and weight is not None:
-    known = known._replace(weight=True)
-    if not assume_weighted:
-      known = known._replace(
-          unchecked=(*known.unchecked, *axes),
-          may_be_local=known.may_be_local and may_be_local,
-          caller=caller,
-      )
-
-  def run(state, updates, weight):
-    given = weights.given(weight=weight)
-    return _run_inner(known, inner, updates, state, params, extra_args | given)
-
-  if known.unchecked and not isinstance(inner.update, _GateUpdate):
-    run = jax.jit(run, inline=True)
-    traced = run.trace(inner_state, updates, weight)
-    weight_flow.check(
-        traced.jaxpr.jaxpr,
-        updates=updates,
-        state=inner_state,
-        axes=known.unchecked,
-        may_be_local=known.may_be_local,
-        caller=known.caller,
-    )
-  made, after = run(inner_state, updates, weight)
-  after = jax.tree.map(_as_array, after)
-  _check_state(inner_state, after)
-  if accept is None:
-    return made, after
-  keep_unless = functools.partial(_keep_unless, accept)
-  kept = jax.tree.map(keep_unless, after, inner_state)
-  return leaves_lib.zero_unless(accept, made), kept
+  arguments.check_bool('assume_weighted', assume_weighted)
+  inner = optax.identity() if inner is None else inner
+  inner = arguments.as_inner(inner, caller)
+  return Gate(caller, inner, axes, assume_weighted, may_be_local)
 
 
 def _run_inner(known, inner, updates, inner_state, params, extra_args):

@@ -9,10 +9,8 @@ import numpy as np
 import optax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.local_updates import rounds as rounds_lib
 
 CALLER = 'local_updates'
@@ -27,11 +25,11 @@ def _own_rule(state, _):
   out with its weight.
   """
   weights = np.asarray(state.total_weight).mean(axis=-1) * _are_finite(state)
-  return state_rules.Rule(resize='average', row_weights=weights)
+  return states.Rule(resize='average', row_weights=weights)
 
 
 def _share_rule(state, _):
-  return state_rules.Rule(resize='share', row_weights=_are_finite(state))
+  return states.Rule(resize='share', row_weights=_are_finite(state))
 
 
 def _are_finite(state):
@@ -83,11 +81,11 @@ class LocalUpdatesState(NamedTuple):
   outer_state: tuple[optax.OptState, ...]
 
   rules = {
-      'step': state_rules.Rule(metric='same'),
-      'num_rounds': state_rules.Rule(metric='same'),
-      'own_params': state_rules.Rule(resize=_own_rule),
-      'inner_state': state_rules.Rule(resize=_own_rule),
-      'total_weight': state_rules.Rule(resize=_share_rule),
+      'step': states.Rule(metric='same'),
+      'num_rounds': states.Rule(metric='same'),
+      'own_params': states.Rule(resize=_own_rule),
+      'inner_state': states.Rule(resize=_own_rule),
+      'total_weight': states.Rule(resize=_share_rule),
   }
 
   def health_problem(self) -> str | None:
@@ -95,7 +93,7 @@ class LocalUpdatesState(NamedTuple):
     leaves = jax.tree.leaves(self.own_params)
     finite: dict[int, bool] = {}
     for leaf in leaves:
-      for start, rows in state_rules.parts_here(leaf):
+      for start, rows in states.parts_here(leaf):
         for i, row in enumerate(rows, start):
           finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
     if not finite or any(finite.values()):
@@ -103,7 +101,7 @@ class LocalUpdatesState(NamedTuple):
     return (
         'The own parameters of a shard of `local_updates` must be finite, but'
         f' those of all shards here, {sorted(finite)}, are not, in round'
-        f' {state_rules.largest_here(self.num_rounds)}. Go back to a checkpoint'
+        f' {states.largest_here(self.num_rounds)}. Go back to a checkpoint'
         ' from before it, and put `guard` into `outer`: it leaves out a shard'
         ' that is not finite.'
     )
@@ -153,7 +151,7 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     >>> print(*jax.vmap(step, axis_name='data')(jnp.array([1.0, 3.0])))
     [0. 0.] [-1. -3.]
   """
-  found = list(state_rules.nodes(state, _is_ours))
+  found = list(states.nodes(state, _is_ours))
   if not found:
     raise TypeError(
         '`state` of `local_params` must hold a `LocalUpdatesState`, got'
@@ -194,11 +192,11 @@ def start(
   """Returns the state before the first step."""
   total_weight = jnp.zeros(len(outer_state), jnp.float32)
   return LocalUpdatesState(
-      step=counters.zero(),
-      num_rounds=counters.zero(),
-      own_params=per_shard_state.store(trained(params), axes),
-      inner_state=per_shard_state.store(inner_state, axes),
-      total_weight=per_shard_state.store(total_weight, axes),
+      step=states.counter(),
+      num_rounds=states.counter(),
+      own_params=states.store(trained(params), axes),
+      inner_state=states.store(inner_state, axes),
+      total_weight=states.store(total_weight, axes),
       outer_state=outer_state,
   )
 
@@ -218,7 +216,7 @@ def _take_over(state, params):
     ValueError: If these are of another tree, or not those of one shard.
   """
   # `own` removes the leading axis; the name of the axis does not matter.
-  own = per_shard_state.own(state.own_params, ('',), CALLER)
+  own = states.own(state.own_params, ('',), CALLER)
   try:
     return replaced(params, own)
   except ValueError as error:
@@ -235,7 +233,7 @@ def check_not_nested(state: Any) -> None:
   Raises:
     ValueError: If there are.
   """
-  if any(True for _ in state_rules.nodes(state, _is_ours)):
+  if any(True for _ in states.nodes(state, _is_ours)):
     raise ValueError(
         '`inner` and `outer` of `local_updates` must not hold `local_updates`,'
         ' got one that does. For levels, reduce over the fast axis in each step'

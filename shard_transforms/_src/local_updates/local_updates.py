@@ -11,9 +11,8 @@ from shard_transforms._src.analysis import gradient_points
 from shard_transforms._src.analysis import shard_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.local_updates import local_state
@@ -157,7 +156,7 @@ def local_updates(
     due = rounds.at(state.step)
     marked = gradient_points.mark(updates, state.own_params, anchor)
     updates, own, anchor = marked
-    own, inner_state, total_weight = per_shard_state.own(
+    own, inner_state, total_weight = states.own(
         (own, state.inner_state, state.total_weight), axes, _CALLER
     )
     own, inner_state = _step_alone(
@@ -182,18 +181,18 @@ def local_updates(
 def _after(state, due, own, inner_state, total_weight, outer_state, axes):
   """Returns the state after a step."""
   total_weight = jnp.where(jnp.stack(due.sends), 0, total_weight)
-  own, inner_state, total_weight = per_shard_state.store(
+  own, inner_state, total_weight = states.store(
       (own, inner_state, total_weight), axes
   )
   after = local_state.LocalUpdatesState(
       step=jnp.where(due.is_last, 0, state.step + 1),
-      num_rounds=counters.add(state.num_rounds, due.is_last),
+      num_rounds=states.count(state.num_rounds, due.is_last),
       own_params=own,
       inner_state=inner_state,
       total_weight=total_weight,
       outer_state=outer_state,
   )
-  per_shard_state.check_kept(state, after, _CALLER)
+  states.check_kept(state, after, _CALLER)
   return after
 
 

@@ -85,18 +85,11 @@ class Meeting:
       accept = None
       if weight is not None:
         accept = collectives.total(weight, self.axes) > 0
-      moved, state = gating.update_or_skip(
-          gating.Checked(),
-          accept,
-          self.outer,
-          way,
-          state,
-          anchor,
-          weight=weight,
-          axes=self.axes,
-          assume_weighted=self.assume_weighted,
-          extra_args=extra_args,
-          caller='local_updates',
+      gate = gating.Gate(
+          'local_updates', self.outer, self.axes, self.assume_weighted
+      )
+      moved, state = gate.update_or_skip(
+          gating.Checked(), accept, way, state, anchor, weight, extra_args
       )
       return _like(moved, anchor), state
 

@@ -28,6 +28,8 @@ _PRIMITIVES = {
 }
 _REDUCTIONS = {'add': 'psum', 'maximum': 'pmax', 'minimum': 'pmin'}
 _DECISIONS = {'or': 'pmax', 'and': 'pmin'}
+# TPUs run parts of a collective in several fusions: all are one chain.
+_CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _PAIRS = re.compile(r'source_target_pairs="?(\{\{.*?\}\})')
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _INSTALLED = re.compile(
@@ -41,8 +43,7 @@ def hlo_wire_report(
   r"""Reports what each device sends when a compiled program runs once.
 
   It is `wire_report(..., compiled=True)` for the text of a program that was
-  compiled elsewhere: for CPUs, GPUs or TPUs. For GPUs and TPUs it was tested on
-  short texts written by hand after the documentation of XLA, not on devices.
+  compiled elsewhere: for CPUs, GPUs or TPUs. It has no `memory`.
 
   Args:
     text: The optimized program as XLA prints it:
@@ -91,11 +92,10 @@ def report_program(
 
   Raises:
     ValueError: If the program is for other arguments, or for a backend that
-      this process does not have.
+      this process does not have, or arguments are on devices of their own.
   """
   if not isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
-    lower = fn.lower if hasattr(fn, 'lower') else jax.jit(fn).lower
-    fn = lower(*args, **kwargs)
+    fn = _lowered(fn, args, kwargs)
   elif args or kwargs:
     _check_arguments(fn, args, kwargs)
   try:
@@ -112,7 +112,21 @@ def report_program(
         '`fn` must be compiled by a backend that shows its programs, got none'
         ' of it. Use `wire_report` of the traced function.'
     )
-  return _report(text, mesh, _mesh_shapes(compiled))
+  report = _report(text, mesh, _mesh_shapes(compiled))
+  return dataclasses.replace(report, memory=compiled.memory_analysis())
+
+
+def _lowered(fn, args, kwargs):
+  lower = fn.lower if hasattr(fn, 'lower') else jax.jit(fn).lower
+  try:
+    return lower(*args, **kwargs)
+  except ValueError as error:
+    if 'incompatible devices' not in str(error):
+      raise
+    raise ValueError(
+        '`args` must be on the devices of the mesh, or shapes such as'
+        f' `jax.eval_shape(lambda: params)`, got: {error}'
+    ) from error
 
 
 def _report(text, mesh, mesh_shapes):
@@ -192,13 +206,17 @@ class _Reader:
     self._module = module
     self._mesh_shape = mesh_shape
     self._found = {}
+    self._chains = {}
 
   def all_of(self, computation):
     """Returns the collectives of a computation, each as often as it runs."""
     if computation.name not in self._found:
-      found = []
+      found, first = [], {}
       for instruction in computation.instructions.values():
-        found += self._of(computation, instruction)
+        for c in self._of(computation, instruction):
+          chain = self._chains.get(c.op, c.op)
+          if first.setdefault(chain, c.op) == c.op:
+            found.append(c)
       self._found[computation.name] = found
     return self._found[computation.name]
 
@@ -231,6 +249,8 @@ class _Reader:
       if pairs is None and instruction.opcode == 'send':
         return []
       text = pairs[1] if pairs else attributes.get('source_target_pairs', '')
+    if chain := _CHAIN.search(attributes.get('frontend_attributes', '')):
+      self._chains[instruction.name] = instruction.opcode, chain[1]
     groups = replica_groups.parse(text, self._module.num_devices)
     axes = replica_groups.axes(groups, self._mesh_shape)
     num_shards = max(map(len, groups))

@@ -142,7 +142,7 @@ def _scattered(module, graph, sent):
         for n in hlo_flow.results(node)
         if _num_taken(n, graph, is_own) * num_shards == n.array.size
     ]
-    sums = _sums(cut, sent)
+    sums = [c for c in _sums(cut, sent) if c.primitive == 'psum']
     if node.collective == 'all-reduce' and sums:
       other = ', or a slice before the sum, if another axis chooses the part'
       other = other if num_shards < module.num_devices else ''

@@ -12,8 +12,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.monitoring import digests
 from shard_transforms._src.reduction import collectives
 
@@ -57,15 +56,15 @@ class CrossCheckState(NamedTuple):
   trusted: jax.Array
 
   rules = {
-      'num_checks': state_rules.Rule(metric='same'),
-      'num_unexplained': state_rules.Rule(metric='same'),
-      'num_differing': state_rules.Rule(metric='maximum'),
-      'num_suspected': state_rules.Rule(metric='maximum'),
+      'num_checks': states.Rule(metric='same'),
+      'num_unexplained': states.Rule(metric='same'),
+      'num_differing': states.Rule(metric='maximum'),
+      'num_suspected': states.Rule(metric='maximum'),
   }
 
   def health_problem(self) -> str | None:
     """Returns the message of `check_health`, if results have differed."""
-    num_checks = state_rules.largest_here(self.num_checks)
+    num_checks = states.largest_here(self.num_checks)
     # Under `jax.pmap`, each shard has a copy, which it keeps in a leading axis.
     suspected = _one_copy(self.num_suspected)
     if suspected.any():
@@ -76,7 +75,7 @@ class CrossCheckState(NamedTuple):
           f' `{_CALLER}`, last in leaf {_one_copy(self.last_leaf)[shard]}.'
           ' Suspect its device: go back to a checkpoint, and train without it.'
       )
-    if unexplained := state_rules.largest_here(self.num_unexplained):
+    if unexplained := states.largest_here(self.num_unexplained):
       return (
           f'Shards computed different results from the same batch in'
           f' {unexplained} of {num_checks} checks of `{_CALLER}`, and no'
@@ -196,12 +195,12 @@ def cross_check(
     num_shards = arguments.as_at_least('num_shards', num_shards, 2)
     counts = jnp.zeros(num_shards, jnp.int32)
     return CrossCheckState(
-        num_steps=counters.zero(),
-        num_checks=counters.zero(),
-        num_unexplained=counters.zero(),
+        num_steps=states.counter(),
+        num_checks=states.counter(),
+        num_unexplained=states.counter(),
         num_differing=counts,
         num_suspected=jnp.copy(counts),
-        last_leaf=counts + counters.NEVER,
+        last_leaf=counts + states.NEVER,
         trusted=counts == 0,
     )
 
@@ -224,7 +223,7 @@ def cross_check(
 
     is_due = collectives.agreed(state.num_steps % every == 0)
     result, state = lax.cond(is_due, check, lambda: (call(own), state))
-    return result, state._replace(num_steps=counters.add(state.num_steps, 1))
+    return result, state._replace(num_steps=states.count(state.num_steps, 1))
 
   def weight(state):
     _check_state(state, axes)
@@ -315,7 +314,7 @@ def _evaluate(call, own, before, axes, distances):
     return _Turn(turn.number + 1, num_turns, batch, result, sums)
 
   first = _Turn(
-      number=counters.zero(),
+      number=states.counter(),
       num_turns=jnp.int32(2),
       batch=own,
       result=before,
@@ -404,10 +403,10 @@ def _after_check(state, turn, by_turn):
   last_leaf = jnp.where(differs, first, state.last_leaf)
   last_leaf = jnp.where(suspected, wrong_leaf, last_leaf)
   return state._replace(
-      num_checks=counters.add(state.num_checks, 1),
-      num_unexplained=counters.add(state.num_unexplained, unexplained),
-      num_differing=counters.add(state.num_differing, differs),
-      num_suspected=counters.add(state.num_suspected, suspected),
+      num_checks=states.count(state.num_checks, 1),
+      num_unexplained=states.count(state.num_unexplained, unexplained),
+      num_differing=states.count(state.num_differing, differs),
+      num_suspected=states.count(state.num_suspected, suspected),
       last_leaf=last_leaf,
       trusted=~suspected,
   )

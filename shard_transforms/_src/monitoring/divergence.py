@@ -16,10 +16,9 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.monitoring import digests
 from shard_transforms._src.reduction import collectives
 
@@ -48,21 +47,21 @@ class DivergenceState(NamedTuple):
   first_diverged_step: jax.Array
 
   rules = {
-      'num_updates': state_rules.Rule(metric='same'),
-      'divergence': state_rules.Rule(metric='same'),
-      'diverged_count': state_rules.Rule(metric='same'),
-      'first_diverged_step': state_rules.Rule(metric='same'),
+      'num_updates': states.Rule(metric='same'),
+      'divergence': states.Rule(metric='same'),
+      'diverged_count': states.Rule(metric='same'),
+      'first_diverged_step': states.Rule(metric='same'),
   }
 
   def health_problem(self) -> str | None:
     """Returns the message of `check_health`, if shards have diverged."""
-    if not state_rules.largest_here(self.diverged_count):
+    if not states.largest_here(self.diverged_count):
       return None
     return (
         'Shards must hold the same bits, but `track_divergence` found that they'
-        f' differ in {state_rules.largest_here(self.diverged_count)} of its'
+        f' differ in {states.largest_here(self.diverged_count)} of its'
         ' checks, first at update'
-        f' {state_rules.largest_here(self.first_diverged_step)}. Go'
+        f' {states.largest_here(self.first_diverged_step)}. Go'
         ' back to a checkpoint from before it. If it comes again, the'
         ' parameters depend on something that differs between shards; else'
         ' suspect the hardware.'
@@ -164,10 +163,10 @@ def track_divergence(
   def init_fn(params):
     del params
     return DivergenceState(
-        num_updates=counters.zero(),
+        num_updates=states.counter(),
         divergence=jnp.zeros([], jnp.uint32),
-        diverged_count=counters.zero(),
-        first_diverged_step=jnp.full([], counters.NEVER, jnp.int32),
+        diverged_count=states.counter(),
+        first_diverged_step=jnp.full([], states.NEVER, jnp.int32),
     )
 
   def update_fn(updates, state, params=None, **extra_args):
@@ -178,11 +177,11 @@ def track_divergence(
         is_due, lambda: divergence_of(tree), lambda: state.divergence
     )
     differs = is_due & (divergence > 0)
-    is_first = differs & (state.first_diverged_step == counters.NEVER)
+    is_first = differs & (state.first_diverged_step == states.NEVER)
     return updates, DivergenceState(
-        num_updates=counters.add(state.num_updates, 1),
+        num_updates=states.count(state.num_updates, 1),
         divergence=divergence,
-        diverged_count=counters.add(state.diverged_count, differs),
+        diverged_count=states.count(state.diverged_count, differs),
         first_diverged_step=jnp.where(
             is_first, state.num_updates, state.first_diverged_step
         ),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.reduction import collectives
 
 # States of Optax cannot declare their metrics themselves.
@@ -109,7 +109,7 @@ def metrics(
   axes_lib.size(axes, 'metrics')
   found = {}
   num_named = collections.Counter()
-  for node in state_rules.nodes(state, _is_measured):
+  for node in states.nodes(state, _is_measured):
     name, numbers = _numbers(node)
     num_named[name] += 1
     if num_named[name] > 1:
@@ -128,7 +128,7 @@ def _kinds(node):
   """Returns how each metric of a state becomes one number, by its name."""
   if type(node) in _OF_OPTAX:
     return dict.fromkeys(_OF_OPTAX[type(node)], 'same')
-  rules = state_rules.rules_of(node)
+  rules = states.rules_of(node)
   return {name: x.metric for name, x in rules.items() if x.metric is not None}
 
 
@@ -207,7 +207,7 @@ def check_health(state: optax.OptState) -> None:
         ...
     RuntimeError: `guard` has skipped the last 2 updates, 1 to 2: ...
   """
-  found = list(state_rules.nodes(state, _is_monitored))
+  found = list(states.nodes(state, _is_monitored))
   if not found:
     raise ValueError(
         '`state` must hold a `GuardState`, a `DivergenceState` or another that'

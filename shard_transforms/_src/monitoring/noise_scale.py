@@ -9,8 +9,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -45,10 +44,10 @@ class NoiseScaleState(NamedTuple):
   inner_state: optax.OptState
 
   rules = {
-      'num_measured': state_rules.Rule(metric='same'),
-      'gradient_square': state_rules.Rule(metric='same'),
-      'noise': state_rules.Rule(metric='same'),
-      'noise_scale': state_rules.Rule(metric='same'),
+      'num_measured': states.Rule(metric='same'),
+      'gradient_square': states.Rule(metric='same'),
+      'noise': states.Rule(metric='same'),
+      'noise_scale': states.Rule(metric='same'),
   }
 
   @property
@@ -133,7 +132,7 @@ def track_noise_scale(
 
   def init_fn(params):
     zero = jnp.zeros([], jnp.float32)
-    return NoiseScaleState(counters.zero(), zero, zero, inner.init(params))
+    return NoiseScaleState(states.counter(), zero, zero, inner.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, NoiseScaleState, axes, _CALLER)
@@ -149,7 +148,7 @@ def track_noise_scale(
       return jnp.where(is_known, decay * old + (1 - decay) * new, old)
 
     return reduced, NoiseScaleState(
-        num_measured=counters.add(state.num_measured, is_known),
+        num_measured=states.count(state.num_measured, is_known),
         gradient_square=average(state.gradient_square, gradient_square),
         noise=average(state.noise, noise),
         inner_state=inner_state,

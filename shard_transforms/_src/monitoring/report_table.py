@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import os
+from typing import Any
 
 # Bytes that each of `n` shards on a ring sends for an operand of `x` bytes.
 _COSTS = {
@@ -96,6 +97,10 @@ class WireReport:
   Args:
     collectives: The arrays that shards exchange, in the order of the program.
     warnings: Sentences about redundant communication and deadlocks.
+    memory: What `jax.stages.Compiled.memory_analysis` tells of a compiled
+      program: the bytes of its arguments (`argument_size_in_bytes`), of its
+      temporary memory (`temp_size_in_bytes`) and of its code
+      (`generated_code_size_in_bytes`) on one device; `None` of a traced one.
 
   Examples:
     >>> import shard_transforms
@@ -105,6 +110,7 @@ class WireReport:
 
   collectives: tuple[Collective, ...]
   warnings: tuple[str, ...] = ()
+  memory: Any = dataclasses.field(default=None, compare=False)
 
   @property
   def total_bytes(self) -> float:

@@ -12,11 +12,11 @@ from jax import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shard_transforms._src.analysis import deadlocks
 from shard_transforms._src.analysis import gradient_points
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import redundant_sums
+from shard_transforms._src.analysis import shard_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import partition_specs as specs_lib
@@ -55,7 +55,10 @@ def wire_report(
   with the line of your program that asked for each array; in `merged`, all
   arrays that one operation sends are one row. Loops with a known trip count are
   multiplied by it. If JAX finds a program in its compilation cache, lines and
-  scopes are those of when it was compiled.
+  scopes are those of when it was compiled. The report also has the memory that
+  the program needs. The mesh may be of devices that are not here, such as those
+  of a TPU slice, if arguments are shapes with shardings; see
+  `docs/compile_for_hardware.md`.
 
   In the report of a traced program, `warnings` name
 
@@ -108,7 +111,8 @@ def wire_report(
       does not map names to integers, or `mesh` is no mesh.
     ValueError: If a size is less than 1; or a compiled program is for other
       arguments or another backend, or its mesh is of another size, not known,
-      or given for a traced function.
+      or given for a traced function; or arguments are on other devices than
+      the mesh of `fn`.
 
   Examples:
     >>> import jax
@@ -157,7 +161,7 @@ def wire_report(
   program = inlining.flatten(jaxpr.jaxpr)
   warnings = (
       *redundant_sums.find(program),
-      *deadlocks.find(program),
+      *shard_flow.find_deadlocks(program),
       *gradient_points.find(program),
       *_unseen(program, (args, kwargs) if axis_sizes is None else ()),
   )

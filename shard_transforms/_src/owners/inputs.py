@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import states
 from shard_transforms._src.owners import dependence
 from shard_transforms._src.owners import layout as layout_lib
 from shard_transforms._src.owners import owned_leaves
@@ -70,11 +70,11 @@ def of_step(
   stored = jax.tree.leaves(state.leaves, is_leaf=layout_lib.is_place)
   for i, leaf in enumerate(stored, first):
     if owners.is_mixed(of[i]):
-      leaf = per_shard_state.own(leaf, axes, caller)
+      leaf = states.own(leaf, axes, caller)
     if not layout_lib.is_place(leaf):
       shared[i] = leaf
   shared |= enumerate(jax.tree.leaves(params), first + len(stored))
-  rows = per_shard_state.own(state.rows, axes, caller)
+  rows = states.own(state.rows, axes, caller)
   return Inputs(shared, (layout_of_sent, layout), (sent, rows))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import full_rules
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.owners import layout as layout_lib
 
 
@@ -101,4 +101,4 @@ def _place(full, target):
 
 
 # Full, the leaves of all owners are the state of `inner`.
-FULL_RULE = state_rules.Rule(full=_full, place=_place)
+FULL_RULE = states.Rule(full=_full, place=_place)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import states
 from shard_transforms._src.owners import inputs as inputs_lib
 from shard_transforms._src.owners import layout as layout_lib
 from shard_transforms._src.owners import leaf_program
@@ -149,4 +149,4 @@ class OwnedRun:
     )
 
   def _stored(self, tree):
-    return per_shard_state.store(tree, self.owners.reduction.axes)
+    return states.store(tree, self.owners.reduction.axes)

@@ -1,10 +1,11 @@
-"""Rows that shards exchange, sent in pieces where this pays."""
+"""Rows that shards exchange: small integers in a byte, long rows in pieces."""
 
 import math
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import thresholds
@@ -14,37 +15,38 @@ from shard_transforms._src.reduction import collectives
 def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the rows addressed to this shard, ordered by sender.
 
-  There is one for each shard, [shards, elements], in the order of the mesh; see
+  There is one for each shard, [shards, ...], in the order of the mesh; see
   `collectives.row_index`.
   """
   order = axes_lib.in_mesh_order(axes)
   if not axes_lib.on_mapped_mesh(axes):
     return _exchange_by_axes(rows, order)
-  return _in_pieces(lambda rows: lax.all_to_all(rows, order, 0, 0), rows)
+  return _in_pieces(lambda rows: lax.all_to_all(rows, order, 0, 0), rows, 1)
 
 
-def gather_flat(row: jax.Array, axes: collectives.Axes) -> jax.Array:
-  """Returns the rows [elements] of all shards, as `collectives.gather`."""
-  return _in_pieces(lambda row: collectives.gather(row, axes), row)
+def gather(row: jax.Array, axes: collectives.Axes) -> jax.Array:
+  """Returns the rows of all shards, as `collectives.gather`."""
+  return _in_pieces(lambda row: collectives.gather(row, axes), row, 0)
 
 
 def _exchange_by_axes(rows, order):
   """Returns what `exchange` does where a mesh has other axes, or none."""
   sizes = map(lax.axis_size, order)
-  parts = lax.reshape(rows, (*sizes, rows.shape[1]))
+  parts = lax.reshape(rows, (*sizes, *rows.shape[1:]))
   for dimension, axis in enumerate(order):
     parts = collectives.exchange_along(parts, axis, dimension)
   return lax.reshape(parts, rows.shape)
 
 
-def _in_pieces(send, rows):
-  """Returns `send(rows)`, [shards, elements], sent in pieces where this pays.
+def _in_pieces(send, rows, num_leading):
+  """Returns `send(rows)`, [shards, ...], sent in pieces where this pays.
 
   A loop sends them, so that there are few operations to compile however many
   pieces there are.
   """
-  *lead, length = rows.shape
+  lead, shape = rows.shape[:num_leading], rows.shape[num_leading:]
   most = thresholds.measured().piece_bytes or rows.nbytes
+  length = math.prod(shape)
   num_pieces = math.ceil(length / max(most // rows.dtype.itemsize, 1))
   if num_pieces <= 1:
     return send(rows)
@@ -52,7 +54,31 @@ def _in_pieces(send, rows):
   # after it, processes received a piece of another size, and gloo aborted.
   size = math.ceil(length / num_pieces)
   padding = [*[(0, 0)] * len(lead), (0, num_pieces * size - length)]
-  pieces = jnp.pad(rows, padding).reshape(*lead, num_pieces, size)
+  flat = jnp.pad(rows.reshape(*lead, length), padding)
+  pieces = flat.reshape(*lead, num_pieces, size)
   sent = lax.map(send, jnp.moveaxis(pieces, -2, 0))
   sent = jnp.moveaxis(sent, 0, 1)
-  return sent.reshape(len(sent), -1)[:, :length]
+  return sent.reshape(len(sent), -1)[:, :length].reshape(-1, *shape)
+
+
+def pack_integers(values: jax.Array, num_values: int) -> jax.Array:
+  """Returns small integers [..., n] as bytes [..., n / num_values].
+
+  Neighbours in a byte are far apart in the row, so that whole parts of the row
+  are combined by one vector operation. Values, or booleans, are below
+  2 ** (8 / num_values); a byte has 2, 4 or 8 of them.
+  """
+  *lead, length = values.shape
+  shifts = np.arange(0, 8, 8 // num_values, dtype=np.uint8)
+  shifts = shifts.reshape(*(1,) * len(lead), num_values, 1)
+  parts = values.astype(jnp.uint8)
+  parts = parts.reshape(*lead, num_values, length // num_values)
+  return jnp.sum(parts << shifts, axis=-2, dtype=jnp.uint8)
+
+
+def unpack_integers(packed: jax.Array, num_values: int) -> jax.Array:
+  """Returns the integers [..., num_values n] in bytes [..., n]."""
+  bits = 8 // num_values
+  mask = np.uint8(2**bits - 1)
+  parts = [(packed >> np.uint8(i * bits)) & mask for i in range(num_values)]
+  return jnp.concatenate(parts, axis=-1)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import chex
@@ -189,17 +190,21 @@ def _reduce(
       Key(sent_over(x, options), x.dtype, axes_lib.varying_axes(x))
       for x in values
   ]
-  factors = {}
-  if options.kind == 'mean' and own.total is not None:
-    factors = {
-        d: _reciprocal(own.total, d) for d in {key.dtype for key in keys}
-    }
+  reciprocal = functools.cache(functools.partial(_reciprocal, own.total))
 
   def send(buffer, key):
     summed = sum_over(buffer, key.axes)
     if options.kind == 'sum':
       return summed
-    return _divided(summed, key, factors.get(key.dtype), options)
+    if own.total is not None:
+      # XLA turns a division by an array into a product for some shapes only:
+      # packed leaves would get other bits.
+      return lax.mul(summed, reciprocal(key.dtype))
+    size = axes_lib.size(key.axes, options.caller)
+    if options.groups is not None:
+      size = len(options.groups[0])
+    # `/` takes several times as long to trace.
+    return lax.div(summed, summed.dtype.type(size))
 
   levels = options.levels() if any(key.axes for key in keys) else ()
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
@@ -215,19 +220,6 @@ def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
   return tuple(
       axis for axis in options.axes if axes_lib.state(leaf, axis) != 'invariant'
   )
-
-
-def _divided(summed, key, factor, options):
-  """Returns the mean of a sum; `factor` is the reciprocal of a total weight."""
-  if factor is not None:
-    # XLA turns a division by an array into a product for some shapes only:
-    # packed leaves would get other bits.
-    return lax.mul(summed, factor)
-  size = axes_lib.size(key.axes, options.caller)
-  if options.groups is not None:
-    size = len(options.groups[0])
-  # `/` takes several times as long to trace.
-  return lax.div(summed, summed.dtype.type(size))
 
 
 def _reciprocal(x, dtype):

@@ -1,11 +1,12 @@
-"""Norms of trees whose leaves may be sliced over shards."""
+"""Norms of trees whose leaves may be sliced, and whether these are finite."""
 
 import collections
 from collections.abc import Hashable
-from collections.abc import Sequence
+import functools
 
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -63,6 +64,7 @@ def global_norm(
   caller = 'global_norm'
   partition_specs.check(sharded, caller)
   axes = axes_lib.optional_axes(axis_name)
+  leaves_lib.check_inexact(tree, caller)
   return jnp.sqrt(sum_of_squares(tree, axes, sharded, caller))
 
 
@@ -73,55 +75,43 @@ def sum_of_squares(
     caller: str,
 ) -> jax.Array:
   """Returns the sum of the squares of all elements, float32 or wider []."""
-  numbers = [0] * len(jax.tree.leaves(tree))
+  by_axes = collections.defaultdict(lambda: jnp.float32(0))
+  sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
+  for leaf, sliced in zip(jax.tree.leaves(tree), sliced_axes, strict=True):
+    if not leaves_lib.is_float0(leaf):
+      by_axes[sliced] += _squares(leaf)
   with jax.named_scope(caller):
-    totals = [
-        collectives.total(squares[0], sliced)
-        for sliced, squares in _squares_by_axes(
-            tree, numbers, axes, sharded, caller
-        )
-    ]
+    totals = [collectives.total(x, sliced) for sliced, x in by_axes.items()]
   return sum(totals, jnp.float32(0))
 
 
-def sums_of_squares(
-    tree: optax.Updates,
-    numbers: Sequence[int],
-    axes: tuple[Hashable, ...],
-    sharded: partition_specs.SpecTree,
-    caller: str,
-) -> jax.Array:
-  """Returns sums of squares of leaves, by the number of the sum of each leaf.
-
-  They are float32 or wider, [sums].
-  """
-  with jax.named_scope(caller):
-    totals = [
-        collectives.total(jnp.stack(squares), sliced)
-        for sliced, squares in _squares_by_axes(
-            tree, numbers, axes, sharded, caller
-        )
-    ]
-  return sum(totals, jnp.zeros(1 + max(numbers, default=0), jnp.float32))
-
-
-def _squares_by_axes(tree, numbers, axes, sharded, caller):
-  """Returns this shard's sums by the axes over which leaves are sliced."""
-  leaves_lib.check_inexact(tree, caller)
-  zeros = [jnp.float32(0)] * (1 + max(numbers, default=0))
-  by_axes = collections.defaultdict(lambda: list(zeros))
-  sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
-  leaves = jax.tree.leaves(tree)
-  for leaf, number, sliced in zip(leaves, numbers, sliced_axes, strict=True):
-    if not leaves_lib.is_float0(leaf):
-      by_axes[sliced][number] += _squares(leaf)
-  return by_axes.items()
-
-
 def _squares(leaf):
-  leaf = jnp.asarray(leaf)
-  if jnp.iscomplexobj(leaf):
-    return _squares(leaf.real) + _squares(leaf.imag)
-  return jnp.sum(
-      jnp.square(leaf.astype(leaves_lib.accumulator_dtype(leaf.dtype)))
-  )
+  parts = map(leaves_lib.as_accumulator, _real_parts(jnp.asarray(leaf)))
+  return functools.reduce(lax.add, [jnp.sum(jnp.square(x)) for x in parts])
+
+
+def are_finite(
+    tree: optax.Updates, sliced_over: tuple[Hashable, ...]
+) -> jax.Array:
+  """Returns whether all elements of all slices are finite, bool []."""
+  # 0 times an element is 0, or NaN if the element is not finite. A sum of these
+  # cannot overflow, and takes half the time of a check of each element.
+  zeros = [
+      _sum_of_zeros(part)
+      for leaf in jax.tree.leaves(tree)
+      if not leaves_lib.is_float0(leaf)
+      for part in _real_parts(jnp.asarray(leaf))
+  ]
+  total = functools.reduce(lax.add, zeros, jnp.float32(0))
+  return collectives.total(total, sliced_over) == 0
+
+
+def _real_parts(leaf):
+  return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+
+
+def _sum_of_zeros(part):
+  part = leaves_lib.as_accumulator(part)
+  zeros = lax.mul(part, lax.full_like(part, 0))
+  total = lax.reduce_sum(zeros, tuple(range(part.ndim)))
+  return leaves_lib.as_dtype(total, jnp.float32)

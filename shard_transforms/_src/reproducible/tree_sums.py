@@ -60,5 +60,10 @@ def psum(x: jax.Array, axes: collectives.Axes) -> jax.Array:
   if x.size < num_shards:
     # One collective, in place of two or more.
     return sum_rows(collectives.gather(x, axes))
-  part = scatter(leaves_lib.cut(x.ravel(), num_shards), axes)
+  if x.ndim == 0 or len(x) % num_shards:
+    rows = leaves_lib.cut(x.ravel(), num_shards)
+  else:
+    # The same cut. Flat rows take XLA for TPUs six times the code.
+    rows = lax.reshape(x, (num_shards, len(x) // num_shards, *x.shape[1:]))
+  part = scatter(rows, axes)
   return leaves_lib.join(collectives.gather(part, axes), x)

@@ -10,10 +10,8 @@ import numpy as np
 import optax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
@@ -23,7 +21,7 @@ from shard_transforms._src.reproducible import tree_reduction
 
 def _total_rule(state, _):
   """Returns how partial sums are resized: between steps, none counts."""
-  return _refused(state) or state_rules.Rule(resize='begin_anew')
+  return _refused(state) or states.Rule(resize='begin_anew')
 
 
 def _total_weight_rule(state, _):
@@ -32,14 +30,14 @@ def _total_weight_rule(state, _):
   Rows of another number would be of a step of another number of towers, and are
   refused.
   """
-  return _refused(state) or state_rules.Rule(resize='sum')
+  return _refused(state) or states.Rule(resize='sum')
 
 
 def _refused(state):
   """Returns the rule of sums of an unfinished window; `None` between steps."""
   if not np.any(state.tower):
     return None
-  return state_rules.Rule(
+  return states.Rule(
       resize='refuse',
       reason=(
           '`state` of `resize_state` must have no tower in its window, got'
@@ -89,9 +87,9 @@ class TowersState(NamedTuple):
   inner_state: optax.OptState
 
   rules = {
-      'tower': state_rules.Rule(metric='same'),
-      'total': state_rules.Rule(resize=_total_rule),
-      'total_weight': state_rules.Rule(resize=_total_weight_rule),
+      'tower': states.Rule(metric='same'),
+      'total': states.Rule(resize=_total_rule),
+      'total_weight': states.Rule(resize=_total_weight_rule),
   }
 
 
@@ -125,17 +123,15 @@ def transformation(
   def init_fn(params):
     total = partial_sums.empty(params, num_towers)
     total_weight = jnp.zeros(num_levels(), jnp.float32)
-    total, total_weight = per_shard_state.store(
-        (total, total_weight), reduction.axes
-    )
-    return TowersState(counters.zero(), total, total_weight, init(params))
+    total, total_weight = states.store((total, total_weight), reduction.axes)
+    return TowersState(states.counter(), total, total_weight, init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _check(updates, state, num_levels(), reduction)
     window = _collect(updates, state, weight, reduction)
 
     def end(window, params, /, **extra_args):
-      total, total_weight = per_shard_state.own(
+      total, total_weight = states.own(
           (window.total, window.total_weight), reduction.axes, reduction.caller
       )
       sums = jax.tree.map(row, total)
@@ -192,7 +188,7 @@ def _collect(updates, state, weight, reduction):
       differ between shards where the window does not.
   """
   axes, caller = reduction.axes, reduction.caller
-  total, total_weight = per_shard_state.own(
+  total, total_weight = states.own(
       (state.total, state.total_weight), axes, caller
   )
   zeros = jax.tree.map(partial_sums.zero, total)
@@ -213,10 +209,10 @@ def _collect(updates, state, weight, reduction):
 
   total = leaves_lib.tree_map(add, total, zeros, updates)
   total_weight = partial_sums.add(total_weight, own_weight, state.tower)
-  total, total_weight = per_shard_state.store((total, total_weight), axes)
-  tower = counters.add(state.tower, 1)
+  total, total_weight = states.store((total, total_weight), axes)
+  tower = states.count(state.tower, 1)
   window = TowersState(tower, total, total_weight, state.inner_state)
-  per_shard_state.check_kept(state, window, caller)
+  states.check_kept(state, window, caller)
   return window
 
 

@@ -10,8 +10,7 @@ import optax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 
 _CALLER = 'compensate_delay'
@@ -39,7 +38,7 @@ class CompensateDelayState(NamedTuple):
 
   # Larger mean squares give less compensation. With the maximum over shards, no
   # shard compensates more than before.
-  rules = {'mean_square': state_rules.Rule(resize='maximum')}
+  rules = {'mean_square': states.Rule(resize='maximum')}
 
 
 def compensate_delay(
@@ -123,7 +122,7 @@ def compensate_delay(
     if decay is None:
       return CompensateDelayState(())
     zeros = jax.tree.map(jnp.real, leaves_lib.accumulators(params))
-    return CompensateDelayState(per_shard_state.store(zeros, axes))
+    return CompensateDelayState(states.store(zeros, axes))
 
   def update_fn(
       updates,
@@ -225,7 +224,7 @@ def _record(kept, squares, decay, counts, axes):
     after = decay * mean + (1 - decay) * square
     return jnp.where(counts, after.astype(mean.dtype), mean)
 
-  mean_square = per_shard_state.own(kept, axes, _CALLER)
+  mean_square = states.own(kept, axes, _CALLER)
   arguments.check_like(squares, mean_square, _CALLER)
   arguments.check_varies_with(squares, mean_square, _CALLER)
   return leaves_lib.tree_map(record, mean_square, squares)
@@ -237,8 +236,8 @@ def _kept(state, mean_square, axes):
   Raises:
     ValueError: If the mean differs between shards, but is kept as one.
   """
-  after = CompensateDelayState(per_shard_state.store(mean_square, axes))
-  per_shard_state.check_kept(state, after, _CALLER)
+  after = CompensateDelayState(states.store(mean_square, axes))
+  states.check_kept(state, after, _CALLER)
   return after
 
 

@@ -11,10 +11,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 
 _CALLER = 'delay_updates'
 
@@ -22,14 +20,14 @@ _CALLER = 'delay_updates'
 def _pending_rule(_, reduction):
   """Returns how pending updates keep their reduction over the shards."""
   if reduction in ('mean', 'sum'):
-    return state_rules.Rule(resize=reduction)
+    return states.Rule(resize=reduction)
   reason = (
       "`reduction` of `resize_state` must be 'mean' or 'sum', got"
       f' {reduction!r}: the updates that are pending on each shard, at'
       ' {name}, give the same result only if it is known how shards are'
       ' reduced.'
   )
-  return state_rules.Rule(resize='refuse', reason=reason)
+  return states.Rule(resize='refuse', reason=reason)
 
 
 class DelayUpdatesState(NamedTuple):
@@ -54,7 +52,7 @@ class DelayUpdatesState(NamedTuple):
   slot: jax.Array
   pending: optax.Updates
 
-  rules = {'pending': state_rules.Rule(resize=_pending_rule)}
+  rules = {'pending': states.Rule(resize=_pending_rule)}
 
 
 def delay_updates(
@@ -125,12 +123,12 @@ def delay_updates(
     axes_lib.size(axes, _CALLER)
     start = functools.partial(_start, steps=steps, axes=axes)
     pending = jax.tree.map(start, params) if steps else ()
-    return DelayUpdatesState(counters.zero(), pending)
+    return DelayUpdatesState(states.counter(), pending)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
     arguments.check_update(updates, state, DelayUpdatesState, axes, _CALLER)
-    pending = per_shard_state.own(state.pending, axes, _CALLER)
+    pending = states.own(state.pending, axes, _CALLER)
     _check_steps(pending, steps)
     if not steps:
       return updates, state
@@ -141,8 +139,8 @@ def delay_updates(
     pending = leaves_lib.tree_map(put, pending, updates)
     slot = (state.slot + 1) % (steps + 1)
     oldest = jax.tree.map(functools.partial(_take, slot), pending)
-    after = DelayUpdatesState(slot, per_shard_state.store(pending, axes))
-    per_shard_state.check_kept(state, after, _CALLER)
+    after = DelayUpdatesState(slot, states.store(pending, axes))
+    states.check_kept(state, after, _CALLER)
     return leaves_lib.tree_map(_like, updates, oldest), after
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -157,7 +155,7 @@ def _start(param, steps, axes):
   zeros = jnp.zeros_like(param, dtype=dtype)
   # With one slot more than steps, XLA writes in place: it reads another slot
   # than it writes, and after the write.
-  return per_shard_state.store(lax.broadcast(zeros, (steps + 1,)), axes)
+  return states.store(lax.broadcast(zeros, (steps + 1,)), axes)
 
 
 def _take(slot, pending):

@@ -15,7 +15,7 @@ import optax
 from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.state import placement
 from shard_transforms._src.state import row_resizing
 from shard_transforms._src.state import shardings
@@ -95,7 +95,7 @@ def place_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: state_rules.Reduction | None = None,
+    reduction: states.Reduction | None = None,
 ) -> optax.OptState:
   """Places the state of a checkpoint on a mesh of any number of shards.
 
@@ -332,8 +332,8 @@ def _map_fields(fn, rules_of, state, like, path=()):
 
   def of_node(sub, node, like):
     here = (*path, *sub)
-    if not state_rules.declares(node):
-      return fn(here, state_rules.Rule(), node, like)
+    if not states.declares(node):
+      return fn(here, states.Rule(), node, like)
 
     def is_part(part):
       return part is not node and part is not like
@@ -350,14 +350,14 @@ def _map_fields(fn, rules_of, state, like, path=()):
 
     return jax.tree.map_with_path(of_field, node, like, is_leaf=is_part)
 
-  is_leaf = state_rules.declares
+  is_leaf = states.declares
   _check_same_trees(path, state, like, is_leaf)
   return jax.tree.map_with_path(of_node, state, like, is_leaf=is_leaf)
 
 
 def _full_rules_of(node, _):
   """Returns the rules of those fields of a node that have a full form."""
-  rules = state_rules.rules_of(node)
+  rules = states.rules_of(node)
   return {name: rule for name, rule in rules.items() if rule.full is not None}
 
 
@@ -370,7 +370,7 @@ def _resize_rules_of(node, like, reduction):
   """
   rules = {
       name: rule
-      for name, rule in state_rules.rules_of(node).items()
+      for name, rule in states.rules_of(node).items()
       if rule.resize != 'keep'
   }
   changed = {
@@ -386,7 +386,7 @@ def _resize_rules_of(node, like, reduction):
   for name, rule in rules.items():
     if callable(rule.resize):
       rules[name] = rule.resize(node, reduction)
-      state_rules.check_rule(node, name, rules[name])
+      states.check_rule(node, name, rules[name])
   begun = {name for name, rule in rules.items() if rule.resize == 'begin_anew'}
   # What changes by itself is of other parameters, and does not begin anew.
   return rules if changed - begun else {}

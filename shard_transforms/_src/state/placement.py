@@ -46,7 +46,8 @@ def init_state(
   Raises:
     NameError: As in `state_specs`.
     TypeError: As in `state_specs`.
-    ValueError: As in `state_specs`.
+    ValueError: As in `state_specs`, or if the parameters are arrays and the
+      devices of the mesh are not here.
 
   Examples:
     >>> import jax
@@ -78,8 +79,24 @@ def init_state(
   if specs.is_abstract(params):
     given = specs.abstract(params, param_specs, mesh)
     return specs.abstract(jax.eval_shape(init, given), out_specs, mesh)
-  params = jax.device_put(params, _shardings(param_specs, mesh))
+  params = _placed(params, param_specs, mesh)
   return jax.jit(init, out_shardings=_shardings(out_specs, mesh))(params)
+
+
+def _placed(params, param_specs, mesh):
+  try:
+    if isinstance(mesh, jax.sharding.Mesh):
+      return jax.device_put(params, _shardings(param_specs, mesh))
+    problem = None
+  except jax.errors.JaxRuntimeError as error:
+    # Devices of a topology can be compiled for, and no more.
+    if 'compile-only' not in str(error):
+      raise
+    problem = error
+  raise ValueError(
+      '`params` must be shapes where the devices of `mesh` are not here, got'
+      f' arrays for {mesh}. Give `jax.eval_shape(lambda: params)`.'
+  ) from problem
 
 
 def _shardings(tree, mesh):

@@ -6,7 +6,7 @@ import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.state import full_state
 
 
@@ -17,7 +17,7 @@ def resize_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: state_rules.Reduction | None = None,
+    reduction: states.Reduction | None = None,
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.base import full_rules
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 
 _COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
 def apply_rule(
-    rule: state_rules.Rule, name: str, old: np.ndarray, target: Any
+    rule: states.Rule, name: str, old: np.ndarray, target: Any
 ) -> np.ndarray:
   """Returns the values of a leaf for another number of shards.
 

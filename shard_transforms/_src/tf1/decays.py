@@ -56,7 +56,6 @@ def exponential_decay(
   References:
     `tf.train.exponential_decay` of TensorFlow 1.15.
   """
-  del name
   return learning_rate * decay_rate ** _progress(
       global_step, decay_steps, staircase
   )
@@ -96,7 +95,6 @@ def natural_exp_decay(
   References:
     `tf.train.natural_exp_decay` of TensorFlow 1.15.
   """
-  del name
   return learning_rate * jnp.exp(
       -decay_rate * _progress(global_step, decay_steps, staircase)
   )
@@ -136,7 +134,6 @@ def inverse_time_decay(
   References:
     `tf.train.inverse_time_decay` of TensorFlow 1.15.
   """
-  del name
   return learning_rate / (
       1 + decay_rate * _progress(global_step, decay_steps, staircase)
   )
@@ -179,7 +176,6 @@ def polynomial_decay(
   References:
     `tf.train.polynomial_decay` of TensorFlow 1.15.
   """
-  del name
   step = jnp.asarray(global_step, jnp.float32)
   if cycle:
     rounds = jnp.maximum(jnp.ceil(step / decay_steps), 1)
@@ -219,7 +215,6 @@ def piecewise_constant(
   References:
     `tf.train.piecewise_constant` of TensorFlow 1.15.
   """
-  del name
   if len(values) != len(boundaries) + 1:
     raise ValueError(
         '`values` must be one more than `boundaries`, got'
@@ -264,7 +259,6 @@ def cosine_decay(
     stochastic gradient descent with warm restarts, 2016,
     https://arxiv.org/abs/1608.03983.
   """
-  del name
   progress = jnp.minimum(_progress(global_step, decay_steps), 1)
   return learning_rate * _above(alpha, _half_cosine(progress))
 
@@ -305,7 +299,6 @@ def cosine_decay_restarts(
     SGDR: stochastic gradient descent with warm restarts, 2016,
     https://arxiv.org/abs/1608.03983.
   """
-  del name
   progress = _progress(global_step, first_decay_steps)
   if t_mul == 1:
     restarts = jnp.floor(progress)

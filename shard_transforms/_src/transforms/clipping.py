@@ -77,6 +77,7 @@ def clip_by_global_norm(
 
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
+    leaves_lib.check_inexact(updates, caller)
     if not axes:
       _check_alike(updates)
     norm = jnp.sqrt(norms.sum_of_squares(updates, axes, sharded, caller))

@@ -8,9 +8,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
@@ -48,10 +47,10 @@ class DropStaleState(NamedTuple):
   inner_state: optax.OptState
 
   rules = {
-      'global_step': state_rules.Rule(metric='same'),
-      'stale_count': state_rules.Rule(metric='same'),
-      'stale_shard_count': state_rules.Rule(metric='same'),
-      'stale_fraction': state_rules.Rule(metric='same'),
+      'global_step': states.Rule(metric='same'),
+      'stale_count': states.Rule(metric='same'),
+      'stale_shard_count': states.Rule(metric='same'),
+      'stale_fraction': states.Rule(metric='same'),
   }
 
   @property
@@ -151,48 +150,41 @@ def drop_stale(
         ' alone. A link of a chain cannot tell the next which shards to leave'
         ' out: write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
     )
-  arguments.check_bool('assume_weighted', assume_weighted)
-  inner = optax.identity() if inner is None else inner
-  inner = arguments.as_inner(inner, _CALLER)
+  gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
 
   def init_fn(params):
     return DropStaleState(
-        global_step=counters.zero(),
-        stale_count=counters.zero(),
-        stale_shard_count=counters.zero(),
-        inner_state=inner.init(params),
+        global_step=states.counter(),
+        stale_count=states.counter(),
+        stale_shard_count=states.counter(),
+        inner_state=gate.inner.init(params),
     )
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gating.check_update(checked, updates, state, DropStaleState, axes, _CALLER)
+    gate.check_update(checked, updates, state, DropStaleState)
     local_step = extra_args.get('local_step')
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale, counts = is_fresh, jnp.where(is_fresh, 0, 1), is_fresh
     if axes:
-      given = gating.as_weight(checked, weight, _CALLER)
+      given = gate.as_weight(checked, weight)
       weight = jnp.where(is_fresh, given, 0)
       total_weight, num_stale = collectives.total(
           jnp.stack([weight, jnp.where(is_fresh, 0.0, 1.0)]), axes
       )
       accept, counts = total_weight > 0, weight > 0
-    updates, inner_state = gating.update_or_skip(
+    updates, inner_state = gate.update_or_skip(
         checked,
         accept,
-        inner,
         leaves.zero_unless(counts, updates),
         state.inner_state,
         params,
-        weight=weight,
-        axes=axes,
-        assume_weighted=assume_weighted,
-        extra_args=extra_args,
-        may_be_local=False,
-        caller=_CALLER,
+        weight,
+        extra_args,
     )
     return updates, DropStaleState(
-        global_step=counters.add(state.global_step, accept),
-        stale_count=counters.add(state.stale_count, ~accept & (num_stale > 0)),
-        stale_shard_count=counters.add(state.stale_shard_count, num_stale),
+        global_step=states.count(state.global_step, accept),
+        stale_count=states.count(state.stale_count, ~accept & (num_stale > 0)),
+        stale_shard_count=states.count(state.stale_shard_count, num_stale),
         inner_state=inner_state,
     )
 

@@ -1,5 +1,6 @@
 """`guard`: skips updates that are NaN, infinite or spikes."""
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -9,14 +10,11 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import per_shard_state
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.transforms import bad_updates
 from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
@@ -57,31 +55,31 @@ class GuardState(NamedTuple):
   bad_shard_count: jax.Array
   last_bad_step: jax.Array
   max_consecutive: jax.Array
-  spikes: bad_updates.SpikeState | tuple[()]
+  spikes: spikes_lib.SpikeState | tuple[()]
   inner_state: optax.OptState
 
   rules = {
-      'num_updates': state_rules.Rule(metric='same'),
-      'skipped_count': state_rules.Rule(metric='same'),
-      'consecutive_skipped': state_rules.Rule(metric='same'),
-      'bad_shard_count': state_rules.Rule(metric='same'),
-      'last_bad_step': state_rules.Rule(
-          resize='maximum', empty=counters.NEVER, metric='maximum'
+      'num_updates': states.Rule(metric='same'),
+      'skipped_count': states.Rule(metric='same'),
+      'consecutive_skipped': states.Rule(metric='same'),
+      'bad_shard_count': states.Rule(metric='same'),
+      'last_bad_step': states.Rule(
+          resize='maximum', empty=states.NEVER, metric='maximum'
       ),
   }
 
   def health_problem(self) -> str | None:
     """Returns what `check_health` raises, if too many steps were skipped."""
-    num_skipped = state_rules.largest_here(self.consecutive_skipped)
-    if num_skipped < state_rules.largest_here(self.max_consecutive):
+    num_skipped = states.largest_here(self.consecutive_skipped)
+    if num_skipped < states.largest_here(self.max_consecutive):
       return None
-    num_updates = state_rules.largest_here(self.num_updates)
+    num_updates = states.largest_here(self.num_updates)
     first = num_updates - num_skipped
     bad = _bad_shards(self.last_bad_step, first)
     return (
         f'`guard` has skipped the last {num_skipped} updates, {first} to'
         f' {num_updates - 1}: training does not go on.{bad}'
-        f'{bad_updates.spikes_since(self.spikes, first)} Look at the data and'
+        f'{spikes_lib.spikes_since(self.spikes, first)} Look at the data and'
         ' the learning rate, and go back to a checkpoint from before them.'
     )
 
@@ -193,48 +191,50 @@ def guard(
     raise TypeError(
         f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
     )
-  most = counters.MAX if max_consecutive is None else max_consecutive
-  most = min(arguments.as_at_least('max_consecutive', most, 1), counters.MAX)
+  most = states.MAX_COUNT if max_consecutive is None else max_consecutive
+  most = min(
+      arguments.as_at_least('max_consecutive', most, 1), states.MAX_COUNT
+  )
   partition_specs.check(sharded, _CALLER)
-  arguments.check_bool('assume_weighted', assume_weighted)
   inner = arguments.as_inner(inner, _CALLER)
+  gate = gating.gate(_CALLER, inner, axes, assume_weighted)
 
   def init_fn(params):
     # `full_state` reads the shapes of the state on one shard, of any `guard`.
     if axes_lib.size(axes, _CALLER) > 1:
       _check_enough_shards(axes, num_enough)
-    known = () if spikes is None else bad_updates.start(spikes, axes)
+    known = () if spikes is None else spikes_lib.start(spikes, axes)
     return _start(inner.init(params), known, most, axes)
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gating.check_update(checked, updates, state, GuardState, axes, _CALLER)
+    gate.check_update(checked, updates, state, GuardState)
     _check_enough_shards(axes, num_enough)
-    bad_updates.check_fits(spikes, state.spikes)
-    value = extra_args.get('value')
-    judgement = bad_updates.judge(
-        spikes, state.spikes, updates, value, axes, sharded
+    spikes_lib.check_fits(spikes, state.spikes)
+    judgement = spikes_lib.judge(
+        spikes,
+        state.spikes,
+        updates,
+        extra_args.get('value'),
+        _sliced_over(updates, axes, sharded),
+        sharded,
     )
     counted = jnp.float32(1)
     # After a reduction, each shard still has its own weight, which must not
     # decide.
     if axes:
-      counted = gating.as_weight(checked, weight, _CALLER)
+      counted = gate.as_weight(checked, weight)
       weight = None if weight is None else counted
     decision = _decide(judgement, counted, axes, num_enough)
     if on_bad == 'exclude':
       weight = decision.weight
-    updates, inner_state = gating.update_or_skip(
+    updates, inner_state = gate.update_or_skip(
         checked,
         decision.accept,
-        inner,
-        bad_updates.repaired(updates, judgement.is_healthy, judgement.factor),
+        _repaired(updates, judgement.is_healthy, judgement.factor),
         state.inner_state,
         params,
-        weight=weight,
-        axes=axes,
-        assume_weighted=assume_weighted,
-        extra_args=extra_args,
-        caller=_CALLER,
+        weight,
+        extra_args,
     )
     return updates, _count(state, decision, spikes, axes, inner_state)
 
@@ -243,13 +243,13 @@ def guard(
 
 def _start(inner_state, spikes, max_consecutive, axes):
   """Returns the state before the first update."""
-  never = jnp.full([], counters.NEVER, jnp.int32)
+  never = jnp.full([], states.NEVER, jnp.int32)
   return GuardState(
-      num_updates=counters.zero(),
-      skipped_count=counters.zero(),
-      consecutive_skipped=counters.zero(),
-      bad_shard_count=counters.zero(),
-      last_bad_step=per_shard_state.store(never, axes),
+      num_updates=states.counter(),
+      skipped_count=states.counter(),
+      consecutive_skipped=states.counter(),
+      bad_shard_count=states.counter(),
+      last_bad_step=states.store(never, axes),
       max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
       spikes=spikes,
       inner_state=inner_state,
@@ -294,6 +294,32 @@ def _check_enough_shards(axes, num_enough):
         '`min_shards` of `guard` must be at most the number of shards,'
         f' {num_shards}, got {num_enough!r}.'
     )
+
+
+def _sliced_over(updates, axes, sharded):
+  """Returns the axes, other than those given, over which leaves are sliced.
+
+  Raises:
+    NameError: If one of them is not bound.
+    ValueError: If `sharded` is missing where types do not tell.
+  """
+  found = frozenset()
+  if sharded is not None:
+    specs = jax.tree.leaves(sharded, is_leaf=partition_specs.is_spec)
+    found = found.union(*map(partition_specs.axes_of, specs))
+  elif axes:
+    found = found.union(*map(axes_lib.varying_axes, jax.tree.leaves(updates)))
+    unknown = set(axes_lib.untracked_axes()).difference(axes)
+    if unknown:
+      raise ValueError(
+          '`sharded` of `guard` must say which leaves are sliced over'
+          f' {sorted(unknown, key=str)}, because JAX does not track it here,'
+          ' got None. Give the `PartitionSpec`s of the leaves, or `P()` for'
+          ' none.'
+      )
+  sliced = tuple(sorted(found.difference(axes), key=str))
+  axes_lib.size(sliced, _CALLER)
+  return sliced
 
 
 class _Decision(NamedTuple):
@@ -342,28 +368,44 @@ def _decide(judgement, given, axes, num_enough):
   )
 
 
+def _repaired(updates, is_healthy, factor):
+  """Returns updates, scaled down if they are a spike; zeros if not healthy."""
+  if factor is not None:
+    updates = jax.tree.map(functools.partial(_scale, factor), updates)
+  return leaves.zero_unless(is_healthy, updates)
+
+
+def _scale(factor, leaf):
+  if leaves.is_float0(leaf):
+    return leaf
+  leaf = jnp.asarray(leaf)
+  wide = leaves.as_accumulator(leaf)
+  factor = leaves.as_dtype(factor, wide.dtype)
+  return leaves.as_dtype(wide * factor, leaf.dtype)
+
+
 def _count(state, decision, spikes, axes, inner_state):
   """Returns the state after an update."""
   accept, num_updates = decision.accept, state.num_updates
-  last_bad_step = per_shard_state.own(state.last_bad_step, axes, _CALLER)
+  last_bad_step = states.own(state.last_bad_step, axes, _CALLER)
   last_bad_step = jnp.where(decision.is_bad, num_updates, last_bad_step)
-  skipped_in_a_row = counters.add(state.consecutive_skipped, 1)
+  skipped_in_a_row = states.count(state.consecutive_skipped, 1)
   found = decision.is_spike, decision.of_spikes, accept, num_updates
   return GuardState(
-      num_updates=counters.add(num_updates, 1),
-      skipped_count=counters.add(state.skipped_count, ~accept),
+      num_updates=states.count(num_updates, 1),
+      skipped_count=states.count(state.skipped_count, ~accept),
       consecutive_skipped=jnp.where(accept, 0, skipped_in_a_row),
-      bad_shard_count=counters.add(state.bad_shard_count, decision.num_bad),
-      last_bad_step=per_shard_state.store(last_bad_step, axes),
+      bad_shard_count=states.count(state.bad_shard_count, decision.num_bad),
+      last_bad_step=states.store(last_bad_step, axes),
       max_consecutive=state.max_consecutive,
-      spikes=bad_updates.after(spikes, state.spikes, *found, axes),
+      spikes=spikes_lib.after(spikes, state.spikes, *found, axes),
       inner_state=inner_state,
   )
 
 
 def _bad_shards(last_bad_step, first):
   """Returns a sentence on which shards were bad since an update."""
-  parts = state_rules.parts_here(last_bad_step)
+  parts = states.parts_here(last_bad_step)
   found = sorted(
       {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}
   )

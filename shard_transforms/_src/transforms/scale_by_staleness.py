@@ -10,9 +10,8 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import counters
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import state_rules
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
@@ -42,7 +41,7 @@ class ScaleByStalenessState(NamedTuple):
   global_step: jax.Array
   inner_state: optax.OptState
 
-  rules = {'global_step': state_rules.Rule(metric='same')}
+  rules = {'global_step': states.Rule(metric='same')}
 
 
 def scale_by_staleness(
@@ -148,44 +147,29 @@ def scale_by_staleness(
         ' are weights, for the reduction in `inner`; else write'
         ' `optax.chain(scale_by_staleness(kind), ...)`.'
     )
-  arguments.check_bool('assume_weighted', assume_weighted)
-  inner = optax.identity() if inner is None else inner
-  inner = arguments.as_inner(inner, _CALLER)
+  gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
 
   def init_fn(params):
-    return ScaleByStalenessState(counters.zero(), inner.init(params))
+    return ScaleByStalenessState(states.counter(), gate.inner.init(params))
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gating.check_update(
-        checked, updates, state, ScaleByStalenessState, axes, _CALLER
-    )
+    gate.check_update(checked, updates, state, ScaleByStalenessState)
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     factor = factor_of(_age(step, state.global_step))
     if axes:
-      given = gating.as_weight(checked, weight, _CALLER)
+      given = gate.as_weight(checked, weight)
       weight = weights.usable(weights.weighing(given)(factor))
       accept = collectives.total(weight, axes) > 0
       updates = leaves_lib.zero_unless(weight > 0, updates)
     else:
       accept, weight = None, None
       updates = _scale(updates, factor)
-    updates, inner_state = gating.update_or_skip(
-        checked,
-        accept,
-        inner,
-        updates,
-        state.inner_state,
-        params,
-        weight=weight,
-        axes=axes,
-        assume_weighted=assume_weighted,
-        extra_args=extra_args,
-        may_be_local=False,
-        caller=_CALLER,
+    updates, inner_state = gate.update_or_skip(
+        checked, accept, updates, state.inner_state, params, weight, extra_args
     )
     is_step = True if accept is None else accept
     return updates, ScaleByStalenessState(
-        counters.add(state.global_step, is_step), inner_state
+        states.count(state.global_step, is_step), inner_state
     )
 
   return gating.transformation(init_fn, step)
@@ -195,7 +179,7 @@ def _age(local_step, global_step):
   """Returns how many steps ago parameters were read, at least 0, int32 []."""
   # The difference may not fit int32; it fits uint32 where it is not negative.
   age = global_step.astype(jnp.uint32) - local_step.astype(jnp.uint32)
-  age = jnp.minimum(age, counters.MAX).astype(jnp.int32)
+  age = jnp.minimum(age, states.MAX_COUNT).astype(jnp.int32)
   return jnp.where(local_step < global_step, age, 0)
 
 

@@ -17,7 +17,7 @@ import optax
 
 from shard_transforms._src.analysis import elementwise
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import per_shard_state
+from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -189,7 +189,7 @@ def store(
   wholes = treedef.flatten_up_to(whole_kinds)
   pairs = enumerate(zip(leaves, wholes, strict=True))
   cut = [i for i, (x, y) in pairs if jnp.shape(x) != jnp.shape(y)]
-  stored = per_shard_state.store([leaves[i] for i in cut], axes)
+  stored = states.store([leaves[i] for i in cut], axes)
   for i, leaf in zip(cut, stored, strict=True):
     leaves[i] = leaf
   return treedef.unflatten(leaves)

@@ -1,22 +1,108 @@
 """`tower_reduce`: gradient accumulation over several calls of `update`."""
 
-from collections.abc import Hashable
-import dataclasses
-from typing import Literal
+import functools
+from typing import Literal, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.transforms import tower_window
 
 _CALLER = 'tower_reduce'
+_NO_STEP = jnp.iinfo(jnp.int32).max
+
+
+class SummedTowers(NamedTuple):
+  """Says that the result of a window is the sum of its towers. No arrays."""
+
+
+def _total_rule(state, reduction):
+  """Returns how totals are resized: the window ends with the same result."""
+  if _is_unweighted(state, reduction):
+    return _rule_of_unweighted(reduction)
+  if state.tower and isinstance(state.summed, SummedTowers):
+    # A sum contains the weights: `inner` counts each shard once.
+    return _rule_of_unweighted('mean' if reduction == 'weighted' else reduction)
+  return states.Rule(resize='sum')
+
+
+def _total_weight_rule(state, reduction):
+  """Returns how the total weights are resized."""
+  if _is_unweighted(state, reduction):
+    # Without weights, a shard's total weight is the number of its towers.
+    return states.Rule(resize='maximum', empty=state.tower)
+  return states.Rule(resize='sum')
+
+
+def _is_unweighted(state, reduction):
+  may_be = state.tower and np.all(state.total_weight == state.tower)
+  return may_be and reduction != 'weighted'
+
+
+def _rule_of_unweighted(reduction):
+  """Returns the rule of the totals of a window without weights."""
+  if reduction is None:
+    return states.Rule(
+        resize='refuse',
+        reason=(
+            "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
+            ' got None: the window that was begun without weights, or is'
+            ' summed, at {name}, ends with the same result only if it is known'
+            ' how its shards are reduced.'
+        ),
+    )
+  return states.Rule(resize=reduction)
+
+
+class TowerReduceState(NamedTuple):
+  """State of `tower_reduce`.
+
+  With `axis_name`, `total`, `total_weight` and `oldest_local_step` differ
+  between shards: their leaves have a leading axis, of length 1 inside the
+  mapped function and of the number of shards outside.
+
+  Attributes:
+    tower: Number of towers collected since the last update, int32 [].
+    total: Their (weighted) sum, a tree like the parameters, in float32 for
+      leaves of fewer bits; `()` where there is but one tower.
+    total_weight: The sum of their weights, float32 [].
+    oldest_local_step: The minimum of their local steps, int32 []; the largest
+      int32 where no tower gave one.
+    inner_state: State of the inner transformation.
+    summed: Tells `resize_state` that the result is the sum of the towers; `()`
+      for their mean. No arrays.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
+    >>> print(optax.tree_utils.tree_get(state, 'tower'), state.total)
+    0 [0. 0.]
+  """
+
+  tower: jax.Array
+  total: optax.Updates
+  total_weight: jax.Array
+  oldest_local_step: jax.Array
+  inner_state: optax.OptState
+  summed: SummedTowers | tuple[()] = ()
+
+  rules = {
+      'tower': states.Rule(metric='same'),
+      'total': states.Rule(resize=_total_rule),
+      'total_weight': states.Rule(resize=_total_weight_rule, metric='sum'),
+      'oldest_local_step': states.Rule(resize='minimum', empty=_NO_STEP),
+  }
 
 
 def tower_reduce(
@@ -101,126 +187,152 @@ def tower_reduce(
   """
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
-  arguments.check_bool('assume_weighted', assume_weighted)
   axes = axes_lib.optional_axes(axis_name)
-  is_link = inner is None
-  towers = _Towers(
-      num_towers=num_towers,
-      inner=arguments.as_inner(optax.identity() if is_link else inner, _CALLER),
-      is_link=is_link,
-      axes=axes,
-      assume_weighted=assume_weighted,
-      reduction=reduction,
-  )
-  return gating.transformation(towers.init, towers.step)
+  gate = gating.gate(_CALLER, inner, axes, assume_weighted)
+  divides = reduction == 'mean'
 
-
-@dataclasses.dataclass(frozen=True)
-class _Towers:
-  """The functions of `tower_reduce`.
-
-  Attributes:
-    num_towers: As in `tower_reduce`.
-    inner: Its inner transformation.
-    is_link: Whether it was given none.
-    axes: The axes between whose shards updates differ.
-    assume_weighted: As in `tower_reduce`.
-    reduction: As in `tower_reduce`.
-  """
-
-  num_towers: int
-  inner: optax.GradientTransformationExtraArgs
-  is_link: bool
-  axes: tuple[Hashable, ...]
-  assume_weighted: bool
-  reduction: weights.Kind
-
-  def init(self, params):
-    axes_lib.size(self.axes, _CALLER)
-    inner_state = self.inner.init(params)
-    if self.num_towers == 1:
-      params = ()
-    empty = leaves_lib.accumulators((params, jnp.zeros([], jnp.float32)))
-    is_sum = self.reduction == 'sum'
-    return tower_window.start(empty, inner_state, self.axes, is_sum)
-
-  def step(
-      self,
-      checked,
-      updates,
-      state,
-      params=None,
-      *,
-      weight=None,
-      local_step=None,
-      **extra_args,
-  ):
-    gating.check_update(
-        checked,
-        updates,
-        state,
-        tower_window.TowerReduceState,
-        self.axes,
-        _CALLER,
+  def init_fn(params):
+    axes_lib.size(axes, _CALLER)
+    sums = _Sums(
+        total=leaves_lib.accumulators(params if num_towers > 1 else ()),
+        total_weight=jnp.zeros([], jnp.float32),
+        oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
     )
-    if self.is_link:
+    return TowerReduceState(
+        tower=states.counter(),
+        **states.store(sums, axes)._asdict(),
+        inner_state=gate.inner.init(params),
+        summed=() if divides else SummedTowers(),
+    )
+
+  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+    gate.check_update(checked, updates, state, TowerReduceState)
+    if inner is None:
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
-      weight = gating.as_weight(checked, weight, _CALLER)
-    if self.num_towers == 1:
+      weight = gate.as_weight(checked, weight)
+    local_step = extra_args.pop('local_step', None)
+    if num_towers == 1:
+      _check_single(state)
       extra_args |= weights.given(local_step=local_step)
       given = updates, state.inner_state, params, weight, extra_args
-      _check_single(state)
-      updates, inner_state = self._apply(checked, None, *given)
+      updates, inner_state = gate.update_or_skip(checked, None, *given)
       return updates, state._replace(inner_state=inner_state)
-    window = tower_window.collect(state, updates, weight, local_step, self.axes)
+    window = _collect(state, updates, weight, local_step, axes)
+    # The window has used the weights that gates around it care about.
+    checked = checked._replace(unchecked=(), may_be_local=True)
 
     def end(window, updates, params, /, **extra_args):
-      is_sum = self.reduction == 'sum'
-      reduced = tower_window.reduced(window, updates, params, self.axes, is_sum)
+      sums = _own_sums(window, axes)
       if local_step is not None:
-        extra_args['local_step'] = reduced.oldest_local_step
+        extra_args['local_step'] = sums.oldest_local_step
       accept, total_weight = None, None
       if weight is not None:
-        accept = collectives.total(reduced.total_weight, self.axes) > 0
+        accept = collectives.total(sums.total_weight, axes) > 0
         total_weight = weights.usable(
-            weights.passed_on(reduced.total_weight, self.reduction)
+            weights.passed_on(sums.total_weight, reduction)
         )
-      # The window has used the weights that gates around it care about.
-      known = checked._replace(unchecked=(), may_be_local=True)
-      updates, inner_state = self._apply(
-          known,
-          accept,
-          reduced.updates,
-          window.inner_state,
-          params,
-          total_weight,
-          extra_args,
-      )
-      return updates, tower_window.emptied(window, inner_state)
+      reduced = _reduced(sums, updates, params, divides)
+      given = reduced, window.inner_state, params, total_weight, extra_args
+      updates, inner_state = gate.update_or_skip(checked, accept, *given)
+      return updates, _emptied(window, inner_state)
 
-    is_last = collectives.agreed(window.tower >= self.num_towers)
+    is_last = collectives.agreed(window.tower >= num_towers)
     return gating.run_when_due(
         is_last, end, window, updates, params, extra_args=extra_args
     )
 
-  def _apply(
-      self, checked, accept, updates, inner_state, params, weight, extra_args
-  ):
-    """Applies the result of a window, unless no tower of it has a weight."""
-    return gating.update_or_skip(
-        checked,
-        accept,
-        self.inner,
-        updates,
-        inner_state,
-        params,
-        weight=weight,
-        axes=self.axes,
-        assume_weighted=self.assume_weighted,
-        extra_args=extra_args,
-        caller=_CALLER,
-    )
+  return gating.transformation(init_fn, step)
+
+
+class _Sums(NamedTuple):
+  """Those fields of the state that each shard keeps for itself."""
+
+  total: optax.Updates
+  total_weight: jax.Array
+  oldest_local_step: jax.Array
+
+
+def _own_sums(window, axes):
+  """Returns the sums of this shard."""
+  sums = _Sums(*(getattr(window, name) for name in _Sums._fields))
+  return states.own(sums, axes, _CALLER)
+
+
+def _collect(state, updates, weight, local_step, axes):
+  """Returns the window with one more tower.
+
+  Raises:
+    TypeError: If the local step is of the wrong kind.
+    ValueError: If updates do not fit the window, or differ between shards where
+      the window does not.
+  """
+  total, total_weight, oldest = _own_sums(state, axes)
+  arguments.check_like(updates, total, _CALLER)
+  arguments.check_varies_with(updates, total, _CALLER)
+  if local_step is not None:
+    step = arguments.as_local_step(local_step, _CALLER)
+    oldest = jnp.minimum(oldest, step)
+  add = functools.partial(_add, weights.weighing(weight))
+  sums = _Sums(
+      leaves_lib.tree_map(add, total, updates),
+      # In place, `+=` would change a state that is in NumPy.
+      total_weight + (1 if weight is None else weight),
+      oldest,
+  )
+  window = state._replace(
+      tower=states.count(state.tower, 1),
+      **states.store(sums, axes)._asdict(),
+  )
+  states.check_kept(state, window, _CALLER)
+  return window
+
+
+def _add(weigh, total, update):
+  if total is None or update is None or leaves_lib.is_float0(update):
+    return total
+  update = leaves_lib.as_dtype(jnp.asarray(update), total.dtype)
+  return lax.add(total, weigh(update))
+
+
+def _reduced(sums, updates, params, divides):
+  """Returns the mean or sum of the towers of a full window.
+
+  A window without weights has that of its towers, also if `num_towers` has
+  changed since it began.
+
+  Args:
+    sums: The sums of this shard.
+    updates: Those of the last tower, whose dtypes the result gets.
+    params: They give the dtype where the last tower has no gradient.
+    divides: Whether the mean is wanted.
+  """
+  divisor = weights.safe_divisor(sums.total_weight) if divides else 1
+  in_dtype = functools.cache(jnp.asarray(divisor).astype)
+
+  def divide(total, update, param):
+    if total is None:
+      return update
+    like = param if update is None else update
+    if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
+      like = total
+    reduced = lax.div(total, in_dtype(total.dtype))
+    return leaves_lib.as_dtype(reduced, leaves_lib.dtype_of(like))
+
+  likes = updates if params is None else params
+  return leaves_lib.tree_map(divide, sums.total, updates, likes)
+
+
+def _emptied(window, inner_state):
+  """Returns the state at the start of the next window."""
+  zeros = functools.cache(axes_lib.zeros)
+  return window._replace(
+      tower=jnp.zeros_like(window.tower),
+      total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
+      total_weight=jnp.zeros_like(window.total_weight),
+      oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
+      inner_state=inner_state,
+  )
 
 
 def _check_single(state):

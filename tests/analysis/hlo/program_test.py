@@ -123,6 +123,7 @@ class InstructionTest(parameterized.TestCase):
       ('(f32[2], f32[2], u32[]) collective-permute-start(%c)', 'float32[2]'),
       ('((f32[2]), f32[1], u32[]) reduce-scatter-start(%c)', 'float32[1]'),
       ('f32[2] all-reduce-start(%c)', 'float32[2]'),
+      ('((f32[2]), f32[4]) all-reduce-start(%c)', 'float32[4]'),
       ('f32[16]{0} all-gather(%c)', 'float32[16]'),
   )
   def test_tells_what_is_given_from_what_is_carried_along(self, text, given):

@@ -126,9 +126,9 @@ class Instruction:
   @property
   def results(self) -> tuple[Array, ...]:
     """Its results once it is done."""
-    # Asynchronous starts (except of an all-reduce) return their operands, their
-    # results, and numbers of their own.
-    if self.opcode.endswith('-start') and self.collective != 'all-reduce':
+    # Asynchronous starts return their operands, their results, and numbers of
+    # their own; those of an all-reduce, in some versions, the results alone.
+    if self.opcode.endswith('-start'):
       count = len(self.operands)
       return self.arrays[count : 2 * count] or self.arrays
     return self.arrays

@@ -2,7 +2,7 @@ from absl.testing import parameterized
 import numpy as np
 
 import cases
-from shard_transforms._src.base import small_integers
+from shard_transforms._src.reduction import exchanges
 
 
 class SmallIntegersTest(parameterized.TestCase):
@@ -12,9 +12,9 @@ class SmallIntegersTest(parameterized.TestCase):
     most = 2 ** (8 // num_values)
     values = np.random.default_rng(0).integers(0, most, (*lead, 48))
 
-    packed = small_integers.pack(values, num_values)
+    packed = exchanges.pack_integers(values, num_values)
 
     self.assertEqual(packed.shape, (*lead, 48 // num_values))
     self.assertEqual(packed.dtype, np.uint8)
-    found = small_integers.unpack(packed, num_values)
+    found = exchanges.unpack_integers(packed, num_values)
     np.testing.assert_array_equal(found, values)

@@ -1,0 +1,337 @@
+"""Compiles training steps for hardware that is not here, and reads them.
+
+`python benchmarks/hardware.py v5e:2x4 [case ...]` prints tables of Markdown:
+what a device sends in a step, by kind of collective, branches and loops,
+temporary memory beside the plain step's, the size of the code, and the time of
+compilation beside the plain step's. The plain step is `lax.pmean` of each leaf,
+by hand, and Adam. `topology.py` has the names of slices and hosts, and says
+what is missing.
+"""
+
+import collections
+from collections.abc import Mapping
+from collections.abc import Sequence
+import sys
+import time
+from typing import Any, NamedTuple
+
+from absl import app
+from absl import flags
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import optax
+import timing
+import topology
+
+import shard_transforms as st
+from shard_transforms._src.analysis.hlo import text as hlo_text
+
+_SHAPES = flags.DEFINE_multi_enum(
+    'shapes', ['matrices'], ['matrices', 'gpt2', 'leaves'], 'Of which models.'
+)
+_MESH = flags.DEFINE_list(
+    'mesh', [], 'Sizes of axes of the mesh, such as 16,16; by default, one.'
+)
+
+JIT = ('jit', 'jit, accumulated_value_and_grad(4)', 'jit, state_shardings')
+HEADINGS = (
+    'step',
+    'collectives and MB sent',
+    'branches, loops',
+    'temporary MB over plain',
+    'code MB',
+    'compilation over plain',
+)
+
+
+def sliced_by_hand(
+    inner: optax.GradientTransformation, axes: Sequence[str]
+) -> optax.GradientTransformation:
+  """Runs `inner` on the rows of each shard, by `lax.psum_scatter` (ZeRO-1)."""
+
+  def is_cut(x):
+    return x.ndim > 1 and x.shape[0] % lax.axis_size(axes) == 0
+
+  def own(x):
+    rows = x.shape[0] // lax.axis_size(axes)
+    start = lax.axis_index(axes) * rows
+    return lax.dynamic_slice_in_dim(x, start, rows) if is_cut(x) else x
+
+  def scatter(x):
+    x = x / lax.axis_size(axes)
+    if is_cut(x):
+      return lax.psum_scatter(x, axes, tiled=True)
+    return lax.psum(x, axes)
+
+  def gather(x, param):
+    return lax.all_gather(x, axes, tiled=True) if is_cut(param) else x
+
+  def stored(state):
+    return st.per_shard(jax.tree.map(lambda x: x[None], state), axes)
+
+  def init_fn(params):
+    return stored(inner.init(jax.tree.map(own, params)))
+
+  def update_fn(updates, state, params=None):
+    state = jax.tree.map(lambda x: x[0], state)
+    updates, state = inner.update(
+        jax.tree.map(scatter, updates), state, jax.tree.map(own, params)
+    )
+    return jax.tree.map(gather, updates, params), stored(state)
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
+  """Returns all transformations that run in `jax.shard_map`, by name."""
+  adam, muon = optax.adam(1e-3), optax.contrib.muon(1e-3)
+  by_hand = optax.stateless(lambda grads, _: lax.pmean(grads, axes))
+  mean = st.cross_shard_mean(axes)
+  inner = optax.chain(mean, adam)
+  guarded = st.guard(inner, axes, on_bad='exclude')
+  outer = optax.chain(mean, optax.sgd(0.7, 0.9, nesterov=True))
+  int8 = st.compression.quantize(8)
+  instead_of_mean = {
+      'reproducible.mean': st.reproducible.mean(axes),
+      'coordinate_median': st.aggregators.coordinate_median(axes),
+      'trimmed_mean': st.aggregators.trimmed_mean(axes, 1),
+      'majority_vote': st.aggregators.majority_vote(axes),
+      'adasum': st.aggregators.adasum(axes),
+      'quantize(8)': st.compression.compressed_mean(axes, int8),
+      'top_k(0.01)': st.compression.compressed_mean(
+          axes, st.compression.top_k(0.01)
+      ),
+      'scaled_sign': st.compression.compressed_mean(
+          axes, st.compression.scaled_sign()
+      ),
+      'power_sgd(4)': st.compression.power_sgd(axes, rank=4),
+      'track_divergence': optax.chain(
+          mean, st.monitoring.track_divergence(axes)
+      ),
+      'track_noise_scale': st.monitoring.track_noise_scale(axes),
+      'compensate_delay': optax.chain(
+          st.compensate_delay(1.0, axis_name=axes), mean
+      ),
+      'delay_updates': optax.chain(mean, st.delay_updates(2)),
+      'clip_by_global_norm': optax.chain(mean, st.clip_by_global_norm(1.0)),
+  }
+  return {
+      'by hand': optax.chain(by_hand, adam),
+      'by hand, ZeRO-1': sliced_by_hand(adam, axes),
+      'cross_shard_mean': inner,
+      'guard, skip': st.guard(inner, axes),
+      'guard, exclude': guarded,
+      'drop_stale': st.drop_stale(2, inner, axis_name=axes),
+      'drop_stale(guard)': st.drop_stale(2, guarded, axis_name=axes),
+      'scale_by_staleness': st.scale_by_staleness(
+          'inverse', inner, axis_name=axes
+      ),
+      'tower_reduce(4)': st.tower_reduce(4, inner, axis_name=axes),
+      'local_updates': st.local_updates(adam, outer, axes, every=20),
+      'shard_update': st.shard_update(adam, axes),
+      'muon': optax.chain(mean, muon),
+      'owned_update(muon)': st.owners.owned_update(muon, axes),
+      'reproducible.towers(4)': st.reproducible.towers(4, adam, axes),
+      'reproducible.sharded_towers(4)': st.reproducible.sharded_towers(
+          4, adam, axes
+      ),
+      **{k: optax.chain(tx, adam) for k, tx in instead_of_mean.items()},
+  }
+
+
+def shapes_of(name: str) -> list[jax.ShapeDtypeStruct]:
+  """Returns the parameters of a model, in the order in which it uses them."""
+  shapes = 8 * [(1024, 1024)]
+  if name == 'leaves':
+    shapes = 500 * [(16, 64), (64,)]
+  elif name == 'gpt2':
+    # Four of its layers.
+    layer = [(768, 2304), (768, 768), (768, 3072), (3072,), (3072, 768)]
+    shapes = [(1024, 768), *4 * [*layer, (768,), (768,)], (50257, 768)]
+  return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def loss_fn(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+  """Returns a loss that uses all parameters, of rows [rows, width]."""
+  for w in params:
+    if w.ndim == 1:
+      x = jnp.tanh(x * w)
+    elif w.shape[0] <= x.shape[1]:
+      x = jnp.tanh(x[:, : w.shape[0]] @ w)
+    else:
+      x = x @ w.T
+  return jnp.mean(jnp.square(x))
+
+
+def mapped_step(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    check_vma: bool = True,
+) -> tuple[Any, Any]:
+  """Returns a training step in `jax.shard_map`, and the types of its state."""
+  axes = mesh.axis_names
+  specs = st.state_specs(tx, params, mesh)
+  update = optax.with_extra_args_support(tx).update
+
+  def step(params, state, x):
+    is_local = isinstance(state, st.LocalUpdatesState)
+    at = st.local_params(params, state) if is_local else params
+    loss, grads = st.value_and_grad(loss_fn, axes)(at, x)
+    given = {'local_step': lax.axis_index(axes), 'read_params': params}
+    updates, state = update(grads, state, params, **given)
+    params = optax.apply_updates(params, updates)
+    return params, state, st.shard_mean(loss, axes)
+
+  mapped = jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(P(), specs, P(axes)),
+      out_specs=(P(), specs, P()),
+      check_vma=check_vma,
+  )
+  jitted = jax.jit(mapped, donate_argnums=(0, 1))
+  return jitted, st.init_state(tx, params, mesh)
+
+
+def jit_step(
+    case: str, params: Any, mesh: jax.sharding.Mesh
+) -> tuple[Any, Any]:
+  """Returns a step under plain `jax.jit`, and the types of its state."""
+  tx, gradient = optax.adam(1e-3), jax.value_and_grad(loss_fn)
+  if 'accumulated' in case:
+    gradient = st.accumulated_value_and_grad(
+        loss_fn, mesh.axis_names, 4, mesh=mesh
+    )
+  state = jax.eval_shape(tx.init, params)
+  whole = NamedSharding(mesh, P())
+  shardings = jax.tree.map(lambda _: whole, state)
+  if 'state_shardings' in case:
+    shardings = st.state_shardings(tx, params, mesh, on_whole='ignore')
+
+  def step(params, state, x):
+    loss, grads = gradient(params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  out = (whole, shardings, whole)
+  state = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings)
+  return jax.jit(step, out_shardings=out, donate_argnums=(0, 1)), state
+
+
+class Measured(NamedTuple):
+  """What a compiled step shows.
+
+  Attributes:
+    report: What it sends.
+    branches: How many conditionals the program has.
+    loops: How many loops.
+    temporary: Megabytes of temporary memory on a device.
+    code: Megabytes of the program; XLA for GPUs does not tell.
+    seconds: How long processors compiled, all together.
+  """
+
+  report: st.monitoring.WireReport
+  branches: int
+  loops: int
+  temporary: float
+  code: float
+  seconds: float
+
+
+def measure(
+    case: str, params: Sequence[jax.ShapeDtypeStruct], mesh: jax.sharding.Mesh
+) -> Measured:
+  """Compiles a training step for a mesh, and reads the program."""
+  if case in JIT:
+    step, state = jit_step(case, params, mesh)
+  else:
+    # By hand, no type tells that what was gathered is the same everywhere.
+    is_typed = not case.startswith('by hand')
+    tx = cases(mesh.axis_names)[case]
+    step, state = mapped_step(tx, params, mesh, is_typed)
+  x = jax.ShapeDtypeStruct(
+      (4 * mesh.size, max(64, params[0].shape[0])),
+      jnp.float32,
+      sharding=NamedSharding(mesh, P(mesh.axis_names)),
+  )
+  whole = NamedSharding(mesh, P())
+  params = [leaf.update(sharding=whole) for leaf in params]
+  lowered = step.lower(params, state, x)
+  start = time.process_time()
+  compiled = lowered.compile()
+  seconds = time.process_time() - start
+  report = st.monitoring.wire_report(compiled)
+  module = hlo_text.parse(compiled.as_text())
+  opcodes = collections.Counter(
+      instruction.opcode
+      for computation in module.computations.values()
+      for instruction in computation.instructions.values()
+  )
+  return Measured(
+      report,
+      opcodes['conditional'],
+      opcodes['while'],
+      report.memory.temp_size_in_bytes / 1e6,
+      report.memory.generated_code_size_in_bytes / 1e6,
+      seconds,
+  )
+
+
+def row(case: str, found: Measured, plain: Measured) -> str:
+  """Formats a line of the table."""
+  count, megabytes = collections.Counter(), collections.defaultdict(float)
+  for c in found.report.merged.collectives:
+    count[c.primitive] += c.times
+    megabytes[c.primitive] += c.sent_bytes / 1e6
+  return line(
+      f'`{case}`' if case.isidentifier() else case,
+      ', '.join(f'{n} {k} {megabytes[k]:.1f}' for k, n in count.items()),
+      f'{found.branches}, {found.loops}',
+      f'{found.temporary - plain.temporary:+.1f}',
+      f'{found.code:.1f}' if found.code else '',
+      f'{found.seconds / plain.seconds:.1f}',
+  )
+
+
+def line(*cells: str) -> str:
+  """Formats a line of a table of Markdown."""
+  return f'| {" | ".join(cells)} |'
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints a table for each model."""
+  if len(argv) < 2:
+    raise app.UsageError('Name a topology, such as v5e:2x4 or h100:1x8.')
+  plain_case, *others = (*cases(('data',)), *JIT)
+  if unknown := {*argv[2:]}.difference(others):
+    raise app.UsageError(f'Unknown cases: {[*unknown]}, of {others}.')
+  jax.config.update('jax_enable_compilation_cache', False)
+  try:
+    sizes = [*map(int, _MESH.value)] or [len(topology.devices(argv[1]))]
+    # `state_shardings` shards over the first.
+    names = ['data', 'data1', 'data2', 'data3'][: len(sizes)]
+    mesh = topology.mesh(argv[1], dict(zip(names, sizes, strict=True)))
+  except (ImportError, ValueError) as error:
+    sys.exit(str(error))
+  # The first program of a process takes longer.
+  measure(plain_case, shapes_of('leaves')[:2], mesh)
+  print(timing.setting())
+  for name in _SHAPES.value:
+    params = shapes_of(name)
+    plain = measure(plain_case, params, mesh)
+    print(
+        f'\n{name}: the plain step has {plain.temporary:.1f} MB of temporary'
+        f' memory, and took {plain.seconds:.1f} s of processors to compile\n'
+    )
+    print(line(*HEADINGS), line(*len(HEADINGS) * ['---']), sep='\n')
+    print(row(plain_case, plain, plain), flush=True)
+    for case in argv[2:] or others:
+      print(row(case, measure(case, params, mesh), plain), flush=True)
+
+
+if __name__ == '__main__':
+  app.run(main)
