@@ -1,10 +1,9 @@
 """Bad inputs: each raises an error with the right words, and changes nothing.
 
-A new mistake is a new row of `CALLS`, `UPDATES` or `FACADE`; all of them go
-through `assert_refused`.
+A new mistake is a new row of `CALLS` or `UPDATES`; all of them go through
+`assert_refused`. Those of the façade are in `facade/refusals_test.py`.
 """
 
-from collections.abc import Callable
 import functools
 import math
 import os
@@ -26,7 +25,6 @@ import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
-from shard_transforms import facade
 from shard_transforms import guard
 from shard_transforms import init_state
 from shard_transforms import per_shard
@@ -787,135 +785,10 @@ UPDATES = {
 }
 
 
-class Desk(NamedTuple):
-  """What the optimizers of the façade work on.
-
-  Attributes:
-    w: A variable.
-    step: The global step.
-    opt: An optimizer that keeps a slot for the variable.
-  """
-
-  w: facade.Variable
-  step: facade.Variable
-  opt: facade.Optimizer
-
-  def minimize(self):
-    return self.opt.minimize(lambda: self.w.value() ** 2, self.step)
-
-
-class Facade(NamedTuple):
-  """A call of the façade that is refused.
-
-  Attributes:
-    call: Takes a `Desk`.
-    error: What it raises.
-    words: What a user would search for.
-  """
-
-  call: Callable[[Desk], Any]
-  error: type[Exception]
-  words: str
-
-
-FACADE = {
-    'loss that reads no variable': Facade(
-        lambda desk: desk.opt.minimize(lambda: jnp.float32(1), desk.step),
-        ValueError,
-        'No gradients provided for any variable: .* The loss must read one',
-    ),
-    'no pair': Facade(
-        lambda desk: desk.opt.apply_gradients([], desk.step),
-        ValueError,
-        'No variables provided',
-    ),
-    'gradient of another shape': Facade(
-        lambda desk: desk.opt.apply_gradients([(np.ones(3), desk.w)]),
-        ValueError,
-        r'gradient of w:0 must have the shape \(2,\), got \(3,\)',
-    ),
-    'truth for a gradient': Facade(
-        lambda desk: desk.opt.apply_gradients([(np.ones(2, bool), desk.w)]),
-        TypeError,
-        'must hold floating-point gradients .* got bool for w:0 of float32',
-    ),
-    'variable twice': Facade(
-        lambda desk: desk.opt.apply_gradients([(np.ones(2), desk.w)] * 2),
-        ValueError,
-        'Each variable must come once',
-    ),
-    'number for a global step': Facade(
-        lambda desk: desk.opt.apply_gradients([(np.ones(2), desk.w)], 3),
-        TypeError,
-        '`global_step` must be a `facade.Variable`, got 3',
-    ),
-    'value of another shape': Facade(
-        lambda desk: desk.w.assign(np.ones(3)),
-        ValueError,
-        r"value of 'w:0' must have the shape \(2,\), got \(3,\)",
-    ),
-    'transformation of Optax for an optimizer': Facade(
-        lambda desk: facade.CrossShardOptimizer(optax.sgd(0.1)),
-        TypeError,
-        'Wrap a transformation of Optax in `facade.OptaxOptimizer`',
-    ),
-    'unknown reduction of the façade': Facade(
-        lambda desk: facade.CrossShardOptimizer(desk.opt, 'average'),
-        ValueError,
-        "Unsupported reduction: 'average'",
-    ),
-    'shards outside of a context': Facade(
-        lambda desk: desk._replace(
-            opt=facade.CrossShardOptimizer(desk.opt)
-        ).minimize(),
-        ValueError,
-        '`CrossShardOptimizer` must be used inside a shard context, got none',
-    ),
-    'fractional staleness of the façade': Facade(
-        lambda desk: facade.DropStaleGradientOptimizer(desk.opt, 1.5),
-        TypeError,
-        '`staleness` must be an integer, got 1.5',
-    ),
-    'gradient without an age': Facade(
-        lambda desk: facade.DropStaleGradientOptimizer(
-            desk.opt, 1
-        ).apply_gradients([(np.ones(2), desk.w)]),
-        ValueError,
-        '`global_step` of `DropStaleGradientOptimizer` must be a variable',
-    ),
-    'towers of towers': Facade(
-        lambda desk: facade.TowerOptimizer(facade.TowerOptimizer(desk.opt)),
-        ValueError,
-        'must not be a TowerOptimizer, got one',
-    ),
-    'towers below another wrapper': Facade(
-        lambda desk: facade.CrossShardOptimizer(
-            facade.TowerOptimizer(desk.opt)
-        ),
-        TypeError,
-        'must not gather gradients of several calls itself, got a TowerOpt',
-    ),
-    'axes of other inputs': Facade(
-        lambda desk: facade.shard(
-            desk.minimize, [np.ones(4)], num_shards=2, input_shard_axes=[0, 0]
-        ),
-        ValueError,
-        '`input_shard_axes` must have 1 items, one for each',
-    ),
-    'more shards than devices': Facade(
-        lambda desk: facade.shard(desk.minimize, num_shards=64),
-        ValueError,
-        '`num_shards` must not exceed the number of devices, 8, got 64',
-    ),
-}
-
-
 def picture(given):
   """Returns a copy of a tree, and of all global state."""
 
   def copy(leaf):
-    if isinstance(leaf, facade.Variable):
-      leaf = leaf.value()
     if isinstance(leaf, jax.Array) and jnp.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     ):
@@ -973,25 +846,5 @@ class BadInputsTest(parameterized.TestCase):
     result = jax.device_get(run(bench, **good))
     chex.assert_trees_all_equal(result, expected, strict=True)
 
-  @parameterized.named_parameters(name_rows(FACADE))
-  def test_refuses_facade(self, row):
-    with facade.Graph().as_default():
-      w = facade.Variable(np.float32([1, 2]), name='w')
-      opt = facade.MomentumOptimizer(0.25, 0.5)
-      desk = Desk(w, facade.get_or_create_global_step(), opt)
-      desk.minimize()
-
-      self.assert_refused(
-          lambda: row.call(desk),
-          [*desk[:2], *opt.variables()],
-          row.error,
-          row.words,
-      )
-
-      desk.minimize()
-      # Velocities of 2 w, and of that halved and 2 w again.
-      np.testing.assert_array_equal(w.value(), [0.0, 0.0])
-      self.assertEqual(int(desk.step.value()), 2)
-
   def test_there_are_enough_rows(self):
-    self.assertGreaterEqual(len(CALLS) + len(UPDATES) + len(FACADE), 60)
+    self.assertGreaterEqual(len(CALLS) + len(UPDATES), 60)

@@ -1,7 +1,10 @@
-"""Base classes of the tests of the façade."""
+"""What the tests of the façade share: a graph, a harness, the wrappers."""
+
+import threading
 
 from absl.testing import parameterized
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,6 +12,10 @@ import optax
 from shard_transforms import facade
 
 W = np.float32([1, 2])
+# A batch, whose mean is 7.5.
+X = np.arange(16, dtype=np.float32)
+IN_TURN = ['/cpu:0'] * 4
+AT_ONCE = [f'/device:CPU:{i}' for i in range(4)]
 OPTIMIZERS = {
     'gradient_descent': lambda: facade.GradientDescentOptimizer(0.5),
     'adam': lambda: facade.AdamOptimizer(0.1),
@@ -16,18 +23,116 @@ OPTIMIZERS = {
 }
 
 
+def sgd(rate=1.0, **kwargs):
+  return facade.GradientDescentOptimizer(rate, **kwargs)
+
+
+def drop_stale(opt, staleness=0, **kwargs):
+  return facade.DropStaleGradientOptimizer(opt, staleness, **kwargs)
+
+
+def sync_replicas(opt, number=1, **kwargs):
+  return facade.SyncReplicasOptimizer(opt, number, **kwargs)
+
+
+# Wrappers, and where each trains: alone, on shards or in towers.
+WRAPPERS = {
+    'bare': (lambda opt: opt, None),
+    'bare on a shard': (lambda opt: opt, 1),
+    'cross_shard': (facade.CrossShardOptimizer, 4),
+    'tower alone': (facade.TowerOptimizer, None),
+    'towers in turn': (facade.TowerOptimizer, IN_TURN),
+    'towers at once': (facade.TowerOptimizer, AT_ONCE),
+    'drop_stale': (drop_stale, None),
+    'sync_replicas': (sync_replicas, None),
+    'sync_replicas in towers': (
+        lambda opt: facade.TowerOptimizer(sync_replicas(opt)),
+        IN_TURN,
+    ),
+    'drop_stale of cross_shard': (
+        lambda opt: drop_stale(facade.CrossShardOptimizer(opt)),
+        4,
+    ),
+}
+
+
+def mapped(fn, where, compiled=True):
+  """Returns a function of a batch, which calls another with its parts.
+
+  Args:
+    fn: Takes a part of the batch.
+    where: `None` for the whole batch, a number of shards, or the devices of
+      towers.
+    compiled: Whether it is a `facade.function`.
+  """
+  if isinstance(where, int):
+
+    def run(*batch):
+      return facade.shard(fn, batch, where)
+
+  elif where:
+
+    def model_fn(features, mode):
+      return facade.EstimatorSpec(mode, loss=0.0, train_op=fn(*features))
+
+    towers = facade.replicate_model_fn(model_fn, devices=where)
+
+    def run(*batch):
+      return towers(batch, mode='train').train_op
+
+  else:
+    run = fn
+  return facade.function(run) if compiled else run
+
+
+def train(opt, loss, step=None, where=None, times=1, compiled=True):
+  """Minimizes `loss(part of X)`, and returns what the last call returned."""
+  run = mapped(lambda x: opt.minimize(lambda: loss(x), step), where, compiled)
+  for _ in range(times):
+    returned = run(X)
+  return returned
+
+
+def run_threads(*functions):
+  """Runs functions in threads of their own, and returns their errors."""
+  errors = []
+
+  def run(function):
+    try:
+      function()
+    except Exception as error:
+      errors.append(error)
+
+  threads = [threading.Thread(target=run, args=[f]) for f in functions]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(timeout=120)
+  return errors
+
+
 class GraphTest(parameterized.TestCase):
   """Tests with a graph of their own."""
 
   def setUp(self):
     super().setUp()
+    chex.assert_devices_available(8, 'cpu')
     self.graph = self.enterContext(facade.Graph().as_default())
 
   def assert_equal(self, actual, expected):
     chex.assert_trees_all_equal(actual, expected, strict=True)
 
+  def assert_close(self, actual, expected, rtol=1e-5):
+    chex.assert_trees_all_close(
+        actual, expected, rtol=rtol, atol=1e-6, strict=True
+    )
+
   def assert_holds(self, variable, expected):
     self.assert_equal(variable.value(), jnp.asarray(expected))
+
+  def values(self):
+    """Returns the values of all variables, by name."""
+    return jax.device_get(facade.get_values(facade.global_variables()))
 
 
 class OptimizerTest(GraphTest):
@@ -38,9 +143,3 @@ class OptimizerTest(GraphTest):
     self.w = facade.Variable(W, name='w')
     self.b = facade.Variable(3.0, name='b')
     self.step = facade.get_or_create_global_step()
-
-  def values(self):
-    return facade.get_values(facade.global_variables())
-
-  def run_step(self, step, compiled):
-    return (facade.function(step) if compiled else step)()

@@ -1,30 +1,26 @@
-import threading
-from unittest import mock
+"""`function`, `cond`, and the lines of a step; an error changes nothing."""
 
-from absl.testing import parameterized
-import chex
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import cases
+import facade_cases
 from shard_transforms import facade
-from shard_transforms.facade import shards
 
 X = np.float32([1, -2, 3])
+W = np.float32([4, 5, 6])
 
 
-class StepTest(parameterized.TestCase):
+class StepTest(facade_cases.GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(facade.Graph().as_default())
-    self.w = facade.Variable(np.float32([4, 5, 6]), name='w')
+    self.w = facade.Variable(W, name='w')
     self.num_traces = 0
-
-  def assert_equal(self, actual, expected):
-    chex.assert_trees_all_equal(actual, expected, strict=True)
 
   def momentum_step(self):
     opt = facade.MomentumOptimizer(0.1, 0.9)
@@ -48,58 +44,50 @@ class FunctionTest(StepTest):
 
     @facade.function
     def step(x, *, scale):
-      mean.assign(jnp.mean(x))
-      self.w.assign_add(scale * mean * x)
-      return {'w': self.w, 'sum': jnp.sum(self.w), 'x': x}
+      mean.assign(jnp.mean(x['x']))
+      self.w.assign_add(scale * mean * x['x'])
+      return {'w': self.w, 'sum': jnp.sum(x['v'])}
 
-    returned = step(X, scale=3.0)
+    for start in W, 2 * W:
+      self.w.assign(start)
+      returned = step({'x': X, 'v': self.w}, scale=3.0)
+      expected = start + 3 * np.mean(X) * X
+      self.assert_close(returned, {'w': expected, 'sum': start.sum()})
+      self.assert_equal(self.w.value(), returned['w'])
+      self.assert_holds(mean, jnp.mean(X))
 
-    expected = np.float32([4, 5, 6]) + 3 * np.mean(X) * X
-    chex.assert_trees_all_close(
-        returned,
-        {'w': expected, 'sum': expected.sum(), 'x': X},
-        rtol=1e-6,
-        strict=True,
-    )
-    self.assert_equal(self.w.value(), returned['w'])
-    self.assert_equal(mean.value(), jnp.mean(X))
+  def test_is_the_same_as_without_it_and_nested(self):
+    found = []
+    for kind in 'plain', 'compiled', 'nested':
+      with facade.Graph().as_default():
+        self.w = facade.Variable(W, name='w')
+        inner = self.momentum_step()
 
-  def test_sees_what_was_assigned_between_calls(self):
-    step = facade.function(lambda: 2 * self.w)
-    step()
+        def step(x, inner=inner, kind=kind):
+          for _ in range(2):
+            count = (inner.__wrapped__ if kind == 'plain' else inner)(x)
+          self.w.assign_add(x)
+          return count
 
-    self.w.assign(X)
+        step = facade.function(step) if kind == 'nested' else step
+        counts = [int(step(X)) for _ in range(2)]
+        found.append(self.values())
+      self.assertEqual(counts, [2, 4])
 
-    self.assert_equal(step(), jnp.asarray(2 * X))
+    for values in found[1:]:
+      self.assert_close(values, found[0])
 
-  def test_is_the_same_as_without_it(self):
+  def test_traces_twice_at_the_first_call_and_once_for_new_shapes(self):
     step = self.momentum_step()
-    for _ in range(3):
-      step(X)
-    compiled = facade.get_values(facade.global_variables())
-
-    with facade.Graph().as_default():
-      self.w = facade.Variable(np.float32([4, 5, 6]), name='w')
-      step = self.momentum_step()
-      for _ in range(3):
-        step.__wrapped__(X)
-
-      chex.assert_trees_all_close(
-          compiled,
-          facade.get_values(facade.global_variables()),
-          rtol=1e-6,
-          strict=True,
-      )
-
-  def test_traces_twice_at_the_first_call_and_never_again(self):
-    step = self.momentum_step()
-
     counts = []
-    for _ in range(4):
-      step(X)
+
+    for x in X, X, X[:1], X:
+      step(x)
       counts.append(self.num_traces)
 
-    self.assertEqual(counts, [2, 2, 2, 2])
+    self.assertEqual(counts, [2, 2, 3, 3])
+    self.assertEqual([*self.values()], ['global_step', 'w', 'w/Momentum'])
+    self.assertEqual(int(facade.get_global_step()), 4)
 
   @cases.parameters('saved', 'saved as NumPy', 'assigned')
   def test_restored_values_compile_nothing(self, how):
@@ -126,119 +114,43 @@ class FunctionTest(StepTest):
     self.assertEqual(self.num_traces, 2)
     self.assertEqual([e for e in compiled if 'compile' in e], [])
 
-  def test_new_shapes_keep_the_slots(self):
-    step = self.momentum_step()
-    step(X)
-    names = [v.name for v in facade.global_variables()]
-
-    step(X[:1])
-
-    self.assertEqual(self.num_traces, 3)
-    self.assertEqual([v.name for v in facade.global_variables()], names)
-    self.assertEqual(int(facade.get_global_step()), 2)
-
-  def test_an_optimizer_made_inside_keeps_its_slots(self):
-    @facade.function
+  def test_optimizers_made_inside_keep_their_slots(self):
     def step(x):
       for rate in 0.1, 0.2:
         opt = facade.MomentumOptimizer(rate, 0.9)
         opt.minimize(lambda: jnp.sum(self.w * x), var_list=[self.w])
       return opt.get_slot(self.w, 'momentum')
 
-    steps = [step(X) for _ in range(3)]
-
-    names = [v.name for v in facade.global_variables()]
-    self.assertEqual(names, ['w:0', 'w/Momentum:0', 'w/Momentum_1:0'])
-    for moment, factor in zip(steps, (1, 1.9, 2.71), strict=True):
-      chex.assert_trees_all_close(moment, factor * X, rtol=1e-6, strict=True)
-
-  def test_functions_do_not_share_what_they_make(self):
-    def step():
-      opt = facade.MomentumOptimizer(0.1, 0.9)
-      opt.minimize(lambda: jnp.sum(self.w), var_list=[self.w])
-
-    for _ in range(2):
-      facade.function(step)()
-
-    self.assertLen(facade.global_variables(), 3)
-
-  def test_writes_inside_a_loss_are_kept(self):
-    mean = facade.Variable(1.0, trainable=False, name='mean')
-    opt = facade.GradientDescentOptimizer(0.5)
+    inner = facade.function(step)
 
     @facade.function
-    def step(x):
-      def loss():
-        mean.assign(0.5 * mean + 0.5 * jnp.mean(x))
-        return jnp.sum((self.w - x) * mean)
+    def compiled(x):  # Each counts its own optimizers.
+      facade.AdagradOptimizer(0.0).minimize(lambda: self.w, var_list=[self.w])
+      return inner(x)
 
-      opt.minimize(loss)
+    moments = [compiled(X) for _ in range(3)]
+    names = [*self.values()]
+    facade.function(step)(X)
 
-    step(X + 2)
-    step(X + 2)
-
-    mean_of_x = np.mean(X + 2)
-    first, second = 0.5 + 0.5 * mean_of_x, 0.25 + 0.75 * mean_of_x
-    self.assertAlmostEqual(float(mean), second, places=5)
-    chex.assert_trees_all_close(
-        self.w.value(),
-        np.float32([4, 5, 6]) - np.float32(0.5 * (first + second)),
-        rtol=1e-6,
-        strict=True,
-    )
-
-  def test_may_be_called_inside_another(self):
-    inner = self.momentum_step()
-
-    @facade.function
-    def outer(x):
-      for _ in range(2):
-        step = inner(x)
-      self.w.assign_add(x)
-      return step
-
-    steps = [outer(X) for _ in range(2)]
-    nested = facade.get_values(facade.global_variables())
-
-    self.assert_equal(steps, [jnp.int32(2), jnp.int32(4)])
-    with facade.Graph().as_default():
-      self.w = facade.Variable(np.float32([4, 5, 6]), name='w')
-      alone = self.momentum_step()
-      for _ in range(2):
-        alone(X)
-        alone(X)
-        self.w.assign_add(X)
-      chex.assert_trees_all_close(
-          nested,
-          facade.get_values(facade.global_variables()),
-          rtol=1e-6,
-          strict=True,
-      )
+    self.assertEqual(names, ['w', 'w/Adagrad', 'w/Momentum', 'w/Momentum_1'])
+    for moment, factor in zip(moments, (1, 1.9, 2.71), strict=True):
+      self.assert_close(moment, factor * X)
+    # Functions do not share what they make.
+    self.assertLen(facade.global_variables(), 6)
 
   @cases.parameters(False, True)
   def test_may_be_a_loss(self, compiled):
     loss = facade.function(lambda: jnp.sum(self.w**2) / 2)
     opt = facade.GradientDescentOptimizer(0.5)
 
-    def step():
-      opt.minimize(loss)
-
     for _ in range(2):
-      (facade.function(step) if compiled else step)()
+      facade_cases.mapped(lambda: opt.minimize(loss), None, compiled)()
 
-    self.assert_equal(self.w.value(), jnp.float32([1, 1.25, 1.5]))
+    self.assert_holds(self.w, jnp.float32([1, 1.25, 1.5]))
     self.assert_equal(loss(), jnp.float32((1 + 1.25**2 + 1.5**2) / 2))
 
-  @cases.parameters(jax.jit, jax.grad)
-  def test_refuses_to_leak_out_of_a_trace_around_it(self, transform):
-    step = facade.function(lambda x: jnp.sum(self.w.assign_add(x)))
-
-    with self.assertRaisesRegex(ValueError, "'w:0' must not be assigned"):
-      transform(step)(X)
-
-    self.assert_equal(self.w.value(), jnp.float32([4, 5, 6]))
-
-  def test_an_exception_changes_nothing(self):
+  @cases.parameters(False, True)
+  def test_an_exception_changes_nothing(self, is_first):
     fails = []
 
     @facade.function
@@ -249,49 +161,28 @@ class FunctionTest(StepTest):
         raise KeyError
       return self.w
 
-    step(X)
-    before = facade.get_values(facade.global_variables())
+    if not is_first:
+      step(X)
+    before = self.w.value()
     fails.append(True)
-
     # Of another dtype, to be traced once more.
     with self.assertRaises(KeyError):
       step(X.astype(np.float16))
 
-    self.assert_equal(facade.get_values(facade.global_variables()), before)
+    self.assert_equal(self.w.value(), before)
+    self.assertEqual(int(facade.get_global_step()), not is_first)
     fails.clear()
-    self.assert_equal(step(X), before['w'] + X)
-
-  def test_an_exception_in_the_first_call_changes_nothing(self):
-    @facade.function
-    def step():
-      self.w.assign(X)
-      raise KeyError
-
-    with self.assertRaises(KeyError):
-      step()
-
-    self.assert_equal(self.w.value(), jnp.float32([4, 5, 6]))
-
-  def test_takes_variables_and_trees_as_arguments(self):
-    @facade.function
-    def step(tree):
-      return tree['w'] + tree['x']
-
-    self.assert_equal(step({'w': self.w, 'x': X}), jnp.float32([4, 5, 6]) + X)
+    self.assert_equal(step(X), before + X)
 
   def test_variables_that_only_some_shapes_need_may_come_later(self):
     @facade.function
     def step(x):
-      if x.ndim:
-        return facade.get_variable('vector', initializer=lambda: X).assign_add(
-            x
-        )
-      return facade.get_variable('scalar', initializer=lambda: 1.0).assign_add(
-          x
-      )
+      name = 'vector' if x.ndim else 'scalar'
+      v = facade.get_variable(name, x.shape, initializer=jnp.ones)
+      return v.assign_add(x)
 
     self.assert_equal(step(np.float32(2)), jnp.float32(3))
-    self.assert_equal(step(X), jnp.asarray(2 * X))
+    self.assert_equal(step(X), jnp.asarray(1 + X))
     self.assert_equal(step(np.float32(2)), jnp.float32(5))
 
   def test_runs_in_the_graph_that_it_was_made_in(self):
@@ -310,9 +201,7 @@ class FunctionTest(StepTest):
       slow = jax.lax.fori_loop(0, 2_000_000, lambda i, y: y + i, x.sum())
       return opt.minimize(lambda: jnp.sum(self.w * jnp.cos(slow)))
 
-    step = facade.function(
-        lambda x: facade.shard(computation, [x], num_shards=2)
-    )
+    step = facade_cases.mapped(computation, 2)
     step(np.ones((2, 3), np.float32))
     first = self.w.value()
 
@@ -320,51 +209,52 @@ class FunctionTest(StepTest):
 
     self.assertTrue(first.is_ready())
 
-  def test_threads_may_call_it(self):
-    opt = facade.GradientDescentOptimizer(0.5, use_locking=True)
-    start = threading.Barrier(4)
+  @cases.parameters(False, True)
+  def test_threads_exclude_each_other(self, compiled):
+    inside, most = [], []
 
-    @facade.function
-    def step(x):
-      opt.minimize(
-          lambda: jnp.sum(self.w * x),
-          facade.get_or_create_global_step(),
-          [self.w],
-      )
+    def update(updates, state, params=None):
+      del params
+      inside.append(1)
+      most.append(len(inside))
+      # Long enough for another thread to come in, if it could.
+      jnp.ones([50, 50]).dot(jnp.ones([50, 50]))
+      inside.pop()
+      return updates, {'n': state['n'] + 1}
+
+    tx = optax.GradientTransformation(
+        lambda params: {'n': jnp.int32(0)}, update
+    )
+    opt = facade.OptaxOptimizer(tx, use_locking=True)
+    global_step = facade.get_or_create_global_step()
+    start = threading.Barrier(4)
+    step = facade_cases.mapped(
+        lambda x: opt.apply_gradients([(x, self.w)], global_step),
+        None,
+        compiled,
+    )
 
     def work():
       start.wait()
-      for _ in range(25):
+      for _ in range(10):
         step(X)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
+    self.assertEmpty(facade_cases.run_threads(*[work] * 4))
 
-    self.assertEqual(int(facade.get_global_step()), 100)
-    self.assert_equal(self.w.value(), jnp.float32([4, 5, 6]) - 50 * X)
+    self.assertEqual(max(most), 1)
+    self.assertEqual(int(global_step), 40)
+    self.assert_holds(self.w, W + 40 * X)
+    self.assertEqual(int(opt.variables()[0]), 40)
 
-  @cases.parameters(3, 'step', None)
-  def test_refuses_what_is_no_function(self, fn):
-    with self.assertRaisesRegex(TypeError, '`fn` must be a function, got'):
-      facade.function(fn)
-
-  @mock.patch.object(shards, 'MAX_TRACES', 3)
   def test_refuses_to_make_new_variables_in_each_trace(self):
     @facade.function
     def step():
       self.num_traces += 1
-      facade.get_variable(
-          f'w{self.num_traces}', initializer=lambda: 1.0
-      ).assign(2.0)
+      name = f'w{self.num_traces}'
+      facade.get_variable(name, initializer=lambda: 1.0).assign(2.0)
 
     with self.assertRaisesRegex(RuntimeError, 'step.*new variables'):
       step()
-
-
-class MethodTest(StepTest):
 
   def test_a_method_is_compiled_for_each_object(self):
     traces = []
@@ -390,23 +280,6 @@ class MethodTest(StepTest):
     self.assertIsInstance(Trainer.step, type(trainers[0].step))
 
 
-class GraphOfFunctionTest(StepTest):
-
-  def test_runs_in_the_graph_that_it_was_made_in(self):
-    with facade.Graph().as_default() as graph:
-      step = facade.function(
-          lambda: facade.get_variable('v', initializer=lambda: 1.0).assign_add(
-              1.0
-          )
-      )
-
-    results = [float(step()) for _ in range(2)]
-
-    self.assertEqual(results, [2.0, 3.0])
-    with graph.as_default():
-      self.assertLen(facade.global_variables(), 1)
-
-
 class BuildTest(StepTest):
 
   def test_makes_slots_and_changes_no_value(self):
@@ -415,22 +288,16 @@ class BuildTest(StepTest):
     returned = step.build(jax.ShapeDtypeStruct([3], jnp.float32))
 
     self.assertIsNone(returned)
-    self.assert_equal(
-        facade.get_values(facade.global_variables()),
-        {
-            'w': jnp.float32([4, 5, 6]),
-            'global_step': jnp.int32(0),
-            'w/Momentum': jnp.zeros(3),
-        },
-    )
+    slot = np.zeros(3, np.float32)
+    expected = {'w': W, 'global_step': np.int32(0), 'w/Momentum': slot}
+    self.assert_equal(self.values(), expected)
 
   def test_what_was_saved_goes_on_in_a_new_graph(self):
     step = self.momentum_step()
-    for _ in range(2):
-      step(X)
-    saved = facade.get_values(facade.global_variables())
     step(X)
-    straight = facade.get_values(facade.global_variables())
+    saved = self.values()
+    step(X)
+    straight = self.values()
 
     with facade.Graph().as_default():
       self.w = facade.Variable(jnp.zeros(3), name='w')
@@ -439,15 +306,81 @@ class BuildTest(StepTest):
       facade.set_values(facade.global_variables(), saved)
       step(X)
 
-      self.assert_equal(facade.get_values(facade.global_variables()), straight)
+      self.assert_equal(self.values(), straight)
 
-  def test_is_no_different_for_optax(self):
-    opt = facade.OptaxOptimizer(optax.adam(0.1))
-    step = facade.function(lambda x: opt.minimize(lambda: jnp.sum(self.w * x)))
 
-    step.build(X)
+class ControlFlowTest(facade_cases.OptimizerTest):
 
-    self.assertEqual(
-        [v.name for v in opt.variables()],
-        ['count:0', 'w/Optax:0', 'w/Optax_1:0'],
+  def test_lines_have_run(self):
+    seen = []
+
+    @facade.function
+    def train():
+      with facade.control_dependencies([self.b.assign(2.0), None]):
+        return facade.group(
+            facade_cases.sgd(0.5).minimize(lambda: self.b * 1.0),
+            self.step.assign_add(1),
+            facade.no_op(),
+            name='train',
+        )
+
+    self.assertIsNone(train())
+    self.assert_holds(self.b, 1.5)
+    self.assertEqual(int(self.step), 1)
+    with facade.control_dependencies([lambda: seen.append(1)]):
+      seen.append(2)
+    with facade.control_dependencies(None):
+      facade.group(lambda: seen.append(3), None, lambda: seen.append(4))
+    self.assertEqual(seen, [1, 2, 3, 4])
+
+  @cases.product(pred=(True, False), compiled=(True, False))
+  def test_cond_assigns_what_the_chosen_branch_does(self, pred, compiled):
+    opt = facade.MomentumOptimizer(1.0, 0.9)
+
+    def apply():
+      opt.apply_gradients([(2.0, self.b)], self.step)
+      return {'b': self.b.value()}
+
+    def keep():
+      self.w.assign_add(jnp.ones(2))
+      return {'b': 7.0}
+
+    step = facade_cases.mapped(
+        lambda x: facade.cond(x, apply, keep, name='choice'), None, compiled
     )
+    step(jnp.asarray(False))
+    found = step(jnp.asarray(pred))
+
+    b = 1.0 if pred else 3.0
+    self.assertEqual(float(found['b']), b if pred else 7)
+    self.assert_holds(self.b, b)
+    self.assert_holds(self.w, jnp.float32([2, 3] if pred else [3, 4]))
+    self.assertEqual(int(self.step), pred)
+    if pred or compiled:
+      self.assert_holds(opt.get_slot(self.b, 'momentum'), 2.0 * pred)
+
+  def test_gradients_flow_through_both_branches(self):
+    branches = (lambda: self.b**2, lambda: self.b * 5)
+    step = facade.function(
+        lambda x: facade_cases.sgd().minimize(lambda: facade.cond(x, *branches))
+    )
+
+    for pred, expected in (True, -3.0), (False, -8.0):
+      step(pred)
+      self.assert_holds(self.b, expected)
+
+
+class FrameTest(facade_cases.OptimizerTest):
+  """What a step has not finished is seen by nobody else."""
+
+  def test_other_threads_and_graphs_do_not_see_it(self):
+    seen = []
+
+    @facade.function
+    def step():
+      self.b.assign(5.0)
+      facade_cases.run_threads(lambda: seen.append(float(self.b)))
+      return self.b * 1.0
+
+    self.assertEqual(float(step()), 5)
+    self.assertEqual(set(seen), {3.0})

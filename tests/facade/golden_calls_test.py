@@ -5,7 +5,9 @@ the `DEPARTURES`. What tapes call a result is the variables after the call.
 """
 
 import ast
+from collections.abc import Callable
 import json
+from typing import NamedTuple
 
 from absl.testing import parameterized
 import jax
@@ -29,88 +31,48 @@ _LOSS = 'Losses are functions here.'
 _PAIR = 'One error for whatever is no pair.'
 _CALLS = 'The calls of towers are compared one by one, not only counted.'
 _OPS = 'There are no operations here.'
+_ITERATOR = 'The original consumes an iterator before it is of use.'
+_DENSE = 'All gradients are dense here.'
+
+
+def dropping(drops, v, w, step):
+  """Returns what a step gives that may drop a gradient."""
+  found = {'train_op_type': 'Tensor', 'train_op_value': drops}
+  return found | {'v': v, 'w': w, 'global_step': step}
+
 
 # What a case gives here, where it must not be what the original gave, and why.
 DEPARTURES = {
-    'ga-a-000': (ValueError, _NO_CONTEXT),
-    'ga-a-001': (ValueError, _NO_CONTEXT),
-    'ga-a-024': (ValueError, _OVERLAP),
-    'ga-a-025': (ValueError, _OVERLAP),
-    'ga-a-026': (ValueError, _OVERLAP),
-    'ga-a-027': (ValueError, _OVERLAP),
-    'ga-a-028': (ValueError, _OVERLAP),
-    'ga-a-029': (ValueError, _OVERLAP),
-    'ga-a-030': ({'gradient_scale': 0.5}, _SEQUENCE),
-    'ga-a-031': ({'gradient_scale': 1.0}, _SEQUENCE),
-    'ga-a-032': ({'gradient_scale': 0.5}, _SEQUENCE),
-    'ga-a-033': ({'gradient_scale': 1.0}, _SEQUENCE),
-    'ga-a-052': (ValueError, _NO_CONTEXT),
-    'ga-a-053': (ValueError, _NO_CONTEXT),
-    'ga-a-054': ({'gradient_scale': 0.5}, _SEQUENCE),
-    'ga-a-055': ({'gradient_scale': 1.0}, _SEQUENCE),
+    **{f'ga-a-{n:03}': (ValueError, _NO_CONTEXT) for n in (0, 1, 52, 53)},
+    **{f'ga-a-{n:03}': (ValueError, _OVERLAP) for n in range(24, 30)},
+    **{
+        f'ga-a-{n:03}': ({'gradient_scale': 1 / (2 - n % 2)}, _SEQUENCE)
+        for n in (30, 31, 32, 33, 54, 55)
+    },
     'cs-err-a-011': (ValueError, _PAIR),
     'cs-err-a-013': ({'gradient': [0.5, 1.0]}, _LOSS),
     'tw-err-a-005': (ValueError, 'The original takes any word for a mean.'),
     'tw-err-a-008': (ValueError, 'The original indexes a list out of range.'),
     'tw-err-a-009': (ValueError, _CALLS),
     'tw-err-a-011': (ValueError, _CALLS),
-    'tw-err-a-013': (
-        {'c': -101.0, 'd': 20.0},
-        'The original consumes an iterator for one tower, and loses others.',
-    ),
-    'tw-err-a-014': (
-        {'c': -1.0, 'd': 20.0},
-        'The original takes for not wrapped what has not been used before.',
-    ),
+    'tw-err-a-013': ({'c': -101.0, 'd': 20.0}, _ITERATOR),
+    'tw-err-a-014': ({'c': -1.0, 'd': 20.0}, 'Wrapped is what is wrapped.'),
     'tw-err-a-016': (ValueError, 'The original indexes a list out of range.'),
     'tw-err-a-025': ({'c': 4.5, 'd': 20.0}, _LOSS),
     'tw-err-a-026': (
-        {'e': [-1.0, -1.0, -3.0, -3.0, -2.0, -2.0, 0.0, 0.0]},
-        'All gradients are dense here.',
+        {'e': [-1.0] * 2 + [-3.0] * 2 + [-2.0] * 2 + [0.0] * 2},
+        _DENSE,
     ),
-    'tw-err-a-028': (
-        {'c': -1.0, 'd': 20.0},
-        'The signature is that of all other optimizers.',
-    ),
+    'tw-err-a-028': ({'c': -1.0, 'd': 20.0}, 'As all other optimizers.'),
     'tw-err-a-029': ({'c': -1.0, 'd': 20.0}, _OPS),
-    'ds-err-a-002': (
-        ValueError,
-        'The original adds a number to None.',
-    ),
-    'ds-err-a-008': (
-        ValueError,
-        'The original looks for a private attribute.',
-    ),
-    'ds-err-a-009': (
-        {
-            'train_op_type': 'Tensor',
-            'train_op_value': 0.0,
-            'v': [0.0, 1.0],
-            'w': 0.0,
-            'global_step': 1,
-        },
-        'The original consumes an iterator before it is of use.',
-    ),
+    'ds-err-a-002': (ValueError, 'The original adds a number to None.'),
+    'ds-err-a-008': (ValueError, 'The original looks for a private attribute.'),
+    'ds-err-a-009': (dropping(0.0, [0.0, 1.0], 0.0, 1), _ITERATOR),
     'ds-err-a-010': (
-        {
-            'train_op_type': 'Tensor',
-            'train_op_value': 0.0,
-            'v': [-1.0, 0.0],
-            'w': -1.0,
-            'global_step': 2,
-        },
-        'The original makes its counter a second time.',
+        dropping(0.0, [-1.0, 0.0], -1.0, 2),
+        'One counter is enough.',
     ),
-    'ds-err-a-014': (
-        {
-            'train_op_type': 'Tensor',
-            'train_op_value': 0.0,
-            'v': [0.0, 1.0],
-            'w': 1.0,
-            'global_step': 1,
-        },
-        'The original looks for the operation of a gradient.',
-    ),
+    'ds-err-a-014': (dropping(0.0, [0.0, 1.0], 1.0, 1), _OPS),
     'ds-err-a-015': ({'gradient': [2.0, 4.0]}, _LOSS),
     'ds-err-a-017': (TypeError, 'The same class as for all other types.'),
     'ds-err-a-020': ({'train_op': []}, _OPS),
@@ -135,54 +97,51 @@ def gradient_of(pairs):
   return {'gradient': gradient.tolist()}
 
 
-# CrossShardOptimizer.
-
-
 def v_and_w():
   v = facade.Variable([1.0, 2.0], name='v')
   w = facade.Variable(1.0, name='w')
   return v, w
 
 
+def none_gradients(*variables):
+  return [(None, variable) for variable in variables]
+
+
+# CrossShardOptimizer.
+
+
 def cross_shard(**kwargs):
-  facade.CrossShardOptimizer(sgd(), **kwargs)
+  return facade.CrossShardOptimizer(sgd(), **kwargs)
 
 
 def apply_in_shard(pairs_of):
   """Applies the pairs that a function makes of `v` and `w`."""
   v, w = v_and_w()
   with facade.shard_context(1):
-    facade.CrossShardOptimizer(sgd()).apply_gradients(pairs_of(v, w))
+    cross_shard().apply_gradients(pairs_of(v, w))
   return values(v=v, w=w)
 
 
-def square_in_shards(num_shards, reduction):
+def in_shards(num_shards, reduction, loss=lambda v: jnp.sum(v * v), **kwargs):
+  """Computes a gradient of `v`."""
   v = facade.Variable([1.0, 2.0], name='v')
-  opt = facade.CrossShardOptimizer(sgd(), reduction)
   with facade.shard_context(num_shards):
-    return gradient_of(opt.compute_gradients(lambda: jnp.sum(v * v)))
+    opt = cross_shard(reduction=reduction)
+    return gradient_of(opt.compute_gradients(lambda: loss(v), **kwargs))
 
 
-def in_shard(call):
-  """Hands the optimizer and a variable `v` to a function in a shard context."""
-  v = facade.Variable([1.0, 2.0], name='v')
+def minimize_constant(has_variable):
+  if has_variable:
+    facade.Variable([1.0, 2.0], name='v')
   with facade.shard_context(1):
-    return call(facade.CrossShardOptimizer(sgd()), v)
-
-
-def no_variables():
-  with facade.shard_context(1):
-    facade.CrossShardOptimizer(sgd()).compute_gradients(lambda: jnp.ones([]))
+    cross_shard().minimize(lambda: jnp.ones([]))
 
 
 def slots_before_use():
-  v = facade.Variable([1.0, 2.0], name='v')
   opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.9))
-  return {
-      'slot': opt.get_slot(v, 'momentum'),
-      'names': opt.get_slot_names(),
-      'variables': opt.variables(),
-  }
+  slot = opt.get_slot(v_and_w()[0], 'momentum')
+  names, variables = opt.get_slot_names(), opt.variables()
+  return {'slot': slot, 'names': names, 'variables': variables}
 
 
 def nested_contexts():
@@ -194,117 +153,101 @@ def nested_contexts():
 # of `c`.
 
 
+class Tower(NamedTuple):
+  """A tower: its number and feature, the variables and the global step."""
+
+  number: int
+  x: jax.Array
+  c: facade.Variable
+  d: facade.Variable
+  step: facade.Variable
+
+  def minimize(self, opt=None, step=None):
+    return (opt or tower_sgd()).minimize(lambda: self.x * self.c, step)
+
+
 def tower_sgd(learning_rate=1.0):
   return facade.TowerOptimizer(facade.GradientDescentOptimizer(learning_rate))
 
 
-def train_towers(step, num_towers=2, reduction='weighted_sum', features=None):
-  """Runs a replicated `model_fn`.
-
-  Args:
-    step: Takes the tower, its feature, the variables `c` and `d`, and the
-      global step.
-    num_towers: The number of towers.
-    reduction: The reduction of losses.
-    features: The features, if not 1, 10 and 100.
-
-  Returns:
-    The variables afterwards.
-  """
-  c = facade.Variable(10.0, name='c')
-  d = facade.Variable(20.0, name='d')
+def towers(
+    step=Tower.minimize, num=2, reduction='weighted_sum', features=(1, 10, 100)
+):
+  """Runs a `model_fn` of towers, and returns the variables afterwards."""
+  c, d = facade.Variable(10.0, name='c'), facade.Variable(20.0, name='d')
   global_step = facade.get_or_create_global_step()
-  towers = iter(range(num_towers))
+  numbers = iter(range(num))
 
   def model_fn(features, mode):
-    train_op = step(next(towers), features[0], c, d, global_step)
+    train_op = step(Tower(next(numbers), features[0], c, d, global_step))
     return facade.EstimatorSpec(mode, loss=features[0], train_op=train_op)
 
-  if features is None:
-    features = [1.0, 10.0, 100.0][:num_towers]
-  facade.replicate_model_fn(model_fn, reduction, ['/cpu:0'] * num_towers)(
-      jnp.array(features), mode=facade.ModeKeys.TRAIN
-  )
+  features = jnp.float32(features[:num] if len(features) == 3 else features)
+  train = facade.replicate_model_fn(model_fn, reduction, ['/cpu:0'] * num)
+  train(features, mode=facade.ModeKeys.TRAIN)
   return values(c=c, d=d)
 
 
-def minimize(make=tower_sgd):
-  """Returns a step of one call."""
-  return lambda tower, x, c, d, step: make().minimize(lambda: x * c)
-
-
-def wrapped_only_in(towers):
-  def step(tower, x, c, d, global_step):
-    opt = tower_sgd() if tower in towers else sgd()
-    return opt.minimize(lambda: x * c)
-
-  return train_towers(step)
+def wrapped_only_in(number):
+  return towers(
+      lambda t: t.minimize(tower_sgd() if t.number == number else sgd())
+  )
 
 
 def numbers_of_calls(*numbers):
-  def step(tower, x, c, d, global_step):
+  def step(t):
     opt = tower_sgd()
-    for _ in range(numbers[tower]):
-      train_op = opt.minimize(lambda: x * c)
-    return train_op
+    return [t.minimize(opt) for _ in range(numbers[t.number])][-1]
 
-  return train_towers(step)
+  return towers(step)
 
 
 def two_optimizers(swapped):
-  def step(tower, x, c, d, global_step):
+  def step(t):
     calls = [
-        lambda: tower_sgd(1.0).minimize(lambda: x * c, var_list=[c]),
-        lambda: tower_sgd(0.1).minimize(lambda: 2 * x * d, var_list=[d]),
+        lambda: tower_sgd(1.0).minimize(lambda: t.x * t.c, var_list=[t.c]),
+        lambda: tower_sgd(0.1).minimize(lambda: 2 * t.x * t.d, var_list=[t.d]),
     ]
-    if tower in swapped:
-      calls.reverse()
-    for call in calls:
-      train_op = call()
-    return train_op
+    return [call() for call in calls[:: -1 if t.number == swapped else 1]][-1]
 
-  return train_towers(step)
+  return towers(step)
 
 
-def apply_in_towers(pairs_of, num_towers=2, reduction='weighted_sum', **kwargs):
+def apply_in_towers(pairs_of, num=2, reduction='weighted_sum', **kwargs):
   """Applies the pairs that a function makes of the feature and `c`."""
-
-  def step(tower, x, c, d, global_step):
-    return tower_sgd().apply_gradients(pairs_of(x, c), **kwargs)
-
-  return train_towers(step, num_towers, reduction)
+  return towers(
+      lambda t: tower_sgd().apply_gradients(pairs_of(t.x, t.c), **kwargs),
+      num,
+      reduction,
+  )
 
 
 def named_before_use():
-  def step(tower, x, c, d, global_step):
+  def step(t):
     opt = tower_sgd()
     opt.get_name()
-    return opt.apply_gradients([(x, c)])
+    return opt.apply_gradients([(t.x, t.c)])
 
-  return train_towers(step, reduction='weighted_mean')
+  return towers(step, reduction='weighted_mean')
 
 
-def global_step_in(towers):
-  def step(tower, x, c, d, global_step):
-    passed = global_step if tower in towers else None
-    return tower_sgd().minimize(lambda: x * c, passed)
-
-  result = train_towers(step)
+def global_step_in(*numbers):
+  result = towers(
+      lambda t: t.minimize(step=t.step if t.number in numbers else None)
+  )
   return result | {'global_step': float(facade.get_global_step())}
 
 
-def sparse_in(sparse_tower):
+def sparse_in(number):
   """The gradient of a table, in one tower by rows."""
   e = facade.Variable(jnp.zeros([4, 2]), name='e')
-  dense = jnp.array([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+  dense = jnp.repeat(jnp.float32([1, 0]), 4).reshape(4, 2)
+  losses = [
+      lambda: jnp.sum(e * dense),
+      lambda: 2 * jnp.sum(e[jnp.array([1, 2])]),
+  ]
 
-  def step(tower, x, c, d, global_step):
-    rows = jnp.array([1, 2])
-    losses = [lambda: jnp.sum(e * dense), lambda: 2 * jnp.sum(e[rows])]
-    loss = losses[tower == sparse_tower]
-    return tower_sgd().minimize(loss, var_list=[e])
-
-  train_towers(step)
+  towers(lambda t: tower_sgd().minimize(losses[t.number == number], var_list=e))
   return values(e=e)
 
 
@@ -315,49 +258,45 @@ def drop_stale(staleness=0, **kwargs):
   return facade.DropStaleGradientOptimizer(sgd(), staleness, **kwargs)
 
 
-def drop_stale_step(call, staleness=0, has_step=True, other=None):
-  """Calls what is given on a loss whose gradients are ones.
+class Worker(NamedTuple):
+  """A worker: its optimizer, a loss whose gradients are ones, what it has."""
 
-  Args:
-    call: Takes the optimizer, the loss, `v`, `w` and the step; returns the
-      train op.
-    staleness: The threshold.
-    has_step: Whether the graph has a global step.
-    other: What another step variable holds, which `call` gets in place of the
-      global step.
+  opt: facade.Optimizer
+  loss: Callable
+  v: facade.Variable
+  w: facade.Variable
+  step: facade.Variable | None
 
-  Returns:
-    The train op, the variables and the step afterwards.
+  def apply(self, change=lambda pairs, v, w: pairs, times=1):
+    pairs = self.opt.compute_gradients(self.loss)
+    for _ in range(times):
+      pairs = change(pairs, self.v, self.w)
+      returned = self.opt.apply_gradients(pairs, self.step)
+    return returned
+
+
+def stale(call=Worker.apply, staleness=0, has_step=True, other=None):
+  """Returns the train op, the variables and the step after a call.
+
+  Another step variable, if it holds anything, takes the global step's place.
   """
   v, w = v_and_w()
   step = facade.get_or_create_global_step() if has_step else None
   if other is not None:
     step = facade.Variable(other, trainable=False, name='other')
-  train_op = call(drop_stale(staleness), lambda: jnp.sum(v) + w, v, w, step)
+
+  def loss():
+    return jnp.sum(v) + w
+
+  train_op = call(Worker(drop_stale(staleness), loss, v, w, step))
   # An array is what running a tensor gave.
   kind = 'Tensor' if isinstance(train_op, jax.Array) else type(train_op)
   found = {'train_op_type': kind, 'train_op_value': float(train_op)}
   return found | values(v=v, w=w, global_step=step)
 
 
-def compute_and_apply(opt, loss, v, w, step):
-  return opt.apply_gradients(opt.compute_gradients(loss), step)
-
-
-def computed(pairs_of):
-  """Returns what applies other pairs than `compute_gradients` gave."""
-
-  def call(opt, loss, v, w, step):
-    pairs = opt.compute_gradients(loss)
-    return opt.apply_gradients(pairs_of(pairs, v, w), step)
-
-  return call
-
-
-def apply_twice(opt, loss, v, w, step):
-  pairs = opt.compute_gradients(loss)
-  opt.apply_gradients(pairs, step)
-  return opt.apply_gradients(pairs, step)
+def changed(change):
+  return stale(lambda t: t.apply(change))
 
 
 def gradient_of_square():
@@ -367,228 +306,102 @@ def gradient_of_square():
 
 
 def ops_in_a_collection():
-  v, w = v_and_w()
-  step = facade.get_or_create_global_step()
-  drop_stale().minimize(lambda: jnp.sum(v) + w, step)
-  return {'train_op': facade.get_default_graph().get_collection('train_op')}
-
-
-def none_gradients(*variables):
-  return [(None, variable) for variable in variables]
+  stale()
+  return {'train_op': facade.get_collection('train_op')}
 
 
 ONES = np.ones(2, np.float32)
+MEAN, SUM = facade.Reduction.MEAN, facade.Reduction.SUM
 
-# Calls that give something.
-RESULTS = {
-    'cs-err-a-001': lambda: cross_shard(reduction='weighted_sum'),
-    'cs-err-a-002': lambda: cross_shard(reduction='weighted_mean'),
-    'cs-err-a-007': lambda: apply_in_shard(lambda v, w: [(None, v), (1.0, w)]),
-    'cs-err-a-010': lambda: apply_in_shard(lambda v, w: iter([(ONES, v)])),
-    'cs-err-a-013': lambda: square_in_shards(4, 'weighted_mean'),
-    'cs-err-a-014': lambda: square_in_shards(4, 'weighted_sum'),
-    'cs-err-a-015': lambda: square_in_shards(1, 'weighted_mean'),
-    'cs-err-a-019': slots_before_use,
-    'tw-err-a-001': lambda: train_towers(minimize(sgd), 1),
-    'tw-err-a-010': lambda: two_optimizers(swapped=[]),
-    'tw-err-a-012': lambda: apply_in_towers(lambda x, c: [(x, c)], 3),
-    'tw-err-a-013': lambda: apply_in_towers(lambda x, c: iter([(x, c)]), 3),
-    'tw-err-a-014': lambda: apply_in_towers(
-        lambda x, c: [(x, c)], 2, 'weighted_mean'
-    ),
-    'tw-err-a-015': named_before_use,
-    'tw-err-a-022': lambda: global_step_in([0]),
-    'tw-err-a-023': lambda: global_step_in([1]),
-    'tw-err-a-024': lambda: global_step_in([0, 1]),
-    'tw-err-a-025': lambda: train_towers(minimize(), reduction='weighted_mean'),
-    'tw-err-a-026': lambda: sparse_in(0),
-    'tw-err-a-027': lambda: sparse_in(1),
-    'tw-err-a-028': lambda: train_towers(
-        lambda t, x, c, *_: tower_sgd().apply_gradients(
-            [(x, c)], None, 'my_name'
-        )
-    ),
-    'tw-err-a-029': lambda: apply_in_towers(
-        lambda x, c: [(x, c)], name='my_name'
-    ),
-    'ds-err-a-005': lambda: drop_stale_step(
-        lambda opt, loss, v, w, step: opt.minimize(loss, step)
-    ),
-    'ds-err-a-006': lambda: drop_stale_step(compute_and_apply, other=5),
-    'ds-err-a-007': lambda: drop_stale_step(
-        compute_and_apply, staleness=5, other=5
-    ),
-    'ds-err-a-009': lambda: drop_stale_step(
-        computed(lambda pairs, v, w: iter(pairs))
-    ),
-    'ds-err-a-010': lambda: drop_stale_step(apply_twice, staleness=1),
-    'ds-err-a-011': lambda: drop_stale_step(
-        computed(lambda pairs, v, w: [pairs[0], (None, w)])
-    ),
-    'ds-err-a-014': lambda: drop_stale_step(
-        computed(lambda pairs, v, w: [(ONES, v)])
-    ),
-    'ds-err-a-015': gradient_of_square,
-    'ds-err-a-019': lambda: drop_stale_step(compute_and_apply, staleness=-1),
-    'ds-err-a-020': ops_in_a_collection,
+# What a case calls, by the wrapper and the number.
+CROSS_SHARD = {
+    0: lambda: cross_shard(reduction='none'),
+    1: lambda: cross_shard(reduction=SUM) and None,
+    2: lambda: cross_shard(reduction=MEAN) and None,
+    3: lambda: cross_shard(reduction='weighted_sum_over_batch_size'),
+    4: lambda: facade.CrossShardOptimizer(optax.sgd(1.0)),
+    5: lambda: facade.CrossShardOptimizer(optax.sgd(1.0), reduction='none'),
+    6: lambda: cross_shard(name=''),
+    7: lambda: apply_in_shard(lambda v, w: [(None, v), (1.0, w)]),
+    8: lambda: apply_in_shard(none_gradients),
+    9: lambda: apply_in_shard(lambda v, w: []),
+    10: lambda: apply_in_shard(lambda v, w: iter([(ONES, v)])),
+    11: lambda: apply_in_shard(lambda v, w: [v, w]),
+    12: lambda: apply_in_shard(lambda v, w: [(ONES, v, 'v')]),
+    13: lambda: in_shards(4, MEAN),
+    14: lambda: in_shards(4, SUM),
+    15: lambda: in_shards(1, MEAN),
+    16: lambda: minimize_constant(has_variable=True),
+    17: lambda: minimize_constant(has_variable=False),
+    18: lambda: in_shards(1, MEAN, gate_gradients=7),
+    19: slots_before_use,
+    20: nested_contexts,
 }
-
-# Calls that must not, and what the message has to say.
-ERRORS = {
-    'cs-err-a-000': (
-        lambda: cross_shard(reduction='none'),
-        'Unsupported reduction: .none',
+TOWERS = {
+    0: lambda: towers(lambda t: t.minimize(sgd())),
+    1: lambda: towers(lambda t: t.minimize(sgd()), 1),
+    2: lambda: wrapped_only_in(0),
+    3: lambda: wrapped_only_in(1),
+    4: lambda: towers(reduction='none'),
+    5: lambda: towers(reduction='anything else'),
+    6: lambda: towers(features=[1, 10, 100, 1, 10]),
+    7: lambda: numbers_of_calls(2, 1),
+    8: lambda: numbers_of_calls(1, 2),
+    9: lambda: numbers_of_calls(3, 1),
+    10: lambda: two_optimizers(swapped=None),
+    11: lambda: two_optimizers(swapped=1),
+    12: lambda: apply_in_towers(lambda x, c: [(x, c)], 3),
+    13: lambda: apply_in_towers(lambda x, c: iter([(x, c)]), 3),
+    14: lambda: apply_in_towers(lambda x, c: [(x, c)], 2, MEAN),
+    15: named_before_use,
+    16: lambda: towers(lambda t: facade.TowerOptimizer(tower_sgd())),
+    17: lambda: towers(lambda t: tower_sgd().minimize(lambda: t.x)),
+    18: lambda: apply_in_towers(lambda x, c: none_gradients(c)),
+    19: lambda: apply_in_towers(lambda x, c: none_gradients(c), 1),
+    20: lambda: apply_in_towers(lambda x, c: []),
+    21: lambda: apply_in_towers(lambda x, c: [], 1),
+    22: lambda: global_step_in(0),
+    23: lambda: global_step_in(1),
+    24: lambda: global_step_in(0, 1),
+    25: lambda: towers(reduction=MEAN),
+    26: lambda: sparse_in(0),
+    27: lambda: sparse_in(1),
+    28: lambda: towers(
+        lambda t: tower_sgd().apply_gradients([(t.x, t.c)], None, 'my_name')
     ),
-    'cs-err-a-003': (
-        lambda: cross_shard(reduction='weighted_sum_over_batch_size'),
-        'Unsupported reduction: .weighted_sum_over_batch_size',
-    ),
-    'cs-err-a-004': (
-        lambda: facade.CrossShardOptimizer(optax.sgd(1.0)),
-        'must be an optimizer of the façade',
-    ),
-    'cs-err-a-005': (
-        lambda: facade.CrossShardOptimizer(optax.sgd(1.0), reduction='none'),
-        'Unsupported reduction',
-    ),
-    'cs-err-a-006': (
-        lambda: cross_shard(name=''),
-        'Must specify the optimizer name',
-    ),
-    'cs-err-a-008': (
-        lambda: apply_in_shard(none_gradients),
-        "No gradients provided for any variable: .'v:0', 'w:0'",
-    ),
-    'cs-err-a-009': (
-        lambda: apply_in_shard(lambda v, w: []),
-        'No variables provided',
-    ),
-    'cs-err-a-011': (
-        lambda: apply_in_shard(lambda v, w: [v, w]),
-        'must hold pairs',
-    ),
-    'cs-err-a-012': (
-        lambda: apply_in_shard(lambda v, w: [(ONES, v, 'v')]),
-        'must hold pairs',
-    ),
-    'cs-err-a-016': (
-        lambda: in_shard(lambda opt, v: opt.minimize(lambda: jnp.ones([]))),
-        "No gradients provided for any variable.*'v:0'",
-    ),
-    'cs-err-a-017': (no_variables, 'No variables to optimize'),
-    'cs-err-a-018': (
-        lambda: in_shard(
-            lambda opt, v: opt.compute_gradients(
-                lambda: jnp.sum(v), gate_gradients=7
-            )
-        ),
-        'gate_gradients.* must be one of',
-    ),
-    'cs-err-a-020': (nested_contexts, 'cannot be nested'),
-    'tw-err-a-000': (
-        lambda: train_towers(minimize(sgd)),
-        'Please wrap optimizers with TowerOptimizer',
-    ),
-    # An optimizer that is not wrapped is met before calls are compared.
-    'tw-err-a-002': (lambda: wrapped_only_in([0]), 'Please wrap optimizers'),
-    'tw-err-a-003': (lambda: wrapped_only_in([1]), 'Please wrap optimizers'),
-    'tw-err-a-004': (
-        lambda: train_towers(minimize(), reduction='none'),
-        'need to be reduced in some way',
-    ),
-    'tw-err-a-005': (
-        lambda: train_towers(minimize(), reduction='anything else'),
-        'Invalid Reduction: .anything else',
-    ),
-    'tw-err-a-006': (
-        lambda: train_towers(minimize(), features=[1.0, 10.0, 100.0]),
-        'must be divisible by the number of towers, 2',
-    ),
-    'tw-err-a-007': (lambda: numbers_of_calls(2, 1), 'same optimizer calls'),
-    'tw-err-a-008': (lambda: numbers_of_calls(1, 2), 'same optimizer calls'),
-    'tw-err-a-009': (lambda: numbers_of_calls(3, 1), 'same optimizer calls'),
-    'tw-err-a-011': (
-        lambda: two_optimizers(swapped=[1]),
-        'same optimizer calls',
-    ),
-    'tw-err-a-016': (
-        lambda: train_towers(
-            minimize(lambda: facade.TowerOptimizer(tower_sgd()))
-        ),
-        'must not be a TowerOptimizer',
-    ),
-    'tw-err-a-017': (
-        lambda: train_towers(lambda t, x, *_: tower_sgd().minimize(lambda: x)),
-        "No gradients provided for any variable.*'c:0', 'd:0'",
-    ),
-    'tw-err-a-018': (
-        lambda: apply_in_towers(lambda x, c: none_gradients(c)),
-        'No gradients provided',
-    ),
-    'tw-err-a-019': (
-        lambda: apply_in_towers(lambda x, c: none_gradients(c), 1),
-        "No gradients provided for any variable: .'c:0'",
-    ),
-    'tw-err-a-020': (
-        lambda: apply_in_towers(lambda x, c: []),
-        'No variables provided',
-    ),
-    'tw-err-a-021': (
-        lambda: apply_in_towers(lambda x, c: [], 1),
-        'No variables provided',
-    ),
-    'ds-err-a-000': (
-        lambda: facade.DropStaleGradientOptimizer(sgd()),
-        "missing 1 required positional argument: 'staleness'",
-    ),
-    'ds-err-a-001': (
-        lambda: drop_stale(name=''),
-        'Must specify the optimizer name',
-    ),
-    'ds-err-a-002': (
-        lambda: drop_stale_step(compute_and_apply, has_step=False),
-        'get_or_create_global_step',
-    ),
-    'ds-err-a-003': (
-        lambda: drop_stale_step(
-            lambda opt, loss, *_: opt.apply_gradients(
-                opt.compute_gradients(loss)
-            )
-        ),
-        'global_step.* must be a variable',
-    ),
-    'ds-err-a-004': (
-        lambda: drop_stale_step(lambda opt, loss, *_: opt.minimize(loss)),
-        'global_step.* must be a variable',
-    ),
-    'ds-err-a-008': (
-        lambda: drop_stale_step(
-            lambda opt, loss, v, w, step: opt.apply_gradients([(ONES, v)], step)
-        ),
-        'compute_gradients.* must come before',
-    ),
-    'ds-err-a-012': (
-        lambda: drop_stale_step(
-            computed(lambda pairs, v, w: none_gradients(v, w))
-        ),
-        "No gradients provided for any variable: .'v:0', 'w:0'",
-    ),
-    'ds-err-a-013': (
-        lambda: drop_stale_step(computed(lambda pairs, v, w: [])),
-        'No variables provided',
-    ),
-    'ds-err-a-016': (
-        lambda: drop_stale_step(compute_and_apply, staleness=1.5),
-        'staleness.* must be an integer',
-    ),
-    'ds-err-a-017': (
-        lambda: drop_stale_step(compute_and_apply, staleness=None),
-        'staleness.* must be an integer',
-    ),
-    'ds-err-a-018': (
-        lambda: drop_stale_step(compute_and_apply, staleness='1'),
-        'staleness.* must be an integer',
-    ),
+    29: lambda: apply_in_towers(lambda x, c: [(x, c)], name='my_name'),
+}
+DROP_STALE = {
+    0: lambda: facade.DropStaleGradientOptimizer(sgd()),
+    1: lambda: drop_stale(name=''),
+    2: lambda: stale(has_step=False),
+    3: lambda: stale(lambda t: t._replace(step=None).apply()),
+    4: lambda: stale(lambda t: t.opt.minimize(t.loss)),
+    5: lambda: stale(lambda t: t.opt.minimize(t.loss, t.step)),
+    6: lambda: stale(other=5),
+    7: lambda: stale(staleness=5, other=5),
+    8: lambda: stale(lambda t: t.opt.apply_gradients([(ONES, t.v)], t.step)),
+    9: lambda: changed(lambda pairs, v, w: iter(pairs)),
+    10: lambda: stale(lambda t: t.apply(times=2), staleness=1),
+    11: lambda: changed(lambda pairs, v, w: [pairs[0], (None, w)]),
+    12: lambda: changed(lambda pairs, v, w: none_gradients(v, w)),
+    13: lambda: changed(lambda pairs, v, w: []),
+    14: lambda: changed(lambda pairs, v, w: [(ONES, v)]),
+    15: gradient_of_square,
+    16: lambda: stale(staleness=1.5),
+    17: lambda: stale(staleness=None),
+    18: lambda: stale(staleness='1'),
+    19: lambda: stale(staleness=-1),
+    20: ops_in_a_collection,
+}
+CALLED = {
+    f'{kind}-err-a-{number:03}': call
+    for kind, calls in (
+        ('cs', CROSS_SHARD),
+        ('tw', TOWERS),
+        ('ds', DROP_STALE),
+    )
+    for number, call in calls.items()
 }
 
 
@@ -607,7 +420,7 @@ class CallTest(parameterized.TestCase):
     super().setUp()
     self.enter_context(facade.Graph().as_default())
 
-  def assert_outcome(self, tape, call, message=None):
+  def assert_outcome(self, tape, call):
     """Checks that a call gives what it gave there, or what is listed."""
     departs = tape['id'] in DEPARTURES
     expected = DEPARTURES[tape['id']][0] if departs else original(tape)
@@ -616,19 +429,15 @@ class CallTest(parameterized.TestCase):
       # Or else the case need not be listed.
       self.assertNotEqual(name, original(tape))
     if isinstance(name, str):
-      with self.assertRaisesRegex(Exception, message or '') as raised:
+      with self.assertRaises(Exception) as raised:
         call()
       self.assertEqual(type(raised.exception).__name__, name)
     else:
       self.assertEqual(call(), expected)
 
-  @named(RESULTS)
+  @named(CALLED)
   def test_call_gives_what_it_gave(self, case):
-    self.assert_outcome(CALLS[case], RESULTS[case])
-
-  @named(ERRORS)
-  def test_call_is_refused(self, case):
-    self.assert_outcome(CALLS[case], *ERRORS[case])
+    self.assert_outcome(CALLS[case], CALLED[case])
 
   @named(GROUPS)
   def test_group_assignment_is_accepted_or_refused(self, case):
@@ -650,10 +459,7 @@ class CallTest(parameterized.TestCase):
           [(scale, _)] = opt.compute_gradients(lambda: 1.0 * w)
       return {'gradient_scale': float(scale)}
 
-    message = 'group_assignment'
-    if tape['num_shards'] is None:
-      message = 'shard context'
-    self.assert_outcome(tape, call, message)
+    self.assert_outcome(tape, call)
 
   def test_tower_optimizer_has_been_used(self):
     path = golden_tapes.FOLDER / 'calls_and_errors.json'
@@ -686,10 +492,162 @@ class CallTest(parameterized.TestCase):
     self.assertEqual(trace, recorded)
 
 
+# What methods of optimizers return, in each wrapper: names and slots.
+
+NAMES = golden_tapes.read('facade.json')
+WRAPPED = [case for case, tape in NAMES.items() if 'before' in tape]
+# Two towers, of which only the last one makes slots.
+IN_TOWERS = [case for case, tape in NAMES.items() if 'before' not in tape]
+
+_VARIABLES = (
+    'The original does not pass the call of `variables()` on. Here it lists'
+    ' the variables of the wrapped optimizer and the counter, lest they are'
+    ' not saved.'
+)
+_COND = (
+    'Also, the original makes powers of beta inside of `tf.cond`, whose name'
+    ' they get. There is no such scope here.'
+)
+
+# Cases that must differ, each with its reason.
+OF_NAMES = {f'fc-a-{n:03}': _VARIABLES for n in range(3, 32, 4)}
+OF_NAMES['fc-a-015'] += _COND
+
+# Fields that nothing here stands for: there are no operations, and a call of an
+# optimizer returns an array.
+OPERATIONS = {'train_op', 'train_op_collection'}
+
+FIELDS = {
+    *('id', 'wrapper', 'wrapper_kwargs', 'inner', 'variables'),
+    *('before', 'after', 'after_of_first_tower', 'after_of_last_tower'),
+    *('all_variables', *OPERATIONS),
+}
+
+
+def make(tape):
+  """Returns the inner optimizer, the variables and the global step."""
+  step = facade.get_or_create_global_step()
+  variables = [
+      facade.Variable(jnp.ones(v['shape']), name=v['name'])
+      for v in tape['variables']
+  ]
+  inner = getattr(facade, tape['inner']['class'])
+  return inner(**tape['inner']['kwargs']), variables, step
+
+
+def described(opt, variables, slots):
+  """Returns what the methods of an optimizer return."""
+
+  def slot_name(variable, name):
+    slot = opt.get_slot(variable, name)
+    return None if slot is None else slot.name
+
+  return {
+      'get_name': opt.get_name(),
+      'get_slot_names': opt.get_slot_names(),
+      'variables': [
+          {'name': v.name, 'shape': [*v.shape], 'dtype': str(v.dtype)}
+          for v in opt.variables()
+      ],
+      'get_slot': {
+          name: {v.op.name: slot_name(v, name) for v in variables}
+          for name in slots
+      },
+  }
+
+
+def expected_here(tape):
+  """Returns the case as it has to be here."""
+  if tape['id'] not in OF_NAMES:
+    return tape
+  # The slots are those of the same optimizer in another wrapper.
+  (other,) = (
+      other
+      for other in NAMES.values()
+      if other['inner'] == tape['inner']
+      and other['wrapper'] == 'CrossShardOptimizer'
+  )
+  counter = {'name': 'stale_counter:0', 'shape': [], 'dtype': 'int32'}
+  expected = dict(tape)
+  for when in ('before', 'after'):
+    found = [*other[when]['variables'], counter]
+    found.sort(key=lambda variable: variable['name'])
+    expected[when] = tape[when] | {'variables': found}
+  expected['all_variables'] = [
+      name.removeprefix('cond/') for name in tape['all_variables']
+  ]
+  return expected
+
+
+class NamesTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(facade.Graph().as_default())
+
+  def assert_all_variables(self, tape):
+    names = [variable.name for variable in facade.global_variables()]
+    self.assertEqual(names, tape['all_variables'])
+
+  @named(WRAPPED)
+  def test_methods_return_what_they_returned(self, case):
+    tape = expected_here(NAMES[case])
+    inner, variables, step = make(tape)
+    kwargs = dict(tape['wrapper_kwargs'])
+    if tape['wrapper'] == 'DropStaleGradientOptimizer':
+      kwargs['staleness'] = 0
+    opt = getattr(facade, tape['wrapper'])(inner, **kwargs)
+    slots = tape['before']['get_slot']
+    self.assertEqual(described(opt, variables, slots), tape['before'])
+
+    with facade.shard_context(1):
+      train_op = opt.minimize(lambda: sum(map(jnp.sum, variables)), step)
+
+    slots = tape['after']['get_slot']
+    self.assertEqual(described(opt, variables, slots), tape['after'])
+    self.assert_all_variables(tape)
+    self.assertIsInstance(train_op, jax.Array)
+
+  @named(IN_TOWERS)
+  def test_methods_return_what_they_returned_in_towers(self, case):
+    tape = NAMES[case]
+    inner, variables, step = make(tape)
+    expected = [tape['after_of_first_tower'], tape['after_of_last_tower']]
+    found = []
+
+    def model_fn(features, mode):
+      opt = facade.TowerOptimizer(inner)
+      train_op = opt.minimize(
+          lambda: features[0] * sum(map(jnp.sum, variables)), step
+      )
+      slots = expected[len(found)]['get_slot']
+      found.append(described(opt, variables, slots))
+      return facade.EstimatorSpec(mode, loss=features[0], train_op=train_op)
+
+    facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)(
+        jnp.ones(2), mode=facade.ModeKeys.TRAIN
+    )
+
+    self.assertEqual(found, expected)
+    self.assert_all_variables(tape)
+
+
 class CoverageTest(parameterized.TestCase):
 
-  def test_every_call_is_replayed(self):
-    self.assertCountEqual([*RESULTS, *ERRORS], CALLS)
-
-  def test_every_departure_is_of_a_case(self):
+  def test_every_case_is_replayed_with_all_its_fields(self):
+    self.assertCountEqual(CALLED, CALLS)
     self.assertContainsSubset(DEPARTURES, [*GROUPS, *CALLS])
+    self.assertCountEqual([*WRAPPED, *IN_TOWERS], NAMES)
+    self.assertContainsSubset(set().union(*NAMES.values()), FIELDS)
+
+  @named(OF_NAMES)
+  def test_listed_case_differs(self, case):
+    tape = NAMES[case]
+
+    expected = expected_here(tape)
+
+    self.assertNotEqual(expected['after'], tape['after'])
+    self.assertEqual(
+        expected['all_variables'] != tape['all_variables'],
+        _COND in OF_NAMES[case],
+    )

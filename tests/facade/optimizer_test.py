@@ -1,104 +1,293 @@
-import inspect
+"""`Optimizer`: its methods, subclasses of programs, wrappers, slots."""
 
-from absl.testing import parameterized
+import tempfile
+
 import jax.numpy as jnp
 import numpy as np
-import optax
-import pytest
+import orbax.checkpoint as ocp
 
 import cases
 import facade_cases
 from shard_transforms import facade
 
-W = facade_cases.W
-MADE = facade_cases.OPTIMIZERS
-
-MINIMIZE = (
-    '(self, loss, global_step=None, var_list=None, gate_gradients=1,'
-    ' aggregation_method=None, colocate_gradients_with_ops=False, name=None,'
-    ' grad_loss=None, *, return_loss=False, has_aux=False)'
-)
-COMPUTE_GRADIENTS = (
-    '(self, loss, var_list=None, gate_gradients=1, aggregation_method=None,'
-    ' colocate_gradients_with_ops=False, grad_loss=None, *,'
-    ' return_loss=False, has_aux=False)'
-)
-
-# As in TensorFlow 1.15.
-SIGNATURES = {
-    'CrossShardOptimizer': (
-        "(opt, reduction='weighted_mean', name='CrossShardOptimizer',"
-        ' group_assignment=None)'
-    ),
-    'TowerOptimizer': '(optimizer_or_optimizer_fn)',
-    'DropStaleGradientOptimizer': (
-        "(opt, staleness, use_locking=False, name='DropStaleGradient')"
-    ),
-    'SyncReplicasOptimizer': (
-        '(opt, replicas_to_aggregate, total_num_replicas=None,'
-        ' variable_averages=None, variables_to_average=None,'
-        " use_locking=False, name='sync_replicas')"
-    ),
-    'replicate_model_fn': (
-        "(model_fn, loss_reduction='weighted_sum_by_nonzero_weights',"
-        ' devices=None)'
-    ),
-    'shard': (
-        '(computation, inputs=None, num_shards=1, input_shard_axes=None,'
-        ' outputs_from_all_shards=True, *, infeed_queue=None,'
-        ' device_assignment=None, name=None)'
-    ),
-}
-
-WRAPPERS = {
-    'clip_gradients_by_norm': lambda x: facade.clip_gradients_by_norm(x, 1.0),
-    'cross_shard': facade.CrossShardOptimizer,
-    'drop_stale': lambda x: facade.DropStaleGradientOptimizer(x, 1),
-    'sync_replicas': lambda x: facade.SyncReplicasOptimizer(x, 1),
-    'tower': facade.TowerOptimizer,
-    'tower of a function': lambda x: facade.TowerOptimizer(lambda: x),
-}
+W, X = facade_cases.W, facade_cases.X
+MADE, WRAPPERS = facade_cases.OPTIMIZERS, facade_cases.WRAPPERS
+sgd = facade_cases.sgd
 
 
-def signature(of):
-  """Returns a signature without its types."""
-  found = inspect.signature(of)
-  parameters = [
-      p.replace(annotation=inspect.Parameter.empty)
-      for p in found.parameters.values()
-  ]
-  return str(inspect.Signature(parameters))
+class Heavy(facade.Optimizer):
+  """Momentum by the protocol; counts updates in a variable of its own."""
+
+  def __init__(self, learning_rate, use_locking=False, name='Heavy'):
+    super().__init__(use_locking, name)
+    self._lr = learning_rate
+
+  def _create_slots(self, var_list):
+    first = min(var_list, key=lambda v: v.name)
+    self._create_non_slot_variable(0, 'updates', first)
+    for v in var_list:
+      self._zeros_slot(v, 'ball', self._name)
+
+  def _prepare(self):
+    self._lr_t = self._call_if_callable(self._lr)
+
+  def _apply_dense(self, grad, var):
+    ball = self.get_slot(var, 'ball').assign(
+        0.5 * self.get_slot(var, 'ball') + grad
+    )
+    return var.assign_sub(self._lr_t * ball)
+
+  def _finish(self, update_ops, name_scope):
+    self._get_non_slot_variable('updates').assign_add(len(update_ops))
 
 
-class MinimizeTest(facade_cases.OptimizerTest):
+class Resource(Heavy):
+  """Overrides the method for the other kind of variables."""
 
-  @cases.product(name=tuple(MADE), compiled=(False, True))
-  @pytest.mark.slow_after(2)
-  def test_is_compute_and_apply_gradients(self, name, compiled):
-    def loss():
-      return jnp.sum(self.w**2) * self.b
+  def _resource_apply_dense(self, grad, var):
+    return super()._apply_dense(grad, var)
 
-    def in_two(opt):
-      return opt.apply_gradients(opt.compute_gradients(loss), self.step)
 
-    start = facade.get_values([self.w, self.b, self.step])
-    results = []
-    for run in lambda opt: opt.minimize(loss, self.step), in_two:
-      facade.set_values([self.w, self.b, self.step], start)
-      opt = MADE[name]()
-      returned = [
-          self.run_step(lambda run=run, opt=opt: run(opt), compiled)
-          for _ in range(2)
-      ]
-      results.append((returned, facade.get_values([self.w, self.b, self.step])))
+class Public(facade.Optimizer):
+  """Momentum as BERT's optimizer does it, in `apply_gradients`."""
 
-    self.assert_equal(*results)
-    self.assert_equal(results[0][0], [jnp.int32(1), jnp.int32(2)])
+  def __init__(self, learning_rate):
+    super().__init__(False, 'Public')
+    self._lr = learning_rate
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    for grad, var in grads_and_vars:
+      if grad is None:
+        continue
+      name = f'{var.op.name}/Heavy'
+      ball = facade.get_variable(
+          name, var.shape, jnp.float32, jnp.zeros, trainable=False
+      )
+      new = 0.5 * ball + grad
+      var.assign(var - self._lr * new)
+      ball.assign(new)
+    if global_step is not None:
+      global_step.assign_add(1)
+
+
+class Doubled(facade.Optimizer):
+  """A wrapper of a program, which doubles gradients.
+
+  As Tensor2Tensor has it, it does not call the constructor.
+  """
+
+  def __init__(self, opt):
+    self._opt = opt
+
+  def compute_gradients(self, loss, var_list=None, **kwargs):
+    return self._opt.compute_gradients(loss, var_list, **kwargs)
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    doubled = [(None if g is None else 2.0 * g, v) for g, v in grads_and_vars]
+    return self._opt.apply_gradients(doubled, global_step, name)
+
+
+class DoubledSgd(facade.GradientDescentOptimizer):
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    doubled = [(2.0 * g, v) for g, v in grads_and_vars]
+    return super().apply_gradients(doubled, global_step, name)
+
+
+class DoubledEach(facade.GradientDescentOptimizer):
+
+  def _apply_dense(self, grad, var):
+    return super()._apply_dense(2.0 * grad, var)
+
+
+class DoubledResource(facade.GradientDescentOptimizer):
+
+  def _resource_apply_dense(self, grad, var):
+    return super()._resource_apply_dense(2.0 * grad, var)
+
+
+class WrappersTest(facade_cases.GraphTest):
+
+  def train(self, name, make, times=1):
+    """Returns all values after steps on a linear loss of gradient 7.5."""
+    wrap, where = WRAPPERS[name]
+    with facade.Graph().as_default():
+      w = facade.Variable(0.0, name='w')
+      step = facade.get_or_create_global_step()
+      opt = wrap(make())
+      facade_cases.train(opt, lambda x: jnp.mean(w * x), step, where, times)
+      self.assertEqual(int(step), times)
+      if isinstance(make(), facade.AdamOptimizer):
+        listed = {*opt.variables(), w, step}
+        self.assertEqual(listed, {*facade.global_variables()})
+        names = [v.name for v in opt.variables()]
+        self.assertEqual(names, sorted(names))
+        self.assertEqual(opt.get_slot(w, 'm').name, 'w/Adam:0')
+        self.assertIsNone(opt.get_slot(w, 'other'))
+      return self.values()
+
+  @cases.product(name=WRAPPERS, kind=(DoubledSgd, DoubledEach, DoubledResource))
+  def test_overridden_methods_are_called(self, name, kind):
+    # Without them, -7.5.
+    self.assertEqual(self.train(name, lambda: kind(1.0))['w'], -15)
+
+  @cases.product(name=WRAPPERS, kind=(Heavy, Resource, Public))
+  def test_an_optimizer_of_a_program_trains(self, name, kind):
+    values = self.train(name, lambda: Doubled(kind(0.25)), times=2)
+
+    # The balls are 15 and 22.5.
+    self.assertEqual(values['w'], -0.25 * (15 + 22.5))
+    self.assertEqual(values['w/Heavy'], 22.5)
+    self.assertEqual(values.get('updates', 2), 2)
+
+  @cases.parameters(*WRAPPERS)
+  def test_trains_as_alone_and_lists_all_variables(self, name):
+    alone = self.train('bare', MADE['adam'], times=2)
+
+    found = self.train(name, MADE['adam'], times=2)
+
+    self.assert_close({key: found[key] for key in alone}, alone)
+
+  @cases.parameters('bare', 'towers in turn', 'drop_stale of cross_shard')
+  def test_resumes_to_the_bit_through_orbax(self, name):
+    wrap, where = WRAPPERS[name]
+
+    def run(times, saved=None):
+      with facade.Graph().as_default():
+        w = facade.Variable(0.5, name='w')
+        step = facade.get_or_create_global_step()
+        opt = wrap(facade.AdamOptimizer(0.1))
+        run = facade_cases.mapped(
+            lambda x: opt.minimize(lambda: jnp.mean(jnp.sin(w * x)), step),
+            where,
+        )
+        if saved is not None:
+          run.build(X)
+          facade.set_values(facade.global_variables(), saved)
+        for _ in range(times):
+          run(X)
+        return self.values()
+
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(f'{folder}/step', run(2))
+      checkpointer.wait_until_finished()
+      restored = checkpointer.restore(f'{folder}/step')
+
+    self.assert_equal(run(1, restored), run(3))
+
+  @cases.product(name=WRAPPERS, grad=(jnp.int32(1), jnp.bool_(1)))
+  def test_gradients_of_another_kind_change_nothing(self, name, grad):
+    wrap, where = WRAPPERS[name]
+    w, b = facade.Variable(0.0, name='w'), facade.Variable(0.0, name='b')
+    step = facade.get_or_create_global_step()
+    inner = facade.AdamOptimizer(0.1)
+    opt = wrap(inner)
+
+    def apply(x):
+      opt.compute_gradients(lambda: w * b)
+      pairs = [(jnp.mean(x), b), (grad, w)]
+      return opt.apply_gradients(pairs, step)
+
+    with self.assertRaisesRegex(TypeError, f'got {grad.dtype} for w:0'):
+      facade_cases.mapped(apply, where, compiled=False)(X)
+    self.assertEqual([float(w), float(b), int(step)], [0, 0, 0])
+    self.assertEqual(inner.get_slot_names(), [])
+
+  @cases.product(
+      wrap=(
+          facade.CrossShardOptimizer,
+          facade.TowerOptimizer,
+          facade_cases.drop_stale,
+          facade_cases.sync_replicas,
+      ),
+      make=(Heavy, facade.GradientDescentOptimizer),
+  )
+  def test_a_wrapper_of_a_program_stands_outside(self, wrap, make):
+    where = {
+        facade.CrossShardOptimizer: 4,
+        facade.TowerOptimizer: facade_cases.IN_TURN,
+    }.get(wrap)
+    w = facade.Variable(0.0)
+    step = facade.get_or_create_global_step()
+
+    opt = Doubled(wrap(make(0.5)))
+    facade_cases.train(opt, lambda x: jnp.mean(w * x), step, where)
+
+    self.assertEqual([float(w), int(step)], [-7.5, 1])
+
+  def test_variables_of_a_program_differ_between_groups(self):
+    w = facade.Variable(0.0, name='w')
+    groups = [[0, 1], [2, 3]]
+    opt = facade.CrossShardOptimizer(Public(0.5), group_assignment=groups)
+
+    facade_cases.train(opt, lambda x: jnp.mean(w * x), where=4, times=2)
+
+    means = jnp.float32([3.5, 3.5, 11.5, 11.5])
+    ball = facade.get_variable('w/Heavy')
+    self.assert_equal(ball.shard_values(), 1.5 * means)
+    self.assert_equal(w.shard_values(), -0.5 * 2.5 * means)
+
+  @cases.parameters(Heavy, Public)
+  def test_a_dropped_gradient_changes_nothing_of_it(self, kind):
+    w = facade.Variable(0.0, name='w')
+    step = facade.get_or_create_global_step()
+    opt = facade_cases.drop_stale(kind(0.5))
+
+    @facade.function
+    def train(age):
+      pairs = opt.compute_gradients(lambda: 3.0 * w)
+      step.assign_add(age)
+      return opt.apply_gradients(pairs, step)
+
+    counts = [int(train(age)) for age in (0, 1, 0)]
+
+    self.assertEqual(counts, [0, 1, 1])
+    self.assertEqual([float(w), int(step)], [-1.5 - 0.5 * 4.5, 3])
+
+  @cases.parameters(facade.TowerOptimizer, facade_cases.sync_replicas)
+  def test_what_gathers_is_not_hidden_inside_drop_stale(self, wrap):
+    w = facade.Variable(0.0)
+    step = facade.get_or_create_global_step()
+    opt = facade_cases.drop_stale(Doubled(wrap(sgd())))
+
+    with self.assertRaisesRegex(ValueError, 'must not be inside an optimizer'):
+      facade_cases.train(
+          opt,
+          lambda x: jnp.mean(w * x),
+          step,
+          facade_cases.IN_TURN,
+          compiled=False,
+      )
+    self.assertEqual([float(w), int(step)], [0, 0])
+
+  def test_towers_are_gathered_once(self):
+    w = facade.Variable(0.0)
+    opt = facade.TowerOptimizer(Doubled(facade.TowerOptimizer(sgd())))
+
+    with self.assertRaisesRegex(ValueError, 'towers are gathered once'):
+      facade_cases.train(
+          opt, lambda x: jnp.mean(w * x), where=facade_cases.IN_TURN
+      )
+    self.assertEqual(float(w), 0)
+
+  def test_a_lock_must_not_be_hidden_inside_drop_stale(self):
+    w = facade.Variable(0.0)
+    step = facade.get_or_create_global_step()
+    locked = Doubled(sgd(use_locking=True))
+
+    with self.assertRaisesRegex(ValueError, 'Give that one `use_locking=True`'):
+      facade_cases.drop_stale(locked).minimize(lambda: w * 1.0, step)
+    opt = facade_cases.drop_stale(locked, use_locking=True)
+    opt.minimize(lambda: w * 1.0, step)
+
+    self.assertEqual([float(w), int(step)], [-2, 1])
+
+
+class OptimizerTest(facade_cases.OptimizerTest):
 
   def test_hands_everything_on(self):
-    opt = facade.GradientDescentOptimizer(1.0)
-
-    returned = opt.minimize(
+    returned = sgd().minimize(
         lambda w: w**2,
         global_step=self.step,
         var_list=[self.w],
@@ -110,63 +299,128 @@ class MinimizeTest(facade_cases.OptimizerTest):
     )
 
     self.assert_equal(returned, jnp.int32(1))
-    self.assert_equal(self.w.value(), jnp.float32([0, 1]))
+    self.assert_holds(self.w, jnp.float32([0, 1]))
+    self.assertIsNone(sgd().minimize(lambda: self.b**2))
 
-  def test_returns_none_without_a_global_step(self):
-    self.assertIsNone(MADE['adam']().minimize(lambda: self.b**2))
-    self.assert_equal(self.step.value(), jnp.int32(0))
+  @cases.parameters(*MADE)
+  def test_without_a_gradient_variable_and_slots_stay(self, name):
+    opt = MADE[name]()
+    opt.apply_gradients([(None, self.w), (1.0, self.b)])
+    kept = [self.b, *(opt.get_slot(self.b, n) for n in opt.get_slot_names())]
+    before = facade.get_values(kept)
+    slots = [opt.get_slot(self.w, n) for n in opt.get_slot_names()]
 
-  def test_needs_a_loss_that_reads_a_variable(self):
-    with self.assertRaisesRegex(
-        ValueError, r"No gradients.*: \['w:0', 'b:0'\]. The loss must read"
-    ):
-      MADE['adam']().minimize(lambda: jnp.float32(1))
+    opt.apply_gradients([(None, self.b), (W, self.w)])
 
-    self.assertLen(facade.global_variables(), 3)
+    self.assertEqual(slots, [None] * len(slots))
+    self.assert_equal(facade.get_values(kept), before)
+    self.assertFalse(np.array_equal(self.w, W))
 
-  @cases.parameters(3, -1, 'GATE_OP', None)
-  def test_refuses_another_gate(self, gate):
-    with self.assertRaisesRegex(ValueError, '`gate_gradients` must be one of'):
-      MADE['adam']().minimize(lambda: self.b, gate_gradients=gate)
+  def test_all_variables_share_the_powers_of_adam(self):
+    opt = MADE['adam']()
 
-  def test_a_subclass_that_overrides_nothing_changes_nothing(self):
-    class Mine(facade.Optimizer):
-      pass
+    opt.apply_gradients([(W, self.w)])
+    opt.apply_gradients([(1.0, self.b)])
 
-    with self.assertRaisesRegex(
-        NotImplementedError, 'Mine must define `_apply_dense'
-    ):
-      Mine(False, 'mine').minimize(lambda: self.b**2, self.step)
+    powers = {v.op.name: v.value() for v in opt.variables() if not v.shape}
+    self.assert_equal(powers['beta1_power'], jnp.float32(0.9) ** 3)
+    # Of two optimizers, each has its own.
+    other = MADE['adam']()
+    other.apply_gradients([(1.0, self.b)])
+    names = [x.get_slot(self.b, 'm').name for x in (opt, other)]
+    self.assertEqual(names, ['b/Adam:0', 'b/Adam_2:0'])
+    self.assertEmpty(set(opt.variables()) & set(other.variables()))
 
-    self.assert_equal(self.step.value(), jnp.int32(0))
+  def test_lists_its_slots_as_tensorflow(self):
+    opt = Heavy(lambda: 1.0 * self.step)
 
+    opt.minimize(lambda: jnp.sum(self.w), self.step)
+    self.assert_holds(self.w, W)
+    opt.minimize(lambda: jnp.sum(self.w), self.step)
 
-class SignaturesTest(parameterized.TestCase):
+    # The rate is read at each update.
+    self.assert_holds(self.w, W - 1.5)
+    self.assertEqual(opt.get_slot_names(), ['ball'])
+    names = [v.name for v in opt.variables()]
+    self.assertEqual(names, ['updates:0', 'w/Heavy:0'])
+    self.assertIsNone(opt.get_slot(self.w, 'updates'))
+    self.assertIsNone(opt._get_non_slot_variable('ball'))
+    self.assertEqual(opt.get_name(), 'Heavy')
 
-  @cases.parameters(*SIGNATURES.items())
-  def test_signature(self, name, expected):
-    self.assertEqual(signature(getattr(facade, name)), expected)
+  def test_slots_are_made_in_the_graph_of_the_variables(self):
+    with facade.Graph().as_default():
+      MADE['adam']().apply_gradients([(W, self.w), (1.0, self.b)])
+      self.assertEqual(facade.global_variables(), [])
 
-  def test_signatures_of_methods(self):
-    for name, expected in (
-        ('minimize', MINIMIZE),
-        ('compute_gradients', COMPUTE_GRADIENTS),
-        (
-            'apply_gradients',
-            '(self, grads_and_vars, global_step=None, name=None)',
-        ),
-        ('get_slot', '(self, var, name)'),
-        ('get_slot_names', '(self)'),
-        ('get_name', '(self)'),
-        ('variables', '(self)'),
-    ):
-      for kind in facade.Optimizer, facade.AdamOptimizer:
-        self.assertEqual(signature(getattr(kind, name)), expected)
+    self.assertEqual(
+        [v.op.name for v in facade.global_variables()][3:],
+        [
+            *('beta1_power', 'beta2_power'),
+            *('w/Adam', 'w/Adam_1', 'b/Adam', 'b/Adam_1'),
+        ],
+    )
+    self.assertEqual(facade.trainable_variables(), [self.w, self.b])
 
+  @cases.parameters(False, True)
+  def test_slots_may_start_anywhere_and_late(self, compiled):
+    class Slots(facade.Optimizer):
+      is_late = False
 
-class WrappersTest(parameterized.TestCase):
+      def _create_slots(self, var_list):
+        for v in var_list:
+          self._get_or_make_slot(v, v * 2.0, 'twice', 'Twice')
+          self._get_or_make_slot_with_initializer(
+              v, jnp.ones, v.shape, v.dtype, 'ones', 'Ones'
+          )
 
-  @cases.product(wrap=WRAPPERS, opt=[optax.sgd(0.1), None])
-  def test_refuse_what_is_no_optimizer(self, wrap, opt):
-    with self.assertRaisesRegex(TypeError, r'facade\.OptaxOptimizer'):
-      WRAPPERS[wrap](opt)
+      def _apply_dense(self, grad, var):
+        if self.is_late:
+          self._zeros_slot(var, 'late', self._name).assign_add(grad)
+        var.assign_sub(grad)
+
+    opt = Slots(False, 'slots')
+    run = facade_cases.mapped(
+        lambda x: opt.minimize(lambda: jnp.sum(self.w * x)), None, compiled
+    )
+    run(np.float32(1))
+    opt.is_late = True
+    for _ in range(2):
+      run(np.ones(2, np.float32))  # Of another shape, hence traced again.
+
+    self.assert_holds(opt.get_slot(self.w, 'twice'), 2 * W)
+    self.assert_holds(opt.get_slot(self.w, 'ones'), jnp.ones(2))
+    self.assert_holds(opt.get_slot(self.w, 'late'), jnp.float32([2, 2]))
+    self.assert_holds(self.w, W - 3)
+
+  def test_an_error_in_the_middle_leaves_nothing_half_applied(self):
+    class Fails(facade.Optimizer):
+      """Assigns a variable that it was not given, then fails."""
+
+      fails = True
+
+      def _apply_dense(self, grad, var):
+        var.assign_sub(grad)
+        other.assign(grad)
+
+      def _finish(self, update_ops, name_scope):
+        if self.fails:
+          raise KeyError
+
+    class FailsItself(Fails):
+
+      def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        global_step.assign_add(1)
+        for grad, var in grads_and_vars:
+          self._apply_dense(grad, var)
+        raise KeyError
+
+    other = facade.Variable(5.0, name='other')
+    for opt in Fails(False, 'fails'), FailsItself(False, 'fails'):
+      with self.assertRaises(KeyError):
+        opt.minimize(lambda: self.b**2, self.step, [self.b])
+      values = [float(self.b), float(other), int(self.step)]
+      self.assertEqual(values, [3, 5, 0])
+    opt = Fails(False, 'works')
+    opt.fails = False
+    opt.minimize(lambda: self.b**2, self.step, [self.b])
+    self.assertEqual([float(self.b), float(other)], [-3, 6])

@@ -1,34 +1,24 @@
-from absl.testing import parameterized
+"""`shard`, the optimizers and variables in it, groups of shards, contexts."""
+
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 import cases
+import facade_cases
 from shard_transforms import facade
 
+X = facade_cases.X
+GROUPS = [[0, 3], [1, 2]]
+sgd = facade_cases.sgd
 
-def setUpModule():
-  chex.assert_devices_available(8, 'cpu')
 
-
-class ShardTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.enterContext(facade.Graph().as_default())
-
-  def test_cuts_inputs_and_joins_outputs(self):
-    x = np.arange(24.0, dtype=np.float32).reshape(8, 3)
-
-    out = facade.shard(lambda x: (2 * x, x.sum()), [x], num_shards=4)
-
-    chex.assert_trees_all_equal(
-        out, [jnp.asarray(2 * x), x.reshape(4, -1).sum(1)], strict=True
-    )
+class ShardTest(facade_cases.GraphTest):
 
   @cases.parameters(1, 2, 4)
-  def test_axes_of_inputs(self, num_shards):
+  def test_cuts_inputs_and_joins_outputs(self, num_shards):
     x = np.arange(48.0, dtype=np.float32).reshape(3, 4, 4)
 
     out = facade.shard(
@@ -36,144 +26,313 @@ class ShardTest(parameterized.TestCase):
         [x, x],
         num_shards,
         input_shard_axes=[1, -2],
+        outputs_from_all_shards=[num_shards < 4, True],
     )
 
     parts = np.split(x, num_shards, axis=1)
-    chex.assert_trees_all_equal(
-        out,
-        [
-            np.concatenate(parts),
-            np.concatenate([np.concatenate([p, p], 1) for p in parts]),
-        ],
-        strict=True,
-    )
-
-  def test_outputs_of_the_first_shard(self):
-    x = jnp.arange(8.0)
-
-    first, every = facade.shard(
-        lambda x: (x, x), [x], 4, outputs_from_all_shards=[False, True]
-    )
-
-    chex.assert_trees_all_equal((first, every), (x[:2], x), strict=True)
+    every = np.concatenate([np.concatenate([p, p], axis=1) for p in parts])
+    first = parts[0] if num_shards == 4 else np.concatenate(parts)
+    self.assert_equal(out, [first, every])
 
   def test_outputs_may_be_one_array_or_none(self):
-    self.assertLen(facade.shard(lambda x: x, [jnp.zeros(4)], 4), 1)
+    self.assertLen(facade.shard(lambda x: x, [X], 4), 1)
     self.assertEqual(facade.shard(lambda: None, num_shards=4), [])
-
-  def test_compiles_once_in_a_function(self):
-    w = facade.Variable(1.0)
-    opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(0.1, 0.9))
-    calls = []
-
-    def computation(x):
-      calls.append(1)
-      opt.minimize(lambda: (w * x).sum())
-
-    @facade.function
-    def step(x):
-      facade.shard(computation, [x], 4)
-
-    step(jnp.arange(4.0))
-    num_traces = len(calls)
-    for _ in range(3):
-      step(jnp.arange(4.0))
-      w.value().block_until_ready()
-
-    self.assertLen(calls, num_traces)
-    # None is compiled for what the variables are before they lie on the mesh.
-    with jax.log_compiles(False):
-      self.assertLessEqual(step._run._cache_size(), 2)
-
-  def test_optimizers_of_a_computation_keep_their_slots_in_a_function(self):
-    w = facade.Variable(0.0, name='w')
-
-    def computation(x):
-      opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
-      opt.minimize(lambda: (w * x).sum())
-
-    @facade.function
-    def step(x):
-      facade.shard(computation, [x], 4)
-
-    step(jnp.ones(4))
-    step(jnp.ones(4))
-
-    self.assertEqual(float(w), -2.5)
-    names = [v.name for v in facade.global_variables()]
-    self.assertEqual(names, ['w:0', 'w/Momentum:0'])
-
-  @cases.parameters(1, 4)
-  def test_optimizers_that_would_forget_are_refused(self, num_shards):
-    def computation():
-      facade.MomentumOptimizer(1.0, 0.5)
-
-    with self.assertRaisesRegex(ValueError, 'slots would be new'):
-      facade.shard(computation, num_shards=num_shards)
+    self.assert_equal(
+        facade.shard(lambda x: x.sum(), [X], 4),
+        [jnp.float32([6, 22, 38, 54])],
+    )
 
   def test_runs_on_assigned_devices(self):
     devices = jax.devices()[3:5]
 
-    (out,) = facade.shard(
-        lambda x: x, [jnp.zeros(2)], 2, device_assignment=devices
-    )
+    (out,) = facade.shard(lambda x: x, [X], 2, device_assignment=devices)
 
     self.assertEqual(out.sharding.device_set, set(devices))
 
-  @parameterized.named_parameters(
-      ('indivisible', ValueError, 'dimension 0 that 4 shards', {'x': 6}),
-      ('axes', ValueError, '`input_shard_axes`', {'input_shard_axes': [0, 1]}),
-      ('no_axis', ValueError, 'dimension 3', {'input_shard_axes': [3]}),
-      (
-          'outputs',
-          ValueError,
-          '`outputs_from_all_shards`',
-          {'outputs_from_all_shards': [True, True]},
-      ),
-      (
-          'devices',
-          ValueError,
-          '`device_assignment` must name 4',
-          {'device_assignment': [None]},
-      ),
-      ('many', ValueError, 'must not exceed', {'num_shards': 64, 'x': 64}),
-      ('number', TypeError, '`num_shards` must be', {'num_shards': 2.0}),
-      (
-          'none',
-          ValueError,
-          '`num_shards` must be at least 1',
-          {'num_shards': 0},
-      ),
-      (
-          'axis_of_input',
-          TypeError,
-          '`input_shard_axes` must be an integer, got 0.5',
-          {'input_shard_axes': [0.5]},
-      ),
-      ('queue', NotImplementedError, '`infeed_queue`', {'infeed_queue': 1}),
-  )
-  def test_refuses(self, error, message, given):
-    given = {'num_shards': 4, 'x': 8} | given
-    x = jnp.zeros(given.pop('x'))
-
-    with self.assertRaisesRegex(error, message):
-      facade.shard(lambda x: x, [x], **given)
-
-  def test_an_input_on_another_mesh(self):
+  def test_takes_an_input_of_another_mesh(self):
     mesh = jax.make_mesh((4,), ('data',))
-    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P('data')))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P('data')))
 
-    def run(x):
-      return facade.shard(lambda x: 2 * x, [x], 4)
+    self.assert_equal(facade.shard(lambda x: 2 * x, [x], 4), [2 * X])
 
-    chex.assert_trees_all_equal(run(x), [2 * np.arange(8.0, dtype=np.float32)])
-    with self.assertRaisesRegex(ValueError, r'explicit axes.*jax\.device_get'):
-      facade.function(run)(x)
+  def test_compiles_once_in_a_function(self):
+    w = facade.Variable(1.0, name='w')
+    calls = []
 
-  def test_refuses_what_is_no_array(self):
-    with self.assertRaisesRegex(TypeError, 'must be an array'):
-      facade.shard(lambda: ['loss'], num_shards=4)
+    def computation(x):
+      calls.append(1)
+      opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
+      opt.minimize(lambda: jnp.mean(w * x))
 
-  def test_cannot_be_nested(self):
-    with self.assertRaisesRegex(NotImplementedError, 'cannot be nested'):
-      facade.shard(lambda: facade.shard(lambda: None), num_shards=4)
+    step = facade_cases.mapped(computation, 4)
+    step(np.ones(4, np.float32))
+    num_traces = len(calls)
+    step(np.ones(4, np.float32))
+
+    self.assertLen(calls, num_traces)
+    # None is compiled for what the variables are before they lie on the mesh.
+    self.assertLessEqual(step._run._cache_size(), 2)
+    # The optimizer of the computation keeps its slots.
+    self.assertEqual(float(w), 1 - 2.5)
+    self.assertEqual([*self.values()], ['w', 'w/Momentum'])
+
+  def test_reads_and_assigns_variables(self):
+    w = facade.Variable([1.0, 2.0])
+
+    def computation(x):
+      w.assign_add(lax.pmean(x.sum(), 'shard') * jnp.ones(2))
+      return x * w[1]
+
+    (out,) = facade.shard(computation, [X], 4)
+
+    self.assert_holds(w, jnp.float32([31, 32]))
+    self.assert_equal(out, jnp.asarray(32 * X))
+
+  @cases.parameters(False, True)
+  def test_is_differentiated_in_a_loss(self, compiled):
+    w = facade.Variable(2.0)
+
+    def loss(x):
+      return jnp.sum(facade.shard(lambda x: w * x, [x], 4)[0])
+
+    facade_cases.train(sgd(), loss, compiled=compiled)
+
+    self.assert_holds(w, 2.0 - 120)
+
+  def test_a_function_knows_the_number_of_shards(self):
+    w = facade.Variable(0.0)
+    opt = facade.CrossShardOptimizer(sgd())
+    compute = facade.function(
+        lambda: [g for g, _ in opt.compute_gradients(lambda: w * 8.0)]
+    )
+
+    def elsewhere():  # Another thread is in no context.
+      facade.shard(lambda: None, num_shards=2)
+
+    grads = []
+    for num_shards in (2, 4):
+      with self.assertRaises(KeyError), facade.shard_context(num_shards):
+        self.assertEmpty(facade_cases.run_threads(elsewhere))
+        grads += map(float, compute())
+        raise KeyError
+
+    self.assertEqual(grads, [4, 2])
+    with self.assertRaisesRegex(ValueError, 'inside a shard context'):
+      compute()
+
+  def test_takes_axes_that_others_map(self):
+    w = facade.Variable(0.0)
+    opt = facade.CrossShardOptimizer(sgd(0.5))
+
+    def gradient(x):
+      with facade.shard_context(4, 'i'):
+        ((grad, _),) = opt.compute_gradients(lambda: jnp.mean(w * x))
+      return grad
+
+    grads = jax.vmap(gradient, axis_name='i')(X.reshape(4, 4))
+
+    self.assert_close(grads.sum(), jnp.float32(7.5))
+
+
+class CrossShardOptimizerTest(facade_cases.GraphTest):
+
+  def train(self, opt, num_shards, times=3):
+    """Returns the values of all variables of a model with `tanh`."""
+    with facade.Graph().as_default():
+      rng = np.random.default_rng(7)
+      w = facade.Variable(rng.normal(size=4).astype(np.float32), name='w')
+      step = facade.get_or_create_global_step()
+      data = rng.normal(size=(16, 4)).astype(np.float32)
+
+      def computation(x):
+        return opt.minimize(lambda: jnp.mean(jnp.tanh(x @ w) ** 2), step)
+
+      run = facade_cases.mapped(computation, num_shards)
+      for i in range(times):
+        run(data + i)
+      return self.values()
+
+  def test_trains_as_one_device(self):
+    found = [
+        self.train(wrap(facade.MomentumOptimizer(0.1, 0.9)), num_shards)
+        for wrap, num_shards in (
+            (lambda opt: opt, 1),
+            (facade.CrossShardOptimizer, 1),
+            (facade.CrossShardOptimizer, 8),
+        )
+    ]
+
+    self.assert_equal(found[1], found[0])
+    self.assert_close(found[2], found[0])
+    self.assertEqual(int(found[0]['global_step']), 3)
+
+  def test_scales_the_loss_and_sums_the_gradients(self):
+    w = facade.Variable([1.0, 2.0])
+    opt = facade.CrossShardOptimizer(sgd())
+    summed = facade.CrossShardOptimizer(sgd(), facade.Reduction.SUM)
+
+    def computation(x):
+      grads = [
+          opt.compute_gradients(
+              lambda w: w * x[:2], [w], grad_loss=jnp.float32([4, 8])
+          )[0][0]
+          for opt in (opt, summed)
+      ]
+      opt.apply_gradients([(x[:2], w)])
+      return grads
+
+    scaled, whole = facade.shard(computation, [X], 4)
+
+    firsts = jnp.float32([[i, i + 1] for i in (0, 4, 8, 12)])
+    self.assert_equal(scaled, (firsts * jnp.float32([[1, 2]])).ravel())
+    self.assert_equal(whole, 4 * scaled)
+    self.assert_holds(w, jnp.float32([1 - 24, 2 - 28]))
+
+  def test_weights_that_were_trained_on_fewer_shards_go_on(self):
+    w = facade.Variable(0.0)
+    opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
+
+    for num_shards in (2, 8, 1, 4):
+      facade.shard(
+          lambda x: opt.minimize(lambda: jnp.mean(w * x)),
+          [np.ones(8, np.float32)],
+          num_shards,
+      )
+
+    self.assertEqual(float(w), -(1 + 1.5 + 1.75 + 1.875))
+
+  def test_has_what_an_optimizer_inside_assigns_reduced(self):
+    w, seen = facade.Variable(1.0, name='w'), facade.Variable(0.0, name='seen')
+
+    class Sees(facade.GradientDescentOptimizer):
+
+      def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        pairs = list(grads_and_vars)
+        seen.assign(pairs[0][0])
+        return super().apply_gradients(pairs, global_step, name)
+
+    opt = facade.CrossShardOptimizer(Sees(0.1))
+    facade_cases.train(opt, lambda x: jnp.mean(w * x) + 0 * seen, where=4)
+
+    self.assert_holds(seen, 7.5)
+
+
+class GroupsTest(facade_cases.GraphTest):
+
+  def setUp(self):
+    super().setUp()
+    self.w = facade.Variable(0.0, name='w')
+
+  def train(self, inner=None, groups=GROUPS, compiled=True, times=1):
+    opt = facade.CrossShardOptimizer(
+        inner or facade.MomentumOptimizer(1.0, 0.5), group_assignment=groups
+    )
+    step = facade.get_or_create_global_step()
+    facade_cases.train(
+        opt, lambda x: jnp.mean(self.w * x), step, 4, times, compiled
+    )
+    return opt, step
+
+  @cases.product(groups=(GROUPS, np.array(GROUPS)), compiled=(True, False))
+  def test_each_group_trains_as_one_device(self, groups, compiled):
+    opt, step = self.train(None, groups, compiled, times=2)
+
+    # The means of the parts are 1.5, 5.5, 9.5 and 13.5.
+    means = jnp.full(4, 7.5)
+    slot = opt.get_slot(self.w, 'momentum')
+    self.assert_equal(slot.shard_values(), 1.5 * means)
+    self.assert_equal(self.w.shard_values(), -2.5 * means)
+    self.assertEqual(int(step), 2)
+    self.assertTrue(self.w.is_per_shard)
+
+  def test_groups_get_values_of_their_own(self):
+    self.train(groups=[[0, 1], [2, 3]])
+    expected = jnp.float32([-3.5, -3.5, -11.5, -11.5])
+    self.assert_equal(self.w.shard_values(), expected)
+
+    # Reading is for one value.
+    for read in (
+        *(self.w.value, lambda: self.w + 1, lambda: jnp.sum(self.w)),
+        *(lambda: np.asarray(self.w), lambda: self.w.assign_add(1.0)),
+    ):
+      with self.assertRaisesRegex(ValueError, 'has a value per shard'):
+        read()
+    self.assertIn('a value per shard', repr(self.w))
+    with self.assertRaisesRegex(ValueError, 'each of 4 shards.*used on 8'):
+      facade.shard(lambda: self.w.value(), num_shards=8)
+    other = facade.Variable(2.0)
+    (out,) = facade.shard(lambda: other.value(), num_shards=8)
+    self.assert_equal(out, jnp.full(8, 2.0))
+
+    # Slots are made before; assigning makes all shards the same again.
+    self.train(sgd(), [[0, 1], [2, 3]])
+    self.assert_equal(self.w.shard_values(), 2 * expected)
+    with self.assertRaisesRegex(ValueError, 'made before it gets a value per'):
+      self.train(facade.AdagradOptimizer(0.1))
+    self.w.assign(1.0)
+    self.assert_holds(self.w, 1.0)
+    with self.assertRaisesRegex(ValueError, 'one value for all'):
+      self.w.shard_values()
+
+  def test_one_group_of_all_leaves_one_value(self):
+    self.train(groups=[[0, 1, 2, 3]])
+
+    self.assert_holds(self.w, -7.5)
+
+  def test_resumes_to_the_bit(self):
+    self.train(sgd(0.1), times=2)
+    saved = self.values()
+    self.train(sgd(0.1))
+    expected = self.values()
+
+    facade.set_values(facade.global_variables(), saved)
+    self.train(sgd(0.1))
+
+    self.assert_equal(self.values(), expected)
+    self.assertEqual(saved['w'].shape, (4,))
+
+
+class CrossReplicaSumTest(facade_cases.GraphTest):
+
+  @cases.parameters(
+      (4, None, [24, 28, 32, 36] * 4),
+      (4, [[0, 1], [2, 3]], [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
+      (4, np.array([[0, 1], [2, 3]]), [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
+      (1, None, X),
+  )
+  def test_sums_over_shards_and_groups(self, num_shards, groups, expected):
+    (found,) = facade.shard(
+        lambda x: facade.cross_replica_sum(x, groups), [X], num_shards
+    )
+
+    self.assert_equal(found, jnp.float32(expected))
+
+  def test_counts_what_is_the_same_on_all_shards_for_each(self):
+    w = facade.Variable(2.0)
+
+    (found,) = facade.shard(lambda: facade.cross_replica_sum(w), num_shards=4)
+
+    self.assert_equal(found, jnp.full(4, 8.0))
+
+  def test_gradients_flow_through_statistics_of_the_whole_batch(self):
+    x = np.random.default_rng(0).normal(size=16).astype(np.float32)
+
+    def train(num_shards):
+      w = facade.Variable(1.5)
+      opt = facade.CrossShardOptimizer(sgd(0.1))
+
+      def computation(x):
+        def loss():
+          y = jnp.tanh(w * x)
+          mean = facade.cross_replica_sum(jnp.mean(y)) / num_shards
+          square = facade.cross_replica_sum(jnp.mean(y * y)) / num_shards
+          z = (y - mean) / jnp.sqrt(square - mean * mean + 1e-3)
+          return jnp.mean(jnp.sin(z) * x)
+
+        opt.minimize(loss, var_list=[w])
+
+      facade.shard(computation, [x], num_shards=num_shards)
+      return w.value()
+
+    chex.assert_trees_all_close(train(4), train(1), rtol=1e-5)
+    self.assertGreater(abs(float(train(1)) - 1.5), 1e-4)

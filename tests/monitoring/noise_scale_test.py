@@ -1,6 +1,7 @@
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -208,4 +209,18 @@ class NoiseScaleTest(parameterized.TestCase):
       return tx.update(update, optax.EmptyState(), params)[0]
 
     with self.assertRaisesRegex(TypeError, '`state` of .* must be a'):
+      modes.map_shards('shard_map', fn)(jnp.zeros(3), np.ones([8, 3]))
+
+  def test_refuses_integers_of_the_reduction(self):
+    def vote(updates, state, params=None):
+      del params
+      return jnp.sign(lax.psum(updates, AXIS)).astype(jnp.int8), state
+
+    votes = optax.GradientTransformation(optax.identity().init, vote)
+    tx = monitoring.track_noise_scale(AXIS, votes)
+
+    def fn(params, update):
+      return tx.update(update, tx.init(params), params)[0]
+
+    with self.assertRaisesRegex(TypeError, '`updates` of .* got int8'):
       modes.map_shards('shard_map', fn)(jnp.zeros(3), np.ones([8, 3]))

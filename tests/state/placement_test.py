@@ -161,6 +161,22 @@ class InitStateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '`params` must be shapes'):
       shard_transforms.init_state(optax.adam(0.1), jnp.ones(3), mesh)
 
+  def test_takes_an_abstract_mesh_in_a_traced_function(self):
+    mesh = _mesh(AxisType.Auto)
+    tx = shard_transforms.tower_reduce(2, optax.sgd(0.1), axis_name='data')
+
+    def init(params):
+      here = jax.sharding.get_abstract_mesh()
+      return shard_transforms.init_state(tx, params, here)
+
+    with jax.set_mesh(mesh):
+      state = jax.jit(init)(jnp.ones(3))
+
+    expected = shard_transforms.init_state(tx, jnp.ones(3), mesh)
+    chex.assert_trees_all_equal(state, expected)
+    wanted = expected.total.sharding
+    self.assertTrue(state.total.sharding.is_equivalent_to(wanted, 2))
+
   def test_leaves_the_parameters_as_they_are(self):
     mesh = _mesh(KINDS[0])
     params = jax.device_put({'w': jnp.ones(5)}, jax.NamedSharding(mesh, P()))

@@ -250,7 +250,8 @@ class _Reader:
         return []
       text = pairs[1] if pairs else attributes.get('source_target_pairs', '')
     if chain := _CHAIN.search(attributes.get('frontend_attributes', '')):
-      self._chains[instruction.name] = instruction.opcode, chain[1]
+      channel = attributes.get('channel_id')
+      self._chains[instruction.name] = instruction.opcode, chain[1], channel
     groups = replica_groups.parse(text, self._module.num_devices)
     axes = replica_groups.axes(groups, self._mesh_shape)
     num_shards = max(map(len, groups))

@@ -9,6 +9,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
@@ -140,6 +141,7 @@ def track_noise_scale(
     reduced, inner_state = inner.update(
         updates, state.inner_state, params, **extra_args
     )
+    leaves.check_inexact(reduced, _CALLER)
     weight = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
     noise, gradient_square = _estimates(updates, reduced, weight, axes)
     is_known = jnp.isfinite(noise) & jnp.isfinite(gradient_square)

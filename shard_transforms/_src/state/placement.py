@@ -84,8 +84,12 @@ def init_state(
 
 
 def _placed(params, param_specs, mesh):
+  # What is traced can be on a mesh without devices.
+  is_traced = any(
+      isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)
+  )
   try:
-    if isinstance(mesh, jax.sharding.Mesh):
+    if is_traced or isinstance(mesh, jax.sharding.Mesh):
       return jax.device_put(params, _shardings(param_specs, mesh))
     problem = None
   except jax.errors.JaxRuntimeError as error:

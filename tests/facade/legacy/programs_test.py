@@ -1,11 +1,10 @@
 """Training scripts of TensorFlow 1, ported, train as TensorFlow trained them.
 
 `tf1` has the training parts as their repositories write them, in our words and
-with a small model; `ported` the same scripts after the porting page; `recorded`
+with a small model; `ported` what the porting page changes in them; `recorded`
 what TensorFlow 1.15.5 computed with the former (`record_programs.py`).
 """
 
-import importlib
 import json
 import pathlib
 import re
@@ -13,14 +12,12 @@ import re
 from absl.testing import parameterized
 import jax
 import numpy as np
-import pytest
 
 import cases
-from legacy import changed_lines
+from legacy import ports
 from legacy import runs
 from shard_transforms import facade
 
-FOLDER = pathlib.Path(__file__).parent
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'porting_from_tf1.md'
 # A short script changes more than a fifth: the import, the function around the
 # loss and the loss as a result are there in all.
@@ -30,9 +27,8 @@ EVALUATED = ('mnist_tpu', 'mnist_towers', 'official_mnist', 'ssd')
 
 def prepared(name):
   """Returns the model function of a port, and its further arguments."""
-  program = importlib.import_module(f'legacy.ported.{name}')
   facade.get_or_create_global_step()
-  return program.model_fn, {'initial': runs.initial_values(name)}
+  return ports.module(name).model_fn, {'initial': runs.initial_values(name)}
 
 
 def train(name):
@@ -62,8 +58,8 @@ def train(name):
 
 def recorded(name):
   """Returns the recorded variables after each step, and all of them at last."""
-  text = (FOLDER / 'recorded' / f'{name}.json').read_text(encoding='utf-8')
-  *steps, end = json.loads(text)
+  path = ports.FOLDER / 'recorded' / f'{name}.json'
+  *steps, end = json.loads(path.read_text(encoding='utf-8'))
   # Two scopes of operations are in names of TensorFlow.
   return steps, {re.sub('^(cond|training)/', '', k): v for k, v in end.items()}
 
@@ -75,6 +71,24 @@ def rows_of_page():
   return {name: (int(total), int(part)) for name, part, total in rows}
 
 
+def loss_of(name):
+  """Returns the loss of a program before the first step, by NumPy."""
+  initial = runs.initial_values(name)
+  features, labels = runs.batches()[0]
+  hidden = np.tanh(features @ initial['model/embeddings/kernel'])
+  hidden = hidden @ initial['model/layer_0/kernel']
+  hidden = np.tanh(hidden + initial['model/layer_0/bias'])
+  hidden = hidden @ initial['model/layer_1/kernel']
+  hidden = hidden * initial['model/layer_1/LayerNorm/gamma']
+  hidden = np.tanh(hidden + initial['model/layer_1/LayerNorm/beta'])
+  loss = np.mean((hidden @ initial['head/kernel'] - labels) ** 2)
+  if name == 'ssd':
+    for key, value in initial.items():
+      factor = 0 if 'LayerNorm' in key else 0.1 if 'bias' in key else 1.0
+      loss += 0.05 * factor * np.sum(value**2) / 2
+  return float(loss)
+
+
 class ProgramsTest(parameterized.TestCase):
 
   def setUp(self):
@@ -83,38 +97,21 @@ class ProgramsTest(parameterized.TestCase):
     # TensorFlow adds a bias to rows without a word, and so do the scripts.
     self.enterContext(jax.numpy_rank_promotion('allow'))
 
-  def assert_near(self, found, expected):
-    for key, value in expected.items():
-      np.testing.assert_allclose(
-          np.ravel(found[key]), value, rtol=1e-5, atol=1e-5, err_msg=key
-      )
-
-  # The first are of shards, of towers and alone; others take the same ways.
-  @cases.parameters('mnist_tpu', 'mnist_towers', 'stale_user')
+  @cases.parameters(*runs.PROGRAMS)
   def test_trains_as_tensorflow(self, name):
-    self.check(name)
-
-  @cases.parameters(
-      *(
-          name
-          for name in runs.PROGRAMS
-          if name not in ('mnist_tpu', 'mnist_towers', 'stale_user')
-      )
-  )
-  @pytest.mark.slow
-  def test_other_programs_train_as_tensorflow(self, name):
-    self.check(name)
-
-  def check(self, name):
     steps, end = recorded(name)
 
     trained = train(name)
 
     self.assertLen(trained, runs.NUM_STEPS)
-    for found, expected in zip(trained, steps, strict=True):
-      self.assert_near(found, expected)
     self.assertEqual(set(end), set(trained[-1]))
-    self.assert_near(trained[-1], end)
+    for found, expected in zip(
+        [*trained, trained[-1]], [*steps, end], strict=True
+    ):
+      for key, value in expected.items():
+        np.testing.assert_allclose(
+            np.ravel(found[key]), value, rtol=1e-5, atol=1e-5, err_msg=key
+        )
 
   @cases.parameters(*EVALUATED)
   def test_evaluates(self, name):
@@ -123,30 +120,23 @@ class ProgramsTest(parameterized.TestCase):
 
     loss = model_fn(features, labels, facade.ModeKeys.EVAL, params).loss
 
-    self.assertAlmostEqual(float(loss), self.loss_of(name), delta=1e-5)
-
-  def loss_of(self, name):
-    """Returns the loss of a program before the first step, by NumPy."""
-    initial = runs.initial_values(name)
-    features, labels = runs.batches()[0]
-    hidden = np.tanh(features @ initial['model/embeddings/kernel'])
-    hidden = hidden @ initial['model/layer_0/kernel']
-    hidden = np.tanh(hidden + initial['model/layer_0/bias'])
-    hidden = hidden @ initial['model/layer_1/kernel']
-    hidden = hidden * initial['model/layer_1/LayerNorm/gamma']
-    hidden = np.tanh(hidden + initial['model/layer_1/LayerNorm/beta'])
-    loss = np.mean((hidden @ initial['head/kernel'] - labels) ** 2)
-    if name == 'ssd':
-      for key, value in initial.items():
-        factor = 0 if 'LayerNorm' in key else 0.1 if 'bias' in key else 1.0
-        loss += 0.05 * factor * np.sum(value**2) / 2
-    return float(loss)
+    self.assertAlmostEqual(float(loss), loss_of(name), delta=1e-5)
 
 
-class ChangedLinesTest(parameterized.TestCase):
+class PortsTest(parameterized.TestCase):
 
-  def test_one_in_five_at_most_unless_they_are_few(self):
-    counts = {name: changed_lines.count(name) for name in runs.PROGRAMS}
+  def test_a_patch_must_match(self):
+    patch = '--- a\n+++ b\n@@ -2,2 +2,2 @@\n two\n-three\n+3\n'
+
+    self.assertEqual(
+        ports.apply('one\ntwo\nthree\nfour\n', patch), 'one\ntwo\n3\nfour\n'
+    )
+    for text in ('two\nthree', 'one\nthree', 'one\ntwo'):
+      with self.assertRaisesRegex(ValueError, 'Line . must be'):
+        ports.apply(text, patch)
+
+  def test_change_one_line_in_five_at_most_unless_they_are_few(self):
+    counts = {name: ports.count(name) for name in runs.PROGRAMS}
 
     few = {
         name for name, (total, changed) in counts.items() if changed > total / 5
@@ -154,18 +144,13 @@ class ChangedLinesTest(parameterized.TestCase):
 
     self.assertLessEqual(max(counts[name][1] for name in few), FEW_LINES)
     self.assertLessEqual(len(few), len(counts) / 3)
-
-  def test_page_has_the_counts(self):
-    counts = {name: changed_lines.count(name) for name in runs.PROGRAMS}
-
     self.assertEqual(rows_of_page(), counts)
 
   @cases.parameters('bert', 'albert', 'electra', 'gpt2')
-  def test_class_of_the_optimizer_stays(self, name):
-    classes = [
-        changed_lines.class_in(FOLDER / kind / f'{name}.py')
-        for kind in ('tf1', 'ported')
-    ]
+  def test_keep_the_class_of_the_optimizer(self, name):
+    before, after = map(
+        ports.classes, (ports.original(name), ports.ported(name))
+    )
 
-    self.assertNotEmpty(classes[0])
-    self.assertEqual(*classes)
+    self.assertNotEmpty(before)
+    self.assertEqual(before, after)

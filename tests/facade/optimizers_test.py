@@ -1,0 +1,356 @@
+"""The optimizers: of `tf.train` (see the golden tapes), contrib and Optax."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import facade_cases
+import recorded_parts
+from shard_transforms import facade
+
+RECORDED = recorded_parts.RECORDED['optimizers']
+GRADS = recorded_parts.GRADS
+W = facade_cases.W
+
+
+class DecayedMomentum(
+    facade.DecoupledWeightDecayExtension, facade.MomentumOptimizer
+):
+  pass
+
+
+# By name as it was recorded: the optimizer.
+OPTIMIZERS = {
+    'adadelta': lambda: facade.AdadeltaOptimizer(0.5, 0.9, 1e-3),
+    'lars': lambda: facade.LARSOptimizer(
+        0.5, weight_decay=0.1, eeta=0.1, epsilon=0.01
+    ),
+    'lars_skips': lambda: facade.LARSOptimizer(
+        0.5, 0.8, 0.1, 0.1, skip_list=['bias', 'scale:0'], use_nesterov=True
+    ),
+    'adamw': lambda: facade.AdamWOptimizer(0.1, 0.05),
+    'adamw_chosen': lambda: facade.AdamWOptimizer(0.1, 0.05),
+    'momentum_decayed': lambda: DecayedMomentum(
+        0.1, learning_rate=0.05, momentum=0.9
+    ),
+    'lazy_adam': lambda: facade.LazyAdamOptimizer(0.05, epsilon=0.1),
+    'lamb': lambda: facade.LAMBOptimizer(
+        0.1,
+        0.1,
+        exclude_from_weight_decay=['bias'],
+        exclude_from_layer_adaptation=['scale'],
+    ),
+    'adafactor': facade.AdafactorOptimizer,
+    'adafactor_m': lambda: facade.AdafactorOptimizer(
+        False, 0.1, 0.9, beta1=0.5
+    ),
+    'adafactor_unclipped': lambda: facade.AdafactorOptimizer(
+        True, 0.1, 0.9, clipping_threshold=None
+    ),
+}
+# By name: a transformation, and the slots of one variable.
+TRANSFORMATIONS = {
+    'chain': (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.3)),
+        {'mu': 'w/Optax:0', 'nu': 'w/Optax_1:0'},
+    ),
+    'injected': (
+        optax.inject_hyperparams(optax.adam)(lambda n: 0.3 / (n + 1)),
+        {'mu': 'w/Optax:0', 'nu': 'w/Optax_1:0'},
+    ),
+    'multi_steps': (
+        optax.MultiSteps(optax.adam(0.3), 2).gradient_transformation(),
+        {'acc_grads': 'w/Optax_2:0', 'mu': 'w/Optax:0', 'nu': 'w/Optax_1:0'},
+    ),
+    'masked': (
+        optax.masked(optax.adam(0.3), {'w': True, 'b': False}),
+        {'mu': 'w/Optax:0', 'nu': 'w/Optax_1:0'},
+    ),
+    'partition': (
+        optax.partition(
+            {'w': optax.trace(0.5), 'b': optax.trace(0.9)}, {'w': 'b', 'b': 'w'}
+        ),
+        {'trace': 'w/Optax:0'},
+    ),
+    'traces': (
+        optax.chain(optax.trace(0.5), optax.scale(-0.3), optax.trace(0.25)),
+        {'trace': 'w/Optax:0', 'trace_1': 'w/Optax_1:0'},
+    ),
+    'several leaves': (
+        optax.GradientTransformation(
+            lambda params: jax.tree.map(lambda x: [x, 2 * x], params),
+            lambda updates, state, params: (updates, state),
+        ),
+        None,
+    ),
+    'flat': (optax.flatten(optax.sgd(0.1, momentum=0.9)), None),
+    'stateless': (optax.scale(-0.3), {}),
+    'numbers': (
+        optax.GradientTransformation(
+            lambda params: {'sums': params, 'n': (jnp.int32(7), jnp.int32(8))},
+            lambda updates, state, params: (updates, state),
+        ),
+        {'sums': 'w/Optax:0'},
+    ),
+}
+
+
+class RecordedTest(facade_cases.GraphTest):
+
+  @cases.parameters(*sorted(OPTIMIZERS))
+  def test_trains_as_in_tensorflow(self, name):
+    opt = OPTIMIZERS[name]()
+    variables = recorded_parts.variables()
+    step = facade.get_or_create_global_step()
+    chosen = {'decay_var_list': [variables['layer/w']]}
+
+    @facade.function
+    def train(grads):
+      pairs = [(grads[k], v) for k, v in variables.items()]
+      opt.apply_gradients(pairs, step, **chosen if 'chosen' in name else {})
+
+    for grads, expected in zip(GRADS, RECORDED[name], strict=True):
+      train(grads)
+      values = self.values() | {'global_step': expected.get('global_step')}
+      # TensorFlow names the second slot of a kind by a number, as we do.
+      self.assertEqual(values.keys(), expected.keys() | {'global_step'})
+      for key, value in expected.items():
+        np.testing.assert_allclose(
+            values[key], np.asarray(value), 1e-5, 2e-6, err_msg=key
+        )
+
+    # LAMB leaves the step to the program.
+    self.assertEqual(int(step), 0 if name == 'lamb' else len(GRADS))
+
+  def test_slots_have_the_names_of_tensorflow(self):
+    w = facade.Variable(jnp.ones((2, 3)), name='w')
+    names = {
+        'adadelta': ['accum', 'accum_update'],
+        'lars': ['momentum'],
+        'lamb': ['adam_m', 'adam_v'],
+        'adafactor': ['vc', 'vr'],
+    }
+
+    for name, expected in names.items():
+      opt = OPTIMIZERS[name]()
+      opt.apply_gradients([(jnp.ones((2, 3)), w)])
+      self.assertEqual(opt.get_slot_names(), expected)
+    opt = facade.FtrlOptimizer(0.1, accum_name='sum', linear_name='z')
+    opt.apply_gradients([(jnp.ones((2, 3)), w)])
+    slots = [opt.get_slot(w, name).name for name in ('accum', 'linear')]
+    self.assertEqual(slots, ['w/sum:0', 'w/z:0'])
+
+  def test_adafactor_reads_the_step_of_its_own_graph(self):
+    w = facade.Variable(4.0)
+    opt = facade.AdafactorOptimizer()
+    facade.get_or_create_global_step().assign(10**6 - 1)
+
+    with facade.Graph().as_default():
+      opt.apply_gradients([(1.0, w)])
+
+    self.assert_close(w.value(), jnp.float32(4 - 4e-3))
+
+  @cases.product(name=('adamw', 'lars', 'adafactor'), where=(4, 1))
+  def test_trains_in_wrappers_as_alone(self, name, where):
+    def train(wrap, num_shards):
+      with facade.Graph().as_default():
+        w = facade.Variable([[1.0, 2.0], [3.0, -4.0]], name='w')
+        step = facade.get_or_create_global_step()
+        opt = wrap(OPTIMIZERS[name]())
+        run = facade_cases.mapped(
+            lambda x: opt.minimize(lambda: jnp.mean(jnp.sin(x @ w) ** 2), step),
+            num_shards,
+        )
+        x = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+        for _ in range(3):
+          run(x)
+        values = self.values()
+        return {k: v for k, v in values.items() if 'stale' not in k}
+
+    wrap = {4: facade.CrossShardOptimizer, 1: facade_cases.drop_stale}[where]
+    self.assert_close(train(wrap, where), train(lambda opt: opt, 1), rtol=1e-4)
+
+
+class WeightDecayTest(facade_cases.OptimizerTest):
+
+  def test_is_of_what_has_a_gradient_and_is_chosen(self):
+    decay = facade.Variable(0.25, trainable=False)
+    opt = facade.AdamWOptimizer(lambda: decay, learning_rate=0.0)
+
+    opt.minimize(lambda: jnp.sum(self.w) * self.b, decay_var_list=[self.w])
+    self.assert_holds(self.w, 0.75 * W)
+    self.assert_holds(self.b, 3.0)
+    # The choice is for one call; the decay is read at each update.
+    decay.assign(0.5)
+    opt.apply_gradients([(None, self.w), (1.0, self.b)])
+    self.assert_holds(self.w, 0.75 * W)
+    self.assert_holds(self.b, 1.5)
+    with self.assertRaises(ValueError):
+      opt.apply_gradients([(1.0, self.b)], self.b)
+    self.assert_holds(self.b, 1.5)
+
+
+class HyperparametersTest(facade_cases.OptimizerTest):
+
+  @cases.product(
+      make=(
+          facade.GradientDescentOptimizer,
+          lambda rate: facade.MomentumOptimizer(0.5, rate),
+          lambda rate: facade.AdamOptimizer(0.5, rate, rate),
+          lambda rate: facade.RMSPropOptimizer(rate, 0.5, rate, centered=True),
+          lambda rate: facade.FtrlOptimizer(rate),
+      ),
+      form=('array', 'NumPy', 'Variable', 'function'),
+  )
+  def test_have_any_form_and_are_read_at_each_update(self, make, form):
+    rate = facade.Variable(0.5, trainable=False, name='rate')
+    given = {
+        'array': lambda: jnp.float32(0.5),
+        'NumPy': lambda: np.float32(0.5),
+        'Variable': lambda: rate,
+        'function': lambda: lambda: 1 * rate,
+    }[form]()
+    warns = self.assertWarnsRegex(UserWarning, 'stays what it is')
+    with warns if form == 'array' else contextlib.nullcontext():
+      opts = make(given), make(0.5)
+    if form == 'array':  # It is the program's line that is warned of.
+      self.assertEqual(warns.filename, __file__)
+    variables = facade.Variable(W), facade.Variable(W)
+
+    def step():
+      for opt, variable in zip(opts, variables, strict=True):
+        opt.apply_gradients([(W, variable)])
+      return [variable.value() for variable in variables]
+
+    step = facade.function(step)
+    self.assert_close(*step())
+    self.assert_close(*step())
+    rate.assign(0.25)
+    found, constant = step()
+    changes = form in ('Variable', 'function')
+    self.assertEqual(np.allclose(found, constant), not changes)
+
+  @cases.parameters('traced', 'towers', 'shard')
+  def test_a_rate_that_is_computed_in_the_step_is_that_of_the_step(self, kind):
+    def train(*x):
+      opt = facade.GradientDescentOptimizer(0.5 * self.step)
+      return opt.minimize(lambda: self.b * 1.0, self.step)
+
+    where = {'traced': None, 'towers': ['/cpu:0'], 'shard': 1}[kind]
+    run = facade_cases.mapped(train, where, kind != 'towers')
+    for _ in range(3):
+      run(np.zeros(1))
+
+    self.assertEqual(float(self.b), 3 - 0.5 - 1.0)
+
+  @cases.parameters(*facade_cases.OPTIMIZERS)
+  def test_keeps_bfloat16(self, name):
+    half = facade.Variable(W, dtype=jnp.bfloat16)
+    opt = facade_cases.OPTIMIZERS[name]()
+
+    opt.apply_gradients([(W, half)])
+
+    self.assertEqual(half.value().dtype, jnp.bfloat16)
+    self.assertFalse(np.array_equal(half, W))
+    for slot in opt.get_slot_names():
+      self.assertEqual(opt.get_slot(half, slot).dtype, jnp.bfloat16)
+
+
+class OptaxTest(facade_cases.OptimizerTest):
+
+  @cases.product(name=TRANSFORMATIONS, compiled=(False, True))
+  def test_computes_what_optax_computes(self, name, compiled):
+    tx, slots = TRANSFORMATIONS[name]
+    opt = facade.OptaxOptimizer(tx)
+    names_before = opt.get_slot_names()
+    params = {'w': jnp.asarray(W), 'b': jnp.float32(3)}
+    state = tx.init(params)
+    grads = [{'w': jnp.asarray(W / i), 'b': jnp.float32(i)} for i in (1, 3, 2)]
+
+    step = facade_cases.mapped(
+        lambda g: opt.apply_gradients([(g['w'], self.w), (g['b'], self.b)]),
+        None,
+        compiled,
+    )
+    update = jax.jit(tx.update) if compiled else tx.update
+    for of_step in grads:
+      step(of_step)
+      updates, state = update(of_step, state, params)
+      params = optax.apply_updates(params, updates)
+
+    self.assert_close(facade.get_values([self.w, self.b]), params, rtol=1e-6)
+    leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
+    found = [np.asarray(x) for x in opt.variables()]
+
+    def key(x):
+      return x.dtype.name, x.shape, x.ravel().tolist()
+
+    for a, b in zip(
+        sorted(found, key=key), sorted(leaves, key=key), strict=True
+    ):
+      np.testing.assert_allclose(a, b, rtol=1e-6)
+    self.assertEqual(names_before, [])
+    if slots is not None:
+      found = {n: opt.get_slot(self.w, n).name for n in opt.get_slot_names()}
+      self.assertEqual(found, slots)
+
+  def test_a_variable_may_be_named_like_a_field_of_the_state(self):
+    count = facade.Variable(1.0, name='count')
+    opt = facade.OptaxOptimizer(optax.adam(0.1))
+
+    opt.apply_gradients([(1.0, count)])
+
+    self.assertEqual(opt.get_slot_names(), ['mu', 'nu'])
+    self.assertLess(float(count), 1)
+
+  def test_takes_multi_steps(self):
+    opt = facade.OptaxOptimizer(optax.MultiSteps(optax.sgd(1.0), 2))
+
+    for grad in (1.0, 3.0):
+      opt.apply_gradients([(grad, self.b)])
+
+    self.assert_holds(self.b, 1.0)
+
+  def test_hands_over_the_parameters_that_have_a_gradient(self):
+    seen = []
+
+    def update(updates, state, params=None):
+      seen.append(params)
+      return updates, state
+
+    tx = optax.GradientTransformation(optax.identity().init, update)
+    facade.OptaxOptimizer(tx).apply_gradients([(W, self.w), (None, self.b)])
+
+    self.assert_equal(seen, [{'w': jnp.asarray(W)}])
+
+  def test_injected_hyperparameters_can_be_assigned(self):
+    opt = facade.OptaxOptimizer(optax.inject_hyperparams(optax.sgd)(0.5))
+    opt.apply_gradients([(0.0, self.b)])
+
+    (rate,) = [v for v in opt.variables() if v.dtype == jnp.float32]
+    rate.assign(2.0)
+    opt.apply_gradients([(1.0, self.b)])
+
+    self.assert_holds(self.b, 1.0)
+
+  def test_a_state_that_mixes_variables_is_for_the_same_ones(self):
+    opt = facade.OptaxOptimizer(TRANSFORMATIONS['flat'][0])
+    opt.apply_gradients([(1.0, self.b)])
+
+    with self.assertRaisesRegex(ValueError, 'Always update the same variables'):
+      opt.apply_gradients([(W, self.w)])
+    self.assert_holds(self.w, W)
+
+  def test_an_update_that_changes_the_state_changes_nothing(self):
+    changes = optax.GradientTransformation(
+        lambda params: jnp.zeros([], jnp.int32),
+        lambda updates, state, params: (updates, state + 0.5),
+    )
+
+    with self.assertRaisesRegex(TypeError, 'must be int32'):
+      facade.OptaxOptimizer(changes).apply_gradients([(1.0, self.b)])
+    self.assert_holds(self.b, 3.0)

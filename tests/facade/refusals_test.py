@@ -1,0 +1,549 @@
+"""What the façade refuses: one clear sentence, and no variable changes.
+
+A new mistake is a new row of `ERRORS`: words of the message, and a call.
+"""
+
+import copy
+import operator
+import pickle
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cases
+import facade_cases
+from shard_transforms import facade
+from shard_transforms.facade import tf
+
+X = np.arange(8, dtype=np.float32)
+sgd = facade_cases.sgd
+drop_stale = facade_cases.drop_stale
+sync_replicas = facade_cases.sync_replicas
+cross_shard = facade.CrossShardOptimizer
+tower = facade.TowerOptimizer
+WRAPPERS = {
+    'clip': lambda opt: facade.clip_gradients_by_norm(opt, 1.0),
+    'cross_shard': cross_shard,
+    'drop_stale': drop_stale,
+    'sync_replicas': sync_replicas,
+    'tower': tower,
+    'tower of a function': lambda opt: tower(lambda: opt),
+}
+
+
+def sharded(computation, num_shards=4, **kwargs):
+  return facade.shard(computation, [X], num_shards, **kwargs)
+
+
+def mean(x):
+  return lax.pmean(x[0], 'shard')
+
+
+def kept(num_shards=4, **kwargs):
+  return sharded(lambda x: x, num_shards, **kwargs)
+
+
+def minimized(t, opt):
+  """Minimizes on four shards."""
+  return sharded(lambda x: opt.minimize(lambda: jnp.mean(t.b * x)))
+
+
+def towers(model_fn=lambda features: facade.EstimatorSpec(None), **kwargs):
+  return facade.replicate_model_fn(
+      model_fn, **{'devices': facade_cases.IN_TURN} | kwargs
+  )
+
+
+def grouped(groups):
+  opt = cross_shard(sgd(), group_assignment=groups)
+  with facade.shard_context(4):
+    opt.compute_gradients(lambda: facade.trainable_variables()[1] * 1.0)
+
+
+def of_another_graph(name):
+  with facade.Graph().as_default():
+    return facade.Variable(1.0, name=name)
+
+
+def in_scope(t, name, **scope):
+  with facade.variable_scope('a', **scope), facade.variable_scope('inner'):
+    facade.get_variable(name, initializer=1.0)
+
+
+def restored(t, **changes):
+  variables = [t.w, t.step]
+  saved = jax.tree.map(jnp.zeros_like, facade.get_values(variables))
+  saved |= changes
+  facade.set_values(
+      variables, {k: v for k, v in saved.items() if v is not None}
+  )
+
+
+def averaged(t, *unsuited):
+  facade.ExponentialMovingAverage(0.9).apply([t.w, *unsuited])
+
+
+def made_each_time(t):
+  t.opt.compute_gradients(lambda: facade.Variable(3.0) ** 2)
+
+
+def with_context(num_shards):
+  with facade.shard_context(num_shards):
+    pass
+
+
+def apply_on_another_axis(t):
+  def of_shard(x):
+    with facade.shard_context(4):
+      cross_shard(sgd()).apply_gradients([(x, t.b)])
+
+  jax.vmap(of_shard, axis_name='shard')(X)
+
+
+def apply_unmapped(t):
+  with facade.shard_context(4):
+    cross_shard(sgd()).apply_gradients([(1.0, t.b)])
+
+
+def mine(base, *args, **methods):
+  """Returns an optimizer of a class with methods of its own."""
+  return type('Mine', (base,), methods)(*args)
+
+
+def updated(t, opt):
+  """Minimizes in a function."""
+  return facade.function(lambda: opt.minimize(lambda: t.b**2))()
+
+
+OPTAX = 'facade.OptaxOptimizer'
+
+# A call takes the test, which has variables `w` and `b`, an integer `n`, the
+# global step `step` and an optimizer `opt` with slots.
+ERRORS = {
+    AttributeError: [
+        (
+            r'must call `super\(\)',
+            lambda t: mine(
+                facade.Optimizer, __init__=lambda self: None
+            ).variables(),
+        ),
+        ('`tf.layers` is not here: it would', lambda t: tf.layers),
+        ('`tf.train.Saver` is not here', lambda t: tf.train.Saver),
+        ('`tf.contrib.slim` is not', lambda t: tf.contrib.slim),
+    ],
+    NameError: [("mapped axis 'shard'.*facade.shard", apply_unmapped)],
+    NotImplementedError: [
+        (
+            'Mine must define `_apply_d',
+            lambda t: updated(t, mine(facade.Optimizer, False, 'N')),
+        ),
+        ('w:0 must be dense', lambda t: t.opt._apply_sparse(None, t.w)),
+        ('w:0 must be dens', lambda t: t.opt._resource_apply_sparse(None, t.w)),
+        ('`shard` cannot b', lambda t: sharded(lambda x: kept())),
+        ('`infeed_queue`', lambda t: kept(infeed_queue=1)),
+        ('`replicate_model_fn` cann', lambda t: towers(towers())(np.zeros(16))),
+        (
+            'must be None: JAX keeps',
+            lambda t: facade.AdafactorOptimizer(parameter_encoding=8),
+        ),
+    ],
+    TypeError: [
+        # Variables.
+        ("The initial value of 'v'", lambda t: facade.Variable({}, name='v')),
+        ('must be int32', lambda t: facade.Variable(0.5, dtype=jnp.int32)),
+        ('must be int32, got float32', lambda t: t.n.assign(0.5)),
+        ('must be int32, got float32', lambda t: t.n.assign_add(np.float32(2))),
+        ('item assignment', lambda t: operator.setitem(t.w, 0, 1)),
+        ("'w:0' must not be copied or", lambda t: copy.copy(t.w)),
+        ("'w:0' must not be copied or", lambda t: copy.deepcopy(t.w)),
+        ("'w:0' must not be copied or", lambda t: pickle.dumps(t.w)),
+        ('that has slots must not.*Mom', lambda t: copy.deepcopy(t.opt)),
+        ('that has slots must not.*Mom', lambda t: pickle.dumps(t.opt)),
+        # Losses and gradients.
+        ('`fn` must be a function, got', lambda t: facade.function('step')),
+        ('`loss` must be.*Write `lambda', lambda t: t.opt.minimize(3.0)),
+        ('`loss` must be a function', lambda t: t.opt.minimize(t.b)),
+        ('`loss` must be', lambda t: facade.gradients(3.0, [t.b])),
+        ('`loss` must be a f', lambda t: t.opt.minimize(3.0, return_loss=True)),
+        ('real numbers, got int32', lambda t: t.opt.minimize(lambda: 3)),
+        ('real numbers, got comp', lambda t: t.opt.minimize(lambda: 1j)),
+        ("an array, got 'text'", lambda t: t.opt.minimize(lambda: 'text')),
+        ('must return a pai', lambda t: t.opt.minimize(t.square, has_aux=True)),
+        ('must be an array', lambda t: t.weighted([1.0])),
+        ('must be an array', lambda t: t.weighted('text')),
+        ('must hold real', lambda t: t.weighted(True)),
+        ('must hold real', lambda t: t.weighted(np.complex64(1))),
+        ('The gradient of b:0 must be', lambda t: t.apply(('text', t.b))),
+        ('got int32 for b:0 of float32', lambda t: t.apply((3, t.b))),
+        ('got bool for b:0', lambda t: t.apply((np.bool_(1), t.b))),
+        ('got complex64 for b:0', lambda t: t.apply((1j, t.b))),
+        ('got float32 for n:0 of int32', lambda t: t.apply((1.0, t.n))),
+        # Optimizers.
+        (OPTAX, lambda t: cross_shard(optax.sgd(0.1))),
+        ('`tx` must be a transf', lambda t: facade.OptaxOptimizer(optax.adam)),
+        (
+            r'lambda: schedule\(global_step',
+            lambda t: sgd(optax.linear_schedule(1, 0, 1)).minimize(t.square),
+        ),
+        (
+            'Mine must not override',
+            lambda t: updated(
+                t, mine(facade.OptaxOptimizer, optax.sgd(1), _apply_dense=len)
+            ),
+        ),
+        ('initial_accumulator_value.*real', lambda t: t.adagrad('0.1')),
+        ('initial_accumulator_value.*real', lambda t: t.adagrad(True)),
+        ('`global_step` must be', lambda t: t.opt.minimize(t.square, 0)),
+        ('got a TowerOptimizer.*outside', lambda t: cross_shard(tower(t.opt))),
+        ('got a TowerOptimizer.*outside', lambda t: drop_stale(tower(t.opt))),
+        ('`num_shards` must be an int', lambda t: with_context(2.0)),
+        ('`num_shards` must be an', lambda t: kept(2.0)),
+        ('`input_shard_axes` must be ', lambda t: kept(input_shard_axes=[0.5])),
+        ('must be an array', lambda t: sharded(lambda x: ['loss'])),
+        ('`staleness` must be an integer', lambda t: drop_stale(t.opt, 1.5)),
+        ('`replicas_to_aggregate`', lambda t: sync_replicas(t.opt, 1.5)),
+        ('EstimatorSpec', lambda t: towers(lambda features: 1.0)(X)),
+        (
+            'must return an EstimatorSpec',
+            lambda t: towers(lambda features: facade.TPUEstimatorSpec(None))(X),
+        ),
+        # Parts.
+        ('floating-point', lambda t: averaged(t, jnp.float32(1))),
+        ('floating-point', lambda t: averaged(t, t.n)),
+        ('`t_list` must be a seq', lambda t: facade.global_norm(3.0)),
+        ('`t_list` must be', lambda t: facade.clip_by_global_norm('a', 1.0)),
+        ('hold.* at 1', lambda t: facade.clip_by_global_norm([None, 3], 1.0)),
+        ('must be left out', lambda t: tf.matmul(X, X, transpose_b=True)),
+        ('must be left out', lambda t: tf.truncated_normal_initializer(1.0)),
+        ('`tf.sqrt` must be given some', lambda t: tf.sqrt(X, axis=1)),
+        ('`tf.sqrt` must be given some', lambda t: tf.sqrt(X, 'name', 3)),
+    ],
+    ValueError: [
+        # Variables.
+        (r'have the shape \(2,\), got \(8', lambda t: t.w.assign(X)),
+        ('value of .n:0. must fit', lambda t: t.n.assign(np.int64(2**40))),
+        ("'v'", lambda t: facade.function(t.make)()),
+        ("'v'", lambda t: jax.jit(t.make)()),
+        ("'b:0' must not be read.*func", lambda t: jax.jit(t.times)(X)),
+        ("'b:0'.*facade.function", lambda t: jax.jit(t.b.assign)(2.0)),
+        ("'b:0'.*facade.function", lambda t: jax.grad(t.b.assign)(2.0)),
+        ("'b:0'.*facade.function", lambda t: jax.vmap(t.b.assign)(X)),
+        ('not be assigned', lambda t: jax.jit(facade.function(t.add))(2.0)),
+        ("Two variables have the name 'w'", lambda t: facade.get_values(t.ws)),
+        ('Two variables have t', lambda t: facade.set_values(t.ws, {'w': 5.0})),
+        ("'other'", lambda t: restored(t, other=1.0)),
+        (r"\['w'\].*build", lambda t: restored(t, w=None)),
+        (r"'w:0' must have the shape \(2,\)", lambda t: restored(t, w=X)),
+        (r'\(2,\), got \(2, 2\)', lambda t: restored(t, w=np.ones((2, 2)))),
+        ("'w:0' must fit float32", lambda t: restored(t, w=np.full(2, 0.1))),
+        ('must fit int32', lambda t: restored(t, global_step=0.5)),
+        # Graphs.
+        (r"'w' must be \(2,\), got \(3", lambda t: t.made('w', shape=[3])),
+        ("`dtype` of 'w' must be float32", lambda t: t.made('w', dtype='int8')),
+        ("`initializer` or `shape` of 'v'", lambda t: t.made('v')),
+        (
+            "initial value of 'v'",
+            lambda t: facade.function(
+                lambda: t.made('v', initializer=jnp.zeros(3)).value()
+            )(),
+        ),
+        ('must exist in a scope with', lambda t: in_scope(t, 'v', reuse=True)),
+        (
+            '`name_or_scope` must be',
+            lambda t: facade.variable_scope(None, 'a').__enter__(),
+        ),
+        ('outside `Graph.as_default', lambda t: facade.reset_default_graph()),
+        ("Invalid Reduction: 'me", lambda t: facade.Reduction.validate('mean')),
+        ('must be an integer sc', lambda t: t.opt.minimize(t.square, t.b)),
+        ('must be an integer scalar', lambda t: t.apply((1.0, t.b), step=t.w)),
+        # Losses and gradients.
+        ('No gradients.*The loss must read', lambda t: t.opt.minimize(t.free)),
+        (
+            '`gate_gradients` must be one',
+            lambda t: t.opt.minimize(t.square, gate_gradients=3),
+        ),
+        (r'is not given, got one of \(x\)', lambda t: t.opt.minimize(t.times)),
+        (
+            r'no arguments or of 2,.* got one of \(x\)',
+            lambda t: t.opt.minimize(t.times, var_list=[t.w, t.b]),
+        ),
+        ('must evaluate the loss', lambda t: t.blind()),
+        ('must evaluate the l', lambda t: facade.function(t.blind)()),
+        ('No variables to opt', lambda t: t.opt.minimize(t.square, None, [])),
+        ('Use `facade.get_variable`', made_each_time),
+        (r'loss, \(\), got \(8', lambda t: t.weighted(X)),
+        ('`var_list` must hold.*else, got', lambda t: t.over(t.w, 'w')),
+        ('int32 for n:0', lambda t: t.over(t.w, t.n)),
+        (r"\['w'\] again", lambda t: t.over(t.w, t.b, t.w)),
+        (r"\['w'\] again", lambda t: t.over(*t.ws)),
+        ('No variables provided', lambda t: t.apply()),
+        ('No gradients provided.*w:0', lambda t: t.apply((None, t.w))),
+        ('must hold pairs', lambda t: t.apply(t.w)),
+        ('must hold pairs', lambda t: t.apply((1.0, t.b, 1.0))),
+        ('must hold pairs.*in its place', lambda t: t.apply((t.b, 1.0))),
+        (r'of w:0 must have the shape \(2,\)', lambda t: t.apply((1.0, t.w))),
+        (r"\['b'\] again", lambda t: t.apply((1.0, t.b), (None, t.b))),
+        ('at least one', lambda t: facade.gradients([], [t.b])),
+        ('each of 1', lambda t: facade.gradients([t.square], t.b, [1, 2])),
+        ('`xs` must hold', lambda t: facade.gradients(t.square, [1.0])),
+        ('`true_fn` and `false_fn` must', lambda t: t.chosen()),
+        # Optimizers.
+        ('specify the optimizer name', lambda t: sgd(name='')),
+        ('specify the optimizer name', lambda t: cross_shard(t.opt, name='')),
+        ('specify the', lambda t: drop_stale(t.opt, name='')),
+        ('specify the', lambda t: sync_replicas(t.opt, name='')),
+        ('accumulator_value.*positive', lambda t: t.adagrad(0)),
+        ('`learning_rate_power` must', lambda t: facade.FtrlOptimizer(1, 0.1)),
+        ('`initial_acc.* must not b', lambda t: facade.FtrlOptimizer(1, 0, -1)),
+        ('`weight_decay` ', lambda t: facade.LARSOptimizer(1, weight_decay=-1)),
+        ('`momentum` must not be', lambda t: facade.LARSOptimizer(1, -1)),
+        ('must be called by `apply_grad', lambda t: t.opt._apply_dense(X, t.w)),
+        (
+            'must be made first',
+            lambda t: updated(
+                t, mine(facade.AdamOptimizer, _create_slots=lambda *_: None)
+            ),
+        ),
+        ("'b/First' must be known b", lambda t: updated(t, t.starting())),
+        ('optimizer for each', lambda t: t.apply((1.0, of_another_graph('v')))),
+        ('Unsupported reduction', lambda t: cross_shard(t.opt, 'mean')),
+        ('group_assignment.*equal size', lambda t: grouped([[0, 1, 2], [3]])),
+        ('permutation of', lambda t: grouped([[0, 1]])),
+        ('permutation of', lambda t: grouped([[0, 1], [1, 2], [2, 3]])),
+        ('list of lists', lambda t: grouped([0, 1, 2, 3])),
+        ('list of lists', lambda t: grouped([[0.0, 1.0], [2.0, 3.0]])),
+        ('`num_shards` must be at least 1', lambda t: with_context(0)),
+        ('inside a shard con', lambda t: cross_shard(t.opt).minimize(t.square)),
+        (
+            'inside a shard context',
+            lambda t: cross_shard(t.opt).apply_gradients(t.pairs),
+        ),
+        ('`cross_replica_sum` must be ', lambda t: facade.cross_replica_sum(X)),
+        (
+            'equal size',
+            lambda t: sharded(
+                lambda x: facade.cross_replica_sum(x, [[0], [1, 2, 3]])
+            ),
+        ),
+        ('the 4 shards of its', apply_on_another_axis),
+        (
+            'must be per shard',
+            lambda t: t.cross(
+                lambda opt, x: opt.minimize(lambda: mean(t.b * x))
+            ),
+        ),
+        (
+            'already reduced',
+            lambda t: t.cross(
+                lambda opt, x: opt.apply_gradients([(mean(x), t.b)])
+            ),
+        ),
+        ("'b:0' would differ between", lambda t: minimized(t, sgd())),
+        (
+            "'n:0' would differ",
+            lambda t: sharded(lambda x: t.n.assign(x[0].astype(jnp.int32))),
+        ),
+        # Shards and towers.
+        ('dimension 0 that 3 shards', lambda t: kept(3)),
+        ('dimension 3', lambda t: kept(input_shard_axes=[3])),
+        ('`input_shard_axes` must ha', lambda t: kept(input_shard_axes=[0, 1])),
+        ('`outputs_from_a', lambda t: kept(outputs_from_all_shards=[True] * 2)),
+        ('`device_assignment` must ', lambda t: kept(device_assignment=[None])),
+        ('must not excee', lambda t: facade.shard(lambda: None, num_shards=64)),
+        ('at least 1', lambda t: kept(0)),
+        ('slots would be new', lambda t: sharded(lambda x: sgd(), 1)),
+        ('slots would be new', lambda t: sharded(lambda x: sgd())),
+        (r'explicit axes.*jax\.device_get', lambda t: t.explicit()),
+        ('need to be reduced in some', lambda t: towers(loss_reduction='none')),
+        ('Invalid Reduction', lambda t: towers(loss_reduction='mean')),
+        ('must be all different', lambda t: towers(devices=[])),
+        (
+            'must be all different',
+            lambda t: towers(devices=['/cpu:0', '/cpu:0', '/cpu:1']),
+        ),
+        ('must name local devices', lambda t: towers(devices=['/cpu:64'])),
+        ('must name local devices', lambda t: towers(devices=['/gpu:0'])),
+        ('must name local devices', lambda t: towers(devices=['cpu0'])),
+        (
+            r"divisible .* 4, .*\['x'\]",
+            lambda t: towers()({'x': np.zeros([6, 2])}),
+        ),
+        ('divisible by', lambda t: towers()(X, np.float32(0))),
+        (
+            'not be inside of `shard`',
+            lambda t: sharded(lambda x: t.at_once(jnp.tile(x, 2))),
+        ),
+        ('must not be a TowerOptimizer', lambda t: tower(tower(t.opt))),
+        # Workers.
+        ('must be a variable', lambda t: drop_stale(t.opt).minimize(t.square)),
+        ('belongs to a ste', lambda t: sync_replicas(t.opt).minimize(t.square)),
+        ('get_or_create_global_step', lambda t: t.without_step()),
+        (
+            'must come before',
+            lambda t: drop_stale(t.opt).apply_gradients(t.pairs, t.step),
+        ),
+        ('`replicas_to_aggregate`', lambda t: sync_replicas(t.opt, 0)),
+        (
+            '`total_num_replicas`',
+            lambda t: sync_replicas(t.opt, total_num_replicas=0),
+        ),
+        (
+            'must come together',
+            lambda t: sync_replicas(t.opt, variables_to_average=[]),
+        ),
+        (r'TowerOptimizer\(SyncReplica', lambda t: sync_replicas(tower(t.opt))),
+        (
+            'threads cannot wait',
+            lambda t: facade.function(
+                lambda: sync_replicas(t.opt, 2).minimize(t.square, t.step)
+            )(),
+        ),
+        # Parts.
+        ('`x` of `piecewi', lambda t: facade.piecewise_constant(None, [], [1])),
+        (
+            '`values` must be one more',
+            lambda t: sgd(
+                facade.piecewise_constant(t.step, [10], [0.1])
+            ).minimize(t.square, t.step),
+        ),
+        ('never changes', lambda t: facade.cosine_decay(0.5, t.step + 1, 10)),
+        ('never change again', lambda t: jnp.sqrt(t.rate())),
+        ('never change again', lambda t: tf.maximum(t.rate(), 0.1)),
+        (
+            '`var` must be a variable that',
+            lambda t: facade.ExponentialMovingAverage(1).average(t.w),
+        ),
+        ('`tf.norm` must be the Euclidean', lambda t: tf.norm(X, ord=1)),
+        ('`num_or_size_splits` of', lambda t: tf.split(X, [1, 2])),
+        ('`condition` of', lambda t: tf.where([True, False], X[None], X[None])),
+    ],
+}
+
+
+ROWS = [
+    (words, error, call)
+    for error, rows in ERRORS.items()
+    for words, call in rows
+]
+
+
+class RefusalsTest(facade_cases.OptimizerTest):
+
+  def setUp(self):
+    super().setUp()
+    self.n = facade.Variable(7, trainable=False, name='n')
+    self.opt = facade.MomentumOptimizer(0.25, 0.5)
+    self.opt.minimize(lambda: self.b**2, self.step, [self.w, self.b])
+    self.pairs = [(1.0, self.b)]
+    self.ws = [self.w, of_another_graph('w')]
+
+  def times(self, x):
+    return self.b * x
+
+  def square(self):
+    return self.b**2
+
+  def free(self):
+    return jnp.float32(1)
+
+  def add(self, x):
+    return self.b.assign_add(x)
+
+  def make(self):
+    facade.Variable(1.0, name='v')
+
+  def made(self, name, **kwargs):
+    return facade.get_variable(name, **kwargs)
+
+  def apply(self, *pairs, step=None):
+    self.opt.apply_gradients(pairs, self.step if step is None else step)
+
+  def over(self, *variables):
+    self.opt.compute_gradients(self.square, variables)
+
+  def weighted(self, grad_loss):
+    self.opt.compute_gradients(self.square, [self.b], grad_loss=grad_loss)
+
+  def adagrad(self, value):
+    facade.AdagradOptimizer(0.1, initial_accumulator_value=value)
+
+  def at_once(self, x):
+    return towers(devices=facade_cases.AT_ONCE)(x).loss
+
+  def blind(self):
+    opt = mine(
+        facade.GradientDescentOptimizer,
+        1.0,
+        compute_gradients=lambda *_, **__: [(1.0, self.b)],
+    )
+    opt.minimize(self.square, return_loss=True)
+
+  def starting(self):
+    def apply(opt, grad, var):
+      opt._get_or_make_slot(var, grad, 'first', 'First')
+
+    return mine(facade.Optimizer, False, 'T', _apply_dense=apply)
+
+  def chosen(self):
+    choose = facade.function(
+        lambda x: facade.cond(x, lambda: self.w.value(), lambda: x)
+    )
+    choose(True)
+
+  def cross(self, step):
+    opt = cross_shard(sgd())
+    sharded(lambda x: step(opt, x))
+
+  def explicit(self):
+    mesh = jax.make_mesh((4,), ('data',))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P('data')))
+    facade.function(lambda x: facade.shard(lambda x: x, [x], 4))(x)
+
+  def rate(self):
+    return facade.exponential_decay(1.0, self.step, 1, 0.5)
+
+  def without_step(self):
+    with facade.Graph().as_default():
+      w = facade.Variable(1.0)
+      drop_stale(self.opt).compute_gradients(lambda: w * 1.0)
+
+  @cases.parameters(ROWS)
+  def test_refuses(self, words, error, call):
+    before = self.values()
+
+    with self.assertRaisesRegex(error, words):
+      call(self)
+
+    after = self.values()
+    self.assert_equal({name: after[name] for name in before}, before)
+    # What was refused is not in the way of what follows.
+    self.opt.minimize(self.square, self.step, [self.b])
+    self.assertEqual(int(self.step), 2)
+
+  @cases.product(name=WRAPPERS, opt=(optax.sgd(0.1), None))
+  def test_wrappers_refuse_what_is_no_optimizer(self, name, opt):
+    with self.assertRaisesRegex(TypeError, OPTAX):
+      WRAPPERS[name](opt)
+
+  @cases.parameters(
+      facade.cosine_decay,
+      facade.cosine_decay_restarts,
+      facade.exponential_decay,
+      facade.inverse_time_decay,
+      facade.natural_exp_decay,
+      facade.polynomial_decay,
+  )
+  def test_a_decay_needs_a_step(self, decay):
+    words = f'`global_step` of `{decay.__name__}` must be given'
+    with self.assertRaisesRegex(ValueError, words):
+      decay(0.5, None, 10, 0.7)
+
+  @cases.parameters(
+      *('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'matmul')
+  )
+  def test_a_variable_changes_by_assignment_alone(self, name):
+    with self.assertRaisesRegex(TypeError, "'w:0'.*assign_add"):
+      getattr(self.w, f'__i{name}__')(2.0)

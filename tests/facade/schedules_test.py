@@ -1,0 +1,168 @@
+"""Rates that decay, and moving averages: as TensorFlow 1.15 has them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cases
+import facade_cases
+import recorded_parts
+from shard_transforms import facade
+
+RECORDED = recorded_parts.RECORDED
+DECAYS = [*RECORDED['decays']]
+
+
+class DecaysTest(facade_cases.OptimizerTest):
+
+  def assert_as_recorded(self, rate, expected):
+    found = []
+    for step in RECORDED['steps']:
+      self.step.assign(step)
+      found.append(rate())
+    np.testing.assert_allclose(
+        np.float32(found), np.float32(expected), 2e-6, 1e-7
+    )
+
+  @cases.parameters(range(len(DECAYS)))
+  def test_is_that_of_tensorflow_at_each_step(self, number):
+    name, args, kwargs, expected = DECAYS[number]
+
+    rate = getattr(facade, name)(0.5, self.step, *args, **kwargs)
+
+    self.assert_as_recorded(rate, expected)
+
+  def test_piecewise_is_that_of_tensorflow_at_each_step(self):
+    rate = facade.piecewise_constant(self.step, [10, 20], [0.5, 0.3, 0.1])
+
+    self.assert_as_recorded(rate, RECORDED['piecewise'])
+
+  @cases.parameters(False, True)
+  def test_optimizers_read_it_at_each_update(self, compiled):
+    rate = facade.exponential_decay(1.0, self.step, 1, 0.5)
+    opt = facade.GradientDescentOptimizer(rate)
+
+    facade_cases.train(
+        opt, lambda _: self.b * 1.0, self.step, times=4, compiled=compiled
+    )
+
+    self.assert_holds(self.b, 3 - 1.875)
+
+  def test_reads_all_arguments_each_time(self):
+    start, stop = facade.Variable(2.0), 4
+    rate = facade.polynomial_decay(start, self.step, lambda: stop, 0.0)
+    self.step.assign(2)
+
+    before = rate()
+    start.assign(4.0)
+    stop = 8
+
+    self.assert_equal((before, rate()), (jnp.float32(1), jnp.float32(3)))
+
+  def test_arithmetic_gives_another_rate(self):
+    decay = facade.exponential_decay(1.0, self.step, 1, 0.5)
+
+    rate = np.float32(3) * (1 - decay / 2) + self.step * 0
+    other = -(decay**2)
+    self.step.assign(1)
+
+    self.assert_equal(
+        (rate(), other()), (jnp.float32(2.25), jnp.float32(-0.25))
+    )
+    with self.assertRaises(TypeError):
+      np.add.reduce(rate)
+    self.assertEqual(repr(rate), 'Rate(...)')
+
+  def test_is_a_number_inside_a_step(self):
+    outside = facade.exponential_decay(1.0, self.step, 1, 0.5)
+
+    @facade.function
+    def step(x):
+      self.step.assign_add(1)
+      inside = facade.exponential_decay(1.0, self.step, 1, 0.5)
+      of_array = facade.inverse_time_decay(1.0, self.step + 1, 1, 1.0)
+      tree = jax.tree.map(lambda x: x + 1, outside)
+      return jnp.maximum(x, outside), x * inside, outside, of_array, tree
+
+    step(2.0)
+
+    expected = 2, 0.5, 0.25, 0.25, 1.25
+    self.assert_equal(step(2.0), tuple(map(jnp.float32, expected)))
+
+
+class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
+
+  @cases.product(
+      options=('averages', 'averages_num_updates'), compiled=(False, True)
+  )
+  def test_moves_as_in_tensorflow(self, options, compiled):
+    self.enterContext(facade.Graph().as_default())
+    variables = recorded_parts.variables()
+    step = facade.get_or_create_global_step()
+    num_updates = step if options == 'averages_num_updates' else None
+    ema = facade.ExponentialMovingAverage(0.9, num_updates)
+    opt = facade.GradientDescentOptimizer(0.5)
+
+    def train(grads):
+      opt.apply_gradients([(grads[k], v) for k, v in variables.items()], step)
+      ema.apply()
+
+    if not compiled:
+      ema.apply()  # As the documentation says, where nothing is compiled.
+    train = facade_cases.mapped(train, None, compiled)
+    for grads, expected in zip(
+        recorded_parts.GRADS, RECORDED[options], strict=False
+    ):
+      train(grads)
+      found = self.values()
+      self.assertEqual(found.keys(), expected.keys())
+      for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], 2e-6, 1e-7)
+
+  def test_names_averages_after_variables(self):
+    ema = facade.ExponentialMovingAverage(0.9, name='mean')
+
+    before = ema.average_name(self.w)
+    ema.apply([self.w])
+
+    average = ema.average(self.w)
+    self.assertEqual((before, ema.name), ('w/mean', 'mean'))
+    self.assertEqual(average.op.name, 'w/mean')
+    self.assertEqual(ema.average_name(self.w), 'w/mean')
+    self.assertFalse(average.trainable)
+    key = facade.GraphKeys.MOVING_AVERAGE_VARIABLES
+    self.assertEqual(facade.get_collection(key), [self.w])
+    others = {'b': self.b, 'global_step': self.step}
+    restored = ema.variables_to_restore([self.w])
+    self.assertEqual(restored, {'w/mean': self.w, **others})
+    everything = {'w/mean': self.w, 'b/mean': self.b, 'global_step': self.step}
+    self.assertEqual(ema.variables_to_restore(), everything)
+
+  def test_reads_the_decay_at_each_call(self):
+    decay = facade.Variable(1.0, trainable=False)
+    ema = facade.ExponentialMovingAverage(lambda: decay / 2)
+    ema.apply([self.b])
+    self.b.assign(7.0)
+
+    ema.apply([self.b])
+    decay.assign(0.0)
+    first = ema.average(self.b).value()
+    ema.apply([self.b])
+
+    self.assert_equal(first, jnp.float32(5))
+    self.assert_holds(ema.average(self.b), 7.0)
+
+  def test_made_in_a_step_of_shards_it_keeps_its_averages(self):
+    opt = facade.CrossShardOptimizer(facade_cases.sgd())
+
+    def computation(x):
+      ema = facade.ExponentialMovingAverage(0.5)
+      opt.minimize(lambda: jnp.mean(self.b * x), var_list=[self.b])
+      ema.apply([self.b])
+      return ema.average(self.b)
+
+    step = facade_cases.mapped(computation, 4)
+    averages = [step(x)[0][0] for x in (facade_cases.X, facade_cases.X[:4])]
+
+    # The variable is 3, -4.5 and -6.
+    self.assert_equal(averages, [jnp.float32(-0.75), jnp.float32(-3.375)])
