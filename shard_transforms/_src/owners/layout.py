@@ -90,8 +90,9 @@ class Layout:
   stacks: frozenset[str] = frozenset()
 
   def of_owner(self, owner: int) -> list[int]:
-    """Returns the numbers of the leaves that an owner keeps."""
-    return [i for i, place in self.places.items() if place.shard == owner]
+    """Returns the numbers of the leaves that an owner keeps, as they stand."""
+    own = [i for i, place in self.places.items() if place.shard == owner]
+    return sorted(own, key=lambda i: self.places[i].start)
 
   def stack_of(self, number: int) -> str | None:
     """Returns the name of the stack in which a leaf stands, if it does."""

@@ -112,7 +112,8 @@ class Owners:
     }
     stack_of = self._stacks_of(arrays)
     ends, places, rows = collections.Counter(), {}, {}
-    for i, (param, kind) in arrays.items():
+    # In stacks, leaves stand in the order of the parameters.
+    for i, (param, kind) in sorted(arrays.items(), key=lambda x: x[1][0]):
       owner, name = self.owner_of[param], stack_of.get(i, kind.dtype.name)
       place = layout_lib.Place(
           *(param, owner, len(self.all)), name, ends[owner, name], kind.shape
