@@ -370,15 +370,20 @@ class EqualityTest(parameterized.TestCase):
 
     assert_close(actual, train(whole(optax.novograd(0.1)), mode))
 
-  @cases.parameters(*modes.MODES)
-  def test_clips_by_the_norm_of_whole_leaves(self, mode):
+  @cases.product(
+      mode=modes.MODES,
+      one_owner=(False, True),
+      always=lambda mode, one_owner: mode == 'shard_map' or not one_owner,
+  )
+  def test_clips_by_the_norm_of_whole_leaves(self, mode, one_owner):
+    shapes = {'w': (8, 8), 'b': (4,)} if one_owner else SHAPES
     clip = shard_transforms.clip_by_global_norm
     inner = optax.chain(clip(0.1, AXIS, sharded=P(AXIS)), optax.lars(0.1))
 
-    actual = train(owned(inner), mode)
+    actual = train(owned(inner), mode, shapes=shapes)
 
     expected = whole(optax.chain(clip(0.1), optax.lars(0.1)))
-    assert_close(actual, train(expected, mode))
+    assert_close(actual, train(expected, mode, shapes=shapes))
 
   @cases.parameters(*modes.MODES)
   def test_counts_shards_by_their_weight(self, mode):
@@ -683,13 +688,14 @@ class StateTest(parameterized.TestCase):
     self.assertEqual(mu['scalar'].shape, ())
     self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 0)
 
-  def test_specs_say_what_shards_keep(self):
-    specs = shard_transforms.state_specs(
-        owned(optax.lamb(0.1)), params_of(), modes.mesh()
-    )
+  @cases.parameters((None,), ([[k] for k in range(SHARDS)],))
+  def test_specs_say_what_shards_keep(self, groups):
+    tx = owned(optax.lamb(0.1), groups=groups)
+
+    specs = shard_transforms.state_specs(tx, params_of(), modes.mesh())
 
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
-    self.assertEqual([*specs.inner_state.rows.values()], [P(AXIS)])
+    self.assertEqual({*specs.inner_state.rows.values()}, {P(AXIS)})
 
   def test_metrics_read_what_is_shared(self):
     inner = optax.inject_hyperparams(optax.lars)(learning_rate=0.5)
@@ -770,10 +776,12 @@ class StateTest(parameterized.TestCase):
   @cases.parameters(
       ({}, {'x': 1}, r'is none of them|the tree'),
       ({}, {'b': (9,)}, 'got Place'),
-      ({'cost': lambda p: {'a': 1, 'b': 9}}, {}, 'got Place'),
+      # All shards own both.
+      ({}, {'b': (2,)}, 'got Place'),
+      ({'cost': lambda p: {'a': 1, 'b': 1}}, {}, 'got Place'),
   )
   def test_refuses_state_of_others(self, kwargs, shapes, message):
-    before = {'a': jnp.zeros((4, 2)), 'b': jnp.zeros(3)}
+    before = {'a': jnp.zeros((4, 2)), 'b': jnp.zeros(1)}
     state = init_state(owned(optax.trace(0.9)), before, modes.mesh())
     params = {
         name: jnp.zeros(shapes.get(name, x.shape)) for name, x in before.items()
@@ -1193,6 +1201,7 @@ class CostTest(parameterized.TestCase):
       ([(4, 4)] * 3, 6, 3, [(1, 4, 4)]),
       ([(4, 4)] * 9 + [(3, 5)] * 8, 8, 8, [(1, 4, 4), (30,)]),
       ([(9,)] * 8, 4, 4, [(18,)]),
+      ([(4, 4), (2,)], 8, 1, [(1, 4, 4), (2,)]),
   )
   def test_there_are_as_many_owners_as_shares(self, shapes, shards, k, rows):
     state = self.state({str(i): x for i, x in enumerate(shapes)}, shards)
@@ -1202,12 +1211,6 @@ class CostTest(parameterized.TestCase):
     self.assertLess(max(place.shard for place in places), k)
     shapes = sorted(row.shape for row in state.rows.values())
     self.assertEqual(shapes, sorted((shards, *row) for row in rows))
-
-  def test_all_shards_update_what_is_mostly_one_leaf(self):
-    state = self.state({'a': (4, 4), 'b': (2,)}, 8)
-
-    self.assertEqual(state.leaves.trace['a'].shape, (4, 4))
-    self.assertEqual(state.rows, {})
 
   @cases.parameters(
       ({'a': -1.0}, ValueError, r"of at least 0, got -1.0 at \['a'\]"),

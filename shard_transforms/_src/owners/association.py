@@ -137,10 +137,7 @@ class Association:
       owned_params: Whether each shard has other parameters.
     """
     owners, same = self.owners, self.same
-    has_owners = len(owners.all) > 1
-    cut = [
-        has_owners and leaves_lib.is_cut(x, 2) for x in jax.tree.leaves(updates)
-    ]
+    cut = [leaves_lib.is_cut(x, 2) for x in jax.tree.leaves(updates)]
     given = _types(updates, cut, same, same)
     state = _types(kinds, map(owners.varies, of), owners.axes)
     params = _types(params, itertools.repeat(owned_params), owners.axes)

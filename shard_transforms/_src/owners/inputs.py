@@ -69,7 +69,7 @@ def of_step(
   shared, layout_of_sent, sent = _reduced(owners, of, updates, weight)
   stored = jax.tree.leaves(state.leaves, is_leaf=layout_lib.is_place)
   for i, leaf in enumerate(stored, first):
-    if owners.is_mixed(of[i]):
+    if of[i] == dependence.MIXED:
       leaf = states.own(leaf, axes, caller)
     if not layout_lib.is_place(leaf):
       shared[i] = leaf

@@ -93,9 +93,6 @@ class OwnedInner:
         state, owners, kinds, len(leaves)
     )
     read = self._association(owners)
-    if len(owners.all) == 1:
-      # Without owners, the state does not say what belongs to what.
-      of = read.of_state(like, kinds)
     found = read.read(update, updates, kinds, params, of)
     run = owned_run.OwnedRun(found.program, found.of, owners)
     given = inputs.of_step(

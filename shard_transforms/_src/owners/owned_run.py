@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import states
+from shard_transforms._src.owners import dependence
 from shard_transforms._src.owners import inputs as inputs_lib
 from shard_transforms._src.owners import layout as layout_lib
 from shard_transforms._src.owners import leaf_program
@@ -62,13 +63,10 @@ class OwnedRun:
         summed = sum((x.astype(kind.dtype) for x in made.values()), start=0)
         return jnp.asarray(summed, kind.dtype) + zero
 
-      if len(owners.all) == 1:
-        total = own_sum(-1)
-      else:
-        # Each of the copies of an owner has it.
-        is_first = owners.reduction.copy() == 0
-        own = jnp.where(is_first, self.owners.on_own_shard(own_sum), 0)
-        total = collectives.psum(own, axes)
+      # Each of the copies of an owner has it.
+      is_first = owners.reduction.copy() == 0
+      own = jnp.where(is_first, self.owners.on_own_shard(own_sum), 0)
+      total = collectives.psum(own, axes)
       given = given._replace(shared={**given.shared, i: total})
     return given
 
@@ -85,7 +83,7 @@ class OwnedRun:
       given: The inputs.
       stacked: The stacks of results that are made already, by number.
     """
-    mixed = [i for i in range(len(self.of)) if self.owners.is_mixed(self.of[i])]
+    mixed = [i for i, x in enumerate(self.of) if x == dependence.MIXED]
     rows = [
         {x.places[i].row: row for i, row in stacked.items() if i in x.places}
         for x in layouts

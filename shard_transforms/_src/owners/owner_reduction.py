@@ -37,8 +37,7 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     Over several axes, owners lie along the fast ones.
     """
     if self.groups is not None:
-      # State differs between groups, so that each shard has a row.
-      return _divisors(self.num_shards())[1:] or [1]
+      return _divisors(self.num_shards())
     found, product = set(), 1
     for axis in reversed(axes_lib.in_mesh_order(self.axes)):
       size = lax.axis_size(axis)

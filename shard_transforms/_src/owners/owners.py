@@ -71,13 +71,9 @@ class Owners:
     """Whether what belongs to this parameter has an owner."""
     return number >= 0 and self.owner_of[number] >= 0
 
-  def is_mixed(self, number: int) -> bool:
-    """Whether shards keep what belongs to several parameters, each its own."""
-    return number == dependence.MIXED and len(self.all) > 1
-
   def varies(self, number: int) -> bool:
     """Whether shards have what belongs to this parameter, or several, apart."""
-    return self.is_mixed(number) or self.is_owned(number)
+    return number == dependence.MIXED or self.is_owned(number)
 
   def on_own_shard(self, fn: Callable[[int], Any]) -> Any:
     """Returns `fn(owner)` of this shard's owner, which must not send."""
@@ -194,8 +190,6 @@ def assign(
     costs_lib.warn_of_one(owned, names, costs, sizes, num_shards)
   *fewer, most = (_share(owned, costs, sizes, k) for k in reduction.counts())
   best = next((x for x in fewer if x.is_as_good_as(most)), most)
-  if best.num_owners == 1:
-    return Owners(numbers, [-1] * len(found), (), reduction, axes)
   reduction = dataclasses.replace(reduction, num_owners=best.num_owners)
   owner_of = [best.owner_of.get(i, -1) for i in range(len(found))]
   return Owners(numbers, owner_of, _stacks(best, types), reduction, axes)
