@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from typing import Any, NamedTuple
+from unittest import mock
 import warnings
 
 from absl.testing import parameterized
@@ -26,6 +27,7 @@ from shard_transforms import init_state
 from shard_transforms import monitoring
 from shard_transforms import owners
 from shard_transforms import resize_state
+from shard_transforms._src.owners import layout
 
 AXIS = modes.AXIS
 SHARDS, STEPS = 8, 3
@@ -712,6 +714,18 @@ class StateTest(parameterized.TestCase):
     mapped = optax.tree_utils.tree_map_params(tx, lambda x: x + 1, state)
 
     self.assertEqual(jax.tree.structure(mapped), jax.tree.structure(state))
+
+  @mock.patch.object(layout, 'TILE', 2)
+  def test_stacks_are_as_long_as_they_have_leaves(self):
+    inner = per_leaf(
+        lambda p: [jnp.zeros(0), jnp.float32(0)], lambda u, kept, _: (u, kept)
+    )
+    params = params_of({str(i): (2, 3) for i in range(3)})
+
+    state = init_state(owned(inner), params, modes.mesh(1))
+
+    shapes = [row.shape for row in state.inner_state.rows.values()]
+    self.assertEqual(sorted(shapes), [(1, 3), (1, 3, 0)])
 
   @cases.parameters(4, 3, 1)
   def test_resizes_to_the_bit(self, shards):

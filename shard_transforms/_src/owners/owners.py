@@ -107,6 +107,7 @@ class Owners:
         if self.is_owned(param)
     }
     stack_of = self._stacks_of(arrays)
+    members = collections.Counter(stack_of.values())
     ends, places, rows = collections.Counter(), {}, {}
     # In stacks, leaves stand in the order of the parameters.
     for i, (param, kind) in sorted(arrays.items(), key=lambda x: x[1][0]):
@@ -115,11 +116,12 @@ class Owners:
           *(param, owner, len(self.all)), name, ends[owner, name], kind.shape
       )
       places[i], ends[owner, name] = place, place.end
-      dims = kind.shape if i in stack_of else ()
-      length = max(ends[k, name] for k in self.all) // (math.prod(dims) or 1)
-      if length > layout_lib.TILE and not dims:
+      length = max(ends[k, name] for k in self.all)
+      if length > layout_lib.TILE:
         length += -length % layout_lib.TILE
-      rows[name] = jax.ShapeDtypeStruct((length, *dims), kind.dtype)
+      is_stack, number = i in stack_of, members[name] // len(self.all)
+      shape = (number, *kind.shape) if is_stack else (length,)
+      rows[name] = jax.ShapeDtypeStruct(shape, kind.dtype)
     # Rows of other owners must not be taken for these, as from a checkpoint.
     where = self.reduction.num_shards(), *places.values()
     mark = f'_{zlib.crc32(repr(where).encode()):08x}'
