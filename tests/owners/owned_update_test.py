@@ -237,11 +237,12 @@ INNERS = {
 }
 
 
-def one_key_a_leaf():
-  """Momentum and noise, whose typed key each leaf has for itself."""
+def one_key_a_leaf(impl=None):
+  """Noise, whose typed key each leaf has for itself."""
 
   def init(params):
-    keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(params)))
+    keys = jax.random.key(0, impl=impl)
+    keys = jax.random.split(keys, len(jax.tree.leaves(params)))
     return jax.tree.unflatten(jax.tree.structure(params), list(keys))
 
   def update(updates, state, params=None):
@@ -271,12 +272,19 @@ STACKED = {
         },
     ),
     'keys': one_key_a_leaf,
+    'keys of XLA': lambda: one_key_a_leaf('rbg'),
+    'callback': lambda: by_leaf(
+        lambda u: jax.pure_callback(np.negative, jax.typeof(u), u)
+    ),
     'norm of all': lambda: optax.chain(
         optax.lamb(0.1), INNERS['norm of parameters']()
     ),
 }
 # The others are slow.
-STACKED_FAST = [('adamw', 2), ('adamw', 9), ('listed', 17), ('keys', 17)]
+STACKED_FAST = [
+    *(('adamw', 9), ('listed', 17), ('keys', 17)),
+    *(('keys of XLA', 17), ('callback', 17)),
+]
 
 
 def train(

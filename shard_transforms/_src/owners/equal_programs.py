@@ -2,7 +2,7 @@
 
 Programs are equal if they do the same steps in the same order on inputs that
 are a leaf's own, at the same place, or the same input for all leaves. What is
-not known to be equal counts as different.
+not known to be equal counts as different, and so does what `jax.vmap` changes.
 """
 
 from collections.abc import Hashable
@@ -86,6 +86,8 @@ class Parts:
 
 def _params(step):
   """Returns the parameters of a step, with its bodies as keys."""
+  if not _runs_alike(step):
+    return object()
   found = []
   for name, param in sorted(step.params.items()):
     if interpreter.held({name: param}):
@@ -97,3 +99,15 @@ def _params(step):
     found.append((name, param))
   bodies = (Parts.of(x).key(range(len(x.outputs)))[0] for x in step.bodies)
   return tuple(found), tuple(bodies)
+
+
+def _runs_alike(step):
+  """Whether `jax.vmap` of a step gives what it gives leaf by leaf."""
+  # Of keys of XLA's own generator, all draw what the first one draws.
+  kinds = (str(x.aval) for x in (*step.inputs, *step.outputs))
+  draws = step.name == 'rng_bit_generator' or any(
+      kind.startswith('key<') and not kind.startswith('key<fry>')
+      for kind in kinds
+  )
+  # Calls of other languages may have no rule for it.
+  return not draws and step.params.get('vmap_method', '') is not None
