@@ -58,22 +58,35 @@ def _full(kept, one_shard, name):
   leaves, treedef = jax.tree.flatten(kept.leaves, is_leaf=layout_lib.is_place)
   places = list(filter(layout_lib.is_place, leaves))
   for row in {place.row for place in places}:
-    size = max(place.end for place in places if place.row == row)
+    own = [place for place in places if place.row == row]
     shape = jnp.shape(kept.rows.get(row))
-    if math.prod(shape[1:]) - size not in range(layout_lib.TILE):
+    if not _fits(shape, own):
       got = f'the shape {shape} of the row {row!r}'
       raise ValueError(
           f'{full_rules.made_for_others(got, name)}, whose owners keep'
-          f' {size} elements.'
+          f' {max(place.end for place in own)} elements in leaves such as'
+          f' {own[0].shape}.'
       )
 
   def read(leaf):
     if not layout_lib.is_place(leaf):
       return leaf
-    row = kept.rows[leaf.row][leaf.shard].reshape(-1)
-    return row[leaf.start : leaf.end].reshape(leaf.shape)
+    row = kept.rows[leaf.row]
+    # Flat, all of a stack would be on each device.
+    if row.ndim > 2:
+      return row[leaf.shard, leaf.start // (leaf.size or 1)]
+    return row[leaf.shard][leaf.start : leaf.end].reshape(leaf.shape)
 
   return treedef.unflatten(map(read, leaves))
+
+
+def _fits(shape, places):
+  """Whether leaves have these places in rows of this shape, [shards, ...]."""
+  size = max(place.end for place in places)
+  if len(shape) == 2:
+    return shape[1] - size in range(layout_lib.TILE)
+  is_stack = {shape[2:]} == {place.shape for place in places}
+  return is_stack and math.prod(shape[1:]) == size
 
 
 def _place(full, target):
