@@ -838,6 +838,20 @@ class StateTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(found, np.full((SHARDS, 5), 2.0))
 
+  @cases.parameters(
+      (lambda rows: {},), (lambda rows: jax.tree.map(lambda x: x.mT, rows),)
+  )
+  def test_refuses_other_rows(self, change):
+    tx = owned(optax.trace(0.9))
+
+    def step(grads):
+      kept = tx.init(grads).inner_state
+      kept = kept._replace(rows=change(kept.rows))
+      return tx.update(grads, owners.OwnedUpdateState(kept))[0]
+
+    with self.assertRaisesRegex(ValueError, 'State of .* got the rows'):
+      jax.vmap(step, axis_name=AXIS)(jnp.ones((SHARDS, 5, 3)))
+
   def test_refuses_what_is_kept_otherwise(self):
     inner = optax.trace(0.9)
     state = owners.OwnedUpdateState(inner.init(jnp.zeros(16)))

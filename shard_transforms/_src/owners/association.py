@@ -214,6 +214,10 @@ def read_state(
   if places != layout.places:
     different = [x for i, x in places.items() if x != layout.places.get(i)]
     raise ValueError(f'{made_for_others}{different[0]!r}.')
+  rows = jax.tree.map(lambda x: (jnp.shape(x)[1:], x.dtype), state.rows)
+  expected = {name: (x.shape, x.dtype) for name, x in layout.rows.items()}
+  if rows != expected:
+    raise ValueError(f'{made_for_others}the rows {rows}, not {expected}.')
   return of, treedef.unflatten(given), layout
 
 
