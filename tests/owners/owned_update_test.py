@@ -801,10 +801,15 @@ class StateTest(parameterized.TestCase):
       # All shards own both.
       ({}, {'b': (2,)}, 'got Place'),
       ({'cost': lambda p: {'a': 1, 'b': 1}}, {}, 'got Place'),
+      ({'groups': [[0, 2], [1, 3], [4, 6], [5, 7]]}, {}, 'got Place', 2),
   )
-  def test_refuses_state_of_others(self, kwargs, shapes, message):
+  def test_refuses_state_of_others(
+      self, kwargs, shapes, message, group_size=None
+  ):
     before = {'a': jnp.zeros((4, 2)), 'b': jnp.zeros(1)}
-    state = init_state(owned(optax.trace(0.9)), before, modes.mesh())
+    groups = group_size and np.arange(SHARDS).reshape(-1, group_size).tolist()
+    made = owned(optax.trace(0.9), groups=groups)
+    state = init_state(made, before, modes.mesh())
     params = {
         name: jnp.zeros(shapes.get(name, x.shape)) for name, x in before.items()
     } | {name: jnp.zeros(n) for name, n in shapes.items() if name == 'x'}
@@ -814,9 +819,7 @@ class StateTest(parameterized.TestCase):
       grads = shard_transforms.per_shard(grads, AXIS)
       return tx.update(grads, state, params)[0]
 
-    specs = shard_transforms.state_specs(
-        owned(optax.trace(0.9)), before, modes.mesh()
-    )
+    specs = shard_transforms.state_specs(made, before, modes.mesh())
     step = jax.shard_map(
         step, mesh=modes.mesh(), in_specs=(specs, P()), out_specs=P()
     )

@@ -123,7 +123,8 @@ class Owners:
       shape = (number, *kind.shape) if is_stack else (length,)
       rows[name] = jax.ShapeDtypeStruct(shape, kind.dtype)
     # Rows of other owners must not be taken for these, as from a checkpoint.
-    where = self.reduction.num_shards(), *places.values()
+    shards = self.reduction.num_shards(), self.reduction.groups
+    where = *shards, *places.values()
     mark = f'_{zlib.crc32(repr(where).encode()):08x}'
     return layout_lib.Layout(
         {
