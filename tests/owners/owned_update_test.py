@@ -516,8 +516,9 @@ class EqualityTest(parameterized.TestCase):
     report = monitoring.wire_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
-  def test_sends_as_much_as_an_all_reduce(self):
-    params = {str(i): jnp.ones((4, 6)) for i in range(16)}
+  @cases.parameters((16, True), (1, False))
+  def test_sends_as_much_as_an_all_reduce(self, number, check_vma):
+    params = {str(i): jnp.ones((4, 6)) for i in range(number)}
     sent = []
     for tx in owned(optax.lars(0.1)), whole(optax.lars(0.1)):
 
@@ -526,7 +527,11 @@ class EqualityTest(parameterized.TestCase):
         return tx.update(grads, tx.init(params), params)[0]
 
       mapped = jax.shard_map(
-          step, mesh=modes.mesh(), in_specs=P(), out_specs=P()
+          step,
+          mesh=modes.mesh(),
+          in_specs=P(),
+          out_specs=P(),
+          check_vma=check_vma,
       )
       sent.append(monitoring.wire_report(mapped, params).total_bytes)
 

@@ -69,7 +69,7 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
   def _scatter_lines(self, rows, axes):
     if self.num_copies == 1:
       return super().scatter_over(rows, axes)
-    if not axes_lib.on_mapped_mesh(axes):
+    if self.num_owners == 1 or not axes_lib.on_mapped_mesh(axes):
       summed = self.sum_over(rows, axes)
       return lax.dynamic_index_in_dim(summed, self.owner(), keepdims=False)
     left, along = list(axes_lib.in_mesh_order(axes)), {}
@@ -93,6 +93,10 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
   def gather_rows(self, rows: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the rows of all owners, [K, ...], given those of one."""
     copies, rows = self.num_copies, axes_lib.to_varying(rows, self.axes)
+    is_typed = any(map(axes_lib.is_tracked, self.axes))
+    # All shards have what one owner has, but types need not say so.
+    if self.num_owners == 1 and not is_typed:
+      return [row[None] for row in rows]
 
     def gather(row, _):
       own = _lines(row[None])[0]
