@@ -172,7 +172,11 @@ class GateTest(parameterized.TestCase):
     self.assertLen(inside, 1)
     self.assertEqual(branches, ['while'])
 
-  @cases.product(name=('drop_stale', 'guard', 'nested'), mode=modes.MODES)
+  @cases.product(
+      name=('drop_stale', 'guard', 'nested'),
+      # `vmap` folds the sum of a step that is the same on all shards.
+      mode=[mode for mode in modes.NAMES if mode != 'vmap'],
+  )
   def test_gates_select_without_a_branch(self, name, mode):
     mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.adam(0.1))
     guarded = shard_transforms.guard(mean, AXIS, on_bad='exclude')

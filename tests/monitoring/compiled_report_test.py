@@ -157,8 +157,9 @@ class AgreementTest(parameterized.TestCase):
     self.assertLessEqual(
         compiled.merged.num_collectives, traced.num_collectives
     )
-    scopes = {collective.scope for collective in traced.collectives}
-    self.assertEqual({c.scope for c in compiled.collectives}, scopes)
+    # Sums that the compiler joins may be without a name.
+    scopes = {'', *(collective.scope for collective in traced.collectives)}
+    self.assertContainsSubset({c.scope for c in compiled.collectives}, scopes)
     # It sends in each call what could wait for the end of a window.
     num_warnings = int(name == 'tower_reduce_without_axis_name')
     self.assertLen(compiled.warnings, num_warnings)
