@@ -128,6 +128,7 @@ class HardwareTest(parameterized.TestCase):
       (GPU, 'by hand, ZeRO-1'),
       (TPU, 'shard_update'),
       (GPU, 'shard_update'),
+      (TPU, 'owned_update(muon)'),
       (GPU, 'owned_update(muon)'),
   )
   def test_slices_are_summed_by_reduce_scatters(self, name, case):

@@ -132,6 +132,17 @@ class FullTest(parameterized.TestCase):
 
     assert_same(placed, init_state(tx, params_of(), after))
 
+  def test_no_device_needs_memory_for_all_of_it(self):
+    tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
+    params = {str(i): jnp.ones((64, 64)) for i in range(16)}
+    state = init_state(tx, params, mesh)
+    join = jax.jit(lambda state: full_state(state, tx, params, mesh))
+
+    memory = join.lower(state).compile().memory_analysis()
+    self.assertLess(
+        memory.temp_size_in_bytes, sum(x.nbytes for x in params.values()) / 2
+    )
+
   @cases.parameters(*WRAPPERS)
   def test_no_device_holds_all_of_it(self, name):
     tx, mesh = WRAPPERS[name](COPY), modes.mesh()
@@ -512,11 +523,14 @@ class RefusalTest(parameterized.TestCase):
     ):
       place_state(state, sliced, params, mesh)
 
-  def test_names_rows_of_other_owners(self):
+  @cases.parameters(
+      ((4, 4), lambda row: row[:, :3]), ((8, 2), lambda row: row.mT)
+  )
+  def test_names_rows_of_other_owners(self, shape, change):
     tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
-    params = {'w': jnp.zeros((4, 4))}
-    state = init_state(tx, params, mesh)
-    rows = {name: row[:, :3] for name, row in state.inner_state.rows.items()}
+    params = {'w': jnp.zeros(shape), 'v': jnp.zeros((8, 2))}
+    state = jax.device_get(init_state(tx, params, mesh))
+    rows = {name: change(row) for name, row in state.inner_state.rows.items()}
     state = state._replace(inner_state=state.inner_state._replace(rows=rows))
 
     with self.assertRaisesRegex(
@@ -529,7 +543,7 @@ class RefusalTest(parameterized.TestCase):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
     # Its parts, [3, 5], are padded.
-    params, specs = {'w': jnp.zeros((6, 5))}, P('model')
+    params, specs = {n: jnp.zeros((6, 5)) for n in 'vw'}, P('model')
     state = init_state(tx, params, mesh, in_specs=specs)
 
     with self.assertRaisesRegex(ValueError, '`in_specs` must not shard'):
@@ -539,7 +553,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_a_state_that_was_made_with_other_specs(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((2, 4), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params = {'w': jnp.zeros((4, 5))}
+    params = {name: jnp.zeros((4, 5)) for name in 'vw'}
     state = init_state(tx, params, mesh, in_specs=P('model'))
 
     with self.assertRaisesRegex(ValueError, 'made'):

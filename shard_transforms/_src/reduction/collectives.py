@@ -109,15 +109,19 @@ def scatter(
 
 
 def scatter_along(
-    x: jax.Array, axis: Hashable, dimension: int, tiled: bool = False
+    x: jax.Array,
+    axis: Hashable,
+    dimension: int,
+    tiled: bool = False,
+    **groups: Any,
 ) -> jax.Array:
   """Returns each shard's part of the sum of `x` over the shards along an axis.
 
   Parts lie along a dimension, which the result does not have; if they are
-  `tiled`, they are slices of it.
+  `tiled`, they are slices of it. With `axis_index_groups`, each group sums.
   """
   with _explaining(x, (axis,)):
-    return _scatter(x, axis, dimension, tiled)
+    return _scatter(x, axis, dimension, tiled, **groups)
 
 
 def exchange_along(
