@@ -801,24 +801,25 @@ class StateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(restored, state, strict=True)
 
   @cases.parameters(
-      ({}, {'x': 1}, r'is none of them|the tree'),
-      ({}, {'b': (9,)}, 'got Place'),
+      ({}, {'x': 1}, 'the tree'),
+      ({}, {'b': None, 'c': 1}, 'got Place'),
+      ({}, {'b': 9}, 'got Place'),
       # All shards own both.
-      ({}, {'b': (2,)}, 'got Place'),
+      ({}, {'b': 2}, 'got Place'),
       ({'cost': lambda p: {'a': 1, 'b': 1}}, {}, 'got Place'),
       ({'groups': [[0, 2], [1, 3], [4, 6], [5, 7]]}, {}, 'got Place', 2),
   )
   def test_refuses_state_of_others(
       self, kwargs, shapes, message, group_size=None
   ):
-    before = {'a': jnp.zeros((4, 2)), 'b': jnp.zeros(1)}
+    # Its state has no names.
+    inner, before = listed(), {'a': (4, 2), 'b': 1}
     groups = group_size and np.arange(SHARDS).reshape(-1, group_size).tolist()
-    made = owned(optax.trace(0.9), groups=groups)
+    made = owned(inner, groups=groups)
+    params = {k: jnp.zeros(v) for k, v in (before | shapes).items() if v}
+    before = {k: jnp.zeros(v) for k, v in before.items()}
     state = init_state(made, before, modes.mesh())
-    params = {
-        name: jnp.zeros(shapes.get(name, x.shape)) for name, x in before.items()
-    } | {name: jnp.zeros(n) for name, n in shapes.items() if name == 'x'}
-    tx = owned(optax.trace(0.9), **kwargs)
+    tx = owned(inner, **kwargs)
 
     def step(state, grads):
       grads = shard_transforms.per_shard(grads, AXIS)

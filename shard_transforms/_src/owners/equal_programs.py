@@ -1,14 +1,13 @@
 """Whether the programs of several leaves are equal, so that one runs for all.
 
-Programs are equal if they do the same steps in the same order on inputs that
-are a leaf's own, at the same place, or the same input for all leaves. What is
-not known to be equal counts as different, and so does what `jax.vmap` changes.
+Each value of a program gets a number, and equal numbers mean the same steps in
+the same way from inputs that are a leaf's own, at the same place, or the same
+input for all leaves. What is not known to be equal counts as different, and so
+does what `jax.vmap` changes.
 """
 
 from collections.abc import Hashable
 from collections.abc import Mapping
-from collections.abc import Sequence
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -16,89 +15,75 @@ import numpy as np
 from shard_transforms._src.analysis import interpreter
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-  """The parts of a program that its outputs depend on.
+def numbered(
+    program: interpreter.Program, places: Mapping[int, int]
+) -> list[tuple[int, int]]:
+  """Returns for each output its number, and which own inputs it depends on.
 
-  Attributes:
+  Args:
     program: A program with calls inlined.
-    maker: The step that makes each value.
+    places: For each input that is a leaf's own, its place among those of its
+      leaf.
+
+  Returns:
+    For each output its number, and the bits of the inputs among `places`.
   """
+  return _numbered(program, places, {})
 
-  program: interpreter.Program
-  maker: Mapping[Any, interpreter.Step]
 
-  @classmethod
-  def of(cls, program: interpreter.Program) -> 'Parts':
-    """Returns the parts of a program."""
-    steps = program.steps
-    return cls(program, {x: step for step in steps for x in step.outputs})
+def _numbered(program, places, table):
+  def number(*key: Hashable) -> int:
+    return table.setdefault(key, len(table))
 
-  def key(
-      self, outputs: Sequence[int], own: Sequence[int] = ()
-  ) -> tuple[Hashable, set[int]]:
-    """Returns a key that only equal parts share, and what the part reads.
+  found = {
+      x: (number(i in places, places.get(i, i), x.aval), (i in places) << i)
+      for i, x in enumerate(program.inputs)
+  }
 
-    Args:
-      outputs: The numbers of the outputs.
-      own: The numbers of those inputs that are a leaf's own, in the order in
-        which another leaf has its own.
-
-    Returns:
-      The key, and which of `own`, by their places there, it depends on.
-    """
-    names = {x: ('input', i) for i, x in enumerate(self.program.inputs)}
-    places = {self.program.inputs[i]: k for k, i in enumerate(own)}
-    names |= {x: ('own', k) for x, k in places.items()}
-    results = [self.program.outputs[i] for i in outputs]
-    todo, lines, read = list(reversed(results)), [], set()
-    while todo:
-      value = todo[-1]
-      step = None if value in names else self.maker.get(value)
-      missing = (
-          [x for x in step.inputs if self._is_to_do(x, names)] if step else []
-      )
-      todo += reversed(missing)
-      if missing:
-        continue
-      todo.pop()
-      if step is not None:
-        given = tuple(self._name(x, names) for x in step.inputs)
-        read.update(places[x] for x in step.inputs if x in places)
-        names |= {x: (len(lines), k) for k, x in enumerate(step.outputs)}
-        kinds = tuple(x.aval for x in step.outputs)
-        lines.append((step.name, _params(step), given, kinds))
-    read.update(places[x] for x in results if x in places)
-    kinds = tuple(self.program.inputs[i].aval for i in own)
-    ends = tuple(self._name(x, names) for x in results)
-    return (kinds, tuple(lines), ends), read
-
-  def _is_to_do(self, value, names):
-    return value in self.maker and value not in names
-
-  def _name(self, value, names):
+  def of(value):
     if value.is_literal:
-      return value.aval, np.asarray(value.number).tobytes()
+      return number(value.aval, np.asarray(value.number).tobytes()), 0
     # A constant is equal to itself alone.
     constant = value if value.number is None else value.number
-    return names.get(value, ('constant', id(constant)))
+    return found.get(value) or (number('constant', id(constant)), 0)
+
+  for step in program.steps:
+    given, reads = [], 0
+    for value in step.inputs:
+      name, bits = of(value)
+      given.append(name)
+      reads |= bits
+    kinds = tuple([x.aval for x in step.outputs])
+    made = number(step.name, _params(step), tuple(given), kinds)
+    for k, x in enumerate(step.outputs):
+      found[x] = number(made, k), reads
+  return [*map(of, program.outputs)]
 
 
 def _params(step):
   """Returns the parameters of a step, with its bodies as keys."""
   if not _runs_alike(step):
     return object()
-  found = []
+  found: list[Any] = [_key(body) for body in step.bodies]
   for name, param in sorted(step.params.items()):
-    if interpreter.held({name: param}):
-      continue
-    try:
-      hash(param)
-    except TypeError:
-      param = id(param)
-    found.append((name, param))
-  bodies = (Parts.of(x).key(range(len(x.outputs)))[0] for x in step.bodies)
-  return tuple(found), tuple(bodies)
+    if not interpreter.held({name: param}):
+      found.append((name, param if _is_hashable(param) else id(param)))
+  return tuple(found)
+
+
+def _key(body):
+  """Returns a key that only equal programs share."""
+  table = {}
+  outputs = _numbered(body, {}, table)
+  return *table, *outputs
+
+
+def _is_hashable(param):
+  try:
+    hash(param)
+  except TypeError:
+    return False
+  return True
 
 
 def _runs_alike(step):

@@ -8,14 +8,12 @@ a shard sends, computes and holds does not grow with the number of shards.
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
-import math
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import sharded_reduction
@@ -67,28 +65,18 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     return self._scatter_lines(_lines(rows), axes).reshape(rows.shape[1:])
 
   def _scatter_lines(self, rows, axes):
-    if self.num_copies == 1:
-      return super().scatter_over(rows, axes)
     if self.num_owners == 1 or not axes_lib.on_mapped_mesh(axes):
       summed = self.sum_over(rows, axes)
       return lax.dynamic_index_in_dim(summed, self.owner(), keepdims=False)
-    left, along = list(axes_lib.in_mesh_order(axes)), {}
-    for axis in reversed(left):
-      owners = self.num_owners // math.prod(along.values())
-      along[axis] = min(owners, len(self._members(axis)[0]))
-    left = [axis for axis in left if along[axis] > 1]
-    rows = lax.reshape(rows, (*map(along.get, left), *rows.shape[1:]))
-    # The last axis is the fast one; the other axes then sum only a part.
-    for axis in reversed(axes):
-      groups, num_owners = self._members(axis), along[axis]
-      if num_owners > 1:
-        rows = _scatter_beside(rows, axis, left.index(axis), groups, num_owners)
-        left.remove(axis)
-      rows = _sum_of_copies(rows, axis, groups, num_owners)
-    return rows
-
-  def _members(self, axis):
-    return self.groups or (tuple(range(lax.axis_size(axis))),)
+    # Along the last axis of the mesh, owners differ first; the other axes then
+    # sum only a part.
+    for axis in reversed(axes_lib.in_mesh_order(axes)):
+      groups = self.groups or (tuple(range(lax.axis_size(axis))),)
+      beside = min(len(rows), len(groups[0]))
+      rows = rows.reshape(-1, beside, *rows.shape[1:])
+      rows = _scatter_beside(rows, axis, groups, beside)
+      rows = _sum_of_copies(rows, axis, groups, beside)
+    return rows[0]
 
   def gather_rows(self, rows: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the rows of all owners, [K, ...], given those of one."""
@@ -101,7 +89,7 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     def gather(row, _):
       own = _lines(row[None])[0]
       if copies > 1:
-        parts = _parts(own, copies)
+        parts = collectives.parts(own, copies)
         own = lax.dynamic_index_in_dim(parts, self.copy(), keepdims=False)
       parts = collectives.gather(own, self.axes, self.groups)
       if copies > 1:
@@ -117,23 +105,21 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
     )
 
 
-def _scatter_beside(rows, axis, dimension, groups, num_owners):
-  """Returns a shard's row of the sum over those of other owners beside it."""
+def _scatter_beside(rows, axis, groups, num_owners):
+  """Returns a shard's rows of the sums over others beside it, [m, K, ...]."""
+  if num_owners == 1:
+    return rows[:, 0]
   starts = range(0, len(groups[0]), num_owners)
   beside = [group[i : i + num_owners] for group in groups for i in starts]
-  return collectives.scatter_along(
-      rows, axis, dimension, axis_index_groups=beside
-  )
+  return collectives.scatter_along(rows, axis, 1, axis_index_groups=beside)
 
 
-def _sum_of_copies(row, axis, groups, num_owners):
-  """Returns the sum of a row over the copies of its owner."""
-  if len(groups[0]) == num_owners:
-    return row
-  owners = range(num_owners)
-  copies = tuple(group[k::num_owners] for group in groups for k in owners)
-  own = collectives.scatter(_parts(row, len(copies[0])), (axis,), copies)
-  return leaves_lib.join(collectives.gather(own, (axis,), copies), row)
+def _sum_of_copies(rows, axis, groups, num_owners):
+  """Returns the sums of rows over the copies of their owners."""
+  copies = [group[k::num_owners] for group in groups for k in range(num_owners)]
+  if len(copies[0]) == 1:
+    return rows
+  return collectives.psum_in_groups(rows, axis, tuple(copies))
 
 
 def _lines(rows):
@@ -142,14 +128,6 @@ def _lines(rows):
   width = rows.shape[-1] if rows.ndim > 2 else 128
   is_whole = rows.size % (len(rows) * width) == 0
   return rows.reshape(len(rows), -1, width) if is_whole else rows
-
-
-def _parts(row, number):
-  """Returns equal parts of a row, whole lines of it where that can be."""
-  lines = row.reshape(-1, row.shape[-1])
-  if len(lines) % number:
-    return leaves_lib.cut(row.ravel(), number)
-  return lines.reshape(number, -1, row.shape[-1])
 
 
 def _divisors(number):

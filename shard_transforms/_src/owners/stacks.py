@@ -3,6 +3,9 @@
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence
+import functools
+import itertools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -106,12 +109,26 @@ def _equal_stacks(program, of, owners, layouts):
   num_params = program.num_inputs - len(of)
   for i, param in enumerate((*of, *range(num_params))):
     given[param].append(i)
-  parts, found = equal_programs.Parts.of(program.flat), []
+  places = {
+      i: place
+      for param in itertools.chain(*owners.stacks)
+      for place, i in enumerate(given[param])
+  }
+  numbered, found = equal_programs.numbered(program.flat, places), []
+
+  def program_of(param):
+    """Returns the numbers of its results, and which own inputs it reads."""
+    pairs = [numbered[i] for i in results[param]]
+    read = functools.reduce(operator.or_, (bits for _, bits in pairs), 0)
+    own = [k for k, i in enumerate(given[param]) if read >> i & 1]
+    # What reads those of others is equal to nothing.
+    is_alone = read.bit_count() == len(own)
+    return tuple(x for x, _ in pairs) if is_alone else object(), own
+
   for params in owners.stacks:
-    keys = [parts.key(results[param], given[param]) for param in params]
-    (first, read), *others = keys
-    if all(key == first for key, _ in others):
-      own = [[given[param][k] for param in params] for k in sorted(read)]
+    programs, (read, *_) = zip(*map(program_of, params), strict=True)
+    if len(set(programs)) == 1:
+      own = [[given[param][k] for param in params] for k in read]
       length = len(params) // len(owners.all)
       found.append(Stack(length, results[params[0]], own))
   return found

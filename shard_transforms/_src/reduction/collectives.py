@@ -75,14 +75,21 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
   if axes_lib.on_mapped_mesh((axis,)):
-    rows = leaves_lib.cut(x.ravel(), len(groups[0]))
-    part = scatter(rows, (axis,), groups)
+    part = scatter(parts(x, len(groups[0])), (axis,), groups)
     return leaves_lib.join(gather(part, (axis,), groups), x)
   # `vmap` has no collectives in groups, and slices of a leaf would gather what
   # is sharded over a mesh axis that is not mapped. There is a row for a group.
   own = _group_index(axis, groups)
   numbers = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
   return lax.psum(jnp.where(numbers == own, x[None], 0), axis)[own]
+
+
+def parts(x: jax.Array, number: int) -> jax.Array:
+  """Returns equal parts of an array: whole lines of it where that can be."""
+  # XLA for TPUs scatters and gathers lines.
+  if x.ndim < 2 or math.prod(x.shape[:-1]) % number:
+    return leaves_lib.cut(x.ravel(), number)
+  return x.reshape(number, -1, x.shape[-1])
 
 
 def scatter(
