@@ -276,6 +276,10 @@ STACKED = {
     'callback': lambda: by_leaf(
         lambda u: jax.pure_callback(np.negative, jax.typeof(u), u)
     ),
+    'frozen': lambda: optax.partition(
+        {'not': optax.set_to_zero(), 'lars': optax.lars(0.1)},
+        lambda params: {k: 'not' if k != 'bias' else 'lars' for k in params},
+    ),
     'norm of all': lambda: optax.chain(
         optax.lamb(0.1), INNERS['norm of parameters']()
     ),
@@ -283,7 +287,7 @@ STACKED = {
 # The others are slow.
 STACKED_FAST = [
     *(('adamw', 9), ('listed', 17), ('keys', 17)),
-    *(('keys of XLA', 17), ('callback', 17)),
+    *(('keys of XLA', 17), ('callback', 17), ('frozen', 17)),
 ]
 
 
@@ -802,7 +806,6 @@ class StateTest(parameterized.TestCase):
 
   @cases.parameters(
       ({}, {'x': 1}, 'the tree'),
-      ({}, {'b': None, 'c': 1}, 'got Place'),
       ({}, {'b': 9}, 'got Place'),
       # All shards own both.
       ({}, {'b': 2}, 'got Place'),
@@ -812,11 +815,10 @@ class StateTest(parameterized.TestCase):
   def test_refuses_state_of_others(
       self, kwargs, shapes, message, group_size=None
   ):
-    # Its state has no names.
     inner, before = listed(), {'a': (4, 2), 'b': 1}
     groups = group_size and np.arange(SHARDS).reshape(-1, group_size).tolist()
     made = owned(inner, groups=groups)
-    params = {k: jnp.zeros(v) for k, v in (before | shapes).items() if v}
+    params = {k: jnp.zeros(v) for k, v in (before | shapes).items()}
     before = {k: jnp.zeros(v) for k, v in before.items()}
     state = init_state(made, before, modes.mesh())
     tx = owned(inner, **kwargs)

@@ -38,7 +38,7 @@ class Place:
     num_owners: How many owners there are. Each `num_owners`-th shard from there
       on keeps a copy.
     row: The name of the row: its dtype, for a stack its number, and a mark of
-      which leaves are where.
+      where all leaves are.
     start: With which element of the row it begins.
     shape: Its shape.
 

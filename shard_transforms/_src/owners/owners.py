@@ -124,7 +124,7 @@ class Owners:
       rows[name] = jax.ShapeDtypeStruct(shape, kind.dtype)
     # Rows of other owners must not be taken for these, as from a checkpoint.
     shards = self.reduction.num_shards(), self.reduction.groups
-    where = *shards, *self.numbers, *places.values()
+    where = *shards, *places.values()
     mark = f'_{zlib.crc32(repr(where).encode()):08x}'
     return layout_lib.Layout(
         {

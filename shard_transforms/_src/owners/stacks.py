@@ -69,7 +69,7 @@ class Stack(NamedTuple):
         for kept in [given.stack(numbers[0])]
     }
     if self.length > 1:
-      return jax.vmap(run)(own)
+      return jax.vmap(run, axis_size=self.length)(own)
     made = run({i: lax.squeeze(x, (0,)) for i, x in own.items()})
     return {i: lax.expand_dims(x, (0,)) for i, x in made.items()}
 
