@@ -431,6 +431,18 @@ class CutTest(parameterized.TestCase):
     ):
       resize_state(state, tx, [jnp.zeros(other)], modes.mesh(after))
 
+  @cases.parameters(
+      # Each would fit alone, on 8 and on 88 shards.
+      ([(64,), (9, 9)], [(60,), (3, 3)]),
+      ([(512,), (2, 5)], [(5,), (2, 5)]),
+  )
+  def test_refuses_slices_that_no_mesh_gives(self, shapes, others):
+    tx = shard_update(copying(), AXIS)
+    state = jax.device_get(state_of(tx, list(map(jnp.zeros, shapes)), 8))
+
+    with self.assertRaisesRegex(ValueError, 'that no number of shards gives'):
+      resize_state(state, tx, list(map(jnp.zeros, others)), modes.mesh(4))
+
 
 class WindowTest(parameterized.TestCase):
   """What `tower_reduce` has collected, and what `guard` has seen."""

@@ -316,10 +316,13 @@ class StateTest(parameterized.TestCase):
       lambda p: {'in a': jnp.copy(p['a']), 'in b': jnp.copy(p['b'])},
       lambda p: [jnp.copy(x) for x in p.values() if x.ndim / len(p)],
       optax.masked(COPY, lambda p: {k: p[k].ndim > 0 for k in p}).init,
+      (COPY.init, jax.jit),
+      (COPY.init, lambda init: lambda p: jax.tree.map(jnp.copy, init(p))),
   )
-  def test_slices_are_joined_wherever_they_are(self, init):
+  def test_slices_are_joined_wherever_they_are(self, init, wrap=lambda x: x):
     inner = optax.GradientTransformation(init, lambda u, s, _: (u, s))
     tx = shard_update(inner, ('host', 'core'))
+    tx = tx._replace(init=wrap(tx.init))
     mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
     params = {'a': jnp.arange(24.0).reshape(3, 8), 'b': jnp.arange(8.0)}
     params['c'] = jnp.arange(24.0).reshape(8, 3)

@@ -8,6 +8,7 @@ docs/measurements.md has what it makes of both.
 """
 
 from collections.abc import Hashable
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import math
@@ -22,6 +23,8 @@ from shard_transforms._src.base import partition_specs
 
 # Of the elements of a leaf that is divided along its dimensions.
 _MOST_PADDING = 1 / 16
+# That a state without a mesh may have been made for.
+_MOST_SHARDS, _MOST_AXES = 2**16, 3
 
 
 def dimension(
@@ -179,6 +182,36 @@ def is_padded(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
   # Of a row, the padding depends on the number of shards alone.
   is_row = is_long[1] and found[:-1] == _row(shape)[:-1]
   return is_row or (is_long[0] and is_tight(found, shape))
+
+
+def is_of_one_mesh(
+    pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> bool:
+  """Whether some numbers of shards give all these shapes of padded leaves.
+
+  Args:
+    pairs: For each leaf, the shape that is found, and its own.
+  """
+  padded = {(found, shape) for found, shape in pairs if found != shape}
+  # Without any, all shapes are those of one shard.
+  total = math.gcd(*(math.prod(found) for found, _ in padded)) or 1
+  most = min(total, _MOST_SHARDS)
+  numbers = [n for n in range(1, most + 1) if total % n == 0]
+  return any(
+      all(divide(shape, split).padded == found for found, shape in padded)
+      for split in _splits(total, numbers, _MOST_AXES)
+  )
+
+
+def _splits(total, numbers, num_axes):
+  """Yields numbers of shards along axes whose product divides the total."""
+  if not num_axes:
+    yield ()
+    return
+  for number in numbers:
+    if total % number == 0:
+      for others in _splits(total // number, numbers, num_axes - 1):
+        yield number, *others
 
 
 def _row(shape):

@@ -1,17 +1,24 @@
-"""Which arrays of a traced `init` are slices, and of what.
+"""Which results of `init` are slices, and of what.
 
 Shapes do not tell a slice from a row that each shard keeps. The transformation
-that slices knows, and marks what it makes; who traces its `init` reads that.
+that slices knows, and marks what it makes by a name in the program, which costs
+nothing when it runs and is there, too, where `init` is jitted or its state is
+copied or cast.
 """
 
 from collections.abc import Hashable
-from collections.abc import Iterator
-import contextlib
-import contextvars
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import jax
+from jax import ad_checkpoint
+import jax.extend
+
 from shard_transforms._src.base import divisions
+
+_Literal = jax.extend.core.Literal
+_JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,38 +34,48 @@ class Mark:
   axes: tuple[Hashable, ...]
 
 
-@dataclasses.dataclass
-class Marks:
-  """The marks of the arrays that are made while they are collected."""
-
-  # With the arrays, whose `id` would else be given to others.
-  _found: dict[int, tuple[Any, Mark]] = dataclasses.field(default_factory=dict)
-
-  def add(self, leaf: Any, found: Mark) -> None:
-    """Marks an array."""
-    self._found[id(leaf)] = leaf, found
-
-  def of(self, leaf: Any) -> Mark | None:
-    """Returns the mark of an array, or `None`."""
-    return self._found.get(id(leaf), (None, None))[1]
+# By their names; as many as there are shapes and axes.
+_marks: dict[str, Mark] = {}
 
 
-_collecting = contextvars.ContextVar[Marks | None]('marks', default=None)
+def mark(
+    leaf: jax.Array, division: divisions.Division, axes: tuple[Hashable, ...]
+) -> jax.Array:
+  """Returns an array that is a slice, with a mark of it in the program."""
+  if leaf.shape != division.of_slice:
+    return leaf
+  found = Mark(division, axes)
+  name = f'slice: {found}'
+  _marks[name] = found
+  return ad_checkpoint.checkpoint_name(leaf, name)
 
 
-@contextlib.contextmanager
-def collected() -> Iterator[Marks]:
-  """Collects the marks of what is made in this context."""
-  marks = Marks()
-  token = _collecting.set(marks)
-  try:
-    yield marks
-  finally:
-    _collecting.reset(token)
+def of_results(jaxpr: Any, given: Sequence[Mark | None]) -> list[Mark | None]:
+  """Returns the mark of each result of a program, or `None`.
 
+  Args:
+    jaxpr: The program.
+    given: The marks of its inputs.
+  """
+  found = dict(zip(jaxpr.invars, given, strict=True))
 
-def mark(leaf: Any, division: divisions.Division, axes: Any) -> None:
-  """Marks an array as a slice, if somebody wants to know."""
-  marks = _collecting.get()
-  if marks is not None and leaf.shape == division.of_slice:
-    marks.add(leaf, Mark(division, tuple(axes)))
+  def of(values):
+    return [None if type(x) is _Literal else found.get(x) for x in values]
+
+  for eqn in jaxpr.eqns:
+    marks = of(eqn.invars)
+    bodies = [x for x in eqn.params.values() if isinstance(x, _JAXPRS)]
+    if eqn.primitive.name == 'name' and eqn.params['name'] in _marks:
+      marks = [_marks[eqn.params['name']]]
+    elif len(bodies) == 1 and len(bodies[0].invars) == len(marks):
+      marks = of_results(bodies[0], marks)
+    else:
+      # What makes one array of one slice copies or casts it, or so.
+      known = {x for x in marks if x is not None}
+      marks = [known.pop() if len(known) == 1 else None] * len(eqn.outvars)
+    found |= {
+        value: kept
+        for value, kept in zip(eqn.outvars, marks, strict=True)
+        if kept is not None and value.aval.shape == kept.division.of_slice
+    }
+  return of(jaxpr.outvars)

@@ -137,12 +137,13 @@ class ShardedReduction(leaf_sums.Reduction):
       return (num_shards,)
     return tuple(map(lax.axis_size, self._divided_over()))
 
-  def mark(self, leaf: jax.Array, whole: jax.ShapeDtypeStruct) -> None:
-    """Marks an array that is a slice of another."""
+  def marked(self, leaf: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array that is a slice of another, and says so."""
     # Groups hold different states, which are not the parts of one.
-    if self.groups is None and math.prod(whole.shape):
-      division = divisions.divide(whole.shape, self.num_slices())
-      slice_marks.mark(leaf, division, self._divided_over())
+    if self.groups is not None or not math.prod(whole.shape):
+      return leaf
+    division = divisions.divide(whole.shape, self.num_slices())
+    return slice_marks.mark(leaf, division, self._divided_over())
 
   def _divided_over(self):
     return axes_lib.in_mesh_order(self.axes)[::-1]

@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
 
+from shard_transforms._src.base import divisions
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
@@ -102,9 +104,19 @@ def joined(
     full = _joined(one_shard.joining(path, rule), field, one_shard.mesh)
     if made is not None:
       made.check_made_on_mesh(path, placed)
+    elif rule is full_rules.DIVIDED:
+      pairs = zip(*map(fields.types_of, (field, full)), strict=True)
+      divided.extend((found[0], shape[0]) for found, shape in pairs)
     return full
 
-  return fields.map_fields(convert, fields.full_rules_of, state, placed)
+  divided = []
+  full = fields.map_fields(convert, fields.full_rules_of, state, placed)
+  if not divisions.is_of_one_mesh(divided):
+    raise ValueError(
+        f'{full_rules.made_for_others("slices", "several leaves")} that no'
+        ' number of shards gives.'
+    )
+  return full
 
 
 def place_state(

@@ -67,21 +67,18 @@ def state_specs(
   found = []
 
   def trace(params):
-    with slice_marks.collected() as marks:
-      state = tx.init(params)
-
-    def note(leaf, param, spec):
-      return _spec_like(leaf, marks.of(leaf), jnp.shape(param), spec)
-
+    program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    marks = slice_marks.of_results(program, [None] * len(program.in_avals))
+    state = jax.tree.unflatten(
+        jax.tree.structure(state), map(_Leaf, program.out_avals, marks)
+    )
     noted = state
     if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
-      noted = map_with_params(tx, note, state, params, param_specs)
-    likes = jax.tree.map(lambda x: _spec_anywhere(x, marks.of(x)), noted)
+      noted = map_with_params(tx, _spec_like, state, params, param_specs)
+    likes = jax.tree.map(_spec_anywhere, noted)
     found.append(
         jax.tree.map_with_path(
-            lambda path, leaf, like: _spec(
-                path, leaf, marks.of(leaf), like, mesh, lead
-            ),
+            lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
             state,
             likes,
         )
@@ -156,52 +153,60 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
-def _spec_anywhere(leaf, mark):
+class _Leaf:
+  """A leaf of a state: its type, and what it is a slice of, if it is one."""
+
+  def __init__(self, kind: Any, mark: slice_marks.Mark | None):
+    self.shape = kind.shape
+    self.varying = axes_lib.varying_axes(kind)
+    self.mark = mark
+
+
+def _spec_anywhere(leaf):
   """Returns the spec of a leaf that is in the place of no sharded parameter.
 
   Args:
     leaf: The leaf, or the spec of one that is in the place of a parameter.
-    mark: What it is a slice of, if it is one.
   """
   if specs_lib.is_spec(leaf):
     return leaf
+  mark = leaf.mark
   return P() if mark is None else mark.division.spec(mark.axes)
 
 
-def _spec_like(leaf, mark, shape, spec):
+def _spec_like(leaf, param, spec):
   """Returns the spec of a leaf like a parameter, or like a part or stack of it.
 
   The leading axis of a leaf that is kept per shard is not in it.
 
   Args:
     leaf: The leaf.
-    mark: What it is a slice of, if it is one.
-    shape: The shape of the parameter on one shard.
+    param: The parameter on one shard.
     spec: Its spec.
   """
-  varying, found = axes_lib.varying_axes(leaf), jnp.shape(leaf)
+  shape, mark = jnp.shape(param), leaf.mark
   axes = specs_lib.axes_of(spec)
   if mark is not None:
-    is_like = mark.division.shape == shape and axes <= varying
+    is_like = mark.division.shape == shape and axes <= leaf.varying
     return mark.division.spec(mark.axes, spec) if is_like else P()
-  rank = len(found) - len(shape)
-  if rank < 0 or found[rank:] != shape or not axes:
+  rank = len(leaf.shape) - len(shape)
+  if rank < 0 or leaf.shape[rank:] != shape or not axes:
     return P()
   # A leaf of the same shape on all shards may look like a stack by chance.
-  is_row = found[:rank] in ((), (1,))
-  if not is_row and not axes <= varying:
+  is_row = leaf.shape[:rank] in ((), (1,))
+  if not is_row and not axes <= leaf.varying:
     return P()
-  return P(*(None,) * (rank - bool(varying - axes)), *spec)
+  return P(*(None,) * (rank - bool(leaf.varying - axes)), *spec)
 
 
-def _spec(path, leaf, mark, like, mesh, lead):
+def _spec(path, leaf, like, mesh, lead):
   """Returns the spec of a leaf of the state, with the axes `lead` in front."""
-  own = axes_lib.varying_axes(leaf) - specs_lib.axes_of(like)
-  if own and (mark is not None or jnp.shape(leaf)[:1] != (1,)):
+  own = leaf.varying - specs_lib.axes_of(like)
+  if own and (leaf.mark is not None or leaf.shape[:1] != (1,)):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
-        f' shards the same way, got the shape {jnp.shape(leaf)} at'
+        f' shards the same way, got the shape {leaf.shape} at'
         f' {leaves_lib.name_of(path)}, which varies over'
         f' {sorted(own, key=str)}.'
     )

@@ -51,7 +51,9 @@ class SlicedInner:
       problem = self._problem(params, params, self._inner.update, False)
     self._refuse(problem)
     own_state = self._inner.init(self._reduction.own(params))
-    return self._stored(own_state, jax.eval_shape(self._inner.init, params))
+    whole_kinds = jax.eval_shape(self._inner.init, params)
+    own_state = self._stored(own_state, whole_kinds)
+    return jax.tree.map(self._marked, own_state, whole_kinds)
 
   def update(
       self,
@@ -98,13 +100,16 @@ class SlicedInner:
         # Groups hold different states, which are not the parts of one.
         leaf = lax.expand_dims(leaf, (0,)) if reduction.groups else leaf
         leaf = axes_lib.to_varying(leaf, reduction.axes)
-      # A leaf of one element is its own slice, and only types tell it from one.
-      varying, of_whole = map(axes_lib.varying_axes, (leaf, whole))
-      if jnp.ndim(leaf) and varying - of_whole:
-        reduction.mark(leaf, whole)
       return leaf
 
     return jax.tree.map(store, own_state, whole_kinds)
+
+  def _marked(self, leaf, whole):
+    # A leaf of one element is its own slice, and only types tell it from one.
+    varying, of_whole = map(axes_lib.varying_axes, (leaf, whole))
+    if jnp.ndim(leaf) and varying - of_whole:
+      return self._reduction.marked(leaf, whole)
+    return leaf
 
   def _taken(self, state, own_kinds, whole_kinds):
     """Returns a shard's own state from the state that is kept.
