@@ -331,6 +331,19 @@ class StateTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(state.inner_state, init(params))
 
+  def test_what_has_the_shape_of_no_parameter_is_kept_in_rows(self):
+    flat = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.ravel, p), lambda u, s, _: (u, s)
+    )
+    tx = shard_update(flat, AXIS, assume_elementwise=True)
+    params, mesh = {'w': jnp.ones((3, 8))}, modes.mesh()
+
+    state = shard_transforms.init_state(tx, params, mesh)
+
+    self.assertEqual(state.inner_state['w'].shape, (8, 3))
+    with self.assertRaisesRegex(ValueError, 'does not go into'):
+      shard_transforms.full_state(state, tx, params, mesh)
+
   @cases.parameters(((1, 8), (8,)), ((5,), (2, 4)))
   def test_rows_of_ones_own_are_no_slices(self, shape, sizes):
     axes = ('host', 'core')[: len(sizes)]

@@ -1,8 +1,8 @@
 """The optimizer that each shard runs on its slices, and its state.
 
 A leaf of state whose shape on slices differs from its shape on the whole is
-itself a slice. Where groups of shards train apart, it has the leading axis of
-leaves that differ between shards.
+itself a slice. Where groups of shards train apart, or no parameter has its
+shape, it has the leading axis of leaves that differ between shards.
 """
 
 from collections.abc import Mapping
@@ -52,8 +52,9 @@ class SlicedInner:
     self._refuse(problem)
     own_state = self._inner.init(self._reduction.own(params))
     whole_kinds = jax.eval_shape(self._inner.init, params)
-    own_state = self._stored(own_state, whole_kinds)
-    return jax.tree.map(self._marked, own_state, whole_kinds)
+    kept = self._stored(own_state, whole_kinds, params)
+    mark = functools.partial(self._marked, shapes=_shapes(params))
+    return jax.tree.map(mark, kept, whole_kinds)
 
   def update(
       self,
@@ -86,32 +87,43 @@ class SlicedInner:
     whole_kinds = jax.eval_shape(self._inner.init, like)
     own_like = own_updates if params is None else own_params
     own_kinds = jax.eval_shape(self._inner.init, own_like)
-    own_state = self._taken(inner_state, own_kinds, whole_kinds)
+    own_state = self._taken(inner_state, own_kinds, whole_kinds, like)
     run = jax.jit(update)
     own_updates, own_state = run(own_updates, own_state, own_params)
-    return own_updates, self._stored(own_state, whole_kinds)
+    return own_updates, self._stored(own_state, whole_kinds, like)
 
-  def _stored(self, own_state, whole_kinds):
+  def _stored(self, own_state, whole_kinds, params):
     """Returns a shard's own state as it is kept."""
-    reduction = self._reduction
+    is_row = self._rows(params)
 
     def store(leaf, whole):
       if jnp.shape(leaf) != whole.shape:
-        # Groups hold different states, which are not the parts of one.
-        leaf = lax.expand_dims(leaf, (0,)) if reduction.groups else leaf
-        leaf = axes_lib.to_varying(leaf, reduction.axes)
+        leaf = lax.expand_dims(leaf, (0,)) if is_row(leaf, whole) else leaf
+        leaf = axes_lib.to_varying(leaf, self._reduction.axes)
       return leaf
 
     return jax.tree.map(store, own_state, whole_kinds)
 
-  def _marked(self, leaf, whole):
+  def _rows(self, params):
+    """Returns whether a leaf of the state is kept with a leading axis."""
+    in_groups, shapes = self._reduction.groups is not None, _shapes(params)
+
+    # Groups hold different states, which are not the parts of one. Nor is it
+    # known how a shape that no parameter has is divided.
+    def is_row(own, whole):
+      is_known = whole.shape in shapes and not in_groups
+      return jnp.shape(own) != whole.shape and not is_known
+
+    return is_row
+
+  def _marked(self, leaf, whole, shapes):
     # A leaf of one element is its own slice, and only types tell it from one.
     varying, of_whole = map(axes_lib.varying_axes, (leaf, whole))
-    if jnp.ndim(leaf) and varying - of_whole:
+    if jnp.ndim(leaf) and varying - of_whole and whole.shape in shapes:
       return self._reduction.marked(leaf, whole)
     return leaf
 
-  def _taken(self, state, own_kinds, whole_kinds):
+  def _taken(self, state, own_kinds, whole_kinds, params):
     """Returns a shard's own state from the state that is kept.
 
     Raises:
@@ -127,17 +139,16 @@ class SlicedInner:
     found = jax.tree.structure(state), jax.tree.structure(own_kinds)
     if found[0] != found[1]:
       raise ValueError(f'{made_for_others}the tree {found[0]}.')
-    in_groups = self._reduction.groups is not None
+    is_row = self._rows(params)
 
     def take(path, leaf, own, whole):
-      is_row = in_groups and own.shape != whole.shape
-      if jnp.shape(leaf) != (1,) * is_row + own.shape:
+      expected = (1,) * is_row(own, whole) + own.shape
+      if jnp.shape(leaf) != expected:
         raise ValueError(
             f'{made_for_others}the shape {jnp.shape(leaf)} at'
-            f' {jax.tree_util.keystr(path)}, where a shard has'
-            f' {(1,) * is_row + own.shape}.'
+            f' {jax.tree_util.keystr(path)}, where a shard has {expected}.'
         )
-      return lax.squeeze(leaf, (0,)) if is_row else leaf
+      return lax.squeeze(leaf, (0,)) if expected != own.shape else leaf
 
     return jax.tree.map_with_path(take, state, own_kinds, whole_kinds)
 
@@ -206,6 +217,10 @@ class SlicedInner:
         _describe(updates, ignored),
         _describe(params, ()),
     )
+
+
+def _shapes(tree):
+  return set(map(jnp.shape, jax.tree.leaves(tree)))
 
 
 def _describe(tree, ignored):
