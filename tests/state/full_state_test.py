@@ -570,16 +570,21 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'made'):
       resize_state(state, tx, params, modes.mesh(4))
 
-  @cases.parameters(full_state, resize_state)
-  def test_refuses_slices_of_parts_of_parameters(self, convert):
+  @cases.parameters(
+      (full_state, ('model', AXIS)),
+      (resize_state, ('model', AXIS)),
+      (resize_state, ('other', AXIS)),
+  )
+  def test_refuses_slices_of_parts_of_parameters(self, convert, axes):
     # The parts, [3], are padded at their ends, and all of it looks like [6].
     tx = shard_update(COPY, AXIS)
     params = jnp.arange(6.0)
     mesh = jax.make_mesh((2, 4), ('model', AXIS), (AxisType.Auto,) * 2)
     state = init_state(tx, params, mesh, in_specs=P('model'))
+    other = jax.make_mesh((2, 4), axes, (AxisType.Auto,) * 2)
 
     with self.assertRaisesRegex(ValueError, '`in_specs` must be those'):
-      convert(state, tx, params, mesh)
+      convert(state, tx, params, other)
 
   def test_refuses_an_unknown_reduction(self):
     with self.assertRaisesRegex(ValueError, "`reduction` must be .*'max'"):

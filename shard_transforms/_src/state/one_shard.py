@@ -54,8 +54,8 @@ class OneShard:
     return parts
 
   @functools.cached_property
-  def _made(self):
-    """The parts as they are on the mesh."""
+  def parts(self) -> dict[Path, tuple[Any, Any]]:
+    """The rules and the types of the parts as they are on the mesh, by path."""
     return self._parts_on(self.mesh)
 
   @functools.cached_property
@@ -84,7 +84,7 @@ class OneShard:
       ValueError: If it was not.
     """
     _, full = self._types_of(path)
-    _, made = self._made.get(path, (None, None))
+    _, made = self.parts.get(path, (None, None))
     is_full = fields.types_of(field) == fields.types_of(full)
     # Of another tree, the rule knows what it can read.
     if is_full or jax.tree.structure(field) != jax.tree.structure(made):

@@ -1,5 +1,6 @@
 """`resize_state`: converts state to another number of shards."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -43,7 +44,9 @@ def resize_state(
 
   Args:
     state: A state of `init_state` and `tx.update` for any number of shards, in
-      arrays of this process, of JAX or, as from a checkpoint, of NumPy.
+      arrays of this process, of JAX or, as from a checkpoint, of NumPy. Those
+      of NumPy do not say how they were sharded: of slices of parameters that
+      `in_specs` shards, give arrays of JAX, or use `full_state`.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The new mesh.
@@ -80,15 +83,25 @@ def resize_state(
   """
   full_state.check_reduction(reduction)
   after = one_shard.OneShard(tx, params, mesh, in_specs)
-  before = _mesh_of(state)
-  # Under other names, its axes say nothing.
-  is_known = before is not None and before.axis_names == mesh.axis_names
-  made = dataclasses.replace(after, mesh=before) if is_known else None
+  made = _made_on(_mesh_of(state), after)
   here = jax.tree.map_with_path(_on_this_process, state)
   full = full_state.joined(here, state, after, made)
   return full_state.place_state(
       full, tx, params, mesh, in_specs=in_specs, reduction=reduction
   )
+
+
+def _made_on(mesh, after):
+  """Returns what `init` makes on the mesh of a state, or `None`."""
+  told = jax.tree.leaves(after.in_specs, is_leaf=partition_specs.is_spec)
+  axes = set().union(*map(partition_specs.axes_of, told))
+  if mesh is None or not axes <= set(mesh.axis_names):
+    return None
+  made = dataclasses.replace(after, mesh=mesh)
+  # Under other names, its axes say nothing.
+  with contextlib.suppress(NameError):
+    return made if made.parts else None
+  return None
 
 
 def _mesh_of(state):
