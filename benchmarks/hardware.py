@@ -30,7 +30,10 @@ import shard_transforms as st
 from shard_transforms._src.analysis.hlo import text as hlo_text
 
 _SHAPES = flags.DEFINE_multi_enum(
-    'shapes', ['matrices'], ['matrices', 'gpt2', 'leaves'], 'Of which models.'
+    'shapes',
+    ['matrices'],
+    ['matrices', 'large', 'gpt2', 'gpt2_50304', 'leaves'],
+    'Of which models.',
 )
 _MESH = flags.DEFINE_list(
     'mesh', [], 'Sizes of axes of the mesh, such as 16,16; by default, one.'
@@ -145,12 +148,15 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
 def shapes_of(name: str) -> list[jax.ShapeDtypeStruct]:
   """Returns the parameters of a model, in the order in which it uses them."""
   shapes = 8 * [(1024, 1024)]
-  if name == 'leaves':
+  if name == 'large':
+    shapes = 2 * [(8192, 8192)]
+  elif name == 'leaves':
     shapes = 500 * [(16, 64), (64,)]
-  elif name == 'gpt2':
-    # Four of its layers.
+  elif name.startswith('gpt2'):
+    # Four of its layers, and its vocabulary as it is or as a multiple of 128.
+    vocabulary = 50304 if name == 'gpt2_50304' else 50257
     layer = [(768, 2304), (768, 768), (768, 3072), (3072,), (3072, 768)]
-    shapes = [(1024, 768), *4 * [*layer, (768,), (768,)], (50257, 768)]
+    shapes = [(1024, 768), *4 * [*layer, (768,), (768,)], (vocabulary, 768)]
   return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 

@@ -548,7 +548,7 @@ UPDATES = {
         'slices',
         {'state': other_state(shard_update(SGD, AXIS), LARGER)},
         ValueError,
-        r'State of `shard_update` must be made for these param.*\(1, 12\)',
+        r'State of `shard_update` must be made for these param.*\(12,\)',
     ),
     'slices for another optimizer': Update(
         'slices',

@@ -76,7 +76,7 @@ PHASES = {
     ),
     'in slices': Phase(
         lambda: shard_update(adam(), AXIS),
-        lambda get: get('mu')['w'].shape == (8, 1, 2) and get('mu')['w'].any(),
+        lambda get: get('mu')['w'].shape == (3, 8) and get('mu')['w'].any(),
     ),
     'all at once': Phase(
         lambda: tower_reduce(

@@ -595,8 +595,10 @@ def cut_in_numpy(param):
   """Returns the slices [shards, ...] that shards keep of a parameter."""
   if not param.ndim or not param.size:
     return on_shards(param)
-  flat = np.pad(np.ravel(param), (0, -param.size % SHARDS))
-  return flat.reshape(SHARDS, *(1,) * param.ndim, -1)
+  # All elements as one row, because the dimensions are short.
+  row = np.reshape(param, (*(1,) * (param.ndim - 1), -1))
+  end = [(0, -size % SHARDS * (size > 1)) for size in row.shape]
+  return np.stack(np.split(np.pad(row, end), SHARDS, -1))
 
 
 def params_of_call(params, call):

@@ -19,9 +19,11 @@ import pytest
 import cases
 
 ROOT = pathlib.Path(__file__).parents[1]
-TPU, GPU = 'v5e:2x4', 'h100:1x8'
-# Eight matrices of 1024 x 1024 float32.
+TPU, GPU, POD = 'v5e:2x4', 'h100:1x8', 'v5e:16x16'
+# Float32: eight matrices of 1024 x 1024, two of 8192 x 8192, and GPT-2.
 PARAMS_MB = 8 * 4 * 1024**2 / 1e6
+MEGABYTES = {'matrices': PARAMS_MB, 'large': 536.9, 'gpt2': 270.9}
+SHARDS = {TPU: 8, GPU: 8, POD: 256}
 # A ring of 8 sends 7/8 for the sum and 7/8 for all parts, and the loss.
 SENT = 2 * 7 / 8 * 8 * 4 * 1024**2 + 7
 GATES = 'guard, skip', 'guard, exclude', 'drop_stale', 'drop_stale(guard)'
@@ -35,13 +37,24 @@ CASES = (
     'reproducible.mean',
     'owned_update(muon)',
 )
+OF_TPU = (
+    'muon',
+    'large: cross_shard_mean',
+    'large: shard_update',
+    'gpt2: shard_update',
+)
+MORE = {TPU: OF_TPU, GPU: ('gpt2: shard_update',)}
+# Over the two axes of the slice.
+OF_POD = 'owned_update(muon)', 'large: shard_update'
 # A compiler that is not installed is told on standard output.
 MEASURE = """
 import collections, json, sys
 import hardware, topology
 
 def facts(case):
-  found = hardware.measure(case, hardware.shapes_of('matrices'), mesh)
+  *shapes, case = case.split(': ')
+  shapes = hardware.shapes_of(*shapes or ['matrices'])
+  found = hardware.measure(case, shapes, mesh)
   payload = collections.Counter()
   for c in found.report.collectives:
     payload[c.primitive] += c.times * c.payload_bytes
@@ -58,7 +71,10 @@ try:
 except ModuleNotFoundError as error:
   print(json.dumps(str(error)))
   sys.exit()
-mesh = topology.mesh(sys.argv[1], {'data': len(devices)})
+sizes = {'data': len(devices)}
+if len(devices) == 256:
+  sizes = {'data': 16, 'data1': 16}
+mesh = topology.mesh(sys.argv[1], sizes)
 print(json.dumps({case: facts(case) for case in sys.argv[2:]}))
 """
 PAGE = ROOT / 'docs' / 'compile_for_hardware.md'
@@ -82,7 +98,8 @@ def run(code, *arguments):
 
 @functools.cache
 def measured(name):
-  return json.loads(run(MEASURE, name, *CASES))
+  names = OF_POD if name == POD else (*CASES, *MORE[name])
+  return json.loads(run(MEASURE, name, *names))
 
 
 def facts(name, case):
@@ -126,15 +143,40 @@ class HardwareTest(parameterized.TestCase):
   @cases.parameters(
       (TPU, 'by hand, ZeRO-1'),
       (GPU, 'by hand, ZeRO-1'),
+      (TPU, 'shard_update'),
+      (TPU, 'large: shard_update'),
+      (TPU, 'gpt2: shard_update'),
       (GPU, 'shard_update'),
+      (GPU, 'gpt2: shard_update'),
+      (POD, 'large: shard_update'),
+      (TPU, 'owned_update(muon)'),
       (GPU, 'owned_update(muon)'),
   )
   def test_slices_are_summed_by_reduce_scatters(self, name, case):
     found = facts(name, case)
 
+    megabytes = MEGABYTES[case.split(': ')[0] if ': ' in case else 'matrices']
     scattered = found['payload']['reduce_scatter'] / 1e6
-    self.assertGreater(scattered, 0.99 * PARAMS_MB)
-    self.assertLess(found['sent'], 1.001 * SENT)
+    self.assertGreater(scattered, 0.99 * megabytes)
+    of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
+    self.assertLess(found['sent'] / 1e6, 1.001 * of_ring)
+
+  def test_owners_do_not_grow_with_the_slice(self):
+    found = facts(POD, 'owned_update(muon)')
+
+    self.assertLess(found['sent'], 1.3 * SENT)
+    self.assertLess(found['temporary'], 0.1 * PARAMS_MB)
+
+  @cases.parameters(
+      # Not more than these parts of what the other step needs.
+      (TPU, 'large: shard_update', 'large: cross_shard_mean', 2.1, 1.5),
+      (TPU, 'owned_update(muon)', 'muon', 0.5, 0.2),
+  )
+  def test_needs_little_memory_and_code(self, name, case, other, most, code):
+    found, other = facts(name, case), facts(name, other)
+
+    self.assertLess(found['temporary'], most * other['temporary'])
+    self.assertLess(found['code'], code * other['code'])
 
   @cases.product(name=(TPU, GPU), case=('by hand, ZeRO-1', 'reproducible.mean'))
   def test_report_counts_each_byte_once(self, name, case):

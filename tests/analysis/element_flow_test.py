@@ -23,6 +23,10 @@ def total(x):
   return lax.psum(jnp.sum(x), AXIS)
 
 
+def three():
+  return jnp.full(3, 0.5)
+
+
 def kind_of(fn, *kinds):
   """Returns the kind of what a function makes of values of these kinds."""
   is_array = [isinstance(kind, element_flow.Elements) for kind in kinds]
@@ -128,6 +132,25 @@ class ElementFlowTest(parameterized.TestCase):
   def test_numbers_of_their_own_come_from_collectives(self, fn):
     self.assertIn('of their own', kind_of(fn, CUT)[0].reason)
 
+  def test_an_element_may_not_meet_several_numbers(self):
+    kind, _ = kind_of(lambda x: x[None] * jnp.ones((3, 4)), CUT)
+
+    self.assertIn('`mul` repeats them at other places', kind.reason)
+
+  @cases.parameters(
+      (lambda one: jnp.full((2, 3), one), True),
+      (lambda one: jnp.sqrt(jnp.full((2, 3), one))[None] + 1, True),
+      (lambda one: jnp.where(jnp.full(3, one) > 0, one, jnp.zeros(3)), True),
+      (lambda one: lax.cond(one > 0, three, lambda: -three()), True),
+      (lambda one: jnp.full(3, one) * jnp.arange(3), False),
+      (lambda one: jnp.cumsum(jnp.full(3, one)), False),
+      (lambda one: lax.scan(lambda c, _: (c + 1, c), one, None, 3)[1], False),
+  )
+  def test_knows_one_number_that_is_repeated(self, fn, expected):
+    kind, _ = kind_of(fn, ONE)
+
+    self.assertEqual(kind, element_flow.Shared(is_one=expected))
+
   @cases.parameters(
       lambda x: x * lax.pmax(jnp.float32(1), AXIS),
       lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),
@@ -152,7 +175,7 @@ class ElementFlowTest(parameterized.TestCase):
       (lambda x: 1 + jnp.sum(x), 'as if over all'),
       (lambda x: lax.pmax(jnp.sum(x), AXIS), 'as if over all'),
       (lambda x: jnp.sum(x + 1), 'may not be zero'),
-      (lambda x: jnp.sum(x.reshape(2, 2), 1), 'several of them together'),
+      (lambda x: jnp.sum(x[None], 0), 'several of them together'),
       (lambda x: jnp.max(x), '`reduce_max` takes several'),
       (lambda x: x * lax.axis_index(AXIS), 'numbers of their own'),
       (lambda x: jnp.stack([x] * 4), '`stack` moves|`concatenate` moves'),
@@ -212,7 +235,7 @@ class ElementFlowTest(parameterized.TestCase):
   @cases.parameters(
       (lambda x, one: lax.map(lambda row: row * one, x), 'one by one'),
       (lambda x, one: lax.scan(lambda c, _: (c, x), one, None, 2)[1], 'one by'),
-      (lambda x, one: x.reshape(2, 2).T, '`transpose` moves'),
+      (lambda x, one: x[None].T, '`transpose` moves'),
       (lambda x, one: x[:2], '`slice` moves'),
       (lambda x, one: jnp.broadcast_to(x[:, None], (4, 4)), 'moves them'),
       (lambda x, one: x[lax.convert_element_type(one, int)], 'moves them'),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import cases
 from shard_transforms._src.analysis import elementwise
 
 PARAMS = {
@@ -28,7 +29,7 @@ def problem_of(inner, params=PARAMS, num_slices=4, **extra_args):
   inner = optax.with_extra_args_support(inner)
   update = functools.partial(inner.update, **extra_args)
   inner = inner._replace(update=update)
-  return elementwise.find_problem(inner, params, params, num_slices)
+  return elementwise.find_problem(inner, params, params, (num_slices,))
 
 
 TABLE = np.array([0.0, 0.5, 2.0], np.float32)
@@ -90,10 +91,6 @@ class ElementwiseTest(parameterized.TestCase):
       ('a barrier', lambda u, p: lax.optimization_barrier((u, p))[0]),
       ('a polynomial', lambda u, p: jnp.polyval(TABLE, u)),
       ('a new axis', lambda u, p: (u[None] * 2)[0]),
-      (
-          'a row',
-          lambda u, p: jnp.tanh(u.ravel()).reshape(u.shape) if u.ndim else u,
-      ),
       ('zeta', lambda u, p: jax.scipy.special.zeta(2 + u**2, 1.0)),
   )
   def test_accepts(self, fn):
@@ -215,18 +212,34 @@ class ElementwiseTest(parameterized.TestCase):
       ),
       (
           'a shape by hand',
-          lambda u, p: u.reshape(5, 3).reshape(3, 5) if u.ndim == 2 else u,
+          lambda u, p: jnp.reshape(u, (1, 3, 5))[0] if u.ndim == 2 else u,
           'on slices it raises',
+      ),
+      (
+          'another shape',
+          lambda u, p: jnp.tanh(u.ravel()).reshape(u.shape) if u.ndim else u,
+          '`reshape` moves them',
+      ),
+      # Slices along columns would meet others.
+      (
+          'pairs',
+          lambda u, p: (u.reshape(1, -1) * TABLE[1]).reshape(u.shape),
+          '`reshape` moves them',
       ),
       (
           'places',
           lambda u, p: u * jnp.arange(u.size, dtype=u.dtype).reshape(u.shape),
-          'depends on their shapes',
+          'a number of its own for each place',
+      ),
+      (
+          'columns',
+          lambda u, p: u * jnp.arange(5.0) if u.ndim == 1 else u,
+          r'`mul` brings .* an array \[5\] that has a number of its own',
       ),
       (
           'noise',
           lambda u, p: u + jax.random.normal(jax.random.key(0), u.shape),
-          'depends on their shapes',
+          'a number of its own for each place',
       ),
       (
           'noise alone',
@@ -310,7 +323,7 @@ class ElementwiseTest(parameterized.TestCase):
       (
           'noise',
           lambda p: jax.tree.map(noise_like, p),
-          'depends on their shapes',
+          'its state at .* each place has its own number',
       ),
       (
           'sizes',
@@ -332,7 +345,30 @@ class ElementwiseTest(parameterized.TestCase):
       del params
       return {**updates, 'w': updates['w'] * table}
 
-    self.assertRegex(problem_of(optax.stateless(update)), 'on slices it raises')
+    self.assertRegex(
+        problem_of(optax.stateless(update)),
+        'a number of its own for each place',
+    )
+
+  @cases.parameters((3, 8), (8,))
+  def test_refuses_a_slice_that_is_repeated(self, *shape):
+    # Ones are one number; but for a slice of one column, eight are eight times.
+    def update(updates, params):
+      del params
+      ones = jnp.ones((1,) * (len(shape) - 1) + (8,))
+      return updates * lax.psum(jnp.sum(updates * ones), 'data')
+
+    def find(x):
+      problem = elementwise.find_problem(
+          optax.with_extra_args_support(optax.stateless(update)),
+          x,
+          x,
+          (8,),
+          ('data',),
+      )
+      self.assertEqual(problem, 'what it does depends on their shapes')
+
+    jax.make_jaxpr(find, axis_env=[('data', 8)])(jnp.ones(shape))
 
   @parameterized.named_parameters(
       (
@@ -394,7 +430,7 @@ class ElementwiseTest(parameterized.TestCase):
     self.assertIsNone(problem_of(inner, value=jnp.float32(2)))
     self.assertRegex(
         problem_of(inner, {'b': PARAMS['b']}, value=jnp.arange(5.0)),
-        'on slices it raises',
+        'a number of its own for each place',
     )
 
   def test_a_leaf_of_one_element_is_cut_as_well(self):
@@ -414,20 +450,28 @@ class ElementwiseTest(parameterized.TestCase):
 
     self.assertRegex(problem_of(inner), 'its state depends on their shapes')
 
-  # On four slices, each has one element of `b`.
+  # Slices of one size lie along different dimensions.
   @parameterized.parameters(
-      ((6, 4), (1,)), ((6, 4), (1, 1)), ((6, 4), (4,)), ((6, 4), (1, 4))
+      ((6, 4), (1,), (1, 1)),
+      ((6, 4), (1, 4), (1, 4)),
   )
-  def test_refuses_an_element_that_meets_several(self, of_w, of_b):
+  def test_refuses_elements_of_leaves_of_other_shapes(self, of_w, of_b, shape):
     w, b = (jax.ShapeDtypeStruct(x, jnp.float32) for x in (of_w, of_b))
     inner = optax.stateless(
-        lambda u, _: {**u, 'w': u['w'] * u['b'].reshape(1, -1)}
+        lambda u, _: {**u, 'w': u['w'] * u['b'].reshape(shape)}
     )
 
-    self.assertIn(
-        '`mul` repeats them at other places',
-        problem_of(inner, {'w': w, 'b': b}),
+    self.assertRegex(
+        problem_of(inner, {'w': w, 'b': b}), 'leaves of other shapes, .* meet'
     )
+
+  def test_refuses_a_leaf_of_the_elements_of_another(self):
+    w, b = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 8), (8,)))
+    inner = optax.stateless(lambda u, _: {**u, 'w': u['b'].reshape(1, 8)})
+
+    problem = problem_of(inner, {'w': w, 'b': b})
+
+    self.assertRegex(problem, r"at \['w'\] depends on elements .* \(8,\)")
 
   def test_refuses_another_tree(self):
     inner = optax.stateless(lambda updates, params: list(updates.values()))

@@ -27,12 +27,12 @@ def shapes(tree):
 class SliceTypesTest(parameterized.TestCase):
 
   def test_whole_leaves_keep_their_shapes(self):
-    whole = elementwise.Cutting(4, ()).whole(TREE)
+    whole = elementwise.Cutting((4,), ()).whole(TREE)
 
     self.assertEqual(shapes(whole), shapes(TREE))
 
   def test_slices_keep_rank_and_dtype(self):
-    slices = elementwise.Cutting(4, ()).slices(TREE)
+    slices = elementwise.Cutting((4,), ()).slices(TREE)
 
     expected = shapes(TREE) | {
         'matrix': (1, 4, 'float32'),
@@ -42,13 +42,13 @@ class SliceTypesTest(parameterized.TestCase):
     self.assertEqual(shapes(slices), expected)
 
   def test_distinct_slices_differ_from_their_leaves(self):
-    slices = elementwise.Cutting(4, ()).slices(TREE, distinct=True)
+    slices = elementwise.Cutting((4,), ()).slices(TREE, distinct=True)
 
     self.assertEqual(slices['one'].shape, (2,))
     self.assertEqual(slices['matrix'].shape, (1, 4))
 
   def test_what_is_cut_varies(self):
-    cutting = elementwise.Cutting(8, (modes.AXIS,))
+    cutting = elementwise.Cutting((8,), (modes.AXIS,))
 
     def fn(replicated, own):
       tree = {'own': own, 'own_sum': jnp.sum(own), 'replicated': replicated}

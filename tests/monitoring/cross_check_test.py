@@ -1,3 +1,5 @@
+import itertools
+
 from absl.testing import parameterized
 import jax
 from jax import lax
@@ -112,6 +114,19 @@ class CrossCheckTest(parameterized.TestCase):
             'cross_check/num_suspected': 1,
         },
     )
+
+  def test_names_the_leaf_of_a_shard_that_is_wrong_for_others(self):
+    def wrong_for_one(w, x):
+      wrong = (lax.axis_index(AXIS) == 2) & (x == 1)
+      return 0 * w, w * x + jnp.where(wrong, 1e-3, 0.0)
+
+    step, state = step_of('shard_map', 4, wrong_for_one)
+    for own in itertools.permutations(range(4)):
+      if own[2] != 1:
+        _, state, _ = step(state, jnp.array(own, jnp.float32), jnp.float32(1))
+
+    self.assertEqual(state.num_suspected.argmax(), 2)
+    self.assertEqual(state.last_leaf[2], 1)
 
   @cases.parameters(*modes.MODES)
   def test_gives_what_the_function_gives(self, mode):

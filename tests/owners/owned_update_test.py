@@ -3,10 +3,12 @@
 import functools
 import tempfile
 from typing import Any, NamedTuple
+from unittest import mock
 import warnings
 
 from absl.testing import parameterized
 import chex
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from shard_transforms import init_state
 from shard_transforms import monitoring
 from shard_transforms import owners
 from shard_transforms import resize_state
+from shard_transforms._src.owners import layout
 
 AXIS = modes.AXIS
 SHARDS, STEPS = 8, 3
@@ -177,16 +180,16 @@ def low_rank():
 
 
 def listed():
-  """Momentum that is kept in a list, without the names of the parameters."""
+  """Momentum in a list, without the names of the parameters, the last first."""
 
   def init(params):
-    return [jnp.zeros_like(p) for p in jax.tree.leaves(params)]
+    return [jnp.copy(p) for p in reversed(jax.tree.leaves(params))]
 
   def update(updates, state, params=None):
     del params
     leaves, treedef = jax.tree.flatten(updates)
-    state = [0.9 * s + u for s, u in zip(state, leaves, strict=True)]
-    return treedef.unflatten([-0.1 * s for s in state]), state
+    state = [0.9 * s + u for s, u in zip(state, reversed(leaves), strict=True)]
+    return treedef.unflatten([-0.1 * s for s in reversed(state)]), state
 
   return optax.GradientTransformation(init, update)
 
@@ -232,6 +235,60 @@ INNERS = {
         )
     ),
 }
+
+
+def one_key_a_leaf(impl=None):
+  """Noise, whose typed key each leaf has for itself."""
+
+  def init(params):
+    keys = jax.random.key(0, impl=impl)
+    keys = jax.random.split(keys, len(jax.tree.leaves(params)))
+    return jax.tree.unflatten(jax.tree.structure(params), list(keys))
+
+  def update(updates, state, params=None):
+    del params
+    pairs = jax.tree.map(jax.random.split, state)
+    updates = jax.tree.map(
+        lambda u, pair: -0.1 * u + 0.1 * jax.random.normal(pair[0], u.shape),
+        updates,
+        pairs,
+    )
+    return updates, jax.tree.map(lambda pair: pair[1], pairs)
+
+  return optax.GradientTransformation(init, update)
+
+
+def data_of(x):
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+# The programs of leaves of one shape differ, or read other leaves.
+STACKED = {
+    'partition': lambda: optax.partition(
+        {'slow': optax.lars(0.01), 'fast': optax.lars(0.1)},
+        lambda params: {
+            name: 'slow' if name in '036' else 'fast' for name in params
+        },
+    ),
+    'keys': one_key_a_leaf,
+    'keys of XLA': lambda: one_key_a_leaf('rbg'),
+    'callback': lambda: by_leaf(
+        lambda u: jax.pure_callback(np.negative, jax.typeof(u), u)
+    ),
+    'frozen': lambda: optax.partition(
+        {'not': optax.set_to_zero(), 'lars': optax.lars(0.1)},
+        lambda params: {k: 'not' if k != 'bias' else 'lars' for k in params},
+    ),
+    'norm of all': lambda: optax.chain(
+        optax.lamb(0.1), INNERS['norm of parameters']()
+    ),
+}
+# The others are slow.
+STACKED_FAST = [
+    *(('adamw', 9), ('listed', 17), ('keys', 17)),
+    *(('keys of XLA', 17), ('callback', 17), ('frozen', 17)),
+]
 
 
 def train(
@@ -308,21 +365,39 @@ class EqualityTest(parameterized.TestCase):
     tolerance = 2e-3 if name in ('muon', 'soap', 'shampoo') else 1e-4
     assert_close(actual, train(whole(INNERS[name]()), steps=50), tolerance)
 
+  @cases.product(
+      name=('muon', 'adamw', 'shampoo', 'noise', 'listed', *STACKED),
+      num_leaves=(2, 4, 9, 17),
+      always=lambda name, num_leaves: (name, num_leaves) in STACKED_FAST,
+  )
+  def test_trains_so_where_matrices_stand_in_stacks(self, name, num_leaves):
+    shapes = {str(i): (4, 6) for i in range(num_leaves)} | {'bias': (6,)}
+    inner = {**INNERS, **STACKED}[name]
+
+    actual = train(owned(inner()), shapes=shapes)
+
+    assert_close(actual, train(whole(inner()), shapes=shapes), 2e-5)
+
   @cases.parameters(*modes.MODES)
   def test_trains_alike_in_every_mode(self, mode):
     actual = train(owned(optax.novograd(0.1)), mode)
 
     assert_close(actual, train(whole(optax.novograd(0.1)), mode))
 
-  @cases.parameters(*modes.MODES)
-  def test_clips_by_the_norm_of_whole_leaves(self, mode):
+  @cases.product(
+      mode=modes.MODES,
+      one_owner=(False, True),
+      always=lambda mode, one_owner: mode == 'shard_map' or not one_owner,
+  )
+  def test_clips_by_the_norm_of_whole_leaves(self, mode, one_owner):
+    shapes = {'w': (8, 8), 'b': (4,)} if one_owner else SHAPES
     clip = shard_transforms.clip_by_global_norm
     inner = optax.chain(clip(0.1, AXIS, sharded=P(AXIS)), optax.lars(0.1))
 
-    actual = train(owned(inner), mode)
+    actual = train(owned(inner), mode, shapes=shapes)
 
     expected = whole(optax.chain(clip(0.1), optax.lars(0.1)))
-    assert_close(actual, train(expected, mode))
+    assert_close(actual, train(expected, mode, shapes=shapes))
 
   @cases.parameters(*modes.MODES)
   def test_counts_shards_by_their_weight(self, mode):
@@ -387,6 +462,45 @@ class EqualityTest(parameterized.TestCase):
 
     assert_close(actual, train(whole(muon), mode, shapes=shapes), 2e-5)
 
+  def test_nnx_optimizer_trains_as_alone(self):
+    # It calls `init` with variables, and `update` with arrays.
+    def make(tx):
+      layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(9)]
+      model = nnx.Sequential(*layers)
+      return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss(model, x):
+      return jnp.mean(model(x) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(SHARDS, 4)).astype(np.float32)
+    tx = shard_transforms.on_mesh(owned(optax.lamb(0.1)), modes.mesh())
+    graph, state = nnx.split(make(tx))
+    specs = shard_transforms.specs_of(state)
+
+    def step(state, x):
+      model, optimizer = nnx.merge(graph, state)
+      static, params = nnx.split(model)
+      value_and_grad = shard_transforms.value_and_grad(
+          lambda params: loss(nnx.merge(static, params), x), AXIS
+      )
+      optimizer.update(model, value_and_grad(params)[1])
+      return nnx.split((model, optimizer))[1]
+
+    step = jax.shard_map(
+        step, mesh=modes.mesh(), in_specs=(specs, P(AXIS)), out_specs=specs
+    )
+    rows = jax.device_put(x, jax.NamedSharding(modes.mesh(), P(AXIS)))
+    found, _ = nnx.merge(graph, jax.jit(step)(state, rows))
+
+    model, optimizer = make(optax.lamb(0.1))
+    optimizer.update(model, nnx.grad(loss)(model, x))
+    assert_close(
+        *(
+            jax.device_get(nnx.to_pure_dict(nnx.state(m, nnx.Param)))
+            for m in (found, model)
+        )
+    )
+
   def test_takes_what_is_reduced_already_without_sending(self):
     tx = owned(optax.lars(1.0), on_invariant='averaged')
 
@@ -406,8 +520,9 @@ class EqualityTest(parameterized.TestCase):
     report = monitoring.wire_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
-  def test_sends_as_much_as_an_all_reduce(self):
-    params = {str(i): jnp.ones((4, 6)) for i in range(16)}
+  @cases.parameters((16, True), (1, False))
+  def test_sends_as_much_as_an_all_reduce(self, number, check_vma):
+    params = {str(i): jnp.ones((4, 6)) for i in range(number)}
     sent = []
     for tx in owned(optax.lars(0.1)), whole(optax.lars(0.1)):
 
@@ -416,7 +531,11 @@ class EqualityTest(parameterized.TestCase):
         return tx.update(grads, tx.init(params), params)[0]
 
       mapped = jax.shard_map(
-          step, mesh=modes.mesh(), in_specs=P(), out_specs=P()
+          step,
+          mesh=modes.mesh(),
+          in_specs=P(),
+          out_specs=P(),
+          check_vma=check_vma,
       )
       sent.append(monitoring.wire_report(mapped, params).total_bytes)
 
@@ -582,19 +701,20 @@ class StateTest(parameterized.TestCase):
     mu = optax.tree_utils.tree_get(state, 'mu')
 
     place = mu['first']['kernel']
-    self.assertEqual(place.of, "['first']['kernel']")
+    self.assertEqual(place.of, 1)
     self.assertRegex(place.row, '^float32_')
     self.assertEqual(place.shape, (4, 6))
     self.assertEqual(mu['scalar'].shape, ())
     self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 0)
 
-  def test_specs_say_what_shards_keep(self):
-    specs = shard_transforms.state_specs(
-        owned(optax.lamb(0.1)), params_of(), modes.mesh()
-    )
+  @cases.parameters((None,), ([[k] for k in range(SHARDS)],))
+  def test_specs_say_what_shards_keep(self, groups):
+    tx = owned(optax.lamb(0.1), groups=groups)
+
+    specs = shard_transforms.state_specs(tx, params_of(), modes.mesh())
 
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
-    self.assertEqual([*specs.inner_state.rows.values()], [P(AXIS)])
+    self.assertEqual({*specs.inner_state.rows.values()}, {P(AXIS)})
 
   def test_metrics_read_what_is_shared(self):
     inner = optax.inject_hyperparams(optax.lars)(learning_rate=0.5)
@@ -612,6 +732,18 @@ class StateTest(parameterized.TestCase):
 
     self.assertEqual(jax.tree.structure(mapped), jax.tree.structure(state))
 
+  @mock.patch.object(layout, 'TILE', 2)
+  def test_stacks_are_as_long_as_they_have_leaves(self):
+    inner = per_leaf(
+        lambda p: [jnp.zeros(0), jnp.float32(0)], lambda u, kept, _: (u, kept)
+    )
+    params = params_of({str(i): (2, 3) for i in range(3)})
+
+    state = init_state(owned(inner), params, modes.mesh(1))
+
+    shapes = [row.shape for row in state.inner_state.rows.values()]
+    self.assertEqual(sorted(shapes), [(1, 3), (1, 3, 0)])
+
   @cases.parameters(4, 3, 1)
   def test_resizes_to_the_bit(self, shards):
     tx = owned(COPY)
@@ -623,6 +755,24 @@ class StateTest(parameterized.TestCase):
     expected = init_state(tx, params_of(), modes.mesh(shards))
     chex.assert_trees_all_equal(resized, expected, strict=True)
     chex.assert_trees_all_equal(back, state, strict=True)
+
+  @cases.parameters('keys', 'noise', 'listed', 'empty label')
+  def test_resizes_what_is_no_number(self, name):
+    empty = {'all': optax.trace(0.9), 'none': optax.adam(0.1)}
+    label = optax.partition(empty, lambda p: jax.tree.map(lambda _: 'all', p))
+    tx = owned({**INNERS, **STACKED, 'empty label': lambda: label}[name]())
+    params = params_of({str(i): (4, 6) for i in range(17)})
+    state = init_state(tx, params, modes.mesh())
+
+    resized = resize_state(state, tx, params, modes.mesh(4))
+    back = resize_state(resized, tx, params, modes.mesh())
+
+    expected = init_state(tx, params, modes.mesh(4))
+    for found, made in (resized, expected), (back, state):
+      self.assertEqual(jax.tree.structure(found), jax.tree.structure(made))
+      chex.assert_trees_all_equal(
+          *(jax.tree.map(data_of, x) for x in (found, made)), strict=True
+      )
 
   def test_resizes_to_another_cost(self):
     state = init_state(owned(COPY), params_of(), modes.mesh(3))
@@ -655,25 +805,29 @@ class StateTest(parameterized.TestCase):
     chex.assert_trees_all_equal(restored, state, strict=True)
 
   @cases.parameters(
-      ({}, {'x': 1}, r'is none of them|the tree'),
-      ({}, {'b': (9,)}, 'got Place'),
-      ({'cost': lambda p: {'a': 1, 'b': 9}}, {}, 'got Place'),
+      ({}, {'x': 1}, 'the tree'),
+      ({}, {'b': 9}, 'got Place'),
+      # All shards own both.
+      ({}, {'b': 2}, 'got Place'),
+      ({'cost': lambda p: {'a': 1, 'b': 1}}, {}, 'got Place'),
+      ({'groups': [[0, 2], [1, 3], [4, 6], [5, 7]]}, {}, 'got Place', 2),
   )
-  def test_refuses_state_of_others(self, kwargs, shapes, message):
-    before = {'a': jnp.zeros((4, 2)), 'b': jnp.zeros(3)}
-    state = init_state(owned(optax.trace(0.9)), before, modes.mesh())
-    params = {
-        name: jnp.zeros(shapes.get(name, x.shape)) for name, x in before.items()
-    } | {name: jnp.zeros(n) for name, n in shapes.items() if name == 'x'}
-    tx = owned(optax.trace(0.9), **kwargs)
+  def test_refuses_state_of_others(
+      self, kwargs, shapes, message, group_size=None
+  ):
+    inner, before = listed(), {'a': (4, 2), 'b': 1}
+    groups = group_size and np.arange(SHARDS).reshape(-1, group_size).tolist()
+    made = owned(inner, groups=groups)
+    params = {k: jnp.zeros(v) for k, v in (before | shapes).items()}
+    before = {k: jnp.zeros(v) for k, v in before.items()}
+    state = init_state(made, before, modes.mesh())
+    tx = owned(inner, **kwargs)
 
     def step(state, grads):
       grads = shard_transforms.per_shard(grads, AXIS)
       return tx.update(grads, state, params)[0]
 
-    specs = shard_transforms.state_specs(
-        owned(optax.trace(0.9)), before, modes.mesh()
-    )
+    specs = shard_transforms.state_specs(made, before, modes.mesh())
     step = jax.shard_map(
         step, mesh=modes.mesh(), in_specs=(specs, P()), out_specs=P()
     )
@@ -695,6 +849,20 @@ class StateTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(found, np.full((SHARDS, 5), 2.0))
 
+  @cases.parameters(
+      (lambda rows: {},), (lambda rows: jax.tree.map(lambda x: x.mT, rows),)
+  )
+  def test_refuses_other_rows(self, change):
+    tx = owned(optax.trace(0.9))
+
+    def step(grads):
+      kept = tx.init(grads).inner_state
+      kept = kept._replace(rows=change(kept.rows))
+      return tx.update(grads, owners.OwnedUpdateState(kept))[0]
+
+    with self.assertRaisesRegex(ValueError, 'State of .* got the rows'):
+      jax.vmap(step, axis_name=AXIS)(jnp.ones((SHARDS, 5, 3)))
+
   def test_refuses_what_is_kept_otherwise(self):
     inner = optax.trace(0.9)
     state = owners.OwnedUpdateState(inner.init(jnp.zeros(16)))
@@ -708,6 +876,67 @@ class StateTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, 'State of .* got TraceState'):
       jax.eval_shape(step, state)
+
+
+class ProgramTest(parameterized.TestCase):
+  """What a step runs and sends."""
+
+  def program(self, inner, shapes, shards=SHARDS, axes=AXIS, sizes=None):
+    mesh = jax.make_mesh(
+        sizes or (shards,),
+        axes if sizes else (axes,),
+        (AxisType.Auto,) * len(sizes or (1,)),
+        devices=jax.devices()[:shards],
+    )
+    tx = owned(inner, axis_name=axes)
+    params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
+    specs = shard_transforms.state_specs(tx, params, mesh)
+
+    def step(params, state):
+      grads = shard_transforms.per_shard(params, axes)
+      return tx.update(grads, state, params)
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs)
+    )
+    return mapped, (params, init_state(tx, params, mesh))
+
+  @cases.parameters(
+      # Matrices, branches, and products of matrices over those of one.
+      (8, 0, 1),
+      (16, 0, 1),
+      (9, 1, 2),
+      (4, 0, 1),
+  )
+  def test_equal_programs_are_run_once(self, number, branches, products):
+    mapped, args = self.program(optax.contrib.muon(0.1), [(4, 6)] * number)
+    muon = optax.contrib.muon(0.1)
+    one = {'0': jnp.ones((4, 6))}
+
+    found = str(jax.make_jaxpr(mapped)(*args))
+
+    expected = str(jax.make_jaxpr(muon.update)(one, muon.init(one), one))
+    self.assertEqual(
+        (
+            found.count(' cond['),
+            found.count('dot_general[') / expected.count('dot_general['),
+        ),
+        (branches, products),
+    )
+
+  @cases.parameters(
+      (AXIS, None), (('host', 'core'), (2, 4)), (('host', 'core'), (4, 2))
+  )
+  def test_what_is_sent_does_not_grow_with_shards(self, axes, sizes):
+    shapes = [(8, 32)] * 2
+    mapped, args = self.program(optax.lars(0.1), shapes, 8, axes, sizes)
+    alone, few = self.program(optax.lars(0.1), shapes, 2)
+
+    report = monitoring.wire_report(mapped, *args)
+
+    least = monitoring.wire_report(alone, *few)
+    # Of an all-reduce, (N - 1) / N of twice the bytes, and sums of copies.
+    self.assertLess(report.total_bytes, 2.7 * least.total_bytes)
 
 
 def by_leaf(fn):
@@ -782,6 +1011,10 @@ class RefusalTest(parameterized.TestCase):
           'numbers that each come from one leaf',
       ),
       (lambda u: lax.pmax(norm_of(u), AXIS), '`pmax` in it waits for shards'),
+      (
+          lambda u: [jax.debug.print('{}', norm_of(u)), 1.0][1],
+          'side effects, such as `jax.debug.print`, would show',
+      ),
       (in_a_branch, '`psum` in it waits for shards'),
       (
           lambda u: 1.0 + lax.axis_index(AXIS),
@@ -794,10 +1027,14 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       train(tx, 'pmap')
 
-  def test_sums_over_owners_what_a_transformation_asks_for(self):
-    inner = scaled_by(lambda u: lax.psum(norm_of(u), AXIS))
-
-    actual = train(owned(vectors(inner)), 'pmap')
+  @cases.parameters(
+      (lambda u: lax.psum(norm_of(u), AXIS),),
+      (lambda u: lax.psum(jax.jit(norm_of)(u), AXIS),),
+      (jax.jit(lambda u: lax.psum(norm_of(u), AXIS)),),
+      (jax.checkpoint(lambda u: lax.psum(norm_of(u), AXIS)),),
+  )
+  def test_sums_over_owners_what_a_transformation_asks_for(self, total):
+    actual = train(owned(vectors(scaled_by(total))), 'pmap')
 
     expected = whole(vectors(scaled_by(norm_of)))
     assert_close(actual, train(expected, 'pmap'))
@@ -814,6 +1051,39 @@ class RefusalTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, 'numbers of their own'):
       jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
+
+  def test_refuses_updates_that_differ_over_an_axis_that_is_not_named(self):
+    tx = owned(optax.lars(0.1))
+    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+
+    def step(params):
+      grads = shard_transforms.per_shard(params, (AXIS, 'model'))
+      return tx.update(grads, tx.init(params), params)[0]
+
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
+    step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+    with self.assertRaisesRegex(
+        ValueError, rf"vary over \['model'\]. Name .*: \('model', '{AXIS}'\)"
+    ):
+      jax.eval_shape(step, params)
+
+  def test_says_what_init_could_not_follow(self):
+    def update(updates, state, params=None, *, value):
+      return listed().update(updates, state, params)
+
+    tx = owned(optax.GradientTransformationExtraArgs(listed().init, update))
+    params = {'w': jnp.ones((4, 6)), 'v': jnp.ones((4, 6))}
+
+    def step(params):
+      grads = shard_transforms.per_shard(params, AXIS)
+      return tx.update(grads, tx.init(params), params, value=1)[0]
+
+    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
+    with self.assertRaisesRegex(
+        ValueError,
+        r'state at \[0\] depends .*`init` could not see .* a tree like',
+    ):
+      jax.eval_shape(step, params)
 
   def test_refuses_leaves_of_which_some_are_slices(self):
     tx = owned(optax.lars(0.1))
@@ -934,17 +1204,17 @@ class RefusalTest(parameterized.TestCase):
 class CostTest(parameterized.TestCase):
   """Who owns what."""
 
-  def owners(self, shapes, shards=3, **kwargs):
+  def state(self, shapes, shards=3, **kwargs):
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in shapes.items()
     }
     tx = owned(optax.trace(0.9), **kwargs)
-    state = init_state(tx, params, modes.mesh(shards))
-    return {
-        name: place.shard
-        for name, place in state.inner_state.leaves.trace.items()
-    }
+    return init_state(tx, params, modes.mesh(shards)).inner_state
+
+  def owners(self, shapes, shards=3, **kwargs):
+    leaves = self.state(shapes, shards, **kwargs).leaves
+    return {name: place.shard for name, place in leaves.trace.items()}
 
   def test_the_costliest_leaf_goes_to_the_shard_with_the_least_to_do(self):
     found = self.owners(
@@ -969,10 +1239,25 @@ class CostTest(parameterized.TestCase):
 
     self.assertEqual(found, {'b': 0, 'c': 1, 'a': 2, 'd': 2})
 
-  def test_fewer_leaves_than_shards_leave_some_idle(self):
-    found = self.owners({'a': (4, 4), 'b': (2,)}, shards=8)
+  @cases.parameters(
+      # Shapes, shards, owners and the rows of each.
+      ([(4, 4)] * 8, 8, 8, [(1, 4, 4)]),
+      ([(4, 4)] * 8, 4, 4, [(2, 4, 4)]),
+      ([(4, 4)] * 2, 8, 2, [(1, 4, 4)]),
+      ([(4, 4)] * 3, 8, 4, [(16,)]),
+      ([(4, 4)] * 3, 6, 3, [(1, 4, 4)]),
+      ([(4, 4)] * 9 + [(3, 5)] * 8, 8, 8, [(1, 4, 4), (30,)]),
+      ([(9,)] * 8, 4, 4, [(18,)]),
+      ([(4, 4), (2,)], 8, 1, [(1, 4, 4), (2,)]),
+  )
+  def test_there_are_as_many_owners_as_shares(self, shapes, shards, k, rows):
+    state = self.state({str(i): x for i, x in enumerate(shapes)}, shards)
 
-    self.assertEqual(found, {'a': 0, 'b': 1})
+    places = state.leaves.trace.values()
+    self.assertEqual({place.num_owners for place in places}, {k})
+    self.assertLess(max(place.shard for place in places), k)
+    shapes = sorted(row.shape for row in state.rows.values())
+    self.assertEqual(shapes, sorted((shards, *row) for row in rows))
 
   @cases.parameters(
       ({'a': -1.0}, ValueError, r"of at least 0, got -1.0 at \['a'\]"),
@@ -992,7 +1277,7 @@ class CostTest(parameterized.TestCase):
     with self.assertWarnsRegex(
         UserWarning, r"one leaf, \['huge'\] of 2,097,152"
     ):
-      self.owners(shapes)
+      self.state(shapes)
     with warnings.catch_warnings():
       warnings.simplefilter('error')
-      self.owners(shapes | {f'huge{i}': (2048, 1024) for i in range(3)})
+      self.state(shapes | {f'huge{i}': (2048, 1024) for i in range(3)})

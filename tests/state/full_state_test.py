@@ -32,7 +32,7 @@ from shard_transforms import reproducible
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms._src.state import full_state as full_state_lib
+from shard_transforms._src.state import copies
 
 AXIS = modes.AXIS
 WRAPPERS = {
@@ -132,6 +132,17 @@ class FullTest(parameterized.TestCase):
 
     assert_same(placed, init_state(tx, params_of(), after))
 
+  def test_no_device_needs_memory_for_all_of_it(self):
+    tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
+    params = {str(i): jnp.ones((64, 64)) for i in range(16)}
+    state = init_state(tx, params, mesh)
+    join = jax.jit(lambda state: full_state(state, tx, params, mesh))
+
+    memory = join.lower(state).compile().memory_analysis()
+    self.assertLess(
+        memory.temp_size_in_bytes, sum(x.nbytes for x in params.values()) / 2
+    )
+
   @cases.parameters(*WRAPPERS)
   def test_no_device_holds_all_of_it(self, name):
     tx, mesh = WRAPPERS[name](COPY), modes.mesh()
@@ -165,15 +176,17 @@ class FullTest(parameterized.TestCase):
         jax.make_mesh(shape, ('hosts', 'cores'), (AxisType.Auto,) * 2)
         for shape in ((2, 4), (4, 2))
     )
-    state = init_state(tx, params_of(), before)
+    params = params_of() | {'odd': np.ones((6, 2), np.float32)}
+    state = init_state(tx, params, before)
 
-    full = full_state(state, tx, params_of(), before)
-    placed = place_state(full, tx, params_of(), after)
+    full = full_state(state, tx, params, before)
+    placed = place_state(full, tx, params, after)
 
-    assert_same(placed, init_state(tx, params_of(), after))
-    self.assertEqual(
-        full.inner_state[1]['even'].sharding.spec, P('hosts', 'cores')
-    )
+    assert_same(placed, init_state(tx, params, after))
+    # As slices are, or XLA would gather what it divides in another order.
+    specs = {k: x.sharding.spec for k, x in full.inner_state[1].items()}
+    self.assertEqual(specs['even'], P('cores', 'hosts'))
+    self.assertEqual(specs['odd'], P(None, 'hosts'))
 
   @cases.parameters(*WRAPPERS)
   def test_abstract_state_gives_the_target_of_a_restore(self, name):
@@ -322,6 +335,25 @@ class CheckpointTest(parameterized.TestCase):
     found = full_state(placed, tx, params, after)
     chex.assert_trees_all_equal(jax.device_get(found), expected, strict=True)
 
+  @cases.parameters(4, 2, 1)
+  def test_orbax_places_divided_slices_by_their_shardings(self, num_shards):
+    tx = shard_update(COPY, AXIS)
+    params = {
+        'rows': np.arange(40, dtype=np.float32).reshape(8, 5),
+        'columns': np.arange(80, dtype=np.float32).reshape(5, 16),
+        'both': np.arange(16, dtype=np.float32),
+    }
+    after = modes.mesh(num_shards)
+    state = init_state(tx, params, modes.mesh())
+
+    like = init_state(tx, jax.eval_shape(lambda: params), after)
+    restored = saved_by_orbax(state, like)
+
+    assert_same(restored, init_state(tx, params, after))
+    chex.assert_trees_all_equal(
+        jax.device_get(restored.inner_state[1]), params, strict=True
+    )
+
   @cases.parameters(*WRAPPERS)
   def test_flax_restores_it_on_other_shards(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
@@ -443,13 +475,13 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(*WRAPPERS)
   def test_names_what_is_not_full(self, name):
     tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
-    state = init_state(tx, {'w': jnp.zeros(16)}, mesh)
+    state = init_state(tx, {'w': jnp.zeros(15)}, mesh)
 
     with self.assertRaisesRegex(
         ValueError,
         r'`state` must be made by .* got .* at \.inner_state.* instead of',
     ):
-      place_state(state, tx, {'w': jnp.zeros(16)}, mesh)
+      place_state(state, tx, {'w': jnp.zeros(15)}, mesh)
 
   @cases.parameters(*WRAPPERS)
   def test_names_a_leaf_of_another_shape_or_dtype(self, name):
@@ -491,11 +523,14 @@ class RefusalTest(parameterized.TestCase):
     ):
       place_state(state, sliced, params, mesh)
 
-  def test_names_rows_of_other_owners(self):
+  @cases.parameters(
+      ((4, 4), lambda row: row[:, :3]), ((8, 2), lambda row: row.mT)
+  )
+  def test_names_rows_of_other_owners(self, shape, change):
     tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
-    params = {'w': jnp.zeros((4, 4))}
-    state = init_state(tx, params, mesh)
-    rows = {name: row[:, :3] for name, row in state.inner_state.rows.items()}
+    params = {'w': jnp.zeros(shape), 'v': jnp.zeros((8, 2))}
+    state = jax.device_get(init_state(tx, params, mesh))
+    rows = {name: change(row) for name, row in state.inner_state.rows.items()}
     state = state._replace(inner_state=state.inner_state._replace(rows=rows))
 
     with self.assertRaisesRegex(
@@ -507,7 +542,8 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_parameters_that_are_sharded(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params, specs = {'w': jnp.zeros((8, 6))}, P('model')
+    # Its parts, [3, 5], are padded.
+    params, specs = {n: jnp.zeros((6, 5)) for n in 'vw'}, P('model')
     state = init_state(tx, params, mesh, in_specs=specs)
 
     with self.assertRaisesRegex(ValueError, '`in_specs` must not shard'):
@@ -517,11 +553,38 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_a_state_that_was_made_with_other_specs(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     mesh = jax.make_mesh((2, 4), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params = {'w': jnp.zeros((8, 6))}
+    params = {name: jnp.zeros((4, 5)) for name in 'vw'}
     state = init_state(tx, params, mesh, in_specs=P('model'))
 
     with self.assertRaisesRegex(ValueError, 'made'):
       full_state(state, tx, params, mesh)
+
+  @cases.parameters(jax.device_get, lambda state: state)
+  def test_refuses_slices_of_larger_parameters(self, given):
+    tx, mesh = shard_update(COPY, AXIS), modes.mesh()
+    state = given(init_state(tx, {'w': jnp.zeros((64, 100))}, mesh))
+    params = {'w': jnp.zeros((60, 90))}
+
+    with self.assertRaisesRegex(ValueError, 'made'):
+      full_state(state, tx, params, mesh)
+    with self.assertRaisesRegex(ValueError, 'made'):
+      resize_state(state, tx, params, modes.mesh(4))
+
+  @cases.parameters(
+      (full_state, ('model', AXIS)),
+      (resize_state, ('model', AXIS)),
+      (resize_state, ('other', AXIS)),
+  )
+  def test_refuses_slices_of_parts_of_parameters(self, convert, axes):
+    # The parts, [3], are padded at their ends, and all of it looks like [6].
+    tx = shard_update(COPY, AXIS)
+    params = jnp.arange(6.0)
+    mesh = jax.make_mesh((2, 4), ('model', AXIS), (AxisType.Auto,) * 2)
+    state = init_state(tx, params, mesh, in_specs=P('model'))
+    other = jax.make_mesh((2, 4), axes, (AxisType.Auto,) * 2)
+
+    with self.assertRaisesRegex(ValueError, '`in_specs` must be those'):
+      convert(state, tx, params, other)
 
   def test_refuses_an_unknown_reduction(self):
     with self.assertRaisesRegex(ValueError, "`reduction` must be .*'max'"):
@@ -545,7 +608,7 @@ class RefusalTest(parameterized.TestCase):
     def is_here(leaf):
       return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
-    with mock.patch.object(full_state_lib, 'is_here', is_here):
+    with mock.patch.object(copies, 'is_here', is_here):
       full = full_state(state, tx, params, mesh)
       placed = place_state(full, tx, params, mesh)
 

@@ -263,7 +263,7 @@ def on_devices(leaf):
 
 
 def elements_of(slices, like):
-  return np.ravel(slices)[: np.size(like)].reshape(np.shape(like))
+  return np.asarray(slices)[tuple(map(slice, np.shape(like)))]
 
 
 def copying():
@@ -413,7 +413,7 @@ class CutTest(parameterized.TestCase):
       {'shape': (16,), 'before': 8, 'other': (24,), 'after': 1},
       {'shape': (16,), 'before': 1, 'other': (24,), 'after': 8},
       {'shape': (4, 4), 'before': 8, 'other': (16,), 'after': 4},
-      {'shape': (4, 4), 'before': 1, 'other': (3, 4), 'after': 2},
+      {'shape': (4, 4), 'before': 1, 'other': (5, 4), 'after': 2},
       {'shape': (4, 4), 'before': 1, 'other': (2, 8), 'after': 1},
       {'shape': (2, 3, 5), 'before': 1, 'other': (5, 6), 'after': 8},
       {'shape': (1,), 'before': 1, 'other': (), 'after': 4},
@@ -430,6 +430,18 @@ class CutTest(parameterized.TestCase):
         r' \(.*\) at \.inner_state\[0\], which does not go into',
     ):
       resize_state(state, tx, [jnp.zeros(other)], modes.mesh(after))
+
+  @cases.parameters(
+      # Each would fit alone, on 8 and on 88 shards.
+      ([(64,), (9, 9)], [(60,), (3, 3)]),
+      ([(512,), (2, 5)], [(5,), (2, 5)]),
+  )
+  def test_refuses_slices_that_no_mesh_gives(self, shapes, others):
+    tx = shard_update(copying(), AXIS)
+    state = jax.device_get(state_of(tx, list(map(jnp.zeros, shapes)), 8))
+
+    with self.assertRaisesRegex(ValueError, 'that no number of shards gives'):
+      resize_state(state, tx, list(map(jnp.zeros, others)), modes.mesh(4))
 
 
 # What may stand around a window, and gives it weights.
@@ -788,15 +800,20 @@ class CopyTest(parameterized.TestCase):
     self.assertEqual(resized.total['w'].sharding.spec, P(AXIS, 'model'))
 
   @cases.parameters(
-      {'before': (4, 2), 'after': (2, 2)},
+      {'before': (4, 2), 'after': (2, 2), 'shape': (8, 6)},
       # The slices have the same shapes.
-      {'before': (4, 2), 'after': (2, 4)},
-      {'before': (4, 2), 'after': (1, 2)},
-      {'before': (1, 2), 'after': (4, 2)},
+      {'before': (4, 2), 'after': (2, 4), 'shape': (8, 6)},
+      {'before': (1, 2), 'after': (4, 2), 'shape': (8, 6)},
+      # The parts of the parameter are padded.
+      {'before': (4, 2), 'after': (2, 2), 'shape': (6, 5), 'refused': True},
+      {'before': (1, 2), 'after': (4, 2), 'shape': (6, 5), 'refused': True},
   )
-  def test_refuses_slices_of_sharded_parameters(self, before, after):
-    tx = shard_update(optax.trace(0.9), AXIS)
-    params, specs = jnp.zeros((8, 6)), P('model')
+  def test_slices_of_sharded_parameters(
+      self, before, after, shape, refused=False
+  ):
+    tx = shard_update(copying(), AXIS)
+    specs = P('model')
+    params = jnp.arange(float(np.prod(shape))).reshape(shape)
     mesh, other = (
         jax.make_mesh(
             shape,
@@ -807,7 +824,12 @@ class CopyTest(parameterized.TestCase):
         for shape in (before, after)
     )
     state = init_state(tx, params, mesh, in_specs=specs)
+    there = init_state(tx, params, other, in_specs=specs)
 
+    if not refused:
+      resized = resize_state(state, tx, params, other, in_specs=specs)
+      assert_same(resized, there)
+      return
     with self.assertRaisesRegex(
         ValueError,
         r'`in_specs` must not shard .*`shard_update`, got .* for \.inner_state',
@@ -892,7 +914,7 @@ for tx2 in tx, st.owners.owned_update(optax.trace(0.9), 'data'):
   ones = jax.jit(lambda s: jax.tree.map(lambda x: (x == 1).all(), s))(again)
   assert all(map(bool, jax.tree.leaves(ones))), ones
 own = np.asarray(resized.inner_state.trace.addressable_data(0))
-assert own.tolist() == [[[0, 1, 2]], [[3, 4, 0]]][jax.process_index()], own
+assert own.tolist() == [[0, 1, 2], [3, 4, 0]][jax.process_index()], own
 copy = st.resize_state(
     jax.device_put(optax.TraceState(params), jax.NamedSharding(mesh, jax.P())),
     optax.trace(0.9), params, mesh)
@@ -986,7 +1008,7 @@ class DeclaredStateTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.unit, [7, 7])
     # What is inside is asked as well.
     mu = optax.tree_utils.tree_get(state, 'mu')
-    self.assertEqual(mu.shape, (num_shards, -(-5 // num_shards)))
+    self.assertEqual(mu.shape, (num_shards * -(-5 // num_shards),))
 
   def test_nothing_begins_anew_on_as_many_shards(self):
     state = self.resized(4, last_norms=jnp.full(3, 7.0))

@@ -64,16 +64,17 @@ def repeatedly(u):
   return lax.fori_loop(0, 3, lambda i, x: 0.9 * x + 0.1 * u, u)
 
 
-def in_a_row(u):
-  return jnp.tanh(u.ravel()).reshape(u.shape) if u.ndim else u
-
-
 def rounded(u):
   bits = lax.bitcast_convert_type(u.astype(jnp.float32), jnp.int32)
   cut = lax.bitcast_convert_type(bits & ~0xFFFF, jnp.float32)
   return cut.astype(u.dtype)
 
 
+# Its state has the values of the parameters.
+COPY = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.copy, params),
+    lambda updates, state, params=None: (updates, state),
+)
 INNERS = {
     'sgd': lambda: optax.sgd(0.1),
     'momentum': lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -100,7 +101,6 @@ INNERS = {
     'towers': lambda: shard_transforms.tower_reduce(2, optax.adam(0.1)),
     'frozen': optax.set_to_zero,
     'loops': lambda: optax.chain(by_leaf(repeatedly), optax.adam(0.1)),
-    'rows': lambda: optax.chain(by_leaf(in_a_row), optax.adam(0.1)),
     'bits': lambda: optax.chain(by_leaf(rounded), optax.adam(0.1)),
 }
 
@@ -157,7 +157,7 @@ class EqualityTest(parameterized.TestCase):
 
   @cases.parameters(
       *INNERS,
-      always=lambda name: name in ('adam', 'masked', 'towers', 'loops', 'rows'),
+      always=lambda name: name in ('adam', 'masked', 'towers', 'loops'),
   )
   def test_trains_as_the_replicated_optimizer(self, name):
     actual = train(shard_update(INNERS[name](), AXIS))
@@ -308,19 +308,82 @@ class StateTest(parameterized.TestCase):
 
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
     mu = optax.tree_utils.tree_get(specs, 'mu')
-    self.assertEqual(mu, {'cut': P(AXIS), 'few': P(AXIS), 'one': P()})
+    self.assertEqual(mu, {'cut': P(None, AXIS), 'few': P(AXIS), 'one': P()})
+
+  @cases.parameters(
+      # Slices of [3, 2] are of either leaf, along another dimension.
+      lambda p: jax.tree.leaves(jax.tree.map(jnp.copy, p)),
+      lambda p: {'in a': jnp.copy(p['a']), 'in b': jnp.copy(p['b'])},
+      lambda p: [jnp.copy(x) for x in p.values() if x.ndim / len(p)],
+      optax.masked(COPY, lambda p: {k: p[k].ndim > 0 for k in p}).init,
+      (COPY.init, jax.jit),
+      (COPY.init, lambda init: lambda p: jax.tree.map(jnp.copy, init(p))),
+  )
+  def test_slices_are_joined_wherever_they_are(self, init, wrap=lambda x: x):
+    inner = optax.GradientTransformation(init, lambda u, s, _: (u, s))
+    tx = shard_update(inner, ('host', 'core'))
+    tx = tx._replace(init=wrap(tx.init))
+    mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
+    params = {'a': jnp.arange(24.0).reshape(3, 8), 'b': jnp.arange(8.0)}
+    params['c'] = jnp.arange(24.0).reshape(8, 3)
+
+    state = shard_transforms.init_state(tx, params, mesh)
+
+    chex.assert_trees_all_equal(state.inner_state, init(params))
+
+  def test_what_has_the_shape_of_no_parameter_is_kept_in_rows(self):
+    flat = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.ravel, p), lambda u, s, _: (u, s)
+    )
+    tx = shard_update(flat, AXIS, assume_elementwise=True)
+    params, mesh = {'w': jnp.ones((3, 8))}, modes.mesh()
+
+    state = shard_transforms.init_state(tx, params, mesh)
+
+    self.assertEqual(state.inner_state['w'].shape, (8, 3))
+    with self.assertRaisesRegex(ValueError, 'does not go into'):
+      shard_transforms.full_state(state, tx, params, mesh)
+
+  @cases.parameters(((1, 8), (8,)), ((5,), (2, 4)))
+  def test_rows_of_ones_own_are_no_slices(self, shape, sizes):
+    axes = ('host', 'core')[: len(sizes)]
+
+    def row(_):
+      own = jnp.zeros((1,) * len(shape)) + lax.axis_index(axes)
+      return shard_transforms.per_shard(own, axes)
+
+    def init(params):
+      return jax.tree.map(row, params)
+
+    rows = optax.GradientTransformation(init, lambda u, s, _: (u, s))
+    mesh = jax.make_mesh(sizes, axes, (AxisType.Auto,) * len(sizes))
+
+    state = shard_transforms.init_state(rows, jnp.ones(shape), mesh)
+
+    np.testing.assert_array_equal(state.ravel(), range(8))
+    self.assertEqual(state.shape, (8, 1)[: len(shape)])
+
+  def test_is_divided_as_by_state_shardings(self):
+    mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Auto,))
+    shapes = (16, 24), (3, 16), (8,), (2, 5, 8), ()
+    params = [jnp.zeros(shape) for shape in shapes]
+    adam = optax.adam(0.1)
+
+    state = shard_transforms.init_state(shard_update(adam, AXIS), params, mesh)
+
+    shardings = shard_transforms.state_shardings(adam, params, mesh)
+    for leaf, sharding in zip(
+        jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
+    ):
+      self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
 
   def test_state_starts_from_a_shards_own_slice_of_the_parameters(self):
-    copy = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.copy, params),
-        lambda updates, state, params=None: (updates, state),
-    )
-    tx = shard_update(copy, AXIS)
+    tx = shard_update(COPY, AXIS)
     params = jnp.arange(15.0).reshape(3, 5)
 
     state = shard_transforms.init_state(tx, params, modes.mesh())
 
-    expected = np.append(np.arange(15.0), 0).reshape(8, 1, 2)
+    expected = np.pad(np.arange(15.0)[None], [(0, 0), (0, 1)])
     np.testing.assert_array_equal(state.inner_state, expected)
 
   def test_state_that_is_made_of_shapes_is_cut_as_well(self):
@@ -332,25 +395,21 @@ class StateTest(parameterized.TestCase):
 
     specs = shard_transforms.state_specs(tx, jnp.zeros((3, 5)), modes.mesh())
 
-    self.assertEqual(specs.inner_state, P(AXIS))
+    self.assertEqual(specs.inner_state, P(None, AXIS))
 
   @cases.parameters((('host', 'core'),), (('core', 'host'),))
   def test_slices_are_in_the_order_of_the_mesh(self, axes):
-    copy = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.copy, params),
-        lambda updates, state, params=None: (updates, state),
-    )
     mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
 
-    tx = shard_update(copy, axes)
+    tx = shard_update(COPY, axes)
     state = shard_transforms.init_state(tx, jnp.arange(16.0), mesh)
 
-    expected = np.arange(16.0).reshape(8, 2)
+    expected = np.arange(16.0)
     np.testing.assert_array_equal(state.inner_state, expected)
 
   @cases.parameters(
-      {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(1, 2\) at .*\[0\]'},
-      {'shapes': ((16,), (16,)), 'shards': 4, 'got': r'\(2, 2\) at .*\[0\]'},
+      {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(2,\) at .*\[0\]'},
+      {'shapes': ((17,), (17,)), 'shards': 4, 'got': r'\(6,\) at .*\[0\]'},
   )
   def test_refuses_state_of_others(self, shapes, shards, got):
     tx = shard_update(optax.trace(0.9), AXIS)
@@ -446,6 +505,51 @@ class AxesTest(parameterized.TestCase):
       results.append(step(new_params, state, gradients())[0])
 
     assert_close(*map(jax.device_get, results))
+
+  @cases.parameters(
+      # The dimension that the parts of the parameter have, and that fits.
+      ((8, 16), P('core'), P(('core', 'host'))),
+      ((4, 6), P('core'), P('core', 'host')),
+      ((3, 16), P(None, 'core'), P(None, ('core', 'host'))),
+      ((6, 16), P(None, 'core'), P('host', 'core')),
+      ((16, 6), P(), P('host')),
+  )
+  def test_state_has_the_spec_of_the_parameter_and_its_own(
+      self, shape, spec, expected
+  ):
+    tx = shard_update(COPY, 'host')
+    params = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+    state = shard_transforms.init_state(
+        tx, params, self.mesh(), in_specs=spec
+    ).inner_state
+
+    self.assertEqual(state.sharding.spec, expected)
+    np.testing.assert_array_equal(state, params)
+
+  @cases.parameters(
+      ((8, 16), P('core', 'host'), (2, 8)),
+      ((3, 16), P(None, ('core', 'host')), (3, 2)),
+      ((16,), P(('core', 'host')), (2,)),
+      # Padded a little.
+      ((31, 34), P('core', 'host'), (8, 17)),
+      # Rows, where dimensions would be padded more.
+      ((2, 5), P(None, ('core', 'host')), (1, 2)),
+      ((6, 3, 2), P(None, None, ('core', 'host')), (1, 1, 5)),
+  )
+  def test_each_axis_divides_a_dimension_if_it_can(self, shape, spec, part):
+    tx = shard_update(COPY, ('host', 'core'))
+    params = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+    state = shard_transforms.init_state(tx, params, self.mesh()).inner_state
+
+    self.assertEqual(state.sharding.spec, spec)
+    self.assertEqual(state.addressable_shards[0].data.shape, part)
+    if part[0] == 1:
+      whole = np.ravel(state)[: params.size].reshape(shape)
+    else:
+      whole = np.asarray(state)[tuple(map(slice, shape))]
+    np.testing.assert_array_equal(whole, params)
 
   @pytest.mark.slow
   def test_parameters_may_be_sharded_over_another_axis(self):

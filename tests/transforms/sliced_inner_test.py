@@ -2,7 +2,6 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,25 +13,6 @@ from shard_transforms._src.analysis import elementwise
 from shard_transforms._src.base import arguments
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.transforms import sliced_inner
-
-AXES = ('data',)
-OWN = {'w': jnp.arange(2.0)[None], 'b': jnp.float32(3), 'count': jnp.int32(4)}
-WHOLE = {'w': jnp.zeros((3, 5)), 'b': jnp.float32(0), 'count': jnp.int32(0)}
-
-
-def on_a_shard(fn, *args):
-  """Runs on one shard of one, where the axis is bound."""
-  mapped = jax.vmap(lambda _: fn(*args), axis_name=AXES[0], axis_size=1)
-  return jax.tree.map(lambda x: x[0], mapped(jnp.zeros(1)))
-
-
-def take(state):
-  return sliced_inner.take(
-      state,
-      jax.eval_shape(lambda: OWN),
-      jax.eval_shape(lambda: WHOLE),
-      'shard_update',
-  )
 
 
 def make(inner, **kwargs):
@@ -77,38 +57,52 @@ class SlicedInnerTest(absltest.TestCase):
     found, state = modes.map_shards('shard_map', shard)(params, updates)
 
     # The trace of u + w, of which half is added to that of u + w and w.
-    flat = np.append(np.arange(15.0), 0)
-    np.testing.assert_allclose(found.ravel(), 1.5 + 2.5 * flat, rtol=1e-6)
-    self.assertEqual(jax.tree.leaves(state)[0].shape, (8, 1, 1, 2))
+    rows = np.pad(np.arange(15.0), (0, 1)).reshape(8, 2)
+    np.testing.assert_allclose(found[:, 0], 1.5 + 2.5 * rows, rtol=1e-6)
+    self.assertEqual(jax.tree.leaves(state)[0].shape, (8, 1, 2))
 
 
 class SlicedStateTest(parameterized.TestCase):
 
-  def test_slices_alone_are_kept_per_shard(self):
-    kept = on_a_shard(sliced_inner.store, OWN, WHOLE, AXES)
-
-    self.assertEqual(kept['w'].shape, (1, 1, 2))
-    self.assertEqual((kept['b'].shape, kept['count'].shape), ((), ()))
-
-  def test_takes_what_was_stored(self):
-    kept = on_a_shard(sliced_inner.store, OWN, WHOLE, AXES)
-
-    chex.assert_trees_all_equal(take(kept), OWN, strict=True)
+  def kept(self, groups=None):
+    """Returns what makes and takes the state of one of eight shards."""
+    reduction = sharded_reduction.ShardedReduction(
+        'shard_update', 'mean', (modes.AXIS,), groups
+    )
+    inner = arguments.as_inner(optax.adam(0.1), 'shard_update')
+    return sliced_inner.SlicedInner(inner, reduction)
 
   @cases.parameters(
-      ({'w': jnp.zeros((1, 2))}, r'the shape \(1, 2\) at .*w.* \(1, 1, 2\)'),
-      ({'w': jnp.zeros((1, 1, 3))}, r'the shape \(1, 1, 3\) at .*w'),
+      (None, (1, 2)), (((0, 1), (2, 3), (4, 5), (6, 7)), (1, 1, 8))
+  )
+  def test_slices_alone_differ_and_have_a_row_in_groups(self, groups, shape):
+    def check(params):
+      state = self.kept(groups).init({'w': params, 'b': params[0, 0]})[0]
+      self.assertEqual(state.mu['w'].shape, shape)
+      self.assertEqual((state.mu['b'].shape, state.count.shape), ((), ()))
+
+    on_shards(check, jnp.zeros((3, 5)))
+
+  @cases.parameters(
+      ({'w': jnp.zeros((3, 1))}, r'the shape \(3, 1\) at .*w.* \(1, 2\)'),
+      ({'w': jnp.zeros((3, 5))}, r'the shape \(3, 5\) at .*w'),
       ({'b': jnp.zeros(1)}, r'the shape \(1,\) at .*b'),
       ({'more': jnp.zeros(1)}, 'the tree '),
       ({'w': optax.MaskedNode()}, 'the tree '),
   )
   def test_refuses_a_state_that_was_made_for_others(self, change, message):
-    kept = on_a_shard(sliced_inner.store, OWN, WHOLE, AXES)
+    def check(params):
+      params = {'w': params, 'b': params[0, 0]}
+      own = self.kept()
+      state = own.init(params)
+      state = (state[0]._replace(mu=state[0].mu | change), *state[1:])
+      parts = {'w': params['w'][:1, :2], 'b': params['b']}
+      with self.assertRaisesRegex(
+          ValueError, 'State of `shard_update` must be made .* got ' + message
+      ):
+        own.update(parts, state, params, params, {})
 
-    with self.assertRaisesRegex(
-        ValueError, 'State of `shard_update` must be made .* got ' + message
-    ):
-      take(kept | change)
+    on_shards(check, jnp.zeros((3, 5)))
 
 
 class CheckTest(absltest.TestCase):

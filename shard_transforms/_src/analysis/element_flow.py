@@ -1,10 +1,12 @@
 """Which results of a program depend on which elements of its arrays.
 
 An array of elements has one number for each element of a parameter, from it
-alone, in the order of rows; so it is on slices. Few steps keep that: those that
-are element-wise, or give the elements another shape. `Mixed` is the top of the
-kinds here: nothing is known but the reason, and everything computed from it is
-mixed as well. So is what a step that is not understood makes of elements.
+alone, at its place; so it is on slices. Few steps keep that: those that are
+element-wise, or add and drop dimensions of length 1. Elements may meet one
+number that is repeated, and no other array without elements: a slice has
+elements of other places, which would meet other numbers. `Mixed` is the top of
+the kinds here: nothing is known but the reason, and everything computed from it
+is mixed as well. So is what a step that is not understood makes of elements.
 
 The reader follows elements, not values: an array without elements, such as
 noise, may be of the size of the whole. `equivalence` compares sizes.
@@ -31,9 +33,12 @@ class Elements:
     end_in_zeros: Whether the padding of the last slice is zero. Otherwise a sum
       over all slices is not the sum over the whole: with five elements on four
       shards, `exp` adds three ones too many.
+    of: The shape of the parameters. Leaves of another shape are sliced along
+      another dimension: their slices have other elements in the same places.
   """
 
   end_in_zeros: bool = False
+  of: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +63,12 @@ class Shared:
   Attributes:
     num_summed: The number of shards over which `psum` has just summed slices.
     is_zero: Whether it is known to be zero.
+    is_one: Whether it has several elements, all of which are one number.
   """
 
   num_summed: int = 0
   is_zero: bool = False
+  is_one: bool = False
 
 
 Kind = Elements | Partial | Mixed | Shared
@@ -101,8 +108,10 @@ class Flow(interpreter.Reader[Kind]):
     return [predicate] * len(kinds) if isinstance(predicate, Mixed) else kinds
 
   def row(self, kind):
-    is_apart = isinstance(kind, Elements)
-    return Mixed('a loop takes them one by one') if is_apart else kind
+    if isinstance(kind, Elements):
+      return Mixed('a loop takes them one by one')
+    # Each turn may give another number.
+    return Shared() if isinstance(kind, Shared) else kind
 
   def primitive(self, step, kinds):
     if step.name == 'optimization_barrier':
@@ -143,42 +152,75 @@ class Flow(interpreter.Reader[Kind]):
     together = _together(kinds)
     if not isinstance(together, Elements):
       # Bodies of other steps than loops and branches are not followed.
-      return _unknown(step) if step.bodies else together
+      if step.bodies:
+        return _unknown(step)
+      return _repeats(step, kinds) if together == Shared() else together
     if step.name in primitives.ELEMENTWISE:
-      if problem := _repeated(step, kinds):
+      if problem := _misplaced(step, kinds):
         return problem
-      return Elements(_gives_zeros(step, kinds))
+      return Elements(_gives_zeros(step, kinds), together.of)
     is_of_all = not step.outputs[0].aval.shape and self.axes
     if step.name == 'reduce_sum' and is_of_all:
       self.sums.add(step)
-      return Partial() if Elements() not in kinds else _NOT_PADDED
+      return Partial() if kinds[0].end_in_zeros else _NOT_PADDED
     return _moved(step, kinds[0])
 
 
-def _repeated(step, kinds):
-  """Returns what is wrong if an element meets several others."""
+def _repeats(step, kinds):
+  """Returns the kind of what a step makes of arrays without elements."""
+  keeps = step.name in primitives.ELEMENTWISE | primitives.REPEATING
+  has_several = step.outputs[0].aval.size > 1
+  return Shared(
+      is_one=has_several and keeps and all(map(is_one, step.inputs, kinds))
+  )
+
+
+def is_one(value: interpreter.Value, kind: Kind) -> bool:
+  """Whether an array is one number, or one that is repeated."""
+  return value.aval.size == 1 or (isinstance(kind, Shared) and kind.is_one)
+
+
+def _misplaced(step, kinds):
+  """Returns what is wrong if an element meets others, or numbers of places."""
   # JAX repeats inputs along their dimensions of length 1.
   size = step.outputs[0].aval.size
   for value, kind in zip(step.inputs, kinds, strict=True):
-    if isinstance(kind, Elements) and value.aval.size != size:
-      return Mixed(f'`{step.name}` repeats them at other places')
+    if isinstance(kind, Elements):
+      if value.aval.size != size:
+        return Mixed(f'`{step.name}` repeats them at other places')
+    elif not is_one(value, kind):
+      shape = list(value.aval.shape)
+      return Mixed(
+          f'`{step.name}` brings them together with an array {shape} that has a'
+          ' number of its own for each place'
+      )
   return None
 
 
 def _moved(step, elements):
   """Returns the kind of what a step that is not element-wise makes of them."""
   before, after = step.inputs[0].aval, step.outputs[0].aval
-  # A scalar has no axis to lie along. Dimensions of a reshape transpose.
+  # A scalar has no axis to lie along.
   if before.size == after.size and after.shape:
-    transposes = step.name == 'reshape' and step.params['dimensions']
-    if step.name in primitives.REPEATING and not transposes:
+    if step.name in primitives.REPEATING and _keeps_lines(step):
       return elements
     # The padding may be -0.0, which has a bit.
     if step.name == 'bitcast_convert_type':
-      return Elements()
+      return Elements(of=elements.of)
   if step.name in primitives.MOVING:
     return Mixed(f'`{step.name}` moves them to other places')
   return _unknown(step)
+
+
+def _keeps_lines(step):
+  """Whether a step changes no dimension of more than one element."""
+  before, after = (
+      [n for n in x.aval.shape if n != 1]
+      for x in (step.inputs[0], step.outputs[0])
+  )
+  # Dimensions of a reshape transpose.
+  transposes = step.name == 'reshape' and step.params['dimensions']
+  return before == after and not transposes
 
 
 def _unknown(step):
@@ -193,8 +235,10 @@ def _together(kinds):
       return kind
   if Partial() in kinds:
     return _USED_EARLY
-  has_elements = any(isinstance(kind, Elements) for kind in kinds)
-  return Elements() if has_elements else Shared()
+  shapes = {kind.of for kind in kinds if isinstance(kind, Elements)}
+  if len(shapes) > 1:
+    return Mixed(f'elements of leaves of other shapes, {sorted(shapes)}, meet')
+  return Elements(of=shapes.pop()) if shapes else Shared()
 
 
 def _gives_zeros(step, kinds):
@@ -211,7 +255,7 @@ def _gives_zeros(step, kinds):
       pass
     case name if name not in primitives.KEEPS_ZEROS:
       return False
-  return all(kind == Elements(True) for kind in kinds)
+  return all(isinstance(x, Elements) and x.end_in_zeros for x in kinds)
 
 
 def _is_linear(step, kinds):

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
+import math
 from typing import Any
 
 import jax
 from jax import core
-from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -34,6 +34,7 @@ from shard_transforms._src.analysis import element_flow
 from shard_transforms._src.analysis import equivalence
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 
 
@@ -41,7 +42,7 @@ def find_problem(
     inner: optax.GradientTransformationExtraArgs,
     updates: Any,
     params: Any,
-    num_slices: int,
+    num_slices: Sequence[int],
     axes: Sequence[Hashable] = (),
 ) -> str | None:
   """Returns why `inner` cannot run on slices of the parameters alone.
@@ -52,7 +53,7 @@ def find_problem(
     inner: The transformation, with its extra arguments.
     updates: The updates, in the shapes of the parameters.
     params: The parameters, or `None`.
-    num_slices: The number of slices of a leaf.
+    num_slices: The number of slices of a leaf for each axis.
     axes: The axes over which slices alone may vary, and over which a sum is one
       over all slices.
 
@@ -60,7 +61,8 @@ def find_problem(
     A clause that says what it does, or `None` if it is element-wise.
   """
   # With one slice everything is right; it should be with the next number, too.
-  cutting = Cutting(max(num_slices, 2), tuple(axes))
+  num_slices = tuple(num_slices) if math.prod(num_slices) > 1 else (2,)
+  cutting = Cutting(num_slices, tuple(axes))
   whole = cutting.whole((updates, params))
   slices, distinct = cutting.slices(whole), cutting.slices(whole, distinct=True)
   state, sliced_state, other_state = (
@@ -85,7 +87,7 @@ def find_problem(
   if not keeps_shapes:
     return 'it changes the trees or the shapes of the updates or of its state'
   flow = element_flow.Flow(axes)
-  of_state = jax.tree.map(_kind_of_state, is_cut)
+  of_state = jax.tree.map(_kind_of_state, is_cut, state)
   before, of_params = (_kinds(updates), of_state), _kinds(params, axes)
   taken = _like(before[0], of_params), before, of_params
   if problem := _problem_of_elements(flow, program, taken, (of_state, *before)):
@@ -132,8 +134,10 @@ def _problem_of_shapes(state, is_cut, given):
   return None
 
 
-def _kind_of_state(is_cut):
-  return element_flow.Elements() if is_cut else element_flow.Shared()
+def _kind_of_state(is_cut, leaf):
+  if not is_cut:
+    return element_flow.Shared()
+  return element_flow.Elements(of=leaf.shape)
 
 
 def _kinds(tree, axes=()):
@@ -143,7 +147,7 @@ def _kinds(tree, axes=()):
     if axes_lib.varying_axes(leaf).intersection(axes):
       return element_flow.OWN_NUMBERS
     if _can_be_cut(leaf):
-      return element_flow.Elements(end_in_zeros=True)
+      return element_flow.Elements(True, jnp.shape(leaf))
     return element_flow.Shared()
 
   return jax.tree.map(kind, tree)
@@ -160,7 +164,8 @@ def _problem_of_elements(flow, program, taken, given):
   """
   results = interpreter.interpret(program, jax.tree.leaves(taken), flow)
   given = jax.tree.leaves_with_path(given)
-  for ((number, *path), kind), result in zip(given, results, strict=True):
+  found = zip(given, results, program.outputs, strict=True)
+  for ((number, *path), kind), result, value in found:
     place = ('state', 'updates', 'state')[number.idx]
     name = f'its {place} at {leaves_lib.name_of(path)}'
     match result:
@@ -168,8 +173,16 @@ def _problem_of_elements(flow, program, taken, given):
         return f'{reason}, in {name}'
       case element_flow.Partial():
         return f'{name} depends on a sum over one slice'
-      case element_flow.Elements() if isinstance(kind, element_flow.Shared):
-        return f'{name}, which is not cut, depends on elements'
+      case element_flow.Elements(of=shape):
+        if isinstance(kind, element_flow.Shared):
+          return f'{name}, which is not cut, depends on elements'
+        if shape != kind.of:
+          return f'{name} depends on elements of another shape, {shape}'
+      case _ if isinstance(kind, element_flow.Elements):
+        if not element_flow.is_one(value, result):
+          return (
+              f'{name} depends on their shapes: each place has its own number'
+          )
   return None
 
 
@@ -178,11 +191,11 @@ class Cutting:
   """How leaves are cut.
 
   Attributes:
-    num_slices: The number of slices.
+    num_slices: The number of slices of a leaf for each axis.
     axes: The mapped axes over which only slices vary.
   """
 
-  num_slices: int
+  num_slices: tuple[int, ...]
   axes: tuple[Hashable, ...]
 
   def whole(self, tree: Any) -> Any:
@@ -192,7 +205,7 @@ class Cutting:
     # state if only one of them varies.
     def zeros(leaf):
       varying = axes_lib.varying_axes(leaf).difference(self.axes)
-      if leaves_lib.is_cut(leaf, self.num_slices):
+      if leaves_lib.is_cut(leaf, math.prod(self.num_slices)):
         varying = varying.union(self.axes)
       zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
       return axes_lib.to_varying(zeros, tuple(varying))
@@ -210,10 +223,10 @@ class Cutting:
     """
 
     def first(leaf):
-      rows = leaves_lib.cut(leaf, self.num_slices)
       if distinct and leaf.size == 1:
-        rows = jnp.concatenate([rows, rows], axis=-1)
-      return lax.index_in_dim(rows, 0, keepdims=False)
+        return jnp.concatenate([leaf, leaf], axis=-1)
+      division = divisions.divide(leaf.shape, self.num_slices)
+      return division.own(leaf, [0] * len(self.num_slices))
 
     return _map_types(first, tree, jax.tree.map(_can_be_cut, tree))
 
@@ -224,7 +237,7 @@ class Cutting:
       tree: Tree of types.
       is_cut: Whether each leaf is sliced.
     """
-    if self.num_slices == 1:
+    if math.prod(self.num_slices) == 1:
       return tree
     return _map_types(
         lambda leaf: axes_lib.to_varying(leaf, self.axes), tree, is_cut

@@ -91,6 +91,7 @@ class Comparison:
         and self._of_values(some.inputs, other.inputs, is_flexible)
         and self._of_values(some.outputs, other.outputs, is_flexible)
         and _same_params(some, other)
+        and _repeats_no_more(some, other)
         and len(some.bodies) == len(other.bodies)
         and all(map(self.of_programs, some.bodies, other.bodies))
     )
@@ -139,6 +140,21 @@ def _same_params(some, other):
       param == other.params.get(name)
       for name, param in some.params.items()
       if name not in ignored and _is_plain(param)
+  )
+
+
+def _repeats_no_more(some, other):
+  """Whether a step repeats, in the other program, no further inputs.
+
+  A slice along a dimension that has a length of 1 would be repeated there.
+  """
+  if some.name not in primitives.ELEMENTWISE | primitives.REPEATING:
+    return True
+  size, other_size = (x.outputs[0].aval.size for x in (some, other))
+  return all(
+      y.aval.size == other_size
+      for x, y in zip(some.inputs, other.inputs, strict=True)
+      if x.aval.size == size
   )
 
 

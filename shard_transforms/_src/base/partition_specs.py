@@ -25,18 +25,19 @@ def is_spec(spec: Any) -> bool:
 
 def axes_of(spec: P) -> frozenset[Hashable]:
   """Returns all axes that a `PartitionSpec` names."""
-  return frozenset(a for e in _entries(spec) for a in e if a is not None)
+  return frozenset(a for e in entries(spec) for a in e)
 
 
-def _entries(spec):
-  return [e if isinstance(e, tuple) else (e,) for e in spec]
+def entries(spec: P) -> list[tuple[Hashable, ...]]:
+  """Returns the axes of each dimension for which a spec has an entry."""
+  return [e if isinstance(e, tuple) else (e,) * (e is not None) for e in spec]
 
 
 def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
   """Returns `PartitionSpec`s that name those of `axes` alone."""
 
   def restrict(spec):
-    kept = [tuple(axis for axis in e if axis in axes) for e in _entries(spec)]
+    kept = [tuple(axis for axis in e if axis in axes) for e in entries(spec)]
     return P(*(e or None for e in kept))
 
   return jax.tree.map(restrict, specs, is_leaf=is_spec)

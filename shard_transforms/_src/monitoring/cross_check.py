@@ -33,8 +33,9 @@ class CrossCheckState(NamedTuple):
       not that of a shard that computed it again, int32 [shards].
     num_suspected: For each shard, the number of checks in which two others
       agreed on another result than the shard, int32 [shards].
-    last_leaf: For each shard, the first leaf of its result that differed in the
-      last check that found a difference, as a number in the order of
+    last_leaf: For each shard, the first leaf that it computed otherwise than
+      two others in the last check that suspected it, or else the first leaf of
+      its result that differed in a later check, as a number in the order of
       `jax.tree.leaves`, int32 [shards]; -1 if no check has found one.
     trusted: Whether the last check did not suspect the shard, bool [shards].
 
@@ -388,14 +389,19 @@ def _after_check(state, turn, by_turn):
           ~differs & ~equal(own, third),
       ]
   )
+  first = leaf_differs.argmax(1)
+  leaves = jnp.stack([first, first, jnp.any(own != third, -1).argmax(1)])
   # By the shard that has computed it.
-  wrong = jax.vmap(lambda x, by: jnp.roll(x, -by))(outvoted, by_turn)
+  of_shards = jax.vmap(lambda x, by: jnp.roll(x, -by))
+  wrong = of_shards(outvoted, by_turn)
+  wrong_leaf = of_shards(jnp.where(outvoted, leaves, -1), by_turn).max(axis=0)
   suspected = jnp.any(wrong, axis=0) & (turn.num_turns == _MAX_TURNS)
   # Where half of the shards are outvoted, the votes are worth nothing.
   suspected &= 2 * jnp.sum(suspected) < len(suspected)
   has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
   unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))
-  last_leaf = jnp.where(differs, leaf_differs.argmax(1), state.last_leaf)
+  last_leaf = jnp.where(differs, first, state.last_leaf)
+  last_leaf = jnp.where(suspected, wrong_leaf, last_leaf)
   return state._replace(
       num_checks=states.count(state.num_checks, 1),
       num_unexplained=states.count(state.num_unexplained, unexplained),

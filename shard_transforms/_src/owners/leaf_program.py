@@ -5,19 +5,14 @@ leaves and random numbers mean what they say. A shard runs what the results of
 its own leaves depend on. A branch must not send, because other shards run
 another one: where `inner` sums over the shards, its program is split, and the
 sum is done between the parts.
-
-Whether it treats each leaf alone is read off the program: on which updates and
-which state each of its results depends. What depends on parameters may depend
-on all of them, because they are the same on all shards.
 """
 
 from collections.abc import Callable
 from collections.abc import Hashable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import math
+import functools
 from typing import Any
 
 import jax
@@ -31,12 +26,6 @@ from shard_transforms._src.analysis import equivalence
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.owners import leaf_flow
-
-# What an array belongs to, where that is not the number of one parameter: to
-# none, and is the same on all shards; or to several of them.
-SHARED, MIXED = -1, -2
 
 _Literal = jax.extend.core.Literal
 # Between a sum over the shards and its terms.
@@ -61,6 +50,11 @@ class LeafProgram:
   num_inputs: int
   terms: tuple[tuple[int, ...], ...] = ()
   averaged: bool = False
+
+  @functools.cached_property
+  def flat(self) -> interpreter.Program:
+    """The program with calls inlined."""
+    return inlining.flatten(self.jaxpr)
 
   def run(
       self, outputs: Sequence[int], given: Mapping[int, Any]
@@ -100,130 +94,13 @@ def trace(
   """
   jaxpr, results = equivalence.closed(fn, *args)
   program = LeafProgram(jaxpr, results, len(jaxpr.in_avals))
-  return _split(program, frozenset(axes), num_shards) if axes else program
-
-
-@dataclasses.dataclass(frozen=True)
-class Dependence:
-  """What the results of the program of an `update` depend on.
-
-  The inputs of the program are the updates, the state, the parameters and the
-  totals; its outputs the updates, the state, and the terms of the totals.
-
-  Attributes:
-    program: The program.
-    of: What each update and each leaf of the state belongs to: the number of a
-      parameter, `SHARED` or `MIXED`.
-    num_updates: The number of updates.
-    depends: On which inputs each output depends, in bits.
-    sent: The name of a collective that the program runs, if any.
-  """
-
-  program: LeafProgram
-  of: Sequence[int]
-  num_updates: int
-  depends: Sequence[int]
-  sent: str | None
-
-  @classmethod
-  def find(
-      cls,
-      program: LeafProgram,
-      of: Sequence[int],
-      num_updates: int,
-      axes: Sequence[Hashable],
-  ) -> 'Dependence':
-    """Reads a program.
-
-    Args:
-      program: The program.
-      of: As the attribute.
-      num_updates: As the attribute.
-      axes: The mapped axes over which parameters must not vary.
-    """
-    kinds = [
-        leaf_flow.OWN_NUMBERS if axes_lib.varying_axes(x) & set(axes) else 0
-        for x in program.jaxpr.in_avals
-    ]
-    for i, number in enumerate(of):
-      kinds[i] = 0 if i < num_updates and number == SHARED else _bit(i)
-    kinds[program.num_inputs :] = [0] * len(program.terms)
-    flat = inlining.flatten(program.jaxpr)
-    return cls(program, of, num_updates, *leaf_flow.follow(flat, kinds, axes))
-
-  def belongs(self, output: int) -> set[int]:
-    """Returns to which parameters belongs what an output depends on."""
-    return {self.of[i] for i in _numbers(self.depends[output])} - {SHARED}
-
-  def problem(self) -> str | None:
-    """Returns a clause that says how the program mixes leaves, or `None`."""
-    if self.sent is not None:
-      return (
-          f'`{self.sent}` in it waits for shards that update other leaves (only'
-          ' a `psum` over all axes of the shards, in no branch or loop, can be'
-          ' done for all of them)'
-      )
-    if self.program.averaged:
-      return '`pmean` divides a sum over leaves by the number of shards'
-    paths = [x for x, _ in jax.tree.leaves_with_path(self.program.results)]
-    for output, path in enumerate(paths):
-      own, bits = self.of[output], self.depends[output]
-      if bits & leaf_flow.OWN_NUMBERS:
-        return (
-            'shards bring numbers of their own, such as parameters of'
-            ' `per_shard` in place of replicated ones, in'
-            f' {_name(path)}'
-        )
-      if self.belongs(output) - {own} or own == MIXED:
-        same = (own, SHARED)
-        others = (i for i in _numbers(bits) if self.of[i] not in same)
-        other = next(others, output)
-        return f'{_name(path)} depends on {_name(paths[other])}'
-    for term in (term for terms in self.program.terms for term in terms):
-      belongs = self.belongs(term)
-      if self.depends[term] & leaf_flow.OWN_NUMBERS:
-        return 'shards add up numbers of their own'
-      if not belongs:
-        return '`psum` adds up what is the same on all shards'
-      if len(belongs) > 1 or MIXED in belongs:
-        return '`psum` adds up more than numbers that each come from one leaf'
-    return None
-
-  def associated(self, known: Sequence[int | None]) -> list[int]:
-    """Returns what each leaf of the state belongs to.
-
-    Args:
-      known: The same, where it is known.
-    """
-    first, found = self.num_updates, []
-    for i, (reach, before) in enumerate(
-        zip(self._reach(), known, strict=True), first
-    ):
-      of = {self.of[k] for k in _numbers(reach) if k < first}
-      if before is not None:
-        found.append(before)
-      elif of:
-        found.append(of.pop() if len(of) == 1 else MIXED)
-      else:
-        readers = {
-            self.of[k] for k in range(first) if self.depends[k] & _bit(i)
-        }
-        size = math.prod(self.program.jaxpr.in_avals[i].shape)
-        is_of_one = len(readers) == 1 and size > 1
-        found.append(readers.pop() if is_of_one else SHARED)
-    return found
-
-  def _reach(self):
-    """Returns on which inputs each leaf of the state comes to depend."""
-    first, last = self.num_updates, len(self.of)
-    reach, before = list(self.depends[first:last]), None
-    while reach != before:
-      before = list(reach)
-      for i, bits in enumerate(before):
-        for k in _numbers(bits):
-          if k >= first:
-            reach[i] |= before[k - first]
-    return reach
+  is_sum = functools.partial(_is_sum, axes=frozenset(axes))
+  if not axes or all(step.name != 'psum' for step in program.flat.steps):
+    return program
+  # A sum, or one of its terms, may be in a function under `jax.jit`.
+  inlined = jax.make_jaxpr(functools.partial(_run_inlined, jaxpr))
+  program = dataclasses.replace(program, jaxpr=inlined(*jaxpr.in_avals))
+  return _split(program, is_sum, num_shards)
 
 
 def _as_typed(x, kind):
@@ -233,13 +110,35 @@ def _as_typed(x, kind):
   return axes_lib.mark_varying(x, sorted(axes_lib.varying_axes(kind), key=str))
 
 
-def _split(program, axes, num_shards):
+def _run_inlined(closed, *args):
+  """Runs a program, with the equations of what it calls in place of calls."""
+  jaxpr, values = closed.jaxpr, {}
+  values.update(zip(jaxpr.invars, args, strict=True))
+  values.update(zip(jaxpr.constvars, closed.consts, strict=True))
+
+  def read(x):
+    return x.val if isinstance(x, _Literal) else values[x]
+
+  for eqn in jaxpr.eqns:
+    given, bodies = map(read, eqn.invars), interpreter.held(eqn.params)
+    if eqn.primitive.name != 'shard_map' and interpreter.is_call(eqn, bodies):
+      (body,) = bodies
+      if not isinstance(body, jax.extend.core.ClosedJaxpr):
+        body = jax.extend.core.ClosedJaxpr(body, ())
+      made = _run_inlined(body, *given)
+    else:
+      params = eqn.primitive.get_bind_params(eqn.params)
+      made = eqn.primitive.bind(*given, **params)
+      made = made if eqn.primitive.multiple_results else [made]
+    values.update(zip(eqn.outvars, made, strict=True))
+  return list(map(read, jaxpr.outvars))
+
+
+def _split(program, is_sum, num_shards):
   """Returns a program whose sums over all shards are inputs."""
   closed = program.jaxpr
   jaxpr = closed.jaxpr
-  sums = [eqn for eqn in jaxpr.eqns if _is_sum(eqn, axes)]
-  if not sums:
-    return program
+  sums = list(filter(is_sum, jaxpr.eqns))
   maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
   zeros = {
       var
@@ -249,7 +148,6 @@ def _split(program, axes, num_shards):
       and not np.any(np.asarray(value))
   }
   totals, outputs, terms = [], list(jaxpr.outvars), []
-  done = set(map(id, sums))
   for eqn in sums:
     for total, summed in zip(eqn.outvars, eqn.invars, strict=True):
       found = _terms(summed, maker, zeros)
@@ -259,7 +157,7 @@ def _split(program, axes, num_shards):
   split = jaxpr.replace(
       invars=[*jaxpr.invars, *totals],
       outvars=outputs,
-      eqns=[eqn for eqn in jaxpr.eqns if id(eqn) not in done],
+      eqns=[eqn for eqn in jaxpr.eqns if not is_sum(eqn)],
       debug_info=jaxpr.debug_info.with_unknown_names(),
   )
   averaged = num_shards > 1 and any(
@@ -305,21 +203,3 @@ def _divides(eqn, totals, number):
   total, divisor = eqn.invars
   is_number = isinstance(divisor, _Literal) and not np.shape(divisor.val)
   return total in totals and is_number and float(divisor.val) == number
-
-
-def _bit(number):
-  return 2 * leaf_flow.OWN_NUMBERS << number
-
-
-def _numbers(bits: int) -> Iterator[int]:
-  """Yields the numbers of the inputs that are in a set of bits."""
-  bits >>= 1
-  while bits:
-    yield (bits & -bits).bit_length() - 1
-    bits &= bits - 1
-
-
-def _name(path: Sequence[Any]) -> str:
-  number, *rest = path
-  name = leaves_lib.name_of(rest)
-  return f'its {("updates", "state")[number.idx]} at {name}'

@@ -8,11 +8,11 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import weights
+from shard_transforms._src.owners import costs
 from shard_transforms._src.owners import owned_inner
 from shard_transforms._src.owners import owned_leaves
-from shard_transforms._src.owners import owners
+from shard_transforms._src.owners import owner_reduction
 from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import sharded_reduction
 
 _CALLER = 'owned_update'
 
@@ -34,7 +34,7 @@ class OwnedUpdateState(NamedTuple):
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
     >>> print([row.shape for row in state.inner_state.rows.values()])
-    [(8, 64)]
+    [(8, 2, 4, 4), (8, 2, 4, 4)]
   """
 
   inner_state: owned_leaves.OwnedLeaves
@@ -49,7 +49,7 @@ def owned_update(
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    cost: owners.Cost | None = None,
+    cost: costs.Cost | None = None,
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates the leaves that it owns.
@@ -62,17 +62,24 @@ def owned_update(
   `shard_transforms.shard_update`.
 
   A reduce-scatter brings the mean of each gradient to its owner, and an
-  all-gather brings the updates back. Owners are chosen so that all have about
-  the same work. As many bytes are sent as by an all-reduce if all owners have
-  the same number of elements; otherwise, each sends as much as the largest.
+  all-gather brings the updates back. There are K owners: the smallest divisor
+  of N for which more owners would lessen neither the work nor the memory of the
+  busiest one by more than a fifth. N / K shards do the work of the same owner,
+  so that what a shard sends, computes and holds is that of K shards, however
+  many there are. With one leaf, K is 1, and all shards update all of it.
+
+  Matrices of one shape stand in stacks, as many as all owners have. If the
+  programs that update them are equal, an owner runs one of them on its own
+  matrices. For all other leaves, each owner takes its own branch.
 
   `inner` is traced on the whole tree, so that paths, masks, labels, random
   numbers and the number of leaves are those of the replicated optimizer, and
   each shard runs its part of that program. `inner` must treat each leaf alone.
   One that mixes leaves is refused, such as `optax.clip_by_global_norm` and
   `optax.flatten`. A `psum` over `axis_name` of a sum of numbers of single
-  leaves counts each leaf once. Shards stay idle if there are fewer leaves than
-  shards. Under `jax.vmap`, each shard updates all leaves and uses its own.
+  leaves counts each leaf once. Side effects such as `jax.debug.print` are
+  refused. Under `jax.vmap`, each shard updates all leaves and uses its own. A
+  leaf [L, m, n] of L layers has one owner: keep layers in leaves of their own.
 
   Scalars have no owner: they are reduced as by `cross_shard_mean`, and all
   shards update them. Make the state with `init_state`, and map it with the
@@ -129,7 +136,7 @@ def owned_update(
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
     >>> print([row.shape for row in state.inner_state.rows.values()])
-    [(8, 32)]
+    [(8, 2, 4, 4)]
 
   References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -142,7 +149,7 @@ def owned_update(
         '`cost` must be a function from the tree of the parameters to a tree of'
         f' numbers, got {cost!r}.'
     )
-  reduce = sharded_reduction.ShardedReduction(
+  reduce = owner_reduction.OwnerReduction(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),

@@ -1,5 +1,6 @@
-"""Which shard owns which parameter, and what it keeps of the state."""
+"""Which shards own which parameter, and what they keep of the state."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Hashable
@@ -8,118 +9,163 @@ from collections.abc import Sequence
 import dataclasses
 import heapq
 import math
-from typing import Any
-import warnings
+from typing import Any, NamedTuple
 import zlib
 
-import chex
 import jax
-from jax import core
+from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.owners import leaf_program
-from shard_transforms._src.owners import owned_leaves
-from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.owners import costs as costs_lib
+from shard_transforms._src.owners import dependence
+from shard_transforms._src.owners import layout as layout_lib
+from shard_transforms._src.owners import owner_reduction
 
-# Takes the shapes of the parameters; gives a number for each of them.
-Cost = Callable[[Any], chex.ArrayTree]
-
-# Below, a leaf is updated in no time, whoever owns it.
-_LARGE = 2**20
+# More owners than this part of the work or memory less would not help.
+_TOLERANCE = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-  """Which shard owns which parameter.
+  """Which owner has which parameter.
 
   Attributes:
     numbers: The number of each parameter by its name, in the order of their
-      tree; -1 for one without an owner, which all shards update.
-    shards: The owner of each parameter, or -1.
-    num_shards: The number of shards.
+      tree; -1 for a scalar, or one without a gradient.
+    owner_of: The owner of each parameter; -1 for one that all shards update.
+    stacks: Matrices of one type, of which all owners have as many, those of an
+      owner one behind the other.
+    reduction: How owners are reached.
     axes: The mapped axes over which what an owner has varies.
   """
 
   numbers: Mapping[str, int]
-  shards: Sequence[int]
-  num_shards: int
+  owner_of: Sequence[int]
+  stacks: Sequence[Sequence[int]]
+  reduction: owner_reduction.OwnerReduction
   axes: tuple[Hashable, ...]
 
+  @property
+  def all(self) -> range:
+    """The numbers of the owners."""
+    return range(self.reduction.num_owners)
+
   def of(self, tree: Any) -> list[int]:
-    """Returns the number of the parameter of each leaf; -1 without an owner.
+    """Returns the number of the parameter of each leaf, or -1.
 
     Raises:
       ValueError: If there is no such parameter.
     """
-    return [
-        self.number_of(leaves_lib.name_of(path))
-        for path, _ in jax.tree.leaves_with_path(tree)
-    ]
+    names = [leaves_lib.name_of(x) for x, _ in jax.tree.leaves_with_path(tree)]
+    for name in names:
+      if name not in self.numbers:
+        raise ValueError(
+            '`updates` of `owned_update` must be of the parameters, got'
+            f' {name}, which is none of them.'
+        )
+    return [self.numbers[name] for name in names]
 
-  def number_of(self, name: str) -> int:
-    """Returns the number of a parameter; -1 if it has no owner.
+  def is_owned(self, number: int) -> bool:
+    """Whether what belongs to this parameter has an owner."""
+    return number >= 0 and self.owner_of[number] >= 0
 
-    Raises:
-      ValueError: If there is no such parameter.
-    """
-    if name not in self.numbers:
-      raise ValueError(
-          '`updates` and the state of `owned_update` must be of the parameters,'
-          f' got {name}, which is none of them.'
-      )
-    return self.numbers[name]
+  def varies(self, number: int) -> bool:
+    """Whether shards have what belongs to this parameter, or several, apart."""
+    return number == dependence.MIXED or self.is_owned(number)
 
-  def has(self, shard: int, params: Collection[int]) -> bool:
-    """Whether a shard is to add up what belongs to some parameters."""
+  def on_own_shard(self, fn: Callable[[int], Any]) -> Any:
+    """Returns `fn(owner)` of this shard's owner, which must not send."""
+
+    def branch(owner):
+      return lambda: axes_lib.to_varying(fn(owner), self.axes)
+
+    branches = list(map(branch, self.all))
+    if len(branches) == 1:
+      return branches[0]()
+    return lax.switch(self.reduction.owner(), branches)
+
+  def adds(self, owner: int, params: Collection[int]) -> bool:
+    """Whether an owner is to add up what belongs to some parameters."""
     # By the word of who assumes it, numbers of several are added up by all.
-    return len(params) != 1 or self.shards[min(params)] == shard
+    return len(params) != 1 or self.owner_of[min(params)] == owner
 
   def layout(
       self, of: Sequence[int], kinds: Sequence[Any], first: int = 0
-  ) -> owned_leaves.Layout:
+  ) -> layout_lib.Layout:
     """Returns the layout of those arrays that have an owner.
 
     Args:
-      of: The number of the parameter of each array; those with a negative one
-        have no owner.
+      of: What each array belongs to.
       kinds: The type of each array.
       first: The number of the first array.
     """
-    ends, places, rows, names = {}, {}, {}, tuple(self.numbers)
-    for i, (param, kind) in enumerate(zip(of, kinds, strict=True), first):
-      if param < 0:
-        continue
-      shard, name = self.shards[param], jnp.dtype(kind.dtype).name
-      place = owned_leaves.Place(
-          names[param], shard, name, ends.get((shard, name), 0), kind.shape
-      )
-      ends[shard, name] = place.end
-      length, _ = rows.get(name, (0, None))
-      rows[name] = max(length, place.end), kind.dtype
-      places[i] = place
-    # Rows of other owners must not be taken for these, as from a checkpoint.
-    mark = zlib.crc32(repr([*places.values()]).encode())
-    places = {
-        i: dataclasses.replace(place, row=f'{place.row}_{mark:08x}')
-        for i, place in places.items()
+    arrays = {
+        i: (param, kind)
+        for i, (param, kind) in enumerate(zip(of, kinds, strict=True), first)
+        if self.is_owned(param)
     }
-    rows = {f'{name}_{mark:08x}': rows[name] for name in sorted(rows)}
-    return owned_leaves.Layout(places, rows, self.axes)
+    stack_of = self._stacks_of(arrays)
+    members = collections.Counter(stack_of.values())
+    ends, places, rows = collections.Counter(), {}, {}
+    # In stacks, leaves stand in the order of the parameters.
+    for i, (param, kind) in sorted(arrays.items(), key=lambda x: x[1][0]):
+      owner, name = self.owner_of[param], stack_of.get(i, kind.dtype.name)
+      place = layout_lib.Place(
+          *(param, owner, len(self.all)), name, ends[owner, name], kind.shape
+      )
+      places[i], ends[owner, name] = place, place.end
+      length = max(ends[k, name] for k in self.all)
+      if length > layout_lib.TILE:
+        length += -length % layout_lib.TILE
+      is_stack, number = i in stack_of, members[name] // len(self.all)
+      shape = (number, *kind.shape) if is_stack else (length,)
+      rows[name] = jax.ShapeDtypeStruct(shape, kind.dtype)
+    # Rows of other owners must not be taken for these, as from a checkpoint.
+    shards = self.reduction.num_shards(), self.reduction.groups
+    where = *shards, *places.values()
+    mark = f'_{zlib.crc32(repr(where).encode()):08x}'
+    return layout_lib.Layout(
+        {
+            i: dataclasses.replace(x, row=x.row + mark)
+            for i, x in places.items()
+        },
+        {name + mark: row for name, row in rows.items()},
+        self.axes,
+        frozenset(name + mark for name in stack_of.values()),
+    )
+
+  def _stacks_of(self, arrays):
+    """Returns the names of the stacks in which arrays stand, by number."""
+    number_of = {x: i for i, stack in enumerate(self.stacks) for x in stack}
+    # The arrays of a parameter have an order, and those of one type and place
+    # in it may stand in a stack.
+    order, found = collections.Counter(), collections.defaultdict(list)
+    for i, (param, kind) in arrays.items():
+      if param in number_of:
+        name = f'{kind.dtype.name}_{number_of[param]}_{order[param]}'
+        found[name, number_of[param], kind.shape].append(i)
+        order[param] += 1
+    return {
+        i: name
+        for (name, number, _), members in found.items()
+        if len(members) == len(self.stacks[number])
+        for i in members
+    }
 
 
 def assign(
     params: Any,
     updates: Any,
-    reduction: sharded_reduction.ShardedReduction,
-    cost: Cost | None,
+    reduction: owner_reduction.OwnerReduction,
+    cost: costs_lib.Cost | None,
 ) -> Owners:
   """Returns the owners of parameters.
 
-  The costliest leaf goes first, to the shard with the least cost so far; among
-  equals to the one with the fewest elements.
+  The costliest leaf goes first, to the owner with the least cost so far; among
+  equals to the one with the fewest elements. There are as many owners as lessen
+  the work or the memory of a shard.
 
   Args:
     params: The parameters.
@@ -130,39 +176,88 @@ def assign(
   Raises:
     TypeError: If `cost` does not give real numbers.
     ValueError: If it gives another tree, or a number that is negative or not
-      finite; or if some leaves differ between shards of another axis, and some
-      do not.
+      finite; or if leaves differ between shards of another axis, and others do
+      not.
   """
-  axes, num_shards = _axes((params, updates), reduction), reduction.num_shards()
-  found = jax.tree.leaves_with_path(params)
+  axes = _axes(params, updates, reduction)
+  found, num_shards = jax.tree.leaves_with_path(params), reduction.num_shards()
   # Neither scalars, which are sent with others, nor what has no gradient.
   owned = [i for i, (_, x) in enumerate(found) if leaves_lib.is_cut(x, 2)]
-  costs = _costs(params, cost)
+  costs = costs_lib.costs_of(params, cost)
   sizes = [math.prod(jnp.shape(leaf)) for _, leaf in found]
-  loads = [(0.0, 0, shard) for shard in range(num_shards)]
-  shards = [-1] * len(found)
-  for i in sorted(owned, key=lambda i: (-costs[i], -sizes[i], i)):
-    load, size, shards[i] = heapq.heappop(loads)
-    heapq.heappush(loads, (load + costs[i], size + sizes[i], shards[i]))
   names = [leaves_lib.name_of(path) for path, _ in found]
+  numbers = dict.fromkeys(names, -1) | {names[i]: i for i in owned}
+  types = [(jnp.shape(x), leaves_lib.dtype_of(x)) for _, x in found]
+  owned.sort(key=lambda i: (-costs[i], -sizes[i], str(types[i]), i))
   if num_shards > 1 and owned:
-    _warn_of_one(names, owned, costs, sizes, num_shards)
-  numbers = {x: i if shards[i] >= 0 else -1 for i, x in enumerate(names)}
-  return Owners(numbers, shards, num_shards, axes)
+    costs_lib.warn_of_one(owned, names, costs, sizes, num_shards)
+  *fewer, most = (_share(owned, costs, sizes, k) for k in reduction.counts())
+  best = next((x for x in fewer if x.is_as_good_as(most)), most)
+  reduction = dataclasses.replace(reduction, num_owners=best.num_owners)
+  owner_of = [best.owner_of.get(i, -1) for i in range(len(found))]
+  return Owners(numbers, owner_of, _stacks(best, types), reduction, axes)
 
 
-def _axes(tree, reduction):
+class _Shares(NamedTuple):
+  """Shares of some number of owners.
+
+  Attributes:
+    num_owners: The number.
+    owner_of: The owner of each leaf that has one.
+    cost: The work of the busiest.
+    size: The elements of the one with the most.
+  """
+
+  num_owners: int
+  owner_of: dict[int, int]
+  cost: float
+  size: int
+
+  def is_as_good_as(self, other):
+    return (
+        self.cost <= _TOLERANCE * other.cost
+        and self.size <= _TOLERANCE * other.size
+    )
+
+
+def _share(owned, costs, sizes, num_owners):
+  """Returns the shares of leaves, the costliest one first."""
+  loads, owner_of = [(0.0, 0, owner) for owner in range(num_owners)], {}
+  for i in owned:
+    cost, size, owner_of[i] = loads[0]
+    heapq.heapreplace(loads, (cost + costs[i], size + sizes[i], owner_of[i]))
+  all_costs, all_sizes, _ = zip(*loads, strict=True)
+  return _Shares(num_owners, owner_of, max(all_costs), max(all_sizes))
+
+
+def _stacks(shares, types):
+  """Returns the matrices of one type, of which all owners have as many."""
+  owned, stacks = collections.defaultdict(list), []
+  for i, owner in sorted(shares.owner_of.items()):
+    if len(types[i][0]) > 1:
+      owned[types[i], owner].append(i)
+  for kind in dict.fromkeys(kind for kind, _ in [*owned]):
+    of_each = [owned[kind, owner] for owner in range(shares.num_owners)]
+    length = min(map(len, of_each))
+    stacks.append([i for members in of_each for i in members[:length]])
+  return [*filter(None, stacks)]
+
+
+def _axes(params, updates, reduction):
   """Returns the axes over which what an owner has varies.
 
   Raises:
-    ValueError: If some leaves vary over further axes, and some do not.
+    ValueError: If leaves vary over further axes, and others do not.
   """
-  axes = reduction.axes
-  others = {
-      axes_lib.varying_axes(leaf).difference(axes)
-      for leaf in jax.tree.leaves(tree)
-      if leaves_lib.is_cut(leaf, 2)
-  }
+
+  def further(tree):
+    return {
+        axes_lib.varying_axes(leaf).difference(reduction.axes)
+        for leaf in jax.tree.leaves(tree)
+        if leaves_lib.is_cut(leaf, 2)
+    }
+
+  others = further(params)
   more = sorted(frozenset().union(*others), key=str)
   if len(others) > 1:
     raise ValueError(
@@ -170,116 +265,11 @@ def _axes(tree, reduction):
         f' leaves that vary over axes of {more!r}, as slices do, and some that'
         ' do not. Leave slices to `shard_update`, with `optax.partition`.'
     )
-  return (*axes, *more)
-
-
-def read(
-    state: Any, owners: Owners, kinds: Any, first: int, caller: str
-) -> tuple[list[int], Any, owned_leaves.Layout]:
-  """Reads what each leaf of a state belongs to, and how it is kept.
-
-  Args:
-    state: The state.
-    owners: The owners of the parameters.
-    kinds: The types of the state of `inner`.
-    first: The number of the first leaf in the layout.
-    caller: What errors name.
-
-  Returns:
-    What each leaf belongs to, their types as this step is given them, and
-    their layout.
-
-  Raises:
-    ValueError: If it was made for other parameters or other owners.
-  """
-  made_for_others = (
-      f'State of `{caller}` must be made for these parameters, this number of'
-      ' shards and this `cost` by'
-      ' `shard_transforms.init_state`, mapped with the specs of'
-      ' `shard_transforms.state_specs`, and converted by'
-      ' `shard_transforms.resize_state`, or for `jax.pmap` be made by'
-      ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
-  )
-  if not isinstance(state, owned_leaves.OwnedLeaves):
-    raise ValueError(f'{made_for_others}{type(state).__name__}.')
-  leaves, treedef = jax.tree.flatten(
-      state.leaves, is_leaf=owned_leaves.is_place
-  )
-  if treedef != jax.tree.structure(kinds):
-    raise ValueError(f'{made_for_others}the tree {treedef}.')
-  types, of, places = jax.tree.leaves(kinds), [], {}
-  given = list(types)
-  for i, leaf in enumerate(leaves):
-    if owned_leaves.is_place(leaf):
-      of.append(owners.number_of(leaf.of))
-      places[first + i] = leaf
-    elif jnp.shape(leaf) == types[i].shape:
-      of.append(leaf_program.SHARED)
-      given[i] = jax.typeof(leaf)
-    else:
-      of.append(leaf_program.MIXED)
-  layout = owners.layout(of, types, first)
-  if places != layout.places:
-    different = [x for i, x in places.items() if x != layout.places.get(i)]
-    raise ValueError(f'{made_for_others}{different[0]!r}.')
-  for name, (length, _) in layout.rows.items():
-    if jnp.shape(state.rows.get(name)) != (1, length):
-      raise ValueError(
-          f'{made_for_others}the shape {jnp.shape(state.rows.get(name))} of'
-          f' the row {name!r}, where a shard has {(1, length)}.'
-      )
-  return of, treedef.unflatten(given), layout
-
-
-def _costs(params, cost):
-  """Returns the cost of each leaf, as numbers of Python."""
-  if cost is None:
-    return [_cost_of(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
-  found = cost(params)
-  if jax.tree.structure(found) != jax.tree.structure(params):
+  own = sorted(frozenset().union(*further(updates)).difference(more), key=str)
+  if own:
     raise ValueError(
-        '`cost` of `owned_update` must give a tree like the parameters,'
-        f' {jax.tree.structure(params)}, got {jax.tree.structure(found)}.'
+        '`updates` of `owned_update` must be the same over axes over which'
+        f' `params` are, got some that vary over {own!r}. Name these axes, too,'
+        f' in `axis_name`: {(*own, *reduction.axes)!r}.'
     )
-  return [
-      _as_cost(path, value) for path, value in jax.tree.leaves_with_path(found)
-  ]
-
-
-def _as_cost(path, value):
-  dtype = leaves_lib.dtype_of_number(value)
-  got = f'got {value!r} at {leaves_lib.name_of(path)}'
-  is_real = dtype is not None and dtype.kind in 'iuf' and not np.ndim(value)
-  if not is_real or isinstance(value, core.Tracer):
-    raise TypeError(
-        f'`cost` of `owned_update` must give a real number a leaf, {got}.'
-    )
-  if not (math.isfinite(value) and value >= 0):
-    raise ValueError(
-        '`cost` of `owned_update` must give finite numbers of at least 0,'
-        f' {got}.'
-    )
-  return float(value)
-
-
-def _cost_of(shape):
-  # Of products of a matrix with its own kind, such as Newton-Schulz.
-  return float(math.prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1))
-
-
-def _warn_of_one(names, owned, costs, sizes, num_shards):
-  """Warns if one leaf decides how long all shards take."""
-  largest = max(owned, key=costs.__getitem__)
-  total = sum(costs[i] for i in owned)
-  if sizes[largest] < _LARGE or costs[largest] <= 2 * total / num_shards:
-    return
-  warnings.warn(
-      '`owned_update` waits for the owner of one leaf,'
-      f' {names[largest]} of {sizes[largest]:,} elements, which is'
-      f' {100 * costs[largest] / total:.0f} % of the work of all'
-      f' {num_shards} shards. Treat it element by element where that fits, with'
-      ' `optax.partition` around `shard_update` and `owned_update`; or tell its'
-      ' `cost`, if it is less.',
-      UserWarning,
-      stacklevel=2,
-  )
+  return (*reduction.axes, *more)

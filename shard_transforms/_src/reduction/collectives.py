@@ -75,14 +75,21 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of each shard's own group."""
   if axes_lib.on_mapped_mesh((axis,)):
-    rows = leaves_lib.cut(x.ravel(), len(groups[0]))
-    part = scatter(rows, (axis,), groups)
+    part = scatter(parts(x, len(groups[0])), (axis,), groups)
     return leaves_lib.join(gather(part, (axis,), groups), x)
   # `vmap` has no collectives in groups, and slices of a leaf would gather what
   # is sharded over a mesh axis that is not mapped. There is a row for a group.
   own = _group_index(axis, groups)
   numbers = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
   return lax.psum(jnp.where(numbers == own, x[None], 0), axis)[own]
+
+
+def parts(x: jax.Array, number: int) -> jax.Array:
+  """Returns equal parts of an array: whole lines of it where that can be."""
+  # XLA for TPUs scatters and gathers lines.
+  if x.ndim < 2 or math.prod(x.shape[:-1]) % number:
+    return leaves_lib.cut(x.ravel(), number)
+  return x.reshape(number, -1, x.shape[-1])
 
 
 def scatter(
@@ -109,15 +116,19 @@ def scatter(
 
 
 def scatter_along(
-    x: jax.Array, axis: Hashable, dimension: int, tiled: bool = False
+    x: jax.Array,
+    axis: Hashable,
+    dimension: int,
+    tiled: bool = False,
+    **groups: Any,
 ) -> jax.Array:
   """Returns each shard's part of the sum of `x` over the shards along an axis.
 
   Parts lie along a dimension, which the result does not have; if they are
-  `tiled`, they are slices of it.
+  `tiled`, they are slices of it. With `axis_index_groups`, each group sums.
   """
   with _explaining(x, (axis,)):
-    return _scatter(x, axis, dimension, tiled)
+    return _scatter(x, axis, dimension, tiled, **groups)
 
 
 def exchange_along(
@@ -171,6 +182,11 @@ def gather(
   return lax.reshape(rows, (num_rows, *row.shape))
 
 
+def join_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
+  """Returns the slices of all shards, typed as the same on all of them."""
+  return _all_gather(x, axis, dimension, tiled=True)
+
+
 def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   """Returns which row of `scatter` and `gather` is a shard's own, int32 []."""
   if groups is not None:
@@ -216,8 +232,7 @@ def _scatter(x, axis, dimension, tiled=False, **groups):
   return jnp.sum(parts, dimension, dtype=x.dtype)
 
 
-def _all_gather(x, axis, dimension):
+def _all_gather(x, axis, dimension, tiled=False):
   """Gathers; the result is typed as the same on all shards, if tracked."""
-  if axis in axes_lib.varying_axes(x):
-    return lax.all_gather(x, axis, axis=dimension, to='invarying')
-  return lax.all_gather(x, axis, axis=dimension)
+  to = {'to': 'invarying'} if axis in axes_lib.varying_axes(x) else {}
+  return lax.all_gather(x, axis, axis=dimension, tiled=tiled, **to)

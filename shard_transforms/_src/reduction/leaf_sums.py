@@ -173,17 +173,17 @@ def reduce(
     leaves: Sequence[chex.Array], own: Share, options: Reduction
 ) -> list[jax.Array]:
   """Returns the sum or mean of each leaf, in its shape and dtype."""
-  return _reduce(options.sum_over, leaves, own, options)
+  return reduce_by(options.sum_over, leaves, own, options)
 
 
 def scatter(
     rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
 ) -> list[jax.Array]:
   """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
-  return _reduce(options.scatter_over, rows, own, options, num_rows)
+  return reduce_by(options.scatter_over, rows, own, options, num_rows)
 
 
-def _reduce(
+def reduce_by(
     sum_over: Callable[..., jax.Array],
     leaves: Sequence[chex.Array],
     own: Share,

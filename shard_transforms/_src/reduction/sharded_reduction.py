@@ -2,15 +2,20 @@
 
 from collections.abc import Hashable
 from collections.abc import Sequence
+import functools
+import math
 from typing import ClassVar
 
 import chex
 import jax
 from jax import lax
+import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import slice_marks
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -54,56 +59,113 @@ class ShardedReduction(leaf_sums.Reduction):
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share
   ) -> list[jax.Array]:
     """Returns each shard's slice of the sum or mean of checked leaves."""
-    num_slices = self.num_shards()
     is_sent = self.sends_in_slices(leaves)
-    sent = [i for i, is_sent_so in enumerate(is_sent) if is_sent_so]
-    whole = [i for i, is_sent_so in enumerate(is_sent) if not is_sent_so]
-    rows = [leaves_lib.cut(leaves[i], num_slices) for i in sent]
-    scattered = leaf_sums.scatter(rows, share, self, num_slices)
+    slices, in_rows, whole, rows = {}, [], [], []
+    for i, leaf in enumerate(leaves):
+      division = self._division(leaf)
+      if division is None or not is_sent[i]:
+        whole.append(i)
+      elif self.sends_in_rows(leaf):
+        in_rows.append(i)
+        rows.append(division.rows(leaf))
+      else:
+        send = functools.partial(self._scatter_along, division)
+        (slices[i],) = leaf_sums.reduce_by(send, [leaf], share, self)
+    scattered = leaf_sums.scatter(rows, share, self, self.num_shards())
     reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
-    slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
-    by_position = dict(zip(sent + whole, slices, strict=True))
-    return [by_position[i] for i in range(len(leaves))]
+    own = [*scattered, *jax.tree.leaves(self.own(reduced))]
+    slices |= zip(in_rows + whole, own, strict=True)
+    return [slices[i] for i in range(len(leaves))]
 
   def own(self, tree: optax.Updates) -> optax.Updates:
     """Returns each shard's slice of a tree that is the same on all of them."""
-    num_slices = self.num_shards()
-    index = collectives.row_index(self.axes, self.groups)
+    num_slices = self.num_slices()
+    index = [collectives.row_index(self.axes, self.groups)]
+    if self.groups is None:
+      index = list(map(lax.axis_index, self._divided_over()))
 
     def own(leaf):
-      if not leaves_lib.is_cut(leaf, num_slices):
+      if not leaves_lib.is_cut(leaf, math.prod(num_slices)):
         return leaf
-      rows = leaves_lib.cut(leaf, num_slices)
-      return lax.dynamic_index_in_dim(rows, index, keepdims=False)
+      return divisions.divide(jnp.shape(leaf), num_slices).own(leaf, index)
 
     return jax.tree.map(own, tree)
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
     """Gathers a tree like another from the slices of all shards."""
-    num_slices = self.num_shards()
     leaves, treedef = jax.tree.flatten(tree)
     kinds = treedef.flatten_up_to(like)
-    cut = [i for i, x in enumerate(kinds) if leaves_lib.is_cut(x, num_slices)]
-    own = axes_lib.to_varying([leaves[i] for i in cut], self.axes)
+    cut = {i: x for i, x in enumerate(map(self._division, kinds)) if x}
+    own = axes_lib.to_varying({i: leaves[i] for i in cut}, self.axes)
+    in_rows = [i for i in cut if self.sends_in_rows(kinds[i])]
 
     def gather(buffer, _):
       return collectives.gather(buffer, self.axes, self.groups)
 
-    keys = [(x.dtype, axes_lib.varying_axes(x)) for x in own]
+    packed = [own.pop(i) for i in in_rows]
+    keys = [(x.dtype, axes_lib.varying_axes(x)) for x in packed]
     with jax.named_scope(self.caller):
       rows = bucketing.map_packed(
-          gather, own, keys, self.levels(), growth=num_slices
+          gather, packed, keys, self.levels(), growth=self.num_shards()
       )
-      for i, slices_of_leaf in zip(cut, rows, strict=True):
-        leaves[i] = leaves_lib.join(slices_of_leaf, kinds[i])
+      for i, row in zip(in_rows, rows, strict=True):
+        leaves[i] = cut[i].join(row)
+      for i, part in own.items():
+        leaves[i] = self._gather_along(cut[i], part)
     return treedef.unflatten(leaves)
 
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
     """Returns for each leaf whether it is sliced before it is sent."""
-    num_slices = self.num_shards()
+    num_shards = self.num_shards()
     # A leaf that is not sent over all axes is the same on some shards.
     return [
-        leaves_lib.is_cut(leaf, num_slices)
+        leaves_lib.is_cut(leaf, num_shards)
         and leaf_sums.sent_over(leaf, self) == self.axes
         for leaf in leaves
     ]
+
+  def sends_in_rows(self, leaf: chex.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether slices are sent as rows, such as those that share a buffer."""
+    size = math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
+    is_small = any(size < level.leaf_bytes for level in self.levels())
+    return is_small or self.groups is not None
+
+  def num_slices(self) -> tuple[int, ...]:
+    """Returns the number of slices for each axis, the mesh's last one first."""
+    num_shards = self.num_shards()
+    if self.groups is not None:
+      return (num_shards,)
+    return tuple(map(lax.axis_size, self._divided_over()))
+
+  def marked(self, leaf: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array that is a slice of another, and says so."""
+    # Groups hold different states, which are not the parts of one.
+    if self.groups is not None or not math.prod(whole.shape):
+      return leaf
+    division = divisions.divide(whole.shape, self.num_slices())
+    return slice_marks.mark(leaf, division, self._divided_over())
+
+  def _divided_over(self):
+    return axes_lib.in_mesh_order(self.axes)[::-1]
+
+  def _division(self, leaf):
+    """Returns how a leaf is divided, or `None` if all shards have all of it."""
+    num_slices = self.num_slices()
+    if not leaves_lib.is_cut(leaf, math.prod(num_slices)):
+      return None
+    return divisions.divide(jnp.shape(leaf), num_slices)
+
+  def _scatter_along(self, division, leaf, axes):
+    """Returns each shard's slice of the sum of a leaf, sent axis by axis."""
+    del axes  # All of them.
+    leaf = division.pad(leaf)
+    for axis, dim in zip(self._divided_over(), division.dims, strict=True):
+      leaf = collectives.scatter_along(leaf, axis, dim, tiled=True)
+    return leaf
+
+  def _gather_along(self, division, own):
+    """Returns a leaf from the slices of all shards, sent axis by axis."""
+    order = list(zip(self._divided_over(), division.dims, strict=True))
+    for axis, dim in reversed(order):
+      own = collectives.join_along(own, axis, dim)
+    return division.crop(own)

@@ -133,9 +133,10 @@ def sharded_towers(
     >>> from shard_transforms import reproducible
     >>> mesh = jax.make_mesh((8,), ('data',))
     >>> tx = reproducible.sharded_towers(2, optax.adam(0.1), 'data')
-    >>> state = shard_transforms.init_state(tx, jnp.ones((3, 5)), mesh)
-    >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
-    (8, 1, 2)
+    >>> state = shard_transforms.init_state(tx, jnp.ones((3, 16)), mesh)
+    >>> mu = optax.tree_utils.tree_get(state, 'mu')
+    >>> print(mu.shape, mu.addressable_shards[0].data.shape)
+    (3, 16) (3, 2)
   """
   reduce = _as_reduction('sharded_towers', reduction, axis_name)
   arguments.check_bool('assume_elementwise', assume_elementwise)

@@ -55,6 +55,11 @@ class TreeReduction(sharded_reduction.ShardedReduction):
     """Returns each shard's row of the sum of rows over the shards."""
     return tree_sums.scatter(tree_sums.rounded(rows), axes)
 
+  def sends_in_rows(self, leaf: Any) -> bool:
+    """Whether slices are sent as rows: always."""
+    del leaf
+    return True
+
   def axes_of_sums(self) -> tuple[Hashable, ...]:
     """Returns the axes over which an optimizer may sum over all slices."""
     # The bits of such a sum depend on the number of slices.

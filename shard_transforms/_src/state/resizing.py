@@ -1,5 +1,8 @@
 """`resize_state`: converts state to another number of shards."""
 
+import contextlib
+import dataclasses
+
 import jax
 from jax.sharding import PartitionSpec as P
 import optax
@@ -7,7 +10,9 @@ import optax
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
+from shard_transforms._src.state import copies
 from shard_transforms._src.state import full_state
+from shard_transforms._src.state import one_shard
 
 
 def resize_state(
@@ -35,12 +40,14 @@ def resize_state(
   `local_updates` all continue from the mean of their own parameters and of
   their inner states, weighted by the steps of each, and share its weight
   equally, so that an unfinished round contains the steps of all. A state of
-  your own declares its `rules`; see `shard_transforms.state_rules.Rule`. Any
+  your own declares its `rules`; see `shard_transforms.states.Rule`. Any
   other leaf that differs between shards cannot be carried over, and raises.
 
   Args:
     state: A state of `init_state` and `tx.update` for any number of shards, in
-      arrays of this process, of JAX or, as from a checkpoint, of NumPy.
+      arrays of this process, of JAX or, as from a checkpoint, of NumPy. Those
+      of NumPy do not say how they were sharded: of slices of parameters that
+      `in_specs` shards, give arrays of JAX, or use `full_state`.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The new mesh.
@@ -73,14 +80,39 @@ def resize_state(
     >>> state = shard_transforms.init_state(tx, params, eight)
     >>> state = shard_transforms.resize_state(state, tx, params, four)
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
-    (4, 1, 4)
+    (1, 16)
   """
   full_state.check_reduction(reduction)
+  after = one_shard.OneShard(tx, params, mesh, in_specs)
+  made = _made_on(_mesh_of(state), after)
   here = jax.tree.map_with_path(_on_this_process, state)
-  full = full_state.full_state(here, tx, params, mesh, in_specs=in_specs)
+  full = full_state.joined(here, state, after, made)
   return full_state.place_state(
       full, tx, params, mesh, in_specs=in_specs, reduction=reduction
   )
+
+
+def _made_on(mesh, after):
+  """Returns what `init` makes on the mesh of a state, or `None`."""
+  told = jax.tree.leaves(after.in_specs, is_leaf=partition_specs.is_spec)
+  axes = set().union(*map(partition_specs.axes_of, told))
+  if mesh is None or not axes <= set(mesh.axis_names):
+    return None
+  made = dataclasses.replace(after, mesh=mesh)
+  # Under other names, its axes say nothing.
+  with contextlib.suppress(NameError):
+    return made if made.parts else None
+  return None
+
+
+def _mesh_of(state):
+  """Returns the mesh over which leaves of a state are sharded, or `None`."""
+  for leaf in jax.tree.leaves(state):
+    sharding = getattr(leaf, 'sharding', None)
+    is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+    if is_on_mesh and partition_specs.axes_of(sharding.spec):
+      return sharding.mesh
+  return None
 
 
 def _on_this_process(path, leaf):
@@ -89,8 +121,8 @@ def _on_this_process(path, leaf):
   Raises:
     ValueError: If a part of it is on another process.
   """
-  leaf = full_state.on_host(leaf)
-  if not full_state.is_here(leaf):
+  leaf = copies.on_host(leaf)
+  if not copies.is_here(leaf):
     raise ValueError(
         '`state` of `resize_state` must be on this process, got a part of'
         f' {leaves_lib.name_of(path)}. Save `full_state` of it, restore that,'

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
 
+from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.state import specs
@@ -191,23 +192,39 @@ def _divided(shape, spec, mesh, axis, whole_dims):
   """
   if axis in specs_lib.axes_of(P(*spec)):
     return P(*spec)
-  used = [entry is not None for entry in spec]
-  can_be_divided = range(len(shape) - (whole_dims <= len(shape)) * whole_dims)
-  for dim in sorted(can_be_divided, key=used.__getitem__):
-    entry = spec[dim] if isinstance(spec[dim], tuple) else (spec[dim],)
-    entry = (*(a for a in entry if a is not None), axis)
-    if shape[dim] and shape[dim] % math.prod(map(mesh.shape.get, entry)) == 0:
-      divided = entry if len(entry) > 1 else axis
-      return P(*spec[:dim], divided, *spec[dim + 1 :])
-  return P(*spec)
+  entries = specs_lib.entries(P(*spec))
+  sizes = [
+      size // math.prod(map(mesh.shape.get, entry))
+      for size, entry in zip(shape, entries, strict=True)
+  ]
+  sizes = sizes[: len(shape) - (whole_dims <= len(shape)) * whole_dims]
+  if not math.prod(shape) or not sizes:
+    return P(*spec)
+  dim = divisions.dimension(sizes, mesh.shape[axis], list(map(bool, entries)))
+  if sizes[dim] % mesh.shape[axis]:
+    return P(*spec)
+  divided = (*entries[dim], axis) if entries[dim] else axis
+  return P(*spec[:dim], divided, *spec[dim + 1 :])
 
 
 def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
-  """Returns the spec of an array, divided over each axis that divides it."""
-  spec = P(*(None,) * len(shape))
-  for axis in mesh.axis_names:
-    spec = _divided(shape, tuple(spec), mesh, axis, 0)
-  return spec
+  """Returns the spec of an array, divided over each axis that divides it.
+
+  It is divided as by `shard_update`, but for padding: between other orders of
+  axes, XLA would gather it.
+  """
+  spec = (None,) * len(shape)
+  if not spec or not math.prod(shape):
+    return P(*spec)
+  entries, left = specs_lib.entries(P(*spec)), list(shape)
+  axes = mesh.axis_names[::-1]
+  sizes = [mesh.shape[axis] for axis in axes]
+  division = divisions.along_dimensions(shape, sizes)
+  for axis, dim in zip(axes, division.dims, strict=True):
+    if left[dim] % mesh.shape[axis] == 0:
+      left[dim] //= mesh.shape[axis]
+      entries[dim] += (axis,)
+  return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
 
 
 def _tell_whole(leaves, axis, on_whole):

@@ -13,6 +13,7 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import slice_marks
 
 
 def state_specs(
@@ -28,7 +29,8 @@ def state_specs(
   They are read off the types of the leaves of `tx.init`, which is traced inside
   `jax.shard_map`; nothing is computed. A leaf that differs between shards is
   sharded along its first dimension, of length 1 a shard; a leaf that is shaped
-  like a parameter, or like several in a stack, is sharded like it.
+  like a parameter, or like several in a stack, is sharded like it, and a slice
+  as of `shard_update` along the dimension that is sliced.
 
   Args:
     tx: The transformation.
@@ -44,8 +46,8 @@ def state_specs(
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If `mesh` is not a mesh.
     ValueError: If a leaf varies over an axis and neither has a leading
-      dimension of 1 nor the shape of its parameter, or if `per_shard` is true
-      and `in_specs` uses all axes.
+      dimension of 1 nor the shape of its parameter or of a slice of it, or if
+      `per_shard` is true and `in_specs` uses all axes.
 
   Examples:
     >>> import jax
@@ -64,15 +66,16 @@ def state_specs(
   param_specs = jax.tree.broadcast(in_specs, params)
   found = []
 
-  def note(leaf, param, spec):
-    return _spec_like(leaf, jnp.shape(param), spec)
-
   def trace(params):
-    state = tx.init(params)
-    likes = jax.tree.map(lambda _: P(), state)
+    program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    marks = slice_marks.of_results(program, [None] * len(program.in_avals))
+    state = jax.tree.unflatten(
+        jax.tree.structure(state), map(_Leaf, program.out_avals, marks)
+    )
+    noted = state
     if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
-      noted = map_with_params(tx, note, state, params, param_specs)
-      likes = jax.tree.map(lambda x: x if specs_lib.is_spec(x) else P(), noted)
+      noted = map_with_params(tx, _spec_like, state, params, param_specs)
+    likes = jax.tree.map(_spec_anywhere, noted)
     found.append(
         jax.tree.map_with_path(
             lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
@@ -116,7 +119,7 @@ def specs_of(tree: Any) -> Any:
     >>> state = shard_transforms.init_state(tx, jnp.zeros((2, 8)), mesh)
     >>> train_state = {'step': 0, 'momentum': state.inner_state[0].trace}
     >>> print(shard_transforms.specs_of(train_state))
-    {'momentum': P('data',), 'step': P()}
+    {'momentum': P(None, 'data'), 'step': P()}
   """
   meshes = {}
 
@@ -150,37 +153,67 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
-def _spec_like(leaf, shape, spec):
-  """Returns the spec of a leaf like a parameter, or like a stack of it.
+class _Leaf:
+  """A leaf of a state: its type, and what it is a slice of, if it is one."""
+
+  def __init__(self, kind: Any, mark: slice_marks.Mark | None):
+    self.shape = kind.shape
+    self.varying = axes_lib.varying_axes(kind)
+    self.mark = mark
+
+
+def _spec_anywhere(leaf):
+  """Returns the spec of a leaf that is in the place of no sharded parameter.
+
+  Args:
+    leaf: The leaf, or the spec of one that is in the place of a parameter.
+  """
+  if specs_lib.is_spec(leaf):
+    return leaf
+  mark = leaf.mark
+  return P() if mark is None else mark.division.spec(mark.axes)
+
+
+def _spec_like(leaf, param, spec):
+  """Returns the spec of a leaf like a parameter, or like a part or stack of it.
 
   The leading axis of a leaf that is kept per shard is not in it.
+
+  Args:
+    leaf: The leaf.
+    param: The parameter on one shard.
+    spec: Its spec.
   """
-  varying, found = axes_lib.varying_axes(leaf), jnp.shape(leaf)
-  lead = len(found) - len(shape)
+  shape, mark = jnp.shape(param), leaf.mark
   axes = specs_lib.axes_of(spec)
-  if lead < 0 or found[lead:] != shape or not axes:
+  if mark is not None:
+    is_like = mark.division.shape == shape and axes <= leaf.varying
+    return mark.division.spec(mark.axes, spec) if is_like else P()
+  rank = len(leaf.shape) - len(shape)
+  if rank < 0 or leaf.shape[rank:] != shape or not axes:
     return P()
   # A leaf of the same shape on all shards may look like a stack by chance.
-  is_row = found[:lead] in ((), (1,))
-  if not is_row and not axes <= varying:
+  is_row = leaf.shape[:rank] in ((), (1,))
+  if not is_row and not axes <= leaf.varying:
     return P()
-  return P(*(None,) * (lead - bool(varying - axes)), *spec)
+  return P(*(None,) * (rank - bool(leaf.varying - axes)), *spec)
 
 
 def _spec(path, leaf, like, mesh, lead):
   """Returns the spec of a leaf of the state, with the axes `lead` in front."""
-  own = axes_lib.varying_axes(leaf) - specs_lib.axes_of(like)
-  if own and jnp.shape(leaf)[:1] != (1,):
+  own = leaf.varying - specs_lib.axes_of(like)
+  if own and (leaf.mark is not None or leaf.shape[:1] != (1,)):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
-        f' shards the same way, got the shape {jnp.shape(leaf)} at'
+        f' shards the same way, got the shape {leaf.shape} at'
         f' {leaves_lib.name_of(path)}, which varies over'
         f' {sorted(own, key=str)}.'
     )
   split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
   entries = [_entry(lead)] if lead else []
   entries += [_entry(split)] if own else []
+  like = specs_lib.restricted(like, set(mesh.axis_names).difference(lead))
   return P(*entries, *like)
 
 

@@ -54,7 +54,7 @@ def on_mesh(
     >>> state = tx.init(jnp.zeros((2, 8)))
     >>> mu = optax.tree_utils.tree_get(state, 'mu')
     >>> print(mu.shape, shard_transforms.specs_of(mu))
-    (8, 1, 2) P('data',)
+    (2, 8) P(None, 'data')
   """
   specs.check_mesh(mesh)
   inner = arguments.as_inner(tx, 'on_mesh', 'tx')

@@ -20,11 +20,11 @@ class ShardUpdateState(NamedTuple):
   """State of `shard_update`.
 
   Attributes:
-    inner_state: State of the inner transformation. Leaves of the shape of a
-      parameter that is cut hold each shard's slice, of shape
-      [1, 1, ..., 1, elements]: a leading axis, of length 1 inside the mapped
-      function and of the number of shards outside, and as many axes as the
-      parameter has. (A parameter of a single element has no further axis.)
+    inner_state: State of the inner transformation. Inside the mapped function,
+      a leaf of the shape of a parameter is the shard's slice of it. Outside it
+      has the shape of the parameter, or of a row of its elements, with zeros at
+      the end of a dimension that cannot be divided. With `groups`, a slice has
+      a leading axis of length 1, and of the number of shards outside.
 
   Examples:
     >>> import jax
@@ -33,14 +33,16 @@ class ShardUpdateState(NamedTuple):
     >>> import shard_transforms
     >>> mesh = jax.make_mesh((8,), ('data',))
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
-    >>> state = shard_transforms.init_state(tx, jnp.ones((3, 5)), mesh)
-    >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
-    (8, 1, 2)
+    >>> params = {'w': jnp.ones((3, 16)), 'b': jnp.ones(3)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> mu = optax.tree_utils.tree_get(state, 'mu')
+    >>> print(mu['w'].shape, mu['w'].sharding.spec, mu['b'].shape)
+    (3, 16) P(None, 'data') (8,)
   """
 
   inner_state: optax.OptState
 
-  rules = {'inner_state': full_rules.SLICES}
+  rules = {'inner_state': full_rules.DIVIDED}
 
 
 def shard_update(
@@ -60,26 +62,32 @@ def shard_update(
   a slice of the updates, and an all-gather joins the slices. Together these
   send as many bytes as the all-reduce that they replace.
 
-  `inner` sees the tree of the parameters, and the rank of each, with all
-  elements of a slice along the last axis: masks and labels that use paths or
-  ranks work unchanged. It must treat each element alone, as SGD, Adam, AdamW,
-  Lion, Adagrad and RMSProp do. An `inner` that looks across elements is
-  refused, because a shard sees only a slice: LAMB, Adafactor, Muon, noise. For
-  these, use `owners.owned_update`. A sum of all elements of sliced leaves is
-  right if one `psum` over `axis_name` follows. To clip by the global norm, put
+  A leaf is sliced along the first dimension that the shards divide, as by
+  `state_shardings`, or else along the one that needs the least padding. Where
+  that is more than 1/16, all its elements are sliced as one row. Over
+  several axes it is sliced axis by axis, if possible along a dimension each.
+  So the state is that of the replicated optimizer, sharded.
+
+  `inner` sees the tree of the parameters, and the rank of each: masks and
+  labels that use paths or ranks work unchanged. It must treat each element
+  alone, as SGD, Adam, AdamW, Lion, Adagrad and RMSProp do. An `inner` that
+  looks across elements is refused, because a shard sees only a slice: LAMB,
+  Adafactor, Muon, noise. For these, use `owners.owned_update`. A sum of all
+  elements of sliced leaves is right if one `psum` over `axis_name` follows. To
+  clip by the global norm, put
   `clip_by_global_norm(max_norm, axis_name)` of this library first in `inner`.
 
   Scalars are not sliced: they are reduced as by `cross_shard_mean`, and all
   shards update them. Make the state with `init_state`, and map it with the
-  specs of `state_specs`. It fits this number of shards; `resize_state` converts
-  it to another. All axes of the mesh must be mapped, and parameters may be
-  sharded over others than `axis_name`.
+  specs of `state_specs`. `full_state` removes the padding for a checkpoint, and
+  `resize_state` converts it to another number of shards. All axes of the mesh
+  must be mapped, and parameters may be sharded over others than `axis_name`.
 
   Args:
     inner: The transformation that runs on slices.
-    axis_name: The mapped axis, or a sequence of them, the fast one last, over
-      whose shards the updates are reduced and sliced. The last axis is
-      scattered first, so that the others carry only a part.
+    axis_name: The mapped axis, or a sequence of them, over whose shards the
+      updates are reduced and sliced. The last axis of the mesh is scattered
+      first, so that the others carry only a part: make it the fast one.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.

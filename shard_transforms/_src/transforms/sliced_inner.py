@@ -1,10 +1,10 @@
 """The optimizer that each shard runs on its slices, and its state.
 
 A leaf of state whose shape on slices differs from its shape on the whole is
-itself a slice, and has the leading axis of leaves that differ between shards.
+itself a slice. Where groups of shards train apart, or no parameter has its
+shape, it has the leading axis of leaves that differ between shards.
 """
 
-from collections.abc import Hashable
 from collections.abc import Mapping
 import contextlib
 import functools
@@ -17,7 +17,6 @@ import optax
 
 from shard_transforms._src.analysis import elementwise
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -53,7 +52,9 @@ class SlicedInner:
     self._refuse(problem)
     own_state = self._inner.init(self._reduction.own(params))
     whole_kinds = jax.eval_shape(self._inner.init, params)
-    return store(own_state, whole_kinds, self._reduction.axes)
+    kept = self._stored(own_state, whole_kinds, params)
+    mark = functools.partial(self._marked, shapes=_shapes(params))
+    return jax.tree.map(mark, kept, whole_kinds)
 
   def update(
       self,
@@ -86,11 +87,70 @@ class SlicedInner:
     whole_kinds = jax.eval_shape(self._inner.init, like)
     own_like = own_updates if params is None else own_params
     own_kinds = jax.eval_shape(self._inner.init, own_like)
-    own_state = take(inner_state, own_kinds, whole_kinds, reduction.caller)
+    own_state = self._taken(inner_state, own_kinds, whole_kinds, like)
     run = jax.jit(update)
     own_updates, own_state = run(own_updates, own_state, own_params)
-    kept = store(own_state, whole_kinds, reduction.axes)
-    return own_updates, kept
+    return own_updates, self._stored(own_state, whole_kinds, like)
+
+  def _stored(self, own_state, whole_kinds, params):
+    """Returns a shard's own state as it is kept."""
+    is_row = self._rows(params)
+
+    def store(leaf, whole):
+      if jnp.shape(leaf) != whole.shape:
+        leaf = lax.expand_dims(leaf, (0,)) if is_row(leaf, whole) else leaf
+        leaf = axes_lib.to_varying(leaf, self._reduction.axes)
+      return leaf
+
+    return jax.tree.map(store, own_state, whole_kinds)
+
+  def _rows(self, params):
+    """Returns whether a leaf of the state is kept with a leading axis."""
+    in_groups, shapes = self._reduction.groups is not None, _shapes(params)
+
+    # Groups hold different states, which are not the parts of one. Nor is it
+    # known how a shape that no parameter has is divided.
+    def is_row(own, whole):
+      is_known = whole.shape in shapes and not in_groups
+      return jnp.shape(own) != whole.shape and not is_known
+
+    return is_row
+
+  def _marked(self, leaf, whole, shapes):
+    # A leaf of one element is its own slice, and only types tell it from one.
+    varying, of_whole = map(axes_lib.varying_axes, (leaf, whole))
+    if jnp.ndim(leaf) and varying - of_whole and whole.shape in shapes:
+      return self._reduction.marked(leaf, whole)
+    return leaf
+
+  def _taken(self, state, own_kinds, whole_kinds, params):
+    """Returns a shard's own state from the state that is kept.
+
+    Raises:
+      ValueError: If it has other leaves, or leaves of other shapes.
+    """
+    made_for_others = (
+        f'State of `{self._reduction.caller}` must be made for these parameters'
+        ' and this number of shards by `shard_transforms.init_state`, and'
+        ' mapped with the specs of `shard_transforms.state_specs`, or for'
+        ' `jax.pmap` be made by'
+        ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
+    )
+    found = jax.tree.structure(state), jax.tree.structure(own_kinds)
+    if found[0] != found[1]:
+      raise ValueError(f'{made_for_others}the tree {found[0]}.')
+    is_row = self._rows(params)
+
+    def take(path, leaf, own, whole):
+      expected = (1,) * is_row(own, whole) + own.shape
+      if jnp.shape(leaf) != expected:
+        raise ValueError(
+            f'{made_for_others}the shape {jnp.shape(leaf)} at'
+            f' {jax.tree_util.keystr(path)}, where a shard has {expected}.'
+        )
+      return lax.squeeze(leaf, (0,)) if expected != own.shape else leaf
+
+    return jax.tree.map_with_path(take, state, own_kinds, whole_kinds)
 
   def _problem(self, updates, params, update, has_extra_args):
     """Returns how `inner` looks across elements, if it does."""
@@ -142,7 +202,7 @@ class SlicedInner:
         self._inner._replace(update=update),
         updates,
         params,
-        self._reduction.num_shards(),
+        self._reduction.num_slices(),
         self._reduction.axes_of_sums(),
     )
 
@@ -152,11 +212,15 @@ class SlicedInner:
     # Whether updates vary over these axes does not matter: slices of them do.
     ignored = () if reduction.groups else reduction.axes
     return (
-        reduction.num_shards(),
+        reduction.num_slices(),
         tuple(map(axes_lib.is_tracked, reduction.axes)),
         _describe(updates, ignored),
         _describe(params, ()),
     )
+
+
+def _shapes(tree):
+  return set(map(jnp.shape, jax.tree.leaves(tree)))
 
 
 def _describe(tree, ignored):
@@ -171,65 +235,3 @@ def _describe(tree, ignored):
       for leaf in leaves
   ]
   return treedef, tuple(kinds)
-
-
-def store(
-    own_state: optax.OptState,
-    whole_kinds: optax.OptState,
-    axes: tuple[Hashable, ...],
-) -> optax.OptState:
-  """Returns a shard's own state as it is kept.
-
-  Args:
-    own_state: State for the slices of a shard.
-    whole_kinds: Shapes and dtypes of the state for whole parameters.
-    axes: The mapped axes.
-  """
-  leaves, treedef = jax.tree.flatten(own_state)
-  wholes = treedef.flatten_up_to(whole_kinds)
-  pairs = enumerate(zip(leaves, wholes, strict=True))
-  cut = [i for i, (x, y) in pairs if jnp.shape(x) != jnp.shape(y)]
-  stored = states.store([leaves[i] for i in cut], axes)
-  for i, leaf in zip(cut, stored, strict=True):
-    leaves[i] = leaf
-  return treedef.unflatten(leaves)
-
-
-def take(
-    state: optax.OptState,
-    own_kinds: optax.OptState,
-    whole_kinds: optax.OptState,
-    caller: str,
-) -> optax.OptState:
-  """Returns a shard's own state from the state that is kept.
-
-  Args:
-    state: As `store` returns it.
-    own_kinds: Shapes and dtypes of the state for the slices of a shard.
-    whole_kinds: Shapes and dtypes of the state for whole parameters.
-    caller: What errors name.
-
-  Raises:
-    ValueError: If it has other leaves, or leaves of other shapes.
-  """
-  made_for_others = (
-      f'State of `{caller}` must be made for these parameters and this number'
-      ' of shards by `shard_transforms.init_state`, and mapped with the specs'
-      ' of `shard_transforms.state_specs`, or for `jax.pmap` be made by'
-      ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
-  )
-  found = jax.tree.structure(state), jax.tree.structure(own_kinds)
-  if found[0] != found[1]:
-    raise ValueError(made_for_others + f'the tree {found[0]}.')
-
-  def take_leaf(path, leaf, own, whole):
-    is_slice = own.shape != whole.shape
-    if jnp.shape(leaf) != (1,) * is_slice + own.shape:
-      raise ValueError(
-          f'{made_for_others}the shape {jnp.shape(leaf)} at'
-          f' {jax.tree_util.keystr(path)}, where a shard has'
-          f' {(1,) * is_slice + own.shape}.'
-      )
-    return lax.squeeze(leaf, (0,)) if is_slice else leaf
-
-  return jax.tree.map_with_path(take_leaf, state, own_kinds, whole_kinds)

@@ -1,0 +1,185 @@
+"""What the results of the program of an `update` depend on.
+
+Whether `inner` treats each leaf alone is read off its program: on which updates
+and which state each of its results depends. What depends on parameters may
+depend on all of them, because they are the same on all shards.
+"""
+
+from collections.abc import Hashable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.owners import leaf_flow
+from shard_transforms._src.owners import leaf_program
+
+# What an array belongs to, where that is not the number of one parameter: to
+# none, and is the same on all shards; or to several of them.
+SHARED, MIXED = -1, -2
+
+
+@dataclasses.dataclass(frozen=True)
+class Dependence:
+  """What the results of the program of an `update` depend on.
+
+  The inputs of the program are the updates, the state, the parameters and the
+  totals; its outputs the updates, the state, and the terms of the totals.
+
+  Attributes:
+    program: The program.
+    of: What each update and each leaf of the state belongs to: the number of a
+      parameter, `SHARED` or `MIXED`.
+    num_updates: The number of updates.
+    depends: On which inputs each output depends, in bits.
+    sent: The name of a collective that the program runs, if any.
+  """
+
+  program: leaf_program.LeafProgram
+  of: Sequence[int]
+  num_updates: int
+  depends: Sequence[int]
+  sent: str | None
+
+  @classmethod
+  def find(
+      cls,
+      program: leaf_program.LeafProgram,
+      of: Sequence[int],
+      num_updates: int,
+      axes: Sequence[Hashable],
+  ) -> 'Dependence':
+    """Reads a program.
+
+    Args:
+      program: The program.
+      of: As the attribute.
+      num_updates: As the attribute.
+      axes: The mapped axes over which parameters must not vary.
+    """
+    kinds = [
+        leaf_flow.OWN_NUMBERS if axes_lib.varying_axes(x) & set(axes) else 0
+        for x in program.jaxpr.in_avals
+    ]
+    for i, number in enumerate(of):
+      kinds[i] = 0 if i < num_updates and number == SHARED else _bit(i)
+    kinds[program.num_inputs :] = [0] * len(program.terms)
+    found = leaf_flow.follow(program.flat, kinds, axes)
+    return cls(program, of, num_updates, *found)
+
+  def belongs(self, output: int) -> set[int]:
+    """Returns to which parameters belongs what an output depends on."""
+    return {self.of[i] for i in _numbers(self.depends[output])} - {SHARED}
+
+  def problem(self) -> str | None:
+    """Returns a clause that says how the program mixes leaves, or `None`."""
+    # Collectives are effects named after their axes.
+    if any(not hasattr(x, 'name') for x in self.program.jaxpr.effects):
+      return (
+          'its side effects, such as `jax.debug.print`, would show each shard'
+          ' the leaves that it owns, and zeros for all others'
+      )
+    if self.sent is not None:
+      return (
+          f'`{self.sent}` in it waits for shards that update other leaves (only'
+          ' a `psum` over all axes of the shards, in no branch or loop, can be'
+          ' done for all of them)'
+      )
+    if self.program.averaged:
+      return '`pmean` divides a sum over leaves by the number of shards'
+    return self._problem_of_results() or self._problem_of_totals()
+
+  def _problem_of_results(self):
+    paths = [x for x, _ in jax.tree.leaves_with_path(self.program.results)]
+    for output, path in enumerate(paths):
+      own, bits = self.of[output], self.depends[output]
+      if bits & leaf_flow.OWN_NUMBERS:
+        return (
+            'shards bring numbers of their own, such as parameters of'
+            ' `per_shard` in place of replicated ones, in'
+            f' {_name(path)}'
+        )
+      if self.belongs(output) - {own} or own == MIXED:
+        same = (own, SHARED)
+        others = (i for i in _numbers(bits) if self.of[i] not in same)
+        other = next(others, output)
+        problem = f'{_name(path)} depends on {_name(paths[other])}'
+        is_unknown = own == SHARED and len(self.belongs(output)) == 1
+        if is_unknown and output >= self.num_updates:
+          problem += (
+              ', and `init` could not see that it belongs to it, without the'
+              ' extra arguments that `update` requires: keep such state in a'
+              ' tree like the parameters, or give these arguments defaults'
+          )
+        return problem
+    return None
+
+  def _problem_of_totals(self):
+    for term in (term for terms in self.program.terms for term in terms):
+      belongs = self.belongs(term)
+      if self.depends[term] & leaf_flow.OWN_NUMBERS:
+        return 'shards add up numbers of their own'
+      if not belongs:
+        return '`psum` adds up what is the same on all shards'
+      if len(belongs) > 1 or MIXED in belongs:
+        return '`psum` adds up more than numbers that each come from one leaf'
+    return None
+
+  def associated(self, known: Sequence[int | None]) -> list[int]:
+    """Returns what each leaf of the state belongs to.
+
+    Args:
+      known: The same, where it is known.
+    """
+    first, found = self.num_updates, []
+    for i, (reach, before) in enumerate(
+        zip(self._reach(), known, strict=True), first
+    ):
+      of = {self.of[k] for k in _numbers(reach) if k < first}
+      if before is not None:
+        found.append(before)
+      elif of:
+        found.append(of.pop() if len(of) == 1 else MIXED)
+      else:
+        readers = {
+            self.of[k] for k in range(first) if self.depends[k] & _bit(i)
+        }
+        size = math.prod(self.program.jaxpr.in_avals[i].shape)
+        is_of_one = len(readers) == 1 and size > 1
+        found.append(readers.pop() if is_of_one else SHARED)
+    return found
+
+  def _reach(self):
+    """Returns on which inputs each leaf of the state comes to depend."""
+    first, last = self.num_updates, len(self.of)
+    reach, before = list(self.depends[first:last]), None
+    while reach != before:
+      before = list(reach)
+      for i, bits in enumerate(before):
+        for k in _numbers(bits):
+          if k >= first:
+            reach[i] |= before[k - first]
+    return reach
+
+
+def _bit(number):
+  return 2 * leaf_flow.OWN_NUMBERS << number
+
+
+def _numbers(bits: int) -> Iterator[int]:
+  """Yields the numbers of the inputs that are in a set of bits."""
+  bits >>= 1
+  while bits:
+    yield (bits & -bits).bit_length() - 1
+    bits &= bits - 1
+
+
+def _name(path: Sequence[Any]) -> str:
+  number, *rest = path
+  name = leaves_lib.name_of(rest)
+  return f'its {("updates", "state")[number.idx]} at {name}'

@@ -1,0 +1,175 @@
+"""The parts of a state that are sharded, as they are on one shard."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import full_rules
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import partition_specs
+from shard_transforms._src.state import fields
+from shard_transforms._src.state import placement
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShard:
+  """The state on one shard, whose parts have the shapes of the replicated one.
+
+  Attributes:
+    tx: The transformation.
+    given: The parameters.
+    mesh: A mesh that has its axes.
+    in_specs: The `PartitionSpec`s of the parameters.
+  """
+
+  tx: optax.GradientTransformation
+  given: Any
+  mesh: jax.sharding.Mesh
+  in_specs: Any
+
+  @functools.cached_property
+  def params(self) -> Any:
+    """The shapes of the parameters."""
+    return jax.eval_shape(lambda params: params, self.given)
+
+  def _parts_on(self, mesh):
+    """Returns the types of the parts that are sharded on a mesh, by path."""
+    state = placement.init_state(
+        self.tx, self.params, mesh, in_specs=self.in_specs
+    )
+    parts = {}
+
+    def note(path, rule, field, _):
+      if rule.full is not None:
+        parts[path] = rule, field
+
+    fields.map_fields(note, fields.full_rules_of, state, state)
+    return parts
+
+  @functools.cached_property
+  def parts(self) -> dict[Path, tuple[Any, Any]]:
+    """The rules and the types of the parts as they are on the mesh, by path."""
+    return self._parts_on(self.mesh)
+
+  @functools.cached_property
+  def _fields(self):
+    """The types of the parts on one shard, as kept and full."""
+    names, found = self.mesh.axis_names, {}
+    mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
+    for path, (rule, field) in self._parts_on(mesh).items():
+      name = leaves_lib.name_of(path)
+      full = jax.eval_shape(
+          lambda part, rule=rule, field=field, name=name: rule.full(
+              part, field, name
+          ),
+          fields.without_shardings(field),
+      )
+      found[path] = field, full
+    return found
+
+  def check_made_on_mesh(self, path: Path, field: Any) -> None:
+    """Checks that a part was made on this mesh for these `in_specs`.
+
+    Slices of other parts of a parameter can have shapes that fit; if so, they
+    are sharded over further axes.
+
+    Raises:
+      ValueError: If it was not.
+    """
+    _, full = self._types_of(path)
+    _, made = self.parts.get(path, (None, None))
+    is_full = fields.types_of(field) == fields.types_of(full)
+    # Of another tree, the rule knows what it can read.
+    if is_full or jax.tree.structure(field) != jax.tree.structure(made):
+      return
+    if fields.types_of(field) != fields.types_of(made) or any(
+        _axes_of(x) - _axes_of(y)
+        for x, y in zip(*map(jax.tree.leaves, (field, made)), strict=True)
+    ):
+      name = leaves_lib.name_of(path)
+      raise ValueError(
+          '`mesh` and `in_specs` must be those with which `init_state` made the'
+          f' state, got other shapes or shardings at {name}. Give both as to'
+          ' `init_state`.'
+      )
+
+  def joining(self, path: Path, rule: Any) -> Callable[[Any], Any]:
+    """Returns the function that gives the part at a path its full form.
+
+    Raises:
+      ValueError: If there is none.
+    """
+    name = leaves_lib.name_of(path)
+    one_shard, _ = self._types_of(path)
+
+    def join(field):
+      if fields.types_of(field) != fields.types_of(one_shard):
+        self._check_whole_params(path)
+      full = rule.full(field, one_shard, name)
+      self._check_shapes(path, full)
+      return full
+
+    return join
+
+  def check(self, path: Path, full: Any, target: Any) -> None:
+    """Checks a part in its full form, which is to be placed like `target`.
+
+    Raises:
+      TypeError: If a leaf has another dtype.
+      ValueError: If it is of other parameters.
+    """
+    one_shard, expected = self._types_of(path)
+    self._check_shapes(path, full, ' It must be what `full_state` returns.')
+    for (sub, leaf), like in _pairs(full, expected):
+      fields.check_dtype(leaves_lib.name_of((*path, *sub)), leaf, like)
+    if fields.types_of(target) != fields.types_of(one_shard):
+      self._check_whole_params(path)
+
+  def _types_of(self, path):
+    if path not in self._fields:
+      name = leaves_lib.name_of(path)
+      raise ValueError(f'{full_rules.made_for_others("a part", name)}.')
+    return self._fields[path]
+
+  def _check_shapes(self, path, full, hint=''):
+    _, expected = self._types_of(path)
+    fields.check_same_trees(path, full, expected)
+    for (sub, leaf), like in _pairs(full, expected):
+      if jnp.shape(leaf) != like.shape:
+        name = leaves_lib.name_of((*path, *sub))
+        got = f'the shape {jnp.shape(leaf)}'
+        raise ValueError(
+            f'{full_rules.made_for_others(got, name)} instead of {like.shape}.'
+            f'{hint}'
+        )
+
+  def _check_whole_params(self, path):
+    told = jax.tree.leaves(self.in_specs, is_leaf=partition_specs.is_spec)
+    if any(map(partition_specs.axes_of, told)):
+      raise ValueError(
+          '`in_specs` must not shard parameters whose state is sharded further,'
+          f' such as by `shard_update`, got {self.in_specs} for'
+          f' {leaves_lib.name_of(path)}. Go on with the same mesh, or start'
+          ' again with `init_state`.'
+      )
+
+
+def _axes_of(leaf):
+  """Returns the axes over which a leaf is known to be sharded."""
+  sharding = getattr(leaf, 'sharding', None)
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return frozenset()
+  return partition_specs.axes_of(sharding.spec)
+
+
+def _pairs(tree, like):
+  return zip(
+      jax.tree.leaves_with_path(tree), jax.tree.leaves(like), strict=True
+  )
