@@ -30,7 +30,7 @@ PATIENCE = [
 
 # The environment is for the processes that tests start.
 flags = os.environ.get('XLA_FLAGS', ' '.join(FAST_COMPILATION))
-os.environ['XLA_FLAGS'] = ' '.join([flags, *PATIENCE])
+os.environ['XLA_FLAGS'] = ' '.join([flags, *PATIENCE]).strip()
 os.environ['MPLBACKEND'] = 'Agg'
 for name, value in {
     # Whatever accelerator there is.
