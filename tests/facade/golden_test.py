@@ -308,9 +308,16 @@ class TowerTest(ReplayTest):
 
 class DropStaleTest(ReplayTest):
 
+  # Each worker would compile a program of its own.
   @cases.parameters(*DROP_STALE)
   def test_replays(self, case):
-    tape = DROP_STALE[case]
+    self.replay(DROP_STALE[case], is_compiled=False)
+
+  @cases.parameters(*golden_tapes.read('drop_stale_edges.json'))
+  def test_replays_compiled(self, case):
+    self.replay(DROP_STALE[case], is_compiled=True)
+
+  def replay(self, tape, is_compiled):
     variables, global_step = make_variables(tape)
 
     def apply(opt, grads):
@@ -324,9 +331,7 @@ class DropStaleTest(ReplayTest):
     ]
     # Gradients are held outside of what is compiled, as other workers may come
     # between the two calls.
-    applies = [
-        facade.function(functools.partial(apply, opt)) for opt in workers
-    ]
+    applies = [functools.partial(apply, opt) for opt in workers]
     held = {}
 
     def loss(event):
@@ -341,7 +346,10 @@ class DropStaleTest(ReplayTest):
       self.assertEqual(counter, expected['stale_counter'])
 
     first = tape['events'][0]
-    applies[0].build([g for g, _ in inner.compute_gradients(loss(first))])
+    build = facade.function(applies[0]).build
+    build([g for g, _ in inner.compute_gradients(loss(first))])
+    if is_compiled:
+      applies = [facade.function(apply) for apply in applies]
     for opt in workers:
       check(opt, tape['initial'])
     for event in tape['events']:
