@@ -145,10 +145,6 @@ ERRORS = {
         ('`shard` cannot b', lambda t: sharded(lambda x: kept())),
         ('`infeed_queue`', lambda t: kept(infeed_queue=1)),
         ('`replicate_model_fn` cann', lambda t: towers(towers())(np.zeros(16))),
-        (
-            'must be None: JAX keeps',
-            lambda t: facade.AdafactorOptimizer(parameter_encoding=8),
-        ),
     ],
     TypeError: [
         # Variables.
