@@ -390,7 +390,8 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
   Args:
     weight_decay: The part :math:`\lambda`, a number, a scalar `Variable` or a
       function of no arguments; it is read at each update.
-    **kwargs: The arguments of the optimizer.
+    *args: The arguments of the optimizer.
+    **kwargs: The same.
 
   Examples:
     >>> from shard_transforms import facade
@@ -410,12 +411,8 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
     https://arxiv.org/abs/1711.05101.
   """
 
-  def __init__(
-      self,
-      weight_decay: Hyperparameter,
-      **kwargs: Any,
-  ):
-    super().__init__(**kwargs)
+  def __init__(self, weight_decay: Hyperparameter, *args: Any, **kwargs: Any):
+    super().__init__(*args, **kwargs)
     self._weight_decay = weight_decay
     self._decay_var_list: list[Variable] = []
 
@@ -514,15 +511,8 @@ class AdamWOptimizer(DecoupledWeightDecayExtension, AdamOptimizer):
       use_locking: bool = False,
       name: str = 'AdamW',
   ):
-    super().__init__(
-        weight_decay,
-        learning_rate=learning_rate,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        use_locking=use_locking,
-        name=name,
-    )
+    hyperparameters = learning_rate, beta1, beta2, epsilon
+    super().__init__(weight_decay, *hyperparameters, use_locking, name)
 
 
 class LARSOptimizer(bases.TensorFlowOptimizer):

@@ -38,6 +38,7 @@ SINGLE_CALLS = {
 CROSS_SHARD = golden_tapes.read('cross_shard_*.json')
 TOWERS = golden_tapes.read('tower_*.json')
 DROP_STALE = golden_tapes.read('drop_stale_*.json')
+COMPILED = golden_tapes.read('drop_stale_edges.json')
 
 TOWERS_AS_RECORDED = [case for case in TOWERS if case not in DEPARTURES]
 # The ways of calling optimizers; the numbers of all others are the same.
@@ -308,16 +309,11 @@ class TowerTest(ReplayTest):
 
 class DropStaleTest(ReplayTest):
 
-  # Each worker would compile a program of its own.
   @cases.parameters(*DROP_STALE)
   def test_replays(self, case):
-    self.replay(DROP_STALE[case], is_compiled=False)
-
-  @cases.parameters(*golden_tapes.read('drop_stale_edges.json'))
-  def test_replays_compiled(self, case):
-    self.replay(DROP_STALE[case], is_compiled=True)
-
-  def replay(self, tape, is_compiled):
+    tape = DROP_STALE[case]
+    # Each worker compiles a program of its own, which takes most of the time.
+    is_compiled = case in COMPILED
     variables, global_step = make_variables(tape)
 
     def apply(opt, grads):

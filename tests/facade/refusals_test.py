@@ -414,6 +414,7 @@ ERRORS = {
         ('never change again', lambda t: tf.maximum(t.rate(), 0.1)),
         ('never change ag', lambda t: tf.cond(t.step < 2, t.rate, lambda: 1.0)),
         ('must not be empty', lambda t: tf.add_n([])),
+        ('must have one sh', lambda t: tf.losses.huber_loss(X, X[:, None])),
         (
             '`weights` of a loss must be',
             lambda t: tf.losses.huber_loss(X[None], X[None], weights=[1.0]),
