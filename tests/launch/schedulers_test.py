@@ -140,6 +140,7 @@ class SchedulersTest(parameterized.TestCase):
       ),
       # The shell of `salloc` is no task.
       ({'SLURM_NTASKS': '2'}, None),
+      ({'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '1'}, None),
       ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
       (KUBERNETES, ('h:1', 1, 0, None)),
   )
@@ -151,6 +152,10 @@ class SchedulersTest(parameterized.TestCase):
 
   @cases.parameters(
       (BATCH_SCRIPT, 'a batch script is no task'),
+      (
+          {'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '2'},
+          'a batch script is no',
+      ),
       ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, r'MPI \(PMI_SIZE=2, PMI_RANK=0\)'),
       ({'WORLD_SIZE': '2', 'RANK': '0'}, 'torchrun .* unset RANK'),
       (
