@@ -14,7 +14,6 @@ import pytest
 import cases
 import distributed_worker
 import python_command
-import shard_transforms
 
 WORKER = distributed_worker.__file__
 SHARDS = distributed_worker.SHARDS
@@ -29,8 +28,6 @@ shard_transforms.launch.run_processes(
 
 
 def run_worker(num_processes, *args):
-  source = pathlib.Path(shard_transforms.__file__).parents[1]
-  paths = [str(source), os.environ.get('PYTHONPATH', '')]
   return subprocess.run(
       [
           *(sys.executable, '-c', SUPERVISOR, str(num_processes)),
@@ -40,7 +37,6 @@ def run_worker(num_processes, *args):
           **os.environ,
           'JAX_PLATFORMS': 'cpu',
           'JAX_NUM_CPU_DEVICES': str(SHARDS // num_processes),
-          'PYTHONPATH': os.pathsep.join(filter(None, paths)),
       },
       capture_output=True,
       text=True,

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import pathlib
 import platform
 import subprocess
 import sys
@@ -85,18 +84,13 @@ class JoiningTest(parameterized.TestCase):
     return num_processes, initialize
 
   def start(self, code, num_processes=1):
-    source = pathlib.Path(shard_transforms.__file__).parents[1]
-    paths = [str(source), os.environ.get('PYTHONPATH', '')]
     run = (
         'import sys, shard_transforms; shard_transforms.launch.run_processes('
         f"{num_processes}, [sys.executable, '-c', sys.argv[1]], grace=0.2)"
     )
     return subprocess.run(
         [sys.executable, '-c', run, code],
-        env={
-            **environment(),
-            'PYTHONPATH': os.pathsep.join(filter(None, paths)),
-        },
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,

@@ -93,13 +93,10 @@ class ProcessesTest(parameterized.TestCase):
     shard_transforms.launch.run_processes(len(deeds), command, grace=grace)
 
   def start_supervisor(self, *deeds, env=None):
-    source = pathlib.Path(shard_transforms.__file__).parents[1]
-    paths = [str(source), os.environ.get('PYTHONPATH', '')]
     supervisor = subprocess.Popen(
         [sys.executable, '-c', SUPERVISOR, CHILD, self.folder, *deeds],
         env={
             **{k: v for k, v in os.environ.items() if 'JAX_' not in k},
-            'PYTHONPATH': os.pathsep.join(filter(None, paths)),
             **(env or {}),
         },
         stdout=subprocess.PIPE,
