@@ -32,6 +32,7 @@ from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import local_updates
+from shard_transforms import monitoring
 from shard_transforms import owners
 from shard_transforms import reduce_towers
 from shard_transforms import reproducible
@@ -53,6 +54,7 @@ SPIKES = shard_transforms.SpikeRule(
 
 # With a tiny `eps`, Adam would hide a wrong scale of what it is given.
 ADAM = optax.adam(0.1, eps=1.0)
+SGD = optax.sgd(0.1, momentum=0.9)
 
 
 class Row(NamedTuple):
@@ -703,10 +705,10 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def run_of(name):
+def run_of(name, inner=ADAM):
   """Returns the run of a row, outside of a mapping where it needs none."""
   row = ROWS[name]
-  tx = row.build(ADAM, TOWERS)
+  tx = row.build(inner, TOWERS)
 
   def step(params, state, updates, number):
     extra_args = extra_args_of(row, number)
@@ -1011,6 +1013,30 @@ class StateTest(parameterized.TestCase):
     if name in EACH_UNMAPPED_INIT:
       alone = tx.init(abstract)
       chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
+
+  @cases.product(name=ROWS, setting=modes.SETTINGS)
+  def test_keeps_types_under_each_setting_of_jax(self, name, setting):
+    run = run_of(name, SGD)
+    # Arrays of float64 are for tests under the setting `JAX_ENABLE_X64=1`.
+    params = jax.tree.map(lambda x: x.astype(np.float32), plain_params())
+    updates, number = data_of(name, 0), jnp.int32(0)
+
+    def types():
+      if ROWS[name].per_shard:
+        abstract = jax.eval_shape(lambda: params)
+        state = shard_transforms.init_state(run.tx, abstract, modes.mesh())
+      else:
+        state = jax.eval_shape(run.tx.init, params)
+      after = jax.eval_shape(run.step, params, state, updates, number)
+      numbers = jax.eval_shape(monitoring.metrics, after[1])
+      return kinds((params, state)), kinds(after), kinds(numbers)
+
+    expected = types()
+    with modes.SETTINGS[setting]():
+      found = types()
+
+    self.assertEqual(found, expected)
+    self.assertEqual(found[0], found[1])
 
   @cases.parameters(*ROWS)
   def test_an_error_changes_nothing(self, name):
