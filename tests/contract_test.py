@@ -498,10 +498,10 @@ def odd_params():
   """Returns leaves of all kinds that a tree of parameters may have."""
   return {
       'scalar': jnp.float32(1),
-      'matrix': jnp.ones((2, 5)),
+      'matrix': jnp.ones((2, 5), jnp.float32),
       'half': jnp.ones(3, jnp.bfloat16),
       'complex': jnp.ones(2, jnp.complex64),
-      'zero-sized': jnp.ones((0, 4)),
+      'zero-sized': jnp.ones((0, 4), jnp.float32),
       'empty': {},
       'none': None,
       'masked': optax.MaskedNode(),
@@ -509,7 +509,7 @@ def odd_params():
 
 
 def plain_params():
-  return {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(0.5)}
+  return {'w': jnp.linspace(-1, 1, 5, dtype='float32'), 'b': jnp.float32(0.5)}
 
 
 def shard_data(row, params, seed=0):
@@ -1017,8 +1017,7 @@ class StateTest(parameterized.TestCase):
   @cases.product(name=ROWS, setting=modes.SETTINGS)
   def test_keeps_types_under_each_setting_of_jax(self, name, setting):
     run = run_of(name, SGD)
-    # Arrays of float64 are for tests under the setting `JAX_ENABLE_X64=1`.
-    params = jax.tree.map(lambda x: x.astype(np.float32), plain_params())
+    params = plain_params()
     updates, number = data_of(name, 0), jnp.int32(0)
 
     def types():
