@@ -32,6 +32,7 @@ from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import local_updates
+from shard_transforms import monitoring
 from shard_transforms import owners
 from shard_transforms import reduce_towers
 from shard_transforms import reproducible
@@ -53,6 +54,7 @@ SPIKES = shard_transforms.SpikeRule(
 
 # With a tiny `eps`, Adam would hide a wrong scale of what it is given.
 ADAM = optax.adam(0.1, eps=1.0)
+SGD = optax.sgd(0.1, momentum=0.9)
 
 
 class Row(NamedTuple):
@@ -467,10 +469,10 @@ def odd_params():
   """Returns leaves of all kinds that a tree of parameters may have."""
   return {
       'scalar': jnp.float32(1),
-      'matrix': jnp.ones((2, 5)),
+      'matrix': jnp.ones((2, 5), jnp.float32),
       'half': jnp.ones(3, jnp.bfloat16),
       'complex': jnp.ones(2, jnp.complex64),
-      'zero-sized': jnp.ones((0, 4)),
+      'zero-sized': jnp.ones((0, 4), jnp.float32),
       'empty': {},
       'none': None,
       'masked': optax.MaskedNode(),
@@ -478,7 +480,7 @@ def odd_params():
 
 
 def plain_params():
-  return {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(0.5)}
+  return {'w': jnp.linspace(-1, 1, 5, dtype='float32'), 'b': jnp.float32(0.5)}
 
 
 def shard_data(row, params, seed=0):
@@ -674,10 +676,10 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def run_of(name):
+def run_of(name, inner=ADAM):
   """Returns the run of a row, outside of a mapping where it needs none."""
   row = ROWS[name]
-  tx = row.build(ADAM, TOWERS)
+  tx = row.build(inner, TOWERS)
 
   def step(params, state, updates, number):
     extra_args = extra_args_of(row, number)
@@ -982,6 +984,29 @@ class StateTest(parameterized.TestCase):
     if name in EACH_UNMAPPED_INIT:
       alone = tx.init(abstract)
       chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
+
+  @cases.product(name=ROWS, setting=modes.SETTINGS)
+  def test_keeps_types_under_each_setting_of_jax(self, name, setting):
+    run = run_of(name, SGD)
+    params = plain_params()
+    updates, number = data_of(name, 0), jnp.int32(0)
+
+    def types():
+      if ROWS[name].per_shard:
+        abstract = jax.eval_shape(lambda: params)
+        state = shard_transforms.init_state(run.tx, abstract, modes.mesh())
+      else:
+        state = jax.eval_shape(run.tx.init, params)
+      after = jax.eval_shape(run.step, params, state, updates, number)
+      numbers = jax.eval_shape(monitoring.metrics, after[1])
+      return kinds((params, state)), kinds(after), kinds(numbers)
+
+    expected = types()
+    with modes.SETTINGS[setting]():
+      found = types()
+
+    self.assertEqual(found, expected)
+    self.assertEqual(found[0], found[1])
 
   @cases.parameters(*ROWS)
   def test_an_error_changes_nothing(self, name):
