@@ -30,8 +30,8 @@ def resize_state(
   `guard` gives them, are added up like numbers of tokens. The `reduction` of
   the updates that are pending in `delay_updates` stays the same, too. The mean
   squares of `compensate_delay` become their maximum. In `guard`, a shard keeps
-  the latest bad step of the shards that it is merged from, and the rolling mean of norms
-  restarts, because other batches have other norms. The shards of
+  the latest bad step of the shards that it is merged from, and the rolling mean
+  of norms restarts, because other batches have other norms. The shards of
   `local_updates` all continue from the mean of their own parameters and of
   their inner states, weighted by the steps of each, and share its weight
   equally, so that an unfinished round contains the steps of all. A state of
