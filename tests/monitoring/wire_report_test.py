@@ -109,7 +109,11 @@ class LibraryTest(parameterized.TestCase):
 
     report = report_on(way, update_with(tx, weight=SCALAR), GRADS, SCALAR)
 
-    self.assert_sends(report, all_reduce(GRADS_BYTES + 4), 3)
+    # The weight, and the largest weight for a mean.
+    numbers = 2 if kind == 'mean' else 1
+    self.assert_sends(
+        report, all_reduce(GRADS_BYTES + 4 * numbers), 2 + numbers
+    )
 
   @cases.product(way=WAYS, dtype=('bfloat16', 'float16'))
   def test_cross_shard_with_few_bits_sends_float32(self, way, dtype):
@@ -130,7 +134,10 @@ class LibraryTest(parameterized.TestCase):
 
     # The weight is padded to one number for each shard of the group.
     reduced = GRADS_BYTES + (16 if weighted else 0)
-    self.assert_sends(report, 2 * scatter(reduced, n=4), 6 if weighted else 4)
+    largest = all_reduce(4) if weighted else 0
+    self.assert_sends(
+        report, 2 * scatter(reduced, n=4) + largest, 7 if weighted else 4
+    )
 
   @cases.parameters(*WAYS)
   def test_cross_shard_with_groups_pads(self, way):
@@ -176,8 +183,8 @@ class LibraryTest(parameterized.TestCase):
 
     report = report_on(way, update_with(tx, weight=SCALAR), grads, SCALAR)
 
-    total = scatter(200_000) + scatter(100_000) + all_reduce(4)
-    self.assert_sends(report, total, 3)
+    total = scatter(200_000) + scatter(100_000) + all_reduce(4 + 4)
+    self.assert_sends(report, total, 4)
 
   @cases.parameters(*WAYS)
   def test_tower_reduce_of_shard_update_sends_once_a_window(self, way):
@@ -212,7 +219,8 @@ class LibraryTest(parameterized.TestCase):
     else:
       report = report_on(way, mean, [SCALAR, hits])
 
-    self.assert_sends(report, all_reduce(12 if weighted else 8), 1 + weighted)
+    total = all_reduce(16 if weighted else 8)
+    self.assert_sends(report, total, 3 if weighted else 1)
     self.assertEqual(report.collectives[0].scope, 'shard_mean')
 
   @cases.parameters(*WAYS)
@@ -232,8 +240,8 @@ class LibraryTest(parameterized.TestCase):
 
     report = report_on(way, update_with(tx, weight=SCALAR), GRADS, SCALAR)
 
-    # One number tells whether there is any weight, the other divides.
-    self.assert_sends(report, all_reduce(GRADS_BYTES + 4 + 4), 4)
+    # One number tells whether there is any weight, two scale and divide.
+    self.assert_sends(report, all_reduce(GRADS_BYTES + 4 + 4 + 4), 5)
     self.assertEqual(split(report)[0], 0)
 
   @cases.parameters(*WAYS)
@@ -314,9 +322,10 @@ class LibraryTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     report = report_on(way, fn, x, SCALAR)
 
-    # Always: the decision, the loss and its weight. Once a window: gradients.
+    # Always: the decision, the loss with its weight and the largest. Once a
+    # window: gradients, the total weight twice, and the largest.
     self.assertEqual(
-        split(report), (all_reduce(8 + 4 + 4), all_reduce(80 + 4 + 4))
+        split(report), (all_reduce(8 + 4 + 4 + 4), all_reduce(80 + 4 + 4 + 4))
     )
     self.assertEmpty(report.warnings)
 
