@@ -18,6 +18,11 @@ MODES = tuple(
 # Those in which a collective that not all shards reach hangs.
 PARALLEL_MODES = MODES[1:]
 UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked')
+# Those of JAX under which the result of an operation has another dtype, or none.
+SETTINGS = {
+    'x64': lambda: jax.enable_x64(True),
+    'strict': lambda: jax.numpy_dtype_promotion('strict'),
+}
 
 
 def mesh(num_shards: int = 8) -> jax.sharding.Mesh:

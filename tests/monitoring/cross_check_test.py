@@ -143,6 +143,21 @@ class CrossCheckTest(parameterized.TestCase):
     self.assertFalse(state.num_differing.any())
     monitoring.check_health(state)
 
+  @cases.parameters('x64', 'strict')
+  def test_keeps_types_under_each_setting_of_jax(self, setting):
+    check = monitoring.cross_check(jnp.multiply, AXIS)
+    step = jax.vmap(check.apply, (None, None, 0), axis_name=AXIS)
+    given = check.init(8), jnp.float32(2), jnp.ones(8, jnp.float32)
+
+    with modes.SETTINGS[setting]():
+      result, state = jax.eval_shape(step, *given)
+
+    self.assertEqual(result.dtype, jnp.float32)
+    self.assertEqual(
+        jax.tree.map(lambda x: x.dtype, state),
+        jax.tree.map(lambda x: x.dtype, given[0]),
+    )
+
   @cases.parameters(3, 4, 5)
   def test_names_a_shard_among_any_number(self, num_shards):
     shard = 2

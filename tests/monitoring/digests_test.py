@@ -20,6 +20,15 @@ class DigestTest(parameterized.TestCase):
     self.assertEqual(monitoring.digest(there), monitoring.digest(TREE))
     self.assertLen(monitoring.digest(TREE), 64)
 
+  def test_of_keys_is_that_of_their_generator_and_words(self):
+    keys = [jax.random.key(0), jax.random.key(1)]
+    keys += [jax.random.key(0, impl='unsafe_rbg')]
+    keys += [jax.random.key_data(keys[0])]
+
+    found = [monitoring.digest({'key': jnp.copy(key)}) for key in [*keys] * 2]
+
+    self.assertLen(set(found), 4)
+
   @cases.parameters('float32', 'bfloat16', 'int4', 'bool')
   def test_is_that_of_names_kinds_and_bytes(self, dtype):
     w = jnp.arange(6).reshape(2, 3).astype(dtype)

@@ -726,6 +726,28 @@ class CopyTest(parameterized.TestCase):
     np.testing.assert_array_equal(jax.random.key_data(key), expected)
     self.assertEqual(key.sharding, NamedSharding(modes.mesh(4), P()))
 
+  @cases.product(num_shards=(3, 8), is_shared=(False, True))
+  def test_each_shard_has_a_key(self, num_shards, is_shared):
+    tx = shard_transforms.local_updates(
+        optax.add_noise(0.1, 0.5, jax.random.key(3)),
+        cross_shard_mean(AXIS),
+        AXIS,
+        every=4,
+    )
+    state = state_of(tx, jnp.zeros(2), 4)
+    before = jnp.stack([jax.random.key(3)] * 4)
+    if not is_shared:
+      before = jax.random.split(jax.random.key(3), 4)
+      state = optax.tree_utils.tree_set(state, rng_key=before)
+
+    resized = resize_state(state, tx, jnp.zeros(2), modes.mesh(num_shards))
+
+    after = jax.random.key_data(optax.tree_utils.tree_get(resized, 'rng_key'))
+    before = jax.random.key_data(before)
+    np.testing.assert_array_equal(after[:4], before[:num_shards])
+    num_keys = len({tuple(key) for key in after.tolist()})
+    self.assertEqual(num_keys, 1 if is_shared else num_shards)
+
   @cases.parameters('shard_update', 'towers')
   def test_takes_arrays_of_numpy_and_abstract_parameters(self, name):
     _, state = train(name, [8, 8])
@@ -1032,7 +1054,7 @@ class DeclaredStateTest(parameterized.TestCase):
       del params
       return State(shard_transforms.per_shard(jnp.zeros(1), AXIS))
 
-    tx = optax.GradientTransformation(init, None)
+    tx = optax.GradientTransformation(init, optax.identity().update)
     state = init_state(tx, (), modes.mesh(4))
 
     with self.assertRaisesRegex(error, f'`rules` of `State` .*{message}'):

@@ -101,7 +101,8 @@ def _vote_in_bits(leaf, counts, axes):
   if counts is not None:
     ballots, has_vote = ballots[:, :-1], ballots[:, -1] > 0
     num_votes = jnp.sum(has_vote)
-  is_negative = exchanges.unpack_integers(ballots, _BITS) & has_vote[:, None]
+  is_negative = exchanges.unpack_integers(ballots, _BITS) > 0
+  is_negative &= has_vote[:, None]
   num_negative = jnp.sum(is_negative, axis=0, dtype=jnp.int32)
   winners = exchanges.pack_integers(2 * num_negative > num_votes, _BITS)
   if counts is not None:

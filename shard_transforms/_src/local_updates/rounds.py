@@ -63,7 +63,7 @@ class Rounds:
       step: The number of steps of this round before it, int32 [].
     """
     # A round may become shorter after it began: the number stays within it.
-    number = lax.rem(step, self.every) + 1
+    number = lax.rem(step, jnp.int32(self.every)) + 1
     return Due(
         sends=[number == end - self.delay for end in self._ends()],
         mixes=[number == end for end in self._ends()],

@@ -304,7 +304,7 @@ def _evaluate(call, own, before, axes, distances):
     sums = turn.sums.at[turn.number].set(collectives.gather(words, axes))
     differs = jnp.any(_of_batches(sums, by_turn)[1] != sums[0])
     has_third = (turn.number == 1) & differs & (num_shards > 2)
-    num_turns = turn.num_turns + has_third
+    num_turns = turn.num_turns + has_third.astype(jnp.int32)
     batch = lax.cond(
         turn.number + 1 < num_turns,
         lambda: _rotate(turn.batch, axes, table, turn.number, chosen),
@@ -389,8 +389,11 @@ def _after_check(state, turn, by_turn):
           ~differs & ~equal(own, third),
       ]
   )
-  first = leaf_differs.argmax(1)
-  leaves = jnp.stack([first, first, jnp.any(own != third, -1).argmax(1)])
+  first, first_of_third = (
+      x.argmax(1).astype(jnp.int32)
+      for x in (leaf_differs, jnp.any(own != third, axis=-1))
+  )
+  leaves = jnp.stack([first, first, first_of_third])
   # By the shard that has computed it.
   of_shards = jax.vmap(lambda x, by: jnp.roll(x, -by))
   wrong = of_shards(outvoted, by_turn)

@@ -26,14 +26,14 @@ def digest(tree: chex.ArrayTree) -> str:
   disks and file systems lose bits in silence.
 
   Args:
-    tree: Tree of arrays or numbers, all of each array in this process.
+    tree: Tree of arrays, random keys or numbers, all of each array in this
+      process.
 
   Returns:
     SHA-256, in 64 hexadecimal digits.
 
   Raises:
-    TypeError: If a leaf is no array or number, or a key of `jax.random.key`:
-      digest `jax.random.key_data` of it.
+    TypeError: If a leaf is no array or number.
 
   Examples:
     >>> import numpy as np
@@ -48,13 +48,17 @@ def digest(tree: chex.ArrayTree) -> str:
   """
   total = hashlib.sha256()
   for path, leaf in jax.tree.leaves_with_path(tree):
-    x = np.asarray(leaf)
+    # Of a random key, its words. Its dtype names the generator.
+    dtype = getattr(leaf, 'dtype', None)
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     if x.dtype == object:
       raise TypeError(
           '`tree` of `digest` must hold arrays or numbers, got'
           f' {leaf!r} at {leaves_lib.name_of(path)}.'
       )
-    total.update(f'{jax.tree_util.keystr(path)} {x.dtype} {x.shape} '.encode())
+    kind = dtype if is_key else x.dtype
+    total.update(f'{jax.tree_util.keystr(path)} {kind} {x.shape} '.encode())
     # Not all dtypes have a buffer: bfloat16 has none.
     total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
   return total.hexdigest()

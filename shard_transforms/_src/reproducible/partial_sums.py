@@ -48,7 +48,7 @@ def add(rows: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
   for i, row in enumerate(rows):
     full &= (tower >> i) & 1 == 1
     carry = jnp.where(full, row + carry, carry)
-    level += full
+    level += full.astype(jnp.int32)
   return lax.dynamic_update_index_in_dim(rows, carry, level, 0)
 
 

@@ -29,7 +29,7 @@ def is_here(leaf: Any) -> bool:
 def on_host(leaf: Any) -> Any:
   """Returns a leaf as an array of NumPy, if this process has all of it."""
   is_array = isinstance(leaf, jax.Array)
-  if is_array and (_is_key(leaf) or not is_here(leaf)):
+  if is_array and (is_key(leaf) or not is_here(leaf)):
     return leaf
   return np.asarray(leaf, dtype_of(leaf))
 
@@ -37,7 +37,7 @@ def on_host(leaf: Any) -> Any:
 def is_on_devices(field: Any) -> bool:
   """Whether a part of a state has arrays of JAX, and not only random keys."""
   leaves = jax.tree.leaves(field)
-  return any(isinstance(x, jax.Array) and not _is_key(x) for x in leaves)
+  return any(isinstance(x, jax.Array) and not is_key(x) for x in leaves)
 
 
 def copied(leaf: Any) -> Any:
@@ -53,7 +53,7 @@ def put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   """Returns a copy of a leaf, placed."""
   if not is_here(leaf):
     return jax.jit(_copy, out_shardings=sharding)(leaf)
-  if isinstance(leaf, jax.Array) and _is_key(leaf):
+  if isinstance(leaf, jax.Array) and is_key(leaf):
     # Placed as it is, a random key would share its memory.
     bits = put(np.asarray(jax.random.key_data(leaf)), sharding)
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
@@ -64,8 +64,13 @@ def put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
   )
 
 
+def is_key(leaf: Any) -> bool:
+  """Whether a leaf is a random key, or an array of them."""
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _copy(leaf):
-  if not _is_key(leaf):
+  if not is_key(leaf):
     return jnp.copy(leaf)
   bits = jnp.copy(jax.random.key_data(leaf))
   return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
@@ -74,7 +79,3 @@ def _copy(leaf):
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of a leaf, also of a random key."""
   return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
-
-
-def _is_key(leaf):
-  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

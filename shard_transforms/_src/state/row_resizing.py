@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import states
+from shard_transforms._src.state import copies
 
 _COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
@@ -37,6 +39,8 @@ def apply_rule(
     )
   if rule.resize in ('keep', 'refuse'):
     raise ValueError(_reason(rule, name, old, target))
+  if copies.is_key(old):
+    return _keys(old, target.shape[0])
   if rule.resize == 'average':
     resized = _average(rule, old)
   elif rule.resize == 'share':
@@ -46,6 +50,18 @@ def apply_rule(
   if resized.dtype.kind == 'f' and not jnp.issubdtype(old.dtype, jnp.inexact):
     resized = np.rint(resized)
   return np.broadcast_to(resized, target.shape).astype(old.dtype)
+
+
+def _keys(old, num_shards):
+  """Returns a random key for each shard; a shard that is added gets its own.
+
+  Shards that have had one key share it.
+  """
+  data = np.asarray(jax.random.key_data(old))
+  turn, row = np.divmod(np.arange(num_shards), len(data))
+  keys = jax.random.wrap_key_data(data[row], impl=jax.random.key_impl(old))
+  is_new = (turn > 0) & np.any(data != data[:1])
+  return jnp.where(is_new, jax.vmap(jax.random.fold_in)(keys, turn), keys)
 
 
 def _reason(rule, name, old, target):

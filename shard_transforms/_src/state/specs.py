@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
@@ -44,7 +45,7 @@ def state_specs(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If `mesh` is not a mesh.
+    TypeError: If an argument is of the wrong kind.
     ValueError: If a leaf varies over an axis and neither has a leading
       dimension of 1 nor the shape of its parameter or of a slice of it, or if
       `per_shard` is true and `in_specs` uses all axes.
@@ -62,6 +63,9 @@ def state_specs(
     P() P('data',)
   """
   check_mesh(mesh)
+  arguments.as_inner(tx, 'state_specs', 'tx')
+  arguments.check_bool('per_shard', per_shard)
+  specs_lib.check(in_specs, 'state_specs', 'in_specs')
   lead = free_axes(mesh, in_specs) if per_shard else ()
   param_specs = jax.tree.broadcast(in_specs, params)
   found = []

@@ -56,8 +56,11 @@ class DropStaleState(NamedTuple):
   @property
   def stale_fraction(self) -> jax.Array:
     """The fraction of updates that was dropped, float32 []; 0 at the start."""
-    stale = jnp.asarray(self.stale_count, jnp.float32)
-    return stale / jnp.maximum(stale + self.global_step, 1)
+    stale, taken = (
+        jnp.asarray(count, jnp.float32)
+        for count in (self.stale_count, self.global_step)
+    )
+    return stale / jnp.maximum(stale + taken, 1)
 
 
 def drop_stale(

@@ -75,7 +75,8 @@ class GuardState(NamedTuple):
       return None
     num_updates = states.largest_here(self.num_updates)
     first = num_updates - num_skipped
-    bad = _bad_shards(self.last_bad_step, first)
+    why = 'not finite' if self.spikes == () else 'not finite, or spikes'
+    bad = _bad_shards(self.last_bad_step, first, why)
     return (
         f'`guard` has skipped the last {num_skipped} updates, {first} to'
         f' {num_updates - 1}: training does not go on.{bad}'
@@ -403,7 +404,7 @@ def _count(state, decision, spikes, axes, inner_state):
   )
 
 
-def _bad_shards(last_bad_step, first):
+def _bad_shards(last_bad_step, first, why):
   """Returns a sentence on which shards were bad since an update."""
   parts = states.parts_here(last_bad_step)
   found = sorted(
@@ -414,5 +415,5 @@ def _bad_shards(last_bad_step, first):
         ' No shard here was bad: all weights were zero, if none elsewhere was.'
     )
   if not jnp.ndim(last_bad_step):
-    return ' They were not finite, or spikes.'
-  return f' Not finite, or spikes, were those of the shards {found}.'
+    return f' They were {why}.'
+  return f' Those of the shards {found} were {why}.'

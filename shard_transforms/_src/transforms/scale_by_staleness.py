@@ -216,6 +216,7 @@ def _as_factor(kind, rate, least):
     rate = arguments.as_positive('rate', rate)
 
     def factor(age):
+      age = age.astype(jnp.float32)
       return jnp.maximum(jnp.exp(-jnp.asarray(rate, jnp.float32) * age), least)
 
     return factor

@@ -196,7 +196,8 @@ class Statistics(NamedTuple):
     has_value = (jnp.arange(len(self.mean)) < num)[:, None]
 
     def average(x, num):
-      return jnp.where(has_value, x, 0).sum(0) / jnp.maximum(num, 1)
+      num = jnp.maximum(num, 1).astype(x.dtype)
+      return jnp.where(has_value, x, 0).sum(0) / num
 
     mean = average(self.mean, num)
     between = average((self.mean - mean[None]) ** 2, num - 1)
