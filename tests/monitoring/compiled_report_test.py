@@ -184,22 +184,8 @@ def largest(x):
 LOOPS = (
     (
         lambda due, x: lax.while_loop(
-            lambda c: c[0], lambda c: (False, largest(c[1])), (due, x)
-        )[1],
-        *(False, True),
-    ),
-    (
-        lambda due, x: lax.while_loop(
             lambda c: c[1], lambda c: (largest(c[0]), False), (x, due)
         )[0],
-        *(False, True),
-    ),
-    (
-        lambda due, x: lax.while_loop(
-            lambda c: c[0],
-            lambda c: (jnp.zeros_like(c[0]), largest(c[1])),
-            (due, x),
-        )[1],
         *(False, True),
     ),
     # It always turns once.
@@ -222,13 +208,6 @@ LOOPS = (
             lambda c: (c[2], largest(c[1]), False),
             (due, x, due),
         )[1],
-        *(True, False),
-    ),
-    # In whatever scope it is.
-    (
-        lambda due, x: jax.named_scope('gate')(lax.while_loop)(
-            lambda x: x.sum() > 1, lambda x: largest(x) / 2, x
-        ),
         *(True, False),
     ),
 )

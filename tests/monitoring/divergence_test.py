@@ -1,5 +1,4 @@
 from absl.testing import parameterized
-from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -246,23 +245,6 @@ class TrackTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(counts, np.ones((2, 4)))
 
-  def test_the_update_trains_as_without_it(self):
-    links = [shard_transforms.cross_shard_mean(AXIS), optax.adam(0.1)]
-    tracked = optax.chain(links[0], track_divergence(AXIS, every=2), links[1])
-
-    def fn(params, x):
-      results = []
-      for tx in tracked, optax.chain(*links):
-        updates, _ = tx.update(x, tx.init(params), params)
-        results.append(updates)
-      return results
-
-    actual, expected = modes.map_shards('shard_map', fn)(
-        jnp.zeros(()), jnp.arange(8.0)
-    )
-
-    np.testing.assert_array_equal(actual, expected)
-
 
 # Held by 8 devices, by 4, by 2, and by one.
 SPECS = {
@@ -315,34 +297,6 @@ class CopiesTest(parameterized.TestCase):
     if has_copies:
       with self.assertRaisesRegex(RuntimeError, 'first at update 1'):
         monitoring.check_health(state)
-
-  def test_sees_a_copy_that_differs_in_flax_nnx(self):
-    params, shardings = make_params()
-    model = nnx.Dict(w=nnx.Param(params['w']))
-    found = jax.tree.map(
-        lambda x: x.sharding, nnx.as_pure(nnx.state(model, nnx.Param))
-    )
-    tx = optax.chain(
-        monitoring.track_divergence(every=1, shardings=found), optax.sgd(1.0)
-    )
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-      optimizer.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model)))
-
-    def num_diverged():
-      (count,) = optax.tree_utils.tree_get_all_with_path(
-          nnx.as_pure(nnx.state(optimizer)), 'diverged_count'
-      )
-      return count[1]
-
-    self.assertEqual(jax.tree.leaves(found), [shardings['w']])
-    step(model, optimizer)
-    self.assertEqual(num_diverged(), 0)
-    model['w'] = nnx.Param(with_a_flipped_bit(params['w']))
-    step(model, optimizer)
-    self.assertEqual(num_diverged(), 1)
 
   def test_sends_checksums_alone(self):
     params, shardings = make_params()

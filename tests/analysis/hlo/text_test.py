@@ -15,15 +15,18 @@ TEXT = r"""HloModule jit_f, is_scheduled=true, replica_count=2, num_partitions=4
 
 FileNames
 1 "/home/a {b}.py"
+2 "/v/site-packages/c.py"
 
 FunctionNames
 1 "step"
 
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=20 end_line=20 column=2}
+2 {file_name_id=2 function_name_id=1 line=7 end_line=7 column=2}
 
 StackFrames
 1 {file_location_id=1}
+2 {file_location_id=2 parent_frame_id=1}
 
 %add (x.1: f32[], y.1: f32[]) -> f32[] {
   %x.1 = f32[] parameter(0)
@@ -134,7 +137,7 @@ class InstructionTest(parameterized.TestCase):
   )
   def test_leaves_the_scopes_that_the_user_named(self, op_name, scope):
     found = sent(
-        f'f32[2] {SUM}, metadata={{op_name="{op_name}" stack_frame_id=1}}'
+        f'f32[2] {SUM}, metadata={{op_name="{op_name}" stack_frame_id=2}}'
     )
 
     self.assertEqual((found.scope, found.source), (scope, '/home/a {b}.py:20'))
