@@ -118,12 +118,11 @@ MEAN = cross_shard_mean(AXIS)
 GROUPS = cross_shard_mean(AXIS, groups=EVEN)
 R, S = all_reduce, scatter
 # A function, what a shard gives it, the bytes that it always sends and those
-# that it may send, and in how many collectives. A mean with a weight has the
-# largest one and their sum, a sum whether there is any.
+# that it may send, and in how many collectives.
 LIBRARY = {
     'mean': (*of_grads(MEAN), (R(GRADS_BYTES), 0), 2),
     'sum': (*of_grads(cross_shard_sum(AXIS)), (R(GRADS_BYTES), 0), 2),
-    'mean, weight': (*of_grads(MEAN, 'weight'), (R(GRADS_BYTES + 8), 0), 4),
+    'mean, weight': (*of_grads(MEAN, 'weight'), (R(GRADS_BYTES + 4), 0), 3),
     'sum, weight': (
         *of_grads(cross_shard_sum(AXIS), 'weight'),
         *((R(GRADS_BYTES + 4), 0), 3),
@@ -136,7 +135,7 @@ LIBRARY = {
     # The weight is padded to one number for each shard of the group.
     'groups, weight': (
         *of_grads(GROUPS, 'weight'),
-        *((2 * S(GRADS_BYTES + 16, 4) + R(4), 0), 7),
+        *((2 * S(GRADS_BYTES + 16, 4), 0), 6),
     ),
     'groups, padded': (
         *(update_with(GROUPS), (jax.ShapeDtypeStruct((7,), jnp.float32),)),
@@ -150,7 +149,7 @@ LIBRARY = {
     'shard_update, halved': (
         update_with(shard_update(optax.stateless(halve), AXIS), 'weight'),
         (jax.ShapeDtypeStruct((50_000,), jnp.float32), SCALAR),
-        *((S(200_000) + S(100_000) + R(8), 0), 4),
+        *((S(200_000) + S(100_000) + R(4), 0), 3),
     ),
     'shard_mean': (
         functools.partial(shard_transforms.shard_mean, axis_name=AXIS),
@@ -158,7 +157,7 @@ LIBRARY = {
     ),
     'shard_mean, weight': (
         *(weighted_mean, ([SCALAR, HITS], SCALAR)),
-        *((R(16), 0), 3),
+        *((R(12), 0), 2),
     ),
     'tower_reduce': (
         *of_grads(
@@ -169,7 +168,7 @@ LIBRARY = {
     # One number more tells whether there is any weight.
     'tower_reduce, weight': (
         *of_grads(tower_reduce(4, MEAN, axis_name=AXIS), 'weight'),
-        *((0, R(GRADS_BYTES + 4 + 8)), 5),
+        *((0, R(GRADS_BYTES + 4 + 4)), 4),
     ),
     'tower_reduce of one': (
         *of_grads(tower_reduce(1, MEAN, axis_name=AXIS)),
@@ -205,7 +204,7 @@ LIBRARY = {
     # Always: the decision, the loss and its weight. Once a window: gradients.
     'a whole step': (
         *(whole_step, (jax.ShapeDtypeStruct((2, 3), jnp.float32), SCALAR)),
-        *((R(8 + 4 + 8), R(80 + 4 + 8)), 8),
+        *((R(8 + 4 + 4), R(80 + 4 + 4)), 6),
     ),
 }
 

@@ -59,7 +59,7 @@ def unpacked() -> contextlib.AbstractContextManager[Any]:
 def count_sent(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
   """Counts the collectives that a function would send."""
   text = str(jax.make_jaxpr(fn)(*args))
-  names = re.findall(r'\b(psum|pmax|reduce_scatter|all_gather)\w*\[', text)
+  names = re.findall(r'\b(psum|reduce_scatter|all_gather)\w*\[', text)
   return collections.Counter(names)
 
 

@@ -174,8 +174,8 @@ class AccumulationTest(parameterized.TestCase):
       sharding = params[name].sharding
       self.assertTrue(x.sharding.is_equivalent_to(sharding, x.ndim))
 
-  @cases.parameters(('mean', 1), ('mean', 2.0**-125), ('sum', 1))
-  def test_weights_count_and_zero_leaves_nan_out(self, reduction, scale):
+  @cases.parameters('mean', 'sum')
+  def test_weights_count_and_zero_leaves_nan_out(self, reduction):
     mesh = make_mesh((4,))
     tokens = np.asarray([3, 1, 0, 2, 5, 1, 0, 4], np.float32)
     x = X.reshape(8, 4, WIDTH).copy()
@@ -185,7 +185,7 @@ class AccumulationTest(parameterized.TestCase):
         'data',
         2,
         mesh=mesh,
-        weight_fn=lambda x, tokens: tokens[0] * scale,
+        weight_fn=lambda x, tokens: tokens[0],
         reduction=reduction,
     )
     w = jnp.ones(WIDTH)

@@ -669,9 +669,9 @@ class CollectivesTest(parameterized.TestCase):
 
     outside, inside = _count_psums(jaxpr.jaxpr)
     self.assertEqual(outside, 0)
-    # A weight adds three scalars: whether there is any at all, the largest to
-    # scale by, and the total to divide by.
-    self.assertEqual(inside, num_calls * (4 if weighted else 1))
+    # A weight adds two scalars: whether there is any at all, and the total to
+    # divide by.
+    self.assertEqual(inside, num_calls * (3 if weighted else 1))
 
 
 def _count_psums(jaxpr, in_branch=False):

@@ -25,16 +25,7 @@ Kind = Literal['mean', 'sum']
 def as_weight(
     weight: chex.Numeric, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
-  """Returns what `checked` returns in float32."""
-  return checked(weight, shape, caller).astype(jnp.float32)
-
-
-def checked(
-    weight: chex.Numeric, shape: tuple[int, ...], caller: str
-) -> jax.Array:
-  """Returns a weight in float32, as `usable`, or a count in int32.
-
-  A bad one that is known is an error. Counts need no `scaled`.
+  """Returns `weight` as `usable`; a bad one that is known is an error.
 
   Raises:
     TypeError: If it is no real number.
@@ -54,19 +45,13 @@ def checked(
         f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
         ' one number for each shard and tower.'
     )
-  is_count = not jnp.issubdtype(dtype, jnp.floating)
-  if isinstance(weight, core.Tracer):
-    is_count &= np.can_cast(dtype, np.int32)
-  else:
+  if not isinstance(weight, core.Tracer):
     known = np.asarray(weight, np.float64)
     if not np.all((known >= 0) & (known <= np.finfo(np.float32).max)):
       raise ValueError(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
-    is_count &= bool(np.all(known <= np.iinfo(np.int32).max))
     weight = known
-  if is_count:
-    return jnp.maximum(jnp.asarray(weight).astype(jnp.int32), 0)
   return usable(jnp.asarray(weight, jnp.float32))
 
 
@@ -78,18 +63,6 @@ def usable(weight: jax.Array) -> jax.Array:
   """
   tiny = jnp.finfo(jnp.float32).tiny
   return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
-
-
-@functools.partial(jax.jit, inline=True)
-def scaled(weight: jax.Array, largest: jax.Array) -> jax.Array:
-  """Returns a weight over a power of two, so that the largest is in [1, 2).
-
-  Its products with updates then stay in the range of float32, however large or
-  small the weights are. Division by a power of two keeps bits.
-  """
-  exponent = jnp.int32(0x7F800000)
-  bits = lax.bitcast_convert_type(largest, jnp.int32) & exponent
-  return weight / safe_divisor(lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:

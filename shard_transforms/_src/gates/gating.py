@@ -108,7 +108,7 @@ class Gate:
   def as_weight(
       self, checked: Checked, weight: chex.Numeric | None
   ) -> jax.Array:
-    """Returns the weight of a shard, float32 or int32 []; 1 if there is none.
+    """Returns the weight of a shard, float32 []; 1 if there is none.
 
     Raises:
       TypeError: If it is not a real number.
@@ -116,7 +116,7 @@ class Gate:
     """
     if checked.weight and isinstance(weight, jax.Array):
       return weight
-    return weights.checked(1 if weight is None else weight, (), self.caller)
+    return weights.as_weight(1.0 if weight is None else weight, (), self.caller)
 
   def update_or_skip(
       self,

@@ -44,8 +44,7 @@ class Share(NamedTuple):
   """How much a shard counts.
 
   Attributes:
-    weight: Its own, float32 [], or `None` where all count the same. For a mean
-      it is scaled, together with the total.
+    weight: Its own, float32 [], or `None` where all count the same.
     total: The divisor of a mean, or `None` where it is the size of the axes.
   """
 
@@ -104,18 +103,6 @@ class Reduction:
       reduced = reduce(leaves, share(checked, self), self)
     return treedef.unflatten(reduced)
 
-  def scaled(self, weight: jax.Array) -> jax.Array:
-    """Returns weights in float32; those of a mean scaled by their largest."""
-    is_count = jnp.issubdtype(weight.dtype, jnp.integer)
-    weight = weight.astype(jnp.float32)
-    # Counts, as those of tokens and the 0 and 1 of gates, need no scale: XLA
-    # for TPUs and GPUs then sends the total together with the updates.
-    if is_count or self.kind == 'sum':
-      return weight
-    own = jnp.max(lax.stop_gradient(weight))
-    largest = collectives.combine(own, self.axes, 'maximum')
-    return weights.scaled(weight, largest)
-
   def sum_over(self, x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
     """Returns the sum of an array over the shards."""
     if self.groups is not None:
@@ -157,7 +144,7 @@ def check(
   leaves_lib.check_per_shard(tree, options.axes, options.caller, is_known)
   if weight is None:
     return None
-  weight = weights.checked(weight, (), options.caller)
+  weight = weights.as_weight(weight, (), options.caller)
   return axes_lib.to_varying(weight, options.axes)
 
 
@@ -165,7 +152,6 @@ def share(weight: jax.Array | None, options: Reduction) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
   if weight is None:
     return Share(None, None)
-  weight = options.scaled(weight)
   return Share(weight, options.sum_over(weight, options.axes))
 
 

@@ -115,8 +115,7 @@ def _cross_shard(kind, axis_name, num_towers):
     if weight is None:
       total = reduction.total(num_towers or 1)
     else:
-      weight = weights.checked(weight, lead, caller)
-      weight = reduction.scaled(axes_lib.to_varying(weight, axes))
+      weight = weights.as_weight(weight, lead, caller)
       total = reduction.total(_sum_of_towers(weight, None, lead))
 
     def sum_of_towers(leaf):

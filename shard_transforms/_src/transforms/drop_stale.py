@@ -172,10 +172,7 @@ def drop_stale(
       given = gate.as_weight(checked, weight)
       weight = jnp.where(is_fresh, given, 0)
       total_weight, num_stale = collectives.total(
-          jnp.stack(
-              [weight.astype(jnp.float32), jnp.where(is_fresh, 0.0, 1.0)]
-          ),
-          axes,
+          jnp.stack([weight, jnp.where(is_fresh, 0.0, 1.0)]), axes
       )
       accept, counts = total_weight > 0, weight > 0
     updates, inner_state = gate.update_or_skip(

@@ -268,12 +268,7 @@ def accumulated_value_and_grad(
       whole = jax.tree.map(functools.partial(_gather, axes), params, specs)
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
-      weight = None
-      if weight_fn is not None:
-        weight = lax.map(functools.partial(_weight, weight_fn), batch)
-        mean = leaf_sums.Reduction(_CALLER, reduction, axes)
-        weight = mean.scaled(weight)
-      sums, aux = _collect(grad_fn, has_aux, whole, batch, weight)
+      sums, aux = _collect(grad_fn, has_aux, weight_fn, whole, batch)
       sums = _reduce(axes, sums, specs)
       count = towers * num_shards if reduction == 'mean' else None
       loss, grads = _divided(sums, count, params)
@@ -388,41 +383,39 @@ def _split(towers, x):
   return x.reshape(towers, -1, *x.shape[1:])
 
 
-def _weight(weight_fn, batch):
-  return weights.checked(weight_fn(*batch), (), _CALLER)
-
-
-def _collect(grad_fn, has_aux, params, batch, weight):
+def _collect(grad_fn, has_aux, weight_fn, params, batch):
   """Returns sums over the micro-batches of a shard.
 
   Args:
     grad_fn: Gives the loss, or a pair with it, and the gradient.
     has_aux: Whether it gives a pair.
+    weight_fn: Gives a weight, or is `None`.
     params: The parameters, gathered.
     batch: The micro-batches, stacked.
-    weight: How much each counts, float32 [towers], or `None`.
 
   Returns:
     The weighted sums of losses and gradients with the sum of the weights, or
     `None`; and what comes with the losses, stacked.
   """
 
-  def tower(total, given):
-    batch, weight = given
+  def tower(total, batch):
     out, grads = grad_fn(params, *batch)
     loss, aux = out if has_aux else (out, None)
+    weight = None
+    if weight_fn is not None:
+      weight = weights.as_weight(weight_fn(*batch), (), _CALLER)
     weigh = weights.weighing(weight)
 
     def add(total, x):
       return lax.add(total, weigh(leaves_lib.as_accumulator(x)))
 
     loss = weigh(leaves_lib.as_accumulator(loss))
-    return jax.tree.map(add, total, grads), (loss, aux)
+    return jax.tree.map(add, total, grads), (loss, weight, aux)
 
   start = leaves_lib.accumulators(params)
-  grads, (losses, aux) = lax.scan(tower, start, (batch, weight))
-  total_weight = None if weight is None else jnp.sum(weight)
-  return (jnp.sum(losses), grads, total_weight), aux
+  grads, (losses, given, aux) = lax.scan(tower, start, batch)
+  weight = None if given is None else jnp.sum(given)
+  return (jnp.sum(losses), grads, weight), aux
 
 
 def _reduce(axes, sums, specs):

@@ -219,7 +219,7 @@ def guard(
         _sliced_over(updates, axes, sharded),
         sharded,
     )
-    counted = jnp.int32(1)
+    counted = jnp.float32(1)
     # After a reduction, each shard still has its own weight, which must not
     # decide.
     if axes:
@@ -329,7 +329,7 @@ class _Decision(NamedTuple):
   Attributes:
     accept: Whether the step is taken, bool []; the same on all shards.
     is_bad: Whether this shard is bad, bool [].
-    weight: How much this shard counts, float32 or int32 []; 0 if it is bad.
+    weight: How much this shard counts, float32 []; 0 if it is bad.
     num_bad: The number of bad shards, float32 [].
     is_spike: Which signals of this shard are spikes, bool [signals].
     of_spikes: The sum of `Judgement.tally` over the shards.

@@ -4,7 +4,6 @@ import functools
 from typing import Literal
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -90,11 +89,8 @@ def reduce_towers(
       differs = tuple(axes.varying_axes(weight))
       leaves.check_per_shard(updates, differs, _CALLER)
       total_weight = _sum(weight, None)
+      divisor = weights.safe_divisor(total_weight)
       extra_args['weight'] = weights.passed_on(total_weight, reduction)
-      if reduction == 'mean':
-        largest = jnp.max(lax.stop_gradient(weight))
-        weight = weights.scaled(weight, largest)
-        divisor = weights.safe_divisor(_sum(weight, None))
     if local_step is not None:
       step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
       extra_args['local_step'] = jnp.min(step)

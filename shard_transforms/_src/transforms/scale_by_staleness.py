@@ -17,7 +17,8 @@ from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'scale_by_staleness'
-_TINY = jnp.finfo(jnp.float32).tiny
+# Of shards: products of a smaller one with updates could all be zero.
+_LEAST_EXPONENTIAL = 2.0**-60
 
 Kind = Literal['inverse', 'exponential'] | Callable[[jax.Array], chex.Numeric]
 
@@ -74,7 +75,8 @@ def scale_by_staleness(
   .. math:: u = \sum_i f(\tau_i) w_i u_i / \sum_i f(\tau_i) w_i
 
   so that only differences in age matter: if all shards are equally old, it is
-  the plain mean. If no shard has any weight left, nothing changes. All shards
+  the plain mean. An exponential of shards is at least :math:`2^{-60}`, so that
+  shards of any age keep a weight. If no shard has any weight left, nothing changes. All shards
   of the axis decide together, even if `inner` reduces in groups.
 
   The global step grows by one with each call, except if nothing changes. Inside
@@ -140,7 +142,7 @@ def scale_by_staleness(
     https://arxiv.org/abs/1511.05950 (`'inverse'`).
   """
   axes = axes_lib.optional_axes(axis_name)
-  factor_of = _as_factor(kind, rate, _TINY if axes else 0)
+  factor_of = _as_factor(kind, rate, _LEAST_EXPONENTIAL if axes else 0)
   if bool(axes) != (inner is not None):
     raise ValueError(
         '`inner` and `axis_name` of `scale_by_staleness` must come together,'
@@ -187,8 +189,7 @@ def _age(local_step, global_step):
 def _as_factor(kind, rate, least):
   """Returns a function of the age for the factor, float32 [].
 
-  An exponential is not less than `least`: where all shards are old, their
-  weights must not all be zero.
+  An exponential is not less than `least`.
 
   Raises:
     TypeError: If `kind` is neither a name nor a function, or `rate` no number.

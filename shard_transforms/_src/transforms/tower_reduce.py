@@ -128,8 +128,7 @@ def tower_reduce(
   `reduction='sum'` the sum contains the weights, and `inner` receives 1 for a
   shard that has any, else 0. If the total over all shards is zero, the update
   is zero, the state of `inner` keeps every bit, and the window starts again.
-  Give `weight` with every tower of a window or with none. The products
-  :math:`w_t u_t` must be float32 numbers, neither infinite nor zero.
+  Give `weight` with every tower of a window or with none.
 
   A tower that has no gradient for a leaf (`None` in its place) counts as zero
   there; the divisor stays. The minimum of the `local_step`s of a window is
@@ -211,7 +210,7 @@ def tower_reduce(
     if inner is None:
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
-      weight = gate.as_weight(checked, weight).astype(jnp.float32)
+      weight = gate.as_weight(checked, weight)
     local_step = extra_args.pop('local_step', None)
     if num_towers == 1:
       _check_single(state)
