@@ -99,8 +99,8 @@ def _made_on(mesh, after):
   if mesh is None or not axes <= set(mesh.axis_names):
     return None
   made = dataclasses.replace(after, mesh=mesh)
-  # Under other names, its axes say nothing.
-  with contextlib.suppress(NameError):
+  # Its axes may have other names, and `on_mesh` knows its own mesh alone.
+  with contextlib.suppress(NameError, ValueError):
     return made if made.parts else None
   return None
 

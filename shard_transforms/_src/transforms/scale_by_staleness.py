@@ -76,8 +76,9 @@ def scale_by_staleness(
 
   so that only differences in age matter: if all shards are equally old, it is
   the plain mean. An exponential of shards is at least :math:`2^{-60}`, so that
-  shards of any age keep a weight. If no shard has any weight left, nothing changes. All shards
-  of the axis decide together, even if `inner` reduces in groups.
+  shards of any age keep a weight. If no shard has any weight left, nothing
+  changes. All shards of the axis decide together, even if `inner` reduces in
+  groups.
 
   The global step grows by one with each call, except if nothing changes. Inside
   `drop_stale` it equals the global step there.
