@@ -508,7 +508,7 @@ class SeveralAxesTest(parameterized.TestCase):
   @cases.parameters(*FACTORIES, 'tree', 'shard_update')
   def test_works_under_nested_maps(self, kind):
     tx = {
-        'tree': reproducible.mean,
+        'tree': shard_transforms.reproducible.mean,
         'shard_update': functools.partial(
             shard_transforms.shard_update, optax.identity()
         ),
