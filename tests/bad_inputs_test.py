@@ -13,6 +13,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 import chex
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -25,19 +26,24 @@ import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
+from shard_transforms import full_state
 from shard_transforms import guard
 from shard_transforms import init_state
+from shard_transforms import on_mesh
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
+from shard_transforms import state_shardings
 from shard_transforms import state_specs
 from shard_transforms import tower_reduce
 from shard_transforms.compression import Compressor
 from shard_transforms.compression import compressed_mean
 from shard_transforms.launch import join_processes
 from shard_transforms.launch import run_processes
+from shard_transforms.monitoring import check_health
 from shard_transforms.monitoring import cross_check
+from shard_transforms.monitoring import metrics
 from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
@@ -160,6 +166,67 @@ CALLS = {
         '`decode` of a `Compressor` must give float32',
     ),
     # Placement.
+    'factory that is not called': Call(
+        of(state_specs, optax.sgd, PARAMS, MESH),
+        TypeError,
+        '`tx` of `init_state` must be an Optax .* got <function sgd',
+    ),
+    'None to be placed': Call(
+        of(full_state, PARAMS, None, PARAMS, MESH),
+        TypeError,
+        '`tx` of `full_state` must be an Optax .* got None.*factory',
+    ),
+    'None to be divided': Call(
+        of(state_shardings, None, PARAMS, MESH),
+        TypeError,
+        '`tx` of `state_shardings` must be an Optax .* got None',
+    ),
+    'name of an axis for specs': Call(
+        of(state_specs, SGD, PARAMS, MESH, in_specs=AXIS),
+        TypeError,
+        "`in_specs` .* must be a `PartitionSpec` .* got 'data'. Write",
+    ),
+    'name of an axis for specs of a mesh': Call(
+        of(on_mesh, SGD, MESH, in_specs=AXIS),
+        TypeError,
+        '`in_specs` of `on_mesh` must be a `PartitionSpec`',
+    ),
+    'specs of another tree': Call(
+        of(full_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)),
+        ValueError,
+        '`in_specs` of `full_state` must have the tree of the parameters',
+    ),
+    'text for a switch': Call(
+        of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
+        TypeError,
+        "`per_shard` must be a boolean, got 'x'",
+    ),
+    'text for a switch of a mesh': Call(
+        of(on_mesh, SGD, MESH, per_shard='x'),
+        TypeError,
+        "`per_shard` must be a boolean, got 'x'",
+    ),
+    'arrays for a mesh without devices': Call(
+        of(init_state, SGD, PARAMS, MESH),
+        ValueError,
+        '`params` must be shapes where the devices of `mesh` are not here',
+    ),
+    # Numbers and problems in states.
+    'health of a state without any': Call(
+        of(check_health, SGD.init(PARAMS)),
+        ValueError,
+        "`state` must hold a `GuardState`.* got none in 'tuple'.*leave",
+    ),
+    'metrics of a state of nnx': Call(
+        of(metrics, nnx.State({'num_updates': np.int32(0)})),
+        TypeError,
+        '`state` of `metrics` must have the classes .*`optimizer.opt_state`',
+    ),
+    'health of a state of nnx': Call(
+        of(check_health, nnx.State({'num_updates': np.int32(0)})),
+        TypeError,
+        '`state` of `check_health` must have the classes',
+    ),
     'state on a mesh without the axis': Call(
         of(state_specs, tower_reduce(2, SGD, axis_name='rows'), PARAMS, MESH),
         NameError,

@@ -470,12 +470,18 @@ class HealthTest(parameterized.TestCase):
       check_health(state)
 
   def test_tells_of_bad_updates_that_are_reduced_already(self):
-    tx = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+    rule = shard_transforms.SpikeRule(max_norm=1.0)
 
-    _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.zeros(2)))
-
-    with self.assertRaisesRegex(RuntimeError, 'were not finite, or spikes'):
-      check_health(state)
+    for spikes, words in (
+        (None, r'They were not finite\. Look at'),
+        (rule, r'They were not finite, or spikes\. Not .* signals \[0\] of'),
+    ):
+      tx = shard_transforms.guard(
+          optax.sgd(0.1), max_consecutive=1, spikes=spikes
+      )
+      _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.zeros(2)))
+      with self.assertRaisesRegex(RuntimeError, words):
+        check_health(state)
 
   @cases.parameters(*modes.MODES)
   def test_raises_where_shards_diverged(self, mode):

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
@@ -74,7 +75,8 @@ def state_shardings(
 
   Raises:
     NameError: If `tx` reduces over a mapped axis in `init`.
-    TypeError: If `mesh` is not a mesh, or `whole_dims` no integer.
+    TypeError: If `tx` is no transformation, `mesh` not a mesh, or `whole_dims`
+      no integer.
     ValueError: If `whole_dims` is negative; if the mesh has no axis
       `shard_over`, or one that is not of type `Auto`; if a parameter is on
       another mesh; if no leaf that is shaped like a parameter can be divided,
@@ -101,6 +103,7 @@ def state_shardings(
     Xu et al., Automatic Cross-Replica Sharding of Weight Update in
     Data-Parallel Training, 2020, https://arxiv.org/abs/2004.13336.
   """
+  arguments.as_inner(tx, 'state_shardings', 'tx')
   _check(mesh, shard_over, on_whole)
   _check_whole_dims(whole_dims)
   shapes = jax.eval_shape(tx.init, jax.tree.map(_shape, params))

@@ -477,5 +477,5 @@ def spikes_since(state: SpikeState | tuple[()], step: int) -> str:
       for _, steps in states.parts_here(state.last_spike)
       for i in np.flatnonzero(steps.reshape(-1, width).max(axis=0) >= step)
   }
-  named = f' Spikes were those of the signals {sorted(found)} of'
+  named = f' Not finite, or spikes, were the signals {sorted(found)} of'
   return f'{named} `SpikeRule.names`.' if found else ''
