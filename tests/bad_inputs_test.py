@@ -32,13 +32,17 @@ from shard_transforms import init_state
 from shard_transforms import on_mesh
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
+from shard_transforms import reproducible
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
 from shard_transforms import state_shardings
 from shard_transforms import state_specs
 from shard_transforms import tower_reduce
+from shard_transforms.aggregators import majority_vote
 from shard_transforms.compression import Compressor
 from shard_transforms.compression import compressed_mean
+from shard_transforms.compression import power_sgd
+from shard_transforms.compression import quantize
 from shard_transforms.launch import join_processes
 from shard_transforms.launch import run_processes
 from shard_transforms.monitoring import check_health
@@ -72,6 +76,38 @@ def per_shard_state():
   return optax.GradientTransformation(
       lambda params: per_shard(params, AXIS), optax.identity().update
   )
+
+
+def encode_nothing(x):
+  """Sends an update through a compressor that encodes it as no elements."""
+  compressor = Compressor(
+      2,
+      lambda rows, common_key, own_key: rows[:, :0],
+      lambda payload, common_key: jnp.zeros((len(payload), 2)),
+  )
+  tx = compressed_mean(AXIS, compressor, min_elements=1)
+  return tx.update(x, tx.init(x))[0]
+
+
+def beside_explicit(tx):
+  """Returns a function of an update that is sharded over an Explicit axis."""
+  mesh = jax.sharding.AbstractMesh(
+      (4, 2), (AXIS, 'model'), (jax.sharding.AxisType.Explicit,) * 2
+  )
+
+  def one_shard(w):
+    return tx.update(per_shard(w, AXIS), tx.init(w))[0]
+
+  def on_mesh(w):
+    sharding = jax.NamedSharding(mesh, P('model'))
+    w = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)
+    with jax.sharding.use_abstract_mesh(mesh):
+      mapped = jax.shard_map(
+          one_shard, mesh=mesh, axis_names={AXIS}, in_specs=P(), out_specs=P()
+      )
+      return jax.eval_shape(mapped, w)
+
+  return on_mesh
 
 
 def decode_to_few_bits(x):
@@ -165,6 +201,25 @@ CALLS = {
         ValueError,
         '`decode` of a `Compressor` must give float32',
     ),
+    'payload without elements': Call(
+        of(on_shards(encode_nothing), MATRIX),
+        ValueError,
+        '`encode` of a `Compressor` must give arrays with elements',
+    ),
+    **{
+        f'Explicit axis beside that of {name}': Call(
+            of(beside_explicit(tx), MATRIX),
+            ValueError,
+            f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`',
+        )
+        for name, tx in {
+            'compressed_mean': compressed_mean(AXIS, quantize(8)),
+            'power_sgd': power_sgd(AXIS, 1),
+            'majority_vote': majority_vote(AXIS),
+            'reproducible.mean': reproducible.mean(AXIS),
+            'reproducible.towers': reproducible.towers(1, SGD, AXIS),
+        }.items()
+    },
     # Placement.
     'factory that is not called': Call(
         of(state_specs, optax.sgd, PARAMS, MESH),

@@ -74,7 +74,8 @@ class CrossCheckState(NamedTuple):
       return (
           f'Shard {shard} computed another result than two others, which'
           f' agreed, in {suspected[shard]} of {num_checks} checks of'
-          f' `{_CALLER}`{where}. Suspect its device: go back to a checkpoint, and train without it.'
+          f' `{_CALLER}`{where}. Suspect its device: go back to'
+          ' a checkpoint, and train without it.'
       )
     if unexplained := states.largest_here(self.num_unexplained):
       return (

@@ -76,7 +76,8 @@ def metrics(
   Raises:
     NameError: If an axis is not bound.
     TypeError: If `state` is no tree of arrays, or `nnx.State`, which has lost
-      the classes of states; if `prefix` is no string, or `axis_name` not a name or a sequence of names.
+      the classes of states; if `prefix` is no string, or `axis_name` not a name
+      or a sequence of names.
     ValueError: If `axis_name` is empty or names an axis twice, or is missing.
 
   Examples:

@@ -193,7 +193,7 @@ class Statistics(NamedTuple):
     without bias for one value of a further step.
     """
     num = jnp.minimum(self.num_recorded, len(self.mean))
-    has_value = (jnp.arange(len(self.mean)) < num)[:, None]
+    has_value = (jnp.arange(len(self.mean), dtype=num.dtype) < num)[:, None]
 
     def average(x, num):
       num = jnp.maximum(num, 1).astype(x.dtype)
