@@ -1054,7 +1054,7 @@ class DeclaredStateTest(parameterized.TestCase):
       del params
       return State(shard_transforms.per_shard(jnp.zeros(1), AXIS))
 
-    tx = optax.GradientTransformation(init, None)
+    tx = optax.GradientTransformation(init, optax.identity().update)
     state = init_state(tx, (), modes.mesh(4))
 
     with self.assertRaisesRegex(error, f'`rules` of `State` .*{message}'):
