@@ -1,7 +1,6 @@
 """Tasks that workers can import, and runs of them."""
 
 import contextlib
-import os
 import pathlib
 import tempfile
 import time
@@ -39,6 +38,12 @@ def gradient(params, x):
 def slow_gradient(params, x):
   time.sleep(0.05)
   return gradient(params, x)
+
+
+def slow_pull(params, x):
+  """Returns the gradient that pulls all parameters towards a number."""
+  time.sleep(0.05)
+  return jax.tree.map(lambda p: p - x, params), {'x': x}
 
 
 TASK = asynchronous.Task(init, gradient, batch)
@@ -80,12 +85,6 @@ def assert_same_bits(first, second):
 def poison(number):
   if number == 7:
     raise OSError('no such shard of the data')
-  return batch(number)
-
-
-def deadly(number):
-  if number == 7:
-    os._exit(1)
   return batch(number)
 
 

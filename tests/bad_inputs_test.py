@@ -172,6 +172,27 @@ CALLS = {
         AttributeError,
         "'shard_transforms' has no attribute 'no_such_name'",
     ),
+    # State.
+    'factory that is not called': Call(
+        of(init_state, optax.adam, PARAMS, MESH),
+        TypeError,
+        '`tx` of `state_specs` must be an Optax .* Call its factory',
+    ),
+    'factory for plain jit that is not called': Call(
+        of(shard_transforms.state_shardings, optax.adam, PARAMS, MESH),
+        TypeError,
+        '`tx` of `state_shardings` must be an Optax .* Call its factory',
+    ),
+    'name for specs of parameters': Call(
+        of(init_state, SGD, PARAMS, MESH, in_specs=AXIS),
+        TypeError,
+        "`in_specs` of `state_specs` must be a `PartitionSpec` .* got 'data'",
+    ),
+    'text for per_shard': Call(
+        of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
+        TypeError,
+        "`per_shard` must be a boolean, got 'x'",
+    ),
     # Axes.
     'no axis': Call(
         of(cross_shard_mean, ()), ValueError, '`axis_name` must name at least'
@@ -221,11 +242,6 @@ CALLS = {
         }.items()
     },
     # Placement.
-    'factory that is not called': Call(
-        of(state_specs, optax.sgd, PARAMS, MESH),
-        TypeError,
-        '`tx` of `init_state` must be an Optax .* got <function sgd',
-    ),
     'None to be placed': Call(
         of(full_state, PARAMS, None, PARAMS, MESH),
         TypeError,

@@ -69,7 +69,8 @@ class Row(NamedTuple):
     chained: Whether the inner transformation runs in every call.
     takes_local_step: Whether `update` requires a local step.
     factor: What the result is, in means over all shards and towers.
-    refuser: What in it refuses updates that are reduced already.
+    refuser: What in it refuses updates that are reduced already, if not what
+      the row is called after.
     cuts: Whether the inner transformation sees each shard's slice of leaves.
     owns: Whether each leaf of the inner state is kept by its owner alone.
     guards: Whether it is a guard, with a value that it keeps per shard.
@@ -90,7 +91,7 @@ class Row(NamedTuple):
   chained: bool = False
   takes_local_step: bool = False
   factor: int = 1
-  refuser: str = 'cross_shard_mean'
+  refuser: str = ''
   cuts: bool = False
   owns: bool = False
   guards: bool = False
@@ -139,6 +140,16 @@ def _signs(x):
   return np.where(2 * np.sum(x < 0, axis=0) > len(x), -1, 1).astype(x.dtype)
 
 
+def _link(*links, **options):
+  """Returns the row of a reduction, or several, before what they give to."""
+  return Row(
+      lambda inner, n: optax.chain(*links, inner),
+      per_shard=True,
+      chained=True,
+      **options,
+  )
+
+
 def _mean(inner):
   return optax.chain(cross_shard_mean(AXIS), inner)
 
@@ -147,43 +158,31 @@ ROWS = {
     'cross_shard_mean': Row(
         lambda inner, n: _mean(inner), per_shard=True, chained=True
     ),
-    'reproducible.mean': Row(
-        lambda inner, n: optax.chain(reproducible.mean(AXIS), inner),
-        per_shard=True,
-        chained=True,
-        refuser='reproducible.mean',
+    'reproducible.mean': _link(
+        reproducible.mean(AXIS),
     ),
-    'reproducible.sum': Row(
-        lambda inner, n: optax.chain(reproducible.sum(AXIS), inner),
-        per_shard=True,
-        chained=True,
+    'reproducible.sum': _link(
+        reproducible.sum(AXIS),
         factor=SHARDS,
-        refuser='reproducible.sum',
     ),
     # Numbers of towers are powers of two.
     'reproducible.towers': Row(
         lambda inner, n: reproducible.towers(1, inner, AXIS),
         per_shard=True,
-        refuser='reproducible.towers',
         keeps=True,
     ),
     'reproducible.sharded_towers': Row(
         lambda inner, n: reproducible.sharded_towers(1, inner, AXIS),
         per_shard=True,
-        refuser='reproducible.sharded_towers',
         cuts=True,
     ),
-    'cross_shard_sum': Row(
-        lambda inner, n: optax.chain(cross_shard_sum(AXIS), inner),
-        per_shard=True,
-        chained=True,
+    'cross_shard_sum': _link(
+        cross_shard_sum(AXIS),
         factor=SHARDS,
-        refuser='cross_shard_sum',
     ),
     'shard_update': Row(
         lambda inner, n: shard_update(inner, AXIS),
         per_shard=True,
-        refuser='shard_update',
         cuts=True,
     ),
     'owners': Row(
@@ -246,6 +245,7 @@ ROWS = {
         lambda inner, n: reduce_towers(n, _mean(inner)),
         towers='stacked',
         per_shard=True,
+        refuser='cross_shard_mean',
     ),
     'drop_stale': Row(
         lambda inner, n: drop_stale(2, inner), takes_local_step=True
@@ -299,7 +299,6 @@ ROWS = {
             every=1,
         ),
         per_shard=True,
-        refuser='local_updates',
         keeps=True,
         moves=True,
     ),
@@ -359,71 +358,43 @@ ROWS = {
         cuts=True,
         guards=True,
     ),
-    'compressed_mean': Row(
-        lambda inner, n: optax.chain(
-            compressed_mean(AXIS, cast('float32'), min_elements=3), inner
-        ),
-        per_shard=True,
-        chained=True,
-        refuser='compressed_mean',
+    'compressed_mean': _link(
+        compressed_mean(AXIS, cast('float32'), min_elements=3),
         keeps=True,
     ),
-    'power_sgd': Row(
-        # A rank that is that of the matrices sends them whole.
-        lambda inner, n: optax.chain(power_sgd(AXIS, 2, min_ratio=1), inner),
-        per_shard=True,
-        chained=True,
-        refuser='power_sgd',
+    'power_sgd': _link(
+        power_sgd(AXIS, 2, min_ratio=1),
         keeps=True,
     ),
     'clip_by_global_norm': Row(
         lambda inner, n: optax.chain(clip_by_global_norm(1e9), inner),
         chained=True,
     ),
-    'adasum': Row(
-        lambda inner, n: optax.chain(aggregators.adasum(AXIS), inner),
-        per_shard=True,
-        chained=True,
-        refuser='adasum',
+    'adasum': _link(
+        aggregators.adasum(AXIS),
         aggregate=_adasum,
         positive=True,
         # The last bit of a leaf of 16 bits.
         tolerance=1e-2,
     ),
-    'coordinate_median': Row(
-        lambda inner, n: optax.chain(
-            aggregators.coordinate_median(AXIS), inner
-        ),
-        per_shard=True,
-        chained=True,
-        refuser='coordinate_median',
+    'coordinate_median': _link(
+        aggregators.coordinate_median(AXIS),
         aggregate=_by_parts(lambda x: np.median(x, axis=0)),
     ),
-    'trimmed_mean': Row(
-        lambda inner, n: optax.chain(aggregators.trimmed_mean(AXIS, 0), inner),
-        per_shard=True,
-        chained=True,
-        refuser='trimmed_mean',
+    'trimmed_mean': _link(
+        aggregators.trimmed_mean(AXIS, 0),
     ),
-    'majority_vote': Row(
-        lambda inner, n: optax.chain(aggregators.majority_vote(AXIS), inner),
-        per_shard=True,
-        chained=True,
-        refuser='majority_vote',
+    'majority_vote': _link(
+        aggregators.majority_vote(AXIS),
         aggregate=_by_parts(_signs),
     ),
-    'track_noise_scale': Row(
-        lambda inner, n: optax.chain(track_noise_scale(AXIS), inner),
-        per_shard=True,
-        chained=True,
-        refuser='track_noise_scale',
+    'track_noise_scale': _link(
+        track_noise_scale(AXIS),
     ),
-    'track_divergence': Row(
-        lambda inner, n: optax.chain(
-            cross_shard_mean(AXIS), track_divergence(AXIS, every=2), inner
-        ),
-        per_shard=True,
-        chained=True,
+    'track_divergence': _link(
+        cross_shard_mean(AXIS),
+        track_divergence(AXIS, every=2),
+        refuser='cross_shard_mean',
     ),
 }
 # Arguments that must be Python values.
@@ -1096,6 +1067,7 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(*EACH_PER_SHARD)
   def test_refuses_a_gradient_that_jax_has_summed(self, name):
     row = ROWS[name]
+    refuser = row.refuser or name
 
     def loss(params, data):
       return jnp.sum(params['w'] * data['w']) + params['b'] * data['b']
@@ -1107,7 +1079,7 @@ class RefusalTest(parameterized.TestCase):
     for num_towers in {1, TOWERS} if row.towers == 'in turn' else {TOWERS}:
       with self.assertRaisesRegex(
           ValueError,
-          rf"`{row.refuser}` .* over 'data', got \['b'\] .* already reduced"
+          rf"`{refuser}` .* over 'data', got \['b'\] .* already reduced"
           '.*per_shard',
       ):
         tx = row.build(optax.identity(), num_towers)

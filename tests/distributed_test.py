@@ -14,7 +14,6 @@ import pytest
 import cases
 import distributed_worker
 import python_command
-import shard_transforms
 
 WORKER = distributed_worker.__file__
 SHARDS = distributed_worker.SHARDS
@@ -29,8 +28,6 @@ shard_transforms.launch.run_processes(
 
 
 def run_worker(num_processes, *args):
-  source = pathlib.Path(shard_transforms.__file__).parents[1]
-  paths = [str(source), os.environ.get('PYTHONPATH', '')]
   return subprocess.run(
       [
           *(sys.executable, '-c', SUPERVISOR, str(num_processes)),
@@ -40,7 +37,6 @@ def run_worker(num_processes, *args):
           **os.environ,
           'JAX_PLATFORMS': 'cpu',
           'JAX_NUM_CPU_DEVICES': str(SHARDS // num_processes),
-          'PYTHONPATH': os.pathsep.join(filter(None, paths)),
       },
       capture_output=True,
       text=True,
@@ -67,22 +63,21 @@ def train(num_processes, modes):
 
 class DistributedTest(parameterized.TestCase):
 
-  # With one device to a process, one mode stands for all.
-  @cases.parameters(
-      (2, 'shard_map'), (2, *distributed_worker.MODES[1:]), (4, 'shard_map')
-  )
   @pytest.mark.slow
-  def test_trains_as_one_process_does(self, num_processes, *modes):
+  def test_trains_as_one_process_does(self):
+    modes = distributed_worker.MODES
     alone = train(1, modes)
-
-    together = train(num_processes, modes)
-
     self.check_that_shards_agree(alone, modes)
-    self.check_that_shards_agree(together, modes)
-    # Sockets add in another order than memory does.
-    chex.assert_trees_all_close(
-        together, alone, rtol=1e-6, atol=1e-6, strict=True
-    )
+
+    # With one device to a process, one mode stands for all.
+    for num_processes, some in (2, modes), (4, modes[:1]):
+      together = train(num_processes, some)
+      self.check_that_shards_agree(together, some)
+      due = {name: x for name, x in alone.items() if name in together}
+      # Sockets add in another order than memory does.
+      chex.assert_trees_all_close(
+          together, due, rtol=1e-6, atol=1e-6, strict=True
+      )
 
   def check_that_shards_agree(self, arrays, modes):
     """Checks which shards have the same bits, and that something trained."""
@@ -103,22 +98,16 @@ class DistributedTest(parameterized.TestCase):
       elif path.endswith('stale_shard_count'):
         self.assertGreater(array.min(), 0, name)
 
-  @cases.parameters(
-      ('kill', 1, 'that was killed by SIGKILL'),
-      ('raise', 1, 'that exited with status 1'),
-  )
+  @cases.parameters(0, 1)
   @pytest.mark.slow
-  def test_who_dies_is_named_and_the_others_end(self, how, process, end):
-    done = run_worker(2, 'die', how, str(process))
+  def test_who_is_killed_is_named_and_the_others_end(self, process):
+    done = run_worker(2, 'die', str(process))
 
     self.assertEqual(done.returncode, 1, done.stderr)
-    dead = f'process {process} of 2 {end}'
+    dead = f'process {process} of 2 that was killed by SIGKILL'
     self.assertRegex(done.stderr, f'RuntimeError: .*got .*{dead}')
-    if how == 'raise':
-      self.assertIn('ArithmeticError: out of numbers', done.stderr)
-    # Who ends by itself says why; who is blocked when another is killed is
-    # ended before it learns of it.
-    if how == 'raise' or f'process {1 - process} of 2 that' in done.stderr:
+    # Who is blocked then may be ended before it learns of it.
+    if f'process {1 - process} of 2 that' in done.stderr:
       self.assertRegex(
           done.stderr, 'Connection (closed|reset) by peer|another task died'
       )

@@ -4,9 +4,6 @@ import math
 
 from absl.testing import parameterized
 import chex
-from flax import linen as nn
-from flax import nnx
-from flax.training import train_state
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -47,16 +44,7 @@ def nested(inner=None):
 
 GATES = {
     'guard': lambda _: shard_transforms.guard(adam()),
-    'drop_stale': lambda _: shard_transforms.guard(
-        shard_transforms.drop_stale(1, adam())
-    ),
-    'tower_reduce': lambda _: shard_transforms.guard(
-        shard_transforms.tower_reduce(2, adam())
-    ),
     'nested': lambda _: nested(),
-    'clip_by_global_norm': lambda _: shard_transforms.guard(
-        optax.chain(shard_transforms.clip_by_global_norm(0.5), adam())
-    ),
     'reduce_towers': lambda _: shard_transforms.reduce_towers(
         2, shard_transforms.guard(adam())
     ),
@@ -67,7 +55,6 @@ GATES = {
     ),
     'track_divergence': lambda mesh: shard_transforms.guard(tracked(mesh)),
     'track_divergence_nested': lambda mesh: nested(tracked(mesh)),
-    'track_divergence_alone': lambda mesh: tracked(mesh),
 }
 
 
@@ -202,114 +189,3 @@ class NotMappedTest(parameterized.TestCase):
             NameError, 'Call it inside `jax.shard_map`'
         ):
           jax.eval_shape(fn, x)
-
-
-def kernel_spec(x):
-  """Returns how what is shaped like a layer's parameter is sharded."""
-  return {(16, 8): P(None, 'model'), (8,): P('model')}.get(np.shape(x), P())
-
-
-def tracked_by_shape(mesh):
-  """Returns Adam behind a check of copies, whatever the tree of parameters."""
-
-  def track(params):
-    shardings = jax.tree.map(
-        lambda x: NamedSharding(mesh, kernel_spec(x)), params
-    )
-    return monitoring.track_divergence(every=2, shardings=shardings)
-
-  def init_fn(params):
-    return track(params).init(params)
-
-  def update_fn(updates, state, params=None, **extra_args):
-    del extra_args
-    return track(params).update(updates, state, params)
-
-  link = optax.GradientTransformationExtraArgs(init_fn, update_fn)
-  return optax.chain(link, adam())
-
-
-def mean_of_squares(outputs):
-  return jnp.mean((jnp.tanh(outputs) - 1) ** 2)
-
-
-def nnx_optimizer(tx):
-  """Returns a layer with its optimizer, and a step, of `flax.nnx`."""
-
-  def make():
-    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-  def step(state, batch):
-    model, optimizer = nnx.merge(graph, state)
-    x, local_step = batch
-    grads = nnx.grad(lambda model: mean_of_squares(model(x)))(model)
-    optimizer.update(model, grads, local_step=local_step)
-    return nnx.state((model, optimizer)), ()
-
-  graph, state = nnx.split(make())
-  return state, step
-
-
-def linen_train_state(tx):
-  """Returns a layer's training state, and a step, of `flax.linen`."""
-  net = nn.Dense(8)
-
-  def step(state, batch):
-    x, local_step = batch
-
-    def loss(params):
-      return mean_of_squares(state.apply_fn(params, x))
-
-    updates, opt_state = state.tx.update(
-        jax.grad(loss)(state.params),
-        state.opt_state,
-        state.params,
-        local_step=local_step,
-    )
-    params = optax.apply_updates(state.params, updates)
-    return state.replace(params=params, opt_state=opt_state), ()
-
-  params = net.init(jax.random.key(0), jnp.zeros((1, 16)))
-  return (
-      train_state.TrainState.create(apply_fn=net.apply, params=params, tx=tx),
-      step,
-  )
-
-
-class FlaxTest(parameterized.TestCase):
-
-  @cases.product(
-      framework=(nnx_optimizer, linen_train_state), kind=['Auto', 'Explicit']
-  )
-  def test_trains_as_one_device_does(self, framework, kind):
-    mesh, scans = make_mesh(kind), kind == 'Explicit'
-
-    def make(mesh):
-      return framework(nested(tracked_by_shape(mesh)))
-
-    start, step = make(mesh)
-
-    def place(x):
-      sharding = NamedSharding(mesh, kernel_spec(x))
-      return jax.device_put(jnp.copy(x), sharding)
-
-    batches = jax.device_put(BATCHES, NamedSharding(mesh, P(None, 'data')))
-
-    state = jax.tree.map(place, start)
-    with jax.set_mesh(mesh):
-      sent = sent_by(step, state, (batches[0], LOCAL_STEPS[0]))
-      after = train(step, state, batches, scans)
-
-    one, step = make(make_mesh('Auto', (1, 1)))
-    expected = train(step, one, BATCHES, scans)
-    # The methods in the tree of a `TrainState` are no equal ones.
-    chex.assert_trees_all_close(
-        jax.device_get(jax.tree.leaves(after)),
-        jax.device_get(jax.tree.leaves(expected)),
-        rtol=1e-4,
-        atol=1e-6,
-    )
-    for leaf in jax.tree.leaves(after):
-      self.assertEqual(leaf.sharding.spec, kernel_spec(leaf))
-    self.assertEqual(sent, {'psum', 'pmax'})

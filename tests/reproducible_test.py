@@ -251,33 +251,6 @@ class SameBitsTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(mean, _in_pairs(X[:8]) * np.float32(1 / 8))
 
-  @cases.parameters(('tower', 1), ('shard', 3))
-  def test_keys_by_the_number_of_the_tower_keep_the_bits(self, by, num_digests):
-    def train_on(num_shards):
-      num_towers = NUM_TOWERS // num_shards
-      tx = _stacked(num_towers)
-
-      def shard(params, x):
-        number = lax.axis_index(modes.AXIS)
-        if by == 'tower':
-          number = number * num_towers + jnp.arange(num_towers)
-        numbers = jnp.broadcast_to(number, num_towers)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(0), numbers
-        )
-        noise = jax.vmap(lambda key: jax.random.normal(key, (3, 5)))(keys)
-        return _train(tx, params, x + noise, None, is_stacked=True)
-
-      x = X.reshape(num_shards, num_towers, 3, 5)
-      params = modes.map_shards('shard_map', shard, num_shards)(PARAMS, x)
-      return shard_transforms.monitoring.digest(
-          jax.tree.map(lambda x: np.asarray(x)[0], params)
-      )
-
-    digests = set(map(train_on, NUM_SHARDS))
-
-    self.assertLen(digests, num_digests)
-
   def test_products_are_rounded_before_they_are_added(self):
     # XLA would round the product and the sum once, in one operation.
     x = _RNG.normal(size=(8, 4096)).astype(np.float32)
@@ -356,27 +329,6 @@ class SameBitsTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(updates, np.zeros((8, 3, 5), np.float32))
     self.assertEqual(count[0], 0)
-
-  def test_a_tree_is_closer_to_the_exact_sum_than_a_row(self):
-    x = np.random.default_rng(3).uniform(size=(64, 1000)).astype(np.float32)
-    exact = x.astype(np.float64).sum(0)
-
-    tx = reproducible.sum(modes.AXIS, num_towers=64)
-    tree = _reduced(tx, x[None], 'vmap')[0]
-    row = functools.reduce(np.add, x)
-
-    self.assertLess(np.abs(tree - exact).mean(), np.abs(row - exact).mean())
-
-  def test_the_window_is_a_metric(self):
-    tx = _towers(2)
-
-    def shard(params, x):
-      return tx.update(x, tx.init(params), params)[1]
-
-    state = modes.map_shards('vmap', shard, 2)(X[0], X[:2])
-
-    told = monitoring.metrics(jax.tree.map(lambda x: x[0], state))
-    self.assertEqual(told, {'towers/tower': 1})
 
 
 def _step_on(num_shards, make=_towers):

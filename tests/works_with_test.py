@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from absl.testing import parameterized
 import chex
-import equinox as eqx
 from flax import nnx
 from flax.training import train_state
 import jax
@@ -153,14 +152,6 @@ class FrameworkTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, 'must be per shard'):
       reduced(nnx.grad(loss_fn))
-
-  def test_whole_model_of_equinox_is_refused(self):
-    # The activation is a leaf that is no array.
-    model = eqx.nn.MLP(2, 2, 2, 1, jnp.tanh, key=jax.random.key(0))
-    tx = optax.chain(MEAN, MOMENTUM)
-
-    with self.assertRaisesRegex(TypeError, 'requires ndarray'):
-      tx.init(model)
 
 
 def wrapped_momentum(wrap):
@@ -618,28 +609,6 @@ class LostTest(parameterized.TestCase):
 
 class SilentTest(parameterized.TestCase):
   """What the document says beside its tables."""
-
-  def rates(self, mode, value_of):
-    plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
-
-    def fn(params, x):
-      state = plateau.init(params)
-      for i in range(5):
-        value = value_of(x * i)
-        _, state = plateau.update(params, state, value=value)
-      return state.scale
-
-    return modes.map_shards(mode, fn)(jnp.ones(()), jnp.arange(8.0) - 3)
-
-  def test_rates_are_the_same_by_the_mean_of_values(self):
-    rates = self.rates('pmap', lambda x: shard_transforms.shard_mean(x, AXIS))
-
-    np.testing.assert_array_equal(rates, np.full(8, rates[0]))
-
-  def test_rates_differ_by_the_values_of_shards(self):
-    self.assertGreater(np.ptp(self.rates('pmap', lambda x: x)), 0.1)
-    with self.assertRaisesRegex(TypeError, 'must have equal'):
-      self.rates('shard_map', lambda x: x)
 
   def test_nothing_refuses_what_hangs_with_groups(self):
     mean = shard_transforms.cross_shard_mean(

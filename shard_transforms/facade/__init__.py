@@ -27,14 +27,12 @@ from shard_transforms.facade.graph import reset_default_graph
 from shard_transforms.facade.graph import set_random_seed
 from shard_transforms.facade.graph import variable_scope
 from shard_transforms.facade.inner import AdadeltaOptimizer
-from shard_transforms.facade.inner import AdafactorOptimizer
 from shard_transforms.facade.inner import AdagradOptimizer
 from shard_transforms.facade.inner import AdamOptimizer
 from shard_transforms.facade.inner import AdamWOptimizer
 from shard_transforms.facade.inner import DecoupledWeightDecayExtension
 from shard_transforms.facade.inner import FtrlOptimizer
 from shard_transforms.facade.inner import GradientDescentOptimizer
-from shard_transforms.facade.inner import LAMBOptimizer
 from shard_transforms.facade.inner import LARSOptimizer
 from shard_transforms.facade.inner import LazyAdamOptimizer
 from shard_transforms.facade.inner import MomentumOptimizer
@@ -70,7 +68,6 @@ from shard_transforms.facade.workers import SyncReplicasOptimizer
 
 __all__ = (
     'AdadeltaOptimizer',
-    'AdafactorOptimizer',
     'AdagradOptimizer',
     'AdamOptimizer',
     'AdamWOptimizer',
@@ -84,7 +81,6 @@ __all__ = (
     'GradientDescentOptimizer',
     'Graph',
     'GraphKeys',
-    'LAMBOptimizer',
     'LARSOptimizer',
     'LazyAdamOptimizer',
     'ModeKeys',

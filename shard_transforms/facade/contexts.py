@@ -113,11 +113,13 @@ class Template:
 
   Attributes:
     made: The objects by kind, place and number.
+    mapped: What `map_variables` found in the last call, by mesh.
     lock: Excludes other threads while an object is created.
   """
 
   def __init__(self):
     self.made = {}
+    self.mapped = {}
     self.lock = threading.Lock()
 
 

@@ -242,6 +242,11 @@ def is_tracing() -> bool:
   return _is_in('traced', 'discovered')
 
 
+def is_discovering() -> bool:
+  """Whether this thread only finds the variables that a call uses."""
+  return _is_in('discovered')
+
+
 def is_undecided() -> bool:
   """Whether what is written here may be dropped."""
   return _is_in('undecided')

@@ -4,20 +4,16 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
 import functools
-import re
 import types
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.tf1 import optimizers
 from shard_transforms.facade import bases
-from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import leaves
-from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import variables as variables_lib
 
@@ -394,7 +390,8 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
   Args:
     weight_decay: The part :math:`\lambda`, a number, a scalar `Variable` or a
       function of no arguments; it is read at each update.
-    **kwargs: The arguments of the optimizer.
+    *args: The arguments of the optimizer.
+    **kwargs: The same.
 
   Examples:
     >>> from shard_transforms import facade
@@ -414,12 +411,8 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
     https://arxiv.org/abs/1711.05101.
   """
 
-  def __init__(
-      self,
-      weight_decay: Hyperparameter,
-      **kwargs: Any,
-  ):
-    super().__init__(**kwargs)
+  def __init__(self, weight_decay: Hyperparameter, *args: Any, **kwargs: Any):
+    super().__init__(*args, **kwargs)
     self._weight_decay = weight_decay
     self._decay_var_list: list[Variable] = []
 
@@ -518,15 +511,8 @@ class AdamWOptimizer(DecoupledWeightDecayExtension, AdamOptimizer):
       use_locking: bool = False,
       name: str = 'AdamW',
   ):
-    super().__init__(
-        weight_decay,
-        learning_rate=learning_rate,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        use_locking=use_locking,
-        name=name,
-    )
+    hyperparameters = learning_rate, beta1, beta2, epsilon
+    super().__init__(weight_decay, *hyperparameters, use_locking, name)
 
 
 class LARSOptimizer(bases.TensorFlowOptimizer):
@@ -578,173 +564,10 @@ class LARSOptimizer(bases.TensorFlowOptimizer):
       if value < 0:
         raise ValueError(f'`{argument}` must not be negative, got {value!r}.')
     skipped = skip_list or ()
-    mask = _mask(lambda name: not any(x in f'{name}:0' for x in skipped))
+
+    def mask(params):
+      return {n: not any(x in f'{n}:0' for x in skipped) for n in params}
+
     lars = functools.partial(optimizers.lars, mask=mask, nesterov=use_nesterov)
     numbers = learning_rate, momentum, weight_decay, eeta, epsilon
     super().__init__(False, name, lars, *numbers)
-
-
-class LAMBOptimizer(bases.TensorFlowOptimizer):
-  """LAMB as ALBERT has it: `tf1.lamb`; slots `adam_m` and `adam_v`.
-
-  As there, `apply_gradients` leaves the global step alone: programs that use it
-  count by themselves.
-
-  Args:
-    learning_rate: As in `GradientDescentOptimizer`.
-    weight_decay_rate: The decay of the weights, in the same forms.
-    beta_1: The decay of the first moment, the same.
-    beta_2: The decay of the second moment, the same.
-    epsilon: The term that keeps the divisor above zero, the same.
-    exclude_from_weight_decay: Regular expressions; a variable does not decay if
-      one is found in its name.
-    exclude_from_layer_adaptation: The same for a rate by layer;
-      `exclude_from_weight_decay` if `None` or empty.
-    name: The name.
-
-  Raises:
-    ValueError: If `name` is empty.
-
-  Examples:
-    >>> from shard_transforms import facade
-    >>> with facade.Graph().as_default():
-    ...   w = facade.Variable([3.0, 4.0], name='w')
-    >>> opt = facade.LAMBOptimizer(0.1)
-    >>> opt.apply_gradients([([0.0, 2.0], w)])
-    >>> print(w, opt.get_slot(w, 'adam_m').name)
-    [3.  3.5] w/adam_m:0
-
-  References:
-    `LAMBOptimizer` of https://github.com/google-research/albert; You et al.,
-    Large batch optimization for deep learning: training BERT in 76 minutes,
-    2019, https://arxiv.org/abs/1904.00962.
-  """
-
-  def __init__(
-      self,
-      learning_rate: Hyperparameter,
-      weight_decay_rate: Hyperparameter = 0.0,
-      beta_1: Hyperparameter = 0.9,
-      beta_2: Hyperparameter = 0.999,
-      epsilon: Hyperparameter = 1e-6,
-      exclude_from_weight_decay: Sequence[str] | None = None,
-      exclude_from_layer_adaptation: Sequence[str] | None = None,
-      name: str = 'LAMBOptimizer',
-  ):
-    decays = exclude_from_weight_decay or ()
-    lamb = functools.partial(
-        optimizers.lamb,
-        decay_mask=_unlike(decays),
-        adaptation_mask=_unlike(exclude_from_layer_adaptation or decays),
-    )
-    numbers = learning_rate, weight_decay_rate, beta_1, beta_2, epsilon
-    super().__init__(False, name, lamb, *numbers)
-    self._op_names |= {'adam_m': 'adam_m', 'adam_v': 'adam_v'}
-
-  def apply_gradients(
-      self, grads_and_vars: Any, global_step: Any = None, name: Any = None
-  ) -> None:
-    """Updates variables by gradients, as `Optimizer`, but never the step."""
-    super().apply_gradients(grads_and_vars, None, name)
-
-
-class AdafactorOptimizer(bases.TensorFlowOptimizer):
-  """Adafactor as Tensor2Tensor has it: `tf1.adafactor`.
-
-  Its slots are `vr` and `vc` of variables with two or more dimensions, `v` of
-  the others, and `m` if `beta1` is not 0.
-
-  Args:
-    multiply_by_parameter_scale: Whether updates are multiplied by the root
-      mean square of the variable.
-    learning_rate: As in `GradientDescentOptimizer`; by default
-      min((t + 1)^-0.5, 0.01) at the global step t, and a twentieth of it
-      without `multiply_by_parameter_scale`.
-    decay_rate: The decay of the second moment, in the same forms; by default
-      1 - (t + 1)^-0.8.
-    beta1: The decay of the first moment; 0 for none.
-    clipping_threshold: The largest root mean square of an update before the
-      rate; `None` for any.
-    factored: Whether variables of two or more dimensions keep means of rows
-      and of columns alone.
-    simulated_quantize_bits: Must be `None`.
-    parameter_encoding: Must be `None`.
-    use_locking: Whether an update excludes those of other threads that are
-      made with locking in this graph.
-    name: The name.
-    epsilon1: What is added to squared gradients.
-    epsilon2: The smallest root mean square of a variable.
-
-  Raises:
-    NotImplementedError: If `simulated_quantize_bits` or `parameter_encoding` is
-      given.
-    ValueError: If `name` is empty.
-
-  Examples:
-    >>> from shard_transforms import facade
-    >>> with facade.Graph().as_default():
-    ...   w = facade.Variable(4.0, name='w')
-    ...   opt = facade.AdafactorOptimizer(learning_rate=0.5)
-    ...   opt.apply_gradients([(1.0, w)])
-    >>> print(w, opt.get_slot_names())
-    2.0 ['v']
-
-  References:
-    `AdafactorOptimizer` of https://github.com/tensorflow/tensor2tensor; Shazeer
-    and Stern, Adafactor: adaptive learning rates with sublinear memory cost,
-    2018, https://arxiv.org/abs/1804.04235.
-  """
-
-  _SLOT_NAMES = types.MappingProxyType({s: s for s in ('m', 'vr', 'vc', 'v')})
-
-  def __init__(
-      self,
-      multiply_by_parameter_scale: bool = True,
-      learning_rate: Hyperparameter | None = None,
-      decay_rate: Hyperparameter | None = None,
-      beta1: float = 0.0,
-      clipping_threshold: float | None = 1.0,
-      factored: bool = True,
-      simulated_quantize_bits: int | None = None,
-      parameter_encoding: Any = None,
-      use_locking: bool = False,
-      name: str = 'Adafactor',
-      epsilon1: float = 1e-30,
-      epsilon2: float = 1e-3,
-  ):
-    if simulated_quantize_bits is not None or parameter_encoding is not None:
-      raise NotImplementedError(
-          '`simulated_quantize_bits` and `parameter_encoding` must be None:'
-          ' JAX keeps parameters in their own type.'
-      )
-    part = 1.0 if multiply_by_parameter_scale else 0.05
-    if learning_rate is None:
-      learning_rate = _of_step(lambda t: part * optimizers.default_rate(t))
-    if decay_rate is None:
-      decay_rate = _of_step(optimizers.default_decay_rate)
-    factory = functools.partial(
-        optimizers.adafactor,
-        multiply_by_parameter_scale=multiply_by_parameter_scale,
-        beta1=beta1,
-        clipping_threshold=clipping_threshold,
-        factored=factored,
-        epsilon1=epsilon1,
-        epsilon2=epsilon2,
-    )
-    super().__init__(use_locking, name, factory, learning_rate, decay_rate)
-
-
-def _of_step(formula):
-  """Returns a function that reads the step of this graph at each update."""
-  graph = graph_lib.get_default_graph()
-  step = functools.partial(lookup.get_or_create_global_step, graph)
-  return lambda: formula(jnp.asarray(step(), jnp.float32))
-
-
-def _unlike(patterns):
-  return _mask(lambda name: not any(re.search(x, name) for x in patterns))
-
-
-def _mask(is_meant):
-  """Returns a mask of the variables whose names are meant."""
-  return lambda params: {name: is_meant(name) for name in params}

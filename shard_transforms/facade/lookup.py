@@ -104,14 +104,9 @@ def get_variable(
       _check('shape', np.shape(value), shape, name)
       if trainable is None:
         trainable = _KEYS.LOCAL_VARIABLES not in (collections or ())
-      made = graph.shared[name] = Variable(
-          value,
-          trainable,
-          collections,
-          name=name,
-          dtype=dtype,
-          constraint=constraint,
-      )
+      options: Any = {'name': name, 'dtype': dtype, 'constraint': constraint}
+      made = Variable(value, trainable, collections, **options)
+      graph.shared[name] = made
       regularize: Any = regularizer or scope.regularizer
       if regularize is not None and regularize(made) is not None:
         graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES).append(

@@ -264,7 +264,8 @@ class Optimizer(Updater):
         real numbers.
       ValueError: If there are no variables, an item of `var_list` is no
         `Variable`, one is of an integer type, or `gate_gradients` is none of
-        the class's members.
+        the class's members; in a `variable_scope`, if `loss` asks for a
+        variable that exists neither there nor outside, or in both places.
     """
     gates = self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH
     if gate_gradients not in gates:

@@ -210,7 +210,7 @@ def replicate_model_fn(
         _check_divisible(batch, len(placed))
         if len(set(placed)) == 1:
           return _in_turn(call, batch, mode, towers)
-        return _one_to_a_device(call, batch, mode, towers, placed)
+        return _one_to_a_device(call, batch, mode, towers, placed, template)
       finally:
         _forget_use()
 
@@ -256,7 +256,7 @@ def _take_turn(call, part, towers):
   return spec
 
 
-def _one_to_a_device(call, batch, mode, towers, placed):
+def _one_to_a_device(call, batch, mode, towers, placed, template):
   """Runs the towers in parallel, each on its own device."""
   if contexts.mapped_axes():
     raise ValueError(
@@ -286,7 +286,8 @@ def _one_to_a_device(call, batch, mode, towers, placed):
     return leaves, ()
 
   mesh = jax.sharding.Mesh(np.array(placed), (axis,))
-  outputs = shards.map_variables(run, batch, [P(axis), P(axis)], mesh)
+  specs = [P(axis), P(axis)]
+  outputs = shards.map_variables(run, batch, specs, mesh, template)
   mode, treedef = returned
   predictions, *reduced = treedef.unflatten(outputs)
   predictions = jax.tree.map(shards.joined, predictions)

@@ -113,7 +113,7 @@ def shard(
     place_leaf = functools.partial(_place, name, mesh)
     specs.append(jax.tree.map(of_leaf, tree))
     placed.append(jax.tree.map(place_leaf, tree, specs[-1]))
-  outputs = map_variables(run, placed, specs, mesh)
+  outputs = map_variables(run, placed, specs, mesh, template)
   from_all = _per_item(
       'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
   )
@@ -196,6 +196,7 @@ def map_variables(
     inputs: Sequence[Any],
     specs: Sequence[Any],
     mesh: jax.sharding.Mesh,
+    template: contexts.Template | None,
 ) -> list[Any]:
   """Maps a function that reads and writes variables over a mesh of one axis.
 
@@ -205,6 +206,7 @@ def map_variables(
     inputs: Arrays or trees of them.
     specs: The `PartitionSpec` of each input, or trees of them.
     mesh: The mesh.
+    template: What keeps the variables that are found for the next call.
 
   Returns:
     The outputs, stacked along a leading axis.
@@ -216,13 +218,18 @@ def map_variables(
   """
   frames.mark_mapped(mesh)
   mapping = _Mapping(run, inputs, specs, mesh)
+  mapped = {} if template is None else template.mapped
+  known = None if frames.is_discovering() else mapped.get(mesh)
   for _ in range(MAX_TRACES):
-    used, written = mapping.discover()
+    found = used, written, shapes = known or mapping.discover()
+    mapping.check(used)
     place(used, mesh)
     try:
-      outputs, new = mapping.compute(used, written)
+      outputs, new = mapping.compute(used, written, shapes)
     except frames.Retraced:
+      known = None
       continue
+    mapped[mesh] = found
     for variable, differs in written.items():
       variable.num_parts = mesh.size if differs else variable.num_parts
     frames.commit(written, new)
@@ -246,41 +253,65 @@ class _Mapping:
     return self.mesh.axis_names[0]
 
   def discover(self):
-    """Returns the variables that are used, and which writes differ by shard."""
+    """Returns the variables that are used, and which writes differ by shard.
+
+    Also the shapes of the outputs.
+    """
     known = {
         v: x
         for v, x in frames.known(lookup.global_variables()).items()
         if x.ndim == v.ndim or len(x) == self.mesh.size
     }
     found = []
-    jax.eval_shape(
-        *self._mapped('discovered', known, None, lambda *x: found.extend(x))
+
+    def returned(frame, outputs, may_part):
+      found.extend((frame, self._differing(frame, may_part)))
+      return [_stack(x, self.axis) for x in outputs]
+
+    shapes = jax.eval_shape(
+        *self._mapped('discovered', known, P(self.axis), returned)
     )
-    frame, _, may_part = found
-    for variable in frame.used:
+    frame, written = found
+    return frame.used, written, shapes
+
+  def check(self, used):
+    """Checks that variables with a value per shard are of these shards."""
+    for variable in used:
       if variable.is_per_shard and variable.num_parts != self.mesh.size:
         raise ValueError(
             f'Variable {variable.name!r} has a value for each of'
             f' {variable.num_parts} shards, but is used on {self.mesh.size}.'
             ' Assign one value to all first.'
         )
-    written = {}
-    for variable in frame.written:
-      axes = axes_lib.varying_axes(frame.values[variable])
-      written[variable] = self.axis in axes
-      if written[variable] and variable not in may_part:
+
+  def _differing(self, frame, may_part):
+    """Returns which of the written variables differ between the shards."""
+    written = {
+        v: self.axis in axes_lib.varying_axes(frame.values[v])
+        for v in frame.written
+    }
+    for variable, differs in written.items():
+      if differs and variable not in may_part:
         raise ValueError(
             f'Variable {variable.name!r} would differ between the shards (or'
             ' towers on several devices). Update it by a `CrossShardOptimizer`'
             ' (`TowerOptimizer`), or assign what `shard_transforms.shard_mean`'
             ' gives.'
         )
-    return frame.used, written
+    return written
 
-  def compute(self, used, written):
+  def compute(self, used, written, shapes):
     """Returns the outputs, and the new arrays of written variables."""
+    if frames.is_discovering():  # Their shapes are enough.
+      new = [
+          jnp.zeros((self.mesh.size, *v.shape) if d else v.shape, v.dtype)
+          for v, d in written.items()
+      ]
+      return [jnp.zeros(x.shape, x.dtype) for x in shapes], new
 
-    def returned(frame, outputs, _):
+    def returned(frame, outputs, may_part):
+      if self._differing(frame, may_part) != written:
+        raise frames.Retraced
       outputs = [_stack(x, self.axis) for x in outputs]
       return outputs, [
           frame.values[v][None] if differs else frame.values[v]

@@ -195,6 +195,15 @@ def _mean_loss(of_example):
   return loss
 
 
+def _error(predictions, labels):
+  if jnp.shape(predictions) != jnp.shape(labels):
+    raise ValueError(
+        '`labels` and `predictions` must have one shape, got'
+        f' {jnp.shape(labels)} and {jnp.shape(predictions)}.'
+    )
+  return predictions - labels
+
+
 def _total_loss(add_regularization_losses=True, scope=None):
   keys = facade.GraphKeys.LOSSES, facade.GraphKeys.REGULARIZATION_LOSSES
   found = [facade.get_collection(key, scope) for key in keys]
@@ -328,13 +337,15 @@ _FUNCTIONS = {
     'indices depth on_value=... off_value=... axis dtype name': _members(
         'one_hot', module=_nn
     ),
-    f'labels predictions weights {_LOSS}': {
-        'losses.absolute_difference': _mean_loss(lambda x, y: jnp.abs(x - y)),
+    f'labels=1 predictions=0 weights {_LOSS}': {
+        'losses.absolute_difference': _mean_loss(
+            lambda *pair: jnp.abs(_error(*pair))
+        ),
         'losses.mean_squared_error': _mean_loss(optax.squared_error),
     },
-    f'labels predictions weights delta {_LOSS}': {
+    f'labels=1 predictions=0 weights delta=2 {_LOSS}': {
         'losses.huber_loss': _mean_loss(
-            lambda x, y, delta=1.0: optax.huber_loss(x, y, delta=delta)
+            lambda x, y, delta=1.0: optax.huber_loss(_error(x, y), delta=delta)
         )
     },
     f'multi_class_labels=1 logits=0 weights label_smoothing=... {_LOSS}': {

@@ -2,7 +2,6 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import cases
 import lying_shards
@@ -48,17 +47,15 @@ def assert_close(found, expected):
 
 class AdasumTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, num_shards=(2, 5, 8))
-  @pytest.mark.slow_after(1)
-  def test_is_the_tree_of_pairs_of_each_leaf(self, mode, num_shards):
+  @cases.parameters(2, 5, 8)
+  def test_is_the_tree_of_pairs_of_each_leaf(self, num_shards):
     updates = lying_shards.tree(num_shards)
 
-    found = aggregated(updates, mode)
+    found = aggregated(updates)
 
     for name, x in updates.items():
       assert_close(found[name], adasum(x))
 
-  @pytest.mark.slow
   def test_of_many_shards_is_that_of_whole_levels_first(self):
     updates = lying_shards.tree(37)
 
@@ -67,7 +64,7 @@ class AdasumTest(parameterized.TestCase):
     for name, x in updates.items():
       assert_close(found[name], adasum(x))
 
-  @cases.parameters(*modes.MODES)
+  @cases.parameters(*modes.NAMES)
   def test_is_that_of_the_whole_tree(self, mode):
     updates = lying_shards.tree()
     flat = np.concatenate([x.reshape(8, -1) for x in updates.values()], axis=1)
@@ -77,7 +74,7 @@ class AdasumTest(parameterized.TestCase):
     found = np.concatenate([x.ravel() for x in found.values()])
     assert_close(found, adasum(flat))
 
-  @cases.parameters(*modes.MODES)
+  @cases.parameters(*modes.NAMES)
   def test_shards_of_weight_zero_are_as_if_zero(self, mode):
     weight = np.float32([3, 0, 1, 0, 2, 1, np.nan, 0.5])
     updates = lying_shards.tree()['w']
@@ -86,28 +83,7 @@ class AdasumTest(parameterized.TestCase):
 
     assert_close(aggregated(lies, mode, weight), adasum(left))
 
-  @cases.parameters(2, 4, 7, 8)
-  @pytest.mark.slow_after(2)
-  def test_orthogonal_updates_add(self, num_shards):
-    updates = np.eye(num_shards, dtype=np.float32) * np.arange(
-        1, 1 + num_shards
-    )
-
-    found = aggregated(np.float32(updates))
-
-    assert_close(found, np.arange(1, 1 + num_shards))
-
-  @cases.parameters(2, 4, 8)
-  def test_parallel_updates_average(self, num_shards):
-    direction = np.random.default_rng(0).normal(size=33)
-    lengths = np.arange(1, 1 + num_shards)
-
-    found = aggregated(np.float32(lengths[:, None] * direction))
-
-    assert_close(found, lengths.mean() * direction)
-
-  @cases.parameters(3, 5, 7)
-  @pytest.mark.slow_after(1)
+  @cases.parameters(3, 7)
   def test_equal_updates_stay_whatever_their_number(self, num_shards):
     update = np.random.default_rng(0).normal(size=33)
 
@@ -129,7 +105,6 @@ class AdasumTest(parameterized.TestCase):
       ],
       parallel=(False, True),
   )
-  @pytest.mark.slow_after(3)
   def test_norms_neither_overflow_nor_underflow(self, sizes, parallel):
     rng = np.random.default_rng(0)
     updates = rng.normal(size=(1 if parallel else 4, 50))
@@ -140,21 +115,19 @@ class AdasumTest(parameterized.TestCase):
     self.assertTrue(np.isfinite(found).all())
     assert_close(found, adasum(updates))
 
-  @cases.parameters(*modes.MODES)
-  def test_zeros_give_zero_and_zero_gives_the_other(self, mode):
+  def test_zeros_give_zero_and_zero_gives_the_other(self):
     other = np.float32([1, -2, 3])
 
     np.testing.assert_array_equal(
-        aggregated(np.zeros([8, 3], np.float32), mode), np.zeros(3)
+        aggregated(np.zeros([8, 3], np.float32)), np.zeros(3)
     )
-    assert_close(aggregated(np.stack([0 * other, other]), mode), other)
+    assert_close(aggregated(np.stack([0 * other, other])), other)
 
-  @cases.parameters(*modes.MODES)
-  def test_is_the_identity_at_one_shard_to_the_bit(self, mode):
+  def test_is_the_identity_at_one_shard_to_the_bit(self):
     update = np.float32([[1e-40, -0.0, np.nan, -np.inf, 3.3]])
 
     tx = aggregators.adasum(AXIS)
-    found = lying_shards.mapped(tx, mode, 1)(0.0, ({'w': update}, None))['w']
+    found = lying_shards.aggregated(tx, 'shard_map', update, None, 1)
 
     np.testing.assert_array_equal(found.view(np.uint32), update.view(np.uint32))
 
@@ -205,7 +178,6 @@ class HorovodTest(parameterized.TestCase):
   """
 
   @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
-  @pytest.mark.slow_after(1)
   def test_orthogonal_vectors_add(self, num_shards, dtype):
     def draw(rng, dtype):
       for length in self.lengths(num_shards, 17):
@@ -215,7 +187,6 @@ class HorovodTest(parameterized.TestCase):
     self.check(draw, dtype, 1)
 
   @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
-  @pytest.mark.slow_after(1)
   def test_parallel_vectors_average(self, num_shards, dtype):
     def draw(rng, dtype):
       for length in self.lengths(num_shards, 13):
@@ -240,7 +211,6 @@ class HorovodTest(parameterized.TestCase):
     self.check(draw, dtype, num_shards)
 
   @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
-  @pytest.mark.slow_after(1)
   def test_is_stable_from_the_least_to_the_largest(self, num_shards, dtype):
     def draw(rng, dtype):
       least = float(np.finfo(dtype).tiny)
@@ -254,7 +224,6 @@ class HorovodTest(parameterized.TestCase):
     self.check(draw, dtype, num_shards)
 
   @cases.parameters('float16', 'float32', 'float64')
-  @pytest.mark.slow_after(1)
   def test_is_the_tree_of_each_matrix(self, dtype):
     updates = np.random.default_rng(2).random(size=(2, 8, 2, 2))
     updates = updates.astype(dtype)

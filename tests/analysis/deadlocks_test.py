@@ -18,9 +18,7 @@ from shard_transforms.monitoring import track_divergence
 
 AXIS = modes.AXIS
 # Where types do not refuse most of what hangs.
-UNCHECKED = ('pmap', 'shard_map_unchecked')
-# Under `jax.pmap`, parameters may be handed in as one for all or as copies.
-STEPS_UNCHECKED = (*UNCHECKED, 'pmap_of_copies')
+UNCHECKED = 'shard_map_unchecked'
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 # Pairs of which each has a shard of either half.
 PAIRS = [[i, i + 4] for i in range(4)]
@@ -42,7 +40,7 @@ def mean_of(inner, **kwargs):
   return optax.chain(cross_shard_mean(AXIS, **kwargs), inner)
 
 
-def warnings(mode, fn, *shared):
+def warnings(fn, *shared, mode=UNCHECKED):
   """Returns the warnings on `fn(*shared, x)` of a shard with examples `x`."""
   mapped = modes.map_shards(mode, lambda shared, x: fn(*shared, x))
   return shard_transforms.monitoring.wire_report(mapped, shared, OWN).warnings
@@ -269,18 +267,18 @@ FINE = {
 
 class ProgramTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.PARALLEL_MODES, name=tuple(HANGS))
-  def test_is_found(self, mode, name):
-    found = warnings(mode, HANGS[name])
+  @cases.parameters(*HANGS)
+  def test_is_found(self, name):
+    found = warnings(HANGS[name], mode='shard_map')
 
     self.assertNotEmpty(found)
     for warning in found:
       self.assertIn("over 'data' under a predicate", warning)
       self.assertIn('deadlocks', warning)
 
-  @cases.product(mode=UNCHECKED, name=tuple(FINE))
-  def test_is_not_found_in_what_is_right(self, mode, name):
-    self.assertEmpty(warnings(mode, FINE[name]))
+  @cases.parameters(*FINE)
+  def test_is_not_found_in_what_is_right(self, name):
+    self.assertEmpty(warnings(FINE[name]))
 
   def test_says_where_and_what_to_do(self):
     def fn(x):
@@ -288,7 +286,7 @@ class ProgramTest(parameterized.TestCase):
         x = jax.named_scope('inner')(if_positive(psum))(x)
         return until_small(x, psum)
 
-    cond, loop = warnings('pmap', fn)
+    cond, loop = warnings(fn, mode='pmap')
 
     self.assertEqual(
         cond,
@@ -302,20 +300,20 @@ class ProgramTest(parameterized.TestCase):
     def fn(x):
       return if_positive(psum)(if_positive(psum)(x))
 
-    self.assertLen(warnings('pmap', fn), 1)
+    self.assertLen(warnings(fn, mode='pmap'), 1)
 
   def test_what_all_are_handed_is_alike(self):
     def fn(shared, x):
       return lax.cond(shared[0] > 0, psum, lambda x: x, x)
 
-    for mode in UNCHECKED:
-      self.assertEmpty(warnings(mode, fn, PARAMS))
+    for mode in 'pmap', UNCHECKED:
+      self.assertEmpty(warnings(fn, PARAMS, mode=mode))
 
   def test_one_number_for_each_shard_may_be_a_copy(self):
     def fn(_, own):
       return lax.cond(own[0] > 0, psum, lambda x: x, own[1])
 
-    for mode in UNCHECKED:
+    for mode in 'pmap', UNCHECKED:
       counters = jax.ShapeDtypeStruct((8,), jnp.int32)
       mapped = modes.map_shards(mode, fn)
 
@@ -444,31 +442,54 @@ REDUCTIONS = {
 }
 
 
+ALIKE = (
+    (mean_of(optax.apply_if_finite(sgd, 5)), {}),
+    (mean_of(optax.MultiSteps(sgd, 3).gradient_transformation()), {}),
+    (tower_reduce(3, mean_of(sgd), axis_name=AXIS), {}),
+    (tower_reduce(3, update_in_slices, axis_name=AXIS), {'weight': 2.0}),
+    (mean_of(tower_reduce(3, sgd)), {}),
+    (drop_stale(1, mean_of(sgd)), {'local_step': 0}),
+    (mean_of(drop_stale(1, sgd)), {'local_step': 0}),
+    (drop_stale(1, mean_of(sgd), axis_name=AXIS), {'local_step': 0}),
+    (guard(mean_of(sgd), AXIS), {}),
+    (guard(mean_of(sgd), AXIS, on_bad='exclude'), {'weight': 2.0}),
+    (mean_of(guard(sgd)), {}),
+    (mean_of(track_divergence(AXIS, every=3)), {}),
+    (update_in_slices, {}),
+    # Types refuse these.
+    (optax.MultiSteps(mean_of(sgd), 3).gradient_transformation(), {}),
+    (
+        optax.transforms.conditionally_mask(
+            mean_of(sgd), lambda step: step < 3
+        ),
+        {},
+    ),
+    (
+        drop_stale(
+            1,
+            tower_reduce(2, mean_of(sgd, groups=HALVES), axis_name=AXIS),
+            axis_name=AXIS,
+        ),
+        {'local_step': 0},
+    ),
+    (guard(mean_of(sgd, groups=HALVES), AXIS), {}),
+)
+
+
 class TransformationTest(parameterized.TestCase):
 
-  @cases.product(
-      mode=STEPS_UNCHECKED, wrap=tuple(AROUND), name=tuple(REDUCTIONS)
-  )
-  def test_deciding_around_a_reduction_is_found(self, mode, wrap, name):
+  @cases.product(wrap=AROUND, name=REDUCTIONS)
+  def test_deciding_around_a_reduction_is_found(self, wrap, name):
     tx, extra_args = REDUCTIONS[name]
     tx = AROUND[wrap](tx)
 
-    found = report_on_step(mode, tx, **extra_args).warnings
+    # Under `jax.pmap`, parameters may be one for all or copies.
+    for mode in UNCHECKED, 'pmap', 'pmap_of_copies':
+      found = report_on_step(mode, tx, **extra_args).warnings
 
-    self.assertNotEmpty(found)
-    for warning in found:
-      self.assertRegex(warning, "^`cond` .*runs `.*` over 'data' under a")
-
-  @cases.parameters(*modes.PARALLEL_MODES)
-  def test_deciding_around_groups_is_found(self, mode):
-    tx = optax.apply_if_finite(mean_of(sgd, groups=HALVES), 5)
-
-    def fn(params, x):
-      params = shard_transforms.per_shard(params, AXIS)
-      updates = params * jnp.mean(x)
-      return tx.update(updates, tx.init(params), params)[0]
-
-    self.assertLen(warnings(mode, fn, PARAMS), 1)
+      self.assertNotEmpty(found)
+      for warning in found:
+        self.assertRegex(warning, "^`cond` .*runs `.*` over 'data' under a")
 
   def line_search_warnings(self, mode):
     tx = optax.lbfgs()
@@ -478,76 +499,26 @@ class TransformationTest(parameterized.TestCase):
         return pmean(jnp.mean((x @ params - 1) ** 2))
 
       value, grad = jax.value_and_grad(loss)(params)
-      grad = pmean(grad) if mode in UNCHECKED else grad
+      grad = pmean(grad) if mode == UNCHECKED else grad
       given = {'value': value, 'grad': grad, 'value_fn': loss}
       return tx.update(grad, tx.init(params), params, **given)[0]
 
-    return warnings(mode, fn, PARAMS)
+    return warnings(fn, PARAMS, mode=mode)
 
-  @cases.parameters(*UNCHECKED)
-  def test_line_search_by_own_gradients_is_found(self, mode):
+  def test_line_search_by_own_gradients_is_found(self):
     # It takes those of `value_fn`, of which JAX sums only those that it tracks.
-    (warning,) = self.line_search_warnings(mode)
+    (warning,) = self.line_search_warnings(UNCHECKED)
 
     self.assertStartsWith(warning, '`while` ')
-
-  def test_line_search_by_summed_gradients_is_right(self):
     self.assertEmpty(self.line_search_warnings('shard_map'))
 
-  @cases.product(
-      mode=(*modes.PARALLEL_MODES, 'pmap_of_copies'),
-      case=(
-          (mean_of(optax.apply_if_finite(sgd, 5)), {}),
-          (mean_of(optax.MultiSteps(sgd, 3).gradient_transformation()), {}),
-          (tower_reduce(3, mean_of(sgd), axis_name=AXIS), {}),
-          (tower_reduce(3, update_in_slices, axis_name=AXIS), {'weight': 2.0}),
-          (mean_of(tower_reduce(3, sgd)), {}),
-          (drop_stale(1, mean_of(sgd)), {'local_step': 0}),
-          (mean_of(drop_stale(1, sgd)), {'local_step': 0}),
-          (drop_stale(1, mean_of(sgd), axis_name=AXIS), {'local_step': 0}),
-          (guard(mean_of(sgd), AXIS), {}),
-          (guard(mean_of(sgd), AXIS, on_bad='exclude'), {'weight': 2.0}),
-          (mean_of(guard(sgd)), {}),
-          (mean_of(track_divergence(AXIS, every=3)), {}),
-          (update_in_slices, {}),
-      ),
-  )
-  def test_deciding_alike_is_right(self, mode, case):
-    tx, extra_args = case
+  @cases.parameters(*ALIKE)
+  def test_deciding_alike_is_right(self, tx, extra_args):
+    for mode in UNCHECKED, 'pmap_of_copies':
+      report = report_on_step(mode, tx, **extra_args)
 
-    report = report_on_step(mode, tx, **extra_args)
-
-    self.assertNotEmpty(report.collectives)
-    self.assertEmpty(report.warnings)
-
-  @cases.product(
-      mode=STEPS_UNCHECKED,
-      case=(
-          (optax.MultiSteps(mean_of(sgd), 3).gradient_transformation(), {}),
-          (
-              optax.transforms.conditionally_mask(
-                  mean_of(sgd), lambda step: step < 3
-              ),
-              {},
-          ),
-          (
-              drop_stale(
-                  1,
-                  tower_reduce(2, mean_of(sgd, groups=HALVES), axis_name=AXIS),
-                  axis_name=AXIS,
-              ),
-              {'local_step': 0},
-          ),
-          (guard(mean_of(sgd, groups=HALVES), AXIS), {}),
-      ),
-  )
-  def test_deciding_alike_is_right_where_types_refuse_it(self, mode, case):
-    tx, extra_args = case
-
-    report = report_on_step(mode, tx, **extra_args)
-
-    self.assertNotEmpty(report.collectives)
-    self.assertEmpty(report.warnings)
+      self.assertNotEmpty(report.collectives)
+      self.assertEmpty(report.warnings)
 
   def test_gradient_through_a_mapped_branch_is_right(self):
     def loss(params, x):

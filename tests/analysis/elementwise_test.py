@@ -32,6 +32,7 @@ def problem_of(inner, params=PARAMS, num_slices=4, **extra_args):
   return elementwise.find_problem(inner, params, params, (num_slices,))
 
 
+AXIS = 'data'
 TABLE = np.array([0.0, 0.5, 2.0], np.float32)
 
 
@@ -53,6 +54,127 @@ def scalar_of(fn):
     return jax.tree.map(lambda u: u * scale, updates)
 
   return optax.stateless(update)
+
+
+def problem_with_sums(fn, shape=(3, 8)):
+  """Returns the problem of a function of a leaf, where shards may add up."""
+  inner = optax.with_extra_args_support(optax.stateless(lambda u, p: fn(u)))
+  found = []
+
+  # The axes are bound only where it is traced.
+  def check(x):
+    found.append(elementwise.find_problem(inner, x, x, (8,), (AXIS,)))
+
+  axes = [(AXIS, 8), ('model', 2)]
+  jax.make_jaxpr(check, axis_env=axes)(jnp.ones(shape))
+  return found[0]
+
+
+def total(x):
+  return lax.psum(jnp.sum(x), AXIS)
+
+
+def ones_of_a_row(x):
+  # Ones are one number; but for a slice of one column, eight are eight times.
+  return x * total(x * jnp.ones((1,) * (x.ndim - 1) + (8,)))
+
+
+RING = [(0, 1)]
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+# A sum over all slices is one number, if what it adds up ends in zeros.
+SUMS = (
+    lambda x: x * total(x**2),
+    lambda x: x * total(-jnp.abs(x) + jnp.sqrt(x) + 3 * x / 7),
+    lambda x: x * total(jnp.maximum(x, 2 * x)),
+    lambda x: x * total(lax.complex(x, x).imag),
+    lambda x: x * total(jnp.where(total(x) > 0, x, 2 * x)),
+    lambda x: x * lax.psum(jnp.sum(x) + jnp.sum(2 * x), (AXIS, 'model')),
+    lambda x: x * lax.psum(sum([jnp.sum(x), jnp.sum(2 * x)]), AXIS),
+    lambda x: x * (total(x) / 7 * (1 / 8)),
+    lambda x: x * (total(x) * 0.5),
+    lambda x: x * jnp.sqrt(total(x).astype('bfloat16')).astype('float32'),
+    lambda x: x * lax.cond(total(x) > 0, total, lambda x: 2 * total(x), x),
+    lambda x: x * jnp.sort(jnp.arange(5) * total(x))[::-1][0],
+    # What is sent may be the same on all shards.
+    lambda x: x * lax.pmax(jnp.float32(1), AXIS),
+    lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),
+)
+NOT_ZERO = 'padding behind the last element may not be zero'
+OF_A_SLICE = 'a sum over the slice of one shard is used as if over all'
+TWICE = '`psum` adds up what is the same on all shards'
+WRONG_SUMS = (
+    # Each of them gives another number where all shards hold the whole.
+    (lambda x: x * lax.pmean(jnp.sum(x), AXIS), '`pmean` divides'),
+    (lambda x: x * lax.pmean(jnp.sum(x), (AXIS, 'model')), '`pmean` divides'),
+    (lambda x: x * (total(x) * (1 / 8)), '`pmean` divides'),
+    (lambda x: x * (0.125 * total(x)), '`pmean` divides'),
+    (lambda x: x * lax.psum(total(x), AXIS), TWICE),
+    (lambda x: x * lax.psum(jnp.sqrt(total(x)), AXIS), TWICE),
+    (lambda x: lax.psum(x, AXIS), '`psum` takes several'),
+    (lambda x: x * lax.psum_scatter(jnp.arange(8.0), AXIS), 'of their own'),
+    (lambda x: x * lax.all_to_all(jnp.arange(8.0), AXIS, 0, 0)[0], 'their own'),
+    (lambda x: x * lax.ppermute(jnp.float32(1), AXIS, RING), 'of their own'),
+    (lambda x: x * lax.axis_index(AXIS), 'numbers of their own'),
+    (
+        lambda x: x * lax.fori_loop(0, 2, lambda _, y: y + axis_index(), 1),
+        'numbers of their own',
+    ),
+    (lambda x: x * (2 * jnp.sum(x)), OF_A_SLICE),
+    (lambda x: x * jnp.sqrt(jnp.sum(x)), OF_A_SLICE),
+    (lambda x: x * (1 + jnp.sum(x)), OF_A_SLICE),
+    (lambda x: x * lax.pmax(jnp.sum(x), AXIS), OF_A_SLICE),
+    (lambda x: x * lax.psum(jnp.sum(x).astype(int), AXIS), OF_A_SLICE),
+    (lambda x: x * lax.psum(jnp.sum(x), 'model'), OF_A_SLICE),
+    (
+        lambda x: x * lax.psum(jnp.sum(x), AXIS, axis_index_groups=HALVES),
+        OF_A_SLICE,
+    ),
+    (
+        lambda x: x * lax.psum(jnp.sum(x, 0)[None], AXIS),
+        '`reduce_sum` takes several',
+    ),
+    (lambda x: x * jnp.sum(x[None], 0), '`reduce_sum` takes several'),
+    (lambda x: x * lax.cond(total(x) > 0, total, jnp.max, x), '`reduce_max` '),
+    (lambda x: x * total(x + 1), NOT_ZERO),
+    (lambda x: x * total(jnp.exp(x)), NOT_ZERO),
+    (lambda x: x * total(x**0), NOT_ZERO),
+    (lambda x: x * total(x**-2), NOT_ZERO),
+    (lambda x: x * total(jnp.maximum(x, 1)), NOT_ZERO),
+    (lambda x: x * total(jnp.where(x == 0, 1, x)), NOT_ZERO),
+    # Of -0.0, which is zero, too.
+    (lambda x: x * total(lax.bitcast_convert_type(-x, 'int32')), NOT_ZERO),
+    # Behind its end, the other may be infinite.
+    (lambda x: x * total(x * (x + 1)), NOT_ZERO),
+    (lambda x: x * total(x / (x + 1)), NOT_ZERO),
+    (
+        lambda x: x
+        * total(lax.cond(total(x) > 0, lambda x: x, lambda x: x + 1, x)),
+        NOT_ZERO,
+    ),
+    (
+        lambda x: x * total(lax.fori_loop(0, 3, lambda _, c: c + 1, 0 * x)),
+        NOT_ZERO,
+    ),
+    (ones_of_a_row, 'what it does depends on their shapes'),
+)
+
+
+def axis_index():
+  return lax.axis_index(AXIS)
+
+
+class SumTest(parameterized.TestCase):
+
+  @cases.parameters(*SUMS)
+  def test_accepts(self, fn):
+    self.assertIsNone(problem_with_sums(fn))
+
+  @cases.parameters(*WRONG_SUMS)
+  def test_refuses(self, fn, problem):
+    self.assertRegex(problem_with_sums(fn), problem)
+
+  def test_refuses_a_vector_that_is_repeated(self):
+    self.assertRegex(problem_with_sums(ones_of_a_row, (8,)), 'on their shapes')
 
 
 class ElementwiseTest(parameterized.TestCase):
@@ -123,17 +245,6 @@ class ElementwiseTest(parameterized.TestCase):
     self.assertRegex(problem_of(leafwise(fn)), problem)
 
   @parameterized.named_parameters(
-      ('adam', optax.adam(optax.cosine_decay_schedule(0.1, 10))),
-      ('rmsprop', optax.rmsprop(0.1, centered=True, momentum=0.9)),
-      ('injected', optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)),
-      ('adamax', optax.adamax(0.1)),
-      ('amsgrad', optax.amsgrad(0.1)),
-      ('adan', optax.adan(0.1)),
-      ('yogi', optax.yogi(0.1)),
-      ('sign', optax.sign_sgd(0.1)),
-      ('ademamix', optax.contrib.ademamix(0.1)),
-      ('positive', optax.keep_params_nonnegative()),
-      ('every other', optax.apply_every(2)),
       ('numbers of its own', scalar_of(lambda u: jnp.sum(jnp.arange(3.0)))),
       (
           'noise for all',
@@ -296,6 +407,26 @@ class ElementwiseTest(parameterized.TestCase):
           'on their shapes',
       ),
       (
+          'its size as the last bit of a number',
+          lambda u, p: u * np.nextafter(np.float32(1), np.float32(u.size > 3)),
+          'on their shapes',
+      ),
+      (
+          'its size as the sign of zero',
+          lambda u, p: u * (0.0 if u.size > 3 else -0.0),
+          'on their shapes',
+      ),
+      (
+          'its size as a dtype',
+          lambda u, p: u * p.astype('bfloat16' if u.size > 3 else 'float16'),
+          'on their shapes',
+      ),
+      (
+          'its size as a table in a branch',
+          lambda u, p: lax.cond(True, lambda: u * u.size, lambda: u),
+          'on their shapes',
+      ),
+      (
           'its length',
           lambda u, p: u if p.shape[-1:] == (5,) else 2 * u,
           'depends on their shapes',
@@ -349,26 +480,6 @@ class ElementwiseTest(parameterized.TestCase):
         problem_of(optax.stateless(update)),
         'a number of its own for each place',
     )
-
-  @cases.parameters((3, 8), (8,))
-  def test_refuses_a_slice_that_is_repeated(self, *shape):
-    # Ones are one number; but for a slice of one column, eight are eight times.
-    def update(updates, params):
-      del params
-      ones = jnp.ones((1,) * (len(shape) - 1) + (8,))
-      return updates * lax.psum(jnp.sum(updates * ones), 'data')
-
-    def find(x):
-      problem = elementwise.find_problem(
-          optax.with_extra_args_support(optax.stateless(update)),
-          x,
-          x,
-          (8,),
-          ('data',),
-      )
-      self.assertEqual(problem, 'what it does depends on their shapes')
-
-    jax.make_jaxpr(find, axis_env=[('data', 8)])(jnp.ones(shape))
 
   @parameterized.named_parameters(
       (

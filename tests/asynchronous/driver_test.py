@@ -1,6 +1,8 @@
+"""The driver, with workers of this process that fail as they are told."""
+
 import math
+import random
 import time
-from typing import ClassVar
 from unittest import mock
 
 from absl.testing import parameterized
@@ -11,101 +13,124 @@ import asynchronous_cases
 import cases
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
+from shard_transforms._src.asynchronous import gradients as gradients_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = asynchronous_cases.TASK
-OPTIONS = {'num_updates': 20, 'staleness': 1}
+TX = optax.adam(0.1)
 
 
-class Faulty(task_lib.LocalWorkers):
-  """Workers that fail at given batches, once for each mention."""
+def task_with(**functions):
+  given = {name: getattr(TASK, name) for name in ('init', 'gradient', 'batch')}
+  return asynchronous.Task(**(given | functions))
 
-  def __init__(self, task, num_workers, *, lose=(), hang=()):
+
+class Workers(task_lib.LocalWorkers):
+  """Workers that fail at given batches, once for each mention.
+
+  Such a gradient is lost before its reply, or after it, or never comes. With a
+  seed, gradients come back in a random order.
+  """
+
+  def __init__(
+      self, num_workers, task=TASK, *, lose=(), vanish=(), hang=(), seed=None
+  ):
     super().__init__(task, num_workers)
-    self._lose = set(lose)
-    self._hang = list(hang)
-    self._hanging = {}
-    self.replaced = []
+    self._faults = {'lose': [*lose], 'vanish': [*vanish], 'hang': [*hang]}
+    self._random = None if seed is None else random.Random(seed)
+    self.hanging = set()
+    self.given = []
+    self.num_busy = 0
+
+  def _strikes(self, fault, batch):
+    is_struck = batch in self._faults[fault]
+    if is_struck:
+      self._faults[fault].remove(batch)
+    return is_struck
 
   def start(self, worker, published, batch):
-    if batch in self._hang:
-      self._hang.remove(batch)
-      self._hanging[worker] = batch
+    self.given.append((worker, batch))
+    if self._strikes('hang', batch):
+      self.hanging.add(worker)
     else:
       super().start(worker, published, batch)
+    self.num_busy = max(self.num_busy, len(self._started))
 
   def wait(self, seconds):
-    if self._started and self._started[0][2] in self._lose:
-      worker, _, batch = self._started.popleft()
-      self._lose.remove(batch)
-      return [task_lib.Event(worker)]
     if not self._started:
       time.sleep(min(seconds, 0.01))
-    return super().wait(seconds)
+      return []
+    if self._random is not None:
+      self._started.rotate(self._random.randrange(len(self._started)))
+    batch = self._started[0][2]
+    (event,) = super().wait(seconds)
+    if self._strikes('lose', batch):
+      return [task_lib.Event(event.worker)]
+    if self._strikes('vanish', batch):
+      return [event._replace(fetch=lambda: None)]
+    return [event]
 
   def replace(self, worker):
-    if worker in self._hanging:
-      self.replaced.append(worker)
-      del self._hanging[worker]
+    self.hanging.remove(worker)
 
 
-class DriverTest(parameterized.TestCase):
+class DriveTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
     self.folder = asynchronous_cases.folder(self)
 
-  def run_with(self, make_workers, task=TASK, **options):
-    workers = make_workers(task)
-    given = options_lib.Options(
-        task, optax.sgd(0.1), folder=self.folder, **(OPTIONS | options)
-    )
+  def drive(self, workers, task=TASK, time_limit=math.inf, **options):
+    defaults = {'num_updates': 20, 'staleness': 1, 'folder': self.folder}
+    given = options_lib.Options(task, optax.sgd(0.1), **(defaults | options))
     # Workers that take turns have no time limit otherwise.
-    given.time_limit = options.get('time_limit', math.inf)
+    given.time_limit = time_limit
     *_, result = driver_lib.drive(given, workers)
-    return result, workers
+    return result
 
   def outcomes(self, batch):
     journal = asynchronous.read_journal(self.folder)
     return journal['fate'][journal['batch'] == batch].tolist()
 
-  def test_lost_batch_is_computed_again(self):
-    result, _ = self.run_with(lambda task: Faulty(task, 3, lose=[5, 9]))
+  @cases.parameters((0, True), (2, True), (5, True), (2, False))
+  def test_as_many_work_as_pace_allows_and_no_age_exceeds_it(
+      self, staleness, pace
+  ):
+    workers = Workers(8, seed=0)
 
-    self.assertEqual(result.report.num_lost, 2)
-    self.assertEqual(self.outcomes(5), [2, 0])
-    self.assertEqual(result.opt_state.stale_count, 0)
+    result = self.drive(workers, staleness=staleness, pace=pace)
 
-  def test_gradient_that_is_lost_after_its_reply_is_not_accepted(self):
-    class Lossy(task_lib.LocalWorkers):
-      lost = False
+    journal = asynchronous.read_journal(self.folder)
+    ages = journal['global_step'] - journal['local_step']
+    self.assertEqual(workers.num_busy, staleness + 1 if pace else 8)
+    self.assertLessEqual(ages[journal['fate'] == 0].max(), staleness)
+    self.assertEqual(result.report.num_dropped > 0, not pace)
+    if pace:
+      # No more than is needed.
+      self.assertEqual([batch for _, batch in workers.given], [*range(20)])
 
-      def wait(self, seconds):
-        ((_, _, batch),) = self._started
-        (event,) = super().wait(seconds)
-        if batch != 4 or self.lost:
-          return [event]
-        self.lost = True
-        return [event._replace(fetch=lambda: None)]
+  @cases.parameters(
+      dict(lose=[5, 9]),
+      dict(vanish=[5, 9]),
+      dict(hang=[5, 9]),
+      dict(lose=[5] * 4 + [9]),
+  )
+  def test_lost_batch_is_computed_again(self, **faults):
+    workers = Workers(3, **faults)
 
-    result, _ = self.run_with(lambda task: Lossy(task, 1))
+    result = self.drive(workers, time_limit=0.3)
 
-    self.assertEqual(self.outcomes(4), [2, 0])
-    self.assertEqual(result.report.num_lost, 1)
-
-  def test_worker_that_hangs_is_replaced_and_its_batch_is_computed_again(self):
-    result, workers = self.run_with(
-        lambda task: Faulty(task, 2, hang=[8]), time_limit=0.5
-    )
-
+    num_lost = sum(map(len, faults.values()))
     self.assertEqual(result.report.global_step, 20)
-    self.assertEqual(self.outcomes(8), [2, 0])
-    self.assertEqual(result.report.num_lost, 1)
-    self.assertLen(workers.replaced, 1)
+    self.assertEqual(result.report.num_lost, num_lost)
+    self.assertEqual(result.opt_state.stale_count, 0)
+    self.assertEqual(self.outcomes(5), [2] * (num_lost - 1) + [0])
+    self.assertEqual(self.outcomes(9), [2, 0])
+    self.assertEmpty(workers.hanging)
 
   def test_reply_that_came_during_a_pause_counts(self):
-    class Pausing(task_lib.LocalWorkers):
+    class Pausing(Workers):
 
       def wait(self, seconds):
         if len(self._started) == 2:
@@ -113,102 +138,171 @@ class DriverTest(parameterized.TestCase):
           time.sleep(0.3)
         return super().wait(seconds)
 
-    result, _ = self.run_with(lambda task: Pausing(task, 2), time_limit=0.2)
+    with mock.patch.object(driver_lib, '_WAIT', 0.01):
+      result = self.drive(Pausing(2), num_updates=6, time_limit=0.2)
 
     self.assertEqual(result.report.num_lost, 0)
 
-  def test_batch_that_always_hangs_is_named(self):
-    with (
-        mock.patch.object(driver_lib, '_WAIT', 0.01),
-        self.assertRaisesRegex(
-            RuntimeError,
-            'batch 8 has died or hung 5 times.* `time_limit`, which is 0.02 s',
-        ),
-    ):
-      self.run_with(lambda task: Faulty(task, 2, hang=[8] * 5), time_limit=0.02)
-
   @cases.parameters(
-      ({'batch': asynchronous_cases.poison}, '`batch` .* got OSError: no such'),
+      (dict(lose=[8] * 5), {}, 'worker of batch 8 has died or hung 5 times'),
+      (dict(hang=[8] * 5), {}, '5 times.* `time_limit`, which is 0.05 s'),
       (
+          {},
+          {'batch': asynchronous_cases.poison},
+          '`batch` .* got OSError: no such.* in batch 7 on worker ',
+      ),
+      (
+          {},
           {'gradient': lambda params, batch: params['v']},
-          "`gradient` .* got KeyError: 'v'",
+          "`gradient` .* got KeyError: 'v' in batch 0 on worker ",
+      ),
+      (
+          {},
+          {'gradient': asynchronous_cases.other_dtype},
+          r'got bfloat16\[2, 3\] instead of float32.* in batch 0',
       ),
   )
-  def test_poison_ends_the_run_at_once(self, change, message):
-    functions = {
-        'init': asynchronous_cases.init,
-        'gradient': asynchronous_cases.gradient,
-        'batch': asynchronous_cases.batch,
-    }
-    task = asynchronous.Task(**(functions | change))
+  def test_poison_ends_the_run_and_is_named(self, faults, functions, message):
+    task = task_with(**functions)
 
-    with self.assertRaisesRegex(
-        RuntimeError,
-        message + r'[^\0]* in batch \d+ on worker \d',
+    with (
+        mock.patch.object(driver_lib, '_WAIT', 0.01),
+        self.assertRaisesRegex(RuntimeError, message),
     ):
-      self.run_with(lambda task: task_lib.LocalWorkers(task, 2), task)
-
-  def test_wrong_gradient_ends_at_once(self):
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.other_dtype,
-        asynchronous_cases.batch,
-    )
-
-    with self.assertRaisesRegex(
-        RuntimeError, r'got bfloat16\[2, 3\] instead of float32.* in batch 0'
-    ):
-      self.run_with(lambda task: task_lib.LocalWorkers(task, 2), task)
-
-  def test_batch_that_kills_its_workers_is_named(self):
-    class Dying(task_lib.LocalWorkers):
-
-      def wait(self, seconds):
-        (event,) = super().wait(seconds)
-        return [task_lib.Event(event.worker)]
-
-    with self.assertRaisesRegex(
-        RuntimeError, r'worker of batch \d has died or hung 5 times'
-    ):
-      self.run_with(lambda task: Dying(task, 2))
+      self.drive(
+          Workers(2, task, **faults),
+          task,
+          time_limit=0.05 if faults else math.inf,
+      )
 
   def test_no_workers_is_reported(self):
-    class Absent(task_lib.LocalWorkers):
-
-      def ready(self):
-        return set()
+    workers = Workers(0)
 
     with (
         mock.patch.object(driver_lib, '_WITHOUT_WORKERS', 0.01),
         self.assertRaisesRegex(RuntimeError, 'No worker was ready'),
     ):
-      self.run_with(lambda task: Absent(task, 2))
+      self.drive(workers)
 
   def test_outcome_is_written_before_parameters_are_published(self):
     seen = []
 
-    class Watching(task_lib.LocalWorkers):
+    class Watching(Workers):
 
       def publish(self, params):
         seen.append(len(asynchronous.read_journal(folder)))
         return params
 
     folder = self.folder
-    self.run_with(lambda task: Watching(task, 1))
+    self.drive(Watching(1))
 
     # One worker: each update is published before the next is computed.
     np.testing.assert_array_equal(seen, np.arange(20))
 
   def test_journal_has_what_the_worker_was_given(self):
-    class Counting(task_lib.LocalWorkers):
-      given: ClassVar[list[tuple[int, int]]] = []
+    workers = Workers(3)
 
-      def start(self, worker, published, batch):
-        self.given.append((worker, batch))
-        super().start(worker, published, batch)
-
-    _, workers = self.run_with(lambda task: Counting(task, 3))
+    self.drive(workers)
 
     journal = asynchronous.read_journal(self.folder)
     self.assertEqual(journal[['worker', 'batch']].tolist(), workers.given)
     self.assertGreater(journal['checksum'].min(), 0)
+
+  def test_fastest_idle_worker_comes_first(self):
+    in_flight = gradients_lib.InFlight()
+
+    def take(worker, seconds, is_lost=False):
+      in_flight.start(gradients_lib.Assignment(0, worker=worker))
+      in_flight.end(worker, seconds, is_lost=is_lost)
+
+    for worker, seconds in enumerate([3.0, 1.0, 2.0]):
+      # The first includes compilation.
+      take(worker, 100.0 - seconds)
+      take(worker, seconds)
+    self.assertEqual(in_flight.idle(range(3)), [1, 2, 0])
+    # One whose speed is not known, as it has only compiled, comes before.
+    take(0, 0.0, is_lost=True)
+    take(0, 9.0)
+    self.assertEqual(in_flight.idle(range(3)), [0, 1, 2])
+
+
+class RollForwardTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+    options = options_lib.Options(
+        TASK, TX, 30, staleness=2, pace=False, folder=self.folder
+    )
+    options.time_limit = math.inf
+    *_, self.result = driver_lib.drive(options, Workers(4, seed=0))
+    self.records = asynchronous.read_journal(self.folder).copy()
+    steps = asynchronous_cases.accepted(self.records)['local_step']
+    # They are not in the order in which they were computed.
+    self.assertLess(np.diff(steps).min(), 0)
+    self.assertLess(len(steps), len(self.records))
+
+  def roll(self, workers, task=TASK, records=None, time_limit=math.inf):
+    # Less staleness than that of the run.
+    options = options_lib.Options(task, TX, staleness=0)
+    options.time_limit = time_limit
+    driver = driver_lib.Driver(options, workers)
+    records = self.records if records is None else records
+    for turn, _ in enumerate(driver.roll_forward(records)):
+      self.assertLess(turn, 2_000)
+    return driver.result()
+
+  @cases.parameters(
+      (1, {}),
+      (3, {'seed': 1}),
+      (3, {'lose': range(0, 30, 3), 'vanish': range(1, 30, 3)}),
+      (2, {'hang': [0] * 4}),
+  )
+  def test_any_workers_give_the_same_bits(self, num_workers, faults):
+    found = self.roll(Workers(num_workers, **faults), time_limit=0.3)
+
+    asynchronous_cases.assert_same_bits(found, self.result)
+    self.assertEqual(found.report.num_lost, 0)
+
+  def test_model_state_is_that_which_early_gradients_have_read(self):
+    # No gradient depends on it, so that no other error could show it.
+    task = asynchronous.Task(
+        init=lambda: {'w': np.ones(2, np.float32), 'sum': np.float32(0)},
+        gradient=lambda params, batch: (
+            {'w': params['w'] * batch, 'sum': params['sum'] + batch},
+            {},
+        ),
+        batch=np.float32,
+        model_state=('sum',),
+    )
+    folder = self.folder.parent / 'second'
+    options = {'folder': folder, 'staleness': 4, 'num_workers': 3}
+    due = asynchronous_cases.train(task, TX, **options)
+
+    found = self.roll(
+        Workers(3, task, seed=1), task, asynchronous.read_journal(folder)
+    )
+
+    asynchronous_cases.assert_same_bits(found, due)
+
+  @cases.parameters(
+      (
+          lambda number: asynchronous_cases.batch(number + (number == 12)),
+          ValueError,
+          r'at batch 12 must have the bits .* record \d+ of the jou',
+      ),
+      (
+          asynchronous_cases.poison,
+          RuntimeError,
+          '`batch` of `task` must work, got OSError.* batch 7 on worker 0',
+      ),
+      (None, ValueError, 'must be of global step 5, got 6'),
+  )
+  def test_what_differs_is_named(self, batch, error, message):
+    task = task_with(batch=batch or TASK.batch)
+    if batch is None:
+      accepted = np.flatnonzero(self.records['fate'] == 0)
+      self.records = np.delete(self.records, accepted[5])
+
+    with self.assertRaisesRegex(error, message):
+      self.roll(Workers(1, task), task)

@@ -1,20 +1,23 @@
 """What Ray workers do; the faults they survive are in `ray_cluster_test`."""
 
-import pathlib
-import subprocess
+import importlib
+import pickle
+import platform
 import sys
 from unittest import mock
 
 from absl.testing import parameterized
+import jaxlib
 import numpy as np
 import optax
 import pytest
+from ray import exceptions
 
 import asynchronous_cases
 import cases
-import python_command
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import ray_cluster
 from shard_transforms._src.asynchronous import ray_workers
 
 train = asynchronous_cases.train
@@ -23,71 +26,23 @@ train = asynchronous_cases.train
 class RayWorkersTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_bits_are_those_of_the_journal_whoever_computes(self):
+  def test_run_is_watched_and_stopped_and_replays_whoever_computes(self):
     folder = asynchronous_cases.folder(self)
     tx = optax.adam(0.1)
-    # Slow, so that both workers start before all is done.
-    task = asynchronous_cases.SLOW_TASK
-
-    result = train(
-        task,
-        tx,
-        cluster='local',
-        num_workers=2,
-        num_updates=100,
-        save_every=30,
-        folder=folder,
-    )
-
-    journal = asynchronous.read_journal(folder)
-    accepted = asynchronous_cases.accepted(journal)
-    np.testing.assert_array_equal(accepted['global_step'], np.arange(100))
-    self.assertLen(set(accepted['batch'].tolist()), 100)
-    self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, task, tx), result
-    )
-
-  @pytest.mark.repeated(8)
-  def test_replays_with_workers(self):
-    folder = asynchronous_cases.folder(self)
-    tx = optax.adam(0.1)
-    task = asynchronous_cases.TASK
-    result = train(task, tx, pace=False, staleness=1, folder=folder)
-
-    again = asynchronous.replay(folder, task, tx, num_workers=3)
-
-    asynchronous_cases.assert_same_bits(again, result)
-
-  @pytest.mark.repeated(8)
-  def test_large_parameters_go_through_the_store(self):
+    steps, params = [], {}
+    # Large parameters go through the store; slow, so that both workers start.
     task = asynchronous.Task(
         lambda: {'w': np.zeros(100_000, np.float32)},
-        lambda params, batch: ({'w': params['w'] - batch}, {}),
-        lambda number: np.float32(number % 2),
+        asynchronous_cases.slow_pull,
+        lambda number: np.float32(number % 5),
     )
-    folder = asynchronous_cases.folder(self)
-    tx = optax.adam(0.1)
-
-    result = train(task, tx, cluster='local', num_workers=2, folder=folder)
-
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, task, tx), result
-    )
-
-  @pytest.mark.repeated(8)
-  def test_run_is_watched_and_stopped(self):
-    folder = asynchronous_cases.folder(self)
-    tx = optax.adam(0.1)
-    task = asynchronous_cases.SLOW_TASK
-    steps, params = [], {}
 
     def on_progress(report):
       steps.extend(step for step, _ in report.history)
       if report.params is None:
         return 'params' if report.global_step >= 5 else None
       params[report.global_step] = report.params
-      return 'stop' if report.global_step >= 20 else None
+      return 'stop' if report.global_step >= 60 else None
 
     result = train(
         task,
@@ -95,46 +50,55 @@ class RayWorkersTest(parameterized.TestCase):
         cluster='local',
         num_workers=2,
         num_updates=1000,
+        save_every=20,
+        save_seconds=0,
         folder=folder,
         on_progress=on_progress,
     )
 
     num_updates = result.report.global_step
-    self.assertBetween(num_updates, 20, 999)
+    self.assertBetween(num_updates, 60, 999)
     self.assertEqual(steps, list(range(1, num_updates + 1)))
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, task, tx), result
-    )
+    journal = asynchronous.read_journal(folder)
+    accepted = asynchronous_cases.accepted(journal)
+    self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
+    for again in (
+        asynchronous.replay(folder, task, tx),
+        asynchronous.replay(folder, task, tx, num_workers=2),
+    ):
+      asynchronous_cases.assert_same_bits(again, result)
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
-    np.testing.assert_array_equal(params[first]['b'], halfway.params['b'])
+    np.testing.assert_array_equal(params[first]['w'], halfway.params['w'])
 
   @cases.parameters(
-      ('optax', {'optax': '2'}, '2'),
-      ('module of_user', {'module of_user': '2'}, '2'),
-      ('module of_user', {}, 'None'),
-      ('module there', {'optax': '1', 'module there': '3'}, '3'),
+      ('got optax 2 on', {'optax': '2'}, ''),
+      ('got optax None on', {}, ''),
+      ('got module there 3 on', {'optax': '1', 'module there': '3'}, ''),
+      ('must be made of functions that workers can', {'optax': '1'}, 'Error'),
   )
-  def test_different_versions_and_sources_are_refused(self, name, node, found):
-    due = {'optax': '1'} if 'there' in name else {name: '1'}
-    workers = ray_workers.RayWorkers([], due)
+  def test_other_nodes_and_tasks_are_refused(self, words, node, problem):
+    workers = ray_workers.RayWorkers([], {'optax': '1'})
     workers._starting['answer'] = 0
 
     with (
-        mock.patch.object(ray_workers.ray, 'get', lambda ref: (node, '')),
-        self.assertRaisesRegex(
-            ValueError, f'got {name} {found} on worker 0 instead'
-        ),
+        mock.patch.object(ray_workers.ray, 'get', lambda ref: (node, problem)),
+        self.assertRaisesRegex(ValueError, f'{words}.* worker 0'),
     ):
       workers._welcome('answer')
+
+  def test_task_that_cannot_be_imported_is_a_problem_and_no_death(self):
+    computer = ray_workers._Computer(b'cnowhere\ninit\n.', {})
+
+    self.assertEqual(
+        computer.describe(),
+        ({}, "ModuleNotFoundError: No module named 'nowhe" "re'"),
+    )
 
   def test_worker_that_is_replaced_is_not_ready_and_may_be_again(self):
     computers = [mock.Mock(), mock.Mock()]
     for name, computer in zip('ab', computers, strict=True):
-      computer.gradient.remote.return_value = (
-          f'reply {name}',
-          f'gradient {name}',
-      )
+      computer.gradient.remote.return_value = f'reply {name}', 'gradient'
       computer.describe.remote.side_effect = [f'{name}{i}' for i in range(3)]
     workers = ray_workers.RayWorkers(computers, {})
     answers = {f'{name}{i}': ({}, '') for name in 'ab' for i in range(3)}
@@ -154,109 +118,18 @@ class RayWorkersTest(parameterized.TestCase):
         workers._welcome(f'a{number}')
         self.assertEqual(workers.ready(), {0, 1})
 
-  @pytest.mark.repeated(8)
-  def test_module_that_workers_cannot_import_is_reported(self):
-    folder = asynchronous_cases.folder(self)
-    folder.mkdir()
-    (folder / 'hidden.py').write_text(
-        'from asynchronous_cases import TASK, batch, gradient\n'
-        'def init(): return TASK.init()\n'
-    )
-    # The folder is not on the path of other processes.
-    code = (
-        'import importlib.util as u, optax, sys, asynchronous_cases as cases\n'
-        f'spec = u.spec_from_file_location("hidden", "{folder}/hidden.py")\n'
-        'm = sys.modules["hidden"] = u.module_from_spec(spec)\n'
-        'spec.loader.exec_module(m)\n'
-        'task = cases.asynchronous.Task(m.init, cases.gradient, cases.batch)\n'
-        'try: cases.train(task, optax.sgd(0.1), cluster="local")\n'
-        'except Exception as error: print(type(error).__name__, error)\n'
-    )
-
-    printed = subprocess.run(
-        [*python_command.STRICT, '-c', code],
-        cwd=pathlib.Path(__file__).parents[1],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-
-    self.assertRegex(printed, "No module named 'hidden'")
-
-  @pytest.mark.repeated(8)
-  def test_functions_of_the_main_program_are_sent(self):
-    code = (
-        'import jax.numpy as jnp, optax, typing\n'
-        'from shard_transforms import asynchronous\n'
-        'class State(typing.NamedTuple): count: typing.Any\n'
-        'tx = optax.GradientTransformation(\n'
-        '    lambda params: State(jnp.int32(0)),\n'
-        '    lambda g, state, params: (-g, State(state.count + 1)))\n'
-        'task = asynchronous.Task(lambda: jnp.zeros(2),\n'
-        '    lambda params, batch: (params - batch, {}),\n'
-        '    lambda number: jnp.ones(2))\n'
-        'params, state, _ = asynchronous.train(task, tx, num_updates=3,'
-        ' num_workers=1, staleness=0)\n'
-        'state = state.inner_state\n'
-        'print(params, type(state) is State, state.count)\n'
-    )
-
-    printed = subprocess.run(
-        [*python_command.STRICT, '-c', code],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-
-    self.assertEqual(printed, '[1. 1.] True 3\n')
-
-
-class UserErrorTest(parameterized.TestCase):
-
-  @cases.parameters(
-      ('poison', '`batch` of `task` .* OSError: no such .* in batch 7 on wor'),
-      ('deadly', 'worker of batch 7 has died or hung 5 times'),
-  )
-  @pytest.mark.slow
-  @pytest.mark.slow_after(1)
-  def test_poison_is_named(self, name, message):
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.gradient,
-        getattr(asynchronous_cases, name),
-    )
-
-    with self.assertRaisesRegex(RuntimeError, message):
-      train(
-          task,
-          optax.sgd(0.1),
-          cluster='local',
-          num_workers=2,
-      )
-
-  @pytest.mark.repeated(8)
   def test_environment_that_cannot_be_set_up_is_reported(self):
-    runtime_env = {'conda': 'no_such_environment'}
+    error = exceptions.RuntimeEnvSetupError('a line\nno such environment')
+    parent = mock.Mock()
 
-    with self.assertRaisesRegex(
-        RuntimeError, 'cannot set up the `runtime_env` of a worker, .*[cC]onda'
-    ):
-      train(
-          asynchronous_cases.TASK,
-          optax.sgd(0.1),
-          cluster='local',
-          num_workers=1,
-          resources={'num_cpus': 1, 'runtime_env': runtime_env},
-      )
+    with mock.patch.object(ray_workers, 'start', side_effect=error):
+      ray_cluster._drive(mock.Mock(), parent)
+
+    sent = pickle.loads(parent.send_bytes.call_args.args[0])
+    self.assertRegex(sent, 'set up the `runtime_env` of a worker, no such env')
 
   def test_function_that_cannot_be_sent_is_reported_and_nothing_starts(self):
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.gradient,
-        sys.stdout.write,
-    )
+    task = asynchronous.Task(max, max, sys.stdout.write)
 
     with (
         mock.patch.object(job.subprocess, 'Popen') as start,
@@ -265,3 +138,42 @@ class UserErrorTest(parameterized.TestCase):
       train(task, optax.sgd(0.1), cluster='local')
 
     start.assert_not_called()
+
+
+class NodeTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = asynchronous_cases.folder(self)
+    self.folder.mkdir()
+    self.enterContext(
+        mock.patch.object(sys, 'path', [str(self.folder), *sys.path])
+    )
+
+  def node(self, source):
+    """Returns what is compared if a module has a source."""
+    (self.folder / 'of_user.py').write_text(source)
+    importlib.invalidate_caches()
+    with mock.patch.dict(sys.modules):
+      module = importlib.import_module('of_user')
+      return ray_workers.node_of(pickle.dumps(module.init))
+
+  def test_versions_and_sources_are_compared(self):
+    (self.folder / 'helpers.py').write_text('x = 3')
+    source = 'import jax, helpers\ndef init(): return helpers.x\n'
+
+    first, same, other = map(self.node, (source, source, source + '# new'))
+
+    python = '.'.join(platform.python_version_tuple()[:2])
+    self.assertEqual(first['Python'], python)
+    self.assertEqual(first['jaxlib'], jaxlib.__version__)
+    self.assertIn('module helpers', first)
+    self.assertNotIn('module jax', first)
+    self.assertEqual(first, same)
+    differing = [name for name in first if first[name] != other[name]]
+    self.assertEqual(differing, ['module of_user'])
+
+  def test_module_without_a_file_is_the_same_everywhere(self):
+    source = '__file__ = "/of/an.zip/m.py"\ndef init(): pass\n'
+
+    self.assertEqual(self.node(source)['module of_user'], 'unreadable')

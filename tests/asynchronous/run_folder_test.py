@@ -1,4 +1,7 @@
+import fcntl
 import os
+import pathlib
+import platform
 import stat
 from unittest import mock
 import warnings
@@ -7,6 +10,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 
@@ -64,9 +68,11 @@ class CheckpointsTest(parameterized.TestCase):
         (self.server.params, self.server.state),
     )
 
-  @parameterized.parameters(jnp.bfloat16, jnp.float8_e5m2, jnp.int4, bool)
-  def test_restores_arrays_of_any_dtype_and_shape(self, dtype):
-    trees = {'params': [np.ones((2, 3), dtype), np.ones([], dtype), {}]}
+  def test_restores_arrays_of_any_dtype_and_shape(self):
+    trees = {
+        str(np.dtype(dtype)): [np.ones((2, 3), dtype), np.ones([], dtype), {}]
+        for dtype in (jnp.bfloat16, jnp.float8_e5m2, jnp.int4, bool)
+    }
     saved = SAVED._replace(global_step=1, trees=trees)
     self.folder.mkdir()
 
@@ -76,21 +82,8 @@ class CheckpointsTest(parameterized.TestCase):
     assert found is not None
     chex.assert_trees_all_equal(found.trees, trees, strict=True)
 
-  def test_none_is_found_in_an_empty_folder(self):
-    found = run_folder.read_latest(self.folder, self.server.trees())
-
-    self.assertIsNone(found)
-    self.assertFalse(self.folder.exists())
-
-  def test_keeps_the_last_two(self):
-    self.save(3)
-
-    saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
-
-    self.assertEqual(saved, {'2.npz', '3.npz'})
-
-  @cases.parameters(31, cases.Repeated(3))
-  def test_no_changed_byte_gives_other_parameters(self, stride):
+  def test_no_changed_byte_gives_other_parameters(self):
+    stride = 61
     self.save(2)
     path = self.folder / 'checkpoints/2.npz'
     data = path.read_bytes()
@@ -125,14 +118,14 @@ class CheckpointsTest(parameterized.TestCase):
 
     self.assertEqual(found.global_step, 3)
 
-  def test_part_of_a_checkpoint_is_removed_by_the_next_one(self):
-    self.save(1)
+  def test_keeps_the_last_two_and_no_part_of_another(self):
+    self.save(2)
     (self.folder / 'checkpoints/incomplete').write_bytes(b'killed')
 
     self.save(1)
 
     saved = {path.name for path in (self.folder / 'checkpoints').iterdir()}
-    self.assertEqual(saved, {'1.npz', '2.npz'})
+    self.assertEqual(saved, {'2.npz', '3.npz'})
 
   def test_full_disk_leaves_no_part_of_a_file_and_names_it(self):
     self.save(1)
@@ -182,6 +175,11 @@ class CheckpointsTest(parameterized.TestCase):
       ),
       (TX, np.zeros(4, np.float32), r'float32\[3\] instead of float32\[4\]'),
       (TX, jnp.zeros(3, jnp.bfloat16), r'float32\[3\] instead of bfloat16'),
+      (
+          optax.adam(optax.constant_schedule(0.1)),
+          None,
+          'None instead of int32.*docs/asynchronous.md says how to go on',
+      ),
   )
   def test_names_the_leaf_that_another_optimizer_or_task_has(
       self, tx, params, message
@@ -190,6 +188,40 @@ class CheckpointsTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'Checkpoint 1 .* got ' + message):
       run_folder.read_latest(self.folder, make_server(tx, params).trees())
+
+
+class ManifestTest(parameterized.TestCase):
+
+  def test_names_the_machine_of_the_driver(self):
+    # Where the system tells no more of the processor than its architecture.
+    with mock.patch.object(run_folder, '_PROCESSORS', pathlib.Path('/nowhere')):
+      found = run_folder.manifest_of(make_server())
+
+    self.assertEqual(found['jaxlib'], jaxlib.__version__)
+    self.assertEqual(found['device of the driver'], 'cpu')
+    machine = platform.processor() or platform.machine()
+    self.assertEqual(found['processor'], machine)
+
+
+class LockTest(parameterized.TestCase):
+
+  @cases.parameters(
+      (BlockingIOError(11, 'busy'), ValueError, '`folder` must not be in use'),
+      # As on a file system without locks.
+      (
+          OSError(37, 'No locks available'),
+          OSError,
+          "No locks available: '.*run'",
+      ),
+  )
+  def test_folder_that_cannot_be_locked_is_named(self, cause, error, message):
+    folder = asynchronous_cases.folder(self)
+
+    with (
+        mock.patch.object(fcntl, 'flock', side_effect=cause),
+        self.assertRaisesRegex(error, message),
+    ):
+      asynchronous_cases.train(TASK, TX, folder=folder)
 
 
 class ReadCheckpointTest(parameterized.TestCase):

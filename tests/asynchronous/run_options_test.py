@@ -8,7 +8,6 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 import optax
-import pytest
 
 import asynchronous_cases
 import cases
@@ -53,8 +52,8 @@ class FolderTest(parameterized.TestCase):
     """Returns the checkpoint as the error says."""
     return asynchronous.read_checkpoint(self.folder, TASK, tx)
 
-  @cases.parameters('processor', 'device of the driver', 'jaxlib', 'optax')
-  def test_another_machine_is_refused_and_goes_on_in_another_folder(self, part):
+  def test_another_machine_is_refused_and_goes_on_in_another_folder(self):
+    part = 'jaxlib'
     first = self.train(num_updates=15)
     files = self.files()
     folder = self.folder.parent / 'second'
@@ -76,19 +75,18 @@ class FolderTest(parameterized.TestCase):
     self.assertEqual(self.files(), files)
 
   @cases.parameters(
-      ('numbers of the optimizer', optax.sgd(0.1), optax.sgd(0.2)),
       (
           'numbers of the optimizer',
           optax.adam(optax.linear_schedule(0.1, 0.0, 30)),
           optax.adam(optax.linear_schedule(0.1, 0.0, 60)),
       ),
+      # They differ in nodes without leaves.
       (
           'operations of the optimizer',
           optax.chain(optax.scale_by_adam(), optax.sgd(0.1)),
           optax.chain(optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1)),
       ),
   )
-  @pytest.mark.slow_after(2)
   def test_another_program_is_refused_and_goes_on_in_another_folder(
       self, words, base, tx
   ):
@@ -102,7 +100,6 @@ class FolderTest(parameterized.TestCase):
     read = self.read(tx)
     result = self.train(tx=tx, num_updates=40, start=read, folder=folder)
 
-    # Their optimizers may differ in nodes without leaves.
     asynchronous_cases.assert_same_bits(
         *([jax.tree.leaves(found[:2])] for found in (read, first))
     )
@@ -143,14 +140,6 @@ class FolderTest(parameterized.TestCase):
     self.assertEqual(again.report.num_recovered, 17)
     asynchronous_cases.assert_same_bits(again, first)
 
-  def test_checkpoint_of_another_structure_is_named(self):
-    self.train()
-
-    with self.assertRaisesRegex(
-        ValueError, 'Checkpoint 30 .* got None instead'
-    ):
-      self.read(optax.sgd(0.1, momentum=0.9))
-
   def files(self):
     """Returns the files of the folder and what is in them."""
     paths = sorted(self.folder.rglob('*.*'))
@@ -163,16 +152,15 @@ class FolderTest(parameterized.TestCase):
     data[len(data) - size * (30 - record) + 9] ^= 4
     path.write_bytes(data)
 
-  @cases.parameters(0, 3)
-  def test_damaged_record_before_a_checkpoint_does_not_cost_the_run(self, bad):
+  def test_damaged_record_before_a_checkpoint_does_not_cost_the_run(self):
     self.train()
-    self.flip(bad)
+    self.flip(0)
 
     with self.assertWarnsRegex(RuntimeWarning, '1 records of'):
       result = self.train(num_updates=40)
 
     self.assertEqual(result.report.global_step, 40)
-    with self.assertRaisesRegex(ValueError, f'damaged at record {bad}'):
+    with self.assertRaisesRegex(ValueError, 'damaged at record 0'):
       asynchronous.replay(self.folder, TASK, TX)
 
   def test_damaged_record_after_the_checkpoint_is_refused_with_a_way_on(self):
@@ -219,15 +207,19 @@ class FolderTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '`until` must be at least 20'):
       asynchronous.replay(folder, TASK, TX, until=19)
 
-  @cases.parameters(True, False)
-  def test_start_counts_if_it_is_given_after_a_call_that_was_killed(self, has):
+  @cases.parameters(
+      (outcomes, 'create_journal', True),
+      (outcomes, 'create_journal', False),
+      (np, 'savez', True),
+  )
+  def test_start_counts_if_it_is_given_after_a_call_that_was_killed(
+      self, where, what, has
+  ):
     first = self.train(folder=None, num_updates=20)
-    create = mock.patch.object(
-        outcomes, 'create_journal', side_effect=OSError('killed')
-    )
+    killed = mock.patch.object(where, what, side_effect=OSError(28, 'killed'))
     given = {'start': first} if has else {}
 
-    with create, self.assertRaisesRegex(OSError, 'killed'):
+    with killed, self.assertRaisesRegex(OSError, 'killed'):
       self.train(start=first)
     result = self.train(**given)
 
@@ -248,31 +240,6 @@ class FolderTest(parameterized.TestCase):
       asynchronous_cases.assert_same_bits(read(), first)
     else:
       self.assertRaises(FileNotFoundError, read)
-
-  def test_start_counts_if_its_checkpoint_could_not_be_written(self):
-    first = self.train(folder=None, num_updates=20)
-    write = mock.patch.object(np, 'savez', side_effect=OSError(28, 'disk full'))
-
-    with write, self.assertRaisesRegex(OSError, 'disk full'):
-      self.train(start=first)
-    result = self.train(start=first)
-
-    asynchronous_cases.assert_same_bits(
-        result, self.train(folder=None, start=first)
-    )
-
-  def test_without_any_checkpoint_nothing_starts_at_other_parameters(self):
-    first = self.train(num_updates=20)
-    folder = self.folder.parent / 'second'
-    self.train(folder=folder, start=first)
-    for saved in folder.glob('checkpoints/*'):
-      saved.rename(self.folder.parent / f'gone_{saved.name}')
-
-    with (
-        self.assertWarnsRegex(RuntimeWarning, 'start.npz. cannot be used'),
-        self.assertRaisesRegex(ValueError, 'start.npz. must be an intact chec'),
-    ):
-      self.train(folder=folder)
 
   def test_start_without_updates_has_a_checkpoint(self):
     self.train(num_updates=5)
@@ -333,23 +300,6 @@ class FolderTest(parameterized.TestCase):
 
     asynchronous_cases.assert_same_bits(self.read(), first)
 
-  def test_run_with_a_start_goes_on_once_its_journal_is_back(self):
-    start = self.train(num_updates=15)
-    self.folder = self.folder.parent / 'second'
-    self.train(num_updates=20, start=start, save_every=100)
-    journal = self.folder / 'journal.bin'
-    away = journal.rename(self.folder.parent / 'away')
-
-    with self.assertRaisesRegex(ValueError, 'Put it back'):
-      self.train(num_updates=25)
-    away.rename(journal)
-    result = self.train(num_updates=25)
-
-    self.assertEqual(result.report.global_step, 25)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(self.folder, TASK, TX), result
-    )
-
   def test_another_checkpoint_in_place_of_the_start_is_refused(self):
     start = self.train(num_updates=15)
     self.folder = self.folder.parent / 'second'
@@ -375,8 +325,6 @@ class FolderTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, '`start` must have the leaves'):
       self.train(tx=optax.sgd(0.1), folder=None, start=first)
-    with self.assertRaisesRegex(TypeError, '`start` must be a `Result`'):
-      self.train(start=first.params)
 
 
 class WatchingTest(parameterized.TestCase):

@@ -8,11 +8,8 @@ import modes
 import shard_transforms
 from shard_transforms import compression
 from shard_transforms import monitoring
-from shard_transforms._src.compression import compressed_reduction
-from shard_transforms._src.reduction import leaf_sums
 
 AXIS = modes.AXIS
-X = jnp.array([1.0, 2.0])
 
 
 class CompressedReductionTest(parameterized.TestCase):
@@ -33,18 +30,6 @@ class CompressedReductionTest(parameterized.TestCase):
     state = jax.vmap(lambda _: tx.init([leaf]), axis_name=AXIS)(jnp.zeros(2))
 
     self.assertEqual(state.residual[0] is not None, expected)
-
-
-class SplitTest(parameterized.TestCase):
-  # The mean itself is tested through `compressed_mean` and `power_sgd`.
-
-  def test_parts_are_of_leaves_that_are_there(self):
-    tree = [3, None, 8, 1, 9]
-
-    split = compressed_reduction.Split.of(tree, lambda x: x > 5)
-
-    self.assertEqual(split.parts(tree), ([8, 9], [3, 1]))
-    self.assertEqual(split.replace(tree, [0, 2], [5, 7]), [5, None, 0, 7, 2])
 
 
 class StateTest(parameterized.TestCase):
@@ -88,37 +73,3 @@ class StateTest(parameterized.TestCase):
     norms = jax.vmap(shard, axis_name=AXIS)(updates)
 
     np.testing.assert_array_equal(norms, [[5], [1]])
-
-
-def of(weight, total, num_shards=4):
-  if weight is not None:
-    weight, total = jnp.float32(weight), jnp.float32(total)
-  share = leaf_sums.Share(weight, total)
-  return compressed_reduction.Counting.of(share, num_shards)
-
-
-class CountingTest(parameterized.TestCase):
-
-  @cases.parameters((None, None, 1), (3, 6, 2), (0, 6, 0), (0, 0, 0))
-  def test_weighs_for_an_unweighted_mean(self, weight, total, factor):
-    found = of(weight, total).weigh(X.astype(jnp.bfloat16))
-
-    np.testing.assert_array_equal(found, factor * X)
-    self.assertEqual(found.dtype, jnp.float32)
-
-  @cases.parameters(
-      (None, None, True, True),
-      (3, 6, True, True),
-      (0, 6, False, True),
-      (0, 0, False, False),
-  )
-  def test_keeps_what_does_not_count(self, weight, total, counts, any_counts):
-    counting = of(weight, total)
-
-    np.testing.assert_array_equal(counting.keep(-X, X), X if counts else -X)
-    np.testing.assert_array_equal(
-        counting.keep_of_any(-X, X), X if any_counts else -X
-    )
-
-  def test_nan_does_not_count_at_weight_zero(self):
-    np.testing.assert_array_equal(of(0, 6).weigh(X * jnp.nan), 0)

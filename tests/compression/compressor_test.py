@@ -2,7 +2,6 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import cases
 from shard_transforms import compression
@@ -40,7 +39,6 @@ class CompressorTest(parameterized.TestCase):
 
 class PayloadTest(parameterized.TestCase):
 
-  @pytest.mark.slow
   def test_words_give_the_payload_back_to_the_bit(self):
     rng = np.random.default_rng(0)
     payload = {

@@ -2,7 +2,6 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import cases
 import modes
@@ -18,36 +17,6 @@ def exchange_of(compressor):
 
 
 class ExchangeTest(parameterized.TestCase):
-
-  @cases.product(mode=modes.MODES, num_shards=(8, 3))
-  def test_owners_get_means_and_all_get_what_owners_send(
-      self, mode, num_shards
-  ):
-    exchange = exchange_of(compression.cast('float32'))
-    rng = np.random.default_rng(0)
-    shapes = [(7, 19), (70 * num_shards + 1,)]
-    leaves = [rng.normal(size=(num_shards, *shape)) for shape in shapes]
-    leaves = [leaf.astype(np.float32) for leaf in leaves]
-
-    def fn(_, leaves):
-      slices, sent = exchange.scatter(leaves)
-      return slices, sent, *exchange.gather(slices, shapes)
-
-    mapped = modes.map_shards(mode, fn, num_shards)
-    slices, sent, wholes, rests = mapped(0.0, leaves)
-
-    for i, leaf in enumerate(leaves):
-      np.testing.assert_array_equal(sent[i], leaf)
-      np.testing.assert_allclose(wholes[i][0], leaf.mean(0), atol=1e-6)
-      np.testing.assert_array_equal(
-          wholes[i], np.stack([wholes[i][0]] * num_shards)
-      )
-      flat = np.ravel(slices[i])
-      np.testing.assert_array_equal(
-          flat[: leaf[0].size], np.ravel(wholes[i][0])
-      )
-      np.testing.assert_array_equal(flat[leaf[0].size :], 0)
-      np.testing.assert_array_equal(rests[i], np.zeros_like(slices[i]))
 
   def test_own_keys_differ_and_the_common_key_does_not(self):
     def encode(rows, common_key, own_key):
@@ -102,30 +71,3 @@ class ExchangeTest(parameterized.TestCase):
     plain = 2 * 4 * size * (num_shards - 1) / num_shards
     ratio = {'sign': 31, 'int8': 3.9, 'int4': 7.7, 'top_k': 21}[name]
     self.assertGreaterEqual(plain / report.total_bytes, ratio)
-
-
-class BlocksTest(parameterized.TestCase):
-
-  @cases.product(num_shards=(1, 3, 8), block=(1, 4, 16))
-  @pytest.mark.slow_after(2)
-  def test_leaves_come_back_and_padding_is_zero(self, num_shards, block):
-    shapes = [(7, 19), (), (64,), (2, 1, 3)]
-    leaves = [1 + np.random.default_rng(0).random(s) for s in shapes]
-    leaves = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-
-    rows = two_phase.cut(leaves, num_shards, block)
-
-    self.assertEqual((rows.shape[0], rows.shape[2]), (num_shards, block))
-    found = two_phase.join(rows, shapes)
-    for x, leaf in zip(found, leaves, strict=True):
-      np.testing.assert_array_equal(x, leaf)
-    num_elements = sum(leaf.size for leaf in leaves)
-    self.assertEqual(np.count_nonzero(rows), num_elements)
-
-  def test_a_block_holds_elements_of_one_leaf(self):
-    leaves = [jnp.full(5, 1.0), jnp.full((3, 3), 2.0)]
-
-    rows = two_phase.cut(leaves, 2, 4)
-
-    for row in np.asarray(rows).reshape(-1, 4):
-      self.assertLessEqual(len(set(row) - {0}), 1)

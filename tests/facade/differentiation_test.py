@@ -117,17 +117,6 @@ class ComputeGradientsTest(DifferentiationTest):
 
     self.assert_equal(grads, {'half': jnp.array([2, 4], jnp.bfloat16)})
 
-  def test_ignores_how_tensorflow_would_compute(self):
-    grads = self.grads(
-        lambda: self.b**2,
-        [self.b],
-        gate_gradients=facade.Optimizer.GATE_GRAPH,
-        aggregation_method=facade.AggregationMethod.EXPERIMENTAL_TREE,
-        colocate_gradients_with_ops=True,
-    )
-
-    self.assert_equal(grads, {'b': jnp.float32(1)})
-
 
 class ReturnedLossTest(DifferentiationTest):
   """The loss, and what it returns besides, from the evaluation that counts."""

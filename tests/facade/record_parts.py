@@ -7,7 +7,6 @@ steps with given gradients.
 
 import json
 import os
-import re
 
 import numpy as np
 import tensorflow as tf
@@ -41,82 +40,6 @@ DECAYS = [
 ]
 
 
-class Lamb(tf.train.Optimizer):
-  """LAMB by the formulas of ALBERT: no correction of the bias."""
-
-  def __init__(self, rate, decay=0.0, undecayed=(), unadapted=()):
-    super().__init__(False, 'Lamb')
-    self.rate, self.decay = rate, decay
-    self.undecayed, self.unadapted = undecayed, unadapted or undecayed
-
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-    ops = []
-    for grad, var in grads_and_vars:
-      m, v = (
-          tf.Variable(tf.zeros(var.shape), False, name=var.op.name + end)
-          for end in ('/adam_m', '/adam_v')
-      )
-      new_m, new_v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad * grad
-      update = new_m / (tf.sqrt(new_v) + 1e-6)
-      if not any(re.search(x, var.op.name) for x in self.undecayed):
-        update += self.decay * var
-      rate = self.rate
-      if not any(re.search(x, var.op.name) for x in self.unadapted):
-        rate *= tf.norm(var) / tf.norm(update)
-      ops += [m.assign(new_m), v.assign(new_v), var.assign_sub(rate * update)]
-    return tf.group(*ops)
-
-
-class Adafactor(tf.train.Optimizer):
-  """Adafactor by the formulas of Tensor2Tensor."""
-
-  def __init__(self, rate=None, decay=None, beta1=0.0, scale=True, clip=1.0):
-    super().__init__(False, 'Adafactor')
-    step = tf.to_float(tf.train.get_or_create_global_step())
-    default = tf.minimum(tf.rsqrt(step + 1.0), 0.01)
-    self.rate = (default if scale else 0.05 * default) if rate is None else rate
-    self.decay = 1.0 - tf.pow(step + 1.0, -0.8) if decay is None else decay
-    self.beta1, self.scale, self.clip = beta1, scale, clip
-
-  def _create_slots(self, var_list):
-    for var in var_list:
-      shape = var.shape.as_list()
-      if self.beta1:
-        self._zeros_slot(var, 'm', self._name)
-      if len(shape) > 1:
-        rows, columns = tf.zeros(shape[:-1]), tf.zeros(shape[:-2] + shape[-1:])
-        self._get_or_make_slot(var, rows, 'vr', self._name)
-        self._get_or_make_slot(var, columns, 'vc', self._name)
-      else:
-        self._zeros_slot(var, 'v', self._name)
-
-  def _averaged(self, var, name, square):
-    slot = self.get_slot(var, name)
-    return slot.assign(self.decay * slot + (1.0 - self.decay) * square)
-
-  def _apply_dense(self, grad, var):
-    square = tf.square(grad) + 1e-30
-    if var.shape.ndims > 1:
-      vr = self._averaged(var, 'vr', tf.reduce_mean(square, -1))
-      vc = self._averaged(var, 'vc', tf.reduce_mean(square, -2))
-      rows = tf.rsqrt(vr / tf.reduce_mean(vr, -1, keepdims=True))
-      x = grad * tf.expand_dims(rows, -1)
-      x *= tf.expand_dims(tf.rsqrt(vc), -2)
-    else:
-      x = grad * tf.rsqrt(self._averaged(var, 'v', square))
-    if self.clip is not None:
-      x /= tf.maximum(1.0, _rms(x) / self.clip)
-    x *= self.rate * (tf.maximum(_rms(var), 1e-3) if self.scale else 1.0)
-    if self.beta1:
-      m = self.get_slot(var, 'm')
-      x = m.assign(self.beta1 * m + (1.0 - self.beta1) * x)
-    return var.assign_sub(x)
-
-
-def _rms(t):
-  return tf.sqrt(tf.reduce_mean(tf.square(t)))
-
-
 def _as_lists(tree):
   return {k: x.tolist() for k, x in tree.items()}
 
@@ -141,10 +64,6 @@ OPTIMIZERS = {
         0.1, learning_rate=0.05, momentum=0.9
     ),
     'lazy_adam': lambda: opt_lib.LazyAdamOptimizer(0.05, epsilon=0.1),
-    'lamb': lambda: Lamb(0.1, 0.1, ['bias'], ['scale']),
-    'adafactor': Adafactor,
-    'adafactor_m': lambda: Adafactor(0.1, 0.9, 0.5, scale=False),
-    'adafactor_unclipped': lambda: Adafactor(0.1, 0.9, clip=None),
 }
 
 

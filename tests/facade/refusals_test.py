@@ -145,10 +145,6 @@ ERRORS = {
         ('`shard` cannot b', lambda t: sharded(lambda x: kept())),
         ('`infeed_queue`', lambda t: kept(infeed_queue=1)),
         ('`replicate_model_fn` cann', lambda t: towers(towers())(np.zeros(16))),
-        (
-            'must be None: JAX keeps',
-            lambda t: facade.AdafactorOptimizer(parameter_encoding=8),
-        ),
     ],
     TypeError: [
         # Variables.
@@ -418,6 +414,7 @@ ERRORS = {
         ('never change again', lambda t: tf.maximum(t.rate(), 0.1)),
         ('never change ag', lambda t: tf.cond(t.step < 2, t.rate, lambda: 1.0)),
         ('must not be empty', lambda t: tf.add_n([])),
+        ('must have one sh', lambda t: tf.losses.huber_loss(X, X[:, None])),
         (
             '`weights` of a loss must be',
             lambda t: tf.losses.huber_loss(X[None], X[None], weights=[1.0]),

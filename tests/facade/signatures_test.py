@@ -36,17 +36,6 @@ SIGNATURES = {
         'learning_rate, momentum=0.9, weight_decay=0.0001, eeta=0.001,'
         " epsilon=0.0, name='LARSOptimizer', skip_list=None, use_nesterov=False"
     ),
-    'LAMBOptimizer': (
-        'learning_rate, weight_decay_rate=0.0, beta_1=0.9, beta_2=0.999,'
-        ' epsilon=1e-06, exclude_from_weight_decay=None,'
-        " exclude_from_layer_adaptation=None, name='LAMBOptimizer'"
-    ),
-    'AdafactorOptimizer': (
-        'multiply_by_parameter_scale=True, learning_rate=None, decay_rate=None,'
-        ' beta1=0.0, clipping_threshold=1.0, factored=True,'
-        f' simulated_quantize_bits=None, parameter_encoding=None, {OPTIONS},'
-        ' epsilon1=1e-30, epsilon2=0.001'
-    ),
     'AdamWOptimizer': (
         'weight_decay, learning_rate=0.001, beta1=0.9, beta2=0.999,'
         f' epsilon=1e-08, {OPTIONS}'

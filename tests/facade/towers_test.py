@@ -50,19 +50,6 @@ class TowersTest(facade_cases.GraphTest):
 
     self.assert_close(train(devices, compiled), train(['/cpu:0'], True))
 
-  def test_alone_a_tower_is_the_inner_optimizer(self):
-    found = []
-    for wrap in facade.TowerOptimizer, lambda opt: opt:
-      with facade.Graph().as_default():
-        w = facade.Variable(0.5, name='w')
-        opt = wrap(facade.MomentumOptimizer(0.1, 0.9))
-        facade_cases.train(
-            opt, lambda x, w=w: jnp.mean(jnp.sin(w * x)), times=3
-        )
-        found.append(self.values())
-
-    self.assert_equal(*found)
-
   @cases.product(devices=(IN_TURN, AT_ONCE), key=facade.Reduction.all()[1:])
   def test_every_reduction_but_sum_is_a_mean(self, devices, key):
     spec = self.run_model(
@@ -87,26 +74,6 @@ class TowersTest(facade_cases.GraphTest):
 
     self.assertEqual(int(self.run_model(train_op).train_op), 1)
     self.assertEqual(int(self.step), 1)
-
-  @cases.parameters([IN_TURN], [AT_ONCE])
-  def test_two_optimizers_in_one_model_function(self, devices):
-    v = facade.Variable(1.0, name='v')
-
-    def train_op(x):
-      for variable, rate in (self.w, 1.0), (v, 0.1):
-        opt = facade.TowerOptimizer(facade.MomentumOptimizer(rate, 0.5))
-        opt.minimize(
-            lambda v=variable: jnp.mean(v * x) / 4, var_list=[variable]
-        )
-
-    run = facade_cases.mapped(train_op, devices)
-    run(X)
-    run(X)
-
-    self.assert_close(
-        (self.w.value(), v.value()),
-        (jnp.float32(-2.5 * 7.5 / 4), jnp.float32(1 - 0.25 * 7.5 / 4)),
-    )
 
   @cases.product(devices=(IN_TURN, AT_ONCE), compiled=(False, True))
   def test_what_is_assigned_beside_the_loss_counts_once(

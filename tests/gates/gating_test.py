@@ -570,11 +570,19 @@ class DerivativeTest(parameterized.TestCase):
     else:
       np.testing.assert_allclose(found[0], [0.5, 0.5], rtol=1e-4)
 
-  @cases.parameters(lambda fn: fn, jax.jit, jax.checkpoint)
-  def test_towers_are_differentiated(self, wrap):
-    tx = shard_transforms.tower_reduce(2, optax.sgd(0.5))
+  @cases.product(
+      wrap=(lambda fn: fn, jax.jit, jax.checkpoint), axis_name=(None, 'data')
+  )
+  def test_towers_are_differentiated(self, wrap, axis_name):
+    mean = shard_transforms.cross_shard_mean('data')
+    inner = optax.chain(mean, optax.sgd(0.5)) if axis_name else optax.sgd(0.5)
+    tx = shard_transforms.tower_reduce(2, inner, axis_name=axis_name)
 
     def loss(grads):
+      mapped = jax.vmap(shard, axis_size=1, axis_name='data', in_axes=None)
+      return mapped(grads)[0]
+
+    def shard(grads):
       params = jnp.ones(2)
       state = tx.init(params)
       for _ in range(2):
@@ -585,6 +593,16 @@ class DerivativeTest(parameterized.TestCase):
     ones = jnp.ones(2)
     self.assertEqual(jax.jvp(loss, (ones,), (ones,))[1], -0.5)
     np.testing.assert_array_equal(jax.grad(loss)(ones), [-0.5, 0.0])
+
+  @cases.parameters(None, 'data')
+  def test_towers_leak_no_tracer(self, axis_name):
+    tx = shard_transforms.tower_reduce(2, optax.sgd(0.5), axis_name=axis_name)
+    step = jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name='data')
+
+    with jax.checking_leaks():
+      updates = jax.jit(step)(jnp.ones((2, 3)))
+
+    np.testing.assert_array_equal(updates, np.zeros((2, 3)))
 
   @cases.parameters(False, True)
   def test_towers_are_differentiated_by_all_that_inner_reads(self, closes_over):

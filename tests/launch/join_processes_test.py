@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import pathlib
 import platform
 import subprocess
 import sys
@@ -85,18 +84,13 @@ class JoiningTest(parameterized.TestCase):
     return num_processes, initialize
 
   def start(self, code, num_processes=1):
-    source = pathlib.Path(shard_transforms.__file__).parents[1]
-    paths = [str(source), os.environ.get('PYTHONPATH', '')]
     run = (
         'import sys, shard_transforms; shard_transforms.launch.run_processes('
         f"{num_processes}, [sys.executable, '-c', sys.argv[1]], grace=0.2)"
     )
     return subprocess.run(
         [sys.executable, '-c', run, code],
-        env={
-            **environment(),
-            'PYTHONPATH': os.pathsep.join(filter(None, paths)),
-        },
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -106,26 +100,19 @@ class JoiningTest(parameterized.TestCase):
   @cases.parameters(True, False)
   def test_keeps_memory_if_it_joins(self, keep_memory):
     with mock.patch.object(join_processes, 'keep_freed_memory') as keep:
-      self.join(keep_memory=keep_memory)
+      num_processes, initialize = self.join('', '', '', keep_memory=keep_memory)
       keep.assert_not_called()
       self.join('127.0.0.1:80', '1', '0', keep_memory=keep_memory)
 
-    self.assertEqual(keep.called, keep_memory)
-
-  @cases.parameters((), ('', '', ''))
-  def test_does_nothing_where_no_coordinator_is_named(self, *values):
-    num_processes, initialize = self.join(*values)
-
     self.assertEqual(num_processes, 1)
     initialize.assert_not_called()
+    self.assertEqual(keep.called, keep_memory)
 
   @cases.parameters(
-      ('127.0.0.1:80', True),
       ('127.1.2.3:80', True),
       ('[::1]:80', True),
       ('localhost:80', True),
       ('10.0.0.1:80', False),
-      ('host.example:80', False),
       ('localhost.example:80', False),
   )
   def test_hands_jax_what_the_environment_says(self, address, is_loopback):
@@ -160,14 +147,10 @@ class JoiningTest(parameterized.TestCase):
 
   @cases.parameters(
       ((None, '2', '0'), '`JAX_COORDINATOR_ADDRESS` must be set .*, got None'),
-      (('h:80', None, '0'), '`JAX_NUM_PROCESSES` must be set .*, got None'),
       (('h:80', '2', ''), "`JAX_PROCESS_ID` must be set .*, got ''. Set all"),
-      (('h:80', 'two', '0'), "`JAX_NUM_PROCESSES` must be an .*, got 'two'"),
       (('h:80', '0', '0'), "`JAX_NUM_PROCESSES` .* of 1 or more, got '0'"),
       (('h:80', '2', '2'), "`JAX_PROCESS_ID` .* from 0 to 1, got '2'"),
-      (('h:80', '2', '-1'), "`JAX_PROCESS_ID` .* from 0 to 1, got '-1'"),
       (('h:80', '2', '1.0'), "`JAX_PROCESS_ID` must be an .*, got '1.0'"),
-      (('h', '2', '0'), "ADDRESS` must be of the form host:port, got 'h'"),
       (('h:', '2', '0'), "ADDRESS` must be of the form host:port, got 'h:'"),
       ((':80', '2', '0'), "ADDRESS` must be of the form host:port, got ':80'"),
   )
@@ -176,7 +159,6 @@ class JoiningTest(parameterized.TestCase):
       self.join(*values)
 
   @cases.parameters(
-      ('initialization_timeout', 0, ValueError, 'at least 1, got 0'),
       ('heartbeat_timeout', 0.5, TypeError, 'an integer, got 0.5'),
       ('shutdown_timeout', -1, ValueError, 'at least 1, got -1'),
   )
@@ -207,10 +189,9 @@ class FreedMemoryTest(parameterized.TestCase):
   @cases.parameters(
       dict(code=KEEP, env={}, kept=True),
       dict(code='', env={}, kept=False),
-      dict(code='', env=join_processes.KEEPING_MEMORY, kept=True),
       dict(code=KEEP, env={'MALLOC_MMAP_THRESHOLD_': '4096'}, kept=False),
   )
-  @pytest.mark.slow_after(1)
+  @pytest.mark.slow
   def test_keeps_memory_unless_told_otherwise(self, code, env, kept):
     others = {k: v for k, v in os.environ.items() if 'MALLOC_' not in k}
 

@@ -4,21 +4,23 @@ import os
 import subprocess
 
 from absl.testing import parameterized
-import jax.numpy as jnp
 import pytest
 
 import cases
 import python_command
 from shard_transforms import launch
 
-# Whoever is named hangs at the fourth of its steps, in one of three ways.
+# Whoever is named hangs at the fourth step of so many processes, in one of
+# three ways.
 HANG = """
 import os, signal, sys, time
 import jax, jax.numpy as jnp
 from shard_transforms import launch
-if launch.join_processes(heartbeat_timeout=5) == 1:
-  launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])
-mesh = jax.make_mesh((2,), ('data',))
+launch.join_processes(heartbeat_timeout=5)
+if not jax.distributed.is_initialized():
+  num_processes = int(sys.argv[3])
+  launch.run_processes(num_processes, [sys.executable, *sys.orig_argv[1:]])
+mesh = jax.make_mesh((jax.device_count(),), ('data',))
 step = jax.jit(jax.shard_map(
     lambda x: jax.lax.psum(x + jax.lax.axis_index('data'), 'data'),
     mesh=mesh, in_specs=jax.P(), out_specs=jax.P()))
@@ -53,16 +55,13 @@ time.sleep(0.3)
 
 class StepDeadlineTest(parameterized.TestCase):
 
-  @cases.parameters(0, -1.0)
-  def test_refuses_a_deadline_that_has_passed(self, seconds):
-    with self.assertRaisesRegex(
-        ValueError, f'`seconds` must be positive, got {seconds}'
-    ):
+  @cases.parameters(
+      (-1.0, ValueError, '`seconds` must be positive, got -1.0'),
+      ('1', TypeError, '`seconds` must be a real number'),
+  )
+  def test_refuses_bad_seconds(self, seconds, error, message):
+    with self.assertRaisesRegex(error, message):
       launch.StepDeadline(seconds)
-
-  def test_refuses_what_is_no_number(self):
-    with self.assertRaisesRegex(TypeError, '`seconds` must be a real number'):
-      launch.StepDeadline('1')
 
   def test_refuses_a_step_within_a_step(self):
     deadline = launch.StepDeadline(60)
@@ -74,29 +73,21 @@ class StepDeadlineTest(parameterized.TestCase):
     ):
       pass
 
-  def test_steps_in_time_go_on(self):
-    deadline = launch.StepDeadline(60)
-    total = 0
-    for _ in range(3):
-      with deadline:
-        total += jnp.ones(()).item()
-    self.assertEqual(total, 3)
-
   @pytest.mark.slow
   def test_program_that_is_done_ends_without_an_abort(self):
     launch.run_processes(1, [*python_command.STRICT, '-c', MANY])
 
   @cases.parameters(
-      ('stop', 1, 'process 1 of 2 has stopped or died, last seen at step 3'),
+      ('stop', 1, 2, 'process 1 of 2 has stopped or died, last seen at step 3'),
       # JAX, too, may notice that its coordinator has stopped.
-      ('stop', 0, ''),
-      ('outside', 1, 'process 1 of 2 has not arrived, it is after step 3'),
-      ('inside', 0, r'all have arrived; process 0 of 2 waits at step 4 in'),
+      ('stop', 0, 2, ''),
+      ('outside', 1, 2, 'process 1 of 2 has not arrived, it is after step 3'),
+      ('inside', 0, 1, r'all have arrived; process 0 of 1 waits at step 4 in'),
   )
-  @pytest.mark.repeated(2)
-  def test_all_end_and_name_who_hangs(self, how, process, message):
+  @pytest.mark.slow
+  def test_all_end_and_name_who_hangs(self, how, process, num, message):
     done = subprocess.run(
-        [*python_command.STRICT, '-c', HANG, how, str(process)],
+        [*python_command.STRICT, '-c', HANG, how, str(process), str(num)],
         env={
             **os.environ,
             'JAX_PLATFORMS': 'cpu',

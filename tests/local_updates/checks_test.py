@@ -36,24 +36,48 @@ def _update(fn, mode='shard_map'):
   jax.eval_shape(mapped, _params(), own)
 
 
+EVERY, FRAGMENTS = '`every` must be', '`fragments` must be'
+LESS = '`delay` .* less than .*'
+ERRORS = (
+    (dict(inner=1), TypeError, '`inner` of `local_updates` must be an Optax'),
+    (dict(outer=1), TypeError, '`outer` of `local_updates` must be an Optax'),
+    (dict(axis_name=3), TypeError, '`axis_name` must be the name'),
+    (dict(mixing=-0.1), ValueError, '`mixing` must be at least 0'),
+    (dict(mixing=1.0), ValueError, '`mixing` must be .* less than 1, got 1'),
+    (dict(mixing='a'), TypeError, "`mixing` must be a real number, got 'a'"),
+    (dict(assume_weighted=1), TypeError, '`assume_weighted` must be a boolean'),
+    (dict(every=0), ValueError, f'{EVERY} at least 1, got 0'),
+    (dict(every=2.0), TypeError, f'{EVERY} an integer, got 2.0'),
+    (dict(delay=-1), ValueError, '`delay` must be at least 0, got -1'),
+    (dict(delay=0.5), TypeError, '`delay` must be an integer, got 0.5'),
+    (dict(delay=4), ValueError, f'{LESS} 4, got 4'),
+    (dict(delay=2, fragments=2), ValueError, f'{LESS} 2, got 2'),
+    (dict(fragments=0), ValueError, f'{FRAGMENTS} at least 1, got 0'),
+    (dict(fragments='all'), TypeError, f"{FRAGMENTS} an integer, got 'all'"),
+    (dict(fragments={'a': 1, 'b': 'x'}), TypeError, 'labels that are all str'),
+    (dict(fragments={'a': 0.5}), TypeError, 'an integer, or a tree of labels'),
+    (dict(fragments={}), TypeError, 'a tree of labels .* got {}'),
+)
+WRONG_TREES = (
+    (6, 'must be at most the number of leaves, 3, got 6'),
+    ({'a': 0, 'b': 1}, 'must have the tree of the parameters'),
+    ({'a': 0, 'b': None, 'c': 1}, r"each leaf, got None at \['b'\]"),
+)
+
+
 class ArgumentTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (dict(inner=1), TypeError, '`inner` of `local_updates` must be an Optax'),
-      (dict(outer=1), TypeError, '`outer` of `local_updates` must be an Optax'),
-      (dict(axis_name=3), TypeError, '`axis_name` must be the name'),
-      (dict(mixing=-0.1), ValueError, '`mixing` must be at least 0'),
-      (dict(mixing=1.0), ValueError, '`mixing` must be .* less than 1, got 1'),
-      (dict(mixing='a'), TypeError, "`mixing` must be a real number, got 'a'"),
-      (
-          dict(assume_weighted=1),
-          TypeError,
-          '`assume_weighted` must be a boolean, got 1',
-      ),
-  )
+  @cases.parameters(*ERRORS)
   def test_refuses_bad_arguments(self, kwargs, error, message):
     with self.assertRaisesRegex(error, message):
       _make(**kwargs)
+
+  @cases.parameters(*WRONG_TREES)
+  def test_refuses_fragments_that_do_not_fit_the_tree(self, given, message):
+    tx = _make(every=9, fragments=given)
+
+    with self.assertRaisesRegex(ValueError, message):
+      _update(lambda params, _: tx.init({**params, 'c': jnp.ones(4)}))
 
   @cases.parameters('inner', 'outer')
   def test_refuses_local_updates_in_local_updates(self, place):
@@ -94,10 +118,7 @@ class UpdateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       _update(shard)
 
-  @cases.parameters(
-      *modes.NAMES,
-      always=lambda mode: mode not in ('pmap', 'shard_map_unchecked'),
-  )
+  @cases.parameters('shard_map', 'vmap')
   def test_refuses_the_state_of_other_fragments(self, mode):
     txs = [
         _make(fragments=2),

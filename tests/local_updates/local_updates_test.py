@@ -14,6 +14,7 @@ import cases
 import local_methods
 import modes
 import shard_transforms
+from shard_transforms import aggregators
 from shard_transforms import cross_shard_mean
 from shard_transforms import guard
 from shard_transforms import local_params
@@ -44,7 +45,7 @@ def _joined(tree):
   return np.concatenate([tree['a'], tree['b']], axis=-1)
 
 
-def _train(tx, params, own, apply=False, loss=_loss, weights=None, **kwargs):
+def _train(tx, params, own, loss=_loss, weights=None, **kwargs):
   """Returns parameters and own parameters [steps, ...] of a shard."""
 
   def step(carry, inputs):
@@ -53,12 +54,8 @@ def _train(tx, params, own, apply=False, loss=_loss, weights=None, **kwargs):
     own = local_params(params, state)
     _, grads = shard_transforms.value_and_grad(loss, AXIS)(own, data)
     given = {} if weight is None else {'weight': weight}
-    if apply:
-      updates, state = tx.update(grads, state, params, **given)
-      params = optax.apply_updates(params, updates)
-    else:
-      updates, state = tx.update(grads, state, params, **given)
-      params = optax.apply_updates(params, updates)
+    updates, state = tx.update(grads, state, params, **given)
+    params = optax.apply_updates(params, updates)
     return (params, state), (params, local_params(params, state))
 
   start = params, tx.init(params)
@@ -68,14 +65,13 @@ def _train(tx, params, own, apply=False, loss=_loss, weights=None, **kwargs):
 
 class DerivativeTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, apply=(cases.Repeated(False), True))
-  def test_backward_is_forward(self, mode, apply):
+  def test_backward_is_forward(self):
     tx = local_updates(
         optax.sgd(0.1), _mean(optax.sgd(0.7, 0.9)), AXIS, every=2
     )
 
     def trained(own, params):
-      seen, _, _ = _train(tx, params, own, apply)
+      seen, _, _ = _train(tx, params, own)
       return (1 + lax.axis_index(AXIS)) * sum(map(jnp.sum, seen.values()))
 
     def shard(params, own):
@@ -88,7 +84,7 @@ class DerivativeTest(parameterized.TestCase):
 
     own = np.float32(CENTRES.swapaxes(0, 1))
 
-    backward, forward = modes.map_shards(mode, shard)(_params(), own)
+    backward, forward = modes.map_shards('shard_map', shard)(_params(), own)
 
     self.assertGreater(np.abs(backward).min(), 0.1)
     np.testing.assert_allclose(backward, [forward.sum()] * SHARDS, rtol=1e-4)
@@ -138,15 +134,13 @@ class StepTest(parameterized.TestCase):
 
 class MethodTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, apply=(cases.Repeated(False), True))
-  def test_is_each_method_of_the_table(self, mode, apply):
+  @cases.parameters(*modes.NAMES)
+  def test_is_each_method_of_the_table(self, mode):
     methods = local_methods.METHODS
     txs = {name: method.build() for name, method in methods.items()}
 
     def shard(params, own):
-      return {
-          name: _train(tx, params, own, apply)[:2] for name, tx in txs.items()
-      }
+      return {name: _train(tx, params, own)[:2] for name, tx in txs.items()}
 
     own = np.float32(CENTRES.swapaxes(0, 1))
     found = jax.device_get(modes.map_shards(mode, shard)(_params(), own))
@@ -167,12 +161,8 @@ class MethodTest(parameterized.TestCase):
               own[:, is_end].view(np.uint32), bits[:, is_end]
           )
 
-  @cases.product(
-      mode=modes.MODES,
-      delay=(0, cases.Repeated(1)),
-      mixing=(0.0, 0.5),
-  )
-  def test_gives_the_histories_of_torchft(self, mode, delay, mixing):
+  @cases.product(delay=(0, 1), mixing=(0.0, 0.5))
+  def test_gives_the_histories_of_torchft(self, delay, mixing):
     tx = local_updates(
         optax.sgd(1.0),
         _mean(optax.sgd(2.0)),
@@ -191,7 +181,8 @@ class MethodTest(parameterized.TestCase):
 
     ones = [jnp.ones((1, 1)), jnp.ones((1, 1))]
 
-    anchor, own = modes.map_shards(mode, shard)(ones, np.zeros((SHARDS, 15)))
+    mapped = modes.map_shards('shard_map', shard)
+    anchor, own = mapped(ones, np.zeros((SHARDS, 15)))
 
     anchor, own = (np.stack(tree, -1)[..., 0, 0, :] for tree in (anchor, own))
     (recorded,) = (
@@ -236,15 +227,19 @@ class MethodTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(anchor['b'][0, -1], [0.5839], atol=5e-5)
 
-  @cases.parameters(*modes.MODES)
-  def test_is_data_parallel_with_rounds_of_one_step(self, mode):
-    tx = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=1)
+  # All fragments share the steps of a round of fewer steps.
+  @cases.parameters(1, 2)
+  def test_is_data_parallel_with_rounds_of_one_step(self, fragments):
+    outer = _mean(optax.sgd(1.0))
+    tx = local_updates(
+        optax.sgd(0.3), outer, AXIS, every=1, fragments=fragments
+    )
 
     def shard(params, own):
       return _train(tx, params, own)[0]
 
     own = np.float32(CENTRES.swapaxes(0, 1))
-    found = _joined(modes.map_shards(mode, shard)(_params(), own))
+    found = _joined(modes.map_shards('shard_map', shard)(_params(), own))
 
     params, want = np.linspace(-1, 1, 5), []
     for centres in CENTRES:
@@ -252,7 +247,23 @@ class MethodTest(parameterized.TestCase):
       want.append(params)
     np.testing.assert_allclose(found, [want] * SHARDS, atol=1e-6)
 
-  @cases.parameters(*modes.MODES)
+  def test_a_round_that_became_shorter_still_ends_with_a_meeting(self):
+    tx = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=5)
+
+    def shard(params, own):
+      state = tx.init(params)._replace(step=jnp.int32(7))
+      rounds = []
+      for _ in range(5):
+        _, state = tx.update(own, state, params)
+        rounds.append(state.num_rounds)
+      return jnp.stack(rounds)
+
+    own = np.ones((SHARDS, 3), np.float32)
+    rounds = modes.map_shards('shard_map', shard)(jnp.zeros(3), own)
+
+    np.testing.assert_array_equal(rounds[0], [0, 0, 1, 1, 1])
+
+  @cases.parameters(*modes.NAMES)
   def test_weighs_shards_by_the_tokens_of_the_round(self, mode):
     tx = local_updates(
         optax.sgd(0.3), _mean(optax.sgd(1.0, 0.5)), AXIS, every=3
@@ -287,8 +298,7 @@ class MethodTest(parameterized.TestCase):
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
       np.testing.assert_allclose(own[:, i], x, atol=1e-6)
 
-  @cases.parameters(*modes.MODES)
-  def test_takes_the_word_of_the_user_about_the_weight(self, mode):
+  def test_takes_the_word_of_the_user_about_the_weight(self):
     def update(updates, state, params=None, *, weight, **extra_args):
       del params, extra_args
       # The first sum has no weight, and the second takes away what it should.
@@ -305,7 +315,7 @@ class MethodTest(parameterized.TestCase):
     def train(**kwargs):
       tx = local_updates(optax.sgd(0.3), outer, AXIS, every=2, **kwargs)
       mapped = modes.map_shards(
-          mode,
+          'shard_map',
           lambda params, own: _train(tx, params, own[0], weights=own[1])[0],
       )
       return _joined(mapped(_params(), data))
@@ -318,7 +328,7 @@ class MethodTest(parameterized.TestCase):
 
     mean = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=2)
     mapped = modes.map_shards(
-        mode, lambda params, own: _train(mean, params, own[0])[0]
+        'shard_map', lambda params, own: _train(mean, params, own[0])[0]
     )
     np.testing.assert_allclose(
         anchor, _joined(mapped(_params(), data)), rtol=1e-5, atol=1e-5
@@ -401,7 +411,7 @@ class MethodTest(parameterized.TestCase):
     found = {c.axes: c.conditional for c in report.collectives}
     self.assertEqual(found, {('core',): False, (AXIS,): True})
 
-  @cases.parameters(*modes.NAMES)
+  @cases.parameters('shard_map', 'pmap')
   def test_a_report_warns_of_a_gradient_at_the_shared_parameters(self, mode):
     tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
 
@@ -412,12 +422,13 @@ class MethodTest(parameterized.TestCase):
       return shard_transforms.value_and_grad(_loss, AXIS)(params, own)[1]
 
     def shard(params, own, grad=by_hand, at=lambda params, state: params):
-      state = tx.init(params)
-      for _ in range(2):
-        grads = grad(at(params, state), own)
+      def turn(carry, _):
+        params, state = carry
+        grads = jax.jit(grad)(at(params, state), own)
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-      return params
+        return (optax.apply_updates(params, updates), state), None
+
+      return lax.scan(turn, (params, tx.init(params)), length=2)[0][0]
 
     fns = (
         shard,
@@ -439,10 +450,8 @@ class MethodTest(parameterized.TestCase):
 
 class SickShardTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, fragments=(1, 2))
-  def test_leaves_out_a_shard_that_is_not_finite_and_renews_it(
-      self, mode, fragments
-  ):
+  @cases.parameters(1, 2)
+  def test_leaves_out_a_shard_that_is_not_finite_and_renews_it(self, fragments):
     outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=2)
     tx = local_updates(
         optax.adam(0.1), outer, AXIS, every=4, fragments=fragments
@@ -453,7 +462,8 @@ class SickShardTest(parameterized.TestCase):
     def shard(params, own):
       return _train(tx, params, own)
 
-    anchor, own, state = modes.map_shards(mode, shard)(_params(), data)
+    mapped = modes.map_shards('shard_map', shard)
+    anchor, own, state = mapped(_params(), data)
 
     self.assertTrue(np.isfinite(_joined(anchor)).all())
     finite = np.isfinite(_joined(own)).all(-1)
@@ -465,8 +475,7 @@ class SickShardTest(parameterized.TestCase):
     want = np.where(np.arange(SHARDS) == 5, 12 - 4 // fragments, 12)
     np.testing.assert_array_equal(np.ravel(num_steps), want)
 
-  @cases.parameters(*modes.MODES)
-  def test_weighs_the_others_by_their_tokens(self, mode):
+  def test_weighs_the_others_by_their_tokens(self):
     outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude')
     tx = local_updates(optax.sgd(0.3), outer, AXIS, every=3)
     tokens = np.random.default_rng(2).integers(0, 4, (SHARDS, 12))
@@ -478,7 +487,7 @@ class SickShardTest(parameterized.TestCase):
     def shard(params, data):
       return _train(tx, params, data[0], weights=data[1])[:2]
 
-    mapped = modes.map_shards(mode, shard)
+    mapped = modes.map_shards('shard_map', shard)
     anchor, own = map(_joined, mapped(_params(), (data, tokens)))
 
     params = np.linspace(-1, 1, 5)
@@ -495,26 +504,22 @@ class SickShardTest(parameterized.TestCase):
       np.testing.assert_allclose(own[:, i], x, atol=1e-6)
 
 
+SGD = optax.sgd(0.1)
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+MUST_REDUCE = "`outer` .* must reduce .*along \\['data'\\]"
+REFUSED = (
+    (_mean(SGD), _mean(), '`inner` .* must not send .*`psum`.*`outer`'),
+    (SGD, optax.sgd(0.7, 0.9), MUST_REDUCE),
+    (SGD, cross_shard_mean(AXIS, groups=HALVES), MUST_REDUCE),
+    (SGD, optax.masked(_mean(), {'a': True, 'b': False}), MUST_REDUCE),
+    (
+        *(SGD, _mean(optax.stateless(lambda updates, params: updates['a']))),
+        '`outer` .* must keep the tree',
+    ),
+)
+
+
 class RefusalTest(parameterized.TestCase):
-
-  @cases.parameters(*modes.NAMES)
-  def test_refuses_an_inner_that_sends(self, mode):
-    tx = local_updates(_mean(optax.sgd(0.1)), _mean(), AXIS, every=2)
-
-    self.check_refused(mode, tx, '`inner` .* must not send .*`psum`.*`outer`')
-
-  @cases.parameters(*modes.NAMES)
-  def test_refuses_an_outer_that_does_not_reduce(self, mode):
-    for outer in (
-        optax.sgd(0.7, 0.9),
-        cross_shard_mean(AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
-        optax.masked(_mean(), {'a': True, 'b': False}),
-    ):
-      tx = local_updates(optax.sgd(0.1), outer, AXIS, every=2)
-
-      self.check_refused(
-          mode, tx, "`outer` .* must reduce .*along \\['data'\\]"
-      )
 
   def test_takes_the_gradient_of_integers_which_all_shards_share(self):
     params = {'w': jnp.ones(3), 'n': jnp.arange(4)}
@@ -532,16 +537,30 @@ class RefusalTest(parameterized.TestCase):
     updates = jax.vmap(shard, axis_name=AXIS)(jnp.arange(8.0))
     np.testing.assert_allclose(updates, np.full((8, 3), -1.75))
 
-  def test_refuses_an_outer_that_changes_the_tree(self):
-    changed = optax.stateless(lambda updates, params: updates['a'])
-    tx = local_updates(optax.sgd(0.1), _mean(changed), AXIS, every=2)
+  # Without types, all is followed through the program.
+  @cases.product(case=REFUSED, mode=('shard_map', 'shard_map_unchecked'))
+  def test_refuses(self, case, mode):
+    inner, outer, message = case
+    tx = local_updates(inner, outer, AXIS, every=2)
 
-    self.check_refused('vmap', tx, '`outer` .* must keep the tree')
-
-  def check_refused(self, mode, tx, message):
-    def shard(params, own):
-      return _train(tx, params, own)[0]
-
-    own = np.float32(CENTRES.swapaxes(0, 1))
     with self.assertRaisesRegex(ValueError, message):
-      jax.eval_shape(modes.map_shards(mode, shard), _params(), own)
+      _traced(tx, mode)
+
+  @cases.product(
+      outer=(
+          optax.chain(aggregators.adasum(AXIS), optax.sgd(1.0)),
+          shard_transforms.shard_update(optax.sgd(1.0, 0.9), AXIS),
+          guard(_mean(optax.sgd(1.0)), AXIS),
+      ),
+      mode=('shard_map', 'shard_map_unchecked'),
+  )
+  def test_takes_an_outer_that_reduces(self, outer, mode):
+    _traced(local_updates(optax.sgd(0.1), outer, AXIS, every=2), mode)
+
+
+def _traced(tx, mode):
+  def shard(params, own):
+    return _train(tx, params, own)[0]
+
+  own = np.float32(CENTRES.swapaxes(0, 1))
+  jax.eval_shape(modes.map_shards(mode, shard), _params(), own)

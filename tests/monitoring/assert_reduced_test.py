@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import pytest
 
 import cases
 import modes
@@ -28,7 +27,7 @@ class AssertReducedTest(parameterized.TestCase):
 
     modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
 
-  @cases.parameters('vmap', 'pmap', 'shard_map_unchecked')
+  @cases.parameters('vmap', 'shard_map_unchecked')
   def test_does_not_guess_without_types(self, mode):
     def fn(params, x):
       assert_reduced(params, AXIS)
@@ -48,7 +47,6 @@ class AssertReducedTest(parameterized.TestCase):
     )
     return {'w': jax.jit(mapped)(jnp.arange(16.0).reshape(8, 2))}
 
-  @pytest.mark.slow
   def test_compares_what_devices_hold(self):
     assert_reduced(self.returned(lambda x: lax.pmean(x, AXIS)), AXIS)
 
@@ -59,7 +57,6 @@ class AssertReducedTest(parameterized.TestCase):
     with self.assertRaisesRegex(AssertionError, 'it is sharded over them'):
       assert_reduced(self.returned(lambda x: x, P(AXIS)), AXIS)
 
-  @pytest.mark.slow
   def test_devices_may_differ_along_another_axis(self):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     hidden = jax.jit(
@@ -77,15 +74,10 @@ class AssertReducedTest(parameterized.TestCase):
       with self.assertRaisesRegex(AssertionError, 'the bits on'):
         assert_reduced(hidden, axes)
 
-  @cases.parameters((np.ones(2),), (jnp.ones(2),), (1.0,))
-  def test_refuses_what_is_on_no_mesh(self, leaf):
-    with self.assertRaisesRegex(ValueError, 'arrays on a mesh with the axes'):
-      assert_reduced({'w': leaf}, AXIS)
-
-  def test_refuses_a_mesh_without_the_axis(self):
+  def test_refuses_what_is_on_no_mesh_with_the_axis(self):
+    for leaf in np.ones(2), jnp.ones(2), 1.0:
+      with self.assertRaisesRegex(ValueError, 'arrays on a mesh with the axes'):
+        assert_reduced({'w': leaf}, AXIS)
     tree = self.returned(lambda x: lax.pmean(x, AXIS))
-
-    with self.assertRaisesRegex(
-        ValueError, r"axes \('model',\), got ArrayImpl"
-    ):
+    with self.assertRaisesRegex(ValueError, r"axes \('model',\), got Array"):
       assert_reduced(tree, 'model')

@@ -6,7 +6,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
@@ -87,7 +86,7 @@ def only(shard, num_shards=8):
 
 class CrossCheckTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
+  @cases.parameters(*modes.NAMES)
   def test_names_the_shard_and_the_leaf_of_one_flipped_bit(self, mode):
     step, state = step_of(mode)
 
@@ -128,10 +127,9 @@ class CrossCheckTest(parameterized.TestCase):
     self.assertEqual(state.num_suspected.argmax(), 2)
     self.assertEqual(state.last_leaf[2], 1)
 
-  @cases.parameters(*modes.MODES)
-  def test_gives_what_the_function_gives(self, mode):
-    step, state = step_of(mode)
-    plain = modes.map_shards(mode, lambda s, x: gradient(s[0], x, s[1]))
+  def test_gives_what_the_function_gives(self):
+    step, state = step_of('shard_map')
+    plain = modes.map_shards('shard_map', lambda s, x: gradient(s[0], x, s[1]))
     params, x = make_params(), make_batch()
 
     result, state, _ = step(state, x, params, fault())
@@ -160,9 +158,9 @@ class CrossCheckTest(parameterized.TestCase):
         jax.tree.map(lambda x: x.dtype, given[0]),
     )
 
-  @cases.product(num_shards=(3, 4, 5, 8), shard=(0, 2))
-  @pytest.mark.slow_after(2)
-  def test_names_a_shard_among_any_number(self, num_shards, shard):
+  @cases.parameters(3, 4, 5)
+  def test_names_a_shard_among_any_number(self, num_shards):
+    shard = 2
     step, state = step_of('vmap', num_shards)
     for i in range(4):
       x = make_batch(num_shards, i)
@@ -173,7 +171,6 @@ class CrossCheckTest(parameterized.TestCase):
     )
     self.assertEqual(state.num_unexplained, 0)
 
-  @pytest.mark.slow
   def test_finds_each_bit_of_each_leaf_on_each_shard(self):
     faults = [
         fault(shard, leaf, element, bit)
@@ -199,7 +196,6 @@ class CrossCheckTest(parameterized.TestCase):
         found.num_suspected[0], [only(at[0]) for at in faults]
     )
 
-  @pytest.mark.slow
   def test_has_no_false_alarm(self):
     num_checks = 10_000
     check = monitoring.cross_check(gradient, AXIS, every=1)
@@ -217,23 +213,6 @@ class CrossCheckTest(parameterized.TestCase):
 
     self.assertEqual(state.num_checks, num_checks)
     self.assertEqual(state.num_differing.sum(), 0)
-
-  def test_a_fault_under_one_batch_alone_is_found(self):
-    def fun(params, x, at):
-      value, grads = gradient(params, x, fault())
-      hit = flipped(grads, at)
-      return value, jax.tree.map(
-          lambda a, b: jnp.where(x[0, 0] == 0, a, b), hit, grads
-      )
-
-    x = make_batch()
-    x[4, 0, 0] = 0
-    step, state = step_of('vmap', fun=fun)
-
-    _, state, _ = step(state, x, make_params(), fault(4))
-
-    np.testing.assert_array_equal(state.num_suspected, only(4))
-    np.testing.assert_array_equal(state.num_differing, only(4))
 
   @cases.parameters(
       # Of 60 steps: every n-th one, checks, and which of them must find it.
@@ -264,38 +243,6 @@ class CrossCheckTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(state.num_suspected[0], num_found * only(2))
     self.assertEqual(state.num_unexplained[0], 0)
-
-  @cases.parameters(0.05, 0.3)
-  def test_the_share_of_checks_that_find_random_faults(self, p):
-    num_checks = 2000
-
-    def fun(number, batch):
-      x, owner = batch
-      shard = lax.axis_index(AXIS)
-      key = jax.random.fold_in(jax.random.key(0), number)
-      key = jax.random.fold_in(jax.random.fold_in(key, shard), owner)
-      errs = (shard == 6) & jax.random.bernoulli(key, p)
-      return x + jnp.where(errs, 1.0, 0.0)
-
-    check = monitoring.cross_check(fun, AXIS, every=1)
-
-    def one_shard(numbers, batch):
-      return lax.scan(
-          lambda state, i: (check.apply(state, i, batch)[1], None),
-          check.init(8),
-          numbers,
-      )[0]
-
-    mapped = modes.map_shards('vmap', one_shard)
-    batch = np.ones((8, 1), np.float32), np.arange(8)
-    state = jax.device_get(mapped(np.arange(num_checks), batch))
-
-    expected = 1 - (1 - p) ** 2
-    found = state.num_suspected[0] / num_checks
-    # Four standard deviations.
-    atol = 4 * (expected * (1 - expected) / num_checks) ** 0.5
-    self.assertAlmostEqual(found[6], expected, delta=atol)
-    np.testing.assert_array_equal(np.delete(found, 6), np.zeros(7))
 
   def test_names_a_second_shard_that_errs_where_it_decides(self):
     def fun(params, batch):
@@ -334,18 +281,6 @@ class CrossCheckTest(parameterized.TestCase):
     # The second step is not checked.
     np.testing.assert_array_equal(weights, [0, 0, 1])
     self.assertEqual((state.num_steps, state.num_checks), (3, 2))
-
-  def test_sends_and_computes_nothing_between_checks(self):
-    step, state = step_of('vmap', every=3)
-    params, x = make_params(), make_batch()
-    _, state, _ = step(state, x, params, fault())
-    for _ in range(2):
-      _, state, _ = step(state, x, params, fault(2))
-
-    self.assertEqual(state.num_checks, 1)
-    np.testing.assert_array_equal(state.num_differing, 0 * only(0))
-    _, state, _ = step(state, x, params, fault(2))
-    np.testing.assert_array_equal(state.num_suspected, only(2))
 
   def test_every_collective_stands_under_the_check(self):
     check = monitoring.cross_check(gradient, AXIS)
@@ -386,15 +321,13 @@ class CrossCheckTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, 'do not give the same bits'):
       monitoring.check_health(state)
 
-  @cases.parameters('vmap', 'shard_map', 'pmap')
-  @pytest.mark.slow_after(2)
-  def test_keys_travel_with_the_batch(self, mode):
+  def test_keys_travel_with_the_batch(self):
     def fun(params, batch):
       x, key = batch
       key = jax.random.wrap_key_data(key)
       return params * x + jax.random.normal(key, x.shape)
 
-    step, state = step_of(mode, fun=fun)
+    step, state = step_of('shard_map', fun=fun)
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 8))
 
     _, state, _ = step(state, (make_batch(), keys), np.float32(2))
@@ -451,49 +384,51 @@ class CrossCheckTest(parameterized.TestCase):
       )
 
 
-class BadInputTest(parameterized.TestCase):
+def loud(w, x):
+  jax.debug.print('{}', w)
+  return w * x
 
-  def test_refuses_every_zero(self):
+
+GIVEN = make_params(), make_batch(), fault()
+ERRORS = (
+    (dict(), 4, GIVEN, 'made for 8 shards, got one for 4'),
+    (
+        dict(batch_argnums=3),
+        8,
+        GIVEN,
+        '`batch_argnums` of .* must name some of',
+    ),
+    (dict(batch_argnums=()), 8, GIVEN, '`batch_argnums` of .* must name some'),
+    (dict(batch_argnums=(1, -2)), 8, GIVEN, 'must name no argument twice, got'),
+    (dict(fun=loud), 8, (1.0, make_batch()), 'pure function .* got side eff'),
+    (
+        dict(fun=lambda w, x: None),
+        8,
+        (1.0, make_batch()),
+        'function .* got none',
+    ),
+)
+
+
+class ErrorTest(parameterized.TestCase):
+
+  @cases.parameters(*ERRORS)
+  def test_refuses_apply(self, kwargs, num_shards, given, words):
+    check = monitoring.cross_check(
+        **{'fun': gradient, 'axis_name': AXIS} | kwargs
+    )
+    in_axes = (None, None, 0, None)[: 1 + len(given)]
+    step = jax.vmap(check.apply, in_axes, axis_name=AXIS)
+
+    with self.assertRaisesRegex(ValueError, words):
+      step(check.init(num_shards), *given)
+
+  def test_refuses_one_shard_and_no_step(self):
     with self.assertRaisesRegex(ValueError, '`every` must be .* got 0'):
       monitoring.cross_check(gradient, AXIS, every=0)
-
-  def test_refuses_one_shard(self):
     check = monitoring.cross_check(gradient, AXIS)
     with self.assertRaisesRegex(ValueError, '`num_shards` must be .* got 1'):
       check.init(1)
     step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
     with self.assertRaisesRegex(ValueError, 'must have 2 shards .* got 1'):
       step(check.init(2), make_params(), make_batch(1), fault())
-
-  def test_refuses_a_state_of_other_shards(self):
-    check = monitoring.cross_check(gradient, AXIS)
-    step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
-    with self.assertRaisesRegex(ValueError, 'made for 8 shards, got one for 4'):
-      step(check.init(4), make_params(), make_batch(), fault())
-
-  @cases.product(batch_argnums=(3, (), (0, 5)))
-  def test_refuses_arguments_that_are_not_there(self, batch_argnums):
-    check = monitoring.cross_check(gradient, AXIS, batch_argnums=batch_argnums)
-    step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
-    message = '`batch_argnums` of .* must name some of'
-    with self.assertRaisesRegex(ValueError, message):
-      step(check.init(8), make_params(), make_batch(), fault())
-
-  @cases.product(batch_argnums=((1, -2), (2, 2)))
-  def test_refuses_an_argument_that_is_named_twice(self, batch_argnums):
-    check = monitoring.cross_check(gradient, AXIS, batch_argnums=batch_argnums)
-    step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
-    message = r'must name no argument twice, got .* positions .* of 3'
-    with self.assertRaisesRegex(ValueError, message):
-      step(check.init(8), make_params(), make_batch(), fault())
-
-  def test_refuses_side_effects_and_no_result(self):
-    def loud(w, x):
-      jax.debug.print('{}', w)
-      return w * x
-
-    for fun, named in ((loud, 'side effects'), (lambda w, x: None, 'none')):
-      check = monitoring.cross_check(fun, AXIS)
-      step = jax.vmap(check.apply, (None, None, 0), axis_name=AXIS)
-      with self.assertRaisesRegex(ValueError, f'pure function .* got {named}'):
-        step(check.init(8), 1.0, make_batch())

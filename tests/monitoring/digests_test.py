@@ -4,10 +4,8 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import cases
-import shard_transforms
 from shard_transforms import monitoring
 from shard_transforms._src.monitoring import digests
 
@@ -68,32 +66,8 @@ class DigestTest(parameterized.TestCase):
     ):
       monitoring.digest({'w': leaf})
 
-  def test_takes_the_state_of_an_optimizer(self):
-    tx = shard_transforms.guard(optax.adam(0.1))
-
-    first = monitoring.digest(tx.init(jnp.zeros(2)))
-
-    self.assertEqual(first, monitoring.digest(tx.init(jnp.zeros(2))))
-
 
 class ChecksumTest(parameterized.TestCase):
-
-  def test_is_two_words_of_the_whole_tree(self):
-    words = digests.checksum({'a': jnp.ones(3), 'b': jnp.ones((), jnp.int8)})
-
-    self.assertEqual((words.shape, words.dtype), ((2,), jnp.uint32))
-    self.assertNotEqual(words[0], words[1])
-
-  @cases.parameters(({},), (None,), (np.zeros(3, jax.dtypes.float0),))
-  def test_of_nothing_is_zero(self, tree):
-    np.testing.assert_array_equal(digests.checksum(tree), [0, 0])
-
-  def test_is_the_same_compiled_or_not(self):
-    x = jnp.linspace(-1, 1, 1000, dtype=jnp.bfloat16)
-
-    compiled = jax.jit(digests.checksum)(x)
-
-    np.testing.assert_array_equal(digests.checksum(x), compiled)
 
   def test_spreads_over_all_bits(self):
     # Each of the 64 bits is set in about half of the checksums.
@@ -106,10 +80,5 @@ class ChecksumTest(parameterized.TestCase):
     self.assertBetween(bits.mean(0).min(), 0.45, 0.55)
     self.assertBetween(bits.mean(0).max(), 0.45, 0.55)
     self.assertLen(set(map(bytes, words)), 4096)
-
-  def test_words_are_independent(self):
-    x = jnp.arange(4096, dtype=jnp.int32)[:, None]
-
-    words = np.asarray(jax.vmap(digests.checksum)(x), np.float64)
-
+    words = words.astype(np.float64)
     self.assertLess(abs(np.corrcoef(words.T)[0, 1]), 0.1)

@@ -1,3 +1,5 @@
+"""What is sent, as formulas: in traced programs, by hand."""
+
 import functools
 from unittest import mock
 
@@ -12,10 +14,19 @@ import optax
 import cases
 import modes
 import shard_transforms
+from shard_transforms import cross_shard_mean
+from shard_transforms import cross_shard_sum
+from shard_transforms import drop_stale
+from shard_transforms import shard_update
+from shard_transforms import tower_reduce
+from shard_transforms.monitoring import Collective
+from shard_transforms.monitoring import WireReport
+from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
 # Ways to have a program of 8 shards, and so to ask for a report on it.
-WAYS = (*modes.PARALLEL_MODES, 'axis_sizes')
+WAYS = ('shard_map', 'axis_sizes')
+ALL_WAYS = ('pmap', 'shard_map_unchecked', *WAYS)
 
 # In bytes, 4,160 and 32, which are packed, and 200,000, which is not.
 GRADS = {
@@ -24,7 +35,11 @@ GRADS = {
     'e': jax.ShapeDtypeStruct((50_000,), jnp.float32),
 }
 GRADS_BYTES = 204_192
+TOWERS = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), GRADS
+)
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+HITS = jax.ShapeDtypeStruct((), jnp.bool_)
 STEP = jax.ShapeDtypeStruct((), jnp.int32)
 EVEN = [[0, 2, 4, 6], [1, 3, 5, 7]]
 
@@ -42,29 +57,23 @@ def scatter(x, n=8):
 def report_on(way, fn, *own):
   """Reports on a function of a shard's own trees, on 8 shards."""
   if way == 'axis_sizes':
-    return shard_transforms.monitoring.wire_report(
-        fn, *own, axis_sizes={AXIS: 8}
-    )
+    return wire_report(fn, *own, axis_sizes={AXIS: 8})
   stacked = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), own
   )
   mapped = modes.map_shards(way, lambda _, own: fn(*own))
-  return shard_transforms.monitoring.wire_report(mapped, 0.0, stacked)
+  return wire_report(mapped, 0.0, stacked)
 
 
-def update_with(tx, **extra_args):
-  """Returns a function of updates, and maybe values of extra arguments."""
+def update_with(tx, *names, **static):
+  """Returns a function of updates, and values of extra arguments."""
 
   def fn(grads, *values):
-    given = dict(zip(extra_args, values, strict=True))
+    given = static | dict(zip(names, values, strict=True))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
     return tx.update(grads, tx.init(zeros), **given)[0]
 
   return fn
-
-
-def _sends(x):
-  return lax.psum(x, AXIS)
 
 
 def split(report):
@@ -75,285 +84,190 @@ def split(report):
   return sent[False], sent[True]
 
 
+def halve(updates, params=None):
+  del params
+  return jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)
+
+
+def weighted_mean(tree, weight):
+  return shard_transforms.shard_mean(tree, AXIS, weight=weight)
+
+
+def whole_step(x, tokens):
+  inner = optax.chain(cross_shard_mean(AXIS), optax.sgd(0.1))
+  inner = tower_reduce(4, inner, axis_name=AXIS)
+  tx = drop_stale(2, inner, axis_name=AXIS)
+
+  def loss(params, x):
+    return jnp.mean((x @ params['w'] + params['b'][None]) ** 2)
+
+  params = {'w': jnp.zeros((3, 5)), 'b': jnp.zeros(5)}
+  value, grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)
+  updates, _ = tx.update(
+      grads, tx.init(params), params, local_step=0, weight=tokens
+  )
+  return weighted_mean(value, tokens), updates
+
+
+def of_grads(tx, *names, **static):
+  values = [STEP if name == 'local_step' else SCALAR for name in names]
+  return update_with(tx, *names, **static), (GRADS, *values)
+
+
+MEAN = cross_shard_mean(AXIS)
+GROUPS = cross_shard_mean(AXIS, groups=EVEN)
+R, S = all_reduce, scatter
+# A function, what a shard gives it, the bytes that it always sends and those
+# that it may send, and in how many collectives. A mean with a weight has the
+# largest one and their sum, a sum whether there is any.
+LIBRARY = {
+    'mean': (*of_grads(MEAN), (R(GRADS_BYTES), 0), 2),
+    'sum': (*of_grads(cross_shard_sum(AXIS)), (R(GRADS_BYTES), 0), 2),
+    'mean, weight': (*of_grads(MEAN, 'weight'), (R(GRADS_BYTES + 8), 0), 4),
+    'sum, weight': (
+        *of_grads(cross_shard_sum(AXIS), 'weight'),
+        *((R(GRADS_BYTES + 4), 0), 3),
+    ),
+    'bfloat16': (
+        *(update_with(MEAN), (jax.ShapeDtypeStruct((1000,), jnp.bfloat16),)),
+        *((R(4000), 0), 1),
+    ),
+    'groups': (*of_grads(GROUPS), (2 * S(GRADS_BYTES, 4), 0), 4),
+    # The weight is padded to one number for each shard of the group.
+    'groups, weight': (
+        *of_grads(GROUPS, 'weight'),
+        *((2 * S(GRADS_BYTES + 16, 4) + R(4), 0), 7),
+    ),
+    'groups, padded': (
+        *(update_with(GROUPS), (jax.ShapeDtypeStruct((7,), jnp.float32),)),
+        *((2 * S(32, 4), 0), 2),
+    ),
+    'shard_update': (
+        *of_grads(shard_update(optax.adam(0.1), AXIS)),
+        *((2 * S(GRADS_BYTES), 0), 4),
+    ),
+    # What `inner` gives has half of the bytes.
+    'shard_update, halved': (
+        update_with(shard_update(optax.stateless(halve), AXIS), 'weight'),
+        (jax.ShapeDtypeStruct((50_000,), jnp.float32), SCALAR),
+        *((S(200_000) + S(100_000) + R(8), 0), 4),
+    ),
+    'shard_mean': (
+        functools.partial(shard_transforms.shard_mean, axis_name=AXIS),
+        *(([SCALAR, HITS],), (R(8), 0), 1),
+    ),
+    'shard_mean, weight': (
+        *(weighted_mean, ([SCALAR, HITS], SCALAR)),
+        *((R(16), 0), 3),
+    ),
+    'tower_reduce': (
+        *of_grads(
+            tower_reduce(4, optax.chain(MEAN, optax.adam(1)), axis_name=AXIS)
+        ),
+        *((0, R(GRADS_BYTES)), 2),
+    ),
+    # One number more tells whether there is any weight.
+    'tower_reduce, weight': (
+        *of_grads(tower_reduce(4, MEAN, axis_name=AXIS), 'weight'),
+        *((0, R(GRADS_BYTES + 4 + 8)), 5),
+    ),
+    'tower_reduce of one': (
+        *of_grads(tower_reduce(1, MEAN, axis_name=AXIS)),
+        *((R(GRADS_BYTES), 0), 2),
+    ),
+    'tower_reduce, no axis': (
+        *of_grads(optax.chain(MEAN, tower_reduce(4, optax.adam(1)))),
+        *((R(GRADS_BYTES), 0), 2),
+    ),
+    'tower_reduce of shard_update': (
+        *of_grads(
+            tower_reduce(4, shard_update(optax.adam(0.1), AXIS), axis_name=AXIS)
+        ),
+        *((0, 2 * S(GRADS_BYTES)), 4),
+    ),
+    # The weight and the lateness first, then updates of weights; no branch.
+    'drop_stale': (
+        *of_grads(drop_stale(2, MEAN, axis_name=AXIS), 'local_step'),
+        *((R(8) + R(GRADS_BYTES + 4), 0), 4),
+    ),
+    'drop_stale, no axis': (
+        *of_grads(drop_stale(2, MEAN), local_step=0),
+        *((R(GRADS_BYTES), 0), 2),
+    ),
+    'reduce_towers': (
+        *(update_with(shard_transforms.reduce_towers(3)), (TOWERS,)),
+        *((0, 0), 0),
+    ),
+    'reduce_towers of mean': (
+        *(update_with(shard_transforms.reduce_towers(3, MEAN)), (TOWERS,)),
+        *((R(GRADS_BYTES), 0), 2),
+    ),
+    # Always: the decision, the loss and its weight. Once a window: gradients.
+    'a whole step': (
+        *(whole_step, (jax.ShapeDtypeStruct((2, 3), jnp.float32), SCALAR)),
+        *((R(8 + 4 + 8), R(80 + 4 + 8)), 8),
+    ),
+}
+
+
 class LibraryTest(parameterized.TestCase):
   """The wire cost of each transformation, as formulas."""
 
-  def assert_sends(self, report, total_bytes, num_collectives):
-    self.assertAlmostEqual(report.total_bytes, total_bytes, places=6)
+  @cases.product(name=LIBRARY, way=WAYS)
+  def test_sends_what_the_formula_says(self, name, way):
+    fn, own, sent, num_collectives = LIBRARY[name]
+
+    report = report_on(way, fn, *own)
+
+    self.assertEqual(split(report), sent)
     self.assertEqual(report.num_collectives, num_collectives)
     self.assertEmpty(report.warnings)
 
-  @cases.product(way=WAYS, kind=('mean', 'sum'))
-  def test_cross_shard(self, way, kind):
-    tx = getattr(shard_transforms, f'cross_shard_{kind}')(AXIS)
+  @cases.parameters('pmap', 'shard_map_unchecked')
+  def test_other_modes_send_the_same(self, mode):
+    for name in 'mean, weight', 'shard_update', 'a whole step':
+      fn, own, sent, _ = LIBRARY[name]
 
-    report = report_on(way, update_with(tx), GRADS)
+      self.assertEqual(split(report_on(mode, fn, *own)), sent)
 
-    self.assert_sends(report, all_reduce(GRADS_BYTES), 2)
+  def test_nothing_is_sent_under_vmap(self):
+    fn, own, *_ = LIBRARY['drop_stale']
+
+    self.assertEqual(report_on('vmap', fn, *own), WireReport(()))
+
+  def test_names_the_scope_and_the_axes(self):
+    report = report_on('shard_map', update_with(MEAN), GRADS)
+
     for collective in report.collectives:
-      self.assertEqual(collective.scope, f'cross_shard_{kind}')
+      self.assertEqual(collective.scope, 'cross_shard_mean')
       self.assertEqual(collective.axes, (AXIS,))
 
-  @cases.parameters(*WAYS)
-  def test_cross_shard_between_processes_sends_one_buffer(self, way):
-    tx = shard_transforms.cross_shard_mean(AXIS)
-
+  def test_cross_shard_between_processes_sends_one_buffer(self):
     with mock.patch.object(jax.distributed, 'is_initialized', lambda: True):
-      report = report_on(way, update_with(tx), GRADS)
+      report = report_on('shard_map', update_with(MEAN), GRADS)
 
-    self.assert_sends(report, all_reduce(GRADS_BYTES), 1)
+    self.assertEqual(report.total_bytes, all_reduce(GRADS_BYTES))
+    self.assertEqual(report.num_collectives, 1)
 
-  @cases.product(way=WAYS, kind=('mean', 'sum'))
-  def test_cross_shard_with_weight(self, way, kind):
-    tx = getattr(shard_transforms, f'cross_shard_{kind}')(AXIS)
+  @cases.parameters((('host', 'core'), 8), ('core', 4), (('host',), 2))
+  def test_cross_shard_over_several_axes(self, axis_name, num_shards):
+    report = wire_report(
+        update_with(cross_shard_mean(axis_name)),
+        GRADS,
+        axis_sizes={'host': 2, 'core': 4},
+    )
 
-    report = report_on(way, update_with(tx, weight=SCALAR), GRADS, SCALAR)
-
-    self.assert_sends(report, all_reduce(GRADS_BYTES + 4), 3)
-
-  @cases.product(way=WAYS, dtype=('bfloat16', 'float16'))
-  def test_cross_shard_with_few_bits_sends_float32(self, way, dtype):
-    tx = shard_transforms.cross_shard_mean(AXIS)
-    grads = jax.ShapeDtypeStruct((1000,), dtype)
-
-    report = report_on(way, update_with(tx), grads)
-
-    self.assert_sends(report, all_reduce(4000), 1)
-    self.assertEqual(report.collectives[0].dtype, 'float32')
-
-  @cases.product(way=WAYS, weighted=(cases.Repeated(False), True))
-  def test_cross_shard_with_groups(self, way, weighted):
-    tx = shard_transforms.cross_shard_mean(AXIS, groups=EVEN)
-    given = {'weight': SCALAR} if weighted else {}
-
-    report = report_on(way, update_with(tx, **given), GRADS, *given.values())
-
-    # The weight is padded to one number for each shard of the group.
-    reduced = GRADS_BYTES + (16 if weighted else 0)
-    self.assert_sends(report, 2 * scatter(reduced, n=4), 6 if weighted else 4)
-
-  @cases.parameters(*WAYS)
-  def test_cross_shard_with_groups_pads(self, way):
-    tx = shard_transforms.cross_shard_mean(AXIS, groups=EVEN)
-    grads = jax.ShapeDtypeStruct((7,), jnp.float32)
-
-    report = report_on(way, update_with(tx), grads)
-
-    self.assert_sends(report, 2 * scatter(32, n=4), 2)
-    names = [collective.primitive for collective in report.collectives]
-    self.assertEqual(names, ['reduce_scatter', 'all_gather'])
-
-  @cases.product(
-      way=('shard_map', cases.Repeated('shard_map_unchecked'), 'axis_sizes'),
-      axes=((('host', 'core'), 8), ('core', 4), (('host',), 2)),
-  )
-  def test_cross_shard_over_several_axes(self, way, axes):
-    axis_name, num_shards = axes
-    tx = shard_transforms.cross_shard_mean(axis_name)
-
-    report = _report_on_mesh(way, update_with(tx), GRADS)
-
-    self.assert_sends(report, all_reduce(GRADS_BYTES, num_shards), 2)
+    self.assertEqual(report.total_bytes, all_reduce(GRADS_BYTES, num_shards))
     for collective in report.collectives:
       self.assertEqual(collective.num_shards, num_shards)
 
-  @cases.parameters(*WAYS)
-  def test_shard_update(self, way):
-    tx = shard_transforms.shard_update(optax.adam(0.1), AXIS)
-
-    report = report_on(way, update_with(tx), GRADS)
-
-    self.assert_sends(report, 2 * scatter(GRADS_BYTES), 4)
-
-  @cases.parameters(*WAYS)
-  def test_shard_update_gathers_what_inner_gives(self, way):
-    def halve(updates, params=None):
-      del params
-      return jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)
-
-    tx = shard_transforms.shard_update(optax.stateless(halve), AXIS)
-    grads = jax.ShapeDtypeStruct((50_000,), jnp.float32)
-
-    report = report_on(way, update_with(tx, weight=SCALAR), grads, SCALAR)
-
-    total = scatter(200_000) + scatter(100_000) + all_reduce(4)
-    self.assert_sends(report, total, 3)
-
-  @cases.parameters(*WAYS)
-  def test_tower_reduce_of_shard_update_sends_once_a_window(self, way):
-    inner = shard_transforms.shard_update(optax.adam(0.1), AXIS)
-    tx = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
-
-    report = report_on(way, update_with(tx), GRADS)
-
-    self.assertEqual(split(report), (0, 2 * scatter(GRADS_BYTES)))
-
   def test_cross_shard_of_what_is_reduced(self):
-    tx = shard_transforms.cross_shard_mean(AXIS, on_invariant='averaged')
+    tx = cross_shard_mean(AXIS, on_invariant='averaged')
     mapped = modes.map_shards('shard_map', lambda g, _: update_with(tx)(g))
 
-    report = shard_transforms.monitoring.wire_report(
-        mapped, GRADS, np.zeros(8, np.float32)
-    )
+    report = wire_report(mapped, GRADS, np.zeros(8, np.float32))
 
-    self.assert_sends(report, 0, 0)
-
-  @cases.product(way=WAYS, weighted=(cases.Repeated(False), True))
-  def test_shard_mean(self, way, weighted):
-    mean = functools.partial(shard_transforms.shard_mean, axis_name=AXIS)
-    hits = jax.ShapeDtypeStruct((), jnp.bool_)
-
-    if weighted:
-
-      def fn(tree, weight):
-        return mean(tree, weight=weight)
-
-      report = report_on(way, fn, [SCALAR, hits], SCALAR)
-    else:
-      report = report_on(way, mean, [SCALAR, hits])
-
-    self.assert_sends(report, all_reduce(12 if weighted else 8), 1 + weighted)
-    self.assertEqual(report.collectives[0].scope, 'shard_mean')
-
-  @cases.parameters(*WAYS)
-  def test_tower_reduce(self, way):
-    inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.adam(1))
-    tx = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
-
-    report = report_on(way, update_with(tx), GRADS)
-
-    self.assert_sends(report, all_reduce(GRADS_BYTES), 2)
-    self.assertEqual(split(report)[0], 0)
-
-  @cases.parameters(*WAYS)
-  def test_tower_reduce_with_weight(self, way):
-    inner = shard_transforms.cross_shard_mean(AXIS)
-    tx = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
-
-    report = report_on(way, update_with(tx, weight=SCALAR), GRADS, SCALAR)
-
-    # One number tells whether there is any weight, the other divides.
-    self.assert_sends(report, all_reduce(GRADS_BYTES + 4 + 4), 4)
-    self.assertEqual(split(report)[0], 0)
-
-  @cases.parameters(*WAYS)
-  def test_tower_reduce_of_one_tower(self, way):
-    inner = shard_transforms.cross_shard_mean(AXIS)
-    tx = shard_transforms.tower_reduce(1, inner, axis_name=AXIS)
-
-    report = report_on(way, update_with(tx), GRADS)
-
-    self.assertEqual(split(report), (all_reduce(GRADS_BYTES), 0))
-
-  @cases.parameters(*WAYS)
-  def test_tower_reduce_without_axis_name(self, way):
-    tx = optax.chain(
-        shard_transforms.cross_shard_mean(AXIS),
-        shard_transforms.tower_reduce(4, optax.adam(1)),
-    )
-
-    report = report_on(way, update_with(tx), GRADS)
-
-    self.assertEqual(split(report), (all_reduce(GRADS_BYTES), 0))
-
-  @cases.parameters(*WAYS)
-  def test_drop_stale(self, way):
-    inner = shard_transforms.cross_shard_mean(AXIS)
-    tx = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
-
-    report = report_on(way, update_with(tx, local_step=STEP), GRADS, STEP)
-
-    # The weight and the lateness first, then updates of weights; no branch.
-    sent = all_reduce(8) + all_reduce(GRADS_BYTES + 4)
-    self.assert_sends(report, sent, 4)
-    self.assertEqual(split(report), (sent, 0))
-
-  @cases.parameters(*WAYS)
-  def test_drop_stale_without_axis_name(self, way):
-    inner = shard_transforms.cross_shard_mean(AXIS)
-    tx = shard_transforms.drop_stale(2, inner)
-
-    def fn(grads):
-      return tx.update(grads, tx.init(grads), local_step=0)[0]
-
-    report = report_on(way, fn, GRADS)
-
-    self.assertEqual(split(report), (all_reduce(GRADS_BYTES), 0))
-
-  @cases.product(way=WAYS, reduced=(cases.Repeated(False), True))
-  def test_reduce_towers(self, way, reduced):
-    inner = shard_transforms.cross_shard_mean(AXIS) if reduced else None
-    tx = shard_transforms.reduce_towers(3, inner)
-    towers = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), GRADS
-    )
-
-    report = report_on(way, update_with(tx), towers)
-
-    expected = (all_reduce(GRADS_BYTES), 2) if reduced else (0, 0)
-    self.assert_sends(report, *expected)
-
-  @cases.parameters(*WAYS)
-  def test_a_whole_step(self, way):
-    inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
-    inner = shard_transforms.tower_reduce(4, inner, axis_name=AXIS)
-    tx = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
-
-    def loss(params, x):
-      return jnp.mean((x @ params['w'] + params['b'][None]) ** 2)
-
-    def fn(x, tokens):
-      params = {'w': jnp.zeros((3, 5)), 'b': jnp.zeros(5)}
-      grad = shard_transforms.value_and_grad(loss, AXIS)
-      value, grads = grad(params, x)
-      updates, _ = tx.update(
-          grads, tx.init(params), params, local_step=0, weight=tokens
-      )
-      return shard_transforms.shard_mean(value, AXIS, weight=tokens), updates
-
-    x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    report = report_on(way, fn, x, SCALAR)
-
-    # Always: the decision, the loss and its weight. Once a window: gradients.
-    self.assertEqual(
-        split(report), (all_reduce(8 + 4 + 4), all_reduce(80 + 4 + 4))
-    )
-    self.assertEmpty(report.warnings)
-
-  def test_nothing_is_sent_under_vmap(self):
-    inner = shard_transforms.cross_shard_mean(AXIS)
-    tx = shard_transforms.drop_stale(2, inner, axis_name=AXIS)
-
-    report = report_on('vmap', update_with(tx, local_step=STEP), GRADS, STEP)
-
-    self.assertEqual(report, shard_transforms.monitoring.WireReport(()))
-
-
-def _report_on_mesh(way, fn, own):
-  """Reports on a function of a shard's own tree, on 2 hosts of 4 cores."""
-  if way == 'axis_sizes':
-    sizes = {'host': 2, 'core': 4}
-    return shard_transforms.monitoring.wire_report(fn, own, axis_sizes=sizes)
-  spec = P(('host', 'core'))
-
-  def one_shard(own):
-    out = fn(jax.tree.map(lambda x: x[0], own))
-    # Types differ over the axes that are not reduced.
-    return jax.tree.map(lambda x: x[None], out)
-
-  mapped = jax.shard_map(
-      one_shard,
-      mesh=jax.make_mesh(
-          (2, 4), ('host', 'core'), (jax.sharding.AxisType.Auto,) * 2
-      ),
-      in_specs=spec,
-      out_specs=spec,
-      check_vma=way == 'shard_map',
-  )
-  stacked = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), own
-  )
-  return shard_transforms.monitoring.wire_report(mapped, stacked)
+    self.assertEqual(report, WireReport(()))
 
 
 # A vector of 24 floats on each of 8 shards.
@@ -375,37 +289,32 @@ def _scatter_later(x):
 class PrimitiveTest(parameterized.TestCase):
   """What each of JAX's collectives costs, by hand."""
 
-  @cases.product(
-      way=WAYS,
-      case=(
-          (lambda x: lax.psum(x, AXIS), 'psum', 168),
-          (lambda x: lax.pmean(x, AXIS), 'psum', 168),
-          (lambda x: lax.pmax(x, AXIS), 'pmax', 168),
-          (lambda x: lax.pmin(x, (AXIS,)), 'pmin', 168),
-          (
-              lambda x: lax.psum_scatter(x, AXIS, tiled=True),
-              'reduce_scatter',
-              84,
-          ),
-          (lambda x: lax.all_gather(x, AXIS), 'all_gather', 672),
-          (
-              lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
-              'all_to_all',
-              84,
-          ),
-          (lambda x: lax.ppermute(x, AXIS, RING), 'ppermute', 96),
+  @cases.parameters(
+      (lambda x: lax.psum(x, AXIS), 'psum', 168),
+      (lambda x: lax.pmean(x, AXIS), 'psum', 168),
+      (lambda x: lax.pmax(x, AXIS), 'pmax', 168),
+      (lambda x: lax.pmin(x, (AXIS,)), 'pmin', 168),
+      (
+          lambda x: lax.psum_scatter(x, AXIS, tiled=True),
+          'reduce_scatter',
+          84,
       ),
+      (lambda x: lax.all_gather(x, AXIS), 'all_gather', 672),
+      (
+          lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
+          'all_to_all',
+          84,
+      ),
+      (lambda x: lax.ppermute(x, AXIS, RING), 'ppermute', 96),
   )
-  def test_costs_what_the_ring_sends(self, way, case):
-    fn, primitive, sent_bytes = case
+  def test_costs_what_the_ring_sends(self, fn, primitive, sent_bytes):
+    expected = Collective(primitive, 'float32', 96, (AXIS,), 8)
 
-    report = report_on(way, fn, VECTOR)
+    for way in ALL_WAYS:
+      report = report_on(way, fn, VECTOR)
 
-    expected = shard_transforms.monitoring.Collective(
-        primitive, 'float32', 96, (AXIS,), 8
-    )
-    self.assertEqual(report.collectives, (expected,))
-    self.assertEqual(report.total_bytes, sent_bytes)
+      self.assertEqual(report.collectives, (expected,))
+      self.assertEqual(report.total_bytes, sent_bytes)
 
   @cases.parameters(
       (lambda x: lax.all_gather(x, AXIS, to='invarying'), 'all_gather', 672),
@@ -430,7 +339,7 @@ class PrimitiveTest(parameterized.TestCase):
 
     mapped = modes.map_shards('shard_map', fn)
     x = jax.ShapeDtypeStruct((8, 24), jnp.float32)
-    report = shard_transforms.monitoring.wire_report(mapped, VECTOR, x)
+    report = wire_report(mapped, VECTOR, x)
 
     self.assertEqual((report.total_bytes, report.num_collectives), (168, 1))
 
@@ -481,101 +390,88 @@ class PrimitiveTest(parameterized.TestCase):
     for way in ('pmap', 'shard_map_unchecked', 'axis_sizes'):
       report = report_on(way, fn, VECTOR)
 
-      self.assertEqual(report, shard_transforms.monitoring.WireReport(()), way)
+      self.assertEqual(report, WireReport(()), way)
+
+
+def pmax(x):
+  return lax.pmax(x, AXIS)
+
+
+def nested_scans(x):
+  def outer(carry, _):
+    carry = lax.scan(lambda c, _: (pmax(c), None), carry, length=5)[0]
+    return lax.ppermute(carry, AXIS, RING), None
+
+  return lax.scan(outer, x, length=3)[0]
+
+
+def branches(dearest):
+  arms = [lambda x: x, lambda x: pmax(pmax(x))]
+  arms.insert(dearest, lambda x: lax.all_gather(x, AXIS)[0])
+  return lambda x: lax.pmin(lax.switch(x[0].astype(int), arms, x), AXIS)
+
+
+def a_while_in_a_branch_in_a_scan(x):
+  def turn(carry, _):
+    loop = functools.partial(lax.while_loop, lambda x: x[0] < 9, pmax)
+    return lax.cond(carry[0] > 0, loop, lambda x: x, carry), None
+
+  return lax.scan(turn, x, length=3)[0]
+
+
+DEAREST = [('all_gather', 1, True, False), ('pmin', 1, False, False)]
+# What is sent, how often, if a branch is taken, and in a `while` loop.
+FLOWS = (
+    (
+        nested_scans,
+        [('pmax', 15, False, False), ('ppermute', 3, False, False)],
+    ),
+    (
+        lambda x: lax.fori_loop(0, 7, lambda _, x: pmax(x), x),
+        [('pmax', 7, False, False)],
+    ),
+    (branches(0), DEAREST),
+    (branches(1), DEAREST),
+    (branches(2), DEAREST),
+    (
+        lambda x: lax.while_loop(lambda x: lax.psum(x[0], AXIS) < 9, pmax, x),
+        [('psum', 1, False, True), ('pmax', 1, False, True)],
+    ),
+    (a_while_in_a_branch_in_a_scan, [('pmax', 3, True, True)]),
+    # The programs of other primitives run once.
+    (
+        lambda x: lax.custom_linear_solve(
+            lambda x: 2 * pmax(x), x, lambda _, x: x / 2
+        ),
+        [('pmax', 1, False, False)],
+    ),
+    # A loop of at most one turn, in any scope, is a branch.
+    (
+        lambda x: lax.while_loop(
+            lambda c: c[0], lambda c: (c[0] & False, pmax(c[1])), (x[0] > 0, x)
+        )[1],
+        [('pmax', 1, False, True)],
+    ),
+    (
+        lambda x: lax.while_loop(
+            lambda c: c[0], lambda c: (False, pmax(c[1])), (x[0] > 0, x)
+        )[1],
+        [('pmax', 1, True, False)],
+    ),
+)
 
 
 class ControlFlowTest(parameterized.TestCase):
 
-  def test_counts_each_turn_of_nested_scans(self):
-    def inner(carry, _):
-      return lax.pmax(carry, AXIS), None
-
-    def outer(carry, _):
-      carry = lax.scan(inner, carry, length=5)[0]
-      return lax.ppermute(carry, AXIS, RING), None
-
-    report = report_on(
-        'axis_sizes', lambda x: lax.scan(outer, x, length=3)[0], VECTOR
-    )
-
-    times = {c.primitive: c.times for c in report.collectives}
-    self.assertEqual(times, {'pmax': 15, 'ppermute': 3})
-    self.assertEqual(report.num_collectives, 18)
-    self.assertEqual(report.total_bytes, 15 * all_reduce(96) + 3 * 96)
-
-  def test_counts_each_turn_of_a_loop_of_known_length(self):
-    def fn(x):
-      return lax.fori_loop(0, 7, lambda _, x: lax.pmax(x, AXIS), x)
-
+  @cases.parameters(*FLOWS)
+  def test_counts_turns_and_branches(self, fn, expected):
     report = report_on('axis_sizes', fn, VECTOR)
 
-    self.assertEqual(report.num_collectives, 7)
-    self.assertFalse(report.collectives[0].in_while)
-
-  @cases.parameters(0, 1, 2)
-  def test_counts_the_branch_that_sends_most(self, dearest):
-    def gather(x):
-      return lax.all_gather(x, AXIS)[0]
-
-    branches = [lambda x: x, lambda x: lax.pmax(lax.pmax(x, AXIS), AXIS)]
-    branches.insert(dearest, gather)
-
-    report = report_on(
-        'axis_sizes',
-        lambda i, x: lax.pmin(lax.switch(i, branches, x), AXIS),
-        STEP,
-        VECTOR,
-    )
-
-    found = [(c.primitive, c.conditional) for c in report.collectives]
-    self.assertEqual(found, [('all_gather', True), ('pmin', False)])
-    self.assertIn(' <=1 ', str(report))
-
-  def test_counts_one_turn_of_a_while_loop(self):
-    def fn(x):
-      return lax.while_loop(
-          lambda x: lax.psum(x[0], AXIS) < 9, lambda x: lax.pmax(x, AXIS), x
-      )
-
-    report = report_on('axis_sizes', fn, VECTOR)
-
-    found = {c.primitive: (c.times, c.in_while) for c in report.collectives}
-    self.assertEqual(found, {'psum': (1, True), 'pmax': (1, True)})
-    self.assertEqual(report.total_bytes, all_reduce(4) + all_reduce(96))
-    self.assertIn(' >=1 ', str(report))
-
-  def test_marks_reach_what_is_nested(self):
-    def turn(carry, _):
-      return (
-          lax.cond(
-              carry[0] > 0,
-              lambda x: lax.while_loop(
-                  lambda x: x[0] < 9, lambda x: lax.pmax(x, AXIS), x
-              ),
-              lambda x: x,
-              carry,
-          ),
-          None,
-      )
-
-    report = report_on(
-        'axis_sizes', lambda x: lax.scan(turn, x, length=3)[0], VECTOR
-    )
-
-    (collective,) = report.collectives
-    self.assertEqual(collective.times, 3)
-    self.assertTrue(collective.conditional and collective.in_while)
-
-  def test_runs_the_programs_of_other_primitives_once(self):
-    def fn(x):
-      def matvec(x):
-        return 2 * lax.pmax(x, AXIS)
-
-      return lax.custom_linear_solve(matvec, x, lambda _, x: x / 2)
-
-    report = report_on('axis_sizes', fn, VECTOR)
-
-    self.assertEqual(report.num_collectives, 1)
+    found = [
+        (c.primitive, c.times, c.conditional, c.in_while)
+        for c in report.collectives
+    ]
+    self.assertCountEqual(found, expected)
 
 
 class WireReportTest(parameterized.TestCase):
@@ -590,7 +486,7 @@ class WireReportTest(parameterized.TestCase):
       with jax.named_scope('outer'):
         return lax.scan(reduce, 0.0, xs)[0]
 
-    for way in WAYS:
+    for way in ALL_WAYS:
       report = report_on(way, fn, VECTOR)
 
       self.assertEqual(report.collectives[0].scope, 'outer/inner', way)
@@ -599,24 +495,14 @@ class WireReportTest(parameterized.TestCase):
     def fn(x, scale, *, shift):
       return {'y': lax.psum(x * scale + shift['by'], AXIS), 'none': None}
 
-    report = shard_transforms.monitoring.wire_report(
+    report = wire_report(
         fn, np.ones(24, np.float32), 2.0, shift={'by': 1}, axis_sizes={AXIS: 8}
     )
 
     self.assertEqual(report.total_bytes, 168)
 
-  def test_takes_keyword_arguments_of_a_mapped_function(self):
-    mapped = jax.pmap(lambda x: lax.psum(x, AXIS), AXIS)
-    x = jax.ShapeDtypeStruct((8, 24), jnp.float32)
-
-    report = shard_transforms.monitoring.wire_report(
-        lambda *, x: mapped(x), x=x
-    )
-
-    self.assertEqual(report.total_bytes, 168)
-
   def test_needs_no_devices_for_given_sizes(self):
-    report = shard_transforms.monitoring.wire_report(
+    report = wire_report(
         lambda x: lax.psum(x, ('host', 'core')),
         VECTOR,
         axis_sizes={'host': 512, 'core': np.int64(128)},
@@ -624,7 +510,7 @@ class WireReportTest(parameterized.TestCase):
 
     self.assertEqual(report.total_bytes, all_reduce(96, 512 * 128))
 
-  @cases.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters('pmap', 'shard_map', 'shard_map_unchecked')
   def test_can_be_asked_for_inside_a_mapped_function(self, mode):
     reports = []
 
@@ -632,7 +518,7 @@ class WireReportTest(parameterized.TestCase):
       def reduce(x):
         return lax.psum(x, AXIS)
 
-      reports.append(shard_transforms.monitoring.wire_report(reduce, x))
+      reports.append(wire_report(reduce, x))
       return x
 
     x = jax.ShapeDtypeStruct((8, 24), jnp.float32)
@@ -648,7 +534,7 @@ class WireReportTest(parameterized.TestCase):
         out_specs=P(),
     )
 
-    report = shard_transforms.monitoring.wire_report(mapped, VECTOR)
+    report = wire_report(mapped, VECTOR)
 
     self.assertEqual(report.collectives[0].payload_bytes, 3 * 4)
 
@@ -664,15 +550,6 @@ class WireReportTest(parameterized.TestCase):
 
     self.assertEqual(report.num_collectives, 1)
     self.assertEmpty(ran)
-
-  def test_reports_are_plain_data(self):
-    def fn(x):
-      return lax.psum(x, AXIS)
-
-    first, second = (report_on('axis_sizes', fn, VECTOR) for _ in range(2))
-
-    self.assertEqual(first, second)
-    self.assertEqual(hash(first), hash(second))
 
   def test_warns_of_mistakes(self):
     report = report_on(
@@ -720,9 +597,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     if way == 'keywords':
       given, named = (w,), {'x': x}
 
-    report = shard_transforms.monitoring.wire_report(
-        jax.jit(_square_grad), *given, **named
-    )
+    report = wire_report(jax.jit(_square_grad), *given, **named)
 
     (warning,) = report.warnings
     self.assertRegex(
@@ -731,9 +606,7 @@ class ShardedArgumentTest(parameterized.TestCase):
         ' traced program does not show.*by `compiled=True`',
     )
     self.assertEqual(str(report), f'nothing is sent\nwarning: {warning}')
-    compiled = shard_transforms.monitoring.wire_report(
-        jax.jit(_square_grad), w, x, compiled=True
-    )
+    compiled = wire_report(jax.jit(_square_grad), w, x, compiled=True)
     self.assertEqual(compiled.num_collectives, 1)
     self.assertEmpty(compiled.warnings)
 
@@ -752,9 +625,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     def repeat(w, x):
       return lax.scan(lambda w, _: (step(w, x), ()), w, length=2)[0]
 
-    report = shard_transforms.monitoring.wire_report(
-        repeat if in_scan else step, w, x
-    )
+    report = wire_report(repeat if in_scan else step, w, x)
 
     (warning,) = report.warnings
     self.assertStartsWith(warning, "Arguments are sharded over 'model', which")
@@ -775,68 +646,40 @@ class ShardedArgumentTest(parameterized.TestCase):
             (w, jax.device_put(x, jax.NamedSharding(self.mesh, P()))),
         ),
     ):
-      report = shard_transforms.monitoring.wire_report(fn, *args)
+      report = wire_report(fn, *args)
 
       self.assertEmpty(report.warnings)
 
-    way = shard_transforms.monitoring.wire_report(
-        _square_grad, w, x, axis_sizes={AXIS: 8}
-    )
+    way = wire_report(_square_grad, w, x, axis_sizes={AXIS: 8})
     self.assertEmpty(way.warnings)
+
+
+SIZE = '`axis_sizes` must be'
+ERRORS = (
+    (dict(fn=None), TypeError, '`fn` must be a function, got None.'),
+    (
+        *(dict(), NameError),
+        '`fn` of `wire_report` must find all names bound, got: .*unbound axis'
+        ".* data.* give its size, as in `axis_sizes={'data': 8}`.",
+    ),
+    (dict(axis_sizes={'model': 8}), NameError, 'give its size, as in `axis_si'),
+    (dict(compiled='no'), TypeError, "`compiled` must be a boolean, got 'no'"),
+    (dict(axis_sizes='data'), TypeError, rf"{SIZE} a mapping such as \{{'data"),
+    (dict(axis_sizes={None: 8}), TypeError, f'{SIZE} a mapping such as'),
+    (dict(axis_sizes={AXIS: 8.0}), TypeError, f'{SIZE} an integer, got 8.0'),
+    (dict(axis_sizes={AXIS: True}), TypeError, f'{SIZE} an integer, got True'),
+    (
+        *(dict(axis_sizes={AXIS: 0}), ValueError),
+        f"{SIZE} at least 1, got 0 for 'data'",
+    ),
+)
 
 
 class ErrorTest(parameterized.TestCase):
 
-  @cases.parameters(None, 3, 'step')
-  def test_refuses_what_is_no_function(self, fn):
-    with self.assertRaisesRegex(
-        TypeError, f'`fn` must be a function, got {fn!r}.'
-    ):
-      shard_transforms.monitoring.wire_report(fn, VECTOR)
+  @cases.parameters(*ERRORS)
+  def test_refuses_call(self, given, error, words):
+    given = {'fn': lambda x: lax.psum(x, AXIS)} | given
 
-  @cases.parameters({}, {'axis_sizes': {'model': 8}})
-  def test_explains_an_axis_that_is_not_bound(self, **given):
-    with self.assertRaisesRegex(
-        NameError,
-        '`fn` of `wire_report` must find all names bound, got: .*unbound axis'
-        ".* data.* give its size, as in `axis_sizes={'data': 8}`.",
-    ):
-      shard_transforms.monitoring.wire_report(
-          lambda x: lax.psum(x, AXIS), VECTOR, **given
-      )
-
-  @cases.parameters('no', None, 1)
-  def test_refuses_to_compile_unless_told_by_a_boolean(self, compiled):
-    with self.assertRaisesRegex(
-        TypeError, f'`compiled` must be a boolean, got {compiled!r}'
-    ):
-      shard_transforms.monitoring.wire_report(
-          jnp.sin, VECTOR, compiled=compiled
-      )
-
-  @cases.parameters('data', 8, [[('data', 8)]], ({0: 8},), ({None: 8},))
-  def test_refuses_sizes_that_are_no_mapping(self, axis_sizes):
-    with self.assertRaisesRegex(
-        TypeError, r"`axis_sizes` must be a mapping such as \{'data': 8\}, got"
-    ):
-      shard_transforms.monitoring.wire_report(
-          jnp.sin, VECTOR, axis_sizes=axis_sizes
-      )
-
-  @cases.parameters(8.0, None, '8', True)
-  def test_refuses_a_size_that_is_no_integer(self, size):
-    with self.assertRaisesRegex(
-        TypeError, f'`axis_sizes` must be an integer, got {size!r}'
-    ):
-      shard_transforms.monitoring.wire_report(
-          jnp.sin, VECTOR, axis_sizes={AXIS: size}
-      )
-
-  @cases.parameters(0, -8)
-  def test_refuses_a_size_that_is_too_small(self, size):
-    with self.assertRaisesRegex(
-        ValueError, f"`axis_sizes` must be at least 1, got {size} for 'data'"
-    ):
-      shard_transforms.monitoring.wire_report(
-          jnp.sin, VECTOR, axis_sizes={AXIS: size}
-      )
+    with self.assertRaisesRegex(error, words):
+      wire_report(given.pop('fn'), VECTOR, **given)

@@ -924,6 +924,19 @@ class ProgramTest(parameterized.TestCase):
         (branches, products),
     )
 
+  def test_rows_are_packed_in_one_order_in_all_processes(self):
+    sizes = list(range(1, 20))
+    rows = {f'{n}': jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes}
+
+    program = jax.make_jaxpr(lambda: layout.Layout({}, rows).pack([0], {}))()
+
+    made = [
+        eqn.outvars[0].aval.size
+        for eqn in program.eqns
+        if eqn.primitive.name == 'broadcast_in_dim'
+    ]
+    self.assertEqual(made, sizes)
+
   @cases.parameters(
       (AXIS, None), (('host', 'core'), (2, 4)), (('host', 'core'), (4, 2))
   )
@@ -1032,12 +1045,17 @@ class RefusalTest(parameterized.TestCase):
       (lambda u: lax.psum(jax.jit(norm_of)(u), AXIS),),
       (jax.jit(lambda u: lax.psum(norm_of(u), AXIS)),),
       (jax.checkpoint(lambda u: lax.psum(norm_of(u), AXIS)),),
+      # Each shard has the number of a scalar.
+      (lambda u: lax.psum(norm_of(u), AXIS), lambda inner: inner),
   )
-  def test_sums_over_owners_what_a_transformation_asks_for(self, total):
-    actual = train(owned(vectors(scaled_by(total))), 'pmap')
+  def test_sums_over_owners_what_a_transformation_asks_for(
+      self, total, of=vectors
+  ):
+    tx = owned(of(scaled_by(total)), assume_leafwise=of is not vectors)
 
-    expected = whole(vectors(scaled_by(norm_of)))
-    assert_close(actual, train(expected, 'pmap'))
+    actual = train(tx, 'pmap')
+
+    assert_close(actual, train(whole(of(scaled_by(norm_of))), 'pmap'))
 
   def test_refuses_parameters_of_each_shard(self):
     tx = owned(optax.add_decayed_weights(0.1))

@@ -1,6 +1,7 @@
 """`accumulated_value_and_grad`: one reduction a window, right to rounding."""
 
 import collections
+import contextlib
 import functools
 from typing import Any
 
@@ -147,6 +148,31 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEqual(sent_over(report, 'data'), {'psum': TOWERS * once})
     (warning,) = set(report.warnings)
     self.assertIn('`accumulated_value_and_grad(', warning)
+
+  @cases.parameters(False, True)
+  def test_gradients_get_specs_that_mix_axes_in_a_dimension(self, in_use):
+    mesh = make_mesh((4, 2))
+    both = ('model', 'data')
+    specs = {'up': P(None, both), 'gain': P(both), 'down': P(both, None)}
+    params = place(mesh, PARAMS, specs)
+    fn = jax.jit(
+        accumulated_value_and_grad(
+            loss_fn,
+            'data',
+            TOWERS,
+            param_specs=specs,
+            mesh=None if in_use else mesh,
+        )
+    )
+
+    x = place(mesh, X, P('data'))
+    with jax.set_mesh(mesh) if in_use else contextlib.nullcontext():
+      actual = fn(params, x)
+
+    self.assert_close(actual, jax.value_and_grad(loss_fn)(PARAMS, X))
+    for name, x in actual[1].items():
+      sharding = params[name].sharding
+      self.assertTrue(x.sharding.is_equivalent_to(sharding, x.ndim))
 
   @cases.parameters(('mean', 1), ('mean', 2.0**-125), ('sum', 1))
   def test_weights_count_and_zero_leaves_nan_out(self, reduction, scale):

@@ -537,12 +537,18 @@ class SeveralAxesTest(parameterized.TestCase):
         updates, _like_params(expected), rtol=1e-6, strict=True
     )
 
-  @cases.parameters(*FACTORIES)
+  @cases.parameters(*FACTORIES, 'tree', 'shard_update')
   def test_works_under_nested_maps(self, kind):
-    tx = FACTORIES[kind](('host', 'core'))
+    tx = {
+        'tree': reproducible.mean,
+        'shard_update': functools.partial(
+            shard_transforms.shard_update, optax.identity()
+        ),
+        **FACTORIES,
+    }[kind](('host', 'core'))
 
     def shard(x):
-      return tx.update(_gradient_of_both(x), optax.EmptyState())[0]
+      return tx.update(_gradient_of_both(x), tx.init(jnp.ones(5)))[0]
 
     mapped = jax.vmap(jax.vmap(shard, axis_name='core'), axis_name='host')
     x = DATA[:, 0].reshape(2, 4, 5)

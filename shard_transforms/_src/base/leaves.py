@@ -115,9 +115,11 @@ def split_arrays(
   """Returns the arrays in a tree, and how the tree is restored from them."""
   leaves, treedef = jax.tree.flatten(tree)
   arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
+  # What JAX keeps of `join` must not keep tracers alive.
+  others = [None if isinstance(x, jax.Array) else x for x in leaves]
 
   def join(arrays):
-    pairs = zip(leaves, arrays, strict=True)
+    pairs = zip(others, arrays, strict=True)
     return treedef.unflatten([x if a is None else a for x, a in pairs])
 
   return arrays, join

@@ -34,8 +34,10 @@ class Mark:
   axes: tuple[Hashable, ...]
 
 
-# By their names; as many as there are shapes and axes.
-_marks: dict[str, Mark] = {}
+class _Name(str):
+  """The name of a mark in a program, which has the mark."""
+
+  mark: Mark
 
 
 def mark(
@@ -45,8 +47,8 @@ def mark(
   if leaf.shape != division.of_slice:
     return leaf
   found = Mark(division, axes)
-  name = f'slice: {found}'
-  _marks[name] = found
+  name = _Name(f'slice: {found}')
+  name.mark = found
   return ad_checkpoint.checkpoint_name(leaf, name)
 
 
@@ -65,8 +67,9 @@ def of_results(jaxpr: Any, given: Sequence[Mark | None]) -> list[Mark | None]:
   for eqn in jaxpr.eqns:
     marks = of(eqn.invars)
     bodies = [x for x in eqn.params.values() if isinstance(x, _JAXPRS)]
-    if eqn.primitive.name == 'name' and eqn.params['name'] in _marks:
-      marks = [_marks[eqn.params['name']]]
+    name = eqn.params.get('name')
+    if isinstance(name, _Name):
+      marks = [name.mark]
     elif len(bodies) == 1 and len(bodies[0].invars) == len(marks):
       marks = of_results(bodies[0], marks)
     else:

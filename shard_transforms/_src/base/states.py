@@ -273,7 +273,8 @@ def _apart(tree):
   donated array.
   """
   if axes_lib.fuses_up_to_barriers():
-    return lax.optimization_barrier(tree)
+    # One by one: JAX 0.12 cannot transpose a barrier of which a part is known.
+    return jax.tree.map(lax.optimization_barrier, tree)
   return tree
 
 

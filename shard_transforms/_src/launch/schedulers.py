@@ -18,6 +18,8 @@ class Scheduler(NamedTuple):
       such detection.
     step: Variables that tell a task from a shell: a task has at least one. None
       where those above are set in tasks alone.
+    hosts: The variable with the number of hosts, if it sets one where it may
+      not count tasks.
   """
 
   name: str
@@ -25,6 +27,7 @@ class Scheduler(NamedTuple):
   process_id: str
   methods: tuple[str, ...] = ()
   step: tuple[str, ...] = ()
+  hosts: str = ''
 
 
 class Cluster(NamedTuple):
@@ -58,7 +61,7 @@ class Task(NamedTuple):
 
   def __str__(self):
     scheduler = self.scheduler
-    names = *scheduler.counts, scheduler.process_id
+    names = *scheduler.counts, scheduler.hosts, scheduler.process_id
     shown = [f'{x}={os.environ[x]}' for x in names if x in os.environ]
     return f'{scheduler.name} ({", ".join(shown)})'
 
@@ -69,6 +72,7 @@ _SLURM = Scheduler(
     'SLURM_PROCID',
     ('slurm',),
     ('SLURM_STEP_ID', 'SLURM_STEP_NODELIST', 'SLURM_STEP_NUM_TASKS'),
+    'SLURM_JOB_NUM_NODES',
 )
 _OPEN_MPI = Scheduler(
     'Open MPI', ('OMPI_COMM_WORLD_SIZE',), 'OMPI_COMM_WORLD_RANK', ('ompi',)
@@ -186,7 +190,8 @@ def _read(scheduler):
   if not os.environ.get(scheduler.process_id):
     return None
   names = [name for name in scheduler.counts if os.environ.get(name)]
-  if scheduler.counts and not names:
+  has_one_host = os.environ.get(scheduler.hosts, '1') == '1'
+  if scheduler.counts and not names and has_one_host:
     return None
   numbers = {x: _number(x) for x in (*names, scheduler.process_id)}
   counts = {numbers[name] for name in names}

@@ -113,7 +113,8 @@ class Layout:
       left_out: The names of rows that are not wanted.
     """
     rows = {}
-    for name in self.rows.keys() - left_out:
+    # In one order in all processes, which must run the same program.
+    for name in [name for name in self.rows if name not in left_out]:
       (length, *dims), dtype = self.rows[name].shape, self.rows[name].dtype
       parts = []
       for owner in owners:

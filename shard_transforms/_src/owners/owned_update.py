@@ -88,9 +88,10 @@ def owned_update(
 
   Args:
     inner: The transformation.
-    axis_name: The mapped axis, or a sequence of them, the fast one last, over
-      whose shards the updates are reduced and the leaves divided. The last axis
-      is scattered first, so that the others carry only a part.
+    axis_name: The mapped axis, or a sequence of them, over whose shards the
+      updates are reduced and the leaves divided. The last axis of the mesh is
+      scattered first, so that the others carry only a part: make it the fast
+      one.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.

@@ -88,8 +88,12 @@ class Owners:
 
   def adds(self, owner: int, params: Collection[int]) -> bool:
     """Whether an owner is to add up what belongs to some parameters."""
-    # By the word of who assumes it, numbers of several are added up by all.
-    return len(params) != 1 or self.owner_of[min(params)] == owner
+    # By the word of who assumes it, numbers of none are added up once, and
+    # those of several by all.
+    if not params:
+      return owner == 0
+    first = min(params)
+    return len(params) > 1 or first < 0 or self.owner_of[first] == owner
 
   def layout(
       self, of: Sequence[int], kinds: Sequence[Any], first: int = 0

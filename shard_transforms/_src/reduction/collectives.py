@@ -220,9 +220,11 @@ def _own_entry(entries, axis):
 
 def _scatter(x, axis, dimension, tiled=False, **groups):
   if axes_lib.scatters_are_safe():
-    return lax.psum_scatter(
-        x, axis, scatter_dimension=dimension, tiled=tiled, **groups
+    part = lax.psum_scatter(
+        x, axis, scatter_dimension=dimension, tiled=True, **groups
     )
+    # Without tiles, JAX puts the axis of another `vmap` in the wrong place.
+    return part if tiled else lax.squeeze(part, (dimension,))
   if tiled:
     before, after = x.shape[:dimension], x.shape[dimension:]
     x = x.reshape(*before, lax.axis_size(axis), -1, *after[1:])

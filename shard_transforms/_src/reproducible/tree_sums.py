@@ -40,18 +40,27 @@ def scatter(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
   By recursive halving: at each level, two shards swap halves of their rows and
   add, at first neighbours, then pairs of them. Sends the bytes of a ring.
   """
-  shards, distance = range(len(rows)), 1
-  while len(rows) > 1:
+  # Along one axis after the other, as nested `vmap`s need it: the fast one, the
+  # last, has the neighbours.
+  for axis in reversed(axes_lib.in_mesh_order(axes)):
+    rows = _halved_along(axis, rows)
+  return lax.squeeze(rows, (0,))
+
+
+def _halved_along(axis, rows):
+  """Returns those of the rows that a shard keeps, summed along an axis."""
+  shards, distance = range(lax.axis_size(axis)), 1
+  while distance < len(shards):
     halves = lax.reshape(rows, (len(rows) // 2, 2, *rows.shape[1:]))
-    bit = (collectives.row_index(axes) // distance) % 2
+    bit = (lax.axis_index(axis) // distance) % 2
     keep, give = (
         lax.dynamic_index_in_dim(halves, i, 1, keepdims=False)
         for i in (bit, 1 - bit)
     )
     pairs = [(shard ^ distance, shard) for shard in shards]
-    rows = keep + collectives.permute(give, axes, pairs)
+    rows = keep + collectives.permute(give, (axis,), pairs)
     distance *= 2
-  return lax.squeeze(rows, (0,))
+  return rows
 
 
 def psum(x: jax.Array, axes: collectives.Axes) -> jax.Array:

@@ -75,8 +75,7 @@ def state_shardings(
 
   Raises:
     NameError: If `tx` reduces over a mapped axis in `init`.
-    TypeError: If `tx` is no transformation, `mesh` not a mesh, or `whole_dims`
-      no integer.
+    TypeError: If an argument is of the wrong kind.
     ValueError: If `whole_dims` is negative; if the mesh has no axis
       `shard_over`, or one that is not of type `Auto`; if a parameter is on
       another mesh; if no leaf that is shaped like a parameter can be divided,

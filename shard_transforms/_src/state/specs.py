@@ -16,8 +16,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import slice_marks
 
-_CALLER = 'init_state'
-
 
 def state_specs(
     tx: optax.GradientTransformation,
@@ -47,10 +45,8 @@ def state_specs(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If `tx` is no transformation, `mesh` not a mesh, `in_specs` no
-      `PartitionSpec`s, or `per_shard` no boolean.
-    ValueError: If `in_specs` are not of the tree of the parameters, a leaf
-      varies over an axis and neither has a leading
+    TypeError: If an argument is of the wrong kind.
+    ValueError: If a leaf varies over an axis and neither has a leading
       dimension of 1 nor the shape of its parameter or of a slice of it, or if
       `per_shard` is true and `in_specs` uses all axes.
 
@@ -67,9 +63,9 @@ def state_specs(
     P() P('data',)
   """
   check_mesh(mesh)
-  arguments.as_inner(tx, _CALLER, 'tx')
+  arguments.as_inner(tx, 'state_specs', 'tx')
   arguments.check_bool('per_shard', per_shard)
-  param_specs = specs_lib.of_params(in_specs, params, _CALLER)
+  param_specs = specs_lib.of_params(in_specs, params, 'state_specs')
   lead = free_axes(mesh, in_specs) if per_shard else ()
   found = []
 

@@ -297,7 +297,11 @@ def accumulated_value_and_grad(
     if is_typed:
       mapped = jax.sharding.auto_axes(mapped, out_sharding=(values, specs))
     # JAX 0.10 maps some of the axes of a mesh under `jax.jit` alone.
-    return jax.jit(mapped)(params, arrays, batch)
+    out, grads = jax.jit(mapped)(params, arrays, batch)
+    if param_specs is not None and not is_typed:
+      constrain = functools.partial(_constrain_mixed, axes, mesh)
+      grads = jax.tree.map(constrain, grads, specs)
+    return out, grads
 
   return value_and_grad_fn
 
@@ -487,12 +491,8 @@ def _beside(axes, spec, fn):
   The compiler would gather them along the other axes before it sends them.
   """
   others = partition_specs.axes_of(spec).difference(axes)
-  own_spec = partition_specs.restricted(spec, axes)
   other_spec = partition_specs.restricted(spec, others)
-  is_own = partition_specs.axes_of(own_spec)
-  # Slices of one dimension over both kinds of axes are interleaved.
-  is_mixed = any(map(all, zip(own_spec, other_spec, strict=True)))
-  if not is_own or not others or is_mixed:
+  if not _slices(spec, axes) or not others or _is_mixed(axes, spec):
     return fn
   return jax.shard_map(
       fn,
@@ -501,6 +501,21 @@ def _beside(axes, spec, fn):
       out_specs=other_spec,
       check_vma=False,
   )
+
+
+def _is_mixed(axes, spec):
+  """Whether a dimension is sliced over both kinds of axes, interleaved."""
+  others = partition_specs.axes_of(spec).difference(axes)
+  kinds = [partition_specs.restricted(spec, kind) for kind in (axes, others)]
+  return any(map(all, zip(*kinds, strict=True)))
+
+
+def _constrain_mixed(axes, mesh, grad, spec):
+  """Says how a gradient is sharded, where the compiler cannot tell."""
+  if not _is_mixed(axes, spec):
+    return grad
+  to = spec if mesh is None else jax.NamedSharding(mesh, spec)
+  return lax.with_sharding_constraint(grad, to)
 
 
 def _slices(spec, axes):

@@ -75,13 +75,13 @@ class GuardState(NamedTuple):
       return None
     num_updates = states.largest_here(self.num_updates)
     first = num_updates - num_skipped
-    spikes = spikes_lib.spikes_since(self.spikes, first)
-    bad = _bad_shards(self.last_bad_step, first, bool(spikes))
+    why = 'not finite' if self.spikes == () else 'not finite, or spikes'
+    bad = _bad_shards(self.last_bad_step, first, why)
     return (
         f'`guard` has skipped the last {num_skipped} updates, {first} to'
-        f' {num_updates - 1}: training does not go on.{bad}{spikes} Look at'
-        ' the data and the learning rate, and go back to a checkpoint from'
-        ' before them.'
+        f' {num_updates - 1}: training does not go on.{bad}'
+        f'{spikes_lib.spikes_since(self.spikes, first)} Look at the data and'
+        ' the learning rate, and go back to a checkpoint from before them.'
     )
 
 
@@ -404,7 +404,7 @@ def _count(state, decision, spikes, axes, inner_state):
   )
 
 
-def _bad_shards(last_bad_step, first, has_spikes):
+def _bad_shards(last_bad_step, first, why):
   """Returns a sentence on which shards were bad since an update."""
   parts = states.parts_here(last_bad_step)
   found = sorted(
@@ -414,7 +414,6 @@ def _bad_shards(last_bad_step, first, has_spikes):
     return (
         ' No shard here was bad: all weights were zero, if none elsewhere was.'
     )
-  spikes = ', or spikes,' if has_spikes else ''
   if not jnp.ndim(last_bad_step):
-    return f' They were not finite{spikes.removesuffix(",")}.'
-  return f' Not finite{spikes} were those of the shards {found}.'
+    return f' They were {why}.'
+  return f' Those of the shards {found} were {why}.'

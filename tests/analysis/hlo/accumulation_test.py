@@ -59,252 +59,227 @@ def accumulate(combine, gradient=gradient):
 
 W, X = array(16, 4), array(64, 16, spec=('data',))
 MICRO_BATCHES = W, array(4, 64, 16, spec=(None, 'data'))
+XS = MICRO_BATCHES[1]
 
 
-class LoopTest(parameterized.TestCase):
+def add(total, grad):
+  return total + grad
 
-  @cases.parameters(
-      lambda total, grad: total + grad,
-      lambda total, grad: total - 0.5 * grad,
-      lambda total, grad: (total.T + grad.T / 3).T,
+
+def warnings_of(fn, *args, num_collectives=None):
+  """Returns the warnings; there must be something that is sent."""
+  report = wire_report(fn, *args, compiled=True)
+  assert report.num_collectives > 0
+  if num_collectives is not None:
+    assert report.num_collectives == num_collectives, report
+  return report.warnings
+
+
+def unmapped(fn, num_args=1):
+  """Maps a function of what is the same on all shards, without types."""
+  specs = (P(),) * num_args
+  return jax.shard_map(
+      fn, mesh=modes.mesh(), in_specs=specs, out_specs=P(), check_vma=False
   )
-  def test_warns_of_a_reduction_that_could_wait(self, combine):
-    report = wire_report(accumulate(combine), *MICRO_BATCHES, compiled=True)
 
-    (warning,) = report.warnings
-    self.assertContainsInOrder(
-        [
-            # XLA has the gradient transposed.
-            '`psum`',
-            'reduces float32[4,16] in each of 4 turns of a loop that only adds',
-            'which sends 1,792 bytes: accumulate on each shard and reduce once',
-            "by `accumulated_value_and_grad(loss_fn, 'data')`",
-            "`tower_reduce(num_towers, inner, axis_name='data')` under",
-        ],
-        warning,
-    )
-    self.assertEqual(report.total_bytes, 1792)
 
-  def test_warns_where_the_turns_are_not_known(self):
-    def step(w, x, count):
-      def turn(i, total):
-        return total + gradient(w, x * i)
+def total_of(combine):
+  return accumulate(combine), MICRO_BATCHES
 
-      return lax.fori_loop(0, count, turn, jnp.zeros_like(w))
 
-    report = wire_report(
-        step,
-        *(array(16, 4), array(64, 16, spec=('data',)), array(dtype=jnp.int32)),
-        compiled=True,
-    )
+def of_unknown_length(w, x, count):
+  def turn(i, total):
+    return total + gradient(w, x * i)
 
-    (warning,) = report.warnings
-    self.assertIn('in each turn of a loop', warning)
-    self.assertTrue(report.collectives[0].in_while)
+  return lax.fori_loop(0, count, turn, jnp.zeros_like(w))
 
-  @cases.parameters(stacked, shared)
-  def test_warns_of_what_the_layers_of_an_inner_loop_give(self, gradient):
-    w = array(5, 16, 16) if gradient is stacked else array(16, 16)
-    step = accumulate(lambda total, grad: total + grad, gradient=gradient)
 
-    report = wire_report(step, w, MICRO_BATCHES[1], compiled=True)
+def unrolled(unroll):
+  def step(w, xs):
+    def turn(total, x):
+      return total + gradient(w, x), None
 
-    (warning,) = report.warnings
-    self.assertIn('float32[16,16] in each of 4 turns of a loop that', warning)
-    self.assertIn(f'sends {report.total_bytes:,.0f} bytes', warning)
-    self.assertEqual(report.num_collectives, 4 * 5)
+    return lax.scan(turn, jnp.zeros_like(w), xs, unroll=unroll)[0]
 
-  @cases.parameters(
-      lambda total, grad: jnp.maximum(total, grad),
-      lambda total, grad: total + grad[::-1] * total,
-      lambda total, grad: total.at[0].add(grad[0] ** 2),
-  )
-  def test_does_not_warn_of_layers_that_are_read(self, combine):
-    step = accumulate(combine, gradient=stacked)
+  return step
 
-    report = wire_report(
-        step, array(5, 16, 16), MICRO_BATCHES[1], compiled=True
-    )
 
-    self.assertEqual(report.num_collectives, 4 * 5)
-    self.assertEmpty(report.warnings)
+def in_python(combine):
+  return lambda w, xs: combine([gradient(w, xs[i]) for i in range(4)])
 
-  @cases.product(
-      widths=((4, 5), (5, 4)), is_first=(True, cases.Repeated(False))
-  )
-  def test_counts_the_arrays_that_can_wait_alone(self, widths, is_first):
-    # One operation reduces both; which of them comes first must not matter.
-    def step(xs):
-      def turn(carry, x):
-        total, largest = carry if is_first else carry[::-1]
-        grads = [gradient(jnp.ones((16, width)), x) for width in widths]
-        carry = (total + grads[0], jnp.maximum(largest, grads[1]))
-        return carry if is_first else carry[::-1], None
 
-      zeros = tuple(jnp.zeros((16, width)) for width in widths)
-      return lax.scan(turn, zeros if is_first else zeros[::-1], xs)[0]
+def two_leaves(params, xs):
+  def loss(params, x):
+    up, down = params
+    return jnp.mean((jnp.tanh(x @ up) @ down) ** 2)
 
-    report = wire_report(step, MICRO_BATCHES[1], compiled=True)
+  grads = [jax.grad(loss)(params, xs[i]) for i in range(4)]
+  return jax.tree.map(lambda *grads: sum(grads), *grads)
 
-    (warning,) = report.warnings
-    sent = 4 * 2 * 7 / 8 * 4 * 16
-    self.assertIn(f'which sends {sent * widths[0]:,.0f} bytes', warning)
-    self.assertEqual(report.total_bytes, sent * sum(widths))
-    self.assertEqual(report.merged.num_collectives, 4)
 
-  @cases.parameters(
-      # What is not linear in the gradient.
-      lambda total, grad: total + grad**2,
-      lambda total, grad: jnp.maximum(total, grad),
-      # What the next turn reads.
-      lambda total, grad: total + grad * total,
-      lambda total, grad: 0.9 * total.at[0].set(total[0] ** 2) + grad,
-      lambda total, grad: total + grad.astype(jnp.int32),
-      # What an inner loop adds up, but the outer one does not.
-      lambda total, grad: jnp.maximum(
-          total,
-          lax.fori_loop(0, 9, lambda _, x: x / 2 - grad, jnp.ones((16, 4))),
-      ),
-  )
-  def test_does_not_warn_of_one_that_cannot(self, combine):
-    report = wire_report(accumulate(combine), *MICRO_BATCHES, compiled=True)
+def of_scalars(combine):
+  def step(w, xs):
+    def turn(total, x):
+      return combine(total, jax.grad(lambda w: jnp.mean(x * w))(w)), None
 
-    self.assertEqual(report.num_collectives, 4)
-    self.assertEmpty(report.warnings)
+    return lax.scan(turn, w, xs)[0]
 
-  @cases.parameters(
-      (lambda total, grad: total + grad / 4, 1),
-      (lambda total, grad: total + grad * total, 0),
-  )
-  def test_tells_a_scale_from_a_factor_of_a_scalar(self, combine, num_warnings):
-    def step(w, xs):
-      def turn(total, x):
-        return combine(total, jax.grad(lambda w: jnp.mean(x * w))(w)), None
+  return step, (array(), XS)
 
-      return lax.scan(turn, w, xs)[0]
 
-    report = wire_report(step, array(), MICRO_BATCHES[1], compiled=True)
+IN_LOOP = 'float32[4,16] in each of 4 turns of a loop that only adds'
+ONE_BY_ONE = 'reduces 4 float32[4,16] one by one, and only adds up the results'
+# A step, what it is given, and what the warning says.
+COULD_WAIT = {
+    'a difference': (*total_of(lambda t, g: t - 0.5 * g), [IN_LOOP]),
+    'moved': (*total_of(lambda t, g: (t.T + g.T / 3).T), [IN_LOOP]),
+    'turns that are not known': (
+        *(of_unknown_length, (W, X, array(dtype=jnp.int32))),
+        ['in each turn of a loop'],
+    ),
+    'layers in a loop': (
+        *(accumulate(add, stacked), (array(5, 16, 16), XS)),
+        ['float32[16,16] in each of 4 turns of a loop that', 'sends 35,840 by'],
+    ),
+    'layers that share': (
+        *(accumulate(add, shared), (array(16, 16), XS)),
+        ['float32[16,16] in each of 4 turns of a loop that', 'sends 35,840 by'],
+    ),
+    'a scale': (*of_scalars(lambda t, g: t + g / 4), ['in each of 4 turns']),
+    'in Python': (in_python(sum), MICRO_BATCHES, [ONE_BY_ONE]),
+    'in Python, for Adam': (
+        in_python(lambda x: ADAM.update(sum(x) / 4, ADAM.init(W))[0]),
+        *(MICRO_BATCHES, [ONE_BY_ONE]),
+    ),
+    'in Python, moved': (
+        in_python(lambda x: (x[0] - x[1] / 3) - (x[2] + x[3]).T.T),
+        *(MICRO_BATCHES, [ONE_BY_ONE]),
+    ),
+    'all leaves at once': (
+        *(two_leaves, ((array(16, 4), array(4, 2)), XS)),
+        ['4 float32[2,4]', 'sends 2,016 bytes'],
+    ),
+    'unrolled': (unrolled(4), MICRO_BATCHES, [ONE_BY_ONE]),
+    'unrolled in part': (
+        *(unrolled(2), MICRO_BATCHES),
+        ['reduces 2 float32[4,16] in each of 2 turns'],
+    ),
+}
 
-    self.assertEqual(report.num_collectives, 4)
-    self.assertLen(report.warnings, num_warnings)
 
-  def test_does_not_warn_of_a_sum_that_is_summed_again(self):
-    def step(x):
-      return lax.fori_loop(0, 5, lambda _, x: lax.psum(x, 'data') / 2, x)
+def summed_again(x):
+  return lax.fori_loop(0, 5, lambda _, x: lax.psum(x, 'data') / 2, x)
 
-    spec = P('data')
-    mapped = jax.shard_map(
-        step, mesh=modes.mesh(), in_specs=spec, out_specs=spec, check_vma=False
-    )
-    report = wire_report(mapped, array(16, 4, spec=spec), compiled=True)
 
-    self.assertEqual(report.num_collectives, 5)
-    self.assertEmpty(report.warnings)
+def ends_the_loop(w, x):
+  def turn(carry):
+    scale, total = carry
+    return scale + 1, total + gradient(w, x * scale)
 
-  def test_does_not_warn_of_a_sum_that_ends_the_loop(self):
-    def step(w, x):
-      def turn(carry):
-        scale, total = carry
-        return scale + 1, total + gradient(w, x * scale)
+  start = 1, jnp.zeros_like(w)
+  return lax.while_loop(lambda carry: carry[1].sum() < 9, turn, start)[1]
 
-      return lax.while_loop(
-          lambda carry: carry[1].sum() < 9, turn, (1, jnp.zeros_like(w))
-      )[1]
 
-    report = wire_report(
-        step, array(16, 4), array(64, 16, spec=('data',)), compiled=True
-    )
+def at_most_one_turn(w, x):
+  return lax.while_loop(
+      lambda carry: carry[0],
+      lambda carry: (False, carry[1] + gradient(w, x)),
+      (w[0, 0] > 0, jnp.zeros_like(w)),
+  )[1]
 
-    self.assertTrue(report.collectives[0].in_while)
-    self.assertEmpty(report.warnings)
 
-  def test_does_not_warn_of_a_loop_of_at_most_one_turn(self):
-    def step(w, x):
-      return lax.while_loop(
-          lambda carry: carry[0],
-          lambda carry: (False, carry[1] + gradient(w, x)),
-          (w[0, 0] > 0, jnp.zeros_like(w)),
-      )[1]
+def in_some_turns(w, xs, takes):
+  def turn(total, given):
+    x, is_taken = given
+    grads = lax.cond(is_taken, gradient, lambda w, _: jnp.zeros_like(w), w, x)
+    return total + grads, None
 
-    report = wire_report(
-        step, array(16, 4), array(64, 16, spec=('data',)), compiled=True
-    )
+  return lax.scan(turn, jnp.zeros_like(w), (xs, takes))[0]
 
-    self.assertTrue(report.collectives[0].conditional)
-    self.assertEmpty(report.warnings)
 
-  def test_does_not_warn_of_a_branch_that_some_turns_take(self):
-    def step(w, xs, takes):
-      def turn(total, given):
-        x, is_taken = given
-        grads = lax.cond(
-            is_taken, gradient, lambda w, _: jnp.zeros_like(w), w, x
+def logging(w, total, count, x):
+  loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+  total = jnp.where(count % 100 == 0, 0.0, total) + loss
+  return w - grad, total, count + 1
+
+
+def maxima(x):
+  def turn(i, total):
+    return total + lax.pmax(x * (i + 1), modes.AXIS)
+
+  unrolled = sum(lax.pmax(x[i] + i, modes.AXIS) for i in range(2))
+  return lax.fori_loop(0, 4, turn, jnp.zeros_like(x)), unrolled
+
+
+def different_terms(w, xs):
+  # Of two lines.
+  first = gradient(w, xs[0])
+  second = gradient(w, xs[1])
+  return first + second
+
+
+LAYERS = array(5, 16, 16), XS
+CANNOT_WAIT = {
+    # What is not linear in the gradient.
+    'a square': total_of(lambda t, g: t + g**2),
+    'a maximum of both': total_of(jnp.maximum),
+    'a cast': total_of(lambda t, g: t + g.astype(jnp.int32)),
+    # What the next turn reads.
+    'a factor': total_of(lambda t, g: t + g * t),
+    'a part': total_of(lambda t, g: 0.9 * t.at[0].set(t[0] ** 2) + g),
+    # What an inner loop adds up, but the outer one does not.
+    'an inner loop': total_of(
+        lambda t, g: jnp.maximum(
+            t, lax.fori_loop(0, 9, lambda _, x: x / 2 - g, jnp.ones((16, 4)))
         )
-        return total + grads, None
-
-      return lax.scan(turn, jnp.zeros_like(w), (xs, takes))[0]
-
-    report = wire_report(
-        step, *MICRO_BATCHES, array(4, dtype=jnp.bool_), compiled=True
-    )
-
-    self.assertTrue(report.collectives[0].conditional)
-    self.assertEmpty(report.warnings)
-
-  def test_does_not_warn_of_results_that_only_a_tuple_holds(self):
-    # As where XLA leaves the tuple of an operation as that of the body.
-    report = hlo_wire_report(TUPLE_OF_SUMS)
-
-    self.assertLen(report.collectives, 2)
-    self.assertEmpty(report.warnings)
-
-  def test_does_not_warn_of_steps_in_a_loop(self):
-    def steps(w, xs):
-      return lax.scan(lambda w, x: (w - gradient(w, x), None), w, xs)[0]
-
-    report = wire_report(steps, *MICRO_BATCHES, compiled=True)
-
-    self.assertEqual(report.num_collectives, 4)
-    self.assertEmpty(report.warnings)
-
-  def test_does_not_warn_of_what_is_stacked(self):
-    def step(w, xs):
-      return lax.scan(lambda c, x: (c, gradient(w, x)), 0, xs)[1]
-
-    report = wire_report(step, *MICRO_BATCHES, compiled=True)
-
-    self.assertEqual(report.num_collectives, 4)
-    self.assertEmpty(report.warnings)
-
-
-TUPLE_OF_SUMS = """HloModule jit_f, is_scheduled=true, num_partitions=8
-
-%add {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %z = f32[] add(%x, %y)
+    ),
+    'a maximum of layers': (accumulate(jnp.maximum, stacked), LAYERS),
+    'layers, read': (
+        *(accumulate(lambda t, g: t + g[::-1] * t, stacked), LAYERS),
+    ),
+    'one layer': (
+        accumulate(lambda t, g: t.at[0].add(g[0] ** 2), stacked),
+        LAYERS,
+    ),
+    'a factor of a scalar': of_scalars(lambda t, g: t + g * t),
+    'summed again': (unmapped(summed_again), (array(16, 4),)),
+    'ends the loop': (ends_the_loop, (W, X)),
+    'at most one turn': (at_most_one_turn, (W, X)),
+    'in some turns': (
+        *(in_some_turns, (*MICRO_BATCHES, array(4, dtype=jnp.bool_))),
+    ),
+    'steps': (
+        lambda w, xs: lax.scan(lambda w, x: (w - gradient(w, x), None), w, xs),
+        MICRO_BATCHES,
+    ),
+    'stacked': (
+        lambda w, xs: lax.scan(lambda c, x: (c, gradient(w, x)), 0, xs)[1],
+        MICRO_BATCHES,
+    ),
+    'a number for a log': (
+        *(logging, (W, array(), array(dtype=jnp.int32), X)),
+    ),
+    'maxima': (unmapped(maxima), (array(16, 4),)),
+    'functions': (
+        in_python(lambda grads: sum(jnp.tanh(grad) for grad in grads)),
+        MICRO_BATCHES,
+    ),
+    'used twice': (
+        in_python(lambda grads: sum(grads) + jnp.stack(grads).max(0)),
+        MICRO_BATCHES,
+    ),
+    'returned': (in_python(jnp.stack), MICRO_BATCHES),
+    'returned, too': (in_python(lambda x: (sum(x), *x)), MICRO_BATCHES),
+    'a choice': (
+        in_python(lambda x: jnp.where(x[0][0, 0] > 0, x[1], x[2])),
+        MICRO_BATCHES,
+    ),
+    'products': (
+        in_python(lambda x: x[0] * x[1] + x[2] * x[3]),
+        MICRO_BATCHES,
+    ),
+    'different terms': (different_terms, MICRO_BATCHES),
 }
-
-%is_due {
-  %p = (f32[3], f32[3]) parameter(0)
-  %first = f32[3] get-tuple-element(%p), index=0
-  ROOT %r = pred[] custom-call(%first)
-}
-
-%body {
-  %p = (f32[3], f32[3]) parameter(0)
-  %first = f32[3] get-tuple-element(%p), index=0
-  %second = f32[3] get-tuple-element(%p), index=1
-  ROOT %r = (f32[3], f32[3]) all-reduce(%first, %second), \
-replica_groups=mesh['data'=8] {'data'}, to_apply=%add
-}
-
-ENTRY %main {
-  %p = (f32[3], f32[3]) parameter(0)
-  ROOT %r = (f32[3], f32[3]) while(%p), condition=%is_due, body=%body
-}
-"""
-
 
 ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
 
@@ -460,7 +435,6 @@ COLLECTING = {
     'by the first': emptied_by_the_first,
 }
 
-
 READING = {
     'adam': ADAM,
     'momentum': optax.sgd(0.1, momentum=0.9),
@@ -481,69 +455,33 @@ READING = {
 }
 
 
-class CallsTest(parameterized.TestCase):
+TUPLE_OF_SUMS = """HloModule jit_f, is_scheduled=true, num_partitions=8
 
-  @cases.product(tx=COLLECTING)
-  def test_warns_of_calls_that_add_up(self, tx):
-    tx = COLLECTING[tx]
+%add {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
 
-    report = wire_report(call(tx), W, state_of(tx), X, compiled=True)
+%is_due {
+  %p = (f32[3], f32[3]) parameter(0)
+  %first = f32[3] get-tuple-element(%p), index=0
+  ROOT %r = pred[] custom-call(%first)
+}
 
-    (warning,) = report.warnings
-    self.assertContainsInOrder(
-        [
-            'reduces float32[4,16] in each call, and only adds up the results',
-            'which sends 448 bytes: accumulate on each shard and reduce once,',
-            "by `tower_reduce(num_towers, inner, axis_name='data')` under",
-        ],
-        warning,
-    )
+%body {
+  %p = (f32[3], f32[3]) parameter(0)
+  %first = f32[3] get-tuple-element(%p), index=0
+  %second = f32[3] get-tuple-element(%p), index=1
+  ROOT %r = (f32[3], f32[3]) all-reduce(%first, %second), \
+replica_groups=mesh['data'=8] {'data'}, to_apply=%add
+}
 
-  def test_warns_where_updates_are_applied_in_place(self):
-    report = wire_report(fused(TOWERS), W, state_of(TOWERS), X, compiled=True)
-
-    (warning,) = report.warnings
-    self.assertIn('in each call, and only adds up the results', warning)
-
-  @cases.product(tx=COLLECTING)
-  def test_warns_of_a_scan_of_such_calls(self, tx):
-    tx = COLLECTING[tx]
-
-    report = wire_report(
-        scanned(tx), W, state_of(tx), MICRO_BATCHES[1], compiled=True
-    )
-
-    (warning,) = report.warnings
-    self.assertIn('in each of 4 turns of a loop that only adds up', warning)
-
-  @cases.product(tx=READING)
-  def test_does_not_warn_of_a_step_that_reads_the_gradient(self, tx):
-    tx = READING[tx]
-
-    report = wire_report(call(tx), W, state_of(tx), X, compiled=True)
-
-    self.assertEqual(report.num_collectives, 1)
-    self.assertEmpty(report.warnings)
-
-  def test_does_not_warn_of_a_number_for_a_log(self):
-    def step(w, total, count, x):
-      loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(
-          w
-      )
-      total = jnp.where(count % 100 == 0, 0.0, total) + loss
-      return w - grad, total, count + 1
-
-    report = wire_report(
-        step, W, array(), array(dtype=jnp.int32), X, compiled=True
-    )
-
-    self.assertEqual(report.num_collectives, 2)
-    self.assertEmpty(report.warnings)
-
-  def test_a_branch_may_take_nothing(self):
-    (warning,) = hlo_wire_report(EMPTIED_FROM_NOTHING).warnings
-
-    self.assertIn('reduces float32[3] in each call, and only adds', warning)
+ENTRY %main {
+  %p = (f32[3], f32[3]) parameter(0)
+  ROOT %r = (f32[3], f32[3]) while(%p), condition=%is_due, body=%body
+}
+"""
 
 
 EMPTIED_FROM_NOTHING = """HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -582,127 +520,125 @@ true_computation=%empty, false_computation=%wait
 """
 
 
-class PartsTest(parameterized.TestCase):
+class AccumulationTest(parameterized.TestCase):
 
-  @cases.parameters(
-      lambda grads: sum(grads),
-      lambda grads: ADAM.update(sum(grads) / 4, ADAM.init(W))[0],
-      lambda grads: (grads[0] - grads[1] / 3) - (grads[2] + grads[3]).T.T,
-  )
-  def test_warns_of_a_loop_in_python(self, combine):
-    def step(w, xs):
-      return combine([gradient(w, xs[i]) for i in range(4)])
-
-    report = wire_report(step, *MICRO_BATCHES, compiled=True)
+  def test_says_what_to_do_in_a_loop(self):
+    report = wire_report(accumulate(add), *MICRO_BATCHES, compiled=True)
 
     (warning,) = report.warnings
     self.assertContainsInOrder(
         [
-            'reduces 4 float32[4,16] one by one, and only adds up the results',
+            # XLA has the gradient transposed.
+            '`psum`',
+            f'reduces {IN_LOOP}',
             'which sends 1,792 bytes: accumulate on each shard and reduce once',
-            "as `accumulated_value_and_grad(loss_fn, 'data')` does for grad",
+            "by `accumulated_value_and_grad(loss_fn, 'data')`",
+            "`tower_reduce(num_towers, inner, axis_name='data')` under",
+        ],
+        warning,
+    )
+    self.assertEqual(report.total_bytes, 1792)
+
+  @cases.parameters(*COULD_WAIT)
+  def test_warns_of_a_reduction_that_could_wait(self, name):
+    step, given, words = COULD_WAIT[name]
+
+    (warning,) = warnings_of(step, *given)
+
+    self.assertContainsInOrder(words, warning)
+
+  @cases.parameters(*CANNOT_WAIT)
+  def test_does_not_warn_of_one_that_cannot(self, name):
+    step, given = CANNOT_WAIT[name]
+
+    self.assertEmpty(warnings_of(step, *given))
+
+  @cases.product(widths=((4, 5), (5, 4)))
+  def test_counts_the_arrays_that_can_wait_alone(self, widths):
+    # One operation reduces both; which of them comes first must not matter.
+    def step(xs):
+      def turn(carry, x):
+        grads = [gradient(jnp.ones((16, width)), x) for width in widths]
+        return (carry[0] + grads[0], jnp.maximum(carry[1], grads[1])), None
+
+      return lax.scan(turn, tuple(jnp.zeros((16, n)) for n in widths), xs)[0]
+
+    report = wire_report(step, XS, compiled=True)
+
+    (warning,) = report.warnings
+    sent = 4 * 2 * 7 / 8 * 4 * 16
+    self.assertIn(f'which sends {sent * widths[0]:,.0f} bytes', warning)
+    self.assertEqual(report.total_bytes, sent * sum(widths))
+    self.assertEqual(report.merged.num_collectives, 4)
+
+  @cases.parameters(*COLLECTING)
+  def test_warns_of_calls_that_add_up(self, name):
+    tx = COLLECTING[name]
+
+    (warning,) = warnings_of(call(tx), W, state_of(tx), X)
+
+    self.assertContainsInOrder(
+        [
+            'reduces float32[4,16] in each call, and only adds up the results',
+            'which sends 448 bytes: accumulate on each shard and reduce once,',
+            "by `tower_reduce(num_towers, inner, axis_name='data')` under",
         ],
         warning,
     )
 
-  def test_warns_once_of_all_leaves(self):
-    def step(params, xs):
-      def loss(params, x):
-        up, down = params
-        return jnp.mean((jnp.tanh(x @ up) @ down) ** 2)
+  @cases.parameters(*COLLECTING)
+  def test_warns_of_a_scan_of_such_calls(self, name):
+    tx = COLLECTING[name]
 
-      grads = [jax.grad(loss)(params, xs[i]) for i in range(4)]
-      return jax.tree.map(lambda *grads: sum(grads), *grads)
+    (warning,) = warnings_of(scanned(tx), W, state_of(tx), XS)
 
-    report = wire_report(
-        step, (array(16, 4), array(4, 2)), MICRO_BATCHES[1], compiled=True
-    )
+    self.assertIn('in each of 4 turns of a loop that only adds up', warning)
 
-    (warning,) = report.warnings
-    self.assertIn('4 float32[4,16]', warning)
-    self.assertIn('4 float32[2,4]', warning)
-    self.assertIn('sends 2,016 bytes', warning)
+  @cases.parameters(*READING)
+  def test_does_not_warn_of_a_step_that_reads_the_gradient(self, name):
+    tx = READING[name]
 
-  def test_warns_of_a_loop_that_is_unrolled(self):
-    def step(w, xs):
-      def turn(total, x):
-        return total + gradient(w, x), None
+    found = warnings_of(call(tx), W, state_of(tx), X, num_collectives=1)
 
-      return lax.scan(turn, jnp.zeros_like(w), xs, unroll=4)[0]
+    self.assertEmpty(found)
 
-    report = wire_report(step, *MICRO_BATCHES, compiled=True)
+  def test_a_branch_may_take_nothing(self):
+    (warning,) = hlo_wire_report(EMPTIED_FROM_NOTHING).warnings
 
-    (warning,) = report.warnings
-    self.assertIn('reduces 4 float32[4,16] one by one', warning)
+    self.assertIn('reduces float32[3] in each call, and only adds', warning)
 
-  def test_warns_once_of_a_loop_that_is_unrolled_in_part(self):
-    def step(w, xs):
-      def turn(total, x):
-        return total + gradient(w, x), None
+  def test_does_not_warn_of_results_that_only_a_tuple_holds(self):
+    # As where XLA leaves the tuple of an operation as that of the body.
+    report = hlo_wire_report(TUPLE_OF_SUMS)
 
-      return lax.scan(turn, jnp.zeros_like(w), xs, unroll=2)[0]
-
-    report = wire_report(step, *MICRO_BATCHES, compiled=True)
-
-    (warning,) = report.warnings
-    self.assertIn('reduces 2 float32[4,16] in each of 2 turns', warning)
-
-  @cases.parameters(lax.psum, lax.pmax)
-  def test_does_not_warn_of_a_maximum(self, reduce):
-    def step(x):
-      def turn(i, total):
-        return total + reduce(x * (i + 1), modes.AXIS)
-
-      unrolled = sum(reduce(x[i] + i, modes.AXIS) for i in range(2))
-      return lax.fori_loop(0, 4, turn, jnp.zeros_like(x)), unrolled
-
-    mapped = jax.shard_map(
-        step, mesh=modes.mesh(), in_specs=P(), out_specs=P(), check_vma=False
-    )
-    report = wire_report(mapped, array(16, 4), compiled=True)
-
-    self.assertLen(report.warnings, 2 if reduce is lax.psum else 0)
-
-  @cases.parameters(
-      lambda grads: sum(jnp.tanh(grad) for grad in grads),
-      lambda grads: sum(grads) + jnp.stack(grads).max(0),
-      lambda grads: jnp.stack(grads),
-      lambda grads: (sum(grads), *grads),
-      lambda grads: jnp.where(grads[0][0, 0] > 0, grads[1], grads[2]),
-      lambda grads: grads[0] * grads[1] + grads[2] * grads[3],
-  )
-  def test_does_not_warn_of_other_uses(self, combine):
-    def step(w, xs):
-      return combine([gradient(w, xs[i]) for i in range(4)])
-
-    report = wire_report(step, *MICRO_BATCHES, compiled=True)
-
+    self.assertLen(report.collectives, 2)
     self.assertEmpty(report.warnings)
 
-  def test_does_not_warn_of_different_terms(self):
-    def step(w, xs):
-      first = gradient(w, xs[0])
-      second = gradient(w, xs[1])
-      return first + second
 
-    report = wire_report(step, *MICRO_BATCHES, compiled=True)
+def own_part(total, size=2, axis=modes.AXIS):
+  start = 2 * lax.axis_index(axis)
+  return lax.dynamic_slice_in_dim(total, start, size)
 
-    self.assertEqual(report.num_collectives, 2)
-    self.assertEmpty(report.warnings)
+
+def same_part_in_a_loop(x, i):
+  def turn(x, _):
+    total = lax.psum(x, modes.AXIS)
+    return x + jnp.tile(lax.dynamic_slice_in_dim(total, i, 2), (8, 1)), None
+
+  return lax.scan(turn, x, length=3)[0]
+
+
+def of_sum(part):
+  return lambda x, i: part(lax.psum(x, modes.AXIS), i)
 
 
 class SlicedSumTest(parameterized.TestCase):
 
-  @cases.parameters(
-      lambda total, grad: total + grad, lambda total, grad: total - grad / 4
-  )
-  def test_warns_of_parameters_that_are_sharded(self, combine):
-    step = jax.jit(accumulate(combine), out_shardings=sharding('data'))
-    w = array(16, 4, spec=('data',))
+  def test_warns_of_parameters_that_are_sharded(self):
+    step = jax.jit(accumulate(add), out_shardings=sharding('data'))
 
-    report = wire_report(step, w, MICRO_BATCHES[1], compiled=True)
+    wait, cut = warnings_of(step, array(16, 4, spec=('data',)), XS)
 
-    wait, cut = report.warnings
     self.assertIn('in each of 4 turns of a loop that only adds up', wait)
     self.assertContainsInOrder(
         [
@@ -714,85 +650,39 @@ class SlicedSumTest(parameterized.TestCase):
     )
 
   def test_warns_of_a_state_that_is_sharded(self):
-    momentum = array(16, 4, spec=('data',))
-
     def step(w, momentum, x):
       momentum = 0.9 * momentum + gradient(w, x) / 2
       return w - 0.1 * momentum, momentum
 
-    shardings = sharding(), sharding('data')
-    report = wire_report(
-        jax.jit(step, out_shardings=shardings), W, momentum, X, compiled=True
-    )
+    step = jax.jit(step, out_shardings=(sharding(), sharding('data')))
 
-    (warning,) = report.warnings
+    (warning,) = warnings_of(step, W, array(16, 4, spec=('data',)), X)
+
     self.assertIn('sums the whole float32[4,16], which sends 448', warning)
 
   @cases.parameters(
       # What all shards keep the same part of.
-      lambda total, i: total[2:4],
-      lambda total, i: lax.dynamic_slice_in_dim(total, i, 2),
+      of_sum(lambda total, i: total[2:4]),
+      of_sum(lambda total, i: lax.dynamic_slice_in_dim(total, i, 2)),
+      same_part_in_a_loop,
       # What is used whole, too.
-      lambda total, i: (own_part(total), total),
+      of_sum(lambda total, i: (own_part(total), total)),
       # Parts that overlap.
-      lambda total, i: own_part(total, 4),
+      of_sum(lambda total, i: own_part(total, 4)),
       # What may be the same part, or any other.
-      lambda total, i: lax.dynamic_slice_in_dim(
-          total, (i * jnp.arange(8))[lax.axis_index(modes.AXIS)], 2
+      of_sum(
+          lambda total, i: lax.dynamic_slice_in_dim(
+              total, (i * jnp.arange(8))[lax.axis_index(modes.AXIS)], 2
+          )
       ),
   )
-  def test_does_not_warn_of_other_parts(self, part):
-    def step(x, i):
-      return part(lax.psum(x, modes.AXIS), i)
-
-    mapped = jax.shard_map(
-        step,
-        mesh=modes.mesh(),
-        in_specs=(P(), P()),
-        out_specs=P(modes.AXIS),
-        check_vma=False,
+  def test_does_not_warn_of_other_parts(self, step):
+    self.assertEmpty(
+        warnings_of(unmapped(step, 2), array(16, 4), array(dtype=jnp.int32))
     )
-    report = wire_report(
-        mapped, array(16, 4), array(dtype=jnp.int32), compiled=True
-    )
-
-    self.assertEqual(report.num_collectives, 1)
-    self.assertEmpty(report.warnings)
-
-  def test_does_not_warn_of_the_same_part_in_a_loop(self):
-    def step(x, i):
-      def turn(x, _):
-        total = lax.psum(x, modes.AXIS)
-        return x + jnp.tile(lax.dynamic_slice_in_dim(total, i, 2), (8, 1)), None
-
-      return lax.scan(turn, x, length=3)[0]
-
-    mapped = jax.shard_map(
-        step, mesh=modes.mesh(), in_specs=P(), out_specs=P(), check_vma=False
-    )
-    report = wire_report(
-        mapped, array(16, 4), array(dtype=jnp.int32), compiled=True
-    )
-
-    self.assertEqual(report.num_collectives, 3)
-    self.assertEmpty(report.warnings)
-
-  def test_warns_of_a_part_that_a_shard_takes_itself(self):
-    def step(x):
-      return own_part(lax.psum(x, modes.AXIS))
-
-    spec = P(modes.AXIS)
-    mapped = jax.shard_map(
-        step, mesh=modes.mesh(), in_specs=P(), out_specs=spec, check_vma=False
-    )
-    report = wire_report(mapped, array(16, 4), compiled=True)
-
-    (warning,) = report.warnings
-    self.assertIn('sums the whole float32[16,4]', warning)
-    self.assertIn('a reduce-scatter sends half. XLA', warning)
 
   @cases.parameters('data', 'model')
-  def test_tells_of_another_axis_that_may_choose_the_part(self, axis):
+  def test_warns_of_a_part_that_a_shard_takes_itself(self, axis):
     mesh = jax.make_mesh((2, 2), ('data', 'model'), devices=jax.devices()[:4])
     mapped = jax.shard_map(
         lambda x: own_part(lax.psum(x, 'data'), 8, axis),
@@ -802,14 +692,8 @@ class SlicedSumTest(parameterized.TestCase):
         check_vma=False,
     )
 
-    report = wire_report(
-        mapped, jax.ShapeDtypeStruct((16, 4), jnp.float32), compiled=True
-    )
+    x = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    (warning,) = warnings_of(mapped, x)
 
-    (warning,) = report.warnings
+    self.assertIn('sums the whole float32[16,4]', warning)
     self.assertIn('half, or a slice before the sum, if another axis', warning)
-
-
-def own_part(total, size=2, axis=modes.AXIS):
-  start = 2 * lax.axis_index(axis)
-  return lax.dynamic_slice_in_dim(total, start, size)

@@ -50,7 +50,6 @@ BATCH_NORM = (
 PROGRAMS = {
     'bert': Program('shards', 'google-research/bert'),
     'albert': Program('shards', 'google-research/albert'),
-    'electra': Program('shards', 'google-research/electra'),
     'xlnet': Program('shards', 'zihangdai/xlnet'),
     'mnist_tpu': Program('shards', 'tensorflow/tpu: mnist_tpu'),
     'resnet': Program('shards', 'tensorflow/tpu: resnet', BATCH_NORM),
