@@ -13,6 +13,7 @@ from unittest import mock
 
 from absl.testing import parameterized
 import chex
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -25,19 +26,28 @@ import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
+from shard_transforms import full_state
 from shard_transforms import guard
 from shard_transforms import init_state
+from shard_transforms import on_mesh
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
+from shard_transforms import reproducible
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
+from shard_transforms import state_shardings
 from shard_transforms import state_specs
 from shard_transforms import tower_reduce
+from shard_transforms.aggregators import majority_vote
 from shard_transforms.compression import Compressor
 from shard_transforms.compression import compressed_mean
+from shard_transforms.compression import power_sgd
+from shard_transforms.compression import quantize
 from shard_transforms.launch import join_processes
 from shard_transforms.launch import run_processes
+from shard_transforms.monitoring import check_health
 from shard_transforms.monitoring import cross_check
+from shard_transforms.monitoring import metrics
 from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
@@ -66,6 +76,38 @@ def per_shard_state():
   return optax.GradientTransformation(
       lambda params: per_shard(params, AXIS), optax.identity().update
   )
+
+
+def encode_nothing(x):
+  """Sends an update through a compressor that encodes it as no elements."""
+  compressor = Compressor(
+      2,
+      lambda rows, common_key, own_key: rows[:, :0],
+      lambda payload, common_key: jnp.zeros((len(payload), 2)),
+  )
+  tx = compressed_mean(AXIS, compressor, min_elements=1)
+  return tx.update(x, tx.init(x))[0]
+
+
+def beside_explicit(tx):
+  """Returns a function of an update that is sharded over an Explicit axis."""
+  mesh = jax.sharding.AbstractMesh(
+      (4, 2), (AXIS, 'model'), (jax.sharding.AxisType.Explicit,) * 2
+  )
+
+  def one_shard(w):
+    return tx.update(per_shard(w, AXIS), tx.init(w))[0]
+
+  def on_mesh(w):
+    sharding = jax.NamedSharding(mesh, P('model'))
+    w = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)
+    with jax.sharding.use_abstract_mesh(mesh):
+      mapped = jax.shard_map(
+          one_shard, mesh=mesh, axis_names={AXIS}, in_specs=P(), out_specs=P()
+      )
+      return jax.eval_shape(mapped, w)
+
+  return on_mesh
 
 
 def decode_to_few_bits(x):
@@ -180,7 +222,82 @@ CALLS = {
         ValueError,
         '`decode` of a `Compressor` must give float32',
     ),
+    'payload without elements': Call(
+        of(on_shards(encode_nothing), MATRIX),
+        ValueError,
+        '`encode` of a `Compressor` must give arrays with elements',
+    ),
+    **{
+        f'Explicit axis beside that of {name}': Call(
+            of(beside_explicit(tx), MATRIX),
+            ValueError,
+            f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`',
+        )
+        for name, tx in {
+            'compressed_mean': compressed_mean(AXIS, quantize(8)),
+            'power_sgd': power_sgd(AXIS, 1),
+            'majority_vote': majority_vote(AXIS),
+            'reproducible.mean': reproducible.mean(AXIS),
+            'reproducible.towers': reproducible.towers(1, SGD, AXIS),
+        }.items()
+    },
     # Placement.
+    'None to be placed': Call(
+        of(full_state, PARAMS, None, PARAMS, MESH),
+        TypeError,
+        '`tx` of `full_state` must be an Optax .* got None.*factory',
+    ),
+    'None to be divided': Call(
+        of(state_shardings, None, PARAMS, MESH),
+        TypeError,
+        '`tx` of `state_shardings` must be an Optax .* got None',
+    ),
+    'name of an axis for specs': Call(
+        of(state_specs, SGD, PARAMS, MESH, in_specs=AXIS),
+        TypeError,
+        "`in_specs` .* must be a `PartitionSpec` .* got 'data'. Write",
+    ),
+    'name of an axis for specs of a mesh': Call(
+        of(on_mesh, SGD, MESH, in_specs=AXIS),
+        TypeError,
+        '`in_specs` of `on_mesh` must be a `PartitionSpec`',
+    ),
+    'specs of another tree': Call(
+        of(full_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)),
+        ValueError,
+        '`in_specs` of `full_state` must have the tree of the parameters',
+    ),
+    'text for a switch': Call(
+        of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
+        TypeError,
+        "`per_shard` must be a boolean, got 'x'",
+    ),
+    'text for a switch of a mesh': Call(
+        of(on_mesh, SGD, MESH, per_shard='x'),
+        TypeError,
+        "`per_shard` must be a boolean, got 'x'",
+    ),
+    'arrays for a mesh without devices': Call(
+        of(init_state, SGD, PARAMS, MESH),
+        ValueError,
+        '`params` must be shapes where the devices of `mesh` are not here',
+    ),
+    # Numbers and problems in states.
+    'health of a state without any': Call(
+        of(check_health, SGD.init(PARAMS)),
+        ValueError,
+        "`state` must hold a `GuardState`.* got none in 'tuple'.*leave",
+    ),
+    'metrics of a state of nnx': Call(
+        of(metrics, nnx.State({'num_updates': np.int32(0)})),
+        TypeError,
+        '`state` of `metrics` must have the classes .*`optimizer.opt_state`',
+    ),
+    'health of a state of nnx': Call(
+        of(check_health, nnx.State({'num_updates': np.int32(0)})),
+        TypeError,
+        '`state` of `check_health` must have the classes',
+    ),
     'state on a mesh without the axis': Call(
         of(state_specs, tower_reduce(2, SGD, axis_name='rows'), PARAMS, MESH),
         NameError,

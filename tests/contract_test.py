@@ -607,7 +607,7 @@ def outcome(row, mode, params, data):
 
     return lax.scan(one_call, tx.init(params), (calls, own))[1]
 
-  shared = (params, jnp.arange(CALLS))
+  shared = (params, jnp.arange(CALLS, dtype=jnp.int32))
   updates, seen = jax.device_get(modes.map_shards(mode, fn)(shared, data))
   return updates, seen, traced['before'], traced['after']
 
@@ -634,7 +634,7 @@ def run_calls(row, txs, mode, data, num_shards=SHARDS):
         for name, tx in txs.items()
     }
 
-  shared = (plain_params(), jnp.arange(CALLS))
+  shared = (plain_params(), jnp.arange(CALLS, dtype=jnp.int32))
   mapped = modes.map_shards(mode, fn, num_shards)
   return jax.device_get(mapped(shared, data))
 

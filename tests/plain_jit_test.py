@@ -130,8 +130,11 @@ class PlainJitTest(parameterized.TestCase):
     given = all_finite if gate.endswith('_alone') else BATCHES
     batches = jax.device_put(given, NamedSharding(mesh, P(None, 'data')))
 
+    specs = shard_transforms.specs_of(params)
+    state = shard_transforms.init_state(tx, params, mesh, in_specs=specs)
+    places = jax.tree.map(lambda x: x.sharding, state)
+
     with jax.set_mesh(mesh):
-      state = jax.jit(tx.init)(params)
       step = make_step(gate, tx)
       first = batches[0], LOCAL_STEPS[0]
       sent = sent_by(step, (params, state), first)
@@ -148,6 +151,14 @@ class PlainJitTest(parameterized.TestCase):
       for name, param in params.items():
         if leaf.shape == param.shape:
           self.assertEqual(leaf.sharding.spec, SPECS[name])
+    # They were there before the first step.
+    jax.tree.map(
+        lambda place, leaf: self.assertTrue(
+            place.is_equivalent_to(leaf.sharding, leaf.ndim)
+        ),
+        places,
+        after[1],
+    )
     # No parameter and no state is gathered. What is sent: gradients, losses,
     # whether all of them are finite, and checksums.
     self.assertContainsSubset(sent, {'psum', 'pmax'})

@@ -595,7 +595,9 @@ class RefusalTest(parameterized.TestCase):
       seen: jax.Array
       rules = {'seen': 'sum'}
 
-    tx = optax.GradientTransformation(lambda _: State(jnp.zeros(2)), None)
+    tx = optax.GradientTransformation(
+        lambda _: State(jnp.zeros(2)), optax.identity().update
+    )
 
     with self.assertRaisesRegex(TypeError, "`rules` of `State` .*'sum' for"):
       full_state(tx.init(()), tx, (), modes.mesh())

@@ -231,7 +231,7 @@ class SignalsTest(parameterized.TestCase):
 
     _, state = run(tx, x, loss, 'pmap')
 
-    with self.assertRaisesRegex(RuntimeError, r'of the signals \[1\] of'):
+    with self.assertRaisesRegex(RuntimeError, r'were the signals \[1\] of'):
       monitoring.check_health(state)
 
 

@@ -118,6 +118,7 @@ def _check(updates, weight, axes, caller):
   axes_lib.size(axes, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, axes, caller)
+  leaves_lib.check_not_explicit(updates, caller)
   if weight is None:
     return None
   weight = weights.as_weight(weight, (), caller)

@@ -130,7 +130,7 @@ def as_local_step(
 def as_inner(
     inner: Any, caller: str, argument: str = 'inner'
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the inner transformation, as one that takes extra arguments.
+  """Returns a transformation, as one that takes extra arguments.
 
   Raises:
     TypeError: If it is no Optax transformation.

@@ -206,6 +206,22 @@ def check_per_shard(
       )
 
 
+def check_not_explicit(updates: Any, caller: str) -> None:
+  """Checks that JAX lets leaves be cut: none has an axis of type `Explicit`.
+
+  Raises:
+    ValueError: If one has.
+  """
+  for path, leaf in jax.tree.leaves_with_path(updates):
+    if not is_float0(leaf) and any(jax.typeof(leaf).sharding.spec):
+      raise ValueError(
+          f'`updates` of `{caller}` must not be sharded over an axis of type'
+          f' `Explicit`, got {jax.typeof(leaf)} at {name_of(path)}. Make that'
+          ' axis of the mesh `Auto`, or name it in `axis_names` of'
+          ' `jax.shard_map`.'
+      )
+
+
 def is_cut(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:
   """Whether a leaf carries a gradient, and is neither empty nor a scalar."""
   is_inexact = jnp.issubdtype(dtype_of(leaf), jnp.inexact)

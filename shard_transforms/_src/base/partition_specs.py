@@ -57,6 +57,23 @@ def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
     )
 
 
+def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
+  """Returns the `PartitionSpec` of each parameter, from those that are given.
+
+  Raises:
+    TypeError: If they are no `PartitionSpec`s.
+    ValueError: If they are not of the tree of the parameters.
+  """
+  check(in_specs, caller, 'in_specs')
+  try:
+    return jax.tree.broadcast(in_specs, params, is_leaf=is_spec)
+  except ValueError as error:
+    raise ValueError(
+        f'`in_specs` of `{caller}` must have the tree of the parameters, or the'
+        f' head of it, got {in_specs!r} for {jax.tree.structure(params)}.'
+    ) from error
+
+
 def sliced_axes(
     tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
 ) -> list[tuple[Hashable, ...]]:

@@ -201,6 +201,7 @@ class CompressedReduction(abc.ABC):
     arguments.check_state(state, self.kind, self.caller)
     checked = leaf_sums.check(updates, weight, self.options)
     leaves_lib.check_per_shard(updates, self.axes, self.caller)
+    leaves_lib.check_not_explicit(updates, self.caller)
     split = Split.of(updates, self.compresses)
     own = self._own(state, updates, split)
     held = self.kind(own.step, *(split.parts(tree)[0] for tree in own[1:]))

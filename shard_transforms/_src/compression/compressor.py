@@ -99,9 +99,16 @@ def encode(
 
   Raises:
     TypeError: If it is not made of numbers of whole bytes.
-    ValueError: If one of its arrays has another number of rows.
+    ValueError: If it has no elements, or one of its arrays has another number
+      of rows.
   """
   payload = compressor.encode(rows, common_key, own_key)
+  sizes = [jnp.size(leaf) for leaf in jax.tree.leaves(payload)]
+  if not sizes or 0 in sizes:
+    raise ValueError(
+        '`encode` of a `Compressor` must give arrays with elements, got'
+        f' {payload!r}. Decode zeros from an array of zeros.'
+    )
   for leaf in jax.tree.leaves(payload):
     if not _has_whole_bytes(jnp.result_type(leaf)):
       raise TypeError(

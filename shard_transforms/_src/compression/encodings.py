@@ -233,7 +233,7 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
   def decode(payload, common_key):
     del common_key
     values, places = payload
-    row = jnp.arange(len(values))[:, None]
+    row = jnp.arange(len(values), dtype=jnp.int32)[:, None]
     zeros = jnp.zeros((len(values), block), jnp.float32)
     return zeros.at[row, places.astype(jnp.int32)].set(
         values, unique_indices=True, mode='promise_in_bounds'

@@ -95,7 +95,7 @@ class Exchange(NamedTuple):
     """Returns an owner's slices in float32, with zeros in their padding."""
     owner, own = collectives.row_index(self.axes), []
     for part, shape in zip(slices, shapes, strict=True):
-      place = owner * part.size + jnp.arange(part.size)
+      place = owner * part.size + jnp.arange(part.size, dtype=owner.dtype)
       flat = part.ravel().astype(jnp.float32)
       flat = jnp.where(place < math.prod(shape), flat, 0)
       own.append(flat.reshape(*(1,) * (len(shape) - 1), -1))

@@ -124,8 +124,8 @@ def _lowered(fn, args, kwargs):
     if 'incompatible devices' not in str(error):
       raise
     raise ValueError(
-        '`args` must be on the devices of the mesh, or shapes such as'
-        f' `jax.eval_shape(lambda: params)`, got: {error}'
+        '`args` must be on the same devices, those of a mesh if there is one,'
+        f' or shapes such as `jax.eval_shape(lambda: params)`, got: {error}'
     ) from error
 
 

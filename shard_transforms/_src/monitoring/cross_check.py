@@ -69,11 +69,13 @@ class CrossCheckState(NamedTuple):
     suspected = _one_copy(self.num_suspected)
     if suspected.any():
       shard = int(suspected.argmax())
+      leaf = _one_copy(self.last_leaf)[shard]
+      where = '' if leaf < 0 else f', last in leaf {leaf} of `jax.tree.leaves`'
       return (
           f'Shard {shard} computed another result than two others, which'
           f' agreed, in {suspected[shard]} of {num_checks} checks of'
-          f' `{_CALLER}`, last in leaf {_one_copy(self.last_leaf)[shard]}.'
-          ' Suspect its device: go back to a checkpoint, and train without it.'
+          f' `{_CALLER}`{where}. Suspect its device: go back to'
+          ' a checkpoint, and train without it.'
       )
     if unexplained := states.largest_here(self.num_unexplained):
       return (

@@ -49,15 +49,16 @@ def digest(tree: chex.ArrayTree) -> str:
   total = hashlib.sha256()
   for path, leaf in jax.tree.leaves_with_path(tree):
     # Of a random key, its words. Its dtype names the generator.
-    dtype = getattr(leaf, 'dtype', None)
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
     x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     if x.dtype == object:
       raise TypeError(
           '`tree` of `digest` must hold arrays or numbers, got'
           f' {leaf!r} at {leaves_lib.name_of(path)}.'
       )
-    kind = dtype if is_key else x.dtype
+    kind = leaf.dtype if is_key else x.dtype
     total.update(f'{jax.tree_util.keystr(path)} {kind} {x.shape} '.encode())
     # Not all dtypes have a buffer: bfloat16 has none.
     total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)

@@ -75,8 +75,9 @@ def metrics(
 
   Raises:
     NameError: If an axis is not bound.
-    TypeError: If `state` is no tree of arrays, `prefix` no string, or
-      `axis_name` not a name or a sequence of names.
+    TypeError: If `state` is no tree of arrays, or `nnx.State`, which has lost
+      the classes of states; if `prefix` is no string, or `axis_name` not a name
+      or a sequence of names.
     ValueError: If `axis_name` is empty or names an axis twice, or is missing.
 
   Examples:
@@ -117,7 +118,23 @@ def metrics(
     for key, value, kind in numbers:
       full_name = f'{prefix}{name}/{key}'
       found[full_name] = _scalar(full_name, value, kind, axes)
+  if not found:
+    _refuse_without_classes(state, 'metrics')
   return found
+
+
+def _refuse_without_classes(state, caller):
+  """Refuses what flax has made of a state: it has the fields, but no classes.
+
+  Raises:
+    TypeError: If it is one.
+  """
+  for node in states.nodes(state, lambda node: hasattr(node, 'to_pure_dict')):
+    raise TypeError(
+        f'`state` of `{caller}` must have the classes of the states in it, got'
+        f' `{type(node).__module__}.{type(node).__name__}`, which tells fields'
+        ' alone. Give `optimizer.opt_state` of `nnx.Optimizer`.'
+    )
 
 
 def _is_measured(node):
@@ -190,7 +207,8 @@ def check_health(state: optax.OptState) -> None:
   Raises:
     RuntimeError: If a `guard` has skipped `max_consecutive` updates in a row,
       shards hold different bits, or a state reports another problem.
-    TypeError: If it is called in traced code.
+    TypeError: If it is called in traced code, or `state` is `nnx.State`, which
+      has lost the classes of states.
     ValueError: If there is nothing to check in `state`.
 
   Examples:
@@ -209,9 +227,11 @@ def check_health(state: optax.OptState) -> None:
   """
   found = list(states.nodes(state, _is_monitored))
   if not found:
+    _refuse_without_classes(state, 'check_health')
     raise ValueError(
         '`state` must hold a `GuardState`, a `DivergenceState` or another that'
-        f' has `health_problem`, got none in {jax.tree.structure(state)}.'
+        f' has `health_problem`, got none in {type(state).__name__!r}. Give the'
+        ' state of an optimizer inside `guard`, or leave `check_health` out.'
     )
   for node in found:
     if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(node)):

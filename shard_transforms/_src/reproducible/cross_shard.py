@@ -111,6 +111,7 @@ def _cross_shard(kind, axis_name, num_towers):
     reduction.num_shards()
     leaves_lib.check_inexact(updates, caller)
     leaves_lib.check_per_shard(updates, axes, caller)
+    leaves_lib.check_not_explicit(updates, caller)
     _check_stacked(updates, lead, caller)
     if weight is None:
       total = reduction.total(num_towers or 1)

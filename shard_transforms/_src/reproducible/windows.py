@@ -169,6 +169,7 @@ def _check(updates, state, num_levels, reduction):
   arguments.check_state(state, TowersState, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, reduction.axes, caller)
+  leaves_lib.check_not_explicit(updates, caller)
   found = jnp.shape(state.total_weight)[-1]
   if found != num_levels:
     raise ValueError(

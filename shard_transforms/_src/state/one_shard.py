@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
@@ -16,6 +17,7 @@ from shard_transforms._src.state import fields
 from shard_transforms._src.state import placement
 
 Path = tuple[Any, ...]
+_CALLER = 'full_state'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,10 @@ class OneShard:
   given: Any
   mesh: jax.sharding.Mesh
   in_specs: Any
+
+  def __post_init__(self):
+    arguments.as_inner(self.tx, _CALLER, 'tx')
+    partition_specs.of_params(self.in_specs, self.given, _CALLER)
 
   @functools.cached_property
   def params(self) -> Any:

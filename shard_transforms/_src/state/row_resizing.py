@@ -14,8 +14,8 @@ _COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
 def apply_rule(
-    rule: states.Rule, name: str, old: np.ndarray, target: Any
-) -> np.ndarray:
+    rule: states.Rule, name: str, old: np.ndarray | jax.Array, target: Any
+) -> np.ndarray | jax.Array:
   """Returns the values of a leaf for another number of shards.
 
   Args:
@@ -39,7 +39,7 @@ def apply_rule(
     )
   if rule.resize in ('keep', 'refuse'):
     raise ValueError(_reason(rule, name, old, target))
-  if copies.is_key(old):
+  if isinstance(old, jax.Array) and copies.is_key(old):
     return _keys(old, target.shape[0])
   if rule.resize == 'average':
     resized = _average(rule, old)
@@ -59,7 +59,8 @@ def _keys(old, num_shards):
   """
   data = np.asarray(jax.random.key_data(old))
   turn, row = np.divmod(np.arange(num_shards), len(data))
-  keys = jax.random.wrap_key_data(data[row], impl=jax.random.key_impl(old))
+  bits = jnp.asarray(data[row])
+  keys = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(old))
   is_new = (turn > 0) & np.any(data != data[:1])
   return jnp.where(is_new, jax.vmap(jax.random.fold_in)(keys, turn), keys)
 

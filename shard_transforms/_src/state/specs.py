@@ -65,9 +65,8 @@ def state_specs(
   check_mesh(mesh)
   arguments.as_inner(tx, 'state_specs', 'tx')
   arguments.check_bool('per_shard', per_shard)
-  specs_lib.check(in_specs, 'state_specs', 'in_specs')
+  param_specs = specs_lib.of_params(in_specs, params, 'state_specs')
   lead = free_axes(mesh, in_specs) if per_shard else ()
-  param_specs = jax.tree.broadcast(in_specs, params)
   found = []
 
   def trace(params):

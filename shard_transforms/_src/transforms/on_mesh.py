@@ -39,7 +39,8 @@ def on_mesh(
   Raises:
     NameError: In `init`, if `tx` names an axis that the mesh lacks; in
       `update`, if `tx` names an axis that is not mapped.
-    TypeError: If `tx` is no transformation or `mesh` is not a mesh.
+    TypeError: If `tx` is no transformation, `mesh` not a mesh, `in_specs` no
+      `PartitionSpec`s, or `per_shard` no boolean.
     ValueError: In `init`, as in `init_state`; in `init` and `update`, if the
       step maps an axis of another size than that of the mesh.
 
@@ -58,6 +59,8 @@ def on_mesh(
   """
   specs.check_mesh(mesh)
   inner = arguments.as_inner(tx, 'on_mesh', 'tx')
+  specs_lib.check(in_specs, 'on_mesh', 'in_specs')
+  arguments.check_bool('per_shard', per_shard)
 
   def init_fn(params):
     # `full_state` reads the shapes of the state on one shard, of any mesh.

@@ -193,7 +193,7 @@ class Statistics(NamedTuple):
     without bias for one value of a further step.
     """
     num = jnp.minimum(self.num_recorded, len(self.mean))
-    has_value = (jnp.arange(len(self.mean)) < num)[:, None]
+    has_value = (jnp.arange(len(self.mean), dtype=num.dtype) < num)[:, None]
 
     def average(x, num):
       num = jnp.maximum(num, 1).astype(x.dtype)
@@ -477,5 +477,5 @@ def spikes_since(state: SpikeState | tuple[()], step: int) -> str:
       for _, steps in states.parts_here(state.last_spike)
       for i in np.flatnonzero(steps.reshape(-1, width).max(axis=0) >= step)
   }
-  named = f' Spikes were those of the signals {sorted(found)} of'
+  named = f' Not finite, or spikes, were the signals {sorted(found)} of'
   return f'{named} `SpikeRule.names`.' if found else ''
