@@ -1,6 +1,7 @@
-"""Trains with every kind of collective over the devices of all processes.
+"""Trains with every transformation over the devices of all processes.
 
-A program for `distributed_test.py`.
+A program for `distributed_test.py`. A new transformation is a new row of
+`ROWS`.
 """
 
 import itertools
@@ -20,8 +21,10 @@ import optax
 import shard_transforms
 from shard_transforms import clip_by_global_norm
 from shard_transforms import cross_shard_mean
+from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
+from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.monitoring import track_divergence
@@ -41,14 +44,18 @@ class Row(NamedTuple):
     tx: The transformation.
     axes: The axes of the mesh with their sizes.
     takes_weight: Whether each shard hands in a weight of its own.
-    takes_local_step: Whether each shard hands in a local step of its own.
+    local_step: Whose local step it is, if it takes one.
+    reduced: Whether it is given updates that are the same on all shards.
+    stacked: Whether it is given those of two towers at once.
     per_shard: Whether parameters and state differ between shards.
   """
 
   tx: optax.GradientTransformationExtraArgs
   axes: dict[str, int] = AXES[0]
   takes_weight: bool = False
-  takes_local_step: bool = False
+  local_step: str | None = None
+  reduced: bool = False
+  stacked: bool = False
   per_shard: bool = False
 
   @property
@@ -60,16 +67,35 @@ def _then_adam(link):
   return optax.chain(link, ADAM)
 
 
+_MEAN = _then_adam(cross_shard_mean(AXIS))
 # Both join shards of different processes.
 _GROUPS = [[0, 3], [1, 2]]
 
 ROWS = {
-    'mean': Row(_then_adam(cross_shard_mean(AXIS)), takes_weight=True),
+    'mean': Row(_MEAN),
+    'sum': Row(_then_adam(cross_shard_sum(AXIS))),
+    'weighted_mean': Row(_MEAN, takes_weight=True),
+    'weighted_sum': Row(_then_adam(cross_shard_sum(AXIS)), takes_weight=True),
     'groups': Row(
         _then_adam(cross_shard_mean(AXIS, groups=_GROUPS)),
         takes_weight=True,
         per_shard=True,
     ),
+    'two_axes': Row(
+        _then_adam(cross_shard_mean(('a', 'b'))),
+        axes=AXES[1],
+        takes_weight=True,
+    ),
+    'tower_reduce': Row(tower_reduce(2, ADAM), reduced=True),
+    'tower_reduce_of_shards': Row(
+        tower_reduce(2, _MEAN, axis_name=AXIS), takes_weight=True
+    ),
+    'reduce_towers': Row(reduce_towers(2, _MEAN), stacked=True),
+    'drop_stale': Row(drop_stale(1, ADAM), local_step='all', reduced=True),
+    'drop_stale_of_shards': Row(
+        drop_stale(1, _MEAN, axis_name=AXIS), local_step='own'
+    ),
+    'shard_update': Row(shard_update(ADAM, AXIS), takes_weight=True),
     'shard_update_in_groups': Row(
         shard_update(ADAM, AXIS, groups=_GROUPS), per_shard=True
     ),
@@ -110,7 +136,7 @@ ROWS = {
             axis_name=AXIS,
         ),
         takes_weight=True,
-        takes_local_step=True,
+        local_step='own',
     ),
 }
 
@@ -147,13 +173,25 @@ def loss_fn(params, x, y):
   return jnp.mean((x @ params['w'] + params['b'] - y) ** 2)
 
 
-def step(row, params, state, batch):
+def step(row, params, state, batch, call):
   """Trains one shard with its own batch."""
   value_and_grad = shard_transforms.value_and_grad(loss_fn, row.axis_name)
-  loss, grads = value_and_grad(params, batch.x, batch.y)
+  if row.stacked:
+    halves = zip(jnp.split(batch.x, 2), jnp.split(batch.y, 2), strict=True)
+    towers = [value_and_grad(params, *half) for half in halves]
+    loss, grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *towers)
+    loss = loss.mean()
+  else:
+    loss, grads = value_and_grad(params, batch.x, batch.y)
+  if row.reduced:
+    grads = shard_transforms.shard_mean(grads, row.axis_name)
   extra_args = {'weight': batch.weight} if row.takes_weight else {}
-  if row.takes_local_step:
-    extra_args['local_step'] = batch.local_step
+  if row.local_step:
+    own = row.local_step == 'own'
+    # The second call of four brings an update that is too old.
+    extra_args['local_step'] = (
+        batch.local_step if own else jnp.where(call == 1, -9, call // 2)
+    )
   updates, state = row.tx.update(grads, state, params, **extra_args)
   loss = shard_transforms.shard_mean(loss, row.axis_name)
   return (optax.apply_updates(params, updates), state), loss
@@ -178,14 +216,14 @@ def train_with_shard_map(rows):
     specs[name] = (split if row.per_shard else P(), state_specs)
     trained[name] = (put(params, mesh, specs[name][0]), state)
 
-  def train_one_shard(trained, batch):
+  def train_one_shard(trained, batch, call):
     batch = jax.tree.map(lambda x: x[0], batch)
     losses, after = {}, {}
     for name, row in rows.items():
       own = trained[name]
       if row.per_shard:
         own = jax.tree.map(lambda x: x[0], own)
-      own, losses[name] = step(row, *own, batch)
+      own, losses[name] = step(row, *own, batch, call)
       if row.per_shard:
         own = jax.tree.map(lambda x: x[None], own)
       after[name] = own
@@ -195,14 +233,14 @@ def train_with_shard_map(rows):
       jax.shard_map(
           train_one_shard,
           mesh=mesh,
-          in_specs=(specs, split),
+          in_specs=(specs, split, P()),
           out_specs=(specs, P()),
       )
   )
   losses = []
-  for batch in make_batches():
+  for call, batch in enumerate(make_batches()):
     batch = put(batch, mesh, split)
-    trained, loss = jax.block_until_ready(mapped(trained, batch))
+    trained, loss = mapped(trained, batch, np.int32(call))
     losses.append(loss)
   return trained, losses
 
@@ -226,8 +264,10 @@ def train_with_pmap(rows):
   def init(params):
     return {name: (params, row.tx.init(params)) for name, row in rows.items()}
 
-  def train_one_shard(trained, batch):
-    results = {n: step(row, *trained[n], batch) for n, row in rows.items()}
+  def train_one_shard(trained, batch, call):
+    results = {
+        n: step(row, *trained[n], batch, call) for n, row in rows.items()
+    }
     return {n: r[0] for n, r in results.items()}, {
         n: r[1] for n, r in results.items()
     }
@@ -235,11 +275,11 @@ def train_with_pmap(rows):
   trained = jax.pmap(init, AXIS)(
       jax.tree.map(lambda x: np.stack([x] * num_local), make_params())
   )
-  mapped = jax.pmap(train_one_shard, AXIS, in_axes=0)
+  mapped = jax.pmap(train_one_shard, AXIS, in_axes=(0, 0, None))
   losses = []
-  for batch in make_batches():
+  for call, batch in enumerate(make_batches()):
     own = jax.tree.map(lambda x: x[first : first + num_local], batch)
-    trained, loss = jax.block_until_ready(mapped(trained, own))
+    trained, loss = mapped(trained, own, np.int32(call))
     losses.append(loss)
   return trained, losses
 

@@ -892,6 +892,13 @@ class CopyTest(parameterized.TestCase):
     ):
       resize_state(state, averaged(tx), params, modes.mesh(4))
 
+  @cases.parameters(
+      ({},), ([],), ({'inner_state': [{'mu': np.zeros((8, 1))}]},)
+  )
+  def test_refuses_raw_trees_of_a_checkpoint(self, raw):
+    with self.assertRaisesRegex(ValueError, r'`state` .* got the tree'):
+      resize_state(raw, averaged(adam()), jnp.zeros(3), modes.mesh(4))
+
   @cases.parameters('bfloat16', 'float64')
   def test_refuses_another_dtype(self, dtype):
     state = jax.device_get(state_of(optax.trace(0.9), [jnp.zeros(3)], 8))

@@ -112,20 +112,3 @@ class AdamTest(parameterized.TestCase):
         update(tuple(map(jnp.float32, numbers))),
         tf1.adam(*numbers).update(GRADS[0], tf1.adam(*numbers).init(PARAMS)),
     )
-
-  def test_keeps_dtypes(self):
-    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
-    tx = tf1.adam(jnp.float32(0.1), 0.8, 0.95, 1e-8)
-    state = tx.init(half)
-
-    updates, after = tx.update(half, state)
-
-    chex.assert_trees_all_equal_dtypes(updates, half)
-    chex.assert_trees_all_equal_dtypes(after, state)
-
-  def test_ignores_extra_arguments(self):
-    tx = tf1.adam(0.1, 0.8, 0.95, 1e-8)
-
-    given = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=3.0)
-
-    chex.assert_trees_all_equal(given, tx.update(GRADS[0], tx.init(PARAMS)))

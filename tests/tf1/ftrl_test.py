@@ -140,29 +140,6 @@ class FtrlTest(parameterized.TestCase):
         atol=1e-6,
     )
 
-  def test_keeps_dtypes(self):
-    half = jnp.asarray(START, jnp.bfloat16)
-    tx = tf1.ftrl(jnp.float32(RATE), **OPTIONS['all'])
-    state = tx.init(half)
-
-    updates, after = tx.update(half, state, half)
-
-    chex.assert_trees_all_equal_dtypes((updates, after), (half, state))
-
-  def test_ignores_extra_arguments(self):
-    tx = tf1.ftrl(RATE)
-    state = tx.init(START)
-
-    given = tx.update(GRADS[0], state, START, weight=3.0)
-
-    chex.assert_trees_all_equal(given, tx.update(GRADS[0], state, START))
-
-  def test_needs_the_parameters(self):
-    tx = tf1.ftrl(RATE)
-
-    with self.assertRaisesRegex(ValueError, 'must be given the parameters'):
-      tx.update(GRADS[0], tx.init(START))
-
   def test_refuses_a_rate_that_grows(self):
     with self.assertRaisesRegex(
         ValueError, '`learning_rate_power` must not be positive, got 0.5'
@@ -180,10 +157,3 @@ class FtrlTest(parameterized.TestCase):
         ValueError, f'`{name}` must not be negative, got -0.1'
     ):
       tf1.ftrl(RATE, **{name: -0.1})
-
-  def test_takes_a_tree_without_leaves(self):
-    tx = tf1.ftrl(RATE)
-
-    chex.assert_trees_all_equal(
-        tx.update({}, tx.init({}), {}), ({}, tx.init({}))
-    )

@@ -1,12 +1,8 @@
-import inspect
-import math
-
 from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import cases
 from shard_transforms import tf1
@@ -74,41 +70,3 @@ class LarsTest(parameterized.TestCase):
 
     chex.assert_trees_all_close(updates['b'], -0.5 * jnp.asarray(GRADS['b']))
     chex.assert_trees_all_close(updates['w'], first(tf1.lars(0.5))['w'])
-
-
-class ContractTest(parameterized.TestCase):
-
-  @cases.parameters(
-      (tf1.adam, 0.1, math.nan, 0.9, 1e-8),
-      (tf1.ftrl, math.nan),
-      (tf1.lars, 0.1, math.nan),
-  )
-  def test_names_an_argument_that_is_not_a_number(self, factory, *numbers):
-    names = [*inspect.signature(factory).parameters]
-    name = names[[*map(math.isnan, numbers)].index(True)]
-
-    with self.assertRaisesRegex(ValueError, f'`{name}` of .* must not be NaN'):
-      factory(*numbers)
-
-  def test_needs_the_parameters(self):
-    tx = tf1.lars(0.1)
-
-    with self.assertRaisesRegex(ValueError, 'of `lars` must be given the par'):
-      tx.update(GRADS, tx.init(PARAMS))
-
-  def test_keeps_dtypes_and_ignores_extra_arguments(self):
-    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
-    tx = tf1.lars(0.1)
-    state = tx.init(half)
-
-    updates, after = tx.update(half, state, half, weight=3.0)
-
-    chex.assert_trees_all_equal_dtypes(updates, half)
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-
-  def test_takes_a_schedule_by_inject_hyperparams(self):
-    tx = optax.inject_hyperparams(tf1.lars)(lambda count: 0.1 * (count + 1))
-
-    chex.assert_trees_all_close(
-        first(tx), first(tf1.lars(0.1)), rtol=1e-6, strict=True
-    )

@@ -24,6 +24,13 @@ DECAY = 0.9
 DATA = np.random.default_rng(0).normal(size=(8, 6, 5)).astype(np.float32)
 WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 6)).astype(np.float32)
 
+_towers = functools.partial(
+    shard_transforms.tower_reduce, NUM_TOWERS, axis_name=modes.AXIS
+)
+GATED = {
+    'inside': lambda tx: _towers(shard_transforms.guard(tx, modes.AXIS)),
+    'around': lambda tx: shard_transforms.guard(_towers(tx), modes.AXIS),
+}
 
 # Meshes of 2 hosts x 4 cores, with and without types that are tracked.
 MESH_MODES = ('2x4', '2x4_unchecked')
@@ -170,6 +177,32 @@ class TowerReduceTest(parameterized.TestCase):
     np.testing.assert_array_equal(towers[:, -1], np.zeros(8))
     for leaf in state.total, state.total_weight:
       np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+  @cases.product(place=(0, 1, 2), gate=tuple(GATED), weighted=(False, True))
+  def test_a_nan_leaves_no_bit_in_the_next_window(self, place, gate, weighted):
+    tx = GATED[gate](_momentum())
+    x = DATA[:, :6].copy()
+    x[2, place] = np.nan
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name=modes.AXIS)
+    def train(x, weight):
+      def step(state, own):
+        x, weight = own
+        given = {'weight': weight} if weighted else {}
+        updates, state = tx.update(x, state, jnp.ones(5), **given)
+        return state, updates
+
+      return lax.scan(step, tx.init(jnp.ones(5)), (x, weight))[1]
+
+    # A guard inside skips the window, and one around only the tower.
+    left = [0, 1, 2, 3, 4, 5]
+    left = left[3:] if gate == 'inside' else [i for i in left if i != place]
+    updates = train(x, WEIGHTS[:, :6])
+
+    expected = np.zeros_like(x)
+    expected[:, left] = train(DATA[:, left], WEIGHTS[:, left])
+    np.testing.assert_array_equal(updates, expected)
 
   @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
   def test_starts_again_after_a_window_without_weight(self, mode, reduction):
@@ -636,9 +669,9 @@ class CollectivesTest(parameterized.TestCase):
 
     outside, inside = _count_psums(jaxpr.jaxpr)
     self.assertEqual(outside, 0)
-    # A weight adds one scalar to decide whether there is any at all, and one
-    # to divide by.
-    self.assertEqual(inside, num_calls * (3 if weighted else 1))
+    # A weight adds three scalars: whether there is any at all, the largest to
+    # scale by, and the total to divide by.
+    self.assertEqual(inside, num_calls * (4 if weighted else 1))
 
 
 def _count_psums(jaxpr, in_branch=False):

@@ -116,7 +116,7 @@ def split_arrays(
   leaves, treedef = jax.tree.flatten(tree)
   arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
   # What JAX keeps of `join` must not keep tracers alive.
-  others = [x if a is None else None for x, a in zip(leaves, arrays)]
+  others = [None if isinstance(x, jax.Array) else x for x in leaves]
 
   def join(arrays):
     pairs = zip(others, arrays, strict=True)

@@ -32,11 +32,11 @@ def resize_state(
   window of `tower_reduce` is merged or spread so that it ends with the same
   result: the totals and the total weights over all shards stay the same, or,
   without weights, their `reduction`. Weights that say which shards count, as
-  `guard` gives them, are added up like numbers of tokens. The `reduction` of the updates that are
-  pending in `delay_updates` stays the same, too. The mean squares of
-  `compensate_delay` become their maximum. In `guard`, a shard keeps the latest
-  bad step of the shards that it is merged from, and the rolling mean of norms
-  restarts, because other batches have other norms. The shards of
+  `guard` gives them, are added up like numbers of tokens. The `reduction` of
+  the updates that are pending in `delay_updates` stays the same, too. The mean
+  squares of `compensate_delay` become their maximum. In `guard`, a shard keeps
+  the latest bad step of the shards that it is merged from, and the rolling mean
+  of norms restarts, because other batches have other norms. The shards of
   `local_updates` all continue from the mean of their own parameters and of
   their inner states, weighted by the steps of each, and share its weight
   equally, so that an unfinished round contains the steps of all. A state of

@@ -294,10 +294,15 @@ def lars(
     _check_params('lars', params)
     return jax.tree.map(adapt, updates, params)
 
+  def scaled(updates, params):
+    del params
+    # The rate may be an array of another type.
+    return jax.tree.map(lambda g: (learning_rate * g).astype(g.dtype), updates)
+
   return optax.with_extra_args_support(
       optax.chain(
           optax.masked(optax.stateless(adapted), mask),
-          optax.scale(learning_rate),
+          optax.stateless(scaled),
           optax.trace(momentum, nesterov),
           optax.scale(-1.0),
       )
