@@ -231,6 +231,7 @@ ERRORS = (
         'spell what it sends',
     ),
     ('%n = f32[2] all-new(%c), replica_groups={{0,1}}', 'spell what it sends'),
+    ('%n = f32[2] told(%c), replica_groups={{0,1}}', 'spell what it sends'),
     ('%n = f32[2] sent(%c), source_target_pairs={{0,1}}', 'what it sends in a'),
     ('%n := f32[2] all-reduce(%c)', 'spell what it sends in a way that is'),
     # What it refers to is not there.
