@@ -13,6 +13,7 @@ from shard_transforms import tower_reduce
 
 AXIS = modes.AXIS
 SGD = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+GUARD = guard(optax.sgd(0.1))
 GUARDS = {
     'around': guard(SGD, AXIS),
     'inside': optax.chain(
@@ -23,9 +24,12 @@ GUARDS = {
         guard(SGD, AXIS, spikes=shard_transforms.SpikeRule(max_norm=9)), AXIS
     ),
     'around towers': guard(tower_reduce(2, SGD, axis_name=AXIS), AXIS),
-    'in drop_stale': shard_transforms.drop_stale(
-        9, guard(SGD, AXIS), axis_name=AXIS
+    'around drop_stale': guard(
+        shard_transforms.drop_stale(9, SGD, axis_name=AXIS), AXIS
     ),
+    'with its rate': optax.inject_hyperparams(
+        lambda rate: optax.chain(guard(SGD, AXIS), optax.scale(rate))
+    )(0.1),
 }
 
 
@@ -63,18 +67,26 @@ class UnlessSkippedTest(parameterized.TestCase):
 
   @cases.parameters(
       (optax.sgd(0.1), 'must have the state of a `guard` .* got'),
-      (tower_reduce(2, guard(optax.sgd(0.1))), 'around `tower_reduce`'),
+      (tower_reduce(2, GUARD), 'decides in each step'),
+      (shard_transforms.drop_stale(1, GUARD), 'decides in each step'),
+      (
+          shard_transforms.local_updates(optax.sgd(0.1), GUARD, AXIS, every=2),
+          'decides in each step',
+      ),
+      (optax.MultiSteps(GUARD, 2), 'decides in each step'),
   )
   def test_refuses_what_says_nothing_about_the_step(self, tx, message):
-    state = tx.init(jnp.zeros(2))
+    init = jax.vmap(lambda _: tx.init(jnp.zeros(2)), axis_name=AXIS)
+    state = init(jnp.zeros(1))
 
     with self.assertRaisesRegex(ValueError, f'`unless_skipped` .*{message}'):
       shard_transforms.unless_skipped(state, jnp.ones(2), jnp.zeros(2))
 
-  def test_one_tower_is_no_window(self):
-    tx = tower_reduce(1, guard(optax.sgd(0.1)))
-    _, state = tx.update(jnp.full(2, np.nan), tx.init(jnp.zeros(2)))
+  @cases.parameters(((2, 2), 'float32'), ((2,), 'bfloat16'))
+  def test_refuses_another_tree(self, shape, dtype):
+    state = GUARD.init(jnp.zeros(2))
 
-    kept = shard_transforms.unless_skipped(state, jnp.ones(2), jnp.zeros(2))
-
-    np.testing.assert_array_equal(kept, [0, 0])
+    with self.assertRaisesRegex(ValueError, 'shapes and dtypes, got'):
+      shard_transforms.unless_skipped(
+          state, jnp.ones(2), jnp.ones(shape, dtype)
+      )

@@ -1,5 +1,6 @@
 """`unless_skipped`: model state is kept where `guard` skips a step."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -7,6 +8,16 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import states
+from shard_transforms._src.transforms import guard
+
+# The states of chains and of what runs `inner` in each step.
+_STEPPING = (
+    tuple,
+    list,
+    dict,
+    optax.MaskedState,
+    optax.InjectStatefulHyperparamsState,
+)
 
 
 def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
@@ -17,8 +28,8 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
   batch must be kept by the decision of `guard`.
 
   Call it with the state that `update` returns. With several guards, all must
-  have accepted the step. A step that `drop_stale` drops does not count as
-  skipped. If `on_bad='exclude'` accepts a step, what a bad shard has computed
+  have accepted the step. They stand around what may leave out a step, such as
+  `drop_stale` and `tower_reduce`; that does not count as skipped. If `on_bad='exclude'` accepts a step, what a bad shard has computed
   for itself is still bad: reduce it over all shards before the gradient, or
   weigh it.
 
@@ -32,9 +43,10 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
     The tree `after`, or `before`, with each of its bits.
 
   Raises:
-    ValueError: If there is no state of `guard`, or a `guard` stands inside
-      `tower_reduce`: it decides at the end of a window, when the model state of
-      a bad tower is already kept.
+    ValueError: If there is no state of `guard`; a `guard` stands inside
+      `tower_reduce`, `drop_stale`, `local_updates` or another transformation
+      that does not run it in each step; or the trees, shapes or dtypes of
+      `after` and `before` differ.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -50,20 +62,21 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
     [0.1 0.3]
     [0.1 0.3]
   """
-  guards = list(states.nodes(state, _is_guard))
-  if not guards:
+  _check_same_types(after, before)
+  guards = list(_in_each_step(state))
+  num_guards = sum(1 for _ in states.nodes(state, _is_guard))
+  if not num_guards:
     raise ValueError(
         '`state` of `unless_skipped` must have the state of a `guard` in it,'
         f' got {type(state).__name__}. Of `nnx.Optimizer`, give'
         ' `nnx.as_pure(optimizer.opt_state)`.'
     )
-  for window in states.nodes(state, _is_window):
-    if any(states.nodes(window.inner_state, _is_guard)):
-      raise ValueError(
-          '`state` of `unless_skipped` must have `guard` around `tower_reduce`,'
-          ' got it inside, where it decides at the end of a window: a bad tower'
-          ' has changed the model state by then.'
-      )
+  if len(guards) < num_guards:
+    raise ValueError(
+        '`state` of `unless_skipped` must be that of a `guard` that decides in'
+        ' each step, got one inside a transformation that may leave out its'
+        ' step, such as a window. Put `guard` around it.'
+    )
   in_a_row = [jnp.max(x.consecutive_skipped) for x in guards]
   is_skipped = jnp.max(jnp.stack(in_a_row)) > 0
   return jax.tree.map(
@@ -72,9 +85,32 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
 
 
 def _is_guard(node: Any) -> bool:
-  return hasattr(node, 'consecutive_skipped')
+  return isinstance(node, guard.GuardState)
 
 
-def _is_window(node: Any) -> bool:
-  # That of one tower has no total.
-  return hasattr(node, 'tower') and bool(jax.tree.leaves(node.total))
+def _in_each_step(node: Any) -> Iterator[guard.GuardState]:
+  """Yields the states of the guards that decide in each step."""
+  if _is_guard(node):
+    yield node
+  elif type(node) not in _STEPPING:
+    return
+  for part in jax.tree.leaves(node, is_leaf=lambda x: x is not node):
+    if part is not node:
+      yield from _in_each_step(part)
+
+
+def _check_same_types(after, before):
+  """Checks two model states.
+
+  Raises:
+    ValueError: If trees, shapes or dtypes differ.
+  """
+
+  def types(tree):
+    return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+
+  if types(after) != types(before):
+    raise ValueError(
+        '`after` and `before` of `unless_skipped` must be the same tree of the'
+        f' same shapes and dtypes, got {types(after)} and {types(before)}.'
+    )
