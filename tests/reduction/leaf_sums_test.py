@@ -14,7 +14,6 @@ import modes
 import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.reduction import leaf_sums
 
 
 class NumberOfCollectivesTest(parameterized.TestCase):
@@ -258,52 +257,6 @@ class PartlyMappedMeshTest(parameterized.TestCase):
 def _loss_of_two(params, x):
   terms = params['w'] * x[None] + 2 * (params['b'] * x)[None] / 4
   return jnp.sum(terms.astype(jnp.float32))
-
-
-LEVELS = ('host', 'core')
-
-
-def axes_of(make, averaged, check_vma=True):
-  """Returns over which axes `make(x)` is sent, of an `x` of each shard."""
-  found = []
-  on_invariant = 'averaged' if averaged else 'error'
-  reduction = leaf_sums.Reduction(
-      'caller', 'mean', LEVELS, on_invariant=on_invariant
-  )
-
-  def fn(x):
-    found.append(leaf_sums.sent_over(make(x), reduction))
-    return x
-
-  mapped = jax.shard_map(
-      fn,
-      mesh=jax.make_mesh((2, 4), LEVELS, (AxisType.Auto,) * 2),
-      in_specs=P(LEVELS),
-      out_specs=P(LEVELS),
-      check_vma=check_vma,
-  )
-  jax.eval_shape(mapped, jnp.zeros(8))
-  return found[0]
-
-
-class SentOverTest(parameterized.TestCase):
-
-  @cases.parameters(False, True)
-  def test_sends_what_differs_over_all_axes(self, averaged):
-    self.assertEqual(axes_of(lambda x: 2 * x, averaged), LEVELS)
-
-  @cases.parameters(('core', ('host',)), ('host', ('core',)), (LEVELS, ()))
-  def test_sends_nothing_over_an_axis_that_is_done(self, done, expected):
-    axes = axes_of(lambda x: lax.pmean(x, done), averaged=True)
-
-    self.assertEqual(axes, expected)
-
-  def test_sends_all_where_types_say_nothing(self):
-    axes = axes_of(
-        lambda x: lax.psum(x, LEVELS), averaged=True, check_vma=False
-    )
-
-    self.assertEqual(axes, LEVELS)
 
 
 class TypeTest(parameterized.TestCase):

@@ -100,12 +100,17 @@ def assert_same(actual, expected):
 
 class FullTest(parameterized.TestCase):
 
-  @cases.product(name=tuple(WRAPPERS), num_shards=(8, 3))
-  def test_is_the_state_of_the_replicated_optimizer(self, name, num_shards):
-    tx, mesh = WRAPPERS[name](COPY), modes.mesh(num_shards)
+  @cases.product(name=tuple(WRAPPERS), kind=(AxisType.Auto, AxisType.Explicit))
+  def test_is_the_state_of_the_replicated_optimizer(self, name, kind):
+    tx, mesh = WRAPPERS[name](COPY), jax.make_mesh((8,), (AXIS,), (kind,))
     state = init_state(tx, params_of(), mesh)
 
     full = full_state(state, tx, params_of(), mesh)
+
+    placed = place_state(full, tx, params_of(), mesh)
+    assert_same(placed, state)
+    for leaf in jax.tree.leaves((full, placed)):
+      self.assertEqual(leaf.sharding.mesh, mesh)
 
     chex.assert_trees_all_equal(
         jax.device_get(full.inner_state),
@@ -151,19 +156,6 @@ class FullTest(parameterized.TestCase):
     self.assertEqual(
         specs, {'a': P(None, AXIS), 'b': P(AXIS, None), 'c': P(None)}
     )
-
-  @cases.product(name=tuple(WRAPPERS), kind=(AxisType.Auto, AxisType.Explicit))
-  def test_is_on_a_mesh_of_any_type(self, name, kind):
-    tx = WRAPPERS[name](COPY)
-    mesh = jax.make_mesh((8,), (AXIS,), (kind,))
-    state = init_state(tx, params_of(), mesh)
-
-    full = full_state(state, tx, params_of(), mesh)
-    placed = place_state(full, tx, params_of(), mesh)
-
-    assert_same(placed, state)
-    for leaf in jax.tree.leaves((full, placed)):
-      self.assertEqual(leaf.sharding.mesh, mesh)
 
   @cases.parameters(*WRAPPERS)
   def test_over_several_axes(self, name):

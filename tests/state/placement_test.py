@@ -35,10 +35,6 @@ def _momentum(**options):
   )
 
 
-def _is_spec(node):
-  return isinstance(node, P)
-
-
 class InitStateTest(parameterized.TestCase):
 
   @cases.parameters('state_specs', 'init_state')
@@ -193,44 +189,6 @@ def _loss(w, x):
 class TrainingTest(parameterized.TestCase):
 
   @cases.parameters(*KINDS)
-  def test_trains_with_state_that_is_kept_per_shard(self, kind):
-    mesh = _mesh(kind)
-    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
-    w = np.zeros(8, np.float32)
-    specs = shard_transforms.state_specs(tx, w, mesh)
-
-    def step(w, state, x):
-      _, grads = shard_transforms.value_and_grad(_loss, 'data')(w, x[0])
-      updates, state = tx.update(grads, state, w)
-      return w - updates, state
-
-    step = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(P(), specs, P('data')),
-        out_specs=(P(), specs),
-    )
-    step = jax.jit(step, donate_argnums=(0, 1))
-
-    w = jax.device_put(w, jax.NamedSharding(mesh, P()))
-    state = start = shard_transforms.init_state(tx, w, mesh)
-    places = jax.tree.map(lambda leaf: leaf.sharding, start)
-    for x in DATA:
-      x = jax.device_put(x, jax.NamedSharding(mesh, P('data')))
-      w, state = step(w, state, x)
-
-    first, second = DATA.mean(1).reshape(2, 2, 8).mean(1)
-    np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
-    self.assertEqual(state.total.shape, (8, 8))
-    jax.tree.map(
-        lambda leaf, place: self.assertTrue(
-            leaf.sharding.is_equivalent_to(place, leaf.ndim)
-        ),
-        state,
-        places,
-    )
-
-  @cases.parameters(*KINDS)
   def test_trains_parameters_that_are_sharded(self, kind):
     mesh = _mesh(kind, (2, 4))
     tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
@@ -258,6 +216,7 @@ class TrainingTest(parameterized.TestCase):
     step = jax.jit(step)
 
     state = make(params=w)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
     for x in DATA[:, :2]:
       x = jax.device_put(x, jax.NamedSharding(mesh, data_specs))
       w, state = step(w, state, x)
@@ -265,12 +224,22 @@ class TrainingTest(parameterized.TestCase):
     first, second = DATA[:, :2].mean(1).reshape(2, 2, 8).mean(1)
     np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
     self.assertEqual(state.total.shape, (2, 8))
+    jax.tree.map(
+        lambda leaf, place: self.assertTrue(
+            leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        ),
+        state,
+        places,
+    )
 
-  @cases.product(
-      kind=KINDS,
-      wrap=(
-          lambda tx: tx,
+  @cases.parameters(
+      (AxisType.Explicit, lambda tx: tx),
+      (
+          AxisType.Auto,
           lambda tx: shard_transforms.tower_reduce(2, tx, axis_name='data'),
+      ),
+      (
+          AxisType.Auto,
           lambda tx: shard_transforms.drop_stale(9, tx, axis_name='data'),
       ),
   )

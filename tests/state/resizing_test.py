@@ -366,26 +366,18 @@ class CutTest(parameterized.TestCase):
     assert_same(resized, state_of(tx, params, 4))
 
   @cases.parameters(
-      {'before': (2, 4), 'after': (4, 2)},
-      {'before': (1, 2), 'after': (2, 3)},
+      {'axes': ('hosts', 'cores'), 'before': (2, 4), 'after': (4, 2)},
+      {'axes': ('hosts', 'cores'), 'before': (1, 2), 'after': (2, 3)},
+      {'axes': 'cores', 'before': (2, 4), 'after': (4, 2)},
   )
-  def test_slices_are_cut_over_several_axes(self, before, after):
-    tx = shard_update(copying(), ('hosts', 'cores'))
+  def test_slices_are_cut_over_several_axes(self, axes, before, after):
+    tx = shard_update(copying(), axes)
     params = jnp.arange(1.0, 18.0)
     state = init_state(tx, params, mesh_of(before))
 
     resized = resize_state(state, tx, params, mesh_of(after))
 
     assert_same(resized, init_state(tx, params, mesh_of(after)))
-
-  def test_slices_are_cut_over_one_of_two_axes(self):
-    tx = shard_update(copying(), 'cores')
-    params = jnp.arange(1.0, 18.0)
-    state = init_state(tx, params, mesh_of((2, 4)))
-
-    resized = resize_state(state, tx, params, mesh_of((4, 2)))
-
-    assert_same(resized, init_state(tx, params, mesh_of((4, 2))))
 
   @cases.parameters(
       {'shape': (16,), 'before': 8, 'other': (24,), 'after': 4},

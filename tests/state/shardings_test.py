@@ -21,39 +21,6 @@ EXPLICIT = jax.sharding.AxisType.Explicit
 SPECS = {'w': P(None, 'model'), 'v': P('model'), 'k': P(), 'b': P()}
 
 
-def shampoo(learning_rate):
-  """Returns Shampoo: a square statistic for each dimension of a matrix."""
-
-  def statistics(g):
-    return (g @ g.T, g.T @ g) if g.ndim == 2 else (g**2,)
-
-  def root(x):
-    values, vectors = jnp.linalg.eigh(x + 1e-2 * jnp.eye(len(x)))
-    return vectors * values[None] ** -0.25 @ vectors.T
-
-  def precondition(g, kept):
-    if g.ndim == 2:
-      return root(kept[0]) @ g @ root(kept[1])
-    return g / jnp.sqrt(kept[0] + 1e-2)
-
-  def init_fn(params):
-    return jax.tree.map(lambda p: statistics(jnp.zeros_like(p)), params)
-
-  def update_fn(updates, state, params=None):
-    del params
-    state = jax.tree.map(
-        lambda g, kept: jax.tree.map(jnp.add, kept, statistics(g)),
-        updates,
-        state,
-    )
-    return jax.tree.map(precondition, updates, state), state
-
-  return optax.chain(
-      optax.GradientTransformation(init_fn, update_fn),
-      optax.scale(-learning_rate),
-  )
-
-
 OPTIMIZERS = (
     ('adam', lambda: optax.adam(0.1)),
     ('adafactor', lambda: optax.adafactor(0.1, min_dim_size_to_factor=4)),
@@ -62,7 +29,6 @@ OPTIMIZERS = (
         'multi_steps',
         lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     ),
-    ('shampoo', lambda: shampoo(0.01)),
     ('guard', lambda: shard_transforms.guard(optax.adam(0.1))),
     (
         'drop_stale',
@@ -205,8 +171,12 @@ class StateShardingsTest(parameterized.TestCase):
   def test_names_statistics_that_are_like_no_parameter(self):
     mesh = make_mesh()
 
-    with self.assertWarnsRegex(UserWarning, r"\['w'\]\[0\] float32\[16, 16\]"):
-      shard_transforms.state_shardings(shampoo(0.1), make_params(mesh), mesh)
+    with self.assertWarnsRegex(UserWarning, r"v_row\['w'\] float32\[8\]"):
+      shard_transforms.state_shardings(
+          optax.adafactor(0.1, min_dim_size_to_factor=4),
+          {'w': make_params(mesh)['w']},
+          mesh,
+      )
 
   def test_each_device_holds_and_makes_one_part(self):
     mesh = jax.make_mesh((8,), ('data',), (AUTO,))
@@ -391,18 +361,6 @@ class StateShardingsTest(parameterized.TestCase):
     shardings = shard_transforms.state_shardings(*args, on_whole='ignore')
     padded = spec if len(spec) else P(None, None)
     self.assertEqual(shardings[0].mu['w'].spec, padded)
-
-  @parameterized.named_parameters(
-      ('without_state', lambda: optax.sgd(0.1)),
-      ('of_one_element', lambda: optax.scale_by_schedule(lambda _: 0.1)),
-  )
-  def test_takes_a_state_in_which_nothing_is_to_divide(self, make):
-    mesh = make_mesh()
-
-    shardings = shard_transforms.state_shardings(make(), jnp.ones(3), mesh)
-
-    specs = [leaf.spec for leaf in jax.tree.leaves(shardings)]
-    self.assertEqual(specs, [P()] * len(specs))
 
   @cases.parameters(
       ({'mesh': 3}, TypeError, '`mesh` of `state_shardings` must be a'),

@@ -1,6 +1,5 @@
 from absl.testing import parameterized
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
@@ -195,14 +194,6 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(one.total['w'], P('data', None))
     self.assertEqual(one.inner_state[0].mu['w'], P('data'))
     self.assertEqual(two.total['w'], P('data', None, None, 'model'))
-
-  def test_names_a_state_of_one_leaf_the_root(self):
-    tx = optax.GradientTransformation(
-        lambda _: lax.axis_index('data'), optax.identity().update
-    )
-
-    with self.assertRaisesRegex(ValueError, 'at the root, which varies over'):
-      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0]))
 
   def test_refuses_factors_of_sharded_parameters(self):
     tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
