@@ -234,25 +234,11 @@ class LocalStepTest(parameterized.TestCase):
 class RealTest(parameterized.TestCase):
 
   @cases.parameters(
-      ('lam', 0, True),
-      ('lam', 2.5, True),
-      ('lam', np.float32(1), True),
-      ('lam', -1e-9, False),
-      ('lam', NAN, False),
-      ('decay', 0, True),
-      ('decay', 0.95, True),
-      ('decay', 1.0, False),
-      ('decay', -0.1, False),
-      ('decay', NAN, False),
+      ('lam', -1e-9), ('lam', NAN), ('decay', 1.0), ('decay', -0.1)
   )
-  def test_takes_what_fits(self, name, value, fits):
-    kwargs = {'lam': 1.0, name: value}
-    if fits:
-      shard_transforms.compensate_delay(**kwargs)
-      return
-
+  def test_refuses_what_does_not_fit(self, name, value):
     with self.assertRaisesRegex(ValueError, f'`{name}` must .*, got'):
-      shard_transforms.compensate_delay(**kwargs)
+      shard_transforms.compensate_delay(**({'lam': 1.0} | {name: value}))
 
   def test_takes_what_is_traced(self):
     def build(x):
@@ -260,6 +246,7 @@ class RealTest(parameterized.TestCase):
       return x
 
     jax.eval_shape(build, -1.0)
+    shard_transforms.compensate_delay(np.float32(0), decay=0)
 
 
 WRAPPERS = {

@@ -140,26 +140,6 @@ class PerShardTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(gradients, x, strict=True)
 
-  @cases.parameters(*modes.UNTRACKED_MODES)
-  def test_is_the_identity_where_types_are_not_tracked(self, mode):
-    def mark(w, x):
-      self.assertIs(shard_transforms.per_shard(w, modes.AXIS), w)
-      return x
-
-    modes.map_shards(mode, mark)(jnp.ones(3), jnp.zeros(8))
-
-  def test_sends_nothing(self):
-    def mark(w, _):
-      return shard_transforms.per_shard(w, modes.AXIS)
-
-    jaxpr = str(
-        jax.make_jaxpr(modes.map_shards('shard_map', mark))(1.0, jnp.ones(8))
-    )
-
-    self.assertIn('pvary', jaxpr)
-    self.assertNotIn('psum', jaxpr)
-    self.assertNotIn('all_gather', jaxpr)
-
   def test_marks_each_leaf_over_the_axes_that_it_lacks(self):
     def types(x):
       params = {
