@@ -5,8 +5,6 @@ from unittest import mock
 from absl.testing import parameterized
 import jax
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -21,32 +19,6 @@ from shard_transforms._src.reduction import exchanges
 AXIS = modes.AXIS
 ROWS = np.random.default_rng(0).integers(-99, 99, (8, 8, 3)).astype(np.float32)
 GROUPS = ((0, 4), (5, 1), (2, 6), (3, 7))
-
-
-class RowsTest(parameterized.TestCase):
-  """`scatter` and `gather`, each of which knows whose row is whose."""
-
-  @cases.parameters((('host', 'core'),), (('core', 'host'),))
-  def test_several_axes_agree_on_whose_row_is_whose(self, axes):
-    def fn(rows):
-      own = collectives.scatter(rows[0], axes)
-      index = collectives.row_index(axes)
-      whole = collectives.gather(own, axes)
-      return own[None], axes_lib.to_varying(index, axes)[None], whole
-
-    every = P(('host', 'core'))
-    mapped = jax.shard_map(
-        fn,
-        mesh=jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2),
-        in_specs=every,
-        out_specs=(every, every, P()),
-    )
-
-    own, index, whole = jax.jit(mapped)(ROWS)
-
-    self.assertCountEqual(index.tolist(), range(8))
-    np.testing.assert_array_equal(own, ROWS.sum(0)[index])
-    np.testing.assert_array_equal(whole, ROWS.sum(0))
 
 
 class UnsafeScattersTest(parameterized.TestCase):

@@ -63,32 +63,6 @@ class InitStateTest(parameterized.TestCase):
     jax.tree.map(check, state, specs)
 
   @cases.parameters(*KINDS)
-  def test_makes_global_state_with_an_axis_of_shards(self, kind):
-    mesh = _mesh(kind, (2, 4))
-    inner = optax.adam(0.1)
-    tx = shard_transforms.tower_reduce(2, inner, axis_name='data')
-
-    state = shard_transforms.init_state(tx, PARAMS, mesh)
-
-    n = 2
-    total = {
-        'w': np.zeros((n, 3, 8), np.float32),
-        'h': np.zeros((n, 4), np.float32),
-        'b': np.zeros(n, np.float32),
-    }
-    expected = shard_transforms.TowerReduceState(
-        tower=np.int32(0),
-        total=total,
-        total_weight=np.zeros(n, np.float32),
-        oldest_local_step=np.full(n, np.iinfo(np.int32).max, np.int32),
-        inner_state=jax.device_get(inner.init(PARAMS)),
-    )
-    chex.assert_trees_all_equal(jax.device_get(state), expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, expected)
-    specs = shard_transforms.state_specs(tx, PARAMS, mesh)
-    self.assert_placed(state, specs, mesh)
-
-  @cases.parameters(*KINDS)
   def test_shards_state_like_the_parameters(self, kind):
     mesh = _mesh(kind, (2, 4))
     tx = shard_transforms.tower_reduce(2, optax.ema(0.9), axis_name='data')
