@@ -734,6 +734,11 @@ def scaled_by(total):
   )
 
 
+def chosen(updates):
+  w = lax.cond(updates['b'][0] > 0, lambda w: w, lambda w: -w, updates['w'])
+  return updates | {'w': w}
+
+
 def in_a_branch(updates):
   return lax.cond(
       True, lambda: lax.psum(norm_of(updates), AXIS), lambda: jnp.float32(1)
@@ -749,6 +754,7 @@ class RefusalTest(parameterized.TestCase):
           r"updates at \['b'\] depends on its updates at \['w'\]",
       ),
       (optax.flatten(optax.adam(0.1)),),
+      (optax.stateless(lambda updates, _: chosen(updates)),),
       (optax.adaptive_grad_clip(0.1), None),
   )
   def test_refuses_at_init_what_mixes_leaves(self, inner, message='depends on'):
