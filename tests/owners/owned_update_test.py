@@ -1,9 +1,7 @@
 """`owners.owned_update`."""
 
 import functools
-import tempfile
 from typing import Any, NamedTuple
-from unittest import mock
 import warnings
 
 from absl.testing import parameterized
@@ -16,8 +14,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-import pytest
 
 import cases
 import modes
@@ -123,62 +119,6 @@ def shampoo():
   return optax.chain(per_leaf(start, step), optax.scale(-0.1))
 
 
-def soap():
-  """Adam in the basis of a running average of the gradients' products."""
-
-  def start(p):
-    n = p.shape[0] if p.ndim == 2 else 0
-    return {'basis': jnp.eye(n), 'square': jnp.zeros_like(p)}
-
-  def step(u, kept, t):
-    basis = kept['basis']
-    turned = basis.T @ u if u.ndim == 2 else u
-    square = 0.9 * kept['square'] + 0.1 * turned**2
-    scaled = turned / (jnp.sqrt(square / (1 - 0.9 ** (t + 1))) + 1e-3)
-    if u.ndim == 2:
-      scaled, basis = basis @ scaled, jnp.linalg.qr(0.9 * basis + u @ u.T)[0]
-    return -0.1 * scaled, {'basis': basis, 'square': square}
-
-  return per_leaf(start, step)
-
-
-def low_rank():
-  """Momentum in a random subspace that a key of the state draws anew."""
-
-  def init(params):
-    kept = jax.tree.map(lambda p: jnp.zeros((2, *p.shape[1:])), params)
-    return jax.random.key_data(jax.random.key(0)), kept
-
-  def update(updates, state, params=None):
-    del params
-    data, kept = state
-    key = jax.random.wrap_key_data(data)
-    numbers = jax.tree.unflatten(
-        jax.tree.structure(updates), range(len(jax.tree.leaves(updates)))
-    )
-
-    def project(u, i):
-      normal = jax.random.normal(jax.random.fold_in(key, i), (2, len(u)))
-      return normal / jnp.sqrt(2.0)
-
-    def advance(u, k, i):
-      return 0.9 * k + jnp.tensordot(project(u, i), u, 1)
-
-    kept = jax.tree.map(advance, updates, kept, numbers)
-    updates = jax.tree.map(
-        lambda u, k, i: -0.1 * jnp.tensordot(project(u, i).T, k, 1),
-        updates,
-        kept,
-        numbers,
-    )
-    return updates, (jax.random.key_data(jax.random.fold_in(key, 1)), kept)
-
-  return optax.masked(
-      optax.GradientTransformation(init, update),
-      lambda params: jax.tree.map(lambda p: jnp.ndim(p) > 0, params),
-  )
-
-
 def listed():
   """Momentum in a list, without the names of the parameters, the last first."""
 
@@ -194,10 +134,6 @@ def listed():
   return optax.GradientTransformation(init, update)
 
 
-def matrices(params):
-  return jax.tree.map(lambda p: 'lars' if jnp.ndim(p) > 1 else 'adam', params)
-
-
 def vectors(inner):
   """Applies to all but scalars, which some optimizers do not take."""
   return optax.masked(
@@ -207,14 +143,10 @@ def vectors(inner):
 
 INNERS = {
     'muon': lambda: optax.contrib.muon(0.1),
-    'lamb': lambda: optax.lamb(0.1),
-    'lars': lambda: optax.lars(0.1),
     'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
     'novograd': lambda: optax.novograd(0.1),
     'sm3': lambda: vectors(optax.sm3(0.1)),
     'shampoo': shampoo,
-    'soap': soap,
-    'low rank': low_rank,
     'adamw': lambda: optax.adamw(0.1),
     'listed': listed,
     'noise': lambda: optax.chain(
@@ -223,9 +155,6 @@ INNERS = {
     'several steps': lambda: optax.MultiSteps(optax.lamb(0.1), 2),
     'injected': lambda: optax.inject_hyperparams(optax.lamb)(
         learning_rate=optax.linear_schedule(0.1, 0.01, 3), b1=0.8
-    ),
-    'partition': lambda: optax.partition(
-        {'lars': optax.lars(0.1), 'adam': optax.adam(0.1)}, matrices
     ),
     'schedule-free': lambda: optax.contrib.schedule_free_adamw(0.1),
     'towers': lambda: shard_transforms.tower_reduce(2, optax.lamb(0.1)),
@@ -284,8 +213,7 @@ STACKED = {
         optax.lamb(0.1), INNERS['norm of parameters']()
     ),
 }
-# The others are slow.
-STACKED_FAST = [
+STACKED_CASES = [
     *(('adamw', 9), ('listed', 17), ('keys', 17)),
     *(('keys of XLA', 17), ('callback', 17), ('frozen', 17)),
 ]
@@ -341,35 +269,24 @@ def whole(inner, **kwargs):
   return optax.chain(cross_shard_mean(AXIS, **kwargs), inner)
 
 
-def sum_of_updates(u, state, params=None):
-  del params
-  total = sum(jnp.sum(x) for x in jax.tree.leaves(u))
-  return u, state + total
+def trace(step, *args, in_specs=P()):
+  """Traces a step on shards."""
+  mapped = jax.shard_map(
+      step, mesh=modes.mesh(), in_specs=in_specs, out_specs=P()
+  )
+  return jax.eval_shape(mapped, *args)
 
 
 class EqualityTest(parameterized.TestCase):
   """It trains as the replicated optimizer does."""
 
-  @cases.parameters(*INNERS, always=lambda name: name in ('lamb', 'shampoo'))
+  @cases.parameters(*INNERS)
   def test_trains_as_the_replicated_optimizer(self, name):
     actual = train(owned(INNERS[name]()))
 
     assert_close(actual, train(whole(INNERS[name]())))
 
-  @cases.parameters(*INNERS)
-  @pytest.mark.slow
-  def test_stays_with_it_for_fifty_steps(self, name):
-    actual = train(owned(INNERS[name]()), steps=50)
-
-    # An eigenvector or an orthogonal matrix amplifies what is rounded.
-    tolerance = 2e-3 if name in ('muon', 'soap', 'shampoo') else 1e-4
-    assert_close(actual, train(whole(INNERS[name]()), steps=50), tolerance)
-
-  @cases.product(
-      name=('muon', 'adamw', 'shampoo', 'noise', 'listed', *STACKED),
-      num_leaves=(2, 4, 9, 17),
-      always=lambda name, num_leaves: (name, num_leaves) in STACKED_FAST,
-  )
+  @cases.parameters(*STACKED_CASES)
   def test_trains_so_where_matrices_stand_in_stacks(self, name, num_leaves):
     shapes = {str(i): (4, 6) for i in range(num_leaves)} | {'bias': (6,)}
     inner = {**INNERS, **STACKED}[name]
@@ -378,42 +295,29 @@ class EqualityTest(parameterized.TestCase):
 
     assert_close(actual, train(whole(inner()), shapes=shapes), 2e-5)
 
-  @cases.parameters(*modes.MODES)
-  def test_trains_alike_in_every_mode(self, mode):
-    actual = train(owned(optax.novograd(0.1)), mode)
-
-    assert_close(actual, train(whole(optax.novograd(0.1)), mode))
-
-  @cases.product(
-      mode=modes.MODES,
-      one_owner=(False, True),
-      always=lambda mode, one_owner: mode == 'shard_map' or not one_owner,
-  )
-  def test_clips_by_the_norm_of_whole_leaves(self, mode, one_owner):
+  @cases.parameters(False, True)
+  def test_clips_by_the_norm_of_whole_leaves(self, one_owner):
     shapes = {'w': (8, 8), 'b': (4,)} if one_owner else SHAPES
     clip = shard_transforms.clip_by_global_norm
     inner = optax.chain(clip(0.1, AXIS, sharded=P(AXIS)), optax.lars(0.1))
 
-    actual = train(owned(inner), mode, shapes=shapes)
+    actual = train(owned(inner), shapes=shapes)
 
     expected = whole(optax.chain(clip(0.1), optax.lars(0.1)))
-    assert_close(actual, train(expected, mode, shapes=shapes))
+    assert_close(actual, train(expected, shapes=shapes))
 
-  @cases.parameters(*modes.MODES)
-  def test_counts_shards_by_their_weight(self, mode):
-    actual = train(owned(optax.lars(0.1)), mode, WEIGHTS)
+  def test_counts_shards_by_their_weight(self):
+    actual = train(owned(optax.lars(0.1)), weights=WEIGHTS)
 
-    assert_close(actual, train(whole(optax.lars(0.1)), mode, WEIGHTS))
+    assert_close(actual, train(whole(optax.lars(0.1)), weights=WEIGHTS))
 
-  @cases.parameters(*modes.MODES)
-  @pytest.mark.slow
-  def test_groups_train_apart(self, mode):
+  def test_groups_train_apart(self):
     groups = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
-    actual = train(owned(optax.lamb(0.1), groups=groups), mode, apart=True)
+    actual = train(owned(optax.lamb(0.1), groups=groups), apart=True)
 
     expected = whole(optax.lamb(0.1), groups=groups)
-    assert_close(actual, train(expected, mode, apart=True))
+    assert_close(actual, train(expected, apart=True))
 
   def test_sums(self):
     actual = train(owned(optax.lars(0.1), reduction='sum'))
@@ -423,33 +327,20 @@ class EqualityTest(parameterized.TestCase):
     )
     assert_close(actual, train(summed))
 
-  @cases.product(
-      wrap=('tower_reduce', 'guard', 'drop_stale', 'local_updates', 'chain'),
-      mode=('shard_map', 'shard_map_unchecked'),
+  @cases.parameters(
+      lambda inner: shard_transforms.tower_reduce(
+          2, shard_transforms.guard(inner, AXIS), axis_name=AXIS
+      ),
+      lambda inner: shard_transforms.local_updates(
+          optax.sgd(0.1), inner, AXIS, every=2
+      ),
   )
-  @pytest.mark.slow
-  def test_works_inside_what_wraps_it(self, wrap, mode):
-    def tx(inner):
-      return {
-          'tower_reduce': lambda: shard_transforms.tower_reduce(
-              2, inner, axis_name=AXIS
-          ),
-          'guard': lambda: shard_transforms.guard(inner, AXIS),
-          'drop_stale': lambda: _stamped(
-              shard_transforms.drop_stale(1, inner, axis_name=AXIS)
-          ),
-          'local_updates': lambda: shard_transforms.local_updates(
-              optax.sgd(0.1), inner, AXIS, every=2
-          ),
-          'chain': lambda: optax.chain(optax.scale(0.5), inner),
-      }[wrap]()
+  def test_works_inside_what_wraps_it(self, wrap):
+    actual = train(wrap(owned(optax.lamb(0.1))))
 
-    actual = train(tx(owned(optax.lamb(0.1))), mode)
+    assert_close(actual, train(wrap(whole(optax.lamb(0.1)))))
 
-    assert_close(actual, train(tx(whole(optax.lamb(0.1))), mode))
-
-  @cases.parameters('shard_map', cases.Repeated('vmap'))
-  def test_muon_multiplies_the_dimensions_that_are_named(self, mode):
+  def test_muon_multiplies_the_dimensions_that_are_named(self):
     shapes = per_entry(lambda entry: entry[0], DECODER)
     numbers = per_entry(
         lambda entry: entry[1]
@@ -458,9 +349,9 @@ class EqualityTest(parameterized.TestCase):
     )
     muon = optax.contrib.muon(0.1, muon_weight_dimension_numbers=numbers)
 
-    actual = train(owned(muon), mode, shapes=shapes)
+    actual = train(owned(muon), shapes=shapes)
 
-    assert_close(actual, train(whole(muon), mode, shapes=shapes), 2e-5)
+    assert_close(actual, train(whole(muon), shapes=shapes), 2e-5)
 
   def test_nnx_optimizer_trains_as_alone(self):
     # It calls `init` with variables, and `update` with arrays.
@@ -520,33 +411,7 @@ class EqualityTest(parameterized.TestCase):
     report = monitoring.wire_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
-  @cases.parameters((16, True), (1, False))
-  def test_sends_as_much_as_an_all_reduce(self, number, check_vma):
-    params = {str(i): jnp.ones((4, 6)) for i in range(number)}
-    sent = []
-    for tx in owned(optax.lars(0.1)), whole(optax.lars(0.1)):
-
-      def step(params, tx=tx):
-        grads = shard_transforms.per_shard(params, AXIS)
-        return tx.update(grads, tx.init(params), params)[0]
-
-      mapped = jax.shard_map(
-          step,
-          mesh=modes.mesh(),
-          in_specs=P(),
-          out_specs=P(),
-          check_vma=check_vma,
-      )
-      sent.append(monitoring.wire_report(mapped, params).total_bytes)
-
-    self.assertEqual(*sent)
-
-  @cases.product(
-      axes=(('host', 'core'), ('core', 'host')),
-      check_vma=(True, cases.Repeated(False)),
-  )
-  @pytest.mark.slow
-  def test_reduces_over_several_axes(self, axes, check_vma):
+  def test_reduces_over_several_axes(self, axes=('core', 'host')):
     mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
     params, results = params_of(), []
     for tx in (
@@ -560,7 +425,6 @@ class EqualityTest(parameterized.TestCase):
           mesh=mesh,
           in_specs=(P(), specs, P(('host', 'core'))),
           out_specs=(P(), specs),
-          check_vma=check_vma,
       )
       def step(params, state, data, tx=tx):
         grads = jax.tree.map(lambda x: x[0, 0], data)
@@ -573,16 +437,6 @@ class EqualityTest(parameterized.TestCase):
       results.append(step(new_params, state, gradients(1))[0])
 
     assert_close(*map(jax.device_get, results))
-
-
-def _stamped(tx):
-  """Tells it that no update is late."""
-
-  def update(updates, state, params=None):
-    step = optax.tree_utils.tree_get(state, 'global_step')
-    return tx.update(updates, state, params, local_step=step)
-
-  return optax.GradientTransformation(tx.init, update)
 
 
 class LeavesTest(parameterized.TestCase):
@@ -630,31 +484,6 @@ class LeavesTest(parameterized.TestCase):
     updates = mapped(params, jnp.arange(8.0))
 
     np.testing.assert_array_equal(updates, np.full((SHARDS, 16), 3.5))
-
-  def test_empty_leaves_and_scalars_pass_beside_others(self):
-    params = {'empty': jnp.zeros((0, 3)), 's': jnp.float32(1), 'v': jnp.ones(3)}
-    grads = jax.tree.map(lambda x: jnp.stack([x] * SHARDS), params)
-
-    updates = self.update(params, grads, optax.sgd(1.0, momentum=0.5))
-
-    self.assertEqual(updates['empty'].shape, (SHARDS, 0, 3))
-    np.testing.assert_array_equal(updates['s'], [-1] * SHARDS)
-    np.testing.assert_array_equal(updates['v'], -np.ones((SHARDS, 3)))
-
-  def test_a_tree_without_leaves_passes(self):
-    updates = self.update({}, ({}, jnp.ones(8))[0] or {'x': None}, optax.sgd(1))
-
-    self.assertEqual(updates, {'x': None})
-
-  def test_refuses_integers(self):
-    with self.assertRaisesRegex(
-        TypeError, 'must be real or complex, got int32'
-    ):
-      self.update(
-          {'a': jnp.arange(3)},
-          {'a': jnp.ones((SHARDS, 3), jnp.int32)},
-          optax.sgd(1.0),
-      )
 
   def test_a_shard_of_weight_zero_does_not_count_even_with_nan(self):
     tx = owned(optax.sgd(1.0))
@@ -707,22 +536,13 @@ class StateTest(parameterized.TestCase):
     self.assertEqual(mu['scalar'].shape, ())
     self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 0)
 
-  @cases.parameters((None,), ([[k] for k in range(SHARDS)],))
-  def test_specs_say_what_shards_keep(self, groups):
-    tx = owned(optax.lamb(0.1), groups=groups)
+  def test_specs_say_what_shards_keep(self):
+    tx = owned(optax.lamb(0.1))
 
     specs = shard_transforms.state_specs(tx, params_of(), modes.mesh())
 
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
     self.assertEqual({*specs.inner_state.rows.values()}, {P(AXIS)})
-
-  def test_metrics_read_what_is_shared(self):
-    inner = optax.inject_hyperparams(optax.lars)(learning_rate=0.5)
-    state = init_state(owned(inner), params_of(), modes.mesh())
-
-    found = monitoring.metrics(state)
-
-    self.assertEqual(found['hyperparams/learning_rate'], 0.5)
 
   def test_maps_the_leaves_of_a_parameter_elsewhere(self):
     tx = owned(optax.lamb(0.1))
@@ -731,18 +551,6 @@ class StateTest(parameterized.TestCase):
     mapped = optax.tree_utils.tree_map_params(tx, lambda x: x + 1, state)
 
     self.assertEqual(jax.tree.structure(mapped), jax.tree.structure(state))
-
-  @mock.patch.object(layout, 'TILE', 2)
-  def test_stacks_are_as_long_as_they_have_leaves(self):
-    inner = per_leaf(
-        lambda p: [jnp.zeros(0), jnp.float32(0)], lambda u, kept, _: (u, kept)
-    )
-    params = params_of({str(i): (2, 3) for i in range(3)})
-
-    state = init_state(owned(inner), params, modes.mesh(1))
-
-    shapes = [row.shape for row in state.inner_state.rows.values()]
-    self.assertEqual(sorted(shapes), [(1, 3), (1, 3, 0)])
 
   @cases.parameters(4, 3, 1)
   def test_resizes_to_the_bit(self, shards):
@@ -784,26 +592,6 @@ class StateTest(parameterized.TestCase):
     expected = init_state(other, params_of(), modes.mesh(3))
     chex.assert_trees_all_equal(resized, expected, strict=True)
 
-  def test_resize_refuses_the_state_of_others(self):
-    state = init_state(owned(COPY), params_of(), modes.mesh())
-
-    with self.assertRaisesRegex(ValueError, 'must be made by this transform'):
-      resize_state(state, owned(optax.lamb(1)), params_of(), modes.mesh(4))
-
-  @pytest.mark.slow
-  def test_is_restored_from_a_checkpoint(self):
-    tx, mesh = owned(COPY), modes.mesh()
-    state = init_state(tx, params_of(), mesh)
-    like = init_state(tx, jax.eval_shape(params_of), mesh)
-
-    folder = self.enterContext(tempfile.TemporaryDirectory())
-    with ocp.StandardCheckpointer() as saver:
-      saver.save(f'{folder}/state', state)
-      saver.wait_until_finished()
-      restored = saver.restore(f'{folder}/state', like)
-
-    chex.assert_trees_all_equal(restored, state, strict=True)
-
   @cases.parameters(
       ({}, {'x': 1}, 'the tree'),
       ({}, {'b': 9}, 'got Place'),
@@ -828,26 +616,8 @@ class StateTest(parameterized.TestCase):
       return tx.update(grads, state, params)[0]
 
     specs = shard_transforms.state_specs(made, before, modes.mesh())
-    step = jax.shard_map(
-        step, mesh=modes.mesh(), in_specs=(specs, P()), out_specs=P()
-    )
     with self.assertRaisesRegex(ValueError, message):
-      jax.eval_shape(step, state, params)
-
-  def test_takes_what_is_shared_in_the_dtype_that_is_given(self):
-    inner = optax.GradientTransformation(
-        lambda _: jnp.float32(1), lambda u, factor, _: (factor * u, factor)
-    )
-    tx = owned(inner)
-
-    def step(grads):
-      state = tx.init(grads)
-      other = state.inner_state._replace(leaves=jnp.bfloat16(2))
-      return tx.update(grads, state._replace(inner_state=other))[0]
-
-    found = jax.vmap(step, axis_name=AXIS)(jnp.ones((SHARDS, 5)))
-
-    np.testing.assert_array_equal(found, np.full((SHARDS, 5), 2.0))
+      trace(step, state, params, in_specs=(specs, P()))
 
   @cases.parameters(
       (lambda rows: {},), (lambda rows: jax.tree.map(lambda x: x.mT, rows),)
@@ -871,11 +641,8 @@ class StateTest(parameterized.TestCase):
       grads = shard_transforms.per_shard(jnp.zeros(16), AXIS)
       return owned(inner).update(grads, state)[0]
 
-    step = jax.shard_map(
-        step, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
-    )
     with self.assertRaisesRegex(ValueError, 'State of .* got TraceState'):
-      jax.eval_shape(step, state)
+      trace(step, state, in_specs=P(AXIS))
 
 
 class ProgramTest(parameterized.TestCase):
@@ -967,6 +734,11 @@ def scaled_by(total):
   )
 
 
+def chosen(updates):
+  w = lax.cond(updates['b'][0] > 0, lambda w: w, lambda w: -w, updates['w'])
+  return updates | {'w': w}
+
+
 def in_a_branch(updates):
   return lax.cond(
       True, lambda: lax.psum(norm_of(updates), AXIS), lambda: jnp.float32(1)
@@ -977,15 +749,14 @@ class RefusalTest(parameterized.TestCase):
   """Found while tracing."""
 
   @cases.parameters(
-      (optax.clip_by_global_norm(1.0),),
+      (
+          optax.clip_by_global_norm(1.0),
+          r"updates at \['b'\] depends on its updates at \['w'\]",
+      ),
       (optax.flatten(optax.adam(0.1)),),
-      (optax.apply_if_finite(optax.sgd(0.1), 3),),
-      (optax.normalize_by_update_norm(),),
-      (optax.scale_by_lbfgs(),),
-      (optax.contrib.prodigy(0.1),),
+      (optax.stateless(lambda updates, _: chosen(updates)),),
       (optax.adaptive_grad_clip(0.1), None),
   )
-  @pytest.mark.slow_after(2)
   def test_refuses_at_init_what_mixes_leaves(self, inner, message='depends on'):
     tx = owned(inner)
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
@@ -993,22 +764,13 @@ class RefusalTest(parameterized.TestCase):
     if message is None:
       init_state(tx, params, modes.mesh())
       return
-    with self.assertRaisesRegex(
-        ValueError,
-        r'`inner` of `owned_update` must treat each leaf'
-        rf' .*{message}.*optax.partition',
-    ):
-      init_state(tx, params, modes.mesh())
-
-  @cases.parameters(1, SHARDS)
-  def test_refuses_it_for_any_number_of_shards(self, shards):
-    tx = owned(optax.clip_by_global_norm(1.0))
-    params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
-
-    with self.assertRaisesRegex(
-        ValueError, r"updates at \['b'\] depends on its updates at \['w'\]"
-    ):
-      init_state(tx, params, modes.mesh(shards))
+    for num_shards in 1, SHARDS:
+      with self.assertRaisesRegex(
+          ValueError,
+          r'`inner` of `owned_update` must treat each leaf'
+          rf' .*{message}.*optax.partition',
+      ):
+        init_state(tx, params, modes.mesh(num_shards))
 
   @cases.parameters(
       (
@@ -1064,11 +826,8 @@ class RefusalTest(parameterized.TestCase):
       grads = shard_transforms.per_shard(jnp.ones(16), AXIS)
       return tx.update(grads, tx.init(params), params + own[0])[0]
 
-    step = jax.shard_map(
-        step, mesh=modes.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
-    )
     with self.assertRaisesRegex(ValueError, 'numbers of their own'):
-      jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
+      trace(step, jnp.ones(16), jnp.ones(8), in_specs=(P(), P(AXIS)))
 
   def test_refuses_updates_that_differ_over_an_axis_that_is_not_named(self):
     tx = owned(optax.lars(0.1))
@@ -1096,12 +855,11 @@ class RefusalTest(parameterized.TestCase):
       grads = shard_transforms.per_shard(params, AXIS)
       return tx.update(grads, tx.init(params), params, value=1)[0]
 
-    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
     with self.assertRaisesRegex(
         ValueError,
         r'state at \[0\] depends .*`init` could not see .* a tree like',
     ):
-      jax.eval_shape(step, params)
+      trace(step, params)
 
   def test_refuses_leaves_of_which_some_are_slices(self):
     tx = owned(optax.lars(0.1))
@@ -1153,29 +911,19 @@ class RefusalTest(parameterized.TestCase):
       grads = shard_transforms.per_shard(pair.fast, AXIS)
       return tx.update(grads, tx.init(pair), pair)[0]
 
-    step = jax.shard_map(
-        step,
-        mesh=modes.mesh(),
-        in_specs=P(),
-        out_specs=P(),
-    )
     with self.assertRaisesRegex(ValueError, message):
-      jax.eval_shape(step, pair)
+      trace(step, pair)
 
-  @cases.parameters('vmap', cases.Repeated('shard_map_unchecked'))
-  def test_takes_the_word_of_who_flattens(self, mode):
+  def test_takes_the_word_of_who_flattens(self):
     # One vector of all leaves, of which each shard keeps its own.
     inner = optax.flatten(optax.adam(0.1))
 
-    actual = train(owned(inner, assume_leafwise=True), mode)
+    actual = train(owned(inner, assume_leafwise=True), 'vmap')
 
-    assert_close(actual, train(whole(inner), mode))
+    assert_close(actual, train(whole(inner), 'vmap'))
 
-  @cases.product(
-      kind=(TypeError, ValueError),
-      mode=('vmap', cases.Repeated('shard_map_unchecked')),
-  )
-  def test_takes_the_word_of_who_flattens_and_needs_arguments(self, kind, mode):
+  @cases.parameters(TypeError, ValueError)
+  def test_takes_the_word_of_who_flattens_and_needs_arguments(self, kind):
     def update(updates, state, params=None, *, value=None, **extra_args):
       del params, extra_args
       if value is None:
@@ -1188,7 +936,7 @@ class RefusalTest(parameterized.TestCase):
 
     def trained(tx):
       update = functools.partial(tx.update, value=2.0)
-      return train(tx._replace(update=update), mode)
+      return train(tx._replace(update=update), 'vmap')
 
     actual = trained(owned(inner, assume_leafwise=True))
 
@@ -1202,9 +950,8 @@ class RefusalTest(parameterized.TestCase):
       state = tx.init(params)
       return tx.update(grads, state, params, value=jnp.float32(1))[0]
 
-    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
     with self.assertRaisesRegex(ValueError, '`inner` of .* depends on'):
-      jax.eval_shape(step, {'a': jnp.ones(16), 'b': jnp.ones(3)})
+      trace(step, {'a': jnp.ones(16), 'b': jnp.ones(3)})
 
   @cases.parameters(
       ({'cost': 3}, TypeError, '`cost` must be a function'),
@@ -1280,9 +1027,7 @@ class CostTest(parameterized.TestCase):
   @cases.parameters(
       ({'a': -1.0}, ValueError, r"of at least 0, got -1.0 at \['a'\]"),
       ({'a': float('nan')}, ValueError, 'finite .* got nan'),
-      ({'a': float('inf')}, ValueError, 'finite .* got inf'),
       ({'a': 'much'}, TypeError, "real number a leaf, got 'much'"),
-      ({'a': np.ones(2)}, TypeError, 'real number a leaf'),
       ({'b': 1}, ValueError, 'must give a tree like the parameters'),
   )
   def test_refuses_a_cost_that_is_none(self, costs, error, message):

@@ -1,3 +1,5 @@
+from unittest import mock
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -6,29 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import pytest
 
 import cases
 import modes
 import reductions
 import shard_transforms
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.reduction import sharded_reduction
 
 
 class NumberOfCollectivesTest(parameterized.TestCase):
-
-  @cases.product(mode=modes.PARALLEL_MODES, kind=tuple(reductions.FACTORIES))
-  def test_small_leaves_travel_together(self, mode, kind):
-    mapped = reductions.map_reductions(
-        mode, reductions.FACTORIES[kind](modes.AXIS)
-    )
-    leaves = np.ones((3, 5)), np.ones(()), np.ones(7, jnp.bfloat16)
-
-    sent = reductions.count_sent(mapped, *reductions.with_data(*leaves))
-
-    self.assertEqual(sent, {'psum': 1})
 
   def test_leaves_are_not_packed_under_vmap(self):
     mapped = reductions.map_reductions(
@@ -54,40 +42,34 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertEqual(sent, {'psum': 2})
 
-  @cases.parameters(*modes.PARALLEL_MODES)
-  def test_dtypes_that_are_not_summed_alike_travel_apart(self, mode):
-    mapped = reductions.map_reductions(
-        mode, shard_transforms.cross_shard_mean(modes.AXIS)
-    )
+  @cases.parameters(
+      # float32, with all that has fewer bits, and complex64.
+      (None, {'psum': 2}),
+      (reductions.GROUPS, {'reduce_scatter': 2, 'all_gather': 2}),
+  )
+  def test_only_dtypes_that_are_not_summed_alike_travel_apart(
+      self, groups, expected
+  ):
+    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
 
     sent = reductions.count_sent(
-        mapped, reductions.make_params(), (reductions.make_params((8,)), None)
+        reductions.map_reductions('shard_map', tx),
+        reductions.make_params(),
+        (reductions.make_params((8,)), None),
     )
 
-    # float32, with all that has fewer bits, and complex64.
-    self.assertEqual(sent, {'psum': 2})
+    self.assertEqual(sent, expected)
 
-  @cases.product(mode=modes.MODES, groups=(None, reductions.GROUPS))
-  def test_leaves_without_elements_are_not_sent(self, mode, groups):
+  @cases.product(groups=(None, reductions.GROUPS))
+  def test_leaves_without_elements_are_not_sent(self, groups):
     tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
-    mapped = reductions.map_reductions(mode, tx)
+    mapped = reductions.map_reductions('shard_map', tx)
 
     sent = reductions.count_sent(
         mapped, *reductions.with_data(np.ones((0, 3)), np.ones(0))
     )
 
     self.assertEqual(sent, {})
-
-  @cases.parameters(*modes.PARALLEL_MODES)
-  def test_groups_scatter_and_gather(self, mode):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=reductions.GROUPS)
-
-    sent = reductions.count_sent(
-        reductions.map_reductions(mode, tx),
-        *reductions.with_data(np.ones((3, 5)), np.ones(())),
-    )
-
-    self.assertEqual(sent, {'reduce_scatter': 1, 'all_gather': 1})
 
   @cases.parameters(*reductions.FACTORIES)
   def test_shows_its_name_in_profiles(self, kind):
@@ -104,24 +86,58 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
 class PackingTest(parameterized.TestCase):
 
-  @cases.product(
-      mode=modes.MODES,
-      kind=tuple(reductions.FACTORIES),
-      groups=(None, reductions.GROUPS),
-      weight=(None, reductions.WEIGHT),
-  )
-  @pytest.mark.slow_after(4)
-  def test_packed_and_unpacked_give_the_same_bits(
-      self, mode, kind, groups, weight
-  ):
-    tx = reductions.FACTORIES[kind](modes.AXIS, groups=groups)
-    args = reductions.make_params(), (reductions.make_params((8,)), weight)
+  @cases.product(mode=modes.NAMES, groups=(None, reductions.GROUPS))
+  def test_packed_and_unpacked_give_the_same_bits(self, mode, groups):
+    self.assert_same_bits(mode, groups)
 
-    packed = reductions.map_reductions(mode, tx)(*args)
+  def test_gives_the_same_bits_between_processes(self):
+    with mock.patch.object(axes_lib, 'between_processes', return_value=True):
+      self.assert_same_bits('shard_map', None)
+
+  def assert_same_bits(self, mode, groups):
+    kinds = reductions.FACTORIES.values()
+    txs = [make(modes.AXIS, groups=groups) for make in kinds]
+    # Of all ranks, none like its neighbour, and more than one buffer holds.
+    shapes = [(), (1,), (3, 5), (7,), (2, 1, 4)] * 9
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(8, *x)).astype(np.float32) for x in shapes]
+    params = reductions.make_params(), [x[0] for x in rows]
+    data = reductions.make_params((8,)), rows
+
+    packed = reductions.map_reductions(mode, *txs)(
+        params, (data, reductions.WEIGHT)
+    )
     with reductions.unpacked():
-      alone = reductions.map_reductions(mode, tx)(*args)
+      alone = reductions.map_reductions(mode, *txs)(
+          params, (data, reductions.WEIGHT)
+      )
 
     chex.assert_trees_all_equal(packed, alone, strict=True)
+
+  @cases.parameters(
+      ([(1_000,)] * 200, 7),
+      # Four such leaves fill a buffer.
+      ([(8_000,)] * 40, 10),
+      ([(8_192,)] * 40, 40),
+      # A buffer holds at most 32 leaves.
+      ([()] * 999, 32),
+      # Between processes, 64 MiB.
+      ([(2**20,)] * 40, 3, True),
+  )
+  def test_packs_only_what_gains_by_it(
+      self, shapes, expected, between_processes=False
+  ):
+    leaves = [np.broadcast_to(np.float32(1), shape) for shape in shapes]
+    mapped = reductions.map_reductions(
+        'shard_map', shard_transforms.cross_shard_mean(modes.AXIS)
+    )
+
+    with mock.patch.object(
+        axes_lib, 'between_processes', return_value=between_processes
+    ):
+      sent = reductions.count_sent(mapped, *reductions.with_data(*leaves))
+
+    self.assertEqual(sent, {'psum': expected})
 
 
 class PartlyMappedMeshTest(parameterized.TestCase):
@@ -214,10 +230,8 @@ class PartlyMappedMeshTest(parameterized.TestCase):
   @cases.product(
       kind=(AxisType.Auto, AxisType.Explicit),
       groups=(((0,), (1,)), ((1, 0),)),
-      dtype=('bfloat16', 'float32'),
   )
-  @pytest.mark.slow_after(2)
-  def test_groups_keep_the_sharding_of_other_axes(self, kind, groups, dtype):
+  def test_groups_keep_the_sharding_of_other_axes(self, kind, groups):
     mesh = self._mesh(kind)
     tx = shard_transforms.cross_shard_mean('data', groups=groups)
     mapped = jax.shard_map(
@@ -227,7 +241,7 @@ class PartlyMappedMeshTest(parameterized.TestCase):
         out_specs=P('data'),
         axis_names={'data'},
     )
-    x = np.arange(16).reshape(2, 8).astype(jnp.dtype(dtype))
+    x = np.arange(16).reshape(2, 8).astype(jnp.bfloat16)
     x = jax.device_put(x, jax.NamedSharding(mesh, P('data', 'model')))
 
     updates = jax.jit(mapped)(x)
@@ -243,72 +257,16 @@ def _loss_of_two(params, x):
   return jnp.sum(terms.astype(jnp.float32))
 
 
-LEVELS = ('host', 'core')
-
-
-def axes_of(make, averaged, check_vma=True):
-  """Returns over which axes `make(x)` is sent, of an `x` of each shard."""
-  found = []
-  on_invariant = 'averaged' if averaged else 'error'
-  reduction = leaf_sums.Reduction(
-      'caller', 'mean', LEVELS, on_invariant=on_invariant
-  )
-
-  def fn(x):
-    found.append(leaf_sums.sent_over(make(x), reduction))
-    return x
-
-  mapped = jax.shard_map(
-      fn,
-      mesh=jax.make_mesh((2, 4), LEVELS, (AxisType.Auto,) * 2),
-      in_specs=P(LEVELS),
-      out_specs=P(LEVELS),
-      check_vma=check_vma,
-  )
-  jax.eval_shape(mapped, jnp.zeros(8))
-  return found[0]
-
-
-class SentOverTest(parameterized.TestCase):
-
-  @cases.parameters(False, True)
-  def test_sends_what_differs_over_all_axes(self, averaged):
-    self.assertEqual(axes_of(lambda x: 2 * x, averaged), LEVELS)
-
-  @cases.parameters(('core', ('host',)), ('host', ('core',)), (LEVELS, ()))
-  def test_sends_nothing_over_an_axis_that_is_done(self, done, expected):
-    axes = axes_of(lambda x: lax.pmean(x, done), averaged=True)
-
-    self.assertEqual(axes, expected)
-
-  def test_sends_all_where_types_say_nothing(self):
-    axes = axes_of(
-        lambda x: lax.psum(x, LEVELS), averaged=True, check_vma=False
-    )
-
-    self.assertEqual(axes, LEVELS)
-
-  @cases.parameters(*modes.MODES)
-  def test_names_who_needs_an_axis_that_is_not_bound(self, mode):
-    def fn(_, x):
-      return leaf_sums.Reduction('caller', 'mean', ('other',))(x)
-
-    with self.assertRaisesRegex(NameError, "`caller` needs .*'other'"):
-      modes.map_shards(mode, fn)(0.0, jnp.zeros(8))
-
-
 class TypeTest(parameterized.TestCase):
 
   @cases.product(
-      kind=tuple(reductions.FACTORIES),
-      groups=(None, reductions.GROUPS),
-      weight=(None, 2.0),
+      kind=tuple(reductions.FACTORIES), groups=(None, reductions.GROUPS)
   )
-  def test_says_whether_shards_differ(self, kind, groups, weight):
+  def test_says_whether_shards_differ(self, kind, groups):
     tx = reductions.FACTORIES[kind](modes.AXIS, groups=groups)
 
     def shard(params, data):
-      updates = reductions.reduce(tx, params, data, weight)
+      updates = reductions.reduce(tx, params, data)
       varying = jax.tree.map(axes_lib.varying_axes, updates)
       expected = frozenset([modes.AXIS] if groups else [])
       self.assertEqual(varying, jax.tree.map(lambda _: expected, updates))
@@ -405,49 +363,3 @@ class SeveralMapsTest(parameterized.TestCase):
 
     expected = np.broadcast_to(x.mean(0), x.shape)
     np.testing.assert_array_equal(updates, expected, strict=True)
-
-
-def make(kind=leaf_sums.Reduction, axes=(modes.AXIS,), **options):
-  return kind('caller', 'mean', axes, **options)
-
-
-class ReductionChecksTest(parameterized.TestCase):
-
-  @cases.product(
-      kind=(leaf_sums.Reduction, sharded_reduction.ShardedReduction),
-      case=(
-          ({'on_invariant': 'averagd'}, "`on_invariant` must be .* 'averagd'"),
-          (
-              {'axes': ('a', 'b'), 'groups': ((0, 1), (2, 3))},
-              '`groups` must come with one axis',
-          ),
-      ),
-  )
-  def test_are_checked_when_they_are_made(self, kind, case):
-    options, message = case
-
-    with self.assertRaisesRegex(ValueError, message):
-      make(kind, **options)
-
-  def test_groups_must_fit_the_axis(self):
-    options = make(groups=((0, 1), (2, 3)))
-
-    def shard(x):
-      return x * options.num_shards()
-
-    with self.assertRaisesRegex(ValueError, '`groups`'):
-      jax.vmap(shard, axis_name=modes.AXIS)(jnp.ones(8))
-    four = jax.vmap(shard, axis_name=modes.AXIS)(jnp.ones(4))
-    self.assertEqual(four.tolist(), [2] * 4)
-
-  @cases.parameters(('vmap', 0), ('shard_map', 1))
-  def test_packs_only_where_something_travels(self, mode, number):
-    options, found = make(), []
-
-    def shard(_, x):
-      found.extend(options.levels())
-      return x
-
-    jax.eval_shape(modes.map_shards(mode, shard), 0, jnp.ones(8))
-
-    self.assertLen(found, number)

@@ -23,41 +23,21 @@ SHARDS = 8
 
 class GlobalNormTest(parameterized.TestCase):
 
-  @cases.product(
-      mix=[*range(len(MIXES))], check_vma=(True, cases.Repeated(False))
-  )
-  def test_is_that_of_the_whole_for_every_mix(self, mix, check_vma):
+  @cases.parameters(*range(len(MIXES)))
+  def test_is_that_of_the_whole_for_every_mix(self, mix):
     tree, specs = tree_of(), MIXES[mix]
-    axes = (AXIS, 'model')
-    norm = on_mesh(
-        lambda tree: global_norm(
-            tree, axes, sharded=None if check_vma else specs
-        ),
-        specs,
-        check_vma,
-    )
-
-    actual = norm(tree)
-
-    np.testing.assert_allclose(actual, norm_of(tree), rtol=1e-6)
-
-  def test_types_and_specs_may_both_be_given(self):
-    tree, specs = tree_of(), dict(MIXES[2])
-    norm = on_mesh(
-        lambda tree: global_norm(tree, (AXIS, 'model'), sharded=specs), specs
-    )
+    norm = on_mesh(lambda tree: global_norm(tree, (AXIS, 'model')), specs)
 
     np.testing.assert_allclose(norm(tree), norm_of(tree), rtol=1e-6)
 
-  @cases.parameters(*modes.MODES)
-  def test_without_an_axis_it_is_the_shards_own(self, mode):
+  def test_without_an_axis_it_is_the_shards_own(self):
     x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
 
-    norms = modes.map_shards(mode, lambda _, x: global_norm(x))(0.0, x)
+    norms = modes.map_shards('shard_map', lambda _, x: global_norm(x))(0.0, x)
 
     np.testing.assert_allclose(norms, np.linalg.norm(x, axis=1), rtol=1e-6)
 
-  @cases.parameters(*modes.MODES)
+  @cases.parameters(*modes.NAMES)
   def test_joins_slices_in_every_mode(self, mode):
     x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
 
@@ -91,16 +71,6 @@ class GlobalNormTest(parameterized.TestCase):
   def test_of_nothing_is_zero(self, tree):
     chex.assert_trees_all_equal(global_norm(tree), jnp.float32(0), strict=True)
 
-  def test_is_the_same_on_all_shards(self):
-    specs = MIXES[1]
-
-    def fn(tree):
-      norm = global_norm(tree, (AXIS, 'model'))
-      shard_transforms.monitoring.assert_reduced(norm, (AXIS, 'model'))
-      return norm
-
-    self.assertEqual(on_mesh(fn, specs)(tree_of()).shape, ())
-
   def test_sends_one_number_for_each_way_of_slicing(self):
     tree = {'a': jnp.ones(6), 'b': jnp.ones(7), 'c': jnp.ones(8)}
 
@@ -115,20 +85,6 @@ class GlobalNormTest(parameterized.TestCase):
     (sent,) = report.collectives
     self.assertEqual((sent.payload_bytes, sent.scope), (4, 'global_norm'))
 
-  @cases.parameters(
-      (
-          dict(axis_name=AXIS),
-          '`sharded` of .* must say which leaves .* not track',
-      ),
-      (dict(sharded=P(AXIS)), '`sharded` of .* must come with `axis_name`'),
-  )
-  def test_does_not_guess(self, kwargs, message):
-    def fn(_, x):
-      return global_norm(x, **kwargs)
-
-    with self.assertRaisesRegex(ValueError, message):
-      modes.map_shards('pmap', fn)(0.0, jnp.ones((SHARDS, 2)))
-
   @cases.parameters(True, False)
   def test_refuses_specs_that_the_types_contradict(self, sliced):
     def fn(whole, own):
@@ -137,13 +93,6 @@ class GlobalNormTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, r"with the types .* \['w'\] \[2\]"):
       modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
-
-  def test_refuses_specs_of_another_tree(self):
-    def fn(_, x):
-      return global_norm({'w': x}, AXIS, sharded={'v': P(AXIS)})
-
-    with self.assertRaisesRegex(ValueError, 'key|structure'):
-      modes.map_shards('pmap', fn)(0.0, jnp.ones((SHARDS, 2)))
 
   def test_refuses_a_sum_that_is_pending(self):
     def fn(shared, own):
@@ -154,11 +103,24 @@ class GlobalNormTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'typed unreduced'):
       modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
 
-  def test_refuses_integers_and_unbound_axes(self):
-    with self.assertRaisesRegex(TypeError, '`global_norm` must be real'):
-      global_norm(jnp.arange(3))
-    with self.assertRaisesRegex(NameError, '`global_norm` needs the mapped'):
-      global_norm(jnp.ones(3), 'nowhere')
+  @cases.parameters(
+      (np.int32, {}, TypeError, '`global_norm` must be real'),
+      (float, {'axis_name': 'x'}, NameError, '`global_norm` needs the mapped'),
+      (float, {'axis_name': AXIS}, ValueError, 'must say which .* not track'),
+      (float, {'sharded': P(AXIS)}, ValueError, 'must come with `axis_name`'),
+      (
+          float,
+          {'axis_name': AXIS, 'sharded': {'v': P(AXIS)}},
+          ValueError,
+          'key|structure',
+      ),
+  )
+  def test_does_not_guess(self, dtype, kwargs, error, message):
+    def fn(_, x):
+      return global_norm({'w': x}, **kwargs)
+
+    with self.assertRaisesRegex(error, message):
+      modes.map_shards('pmap', fn)(0.0, np.ones((SHARDS, 2), dtype))
 
 
 class FiniteTest(parameterized.TestCase):
@@ -176,32 +138,9 @@ class FiniteTest(parameterized.TestCase):
   def test_looks_at_each_element(self, updates, expected):
     self.assertEqual(norms.are_finite(updates, ()), expected)
 
-  @cases.parameters(
-      ('nan', np.nan, False),
-      ('infinity', np.inf, False),
-      ('minus infinity', -np.inf, False),
-      # The sum of these is infinite.
-      ('largest', np.finfo(np.float32).max, True),
-  )
-  def test_finds_one_among_many(self, _, element, expected):
-    updates = jnp.full(70_000, np.finfo(np.float32).max)
-
-    are_finite = jax.jit(lambda x: norms.are_finite(x, ()))(
-        updates.at[65_537].set(element)
-    )
-
-    self.assertEqual(are_finite, expected)
-
   @cases.product(
-      dtype=(
-          'bfloat16',
-          'float16',
-          'float32',
-          'float64',
-          'complex64',
-          'complex128',
-      ),
-      element=(None, np.nan, np.inf, -np.inf, 'imaginary'),
+      dtype=('bfloat16', 'float16', 'float32', 'float64', 'complex128'),
+      element=(None, np.nan, np.inf, 'imaginary'),
   )
   def test_judges_all_dtypes_and_no_sum_overflows(self, dtype, element):
     with jax.enable_x64(True):

@@ -3,7 +3,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import cases
 import modes
@@ -30,15 +29,9 @@ def grads_of(params, data):
 
 class ShardedReductionTest(parameterized.TestCase):
 
-  @cases.product(
-      mode=modes.MODES,
-      kind=('mean', 'sum'),
-      groups=(None, reductions.GROUPS),
-      weight=(None, WEIGHT),
-  )
-  @pytest.mark.slow_after(4)
-  def test_slices_of_all_shards_are_the_whole(self, mode, kind, groups, weight):
-    whole, sharded = whole_and_sharded(kind, groups=groups)
+  @cases.product(mode=modes.NAMES, groups=(None, reductions.GROUPS))
+  def test_slices_of_all_shards_are_the_whole(self, mode, groups):
+    whole, sharded = whole_and_sharded(groups=groups)
 
     def shard(params, own):
       data, weight = own
@@ -47,22 +40,22 @@ class ShardedReductionTest(parameterized.TestCase):
       return whole(grads, weight), sharded.gather(slices, grads)
 
     expected, joined = modes.map_shards(mode, shard)(
-        reductions.make_params(), (reductions.make_params((8,)), weight)
+        reductions.make_params(), (reductions.make_params((8,)), WEIGHT)
     )
 
     # The sum is in another order.
     chex.assert_trees_all_close(joined, expected, rtol=1e-2, atol=1e-2)
     chex.assert_trees_all_equal_shapes_and_dtypes(joined, expected)
 
-  @cases.product(mode=modes.MODES, groups=(None, reductions.GROUPS))
-  def test_each_shard_has_its_part_of_the_elements(self, mode, groups):
+  @cases.product(groups=(None, reductions.GROUPS))
+  def test_each_shard_has_its_part_of_the_elements(self, groups):
     _, sharded = whole_and_sharded('sum', groups=groups)
     x = np.arange(24.0).reshape(8, 3, 1) * np.ones(5)
     members = [range(8)] if groups is None else groups
     rank = {i: rank for group in members for rank, i in enumerate(group)}
 
     own = modes.map_shards(
-        mode, lambda _, x: (sharded.scatter(x), sharded.own(x))
+        'shard_map', lambda _, x: (sharded.scatter(x), sharded.own(x))
     )(0, x)
 
     for group in members:
@@ -74,16 +67,6 @@ class ShardedReductionTest(parameterized.TestCase):
           row = np.pad(whole.reshape(1, 15), end)
           slices = np.split(row, len(group), 1)
           np.testing.assert_array_equal(part[i], slices[rank[i]])
-
-  @cases.parameters((None, 8), (reductions.GROUPS, 2))
-  def test_has_a_slice_for_each_shard_of_a_group(self, groups, expected):
-    _, sharded = whole_and_sharded(groups=groups)
-
-    found = modes.map_shards('vmap', lambda _, x: x * sharded.num_shards())(
-        0, jnp.ones(8)
-    )
-
-    self.assertEqual(found.tolist(), [expected] * 8)
 
   def test_sends_slices_once_and_scalars_whole(self):
     _, sharded = whole_and_sharded()

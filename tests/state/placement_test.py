@@ -8,7 +8,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import shard_transforms
@@ -34,10 +33,6 @@ def _momentum(**options):
   return optax.chain(
       shard_transforms.cross_shard_mean('data', **options), optax.trace(0.5)
   )
-
-
-def _is_spec(node):
-  return isinstance(node, P)
 
 
 class InitStateTest(parameterized.TestCase):
@@ -67,32 +62,6 @@ class InitStateTest(parameterized.TestCase):
 
     jax.tree.map(check, state, specs)
 
-  @cases.product(kind=KINDS, shape=((8,), (2, 4)))
-  def test_makes_global_state_with_an_axis_of_shards(self, kind, shape):
-    mesh = _mesh(kind, shape)
-    inner = optax.adam(0.1)
-    tx = shard_transforms.tower_reduce(2, inner, axis_name='data')
-
-    state = shard_transforms.init_state(tx, PARAMS, mesh)
-
-    n = shape[0]
-    total = {
-        'w': np.zeros((n, 3, 8), np.float32),
-        'h': np.zeros((n, 4), np.float32),
-        'b': np.zeros(n, np.float32),
-    }
-    expected = shard_transforms.TowerReduceState(
-        tower=np.int32(0),
-        total=total,
-        total_weight=np.zeros(n, np.float32),
-        oldest_local_step=np.full(n, np.iinfo(np.int32).max, np.int32),
-        inner_state=jax.device_get(inner.init(PARAMS)),
-    )
-    chex.assert_trees_all_equal(jax.device_get(state), expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, expected)
-    specs = shard_transforms.state_specs(tx, PARAMS, mesh)
-    self.assert_placed(state, specs, mesh)
-
   @cases.parameters(*KINDS)
   def test_shards_state_like_the_parameters(self, kind):
     mesh = _mesh(kind, (2, 4))
@@ -112,17 +81,13 @@ class InitStateTest(parameterized.TestCase):
     specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
     self.assert_placed(state, specs, mesh)
 
-  @cases.product(
-      kind=KINDS,
-      options=(
-          {},
-          {'in_specs': MODEL_SPECS},
-          {'per_shard': True},
-          {'in_specs': MODEL_SPECS, 'per_shard': True},
-      ),
+  @cases.parameters(
+      {},
+      {'in_specs': MODEL_SPECS},
+      {'in_specs': MODEL_SPECS, 'per_shard': True},
   )
-  def test_abstract_parameters_give_abstract_state(self, kind, options):
-    mesh = _mesh(kind, (2, 4))
+  def test_abstract_parameters_give_abstract_state(self, **options):
+    mesh = _mesh(AxisType.Auto, (2, 4))
     tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
     make = functools.partial(
         shard_transforms.init_state, tx, mesh=mesh, **options
@@ -186,16 +151,6 @@ class InitStateTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(state.trace['w'], np.zeros(5))
 
-  def test_pmap_needs_neither(self):
-    tx = shard_transforms.tower_reduce(2, optax.trace(0.9), axis_name='data')
-    replicated = jnp.ones((8, 5))
-
-    state = jax.pmap(tx.init, axis_name='data')(replicated)
-
-    self.assertEqual(state.tower.shape, (8,))
-    self.assertEqual(state.total.shape, (8, 1, 5))
-    self.assertEqual(state.inner_state.trace.shape, (8, 5))
-
 
 # [calls, shards, features]
 DATA = np.random.default_rng(0).integers(-99, 99, (4, 8, 8)).astype(np.float32)
@@ -207,47 +162,8 @@ def _loss(w, x):
 
 class TrainingTest(parameterized.TestCase):
 
-  @cases.product(kind=KINDS, check_vma=(True, cases.Repeated(False)))
-  def test_trains_with_state_that_is_kept_per_shard(self, kind, check_vma):
-    mesh = _mesh(kind)
-    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
-    w = np.zeros(8, np.float32)
-    specs = shard_transforms.state_specs(tx, w, mesh)
-
-    def step(w, state, x):
-      _, grads = shard_transforms.value_and_grad(_loss, 'data')(w, x[0])
-      updates, state = tx.update(grads, state, w)
-      return w - updates, state
-
-    step = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(P(), specs, P('data')),
-        out_specs=(P(), specs),
-        check_vma=check_vma,
-    )
-    step = jax.jit(step, donate_argnums=(0, 1))
-
-    w = jax.device_put(w, jax.NamedSharding(mesh, P()))
-    state = start = shard_transforms.init_state(tx, w, mesh)
-    places = jax.tree.map(lambda leaf: leaf.sharding, start)
-    for x in DATA:
-      x = jax.device_put(x, jax.NamedSharding(mesh, P('data')))
-      w, state = step(w, state, x)
-
-    first, second = DATA.mean(1).reshape(2, 2, 8).mean(1)
-    np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
-    self.assertEqual(state.total.shape, (8, 8))
-    jax.tree.map(
-        lambda leaf, place: self.assertTrue(
-            leaf.sharding.is_equivalent_to(place, leaf.ndim)
-        ),
-        state,
-        places,
-    )
-
-  @cases.product(kind=KINDS, check_vma=(True, cases.Repeated(False)))
-  def test_trains_parameters_that_are_sharded(self, kind, check_vma):
+  @cases.parameters(*KINDS)
+  def test_trains_parameters_that_are_sharded(self, kind):
     mesh = _mesh(kind, (2, 4))
     tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
     make = functools.partial(
@@ -270,11 +186,11 @@ class TrainingTest(parameterized.TestCase):
         mesh=mesh,
         in_specs=(P('model'), specs, data_specs),
         out_specs=(P('model'), specs),
-        check_vma=check_vma,
     )
     step = jax.jit(step)
 
     state = make(params=w)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
     for x in DATA[:, :2]:
       x = jax.device_put(x, jax.NamedSharding(mesh, data_specs))
       w, state = step(w, state, x)
@@ -282,18 +198,26 @@ class TrainingTest(parameterized.TestCase):
     first, second = DATA[:, :2].mean(1).reshape(2, 2, 8).mean(1)
     np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
     self.assertEqual(state.total.shape, (2, 8))
+    jax.tree.map(
+        lambda leaf, place: self.assertTrue(
+            leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        ),
+        state,
+        places,
+    )
 
-  @cases.product(
-      kind=KINDS,
-      check_vma=(True, False),
-      wrap=(
-          lambda tx: tx,
+  @cases.parameters(
+      (AxisType.Explicit, lambda tx: tx),
+      (
+          AxisType.Auto,
           lambda tx: shard_transforms.tower_reduce(2, tx, axis_name='data'),
+      ),
+      (
+          AxisType.Auto,
           lambda tx: shard_transforms.drop_stale(9, tx, axis_name='data'),
       ),
   )
-  @pytest.mark.slow_after(2)
-  def test_trains_each_group_by_itself(self, kind, check_vma, wrap):
+  def test_trains_each_group_by_itself(self, kind, wrap):
     mesh = _mesh(kind)
     tx = wrap(_momentum(groups=GROUPS))
     w = np.zeros(8, np.float32)
@@ -310,7 +234,6 @@ class TrainingTest(parameterized.TestCase):
             mesh=mesh,
             in_specs=(P('data'), P('data')),
             out_specs=P('data'),
-            check_vma=check_vma,
         )
     )
 

@@ -18,34 +18,6 @@ def target(shape, spec=P(modes.AXIS), num_shards=4):
 
 class RowsTest(parameterized.TestCase):
 
-  @cases.parameters(
-      ('sum', 3, [3, 12, 13]),
-      ('maximum', 3, [2, 5, 7]),
-      ('minimum', 3, [0, 3, 6]),
-      ('sum', 8, [0, 1, 2, 3, 4, 5, 6, 7]),
-  )
-  def test_merges_neighbours(self, kind, num_shards, expected):
-    old = np.arange(8, dtype=np.float32)
-    new = target((num_shards,), num_shards=num_shards)
-
-    merged = row_resizing.apply_rule(Rule(resize=kind), 'leaf', old, new)
-
-    np.testing.assert_array_equal(merged, expected)
-    self.assertEqual(merged.dtype, old.dtype)
-
-  @cases.parameters(
-      (Rule(resize='maximum', empty=-1), [-1, -1]),
-      (Rule(resize='maximum'), [4, 5]),
-      (Rule(resize='minimum'), [0, 1]),
-      (Rule(resize='sum'), [0, 0]),
-  )
-  def test_adds_empty_rows(self, rule, expected):
-    old = np.arange(6, dtype=np.float32).reshape(3, 2)
-
-    merged = row_resizing.apply_rule(rule, 'leaf', old, target((4, 2)))
-
-    np.testing.assert_array_equal(merged, [*old, expected])
-
   @cases.product(num_shards=(2, 3, 4, 6, 7), dtype=(np.float32, np.int32))
   def test_a_mean_over_shards_stays(self, num_shards, dtype):
     old = np.arange(0, 840, 210).astype(dtype)
@@ -103,44 +75,6 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(averaged[0], [alike[0]] * 4)
     np.testing.assert_array_equal(averaged[1], [[3, 6]] * 4)
     self.assertTrue(np.isnan(averaged[2]).all())
-
-  def test_begins_anew_with_what_is_empty(self):
-    old = np.ones(3, np.int32)
-
-    begun = row_resizing.apply_rule(
-        Rule(resize='begin_anew', empty=7), 'leaf', old, target((3,), P())
-    )
-
-    np.testing.assert_array_equal(begun, [7, 7, 7])
-    self.assertEqual(begun.dtype, old.dtype)
-
-  @cases.parameters(('mean', 0.5), ('sum', 1.0))
-  def test_keeps_what_a_reduction_makes_of_rows(self, kind, factor):
-    old = np.arange(8, dtype=np.float32)
-
-    merged = row_resizing.apply_rule(
-        Rule(resize=kind), 'leaf', old, target((4,))
-    )
-
-    np.testing.assert_array_equal(merged, factor * np.float32([1, 5, 9, 13]))
-
-  @cases.parameters(
-      ('keep', (8, 2), (4, 3)),
-      ('sum', (8, 2), (4, 3)),
-  )
-  def test_names_what_is_of_other_parameters(self, kind, old, new):
-    old = np.ones(old, np.float32)
-
-    with self.assertRaisesRegex(ValueError, r'made by .* at the leaf, which'):
-      row_resizing.apply_rule(Rule(resize=kind), 'the leaf', old, target(new))
-
-  def test_names_what_it_does_not_know(self):
-    old = np.ones((8, 2), np.float32)
-
-    with self.assertRaisesRegex(ValueError, 'must know what .* at the leaf'):
-      row_resizing.apply_rule(
-          Rule(resize='keep'), 'the leaf', old, target((4, 2))
-      )
 
   def test_gives_the_reason_of_a_state(self):
     old = np.ones((8, 2), np.float32)

@@ -1,6 +1,5 @@
 from absl.testing import parameterized
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import NamedSharding
@@ -10,7 +9,6 @@ import optax
 
 import cases
 import shard_transforms
-from shard_transforms._src.state import specs as specs_lib
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
 PARAMS = {
@@ -197,46 +195,6 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(one.inner_state[0].mu['w'], P('data'))
     self.assertEqual(two.total['w'], P('data', None, None, 'model'))
 
-  def test_computes_nothing(self):
-    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
-    abstract = jax.eval_shape(lambda: PARAMS)
-    mesh = _mesh(KINDS[0])
-
-    specs = shard_transforms.state_specs(tx, abstract, mesh)
-
-    expected = shard_transforms.state_specs(tx, PARAMS, mesh)
-    self.assertEqual(specs, expected)
-
-  def test_names_an_axis_that_the_mesh_lacks(self):
-    tx = shard_transforms.tower_reduce(2, axis_name='batch')
-
-    with self.assertRaisesRegex(
-        NameError,
-        r"`tower_reduce` needs the mapped axis 'batch'.*\('data', 'model'\)",
-    ):
-      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
-
-  def test_refuses_a_leaf_that_differs_without_a_leading_axis(self):
-    tx = optax.GradientTransformation(
-        lambda _: {'seed': [lax.axis_index('data')]}, optax.identity().update
-    )
-
-    with self.assertRaisesRegex(
-        ValueError,
-        'Each leaf of the state that differs between shards must have a leading'
-        r' dimension of length 1, .*, got the shape \(\) at'
-        r" \['seed'\]\[0\], which varies over \['data'\]",
-    ):
-      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0]))
-
-  def test_names_a_state_of_one_leaf_the_root(self):
-    tx = optax.GradientTransformation(
-        lambda _: lax.axis_index('data'), optax.identity().update
-    )
-
-    with self.assertRaisesRegex(ValueError, 'at the root, which varies over'):
-      shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0]))
-
   def test_refuses_factors_of_sharded_parameters(self):
     tx = optax.adafactor(0.1, min_dim_size_to_factor=2)
 
@@ -246,16 +204,6 @@ class StateSpecsTest(parameterized.TestCase):
       shard_transforms.state_specs(
           tx, PARAMS, _mesh(KINDS[0], (2, 4)), in_specs=MODEL_SPECS
       )
-
-
-NESTED = {'a': {'w': jnp.ones((2, 3)), 'v': jnp.ones(4)}, 'b': (jnp.ones(5),)}
-
-
-def shapes(leaf, param, name):
-  return name, jnp.shape(leaf), jnp.shape(param)
-
-
-NAMES = {'a': {'w': 'w', 'v': 'v'}, 'b': ('b',)}
 
 
 class SpecsOfTest(parameterized.TestCase):
@@ -296,58 +244,3 @@ class SpecsOfTest(parameterized.TestCase):
         r" {'data': 8}\), \('\[2\]', {'data': 4}\)\]\. Place them",
     ):
       shard_transforms.specs_of(tree)
-
-
-class MapWithParamsTest(parameterized.TestCase):
-
-  def test_gives_each_leaf_its_parameter(self):
-    tx = optax.adam(0.1)
-
-    mapped = specs_lib.map_with_params(
-        tx, shapes, tx.init(NESTED), NESTED, NAMES
-    )
-
-    expected = {
-        'a': {'w': ('w', (2, 3), (2, 3)), 'v': ('v', (4,), (4,))},
-        'b': (('b', (5,), (5,)),),
-    }
-    self.assertEqual(mapped[0].mu, expected)
-    self.assertEqual(mapped[0].count.shape, ())
-
-  def test_takes_several_leaves_of_a_parameter(self):
-    def init(params):
-      return jax.tree.map(lambda p: (jnp.ones(7), [jnp.zeros_like(p)]), params)
-
-    tx = optax.GradientTransformation(init, optax.identity().update)
-
-    mapped = specs_lib.map_with_params(
-        tx, shapes, tx.init(NESTED), NESTED, NAMES
-    )
-
-    self.assertEqual(
-        mapped['a']['w'], (('w', (7,), (2, 3)), [('w', (2, 3), (2, 3))])
-    )
-    self.assertEqual(mapped['b'], ((('b', (7,), (5,)), [('b', (5,), (5,))]),))
-
-  def test_keeps_what_is_masked(self):
-    tx = optax.masked(optax.trace(0.9), {'a': False, 'b': True})
-
-    mapped = specs_lib.map_with_params(
-        tx, shapes, tx.init(NESTED), NESTED, NAMES
-    )
-
-    trace = mapped.inner_state.trace
-    self.assertEqual(trace['a'], optax.MaskedNode())
-    self.assertEqual(trace['b'], (('b', (5,), (5,)),))
-
-  def test_takes_parameters_of_one_leaf_and_none(self):
-    tx = optax.trace(0.9)
-    one = jnp.ones(3)
-
-    mapped = specs_lib.map_with_params(tx, shapes, tx.init(one), one, 'x')
-    none = specs_lib.map_with_params(
-        tx, shapes, tx.init({'a': None}), {'a': None}, {'a': None}
-    )
-
-    self.assertEqual(mapped.trace, ('x', (3,), (3,)))
-    self.assertEqual(none.trace, {'a': None})
