@@ -162,11 +162,12 @@ class GateTest(parameterized.TestCase):
 
     self.assertLen(calls, 1)
 
-  @cases.parameters(*modes.MODES)
-  def test_a_window_sends_nothing_outside_of_its_branch(self, mode):
+  def test_a_window_sends_nothing_outside_of_its_branch(self):
     mean = shard_transforms.cross_shard_mean(AXIS)
 
-    outside, inside, branches = self.sent(mode, GATES['tower_reduce'](mean))
+    outside, inside, branches = self.sent(
+        'shard_map', GATES['tower_reduce'](mean)
+    )
 
     self.assertEmpty(outside)
     self.assertLen(inside, 1)
@@ -655,8 +656,8 @@ class LineSearchTest(parameterized.TestCase):
   @cases.product(
       gate=(
           'guard',
-          cases.Repeated('drop_stale'),
-          cases.Repeated('tower_reduce'),
+          'drop_stale',
+          'tower_reduce',
           'nested',
       ),
       value_fn=tuple(VALUE_FNS),
@@ -754,18 +755,18 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_allclose(updates, [2.5, 2.5])
 
-  @cases.product(gate=tuple(WEIGHING), mode=modes.MODES)
-  def test_refuses_a_reduction_by_hand(self, gate, mode):
+  @cases.product(gate=tuple(WEIGHING))
+  def test_refuses_a_reduction_by_hand(self, gate):
     by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
     inner = optax.chain(by_hand, optax.adam(0.1))
 
     with self.assertRaisesRegex(
         ValueError, 'must use .* `weight`.* by hand.*`assume_weighted=True`'
     ):
-      self.update(gate, inner, mode)
+      self.update(gate, inner, 'shard_map')
 
-  @cases.product(gate=tuple(WEIGHING), mode=modes.MODES)
-  def test_takes_the_word_of_the_user(self, gate, mode):
+  @cases.product(gate=tuple(WEIGHING))
+  def test_takes_the_word_of_the_user(self, gate):
     def update(updates, state, params=None, *, weight, **extra_args):
       del params, extra_args
       # The first sum has no weight, and the second takes away what it should.
@@ -777,7 +778,7 @@ class WeightTest(parameterized.TestCase):
       return jax.tree.map(lambda u: u / total, summed), state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    given = gate, inner, mode, {'w': jnp.ones(3)}, lambda x: x >= 6
+    given = gate, inner, 'shard_map', {'w': jnp.ones(3)}, lambda x: x >= 6
 
     with self.assertRaisesRegex(ValueError, '`assume_weighted=True`'):
       self.update(*given)

@@ -104,15 +104,11 @@ def _train(mode, adaptive, place, weighted=False):
 
 class CompensationTest(parameterized.TestCase):
 
-  @cases.product(
-      mode=modes.MODES,
-      place=('before', 'after'),
-      adaptive=(cases.Repeated(False), True),
-  )
-  def test_corrects_gradients_of_older_parameters(self, mode, place, adaptive):
+  @cases.product(place=('before', 'after'), adaptive=(False, True))
+  def test_corrects_gradients_of_older_parameters(self, place, adaptive):
     is_late = IS_LATE if place == 'before' else np.tile(IS_LATE[0], (8, 1))
 
-    updates = _train(mode, adaptive, place)(DATA, WEIGHTS, is_late)
+    updates = _train('shard_map', adaptive, place)(DATA, WEIGHTS, is_late)
 
     ones = np.ones((8, CALLS))
     expected = _expected(adaptive, place, ones, is_late)
@@ -123,14 +119,16 @@ class CompensationTest(parameterized.TestCase):
     plain = _expected(adaptive, place, ones, np.zeros_like(is_late))
     self.assertGreater(np.abs(plain - expected).max(), 1e-3)
 
-  @cases.product(mode=modes.MODES, place=('before', 'after'))
-  def test_heeds_weights(self, mode, place):
+  @cases.product(place=('before', 'after'))
+  def test_heeds_weights(self, place):
     is_late = IS_LATE if place == 'before' else np.tile(IS_LATE[0], (8, 1))
     data = DATA.copy()
     data[WEIGHTS == 0] = np.nan
     self.assertIn(0, WEIGHTS)
 
-    updates = _train(mode, True, place, weighted=True)(data, WEIGHTS, is_late)
+    updates = _train('shard_map', True, place, weighted=True)(
+        data, WEIGHTS, is_late
+    )
 
     expected = _expected(True, place, WEIGHTS, is_late)
     chex.assert_trees_all_close(
@@ -138,8 +136,8 @@ class CompensationTest(parameterized.TestCase):
     )
 
   @cases.product(
-      adaptive=(cases.Repeated(False), True),
-      compiled=(cases.Repeated(False), True),
+      adaptive=(False, True),
+      compiled=(False, True),
   )
   def test_keeps_every_bit_where_nothing_has_moved(self, adaptive, compiled):
     tx = _compensate(adaptive)
@@ -220,8 +218,7 @@ class CompensationTest(parameterized.TestCase):
 
 class GatesTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_a_shard_that_is_too_late_leaves_its_moving_mean(self, mode):
+  def test_a_shard_that_is_too_late_leaves_its_moving_mean(self):
     inner = optax.chain(
         _compensate(True, axis_name=AXIS), cross_shard_mean(AXIS)
     )
@@ -242,7 +239,7 @@ class GatesTest(parameterized.TestCase):
     data[[2, 5]] = np.nan
     steps = np.zeros(8, np.int32)
     steps[[2, 5]] = -9
-    found = modes.map_shards(mode, shard)(jnp.zeros(5), (data, steps))
+    found = modes.map_shards('shard_map', shard)(jnp.zeros(5), (data, steps))
 
     expected = (1 - DECAY) * np.cos(data) ** 2
     expected[[2, 5]] = 0

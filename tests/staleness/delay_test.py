@@ -7,7 +7,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
@@ -59,9 +58,8 @@ def _expected(steps):
 
 class DelayTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, place=('before', 'after'), steps=(1, 3))
-  @pytest.mark.slow_after(2)
-  def test_trains_with_the_updates_of_some_steps_ago(self, mode, place, steps):
+  @cases.product(place=('before', 'after'), steps=(1, 3))
+  def test_trains_with_the_updates_of_some_steps_ago(self, place, steps):
     tx = _chain(steps, place)
 
     def call(carry, x):
@@ -72,7 +70,7 @@ class DelayTest(parameterized.TestCase):
     def shard(params, own):
       return lax.scan(call, (params, tx.init(params)), own)[1]
 
-    updates = modes.map_shards(mode, shard)(_params(), DATA)
+    updates = modes.map_shards('shard_map', shard)(_params(), DATA)
 
     chex.assert_trees_all_close(updates, _expected(steps), rtol=1e-5, atol=1e-6)
     first = jax.tree.map(lambda x: x[:, :steps], updates)
@@ -80,7 +78,6 @@ class DelayTest(parameterized.TestCase):
     chex.assert_trees_all_equal(first, zeros, strict=True)
 
   @cases.product(steps=(0, 1, 2, 9))
-  @pytest.mark.slow_after(2)
   def test_gives_back_every_bit(self, steps):
     tx = delay_updates(steps)
     rng = np.random.default_rng(3)
@@ -179,8 +176,7 @@ class DelayTest(parameterized.TestCase):
 
 class GatesTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_a_skipped_step_delays_nothing(self, mode):
+  def test_a_skipped_step_delays_nothing(self):
     inner = optax.chain(cross_shard_mean(AXIS), delay_updates(1))
     tx = shard_transforms.guard(inner, AXIS)
 
@@ -192,7 +188,7 @@ class GatesTest(parameterized.TestCase):
 
     data = DATA.copy()
     data[3, 2] = np.nan
-    updates = modes.map_shards(mode, shard)(_params(), data)
+    updates = modes.map_shards('shard_map', shard)(_params(), data)
 
     means = np.linspace(-1, 1, 5) - DATA.mean(0)
     zero = np.zeros(5)
@@ -252,8 +248,7 @@ class GatesTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards('vmap', shard), _params(), DATA[:, 0])
 
-  @cases.parameters(*modes.MODES)
-  def test_takes_weights_behind_the_reduction(self, mode):
+  def test_takes_weights_behind_the_reduction(self):
     tx = _chain(1, 'after')
 
     def shard(params, own):
@@ -263,7 +258,9 @@ class GatesTest(parameterized.TestCase):
       return tx.update(_grads(params, x), state, params, weight=1.0)[0]['b']
 
     weights = np.arange(8, dtype=np.float32)
-    updates = modes.map_shards(mode, shard)(_params(), (DATA[:, 0], weights))
+    updates = modes.map_shards('shard_map', shard)(
+        _params(), (DATA[:, 0], weights)
+    )
 
     mean = np.average(DATA[:, 0, 0].astype(float), weights=weights)
     np.testing.assert_allclose(updates, -LEARNING_RATE * mean, rtol=1e-5)

@@ -110,54 +110,48 @@ class CrossShardTest(parameterized.TestCase):
       bits = np.asarray(leaf).view(f'u{leaf.dtype.itemsize}')
       np.testing.assert_array_equal(bits, np.broadcast_to(bits[0], bits.shape))
 
-  @cases.product(mode=modes.MODES, kind=tuple(FACTORIES))
-  def test_reduces_the_gradients_of_all_shards(self, mode, kind):
-    updates, state = _reduce(mode, kind)(DATA, np.zeros(8))
+  @cases.product(kind=tuple(FACTORIES))
+  def test_reduces_the_gradients_of_all_shards(self, kind):
+    updates, state = _reduce('shard_map', kind)(DATA, np.zeros(8))
 
     total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
     expected = _like_params(np.broadcast_to(total, DATA.shape))
     chex.assert_trees_all_equal(updates, expected, strict=True)
     self.assertEqual(state, optax.EmptyState())
 
-  @cases.product(
-      mode=modes.MODES, kind=tuple(FACTORIES), weights=tuple(WEIGHTS)
-  )
-  def test_counts_each_shard_by_its_weight(self, mode, kind, weights):
+  @cases.product(kind=tuple(FACTORIES), weights=tuple(WEIGHTS))
+  def test_counts_each_shard_by_its_weight(self, kind, weights):
     weight = WEIGHTS[weights]
 
-    updates, _ = _reduce(mode, kind, weighted=True)(DATA, weight)
+    updates, _ = _reduce('shard_map', kind, weighted=True)(DATA, weight)
 
     expected = _expected(kind, weight)
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
 
-  @cases.product(
-      mode=modes.MODES, kind=tuple(FACTORIES), bad=(NAN, np.inf, -np.inf)
-  )
-  def test_a_shard_without_weight_contributes_nothing(self, mode, kind, bad):
+  @cases.product(kind=tuple(FACTORIES), bad=(NAN, np.inf, -np.inf))
+  def test_a_shard_without_weight_contributes_nothing(self, kind, bad):
     weight = [3, 0, 2, -1, 5, NAN, 6, 8]
     x = DATA.copy()
     x[[1, 3, 5]] = bad
 
-    updates, _ = _reduce(mode, kind, weighted=True)(x, weight)
+    updates, _ = _reduce('shard_map', kind, weighted=True)(x, weight)
 
     expected = _expected(kind, weight)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
-  @cases.product(mode=modes.MODES, kind=tuple(FACTORIES))
-  def test_no_weight_at_all_gives_zeros(self, mode, kind):
+  @cases.product(kind=tuple(FACTORIES))
+  def test_no_weight_at_all_gives_zeros(self, kind):
     x = np.full_like(DATA, NAN)
 
-    updates, _ = _reduce(mode, kind, weighted=True)(x, np.zeros(8))
+    updates, _ = _reduce('shard_map', kind, weighted=True)(x, np.zeros(8))
 
     chex.assert_trees_all_equal(
         updates, _like_params(np.zeros_like(DATA)), strict=True
     )
 
-  @cases.product(mode=modes.MODES, exponent=(-124, -1, 1, 124))
-  def test_the_mean_does_not_depend_on_the_scale_of_weights(
-      self, mode, exponent
-  ):
-    reduce = _reduce(mode, 'mean', weighted=True)
+  @cases.product(exponent=(-124, -1, 1, 124))
+  def test_the_mean_does_not_depend_on_the_scale_of_weights(self, exponent):
+    reduce = _reduce('shard_map', 'mean', weighted=True)
     x = np.random.default_rng(1).normal(size=DATA.shape).astype(np.float32)
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
@@ -180,36 +174,30 @@ class CrossShardTest(parameterized.TestCase):
 
     np.testing.assert_allclose(mapped(weight, x)[0], x.mean(axis=0), rtol=1e-6)
 
-  @cases.product(mode=modes.MODES, weight=(1.0, 0.25, 3.0))
-  def test_equal_weights_give_the_plain_mean(self, mode, weight):
-    weighted, _ = _reduce(mode, 'mean', True)(DATA, np.full(8, weight))
+  @cases.product(weight=(1.0, 0.25, 3.0))
+  def test_equal_weights_give_the_plain_mean(self, weight):
+    weighted, _ = _reduce('shard_map', 'mean', True)(DATA, np.full(8, weight))
 
-    plain, _ = _reduce(mode, 'mean')(DATA, np.zeros(8))
+    plain, _ = _reduce('shard_map', 'mean')(DATA, np.zeros(8))
     chex.assert_trees_all_close(weighted, plain, rtol=1e-6, strict=True)
 
-  @cases.product(
-      mode=modes.MODES,
-      kind=tuple(FACTORIES),
-      weighted=(cases.Repeated(False), True),
-  )
-  def test_all_shards_get_the_same_bits(self, mode, kind, weighted):
+  @cases.product(kind=tuple(FACTORIES), weighted=(False, True))
+  def test_all_shards_get_the_same_bits(self, kind, weighted):
     rng = np.random.default_rng(2)
     x = rng.normal(size=DATA.shape).astype(np.float32)
 
-    updates, _ = _reduce(mode, kind, weighted)(x, rng.uniform(0.1, 9, size=8))
+    updates, _ = _reduce('shard_map', kind, weighted)(
+        x, rng.uniform(0.1, 9, size=8)
+    )
 
     self.assert_same_on_all_shards(updates)
 
-  @cases.product(
-      mode=modes.MODES,
-      kind=tuple(FACTORIES),
-      weighted=(cases.Repeated(False), True),
-  )
-  def test_a_nan_reaches_all_shards(self, mode, kind, weighted):
+  @cases.product(kind=tuple(FACTORIES), weighted=(False, True))
+  def test_a_nan_reaches_all_shards(self, kind, weighted):
     x = DATA.copy()
     x[3] = NAN
 
-    updates, _ = _reduce(mode, kind, weighted)(x, np.ones(8))
+    updates, _ = _reduce('shard_map', kind, weighted)(x, np.ones(8))
 
     np.testing.assert_array_equal(updates['w'], np.full_like(DATA, NAN))
 
@@ -244,16 +232,15 @@ class DtypeTest(parameterized.TestCase):
 
   # The sum of these and of seven ones is lost where each addition is rounded.
   @cases.product(
-      mode=modes.MODES,
       large=(
           ('bfloat16', 256),
           ('float16', 2048),
           ('float8_e4m3fn', 16),
           ('float8_e5m2', 8),
       ),
-      weighted=(cases.Repeated(False), True),
+      weighted=(False, True),
   )
-  def test_few_bits_are_summed_in_float32(self, mode, large, weighted):
+  def test_few_bits_are_summed_in_float32(self, large, weighted):
     dtype, first = large
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
     total = shard_transforms.cross_shard_sum(modes.AXIS)
@@ -271,7 +258,7 @@ class DtypeTest(parameterized.TestCase):
     x = np.ones((8, 5))
     x[0] = first
 
-    updates = modes.map_shards(mode, shard)(w, x.astype(w.dtype))
+    updates = modes.map_shards('shard_map', shard)(w, x.astype(w.dtype))
 
     expected = {'mean': (first + 7) / 8, 'sum': first + 7.0}
     expected = {
@@ -281,8 +268,8 @@ class DtypeTest(parameterized.TestCase):
     self.assertNotEqual(expected['sum'][0, 0], first)
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
-  def test_complex_leaves_are_reduced_like_real_ones(self, mode, weighted):
+  @cases.product(weighted=(False, True))
+  def test_complex_leaves_are_reduced_like_real_ones(self, weighted):
     x = DATA[:, 0] + 1j * DATA[:, 1]
     weight = np.array(WEIGHTS['some_zero'] if weighted else np.ones(8))
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
@@ -295,7 +282,7 @@ class DtypeTest(parameterized.TestCase):
       weight = weight if weighted else None
       return mean.update(grads, mean.init(w), weight=weight)[0]
 
-    updates = modes.map_shards(mode, shard)(
+    updates = modes.map_shards('shard_map', shard)(
         jnp.ones(5, jnp.complex64), (x, weight)
     )
 
@@ -305,8 +292,7 @@ class DtypeTest(parameterized.TestCase):
     )
     self.assertEqual(updates.dtype, jnp.complex64)
 
-  @cases.parameters(*modes.MODES)
-  def test_keeps_the_tree(self, mode):
+  def test_keeps_the_tree(self):
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
 
     def shard(_, x):
@@ -325,7 +311,7 @@ class DtypeTest(parameterized.TestCase):
 
     x = DATA[:, 0]
 
-    out = modes.map_shards(mode, shard)(0.0, x)
+    out = modes.map_shards('shard_map', shard)(0.0, x)
 
     m = np.broadcast_to(x.mean(0), x.shape)
     outer = np.mean([np.outer(row, row[:3]) for row in x], axis=0)
@@ -380,13 +366,12 @@ class InvariantTest(parameterized.TestCase):
 
     self.assertNotIn('psum', jaxpr)
 
-  @cases.parameters(*modes.MODES)
-  def test_still_reduces_gradients_that_are_per_shard(self, mode):
+  def test_still_reduces_gradients_that_are_per_shard(self):
     def shard(params, x):
       grads = _gradient(params, x)
       return OF_AVERAGED.update(grads, OF_AVERAGED.init(params))[0]
 
-    updates = modes.map_shards(mode, shard)(PARAMS, DATA)
+    updates = modes.map_shards('shard_map', shard)(PARAMS, DATA)
 
     expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
     chex.assert_trees_all_equal(updates, expected, strict=True)
@@ -502,36 +487,27 @@ class SeveralAxesTest(parameterized.TestCase):
     return jax.jit(mapped)
 
   @cases.product(
-      kind=tuple(FACTORIES),
       check_vma=(True, False),
-      weighted=(False, True),
       axes=(('host', 'core'), ('core', 'host'), 'core', 'host'),
-      always=lambda kind, check_vma, weighted, axes: (
-          kind == 'mean' and check_vma
-      ),
   )
-  def test_reduces_over_the_axes_that_it_is_given(
-      self, kind, check_vma, weighted, axes
-  ):
-    tx = FACTORIES[kind](axes)
+  def test_reduces_over_the_axes_that_it_is_given(self, check_vma, axes):
+    tx = shard_transforms.cross_shard_mean(axes)
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
     def shard(params, own):
       x, weight = own[0, :-1].reshape(3, 5), own[0, -1]
       grad = shard_transforms.value_and_grad(_loss, ('host', 'core'))
-      weight = weight if weighted else None
       return tx.update(grad(params, x)[1], tx.init(params), weight=weight)[0]
 
     own = np.concatenate([DATA.reshape(8, 1, 15), weight[:, None, None]], -1)
 
     updates = self._over_mesh(shard, check_vma)(PARAMS, own)
 
-    w = (weight if weighted else np.ones(8)).reshape(2, 4, 1, 1)
+    w = weight.astype(float).reshape(2, 4, 1, 1)
     reduced = tuple(i for i, a in enumerate(('host', 'core')) if a in axes)
     x = DATA.astype(np.float64).reshape(2, 4, 3, 5)
     total = np.sum(w * x, reduced, keepdims=True)
-    if kind == 'mean':
-      total /= np.sum(w, reduced, keepdims=True)
+    total /= np.sum(w, reduced, keepdims=True)
     expected = np.broadcast_to(total, x.shape).reshape(8, 3, 5)
     chex.assert_trees_all_close(
         updates, _like_params(expected), rtol=1e-6, strict=True
@@ -603,8 +579,8 @@ def _gradient_of_both(x):
 
 class ShardMeanTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
-  def test_averages_metrics_of_any_dtype(self, mode, weighted):
+  @cases.product(weighted=(False, True))
+  def test_averages_metrics_of_any_dtype(self, weighted):
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
     def shard(params, own):
@@ -620,7 +596,7 @@ class ShardMeanTest(parameterized.TestCase):
       weight = weight if weighted else None
       return shard_transforms.shard_mean(metrics, modes.AXIS, weight=weight)
 
-    means = modes.map_shards(mode, shard)(PARAMS, (DATA, weight))
+    means = modes.map_shards('shard_map', shard)(PARAMS, (DATA, weight))
 
     w = weight if weighted else np.ones(8)
     average = functools.partial(np.average, axis=0, weights=w)
@@ -646,15 +622,14 @@ class ShardMeanTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards(TRACKED, shard), 1.0, np.ones(8))
 
-  @cases.parameters(*modes.MODES)
-  def test_leaves_a_metric_that_is_averaged_as_it_is(self, mode):
+  def test_leaves_a_metric_that_is_averaged_as_it_is(self):
     def shard(step, x):
       metrics = {'x': x, 'step': step}
       return shard_transforms.shard_mean(
           metrics, modes.AXIS, on_invariant='averaged'
       )
 
-    means = modes.map_shards(mode, shard)(
+    means = modes.map_shards('shard_map', shard)(
         np.float32(7), np.arange(8, dtype=np.float32)
     )
 

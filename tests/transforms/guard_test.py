@@ -59,28 +59,27 @@ def data(steps=3, seed=0):
 
 class SkipTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_hands_on_what_is_good_to_the_bit(self, mode):
+  def test_hands_on_what_is_good_to_the_bit(self):
     inner = mean_of(optax.adam(0.1))
 
-    updates, state = run(guard(inner, AXIS), data(), mode=mode)
+    updates, state = run(guard(inner, AXIS), data())
 
-    expected, inner_state = run(inner, data(), mode=mode)
+    expected, inner_state = run(inner, data())
     chex.assert_trees_all_equal(updates, expected, strict=True)
     chex.assert_trees_all_equal(state.inner_state, inner_state, strict=True)
     np.testing.assert_array_equal(state.num_updates, [3] * SHARDS)
     np.testing.assert_array_equal(state.skipped_count, [0] * SHARDS)
     np.testing.assert_array_equal(state.last_bad_step, [[-1]] * SHARDS)
 
-  @cases.product(mode=modes.MODES, bad=(NAN, np.inf, -np.inf))
-  def test_a_bad_shard_leaves_every_bit_of_the_state(self, mode, bad):
+  @cases.product(bad=(NAN, np.inf, -np.inf))
+  def test_a_bad_shard_leaves_every_bit_of_the_state(self, bad):
     x = data()
     x[3, 1, 2] = bad
     inner = mean_of(optax.adam(0.1))
 
-    updates, state = run(guard(inner, AXIS), x, mode=mode)
+    updates, state = run(guard(inner, AXIS), x)
 
-    expected, inner_state = run(inner, x[:, [0, 2]], mode=mode)
+    expected, inner_state = run(inner, x[:, [0, 2]])
     chex.assert_trees_all_equal(updates[:, [0, 2]], expected)
     np.testing.assert_array_equal(updates[:, 1], np.zeros((SHARDS, 5)))
     chex.assert_trees_all_equal(state.inner_state, inner_state, strict=True)
@@ -155,14 +154,13 @@ class SkipTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.last_bad_step, [1] * SHARDS)
     np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
 
-  @cases.parameters(*modes.MODES)
-  def test_weights_of_shards_do_not_decide_behind_the_reduction(self, mode):
+  def test_weights_of_shards_do_not_decide_behind_the_reduction(self):
     x = data()
     x[3, 1, 2] = NAN
     weight = np.arange(float(SHARDS))[:, None].repeat(3, 1)
     behind = optax.chain(cross_shard_mean(AXIS), guard(optax.adam(0.1)))
 
-    updates, _ = run(behind, x, weight, mode=mode)
+    updates, _ = run(behind, x, weight)
 
     expected, _ = run(guard(mean_of(optax.adam(0.1)), AXIS), x, weight)
     self.assertTrue(np.all(updates[:, [0, 2]]))
@@ -199,15 +197,15 @@ class SkipTest(parameterized.TestCase):
 
 class ExcludeTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(True, cases.Repeated(False)))
-  def test_gives_the_mean_of_the_good(self, mode, weighted):
+  @cases.product(weighted=(True, False))
+  def test_gives_the_mean_of_the_good(self, weighted):
     x = data()
     x[3, 1, 2] = NAN
     x[5, 1] = np.inf
     weights = np.arange(1.0, 25, dtype=np.float32).reshape(SHARDS, 3)
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude')
 
-    updates, state = run(tx, x, weights if weighted else None, mode)
+    updates, state = run(tx, x, weights if weighted else None, 'shard_map')
 
     counts = weights if weighted else np.ones_like(weights)
     counts = np.where(np.isfinite(x).all(-1), counts, 0)
@@ -306,7 +304,6 @@ class ExcludeTest(parameterized.TestCase):
 class DecisionTest(parameterized.TestCase):
 
   @cases.product(
-      mode=modes.MODES,
       case=(
           # (on_bad, min_shards, weight, whether the step is taken)
           ('skip', None, [1, 1, 1, 1], False),
@@ -316,9 +313,9 @@ class DecisionTest(parameterized.TestCase):
           ('exclude', 4, [1, 1, 1, 1], False),
           ('exclude', 3, [1, 1, 1, 0], False),
           ('exclude', None, [0, 1, 0, 5], True),
-      ),
+      )
   )
-  def test_all_shards_decide_together(self, mode, case):
+  def test_all_shards_decide_together(self, case):
     on_bad, min_shards, weight, accept = case
     tx = guard(
         mean_of(optax.sgd(1.0)),
@@ -333,7 +330,7 @@ class DecisionTest(parameterized.TestCase):
     def shard(params, own):
       return tx.update(own[0], tx.init(params), weight=own[1])
 
-    updates, state = modes.map_shards(mode, shard, 4)(
+    updates, state = modes.map_shards('shard_map', shard, 4)(
         jnp.zeros(()), (x, weight)
     )
 
@@ -349,8 +346,7 @@ class DecisionTest(parameterized.TestCase):
 
 class SpikeTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_a_norm_above_the_limit_is_bad(self, mode):
+  def test_a_norm_above_the_limit_is_bad(self):
     x = data()
     x[3, 1] *= 100
     tx = guard(
@@ -360,7 +356,7 @@ class SpikeTest(parameterized.TestCase):
         spikes=SpikeRule(max_norm=20.0),
     )
 
-    updates, state = run(tx, x, mode=mode)
+    updates, state = run(tx, x)
 
     good = np.delete(x[:, 1], 3, axis=0)
     np.testing.assert_allclose(updates[0, 1], good.mean(0), rtol=1e-5)
@@ -683,13 +679,12 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'decided the same .* `axis_name`'):
       run(tx, data())
 
-  @cases.parameters(*modes.MODES)
-  def test_refuses_a_reduction_that_counts_all(self, mode):
+  def test_refuses_a_reduction_that_counts_all(self):
     by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
     tx = guard(by_hand, AXIS, on_bad='exclude')
 
     with self.assertRaisesRegex(ValueError, 'must use the extra .* `weight`'):
-      run(tx, data(), mode=mode)
+      run(tx, data())
 
   def test_a_reduction_by_hand_must_not_be_given_weights(self):
     x = data()

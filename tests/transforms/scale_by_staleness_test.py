@@ -116,9 +116,9 @@ class WeightTest(parameterized.TestCase):
         calls, expected, rtol=1e-5, atol=1e-6, strict=True
     )
 
-  @cases.product(mode=modes.MODES, kind=tuple(KINDS))
-  def test_shards_count_by_their_ages(self, mode, kind):
-    calls = _train(mode, kind, weighted=False)(DATA, WEIGHTS, STEPS)
+  @cases.product(kind=tuple(KINDS))
+  def test_shards_count_by_their_ages(self, kind):
+    calls = _train('shard_map', kind, weighted=False)(DATA, WEIGHTS, STEPS)
 
     self.assert_close(calls, _expected(kind, DATA, np.ones((8, 7)), STEPS))
 
@@ -136,21 +136,19 @@ class WeightTest(parameterized.TestCase):
         updates[0], 1e-3 * DATA[:, 0].mean(axis=0), rtol=1e-5, atol=1e-9
     )
 
-  @cases.parameters(*modes.MODES)
-  def test_ages_multiply_weights(self, mode):
-    calls = _train(mode, 'inverse', weighted=True)(DATA, WEIGHTS, STEPS)
+  def test_ages_multiply_weights(self):
+    calls = _train('shard_map', 'inverse', weighted=True)(DATA, WEIGHTS, STEPS)
 
     self.assert_close(calls, _expected('inverse', DATA, WEIGHTS, STEPS))
 
-  @cases.parameters(*modes.MODES)
-  def test_shards_without_weight_contribute_nothing(self, mode):
+  def test_shards_without_weight_contribute_nothing(self):
     data, weights = DATA.copy(), WEIGHTS.copy()
     weights[3] = 0
     # In one call, no shard counts at all.
     weights[:, 4] = 0
     data[weights == 0] = np.nan
 
-    calls = _train(mode, 'inverse', weighted=True)(data, weights, STEPS)
+    calls = _train('shard_map', 'inverse', weighted=True)(data, weights, STEPS)
 
     self.assert_close(calls, _expected('inverse', data, weights, STEPS))
     updates, momenta, global_steps = calls
@@ -158,13 +156,14 @@ class WeightTest(parameterized.TestCase):
     np.testing.assert_array_equal(momenta[:, 4], momenta[:, 3])
     np.testing.assert_array_equal(global_steps[0], [1, 2, 3, 4, 4, 5, 6])
 
-  @cases.parameters(*modes.MODES)
-  def test_shards_of_factor_zero_contribute_nothing(self, mode):
+  def test_shards_of_factor_zero_contribute_nothing(self):
     data, steps = DATA.copy(), STEPS.copy()
     steps[5] = -9
     data[5] = np.inf
 
-    calls = _train(mode, 'function', weighted=False)(data, WEIGHTS, steps)
+    calls = _train('shard_map', 'function', weighted=False)(
+        data, WEIGHTS, steps
+    )
 
     self.assert_close(
         calls, _expected('function', data, np.ones((8, 7)), steps)
@@ -240,8 +239,8 @@ class WeightTest(parameterized.TestCase):
 class UpdateTest(parameterized.TestCase):
   """Without them."""
 
-  @cases.product(mode=modes.MODES, place=('before', 'after'))
-  def test_scales_updates_around_a_reduction(self, mode, place):
+  @cases.product(place=('before', 'after'))
+  def test_scales_updates_around_a_reduction(self, place):
     tx = scale_by_staleness('inverse')
     links = [tx, _mean()] if place == 'before' else [_mean(), tx]
     chain = optax.chain(*links, optax.scale(-1.0))
@@ -261,7 +260,7 @@ class UpdateTest(parameterized.TestCase):
       return lax.scan(call, chain.init(params[0]), (params, x, steps))[1]
 
     shared = np.zeros(5, np.float32), STEPS[0]
-    updates = modes.map_shards(mode, shard)(shared, (DATA, STEPS))
+    updates = modes.map_shards('shard_map', shard)(shared, (DATA, STEPS))
 
     steps = STEPS if place == 'before' else np.tile(STEPS[0], (8, 1))
     factors = 1 / np.maximum(np.arange(7) - steps.astype(int), 1)

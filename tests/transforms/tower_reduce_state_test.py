@@ -37,11 +37,10 @@ def _loss(params, x):
 
 class TowerReduceStateTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_starts_empty_on_each_shard(self, mode):
+  def test_starts_empty_on_each_shard(self):
     tx = shard_transforms.tower_reduce(3, INNER, axis_name=modes.AXIS)
 
-    state = modes.map_shards(mode, lambda params, _: tx.init(params))(
+    state = modes.map_shards('shard_map', lambda params, _: tx.init(params))(
         PARAMS, np.zeros(8)
     )
 
@@ -65,8 +64,7 @@ class TowerReduceStateTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(state, expected, strict=True)
 
-  @cases.parameters(*modes.MODES)
-  def test_has_no_axis_of_shards_where_updates_are_the_same(self, mode):
+  def test_has_no_axis_of_shards_where_updates_are_the_same(self):
     tx = shard_transforms.tower_reduce(3, INNER)
 
     def shard(params, x):
@@ -76,10 +74,10 @@ class TowerReduceStateTest(parameterized.TestCase):
       self.assertEqual(state.total['half'].shape, (3, 5))
       return x
 
-    modes.map_shards(mode, shard)(PARAMS, np.zeros(8))
+    modes.map_shards('shard_map', shard)(PARAMS, np.zeros(8))
 
-  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
-  def test_collects_on_each_shard(self, mode, weighted):
+  @cases.product(weighted=(False, True))
+  def test_collects_on_each_shard(self, weighted):
     tx = shard_transforms.tower_reduce(3, INNER, axis_name=modes.AXIS)
     params = {'w': PARAMS['w'], 'half': PARAMS['half']}
 
@@ -98,7 +96,7 @@ class TowerReduceStateTest(parameterized.TestCase):
         )
       return state
 
-    state = modes.map_shards(mode, shard)(params, (DATA, WEIGHTS, STEPS))
+    state = modes.map_shards('shard_map', shard)(params, (DATA, WEIGHTS, STEPS))
 
     weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
     total = np.einsum('sc,scf->sf', weights, DATA)
@@ -116,8 +114,8 @@ class TowerReduceStateTest(parameterized.TestCase):
         state.oldest_local_step, STEPS.min(1)[:, None], strict=True
     )
 
-  @cases.product(mode=modes.MODES, axis_name=(modes.AXIS, None))
-  def test_is_empty_again_after_the_last_tower(self, mode, axis_name):
+  @cases.product(axis_name=(modes.AXIS, None))
+  def test_is_empty_again_after_the_last_tower(self, axis_name):
     tx = shard_transforms.tower_reduce(2, optax.identity(), axis_name=axis_name)
 
     def shard(params, own):
@@ -130,7 +128,7 @@ class TowerReduceStateTest(parameterized.TestCase):
         _, state = tx.update(data[i], state, params, **extra_args)
       return start, state
 
-    start, end = modes.map_shards(mode, shard)(
+    start, end = modes.map_shards('shard_map', shard)(
         np.ones(5, np.float32), (DATA, WEIGHTS, STEPS)
     )
 
@@ -271,8 +269,7 @@ class PerShardStateTest(parameterized.TestCase):
       mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
 
-  @cases.parameters(*modes.MODES)
-  def test_refuses_state_without_its_leading_axis(self, mode):
+  def test_refuses_state_without_its_leading_axis(self):
     tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
     other = shard_transforms.tower_reduce(2, INNER)
 
@@ -285,11 +282,10 @@ class PerShardStateTest(parameterized.TestCase):
         r' length 1 on each shard, got the shape \(5,\).*'
         r'`shard_transforms.state_specs`.*`jax.pmap\(tx.init, axis_name=',
     ):
-      mapped = modes.map_shards(mode, shard)
+      mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
 
-  @cases.parameters(*modes.MODES)
-  def test_sums_that_are_kept_per_shard_stay_per_shard(self, mode):
+  def test_sums_that_are_kept_per_shard_stay_per_shard(self):
     # Without `axis_name`, where parameters and all state differ.
     tx = shard_transforms.tower_reduce(2, optax.identity())
 
@@ -300,12 +296,13 @@ class PerShardStateTest(parameterized.TestCase):
       updates, _ = tx.update(data[1], state)
       return updates
 
-    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
+    updates = modes.map_shards('shard_map', shard)(
+        np.zeros(5, np.float32), DATA
+    )
 
     np.testing.assert_array_equal(updates, DATA.mean(1), strict=True)
 
-  @cases.parameters(*modes.MODES)
-  def test_a_counter_that_differs_in_type_only_is_agreed_on(self, mode):
+  def test_a_counter_that_differs_in_type_only_is_agreed_on(self):
     tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
 
     def shard(params, data):
@@ -314,6 +311,8 @@ class PerShardStateTest(parameterized.TestCase):
       updates, _ = tx.update(data[1], state)
       return updates
 
-    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
+    updates = modes.map_shards('shard_map', shard)(
+        np.zeros(5, np.float32), DATA
+    )
 
     np.testing.assert_array_equal(updates, DATA.mean(1), strict=True)
