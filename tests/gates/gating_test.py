@@ -144,24 +144,6 @@ class GateTest(parameterized.TestCase):
     ones = jax.tree.map(np.ones_like, zeros)
     chex.assert_trees_all_equal(passed, ones, strict=True)
 
-  @cases.parameters(*GATES)
-  def test_traces_inner_once(self, gate):
-    calls = []
-
-    def update(updates, state, params=None):
-      del params
-      calls.append(state)
-      return updates, state
-
-    inner = optax.GradientTransformation(lambda _: jnp.zeros(()), update)
-    tx = GATES[gate](inner)
-
-    jax.eval_shape(
-        lambda u: tx.update(u, tx.init(u), local_step=0), jnp.ones(3)
-    )
-
-    self.assertLen(calls, 1)
-
   def test_a_window_sends_nothing_outside_of_its_branch(self):
     mean = shard_transforms.cross_shard_mean(AXIS)
 
@@ -271,25 +253,6 @@ class GateTest(parameterized.TestCase):
       _, state = tx.update(x, tx.init(own), local_step=0)
       self.assertEqual(axes_lib.varying_axes(state.inner_state), {modes.AXIS})
       return x
-
-    mapped = modes.map_shards('shard_map', shard)
-    jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
-
-  @cases.parameters(*GATES)
-  def test_what_is_the_same_on_all_shards_stays_so(self, gate):
-    inner = optax.chain(
-        shard_transforms.cross_shard_mean(modes.AXIS), optax.trace(0.9)
-    )
-    tx = GATES[gate](inner)
-
-    def shard(params, x):
-      own = shard_transforms.per_shard(params, modes.AXIS)
-      state = tx.init(own if gate == 'tower_reduce' else params)
-      state = state._replace(inner_state=inner.init(params))
-      updates, state = tx.update(x, state, local_step=0)
-      for leaf in jax.tree.leaves((updates, state.inner_state)):
-        self.assertEmpty(axes_lib.varying_axes(leaf))
-      return updates
 
     mapped = modes.map_shards('shard_map', shard)
     jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
@@ -515,35 +478,6 @@ class MixedPrecisionTest(parameterized.TestCase):
     )
     self.assertEqual(mu['w'].dtype, state[0].mu['w'].dtype)
 
-  @cases.parameters('drop_stale', 'guard', 'tower_reduce')
-  def test_float32_masters_keep_the_dtypes_of_all_state(self, gate):
-    tx = _alone(optax.adam(0.1))[gate]
-    masters = optax.tree.cast(self.params, jnp.float32)
-
-    def loss_fn(masters):
-      params = optax.tree.cast(masters, jnp.bfloat16)
-      return jnp.sum(params['w'] ** 2)
-
-    grads = jax.grad(loss_fn)(masters)
-    _, state = tx.update(grads, tx.init(masters), masters, local_step=0)
-
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(masters))
-    chex.assert_trees_all_equal_dtypes(grads, masters)
-
-  @cases.parameters('drop_stale', 'guard', 'tower_reduce')
-  def test_moments_in_float32_keep_the_dtypes_of_all_state(self, gate):
-    tx = _alone(optax.adam(0.1, mu_dtype=jnp.float32))[gate]
-
-    def step(state, grads):
-      updates, state = tx.update(grads, state, self.params, local_step=0)
-      return state, updates
-
-    grads = jax.tree.map(lambda *x: jnp.stack(x), *self.grads)
-    # A scan needs the same types in each turn.
-    _, updates = lax.scan(step, tx.init(self.params), grads)
-
-    self.assertEqual(updates['w'].dtype, jnp.float32)
-
 
 class DerivativeTest(parameterized.TestCase):
 
@@ -754,16 +688,6 @@ class WeightTest(parameterized.TestCase):
     updates = jax.vmap(fn, axis_name=AXIS)(jnp.array([1.0, 3.0]))
 
     np.testing.assert_allclose(updates, [2.5, 2.5])
-
-  @cases.product(gate=tuple(WEIGHING))
-  def test_refuses_a_reduction_by_hand(self, gate):
-    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
-    inner = optax.chain(by_hand, optax.adam(0.1))
-
-    with self.assertRaisesRegex(
-        ValueError, 'must use .* `weight`.* by hand.*`assume_weighted=True`'
-    ):
-      self.update(gate, inner, 'shard_map')
 
   @cases.product(gate=tuple(WEIGHING))
   def test_takes_the_word_of_the_user(self, gate):

@@ -192,29 +192,6 @@ class CompensationTest(parameterized.TestCase):
     )
     self.assertIsNone(mean_square['integer'])
 
-  def test_of_zero_changes_nothing(self):
-    tx = compensate_delay(0)
-    params = jnp.ones(3)
-
-    updates, _ = tx.update(params, tx.init(params), params, read_params=-params)
-
-    np.testing.assert_array_equal(updates, params)
-
-  def test_can_be_donated_and_shares_nothing_with_parameters(self):
-    tx = _compensate(True)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, read):
-      updates, state = tx.update(params, state, params, read_params=read)
-      return optax.apply_updates(params, updates), state
-
-    params = jnp.ones(3)
-    state = tx.init(params)
-    for _ in range(3):
-      before = jax.tree.leaves((params, state))
-      params, state = step(params, state, jnp.ones(3))
-      self.assertTrue(all(leaf.is_deleted() for leaf in before))
-
 
 class GatesTest(parameterized.TestCase):
 

@@ -1,5 +1,3 @@
-import functools
-
 from absl.testing import parameterized
 import chex
 import jax
@@ -145,23 +143,6 @@ class DelayTest(parameterized.TestCase):
         np.stack(found), [[0, 0], [1, 1], [0, 0], [4, 4]]
     )
 
-  def test_can_be_donated_and_shares_nothing_with_parameters(self):
-    tx = delay_updates(2)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state
-
-    params = jnp.zeros(3)
-    state = tx.init(params)
-    for call in range(5):
-      before = jax.tree.leaves((params, state))
-      params, state = step(params, state, jnp.full(3, call + 1.0))
-      self.assertTrue(all(leaf.is_deleted() for leaf in before))
-
-    np.testing.assert_array_equal(params, np.full(3, 1.0 + 2 + 3))
-
   def test_writes_in_place(self):
     tx = delay_updates(8)
     params = jnp.zeros(100_000)
@@ -268,16 +249,6 @@ class GatesTest(parameterized.TestCase):
 
 class StateTest(parameterized.TestCase):
 
-  def test_lives_per_shard_and_like_parameters(self):
-    params = _params()
-    tx = delay_updates(2, axis_name=AXIS)
-
-    state = shard_transforms.init_state(tx, params, modes.mesh())
-
-    self.assertEqual(state.pending['w'].shape, (8, 3, 5))
-    self.assertEqual(state.pending['b'].shape, (8, 3))
-    self.assertEqual(state.slot.shape, ())
-
   @cases.parameters(
       ('mean', 4, [0.5, 2.5, 4.5, 6.5]),
       ('sum', 4, [1, 5, 9, 13]),
@@ -352,23 +323,6 @@ class RefusalTest(parameterized.TestCase):
         ValueError, '`updates` of `delay_updates` must'
     ):
       tx.update({'a': jnp.ones(3)}, tx.init({'a': jnp.ones(4)}))
-
-  def test_refuses_the_state_of_another(self):
-    with self.assertRaisesRegex(TypeError, '`DelayUpdatesState`'):
-      delay_updates(1).update(jnp.ones(3), optax.EmptyState())
-
-  @cases.parameters(0, 1)
-  def test_refuses_updates_that_are_already_reduced(self, steps):
-    tx = delay_updates(steps, axis_name=AXIS)
-
-    def shard(params, x):
-      return tx.update(jax.grad(_loss)(params, x), tx.init(params))[0]
-
-    with self.assertRaisesRegex(
-        ValueError, '`updates` of `delay_updates` .* already reduced'
-    ):
-      mapped = modes.map_shards('shard_map', shard)
-      jax.eval_shape(mapped, _params(), DATA[:, 0])
 
   def test_refuses_updates_that_differ_without_an_axis(self):
     tx = delay_updates(1)

@@ -3,7 +3,6 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import cases
@@ -80,19 +79,6 @@ class ValueAndGradTest(parameterized.TestCase):
     expected = _own_results(lambda x, y: alone(PARAMS, x, y))
     self.assert_close(((value, aux), grads), expected)
 
-  def test_passes_keyword_arguments(self):
-    def loss(params, *, x, y):
-      return _loss(params, x, y)
-
-    def shard(params, own):
-      x, y = own
-      return shard_transforms.value_and_grad(loss, modes.AXIS)(params, x=x, y=y)
-
-    results = modes.map_shards('shard_map', shard)(PARAMS, (X, Y))
-
-    alone = jax.jit(jax.value_and_grad(_loss))
-    self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
-
   def test_integers_have_float0_gradients_if_allowed(self):
     def loss(params, x, y):
       return _loss(params, x, y) + params['steps']
@@ -161,31 +147,15 @@ class ValueAndGradTest(parameterized.TestCase):
 
   @cases.parameters(True, False)
   def test_is_per_shard_over_each_of_several_axes(self, check_vma):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
-    grad = shard_transforms.value_and_grad(_loss, ['host', 'core'])
-
-    def shard(params, x, y):
-      return jax.tree.map(lambda leaf: leaf[None], grad(params, x[0], y[0]))
-
-    specs = P(('host', 'core'))
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(P(), specs, specs),
-        out_specs=specs,
-        check_vma=check_vma,
+    grad = shard_transforms.value_and_grad(_loss, list(modes.HOSTS))
+    mapped = modes.map_over_hosts(
+        lambda params, own: grad(params, *own), check_vma
     )
 
-    results = jax.jit(mapped)(PARAMS, X, Y)
+    results = mapped(PARAMS, (X, Y))
 
     alone = jax.jit(jax.value_and_grad(_loss))
     self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
-
-  def test_takes_the_name_of_the_loss(self):
-    step = shard_transforms.value_and_grad(_loss, 'data')
-
-    self.assertEqual(step.__name__, '_loss')
 
 
 class ReducedLossTest(parameterized.TestCase):
@@ -226,23 +196,15 @@ class ReducedLossTest(parameterized.TestCase):
 
   @cases.parameters('host', 'core')
   def test_names_the_axis_over_which_the_loss_is_reduced(self, axis):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
     grad = shard_transforms.value_and_grad(
-        lambda w, x: lax.psum(jnp.sum(w * x), axis), ('host', 'core')
+        lambda w, x: lax.psum(jnp.sum(w * x), axis), modes.HOSTS
     )
-    mapped = jax.shard_map(
-        lambda w, x: grad(w, x)[1][None],
-        mesh=mesh,
-        in_specs=(P(), P(('host', 'core'))),
-        out_specs=P(('host', 'core')),
-    )
+    mapped = modes.map_over_hosts(grad)
 
     with self.assertRaisesRegex(ValueError, f"per shard over '{axis}', got"):
       jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
 
-  @cases.parameters(*modes.UNTRACKED_MODES)
-  def test_cannot_see_a_reduced_loss_where_types_are_not_tracked(self, mode):
+  def test_cannot_see_a_reduced_loss_where_types_are_not_tracked(self):
     def shard(w, x):
       def loss(w):
         return lax.psum(w * x, modes.AXIS)
@@ -251,7 +213,7 @@ class ReducedLossTest(parameterized.TestCase):
 
     x = np.arange(8, dtype=np.float32)
 
-    value, grads = modes.map_shards(mode, shard)(np.float32(1), x)
+    value, grads = modes.map_shards('vmap', shard)(np.float32(1), x)
 
     np.testing.assert_array_equal(value, np.full(8, 28.0))
     # 8 times too large, as the docstring says.

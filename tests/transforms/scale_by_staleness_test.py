@@ -438,36 +438,6 @@ class GatesTest(parameterized.TestCase):
     expected = np.average(np.nan_to_num(data), axis=0, weights=weights)
     np.testing.assert_allclose(updates, np.tile(expected, (8, 1)), rtol=1e-5)
 
-  def test_hands_on_everything(self):
-    seen = {}
-
-    def update(updates, state, params=None, **extra_args):
-      seen.update(extra_args, params=params)
-      return updates * extra_args['weight'], state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    tx = _weighted('inverse', inner)
-
-    def shard(params, x):
-      tx.update(x, tx.init(params), params, local_step=0, value='any')
-      return x
-
-    jax.eval_shape(modes.map_shards('vmap', shard), np.zeros(5), DATA[:, 0])
-
-    self.assertEqual(seen['value'], 'any')
-    self.assertEqual(seen['local_step'], 0)
-    self.assertEqual(seen['params'].shape, (5,))
-
-  def test_a_link_applies_as_it_updates(self):
-    params = jnp.array([1.0, 2.0])
-    tx = scale_by_staleness('inverse')
-    state = tx.init(params)._replace(global_step=jnp.int32(4))
-
-    updates, _ = tx.update(jnp.ones(2), state, params, local_step=0)
-    applied = optax.apply_updates(params, updates)
-
-    np.testing.assert_array_equal(applied, [1.25, 2.25])
-
   def test_the_rate_can_be_injected(self):
     tx = optax.inject_hyperparams(scale_by_staleness)(
         'exponential', rate=optax.linear_schedule(1.0, 0.0, 2)
@@ -480,15 +450,6 @@ class GatesTest(parameterized.TestCase):
       scaled.append(updates)
 
     np.testing.assert_allclose(scaled, np.exp([-1.0 * 2, -0.5 * 3]), rtol=1e-6)
-
-  def test_some_leaves_can_be_masked(self):
-    tx = optax.masked(scale_by_staleness('inverse'), {'a': True, 'b': False})
-    updates = {'a': jnp.ones(2), 'b': jnp.ones(3)}
-
-    scaled, _ = tx.update(updates, tx.init(updates), local_step=-4)
-
-    np.testing.assert_array_equal(scaled['a'], np.full(2, 0.25))
-    np.testing.assert_array_equal(scaled['b'], np.ones(3))
 
 
 class RefusalTest(parameterized.TestCase):
@@ -523,16 +484,6 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, f'The factor .*{message}'):
       tx.update(jnp.ones(3), tx.init(jnp.ones(3)), local_step=0)
-
-  @cases.parameters(
-      ({}, TypeError, '`local_step` of `scale_by_staleness` .*got None'),
-      ({'local_step': 0.5}, TypeError, '`local_step` of .* an integer'),
-  )
-  def test_refuses_bad_local_steps(self, given, error, message):
-    tx = scale_by_staleness('inverse')
-
-    with self.assertRaisesRegex(error, message):
-      tx.update(jnp.ones(3), tx.init(jnp.ones(3)), **given)
 
   def test_refuses_the_state_of_another(self):
     tx = scale_by_staleness('inverse')

@@ -161,12 +161,6 @@ class EqualityTest(parameterized.TestCase):
 
     assert_close(actual, replicated(name))
 
-  @cases.product(name=('adamw', 'injected'))
-  def test_trains_alike_in_every_mode(self, name):
-    actual = train(shard_update(INNERS[name](), AXIS), 'shard_map')
-
-    assert_close(actual, replicated(name, 'shard_map'))
-
   def test_packed_and_unpacked_give_the_same_bits(self):
     packed = train(shard_update(optax.sgd(0.5), AXIS))
     with reductions.unpacked():
@@ -217,22 +211,6 @@ class EqualityTest(parameterized.TestCase):
     self.assertTrue(all(np.isfinite(x).all() for x in actual.values()))
     whole = optax.chain(cross_shard_mean(AXIS), inner)
     assert_close(actual, train(whole))
-
-  @cases.parameters('bfloat16', 'float16', 'complex64')
-  def test_reduces_leaves_of_other_dtypes(self, dtype):
-    rng = np.random.default_rng(0)
-    grads = rng.integers(-9, 9, (SHARDS, 3, 7)).astype(jnp.dtype(dtype))
-
-    def fn(params, grads):
-      tx = shard_update(optax.sgd(1.0, momentum=0.5), AXIS)
-      return tx.update(grads, tx.init(params), params)[0]
-
-    updates = modes.map_shards('shard_map', fn)(grads[0], grads)
-
-    self.assertEqual(updates.dtype, dtype)
-    wide = grads.astype(np.promote_types(grads.dtype, np.float32))
-    expected = -wide.mean(0).astype(grads.dtype)
-    np.testing.assert_array_equal(updates, [expected] * SHARDS)
 
   def test_a_shard_of_weight_zero_does_not_count_even_with_nan(self):
     tx = shard_update(optax.sgd(1.0), AXIS)
@@ -371,15 +349,6 @@ class StateTest(parameterized.TestCase):
         jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
     ):
       self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
-
-  def test_state_starts_from_a_shards_own_slice_of_the_parameters(self):
-    tx = shard_update(COPY, AXIS)
-    params = jnp.arange(15.0).reshape(3, 5)
-
-    state = shard_transforms.init_state(tx, params, modes.mesh())
-
-    expected = np.pad(np.arange(15.0)[None], [(0, 0), (0, 1)])
-    np.testing.assert_array_equal(state.inner_state, expected)
 
   def test_state_that_is_made_of_shapes_is_cut_as_well(self):
     def init(params):
@@ -595,20 +564,6 @@ class AxesTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates, -grads)
     report = shard_transforms.monitoring.wire_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
-
-  @pytest.mark.slow
-  def test_clips_by_the_global_norm_before_it(self):
-    clip = optax.clip_by_global_norm(0.1)
-    tx = optax.chain(
-        cross_shard_mean(AXIS),
-        clip,
-        shard_update(optax.adam(0.1), AXIS, on_invariant='averaged'),
-    )
-
-    actual = train(tx)
-
-    whole = optax.chain(cross_shard_mean(AXIS), clip, optax.adam(0.1))
-    assert_close(actual, train(whole))
 
 
 class RefusalTest(parameterized.TestCase):

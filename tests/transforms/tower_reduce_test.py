@@ -1,5 +1,4 @@
 import functools
-import re
 
 from absl.testing import parameterized
 import chex
@@ -162,66 +161,6 @@ class TowerReduceTest(parameterized.TestCase):
 
     self.assert_trains_like('shard_map', data, weights, reduction)
 
-  def test_gives_exact_zeros_and_keeps_the_inner_bits_between(self):
-    _, _, (updates, momenta, _) = _train('shard_map')(DATA, WEIGHTS)
-
-    waiting = updates[:, [0, 1, 3, 4]]
-    np.testing.assert_array_equal(waiting, np.zeros_like(waiting))
-    np.testing.assert_array_equal(momenta[:, [0, 1]], np.zeros((8, 2, 5)))
-    np.testing.assert_array_equal(momenta[:, [3, 4]], momenta[:, [2, 2]])
-
-  def test_collects_what_is_already_the_same_on_all_shards(self):
-    inner = shard_transforms.tower_reduce(NUM_TOWERS, optax.trace(DECAY))
-    tx = optax.chain(
-        shard_transforms.cross_shard_mean(modes.AXIS),
-        inner,
-        optax.scale(-LEARNING_RATE),
-    )
-
-    def shard(params, data):
-      def call(carry, x):
-        params, state = carry
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        updates, state = tx.update(grad(params, x)[1], state, params)
-        return (optax.apply_updates(params, updates), state), updates
-
-      return lax.scan(call, (params, tx.init(params)), data)[1]
-
-    updates = modes.map_shards('shard_map', shard)(
-        np.zeros(5, np.float32), DATA
-    )
-
-    np.testing.assert_allclose(
-        updates, _expected(DATA, None)[0], rtol=1e-5, atol=1e-6, strict=True
-    )
-
-  @cases.product(reduction=('mean', 'sum'), axis_name=(modes.AXIS, None))
-  def test_is_a_link_of_a_chain_without_inner(self, reduction, axis_name):
-    mean = shard_transforms.cross_shard_mean(modes.AXIS)
-    towers = shard_transforms.tower_reduce(
-        NUM_TOWERS, axis_name=axis_name, reduction=reduction
-    )
-    links = (towers, mean) if axis_name else (mean, towers)
-    tx = optax.chain(*links, optax.scale(-1.0))
-
-    def shard(params, data):
-      def call(state, x):
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        return tx.update(grad(params, x)[1], state, params)[::-1]
-
-      return lax.scan(call, tx.init(params), data)[1]
-
-    updates = modes.map_shards('shard_map', shard)(
-        np.zeros(5, np.float32), DATA
-    )
-
-    last = DATA.astype(np.float64).reshape(8, 2, 3, 5).sum(2).mean(0)
-    expected = np.zeros((8, 2, 3, 5), np.float32)
-    expected[:, :, -1] = last if reduction == 'sum' else last / 3
-    np.testing.assert_allclose(
-        updates, expected.reshape(8, 6, 5), rtol=1e-5, atol=1e-6, strict=True
-    )
-
   @cases.product(reduction=('mean', 'sum'), num_towers=(2, 4, 6))
   def test_a_window_of_another_length_is_reduced_over_its_towers(
       self, reduction, num_towers
@@ -256,35 +195,6 @@ class TowerReduceTest(parameterized.TestCase):
         r' `tower_reduce\(num_towers, optax.chain\(...\)\)`',
     ):
       tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=1.0)
-
-  @cases.product(axis_name=(modes.AXIS, None), reduction=('mean', 'sum'))
-  def test_one_tower_is_the_inner_transformation_to_the_bit(
-      self, axis_name, reduction
-  ):
-    inner = _momentum()
-    tx = shard_transforms.tower_reduce(
-        1, inner, axis_name=axis_name, reduction=reduction
-    )
-
-    def shard(params, own):
-      def call(tx, carry, x):
-        params, state = carry
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        updates, state = tx.update(grad(params, x)[1], state, params)
-        momentum = optax.tree_utils.tree_get(state, 'trace')
-        return (params + updates, state), (updates, momentum)
-
-      def train(tx):
-        step = functools.partial(call, tx)
-        return lax.scan(step, (params, tx.init(params)), own)[1]
-
-      return train(tx), train(inner)
-
-    wrapped, bare = modes.map_shards('shard_map', shard)(
-        np.full(5, -0.0, np.float32), DATA
-    )
-
-    chex.assert_trees_all_equal(wrapped, bare, strict=True)
 
   @cases.product(axis_name=(modes.AXIS, None), reduction=('mean', 'sum'))
   def test_one_tower_keeps_the_sign_of_zero(self, axis_name, reduction):
@@ -443,18 +353,6 @@ class HandedOnTest(parameterized.TestCase):
     start = {'weight': -1.0, 'local_step': -1.0, 'value': -1.0}
     self.assertEqual(recorded, [start, first, first, second])
 
-  def test_schedules_move_once_a_window(self):
-    tx = shard_transforms.tower_reduce(2, optax.sgd(lambda count: 10.0**count))
-    state = tx.init(jnp.zeros(()))
-
-    updates = []
-    for _ in range(6):
-      update, state = tx.update(jnp.ones(()), state)
-      updates.append(float(update))
-
-    self.assertEqual(updates, [0.0, -1.0, 0.0, -10.0, 0.0, -100.0])
-    self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 3)
-
 
 class MissingGradientTest(parameterized.TestCase):
   """`None` in place of a leaf."""
@@ -573,99 +471,3 @@ class DtypeTest(parameterized.TestCase):
 
     expected = np.array([1 + 1j, 0.5 - 1.5j], np.complex64)
     np.testing.assert_array_equal(updates, expected, strict=True)
-
-  def test_complex_updates_keep_their_parts(self):
-    tx = shard_transforms.tower_reduce(2, optax.identity())
-    x = jnp.array([1 + 2j, -3j], jnp.complex64)
-
-    _, state = tx.update(x, tx.init(x))
-    updates, _ = tx.update(3 * x, state)
-
-    np.testing.assert_array_equal(updates, 2 * np.asarray(x), strict=True)
-
-
-class CollectivesTest(parameterized.TestCase):
-
-  @cases.product(weighted=(False, True))
-  def test_sends_in_one_of_four_calls(self, weighted):
-    inner = optax.chain(
-        shard_transforms.cross_shard_mean(modes.AXIS), optax.adam(1e-3)
-    )
-    tx = shard_transforms.tower_reduce(4, inner, axis_name=modes.AXIS)
-
-    def shard(params, own):
-      x, weight = own
-      weight = weight if weighted else None
-      state = tx.init(params)
-      for _ in range(4):
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        updates, state = tx.update(grad(params, x)[1], state, weight=weight)
-      return updates
-
-    mapped = modes.map_shards('shard_map', shard)
-    jaxpr = jax.make_jaxpr(mapped)(np.zeros(5), (DATA[:, 0], WEIGHTS[:, 0]))
-
-    outside, inside = _count_psums(jaxpr.jaxpr)
-    self.assertEqual(outside, 0)
-    # A weight adds one scalar to decide whether there is any at all, the largest
-    # to scale by, and one to divide by.
-    self.assertEqual(inside, 4 * (4 if weighted else 1))
-
-
-def _count_psums(jaxpr, in_branch=False):
-  """Counts the sums over shards outside and inside of branches."""
-  counts = np.zeros(2, int)
-  for eqn in jaxpr.eqns:
-    name = eqn.primitive.name
-    if re.match('psum|pmin|pmax|all_|reduce_scatter', name):
-      counts[int(in_branch)] += 1
-    for below in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
-      if _is_jaxpr(below):
-        below = getattr(below, 'jaxpr', below)
-        is_branch = name in ('cond', 'while')
-        counts += _count_psums(below, in_branch or is_branch)
-  return counts
-
-
-def _is_jaxpr(node):
-  return hasattr(node, 'eqns')
-
-
-class JitTest(parameterized.TestCase):
-
-  def test_can_be_donated_with_its_parameters(self):
-    tx = shard_transforms.tower_reduce(2, optax.trace(0.5))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, x):
-      updates, state = tx.update(params['w'] - x, state)
-      return {'w': params['w'] - updates}, state
-
-    params = {'w': jnp.zeros(5)}
-    state = jax.jit(tx.init)(params['w'])
-    for x in 1.0, 3.0, 2.0, 4.0:
-      before = jax.tree.leaves((params, state))
-      params, state = step(params, state, x)
-      self.assertTrue(all(leaf.is_deleted() for leaf in before))
-
-    # -(-2), then -(-1 + 0.5 * -2).
-    np.testing.assert_array_equal(params['w'], np.full(5, 4.0))
-
-  def test_the_state_holds_no_buffer_of_the_parameters(self):
-    params = {'w': jnp.ones(5)}
-    tx = shard_transforms.tower_reduce(2, optax.identity())
-
-    state = tx.init(params)
-    params['w'].delete()
-
-    np.testing.assert_array_equal(state.total['w'], np.zeros(5))
-
-  def test_compiles_once_for_all_calls_of_a_window(self):
-    tx = shard_transforms.tower_reduce(3, optax.adam(0.1))
-    step = jax.jit(chex.assert_max_traces(lambda u, s: tx.update(u, s), 1))
-
-    state = jax.jit(tx.init)(jnp.zeros(5))
-    for _ in range(4):
-      _, state = step(jnp.ones(5), state)
-
-    self.assertEqual(optax.tree_utils.tree_get(state, 'tower'), 1)
